@@ -1,0 +1,143 @@
+"""Tiny random Hugging Face checkpoints of both families, written by transformers itself.
+
+    path = write_checkpoint("qwen3_head24", tmp_path)   # tmp_path/qwen3_head24, made once
+    model = reference_model(path)                       # transformers, float32, eager attention
+
+The weights are drawn wide (standard deviation 0.3, norms and biases perturbed) so that routing,
+logits and their gaps are far from degenerate. No checkpoint names an eos token.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+transformers.utils.logging.disable_progress_bar()
+
+FAMILIES = {
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+}
+
+_SHARED: dict[str, Any] = {
+    "vocab_size": 160,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_OF_FAMILY: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "intermediate_size": 40,
+        "moe_intermediate_size": 16,
+        "num_experts": 8,
+        "norm_topk_prob": True,
+    },
+    "mixtral": {"intermediate_size": 24, "num_local_experts": 4},
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TinyCheckpoint:
+    """What sets one checkpoint apart: fields of its config, and the way it is written."""
+
+    family: str
+    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+    dtype: torch.dtype = torch.float32  # of the file
+    fused: bool = False  # transformers 5's mlp.experts.gate_up_proj instead of published names
+    max_shard_size: str = "50GB"
+    old_config: bool = False  # config.json as transformers 4 wrote it
+
+
+def _qwen3(**how: Any) -> TinyCheckpoint:
+    return TinyCheckpoint(family="qwen3_moe", **how)
+
+
+def _mixtral(**how: Any) -> TinyCheckpoint:
+    return TinyCheckpoint(family="mixtral", **how)
+
+
+CHECKPOINTS: dict[str, TinyCheckpoint] = {
+    "qwen3": _qwen3(),
+    "qwen3_gqa1_tied": _qwen3(fields={"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "qwen3_gqa4_head24": _qwen3(fields={"num_key_value_heads": 1, "head_dim": 24}),
+    "qwen3_top1": _qwen3(fields={"num_experts_per_tok": 1, "norm_topk_prob": False}),
+    "qwen3_sparse_step2": _qwen3(fields={"num_hidden_layers": 4, "decoder_sparse_step": 2}),
+    "qwen3_mlp_only": _qwen3(fields={"mlp_only_layers": [0, 2]}),
+    "qwen3_unnormalized": _qwen3(fields={"norm_topk_prob": False, "num_experts_per_tok": 3}),
+    "qwen3_sliding": _qwen3(fields={"use_sliding_window": True, "sliding_window": 5}),
+    "qwen3_bias": _qwen3(fields={"attention_bias": True}),
+    "qwen3_fused": _qwen3(fused=True),
+    "qwen3_bf16_sharded": _qwen3(dtype=torch.bfloat16, max_shard_size="20KB"),
+    "qwen3_old_config": _qwen3(
+        fields={"head_dim": 24, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        old_config=True,
+    ),
+    "mixtral": _mixtral(),
+    "mixtral_gqa1_tied_fp16": _mixtral(
+        fields={"num_key_value_heads": 4, "tie_word_embeddings": True}, dtype=torch.float16
+    ),
+    "mixtral_gqa4_sliding_fused": _mixtral(
+        fields={"num_key_value_heads": 1, "sliding_window": 5}, fused=True
+    ),
+    "mixtral_head24_sharded_old_config": _mixtral(
+        fields={"head_dim": 24}, max_shard_size="20KB", old_config=True
+    ),
+}
+
+
+def write_checkpoint(name: str, parent: Path) -> Path:
+    """Writes `CHECKPOINTS[name]` into `parent / name`, unless it is there; returns that path."""
+    directory = parent / name
+    if directory.exists():
+        return directory
+    spec = CHECKPOINTS[name]
+    config_class, model_class = FAMILIES[spec.family]
+    config = config_class(**{**_SHARED, **_OF_FAMILY[spec.family], **spec.fields})
+    with torch.random.fork_rng():
+        torch.manual_seed(sorted(CHECKPOINTS).index(name))
+        model = model_class(config)
+        _perturb_vectors(model)
+    model.to(spec.dtype).save_pretrained(
+        directory, max_shard_size=spec.max_shard_size, save_original_format=not spec.fused
+    )
+    if spec.old_config:
+        _rewrite_config_as_transformers_4(directory / "config.json")
+    return directory
+
+
+def reference_model(
+    directory: Path, dtype: torch.dtype = torch.float32
+) -> transformers.PreTrainedModel:
+    """The checkpoint in transformers, weights converted to `dtype`, ready to evaluate."""
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation="eager"
+    ).eval()
+
+
+@torch.no_grad()
+def _perturb_vectors(model: torch.nn.Module) -> None:
+    """Moves norm weights and biases away from the ones and zeros that transformers gives them."""
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.add_(0.3 * torch.randn_like(parameter))
+
+
+def _rewrite_config_as_transformers_4(path: Path) -> None:
+    """The form of the published checkpoints: flat rope fields, `num_experts`, `torch_dtype`."""
+    config = json.loads(path.read_text())
+    config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+    config["torch_dtype"] = config.pop("dtype")
+    config["transformers_version"] = "4.51.0"
+    if config["model_type"] == "qwen3_moe":
+        config["num_experts"] = config.pop("num_local_experts")
+        config["rope_scaling"] = None
+    path.write_text(json.dumps(config, indent=2))
