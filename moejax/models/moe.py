@@ -1,0 +1,244 @@
+"""The sparse MLP: a router, and four ways to run the experts that it chose.
+
+All four compute y_n = sum_a w[n, a] down_e(silu(gate_e x_n) * up_e x_n) with e = ids[n, a], on the
+whole layer-stacked arrays and a layer index, so that no layer's slab is ever copied:
+
+  * `experts_dense`: every expert on every token, masked. For training.
+  * `experts_by_row`: one small product an assignment. For a few rows on a CPU.
+  * `experts_by_block`: assignments sorted by expert, cut in blocks. For prefill.
+  * `pallas_kernels.expert_mlp`: two kernel launches. For decode on a GPU.
+"""
+
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moejax.models.config import ModelConfig
+from moejax.models.parameter import stacked_parameter
+from pallas_kernels import expert_mlp
+
+ExpertsVia = Literal["dense", "row", "block", "kernel"]
+
+# Above so many assignments a call sorts them into blocks: unrolled products cost compile time, and
+# on two CPU cores the block form is the faster one from 32 rows on (2026-11-21, demo model).
+MAX_UNROLLED_ROWS = 32
+MAX_KERNEL_TOKENS = 32
+# Weights gathered for one scan step of `experts_by_block`: bounds its temporary memory.
+BLOCK_WEIGHT_BYTES = 512 * 2**20
+
+
+class Routing(NamedTuple):
+    """What the router said about N tokens."""
+
+    probabilities: jax.Array  # float32[N, E], the full softmax
+    weights: jax.Array  # float32[N, A], of the chosen experts, normalised where the model does so
+    ids: jax.Array  # int32[N, A], by falling probability
+
+
+def route(x: jax.Array, router: jax.Array, config: ModelConfig) -> Routing:
+    """Softmax over all experts in float32, then the top A of them.
+
+    Args:
+      x: [N, D].
+      router: [E, D].
+      config: gives A and whether the chosen weights are divided by their sum.
+    """
+    logits = jnp.einsum("nd,ed->ne", x, router, preferred_element_type=jnp.float32)
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    weights, ids = jax.lax.top_k(probabilities, config.experts_per_token)
+    if config.norm_topk_prob:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return Routing(probabilities, weights, ids)
+
+
+def swiglu(gate_up: jax.Array) -> jax.Array:
+    """silu(gate) * up (Shazeer 2020, eq. 6): [..., 2F] to [..., F]."""
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+def experts_dense(
+    x: jax.Array, routing: Routing, gate_up: jax.Array, down: jax.Array, layer: int
+) -> jax.Array:
+    """Every expert on every token, zero where it was not chosen: two large products.
+
+    Args:
+      x: [N, D].
+      routing: of the N tokens.
+      gate_up: [M, E, 2F, D].
+      down: [M, E, D, F].
+      layer: index among the sparse layers.
+
+    Returns:
+      [N, D] in `x.dtype`.
+    """
+    num_experts, _, model_dim = gate_up.shape[1:]
+    expert_dim = down.shape[-1]
+    chosen = routing.ids[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None]
+    combine = jnp.sum(jnp.where(chosen, routing.weights[:, :, None], 0.0), axis=1)
+    gate, up = jnp.split(gate_up[layer], 2, axis=1)
+    gate = jnp.einsum("nd,kd->nk", x, gate.reshape(-1, model_dim))
+    up = jnp.einsum("nd,kd->nk", x, up.reshape(-1, model_dim))
+    hidden = (jax.nn.silu(gate) * up).reshape(-1, num_experts, expert_dim)
+    hidden = hidden * combine.astype(x.dtype)[:, :, None]
+    return jnp.einsum("nef,edf->nd", hidden, down[layer])
+
+
+def experts_by_row(
+    x: jax.Array, routing: Routing, gate_up: jax.Array, down: jax.Array, layer: int
+) -> jax.Array:
+    """One slice and two thin products an assignment, unrolled; arguments as `experts_dense`."""
+
+    def expert(stacked: jax.Array, expert_id: jax.Array) -> jax.Array:
+        zero = jnp.zeros_like(expert_id)
+        start = (jnp.full_like(expert_id, layer), expert_id, zero, zero)
+        return jax.lax.dynamic_slice(stacked, start, (1, 1, *stacked.shape[2:]))[0, 0]
+
+    outputs = []
+    for n in range(x.shape[0]):
+        total = jnp.zeros((1, x.shape[1]), jnp.float32)
+        for a in range(routing.ids.shape[1]):
+            expert_id = routing.ids[n, a]
+            hidden = swiglu(jnp.einsum("nd,fd->nf", x[n : n + 1], expert(gate_up, expert_id)))
+            out = jnp.einsum("nf,df->nd", hidden, expert(down, expert_id))
+            total += out.astype(jnp.float32) * routing.weights[n, a]
+        outputs.append(total)
+    return jnp.concatenate(outputs).astype(x.dtype)
+
+
+def block_size(num_rows: int, num_experts: int) -> int:
+    """Rows of a block: the mean load of an expert, as a power of two in 8..512."""
+    mean = max(1, num_rows // num_experts)
+    return min(512, max(8, 1 << (mean - 1).bit_length()))
+
+
+def experts_by_block(
+    x: jax.Array,
+    routing: Routing,
+    gate_up: jax.Array,
+    down: jax.Array,
+    layer: int,
+    token_mask: jax.Array,
+) -> jax.Array:
+    """Assignments sorted by expert and padded to blocks of one expert each; then batched products.
+
+    The number of blocks is static: each expert adds at most one partial block. An expert's weights
+    are gathered once a block, `BLOCK_WEIGHT_BYTES` at a time.
+
+    Args:
+      x: [N, D].
+      routing: of the N tokens.
+      gate_up: [M, E, 2F, D].
+      down: [M, E, D, F].
+      layer: index among the sparse layers.
+      token_mask: bool[N]; what is False is padding, costs nothing and yields zero.
+
+    Returns:
+      [N, D] in `x.dtype`.
+    """
+    num_tokens, model_dim = x.shape
+    num_experts, width = gate_up.shape[1], routing.ids.shape[1]
+    num_rows = num_tokens * width
+    rows_per_block = block_size(num_rows, num_experts)
+    num_blocks = num_rows // rows_per_block + min(num_experts, num_rows)
+    expert_bytes = (gate_up[0, 0].size + down[0, 0].size) * x.dtype.itemsize
+    blocks_per_step = min(num_blocks, max(1, BLOCK_WEIGHT_BYTES // expert_bytes))
+    num_steps = -(-num_blocks // blocks_per_step)
+
+    # Rows in order of expert; padding tokens belong to expert E and come last.
+    row_expert = jnp.where(token_mask[:, None], routing.ids, num_experts).reshape(-1)
+    order = jnp.argsort(row_expert, stable=True)
+    counts = jnp.zeros(num_experts, jnp.int32).at[row_expert].add(1, mode="drop")
+    first_row = jnp.cumsum(counts) - counts
+    blocks = -(-counts // rows_per_block)
+    last_block = jnp.cumsum(blocks)
+    block_id = jnp.arange(num_steps * blocks_per_step, dtype=jnp.int32)
+    block_expert = jnp.searchsorted(last_block, block_id, side="right").astype(jnp.int32)
+    safe_expert = jnp.minimum(block_expert, num_experts - 1)
+    offset = (block_id - (last_block - blocks)[safe_expert]) * rows_per_block
+    within = offset[:, None] + jnp.arange(rows_per_block, dtype=jnp.int32)[None]
+    filled = (within < counts[safe_expert][:, None]) & (block_expert < num_experts)[:, None]
+    sorted_row = jnp.where(filled, first_row[safe_expert][:, None] + within, 0)
+    row = jnp.where(filled, order[sorted_row].astype(jnp.int32), num_rows)
+
+    def step(outputs: jax.Array, inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        rows, expert_ids = inputs  # [blocks_per_step, rows_per_block], [blocks_per_step]
+        block_x = x[jnp.minimum(rows // width, num_tokens - 1)]
+        hidden = swiglu(jnp.einsum("zrd,zfd->zrf", block_x, gate_up[layer, expert_ids]))
+        out = jnp.einsum("zrf,zdf->zrd", hidden, down[layer, expert_ids])
+        return outputs.at[rows].set(out, mode="drop"), None
+
+    outputs = jnp.zeros((num_rows, model_dim), x.dtype)
+    steps = (
+        row.reshape(num_steps, blocks_per_step, rows_per_block),
+        safe_expert.reshape(num_steps, blocks_per_step),
+    )
+    outputs, _ = jax.lax.scan(step, outputs, steps)
+    outputs = outputs.reshape(num_tokens, width, model_dim).astype(jnp.float32)
+    weights = jnp.where(token_mask[:, None], routing.weights, 0.0)
+    return jnp.einsum("nad,na->nd", outputs, weights).astype(x.dtype)
+
+
+def default_experts_via(num_tokens: int, config: ModelConfig, platform: str) -> ExpertsVia:
+    """The form that serves `num_tokens` tokens on `platform` ("cpu" or "gpu")."""
+    if platform == "gpu" and num_tokens <= MAX_KERNEL_TOKENS:
+        return "kernel"
+    if platform == "cpu" and num_tokens * config.experts_per_token <= MAX_UNROLLED_ROWS:
+        return "row"
+    return "block"
+
+
+class SparseMoe(nnx.Module):
+    """Routers and experts of all M sparse layers."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        self.config = config
+        self.router = stacked_parameter("moe.router", config, rngs, dtype)
+        self.gate_up = stacked_parameter("moe.gate_up", config, rngs, dtype)
+        self.down = stacked_parameter("moe.down", config, rngs, dtype)
+
+    def __call__(
+        self, x: jax.Array, layer: int, token_mask: jax.Array, via: ExpertsVia
+    ) -> tuple[jax.Array, Routing]:
+        """Routes and runs N tokens.
+
+        Args:
+          x: [N, D], normed.
+          layer: index among the sparse layers.
+          token_mask: bool[N], False for padding.
+          via: which of the four forms runs the experts.
+
+        Returns:
+          [N, D] and the routing.
+        """
+        routing = route(x, self.router[layer], self.config)
+        gate_up, down = self.gate_up[...], self.down[...]
+        match via:
+            case "dense":
+                y = experts_dense(x, routing, gate_up, down, layer)
+            case "row":
+                y = experts_by_row(x, routing, gate_up, down, layer)
+            case "block":
+                y = experts_by_block(x, routing, gate_up, down, layer, token_mask)
+            case "kernel":
+                y = expert_mlp.expert_mlp(
+                    x, routing.ids, routing.weights, gate_up, down, layer=layer
+                )
+            case _:
+                raise ValueError(f"via {via!r} is none of {get_args(ExpertsVia)}")
+        return y, routing
+
+
+class DenseMlp(nnx.Module):
+    """The MLPs of all N layers that have no experts."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        self.gate_up = stacked_parameter("mlp.gate_up", config, rngs, dtype)
+        self.down = stacked_parameter("mlp.down", config, rngs, dtype)
+
+    def __call__(self, x: jax.Array, layer: int) -> jax.Array:
+        """[N, D] to [N, D]; `layer` is the index among the dense layers."""
+        hidden = swiglu(jnp.einsum("nd,fd->nf", x, self.gate_up[layer]))
+        return jnp.einsum("nf,df->nd", hidden, self.down[layer])

@@ -1,0 +1,24 @@
+"""Root-mean-square normalisation."""
+
+import jax
+import jax.numpy as jnp
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """x / rms(x) * weight over the last axis (Zhang and Sennrich 2019, eq. 4).
+
+    The statistics and the division are float32; the result is cast to `x.dtype` before the
+    weight multiplies it, the order in which Hugging Face rounds.
+
+    Args:
+      x: [..., D], any float dtype.
+      weight: [D], the dtype of `x`.
+      eps: added to the mean square.
+
+    Returns:
+      [..., D] in `x.dtype`.
+    """
+    x32 = x.astype(jnp.float32)
+    inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    normed = (x32 * inverse_rms).astype(x.dtype)
+    return normed * jnp.broadcast_to(weight, normed.shape)

@@ -1,0 +1,27 @@
+"""How a weight leaf comes to be: its shape from `weight_shapes`, its start from its role."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moejax.models.config import ModelConfig, weight_shapes
+
+INIT_STD = 0.02
+
+
+def stacked_parameter(
+    name: str, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype
+) -> nnx.Param[jax.Array]:
+    """The leaf `name` of `weight_shapes(config)`, stacked over layers.
+
+    Norm weights start at one, biases at zero, matrices at N(0, 0.02^2), those that write to the
+    residual stream at 0.02 / sqrt(2 L) (Radford et al. 2019, section 2.3).
+    """
+    shape = weight_shapes(config)[name]
+    if name.endswith("norm"):
+        return nnx.Param(jnp.ones(shape, dtype))
+    if name.endswith("bias"):
+        return nnx.Param(jnp.zeros(shape, dtype))
+    residual = name.endswith(("o_proj", "down"))
+    std = INIT_STD / (2 * config.num_layers) ** 0.5 if residual else INIT_STD
+    return nnx.Param((jax.random.normal(rngs.params(), shape, jnp.float32) * std).astype(dtype))

@@ -1,0 +1,153 @@
+"""The decoder: Qwen3-MoE and Mixtral, one module over layer-stacked weights."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moejax.cache import KVCache
+from moejax.models.attention import Attention, cached_attention, causal_attention
+from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.moe import DenseMlp, ExpertsVia, Routing, SparseMoe
+from moejax.models.norm import rms_norm
+from moejax.models.parameter import stacked_parameter
+from moejax.models.rope import rotary_angles
+
+
+class ChunkSpec(NamedTuple):
+    """How a chunk of tokens stands to the cache; all static."""
+
+    kv_length: int  # slots that attention reads; at least every position of the chunk plus one
+    is_first: bool  # the chunk starts at position 0: attend within it, read no cache
+    via: ExpertsVia
+
+
+class Transformer(nnx.Module):
+    """A Mixture-of-Experts decoder whose leaves are those of `weight_shapes(config)`."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32):
+        self.config = config
+        self.embed = stacked_parameter("embed", config, rngs, dtype)
+        self.attention = Attention(config, rngs=rngs, dtype=dtype)
+        self.mlp_norm = stacked_parameter("mlp_norm", config, rngs, dtype)
+        if config.moe_layers:
+            self.moe = SparseMoe(config, rngs=rngs, dtype=dtype)
+        if config.dense_layers:
+            self.mlp = DenseMlp(config, rngs=rngs, dtype=dtype)
+        self.final_norm = stacked_parameter("final_norm", config, rngs, dtype)
+        if not config.tied_embeddings:
+            self.head = stacked_parameter("head", config, rngs, dtype)
+
+    def mlp_block(
+        self, x: jax.Array, layer: int, token_mask: jax.Array, via: ExpertsVia
+    ) -> tuple[jax.Array, Routing | None]:
+        """Norm, then experts or dense MLP, on [B, T, D]; the routing of sparse layers."""
+        c = self.config
+        flat = rms_norm(x, self.mlp_norm[layer], c.norm_eps).reshape(-1, c.model_dim)
+        if layer in c.moe_layers:
+            index = c.moe_layers.index(layer)
+            out, routing = self.moe(flat, index, token_mask.reshape(-1), via)
+            return out.reshape(x.shape), routing
+        return self.mlp(flat, c.dense_layers.index(layer)).reshape(x.shape), None
+
+    def project_to_vocab(self, hidden: jax.Array) -> jax.Array:
+        """[..., D] through the last norm and the head to float32[..., V]."""
+        hidden = rms_norm(hidden, self.final_norm[...], self.config.norm_eps)
+        head = self.embed[...] if self.config.tied_embeddings else self.head[...]
+        return jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        token_mask: jax.Array,
+        cache: KVCache,
+        spec: ChunkSpec,
+    ) -> tuple[KVCache, jax.Array]:
+        """Runs T new tokens of each sequence, writing the cache.
+
+        Args:
+          tokens: int32[B, T].
+          positions: int32[B, T]; consecutive, and the same start for all rows where T > 1.
+          token_mask: bool[B, T], False for padding: it takes no part in the experts.
+          cache: written at `positions`.
+          spec: static facts.
+
+        Returns:
+          The cache and the last layer's output [B, T, D], before the last norm.
+        """
+        c = self.config
+        cos, sin = rotary_angles(positions, c.head_dim, c.rope_theta)
+        x = self.embed[...][tokens]
+        for layer in range(c.num_layers):
+            q, k, v = self.attention.project(x, layer, cos, sin)
+            if tokens.shape[1] == 1:
+                cache = cache.write_token(layer, k, v, positions[:, 0])
+            else:
+                cache = cache.write_chunk(layer, k, v, positions[0, 0])
+            if spec.is_first:
+                attended = causal_attention(q, k, v, c.sliding_window)
+            else:
+                keys, values = cache.read(layer, spec.kv_length)
+                attended = cached_attention(q, keys, values, positions, c.sliding_window)
+            x = x + self.attention.output(attended, layer)
+            x = x + self.mlp_block(x, layer, token_mask, spec.via)[0]
+        return cache, x
+
+
+def forward(
+    model: Transformer, tokens: jax.Array, *, via: ExpertsVia = "dense"
+) -> tuple[jax.Array, Routing]:
+    """Whole sequences without a cache, differentiable: for training and analysis.
+
+    Args:
+      model: any Transformer.
+      tokens: int32[B, T].
+      via: which form runs the experts.
+
+    Returns:
+      The last layer's output [B, T, D], before the last norm (`project_to_vocab` follows), and the
+      routing with a leading axis of M sparse layers: probabilities float32[M, N, E], weights
+      float32[M, N, A], ids int32[M, N, A], N = B T.
+    """
+    c = model.config
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    cos, sin = rotary_angles(positions, c.head_dim, c.rope_theta)
+    mask = jnp.ones(tokens.shape, bool)
+    x = model.embed[...][tokens]
+    routings = []
+    for layer in range(c.num_layers):
+        q, k, v = model.attention.project(x, layer, cos, sin)
+        attended = causal_attention(q, k, v, c.sliding_window)
+        x = x + model.attention.output(attended, layer)
+        out, routing = model.mlp_block(x, layer, mask, via)
+        x = x + out
+        if routing is not None:
+            routings.append(routing)
+    return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *routings)
+
+
+def model_definition(config: ModelConfig) -> nnx.GraphDef[Transformer]:
+    """The graph of a Transformer without weights; nothing is allocated."""
+    abstract = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    return nnx.split(abstract)[0]
+
+
+def merge_weights(
+    definition: nnx.GraphDef[Transformer], weights: dict[str, jax.Array]
+) -> Transformer:
+    """A Transformer around a flat dict of weights; to be called inside a jitted function.
+
+    Args:
+      definition: of `model_definition`.
+      weights: named and shaped as `weight_shapes`.
+    """
+    leaves = {tuple(name.split(".")): nnx.Param(leaf) for name, leaf in weights.items()}
+    return nnx.merge(definition, nnx.State.from_flat_path(leaves))
+
+
+def flat_weights(model: Transformer) -> dict[str, jax.Array]:
+    """The weights of a model as a flat dict, in the order of `weight_shapes`."""
+    flat = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model))}
+    return {name: flat[name] for name in weight_shapes(model.config)}

@@ -1,0 +1,3 @@
+"""SwiGLU experts of a few tokens, straight from the layer-stacked weights."""
+
+from pallas_kernels.expert_mlp.api import expert_mlp as expert_mlp

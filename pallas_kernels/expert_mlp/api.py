@@ -1,0 +1,2 @@
+def expert_mlp(*a, **k):
+    raise NotImplementedError
