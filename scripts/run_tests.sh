@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Lint, types and tests, in a virtual environment that it makes and keeps under .venv.
+#
+#   scripts/run_tests.sh                 # everything, as CI runs it
+#   scripts/run_tests.sh -n 0 -k engine  # arguments go to pytest
+#   PYTHON=python3.12 scripts/run_tests.sh
+#
+# The environment is made again when pyproject.toml or the interpreter has changed.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-python3}
+venv=.venv
+stamp=$venv/installed
+wanted=$("$python" -c '
+import hashlib, pathlib, sys
+print(sys.version.split()[0], hashlib.sha256(pathlib.Path("pyproject.toml").read_bytes()).hexdigest())
+')
+
+if [ ! -x "$venv/bin/python" ] || [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+  "$python" -m venv --clear "$venv"
+  "$venv/bin/python" -m pip install --quiet --editable '.[test,dev]'
+  echo "$wanted" > "$stamp"
+fi
+
+"$venv/bin/ruff" check .
+"$venv/bin/ruff" format --check .
+"$venv/bin/mypy"
+# Two workers: compiling is most of the time and uses one core. The last -n given wins.
+exec "$venv/bin/python" -m pytest -n 2 "$@"
