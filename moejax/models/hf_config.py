@@ -1,0 +1,222 @@
+"""config.json of a Hugging Face checkpoint to `ModelConfig`, and back.
+
+Two spellings are read: that of the published checkpoints (transformers 4: `num_experts`,
+`rope_theta`, `torch_dtype`) and that of transformers 5 (`num_local_experts`, `rope_parameters`,
+`dtype`). What the models here would compute differently from transformers is refused by name.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moejax.errors import MoejaxError
+from moejax.models.config import ModelConfig
+
+ARCHITECTURES = {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+
+# What transformers takes for a field that a config.json leaves out.
+_DEFAULT_ROPE_THETA = {"mixtral": 1e6, "qwen3_moe": 1e4}
+_DEFAULT_NORM_EPS = {"mixtral": 1e-5, "qwen3_moe": 1e-6}
+_DEFAULT_MAX_POSITIONS = {"mixtral": 131072, "qwen3_moe": 32768}
+
+
+def read_model_config(directory: Path) -> ModelConfig:
+    """The shape of the model in `directory`.
+
+    Raises:
+      MoejaxError: config.json is missing, is not JSON, lacks a field, is of another architecture,
+        or asks for something that is not supported.
+    """
+    path = directory / "config.json"
+    fields = read_json(path)
+    try:
+        return model_config(fields)
+    except (MoejaxError, ValueError) as error:
+        raise MoejaxError(f"{path}: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+      MoejaxError: the directory or the file is missing, or it holds no JSON object.
+    """
+    if not path.parent.is_dir():
+        raise MoejaxError(f"no such directory: {path.parent}")
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise MoejaxError(
+            f"no {path.name} in {path.parent}; a Hugging Face checkpoint directory has one"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise MoejaxError(f"cannot read {path}: {error}") from error
+    if not isinstance(fields, dict):
+        raise MoejaxError(f"{path} holds a {type(fields).__name__}, expected a JSON object")
+    return fields
+
+
+def model_config(fields: Mapping[str, Any]) -> ModelConfig:
+    """`ModelConfig` from the fields of a config.json in either spelling.
+
+    Raises:
+      MoejaxError: as in `read_model_config`, without the file's name.
+    """
+    family = _family(fields)
+    if reasons := _unsupported(fields):
+        raise MoejaxError("not supported: " + "; ".join(reasons))
+    num_layers = _integer(fields, "num_hidden_layers")
+    num_heads = _integer(fields, "num_attention_heads")
+    model_dim = _integer(fields, "hidden_size")
+    mlp_dim = _integer(fields, "intermediate_size")
+    is_qwen3 = family == "qwen3_moe"
+    windowed = fields.get("use_sliding_window", False) if is_qwen3 else True
+    return ModelConfig(
+        family=family,
+        vocab_size=_integer(fields, "vocab_size"),
+        model_dim=model_dim,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=_integer(fields, "num_key_value_heads", default=num_heads),
+        head_dim=_integer(fields, "head_dim", default=model_dim // num_heads),
+        num_experts=_integer(fields, "num_local_experts", "num_experts"),
+        experts_per_token=_integer(fields, "num_experts_per_tok"),
+        expert_dim=_integer(fields, "moe_intermediate_size") if is_qwen3 else mlp_dim,
+        mlp_dim=mlp_dim,
+        moe_layers=_sparse_layers(fields, num_layers) if is_qwen3 else tuple(range(num_layers)),
+        norm_topk_prob=bool(fields.get("norm_topk_prob", False)) if is_qwen3 else True,
+        norm_eps=_number(fields, "rms_norm_eps", default=_DEFAULT_NORM_EPS[family]),
+        rope_theta=_rope_theta(fields, family),
+        max_positions=_integer(
+            fields, "max_position_embeddings", default=_DEFAULT_MAX_POSITIONS[family]
+        ),
+        tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        qk_norm=is_qwen3,
+        attention_bias=bool(fields.get("attention_bias", False)) if is_qwen3 else False,
+        sliding_window=fields.get("sliding_window") if windowed else None,
+    )
+
+
+def to_hf_config(config: ModelConfig, *, dtype: str, **token_ids: Any) -> dict[str, Any]:
+    """The fields of a config.json that transformers 4 and 5 both read, in both spellings.
+
+    Args:
+      config: what is to be described.
+      dtype: name of the stored type, for instance "bfloat16".
+      **token_ids: `bos_token_id`, `eos_token_id`, `pad_token_id`, as they are to be written.
+
+    Raises:
+      ValueError: the family cannot express the config (a Mixtral with biases, for instance).
+    """
+    c = config
+    fields: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[c.family]],
+        "model_type": c.family,
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.model_dim,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_dim,
+        "num_experts_per_tok": c.experts_per_token,
+        "num_local_experts": c.num_experts,
+        "hidden_act": "silu",
+        "rms_norm_eps": c.norm_eps,
+        "rope_theta": c.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
+        "max_position_embeddings": c.max_positions,
+        "sliding_window": c.sliding_window,
+        "tie_word_embeddings": c.tied_embeddings,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        **token_ids,
+    }
+    if c.family == "qwen3_moe":
+        fields |= {
+            "num_experts": c.num_experts,
+            "intermediate_size": c.mlp_dim,
+            "moe_intermediate_size": c.expert_dim,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(c.dense_layers),
+            "norm_topk_prob": c.norm_topk_prob,
+            "attention_bias": c.attention_bias,
+            "use_sliding_window": c.sliding_window is not None,
+        }
+    else:
+        fields["intermediate_size"] = c.expert_dim
+    # Mixtral has no dense layers, so the width of one does not come back.
+    expressible = (
+        c if c.dense_layers else dataclasses.replace(c, mlp_dim=fields["intermediate_size"])
+    )
+    if model_config(fields) != expressible:
+        raise ValueError(f"a {c.family} config.json cannot express {c}")
+    return fields
+
+
+def _family(fields: Mapping[str, Any]) -> str:
+    model_type = fields.get("model_type")
+    if model_type in ARCHITECTURES:
+        return str(model_type)
+    found = ", ".join(fields.get("architectures") or ()) or "no architecture"
+    raise MoejaxError(
+        f"model_type {model_type!r} ({found}) is not supported; supported are "
+        + " and ".join(f"{family!r} ({name})" for family, name in ARCHITECTURES.items())
+    )
+
+
+def _unsupported(fields: Mapping[str, Any]) -> list[str]:
+    """Every reason why the model cannot be run as transformers would run it."""
+    reasons = []
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = fields.get(name) or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            reasons.append(f"{name} of type {kind!r} (without it, the model's own context works)")
+    partial = _rope_field(fields, "partial_rotary_factor")
+    if partial not in (None, 1, 1.0):
+        reasons.append(f"partial_rotary_factor {partial}")
+    if fields.get("hidden_act", "silu") != "silu":
+        reasons.append(f"hidden_act {fields['hidden_act']!r}, only 'silu' is")
+    if quantization := fields.get("quantization_config"):
+        method = quantization.get("quant_method", "unknown")
+        reasons.append(f"quantization_config ({method}); use the unquantized checkpoint")
+    return reasons
+
+
+def _rope_field(fields: Mapping[str, Any], name: str) -> Any:
+    """A rope field where transformers 5 keeps it, or else at the top level."""
+    return (fields.get("rope_parameters") or {}).get(name, fields.get(name))
+
+
+def _rope_theta(fields: Mapping[str, Any], family: str) -> float:
+    theta = {"rope_theta": _rope_field(fields, "rope_theta")}
+    return _number(theta, "rope_theta", default=_DEFAULT_ROPE_THETA[family])
+
+
+def _sparse_layers(fields: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Qwen3-MoE: every `decoder_sparse_step`-th layer, save those named as MLP only."""
+    step = _integer(fields, "decoder_sparse_step", default=1)
+    dense = fields.get("mlp_only_layers") or ()
+    return tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
+
+
+def _integer(fields: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+    """The first of `names` that is set, a positive integer."""
+    value = next((fields[name] for name in names if fields.get(name) is not None), default)
+    if value is None:
+        raise MoejaxError(f"{names[-1]} is missing")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise MoejaxError(f"{names[-1]} is {value!r}, expected a positive integer")
+    return value
+
+
+def _number(fields: Mapping[str, Any], name: str, *, default: float) -> float:
+    """A positive number."""
+    value = fields.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise MoejaxError(f"{name} is {value!r}, expected a positive number")
+    return float(value)
