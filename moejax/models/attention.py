@@ -1,5 +1,7 @@
 """Grouped-query attention over layer-stacked weights."""
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -10,34 +12,44 @@ from moejax.models.parameter import stacked_parameter
 from moejax.models.rope import rotate
 
 
+AttentionVia = Literal["xla", "cudnn"]
+
+CUDNN_MAX_HEAD_DIM = 128
+
+
+def default_attention_via(config: ModelConfig, dtype: jnp.dtype, platform: str) -> AttentionVia:
+    """What serves causal attention on `platform`: cuDNN for half precision on a GPU, else XLA.
+
+    `jax.nn.dot_product_attention` never picks cuDNN by itself.
+    """
+    half = dtype in (jnp.bfloat16, jnp.float16)
+    served = config.head_dim % 8 == 0 and config.head_dim <= CUDNN_MAX_HEAD_DIM
+    return "cudnn" if platform == "gpu" and half and served else "xla"
+
+
 def causal_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, sliding_window: int | None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sliding_window: int | None,
+    via: AttentionVia,
 ) -> jax.Array:
     """Each token attends to itself and to those before it, within the window.
-
-    `jax.nn.dot_product_attention` picks no kernel by itself: cuDNN's is asked for where it is
-    known to serve, for half precision on a GPU with a head width that it takes.
 
     Args:
       q: [B, T, H, C].
       k: [B, T, K, C], H a multiple of K.
       v: [B, T, K, C].
       sliding_window: tokens that a query sees, itself included; None: all.
+      via: which implementation runs.
 
     Returns:
       [B, T, H, C] in `q.dtype`.
     """
-    half = q.dtype in (jnp.bfloat16, jnp.float16)
-    cudnn = half and jax.default_backend() == "gpu" and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
     window = None if sliding_window is None else (sliding_window - 1, 0)
     with jax.numpy_dtype_promotion("standard"):  # it mixes weak and strong types inside
         return jax.nn.dot_product_attention(
-            q,
-            k,
-            v,
-            is_causal=True,
-            local_window_size=window,
-            implementation="cudnn" if cudnn else "xla",
+            q, k, v, is_causal=True, local_window_size=window, implementation=via
         )
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.cache import KVCache
-from moejax.models.attention import Attention, cached_attention, causal_attention
+from moejax.models.attention import Attention, AttentionVia, cached_attention, causal_attention
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.moe import DenseMlp, ExpertsVia, Routing, SparseMoe
 from moejax.models.norm import rms_norm
@@ -20,7 +20,8 @@ class ChunkSpec(NamedTuple):
 
     kv_length: int  # slots that attention reads; at least every position of the chunk plus one
     is_first: bool  # the chunk starts at position 0: attend within it, read no cache
-    via: ExpertsVia
+    experts: ExpertsVia
+    attention: AttentionVia
 
 
 class Transformer(nnx.Module):
@@ -87,24 +88,29 @@ class Transformer(nnx.Module):
             else:
                 cache = cache.write_chunk(layer, k, v, positions[0, 0])
             if spec.is_first:
-                attended = causal_attention(q, k, v, c.sliding_window)
+                attended = causal_attention(q, k, v, c.sliding_window, spec.attention)
             else:
                 keys, values = cache.read(layer, spec.kv_length)
                 attended = cached_attention(q, keys, values, positions, c.sliding_window)
             x = x + self.attention.output(attended, layer)
-            x = x + self.mlp_block(x, layer, token_mask, spec.via)[0]
+            x = x + self.mlp_block(x, layer, token_mask, spec.experts)[0]
         return cache, x
 
 
 def forward(
-    model: Transformer, tokens: jax.Array, *, via: ExpertsVia = "dense"
+    model: Transformer,
+    tokens: jax.Array,
+    *,
+    experts: ExpertsVia = "dense",
+    attention: AttentionVia = "xla",
 ) -> tuple[jax.Array, Routing]:
     """Whole sequences without a cache, differentiable: for training and analysis.
 
     Args:
       model: any Transformer.
       tokens: int32[B, T].
-      via: which form runs the experts.
+      experts: which form runs the experts.
+      attention: which implementation runs causal attention.
 
     Returns:
       The last layer's output [B, T, D], before the last norm (`project_to_vocab` follows), and the
@@ -119,9 +125,9 @@ def forward(
     routings = []
     for layer in range(c.num_layers):
         q, k, v = model.attention.project(x, layer, cos, sin)
-        attended = causal_attention(q, k, v, c.sliding_window)
+        attended = causal_attention(q, k, v, c.sliding_window, attention)
         x = x + model.attention.output(attended, layer)
-        out, routing = model.mlp_block(x, layer, mask, via)
+        out, routing = model.mlp_block(x, layer, mask, experts)
         x = x + out
         if routing is not None:
             routings.append(routing)

@@ -1,0 +1,246 @@
+"""The engine: prompts in, text out."""
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from moejax.checkpoints import open_checkpoint
+from moejax.devices import choose_device, enable_compilation_cache
+from moejax.errors import MoejaxError
+from moejax.generation import AnswerBuilder, Chunk, Generation, GenerationSettings, Timing
+from moejax.models.config import ModelConfig
+from moejax.runner import MIN_KV_LENGTH, Runner, length_bucket
+from moejax.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+
+STEPS_PER_CALL = 16  # decode steps of one call when nobody is streaming
+
+
+class Engine:
+    """A loaded model that answers prompts.
+
+    Attributes:
+      config: the model's shape.
+      weights: flat dict of layer-stacked leaves, on `device`.
+      tokenizer: None where the checkpoint has none; prompts are then token ids.
+      eos_ids: tokens that end an answer.
+      device: where it runs.
+      context: cache length of every call, or 0 to take what the prompts need.
+      load_seconds: reading the checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: dict[str, jax.Array],
+        *,
+        tokenizer: Tokenizer | None = None,
+        eos_ids: tuple[int, ...] = (),
+        device: jax.Device | None = None,
+        context: int = 0,
+    ):
+        if not 0 <= context <= config.max_positions:
+            raise MoejaxError(
+                f"context={context} must be from 0 (as needed) to the model's {config.max_positions}"
+            )
+        self.config = config
+        self.weights = weights
+        self.tokenizer = tokenizer
+        self.eos_ids = eos_ids
+        self.device = device or choose_device("auto")
+        self.context = context
+        self.load_seconds = 0.0
+        self._runner = Runner(config, weights, self.device)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        dtype: str = "auto",
+        platform: str = "auto",
+        context: int = 0,
+        compilation_cache: str = "auto",
+        progress: bool = True,
+    ) -> "Engine":
+        """Loads a checkpoint.
+
+        Args:
+          path: a Hugging Face directory, a directory written by `save_orbax`, a name such as
+            "Qwen/Qwen3-30B-A3B", or "demo", the model that comes with the package.
+          dtype: "float32", "bfloat16", "float16", or "auto": float32 on a CPU, the file's elsewhere.
+          platform: "cpu", "gpu", or "auto".
+          context: cache length, 0 for what each call needs.
+          compilation_cache: directory of compiled programs, "auto", or "" for none.
+          progress: whether a bar is drawn on stderr.
+
+        Raises:
+          MoejaxError: with one line for every kind of bad input.
+        """
+        device = choose_device(platform)
+        enable_compilation_cache(compilation_cache)
+        start = time.perf_counter()
+        checkpoint = open_checkpoint(str(path))
+        engine = cls(
+            checkpoint.config,
+            checkpoint.load(dtype=dtype, device=device, progress=progress),
+            tokenizer=Tokenizer.from_directory(checkpoint.directory),
+            eos_ids=checkpoint.eos_ids,
+            device=device,
+            context=context,
+        )
+        engine.load_seconds = time.perf_counter() - start
+        return engine
+
+    @property
+    def compile_seconds(self) -> float:
+        """Spent in compiling so far."""
+        return self._runner.programs.seconds
+
+    @property
+    def num_traces(self) -> int:
+        """Programs traced so far; constant after warm-up."""
+        return self._runner.programs.num_traces
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], **settings: Any) -> list[Generation]:
+        """Answers a prompt or a batch of prompts.
+
+        Args:
+          prompts: texts or lists of token ids; a single one, or a list.
+          **settings: fields of `GenerationSettings`.
+
+        Returns:
+          One answer a prompt, equal to what the prompt alone would have got.
+        """
+        wanted = GenerationSettings.of(**settings)
+        ids = [self._encode(prompt, wanted) for prompt in _as_batch(prompts)]
+        if not ids:
+            return []
+        length = self._cache_length(ids, wanted)
+        builders = [self._builder(prompt, length, wanted) for prompt in ids]
+        timing = Timing(0.0, 0.0, 0, 0.0)
+        for rows, timing in self._runner.run(
+            ids, length, wanted, self._ending(wanted), STEPS_PER_CALL
+        ):
+            for builder, tokens in zip(builders, rows, strict=True):
+                for token in tokens:
+                    if builder.finish_reason is None:
+                        builder.push(token)
+            if all(builder.finish_reason for builder in builders):
+                break
+        return [
+            Generation(
+                builder.text if self.tokenizer else None,
+                builder.tokens,
+                builder.finish_reason or "length",
+                len(prompt),
+                timing,
+            )
+            for builder, prompt in zip(builders, ids, strict=True)
+        ]
+
+    def stream(self, prompt: Prompt, **settings: Any) -> Iterator[Chunk]:
+        """Answers one prompt, a token at a time; arguments as `generate`."""
+        wanted = GenerationSettings.of(**settings)
+        ids = self._encode(prompt, wanted)
+        length = self._cache_length([ids], wanted)
+        builder = self._builder(ids, length, wanted)
+        return self._stream(ids, length, builder, wanted)
+
+    def _stream(
+        self, ids: list[int], length: int, builder: AnswerBuilder, settings: GenerationSettings
+    ) -> Iterator[Chunk]:
+        for rows, timing in self._runner.run([ids], length, settings, self._ending(settings), 1):
+            for token in rows[0]:
+                text = builder.push(token)
+                yield Chunk(text, token, builder.finish_reason, timing)
+                if builder.finish_reason:
+                    return
+
+    def logits(self, token_ids: Sequence[Sequence[int]] | np.ndarray) -> np.ndarray:
+        """Logits of every position.
+
+        Args:
+          token_ids: int[B, T], rows of one length.
+
+        Returns:
+          float32[B, T, V] on the host, computed a chunk at a time.
+        """
+        try:
+            tokens = np.asarray(token_ids, dtype=np.int32)
+        except ValueError as error:
+            raise MoejaxError("logits takes rows of one length; call it once a length") from error
+        if tokens.ndim != 2 or not tokens.size:
+            raise MoejaxError(f"logits takes token ids [B, T], not shape {tokens.shape}")
+        if tokens.shape[1] > self.config.max_positions:
+            raise MoejaxError(
+                f"{tokens.shape[1]} tokens do not fit the model's context of "
+                f"{self.config.max_positions}"
+            )
+        self._check_tokens(tokens)
+        return self._runner.logits(tokens)
+
+    def _ending(self, settings: GenerationSettings) -> tuple[int, ...]:
+        return () if settings.ignore_eos else self.eos_ids
+
+    def _builder(
+        self, prompt: list[int], cache_length: int, settings: GenerationSettings
+    ) -> AnswerBuilder:
+        room = cache_length - len(prompt) + 1  # the last token of an answer is not written
+        return AnswerBuilder(
+            self.tokenizer,
+            stop=settings.stop,
+            eos_ids=self._ending(settings),
+            max_tokens=min(settings.max_new_tokens, room),
+        )
+
+    def _cache_length(self, prompts: list[list[int]], settings: GenerationSettings) -> int:
+        """S for a call: the engine's context, or a bucket that holds prompts and answers."""
+        longest = max(map(len, prompts))
+        limit = self.context or self.config.max_positions
+        if longest >= limit:
+            mend = "shorten it"
+            if limit < self.config.max_positions:
+                mend += f", or raise context (the model takes {self.config.max_positions})"
+            raise MoejaxError(
+                f"a prompt of {longest} tokens leaves no room in the context of {limit}: {mend}"
+            )
+        return self.context or length_bucket(
+            longest + settings.max_new_tokens, MIN_KV_LENGTH, self.config.max_positions
+        )
+
+    def _encode(self, prompt: Prompt, settings: GenerationSettings) -> list[int]:
+        if not isinstance(prompt, str):
+            ids = [int(token) for token in prompt]
+        elif self.tokenizer is None:
+            raise MoejaxError(
+                "this checkpoint has no tokenizer.json: give token ids, or add the file"
+            )
+        else:
+            ids = self.tokenizer.encode(prompt, add_special_tokens=settings.add_special_tokens)
+        if not ids:
+            raise MoejaxError("an empty prompt: give at least one token")
+        self._check_tokens(np.asarray(ids))
+        return ids
+
+    def _check_tokens(self, ids: np.ndarray) -> None:
+        wrong = ids[(ids < 0) | (ids >= self.config.vocab_size)]
+        if wrong.size:
+            raise MoejaxError(
+                f"token id {wrong.flat[0]} is outside the vocabulary of {self.config.vocab_size}"
+            )
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts from one prompt or several."""
+    if isinstance(prompts, str):
+        return [prompts]
+    listed: list[Any] = list(prompts)
+    if listed and all(isinstance(item, int | np.integer) for item in listed):
+        return [listed]
+    return listed

@@ -1,0 +1,243 @@
+"""Dispatches the compiled steps of one model: prefill in chunks, decode, logits."""
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax import steps
+from moejax.cache import empty_cache
+from moejax.compiled import CompiledPrograms
+from moejax.generation import GenerationSettings, Timing
+from moejax.models.attention import default_attention_via
+from moejax.models.config import ModelConfig
+from moejax.models.moe import default_experts_via
+from moejax.models.transformer import ChunkSpec, model_definition
+from moejax.sampling import Sampling
+
+MIN_PREFILL_LENGTH = 16
+MAX_PREFILL_LENGTH = 1024  # longer prompts go chunk by chunk: bounds the scores' memory
+MIN_KV_LENGTH = 256
+
+
+def length_bucket(length: int, smallest: int, largest: int) -> int:
+    """The least power of two times `smallest` that holds `length`, at most `largest`."""
+    bucket = smallest
+    while bucket < length:
+        bucket *= 2
+    return min(bucket, largest)
+
+
+def prefill_chunks(length: int, cache_length: int) -> Iterator[tuple[int, int]]:
+    """(start, size) of the prefill chunks of `length` positions; none reaches past the cache."""
+    start = 0
+    while start < length:
+        largest = min(MAX_PREFILL_LENGTH, cache_length - start)
+        size = length_bucket(length - start, MIN_PREFILL_LENGTH, largest)
+        yield start, size
+        start += size
+
+
+@dataclasses.dataclass
+class Session:
+    """One batch on its way: device state, and what the host knows of it without asking."""
+
+    state: steps.DecodeState
+    sampling: Sampling
+    eos_ids: jax.Array
+    all_greedy: bool
+    next_position: int  # largest position that the next step writes
+
+
+class Runner:
+    """A model's weights on a device, and the programs that run them.
+
+    Attributes:
+      config: the model's shape.
+      weights: flat dict of layer-stacked leaves, on `device`.
+      device: where it runs.
+      programs: what was compiled, and how long that took.
+    """
+
+    def __init__(self, config: ModelConfig, weights: steps.Weights, device: jax.Device):
+        self.config = config
+        self.weights = weights
+        self.device = device
+        self.programs = CompiledPrograms()
+        self._definition = model_definition(config)
+        self._dtype = weights["embed"].dtype
+        self._attention = default_attention_via(config, self._dtype, device.platform)
+
+    def run(
+        self,
+        prompts: list[list[int]],
+        cache_length: int,
+        settings: GenerationSettings,
+        eos_ids: tuple[int, ...],
+        steps_per_call: int,
+    ) -> Iterator[tuple[list[list[int]], Timing]]:
+        """Yields the new tokens of each row as they come, until all have ended.
+
+        A row ends by an end-of-sequence token; at `max_new_tokens` or the end of the cache the
+        caller stops listening to it. The next call is dispatched before the last one's tokens
+        are read, so the device never waits for the host.
+
+        Args:
+          prompts: token ids, none empty.
+          cache_length: S, longer than every prompt.
+          settings: how tokens are chosen.
+          eos_ids: tokens that end a row.
+          steps_per_call: decode steps of one compiled call.
+        """
+        started, compiled_before = time.perf_counter(), self.programs.seconds
+        session = self.prefill(prompts, cache_length, settings, eos_ids)
+        # The last token of an answer is never written to the cache.
+        budget = min(settings.max_new_tokens - 1, cache_length - min(map(len, prompts)))
+        pending: jax.Array = session.state.tokens[:, None]  # a copy: it outlives the donation
+        first, decoded, ttft, clock, compiled = True, 0, 0.0, 0.0, 0.0
+        while True:
+            following = None
+            num_steps = min(steps_per_call, budget)
+            if num_steps > 0:
+                following = self.decode(session, num_steps, steps_per_call)
+                budget -= num_steps
+            rows = [[t for t in row if t >= 0] for row in np.asarray(pending).tolist()]
+            now = time.perf_counter()
+            if first:
+                ttft = now - started - (self.programs.seconds - compiled_before)
+                clock, compiled, first = now, self.programs.seconds, False
+            else:
+                decoded += max(map(len, rows))
+            decode_s = now - clock - (self.programs.seconds - compiled)
+            yield rows, Timing(ttft, decode_s, decoded, self.programs.seconds - compiled_before)
+            if following is None or not any(rows):
+                return
+            pending = following
+
+    def prefill(
+        self,
+        prompts: list[list[int]],
+        cache_length: int,
+        settings: GenerationSettings,
+        eos_ids: tuple[int, ...],
+    ) -> Session:
+        """Runs the prompts and chooses the first new token of each; waits for nothing."""
+        batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
+        cache = empty_cache(self.config, batch, cache_length, self._dtype, self.device)
+        hidden = jnp.zeros((batch, self.config.model_dim), self._dtype, device=self.device)
+        device_lengths = self._put(np.asarray(lengths, np.int32))
+        for start, size in prefill_chunks(max(lengths), cache_length):
+            tokens = np.zeros((batch, size), np.int32)
+            for row, prompt in enumerate(prompts):
+                part = prompt[start : start + size]
+                tokens[row, : len(part)] = part
+            cache, hidden = self._call(
+                steps.prefill_chunk,
+                (self._definition, self._chunk_spec(batch, start, size, cache_length)),
+                (cache, hidden),
+                self.weights,
+                self._put(tokens),
+                self._put(np.int32(start)),
+                device_lengths,
+            )
+        all_greedy = settings.temperature == 0
+        sampling = self._sampling(settings, batch)
+        ending = self._put(np.asarray(eos_ids or (-1,), np.int32))
+        keys = jax.vmap(jax.random.key)(self._put(np.asarray(settings.seeds(batch), np.uint32)))
+        state = self._call(
+            steps.first_token,
+            (self._definition, all_greedy),
+            (cache, keys, self._seen(prompts, settings)),
+            self.weights,
+            hidden,
+            device_lengths,
+            sampling,
+            ending,
+        )
+        return Session(state, sampling, ending, all_greedy, max(lengths))
+
+    def decode(self, session: Session, num_steps: int, buffer_length: int) -> jax.Array:
+        """Dispatches decode steps; returns int32[B, buffer_length], not waited for."""
+        batch, cache_length = session.state.cache.batch_size, session.state.cache.length
+        spec = ChunkSpec(
+            kv_length=length_bucket(
+                session.next_position + num_steps, MIN_KV_LENGTH, cache_length
+            ),
+            is_first=False,
+            experts=default_experts_via(batch, self.config, self.device.platform),
+            attention=self._attention,
+        )
+        session.state, emitted = self._call(
+            steps.decode,
+            (self._definition, spec, session.all_greedy, buffer_length),
+            (session.state,),
+            self.weights,
+            session.sampling,
+            session.eos_ids,
+            self._put(np.int32(num_steps)),
+        )
+        session.next_position += num_steps
+        return emitted
+
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        """int32[B, T] to float32[B, T, V] on the host, a chunk at a time."""
+        batch, length = tokens.shape
+        cache_length = length_bucket(length, MIN_PREFILL_LENGTH, self.config.max_positions)
+        cache = empty_cache(self.config, batch, cache_length, self._dtype, self.device)
+        logits = []
+        for start, size in prefill_chunks(length, cache_length):
+            part = tokens[:, start : start + size]
+            chunk = np.zeros((batch, size), np.int32)
+            chunk[:, : part.shape[1]] = part
+            cache, out = self._call(
+                steps.chunk_logits,
+                (self._definition, self._chunk_spec(batch, start, size, cache_length)),
+                (cache,),
+                self.weights,
+                self._put(chunk),
+                self._put(np.int32(start)),
+            )
+            logits.append(np.asarray(out)[:, : part.shape[1]])
+        return np.concatenate(logits, axis=1)
+
+    def _call(
+        self, function: Any, static: tuple[Any, ...], donated: tuple[Any, ...], *arguments: Any
+    ) -> Any:
+        arguments = (*donated, *arguments)
+        program = self.programs.get(function, static, arguments, num_donated=len(donated))
+        return program(*arguments)
+
+    def _chunk_spec(self, batch: int, start: int, size: int, cache_length: int) -> ChunkSpec:
+        return ChunkSpec(
+            kv_length=0 if start == 0 else length_bucket(start + size, MIN_KV_LENGTH, cache_length),
+            is_first=start == 0,
+            experts=default_experts_via(batch * size, self.config, self.device.platform),
+            attention=self._attention,
+        )
+
+    def _put(self, array: np.ndarray | np.generic) -> jax.Array:
+        return jax.device_put(array, self.device)
+
+    def _seen(self, prompts: list[list[int]], settings: GenerationSettings) -> jax.Array | None:
+        if settings.repetition_penalty == 1.0:
+            return None
+        seen = np.zeros((len(prompts), self.config.vocab_size), bool)
+        for row, prompt in enumerate(prompts):
+            seen[row, prompt] = True
+        return self._put(seen)
+
+    def _sampling(self, settings: GenerationSettings, batch: int) -> Sampling:
+        def full(value: float, dtype: type[np.generic]) -> jax.Array:
+            return self._put(np.full(batch, value, dtype))
+
+        return Sampling(
+            temperature=full(settings.temperature, np.float32),
+            top_k=full(settings.top_k, np.int32),
+            top_p=full(settings.top_p, np.float32),
+            min_p=full(settings.min_p, np.float32),
+            repetition_penalty=full(settings.repetition_penalty, np.float32),
+        )

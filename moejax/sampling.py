@@ -1,0 +1,86 @@
+"""From logits to the next token: penalties, filters and the draw, in the order of Hugging Face."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How each of B sequences is sampled; arrays, so that settings change without a retrace."""
+
+    temperature: jax.Array  # float32[B]; 0 is greedy
+    top_k: jax.Array  # int32[B]; 0 is off
+    top_p: jax.Array  # float32[B] in (0, 1]; 1 is off
+    min_p: jax.Array  # float32[B] in [0, 1]; 0 is off
+    repetition_penalty: jax.Array  # float32[B]; 1 is off
+
+
+def penalized(logits: jax.Array, seen: jax.Array, penalty: jax.Array) -> jax.Array:
+    """Logits of seen tokens divided by the penalty, multiplied where negative.
+
+    Keskar et al. 2019 (CTRL), section 4.1, with the sign rule of Hugging Face.
+
+    Args:
+      logits: float32[B, V].
+      seen: bool[B, V], tokens of the prompt and of the answer so far.
+      penalty: float32[B].
+    """
+    penalty = penalty[:, None]
+    return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def filtered(logits: jax.Array, sampling: Sampling) -> jax.Array:
+    """Temperature, then top-k, top-p and min-p; what is excluded becomes -inf.
+
+    Top-p keeps the smallest set of most likely tokens whose mass reaches p (Holtzman et al. 2020,
+    section 3.1), min-p what has at least p times the best token's probability (Nguyen et al. 2024,
+    section 3.2). Ties at the edge of top-k all stay. The best token always stays.
+
+    Args:
+      logits: float32[B, V].
+      sampling: settings of each row; rows of temperature 0 are left unscaled.
+    """
+    vocab_size = logits.shape[-1]
+    temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
+    logits = logits / temperature[:, None]
+    falling = -jnp.sort(-logits, axis=-1)
+
+    k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, vocab_size), vocab_size)
+    edge = jnp.take_along_axis(falling, (k - 1)[:, None], axis=-1)
+    falling = jnp.where(falling < edge, -jnp.inf, falling)
+    logits = jnp.where(logits < edge, -jnp.inf, logits)
+
+    probability = jax.nn.softmax(falling, axis=-1)
+    mass_before = jnp.cumsum(probability, axis=-1) - probability
+    kept = (mass_before < sampling.top_p[:, None]) & (falling > -jnp.inf)
+    edge = jnp.min(jnp.where(kept, falling, jnp.inf), axis=-1, keepdims=True)
+    logits = jnp.where(logits < edge, -jnp.inf, logits)
+
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    floor = best + jnp.log(sampling.min_p)[:, None]  # log(0) is -inf: off
+    return jnp.where(logits < floor, -jnp.inf, logits)
+
+
+def draw(
+    logits: jax.Array, keys: jax.Array, sampling: Sampling, *, all_greedy: bool
+) -> tuple[jax.Array, jax.Array]:
+    """The next token of each row, from its own random stream.
+
+    Args:
+      logits: float32[B, V].
+      keys: B typed keys; each row's draw depends on its key and logits alone.
+      sampling: settings of each row.
+      all_greedy: static; True skips the sort and the draw.
+
+    Returns:
+      int32[B] and the keys for the next draw.
+    """
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if all_greedy:
+        return greedy, keys
+    split = jax.vmap(jax.random.split)(keys)
+    drawn = jax.vmap(jax.random.categorical)(split[:, 0], filtered(logits, sampling))
+    return jnp.where(sampling.temperature > 0, drawn.astype(jnp.int32), greedy), split[:, 1]

@@ -1,0 +1,184 @@
+"""The compiled steps: prefill of a chunk, the first token, and a run of decode steps.
+
+Plain functions over a flat dict of weights; the engine jits them. What is donated is returned
+first, in the order of the arguments (jax#39625).
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moejax.cache import KVCache
+from moejax.models.transformer import ChunkSpec, Transformer, merge_weights
+from moejax.sampling import Sampling, draw, penalized
+
+Weights = dict[str, jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """What a decode step carries; donated.
+
+    Invariants: shapes and dtypes never change; `tokens[b]` is not in the cache yet and belongs at
+    `positions[b]`; a row that is done emits -1 and keeps its position.
+    """
+
+    cache: KVCache
+    tokens: jax.Array  # int32[B], the newest token of each row
+    positions: jax.Array  # int32[B], where it goes
+    done: jax.Array  # bool[B]
+    keys: jax.Array  # key[B], the random stream of each row
+    seen: jax.Array | None  # bool[B, V], for the repetition penalty; None when it is off
+
+
+def prefill_chunk(
+    definition: nnx.GraphDef[Transformer],
+    spec: ChunkSpec,
+    cache: KVCache,
+    last_hidden: jax.Array,
+    weights: Weights,
+    tokens: jax.Array,
+    start: jax.Array,
+    lengths: jax.Array,
+) -> tuple[KVCache, jax.Array]:
+    """Runs positions `start`..`start + T` of every prompt.
+
+    Args:
+      definition: static, of the model.
+      spec: static, how the chunk stands to the cache.
+      cache: donated.
+      last_hidden: [B, D], donated; rows whose prompt ends in this chunk are filled.
+      weights: of the model.
+      tokens: int32[B, T], padded at the end.
+      start: int32[].
+      lengths: int32[B], of the whole prompts.
+
+    Returns:
+      The cache and `last_hidden`.
+    """
+    model = merge_weights(definition, weights)
+    steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    positions = jnp.broadcast_to(start + steps, tokens.shape)
+    mask = positions < lengths[:, None]
+    cache, hidden = model(tokens, positions, mask, cache, spec)
+    last = lengths - 1 - start
+    ends_here = (last >= 0) & (last < tokens.shape[1])
+    chosen = jnp.take_along_axis(hidden, jnp.clip(last, 0, tokens.shape[1] - 1)[:, None, None], 1)
+    return cache, jnp.where(ends_here[:, None], chosen[:, 0], last_hidden)
+
+
+def chunk_logits(
+    definition: nnx.GraphDef[Transformer],
+    spec: ChunkSpec,
+    cache: KVCache,
+    weights: Weights,
+    tokens: jax.Array,
+    start: jax.Array,
+) -> tuple[KVCache, jax.Array]:
+    """As `prefill_chunk` without padding; the logits float32[B, T, V] of every position."""
+    model = merge_weights(definition, weights)
+    steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    positions = jnp.broadcast_to(start + steps, tokens.shape)
+    cache, hidden = model(tokens, positions, jnp.ones(tokens.shape, bool), cache, spec)
+    return cache, model.project_to_vocab(hidden)
+
+
+def _next_tokens(
+    model: Transformer,
+    hidden: jax.Array,
+    keys: jax.Array,
+    seen: jax.Array | None,
+    sampling: Sampling,
+    all_greedy: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """[B, D] to the next tokens int32[B], the keys and the seen tokens after them."""
+    logits = model.project_to_vocab(hidden)
+    if seen is not None:
+        logits = penalized(logits, seen, sampling.repetition_penalty)
+    tokens, keys = draw(logits, keys, sampling, all_greedy=all_greedy)
+    if seen is not None:
+        seen = seen.at[jnp.arange(tokens.shape[0]), tokens].set(True)
+    return tokens, keys, seen
+
+
+def first_token(
+    definition: nnx.GraphDef[Transformer],
+    all_greedy: bool,
+    cache: KVCache,
+    keys: jax.Array,
+    seen: jax.Array | None,
+    weights: Weights,
+    last_hidden: jax.Array,
+    lengths: jax.Array,
+    sampling: Sampling,
+    eos_ids: jax.Array,
+) -> DecodeState:
+    """The state after the prompts: their first new token, not yet in the cache.
+
+    Args:
+      definition: static, of the model.
+      all_greedy: static, see `moejax.sampling.draw`.
+      cache: donated, holds the prompts.
+      keys: key[B], donated.
+      seen: bool[B, V] of the prompts, donated, or None.
+      weights: of the model.
+      last_hidden: [B, D], from `prefill_chunk`.
+      lengths: int32[B].
+      sampling: settings of each row.
+      eos_ids: int32[n], tokens that end a row; -1 matches none.
+    """
+    model = merge_weights(definition, weights)
+    tokens, keys, seen = _next_tokens(model, last_hidden, keys, seen, sampling, all_greedy)
+    done = jnp.any(tokens[:, None] == eos_ids[None], axis=1)
+    return DecodeState(cache, tokens, lengths, done, keys, seen)
+
+
+def decode(
+    definition: nnx.GraphDef[Transformer],
+    spec: ChunkSpec,
+    all_greedy: bool,
+    buffer_length: int,
+    state: DecodeState,
+    weights: Weights,
+    sampling: Sampling,
+    eos_ids: jax.Array,
+    num_steps: jax.Array,
+) -> tuple[DecodeState, jax.Array]:
+    """Several decode steps in one call; the host may read the tokens when it likes.
+
+    Args:
+      definition: static, of the model.
+      spec: static, how the tokens stand to the cache.
+      all_greedy: static, see `moejax.sampling.draw`.
+      buffer_length: static, most steps of a call.
+      state: donated.
+      weights: of the model.
+      sampling: settings of each row.
+      eos_ids: int32[n], tokens that end a row; -1 matches none.
+      num_steps: int32[], at most `buffer_length`.
+
+    Returns:
+      The state and int32[B, buffer_length] new tokens; -1 after a row's end and beyond `num_steps`.
+    """
+    model = merge_weights(definition, weights)
+
+    def step(index: jax.Array, carry: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, jax.Array]:
+        state, emitted = carry
+        mask = ~state.done[:, None]
+        cache, hidden = model(
+            state.tokens[:, None], state.positions[:, None], mask, state.cache, spec
+        )
+        tokens, keys, seen = _next_tokens(
+            model, hidden[:, 0], state.keys, state.seen, sampling, all_greedy
+        )
+        tokens = jnp.where(state.done, state.tokens, tokens)
+        emitted = emitted.at[:, index].set(jnp.where(state.done, -1, tokens))
+        positions = jnp.where(state.done, state.positions, state.positions + 1)
+        done = state.done | jnp.any(tokens[:, None] == eos_ids[None], axis=1)
+        return DecodeState(cache, tokens, positions, done, keys, seen), emitted
+
+    emitted = jnp.full((state.tokens.shape[0], buffer_length), -1, jnp.int32)
+    return jax.lax.fori_loop(0, num_steps, step, (state, emitted))
