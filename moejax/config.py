@@ -6,16 +6,13 @@ once into one of these with `from_config_dict`, and nothing below the mains sees
 
 import dataclasses
 import difflib
-import math
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from ml_collections import config_dict
 
 from moejax.errors import MoejaxError
-
-PLATFORMS = ("auto", "cpu", "gpu")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+from moejax.generation import GenerationSettings
 
 _T = TypeVar("_T")
 
@@ -38,7 +35,7 @@ _Config = TypeVar("_Config", bound=RunConfig)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateConfig(RunConfig):
-    """What `python -m moejax.generate` runs; `check` says which values are allowed."""
+    """What `python -m moejax.generate` runs: a model, and one request's `GenerationSettings`."""
 
     checkpoint: str = _option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
     platform: str = _option("auto", "auto (an accelerator if there is one), cpu or gpu")
@@ -46,39 +43,46 @@ class GenerateConfig(RunConfig):
         "auto",
         "auto (float32 on CPU, the file's on an accelerator), float32, bfloat16 or float16",
     )
-    context: int = _option(0, "tokens the KV cache holds; 0: what the prompts need")
-    max_new_tokens: int = _option(128, "stop after so many new tokens")
-    temperature: float = _option(0.0, "0 is greedy; else logits are divided by it and sampled")
-    top_k: int = _option(0, "sample among the k likeliest tokens; 0: all")
-    top_p: float = _option(1.0, "sample among the likeliest tokens of this total probability")
-    min_p: float = _option(0.0, "leave out tokens below this share of the likeliest one")
-    repetition_penalty: float = _option(1.0, "above 1, tokens already in the text get rarer")
-    seed: int = _option(0, "of the sampling; the same seed gives the same text")
-    stop: tuple[str, ...] = _option((), "end before this string; may be repeated")
-    add_special_tokens: bool = _option(True, "let the tokenizer add its own (such as bos)")
+    context: int = _option(0, "tokens that the KV cache holds; 0: what the prompts need")
     compilation_cache: str = _option(
         "auto", "where compiled programs are kept: auto (the user's cache), a directory, '' (off)"
     )
+    max_new_tokens: int = _option(GenerationSettings.max_new_tokens, "end after so many tokens")
+    temperature: float = _option(
+        GenerationSettings.temperature, "0 is greedy; else logits are divided by it and sampled"
+    )
+    top_k: int = _option(GenerationSettings.top_k, "sample among the k likeliest tokens; 0: all")
+    top_p: float = _option(
+        GenerationSettings.top_p, "sample among the likeliest tokens of this total probability"
+    )
+    min_p: float = _option(
+        GenerationSettings.min_p, "leave out tokens below this share of the likeliest one"
+    )
+    repetition_penalty: float = _option(
+        GenerationSettings.repetition_penalty, "above 1, tokens already in the text get rarer"
+    )
+    seed: int = _option(0, "of the sampling; the same seed gives the same text")
+    stop: tuple[str, ...] = _option(
+        GenerationSettings.stop, "end before this string; may be repeated"
+    )
+    add_special_tokens: bool = _option(
+        GenerationSettings.add_special_tokens, "let the tokenizer add its own (such as bos)"
+    )
+
+    def request(self) -> dict[str, Any]:
+        """The fields that `Engine.generate` and `Engine.stream` take."""
+        names = {field.name for field in dataclasses.fields(GenerationSettings)}
+        return {name: value for name, value in dataclasses.asdict(self).items() if name in names}
 
     def check(self) -> None:
-        """See `RunConfig.check`."""
-        rules = (
-            ("checkpoint", self.checkpoint != "", "a name or a directory"),
-            ("platform", self.platform in PLATFORMS, f"one of {', '.join(PLATFORMS)}"),
-            ("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}"),
-            ("context", self.context >= 0, "0 or more"),
-            ("max_new_tokens", self.max_new_tokens >= 1, "1 or more"),
-            ("temperature", 0 <= self.temperature < math.inf, "0 or more, and finite"),
-            ("top_k", self.top_k >= 0, "0 or more"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0, and finite"),
-            ("seed", 0 <= self.seed < 2**32, "from 0 to 2**32 - 1"),
-            ("stop", "" not in self.stop, "strings that are not empty"),
-        )
-        for name, holds, allowed in rules:
-            if not holds:
-                raise MoejaxError(f"config.{name}={getattr(self, name)!r}: must be {allowed}")
+        """See `RunConfig.check`; the engine checks `platform` and `dtype`, which are its own."""
+        if not self.checkpoint:
+            raise MoejaxError("checkpoint='' must be a name or a directory")
+        if self.context < 0:
+            raise MoejaxError(f"context={self.context} must be 0 (as needed) or a number of tokens")
+        if not 0 <= self.seed < 2**32:
+            raise MoejaxError(f"seed={self.seed} must be from 0 to 2**32 - 1")
+        GenerationSettings.of(**self.request())
 
 
 def to_config_dict(config: RunConfig) -> config_dict.ConfigDict:
@@ -119,7 +123,7 @@ def _as_type_of(name: str, value: Any, default: Any) -> Any:
         if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
             return tuple(value)
         quoted = f"--config.{name}=\"'5'\""
-        raise MoejaxError(f"config.{name}={value!r}: must be strings; quote a number: {quoted}")
+        raise MoejaxError(f"{name}={value!r} must be strings; quote a number: {quoted}")
     if type(value) is not type(default):
-        raise MoejaxError(f"config.{name}={value!r}: must be of type {type(default).__name__}")
+        raise MoejaxError(f"{name}={value!r} must be of type {type(default).__name__}")
     return value

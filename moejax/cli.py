@@ -1,0 +1,149 @@
+"""The one wrapper of every main: flags and config in, one line on stderr when something is wrong.
+
+    COMMAND = cli.Command(doc=__doc__, default=GenerateConfig(), define_flags=..., body=...)
+    if __name__ == "__main__":
+        cli.run(COMMAND)
+
+Exit status: 0 done; 1 a mistake in the input (MoejaxError, OSError); 2 flags that cannot be read;
+130 interrupted; 141 the reader of stdout has gone. Tracebacks only with `--verbose`, but an error
+of another kind is a bug of ours and keeps its traceback.
+"""
+
+import dataclasses
+import itertools
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Generic, NoReturn, TypeVar
+
+from absl import flags
+from ml_collections import config_dict, config_flags
+
+from moejax.config import RunConfig, check_field_name, from_config_dict, to_config_dict
+from moejax.errors import MoejaxError
+
+_Config = TypeVar("_Config", bound=RunConfig)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command(Generic[_Config]):
+    """One main: what it says of itself, its flags beside `--config`, its defaults and its body."""
+
+    doc: str
+    default: _Config
+    define_flags: Callable[[flags.FlagValues], None]
+    body: Callable[[_Config, flags.FlagValues], None]
+
+
+def run(command: Command[_Config]) -> NoReturn:
+    """Runs a main on the process's arguments and ends the process."""
+    sys.exit(exit_status(command, sys.argv))
+
+
+def exit_status(command: Command[_Config], argv: Sequence[str]) -> int:
+    """Runs a main on `argv` (the program's name first); prints its error if any; the status."""
+    try:
+        config, values = parse(command, argv)
+        if values.help:
+            print(_help_text(command, values))
+        else:
+            command.body(config, values)
+        sys.stdout.flush()
+    except flags.Error as error:
+        return _fail(f"{_one_line(str(error))} (--help lists the flags)", 2, argv)
+    except BrokenPipeError:
+        # Python flushes stdout once more on its way out, which must not fail a second time.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _fail("standard output was closed before the end", 141, argv)
+    except (MoejaxError, OSError) as error:
+        return _fail(_one_line(str(error)), 1, argv)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130, argv)
+    return 0
+
+
+def parse(command: Command[_Config], argv: Sequence[str]) -> tuple[_Config, flags.FlagValues]:
+    """The checked run configuration and the other flags.
+
+    `--config=FILE` names a file with a `get_config()`; without it the command's own defaults serve.
+    `--config.FIELD=VALUE`, after it, overrides one field.
+
+    Raises:
+      MoejaxError: the file or a field is missing or wrong.
+      flags.Error: a flag is unknown, malformed, or an argument is no flag.
+    """
+    argv = list(argv)
+    values = flags.FlagValues()
+    flags.DEFINE_boolean("help", False, "print this and end", flag_values=values)
+    flags.DEFINE_boolean("verbose", False, "print the traceback of an error", flag_values=values)
+    command.define_flags(values)
+    path = _config_file(argv)
+    _check_overrides(argv, command.default)
+    try:
+        if path is None:
+            default = to_config_dict(command.default)
+            config_flags.DEFINE_config_dict("config", default, flag_values=values, sys_argv=argv)
+        else:
+            config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
+        rest = values(argv)
+    except flags.Error:
+        raise
+    except Exception as error:  # a config file is the user's code: whatever it raises is input
+        said = f"{type(error).__name__}: {_one_line(str(error))}"
+        raise MoejaxError(f"config file {path}: {said}") from error
+    if len(rest) > 1:
+        raise flags.Error(f"{rest[1]!r} is no flag; quote a text that holds spaces")
+    if not isinstance(values.config, config_dict.ConfigDict):
+        kind = type(values.config).__name__
+        raise MoejaxError(f"config file {path}: get_config() gave a {kind}, not a ConfigDict")
+    return from_config_dict(type(command.default), values.config), values
+
+
+def _config_file(argv: list[str]) -> str | None:
+    """The file that `--config` names, checked to be there; None without `--config`."""
+    for arg, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
+        match = re.fullmatch(r"--?config(?:=(.*))?", arg, re.DOTALL)
+        if match:
+            path = following if match[1] is None else match[1]
+            # What follows a colon is ml_collections' argument of get_config.
+            if not Path(path.split(":", 1)[0]).is_file():
+                raise MoejaxError(f"config file {path!r} does not exist")
+            return path
+    return None
+
+
+def _check_overrides(argv: list[str], default: RunConfig) -> None:
+    """Refuses `--config.FIELD` of a field that the run does not have, before flags are parsed."""
+    known = [field.name for field in dataclasses.fields(default)]
+    for arg in itertools.takewhile(lambda arg: arg != "--", argv[1:]):
+        match = re.match(r"--?(?:no)?config\.([^=]*)", arg)
+        if match:
+            check_field_name(match[1], known)
+
+
+def _help_text(command: Command[_Config], values: flags.FlagValues) -> str:
+    rows = [("--config=FILE", "a config file (see configs/); without it the defaults below")]
+    rows += [(f"--{name}", values[name].help or "") for name in values if name != "config"]
+    flag_lines = [f"  {name:<20} {said}" for name, said in rows]
+    field_lines = [
+        f"  --config.{field.name:<19} {field.metadata['help']} (default {field.default!r})"
+        for field in dataclasses.fields(command.default)
+    ]
+    return "\n".join([command.doc.strip(), "\nFlags:", *flag_lines, "\nConfig:", *field_lines])
+
+
+def _fail(message: str, status: int, argv: Sequence[str]) -> int:
+    """Prints the error that is being handled as one line on stderr; returns `status`."""
+    if "--verbose" in argv:
+        traceback.print_exc()
+    print(f"error: {message}", file=sys.stderr)
+    return status
+
+
+def _one_line(text: str) -> str:
+    """The first and the last line of a message, which is where a long one says what is wrong."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " ".join(lines if len(lines) <= 2 else [lines[0], "...", lines[-1]])

@@ -1,0 +1,149 @@
+"""Text in, text out.
+
+    python -m moejax.generate --prompt="Once upon a time"
+    python -m moejax.generate --config=configs/qwen3_30b_a3b.py --chat
+
+The new text goes to stdout as it comes; all else goes to stderr, a line of figures last. With
+several prompts the answers are computed as one batch and printed in order, each under a heading.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from absl import flags
+
+from moejax import cli, report
+from moejax.config import GenerateConfig
+from moejax.errors import MoejaxError
+from moejax.prompts import read_prompts
+
+if TYPE_CHECKING:  # importing the engine imports JAX, which --help and mistakes need not wait for
+    from moejax.tokenizer import Tokenizer
+
+    from moejax.engine import Engine
+    from moejax.generation import Timing
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """The flags beside `--config`."""
+    flags.DEFINE_multi_string(
+        "prompt", [], "a text to continue; may be repeated", flag_values=values
+    )
+    flags.DEFINE_multi_string(
+        "prompt_file",
+        [],
+        "a UTF-8 file whose whole text, line ends too, is one prompt; may be repeated",
+        flag_values=values,
+    )
+    flags.DEFINE_boolean(
+        "chat",
+        False,
+        "each prompt is a user's message in the model's chat template; without a prompt, talk",
+        flag_values=values,
+    )
+
+
+def generate(config: GenerateConfig, values: flags.FlagValues) -> None:
+    """Loads the model and answers every prompt, or talks."""
+    prompts = read_prompts(values.prompt, values.prompt_file)
+    if not prompts and not (values.chat and sys.stdin.isatty()):
+        raise MoejaxError("no prompt: give --prompt, --prompt_file, or --chat on a terminal")
+    engine = load_engine(config)
+    if engine.tokenizer is None:
+        raise MoejaxError(f"{config.checkpoint} has no tokenizer.json, so it takes no text")
+    request = config.request()
+    if values.chat:
+        request["add_special_tokens"] = False  # the template writes them
+    if not prompts:
+        converse(engine, engine.tokenizer, request)
+        return
+    if values.chat:
+        prompts = [
+            engine.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
+            for prompt in prompts
+        ]
+    if len(prompts) == 1:
+        stream_answer(engine, engine.tokenizer, prompts[0], request)
+    else:
+        print_answers(engine, prompts, request)
+
+
+def load_engine(config: GenerateConfig) -> "Engine":
+    """The engine of a configuration; says on stderr where compiled programs are kept."""
+    import jax
+
+    from moejax.engine import Engine
+
+    engine = Engine.from_pretrained(
+        config.checkpoint,
+        dtype=config.dtype,
+        platform=config.platform,
+        context=config.context,
+        compilation_cache=config.compilation_cache,
+    )
+    _say(f"compilation cache: {jax.config.jax_compilation_cache_dir or 'off'}")
+    _say(f"loaded {config.checkpoint} on {engine.device} in {engine.load_seconds:.2f} s")
+    return engine
+
+
+def stream_answer(
+    engine: "Engine", tokenizer: "Tokenizer", prompt: str, request: dict[str, Any]
+) -> str:
+    """Prints the answer as it comes, then the closing line; returns the answer."""
+    token_ids = tokenizer.encode(prompt, add_special_tokens=request["add_special_tokens"])
+    chunks = []
+    for chunk in engine.stream(token_ids, **request):
+        chunks.append(chunk)
+        print(chunk.text, end="", flush=True)
+    print(flush=True)
+    _close(engine, chunks[-1].timing, len(token_ids), len(chunks))
+    return "".join(chunk.text for chunk in chunks)
+
+
+def print_answers(engine: "Engine", prompts: Sequence[str], request: dict[str, Any]) -> None:
+    """Answers the prompts as one batch; prints the answers in order, then the closing line."""
+    answers = engine.generate(prompts, **request)
+    for i, answer in enumerate(answers, start=1):
+        print(f"=== {i} of {len(answers)} ===\n{answer.text}", flush=True)
+    prompt_tokens = sum(answer.num_prompt_tokens for answer in answers)
+    new_tokens = sum(len(answer.tokens) for answer in answers)
+    _close(engine, answers[0].timing, prompt_tokens, new_tokens)
+
+
+def converse(engine: "Engine", tokenizer: "Tokenizer", request: dict[str, Any]) -> None:
+    """Talks on the terminal until end of input; every turn sees the whole conversation."""
+    messages: list[dict[str, str]] = []
+    _say("end with Ctrl-D")
+    while True:
+        try:
+            messages.append({"role": "user", "content": input("> ")})
+        except EOFError:
+            print()
+            return
+        prompt = tokenizer.apply_chat_template(messages)
+        answer = stream_answer(engine, tokenizer, prompt, request)
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _close(engine: "Engine", timing: "Timing", prompt_tokens: int, new_tokens: int) -> None:
+    _say(
+        report.closing_line(
+            timing,
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            device_peak_bytes=report.device_peak_bytes(engine.device),
+        )
+    )
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+COMMAND = cli.Command(
+    doc=__doc__, default=GenerateConfig(), define_flags=define_flags, body=generate
+)
+
+if __name__ == "__main__":
+    cli.run(COMMAND)

@@ -1,0 +1,93 @@
+"""Measured results as rows of JSON, one a line: a later run stands beside an earlier one."""
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import jax
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResultRow:
+    """One figure, with all that is needed to measure it again.
+
+    Attributes:
+      what: the quantity and what it is of, such as "TPOT, demo, float32, batch 1".
+      figure: its value, in `unit`.
+      unit: "ms", "tokens/s", "GB/s", "x" (a ratio) ...
+      baseline: the same quantity of what it stands beside, by name, in the same unit.
+      device: the chip, and how much of it (`describe_device`).
+      versions: of the packages that matter (`package_versions`).
+      date: the day, ISO 8601.
+      command: what to type to measure it again (`command_line`).
+    """
+
+    what: str
+    figure: float
+    unit: str
+    baseline: Mapping[str, float]
+    device: str
+    versions: Mapping[str, str]
+    date: str
+    command: str
+
+
+def append_rows(path: Path, rows: Iterable[ResultRow]) -> None:
+    """Appends the rows to a JSON Lines file, which is made if it is not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(dataclasses.asdict(row), ensure_ascii=False) + "\n")
+
+
+def read_rows(path: Path) -> list[ResultRow]:
+    """The rows of a file that `append_rows` wrote, oldest first."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [ResultRow(**json.loads(line)) for line in lines]
+
+
+def describe_device(device: "jax.Device") -> str:
+    """The name of an accelerator; of a CPU the model and the cores this process may use."""
+    if device.platform != "cpu":
+        return device.device_kind
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{_cpu_model()}, {cores} cores"
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def package_versions(*packages: str) -> dict[str, str]:
+    """Python's version and those of installed distributions."""
+    versions = {"python": platform.python_version()}
+    return versions | {name: importlib.metadata.version(name) for name in packages}
+
+
+def command_line(argv: Sequence[str] | None = None) -> str:
+    """The command of this process as one would type it in the repository's root."""
+    program, *arguments = sys.argv if argv is None else argv
+    path = Path(program)
+    if path.is_absolute() and path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    return shlex.join(["python", str(path), *arguments])
+
+
+def today() -> str:
+    """The day, ISO 8601, in UTC."""
+    return datetime.datetime.now(datetime.UTC).date().isoformat()

@@ -1,0 +1,21 @@
+"""Settings of every test: strict dtypes and ranks, no network, `gpu` tests where there is one."""
+
+import os
+
+# Read when huggingface_hub is imported, so before anything that imports it.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips tests marked `gpu`, with a reason that the summary prints, where there is no GPU."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and jax.default_backend() != "gpu":
+        reason = f"needs a GPU; JAX sees only {jax.default_backend()}"
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))

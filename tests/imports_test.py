@@ -1,0 +1,183 @@
+"""The import rules of the project, read with `ast` from every source file."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from absl.testing import absltest, parameterized
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("moejax", "pallas_kernels", "configs", "scripts", "tests")
+
+# Pure parts do not know each other; they meet in the engine.
+PURE_PARTS = (
+    "moejax.models",
+    "moejax.policies",
+    "moejax.quantization",
+    "moejax.memory.budget",
+    "moejax.memory.residency",
+)
+# What a pure part may import of moejax beside itself: plain data, and operations on plain arrays.
+SHARED = ("moejax.errors", "moejax.qtensor", "moejax.ops", "moejax.cache")
+KERNELS_MAY_IMPORT = ("jax", "numpy", "pallas_kernels", *sys.stdlib_module_names)
+# A policy may not read clocks, log or put arrays on devices; without these modules it cannot.
+POLICIES_MAY_NOT_IMPORT = ("time", "datetime", "logging", "absl")
+SEE_CONFIGS = ("moejax.config", "moejax.cli")
+LAUNCHERS = ("jax.experimental.pallas.pallas_call", "jax.experimental.pallas.mosaic_gpu.kernel")
+LAUNCH_FILE = "pallas_kernels/launch.py"
+CATCH_ALLS = ("utils", "util", "common", "helpers", "misc")
+MAX_LINES, MAX_MAIN_LINES = 400, 150
+
+
+def breaches(path: str, source: str) -> list[str]:
+    """What is against the rules in one file.
+
+    Args:
+      path: relative to the repository, such as "moejax/models/moe.py".
+      source: its text.
+    """
+    return [f"{path}: {said}" for said in _breaches(path, source)]
+
+
+def _breaches(path: str, source: str) -> Iterator[str]:
+    module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    tree = ast.parse(source, path)
+    for part in module.split("."):
+        if part in CATCH_ALLS or part.rpartition("_")[2] in CATCH_ALLS:
+            yield f"a module named {part} collects what has no place"
+    num_lines = len(source.splitlines())
+    if num_lines > MAX_LINES:
+        yield f"{num_lines} lines; at most {MAX_LINES}"
+    if path.startswith("moejax/") and _is_main(tree) and num_lines >= MAX_MAIN_LINES:
+        yield f"{num_lines} lines in a main; under {MAX_MAIN_LINES}"
+    aliases: dict[str, str] = {}
+    for name, alias in _imports(tree):
+        aliases[alias] = name
+        yield from _import_breaches(module, name)
+    if path != LAUNCH_FILE:
+        used = {_dotted(node, aliases) for node in ast.walk(tree)} | set(aliases.values())
+        for name in sorted(used & set(LAUNCHERS)):
+            yield f"{name} belongs to {LAUNCH_FILE}"
+        for name in sorted({_private_part(name) for name in used} - {""}):
+            yield f"private {name} belongs to {LAUNCH_FILE}"
+
+
+def _import_breaches(module: str, name: str) -> Iterator[str]:
+    if name == ".":
+        yield "a relative import"
+    if _within(module, "pallas_kernels") and not _within(name, *KERNELS_MAY_IMPORT):
+        yield f"pallas_kernels imports {name}"
+    if _within(module, "moejax.policies") and _within(name, *POLICIES_MAY_NOT_IMPORT):
+        yield f"a policy imports {name}"
+    if _within(module, "moejax") and _within(name, "ml_collections") and module not in SEE_CONFIGS:
+        yield f"{name}: below the mains nothing sees a ConfigDict"
+    for part in PURE_PARTS:
+        if _within(module, part) and _within(name, "moejax") and not _within(name, part, *SHARED):
+            yield f"{part} is pure, but imports {name}"
+
+
+def _imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """(full dotted name, name that it is bound to) of every import, wherever it stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for item in node.names:
+                # `import a.b` binds a; `import a.b as c` binds a.b.
+                yield item.name, item.asname or item.name
+        elif isinstance(node, ast.ImportFrom):
+            for item in node.names:
+                name = "." if node.level else f"{node.module}.{item.name}"
+                yield name, item.asname or item.name
+
+
+def _dotted(node: ast.AST, aliases: dict[str, str]) -> str:
+    """The full name that an expression such as `pl.pallas_call` means; "" if it is none."""
+    if isinstance(node, ast.Name):
+        return aliases.get(node.id, node.id)
+    if isinstance(node, ast.Attribute):
+        owner = _dotted(node.value, aliases)
+        return f"{owner}.{node.attr}" if owner else ""
+    return ""
+
+
+def _private_part(name: str) -> str:
+    """`jax._src` of `jax._src.core.Primitive`; "" of names that are not private to JAX."""
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        if _within(name, "jax", "jaxlib") and part.startswith("_") and not part.startswith("__"):
+            return ".".join(parts[: i + 1])
+    return ""
+
+
+def _is_main(tree: ast.Module) -> bool:
+    return any(
+        isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+        for node in tree.body
+    )
+
+
+def _within(name: str, *packages: str) -> bool:
+    """Whether a dotted name is one of the packages or inside one."""
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+class ImportsTest(parameterized.TestCase):
+    def test_every_file_obeys(self):
+        paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+        self.assertGreater(len(paths), 20)
+        found = []
+        for path in paths:
+            found += breaches(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
+        self.assertEmpty(found, "\n".join(found))
+
+    @parameterized.parameters(
+        ("pallas_kernels/x.py", "from moejax.errors import MoejaxError", "imports moejax"),
+        ("pallas_kernels/x.py", "import flax", "imports flax"),
+        ("pallas_kernels/x/y.py", "def f():\n    import torch", "imports torch"),
+        ("moejax/models/x.py", "from moejax.quantization import rtn", "moejax.models is pure"),
+        ("moejax/models/x.py", "from moejax import engine", "imports moejax.engine"),
+        ("moejax/models/x.py", "import moejax.checkpoints.load as l", "imports moejax.checkpoints"),
+        ("moejax/policies/x.py", "from moejax.models.config import A", "moejax.policies is pure"),
+        ("moejax/policies/x.py", "import time", "a policy imports time"),
+        ("moejax/quantization/x.py", "import moejax.policies", "moejax.quantization is pure"),
+        ("moejax/memory/budget.py", "from moejax.memory import residency", "budget is pure"),
+        ("moejax/engine.py", "from . import models", "a relative import"),
+        ("moejax/x.py", "from jax._src import core", "private jax._src"),
+        ("moejax/x.py", "import jax._src.core", "private jax._src"),
+        ("moejax/x.py", "import jax\njax._src.core.x()", "private jax._src"),
+        ("moejax/x.py", "from ml_collections import config_dict", "nothing sees a ConfigDict"),
+        ("moejax/x.py", "from jax.experimental import pallas as pl\npl.pallas_call()", "belongs"),
+        ("moejax/x.py", "import jax\njax.experimental.pallas.pallas_call()", "belongs"),
+        ("tests/x.py", "from jax.experimental.pallas import pallas_call as p\np()", "belongs"),
+        (
+            "pallas_kernels/x/mosaic.py",
+            "import jax.experimental.pallas.mosaic_gpu as plgpu\nk = plgpu.kernel",
+            "mosaic_gpu.kernel belongs",
+        ),
+        ("moejax/utils.py", "", "a module named utils"),
+        ("tests/model_common.py", "", "a module named model_common"),
+        ("moejax/utils/__init__.py", "", "a module named utils"),
+        ("moejax/x.py", "\n" * 401, "401 lines"),
+        ("moejax/x.py", "\n" * 150 + "if __name__ == '__main__':\n    pass", "in a main"),
+    )
+    def test_planted_breach_is_caught(self, path, source, said):
+        found = breaches(path, source)
+        self.assertLen(found, 1)
+        self.assertIn(said, found[0])
+
+    @parameterized.parameters(
+        ("pallas_kernels/x.py", "import jax.numpy as jnp\nimport functools\nimport numpy as np"),
+        ("pallas_kernels/launch.py", "from jax._src import core"),
+        ("pallas_kernels/launch.py", "from jax.experimental import pallas as pl\npl.pallas_call()"),
+        ("pallas_kernels/x.py", "from jax.experimental import pallas as pl\npl.BlockSpec()"),
+        ("moejax/models/x.py", "from moejax.errors import MoejaxError\nimport moejax.models.moe"),
+        ("moejax/engine.py", "from moejax import models, policies"),
+        ("moejax/engine.py", "import jax\nprint(jax.__version__)"),
+        ("moejax/policies/x.py", "import jax\nimport timeit"),
+    )
+    def test_what_is_allowed_passes(self, path, source):
+        self.assertEmpty(breaches(path, source))
+
+
+if __name__ == "__main__":
+    absltest.main()
