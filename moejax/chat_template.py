@@ -1,0 +1,87 @@
+"""Chat templates: Jinja sources of a checkpoint, rendered in a sandbox as transformers does."""
+
+import datetime
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from moejax.errors import MoejaxError
+from moejax.models.hf_config import read_json
+
+
+def find_chat_template(directory: Path) -> str | None:
+    """chat_template.jinja, else the (default) template in tokenizer_config.json, else None.
+
+    Raises:
+      MoejaxError: a file is broken, or its named templates hold no default.
+    """
+    jinja_path, json_path = directory / "chat_template.jinja", directory / "tokenizer_config.json"
+    if jinja_path.exists():
+        return jinja_path.read_text(encoding="utf-8")
+    template = read_json(json_path).get("chat_template") if json_path.exists() else None
+    if template is None or isinstance(template, str):
+        return template
+    named = {entry["name"]: entry["template"] for entry in template}
+    if "default" not in named:
+        raise MoejaxError(f"{json_path}: no default among the chat templates {sorted(named)}")
+    return named["default"]
+
+
+def render_chat(
+    template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+) -> str:
+    """The text of a conversation.
+
+    Raises:
+      MoejaxError: the template is broken, or refuses the messages.
+    """
+    given = {"messages": messages, "tools": None, "documents": None, **variables}
+    try:
+        return _compile(template).render(given)
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+        raise MoejaxError(f"the chat template failed: {error}") from error
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's words for training; here it only encloses them."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """The nodes between the tags."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@functools.lru_cache(maxsize=8)
+def _compile(template: str) -> jinja2.Template:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment.from_string(template)
+
+
+def _to_json(value: Any, *, ensure_ascii: bool = False, **options: Any) -> str:
+    """Jinja's own filter escapes HTML, which prompts do not want."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)

@@ -1,0 +1,71 @@
+"""Opens a checkpoint of any kind by name."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from moejax.checkpoints.load import load_weights, stored_dtype
+from moejax.checkpoints.orbax_directory import (
+    is_orbax_directory,
+    load_orbax,
+    read_orbax_description,
+)
+from moejax.checkpoints.resolve import resolve_checkpoint
+from moejax.models.config import ModelConfig
+from moejax.models.hf_config import read_model_config
+from moejax.tokenizer import read_eos_ids
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A model on disk, its weights not yet read."""
+
+    directory: Path
+    config: ModelConfig
+    eos_ids: tuple[int, ...]  # known without a tokenizer as well
+
+    def load(self, *, dtype: str, device: jax.Device, progress: bool) -> dict[str, jax.Array]:
+        """The leaves of `weight_shapes(self.config)` on `device`.
+
+        Args:
+          dtype: name of a float type, or "auto": float32 on a CPU, the stored one elsewhere.
+          device: where the leaves are to be.
+          progress: show a bar on stderr (not for an Orbax directory).
+
+        Raises:
+          MoejaxError: as `load_weights` and `load_orbax`.
+        """
+        if is_orbax_directory(self.directory):
+            return load_orbax(self.directory, dtype=self._dtype(dtype, device), device=device)[1]
+        return load_weights(
+            self.directory,
+            self.config,
+            dtype=self._dtype(dtype, device),
+            device=device,
+            progress=progress,
+        )
+
+    def _dtype(self, name: str, device: jax.Device) -> jnp.dtype:
+        if name != "auto":
+            return jnp.dtype(name)
+        if device.platform == "cpu":
+            return jnp.dtype(jnp.float32)
+        if is_orbax_directory(self.directory):
+            return read_orbax_description(self.directory)[1]
+        return stored_dtype(self.directory)
+
+
+def open_checkpoint(name: str) -> Checkpoint:
+    """The checkpoint of a name: see `resolve_checkpoint`.
+
+    Raises:
+      MoejaxError: it is not there, or what describes it is broken or not supported.
+    """
+    directory = resolve_checkpoint(name)
+    if is_orbax_directory(directory):
+        config, _ = read_orbax_description(directory)
+    else:
+        config = read_model_config(directory)
+    return Checkpoint(directory, config, read_eos_ids(directory))

@@ -1,0 +1,122 @@
+"""Orbax save and restore of the loaded form: the stacked leaves as they are in memory.
+
+moejax.json            the model's shape and the leaves' dtype; written last
+weights/               the leaves, by Orbax
+generation_config.json eos tokens; and the tokenizer's files
+"""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+from moejax.errors import MoejaxError
+from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.hf_config import read_json
+from moejax.tokenizer import TOKENIZER_FILES, read_eos_ids
+
+_DESCRIPTION = "moejax.json"
+_WEIGHTS = "weights"
+_FORMAT = 1
+# One chunk is compressed and held in memory at a time; without a limit a leaf is one chunk.
+_CHUNK_BYTES = 256 * 2**20
+
+
+def is_orbax_directory(directory: Path) -> bool:
+    """True for a directory that `save_orbax` finished."""
+    return (directory / _DESCRIPTION).exists()
+
+
+def save_orbax(
+    directory: Path,
+    config: ModelConfig,
+    weights: Mapping[str, jax.Array],
+    *,
+    tokenizer_from: Path | None = None,
+) -> None:
+    """Writes what `load_weights` returned, to be restored without conversion.
+
+    Args:
+      directory: made if need be; what `save_orbax` wrote there before is replaced.
+      config: the model's shape.
+      weights: leaves of one dtype.
+      tokenizer_from: a checkpoint whose tokenizer and eos tokens are kept beside the weights.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / _DESCRIPTION).unlink(missing_ok=True)
+    save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), dict(weights))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(
+            (directory / _WEIGHTS).absolute(), dict(weights), save_args=save_args, force=True
+        )
+    if tokenizer_from is not None:
+        for name in TOKENIZER_FILES:
+            if (tokenizer_from / name).exists():
+                shutil.copyfile(tokenizer_from / name, directory / name)
+        eos_ids = list(read_eos_ids(tokenizer_from))
+        _write_json(directory / "generation_config.json", {"eos_token_id": eos_ids})
+    description = {
+        "format": _FORMAT,
+        "dtype": str(weights["embed"].dtype),
+        "config": dataclasses.asdict(config),
+    }
+    _write_json(directory / _DESCRIPTION, description)
+
+
+def read_orbax_description(directory: Path) -> tuple[ModelConfig, jnp.dtype]:
+    """Shape and stored dtype of the model in `directory`.
+
+    Raises:
+      MoejaxError: moejax.json is missing, broken, or of another version.
+    """
+    fields = read_json(directory / _DESCRIPTION)
+    if fields.get("format") != _FORMAT:
+        raise MoejaxError(
+            f"{directory / _DESCRIPTION} has format {fields.get('format')!r}, this version reads "
+            f"{_FORMAT}; save it again from the original checkpoint"
+        )
+    try:
+        config = dict(fields["config"], moe_layers=tuple(fields["config"]["moe_layers"]))
+        return ModelConfig(**config), jnp.dtype(fields["dtype"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise MoejaxError(f"{directory / _DESCRIPTION} is broken: {error}") from error
+
+
+def load_orbax(
+    directory: Path, *, dtype: jnp.dtype | None = None, device: jax.Device | None = None
+) -> tuple[ModelConfig, dict[str, jax.Array]]:
+    """Restores what `save_orbax` wrote.
+
+    Args:
+      directory: as given to `save_orbax`.
+      dtype: None means the stored one.
+      device: None means JAX's default device.
+
+    Raises:
+      MoejaxError: a file is missing or broken, or the leaves do not fit moejax.json.
+    """
+    config, stored = read_orbax_description(directory)
+    sharding = jax.sharding.SingleDeviceSharding(device or jax.devices()[0])
+    leaves = {
+        leaf: jax.ShapeDtypeStruct(shape, dtype or stored, sharding=sharding)
+        for leaf, shape in weight_shapes(config).items()
+    }
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            return config, checkpointer.restore((directory / _WEIGHTS).absolute(), leaves)
+    except Exception as error:  # Orbax and TensorStore raise bare exceptions for broken files
+        reason = str(error).strip().splitlines()[0]
+        raise MoejaxError(f"cannot restore {directory / _WEIGHTS}: {reason}") from error
+
+
+def _write_json(path: Path, fields: Mapping[str, Any]) -> None:
+    """Writes beside the path and renames, so that the file is never there in part."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)

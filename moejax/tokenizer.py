@@ -1,0 +1,159 @@
+"""Text to token ids and back, over the tokenizer.json of a checkpoint; chat templates."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from moejax.chat_template import find_chat_template, render_chat
+from moejax.errors import MoejaxError
+from moejax.models.hf_config import read_json
+
+# Everything that `Tokenizer` reads, but for the eos tokens.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoders write it for half a character
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint directory.
+
+    Attributes:
+      bos_id: the token that begins a text, or None.
+      eos_ids: the tokens that end an answer, as `read_eos_ids` finds them.
+      vocab_size: number of tokens, the added ones included; the model's may be larger.
+      special_tokens: text of "bos_token", "eos_token" and the like, for chat templates.
+      chat_template: Jinja source, or None.
+    """
+
+    def __init__(self, directory: Path, encoder: tokenizers.Tokenizer):
+        encoder.no_truncation()  # a file may carry the settings of somebody's training run
+        encoder.no_padding()
+        self._encoder = encoder
+        self.vocab_size: int = encoder.get_vocab_size()
+        self.special_tokens = _special_tokens(directory)
+        self.bos_id: int | None = encoder.token_to_id(self.special_tokens.get("bos_token", ""))
+        self.eos_ids = read_eos_ids(directory)
+        self.chat_template = find_chat_template(directory)
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> "Tokenizer | None":
+        """The tokenizer of a checkpoint, or None if it has no tokenizer.json.
+
+        Raises:
+          MoejaxError: the file, or one that belongs to it, is broken.
+        """
+        path = directory / "tokenizer.json"
+        if not path.exists():
+            return None
+        try:
+            encoder = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the Rust side raises nothing narrower
+            raise MoejaxError(f"cannot read {path}: {error}; download it again") from error
+        return cls(directory, encoder)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with the special tokens that tokenizer.json puts around it."""
+        return self._encoder.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; ids without a token are left out."""
+        return self._encoder.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def stream(self) -> "TokenStream":
+        """Decodes one token after the other."""
+        return TokenStream(self.decode)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[dict[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The prompt for a conversation; encode it with `add_special_tokens=False`.
+
+        Args:
+          messages: each with "role" and "content".
+          add_generation_prompt: end with the words that begin an answer.
+          **variables: further variables of the template, `enable_thinking` for instance.
+
+        Raises:
+          MoejaxError: the checkpoint has no template, or the template refuses the messages.
+        """
+        if self.chat_template is None:
+            raise MoejaxError(
+                "this checkpoint has no chat template (chat_template.jinja, or chat_template in "
+                "tokenizer_config.json); prompt it with plain text"
+            )
+        given = {**self.special_tokens, "add_generation_prompt": add_generation_prompt}
+        return render_chat(self.chat_template, messages, {**given, **variables})
+
+
+class TokenStream:
+    """Text of a growing sequence of tokens, never half a character.
+
+    Invariant: what was returned so far, `flush()` included, is `decode()` of what was pushed, as
+    long as the tokens spell valid UTF-8.
+
+    A decoder looks at a token's neighbours (the first space of a text is dropped, bytes make up a
+    character), so each piece is the difference of two decodings that begin at the same token: the
+    first of the piece before.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]):
+        self._decode = decode
+        self._ids: list[int] = []  # of the last piece, then those not yet returned
+        self._num_returned = 0
+
+    def push(self, token_id: int) -> str:
+        """The text that has become certain with this token, often one word, perhaps none."""
+        self._ids.append(token_id)
+        piece = self._pending()
+        if not piece or piece.endswith(_REPLACEMENT):
+            return ""
+        del self._ids[: self._num_returned]
+        self._num_returned = len(self._ids)
+        return piece
+
+    def flush(self) -> str:
+        """What is left at the end: nothing, or an incomplete character's replacement."""
+        piece = self._pending()
+        self._num_returned = len(self._ids)
+        return piece
+
+    def _pending(self) -> str:
+        returned = self._decode(self._ids[: self._num_returned])
+        return self._decode(self._ids)[len(returned) :]
+
+
+def read_eos_ids(directory: Path) -> tuple[int, ...]:
+    """The tokens that end an answer: by generation_config.json, else config.json, else by name.
+
+    Raises:
+      MoejaxError: one of the files is broken.
+    """
+    for name in ("generation_config.json", "config.json"):
+        ids = _read_if_there(directory / name).get("eos_token_id")
+        if ids is not None:
+            ids = ids if isinstance(ids, list) else [ids]
+            if not all(isinstance(i, int) and i >= 0 for i in ids):
+                raise MoejaxError(f"{directory / name}: eos_token_id {ids} must be token ids")
+            return tuple(ids)
+    eos = _special_tokens(directory).get("eos_token")
+    added = _read_if_there(directory / "tokenizer.json").get("added_tokens", ())
+    return tuple(token["id"] for token in added if token["content"] == eos)
+
+
+def _special_tokens(directory: Path) -> dict[str, str]:
+    """The `*_token` fields of tokenizer_config.json, where a token is text or an object."""
+    tokens = {}
+    for name, value in _read_if_there(directory / "tokenizer_config.json").items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            tokens[name] = content
+    return tokens
+
+
+def _read_if_there(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
