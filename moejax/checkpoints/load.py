@@ -96,7 +96,7 @@ class _Source:
           MoejaxError: a value is too large for float16.
         """
         tensor = self.tensors[placement.name]
-        rows = memory[placement.start : placement.start + placement.shape[0]]
+        rows = placement.rows(memory)
         if tensor.dtype == rows.dtype:
             read_tensor(tensor, rows)
         else:

@@ -9,13 +9,12 @@ import dataclasses
 import re
 from collections.abc import Collection, Iterator
 
+import numpy as np
+
 from moejax.models.config import ModelConfig
 
-# gate, up, down
-_EXPERT_PROJECTIONS = {
-    "mixtral": ("w1", "w3", "w2"),
-    "qwen3_moe": ("gate_proj", "up_proj", "down_proj"),
-}
+_DENSE = ("gate_proj", "up_proj", "down_proj")
+_EXPERT_PROJECTIONS = {"mixtral": ("w1", "w3", "w2"), "qwen3_moe": _DENSE}
 _MOE_MODULE = {"mixtral": "block_sparse_moe", "qwen3_moe": "mlp"}
 # Buffers that transformers recomputes and that old checkpoints hold nevertheless.
 _IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
@@ -30,6 +29,10 @@ class Placement:
     index: tuple[int, ...]  # leading positions: layer, then expert
     start: int  # first row
     shape: tuple[int, ...]
+
+    def rows(self, part: np.ndarray) -> np.ndarray:
+        """The rows of `part`, which is `weights[leaf][index]`, that the tensor fills; a view."""
+        return part[self.start : self.start + self.shape[0]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,13 +80,12 @@ def placements(config: ModelConfig, spelling: Spelling) -> Iterator[Placement]:
         yield Placement(
             f"{prefix}.post_attention_layernorm.weight", "mlp_norm", (layer,), 0, (c.model_dim,)
         )
-    for i, layer in enumerate(c.dense_layers):
-        prefix = f"model.layers.{layer}.mlp"
-        yield from _gated_mlp(
-            prefix, "mlp", (i,), ("gate_proj", "up_proj", "down_proj"), c.mlp_dim, c.model_dim
-        )
-    for i, layer in enumerate(c.moe_layers):
-        yield from _experts(c, spelling, i, f"model.layers.{layer}.{spelling.moe_module}")
+        if layer in c.moe_layers:
+            moe_prefix = f"{prefix}.{spelling.moe_module}"
+            yield from _experts(c, spelling, c.moe_layers.index(layer), moe_prefix)
+        else:
+            at = (c.dense_layers.index(layer),)
+            yield from _gated_mlp(f"{prefix}.mlp", "mlp", at, _DENSE, c.mlp_dim, c.model_dim)
     yield Placement("model.norm.weight", "final_norm", (), 0, (c.model_dim,))
     if not c.tied_embeddings:
         yield Placement("lm_head.weight", "head", (), 0, (c.vocab_size, c.model_dim))

@@ -1,0 +1,117 @@
+"""Writes a Hugging Face directory that transformers and the other readers load.
+
+Tensors carry their published names, one an expert and projection. Every file is written beside
+its place and renamed when all are whole; config.json, without which nothing counts as a
+checkpoint, goes first and comes back last.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+
+from moejax.checkpoints.safetensors_reader import INDEX_FILE, WEIGHTS_FILE
+from moejax.models.config import ModelConfig
+from moejax.models.hf_config import to_hf_config
+from moejax.models.hf_names import Placement, placements, published_spelling
+
+_PARTIAL = ".partial"
+_CONFIG_FILE = "config.json"
+
+
+def save_hf_checkpoint(
+    directory: Path,
+    config: ModelConfig,
+    weights: Mapping[str, jax.Array],
+    *,
+    dtype: jnp.dtype,
+    max_shard_bytes: int = 5 * 10**9,
+    token_ids: Mapping[str, Any] | None = None,
+    extra_files: Mapping[str, bytes] | None = None,
+) -> None:
+    """Writes config.json, generation_config.json, the weights and whatever else is given.
+
+    Args:
+      directory: made if need be; weights of an earlier checkpoint there are replaced.
+      config: the model's shape.
+      weights: leaves as `load_weights` returns them.
+      dtype: of the file, bfloat16, float16 or float32.
+      max_shard_bytes: no file is larger, unless a single tensor is.
+      token_ids: "bos_token_id", "eos_token_id", "pad_token_id", as far as there are any.
+      extra_files: contents by file name: tokenizer.json, tokenizer_config.json, a card.
+    """
+    dtype = np.dtype(dtype)
+    token_ids = dict(token_ids or {})
+    fields = to_hf_config(config, dtype=dtype.name, **token_ids)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / _CONFIG_FILE).unlink(missing_ok=True)
+
+    names = _write_shards(directory, config, weights, dtype, max_shard_bytes)
+    others = {"generation_config.json": _json(token_ids), **(extra_files or {})}
+    others[_CONFIG_FILE] = _json(fields)  # last
+    for name, content in others.items():
+        (directory / (name + _PARTIAL)).write_bytes(content)
+
+    stale = {WEIGHTS_FILE, INDEX_FILE, *(p.name for p in directory.glob("model-*.safetensors"))}
+    for name in stale - set(names):
+        (directory / name).unlink(missing_ok=True)
+    for name in (*names, *others):
+        (directory / (name + _PARTIAL)).replace(directory / name)
+
+
+def _write_shards(
+    directory: Path,
+    config: ModelConfig,
+    weights: Mapping[str, jax.Array],
+    dtype: np.dtype,
+    max_shard_bytes: int,
+) -> list[str]:
+    """Writes the weights under partial names; returns the names that they are to have."""
+    host = {leaf: np.asarray(weight) for leaf, weight in weights.items()}
+    shards = _shards(config, dtype, max_shard_bytes)
+    if len(shards) == 1:
+        names = [WEIGHTS_FILE]
+    else:
+        ids = range(1, len(shards) + 1)
+        names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in ids]
+    weight_map: dict[str, str] = {}
+    for name, shard in zip(names, shards, strict=True):
+        tensors = {
+            p.name: np.ascontiguousarray(p.rows(host[p.leaf][p.index]), dtype) for p in shard
+        }
+        save_file(tensors, directory / (name + _PARTIAL), metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, name)
+    if len(shards) > 1:
+        num_bytes = sum(_num_bytes(p, dtype) for shard in shards for p in shard)
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+        (directory / (INDEX_FILE + _PARTIAL)).write_bytes(_json(index))
+        names.append(INDEX_FILE)
+    return names
+
+
+def _shards(config: ModelConfig, dtype: np.dtype, max_shard_bytes: int) -> list[list[Placement]]:
+    """The tensors, in the order of the layers, in files of bounded size."""
+    shards: list[list[Placement]] = [[]]
+    filled_bytes = 0
+    for placement in placements(config, published_spelling(config.family)):
+        num_bytes = _num_bytes(placement, dtype)
+        if shards[-1] and filled_bytes + num_bytes > max_shard_bytes:
+            shards.append([])
+            filled_bytes = 0
+        shards[-1].append(placement)
+        filled_bytes += num_bytes
+    return shards
+
+
+def _num_bytes(placement: Placement, dtype: np.dtype) -> int:
+    return math.prod(placement.shape) * dtype.itemsize
+
+
+def _json(fields: Mapping[str, Any]) -> bytes:
+    return (json.dumps(fields, indent=2) + "\n").encode()
