@@ -126,8 +126,8 @@ def _check_overrides(argv: list[str], default: RunConfig) -> None:
 
 def _help_text(command: Command[_Config], values: flags.FlagValues) -> str:
     rows = [("--config=FILE", "a config file (see configs/); without it the defaults below")]
-    rows += [(f"--{name}", values[name].help or "") for name in values if name != "config"]
-    flag_lines = [f"  {name:<20} {said}" for name, said in rows]
+    rows += [(f"--{name}", " ".join(values[name].help.split())) for name in values]
+    flag_lines = [f"  {name:<20} {said}" for name, said in rows if name != "--config"]
     field_lines = [
         f"  --config.{field.name:<19} {field.metadata['help']} (default {field.default!r})"
         for field in dataclasses.fields(command.default)

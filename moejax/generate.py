@@ -19,21 +19,18 @@ from moejax.errors import MoejaxError
 from moejax.prompts import read_prompts
 
 if TYPE_CHECKING:  # importing the engine imports JAX, which --help and mistakes need not wait for
-    from moejax.tokenizer import Tokenizer
-
     from moejax.engine import Engine
     from moejax.generation import Timing
+    from moejax.tokenizer import Tokenizer
 
 
 def define_flags(values: flags.FlagValues) -> None:
     """The flags beside `--config`."""
-    flags.DEFINE_multi_string(
-        "prompt", [], "a text to continue; may be repeated", flag_values=values
-    )
+    flags.DEFINE_multi_string("prompt", [], "a text to continue", flag_values=values)
     flags.DEFINE_multi_string(
         "prompt_file",
         [],
-        "a UTF-8 file whose whole text, line ends too, is one prompt; may be repeated",
+        "a UTF-8 file whose whole text, line ends too, is one prompt",
         flag_values=values,
     )
     flags.DEFINE_boolean(

@@ -1,0 +1,300 @@
+"""The command line with an engine that only pretends: flags, streams, errors, exit statuses."""
+
+import contextlib
+import io
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+from absl.testing import absltest, parameterized
+
+from moejax import cli, generate
+from moejax.config import GenerateConfig
+from moejax.errors import MoejaxError
+from moejax.generation import Chunk, Generation, Timing
+
+ROOT = pathlib.Path(__file__).parents[1]
+TIMING = Timing(ttft_s=0.25, decode_s=1.5, num_decoded=3, compile_s=2.5)
+
+
+class FakeTokenizer:
+    """A token a character."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [*([1] if add_special_tokens else []), *map(ord, text)]
+
+    def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> str:
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+
+
+class FakeEngine:
+    """Says each prompt back in capitals, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.tokenizer: FakeTokenizer | None = FakeTokenizer()
+        self.device = jax.devices("cpu")[0]
+        self.asked: list[tuple[Any, dict[str, Any]]] = []
+
+    def stream(self, prompt: list[int], **request: Any) -> Iterator[Chunk]:
+        self.asked.append((prompt, request))
+        answer = "".join(map(chr, prompt)).upper()
+        for i, letter in enumerate(answer):
+            yield Chunk(letter, ord(letter), "eos" if i == len(answer) - 1 else None, TIMING)
+
+    def generate(self, prompts: Sequence[str], **request: Any) -> list[Generation]:
+        self.asked.append((prompts, request))
+        return [
+            Generation(text.upper(), [*map(ord, text)], "eos", len(text), TIMING)
+            for text in prompts
+        ]
+
+
+class CliTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.engine = FakeEngine()
+        self.enter_context(mock.patch.object(generate, "load_engine", self._load))
+        self.config: GenerateConfig | None = None
+        self.folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+
+    def _load(self, config: GenerateConfig) -> FakeEngine:
+        self.config = config
+        return self.engine
+
+    def run_main(self, *arguments: str, status: int = 0) -> tuple[str, str]:
+        """What a command writes to stdout and to stderr; checks its exit status."""
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            got = cli.exit_status(generate.COMMAND, ["generate", *arguments])
+        self.assertEqual(got, status, err.getvalue())
+        return out.getvalue(), err.getvalue()
+
+    def assert_fails(self, said: str, *arguments: str, status: int = 1) -> None:
+        """The command prints nothing but one line on stderr."""
+        out, err = self.run_main(*arguments, status=status)
+        self.assertEqual(out, "")
+        self.assertIn(said, err)
+        self.assertRegex(err, r"\Aerror: [^\n]+\n\Z")
+
+    def test_answer_on_stdout_figures_on_stderr(self):
+        out, err = self.run_main("--prompt=abc")
+        self.assertEqual(out, "\x01ABC\n")
+        self.assertRegex(
+            err,
+            r"\Aprompt tokens 4, new tokens 4, TTFT 250\.0 ms, TPOT 500\.00 ms, 2\.3 tokens/s, "
+            r"peak memory: device n/a, host \d+ MiB; compile 2\.50 s [^\n]*\n\Z",
+        )
+
+    def test_answer_comes_while_it_is_made(self):
+        seen = []
+        out = io.StringIO()
+
+        def stream(prompt: list[int], **request: Any) -> Iterator[Chunk]:
+            for i in range(3):
+                seen.append(out.getvalue())
+                yield Chunk("x", 1, "length" if i == 2 else None, TIMING)
+
+        with mock.patch.object(self.engine, "stream", stream), contextlib.redirect_stdout(out):
+            self.assertEqual(cli.exit_status(generate.COMMAND, ["generate", "--prompt=a"]), 0)
+        self.assertEqual(seen, ["", "x", "xx"])
+
+    def test_overrides_reach_the_request(self):
+        self.run_main(
+            "--prompt=a",
+            "--config.temperature=0.5",
+            "--config.top_k",
+            "3",
+            "--config.seed=7",
+            "--config.stop=\n\n",
+            "--config.stop=END",
+            "--config.add_special_tokens=false",
+            "--config.checkpoint=some/model",
+        )
+        expected = GenerateConfig(
+            checkpoint="some/model",
+            temperature=0.5,
+            top_k=3,
+            seed=7,
+            stop=("\n\n", "END"),
+            add_special_tokens=False,
+        )
+        self.assertEqual(self.config, expected)
+        self.assertEqual(self.engine.asked, [([ord("a")], expected.request())])
+
+    def test_config_file_then_override(self):
+        self.run_main(f"--config={ROOT}/configs/qwen3_30b_a3b.py", "--config.top_k=5", "--prompt=a")
+        self.assertEqual((self.config.checkpoint, self.config.top_k), ("Qwen/Qwen3-30B-A3B", 5))
+
+    def test_without_config_the_demo_runs(self):
+        self.run_main("--prompt=a")
+        self.assertEqual(self.config, GenerateConfig(checkpoint="demo"))
+
+    def test_several_prompts_make_one_batch(self):
+        path = self.folder / "p.txt"
+        path.write_bytes("数\r\n".encode())
+        out, err = self.run_main("--prompt=ab", "--prompt=c", f"--prompt_file={path}")
+        self.assertEqual(out, "=== 1 of 3 ===\nAB\n=== 2 of 3 ===\nC\n=== 3 of 3 ===\n数\r\n\n")
+        self.assertEqual(self.engine.asked[0][0], ["ab", "c", "数\r\n"])
+        self.assertIn("prompt tokens 6, new tokens 6,", err)
+
+    def test_chat_wraps_the_prompt(self):
+        out, _ = self.run_main("--chat", "--prompt=hi")
+        self.assertEqual(out, "<USER>HI<ASSISTANT>\n")
+
+    def test_chat_on_a_terminal_sees_the_whole_conversation(self):
+        with (
+            mock.patch.object(sys, "stdin", mock.Mock(isatty=lambda: True)),
+            mock.patch("builtins.input", side_effect=["a", "b", EOFError]),
+        ):
+            out, err = self.run_main("--chat")
+        first = "<USER>A<ASSISTANT>"
+        self.assertEqual(out, f"{first}\n<USER>A<ASSISTANT>{first}<USER>B<ASSISTANT>\n\n")
+        self.assertEqual(err.count("new tokens"), 2)
+
+    @parameterized.parameters(
+        ([], "no prompt: give --prompt"),
+        (["--chat"], "no prompt: give --prompt"),
+        (["--prompt=a", "--config.temprature=1"], "did you mean 'temperature'?"),
+        (["--prompt=a", "--config.temperature=-1"], "temperature=-1.0 must be"),
+        (["--prompt=a", "--config.stop=5"], "must be strings; quote a number"),
+        (["--prompt=a", "--config=no/such/file.py"], "config file 'no/such/file.py' does not"),
+        (["--prompt=a", "--config"], "config file '' does not exist"),
+        (["--prompt=\udcff"], "--prompt is not UTF-8 at character 0"),
+        (["--prompt_file=no/such"], "prompt file no/such: No such file"),
+        (["--prompt_file=."], "prompt file .: Is a directory"),
+    )
+    def test_bad_input(self, arguments, said):
+        self.assert_fails(said, *arguments)
+
+    @parameterized.parameters(
+        (["--promt=a"], "Did you mean: prompt"),
+        (["--config.temperature=hot"], "could not convert"),
+        (["--config.top_k=1.5"], "invalid literal"),
+        (["--prompt"], "Missing value"),
+        (["--prompt=two", "words"], "'words' is no flag"),
+        (["--config.seed=1", f"--config={ROOT}/configs/demo.py"], "before a value for --config"),
+    )
+    def test_bad_flags(self, arguments, said):
+        self.assert_fails(said, *arguments, status=2)
+
+    def test_prompt_file_that_is_not_utf8(self):
+        path = self.folder / "latin1.txt"
+        path.write_bytes(b"caf\xe9")
+        self.assert_fails(f"prompt file {path} is not UTF-8 at byte 3", f"--prompt_file={path}")
+
+    @parameterized.parameters(
+        ("def get_config():\n    return {'a': 1}", "get_config() gave a dict"),
+        ("def get_config():\n    return 1 / 0", "ZeroDivisionError: division by zero"),
+        ("def get_config(:", "SyntaxError"),
+        ("def get_config():\n    raise ValueError('mine')", "ValueError: mine"),
+        ("x = 1", "has no attribute 'get_config'"),
+        (
+            "from ml_collections import config_dict\n"
+            "def get_config():\n    return config_dict.ConfigDict({'temprature': 1.0})",
+            "did you mean 'temperature'?",
+        ),
+    )
+    def test_bad_config_file(self, source, said):
+        path = self.folder / "config.py"
+        path.write_text(source)
+        # ml_collections runs every config file in the one module of this name.
+        self.addCleanup(sys.modules.pop, "config_config", None)
+        out, err = self.run_main(f"--config={path}", "--prompt=a", status=mock.ANY)
+        self.assertEqual(out, "")
+        self.assertIn(said, err)
+        self.assertEqual(err.count("\n"), 1, err)
+
+    def test_checkpoint_without_a_tokenizer(self):
+        self.engine.tokenizer = None
+        self.assert_fails("demo has no tokenizer.json", "--prompt=a")
+
+    @parameterized.parameters(
+        (MoejaxError("mine"), "error: mine\n", 1),
+        (PermissionError(13, "Permission denied", "x"), "Permission denied: 'x'", 1),
+        (KeyboardInterrupt(), "error: interrupted\n", 130),
+    )
+    def test_errors_while_running(self, error, said, status):
+        with mock.patch.object(self.engine, "stream", side_effect=error):
+            self.assert_fails(said, "--prompt=a", status=status)
+            _, err = self.run_main("--prompt=a", "--verbose", status=status)
+        self.assertStartsWith(err, "Traceback (most recent call last):")
+        self.assertIn(said, err)
+
+    def test_a_bug_keeps_its_traceback(self):
+        with (
+            mock.patch.object(self.engine, "stream", side_effect=TypeError("bug")),
+            self.assertRaisesRegex(TypeError, "bug"),
+        ):
+            self.run_main("--prompt=a")
+
+    def test_help_lists_flags_and_every_field(self):
+        out, err = self.run_main("--help")
+        self.assertEqual(err, "")
+        self.assertIsNone(self.config)
+        for name in ("--prompt_file", "--chat", "--verbose", "--config.repetition_penalty"):
+            self.assertIn(f"  {name} ", out)
+
+
+class ProcessTest(absltest.TestCase):
+    """What only a process of its own can show."""
+
+    def start(self, *arguments: str, **how: Any) -> "subprocess.Popen[str]":
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, *arguments]
+        return subprocess.Popen(command, env=env, text=True, stderr=subprocess.PIPE, **how)
+
+    def test_help_and_mistakes_do_not_wait_for_jax(self):
+        probe = (
+            "import sys; from moejax import cli, generate\n"
+            "status = cli.exit_status(generate.COMMAND, ['generate', *sys.argv[1:]])\n"
+            "sys.exit(f'{status} {\"jax\" in sys.modules}')"
+        )
+        for flag, said in (("--help", "0 False"), ("--config.temperature=-1", "1 False")):
+            process = self.start("-c", probe, flag, stdout=subprocess.DEVNULL)
+            self.assertStartsWith(process.communicate()[1].splitlines()[-1], said)
+
+    def test_reader_that_goes_away(self):
+        probe = (
+            "import itertools; from moejax import cli, generate\n"
+            "def body(config, values):\n"
+            "    for i in itertools.count():\n"
+            "        print(i, flush=True)\n"
+            "command = cli.Command(doc='', default=generate.COMMAND.default,\n"
+            "                      define_flags=lambda values: None, body=body)\n"
+            "cli.run(command)"
+        )
+        process = self.start("-c", probe, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr is not None
+        with process.stderr as stderr:
+            self.assertEqual(stderr.read(), "error: standard output was closed before the end\n")
+        self.assertEqual(process.wait(), 141)
+
+    def test_ctrl_c(self):
+        probe = (
+            "import time; from moejax import cli, generate\n"
+            "def body(config, values):\n"
+            "    print('ready', flush=True); time.sleep(60)\n"
+            "command = cli.Command(doc='', default=generate.COMMAND.default,\n"
+            "                      define_flags=lambda values: None, body=body)\n"
+            "cli.run(command)"
+        )
+        process = self.start("-c", probe, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate()
+        self.assertEqual((process.returncode, err), (130, "error: interrupted\n"))
+
+
+if __name__ == "__main__":
+    absltest.main()
