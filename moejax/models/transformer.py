@@ -150,7 +150,7 @@ def merge_weights(
       weights: named and shaped as `weight_shapes`.
     """
     leaves = {tuple(name.split(".")): nnx.Param(leaf) for name, leaf in weights.items()}
-    return nnx.merge(definition, nnx.State.from_flat_path(leaves))
+    return nnx.merge(definition, nnx.from_flat_state(leaves))
 
 
 def flat_weights(model: Transformer) -> dict[str, jax.Array]:
