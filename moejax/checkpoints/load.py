@@ -50,14 +50,13 @@ def load_weights(
     device = device or jax.devices()[0]
     tensors = stored_tensors(directory)
     plan = _plan(directory, config, tensors)
-    fill = _fill_in_place if device.platform == "cpu" else _fill_staged
     num_bytes = sum(tensors[p.name].num_bytes for part in plan.values() for p in part)
     with tqdm.tqdm(
         total=num_bytes, desc="loading", unit="B", unit_scale=True, disable=not progress
     ) as bar:
         source = _Source(tensors, bar)
         return {
-            leaf: fill(shape, np.dtype(dtype), device, plan[leaf], source)
+            leaf: _fill(shape, np.dtype(dtype), device, plan[leaf], source)
             for leaf, shape in weight_shapes(config).items()
         }
 
@@ -111,6 +110,24 @@ class _Source:
         self.bar.update(tensor.num_bytes)
 
 
+def _is_host(device: jax.Device) -> bool:
+    return device.platform == "cpu"
+
+
+def _fill(
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    device: jax.Device,
+    plan: list[Placement],
+    source: _Source,
+) -> jax.Array:
+    """One leaf; `plan` says which tensors fill it."""
+    is_stacked = plan[0].index != ()
+    if is_stacked and not _is_host(device):
+        return _fill_staged(shape, dtype, device, plan, source)
+    return _fill_in_place(shape, dtype, device, plan, source)
+
+
 def _fill_in_place(
     shape: tuple[int, ...],
     dtype: np.dtype,
@@ -118,7 +135,7 @@ def _fill_in_place(
     plan: list[Placement],
     source: _Source,
 ) -> jax.Array:
-    """The leaf in host memory, which JAX takes over."""
+    """The leaf, filled in host memory; a CPU device takes that over."""
     leaf = aligned_empty(shape, dtype)
     for placement in plan:
         source.place(placement, leaf[placement.index])
@@ -135,8 +152,6 @@ def _fill_staged(
     """The leaf on the device, by way of host memory for one layer."""
     by_layer = defaultdict(list)
     for placement in plan:
-        if not placement.index:  # embeddings, head, final norm: one tensor, no layers
-            return _fill_in_place(shape, dtype, device, plan, source)
         by_layer[placement.index[0]].append(placement)
     leaf = jnp.zeros(shape, dtype, device=device)
     staged = np.empty(shape[1:], dtype)
@@ -176,7 +191,7 @@ def _plan(
         if name not in by_name and not is_ignored(name) and not _is_tied_head(config, tensor)
     ]
     faults = [
-        f"{len(found)} {kind}: {', '.join(found[:3])}{', ...' if len(found) > 3 else ''}"
+        f"{kind} ({len(found)}): {', '.join(found[:3])}{', ...' if len(found) > 3 else ''}"
         for kind, found in (
             ("missing tensors", missing),
             ("unexpected tensors", unexpected),

@@ -111,7 +111,7 @@ def load_orbax(
         with ocp.StandardCheckpointer() as checkpointer:
             return config, checkpointer.restore((directory / _WEIGHTS).absolute(), leaves)
     except Exception as error:  # Orbax and TensorStore raise bare exceptions for broken files
-        reason = str(error).strip().splitlines()[0]
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise MoejaxError(f"cannot restore {directory / _WEIGHTS}: {reason}") from error
 
 

@@ -72,7 +72,9 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
     model_dim = _integer(fields, "hidden_size")
     mlp_dim = _integer(fields, "intermediate_size")
     is_qwen3 = family == "qwen3_moe"
-    windowed = fields.get("use_sliding_window", False) if is_qwen3 else True
+    windowed = fields.get("sliding_window") is not None and (
+        fields.get("use_sliding_window", False) or not is_qwen3
+    )
     return ModelConfig(
         family=family,
         vocab_size=_integer(fields, "vocab_size"),
@@ -95,7 +97,7 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
         tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
         qk_norm=is_qwen3,
         attention_bias=bool(fields.get("attention_bias", False)) if is_qwen3 else False,
-        sliding_window=fields.get("sliding_window") if windowed else None,
+        sliding_window=_integer(fields, "sliding_window") if windowed else None,
     )
 
 

@@ -1,0 +1,234 @@
+"""Broken checkpoints: one line that names the thing and the mend."""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import huggingface_hub
+import jax.numpy as jnp
+import torch
+from absl.testing import absltest, parameterized
+from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors.torch import load_file, save_file
+
+from moejax.checkpoints import load_weights, open_checkpoint, resolve_checkpoint, stored_dtype
+from moejax.demo import DEMO_DIRECTORY
+from moejax.errors import MoejaxError
+from moejax.models.hf_config import read_model_config
+from tests.hf_checkpoints import write_checkpoint
+
+
+def edit_tensors(path, edit):
+    """Rewrites the one weight file of a checkpoint."""
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    edit(tensors)
+    save_file(tensors, file)
+
+
+def edit_config(path, **changed):
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **changed}))
+
+
+class FaultTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.directory = Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+    def assert_refused(self, path, *messages):
+        """Loading says all of the messages in one line."""
+        with self.assertRaises(MoejaxError) as caught:
+            load_weights(path, read_model_config(path), dtype=jnp.float32, progress=False)
+        for message in messages:
+            self.assertIn(message, str(caught.exception))
+        self.assertNotIn("\n", str(caught.exception))
+
+    def test_no_weights(self):
+        path = write_checkpoint("qwen3", self.directory)
+        (path / "model.safetensors").rename(path / "pytorch_model.bin")
+        self.assert_refused(path, "no model.safetensors", str(path), "converted to safetensors")
+
+    def test_missing_shard(self):
+        path = write_checkpoint("qwen3_bf16_sharded", self.directory)
+        (path / "model-00002-of-00008.safetensors").unlink()
+        self.assert_refused(path, "1 of 8 weight files", "model-00002-of-00008", "the download")
+
+    def test_index_without_map(self):
+        path = write_checkpoint("qwen3_bf16_sharded", self.directory)
+        (path / "model.safetensors.index.json").write_text("{}")
+        self.assert_refused(path, "model.safetensors.index.json has no weight_map")
+
+    @parameterized.parameters(0, 5, 100, -1, -50_000)
+    def test_truncated(self, num_bytes):
+        path = write_checkpoint("qwen3", self.directory)
+        file = path / "model.safetensors"
+        content = file.read_bytes()
+        file.write_bytes(content[:num_bytes])
+        size = len(content[:num_bytes])
+        self.assert_refused(path, f"{file} is truncated: {size:,} bytes, its header asks for")
+        if num_bytes < 0:
+            self.assert_refused(path, f"{len(content):,}; download or copy it again")
+
+    @parameterized.parameters(
+        (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
+        (b"\x02\0\0\0\0\0\0\0[]", "is not a safetensors file"),
+        (b"\x08\0\0\0\0\0\0\0not JSON", "is not a safetensors file"),
+        (b'\x08\0\0\0\0\0\0\0{"a": 1}', "is not a safetensors file"),
+    )
+    def test_not_safetensors(self, content, message):
+        path = write_checkpoint("qwen3", self.directory)
+        (path / "model.safetensors").write_bytes(content)
+        self.assert_refused(path, message, "model.safetensors")
+
+    def test_header_that_contradicts_itself(self):
+        path = write_checkpoint("qwen3", self.directory)
+        file = path / "model.safetensors"
+        content = file.read_bytes()
+        file.write_bytes(content.replace(b'"shape":[160,32]', b'"shape":[160,31]', 1))
+        self.assert_refused(path, "not a safetensors file", "20480 bytes, its shape needs 19840")
+
+    def test_unsupported_dtype(self):
+        path = write_checkpoint("qwen3", self.directory)
+        edit_tensors(
+            path, lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)})
+        )
+        self.assert_refused(path, "model.norm.weight is stored as I8", "F32, F16, BF16")
+        with self.assertRaisesRegex(MoejaxError, "stored as I8"):
+            stored_dtype(path)
+
+    def test_missing_tensors(self):
+        path = write_checkpoint("qwen3", self.directory)
+        edit_tensors(path, lambda t: t.pop("model.norm.weight"))
+        self.assert_refused(path, str(path), "missing tensors (1): model.norm.weight [32];")
+
+    def test_many_missing_tensors_are_counted(self):
+        path = write_checkpoint("mixtral", self.directory)
+        edit_config(path, num_hidden_layers=5)
+        self.assert_refused(
+            path,
+            "missing tensors (38): model.layers.3.input_layernorm.weight [32], "
+            "model.layers.3.self_attn.q_proj.weight [32, 32], ",
+            ", ...; download it again or mend config.json",
+        )
+
+    def test_unexpected_tensor(self):
+        path = write_checkpoint("qwen3", self.directory)
+        edit_tensors(path, lambda t: t.update({"model.extra": torch.ones(2, 3)}))
+        self.assert_refused(path, "unexpected tensors (1): model.extra [2, 3];")
+
+    def test_head_of_a_tied_model_with_another_shape(self):
+        path = write_checkpoint("qwen3_gqa1_tied", self.directory)
+        edit_tensors(path, lambda t: t.update({"lm_head.weight": torch.ones(2, 3)}))
+        self.assert_refused(path, "unexpected tensors (1): lm_head.weight [2, 3];")
+
+    def test_wrong_shape(self):
+        path = write_checkpoint("mixtral_gqa4_sliding_fused", self.directory)
+        name = "model.layers.1.mlp.experts.down_proj"
+        edit_tensors(path, lambda t: t.update({name: t[name].mT.contiguous()}))
+        self.assert_refused(
+            path,
+            f"wrongly shaped tensors (1): {name} is [4, 24, 32] in the file, "
+            "[4, 32, 24] by config.json",
+        )
+
+    def test_all_kinds_at_once(self):
+        path = write_checkpoint("qwen3", self.directory)
+
+        def edit(tensors):
+            tensors["new"] = tensors.pop("lm_head.weight")
+            tensors["model.norm.weight"] = torch.ones(31)
+
+        edit_tensors(path, edit)
+        self.assert_refused(
+            path, "missing tensors (1)", "unexpected tensors (1)", "shaped tensors (1)"
+        )
+
+    def test_float16_overflow(self):
+        path = write_checkpoint("qwen3_bf16_sharded", self.directory)
+        file = path / "model-00001-of-00008.safetensors"
+        tensors = load_file(file)
+        name = min(tensors)
+        tensors[name].view(-1)[0] = 1e6
+        save_file(tensors, file)
+        with self.assertRaisesRegex(MoejaxError, f"{name} does not fit float16.*bfloat16"):
+            load_weights(path, read_model_config(path), dtype=jnp.float16, progress=False)
+
+
+class ResolveTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.directory = Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+    def test_demo(self):
+        self.assertEqual(resolve_checkpoint("demo"), DEMO_DIRECTORY)
+
+    def test_directory(self):
+        self.assertEqual(resolve_checkpoint(str(self.directory)), self.directory)
+
+    @parameterized.parameters("/no/such/place", "./a", "../a/b", "one", "a/b/c", "~/none")
+    def test_no_such_directory(self, name):
+        with self.assertRaisesRegex(MoejaxError, "no such directory: .*give a checkpoint's"):
+            resolve_checkpoint(name)
+
+    def test_file(self):
+        path = self.directory / "model.safetensors"
+        path.write_bytes(b"")
+        with self.assertRaisesRegex(MoejaxError, "is a file; give the checkpoint's directory"):
+            resolve_checkpoint(str(path))
+
+    def _cache(self, *files):
+        """A hub cache that holds these files of the repository org/tiny."""
+        source = write_checkpoint("qwen3_bf16_sharded", self.directory)
+        repository = self.directory / "cache" / "models--org--tiny"
+        snapshot = repository / "snapshots" / ("0" * 40)
+        snapshot.mkdir(parents=True)
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("0" * 40)
+        for file in files or [path.name for path in source.iterdir()]:
+            shutil.copy(source / file, snapshot)
+        return self.directory / "cache", snapshot
+
+    def test_cached_name_needs_no_network(self):
+        cache, snapshot = self._cache()
+        found = resolve_checkpoint("org/tiny", cache_dir=cache)
+        self.assertEqual(found, snapshot)
+        open_checkpoint(str(found))
+
+    @parameterized.parameters(
+        ["config.json"],
+        ["config.json", "model.safetensors.index.json", "model-00001-of-00008.safetensors"],
+    )
+    def test_incomplete_cache_is_downloaded(self, *files):
+        cache, snapshot = self._cache(*files)
+        asked = []
+
+        def snapshot_download(name, *, cache_dir, local_files_only=False, allow_patterns=None):
+            asked.append((name, cache_dir, local_files_only))
+            return str(snapshot)
+
+        with mock.patch.object(huggingface_hub, "snapshot_download", snapshot_download):
+            resolve_checkpoint("org/tiny", cache_dir=cache)
+        self.assertEqual(asked, [("org/tiny", cache, True), ("org/tiny", cache, False)])
+
+    def test_name_that_the_hub_does_not_give(self):
+        # The tests run with HF_HUB_OFFLINE=1.
+        with self.assertRaisesRegex(MoejaxError, "hub does not give it: ") as caught:
+            resolve_checkpoint("org/none", cache_dir=self.directory)
+        self.assertIn("org/none", str(caught.exception))
+        self.assertNotIn("\n", str(caught.exception))
+
+    def test_error_without_words(self):
+        with (
+            mock.patch.object(
+                huggingface_hub, "snapshot_download", side_effect=LocalEntryNotFoundError("")
+            ),
+            self.assertRaisesRegex(MoejaxError, "LocalEntryNotFoundError"),
+        ):
+            resolve_checkpoint("org/none", cache_dir=self.directory)
+
+
+if __name__ == "__main__":
+    absltest.main()
