@@ -1,4 +1,4 @@
-"""Settings of every test: strict dtypes and ranks, no network, `gpu` tests where there is one."""
+"""Settings of every test: strict dtypes and ranks, no network, what a `gpu` test needs."""
 
 import os
 
@@ -10,6 +10,13 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps compiled programs under .pytest_cache: workers and later runs share them."""
+    assert config.cache is not None
+    jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("xla")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
