@@ -103,16 +103,30 @@ def load_orbax(
     """
     config, stored = read_orbax_description(directory)
     sharding = jax.sharding.SingleDeviceSharding(device or jax.devices()[0])
+    shapes = weight_shapes(config)
     leaves = {
         leaf: jax.ShapeDtypeStruct(shape, dtype or stored, sharding=sharding)
-        for leaf, shape in weight_shapes(config).items()
+        for leaf, shape in shapes.items()
     }
+    path = (directory / _WEIGHTS).absolute()
     try:
         with ocp.StandardCheckpointer() as checkpointer:
-            return config, checkpointer.restore((directory / _WEIGHTS).absolute(), leaves)
+            saved = checkpointer.metadata(path).item_metadata.tree
+            found = {leaf: tuple(metadata.shape) for leaf, metadata in saved.items()}
+            if found == shapes:
+                return config, checkpointer.restore(path, leaves)
     except Exception as error:  # Orbax and TensorStore raise bare exceptions for broken files
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise MoejaxError(f"cannot restore {directory / _WEIGHTS}: {reason}") from error
+        raise MoejaxError(f"cannot restore {path}: {reason}; save it again") from error
+    differing = sorted(
+        f"{leaf} {found.get(leaf, 'missing')}, expected {shapes.get(leaf, 'none')}"
+        for leaf in found.keys() | shapes.keys()
+        if found.get(leaf) != shapes.get(leaf)
+    )
+    raise MoejaxError(
+        f"{path} does not fit {_DESCRIPTION}: {'; '.join(differing[:3])}"
+        f"{'; ...' if len(differing) > 3 else ''}; save it again"
+    )
 
 
 def _write_json(path: Path, fields: Mapping[str, Any]) -> None:
