@@ -1,0 +1,346 @@
+"""Encoding, streaming and chat templates, against transformers, with tokenizers trained here."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+import transformers
+from absl.testing import absltest, parameterized
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from moejax.errors import MoejaxError
+from moejax.tokenizer import Tokenizer, read_eos_ids
+
+TEXTS = (
+    "The quick brown fox jumps over the lazy dog. It's 1234 times faster, isn't it?",
+    "def add(a, b):\n    return a + b  # naïve café\n\n\tx = {'k': [1, 2]}",
+    "今天天气很好，我们去公园散步吧。你好，世界！",
+    "Emoji 👩‍👩‍👧‍👦🎉 and flags 🇨🇭, zero-width\u200bspace, \u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35",
+    "  two leading spaces,   three inside, and one trailing ",
+)
+UNSEEN = "Ωmega → 한국어 ñandú 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 \u0001 你们好。"
+SPECIAL = ("<|end|>", "<|start|>", "<|pad|>")
+ADDED_END = {
+    "__type": "AddedToken",
+    "content": "<|end|>",
+    "lstrip": False,
+    "normalized": False,
+    "rstrip": False,
+    "single_word": False,
+    "special": True,
+}
+
+# In the manner of the published templates: loops, namespaces, methods of strings, JSON, whitespace
+# control.
+QWEN3_LIKE = """\
+{%- if tools %}
+    {{- '<|start|>system\\n' }}
+    {%- for tool in tools %}
+        {{- tool | tojson }}
+        {{- "\\n" }}
+    {%- endfor %}
+    {{- '<|end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(last=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- if message.role != 'user' %}
+        {%- continue %}
+    {%- endif %}
+    {%- set ns.last = (messages|length - 1) - loop.index0 %}
+    {%- break %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content %}
+    {%- if message.role == 'assistant' and '</think>' in content and loop.index0 < ns.last %}
+        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+    {%- endif %}
+    {{- '<|start|>' + message.role + '\\n' + content + '<|end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+MIXTRAL_LIKE = """\
+{{ bos_token }}
+{% for message in messages %}
+    {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{ raise_exception('Roles must alternate user/assistant/user/assistant/...') }}
+    {% endif %}
+    {% if message['role'] == 'user' %}
+ [INST] {{ message['content'] }} [/INST]
+    {% else %}
+{% generation %} {{ message['content'] }}{% endgeneration %}{{ eos_token }}
+    {% endif %}
+{% endfor %}
+"""
+CONVERSATION = [
+    {"role": "user", "content": 'Hello & <welcome>, "you"!  '},
+    {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHi. 你好"},
+    {"role": "user", "content": "Again?"},
+]
+
+
+def byte_level_tokenizer() -> tokenizers.Tokenizer:
+    """As Qwen's: bytes, no token before a text."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return tokenizer
+
+
+def byte_fallback_tokenizer() -> tokenizers.Tokenizer:
+    """As Mixtral's: words begin with a mark for the space, rare characters are bytes, bos."""
+    tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<|pad|>"))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=450,
+        special_tokens=[*SPECIAL, *(f"<0x{i:02X}>" for i in range(256))],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS[:2], trainer)
+    # Bytes are ordinary tokens of such a vocabulary, not special ones.
+    fields = json.loads(tokenizer.to_str())
+    fields["added_tokens"] = fields["added_tokens"][: len(SPECIAL)]
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(fields))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|start|> $A", special_tokens=[("<|start|>", 1)]
+    )
+    return tokenizer
+
+
+class TokenizerTestCase(parameterized.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.tokenizers = {"bytes": byte_level_tokenizer(), "fallback": byte_fallback_tokenizer()}
+
+    def setUp(self):
+        super().setUp()
+        self.directory = Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+    def _write(self, name, fields):
+        (self.directory / name).write_text(json.dumps(fields))
+
+    def _tokenizer(self, kind, **config):
+        self.tokenizers[kind].save(str(self.directory / "tokenizer.json"))
+        self._write(
+            "tokenizer_config.json",
+            {"bos_token": "<|start|>", "eos_token": ADDED_END, **config},
+        )
+        return Tokenizer.from_directory(self.directory)
+
+    def _reference(self):
+        return transformers.PreTrainedTokenizerFast.from_pretrained(self.directory)
+
+
+class TokenizerTest(TokenizerTestCase):
+    @parameterized.product(kind=["bytes", "fallback"], add_special_tokens=[True, False])
+    def test_as_transformers(self, kind, add_special_tokens):
+        tokenizer, reference = self._tokenizer(kind), self._reference()
+        for text in (*TEXTS, UNSEEN, "", "<|start|>user\nhi<|end|>"):
+            ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            self.assertEqual(ids, reference.encode(text, add_special_tokens=add_special_tokens))
+            for skip in (True, False):
+                self.assertEqual(
+                    tokenizer.decode(ids, skip_special_tokens=skip),
+                    reference.decode(ids, skip_special_tokens=skip),
+                )
+            if "<|" not in text:
+                self.assertEqual(tokenizer.decode(ids), text)
+        self.assertEqual(tokenizer.vocab_size, len(reference))
+        self.assertEqual(tokenizer.bos_id, reference.bos_token_id)
+        self.assertEqual(tokenizer.eos_ids, (reference.eos_token_id,))
+
+    def test_ids_beyond_the_vocabulary_have_no_text(self):
+        tokenizer = self._tokenizer("bytes")
+        ids = tokenizer.encode("fox")
+        self.assertEqual(tokenizer.decode([*ids, 100_000]), "fox")
+
+    def test_saved_truncation_and_padding_are_off(self):
+        self.tokenizers["bytes"].save(str(self.directory / "tokenizer.json"))
+        encoder = tokenizers.Tokenizer.from_file(str(self.directory / "tokenizer.json"))
+        encoder.enable_truncation(4)
+        encoder.enable_padding(length=8)
+        encoder.save(str(self.directory / "tokenizer.json"))
+        tokenizer = Tokenizer.from_directory(self.directory)
+        self.assertEqual(tokenizer.decode(tokenizer.encode(TEXTS[0])), TEXTS[0])
+        self.assertEqual(tokenizer.decode(tokenizer.encode("a")), "a")
+        self.assertIsNone(tokenizer.bos_id)
+
+    @parameterized.product(kind=["bytes", "fallback"], text=[*TEXTS, UNSEEN, "\ufffd!"])
+    def test_stream(self, kind, text):
+        tokenizer = self._tokenizer(kind)
+        ids = tokenizer.encode(text) + tokenizer.encode("<|end|>", add_special_tokens=False)
+        stream = tokenizer.stream()
+        pieces = [stream.push(token) for token in ids]
+        self.assertEqual("".join(pieces) + stream.flush(), text)
+        self.assertEqual(stream.flush(), "")
+        # Nothing waits that could be said: what was pushed and reads as whole text has come out.
+        stream = tokenizer.stream()
+        said = ""
+        for count, token in enumerate(ids, 1):
+            said += stream.push(token)
+            whole = tokenizer.decode(ids[:count])
+            if not whole.endswith("\ufffd"):
+                self.assertEqual(said, whole)
+
+    def _one_token_a_byte(self, text):
+        """Ids in the vocabulary of "bytes" for the UTF-8 bytes of a text."""
+        vocabulary = self.tokenizers["bytes"].get_vocab()
+        of_bytes = {token: i for token, i in vocabulary.items() if len(token) == 1}
+        encoder = tokenizers.Tokenizer(models.BPE(of_bytes, []))
+        encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        return encoder.encode(text).ids
+
+    def test_stream_never_says_half_a_character(self):
+        stream = self._tokenizer("bytes").stream()
+        pieces = [stream.push(token) for token in self._one_token_a_byte("你👩b")]
+        self.assertEqual(pieces, ["", "", "你", "", "", "", "👩", "b"])
+
+    @parameterized.parameters(1, 2, 3)
+    def test_stream_of_an_incomplete_character(self, num_missing):
+        tokenizer = self._tokenizer("bytes")
+        ids = self._one_token_a_byte("ok👩")[:-num_missing]
+        stream = tokenizer.stream()
+        said = "".join(stream.push(token) for token in ids)
+        self.assertEqual(said, "ok")
+        self.assertEqual(said + stream.flush(), tokenizer.decode(ids))
+
+    def test_stream_of_any_tokens(self):
+        tokenizer = self._tokenizer("bytes")
+        rng = np.random.default_rng(0)
+        for _ in range(100):
+            ids = rng.integers(0, tokenizer.vocab_size, 40).tolist()
+            stream = tokenizer.stream()
+            said = "".join(stream.push(token) for token in ids) + stream.flush()
+            self.assertEqual(said, tokenizer.decode(ids))
+
+    def test_no_tokenizer(self):
+        self.assertIsNone(Tokenizer.from_directory(self.directory))
+
+    @parameterized.parameters("", "{", "{}", '{"model": {"type": "Unheard"}}')
+    def test_broken_tokenizer(self, text):
+        (self.directory / "tokenizer.json").write_text(text)
+        with self.assertRaisesRegex(MoejaxError, "cannot read .*tokenizer.json.*again") as caught:
+            Tokenizer.from_directory(self.directory)
+        self.assertNotIn("\n", str(caught.exception))
+
+    def test_broken_tokenizer_config(self):
+        self._tokenizer("bytes")
+        (self.directory / "tokenizer_config.json").write_text("{")
+        with self.assertRaisesRegex(MoejaxError, "cannot read .*tokenizer_config.json"):
+            Tokenizer.from_directory(self.directory)
+
+
+class EosTest(TokenizerTestCase):
+    @parameterized.parameters(
+        ({"generation_config": [7, 8], "config": 9}, (7, 8)),
+        ({"generation_config": 7, "config": [9]}, (7,)),
+        ({"generation_config": None, "config": 9}, (9,)),
+        ({"config": [9, 10]}, (9, 10)),
+        ({}, ()),
+    )
+    def test_without_tokenizer(self, eos, expected):
+        for name, ids in eos.items():
+            self._write(f"{name}.json", {"eos_token_id": ids} if ids else {})
+        self.assertEqual(read_eos_ids(self.directory), expected)
+
+    def test_by_name(self):
+        self.assertEqual(self._tokenizer("bytes").eos_ids, (0,))
+        self._write("generation_config.json", {"eos_token_id": [2, 0]})
+        self.assertEqual(Tokenizer.from_directory(self.directory).eos_ids, (2, 0))
+
+    @parameterized.parameters("no", [["1"]], [[-1]])
+    def test_broken(self, ids):
+        self._write("generation_config.json", {"eos_token_id": ids})
+        with self.assertRaisesRegex(MoejaxError, "generation_config.json: eos_token_id"):
+            read_eos_ids(self.directory)
+
+
+class ChatTemplateTest(TokenizerTestCase):
+    @parameterized.product(
+        template=[QWEN3_LIKE, MIXTRAL_LIKE],
+        variables=[
+            {},
+            {"enable_thinking": False},
+            {"enable_thinking": True},
+            {"tools": [{"name": "f", "text": "<ä&>"}]},
+        ],
+        add_generation_prompt=[True, False],
+    )
+    def test_as_transformers(self, template, variables, add_generation_prompt):
+        tokenizer = self._tokenizer("bytes", chat_template=template)
+        expected = self._reference().apply_chat_template(
+            CONVERSATION,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **variables,
+        )
+        found = tokenizer.apply_chat_template(
+            CONVERSATION, add_generation_prompt=add_generation_prompt, **variables
+        )
+        self.assertEqual(found, expected)
+        self.assertIn("Again?", found)
+
+    def test_file_wins(self):
+        tokenizer = self._tokenizer("bytes", chat_template="from tokenizer_config.json")
+        (self.directory / "chat_template.jinja").write_text("from a file {{ eos_token }}")
+        self.assertEqual(tokenizer.apply_chat_template([]), "from tokenizer_config.json")
+        tokenizer = Tokenizer.from_directory(self.directory)
+        self.assertEqual(tokenizer.apply_chat_template([]), "from a file <|end|>")
+        reference = self._reference().apply_chat_template(CONVERSATION, tokenize=False)
+        self.assertEqual(reference, "from a file <|end|>")
+
+    def test_named_templates(self):
+        named = [{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}]
+        tokenizer = self._tokenizer("bytes", chat_template=named)
+        self.assertEqual(tokenizer.apply_chat_template(CONVERSATION), "b")
+        with self.assertRaisesRegex(MoejaxError, r"no default among.*\['tool_use'\]"):
+            self._tokenizer("bytes", chat_template=named[:1])
+
+    def test_time(self):
+        tokenizer = self._tokenizer("bytes", chat_template="{{ strftime_now('%Y') }}")
+        self.assertRegex(tokenizer.apply_chat_template([]), r"^\d{4}$")
+
+    def test_none(self):
+        with self.assertRaisesRegex(MoejaxError, "no chat template.*plain text"):
+            self._tokenizer("bytes").apply_chat_template(CONVERSATION)
+
+    @parameterized.parameters(
+        (MIXTRAL_LIKE, "the chat template failed: Roles must alternate"),
+        ("{% if %}", "the chat template failed: Expected an expression"),
+        ("{{ messages.append(1) }}", "the chat template failed: access to attribute 'append'"),
+        ("{{ messages[0].content + 1 }}", "the chat template failed: "),
+        ("{{ ().__class__.__base__.__subclasses__() }}", "is unsafe"),
+    )
+    def test_refused(self, template, message):
+        tokenizer = self._tokenizer("bytes", chat_template=template)
+        with self.assertRaisesRegex(MoejaxError, message) as caught:
+            tokenizer.apply_chat_template(CONVERSATION[1:])
+        self.assertNotIn("\n", str(caught.exception))
+
+
+if __name__ == "__main__":
+    absltest.main()
