@@ -1,0 +1,1 @@
+"""Training of the demo model: data, losses, optimiser, evaluation. Serving never imports this."""
