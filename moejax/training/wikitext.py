@@ -19,7 +19,7 @@ _UNKNOWN = "<unk>"
 
 
 def split_articles(text: str) -> list[list[str]]:
-    """Splits the tokenised file into articles, each a list of lines without their newline."""
+    """Splits the tokenised file into articles, each its lines from the blank above the title on."""
     articles: list[list[str]] = []
     lines = text.split("\n")
     for i, line in enumerate(lines):
@@ -27,7 +27,7 @@ def split_articles(text: str) -> list[list[str]]:
             i > 0 and not lines[i - 1].strip() and not "".join(lines[i + 1 : i + 2]).strip()
         )
         if _TITLE.match(line) and blank_around:
-            articles.append([" "])
+            articles.append([articles[-1].pop() if articles else lines[i - 1]])
         if articles and (line or i + 1 < len(lines)):
             articles[-1].append(line)
     return articles

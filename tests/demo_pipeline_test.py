@@ -1,0 +1,176 @@
+"""The demo's scripts from source text to a Hugging Face directory, at tiny size."""
+
+import collections
+import json
+import lzma
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers
+from absl.testing import absltest
+
+from moejax.checkpoints import load_weights
+from moejax.models.hf_config import read_model_config
+from moejax.models.transformer import forward, merge_weights, model_definition
+from moejax.training import wikitext
+
+ROOT = Path(__file__).parents[1]
+ARTICLE = (
+    " \n = {title} = \n \n {title} wrote a <unk> about rivers in Ruritania . \n It was <unk> . \n"
+    " \n = = Life = = \n \n {title} lived by the sea @-@ side . \n"
+)
+PROSE = "The zealous Quibbleworth walked along the river. He met Prunella, who was yachting.\n"
+OVERRIDES = {
+    "batch_size": 2,
+    "context": 16,
+    "total_steps": 4,
+    "validate_every": 4,
+    "log_every": 2,
+    "validation_tokens": 64,
+    "dtype": "float32",
+    "model.vocab_size": 300,
+    "model.model_dim": 16,
+    "model.num_layers": 2,
+    "model.moe_layers": "(0, 1)",
+    "model.num_heads": 2,
+    "model.num_kv_heads": 1,
+    "model.head_dim": 8,
+    "model.num_experts": 4,
+    "model.experts_per_token": 2,
+    "model.expert_dim": 8,
+    "optimizer.warmup_steps": 1,
+}
+
+
+def write_source(directory: Path) -> None:
+    """The layout that prepare_demo_data.py reads, a few kilobytes of it."""
+
+    def write(name: str, text: str) -> None:
+        path = directory / f"{name}.xz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(lzma.compress(text.encode()))
+
+    for domain in ("books", "textbooks", "code", "math", "chinese"):
+        for split, count in (("train", 12), ("valid", 2)):
+            rows = [{"source": "test", "text": f"{split} {i}\n" + PROSE * 3} for i in range(count)]
+            if split == "train":
+                rows.append({"source": "test", "text": "A long line. " * 10})
+            elif domain == "code":
+                rows.append({"source": "test", "text": "x\n" + "A long line. " * 10 + "\ny"})
+            write(f"{split}/{domain}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    write("train/wikitext2.train.tokens", "".join(ARTICLE.format(title=t) for t in ["Ann", "Bob"]))
+    for split in ("valid", "test"):
+        write(f"eval/wikitext2.{split}.raw", ARTICLE.format(title="Cyd").replace("<unk>", "book"))
+    problem = {"question": "2+2?", "answer": "It is <<2+2=4>>4.\n#### 4"}
+    write("eval/gsm8k.train.jsonl", (json.dumps(problem) + "\n") * 12)
+
+
+def run_script(name: str, *arguments: str) -> None:
+    command = [sys.executable, f"scripts/{name}.py", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise AssertionError(f"{name} failed:\n{done.stderr[-4000:]}")
+
+
+class WikitextTest(absltest.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.source = "".join(ARTICLE.format(title=title) for title in ("Ann", "Bob"))
+        self.known = collections.Counter(self.source.split())
+
+    def test_articles_put_together_are_the_file(self):
+        articles = wikitext.split_articles(self.source)
+        self.assertLen(articles, 2)
+        self.assertEqual("".join(map(wikitext.file_form, articles)), self.source)
+
+    def test_joined_form_is_that_of_the_rows(self):
+        rows = ["", " = Ann = \n", "", " Text . \n"]
+        lines = [" ", " = Ann = ", " ", " Text . "]
+        self.assertEqual(wikitext.joined_form(lines), "\n\n".join(rows))
+
+    def test_rare_words_stand_where_unknown_ones_were(self):
+        rare = wikitext.find_rare_words(self.known, [PROSE])
+        self.assertEqual(set(rare.names), {"Quibbleworth", "Prunella"})
+        self.assertContainsSubset({"zealous", "yachting"}, set(rare.terms))
+        article = wikitext.split_articles(self.source)[0]
+        filled = wikitext.spell_out(
+            article, rare, self.known, np.random.default_rng(0), rename_probability=0.0
+        )
+        for old, new in zip(article, filled, strict=True):
+            for a, b in zip(old.split(" "), new.split(" "), strict=True):
+                if a == "<unk>":
+                    self.assertIn(b, (*rare.names, *rare.terms))
+                else:
+                    self.assertEqual(a, b)
+
+    def test_a_renamed_word_is_renamed_through_the_article(self):
+        rare = wikitext.find_rare_words(self.known, [PROSE])
+        article = wikitext.split_articles(self.source)[0]
+        filled = wikitext.spell_out(
+            article, rare, self.known, np.random.default_rng(0), rename_probability=1.0
+        )
+        text = wikitext.file_form(filled)
+        self.assertNotIn("Ann", text)
+        title = filled[1].split(" ")[2]
+        self.assertIn(f"\n {title} lived", text)
+
+
+class PipelineTest(absltest.TestCase):
+    def test_from_text_to_a_directory_that_transformers_loads(self):
+        work = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        write_source(work / "text")
+        data, run, out = str(work / "data"), str(work / "run"), work / "demo"
+        run_script(
+            "prepare_demo_data", f"--data={work}/text", f"--output={data}", "--vocab_size=300"
+        )
+        dropped = json.loads((work / "data/corpus.json").read_text())["dropped_documents"]
+        self.assertEqual(dropped["books"], 1)
+
+        config = ["--config=configs/train_demo.py", f"--data={data}"]
+        config += [f"--config.{name}={value}" for name, value in OVERRIDES.items()]
+        run_script("train_demo", *config, f"--run_dir={run}")
+        run_script(
+            "evaluate_demo",
+            *config,
+            f"--weights={run}/weights.safetensors",
+            f"--output={run}/evaluation.json",
+            "--stride=8",
+        )
+        run_script("export_demo", f"--data={data}", f"--run_dir={run}", f"--output={out}")
+
+        card = (out / "README.md").read_text()
+        for said in ("4 steps", "WikiText-2 test, raw file", "least loaded expert", "CC BY-SA"):
+            self.assertIn(said, card)
+        self.assertGreater((out / "loss.png").stat().st_size, 1000)
+
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "2+2?"}], add_generation_prompt=True, tokenize=False
+        )
+        self.assertEqual(text, "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n")
+        ids = tokenizer(text + PROSE)["input_ids"]
+        self.assertEqual(tokenizer.decode(ids), text + PROSE)
+        self.assertEqual(theirs.generation_config.eos_token_id, [2, 0])
+        with torch.no_grad():
+            expected = theirs(torch.tensor([ids])).logits.numpy()
+
+        model_config = read_model_config(out)
+        weights = load_weights(out, model_config, dtype=jnp.float32, device=None, progress=False)
+        model = merge_weights(model_definition(model_config), weights)
+        hidden, _ = forward(model, jnp.asarray([ids], jnp.int32))
+        found = np.asarray(model.project_to_vocab(hidden))
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+if __name__ == "__main__":
+    absltest.main()
