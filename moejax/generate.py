@@ -79,7 +79,7 @@ def load_engine(config: GenerateConfig) -> "Engine":
         context=config.context,
         compilation_cache=config.compilation_cache,
     )
-    _say(f"compilation cache: {jax.config.jax_compilation_cache_dir or 'off'}")
+    _say(f"compilation cache: {jax.config.values['jax_compilation_cache_dir'] or 'off'}")
     _say(f"loaded {config.checkpoint} on {engine.device} in {engine.load_seconds:.2f} s")
     return engine
 
