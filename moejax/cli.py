@@ -10,6 +10,7 @@ of another kind is a bug of ours and keeps its traceback.
 """
 
 import dataclasses
+import io
 import itertools
 import os
 import re
@@ -40,6 +41,9 @@ class Command(Generic[_Config]):
 
 def run(command: Command[_Config]) -> NoReturn:
     """Runs a main on the process's arguments and ends the process."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Where stdout is not UTF-8, a character that it lacks becomes a question mark.
+        sys.stdout.reconfigure(errors="replace")
     sys.exit(exit_status(command, sys.argv))
 
 
