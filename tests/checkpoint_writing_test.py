@@ -167,7 +167,7 @@ class OrbaxTest(WritingTest):
         config, weights = self._load(write_checkpoint("mixtral", self.directory))
         save_orbax(self.written, config, weights)
         with (
-            mock.patch.object(orbax_directory.ocp, "StandardCheckpointer", side_effect=OSError),
+            mock.patch.object(orbax_directory, "_checkpointer", side_effect=OSError),
             self.assertRaises(OSError),
         ):
             save_orbax(self.written, config, weights)

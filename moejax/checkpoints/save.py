@@ -28,7 +28,7 @@ _CONFIG_FILE = "config.json"
 def save_hf_checkpoint(
     directory: Path,
     config: ModelConfig,
-    weights: Mapping[str, jax.Array],
+    weights: Mapping[str, jax.Array | np.ndarray],
     *,
     dtype: jnp.dtype,
     max_shard_bytes: int = 5 * 10**9,
@@ -68,7 +68,7 @@ def save_hf_checkpoint(
 def _write_shards(
     directory: Path,
     config: ModelConfig,
-    weights: Mapping[str, jax.Array],
+    weights: Mapping[str, jax.Array | np.ndarray],
     dtype: np.dtype,
     max_shard_bytes: int,
 ) -> list[str]:
