@@ -31,7 +31,8 @@ class ReportTest(absltest.TestCase):
 
     def test_host_peak_is_in_bytes(self):
         resident = psutil.Process(os.getpid()).memory_info().rss
-        self.assertBetween(report.host_peak_bytes(), resident, 100 * resident)
+        # Linux counts pages in batches, a core at a time: the peak may lag a little.
+        self.assertBetween(report.host_peak_bytes(), 0.9 * resident, 100 * resident)
 
     def test_device_peak(self):
         self.assertIsNone(report.device_peak_bytes(mock.Mock(memory_stats=lambda: None)))
