@@ -99,6 +99,13 @@ class FaultTest(parameterized.TestCase):
         with self.assertRaisesRegex(MoejaxError, "stored as I8"):
             stored_dtype(path)
 
+    def test_no_tensors(self):
+        path = write_checkpoint("qwen3", self.directory)
+        save_file({}, path / "model.safetensors")
+        self.assert_refused(path, "missing tensors (")
+        with self.assertRaisesRegex(MoejaxError, "hold no tensors"):
+            stored_dtype(path)
+
     def test_missing_tensors(self):
         path = write_checkpoint("qwen3", self.directory)
         edit_tensors(path, lambda t: t.pop("model.norm.weight"))

@@ -65,11 +65,13 @@ def stored_dtype(directory: Path) -> np.dtype:
     """The dtype of most of a checkpoint's bytes.
 
     Raises:
-      MoejaxError: a file is missing or broken.
+      MoejaxError: a file is missing, broken or empty.
     """
     num_bytes: dict[np.dtype, int] = defaultdict(int)
     for tensor in stored_tensors(directory).values():
         num_bytes[tensor.dtype] += tensor.num_bytes
+    if not num_bytes:
+        raise MoejaxError(f"the weight files in {directory} hold no tensors; download them again")
     return max(num_bytes, key=lambda dtype: num_bytes[dtype])
 
 

@@ -58,7 +58,7 @@ def _download(name: str, cache_dir: Path | None) -> Path:
             huggingface_hub.snapshot_download(name, cache_dir=cache_dir, allow_patterns=_FILES)
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__  # it has several lines
         raise MoejaxError(
             f"there is no directory {name} here, and the Hugging Face hub does not give it: "
             f"{reason}"
