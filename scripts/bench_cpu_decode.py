@@ -8,13 +8,12 @@ float32, batch 1, a prompt of 32 tokens, 128 new ones (greedy, end-of-sequence i
 the demo model. Expected on two cores: at least 3 times as fast.
 """
 
-import argparse
 import dataclasses
 import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -22,10 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
+from absl import app, flags
 
 from moejax import Engine, results
 from moejax.checkpoints import resolve_checkpoint
 from moejax.models.config import ModelConfig, weight_shapes
+
+_CHECKPOINT = flags.DEFINE_string("checkpoint", "demo", "as moejax.generate takes it")
+_REPEATS = flags.DEFINE_integer("repeats", 7, "the medians of these are printed")
+_RESULTS = flags.DEFINE_string("results", "scripts/results/cpu_decode.jsonl", "rows go here")
 
 NUM_CORES = 2
 PROMPT_TOKENS, NEW_TOKENS, CACHE_LENGTH = 32, 128, 2048
@@ -138,67 +142,72 @@ def read_bandwidth() -> float:
     return array.nbytes / statistics.median(times)
 
 
-def main() -> None:
-    """Measures, prints the table, appends the rows."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--checkpoint", default="demo", help="as moejax.generate takes it")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--results", type=Path, default=Path("scripts/results/cpu_decode.jsonl"))
-    args = parser.parse_args()
+def table(measured: dict[str, Measured]) -> str:
+    """One line a contender."""
+    lines = [f"{'':24}{'TPOT ms':>10}{'tokens/s':>10}{'1 token ms':>12}{'all s':>8}"]
+    lines += [
+        f"{name:24}{m.tpot_ms:10.3f}{1e3 / m.tpot_ms:10.1f}{1e3 * m.first_s:12.1f}{m.total_s:8.3f}"
+        for name, m in measured.items()
+    ]
+    return "\n".join(lines)
 
-    use_few_cores()
-    directory = resolve_checkpoint(args.checkpoint)
-    vocab_size = transformers.AutoConfig.from_pretrained(directory).vocab_size
-    prompt = np.random.default_rng(0).integers(vocab_size, size=PROMPT_TOKENS).tolist()
-    ours, config = moejax_generate(directory, prompt)
-    theirs = transformers_generate(directory, prompt)
-    contenders = {"moejax": ours, "transformers generate": theirs}
-    measured = measure(contenders, args.repeats)
-    same = sum(a == b for a, b in zip(ours(NEW_TOKENS), theirs(NEW_TOKENS), strict=True))
-    device = results.describe_device(jax.devices("cpu")[0])
 
-    print(f"{args.checkpoint}, float32, batch 1, {PROMPT_TOKENS} + {NEW_TOKENS} tokens, {device}")
-    print(f"{'':24}{'TPOT ms':>10}{'tokens/s':>10}{'1 token ms':>12}{'all s':>8}")
-    for name, m in measured.items():
-        print(
-            f"{name:24}{m.tpot_ms:10.3f}{1e3 / m.tpot_ms:10.1f}"
-            f"{1e3 * m.first_s:12.1f}{m.total_s:8.3f}"
-        )
-    moejax, baseline = measured["moejax"], measured["transformers generate"]
-    bound_ms = 1e3 * weight_bytes_per_token(config) / read_bandwidth()
-    decode_ratio, whole_ratio = baseline.tpot_ms / moejax.tpot_ms, baseline.total_s / moejax.total_s
-    print(f"decode {decode_ratio:.2f} times as fast, the whole request {whole_ratio:.2f} times")
-    print(f"{same} of {NEW_TOKENS} tokens are the same in both")
-    print(
-        f"weights read a token: {weight_bytes_per_token(config) / 2**20:.2f} MiB, from main memory "
-        f"{bound_ms:.3f} ms: {100 * bound_ms / moejax.tpot_ms:.0f} % of that bandwidth"
-    )
+def result_rows(
+    ours: Measured, theirs: Measured, bound_ms: float, device: str
+) -> list[results.ResultRow]:
+    """What this run found, to be kept."""
+    setting = f"{_CHECKPOINT.value}, float32, batch 1, prompt {PROMPT_TOKENS}, {NEW_TOKENS} new"
 
-    def row(what: str, figure: float, unit: str, **baselines: float) -> results.ResultRow:
+    def row(what: str, figure: float, unit: str, **baseline: float) -> results.ResultRow:
         return results.ResultRow(
-            what=f"{what}, {args.checkpoint}, float32, batch 1, prompt 32, 128 new, cache 2048",
+            what=f"{what}, {setting}, cache {CACHE_LENGTH}",
             figure=round(figure, 4),
             unit=unit,
-            baseline={name: round(value, 4) for name, value in baselines.items()},
+            baseline={name: round(value, 4) for name, value in baseline.items()},
             device=device,
             versions=results.package_versions("jax", "torch", "transformers"),
             date=results.today(),
             command=results.command_line(),
         )
 
-    rows = [
-        row(
-            "TPOT",
-            moejax.tpot_ms,
-            "ms",
-            transformers=baseline.tpot_ms,
-            weights_read=bound_ms,
-        ),
-        row("whole request", moejax.total_s, "s", transformers=baseline.total_s),
-        row("decode speed over transformers generate", decode_ratio, "x", transformers=1.0),
+    return [
+        row("TPOT", ours.tpot_ms, "ms", transformers=theirs.tpot_ms, weights_read=bound_ms),
+        row("whole request", ours.total_s, "s", transformers=theirs.total_s),
+        row("decode speed", theirs.tpot_ms / ours.tpot_ms, "x", transformers=1.0),
     ]
-    results.append_rows(args.results, rows)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measures, prints the table, appends the rows."""
+    del argv
+    use_few_cores()
+    directory = resolve_checkpoint(_CHECKPOINT.value)
+    vocab_size = transformers.AutoConfig.from_pretrained(directory).vocab_size
+    prompt = np.random.default_rng(0).integers(vocab_size, size=PROMPT_TOKENS).tolist()
+    our_generate, config = moejax_generate(directory, prompt)
+    their_generate = transformers_generate(directory, prompt)
+    measured = measure(
+        {"moejax": our_generate, "transformers generate": their_generate}, _REPEATS.value
+    )
+    ours, theirs = measured.values()
+    answers = our_generate(NEW_TOKENS), their_generate(NEW_TOKENS)
+    num_same = sum(a == b for a, b in zip(*answers, strict=True))
+    num_bytes = weight_bytes_per_token(config)
+    bound_ms = 1e3 * num_bytes / read_bandwidth()
+    device = results.describe_device(jax.devices("cpu")[0])
+
+    print(f"{_CHECKPOINT.value}, float32, batch 1, {PROMPT_TOKENS} + {NEW_TOKENS} tokens, {device}")
+    print(table(measured))
+    print(
+        f"decode {theirs.tpot_ms / ours.tpot_ms:.2f} times as fast, the whole request "
+        f"{theirs.total_s / ours.total_s:.2f} times; {num_same} of {NEW_TOKENS} tokens are the same"
+    )
+    print(
+        f"weights read a token: {num_bytes / 2**20:.2f} MiB, from main memory {bound_ms:.3f} ms: "
+        f"{100 * bound_ms / ours.tpot_ms:.0f} % of that bandwidth"
+    )
+    results.append_rows(Path(_RESULTS.value), result_rows(ours, theirs, bound_ms, device))
 
 
 if __name__ == "__main__":
-    main()
+    app.run(main)
