@@ -55,7 +55,9 @@ def filtered(logits: jax.Array, sampling: Sampling) -> jax.Array:
 
     probability = jax.nn.softmax(falling, axis=-1)
     mass_before = jnp.cumsum(probability, axis=-1) - probability
-    kept = (mass_before < sampling.top_p[:, None]) & (falling > -jnp.inf)
+    # A sum of float32 reaches 1 before the last token does, so "off" is asked for by itself.
+    within = (mass_before < sampling.top_p[:, None]) | (sampling.top_p[:, None] >= 1.0)
+    kept = within & (falling > -jnp.inf)
     edge = jnp.min(jnp.where(kept, falling, jnp.inf), axis=-1, keepdims=True)
     logits = jnp.where(logits < edge, -jnp.inf, logits)
 
