@@ -96,19 +96,19 @@ def min_p_is_clear(logits: np.ndarray, temperature: float, min_p: float) -> bool
 
 class FilteredTest(parameterized.TestCase):
     @parameterized.parameters(
-        dict(temperature=0.3),
-        dict(temperature=2.5),
-        dict(top_k=1),
-        dict(top_k=5),
-        dict(top_k=VOCAB_SIZE),
-        dict(top_k=VOCAB_SIZE + 100),
-        dict(top_p=1e-6),
-        dict(top_p=0.4),
-        dict(top_p=0.95),
-        dict(min_p=0.05),
-        dict(min_p=1.0),
-        dict(temperature=0.7, top_k=20, top_p=0.9),
-        dict(temperature=1.7, top_k=12, top_p=0.8, min_p=0.1),
+        {"temperature": 0.3},
+        {"temperature": 2.5},
+        {"top_k": 1},
+        {"top_k": 5},
+        {"top_k": VOCAB_SIZE},
+        {"top_k": VOCAB_SIZE + 100},
+        {"top_p": 1e-6},
+        {"top_p": 0.4},
+        {"top_p": 0.95},
+        {"min_p": 0.05},
+        {"min_p": 1.0},
+        {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
+        {"temperature": 1.7, "top_k": 12, "top_p": 0.8, "min_p": 0.1},
     )
     def test_equals_the_warpers_of_transformers(self, **how):
         logits = random_logits(seed=len(how))
@@ -133,7 +133,7 @@ class FilteredTest(parameterized.TestCase):
 
     def test_each_row_has_its_own_settings(self):
         logits = random_logits(seed=5)
-        rows = [dict(temperature=0.5), dict(top_k=3), dict(top_p=0.5), dict(min_p=0.2)]
+        rows = [{"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2}]
         columns = {
             name: [row.get(name, off) for row in rows]
             for name, off in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))
@@ -229,10 +229,10 @@ class DrawTest(parameterized.TestCase):
         self.assertGreater(len(np.unique(tokens[1::2])), 3)
 
     @parameterized.parameters(
-        dict(temperature=1.0),
-        dict(temperature=0.6, top_k=6),
-        dict(temperature=1.8, top_p=0.8),
-        dict(temperature=1.3, top_k=9, top_p=0.95, min_p=0.1),
+        {"temperature": 1.0},
+        {"temperature": 0.6, "top_k": 6},
+        {"temperature": 1.8, "top_p": 0.8},
+        {"temperature": 1.3, "top_k": 9, "top_p": 0.95, "min_p": 0.1},
     )
     def test_frequencies_are_the_probabilities(self, **how):
         num_draws, width = 20_000, 12
