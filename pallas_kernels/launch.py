@@ -35,18 +35,16 @@ def triton_call(
     """
 
     def call(*operands: jax.Array) -> jax.Array:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*[Tt]riton.*", category=DeprecationWarning)
-            result: Any = pl.pallas_call(
-                body,
-                grid=grid,
-                out_shape=out_shape,
-                compiler_params=pltriton.CompilerParams(
-                    num_warps=num_warps, num_stages=num_stages
-                ),
-                interpret=interpret,
-                name=name,
-            )(*operands)
+        # Not for this call alone: the warning comes when the caller's program is lowered.
+        warnings.filterwarnings("ignore", message=".*[Tt]riton.*", category=DeprecationWarning)
+        result: Any = pl.pallas_call(
+            body,
+            grid=grid,
+            out_shape=out_shape,
+            compiler_params=pltriton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+            interpret=interpret,
+            name=name,
+        )(*operands)
         return result
 
     return call
