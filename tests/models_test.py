@@ -1,0 +1,263 @@
+"""The decoder's parts and its gradient against float64 numpy; the ways to run experts agree."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+from flax import nnx
+
+from moejax.models import attention
+from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.norm import rms_norm
+from moejax.models.rope import rotary_angles, rotate
+from moejax.models.transformer import (
+    Transformer,
+    flat_weights,
+    forward,
+    merge_weights,
+    model_definition,
+)
+from tests import numpy_model
+from tests.numpy_model import TINY, TOLERANCE, assert_near
+
+CONFIGS = {
+    "all_parts": TINY,
+    "mixtral_like": dataclasses.replace(
+        TINY,
+        family="mixtral",
+        moe_layers=(0, 1, 2),
+        qk_norm=False,
+        attention_bias=False,
+        tied_embeddings=True,
+        sliding_window=None,
+        norm_topk_prob=False,
+    ),
+}
+
+
+CAUSAL = jax.jit(attention.causal_attention, static_argnums=(3, 4))
+CACHED = jax.jit(attention.cached_attention, static_argnums=4)
+
+
+def wide_weights(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
+    """float32 weights of a scale at which every part matters."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: (1 + 0.3 * rng.standard_normal(shape) if name.endswith("norm") else
+               0.4 * rng.standard_normal(shape)).astype(np.float32)
+        for name, shape in weight_shapes(config).items()
+    }  # fmt: skip
+
+
+class PartsTest(parameterized.TestCase):
+    @parameterized.product(dtype=sorted(TOLERANCE), scale=(1e-3, 1.0, 300.0))
+    def test_rms_norm(self, dtype, scale):
+        rng = np.random.default_rng(1)
+        x = jnp.asarray(rng.standard_normal((3, 5, 16)) * scale, dtype)
+        weight = jnp.asarray(rng.standard_normal(16), dtype)
+        eps = 1e-5  # with scale 1e-3 it is what matters; 300 squared overflows float16
+        expected = numpy_model.rms_norm(
+            np.asarray(x).astype(np.float64), np.asarray(weight).astype(np.float64), eps
+        )
+        assert_near(rms_norm(x, weight, eps), expected, dtype)
+
+    @parameterized.product(dtype=sorted(TOLERANCE), head_dim=(2, 24))
+    def test_rope(self, dtype, head_dim):
+        rng = np.random.default_rng(2)
+        x = jnp.asarray(rng.standard_normal((2, 7, 3, head_dim)), dtype)
+        positions = rng.integers(0, 50, (2, 7))
+        cos, sin = rotary_angles(jnp.asarray(positions, jnp.int32), head_dim, 1e4)
+        expected = numpy_model.rotate(np.asarray(x).astype(np.float64), positions, 1e4)
+        assert_near(rotate(x, cos, sin), expected, dtype, factor=10)  # angles of up to 50
+
+    def test_rope_at_far_positions_and_large_theta(self):
+        positions = np.array([[0, 1, 32767, 40959]])
+        cos, sin = rotary_angles(jnp.asarray(positions, jnp.int32), 128, 1e6)
+        angle = positions[..., None] * 1e6 ** (-np.arange(64) / 64)
+        error = 4 * 2.0**-24 * np.maximum(angle, 1)  # of an angle in float32
+        self.assertTrue(np.all(np.abs(np.asarray(cos) - np.cos(angle)) <= error))
+        self.assertTrue(np.all(np.abs(np.asarray(sin) - np.sin(angle)) <= error))
+
+    @parameterized.product(
+        window=(None, 1, 3, 100), heads=((1, "float32"), (2, "bfloat16"), (4, "float32"))
+    )
+    def test_causal_attention(self, window, heads):
+        num_kv, dtype = heads
+        q, k, v = self._qkv(num_kv, dtype)
+        positions = np.broadcast_to(np.arange(9), (2, 9))
+        found = CAUSAL(q, k, v, window, "xla")
+        assert_near(found, self._expected(q, k, v, positions, window), dtype)
+
+    @parameterized.product(
+        window=(None, 1, 3, 100), heads=((1, "float32"), (2, "bfloat16"), (4, "float32"))
+    )
+    def test_cached_attention_masks_by_position(self, window, heads):
+        num_kv, dtype = heads
+        q, k, v = self._qkv(num_kv, dtype)
+        positions = np.array([[3, 4], [7, 8]])  # rows stand at different places
+        expected = self._expected(q[:, :2], k, v, positions, window)
+        k, v = (
+            a.at[0, 5:].set(1e4) for a in (k, v)
+        )  # what row 0 has not reached may hold anything
+        found = CACHED(
+            q[:, :2], k.swapaxes(1, 2), v.swapaxes(1, 2), jnp.asarray(positions, jnp.int32), window
+        )
+        assert_near(found, expected, dtype)
+
+    def _qkv(self, num_kv: int, dtype: str) -> list[jax.Array]:
+        rng = np.random.default_rng(3)
+        return [
+            jnp.asarray(2 * rng.standard_normal((2, 9, heads, 6)), dtype)
+            for heads in (4, num_kv, num_kv)
+        ]
+
+    def _expected(self, q, k, v, positions, window) -> np.ndarray:
+        return numpy_model.attend(
+            *(np.asarray(a).astype(np.float64) for a in (q, k, v)), positions, window
+        )
+
+    def test_what_serves_attention(self):
+        chosen = functools.partial(attention.default_attention_via, TINY)
+        wide = dataclasses.replace(TINY, head_dim=128)
+        too_wide = dataclasses.replace(TINY, head_dim=256)
+        self.assertEqual(
+            attention.default_attention_via(wide, jnp.dtype("bfloat16"), "gpu"), "cudnn"
+        )
+        self.assertEqual(attention.default_attention_via(wide, jnp.dtype("float32"), "gpu"), "xla")
+        self.assertEqual(attention.default_attention_via(wide, jnp.dtype("bfloat16"), "cpu"), "xla")
+        self.assertEqual(
+            attention.default_attention_via(too_wide, jnp.dtype("float16"), "gpu"), "xla"
+        )
+        self.assertEqual(chosen(jnp.dtype("bfloat16"), "gpu"), "xla")  # head_dim 6
+
+
+def loss_of(logits, probabilities, tokens, slope, numpy):
+    """Cross-entropy, and something that pulls at the router's probabilities."""
+    shifted = logits - logits.max(-1, keepdims=True)
+    log_probability = shifted - numpy.log(numpy.exp(shifted).sum(-1, keepdims=True))
+    chosen = numpy.take_along_axis(log_probability, numpy.roll(tokens, 1, 1)[..., None], -1)
+    return -chosen.mean() + (probabilities * slope).mean()
+
+
+class TransformerTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.tokens = np.random.default_rng(8).integers(0, TINY.vocab_size, (2, 7))
+
+    def _forward(self, name: str, weights: dict[str, Any], experts: str) -> tuple[Any, Any]:
+        model = merge_weights(model_definition(CONFIGS[name]), weights)
+        hidden, routing = forward(model, jnp.asarray(self.tokens, jnp.int32), experts=experts)
+        return model.project_to_vocab(hidden), routing
+
+    @parameterized.product(name=sorted(CONFIGS), experts=("dense", "block"))
+    def test_forward_equals_float64(self, name, experts):
+        weights = wide_weights(CONFIGS[name])
+        logits, routing = jax.jit(functools.partial(self._forward, name, experts=experts))(weights)
+        wide = {key: value.astype(np.float64) for key, value in weights.items()}
+        expected, probabilities = numpy_model.forward(wide, CONFIGS[name], self.tokens)
+        assert_near(logits, expected, factor=10)  # three layers
+        assert_near(routing.probabilities, probabilities, factor=10)
+        num_moe, num_tokens = len(CONFIGS[name].moe_layers), self.tokens.size
+        self.assertEqual(routing.ids.shape, (num_moe, num_tokens, 2))
+        self.assertEqual(routing.weights.shape, (num_moe, num_tokens, 2))
+
+    @parameterized.parameters(sorted(CONFIGS))
+    def test_gradient_equals_finite_differences_in_float64(self, name):
+        config, weights = CONFIGS[name], wide_weights(CONFIGS[name])
+        rng = np.random.default_rng(9)
+        slope = rng.standard_normal((len(config.moe_layers), self.tokens.size, config.num_experts))
+
+        def loss(weights):
+            logits, routing = self._forward(name, weights, "dense")
+            tokens = jnp.asarray(self.tokens, jnp.int32)
+            return loss_of(
+                logits, routing.probabilities, tokens, jnp.asarray(slope, jnp.float32), jnp
+            )
+
+        gradient = jax.jit(jax.grad(loss))(weights)
+        wide = {key: value.astype(np.float64) for key, value in weights.items()}
+
+        def loss64(weights):
+            return loss_of(
+                *numpy_model.forward(weights, config, self.tokens), self.tokens, slope, np
+            )
+
+        step = 1e-6
+        for leaf, value in wide.items():
+            direction = rng.standard_normal(value.shape)
+            high, low = (
+                loss64({**wide, leaf: value + sign * step * direction}) for sign in (1, -1)
+            )
+            found = np.sum(np.asarray(gradient[leaf]).astype(np.float64) * direction)
+            scale = np.linalg.norm(gradient[leaf]) + 1e-3
+            self.assertAlmostEqual(
+                found, (high - low) / (2 * step), delta=1e-4 * scale, msg=f"gradient of {leaf}"
+            )
+
+    @parameterized.parameters(sorted(CONFIGS))
+    def test_merged_weights_come_back_unchanged(self, name):
+        weights = {key: jnp.asarray(leaf) for key, leaf in wide_weights(CONFIGS[name]).items()}
+        shuffled = dict(sorted(weights.items(), reverse=True))
+        back = flat_weights(merge_weights(model_definition(CONFIGS[name]), shuffled))
+        self.assertEqual(list(back), list(weights))
+        for key, leaf in weights.items():
+            self.assertIs(back[key], leaf)
+
+    def test_first_weights(self):
+        config = dataclasses.replace(TINY, model_dim=64, num_layers=2, moe_layers=(1,))
+        model = Transformer(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+        flat, shapes = flat_weights(model), weight_shapes(config)
+        self.assertEqual(list(flat), list(shapes))
+        self.assertLen(jax.tree.leaves(nnx.state(model)), len(shapes))
+        for name, leaf in flat.items():
+            self.assertEqual((leaf.shape, leaf.dtype), (shapes[name], jnp.dtype("bfloat16")))
+            values = np.asarray(leaf).astype(np.float64)
+            if name.endswith("norm"):
+                np.testing.assert_array_equal(values, 1)
+            elif name.endswith("bias"):
+                np.testing.assert_array_equal(values, 0)
+            else:
+                residual = name.endswith(("o_proj", "down"))
+                std = 0.02 / 2 if residual else 0.02  # sqrt(2 L) is 2
+                self.assertAlmostEqual(values.std() / std, 1, delta=0.15, msg=name)
+
+    def test_an_unknown_way_is_refused(self):
+        with self.assertRaisesRegex(ValueError, "'sorted' is none of .*'block'"):
+            jax.eval_shape(lambda w: self._forward("all_parts", w, "sorted"), wide_weights(TINY))
+
+
+class ConfigTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ({"num_kv_heads": 3}, "num_heads 4 is no multiple of num_kv_heads 3"),
+        ({"num_kv_heads": 0}, "num_kv_heads 0"),
+        ({"experts_per_token": 0}, r"experts_per_token 0 is not in 1\.\.5"),
+        ({"experts_per_token": 6}, r"experts_per_token 6 is not in 1\.\.5"),
+        ({"moe_layers": (2, 0)}, r"moe_layers \(2, 0\) is not an increasing"),
+        ({"moe_layers": (0, 0)}, "is not an increasing"),
+        ({"moe_layers": (0, 3)}, "layers below 3"),
+        ({"moe_layers": (-1,)}, "is not an increasing"),
+        ({"head_dim": 7}, "head_dim 7 is odd"),
+        ({"sliding_window": 0}, "sliding_window 0 is not positive"),
+    )
+    def test_a_broken_invariant_is_named(self, change, message):
+        with self.assertRaisesRegex(ValueError, message):
+            dataclasses.replace(TINY, **change)
+
+    def test_derived_sizes(self):
+        self.assertEqual(TINY.dense_layers, (1,))
+        self.assertEqual(TINY.qkv_dim, (4 + 2 + 2) * 6)
+        self.assertEqual(hash(TINY), hash(dataclasses.replace(TINY)))
+
+    def test_weight_shapes_leave_out_what_is_not_there(self):
+        names = set(weight_shapes(CONFIGS["mixtral_like"]))
+        absent = {"head", "attention.q_norm", "attention.qkv_bias", "mlp.gate_up"}
+        self.assertFalse(names & absent)
+        self.assertTrue(absent < set(weight_shapes(TINY)))
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,148 @@
+"""The decoder in float64 numpy, loops and all: what tests of the models expect, and how near."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.models.config import ModelConfig
+
+# Relative to the largest value: a few roundings of the dtype, and sums of some dozens of terms.
+TOLERANCE = {"float32": 3e-6, "float16": 4e-3, "bfloat16": 3e-2}
+
+TINY = ModelConfig(
+    family="qwen3_moe",
+    vocab_size=29,
+    model_dim=12,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    num_experts=5,
+    experts_per_token=2,
+    expert_dim=8,
+    mlp_dim=10,
+    moe_layers=(0, 2),
+    norm_topk_prob=True,
+    norm_eps=1e-6,
+    rope_theta=1e4,
+    max_positions=64,
+    tied_embeddings=False,
+    qk_norm=True,
+    attention_bias=True,
+    sliding_window=3,
+)
+
+
+def assert_near(
+    found: Any, expected: np.ndarray, dtype: str = "float32", factor: float = 1
+) -> None:
+    """Within TOLERANCE of the largest expected magnitude."""
+    assert found.dtype == jnp.dtype(dtype), found.dtype
+    found = np.asarray(found).astype(np.float64)
+    bound = factor * TOLERANCE[dtype] * np.abs(expected).max()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=bound)
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    """x over the root of its mean square, times the weight."""
+    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * weight
+
+
+def rotate(x: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
+    """[B, T, H, C] turned as complex numbers x_i + j x_{i + C/2}, by position theta^(-2i/C)."""
+    half = x.shape[-1] // 2
+    frequency = theta ** (-np.arange(half) / half)
+    turn = np.exp(1j * positions[:, :, None, None] * frequency)
+    turned = (x[..., :half] + 1j * x[..., half:]) * turn
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    """Over the last axis."""
+    powers = np.exp(x - x.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    """x times its logistic."""
+    return x / (1 + np.exp(-x))
+
+
+def attend(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, positions: np.ndarray, window: int | None
+) -> np.ndarray:
+    """One query at a time: [B, T, H, C] at `positions` over keys and values [B, S, K, C]."""
+    out = np.zeros_like(q)
+    group = q.shape[2] // k.shape[2]
+    for b, t, h in np.ndindex(q.shape[:3]):
+        last = positions[b, t]
+        first = 0 if window is None else max(0, last - window + 1)
+        keys, values = k[b, first : last + 1, h // group], v[b, first : last + 1, h // group]
+        out[b, t, h] = softmax(keys @ q[b, t, h] / np.sqrt(q.shape[3])) @ values
+    return out
+
+
+def swiglu_mlp(x: np.ndarray, gate_up: np.ndarray, down: np.ndarray) -> np.ndarray:
+    """[D] to [D] through one MLP."""
+    gate, up = np.split(gate_up @ x, 2)
+    return down @ (silu(gate) * up)
+
+
+def experts(
+    x: np.ndarray, ids: np.ndarray, weights: np.ndarray, gate_up: np.ndarray, down: np.ndarray
+) -> np.ndarray:
+    """[N, D] through the experts `ids` [N, A] of one layer, weighted and summed."""
+    out = np.zeros_like(x)
+    for n, a in np.ndindex(ids.shape):
+        out[n] += weights[n, a] * swiglu_mlp(x[n], gate_up[ids[n, a]], down[ids[n, a]])
+    return out
+
+
+def route(
+    x: np.ndarray, router: np.ndarray, config: ModelConfig
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Probabilities [N, E], weights [N, A] and ids [N, A]; of equals the lower id comes first."""
+    probabilities = softmax(x @ router.T)
+    ids = np.argsort(-probabilities, axis=-1, kind="stable")[:, : config.experts_per_token]
+    weights = np.take_along_axis(probabilities, ids, axis=-1)
+    if config.norm_topk_prob:
+        weights = weights / weights.sum(-1, keepdims=True)
+    return probabilities, weights, ids
+
+
+def forward(
+    w: dict[str, np.ndarray], config: ModelConfig, tokens: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Logits [B, T, V] and the router's probabilities [M, B T, E]."""
+    c, (batch, length) = config, tokens.shape
+    positions = np.broadcast_to(np.arange(length), tokens.shape)
+    x = w["embed"][tokens]
+    routers = []
+    for layer in range(c.num_layers):
+        normed = rms_norm(x, w["attention.norm"][layer], c.norm_eps)
+        qkv = normed @ w["attention.qkv_proj"][layer].T
+        if c.attention_bias:
+            qkv = qkv + w["attention.qkv_bias"][layer]
+        qkv = qkv.reshape(batch, length, -1, c.head_dim)
+        q, k, v = np.split(qkv, [c.num_heads, c.num_heads + c.num_kv_heads], axis=2)
+        if c.qk_norm:
+            q = rms_norm(q, w["attention.q_norm"][layer], c.norm_eps)
+            k = rms_norm(k, w["attention.k_norm"][layer], c.norm_eps)
+        q, k = (rotate(heads, positions, c.rope_theta) for heads in (q, k))
+        attended = attend(q, k, v, positions, c.sliding_window).reshape(batch, length, -1)
+        x = x + attended @ w["attention.o_proj"][layer].T
+        if c.attention_bias:
+            x = x + w["attention.o_bias"][layer]
+        flat = rms_norm(x, w["mlp_norm"][layer], c.norm_eps).reshape(-1, c.model_dim)
+        if layer in c.moe_layers:
+            m = c.moe_layers.index(layer)
+            probabilities, weights, ids = route(flat, w["moe.router"][m], c)
+            routers.append(probabilities)
+            out = experts(flat, ids, weights, w["moe.gate_up"][m], w["moe.down"][m])
+        else:
+            n = c.dense_layers.index(layer)
+            out = np.stack([swiglu_mlp(t, w["mlp.gate_up"][n], w["mlp.down"][n]) for t in flat])
+        x = x + out.reshape(x.shape)
+    head = w["embed"] if c.tied_embeddings else w["head"]
+    return rms_norm(x, w["final_norm"], c.norm_eps) @ head.T, np.stack(routers)
