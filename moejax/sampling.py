@@ -58,7 +58,7 @@ def filtered(logits: jax.Array, sampling: Sampling) -> jax.Array:
     # A sum of float32 reaches 1 before the last token does, so "off" is asked for by itself.
     within = (mass_before < sampling.top_p[:, None]) | (sampling.top_p[:, None] >= 1.0)
     kept = within & (falling > -jnp.inf)
-    edge = jnp.min(jnp.where(kept, falling, jnp.inf), axis=-1, keepdims=True)
+    edge = jnp.min(jnp.where(kept, falling, falling[:, :1]), axis=-1, keepdims=True)
     logits = jnp.where(logits < edge, -jnp.inf, logits)
 
     best = jnp.max(logits, axis=-1, keepdims=True)

@@ -149,6 +149,11 @@ class FilteredTest(parameterized.TestCase):
         for logits in (peaked, flat):
             np.testing.assert_array_equal(apply_filter(logits), logits)
 
+    def test_the_best_stays_however_small_top_p_is(self):
+        logits = random_logits(seed=10)
+        kept = np.isfinite(apply_filter(logits, top_p=1e-50))  # zero in float32
+        np.testing.assert_array_equal(kept, logits == logits.max(-1, keepdims=True))
+
     def test_ties_at_the_edge_of_top_k_all_stay(self):
         logits = np.array([[3.0, 1.0, 2.0, 2.0, 2.0, 0.0], [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]])
         logits = logits.astype(np.float32)
