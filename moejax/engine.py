@@ -1,5 +1,6 @@
 """The engine: prompts in, text out."""
 
+import operator
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -172,18 +173,20 @@ class Engine:
           float32[B, T, V] on the host, computed a chunk at a time.
         """
         try:
-            tokens = np.asarray(token_ids, dtype=np.int32)
+            tokens = np.asarray(token_ids)
         except ValueError as error:
             raise MoejaxError("logits takes rows of one length; call it once a length") from error
         if tokens.ndim != 2 or not tokens.size:
             raise MoejaxError(f"logits takes token ids [B, T], not shape {tokens.shape}")
+        if not np.issubdtype(tokens.dtype, np.integer):
+            raise MoejaxError(f"logits takes token ids, not {tokens.dtype}")
         if tokens.shape[1] > self.config.max_positions:
             raise MoejaxError(
                 f"{tokens.shape[1]} tokens do not fit the model's context of "
                 f"{self.config.max_positions}"
             )
         self._check_tokens(tokens)
-        return self._runner.logits(tokens)
+        return self._runner.logits(tokens.astype(np.int32))
 
     def _ending(self, settings: GenerationSettings) -> tuple[int, ...]:
         return () if settings.ignore_eos else self.eos_ids
@@ -216,7 +219,10 @@ class Engine:
 
     def _encode(self, prompt: Prompt, settings: GenerationSettings) -> list[int]:
         if not isinstance(prompt, str):
-            ids = [int(token) for token in prompt]
+            try:
+                ids = [operator.index(token) for token in prompt]
+            except TypeError as error:
+                raise MoejaxError(f"a prompt is text or a list of token ids ({error})") from error
         elif self.tokenizer is None:
             raise MoejaxError(
                 "this checkpoint has no tokenizer.json: give token ids, or add the file"
@@ -240,7 +246,10 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts from one prompt or several."""
     if isinstance(prompts, str):
         return [prompts]
-    listed: list[Any] = list(prompts)
+    try:
+        listed: list[Any] = list(prompts)
+    except TypeError as error:
+        raise MoejaxError(f"a prompt is text or a list of token ids ({error})") from error
     if listed and all(isinstance(item, int | np.integer) for item in listed):
         return [listed]
     return listed

@@ -6,10 +6,16 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
+
 from moejax.errors import MoejaxError
 from moejax.tokenizer import Tokenizer
 
 FinishReason = Literal["eos", "stop", "length"]
+
+NUM_SEEDS = 2**32
+_INTEGER: tuple[type, ...] = (int, np.integer)
+_NUMBER: tuple[type, ...] = (*_INTEGER, float, np.floating)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,27 +43,44 @@ class GenerationSettings:
                 hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(names)}"
                 raise MoejaxError(f"unknown generation setting {name}{hint}")
         stop = fields.get("stop", ())
-        fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        if isinstance(stop, str) or not isinstance(stop, Sequence):
+            stop = (stop,)
+        fields["stop"] = tuple(stop)
         settings = cls(**fields)
         settings.check()
         return settings
 
     def check(self) -> None:
         """Raises MoejaxError naming the field, its value and what is allowed."""
+        for name in ("max_new_tokens", "top_k"):
+            if not isinstance(getattr(self, name), _INTEGER):
+                raise MoejaxError(f"{name}={getattr(self, name)!r} must be an integer")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            if not isinstance(getattr(self, name), _NUMBER):
+                raise MoejaxError(f"{name}={getattr(self, name)!r} must be a number")
+        seeds: Any = [self.seed] if isinstance(self.seed, _INTEGER) else self.seed
         allowed: dict[str, tuple[bool, str]] = {
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
             "temperature": (
                 math.isfinite(self.temperature) and self.temperature >= 0,
                 "0 (greedy) or a positive number",
             ),
-            "top_k": (self.top_k >= 0, "0 (off) or a positive count"),
+            "top_k": (0 <= self.top_k < 2**31, "0 (off) or a count below 2**31"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
             "min_p": (0 <= self.min_p <= 1, "from 0 (off) to 1"),
             "repetition_penalty": (
                 math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
                 "a positive number; 1 is off",
             ),
-            "stop": (all(self.stop), "strings that are not empty"),
+            "seed": (
+                isinstance(seeds, Sequence)
+                and all(isinstance(seed, _INTEGER) and 0 <= seed < NUM_SEEDS for seed in seeds),
+                f"an integer from 0 to {NUM_SEEDS - 1}, or a list of them, one a prompt",
+            ),
+            "stop": (
+                all(isinstance(stop, str) and stop for stop in self.stop),
+                "strings that are not empty",
+            ),
         }
         for name, (valid, expected) in allowed.items():
             if not valid:
@@ -65,8 +88,8 @@ class GenerationSettings:
 
     def seeds(self, num_prompts: int) -> list[int]:
         """The seed of each prompt."""
-        if isinstance(self.seed, int):
-            return [self.seed + i for i in range(num_prompts)]
+        if isinstance(self.seed, int | np.integer):
+            return [(int(self.seed) + i) % NUM_SEEDS for i in range(num_prompts)]
         if len(self.seed) != num_prompts:
             raise MoejaxError(f"{len(self.seed)} seeds for {num_prompts} prompts: give one each")
         return list(self.seed)
