@@ -73,8 +73,7 @@ class GenerationSettings:
                 "a positive number; 1 is off",
             ),
             "seed": (
-                isinstance(seeds, Sequence)
-                and all(isinstance(seed, _INTEGER) and 0 <= seed < NUM_SEEDS for seed in seeds),
+                isinstance(seeds, Sequence) and all(map(_is_seed, seeds)),
                 f"an integer from 0 to {NUM_SEEDS - 1}, or a list of them, one a prompt",
             ),
             "stop": (
@@ -93,6 +92,10 @@ class GenerationSettings:
         if len(self.seed) != num_prompts:
             raise MoejaxError(f"{len(self.seed)} seeds for {num_prompts} prompts: give one each")
         return list(self.seed)
+
+
+def _is_seed(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and bool(0 <= value < NUM_SEEDS)
 
 
 @dataclasses.dataclass(frozen=True)
