@@ -42,7 +42,7 @@ def get_config() -> ConfigDict:
     config.attention = "auto"  # cudnn on a GPU, xla elsewhere
     config.batch_size = 64
     config.context = 2048
-    config.total_steps = 20000
+    config.total_steps = 15_500
 
     # Shares of the streams in a batch; `final_mixture` is reached as the learning rate falls.
     config.mixture = ConfigDict(
@@ -82,7 +82,7 @@ def get_config() -> ConfigDict:
             "adam_b2": 0.95,
             "max_grad_norm": 1.0,
             "warmup_steps": 300,
-            "decay_fraction": 0.5,
+            "decay_fraction": 0.4,
         }
     )
 

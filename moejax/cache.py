@@ -94,10 +94,7 @@ def empty_cache(
     batch_size: int,
     length: int,
     dtype: jnp.dtype,
-    device: jax.Device | None = None,
 ) -> KVCache:
     """A cache of zeros for `batch_size` sequences of up to `length` positions."""
     shape = cache_shape(config, batch_size, length)
-    return KVCache(
-        jnp.zeros(shape, dtype, device=device), jnp.zeros(shape, dtype, device=device)
-    )
+    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))

@@ -1,6 +1,8 @@
 """Which device runs, and where compiled programs are kept."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -30,6 +32,25 @@ def choose_device(platform: str) -> jax.Device:
         ) from error
 
 
+@contextlib.contextmanager
+def plain_memory_errors(device: jax.Device) -> Iterator[None]:
+    """Turns the runtime's out-of-memory error into one line.
+
+    Raises:
+      MoejaxError: the device ran out of memory inside the block.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        reason = str(error).splitlines()[0].removeprefix("RESOURCE_EXHAUSTED: ")
+        raise MoejaxError(
+            f"{device} is out of memory ({reason}): take a shorter context, fewer prompts at once, "
+            f"a smaller dtype or a smaller model"
+        ) from error
+
+
 def default_compilation_cache() -> Path:
     """$XDG_CACHE_HOME/moejax/xla, in the home directory without it."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -52,7 +73,9 @@ def enable_compilation_cache(directory: str) -> Path | None:
     if not directory:
         return None
     if directory == "auto":
-        directory = jax.config.jax_compilation_cache_dir or str(default_compilation_cache())
+        directory = jax.config.values["jax_compilation_cache_dir"] or str(
+            default_compilation_cache()
+        )
     path = Path(directory).expanduser()
     try:
         path.mkdir(parents=True, exist_ok=True)

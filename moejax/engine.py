@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from moejax.checkpoints import open_checkpoint
-from moejax.devices import choose_device, enable_compilation_cache
+from moejax.devices import choose_device, enable_compilation_cache, plain_memory_errors
 from moejax.errors import MoejaxError
 from moejax.generation import AnswerBuilder, Chunk, Generation, GenerationSettings, Timing
 from moejax.models.config import ModelConfig
@@ -47,7 +47,8 @@ class Engine:
     ):
         if not 0 <= context <= config.max_positions:
             raise MoejaxError(
-                f"context={context} must be from 0 (as needed) to the model's {config.max_positions}"
+                f"context={context} must be from 0 (as needed) to {config.max_positions}, "
+                f"the model's own"
             )
         self.config = config
         self.weights = weights
@@ -74,7 +75,8 @@ class Engine:
         Args:
           path: a Hugging Face directory, a directory written by `save_orbax`, a name such as
             "Qwen/Qwen3-30B-A3B", or "demo", the model that comes with the package.
-          dtype: "float32", "bfloat16", "float16", or "auto": float32 on a CPU, the file's elsewhere.
+          dtype: "float32", "bfloat16", "float16", or "auto": float32 on a CPU, what the file
+            holds elsewhere.
           platform: "cpu", "gpu", or "auto".
           context: cache length, 0 for what each call needs.
           compilation_cache: directory of compiled programs, "auto", or "" for none.
@@ -87,9 +89,11 @@ class Engine:
         enable_compilation_cache(compilation_cache)
         start = time.perf_counter()
         checkpoint = open_checkpoint(str(path))
+        with plain_memory_errors(device):
+            weights = checkpoint.load(dtype=dtype, device=device, progress=progress)
         engine = cls(
             checkpoint.config,
-            checkpoint.load(dtype=dtype, device=device, progress=progress),
+            weights,
             tokenizer=Tokenizer.from_directory(checkpoint.directory),
             eos_ids=checkpoint.eos_ids,
             device=device,
@@ -125,9 +129,8 @@ class Engine:
         length = self._cache_length(ids, wanted)
         builders = [self._builder(prompt, length, wanted) for prompt in ids]
         timing = Timing(0.0, 0.0, 0, 0.0)
-        for rows, timing in self._runner.run(
-            ids, length, wanted, self._ending(wanted), STEPS_PER_CALL
-        ):
+        run = self._runner.run(ids, length, wanted, self._ending(wanted), STEPS_PER_CALL)
+        for rows, timing in run:  # noqa: B007, the last timing is used below
             for builder, tokens in zip(builders, rows, strict=True):
                 for token in tokens:
                     if builder.finish_reason is None:

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from moejax import steps
-from moejax.cache import empty_cache
+from moejax.cache import KVCache
 from moejax.compiled import CompiledPrograms
+from moejax.devices import plain_memory_errors
 from moejax.generation import GenerationSettings, Timing
 from moejax.models.attention import default_attention_via
 from moejax.models.config import ModelConfig
@@ -51,6 +51,7 @@ class Session:
     eos_ids: jax.Array
     all_greedy: bool
     next_position: int  # largest position that the next step writes
+    first_tokens: jax.Array  # int32[B, 1], not waited for
 
 
 class Runner:
@@ -97,7 +98,7 @@ class Runner:
         session = self.prefill(prompts, cache_length, settings, eos_ids)
         # The last token of an answer is never written to the cache.
         budget = min(settings.max_new_tokens - 1, cache_length - min(map(len, prompts)))
-        pending: jax.Array = session.state.tokens[:, None]  # a copy: it outlives the donation
+        pending = session.first_tokens
         first, decoded, ttft, clock, compiled = True, 0, 0.0, 0.0, 0.0
         while True:
             following = None
@@ -127,8 +128,7 @@ class Runner:
     ) -> Session:
         """Runs the prompts and chooses the first new token of each; waits for nothing."""
         batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
-        cache = empty_cache(self.config, batch, cache_length, self._dtype, self.device)
-        hidden = jnp.zeros((batch, self.config.model_dim), self._dtype, device=self.device)
+        cache, hidden, keys = self._fresh(settings.seeds(batch), cache_length)
         device_lengths = self._put(np.asarray(lengths, np.int32))
         for start, size in prefill_chunks(max(lengths), cache_length):
             tokens = np.zeros((batch, size), np.int32)
@@ -147,8 +147,7 @@ class Runner:
         all_greedy = settings.temperature == 0
         sampling = self._sampling(settings, batch)
         ending = self._put(np.asarray(eos_ids or (-1,), np.int32))
-        keys = jax.vmap(jax.random.key)(self._put(np.asarray(settings.seeds(batch), np.uint32)))
-        state = self._call(
+        state, first_tokens = self._call(
             steps.first_token,
             (self._definition, all_greedy),
             (cache, keys, self._seen(prompts, settings)),
@@ -158,15 +157,13 @@ class Runner:
             sampling,
             ending,
         )
-        return Session(state, sampling, ending, all_greedy, max(lengths))
+        return Session(state, sampling, ending, all_greedy, max(lengths), first_tokens)
 
     def decode(self, session: Session, num_steps: int, buffer_length: int) -> jax.Array:
         """Dispatches decode steps; returns int32[B, buffer_length], not waited for."""
         batch, cache_length = session.state.cache.batch_size, session.state.cache.length
         spec = ChunkSpec(
-            kv_length=length_bucket(
-                session.next_position + num_steps, MIN_KV_LENGTH, cache_length
-            ),
+            kv_length=length_bucket(session.next_position + num_steps, MIN_KV_LENGTH, cache_length),
             is_first=False,
             experts=default_experts_via(batch, self.config, self.device.platform),
             attention=self._attention,
@@ -187,7 +184,7 @@ class Runner:
         """int32[B, T] to float32[B, T, V] on the host, a chunk at a time."""
         batch, length = tokens.shape
         cache_length = length_bucket(length, MIN_PREFILL_LENGTH, self.config.max_positions)
-        cache = empty_cache(self.config, batch, cache_length, self._dtype, self.device)
+        cache, _, _ = self._fresh([0] * batch, cache_length)
         logits = []
         for start, size in prefill_chunks(length, cache_length):
             part = tokens[:, start : start + size]
@@ -204,12 +201,17 @@ class Runner:
             logits.append(np.asarray(out)[:, : part.shape[1]])
         return np.concatenate(logits, axis=1)
 
+    def _fresh(self, seeds: list[int], cache_length: int) -> tuple[KVCache, jax.Array, jax.Array]:
+        static = (self.config, cache_length, self._dtype)
+        return self._call(steps.fresh, static, (), self._put(np.asarray(seeds, np.uint32)))
+
     def _call(
         self, function: Any, static: tuple[Any, ...], donated: tuple[Any, ...], *arguments: Any
     ) -> Any:
         arguments = (*donated, *arguments)
-        program = self.programs.get(function, static, arguments, num_donated=len(donated))
-        return program(*arguments)
+        with plain_memory_errors(self.device):
+            program = self.programs.get(function, static, arguments, num_donated=len(donated))
+            return program(*arguments)
 
     def _chunk_spec(self, batch: int, start: int, size: int, cache_length: int) -> ChunkSpec:
         return ChunkSpec(

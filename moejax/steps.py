@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax.cache import KVCache
+from moejax.cache import KVCache, empty_cache
+from moejax.models.config import ModelConfig
 from moejax.models.transformer import ChunkSpec, Transformer, merge_weights
 from moejax.sampling import Sampling, draw, penalized
 
@@ -32,6 +33,23 @@ class DecodeState:
     done: jax.Array  # bool[B]
     keys: jax.Array  # key[B], the random stream of each row
     seen: jax.Array | None  # bool[B, V], for the repetition penalty; None when it is off
+
+
+def fresh(
+    config: ModelConfig, cache_length: int, dtype: jnp.dtype, seeds: jax.Array
+) -> tuple[KVCache, jax.Array, jax.Array]:
+    """What a batch starts with: an empty cache, `last_hidden` of zeros, and a key for each row.
+
+    Args:
+      config: static.
+      cache_length: static, S.
+      dtype: static, of the activations.
+      seeds: uint32[B].
+    """
+    batch = seeds.shape[0]
+    hidden = jnp.zeros((batch, config.model_dim), dtype)
+    keys = jax.vmap(jax.random.key)(seeds)
+    return empty_cache(config, batch, cache_length, dtype), hidden, keys
 
 
 def prefill_chunk(
@@ -115,7 +133,7 @@ def first_token(
     lengths: jax.Array,
     sampling: Sampling,
     eos_ids: jax.Array,
-) -> DecodeState:
+) -> tuple[DecodeState, jax.Array]:
     """The state after the prompts: their first new token, not yet in the cache.
 
     Args:
@@ -129,11 +147,14 @@ def first_token(
       lengths: int32[B].
       sampling: settings of each row.
       eos_ids: int32[n], tokens that end a row; -1 matches none.
+
+    Returns:
+      The state, and its tokens once more as int32[B, 1], which outlive its donation.
     """
     model = merge_weights(definition, weights)
     tokens, keys, seen = _next_tokens(model, last_hidden, keys, seen, sampling, all_greedy)
     done = jnp.any(tokens[:, None] == eos_ids[None], axis=1)
-    return DecodeState(cache, tokens, lengths, done, keys, seen)
+    return DecodeState(cache, tokens, lengths, done, keys, seen), tokens[:, None]
 
 
 def decode(
@@ -165,7 +186,9 @@ def decode(
     """
     model = merge_weights(definition, weights)
 
-    def step(index: jax.Array, carry: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, jax.Array]:
+    def step(
+        index: jax.Array, carry: tuple[DecodeState, jax.Array]
+    ) -> tuple[DecodeState, jax.Array]:
         state, emitted = carry
         mask = ~state.done[:, None]
         cache, hidden = model(

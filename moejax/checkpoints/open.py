@@ -13,9 +13,12 @@ from moejax.checkpoints.orbax_directory import (
     read_orbax_description,
 )
 from moejax.checkpoints.resolve import resolve_checkpoint
+from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
 from moejax.models.hf_config import read_model_config
 from moejax.tokenizer import read_eos_ids
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +51,10 @@ class Checkpoint:
         )
 
     def _dtype(self, name: str, device: jax.Device) -> jnp.dtype:
-        if name != "auto":
+        if name in DTYPES:
             return jnp.dtype(name)
+        if name != "auto":
+            raise MoejaxError(f"dtype {name!r} is none of auto, {', '.join(DTYPES)}")
         if device.platform == "cpu":
             return jnp.dtype(jnp.float32)
         if is_orbax_directory(self.directory):

@@ -11,7 +11,6 @@ from moejax.models.norm import rms_norm
 from moejax.models.parameter import stacked_parameter
 from moejax.models.rope import rotate
 
-
 AttentionVia = Literal["xla", "cudnn"]
 
 CUDNN_MAX_HEAD_DIM = 128

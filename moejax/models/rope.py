@@ -4,9 +4,7 @@ import jax
 import jax.numpy as jnp
 
 
-def rotary_angles(
-    positions: jax.Array, head_dim: int, theta: float
-) -> tuple[jax.Array, jax.Array]:
+def rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine of position * theta^(-2i/C) (Su et al. 2021, eq. 15).
 
     Args:

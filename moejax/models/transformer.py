@@ -1,6 +1,6 @@
 """The decoder: Qwen3-MoE and Mixtral, one module over layer-stacked weights."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -149,11 +149,15 @@ def merge_weights(
       definition: of `model_definition`.
       weights: named and shaped as `weight_shapes`.
     """
-    leaves = {tuple(name.split(".")): nnx.Param(leaf) for name, leaf in weights.items()}
+    leaves: dict[Any, Any] = {
+        tuple(name.split(".")): nnx.Param(leaf) for name, leaf in weights.items()
+    }
     return nnx.merge(definition, nnx.from_flat_state(leaves))
 
 
 def flat_weights(model: Transformer) -> dict[str, jax.Array]:
     """The weights of a model as a flat dict, in the order of `weight_shapes`."""
-    flat = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model))}
+    flat = {
+        ".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model))
+    }
     return {name: flat[name] for name in weight_shapes(model.config)}

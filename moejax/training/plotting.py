@@ -10,6 +10,17 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines() if line]
 
 
+def without_repeats(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that count: a resumed run repeats the steps since its checkpoint."""
+    kept: list[dict[str, Any]] = []
+    for row in rows:
+        step = row.get("step", 0)
+        if row["event"] in ("train", "valid"):
+            kept = [r for r in kept if r["event"] != row["event"] or r.get("step", 0) < step]
+        kept.append(row)
+    return kept
+
+
 def draw_loss_curve(log_path: Path, image_path: Path) -> bool:
     """Draws training loss and held-out bits per byte; False where matplotlib is missing."""
     try:
@@ -19,7 +30,7 @@ def draw_loss_curve(log_path: Path, image_path: Path) -> bool:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = read_log(log_path)
+    rows = without_repeats(read_log(log_path))
     train = [row for row in rows if row["event"] == "train"]
     valid = [row for row in rows if row["event"] == "valid"]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
@@ -37,7 +48,7 @@ def draw_loss_curve(log_path: Path, image_path: Path) -> bool:
         right.plot(*zip(*points, strict=True), label=name.removeprefix("valid/"), marker=".")
     right.set(xlabel="step", ylabel="bits per byte", title="Held-out text")
     if valid:
-        right.legend(fontsize=8)
+        right.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(image_path, dpi=120)
     pyplot.close(figure)
     return True
