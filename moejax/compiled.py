@@ -16,12 +16,14 @@ class CompiledPrograms:
     Attributes:
       seconds: spent in tracing, lowering and compiling so far.
       num_traces: programs built so far; constant after warm-up.
+      history: function name and seconds of each, in order.
     """
 
     def __init__(self) -> None:
         self._programs: dict[Hashable, jax.stages.Compiled] = {}
         self.seconds = 0.0
         self.num_traces = 0
+        self.history: list[tuple[str, float]] = []
 
     def get(
         self,
@@ -51,6 +53,8 @@ class CompiledPrograms:
             )
             program = jitted.lower(*arguments).compile()
             self._programs[key] = program
-            self.seconds += time.perf_counter() - start
+            spent = time.perf_counter() - start
+            self.seconds += spent
             self.num_traces += 1
+            self.history.append((function.__name__, spent))
         return program

@@ -179,7 +179,7 @@ def decode(
       weights: of the model.
       sampling: settings of each row.
       eos_ids: int32[n], tokens that end a row; -1 matches none.
-      num_steps: int32[], at most `buffer_length`.
+      num_steps: int32[], at most `buffer_length`; taken to be 1 where that is 1.
 
     Returns:
       The state and int32[B, buffer_length] new tokens; -1 after a row's end and beyond `num_steps`.
@@ -204,4 +204,6 @@ def decode(
         return DecodeState(cache, tokens, positions, done, keys, seen), emitted
 
     emitted = jnp.full((state.tokens.shape[0], buffer_length), -1, jnp.int32)
+    if buffer_length == 1:  # no loop: on a GPU one would wait for the host's look at its condition
+        return step(jnp.int32(0), (state, emitted))
     return jax.lax.fori_loop(0, num_steps, step, (state, emitted))

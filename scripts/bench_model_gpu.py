@@ -14,6 +14,7 @@ import functools
 import gzip
 import json
 import math
+import re
 import statistics
 import tempfile
 import time
@@ -107,9 +108,9 @@ def read_bandwidth(device: jax.Device) -> float:
     return x.nbytes / min(times)
 
 
-def launches(directory: Path) -> collections.Counter[str]:
-    """Kernel and copy events on the GPU's streams in a profile, by name."""
-    found: collections.Counter[str] = collections.Counter()
+def launches(directory: Path) -> dict[str, tuple[int, float]]:
+    """Count and microseconds of the events on the GPU's streams, by name without its number."""
+    found: dict[str, tuple[int, float]] = collections.defaultdict(lambda: (0, 0.0))
     for path in directory.rglob("*.trace.json.gz"):
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
         names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
@@ -121,7 +122,9 @@ def launches(directory: Path) -> collections.Counter[str]:
         for event in events:
             on_gpu = "GPU" in names.get(event.get("pid"), "")
             if on_gpu and event.get("ph") == "X" and (event["pid"], event["tid"]) in streams:
-                found[event["name"]] += 1
+                name = re.sub(r"[_.\d]+$", "", event["name"])
+                count, spent = found[name]
+                found[name] = (count + 1, spent + event["dur"])
     return found
 
 
@@ -169,10 +172,17 @@ def main(argv: list[str]) -> None:
         label = f"batch {batch} prompt {_PROMPT.value}"
         for steps_per_call in (STEPS_PER_CALL, 1):
             timings = []
+            num_programs = runner.programs.num_traces
             for repeat in range(_REPEATS.value + 1):
                 *_, (_, timing) = runner.run(prompts, _CONTEXT.value, settings, (), steps_per_call)
                 if repeat == 0:
-                    record(f"{label} compile, calls of {steps_per_call}", timing.compile_s, "s")
+                    where = "with the cache" if _CACHE.value else "no cache"
+                    record(
+                        f"{label} compile, calls of {steps_per_call}, {where}",
+                        timing.compile_s,
+                        "s",
+                        **dict(runner.programs.history[num_programs:]),
+                    )
                 else:
                     timings.append(timing)
             ttft = statistics.median(t.ttft_s for t in timings)
@@ -193,12 +203,12 @@ def main(argv: list[str]) -> None:
                 plain_sum_tb_per_s=bandwidth / 1e12,
             )
         session = runner.prefill(prompts, _CONTEXT.value, settings, ())
-        step = runner.decode(session, 1, STEPS_PER_CALL)
+        step = runner.decode(session, 1, 1)
         jax.block_until_ready((session.state, step))
         start = time.perf_counter()
         num_dispatches = 20
         for _ in range(num_dispatches):
-            runner.decode(session, 1, STEPS_PER_CALL)
+            runner.decode(session, 1, 1)
         dispatch = (time.perf_counter() - start) / num_dispatches
         jax.block_until_ready(session.state)
         record(f"{label} dispatch of one step call", dispatch * 1e3, "ms")
@@ -207,9 +217,11 @@ def main(argv: list[str]) -> None:
                 step = runner.decode(session, STEPS_PER_CALL, STEPS_PER_CALL)
                 jax.block_until_ready((session.state, step))
             counted = launches(Path(trace))
-        record(f"{label} launches a token", counted.total() / STEPS_PER_CALL, "launches")
-        for name, count in counted.most_common(25):
-            print(f"      {count / STEPS_PER_CALL:8.1f} {name[:100]}")
+        num_launches = sum(count for count, _ in counted.values())
+        record(f"{label} launches a token", num_launches / STEPS_PER_CALL, "launches")
+        for name, (count, spent) in sorted(counted.items(), key=lambda item: -item[1][1])[:20]:
+            per_token = count / STEPS_PER_CALL, spent / STEPS_PER_CALL
+            print("      {:8.1f} launches {:8.1f} us  {}".format(*per_token, name[:80]))
     if _OUTPUT.value:
         append_rows(Path(_OUTPUT.value), rows)
 
