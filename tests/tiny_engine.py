@@ -1,41 +1,80 @@
-"""A tiny random model with a tokenizer, loaded as a user would."""
+"""A tiny random model and a tokenizer, written as a checkpoint and loaded as a user would.
+
+Two layers keep compiling short; the weights are drawn wide, so that routing and logits are far
+from ties.
+"""
 
 import itertools
-import json
 import string
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import decoders, models
 
 from moejax import Engine
-from tests.hf_checkpoints import write_checkpoint
+from moejax.checkpoints import save_hf_checkpoint
+from moejax.models.config import ModelConfig, weight_shapes
 
-VOCAB_SIZE = 160  # of the checkpoints of tests.hf_checkpoints
+VOCAB_SIZE = 160
+CONFIG = ModelConfig(
+    family="qwen3_moe",
+    vocab_size=VOCAB_SIZE,
+    model_dim=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    num_experts=8,
+    experts_per_token=2,
+    expert_dim=16,
+    mlp_dim=40,
+    moe_layers=(0, 1),
+    norm_topk_prob=True,
+    norm_eps=1e-6,
+    rope_theta=1e4,
+    max_positions=256,
+    tied_embeddings=False,
+    qk_norm=True,
+    attention_bias=False,
+    sliding_window=None,
+)
 CHARACTERS = [chr(code) for code in range(32, 127)]
 PAIRS = list(itertools.product(string.ascii_lowercase, repeat=2))[7::10][: VOCAB_SIZE - 95]
 
 
-def write_tokenizer(directory: Path) -> None:
-    """A tokenizer.json whose every id spells one or two printable characters."""
+def random_weights(config: ModelConfig) -> dict[str, np.ndarray]:
+    """Norms around one, everything else N(0, 0.3^2)."""
+    rng = np.random.default_rng(0)
+    return {
+        name: (name.endswith("norm") + 0.3 * rng.standard_normal(shape)).astype(np.float32)
+        for name, shape in weight_shapes(config).items()
+    }
+
+
+def tokenizer_json() -> bytes:
+    """A tokenizer whose every id spells one or two printable characters."""
     pieces = CHARACTERS + ["".join(pair) for pair in PAIRS]
     assert len(pieces) == VOCAB_SIZE
     vocab = {piece: i for i, piece in enumerate(pieces)}
     encoder = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=PAIRS))
     encoder.decoder = decoders.Fuse()
-    encoder.save(str(directory / "tokenizer.json"))
+    return encoder.to_str().encode()
 
 
 def load_tiny_engine(
-    parent: Path, *, tokenizer: bool = True, eos_ids: tuple[int, ...] = (), **how: Any
+    directory: Path, *, tokenizer: bool = True, eos_ids: tuple[int, ...] = (), **how: Any
 ) -> Engine:
-    """Qwen3-MoE with 160 tokens and a context of 256, in float32 on the CPU."""
-    directory = write_checkpoint("qwen3", parent)
-    if tokenizer:
-        write_tokenizer(directory)
-    fields = {"eos_token_id": list(eos_ids)} if eos_ids else {}
-    (directory / "generation_config.json").write_text(json.dumps(fields))
+    """Float32 on the CPU, from a checkpoint written to `directory`."""
+    save_hf_checkpoint(
+        directory,
+        CONFIG,
+        random_weights(CONFIG),
+        dtype=np.dtype(np.float32),
+        token_ids={"eos_token_id": list(eos_ids)} if eos_ids else None,
+        extra_files={"tokenizer.json": tokenizer_json()} if tokenizer else None,
+    )
     return Engine.from_pretrained(
         directory, dtype="float32", platform="cpu", compilation_cache="", progress=False, **how
     )

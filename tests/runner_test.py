@@ -1,0 +1,356 @@
+"""Chunks, the cache and its memory, retraces, transfers: how a runner comes to its answers."""
+
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax import Engine, cache, runner, steps
+from moejax.generation import GenerationSettings
+from moejax.runner import Runner, Session, length_bucket, prefill_chunks
+from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
+
+RELATIVE = 1e-5
+CONTEXT = 256
+ENGINE: Engine
+
+
+def setUpModule():
+    """One engine for the file: most of the time is compiling."""
+    global ENGINE
+    with tempfile.TemporaryDirectory() as directory:
+        ENGINE = load_tiny_engine(Path(directory), tokenizer=False)
+
+
+def random_tokens(*shape: int) -> np.ndarray:
+    """int[shape]."""
+    return np.random.default_rng(shape).integers(0, VOCAB_SIZE, shape)
+
+
+def largest_prefill(length: int) -> Any:
+    """Chunks of at most `length` positions, 1 being the very path of decoding."""
+    return mock.patch.object(runner, "MAX_PREFILL_LENGTH", length)
+
+
+def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+    """The largest over all positions: norm of the error over norm of what was expected."""
+    found, expected = (np.asarray(a).astype(np.float64) for a in (found, expected))
+    error = np.linalg.norm(found - expected, axis=-1)
+    return float((error / np.linalg.norm(expected, axis=-1)).max())
+
+
+def start(
+    serving: Runner, prompts: list[list[int]], cache_length: int = CONTEXT, **how: Any
+) -> Session:
+    return serving.prefill(prompts, cache_length, GenerationSettings.of(**how), ())
+
+
+class BucketTest(parameterized.TestCase):
+    @parameterized.parameters((1, 16), (16, 16), (17, 32), (100, 128), (129, 200), (200, 200))
+    def test_length_bucket(self, length, expected):
+        self.assertEqual(length_bucket(length, 16, 200), expected)
+
+    @parameterized.parameters(
+        (5, 256, [(0, 16)]),
+        (5, 6, [(0, 6)]),
+        (1024, 4096, [(0, 1024)]),
+        (1025, 4096, [(0, 1024), (1024, 16)]),
+        (3000, 4096, [(0, 1024), (1024, 1024), (2048, 1024)]),
+        (1500, 1600, [(0, 1024), (1024, 512)]),
+        (1590, 1600, [(0, 1024), (1024, 576)]),
+        (1025, 1026, [(0, 1024), (1024, 2)]),
+    )
+    def test_prefill_chunks(self, length, cache_length, expected):
+        self.assertEqual(list(prefill_chunks(length, cache_length)), expected)
+
+    def test_chunks_cover_any_prompt_and_stay_in_the_cache(self):
+        with largest_prefill(64):
+            for cache_length in (17, 64, 65, 100, 256):
+                for length in range(1, cache_length):
+                    chunks = list(prefill_chunks(length, cache_length))
+                    ends = [begin + size for begin, size in chunks]
+                    self.assertEqual([begin for begin, _ in chunks], [0, *ends[:-1]])
+                    self.assertBetween(ends[-1], length, cache_length)
+
+
+class ChunkTest(parameterized.TestCase):
+    @parameterized.parameters(16, 1)
+    def test_logits_of_chunks_are_those_of_the_whole(self, largest):
+        tokens = random_tokens(2, 32)
+        whole = ENGINE.logits(tokens)
+        with largest_prefill(largest):
+            parts = ENGINE.logits(tokens)
+        self.assertLess(relative_error(parts, whole), RELATIVE)
+
+    def test_a_cache_filled_in_chunks_or_by_decoding_is_the_same(self):
+        serving = ENGINE._runner
+        lengths, num_new = (25, 7), 16
+        prompts = [random_tokens(length).tolist() for length in lengths]
+        session = start(serving, prompts)
+        first = np.asarray(session.state.tokens)[:, None]
+        whole = jax.device_get(session.state.cache)
+        with largest_prefill(16):
+            in_chunks = start(serving, prompts)
+        np.testing.assert_array_equal(in_chunks.state.tokens, first[:, 0])
+        self._check_equal(in_chunks.state.cache, whole, lengths)
+
+        emitted = np.asarray(serving.decode(session, num_new, num_new))
+        written = np.concatenate([first, emitted[:, :-1]], axis=1).tolist()
+        full = [prompt + row for prompt, row in zip(prompts, written, strict=True)]
+        at_once = start(serving, full)
+        self._check_equal(
+            session.state.cache,
+            jax.device_get(at_once.state.cache),
+            [length + num_new for length in lengths],
+        )
+        np.testing.assert_array_equal(at_once.state.tokens, emitted[:, -1])
+        np.testing.assert_array_equal(session.state.positions, at_once.state.positions)
+
+    def _check_equal(self, found: cache.KVCache, expected: cache.KVCache, lengths: Any) -> None:
+        for row, length in enumerate(lengths):
+            for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+                got, want = (np.asarray(a)[:, row, :, :length] for a in (got, want))
+                self.assertLess(relative_error(got, want), RELATIVE)
+
+    def test_a_row_that_ended_emits_nothing_and_keeps_its_place(self):
+        serving = ENGINE._runner
+        prompt = random_tokens(20).tolist()
+        free = start(serving, [prompt])
+        tokens = np.asarray(serving.decode(free, 6, 16))[0, :6].tolist()
+        session = serving.prefill([prompt], CONTEXT, GenerationSettings(), (tokens[2],))
+        emitted = np.asarray(serving.decode(session, 6, 16))[0]
+        end = tokens.index(tokens[2]) + 1
+        np.testing.assert_array_equal(emitted, tokens[:end] + [-1] * (16 - end))
+        self.assertEqual(int(session.state.positions[0]), 20 + end)
+
+
+class CacheTest(parameterized.TestCase):
+    SHAPE = (2, 3, 2, 8, 4)  # L, B, K, S, C
+
+    def _full_of(self, value: float) -> cache.KVCache:
+        return cache.KVCache(jnp.full(self.SHAPE, value), jnp.full(self.SHAPE, -value))
+
+    def test_a_chunk_lands_where_it_belongs(self):
+        new = np.random.default_rng(0).standard_normal((2, 3, 3, 2, 4)).astype(np.float32)
+        expected = np.full(self.SHAPE, 9.0, np.float32)
+        expected[1, :, :, 4:7] = new[0].swapaxes(1, 2)
+        found = self._full_of(9.0).write_chunk(1, *jnp.asarray(new), jnp.int32(4))
+        np.testing.assert_array_equal(found.keys, expected)
+        np.testing.assert_array_equal(found.values[1, :, :, 4:7], new[1].swapaxes(1, 2))
+        np.testing.assert_array_equal(found.values[0], -9.0)
+
+    def test_a_token_lands_at_its_position_and_outside_nowhere(self):
+        new = np.random.default_rng(1).standard_normal((2, 3, 1, 2, 4)).astype(np.float32)
+        positions = jnp.asarray([0, 7, 8], jnp.int32)
+        found = self._full_of(9.0).write_token(0, *jnp.asarray(new), positions)
+        expected = np.full(self.SHAPE, 9.0, np.float32)
+        expected[0, 0, :, 0], expected[0, 1, :, 7] = new[0, 0, 0], new[0, 1, 0]
+        np.testing.assert_array_equal(found.keys, expected)
+
+    def test_a_broken_invariant_is_named(self):
+        self._full_of(1.0).check()
+        for values in (jnp.zeros((2, 3, 2, 9, 4)), jnp.zeros(self.SHAPE, jnp.bfloat16)):
+            broken = dataclasses.replace(self._full_of(1.0), values=values)
+            with self.assertRaisesRegex(ValueError, "keys float32.* and values .* differ"):
+                broken.check()
+
+
+@contextlib.contextmanager
+def recorded_programs(serving: Runner) -> Iterator[dict[Any, Any]]:
+    """The compiled programs that were called meanwhile, by function."""
+    programs: dict[Any, Any] = {}
+    get = serving.programs.get
+
+    def recording(function: Any, *arguments: Any, **how: Any) -> Any:
+        programs[function] = get(function, *arguments, **how)
+        return programs[function]
+
+    with mock.patch.object(serving.programs, "get", recording):
+        yield programs
+
+
+class MemoryTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        config = dataclasses.replace(ENGINE.config, max_positions=4096)
+        self.runner = Runner(config, ENGINE.weights, ENGINE.device)
+        self.prompts = [random_tokens(25).tolist(), random_tokens(7).tolist()]
+
+    def _cache_bytes(self, length: int) -> int:
+        shape = cache.cache_shape(ENGINE.config, len(self.prompts), length)
+        return 2 * int(np.prod(shape)) * 4
+
+    def test_the_cache_is_donated_and_unused_slots_cost_nothing(self):
+        temporary = {}
+        for length in (256, 2048):
+            with recorded_programs(self.runner) as programs:
+                session = start(self.runner, self.prompts, length)
+                self.runner.decode(session, 4, 16)
+            state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(session.state))
+            for function in (steps.prefill_chunk, steps.first_token, steps.decode):
+                memory = programs[function].memory_analysis()
+                self.assertGreaterEqual(memory.alias_size_in_bytes, self._cache_bytes(length))
+                temporary[function, length] = memory.temp_size_in_bytes
+            # The whole state aliases, not the cache alone.
+            decode = programs[steps.decode].memory_analysis()
+            self.assertGreaterEqual(
+                decode.alias_size_in_bytes, state_bytes - 16 * len(self.prompts)
+            )
+        for function in (steps.prefill_chunk, steps.first_token, steps.decode):
+            # A copy of the unused slots, of one layer's keys even, would be far more.
+            grown = temporary[function, 2048] - temporary[function, 256]
+            unused = self._cache_bytes(2048) - self._cache_bytes(256)
+            self.assertLess(grown, unused / ENGINE.config.num_layers / 2 / 10)
+        self.assertLess(temporary[steps.decode, 2048], self._cache_bytes(256))
+
+    def test_the_buffers_stay_where_they_are(self):
+        session = start(self.runner, self.prompts)
+        places = self._places(session)
+        for _ in range(3):
+            before = session.state
+            self.runner.decode(session, 4, 16)
+            self.assertEqual(self._places(session), places)
+            self.assertTrue(before.cache.keys.is_deleted())
+            self.assertTrue(before.tokens.is_deleted())
+
+    def _places(self, session: Session) -> list[int]:
+        return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(session.state.cache)]
+
+
+@contextlib.contextmanager
+def counted_compilations() -> Iterator[list[str]]:
+    """Names of JAX's own tracing and compiling events meanwhile."""
+    events: list[str] = []
+
+    def listen(event: str, duration: float, **_: Any) -> None:
+        if event.startswith("/jax/core/compile"):
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield events
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+class RetraceTest(parameterized.TestCase):
+    def test_nothing_is_traced_after_the_warm_up(self):
+        def generate(length: int, **how: Any) -> Any:
+            return ENGINE.generate(random_tokens(length).tolist(), **how)[0]
+
+        with counted_compilations() as events:
+            jax.jit(lambda x: x + 1)(1)
+        self.assertNotEmpty(events)
+        for how in (
+            {"temperature": 0.0},
+            {"temperature": 1.0, "repetition_penalty": 1.2, "seed": 1},
+        ):
+            before = ENGINE.compile_seconds
+            warm_up = generate(20, max_new_tokens=18, **how)
+            self.assertAlmostEqual(warm_up.timing.compile_s, ENGINE.compile_seconds - before)
+            ENGINE.logits(random_tokens(1, 20))
+            traces, seconds = ENGINE.num_traces, ENGINE.compile_seconds
+            self.assertGreater(seconds, 0)
+            self.assertGreater(traces, 0)
+            with counted_compilations() as events:
+                for length in (17, 25, 32):  # the bucket of 20
+                    generate(length, max_new_tokens=18, **how)
+                    ENGINE.logits(random_tokens(1, length))
+                generate(20, **{**how, "max_new_tokens": 40, "seed": 7})
+                if how["temperature"]:
+                    changed = {"temperature": 0.3, "repetition_penalty": 1.5, "top_k": 4}
+                    generate(20, **changed, top_p=0.5, min_p=0.1)
+                again = generate(20, max_new_tokens=18, **how)
+            self.assertEqual(events, [])
+            self.assertEqual((ENGINE.num_traces, ENGINE.compile_seconds), (traces, seconds))
+            self.assertEqual(again.timing.compile_s, 0)
+            self.assertEqual(again.tokens, warm_up.tokens)
+
+
+class TransferTest(parameterized.TestCase):
+    PROMPT = tuple(random_tokens(20).tolist())
+    SAMPLED: ClassVar = {"max_new_tokens": 20, "temperature": 1.0, "repetition_penalty": 1.1}
+
+    def test_nothing_is_put_in_silence(self):
+        def run() -> list[Any]:
+            stream = ENGINE.stream(self.PROMPT, **self.SAMPLED)
+            return [
+                ENGINE.generate(self.PROMPT, max_new_tokens=20)[0].tokens,
+                ENGINE.generate(self.PROMPT, **self.SAMPLED)[0].tokens,
+                [chunk.token for chunk in stream],
+                ENGINE.logits([self.PROMPT]).tolist(),
+            ]
+
+        expected = run()  # compiles
+        with jax.transfer_guard("disallow"):
+            self.assertEqual(run(), expected)
+
+    def test_the_guard_would_notice(self):
+        session = start(ENGINE._runner, [self.PROMPT])
+        with (
+            mock.patch.object(ENGINE._runner, "_put", lambda array: array),
+            jax.transfer_guard("disallow"),
+            self.assertRaisesRegex(Exception, "Disallowed host-to-device transfer"),
+        ):
+            ENGINE._runner.decode(session, 15, 16)
+
+    @parameterized.parameters((40, 1 + 3), (1, 1), (17, 1 + 1), (18, 1 + 2))
+    def test_one_read_a_call_of_16_steps(self, max_new_tokens, expected):
+        ENGINE.generate(self.PROMPT, max_new_tokens=max_new_tokens)
+        with self._counted_reads() as reads:
+            ENGINE.generate(self.PROMPT, max_new_tokens=max_new_tokens)
+        self.assertLen(reads, expected)
+        self.assertLessEqual(max(shape[1] for shape in reads), 16)
+
+    def test_one_read_a_streamed_token(self):
+        list(ENGINE.stream(self.PROMPT, **self.SAMPLED))
+        with self._counted_reads() as reads:
+            list(ENGINE.stream(self.PROMPT, **self.SAMPLED))
+        self.assertEqual(reads, [(1, 1)] * 20)
+
+    @contextlib.contextmanager
+    def _counted_reads(self) -> Iterator[list[tuple[int, ...]]]:
+        """Shapes of the device arrays that were read by `np.asarray`; other ways raise.
+
+        On a CPU the transfer guard lets reads pass, so the conversions themselves are patched.
+        """
+        reads: list[tuple[int, ...]] = []
+        asarray = np.asarray
+
+        def counting(array: Any, *args: Any, **how: Any) -> np.ndarray:
+            if isinstance(array, jax.Array):
+                reads.append(array.shape)
+            return asarray(array, *args, **how)
+
+        def refuse(array: jax.Array) -> None:
+            raise AssertionError(f"{array.shape} was read from the device")
+
+        array_type = type(jnp.zeros(()))
+        with (
+            mock.patch.object(array_type, "_value", property(refuse)),
+            mock.patch.object(np, "asarray", counting),
+        ):
+            yield reads
+
+    def test_other_reads_would_be_noticed(self):
+        array = jnp.arange(3)
+        with self._counted_reads() as reads:
+            for read in (int, float, bool):
+                with self.assertRaisesRegex(AssertionError, "was read"):
+                    read(array[0])
+            with self.assertRaisesRegex(AssertionError, "was read"):
+                array.tolist()
+            np.asarray(array)
+        self.assertEqual(reads, [(3,)])
+
+
+if __name__ == "__main__":
+    absltest.main()
