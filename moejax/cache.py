@@ -15,7 +15,7 @@ class KVCache:
 
     Invariants:
       * `keys` and `values` have one shape [L, B, K, S, C] and one dtype, and keep them;
-      * a slot beyond a sequence's length may hold anything: readers mask by position;
+      * a slot beyond a sequence's length may hold any finite number: readers mask by position;
       * a position is written before it is first read.
     """
 
