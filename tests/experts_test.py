@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from moejax.models import moe
 from pallas_kernels import expert_mlp
 from tests import numpy_model
+from tests.host_test_case import HostTestCase
 from tests.numpy_model import TINY, assert_near
 
 
-class RouteTest(parameterized.TestCase):
+class RouteTest(HostTestCase):
     @parameterized.product(width=(1, 2, 5), normalized=(True, False))
     def test_equals_float64(self, width, normalized):
         config = dataclasses.replace(TINY, experts_per_token=width, norm_topk_prob=normalized)
@@ -83,7 +84,7 @@ ROUTINGS = {
 }
 
 
-class ExpertsTest(parameterized.TestCase):
+class ExpertsTest(HostTestCase):
     def _operands(self, ids: np.ndarray, dtype: str = "float32") -> tuple[Any, ...]:
         rng = np.random.default_rng(6)
         ids = np.asarray(ids)

@@ -22,6 +22,7 @@ from moejax.models.transformer import (
     model_definition,
 )
 from tests import numpy_model
+from tests.host_test_case import HostTestCase
 from tests.numpy_model import TINY, TOLERANCE, assert_near
 
 CONFIGS = {
@@ -53,7 +54,7 @@ def wide_weights(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     }  # fmt: skip
 
 
-class PartsTest(parameterized.TestCase):
+class PartsTest(HostTestCase):
     @parameterized.product(dtype=sorted(TOLERANCE), scale=(1e-3, 1.0, 300.0))
     def test_rms_norm(self, dtype, scale):
         rng = np.random.default_rng(1)
@@ -143,7 +144,7 @@ def loss_of(logits, probabilities, tokens, slope, numpy):
     return -chosen.mean() + (probabilities * slope).mean()
 
 
-class TransformerTest(parameterized.TestCase):
+class TransformerTest(HostTestCase):
     def setUp(self):
         super().setUp()
         self.tokens = np.random.default_rng(8).integers(0, TINY.vocab_size, (2, 7))

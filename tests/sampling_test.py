@@ -14,6 +14,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from moejax.sampling import Sampling, draw, filtered, penalized
+from tests.host_test_case import HostTestCase
 
 VOCAB_SIZE = 37
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
@@ -94,7 +95,7 @@ def min_p_is_clear(logits: np.ndarray, temperature: float, min_p: float) -> bool
     return bool(np.abs(ratio - np.log(min_p)).min() > MASS_ROUNDING)
 
 
-class FilteredTest(parameterized.TestCase):
+class FilteredTest(HostTestCase):
     @parameterized.parameters(
         {"temperature": 0.3},
         {"temperature": 2.5},
@@ -188,7 +189,7 @@ class FilteredTest(parameterized.TestCase):
             np.testing.assert_array_equal(mask, row >= edge)
 
 
-class PenalizedTest(parameterized.TestCase):
+class PenalizedTest(HostTestCase):
     @parameterized.parameters(0.5, 1.0, 1.3, 5.0)
     def test_equals_the_processor_of_transformers(self, penalty):
         logits = random_logits(seed=3)
@@ -210,7 +211,7 @@ def keys_of(seeds: Sequence[int]) -> jax.Array:
     return jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))
 
 
-class DrawTest(parameterized.TestCase):
+class DrawTest(HostTestCase):
     @parameterized.parameters(True, False)
     def test_temperature_0_takes_the_best(self, all_greedy):
         logits = random_logits(seed=6)
