@@ -90,6 +90,89 @@ class FaultTest(parameterized.TestCase):
         file.write_bytes(content.replace(b'"shape":[160,32]', b'"shape":[160,31]', 1))
         self.assert_refused(path, "not a safetensors file", "20480 bytes, its shape needs 19840")
 
+    def _headed(self, header, data=b"\0" * 16):
+        """A checkpoint whose weight file has this header and these data."""
+        path = write_checkpoint("qwen3", self.directory)
+        text = header if isinstance(header, str) else json.dumps(header)
+        length = len(text).to_bytes(8, "little")
+        (path / "model.safetensors").write_bytes(length + text.encode() + data)
+        return path
+
+    @parameterized.parameters(
+        ([-8, 8], [4], "expected integers from 0"),
+        ([0, 8.0], [2], "expected integers from 0"),
+        ([0, 16], [4.0], "shape [4.0], expected integers from 0"),
+        ([0, 16], [True, 4], "shape [True, 4], expected"),
+        ([0, 16], 4, "shape 4, expected"),
+        ([0], [4], "expected two"),
+        ([16, 8], [2], "a is at 16..8"),
+        ([4, 16], [3], "a is at 4..16, expected it to begin at 0"),
+        ([0, 12], [3], "4 bytes follow the last tensor"),
+    )
+    def test_layout(self, offsets, shape, message):
+        path = self._headed({"a": {"dtype": "F32", "shape": shape, "data_offsets": offsets}})
+        self.assert_refused(path, "model.safetensors is not a safetensors file", message)
+
+    @parameterized.parameters(([4, 12], [2]), ([12, 16], [1]))
+    def test_overlap_and_gap(self, offsets, shape):
+        first = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+        path = self._headed({"b": {**first, "shape": shape, "data_offsets": offsets}, "a": first})
+        self.assert_refused(path, f"b is at {offsets[0]}", "expected it to begin at 8")
+
+    def test_nested_header(self):
+        self.assert_refused(self._headed('{"a":' + "[" * 100_000), "header nested too deep")
+
+    def test_tensor_in_two_shards(self):
+        path = write_checkpoint("qwen3_bf16_sharded", self.directory)
+        first, second = sorted(path.glob("model-*.safetensors"))[:2]
+        shutil.copy(first, second)
+        self.assert_refused(path, f"is in {first} and in {second.name} as well")
+
+    @parameterized.parameters(
+        ("model-00001-of-00008.safetensors", "in model-00001-of-00008.safetensors, but model-0"),
+        (None, "in no file, but model-"),
+        ("../x.safetensors", "expected a file name"),
+        (3, "weight_map has 3 for "),
+    )
+    def test_index_that_disagrees(self, file, message):
+        path = write_checkpoint("qwen3_bf16_sharded", self.directory)
+        index = path / "model.safetensors.index.json"
+        fields = json.loads(index.read_text())
+        mapped = fields["weight_map"]
+        name = "model.norm.weight"  # not alone in its file
+        mapped[name] = file
+        if file is None:
+            del mapped[name]
+        index.write_text(json.dumps(fields))
+        self.assert_refused(path, str(index), name, message)
+
+    def test_index_names_a_tensor_that_is_not_there(self):
+        path = write_checkpoint("qwen3_bf16_sharded", self.directory)
+        index = path / "model.safetensors.index.json"
+        fields = json.loads(index.read_text())
+        fields["weight_map"]["none"] = "model-00001-of-00008.safetensors"
+        index.write_text(json.dumps(fields))
+        self.assert_refused(path, "has none in model-00001-of-00008", "but no file holds it")
+
+    def test_directory_for_a_file(self):
+        path = write_checkpoint("qwen3", self.directory)
+        file = path / "model.safetensors"
+        file.unlink()
+        file.mkdir()
+        self.assert_refused(path, f"{file} is a directory, expected a safetensors file")
+
+    @parameterized.parameters(
+        ("qwen3", "model.safetensors"),
+        ("qwen3", "config.json"),
+        ("qwen3_bf16_sharded", "model-00001-of-00008.safetensors"),
+        ("qwen3_bf16_sharded", "model.safetensors.index.json"),
+    )
+    def test_link_that_leads_nowhere(self, name, file):
+        path = write_checkpoint(name, self.directory)
+        (path / file).unlink()
+        (path / file).symlink_to("../blobs/none")
+        self.assert_refused(path, f"{path / file} is a link to ../blobs/none, which is not there")
+
     def test_unsupported_dtype(self):
         path = write_checkpoint("qwen3", self.directory)
         edit_tensors(
@@ -179,6 +262,22 @@ class ResolveTest(parameterized.TestCase):
     def test_no_such_directory(self, name):
         with self.assertRaisesRegex(MoejaxError, "no such directory: .*give a checkpoint's"):
             resolve_checkpoint(name)
+
+    @parameterized.parameters("a--b/c", "foo/bar..baz", "foo/-bar", "foo/" + "a" * 100)
+    def test_no_name_of_the_hub(self, name):
+        with self.assertRaisesRegex(MoejaxError, f"no directory {name} here.*names: ") as caught:
+            resolve_checkpoint(name)
+        self.assertNotIn("\n", str(caught.exception))
+
+    def test_nobodys_home(self):
+        with self.assertRaisesRegex(MoejaxError, "no such directory: ~nobody-here/x"):
+            resolve_checkpoint("~nobody-here/x")
+
+    def test_link_that_leads_nowhere(self):
+        path = self.directory / "link"
+        path.symlink_to("nowhere")
+        with self.assertRaisesRegex(MoejaxError, "link is a link to nowhere, which is not there"):
+            resolve_checkpoint(str(path))
 
     def test_file(self):
         path = self.directory / "model.safetensors"

@@ -1,6 +1,7 @@
 """What is written is read back, by transformers too; what is half written is no checkpoint."""
 
 import json
+import os
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -86,6 +87,14 @@ class HuggingFaceTest(WritingTest):
         self.assertEqual(json.loads((self.written / "generation_config.json").read_text()), ids)
         self.assertEqual((self.written / "README.md").read_bytes(), b"# Card")
         self.assertEqual(open_checkpoint(str(self.written)).eos_ids, (2, 3))
+
+    @parameterized.parameters(0o022, 0o027)
+    def test_files_follow_the_umask(self, umask):
+        config, weights = self._load(write_checkpoint("qwen3", self.directory))
+        self.addCleanup(os.umask, os.umask(umask))
+        save_hf_checkpoint(self.written, config, weights, dtype=jnp.float32, max_shard_bytes=60_000)
+        modes = {path.stat().st_mode & 0o777 for path in self.written.iterdir()}
+        self.assertEqual(modes, {0o666 & ~umask})
 
     def test_earlier_weights_are_replaced(self):
         for name, max_shard_bytes in (("qwen3", 30_000), ("mixtral", 10**9), ("qwen3", 60_000)):

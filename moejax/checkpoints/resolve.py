@@ -27,9 +27,14 @@ def resolve_checkpoint(name: str, *, cache_dir: Path | None = None) -> Path:
     """
     if name == DEMO:
         return DEMO_DIRECTORY
-    directory = Path(name).expanduser()
+    try:
+        directory = Path(name).expanduser()
+    except RuntimeError as error:  # there is no such user, or nobody's home is known
+        raise MoejaxError(f"no such directory: {name} ({error})") from error
     if directory.is_dir():
         return directory
+    if directory.is_symlink() and not directory.exists():
+        raise MoejaxError(f"{directory} is a link to {directory.readlink()}, which is not there")
     if directory.exists():
         raise MoejaxError(f"{directory} is a file; give the checkpoint's directory")
     if name.startswith(".") or not _HUB_NAME.fullmatch(name):
@@ -37,7 +42,14 @@ def resolve_checkpoint(name: str, *, cache_dir: Path | None = None) -> Path:
             f"no such directory: {name}; give a checkpoint's directory, {DEMO!r}, or a name on "
             'the Hugging Face hub such as "Qwen/Qwen3-30B-A3B"'
         )
-    return _cached(name, cache_dir) or _download(name, cache_dir)
+    try:
+        return _cached(name, cache_dir) or _download(name, cache_dir)
+    except HFValidationError as error:
+        reason = " ".join(str(error).split())
+        raise MoejaxError(
+            f"there is no directory {name} here, and the Hugging Face hub has no such names: "
+            f"{reason}"
+        ) from error
 
 
 def _cached(name: str, cache_dir: Path | None) -> Path | None:
@@ -57,7 +69,7 @@ def _download(name: str, cache_dir: Path | None) -> Path:
         return Path(
             huggingface_hub.snapshot_download(name, cache_dir=cache_dir, allow_patterns=_FILES)
         )
-    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__  # it has several lines
         raise MoejaxError(
             f"there is no directory {name} here, and the Hugging Face hub does not give it: "

@@ -46,26 +46,21 @@ def weight_files(directory: Path) -> list[Path]:
     """The files that hold the weights: one, or those that the index names.
 
     Raises:
-      MoejaxError: the directory, the weights or one of the shards is missing.
+      MoejaxError: the directory, the weights or one of the shards is missing, or one of these is
+        no file.
     """
     if not directory.is_dir():
         raise MoejaxError(f"no such directory: {directory}")
-    if (directory / WEIGHTS_FILE).exists():
-        return [directory / WEIGHTS_FILE]
-    if not (directory / INDEX_FILE).exists():
-        raise MoejaxError(
-            f"no {WEIGHTS_FILE} and no {INDEX_FILE} in {directory}; weights of other formats "
-            "must be converted to safetensors first"
-        )
-    weight_map = read_json(directory / INDEX_FILE).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise MoejaxError(f"{directory / INDEX_FILE} has no weight_map")
-    files = sorted({directory / str(name) for name in weight_map.values()})
-    if missing := [path.name for path in files if not path.exists()]:
-        raise MoejaxError(
-            f"{directory}: {len(missing)} of {len(files)} weight files are missing "
-            f"({', '.join(missing[:3])}); finish the download"
-        )
+    whole = directory / WEIGHTS_FILE
+    files = [whole] if _is_there(whole) else _shards(directory, _weight_map(directory))
+    for path in files:
+        if path.is_symlink() and not path.exists():
+            raise MoejaxError(
+                f"{path} is a link to {path.readlink()}, which is not there; download it again"
+            )
+        if not path.is_file():
+            kind = "a directory" if path.is_dir() else "a special file"
+            raise MoejaxError(f"{path} is {kind}, expected a safetensors file; download it again")
     return files
 
 
@@ -73,12 +68,68 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Every tensor of a checkpoint by name, from the headers alone.
 
     Raises:
-      MoejaxError: a file is missing, truncated, or no safetensors file.
+      MoejaxError: a file is missing, truncated, or no safetensors file; two files hold the same
+        tensor, or not what the index says.
     """
     tensors: dict[str, StoredTensor] = {}
     for path in weight_files(directory):
-        tensors |= _read_header(path)
+        found = _read_header(path)
+        if twice := sorted(found.keys() & tensors.keys()):
+            raise MoejaxError(
+                f"{twice[0]} is in {tensors[twice[0]].path} and in {path.name} as well; remove "
+                "one of the files or download both again"
+            )
+        tensors |= found
+    if not _is_there(directory / WEIGHTS_FILE):
+        _check_index(directory / INDEX_FILE, _weight_map(directory), tensors)
     return tensors
+
+
+def _is_there(path: Path) -> bool:
+    """True for a link that leads nowhere as well, which is not the same as no file."""
+    return path.exists() or path.is_symlink()
+
+
+def _weight_map(directory: Path) -> dict[str, str]:
+    """The file's name by the tensor's name, from the index.
+
+    Raises:
+      MoejaxError: there is no index, or its map is missing or broken.
+    """
+    index = directory / INDEX_FILE
+    if not _is_there(index):
+        raise MoejaxError(
+            f"no {WEIGHTS_FILE} and no {INDEX_FILE} in {directory}; weights of other formats "
+            "must be converted to safetensors first"
+        )
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise MoejaxError(f"{index} has no weight_map")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or file != Path(file).name:
+            raise MoejaxError(f"{index}: weight_map has {file!r} for {name}, expected a file name")
+    return weight_map
+
+
+def _shards(directory: Path, weight_map: dict[str, str]) -> list[Path]:
+    files = sorted({directory / name for name in weight_map.values()})
+    if missing := [path.name for path in files if not _is_there(path)]:
+        raise MoejaxError(
+            f"{directory}: {len(missing)} of {len(files)} weight files are missing "
+            f"({', '.join(missing[:3])}); finish the download"
+        )
+    return files
+
+
+def _check_index(index: Path, weight_map: dict[str, str], tensors: dict[str, StoredTensor]) -> None:
+    """Raises MoejaxError naming the first tensor that is not where the index has it."""
+    for name in sorted(tensors.keys() | weight_map.keys()):
+        said = weight_map.get(name, "no file")
+        found = tensors[name].path.name if name in tensors else "no file"
+        if said != found:
+            raise MoejaxError(
+                f"{index} has {name} in {said}, but {found} holds it; download all again"
+            )
 
 
 def read_tensor(tensor: StoredTensor, destination: np.ndarray) -> None:
@@ -99,23 +150,52 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     file_bytes = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
-        header_bytes = int.from_bytes(start, "little")
+        data_start = 8 + int.from_bytes(start, "little")
         if start == b"version ":
             raise MoejaxError(f"{path} is a Git LFS pointer, not the weights; run git lfs pull")
-        if len(start) < 8 or 8 + header_bytes > file_bytes:
-            raise _truncated(path, file_bytes, max(8, 8 + header_bytes))
-        try:
-            header: dict[str, Any] = json.loads(file.read(header_bytes))
-            header.pop("__metadata__", None)
-            data_bytes = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-            if 8 + header_bytes + data_bytes > file_bytes:
-                raise _truncated(path, file_bytes, 8 + header_bytes + data_bytes)
-            return {
-                name: _stored_tensor(name, path, 8 + header_bytes, entry)
-                for name, entry in header.items()
-            }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise MoejaxError(f"{path} is not a safetensors file ({error!r})") from error
+        if len(start) < 8 or data_start > file_bytes:
+            raise _truncated(path, file_bytes, max(8, data_start))
+        content = file.read(data_start - 8)
+    try:
+        header: dict[str, Any] = json.loads(content)
+        header.pop("__metadata__", None)
+        needed_bytes = data_start + _check_layout(header)
+        if needed_bytes > file_bytes:
+            raise _truncated(path, file_bytes, needed_bytes)
+        if needed_bytes < file_bytes:
+            raise ValueError(f"{file_bytes - needed_bytes} bytes follow the last tensor")
+        return {
+            name: _stored_tensor(name, path, data_start, entry) for name, entry in header.items()
+        }
+    except RecursionError as error:
+        raise MoejaxError(f"{path} is not a safetensors file (header nested too deep)") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise MoejaxError(f"{path} is not a safetensors file ({reason})") from error
+
+
+def _check_layout(header: dict[str, Any]) -> int:
+    """Bytes of all the data, which the tensors must cover in turn.
+
+    Raises:
+      ValueError: offsets or a shape are no lists of integers from 0, or data overlap or leave gaps.
+    """
+    for name, entry in header.items():
+        for field in ("data_offsets", "shape"):
+            numbers = entry[field]
+            if not isinstance(numbers, list) or not all(
+                type(number) is int and number >= 0 for number in numbers
+            ):
+                raise ValueError(f"{name} has {field} {numbers}, expected integers from 0")
+        if len(entry["data_offsets"]) != 2:
+            raise ValueError(f"{name} has data_offsets {entry['data_offsets']}, expected two")
+    covered = 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, end = entry["data_offsets"]
+        if begin != covered or end < begin:
+            raise ValueError(f"{name} is at {begin}..{end}, expected it to begin at {covered}")
+        covered = end
+    return covered
 
 
 def _stored_tensor(name: str, path: Path, base: int, entry: dict[str, Any]) -> StoredTensor:

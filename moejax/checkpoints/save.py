@@ -7,6 +7,7 @@ checkpoint, goes first and comes back last.
 
 import json
 import math
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def _write_shards(
         tensors = {
             p.name: np.ascontiguousarray(p.rows(host[p.leaf][p.index]), dtype) for p in shard
         }
-        save_file(tensors, directory / (name + _PARTIAL), metadata={"format": "pt"})
+        _save_file(tensors, directory / (name + _PARTIAL))
         weight_map |= dict.fromkeys(tensors, name)
     if len(shards) > 1:
         num_bytes = sum(_num_bytes(p, dtype) for shard in shards for p in shard)
@@ -93,6 +94,14 @@ def _write_shards(
         (directory / (INDEX_FILE + _PARTIAL)).write_bytes(_json(index))
         names.append(INDEX_FILE)
     return names
+
+
+def _save_file(tensors: dict[str, np.ndarray], path: Path) -> None:
+    """A safetensors file with the permissions of any new file; the library gives it 0600."""
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)
 
 
 def _shards(config: ModelConfig, dtype: np.dtype, max_shard_bytes: int) -> list[list[Placement]]:

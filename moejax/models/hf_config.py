@@ -48,10 +48,14 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
+        if path.is_symlink():
+            raise MoejaxError(
+                f"{path} is a link to {path.readlink()}, which is not there; download it again"
+            ) from error
         raise MoejaxError(
             f"no {path.name} in {path.parent}; a Hugging Face checkpoint directory has one"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise MoejaxError(f"cannot read {path}: {error}") from error
     if not isinstance(fields, dict):
         raise MoejaxError(f"{path} holds a {type(fields).__name__}, expected a JSON object")
