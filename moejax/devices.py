@@ -1,11 +1,13 @@
 """Which device runs, and where compiled programs are kept."""
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from moejax.errors import MoejaxError
 
@@ -20,16 +22,26 @@ def choose_device(platform: str) -> jax.Device:
     """
     if platform not in PLATFORMS:
         raise MoejaxError(f"platform {platform!r} is none of {', '.join(PLATFORMS)}")
-    if platform == "auto":
-        return jax.devices()[0]
     try:
-        return jax.devices(platform)[0]
-    except RuntimeError as error:
+        return (jax.devices() if platform == "auto" else jax.devices(platform))[0]
+    except (RuntimeError, AssertionError) as error:  # the latter: CUDA alone, and no driver
+        raise MoejaxError(_why_none(platform, error)) from error
+
+
+def _why_none(platform: str, error: Exception) -> str:
+    """What was asked for, by our settings and by JAX's, and what there is."""
+    asked = f"platform {platform!r} was asked for"
+    if allowed := jax.config.values["jax_platforms"]:
+        asked += f", and JAX may use only {allowed!r} (JAX_PLATFORMS)"
+    try:
         seen = ", ".join(sorted({device.platform for device in jax.devices()}))
-        raise MoejaxError(
-            f"platform 'gpu' was asked for but JAX sees only {seen}; on an NVIDIA machine install "
-            f"moejax[cuda13] (or [cuda12]), or use platform 'cpu'"
-        ) from error
+    except (RuntimeError, AssertionError):
+        reason = str(error).partition("\n")[0] or "none of it could be started"
+        return f"{asked}, but JAX has no device: {reason}"
+    mend = "choose another platform"
+    if platform == "gpu":
+        mend = "on an NVIDIA machine install moejax[cuda13] (or [cuda12]), or use platform 'cpu'"
+    return f"{asked}, but JAX sees only {seen}; {mend}"
 
 
 @contextlib.contextmanager
@@ -52,7 +64,11 @@ def plain_memory_errors(device: jax.Device) -> Iterator[None]:
 
 
 def default_compilation_cache() -> Path:
-    """$XDG_CACHE_HOME/moejax/xla, in the home directory without it."""
+    """$XDG_CACHE_HOME/moejax/xla, in the home directory without it.
+
+    Raises:
+      RuntimeError: without either.
+    """
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "moejax" / "xla"
 
@@ -70,20 +86,29 @@ def enable_compilation_cache(directory: str) -> Path | None:
     Raises:
       MoejaxError: the directory cannot be written.
     """
+    given = jax.config.values["jax_compilation_cache_dir"]
     if not directory:
+        _keep_programs_in(None)
         return None
-    if directory == "auto":
-        directory = jax.config.values["jax_compilation_cache_dir"] or str(
-            default_compilation_cache()
-        )
-    path = Path(directory).expanduser()
+    if directory == "auto" and given:
+        return Path(given)
     try:
+        path = default_compilation_cache() if directory == "auto" else Path(directory).expanduser()
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "no permission to write")
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        place = directory if isinstance(error, RuntimeError) else path
         raise MoejaxError(
-            f"the compilation cache {path} cannot be made ({error.strerror}); name a directory "
-            f'that can be written in compilation_cache, or "" for none'
+            f"the compilation cache {place} cannot be used ({reason}); name a directory that can "
+            'be written in compilation_cache, or "" for none'
         ) from error
-    jax.config.update("jax_compilation_cache_dir", str(path))
+    _keep_programs_in(path)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     return path
+
+
+def _keep_programs_in(path: Path | None) -> None:
+    jax.config.update("jax_compilation_cache_dir", None if path is None else str(path))
+    compilation_cache.reset_cache()  # JAX opens it once, and would go on with the place before

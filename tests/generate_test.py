@@ -24,8 +24,6 @@ from tests.hf_checkpoints import write_checkpoint
 ROOT = pathlib.Path(__file__).parents[1]
 VOCAB_SIZE = 160  # of the tiny checkpoints
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}!{% endfor %}"
-# Off: a test does not write into the user's cache; the tests' own stays on (conftest.py).
-CACHE_OFF = "--config.compilation_cache="
 
 
 def write_tokenizer(directory: pathlib.Path) -> None:
@@ -43,7 +41,7 @@ def run_in_process(*arguments: str) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of the command, run here."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = cli.exit_status(generate.COMMAND, ["generate", CACHE_OFF, *arguments])
+        status = cli.exit_status(generate.COMMAND, ["generate", *arguments])
     return status, out.getvalue(), err.getvalue()
 
 
@@ -80,7 +78,7 @@ class TinyCheckpointTest(parameterized.TestCase):
             "--config.max_new_tokens=20",
         )
         self.assertEqual(status, 0, err)
-        engine = Engine.from_pretrained(self.checkpoint, compilation_cache="", progress=False)
+        engine = Engine.from_pretrained(self.checkpoint, progress=False)
         [expected] = engine.generate("Hello, world", max_new_tokens=20)
         self.assertEqual(out, f"{expected.text}\n")
         self.assertRegex(err.splitlines()[-1], r"^prompt tokens 12, new tokens 20, TTFT [\d.]+ ms")

@@ -75,6 +75,4 @@ def load_tiny_engine(
         token_ids={"eos_token_id": list(eos_ids)} if eos_ids else None,
         extra_files={"tokenizer.json": tokenizer_json()} if tokenizer else None,
     )
-    return Engine.from_pretrained(
-        directory, dtype="float32", platform="cpu", compilation_cache="", progress=False, **how
-    )
+    return Engine.from_pretrained(directory, dtype="float32", platform="cpu", progress=False, **how)

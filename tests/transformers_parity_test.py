@@ -68,9 +68,7 @@ class TransformersParityTest(parameterized.TestCase):
             path = DEMO_DIRECTORY
         else:
             path = write_checkpoint(name, Path(self._directory.name))
-        engine = Engine.from_pretrained(
-            path, dtype="float32", platform="cpu", compilation_cache="", progress=False
-        )
+        engine = Engine.from_pretrained(path, dtype="float32", platform="cpu", progress=False)
         return engine, reference_model(path)
 
     @parameterized.parameters(*sorted(CHECKPOINTS), "demo")

@@ -17,6 +17,7 @@ import numpy as np
 import tqdm
 
 from moejax.checkpoints.safetensors_reader import StoredTensor, read_tensor, stored_tensors
+from moejax.devices import choose_device
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.hf_names import Placement, find_spelling, is_ignored, placements
@@ -47,7 +48,7 @@ def load_weights(
       MoejaxError: a file is missing or broken; tensors are missing, unexpected or of another
         shape than `config` says; a value does not fit float16.
     """
-    device = device or jax.devices()[0]
+    device = device or choose_device("auto")
     tensors = stored_tensors(directory)
     plan = _plan(directory, config, tensors)
     num_bytes = sum(tensors[p.name].num_bytes for part in plan.values() for p in part)

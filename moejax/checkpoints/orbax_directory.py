@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from moejax.devices import choose_device
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.hf_config import read_json
@@ -104,7 +105,7 @@ def load_orbax(
       MoejaxError: a file is missing or broken, or the leaves do not fit moejax.json.
     """
     config, stored = read_orbax_description(directory)
-    sharding = jax.sharding.SingleDeviceSharding(device or jax.devices()[0])
+    sharding = jax.sharding.SingleDeviceSharding(device or choose_device("auto"))
     shapes = weight_shapes(config)
     leaves = {
         leaf: jax.ShapeDtypeStruct(shape, dtype or stored, sharding=sharding)
