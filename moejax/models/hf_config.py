@@ -21,6 +21,9 @@ _DEFAULT_ROPE_THETA = {"mixtral": 1e6, "qwen3_moe": 1e4}
 _DEFAULT_NORM_EPS = {"mixtral": 1e-5, "qwen3_moe": 1e-6}
 _DEFAULT_MAX_POSITIONS = {"mixtral": 131072, "qwen3_moe": 32768}
 
+# Numbers are computed with as float32.
+_LARGEST = 3e38
+
 
 def read_model_config(directory: Path) -> ModelConfig:
     """The shape of the model in `directory`.
@@ -77,7 +80,7 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
     mlp_dim = _integer(fields, "intermediate_size")
     is_qwen3 = family == "qwen3_moe"
     windowed = fields.get("sliding_window") is not None and (
-        fields.get("use_sliding_window", False) or not is_qwen3
+        not is_qwen3 or _flag(fields, "use_sliding_window")
     )
     return ModelConfig(
         family=family,
@@ -92,15 +95,15 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
         expert_dim=_integer(fields, "moe_intermediate_size") if is_qwen3 else mlp_dim,
         mlp_dim=mlp_dim,
         moe_layers=_sparse_layers(fields, num_layers) if is_qwen3 else tuple(range(num_layers)),
-        norm_topk_prob=bool(fields.get("norm_topk_prob", False)) if is_qwen3 else True,
+        norm_topk_prob=_flag(fields, "norm_topk_prob") if is_qwen3 else True,
         norm_eps=_number(fields, "rms_norm_eps", default=_DEFAULT_NORM_EPS[family]),
         rope_theta=_rope_theta(fields, family),
         max_positions=_integer(
             fields, "max_position_embeddings", default=_DEFAULT_MAX_POSITIONS[family]
         ),
-        tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        tied_embeddings=_flag(fields, "tie_word_embeddings"),
         qk_norm=is_qwen3,
-        attention_bias=bool(fields.get("attention_bias", False)) if is_qwen3 else False,
+        attention_bias=_flag(fields, "attention_bias") if is_qwen3 else False,
         sliding_window=_integer(fields, "sliding_window") if windowed else None,
     )
 
@@ -163,11 +166,13 @@ def to_hf_config(config: ModelConfig, *, dtype: str, **token_ids: Any) -> dict[s
 
 def _family(fields: Mapping[str, Any]) -> str:
     model_type = fields.get("model_type")
-    if model_type in ARCHITECTURES:
-        return str(model_type)
-    found = ", ".join(fields.get("architectures") or ()) or "no architecture"
+    if isinstance(model_type, str) and model_type in ARCHITECTURES:
+        return model_type
+    architectures = fields.get("architectures") or "no architecture"
+    if isinstance(architectures, list):
+        architectures = ", ".join(map(str, architectures))
     raise MoejaxError(
-        f"model_type {model_type!r} ({found}) is not supported; supported are "
+        f"model_type {model_type!r} ({architectures}) is not supported; supported are "
         + " and ".join(f"{family!r} ({name})" for family, name in ARCHITECTURES.items())
     )
 
@@ -176,7 +181,7 @@ def _unsupported(fields: Mapping[str, Any]) -> list[str]:
     """Every reason why the model cannot be run as transformers would run it."""
     reasons = []
     for name in ("rope_scaling", "rope_parameters"):
-        rope = fields.get(name) or {}
+        rope = _object(fields, name)
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
             reasons.append(f"{name} of type {kind!r} (without it, the model's own context works)")
@@ -185,7 +190,7 @@ def _unsupported(fields: Mapping[str, Any]) -> list[str]:
         reasons.append(f"partial_rotary_factor {partial}")
     if fields.get("hidden_act", "silu") != "silu":
         reasons.append(f"hidden_act {fields['hidden_act']!r}, only 'silu' is")
-    if quantization := fields.get("quantization_config"):
+    if quantization := _object(fields, "quantization_config"):
         method = quantization.get("quant_method", "unknown")
         reasons.append(f"quantization_config ({method}); use the unquantized checkpoint")
     return reasons
@@ -193,7 +198,8 @@ def _unsupported(fields: Mapping[str, Any]) -> list[str]:
 
 def _rope_field(fields: Mapping[str, Any], name: str) -> Any:
     """A rope field where transformers 5 keeps it, or else at the top level."""
-    return (fields.get("rope_parameters") or {}).get(name, fields.get(name))
+    nested = _object(fields, "rope_parameters").get(name)
+    return _only({f"rope_parameters.{name}": nested, name: fields.get(name)})
 
 
 def _rope_theta(fields: Mapping[str, Any], family: str) -> float:
@@ -204,25 +210,57 @@ def _rope_theta(fields: Mapping[str, Any], family: str) -> float:
 def _sparse_layers(fields: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """Qwen3-MoE: every `decoder_sparse_step`-th layer, save those named as MLP only."""
     step = _integer(fields, "decoder_sparse_step", default=1)
-    dense = fields.get("mlp_only_layers") or ()
+    dense = fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise MoejaxError(f"mlp_only_layers is {dense!r}, expected a list of layers")
     return tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
 
 
+def _object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A JSON object, empty where there is none."""
+    value = fields.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise MoejaxError(f"{name} is {value!r}, expected a JSON object")
+    return value
+
+
+def _flag(fields: Mapping[str, Any], name: str) -> bool:
+    """True or false, false where it is not set."""
+    value = fields.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise MoejaxError(f"{name} is {value!r}, expected true or false")
+    return bool(value)
+
+
+def _only(spellings: Mapping[str, Any]) -> Any:
+    """The one value that the spellings of a field agree on; None where none of them is set."""
+    given = {name: value for name, value in spellings.items() if value is not None}
+    values = list(given.values())
+    if any(value != values[0] for value in values):
+        said = " but ".join(f"{name} says {value!r}" for name, value in given.items())
+        raise MoejaxError(f"{said}; they mean the same, remove the wrong one")
+    return values[0] if values else None
+
+
 def _integer(fields: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """The first of `names` that is set, a positive integer."""
-    value = next((fields[name] for name in names if fields.get(name) is not None), default)
+    """What all of `names` that are set agree on, a positive integer."""
+    value = _only({name: fields.get(name) for name in names})
+    if value is None:
+        value = default
     if value is None:
         raise MoejaxError(f"{names[-1]} is missing")
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if type(value) is not int or value < 1:
         raise MoejaxError(f"{names[-1]} is {value!r}, expected a positive integer")
     return value
 
 
 def _number(fields: Mapping[str, Any], name: str, *, default: float) -> float:
-    """A positive number."""
+    """A positive finite number."""
     value = fields.get(name)
     if value is None:
         return default
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-        raise MoejaxError(f"{name} is {value!r}, expected a positive number")
+    if type(value) not in (int, float) or not 0 < value <= _LARGEST:
+        raise MoejaxError(f"{name} is {value!r}, expected a positive finite number")
     return float(value)
