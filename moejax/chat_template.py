@@ -25,14 +25,28 @@ def find_chat_template(directory: Path) -> str | None:
     """
     jinja_path, json_path = directory / "chat_template.jinja", directory / "tokenizer_config.json"
     if jinja_path.exists():
-        return jinja_path.read_text(encoding="utf-8")
+        try:
+            return jinja_path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise MoejaxError(f"cannot read {jinja_path}: {error}") from error
     template = read_json(json_path).get("chat_template") if json_path.exists() else None
     if template is None or isinstance(template, str):
         return template
+    if not isinstance(template, list) or not all(map(_is_named_template, template)):
+        raise MoejaxError(
+            f"{json_path}: chat_template must be a text, or a list of objects with the texts "
+            "name and template"
+        )
     named = {entry["name"]: entry["template"] for entry in template}
     if "default" not in named:
         raise MoejaxError(f"{json_path}: no default among the chat templates {sorted(named)}")
     return named["default"]
+
+
+def _is_named_template(entry: Any) -> bool:
+    return isinstance(entry, dict) and all(
+        isinstance(entry.get(field), str) for field in ("name", "template")
+    )
 
 
 def render_chat(
@@ -46,8 +60,9 @@ def render_chat(
     given = {"messages": messages, "tools": None, "documents": None, **variables}
     try:
         return _compile(template).render(given)
-    except (jinja2.TemplateError, TypeError, ValueError) as error:
-        raise MoejaxError(f"the chat template failed: {error}") from error
+    except Exception as error:  # a template is somebody's program: it may raise anything
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise MoejaxError(f"the chat template failed: {reason}") from error
 
 
 class _GenerationBlock(jinja2.ext.Extension):

@@ -19,9 +19,6 @@ class Tokenizer:
     """The tokenizer of a checkpoint directory.
 
     Attributes:
-      bos_id: the token that begins a text, or None.
-      eos_ids: the tokens that end an answer, as `read_eos_ids` finds them.
-      vocab_size: number of tokens, the added ones included; the model's may be larger.
       special_tokens: text of "bos_token", "eos_token" and the like, for chat templates.
       chat_template: Jinja source, or None.
     """
@@ -30,10 +27,7 @@ class Tokenizer:
         encoder.no_truncation()  # a file may carry the settings of somebody's training run
         encoder.no_padding()
         self._encoder = encoder
-        self.vocab_size: int = encoder.get_vocab_size()
         self.special_tokens = _special_tokens(directory)
-        self.bos_id: int | None = encoder.token_to_id(self.special_tokens.get("bos_token", ""))
-        self.eos_ids = read_eos_ids(directory)
         self.chat_template = find_chat_template(directory)
 
     @classmethod
@@ -44,7 +38,7 @@ class Tokenizer:
           MoejaxError: the file, or one that belongs to it, is broken.
         """
         path = directory / "tokenizer.json"
-        if not path.exists():
+        if not path.exists() and not path.is_symlink():
             return None
         try:
             encoder = tokenizers.Tokenizer.from_file(str(path))
@@ -127,22 +121,34 @@ class TokenStream:
         return self._decode(self._ids)[len(returned) :]
 
 
-def read_eos_ids(directory: Path) -> tuple[int, ...]:
+def read_eos_ids(directory: Path, *, vocab_size: int) -> tuple[int, ...]:
     """The tokens that end an answer: by generation_config.json, else config.json, else by name.
 
+    Args:
+      directory: a checkpoint's, with a tokenizer or without.
+      vocab_size: the model's.
+
     Raises:
-      MoejaxError: one of the files is broken.
+      MoejaxError: one of the files is broken, or names what is no token of the model.
     """
     for name in ("generation_config.json", "config.json"):
         ids = _read_if_there(directory / name).get("eos_token_id")
         if ids is not None:
             ids = ids if isinstance(ids, list) else [ids]
-            if not all(isinstance(i, int) and i >= 0 for i in ids):
-                raise MoejaxError(f"{directory / name}: eos_token_id {ids} must be token ids")
+            if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
+                raise MoejaxError(
+                    f"{directory / name}: eos_token_id {ids} must be token ids below {vocab_size}, "
+                    "the size of the vocabulary"
+                )
             return tuple(ids)
     eos = _special_tokens(directory).get("eos_token")
-    added = _read_if_there(directory / "tokenizer.json").get("added_tokens", ())
-    return tuple(token["id"] for token in added if token["content"] == eos)
+    added = _read_if_there(directory / "tokenizer.json").get("added_tokens") or []
+    try:
+        return tuple(token["id"] for token in added if token["content"] == eos)
+    except (TypeError, KeyError) as error:
+        raise MoejaxError(
+            f"{directory / 'tokenizer.json'}: added_tokens must be objects with id and content"
+        ) from error
 
 
 def _special_tokens(directory: Path) -> dict[str, str]:
@@ -156,4 +162,4 @@ def _special_tokens(directory: Path) -> dict[str, str]:
 
 
 def _read_if_there(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
+    return read_json(path) if path.exists() or path.is_symlink() else {}

@@ -169,9 +169,6 @@ class TokenizerTest(TokenizerTestCase):
                 )
             if "<|" not in text:
                 self.assertEqual(tokenizer.decode(ids), text)
-        self.assertEqual(tokenizer.vocab_size, len(reference))
-        self.assertEqual(tokenizer.bos_id, reference.bos_token_id)
-        self.assertEqual(tokenizer.eos_ids, (reference.eos_token_id,))
 
     def test_ids_beyond_the_vocabulary_have_no_text(self):
         tokenizer = self._tokenizer("bytes")
@@ -187,7 +184,6 @@ class TokenizerTest(TokenizerTestCase):
         tokenizer = Tokenizer.from_directory(self.directory)
         self.assertEqual(tokenizer.decode(tokenizer.encode(TEXTS[0])), TEXTS[0])
         self.assertEqual(tokenizer.decode(tokenizer.encode("a")), "a")
-        self.assertIsNone(tokenizer.bos_id)
 
     @parameterized.product(kind=["bytes", "fallback"], text=[*TEXTS, UNSEEN, "\ufffd!"])
     def test_stream(self, kind, text):
@@ -232,7 +228,7 @@ class TokenizerTest(TokenizerTestCase):
         tokenizer = self._tokenizer("bytes")
         rng = np.random.default_rng(0)
         for _ in range(100):
-            ids = rng.integers(0, tokenizer.vocab_size, 40).tolist()
+            ids = rng.integers(0, self.tokenizers["bytes"].get_vocab_size(), 40).tolist()
             stream = tokenizer.stream()
             said = "".join(stream.push(token) for token in ids) + stream.flush()
             self.assertEqual(said, tokenizer.decode(ids))
@@ -265,18 +261,37 @@ class EosTest(TokenizerTestCase):
     def test_without_tokenizer(self, eos, expected):
         for name, ids in eos.items():
             self._write(f"{name}.json", {"eos_token_id": ids} if ids else {})
-        self.assertEqual(read_eos_ids(self.directory), expected)
+        self.assertEqual(read_eos_ids(self.directory, vocab_size=11), expected)
 
     def test_by_name(self):
-        self.assertEqual(self._tokenizer("bytes").eos_ids, (0,))
+        self._tokenizer("bytes")
+        self.assertEqual(
+            read_eos_ids(self.directory, vocab_size=400), (self._reference().eos_token_id,)
+        )
         self._write("generation_config.json", {"eos_token_id": [2, 0]})
-        self.assertEqual(Tokenizer.from_directory(self.directory).eos_ids, (2, 0))
+        self.assertEqual(read_eos_ids(self.directory, vocab_size=400), (2, 0))
 
-    @parameterized.parameters("no", [["1"]], [[-1]])
+    @parameterized.parameters("no", [["1"]], [[-1]], True, [[3, False]], 11, 2**40, 1.0, [{}])
     def test_broken(self, ids):
         self._write("generation_config.json", {"eos_token_id": ids})
-        with self.assertRaisesRegex(MoejaxError, "generation_config.json: eos_token_id"):
-            read_eos_ids(self.directory)
+        with self.assertRaisesRegex(
+            MoejaxError, "generation_config.json: eos_token_id .* below 11, the size"
+        ):
+            read_eos_ids(self.directory, vocab_size=11)
+
+    @parameterized.parameters(5, [[5]], [[{"id": 1}]])
+    def test_broken_added_tokens(self, added):
+        self._write("tokenizer.json", {"added_tokens": added})
+        with self.assertRaisesRegex(MoejaxError, "tokenizer.json: added_tokens must be objects"):
+            read_eos_ids(self.directory, vocab_size=11)
+
+    def test_links_that_lead_nowhere(self):
+        (self.directory / "generation_config.json").symlink_to("nowhere")
+        with self.assertRaisesRegex(MoejaxError, "is a link to nowhere, which is not there"):
+            read_eos_ids(self.directory, vocab_size=11)
+        (self.directory / "tokenizer.json").symlink_to("nowhere")
+        with self.assertRaisesRegex(MoejaxError, "cannot read .*tokenizer.json"):
+            Tokenizer.from_directory(self.directory)
 
 
 class ChatTemplateTest(TokenizerTestCase):
@@ -328,11 +343,28 @@ class ChatTemplateTest(TokenizerTestCase):
         with self.assertRaisesRegex(MoejaxError, "no chat template.*plain text"):
             self._tokenizer("bytes").apply_chat_template(CONVERSATION)
 
+    @parameterized.parameters(5, [{}], [["x"]], [[{"name": "default"}]], [[{"name": 5}]])
+    def test_wrong_type(self, template):
+        with self.assertRaisesRegex(MoejaxError, "tokenizer_config.json: chat_template must be"):
+            self._tokenizer("bytes", chat_template=template)
+
+    def test_file_that_is_not_utf8(self):
+        (self.directory / "chat_template.jinja").write_bytes(b"caf\xe9")
+        with self.assertRaisesRegex(MoejaxError, "cannot read .*chat_template.jinja: 'utf-8'"):
+            self._tokenizer("bytes")
+
     @parameterized.parameters(
         (MIXTRAL_LIKE, "the chat template failed: Roles must alternate"),
         ("{% if %}", "the chat template failed: Expected an expression"),
         ("{{ messages.append(1) }}", "the chat template failed: access to attribute 'append'"),
         ("{{ messages[0].content + 1 }}", "the chat template failed: "),
+        ("{{ 1 / 0 }}", "the chat template failed: division by zero"),
+        (
+            "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+            "the chat template failed: maximum recursion depth exceeded",
+        ),
+        ("{% for i in range(100001) %}{% endfor %}", "the chat template failed: Range too big"),
+        ("{{ raise_exception('two\nlines') }}", "the chat template failed: two lines"),
         ("{{ ().__class__.__base__.__subclasses__() }}", "is unsafe"),
     )
     def test_refused(self, template, message):

@@ -73,4 +73,4 @@ def open_checkpoint(name: str) -> Checkpoint:
         config, _ = read_orbax_description(directory)
     else:
         config = read_model_config(directory)
-    return Checkpoint(directory, config, read_eos_ids(directory))
+    return Checkpoint(directory, config, read_eos_ids(directory, vocab_size=config.vocab_size))

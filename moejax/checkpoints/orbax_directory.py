@@ -62,7 +62,7 @@ def save_orbax(
         for name in TOKENIZER_FILES:
             if (tokenizer_from / name).exists():
                 shutil.copyfile(tokenizer_from / name, directory / name)
-        eos_ids = list(read_eos_ids(tokenizer_from))
+        eos_ids = list(read_eos_ids(tokenizer_from, vocab_size=config.vocab_size))
         _write_json(directory / "generation_config.json", {"eos_token_id": eos_ids})
     description = {
         "format": _FORMAT,
