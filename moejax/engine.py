@@ -120,7 +120,10 @@ class Engine:
           **settings: fields of `GenerationSettings`.
 
         Returns:
-          One answer a prompt, equal to what the prompt alone would have got.
+          One answer a prompt, what the prompt alone with its own seed (`seed` + i) would have
+          got. In float32 to the token, wherever the best two logits are not within rounding of
+          each other; in bfloat16 a batch of another size rounds differently, and near ties fall
+          either way.
         """
         wanted = GenerationSettings.of(**settings)
         ids = [self._encode(prompt, wanted) for prompt in _as_batch(prompts)]

@@ -13,6 +13,7 @@ from moejax.tokenizer import Tokenizer
 
 FinishReason = Literal["eos", "stop", "length"]
 
+MAX_TEMPERATURE = 1e6  # uniform to float32 long before
 NUM_SEEDS = 2**32
 _INTEGER: tuple[type, ...] = (int, np.integer)
 _NUMBER: tuple[type, ...] = (*_INTEGER, float, np.floating)
@@ -62,8 +63,8 @@ class GenerationSettings:
         allowed: dict[str, tuple[bool, str]] = {
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
             "temperature": (
-                math.isfinite(self.temperature) and self.temperature >= 0,
-                "0 (greedy) or a positive number",
+                0 <= self.temperature <= MAX_TEMPERATURE,
+                f"0 (greedy) or a positive number up to {MAX_TEMPERATURE:g}",
             ),
             "top_k": (0 <= self.top_k < 2**31, "0 (off) or a count below 2**31"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (off)"),

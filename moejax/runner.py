@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 
 from moejax import steps
 from moejax.cache import KVCache
@@ -15,28 +16,48 @@ from moejax.devices import plain_memory_errors
 from moejax.generation import GenerationSettings, Timing
 from moejax.models.attention import default_attention_via
 from moejax.models.config import ModelConfig
-from moejax.models.moe import default_experts_via
+from moejax.models.moe import ExpertsVia, default_experts_via, kernel_refusal
 from moejax.models.transformer import ChunkSpec, model_definition
 from moejax.sampling import Sampling
 
 MIN_PREFILL_LENGTH = 16
-MAX_PREFILL_LENGTH = 1024  # longer prompts go chunk by chunk: bounds the scores' memory
+MAX_PREFILL_LENGTH = 1024  # longer prompts go chunk by chunk
+SCORE_BYTES = 2**30  # of the float32 attention scores of one chunk and layer
 MIN_KV_LENGTH = 256
 
 
-def length_bucket(length: int, smallest: int, largest: int) -> int:
-    """The least power of two times `smallest` that holds `length`, at most `largest`."""
+def length_bucket(length: int, smallest: int, largest: int, factor: int = 2) -> int:
+    """The least `smallest` * `factor`^n that holds `length`, at most `largest`."""
     bucket = smallest
     while bucket < length:
-        bucket *= 2
+        bucket *= factor
     return min(bucket, largest)
 
 
-def prefill_chunks(length: int, cache_length: int) -> Iterator[tuple[int, int]]:
+def kv_bucket(length: int, cache_length: int) -> int:
+    """Slots that attention reads to see `length` of them.
+
+    Coarse, since each bucket is a program: a decode of 2,048 tokens compiles three.
+    """
+    return length_bucket(length, MIN_KV_LENGTH, cache_length, factor=4)
+
+
+def longest_chunk(config: ModelConfig, batch_size: int, cache_length: int) -> int:
+    """Positions of a prefill chunk whose scores B H T S fit `SCORE_BYTES`, a power of two."""
+    longest = MAX_PREFILL_LENGTH
+    while (
+        longest > MIN_PREFILL_LENGTH
+        and 4 * batch_size * config.num_heads * longest * cache_length > SCORE_BYTES
+    ):
+        longest //= 2
+    return longest
+
+
+def prefill_chunks(length: int, cache_length: int, longest: int) -> Iterator[tuple[int, int]]:
     """(start, size) of the prefill chunks of `length` positions; none reaches past the cache."""
     start = 0
     while start < length:
-        largest = min(MAX_PREFILL_LENGTH, cache_length - start)
+        largest = min(longest, cache_length - start)
         size = length_bucket(length - start, MIN_PREFILL_LENGTH, largest)
         yield start, size
         start += size
@@ -72,6 +93,9 @@ class Runner:
         self._definition = model_definition(config)
         self._dtype = weights["embed"].dtype
         self._attention = default_attention_via(config, self._dtype, device.platform)
+        refusal = kernel_refusal(config, self._dtype)
+        if device.platform == "gpu" and refusal:
+            logging.warning("experts run without the decode kernel, which refuses: %s", refusal)
 
     def run(
         self,
@@ -130,7 +154,7 @@ class Runner:
         batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
         cache, hidden, keys = self._fresh(settings.seeds(batch), cache_length)
         device_lengths = self._put(np.asarray(lengths, np.int32))
-        for start, size in prefill_chunks(max(lengths), cache_length):
+        for start, size in self._chunks(batch, max(lengths), cache_length):
             tokens = np.zeros((batch, size), np.int32)
             for row, prompt in enumerate(prompts):
                 part = prompt[start : start + size]
@@ -163,9 +187,9 @@ class Runner:
         """Dispatches decode steps; returns int32[B, buffer_length], not waited for."""
         batch, cache_length = session.state.cache.batch_size, session.state.cache.length
         spec = ChunkSpec(
-            kv_length=length_bucket(session.next_position + num_steps, MIN_KV_LENGTH, cache_length),
+            kv_length=kv_bucket(session.next_position + num_steps, cache_length),
             is_first=False,
-            experts=default_experts_via(batch, self.config, self.device.platform),
+            experts=self._experts_via(batch),
             attention=self._attention,
         )
         session.state, emitted = self._call(
@@ -186,7 +210,7 @@ class Runner:
         cache_length = length_bucket(length, MIN_PREFILL_LENGTH, self.config.max_positions)
         cache, _, _ = self._fresh([0] * batch, cache_length)
         logits = []
-        for start, size in prefill_chunks(length, cache_length):
+        for start, size in self._chunks(batch, length, cache_length):
             part = tokens[:, start : start + size]
             chunk = np.zeros((batch, size), np.int32)
             chunk[:, : part.shape[1]] = part
@@ -200,6 +224,13 @@ class Runner:
             )
             logits.append(np.asarray(out)[:, : part.shape[1]])
         return np.concatenate(logits, axis=1)
+
+    def _experts_via(self, num_tokens: int) -> ExpertsVia:
+        return default_experts_via(num_tokens, self.config, self._dtype, self.device.platform)
+
+    def _chunks(self, batch: int, length: int, cache_length: int) -> Iterator[tuple[int, int]]:
+        longest = longest_chunk(self.config, batch, cache_length)
+        return prefill_chunks(length, cache_length, longest)
 
     def _fresh(self, seeds: list[int], cache_length: int) -> tuple[KVCache, jax.Array, jax.Array]:
         static = (self.config, cache_length, self._dtype)
@@ -215,9 +246,9 @@ class Runner:
 
     def _chunk_spec(self, batch: int, start: int, size: int, cache_length: int) -> ChunkSpec:
         return ChunkSpec(
-            kv_length=0 if start == 0 else length_bucket(start + size, MIN_KV_LENGTH, cache_length),
+            kv_length=0 if start == 0 else kv_bucket(start + size, cache_length),
             is_first=start == 0,
-            experts=default_experts_via(batch * size, self.config, self.device.platform),
+            experts=self._experts_via(batch * size),
             attention=self._attention,
         )
 

@@ -42,10 +42,16 @@ def filtered(logits: jax.Array, sampling: Sampling) -> jax.Array:
     Args:
       logits: float32[B, V].
       sampling: settings of each row; rows of temperature 0 are left unscaled.
+
+    Returns:
+      float32[B, V], shifted so that the best logit of each row is 0.
     """
     vocab_size = logits.shape[-1]
-    temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
-    logits = logits / temperature[:, None]
+    smallest = jnp.finfo(jnp.float32).tiny
+    temperature = jnp.maximum(sampling.temperature, smallest)
+    temperature = jnp.where(sampling.temperature > 0, temperature, 1.0)
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    logits = (logits - best) / temperature[:, None]  # at most 0: no temperature overflows
     falling = -jnp.sort(-logits, axis=-1)
 
     k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, vocab_size), vocab_size)

@@ -294,7 +294,7 @@ class DeviceContractTest(parameterized.TestCase):
         again = compiled(operands, layer=case.layer)
         self.assertEqual(np.asarray(found).tobytes(), np.asarray(again).tobytes())
 
-    @parameterized.parameters(DTYPES)
+    @parameterized.parameters(*DTYPES)
     def test_equals_the_interpreted_kernel(self, dtype):
         operands = random_operands(SHAPES["demo"], dtype, seed=10)
         host = jax.device_put(operands, jax.devices("cpu")[0])

@@ -167,7 +167,9 @@ class ExpertsTest(HostTestCase):
         self.assertEqual(moe.block_size(num_rows, num_experts), expected)
 
     def test_what_runs_the_experts(self):
-        chosen = functools.partial(moe.default_experts_via, config=TINY)  # 2 experts a token
+        bf16 = jnp.dtype(jnp.bfloat16)
+        served = dataclasses.replace(TINY, model_dim=32, expert_dim=16)  # 2 experts a token
+        chosen = functools.partial(moe.default_experts_via, config=served, dtype=bf16)
         for num_tokens, platform, via in (
             (1, "cpu", "row"),
             (16, "cpu", "row"),
@@ -177,6 +179,8 @@ class ExpertsTest(HostTestCase):
             (33, "gpu", "block"),
         ):
             self.assertEqual(chosen(num_tokens, platform=platform), via)
+        self.assertIsNotNone(moe.kernel_refusal(TINY, bf16))
+        self.assertEqual(moe.default_experts_via(1, TINY, bf16, "gpu"), "block")
 
 
 if __name__ == "__main__":

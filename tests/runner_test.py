@@ -15,7 +15,15 @@ from absl.testing import absltest, parameterized
 
 from moejax import Engine, cache, runner, steps
 from moejax.generation import GenerationSettings
-from moejax.runner import Runner, Session, length_bucket, prefill_chunks
+from moejax.models.shapes import QWEN3_30B_A3B
+from moejax.runner import (
+    Runner,
+    Session,
+    kv_bucket,
+    length_bucket,
+    longest_chunk,
+    prefill_chunks,
+)
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
 
 RELATIVE = 1e-5
@@ -69,16 +77,24 @@ class BucketTest(parameterized.TestCase):
         (1025, 1026, [(0, 1024), (1024, 2)]),
     )
     def test_prefill_chunks(self, length, cache_length, expected):
-        self.assertEqual(list(prefill_chunks(length, cache_length)), expected)
+        self.assertEqual(list(prefill_chunks(length, cache_length, 1024)), expected)
 
     def test_chunks_cover_any_prompt_and_stay_in_the_cache(self):
-        with largest_prefill(64):
-            for cache_length in (17, 64, 65, 100, 256):
-                for length in range(1, cache_length):
-                    chunks = list(prefill_chunks(length, cache_length))
-                    ends = [begin + size for begin, size in chunks]
-                    self.assertEqual([begin for begin, _ in chunks], [0, *ends[:-1]])
-                    self.assertBetween(ends[-1], length, cache_length)
+        for cache_length in (17, 64, 65, 100, 256):
+            for length in range(1, cache_length):
+                chunks = list(prefill_chunks(length, cache_length, 64))
+                ends = [begin + size for begin, size in chunks]
+                self.assertEqual([begin for begin, _ in chunks], [0, *ends[:-1]])
+                self.assertBetween(ends[-1], length, cache_length)
+
+    @parameterized.parameters((1, 2048, 1024), (1, 40960, 128), (16, 40960, 16), (8, 2048, 512))
+    def test_the_scores_of_a_chunk_are_bounded(self, batch, cache_length, expected):
+        longest = longest_chunk(QWEN3_30B_A3B, batch, cache_length)
+        self.assertEqual(longest, expected)  # 32 heads, 4 bytes a score, 2**30 bytes
+
+    @parameterized.parameters((1, 256), (256, 256), (257, 1024), (1025, 2000), (2000, 2000))
+    def test_kv_bucket(self, length, expected):
+        self.assertEqual(kv_bucket(length, 2000), expected)
 
 
 class ChunkTest(parameterized.TestCase):

@@ -60,7 +60,10 @@ def warped(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> np.ndarray:
-    """What transformers leaves of the logits, in the order in which `generate` warps."""
+    """What transformers leaves of the logits, in the order in which `generate` warps.
+
+    In float64, and shifted so that the best logit is 0, as ours are.
+    """
     warpers = transformers.LogitsProcessorList()
     if temperature != 1.0:
         warpers.append(transformers.TemperatureLogitsWarper(temperature))
@@ -71,7 +74,8 @@ def warped(
     if min_p:
         warpers.append(transformers.MinPLogitsWarper(min_p))
     ids = torch.zeros((len(logits), 1), dtype=torch.long)
-    return warpers(ids, torch.tensor(logits)).numpy()
+    left = warpers(ids, torch.tensor(logits, dtype=torch.float64)).numpy()
+    return left - left.max(axis=-1, keepdims=True)
 
 
 def apply_filter(logits: np.ndarray, **how: Any) -> np.ndarray:
@@ -148,7 +152,7 @@ class FilteredTest(HostTestCase):
         peaked[0, 7] = 30.0  # holds all of float32's mass
         flat = random_logits(seed=1, rows=1, width=5000, scale=0.1)
         for logits in (peaked, flat):
-            np.testing.assert_array_equal(apply_filter(logits), logits)
+            np.testing.assert_array_equal(apply_filter(logits), logits - logits.max())
 
     def test_the_best_stays_however_small_top_p_is(self):
         logits = random_logits(seed=10)

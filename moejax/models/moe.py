@@ -15,14 +15,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax.models.config import ModelConfig
+from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.parameter import stacked_parameter
 from pallas_kernels import expert_mlp
 
 ExpertsVia = Literal["dense", "row", "block", "kernel"]
 
-# Above so many assignments a call sorts them into blocks: unrolled products cost compile time, and
-# on two CPU cores the block form is the faster one from 32 rows on (2026-11-21, demo model).
+# Above so many assignments a call on a CPU sorts them into blocks. Unrolled, a decode step of the
+# demo model took 9.9 ms against 16.8 at 32 rows (batch 8, two busy cores, jax 0.10.2, 2026-11-21),
+# and compiled in 17.5 s against 7.8: more rows are not worth the compiling.
 MAX_UNROLLED_ROWS = 32
 MAX_KERNEL_TOKENS = 32
 # Weights gathered for one scan step of `experts_by_block`: bounds its temporary memory.
@@ -181,9 +182,22 @@ def experts_by_block(
     return jnp.einsum("nad,na->nd", outputs, weights).astype(x.dtype)
 
 
-def default_experts_via(num_tokens: int, config: ModelConfig, platform: str) -> ExpertsVia:
+def kernel_refusal(config: ModelConfig, dtype: jnp.dtype) -> str | None:
+    """Why `pallas_kernels.expert_mlp` cannot run a model's experts, or None."""
+    shapes = weight_shapes(config)
+    if "moe.down" not in shapes:
+        return None
+    x = jax.ShapeDtypeStruct((1, config.model_dim), dtype)
+    gate_up = jax.ShapeDtypeStruct(shapes["moe.gate_up"], dtype)
+    return expert_mlp.refusal(x, gate_up, jax.ShapeDtypeStruct(shapes["moe.down"], dtype))
+
+
+def default_experts_via(
+    num_tokens: int, config: ModelConfig, dtype: jnp.dtype, platform: str
+) -> ExpertsVia:
     """The form that serves `num_tokens` tokens on `platform` ("cpu" or "gpu")."""
-    if platform == "gpu" and num_tokens <= MAX_KERNEL_TOKENS:
+    few = num_tokens <= MAX_KERNEL_TOKENS
+    if platform == "gpu" and few and kernel_refusal(config, dtype) is None:
         return "kernel"
     if platform == "cpu" and num_tokens * config.experts_per_token <= MAX_UNROLLED_ROWS:
         return "row"

@@ -1,5 +1,6 @@
 """The decoder: Qwen3-MoE and Mixtral, one module over layer-stacked weights."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,8 @@ from moejax.models.moe import DenseMlp, ExpertsVia, Routing, SparseMoe
 from moejax.models.norm import rms_norm
 from moejax.models.parameter import stacked_parameter
 from moejax.models.rope import rotary_angles
+
+Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class ChunkSpec(NamedTuple):
@@ -58,6 +61,39 @@ class Transformer(nnx.Module):
         head = self.embed[...] if self.config.tied_embeddings else self.head[...]
         return jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)
 
+    def layers(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        token_mask: jax.Array,
+        attend: Attend,
+        experts: ExpertsVia,
+    ) -> tuple[jax.Array, list[Routing]]:
+        """Embedding and all layers; what attention sees is the caller's business.
+
+        Args:
+          tokens: int32[B, T].
+          positions: int32[B, T].
+          token_mask: bool[B, T], False for padding.
+          attend: layer, rotated q [B, T, H, C], k and v [B, T, K, C] to [B, T, H, C].
+          experts: which form runs the experts.
+
+        Returns:
+          The last layer's output [B, T, D], and the routing of each sparse layer.
+        """
+        c = self.config
+        cos, sin = rotary_angles(positions, c.head_dim, c.rope_theta)
+        x = self.embed[...][tokens]
+        routings = []
+        for layer in range(c.num_layers):
+            attended = attend(layer, *self.attention.project(x, layer, cos, sin))
+            x = x + self.attention.output(attended, layer)
+            out, routing = self.mlp_block(x, layer, token_mask, experts)
+            x = x + out
+            if routing is not None:
+                routings.append(routing)
+        return x, routings
+
     def __call__(
         self,
         tokens: jax.Array,
@@ -78,23 +114,21 @@ class Transformer(nnx.Module):
         Returns:
           The cache and the last layer's output [B, T, D], before the last norm.
         """
-        c = self.config
-        cos, sin = rotary_angles(positions, c.head_dim, c.rope_theta)
-        x = self.embed[...][tokens]
-        for layer in range(c.num_layers):
-            q, k, v = self.attention.project(x, layer, cos, sin)
+        window = self.config.sliding_window
+
+        def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            nonlocal cache
             if tokens.shape[1] == 1:
                 cache = cache.write_token(layer, k, v, positions[:, 0])
             else:
                 cache = cache.write_chunk(layer, k, v, positions[0, 0])
             if spec.is_first:
-                attended = causal_attention(q, k, v, c.sliding_window, spec.attention)
-            else:
-                keys, values = cache.read(layer, spec.kv_length)
-                attended = cached_attention(q, keys, values, positions, c.sliding_window)
-            x = x + self.attention.output(attended, layer)
-            x = x + self.mlp_block(x, layer, token_mask, spec.experts)[0]
-        return cache, x
+                return causal_attention(q, k, v, window, spec.attention)
+            keys, values = cache.read(layer, spec.kv_length)
+            return cached_attention(q, keys, values, positions, window)
+
+        hidden, _ = self.layers(tokens, positions, token_mask, attend, spec.experts)
+        return cache, hidden
 
 
 def forward(
@@ -117,21 +151,15 @@ def forward(
       routing with a leading axis of M sparse layers: probabilities float32[M, N, E], weights
       float32[M, N, A], ids int32[M, N, A], N = B T.
     """
-    c = model.config
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    cos, sin = rotary_angles(positions, c.head_dim, c.rope_theta)
     mask = jnp.ones(tokens.shape, bool)
-    x = model.embed[...][tokens]
-    routings = []
-    for layer in range(c.num_layers):
-        q, k, v = model.attention.project(x, layer, cos, sin)
-        attended = causal_attention(q, k, v, c.sliding_window, attention)
-        x = x + model.attention.output(attended, layer)
-        out, routing = model.mlp_block(x, layer, mask, experts)
-        x = x + out
-        if routing is not None:
-            routings.append(routing)
-    return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *routings)
+
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        del layer
+        return causal_attention(q, k, v, model.config.sliding_window, attention)
+
+    hidden, routings = model.layers(tokens, positions, mask, attend, experts)
+    return hidden, jax.tree.map(lambda *leaves: jnp.stack(leaves), *routings)
 
 
 def model_definition(config: ModelConfig) -> nnx.GraphDef[Transformer]:

@@ -9,8 +9,11 @@ from pallas_kernels.expert_mlp.triton import expert_mlp_triton
 MIN_TILE = 8
 
 
-def refusal(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> str | None:
-    """Why the kernel cannot serve these operands, all reasons in one line, or None.
+Operand = jax.Array | jax.ShapeDtypeStruct
+
+
+def refusal(x: Operand, gate_up: Operand, down: Operand) -> str | None:
+    """Why the kernel cannot serve operands of these shapes and dtypes, in one line, or None.
 
     Args:
       x: [N, D].
