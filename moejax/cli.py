@@ -41,6 +41,8 @@ class Command(Generic[_Config]):
 
 def run(command: Command[_Config]) -> NoReturn:
     """Runs a main on the process's arguments and ends the process."""
+    if sys.stderr is None:  # closed by the caller, and print() would take stdout in its place
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115, used to the end
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Where stdout is not UTF-8, a character that it lacks becomes a question mark.
         sys.stdout.reconfigure(errors="replace")
@@ -49,23 +51,27 @@ def run(command: Command[_Config]) -> NoReturn:
 
 def exit_status(command: Command[_Config], argv: Sequence[str]) -> int:
     """Runs a main on `argv` (the program's name first); prints its error if any; the status."""
+    verbose = any(re.fullmatch("--?verbose(=(true|t|1|yes|y))?", arg, re.I) for arg in argv)
     try:
+        if sys.stdout is None:
+            raise MoejaxError("standard output is closed; send it to a file, or to /dev/null")
         config, values = parse(command, argv)
+        verbose = values.verbose
         if values.help:
             print(_help_text(command, values))
         else:
             command.body(config, values)
         sys.stdout.flush()
     except flags.Error as error:
-        return _fail(f"{_one_line(str(error))} (--help lists the flags)", 2, argv)
+        return _fail(f"{_one_line(str(error))} (--help lists the flags)", 2, verbose)
     except BrokenPipeError:
         # Python flushes stdout once more on its way out, which must not fail a second time.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _fail("standard output was closed before the end", 141, argv)
+        return _fail("standard output was closed before the end", 141, verbose)
     except (MoejaxError, OSError) as error:
-        return _fail(_one_line(str(error)), 1, argv)
+        return _fail(_one_line(str(error)), 1, verbose)
     except KeyboardInterrupt:
-        return _fail("interrupted", 130, argv)
+        return _fail("interrupted", 130, verbose)
     return 0
 
 
@@ -79,21 +85,24 @@ def parse(command: Command[_Config], argv: Sequence[str]) -> tuple[_Config, flag
       MoejaxError: the file or a field is missing or wrong.
       flags.Error: a flag is unknown, malformed, or an argument is no flag.
     """
-    argv = list(argv)
     values = flags.FlagValues()
     flags.DEFINE_boolean("help", False, "print this and end", flag_values=values)
     flags.DEFINE_boolean("verbose", False, "print the traceback of an error", flag_values=values)
     command.define_flags(values)
-    path = _config_file(argv)
-    _check_overrides(argv, command.default)
+    argv = _joined(argv, _takes_value(values, command.default))
+    read = list(itertools.takewhile(lambda arg: arg != "--", argv))
+    path = _config_file(read)
+    _check_overrides(read, command.default)
     try:
         if path is None:
             default = to_config_dict(command.default)
-            config_flags.DEFINE_config_dict("config", default, flag_values=values, sys_argv=argv)
+            config_flags.DEFINE_config_dict("config", default, flag_values=values, sys_argv=read)
         else:
-            config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
+            config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=read)
         rest = values(argv)
-    except flags.Error:
+    except flags.Error as error:
+        if str(error).startswith("flag --config="):  # a ValueError of the file's, wrapped by absl
+            raise MoejaxError(_one_line(str(error)).removeprefix("flag ")) from error
         raise
     except Exception as error:  # a config file is the user's code: whatever it raises is input
         said = f"{type(error).__name__}: {_one_line(str(error))}"
@@ -106,12 +115,32 @@ def parse(command: Command[_Config], argv: Sequence[str]) -> tuple[_Config, flag
     return from_config_dict(type(command.default), values.config), values
 
 
+def _takes_value(values: flags.FlagValues, default: RunConfig) -> set[str]:
+    """The flags that take the next argument for their value where there is no `=`."""
+    fields = dataclasses.fields(default)
+    named = {f"config.{field.name}" for field in fields if not isinstance(field.default, bool)}
+    return named | {"config"} | {name for name in values if not values[name].boolean}
+
+
+def _joined(argv: Sequence[str], takes_value: set[str]) -> list[str]:
+    """`--flag value` as `--flag=value`: no argument before `--` is then taken for another flag."""
+    joined = list(argv[:1])
+    rest = iter(argv[1:])
+    for arg in rest:
+        name = arg.removeprefix("-").removeprefix("-")
+        if arg == "--":
+            return [*joined, arg, *rest]
+        following = next(rest, None) if arg.startswith("-") and name in takes_value else None
+        joined.append(arg if following is None else f"{arg}={following}")
+    return joined
+
+
 def _config_file(argv: list[str]) -> str | None:
     """The file that `--config` names, checked to be there; None without `--config`."""
-    for arg, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
+    for arg in argv[1:]:
         match = re.fullmatch(r"--?config(?:=(.*))?", arg, re.DOTALL)
         if match:
-            path = following if match[1] is None else match[1]
+            path = match[1] or ""
             # What follows a colon is ml_collections' argument of get_config.
             if not Path(path.split(":", 1)[0]).is_file():
                 raise MoejaxError(f"config file {path!r} does not exist")
@@ -122,7 +151,7 @@ def _config_file(argv: list[str]) -> str | None:
 def _check_overrides(argv: list[str], default: RunConfig) -> None:
     """Refuses `--config.FIELD` of a field that the run does not have, before flags are parsed."""
     known = [field.name for field in dataclasses.fields(default)]
-    for arg in itertools.takewhile(lambda arg: arg != "--", argv[1:]):
+    for arg in argv[1:]:
         match = re.match(r"--?(?:no)?config\.([^=]*)", arg)
         if match:
             check_field_name(match[1], known)
@@ -139,9 +168,9 @@ def _help_text(command: Command[_Config], values: flags.FlagValues) -> str:
     return "\n".join([command.doc.strip(), "\nFlags:", *flag_lines, "\nConfig:", *field_lines])
 
 
-def _fail(message: str, status: int, argv: Sequence[str]) -> int:
+def _fail(message: str, status: int, verbose: bool) -> int:
     """Prints the error that is being handled as one line on stderr; returns `status`."""
-    if "--verbose" in argv:
+    if verbose:
         traceback.print_exc()
     print(f"error: {message}", file=sys.stderr)
     return status

@@ -44,7 +44,8 @@ def define_flags(values: flags.FlagValues) -> None:
 def generate(config: GenerateConfig, values: flags.FlagValues) -> None:
     """Loads the model and answers every prompt, or talks."""
     prompts = read_prompts(values.prompt, values.prompt_file)
-    if not prompts and not (values.chat and sys.stdin.isatty()):
+    on_terminal = sys.stdin is not None and sys.stdin.isatty()  # None: closed by the caller
+    if not prompts and not (values.chat and on_terminal):
         raise MoejaxError("no prompt: give --prompt, --prompt_file, or --chat on a terminal")
     engine = load_engine(config)
     if engine.tokenizer is None:

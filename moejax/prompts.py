@@ -7,25 +7,33 @@ from moejax.errors import MoejaxError
 
 
 def read_prompts(texts: Sequence[str], files: Sequence[str]) -> list[str]:
-    """The texts, then the whole text of each file, line ends included.
+    """The texts, then the whole text of each file, line ends included, a byte order mark not.
 
     Raises:
-      MoejaxError: a file cannot be read, or a text or a file is not UTF-8.
+      MoejaxError: a file cannot be read, or a text or a file is empty or not UTF-8.
     """
     return [*map(_valid_text, texts), *(_whole_text(Path(file)) for file in files)]
 
 
 def _whole_text(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8")
+        text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise MoejaxError(f"prompt file {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise MoejaxError(f"prompt file {path} is not UTF-8 at byte {error.start}") from error
+    if not text:
+        raise MoejaxError(f"prompt file {path} is empty")
+    return text
 
 
 def _valid_text(text: str) -> str:
-    """The text, unless the shell handed over bytes that are none (here lone surrogates)."""
+    """The text, unless it is empty or the shell handed over bytes that are none.
+
+    Such bytes are lone surrogates here.
+    """
+    if not text:
+        raise MoejaxError("an empty prompt: --prompt needs a text")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -168,6 +168,8 @@ class CliTest(parameterized.TestCase):
         (["--prompt=a", "--config"], "config file '' does not exist"),
         (["--prompt=\udcff"], "--prompt is not UTF-8 at character 0"),
         (["--prompt_file=no/such"], "prompt file no/such: No such file"),
+        (["--prompt="], "an empty prompt: --prompt needs a text"),
+        (["--prompt_file=/dev/null"], "prompt file /dev/null is empty"),
         (["--prompt_file=."], "prompt file .: Is a directory"),
     )
     def test_bad_input(self, arguments, said):
@@ -183,6 +185,30 @@ class CliTest(parameterized.TestCase):
     )
     def test_bad_flags(self, arguments, said):
         self.assert_fails(said, *arguments, status=2)
+
+    @parameterized.parameters(
+        "--config=zzz", "--config.zzz=1", "--config.seed=x", "--verbose", "--help", "--", "--config"
+    )
+    def test_value_that_looks_like_a_flag(self, text):
+        self.run_main("--prompt", text, "--config.seed", "3", f"--config.stop={text}")
+        [(prompt, _)] = self.engine.asked
+        self.assertEqual("".join(map(chr, prompt[1:])), text)
+        self.assertEqual((self.config.seed, self.config.stop), (3, (text,)))
+
+    def test_value_after_a_config_file(self):
+        path = f"{ROOT}/configs/mixtral_8x7b.py"
+        self.run_main("--config", path, "--prompt", "--config=zzz", "--config.stop", "--config.x=1")
+        self.assertEqual(self.config.stop, ("--config.x=1",))
+        self.assertIn("ixtral", self.config.checkpoint)
+
+    @parameterized.parameters("--config=zzz", "--config.zzz=1")
+    def test_flags_end_at_two_dashes(self, text):
+        self.assert_fails(f"'{text}' is no flag", "--prompt=a", "--", text, status=2)
+
+    def test_byte_order_mark_of_a_prompt_file(self):
+        path = self.folder / "bom.txt"
+        path.write_bytes(b"\xef\xbb\xbfab")
+        self.assertEqual(self.run_main(f"--prompt_file={path}")[0], "\x01AB\n")
 
     def test_prompt_file_that_is_not_utf8(self):
         path = self.folder / "latin1.txt"
@@ -206,7 +232,7 @@ class CliTest(parameterized.TestCase):
         path.write_text(source)
         # ml_collections runs every config file in the one module of this name.
         self.addCleanup(sys.modules.pop, "config_config", None)
-        out, err = self.run_main(f"--config={path}", "--prompt=a", status=mock.ANY)
+        out, err = self.run_main(f"--config={path}", "--prompt=a", status=1)
         self.assertEqual(out, "")
         self.assertIn(said, err)
         self.assertEqual(err.count("\n"), 1, err)
@@ -223,9 +249,17 @@ class CliTest(parameterized.TestCase):
     def test_errors_while_running(self, error, said, status):
         with mock.patch.object(self.engine, "stream", side_effect=error):
             self.assert_fails(said, "--prompt=a", status=status)
-            _, err = self.run_main("--prompt=a", "--verbose", status=status)
+            for flag in ("--verbose", "-verbose", "--verbose=true", "--verbose=1"):
+                _, err = self.run_main("--prompt=a", flag, status=status)
+                self.assertStartsWith(err, "Traceback (most recent call last):")
+                self.assertIn(said, err)
+            for flag in ("--noverbose", "--verbose=false", "--config.stop=--verbose"):
+                self.assert_fails(said, "--prompt=a", flag, status=status)
+
+    @parameterized.parameters("--verbose", "--verbose=true")
+    def test_verbose_where_flags_cannot_be_read(self, flag):
+        _, err = self.run_main("--promt=a", flag, status=2)
         self.assertStartsWith(err, "Traceback (most recent call last):")
-        self.assertIn(said, err)
 
     def test_a_bug_keeps_its_traceback(self):
         with (
@@ -278,6 +312,28 @@ class ProcessTest(absltest.TestCase):
         with process.stderr as stderr:
             self.assertEqual(stderr.read(), "error: standard output was closed before the end\n")
         self.assertEqual(process.wait(), 141)
+
+    def test_closed_streams(self):
+        command = [sys.executable, "-m", "moejax.generate"]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        for redirected, out, err in (
+            (">&-", "", "error: standard output is closed; send it to a file, or to /dev/null\n"),
+            ("2>&-", "", ""),
+            (
+                "<&-",
+                "",
+                "error: no prompt: give --prompt, --prompt_file, or --chat on a terminal\n",
+            ),
+        ):
+            done = subprocess.run(
+                ["bash", "-c", f'"$@" --chat {redirected}', "-", *command],
+                env=env,
+                capture_output=True,
+                text=True,
+                check=False,
+                stdin=subprocess.DEVNULL,
+            )
+            self.assertEqual((done.returncode, done.stdout, done.stderr), (1, out, err))
 
     def test_ctrl_c(self):
         probe = (
