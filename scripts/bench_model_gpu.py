@@ -94,17 +94,20 @@ def bytes_per_step(config: ModelConfig, batch: int, positions: int, distinct: fl
 
 
 def read_bandwidth(device: jax.Device) -> float:
-    """Bytes a second of a plain sum over 4 GiB, the ceiling of this card; nan on a CPU."""
+    """Bytes a second of a plain sum over 4 GiB, the ceiling of this card; nan on a CPU.
+
+    Sums are queued ten at a time, so that the host's dispatch is not in the figure.
+    """
     if device.platform == "cpu":
         return math.nan
     x = jnp.ones((2**21, 1024), jnp.bfloat16, device=device)
     total = jax.jit(lambda x: jnp.sum(x, dtype=jnp.float32))
     total(x).block_until_ready()
     times = []
-    for _ in range(10):
+    for _ in range(5):
         start = time.perf_counter()
-        total(x).block_until_ready()
-        times.append(time.perf_counter() - start)
+        jax.block_until_ready([total(x) for _ in range(10)])
+        times.append((time.perf_counter() - start) / 10)
     return x.nbytes / min(times)
 
 
@@ -205,11 +208,14 @@ def main(argv: list[str]) -> None:
         session = runner.prefill(prompts, _CONTEXT.value, settings, ())
         step = runner.decode(session, 1, 1)
         jax.block_until_ready((session.state, step))
+        num_programs = runner.programs.num_traces
         start = time.perf_counter()
         num_dispatches = 20
         for _ in range(num_dispatches):
             runner.decode(session, 1, 1)
         dispatch = (time.perf_counter() - start) / num_dispatches
+        if runner.programs.num_traces != num_programs:
+            raise RuntimeError("a program was compiled inside the timed loop: change --prompt")
         jax.block_until_ready(session.state)
         record(f"{label} dispatch of one step call", dispatch * 1e3, "ms")
         with tempfile.TemporaryDirectory() as trace:
