@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +65,7 @@ def run_experts(
         case "row":
             return moe.experts_by_row(x, routing, gate_up, down, layer)
         case "block":
-            return moe.experts_by_block(x, routing, gate_up, down, layer, mask)
+            return moe.experts_by_block(x, routing, gate_up, down, layer, mask, 2**20)
     return expert_mlp.expert_mlp(
         x, routing.ids, routing.weights, gate_up, down, layer=layer, interpret=True
     )
@@ -158,8 +157,8 @@ class ExpertsTest(HostTestCase):
         operands = self._operands(ROUTINGS["drawn"])
         expert_bytes = 4 * (32 * 24 + 24 * 16)
         for num_bytes in (0, 3 * expert_bytes):  # one of the 7 blocks at a time, and three
-            with mock.patch.object(moe, "BLOCK_WEIGHT_BYTES", num_bytes):
-                found = moe.experts_by_block(*operands, LAYER, jnp.ones(NUM_TOKENS, bool))
+            mask = jnp.ones(NUM_TOKENS, bool)
+            found = moe.experts_by_block(*operands, LAYER, mask, num_bytes)
             assert_near(found, self._expected(*operands))
 
     @parameterized.parameters((1, 8, 8), (64, 8, 8), (72, 8, 16), (4096, 8, 512), (10**6, 8, 512))
@@ -173,7 +172,7 @@ class ExpertsTest(HostTestCase):
         for num_tokens, platform, via in (
             (1, "cpu", "row"),
             (16, "cpu", "row"),
-            (17, "cpu", "block"),
+            (17, "cpu", "block_in_cache"),
             (1, "gpu", "kernel"),
             (32, "gpu", "kernel"),
             (33, "gpu", "block"),

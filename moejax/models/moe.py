@@ -5,7 +5,8 @@ whole layer-stacked arrays and a layer index, so that no layer's slab is ever co
 
   * `experts_dense`: every expert on every token, masked. For training.
   * `experts_by_row`: one small product an assignment. For a few rows on a CPU.
-  * `experts_by_block`: assignments sorted by expert, cut in blocks. For prefill.
+  * `experts_by_block`: assignments sorted by expert, cut in blocks. For prefill; "block_in_cache"
+    takes steps whose weights stay in a CPU's cache.
   * `pallas_kernels.expert_mlp`: two kernel launches. For decode on a GPU.
 """
 
@@ -19,15 +20,17 @@ from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.parameter import stacked_parameter
 from pallas_kernels import expert_mlp
 
-ExpertsVia = Literal["dense", "row", "block", "kernel"]
+ExpertsVia = Literal["dense", "row", "block", "block_in_cache", "kernel"]
 
 # Above so many assignments a call on a CPU sorts them into blocks. Unrolled, a decode step of the
 # demo model took 9.9 ms against 16.8 at 32 rows (batch 8, two busy cores, jax 0.10.2, 2026-11-21),
 # and compiled in 17.5 s against 7.8: more rows are not worth the compiling.
 MAX_UNROLLED_ROWS = 32
 MAX_KERNEL_TOKENS = 32
-# Weights gathered for one scan step of `experts_by_block`: bounds its temporary memory.
-BLOCK_WEIGHT_BYTES = 512 * 2**20
+# Weights gathered for one scan step of `experts_by_block`: bounds its temporary memory on a GPU. On
+# a CPU small steps are faster: the demo model's TTFT at 512 tokens was 133 ms with 512 MiB, 83 with
+# 0.8 MiB, 105 with one block (two cores, jax 0.10.2, 2026-11-21).
+STEP_BYTES: dict[ExpertsVia, int] = {"block": 512 * 2**20, "block_in_cache": 2**20}
 
 
 class Routing(NamedTuple):
@@ -122,11 +125,12 @@ def experts_by_block(
     down: jax.Array,
     layer: int,
     token_mask: jax.Array,
+    step_bytes: int,
 ) -> jax.Array:
     """Assignments sorted by expert and padded to blocks of one expert each; then batched products.
 
     The number of blocks is static: each expert adds at most one partial block. An expert's weights
-    are gathered once a block, `BLOCK_WEIGHT_BYTES` at a time.
+    are gathered once a block, `step_bytes` at a time.
 
     Args:
       x: [N, D].
@@ -135,6 +139,7 @@ def experts_by_block(
       down: [M, E, D, F].
       layer: index among the sparse layers.
       token_mask: bool[N]; what is False is padding, costs nothing and yields zero.
+      step_bytes: of the weights gathered for one step of the scan; at least one block is.
 
     Returns:
       [N, D] in `x.dtype`.
@@ -145,7 +150,7 @@ def experts_by_block(
     rows_per_block = block_size(num_rows, num_experts)
     num_blocks = num_rows // rows_per_block + min(num_experts, num_rows)
     expert_bytes = (gate_up[0, 0].size + down[0, 0].size) * x.dtype.itemsize
-    blocks_per_step = min(num_blocks, max(1, BLOCK_WEIGHT_BYTES // expert_bytes))
+    blocks_per_step = min(num_blocks, max(1, step_bytes // expert_bytes))
     num_steps = -(-num_blocks // blocks_per_step)
 
     # Rows in order of expert; padding tokens belong to expert E and come last.
@@ -201,7 +206,7 @@ def default_experts_via(
         return "kernel"
     if platform == "cpu" and num_tokens * config.experts_per_token <= MAX_UNROLLED_ROWS:
         return "row"
-    return "block"
+    return "block_in_cache" if platform == "cpu" else "block"
 
 
 class SparseMoe(nnx.Module):
@@ -234,8 +239,8 @@ class SparseMoe(nnx.Module):
                 y = experts_dense(x, routing, gate_up, down, layer)
             case "row":
                 y = experts_by_row(x, routing, gate_up, down, layer)
-            case "block":
-                y = experts_by_block(x, routing, gate_up, down, layer, token_mask)
+            case "block" | "block_in_cache":
+                y = experts_by_block(x, routing, gate_up, down, layer, token_mask, STEP_BYTES[via])
             case "kernel":
                 y = expert_mlp.expert_mlp(
                     x, routing.ids, routing.weights, gate_up, down, layer=layer
