@@ -26,6 +26,7 @@ import numpy as np
 from absl import app, flags
 
 from moejax.devices import choose_device, enable_compilation_cache
+from moejax.engine import STEPS_PER_CALL
 from moejax.generation import GenerationSettings
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.shapes import SHAPES
@@ -49,8 +50,6 @@ _REPEATS = flags.DEFINE_integer("repeats", 3, "timed runs; the median is reporte
 _OUTPUT = flags.DEFINE_string("output", "", "JSON file of rows")
 _CACHE = flags.DEFINE_string("cache", "", "persistent compilation cache")
 _PLATFORM = flags.DEFINE_string("platform", "gpu", "gpu; cpu only tries the script")
-
-STEPS_PER_CALL = 16
 
 
 @functools.partial(jax.jit, donate_argnums=0)

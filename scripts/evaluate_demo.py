@@ -36,8 +36,7 @@ def main(argv: list[str]) -> None:
     """Scores all held-out streams and writes one JSON file."""
     del argv
     config = _CONFIG.value
-    fields = config.model.to_dict()
-    model = ModelConfig(**(fields | {"moe_layers": tuple(fields["moe_layers"])}))
+    model = ModelConfig.from_fields(config.model.to_dict())
     corpus = corpus_lib.read_corpus(Path(_DATA.value))
     weights = safetensors.flax.load_file(_WEIGHTS.value)
     weights = {name: leaf.astype(jnp.float32) for name, leaf in weights.items()}

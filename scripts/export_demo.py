@@ -53,7 +53,7 @@ def main(argv: list[str]) -> None:
     log = plotting.read_log(run / "log.jsonl")
     starts = [row for row in log if row["event"] == "start"]
     fields = starts[-1]["config"]["model"]
-    model = ModelConfig(**(fields | {"moe_layers": tuple(fields["moe_layers"])}))
+    model = ModelConfig.from_fields(fields)
     notes = Path(_NOTES.value).read_text() if _NOTES.value else ""
     evaluation = json.loads((run / "evaluation.json").read_text())
     card = write_card(evaluation, json.loads((data / "corpus.json").read_text()), log, notes)

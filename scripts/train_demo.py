@@ -45,8 +45,7 @@ VALIDATION_BATCH = 16
 
 def model_config(config: ml_collections.ConfigDict) -> ModelConfig:
     """The model that the experiment asks for."""
-    fields = config.model.to_dict()
-    return ModelConfig(**(fields | {"moe_layers": tuple(fields["moe_layers"])}))
+    return ModelConfig.from_fields(config.model.to_dict())
 
 
 def step_config(config: ml_collections.ConfigDict, streams: list[str]) -> StepConfig:

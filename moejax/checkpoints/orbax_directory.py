@@ -85,8 +85,7 @@ def read_orbax_description(directory: Path) -> tuple[ModelConfig, jnp.dtype]:
             f"{_FORMAT}; save it again from the original checkpoint"
         )
     try:
-        config = dict(fields["config"], moe_layers=tuple(fields["config"]["moe_layers"]))
-        return ModelConfig(**config), jnp.dtype(fields["dtype"])
+        return ModelConfig.from_fields(fields["config"]), jnp.dtype(fields["dtype"])
     except (KeyError, TypeError, ValueError) as error:
         raise MoejaxError(f"{directory / _DESCRIPTION} is broken: {error}") from error
 

@@ -7,6 +7,8 @@ A experts per token, F expert width, I dense MLP width, V vocabulary.
 """
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,11 @@ class ModelConfig:
     qk_norm: bool  # RMSNorm over each query and key head (Qwen3)
     attention_bias: bool  # bias on q, k, v and o projections
     sliding_window: int | None  # tokens seen by a query, itself included; None: all
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> "ModelConfig":
+        """From the fields that JSON or a ConfigDict kept, in which a tuple may be a list."""
+        return cls(**{**fields, "moe_layers": tuple(fields["moe_layers"])})
 
     def __post_init__(self) -> None:
         self.check()

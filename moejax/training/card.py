@@ -162,7 +162,7 @@ python scripts/prepare_demo_data.py --data=DIR --output=demo_data
 python scripts/train_demo.py --config=configs/train_demo.py --data=demo_data --run_dir=demo_run
 python scripts/evaluate_demo.py --config=configs/train_demo.py --data=demo_data \\
     --weights=demo_run/weights.safetensors --output=demo_run/evaluation.json
-python scripts/export_demo.py --data=demo_data --run_dir=demo_run
+python scripts/export_demo.py --data=demo_data --run_dir=demo_run --notes=scripts/demo_notes.md
 ```"""
     )
     return "\n\n".join(sections) + "\n"
