@@ -85,13 +85,16 @@ class TransformersParityTest(parameterized.TestCase):
 
         prompts = [rng.integers(0, engine.config.vocab_size, n).tolist() for n in PROMPT_LENGTHS]
         together = engine.generate(prompts, max_new_tokens=NUM_GREEDY, ignore_eos=True)
-        num_equal = 0  # in doubt or not: few near ties really fall the other way
+        num_sure = num_equal = 0
         for prompt, answer in zip(prompts, together, strict=True):
             expected_tokens, sure = greedy_reference(model, prompt, NUM_GREEDY)
             self.assertLen(answer.tokens, NUM_GREEDY)
             self.assertEqual(answer.tokens[:sure], expected_tokens[:sure])
+            num_sure += sure
             num_equal += sum(map(operator.eq, answer.tokens, expected_tokens))
         self.assertGreater(num_equal, 0.75 * len(prompts) * NUM_GREEDY)
+        if name != "demo":  # its 7 layers of 32 experts have a near tie in almost every sequence
+            self.assertGreater(num_sure, 0.75 * len(prompts) * NUM_GREEDY)
         if name in ALSO_ALONE:
             alone = engine.generate(prompts[1], max_new_tokens=NUM_GREEDY, ignore_eos=True)[0]
             self.assertEqual(alone.tokens, together[1].tokens)
