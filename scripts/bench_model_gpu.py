@@ -134,7 +134,10 @@ def main(argv: list[str]) -> None:
     """Measures, prints, and writes the rows."""
     del argv
     device = choose_device(_PLATFORM.value)
-    enable_compilation_cache(_CACHE.value)
+    cache = enable_compilation_cache(_CACHE.value)
+    compiled_from = "no cache"
+    if cache is not None:
+        compiled_from = "with a cache in use" if any(cache.iterdir()) else "into an empty cache"
     config = SHAPES[_SHAPE.value]
     if _LAYERS.value:
         config = dataclasses.replace(
@@ -178,9 +181,8 @@ def main(argv: list[str]) -> None:
             for repeat in range(_REPEATS.value + 1):
                 *_, (_, timing) = runner.run(prompts, _CONTEXT.value, settings, (), steps_per_call)
                 if repeat == 0:
-                    where = "with the cache" if _CACHE.value else "no cache"
                     record(
-                        f"{label} compile, calls of {steps_per_call}, {where}",
+                        f"{label} compile, calls of {steps_per_call}, {compiled_from}",
                         timing.compile_s,
                         "s",
                         **dict(runner.programs.history[num_programs:]),
