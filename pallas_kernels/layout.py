@@ -1,0 +1,179 @@
+"""The one definition of packed INT2, INT3, INT4 and INT8 weights.
+
+A row of K codes lies in `num_words(K, bits)` words of 32 bits, exactly `bits` bits a code (K is
+first padded to a multiple of 32 with zeros). A code is cut into planes, most significant first:
+
+    INT2 (2,)    INT3 (2, 1)    INT4 (4,)    INT8 (8,)
+
+The planes of a row follow each other. A plane of width w is cut into blocks of `BLOCK` = 256 codes,
+the last of which may be shorter. A block of R codes has R w / 32 words; word j, half h and position
+p hold the bits of the code
+
+    k = block 256 + p (R w / 16) + 2 j + h        at bit 16 h + p w of the word.
+
+So the codes of one position are a whole sub-tile of consecutive k in the arrangement of the words
+themselves (a shift and a mask unpack it, nothing moves), adjacent k are the halves of one word (two
+16-bit floats of a register), and in every full block a position's sub-tile (16 k or a multiple)
+lies inside one quantization group of 32, 64 or 128. Rows stay rows: matrices that share K are
+concatenated by concatenating their words.
+
+Functions take numpy or JAX arrays and return the same kind. Kernels use K for the inputs and N for
+the outputs of a product; here k counts inputs.
+"""
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+LAYOUT = "planes-k256-v1"  # the version's tag; it is stored with whatever is packed
+BLOCK = 256
+WORD_BITS = 32
+PLANES: dict[int, tuple[int, ...]] = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
+BITS = tuple(PLANES)
+
+
+class Plane(NamedTuple):
+    """One plane of a row."""
+
+    width: int  # bits of a code that it holds
+    shift: int  # of these bits in the code
+    first_word: int  # in the row
+    num_words: int
+
+
+def padded_length(num_codes: int) -> int:
+    """Codes of a row with its padding: the next multiple of 32."""
+    return -(-num_codes // WORD_BITS) * WORD_BITS
+
+
+def num_words(num_codes: int, bits: int) -> int:
+    """Words of a row of `num_codes` codes."""
+    _check_bits(bits)
+    return padded_length(num_codes) * bits // WORD_BITS
+
+
+def num_groups(num_codes: int, group_size: int) -> int:
+    """Quantization groups of a row; the last may be shorter.
+
+    Args:
+      num_codes: K.
+      group_size: 1..K; K is one group a row (per channel).
+
+    Raises:
+      ValueError: the group size is not positive or longer than the row.
+    """
+    if not 1 <= group_size <= num_codes:
+        raise ValueError(f"group_size {group_size} is not in 1..{num_codes}, the codes of a row")
+    return -(-num_codes // group_size)
+
+
+def planes(num_codes: int, bits: int) -> tuple[Plane, ...]:
+    """Where the planes of a row lie."""
+    _check_bits(bits)
+    found, first_word, shift = [], 0, bits
+    for width in PLANES[bits]:
+        shift -= width
+        count = padded_length(num_codes) * width // WORD_BITS
+        found.append(Plane(width, shift, first_word, count))
+        first_word += count
+    return tuple(found)
+
+
+def pack(codes: Any, bits: int) -> Any:
+    """Packs rows of codes.
+
+    Args:
+      codes: uint8[..., K], each below 2^bits; higher bits are dropped.
+      bits: 2, 3, 4 or 8.
+
+    Returns:
+      uint32[..., num_words(K, bits)].
+    """
+    xp = _namespace(codes)
+    num_codes = codes.shape[-1]
+    padding = [(0, 0)] * (codes.ndim - 1) + [(0, padded_length(num_codes) - num_codes)]
+    padded = xp.pad(codes.astype(xp.uint8), padding)
+    packed = []
+    for plane in planes(num_codes, bits):
+        part = (padded >> xp.uint8(plane.shift)) & xp.uint8((1 << plane.width) - 1)
+        for first, size, repeats in _blocks(num_codes):
+            span = part[..., first : first + size * repeats]
+            packed.append(_pack_blocks(span, plane.width, repeats, xp))
+    return xp.concatenate(packed, axis=-1)
+
+
+def unpack(words: Any, bits: int, num_codes: int) -> Any:
+    """The codes of packed rows.
+
+    Args:
+      words: uint32[..., num_words(num_codes, bits)].
+      bits: 2, 3, 4 or 8.
+      num_codes: K.
+
+    Returns:
+      uint8[..., K].
+
+    Raises:
+      ValueError: the rows have another number of words.
+    """
+    xp = _namespace(words)
+    if words.shape[-1] != num_words(num_codes, bits):
+        raise ValueError(
+            f"rows of {num_codes} codes of {bits} bits have {num_words(num_codes, bits)} words, "
+            f"got {words.shape[-1]}"
+        )
+    codes = None
+    for plane in planes(num_codes, bits):
+        parts, first_word = [], plane.first_word
+        for _, size, repeats in _blocks(num_codes):
+            count = size * repeats * plane.width // WORD_BITS
+            span = words[..., first_word : first_word + count]
+            parts.append(_unpack_blocks(span, plane.width, repeats, xp))
+            first_word += count
+        part = xp.concatenate(parts, axis=-1) << xp.uint8(plane.shift)
+        codes = part if codes is None else codes | part
+    assert codes is not None
+    return codes[..., :num_codes]
+
+
+def _check_bits(bits: int) -> None:
+    if bits not in PLANES:
+        raise ValueError(f"bits {bits} is none of {', '.join(map(str, BITS))}")
+
+
+def _namespace(array: Any) -> ModuleType:
+    return jnp if isinstance(array, jax.Array) else np
+
+
+def _blocks(num_codes: int) -> list[tuple[int, int, int]]:
+    """(first code, codes of a block, how many such blocks): the full ones, then the short one."""
+    length = padded_length(num_codes)
+    full, rest = length // BLOCK, length % BLOCK
+    runs = [(0, BLOCK, full)] if full else []
+    return [*runs, (full * BLOCK, rest, 1)] if rest else runs
+
+
+def _shifts(width: int, xp: ModuleType) -> Any:
+    """uint32[positions, 1, 2]: where half h of position p begins in a word."""
+    positions = 16 // width
+    shifts = np.arange(positions)[:, None, None] * width + np.arange(2)[None, None] * 16
+    return xp.asarray(shifts.astype(np.uint32))
+
+
+def _pack_blocks(part: Any, width: int, repeats: int, xp: ModuleType) -> Any:
+    lead = part.shape[:-1]
+    tiles = part.reshape(*lead, repeats, 16 // width, -1, 2).astype(xp.uint32)
+    shifts = _shifts(width, xp)
+    placed = tiles << shifts.reshape((1,) * (tiles.ndim - 3) + shifts.shape)
+    return placed.sum(axis=(-3, -1), dtype=xp.uint32).reshape(*lead, -1)
+
+
+def _unpack_blocks(words: Any, width: int, repeats: int, xp: ModuleType) -> Any:
+    lead = words.shape[:-1]
+    tiles = words.reshape(*lead, repeats, 1, -1, 1)
+    shifts = _shifts(width, xp)
+    tiles = tiles >> shifts.reshape((1,) * (tiles.ndim - 3) + shifts.shape)
+    return (tiles & xp.uint32((1 << width) - 1)).astype(xp.uint8).reshape(*lead, -1)
