@@ -1,0 +1,253 @@
+"""QTensor, Compensator and Fp8Tensor against float64 numpy, their bytes and their checks."""
+
+import dataclasses
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from absl.testing import absltest, parameterized
+from hypothesis import strategies as st
+
+from moejax.qtensor import ZERO_KINDS, Compensator, Fp8Tensor, QTensor, dense, from_codes
+
+
+def random_parts(rng, lead, rows, inputs, bits, group_size, zero_kind):
+    """Codes, and scales and zeros that float16 holds exactly."""
+    groups = -(-inputs // group_size)
+    codes = rng.integers(0, 2**bits, (*lead, rows, inputs)).astype(np.uint8)
+    scales = rng.normal(size=(*lead, rows, groups)).astype(np.float16).astype(np.float32)
+    zeros = rng.uniform(0, 2**bits - 1, (*lead, rows, groups))
+    zeros = np.round(zeros) if zero_kind == "integer" else zeros.astype(np.float16)
+    return codes, scales, zeros.astype(np.float32)
+
+
+def dequantized(codes, scales, zeros, bits, group_size, zero_kind):
+    """The definition, in float64, one input at a time."""
+    result = np.zeros(codes.shape)
+    for k in range(codes.shape[-1]):
+        g = k // group_size
+        zero = 2 ** (bits - 1) if zero_kind == "symmetric" else zeros[..., g].astype(np.float64)
+        result[..., k] = (codes[..., k].astype(np.float64) - zero) * scales[..., g].astype(
+            np.float64
+        )
+    return result
+
+
+def random_tensor(rng, lead, rows, inputs, bits=3, group_size=64, zero_kind="float"):
+    codes, scales, zeros = random_parts(rng, lead, rows, inputs, bits, group_size, zero_kind)
+    parts = (jnp.asarray(x) for x in (codes, scales, zeros))
+    return from_codes(*parts, bits=bits, group_size=group_size, zero_kind=zero_kind)
+
+
+class QTensorTest(parameterized.TestCase):
+    @hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+    @hypothesis.given(
+        bits=st.sampled_from([2, 3, 4, 8]),
+        group_size=st.sampled_from([32, 64, 128, 0]),
+        zero_kind=st.sampled_from(ZERO_KINDS),
+        scale_dtype=st.sampled_from([np.float16, np.float32]),
+        rows=st.integers(1, 9),
+        inputs=st.integers(1, 300),
+        seed=st.integers(0, 2**32 - 1),
+    )
+    def test_dequantize_is_the_definition(
+        self, bits, group_size, zero_kind, scale_dtype, rows, inputs, seed
+    ):
+        group_size = min(group_size or inputs, inputs)
+        rng = np.random.default_rng(seed)
+        parts = random_parts(rng, (), rows, inputs, bits, group_size, zero_kind)
+        expected = dequantized(*parts, bits, group_size, zero_kind)
+        tensor = from_codes(
+            *parts, bits=bits, group_size=group_size, zero_kind=zero_kind, scale_dtype=scale_dtype
+        )
+        self.assertEqual(tensor.shape, (rows, inputs))
+        self.assertEqual(tensor.zero_kind, zero_kind)
+        # numpy leaves: the same code as on the device, without compiling every shape.
+        np.testing.assert_array_equal(tensor.codes(), parts[0])
+        np.testing.assert_allclose(tensor.dequantize(), expected, rtol=1e-6, atol=1e-5)
+
+    @parameterized.product(bits=(2, 3, 4, 8), zero_kind=ZERO_KINDS)
+    def test_on_the_device_as_on_the_host(self, bits, zero_kind):
+        parts = random_parts(np.random.default_rng(7), (2,), 3, 100, bits, 64, zero_kind)
+        expected = dequantized(*parts, bits, 64, zero_kind)
+        tensor = from_codes(*map(jnp.asarray, parts), bits=bits, group_size=64, zero_kind=zero_kind)
+        result = jax.jit(lambda t: t.dequantize())(tensor)
+        np.testing.assert_allclose(result, expected, rtol=1e-6, atol=1e-5)
+
+    @parameterized.parameters(
+        (2, 64, "float", 2 + 32 / 64),
+        (3, 64, "float", 3 + 32 / 64),
+        (3, 64, "integer", 3 + 24 / 64),
+        (3, 64, "symmetric", 3 + 16 / 64),
+        (4, 128, "symmetric", 4 + 16 / 128),
+        (8, 2048, "float", 8 + 32 / 2048),
+    )
+    def test_bits_per_weight_count_everything(self, bits, group_size, zero_kind, expected):
+        rng = np.random.default_rng(0)
+        tensor = random_tensor(rng, (2,), 8, 2048, bits, group_size, zero_kind)
+        self.assertEqual(tensor.nbytes, sum(np.asarray(x).nbytes for x in jax.tree.leaves(tensor)))
+        self.assertEqual(tensor.bits_per_weight, expected)
+
+    def test_index_of_leading_axes_inside_jit(self):
+        tensor = random_tensor(np.random.default_rng(1), (2, 3), 5, 100)
+        one = jax.jit(lambda t, i, j: t[i, j].dequantize())(tensor, jnp.int32(1), jnp.int32(2))
+        np.testing.assert_array_equal(one, tensor.dequantize()[1, 2])
+
+    def test_permutation_says_which_input_a_code_belongs_to(self):
+        rng = np.random.default_rng(2)
+        plain = random_tensor(rng, (3,), 4, 96)
+        permutation = np.stack([rng.permutation(96) for _ in range(3)]).astype(np.int32)
+        tensor = dataclasses.replace(plain, permutation=jnp.asarray(permutation))
+        tensor.check()
+        expected = np.zeros((3, 4, 96), np.float32)
+        for i in range(3):
+            for k in range(96):
+                expected[i, :, permutation[i, k]] = plain.dequantize()[i, :, k]
+        np.testing.assert_array_equal(tensor.dequantize(), expected)
+        np.testing.assert_array_equal(tensor[1].dequantize(), expected[1])
+
+    def test_dense_of_a_plain_array_is_itself(self):
+        array = jnp.ones((2, 3))
+        self.assertIs(dense(array, jnp.bfloat16), array)
+        tensor = random_tensor(np.random.default_rng(3), (), 4, 64)
+        self.assertEqual(dense(tensor, jnp.bfloat16).dtype, jnp.bfloat16)
+
+    @parameterized.named_parameters(
+        ("words", {"words": jnp.zeros((4, 5), jnp.uint32)}, "words has shape"),
+        ("scales", {"scales": jnp.zeros((4, 2), jnp.bfloat16)}, "scales is bfloat16"),
+        ("zeros", {"zeros": jnp.zeros((4, 3), jnp.float16)}, "zeros has shape"),
+        ("zero_dtype", {"zeros": jnp.zeros((4, 2), jnp.float32)}, "zeros is float32"),
+        ("layout", {"layout": "planes-v0"}, "layout is 'planes-v0', this version reads"),
+        ("permutation", {"permutation": jnp.zeros(99, jnp.int32)}, "permutation has shape"),
+        ("group", {"group_size": 101}, "group_size 101"),
+    )
+    def test_check_names_what_is_wrong(self, changes, said):
+        tensor = random_tensor(np.random.default_rng(4), (), 4, 100)
+        tensor.check()
+        with self.assertRaisesRegex(ValueError, said):
+            dataclasses.replace(tensor, **changes).check()
+
+    def test_unknown_zero_kind(self):
+        with self.assertRaisesRegex(ValueError, "zero_kind 'none' is none of float, integer"):
+            from_codes(
+                np.zeros((2, 64), np.uint8),
+                np.ones((2, 1), np.float32),
+                None,
+                bits=3,
+                group_size=64,
+                zero_kind="none",
+            )
+
+
+class CompensatorTest(parameterized.TestCase):
+    def with_ragged_ranks(self, factor_bits):
+        """Four matrices [6, 128] of ranks 4, 0, 8, 1 with terms on rows 2..5."""
+        rng = np.random.default_rng(5)
+        ranks, total = [4, 0, 8, 1], 13
+        u, v = (rng.normal(size=(total, n)).astype(np.float32) for n in (3, 128))
+        factors = [jnp.asarray(u, jnp.bfloat16), jnp.asarray(v, jnp.bfloat16)]
+        if factor_bits:
+            factors = [
+                random_tensor(rng, (), total, n, factor_bits, min(n, 64), "symmetric")
+                for n in (3, 128)
+            ]
+        compensator = Compensator(
+            u=factors[0],
+            v=factors[1],
+            start=jnp.asarray([0, 4, 4, 12], jnp.int32),
+            rank=jnp.asarray(ranks, jnp.int32),
+            first_row=2,
+            num_rows=3,
+            max_rank=8,
+        )
+        plain = random_tensor(rng, (4,), 6, 128)
+        return plain, dataclasses.replace(plain, compensators=(compensator,)), ranks
+
+    @parameterized.parameters(0, 3, 4, 8)
+    def test_each_matrix_gets_its_own_terms(self, factor_bits):
+        plain, tensor, ranks = self.with_ragged_ranks(factor_bits)
+        tensor.check()
+        [compensator] = tensor.compensators
+        u, v = (np.asarray(dense(f, jnp.float32), np.float64) for f in compensator_pools(tensor))
+        expected = np.asarray(plain.dequantize(), np.float64)
+        largest = np.abs(expected).max()
+        start = 0
+        for i, rank in enumerate(ranks):
+            expected[i, 2:5] += u[start : start + rank].T @ v[start : start + rank]
+            largest = max(largest, np.max(np.abs(u).T @ np.abs(v)))
+            start += rank
+        bound = 4 * np.finfo(np.float32).eps * largest
+        np.testing.assert_allclose(tensor.dequantize(), expected, rtol=0, atol=bound)
+        one = jax.jit(lambda t, i: t[i].dequantize())
+        for i in range(4):
+            np.testing.assert_allclose(one(tensor, i), expected[i], rtol=0, atol=bound)
+        pools = compensator.u.nbytes + compensator.v.nbytes
+        self.assertEqual(tensor.nbytes - plain.nbytes, pools + 2 * 4 * 4)
+
+    def test_rank_zero_everywhere_changes_nothing(self):
+        plain, tensor, _ = self.with_ragged_ranks(0)
+        [compensator] = tensor.compensators
+        empty = dataclasses.replace(
+            compensator,
+            u=compensator.u[:0],
+            v=compensator.v[:0],
+            start=jnp.zeros(4, jnp.int32),
+            rank=jnp.zeros(4, jnp.int32),
+            max_rank=0,
+        )
+        tensor = dataclasses.replace(tensor, compensators=(empty,))
+        np.testing.assert_array_equal(tensor.dequantize(), plain.dequantize())
+
+    @parameterized.parameters(
+        ({"first_row": 4}, "rows 4..7 of 6"),
+        ({"num_rows": 2}, "factors of 3 rows and 128 inputs, expected 2"),
+        ({"start": jnp.zeros(3, jnp.int32)}, "start is int32"),
+        ({"v": jnp.zeros((12, 128), jnp.bfloat16)}, "factors of shapes"),
+    )
+    def test_check(self, changes, said):
+        _, tensor, _ = self.with_ragged_ranks(0)
+        broken = dataclasses.replace(tensor.compensators[0], **changes)
+        with self.assertRaisesRegex(ValueError, said):
+            dataclasses.replace(tensor, compensators=(broken,)).check()
+
+    def test_permutation_and_compensators_exclude_each_other(self):
+        _, tensor, _ = self.with_ragged_ranks(0)
+        identity = jnp.tile(jnp.arange(128, dtype=jnp.int32)[None], (4, 1))
+        with self.assertRaisesRegex(ValueError, "exclude"):
+            dataclasses.replace(tensor, permutation=identity).check()
+
+
+def compensator_pools(tensor: QTensor):
+    [compensator] = tensor.compensators
+    return compensator.u, compensator.v
+
+
+class Fp8TensorTest(parameterized.TestCase):
+    @parameterized.parameters((128, 256), (130, 64), (300, 129))
+    def test_blocks(self, rows, inputs):
+        rng = np.random.default_rng(6)
+        values = rng.normal(size=(2, rows, inputs)).astype(ml_dtypes.float8_e4m3fn)
+        blocks = (2, -(-rows // 128), -(-inputs // 128))
+        scales = rng.uniform(0.5, 2, blocks).astype(np.float32)
+        tensor = Fp8Tensor(values=jnp.asarray(values), scales=jnp.asarray(scales))
+        tensor.check()
+        expected = values.astype(np.float64)
+        for n in range(rows):
+            for k in range(inputs):
+                expected[:, n, k] *= scales[:, n // 128, k // 128]
+        np.testing.assert_allclose(tensor.dequantize(), expected, rtol=1e-6)
+        np.testing.assert_allclose(tensor[1].dequantize(), expected[1], rtol=1e-6)
+        self.assertEqual(tensor.nbytes, values.size + 4 * scales.size)
+
+    def test_check(self):
+        values = jnp.zeros((130, 64), jnp.float8_e4m3fn)
+        with self.assertRaisesRegex(ValueError, r"scales have shape \(1, 1\), expected \(2, 1\)"):
+            Fp8Tensor(values=values, scales=jnp.ones((1, 1))).check()
+        with self.assertRaisesRegex(ValueError, "values are float32"):
+            Fp8Tensor(values=jnp.zeros((128, 64)), scales=jnp.ones((1, 1))).check()
+
+
+if __name__ == "__main__":
+    absltest.main()
