@@ -97,13 +97,18 @@ CHECKPOINTS: dict[str, TinyCheckpoint] = {
 def write_checkpoint(name: str, parent: Path) -> Path:
     """Writes `CHECKPOINTS[name]` into `parent / name`, unless it is there; returns that path."""
     directory = parent / name
-    if directory.exists():
-        return directory
-    spec = CHECKPOINTS[name]
+    if not directory.exists():
+        seed = sorted(CHECKPOINTS).index(name)
+        write_random_checkpoint(CHECKPOINTS[name], directory, seed)
+    return directory
+
+
+def write_random_checkpoint(spec: TinyCheckpoint, directory: Path, seed: int) -> None:
+    """Writes the checkpoint of `spec` and `seed` into `directory`."""
     config_class, model_class = FAMILIES[spec.family]
     config = config_class(**{**_SHARED, **_OF_FAMILY[spec.family], **spec.fields})
     with torch.random.fork_rng():
-        torch.manual_seed(sorted(CHECKPOINTS).index(name))
+        torch.manual_seed(seed)
         model = model_class(config)
         _perturb_vectors(model)
     model.to(spec.dtype).save_pretrained(
@@ -111,7 +116,6 @@ def write_checkpoint(name: str, parent: Path) -> Path:
     )
     if spec.old_config:
         _rewrite_config_as_transformers_4(directory / "config.json")
-    return directory
 
 
 def reference_model(

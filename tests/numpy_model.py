@@ -49,13 +49,22 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * weight
 
 
-def rotate(x: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
-    """[B, T, H, C] turned as complex numbers x_i + j x_{i + C/2}, by position theta^(-2i/C)."""
-    half = x.shape[-1] // 2
-    frequency = theta ** (-np.arange(half) / half)
-    turn = np.exp(1j * positions[:, :, None, None] * frequency)
-    turned = (x[..., :half] + 1j * x[..., half:]) * turn
+def rotary_angles(positions: np.ndarray, head_dim: int, theta: float) -> np.ndarray:
+    """Position theta^(-2i/C), [B, T, C / 2]."""
+    half = head_dim // 2
+    return positions[..., None] * theta ** (-np.arange(half) / half)
+
+
+def turn(x: np.ndarray, angles: np.ndarray) -> np.ndarray:
+    """[B, T, H, C] turned as complex numbers x_i + j x_{i + C/2} by angles [B, T, C / 2]."""
+    first, second = np.split(x, 2, axis=-1)
+    turned = (first + 1j * second) * np.exp(1j * angles)[:, :, None]
     return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def rotate(x: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
+    """[B, T, H, C] turned by the angles of its positions."""
+    return turn(x, rotary_angles(positions, x.shape[-1], theta))
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
@@ -112,11 +121,19 @@ def route(
 
 
 def forward(
-    w: dict[str, np.ndarray], config: ModelConfig, tokens: np.ndarray
+    w: dict[str, np.ndarray],
+    config: ModelConfig,
+    tokens: np.ndarray,
+    angles: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Logits [B, T, V] and the router's probabilities [M, B T, E]."""
+    """Logits [B, T, V] and the router's probabilities [M, B T, E].
+
+    `angles` [B, T, C / 2] are those of `rotary_angles` if they are not given.
+    """
     c, (batch, length) = config, tokens.shape
     positions = np.broadcast_to(np.arange(length), tokens.shape)
+    if angles is None:
+        angles = rotary_angles(positions, c.head_dim, c.rope_theta)
     x = w["embed"][tokens]
     routers = []
     for layer in range(c.num_layers):
@@ -129,7 +146,7 @@ def forward(
         if c.qk_norm:
             q = rms_norm(q, w["attention.q_norm"][layer], c.norm_eps)
             k = rms_norm(k, w["attention.k_norm"][layer], c.norm_eps)
-        q, k = (rotate(heads, positions, c.rope_theta) for heads in (q, k))
+        q, k = turn(q, angles), turn(k, angles)
         attended = attend(q, k, v, positions, c.sliding_window).reshape(batch, length, -1)
         x = x + attended @ w["attention.o_proj"][layer].T
         if c.attention_bias:

@@ -2,6 +2,24 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+
+def rotary_frequencies(head_dim: int, theta: float) -> np.ndarray:
+    """theta^(-2i/C) as float32[C / 2], each operation rounded as transformers rounds it.
+
+    On the host, because at position p an angle is off by p times what its frequency is off, and in
+    a compiled program XLA's power gives a third of the frequencies another value: by one float32
+    step where C is a power of two, by up to 17 at C = 96. One step moved logits of a tiny Mixtral
+    by 1.2e-4 of their norm within 2,500 positions (jax 0.10.2 against torch 2.13, CPU).
+
+    Args:
+      head_dim: C, even.
+      theta: base of the frequencies.
+    """
+    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    power = np.power(float(theta), exponent.astype(np.float64)).astype(np.float32)
+    return np.float32(1) / power
 
 
 def rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
@@ -15,8 +33,7 @@ def rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[ja
     Returns:
       Two float32[B, T, C / 2].
     """
-    exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-    frequency = 1.0 / (jnp.float32(theta) ** exponent)
+    frequency = rotary_frequencies(head_dim, theta)
     angle = positions.astype(jnp.float32)[..., None] * frequency[None, None, :]
     return jnp.cos(angle), jnp.sin(angle)
 
