@@ -12,9 +12,13 @@ from typing import Any, TypeVar
 from ml_collections import config_dict
 
 from moejax.errors import MoejaxError
+from moejax.evaluation.perplexity import PRESETS, Windowing
+from moejax.evaluation.texts import JOINS
 from moejax.generation import GenerationSettings
 
 _T = TypeVar("_T")
+
+EVALUATION_TASKS = ("perplexity",)
 
 
 def _option(default: _T, meaning: str) -> _T:
@@ -83,6 +87,116 @@ class GenerateConfig(RunConfig):
         if not 0 <= self.seed < 2**32:
             raise MoejaxError(f"seed={self.seed} must be from 0 to 2**32 - 1")
         GenerationSettings.of(**self.request())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizeConfig(RunConfig):
+    """What `python -m moejax.quantize` runs; the recipe's values are checked where it is read."""
+
+    checkpoint: str = _option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
+    output: str = _option("", "a new directory for the quantized checkpoint; must be given")
+    format: str = _option("moejax", "moejax, gptq or compressed-tensors: who can read the result")
+    method: str = _option(
+        "milo",
+        "none, rtn, hqq, least_squares, gptq, autoround, milo or milo+: of attention and MLPs",
+    )
+    bits: int = _option(3, "2, 3, 4 or 8")
+    group_size: int = _option(64, "inputs that share a scale; 0: all of a row (per channel)")
+    zero_kind: str = _option(
+        "auto", "auto (what method and format take), float, integer, symmetric"
+    )
+    scale_dtype: str = _option("float16", "float16 or float32, of scales and float zero points")
+    rank: str = _option(
+        "Dense-25% + Kurtosis-6.25%",
+        "of compensators: a sum of Uniform-, Dense-, Sparse-, Kurtosis-, Frequency-r or -r%, "
+        "perhaps 'within 200 MB', or a set of the paper's such as mixtral-s1",
+    )
+    factor_bits: int = _option(8, "of milo's compensators: 3, 4, 8 or 16 (bfloat16)")
+    passes: int = _option(20, "milo stops after so many passes at the latest")
+    calibration: str = _option(
+        "default", "what gptq, autoround and Frequency-r look at: the text that ships, or a file"
+    )
+    calibration_samples: int = _option(0, "samples of that text; 0: 128, or what there is")
+    calibration_length: int = _option(0, "tokens of a sample; 0: 2048 or the model's context")
+    rules: str = _option(
+        "", "'PATTERN: KEY=VALUE ...; ...', such as 'head: method=rtn bits=8; *.o_proj: bits=4'"
+    )
+    platform: str = _option("auto", "auto (an accelerator if there is one), cpu or gpu")
+    compilation_cache: str = _option(
+        "auto", "where compiled programs are kept: auto (the user's cache), a directory, '' (off)"
+    )
+
+    def check(self) -> None:
+        """See `RunConfig.check`; the recipe's fields are checked with the model at hand."""
+        if not self.checkpoint:
+            raise MoejaxError("checkpoint='' must be a name or a directory")
+        if not self.calibration:
+            raise MoejaxError("calibration='' must be 'default' or a text file")
+        if min(self.calibration_samples, self.calibration_length) < 0:
+            raise MoejaxError("calibration_samples and calibration_length must be 0 or positive")
+        if self.passes < 1:
+            raise MoejaxError(f"passes={self.passes} must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateConfig(RunConfig):
+    """What `python -m moejax.evaluate` runs; model and text are checked where they are read."""
+
+    task: str = _option("perplexity", "what is measured: perplexity")
+    checkpoint: str = _option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
+    text: str = _option(
+        "wikitext2", "a UTF-8 file (.txt, .xz, .gz), or wikitext2: the test rows from the Hub"
+    )
+    join: str = _option(
+        "none", "none (a file as it stands), or wikitext (its lines joined as papers join the rows)"
+    )
+    preset: str = _option("2048/2048", f"window/stride: {' or '.join(PRESETS)}")
+    window: int = _option(0, "tokens that a prediction sees at most; 0: the preset's")
+    stride: int = _option(0, "tokens that windows advance by; 0: the preset's, at most the window")
+    max_tokens: int = _option(0, "score no more than the first so many tokens; 0: all")
+    batch_size: int = _option(8, "windows at once; the result does not depend on it")
+    output: str = _option("", "a JSON file for the result; '': none")
+    platform: str = _option("auto", "auto (an accelerator if there is one), cpu or gpu")
+    dtype: str = _option(
+        "auto",
+        "auto (float32 on CPU, the file's on an accelerator), float32, bfloat16 or float16",
+    )
+    compilation_cache: str = _option(
+        "auto", "where compiled programs are kept: auto (the user's cache), a directory, '' (off)"
+    )
+    add_special_tokens: bool = _option(
+        GenerationSettings.add_special_tokens, "let the tokenizer add its own (such as bos)"
+    )
+
+    def windowing(self) -> Windowing:
+        """Window and stride: the preset's where they are not given."""
+        preset = PRESETS[self.preset]
+        window = self.window or preset.window
+        return Windowing(window, self.stride or min(preset.stride, window))
+
+    def check(self) -> None:
+        """See `RunConfig.check`."""
+        if self.task not in EVALUATION_TASKS:
+            raise MoejaxError(f"task={self.task!r} is not there; {_listed(EVALUATION_TASKS)}")
+        if not self.checkpoint:
+            raise MoejaxError("checkpoint='' must be a name or a directory")
+        if not self.text:
+            raise MoejaxError("text='' must be a file, or wikitext2")
+        if self.join not in JOINS:
+            raise MoejaxError(f"join={self.join!r} is not there; {_listed(JOINS)}")
+        if self.preset not in PRESETS:
+            raise MoejaxError(f"preset={self.preset!r} is not there; {_listed(PRESETS)}")
+        for name in ("window", "stride", "max_tokens"):
+            if getattr(self, name) < 0:
+                raise MoejaxError(f"{name}={getattr(self, name)} must be 0 or a number of tokens")
+        if self.batch_size < 1:
+            raise MoejaxError(f"batch_size={self.batch_size} must be at least 1")
+        self.windowing().check()
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    return f"there {'is' if len(names) == 1 else 'are'}: {', '.join(names)}"
 
 
 def to_config_dict(config: RunConfig) -> config_dict.ConfigDict:

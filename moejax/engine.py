@@ -2,18 +2,21 @@
 
 import operator
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from moejax import ops
 from moejax.checkpoints import open_checkpoint
 from moejax.devices import choose_device, enable_compilation_cache, plain_memory_errors
 from moejax.errors import MoejaxError
 from moejax.generation import AnswerBuilder, Chunk, Generation, GenerationSettings, Timing
 from moejax.models.config import ModelConfig
+from moejax.qtensor import Weight
 from moejax.runner import MIN_KV_LENGTH, Runner, length_bucket
 from moejax.tokenizer import Tokenizer
 
@@ -27,7 +30,7 @@ class Engine:
 
     Attributes:
       config: the model's shape.
-      weights: flat dict of layer-stacked leaves, on `device`.
+      weights: flat dict of layer-stacked leaves, plain or packed, on `device`.
       tokenizer: None where the checkpoint has none; prompts are then token ids.
       eos_ids: tokens that end an answer.
       device: where it runs.
@@ -38,7 +41,7 @@ class Engine:
     def __init__(
         self,
         config: ModelConfig,
-        weights: dict[str, jax.Array],
+        weights: Mapping[str, Weight],
         *,
         tokenizer: Tokenizer | None = None,
         eos_ids: tuple[int, ...] = (),
@@ -51,13 +54,13 @@ class Engine:
                 f"the model's own"
             )
         self.config = config
-        self.weights = weights
+        self.weights = dict(weights)
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self.device = device or choose_device("auto")
         self.context = context
         self.load_seconds = 0.0
-        self._runner = Runner(config, weights, self.device)
+        self._runner = Runner(config, self.weights, self.device)
 
     @classmethod
     def from_pretrained(
@@ -106,6 +109,42 @@ class Engine:
     def compile_seconds(self) -> float:
         """Spent in compiling so far."""
         return self._runner.programs.seconds
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the activations."""
+        return self._runner.dtype
+
+    @property
+    def weights_nbytes(self) -> int:
+        """Bytes of all weights on the device: codes, scales, zeros and low-rank terms included."""
+        return sum(leaf.nbytes for leaf in self.weights.values())
+
+    @property
+    def num_weights(self) -> int:
+        """Parameters of the model; tied ones count once."""
+        return sum(leaf.size for leaf in self.weights.values())
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of `weights_nbytes` a parameter, those that stayed plain included."""
+        return 8 * self.weights_nbytes / self.num_weights
+
+    @property
+    def weights_summary(self) -> str:
+        """The size of the weights and how they are packed, in one line."""
+        size = f"{self.weights_nbytes / 1e6:.1f} MB, {self.bits_per_weight:.2f} bits a weight"
+        packed = {name: ops.packing(leaf) for name, leaf in self.weights.items()}
+        kinds = {kind: [n for n in packed if packed[n] == kind] for kind in packed.values() if kind}
+        if not kinds:
+            return f"{size}, none packed"
+        said = "; ".join(f"{', '.join(names)}: {kind}" for kind, names in kinds.items())
+        return f"{size} ({said}; dequantized for each product, there is no kernel for them yet)"
+
+    @property
+    def experts_used(self) -> list[str]:
+        """The forms that ran the experts so far (`moejax.models.moe`), by name."""
+        return sorted(self._runner.experts_used)
 
     @property
     def num_traces(self) -> int:
@@ -193,6 +232,26 @@ class Engine:
             )
         self._check_tokens(tokens)
         return self._runner.logits(tokens.astype(np.int32))
+
+    def score(self, tokens: np.ndarray, lengths: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        """Negative log-likelihood of given tokens; the logits never leave the device.
+
+        Args:
+          tokens: int32[B, T], inputs, padded at the end.
+          lengths: int32[B], inputs of each row.
+          targets: int32[B, T], the token after each input; -1 does not count.
+
+        Returns:
+          float64[B], in nats, summed over each row.
+        """
+        if tokens.shape[1] > self.config.max_positions:
+            raise MoejaxError(
+                f"windows of {tokens.shape[1]} tokens do not fit the model's context of "
+                f"{self.config.max_positions}"
+            )
+        self._check_tokens(tokens)
+        self._check_tokens(targets[targets != -1])
+        return self._runner.score(tokens, lengths, targets)
 
     def _ending(self, settings: GenerationSettings) -> tuple[int, ...]:
         return () if settings.ignore_eos else self.eos_ids

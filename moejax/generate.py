@@ -82,6 +82,7 @@ def load_engine(config: GenerateConfig) -> "Engine":
     )
     _say(f"compilation cache: {jax.config.values['jax_compilation_cache_dir'] or 'off'}")
     _say(f"loaded {config.checkpoint} on {engine.device} in {engine.load_seconds:.2f} s")
+    _say(f"weights: {engine.weights_summary}")
     return engine
 
 

@@ -18,12 +18,14 @@ from moejax.models.attention import default_attention_via
 from moejax.models.config import ModelConfig
 from moejax.models.moe import ExpertsVia, default_experts_via, kernel_refusal
 from moejax.models.transformer import ChunkSpec, model_definition
+from moejax.qtensor import Fp8Tensor, QTensor
 from moejax.sampling import Sampling
 
 MIN_PREFILL_LENGTH = 16
 MAX_PREFILL_LENGTH = 1024  # longer prompts go chunk by chunk
 SCORE_BYTES = 2**30  # of the float32 attention scores of one chunk and layer
 MIN_KV_LENGTH = 256
+EXPERT_LEAVES = ("moe.gate_up", "moe.down")
 
 
 def length_bucket(length: int, smallest: int, largest: int, factor: int = 2) -> int:
@@ -63,6 +65,16 @@ def prefill_chunks(length: int, cache_length: int, longest: int) -> Iterator[tup
         start += size
 
 
+def _scored_places(targets: np.ndarray) -> np.ndarray:
+    """int32[P], the last P columns of int32[B, T] from the first that counts; P is a bucket."""
+    counted = np.flatnonzero((targets >= 0).any(axis=0))
+    length = targets.shape[1]
+    num_last = length - int(counted[0]) if len(counted) else 0
+    if num_last:
+        num_last = length_bucket(num_last, MIN_PREFILL_LENGTH, length)
+    return np.arange(length - num_last, length, dtype=np.int32)
+
+
 @dataclasses.dataclass
 class Session:
     """One batch on its way: device state, and what the host knows of it without asking."""
@@ -80,8 +92,10 @@ class Runner:
 
     Attributes:
       config: the model's shape.
-      weights: flat dict of layer-stacked leaves, on `device`.
+      weights: flat dict of layer-stacked leaves, plain or packed, on `device`.
       device: where it runs.
+      dtype: of the activations and the cache; that of the norms, which are never packed.
+      experts_used: which forms ran the experts so far.
       programs: what was compiled, and how long that took.
     """
 
@@ -91,9 +105,13 @@ class Runner:
         self.device = device
         self.programs = CompiledPrograms()
         self._definition = model_definition(config)
-        self._dtype = weights["embed"].dtype
-        self._attention = default_attention_via(config, self._dtype, device.platform)
-        refusal = kernel_refusal(config, self._dtype)
+        norm = weights["final_norm"]
+        assert not isinstance(norm, QTensor | Fp8Tensor)
+        self.dtype = norm.dtype
+        self.experts_used: set[ExpertsVia] = set()
+        self._attention = default_attention_via(config, self.dtype, device.platform)
+        self._experts = [weights[name] for name in EXPERT_LEAVES if name in weights]
+        refusal = kernel_refusal(config, self.dtype, self._experts)
         if device.platform == "gpu" and refusal:
             logging.warning("experts run without the decode kernel, which refuses: %s", refusal)
 
@@ -225,15 +243,55 @@ class Runner:
             logits.append(np.asarray(out)[:, : part.shape[1]])
         return np.concatenate(logits, axis=1)
 
+    def score(self, tokens: np.ndarray, lengths: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        """Negative log-likelihood of what follows each input, summed over each window.
+
+        Args:
+          tokens: int32[B, T], inputs, padded at the end.
+          lengths: int32[B], inputs of each window.
+          targets: int32[B, T], the token after each input; -1 does not count.
+
+        Returns:
+          float64[B], nats.
+        """
+        batch, length = tokens.shape
+        cache_length = length_bucket(length, MIN_PREFILL_LENGTH, self.config.max_positions)
+        cache, _, _ = self._fresh([0] * batch, cache_length)
+        device_lengths = self._put(np.asarray(lengths, np.int32))
+        parts = []
+        for start, size in self._chunks(batch, length, cache_length):
+            part = slice(start, start + size)
+            chunk, wanted = np.zeros((batch, size), np.int32), np.full((batch, size), -1, np.int32)
+            chunk[:, : tokens[:, part].shape[1]] = tokens[:, part]
+            wanted[:, : targets[:, part].shape[1]] = targets[:, part]
+            places = _scored_places(wanted)
+            cache, nats = self._call(
+                steps.score_chunk,
+                (self._definition, self._chunk_spec(batch, start, size, cache_length)),
+                (cache,),
+                self.weights,
+                self._put(chunk),
+                self._put(np.int32(start)),
+                device_lengths,
+                self._put(places),
+                self._put(wanted[:, places]),
+            )
+            parts.append(nats)
+        return np.sum([np.asarray(nats, np.float64) for nats in parts], axis=0)
+
     def _experts_via(self, num_tokens: int) -> ExpertsVia:
-        return default_experts_via(num_tokens, self.config, self._dtype, self.device.platform)
+        via = default_experts_via(
+            num_tokens, self.config, self.dtype, self.device.platform, self._experts
+        )
+        self.experts_used.add(via)
+        return via
 
     def _chunks(self, batch: int, length: int, cache_length: int) -> Iterator[tuple[int, int]]:
         longest = longest_chunk(self.config, batch, cache_length)
         return prefill_chunks(length, cache_length, longest)
 
     def _fresh(self, seeds: list[int], cache_length: int) -> tuple[KVCache, jax.Array, jax.Array]:
-        static = (self.config, cache_length, self._dtype)
+        static = (self.config, cache_length, self.dtype)
         return self._call(steps.fresh, static, (), self._put(np.asarray(seeds, np.uint32)))
 
     def _call(

@@ -5,6 +5,7 @@ first, in the order of the arguments (jax#39625).
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,12 @@ from flax import nnx
 from moejax.cache import KVCache, empty_cache
 from moejax.models.config import ModelConfig
 from moejax.models.transformer import ChunkSpec, Transformer, merge_weights
+from moejax.qtensor import Weight
 from moejax.sampling import Sampling, draw, penalized
 
-Weights = dict[str, jax.Array]
+Weights = Mapping[str, Weight]
+
+SCORED_BYTES = 2**26  # of the float32 logits that exist at a time in scoring
 
 
 @jax.tree_util.register_dataclass
@@ -102,6 +106,44 @@ def chunk_logits(
     positions = jnp.broadcast_to(start + steps, tokens.shape)
     cache, hidden = model(tokens, positions, jnp.ones(tokens.shape, bool), cache, spec)
     return cache, model.project_to_vocab(hidden)
+
+
+def score_chunk(
+    definition: nnx.GraphDef[Transformer],
+    spec: ChunkSpec,
+    cache: KVCache,
+    weights: Weights,
+    tokens: jax.Array,
+    start: jax.Array,
+    lengths: jax.Array,
+    places: jax.Array,
+    targets: jax.Array,
+) -> tuple[KVCache, jax.Array]:
+    """As `prefill_chunk`; gives the negative log-likelihood of the targets that count.
+
+    The logits live on the device, `SCORED_BYTES` of them at a time.
+
+    Args:
+      definition: static, of the model.
+      spec: static, how the chunk stands to the cache.
+      cache: donated.
+      weights: of the model.
+      tokens: int32[B, T], padded at the end.
+      start: int32[].
+      lengths: int32[B], inputs of each window.
+      places: int32[P], positions in the chunk of which a row's target may count; P may be 0.
+      targets: int32[B, P], the tokens after them; -1 does not count.
+
+    Returns:
+      The cache and float32[B] nats.
+    """
+    model = merge_weights(definition, weights)
+    steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    positions = jnp.broadcast_to(start + steps, tokens.shape)
+    cache, hidden = model(tokens, positions, positions < lengths[:, None], cache, spec)
+    if not places.size:
+        return cache, jnp.zeros(len(tokens), jnp.float32)
+    return cache, model.negative_log_likelihood(hidden[:, places], targets, SCORED_BYTES)
 
 
 def _next_tokens(

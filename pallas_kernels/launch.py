@@ -1,7 +1,7 @@
 """The only caller of `pallas_call`: backend, interpret mode, names, version differences."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,30 +14,30 @@ def triton_call(
     *,
     name: str,
     grid: tuple[int, ...],
-    out_shape: jax.ShapeDtypeStruct,
+    out_shape: jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct],
     num_warps: int,
     num_stages: int,
     interpret: bool,
-) -> Callable[..., jax.Array]:
+) -> Callable[..., Any]:
     """A Pallas-Triton kernel over whole arrays; the body indexes them itself.
 
     Triton is named explicitly: a bare `pallas_call` means Mosaic before jax 0.11.2 and Triton from
     it on. Its deprecation warning is the only one silenced.
 
     Args:
-      body: takes one ref an operand and one for the output.
+      body: takes one ref an operand, then one an output.
       name: operation, dtype and tile; what a profile shows.
       grid: programs.
-      out_shape: of the one output.
+      out_shape: of the output, or of each of several.
       num_warps: of a program.
       num_stages: of Triton's software pipeline.
       interpret: runs the body on the CPU, for tests.
     """
 
-    def call(*operands: jax.Array) -> jax.Array:
+    def call(*operands: jax.Array) -> Any:
         # Not for this call alone: the warning comes when the caller's program is lowered.
         warnings.filterwarnings("ignore", message=".*[Tt]riton.*", category=DeprecationWarning)
-        result: Any = pl.pallas_call(
+        return pl.pallas_call(
             body,
             grid=grid,
             out_shape=out_shape,
@@ -45,6 +45,5 @@ def triton_call(
             interpret=interpret,
             name=name,
         )(*operands)
-        return result
 
     return call

@@ -9,22 +9,43 @@ import dataclasses
 import functools
 import math
 from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tqdm
 
-from moejax.checkpoints.safetensors_reader import StoredTensor, read_tensor, stored_tensors
+from moejax.checkpoints.safetensors_reader import (
+    StoredTensor,
+    check_floats,
+    is_float,
+    read_array,
+    read_tensor,
+    stored_tensors,
+)
 from moejax.devices import choose_device
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.hf_config import read_json
 from moejax.models.hf_names import Placement, find_spelling, is_ignored, placements
 
 # The XLA CPU client takes over host memory without a copy only at this alignment.
 _ALIGNMENT_BYTES = 64
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class Placed(Protocol):
+    """Something with a place in a leaf."""
+
+    @property
+    def index(self) -> tuple[int, ...]:
+        """Leading positions: layer, then expert."""
+
+
+PlacedT = TypeVar("PlacedT", bound=Placed)
 
 
 def load_weights(
@@ -48,6 +69,7 @@ def load_weights(
       MoejaxError: a file is missing or broken; tensors are missing, unexpected or of another
         shape than `config` says; a value does not fit float16.
     """
+    _refuse_quantized(directory)
     device = device or choose_device("auto")
     tensors = stored_tensors(directory)
     plan = _plan(directory, config, tensors)
@@ -62,14 +84,31 @@ def load_weights(
         }
 
 
-def stored_dtype(directory: Path) -> np.dtype:
+def _refuse_quantized(directory: Path) -> None:
+    path = directory / "config.json"
+    if path.is_file() and (quantization := read_json(path).get("quantization_config")):
+        raise MoejaxError(
+            f"{path}: the checkpoint is quantized ({quantization}); open it with open_checkpoint, "
+            "which reads such ones too"
+        )
+
+
+def stored_dtype(directory: Path, *, is_quantized: bool = False) -> np.dtype:
     """The dtype of most of a checkpoint's bytes.
 
+    Args:
+      directory: of the checkpoint.
+      is_quantized: count what is not quantized only, such as norms and embeddings.
+
     Raises:
-      MoejaxError: a file is missing, broken or empty.
+      MoejaxError: a file is missing, broken or empty, or holds other types than floats.
     """
     num_bytes: dict[np.dtype, int] = defaultdict(int)
-    for tensor in stored_tensors(directory).values():
+    tensors: Iterable[StoredTensor] = stored_tensors(directory).values()
+    if is_quantized:
+        tensors = [t for t in tensors if t.name.endswith(".weight") and is_float(t)]
+    check_floats(tensors)
+    for tensor in tensors:
         num_bytes[tensor.dtype] += tensor.num_bytes
     if not num_bytes:
         raise MoejaxError(f"the weight files in {directory} hold no tensors; download them again")
@@ -84,6 +123,50 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return memory[start : start + num_bytes].view(dtype).reshape(shape)
 
 
+class LeafMemory:
+    """A leaf while it is being filled, a layer at a time.
+
+    On the CPU the whole leaf is host memory, which JAX takes over; on an accelerator it lies there,
+    and one layer of it is staged in host memory.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: np.dtype, device: jax.Device, *, is_stacked: bool
+    ) -> None:
+        self._device = device
+        self._leaf: jax.Array | None = None
+        if is_stacked and not _is_host(device):
+            self._leaf = jnp.zeros(shape, dtype, device=device)
+            self._memory = np.empty(shape[1:], dtype)
+        else:
+            self._memory = aligned_empty(shape, dtype)
+
+    def part(self, index: tuple[int, ...]) -> np.ndarray:
+        """The memory of the matrices at `index`, layer first; () where nothing is stacked."""
+        return self._memory[index if self._leaf is None else index[1:]]
+
+    def finish_layer(self, layer: int) -> None:
+        """Call it when all parts of a layer are written and no other layer was begun."""
+        if self._leaf is not None:
+            slab = jax.device_put(self._memory, self._device)
+            self._leaf = _with_layer(self._leaf, slab, layer)
+            self._leaf.block_until_ready()  # the staging memory is about to be written again
+
+    def finish(self) -> jax.Array:
+        """The leaf on its device; not to be written to any more."""
+        if self._leaf is not None:
+            return self._leaf
+        return jax.device_put(self._memory, self._device)
+
+
+def by_layer(plan: Sequence[PlacedT]) -> dict[int, list[PlacedT]]:
+    """What fills one leaf, by layer; all of it under 0 where nothing is stacked."""
+    found: dict[int, list[PlacedT]] = defaultdict(list)
+    for placed in plan:
+        found[placed.index[0] if placed.index else 0].append(placed)
+    return found
+
+
 @dataclasses.dataclass(frozen=True)
 class _Source:
     """A checkpoint that is being read."""
@@ -92,25 +175,37 @@ class _Source:
     bar: tqdm.tqdm
 
     def place(self, placement: Placement, memory: np.ndarray) -> None:
-        """Reads the placement's tensor into its rows of `memory`, converting to its dtype.
-
-        Raises:
-          MoejaxError: a value is too large for float16.
-        """
+        """Reads the placement's tensor into its rows of `memory`, which is of its index."""
         tensor = self.tensors[placement.name]
-        rows = placement.rows(memory)
-        if tensor.dtype == rows.dtype:
-            read_tensor(tensor, rows)
-        else:
-            stored = _read(tensor)
-            with np.errstate(over="ignore"):
-                np.copyto(rows, stored, casting="unsafe")
-            if rows.dtype == np.float16 and np.isinf(rows).any():
-                raise MoejaxError(
-                    f"{tensor.name} does not fit float16 (largest {abs(stored).max()}); "
-                    "load as bfloat16 or float32"
-                )
+        place_floats(tensor, placement.rows(memory))
         self.bar.update(tensor.num_bytes)
+
+
+def place_floats(tensor: StoredTensor, rows: np.ndarray) -> None:
+    """Reads a tensor into `rows`, converting to its dtype.
+
+    Raises:
+      MoejaxError: a value is too large for float16.
+    """
+    if tensor.dtype == rows.dtype:
+        read_tensor(tensor, rows)
+        return
+    convert_floats(tensor.name, read_array(tensor), rows)
+
+
+def convert_floats(name: str, values: np.ndarray, rows: np.ndarray) -> None:
+    """Copies `values` into `rows`, converting to its dtype.
+
+    Raises:
+      MoejaxError: a value is too large for float16.
+    """
+    with np.errstate(over="ignore"):
+        np.copyto(rows, values, casting="unsafe")
+    if rows.dtype == np.float16 and np.isinf(rows).any():
+        raise MoejaxError(
+            f"{name} does not fit float16 (largest {abs(values).max()}); "
+            "load as bfloat16 or float32"
+        )
 
 
 def _is_host(device: jax.Device) -> bool:
@@ -125,45 +220,12 @@ def _fill(
     source: _Source,
 ) -> jax.Array:
     """One leaf; `plan` says which tensors fill it."""
-    is_stacked = plan[0].index != ()
-    if is_stacked and not _is_host(device):
-        return _fill_staged(shape, dtype, device, plan, source)
-    return _fill_in_place(shape, dtype, device, plan, source)
-
-
-def _fill_in_place(
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    device: jax.Device,
-    plan: list[Placement],
-    source: _Source,
-) -> jax.Array:
-    """The leaf, filled in host memory; a CPU device takes that over."""
-    leaf = aligned_empty(shape, dtype)
-    for placement in plan:
-        source.place(placement, leaf[placement.index])
-    return jax.device_put(leaf, device)
-
-
-def _fill_staged(
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    device: jax.Device,
-    plan: list[Placement],
-    source: _Source,
-) -> jax.Array:
-    """The leaf on the device, by way of host memory for one layer."""
-    by_layer = defaultdict(list)
-    for placement in plan:
-        by_layer[placement.index[0]].append(placement)
-    leaf = jnp.zeros(shape, dtype, device=device)
-    staged = np.empty(shape[1:], dtype)
-    for layer, placements_of_layer in by_layer.items():
+    memory = LeafMemory(shape, dtype, device, is_stacked=plan[0].index != ())
+    for layer, placements_of_layer in by_layer(plan).items():
         for placement in placements_of_layer:
-            source.place(placement, staged[placement.index[1:]])
-        leaf = _with_layer(leaf, jax.device_put(staged, device), layer)
-        leaf.block_until_ready()  # the staging memory is about to be written again
-    return leaf
+            source.place(placement, memory.part(placement.index))
+        memory.finish_layer(layer)
+    return memory.finish()
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -172,64 +234,98 @@ def _with_layer(leaf: jax.Array, slab: jax.Array, layer: jax.Array) -> jax.Array
     return jax.lax.dynamic_update_index_in_dim(leaf, slab, layer, 0)
 
 
-def _plan(
+def checked_placements(
     directory: Path, config: ModelConfig, tensors: dict[str, StoredTensor]
-) -> dict[str, list[Placement]]:
-    """What fills each leaf, after a check that the checkpoint holds it and nothing else.
+) -> list[Placement]:
+    """The placements of a checkpoint's tensors, once it holds all of them and nothing else.
 
     Raises:
       MoejaxError: tensors are missing, unexpected or wrongly shaped.
     """
     expected = list(placements(config, find_spelling(config.family, tensors)))
     by_name = {placement.name: placement for placement in expected}
-    missing = [f"{p.name} {list(p.shape)}" for p in expected if p.name not in tensors]
-    misshaped = [
-        f"{p.name} is {list(tensors[p.name].shape)} in the file, {list(p.shape)} by config.json"
-        for p in expected
-        if p.name in tensors and tensors[p.name].shape != p.shape
-    ]
-    unexpected = [
-        f"{name} {list(tensor.shape)}"
-        for name, tensor in tensors.items()
-        if name not in by_name and not is_ignored(name) and not _is_tied_head(config, tensor)
-    ]
-    faults = [
-        f"{kind} ({len(found)}): {', '.join(found[:3])}{', ...' if len(found) > 3 else ''}"
-        for kind, found in (
-            ("missing tensors", missing),
-            ("unexpected tensors", unexpected),
-            ("wrongly shaped tensors", misshaped),
-        )
-        if found
-    ]
-    if faults:
-        raise MoejaxError(
-            f"{directory} does not fit its config.json: {'; '.join(faults)}; download it again or "
-            "mend config.json"
-        )
-    if config.tied_embeddings and _HEAD in tensors:
-        _check_tied(tensors[_EMBEDDING], tensors[_HEAD])
+    faults = Faults(
+        missing=[f"{p.name} {list(p.shape)}" for p in expected if p.name not in tensors],
+        misshaped=[
+            misshaped(p.name, tensors[p.name].shape, p.shape)
+            for p in expected
+            if p.name in tensors and tensors[p.name].shape != p.shape
+        ],
+        unexpected=[
+            f"{name} {list(tensor.shape)}"
+            for name, tensor in tensors.items()
+            if name not in by_name and not is_ignored(name) and not is_tied_head(config, tensor)
+        ],
+    )
+    faults.check(directory)
+    check_floats(tensors[placement.name] for placement in expected)
+    check_tied(config, tensors)
+    return expected
+
+
+def _plan(
+    directory: Path, config: ModelConfig, tensors: dict[str, StoredTensor]
+) -> dict[str, list[Placement]]:
+    """What fills each leaf.
+
+    Raises:
+      MoejaxError: as `checked_placements`.
+    """
     plan = defaultdict(list)
-    for placement in expected:
+    for placement in checked_placements(directory, config, tensors):
         plan[placement.leaf].append(placement)
     return plan
 
 
-def _is_tied_head(config: ModelConfig, tensor: StoredTensor) -> bool:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Faults:
+    """How the tensors of a checkpoint differ from what its config.json asks for."""
+
+    missing: list[str] = dataclasses.field(default_factory=list)
+    unexpected: list[str] = dataclasses.field(default_factory=list)
+    misshaped: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """Of all kinds."""
+        return len(self.missing) + len(self.unexpected) + len(self.misshaped)
+
+    def check(self, directory: Path) -> None:
+        """Raises MoejaxError, with the first of each kind, if there are any."""
+        said = [
+            f"{kind} ({len(found)}): {', '.join(found[:3])}{', ...' if len(found) > 3 else ''}"
+            for kind, found in (
+                ("missing tensors", self.missing),
+                ("unexpected tensors", self.unexpected),
+                ("wrongly shaped tensors", self.misshaped),
+            )
+            if found
+        ]
+        if said:
+            raise MoejaxError(
+                f"{directory} does not fit its config.json: {'; '.join(said)}; download it again "
+                "or mend config.json"
+            )
+
+
+def misshaped(name: str, found: Sequence[int], expected: Sequence[int]) -> str:
+    """Both shapes of a tensor, for `Faults`."""
+    return f"{name} is {list(found)} in the file, {list(expected)} by config.json"
+
+
+def is_tied_head(config: ModelConfig, tensor: StoredTensor) -> bool:
+    """Whether it is a head that is stored though it is tied to the embeddings."""
     shape = (config.vocab_size, config.model_dim)
     return config.tied_embeddings and tensor.name == _HEAD and tensor.shape == shape
 
 
-def _check_tied(embedding: StoredTensor, head: StoredTensor) -> None:
+def check_tied(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> None:
     """Raises MoejaxError unless a head that is stored beside tied embeddings equals them."""
-    if not np.array_equal(_read(embedding).view(np.uint8), _read(head).view(np.uint8)):
+    if not config.tied_embeddings or not {_HEAD, _EMBEDDING} <= tensors.keys():
+        return
+    embedding, head = tensors[_EMBEDDING], tensors[_HEAD]
+    if not np.array_equal(read_array(embedding).view(np.uint8), read_array(head).view(np.uint8)):
         raise MoejaxError(
             f"{head.path}: {head.name} differs from {embedding.name}, but config.json says "
             "tie_word_embeddings; set that to false"
         )
-
-
-def _read(tensor: StoredTensor) -> np.ndarray:
-    memory = np.empty(tensor.shape, tensor.dtype)
-    read_tensor(tensor, memory)
-    return memory

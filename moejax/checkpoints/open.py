@@ -1,6 +1,7 @@
 """Opens a checkpoint of any kind by name."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -12,10 +13,13 @@ from moejax.checkpoints.orbax_directory import (
     load_orbax,
     read_orbax_description,
 )
+from moejax.checkpoints.quantized.formats import open_format, quantization_fields
+from moejax.checkpoints.quantized.load import load_quantized_weights
 from moejax.checkpoints.resolve import resolve_checkpoint
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
 from moejax.models.hf_config import read_model_config
+from moejax.qtensor import Weight
 from moejax.tokenizer import read_eos_ids
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -29,8 +33,10 @@ class Checkpoint:
     config: ModelConfig
     eos_ids: tuple[int, ...]  # known without a tokenizer as well
 
-    def load(self, *, dtype: str, device: jax.Device, progress: bool) -> dict[str, jax.Array]:
-        """The leaves of `weight_shapes(self.config)` on `device`.
+    is_quantized: bool = False  # by its config.json
+
+    def load(self, *, dtype: str, device: jax.Device, progress: bool) -> Mapping[str, Weight]:
+        """The leaves of `weight_shapes(self.config)` on `device`; packed ones stay packed.
 
         Args:
           dtype: name of a float type, or "auto": float32 on a CPU, the stored one elsewhere.
@@ -38,11 +44,12 @@ class Checkpoint:
           progress: show a bar on stderr (not for an Orbax directory).
 
         Raises:
-          MoejaxError: as `load_weights` and `load_orbax`.
+          MoejaxError: as `load_weights`, `load_quantized_weights` and `load_orbax`.
         """
         if is_orbax_directory(self.directory):
             return load_orbax(self.directory, dtype=self._dtype(dtype, device), device=device)[1]
-        return load_weights(
+        load = load_quantized_weights if self.is_quantized else load_weights
+        return load(
             self.directory,
             self.config,
             dtype=self._dtype(dtype, device),
@@ -59,7 +66,7 @@ class Checkpoint:
             return jnp.dtype(jnp.float32)
         if is_orbax_directory(self.directory):
             return read_orbax_description(self.directory)[1]
-        return stored_dtype(self.directory)
+        return stored_dtype(self.directory, is_quantized=self.is_quantized)
 
 
 def open_checkpoint(name: str) -> Checkpoint:
@@ -69,8 +76,13 @@ def open_checkpoint(name: str) -> Checkpoint:
       MoejaxError: it is not there, or what describes it is broken or not supported.
     """
     directory = resolve_checkpoint(name)
+    fields = None
     if is_orbax_directory(directory):
         config, _ = read_orbax_description(directory)
     else:
         config = read_model_config(directory)
-    return Checkpoint(directory, config, read_eos_ids(directory, vocab_size=config.vocab_size))
+        fields = quantization_fields(directory)
+        if fields is not None:
+            open_format(directory, fields)  # what cannot be read is said before anything is
+    eos_ids = read_eos_ids(directory, vocab_size=config.vocab_size)
+    return Checkpoint(directory, config, eos_ids, is_quantized=fields is not None)

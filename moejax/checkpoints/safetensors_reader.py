@@ -7,6 +7,7 @@ file that shrinks under a mapping kills the process.
 import dataclasses
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,22 @@ from moejax.models.hf_config import read_json
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_DTYPES: dict[str, np.dtype] = {
+_FLOATS: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+# The others are parts of quantized weights.
+_DTYPES = _FLOATS | {
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "U32": np.dtype(np.uint32),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +85,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """
     tensors: dict[str, StoredTensor] = {}
     for path in weight_files(directory):
-        found = _read_header(path)
+        found = read_header(path)
         if twice := sorted(found.keys() & tensors.keys()):
             raise MoejaxError(
                 f"{twice[0]} is in {tensors[twice[0]].path} and in {path.name} as well; remove "
@@ -98,6 +110,13 @@ def _weight_map(directory: Path) -> dict[str, str]:
     """
     index = directory / INDEX_FILE
     if not _is_there(index):
+        pickles = sorted(path.name for kind in _PICKLES for path in directory.glob(kind))
+        if pickles:
+            raise MoejaxError(
+                f"no {WEIGHTS_FILE} and no {INDEX_FILE} in {directory}; {pickles[0]} is a pickle, "
+                "which can run any code when it is read, so it is not; weights must be converted "
+                "to safetensors first"
+            )
         raise MoejaxError(
             f"no {WEIGHTS_FILE} and no {INDEX_FILE} in {directory}; weights of other formats "
             "must be converted to safetensors first"
@@ -132,6 +151,28 @@ def _check_index(index: Path, weight_map: dict[str, str], tensors: dict[str, Sto
             )
 
 
+def is_float(tensor: StoredTensor) -> bool:
+    """Whether it is of a type that weights can be computed with as they are."""
+    return tensor.dtype in _FLOATS.values()
+
+
+def check_floats(tensors: Iterable[StoredTensor]) -> None:
+    """Raises MoejaxError naming the first tensor that is stored in no float type."""
+    for tensor in tensors:
+        if not is_float(tensor):
+            raise MoejaxError(
+                f"{tensor.path}: {tensor.name} is stored as {_CODES[tensor.dtype]}; supported are "
+                f"{', '.join(_FLOATS)}"
+            )
+
+
+def read_array(tensor: StoredTensor) -> np.ndarray:
+    """A tensor in memory of its own."""
+    memory = np.empty(tensor.shape, tensor.dtype)
+    read_tensor(tensor, memory)
+    return memory
+
+
 def read_tensor(tensor: StoredTensor, destination: np.ndarray) -> None:
     """Reads a tensor into contiguous memory of its own size and dtype."""
     view = destination.reshape(-1).view(np.uint8).data
@@ -145,8 +186,11 @@ def read_tensor(tensor: StoredTensor, destination: np.ndarray) -> None:
             done += count
 
 
-def _read_header(path: Path) -> dict[str, StoredTensor]:
-    """Format: 8 bytes little-endian header length, JSON header, data without gaps."""
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file by name.
+
+    Format: 8 bytes little-endian header length, JSON header, data without gaps.
+    """
     file_bytes = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from moejax import ops
 from moejax.models.config import ModelConfig
 from moejax.models.norm import rms_norm
 from moejax.models.parameter import stacked_parameter
@@ -116,7 +117,7 @@ class Attention(nnx.Module):
         """
         c = self.config
         x = rms_norm(x, self.norm[layer], c.norm_eps)
-        qkv = jnp.einsum("btd,od->bto", x, self.qkv_proj[layer])
+        qkv = ops.linear(x, self.qkv_proj[...], layer)
         if c.attention_bias:
             qkv = qkv + self.qkv_bias[layer][None, None]
         qkv = qkv.reshape(*x.shape[:2], -1, c.head_dim)
@@ -129,7 +130,7 @@ class Attention(nnx.Module):
     def output(self, attended: jax.Array, layer: int) -> jax.Array:
         """[B, T, H, C] to [B, T, D]."""
         flat = attended.reshape(*attended.shape[:2], -1)
-        out = jnp.einsum("bto,do->btd", flat, self.o_proj[layer])
+        out = ops.linear(flat, self.o_proj[...], layer)
         if self.config.attention_bias:
             out = out + self.o_bias[layer][None, None]
         return out

@@ -72,6 +72,7 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
       MoejaxError: as in `read_model_config`, without the file's name.
     """
     family = _family(fields)
+    _object(fields, "quantization_config")  # the reader of the weights knows which ones it can read
     if reasons := _unsupported(fields):
         raise MoejaxError("not supported: " + "; ".join(reasons))
     num_layers = _integer(fields, "num_hidden_layers")
@@ -190,9 +191,6 @@ def _unsupported(fields: Mapping[str, Any]) -> list[str]:
         reasons.append(f"partial_rotary_factor {partial}")
     if fields.get("hidden_act", "silu") != "silu":
         reasons.append(f"hidden_act {fields['hidden_act']!r}, only 'silu' is")
-    if quantization := _object(fields, "quantization_config"):
-        method = quantization.get("quant_method", "unknown")
-        reasons.append(f"quantization_config ({method}); use the unquantized checkpoint")
     return reasons
 
 

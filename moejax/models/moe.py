@@ -7,17 +7,23 @@ whole layer-stacked arrays and a layer index, so that no layer's slab is ever co
   * `experts_by_row`: one small product an assignment. For a few rows on a CPU.
   * `experts_by_block`: assignments sorted by expert, cut in blocks. For prefill; "block_in_cache"
     takes steps whose weights stay in a CPU's cache.
-  * `pallas_kernels.expert_mlp`: two kernel launches. For decode on a GPU.
+  * `pallas_kernels.expert_mlp`: two kernel launches. For decode on a GPU, of plain weights.
+
+Where weights are packed, each takes from `moejax.ops` the matrices that it uses.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from moejax import ops
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.parameter import stacked_parameter
+from moejax.qtensor import Weight
 from pallas_kernels import expert_mlp
 
 ExpertsVia = Literal["dense", "row", "block", "block_in_cache", "kernel"]
@@ -64,7 +70,7 @@ def swiglu(gate_up: jax.Array) -> jax.Array:
 
 
 def experts_dense(
-    x: jax.Array, routing: Routing, gate_up: jax.Array, down: jax.Array, layer: int
+    x: jax.Array, routing: Routing, gate_up: Weight, down: Weight, layer: int
 ) -> jax.Array:
     """Every expert on every token, zero where it was not chosen: two large products.
 
@@ -82,23 +88,21 @@ def experts_dense(
     expert_dim = down.shape[-1]
     chosen = routing.ids[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None]
     combine = jnp.sum(jnp.where(chosen, routing.weights[:, :, None], 0.0), axis=1)
-    gate, up = jnp.split(gate_up[layer], 2, axis=1)
+    gate, up = jnp.split(ops.matrix(gate_up, (layer,), x.dtype), 2, axis=1)
     gate = jnp.einsum("nd,kd->nk", x, gate.reshape(-1, model_dim))
     up = jnp.einsum("nd,kd->nk", x, up.reshape(-1, model_dim))
     hidden = (jax.nn.silu(gate) * up).reshape(-1, num_experts, expert_dim)
     hidden = hidden * combine.astype(x.dtype)[:, :, None]
-    return jnp.einsum("nef,edf->nd", hidden, down[layer])
+    return jnp.einsum("nef,edf->nd", hidden, ops.matrix(down, (layer,), x.dtype))
 
 
 def experts_by_row(
-    x: jax.Array, routing: Routing, gate_up: jax.Array, down: jax.Array, layer: int
+    x: jax.Array, routing: Routing, gate_up: Weight, down: Weight, layer: int
 ) -> jax.Array:
     """One slice and two thin products an assignment, unrolled; arguments as `experts_dense`."""
 
-    def expert(stacked: jax.Array, expert_id: jax.Array) -> jax.Array:
-        zero = jnp.zeros_like(expert_id)
-        start = (jnp.full_like(expert_id, layer), expert_id, zero, zero)
-        return jax.lax.dynamic_slice(stacked, start, (1, 1, *stacked.shape[2:]))[0, 0]
+    def expert(stacked: Weight, expert_id: jax.Array) -> jax.Array:
+        return ops.expert_matrix(stacked, layer, expert_id, x.dtype)
 
     outputs = []
     for n in range(x.shape[0]):
@@ -121,8 +125,8 @@ def block_size(num_rows: int, num_experts: int) -> int:
 def experts_by_block(
     x: jax.Array,
     routing: Routing,
-    gate_up: jax.Array,
-    down: jax.Array,
+    gate_up: Weight,
+    down: Weight,
     layer: int,
     token_mask: jax.Array,
     step_bytes: int,
@@ -149,7 +153,7 @@ def experts_by_block(
     num_rows = num_tokens * width
     rows_per_block = block_size(num_rows, num_experts)
     num_blocks = num_rows // rows_per_block + min(num_experts, num_rows)
-    expert_bytes = (gate_up[0, 0].size + down[0, 0].size) * x.dtype.itemsize
+    expert_bytes = x.dtype.itemsize * sum(math.prod(w.shape[2:]) for w in (gate_up, down))
     blocks_per_step = min(num_blocks, max(1, step_bytes // expert_bytes))
     num_steps = -(-num_blocks // blocks_per_step)
 
@@ -172,8 +176,10 @@ def experts_by_block(
     def step(outputs: jax.Array, inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         rows, expert_ids = inputs  # [blocks_per_step, rows_per_block], [blocks_per_step]
         block_x = x[jnp.minimum(rows // width, num_tokens - 1)]
-        hidden = swiglu(jnp.einsum("zrd,zfd->zrf", block_x, gate_up[layer, expert_ids]))
-        out = jnp.einsum("zrf,zdf->zrd", hidden, down[layer, expert_ids])
+        index = (layer, expert_ids)
+        step_gate_up = ops.matrix(gate_up, index, x.dtype)
+        hidden = swiglu(jnp.einsum("zrd,zfd->zrf", block_x, step_gate_up))
+        out = jnp.einsum("zrf,zdf->zrd", hidden, ops.matrix(down, index, x.dtype))
         return outputs.at[rows].set(out, mode="drop"), None
 
     outputs = jnp.zeros((num_rows, model_dim), x.dtype)
@@ -187,24 +193,48 @@ def experts_by_block(
     return jnp.einsum("nad,na->nd", outputs, weights).astype(x.dtype)
 
 
-def kernel_refusal(config: ModelConfig, dtype: jnp.dtype) -> str | None:
-    """Why `pallas_kernels.expert_mlp` cannot run a model's experts, or None."""
+def kernel_refusal(
+    config: ModelConfig, dtype: jnp.dtype, experts: Sequence[Weight] = ()
+) -> str | None:
+    """Why `pallas_kernels.expert_mlp` cannot run a model's experts, or None.
+
+    Args:
+      config: of the model.
+      dtype: of the activations.
+      experts: `moe.gate_up` and `moe.down`; left out, they are plain and of `dtype`.
+    """
     shapes = weight_shapes(config)
     if "moe.down" not in shapes:
         return None
+    if packed := _packings(experts):
+        return f"the experts are packed ({'; '.join(packed)}), it reads plain ones"
     x = jax.ShapeDtypeStruct((1, config.model_dim), dtype)
     gate_up = jax.ShapeDtypeStruct(shapes["moe.gate_up"], dtype)
     return expert_mlp.refusal(x, gate_up, jax.ShapeDtypeStruct(shapes["moe.down"], dtype))
 
 
+def _packings(experts: Sequence[Weight]) -> list[str]:
+    return list(dict.fromkeys(filter(None, map(ops.packing, experts))))
+
+
 def default_experts_via(
-    num_tokens: int, config: ModelConfig, dtype: jnp.dtype, platform: str
+    num_tokens: int,
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    platform: str,
+    experts: Sequence[Weight] = (),
 ) -> ExpertsVia:
-    """The form that serves `num_tokens` tokens on `platform` ("cpu" or "gpu")."""
+    """The form that serves `num_tokens` tokens on `platform` ("cpu" or "gpu").
+
+    The other arguments are those of `kernel_refusal`.
+    """
     few = num_tokens <= MAX_KERNEL_TOKENS
-    if platform == "gpu" and few and kernel_refusal(config, dtype) is None:
+    if platform == "gpu" and few and kernel_refusal(config, dtype, experts) is None:
         return "kernel"
-    if platform == "cpu" and num_tokens * config.experts_per_token <= MAX_UNROLLED_ROWS:
+    # Unrolled, packed experts take long to compile: a decode step of the demo at INT3 and 32 rows
+    # 73 s against 10 (two crowded cores, jax 0.10.2, 2026-11-21).
+    unrolled = num_tokens * config.experts_per_token <= MAX_UNROLLED_ROWS
+    if platform == "cpu" and unrolled and not _packings(experts):
         return "row"
     return "block_in_cache" if platform == "cpu" else "block"
 
@@ -232,7 +262,8 @@ class SparseMoe(nnx.Module):
         Returns:
           [N, D] and the routing.
         """
-        routing = route(x, self.router[layer], self.config)
+        router = ops.matrix(self.router[...], (layer,), x.dtype)
+        routing = route(x, router, self.config)
         gate_up, down = self.gate_up[...], self.down[...]
         match via:
             case "dense":
@@ -242,6 +273,8 @@ class SparseMoe(nnx.Module):
             case "block" | "block_in_cache":
                 y = experts_by_block(x, routing, gate_up, down, layer, token_mask, STEP_BYTES[via])
             case "kernel":
+                if refusal := kernel_refusal(self.config, x.dtype, (gate_up, down)):
+                    raise ValueError(f"the kernel refuses: {refusal}")
                 y = expert_mlp.expert_mlp(
                     x, routing.ids, routing.weights, gate_up, down, layer=layer
                 )
@@ -259,5 +292,5 @@ class DenseMlp(nnx.Module):
 
     def __call__(self, x: jax.Array, layer: int) -> jax.Array:
         """[N, D] to [N, D]; `layer` is the index among the dense layers."""
-        hidden = swiglu(jnp.einsum("nd,fd->nf", x, self.gate_up[layer]))
-        return jnp.einsum("nf,df->nd", hidden, self.down[layer])
+        hidden = swiglu(ops.linear(x, self.gate_up[...], layer))
+        return ops.linear(hidden, self.down[...], layer)

@@ -1,12 +1,13 @@
 """The decoder: Qwen3-MoE and Mixtral, one module over layer-stacked weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from moejax import ops
 from moejax.cache import KVCache
 from moejax.models.attention import Attention, AttentionVia, cached_attention, causal_attention
 from moejax.models.config import ModelConfig, weight_shapes
@@ -14,6 +15,7 @@ from moejax.models.moe import DenseMlp, ExpertsVia, Routing, SparseMoe
 from moejax.models.norm import rms_norm
 from moejax.models.parameter import stacked_parameter
 from moejax.models.rope import rotary_angles
+from moejax.qtensor import Weight
 
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -43,6 +45,11 @@ class Transformer(nnx.Module):
         if not config.tied_embeddings:
             self.head = stacked_parameter("head", config, rngs, dtype)
 
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the activations: that of the norms, which are plain whatever the matrices are."""
+        return self.final_norm[...].dtype
+
     def mlp_block(
         self, x: jax.Array, layer: int, token_mask: jax.Array, via: ExpertsVia
     ) -> tuple[jax.Array, Routing | None]:
@@ -58,8 +65,42 @@ class Transformer(nnx.Module):
     def project_to_vocab(self, hidden: jax.Array) -> jax.Array:
         """[..., D] through the last norm and the head to float32[..., V]."""
         hidden = rms_norm(hidden, self.final_norm[...], self.config.norm_eps)
-        head = self.embed[...] if self.config.tied_embeddings else self.head[...]
-        return jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)
+        return ops.product(hidden, self._stored_head(), jnp.dtype(jnp.float32))
+
+    def _stored_head(self) -> Weight:
+        return self.embed[...] if self.config.tied_embeddings else self.head[...]
+
+    def negative_log_likelihood(
+        self, hidden: jax.Array, targets: jax.Array, logits_bytes: int
+    ) -> jax.Array:
+        """-log p(target), summed over each row, in nats.
+
+        Args:
+          hidden: [B, P, D], before the last norm.
+          targets: int32[B, P]; -1 counts as nothing.
+          logits_bytes: of the logits that are computed at a time; at least one position's are.
+
+        Returns:
+          float32[B].
+        """
+        batch, length = targets.shape
+        hidden = rms_norm(hidden, self.final_norm[...], self.config.norm_eps)
+        head = ops.matrix(self._stored_head(), (), self.dtype)
+        size = max(1, min(length, logits_bytes // (4 * batch * self.config.vocab_size)))
+        missing = -length % size
+        hidden = jnp.pad(hidden, ((0, 0), (0, missing), (0, 0)))
+        targets = jnp.pad(targets, ((0, 0), (0, missing)), constant_values=-1)
+
+        def step(total: jax.Array, first: jax.Array) -> tuple[jax.Array, None]:
+            part = jax.lax.dynamic_slice_in_dim(hidden, first, size, axis=1)
+            wanted = jax.lax.dynamic_slice_in_dim(targets, first, size, axis=1)
+            logits = ops.product(part, head, jnp.dtype(jnp.float32))
+            picked = jnp.take_along_axis(logits, jnp.maximum(wanted, 0)[..., None], axis=-1)
+            nats = jax.nn.logsumexp(logits, axis=-1) - picked[..., 0]
+            return total + jnp.sum(jnp.where(wanted >= 0, nats, 0.0), axis=1), None
+
+        firsts = jnp.arange(0, length + missing, size, dtype=jnp.int32)
+        return jax.lax.scan(step, jnp.zeros(batch, jnp.float32), firsts)[0]
 
     def layers(
         self,
@@ -83,7 +124,7 @@ class Transformer(nnx.Module):
         """
         c = self.config
         cos, sin = rotary_angles(positions, c.head_dim, c.rope_theta)
-        x = self.embed[...][tokens]
+        x = ops.take_rows(self.embed[...], tokens, self.dtype)
         routings = []
         for layer in range(c.num_layers):
             attended = attend(layer, *self.attention.project(x, layer, cos, sin))
@@ -169,13 +210,13 @@ def model_definition(config: ModelConfig) -> nnx.GraphDef[Transformer]:
 
 
 def merge_weights(
-    definition: nnx.GraphDef[Transformer], weights: dict[str, jax.Array]
+    definition: nnx.GraphDef[Transformer], weights: Mapping[str, Weight]
 ) -> Transformer:
     """A Transformer around a flat dict of weights; to be called inside a jitted function.
 
     Args:
       definition: of `model_definition`.
-      weights: named and shaped as `weight_shapes`.
+      weights: named and shaped as `weight_shapes`; matrices may be packed.
     """
     leaves: dict[Any, Any] = {
         tuple(name.split(".")): nnx.Param(leaf) for name, leaf in weights.items()
@@ -184,7 +225,7 @@ def merge_weights(
 
 
 def flat_weights(model: Transformer) -> dict[str, jax.Array]:
-    """The weights of a model as a flat dict, in the order of `weight_shapes`."""
+    """The plain weights of a model as a flat dict, in the order of `weight_shapes`."""
     flat = {
         ".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model))
     }

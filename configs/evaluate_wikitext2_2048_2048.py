@@ -1,0 +1,17 @@
+"""WikiText-2 test, windows of 2048 tokens that do not overlap: what GPTQ and most papers print.
+
+    python -m moejax.evaluate --config=configs/evaluate_wikitext2_2048_2048.py
+
+The rows come from the Hub by the package `datasets` (or its cache). Without it:
+`--config.text=wiki.test.raw --config.join=wikitext` gives the same 1,296,370 bytes. The demo model
+has 1.331 bits a byte (its card); Mixtral-8x7B in 16 bits about 3.84 a token. Figures of this
+protocol are not to be compared with those of 2048/512.
+"""
+
+from ml_collections import config_dict
+
+from moejax.config import EvaluateConfig, to_config_dict
+
+
+def get_config() -> config_dict.ConfigDict:
+    return to_config_dict(EvaluateConfig(text="wikitext2", preset="2048/2048"))

@@ -1,0 +1,187 @@
+"""Streams a quantized checkpoint of any format into layer-stacked leaves, matrix by matrix.
+
+As `moejax.checkpoints.load`: on the CPU the leaves are filled in place and given to JAX without a
+copy, on an accelerator one layer at a time is staged in host memory. The host never holds more than
+the leaves and one matrix with what its conversion takes.
+"""
+
+import math
+from collections import defaultdict
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tqdm
+from absl import logging
+
+from moejax.checkpoints.load import (
+    LeafMemory,
+    by_layer,
+    check_tied,
+    convert_floats,
+    is_tied_head,
+    place_floats,
+)
+from moejax.checkpoints.quantized.bitstream import on_host
+from moejax.checkpoints.quantized.formats import open_format, quantization_fields
+from moejax.checkpoints.quantized.leaves import Part, common_kind, fill_codes, fill_fp8
+from moejax.checkpoints.quantized.stored import FLOATS, CodesKind, Format, Fp8Kind, Tensors
+from moejax.checkpoints.safetensors_reader import stored_tensors
+from moejax.devices import choose_device
+from moejax.errors import MoejaxError
+from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.hf_names import find_spelling, is_ignored, placements
+from moejax.qtensor import Fp8Tensor, QTensor, Weight
+
+
+def load_quantized_weights(
+    directory: Path,
+    config: ModelConfig,
+    *,
+    dtype: jnp.dtype,
+    device: jax.Device | None = None,
+    progress: bool = True,
+    verify_checksums: bool = False,
+) -> dict[str, Weight]:
+    """The leaves of `weight_shapes(config)` on `device`; those that can be are kept quantized.
+
+    A leaf is a QTensor or an Fp8Tensor where all its matrices are stored in one kind (bits, group
+    size, act-order), plain where none is quantized. Where they differ it is dequantized, and a
+    warning says so.
+
+    Args:
+      directory: holds safetensors and a config.json with a quantization_config.
+      config: what config.json says of the model.
+      dtype: float32, bfloat16 or float16, of what is not quantized.
+      device: None means JAX's default device.
+      progress: show a bar over the bytes read on stderr.
+      verify_checksums: see `open_format`.
+
+    Raises:
+      MoejaxError: the format cannot be read; a file is missing or broken; tensors are missing,
+        unexpected or of another shape than `config` says; a value does not fit float16.
+    """
+    device = device or choose_device("auto")
+    fields = quantization_fields(directory)
+    if fields is None:
+        raise MoejaxError(f"{directory / 'config.json'} has no quantization_config")
+    tensors = Tensors(stored_tensors(directory))
+    form = open_format(directory, fields, verify_checksums=verify_checksums)
+    plan, num_bytes = _plan(directory, config, form, tensors)
+    _log_share(config, plan)
+    with tqdm.tqdm(
+        total=num_bytes, desc="loading", unit="B", unit_scale=True, disable=not progress
+    ) as bar:
+        reader = _Reader(tensors, bar)
+        return {
+            leaf: reader.fill(leaf, shape, np.dtype(dtype), device, plan[leaf])
+            for leaf, shape in weight_shapes(config).items()
+        }
+
+
+class _Reader:
+    """A checkpoint that is being read."""
+
+    def __init__(self, tensors: Tensors, bar: tqdm.tqdm) -> None:
+        self._tensors, self._bar = tensors, bar
+
+    def fill(
+        self,
+        leaf: str,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        device: jax.Device,
+        parts: list[Part],
+    ) -> Weight:
+        """One leaf."""
+        if all(part.matrix is None for part in parts):
+            return self._fill_floats(shape, dtype, device, parts)
+        kind = common_kind(parts)
+        if isinstance(kind, CodesKind):
+            return fill_codes(shape, kind, parts, device, self._advance)
+        if isinstance(kind, Fp8Kind):
+            return fill_fp8(shape, parts, device, self._advance)
+        logging.warning("%s is dequantized to %s while it is loaded: %s", leaf, dtype.name, kind)
+        return self._fill_floats(shape, dtype, device, parts)
+
+    def _fill_floats(
+        self, shape: tuple[int, ...], dtype: np.dtype, device: jax.Device, parts: list[Part]
+    ) -> jax.Array:
+        memory = LeafMemory(shape, dtype, device, is_stacked=parts[0].index != ())
+        for layer, parts_of_layer in by_layer(parts).items():
+            for part in parts_of_layer:
+                rows = part.placement.rows(memory.part(part.index))
+                if part.matrix is None:
+                    place_floats(self._tensors[part.placement.name], rows)
+                else:
+                    values = _dequantized(part.matrix.read())
+                    convert_floats(part.placement.name, values, rows)
+                self._advance(part)
+            memory.finish_layer(layer)
+        return memory.finish()
+
+    def _advance(self, part: Part) -> None:
+        names = part.matrix.names if part.matrix else (part.placement.name,)
+        self._bar.update(sum(self._tensors[name].num_bytes for name in names))
+
+
+@on_host
+@jax.jit
+def _dequantized(matrix: QTensor | Fp8Tensor) -> jax.Array:
+    return matrix.dequantize()
+
+
+def _plan(
+    directory: Path, config: ModelConfig, form: Format, tensors: Tensors
+) -> tuple[dict[str, list[Part]], int]:
+    """What fills each leaf, and the bytes of all that.
+
+    Raises:
+      MoejaxError: tensors are missing, unexpected, wrongly shaped or of types that do not fit.
+    """
+    plan: dict[str, list[Part]] = defaultdict(list)
+    used: set[str] = set()
+    extras: set[str] = set()
+    for placement in placements(config, find_spelling(config.family, tensors.stored)):
+        prefix, matrix = placement.name.removesuffix(".weight"), None
+        num_faults = tensors.faults.count
+        if len(placement.shape) > 1:
+            matrix = form.find(prefix, placement.shape, tensors)
+        if matrix is not None:
+            used.update(matrix.names)
+            extras.update(form.extras(prefix))
+        elif num_faults == tensors.faults.count:  # so it is no broken quantized matrix
+            tensors.fits(placement.name, placement.shape, FLOATS)
+            used.add(placement.name)
+        plan[placement.leaf].append(Part(placement, matrix))
+    unexpected = [
+        f"{name} {list(tensor.shape)}"
+        for name, tensor in tensors.stored.items()
+        if name not in used
+        and not is_ignored(name)
+        and not is_tied_head(config, tensor)
+        and not (name in extras and _says_nothing(name, tensors))
+    ]
+    # With a tensor of a matrix missing or misshaped, its others were not asked for.
+    if not tensors.faults.count:
+        tensors.faults.unexpected.extend(unexpected)
+    tensors.faults.check(directory)
+    check_tied(config, tensors.stored)
+    return plan, sum(tensors[name].num_bytes for name in used)
+
+
+def _says_nothing(name: str, tensors: Tensors) -> bool:
+    """Whether leaving out a tensor that a format allows changes nothing: a bias must be zero."""
+    return not name.endswith(".bias") or not np.any(tensors.read(name))
+
+
+def _log_share(config: ModelConfig, plan: dict[str, list[Part]]) -> None:
+    shapes = weight_shapes(config)
+    total = sum(math.prod(shape) for shape in shapes.values())
+    quantized = sum(
+        math.prod(part.placement.shape) for parts in plan.values() for part in parts if part.matrix
+    )
+    logging.info("%.2f %% of the parameters are quantized", 100 * quantized / total)
+    if not quantized:
+        logging.warning("config.json has a quantization_config, but no tensor is quantized")

@@ -1,0 +1,159 @@
+"""What an evaluation writes down: the figure, and all that is needed to measure it again."""
+
+import dataclasses
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moejax import report, results
+from moejax.checkpoints.safetensors_reader import stored_tensors
+from moejax.errors import MoejaxError
+from moejax.evaluation.perplexity import RULE, LogLikelihood, Windowing
+from moejax.evaluation.texts import Text
+
+if TYPE_CHECKING:
+    from moejax.engine import Engine
+    from moejax.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """A text as tokens."""
+
+    ids: list[int]
+    bos: str | None  # the special token that the tokenizer put first
+    tokenizer_sha256: str
+
+
+def encode(tokenizer: "Tokenizer", directory: Path, text: Text, *, special: bool) -> Stream:
+    """The tokens of a text, and what is before them.
+
+    Args:
+      tokenizer: of the checkpoint.
+      directory: the checkpoint's.
+      text: to be scored.
+      special: whether the tokenizer adds its special tokens.
+    """
+    ids = tokenizer.encode(text.content, add_special_tokens=special)
+    bos = None
+    if special and (added := tokenizer.encode("", add_special_tokens=True)) and ids:
+        bos = tokenizer.decode(added[:1], skip_special_tokens=False) if ids[0] == added[0] else None
+    sha256 = hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest()
+    return Stream(ids, bos, sha256)
+
+
+def beginning(
+    tokenizer: "Tokenizer", stream: Stream, text: Text, num_tokens: int
+) -> tuple[Stream, Text]:
+    """The first `num_tokens` tokens, and the text that they spell."""
+    ids = stream.ids[:num_tokens]
+    spelt = Text(tokenizer.decode(ids), f"{text.source}, the first {num_tokens} tokens")
+    return dataclasses.replace(stream, ids=ids), spelt
+
+
+def stored_bytes(directory: Path) -> int | None:
+    """Bytes of all tensors in a directory's safetensors files; None where it has none."""
+    try:
+        return sum(tensor.num_bytes for tensor in stored_tensors(directory).values())
+    except MoejaxError:
+        return None
+
+
+def perplexity_record(
+    engine: "Engine",
+    text: Text,
+    stream: Stream,
+    windowing: Windowing,
+    measured: LogLikelihood,
+    *,
+    checkpoint: str,
+    stored: int | None,
+    seconds: float,
+) -> dict[str, Any]:
+    """The result as JSON.
+
+    Args:
+      engine: that scored.
+      text: what was scored; `stream` may be its beginning only.
+      stream: its tokens.
+      windowing: how it was cut.
+      measured: the result.
+      checkpoint: as the user named it.
+      stored: bytes of the checkpoint's tensors, None if not known.
+      seconds: of scoring, compiling left out.
+    """
+    num_bytes = text.num_bytes
+    return {
+        "task": "perplexity",
+        "checkpoint": checkpoint,
+        "perplexity": measured.perplexity,
+        "bits_per_byte": measured.bits_per_byte(num_bytes),
+        "nats": measured.nats,
+        "tokens": len(stream.ids),
+        "tokens_scored": measured.num_scored,
+        "bytes": num_bytes,
+        "text": {"source": text.source, "sha256": text.sha256},
+        "protocol": {
+            **dataclasses.asdict(windowing),
+            "windows": measured.num_windows,
+            "rule": RULE,
+            "bos": stream.bos,
+            "tokenizer_sha256": stream.tokenizer_sha256,
+            "vocab_size": engine.config.vocab_size,
+        },
+        "dtype": str(engine.dtype),
+        "experts": engine.experts_used,
+        "weights": {
+            "parameters": engine.num_weights,
+            "bytes": engine.weights_nbytes,
+            "bits_per_weight": engine.bits_per_weight,
+            "stored_bytes": stored,
+            "stored_bits_per_weight": None if stored is None else 8 * stored / engine.num_weights,
+        },
+        "memory": {
+            "device_peak_bytes": report.device_peak_bytes(engine.device),
+            "host_peak_bytes": report.host_peak_bytes(),
+        },
+        "seconds": {
+            "load": engine.load_seconds,
+            "compile": engine.compile_seconds,
+            "score": seconds,
+        },
+        "device": results.describe_device(engine.device),
+        "versions": results.package_versions("jax", "jaxlib", "flax", "numpy", "tokenizers"),
+        "date": results.today(),
+        "command": results.command_line(),
+    }
+
+
+def summary(record: dict[str, Any]) -> str:
+    """The result in one line, with its protocol."""
+    protocol, weights = record["protocol"], record["weights"]
+    stored = weights["stored_bits_per_weight"]
+    in_files = "" if stored is None else f", {stored:.3f} in the files"
+    return (
+        f"perplexity {record['perplexity']:.4f}, {record['bits_per_byte']:.4f} bits a byte; "
+        f"{record['tokens_scored']} of {record['tokens']} tokens scored, {record['bytes']} bytes "
+        f"of {record['text']['source']}; window {protocol['window']}, stride {protocol['stride']}, "
+        f"bos {protocol['bos'] or 'none'}; {weights['bits_per_weight']:.3f} bits a weight in memory"
+        f"{in_files}; {record['dtype']}, experts by {'/'.join(record['experts'])}, "
+        f"{record['seconds']['score']:.1f} s"
+    )
+
+
+def check_output(path: Path) -> None:
+    """Raises MoejaxError unless a file can be written at `path`."""
+    if path.is_dir() or not path.parent.is_dir():
+        what = "is a directory" if path.is_dir() else f"lies in {path.parent}, which is not there"
+        raise MoejaxError(f"output {path} {what}; name a file in a directory that exists")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise MoejaxError(f"output {path} cannot be written: no permission")
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """Writes JSON, whole or not at all."""
+    partial = path.with_name(path.name + ".part")
+    partial.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.replace(path)

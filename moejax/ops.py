@@ -1,0 +1,181 @@
+"""Products with weights of any kind: plain arrays, packed codes, FP8 blocks.
+
+The one place where a kernel for packed weights will be chosen. Until there is one, packed matrices
+are dequantized in float32, cast to the dtype of the activations and multiplied as plain ones: only
+the matrices (or rows) that a call uses, never a whole stack. Plain arrays go through untouched.
+
+Axes: N outputs (rows), K inputs; leading axes are layers, then experts.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.qtensor import FP8_BLOCK, Compensator, Fp8Tensor, QTensor, Weight
+
+Index = int | jax.Array
+
+# A packed matrix of more bytes than this when plain is multiplied a block of rows at a time: XLA on
+# a CPU dequantizes whole ones of all layers at once, for they wait for nothing (jax 0.10.2).
+BLOCK_BYTES = 2**23
+
+
+def packing(weight: Weight) -> str | None:
+    """How a weight is packed, in words: "INT3 in groups of 64, float zeros"; None if it is not."""
+    if isinstance(weight, Fp8Tensor):
+        return f"FP8 in blocks of {FP8_BLOCK} x {FP8_BLOCK}"
+    if isinstance(weight, QTensor):
+        whole_row = weight.group_size == weight.num_inputs
+        groups = "one group a row" if whole_row else f"groups of {weight.group_size}"
+        zeros = "symmetric" if weight.zeros is None else f"{weight.zero_kind} zeros"
+        low_rank = ", low-rank terms" if weight.compensators else ""
+        return f"INT{weight.bits} in {groups}, {zeros}{low_rank}"
+    return None
+
+
+def matrix(weight: Weight, index: tuple[Index, ...], dtype: jnp.dtype) -> jax.Array:
+    """The matrices at an index of a weight's leading axes, plain.
+
+    Args:
+      weight: [..., N, K].
+      index: one integer or integer[z] for each of the first axes, such as (layer,) or
+        (layer, expert_ids); () for all there is.
+      dtype: of the result where the weight is packed; a plain one keeps its own.
+
+    Returns:
+      [N, K], or [z, N, K] for integers[z], and what axes are left before N.
+    """
+    if index:
+        weight = weight[index]
+    return weight.dequantize(dtype) if isinstance(weight, QTensor | Fp8Tensor) else weight
+
+
+def expert_matrix(stacked: Weight, layer: int, expert_id: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """[N, K], the matrix of one expert that is known on the device only.
+
+    Args:
+      stacked: [M, E, N, K].
+      layer: index among the sparse layers.
+      expert_id: int32[], in 0..E - 1.
+      dtype: as in `matrix`.
+    """
+    if isinstance(stacked, QTensor | Fp8Tensor):
+        return matrix(stacked, (layer, expert_id), dtype)
+    zero = jnp.zeros_like(expert_id)
+    start = (jnp.full_like(expert_id, layer), expert_id, zero, zero)
+    return jax.lax.dynamic_slice(stacked, start, (1, 1, *stacked.shape[2:]))[0, 0]
+
+
+def linear(x: jax.Array, weight: Weight, layer: int) -> jax.Array:
+    """x W^T with one layer's matrix.
+
+    Args:
+      x: [..., K].
+      weight: [L, N, K].
+      layer: index into L.
+
+    Returns:
+      [..., N] in `x.dtype`.
+    """
+    return product(x, weight[layer])
+
+
+def product(x: jax.Array, weight: Weight, out_dtype: jnp.dtype | None = None) -> jax.Array:
+    """x W^T with one matrix.
+
+    Args:
+      x: [..., K].
+      weight: [N, K].
+      out_dtype: of the result and its sums; None: `x.dtype`.
+
+    Returns:
+      [..., N].
+    """
+
+    def times(x: jax.Array, plain: jax.Array) -> jax.Array:
+        return jnp.einsum("...k,nk->...n", x, plain, preferred_element_type=out_dtype)
+
+    if not isinstance(weight, QTensor | Fp8Tensor):
+        return times(x, weight)
+    num_rows, num_inputs = weight.shape
+    size = max(1, BLOCK_BYTES // (x.dtype.itemsize * num_inputs * FP8_BLOCK)) * FP8_BLOCK
+    if size >= num_rows:
+        return times(x, weight.dequantize(x.dtype))
+    if isinstance(weight, QTensor) and weight.permutation is not None:
+        x = jnp.take(x, weight.permutation, axis=-1)  # in place of every block's columns
+        weight = dataclasses.replace(weight, permutation=None)
+    full = num_rows // size
+    _, blocks = jax.lax.scan(
+        lambda _, first: (None, times(x, _row_block(weight, first, size, x.dtype))),
+        None,
+        jnp.arange(full, dtype=jnp.int32) * size,
+    )
+    y = jnp.moveaxis(blocks, 0, -2).reshape(*x.shape[:-1], full * size)
+    if full * size == num_rows:
+        return y
+    last = _row_block(weight, jnp.int32(full * size), num_rows - full * size, x.dtype)
+    return jnp.concatenate([y, times(x, last)], axis=-1)
+
+
+def _row_block(
+    weight: QTensor | Fp8Tensor, first: jax.Array, size: int, dtype: jnp.dtype
+) -> jax.Array:
+    """[size, K]: rows of one matrix from `first` on, a multiple of `FP8_BLOCK`."""
+
+    def rows(array: jax.Array, first: jax.Array = first, size: int = size) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(array, first, size)
+
+    if isinstance(weight, Fp8Tensor):
+        scales = rows(weight.scales, first // FP8_BLOCK, -(-size // FP8_BLOCK))
+        return Fp8Tensor(values=rows(weight.values), scales=scales).dequantize(dtype)
+    block = dataclasses.replace(
+        weight,
+        words=rows(weight.words),
+        scales=rows(weight.scales),
+        zeros=None if weight.zeros is None else rows(weight.zeros),
+        compensators=(),
+    ).dequantize()
+    for compensator in weight.compensators:
+        block = block + _compensated_rows(compensator, first + jnp.arange(size, dtype=jnp.int32))
+    return block.astype(dtype)
+
+
+def take_rows(weight: Weight, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Rows of one matrix, for embeddings; no other row is dequantized.
+
+    Args:
+      weight: [N, K].
+      ids: int32[...], in 0..N - 1.
+      dtype: as in `matrix`.
+
+    Returns:
+      [..., K].
+    """
+    if isinstance(weight, Fp8Tensor):
+        inputs = np.arange(weight.shape[1]) // FP8_BLOCK
+        scales = weight.scales[ids // FP8_BLOCK][..., inputs]
+        return (weight.values[ids].astype(jnp.float32) * scales).astype(dtype)
+    if isinstance(weight, QTensor):
+        flat = ids.reshape(-1)
+        rows = dataclasses.replace(
+            weight,
+            words=weight.words[flat],
+            scales=weight.scales[flat],
+            zeros=None if weight.zeros is None else weight.zeros[flat],
+            compensators=(),
+        ).dequantize()
+        for compensator in weight.compensators:
+            rows = rows + _compensated_rows(compensator, flat)
+        return rows.reshape(*ids.shape, -1).astype(dtype)
+    return weight[ids]
+
+
+def _compensated_rows(compensator: Compensator, ids: jax.Array) -> jax.Array:
+    """float32[n, K]: what a compensator adds to rows `ids`, int32[n], of its one matrix."""
+    u, v = compensator.factors()
+    place = ids - compensator.first_row
+    inside = (place >= 0) & (place < compensator.num_rows)
+    u = jnp.where(inside[None], u[:, jnp.clip(place, 0, compensator.num_rows - 1)], 0.0)
+    return jnp.einsum("rn,rk->nk", u, v, precision="highest")

@@ -1,0 +1,129 @@
+"""What quantized values a matrix may take, and how its rows are cut into groups."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.qtensor import ZERO_KINDS
+from pallas_kernels import layout
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Static choices of a quantizer.
+
+    Invariants (checked when made): `bits` is one of `layout.BITS`; `group_size` is at least 1;
+    `zero_kind` is one of `qtensor.ZERO_KINDS`. That `group_size` is at most K is checked where K is
+    known (`layout.num_groups`); K itself means one group a row.
+    """
+
+    bits: int
+    group_size: int
+    zero_kind: str
+
+    def __post_init__(self) -> None:
+        if self.bits not in layout.BITS:
+            raise ValueError(f"bits {self.bits} is none of {', '.join(map(str, layout.BITS))}")
+        if self.group_size < 1:
+            raise ValueError(f"group_size {self.group_size} is not positive")
+        if self.zero_kind not in ZERO_KINDS:
+            raise ValueError(f"zero_kind {self.zero_kind!r} is none of {', '.join(ZERO_KINDS)}")
+
+    @property
+    def max_code(self) -> int:
+        """2^bits - 1."""
+        return 2**self.bits - 1
+
+    @property
+    def middle(self) -> int:
+        """2^(bits - 1), the zero point of symmetric grids."""
+        return 2 ** (self.bits - 1)
+
+
+class Codes(NamedTuple):
+    """Quantized matrices: w = (codes - zeros) scales, group by group.
+
+    `zeros` is whole numbers 0..2^bits - 1 if the grid's zero is "integer", and 2^(bits - 1)
+    everywhere if it is "symmetric".
+    """
+
+    codes: jax.Array  # uint8[..., N, K]
+    scales: jax.Array  # float32[..., N, G]
+    zeros: jax.Array  # float32[..., N, G]
+
+
+def split_groups(x: jax.Array, group_size: int) -> jax.Array:
+    """[..., K] as [..., G, group_size]; a short last group is filled with the row's last value.
+
+    The filling changes no minimum and no maximum; sums leave it out by `member_mask`.
+
+    Raises:
+      ValueError: the group size is longer than the row.
+    """
+    num_inputs = x.shape[-1]
+    num_groups = layout.num_groups(num_inputs, group_size)
+    missing = num_groups * group_size - num_inputs
+    if missing:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], mode="edge")
+    return x.reshape(*x.shape[:-1], num_groups, group_size)
+
+
+def merge_groups(x: jax.Array, num_inputs: int) -> jax.Array:
+    """[..., G, group_size] as [..., num_inputs]: the reverse of `split_groups`."""
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])[..., :num_inputs]
+
+
+def member_mask(num_inputs: int, group_size: int) -> np.ndarray:
+    """float32[G, group_size], or [1, 1] if all groups are full: 1 where a value is of the row."""
+    num_groups = layout.num_groups(num_inputs, group_size)
+    if num_groups * group_size == num_inputs:
+        return np.ones((1, 1), np.float32)
+    places = np.arange(num_groups * group_size).reshape(num_groups, group_size)
+    return (places < num_inputs).astype(np.float32)
+
+
+def member_counts(num_inputs: int, group_size: int) -> np.ndarray:
+    """float32[G]: how many values of the row are in each group."""
+    counts = np.full(layout.num_groups(num_inputs, group_size), group_size, np.float32)
+    counts[-1] -= len(counts) * group_size - num_inputs
+    return counts
+
+
+def nearest_codes(weights: jax.Array, scales: jax.Array, zeros: jax.Array, grid: Grid) -> Codes:
+    """The codes whose values lie nearest to the weights: clip(round(w / s + z), 0, 2^b - 1).
+
+    Args:
+      weights: float32[..., N, K].
+      scales: float32[..., N, G], none of them 0; negative ones are allowed.
+      zeros: float32[..., N, G].
+      grid: bits and group size.
+    """
+    groups = split_groups(weights, grid.group_size)
+    steps = jnp.round(groups / scales[..., None] + zeros[..., None])
+    codes = jnp.clip(steps, 0, grid.max_code).astype(jnp.uint8)
+    return Codes(merge_groups(codes, weights.shape[-1]), scales, zeros)
+
+
+def dequantize(codes: Codes, grid: Grid) -> jax.Array:
+    """The matrices that codes stand for: float32[..., N, K] (MiLo eq. 3)."""
+    groups = split_groups(codes.codes, grid.group_size).astype(jnp.float32)
+    values = (groups - codes.zeros[..., None]) * codes.scales[..., None]
+    return merge_groups(values, codes.codes.shape[-1])
+
+
+def relative_error(weights: jax.Array, approximation: jax.Array) -> jax.Array:
+    """|W - W'|_F / |W|_F of each matrix, 0 where W is 0 and so is W'.
+
+    Args:
+      weights: float32[..., N, K].
+      approximation: of the same shape.
+
+    Returns:
+      float32[...].
+    """
+    lost = jnp.sum(jnp.square(weights - approximation), axis=(-2, -1))
+    whole = jnp.sum(jnp.square(weights), axis=(-2, -1))
+    return jnp.where(lost > 0, jnp.sqrt(lost / jnp.where(whole > 0, whole, 1.0)), 0.0)

@@ -1,0 +1,96 @@
+"""What calibration says about a layer's inputs: its Hessian, and errors measured with it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+MAX_RAISES = 8  # of the damping, each tenfold; the last one drowns any Hessian
+
+
+def output_error(difference: jax.Array, hessian: jax.Array) -> jax.Array:
+    """tr(D H D^T): twice the mean squared norm of D x over the tokens that made H.
+
+    (Frantar et al. 2023, GPTQ, eq. 1, with H = 2 X X^T / n.)
+
+    Args:
+      difference: float32[..., N, K], weights less what stands for them.
+      hessian: float32[..., K, K], running mean of 2 x x^T.
+
+    Returns:
+      float32[...].
+    """
+    product = jnp.einsum("...nk,...kj->...nj", difference, hessian, precision="highest")
+    return jnp.sum(product * difference, axis=(-2, -1))
+
+
+def damped(hessian: jax.Array, damping: jax.Array | float) -> jax.Array:
+    """H + damping mean(diag H) I (GPTQ, section 3.3, step 3).
+
+    Args:
+      hessian: float32[K, K].
+      damping: a share of the mean diagonal.
+    """
+    added = damping * jnp.mean(jnp.diagonal(hessian))
+    return hessian + added * jnp.eye(hessian.shape[0], dtype=hessian.dtype)
+
+
+def inverse_factor(hessian: jax.Array, damping: float) -> tuple[jax.Array, jax.Array]:
+    """U upper triangular with U^T U = (H + damping mean(diag H) I)^-1 (GPTQ, Algorithm 1).
+
+    H read backwards is L L^T, so H = R R^T with R upper triangular, and U = R^-1: one factorization
+    and one triangular solve in place of inverting H and factoring the inverse. Where it fails in
+    float32 the damping grows tenfold, up to MAX_RAISES times.
+
+    Args:
+      hessian: float32[K, K], without zeros on its diagonal.
+      damping: positive, a share of the mean diagonal.
+
+    Returns:
+      U float32[K, K], and the damping used, float32[]: NaN if none was enough, and U means nothing.
+    """
+
+    def factor(share: jax.Array) -> jax.Array:
+        return jnp.linalg.cholesky(damped(hessian, share)[::-1, ::-1], symmetrize_input=False)
+
+    def failed(state: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        raises, _, lower = state
+        return (raises < MAX_RAISES) & ~jnp.all(jnp.isfinite(lower))
+
+    def raise_damping(
+        state: tuple[jax.Array, jax.Array, jax.Array],
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        raises, share, _ = state
+        return raises + 1, share * 10, factor(share * 10)
+
+    first = jnp.float32(damping)
+    _, share, lower = jax.lax.while_loop(
+        failed, raise_damping, (jnp.int32(0), first, factor(first))
+    )
+    identity = jnp.eye(hessian.shape[0], dtype=jnp.float32)
+    upper = jax.scipy.linalg.solve_triangular(lower[::-1, ::-1], identity, lower=False)
+    finite = jnp.all(jnp.isfinite(hessian)) & jnp.all(jnp.isfinite(upper))
+    return upper, jnp.where(finite, share, jnp.nan)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def add_outer_products(total: jax.Array, x: jax.Array) -> jax.Array:
+    """total + sum of x x^T, in float32.
+
+    Args:
+      total: float32[K, K]; donated.
+      x: [n, K], any float dtype; rows of zeros add nothing.
+    """
+    x = x.astype(jnp.float32)
+    return total + jnp.einsum("nk,nj->kj", x, x, precision="highest")
+
+
+def mean_hessian(total: jax.Array, num_tokens: jax.Array) -> jax.Array:
+    """2 / n times the sum of x x^T; zero where n is.
+
+    Args:
+      total: float32[..., K, K].
+      num_tokens: int32[...].
+    """
+    count = jnp.maximum(num_tokens, 1).astype(jnp.float32)
+    return total * (2 / count)[..., None, None]

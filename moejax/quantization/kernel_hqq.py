@@ -1,0 +1,54 @@
+"""`hqq` of weights less a low-rank term by the GPU kernel, which reads the weights once."""
+
+import jax
+
+from moejax.quantization.grid import Codes, Grid
+from moejax.quantization.hqq import HqqSettings
+from pallas_kernels.hqq_solve import SolveSettings, hqq_solve, refusal
+
+
+def kernel_refusal(weights: jax.Array | jax.ShapeDtypeStruct, grid: Grid) -> str | None:
+    """Why `kernel_hqq` cannot serve such weights, in one line, or None; `hqq` serves all."""
+    if grid.zero_kind != "float":
+        return f"hqq finds float zeros; zero_kind is {grid.zero_kind!r}"
+    return refusal(weights, None, bits=grid.bits, group_size=grid.group_size)
+
+
+def kernel_hqq(
+    weights: jax.Array,
+    u: jax.Array,
+    v: jax.Array,
+    grid: Grid,
+    settings: HqqSettings = HqqSettings(),  # noqa: B008
+    *,
+    interpret: bool = False,
+) -> Codes:
+    """The codes of `hqq(weights - u v, grid)`, but for ties; a `MiloSettings.solver` on a GPU.
+
+    Args:
+      weights: [..., N, K] in float32, bfloat16 or float16, finite.
+      u: float32[..., N, R].
+      v: float32[..., R, K].
+      grid: its zero is "float", its groups fit the kernel (`kernel_refusal`).
+      settings: of the solver.
+      interpret: runs the kernel on the CPU, for tests.
+
+    Raises:
+      ValueError: naming what the kernel cannot serve.
+    """
+    if reason := kernel_refusal(weights, grid):
+        raise ValueError(reason)
+    solution = hqq_solve(
+        weights,
+        SolveSettings(
+            bits=grid.bits,
+            group_size=grid.group_size,
+            max_steps=settings.iterations,
+            norm=settings.norm,
+            beta=settings.beta,
+            round_start=settings.round_start,
+        ),
+        low_rank=(u, v) if u.shape[-1] else None,
+        interpret=interpret,
+    )
+    return Codes(solution.codes, solution.scales, solution.zeros)

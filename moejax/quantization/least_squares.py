@@ -1,0 +1,141 @@
+"""Scale and zero by least squares: in turn the nearest codes and the best line through them.
+
+The squared error of a group has many local minima over (scale, zero), so the alternation starts
+from several ranges inside the group's own, cut at each end by itself, and the best end is kept.
+Nine starts come within 0.2 % of the error of 144 (INT3, groups of 64 of Gaussian, Student t and
+log-normally scaled weights, float32 on a CPU, November 2026).
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.quantization.grid import (
+    Codes,
+    Grid,
+    member_counts,
+    member_mask,
+    nearest_codes,
+    split_groups,
+)
+from moejax.quantization.rtn import MIN_RANGE
+
+State = tuple[jax.Array, jax.Array, jax.Array]  # scales, zeros, what they explain
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeastSquaresSettings:
+    """Static choices of the search.
+
+    Attributes:
+      iterations: alternations from each start.
+      cuts: shares that the starts leave out of the range at its low and high end; all pairs.
+      signed: lets the scales of a symmetric grid be negative, so that the level that only one side
+        has, -2^(b - 1), may serve either sign.
+    """
+
+    iterations: int = 5
+    cuts: tuple[float, ...] = (0.0, 0.08, 0.16)
+    signed: bool = False
+
+    def starts(self) -> np.ndarray:
+        """float32[S, 3]: cut at the low end, cut at the high end, sign of the scale."""
+        signs = (1.0, -1.0) if self.signed else (1.0,)
+        return np.asarray(list(itertools.product(self.cuts, self.cuts, signs)), np.float32)
+
+
+@functools.partial(jax.jit, static_argnames=("grid", "settings"))
+def least_squares(
+    weights: jax.Array,
+    grid: Grid,
+    settings: LeastSquaresSettings = LeastSquaresSettings(),
+) -> Codes:
+    """argmin over (s, z, q) of |W - s (q - z)|_F, to a local minimum in each group.
+
+    A step is q = clip(round(w / s + z)), then for a float zero s = cov(q, w) / var(q) and
+    z = mean(q) - mean(w) / s; else s = sum(w (q - z)) / sum((q - z)^2), an integer z being the
+    rounded mean(q) - mean(w) / s of the s before.
+
+    Args:
+      weights: float32[..., N, K], finite.
+      grid: any.
+      settings: of the search.
+    """
+    groups = split_groups(weights, grid.group_size)
+    lead = (1,) * (groups.ndim - 2)
+    mask = member_mask(weights.shape[-1], grid.group_size)
+    counts = member_counts(weights.shape[-1], grid.group_size)
+    counted = jnp.asarray(mask.reshape(*lead, *mask.shape))
+    mean = jnp.sum(groups * counted, axis=-1, keepdims=True) / counts.reshape(*lead, -1, 1)
+    if grid.zero_kind != "float":
+        mean = jnp.zeros_like(mean)
+    # Without the mean the sums lose no digits, and the fit has one unknown less.
+    groups = groups - mean
+    low, high = jnp.min(groups, -1, keepdims=True), jnp.max(groups, -1, keepdims=True)
+    step = functools.partial(
+        _step, groups, counted, jnp.asarray(counts.reshape(*lead, -1, 1)), grid
+    )
+
+    def body(best: State, start: jax.Array) -> tuple[State, None]:
+        first = _start(low, high, start, grid)
+        end = jax.lax.fori_loop(0, settings.iterations, lambda _, state: step(state), first)
+        better = end[2] > best[2]
+        return jax.tree.map(functools.partial(jnp.where, better), end, best), None
+
+    starts = jnp.asarray(settings.starts())
+    none = _start(low, high, starts[0], grid)
+    (scales, zeros, _), _ = jax.lax.scan(body, none, starts)
+    zeros = zeros - mean / scales
+    return nearest_codes(weights, scales[..., 0], zeros[..., 0], grid)
+
+
+def _start(low: jax.Array, high: jax.Array, start: jax.Array, grid: Grid) -> State:
+    """Scale and zero [..., G, 1] that span a cut range; they explain nothing yet."""
+    cut_low, cut_high, sign = start[0], start[1], start[2]
+    nothing = jnp.full_like(low, -1.0)
+    if grid.zero_kind == "symmetric":
+        below = jnp.where(sign > 0, -low, high) * (1 - cut_low) / grid.middle
+        above = jnp.where(sign > 0, high, -low) * (1 - cut_high) / (grid.middle - 1)
+        step = jnp.maximum(below, above)
+        scales = jnp.where(step > 0, step, 1.0) * sign
+        return scales, jnp.full_like(low, grid.middle), nothing
+    if grid.zero_kind == "integer":
+        low, high = jnp.minimum(low, 0.0), jnp.maximum(high, 0.0)
+    width = high - low
+    wide = width > (MIN_RANGE if grid.zero_kind == "float" else 0.0)
+    scales = jnp.where(wide, width * ((1 - cut_low - cut_high) / grid.max_code), 1.0)
+    zeros = -(low + cut_low * width) / scales
+    return scales, jnp.round(zeros) if grid.zero_kind == "integer" else zeros, nothing
+
+
+def _step(
+    groups: jax.Array, counted: jax.Array, counts: jax.Array, grid: Grid, state: State
+) -> State:
+    """One alternation; the third of a state is the part of sum(w^2) that the line explains."""
+    scales, zeros, _ = state
+    total = lambda x: jnp.sum(x * counted, axis=-1, keepdims=True)  # noqa: E731
+    codes = jnp.clip(jnp.round(groups / scales + zeros), 0, grid.max_code)
+    # Sums of codes less a constant are exact, and small enough to subtract their squares.
+    steps = codes - grid.middle
+    sum_codes, product, square = total(steps), total(steps * groups), total(steps * steps)
+    moved = zeros
+    if grid.zero_kind == "float":
+        square = square - sum_codes * sum_codes / counts
+        moved = sum_codes / counts + grid.middle
+    elif grid.zero_kind == "integer":
+        sum_weights = total(groups)
+        moved = jnp.round((sum_codes - sum_weights / scales) / counts) + grid.middle
+        moved = jnp.clip(moved, 0, grid.max_code)
+        offset = moved - grid.middle
+        product = product - offset * sum_weights
+        square = square - 2 * offset * sum_codes + counts * offset * offset
+    # Codes that differ have a square of 1/2 or more; less is rounding, of codes that are all alike.
+    fits = (square > 0.25) & (product * scales > 0)
+    fitted = product / jnp.where(fits, square, 1.0)
+    explained = jnp.where(fits, product * fitted, 0.0)
+    scales, zeros = jnp.where(fits, fitted, scales), jnp.where(fits, moved, zeros)
+    return scales, zeros, explained

@@ -1,0 +1,281 @@
+"""Rank policies: which rank the low-rank compensator of each matrix gets (MiLo 3.2.4).
+
+A policy is a sum of terms, "Dense-512 + Kurtosis-16", that may end in a budget, "within 200 MB":
+
+| term | rank |
+| --- | --- |
+| Uniform-r | r for every dense and sparse matrix |
+| Dense-r | r for attention, shared experts and dense MLPs |
+| Sparse-r | r for routed experts |
+| Kurtosis-r | r on average over routed experts, more where the kurtosis is higher |
+| Frequency-r | r on average over routed experts, more where the router sends more tokens |
+
+r is a rank or a percentage of min(N, K), "Dense-25%". Terms add up; no rank passes min(N, K).
+Routers, embeddings and heads get none.
+
+The paper lets Kurtosis and Frequency "control the average rank to be r" and says no more. Here:
+  * they concern the routed experts, alone and in sums alike, as Table 4 and the right half of
+    Table 7 use them;
+  * the average is by bytes: a term takes what Sparse-r would take and never more;
+  * Frequency-r is in proportion to the frequency, Kurtosis-r to the excess kurtosis (which may be
+    negative) shifted so that the least one gets half of the average;
+  * ranks are multiples of `multiple`, what is left goes by largest remainder.
+"""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from pallas_kernels import layout
+
+DENSE_KINDS = ("attention", "shared_experts", "mlp")
+SPARSE_KINDS = ("experts",)
+
+# Table 4 of the paper.
+NAMED_POLICIES = {
+    "mixtral-s1": "Dense-512 + Kurtosis-16",
+    "mixtral-s2": "Dense-1024 + Kurtosis-32",
+    "deepseek-s1": "Dense-800",
+    "deepseek-s2": "Dense-1024 + Frequency-32",
+}
+
+_TERMS = ("uniform", "dense", "sparse", "kurtosis", "frequency")
+_TERM = re.compile(r"([a-z]+)-(\d+(?:\.\d+)?)(%?)")
+_BUDGET = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]i?b|b)")
+_UNITS = {
+    "b": 1,
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmg", 1)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmg", 1)},
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """What a policy knows of one matrix [N, K]."""
+
+    name: str
+    kind: str  # "attention" | "shared_experts" | "mlp" | "experts" | "router" | "embed" | "head"
+    num_rows: int  # N
+    num_inputs: int  # K
+    layer: int | None = None
+    expert: int | None = None
+    kurtosis: float | None = None  # excess kurtosis of its weights
+    frequency: float | None = None  # share of its layer's assignments that its expert gets
+
+    @property
+    def max_rank(self) -> int:
+        """min(N, K)."""
+        return min(self.num_rows, self.num_inputs)
+
+
+class Term(NamedTuple):
+    """One term: "kurtosis", 16 or 6.25 and whether that is a percentage."""
+
+    policy: str
+    amount: float
+    is_percentage: bool
+
+    def __str__(self) -> str:
+        return f"{self.policy.capitalize()}-{self.amount:g}{'%' * self.is_percentage}"
+
+
+class RankPolicy(NamedTuple):
+    """A sum of terms, and the bytes that all compensators may take together."""
+
+    terms: tuple[Term, ...]
+    budget_bytes: int | None = None
+
+    def __str__(self) -> str:
+        within = "" if self.budget_bytes is None else f" within {self.budget_bytes} B"
+        return " + ".join(map(str, self.terms)) + within
+
+
+class RankPlan(NamedTuple):
+    """The ranks of a list of matrices, in its order."""
+
+    ranks: tuple[int, ...]
+    capped: tuple[str, ...]  # names of matrices for which the policy said more than min(N, K)
+    num_bytes: int  # of all compensators: words and scales of the factors
+
+
+class _Problem(NamedTuple):
+    """A list of matrices as arrays."""
+
+    matrices: Sequence[Matrix]
+    costs: np.ndarray  # int64[n], bytes of one rank
+    caps: np.ndarray  # int64[n]
+    is_dense: np.ndarray  # bool[n]
+    is_sparse: np.ndarray  # bool[n]
+
+
+def parse_policy(text: str) -> RankPolicy:
+    """Reads "Dense-512 + Kurtosis-16", "mixtral-s1" or "Uniform-5% within 200 MB".
+
+    Case and spaces do not matter. Units: B, KB, MB, GB (powers of 1000), KiB, MiB, GiB.
+
+    Raises:
+      ValueError: naming the term, and what is known.
+    """
+    body, within, budget = text.lower().partition(" within ")
+    body = NAMED_POLICIES.get(body.strip(), body).lower()
+    terms = tuple(_parse_term(part.strip(), text) for part in body.split("+"))
+    if not within:
+        return RankPolicy(terms)
+    match = _BUDGET.fullmatch(budget.strip())
+    if match is None:
+        raise ValueError(
+            f"rank policy {text!r}: {budget.strip()!r} is no number of bytes such as 200 MB"
+        )
+    return RankPolicy(terms, int(float(match[1]) * _UNITS[match[2]]))
+
+
+def _parse_term(part: str, text: str) -> Term:
+    match = _TERM.fullmatch(part)
+    if match is None or match[1] not in _TERMS:
+        known = ", ".join(f"{name.capitalize()}-r" for name in _TERMS)
+        raise ValueError(
+            f"rank policy {text!r}: term {part!r} is none of {known} (r a rank or, with %, a "
+            f"share of the width), and {part!r} is none of the sets {', '.join(NAMED_POLICIES)}"
+        )
+    term = Term(match[1], float(match[2]), bool(match[3]))
+    if not term.is_percentage and not term.amount.is_integer():
+        raise ValueError(f"rank policy {text!r}: the rank of {part!r} is no integer")
+    return term
+
+
+def rank_bytes(num_rows: int, num_inputs: int, factor_bits: int, *, group_size: int = 64) -> int:
+    """Bytes of one rank: a column of U and a row of V, packed, with their fp16 scales.
+
+    Args:
+      num_rows: N.
+      num_inputs: K.
+      factor_bits: 2, 3, 4, 8, or 16 for bfloat16 without scales.
+      group_size: of the factors.
+    """
+    if factor_bits == 16:
+        return 2 * (num_rows + num_inputs)
+    return sum(
+        4 * layout.num_words(length, factor_bits)
+        + 2 * layout.num_groups(length, min(group_size, length))
+        for length in (num_rows, num_inputs)
+    )
+
+
+def assign_ranks(
+    policy: RankPolicy, matrices: Sequence[Matrix], *, factor_bits: int = 8, multiple: int = 8
+) -> RankPlan:
+    """The rank of every matrix.
+
+    Without a budget Uniform, Dense and Sparse give what they say; Kurtosis and Frequency multiples
+    of `multiple`. With one the same policy, before rounding, is scaled until all compensators take
+    the budget, and all ranks are multiples (or min(N, K)).
+
+    Args:
+      policy: of `parse_policy`.
+      matrices: of the whole model, since averages run over all of its sparse matrices.
+      factor_bits: of the factors; a rank costs `rank_bytes`.
+      multiple: positive.
+
+    Raises:
+      ValueError: a term concerns no matrix, or lacks the kurtosis or frequency of one.
+    """
+    problem = _problem(matrices, factor_bits)
+    wanted = np.zeros(len(matrices))
+    for term in policy.terms:
+        real = _real_ranks(term, problem)
+        is_spread = term.policy in ("kurtosis", "frequency") and policy.budget_bytes is None
+        if is_spread:
+            budget = int(np.floor(problem.costs @ real + 1e-6))
+            real = _round_within(real, problem, budget, multiple).astype(np.float64)
+        wanted += real
+    if policy.budget_bytes is None:
+        ranks = np.minimum(np.rint(wanted).astype(np.int64), problem.caps)
+        is_capped = wanted > problem.caps
+    else:
+        ranks = _round_within(wanted, problem, policy.budget_bytes, multiple)
+        is_capped = (ranks == problem.caps) & (problem.caps > 0)
+    capped = tuple(m.name for m, flag in zip(matrices, is_capped, strict=True) if flag)
+    return RankPlan(tuple(int(rank) for rank in ranks), capped, int(problem.costs @ ranks))
+
+
+def _problem(matrices: Sequence[Matrix], factor_bits: int) -> _Problem:
+    costs = [rank_bytes(m.num_rows, m.num_inputs, factor_bits) for m in matrices]
+    return _Problem(
+        matrices=matrices,
+        costs=np.array(costs, np.int64),
+        caps=np.array([m.max_rank for m in matrices], np.int64),
+        is_dense=np.array([m.kind in DENSE_KINDS for m in matrices], bool),
+        is_sparse=np.array([m.kind in SPARSE_KINDS for m in matrices], bool),
+    )
+
+
+def _real_ranks(term: Term, problem: _Problem) -> np.ndarray:
+    """float64[n], the ranks that a term asks for before rounding; fixed terms round percentages.
+
+    Raises:
+      ValueError: as `assign_ranks`.
+    """
+    concerned = {
+        "uniform": problem.is_dense | problem.is_sparse,
+        "dense": problem.is_dense,
+    }.get(term.policy, problem.is_sparse)
+    if not concerned.any():
+        kinds = {"uniform": DENSE_KINDS + SPARSE_KINDS, "dense": DENSE_KINDS}
+        names = ", ".join(kinds.get(term.policy, SPARSE_KINDS))
+        raise ValueError(f"{term} concerns {names}, and no matrix is of such a kind")
+    rank = term.amount * problem.caps / 100 if term.is_percentage else term.amount
+    even = np.where(concerned, rank, 0.0)
+    if term.policy not in ("kurtosis", "frequency"):
+        return np.rint(even)
+    spread = np.zeros(len(even))
+    spread[concerned] = _shares(term, [m for m in problem.matrices if m.kind in SPARSE_KINDS])
+    # A percentage stays one of each matrix's own width.
+    spread *= even
+    total = problem.costs @ spread
+    return spread * (problem.costs @ even / total) if total else even
+
+
+def _shares(term: Term, matrices: Sequence[Matrix]) -> np.ndarray:
+    """float64[n], to what the ranks are in proportion, before bytes are counted."""
+    found: list[float | None] = [getattr(matrix, term.policy) for matrix in matrices]
+    for matrix, value in zip(matrices, found, strict=True):
+        if value is None or not np.isfinite(value) or (term.policy == "frequency" and value < 0):
+            raise ValueError(f"{term} needs the {term.policy} of {matrix.name}, which is {value}")
+    values = np.array(found, np.float64)
+    if term.policy == "frequency":
+        return values if values.any() else np.ones(len(values))
+    spread = values.mean() - values.min()
+    return values - values.min() + spread if spread > 0 else np.ones(len(values))
+
+
+def _round_within(
+    real: np.ndarray, problem: _Problem, budget_bytes: int, multiple: int
+) -> np.ndarray:
+    """int64[n]: ranks in proportion to `real`, multiples or capped, that take the budget.
+
+    What a cap frees goes to the others. Matrices of one shape keep the order of `real`.
+    """
+    costs, caps = problem.costs, problem.caps
+    exact = np.zeros(len(real))
+    is_open = (real > 0) & (caps > 0)
+    left = float(budget_bytes)
+    while is_open.any() and left > 0:
+        scaled = real * (left / (costs[is_open] @ real[is_open]))
+        full = is_open & (scaled >= caps)
+        if not full.any():
+            exact[is_open] = scaled[is_open]
+            break
+        exact[full] = caps[full]
+        is_open &= ~full
+        left -= float(costs[full] @ caps[full])
+    ranks = np.where(exact >= caps, caps, (exact + 1e-9) // multiple * multiple).astype(np.int64)
+    left_bytes = budget_bytes - int(costs @ ranks)
+    for i in np.argsort(-(exact - ranks), kind="stable"):
+        step = int(min(multiple, caps[i] - ranks[i])) if real[i] > 0 else 0
+        if step > 0 and step * costs[i] <= left_bytes:
+            ranks[i] += step
+            left_bytes -= step * int(costs[i])
+    return ranks

@@ -1,0 +1,86 @@
+"""A checkpoint in, the same quantized out.
+
+    python -m moejax.quantize --config.checkpoint=demo --config.output=demo-milo
+    python -m moejax.quantize --config=configs/quantize_mixtral.py --config.output=mixtral-milo
+    python -m moejax.quantize --config.output=x --config.rules="head, embed: method=rtn bits=8"
+
+The output is a directory that `moejax.generate`, `moejax.evaluate` and `Engine.from_pretrained`
+take. Killed at any moment and started again with the same settings, the command goes on where it
+was. A bar with the time left goes to stderr, the report to stdout.
+"""
+
+from pathlib import Path
+
+from absl import flags
+
+from moejax import cli
+from moejax.config import QuantizeConfig
+from moejax.errors import MoejaxError
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """No flags beside `--config`."""
+    del values
+
+
+def quantize(config: QuantizeConfig, values: flags.FlagValues) -> None:
+    """Quantizes the checkpoint and prints the report."""
+    del values
+    # Importing these imports JAX, which --help and mistakes need not wait for.
+    from moejax.checkpoints import resolve_checkpoint
+    from moejax.compression.pipeline import Job, quantize_checkpoint
+    from moejax.compression.recipe import FORMATS, Recipe, Scheme, parse_rules
+    from moejax.compression.report import report_lines
+    from moejax.devices import choose_device, enable_compilation_cache
+
+    if not config.output:
+        raise MoejaxError("output='' must be a directory: give --config.output=DIR")
+    if config.format not in FORMATS:
+        raise MoejaxError(f"format={config.format!r} is none of {', '.join(FORMATS)}")
+    default = Scheme(
+        method=config.method,
+        bits=config.bits,
+        group_size=config.group_size,
+        zero_kind=config.zero_kind,
+        scale_dtype=config.scale_dtype,
+        factor_bits=config.factor_bits,
+    )
+    recipe = Recipe(default=default, rules=parse_rules(config.rules), format=config.format)
+    device = choose_device(config.platform)
+    enable_compilation_cache(config.compilation_cache)
+    job = Job(
+        source=resolve_checkpoint(config.checkpoint),
+        output=Path(config.output).expanduser(),
+        recipe=recipe,
+        rank_policy=config.rank,
+        passes=config.passes,
+        calibration_text=read_text(config.calibration),
+        calibration_samples=config.calibration_samples,
+        calibration_length=config.calibration_length,
+        device=device,
+        progress=True,
+    )
+    for line in report_lines(quantize_checkpoint(job)):
+        print(line)
+
+
+def read_text(name: str) -> str | None:
+    """The text of a UTF-8 file; None for the one that ships.
+
+    Raises:
+      MoejaxError: the file is missing, or not UTF-8.
+    """
+    if name == "default":
+        return None
+    try:
+        return Path(name).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise MoejaxError(f"calibration text {name}: {error}") from error
+
+
+COMMAND = cli.Command(
+    doc=__doc__, default=QuantizeConfig(), define_flags=define_flags, body=quantize
+)
+
+if __name__ == "__main__":
+    cli.run(COMMAND)

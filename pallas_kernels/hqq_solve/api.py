@@ -1,0 +1,125 @@
+"""The public call: shapes it serves, reasons for refusal, and the library's stop rule."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.hqq_solve.settings import SolveSettings
+from pallas_kernels.hqq_solve.tiles import Tiles, default_tiles
+from pallas_kernels.hqq_solve.triton import hqq_solve_triton
+
+GROUP_SIZES = (32, 64, 128)
+
+Operand = jax.Array | jax.ShapeDtypeStruct
+
+
+class HqqSolution(NamedTuple):
+    """Quantized matrices: w = (codes - zeros) scales, group by group."""
+
+    codes: jax.Array  # uint8[..., N, K]
+    scales: jax.Array  # float32[..., N, G]
+    zeros: jax.Array  # float32[..., N, G]
+    errors: jax.Array  # float32[..., max_steps]: mean |error| before each step that was taken; or 0
+
+
+def refusal(
+    weights: Operand,
+    low_rank: tuple[Operand, Operand] | None,
+    *,
+    bits: int,
+    group_size: int,
+) -> str | None:
+    """Why the kernel cannot serve operands of these shapes and dtypes, in one line, or None.
+
+    Args:
+      weights: [..., N, K].
+      low_rank: None, or u [..., N, R] and v [..., R, K].
+      bits: of a code.
+      group_size: weights that share a scale.
+    """
+    reasons = []
+    if group_size not in GROUP_SIZES:
+        reasons.append(f"group_size {group_size} is none of {', '.join(map(str, GROUP_SIZES))}")
+    elif weights.shape[-1] % group_size:
+        reasons.append(f"K={weights.shape[-1]} is no multiple of group_size {group_size}")
+    if not 1 <= bits <= 8:
+        reasons.append(f"bits {bits} is not in 1..8")
+    if weights.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        reasons.append(f"weights are {weights.dtype}, not bfloat16, float16 or float32")
+    if low_rank is not None:
+        *lead, num_rows, num_inputs = weights.shape
+        rank = low_rank[1].shape[-2]
+        wanted = {"u": (*lead, num_rows, rank), "v": (*lead, rank, num_inputs)}
+        for factor, (name, shape) in zip(low_rank, wanted.items(), strict=True):
+            if tuple(factor.shape) != shape:
+                reasons.append(f"{name} has shape {tuple(factor.shape)}, expected {shape}")
+            if factor.dtype != jnp.float32:
+                reasons.append(f"{name} is {factor.dtype}, not float32")
+    return "; ".join(reasons) or None
+
+
+def hqq_solve(
+    weights: jax.Array,
+    settings: SolveSettings,
+    *,
+    low_rank: tuple[jax.Array, jax.Array] | None = None,
+    steps: jax.Array | None = None,
+    tiles: Tiles | None = None,
+    interpret: bool = False,
+) -> HqqSolution:
+    """argmin over z of |W - UV - s (q - z)|_p with s of each group fixed (MiLo eq. 4-9).
+
+    Groups do not know each other, so a group's weights are read once and stay in registers through
+    every step. What is global is when to stop: with `steps=None` a matrix stops, as in the hqq
+    library, at the first step before which its mean |error| did not fall; where that comes before
+    the last step, and only then, the kernel runs once more with the number of steps that it should
+    have taken.
+
+    Args:
+      weights: [..., N, K] in bf16, fp16 or fp32, finite.
+      settings: of the solve.
+      low_rank: u float32[..., N, R] and v float32[..., R, K], whose product is taken off the
+        weights in float32 inside the kernel; components that are zero change nothing.
+      steps: int32[...], how many to take, up to `settings.max_steps`; None for the stop rule.
+      tiles: None for the heuristic's.
+      interpret: runs the kernel on the CPU, for tests.
+
+    Raises:
+      ValueError: naming every reason why the kernel cannot serve.
+    """
+    reason = refusal(weights, low_rank, bits=settings.bits, group_size=settings.group_size)
+    if reason:
+        raise ValueError(f"hqq_solve refuses: {reason}")
+    *lead, num_rows, num_inputs = weights.shape
+    flat = weights.reshape(-1, num_rows, num_inputs)
+    if low_rank is not None:
+        u, v = low_rank
+        low_rank = u.reshape(-1, num_rows, u.shape[-1]), v.reshape(-1, v.shape[-2], num_inputs)
+    tiles = tiles or default_tiles(num_rows, settings.group_size)
+
+    def solve(steps: jax.Array) -> HqqSolution:
+        return HqqSolution(
+            *hqq_solve_triton(flat, low_rank, steps, settings, tiles=tiles, interpret=interpret)
+        )
+
+    if steps is None:
+        first = solve(jnp.full(len(flat), settings.max_steps, jnp.int32))
+        needed = steps_until_stop(first.errors)
+        stopped = jnp.any(needed < settings.max_steps)
+        solution = jax.lax.cond(stopped, lambda: solve(needed), lambda: first)
+    else:
+        solution = solve(steps.reshape(-1))
+    return HqqSolution(*(x.reshape(*lead, *x.shape[1:]) for x in solution))
+
+
+def steps_until_stop(errors: jax.Array) -> jax.Array:
+    """int32[...]: steps up to the first that an unfallen error precedes, that one included.
+
+    Args:
+      errors: float32[..., I], mean |error| before each step; of a finite matrix.
+    """
+    best = jax.lax.cummin(errors, axis=errors.ndim - 1)
+    fell = errors[..., 1:] < best[..., :-1]
+    num_fallen = jnp.sum(jnp.cumprod(fell, axis=-1, dtype=jnp.int32), axis=-1)
+    return jnp.minimum(num_fallen + 2, errors.shape[-1]).astype(jnp.int32)

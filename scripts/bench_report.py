@@ -1,0 +1,80 @@
+"""Figures of a benchmark as they come, and how short runs on a device are timed."""
+
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from moejax.results import (
+    ResultRow,
+    append_rows,
+    command_line,
+    describe_device,
+    package_versions,
+    today,
+)
+
+
+class Report:
+    """Rows: printed and written as they come, and printed as a table at the end."""
+
+    def __init__(self, device: jax.Device, about: str, output: str) -> None:
+        """The device; what goes for all figures; a JSON Lines file, or ""."""
+        self.device, self.about, self.output = device, about, output
+        self.rows: list[ResultRow] = []
+
+    def add(self, what: str, figure: float, unit: str, **baseline: float) -> None:
+        """Keeps, prints and writes one figure."""
+        row = ResultRow(
+            what=f"{what}, {self.about}",
+            figure=figure,
+            unit=unit,
+            baseline=baseline,
+            device=describe_device(self.device),
+            versions=package_versions("jax", "jaxlib"),
+            date=today(),
+            command=command_line(),
+        )
+        self.rows.append(row)
+        print(self._line(row), flush=True)
+        if self.output:
+            append_rows(Path(self.output), [row])
+
+    def attempt(self, part: Callable[..., Any], *args: Any) -> Any:
+        """The part's value, or None after its error was printed."""
+        try:
+            return part(self, *args)
+        except Exception as error:
+            traceback.print_exc()
+            print(f"  FAILED {part.__name__} {args[:1]}: {error!s:.300}", flush=True)
+            return None
+
+    def table(self) -> str:
+        """All figures, one a line."""
+        return "\n".join(map(self._line, self.rows))
+
+    def _line(self, row: ResultRow) -> str:
+        what = row.what.removesuffix(f", {self.about}")
+        beside = ", ".join(f"{name} {value:.4g}" for name, value in row.baseline.items())
+        return f"  {what:66s} {row.figure:11.4g} {row.unit:5s} {beside}"
+
+
+def seconds(run: Callable[[], Any], repeats: int) -> float:
+    """Median of some runs after one that compiles; short ones are queued ten at a time.
+
+    The host takes about 0.05 ms to dispatch a call, a tenth of an HQQ solve.
+    """
+    jax.block_until_ready(run())
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    queued = 10 if time.perf_counter() - start < 0.02 else 1
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready([run() for _ in range(queued)])
+        times.append((time.perf_counter() - start) / queued)
+    return statistics.median(times)

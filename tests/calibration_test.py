@@ -1,0 +1,241 @@
+"""Calibration: layers one by one equal the model, Hessians float64 sums; the text that ships."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+import moejax
+from moejax.compression.calibration import TEXT_PATH, calibration_tokens, shipped_text
+from moejax.compression.forward import LayerRun
+from moejax.errors import MoejaxError
+from moejax.models.config import ModelConfig
+from moejax.models.transformer import forward, merge_weights, model_definition
+from moejax.qtensor import from_codes
+from moejax.quantization.grid import Grid
+from moejax.quantization.rtn import rtn
+from moejax.tokenizer import Tokenizer
+from tests import numpy_model
+from tests.host_test_case import HostTestCase
+from tests.models_test import CONFIGS, wide_weights
+
+
+def layer_weights(weights: dict[str, Any], config: ModelConfig, layer: int) -> dict[str, Any]:
+    """The leaves of one layer without the layers' axis."""
+    found = {}
+    for name, leaf in weights.items():
+        kind = name.partition(".")[0]
+        if kind in ("attention", "mlp_norm"):
+            found[name] = leaf[layer]
+        elif kind == "moe" and layer in config.moe_layers:
+            found[name] = leaf[config.moe_layers.index(layer)]
+        elif kind == "mlp" and layer in config.dense_layers:
+            found[name] = leaf[config.dense_layers.index(layer)]
+    return found
+
+
+def layer_inputs(
+    x: np.ndarray, w: dict[str, np.ndarray], c: ModelConfig
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """One layer in float64 numpy: [B, T, D] behind it, and the rows that each matrix read."""
+    (batch, length, _), read = x.shape, {}
+    positions = np.broadcast_to(np.arange(length), x.shape[:2])
+    read["attention.qkv_proj"] = normed = numpy_model.rms_norm(x, w["attention.norm"], c.norm_eps)
+    qkv = normed @ w["attention.qkv_proj"].T + w.get("attention.qkv_bias", 0.0)
+    qkv = qkv.reshape(batch, length, -1, c.head_dim)
+    q, k, v = np.split(qkv, [c.num_heads, c.num_heads + c.num_kv_heads], axis=2)
+    if c.qk_norm:
+        q = numpy_model.rms_norm(q, w["attention.q_norm"], c.norm_eps)
+        k = numpy_model.rms_norm(k, w["attention.k_norm"], c.norm_eps)
+    q, k = (numpy_model.rotate(heads, positions, c.rope_theta) for heads in (q, k))
+    attended = numpy_model.attend(q, k, v, positions, c.sliding_window)
+    read["attention.o_proj"] = attended = attended.reshape(batch, length, -1)
+    x = x + attended @ w["attention.o_proj"].T + w.get("attention.o_bias", 0.0)
+    flat = numpy_model.rms_norm(x, w["mlp_norm"], c.norm_eps).reshape(-1, c.model_dim)
+
+    def inner(rows: np.ndarray, gate_up: np.ndarray) -> np.ndarray:
+        gate, up = np.split(rows @ gate_up.T, 2, axis=-1)
+        return numpy_model.silu(gate) * up
+
+    if "moe.router" in w:
+        _, weights, ids = numpy_model.route(flat, w["moe.router"], c)
+        read["moe.router"] = flat
+        read["moe.gate_up"] = [flat[(ids == e).any(1)] for e in range(c.num_experts)]
+        read["moe.down"] = [
+            inner(*both) for both in zip(read["moe.gate_up"], w["moe.gate_up"], strict=True)
+        ]
+        out = numpy_model.experts(flat, ids, weights, w["moe.gate_up"], w["moe.down"])
+    else:
+        read["mlp.gate_up"], read["mlp.down"] = flat, inner(flat, w["mlp.gate_up"])
+        out = read["mlp.down"] @ w["mlp.down"].T
+    return x + out.reshape(x.shape), read
+
+
+def mean_of(rows: np.ndarray) -> np.ndarray:
+    """2 X^T X / n; zero for no rows."""
+    rows = rows.reshape(-1, rows.shape[-1])
+    return 2 * rows.T @ rows / max(1, len(rows))
+
+
+class LayerRunTest(HostTestCase):
+    def setUp(self):
+        super().setUp()
+        self.tokens = np.random.default_rng(3).integers(0, 29, (5, 9)).astype(np.int32)
+
+    def _run(self, name: str, weights: dict[str, Any], **how: Any) -> LayerRun:
+        how = {"dtype": jnp.float32, "device": jax.devices("cpu")[0], **how}
+        return LayerRun(CONFIGS[name], self.tokens, weights["embed"], **how)
+
+    @parameterized.parameters(sorted(CONFIGS))
+    def test_equals_the_whole_model_and_float64_sums(self, name):
+        config, weights = CONFIGS[name], wide_weights(CONFIGS[name])
+        run = self._run(name, weights, tokens_per_step=18, hessian_bytes=1)
+        x = weights["embed"].astype(np.float64)[self.tokens]
+        for layer in range(config.num_layers):
+            of_layer = layer_weights(weights, config, layer)
+            wide = {key: leaf.astype(np.float64) for key, leaf in of_layer.items()}
+            captured = run.capture(of_layer)
+            x, read = layer_inputs(x, wide, config)
+            self.assertEqual(captured.num_tokens, 45)
+            for leaf, rows in read.items():
+                if isinstance(rows, list):
+                    np.testing.assert_array_equal(captured.expert_tokens, [len(r) for r in rows])
+                    self.assertEqual(sum(captured.expert_tokens), 90)
+                    found = [captured.hessian(leaf, e) for e in range(config.num_experts)]
+                    expected = [mean_of(each) for each in rows]
+                    counts = [len(each) for each in rows]
+                else:
+                    found, expected, counts = [captured.hessian(leaf)], [mean_of(rows)], [45]
+                self.assertEqual([each.num_tokens for each in found], counts)
+                for each, hessian in zip(found, expected, strict=True):
+                    numpy_model.assert_near(each.mean, hessian, factor=20)
+            run.advance(of_layer)
+        definition = model_definition(config)
+        whole = jax.jit(lambda w, tokens: forward(merge_weights(definition, w), tokens)[0])
+        hidden = whole(weights, jnp.asarray(self.tokens))
+        numpy_model.assert_near(run.hidden, np.asarray(hidden, np.float64), factor=3)
+        normed = numpy_model.rms_norm(x, weights["final_norm"], config.norm_eps)
+        found = run.head_hessian(weights["final_norm"])
+        numpy_model.assert_near(found.mean, mean_of(normed), factor=20)
+        self.assertEqual(found.num_tokens, 45)
+
+    def test_chunks_of_experts_and_steps_change_nothing(self):
+        weights = wide_weights(CONFIGS["all_parts"])
+        of_layer = layer_weights(weights, CONFIGS["all_parts"], 0)
+        size = 4 * 12 * 12  # a Hessian of gate_up
+        captured = [
+            self._run("all_parts", weights, hessian_bytes=b, tokens_per_step=18).capture(of_layer)
+            for b in (10**9, 2 * 2 * size)  # five experts at once; two, two and one
+        ]
+        for leaf in ("moe.gate_up", "moe.down"):
+            for expert in range(5):
+                whole, *others = [np.asarray(c.hessian(leaf, expert).mean) for c in captured]
+                for other in others:
+                    np.testing.assert_array_equal(other, whole)
+        again = captured[1].hessian("moe.gate_up", 0)  # back to a chunk that was let go
+        np.testing.assert_array_equal(again.mean, captured[0].hessian("moe.gate_up", 0).mean)
+
+    def test_goes_on_from_a_quantized_layer_to_the_last_bit(self):
+        weights = wide_weights(CONFIGS["all_parts"])
+        of_layer = layer_weights(weights, CONFIGS["all_parts"], 0)
+        grid = Grid(bits=3, group_size=4, zero_kind="float")
+        codes = rtn(jnp.asarray(of_layer["moe.gate_up"]), grid)
+        packed = from_codes(*codes, bits=3, group_size=4, zero_kind="float")
+        undisturbed, resumed, original = (self._run("all_parts", weights) for _ in range(3))
+        undisturbed.capture(of_layer)
+        undisturbed.advance({**of_layer, "moe.gate_up": packed})
+        resumed.advance({**of_layer, "moe.gate_up": packed.dequantize()})
+        np.testing.assert_array_equal(resumed.hidden, undisturbed.hidden)
+        original.advance(of_layer)
+        self.assertGreater(np.abs(original.hidden - resumed.hidden).max(), 0.01)
+        self.assertEqual((undisturbed.layer, resumed.layer), (1, 1))
+
+    def test_bfloat16(self):
+        weights = wide_weights(CONFIGS["mixtral_like"])
+        run = self._run("mixtral_like", weights, dtype=jnp.bfloat16)
+        of_layer = layer_weights(weights, CONFIGS["mixtral_like"], 0)
+        found = run.capture(of_layer).hessian("attention.qkv_proj").mean
+        self.assertEqual(found.dtype, jnp.float32)
+        wide = {key: leaf.astype(np.float64) for key, leaf in of_layer.items()}
+        x = weights["embed"].astype(np.float64)[self.tokens]
+        _, read = layer_inputs(x, wide, CONFIGS["mixtral_like"])
+        rows = mean_of(read["attention.qkv_proj"])
+        np.testing.assert_allclose(found, rows, atol=0.02 * np.abs(rows).max())
+
+    def test_what_is_not_there_is_named(self):
+        weights = wide_weights(CONFIGS["all_parts"])
+        run = self._run("all_parts", weights)
+        captured = run.capture(layer_weights(weights, CONFIGS["all_parts"], 0))
+        with self.assertRaisesRegex(ValueError, "no Hessian of mlp.down; there are att"):
+            captured.hessian("mlp.down")
+        for expert in (None, 5, -1):
+            with self.assertRaisesRegex(ValueError, r"moe.down of expert .* not in 0\.\.4"):
+                captured.hessian("moe.down", expert)
+        with self.assertRaisesRegex(ValueError, "layer 0 comes next"):
+            run.head_hessian(weights["final_norm"])
+        run.layer = 3
+        with self.assertRaisesRegex(ValueError, "no layer 3"):
+            run.advance({})
+
+
+class CalibrationTextTest(absltest.TestCase):
+    def setUp(self):
+        super().setUp()
+        directory = Path(moejax.__file__).parent / "demo"
+        self.tokenizer = Tokenizer.from_directory(directory)
+        self.model = {"vocab_size": 4096, "max_positions": 2048}
+
+    def test_the_text_that_ships(self):
+        text = shipped_text()
+        self.assertBetween(len(text.encode()), 300_000, 400_000)
+        self.assertLess(TEXT_PATH.stat().st_size, 150_000)
+        chinese = sum("\u4e00" <= letter <= "\u9fff" for letter in text)
+        self.assertBetween(chinese * 3 / len(text.encode()), 0.1, 0.3)
+        for part in ("self.", "lemma", "Question:", "paddle"):
+            self.assertGreater(text.count(part), 20, part)
+        notice = (TEXT_PATH.parent / "README.md").read_text()
+        self.assertIn("Copyright (c) 2021 OpenAI", notice)
+        self.assertIn("public domain", notice)
+
+    def test_gives_as_many_samples_as_it_has(self):
+        tokens = calibration_tokens(self.tokenizer, **self.model)
+        self.assertEqual((tokens.dtype, tokens.shape[1]), (np.int32, 2048))
+        self.assertBetween(tokens.shape[0], 50, 127)
+        whole = self.tokenizer.encode(shipped_text(), add_special_tokens=False)
+        self.assertEqual(tokens.shape[0], len(whole) // 2048)
+        self.assertEqual(tokens[0].tolist(), whole[:2048])
+        shorter = calibration_tokens(self.tokenizer, **{**self.model, "max_positions": 500})
+        self.assertEqual(shorter.shape, (128, 500))
+
+    def test_an_own_text(self):
+        text = " ".join(str(i) for i in range(400))
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        wanted = {"text": text, "length": 50, **self.model}
+        fit = len(ids) // 50
+        tokens = calibration_tokens(self.tokenizer, num_samples=fit, **wanted)
+        self.assertEqual(tokens.shape, (fit, 50))
+        starts = [i * len(ids) // fit for i in range(fit)]
+        self.assertEqual(tokens.tolist(), [ids[start : start + 50] for start in starts])
+        few = calibration_tokens(self.tokenizer, num_samples=2, **wanted)
+        self.assertEqual(few[1].tolist(), ids[len(ids) // 2 :][:50])
+        said = rf"has {len(ids)} tokens, {fit + 1} x 50 = {50 * fit + 50} are needed; give a longer"
+        with self.assertRaisesRegex(MoejaxError, said):
+            calibration_tokens(self.tokenizer, num_samples=fit + 1, **wanted)
+
+    def test_what_is_refused(self):
+        for change, said in (
+            ({"tokenizer": None}, "calibration needs a tokenizer.json"),
+            ({"num_samples": 0}, "give at least one sample"),
+            ({"length": 4096}, "of 4096 tokens do not fit the model's context of 2048"),
+            ({"vocab_size": 300}, "outside the model's vocabulary of 300"),
+            ({"length": 10**6, "max_positions": 10**6}, "that ships has .* tokens, 1 x 1000000"),
+        ):
+            with self.assertRaisesRegex(MoejaxError, said):
+                calibration_tokens(**{"tokenizer": self.tokenizer, **self.model, **change})
+
+
+if __name__ == "__main__":
+    absltest.main()

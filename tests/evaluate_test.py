@@ -1,0 +1,180 @@
+"""The evaluate command on a tiny checkpoint: its line, its JSON, its texts, what it refuses."""
+
+import contextlib
+import gzip
+import io
+import json
+import lzma
+import math
+import pathlib
+import re
+import sys
+import tempfile
+import types
+from typing import Any
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+
+from moejax import cli, evaluate
+from moejax.config import EvaluateConfig
+from moejax.engine import Engine
+from moejax.evaluation.perplexity import Windowing, log_likelihood
+from moejax.evaluation.texts import joined_rows, load_text
+from tests import tiny_engine
+
+TEXT = "the quick brown fox jumps over the lazy dog. " * 4
+ROWS = ["", " = Title = \n", "", " one row \n", " another \n", ""]
+RAW = "".join(row or " \n" for row in ROWS)
+JOINED = "\n\n".join(ROWS)
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of the command, run here."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = cli.exit_status(evaluate.COMMAND, ["evaluate", *arguments])
+    return status, out.getvalue(), err.getvalue()
+
+
+class EvaluateTest(parameterized.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.checkpoint = cls.folder / "tiny"
+        cls.engine: Engine = tiny_engine.load_tiny_engine(cls.checkpoint)
+        cls.text = cls.folder / "text.txt"
+        cls.text.write_text(TEXT)
+
+    def run_main(self, **fields: Any) -> tuple[int, str, str]:
+        fields = {"checkpoint": self.checkpoint, "text": self.text, "window": 32, **fields}
+        return run(*(f"--config.{name}={value}" for name, value in fields.items()))
+
+    def test_line_and_json_are_the_engines_figure(self):
+        output = self.folder / "x.json"
+        status, out, err = self.run_main(stride=8, output=output)
+        self.assertEqual(status, 0, err)
+        ids = self.engine.tokenizer.encode(TEXT)
+        expected = log_likelihood(ids, Windowing(32, 8), self.engine.score, batch_size=8)
+        record = json.loads(output.read_text())
+        self.assertAlmostEqual(record["perplexity"] / expected.perplexity, 1)
+        bits = expected.nats / math.log(2) / len(TEXT)
+        self.assertAlmostEqual(record["bits_per_byte"], bits)
+        self.assertEqual(record["tokens"], len(ids))
+        self.assertEqual(record["tokens_scored"], len(ids) - 1)
+        self.assertEqual(record["bytes"], len(TEXT))
+        protocol = record["protocol"]
+        self.assertEqual((protocol["window"], protocol["stride"]), (32, 8))
+        self.assertIsNone(protocol["bos"])
+        self.assertEqual(record["weights"]["bits_per_weight"], 32)
+        self.assertEqual(record["weights"]["stored_bits_per_weight"], 32)
+        self.assertEqual(record["weights"]["parameters"], self.engine.num_weights)
+        self.assertEqual(record["dtype"], "float32")
+        self.assertContainsSubset(
+            {"nats", "memory", "seconds", "versions", "device", "date", "command", "text"}, record
+        )
+        self.assertEqual(out.count("\n"), 1)
+        said = f"perplexity {record['perplexity']:.4f}, {bits:.4f} bits a byte; {len(ids) - 1} of"
+        self.assertIn(said, out)
+        self.assertIn("window 32, stride 8, bos none", out)
+        self.assertIn("scoring", err)
+
+    def test_the_beginning_only(self):
+        status, _, err = self.run_main(max_tokens=20, output=self.folder / "b.json")
+        self.assertEqual(status, 0, err)
+        record = json.loads((self.folder / "b.json").read_text())
+        self.assertEqual((record["tokens"], record["protocol"]["stride"]), (20, 32))
+        spelt = self.engine.tokenizer.decode(self.engine.tokenizer.encode(TEXT)[:20])
+        self.assertEqual(record["bytes"], len(spelt))
+        self.assertIn("the first 20 tokens", record["text"]["source"])
+
+    def test_texts(self):
+        for name, content in (
+            ("a.txt", TEXT.encode()),
+            ("a.md", TEXT.encode()),
+            ("a.txt.xz", lzma.compress(TEXT.encode())),
+            ("a.gz", gzip.compress(TEXT.encode())),
+        ):
+            (self.folder / name).write_bytes(content)
+            text = load_text(str(self.folder / name), "none")
+            self.assertEqual((text.content, text.source), (TEXT, name))
+            self.assertEqual(text.sha256, load_text(str(self.text), "none").sha256)
+        raw = self.folder / "raw.txt"
+        raw.write_text(RAW)
+        self.assertEqual(load_text(str(raw), "none").content, RAW)
+        self.assertEqual(load_text(str(raw), "wikitext").content, JOINED)
+        self.assertEqual(joined_rows("a\nb"), "a\n\n\nb\n")
+
+    def test_wikitext2_from_the_hub(self):
+        asked = []
+
+        def load_dataset(*args: str, split: str) -> dict[str, list[str]]:
+            asked.append((*args, split))
+            return {"text": ROWS}
+
+        fake = types.SimpleNamespace(load_dataset=load_dataset)
+        with mock.patch.dict(sys.modules, {"datasets": fake}):
+            self.assertEqual(load_text("wikitext2", "none").content, JOINED)
+        self.assertEqual(asked, [("Salesforce/wikitext", "wikitext-2-raw-v1", "test")])
+        fake.load_dataset = mock.Mock(side_effect=ConnectionError("offline\nand more"))
+        with mock.patch.dict(sys.modules, {"datasets": fake}):
+            _, _, err = self.run_main(text="wikitext2")
+        self.assertRegex(err, r"^error: wikitext2 is not in the cache .*\(offline\); give a file")
+        with mock.patch.dict(sys.modules, {"datasets": None}):
+            _, _, err = self.run_main(text="wikitext2")
+        self.assertRegex(err, r"^error: wikitext2 needs the package datasets \(pip install ")
+
+    @parameterized.parameters(
+        ({"text": "none.txt"}, "there is no text file none.txt"),
+        ({"text": "."}, "cannot read .: Is a directory"),
+        ({"window": 257}, "window=257 is beyond the model's context of 256; set "),
+        ({"stride": 33}, "stride=33 must be from 1 to 32, the window"),
+        ({"window": -1}, "window=-1 must be 0 or a number"),
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"task": "mmlu"}, "task='mmlu' is not there; there is: perplexity"),
+        ({"preset": "1"}, "preset='1' is not there; there are: 2048/2048, 2048/512"),
+        ({"join": "x"}, "join='x' is not there; there are: none, wikitext"),
+        ({"output": "no/such/x.json"}, "output no/such/x.json lies in no/such, which is not"),
+        ({"checkpoint": "no/where"}, "no/where"),
+    )
+    def test_what_is_refused(self, fields, said):
+        if fields.get("text") == "." or "output" in fields or "text" in fields:
+            fields = {key: str(value) for key, value in fields.items()}
+        self._refused(said, **fields)
+
+    def _refused(self, said: str, **fields: Any) -> None:
+        status, out, err = self.run_main(**fields)
+        self.assertEqual((status, out), (1, ""))
+        error = err.splitlines()[-1]
+        self.assertRegex(error, "^error: ")
+        self.assertIn(said, error)
+        self.assertEqual(err.count("error:"), 1)
+
+    @parameterized.parameters(
+        ("short.txt", b"a", "the text has 1 tokens"),
+        ("blank.txt", b" \n", "holds no text"),
+        ("latin.txt", "café".encode("latin-1"), "is not UTF-8 (byte 3 is 0xe9)"),
+        ("cut.xz", lzma.compress(b"abc" * 99)[:-9], "is no whole .xz file"),
+        ("cut.gz", gzip.compress(b"abc" * 99)[:-9], "is no whole .gz file"),
+        ("false.xz", b"plain", "is no whole .xz file"),
+    )
+    def test_a_text_that_cannot_be_scored(self, name, content, said):
+        (self.folder / name).write_bytes(content)
+        self._refused(said, text=self.folder / name)
+
+    def test_a_checkpoint_without_a_tokenizer(self):
+        tiny_engine.load_tiny_engine(self.folder / "mute", tokenizer=False)
+        self._refused("has no tokenizer.json", checkpoint=self.folder / "mute")
+
+    def test_the_named_configs(self):
+        for path in sorted(pathlib.Path("configs").glob("evaluate_*.py")):
+            config, _ = cli.parse(evaluate.COMMAND, ["evaluate", f"--config={path}"])
+            self.assertIsInstance(config, EvaluateConfig)
+            window = re.search(r"_(\d+)_(\d+)$", path.stem)
+            assert window
+            self.assertEqual(config.windowing(), Windowing(*map(int, window.groups())))
+
+
+if __name__ == "__main__":
+    absltest.main()

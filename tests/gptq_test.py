@@ -1,0 +1,273 @@
+"""GPTQ against the paper's algorithm in float64 numpy, and what it does with too few tokens."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax.quantization.gptq import GptqSettings, gptq
+from moejax.quantization.grid import Grid, dequantize
+from moejax.quantization.hessian import damped, inverse_factor, mean_hessian, output_error
+from moejax.quantization.hqq import hqq
+from moejax.quantization.least_squares import least_squares
+from moejax.quantization.rtn import rtn
+
+K = 96
+
+
+def correlated_inputs(rng: np.random.Generator, num_tokens: int, width: int = K) -> np.ndarray:
+    """float64[n, K] with falling spectrum and columns of unlike sizes, as activations have."""
+    spectrum = np.exp(-np.arange(width) / (width / 6))
+    mix = rng.standard_normal((width, width)) * spectrum[:, None]
+    sizes = np.exp(0.7 * rng.standard_normal(width))
+    x = rng.standard_normal((num_tokens, width)) @ mix + 0.1 * rng.standard_normal(
+        (num_tokens, width)
+    )
+    return x * sizes
+
+
+def hessian_of(x: np.ndarray) -> np.ndarray:
+    """2 X^T X / n in float64."""
+    return 2 * x.T @ x / len(x)
+
+
+def range_of(part: np.ndarray, grid: Grid) -> tuple[np.ndarray, np.ndarray]:
+    """Scale and zero float64[N] of columns [N, g] by their range."""
+    low, high, top = part.min(1), part.max(1), 2**grid.bits - 1
+    if grid.zero_kind == "symmetric":
+        return 2 * np.maximum(-low, high) / top, np.full(len(part), 2.0 ** (grid.bits - 1))
+    if grid.zero_kind == "integer":
+        low, high = np.minimum(low, 0), np.maximum(high, 0)
+    scale = (high - low) / top
+    return scale, np.round(-low / scale) if grid.zero_kind == "integer" else -low / scale
+
+
+def rounded(w: np.ndarray, grid: Grid) -> np.ndarray:
+    """float64[N, K]: each group rounded to nearest."""
+    values, size = np.empty_like(w), grid.group_size
+    for k in range(0, w.shape[1], size):
+        scale, zero = (part[:, None] for part in range_of(w[:, k : k + size], grid))
+        codes = np.clip(np.round(w[:, k : k + size] / scale + zero), 0, 2**grid.bits - 1)
+        values[:, k : k + size] = (codes - zero) * scale
+    return values
+
+
+@dataclasses.dataclass
+class Reference:
+    """GPTQ one column at a time: the inverse Hessian itself, no blocks, no lazy updates."""
+
+    codes: np.ndarray  # [N, K] in the order of visiting
+    steps: np.ndarray  # what was rounded to get them
+    scales: np.ndarray
+    zeros: np.ndarray
+    order: np.ndarray
+
+    @classmethod
+    def run(cls, w: np.ndarray, h: np.ndarray, grid: Grid, settings: GptqSettings) -> "Reference":
+        w, h = w.astype(np.float64), h.astype(np.float64).copy()
+        num_inputs, size = w.shape[1], grid.group_size
+        dead = np.diag(h) == 0
+        h[dead, dead] = 1
+        w[:, dead] = 0
+        order = np.arange(num_inputs)
+        if settings.act_order:
+            order = np.argsort(-np.where(dead, 0, np.diag(h)), kind="stable")
+        original, w, h = w.copy(), w[:, order], h[order][:, order]
+        inverse = np.linalg.inv(h + settings.damping * np.diag(h).mean() * np.eye(num_inputs))
+        upper = np.linalg.cholesky(inverse).T
+        num_groups = -(-num_inputs // size)
+        scales, zeros = np.zeros((2, len(w), num_groups))
+        codes, steps = np.zeros((2, *w.shape))
+        for k in range(num_inputs):
+            g = order[k] // size if settings.static_groups else k // size
+            if settings.static_groups:
+                scales[:, g], zeros[:, g] = range_of(original[:, g * size : (g + 1) * size], grid)
+            elif k % size == 0:
+                scales[:, g], zeros[:, g] = range_of(w[:, k : k + size], grid)
+            steps[:, k] = w[:, k] / scales[:, g] + zeros[:, g]
+            codes[:, k] = np.clip(np.round(steps[:, k]), 0, 2**grid.bits - 1)
+            value = (codes[:, k] - zeros[:, g]) * scales[:, g]
+            error = (w[:, k] - value) / upper[k, k]
+            w[:, k + 1 :] -= error[:, None] * upper[None, k, k + 1 :]
+        return cls(codes, steps, scales, zeros, order)
+
+
+class GptqTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.rng = np.random.default_rng(0)
+
+    def _problem(self, num_tokens: int = 400) -> tuple[np.ndarray, np.ndarray]:
+        w = self.rng.standard_normal((40, K)).astype(np.float32)
+        return w, hessian_of(correlated_inputs(self.rng, num_tokens)).astype(np.float32)
+
+    @parameterized.parameters(
+        (2, 32, "float", {}),
+        (3, 32, "integer", {}),
+        (8, 32, "symmetric", {"block_size": 12}),
+        (4, 40, "float", {"block_size": 16}),  # blocks of 14, the group padded to 42, the last 16
+        (3, K, "float", {"block_size": 40}),
+        (3, 32, "float", {"act_order": True}),
+        (4, 40, "symmetric", {"act_order": True, "block_size": 7}),
+        (3, 32, "float", {"static_groups": True}),
+        (3, 40, "integer", {"static_groups": True, "act_order": True, "block_size": 20}),
+    )
+    def test_same_codes_as_the_float64_reference_but_for_ties(self, bits, group, kind, how):
+        grid = Grid(bits=bits, group_size=group, zero_kind=kind)
+        settings = GptqSettings(fallback="rtn", **how)  # hqq would take as long to compile
+        w, h = self._problem()
+        if group == 40:
+            w = w + 4  # without a weight near 0, padding of zeros would show
+        found = gptq(jnp.asarray(w), jnp.asarray(h), grid, settings)
+        expected = Reference.run(w, h, grid, settings)
+        codes = np.asarray(found.codes.codes)
+        if settings.act_order and settings.static_groups:
+            codes = codes[:, expected.order]
+        self.assertEqual(
+            found.permutation is None, not settings.act_order or "static_groups" in how
+        )
+        if found.permutation is not None:
+            np.testing.assert_array_equal(found.permutation, expected.order)
+        same = codes == expected.codes
+        # Rows go by themselves: behind its first other code, a row is another problem.
+        for row in np.flatnonzero(~same.all(1)):
+            step = expected.steps[row, np.argmin(same[row])]
+            self.assertLess(abs(step - np.floor(step) - 0.5), 2e-3, "a code that is no tie differs")
+        whole = same.all(1)
+        self.assertGreater(whole.mean(), 0.9)
+        for name in ("scales", "zeros"):
+            np.testing.assert_allclose(
+                np.asarray(getattr(found.codes, name))[whole],
+                getattr(expected, name)[whole],
+                rtol=2e-4,
+                atol=2e-4,
+            )
+        self.assertFalse(found.starved)
+        self.assertAlmostEqual(float(found.damping), 0.01)
+        values = np.asarray(dequantize(found.codes, grid), np.float64)
+        if found.permutation is not None:  # code k belongs to input permutation[k]
+            ordered = values.copy()
+            values[:, np.asarray(found.permutation)] = ordered
+        plain = rounded(w.astype(np.float64), grid)
+        lost, lost_by_rounding = (np.trace((w - v) @ h @ (w - v).T) for v in (values, plain))
+        self.assertLess(lost, 0.6 * lost_by_rounding)
+
+    def test_inverse_factor_and_errors_in_float64(self):
+        w, h = self._problem()
+        upper, damping = inverse_factor(jnp.asarray(h), 0.01)
+        np.testing.assert_array_equal(np.tril(upper, -1), 0)
+        inverse = np.linalg.inv(h.astype(np.float64) + 0.01 * np.diag(h).mean() * np.eye(K))
+        upper = np.asarray(upper, np.float64)
+        np.testing.assert_allclose(upper.T @ upper, inverse, atol=1e-4 * np.abs(inverse).max())
+        self.assertAlmostEqual(float(damping), 0.01)
+        expected = np.trace(w.astype(np.float64) @ h @ w.T)
+        self.assertAlmostEqual(
+            float(output_error(jnp.asarray(w), jnp.asarray(h))) / expected, 1, places=5
+        )
+        np.testing.assert_allclose(
+            damped(jnp.asarray(h), 0.5), h + 0.5 * np.diag(h).mean() * np.eye(K), rtol=1e-6
+        )
+        totals = jnp.asarray(np.stack([h, h]))
+        counts = jnp.asarray([4, 0], jnp.int32)
+        np.testing.assert_allclose(mean_hessian(totals, counts), np.stack([h / 2, 2 * h]))
+
+    def test_inputs_that_were_never_active(self):
+        grid = Grid(bits=4, group_size=32, zero_kind="integer")
+        w, h = self._problem()
+        dead = [0, 17, 95]
+        h[dead], h[:, dead] = 0, 0
+        found = gptq(jnp.asarray(w), jnp.asarray(h), grid, GptqSettings(fallback="rtn"))
+        expected = Reference.run(w, h, grid, GptqSettings())
+        self.assertGreater(np.mean(np.asarray(found.codes.codes) == expected.codes), 0.99)
+        np.testing.assert_array_equal(np.asarray(dequantize(found.codes, grid))[:, dead], 0)
+        self.assertFalse(found.starved)
+
+    def test_damping_is_raised_until_the_hessian_factors(self):
+        grid = Grid(bits=3, group_size=32, zero_kind="float")
+        w, h = self._problem(num_tokens=20)  # of rank 20
+        settings = GptqSettings(damping=1e-12, fallback="rtn")
+        found = gptq(jnp.asarray(w), jnp.asarray(h), grid, settings)
+        self.assertGreater(float(found.damping), 5e-12)
+        self.assertLess(float(found.damping), 1e-3)
+        self.assertFalse(found.starved)
+        plain = dequantize(rtn(jnp.asarray(w), grid), grid)
+        self.assertLess(
+            output_error(w - dequantize(found.codes, grid), jnp.asarray(h)),
+            output_error(w - plain, jnp.asarray(h)),
+        )
+
+    @parameterized.parameters(
+        ("float", "hqq", {}),
+        ("integer", "hqq", {}),
+        ("float", "rtn", {"act_order": True}),
+    )
+    def test_starved_experts_take_the_fallback_under_vmap(self, kind, fallback, how):
+        grid = Grid(bits=3, group_size=32, zero_kind=kind)
+        settings = GptqSettings(fallback=fallback, min_tokens_per_input=0.5, **how)
+        problems = [self._problem() for _ in range(4)]
+        w, h = (jnp.asarray(np.stack(part)) for part in zip(*problems, strict=True))
+        h = h.at[3].set(0.0)
+        tokens = jnp.asarray([48, 47, 10_000, 0], jnp.int32)
+        run = jax.vmap(lambda w, h, n: gptq(w, h, grid, settings, n))
+        found = run(w, h, tokens)
+        np.testing.assert_array_equal(found.starved, [False, True, False, True])
+        for i, starved in enumerate((False, True, False, True)):
+            if starved:
+                order = np.asarray(found.permutation)[i] if how else np.arange(K)
+                plain = hqq if (fallback, kind) == ("hqq", "float") else rtn
+                expected = plain(w[i][:, order], grid)
+            else:
+                expected = Reference.run(np.asarray(w[i]), np.asarray(h[i]), grid, settings)
+            same = np.asarray(found.codes.codes[i]) == expected.codes
+            self.assertGreater(same.mean(), 0.97)  # see above for what makes a row differ
+            np.testing.assert_allclose(found.codes.scales[i], expected.scales, rtol=0.05)
+
+    @parameterized.parameters(
+        ("rtn", "integer", {}),
+        ("hqq", "float", {}),
+        ("least_squares", "symmetric", {}),
+        ("hqq", "float", {"static_groups": True, "act_order": True}),
+    )
+    def test_fits_the_grid_as_asked(self, grid_fit, kind, how):
+        """Where inputs are independent no error moves, and what is left is the fit alone."""
+        group_size = 32 if how else K  # hqq's stop looks at all groups that it is given
+        grid = Grid(bits=3, group_size=group_size, zero_kind=kind)
+        w, _ = self._problem()
+        h = jnp.asarray(np.diag(self.rng.uniform(0.5, 2, K)).astype(np.float32))
+        found = gptq(jnp.asarray(w), h, grid, GptqSettings(grid_fit=grid_fit, **how)).codes
+        fit = {"rtn": rtn, "hqq": hqq, "least_squares": least_squares}[grid_fit]
+        expected = fit(jnp.asarray(w), grid)
+        np.testing.assert_allclose(found.scales, expected.scales, rtol=1e-5)
+        np.testing.assert_allclose(found.zeros, expected.zeros, rtol=1e-5, atol=1e-5)
+        self.assertGreater(np.mean(np.asarray(found.codes == expected.codes)), 0.995)
+
+    @parameterized.parameters(np.nan, np.inf)
+    def test_a_hessian_that_is_not_finite_is_no_calibration(self, value):
+        grid = Grid(bits=3, group_size=32, zero_kind="float")
+        w, h = self._problem()
+        h[3, 3] = value
+        found = gptq(jnp.asarray(w), jnp.asarray(h), grid)
+        self.assertTrue(found.starved)
+        np.testing.assert_array_equal(found.codes.codes, hqq(jnp.asarray(w), grid).codes)
+
+    @parameterized.parameters(
+        ({"damping": 0.0}, "damping"),
+        ({"block_size": 0}, "block_size"),
+        ({"min_tokens_per_input": -1.0}, "min_tokens_per_input"),
+        ({"grid_fit": "none"}, "grid_fit 'none' is none of rtn, hqq, least_squares"),
+        ({"fallback": "none"}, "fallback 'none' is none of hqq, rtn"),
+    )
+    def test_refused_settings(self, fields, said):
+        with self.assertRaisesRegex(ValueError, said):
+            GptqSettings(**fields)
+
+    def test_a_group_longer_than_the_row(self):
+        w, h = map(jnp.asarray, self._problem())
+        with self.assertRaisesRegex(ValueError, "group_size 97"):
+            gptq(w, h, Grid(bits=3, group_size=97, zero_kind="float"))
+
+
+if __name__ == "__main__":
+    absltest.main()

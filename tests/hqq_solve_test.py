@@ -1,0 +1,275 @@
+"""The contract of the HQQ kernel: reference, interpreted on a CPU, compiled on a GPU."""
+
+import dataclasses
+import functools
+import re
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+
+from moejax.quantization.grid import Codes, Grid
+from moejax.quantization.kernel_hqq import kernel_hqq, kernel_refusal
+from moejax.quantization.milo import MiloSettings, milo
+from pallas_kernels import hqq_solve as package
+from pallas_kernels.hqq_solve import reference, settings, tiles, triton
+from tests.expert_mlp_test import described_gpu
+from tests.host_test_case import HostTestCase
+from tests.hqq_solve_contract import (
+    CASES,
+    GPU_CASES,
+    REAL_CASES,
+    SHARE_OF_EQUAL_CODES,
+    Case,
+    Operands,
+    random_operands,
+    solve_float64,
+    violation,
+)
+
+
+def all_steps(case: Case) -> jax.Array:
+    return jnp.full(case.shape[:-2], case.settings.max_steps, jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames="case")
+def in_plain_jnp(operands: Operands, case: Case) -> tuple[jax.Array, ...]:
+    return reference.hqq_solve_reference(*operands, all_steps(case), case.settings)
+
+
+def interpreted(operands: Operands, case: Case, **how: object) -> package.HqqSolution:
+    """Traced anew at each call, so that a kernel may be tampered with."""
+    weights, low_rank = operands
+    return jax.jit(
+        lambda weights, low_rank: package.hqq_solve(
+            weights,
+            case.settings,
+            low_rank=low_rank,
+            steps=all_steps(case),
+            interpret=True,
+            **how,
+        )
+    )(weights, low_rank)
+
+
+def compiled(operands: Operands, case: Case) -> package.HqqSolution:
+    def run(weights: jax.Array, low_rank: tuple[jax.Array, jax.Array] | None):
+        return package.hqq_solve(weights, case.settings, low_rank=low_rank, steps=all_steps(case))
+
+    return jax.jit(run)(*operands)
+
+
+class ContractTest(HostTestCase):
+    """On the host; the interpreter fills outputs with NaN, so what is not written shows."""
+
+    @parameterized.product(run=(in_plain_jnp, interpreted), name=sorted(CASES))
+    def test_value_is_that_of_float64(self, run, name):
+        case = CASES[name]
+        operands = random_operands(case, seed=len(name))
+        self.assertIsNone(violation(run(operands, case), operands, case))
+
+    @parameterized.parameters((8, 8, 1), (2, 32, 2))
+    def test_tiles_do_not_change_the_value(self, rows, columns, num_warps):
+        case = CASES["low_rank"]
+        operands = random_operands(case, seed=1)
+        found = interpreted(operands, case, tiles=tiles.Tiles(rows, columns, num_warps))
+        self.assertIsNone(violation(found, operands, case))
+
+    def test_factors_that_are_zero_change_nothing(self):
+        case = CASES["int3_narrow"]
+        operands = random_operands(case, seed=2)
+        factors = np.zeros((32, 3), np.float32), np.ones((3, 128), np.float32)
+        with_zeros = interpreted(operands._replace(low_rank=factors), case)
+        jax.tree.map(np.testing.assert_array_equal, with_zeros, interpreted(operands, case))
+
+
+def unrounded(place: jax.Array, top: float) -> jax.Array:
+    return jnp.clip(place, 0.0, top)
+
+
+def half_off(place: jax.Array, top: float) -> jax.Array:
+    return jnp.clip(jnp.floor(place), 0.0, top)
+
+
+class BrokenKernelTest(HostTestCase):
+    @parameterized.parameters(
+        ("_nearest", unrounded, "int3_narrow"),
+        ("_nearest", half_off, "int3_wide"),
+        ("MIN_RANGE", 0.0, "odd_groups"),
+        ("MAX_INVERSE_SCALE", 5.0, "int3_narrow"),
+    )
+    def test_fails(self, name, replacement, case_name):
+        case = CASES[case_name]
+        operands = random_operands(case, seed=3)
+        with mock.patch.object(triton, name, replacement):
+            self.assertIsNotNone(violation(interpreted(operands, case), operands, case))
+
+    def test_the_short_loop_fails_where_errors_are_large(self):
+        case = CASES["int3_wide"]
+        operands = random_operands(case, seed=4)
+        limit = mock.PropertyMock(return_value=1e9)
+        with mock.patch.object(settings.SolveSettings, "harmless_error", limit):
+            self.assertIsNotNone(violation(interpreted(operands, case), operands, case))
+
+    def test_a_kernel_that_leaves_out_the_factors_fails(self):
+        case = CASES["low_rank"]
+        operands = random_operands(case, seed=5)
+        found = interpreted(operands._replace(low_rank=None), case)
+        self.assertIsNotNone(violation(found, operands, case))
+
+
+class StopTest(HostTestCase):
+    @parameterized.parameters(
+        ([5.0, 4.0, 3.0, 2.0], 4),
+        ([5.0, 5.0, 3.0, 2.0], 2),
+        ([5.0, 4.0, 4.5, 3.0], 3),
+        ([5.0, 4.0, 3.0, 3.0], 4),
+        ([5.0, 4.0, 4.0, 0.0], 3),
+    )
+    def test_steps_until_an_error_has_not_fallen(self, errors, expected):
+        both = jnp.array([errors, [9.0, 8.0, 7.0, 6.0]])
+        np.testing.assert_array_equal(package.steps_until_stop(both), [expected, 4])
+
+    def test_each_matrix_stops_by_itself(self):
+        case = Case(shape=(2, 8, 64))
+        operands = random_operands(case, seed=6)
+        operands.weights[1] *= 20  # takes longer
+        expected = solve_float64(operands, case, steps=None)
+        taken = [np.count_nonzero(errors) for errors in expected.errors]
+        self.assertLess(min(taken), 20)
+        self.assertNotEqual(*taken)
+        found = jax.jit(lambda w: package.hqq_solve(w, case.settings, interpret=True))(
+            operands.weights
+        )
+        np.testing.assert_array_equal(found.codes, expected.codes)
+        np.testing.assert_allclose(found.zeros, expected.zeros, rtol=0, atol=1e-5)
+        self.assertEqual([np.count_nonzero(errors) for errors in found.errors], taken)
+
+
+def interpreted_solver(weights: jax.Array, u: jax.Array, v: jax.Array, grid: Grid) -> Codes:
+    return kernel_hqq(weights, u, v, grid, interpret=True)
+
+
+class SolverTest(HostTestCase):
+    """The kernel as `moejax.quantization` takes it."""
+
+    grid = Grid(bits=3, group_size=64, zero_kind="float")
+
+    def test_codes_are_those_of_weights_less_the_product(self):
+        case = CASES["low_rank"]
+        operands = random_operands(case, seed=8)
+        found = jax.jit(interpreted_solver, static_argnums=3)(
+            operands.weights, *operands.low_rank, self.grid
+        )
+        expected = solve_float64(operands, case, steps=None)
+        equal = np.asarray(found.codes) == expected.codes
+        self.assertGreaterEqual(equal.mean(), SHARE_OF_EQUAL_CODES)
+        np.testing.assert_allclose(found.scales, expected.scales, rtol=1e-6)
+
+    def test_milo_takes_it(self):
+        weights = random_operands(Case(shape=(2, 64, 128)), seed=9).weights
+        plain = MiloSettings(max_rank=4, max_passes=2)
+        by_kernel = dataclasses.replace(plain, solver=interpreted_solver)
+        found, expected = (milo(weights, self.grid, s, 4) for s in (by_kernel, plain))
+        np.testing.assert_allclose(found.errors[:, :2], expected.errors[:, :2], rtol=1e-4)
+
+    def test_other_grids_are_refused(self):
+        weights = jax.ShapeDtypeStruct((4, 100), jnp.float32)
+        self.assertIsNone(kernel_refusal(jax.ShapeDtypeStruct((4, 128), jnp.float32), self.grid))
+        self.assertIn("K=100 is no multiple", kernel_refusal(weights, self.grid))
+        symmetric = dataclasses.replace(self.grid, zero_kind="symmetric")
+        self.assertIn("'symmetric'", kernel_refusal(weights, symmetric))
+        with self.assertRaisesRegex(ValueError, "zero_kind is 'symmetric'"):
+            kernel_hqq(weights, weights, weights, symmetric)
+
+
+class RefusalTest(parameterized.TestCase):
+    @parameterized.parameters(sorted(CASES))
+    def test_nothing_to_refuse(self, name):
+        case = CASES[name]
+        weights, low_rank = random_operands(case, seed=7)
+        self.assertIsNone(
+            package.refusal(weights, low_rank, bits=case.bits, group_size=case.group_size)
+        )
+
+    def test_every_reason_is_listed(self):
+        weights = jax.ShapeDtypeStruct((4, 100), jnp.int32)
+        low_rank = (
+            jax.ShapeDtypeStruct((4, 3), jnp.float16),
+            jax.ShapeDtypeStruct((2, 100), jnp.float32),
+        )
+        reason = package.refusal(weights, low_rank, bits=9, group_size=64)
+        self.assertLen(reason.split("; "), 5)
+        for part in (
+            "K=100 is no multiple",
+            "bits 9",
+            "weights are int32",
+            "u has shape",
+            "u is f",
+        ):
+            self.assertIn(part, reason)
+
+    def test_a_call_raises(self):
+        case = Case(group_size=48)
+        with self.assertRaisesRegex(ValueError, "hqq_solve refuses: group_size 48 is none of 32"):
+            package.hqq_solve(jnp.zeros((4, 96)), case.settings)
+
+    @parameterized.parameters((14336, 64), (4096, 128), (768, 32), (5, 64), (1, 32))
+    def test_default_tiles_divide_the_rows(self, num_rows, group_size):
+        t = tiles.default_tiles(num_rows, group_size)
+        self.assertEqual(num_rows % t.rows, 0)
+        self.assertEqual(group_size % t.columns, 0)
+        self.assertEqual(t.rows & (t.rows - 1), 0)
+
+
+class LoweringTest(parameterized.TestCase):
+    """The program for CUDA, made without a GPU."""
+
+    @parameterized.parameters(sorted(REAL_CASES))
+    def test_one_launch_reads_the_weights(self, name):
+        case = REAL_CASES[name]
+        *lead, num_rows, num_inputs = case.shape
+        weights = jax.ShapeDtypeStruct(case.shape, case.dtype)
+        low_rank = None
+        if case.rank:
+            low_rank = (
+                jax.ShapeDtypeStruct((*lead, num_rows, case.rank), jnp.float32),
+                jax.ShapeDtypeStruct((*lead, case.rank, num_inputs), jnp.float32),
+            )
+
+        def run(weights: jax.Array, low_rank: tuple[jax.Array, jax.Array] | None):
+            return package.hqq_solve(
+                weights, case.settings, low_rank=low_rank, steps=all_steps(case)
+            )
+
+        with described_gpu():
+            lowered = jax.jit(run).trace(weights, low_rank).lower(lowering_platforms=("cuda",))
+        lines = lowered.as_text().splitlines()
+        calls = [line for line in lines if "stablehlo.custom_call" in line]
+        self.assertLen(calls, 1)
+        self.assertIn(f"hqq_solve_int{case.bits}_g{case.group_size}_r{case.rank}_", calls[0])
+        whole = rf"\b{num_rows}x{num_inputs}x"
+        around = [line for line in lines if line not in calls and re.search(whole, line)]
+        operations = {found for line in around for found in re.findall(r"stablehlo\.(\w+)", line)}
+        self.assertLessEqual(operations, {"reshape"})
+
+
+@pytest.mark.gpu
+class DeviceContractTest(parameterized.TestCase):
+    """The kernel compiled."""
+
+    @parameterized.parameters(sorted(GPU_CASES))
+    def test_value_is_that_of_float64(self, name):
+        case = GPU_CASES[name]
+        operands = random_operands(case, seed=len(name))
+        found = compiled(operands, case)
+        self.assertIsNone(violation(found, operands, case))
+        again = compiled(operands, case)
+        jax.tree.map(np.testing.assert_array_equal, found, again)
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,178 @@
+"""Products with packed weights against float64 numpy, and what they leave alone."""
+
+import functools
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax import ops
+from moejax.models import moe
+from moejax.qtensor import QTensor, Weight
+from tests import numpy_model
+from tests.host_test_case import HostTestCase
+from tests.numpy_model import TINY, assert_near
+from tests.packed_weights import SPECS, Spec, draw
+
+NUM_TOKENS, NUM_EXPERTS, WIDTH, LAYER = 2, 6, 2, 1
+IDS = np.array([[0, 3], [4, 3]])  # experts 1, 2 and 5 have no rows
+UNUSED = np.array([1, 2, 5])
+
+
+def rng_of(name: str) -> np.random.Generator:
+    return np.random.default_rng([ord(character) for character in name])
+
+
+class LinearTest(HostTestCase):
+    @parameterized.parameters(sorted(SPECS))
+    def test_linear_and_matrix(self, name):
+        rng = rng_of(name)
+        weight, values = draw(rng, (3, 20, 24), SPECS[name])
+        x = rng.standard_normal((2, 4, 24)).astype(np.float32)
+        matrix, y = jax.jit(
+            lambda x, w: (ops.matrix(w, (1,), x.dtype), ops.linear(x, w, 1))
+        )(x, weight)  # fmt: skip
+        assert_near(matrix, values[1])
+        assert_near(y, np.einsum("btk,nk->btn", x.astype(np.float64), values[1]))
+
+    @parameterized.parameters("fp8", "int3_permuted", "int2_int8_ranks", "int4_symmetric")
+    def test_a_large_matrix_is_taken_in_blocks_of_rows(self, name):
+        rng = rng_of(name)
+        weight, values = draw(rng, (300, 24), SPECS[name])
+        x = rng.standard_normal((3, 2, 24)).astype(np.float32)
+        with mock.patch.object(ops, "BLOCK_BYTES", 1):  # two blocks of 128, and what is left
+            lowered = jax.jit(lambda x, w: ops.product(x, w)).lower(x, weight)
+        self.assertIn("stablehlo.while", lowered.as_text())
+        found = lowered.compile()(x, weight)
+        assert_near(found, np.einsum("abk,nk->abn", x.astype(np.float64), values))
+
+    def test_linear_in_bfloat16(self):
+        rng = np.random.default_rng(2)
+        weight, values = draw(rng, (1, 20, 24), SPECS["int3_ranks"])
+        x = jnp.asarray(rng.standard_normal((4, 24)), jnp.bfloat16)
+        expected = np.asarray(x).astype(np.float64) @ values[0].T
+        assert_near(jax.jit(ops.linear, static_argnums=2)(x, weight, 0), expected, "bfloat16")
+
+    @parameterized.parameters(sorted(SPECS))
+    def test_rows(self, name):
+        rng = rng_of(name)
+        weight, values = draw(rng, (23, 24), SPECS[name])
+        ids = rng.integers(0, 23, (2, 40))
+        found = jax.jit(lambda w, i: ops.take_rows(w, i, jnp.dtype("float32")))(
+            weight, jnp.asarray(ids, jnp.int32)
+        )
+        assert_near(found, values[ids])
+
+    def test_fp8_blocks_of_a_matrix_of_more_than_one(self):
+        rng = np.random.default_rng(1)
+        weight, values = draw(rng, (2, 150, 140), SPECS["fp8"])
+        assert_near(ops.matrix(weight, (1,), jnp.dtype("float32")), values[1])
+        ids = jnp.asarray([0, 127, 128, 149], jnp.int32)
+        assert_near(ops.take_rows(weight[0], ids, jnp.dtype("float32")), values[0, np.asarray(ids)])
+
+    def test_a_plain_weight_passes_as_it_is(self):
+        weight = jnp.ones((2, 3, 4), jnp.bfloat16)
+        self.assertIs(ops.matrix(weight, (), jnp.dtype("float32")), weight)
+        rows = ops.take_rows(weight[0], jnp.asarray([1, 2]), jnp.dtype("float32"))
+        self.assertEqual((rows.shape, rows.dtype), ((2, 4), jnp.bfloat16))
+        self.assertIsNone(ops.packing(weight))
+
+    @parameterized.parameters(
+        ("int3_ranks", "INT3 in groups of 8, float zeros, low-rank terms"),
+        ("int4_symmetric", "INT4 in one group a row, symmetric"),
+        ("int8_integer", "INT8 in groups of 16, integer zeros"),
+        ("fp8", "FP8 in blocks of 128 x 128"),
+    )
+    def test_packing_in_words(self, name, expected):
+        weight, _ = draw(np.random.default_rng(0), (1, 4, 24), SPECS[name])
+        self.assertEqual(ops.packing(weight), expected)
+
+
+def run_experts(
+    via: str, x: jax.Array, routing: moe.Routing, gate_up: Weight, down: Weight
+) -> jax.Array:
+    if via == "dense":
+        return moe.experts_dense(x, routing, gate_up, down, LAYER)
+    if via == "row":
+        return moe.experts_by_row(x, routing, gate_up, down, LAYER)
+    mask = jnp.ones(len(x), bool)
+    return moe.experts_by_block(x, routing, gate_up, down, LAYER, mask, 2**12)
+
+
+RUN = jax.jit(run_experts, static_argnames="via")
+
+
+def operands(
+    name: str, num_experts: int = NUM_EXPERTS, model_dim: int = 24, expert_dim: int = 16
+) -> tuple[tuple[Any, ...], np.ndarray]:
+    """What an experts' form takes, and what it should give."""
+    rng = rng_of(name)
+    gate_up, wide_gate_up = draw(rng, (2, num_experts, 2 * expert_dim, model_dim), SPECS[name])
+    down, wide_down = draw(rng, (2, num_experts, model_dim, expert_dim), SPECS[name])
+    x = rng.standard_normal((NUM_TOKENS, model_dim)).astype(np.float32)
+    weights = rng.dirichlet(np.ones(WIDTH), NUM_TOKENS).astype(np.float32)
+    routing = moe.Routing(
+        jnp.zeros((NUM_TOKENS, num_experts)), jnp.asarray(weights), jnp.asarray(IDS, jnp.int32)
+    )
+    expected = numpy_model.experts(
+        x.astype(np.float64), IDS, weights.astype(np.float64), wide_gate_up[LAYER], wide_down[LAYER]
+    )
+    return (jnp.asarray(x), routing, gate_up, down), expected
+
+
+class ExpertsTest(HostTestCase):
+    @parameterized.product(via=("dense", "row"), name=("int3", "int2_int8_ranks", "fp8"))
+    def test_other_ways_equal_float64(self, via, name):
+        args, expected = operands(name)
+        assert_near(RUN(via, *args), expected)
+
+    @parameterized.parameters(sorted(SPECS))
+    def test_blocks_equal_float64(self, name):
+        args, expected = operands(name)
+        assert_near(RUN("block", *args), expected)
+
+    @parameterized.parameters("row", "block")
+    def test_an_expert_without_rows_is_not_read(self, via):
+        (x, routing, gate_up, down), expected = operands("int3_ranks")
+
+        def spoiled(weight: QTensor) -> QTensor:
+            scales = weight.scales.at[:, UNUSED].set(jnp.nan).at[0].set(jnp.nan)
+            return weight.__class__(**{**vars(weight), "scales": scales})
+
+        assert_near(RUN(via, x, routing, spoiled(gate_up), spoiled(down)), expected)
+
+    @parameterized.parameters(("row", 2 * 2), ("block", 2 * 2), ("dense", 64))
+    def test_no_expert_is_dequantized_that_is_not_used(self, via, num_at_once):
+        args, _ = operands("int3", num_experts=64, model_dim=64, expert_dim=64)
+        compiled = RUN.lower(via, *args).compile()
+        expert_bytes = 4 * 3 * 64 * 64
+        temporary = compiled.memory_analysis().temp_size_in_bytes
+        # The dense form, which does take a whole layer, shows that the figure tells.
+        self.assertEqual(temporary < 4 * num_at_once * expert_bytes, True, temporary)
+        self.assertEqual(temporary > 32 * expert_bytes, via == "dense", temporary)
+
+    def test_the_kernel_refuses_with_a_reason(self):
+        (_, _, gate_up, down), _ = operands("int3_ranks")
+        refusal = functools.partial(moe.kernel_refusal, TINY, jnp.dtype("bfloat16"))
+        reason = refusal((gate_up, down))
+        self.assertIn("packed (INT3 in groups of 8, float zeros, low-rank terms)", reason)
+        self.assertNotIn("packed", refusal() or "")
+        for platform, expected in (("gpu", "block"), ("cpu", "block_in_cache")):
+            found = moe.default_experts_via(
+                1, TINY, jnp.dtype("bfloat16"), platform, (gate_up, down)
+            )
+            self.assertEqual(found, expected)
+
+    def test_specs_cover_every_kind(self):
+        kinds = [spec for spec in SPECS.values() if spec.bits]
+        self.assertEqual({spec.bits for spec in kinds}, {2, 3, 4, 8})
+        self.assertEqual({spec.zero_kind for spec in kinds}, {"float", "integer", "symmetric"})
+        self.assertEqual({bits for spec in kinds for bits in spec.factors}, {3, 4, 8, 16})
+        self.assertIsInstance(kinds[0], Spec)
+
+
+if __name__ == "__main__":
+    absltest.main()

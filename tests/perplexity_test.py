@@ -1,0 +1,179 @@
+"""Windows by their definition, and perplexity against a loop over transformers."""
+
+import dataclasses
+import math
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from absl.testing import absltest, parameterized
+
+from moejax import Engine, MoejaxError
+from moejax.evaluation.perplexity import PRESETS, LogLikelihood, Windowing, log_likelihood, windows
+from moejax.models.transformer import Transformer, merge_weights, model_definition
+from tests import numpy_model
+from tests.hf_checkpoints import reference_model, write_checkpoint
+from tests.models_test import wide_weights
+from tests.numpy_model import TINY
+
+BATCH = 2
+
+
+def random_ids(length: int) -> np.ndarray:
+    return np.random.default_rng(length).integers(0, 160, length)
+
+
+def reference_nats(model: torch.nn.Module, ids: np.ndarray, window: int, stride: int) -> float:
+    """One token after the other: token i by the model's answer to its window's tokens before it."""
+    inputs = torch.tensor(ids)[None]
+    total, begin, next_target = 0.0, 0, 1
+    with torch.no_grad():
+        while next_target < len(ids):
+            answer = model(inputs[:, begin : begin + window]).logits[0].double()
+            scores = torch.log_softmax(answer, dim=-1)
+            end = min(begin + window, len(ids) - 1)
+            for i in range(next_target, end + 1):
+                total -= float(scores[i - 1 - begin, ids[i]])
+            next_target, begin = end + 1, begin + stride
+    return total
+
+
+class WindowsTest(parameterized.TestCase):
+    @parameterized.product(
+        num_tokens=(2, 3, 9, 10, 11, 12, 13, 40), how=((9, 9), (9, 1), (9, 4), (1, 1), (64, 16))
+    )
+    def test_each_token_is_scored_once_after_what_its_window_holds(self, num_tokens, how):
+        window, stride = how
+        ids = 100 + np.arange(num_tokens)
+        shapes, contexts = set(), {}
+        for tokens, lengths, targets in windows(ids, Windowing(window, stride), BATCH):
+            shapes.add((tokens.shape, targets.shape))
+            for row, length, wanted in zip(tokens, lengths, targets, strict=True):
+                np.testing.assert_array_equal(wanted[length:], -1)
+                for place in np.flatnonzero(wanted >= 0):
+                    target = int(wanted[place])
+                    self.assertEqual(row[place], target - 1)  # the token before it
+                    np.testing.assert_array_equal(np.diff(row[: place + 1]), 1)
+                    self.assertNotIn(target, contexts)
+                    contexts[target] = place + 1
+        self.assertLen(shapes, 1)
+        self.assertEqual(sorted(contexts), ids[1:].tolist())
+        for target, context in contexts.items():
+            index = target - 100
+            self.assertBetween(context, min(index, window - stride + 1), window)
+        self.assertEqual(contexts[101], 1)
+
+    def test_presets(self):
+        self.assertEqual(PRESETS["2048/512"], Windowing(window=2048, stride=512))
+        self.assertEqual(PRESETS["2048/2048"], Windowing(window=2048, stride=2048))
+
+    @parameterized.parameters((0, 1, "window=0"), (8, 0, "stride=0"), (8, 9, "from 1 to 8"))
+    def test_what_is_no_windowing(self, window, stride, said):
+        with self.assertRaisesRegex(MoejaxError, said):
+            Windowing(window, stride).check()
+
+    def test_sums_and_faults(self):
+        def score(tokens, lengths, targets):
+            del tokens, lengths
+            return (targets >= 0).sum(axis=1) * math.log(3)
+
+        told: list[LogLikelihood] = []
+        found = log_likelihood(
+            np.arange(30), Windowing(8, 4), score, batch_size=3, on_batch=told.append
+        )
+        self.assertEqual((found.num_scored, found.num_windows, told[-1]), (29, 7, found))
+        self.assertAlmostEqual(found.perplexity, 3.0)
+        self.assertAlmostEqual(found.bits_per_byte(58), 29 * math.log2(3) / 58)
+        self.assertLess(told[0].num_scored, told[1].num_scored)
+        self.assertEqual(LogLikelihood(1e5, 1, 1).perplexity, math.inf)
+        with self.assertRaisesRegex(MoejaxError, "the text has 1 tokens"):
+            log_likelihood([4], Windowing(8, 4), score, batch_size=3)
+        with self.assertRaisesRegex(MoejaxError, "gives nan nats in the windows from token 0 on"):
+            log_likelihood(
+                np.arange(9), Windowing(8, 4), lambda *args: np.array([np.nan]), batch_size=3
+            )
+
+
+class TransformersTest(parameterized.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        folder = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.paths = {name: write_checkpoint(name, folder) for name in ("qwen3", "mixtral")}
+
+    def _engine(self, name: str) -> Engine:
+        how = {"dtype": "float32", "platform": "cpu", "progress": False}
+        engine = Engine.from_pretrained(self.paths[name], **how)
+        config = dataclasses.replace(engine.config, max_positions=2048)
+        return Engine(config, engine.weights, device=engine.device)
+
+    def _check(self, engine: Engine, name: str, ids: np.ndarray, windowing: Windowing) -> float:
+        found = log_likelihood(ids, windowing, engine.score, batch_size=BATCH)
+        nats = reference_nats(reference_model(self.paths[name]), ids, *vars(windowing).values())
+        self.assertEqual(found.num_scored, len(ids) - 1)
+        expected = math.exp(nats / (len(ids) - 1))
+        self.assertLess(abs(found.perplexity / expected - 1), 1e-4)
+        return found.perplexity
+
+    def test_both_presets(self):
+        engine, ids = self._engine("qwen3"), random_ids(2600)
+        figures = [self._check(engine, "qwen3", ids, PRESETS[key]) for key in sorted(PRESETS)]
+        self.assertGreater(abs(figures[0] / figures[1] - 1), 1e-3)  # another protocol, another one
+
+    @parameterized.parameters((60, 60), (60, 7))
+    def test_small_windows(self, window, stride):
+        self._check(self._engine("mixtral"), "mixtral", random_ids(190), Windowing(window, stride))
+
+    def test_a_text_shorter_than_a_window(self):
+        self._check(self._engine("mixtral"), "mixtral", random_ids(30), Windowing(60, 60))
+
+    def test_what_does_not_fit_is_refused(self):
+        engine = self._engine("mixtral")
+        tokens = np.zeros((1, 2049), np.int32)
+        with self.assertRaisesRegex(MoejaxError, "windows of 2049 tokens do not fit"):
+            engine.score(tokens, np.array([2049]), tokens)
+        with self.assertRaisesRegex(MoejaxError, "token id 160 is outside"):
+            engine.score(tokens[:, :4], np.array([4]), np.full((1, 4), 160))
+
+
+class LikelihoodTest(parameterized.TestCase):
+    @parameterized.parameters(1, 2 * 29 * 4 * 3, 2**20)
+    def test_slices_of_any_size(self, logits_bytes):
+        """-1 does not count; a slice that does not divide the positions is filled."""
+        weights = wide_weights(TINY)
+        rng = np.random.default_rng(5)
+        hidden = rng.standard_normal((2, 7, TINY.model_dim)).astype(np.float32)
+        targets = rng.integers(-1, TINY.vocab_size, (2, 7))
+        normed = numpy_model.rms_norm(
+            hidden.astype(np.float64), weights["final_norm"].astype(np.float64), TINY.norm_eps
+        )
+        logits = normed @ weights["head"].astype(np.float64).T
+        scores = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        picked = np.take_along_axis(scores, np.maximum(targets, 0)[..., None], -1)[..., 0]
+        expected = -np.where(targets >= 0, picked, 0).sum(1)
+
+        def nats(weights, hidden, targets):
+            model: Transformer = merge_weights(model_definition(TINY), weights)
+            return model.negative_log_likelihood(hidden, targets, logits_bytes)
+
+        found = jax.jit(nats)(weights, hidden, jnp.asarray(targets, jnp.int32))
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+    def test_logits_are_never_there_at_once(self):
+        config = dataclasses.replace(TINY, vocab_size=20_000)
+        weights = {name: jnp.zeros(leaf.shape) for name, leaf in wide_weights(config).items()}
+
+        def nats(weights, hidden, targets):
+            model: Transformer = merge_weights(model_definition(config), weights)
+            return model.negative_log_likelihood(hidden, targets, 2**20)
+
+        hidden, targets = jnp.zeros((2, 100, TINY.model_dim)), jnp.zeros((2, 100), jnp.int32)
+        memory = jax.jit(nats).lower(weights, hidden, targets).compile().memory_analysis()
+        self.assertLess(memory.temp_size_in_bytes, 4 * 2 * 100 * config.vocab_size / 2)
+
+
+if __name__ == "__main__":
+    absltest.main()

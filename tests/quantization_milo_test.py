@@ -1,0 +1,182 @@
+"""MiLo and milo+: Algorithm 1 against numpy, its stop, ranks, the order of errors."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes  # noqa: F401  safetensors reads bfloat16 with it
+import numpy as np
+import torch
+from absl.testing import absltest, parameterized
+from safetensors import safe_open
+
+from moejax import demo
+from moejax.quantization import milo as milo_module
+from moejax.quantization.factors import factor_grid, quantize_factor
+from moejax.quantization.grid import Grid, dequantize, relative_error
+from moejax.quantization.hqq import hqq
+from moejax.quantization.milo import MiloSettings, milo, milo_plus
+from moejax.quantization.rtn import rtn
+
+GRID = Grid(bits=3, group_size=64, zero_kind="float")
+
+
+def weights_of(shape, seed=0):
+    rng = np.random.default_rng(seed)
+    columns = np.exp(0.5 * rng.normal(size=shape[-1]))
+    return jnp.asarray((0.03 * rng.normal(size=shape) * columns).astype(np.float32))
+
+
+def approximation(result):
+    return dequantize(result.codes, GRID) + result.u @ result.v
+
+
+def errors_of(weights, result):
+    return np.asarray(relative_error(weights, approximation(result)))
+
+
+def with_factors_in_int3(result):
+    """The approximation with U and V rounded at the end, as the paper does."""
+    u, v = jnp.swapaxes(result.u, -1, -2), result.v
+    u, v = (dequantize(quantize_factor(x, 3), factor_grid(3, x.shape[-1])) for x in (u, v))
+    return dequantize(result.codes, GRID) + jnp.swapaxes(u, -1, -2) @ v
+
+
+# Programs are compiled once a shape and setting: tests share these.
+PAPER, PLUS = MiloSettings(max_rank=4), milo_plus(4)
+LOOSE = {  # a larger share than the paper's, so that small matrices stop at different passes
+    kind: dataclasses.replace(settings, max_rank=6, max_passes=12, tolerance=3e-3)
+    for kind, settings in (("paper", PAPER), ("plus", PLUS))
+}
+
+
+class MiloTest(parameterized.TestCase):
+    def test_algorithm_1_by_hand(self):
+        weights = weights_of((64, 192))
+        got = milo(weights, GRID, MiloSettings(max_rank=6, max_passes=5, svd="exact"), 6)
+        product, wanted = np.zeros(weights.shape), []
+        for _ in range(5):
+            codes = hqq(jnp.asarray(np.asarray(weights) - product.astype(np.float32)), GRID)
+            missed = np.asarray(weights, np.float64) - np.asarray(dequantize(codes, GRID))
+            u, sigma, v = np.linalg.svd(missed, full_matrices=False)
+            product = (u[:, :6] * sigma[:6]) @ v[:6]
+            wanted.append(np.linalg.norm(missed - product))
+        np.testing.assert_allclose(got.errors, wanted, rtol=2e-3)
+        np.testing.assert_allclose(
+            errors_of(weights, got) * np.linalg.norm(weights), min(wanted), rtol=2e-3
+        )
+
+    def test_equals_the_recipe_of_its_authors(self):
+        # hqq (shown equal to the library elsewhere) and torch.svd_lowrank, 20 passes. The order
+        # of single small matrices is chance: exact decompositions differ by 1 % too.
+        weights = jnp.stack([weights_of((64, 256), seed) for seed in range(4)])
+        got = milo(weights, GRID, PAPER, 4)
+        product = np.zeros(weights.shape, np.float32)
+        torch.manual_seed(0)
+        for _ in range(20):
+            codes = hqq(weights - jnp.asarray(product), GRID)
+            missed = np.asarray(weights - dequantize(codes, GRID))
+            parts = [torch.svd_lowrank(torch.tensor(m), q=4, niter=2) for m in missed]
+            product = np.stack([((u * sigma) @ v.T).numpy() for u, sigma, v in parts])
+        norms = np.linalg.norm(np.asarray(weights), axis=(-2, -1))
+        theirs = np.linalg.norm(missed - product, axis=(-2, -1)) / norms
+        np.testing.assert_allclose(errors_of(weights, got), theirs, rtol=0.02)
+        np.testing.assert_allclose(errors_of(weights, got).mean(), theirs.mean(), rtol=0.008)
+        # Figure 10: the error falls, but for small steps back.
+        for errors, count in zip(np.asarray(got.errors), np.asarray(got.passes), strict=True):
+            self.assertGreater(count, 7)
+            steps = errors[1:count] / errors[: count - 1]
+            self.assertLess(steps.max(), 1 + 4e-3)
+            self.assertLess(errors[count - 1], 0.95 * errors[0])
+
+    @parameterized.parameters("paper", "plus")
+    def test_stops_by_equation_15_and_returns_the_best_pass(self, kind):
+        weights = jnp.stack([weights_of((48, 128), s) for s in range(4)])
+        got = milo(weights, GRID, LOOSE[kind], 4)
+        norms = np.linalg.norm(weights, axis=(-2, -1))
+        passes = np.asarray(got.passes)
+        self.assertGreater(len(set(passes.tolist())), 1)
+        for errors, count, error, norm in zip(
+            np.asarray(got.errors), passes, errors_of(weights, got), norms, strict=True
+        ):
+            means = {t: np.mean(errors[t - 2 : t + 1]) for t in range(2, count)}
+            falls = [(means[t - 1] - means[t]) / means[t - 1] for t in range(3, count)]
+            self.assertTrue(all(fall >= 3e-3 for fall in falls[:-1]))
+            self.assertTrue(count == 12 or falls[-1] < 3e-3)
+            self.assertTrue(np.all(errors[:count] > 0) and np.all(errors[count:] == 0))
+            np.testing.assert_allclose(error * norm, errors[:count].min(), rtol=1e-4)
+
+    @parameterized.parameters("synthetic", "demo")
+    def test_order_of_errors(self, source):
+        if source == "synthetic":
+            weights = jnp.stack([weights_of((64, 256), seed) for seed in range(4)])
+        else:
+            with safe_open(Path(demo.__file__).parent / "model.safetensors", "np") as file:
+                names = [f"model.layers.2.mlp.experts.{e}.gate_proj.weight" for e in range(4)]
+                parts = [file.get_tensor(name).astype(np.float32) for name in names]
+            weights = jnp.asarray(np.stack(parts))
+        plain, half = (
+            relative_error(weights, dequantize(quantize(weights, GRID), GRID))
+            for quantize in (rtn, hqq)
+        )
+        small = relative_error(weights, with_factors_in_int3(milo(weights, GRID, PAPER, 4)))
+        plus = errors_of(weights, milo(weights, GRID, PLUS, 4))
+        for worse, better, share in ((plain, half, 1.03), (half, small, 1.07), (small, plus, 1.1)):
+            self.assertTrue(np.all(np.asarray(worse) > share * np.asarray(better)))
+
+    @parameterized.parameters("paper", "plus")
+    def test_ranks_are_data(self, kind):
+        weights = jnp.stack([weights_of((48, 128), s) for s in range(4)])
+        ranks = np.asarray([0, 3, 6, 1], np.int32)
+        got = milo(weights, GRID, LOOSE[kind], jnp.asarray(ranks))
+        used = np.arange(6)[None] < ranks[:, None]
+        np.testing.assert_array_equal(np.any(np.asarray(got.u) != 0, axis=-2), used)
+        np.testing.assert_array_equal(np.any(np.asarray(got.v) != 0, axis=-1), used)
+        # A matrix does not see its neighbours' ranks.
+        alike = milo(weights, GRID, LOOSE[kind], 3)
+        np.testing.assert_allclose(alike.errors[1], got.errors[1], rtol=1e-4)
+        base = dequantize(milo_module.BASES[LOOSE[kind].base](weights[0], GRID), GRID)
+        alone = relative_error(weights[0], base)
+        np.testing.assert_allclose(errors_of(weights, got)[0], alone, rtol=1e-5)
+        if kind == "plus":  # the factors are what their codes stand for
+            grids = factor_grid(3, 48), factor_grid(3, 128)
+            np.testing.assert_array_equal(dequantize(got.u_codes, grids[0]), got.u.swapaxes(1, 2))
+            np.testing.assert_array_equal(dequantize(got.v_codes, grids[1]), got.v)
+
+    @parameterized.parameters("paper", "plus")
+    def test_vmap_is_loop_and_zeros_are_safe(self, kind):
+        weights = jnp.stack([weights_of((48, 128), s) for s in range(3)] + [jnp.zeros((48, 128))])
+        whole = milo(weights, GRID, LOOSE[kind], 6)
+        for leaf in jax.tree.leaves(whole):
+            self.assertTrue(np.all(np.isfinite(leaf)))
+        zero = dequantize(whole.codes, GRID)[3] + whole.u[3] @ whole.v[3]
+        np.testing.assert_array_equal(zero, 0)
+        mapped = jax.vmap(lambda w: milo(w, GRID, LOOSE[kind], 6))(weights)
+        np.testing.assert_allclose(mapped.errors[:, :3], whole.errors[:, :3], rtol=2e-3)
+
+    def test_solver_takes_the_place_of_the_base(self):
+        weights = weights_of((48, 128))
+        via = lambda w, u, v, grid: rtn(w - jnp.matmul(u, v, precision="highest"), grid)  # noqa: E731
+        settings = MiloSettings(max_rank=4, max_passes=3, solver=via)
+        got = milo(weights, GRID, settings, 4)
+        base = milo(weights, GRID, MiloSettings(max_rank=4, max_passes=3, base="rtn"), 4)
+        np.testing.assert_array_equal(got.codes.codes, base.codes.codes)
+
+    def test_no_rank_is_the_base_alone(self):
+        weights = weights_of((16, 128))
+        for settings in (MiloSettings(max_rank=0), milo_plus(0)):
+            got = milo(weights, GRID, settings, 0)
+            alone = milo_module.BASES[settings.base](weights, GRID)
+            np.testing.assert_array_equal(got.codes.codes, alone.codes)
+            self.assertEqual((got.u.shape, got.v.shape), ((16, 0), (0, 128)))
+
+    def test_bad_settings_are_named(self):
+        with self.assertRaisesRegex(ValueError, "base 'gptq' is none of hqq, rtn, least_squares"):
+            MiloSettings(max_rank=4, base="gptq")
+        with self.assertRaisesRegex(ValueError, "max_passes 0 is not positive"):
+            MiloSettings(max_rank=4, max_passes=0)
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,97 @@
+"""The quantize command as a user runs it."""
+
+import contextlib
+import io
+import json
+import pathlib
+import tempfile
+
+from absl.testing import absltest, parameterized
+
+from moejax import cli, quantize
+from tests.random_checkpoints import write_random_checkpoint
+
+
+def run_in_process(*arguments: str) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of the command, run here."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = cli.exit_status(quantize.COMMAND, ["quantize", *arguments])
+    return status, out.getvalue(), err.getvalue()
+
+
+class QuantizeMainTest(parameterized.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.source = write_random_checkpoint(folder / "source")
+
+    def setUp(self):
+        super().setUp()
+        self.output = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory())) / "out"
+
+    def run_main(self, *arguments: str) -> tuple[int, str, str]:
+        return run_in_process(
+            f"--config.checkpoint={self.source}",
+            f"--config.output={self.output}",
+            "--config.platform=cpu",
+            *arguments,
+        )
+
+    def test_report(self):
+        arguments = (
+            "--config.method=rtn",
+            "--config.bits=4",
+            "--config.group_size=32",
+            "--config.rules=experts: bits=2; head, embed: method=rtn bits=8 group=0",
+        )
+        status, out, err = self.run_main(*arguments)
+        self.assertEqual(status, 0, err)
+        self.assertIn("layer 2", err)  # of the bar
+        self.assertIn("100%", err)
+        totals = json.loads((self.output / "quantization.json").read_text())["totals"]
+        self.assertStartsWith(out, f"quantized: {100 * totals['quantized_share']:.2f} % of ")
+        self.assertRegex(out, r"experts +49,152 +0.02 +3.000\n")
+        self.assertRegex(out, r"attention +36,864 +0.02 +5.000\n")
+        # A row of 64 codes of 8 bits and 32 bits of scale and zero.
+        self.assertRegex(out, r"head +10,240 +0.01 +8.500\n")
+        self.assertRegex(
+            out, r"largest relative errors:\n  0\.\d+  model\.layers\.\d\.mlp\.experts"
+        )
+        self.assertRegex(out, r"time: read .* s, quantize .* s, write .* s, finish .* s")
+        status, out, _ = self.run_main(*arguments)
+        self.assertEqual(status, 0)
+        self.assertStartsWith(out, f"{self.output} is finished already; nothing was done")
+        self.assertNotIn("time:", out)
+
+    @parameterized.parameters(
+        (["--config.method=rtm"], "method=rtm is none of none, rtn, hqq"),
+        (["--config.bits=5"], "bits=5 is none of 2, 3, 4, 8"),
+        (["--config.group_size=-1"], "group_size=-1 must be 0 (per channel) or positive"),
+        (["--config.method=rtn", "--config.group_size=128"], "group_size 128 does not fit K = 64"),
+        (["--config.zero_kind=x"], "zero_kind=x is none of"),
+        (["--config.format=gguf"], "format='gguf' is none of moejax, gptq, compressed-tensors"),
+        (["--config.rank=Dense"], "rank policy 'Dense': term 'dense'"),
+        (["--config.rules=heads: bits=2"], "rule 'heads: bits=2' matches nothing"),
+        (["--config.passes=0"], "passes=0 must be at least 1"),
+        (["--config.output="], "output='' must be a directory"),
+        (["--config.checkpoint="], "checkpoint='' must be a name"),
+        (["--config.checkpoint=/no/such/place"], "no such directory: /no/such/place"),
+        (["--config.platform=tpu"], "platform 'tpu' is none of"),
+    )
+    def test_mistakes(self, arguments, message):
+        status, out, err = self.run_main("--config.group_size=32", *arguments)
+        self.assertEqual((status, out), (1, ""))
+        self.assertIn(message, err)
+        self.assertRegex(err, r"\Aerror: [^\n]+\n\Z")
+        self.assertFalse(self.output.exists())
+
+    def test_help(self):
+        status, out, _ = run_in_process("--help")
+        self.assertEqual(status, 0)
+        self.assertIn("--config.group_size", out)
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,229 @@
+"""Quantizing whole directories: what is written, and what is refused."""
+
+import errno
+import hashlib
+import json
+import pathlib
+import shutil
+import sys
+from unittest import mock
+
+import ml_dtypes
+import numpy as np
+from absl.testing import absltest, parameterized
+from safetensors.numpy import load_file, save_file
+
+from moejax.compression import pipeline, plots
+from moejax.compression.pipeline import quantize_checkpoint
+from moejax.errors import MoejaxError
+from pallas_kernels import layout
+from tests.quantize_case import Killed, QuantizeTestCase, all_tensors, digests, stopped_after
+from tests.random_checkpoints import write_random_checkpoint
+
+
+class WrittenTest(QuantizeTestCase):
+    def test_rtn_against_numpy(self):
+        outcome = quantize_checkpoint(self.job("head: method=rtn bits=8 group=0"))
+        source, found = all_tensors(self.source), all_tensors(outcome.output)
+        manifest = json.loads((outcome.output / "quantization.json").read_text())
+        for name, entry in manifest["tensors"].items():
+            weights = source[name].astype(np.float64)
+            bits, size = entry["bits"], entry["group_size"]
+            self.assertEqual((bits, size), (8, 64) if "lm_head" in name else (3, 32))
+            groups = weights.reshape(len(weights), -1, size)
+            low, high = groups.min(-1), groups.max(-1)
+            scales = ((high - low) / (2**bits - 1)).astype(np.float16)
+            prefix = name.removesuffix(".weight")
+            # float32 arithmetic may round the other way where float16 values meet.
+            np.testing.assert_allclose(found[f"{prefix}.scales"], scales, rtol=1e-3)
+            codes = layout.unpack(found[f"{prefix}.words"], bits, weights.shape[1])
+            zeros = found[f"{prefix}.zeros"].astype(np.float64)
+            values = codes.reshape(groups.shape) - zeros[..., None]
+            values *= found[f"{prefix}.scales"].astype(np.float64)[..., None]
+            # Half a step, and what float16 takes of zeros and scales.
+            step = (0.5 + 2.0 ** (bits - 10)) * ((high - low) / (2**bits - 1))[..., None]
+            self.assertTrue((abs(values - groups) <= step).all(), name)
+            error = np.linalg.norm(values - groups) / np.linalg.norm(groups)
+            np.testing.assert_allclose(entry["relative_error"], error, rtol=1e-4)
+            stored = sum(t.nbytes for n, t in found.items() if n.startswith(prefix + "."))
+            self.assertEqual(entry["bytes"], stored)
+        for name, entry in manifest["plain"].items():
+            np.testing.assert_array_equal(found[name], source[name])
+            self.assertEqual(entry["bytes"], source[name].nbytes)
+        kinds = {entry["class"] for entry in manifest["tensors"].values()}
+        self.assertEqual(kinds, {"attention", "experts", "mlp", "head"})
+        self.assertEqual(manifest["tensors"].keys() | manifest["plain"].keys(), source.keys())
+
+    def test_totals_and_files(self):
+        self.drawing.stop()
+        outcome = quantize_checkpoint(self.job())
+        manifest = json.loads((outcome.output / "quantization.json").read_text())
+        found, source = all_tensors(outcome.output), all_tensors(self.source)
+        num_weights = sum(tensor.size for tensor in source.values())
+        num_bytes = sum(tensor.nbytes for tensor in found.values())
+        totals = manifest["totals"]
+        self.assertEqual(totals["weights"], num_weights)
+        self.assertEqual(totals["bytes"], num_bytes)
+        self.assertAlmostEqual(totals["bits_per_weight"], 8 * num_bytes / num_weights)
+        quantized = sum(source[name].size for name in manifest["tensors"])
+        self.assertAlmostEqual(totals["quantized_share"], quantized / num_weights)
+        self.assertAlmostEqual(totals["quantized_bits_per_weight"], 3 + 2 * 16 / 32)
+        names = {path.name for path in outcome.output.glob("*.*") if path.is_file()}
+        self.assertEqual(names, {*manifest["files"], "config.json", "quantization.json"})
+        for name, entry in manifest["files"].items():
+            content = (outcome.output / name).read_bytes()
+            self.assertEqual(entry["size"], len(content))
+            self.assertEqual(entry["sha256"], hashlib.sha256(content).hexdigest())
+        index = json.loads((outcome.output / "model.safetensors.index.json").read_text())
+        self.assertEqual(index["weight_map"].keys(), found.keys())
+        for name, file in index["weight_map"].items():
+            self.assertIn(name, load_file(outcome.output / file))
+        config = json.loads((outcome.output / "config.json").read_text())
+        self.assertEqual(config.pop("quantization_config")["quant_method"], "moejax")
+        self.assertEqual(config, json.loads((self.source / "config.json").read_text()))
+        report = {path.name for path in (outcome.output / plots.REPORT_FOLDER).iterdir()}
+        self.assertEqual(report, {"errors.png", "histograms.png"})
+
+    def test_no_plots_without_matplotlib(self):
+        self.drawing.stop()
+        with mock.patch.dict(sys.modules, {"matplotlib.figure": None}):
+            outcome = quantize_checkpoint(self.job())
+        self.assertRegex(outcome.remarks[0], "no plots: matplotlib is not installed")
+        self.assertTrue((outcome.output / "config.json").exists())
+
+    def test_fused_source_gives_the_same_files(self):
+        fused = self.copy_of_source()
+        tensors = all_tensors(fused)
+        for layer in (0, 2):
+            prefix = f"model.layers.{layer}.mlp.experts"
+            take = lambda e, p, prefix=prefix: tensors.pop(f"{prefix}.{e}.{p}_proj.weight")  # noqa: E731
+            both = [np.concatenate([take(e, "gate"), take(e, "up")]) for e in range(4)]
+            tensors[f"{prefix}.gate_up_proj"] = np.stack(both)
+            tensors[f"{prefix}.down_proj"] = np.stack([take(e, "down") for e in range(4)])
+        save_file(tensors, fused / "model.safetensors")
+        expected = digests(quantize_checkpoint(self.job()).output)
+        found = digests(
+            quantize_checkpoint(self.job(source=fused, output=self.directory / "fused")).output
+        )
+        for files in (expected, found):
+            del files["quantization.json"]  # which names the source
+        self.assertEqual(found, expected)
+
+    def test_small_stacks_and_parts_of_rows_change_nothing(self):
+        expected = all_tensors(quantize_checkpoint(self.job()).output)
+        with (
+            mock.patch("moejax.compression.stacks.STACK_BYTES", 3 * 4 * 32 * 64),
+            mock.patch("moejax.compression.stacks.MATRIX_BYTES", 4 * 20 * 64),
+        ):
+            job = self.job("head: method=none", output=self.directory / "small")
+            found = all_tensors(quantize_checkpoint(job).output)
+        self.assertEqual(found.keys(), expected.keys())
+        for name, tensor in found.items():
+            np.testing.assert_array_equal(tensor, expected[name], name)
+
+
+class RefusedTest(QuantizeTestCase):
+    def refused_output(self, job, *messages):
+        before = digests(job.output)
+        with self.assertRaises(MoejaxError) as caught:
+            quantize_checkpoint(job)
+        for message in messages:
+            self.assertIn(message, str(caught.exception))
+        self.assertNotIn("\n", str(caught.exception))
+        self.assertEqual(digests(job.output), before)
+
+    def test_output_of_other_settings_or_another_model(self):
+        job = self.job()
+        quantize_checkpoint(job)
+        self.refused_output(self.job(bits=4), "holds a model with bits=3, not 4", "another output")
+        self.refused_output(self.job("experts: bits=4"), "rules=[], not ['experts: bits=4']")
+        other = write_random_checkpoint(self.directory / "other", seed=1)
+        self.refused_output(self.job(source=other), "of another source checkpoint")
+        (job.output / "model-00002-of-00004.safetensors").write_bytes(b"")
+        self.refused_output(job, "model-00002-of-00004.safetensors was removed or changed")
+
+    def test_unfinished_output_of_other_settings(self):
+        with self.assertRaises(Killed), stopped_after(9, Killed()):
+            quantize_checkpoint(self.job())
+        self.refused_output(self.job(bits=4), "holds an unfinished run with bits=3, not 4")
+
+    def test_output_that_holds_something_else(self):
+        output = self.directory / "out"
+        output.mkdir()
+        (output / "letter.txt").write_text("dear all")
+        self.refused_output(self.job(), "holds other files (letter.txt)")
+        self.refused_output(self.job(output=self.source), "is the source itself")
+        (output / "config.json").write_text("{}")
+        self.refused_output(self.job(), "holds another model")
+        file = self.directory / "file"
+        file.write_text("")
+        self.refused_output(self.job(output=file), "is a file; give a directory")
+
+    def test_two_processes(self):
+        job = self.job()
+        with mock.patch.object(
+            pipeline, "quantize_shard", side_effect=lambda *_, **__: quantize_checkpoint(job)
+        ):
+            self.assert_refused(job, "another process is writing")
+
+    @parameterized.parameters(np.nan, np.inf, -np.inf)
+    def test_not_finite(self, value):
+        for name, shape in (
+            ("model.layers.2.mlp.experts.3.up_proj.weight", (32, 64)),
+            ("model.layers.1.input_layernorm.weight", (64,)),
+        ):
+            damaged = pathlib.Path(shutil.copytree(self.source, self.directory / name))
+            file = damaged / "model.safetensors"
+            tensors = load_file(file)
+            place = tuple(size - 2 for size in shape)
+            tensors[name][place] = value
+            save_file(tensors, file)
+            at = ", ".join(map(str, place))
+            job = self.job(source=damaged, output=self.directory / f"{name}.out")
+            self.assert_refused(job, f"{name} holds {value} at [{at}]")
+
+    def test_truncated_or_mislabelled(self):
+        damaged = self.copy_of_source()
+        file = damaged / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-100])
+        self.assert_refused(self.job(source=damaged), "is truncated")
+        shutil.copy(self.source / "model.safetensors", file)
+        config = json.loads((damaged / "config.json").read_text())
+        (damaged / "config.json").write_text(json.dumps({**config, "moe_intermediate_size": 48}))
+        self.assert_refused(self.job(source=damaged), "does not fit its config.json")
+        file.rename(damaged / "pytorch_model.bin")
+        self.assert_refused(self.job(source=damaged), "no model.safetensors")
+
+    def test_quantized_already(self):
+        output = quantize_checkpoint(self.job()).output
+        job = self.job(source=output, output=self.directory / "twice")
+        self.assert_refused(job, "is quantized already (quant_method 'moejax')")
+
+    @parameterized.parameters(0, 5, 12, 20)
+    def test_full_disk(self, count):
+        job, expected = self.job(), self.undisturbed()[0]
+        full = OSError(errno.ENOSPC, "No space left on device")
+        with stopped_after(count, full):
+            self.assert_refused(job, "no space left for", "start the same command again")
+        self.assertEmpty(list(job.output.rglob("*.partial")))
+        quantize_checkpoint(job)
+        self.assertEqual(digests(job.output), expected)
+
+    def test_no_room_from_the_start(self):
+        usage = shutil.disk_usage(self.directory)._replace(free=1000)
+        with mock.patch.object(shutil, "disk_usage", return_value=usage):
+            self.assert_refused(self.job(), "the result takes", "make room")
+
+    def test_scales_beyond_float16(self):
+        damaged = self.copy_of_source()
+        tensors = all_tensors(damaged)
+        name = "model.layers.1.mlp.up_proj.weight"
+        tensors[name][5, 3] = ml_dtypes.bfloat16(1e6)
+        save_file(tensors, damaged / "model.safetensors")
+        self.assert_refused(self.job(source=damaged), "does not fit float16", "scale_dtype=float32")
+        job = self.job("mlp: scale=float32", source=damaged, output=self.directory / "wide")
+        quantize_checkpoint(job)
+
+
+if __name__ == "__main__":
+    absltest.main()

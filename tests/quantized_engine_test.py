@@ -1,0 +1,176 @@
+"""An engine with packed weights answers as one with the same weights plain."""
+
+import dataclasses
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax import Engine, runner, steps
+from moejax.models import moe
+from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.transformer import merge_weights, model_definition
+from moejax.qtensor import QTensor
+from tests import tiny_engine
+from tests.packed_weights import SPECS, draw, num_bytes
+from tests.runner_test import counted_compilations, recorded_programs, relative_error
+
+QWEN3 = dataclasses.replace(tiny_engine.CONFIG, moe_layers=(1,))
+MIXTRAL = dataclasses.replace(
+    tiny_engine.CONFIG, family="mixtral", qk_norm=False, tied_embeddings=True, num_experts=4
+)
+MIXES: dict[str, tuple[ModelConfig, dict[str, str]]] = {
+    "qwen3": (
+        QWEN3,
+        {
+            "embed": "int2_int8_ranks",
+            "attention.qkv_proj": "int3_ranks",
+            "attention.o_proj": "int4_permuted",
+            "mlp.gate_up": "int4_symmetric",
+            "mlp.down": "int4_int4_ranks",
+            "moe.router": "int8_integer",
+            "moe.gate_up": "int2_int8_ranks",
+            "moe.down": "int3_permuted",
+            "head": "fp8",
+        },
+    ),
+    "mixtral": (
+        MIXTRAL,
+        {
+            "embed": "int3",
+            "attention.qkv_proj": "fp8",
+            "attention.o_proj": "int2",
+            "moe.gate_up": "int3_ranks",
+            "moe.down": "int4_int4_ranks",
+        },
+    ),
+}
+ENGINES: dict[str, tuple[Engine, Engine]] = {}
+
+
+def engines(name: str) -> tuple[Engine, Engine]:
+    """The packed engine of a mix, and the plain one; kept, since compiling is most of the time."""
+    if name not in ENGINES:
+        config, mix = MIXES[name]
+        rng = np.random.default_rng(3)
+        cpu = jax.devices("cpu")[0]
+        packed: dict[str, Any] = {}
+        plain: dict[str, Any] = {}
+        for leaf, shape in weight_shapes(config).items():
+            if leaf in mix:
+                packed[leaf], values = draw(rng, shape, SPECS[mix[leaf]])
+            else:
+                values = leaf.endswith("norm") + 0.3 * rng.standard_normal(shape)
+            plain[leaf] = jnp.asarray(values, jnp.float32)
+        packed = {**plain, **packed}
+        ENGINES[name] = Engine(config, packed, device=cpu), Engine(config, plain, device=cpu)
+    return ENGINES[name]
+
+
+def prompt(length: int) -> list[int]:
+    return np.random.default_rng(length).integers(0, tiny_engine.VOCAB_SIZE, length).tolist()
+
+
+class QuantizedEngineTest(parameterized.TestCase):
+    @parameterized.parameters(sorted(MIXES))
+    def test_logits_are_those_of_the_plain_weights(self, name):
+        packed, plain = engines(name)
+        tokens = np.asarray([prompt(32), prompt(32)[::-1]])
+        expected = plain.logits(tokens)
+        self.assertLess(relative_error(packed.logits(tokens), expected), 1e-5)
+        if name == "qwen3":  # the second half sees the first in the cache
+            with mock.patch.object(runner, "MAX_PREFILL_LENGTH", 16):
+                self.assertLess(relative_error(packed.logits(tokens), expected), 1e-5)
+
+    @parameterized.parameters(sorted(MIXES))
+    def test_greedy_tokens_are_those_of_the_plain_weights(self, name):
+        packed, plain = engines(name)
+        prompts = [prompt(20), prompt(9)]
+        expected = plain.generate(prompts, max_new_tokens=20)
+        found = packed.generate(prompts, max_new_tokens=20)
+        self.assertEqual([a.tokens for a in found], [a.tokens for a in expected])
+        self.assertGreater(len(set(found[0].tokens)), 3)
+        self.assertEqual(packed.experts_used, ["block_in_cache"])
+        self.assertEqual(plain.experts_used, ["block_in_cache", "row"])
+
+    def test_scores_as_well(self):
+        packed, plain = engines("mixtral")
+        tokens = np.asarray([prompt(33)])
+        args = tokens[:, :-1], np.asarray([32]), tokens[:, 1:]
+        np.testing.assert_allclose(packed.score(*args), plain.score(*args), rtol=1e-5)
+
+    def test_nothing_is_traced_after_the_warm_up(self):
+        packed, _ = engines("mixtral")
+        packed.generate([prompt(20), prompt(9)], max_new_tokens=20)
+        traces = packed.num_traces
+        with counted_compilations() as events:
+            packed.generate([prompt(31), prompt(17)], max_new_tokens=18)
+        self.assertEqual(events, [])
+        self.assertEqual(packed.num_traces, traces)
+
+    def test_the_state_is_donated_and_no_stack_is_dequantized(self):
+        config = dataclasses.replace(QWEN3, num_layers=3, num_experts=32, moe_layers=(0, 1, 2))
+        config = dataclasses.replace(config, model_dim=64, expert_dim=64, num_heads=16, head_dim=32)
+        rng, shapes = np.random.default_rng(4), weight_shapes(config)
+        weights: dict[str, Any] = {
+            leaf: draw(rng, shape, SPECS["int2"])[0]
+            if leaf.endswith(("proj", "gate_up", "down"))
+            else jnp.ones(shape)
+            for leaf, shape in shapes.items()
+        }
+        serving = runner.Runner(config, weights, jax.devices("cpu")[0])
+        step_bytes = {**moe.STEP_BYTES, "block_in_cache": 2**16}
+        with (
+            mock.patch.object(moe, "STEP_BYTES", step_bytes),
+            recorded_programs(serving) as programs,
+        ):
+            settings = runner.GenerationSettings.of()
+            session = serving.prefill([prompt(20)], 64, settings, ())
+            serving.decode(session, 4, 16)
+        cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(session.state.cache))
+        layer_bytes = 4 * sum(int(np.prod(shapes[x][1:])) for x in runner.EXPERT_LEAVES)
+        for function in (steps.prefill_chunk, steps.decode):
+            memory = programs[function].memory_analysis()
+            self.assertGreaterEqual(memory.alias_size_in_bytes, cache_bytes)
+            # The experts of one layer, let alone the stack, would be more than everything there is.
+            self.assertLess(memory.temp_size_in_bytes, 0.8 * layer_bytes, str(function))
+
+    def test_bytes_are_those_of_the_arrays(self):
+        packed, plain = engines("qwen3")
+        self.assertEqual(plain.weights_nbytes, 4 * plain.num_weights)
+        self.assertEqual(plain.bits_per_weight, 32)
+        total = sum(map(num_bytes, packed.weights.values()))
+        self.assertEqual(packed.weights_nbytes, total)
+        self.assertEqual(packed.num_weights, plain.num_weights)
+        self.assertAlmostEqual(packed.bits_per_weight, 8 * total / plain.num_weights)
+        self.assertLess(packed.weights_nbytes, plain.weights_nbytes / 2)
+        self.assertRegex(plain.weights_summary, r"MB, 32\.00 bits a weight, none packed$")
+        self.assertIn("head: FP8 in blocks of 128 x 128", packed.weights_summary)
+        self.assertIn("dequantized for each product", packed.weights_summary)
+
+    def test_the_norms_say_what_the_activations_are(self):
+        config, _ = MIXES["mixtral"]
+        packed, _ = engines("mixtral")
+        half = {
+            leaf: value.astype(jnp.bfloat16) if isinstance(value, jax.Array) else value
+            for leaf, value in packed.weights.items()
+        }
+        engine = Engine(config, half, device=packed.device)
+        self.assertEqual(engine.dtype, jnp.bfloat16)
+        session = engine._runner.prefill([prompt(20)], 64, runner.GenerationSettings.of(), ())
+        self.assertEqual(session.state.cache.keys.dtype, jnp.bfloat16)
+
+    def test_modules_carry_packed_leaves(self):
+        config, _ = MIXES["mixtral"]
+        packed, _ = engines("mixtral")
+        model = merge_weights(model_definition(config), packed.weights)
+        found = model.moe.gate_up[...]
+        self.assertIsInstance(found, QTensor)
+        self.assertIs(found.words, packed.weights["moe.gate_up"].words)
+
+
+if __name__ == "__main__":
+    absltest.main()

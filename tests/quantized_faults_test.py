@@ -1,0 +1,145 @@
+"""Broken quantized checkpoints: one line that names the thing and the mend."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax.checkpoints import load
+from moejax.errors import MoejaxError
+from moejax.qtensor import QTensor
+from tests import quantized_files as files
+from tests.quantized_stores import QWEN, Awq, Gptq, Hqq, LoadingTestCase, Own
+
+
+class FaultTest(LoadingTestCase):
+    def edited(self, store, edit):
+        store.write(self.directory)
+        edit(store.tensors)
+        files.write(self.directory / "model.safetensors", store.tensors)
+        return store
+
+    NAME = "model.layers.0.mlp.experts.1.up_proj"
+
+    def test_missing(self):
+        store = self.edited(Gptq(QWEN), lambda t: t.pop(f"{self.NAME}.scales"))
+        said = f"missing tensors (1): {self.NAME}.scales [2, 32];"
+        self.assert_refused(store, str(self.directory), said)
+
+    def test_a_whole_matrix_is_missing(self):
+        def edit(tensors):
+            for name in [name for name in tensors if name.startswith(self.NAME)]:
+                del tensors[name]
+
+        said = f"missing tensors (1): {self.NAME}.weight [32, 64]"
+        self.assert_refused(self.edited(Gptq(QWEN), edit), said)
+
+    def test_misshaped(self):
+        def edit(tensors):
+            tensors[f"{self.NAME}.qzeros"] = tensors[f"{self.NAME}.qzeros"][:1]
+
+        said = f"{self.NAME}.qzeros is [1, 4] in the file, [2, 4] by config.json"
+        self.assert_refused(self.edited(Gptq(QWEN), edit), said)
+
+    def test_unexpected(self):
+        store = self.edited(Gptq(QWEN), lambda t: t.update({"x.qweight": np.zeros(3, np.int32)}))
+        self.assert_refused(store, "unexpected tensors (1): x.qweight [3]")
+
+    @parameterized.parameters(0, 1)
+    def test_a_bias_must_be_zero(self, value):
+        bias = {f"{self.NAME}.bias": np.full(32, value, np.float16)}
+        store = self.edited(Gptq(QWEN), lambda t: t.update(bias))
+        if value:
+            self.assert_refused(store, f"unexpected tensors (1): {self.NAME}.bias [32]")
+        else:
+            self.assertIsInstance(self.load(store)["moe.down"], QTensor)
+
+    def test_types(self):
+        def edit(tensors):
+            tensors[f"{self.NAME}.qweight"] = tensors[f"{self.NAME}.qweight"].view(np.float32)
+
+        self.assert_refused(
+            self.edited(Gptq(QWEN), edit), f"{self.NAME}.qweight is float32, expected int32"
+        )
+
+    def test_truncated(self):
+        store = Awq(QWEN)
+        store.write(self.directory)
+        path = self.directory / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-100])
+        self.assert_refused(store, f"{path} is truncated")
+
+    @parameterized.parameters("qmodel.pt", "pytorch_model.bin")
+    def test_pickles(self, name):
+        store = Hqq(QWEN)
+        store.write(self.directory)
+        (self.directory / "model.safetensors").rename(self.directory / name)
+        self.assert_refused(store, f"{name} is a pickle, which can run any code")
+
+    def test_plain_loading_names_the_quantized_tensors(self):
+        store = Gptq(QWEN)
+        store.write(self.directory)
+        with self.assertRaisesRegex(MoejaxError, "is quantized"):
+            load.load_weights(self.directory, QWEN, dtype=jnp.float32, progress=False)
+
+
+class ManifestTest(LoadingTestCase):
+    def edited_manifest(self, **changed):
+        store = Own(QWEN)
+        store.write(self.directory)
+        path = self.directory / "quantization.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+        return store
+
+    def test_layout(self):
+        store = self.edited_manifest(layout="planes-v0")
+        self.assert_refused(store, "quantization.json", "layout 'planes-v0', this version reads")
+
+    def test_no_manifest(self):
+        store = Own(QWEN)
+        store.write(self.directory)
+        (self.directory / "quantization.json").unlink()
+        self.assert_refused(store, f"no quantization.json in {self.directory}")
+
+    def test_size(self):
+        store = self.edited_manifest(files={"model.safetensors": {"size": 5, "sha256": "x"}})
+        self.assert_refused(store, "model.safetensors has", "5 by quantization.json")
+
+    def test_checksum(self):
+        store = Own(QWEN)
+        store.write(self.directory)
+        path = self.directory / "model.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        self.assert_refused(store, f"{path} is not what was written", verify_checksums=True)
+
+    def test_file_that_is_missing(self):
+        file = {"size": 5, "sha256": "x"}
+        store = self.edited_manifest(files={"model-00002-of-00002.safetensors": file})
+        self.assert_refused(store, "model-00002-of-00002.safetensors is missing")
+
+    @parameterized.parameters(
+        ({}, "does not list model.embed_tokens.weight"),
+        ({"shape": [96, 60]}, "model.embed_tokens.weight is [96, 60], [96, 64] by config.json"),
+        ({"bits": 5}, "the entry of model.embed_tokens.weight is not understood"),
+        ({"bits": 4}, "[96, 6] in the file, [96, 8] by config.json"),
+        ({"group_size": 65}, "has group_size 65, but 64 inputs"),
+        ({"zero_kind": "integer"}, "model.embed_tokens.zeros is float16, expected uint8"),
+    )
+    def test_entries(self, changed, message):
+        store = Own(QWEN)
+        store.write(self.directory)
+        path = self.directory / "quantization.json"
+        fields = json.loads(path.read_text())
+        name = "model.embed_tokens.weight"
+        fields["tensors"][name] |= changed
+        if not changed:
+            del fields["tensors"][name]
+        path.write_text(json.dumps(fields))
+        self.assert_refused(store, message)
+
+
+if __name__ == "__main__":
+    absltest.main()

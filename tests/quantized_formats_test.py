@@ -1,0 +1,371 @@
+"""Every quantized format, matrix by matrix: what is read equals what independent writers stored."""
+
+import warnings
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax.checkpoints.quantized.formats import open_format
+from moejax.checkpoints.quantized.stored import Tensors
+from moejax.checkpoints.safetensors_reader import stored_tensors
+from moejax.errors import MoejaxError
+from tests import quantized_files as files
+from tests.quantized_stores import FormatTestCase, dequantized
+
+_CT = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+
+
+def scheme(bits, group_size, symmetric, **more):
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": symmetric,
+        "strategy": "group" if group_size else "channel",
+        "group_size": group_size,
+        **more,
+    }
+    return {"targets": ["Linear"], "weights": weights}
+
+
+class GptqTest(FormatTestCase):
+    SHAPE = (64, 160)
+
+    @parameterized.product(
+        bits=[2, 3, 4, 8], is_v1=[True, False], symmetric=[True, False], act_order=[True, False]
+    )
+    def test_values(self, bits, is_v1, symmetric, act_order):
+        zeros = (1, 2**bits - 1) if is_v1 else None
+        stored = files.random_matrix(
+            self.SHAPE,
+            bits=bits,
+            group_size=64,  # 160 inputs: the last group is shorter
+            symmetric=symmetric,
+            act_order=act_order,
+            zeros=zeros,
+        )
+        config = {
+            "quant_method": "gptq",
+            "bits": bits,
+            "group_size": 64,
+            "sym": symmetric,
+            "desc_act": act_order,
+            "checkpoint_format": "gptq" if is_v1 else "gptq_v2",
+        }
+        tensors = files.gptq(stored, bits, is_v1=is_v1)
+        matrix = self.read(config, tensors, self.SHAPE)
+        np.testing.assert_array_equal(dequantized(matrix), stored.weights)
+        self.assertEqual(matrix.zero_kind, "symmetric" if symmetric else "integer")
+        self.assertEqual(matrix.permutation is not None, act_order)
+
+    @parameterized.parameters((4, "gptq", False), (4, "gptq_v2", True), (8, None, False))
+    def test_symmetric_zeros_go_by_value(self, bits, label, is_v1):
+        # The label says the other version than the constant that is stored.
+        stored = files.random_matrix(self.SHAPE, bits=bits, group_size=160, symmetric=True)
+        config = {"quant_method": "gptq", "bits": bits, "group_size": -1}
+        config |= {"checkpoint_format": label} if label else {}
+        tensors = files.gptq(stored, bits, is_v1=is_v1, has_groups=False)
+        matrix = self.read(config, tensors, self.SHAPE)
+        np.testing.assert_array_equal(dequantized(matrix), stored.weights)
+        self.assertEqual(matrix.zero_kind, "symmetric")
+
+    @parameterized.parameters((3, "integer"), (8, "float"))
+    def test_zero_points_of_v1_reach_one_beyond_the_codes(self, bits, zero_kind):
+        stored = files.random_matrix(
+            self.SHAPE, bits=bits, group_size=32, zeros=(2**bits - 1, 2**bits)
+        )
+        config = {"quant_method": "gptq", "bits": bits, "group_size": 32, "sym": False}
+        matrix = self.read(config, files.gptq(stored, bits, is_v1=True), self.SHAPE)
+        np.testing.assert_array_equal(dequantized(matrix), stored.weights)
+        self.assertEqual(matrix.zero_kind, zero_kind)
+        self.assertEqual(int(np.asarray(matrix.zeros).max()), 2**bits)
+
+    def test_scales_in_bfloat16_are_kept(self):
+        stored = files.random_matrix(
+            self.SHAPE, bits=4, group_size=32, symmetric=True, dtype=ml_dtypes.bfloat16
+        )
+        config = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+        matrix = self.read(config, files.gptq(stored, 4, is_v1=True), self.SHAPE)
+        np.testing.assert_array_equal(dequantized(matrix), stored.weights)
+
+    def test_dynamic_settings(self):
+        stored = files.random_matrix(self.SHAPE, bits=8, group_size=32)
+        config = {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": 128,
+            "sym": False,
+            "checkpoint_format": "gptq_v2",
+            "dynamic": {"-:.*gate$": {}, r"+:a\.b$": {"bits": 8, "group_size": 32}},
+        }
+        matrix = self.read(config, files.gptq(stored, 8, is_v1=False), self.SHAPE)
+        np.testing.assert_array_equal(dequantized(matrix), stored.weights)
+
+    @parameterized.parameters(
+        ({"bits": 5}, "bits is 5, expected 2 or 3 or 4 or 8"),
+        ({"group_size": 0}, "group_size is 0, expected a positive integer or -1"),
+        ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        ({"dynamic": {"+:(": {}}}, "pattern '\\('"),
+        ({"sym": "yes"}, "sym is 'yes', expected true or false"),
+        ({"quant_method": "exl2"}, "'exl2'; supported are moejax, gptq, awq, compressed-tensors"),
+        ({"quant_method": None}, "quant_method None; supported are"),
+    )
+    def test_configs_that_are_not_understood(self, changed, message):
+        config = {"quant_method": "gptq", "bits": 4, "group_size": 32, **changed}
+        with self.assertRaisesRegex(MoejaxError, message) as caught:
+            open_format(self.directory, config)
+        self.assertIn(str(self.directory / "config.json"), str(caught.exception))
+
+    def test_mislabelled_bits_show_both_shapes(self):
+        stored = files.random_matrix(self.SHAPE, bits=8, group_size=32)
+        config = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+        said = r"a.b.qweight is \[40, 64\] in the file, \[20, 64\] by config.json"
+        with self.assertRaisesRegex(MoejaxError, said):
+            self.read(config, files.gptq(stored, 8, is_v1=True), self.SHAPE)
+
+    def test_uneven_groups(self):
+        stored = files.random_matrix(self.SHAPE, bits=4, group_size=32)
+        tensors = files.gptq(stored, 4, is_v1=True)
+        tensors["g_idx"] = np.where(stored.groups == 1, 0, stored.groups).astype(np.int32)
+        config = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+        with self.assertRaisesRegex(MoejaxError, "a.b.g_idx has groups that are not of 32 inputs"):
+            self.read(config, tensors, self.SHAPE)
+
+
+class AwqTest(FormatTestCase):
+    @parameterized.parameters(32, -1)
+    def test_values(self, group_size):
+        shape = (48, 96)
+        stored = files.random_matrix(shape, bits=4, group_size=group_size if group_size > 0 else 96)
+        config = {"quant_method": "awq", "bits": 4, "group_size": group_size, "version": "gemm"}
+        matrix = self.read(config, files.awq(stored), shape)
+        np.testing.assert_array_equal(dequantized(matrix), stored.weights)
+
+    @parameterized.parameters(({"version": "gemv"}, "'gemv'"), ({"bits": 8}, "awq has 4"))
+    def test_refused(self, changed, message):
+        config = {"quant_method": "awq", "bits": 4, "group_size": 32, **changed}
+        with self.assertRaisesRegex(MoejaxError, message):
+            open_format(self.directory, config)
+
+
+class AutoRoundTest(FormatTestCase):
+    @parameterized.parameters(
+        ("auto-round", "auto_round:auto_gptq", 3, True, True),
+        ("auto-round", "auto_round:auto_gptq", 4, True, False),
+        ("auto-round", "auto_round", 2, False, False),
+        ("intel/auto-round", "auto_round:exllamav2", 4, False, False),
+        ("auto-round", "auto_round:auto_awq", 4, False, False),
+    )
+    def test_values(self, method, packing, bits, is_v1, symmetric):
+        shape = (32, 64)
+        stored = files.random_matrix(
+            shape,
+            bits=bits,
+            group_size=32,
+            symmetric=symmetric,
+            zeros=(1, 2**bits - 1),
+        )
+        config = {
+            "quant_method": method,
+            "packing_format": packing,
+            "bits": 4,
+            "group_size": 128,
+            "sym": True,
+            "data_type": "int",
+            "extra_config": {"a.b": {"bits": bits, "group_size": 32, "sym": symmetric}},
+        }
+        if "awq" in packing:
+            tensors = files.awq(stored)
+            config["group_size"] = 32
+        else:
+            tensors = files.gptq(stored, bits, is_v1=is_v1, has_groups=False)
+        matrix = self.read(config, tensors, shape)
+        np.testing.assert_array_equal(dequantized(matrix), stored.weights)
+
+    @parameterized.parameters(
+        ({"data_type": "mx_fp"}, "'mx_fp'"), ({"packing_format": "auto_x"}, "'auto_x'")
+    )
+    def test_refused(self, changed, message):
+        config = {"quant_method": "auto-round", "bits": 4, "group_size": 32, **changed}
+        with self.assertRaisesRegex(MoejaxError, message):
+            open_format(self.directory, config)
+
+
+class CompressedTensorsTest(FormatTestCase):
+    @parameterized.product(
+        bits=[2, 3, 4, 8],
+        symmetric=[True, False],
+        group_size=[32, None],
+    )
+    def test_values(self, bits, symmetric, group_size):
+        shape, dtype = (13, 160), np.float16 if symmetric else ml_dtypes.bfloat16
+        stored = files.random_matrix(
+            shape, bits=bits, group_size=group_size or 160, symmetric=symmetric, dtype=dtype
+        )
+        config = {**_CT, "config_groups": {"group_0": scheme(bits, group_size, symmetric)}}
+        tensors = files.compressed_tensors(stored, bits, symmetric=symmetric)
+        matrix = self.read(config, tensors, shape)
+        np.testing.assert_array_equal(dequantized(matrix), stored.weights)
+        self.assertEqual(matrix.zero_kind, "symmetric" if symmetric else "integer")
+
+    @parameterized.parameters(7, 33, 100)
+    def test_odd_sizes(self, num_inputs):
+        shape = (5, num_inputs)
+        stored = files.random_matrix(shape, bits=3, group_size=num_inputs)
+        config = {**_CT, "config_groups": {"group_0": scheme(3, None, False)}}
+        tensors = files.compressed_tensors(stored, 3, symmetric=False)
+        matrix = self.read(config, tensors, shape)
+        np.testing.assert_array_equal(dequantized(matrix), stored.weights)
+
+    def test_act_order_of_older_versions(self):
+        shape = (8, 128)
+        stored = files.random_matrix(shape, bits=4, group_size=32, act_order=True)
+        group = scheme(4, 32, False, actorder="group")
+        tensors = files.compressed_tensors(stored, 4, symmetric=False, act_order=True)
+        matrix = self.read({**_CT, "config_groups": {"x": group}}, tensors, shape)
+        np.testing.assert_array_equal(dequantized(matrix), stored.weights)
+        self.assertIsNotNone(matrix.permutation)
+
+    def test_ten_codes_a_word_of_older_versions(self):
+        shape = (40, 320)
+        stored = files.random_matrix(shape, bits=3, group_size=64)
+
+        def tens(codes):
+            padded = np.pad(codes, [(0, 0), (0, -codes.shape[1] % 10)]).astype(np.uint32)
+            words = padded.reshape(codes.shape[0], -1, 10) << (3 * np.arange(10, dtype=np.uint32))
+            return words.sum(axis=-1, dtype=np.uint32).view(np.int32)
+
+        tensors = files.compressed_tensors(stored, 3, symmetric=False)
+        tensors["weight_packed"] = tens(stored.codes)
+        config = {**_CT, "config_groups": {"x": scheme(3, 64, False)}}
+        matrix = self.read(config, tensors, shape)
+        np.testing.assert_array_equal(dequantized(matrix), stored.weights)
+
+    def test_a_group_that_names_a_module_goes_before_its_class(self):
+        shape = (8, 64)
+        stored = files.random_matrix(shape, bits=8, group_size=64, symmetric=True)
+        named = scheme(8, None, True) | {"targets": ["re:.*b$"]}
+        config = {**_CT, "config_groups": {"x": scheme(4, 32, True), "y": named}}
+        tensors = files.compressed_tensors(stored, 8, symmetric=True)
+        matrix = self.read(config, tensors, shape)
+        np.testing.assert_array_equal(dequantized(matrix), stored.weights)
+
+    @parameterized.parameters(
+        ({"format": "nvfp4-pack-quantized"}, {}, "'nvfp4-pack-quantized'"),
+        ({}, {"strategy": "block"}, "by 'block'"),
+        ({}, {"type": "float"}, "type 'float'"),
+        ({}, {"num_bits": 6}, "num_bits is 6"),
+        ({"config_groups": {}}, {}, "no config_groups"),
+    )
+    def test_refused(self, changed, weights, message):
+        config = {**_CT, "config_groups": {"x": scheme(4, 32, True, **weights)}, **changed}
+        with self.assertRaisesRegex(MoejaxError, message):
+            open_format(self.directory, config)
+
+    def test_stored_shape_that_disagrees(self):
+        stored = files.random_matrix((8, 64), bits=4, group_size=64, symmetric=True)
+        tensors = files.compressed_tensors(stored, 4, symmetric=True)
+        tensors["weight_shape"] = np.array([8, 60])
+        config = {**_CT, "config_groups": {"x": scheme(4, None, True)}}
+        with self.assertRaisesRegex(MoejaxError, r"weight_shape says \[8, 60\], config.json \[8"):
+            self.read(config, tensors, (8, 64))
+
+
+class Fp8Test(FormatTestCase):
+    @parameterized.parameters(
+        ((256, 384), np.float32), ((130, 100), np.float32), ((128, 256), ml_dtypes.bfloat16)
+    )
+    def test_values(self, shape, dtype):
+        tensors, weights = files.fp8(shape, 0, dtype)
+        config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+        matrix = self.read(config, tensors, shape)
+        np.testing.assert_array_equal(dequantized(matrix), weights)
+        self.assertEqual(matrix.values.dtype, jnp.float8_e4m3fn)
+
+    def test_fused_experts(self):
+        shape = (3, 200, 130)
+        tensors, weights = files.fp8(shape, 0)
+        named = {
+            "a.b": tensors["weight"],
+            "a.b_scale_inv": tensors["weight_scale_inv"],
+        }
+        files.write(self.directory / "model.safetensors", named)
+        stored = Tensors(stored_tensors(self.directory))
+        config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        found = open_format(self.directory, config).find("a.b", shape, stored)
+        np.testing.assert_array_equal(dequantized(found.read()), weights)
+
+    @parameterized.parameters(
+        ({"weight_block_size": [64, 128]}, r"\[64, 128\]; of fp8, blocks of \[128, 128\]"),
+        ({"weight_block_size": None}, "weight_block_size is None"),
+        ({"fmt": "e5m2"}, "fmt is 'e5m2'"),
+    )
+    def test_refused(self, changed, message):
+        config = {"quant_method": "fp8", "weight_block_size": [128, 128], **changed}
+        with self.assertRaisesRegex(MoejaxError, message):
+            open_format(self.directory, config)
+
+    def test_values_without_scales(self):
+        tensors, _ = files.fp8((128, 128), 0)
+        del tensors["weight_scale_inv"]
+        config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        with self.assertRaisesRegex(MoejaxError, r"missing tensors \(1\): a.b.weight_scale_inv"):
+            self.read(config, tensors, (128, 128))
+
+
+class HqqTest(FormatTestCase):
+    CONFIG = {"quant_method": "hqq", "quant_config": {"weight_quant_params": {}}}  # noqa: RUF012
+
+    def quantized(self, shape, dtype="float32", **params):
+        """What the library stores, encoded for safetensors as its modules do, and its weights."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch.jit says that it is deprecated
+            import torch
+            from hqq.core.quantize import Quantizer
+            from hqq.core.utils import encode_safetensor_type
+        weights = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        codes, meta = Quantizer.quantize(weights, device="cpu", **params)
+        for name in ("scale", "zero"):
+            meta[name] = meta[name].to(getattr(torch, dtype))
+        expected = Quantizer.dequantize(codes, {**meta, "compute_dtype": torch.float32})
+        encoded = {name: encode_safetensor_type(value) for name, value in meta.items()}
+        stored = {"W_q": codes, **{k: v for k, v in encoded.items() if v is not None}}
+        return {name: value.numpy() for name, value in stored.items()}, expected.numpy()
+
+    @parameterized.parameters(
+        *((bits, group_size) for bits in (8, 4, 3, 2) for group_size in (16, 64)),
+        (6, 64),
+        (4, None),  # per channel, which the library itself cannot unpack at 3 bits
+    )
+    def test_values(self, bits, group_size):
+        shape = (24, 128)
+        tensors, expected = self.quantized(shape, nbits=bits, group_size=group_size, axis=1)
+        matrix = self.read(self.CONFIG, tensors, shape)
+        np.testing.assert_array_equal(dequantized(matrix), expected)
+        self.assertEqual(matrix.zero_kind, "float")
+
+    def test_half_precision(self):
+        tensors, expected = self.quantized((16, 64), "float16", nbits=4, group_size=64, axis=1)
+        matrix = self.read(self.CONFIG, tensors, (16, 64))
+        self.assertEqual(matrix.scales.dtype, np.float16)
+        np.testing.assert_allclose(dequantized(matrix), expected, rtol=1e-3, atol=1e-4)
+        wide = matrix.scales.astype(np.float32), matrix.zeros.astype(np.float32)
+        codes = np.asarray(matrix.codes()).astype(np.float32)
+        np.testing.assert_array_equal(dequantized(matrix), (codes - wide[1]) * wide[0])
+
+    @parameterized.parameters(
+        ({"axis": 0}, "axis 0, groups of different outputs"),
+        ({"axis": 1, "view_as_float": True}, "view_as_float"),
+        ({"axis": 1, "nbits": 1}, "packing '1bit_u8'; 8bit_u8, 4bit_u8"),
+        ({"axis": 1, "group_size": 128}, "groups of 128 codes, which are no part of its 64"),
+    )
+    def test_refused(self, changed, message):
+        params = {"nbits": 4, "group_size": 64, **changed}
+        tensors, _ = self.quantized((16, 64), **params)
+        with self.assertRaisesRegex(MoejaxError, message):
+            self.read(self.CONFIG, tensors, (16, 64))
+
+
+if __name__ == "__main__":
+    absltest.main()

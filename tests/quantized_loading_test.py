@@ -1,0 +1,237 @@
+"""Whole quantized checkpoints: leaves against weights placed by hand; what loading costs."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import tracemalloc
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from absl.testing import absltest, parameterized
+
+from moejax.checkpoints import load, open_checkpoint
+from moejax.errors import MoejaxError
+from moejax.qtensor import Fp8Tensor, QTensor, dense
+from tests.quantized_stores import (
+    MIXTRAL,
+    QWEN,
+    WIDE,
+    Awq,
+    CompressedTensors,
+    Fp8,
+    Gptq,
+    Hqq,
+    LoadingTestCase,
+    Own,
+)
+
+ATTENTION = ("attention.qkv_proj", "attention.o_proj")
+EXPERTS = ("moe.gate_up", "moe.down")
+MLP = ("mlp.gate_up", "mlp.down")
+
+
+class ValuesTest(LoadingTestCase):
+    @parameterized.named_parameters(
+        ("gptq_qwen", lambda: Gptq(QWEN), (*ATTENTION, *EXPERTS, *MLP)),
+        ("gptq_mixtral", lambda: Gptq(MIXTRAL, is_v1=False), (*ATTENTION, *EXPERTS)),
+        ("gptq_order", lambda: Gptq(QWEN, act_order=True), (*ATTENTION, *EXPERTS, *MLP)),
+        ("awq", lambda: Awq(MIXTRAL), (*ATTENTION, *EXPERTS)),
+        ("compressed_tensors", lambda: CompressedTensors(QWEN), (*ATTENTION, *EXPERTS, *MLP)),
+        ("hqq", lambda: Hqq(QWEN), (*ATTENTION, *EXPERTS, *MLP)),
+    )
+    def test_codes(self, make, quantized):
+        store = make()
+        store.write(self.directory)
+        weights = self.assert_loads(store, QTensor, quantized)
+        orders = {leaf for leaf in quantized if weights[leaf].permutation is not None}
+        has_order = isinstance(store, Gptq) and store.act_order
+        # The dense layer was stored without an order, and one group of experts' inputs has none.
+        ordered = {*ATTENTION, "moe.gate_up"}
+        self.assertEqual(orders, ordered if has_order else set())
+
+    @parameterized.parameters(False, True)
+    def test_fp8(self, fused):
+        store = Fp8(WIDE, fused=fused)
+        store.write(self.directory)
+        self.assert_loads(store, Fp8Tensor, (*ATTENTION, *EXPERTS, *MLP))
+
+    @parameterized.parameters(True, False)
+    def test_own_format(self, is_host):
+        store = Own(QWEN)
+        store.write(self.directory)
+        everything = (*ATTENTION, *EXPERTS, *MLP, "embed", "head")
+        with mock.patch.object(load, "_is_host", return_value=is_host):
+            weights = self.assert_loads(store, QTensor, everything, rtol=1e-5)
+        gate_up = weights["moe.gate_up"]
+        # Every rank costs its own rows: the pools hold the sum of the ranks and no more.
+        rows = sum(int(c.rank.sum()) for c in gate_up.compensators)
+        self.assertEqual(rows, sum(c.u.shape[0] for c in gate_up.compensators))
+        self.assertGreater(len({c.first_row for c in gate_up.compensators}), 1)
+        self.assertGreater(len(gate_up.compensators), 2)  # kinds of factors, apart
+
+    @parameterized.parameters("gptq", "fp8")
+    def test_staged_by_layer(self, name):
+        store = Gptq(QWEN, act_order=True) if name == "gptq" else Fp8(WIDE)
+        store.write(self.directory)
+        kind = QTensor if name == "gptq" else Fp8Tensor
+        with mock.patch.object(load, "_is_host", return_value=False):
+            self.assert_loads(store, kind, (*ATTENTION, *EXPERTS, *MLP))
+
+    def test_fp8_whose_parts_are_no_blocks(self):
+        store = Fp8(QWEN)
+        store.write(self.directory)
+        with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
+            self.assert_loads(store, Fp8Tensor, ("attention.o_proj", "moe.down", "mlp.down"))
+        self.assertLen(logs.output, 3)
+        self.assertIn("moe.gate_up is dequantized to float32", "".join(logs.output))
+        self.assertIn("no multiples of 128 rows", "".join(logs.output))
+
+    def test_mixed_bits_are_dequantized_and_said(self):
+        class Mixed(Gptq):
+            def matrix(self, prefix, shape):
+                self.bits = 8 if "layers.2.mlp" in prefix else 4
+                return super().matrix(prefix, shape)
+
+        store = Mixed(QWEN)
+        store.config["dynamic"] = {r"+:model\.layers\.2\.mlp\.": {"bits": 8}}
+        store.write(self.directory)
+        with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
+            self.assert_loads(store, QTensor, (*ATTENTION, *MLP))
+        said = "".join(logs.output)
+        self.assertIn("moe.gate_up is dequantized to float32", said)
+        self.assertIn("its matrices have bits 4 and 8", said)
+        loaded = self.load(store, jnp.bfloat16)["moe.down"]
+        expected = store.leaves()["moe.down"].astype(jnp.bfloat16)
+        np.testing.assert_array_equal(loaded, expected)
+
+    def test_one_matrix_left_plain(self):
+        class Partial(Gptq):
+            def is_plain(self, placement):
+                return super().is_plain(placement) or "layers.1.self_attn.q_proj" in placement.name
+
+        store = Partial(QWEN)
+        store.write(self.directory)
+        with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
+            self.assert_loads(store, QTensor, ("attention.o_proj", *EXPERTS, *MLP))
+        self.assertIn("some of its matrices are quantized and some are not", logs.output[0])
+
+    def test_orders_that_differ_within_a_matrix(self):
+        class Apart(Gptq):
+            def matrix(self, prefix, shape):
+                return super().matrix(prefix + ".x", shape)
+
+        store = Apart(QWEN, act_order=True)
+        store.write(self.directory)
+        with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
+            self.assert_loads(store, QTensor, ("attention.o_proj", "moe.down", *MLP))
+        self.assertIn("parts of one matrix have different act-orders", logs.output[0])
+
+    def test_zero_points_and_scales_are_widened_without_loss(self):
+        class Joined(Gptq):
+            def matrix(self, prefix, shape):
+                self.symmetric = "experts.1" in prefix
+                tensors, weights = super().matrix(prefix, shape)
+                if "experts.2" in prefix:
+                    tensors[".scales"] = tensors[".scales"].astype(np.float32)
+                return tensors, weights
+
+        store = Joined(QWEN)
+        store.write(self.directory)
+        rules = {r".*experts\.1\.": {"sym": True}}
+        store.config["dynamic"] = rules
+        store.save(self.directory)
+        weights = self.assert_loads(store, QTensor, (*ATTENTION, *EXPERTS, *MLP))
+        self.assertEqual(weights["moe.down"].zero_kind, "integer")
+        self.assertEqual(weights["moe.down"].scales.dtype, jnp.float32)
+        self.assertEqual(weights["mlp.down"].scales.dtype, jnp.float16)
+
+
+class OpenTest(LoadingTestCase):
+    def test_checkpoint_loads_it(self):
+        store = Gptq(QWEN)
+        store.write(self.directory)
+        checkpoint = open_checkpoint(str(self.directory))
+        self.assertTrue(checkpoint.is_quantized)
+        with contextlib.redirect_stderr(io.StringIO()) as stderr:
+            weights = checkpoint.load(dtype="auto", device=jax.devices()[0], progress=True)
+        self.assertIn("100%", stderr.getvalue())
+        self.assertIsInstance(weights["moe.down"], QTensor)
+        self.assertEqual(weights["embed"].dtype, jnp.float32)
+        self.assertEqual(load.stored_dtype(self.directory, is_quantized=True), np.float32)
+
+    def test_settings_in_a_file_of_their_own(self):
+        store = Gptq(QWEN)
+        store.write(self.directory)
+        settings = {k: v for k, v in store.config.items() if k != "quant_method"}
+        store.config = None
+        store.save(self.directory)
+        (self.directory / "quantize_config.json").write_text(json.dumps(settings))
+        weights = open_checkpoint(str(self.directory)).load(
+            dtype="float32", device=jax.devices()[0], progress=False
+        )
+        expected = store.leaves()["moe.down"]
+        np.testing.assert_array_equal(dense(weights["moe.down"], jnp.float32), expected)
+
+    @parameterized.parameters(
+        ({"quant_method": "bitsandbytes"}, "'bitsandbytes'; supported are moejax, gptq, awq"),
+        ({"quant_method": "gptq", "bits": 4.5}, "bits is 4.5"),
+    )
+    def test_what_cannot_be_read_is_said_at_once(self, config, message):
+        store = Gptq(QWEN)
+        store.write(self.directory)
+        store.config = config
+        store.save(self.directory)
+        with self.assertRaisesRegex(MoejaxError, message):
+            open_checkpoint(str(self.directory))
+
+
+class HostMemoryTest(LoadingTestCase):
+    SLACK_BYTES = 2_500_000  # Python's objects, headers, the plan
+
+    def test_leaves_are_the_memory_that_was_filled(self):
+        filled = []
+
+        def recorded(shape, dtype):
+            filled.append(aligned_empty(shape, dtype))
+            return filled[-1]
+
+        aligned_empty = load.aligned_empty
+        store = Own(QWEN)
+        store.write(self.directory)
+        with mock.patch.object(load, "aligned_empty", recorded):
+            weights = self.load(store, device=jax.devices("cpu")[0])
+        pointers = {memory.ctypes.data for memory in filled}
+        down = weights["moe.down"]
+        for leaf in (down.words, down.scales, down.zeros, weights["attention.norm"]):
+            self.assertIn(leaf.unsafe_buffer_pointer(), pointers)
+
+    @parameterized.parameters(True, False)
+    def test_peak_is_model_and_one_tensor(self, is_host):
+        model = dataclasses.replace(
+            MIXTRAL, model_dim=512, expert_dim=1024, num_experts=8, num_layers=3, vocab_size=512
+        )
+        store = Awq(model)
+        store.write(self.directory)
+        store.tensors, store.weights = {}, {}
+        with mock.patch.object(load, "_is_host", return_value=is_host):
+            self.load(store)  # compiles
+            tracemalloc.start()
+            weights = self.load(store)
+            peak_bytes = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        model_bytes = sum(weight.nbytes for weight in weights.values())
+        slab_bytes = max(weight.nbytes // 3 for name, weight in weights.items() if "moe." in name)
+        # A matrix: its words, the codes of one byte in two orders, the packed words.
+        matrix_bytes = 4 * model.model_dim * model.expert_dim
+        plain_bytes = 2 * weights["embed"].nbytes
+        held_bytes = model_bytes if is_host else slab_bytes + plain_bytes
+        self.assertLess(peak_bytes, held_bytes + matrix_bytes + self.SLACK_BYTES)
+        self.assertGreater(model_bytes, 2 * (slab_bytes + plain_bytes))
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,366 @@
+"""Tiny quantized checkpoints of every format, with the weights that they stand for.
+
+store = Gptq(QWEN, bits=4)
+store.write(directory)     # safetensors and config.json
+store.leaves()             # float32, placed as `weight_shapes` says
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import tempfile
+import zlib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from absl.testing import parameterized
+
+from moejax.checkpoints.quantized import (
+    load_quantized_weights,
+    matrix_tensors,
+    quantization_config,
+)
+from moejax.checkpoints.quantized.formats import open_format
+from moejax.checkpoints.quantized.own import whole_compensator
+from moejax.checkpoints.quantized.stored import Tensors
+from moejax.checkpoints.safetensors_reader import stored_tensors
+from moejax.errors import MoejaxError
+from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.hf_config import to_hf_config
+from moejax.models.hf_names import Spelling, placements, published_spelling
+from moejax.qtensor import QTensor, dense, from_codes
+from tests import quantized_files as files
+
+QWEN = ModelConfig(
+    family="qwen3_moe",
+    vocab_size=96,
+    model_dim=64,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    num_experts=3,
+    experts_per_token=2,
+    expert_dim=32,
+    mlp_dim=64,
+    moe_layers=(0, 2),
+    norm_topk_prob=True,
+    norm_eps=1e-6,
+    rope_theta=1e4,
+    max_positions=64,
+    tied_embeddings=False,
+    qk_norm=True,
+    attention_bias=False,
+    sliding_window=None,
+)
+MIXTRAL = dataclasses.replace(
+    QWEN, family="mixtral", moe_layers=(0, 1, 2), mlp_dim=32, qk_norm=False
+)
+WIDE = dataclasses.replace(
+    QWEN, model_dim=256, head_dim=64, expert_dim=128, mlp_dim=128, moe_layers=(0, 1)
+)
+PLAIN = ("norm", "router", "embed", "head")
+
+
+def seed_of(name):
+    return zlib.crc32(name.encode())
+
+
+class Store:
+    """Writes one checkpoint directory; a subclass says how a matrix is stored."""
+
+    config: dict | None = None
+
+    def __init__(self, model, *, fused=False):
+        self.model = model
+        spelling = published_spelling(model.family)
+        self.spelling = Spelling(spelling.moe_module, fused=True) if fused else spelling
+        self.tensors, self.weights = {}, {}
+
+    def matrix(self, prefix, shape):
+        """Its tensors by the end of their names, and its weights."""
+        raise NotImplementedError
+
+    def is_plain(self, placement):
+        return any(part in placement.leaf for part in PLAIN)
+
+    def write(self, directory):
+        rng = np.random.default_rng(0)
+        for placement in placements(self.model, self.spelling):
+            name, prefix = placement.name, placement.name.removesuffix(".weight")
+            if self.is_plain(placement):
+                weights = rng.normal(size=placement.shape).astype(np.float32)
+                stored = {name: weights}
+            else:
+                tensors, weights = self.matrix(prefix, placement.shape)
+                stored = {f"{prefix}{end}": tensor for end, tensor in tensors.items()}
+            self.tensors |= stored
+            self.weights[name] = weights
+        self.save(directory)
+        return directory
+
+    def save(self, directory):
+        files.write(directory / "model.safetensors", self.tensors)
+        fields = to_hf_config(self.model, dtype="bfloat16")
+        fields["quantization_config"] = self.config
+        (directory / "config.json").write_text(json.dumps(fields))
+
+    def leaves(self):
+        """float32 leaves, the weights placed as `weight_shapes` says."""
+        leaves = {k: np.zeros(v, np.float32) for k, v in weight_shapes(self.model).items()}
+        for p in placements(self.model, self.spelling):
+            leaves[p.leaf][p.index][p.start : p.start + p.shape[0]] = self.weights[p.name]
+        return leaves
+
+
+def dotted(tensors):
+    return {f".{name}": tensor for name, tensor in tensors.items()}
+
+
+class Gptq(Store):
+    def __init__(self, model, *, bits=4, act_order=False, symmetric=False, is_v1=True):
+        super().__init__(model)
+        self.bits, self.act_order, self.symmetric, self.is_v1 = bits, act_order, symmetric, is_v1
+        self.config = {
+            "quant_method": "gptq",
+            "bits": bits,
+            "group_size": 32,
+            "sym": symmetric,
+            "desc_act": act_order,
+            "checkpoint_format": "gptq" if is_v1 else "gptq_v2",
+        }
+
+    def matrix(self, prefix, shape):
+        # What sees the same inputs has the same act-order; some layers have none.
+        inputs = prefix.rpartition(".")[0]
+        stored = files.random_matrix(
+            shape,
+            bits=self.bits,
+            group_size=min(32, shape[1]),
+            symmetric=self.symmetric,
+            act_order=self.act_order and ".1." not in prefix,
+            zeros=(1, 2**self.bits - 1),
+            seed=seed_of(prefix),
+            order_seed=seed_of(inputs),
+        )
+        return dotted(files.gptq(stored, self.bits, is_v1=self.is_v1)), stored.weights
+
+
+class Awq(Store):
+    config = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}  # noqa: RUF012
+
+    def matrix(self, prefix, shape):
+        stored = files.random_matrix(shape, bits=4, group_size=16, seed=seed_of(prefix))
+        return dotted(files.awq(stored)), stored.weights
+
+
+class CompressedTensors(Store):
+    def __init__(self, model):
+        super().__init__(model)
+        weights = {"num_bits": 3, "type": "int", "symmetric": True, "strategy": "channel"}
+        group = {"targets": ["Linear"], "weights": weights}
+        self.config = {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": group},
+            "ignore": ["lm_head"],
+        }
+
+    def matrix(self, prefix, shape):
+        stored = files.random_matrix(
+            shape,
+            bits=3,
+            group_size=shape[1],
+            symmetric=True,
+            dtype=ml_dtypes.bfloat16,
+            seed=seed_of(prefix),
+        )
+        return dotted(files.compressed_tensors(stored, 3, symmetric=True)), stored.weights
+
+
+class Hqq(Store):
+    """INT4 as the library packs it: the first half of the groups in the high nibbles."""
+
+    config = {"quant_method": "hqq", "quant_config": {}}  # noqa: RUF012
+
+    def matrix(self, prefix, shape):
+        rng = np.random.default_rng(seed_of(prefix))
+        codes = rng.integers(0, 16, (math.prod(shape) // 16, 16), dtype=np.uint8)
+        half = len(codes) // 2
+        scale, zero = rng.uniform(0.1, 15, (2, len(codes), 1)).astype(np.float16)
+        weights = (codes.astype(np.float32) - zero) * scale.astype(np.float32)
+        tensors = {
+            "W_q": codes[:half] << np.uint8(4) | codes[half:],
+            "scale": scale,
+            "zero": zero,
+            "nbits": np.array(4, np.int32),
+            "axis": np.array(1, np.int32),
+            "packing": np.frombuffer(b"4bit_u8", np.uint8),
+        }
+        return dotted(tensors), weights.reshape(shape)
+
+
+class Fp8(Store):
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}  # noqa: RUF012
+
+    def matrix(self, prefix, shape):
+        tensors, weights = files.fp8(shape, seed_of(prefix))
+        if len(shape) == 3:
+            return {"": tensors["weight"], "_scale_inv": tensors["weight_scale_inv"]}, weights
+        return dotted(tensors), weights
+
+
+class Own(Store):
+    """Float zeros, ragged ranks from 0 up, factors of INT3, of INT8 and of bfloat16."""
+
+    config = quantization_config()
+
+    def __init__(self, model, ranks=(0, 1, 3), factor_bits=(3, 8, 16), bits=3):
+        super().__init__(model)
+        self.ranks, self.factor_bits, self.bits = ranks, factor_bits, bits
+        self.entries = {}
+
+    def is_plain(self, placement):
+        return "norm" in placement.leaf or "router" in placement.leaf
+
+    def matrix(self, prefix, shape):
+        rng = np.random.default_rng(seed_of(prefix))
+        group_size = min(48, shape[1])
+        groups = -(-shape[1] // group_size)
+        matrix = from_codes(
+            rng.integers(0, 2**self.bits, shape, dtype=np.uint8),
+            rng.uniform(0.1, 1, (shape[0], groups)),
+            rng.uniform(0, 2**self.bits, (shape[0], groups)),
+            bits=self.bits,
+            group_size=group_size,
+            zero_kind="float",
+        )
+        weights = np.asarray(matrix.dequantize())
+        rank = int(rng.choice(self.ranks))
+        if rank:
+            matrix, terms = self.compensated(rng, matrix, rank)
+            weights = weights + terms
+        tensors = matrix_tensors(prefix, matrix)
+        self.entries[f"{prefix}.weight"] = {
+            "shape": list(shape),
+            "bits": self.bits,
+            "group_size": group_size,
+            "zero_kind": "float",
+        }
+        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}, weights
+
+    def compensated(self, rng, matrix, rank):
+        shape = matrix.shape
+        factors = [self.factor(rng, rank, n, int(rng.choice(self.factor_bits))) for n in shape]
+        if factors[0][2] != factors[1][2]:  # one width for both
+            factors[1] = self.factor(rng, rank, shape[1], factors[0][2])
+        (u, u_values, _), (v, v_values, _) = factors
+        compensators = (whole_compensator(u, v),)
+        matrix = dataclasses.replace(matrix, compensators=compensators)
+        return matrix, u_values.T @ v_values
+
+    def factor(self, rng, rank, length, bits):
+        if bits == 16:
+            values = rng.normal(size=(rank, length)).astype(ml_dtypes.bfloat16)
+            return values, values.astype(np.float32), bits
+        group_size = min(64, length)
+        codes = rng.integers(0, 2**bits, (rank, length), dtype=np.uint8)
+        scales = rng.uniform(0.1, 1, (rank, -(-length // group_size))).astype(np.float16)
+        kind = {"bits": bits, "group_size": group_size, "zero_kind": "symmetric"}
+        values = codes.astype(np.float32) - 2 ** (bits - 1)
+        values *= scales.astype(np.float32).repeat(group_size, 1)[:, :length]
+        return from_codes(codes, scales, None, **kind), values, bits
+
+    def save(self, directory):
+        super().save(directory)
+        content = (directory / "model.safetensors").read_bytes()
+        file = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        manifest = {
+            "layout": self.config["layout"],
+            "tensors": self.entries,
+            "files": {"model.safetensors": file, "config.json": {"size": 1, "sha256": ""}},
+        }
+        (directory / "quantization.json").write_text(json.dumps(manifest))
+
+
+def dequantized(matrix):
+    """By numpy, so far as there is no permutation."""
+    return np.asarray(matrix.dequantize())
+
+
+class FormatTestCase(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.directory = Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+    def find(self, config, tensors, shape, prefix="a.b"):
+        """The matrix `prefix` of a file that holds `tensors`, whose names are without prefix."""
+        named = {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
+        files.write(self.directory / "model.safetensors", named)
+        stored = Tensors(stored_tensors(self.directory))
+        found = open_format(self.directory, config).find(prefix, shape, stored)
+        stored.faults.check(self.directory)
+        self.assertIsNotNone(found)
+        return found
+
+    def read(self, config, tensors, shape, prefix="a.b"):
+        found = self.find(config, tensors, shape, prefix)
+        names = {f"{prefix}.{name}" for name in tensors}
+        self.assertLessEqual(set(found.names), names)
+        matrix = found.read()
+        matrix.check()
+        if isinstance(matrix, QTensor):
+            self.assertEqual(matrix.bits, found.kind.bits)
+            self.assertEqual(matrix.zero_kind, found.kind.zero_kind)
+            self.assertEqual(matrix.scales.dtype.name, found.kind.scale_dtype)
+        return matrix
+
+
+def _dense(weight):
+    """What a leaf stands for; by numpy where there are no compensators, which need no compiler."""
+    if isinstance(weight, QTensor) and weight.compensators:
+        return jax.jit(dense, static_argnums=1)(weight, jnp.float32)
+    host = jax.device_get(weight)
+    return host if isinstance(host, np.ndarray) else dense(host, jnp.float32)
+
+
+class LoadingTestCase(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.directory = Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+    def load(self, store, dtype=jnp.float32, **kwargs):
+        return load_quantized_weights(
+            self.directory, store.model, dtype=dtype, progress=False, **kwargs
+        )
+
+    def assert_refused(self, store, *messages, **kwargs):
+        """Loading says all of the messages in one line."""
+        with self.assertRaises(MoejaxError) as caught:
+            self.load(store, **kwargs)
+        for message in messages:
+            self.assertIn(message, str(caught.exception))
+        self.assertNotIn("\n", str(caught.exception))
+
+    def assert_loads(self, store, kind, quantized, *, rtol=0.0):
+        """Leaves are of `kind` where `quantized`, and what they stand for is what was stored."""
+        weights = self.load(store)
+        expected = store.leaves()
+        self.assertSameElements(weights, expected)
+        for leaf, weight in weights.items():
+            self.assertEqual(weight.shape, expected[leaf].shape)
+            self.assertIsInstance(weight, kind if leaf in quantized else jax.Array, leaf)
+            for array in jax.tree.leaves(weight):
+                self.assertIsInstance(array, jax.Array)
+            if not isinstance(weight, jax.Array):
+                weight.check()
+            found = np.asarray(_dense(weight))
+            scale = np.abs(expected[leaf]).max()
+            np.testing.assert_allclose(
+                found, expected[leaf], rtol=0, atol=rtol * scale, err_msg=leaf
+            )
+        return weights

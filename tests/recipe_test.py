@@ -1,0 +1,152 @@
+"""Recipes: which scheme each matrix gets, and what is refused."""
+
+import pathlib
+import tempfile
+
+from absl.testing import absltest, parameterized
+
+from moejax.compression.inventory import take_inventory
+from moejax.compression.recipe import Recipe, Scheme, parse_rules, schemes
+from moejax.errors import MoejaxError
+from tests.hf_checkpoints import write_checkpoint
+
+DEFAULT = Scheme(
+    method="rtn",
+    bits=3,
+    group_size=16,
+    zero_kind="auto",
+    scale_dtype="float16",
+    factor_bits=8,
+)
+
+
+def scheme(**changes) -> Scheme:
+    return Scheme(**{**vars(DEFAULT), **changes})
+
+
+class RecipeTest(parameterized.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        # Three layers, K of 32 and 16 in the experts of the sparse one, 40 in the dense MLPs.
+        cls.inventory = take_inventory(write_checkpoint("qwen3_mlp_only", folder))
+
+    def schemes(self, *rules, default=DEFAULT, target="moejax"):
+        recipe = Recipe(default=default, rules=parse_rules("; ".join(rules)), format=target)
+        return schemes(recipe, self.inventory)
+
+    def assert_refused(self, *messages, rules=(), **how):
+        with self.assertRaises(MoejaxError) as caught:
+            self.schemes(*rules, **how)
+        for message in messages:
+            self.assertIn(message, str(caught.exception))
+        self.assertNotIn("\n", str(caught.exception))
+
+    def methods(self, found):
+        """The methods of each class."""
+        kinds = {}
+        for entry in self.inventory.entries:
+            if entry.name in found:
+                kinds.setdefault(entry.kind, set()).add(found[entry.name].method)
+        return kinds
+
+    def test_classes_of_the_inventory(self):
+        kinds = {entry.name: entry.kind for entry in self.inventory.entries}
+        for name, kind in {
+            "model.embed_tokens": "embed",
+            "lm_head": "head",
+            "model.norm": "norm",
+            "model.layers.0.self_attn.q_norm": "norm",
+            "model.layers.0.self_attn.o_proj": "attention",
+            "model.layers.0.mlp.up_proj": "mlp",
+            "model.layers.1.mlp.experts.7.down_proj": "experts",
+            "model.layers.1.mlp.gate": "router",
+        }.items():
+            self.assertEqual(kinds[f"{name}.weight"], kind)
+
+    def test_defaults(self):
+        expected = {kind: {"rtn"} for kind in ("attention", "experts", "mlp")}
+        expected |= {kind: {"none"} for kind in ("router", "embed", "head")}
+        self.assertEqual(self.methods(self.schemes()), expected)
+
+    def test_auto_zero_kind_is_the_formats(self):
+        name = "model.layers.0.self_attn.q_proj.weight"
+        self.assertEqual(self.schemes()[name].zero_kind, "float")
+        found = self.schemes("mlp: group=8", target="compressed-tensors")
+        self.assertEqual(found[name].zero_kind, "integer")
+
+    def test_per_channel_is_k(self):
+        found = self.schemes(default=scheme(group_size=0))
+        self.assertEqual(found["model.layers.0.mlp.down_proj.weight"].group_size, 40)
+
+    @parameterized.parameters(
+        "head: method=rtn bits=8 group=0",
+        "lm_head: method=rtn bits=8 group_size=0",
+        "re:lm_(?:head|tail): method=rtn bits=8 group=0",
+        "lm_*, nothing: method=rtn bits=8 group=0",
+        "head: method=hqq bits=8 ; head: method=rtn group=0",
+    )
+    def test_patterns(self, rule):
+        found = self.schemes(rule)["lm_head.weight"]
+        self.assertEqual((found.method, found.bits, found.group_size), ("rtn", 8, 32))
+
+    def test_later_rules_win(self):
+        found = self.schemes("experts: bits=2", "*.experts.3.*: bits=4", "*.up_proj: method=none")
+        prefix = "model.layers.1.mlp.experts"
+        self.assertEqual(found[f"{prefix}.2.down_proj.weight"].bits, 2)
+        self.assertEqual(found[f"{prefix}.3.down_proj.weight"].bits, 4)
+        self.assertEqual(found[f"{prefix}.3.up_proj.weight"].method, "none")
+
+    @parameterized.parameters(
+        ("head", "not of the form PATTERN: KEY=VALUE"),
+        ("head:", "not of the form"),
+        (": bits=3", "not of the form"),
+        ("head: 8", "'8' is none of method="),
+        ("head: bit=8", "'bit=8' is none of method=, bits="),
+        ("head: bits=many", "bits=many must be a number"),
+        ("re:a(: bits=3", "unterminated subpattern"),
+        ("heads: method=rtn", "matches nothing", "router, embed, head", "model.layers.0.self_attn"),
+        ("shared_experts: bits=4", "matches nothing"),
+        ("norm: method=rtn", "never quantized"),
+        ("*layernorm*: bits=3", "never quantized"),
+        ("head: bits=8", "lm_head, which is not quantized", "method=rtn"),
+        ("head: method=rtm", "rule 'head: method=rtm', lm_head: method=rtm is none of none, rtn"),
+        ("attention: bits=5", "bits=5 is none of 2, 3, 4, 8"),
+        ("attention: zero=big", "zero_kind=big is none of auto, float"),
+        ("attention: scale=bfloat16", "scale_dtype=bfloat16 is none of float16, float32"),
+        ("attention: method=milo factor_bits=5", "factor_bits=5 is none of 3, 4, 8, 16"),
+        ("attention: method=hqq zero=integer", "solves for a float zero point"),
+        ("head: method=gptq", "lm_head: method=gptq sees the inputs of attention"),
+        (
+            "experts: group=64",
+            "model.layers.1.mlp.experts.0.gate_proj: group_size 64 does not fit K = 32",
+            "32, 0 (per channel",
+        ),
+    )
+    def test_refused(self, rule, *messages):
+        self.assert_refused(*messages, rules=[rule])
+
+    def test_nothing_to_do(self):
+        self.assert_refused("nothing is to be done", default=scheme(method="none"))
+
+    @parameterized.parameters(
+        (scheme(method="milo"), "has no place for the compensators of milo"),
+        (scheme(method="hqq"), "has no float zero points (hqq)"),
+        (scheme(zero_kind="float"), "has no float zero points (rtn)"),
+        (scheme(group_size=16), "has no shorter last group (K = 40, group_size 16)"),
+    )
+    def test_what_other_engines_files_cannot_hold(self, default, message):
+        how = {"default": default, "target": "compressed-tensors"}
+        self.assert_refused(message, "take format=moejax", **how)
+
+    def test_what_gptq_files_cannot_hold(self):
+        self.assert_refused("packs 32 inputs or outputs at a time (N = 16, K = 32)", target="gptq")
+
+    def test_embedding_in_a_file_of_other_engines(self):
+        rules = ["*: method=none", "embed: method=rtn"]
+        self.assert_refused("quantizes linear layers only", rules=rules, target="gptq")
+
+
+if __name__ == "__main__":
+    absltest.main()
