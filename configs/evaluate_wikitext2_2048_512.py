@@ -4,7 +4,7 @@
 
 As configs/evaluate_wikitext2_2048_2048.py, at four times the work: every scored token sees at least
 1537 before it. The demo model has 1.308 bits a byte (its card); Mixtral-8x7B in 16 bits 3.42 a
-token (MiLo, table 3).
+token (MiLo, table 1).
 """
 
 from ml_collections import config_dict

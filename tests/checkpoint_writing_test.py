@@ -21,6 +21,7 @@ from moejax.checkpoints import (
     save_orbax,
 )
 from moejax.errors import MoejaxError
+from moejax.qtensor import from_codes
 from tests.hf_checkpoints import CHECKPOINTS, reference_model, write_checkpoint
 
 
@@ -157,6 +158,17 @@ class OrbaxTest(WritingTest):
         )
         auto = self._load(self.written, "auto")[1]
         self.assertEqual(auto["embed"].dtype, jnp.float32)
+
+    def test_packed_weights_are_refused_before_anything_is_written(self):
+        config, weights = self._load(write_checkpoint("qwen3", self.directory))
+        codes = np.zeros((*weights["moe.down"].shape,), np.uint8)
+        scales = np.ones((*codes.shape[:-1], 1), np.float32)
+        weights["moe.down"] = from_codes(
+            codes, scales, None, bits=3, group_size=codes.shape[-1], zero_kind="symmetric"
+        )
+        with self.assertRaisesRegex(MoejaxError, "moe.down is quantized, and Orbax"):
+            save_orbax(self.written, config, weights)
+        self.assertFalse(self.written.exists())
 
     def test_chunks_are_bounded(self):
         config, weights = self._load(write_checkpoint("qwen3", self.directory))

@@ -20,6 +20,7 @@ from moejax.devices import choose_device
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.hf_config import read_json
+from moejax.qtensor import Fp8Tensor, QTensor, Weight
 from moejax.tokenizer import TOKENIZER_FILES, read_eos_ids
 
 _DESCRIPTION = "moejax.json"
@@ -37,7 +38,7 @@ def is_orbax_directory(directory: Path) -> bool:
 def save_orbax(
     directory: Path,
     config: ModelConfig,
-    weights: Mapping[str, jax.Array],
+    weights: Mapping[str, Weight],
     *,
     tokenizer_from: Path | None = None,
 ) -> None:
@@ -48,7 +49,16 @@ def save_orbax(
       config: the model's shape.
       weights: leaves of one dtype.
       tokenizer_from: a checkpoint whose tokenizer and eos tokens are kept beside the weights.
+
+    Raises:
+      MoejaxError: a leaf is packed; a quantized directory already loads without conversion.
     """
+    packed = [n for n, leaf in weights.items() if isinstance(leaf, QTensor | Fp8Tensor)]
+    if packed:
+        raise MoejaxError(
+            f"{packed[0]} is quantized, and Orbax directories hold plain weights; keep the "
+            "quantized checkpoint, which loads without conversion"
+        )
     directory.mkdir(parents=True, exist_ok=True)
     (directory / _DESCRIPTION).unlink(missing_ok=True)
     save_args = {leaf: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for leaf in weights}
@@ -66,7 +76,7 @@ def save_orbax(
         _write_json(directory / "generation_config.json", {"eos_token_id": eos_ids})
     description = {
         "format": _FORMAT,
-        "dtype": str(weights["embed"].dtype),
+        "dtype": str(weights["final_norm"].dtype),
         "config": dataclasses.asdict(config),
     }
     _write_json(directory / _DESCRIPTION, description)

@@ -70,8 +70,8 @@ class MiloSettings:
 def milo_plus(max_rank: int, factor_bits: int = 3, max_passes: int = 20) -> MiloSettings:
     """The settings of milo+: least squares, factors quantized in the loop, steps that overshoot.
 
-    At rank 16 and equal bytes on attention matrices of the demo (INT3, groups of 64, INT3 factors),
-    the relative error is 0.127 where the paper's choices give 0.152 and HQQ alone 0.184.
+    A step of 1.1 lowers the error by 0.3 to 0.6 % on the demo's matrices, and raises it by as much
+    where the rank is half of the width; 1.5 raises it by 14 % there (INT3, groups of 64).
     """
     return MiloSettings(
         max_rank=max_rank,
@@ -79,7 +79,7 @@ def milo_plus(max_rank: int, factor_bits: int = 3, max_passes: int = 20) -> Milo
         base="least_squares",
         refit=True,
         factor_bits=factor_bits,
-        step=1.5,
+        step=1.1,
     )
 
 
