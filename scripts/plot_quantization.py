@@ -118,8 +118,9 @@ def draw_ranks(rows: dict[str, Figures], table: dict[str, Figures], path: Path) 
 
 
 def draw_times(table: dict[str, Figures], path: Path) -> None:
-    """Seconds of quantizing against perplexity; the best row of each method is named."""
+    """Seconds of quantizing against perplexity in groups of 64; each method's best is named."""
     figure, (panel,) = _figure(1)
+    table = {name: figures for name, figures in table.items() if ", group " not in name}
     for label, figures in table.items():
         if label == FULL or "quantizing" not in figures:
             continue

@@ -20,7 +20,7 @@ from moejax.devices import choose_device
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.hf_config import read_json
-from moejax.qtensor import Fp8Tensor, QTensor, Weight
+from moejax.qtensor import Weight
 from moejax.tokenizer import TOKENIZER_FILES, read_eos_ids
 
 _DESCRIPTION = "moejax.json"
@@ -53,19 +53,19 @@ def save_orbax(
     Raises:
       MoejaxError: a leaf is packed; a quantized directory already loads without conversion.
     """
-    packed = [n for n, leaf in weights.items() if isinstance(leaf, QTensor | Fp8Tensor)]
-    if packed:
+    plain = {n: leaf for n, leaf in weights.items() if isinstance(leaf, jax.Array)}
+    if packed := [name for name in weights if name not in plain]:
         raise MoejaxError(
             f"{packed[0]} is quantized, and Orbax directories hold plain weights; keep the "
             "quantized checkpoint, which loads without conversion"
         )
     directory.mkdir(parents=True, exist_ok=True)
     (directory / _DESCRIPTION).unlink(missing_ok=True)
-    save_args = {leaf: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for leaf in weights}
+    save_args = {leaf: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for leaf in plain}
     with _checkpointer() as checkpointer:
         checkpointer.save(
             (directory / _WEIGHTS).absolute(),
-            args=ocp.args.PyTreeSave(dict(weights), save_args=save_args),
+            args=ocp.args.PyTreeSave(plain, save_args=save_args),
             force=True,
         )
     if tokenizer_from is not None:
@@ -76,7 +76,7 @@ def save_orbax(
         _write_json(directory / "generation_config.json", {"eos_token_id": eos_ids})
     description = {
         "format": _FORMAT,
-        "dtype": str(weights["final_norm"].dtype),
+        "dtype": str(plain["final_norm"].dtype),
         "config": dataclasses.asdict(config),
     }
     _write_json(directory / _DESCRIPTION, description)
