@@ -115,6 +115,18 @@ def parse(command: Command[_Config], argv: Sequence[str]) -> tuple[_Config, flag
     return from_config_dict(type(command.default), values.config), values
 
 
+def user_path(name: str) -> Path:
+    """A path as a user types it, `~` and `~name` spelt out: no shell does that behind a `=`.
+
+    Raises:
+      MoejaxError: nobody knows whose home is meant.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise MoejaxError(f"there is no such place as {name} ({error})") from error
+
+
 def _takes_value(values: flags.FlagValues, default: RunConfig) -> set[str]:
     """The flags that take the next argument for their value where there is no `=`."""
     fields = dataclasses.fields(default)

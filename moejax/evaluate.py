@@ -1,7 +1,7 @@
 """What a model is worth: its perplexity on a text.
 
     python -m moejax.evaluate --config.text=wiki.test.raw --config.join=wikitext
-    python -m moejax.evaluate --config=configs/evaluate_wikitext2.py --config.checkpoint=DIR
+    python -m moejax.evaluate --config=configs/evaluate_wikitext2_2048_512.py
     python -m moejax.evaluate --config.checkpoint=DIR --config.text=mine.txt --config.output=x.json
 
 One line with the result goes to stdout, a progress bar to stderr, everything that is needed to
@@ -11,7 +11,6 @@ not to be compared: the protocol stands in the line and in the file.
 
 import contextlib
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tqdm
@@ -35,8 +34,8 @@ def define_flags(values: flags.FlagValues) -> None:
 def evaluate(config: EvaluateConfig, values: flags.FlagValues) -> None:
     """Measures, prints a line, writes the JSON file."""
     del values
-    text = load_text(config.text, config.join)
-    output = Path(config.output).expanduser() if config.output else None
+    text = load_text(str(cli.user_path(config.text)), config.join)
+    output = cli.user_path(config.output) if config.output else None
 
     import jax
 

@@ -1,15 +1,13 @@
 """A checkpoint in, the same quantized out.
 
     python -m moejax.quantize --config.checkpoint=demo --config.output=demo-milo
-    python -m moejax.quantize --config=configs/quantize_mixtral.py --config.output=mixtral-milo
+    python -m moejax.quantize --config=configs/quantize_mixtral_8x7b.py --config.output=mixtral-milo
     python -m moejax.quantize --config.output=x --config.rules="head, embed: method=rtn bits=8"
 
 The output is a directory that `moejax.generate`, `moejax.evaluate` and `Engine.from_pretrained`
 take. Killed at any moment and started again with the same settings, the command goes on where it
 was. A bar with the time left goes to stderr, the report to stdout.
 """
-
-from pathlib import Path
 
 from absl import flags
 
@@ -50,7 +48,7 @@ def quantize(config: QuantizeConfig, values: flags.FlagValues) -> None:
     enable_compilation_cache(config.compilation_cache)
     job = Job(
         source=resolve_checkpoint(config.checkpoint),
-        output=Path(config.output).expanduser(),
+        output=cli.user_path(config.output),
         recipe=recipe,
         rank_policy=config.rank,
         passes=config.passes,
@@ -73,7 +71,7 @@ def read_text(name: str) -> str | None:
     if name == "default":
         return None
     try:
-        return Path(name).expanduser().read_text(encoding="utf-8")
+        return cli.user_path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise MoejaxError(f"calibration text {name}: {error}") from error
 

@@ -1,6 +1,7 @@
 """Settings of every test: strict dtypes and ranks, no network, what a `gpu` test needs."""
 
 import os
+from collections.abc import Iterator
 
 # Read when huggingface_hub is imported, so before anything that imports it.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -26,3 +27,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         reason = f"needs a GPU; JAX sees only {jax.default_backend()}"
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs() -> Iterator[None]:
+    """Drops compiled programs after each file: kept to the end they took 5 GB a worker."""
+    yield
+    jax.clear_caches()

@@ -127,6 +127,8 @@ class EvaluateTest(parameterized.TestCase):
 
     @parameterized.parameters(
         ({"text": "none.txt"}, "there is no text file none.txt"),
+        ({"text": "~nobody-here/x"}, "there is no such place as ~nobody-here/x"),
+        ({"output": "~nobody-here/x"}, "there is no such place as ~nobody-here/x"),
         ({"text": "."}, "cannot read .: Is a directory"),
         ({"window": 257}, "window=257 is beyond the model's context of 256; set "),
         ({"stride": 33}, "stride=33 must be from 1 to 32, the window"),

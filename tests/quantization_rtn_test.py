@@ -8,6 +8,7 @@ from absl.testing import absltest, parameterized
 from moejax import qtensor
 from moejax.quantization import factors
 from moejax.quantization.grid import Codes, Grid, dequantize, nearest_codes, relative_error
+from moejax.quantization.least_squares import least_squares
 from moejax.quantization.rtn import rtn
 
 KINDS = ("float", "integer", "symmetric")
@@ -88,6 +89,15 @@ class RtnTest(parameterized.TestCase):
         allowed = np.abs(weights) * (0.1429 if kind == "symmetric" else 1e-6) + 1e-9
         np.testing.assert_array_less(np.abs(np.asarray(got) - weights), allowed)
         np.testing.assert_array_equal(got[0], 0)
+
+    @parameterized.parameters(rtn, least_squares)
+    def test_narrow_groups_are_one_value_amid_them(self, quantize):
+        weights = np.random.default_rng(0).uniform(-4e-5, 4e-5, (4, 70)).astype(np.float32)
+        weights[1] += np.float32(0.25)
+        grid = Grid(bits=3, group_size=32, zero_kind="float")
+        missed = np.abs(dequantize(quantize(jnp.asarray(weights), grid), grid) - weights)
+        self.assertLess(missed.max(), 0.75 * 8e-5)
+        self.assertLess(np.square(missed).mean() ** 0.5, 0.35 * 8e-5)  # 0.29 of a uniform width
 
     def test_integer_zeros_are_codes(self):
         weights = jnp.asarray(weights_of((8, 64)) + np.float32(0.5))

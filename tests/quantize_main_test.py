@@ -76,6 +76,8 @@ class QuantizeMainTest(parameterized.TestCase):
         (["--config.rules=heads: bits=2"], "rule 'heads: bits=2' matches nothing"),
         (["--config.passes=0"], "passes=0 must be at least 1"),
         (["--config.output="], "output='' must be a directory"),
+        (["--config.output=~nobody-here/x"], "there is no such place as ~nobody-here/x"),
+        (["--config.calibration=~nobody-here/x"], "there is no such place as ~nobody-here/x"),
         (["--config.checkpoint="], "checkpoint='' must be a name"),
         (["--config.checkpoint=/no/such/place"], "no such directory: /no/such/place"),
         (["--config.platform=tpu"], "platform 'tpu' is none of"),

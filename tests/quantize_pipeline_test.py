@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from moejax.compression import pipeline, plots
 from moejax.compression.pipeline import quantize_checkpoint
+from moejax.compression.report import report_lines
 from moejax.errors import MoejaxError
 from pallas_kernels import layout
 from tests.quantize_case import Killed, QuantizeTestCase, all_tensors, digests, stopped_after
@@ -89,6 +90,7 @@ class WrittenTest(QuantizeTestCase):
         with mock.patch.dict(sys.modules, {"matplotlib.figure": None}):
             outcome = quantize_checkpoint(self.job())
         self.assertRegex(outcome.remarks[0], "no plots: matplotlib is not installed")
+        self.assertFalse([line for line in report_lines(outcome) if line.startswith("plots")])
         self.assertTrue((outcome.output / "config.json").exists())
 
     def test_fused_source_gives_the_same_files(self):

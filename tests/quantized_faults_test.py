@@ -77,6 +77,12 @@ class FaultTest(LoadingTestCase):
         (self.directory / "model.safetensors").rename(self.directory / name)
         self.assert_refused(store, f"{name} is a pickle, which can run any code")
 
+    def test_plain_weights_under_a_quantized_label(self):
+        store = Gptq(QWEN)
+        store.is_plain = lambda placement: True
+        store.write(self.directory)
+        self.assert_refused(store, "quant_method 'gptq', but no tensor is quantized; take the")
+
     def test_plain_loading_names_the_quantized_tensors(self):
         store = Gptq(QWEN)
         store.write(self.directory)

@@ -349,8 +349,8 @@ def _check_space(output: Path, shards: tuple[Shard, ...], tasks: Mapping[str, Ta
     free = shutil.disk_usage(output).free
     if needed > free:
         raise MoejaxError(
-            f"the result takes {needed / 1e9:.2f} GB more, but {output} has room for "
-            f"{free / 1e9:.2f} GB; make room or give another output"
+            f"the result takes {needed / 1e6:,.1f} MB more, but {output} has room for "
+            f"{free / 1e6:,.1f} MB; make room or give another output"
         )
 
 

@@ -43,4 +43,7 @@ def report_lines(outcome: Outcome) -> Iterator[str]:
         phases = ", ".join(f"{name} {spent:.1f} s" for name, spent in outcome.seconds.items())
         earlier = f" ({outcome.shards_before} files are of an earlier run)"
         yield f"time: {phases}{earlier if outcome.shards_before else ''}"
-    yield f"plots: {outcome.output / REPORT_FOLDER}; manifest: {outcome.output / MANIFEST_FILE}"
+    plots = outcome.output / REPORT_FOLDER
+    if plots.is_dir():  # it takes matplotlib
+        yield f"plots: {plots}"
+    yield f"manifest: {outcome.output / MANIFEST_FILE}"

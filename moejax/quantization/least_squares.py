@@ -109,6 +109,8 @@ def _start(low: jax.Array, high: jax.Array, start: jax.Array, grid: Grid) -> Sta
     wide = width > (MIN_RANGE if grid.zero_kind == "float" else 0.0)
     scales = jnp.where(wide, width * ((1 - cut_low - cut_high) / grid.max_code), 1.0)
     zeros = -(low + cut_low * width) / scales
+    if grid.zero_kind == "float":
+        zeros = jnp.where(wide, zeros, 0.0)  # a narrow group is its mean, which is taken out
     return scales, jnp.round(zeros) if grid.zero_kind == "integer" else zeros, nothing
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from moejax.quantization.grid import Codes, Grid, nearest_codes, split_groups
 
-# A narrower group is stored as its smallest value, which a float zero holds at scale 1 (as HQQ's).
+# A narrower group is stored as its middle, which a float zero holds at scale 1 (as HQQ's).
 MIN_RANGE = 1e-4
 
 
@@ -40,5 +40,8 @@ def range_grid(groups: jax.Array, grid: Grid) -> tuple[jax.Array, jax.Array]:
         low, high = jnp.minimum(low, 0.0), jnp.maximum(high, 0.0)
         scales = jnp.where(high > low, (high - low) / grid.max_code, 1.0)
         return scales, jnp.round(-low / scales)
-    scales = jnp.where(high - low > MIN_RANGE, (high - low) / grid.max_code, 1.0)
-    return scales, -low / scales
+    width = high - low
+    is_wide = width > MIN_RANGE
+    scales = jnp.where(is_wide, width / grid.max_code, 1.0)
+    # Its smallest value in place of the middle would cost weights around 0 more than zeros do.
+    return scales, -jnp.where(is_wide, low, low + width * 0.5) / scales

@@ -69,6 +69,12 @@ def load_quantized_weights(
     tensors = Tensors(stored_tensors(directory))
     form = open_format(directory, fields, verify_checksums=verify_checksums)
     plan, num_bytes = _plan(directory, config, form, tensors)
+    if all(part.matrix is None for parts in plan.values() for part in parts):
+        raise MoejaxError(
+            f"{directory / 'config.json'} has a quantization_config, quant_method "
+            f"{fields.get('quant_method')!r}, but no tensor is quantized; take the field out if "
+            "these are the weights that are meant"
+        )
     _log_share(config, plan)
     with tqdm.tqdm(
         total=num_bytes, desc="loading", unit="B", unit_scale=True, disable=not progress
@@ -183,5 +189,3 @@ def _log_share(config: ModelConfig, plan: dict[str, list[Part]]) -> None:
         math.prod(part.placement.shape) for parts in plan.values() for part in parts if part.matrix
     )
     logging.info("%.2f %% of the parameters are quantized", 100 * quantized / total)
-    if not quantized:
-        logging.warning("config.json has a quantization_config, but no tensor is quantized")
