@@ -113,6 +113,9 @@ class QuantizeConfig(RunConfig):
     )
     factor_bits: int = _option(8, "of milo's compensators: 3, 4, 8 or 16 (bfloat16)")
     passes: int = _option(20, "milo stops after so many passes at the latest")
+    act_order: bool = _option(
+        False, "gptq visits inputs by falling importance, in groups that are fixed beforehand"
+    )
     calibration: str = _option(
         "default", "what gptq, autoround and Frequency-r look at: the text that ships, or a file"
     )

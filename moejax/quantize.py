@@ -42,6 +42,7 @@ def quantize(config: QuantizeConfig, values: flags.FlagValues) -> None:
         zero_kind=config.zero_kind,
         scale_dtype=config.scale_dtype,
         factor_bits=config.factor_bits,
+        act_order=config.act_order,
     )
     recipe = Recipe(default=default, rules=parse_rules(config.rules), format=config.format)
     device = choose_device(config.platform)

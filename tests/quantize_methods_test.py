@@ -139,6 +139,20 @@ class MethodsTest(QuantizeTestCase):
             words = all_tensors(plain)[f"{prefix}.words"]
             self.assertLess(np.mean(layout.unpack(words, 3, weights.shape[1]) == stored), 0.95)
 
+    def test_act_order_lowers_the_output_error_and_needs_no_permutation(self):
+        orders = []
+
+        def spied(weights, hessian, grid, settings, num_tokens):
+            orders.append((settings.act_order, settings.static_groups))
+            return gptq(weights, hessian, grid, settings, num_tokens=num_tokens)
+
+        with mock.patch.object(quantizers, "gptq", spied):
+            job = self.job(method="gptq", text=TEXT, act_order=True)
+            self.checked(quantize_checkpoint(job))
+        self.assertEqual(set(orders), {(True, True)})
+        self.assert_loads(job)
+        self.assertEmpty([n for n in all_tensors(job.output) if n.endswith("permutation")])
+
     def test_starved_experts_are_counted(self):
         seen = {}
 

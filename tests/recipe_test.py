@@ -1,5 +1,6 @@
 """Recipes: which scheme each matrix gets, and what is refused."""
 
+import dataclasses
 import pathlib
 import tempfile
 
@@ -97,6 +98,21 @@ class RecipeTest(parameterized.TestCase):
         self.assertEqual(found[f"{prefix}.2.down_proj.weight"].bits, 2)
         self.assertEqual(found[f"{prefix}.3.down_proj.weight"].bits, 4)
         self.assertEqual(found[f"{prefix}.3.up_proj.weight"].method, "none")
+
+    def test_act_order_is_of_gptq_alone(self):
+        default = scheme(act_order=True)
+        self.assert_refused("act_order is gptq's", default=default)
+        self.assertLen(self.schemes("attention: method=gptq", default=default), len(self.schemes()))
+
+    def test_a_tied_model_has_no_head(self):
+        entries = [shard.entries for shard in self.inventory.shards]
+        tied = [
+            dataclasses.replace(shard, entries=tuple(e for e in own if e.kind != "head"))
+            for shard, own in zip(self.inventory.shards, entries, strict=True)
+        ]
+        recipe = Recipe(default=DEFAULT, rules=parse_rules("head: method=rtn"), format="moejax")
+        with self.assertRaisesRegex(MoejaxError, r"router, embed \(its head is the embedding\)"):
+            schemes(recipe, dataclasses.replace(self.inventory, shards=tuple(tied)))
 
     @parameterized.parameters(
         ("head", "not of the form PATTERN: KEY=VALUE"),

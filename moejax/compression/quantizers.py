@@ -12,7 +12,7 @@ from moejax.compression.recipe import CALIBRATED, COMPENSATED, Scheme
 from moejax.qtensor import QTensor, from_codes
 from moejax.quantization.autoround import autoround
 from moejax.quantization.factors import MAX_GAIN_LOST, factor_grid, gain_lost, quantize_factor
-from moejax.quantization.gptq import gptq
+from moejax.quantization.gptq import GptqSettings, gptq
 from moejax.quantization.grid import Codes, Grid, dequantize
 from moejax.quantization.hqq import hqq
 from moejax.quantization.kernel_hqq import kernel_hqq, kernel_refusal
@@ -150,7 +150,10 @@ def _calibrated(
     if program.scheme.method == "autoround":
         codes = jax.vmap(lambda w, h: autoround(w, h, grid))(weights, calibration.hessians)
         return codes, None, calibration.num_tokens == 0
-    found = jax.vmap(lambda w, h, n: gptq(w, h, grid, num_tokens=n))(
+    # Groups that are fixed beforehand need no permutation at run time, and every format holds them.
+    ordered = program.scheme.act_order
+    settings = GptqSettings(act_order=ordered, static_groups=ordered)
+    found = jax.vmap(lambda w, h, n: gptq(w, h, grid, settings, num_tokens=n))(
         weights, calibration.hessians, calibration.num_tokens
     )
     return found.codes, found.permutation, found.starved

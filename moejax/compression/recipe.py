@@ -52,6 +52,7 @@ class Scheme:
     scale_dtype: str  # "float16" | "float32"
     factor_bits: int  # of the compensator; 16 is bfloat16
     rank: int | None = None  # None: what the rank policy says
+    act_order: bool = False  # gptq visits inputs by falling Hessian, in groups fixed beforehand
 
     def check(self) -> None:
         """Raises MoejaxError naming the first field whose value is not allowed."""
@@ -130,6 +131,8 @@ def schemes(recipe: Recipe, inventory: Inventory) -> dict[str, Scheme]:
     by_name = {entry.name: entry for entry in inventory.entries}
     if all(scheme.method == "none" for scheme in found.values()):
         raise MoejaxError("the recipe leaves every matrix as it is; nothing is to be done")
+    if recipe.default.act_order and all(scheme.method != "gptq" for scheme in found.values()):
+        raise MoejaxError("act_order is gptq's, and no matrix takes method=gptq")
     return {name: _resolved(scheme, by_name[name], recipe.format) for name, scheme in found.items()}
 
 
@@ -249,7 +252,8 @@ def _useless(rule: Rule, inventory: Inventory) -> MoejaxError:
     there = {entry.kind for entry in inventory.entries}
     kinds = ", ".join(kind for kind in MATRIX_KINDS if kind in there)
     example = next(e.prefix for e in inventory.entries if e.kind in _QUANTIZED_KINDS)
+    tied = "" if "head" in there else " (its head is the embedding)"
     return MoejaxError(
-        f"rule {rule.text!r} matches nothing; the model has the classes {kinds}, and names such "
-        f"as {example}"
+        f"rule {rule.text!r} matches nothing; the model has the classes {kinds}{tied}, and names "
+        f"such as {example}"
     )
