@@ -111,7 +111,7 @@ class QuantizeConfig(RunConfig):
         "of compensators: a sum of Uniform-, Dense-, Sparse-, Kurtosis-, Frequency-r or -r%, "
         "perhaps 'within 200 MB', or a set of the paper's such as mixtral-s1",
     )
-    factor_bits: int = _option(8, "of milo's compensators: 3, 4, 8 or 16 (bfloat16)")
+    factor_bits: int = _option(3, "of milo's compensators: 3, 4, 8 or 16 (bfloat16)")
     passes: int = _option(20, "milo stops after so many passes at the latest")
     act_order: bool = _option(
         False, "gptq visits inputs by falling importance, in groups that are fixed beforehand"

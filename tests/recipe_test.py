@@ -74,6 +74,8 @@ class RecipeTest(parameterized.TestCase):
     def test_auto_zero_kind_is_the_formats(self):
         name = "model.layers.0.self_attn.q_proj.weight"
         self.assertEqual(self.schemes()[name].zero_kind, "float")
+        plus = self.schemes(default=scheme(method="milo+"))[name]
+        self.assertEqual(plus.zero_kind, "symmetric")
         found = self.schemes("mlp: group=8", target="compressed-tensors")
         self.assertEqual(found[name].zero_kind, "integer")
 
