@@ -1,7 +1,9 @@
 """Calibration: layers one by one equal the model, Hessians float64 sums; the text that ships."""
 
+import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ from absl.testing import absltest, parameterized
 
 import moejax
 from moejax.compression.calibration import TEXT_PATH, calibration_tokens, shipped_text
-from moejax.compression.forward import LayerRun
+from moejax.compression.forward import LayerRun, file_backed
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
 from moejax.models.transformer import forward, merge_weights, model_definition
@@ -235,6 +237,22 @@ class CalibrationTextTest(absltest.TestCase):
         ):
             with self.assertRaisesRegex(MoejaxError, said):
                 calibration_tokens(**{"tokenizer": self.tokenizer, **self.model, **change})
+
+
+class FileBackedTest(absltest.TestCase):
+    def test_zeros_that_can_be_written_and_leave_nothing_behind(self):
+        directory = self.enterContext(tempfile.TemporaryDirectory())
+        with mock.patch.object(tempfile, "tempdir", directory):
+            array = file_backed((3, 5, 7), jnp.bfloat16)
+        np.testing.assert_array_equal(array, np.zeros((3, 5, 7)))
+        array[1] = 2.5
+        self.assertEqual(float(array.astype(np.float64).sum()), 2.5 * 35)
+        self.assertIsInstance(array.base, np.memmap)
+        self.assertEmpty(list(Path(directory).iterdir()))
+
+    def test_no_room_is_said_before_anything_is_written(self):
+        with self.assertRaises(OSError):
+            file_backed((2**50,), np.float32)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,18 @@
         h, count = captured.hessian("moe.down", expert=3)   # for gptq, autoround
         run.advance(quantized_layer)                        # or the originals
 
-Held at a time: hidden states of all tokens twice on the host (a layer's input, and what its MLP
-reads), one layer's weights on the device, the Hessians of its attention, and those of as many
-experts as `hessian_bytes` allows. A run that goes on after a kill calls `advance` alone for the
-layers that are done: with the same weights it arrives at the same hidden states, bit for bit.
+Held at a time: hidden states of all tokens twice (a layer's input, and what its MLP reads) in
+temporary files, whose pages the system may take back; one layer's weights on the device, the
+Hessians of its attention, and those of as many experts as `hessian_bytes` allows. A run that goes
+on after a kill calls `advance` alone for the layers that are done: with the same weights it arrives
+at the same hidden states, bit for bit.
 
 Weights of one layer are named as in `weight_shapes`, without the layers' axis.
 """
 
+import math
+import os
+import tempfile
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -51,7 +55,7 @@ class LayerRun:
 
     Attributes:
       layer: the one that comes next.
-      hidden: [S, T, D] on the host, its input.
+      hidden: [S, T, D] in a file of the host's, its input.
 
     Args:
       config: the model's.
@@ -83,7 +87,11 @@ class LayerRun:
         num_sequences, length = tokens.shape
         self._step = _sequences_per_step(num_sequences, max(1, tokens_per_step // length))
         table = embed if isinstance(embed, np.ndarray) else np.asarray(dense(embed, self._dtype))
-        self.hidden = table[tokens].astype(self._dtype)
+        self.hidden = file_backed((*tokens.shape, table.shape[1]), self._dtype)
+        for part, ids in zip(
+            _steps(self.hidden, self._step), _steps(tokens, self._step), strict=True
+        ):
+            part[...] = table[ids].astype(self._dtype)
 
     def capture(self, weights: Mapping[str, Any]) -> "CapturedLayer":
         """Runs layer `self.layer` and keeps what its matrices were given; does not move on.
@@ -170,7 +178,7 @@ class CapturedLayer:
         self._chunks: dict[str, tuple[int, jax.Array]] = {}  # leaf: first expert, float32[e, K, K]
         self.num_tokens = hidden.shape[0] * hidden.shape[1]
         self.expert_tokens: np.ndarray | None = None
-        self._mlp_hidden = np.empty_like(hidden)
+        self._mlp_hidden = file_backed(hidden.shape, hidden.dtype)
         self._totals = self._run(hidden, attention)
 
     def hessian(self, leaf: str, expert: int | None = None) -> Hessian:
@@ -241,6 +249,19 @@ def _sequences_per_step(num_sequences: int, most: int) -> int:
     most = min(most, num_sequences)
     divisors = [n for n in range(max(1, most // 2), most + 1) if num_sequences % n == 0]
     return divisors[-1] if divisors else most
+
+
+def file_backed(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Zeros in a temporary file ($TMPDIR) that goes when they do.
+
+    Raises:
+      OSError: the disk has no room; asked for at once, since a page without room kills the process.
+    """
+    with tempfile.TemporaryFile() as file:
+        num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+        return np.asarray(np.memmap(file, dtype, "w+", shape=shape))
 
 
 def _steps(hidden: np.ndarray, step: int) -> list[np.ndarray]:
