@@ -14,6 +14,7 @@ from absl.testing import absltest
 
 from moejax.compression import pipeline
 from moejax.compression.pipeline import quantize_checkpoint
+from moejax.errors import MoejaxError
 from tests.quantize_case import Killed, QuantizeTestCase, digests, stopped_after
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -107,6 +108,10 @@ quantize_checkpoint(Job(
         self.assertTrue(again.was_done)
         self.assertEqual(again.totals, first.totals)
         self.assertEqual({path: path.stat().st_mtime_ns for path in before}, before)
+        shard = sorted(job.output.glob("*.safetensors"))[1]
+        shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+        with self.assertRaisesRegex(MoejaxError, f"{shard.name} is not what was written"):
+            quantize_checkpoint(job)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from moejax.checkpoints.quantized.manifest import MANIFEST_FILE
+from moejax.checkpoints.quantized.manifest import MANIFEST_FILE, Manifest, check_files
 from moejax.checkpoints.quantized.stored import Tensors
 from moejax.checkpoints.safetensors_reader import INDEX_FILE, read_header
 from moejax.compression import manifest
@@ -81,7 +81,7 @@ def quantize_checkpoint(job: Job) -> Outcome:
 
     Raises:
       MoejaxError: the source, the recipe or the output directory is not what it must be, the disk
-        is full, or a weight cannot be quantized.
+        is full, a weight cannot be quantized, or a file of a finished output has changed.
     """
     inventory = take_inventory(job.source)
     if job.output.resolve() == job.source.resolve():
@@ -273,6 +273,9 @@ def _records(notes: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def _outcome_before(output: Path, num_shards: int) -> Outcome:
     fields = read_json(output / MANIFEST_FILE)
+    files = {name: (said["size"], said["sha256"]) for name, said in fields["files"].items()}
+    made = Manifest(path=output / MANIFEST_FILE, matrices={}, files=files)
+    check_files(made, checksums=True)
     return Outcome(
         output=output,
         was_done=True,

@@ -14,7 +14,7 @@ def report_lines(outcome: Outcome) -> Iterator[str]:
     """Shares, bits, bytes by class, the worst matrices, the time by phase, remarks."""
     t = outcome.totals
     if outcome.was_done:
-        yield f"{outcome.output} is finished already; nothing was done"
+        yield f"{outcome.output} is finished already; nothing was done (checksums agree)"
     yield (
         f"quantized: {100 * t['quantized_share']:.2f} % of {t['weights']:,} weights, at "
         f"{t['quantized_bits_per_weight']:.3f} bits a weight; the whole model at "
