@@ -1,5 +1,6 @@
 """Every method and file format through the whole pipeline, against numpy and the loaders."""
 
+import dataclasses
 import json
 import shutil
 from typing import ClassVar
@@ -255,6 +256,15 @@ class MethodsTest(QuantizeTestCase):
             )
         self.assertEqual(loaded[0], loaded[2])
         self.assertEqual(loaded[1], loaded[2])
+
+    def test_what_the_gpu_kernel_refuses_is_said(self):
+        served = self.job(method="milo", group_size=64).recipe.default
+        served = dataclasses.replace(served, zero_kind="float")
+        odd = dataclasses.replace(served, group_size=48)
+        matrices = [((64, 96), odd), ((32, 96), odd), ((64, 128), served)]
+        [line] = quantizers.kernel_remarks(matrices)
+        self.assertRegex(line, "^2 matrices were solved without the HQQ kernel.*group_size 48")
+        self.assertEmpty(quantizers.kernel_remarks(matrices[2:]))
 
     def test_own_format_with_embedding_head_and_router(self):
         job = self.job("embed, head, router: method=rtn bits=8")

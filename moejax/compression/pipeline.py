@@ -26,6 +26,7 @@ from moejax.compression.inventory import Inventory, Shard, source_fingerprint, t
 from moejax.compression.ledger import Ledger
 from moejax.compression.meter import Meter
 from moejax.compression.plots import REPORT_FOLDER, draw_report
+from moejax.compression.quantizers import kernel_remarks
 from moejax.compression.recipe import CALIBRATED, COMPENSATED, Recipe, Scheme, schemes
 from moejax.compression.shard import ShardResult, quantize_shard
 from moejax.compression.stacks import Programs, Task
@@ -141,6 +142,9 @@ class _Run:
         notes = self._quantize_shards(plan["ranks"], done)
         with self.meter.phase("finish"):
             remarks = _finish(self.job, self.inventory, self.ledger, notes)
+        if self.job.device.platform == "gpu":
+            entries = (e for e in self.inventory.entries if e.name in self.chosen)
+            remarks += kernel_remarks((e.shape, self.chosen[e.name]) for e in entries)
         if capped := plan["capped"]:
             names = ", ".join(capped[:3]) + (", ..." if len(capped) > 3 else "")
             remarks.append(f"{len(capped)} matrices got the full rank min(N, K) ({names})")

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -80,6 +82,24 @@ class _Solution(NamedTuple):
     factors: Factors
     lost: jax.Array  # float32[C], with these factors
     free_lost: jax.Array | None  # with unquantized ones; None where codes are fitted to factors
+
+
+def kernel_remarks(matrices: Iterable[tuple[tuple[int, ...], Scheme]]) -> list[str]:
+    """A line for each reason why the GPU kernel leaves HQQ solves to the loop, for people.
+
+    Args:
+      matrices: shape [N, K] and resolved scheme of each.
+    """
+    reasons: dict[str, int] = defaultdict(int)
+    for shape, scheme in matrices:
+        if scheme.method in ("hqq", "milo"):
+            grid = Program(scheme=scheme, max_rank=0, passes=1).grid
+            if reason := kernel_refusal(jax.ShapeDtypeStruct(shape, jnp.float32), grid):
+                reasons[reason] += 1
+    return [
+        f"{count} matrices were solved without the HQQ kernel, which refuses: {reason}"
+        for reason, count in reasons.items()
+    ]
 
 
 @functools.partial(jax.jit, static_argnames="program")
