@@ -17,7 +17,8 @@ from moejax.errors import MoejaxError
 from moejax.generation import AnswerBuilder, Chunk, Generation, GenerationSettings, Timing
 from moejax.models.config import ModelConfig
 from moejax.qtensor import Weight
-from moejax.runner import MIN_KV_LENGTH, Runner, length_bucket
+from moejax.runner import MAX_PREFILL_LENGTH, MIN_KV_LENGTH, Runner, length_bucket
+from moejax.served import Served
 from moejax.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -47,7 +48,19 @@ class Engine:
         eos_ids: tuple[int, ...] = (),
         device: jax.Device | None = None,
         context: int = 0,
+        kernels: ops.Kernels | None = None,
     ):
+        """Around weights that are on the device; `from_pretrained` reads them.
+
+        Args:
+          config: the model's shape.
+          weights: flat dict of layer-stacked leaves.
+          tokenizer: of prompts that are texts.
+          eos_ids: tokens that end an answer.
+          device: None for JAX's default one.
+          context: cache length of every call, or 0.
+          kernels: which may serve products with packed weights; None for what the device has.
+        """
         if not 0 <= context <= config.max_positions:
             raise MoejaxError(
                 f"context={context} must be from 0 (as needed) to {config.max_positions}, "
@@ -60,7 +73,7 @@ class Engine:
         self.device = device or choose_device("auto")
         self.context = context
         self.load_seconds = 0.0
-        self._runner = Runner(config, self.weights, self.device)
+        self._runner = Runner(config, self.weights, self.device, kernels=kernels)
 
     @classmethod
     def from_pretrained(
@@ -139,7 +152,32 @@ class Engine:
         if not kinds:
             return f"{size}, none packed"
         said = "; ".join(f"{', '.join(names)}: {kind}" for kind, names in kinds.items())
-        return f"{size} ({said}; dequantized for each product, there is no kernel for them yet)"
+        runs = []
+        for phase, found in self._products().items():
+            used = sorted({of.implementation for of in found.values() if of.packed})
+            how = "dequantized for each product" if used == [ops.DEQUANTIZED] else ", ".join(used)
+            runs.append(f"{phase}: {how}")
+        return f"{size} ({said}); {'; '.join(runs)}"
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """What serves each product: {"decode attention.o_proj": "mosaic, int4g64 float", ...}.
+
+        Of the calls so far, the last of a phase where they differ; before the first, of a batch of
+        one. Where a kernel refused, its reason follows.
+        """
+        return {
+            f"{phase} {name}": of.describe()
+            for phase, found in self._products().items()
+            for name, of in found.items()
+        }
+
+    def _products(self) -> dict[str, dict[str, Served]]:
+        first = {
+            "prefill": self._runner.serves(MAX_PREFILL_LENGTH, 1),
+            "decode": self._runner.serves(1, 1),
+        }
+        return first | self._runner.products
 
     @property
     def experts_used(self) -> list[str]:

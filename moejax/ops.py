@@ -1,25 +1,59 @@
 """Products with weights of any kind: plain arrays, packed codes, FP8 blocks.
 
-The one place where a kernel for packed weights will be chosen. Until there is one, packed matrices
-are dequantized in float32, cast to the dtype of the activations and multiplied as plain ones: only
-the matrices (or rows) that a call uses, never a whole stack. Plain arrays go through untouched.
+The one place where a kernel for packed weights is chosen (`choose_product`). Where every kernel
+refuses, packed matrices are dequantized in float32, cast to the dtype of the activations and
+multiplied as plain ones: only the matrices (or rows) that a call uses, never a whole stack. Plain
+arrays go through untouched.
 
 Axes: N outputs (rows), K inputs; leading axes are layers, then experts.
 """
 
 import dataclasses
+import functools
+import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.qtensor import FP8_BLOCK, Compensator, Fp8Tensor, QTensor, Weight
+from moejax.qtensor import FP8_BLOCK, Compensator, Factor, Fp8Tensor, QTensor, Weight
+from pallas_kernels import dequant_matmul, packed
+from pallas_kernels.target import Choice, Target
 
 Index = int | jax.Array
+
+DEQUANTIZED = "dequantized"  # in place of a kernel's name in a `Choice`
+PLAIN = "plain"  # the same, of a weight that is not packed
+REFERENCE = "reference"  # what `pallas_kernels` chooses where its kernels refuse
 
 # A packed matrix of more bytes than this when plain is multiplied a block of rows at a time: XLA on
 # a CPU dequantizes whole ones of all layers at once, for they wait for nothing (jax 0.10.2).
 BLOCK_BYTES = 2**23
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """Which kernels may serve products with packed weights; static.
+
+    Attributes:
+      target: where the program runs; None: nowhere that is known, so no kernel serves.
+      implementation: the one of `pallas_kernels` that serves whatever can be given to it; None:
+        the first that does not refuse on `target`.
+    """
+
+    target: Target | None = None
+    implementation: str | None = None
+
+
+NO_KERNELS = Kernels()
+
+
+class Operands(NamedTuple):
+    """A weight as `pallas_kernels` takes it."""
+
+    weights: packed.PackedMatrices
+    low_rank: tuple[packed.LowRank, ...]
 
 
 def packing(weight: Weight) -> str | None:
@@ -33,6 +67,112 @@ def packing(weight: Weight) -> str | None:
         low_rank = ", low-rank terms" if weight.compensators else ""
         return f"INT{weight.bits} in {groups}, {zeros}{low_rank}"
     return None
+
+
+def unfit(weight: Weight) -> str | None:
+    """Why a weight has no form that a kernel takes, or None."""
+    if isinstance(weight, Fp8Tensor):
+        return f"it is {packing(weight)}"
+    if isinstance(weight, QTensor):
+        if weight.permutation is not None:
+            return "its inputs are permuted (act-order)"
+        factors = [factor for c in weight.compensators for factor in (c.u, c.v)]
+    else:
+        factors = [weight]
+    for factor in factors:
+        if isinstance(factor, QTensor) or factor.dtype in (jnp.bfloat16, jnp.float16):
+            continue
+        part = "a low-rank factor" if isinstance(weight, QTensor) else "it"
+        return f"{part} is {factor.dtype}, not bfloat16 or float16"
+    return None
+
+
+def operands(weight: Weight) -> Operands:
+    """The leading axes as one of S slots; nothing is copied.
+
+    Args:
+      weight: [..., N, K], for which `unfit` has no reason.
+    """
+    assert not isinstance(weight, Fp8Tensor)
+    if not isinstance(weight, QTensor):
+        return Operands(_matrices(weight), ())
+    terms = tuple(
+        packed.LowRank(
+            u=_matrices(c.u[None]),
+            v=_matrices(c.v[None]),
+            start=c.start.reshape(-1),
+            rank=c.rank.reshape(-1),
+            first_row=c.first_row,
+            max_rank=c.max_rank,
+        )
+        for c in weight.compensators
+        if c.max_rank
+    )
+    return Operands(_matrices(weight), terms)
+
+
+def _matrices(weight: Factor) -> packed.PackedMatrices:
+    def flat(array: jax.Array) -> jax.Array:
+        return array.reshape(math.prod(array.shape[:-2]), *array.shape[-2:])
+
+    if not isinstance(weight, QTensor):
+        return packed.plain(flat(weight))
+    return packed.PackedMatrices(
+        words=flat(weight.words),
+        scales=flat(weight.scales),
+        zeros=None if weight.zeros is None else flat(weight.zeros),
+        num_inputs=weight.num_inputs,
+        bits=weight.bits,
+        group_size=weight.group_size,
+    )
+
+
+def choose_product(num_rows: int, dtype: jnp.dtype, weight: Weight, kernels: Kernels) -> Choice:
+    """What serves x [num_rows, K] of a dtype times matrices [..., N, K].
+
+    Returns:
+      An implementation of `pallas_kernels.dequant_matmul`, `PLAIN`, or `DEQUANTIZED` with the
+      reasons why no kernel serves.
+    """
+    if not isinstance(weight, QTensor | Fp8Tensor):
+        return Choice(PLAIN, {})
+    if reason := unfit(weight):
+        return Choice(DEQUANTIZED, {"every kernel": reason})
+    if kernels.implementation:
+        return Choice(kernels.implementation, {})
+    if kernels.target is None:
+        return Choice(DEQUANTIZED, {"every kernel": "no target was named"})
+    x = jax.ShapeDtypeStruct((num_rows, weight.shape[-1]), dtype)
+    shapes = jax.eval_shape(operands, weight)
+    chosen = dequant_matmul.choose(x, shapes.weights, shapes.low_rank, kernels.target)
+    return kernel_or_dequantized(chosen)
+
+
+def kernel_or_dequantized(choice: Choice) -> Choice:
+    """A choice of `pallas_kernels`, whose reference never runs a model: ours is faster."""
+    if choice.implementation == REFERENCE:
+        return Choice(DEQUANTIZED, choice.refusals)
+    return choice
+
+
+@functools.partial(jax.jit, static_argnames=("out_dtype", "implementation"))
+def _packed_product(
+    x: jax.Array,
+    slot: jax.Array,
+    of: Operands,
+    *,
+    out_dtype: jnp.dtype | None,
+    implementation: str,
+) -> jax.Array:
+    """[M, N]; jitted, with the slot an operand, so that all layers share a trace and a kernel."""
+    return dequant_matmul.dequant_matmul(
+        x,
+        of.weights,
+        slot=slot,
+        low_rank=of.low_rank,
+        out_dtype=out_dtype,
+        implementation=implementation,
+    )
 
 
 def matrix(weight: Weight, index: tuple[Index, ...], dtype: jnp.dtype) -> jax.Array:
@@ -68,31 +208,70 @@ def expert_matrix(stacked: Weight, layer: int, expert_id: jax.Array, dtype: jnp.
     return jax.lax.dynamic_slice(stacked, start, (1, 1, *stacked.shape[2:]))[0, 0]
 
 
-def linear(x: jax.Array, weight: Weight, layer: int) -> jax.Array:
+def linear(
+    x: jax.Array,
+    weight: Weight,
+    layer: int,
+    out_dtype: jnp.dtype | None = None,
+    kernels: Kernels = NO_KERNELS,
+) -> jax.Array:
     """x W^T with one layer's matrix.
 
     Args:
       x: [..., K].
       weight: [L, N, K].
       layer: index into L.
+      out_dtype: as in `product`.
+      kernels: which may serve.
 
     Returns:
-      [..., N] in `x.dtype`.
+      [..., N].
     """
-    return product(x, weight[layer])
+    y = _by_kernel(x, weight, layer, out_dtype, kernels)
+    return _product(x, weight[layer], out_dtype) if y is None else y
 
 
-def product(x: jax.Array, weight: Weight, out_dtype: jnp.dtype | None = None) -> jax.Array:
+def product(
+    x: jax.Array,
+    weight: Weight,
+    out_dtype: jnp.dtype | None = None,
+    kernels: Kernels = NO_KERNELS,
+) -> jax.Array:
     """x W^T with one matrix.
 
     Args:
       x: [..., K].
       weight: [N, K].
       out_dtype: of the result and its sums; None: `x.dtype`.
+      kernels: which may serve.
 
     Returns:
       [..., N].
     """
+    y = _by_kernel(x, weight, 0, out_dtype, kernels)
+    return _product(x, weight, out_dtype) if y is None else y
+
+
+def _by_kernel(
+    x: jax.Array, weight: Weight, slot: int, out_dtype: jnp.dtype | None, kernels: Kernels
+) -> jax.Array | None:
+    """[..., N], or None where no kernel serves."""
+    num_rows = math.prod(x.shape[:-1])
+    chosen = choose_product(num_rows, x.dtype, weight, kernels).implementation
+    if chosen in (PLAIN, DEQUANTIZED):
+        return None
+    y = _packed_product(
+        x.reshape(num_rows, -1),
+        jnp.int32(slot),
+        operands(weight),
+        out_dtype=out_dtype,
+        implementation=chosen,
+    )
+    return y.reshape(*x.shape[:-1], -1)
+
+
+def _product(x: jax.Array, weight: Weight, out_dtype: jnp.dtype | None) -> jax.Array:
+    """See `product`; a packed matrix is dequantized."""
 
     def times(x: jax.Array, plain: jax.Array) -> jax.Array:
         return jnp.einsum("...k,nk->...n", x, plain, preferred_element_type=out_dtype)

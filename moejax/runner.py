@@ -9,23 +9,24 @@ import jax
 import numpy as np
 from absl import logging
 
-from moejax import steps
+from moejax import ops, served, steps
 from moejax.cache import KVCache
 from moejax.compiled import CompiledPrograms
 from moejax.devices import plain_memory_errors
 from moejax.generation import GenerationSettings, Timing
 from moejax.models.attention import default_attention_via
 from moejax.models.config import ModelConfig
-from moejax.models.moe import ExpertsVia, default_experts_via, kernel_refusal
+from moejax.models.moe import ExpertsVia, default_experts_via
 from moejax.models.transformer import ChunkSpec, model_definition
 from moejax.qtensor import Fp8Tensor, QTensor
 from moejax.sampling import Sampling
+from moejax.served import EXPERT_LEAVES, Served
+from pallas_kernels.target import target_of
 
 MIN_PREFILL_LENGTH = 16
 MAX_PREFILL_LENGTH = 1024  # longer prompts go chunk by chunk
 SCORE_BYTES = 2**30  # of the float32 attention scores of one chunk and layer
 MIN_KV_LENGTH = 256
-EXPERT_LEAVES = ("moe.gate_up", "moe.down")
 
 
 def length_bucket(length: int, smallest: int, largest: int, factor: int = 2) -> int:
@@ -95,25 +96,74 @@ class Runner:
       weights: flat dict of layer-stacked leaves, plain or packed, on `device`.
       device: where it runs.
       dtype: of the activations and the cache; that of the norms, which are never packed.
+      kernels: which may serve products with packed weights.
       experts_used: which forms ran the experts so far.
+      products: what served each product so far, by phase ("prefill", "decode") and name.
       programs: what was compiled, and how long that took.
     """
 
-    def __init__(self, config: ModelConfig, weights: steps.Weights, device: jax.Device):
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: steps.Weights,
+        device: jax.Device,
+        *,
+        kernels: ops.Kernels | None = None,
+        experts_via: ExpertsVia | None = None,
+    ):
+        """Compiles nothing yet; logs what packed weights do not run on the expected kernel.
+
+        Args:
+          config: the model's shape.
+          weights: flat dict of layer-stacked leaves, on `device`.
+          device: where it runs.
+          kernels: None for what the device has.
+          experts_via: the form that runs the experts, whatever the number of tokens; None for
+            the default one.
+        """
         self.config = config
         self.weights = weights
         self.device = device
         self.programs = CompiledPrograms()
-        self._definition = model_definition(config)
+        self.kernels = kernels or ops.Kernels(target_of(device))
+        self._asked_via = experts_via
+        self._definition = model_definition(config, self.kernels)
         norm = weights["final_norm"]
         assert not isinstance(norm, QTensor | Fp8Tensor)
         self.dtype = norm.dtype
         self.experts_used: set[ExpertsVia] = set()
         self._attention = default_attention_via(config, self.dtype, device.platform)
         self._experts = [weights[name] for name in EXPERT_LEAVES if name in weights]
-        refusal = kernel_refusal(config, self.dtype, self._experts)
-        if device.platform == "gpu" and refusal:
-            logging.warning("experts run without the decode kernel, which refuses: %s", refusal)
+        self.products: dict[str, dict[str, Served]] = {}
+        self._forms: dict[tuple[str, int, int], ExpertsVia] = {}  # of calls so far
+        for line in self.remarks():
+            logging.warning("%s", line)
+
+    def serves(self, num_tokens: int, num_sequences: int) -> dict[str, Served]:
+        """What serves each product of a call; `served.served_products` says more."""
+        return served.served_products(
+            self.config,
+            self.weights,
+            self.dtype,
+            self.kernels,
+            num_tokens=num_tokens,
+            num_sequences=num_sequences,
+            experts_via=self.experts_via(num_tokens),
+        )
+
+    def remarks(self) -> list[str]:
+        """Of a batch of one: a line for each kind of weights without the kernel they should have.
+
+        Plain experts should decode by `pallas_kernels.expert_mlp`.
+        """
+        decode, prefill = self.serves(1, 1), self.serves(MAX_PREFILL_LENGTH, 1)
+        expected = served.expected_kernel(self.kernels.target)
+        lines = [f"decode: {line}" for line in served.remarks(decode, expected)]
+        lines += [f"prefill: {line}" for line in served.remarks(prefill, expected)]
+        experts = decode.get("experts")
+        if expected and experts and not experts.packed and experts.refusals:
+            lines.append(f"decode: experts run without their kernel: {experts.describe()}")
+        return lines
 
     def run(
         self,
@@ -207,7 +257,7 @@ class Runner:
         spec = ChunkSpec(
             kv_length=kv_bucket(session.next_position + num_steps, cache_length),
             is_first=False,
-            experts=self._experts_via(batch),
+            experts=self._recorded_via("decode", batch, batch),
             attention=self._attention,
         )
         session.state, emitted = self._call(
@@ -279,10 +329,19 @@ class Runner:
             parts.append(nats)
         return np.sum([np.asarray(nats, np.float64) for nats in parts], axis=0)
 
-    def _experts_via(self, num_tokens: int) -> ExpertsVia:
-        via = default_experts_via(
-            num_tokens, self.config, self.dtype, self.device.platform, self._experts
+    def experts_via(self, num_tokens: int) -> ExpertsVia:
+        """The form that runs the experts of a call of so many tokens."""
+        return self._asked_via or default_experts_via(
+            num_tokens, self.config, self.dtype, self.device.platform, self._experts, self.kernels
         )
+
+    def _recorded_via(self, phase: str, num_tokens: int, num_sequences: int) -> ExpertsVia:
+        """The form that runs the experts of a call, which goes on record."""
+        key = (phase, num_tokens, num_sequences)
+        via = self._forms.get(key)
+        if via is None:
+            via = self._forms[key] = self.experts_via(num_tokens)
+            self.products.setdefault(phase, {}).update(self.serves(num_tokens, num_sequences))
         self.experts_used.add(via)
         return via
 
@@ -306,7 +365,7 @@ class Runner:
         return ChunkSpec(
             kv_length=0 if start == 0 else kv_bucket(start + size, cache_length),
             is_first=start == 0,
-            experts=self._experts_via(batch * size),
+            experts=self._recorded_via("prefill", batch * size, batch),
             attention=self._attention,
         )
 

@@ -1,11 +1,15 @@
 """The only caller of `pallas_call`: backend, interpret mode, names, version differences."""
 
+import contextlib
+import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax._src.pallas import core as pallas_core  # for `renumbered`
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import triton as pltriton
 
 
@@ -18,6 +22,7 @@ def triton_call(
     num_warps: int,
     num_stages: int,
     interpret: bool,
+    aliases: Mapping[int, int] | None = None,
 ) -> Callable[..., Any]:
     """A Pallas-Triton kernel over whole arrays; the body indexes them itself.
 
@@ -32,6 +37,8 @@ def triton_call(
       num_warps: of a program.
       num_stages: of Triton's software pipeline.
       interpret: runs the body on the CPU, for tests.
+      aliases: operand -> output that takes its place in memory; the operand must be donated, or
+        XLA copies it. The body writes the output's ref.
     """
 
     def call(*operands: jax.Array) -> Any:
@@ -44,6 +51,107 @@ def triton_call(
             compiler_params=pltriton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
             interpret=interpret,
             name=name,
+            input_output_aliases=dict(aliases or {}),
         )(*operands)
 
     return call
+
+
+@contextlib.contextmanager
+def renumbered(indices: Sequence[jax.Array], grid: Sequence[int]) -> Iterator[None]:
+    """A body traced inside finds itself program `indices` of `grid`, whatever the launch's is.
+
+    So one launch can give some of its programs to one body and some to another, neither of which
+    knows. It is what Pallas does itself in its interpreter; JAX has no public name for it.
+
+    Args:
+      indices: int32[] of each axis, what `pl.program_id` yields.
+      grid: their sizes, what `pl.num_programs` yields.
+    """
+    axes = [pallas_core.GridAxis(i, n) for i, n in zip(indices, grid, strict=True)]
+    with pallas_core.grid_env(axes):
+        yield
+
+
+def mosaic_call(
+    body: Callable[..., None],
+    *,
+    name: str,
+    num_blocks: int,
+    out_shape: jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct],
+    scratch: Sequence[Any],
+    num_warpgroups: int,
+) -> Callable[..., Any]:
+    """A Pallas-Mosaic kernel whose body is emitted whole (`stream.emit`), over whole arrays.
+
+    Args:
+      body: takes the MLIR reference of each operand, output and scratch buffer.
+      name: operation, form and tile; what a profile shows.
+      num_blocks: thread blocks; each reads its index from ctaid.x.
+      out_shape: of the output, or of each of several.
+      scratch: shared memory, as `plgpu.SMEM` types.
+      num_warpgroups: of a block; 128 threads each.
+    """
+
+    def traced(*refs: Any) -> None:
+        whole = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
+        whole(lambda _, *emitted: body(*emitted))(*refs)
+
+    return plgpu.kernel(
+        traced,
+        out_type=out_shape,
+        scratch_types=tuple(scratch),
+        grid=(num_blocks,),
+        grid_names=("block",),
+        num_threads=num_warpgroups,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+        kernel_name=name,
+    )
+
+
+def mosaic_pipeline_call(
+    body: Callable[..., None],
+    *,
+    name: str,
+    num_blocks: int,
+    out_shape: jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct],
+    scratch: Mapping[str, Any],
+    num_warpgroups: int,
+    alias: int | None = None,
+) -> Callable[..., Any]:
+    """A Pallas-Mosaic kernel whose body is written in Pallas and whose warpgroups differ.
+
+    Args:
+      body: takes one ref an operand, then one an output, then the scratch by name.
+      name: operation, form and tile; what a profile shows.
+      num_blocks: thread blocks, axis "block".
+      out_shape: of the output, or of each of several.
+      scratch: shared memory and barriers.
+      num_warpgroups: of a block, axis "warpgroup"; 128 threads each.
+      alias: the operand whose memory the only output takes, as `aliases` of `triton_call`.
+    """
+    params = plgpu.CompilerParams(
+        lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+    )
+    mesh: dict[str, Any] = {
+        "grid": (num_blocks,), "grid_names": ("block",), "num_threads": num_warpgroups,
+        "thread_name": "warpgroup", "kernel_name": name,
+    }  # fmt: skip
+    if alias is None:
+        return plgpu.kernel(
+            body, out_type=out_shape, scratch_types=dict(scratch), compiler_params=params, **mesh
+        )
+    # `plgpu.kernel` has no aliases; this is what it calls, and jax before 0.11 lacks it.
+    from jax._src.pallas import mpmd
+
+    def scoped(*refs: Any) -> None:
+        pl.run_scoped(functools.partial(body, *refs), collective_axes="warpgroup", **scratch)
+
+    call = mpmd._mpmd_map(
+        [(plgpu.Mesh(**mesh), scoped)], [out_shape], input_output_aliases={alias: 0},
+        compiler_params=params, name=name,
+    )  # fmt: skip
+    return lambda *operands: call(*operands)[0]

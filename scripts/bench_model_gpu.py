@@ -1,23 +1,28 @@
-"""Prefill and decode of real shapes with random bf16 weights made on the device.
+"""Prefill and decode of real shapes with random weights, bf16 or packed, made on the device.
 
-    python scripts/bench_model_gpu.py --shape=Qwen3-30B-A3B --batch=1 --prompt=512
+    python scripts/bench_model_gpu.py --shape=Qwen3-30B-A3B --bits=4 --batch=1 --batch=16
+    python scripts/bench_model_gpu.py --shape=Mixtral-8x7B --bits=3 --prompt=2048 --prefill_only
 
 Prints TTFT, TPOT, the bytes that a token must read (dense weights, chosen experts, cache), what
 share of the measured read bandwidth that is, launches a token counted in a profile, and the time
-to compile without and with the persistent cache; writes JSON rows. With random weights the routing
-is near uniform: for batches the distinct experts are counted, not assumed.
+to compile without and with the persistent cache; writes JSON rows as they come. No quantizer runs:
+codes are random, scales such that activations stay as wide as with bf16. With random weights the
+routing is near uniform; the distinct experts of a step are counted from its routing.
+
+What serves each product is printed, and stands in the rows. Where packed weights do not run on the
+kernel that the device should have (`--expect`, `--expect_prefill`), the benchmark ends with an
+error before it measures.
+
+A configuration is a batch and a prompt length. With `--time_limit_s` none is begun after so many
+seconds: the rest takes another call, with the same `--cache`. `--shape=tiny --platform=cpu` tries
+the script.
 """
 
-import collections
 import dataclasses
-import functools
-import gzip
-import json
-import math
-import re
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -25,212 +30,276 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
+from moejax import ops, served
 from moejax.devices import choose_device, enable_compilation_cache
 from moejax.engine import STEPS_PER_CALL
 from moejax.generation import GenerationSettings
-from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
-from moejax.results import (
-    ResultRow,
-    append_rows,
-    command_line,
-    describe_device,
-    package_versions,
-    today,
+from moejax.models.transformer import ChunkSpec
+from moejax.runner import (
+    Runner,
+    kv_bucket,
+    length_bucket,
+    longest_chunk,
+    prefill_chunks,
 )
-from moejax.runner import Runner
+from pallas_kernels import layout
+from pallas_kernels.target import target_of
+from scripts.bench_report import Report
+from scripts.model_profile import distinct_experts, launches, read_bandwidth
+from scripts.model_weights import Packing, bytes_per_step, random_weights
 
-_SHAPE = flags.DEFINE_enum("shape", "Qwen3-30B-A3B", sorted(SHAPES), "which real shape")
+TINY = dataclasses.replace(
+    SHAPES["Qwen3-30B-A3B"], vocab_size=512, model_dim=64, num_layers=2, num_heads=4,
+    num_kv_heads=2, head_dim=16, num_experts=8, experts_per_token=2, expert_dim=64,
+    moe_layers=(0, 1),
+)  # fmt: skip
+CONFIGS = {**SHAPES, "tiny": TINY}
+WIDTHS = [str(bits) for bits in (*layout.BITS, 16)]
+MIN_CONTEXT = 2048
+KERNELS = ("mosaic", "triton")
+EXPECTATIONS = ("auto", *KERNELS, "any", "none")
+
+_SHAPE = flags.DEFINE_enum("shape", "Qwen3-30B-A3B", sorted(CONFIGS), "which shape")
 _LAYERS = flags.DEFINE_integer("layers", 0, "fewer layers than the real ones; 0: all")
+_BITS = flags.DEFINE_enum("bits", "16", WIDTHS, "of the experts; 16: bf16")
+_GROUP = flags.DEFINE_integer("group_size", 64, "of what is packed")
+_ZEROS = flags.DEFINE_enum("zeros", "float", ("float", "integer", "symmetric"), "zero points")
+_ATTENTION = flags.DEFINE_bool("pack_attention", True, "attention is packed as the experts are")
+_HEAD = flags.DEFINE_enum("head_bits", "16", WIDTHS, "of the head; embeddings stay bf16")
 _BATCH = flags.DEFINE_multi_integer("batch", [1], "sequences decoded together")
-_PROMPT = flags.DEFINE_integer("prompt", 512, "tokens of each prompt")
-_CONTEXT = flags.DEFINE_integer("context", 2048, "cache length")
-_NEW = flags.DEFINE_integer("new_tokens", 65, "tokens generated a run; one call decodes 16")
+_PROMPT = flags.DEFINE_multi_integer("prompt", [512], "tokens of each prompt")
+_CONTEXT = flags.DEFINE_integer("context", 0, "cache length; 0: 2048, or what is needed")
+_NEW = flags.DEFINE_integer("new_tokens", 65, "tokens generated a run")
+_CALLS = flags.DEFINE_multi_integer("steps_per_call", [STEPS_PER_CALL, 1], "decode steps of a call")
+_PREFILL_ONLY = flags.DEFINE_bool("prefill_only", False, "no decode step is compiled or timed")
+_COUNT = flags.DEFINE_bool("count_experts", True, "one more program; else as of uniform routing")
+_PROFILE = flags.DEFINE_bool("profile", True, "count launches in a profile")
 _REPEATS = flags.DEFINE_integer("repeats", 3, "timed runs; the median is reported")
-_OUTPUT = flags.DEFINE_string("output", "", "JSON file of rows")
+_OUTPUT = flags.DEFINE_string("output", "", "JSON Lines file that rows are appended to")
 _CACHE = flags.DEFINE_string("cache", "", "persistent compilation cache")
+_LIMIT = flags.DEFINE_float("time_limit_s", 0, "no configuration is begun later; 0: none")
 _PLATFORM = flags.DEFINE_string("platform", "gpu", "gpu; cpu only tries the script")
+_KERNEL = flags.DEFINE_string("implementation", "", "force one of pallas_kernels; empty: choose")
+_VIA = flags.DEFINE_string("experts_via", "", "force a form of the experts; empty: choose")
+_EXPECT = flags.DEFINE_enum("expect", "auto", EXPECTATIONS, "what must serve decode")
+_EXPECT_PREFILL = flags.DEFINE_enum("expect_prefill", "auto", EXPECTATIONS, "the same of prefill")
+
+Products = Mapping[str, served.Served]
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _fill(leaf: jax.Array, index: jax.Array, key: jax.Array, std: jax.Array) -> jax.Array:
-    values = jax.random.normal(key, leaf.shape[1:], jnp.bfloat16) * std.astype(jnp.bfloat16)
-    return jax.lax.dynamic_update_index_in_dim(leaf, values, index, 0)
+def wrong_kernels(products: Products, wanted: str, kernels: ops.Kernels) -> list[str]:
+    """Products that something else serves than what is wanted; empty where all is well.
 
-
-def random_weights(config: ModelConfig, device: jax.Device) -> dict[str, jax.Array]:
-    """Bf16 leaves made on the device, a layer at a time; matrices N(0, 1/fan_in), norms one."""
-    key = jax.random.key(0, impl="rbg")
-    weights = {}
-    for name, shape in weight_shapes(config).items():
-        if name.endswith("norm"):
-            weights[name] = jnp.ones(shape, jnp.bfloat16, device=device)
-            continue
-        leaf = jnp.zeros(shape, jnp.bfloat16, device=device)
-        if len(shape) == 2:
-            leaf = leaf[None]
-        std = jnp.float32(1.0 if name == "embed" else shape[-1] ** -0.5)
-        for layer in range(leaf.shape[0]):
-            key, new = jax.random.split(key)
-            leaf = _fill(leaf, jnp.int32(layer), new, std)
-        weights[name] = leaf[0] if len(shape) == 2 else leaf
-    return weights
-
-
-def bytes_per_step(config: ModelConfig, batch: int, positions: int, distinct: float) -> int:
-    """Least bytes that one decode step reads: every dense leaf, the chosen experts, the cache."""
-    shapes = weight_shapes(config)
-    dense = sum(
-        math.prod(shape)
-        for name, shape in shapes.items()
-        if (not name.startswith("moe.") and name != "embed") or name == "moe.router"
-    )
-    if config.tied_embeddings:
-        dense += math.prod(shapes["embed"])
-    expert = 3 * config.model_dim * config.expert_dim
-    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * positions * batch
-    return int(2 * (dense + len(config.moe_layers) * distinct * expert + cache))
-
-
-def read_bandwidth(device: jax.Device) -> float:
-    """Bytes a second of a plain sum over 4 GiB, the ceiling of this card; nan on a CPU.
-
-    Sums are queued ten at a time, so that the host's dispatch is not in the figure.
+    Args:
+      products: of a phase, by name.
+      wanted: one of `EXPECTATIONS`; "auto" is the forced implementation, or the device's best.
+      kernels: of the run.
     """
-    if device.platform == "cpu":
-        return math.nan
-    x = jnp.ones((2**21, 1024), jnp.bfloat16, device=device)
-    total = jax.jit(lambda x: jnp.sum(x, dtype=jnp.float32))
-    total(x).block_until_ready()
-    times = []
-    for _ in range(5):
+    if wanted == "auto":
+        wanted = kernels.implementation or served.expected_kernel(kernels.target) or "none"
+    if wanted == "none":
+        return []
+    return [
+        f"{name}: {of.describe()}"
+        for name, of in products.items()
+        if of.packed and of.implementation not in (KERNELS if wanted == "any" else (wanted,))
+    ]
+
+
+class Benchmark:
+    """One model on a device, measured a configuration at a time."""
+
+    def __init__(self, config: ModelConfig, packing: Packing, device: jax.Device, cache: str):
+        """Makes the weights; `cache` says what programs come from, for the rows."""
+        self.config, self.device, self.cache = config, device, cache
         start = time.perf_counter()
-        jax.block_until_ready([total(x) for _ in range(10)])
-        times.append((time.perf_counter() - start) / 10)
-    return x.nbytes / min(times)
+        weights = jax.block_until_ready(random_weights(config, packing, device))
+        num_bytes = sum(leaf.nbytes for leaf in weights.values())
+        print(
+            f"{_SHAPE.value}, {config.num_layers} layers, {packing.describe()}: {len(weights)} "
+            f"leaves, {num_bytes / 2**30:.1f} GiB made in {time.perf_counter() - start:.1f} s"
+        )
+        self.bandwidth = read_bandwidth(device)
+        print(f"read bandwidth of a plain sum: {self.bandwidth / 1e12:.2f} TB/s", flush=True)
+        self.kernels = ops.Kernels(target_of(device), _KERNEL.value or None)
+        self.runner = Runner(
+            config, weights, device, kernels=self.kernels, experts_via=_VIA.value or None
+        )
+        self.about = f"{_SHAPE.value}, {config.num_layers} layers, {packing.describe()}"
+        self.rng = np.random.default_rng(0)
 
-
-def launches(directory: Path) -> dict[str, tuple[int, float]]:
-    """Count and microseconds of the events on the GPU's streams, by name without its number."""
-    found: dict[str, tuple[int, float]] = collections.defaultdict(lambda: (0, 0.0))
-    for path in directory.rglob("*.trace.json.gz"):
-        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-        names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
-        streams = {
-            (e["pid"], e["tid"])
-            for e in events
-            if e.get("name") == "thread_name" and "Stream" in e["args"]["name"]
+    def run(self, batch: int, prompt: int) -> None:
+        """Checks what serves a configuration, and measures it."""
+        needed = length_bucket(prompt + _NEW.value, MIN_CONTEXT, self.config.max_positions)
+        context = _CONTEXT.value or needed
+        by = self._check(batch, prompt, context)
+        report = Report(self.device, f"{self.about}, {by}", _OUTPUT.value)
+        label = f"batch {batch} prompt {prompt}"
+        vocabulary = self.config.vocab_size
+        prompts = [self.rng.integers(0, vocabulary, prompt).tolist() for _ in range(batch)]
+        if _PREFILL_ONLY.value:
+            self._prefill(report, label, prompts, context)
+            return
+        tpots = {
+            steps: self._generate(report, label, prompts, context, steps) for steps in _CALLS.value
         }
-        for event in events:
-            on_gpu = "GPU" in names.get(event.get("pid"), "")
-            if on_gpu and event.get("ph") == "X" and (event["pid"], event["tid"]) in streams:
-                name = re.sub(r"[_.\d]+$", "", event["name"])
-                count, spent = found[name]
-                found[name] = (count + 1, spent + event["dur"])
-    return found
+        self._dispatches(report, label, prompts, context)
+        distinct = self._distinct(prompts, context)
+        weights, positions = self.runner.weights, prompt + _NEW.value // 2
+        least = bytes_per_step(self.config, weights, batch, positions, distinct)
+        report.add(f"{label} experts a layer that a step reads", distinct, "experts")
+        report.add(f"{label} bytes a step at least", least / 1e9, "GB")
+        for steps, tpot in tpots.items():
+            report.add(
+                f"{label} share of bandwidth, calls of {steps}",
+                100 * least / tpot / self.bandwidth,
+                "%",
+                plain_sum_tb_per_s=self.bandwidth / 1e12,
+            )
+
+    def _check(self, batch: int, prompt: int, context: int) -> str:
+        """What serves decode and prefill, in words; ends the process where it is unexpected."""
+        longest = longest_chunk(self.config, batch, context)
+        chunks = {size for _, size in prefill_chunks(prompt, context, longest)}
+        phases = [("prefill", batch * size, _EXPECT_PREFILL.value) for size in sorted(chunks)]
+        if not _PREFILL_ONLY.value:
+            phases.append(("decode", batch, _EXPECT.value))
+        wrong, by = [], {}
+        for phase, num_tokens, wanted in phases:
+            products = self.runner.serves(num_tokens, batch)
+            for name, of in products.items():
+                print(f"  {phase} of {num_tokens} tokens, {name}: {of.describe()}")
+            wrong += [f"{phase} {line}" for line in wrong_kernels(products, wanted, self.kernels)]
+            attention = products["attention.qkv_proj"].implementation
+            by[phase] = f"{phase} by {products['experts'].implementation} and {attention}"
+        if wrong:
+            raise SystemExit("not the expected kernel: " + "; ".join(wrong))
+        return ", ".join(by.values())
+
+    def _prefill(self, report: Report, label: str, prompts: list[list[int]], context: int) -> None:
+        settings = GenerationSettings.of(max_new_tokens=1)
+        times, num_programs = [], self.runner.programs.num_traces
+        for repeat in range(_REPEATS.value + 1):
+            *_, (_, timing) = self.runner.run(prompts, context, settings, (), 1)
+            if repeat == 0:
+                self._compiled(report, f"{label} compile of prefill", num_programs)
+            else:
+                times.append(timing.ttft_s)
+        self._first(report, label, prompts, statistics.median(times))
+
+    def _generate(
+        self, report: Report, label: str, prompts: list[list[int]], context: int, steps: int
+    ) -> float:
+        """TPOT in seconds."""
+        settings = GenerationSettings.of(max_new_tokens=_NEW.value)
+        timings, num_programs = [], self.runner.programs.num_traces
+        for repeat in range(_REPEATS.value + 1):
+            *_, (_, timing) = self.runner.run(prompts, context, settings, (), steps)
+            if repeat == 0:
+                self._compiled(report, f"{label} compile, calls of {steps}", num_programs)
+            else:
+                timings.append(timing)
+        if steps == _CALLS.value[0]:
+            self._first(report, label, prompts, statistics.median(t.ttft_s for t in timings))
+        tpot = statistics.median(t.tpot_s for t in timings)
+        report.add(f"{label} TPOT, calls of {steps}", tpot * 1e3, "ms")
+        return tpot
+
+    def _compiled(self, report: Report, what: str, num_programs: int) -> None:
+        spent = self.runner.programs.history[num_programs:]
+        seconds: dict[str, float] = {}
+        for name, part in spent:
+            seconds[name] = seconds.get(name, 0.0) + part
+        report.add(f"{what}, {self.cache}", sum(seconds.values()), "s", **seconds)
+
+    def _first(self, report: Report, label: str, prompts: list[list[int]], ttft_s: float) -> None:
+        report.add(f"{label} TTFT", ttft_s * 1e3, "ms")
+        report.add(f"{label} prefill", sum(map(len, prompts)) / ttft_s, "tokens/s")
+
+    def _dispatches(
+        self, report: Report, label: str, prompts: list[list[int]], context: int
+    ) -> None:
+        """The host's time for a step, and launches a token in a profile."""
+        runner, settings = self.runner, GenerationSettings.of(max_new_tokens=_NEW.value)
+        session = runner.prefill(prompts, context, settings, ())
+        if not jnp.isfinite(session.state.cache.keys).all():
+            raise RuntimeError("activations are not finite: nothing measured here means anything")
+        most = max(_CALLS.value)
+        if 1 in _CALLS.value:
+            step = runner.decode(session, 1, 1)
+            jax.block_until_ready((session.state, step))
+            num_programs = runner.programs.num_traces
+            start = time.perf_counter()
+            num_dispatches = 20
+            for _ in range(num_dispatches):
+                runner.decode(session, 1, 1)
+            dispatch = (time.perf_counter() - start) / num_dispatches
+            if runner.programs.num_traces != num_programs:
+                raise RuntimeError("a program was compiled inside the timed loop: change --prompt")
+            jax.block_until_ready(session.state)
+            report.add(f"{label} dispatch of one step call", dispatch * 1e3, "ms")
+        if not _PROFILE.value:
+            return
+        with tempfile.TemporaryDirectory() as trace:
+            with jax.profiler.trace(trace):
+                step = runner.decode(session, most, most)
+                jax.block_until_ready((session.state, step))
+            counted = launches(Path(trace))
+        num_launches = sum(count for count, _ in counted.values())
+        report.add(f"{label} launches a token", num_launches / most, "launches")
+        for name, (count, spent) in sorted(counted.items(), key=lambda item: -item[1][1])[:20]:
+            print(f"      {count / most:8.1f} launches {spent / most:8.1f} us  {name[:80]}")
+
+    def _distinct(self, prompts: list[list[int]], context: int) -> float:
+        """Experts of a layer that a step reads: counted, or expected of uniform routing."""
+        config, batch = self.config, len(prompts)
+        if batch == 1:
+            return config.experts_per_token
+        if not _COUNT.value:
+            share = 1 - (1 - config.experts_per_token / config.num_experts) ** batch
+            return config.num_experts * share
+        session = self.runner.prefill(prompts, context, GenerationSettings.of(), ())
+        spec = ChunkSpec(
+            kv_length=kv_bucket(session.next_position + 1, context),
+            is_first=False,
+            experts=self.runner.experts_via(batch),
+            attention="xla",
+        )
+        return distinct_experts(self.runner, session, spec)
 
 
 def main(argv: list[str]) -> None:
     """Measures, prints, and writes the rows."""
     del argv
+    started = time.perf_counter()
     device = choose_device(_PLATFORM.value)
     cache = enable_compilation_cache(_CACHE.value)
     compiled_from = "no cache"
     if cache is not None:
         compiled_from = "with a cache in use" if any(cache.iterdir()) else "into an empty cache"
-    config = SHAPES[_SHAPE.value]
+    config = CONFIGS[_SHAPE.value]
     if _LAYERS.value:
         config = dataclasses.replace(
             config, num_layers=_LAYERS.value, moe_layers=tuple(range(_LAYERS.value))
         )
-    start = time.perf_counter()
-    weights = jax.block_until_ready(random_weights(config, device))
-    num_bytes = sum(leaf.nbytes for leaf in weights.values())
-    print(
-        f"{_SHAPE.value}, {config.num_layers} layers: {len(weights)} weight leaves, "
-        f"{num_bytes / 2**30:.1f} GiB made in {time.perf_counter() - start:.1f} s"
+    bits = int(_BITS.value)
+    packing = Packing(
+        bits=bits,
+        group_size=_GROUP.value,
+        zero_kind=_ZEROS.value,
+        attention_bits=bits if _ATTENTION.value else 16,
+        head_bits=int(_HEAD.value),
     )
-    bandwidth = read_bandwidth(device)
-    print(f"read bandwidth of a plain sum: {bandwidth / 1e12:.2f} TB/s")
-    runner = Runner(config, weights, device)
-    rng = np.random.default_rng(0)
-    rows: list[ResultRow] = []
-
-    def record(what: str, figure: float, unit: str, **baseline: float) -> None:
-        rows.append(
-            ResultRow(
-                what=f"{_SHAPE.value}, {config.num_layers} layers, bf16, {what}",
-                figure=figure,
-                unit=unit,
-                baseline=baseline,
-                device=describe_device(device),
-                versions=package_versions("jax", "jaxlib", "flax"),
-                date=today(),
-                command=command_line(),
-            )
-        )
-        print(f"  {what:58s} {figure:12.4f} {unit}  {baseline or ''}", flush=True)
-
-    for batch in _BATCH.value:
-        prompts = [rng.integers(0, config.vocab_size, _PROMPT.value).tolist() for _ in range(batch)]
-        settings = GenerationSettings.of(max_new_tokens=_NEW.value)
-        label = f"batch {batch} prompt {_PROMPT.value}"
-        for steps_per_call in (STEPS_PER_CALL, 1):
-            timings = []
-            num_programs = runner.programs.num_traces
-            for repeat in range(_REPEATS.value + 1):
-                *_, (_, timing) = runner.run(prompts, _CONTEXT.value, settings, (), steps_per_call)
-                if repeat == 0:
-                    record(
-                        f"{label} compile, calls of {steps_per_call}, {compiled_from}",
-                        timing.compile_s,
-                        "s",
-                        **dict(runner.programs.history[num_programs:]),
-                    )
-                else:
-                    timings.append(timing)
-            ttft = statistics.median(t.ttft_s for t in timings)
-            tpot = statistics.median(t.tpot_s for t in timings)
-            if steps_per_call == STEPS_PER_CALL:
-                record(f"{label} TTFT", ttft * 1e3, "ms")
-                record(f"{label} prefill", batch * _PROMPT.value / ttft, "tokens/s")
-            assignments = batch * config.experts_per_token
-            share = 1 - (1 - config.experts_per_token / config.num_experts) ** batch
-            distinct = min(assignments, config.num_experts * share)
-            least = bytes_per_step(config, batch, _PROMPT.value + _NEW.value // 2, distinct)
-            record(f"{label} TPOT, calls of {steps_per_call}", tpot * 1e3, "ms")
-            record(f"{label} bytes a step at least", least / 1e9, "GB")
-            record(
-                f"{label} share of bandwidth, calls of {steps_per_call}",
-                100 * least / tpot / bandwidth,
-                "%",
-                plain_sum_tb_per_s=bandwidth / 1e12,
-            )
-        session = runner.prefill(prompts, _CONTEXT.value, settings, ())
-        step = runner.decode(session, 1, 1)
-        jax.block_until_ready((session.state, step))
-        num_programs = runner.programs.num_traces
-        start = time.perf_counter()
-        num_dispatches = 20
-        for _ in range(num_dispatches):
-            runner.decode(session, 1, 1)
-        dispatch = (time.perf_counter() - start) / num_dispatches
-        if runner.programs.num_traces != num_programs:
-            raise RuntimeError("a program was compiled inside the timed loop: change --prompt")
-        jax.block_until_ready(session.state)
-        record(f"{label} dispatch of one step call", dispatch * 1e3, "ms")
-        with tempfile.TemporaryDirectory() as trace:
-            with jax.profiler.trace(trace):
-                step = runner.decode(session, STEPS_PER_CALL, STEPS_PER_CALL)
-                jax.block_until_ready((session.state, step))
-            counted = launches(Path(trace))
-        num_launches = sum(count for count, _ in counted.values())
-        record(f"{label} launches a token", num_launches / STEPS_PER_CALL, "launches")
-        for name, (count, spent) in sorted(counted.items(), key=lambda item: -item[1][1])[:20]:
-            per_token = count / STEPS_PER_CALL, spent / STEPS_PER_CALL
-            print("      {:8.1f} launches {:8.1f} us  {}".format(*per_token, name[:80]))
-    if _OUTPUT.value:
-        append_rows(Path(_OUTPUT.value), rows)
+    benchmark = Benchmark(config, packing, device, compiled_from)
+    for prompt in _PROMPT.value:
+        for batch in _BATCH.value:
+            spent = time.perf_counter() - started
+            if _LIMIT.value and spent > _LIMIT.value:
+                print(f"left out after {spent:.0f} s: batch {batch} prompt {prompt}")
+                continue
+            benchmark.run(batch, prompt)
 
 
 if __name__ == "__main__":

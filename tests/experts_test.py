@@ -1,4 +1,4 @@
-"""Routing against float64 numpy, and the four ways to run experts against it and each other."""
+"""Routing against float64 numpy, and the ways to run experts against it and each other."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ from absl.testing import absltest, parameterized
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moejax.models import moe
+from moejax.models import grouped_experts, moe
 from pallas_kernels import expert_mlp
 from tests import numpy_model
 from tests.host_test_case import HostTestCase
@@ -66,13 +66,17 @@ def run_experts(
             return moe.experts_by_row(x, routing, gate_up, down, layer)
         case "block":
             return moe.experts_by_block(x, routing, gate_up, down, layer, mask, 2**20)
+        case "grouped":  # plain weights of half precision; float32 is refused
+            return grouped_experts.experts_grouped(
+                x, routing.ids, routing.weights, gate_up, down, layer, mask, "reference"
+            )
     return expert_mlp.expert_mlp(
         x, routing.ids, routing.weights, gate_up, down, layer=layer, interpret=True
     )
 
 
 RUN = jax.jit(run_experts, static_argnames=("via", "layer"))
-WAYS = ("dense", "row", "block", "kernel")
+WAYS = ("dense", "row", "block", "kernel", "grouped")
 NUM_TOKENS, NUM_EXPERTS, LAYER = 9, 5, 1  # 9 tokens of 2 experts: no block of 8 divides 18
 TOKEN = np.arange(NUM_TOKENS)
 ROUTINGS = {
@@ -110,6 +114,10 @@ class ExpertsTest(HostTestCase):
     @parameterized.product(via=WAYS, name=sorted(ROUTINGS), dtype=("float32", "bfloat16"))
     def test_every_way_equals_float64(self, via, name, dtype):
         operands = self._operands(ROUTINGS[name], dtype)
+        if (via, dtype) == ("grouped", "float32"):
+            with self.assertRaisesRegex(ValueError, "it is float32, not bfloat16"):
+                RUN(via, *operands, layer=LAYER, mask=jnp.ones(NUM_TOKENS, bool))
+            return
         found = RUN(via, *operands, layer=LAYER, mask=jnp.ones(NUM_TOKENS, bool))
         assert_near(found, self._expected(*operands), dtype)
 

@@ -1,5 +1,6 @@
 """Products with packed weights against float64 numpy, and what they leave alone."""
 
+import dataclasses
 import functools
 from typing import Any
 from unittest import mock
@@ -10,8 +11,10 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax import ops
-from moejax.models import moe
+from moejax.models import grouped_experts, moe
 from moejax.qtensor import QTensor, Weight
+from pallas_kernels import dequant_matmul, grouped_dequant_matmul
+from pallas_kernels.target import Choice, Target
 from tests import numpy_model
 from tests.host_test_case import HostTestCase
 from tests.numpy_model import TINY, assert_near
@@ -20,6 +23,11 @@ from tests.packed_weights import SPECS, Spec, draw
 NUM_TOKENS, NUM_EXPERTS, WIDTH, LAYER = 2, 6, 2, 1
 IDS = np.array([[0, 3], [4, 3]])  # experts 1, 2 and 5 have no rows
 UNUSED = np.array([1, 2, 5])
+
+
+BY_REFERENCE = ops.Kernels(implementation="reference")
+H200 = Target("gpu", (9, 0))
+FITS = sorted(name for name, spec in SPECS.items() if spec.bits and not spec.permuted)
 
 
 def rng_of(name: str) -> np.random.Generator:
@@ -91,6 +99,97 @@ class LinearTest(HostTestCase):
         self.assertEqual(ops.packing(weight), expected)
 
 
+class KernelTest(HostTestCase):
+    """The way to `pallas_kernels`, walked with its reference."""
+
+    @parameterized.product(name=FITS, rows=((2, 4), (1,)))
+    def test_linear_and_product_equal_float64(self, name, rows):
+        rng = rng_of(name)
+        weight, values = draw(rng, (3, 20, 24), SPECS[name])
+        x = rng.standard_normal((*rows, 24)).astype(np.float32)
+
+        def run(x, w):
+            linear = ops.linear(x, w, 1, kernels=BY_REFERENCE)
+            return linear, ops.product(x, w[2], kernels=BY_REFERENCE)
+
+        lowered = jax.jit(run).lower(x, weight)
+        self.assertIn("_packed_product", lowered.as_text())
+        found = lowered.compile()(x, weight)
+        for y, matrix in zip(found, values[1:], strict=True):
+            assert_near(y, np.einsum("...k,nk->...n", x.astype(np.float64), matrix))
+
+    def test_the_dtype_of_the_result_is_the_one_asked_for(self):
+        rng = np.random.default_rng(2)
+        weight, values = draw(rng, (2, 20, 24), SPECS["int3_ranks"])
+        x = jnp.asarray(rng.standard_normal((4, 24)), jnp.bfloat16)
+        found = ops.linear(x, weight, 0, jnp.dtype("float32"), BY_REFERENCE)
+        self.assertEqual(found.dtype, jnp.float32)
+        assert_near(found, np.asarray(x).astype(np.float64) @ values[0].T)
+        self.assertEqual(ops.linear(x, weight, 0, kernels=BY_REFERENCE).dtype, jnp.bfloat16)
+
+    def test_layers_share_one_function(self):
+        weight, _ = draw(np.random.default_rng(2), (3, 20, 24), SPECS["int3_ranks"])
+        x = jnp.ones((4, 24))
+        text = jax.jit(
+            lambda x, w: [ops.linear(x, w, layer, kernels=BY_REFERENCE) for layer in range(3)]
+        ).lower(x, weight).as_text()  # fmt: skip
+        self.assertEqual(text.count("func.func private @_packed_product"), 1)
+        self.assertEqual(text.count("call @_packed_product"), 3)
+
+    @parameterized.parameters(
+        ("fp8", "FP8 in blocks"),
+        ("int4_permuted", "permuted (act-order)"),
+        ("int3_permuted", "permuted (act-order)"),
+    )
+    def test_what_no_kernel_takes_is_dequantized_and_says_why(self, name, reason):
+        rng = rng_of(name)
+        weight, values = draw(rng, (3, 20, 24), SPECS[name])
+        x = rng.standard_normal((4, 24)).astype(np.float32)
+        choice = ops.choose_product(4, jnp.dtype("bfloat16"), weight, BY_REFERENCE)
+        self.assertEqual(choice.implementation, ops.DEQUANTIZED)
+        self.assertIn(reason, choice.describe())
+        found = ops.linear(jnp.asarray(x), weight, 1, kernels=BY_REFERENCE)
+        assert_near(found, x.astype(np.float64) @ values[1].T)
+
+    def test_factors_in_float32_are_refused(self):
+        weight, _ = draw(np.random.default_rng(0), (2, 20, 24), SPECS["int3_ranks"])
+        (terms,) = weight.compensators
+        wide = dataclasses.replace(terms, v=terms.v.astype(jnp.float32))
+        wide = dataclasses.replace(weight, compensators=(wide,))
+        self.assertIsNone(ops.unfit(weight))
+        self.assertIn("a low-rank factor is float32", ops.unfit(wide))
+
+    def test_where_every_kernel_refuses_it_is_dequantized(self):
+        weight, _ = draw(np.random.default_rng(0), (2, 20, 24), SPECS["int3"])
+        for kernels, dtype, reason in (
+            (ops.NO_KERNELS, "bfloat16", "no target was named"),
+            (ops.Kernels(Target("cpu", None)), "bfloat16", "cpu"),
+            (ops.Kernels(H200), "float32", "x is float32"),
+        ):
+            choice = ops.choose_product(4, jnp.dtype(dtype), weight, kernels)
+            self.assertEqual(choice.implementation, ops.DEQUANTIZED)
+            self.assertIn(reason, choice.describe())
+        plain = ops.choose_product(4, jnp.dtype("bfloat16"), jnp.ones((2, 3)), ops.Kernels(H200))
+        self.assertEqual(plain.implementation, ops.PLAIN)
+
+    def test_what_the_target_chooses_is_what_serves(self):
+        weight, _ = draw(np.random.default_rng(0), (2, 20, 24), SPECS["int3_ranks"])
+        choice = Choice("triton", {"mosaic": "it is Sunday"})
+        with mock.patch.object(dequant_matmul, "choose", return_value=choice) as choose:
+            found = ops.choose_product(7, jnp.dtype("bfloat16"), weight, ops.Kernels(H200))
+        self.assertEqual(found, choice)
+        x, matrices, low_rank, target = choose.call_args.args
+        self.assertEqual((x.shape, x.dtype, target), ((7, 24), jnp.bfloat16, H200))
+        self.assertEqual((matrices.words.shape, matrices.bits), ((2, 20, 3), 3))
+        self.assertEqual([terms.start.shape for terms in low_rank], [(2,)])
+
+    def test_no_stack_is_copied_on_its_way(self):
+        weight, _ = draw(np.random.default_rng(0), (2, 6, 32, 64), SPECS["int4_symmetric"])
+        lowered = jax.jit(ops.operands).lower(weight)
+        memory = lowered.compile().memory_analysis()
+        self.assertEqual(memory.temp_size_in_bytes, 0)
+
+
 def run_experts(
     via: str, x: jax.Array, routing: moe.Routing, gate_up: Weight, down: Weight
 ) -> jax.Array:
@@ -99,6 +198,10 @@ def run_experts(
     if via == "row":
         return moe.experts_by_row(x, routing, gate_up, down, LAYER)
     mask = jnp.ones(len(x), bool)
+    if via == "grouped":
+        return grouped_experts.experts_grouped(
+            x, routing.ids, routing.weights, gate_up, down, LAYER, mask, "reference"
+        )
     return moe.experts_by_block(x, routing, gate_up, down, LAYER, mask, 2**12)
 
 
@@ -134,7 +237,34 @@ class ExpertsTest(HostTestCase):
         args, expected = operands(name)
         assert_near(RUN("block", *args), expected)
 
-    @parameterized.parameters("row", "block")
+    @parameterized.parameters(FITS)
+    def test_grouped_equals_float64(self, name):
+        args, expected = operands(name)
+        assert_near(RUN("grouped", *args), expected)
+
+    def test_grouped_leaves_padding_alone(self):
+        (x, routing, gate_up, down), expected = operands("int3_ranks")
+        found = grouped_experts.experts_grouped(
+            x.at[1].set(jnp.nan), routing.ids, routing.weights, gate_up, down, LAYER,
+            jnp.asarray([True, False]), "reference",
+        )  # fmt: skip
+        assert_near(found[:1], expected[:1])
+        np.testing.assert_array_equal(found[1], 0)
+
+    def test_grouped_takes_plain_experts_too(self):
+        args, _ = operands("int3")
+        x, routing, *packed = args
+        x = x.astype(jnp.bfloat16)
+        plain = [weight.dequantize(jnp.bfloat16) for weight in packed]
+        expected = RUN("block", x, routing, *plain)
+        assert_near(RUN("grouped", x, routing, *plain), np.asarray(expected), "bfloat16")
+
+    def test_grouped_refuses_what_is_permuted(self):
+        args, _ = operands("int3_permuted")
+        with self.assertRaisesRegex(ValueError, r"refuses: .*permuted \(act-order\)"):
+            RUN("grouped", *args)
+
+    @parameterized.parameters("row", "block", "grouped")
     def test_an_expert_without_rows_is_not_read(self, via):
         (x, routing, gate_up, down), expected = operands("int3_ranks")
 
@@ -165,6 +295,26 @@ class ExpertsTest(HostTestCase):
                 1, TINY, jnp.dtype("bfloat16"), platform, (gate_up, down)
             )
             self.assertEqual(found, expected)
+
+    def test_packed_experts_run_grouped_where_a_kernel_serves(self):
+        (_, _, *experts), _ = operands("int3_ranks")
+        bf16 = jnp.dtype("bfloat16")
+        kernels = ops.Kernels(H200)
+        choice = Choice("mosaic", {})
+        for num_tokens in (1, 4000):
+            with mock.patch.object(grouped_dequant_matmul, "choose", return_value=choice) as choose:
+                via = moe.default_experts_via(num_tokens, TINY, bf16, "gpu", experts, kernels)
+            self.assertEqual(via, "grouped_kernel")
+            x, width, gate_up_tiers, down_tiers, low_rank, target = choose.call_args.args
+            self.assertEqual((x.shape, x.dtype), ((num_tokens, TINY.model_dim), bf16))
+            self.assertEqual((width, target), (TINY.experts_per_token, H200))
+            self.assertEqual(
+                [t.words.shape[:2] for t in (*gate_up_tiers, *down_tiers)], [(12, 32), (12, 24)]
+            )
+            self.assertEqual([len(terms) for terms in low_rank], [1, 1])
+        plain = [weight.dequantize(bf16) for weight in experts]
+        served = dataclasses.replace(TINY, model_dim=32, expert_dim=16)
+        self.assertEqual(moe.default_experts_via(1, served, bf16, "gpu", plain, kernels), "kernel")
 
     def test_specs_cover_every_kind(self):
         kinds = [spec for spec in SPECS.values() if spec.bits]

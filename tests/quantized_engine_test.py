@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moejax import Engine, runner, steps
+from moejax import Engine, ops, runner, served, steps
 from moejax.models import moe
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.transformer import merge_weights, model_definition
 from moejax.qtensor import QTensor
+from pallas_kernels.target import Target
 from tests import tiny_engine
 from tests.packed_weights import SPECS, draw, num_bytes
 from tests.runner_test import counted_compilations, recorded_programs, relative_error
@@ -95,6 +96,72 @@ class QuantizedEngineTest(parameterized.TestCase):
         self.assertGreater(len(set(found[0].tokens)), 3)
         self.assertEqual(packed.experts_used, ["block_in_cache"])
         self.assertEqual(plain.experts_used, ["block_in_cache", "row"])
+
+    @parameterized.parameters(sorted(MIXES))
+    def test_tokens_by_the_kernels_are_the_same(self, name):
+        packed, plain = engines(name)
+        by_kernels = Engine(
+            packed.config,
+            packed.weights,
+            device=packed.device,
+            kernels=ops.Kernels(implementation="reference"),
+        )
+        prompts = [prompt(20), prompt(9)]
+        expected = plain.generate(prompts, max_new_tokens=20)
+        found = by_kernels.generate(prompts, max_new_tokens=20)
+        self.assertEqual([a.tokens for a in found], [a.tokens for a in expected])
+        said = by_kernels.kernels
+        if name == "mixtral":
+            self.assertEqual(by_kernels.experts_used, ["grouped_kernel"])
+            for phase in ("prefill", "decode"):
+                self.assertStartsWith(said[f"{phase} experts"], "reference, int3g8 float + U V")
+                self.assertEqual(said[f"{phase} attention.o_proj"], "reference, int2g8 float")
+                self.assertEqual(said[f"{phase} embed"], "reference, int3g10 float")
+        else:
+            self.assertEqual(by_kernels.experts_used, ["block_in_cache"])
+            self.assertRegex(said["decode experts"], "^dequantized, .*permuted")
+            self.assertRegex(said["decode attention.o_proj"], "^dequantized, INT4 .*permuted")
+            self.assertStartsWith(said["decode attention.qkv_proj"], "reference, int3g8")
+            self.assertRegex(said["decode head"], "^dequantized, FP8 in blocks")
+        self.assertIn("; prefill: ", by_kernels.weights_summary)
+
+    def test_what_serves_is_on_record(self):
+        packed, plain = engines("mixtral")
+        self.assertEqual(plain.kernels["decode attention.o_proj"], "plain, float32")
+        self.assertRegex(
+            packed.kernels["decode attention.o_proj"],
+            r"^dequantized, int2g8 float \(mosaic: x is float32.*; triton: x is float32.*\)$",
+        )
+        self.assertRegex(packed.kernels["prefill experts"], "^dequantized, .*, block_in_cache")
+        self.assertEqual(packed._runner.remarks(), [])  # a CPU: nothing better was expected
+
+    def test_a_gpu_without_the_expected_kernel_is_remarked_on(self):
+        packed, _ = engines("mixtral")
+        on_gpu = ops.Kernels(target=Target("gpu", (9, 0)))
+        with self.assertLogs("absl", "WARNING") as logs:
+            serving = runner.Runner(packed.config, packed.weights, packed.device, kernels=on_gpu)
+        self.assertLen(logs.output, len(serving.remarks()))
+        told = "\n".join(logs.output)
+        self.assertIn("decode: packed weights do not run on the mosaic kernel: ", told)
+        self.assertIn("experts: dequantized, int3g8 float", told)
+        self.assertIn("x is float32", told)
+        for name in ("attention.qkv_proj", "attention.o_proj", "embed", "experts"):
+            self.assertIn(name, told)
+
+    def test_the_expected_kernel_is_not_remarked_on(self):
+        found = {"a": served.Served("triton", "int4g64 float", True, {"mosaic": "no"})}
+        found["b"] = served.Served(ops.PLAIN, "bfloat16", False, {})
+        self.assertEqual(served.remarks(found, "triton"), [])
+        self.assertEqual(served.remarks(found, None), [])
+        (line,) = served.remarks(found, "mosaic")
+        self.assertEndsWith(line, "mosaic kernel: a: triton, int4g64 float (mosaic: no)")
+        for target, expected in (
+            (Target("cpu", None), None),
+            (Target("gpu", (8, 0)), "triton"),
+            (Target("gpu", (9, 0)), "mosaic"),
+            (Target("gpu", (12, 0)), "triton"),
+        ):
+            self.assertEqual(served.expected_kernel(target), expected)
 
     def test_scores_as_well(self):
         packed, plain = engines("mixtral")

@@ -105,6 +105,7 @@ def perplexity_record(
         },
         "dtype": str(engine.dtype),
         "experts": engine.experts_used,
+        "kernels": engine.kernels,
         "weights": {
             "parameters": engine.num_weights,
             "bytes": engine.weights_nbytes,

@@ -92,8 +92,16 @@ def cached_attention(
 class Attention(nnx.Module):
     """Projections, biases and head norms of all L layers."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        rngs: nnx.Rngs,
+        dtype: jnp.dtype,
+        kernels: ops.Kernels = ops.NO_KERNELS,
+    ):
         self.config = config
+        self.kernels = kernels
         self.norm = stacked_parameter("attention.norm", config, rngs, dtype)
         self.qkv_proj = stacked_parameter("attention.qkv_proj", config, rngs, dtype)
         self.o_proj = stacked_parameter("attention.o_proj", config, rngs, dtype)
@@ -117,7 +125,7 @@ class Attention(nnx.Module):
         """
         c = self.config
         x = rms_norm(x, self.norm[layer], c.norm_eps)
-        qkv = ops.linear(x, self.qkv_proj[...], layer)
+        qkv = ops.linear(x, self.qkv_proj[...], layer, kernels=self.kernels)
         if c.attention_bias:
             qkv = qkv + self.qkv_bias[layer][None, None]
         qkv = qkv.reshape(*x.shape[:2], -1, c.head_dim)
@@ -130,7 +138,7 @@ class Attention(nnx.Module):
     def output(self, attended: jax.Array, layer: int) -> jax.Array:
         """[B, T, H, C] to [B, T, D]."""
         flat = attended.reshape(*attended.shape[:2], -1)
-        out = ops.linear(flat, self.o_proj[...], layer)
+        out = ops.linear(flat, self.o_proj[...], layer, kernels=self.kernels)
         if self.config.attention_bias:
             out = out + self.o_bias[layer][None, None]
         return out

@@ -1,6 +1,6 @@
-"""The sparse MLP: a router, and four ways to run the experts that it chose.
+"""The sparse MLP: a router, and five ways to run the experts that it chose.
 
-All four compute y_n = sum_a w[n, a] down_e(silu(gate_e x_n) * up_e x_n) with e = ids[n, a], on the
+All five compute y_n = sum_a w[n, a] down_e(silu(gate_e x_n) * up_e x_n) with e = ids[n, a], on the
 whole layer-stacked arrays and a layer index, so that no layer's slab is ever copied:
 
   * `experts_dense`: every expert on every token, masked. For training.
@@ -8,8 +8,10 @@ whole layer-stacked arrays and a layer index, so that no layer's slab is ever co
   * `experts_by_block`: assignments sorted by expert, cut in blocks. For prefill; "block_in_cache"
     takes steps whose weights stay in a CPU's cache.
   * `pallas_kernels.expert_mlp`: two kernel launches. For decode on a GPU, of plain weights.
+  * `experts_grouped`: `pallas_kernels.grouped_dequant_matmul`, which reads weights as they are
+    packed. For decode and prefill on a GPU, of packed weights (and plain ones, when asked by name).
 
-Where weights are packed, each takes from `moejax.ops` the matrices that it uses.
+Where weights are packed, the first three take from `moejax.ops` the matrices that they use.
 """
 
 import math
@@ -22,11 +24,12 @@ from flax import nnx
 
 from moejax import ops
 from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.grouped_experts import choose_grouped, experts_grouped
 from moejax.models.parameter import stacked_parameter
 from moejax.qtensor import Weight
 from pallas_kernels import expert_mlp
 
-ExpertsVia = Literal["dense", "row", "block", "block_in_cache", "kernel"]
+ExpertsVia = Literal["dense", "row", "block", "block_in_cache", "kernel", "grouped_kernel"]
 
 # Above so many assignments a call on a CPU sorts them into blocks. Unrolled, a decode step of the
 # demo model took 9.9 ms against 16.8 at 32 rows (batch 8, two busy cores, jax 0.10.2, 2026-11-21),
@@ -53,9 +56,19 @@ def route(x: jax.Array, router: jax.Array, config: ModelConfig) -> Routing:
     Args:
       x: [N, D].
       router: [E, D].
-      config: gives A and whether the chosen weights are divided by their sum.
+      config: as in `routing_of`.
     """
     logits = jnp.einsum("nd,ed->ne", x, router, preferred_element_type=jnp.float32)
+    return routing_of(logits, config)
+
+
+def routing_of(logits: jax.Array, config: ModelConfig) -> Routing:
+    """Of the router's products, float32[N, E].
+
+    Args:
+      logits: of every expert.
+      config: gives A and whether the chosen weights are divided by their sum.
+    """
     probabilities = jax.nn.softmax(logits, axis=-1)
     weights, ids = jax.lax.top_k(probabilities, config.experts_per_token)
     if config.norm_topk_prob:
@@ -223,11 +236,22 @@ def default_experts_via(
     dtype: jnp.dtype,
     platform: str,
     experts: Sequence[Weight] = (),
+    kernels: ops.Kernels = ops.NO_KERNELS,
 ) -> ExpertsVia:
     """The form that serves `num_tokens` tokens on `platform` ("cpu" or "gpu").
 
-    The other arguments are those of `kernel_refusal`.
+    Args:
+      num_tokens: N of a call.
+      config: of the model.
+      dtype: of the activations.
+      platform: of the device.
+      experts: as in `kernel_refusal`.
+      kernels: which may serve packed experts.
     """
+    if _packings(experts):
+        chosen = choose_grouped(num_tokens, config, dtype, experts, kernels)
+        if chosen.implementation != ops.DEQUANTIZED:
+            return "grouped_kernel"
     few = num_tokens <= MAX_KERNEL_TOKENS
     if platform == "gpu" and few and kernel_refusal(config, dtype, experts) is None:
         return "kernel"
@@ -242,8 +266,16 @@ def default_experts_via(
 class SparseMoe(nnx.Module):
     """Routers and experts of all M sparse layers."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        rngs: nnx.Rngs,
+        dtype: jnp.dtype,
+        kernels: ops.Kernels = ops.NO_KERNELS,
+    ):
         self.config = config
+        self.kernels = kernels
         self.router = stacked_parameter("moe.router", config, rngs, dtype)
         self.gate_up = stacked_parameter("moe.gate_up", config, rngs, dtype)
         self.down = stacked_parameter("moe.down", config, rngs, dtype)
@@ -257,13 +289,14 @@ class SparseMoe(nnx.Module):
           x: [N, D], normed.
           layer: index among the sparse layers.
           token_mask: bool[N], False for padding.
-          via: which of the four forms runs the experts.
+          via: which of the five forms runs the experts.
 
         Returns:
           [N, D] and the routing.
         """
-        router = ops.matrix(self.router[...], (layer,), x.dtype)
-        routing = route(x, router, self.config)
+        wide = jnp.dtype(jnp.float32)
+        logits = ops.linear(x, self.router[...], layer, wide, self.kernels)
+        routing = routing_of(logits, self.config)
         gate_up, down = self.gate_up[...], self.down[...]
         match via:
             case "dense":
@@ -278,6 +311,20 @@ class SparseMoe(nnx.Module):
                 y = expert_mlp.expert_mlp(
                     x, routing.ids, routing.weights, gate_up, down, layer=layer
                 )
+            case "grouped_kernel":
+                chosen = choose_grouped(len(x), self.config, x.dtype, (gate_up, down), self.kernels)
+                if chosen.implementation == ops.DEQUANTIZED:
+                    raise ValueError(f"the grouped kernel refuses: {chosen.describe()}")
+                y = experts_grouped(
+                    x,
+                    routing.ids,
+                    routing.weights,
+                    gate_up,
+                    down,
+                    layer,
+                    token_mask,
+                    chosen.implementation,
+                )
             case _:
                 raise ValueError(f"via {via!r} is none of {get_args(ExpertsVia)}")
         return y, routing
@@ -286,11 +333,19 @@ class SparseMoe(nnx.Module):
 class DenseMlp(nnx.Module):
     """The MLPs of all N layers that have no experts."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        rngs: nnx.Rngs,
+        dtype: jnp.dtype,
+        kernels: ops.Kernels = ops.NO_KERNELS,
+    ):
+        self.kernels = kernels
         self.gate_up = stacked_parameter("mlp.gate_up", config, rngs, dtype)
         self.down = stacked_parameter("mlp.down", config, rngs, dtype)
 
     def __call__(self, x: jax.Array, layer: int) -> jax.Array:
         """[N, D] to [N, D]; `layer` is the index among the dense layers."""
-        hidden = swiglu(ops.linear(x, self.gate_up[...], layer))
-        return ops.linear(hidden, self.down[...], layer)
+        hidden = swiglu(ops.linear(x, self.gate_up[...], layer, kernels=self.kernels))
+        return ops.linear(hidden, self.down[...], layer, kernels=self.kernels)

@@ -32,15 +32,23 @@ class ChunkSpec(NamedTuple):
 class Transformer(nnx.Module):
     """A Mixture-of-Experts decoder whose leaves are those of `weight_shapes(config)`."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32):
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        rngs: nnx.Rngs,
+        dtype: jnp.dtype = jnp.float32,
+        kernels: ops.Kernels = ops.NO_KERNELS,
+    ):
         self.config = config
+        self.kernels = kernels
         self.embed = stacked_parameter("embed", config, rngs, dtype)
-        self.attention = Attention(config, rngs=rngs, dtype=dtype)
+        self.attention = Attention(config, rngs=rngs, dtype=dtype, kernels=kernels)
         self.mlp_norm = stacked_parameter("mlp_norm", config, rngs, dtype)
         if config.moe_layers:
-            self.moe = SparseMoe(config, rngs=rngs, dtype=dtype)
+            self.moe = SparseMoe(config, rngs=rngs, dtype=dtype, kernels=kernels)
         if config.dense_layers:
-            self.mlp = DenseMlp(config, rngs=rngs, dtype=dtype)
+            self.mlp = DenseMlp(config, rngs=rngs, dtype=dtype, kernels=kernels)
         self.final_norm = stacked_parameter("final_norm", config, rngs, dtype)
         if not config.tied_embeddings:
             self.head = stacked_parameter("head", config, rngs, dtype)
@@ -65,7 +73,8 @@ class Transformer(nnx.Module):
     def project_to_vocab(self, hidden: jax.Array) -> jax.Array:
         """[..., D] through the last norm and the head to float32[..., V]."""
         hidden = rms_norm(hidden, self.final_norm[...], self.config.norm_eps)
-        return ops.product(hidden, self._stored_head(), jnp.dtype(jnp.float32))
+        wide = jnp.dtype(jnp.float32)
+        return ops.product(hidden, self._stored_head(), wide, self.kernels)
 
     def _stored_head(self) -> Weight:
         return self.embed[...] if self.config.tied_embeddings else self.head[...]
@@ -155,6 +164,18 @@ class Transformer(nnx.Module):
         Returns:
           The cache and the last layer's output [B, T, D], before the last norm.
         """
+        cache, hidden, _ = self.routed(tokens, positions, token_mask, cache, spec)
+        return cache, hidden
+
+    def routed(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        token_mask: jax.Array,
+        cache: KVCache,
+        spec: ChunkSpec,
+    ) -> tuple[KVCache, jax.Array, list[Routing]]:
+        """As a call, with the routing of each sparse layer; for those who count experts."""
         window = self.config.sliding_window
 
         def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -168,8 +189,8 @@ class Transformer(nnx.Module):
             keys, values = cache.read(layer, spec.kv_length)
             return cached_attention(q, keys, values, positions, window)
 
-        hidden, _ = self.layers(tokens, positions, token_mask, attend, spec.experts)
-        return cache, hidden
+        hidden, routings = self.layers(tokens, positions, token_mask, attend, spec.experts)
+        return cache, hidden, routings
 
 
 def forward(
@@ -203,9 +224,16 @@ def forward(
     return hidden, jax.tree.map(lambda *leaves: jnp.stack(leaves), *routings)
 
 
-def model_definition(config: ModelConfig) -> nnx.GraphDef[Transformer]:
-    """The graph of a Transformer without weights; nothing is allocated."""
-    abstract = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+def model_definition(
+    config: ModelConfig, kernels: ops.Kernels = ops.NO_KERNELS
+) -> nnx.GraphDef[Transformer]:
+    """The graph of a Transformer without weights; nothing is allocated.
+
+    Args:
+      config: of the model.
+      kernels: which may serve products with packed weights.
+    """
+    abstract = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), kernels=kernels))
     return nnx.split(abstract)[0]
 
 

@@ -1,0 +1,119 @@
+"""Experts whose weights are read as they are packed, by `pallas_kernels.grouped_dequant_matmul`."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from moejax import ops
+from moejax.models.config import ModelConfig
+from moejax.qtensor import Weight
+from pallas_kernels import grouped_dequant_matmul
+from pallas_kernels.target import Choice
+
+
+def experts_grouped(
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    gate_up: Weight,
+    down: Weight,
+    layer: int,
+    token_mask: jax.Array,
+    implementation: str,
+) -> jax.Array:
+    """sum_a w[n, a] down_e(silu(gate_e x_n) * up_e x_n), e = ids[n, a]; M E slots of one tier.
+
+    Args:
+      x: [N, D].
+      ids: int32[N, A], the experts of each token.
+      weights: float32[N, A], theirs in the sum.
+      gate_up: [M, E, 2F, D].
+      down: [M, E, D, F].
+      layer: index among the sparse layers.
+      token_mask: bool[N]; what is False is padding, costs nothing and yields zero.
+      implementation: of the kernels' own; see `choose_grouped`.
+
+    Returns:
+      [N, D] in `x.dtype`.
+    """
+    if (reason := _unfit((gate_up, down))) is not None:
+        raise ValueError(f"the grouped kernel refuses: {reason}")
+    return _grouped(
+        x,
+        jnp.int32(layer * gate_up.shape[1]),
+        ids,
+        weights,
+        token_mask,
+        ops.operands(gate_up),
+        ops.operands(down),
+        implementation=implementation,
+    )
+
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def _grouped(
+    x: jax.Array,
+    first_slot: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    token_mask: jax.Array,
+    gate_up: ops.Operands,
+    down: ops.Operands,
+    *,
+    implementation: str,
+) -> jax.Array:
+    """Jitted, with the layer's first slot an operand: all layers share a trace and the kernels."""
+    tier = jnp.broadcast_to(jnp.where(token_mask[:, None], 0, -1), ids.shape).astype(jnp.int32)
+    return grouped_dequant_matmul.moe_layer(
+        x,
+        grouped_dequant_matmul.Assignments(tier, first_slot + ids, weights),
+        [gate_up.weights],
+        [down.weights],
+        gate_up_low_rank=[gate_up.low_rank],
+        down_low_rank=[down.low_rank],
+        implementation=implementation,
+    )
+
+
+def _unfit(experts: Sequence[Weight]) -> str | None:
+    return "; ".join(dict.fromkeys(filter(None, map(ops.unfit, experts)))) or None
+
+
+def choose_grouped(
+    num_tokens: int,
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    experts: Sequence[Weight],
+    kernels: ops.Kernels,
+) -> Choice:
+    """Which implementation of `pallas_kernels.grouped_dequant_matmul` serves, packed or not.
+
+    Args:
+      num_tokens: N of a call.
+      config: of the model.
+      dtype: of the activations.
+      experts: `moe.gate_up` and `moe.down`.
+      kernels: which may serve.
+
+    Returns:
+      `ops.DEQUANTIZED` with the reasons where none serves.
+    """
+    if reason := _unfit(experts):
+        return Choice(ops.DEQUANTIZED, {"every kernel": reason})
+    if kernels.implementation:
+        return Choice(kernels.implementation, {})
+    if kernels.target is None:
+        return Choice(ops.DEQUANTIZED, {"every kernel": "no target was named"})
+    x = jax.ShapeDtypeStruct((num_tokens, config.model_dim), dtype)
+    gate_up, down = (jax.eval_shape(ops.operands, weight) for weight in experts)
+    chosen = grouped_dequant_matmul.choose(
+        x,
+        config.experts_per_token,
+        [gate_up.weights],
+        [down.weights],
+        [gate_up.low_rank, down.low_rank],
+        kernels.target,
+    )
+    return ops.kernel_or_dequantized(chosen)

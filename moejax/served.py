@@ -1,0 +1,130 @@
+"""Which implementation serves each product with stored matrices, for the record.
+
+What is said here is computed by the functions that choose while a program is traced
+(`ops.choose_product`, `models.grouped_experts.choose_grouped`), from the same shapes.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moejax import ops
+from moejax.models.config import ModelConfig
+from moejax.models.grouped_experts import choose_grouped
+from moejax.models.moe import ExpertsVia, kernel_refusal
+from moejax.qtensor import Weight
+from pallas_kernels.target import Target
+
+EXPERT_LEAVES = ("moe.gate_up", "moe.down")
+LINEAR_LEAVES = (
+    "attention.qkv_proj", "attention.o_proj", "mlp.gate_up", "mlp.down", "moe.router",
+)  # fmt: skip
+
+
+class Served(NamedTuple):
+    """What serves one product."""
+
+    implementation: str  # of `pallas_kernels`, `ops.DEQUANTIZED`, `ops.PLAIN`, or a form of experts
+    form: str  # of the stored matrices: "int4g64 float", "bfloat16", "FP8 ..."
+    packed: bool
+    refusals: Mapping[str, str]  # of the implementations that come before it
+
+    def describe(self) -> str:
+        """Such as "mosaic, int4g64 float" or "dequantized, int3g64 float (mosaic: ...)"."""
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in self.refusals.items())
+        return f"{self.implementation}, {self.form}" + (f" ({reasons})" if reasons else "")
+
+
+def form(weight: Weight) -> str:
+    """How a weight is stored, in a few words."""
+    if isinstance(weight, jax.Array):
+        return str(weight.dtype)
+    if ops.unfit(weight):
+        return ops.packing(weight) or str(weight)
+    of = jax.eval_shape(ops.operands, weight)
+    ranks = "".join(f" + U V {terms.v.describe()}" for terms in of.low_rank)
+    return of.weights.describe() + ranks
+
+
+def served_products(
+    config: ModelConfig,
+    weights: Mapping[str, Weight],
+    dtype: jnp.dtype,
+    kernels: ops.Kernels,
+    *,
+    num_tokens: int,
+    num_sequences: int,
+    experts_via: ExpertsVia,
+) -> dict[str, Served]:
+    """By the name of a leaf, or "experts" for both of theirs.
+
+    Args:
+      config: of the model.
+      weights: all of the model's.
+      dtype: of the activations.
+      kernels: which may serve.
+      num_tokens: rows of every product but the head's.
+      num_sequences: rows of the head's.
+      experts_via: the form that runs the experts.
+    """
+    found = {}
+    head = "embed" if config.tied_embeddings else "head"
+    rows = {**dict.fromkeys(LINEAR_LEAVES, num_tokens), head: num_sequences}
+    for name, num_rows in rows.items():
+        if name in weights:
+            weight = weights[name]
+            choice = ops.choose_product(num_rows, dtype, weight, kernels)
+            is_packed = ops.packing(weight) is not None
+            found[name] = Served(choice.implementation, form(weight), is_packed, choice.refusals)
+    experts = [weights[name] for name in EXPERT_LEAVES if name in weights]
+    if experts:
+        found["experts"] = _served_experts(config, experts, dtype, kernels, num_tokens, experts_via)
+    return found
+
+
+def _served_experts(
+    config: ModelConfig,
+    experts: list[Weight],
+    dtype: jnp.dtype,
+    kernels: ops.Kernels,
+    num_tokens: int,
+    via: ExpertsVia,
+) -> Served:
+    forms = " and ".join(dict.fromkeys(map(form, experts)))
+    is_packed = any(ops.packing(weight) for weight in experts)
+    if via == "kernel":
+        return Served("expert_mlp", forms, is_packed, {})
+    choice = choose_grouped(num_tokens, config, dtype, experts, kernels)
+    if via == "grouped_kernel":
+        return Served(choice.implementation, forms, is_packed, choice.refusals)
+    if is_packed:
+        return Served(ops.DEQUANTIZED, f"{forms}, {via}", is_packed, choice.refusals)
+    refusal = kernel_refusal(config, dtype, experts)
+    return Served(via, forms, is_packed, {"expert_mlp": refusal} if refusal else {})
+
+
+def expected_kernel(target: Target | None) -> str | None:
+    """The implementation that packed weights should run on; None where there is none (a CPU)."""
+    if target is None or target.platform != "gpu":
+        return None
+    return "mosaic" if target.capability == (9, 0) else "triton"
+
+
+def unexpected(served: Mapping[str, Served], expected: str | None) -> dict[str, Served]:
+    """Packed weights that another implementation serves; none where nothing is expected."""
+    if expected is None:
+        return {}
+    return {name: of for name, of in served.items() if of.packed and of.implementation != expected}
+
+
+def remarks(served: Mapping[str, Served], expected: str | None) -> list[str]:
+    """A line for each kind of packed weight that the expected kernel does not serve."""
+    lines: dict[str, list[str]] = {}
+    for name, of in unexpected(served, expected).items():
+        lines.setdefault(of.describe(), []).append(name)
+    return [
+        f"packed weights do not run on the {expected} kernel: {', '.join(names)}: {said}"
+        for said, names in lines.items()
+    ]

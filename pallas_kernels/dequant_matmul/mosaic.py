@@ -1,0 +1,61 @@
+"""The Mosaic GPU implementation: streaming kernels for few rows, wgmma for many (Hopper)."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import stream, wgmma
+from pallas_kernels.dequant_matmul.tiles import Tiles
+from pallas_kernels.packed import LowRank, PackedMatrices
+from pallas_kernels.stream.tiles import StreamTiles
+from pallas_kernels.target import Target
+from pallas_kernels.wgmma.tiles import WgmmaTiles
+
+Operand = jax.Array | jax.ShapeDtypeStruct
+# Rows of x up to which the streaming kernel is the faster one.
+MOST_STREAMED = 16
+
+
+def streams(x: Operand, tiles: Tiles | None) -> bool:
+    """Which of the two serves: by the rows of x, or by the tiles that were asked for."""
+    if tiles is None:
+        return x.shape[0] <= MOST_STREAMED
+    return isinstance(tiles, StreamTiles)
+
+
+def refusal(
+    x: Operand, weights: PackedMatrices, low_rank: tuple[LowRank, ...], target: Target
+) -> str | None:
+    """Why it cannot serve, or None."""
+    if streams(x, None):
+        found = stream.refusals(x, [weights], target)
+    else:
+        reason = wgmma.refusal_dense(x, weights, target)
+        found = [reason] if reason else []
+        if target.simulated:
+            found.append("its kernel for many rows has no interpret mode")
+    if low_rank:
+        found.append("the weights have low-rank terms")
+    return "; ".join(found) or None
+
+
+def dequant_matmul_mosaic(
+    x: jax.Array,
+    weights: PackedMatrices,
+    slot: jax.Array,
+    low_rank: tuple[LowRank, ...],
+    out_dtype: jnp.dtype,
+    tiles: Tiles | None,
+    target: Target,
+    interpret: bool,
+) -> jax.Array:
+    """See `api.dequant_matmul`."""
+    del low_rank  # refused
+    if streams(x, tiles):
+        chosen = tiles if isinstance(tiles, StreamTiles) else None
+        return stream.dense(
+            x, weights, slot, out_dtype,
+            chosen or stream.tiles_of_dense(x, weights, target), interpret,
+        )  # fmt: skip
+    return wgmma.dense(
+        x, weights, slot, out_dtype, tiles if isinstance(tiles, WgmmaTiles) else None, target
+    )

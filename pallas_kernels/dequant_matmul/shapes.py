@@ -1,0 +1,18 @@
+"""Products of real models."""
+
+# name -> K, N. gate_up is one matrix of 2F rows, its gate alone the shape of published tables.
+SHAPES: dict[str, tuple[int, int]] = {
+    "mixtral_8x7b_gate": (4096, 14336),
+    "mixtral_8x7b_gate_up": (4096, 28672),
+    "mixtral_8x7b_down": (14336, 4096),
+    "mixtral_8x7b_q": (4096, 4096),
+    "mixtral_8x7b_k": (4096, 1024),
+    "mixtral_8x7b_v": (4096, 1024),
+    "mixtral_8x7b_o": (4096, 4096),
+    "qwen3_30b_a3b_gate_up": (2048, 1536),
+    "qwen3_30b_a3b_down": (768, 2048),
+    "qwen3_30b_a3b_q": (2048, 4096),
+    "qwen3_30b_a3b_k": (2048, 512),
+    "qwen3_30b_a3b_v": (2048, 512),
+    "qwen3_30b_a3b_o": (4096, 2048),
+}

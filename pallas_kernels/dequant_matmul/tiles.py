@@ -1,0 +1,157 @@
+"""Tile sizes of the kernels, measured and by rule."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from pallas_kernels import triton_product
+from pallas_kernels.layout import BLOCK
+from pallas_kernels.packed import PLAIN_BITS, PackedMatrices
+from pallas_kernels.stream.tiles import StreamTiles
+from pallas_kernels.target import Target
+from pallas_kernels.wgmma.tiles import WgmmaTiles
+
+MAX_DECODE_ROWS = 32  # rows of x up to which one tile holds them all
+# What a program may take of a multiprocessor's shared memory (CUDA programming guide, table of
+# compute capabilities), and what Triton needs beside the stages of its pipeline.
+SHARED_BYTES = {(8, 0): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024}
+LEAST_SHARED_BYTES = 99 * 1024
+RESERVED_BYTES = 12 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonTiles:
+    """What one program computes: outputs of block_m rows of x, from 1 / split_k of K.
+
+    The outputs are num_tiles tiles of block_n rows of W, which share x and the sums of x. Several
+    small tiles instead of a large one spare exchanges of scales between threads: Triton lets each
+    thread load its own where there are fewer of them than threads.
+
+    Invariants: block_m, block_n and step are powers of two; block_m >= 8, block_n >= 16; step, the
+    codes of K that the loop takes at a time, lies in `triton_product.min_step(bits)` .. 256.
+    """
+
+    block_m: int
+    block_n: int
+    step: int
+    split_k: int
+    num_warps: int
+    num_stages: int
+    num_tiles: int = 1
+
+    @property
+    def outputs(self) -> int:
+        """Of one program."""
+        return self.num_tiles * self.block_n
+
+    def describe(self) -> str:
+        """Such as "m16n1x64k256s4w2p3"."""
+        return (
+            f"m{self.block_m}n{self.num_tiles}x{self.block_n}k{self.step}s{self.split_k}"
+            f"w{self.num_warps}p{self.num_stages}"
+        )
+
+    def check(self, weights: PackedMatrices) -> None:
+        """Raises ValueError unless they suit the matrices."""
+        low = triton_product.min_step(weights.bits)
+        if not low <= self.step <= 256 or self.step & (self.step - 1):
+            raise ValueError(f"step {self.step} is no power of two in {low}..256")
+        if self.block_m < 8 or self.block_n < 16 or self.num_tiles < 1 or self.split_k < 1:
+            raise ValueError(f"tiles {self.describe()}: under 16 x 8, or none")
+        if any(size & (size - 1) for size in (self.block_m, self.block_n)):
+            raise ValueError(f"tiles {self.describe()} are no powers of two")
+
+
+Tiles = TritonTiles | StreamTiles | WgmmaTiles
+
+# (compute capability, bits, M, N, K) -> the fastest tiles found, with device, JAX version and date;
+# M as a power of two, which serves what lies between it and the next smaller one.
+MEASURED: dict[tuple[tuple[int, int], int, int, int, int], Tiles] = {}
+
+
+def triton_tiles(num_rows: int, weights: PackedMatrices, target: Target) -> TritonTiles:
+    """Measured, or by rule: at decode, small programs that fill the device; else large tiles.
+
+    Args:
+      num_rows: M.
+      weights: arrays, their shapes or refs.
+      target: how many multiprocessors there are to fill, and their shared memory.
+    """
+    shape = (power_above(num_rows), weights.num_outputs, weights.num_inputs)
+    found = MEASURED.get((target.capability or (0, 0), weights.bits, *shape))
+    if isinstance(found, TritonTiles):
+        return found
+    if num_rows > MAX_DECODE_ROWS:
+        block_m = 64 if num_rows < 1024 else 128
+        return prefill_tiles(block_m, 128, [weights], target)
+    block_m = max(8, power_above(num_rows))
+    # 32 rows of W a warp: the constant operand of the sums of x is shared by two products. Two
+    # warps and not four: below 64 rows a warp group has no matrix instruction of its own.
+    block_n, num_warps = 64, 2
+    programs = -(-weights.num_outputs // block_n)
+    tiles = TritonTiles(
+        block_m=block_m, block_n=block_n, step=decode_step([weights]),
+        split_k=split_to_fill(programs, weights.num_inputs, target), num_warps=num_warps,
+        num_stages=3,
+    )  # fmt: skip
+    return fitted(tiles, [weights], 1, target)
+
+
+def power_above(size: int) -> int:
+    """The least power of two that is not below `size`."""
+    return 1 << (size - 1).bit_length()
+
+
+def decode_step(tiers: Sequence[PackedMatrices]) -> int:
+    """A block of packed codes; half of plain values, which are four times the bytes and more."""
+    return 128 if any(weights.bits == PLAIN_BITS for weights in tiers) else 256
+
+
+def split_to_fill(programs: int, num_inputs: int, target: Target) -> int:
+    """Parts of K so that each multiprocessor has four programs, each of two blocks or more."""
+    blocks, parts = max(1, num_inputs // BLOCK), 1
+    while programs * parts < 4 * target.num_processors and 4 * parts <= blocks:
+        parts *= 2
+    return parts
+
+
+def prefill_tiles(
+    block_m: int, block_n: int, tiers: Sequence[PackedMatrices], target: Target
+) -> TritonTiles:
+    """Large tiles with steps as short as the widest form allows; at least 64 codes."""
+    step = max(64, *(triton_product.min_step(weights.bits) for weights in tiers))
+    packed = [weights for weights in tiers if weights.bits != PLAIN_BITS]
+    if not all(triton_product.given_sums(weights, step) for weights in packed):
+        # Products by piece, and of the sums: too many accumulators for larger tiles on sm_100.
+        block_m = min(block_m, MAX_DECODE_ROWS)
+    tiles = TritonTiles(
+        block_m=block_m, block_n=block_n, step=step, split_k=1,
+        num_warps=8 if block_m * block_n > 4096 else 4, num_stages=3,
+    )  # fmt: skip
+    return fitted(tiles, tiers, 1, target)
+
+
+def fitted(
+    tiles: TritonTiles, tiers: Sequence[PackedMatrices], num_halves: int, target: Target
+) -> TritonTiles:
+    """With the stages that shared memory holds, `num_stages` at most; fewer rows of x if need be.
+
+    Args:
+      tiles: wanted.
+      tiers: matrices that a program may read.
+      num_halves: 2 of gate and up, whose tiles a program multiplies at once; else 1.
+      target: whose shared memory it is.
+    """
+    room = SHARED_BYTES.get(target.capability or (9, 0), LEAST_SHARED_BYTES) - RESERVED_BYTES
+    while True:
+        stage = max(_stage_bytes(tiles, weights, num_halves) for weights in tiers)
+        stages = min(tiles.num_stages, room // stage)
+        if stages >= 2 or tiles.block_m <= 16:
+            return dataclasses.replace(tiles, num_stages=max(1, stages))
+        tiles = dataclasses.replace(tiles, block_m=tiles.block_m // 2)
+
+
+def _stage_bytes(tiles: TritonTiles, weights: PackedMatrices, num_halves: int) -> int:
+    step = max(tiles.step, triton_product.min_step(weights.bits))
+    # A packed step reads the words of its whole block.
+    row_bytes = step * 2 if weights.bits == PLAIN_BITS else BLOCK * weights.bits // 8
+    return num_halves * tiles.outputs * row_bytes + tiles.block_m * step * 2

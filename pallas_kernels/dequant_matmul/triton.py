@@ -1,0 +1,168 @@
+"""The Pallas-Triton implementation: Ampere, Ada, Hopper and Blackwell; the portable one.
+
+One launch. One more each where K is split over programs (XLA adds the parts, in order), where there
+are low-rank terms (x V^T comes first), and at prefill of packed weights (sums of x over groups).
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels import launch, triton_low_rank, triton_product
+from pallas_kernels.dequant_matmul.tiles import Tiles, TritonTiles, triton_tiles
+from pallas_kernels.packed import LowRank, PackedMatrices
+from pallas_kernels.target import Target
+from pallas_kernels.triton_product import Columns, Span
+
+Ref = Any
+MIN_CAPABILITY = (8, 0)
+THIN_ROWS = 32  # of x, that a program of the thin products holds
+THIN_WARPS = 2
+
+
+def refusal(
+    x: Any, weights: PackedMatrices, low_rank: tuple[LowRank, ...], target: Target
+) -> str | None:
+    """Why this implementation cannot serve, or None; see `api.refusal`."""
+    del x
+    reasons = [platform_refusal(target), triton_product.refusal(weights)]
+    reasons.append(triton_low_rank.refusal(low_rank))
+    return "; ".join(filter(None, reasons)) or None
+
+
+def platform_refusal(target: Target) -> str | None:
+    """Why Triton does not run there, or None."""
+    if target.platform != "gpu":
+        return f"it runs on GPUs, this is {target.describe()}"
+    if target.capability is None:
+        return "it runs on NVIDIA GPUs, this one has no compute capability"
+    if target.capability < MIN_CAPABILITY:
+        return f"it needs sm_80, this is {target.describe()}"
+    return None
+
+
+def _columns(x_ref: Ref, sums_ref: Ref | None, rows: jax.Array) -> Columns:
+    """Rows of x; those beyond the last are zero."""
+    num_rows, num_inputs = x_ref.shape
+    mask_m = rows < num_rows
+
+    def load(first: Any, count: int) -> jax.Array:
+        k = first + jax.lax.broadcasted_iota(jnp.int32, (count,), 0)
+        mask = mask_m[:, None] & (k < num_inputs)[None, :]
+        return pltriton.load(x_ref.at[rows[:, None], k[None, :]], mask=mask, other=0.0)
+
+    def sums(group: Any) -> jax.Array:
+        assert sums_ref is not None
+        return pltriton.load(sums_ref.at[group, rows], mask=mask_m, other=0.0)
+
+    return Columns(load, None if sums_ref is None else sums, x_ref.dtype)
+
+
+def _body(*refs: Ref, treedef: Any, tiles: TritonTiles, interpret: bool) -> None:
+    """Program (n, m, s): a tile of one part of the sum over K."""
+    x_ref, sums_ref, slot_ref, weights, low_rank, thin_ref = treedef.unflatten(refs[:-1])
+    out_ref, slot = refs[-1], slot_ref[()]
+    n, m, s = (pl.program_id(axis) for axis in range(3))
+    rows_m = triton_product.indices(m, tiles.block_m)
+    tile_ids = [n * tiles.num_tiles + i for i in range(tiles.num_tiles)]
+    tiles_n = [
+        triton_product.rows_from(tile * tiles.block_n, tiles.block_n, weights.num_outputs)
+        for tile in tile_ids
+    ]
+    steps = triton_product.num_steps(weights, tiles.step)
+    is_last = s == tiles.split_k - 1
+    accs = triton_product.product(
+        _columns(x_ref, sums_ref, rows_m), weights, slot, tiles_n,
+        Span(*triton_product.split(steps, tiles.split_k, s), is_last),
+        num_columns=tiles.block_m, step=tiles.step, interpret=interpret,
+    )  # fmt: skip
+    mask_m = rows_m < x_ref.shape[0]
+    for tile, rows_n, acc in zip(tile_ids, tiles_n, accs, strict=True):
+        if low_rank:
+            acc = triton_low_rank.add_terms(
+                acc, low_rank, slot, rows_n, thin_ref, rows_m, mask_m & is_last,
+                within=(0, weights.num_outputs), interpret=interpret,
+            )  # fmt: skip
+        outputs = triton_product.indices(tile, tiles.block_n)
+        mask = mask_m[:, None] & (outputs < weights.num_outputs)[None, :]
+        view = out_ref.at[s, rows_m[:, None], outputs[None, :]]
+        pltriton.store(view, acc.T.astype(out_ref.dtype), mask=mask)
+
+
+def _thin_body(*refs: Ref, treedef: Any, block_m: int, interpret: bool) -> None:
+    """Program (tile of V, m, part of K)."""
+    x_ref, slot_ref, low_rank = treedef.unflatten(refs[:-1])
+    out_ref = refs[-1]
+    tile, m, part = (pl.program_id(axis) for axis in range(3))
+    rows_m = triton_product.indices(m, block_m)
+    rows_r = triton_product.indices(tile, triton_low_rank.TILE)
+
+    def store(acc: jax.Array) -> None:
+        view = out_ref.at[part, rows_m[:, None], rows_r[None, :]]
+        mask = jnp.broadcast_to((rows_m < x_ref.shape[0])[:, None], acc.T.shape)
+        pltriton.store(view, acc.T, mask=mask)
+
+    triton_low_rank.thin_products(
+        _columns(x_ref, None, rows_m), low_rank, slot_ref[()], tile, part, out_ref.shape[0],
+        num_columns=block_m, store=store, interpret=interpret,
+    )  # fmt: skip
+
+
+def _thin(
+    x: jax.Array, slot: jax.Array, low_rank: tuple[LowRank, ...], interpret: bool
+) -> jax.Array:
+    num_rows = x.shape[0]
+    block_m = min(THIN_ROWS, max(8, 1 << (num_rows - 1).bit_length()))
+    parts = triton_low_rank.thin_parts(low_rank, num_rows)
+    rows = triton_low_rank.thin_rows(low_rank)
+    leaves, treedef = jax.tree.flatten((x, slot, low_rank))
+    return launch.triton_call(
+        functools.partial(_thin_body, treedef=treedef, block_m=block_m, interpret=interpret),
+        name=f"dequant_matmul_thin_{low_rank[0].v.describe().replace(' ', '_')}_m{block_m}",
+        grid=(rows // triton_low_rank.TILE, -(-num_rows // block_m), parts),
+        out_shape=jax.ShapeDtypeStruct((parts, num_rows, rows), jnp.float32),
+        num_warps=THIN_WARPS,
+        num_stages=2,
+        interpret=interpret,
+    )(*leaves)
+
+
+def dequant_matmul_triton(
+    x: jax.Array,
+    weights: PackedMatrices,
+    slot: jax.Array,
+    low_rank: tuple[LowRank, ...],
+    out_dtype: jnp.dtype,
+    tiles: Tiles | None,
+    target: Target,
+    interpret: bool,
+) -> jax.Array:
+    """See `api.dequant_matmul`."""
+    if tiles is None:
+        tiles = triton_tiles(x.shape[0], weights, target)
+    if not isinstance(tiles, TritonTiles):
+        raise ValueError(f"tiles {tiles} are not Triton's")
+    tiles.check(weights)
+    num_rows, num_outputs = x.shape[0], weights.num_outputs
+    thin = _thin(x, slot, low_rank, interpret) if low_rank else None
+    sums = None
+    if tiles.block_m > 32 and triton_product.given_sums(weights, tiles.step):
+        sums = triton_product.group_sums(x, weights.group_size)
+    leaves, treedef = jax.tree.flatten((x, sums, slot, weights, low_rank, thin))
+    whole = tiles.split_k == 1
+    out = launch.triton_call(
+        functools.partial(_body, treedef=treedef, tiles=tiles, interpret=interpret),
+        name=f"dequant_matmul_{weights.describe().replace(' ', '_')}_{tiles.describe()}",
+        grid=(-(-num_outputs // tiles.outputs), -(-num_rows // tiles.block_m), tiles.split_k),
+        out_shape=jax.ShapeDtypeStruct(
+            (tiles.split_k, num_rows, num_outputs), out_dtype if whole else jnp.float32
+        ),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        interpret=interpret,
+    )(*leaves)
+    return out[0] if whole else jnp.sum(out, axis=0).astype(out_dtype)

@@ -1,0 +1,151 @@
+"""The public calls: which implementation runs, and why others refuse."""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.expert_fetch import triton
+from pallas_kernels.expert_fetch.fused import Beside
+from pallas_kernels.expert_fetch.reference import fetch_reference
+from pallas_kernels.expert_fetch.tiles import CopyTiles, default_tiles, default_tiles_beside
+from pallas_kernels.target import Choice, Target, current_target
+
+Arrays = TypeVar("Arrays")  # a pytree of arrays
+
+IMPLEMENTATIONS = ("triton", "reference")  # in order of preference
+
+
+def refusal(
+    implementation: str, pools: Arrays, hosts: Arrays, target: Target | None = None
+) -> str | None:
+    """Why an implementation cannot copy between arrays of these shapes on a target, or None.
+
+    Args:
+      implementation: one of `IMPLEMENTATIONS`.
+      pools: as in `fetch`, arrays or their shapes.
+      hosts: likewise.
+      target: None for the default device.
+    """
+    if implementation == "reference":
+        return None
+    return triton.refusal(*_leaves(pools, hosts), target or current_target())
+
+
+def choose(pools: Arrays, hosts: Arrays, target: Target | None = None) -> Choice:
+    """The first implementation in the order of preference that does not refuse."""
+    reason = refusal("triton", pools, hosts, target)
+    return Choice("reference", {"triton": reason}) if reason else Choice("triton", {})
+
+
+def fetch(
+    pools: Arrays,
+    hosts: Arrays,
+    src: jax.Array,
+    dst: jax.Array,
+    *,
+    implementation: str | None = None,
+    tiles: CopyTiles | None = None,
+    interpret: bool = False,
+) -> Arrays:
+    """pool[dst[j]] = host[src[j]] for every job j, of all arrays, in one launch.
+
+    What the device decides the device fetches: the kernel reads the store over the link itself, so
+    the indices never visit the host. Deterministic: a slot has one writer.
+
+    Args:
+      pools: a pytree of arrays [S, ...] on the device, such as a `PackedMatrices`; donate them, or
+        XLA copies them whole. Slots that no job writes keep their bytes.
+      hosts: the same tree of arrays [R, ...] with the pools' row shapes and dtypes, in pinned host
+        memory (`memory_kind="pinned_host"`) or on the device.
+      src: int32[J], rows of the store.
+      dst: int32[J], slots. A job whose row or slot is negative or beyond the last is skipped. Of
+        several jobs that are not skipped and share a slot, the last is done.
+      implementation: "triton" or "reference"; None for `choose`'s.
+      tiles: None for the default ones; only with the kernel.
+      interpret: runs the kernel on the CPU, for tests; before jax 0.11.2 not with a store in host
+        memory.
+
+    Returns:
+      The pools, in the same places in memory if they were donated.
+
+    Raises:
+      ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
+    """
+    pool_leaves, host_leaves = _check(pools, hosts, src, dst)
+    chosen = implementation or choose(pools, hosts).implementation
+    if chosen not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation {chosen!r} is none of {', '.join(IMPLEMENTATIONS)}")
+    reason = refusal(chosen, pools, hosts, _target(interpret))
+    if reason:
+        raise ValueError(f"{chosen} refuses: {reason}")
+    if not src.shape[0]:
+        return pools
+    if chosen == "reference":
+        found = fetch_reference(pool_leaves, host_leaves, src, dst)
+    else:
+        tiles = tiles or default_tiles()
+        found = triton.fetch_triton(pool_leaves, host_leaves, src, dst, tiles, interpret)
+    return jax.tree.unflatten(jax.tree.structure(pools), found)
+
+
+def fetch_beside(
+    pools: Arrays,
+    hosts: Arrays,
+    src: jax.Array,
+    dst: jax.Array,
+    *,
+    tiles: CopyTiles | None = None,
+    interpret: bool = False,
+) -> Beside:
+    """The same jobs for `fused_call`: in another kernel's launch, while that computes.
+
+    Args:
+      pools: as in `fetch`; the call returns them as a tuple of their leaves.
+      hosts: as in `fetch`.
+      src: likewise.
+      dst: likewise.
+      tiles: None for the default ones of a fused launch; `num_warps` is the other kernel's.
+      interpret: whether that launch is interpreted.
+
+    Raises:
+      ValueError: operands that do not fit, or the reasons why the kernel refuses them.
+    """
+    pool_leaves, host_leaves = _check(pools, hosts, src, dst)
+    reason = refusal("triton", pools, hosts, _target(interpret))
+    if reason:
+        raise ValueError(f"triton refuses: {reason}")
+    tiles = tiles or default_tiles_beside()
+    return Beside(tuple(pool_leaves), tuple(host_leaves), src, dst, tiles)
+
+
+def _target(interpret: bool) -> Target:
+    return Target("gpu", None) if interpret else current_target()
+
+
+def _leaves(pools: Arrays, hosts: Arrays) -> tuple[list[Any], list[Any]]:
+    """Raises ValueError unless both are the same tree of at least one array."""
+    trees: list[Any] = [jax.tree.structure(tree) for tree in (pools, hosts)]
+    if trees[0] != trees[1] or not trees[0].num_leaves:
+        raise ValueError(f"pools are {trees[0]}, stores {trees[1]}")
+    return jax.tree.leaves(pools), jax.tree.leaves(hosts)
+
+
+def _check(
+    pools: Arrays, hosts: Arrays, src: jax.Array, dst: jax.Array
+) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+    """The leaves of both; raises ValueError for what does not fit."""
+    pool_leaves, host_leaves = _leaves(pools, hosts)
+    for pool, host in zip(pool_leaves, host_leaves, strict=True):
+        if pool.ndim < 2 or pool.size == 0 or pool.shape[1:] != host.shape[1:]:
+            raise ValueError(f"rows of {host.shape} do not fit slots of {pool.shape}")
+        if pool.dtype != host.dtype:
+            raise ValueError(f"a pool is {pool.dtype}, its store {host.dtype}")
+    for name, leaves in (("pools", pool_leaves), ("stores", host_leaves)):
+        if len({leaf.shape[0] for leaf in leaves}) > 1:
+            raise ValueError(f"{name} of {', '.join(str(leaf.shape[0]) for leaf in leaves)} rows")
+    for name, index in (("src", src), ("dst", dst)):
+        if index.shape != src.shape or index.ndim != 1 or index.dtype != jnp.int32:
+            raise ValueError(f"{name} is {index.dtype}{index.shape}, expected int32[J]")
+    return pool_leaves, host_leaves

@@ -1,0 +1,109 @@
+"""The Mosaic GPU implementation: streaming kernels for few tokens, wgmma for many (Hopper)."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import stream, wgmma
+from pallas_kernels.grouped_dequant_matmul.reference import Assignments
+from pallas_kernels.grouped_dequant_matmul.tiles import Tiles
+from pallas_kernels.packed import LowRank, PackedMatrices
+from pallas_kernels.stream.tiles import StreamTiles
+from pallas_kernels.target import Target
+from pallas_kernels.wgmma.tiles import WgmmaTiles
+
+Operand = jax.Array | jax.ShapeDtypeStruct
+Tiers = Sequence[PackedMatrices]
+MOST_STREAMED = 32  # tokens up to which the streaming kernels are the faster ones
+MOST_PAIRS = 512  # that a block of threads looks through
+
+
+def streams(num_tokens: int, width: int, tiles: Tiles | None) -> bool:
+    """Which of the two serves: by the tokens, or by the tiles that were asked for."""
+    if tiles is None:
+        return num_tokens <= MOST_STREAMED and num_tokens * width <= MOST_PAIRS
+    return isinstance(tiles, StreamTiles)
+
+
+def refusal(
+    x: Operand,
+    width: int,
+    gate_up_tiers: Tiers,
+    down_tiers: Tiers,
+    low_rank: Sequence[tuple[LowRank, ...]],
+    target: Target,
+) -> str | None:
+    """Why it cannot serve, or None."""
+    if streams(x.shape[0], width, None):
+        found = stream.refusals(x, gate_up_tiers, target)
+        found += [r for r in stream.refusals(x, down_tiers, target) if r not in found]
+        if any(weights.num_outputs % 32 for weights in gate_up_tiers):
+            found.append(f"F {gate_up_tiers[0].num_outputs // 2} is no multiple of 16")
+    else:
+        reason = wgmma.refusal_grouped(x, width, gate_up_tiers, down_tiers, target)
+        found = [reason] if reason else []
+        if target.simulated:
+            found.append("its kernel for many rows has no interpret mode")
+    if any(low_rank):
+        found.append("the weights have low-rank terms")
+    return "; ".join(found) or None
+
+
+def gate_up_mosaic(
+    x: jax.Array,
+    assignments: Assignments,
+    tiers: Tiers,
+    low_rank: Sequence[tuple[LowRank, ...]],
+    tiles: Tiles | None,
+    target: Target,
+    interpret: bool,
+) -> jax.Array:
+    """See `api.gate_up`."""
+    del low_rank  # refused
+    tokens, width = assignments.slot.shape
+    if not streams(tokens, width, tiles):
+        chosen = tiles if isinstance(tiles, WgmmaTiles) else None
+        return wgmma.gate_up(x, assignments, tiers, chosen, target)
+    pairs = tokens * width
+    hidden = stream.expert_products(
+        x,
+        assignments.tier.reshape(pairs),
+        assignments.slot.reshape(pairs),
+        tuple(tiers),
+        gated=True,
+        tiles=tiles or stream.tiles_of_experts(x, list(tiers), pairs, True, target),
+        interpret=interpret,
+    )
+    return hidden.reshape(tokens, width, -1)
+
+
+def down_mosaic(
+    hidden: jax.Array,
+    assignments: Assignments,
+    tiers: Tiers,
+    low_rank: Sequence[tuple[LowRank, ...]],
+    tiles: Tiles | None,
+    target: Target,
+    interpret: bool,
+) -> jax.Array:
+    """See `api.down`. The pairs' products are float32; XLA's combine is the third launch."""
+    del low_rank  # refused
+    tokens, width = assignments.slot.shape
+    if not streams(tokens, width, tiles):
+        chosen = tiles if isinstance(tiles, WgmmaTiles) else None
+        return wgmma.down(hidden, assignments, tiers, chosen, target)
+    pairs = tokens * width
+    rows = hidden.reshape(pairs, -1)
+    parts = stream.expert_products(
+        rows,
+        assignments.tier.reshape(pairs),
+        assignments.slot.reshape(pairs),
+        tuple(tiers),
+        gated=False,
+        tiles=tiles or stream.tiles_of_experts(rows[:tokens], list(tiers), pairs, False, target),
+        interpret=interpret,
+    ).reshape(tokens, width, -1)
+    ran = (assignments.tier >= 0) & (assignments.tier < len(tiers))
+    terms = jnp.where(ran[..., None], parts * assignments.weight[..., None], 0.0)
+    return jnp.sum(terms, axis=1).astype(hidden.dtype)

@@ -1,0 +1,82 @@
+"""The operations in plain jnp and float32; never optimised."""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.packed import LowRank, PackedMatrices, dequantize, low_rank_factors
+
+
+class Assignments(NamedTuple):
+    """Which matrices each of T tokens runs, A of them; device data.
+
+    A pair (token, a) uses matrix `slot` of tier `tier`. A tier outside 0 .. number of tiers - 1
+    (-1 by custom) skips the pair: it yields zero and costs nothing.
+    """
+
+    tier: jax.Array  # int32[T, A]
+    slot: jax.Array  # int32[T, A]
+    weight: jax.Array  # float32[T, A], of the weighted combine
+
+
+def _product(
+    pair: tuple[jax.Array, jax.Array], weights: PackedMatrices, low_rank: tuple[LowRank, ...]
+) -> jax.Array:
+    """float32[N]: one row (float32[K] and its slot) by one matrix."""
+    x, slot = pair
+    y = jnp.einsum("k,nk->n", x, dequantize(weights, slot), precision="highest")
+    for terms in low_rank:
+        u, v = low_rank_factors(terms, slot)
+        thin = jnp.einsum("k,rk->r", x, v, precision="highest")
+        term = jnp.einsum("r,rn->n", thin, u, precision="highest")
+        y = y.at[terms.first_row : terms.first_row + terms.num_rows].add(term)
+    return y
+
+
+def products_reference(
+    rows: jax.Array,
+    tier: jax.Array,
+    slot: jax.Array,
+    tiers: Sequence[PackedMatrices],
+    low_rank: Sequence[tuple[LowRank, ...]],
+) -> jax.Array:
+    """float32[P, N] of rows [P, K], each by its own matrix; zero where the tier is out of range."""
+    rows32 = rows.astype(jnp.float32)
+    y = jnp.zeros((rows.shape[0], tiers[0].num_outputs), jnp.float32)
+    for i, (weights, terms) in enumerate(zip(tiers, low_rank, strict=True)):
+        one = functools.partial(_product, weights=weights, low_rank=terms)
+        y = jnp.where((tier == i)[:, None], jax.lax.map(one, (rows32, slot)), y)
+    return y
+
+
+def gate_up_reference(
+    x: jax.Array,
+    assignments: Assignments,
+    tiers: Sequence[PackedMatrices],
+    low_rank: Sequence[tuple[LowRank, ...]],
+) -> jax.Array:
+    """See `api.gate_up`."""
+    num_tokens, width = assignments.slot.shape
+    rows = jnp.repeat(x, width, axis=0)
+    flat = (assignments.tier.reshape(-1), assignments.slot.reshape(-1))
+    gate, up = jnp.split(products_reference(rows, *flat, tiers, low_rank), 2, axis=1)
+    return (jax.nn.silu(gate) * up).astype(x.dtype).reshape(num_tokens, width, -1)
+
+
+def down_reference(
+    hidden: jax.Array,
+    assignments: Assignments,
+    tiers: Sequence[PackedMatrices],
+    low_rank: Sequence[tuple[LowRank, ...]],
+) -> jax.Array:
+    """See `api.down`."""
+    num_tokens, width, _ = hidden.shape
+    flat = (assignments.tier.reshape(-1), assignments.slot.reshape(-1))
+    rows = hidden.reshape(num_tokens * width, -1)
+    y = products_reference(rows, *flat, tiers, low_rank).reshape(num_tokens, width, -1)
+    ran = (assignments.tier >= 0) & (assignments.tier < len(tiers))
+    weight = jnp.where(ran, assignments.weight, 0.0)
+    return jnp.einsum("tan,ta->tn", y, weight, precision="highest").astype(hidden.dtype)

@@ -1,0 +1,333 @@
+"""The Pallas-Triton implementation: gate and up with SwiGLU, then down, then the combine (XLA's).
+
+Three launches at decode, one more for each product with low-rank terms. Tiers share a launch: the
+program branches on its matrix's tier, so each tier is compiled as if it were alone.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels import launch, triton_low_rank, triton_product
+from pallas_kernels.dequant_matmul.tiles import TritonTiles
+from pallas_kernels.dequant_matmul.triton import platform_refusal
+from pallas_kernels.grouped_dequant_matmul import tiles as rules
+from pallas_kernels.grouped_dequant_matmul.blocks import Blocks, make_blocks
+from pallas_kernels.grouped_dequant_matmul.jobs import Job, Pairs, for_each_job, gathered_columns
+from pallas_kernels.grouped_dequant_matmul.reference import Assignments
+from pallas_kernels.grouped_dequant_matmul.tiles import Tiles
+from pallas_kernels.packed import LowRank, PackedMatrices
+from pallas_kernels.target import Target
+from pallas_kernels.triton_elements import quotient
+from pallas_kernels.triton_product import Columns, Span
+
+Ref = Any
+Tiers = Sequence[PackedMatrices]
+LowRanks = Sequence[tuple[LowRank, ...]]
+EXTRA_PROGRAMS = 128  # of prefill, beyond those that full blocks take; more blocks are looped over
+
+
+def refusal(
+    x: Any, width: int, gate_up_tiers: Tiers, down_tiers: Tiers, low_rank: LowRanks, target: Target
+) -> str | None:
+    """Why this implementation cannot serve, or None; see `api.refusal`."""
+    del x, width
+    reasons = [platform_refusal(target)]
+    reasons += [triton_product.refusal(weights) for weights in (*gate_up_tiers, *down_tiers)]
+    reasons += [triton_low_rank.refusal(terms) for terms in low_rank]
+    return "; ".join(dict.fromkeys(filter(None, reasons))) or None
+
+
+class _Operands(NamedTuple):
+    """What a launch reads: arrays, or refs inside it."""
+
+    rows: jax.Array  # [R, K]
+    sums: tuple[jax.Array | None, ...]  # of each tier float32[G, R], where it takes them
+    source: Pairs | Blocks
+    tiers: tuple[PackedMatrices, ...]
+    low_rank: tuple[tuple[LowRank, ...], ...]
+    thin: jax.Array | None
+
+
+class _Static(NamedTuple):
+    """What a launch is compiled for."""
+
+    treedef: Any
+    tiles: TritonTiles
+    num_pairs: int
+    row_width: int  # pairs that share a row: A of gate_up, 1 of down
+    alone: bool
+    interpret: bool
+
+
+def _jobs(operands: _Operands, static: _Static, run: Any) -> None:
+    """Runs `run(job, columns of each tier)` for what the program of axis 1 has to do."""
+
+    def with_columns(job: Job) -> None:
+        rows = quotient(job.pairs, static.row_width)
+        found = [gathered_columns(operands.rows, sums, rows, job.mask) for sums in operands.sums]
+        run(job, found)
+
+    for_each_job(
+        operands.source, 1, static.tiles.block_m, static.num_pairs, with_columns,
+        alone=static.alone,
+    )  # fmt: skip
+
+
+def _products(
+    columns: Columns,
+    operands: _Operands,
+    static: _Static,
+    tier: int,
+    job: Job,
+    tiles: list[jax.Array],
+    span: Span,
+    ranges: list[tuple[int, int]],
+) -> list[jax.Array]:
+    """float32[rows, columns] of tiles of rows, each inside its range, with low-rank terms."""
+    weights, terms = operands.tiers[tier], operands.low_rank[tier]
+    accs = triton_product.product(
+        columns, weights, job.slot, tiles, span, num_columns=static.tiles.block_m,
+        step=_step(weights, static.tiles), interpret=static.interpret,
+    )  # fmt: skip
+    if not terms:
+        return accs
+    mask = job.mask & span.tail
+    return [
+        triton_low_rank.add_terms(
+            acc, terms, job.slot, rows, operands.thin, job.pairs, mask, within=within,
+            interpret=static.interpret,
+        )
+        for acc, rows, within in zip(accs, tiles, ranges, strict=True)
+    ]  # fmt: skip
+
+
+def _step(weights: PackedMatrices, tiles: TritonTiles) -> int:
+    return max(tiles.step, triton_product.min_step(weights.bits))
+
+
+def _tile_rows(tiles: TritonTiles, num_rows: int) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Outputs of each tile of the program of axis 0, and the rows to read for them."""
+    first = pl.program_id(0) * tiles.num_tiles
+    outputs = [triton_product.indices(first + i, tiles.block_n) for i in range(tiles.num_tiles)]
+    return outputs, [jnp.minimum(index, num_rows - 1) for index in outputs]
+
+
+def _gate_up_body(*refs: Ref, static: _Static) -> None:
+    """Program (f, job): hidden values of the pairs of a job."""
+    operands: _Operands = static.treedef.unflatten(refs[:-1])
+    out_ref, tiles = refs[-1], static.tiles
+    num_hidden = out_ref.shape[1]
+    hidden, rows = _tile_rows(tiles, num_hidden)
+    both = [*rows, *(num_hidden + index for index in rows)]
+    ranges = [(0, num_hidden)] * len(rows) + [(num_hidden, 2 * num_hidden)] * len(rows)
+
+    def run(job: Job, columns: list[Columns]) -> None:
+        def store(tile: int, values: jax.Array) -> None:
+            mask = job.mask[:, None] & (hidden[tile] < num_hidden)[None, :]
+            view = out_ref.at[job.pairs[:, None], hidden[tile][None, :]]
+            pltriton.store(view, values.T.astype(out_ref.dtype), mask=mask)
+
+        def of_tier(tier: int) -> None:
+            weights = operands.tiers[tier]
+            span = Span(0, triton_product.num_steps(weights, _step(weights, tiles)), True)
+            accs = _products(columns[tier], operands, static, tier, job, both, span, ranges)
+            for tile in range(len(rows)):
+                gate, up = accs[tile], accs[len(rows) + tile]
+                store(tile, gate / (1.0 + jnp.exp(-gate)) * up)
+
+        def skip() -> None:
+            for tile in range(len(rows)):
+                store(tile, jnp.zeros((tiles.block_n, tiles.block_m), jnp.float32))
+
+        for tier in range(len(operands.tiers)):
+            pl.when(job.tier == tier)(functools.partial(of_tier, tier))
+        pl.when((job.tier < 0) | (job.tier >= len(operands.tiers)))(skip)
+
+    _jobs(operands, static, run)
+
+
+def _down_body(*refs: Ref, static: _Static) -> None:
+    """Program (n, job, part): outputs of the pairs of a job, of a part of K."""
+    operands: _Operands = static.treedef.unflatten(refs[:-1])
+    out_ref, tiles = refs[-1], static.tiles
+    num_outputs, part = out_ref.shape[2], pl.program_id(2)
+    outputs, rows = _tile_rows(tiles, num_outputs)
+    ranges = [(0, num_outputs)] * len(rows)
+
+    def run(job: Job, columns: list[Columns]) -> None:
+        def of_tier(tier: int) -> None:
+            weights = operands.tiers[tier]
+            steps = triton_product.num_steps(weights, _step(weights, tiles))
+            first, last = triton_product.split(steps, tiles.split_k, part)
+            span = Span(first, last, part == tiles.split_k - 1)
+            accs = _products(columns[tier], operands, static, tier, job, rows, span, ranges)
+            for index, acc in zip(outputs, accs, strict=True):
+                mask = job.mask[:, None] & (index < num_outputs)[None, :]
+                view = out_ref.at[part, job.pairs[:, None], index[None, :]]
+                pltriton.store(view, acc.T, mask=mask)
+
+        for tier in range(len(operands.tiers)):
+            pl.when(job.tier == tier)(functools.partial(of_tier, tier))
+
+    _jobs(operands, static, run)
+
+
+def _thin_body(*refs: Ref, static: _Static) -> None:
+    """Program (tile of V, job, part of K)."""
+    operands: _Operands = static.treedef.unflatten(refs[:-1])
+    out_ref = refs[-1]
+    tile, part = pl.program_id(0), pl.program_id(2)
+    places = jax.lax.broadcasted_iota(jnp.int32, (triton_low_rank.TILE,), 0)
+
+    def run(job: Job, columns: list[Columns]) -> None:
+        def store(acc: jax.Array) -> None:
+            view = out_ref.at[
+                part, job.pairs[:, None], (tile * triton_low_rank.TILE + places)[None, :]
+            ]
+            mask = jnp.broadcast_to(job.mask[:, None], acc.T.shape)
+            pltriton.store(view, acc.T, mask=mask)
+
+        def of_tier(tier: int) -> None:
+            triton_low_rank.thin_products(
+                columns[tier]._replace(sums=None), operands.low_rank[tier], job.slot, tile, part,
+                out_ref.shape[0],
+                num_columns=static.tiles.block_m, store=store, interpret=static.interpret,
+            )  # fmt: skip
+
+        for tier, terms in enumerate(operands.low_rank):
+            if terms:
+                pl.when(job.tier == tier)(functools.partial(of_tier, tier))
+
+    _jobs(operands, static, run)
+
+
+class _Call:
+    """One product of a layer: its operands, and what both launches of it share."""
+
+    def __init__(
+        self,
+        rows: jax.Array,
+        assignments: Assignments,
+        tiers: Tiers,
+        low_rank: LowRanks,
+        tiles: TritonTiles,
+        row_width: int,
+        interpret: bool,
+    ) -> None:
+        num_tokens, width = assignments.slot.shape
+        self.blocks = rules.by_blocks(num_tokens, width)
+        self.num_pairs, self.tiles, self.interpret = num_tokens * width, tiles, interpret
+        sums: list[jax.Array | None] = [None] * len(tiers)
+        source: Pairs | Blocks
+        if self.blocks:
+            source = make_blocks(assignments, tiers, tiles.block_m)
+            by_size: dict[int, jax.Array] = {}
+            for i, weights in enumerate(tiers):
+                if triton_product.given_sums(weights, _step(weights, tiles)):
+                    size = weights.group_size
+                    if size not in by_size:
+                        by_size[size] = triton_product.group_sums(rows, size)
+                    sums[i] = by_size[size]
+            programs = self.num_pairs // tiles.block_m + EXTRA_PROGRAMS
+            self.programs = min(source.tier.shape[0], programs)
+        else:
+            source = Pairs(assignments.tier.reshape(-1), assignments.slot.reshape(-1))
+            self.programs = self.num_pairs
+        self.operands = _Operands(
+            rows, tuple(sums), source, tuple(tiers), tuple(map(tuple, low_rank)), None
+        )
+        self.static = _Static(None, tiles, self.num_pairs, row_width, num_tokens == 1, interpret)
+
+    def run(
+        self, body: Any, name: str, axes: tuple[int, int], out_shape: jax.ShapeDtypeStruct
+    ) -> jax.Array:
+        """Launches a body on a grid of tiles, jobs and parts."""
+        leaves, treedef = jax.tree.flatten(self.operands)
+        forms = "_".join(weights.describe().replace(" ", "_") for weights in self.operands.tiers)
+        kind = "blocks" if self.blocks else "pairs"
+        return launch.triton_call(
+            functools.partial(body, static=self.static._replace(treedef=treedef)),
+            name=f"grouped_{name}_{kind}_{forms}_{self.tiles.describe()}",
+            grid=(axes[0], self.programs, axes[1]),
+            out_shape=out_shape,
+            num_warps=self.tiles.num_warps,
+            num_stages=self.tiles.num_stages,
+            interpret=self.interpret,
+        )(*leaves)
+
+    def add_thin(self, name: str) -> None:
+        """Launches the thin products of the low-rank terms, if there are any."""
+        if not any(self.operands.low_rank):
+            return
+        given = [terms for terms in self.operands.low_rank if terms]
+        parts = min(triton_low_rank.thin_parts(terms, self.num_pairs) for terms in given)
+        num_rows = max(map(triton_low_rank.thin_rows, given))
+        shape = jax.ShapeDtypeStruct((parts, self.num_pairs, num_rows), jnp.float32)
+        thin = self.run(
+            _thin_body, f"{name}_thin", (num_rows // triton_low_rank.TILE, parts), shape
+        )
+        self.operands = self.operands._replace(thin=thin)
+
+
+def _checked(tiles: Tiles, tiers: Tiers) -> TritonTiles:
+    if not isinstance(tiles, TritonTiles):
+        raise ValueError(f"tiles {tiles} are not Triton's")
+    for weights in tiers:
+        dataclasses.replace(tiles, step=_step(weights, tiles)).check(weights)
+    return tiles
+
+
+def gate_up_triton(
+    x: jax.Array,
+    assignments: Assignments,
+    tiers: Tiers,
+    low_rank: LowRanks,
+    tiles: Tiles | None,
+    target: Target,
+    interpret: bool,
+) -> jax.Array:
+    """See `api.gate_up`."""
+    num_tokens, width = assignments.slot.shape
+    tiles = _checked(tiles or rules.gate_up_tiles(num_tokens, width, tiers, target), tiers)
+    call = _Call(x, assignments, tiers, low_rank, tiles, width, interpret)
+    call.add_thin("gate_up")
+    num_hidden = tiers[0].num_outputs // 2
+    hidden = call.run(
+        _gate_up_body, "gate_up", (-(-num_hidden // tiles.outputs), 1),
+        jax.ShapeDtypeStruct((num_tokens * width, num_hidden), x.dtype),
+    )  # fmt: skip
+    return hidden.reshape(num_tokens, width, num_hidden)
+
+
+def down_triton(
+    hidden: jax.Array,
+    assignments: Assignments,
+    tiers: Tiers,
+    low_rank: LowRanks,
+    tiles: Tiles | None,
+    target: Target,
+    interpret: bool,
+) -> jax.Array:
+    """See `api.down`."""
+    num_tokens, width = assignments.slot.shape
+    tiles = _checked(tiles or rules.down_tiles(num_tokens, width, tiers, target), tiers)
+    rows = hidden.reshape(num_tokens * width, -1)
+    call = _Call(rows, assignments, tiers, low_rank, tiles, 1, interpret)
+    call.add_thin("down")
+    num_outputs = tiers[0].num_outputs
+    parts = call.run(
+        _down_body, "down", (-(-num_outputs // tiles.outputs), tiles.split_k),
+        jax.ShapeDtypeStruct((tiles.split_k, num_tokens * width, num_outputs), jnp.float32),
+    )  # fmt: skip
+    parts = parts.reshape(tiles.split_k, num_tokens, width, num_outputs)
+    # What skipped pairs would have written is not there.
+    ran = (assignments.tier >= 0) & (assignments.tier < len(tiers))
+    weighted = jnp.where(ran[None, :, :, None], parts * assignments.weight[None, :, :, None], 0.0)
+    return jnp.sum(weighted, axis=(0, 2)).astype(hidden.dtype)

@@ -1,0 +1,371 @@
+"""Instructions that the streaming kernels are made of, as methods that emit MLIR.
+
+Everything here runs while a Mosaic GPU kernel is being lowered, inside `inline_mgpu`: values are
+registers of one thread, `i32` unless said, and a warp's 32 threads run together. What LLVM has an
+operation for is written with it; what it lacks (cached loads, matrix products, packed 16-bit
+arithmetic) is one line of PTX.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith as _arith
+from jaxlib.mlir.dialects import llvm as _llvm
+from jaxlib.mlir.dialects import scf as _scf
+
+Value = Any  # an MLIR value, or a Python number where a constant will do
+# Their stubs are of the generated classes, which the modules replace with handier ones.
+arith: Any = _arith
+llvm: Any = _llvm
+scf: Any = _scf
+
+
+def i32() -> ir.Type:
+    """The type of words and indices."""
+    return ir.IntegerType.get_signless(32)
+
+
+def i64() -> ir.Type:
+    """The type of addresses."""
+    return ir.IntegerType.get_signless(64)
+
+
+def f32() -> ir.Type:
+    """The type of sums."""
+    return ir.F32Type.get()
+
+
+_COMPARISONS = {"eq": 0, "ne": 1, "lt": 2, "le": 3, "gt": 4, "ge": 5}
+
+
+class Mlir:
+    """The instructions as MLIR, emitted where Mosaic GPU lowers a kernel."""
+
+    def const(self, value: Value) -> Value:
+        """An i32 constant of a Python int; anything else as it is."""
+        if isinstance(value, int):
+            signed = value - 2**32 if value >= 2**31 else value
+            return arith.constant(i32(), ir.IntegerAttr.get(i32(), signed))
+        return value
+
+    def const_f32(self, value: Value) -> Value:
+        """A float32 constant of a Python number; anything else as it is."""
+        if isinstance(value, int | float):
+            return arith.constant(f32(), ir.FloatAttr.get(f32(), float(value)))
+        return value
+
+    def add(self, a: Value, b: Value) -> Value:
+        """a + b."""
+        return arith.addi(self.const(a), self.const(b))
+
+    def sub(self, a: Value, b: Value) -> Value:
+        """a - b."""
+        return arith.subi(self.const(a), self.const(b))
+
+    def mul(self, a: Value, b: Value) -> Value:
+        """a b."""
+        return arith.muli(self.const(a), self.const(b))
+
+    def div(self, a: Value, b: Value) -> Value:
+        """a / b of unsigned values."""
+        return arith.divui(self.const(a), self.const(b))
+
+    def rem(self, a: Value, b: Value) -> Value:
+        """a mod b of unsigned values."""
+        return arith.remui(self.const(a), self.const(b))
+
+    def band(self, a: Value, b: Value) -> Value:
+        """a & b."""
+        return arith.andi(self.const(a), self.const(b))
+
+    def bor(self, a: Value, b: Value) -> Value:
+        """a | b."""
+        return arith.ori(self.const(a), self.const(b))
+
+    def bxor(self, a: Value, b: Value) -> Value:
+        """a ^ b."""
+        return arith.xori(self.const(a), self.const(b))
+
+    def shl(self, a: Value, b: Value) -> Value:
+        """a << b."""
+        return arith.shli(self.const(a), self.const(b))
+
+    def shr(self, a: Value, b: Value) -> Value:
+        """a >> b, zeros shifted in."""
+        return a if isinstance(b, int) and b == 0 else arith.shrui(self.const(a), self.const(b))
+
+    def smaller(self, a: Value, b: Value) -> Value:
+        """min(a, b) of signed values."""
+        return arith.minsi(self.const(a), self.const(b))
+
+    def compare(self, a: Value, how: str, b: Value) -> Value:
+        """i1: a `how` b of signed values."""
+        return arith.cmpi(
+            ir.IntegerAttr.get(i64(), _COMPARISONS[how]), self.const(a), self.const(b)
+        )
+
+    def select(self, condition: Value, a: Value, b: Value) -> Value:
+        """a where the condition holds, else b."""
+        return arith.select(condition, self.either(a), self.either(b))
+
+    def either(self, value: Value) -> Value:
+        """A constant of a Python number: float32 of a float, else i32."""
+        return self.const_f32(value) if isinstance(value, float) else self.const(value)
+
+    def both(self, a: Value, b: Value) -> Value:
+        """Of two conditions."""
+        return arith.andi(a, b)
+
+    def merge(self, a: Value, mask: int, b: Value, how: str) -> Value:
+        """One instruction of three operands; compilers do not find it where two are constants.
+
+        Args:
+          a: a word.
+          mask: a constant.
+          b: a word.
+          how: "or" for (a & mask) | b; "select" for (a & mask) | (b & ~mask).
+        """
+        table = {"or": 0xEA, "select": 0xE2}[how]
+        return self.asm(i32(), [a, mask, b], f"lop3.b32 $0, $1, $2, $3, {table:#x};", "=r,r,r,r")
+
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        """a b + c in float32, rounded once."""
+        return self.asm(
+            f32(),
+            [self.const_f32(a), self.const_f32(b), self.const_f32(c)],
+            "fma.rn.f32 $0, $1, $2, $3;",
+            "=f,f,f,f",
+        )
+
+    def fadd(self, a: Value, b: Value) -> Value:
+        """a + b in float32."""
+        return arith.addf(self.const_f32(a), self.const_f32(b))
+
+    def fmul(self, a: Value, b: Value) -> Value:
+        """a b in float32."""
+        return arith.mulf(self.const_f32(a), self.const_f32(b))
+
+    def asm(self, result: ir.Type | None, operands: Sequence[Value], ptx: str, constraints: str,
+        effects: bool = False,
+    ) -> Any:  # fmt: skip
+        """One inline PTX statement."""
+        return llvm.inline_asm(
+            result, [self.const(o) for o in operands], ptx, constraints, has_side_effects=effects
+        )
+
+    def _asm_many(
+        self,
+        count: int,
+        kind: ir.Type,
+        operands: Sequence[Value],
+        ptx: str,
+        constraints: str,
+        effects: bool,
+    ) -> list[Value]:
+        if count == 1:
+            return [self.asm(kind, operands, ptx, constraints, effects)]
+        struct = llvm.StructType.get_literal([kind] * count)
+        found = self.asm(struct, operands, ptx, constraints, effects)
+        return [llvm.extractvalue(kind, found, [i]) for i in range(count)]
+
+    def special(self, name: str) -> Value:
+        """A special register, such as tid.x or ctaid.x."""
+        return self.asm(i32(), [], f"mov.u32 $0, %{name};", "=r")
+
+    def address(self, ref: Value) -> Value:
+        """i64: where a reference's first element lies (a generic address)."""
+        return llvm.ptrtoint(i64(), mgpu_utils.memref_ptr(ref))
+
+    def shared_address(self, ref: Value) -> Value:
+        """i32: the same of shared memory, in its own address space."""
+        return llvm.ptrtoint(i32(), mgpu_utils.memref_ptr(ref))
+
+    def offset(self, base: Value, count: Value, bytes_each: int = 1) -> Value:
+        """i64: base + count * bytes_each, in 64 bits; `count` is unsigned."""
+        if isinstance(count, int):
+            wide = arith.constant(i64(), ir.IntegerAttr.get(i64(), count * bytes_each))
+        else:
+            each = arith.constant(i64(), ir.IntegerAttr.get(i64(), bytes_each))
+            wide = arith.muli(arith.extui(i64(), count), each)
+        return arith.addi(base, wide)
+
+    def load(
+        self,
+        base: Value,
+        imm: int,
+        num_words: int,
+        *,
+        streamed: bool = False,
+        predicate: Value | None = None,
+    ) -> list[Value]:
+        """1, 2 or 4 words of global memory at base + imm (bytes), read-only during the kernel.
+
+        Args:
+          base: i64 address.
+          imm: constant bytes.
+          num_words: 1, 2 or 4; the address is aligned to as much.
+          streamed: read once, so not kept in the L1 cache, and kept in order with others.
+          predicate: i32, 0 to leave it out; the values are then undefined.
+        """
+        vector = "" if num_words == 1 else f".v{num_words}"
+        names = ",".join(f"${i}" for i in range(num_words))
+        into = names if num_words == 1 else "{" + names + "}"
+        cache = ".L1::no_allocate.L2::128B" if streamed else ""
+        body = f"ld.global.nc{cache}{vector}.b32 {into}, [${num_words}+{imm}];"
+        operands, constraints = [base], "=r," * num_words + "l"
+        if predicate is not None:
+            test = f"setp.ne.b32 p, ${num_words + 1}, 0;"
+            body = "{ .reg .pred p; " + test + " @p " + body + " }"
+            operands, constraints = [base, predicate], constraints + ",r"
+        return self._asm_many(num_words, i32(), operands, body, constraints, streamed)
+
+    def copy_async(
+        self, to: Value, to_imm: int, base: Value, imm: int, present: Value, num_bytes: int
+    ) -> None:
+        """4, 8 or 16 bytes from global to shared memory, later; zeros where `present` is 0."""
+        cache = "cg" if num_bytes == 16 else "ca"
+        text = (
+            f"cp.async.{cache}.shared.global.L2::128B [$0+{to_imm}], [$1+{imm}], {num_bytes}, $2;"
+        )
+        size = self.select(self.compare(present, "ne", 0), num_bytes, 0)
+        self.asm(None, [to, base, size], text, "r,l,r", effects=True)
+
+    def copies_commit(self) -> None:
+        """Ends a group of copies."""
+        self.asm(None, [], "cp.async.commit_group;", "", effects=True)
+
+    def copies_wait(self, pending: int) -> None:
+        """Waits until at most so many of this thread's groups are under way."""
+        self.asm(None, [], f"cp.async.wait_group {pending};", "", effects=True)
+
+    def load_shared_words(self, at: Value, imm: int, count: int) -> list[Value]:
+        """1, 2 or 4 words of shared memory at a 32-bit address plus imm."""
+        if count == 1:
+            return [self.load_shared(at, imm, "b32")]
+        names = ",".join(f"${i}" for i in range(count))
+        text = f"ld.shared.v{count}.b32 {{{names}}}, [${count}+{imm}];"
+        return self._asm_many(count, i32(), [at], text, "=r," * count + "r", True)
+
+    def load_small(self, base: Value, imm: int, num_bytes: int) -> Value:
+        """i32: 1, 2 or 4 bytes of global memory at base + imm, zero extended, read-only."""
+        kind = {1: "u8", 2: "u16", 4: "b32"}[num_bytes]
+        return self.asm(i32(), [base], f"ld.global.nc.{kind} $0, [$1+{imm}];", "=r,l")
+
+    def store(self, base: Value, imm: int, value: Value, kind: str) -> None:
+        """One value (b16: the low half of an i32; b32; f32) to global memory at base + imm."""
+        if kind == "b16":
+            text = "{ .reg .b16 h; cvt.u16.u32 h, $1; st.global.b16 [$0+" + f"{imm}], h; }}"
+            self.asm(None, [base, value], text, "l,r", effects=True)
+        else:
+            letter = "f" if kind == "f32" else "r"
+            self.asm(
+                None,
+                [base, value],
+                f"st.global.{kind} [$0+{imm}], $1;",
+                f"l,{letter}",
+                effects=True,
+            )
+
+    def load_shared(self, at: Value, imm: int, kind: str = "f32") -> Value:
+        """One f32 or b32 of shared memory at a 32-bit address plus imm."""
+        letter, of = ("f", f32()) if kind == "f32" else ("r", i32())
+        return self.asm(of, [at], f"ld.shared.{kind} $0, [$1+{imm}];", f"={letter},r", effects=True)
+
+    def store_shared(self, at: Value, imm: int, value: Value, kind: str = "f32") -> None:
+        """One f32 or b32 to shared memory at a 32-bit address plus imm."""
+        letter = "f" if kind == "f32" else "r"
+        self.asm(
+            None, [at, value], f"st.shared.{kind} [$0+{imm}], $1;", f"r,{letter}", effects=True
+        )
+
+    def ballot(self, condition: Value) -> Value:
+        """i32: bit i tells whether lane i of the warp has the condition. All 32 take part."""
+        flag = self.select(condition, 1, 0)
+        text = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
+        return self.asm(i32(), [flag], text, "=r,r", effects=True)
+
+    def count_ones(self, word: Value) -> Value:
+        """Bits set in a word."""
+        return self.asm(i32(), [word], "popc.b32 $0, $1;", "=r,r")
+
+    def block_barrier(self) -> None:
+        """Waits for all threads of the block, whose shared writes are then seen."""
+        self.asm(None, [], "bar.sync 0;", "", effects=True)
+
+    def warp_barrier(self) -> None:
+        """The same for the warp."""
+        self.asm(None, [], "bar.warp.sync 0xffffffff;", "", effects=True)
+
+    def mma(
+        self, kind: str, a: Sequence[Value], b: Sequence[Value], c: Sequence[Value]
+    ) -> list[Value]:
+        """m16n8k16: four float32 of c + a b; `kind` is bf16 or f16, a 4 and b 2 pairs of it.
+
+        Lane (g, t) = (lane / 4, lane mod 4) holds a[0], a[2] of row g and a[1], a[3] of row g + 8,
+        at k = 2t, 2t+1 and 2t+8, 2t+9; b of column g at the same k; c of rows g, g, g+8, g+8 and
+        columns 2t, 2t+1.
+        """
+        text = (
+            f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+            "{$0,$1,$2,$3},{$4,$5,$6,$7},{$8,$9},{$10,$11,$12,$13};"
+        )
+        operands = [*a, *b, *(self.const_f32(value) for value in c)]
+        return self._asm_many(4, f32(), operands, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", False)
+
+    def fma_pair(self, kind: str, a: Value, b: Value, c: Value) -> Value:
+        """a b + c of two 16-bit floats each, rounded once; `kind` is bf16 or f16."""
+        return self.asm(i32(), [a, b, c], f"fma.rn.{kind}x2 $0, $1, $2, $3;", "=r,r,r,r")
+
+    def half_to_f32(self, word: Value, half: int) -> Value:
+        """float32 of the fp16 in one half of a word."""
+        move = "mov.b32 {l, h}, $1; cvt.f32.f16 $0, " + ("l" if half == 0 else "h") + ";"
+        return self.asm(f32(), [word], "{ .reg .b16 l, h; " + move + " }", "=f,r")
+
+    def f32_of_bits(self, word: Value) -> Value:
+        """The float32 with these bits."""
+        return arith.bitcast(f32(), self.const(word))
+
+    def bits_of_f32(self, value: Value) -> Value:
+        """The other way round."""
+        return arith.bitcast(i32(), value)
+
+    def byte_to_f32(self, word: Value, byte: int) -> Value:
+        """float32 of one byte of a word: 2^23 + b as bits, less 2^23 (exact, and no conversion)."""
+        low = self.band(self.shr(word, 8 * byte), 0xFF)
+        return self.fadd(self.f32_of_bits(self.bor(low, 0x4B000000)), -8388608.0)
+
+    def f32_to_16(self, kind: str, value: Value) -> Value:
+        """i32 whose low half is the value rounded to bf16 or f16."""
+        text = "{ .reg .b16 h; cvt.rn." + kind + ".f32 h, $1; mov.b32 $0, {h, h}; }"
+        return self.asm(i32(), [value], text, "=r,f")
+
+    def f32_of_16(self, kind: str, word: Value) -> Value:
+        """float32 of the bf16 or f16 in the low half."""
+        return self.f32_of_bits(self.shl(word, 16)) if kind == "bf16" else self.half_to_f32(word, 0)
+
+    def exp2(self, value: Value) -> Value:
+        """2^value, to about 2 ulp (the hardware's)."""
+        return self.asm(f32(), [value], "ex2.approx.ftz.f32 $0, $1;", "=f,f")
+
+    def reciprocal(self, value: Value) -> Value:
+        """1 / value, rounded."""
+        return self.asm(f32(), [value], "rcp.rn.f32 $0, $1;", "=f,f")
+
+    def loop(self, start: Value, stop: Value, step: Value, carried: Sequence[Value],
+        body: Callable[[Value, list[Value]], Sequence[Value]],
+    ) -> list[Value]:  # fmt: skip
+        """for index in range(start, stop, step) of i32, carrying values; returns the last ones."""
+        carried = list(carried)
+        made = scf.ForOp(self.const(start), self.const(stop), self.const(step), carried)
+        with ir.InsertionPoint(made.body):
+            scf.yield_(list(body(made.induction_variable, list(made.inner_iter_args))))
+        return list(made.results)
+
+    def when(self, condition: Value, body: Callable[[], None]) -> None:
+        """Runs the body in the threads where the condition holds."""
+        made = scf.IfOp(condition)
+        with ir.InsertionPoint(made.then_block):
+            body()
+            scf.yield_([])

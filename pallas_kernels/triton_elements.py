@@ -1,0 +1,72 @@
+"""Elements of packed matrices looked up one by one in a Triton program.
+
+For what the blocks of the layout do not serve: the short last block of a row, and low-rank factors
+whose columns are the outputs of another matrix.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import layout
+from pallas_kernels.packed import PLAIN_BITS, PackedMatrices
+
+Int = int | jax.Array
+
+
+def quotient(a: Any, b: Any) -> Any:
+    """a // b of ints that are not negative; `//` corrects signs in ways Triton may not compile."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b
+    return jax.lax.div(a, np.int32(b) if isinstance(b, int) else b)
+
+
+def remainder(a: Any, b: Any) -> Any:
+    """a % b of ints that are not negative."""
+    if isinstance(b, int) and b == 1:
+        return 0
+    if isinstance(a, int) and isinstance(b, int):
+        return a % b
+    return jax.lax.rem(a, np.int32(b) if isinstance(b, int) else b)
+
+
+def element_codes(weights: PackedMatrices, slot: Int, rows: jax.Array, k: jax.Array) -> jax.Array:
+    """uint32 codes at rows and k, int32 of two shapes that broadcast; for what no block holds."""
+    length = layout.padded_length(weights.num_inputs)
+    full, rest = divmod(length, layout.BLOCK)
+    block, within = quotient(k, layout.BLOCK), remainder(k, layout.BLOCK)
+    half = remainder(k, 2) * 16
+    codes = None
+    for plane in layout.planes(weights.num_inputs, weights.bits):
+        words = layout.BLOCK * plane.width // layout.WORD_BITS
+        position, place = quotient(within, 2 * words), remainder(within, 2 * words)
+        if rest:
+            short = rest * plane.width // 16  # codes of a position in the short block
+            whole = block < full
+            position = jnp.where(whole, position, quotient(within, short))
+            place = jnp.where(whole, place, remainder(within, short))
+        word = weights.words[slot, rows, plane.first_word + block * words + quotient(place, 2)]
+        shift = (half + position * plane.width).astype(jnp.uint32)
+        part = (word >> shift) & jnp.uint32((1 << plane.width) - 1)
+        codes = (
+            part << jnp.uint32(plane.shift)
+            if codes is None
+            else codes | (part << jnp.uint32(plane.shift))
+        )
+    assert codes is not None
+    return codes
+
+
+def element_values(weights: PackedMatrices, slot: Int, rows: jax.Array, k: jax.Array) -> jax.Array:
+    """float32 matrix elements at rows and k, as `element_codes`."""
+    if weights.bits == PLAIN_BITS:
+        return weights.words[slot, rows, k].astype(jnp.float32)
+    assert weights.scales is not None
+    values = element_codes(weights, slot, rows, k).astype(jnp.float32)
+    group = quotient(k, weights.group_size)
+    scale = weights.scales[slot, rows, group].astype(jnp.float32)
+    if weights.zeros is None:
+        return (values - float(2 ** (weights.bits - 1))) * scale
+    return (values - weights.zeros[slot, rows, group].astype(jnp.float32)) * scale

@@ -1,0 +1,78 @@
+"""How the kernels of many rows share out their work."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from pallas_kernels.packed import PLAIN_BITS, PackedMatrices
+
+SHARED_BYTES = 226 * 1024  # of a block, less barriers and the places of their alignment
+
+
+@dataclasses.dataclass(frozen=True)
+class WgmmaTiles:
+    """A thread block makes tiles of 64 warpgroups rows of a matrix by `tokens` rows of x."""
+
+    tokens: int  # a multiple of 8, at most 256
+    x_stages: int  # of 64 k, held in shared memory; a multiple of 4
+    word_blocks: int  # of 256 k, held in shared memory
+    warpgroups: int = 2  # that multiply; one more copies
+    splits: int = 1  # parts of K, each with its own sums
+    band: int = 8  # tiles of tokens that are worked off together
+
+    @property
+    def rows(self) -> int:
+        """Of a matrix, of a tile."""
+        return 64 * self.warpgroups
+
+    @property
+    def chunk(self) -> int:
+        """Tokens that a warpgroup stores at a time."""
+        return min(self.tokens, 64)
+
+    def describe(self) -> str:
+        """Such as "t256x4w3s1"."""
+        return f"t{self.tokens}x{self.x_stages}w{self.word_blocks}s{self.splits}"
+
+
+def dense_tiles(num_tokens: int, num_rows: int, num_inputs: int, processors: int) -> WgmmaTiles:
+    """Large tiles while they fill the card; for few tokens K is split until they do."""
+    tokens = min(256, -(-num_tokens // 8) * 8)
+    if tokens == 256:
+        return WgmmaTiles(tokens=256, x_stages=4, word_blocks=2)
+    stages = 8 if tokens <= 128 else 4
+    items = -(-num_rows // 128)
+    blocks = num_inputs // 256
+    splits = max(1, min(processors // items, blocks // 4))
+    return WgmmaTiles(
+        tokens=tokens, x_stages=stages, word_blocks=4 if tokens <= 128 else 3, splits=splits
+    )
+
+
+def grouped_tokens(num_tokens: int, width: int, tiers: Sequence[PackedMatrices]) -> int:
+    """Tokens of a tile, by the mean load of a matrix.
+
+    A stack may hold the experts of all layers, so their number is a guess from A: Mixtral has 8 of
+    which 2 run, Qwen3 128 of 8.
+    """
+    experts = min(2 * width * width, sum(weights.num_slots for weights in tiers))
+    load = num_tokens * width // experts
+    for tokens, most in ((32, 16), (64, 64), (128, 768)):
+        if load <= most:
+            return tokens
+    return 256
+
+
+def grouped_tiles(tokens: int, bits: int) -> WgmmaTiles:
+    """As many stages as shared memory holds.
+
+    Args:
+      tokens: of a tile; 32, 64, 128 or 256.
+      bits: of a weight.
+    """
+    for x_stages, word_blocks in ((8, 4), (8, 3), (8, 2), (4, 3), (4, 2), (4, 1)):
+        tiles = WgmmaTiles(tokens=tokens, x_stages=x_stages, word_blocks=word_blocks)
+        weights = x_stages * 64 if bits == PLAIN_BITS else word_blocks * 256
+        room = tiles.warpgroups * 2 * tiles.chunk * 128
+        if x_stages * tokens * 128 + tiles.rows * weights * bits // 8 + room <= SHARED_BYTES:
+            return tiles
+    raise AssertionError(f"no tiles of {tokens} tokens for {bits} bits")

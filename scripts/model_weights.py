@@ -1,0 +1,159 @@
+"""Random weights of real shapes, plain or packed, made on the device; bytes a step must read."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moejax.models.config import ModelConfig, weight_shapes
+from moejax.qtensor import QTensor, Weight
+from moejax.served import EXPERT_LEAVES
+from pallas_kernels import layout
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Packing:
+    """What is packed, and how.
+
+    Attributes:
+      bits: of experts and dense MLPs; 16 for bf16.
+      group_size: of every packed matrix.
+      zero_kind: "float", "integer" or "symmetric".
+      attention_bits: of the projections; 16 for bf16.
+      head_bits: of the head; 16 for bf16.
+    """
+
+    bits: int = 16
+    group_size: int = 64
+    zero_kind: str = "float"
+    attention_bits: int = 16
+    head_bits: int = 16
+
+    def bits_of(self, leaf: str) -> int:
+        """Of a leaf of `weight_shapes`; 16: plain."""
+        if leaf in (*EXPERT_LEAVES, "mlp.gate_up", "mlp.down"):
+            return self.bits
+        if leaf in ("attention.qkv_proj", "attention.o_proj"):
+            return self.attention_bits
+        return self.head_bits if leaf == "head" else 16
+
+    def describe(self) -> str:
+        """Such as "INT3 g64 float, attention INT3, head bf16"."""
+        names = ["bf16" if b == 16 else f"INT{b}" for b in (self.attention_bits, self.head_bits)]
+        if (self.bits, *names) == (16, "bf16", "bf16"):
+            return "bf16"
+        experts = "bf16" if self.bits == 16 else f"INT{self.bits} g{self.group_size}"
+        return f"{experts} {self.zero_kind}, attention {names[0]}, head {names[1]}"
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnames=("words", "low", "high"))
+def _fill(
+    leaf: jax.Array,
+    index: jax.Array,
+    key: jax.Array,
+    std: jax.Array,
+    *,
+    words: bool = False,
+    low: float = 0.0,
+    high: float = 0.0,
+) -> jax.Array:
+    """One layer of a leaf: random words, uniform values in low..high, or N(0, std^2)."""
+    shape = leaf.shape[1:]
+    if words:
+        values = jax.random.bits(key, shape, leaf.dtype)
+    elif high > low:
+        values = jax.random.uniform(key, shape, jnp.float32, low, high)
+        values = (jnp.round(values) if leaf.dtype == jnp.uint8 else values).astype(leaf.dtype)
+    else:
+        values = jax.random.normal(key, shape, leaf.dtype) * std.astype(leaf.dtype)
+    return jax.lax.dynamic_update_index_in_dim(leaf, values, index, 0)
+
+
+class _Drawing:
+    """Draws leaves a layer at a time, so that nothing temporary is large."""
+
+    def __init__(self, device: jax.Device):
+        self._device = device
+        self._key = jax.device_put(jax.random.key(0, impl="rbg"), device)
+
+    def leaf(
+        self, shape: tuple[int, ...], dtype: jnp.dtype, std: float = 0.0, **how: Any
+    ) -> jax.Array:
+        flat = shape if len(shape) > 2 else (1, *shape)
+        leaf = jnp.zeros(flat, dtype, device=self._device)
+        for layer in range(flat[0]):
+            self._key, new = jax.random.split(self._key)
+            leaf = _fill(leaf, jnp.int32(layer), new, jnp.float32(std), **how)
+        return leaf if len(shape) > 2 else leaf[0]
+
+    def packed(self, shape: tuple[int, ...], bits: int, packing: Packing) -> QTensor:
+        """Codes uniform in 0..2^bits - 1 about their middle, so that weights are N(0, 1/K) wide."""
+        *lead, inputs = shape
+        middle = (2**bits - 1) / 2
+        scale = (12 / ((4**bits - 1) * inputs)) ** 0.5
+        groups = (*lead, layout.num_groups(inputs, packing.group_size))
+        f16 = jnp.dtype(jnp.float16)
+        zeros = None
+        if packing.zero_kind != "symmetric":
+            dtype = jnp.dtype(jnp.uint8) if packing.zero_kind == "integer" else f16
+            zeros = self.leaf(groups, dtype, low=middle - 0.25, high=middle + 0.25)
+        words = (*lead, layout.num_words(inputs, bits))
+        tensor = QTensor(
+            words=self.leaf(words, jnp.dtype(jnp.uint32), words=True),
+            scales=self.leaf(groups, f16, low=0.8 * scale, high=1.2 * scale),
+            zeros=zeros,
+            num_inputs=inputs,
+            bits=bits,
+            group_size=packing.group_size,
+        )
+        tensor.check()
+        return tensor
+
+
+def random_weights(config: ModelConfig, packing: Packing, device: jax.Device) -> dict[str, Weight]:
+    """Leaves made on the device: norms one, embeddings N(0, 1), matrices N(0, 1/fan_in) or so.
+
+    Args:
+      config: of the model.
+      packing: which matrices are packed; the others, and norms, are bf16.
+      device: where.
+    """
+    drawing = _Drawing(device)
+    weights: dict[str, Weight] = {}
+    for name, shape in weight_shapes(config).items():
+        bits = packing.bits_of(name)
+        if name.endswith("norm"):
+            weights[name] = jnp.ones(shape, jnp.bfloat16, device=device)
+        elif bits != 16:
+            weights[name] = drawing.packed(shape, bits, packing)
+        else:
+            std = 1.0 if name == "embed" else shape[-1] ** -0.5
+            weights[name] = drawing.leaf(shape, jnp.dtype(jnp.bfloat16), std)
+    return weights
+
+
+def bytes_per_step(
+    config: ModelConfig, weights: Mapping[str, Weight], batch: int, positions: int, distinct: float
+) -> int:
+    """Least bytes that one decode step reads: every dense leaf, the chosen experts, the cache.
+
+    Codes, scales and zeros count; of embeddings that are not the head, nothing does.
+
+    Args:
+      config: of the model.
+      weights: all leaves.
+      batch: sequences.
+      positions: of the cache that each reads.
+      distinct: experts that a layer's tokens chose, the mean over layers.
+    """
+    dense = sum(
+        leaf.nbytes
+        for name, leaf in weights.items()
+        if name not in EXPERT_LEAVES and (name != "embed" or config.tied_embeddings)
+    )
+    experts = sum(weights[name].nbytes for name in EXPERT_LEAVES if name in weights)
+    cache = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim * positions * batch
+    return int(dense + experts * distinct / config.num_experts + cache)

@@ -1,0 +1,30 @@
+"""The fetch benchmark runs on a CPU; what it measures is for a GPU."""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from absl.testing import absltest
+
+from moejax.results import read_rows
+
+ROOT = Path(__file__).parents[1]
+
+
+class SmokeTest(absltest.TestCase):
+    def test_every_part_writes_rows(self):
+        output = Path(self.enter_context(tempfile.TemporaryDirectory())) / "rows.jsonl"
+        command = [sys.executable, "-m", "scripts.bench_fetch", "--smoke", f"--output={output}"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        rows = read_rows(output)
+        for what in ("device_put of 4", "fetch of 8 x 0.03 MB", "slice by XLA of 1", "product, "):
+            self.assertTrue(any(row.what.startswith(what) for row in rows), what)
+        self.assertTrue(all(row.figure > 0 and row.unit == "us" for row in rows))
+        [fused, *_] = (row for row in rows if row.what.startswith("product, "))
+        self.assertContainsSubset(["product_alone", "copy_alone", "floor"], fused.baseline)
+
+
+if __name__ == "__main__":
+    absltest.main()

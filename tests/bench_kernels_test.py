@@ -1,0 +1,341 @@
+"""The kernel benchmark: its chains, its data, what it calls a fault; its mains on tiny shapes."""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+
+from moejax.results import ResultRow, read_rows
+from pallas_kernels.dequant_matmul import dequant_matmul
+from pallas_kernels.packed import dequantize
+from pallas_kernels.target import Choice, Target
+from scripts import bench_kernels_data as data
+from scripts import bench_kernels_peers as peers
+from scripts import bench_kernels_run as run
+from scripts import bench_kernels_timing as timing
+
+ROOT = Path(__file__).parents[1]
+HOPPER, AMPERE = Target("gpu", (9, 0)), Target("gpu", (8, 0))
+
+# As XLA writes it for an H100 (jax 0.11.2): two calls of two kernels in a loop of one graph.
+THUNKS = """\
+001: kCopy         [source       | next=003 (2)] kCopy
+002: kCustomKernel [source       | next=003 (1)] loop_broadcast_fusion grid: [16, 1, 1] threads
+003: kWhile        [prev=002 (1) | sink        ]
+condition:
+    004: kCustomKernel [source | sink] loop_compare_fusion grid: [1, 1, 1] threads: [1, 1, 1]
+  body:
+    000: kCommandBuffer [source | sink]
+        005: kCustomKernel [source       | sink        ] loop_add_fusion grid: [1, 1, 1]
+        006: kCustomKernel [source       | next=007 (1)] expert_gate_up grid: [8, 96, 1]
+        007: kCustomKernel [prev=006 (1) | next=008 (1)] expert_down grid: [1, 256, 1]
+        008: kCustomKernel [prev=007 (1) | next=009 (1)] expert_gate_up__1 grid: [8, 96, 1]
+        009: kCublasLtMatmul [prev=008 (1) | sink        ] kCublasLtMatmul
+    010: kCopy [source | sink] kCopy
+"""
+
+
+def bench(target: Target = HOPPER, **settings) -> run.Bench:
+    defaults = {"deadline": time.monotonic() + 1000, "implementations": run.IMPLEMENTATIONS}
+    return run.Bench(device=jax.devices()[0], target=target, **(defaults | settings))
+
+
+def times(microseconds: float) -> timing.Timing:
+    return timing.Timing(microseconds, 0.1, None, None)
+
+
+def folder(test: absltest.TestCase) -> Path:
+    """Removed with the test."""
+    return Path(test.enter_context(tempfile.TemporaryDirectory()))
+
+
+def count_in_loop(text: str, operation: str) -> int:
+    """How often the loop's body of compiled HLO runs an operation, through fusions and calls."""
+    parts = dict(re.findall(r"^%(\S+) \([^\n]*\{\n(.*?)^\}", text, re.M | re.S))
+
+    def count(name: str) -> int:
+        called = re.findall(r"(?:calls|to_apply)=%([\w.-]+)", parts[name])
+        return parts[name].count(f" {operation}(") + sum(map(count, called))
+
+    (body,) = re.findall(r" while\(.*body=%([\w.-]+)", text)
+    return count(body)
+
+
+def compiled_chain(call: timing.Call, x: jax.Array, operands: jax.Array, slots: int) -> str:
+    program = timing.chained(call, timing.Chain(slots, 5, 3))
+    compiled = jax.jit(program).lower(x, operands).compile(compiler_options=timing.CUBLAS)
+    text = compiled.as_text()
+    assert text is not None
+    return text
+
+
+class TimingTest(parameterized.TestCase):
+    def test_chain_rotates_past_the_l2(self):
+        for slot_bytes, seconds in ((27e6, 15e-6), (1.7e6, 4e-6), (117e6, 30e-6), (27e6, 700e-6)):
+            chain = timing.chain_for(int(slot_bytes), seconds)
+            self.assertEqual(chain.num_calls % chain.num_slots, 0)
+            self.assertGreaterEqual(chain.num_slots * slot_bytes, 150e6)
+            self.assertBetween(chain.num_calls * chain.num_rounds * seconds, 1e-3, 2e-2)
+            self.assertLessEqual(chain.num_calls, timing.MAX_CALLS)
+
+    def test_chain_runs_every_call_on_its_slot(self):
+        weights = data.random_stack(jnp.uint32(0), slots=3, rows=40, inputs=64, bits=3)
+        x = data.random_rows(1, (2, 64))
+
+        def call(x, weights, i):
+            return dequant_matmul(x, weights, slot=jnp.int32(i % 3), implementation="reference")
+
+        outputs = jax.jit(timing.chained(call, timing.Chain(3, 6, 2)))(x, weights)
+        self.assertLen(outputs, 6)
+        for i, y in enumerate(outputs):
+            matrix = np.asarray(dequantize(weights, jnp.int32(i % 3)), np.float64)
+            expected = np.asarray(x).astype(np.float64) @ matrix.T
+            np.testing.assert_allclose(np.asarray(y).astype(np.float64), expected, rtol=0.02)
+
+    def test_chain_drops_nothing(self):
+        """Each call is in the compiled loop, though only the last round's outputs are used."""
+        x, w = data.random_rows(1, (8, 64)), data.random_rows(2, (5, 32, 64))
+        text = compiled_chain(lambda x, w, i: jnp.dot(x, jnp.sin(w[i]).T), x, w, slots=5)
+        for name in ("dot", "sine"):
+            self.assertEqual(count_in_loop(text, name), 5, name)
+
+    @pytest.mark.gpu
+    def test_chain_shares_nothing(self):
+        """Five calls on one slot are five: on a CPU barriers go before equal parts are merged."""
+        x, w = data.random_rows(1, (8, 64)), data.random_rows(2, (32, 64))
+        text = compiled_chain(lambda x, w, _: jnp.dot(x, jnp.sin(w).T), x, w, slots=1)
+        self.assertEqual(count_in_loop(text, "sine"), 5)
+
+    def test_difference_leaves_out_what_comes_once(self):
+        clock, noise = [0.0], iter([0.0, 5.0, *[0.0] * 20])
+
+        def run(count: int) -> None:
+            clock[0] += 20 + 10 * count + next(noise)
+
+        with mock.patch.object(timing.time, "perf_counter", lambda: clock[0]):
+            took, spread = timing.difference(run, 5)
+        self.assertAlmostEqual(took, 10)
+        self.assertLess(spread, 1)
+
+    def test_thunks(self):
+        found = timing.parse_thunks(THUNKS)
+        self.assertEqual(found.graphs, 1)
+        self.assertEqual(found.captured["expert_gate_up"], 2)
+        self.assertEqual(found.captured.total(), 5)
+        self.assertEqual(found.outside["kCopy"], 2)
+        self.assertEqual(found.total, 9)
+        self.assertIn("2 expert_gate_up", found.describe())
+
+
+class DataTest(parameterized.TestCase):
+    @parameterized.parameters(2, 3, 4, 8, 16)
+    def test_sample_is_the_product(self, bits):
+        weights = data.random_stack(jnp.uint32(5), slots=2, rows=500, inputs=128, bits=bits)
+        weights.check()
+        x = data.random_rows(1, (40, 128))
+        sample = data.dense_sample(x, weights, 1)
+        self.assertEqual(sample.values.shape, (32, 384))
+        self.assertIn(499, sample.columns)
+        dense = np.asarray(dequantize(weights, jnp.int32(1)), np.float64)
+        whole = np.asarray(x).astype(np.float64) @ dense.T
+        np.testing.assert_allclose(sample.values, whole[np.ix_(sample.rows, sample.columns)])
+        self.assertBetween(whole.std(), 0.3, 3)
+        self.assertLess(sample.error(whole.astype(np.float32)), 1e-6)
+        self.assertGreater(sample.error(np.roll(whole, 1, axis=1)), 0.5)
+        whole[3, 7] = np.nan
+        self.assertEqual(sample.error(whole), np.inf)
+
+    @parameterized.parameters(2, 3, 4, 8)
+    def test_scales_and_zeros_are_exact_in_bf16(self, bits):
+        weights = data.random_stack(jnp.uint32(5), slots=1, rows=64, inputs=256, bits=bits)
+        for leaf in (weights.scales, weights.zeros):
+            narrow = leaf.astype(jnp.bfloat16).astype(jnp.float16)
+            np.testing.assert_array_equal(np.asarray(narrow), np.asarray(leaf))
+
+    def test_terms_are_seen(self):
+        weights = data.random_stack(jnp.uint32(5), slots=2, rows=96, inputs=128, bits=3)
+        terms = data.random_terms(weights)
+        terms.check(weights)
+        x = data.random_rows(1, (4, 128))
+        y = dequant_matmul(
+            x, weights, slot=1, low_rank=(terms,), implementation="reference",
+            out_dtype=jnp.float32,
+        )  # fmt: skip
+        self.assertLess(data.dense_sample(x, weights, 1, terms).error(np.asarray(y)), 1e-5)
+        without = data.dense_sample(x, weights, 1).error(np.asarray(y))
+        self.assertBetween(without, 0.02, 1)
+
+    @parameterized.parameters(1, 4)
+    def test_routing(self, num_tokens):
+        moe = data.Moe("m", 16, 4, 64, 64, 4, (1,))
+        slots, weights = data.routing(moe, num_tokens, 8)
+        np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-6)
+        for call, of_call in enumerate(slots):
+            np.testing.assert_array_equal(of_call // 16, call % 2)
+            for token in of_call:
+                self.assertLen(set(token), 4)
+        if num_tokens == 1:  # eight calls of two layers deal every expert once
+            self.assertLen(set(slots.flat), 32)
+
+
+class FaultsTest(parameterized.TestCase):
+    @parameterized.parameters(
+        (HOPPER, 3, "mosaic", True),
+        (HOPPER, 3, "triton", False),
+        (HOPPER, 3, "reference", False),
+        (HOPPER, 16, "triton", True),
+        (AMPERE, 3, "triton", True),
+        (AMPERE, 3, "reference", False),
+        (Target("cpu", None), 3, "reference", True),
+    )
+    def test_unexpected_kernel(self, target, bits, found, is_right):
+        recorder = bench(target)
+        recorder.check_choice("case", Choice(found, {"mosaic": "too wide"}), bits)
+        self.assertEqual(not recorder.problems, is_right)
+        if not is_right:
+            self.assertIn("too wide", recorder.problems[0])
+
+    def test_wrong_values_and_impossible_times_get_no_figure(self):
+        recorder = bench(bandwidth=1e15, rate=1e15)
+        recorder.record("fast", times(1), [0.001, 0.004], 3e-3, 1e6, 1e6)
+        recorder.record("none", times(1), [np.nan], 3e-3, 1e6, 1e6)
+        recorder.record("right", times(2), [0.001, 0.002], 3e-3, 1e6, 1e6, data.Bar(3, 1))
+        recorder.bandwidth = 1e12
+        recorder.record("dropped", times(0.5), [0.001], 3e-3, 1e6, 1e6)
+        self.assertLen(recorder.problems, 3)
+        self.assertIn("faster than its bounds", recorder.problems[2])
+        self.assertEqual(recorder.figures, {"right": 2})
+
+    def test_bounds(self):
+        recorder = bench(bandwidth=4e12, rate=8e14)
+        out = folder(self) / "rows.jsonl"
+        recorder.out = str(out)
+        recorder.record("case", times(10), [0.0], 3e-3, 20e6, 4e9)
+        row = json.loads(out.read_text(encoding="utf-8"))
+        self.assertAlmostEqual(row["baseline"]["bandwidth_bound_us"], 5)
+        self.assertAlmostEqual(row["baseline"]["percent_of_bandwidth"], 50)
+        self.assertAlmostEqual(row["baseline"]["compute_bound_us"], 5)
+
+    def test_failures(self):
+        recorder = bench(longest=0.0)
+
+        def missing():
+            raise peers.Missing("not installed")
+
+        def broken():
+            raise RuntimeError("launch failed")
+
+        recorder.attempt("peer", missing, ours=False)
+        recorder.attempt("peer", broken, ours=False)
+        self.assertEmpty(recorder.problems)
+        recorder.attempt("kernel", broken, ours=True)
+        self.assertLen(recorder.problems, 1)
+
+    def test_stops_in_time(self):
+        recorder = bench(deadline=time.monotonic() + 5, longest=6.0)
+        with self.assertRaisesRegex(run.OutOfTime, "left"):
+            recorder.attempt("case", self.fail, ours=True)
+
+    def test_peer_without_gpu(self):
+        if peers_have_gpu():
+            self.skipTest("torch sees a GPU")
+        weights = data.random_stack(jnp.uint32(0), slots=1, rows=64, inputs=64, bits=4)
+        for name in peers.PEERS:
+            with self.assertRaises(peers.Missing):
+                peers.peer_calls(name, weights)
+
+
+def peers_have_gpu() -> bool:
+    try:
+        peers.peer_torch()
+    except peers.Missing:
+        return False
+    return True
+
+
+def script(name: str, *arguments: str) -> subprocess.CompletedProcess:
+    """Runs a main in a process of its own: flags of several scripts have the same names."""
+    return subprocess.run(
+        [sys.executable, "-m", f"scripts.{name}", *arguments],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+
+
+class MainsTest(absltest.TestCase):
+    def test_smoke(self):
+        out = folder(self)
+        rows_path = out / "rows.jsonl"
+        done = script("bench_kernels", "--smoke", "--bits=3", "--m=1", f"--out={rows_path}")
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        names = {row.what for row in read_rows(rows_path)}
+        self.assertIn("ceiling | read bandwidth of a plain sum", names)
+        for section in ("dense", "grouped", "compensator"):
+            self.assertTrue(any(name.startswith(section) for name in names), names)
+
+        plotted = script("plot_kernels", f"--rows={rows_path}", f"--output={out}")
+        self.assertEqual(plotted.returncode, 0, plotted.stderr)
+        self.assertIn("### dense | 256x96 int3g64 float", plotted.stdout)
+        self.assertGreater((out / "kernels_dense_256x96_int3g64_float.png").stat().st_size, 5000)
+
+    def test_unexpected_kernel_fails_the_run(self):
+        done = script("bench_kernels", "--smoke", "--only=dense", "--bits=3", "--m=1",
+                      "--expect=mosaic")  # fmt: skip
+        self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
+        self.assertIn("and not on mosaic", done.stdout)
+
+    def test_tune_tiles(self):
+        out = folder(self) / "tiles.jsonl"
+        done = script(
+            "tune_tiles", "--smoke", "--implementation=reference", "--shape=256x96", "--m=1",
+            "--tiles=pallas_kernels.stream.tiles:StreamTiles",
+            "--grid=row_tiles=1,2;warps_n=1", "--base=warps_k=4", f"--out={out}",
+        )  # fmt: skip
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertIn("2 configurations", done.stdout)
+        self.assertIn("heuristic", done.stdout)
+
+    def test_tune_tiles_names_a_wrong_field(self):
+        done = script(
+            "tune_tiles", "--smoke", "--implementation=reference", "--shape=256x96",
+            "--tiles=pallas_kernels.stream.tiles:StreamTiles", "--grid=rowtiles=1",
+        )  # fmt: skip
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("StreamTiles has no rowtiles", done.stderr)
+
+
+class PlotTest(absltest.TestCase):
+    def test_bars(self):
+        from scripts import plot_kernels  # its flags are defined here alone
+
+        def row(what: str, figure: float, unit: str, **beside: float) -> ResultRow:
+            return ResultRow(
+                what=what, figure=figure, unit=unit, baseline=beside, device="d", versions={},
+                date="2026-11-21", command="c",
+            )  # fmt: skip
+
+        case = "dense | 4096x14336 int3g64 float | M 1"
+        marks = {"bar": 15.0, "moonshot": 9.0}
+        rows = [
+            row(f"{case} | triton", 18, "us", percent_of_bandwidth=33, **marks),
+            row(f"{case} | mosaic", 11, "us", percent_of_bandwidth=54, **marks),
+            row(f"{case} | humming", 8, "us"),
+            row("grouped | q | T 16 | speed-up over bf16", 3.5, "x", bar=2, moonshot=3),
+        ]
+        table = plot_kernels.bars_table(rows)
+        self.assertIn(f"| {case} | 11.0 us | mosaic | 15 | 9 | 54 % | bar |", table)
+        self.assertIn("3.5 x | speed-up over bf16 | 2 | 3 |  | moonshot |", table)
+        self.assertNotIn("humming", table)
+
+
+if __name__ == "__main__":
+    absltest.main()

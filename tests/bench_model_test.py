@@ -1,0 +1,131 @@
+"""The model benchmark: its random weights, its bytes, and that it insists on the kernel."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax.models.config import weight_shapes
+from moejax.models.shapes import MIXTRAL_8X7B, QWEN3_30B_A3B
+from moejax.qtensor import QTensor, dense
+from scripts.model_weights import Packing, bytes_per_step, random_weights
+from tests.host_test_case import HostTestCase
+from tests.numpy_model import TINY
+from tests.packed_weights import num_bytes
+
+ROOT = Path(__file__).parents[1]
+CONFIG = dataclasses.replace(
+    TINY, model_dim=128, expert_dim=64, mlp_dim=64, num_heads=4, num_kv_heads=2, head_dim=32
+)
+
+
+def run(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "scripts/bench_model_gpu.py", "--shape=tiny", "--platform=cpu"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [*command, *flags], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
+
+
+class WeightsTest(HostTestCase):
+    @parameterized.product(bits=(2, 3, 4, 8, 16), zero_kind=("float", "integer", "symmetric"))
+    def test_they_are_as_wide_as_their_inputs_ask(self, bits, zero_kind):
+        packing = Packing(
+            bits=bits, group_size=32, zero_kind=zero_kind, attention_bits=bits, head_bits=bits
+        )
+        weights = random_weights(CONFIG, packing, jax.devices("cpu")[0])
+        for name, shape in weight_shapes(CONFIG).items():
+            leaf = weights[name]
+            self.assertEqual(leaf.shape, shape)
+            is_packed = bits != 16 and name.endswith(("gate_up", "down", "proj", "head"))
+            self.assertEqual(isinstance(leaf, QTensor), is_packed, name)
+            if name.endswith("norm"):
+                continue
+            values = np.asarray(dense(leaf, jnp.float32)).astype(np.float64)
+            expected = 1.0 if name == "embed" else shape[-1] ** -0.5
+            # An asymmetric grid has its zero half a code off the middle: 3 of 2.25 at two bits.
+            spread = np.sqrt(np.mean(np.square(values)))
+            self.assertBetween(spread / expected, 0.85, 1.3, name)
+            if leaf.ndim == 3:
+                self.assertFalse(np.array_equal(values[0], values[-1]) and len(values) > 1, name)
+
+    @parameterized.parameters(
+        (QWEN3_30B_A3B, 1, 8, 6.14e9),
+        (MIXTRAL_8X7B, 1, 2, 25.57e9),
+        (QWEN3_30B_A3B, 16, 82.4, 40.65e9),
+    )
+    def test_bytes_of_bf16_are_those_of_before(self, config, batch, distinct, expected):
+        weights = {
+            name: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+            for name, shape in weight_shapes(config).items()
+        }
+        sized = {name: _Sized(leaf) for name, leaf in weights.items()}
+        found = bytes_per_step(config, sized, batch, 544, distinct)
+        self.assertAlmostEqual(found / expected, 1, delta=0.01)
+
+    def test_bytes_of_packed_weights_are_those_of_the_arrays(self):
+        packing = Packing(bits=3, group_size=32, attention_bits=4)
+        weights = random_weights(CONFIG, packing, jax.devices("cpu")[0])
+        total = sum(map(num_bytes, weights.values())) - num_bytes(weights["embed"])
+        every = bytes_per_step(CONFIG, weights, 1, 0, CONFIG.num_experts)
+        self.assertEqual(every, total)
+        experts = num_bytes(weights["moe.gate_up"]) + num_bytes(weights["moe.down"])
+        two = bytes_per_step(CONFIG, weights, 1, 0, 2)
+        self.assertEqual(two, int(total - experts + experts * 2 / CONFIG.num_experts))
+        cache = bytes_per_step(CONFIG, weights, 3, 5, 2) - two
+        self.assertEqual(
+            cache, 3 * 5 * 2 * 2 * CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_dim
+        )
+
+    def test_in_words(self):
+        self.assertEqual(Packing().describe(), "bf16")
+        packing = Packing(bits=3, attention_bits=3)
+        self.assertEqual(packing.describe(), "INT3 g64 float, attention INT3, head bf16")
+
+
+class _Sized:
+    """The bytes of an array that is not there."""
+
+    def __init__(self, leaf: jax.ShapeDtypeStruct):
+        self.nbytes = leaf.size * leaf.dtype.itemsize
+
+
+class ScriptTest(parameterized.TestCase):
+    def test_it_measures_and_says_what_ran(self):
+        with tempfile.TemporaryDirectory() as directory:
+            output = Path(directory) / "rows.jsonl"
+            done = run(
+                "--bits=3", "--head_bits=8", "--batch=2", "--prompt=20", "--repeats=1",
+                "--new_tokens=9", "--steps_per_call=4", "--implementation=reference",
+                f"--output={output}",
+            )  # fmt: skip
+            self.assertEqual(done.returncode, 0, done.stderr[-2000:])
+            rows = [json.loads(line) for line in output.read_text().splitlines()]
+        found = {row["what"].split(", tiny")[0]: row for row in rows}
+        tpot = found["batch 2 prompt 20 TPOT, calls of 4"]
+        self.assertGreater(tpot["figure"], 0)
+        self.assertIn("INT3 g64 float, attention INT3, head INT8", tpot["what"])
+        self.assertIn("decode by reference and reference", tpot["what"])
+        experts = found["batch 2 prompt 20 experts a layer that a step reads"]["figure"]
+        self.assertBetween(experts, 2, 4)
+        self.assertGreater(found["batch 2 prompt 20 bytes a step at least"]["figure"], 0)
+        self.assertIn("decode of 2 tokens, head: reference, int8g", done.stdout)
+
+    def test_an_unexpected_kernel_ends_it(self):
+        done = run("--bits=4", "--expect=mosaic", "--expect_prefill=any")
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("not the expected kernel: prefill attention.qkv_proj: dequ", done.stderr)
+        self.assertRegex(done.stderr, "decode experts: dequantized.*mosaic: ")
+        self.assertNotIn("TTFT", done.stdout)
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,341 @@
+"""What every product with packed weights must compute: cases, random operands, broken kernels.
+
+The values, the tolerance and the check are those of `packed_operands`.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pallas_kernels.packed import LowRank, PackedMatrices
+from tests import packed_operands
+from tests.packed_operands import Form, Terms
+
+WIDTHS = (2, 3, 4, 8)
+GROUPS = (32, 64, 128, 0)
+ZERO_KINDS = ("float", "integer", "symmetric")
+SCALES = ("float16", "float32")
+ACTIVATIONS = ("bfloat16", "float16")
+# No tile divides 3, 17, 33, 40 and 200. 800 is three blocks of 256 and 32 codes; with groups of 64
+# and 128 its last group is short too.
+NUM_ROWS = (1, 16, 3, 33, 17)
+NUM_OUTPUTS = (40, 200, 64)
+NUM_INPUTS = (800, 256, 544, 288)
+
+
+class Case(NamedTuple):
+    """One product x [M, K] W^T of one of three slots."""
+
+    form: Form
+    rows: int = 3  # M
+    outputs: int = 40  # N
+    inputs: int = 800  # K
+    dtype: str = "bfloat16"  # of x
+    out_dtype: str | None = None
+    terms: tuple[Terms, ...] = ()
+    slot: int = 1
+    every_code: bool = False  # row n holds code (n + k) mod 2^bits at k
+
+
+class Operands(NamedTuple):
+    """On the host."""
+
+    x: np.ndarray
+    weights: PackedMatrices
+    slot: np.ndarray  # int32[]
+    low_rank: tuple[LowRank, ...]
+
+
+def random_operands(case: Case, seed: int, num_slots: int = 3) -> Operands:
+    """Fresh operands; every slot but the case's is NaN."""
+    rng = np.random.default_rng(seed)
+    codes = None
+    if case.every_code:
+        codes = (np.arange(case.outputs)[:, None] + np.arange(case.inputs)) % 2**case.form.bits
+    weights = packed_operands.random_matrices(
+        rng, case.form, num_slots=num_slots, shape=(case.outputs, case.inputs), used={case.slot},
+        codes=codes,
+    )  # fmt: skip
+    terms = tuple(packed_operands.random_terms(rng, t, weights, {case.slot}) for t in case.terms)
+    x = packed_operands.random_activations(rng, (case.rows, case.inputs), case.dtype)
+    return Operands(x, weights, np.asarray(case.slot, np.int32), terms)
+
+
+def violation(
+    found: Any, operands: Operands, case: Case, rounds_weights: bool = False
+) -> str | None:
+    """THE check: why `found` is not the case's value, or None."""
+    dtype = case.out_dtype or case.dtype
+    if found.dtype.name != dtype:
+        return f"{found.dtype} in place of {dtype}"
+    expected, slack = packed_operands.product(
+        operands.x, operands.weights, int(operands.slot), operands.low_rank, rounds_weights
+    )
+    return packed_operands.violation(found, expected, slack, case.dtype)
+
+
+def _form_cases() -> dict[str, Case]:
+    """Every width with every group; the rest in turn, so that any two values meet somewhere."""
+    cases = {}
+    for i, bits in enumerate(WIDTHS):
+        for j, group_size in enumerate(GROUPS):
+            form = Form(bits, group_size, ZERO_KINDS[(i + j) % 3], SCALES[(i // 2 + j) % 2])
+            cases[f"int{bits}g{group_size or 'row'}_{form.zero_kind}"] = Case(
+                form,
+                rows=NUM_ROWS[(3 * i + j) % 5],
+                outputs=NUM_OUTPUTS[(i + 2 * j) % 3],
+                inputs=NUM_INPUTS[(i + j) % 4],
+                dtype=ACTIVATIONS[(i + j // 2) % 2],
+                slot=(i + j) % 3,
+            )
+    for dtype in ACTIVATIONS:
+        cases[f"plain_{dtype}"] = Case(Form(16, dtype=dtype), dtype=dtype, rows=17)
+    return cases
+
+
+def _low_rank_cases() -> dict[str, Case]:
+    """Factors of every kind. Pools hold other matrices' rows, and the third matrix has none."""
+    ranks = (5, 2, 0)
+    gate = Terms(Form(3), ranks, max_rank=8, num_rows=48)
+    up = Terms(Form(8, dtype="float32"), (3, 0, 1), max_rank=4, first_row=48)
+    cases = {
+        f"low_rank_int{bits}": Case(Form(3), rows=rows, terms=(Terms(Form(bits), ranks, 6),))
+        for bits, rows in ((3, 1), (4, 16), (8, 33))
+    }
+    plain = Terms(Form(16, dtype="bfloat16"), ranks, max_rank=6, first_row=8, num_rows=24)
+    return cases | {
+        "low_rank_plain": Case(Form(2, 32, "integer", "float32"), terms=(plain,), dtype="float16"),
+        "low_rank_gate_and_up": Case(Form(3), rows=4, outputs=96, inputs=288, terms=(gate, up)),
+        "low_rank_first_slot": Case(
+            Form(4, 128, "symmetric"), rows=17, outputs=96, terms=(gate, up), slot=0
+        ),
+        "low_rank_none": Case(Form(4), terms=(Terms(Form(3), ranks, max_rank=6),), slot=2),
+        "low_rank_32": Case(
+            Form(3), rows=2, inputs=512, outputs=128, terms=(Terms(Form(3), (0, 32, 7), 32),)
+        ),
+    }
+
+
+def _code_cases() -> dict[str, Case]:
+    """Every code of every width at every place of a whole block and of a short one.
+
+    In float32, where the result's rounding cannot hide a code that is one off.
+    """
+    return {
+        f"every_code_int{bits}_{rows}_rows": Case(
+            Form(bits, 32, dtype="float32"), rows=rows, outputs=2**bits, inputs=288,
+            out_dtype="float32", every_code=True,
+        )
+        for bits in WIDTHS
+        for rows in (4, 40)
+    }  # fmt: skip
+
+
+def _whole_cases() -> dict[str, Case]:
+    """Whole blocks of K and of 16 outputs, for kernels that refuse others; few rows.
+
+    256 is less than the warps of a thread block, 4352 is more.
+    """
+    groups, outputs, inputs = (*GROUPS, 512), (16, 208, 48), (768, 4352, 256, 1792)
+    rows = (1, 16, 3, 8, 9)
+    cases = {}
+    for i, bits in enumerate(WIDTHS):
+        for j, group_size in enumerate(groups):
+            form = Form(bits, group_size, ZERO_KINDS[(i + j) % 3], SCALES[(i // 2 + j) % 2])
+            cases[f"whole_int{bits}g{group_size or 'row'}_{form.zero_kind}"] = Case(
+                form,
+                rows=rows[(2 * i + j) % 5],
+                outputs=outputs[(i + 2 * j) % 3],
+                inputs=inputs[(i + j) % 4],
+                dtype=ACTIVATIONS[(i + j // 2) % 2],
+                slot=(i + j) % 3,
+            )
+        cases[f"whole_every_code_int{bits}"] = Case(
+            Form(bits, 32, dtype="float32"), rows=4, outputs=max(16, 2**bits), inputs=256,
+            out_dtype="float32", every_code=True,
+        )  # fmt: skip
+    for dtype in ACTIVATIONS:
+        form = Form(16, dtype=dtype)
+        cases[f"whole_plain_{dtype}"] = Case(form, 9, 48, 1088, dtype)
+    ranks = (5, 2, 0)
+    gate = Terms(Form(3), ranks, max_rank=8, num_rows=48)
+    up = Terms(Form(8, dtype="float32"), (3, 0, 1), max_rank=4, first_row=48)
+    plain = Terms(Form(16, dtype="bfloat16"), ranks, max_rank=6, first_row=16, num_rows=16)
+    whole = Case(Form(3), rows=2, outputs=48, inputs=512)
+    return cases | {
+        "whole_low_rank_gate_and_up": whole._replace(rows=9, outputs=96, terms=(gate, up)),
+        "whole_low_rank_plain": whole._replace(dtype="float16", terms=(plain,)),
+        "whole_low_rank_32": whole._replace(terms=(Terms(Form(3), (0, 32, 7), 32),)),
+        "whole_low_rank_none": whole._replace(terms=(Terms(Form(3), ranks, 6),), slot=2),
+    }
+
+
+WHOLE = _whole_cases()
+CASES = _form_cases() | _low_rank_cases() | _code_cases() | WHOLE
+
+
+# An interpreted Triton kernel takes seconds to compile: what differs from other cases in numbers
+# alone is left to the reference and to GPUs.
+NOT_INTERPRETED = (
+    *WHOLE,
+    "every_code_int2_40_rows",
+    "every_code_int4_40_rows",
+    "low_rank_first_slot",
+    "low_rank_int4",
+    "low_rank_none",
+)
+
+
+def every_form() -> dict[str, Case]:
+    """For a GPU: every width with every group and zero kind; dtypes and rows in turn.
+
+    Once with blocks and tiles that are not whole, once with those that every kernel serves.
+    """
+    turns = itertools.cycle((("bfloat16", 3), ("float16", 33), ("bfloat16", 17), ("float16", 1)))
+    return {
+        f"{whole}int{bits}g{group_size or 'row'}_{zero_kind}_{dtype}_{rows}_rows": Case(
+            Form(bits, group_size, zero_kind, SCALES[i % 3 % 2]),
+            rows=rows,
+            outputs=outputs,
+            inputs=inputs,
+            dtype=dtype,
+        )
+        for whole, outputs, inputs in (("", 200, 800), ("whole_", 192, 768))
+        for i, (bits, group_size, zero_kind) in enumerate(
+            itertools.product(WIDTHS, GROUPS, ZERO_KINDS)
+        )
+        for dtype, rows in [next(turns)]
+    }
+
+
+def distinct(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The first name of each shape."""
+    first: dict[tuple[int, ...], str] = {}
+    for name, shape in shapes.items():
+        first.setdefault(shape, name)
+    return {name: shape for shape, name in first.items()}
+
+
+def reduced(shapes: Mapping[str, tuple[int, int]]) -> dict[str, Case]:
+    """Named shapes (K, N) as a CPU can interpret them: as odd a number of blocks, fewer rows."""
+    fewer = {
+        name: (_fewer_blocks(inputs), min(outputs, 80))
+        for name, (inputs, outputs) in shapes.items()
+    }
+    return {
+        name: Case(Form(3), rows=1, outputs=outputs, inputs=inputs)
+        for name, (inputs, outputs) in distinct(fewer).items()
+    }
+
+
+def _fewer_blocks(inputs: int) -> int:
+    """K halved while it is above 1024 and a multiple of 512."""
+    while inputs > 1024 and inputs % 512 == 0:
+        inputs //= 2
+    return inputs
+
+
+def full(shapes: Mapping[str, tuple[int, int]]) -> dict[str, Case]:
+    """Named shapes for a GPU: every width at decode; INT3 with rank 32 at 1, 64 and 1024 rows."""
+    cases = {}
+    rank_32 = (Terms(Form(3), (7, 32, 0), max_rank=32),)
+    for i, (name, (inputs, outputs)) in enumerate(distinct(shapes).items()):
+        whole = Case(Form(3), outputs=outputs, inputs=inputs)
+        for j, bits in enumerate((2, 4)):
+            cases[f"{name}_int{bits}"] = whole._replace(form=Form(bits), rows=NUM_ROWS[(i + j) % 5])
+        other = Form(8) if i % 2 else Form(16, dtype="bfloat16")
+        cases[f"{name}_int{other.bits}"] = whole._replace(form=other, rows=16)
+        for rows in (1, 64, 1024)[: 1 + i % 3]:
+            cases[f"{name}_rank_32_{rows}_rows"] = whole._replace(rows=rows, terms=rank_32)
+    return cases
+
+
+# Kernels with one mistake, as the operands from which a right one computes the same.
+
+
+def wrong_zero_by_one(operands: Operands) -> Operands:
+    """Zeros one too high."""
+    zeros = np.asarray(operands.weights.zeros)
+    return _with(operands, zeros=zeros + zeros.dtype.type(1))
+
+
+def swapped_halves(operands: Operands) -> Operands:
+    """Even codes for odd ones."""
+    words = np.asarray(operands.weights.words)
+    return _with(operands, words=words << np.uint32(16) | words >> np.uint32(16))
+
+
+def one_code_off(operands: Operands) -> Operands:
+    """One bit of one code of a row."""
+    words = np.array(operands.weights.words)
+    words[..., -1] ^= np.uint32(1)
+    return _with(operands, words=words)
+
+
+def dropped_last_block(operands: Operands) -> Operands:
+    """A loop over K that ends one block of 256 early."""
+    x = operands.x.copy()
+    x[:, (x.shape[1] - 1) // 256 * 256 :] = 0
+    return operands._replace(x=x)
+
+
+def shifted_groups(operands: Operands) -> Operands:
+    """The scales of the next group."""
+    return _with(operands, scales=np.roll(np.asarray(operands.weights.scales), 1, axis=2))
+
+
+def another_slot(operands: Operands) -> Operands:
+    """The next matrix of the stack."""
+    return operands._replace(slot=np.asarray((operands.slot + 1) % 3, np.int32))
+
+
+def row_off(operands: Operands) -> Operands:
+    """The row of x before."""
+    return operands._replace(x=np.roll(operands.x, 1, axis=0))
+
+
+def without_low_rank(operands: Operands) -> Operands:
+    """No terms."""
+    return operands._replace(low_rank=())
+
+
+def rank_one_less(operands: Operands) -> Operands:
+    """The last term of a matrix left out."""
+    return _with_terms(operands, lambda terms: {"rank": np.maximum(terms.rank - np.int32(1), 0)})
+
+
+def rank_one_more(operands: Operands) -> Operands:
+    """Another matrix's term taken in."""
+    return _with_terms(operands, lambda terms: {"rank": terms.rank + np.int32(1)})
+
+
+def terms_a_row_off(operands: Operands) -> Operands:
+    """Terms added to the rows before."""
+    return _with_terms(operands, lambda terms: {"first_row": terms.first_row - 1})
+
+
+BROKEN = {
+    wrong_zero_by_one: "int4g64_float",
+    swapped_halves: "int3g32_integer",
+    dropped_last_block: "low_rank_int3",
+    shifted_groups: "low_rank_int4",
+    another_slot: "low_rank_int3",
+    row_off: "low_rank_int4",
+    one_code_off: "every_code_int3_4_rows",
+    without_low_rank: "low_rank_int8",
+    rank_one_less: "low_rank_int4",
+    rank_one_more: "low_rank_int3",
+    terms_a_row_off: "low_rank_plain",
+}
+
+
+def _with(operands: Operands, **parts: Any) -> Operands:
+    return operands._replace(weights=dataclasses.replace(operands.weights, **parts))
+
+
+def _with_terms(operands: Operands, change: Callable[[LowRank], dict[str, Any]]) -> Operands:
+    changed = tuple(dataclasses.replace(terms, **change(terms)) for terms in operands.low_rank)
+    return operands._replace(low_rank=changed)

@@ -1,0 +1,351 @@
+"""The contract of products with packed weights: reference, interpreted, compiled on a GPU."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+
+from pallas_kernels import dequant_matmul as package
+from pallas_kernels import launch
+from pallas_kernels.dequant_matmul import api, mosaic
+from pallas_kernels.dequant_matmul.shapes import SHAPES
+from pallas_kernels.packed import plain
+from pallas_kernels.stream import launching
+from pallas_kernels.target import SIMULATED, Target, current_target
+from tests import packed_operands
+from tests.dequant_matmul_contract import (
+    BROKEN,
+    CASES,
+    NOT_INTERPRETED,
+    WHOLE,
+    WIDTHS,
+    Case,
+    Operands,
+    every_form,
+    full,
+    random_operands,
+    reduced,
+    violation,
+)
+from tests.host_test_case import HostTestCase
+from tests.packed_operands import Form, Terms, seed
+
+CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+HOPPER = Target("gpu", (9, 0))
+KERNELS = tuple(api.REFUSALS)
+HOST_CASES = CASES | reduced(SHAPES)
+DEVICE_CASES = HOST_CASES | every_form() | full(SHAPES)
+# Mosaic's kernels are not compiled but carried out by numpy, in less than a second each.
+INTERPRETED = sorted(
+    (kernel, name)
+    for kernel, name in itertools.product(KERNELS, HOST_CASES)
+    if kernel == "mosaic" or name not in NOT_INTERPRETED
+)
+
+
+def compiled_quickly(call: Callable[..., Any], interpret: bool = False, **how: Any) -> Any:
+    """Jitted; where interpreted, without optimisation: most of a small kernel's time is XLA's."""
+    del how
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return jax.jit(call, compiler_options=options if interpret else None)
+
+
+def program(case: Case, **how: Any) -> Callable[..., jax.Array]:
+    """Traced anew for each program, so that a kernel may be tampered with; the slot is an array."""
+
+    def call(x: jax.Array, weights: Any, slot: jax.Array, low_rank: Any) -> jax.Array:
+        dtype = None if case.out_dtype is None else jnp.dtype(case.out_dtype)
+        return package.dequant_matmul(
+            x, weights, slot=slot, low_rank=low_rank, out_dtype=dtype, **how
+        )
+
+    return compiled_quickly(call, **how)
+
+
+def run(operands: Operands, case: Case, **how: Any) -> jax.Array:
+    return program(case, **how)(*operands)
+
+
+class KernelTestCase(parameterized.TestCase):
+    """Skips, saying so, what a kernel refuses; Triton may refuse no case of the contract."""
+
+    def skip_what_is_refused(self, kernel: str, operands: Operands, target: Target) -> None:
+        x, weights, _, low_rank = operands
+        if reason := api.refusal(kernel, x, weights, low_rank, target):
+            self.assertNotEqual(kernel, "triton", reason)
+            self.skipTest(f"{kernel} refuses: {reason}")
+
+    def interpreted(self, kernel: str, operands: Operands, case: Case) -> jax.Array:
+        self.skip_what_is_refused(kernel, operands, SIMULATED)
+        return run(operands, case, implementation=kernel, interpret=True)
+
+
+class ContractTest(HostTestCase, KernelTestCase):
+    """On the host; the interpreter fills outputs with NaN, so what is not written shows."""
+
+    @parameterized.parameters(sorted(HOST_CASES))
+    def test_the_reference_has_the_value_of_float64(self, name):
+        case = HOST_CASES[name]
+        operands = random_operands(case, seed(name))
+        found = run(operands, case, implementation="reference")
+        self.assertIsNone(violation(found, operands, case))
+
+    @parameterized.parameters(INTERPRETED)
+    def test_a_kernel_has_the_value_of_float64(self, kernel, name):
+        case = HOST_CASES[name]
+        operands = random_operands(case, seed(kernel + name))
+        found = self.interpreted(kernel, operands, case)
+        self.assertIsNone(violation(found, operands, case))
+
+    @parameterized.parameters(*KERNELS)
+    def test_the_same_bits_every_time(self, kernel):
+        case = CASES["whole_int3g128_float" if kernel == "mosaic" else "int3g128_float"]
+        operands = random_operands(case, seed(self.id()))
+        first, second = (
+            np.asarray(self.interpreted(kernel, operands, case)).tobytes() for _ in range(2)
+        )
+        self.assertEqual(first, second)
+
+    @parameterized.parameters(("reference", 40, 288), ("triton", 40, 288), ("mosaic", 48, 512))
+    def test_zero_rows_yield_zero(self, name, outputs, inputs):
+        case = Case(Form(3), rows=2, outputs=outputs, inputs=inputs)
+        operands = random_operands(case, seed(self.id()))
+        operands.x[1] = 0
+        how = {} if name == "reference" else {"interpret": True}
+        found = run(operands, case, implementation=name, **how)
+        np.testing.assert_array_equal(np.asarray(found[1]).astype(np.float32), 0)
+        self.assertIsNone(violation(found, operands, case))
+
+    @parameterized.parameters((2, 300), (3, 300), (4, 300), (8, 300), (3, 36))
+    def test_rows_of_no_whole_words_are_right_or_refused(self, bits, inputs):
+        case = Case(Form(bits, 32), inputs=inputs)
+        operands = random_operands(case, seed(self.id()))
+        found = run(operands, case, implementation="reference")
+        self.assertIsNone(violation(found, operands, case))
+        reason = api.refusal("triton", operands.x, operands.weights, (), HOPPER)
+        if reason is not None:
+            self.assertIn(str(inputs), reason)
+            return
+        found = self.interpreted("triton", operands, case)
+        self.assertIsNone(violation(found, operands, case))
+
+
+class ContractCoverageTest(parameterized.TestCase):
+    """The cases meet what STYLE.md and the layout ask of them."""
+
+    @parameterized.parameters(False, True)
+    def test_any_two_properties_of_a_form_meet(self, whole):
+        properties = {
+            (c.form.bits, c.form.group_size, c.form.zero_kind, c.form.dtype, c.dtype)
+            for name, c in CASES.items()
+            if c.form.bits < 16 and not c.terms and not c.every_code and whole == (name in WHOLE)
+        }
+        for one, two in itertools.combinations(range(5), 2):
+            met = {(values[one], values[two]) for values in properties}
+            every = {(a[one], b[two]) for a, b in itertools.product(properties, repeat=2)}
+            self.assertEqual(met, every)
+
+    def test_every_code_is_at_every_place(self):
+        for name in (f"{kind}every_code_int{bits}" for kind in ("", "whole_") for bits in WIDTHS):
+            case = CASES[name if name in WHOLE else f"{name}_4_rows"]
+            num_codes = 2**case.form.bits
+            codes = (np.arange(case.outputs)[:, None] + np.arange(case.inputs)) % num_codes
+            for place in codes.T:
+                self.assertLen(set(place.tolist()), num_codes)
+
+    def test_shapes_keep_their_odd_blocks(self):
+        for name, shape in SHAPES.items():
+            [case] = reduced({name: shape}).values()
+            self.assertLessEqual(case.inputs, 1792)
+            halved = shape[0] // case.inputs
+            self.assertEqual(halved & (halved - 1), 0)
+            self.assertIn(case, HOST_CASES.values())
+
+
+def leave_a_program_out(
+    call: Callable[..., Any], axis: int, *body: Any, grid: tuple[int, ...], **how: Any
+) -> Any:
+    """A launch of one program too few along an axis of its grid."""
+    axis %= len(grid)
+    fewer = tuple(max(1, size - (i == axis)) for i, size in enumerate(grid))
+    return call(*body, grid=fewer, **how)
+
+
+class CheckTest(HostTestCase):
+    """The check that accepts a right kernel refuses every broken one."""
+
+    @parameterized.parameters(list(BROKEN))
+    def test_a_broken_operation_fails(self, broken):
+        case = CASES[BROKEN[broken]]
+        operands = random_operands(case, seed(broken.__name__))
+        found = run(operands, case, implementation="reference")
+        self.assertIsNone(violation(found, operands, case))
+        found = run(broken(operands), case, implementation="reference")
+        for rounds_weights in (False, True):
+            self.assertIsNotNone(violation(found, operands, case, rounds_weights))
+
+    def test_a_kernel_that_leaves_outputs_unwritten_fails(self):
+        case = Case(Form(3), outputs=200, inputs=256)
+        operands = random_operands(case, seed(self.id()))
+        broken = functools.partial(leave_a_program_out, launch.triton_call, 0)
+        with mock.patch.object(launch, "triton_call", broken):
+            found = run(operands, case, implementation="triton", interpret=True)
+        self.assertIn("nan from", violation(found, operands, case))
+
+    def test_a_simulated_kernel_that_leaves_outputs_unwritten_fails(self):
+        case = CASES["whole_int4g128_integer"]
+        operands = random_operands(case, seed(self.id()))
+        launched = launching.simulate.run_blocks
+
+        def one_fewer(body: Any, num_blocks: int, *rest: Any) -> None:
+            launched(body, num_blocks - 1, *rest)
+
+        with mock.patch.object(launching.simulate, "run_blocks", one_fewer):
+            found = run(operands, case, implementation="mosaic", interpret=True)
+        self.assertIn("nan from", violation(found, operands, case))
+
+    @parameterized.parameters("int4g32_symmetric", "whole_int3g128_float", "whole_int8g32_float")
+    def test_weights_rounded_once_pass_where_a_kernel_rounds_them(self, name):
+        case = CASES[name]._replace(out_dtype="float32")
+        operands = random_operands(case, seed(self.id()))
+        values = packed_operands.values(operands.weights, case.slot).astype(case.dtype)
+        rounded = operands._replace(weights=plain(jnp.asarray(values[None])), slot=np.int32(0))
+        found = run(rounded, case, implementation="reference")
+        self.assertIsNone(violation(found, operands, case, rounds_weights=True))
+        self.assertIsNotNone(violation(found, operands, case))
+        twice = values.astype(jnp.float8_e4m3fn).astype(case.dtype)
+        rounded = operands._replace(weights=plain(jnp.asarray(twice[None])), slot=np.int32(0))
+        found = run(rounded, case, implementation="reference")
+        self.assertIsNotNone(violation(found, operands, case, rounds_weights=True))
+
+    def test_one_value_that_is_nan_or_off_fails(self):
+        case = CASES["int3g128_float"]
+        operands = random_operands(case, seed(self.id()))
+        found = run(operands, case, implementation="reference")
+        self.assertIsNotNone(violation(found.at[0, 3].set(jnp.nan), operands, case))
+        self.assertIsNotNone(violation(found.at[0, 3].add(0.05), operands, case))
+        self.assertIsNotNone(violation(found.astype(jnp.float32), operands, case))
+        self.assertIsNotNone(violation(found[:, :4], operands, case))
+
+    def test_weights_rounded_to_bfloat16_fail(self):
+        case = CASES["int4g32_symmetric"]
+        operands = random_operands(case, seed(self.id()))
+        rounded = np.asarray(operands.weights.scales).astype(jnp.bfloat16).astype(np.float32)
+        weights = dataclasses.replace(operands.weights, scales=rounded)
+        found = run(operands._replace(weights=weights), case, implementation="reference")
+        self.assertIsNotNone(violation(found, operands, case))
+
+
+class ChoiceTest(parameterized.TestCase):
+    case = Case(Form(3), terms=(Terms(Form(3), (1, 2, 3), 3),))
+
+    def setUp(self):
+        super().setUp()
+        x, self.weights, _, self.low_rank = random_operands(self.case, seed(self.id()))
+        self.x = jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    def choose(self, target: Target) -> Any:
+        return package.choose(self.x, self.weights, self.low_rank, target)
+
+    def test_a_cpu_takes_the_reference_and_says_why(self):
+        choice = self.choose(Target("cpu", None))
+        self.assertEqual(choice.implementation, "reference")
+        self.assertEqual(list(choice.refusals), list(KERNELS))
+        self.assertTrue(choice.refusals["mosaic"])
+        self.assertIn("cpu", choice.refusals["triton"])
+        self.assertIn(choice.refusals["triton"], choice.describe())
+
+    @parameterized.parameters(*CAPABILITIES)
+    def test_no_gpu_since_ampere_takes_the_reference(self, *capability):
+        choice = self.choose(Target("gpu", capability))
+        self.assertIn(choice.implementation, KERNELS)
+        if capability != (9, 0):
+            self.assertEqual(choice.implementation, "triton")
+            self.assertTrue(choice.refusals["mosaic"])
+
+    def test_hopper_takes_mosaic_first(self):
+        with mock.patch.dict(api.REFUSALS, mosaic=lambda *operands: None):
+            choice = self.choose(HOPPER)
+        self.assertEqual(choice.implementation, "mosaic")
+        self.assertEmpty(choice.refusals)
+        choice = self.choose(HOPPER)
+        self.assertTrue(choice.implementation == "mosaic" or choice.refusals["mosaic"])
+
+    @parameterized.parameters(sorted(HOST_CASES))
+    def test_triton_refuses_nothing_of_the_contract(self, name):
+        x, weights, _, low_rank = random_operands(HOST_CASES[name], seed(name))
+        for capability in CAPABILITIES:
+            target = Target("gpu", capability)
+            self.assertIsNone(api.refusal("triton", x, weights, low_rank, target))
+
+    @parameterized.parameters(sorted(WHOLE))
+    def test_mosaic_refuses_nothing_whole(self, name):
+        x, weights, _, low_rank = random_operands(WHOLE[name], seed(name))
+        reason = api.refusal("mosaic", x, weights, low_rank, SIMULATED)
+        self.assertIn(reason, (None, "the weights have low-rank terms" if low_rank else None))
+
+    def test_every_reason_is_listed(self):
+        x = jax.ShapeDtypeStruct(self.x.shape, jnp.float32)
+        for kernel in KERNELS:
+            reason = api.refusal(kernel, x, self.weights, (), Target("cpu", None))
+            self.assertStartsWith(reason, "x is float32, not bfloat16 or float16; ")
+        self.assertIn("cpu", api.refusal("triton", x, self.weights, (), Target("cpu", None)))
+
+    def test_what_does_not_fit_is_refused(self):
+        operands = random_operands(self.case, seed(self.id()))
+        with self.assertRaisesRegex(ValueError, "implementation 'cutlass' is none of mosaic, tri"):
+            run(operands, self.case, implementation="cutlass")
+        with self.assertRaisesRegex(ValueError, r"x is \(3, 800, 1\), expected \[M, 800\]"):
+            run(operands._replace(x=operands.x[..., None]), self.case)
+        wide = operands._replace(x=operands.x.astype(np.float32))
+        with self.assertRaisesRegex(ValueError, "dequant_matmul by triton refuses: x is float32"):
+            run(wide, self.case, implementation="triton")
+        terms = dataclasses.replace(operands.low_rank[0], first_row=20)
+        with self.assertRaisesRegex(ValueError, "rows 20..60 of 40"):
+            run(operands._replace(low_rank=(terms,)), self.case)
+
+    def test_the_default_on_the_host_is_the_reference(self):
+        if current_target().platform != "cpu":
+            self.skipTest("JAX sees an accelerator")
+        operands = random_operands(self.case, seed(self.id()))
+        found = run(operands, self.case)
+        by_reference = run(operands, self.case, implementation="reference")
+        np.testing.assert_array_equal(found, by_reference)
+
+
+@pytest.mark.gpu
+class DeviceContractTest(KernelTestCase):
+    """The kernels compiled; all elements are compared, so none is left unwritten."""
+
+    @parameterized.product(kernel=KERNELS, name=sorted(DEVICE_CASES))
+    def test_value_is_that_of_float64(self, kernel, name):
+        case = DEVICE_CASES[name]
+        operands = random_operands(case, seed(kernel + name))
+        self.skip_what_is_refused(kernel, operands, current_target())
+        compiled = program(case, implementation=kernel)
+        on_device = jax.device_put(operands)
+        found, again = (np.asarray(compiled(*on_device)) for _ in range(2))
+        rounds_weights = kernel == "mosaic" and not mosaic.streams(operands.x, None)
+        self.assertIsNone(violation(found, operands, case, rounds_weights))
+        self.assertEqual(found.tobytes(), again.tobytes())
+
+    @parameterized.product(kernel=KERNELS, broken=list(BROKEN))
+    def test_a_broken_kernel_fails(self, kernel, broken):
+        case = CASES[BROKEN[broken]]
+        operands = random_operands(case, seed(kernel + broken.__name__))
+        self.skip_what_is_refused(kernel, operands, current_target())
+        found = run(broken(operands), case, implementation=kernel)
+        rounds_weights = kernel == "mosaic" and not mosaic.streams(operands.x, None)
+        self.assertIsNotNone(violation(found, operands, case, rounds_weights))
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,415 @@
+"""What every MoE layer with packed weights must compute: cases, operands, values, broken kernels.
+
+Products, tolerances and the check are those of `packed_operands`; SwiGLU and the weighted combine
+are float64 here.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pallas_kernels.packed import LowRank, PackedMatrices
+from tests import packed_operands
+from tests.packed_operands import ROUNDOFF, UNIT_ROUNDOFF, Form, Terms
+
+SKIPPED = (-1, 1 << 20)  # (tier, slot); there is no such slot, so nothing may read it
+BEYOND = (9, 0)  # a tier too high skips as well
+
+Pairs = tuple[tuple[tuple[int, int], ...], ...]
+
+
+class Tier(NamedTuple):
+    """Experts of one stored form."""
+
+    gate_up: Form
+    down: Form
+    slots: int = 3
+    gate_up_terms: tuple[Terms, ...] = ()
+    down_terms: tuple[Terms, ...] = ()
+
+
+def alike(form: Form, slots: int = 3) -> Tier:
+    """A tier whose matrices are all of one form."""
+    return Tier(form, form, slots)
+
+
+class Case(NamedTuple):
+    """One layer: T tokens of A pairs, D and F."""
+
+    tiers: tuple[Tier, ...]
+    tokens: int = 4
+    width: int = 2
+    model_dim: int = 96
+    expert_dim: int = 64
+    dtype: str = "bfloat16"
+    pairs: Pairs | None = None  # (tier, slot) of each; None: drawn among all experts
+    skipped: float = 0.0  # share of drawn pairs
+
+
+class Operands(NamedTuple):
+    """On the host; of each tier one part of each list."""
+
+    x: np.ndarray  # [T, D]
+    tier: np.ndarray  # int32[T, A]
+    slot: np.ndarray
+    weight: np.ndarray  # float32[T, A]; NaN where skipped
+    gate_up: list[PackedMatrices]
+    down: list[PackedMatrices]
+    gate_up_low_rank: list[tuple[LowRank, ...]]
+    down_low_rank: list[tuple[LowRank, ...]]
+
+
+def random_operands(case: Case, seed: int) -> Operands:
+    """Fresh operands; experts without a pair are NaN, and so are weights of skipped pairs."""
+    rng = np.random.default_rng(seed)
+    pairs = _draw_pairs(case, rng) if case.pairs is None else np.asarray(case.pairs)
+    tier, slot = (np.ascontiguousarray(pairs[..., i], np.int32) for i in range(2))
+    weight = rng.dirichlet(np.ones(case.width), case.tokens).astype(np.float32)
+    weight[(tier < 0) | (tier >= len(case.tiers))] = np.nan
+    operands = Operands(
+        packed_operands.random_activations(rng, (case.tokens, case.model_dim), case.dtype),
+        tier, slot, weight, [], [], [], [],
+    )  # fmt: skip
+    gate_up_shape = (2 * case.expert_dim, case.model_dim)
+    down_shape = (case.model_dim, case.expert_dim)
+    for i, of_tier in enumerate(case.tiers):
+        used = set(slot[tier == i].tolist())
+        for form, terms, shape, stacks, low_rank in (
+            (of_tier.gate_up, of_tier.gate_up_terms, gate_up_shape,
+             operands.gate_up, operands.gate_up_low_rank),
+            (of_tier.down, of_tier.down_terms, down_shape,
+             operands.down, operands.down_low_rank),
+        ):  # fmt: skip
+            stack = packed_operands.random_matrices(
+                rng, form, num_slots=of_tier.slots, shape=shape, used=used
+            )
+            stacks.append(stack)
+            low_rank.append(tuple(packed_operands.random_terms(rng, t, stack, used) for t in terms))
+    return operands
+
+
+def _draw_pairs(case: Case, rng: np.random.Generator) -> np.ndarray:
+    """int[T, A, 2]: distinct experts for each token, some far more often than others."""
+    experts = [(i, slot) for i, tier in enumerate(case.tiers) for slot in range(tier.slots)]
+    popularity = rng.dirichlet(np.full(len(experts), 0.5))
+    popularity = 0.9 * popularity + 0.1 / len(experts)
+    drawn = [
+        rng.choice(len(experts), case.width, replace=False, p=popularity)
+        for _ in range(case.tokens)
+    ]
+    pairs = np.asarray(experts)[np.asarray(drawn)]
+    pairs[rng.random(pairs.shape[:2]) < case.skipped] = SKIPPED
+    return pairs
+
+
+def _runs(operands: Operands) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
+    """(tier, slot, tokens, places) of each expert that runs."""
+    ran = (operands.tier >= 0) & (operands.tier < len(operands.gate_up))
+    experts = zip(operands.tier[ran].tolist(), operands.slot[ran].tolist(), strict=True)
+    for tier, slot in sorted(set(experts)):
+        yield tier, slot, *np.nonzero((operands.tier == tier) & (operands.slot == slot))
+
+
+def expected_hidden(
+    operands: Operands, rounds_weights: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """float64[T, A, F] of silu(gate) up, exactly 0 where skipped, and its slack.
+
+    An error of the gate or the up value goes through SwiGLU; |d silu| <= 1.1.
+    """
+    width = operands.gate_up[0].num_outputs // 2
+    hidden = np.zeros((*operands.tier.shape, width))
+    slack = np.zeros_like(hidden)
+    for tier, slot, tokens, places in _runs(operands):
+        y, error = packed_operands.product(
+            operands.x[tokens], operands.gate_up[tier], slot, operands.gate_up_low_rank[tier],
+            rounds_weights,
+        )  # fmt: skip
+        (gate, up), (gate_error, up_error) = np.split(y, 2, axis=1), np.split(error, 2, axis=1)
+        silu = gate / (1 + np.exp(-gate))
+        hidden[tokens, places] = silu * up
+        slack[tokens, places] = (
+            1.1 * gate_error * (np.abs(up) + up_error)
+            + np.abs(silu) * up_error
+            + 8 * UNIT_ROUNDOFF * np.abs(silu * up)  # exp, divide, two products
+        )
+    return hidden, slack
+
+
+def expected_down(
+    hidden: np.ndarray, operands: Operands, rounds_weights: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """float64[T, D] of the weighted combine of `hidden` [T, A, F], and its slack."""
+    y = np.zeros((len(hidden), operands.down[0].num_outputs))
+    slack = np.zeros_like(y)
+    for tier, slot, tokens, places in _runs(operands):
+        term, error = packed_operands.product(
+            hidden[tokens, places], operands.down[tier], slot, operands.down_low_rank[tier],
+            rounds_weights,
+        )  # fmt: skip
+        weight = operands.weight[tokens, places].astype(np.float64)[:, None]
+        np.add.at(y, tokens, weight * term)
+        np.add.at(slack, tokens, weight * (error + 4 * UNIT_ROUNDOFF * np.abs(term)))
+    return y, slack
+
+
+def expected_layer(
+    operands: Operands, rounds_weights: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """float64[T, D] of both products, hidden values rounded between them, and its slack.
+
+    Any of them may be rounded the other way, so that all their roundings together are allowed.
+    """
+    dtype = operands.x.dtype
+    hidden, hidden_slack = expected_hidden(operands, rounds_weights)
+    y, slack = expected_down(hidden.astype(dtype), operands, rounds_weights)
+    variance = np.zeros_like(y)
+    error = hidden_slack + ROUNDOFF[dtype.name] * np.abs(hidden)
+    for tier, slot, tokens, places in _runs(operands):
+        matrix = packed_operands.dense(operands.down[tier], slot, operands.down_low_rank[tier])
+        weight = operands.weight[tokens, places].astype(np.float64)[:, None]
+        np.add.at(variance, tokens, (weight * error[tokens, places]) ** 2 @ (matrix**2).T)
+    return y, slack + 4 * np.sqrt(variance)
+
+
+def violation(hidden: Any, y: Any, operands: Operands, rounds_weights: bool = False) -> str | None:
+    """THE check: why these are not SwiGLU's values and the combine of them, or None.
+
+    Hidden values multiply two products, gate and up. Kernels that round weights err in both by
+    about what the result's rounding errs: each then has its own share of the Frobenius bar.
+    """
+    dtype = operands.x.dtype.name
+    for name, found in (("hidden", hidden), ("y", y)):
+        if found.dtype.name != dtype:
+            return f"{name} is {found.dtype} in place of {dtype}"
+    expected = expected_hidden(operands, rounds_weights)
+    if reason := packed_operands.violation(hidden, *expected, dtype, 1 + rounds_weights):
+        return f"hidden: {reason}"
+    expected = expected_down(np.asarray(hidden), operands, rounds_weights)
+    return packed_operands.violation(y, *expected, dtype)
+
+
+def layer_violation(y: Any, operands: Operands, rounds_weights: bool = False) -> str | None:
+    """THE check of both products as one; the Frobenius bar is as in `violation`."""
+    dtype = operands.x.dtype.name
+    if y.dtype.name != dtype:
+        return f"{y.dtype} in place of {dtype}"
+    expected = expected_layer(operands, rounds_weights)
+    return packed_operands.violation(y, *expected, dtype, 1 + rounds_weights)
+
+
+INT2, INT3, INT4 = Form(2), Form(3), Form(4, 32, "integer", "float32")
+INT8, PLAIN = Form(8, 128, "symmetric"), Form(16, dtype="bfloat16")
+BY_ROW = Form(3, 0, "symmetric", "float32")
+
+_RANKS = (4, 0, 3)
+_GATE = Terms(INT3, _RANKS, max_rank=5, num_rows=64)
+_UP = Terms(INT8, (1, 2, 0), max_rank=2, first_row=64)
+_DOWN = Terms(PLAIN, (0, 6, 2), max_rank=6)
+WITH_TERMS = Tier(INT3, INT3, gate_up_terms=(_GATE, _UP), down_terms=(_DOWN,))
+INT4_TERMS = Tier(INT4, INT2, gate_up_terms=(Terms(INT4, _RANKS, max_rank=4),))
+
+CASES = {
+    # Decode: every token its own experts.
+    "one_token": Case((alike(INT3),), tokens=1),
+    "int2_gate_up_int4_down": Case((Tier(INT2, INT4, 5),), tokens=16, dtype="float16"),
+    "int8": Case((alike(INT8),), model_dim=288, expert_dim=160),
+    "int3_by_row": Case((alike(BY_ROW, 4),), tokens=3, model_dim=320, expert_dim=96),
+    "int4_32_tokens": Case((alike(INT4, 8),), tokens=32, skipped=0.2),
+    "plain": Case((alike(PLAIN),)),
+    "plain_float16": Case((alike(Form(16, dtype="float16")),), dtype="float16"),
+    "low_rank": Case((WITH_TERMS,), tokens=4),
+    "low_rank_17_tokens": Case((WITH_TERMS,), tokens=17, width=3, dtype="float16"),
+    # Tiers.
+    "int4_int2_and_skipped": Case(
+        (alike(INT4), alike(INT2, 2)), tokens=2, width=4,
+        pairs=(((0, 2), SKIPPED, (1, 0), (0, 0)), ((1, 1), (0, 2), BEYOND, SKIPPED)),
+    ),
+    "int3_and_plain": Case((alike(INT3, 2), alike(PLAIN, 4)), tokens=5),
+    "three_tiers_with_terms": Case(
+        (WITH_TERMS, INT4_TERMS, alike(PLAIN, 1)), tokens=6, width=3, skipped=0.2
+    ),
+    "a_tier_without_a_pair": Case(
+        (alike(INT4), alike(INT2)), tokens=2, pairs=(((1, 2), (1, 0)), ((1, 0), (1, 1)))
+    ),
+    # Skipped pairs.
+    "a_token_whose_experts_are_all_skipped": Case(
+        (alike(INT3),), tokens=3, pairs=(((0, 1), (0, 0)), (SKIPPED, BEYOND), (SKIPPED, (0, 1)))
+    ),
+    "all_is_skipped": Case((alike(INT3),), tokens=3, pairs=((SKIPPED,) * 2,) * 3),
+    # Experts.
+    "an_expert_twice_for_a_token": Case(
+        (alike(INT3),), tokens=3, pairs=(((0, 1), (0, 1)), ((0, 2), (0, 2)), ((0, 1), (0, 0)))
+    ),
+    "one_expert_owns_all_rows": Case(
+        (alike(INT4),), tokens=33, width=1, pairs=(((0, 1),),) * 33
+    ),
+    # Prefill: rows sorted by expert, some of which have none, one or most.
+    "prefill": Case((alike(INT3, 5),), tokens=200, dtype="float16"),
+    "prefill_tiers_and_terms": Case(
+        (WITH_TERMS, alike(PLAIN, 2), INT4_TERMS), tokens=150, skipped=0.2
+    ),
+    "prefill_one_expert_owns_all_rows": Case(
+        (alike(INT2),), tokens=300, width=1, pairs=(((0, 1),),) * 300
+    ),
+    "prefill_all_but_one_row_skipped": Case(
+        (alike(INT4), alike(INT8)), tokens=150,
+        pairs=((SKIPPED,) * 2,) * 149 + ((SKIPPED, (1, 2)),),
+    ),
+}  # fmt: skip
+
+
+_WIDE_GATE = _GATE._replace(num_rows=256)
+_WIDE_UP = _UP._replace(first_row=256)
+_WIDE_TERMS = WITH_TERMS._replace(gate_up_terms=(_WIDE_GATE, _WIDE_UP))
+_WHOLE = Case((alike(INT3),), model_dim=512, expert_dim=256)
+# Whole blocks of D and F, for kernels that refuse others.
+WHOLE = {
+    f"whole_{name}": CASES[name]._replace(model_dim=512, expert_dim=256)
+    for name in (
+        "one_token", "int2_gate_up_int4_down", "int8", "int3_by_row", "plain", "plain_float16",
+        "int4_int2_and_skipped", "int3_and_plain", "a_tier_without_a_pair",
+        "a_token_whose_experts_are_all_skipped", "all_is_skipped", "an_expert_twice_for_a_token",
+    )
+} | {
+    "whole_int4_32_tokens": _WHOLE._replace(tiers=(alike(INT4, 8),), tokens=32, skipped=0.2),
+    "whole_one_expert_owns_all_rows": _WHOLE._replace(
+        tokens=19, width=1, pairs=(((0, 1),),) * 19
+    ),
+    # More pairs of an expert than a kernel that finds them by itself takes at a time.
+    "whole_8_experts_of_a_token": _WHOLE._replace(
+        tiers=(alike(INT3, 9),), tokens=10, width=8, model_dim=256
+    ),
+    "whole_longer_rows": _WHOLE._replace(tokens=2, model_dim=2304, expert_dim=768),
+    "whole_low_rank": _WHOLE._replace(tiers=(_WIDE_TERMS,)),
+    "whole_low_rank_and_plain": _WHOLE._replace(
+        tiers=(_WIDE_TERMS, alike(PLAIN)), tokens=6, skipped=0.2
+    ),
+    "whole_prefill": _WHOLE._replace(tiers=(alike(INT3, 5),), tokens=200, dtype="float16"),
+    "whole_prefill_tiers": _WHOLE._replace(
+        tiers=(alike(INT4), alike(PLAIN, 2), Tier(INT2, INT8)), tokens=150, skipped=0.2
+    ),
+}  # fmt: skip
+CASES |= WHOLE
+
+
+# An interpreted Triton kernel takes seconds to compile: of these, others meet all that a kernel
+# sees.
+NOT_INTERPRETED = ("int3_and_plain", "low_rank", "plain_float16", *WHOLE)
+
+
+def reduced(shapes: Mapping[str, tuple[int, int, int]]) -> dict[str, Case]:
+    """Named layers (D, F, A) as a CPU can interpret them, one token each."""
+    return {
+        name: Case(
+            (alike(INT3),), tokens=1, width=2,
+            model_dim=_fewer_blocks(model_dim, 256), expert_dim=_fewer_blocks(expert_dim, 768),
+        )
+        for name, (model_dim, expert_dim, _) in shapes.items()
+    }  # fmt: skip
+
+
+def _fewer_blocks(size: int, least: int) -> int:
+    """`size` halved while it is above `least` and stays a multiple of 256."""
+    while size > least and size % 512 == 0:
+        size //= 2
+    return size
+
+
+def full(shapes: Mapping[str, tuple[int, int, int]]) -> dict[str, Case]:
+    """Named layers for a GPU: decode sizes and a prefill."""
+    cases = {}
+    for name, (model_dim, expert_dim, width) in shapes.items():
+        terms = (Terms(INT3, (3, 16, 0, 9), max_rank=16),)
+        with_terms = Tier(INT3, INT3, 4, gate_up_terms=terms, down_terms=terms)
+        one = (alike(Form(4), 2 * width),)
+        several = (with_terms, alike(INT2, 2 * width), alike(PLAIN, 1))
+        whole = Case(one, width=width, model_dim=model_dim, expert_dim=expert_dim)
+        cases[f"{name}_int4_1_token"] = whole._replace(tokens=1)
+        cases[f"{name}_tiers_4_tokens"] = whole._replace(tiers=several, skipped=0.2)
+        if expert_dim < 4096:  # what float64 on the host solves in seconds
+            cases[f"{name}_int4_16_tokens"] = whole._replace(tokens=16)
+            cases[f"{name}_tiers_32_tokens"] = whole._replace(tokens=32, tiers=several)
+            cases[f"{name}_tiers_700_tokens"] = whole._replace(tokens=700, tiers=several)
+    return cases
+
+
+# Kernels with one mistake, as the operands from which a right one computes the same.
+
+
+def up_for_gate(operands: Operands) -> Operands:
+    """The halves of gate and up swapped."""
+    swapped = []
+    for stack in operands.gate_up:
+        parts = {}
+        for name in ("words", "scales", "zeros"):
+            rows = getattr(stack, name)
+            parts[name] = None if rows is None else np.roll(rows, rows.shape[1] // 2, axis=1)
+        swapped.append(dataclasses.replace(stack, **parts))
+    return operands._replace(gate_up=swapped)
+
+
+def the_next_slot(operands: Operands) -> Operands:
+    """An expert off by one."""
+    return operands._replace(slot=(operands.slot + 1) % np.int32(operands.gate_up[0].num_slots))
+
+
+def another_tier(operands: Operands) -> Operands:
+    """The slots of the other tier."""
+    return operands._replace(tier=np.where(operands.tier < 0, operands.tier, 1 - operands.tier))
+
+
+def skips_nothing(operands: Operands) -> Operands:
+    """Skipped pairs run the first expert."""
+    skipped = operands.tier < 0
+    weight = np.where(skipped, np.float32(0.5), operands.weight)
+    tier, slot = (np.where(skipped, np.int32(0), part) for part in (operands.tier, operands.slot))
+    return operands._replace(tier=tier, slot=slot, weight=weight)
+
+
+def skips_one_more(operands: Operands) -> Operands:
+    """The last pair of all left out."""
+    tier = operands.tier.copy()
+    tier[-1, -1] = -1
+    return operands._replace(tier=tier)
+
+
+def the_row_before(operands: Operands) -> Operands:
+    """Rows of x gathered one off."""
+    return operands._replace(x=np.roll(operands.x, 1, axis=0))
+
+
+def even_weights(operands: Operands) -> Operands:
+    """A mean in place of the weighted combine."""
+    return operands._replace(weight=np.full_like(operands.weight, 1 / operands.weight.shape[1]))
+
+
+def weights_of_other_pairs(operands: Operands) -> Operands:
+    """Weights taken in the order of the sorted rows."""
+    return operands._replace(weight=np.roll(operands.weight, 1, axis=1))
+
+
+def terms_of_gate_alone(operands: Operands) -> Operands:
+    """Only the first range of low-rank terms."""
+    return operands._replace(gate_up_low_rank=[terms[:1] for terms in operands.gate_up_low_rank])
+
+
+def no_terms_of_down(operands: Operands) -> Operands:
+    """The last product without its low-rank terms."""
+    return operands._replace(down_low_rank=[() for _ in operands.down_low_rank])
+
+
+BROKEN = {
+    up_for_gate: "one_token",
+    the_next_slot: "one_expert_owns_all_rows",
+    another_tier: "a_tier_without_a_pair",
+    skips_nothing: "int4_int2_and_skipped",
+    skips_one_more: "prefill",
+    the_row_before: "prefill",
+    even_weights: "low_rank",
+    weights_of_other_pairs: "prefill",
+    terms_of_gate_alone: "low_rank",
+    no_terms_of_down: "low_rank_17_tokens",
+}

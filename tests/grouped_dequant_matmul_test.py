@@ -1,0 +1,355 @@
+"""The contract of MoE layers with packed weights: reference, interpreted, compiled on a GPU."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+
+from pallas_kernels import grouped_dequant_matmul as package
+from pallas_kernels import launch
+from pallas_kernels.grouped_dequant_matmul import api, mosaic
+from pallas_kernels.grouped_dequant_matmul.shapes import SHAPES
+from pallas_kernels.packed import PackedMatrices, plain
+from pallas_kernels.stream import launching
+from pallas_kernels.target import SIMULATED, Target, current_target
+from tests import packed_operands
+from tests.dequant_matmul_test import (
+    CAPABILITIES,
+    HOPPER,
+    compiled_quickly,
+    leave_a_program_out,
+)
+from tests.grouped_dequant_matmul_contract import (
+    BROKEN,
+    CASES,
+    INT3,
+    NOT_INTERPRETED,
+    SKIPPED,
+    WHOLE,
+    Case,
+    Operands,
+    alike,
+    full,
+    layer_violation,
+    no_terms_of_down,
+    random_operands,
+    reduced,
+    skips_one_more,
+    terms_of_gate_alone,
+    violation,
+)
+from tests.host_test_case import HostTestCase
+from tests.packed_operands import seed
+
+KERNELS = tuple(api.REFUSALS)
+HOST_CASES = CASES | reduced(SHAPES)
+DEVICE_CASES = HOST_CASES | full(SHAPES)
+# Mosaic's kernels are not compiled but carried out by numpy, in a second or two each.
+INTERPRETED = sorted(
+    (kernel, name)
+    for kernel, name in itertools.product(KERNELS, HOST_CASES)
+    if kernel == "mosaic" or name not in NOT_INTERPRETED
+)
+
+
+def program(**how: Any) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Hidden values and the layer's; traced anew, so that a kernel may be tampered with."""
+
+    def call(operands: Operands) -> tuple[jax.Array, jax.Array]:
+        assignments = package.Assignments(operands.tier, operands.slot, operands.weight)
+        hidden = package.gate_up(
+            operands.x, assignments, operands.gate_up, low_rank=operands.gate_up_low_rank, **how
+        )
+        return hidden, package.down(
+            hidden, assignments, operands.down, low_rank=operands.down_low_rank, **how
+        )
+
+    return compiled_quickly(call, **how)
+
+
+def layer(**how: Any) -> Callable[..., jax.Array]:
+    """The public call of both."""
+
+    def call(operands: Operands) -> jax.Array:
+        assignments = package.Assignments(operands.tier, operands.slot, operands.weight)
+        return package.moe_layer(
+            operands.x, assignments, operands.gate_up, operands.down,
+            gate_up_low_rank=operands.gate_up_low_rank, down_low_rank=operands.down_low_rank,
+            **how,
+        )  # fmt: skip
+
+    return compiled_quickly(call, **how)
+
+
+def refusal(kernel: str, operands: Operands, target: Target) -> str | None:
+    terms = [*operands.gate_up_low_rank, *operands.down_low_rank]
+    width = operands.tier.shape[1]
+    return api.refusal(kernel, operands.x, width, operands.gate_up, operands.down, terms, target)
+
+
+def rounded_once(weights: PackedMatrices, dtype: Any) -> PackedMatrices:
+    """The values of all slots in x's dtype."""
+    slots = range(weights.num_slots)
+    values = np.stack([packed_operands.values(weights, slot) for slot in slots])
+    return plain(jnp.asarray(values.astype(dtype)))
+
+
+class KernelTestCase(parameterized.TestCase):
+    """Skips, saying so, what a kernel refuses; Triton may refuse no case of the contract."""
+
+    def skip_what_is_refused(self, kernel: str, operands: Operands, target: Target) -> None:
+        if reason := refusal(kernel, operands, target):
+            self.assertNotEqual(kernel, "triton", reason)
+            self.skipTest(f"{kernel} refuses: {reason}")
+
+    def interpreted(
+        self, kernel: str, operands: Operands, make: Callable[..., Any] = program
+    ) -> Any:
+        self.skip_what_is_refused(kernel, operands, SIMULATED)
+        return make(implementation=kernel, interpret=True)(operands)
+
+
+class ContractTest(HostTestCase, KernelTestCase):
+    """On the host; the interpreter fills outputs with NaN, so what is not written shows."""
+
+    @parameterized.parameters(sorted(HOST_CASES))
+    def test_the_reference_has_the_values_of_float64(self, name):
+        operands = random_operands(HOST_CASES[name], seed(name))
+        found = program(implementation="reference")(operands)
+        self.assertIsNone(violation(*found, operands))
+
+    @parameterized.parameters(INTERPRETED)
+    def test_a_kernel_has_the_values_of_float64(self, kernel, name):
+        operands = random_operands(HOST_CASES[name], seed(kernel + name))
+        found = self.interpreted(kernel, operands)
+        self.assertIsNone(violation(*found, operands))
+
+    @parameterized.parameters(
+        ("reference", "int4_int2_and_skipped"),
+        ("reference", "prefill"),
+        ("triton", "int4_int2_and_skipped"),
+        ("triton", "prefill"),
+        ("mosaic", "whole_int4_int2_and_skipped"),
+    )
+    def test_the_layer_has_the_value_of_float64_every_time(self, kernel, name):
+        operands = random_operands(CASES[name], seed(self.id()))
+        if kernel == "reference":
+            run = layer(implementation=kernel)
+            found, again = run(operands), run(operands)
+        else:
+            found, again = (self.interpreted(kernel, operands, layer) for _ in range(2))
+        self.assertIsNone(layer_violation(found, operands))
+        self.assertEqual(np.asarray(found).tobytes(), np.asarray(again).tobytes())
+
+    @parameterized.parameters("reference", *KERNELS)
+    def test_a_token_without_an_expert_yields_zero(self, kernel):
+        whole = "whole_" if kernel == "mosaic" else ""
+        name = f"{whole}a_token_whose_experts_are_all_skipped"
+        operands = random_operands(CASES[name], seed(self.id()))
+        if kernel == "reference":
+            hidden, y = program(implementation=kernel)(operands)
+        else:
+            hidden, y = self.interpreted(kernel, operands)
+        for skipped in (hidden[1], y[1], hidden[2, 0]):
+            np.testing.assert_array_equal(np.asarray(skipped).astype(np.float32), 0)
+
+
+class CheckTest(HostTestCase):
+    """The check that accepts a right kernel refuses every broken one."""
+
+    @parameterized.parameters(list(BROKEN))
+    def test_a_broken_operation_fails(self, broken):
+        operands = random_operands(CASES[BROKEN[broken]], seed(broken.__name__))
+        right = program(implementation="reference")
+        self.assertIsNone(violation(*right(operands), operands))
+        found = right(broken(operands))
+        for rounds_weights in (False, True):
+            self.assertIsNotNone(violation(*found, operands, rounds_weights))
+
+    @parameterized.product(name=("one_token", "prefill"), launched=("gate_up", "down"))
+    def test_a_kernel_that_leaves_outputs_unwritten_fails(self, name, launched):
+        several_tiles = CASES[name]._replace(model_dim=160, expert_dim=160)
+        operands = random_operands(several_tiles, seed(self.id()))
+        call = launch.triton_call
+
+        def change(body: Any, *, name: str, **how: Any) -> Any:
+            if launched in name:
+                # Along another axis programs may share all there is to do, however few they are.
+                return leave_a_program_out(call, 0, body, name=name, **how)
+            return call(body, name=name, **how)
+
+        with mock.patch.object(launch, "triton_call", change):
+            found = program(implementation="triton", interpret=True)(operands)
+        self.assertIn("nan from", violation(*found, operands) or "")
+
+    @parameterized.parameters("gate_up", "down")
+    def test_a_simulated_kernel_that_leaves_outputs_unwritten_fails(self, launched):
+        operands = random_operands(CASES["whole_one_token"], seed(self.id()))
+        run = launching.simulate.run_blocks
+        launches = []
+
+        def one_fewer(body: Any, num_blocks: int, *rest: Any) -> None:
+            launches.append(num_blocks)
+            fewer = len(launches) == ("gate_up", "down").index(launched) + 1
+            run(body, num_blocks - fewer, *rest)
+
+        with mock.patch.object(launching.simulate, "run_blocks", one_fewer):
+            found = program(implementation="mosaic", interpret=True)(operands)
+        self.assertLen(launches, 2)
+        self.assertIn("nan from", violation(*found, operands) or "")
+
+    @parameterized.parameters("int4_int2_and_skipped", "whole_prefill", "whole_prefill_tiers")
+    def test_weights_rounded_once_pass_where_a_kernel_rounds_them(self, name):
+        operands = random_operands(CASES[name], seed(self.id()))
+        dtype = operands.x.dtype
+        rounded = operands._replace(
+            gate_up=[rounded_once(stack, dtype) for stack in operands.gate_up],
+            down=[rounded_once(stack, dtype) for stack in operands.down],
+        )
+        found = program(implementation="reference")(rounded)
+        self.assertIsNone(violation(*found, operands, rounds_weights=True))
+        self.assertIsNone(layer_violation(found[1], operands, rounds_weights=True))
+        self.assertIsNotNone(violation(*found, operands))
+
+    def test_a_layer_of_which_a_part_is_left_out_fails(self):
+        operands = random_operands(CASES["low_rank"], seed(self.id()))
+        for broken in (skips_one_more, terms_of_gate_alone, no_terms_of_down):
+            found = layer(implementation="reference")(broken(operands))
+            self.assertIsNotNone(layer_violation(found, operands), broken.__name__)
+
+    def test_one_hidden_value_that_is_nan_or_off_fails(self):
+        operands = random_operands(CASES["low_rank"], seed(self.id()))
+        hidden, y = program(implementation="reference")(operands)
+        self.assertIsNotNone(violation(hidden.at[0, 1, 3].set(jnp.nan), y, operands))
+        self.assertIsNotNone(violation(hidden.at[0, 1, 3].add(0.05), y, operands))
+        self.assertIsNotNone(violation(hidden, y.at[2, 3].add(0.05), operands))
+        self.assertIsNotNone(layer_violation(y.at[2, 3].add(0.5), operands))
+        self.assertIsNotNone(violation(hidden, y[:, :4], operands))
+        self.assertIsNotNone(violation(hidden, y.astype(jnp.float32), operands))
+
+
+class ChoiceTest(parameterized.TestCase):
+    case = CASES["three_tiers_with_terms"]
+
+    def choose(self, target: Target) -> Any:
+        operands = random_operands(self.case, seed(self.id()))
+        terms = [*operands.gate_up_low_rank, *operands.down_low_rank]
+        return package.choose(
+            operands.x, self.case.width, operands.gate_up, operands.down, terms, target
+        )
+
+    def test_a_cpu_takes_the_reference_and_says_why(self):
+        choice = self.choose(Target("cpu", None))
+        self.assertEqual(choice.implementation, "reference")
+        self.assertEqual(list(choice.refusals), list(KERNELS))
+        self.assertTrue(choice.refusals["mosaic"])
+        self.assertIn("cpu", choice.refusals["triton"])
+
+    @parameterized.parameters(*CAPABILITIES)
+    def test_no_gpu_since_ampere_takes_the_reference(self, *capability):
+        choice = self.choose(Target("gpu", capability))
+        self.assertIn(choice.implementation, KERNELS)
+        if capability != (9, 0):
+            self.assertEqual(choice.implementation, "triton")
+            self.assertTrue(choice.refusals["mosaic"])
+
+    def test_hopper_takes_mosaic_first(self):
+        with mock.patch.dict(api.REFUSALS, mosaic=lambda *operands: None):
+            choice = self.choose(HOPPER)
+        self.assertEqual(choice.implementation, "mosaic")
+        self.assertEmpty(choice.refusals)
+        choice = self.choose(HOPPER)
+        self.assertTrue(choice.implementation == "mosaic" or choice.refusals["mosaic"])
+
+    @parameterized.parameters(sorted(HOST_CASES))
+    def test_triton_refuses_nothing_of_the_contract(self, name):
+        operands = random_operands(HOST_CASES[name], seed(name))
+        for capability in CAPABILITIES:
+            self.assertIsNone(refusal("triton", operands, Target("gpu", capability)))
+
+    @parameterized.parameters(sorted(WHOLE))
+    def test_mosaic_refuses_nothing_whole(self, name):
+        operands = random_operands(WHOLE[name], seed(name))
+        reason = refusal("mosaic", operands, SIMULATED)
+        if len(operands.x) > mosaic.MOST_STREAMED:
+            self.assertIn("no interpret mode", reason)
+        elif "low_rank" in name:
+            self.assertIn(reason, (None, "the weights have low-rank terms"))
+        else:
+            self.assertIsNone(reason)
+
+    def test_every_reason_is_listed(self):
+        operands = random_operands(self.case, seed(self.id()))
+        wide = operands._replace(x=operands.x.astype(np.float32))
+        for kernel in KERNELS:
+            reason = refusal(kernel, wide, Target("cpu", None))
+            self.assertStartsWith(reason, "x is float32, not bfloat16 or float16; ")
+        self.assertIn("cpu", refusal("triton", wide, Target("cpu", None)))
+
+    def test_what_does_not_fit_is_refused(self):
+        operands = random_operands(self.case, seed(self.id()))
+        run = layer(implementation="reference")
+        with self.assertRaisesRegex(ValueError, "implementation 'cutlass' is none of mosaic, tri"):
+            layer(implementation="cutlass")(operands)
+        with self.assertRaisesRegex(ValueError, "grouped_dequant_matmul by triton refuses: x is"):
+            wide = operands._replace(x=operands.x.astype(np.float32))
+            layer(implementation="triton")(wide)
+        with self.assertRaisesRegex(ValueError, "x is .* expected"):
+            run(operands._replace(x=operands.x[1:]))
+        with self.assertRaisesRegex(ValueError, "no tiers"):
+            run(operands._replace(gate_up=[], gate_up_low_rank=[]))
+        with self.assertRaisesRegex(ValueError, "low-rank terms of 2 tiers, there are 3"):
+            run(operands._replace(down_low_rank=operands.down_low_rank[:2]))
+        for part in ("tier", "slot", "weight"):
+            fewer = operands._replace(**{part: getattr(operands, part)[:, 1:]})
+            with self.assertRaises(ValueError, msg=part):
+                run(fewer)
+        terms = dataclasses.replace(operands.down_low_rank[0][0], first_row=90)
+        with self.assertRaisesRegex(ValueError, "rows 90..186 of 96"):
+            run(operands._replace(down_low_rank=[(terms,), *operands.down_low_rank[1:]]))
+
+    def test_the_default_on_the_host_is_the_reference(self):
+        if current_target().platform != "cpu":
+            self.skipTest("JAX sees an accelerator")
+        case = Case((alike(INT3),), pairs=(((0, 1), SKIPPED),) * 4)
+        operands = random_operands(case, seed(self.id()))
+        by_reference = layer(implementation="reference")(operands)
+        np.testing.assert_array_equal(layer()(operands), by_reference)
+
+
+@pytest.mark.gpu
+class DeviceContractTest(KernelTestCase):
+    """The kernels compiled; all elements are compared, so none is left unwritten."""
+
+    @parameterized.product(kernel=KERNELS, name=sorted(DEVICE_CASES))
+    def test_value_is_that_of_float64(self, kernel, name):
+        operands = random_operands(DEVICE_CASES[name], seed(kernel + name))
+        self.skip_what_is_refused(kernel, operands, current_target())
+        on_device = jax.device_put(operands)
+        compiled = program(implementation=kernel)
+        found, again = (jax.device_get(compiled(on_device)) for _ in range(2))
+        rounds_weights = kernel == "mosaic" and not mosaic.streams(*operands.tier.shape, None)
+        self.assertIsNone(violation(*found, operands, rounds_weights))
+        jax.tree.map(lambda a, b: self.assertEqual(a.tobytes(), b.tobytes()), found, again)
+        if name in CASES:
+            y = layer(implementation=kernel)(on_device)
+            self.assertIsNone(layer_violation(y, operands, rounds_weights))
+
+    @parameterized.product(kernel=KERNELS, broken=list(BROKEN))
+    def test_a_broken_kernel_fails(self, kernel, broken):
+        operands = random_operands(CASES[BROKEN[broken]], seed(kernel + broken.__name__))
+        self.skip_what_is_refused(kernel, operands, current_target())
+        found = program(implementation=kernel)(broken(operands))
+        rounds_weights = kernel == "mosaic" and not mosaic.streams(*operands.tier.shape, None)
+        self.assertIsNotNone(violation(*found, operands, rounds_weights))
+
+
+if __name__ == "__main__":
+    absltest.main()
