@@ -209,7 +209,7 @@ class CheckTest(HostTestCase):
             launched(body, num_blocks - 1, *rest)
 
         with mock.patch.object(launching.simulate, "run_blocks", one_fewer):
-            found = run(operands, case, implementation="mosaic", interpret=True)
+            found = run(operands, case, implementation="mosaic", interpret=True).block_until_ready()
         self.assertIn("nan from", violation(found, operands, case))
 
     @parameterized.parameters("int4g32_symmetric", "whole_int3g128_float", "whole_int8g32_float")

@@ -31,6 +31,7 @@ def dense(
     A thread block owns `tiles.rows` outputs. Its warps share out these and the blocks of K, and
     add their parts through shared memory in the order of the warps.
     """
+    tiles.check(weights.num_outputs)
     matrix = matrix_of(weights, KINDS[x.dtype.name])
     columns = -(-x.shape[0] // COLUMNS) * COLUMNS
     arrays = [a for a in (weights.words, weights.scales, weights.zeros) if a is not None]

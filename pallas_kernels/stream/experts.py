@@ -78,6 +78,7 @@ def expert_products(
       [P, F] in `x.dtype`, zero where skipped; or float32[P, N], undefined where skipped.
     """
     kind = KINDS[x.dtype.name]
+    tiles.check(tiers[0].num_outputs // (2 if gated else 1))
     num_pairs = tier.shape[0]
     plan = _Plan(
         tiers=tuple(matrix_of(weights, kind) for weights in tiers),

@@ -51,6 +51,17 @@ def run_blocks(
         body(machine, *range(len(memory) + len(scratch)))
 
 
+def _to_odd(values: np.ndarray) -> np.ndarray:
+    """float32 of float64, rounded so that a second rounding to fewer bits is right.
+
+    A float64 is made bfloat16 through float32; cut off with the last bit set where anything was
+    lost, that one is never taken for half a unit of the result.
+    """
+    single = values.astype(np.float32)
+    bits = single.view(np.uint32) - (np.abs(single) > np.abs(values))
+    return (bits | (single != values)).astype(np.uint32).view(np.float32)
+
+
 class Simulator:
     """One block of threads; methods are those of `emit.Mlir`, values are arrays over threads."""
 
@@ -254,7 +265,7 @@ class Simulator:
 
     def fma_pair(self, kind: str, a: Value, b: Value, c: Value) -> Value:
         a, b, c = (self._pairs(kind, v) for v in (a, b, c))
-        rounded = np.ascontiguousarray((a * b + c).astype(KINDS[kind]))
+        rounded = np.ascontiguousarray(_to_odd(a * b + c).astype(KINDS[kind]))
         return rounded.view(np.uint32)[:, 0].astype(np.int64)
 
     def half_to_f32(self, word: Value, half: int) -> Value:

@@ -29,6 +29,13 @@ class StreamTiles:
         """Of a thread block; a multiple of 4."""
         return self.warps_n * self.warps_k
 
+    def check(self, num_outputs: int) -> None:
+        """Raises ValueError where a block of threads has more outputs than there are."""
+        if self.rows > num_outputs:
+            raise ValueError(f"tiles {self.describe()} have {self.rows} rows of {num_outputs}")
+        if self.num_warps % 4:
+            raise ValueError(f"tiles {self.describe()} have {self.num_warps} warps, not 4, 8, ...")
+
     def span_of(self, form: Form) -> int:
         """`span`, but no more than a stage of the form may have."""
         return min(self.span, form.longest_span)
