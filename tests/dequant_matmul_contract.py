@@ -163,7 +163,7 @@ def _whole_cases() -> dict[str, Case]:
     ranks = (5, 2, 0)
     gate = Terms(Form(3), ranks, max_rank=8, num_rows=48)
     up = Terms(Form(8, dtype="float32"), (3, 0, 1), max_rank=4, first_row=48)
-    plain = Terms(Form(16, dtype="bfloat16"), ranks, max_rank=6, first_row=16, num_rows=16)
+    plain = Terms(Form(16, dtype="float16"), ranks, max_rank=6, first_row=16, num_rows=16)
     whole = Case(Form(3), rows=2, outputs=48, inputs=512)
     return cases | {
         "whole_low_rank_gate_and_up": whole._replace(rows=9, outputs=96, terms=(gate, up)),

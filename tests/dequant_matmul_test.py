@@ -290,7 +290,7 @@ class ChoiceTest(parameterized.TestCase):
     def test_mosaic_refuses_nothing_whole(self, name):
         x, weights, _, low_rank = random_operands(WHOLE[name], seed(name))
         reason = api.refusal("mosaic", x, weights, low_rank, SIMULATED)
-        self.assertIn(reason, (None, "the weights have low-rank terms" if low_rank else None))
+        self.assertIsNone(reason)
 
     def test_every_reason_is_listed(self):
         x = jax.ShapeDtypeStruct(self.x.shape, jnp.float32)

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -128,23 +129,28 @@ def random_terms(
     num_rows = terms.num_rows or weights.num_outputs - terms.first_row
     total = max(1, int(ranks.sum()))
 
-    def pool(length: int, size: float) -> PackedMatrices:
-        # Rows as slots, so that those which no used matrix owns are NaN.
-        rows = random_matrices(
-            rng, terms.form._replace(zero_kind="symmetric"), num_slots=total,
-            shape=(1, length), used=owned, size=size,
-        )  # fmt: skip
-        return PackedMatrices(
-            words=rows.words.transpose(1, 0, 2), zeros=None,
-            scales=None if rows.scales is None else rows.scales.transpose(1, 0, 2),
-            num_inputs=length, bits=rows.bits, group_size=rows.group_size,
-        )  # fmt: skip
-
+    form = terms.form._replace(zero_kind="symmetric")
+    size = 0.3 / max(1, terms.max_rank) ** 0.5
+    inputs = weights.num_inputs
     return LowRank(
-        u=pool(num_rows, 0.3 / max(1, terms.max_rank) ** 0.5),
-        v=pool(weights.num_inputs, weights.num_inputs**-0.5),
+        u=random_pool(rng, form, (total, num_rows), owned, size),
+        v=random_pool(rng, form, (total, inputs), owned, inputs**-0.5),
         start=start, rank=ranks, first_row=terms.first_row, max_rank=terms.max_rank,
     )  # fmt: skip
+
+
+def random_pool(
+    rng: np.random.Generator,
+    form: Form,
+    shape: tuple[int, int],
+    owned: Collection[int],
+    size: float,
+) -> PackedMatrices:
+    """One slot [1, R, length] of values of deviation `size`; rows that are not `owned` are NaN."""
+    rows = random_matrices(
+        rng, form, num_slots=shape[0], shape=(1, shape[1]), used=owned, size=size
+    )
+    return jax.tree.map(lambda leaf: leaf.transpose(1, 0, 2), rows)
 
 
 class Place(NamedTuple):

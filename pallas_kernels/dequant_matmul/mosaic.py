@@ -19,6 +19,8 @@ def streams(x: Operand, tiles: Tiles | None) -> bool:
     """Which of the two serves: by the rows of x, or by the tiles that were asked for."""
     if tiles is None:
         return x.shape[0] <= MOST_STREAMED
+    if not isinstance(tiles, StreamTiles | WgmmaTiles):
+        raise ValueError(f"{type(tiles).__name__} are tiles of another implementation than mosaic")
     return isinstance(tiles, StreamTiles)
 
 
@@ -27,14 +29,14 @@ def refusal(
 ) -> str | None:
     """Why it cannot serve, or None."""
     if streams(x, None):
-        found = stream.refusals(x, [weights], target)
+        found = stream.refusals(x, [weights], target, [low_rank])
     else:
         reason = wgmma.refusal_dense(x, weights, target)
         found = [reason] if reason else []
         if target.simulated:
             found.append("its kernel for many rows has no interpret mode")
-    if low_rank:
-        found.append("the weights have low-rank terms")
+        if low_rank:
+            found.append("its kernel for many rows takes no low-rank terms")
     return "; ".join(found) or None
 
 
@@ -49,13 +51,14 @@ def dequant_matmul_mosaic(
     interpret: bool,
 ) -> jax.Array:
     """See `api.dequant_matmul`."""
-    del low_rank  # refused
     if streams(x, tiles):
         chosen = tiles if isinstance(tiles, StreamTiles) else None
         return stream.dense(
             x, weights, slot, out_dtype,
-            chosen or stream.tiles_of_dense(x, weights, target), interpret,
+            chosen or stream.tiles_of_dense(x, weights, target, low_rank), interpret, low_rank,
         )  # fmt: skip
+    if low_rank:
+        raise ValueError("tiles of the kernel for many rows, which takes no low-rank terms")
     return wgmma.dense(
         x, weights, slot, out_dtype, tiles if isinstance(tiles, WgmmaTiles) else None, target
     )

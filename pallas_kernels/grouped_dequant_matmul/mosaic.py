@@ -23,6 +23,8 @@ def streams(num_tokens: int, width: int, tiles: Tiles | None) -> bool:
     """Which of the two serves: by the tokens, or by the tiles that were asked for."""
     if tiles is None:
         return num_tokens <= MOST_STREAMED and num_tokens * width <= MOST_PAIRS
+    if not isinstance(tiles, StreamTiles | WgmmaTiles):
+        raise ValueError(f"{type(tiles).__name__} are tiles of another implementation than mosaic")
     return isinstance(tiles, StreamTiles)
 
 
@@ -36,7 +38,7 @@ def refusal(
 ) -> str | None:
     """Why it cannot serve, or None."""
     if streams(x.shape[0], width, None):
-        found = stream.refusals(x, gate_up_tiers, target)
+        found = stream.refusals(x, gate_up_tiers, target, low_rank)
         found += [r for r in stream.refusals(x, down_tiers, target) if r not in found]
         if any(weights.num_outputs % 32 for weights in gate_up_tiers):
             found.append(f"F {gate_up_tiers[0].num_outputs // 2} is no multiple of 16")
@@ -45,9 +47,14 @@ def refusal(
         found = [reason] if reason else []
         if target.simulated:
             found.append("its kernel for many rows has no interpret mode")
-    if any(low_rank):
-        found.append("the weights have low-rank terms")
+        if any(low_rank):
+            found.append("its kernel for many rows takes no low-rank terms")
     return "; ".join(found) or None
+
+
+def _without_terms(low_rank: Sequence[tuple[LowRank, ...]]) -> None:
+    if any(low_rank):
+        raise ValueError("tiles of the kernel for many rows, which takes no low-rank terms")
 
 
 def gate_up_mosaic(
@@ -60,9 +67,9 @@ def gate_up_mosaic(
     interpret: bool,
 ) -> jax.Array:
     """See `api.gate_up`."""
-    del low_rank  # refused
     tokens, width = assignments.slot.shape
     if not streams(tokens, width, tiles):
+        _without_terms(low_rank)
         chosen = tiles if isinstance(tiles, WgmmaTiles) else None
         return wgmma.gate_up(x, assignments, tiers, chosen, target)
     pairs = tokens * width
@@ -72,8 +79,9 @@ def gate_up_mosaic(
         assignments.slot.reshape(pairs),
         tuple(tiers),
         gated=True,
-        tiles=tiles or stream.tiles_of_experts(x, list(tiers), pairs, True, target),
+        tiles=tiles or stream.tiles_of_experts(x, list(tiers), pairs, True, target, low_rank),
         interpret=interpret,
+        low_rank=tuple(low_rank),
     )
     return hidden.reshape(tokens, width, -1)
 
@@ -88,9 +96,9 @@ def down_mosaic(
     interpret: bool,
 ) -> jax.Array:
     """See `api.down`. The pairs' products are float32; XLA's combine is the third launch."""
-    del low_rank  # refused
     tokens, width = assignments.slot.shape
     if not streams(tokens, width, tiles):
+        _without_terms(low_rank)
         chosen = tiles if isinstance(tiles, WgmmaTiles) else None
         return wgmma.down(hidden, assignments, tiers, chosen, target)
     pairs = tokens * width
@@ -101,8 +109,10 @@ def down_mosaic(
         assignments.slot.reshape(pairs),
         tuple(tiers),
         gated=False,
-        tiles=tiles or stream.tiles_of_experts(rows[:tokens], list(tiers), pairs, False, target),
+        tiles=tiles
+        or stream.tiles_of_experts(rows[:tokens], list(tiers), pairs, False, target, low_rank),
         interpret=interpret,
+        low_rank=tuple(low_rank),
     ).reshape(tokens, width, -1)
     ran = (assignments.tier >= 0) & (assignments.tier < len(tiers))
     terms = jnp.where(ran[..., None], parts * assignments.weight[..., None], 0.0)

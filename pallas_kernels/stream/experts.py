@@ -12,13 +12,23 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.packed import PackedMatrices
-from pallas_kernels.stream.dense import KINDS, addressed
+from pallas_kernels.packed import LowRank, PackedMatrices
+from pallas_kernels.stream.dense import KINDS
 from pallas_kernels.stream.emit import Mlir, Value
 from pallas_kernels.stream.launching import launch_blocks
-from pallas_kernels.stream.matrix import COLUMNS, ROWS, Matrix, matrix_of, tile_bytes
+from pallas_kernels.stream.low_rank import BlockTerms
+from pallas_kernels.stream.matrix import (
+    COLUMNS,
+    ROWS,
+    Matrix,
+    addressed,
+    matrix_of,
+    num_arrays,
+    tile_bytes,
+)
 from pallas_kernels.stream.product import Lane, Ring, Stream, walk
-from pallas_kernels.stream.tiles import StreamTiles
+from pallas_kernels.stream.terms import Share, Term, operands_of, suffix, terms_of, with_addresses
+from pallas_kernels.stream.tiles import StreamTiles, expert_share
 
 LOG2_E = 1.4426950408889634
 
@@ -28,6 +38,7 @@ class _Plan:
     """Static facts of a launch."""
 
     tiers: tuple[Matrix, ...]
+    terms: tuple[tuple[Term, ...], ...]  # of each tier
     tiles: StreamTiles
     kind: str  # of x and of the hidden values
     num_pairs: int
@@ -40,6 +51,19 @@ class _Plan:
     def halves(self) -> int:
         """Matrix rows of an output."""
         return 2 if self.gated else 1
+
+    @property
+    def main_bytes(self) -> int:
+        """Shared memory of the rings, and later of the sums."""
+        tiles = self.tiles
+        sums = tiles.warps_k * self.columns * (self.halves * tiles.rows + 1)
+        stage = max(tile_bytes(matrix, tiles.span_of(matrix.form)) for matrix in self.tiers)
+        return -(-max(4 * sums, tiles.num_warps * tiles.depth * stage) // 16) * 16
+
+    @property
+    def share(self) -> Share:
+        """Of a thread block, for the terms."""
+        return expert_share(self.tiles, self.gated, self.num_outputs)
 
     @property
     def blocks_per_pair(self) -> int:
@@ -62,6 +86,7 @@ def expert_products(
     gated: bool,
     tiles: StreamTiles,
     interpret: bool = False,
+    low_rank: Sequence[Sequence[LowRank]] = (),
 ) -> jax.Array:
     """Rows of x, each by the matrix of its pairs.
 
@@ -73,15 +98,17 @@ def expert_products(
       gated: yields silu(gate) up (Shazeer 2020, eq. 6).
       tiles: rows are those of the outputs.
       interpret: on the CPU, for tests.
+      low_rank: terms of each tier; empty for none.
 
     Returns:
       [P, F] in `x.dtype`, zero where skipped; or float32[P, N], undefined where skipped.
     """
     kind = KINDS[x.dtype.name]
-    tiles.check(tiers[0].num_outputs // (2 if gated else 1))
+    low_rank = low_rank or [()] * len(tiers)
     num_pairs = tier.shape[0]
     plan = _Plan(
         tiers=tuple(matrix_of(weights, kind) for weights in tiers),
+        terms=tuple(terms_of(of_tier, kind) for of_tier in low_rank),
         tiles=tiles,
         kind=kind,
         num_pairs=num_pairs,
@@ -90,11 +117,14 @@ def expert_products(
         gated=gated,
         columns=COLUMNS * tiles.column_tiles,
     )
-    arrays = [a for w in tiers for a in (w.words, w.scales, w.zeros) if a is not None]
-    stage = max(tile_bytes(matrix, tiles.span_of(matrix.form)) for matrix in plan.tiers)
-    rows = plan.halves * tiles.rows
-    sums = tiles.warps_k * plan.columns * (rows + 1)
-    form = "_".join(w.describe().replace(" ", "_") for w in tiers)
+    tiles.check(plan.num_outputs, plan.tiers)
+    arrays = []
+    for w, of_tier in zip(tiers, low_rank, strict=True):
+        arrays += [a for a in (w.words, w.scales, w.zeros) if a is not None]
+        arrays += operands_of(of_tier)
+    names = zip(tiers, plan.terms, strict=True)
+    form = "_".join(w.describe().replace(" ", "_") + suffix(terms) for w, terms in names)
+    room = max(plan.share.room(terms) for terms in plan.terms)
     out = jax.ShapeDtypeStruct((num_pairs, plan.num_outputs), x.dtype if gated else jnp.float32)
     (y,) = launch_blocks(
         functools.partial(_body, plan=plan),
@@ -103,8 +133,7 @@ def expert_products(
         num_blocks=num_pairs * plan.blocks_per_pair,
         num_warps=tiles.num_warps,
         out_shapes=[out],
-        shared_floats=plan.list_bytes // 4
-        + max(sums, tiles.num_warps * tiles.depth * stage // 4),
+        shared_floats=(plan.list_bytes + plan.main_bytes + room) // 4,
         interpret=interpret,
     )  # fmt: skip
     return y
@@ -137,14 +166,17 @@ def _body(e: Mlir, *refs: Value, plan: _Plan) -> None:
             lambda: _ignore(e.loop(thread, plan.tiles.rows, 32 * plan.tiles.num_warps, [], zero)),
         )
     for number, matrix in enumerate(plan.tiers):
-        arrays = 1 + (matrix.num_groups > 0) + (matrix.zero_kind in ("float", "integer"))
+        arrays = num_arrays(matrix)
         mine, operands = operands[:arrays], operands[arrays:]
+        arrays = sum(term.num_arrays for term in plan.terms[number])
+        terms = with_addresses(plan.terms[number], operands[:arrays])
+        operands = operands[arrays:]
         chosen = e.both(e.compare(tier, "eq", number), e.compare(earlier, "eq", 0))
         e.when(
             chosen,
             functools.partial(
-                _product, e, plan, addressed(matrix, mine), slot, x_at, out_at, shared, free, lane,
-                thread, first, count,
+                _product, e, plan, addressed(matrix, mine), terms, slot, x_at, out_at, shared, free,
+                lane, thread, first, count,
             ),
         )  # fmt: skip
 
@@ -182,8 +214,9 @@ def _members(
 
 
 def _product(
-    e: Mlir, plan: _Plan, matrix: Matrix, slot: Value, x_at: Value, out_at: Value, shared: Value,
-    free: Value, lane: Lane, thread: Value, first: Value, count: Value,
+    e: Mlir, plan: _Plan, matrix: Matrix, terms: Sequence[Term], slot: Value, x_at: Value,
+    out_at: Value, shared: Value, free: Value, lane: Lane, thread: Value, first: Value,
+    count: Value,
 ) -> None:  # fmt: skip
     """The outputs `first`.. of all members, `plan.columns` of them at a time."""
     tiles = plan.tiles
@@ -197,8 +230,10 @@ def _product(
     ]
     stream = Stream(e, matrix, slot, starts, lane, tiles.span_of(matrix.form))
     ring = Ring(e.add(free, e.mul(warp, tiles.depth * stream.tile_bytes)), tiles.depth)
-    rows = plan.halves * tiles.rows
-    pitch = rows + 1
+    pitch = plan.halves * tiles.rows + 1
+    firsts = [e.add(first, half * plan.num_outputs) for half in range(plan.halves)]
+    extra_at = e.add(free, plan.main_bytes)
+    extra = BlockTerms(e, terms, plan.share, slot, firsts, extra_at, thread)
 
     def some(base: Value, _: list[Value]) -> list[Value]:
         x = []
@@ -208,7 +243,8 @@ def _product(
             row = e.div(member, plan.width)
             x.append(e.offset(e.offset(x_at, row, 2 * matrix.num_inputs), lane.t, 16))
         totals: list[Value] = [0.0] * (4 * len(starts) * len(x))
-        totals = walk(stream, warp_k, tiles.warps_k, x, totals, ring)
+        begin = functools.partial(extra.begin, x, lane)
+        totals = walk(stream, warp_k, tiles.warps_k, x, totals, ring, begin)
         e.copies_wait(0)
         e.block_barrier()  # the sums take the place of the rings
         for number in range(len(starts)):
@@ -221,9 +257,10 @@ def _product(
                     place = 8 * (c // 2) + (COLUMNS * j + c % 2) * pitch
                     value = totals[4 * (number * len(x) + j) + c]
                     e.store_shared(at, 4 * place, e.const_f32(value))
+        extra.reduce()
         e.block_barrier()
         left = e.smaller(e.sub(count, base), plan.columns)
-        store = functools.partial(_store, e, plan, out_at, shared, free, first, base, pitch)
+        store = functools.partial(_store, e, plan, extra, out_at, shared, free, first, base, pitch)
         e.loop(thread, e.mul(left, tiles.rows), 32 * tiles.num_warps, [], store)
         e.block_barrier()  # the next columns' rings take the place of the sums
         return []
@@ -232,8 +269,8 @@ def _product(
 
 
 def _store(
-    e: Mlir, plan: _Plan, out_at: Value, shared: Value, free: Value, first: Value, base: Value,
-    pitch: int, index: Value, _: list[Value],
+    e: Mlir, plan: _Plan, extra: BlockTerms, out_at: Value, shared: Value, free: Value,
+    first: Value, base: Value, pitch: int, index: Value, _: list[Value],
 ) -> list[Value]:  # fmt: skip
     """One output: the warps' parts in their order, SwiGLU where gated."""
     tiles = plan.tiles
@@ -245,7 +282,7 @@ def _store(
         for part in range(1, tiles.warps_k):
             imm = 4 * (half * tiles.rows + part * plan.columns * pitch)
             total = e.fadd(total, e.load_shared(at, imm))
-        values.append(total)
+        values.append(extra.add(total, half, column, row))
     member = e.load_shared(e.add(shared, e.mul(e.add(base, column), 4)), 0, "b32")
     place = e.add(e.mul(member, plan.num_outputs), e.add(first, row))
     if plan.gated:

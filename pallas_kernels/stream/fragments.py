@@ -7,7 +7,7 @@ k within a step that gives a lane its words 0, 1 in the first m16n8k16 and 2, 3 
 mask makes the operand, and x in its natural order, 16 bytes a lane at k = 8t, is the other one.
 
 A field of w bits at bit i of a half, put under the bits of 2^m (m the stored bits of the mantissa),
-is the number 2^m + q 2^i exactly: 128 + q 2^i in bf16, 1024 + q 2^i in fp16. The product
+is the number 2^m + q 2^i exactly: 128 + q 2^i in bf16, 1024 + q in fp16. The product
 takes x 2^-i for it, and the offset leaves through a sum of x that the matrix units make too.
 """
 
@@ -77,15 +77,22 @@ class Form:
         return 0 if exact else 1 << MANTISSA[self.kind]
 
     def field(self, step: int) -> Field:
-        """The place of a step's codes (of INT3: in the nibbles that `prepare` makes)."""
+        """The place of a step's codes (of INT3: in the nibbles that `prepare` makes).
+
+        For fp16 every field is moved to bit 0: x 2^-i would leave fp16's normal numbers where x is
+        small (5 bits of exponent), which bf16 does not.
+        """
         if self.bits in (PLAIN_BITS, 8):
             position, chunk = divmod(step, self.chunks)
             return Field(chunk, 8 * position if self.bits == 8 else 0, 0)
         if self.bits == 3:
             nibble = step // 2
+            if self.kind == "f16":
+                return Field(step % 2, 4 * nibble, 0)
             return Field(step % 2, 8 * (nibble // 2), 4 * (nibble % 2))
         position, chunk = divmod(step, self.chunks)
-        in_place = MANTISSA[self.kind] // self.bits  # positions that one shift serves
+        # Positions that one shift serves.
+        in_place = 1 if self.kind == "f16" else MANTISSA[self.kind] // self.bits
         stage, within = divmod(position, in_place)
         return Field(chunk, self.bits * in_place * stage, self.bits * within)
 

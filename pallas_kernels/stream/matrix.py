@@ -1,6 +1,7 @@
 """One matrix as a streaming kernel sees it; how 16 of its rows lie in shared memory."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from pallas_kernels.packed import PLAIN_BITS, PackedMatrices
@@ -57,6 +58,17 @@ def matrix_of(weights: PackedMatrices, kind: str) -> Matrix:
         zero_kind=weights.zero_kind,
         second_plane=weights.num_inputs * 2 // 8,
     )
+
+
+def num_arrays(matrix: Matrix) -> int:
+    """Operands that its form has: words, scales, zeros."""
+    return 1 + (matrix.num_groups > 0) + (matrix.zero_kind in ("float", "integer"))
+
+
+def addressed(matrix: Matrix, addresses: Sequence[Any]) -> Matrix:
+    """The matrix with the addresses of its operands, as many as its form has."""
+    words, scales, zeros = [*addresses, None, None][:3]
+    return dataclasses.replace(matrix, words=words, scales=scales, zeros=zeros)
 
 
 @dataclasses.dataclass(frozen=True)

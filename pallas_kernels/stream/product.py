@@ -11,7 +11,7 @@ so the scale meets float32, never a weight (MiLo section 3.3 scales weights in f
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pallas_kernels.packed import PLAIN_BITS
 from pallas_kernels.stream.emit import Mlir, Value
@@ -45,7 +45,7 @@ class Stream:
 
     def __init__(
         self, e: Mlir, matrix: Matrix, slot: Value, first_rows: Sequence[Value], lane: Lane,
-        span: int,
+        span: int, wanted: Sequence[Value] | None = None,
     ):  # fmt: skip
         """Computes the addresses that this lane copies from.
 
@@ -56,7 +56,9 @@ class Stream:
           first_rows: i32 each, where a row tile begins; a multiple of 16.
           lane: of this thread.
           span: blocks of a stage; divides those of a row.
+          wanted: i32 for each tile, 0 to take zeros for it; None for all.
         """
+        self.wanted = wanted
         self.e, self.matrix, self.lane, self.span = e, matrix, lane, span
         self.parts = stage_parts(matrix, span)
         self.tile_bytes = tile_bytes(matrix, span)
@@ -88,6 +90,8 @@ class Stream:
     def fetch(self, tile: int, stage: Value, present: Value, to: Value) -> None:
         """Starts copying a tile's stage into shared memory; zeros where `present` (i32) is 0."""
         e, copied = self.e, [i for i, part in enumerate(self.parts) if part.copied]
+        if self.wanted is not None:
+            present = e.band(present, self.wanted[tile])
         pieces = [(i, *self._place(self.parts[i])) for i in copied]
         sources = {i: self.sources[tile][i] for i in copied}
         if self._paired():  # one copy brings scales by half of the lanes, zeros by the other
@@ -308,8 +312,9 @@ UNROLLED = 1  # stages of a warp that are written out; above, a loop
 
 
 def walk(
-    stream: Stream, first: Value, step: int, x: Sequence[Value], totals: list[Value], ring: Ring
-) -> list[Value]:
+    stream: Stream, first: Value, step: int, x: Sequence[Value], totals: list[Value], ring: Ring,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> list[Value]:  # fmt: skip
     """totals + the products of stages first, first + step, ... of the matrix.
 
     Args:
@@ -319,6 +324,7 @@ def walk(
       x: i64 for each column tile: this lane's column of x, plus 16 t bytes.
       totals: float32, 4 a row tile and column tile, row tiles outermost, as c of `mma`.
       ring: 1 or more tiles deep.
+      meanwhile: done once the first copies have started; may wait for later ones of its own.
     """
     e, span, tiles = stream.e, stream.span, stream.num_tiles
     stages = stream.matrix.num_blocks // span
@@ -343,18 +349,17 @@ def walk(
         stage: Value, at: Value, totals: list[Value], left: int | None
     ) -> tuple[list[Value], Value]:
         """left: stages after this one, or None if not known."""
-        totals = list(totals)
-        parts = [
-            stream.prepare_x(x, e.add(e.mul(e.smaller(stage, stages - 1), span), block))
-            for block in range(span)
-        ]
+        totals, stage_id = list(totals), e.smaller(stage, stages - 1)  # what is absent reads inside
+        parts = [stream.prepare_x(x, e.add(e.mul(stage_id, span), block)) for block in range(span)]
         for tile in range(tiles):
             after = depth if left is None else tiles * (left + 1) - 1 - tile
             e.copies_wait(min(depth - 1, after))
             e.warp_barrier()
             mine = slice(each * tile, each * (tile + 1))
             for block in range(span):
-                totals[mine] = stream.multiply(tile, at, stage, block, parts[block], totals[mine])
+                totals[mine] = stream.multiply(
+                    tile, at, stage_id, block, parts[block], totals[mine]
+                )
             if left is None or after >= depth:
                 e.warp_barrier()  # all lanes have read what is now overwritten
                 fetch(tile + depth, stage, at)
@@ -363,6 +368,7 @@ def walk(
 
     for unit in range(depth):
         fetch(unit, first, e.add(ring.at, unit * size))
+    meanwhile()
     if rounds <= UNROLLED:
         at = ring.at
         for i in range(rounds):

@@ -71,7 +71,9 @@ def dense(
     """
     num_tokens, num_inputs = x.shape
     num_rows = weights.num_outputs
-    tiles = tiles or dense_tiles(num_tokens, num_rows, num_inputs, target.num_processors)
+    tiles = tiles or dense_tiles(
+        num_tokens, num_rows, num_inputs, weights.bits, target.num_processors
+    )
     form = None if weights.bits == PLAIN_BITS else form_of(weights, KINDS[x.dtype.name])
     operands = [a for a in (weights.words, weights.scales, weights.zeros) if a is not None]
     num_items = -(-num_rows // tiles.rows) * -(-num_tokens // tiles.tokens) * tiles.splits

@@ -34,18 +34,43 @@ class WgmmaTiles:
         return f"t{self.tokens}x{self.x_stages}w{self.word_blocks}s{self.splits}"
 
 
-def dense_tiles(num_tokens: int, num_rows: int, num_inputs: int, processors: int) -> WgmmaTiles:
+def dense_tiles(
+    num_tokens: int, num_rows: int, num_inputs: int, bits: int, processors: int
+) -> WgmmaTiles:
     """Large tiles while they fill the card; for few tokens K is split until they do."""
     tokens = min(256, -(-num_tokens // 8) * 8)
     if tokens == 256:
-        return WgmmaTiles(tokens=256, x_stages=4, word_blocks=2)
+        return fitting(WgmmaTiles(tokens=256, x_stages=4, word_blocks=2), bits)
     stages = 8 if tokens <= 128 else 4
     items = -(-num_rows // 128)
     blocks = num_inputs // 256
     splits = max(1, min(processors // items, blocks // 4))
-    return WgmmaTiles(
+    tiles = WgmmaTiles(
         tokens=tokens, x_stages=stages, word_blocks=4 if tokens <= 128 else 3, splits=splits
     )
+    return fitting(tiles, bits)
+
+
+def fitting(tiles: WgmmaTiles, bits: int) -> WgmmaTiles:
+    """With as many stages as shared memory holds, no more than asked for.
+
+    Raises:
+      ValueError: not even the least does.
+    """
+    for x_stages, word_blocks in ((8, 4), (8, 3), (8, 2), (4, 4), (4, 3), (4, 2), (4, 1)):
+        if x_stages > tiles.x_stages or word_blocks > tiles.word_blocks:
+            continue
+        found = dataclasses.replace(tiles, x_stages=x_stages, word_blocks=word_blocks)
+        if shared_bytes(found, bits) <= SHARED_BYTES:
+            return found
+    raise ValueError(f"no tiles of {tiles.tokens} tokens for {bits} bits")
+
+
+def shared_bytes(tiles: WgmmaTiles, bits: int) -> int:
+    """Shared memory of x, of the weights and of the results."""
+    weights = tiles.x_stages * 64 if bits == PLAIN_BITS else tiles.word_blocks * 256
+    room = tiles.warpgroups * 2 * tiles.chunk * 128
+    return tiles.x_stages * tiles.tokens * 128 + tiles.rows * weights * bits // 8 + room
 
 
 def grouped_tokens(num_tokens: int, width: int, tiers: Sequence[PackedMatrices]) -> int:
@@ -69,10 +94,4 @@ def grouped_tiles(tokens: int, bits: int) -> WgmmaTiles:
       tokens: of a tile; 32, 64, 128 or 256.
       bits: of a weight.
     """
-    for x_stages, word_blocks in ((8, 4), (8, 3), (8, 2), (4, 3), (4, 2), (4, 1)):
-        tiles = WgmmaTiles(tokens=tokens, x_stages=x_stages, word_blocks=word_blocks)
-        weights = x_stages * 64 if bits == PLAIN_BITS else word_blocks * 256
-        room = tiles.warpgroups * 2 * tiles.chunk * 128
-        if x_stages * tokens * 128 + tiles.rows * weights * bits // 8 + room <= SHARED_BYTES:
-            return tiles
-    raise AssertionError(f"no tiles of {tokens} tokens for {bits} bits")
+    return fitting(WgmmaTiles(tokens=tokens, x_stages=8, word_blocks=4), bits)
