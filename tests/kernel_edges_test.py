@@ -76,6 +76,14 @@ class WgmmaTilesTest(parameterized.TestCase):
             self.assertLessEqual(used, MOST_SHARED_BYTES, (rows, tiles))
             self.assertEqual(tiles.x_stages % 4, 0)
 
+    @parameterized.parameters(({"tokens": 12},), ({"x_stages": 6},), ({"word_blocks": 0},))
+    def test_others_are_refused(self, field):
+        # Tried among such tiles, one ended in an illegal access on the GPU.
+        sound = {"tokens": 64, "x_stages": 8, "word_blocks": 4}
+        wgmma_tiles.WgmmaTiles(**sound)
+        with self.assertRaises(ValueError):
+            wgmma_tiles.WgmmaTiles(**{**sound, **field})
+
 
 if __name__ == "__main__":
     absltest.main()

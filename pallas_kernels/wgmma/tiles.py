@@ -19,6 +19,13 @@ class WgmmaTiles:
     splits: int = 1  # parts of K, each with its own sums
     band: int = 8  # tiles of tokens that are worked off together
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for what the kernels were not written for."""
+        if self.tokens % 8 or not 8 <= self.tokens <= 256:
+            raise ValueError(f"tokens {self.tokens} is no multiple of 8 in 8..256")
+        if self.x_stages % 4 or min(self.x_stages, self.word_blocks, self.splits) < 1:
+            raise ValueError(f"x_stages {self.x_stages} is no multiple of 4, or a count is below 1")
+
     @property
     def rows(self) -> int:
         """Of a matrix, of a tile."""
