@@ -12,7 +12,7 @@ from pallas_kernels.stream.terms import MAX_RANK, MAX_TERMS
 from pallas_kernels.target import Target
 
 Operand = jax.Array | jax.ShapeDtypeStruct
-OLDEST_JAX = (0, 11, 1)
+OLDEST_JAX = (0, 11, 2)  # the oldest that they ran on
 KINDS = {"bfloat16": "bf16", "float16": "f16"}
 
 

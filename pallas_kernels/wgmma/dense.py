@@ -29,8 +29,8 @@ def refusal_dense(x: Operand, weights: PackedMatrices, target: Target) -> str | 
 def refusals(x: Operand, weights: PackedMatrices, target: Target) -> list[str]:
     """Every reason against one form of matrices."""
     found = []
-    if jax.__version_info__ < (0, 11, 1):
-        found.append(f"jax {jax.__version__} is older than 0.11.1")
+    if jax.__version_info__ < (0, 11, 2):
+        found.append(f"jax {jax.__version__} is older than 0.11.2")
     if target.platform != "gpu" or target.capability != (9, 0):
         found.append(f"wgmma needs a gpu sm_90, this is {target.describe()}")
     if x.dtype.name not in KINDS:
