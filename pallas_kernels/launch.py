@@ -81,16 +81,18 @@ def mosaic_call(
     out_shape: jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct],
     scratch: Sequence[Any],
     num_warpgroups: int,
+    cluster: int = 1,
 ) -> Callable[..., Any]:
     """A Pallas-Mosaic kernel whose body is emitted whole (`stream.emit`), over whole arrays.
 
     Args:
       body: takes the MLIR reference of each operand, output and scratch buffer.
       name: operation, form and tile; what a profile shows.
-      num_blocks: thread blocks; each reads its index from ctaid.x.
+      num_blocks: thread blocks, or clusters of them; each block reads its index from ctaid.x.
       out_shape: of the output, or of each of several.
       scratch: shared memory, as `plgpu.SMEM` types.
       num_warpgroups: of a block; 128 threads each.
+      cluster: neighbouring blocks that reach each other's shared memory.
     """
 
     def traced(*refs: Any) -> None:
@@ -103,6 +105,8 @@ def mosaic_call(
         scratch_types=tuple(scratch),
         grid=(num_blocks,),
         grid_names=("block",),
+        cluster=(cluster,) if cluster > 1 else (),
+        cluster_names=("part",) if cluster > 1 else (),
         num_threads=num_warpgroups,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(

@@ -4,27 +4,21 @@ The contracts of the products have their values.
 """
 
 import dataclasses
-import importlib
 import itertools
-from typing import Any
 from unittest import mock
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from pallas_kernels import dequant_matmul, grouped_dequant_matmul, layout, stream
-from pallas_kernels.dequant_matmul import shapes as dense_shapes
-from pallas_kernels.grouped_dequant_matmul import shapes as grouped_shapes
+from pallas_kernels import stream
 from pallas_kernels.packed import PackedMatrices
 from pallas_kernels.stream import experts, fragments, product
 from pallas_kernels.stream.fragments import Form
 from pallas_kernels.stream.matrix import matrix_of, stage_parts, tile_bytes
 from pallas_kernels.stream.product import Lane, Stream
 from pallas_kernels.stream.simulate import Simulator
-from pallas_kernels.stream.tiles import SHARED_BYTES, StreamTiles, fitted
-from pallas_kernels.target import SIMULATED
+from pallas_kernels.stream.tiles import StreamTiles
+from pallas_kernels.stream.walk import Totals
 from tests import packed_operands
 from tests.grouped_dequant_matmul_cases import CASES
 from tests.grouped_dequant_matmul_contract import expected_hidden, random_operands
@@ -121,15 +115,15 @@ def without_the_shift(e, form, raw, high):
     return fragments.prepare(e, form, raw, 0)
 
 
-def a_copy_skipped(self, tile, stage, present, to, fetch=Stream.fetch):
+def a_copy_skipped(self, tile, stage, present, to, row, fetch=Stream.fetch):
     """The first tile's rows are never brought."""
     if tile:
-        fetch(self, tile, stage, present, to)
+        fetch(self, tile, stage, present, to, row)
 
 
-def copies_of_no_stage(self, tile, stage, present, to, fetch=Stream.fetch):
+def copies_of_no_stage(self, tile, stage, present, to, row, fetch=Stream.fetch):
     """Always those of the first stage."""
-    fetch(self, tile, self.e.const(0), present, to)
+    fetch(self, tile, self.e.const(0), present, to, row)
 
 
 def rows_exchanged(self, at, block, words=Stream._words):
@@ -153,10 +147,10 @@ def sums_without_a_step(self, span, column, sums=Stream._sums):
     return sums(self, span[1:], column)
 
 
-def one_pair_fewer(e, *rest, members=experts._members):
+def one_pair_fewer(e, *rest, job_of_pair=experts.job_of_pair):
     """The last pair of an expert is left out."""
-    count, earlier = members(e, *rest)
-    return e.sub(count, 1), earlier
+    tier, job, leads = job_of_pair(e, *rest)
+    return tier, job._replace(count=e.sub(job.count, 1)), leads
 
 
 def zeros_for_scales(matrix, addresses, addressed=experts.addressed):
@@ -174,6 +168,43 @@ BROKEN = (
     (Stream, "_scaled", x_not_scaled),
     (Stream, "_sums", sums_without_a_step),
 )
+
+
+def totals_one_row_on(self, tile, count, places=Totals._places):
+    """Over those of the next row."""
+    return [place + 4 for place in places(self, tile, count)]
+
+
+def totals_of_the_last_stage(self, e, tile, count):
+    """What earlier stages gave is forgotten."""
+    del self, e, tile
+    return [0.0] * count
+
+
+def sums_of_the_first_column_tile(self, words, sums_at=None, prepare=Stream.prepare_x):
+    """For the second one, too."""
+    found = prepare(self, words, sums_at)
+    return dataclasses.replace(found, sums=lambda group, column: found.sums(group, 0))
+
+
+def sums_of_the_own_block(self, at, block, imm):
+    """Not of the others of the cluster."""
+    del block
+    return self.load_shared(at, imm)
+
+
+BROKEN_KEPT = (
+    (Totals, "_places", totals_one_row_on),
+    (Totals, "load", totals_of_the_last_stage),
+    (Stream, "prepare_x", sums_of_the_first_column_tile),
+    (Simulator, "load_cluster", sums_of_the_own_block),
+)
+KEPT_FORMS = (
+    packed_operands.Form(2, 64), packed_operands.Form(3, 32, "integer"),
+    packed_operands.Form(3, 64, "float", "float32"), packed_operands.Form(3, 0),
+    packed_operands.Form(4, 128, "symmetric"), packed_operands.Form(4, 0, "integer"),
+    packed_operands.Form(8, 64), packed_operands.Form(16, dtype="bfloat16"),
+)  # fmt: skip
 
 
 class KernelTest(HostTestCase):
@@ -196,9 +227,41 @@ class KernelTest(HostTestCase):
             self.assertIsNotNone(self.violation(x, weights, tiles))
         self.assertIsNone(self.violation(x, weights, tiles))
 
+    @parameterized.parameters(*BROKEN, *BROKEN_KEPT)
+    def test_a_wrong_kernel_of_two_column_tiles_fails(self, owner, name, broken):
+        x, weights = self.operands(packed_operands.Form(3), 16, (64, 4096))
+        tiles = StreamTiles(row_tiles=2, warps_n=1, warps_k=4, kept=True, cluster=2)
+        with mock.patch.object(owner, name, broken):
+            self.assertIsNotNone(self.violation(x, weights, tiles))
+        self.assertIsNone(self.violation(x, weights, tiles))
+
+    @parameterized.product(
+        form=KEPT_FORMS,
+        tiles=(
+            StreamTiles(1, 1, 8, depth=1, kept=True),  # some warps have nothing
+            StreamTiles(3, 2, 2, depth=2, kept=True, cluster=2),
+            StreamTiles(2, 1, 4, depth=3, kept=True),
+            StreamTiles(8, 1, 4, depth=3, kept=True),  # a loop where K is long
+            StreamTiles(7, 1, 4, depth=9, kept=True, cluster=8),  # more parts than blocks of K
+            StreamTiles(2, 2, 2, depth=3, cluster=4),
+        ),
+        rows=(9, 16),
+        inputs=(256, 1280),
+    )
+    def test_totals_in_shared_memory_and_clusters(self, form, tiles, rows, inputs):
+        # The last rows are those of no whole block of threads.
+        x, weights = self.operands(form, rows, (144, inputs))
+        self.assertIsNone(self.violation(x, weights, tiles))
+
+    @parameterized.parameters(1, 8, 17)
+    def test_other_numbers_of_column_tiles(self, rows):
+        x, weights = self.operands(packed_operands.Form(4, 128, "integer"), rows, (96, 1536))
+        tiles = StreamTiles(2, 1, 4, depth=2, span=2, kept=True, cluster=2)
+        self.assertIsNone(self.violation(x, weights, tiles))
+
     @parameterized.parameters(
         ("LOG2_E", 1.0),
-        ("_members", one_pair_fewer),
+        ("job_of_pair", one_pair_fewer),
         ("addressed", zeros_for_scales),
     )
     def test_a_wrong_kernel_of_experts_fails(self, name, broken):
@@ -233,109 +296,6 @@ class KernelTest(HostTestCase):
         form = packed_operands.Form(bits, 32 if bits == 4 else 64, dtype=dtype)
         x, weights = self.operands(form, 11, (112, 2048))
         self.assertIsNone(self.violation(x, weights, tiles))
-
-
-def shape_of(bits: int, group_size: int, rows: int, inputs: int, slots: int = 1) -> PackedMatrices:
-    """Float zero points and scales in float32, which take the most room."""
-    struct = jax.ShapeDtypeStruct
-    if bits == 16:
-        words: Any = struct((slots, rows, inputs), jnp.bfloat16)
-        return PackedMatrices(
-            words=words, scales=None, zeros=None, num_inputs=inputs, bits=16, group_size=inputs
-        )
-    constants: Any = struct((slots, rows, -(-inputs // group_size)), jnp.float32)
-    words = struct((slots, rows, layout.num_words(inputs, bits)), jnp.uint32)
-    return PackedMatrices(
-        words=words, scales=constants, zeros=constants, num_inputs=inputs, bits=bits,
-        group_size=group_size,
-    )  # fmt: skip
-
-
-STORED = [(bits, group) for bits in (2, 3, 4, 8) for group in (32, 64, 128)] + [(16, 0)]
-MOST_SHARED = 227 * 1024  # bytes of a block of threads (CUDA programming guide, sm_90)
-
-
-class TilesTest(parameterized.TestCase):
-    """The heuristic tiles of real shapes are ones that the kernels and the GPU can run."""
-
-    def launches(self, module: str, call: Any, *operands: Any) -> list[dict[str, Any]]:
-        """What a kernel asks `launch_blocks` for, without running it."""
-        asked = []
-
-        def record(body: Any, operands: Any, **how: Any) -> list[jax.Array]:
-            asked.append(how)
-            return [jnp.zeros(out.shape, out.dtype) for out in how["out_shapes"]]
-
-        place = importlib.import_module(f"pallas_kernels.stream.{module}")
-        with mock.patch.object(place, "launch_blocks", record):
-            jax.eval_shape(call, *operands)
-        return asked
-
-    def check(self, how: dict[str, Any], tiles: StreamTiles, outputs: int) -> None:
-        self.assertLessEqual(4 * how["shared_floats"], MOST_SHARED)
-        self.assertEqual(how["num_warps"] % 4, 0)
-        self.assertBetween(how["num_warps"], 4, 16)
-        self.assertEqual(how["num_warps"], tiles.num_warps)
-        self.assertLessEqual(tiles.rows, outputs)
-        self.assertGreaterEqual(tiles.depth, 1)
-
-    @parameterized.product(name=sorted(dense_shapes.SHAPES), stored=STORED)
-    def test_dense(self, name, stored):
-        inputs, outputs = dense_shapes.SHAPES[name]
-        weights = shape_of(*stored, outputs, inputs)
-        slot = jax.ShapeDtypeStruct((), jnp.int32)
-        for rows in (1, 8, 9, dequant_matmul.mosaic.MOST_STREAMED):
-            x: Any = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16)
-            tiles = stream.tiles_of_dense(x, weights, SIMULATED)
-
-            def call(x, weights, slot, tiles=tiles):
-                return stream.dense.__wrapped__(x, weights, slot, jnp.float32, tiles)
-
-            [how] = self.launches("dense", call, x, weights, slot)
-            self.check(how, tiles, outputs)
-
-    @parameterized.product(name=sorted(grouped_shapes.SHAPES), stored=STORED)
-    def test_experts(self, name, stored):
-        model_dim, expert_dim, width = grouped_shapes.SHAPES[name]
-        plain = shape_of(16, 0, 2 * expert_dim, model_dim), shape_of(16, 0, model_dim, expert_dim)
-        mine = (
-            shape_of(*stored, 2 * expert_dim, model_dim, 4),
-            shape_of(*stored, model_dim, expert_dim, 4),
-        )
-        for tokens in (1, 4, 9, grouped_dequant_matmul.mosaic.MOST_STREAMED):
-            for part, gated in enumerate((True, False)):
-                for tiers in ((mine[part],), (mine[part], plain[part])):
-                    self.one_product(tiers, tokens, width, gated)
-
-    def one_product(self, tiers: Any, tokens: int, width: int, gated: bool) -> None:
-        pairs: Any = jax.ShapeDtypeStruct((tokens * width,), jnp.int32)
-        x: Any = jax.ShapeDtypeStruct((tokens, tiers[0].num_inputs), jnp.bfloat16)
-        tiles = stream.tiles_of_experts(x, list(tiers), tokens * width, gated, SIMULATED)
-
-        def call(x, tier, slot, tiers):
-            run = stream.expert_products.__wrapped__
-            return run(x, tier, slot, tiers, gated=gated, tiles=tiles)
-
-        [how] = self.launches("experts", call, x, pairs, pairs, tiers)
-        self.check(how, tiles, tiers[0].num_outputs // (2 if gated else 1))
-
-    def test_rings_are_no_deeper_than_shared_memory(self):
-        matrix = matrix_of(shape_of(8, 32, 4096, 4096), "bf16")
-        tiles = fitted(StreamTiles(1, 1, 16, depth=9), [matrix])
-        stage = tile_bytes(matrix, 1) * tiles.num_warps
-        self.assertBetween(tiles.depth, 1, 8)
-        self.assertLessEqual(tiles.depth * stage, SHARED_BYTES)
-        self.assertGreater((tiles.depth + 1) * stage, SHARED_BYTES)
-
-    @parameterized.parameters(16, 32, 48, 80, 528)
-    def test_small_matrices_are_not_left(self, outputs):
-        for bits, inputs in itertools.product((2, 3, 4, 8, 16), (256, 512, 768, 4352)):
-            weights = shape_of(bits, 64, outputs, inputs)
-            for rows in (1, 9):
-                x: Any = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16)
-                tiles = stream.tiles_of_dense(x, weights, SIMULATED)
-                self.assertLessEqual(tiles.rows, outputs)
-                self.assertEqual(tiles.num_warps % 4, 0)
 
 
 if __name__ == "__main__":

@@ -123,6 +123,14 @@ class DenseTest(KernelTestCase):
         how = {"first_row": first_row, "num_rows": num_rows}
         self.assertIsNone(self.violation(weights, (random_terms(self.rng, weights, **how),)))
 
+    @parameterized.parameters((0, 96), (16, 32), (40, 24), (70, 20), (95, 1), (33, 63), (0, 160))
+    def test_ranges_of_rows_in_clusters(self, first_row, num_rows):
+        weights = self.weights((160, 1024))
+        how = {"first_row": first_row, "num_rows": num_rows}
+        terms = (random_terms(self.rng, weights, **how),)
+        tiles = StreamTiles(3, 1, 4, kept=True, cluster=2)
+        self.assertIsNone(self.violation(weights, terms, 9, tiles))
+
     def test_ranges_that_meet(self):
         weights = self.weights((96, 768))
         several = (
@@ -137,6 +145,8 @@ class DenseTest(KernelTestCase):
         tiles=(
             StreamTiles(1, 1, 4, depth=1), StreamTiles(2, 1, 16, depth=2), StreamTiles(3, 1, 8),
             StreamTiles(1, 4, 2), StreamTiles(1, 4, 1, span=2),
+            StreamTiles(2, 1, 4, kept=True), StreamTiles(3, 1, 4, kept=True, cluster=2),
+            StreamTiles(1, 4, 1, cluster=4),
         ),
         rows=(1, 8, 17),
     )  # fmt: skip
@@ -217,11 +227,11 @@ def without_terms(self, total, half, column, row):
     return total
 
 
-def no_row_of_v(self, tile, stage, present, to, fetch=Stream.fetch):
+def no_row_of_v(self, tile, stage, present, to, row, fetch=Stream.fetch):
     """Tiles of V after the first are taken as zeros."""
     if self.wanted is not None and tile:
         present = self.e.const(0)
-    fetch(self, tile, stage, present, to)
+    fetch(self, tile, stage, present, to, row)
 
 
 def halves_exchanged(self, plane, index, place=Element._place):

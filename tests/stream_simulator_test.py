@@ -209,6 +209,26 @@ class MemoryTest(parameterized.TestCase):
         run_blocks(body, 4, 32, [], [seen], [8])
         self.assertTrue(np.isnan(seen).all())
 
+    def test_blocks_of_a_cluster_reach_each_other(self):
+        threads, cluster = 32, 4
+        seen = np.zeros((2 * cluster, threads), np.float32)
+
+        def body(e, out, first, scratch):
+            del first
+            block, thread = e.special("ctaid.x"), e.special("tid.x")
+            mine = e.add(e.shared_address(scratch), e.mul(thread, 4))
+            e.store_shared(mine, 0, e.byte_to_f32(e.add(e.mul(block, threads), thread), 0))
+            e.cluster_barrier()
+            place = e.add(e.mul(block, threads), thread)
+            total = e.load_cluster(mine, 1, 0)
+            total = e.fadd(total, e.fmul(e.load_shared(mine, 0), 1000.0))
+            e.store(e.offset(e.address(out), place, 4), 0, total, "f32")
+
+        run_blocks(body, 2, threads, [], [seen], [8, threads], cluster)
+        own = np.arange(2 * cluster * threads).reshape(2 * cluster, threads)
+        peer = own[[1] * cluster + [1 + cluster] * cluster]
+        np.testing.assert_array_equal(seen, 1000.0 * own + peer)
+
     def test_a_barrier_that_some_threads_miss_is_an_error(self):
         e = machine()
         with self.assertRaises(AssertionError):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import stream, wgmma
-from pallas_kernels.dequant_matmul.tiles import Tiles
+from pallas_kernels.dequant_matmul.tiles import Tiles, measured
 from pallas_kernels.packed import LowRank, PackedMatrices
 from pallas_kernels.stream.tiles import StreamTiles
 from pallas_kernels.target import Target
@@ -51,6 +51,8 @@ def dequant_matmul_mosaic(
     interpret: bool,
 ) -> jax.Array:
     """See `api.dequant_matmul`."""
+    if tiles is None and not low_rank:
+        tiles = measured(x.shape[0], weights, target, (StreamTiles, WgmmaTiles))
     if streams(x, tiles):
         chosen = tiles if isinstance(tiles, StreamTiles) else None
         return stream.dense(

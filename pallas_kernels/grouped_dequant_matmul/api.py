@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.grouped_dequant_matmul import mosaic, triton
 from pallas_kernels.grouped_dequant_matmul.reference import (
     Assignments,
+    combine,
     down_reference,
     gate_up_reference,
 )
@@ -110,6 +111,34 @@ def moe_layer(
     Raises:
       ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
     """
+    products = moe_products(
+        x, assignments, gate_up_tiers, down_tiers, gate_up_low_rank=gate_up_low_rank,
+        down_low_rank=down_low_rank, implementation=implementation, tiles=tiles,
+        interpret=interpret,
+    )  # fmt: skip
+    return combine(products, ran(assignments, down_tiers), assignments.weight, x.dtype)
+
+
+def moe_products(
+    x: jax.Array,
+    assignments: Assignments,
+    gate_up_tiers: Tiers,
+    down_tiers: Tiers,
+    *,
+    gate_up_low_rank: LowRanks | None = None,
+    down_low_rank: LowRanks | None = None,
+    implementation: str | None = None,
+    tiles: Tiles | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """down_e(silu(gate_e x_t) * up_e x_t) of each pair apart; arguments as in `moe_layer`.
+
+    For a layer that runs in several calls, of some of its pairs each: a pair's product does not
+    depend on which others run, so `combine` of all gives what `moe_layer` would.
+
+    Returns:
+      float32[P, T, A, D], P parts of each product; anything where a pair is skipped.
+    """
     terms = [*(gate_up_low_rank or ()), *(down_low_rank or ())]
     layer = (x, assignments.slot.shape[1], gate_up_tiers, down_tiers, terms)
     chosen = implementation or choose(*layer).implementation
@@ -121,10 +150,15 @@ def moe_layer(
         x, assignments, gate_up_tiers, low_rank=gate_up_low_rank, implementation=chosen,
         tiles=tiles, interpret=interpret,
     )  # fmt: skip
-    return down(
+    return down_products(
         hidden, assignments, down_tiers, low_rank=down_low_rank, implementation=chosen,
         tiles=tiles, interpret=interpret,
     )  # fmt: skip
+
+
+def ran(assignments: Assignments, tiers: Tiers) -> jax.Array:
+    """bool[T, A]: the pairs that are not skipped."""
+    return (assignments.tier >= 0) & (assignments.tier < len(tiers))
 
 
 def gate_up(
@@ -158,6 +192,24 @@ def down(
     interpret: bool = False,
 ) -> jax.Array:
     """sum_a weight[t, a] down_e hidden[t, a]: [T, A, F] to [T, D]; arguments as in `moe_layer`."""
+    products = down_products(
+        hidden, assignments, tiers, low_rank=low_rank, implementation=implementation,
+        tiles=tiles, interpret=interpret,
+    )  # fmt: skip
+    return combine(products, ran(assignments, tiers), assignments.weight, hidden.dtype)
+
+
+def down_products(
+    hidden: jax.Array,
+    assignments: Assignments,
+    tiers: Tiers,
+    *,
+    low_rank: LowRanks | None = None,
+    implementation: str,
+    tiles: Tiles | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """down_e hidden[t, a]: [T, A, F] to float32[P, T, A, D]; see `moe_products`."""
     num_inputs, terms = _check(hidden.shape[-1], assignments, tiers, low_rank)
     if hidden.shape != (*assignments.slot.shape, num_inputs):
         expected = (*assignments.slot.shape, num_inputs)

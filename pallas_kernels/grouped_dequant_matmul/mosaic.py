@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels import stream, wgmma
 from pallas_kernels.grouped_dequant_matmul.reference import Assignments
-from pallas_kernels.grouped_dequant_matmul.tiles import Tiles
+from pallas_kernels.grouped_dequant_matmul.tiles import Tiles, measured
 from pallas_kernels.packed import LowRank, PackedMatrices
 from pallas_kernels.stream.tiles import StreamTiles
 from pallas_kernels.target import Target
@@ -15,14 +14,17 @@ from pallas_kernels.wgmma.tiles import WgmmaTiles
 
 Operand = jax.Array | jax.ShapeDtypeStruct
 Tiers = Sequence[PackedMatrices]
-MOST_STREAMED = 32  # tokens up to which the streaming kernels are the faster ones
-MOST_PAIRS = 512  # that a block of threads looks through
+MOST_STREAMED = 64  # tokens that the streaming kernels serve, where an expert has few of them
+FEW_TOKENS = 32  # that they always serve
+MOST_PAIRS = 512  # that a block of threads lists
 
 
 def streams(num_tokens: int, width: int, tiles: Tiles | None) -> bool:
     """Which of the two serves: by the tokens, or by the tiles that were asked for."""
     if tiles is None:
-        return num_tokens <= MOST_STREAMED and num_tokens * width <= MOST_PAIRS
+        # Of 2 A^2 experts one has T / 2 A tokens, and the streaming kernels take 8 at a time.
+        few = num_tokens <= max(FEW_TOKENS, min(MOST_STREAMED, 10 * width))
+        return few and num_tokens * width <= MOST_PAIRS
     if not isinstance(tiles, StreamTiles | WgmmaTiles):
         raise ValueError(f"{type(tiles).__name__} are tiles of another implementation than mosaic")
     return isinstance(tiles, StreamTiles)
@@ -68,6 +70,8 @@ def gate_up_mosaic(
 ) -> jax.Array:
     """See `api.gate_up`."""
     tokens, width = assignments.slot.shape
+    if tiles is None and not any(low_rank):
+        tiles = measured("gate_up", tokens, width, tiers, target, (StreamTiles, WgmmaTiles))
     if not streams(tokens, width, tiles):
         _without_terms(low_rank)
         chosen = tiles if isinstance(tiles, WgmmaTiles) else None
@@ -95,15 +99,17 @@ def down_mosaic(
     target: Target,
     interpret: bool,
 ) -> jax.Array:
-    """See `api.down`. The pairs' products are float32; XLA's combine is the third launch."""
+    """See `api.down_products`."""
     tokens, width = assignments.slot.shape
+    if tiles is None and not any(low_rank):
+        tiles = measured("down", tokens, width, tiers, target, (StreamTiles, WgmmaTiles))
     if not streams(tokens, width, tiles):
         _without_terms(low_rank)
         chosen = tiles if isinstance(tiles, WgmmaTiles) else None
-        return wgmma.down(hidden, assignments, tiers, chosen, target)
+        return wgmma.products(hidden, assignments, tiers, chosen, target)[None]
     pairs = tokens * width
     rows = hidden.reshape(pairs, -1)
-    parts = stream.expert_products(
+    products = stream.expert_products(
         rows,
         assignments.tier.reshape(pairs),
         assignments.slot.reshape(pairs),
@@ -113,7 +119,5 @@ def down_mosaic(
         or stream.tiles_of_experts(rows[:tokens], list(tiers), pairs, False, target, low_rank),
         interpret=interpret,
         low_rank=tuple(low_rank),
-    ).reshape(tokens, width, -1)
-    ran = (assignments.tier >= 0) & (assignments.tier < len(tiers))
-    terms = jnp.where(ran[..., None], parts * assignments.weight[..., None], 0.0)
-    return jnp.sum(terms, axis=1).astype(hidden.dtype)
+    )
+    return products.reshape(1, tokens, width, -1)

@@ -72,11 +72,25 @@ def down_reference(
     tiers: Sequence[PackedMatrices],
     low_rank: Sequence[tuple[LowRank, ...]],
 ) -> jax.Array:
-    """See `api.down`."""
+    """See `api.down_products`."""
     num_tokens, width, _ = hidden.shape
     flat = (assignments.tier.reshape(-1), assignments.slot.reshape(-1))
     rows = hidden.reshape(num_tokens * width, -1)
-    y = products_reference(rows, *flat, tiers, low_rank).reshape(num_tokens, width, -1)
-    ran = (assignments.tier >= 0) & (assignments.tier < len(tiers))
-    weight = jnp.where(ran, assignments.weight, 0.0)
-    return jnp.einsum("tan,ta->tn", y, weight, precision="highest").astype(hidden.dtype)
+    y = products_reference(rows, *flat, tiers, low_rank)
+    return y.reshape(1, num_tokens, width, -1)
+
+
+def combine(products: jax.Array, ran: jax.Array, weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """sum_a weight[t, a] product[t, a], summed in float32 in the order of a, part after part.
+
+    Args:
+      products: float[P, T, A, N], P parts of each pair's product; anything where it did not run.
+      ran: bool[T, A].
+      weight: float32[T, A].
+      dtype: of the result.
+
+    Returns:
+      [T, N].
+    """
+    weighted = products.astype(jnp.float32) * weight[None, :, :, None]
+    return jnp.sum(jnp.where(ran[None, :, :, None], weighted, 0.0), axis=(0, 2)).astype(dtype)

@@ -1,11 +1,13 @@
 """Tile sizes of the grouped kernels, measured and by rule."""
 
+import dataclasses
 from collections.abc import Sequence
 
 from pallas_kernels.dequant_matmul.tiles import TritonTiles as TritonTiles
 from pallas_kernels.dequant_matmul.tiles import (
     decode_step,
     fitted,
+    is_measured_form,
     power_above,
     prefill_tiles,
     split_to_fill,
@@ -20,9 +22,50 @@ MAX_BLOCK_ROWS = 128
 
 Tiles = TritonTiles | StreamTiles | WgmmaTiles
 
-# (compute capability, "gate_up" or "down", bits, T, A, N, K) -> the fastest tiles found (one tier),
-# with device, JAX version and date; T as a power of two, as M in `dequant_matmul.tiles`.
-MEASURED: dict[tuple[tuple[int, int], str, int, int, int, int, int], Tiles] = {}
+# (compute capability, "gate_up" or "down", bits, T, A, N, K) -> the fastest tiles found of each
+# implementation, for one tier in groups of 64 with float zeros; T as M in `dequant_matmul.tiles`.
+MEASURED: dict[tuple[tuple[int, int], str, int, int, int, int, int], tuple[Tiles, ...]] = {
+    # Mixtral, NVIDIA H200, jax 0.11.2, 2026-11-21: 37.44 us, by rule 40.51 and 41.06
+    ((9, 0), "gate_up", 3, 1, 2, 28672, 4096): (StreamTiles(3, 1, 8, depth=4, workers=132),),
+    # The same: 111.0 us, with two column tiles 187.2 and 190.3
+    ((9, 0), "down", 3, 32, 2, 4096, 14336): (StreamTiles(2, 3, 4, depth=4, workers=132),),
+    # Qwen3-30B, NVIDIA H200, jax 0.11.2, 2026-11-21: 66.23 us, by rule 70.50 and 70.08
+    ((9, 0), "gate_up", 4, 64, 8, 1536, 2048): (
+        StreamTiles(3, 2, 8, depth=4, kept=True, workers=132),
+    ),
+    # The same: 40.76 us, by rule 44.26 and 44.32
+    ((9, 0), "down", 4, 64, 8, 2048, 768): (StreamTiles(4, 8, 1, depth=4, workers=132),),
+}
+
+
+def measured(
+    op: str,
+    num_tokens: int,
+    width: int,
+    tiers: Sequence[PackedMatrices],
+    target: Target,
+    kinds: tuple[type, ...],
+) -> Tiles | None:
+    """Those of `MEASURED` of one of the kinds, or None.
+
+    Args:
+      op: "gate_up" or "down".
+      num_tokens: T.
+      width: A.
+      tiers: arrays, their shapes or refs.
+      target: measured on its like; of an interpreter nothing is.
+      kinds: classes of tiles.
+    """
+    if len(tiers) > 1 or target.simulated or target.capability is None:
+        return None
+    if not is_measured_form(tiers[0]):
+        return None
+    shape = (power_above(num_tokens), width, tiers[0].num_outputs, tiers[0].num_inputs)
+    found = MEASURED.get((target.capability, op, tiers[0].bits, *shape), ())
+    tiles = next((tiles for tiles in found if isinstance(tiles, kinds)), None)
+    if isinstance(tiles, StreamTiles) and tiles.workers:  # one a multiprocessor, of which an H100
+        return dataclasses.replace(tiles, workers=target.num_processors)  # may have fewer
+    return tiles
 
 
 def by_blocks(num_tokens: int, width: int) -> bool:
@@ -41,7 +84,8 @@ def gate_up_tiles(
       tiers: arrays, their shapes or refs.
       target: how many multiprocessors there are to fill, and their shared memory.
     """
-    if found := _measured("gate_up", num_tokens, width, tiers, target):
+    found = measured("gate_up", num_tokens, width, tiers, target, (TritonTiles,))
+    if isinstance(found, TritonTiles):
         return found
     if by_blocks(num_tokens, width):
         tiles = prefill_tiles(_block_rows(num_tokens, width, tiers), 64, tiers, target)
@@ -59,7 +103,8 @@ def down_tiles(
     num_tokens: int, width: int, tiers: Sequence[PackedMatrices], target: Target
 ) -> TritonTiles:
     """By rule, as `gate_up_tiles`; the combine adds the parts of K in its own launch."""
-    if found := _measured("down", num_tokens, width, tiers, target):
+    found = measured("down", num_tokens, width, tiers, target, (TritonTiles,))
+    if isinstance(found, TritonTiles):
         return found
     if by_blocks(num_tokens, width):
         return prefill_tiles(_block_rows(num_tokens, width, tiers), 128, tiers, target)
@@ -70,16 +115,6 @@ def down_tiles(
         split_k=split_to_fill(programs, tiers[0].num_inputs, target), num_warps=2, num_stages=3,
     )  # fmt: skip
     return fitted(tiles, tiers, 1, target)
-
-
-def _measured(
-    op: str, num_tokens: int, width: int, tiers: Sequence[PackedMatrices], target: Target
-) -> TritonTiles | None:
-    if len(tiers) > 1 or target.capability is None:
-        return None
-    shape = (power_above(num_tokens), width, tiers[0].num_outputs, tiers[0].num_inputs)
-    found = MEASURED.get((target.capability, op, tiers[0].bits, *shape))
-    return found if isinstance(found, TritonTiles) else None
 
 
 def _decode_columns(num_tokens: int) -> int:

@@ -315,7 +315,7 @@ def down_triton(
     target: Target,
     interpret: bool,
 ) -> jax.Array:
-    """See `api.down`."""
+    """See `api.down_products`."""
     num_tokens, width = assignments.slot.shape
     tiles = _checked(tiles or rules.down_tiles(num_tokens, width, tiers, target), tiers)
     rows = hidden.reshape(num_tokens * width, -1)
@@ -326,8 +326,4 @@ def down_triton(
         _down_body, "down", (-(-num_outputs // tiles.outputs), tiles.split_k),
         jax.ShapeDtypeStruct((tiles.split_k, num_tokens * width, num_outputs), jnp.float32),
     )  # fmt: skip
-    parts = parts.reshape(tiles.split_k, num_tokens, width, num_outputs)
-    # What skipped pairs would have written is not there.
-    ran = (assignments.tier >= 0) & (assignments.tier < len(tiers))
-    weighted = jnp.where(ran[None, :, :, None], parts * assignments.weight[None, :, :, None], 0.0)
-    return jnp.sum(weighted, axis=(0, 2)).astype(hidden.dtype)
+    return parts.reshape(tiles.split_k, num_tokens, width, num_outputs)

@@ -17,9 +17,9 @@ from pallas_kernels.stream.matrix import (
     addressed,
     matrix_of,
     num_arrays,
-    tile_bytes,
+    x_sums_bytes,
 )
-from pallas_kernels.stream.product import Lane, Ring, Stream, walk
+from pallas_kernels.stream.product import Lane, Stream
 from pallas_kernels.stream.terms import (
     Share,
     Term,
@@ -29,6 +29,7 @@ from pallas_kernels.stream.terms import (
     with_addresses,
 )
 from pallas_kernels.stream.tiles import StreamTiles, dense_share
+from pallas_kernels.stream.walk import Kept, Ring, Totals, walk
 
 KINDS = {"bfloat16": "bf16", "float16": "f16"}
 
@@ -46,23 +47,22 @@ def dense(
 ) -> jax.Array:
     """[M, N]: x times one matrix and its terms; see `dequant_matmul.api`.
 
-    A thread block owns `tiles.rows` outputs. Its warps share out these and the blocks of K, and
-    add their parts through shared memory in the order of the warps.
+    A cluster of thread blocks, mostly of one, owns `tiles.rows` outputs. Its warps share out these
+    and the blocks of K, and add their parts through shared memory in the order of the warps. The
+    more blocks of a cluster share out K, the less of x each has to read.
     """
     matrix = matrix_of(weights, KINDS[x.dtype.name])
     tiles.check(weights.num_outputs, [matrix])
     columns = -(-x.shape[0] // COLUMNS) * COLUMNS
     arrays = [a for a in (weights.words, weights.scales, weights.zeros) if a is not None]
     form = weights.describe().replace(" ", "_")
-    sums = tiles.warps_k * columns * (tiles.rows + 1)
-    stage = tile_bytes(matrix, tiles.span)
     terms = terms_of(low_rank, KINDS[x.dtype.name])
     share = dense_share(tiles, x.shape[0], weights.num_outputs)
-    main = -(-max(sums, tiles.num_warps * tiles.depth * stage // 4) // 4) * 4
+    main = tiles.dense_bytes(matrix, columns)
     (y,) = launch_blocks(
         functools.partial(
             _body, matrix=matrix, terms=terms, share=share, tiles=tiles, num_x=x.shape[0],
-            columns=columns, terms_at=4 * main,
+            columns=columns, terms_at=main,
             out_kind=KINDS.get(jnp.dtype(out_dtype).name, "f32"),
         ),
         [slot.reshape(1), x, *arrays, *operands_of(low_rank)],
@@ -70,8 +70,9 @@ def dense(
         num_blocks=-(-weights.num_outputs // tiles.rows),
         num_warps=tiles.num_warps,
         out_shapes=[jax.ShapeDtypeStruct((x.shape[0], weights.num_outputs), out_dtype)],
-        shared_floats=main + share.room(terms) // 4,
+        shared_floats=(main + share.room(terms)) // 4,
         interpret=interpret,
+        cluster=tiles.cluster,
     )  # fmt: skip
     return y
 
@@ -93,50 +94,67 @@ def _body(
     matrix = addressed(matrix, operands[: num_arrays(matrix)])
     terms = with_addresses(terms, operands[num_arrays(matrix) :])
     thread, block = e.special("tid.x"), e.special("ctaid.x")
+    part, block = e.rem(block, tiles.cluster), e.div(block, tiles.cluster)
     warp, lane = e.shr(thread, 5), Lane.here(e, e.band(thread, 31))
     warp_n, warp_k = e.rem(warp, tiles.warps_n), e.div(warp, tiles.warps_n)
     (slot,) = e.load(slot_at, 0, 1)
     # The last block's rows may lie beyond the matrix; then it repeats the last ones.
     first_row = e.smaller(e.mul(block, tiles.rows), matrix.num_rows - tiles.rows)
     local = e.mul(warp_n, ROWS * tiles.row_tiles)
-    starts = [e.add(first_row, e.add(local, ROWS * tile)) for tile in range(tiles.row_tiles)]
-    stream = Stream(e, matrix, slot, starts, lane, tiles.span)
+    starts = [e.add(first_row, local)]
+    tiles_at = range(0, ROWS * tiles.row_tiles, ROWS)
+    stream = Stream(e, matrix, slot, starts, lane, tiles.span, tiles_at=tiles_at)
     x = []
     for first in range(0, columns, COLUMNS):
         row = e.smaller(e.add(lane.g, first), num_x - 1)
         x.append(e.offset(e.offset(x_at, row, 2 * matrix.num_inputs), lane.t, 16))
+    rings = tiles.num_warps * tiles.depth * stream.tile_bytes
     ring = e.add(parts, e.mul(warp, tiles.depth * stream.tile_bytes))
-    totals: list[Value] = [0.0] * (4 * tiles.row_tiles * len(x))
-    extra = BlockTerms(e, terms, share, slot, [first_row], e.add(parts, terms_at), thread)
+    if tiles.kept:
+        ring = e.add(ring, tiles.sums_bytes(columns))
+    first_out = e.mul(part, tiles.outputs)  # of the rows, that this block adds up
+    firsts = [e.add(first_row, first_out)]
+    extra = BlockTerms(e, terms, share, slot, firsts, e.add(parts, terms_at), thread)
     begin = functools.partial(extra.begin, x, lane)
-    totals = walk(stream, warp_k, tiles.warps_k, x, totals, Ring(ring, tiles.depth), begin)
+    pitch = tiles.pitch
+    mine = e.add(e.mul(warp_k, columns * pitch), local)
+    sums = Totals.here(e, e.add(parts, e.mul(mine, 4)), lane, pitch)
+    kept = None
+    if tiles.kept:
+        of_x = e.add(parts, tiles.sums_bytes(columns) + rings)
+        of_x = e.add(of_x, e.mul(warp, tiles.span * x_sums_bytes(matrix, len(x))))
+        kept = Kept(sums, e.add(of_x, e.mul(lane.t, 16)))
+    first, step = e.add(e.mul(warp_k, tiles.cluster), part), tiles.warps_k * tiles.cluster
+    totals = walk(stream, first, step, x, Ring(ring, tiles.depth), begin, kept)
 
     e.copies_wait(0)
-    e.block_barrier()  # the sums take the place of the rings
-    pitch = tiles.rows + 1  # floats of a column; the one more spreads columns over the banks
-    mine = e.add(e.mul(warp_k, columns * pitch), e.add(local, lane.g))
-    mine = e.add(parts, e.mul(e.add(mine, e.mul(lane.t, 2 * pitch)), 4))
-    for tile in range(tiles.row_tiles):
-        for j in range(len(x)):
-            for c in range(4):
-                row, column = ROWS * tile + 8 * (c // 2), COLUMNS * j + c % 2
-                value = totals[4 * (tile * len(x) + j) + c]
-                e.store_shared(mine, 4 * (column * pitch + row), e.const_f32(value))
+    if kept is None or terms:
+        e.block_barrier()  # the sums take the place of the rings; the terms' parts are there
+    each = 4 * len(x)
+    for tile in range(tiles.row_tiles if kept is None else 0):
+        sums.store(e, tile, totals[each * tile : each * (tile + 1)])
     extra.reduce()
-    e.block_barrier()
+    barrier = e.block_barrier if tiles.cluster == 1 else e.cluster_barrier
+    barrier()
 
     def element(index: Value, _: list[Value]) -> list[Value]:
-        column, row = e.div(index, tiles.rows), e.rem(index, tiles.rows)
-        at = e.add(parts, e.mul(e.add(e.mul(column, pitch), row), 4))
-        total = e.load_shared(at, 0)
-        for part in range(1, tiles.warps_k):
-            total = e.fadd(total, e.load_shared(at, 4 * part * columns * pitch))
+        column, row = e.div(index, tiles.outputs), e.rem(index, tiles.outputs)
+        at = e.add(e.mul(column, pitch), e.add(first_out, row))
+        at, size = e.add(parts, e.mul(at, 4)), 4 * columns * pitch
+        total: Value = 0.0
+        for owner in range(tiles.cluster):
+            for imm in range(0, tiles.warps_k * size, size):
+                remote = tiles.cluster > 1
+                found = e.load_cluster(at, owner, imm) if remote else e.load_shared(at, imm)
+                total = found if owner == imm == 0 else e.fadd(total, found)
         total = extra.add(total, 0, column, row)
-        place = e.add(e.mul(column, matrix.num_rows), e.add(first_row, row))
+        place = e.add(e.mul(column, matrix.num_rows), e.add(firsts[0], row))
         if out_kind == "f32":
             e.store(e.offset(out_at, place, 4), 0, total, "f32")
         else:
             e.store(e.offset(out_at, place, 2), 0, e.f32_to_16(out_kind, total), "b16")
         return []
 
-    e.loop(thread, num_x * tiles.rows, 32 * tiles.num_warps, [], element)
+    e.loop(thread, num_x * tiles.outputs, 32 * tiles.num_warps, [], element)
+    if tiles.cluster > 1:
+        barrier()  # no block ends while another reads its shared memory

@@ -198,6 +198,7 @@ class Mlir:
         num_words: int,
         *,
         streamed: bool = False,
+        in_order: bool = False,
         predicate: Value | None = None,
     ) -> list[Value]:
         """1, 2 or 4 words of global memory at base + imm (bytes), read-only during the kernel.
@@ -206,7 +207,8 @@ class Mlir:
           base: i64 address.
           imm: constant bytes.
           num_words: 1, 2 or 4; the address is aligned to as much.
-          streamed: read once, so not kept in the L1 cache, and kept in order with others.
+          streamed: read once, so not kept in the L1 cache, and kept in order.
+          in_order: with others and with copies, as LLVM sees them.
           predicate: i32, 0 to leave it out; the values are then undefined.
         """
         vector = "" if num_words == 1 else f".v{num_words}"
@@ -219,7 +221,7 @@ class Mlir:
             test = f"setp.ne.b32 p, ${num_words + 1}, 0;"
             body = "{ .reg .pred p; " + test + " @p " + body + " }"
             operands, constraints = [base, predicate], constraints + ",r"
-        return self._asm_many(num_words, i32(), operands, body, constraints, streamed)
+        return self._asm_many(num_words, i32(), operands, body, constraints, streamed or in_order)
 
     def copy_async(
         self, to: Value, to_imm: int, base: Value, imm: int, present: Value, num_bytes: int
@@ -273,12 +275,24 @@ class Mlir:
         letter, of = ("f", f32()) if kind == "f32" else ("r", i32())
         return self.asm(of, [at], f"ld.shared.{kind} $0, [$1+{imm}];", f"={letter},r", effects=True)
 
+    def load_cluster(self, at: Value, block: int, imm: int) -> Value:
+        """One f32 of the shared memory of a block of the cluster, at the address it has here."""
+        there = self.asm(i32(), [at, block], "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r")
+        text = f"ld.shared::cluster.f32 $0, [$1+{imm}];"
+        return self.asm(f32(), [there], text, "=f,r", effects=True)
+
     def store_shared(self, at: Value, imm: int, value: Value, kind: str = "f32") -> None:
         """One f32 or b32 to shared memory at a 32-bit address plus imm."""
         letter = "f" if kind == "f32" else "r"
         self.asm(
             None, [at, value], f"st.shared.{kind} [$0+{imm}], $1;", f"r,{letter}", effects=True
         )
+
+    def store_shared_floats(self, at: Value, imm: int, values: Sequence[Value]) -> None:
+        """4 float32 to shared memory at a 32-bit address plus imm, in one instruction."""
+        operands = [at, *(self.const_f32(value) for value in values)]
+        text = f"st.shared.v4.f32 [$0+{imm}], {{$1,$2,$3,$4}};"
+        self.asm(None, operands, text, "r,f,f,f,f", effects=True)
 
     def ballot(self, condition: Value) -> Value:
         """i32: bit i tells whether lane i of the warp has the condition. All 32 take part."""
@@ -293,6 +307,16 @@ class Mlir:
     def block_barrier(self) -> None:
         """Waits for all threads of the block, whose shared writes are then seen."""
         self.asm(None, [], "bar.sync 0;", "", effects=True)
+
+    def team_barrier(self, number: Value, num_threads: int) -> None:
+        """The same for whole warps of the block, which share a number in 1..15."""
+        self.asm(None, [number], f"bar.sync $0, {num_threads};", "r", effects=True)
+
+    def cluster_barrier(self) -> None:
+        """The same for all blocks of a cluster."""
+        self.warp_barrier()
+        text = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"  # release, acquire
+        self.asm(None, [], text, "", effects=True)
 
     def warp_barrier(self) -> None:
         """The same for the warp."""

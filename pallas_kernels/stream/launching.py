@@ -23,6 +23,7 @@ def launch_blocks(
     out_shapes: Sequence[jax.ShapeDtypeStruct],
     shared_floats: int,
     interpret: bool,
+    cluster: int = 1,
 ) -> list[jax.Array]:
     """Runs a body for every block.
 
@@ -30,11 +31,12 @@ def launch_blocks(
       body: takes the instructions, then a reference an operand, an output, and the scratch.
       operands: arrays, whole.
       name: what a profile shows.
-      num_blocks: of the launch.
+      num_blocks: of the launch; of clusters, where they have more than one block.
       num_warps: of a block; a multiple of 4.
       out_shapes: of the outputs.
       shared_floats: float32 of the one scratch buffer in shared memory.
       interpret: simulates on the CPU, for tests.
+      cluster: blocks of a cluster.
     """
     if not interpret:
         call = launch.mosaic_call(
@@ -44,6 +46,7 @@ def launch_blocks(
             out_shape=tuple(out_shapes),
             scratch=[plgpu.SMEM((shared_floats,), np.float32)],
             num_warpgroups=num_warps // 4,
+            cluster=cluster,
         )
         return list(call(*operands))
 
@@ -53,7 +56,7 @@ def launch_blocks(
             out.view(np.uint8).fill(0xFF)  # NaN in every float type
         simulate.run_blocks(
             body, num_blocks, num_warps * WARP, [np.asarray(a) for a in arrays], outputs,
-            [shared_floats],
+            [shared_floats], cluster,
         )  # fmt: skip
         return outputs
 

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 
 from pallas_kernels.stream.element import Element
 from pallas_kernels.stream.emit import Mlir, Value
-from pallas_kernels.stream.matrix import COLUMNS, ROWS
-from pallas_kernels.stream.product import Lane, Ring, Stream, walk
+from pallas_kernels.stream.matrix import ROWS
+from pallas_kernels.stream.product import Lane, Stream
 from pallas_kernels.stream.terms import Share, Term
+from pallas_kernels.stream.walk import Ring, Totals, walk
 
 STRIDE = 8  # terms of the sum over the rank that are written out
 AT_ONCE = 4  # values of U that a thread loads before it uses the first
@@ -105,19 +106,14 @@ class BlockTerms:
         wanted = [e.select(e.compare(placed.rank, "gt", ROWS * tile), 1, 0) for tile in tiles]
         stream = Stream(e, term.v, e.const(0), rows, lane, 1, wanted)
         mine = e.add(placed.parts, e.mul(warp, term.warp_bytes(self.share.columns)))
-        totals: list[Value] = [0.0] * (4 * term.num_tiles * len(x))
         later = functools.partial(self._thin_parts, number + 1, x, lane)
         ring = Ring(mine, term.depth)
-        totals = walk(stream, warp, self.share.num_warps, x, totals, ring, later)
+        totals = walk(stream, warp, self.share.num_warps, x, ring, later)
         e.copies_wait(0)
         e.warp_barrier()  # the part takes the place of the ring
-        at = e.add(mine, e.mul(e.add(lane.g, e.mul(lane.t, 2 * term.pitch)), 4))
+        part, each = Totals.here(e, mine, lane, term.pitch), 4 * len(x)
         for tile in tiles:
-            for j in range(len(x)):
-                for c in range(4):
-                    row, column = ROWS * tile + 8 * (c // 2), COLUMNS * j + c % 2
-                    value = totals[4 * (tile * len(x) + j) + c]
-                    e.store_shared(at, 4 * (column * term.pitch + row), e.const_f32(value))
+            part.store(e, tile, totals[each * tile : each * (tile + 1)])
 
     def _first_row(self, placed: _Placed, tile: Value) -> Value:
         """Of V's pool; its last tile is repeated where a tile would reach beyond it."""

@@ -10,6 +10,7 @@ from pallas_kernels.stream.fragments import Form
 ROWS = 16  # of a row tile
 COLUMNS = 8  # of a column tile
 MAX_ROW_BYTES = 256  # of a stage, so that a warp copies two rows at once or more
+X_SUMS = 64  # bytes of the sums of x of a group and column tile: four float32 of each t
 HALF_LINE = 64  # bytes that four lanes read of a row
 
 
@@ -35,6 +36,12 @@ class Matrix:
     def num_blocks(self) -> int:
         """Of K."""
         return self.num_inputs // self.form.block
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row's words, scales and zeros."""
+        of_zero = {"float": self.scale_bytes, "integer": 1}.get(self.zero_kind, 0)
+        return 4 * self.num_words + self.num_groups * (self.scale_bytes + of_zero)
 
     @property
     def groups_per_block(self) -> int:
@@ -140,3 +147,8 @@ def tile_bytes(matrix: Matrix, span: int) -> int:
     """Shared memory that a stage of 16 rows takes."""
     last = [part for part in stage_parts(matrix, span) if part.copied][-1]
     return last.at + -(-last.pitch * ROWS // 16) * 16
+
+
+def x_sums_bytes(matrix: Matrix, column_tiles: int) -> int:
+    """Shared memory that the sums of a block of x take, where they are not in registers."""
+    return X_SUMS * column_tiles * (0 if matrix.zero_kind == "plain" else matrix.groups_per_block)

@@ -16,7 +16,15 @@ from collections.abc import Callable, Sequence
 from pallas_kernels.packed import PLAIN_BITS
 from pallas_kernels.stream.emit import Mlir, Value
 from pallas_kernels.stream.fragments import STEP, Form, pair, prepare, values
-from pallas_kernels.stream.matrix import HALF_LINE, ROWS, Matrix, Part, stage_parts, tile_bytes
+from pallas_kernels.stream.matrix import (
+    HALF_LINE,
+    ROWS,
+    X_SUMS,
+    Matrix,
+    Part,
+    stage_parts,
+    tile_bytes,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +43,9 @@ class Lane:
         return Lane(e.shr(lane, 2), t, e.shr(t, 1), lane)
 
 
+MAX_IMMEDIATE = 2**22  # bytes from a row to a part, within 24 bits of an instruction
+
+
 class Stream:
     """The blocks of some row tiles of one matrix, as a warp copies and multiplies them.
 
@@ -45,7 +56,7 @@ class Stream:
 
     def __init__(
         self, e: Mlir, matrix: Matrix, slot: Value, first_rows: Sequence[Value], lane: Lane,
-        span: int, wanted: Sequence[Value] | None = None,
+        span: int, wanted: Sequence[Value] | None = None, tiles_at: Sequence[int] = (0,),
     ):  # fmt: skip
         """Computes the addresses that this lane copies from.
 
@@ -53,63 +64,72 @@ class Stream:
           e: the instructions.
           matrix: with its addresses.
           slot: i32, which of the stack.
-          first_rows: i32 each, where a row tile begins; a multiple of 16.
+          first_rows: i32 each, where a row tile begins, or some of them; a multiple of 16. At most
+            2^32 rows of all slots have an address.
           lane: of this thread.
           span: blocks of a stage; divides those of a row.
           wanted: i32 for each tile, 0 to take zeros for it; None for all.
+          tiles_at: rows from each of `first_rows` to the row tiles that share its addresses.
         """
-        self.wanted = wanted
+        self.wanted, self.tiles_at = wanted, tiles_at
         self.e, self.matrix, self.lane, self.span = e, matrix, lane, span
         self.parts = stage_parts(matrix, span)
         self.tile_bytes = tile_bytes(matrix, span)
-        self.num_tiles = len(first_rows)
+        self.num_tiles = len(first_rows) * len(tiles_at)
+        self.rows = [e.add(e.mul(slot, matrix.num_rows), first) for first in first_rows]
         bases = {"scales": matrix.scales, "zeros": matrix.zeros}
-        self.bases = [
-            [
-                e.offset(bases.get(p.of, matrix.words), slot, matrix.num_rows * p.matrix_row_bytes)
-                for p in self.parts
-            ]
-        ] * len(first_rows)
-        self.first_rows = list(first_rows)
-        self.sources = [
-            [self._sources(part, base, first) for part, base in zip(self.parts, row, strict=True)]
-            for row, first in zip(self.bases, first_rows, strict=True)
-        ]
+        self.bases = [bases.get(part.of, matrix.words) for part in self.parts]
+        pairs = zip(self.parts, self.bases, strict=True)
+        self.sources = [self._source(*pair) for pair in pairs if pair[0].copied]
+        if self._paired():
+            upper, zeros = e.compare(lane.index, "ge", ROWS), self.sources.pop()
+            self.sources[-1] = e.select(upper, zeros, self.sources[-1])
 
-    def _sources(self, part: Part, base: Value, first: Value) -> Value:
-        """i64: what this lane copies in the first pass over a part, of stage 0."""
+    def _source(self, part: Part, base: Value) -> Value:
+        """i64: what this lane copies in the first pass over a part of row 0.., stage 0."""
         e = self.e
-        row = e.add(first, self._row_in_pass(part))
-        at = e.offset(base, row, part.matrix_row_bytes)
+        at = e.offset(base, self._row_in_pass(part), part.matrix_row_bytes)
         return e.offset(at, e.rem(self.lane.index, part.lanes_per_row), part.piece)
 
     def _row_in_pass(self, part: Part) -> Value:
         row = self.e.div(self.lane.index, part.lanes_per_row)
         return self.e.band(row, ROWS - 1)  # a part of few bytes is copied twice, to one place
 
-    def fetch(self, tile: int, stage: Value, present: Value, to: Value) -> None:
-        """Starts copying a tile's stage into shared memory; zeros where `present` (i32) is 0."""
-        e, copied = self.e, [i for i, part in enumerate(self.parts) if part.copied]
+    def fetch(
+        self, tile: int, stage: Value, present: Value, to: Value, row: Value | None = None
+    ) -> None:
+        """Starts copying a tile's stage into shared memory; zeros where `present` (i32) is 0.
+
+        Args:
+          tile: static.
+          stage: its index.
+          present: i32.
+          to: i32, shared memory.
+          row: i32, of all slots' rows, in place of the first of `rows`.
+        """
+        e, copied = self.e, [part for part in self.parts if part.copied]
         if self.wanted is not None:
             present = e.band(present, self.wanted[tile])
-        pieces = [(i, *self._place(self.parts[i])) for i in copied]
-        sources = {i: self.sources[tile][i] for i in copied}
+        pieces = [(part, *self._place(part)) for part in copied]
         if self._paired():  # one copy brings scales by half of the lanes, zeros by the other
-            (scales, row, column), (zeros, _, _) = pieces[-2:]
+            (scales, place, column), (zeros, _, _) = pieces[-2:]
             upper = e.compare(self.lane.index, "ge", ROWS)
-            step = self.parts[zeros].at - self.parts[scales].at
-            column = e.add(column, e.select(upper, step, 0))
-            sources[scales] = e.select(upper, sources[zeros], sources[scales])
-            pieces = [*pieces[:-2], (scales, row, column)]
-        for i, row, column in pieces:
-            part = self.parts[i]
-            place = e.add(to, e.add(e.mul(row, part.pitch), column))
-            source = e.offset(sources[i], stage, part.row_bytes)
+            column = e.add(column, e.select(upper, zeros.at - scales.at, 0))
+            pieces = [*pieces[:-2], (scales, place, column)]
+        number, among = divmod(tile, len(self.tiles_at))
+        row = self.rows[number] if row is None else row
+        for (part, place, column), base in zip(pieces, self.sources, strict=True):
+            place = e.add(to, e.add(e.mul(place, part.pitch), column))
+            source = e.offset(base, row, part.matrix_row_bytes)
+            below = self.tiles_at[among] * part.matrix_row_bytes
+            if below >= MAX_IMMEDIATE:
+                source, below = e.offset(source, below), 0
+            source = e.offset(source, stage, part.row_bytes)
             for number in range(part.passes):
                 rows = number * part.rows_per_pass
+                imm = part.imm + below + rows * part.matrix_row_bytes
                 e.copy_async(
-                    place, part.at + rows * part.pitch,
-                    source, part.imm + rows * part.matrix_row_bytes, present, part.piece,
+                    place, part.at + rows * part.pitch, source, imm, present, part.piece
                 )  # fmt: skip
         e.copies_commit()
 
@@ -168,37 +188,57 @@ class Stream:
                         halves[half] += e.load_shared_words(place, imm + 4 * piece, number)
                 else:
                     k = e.mul(e.add(e.mul(stage, self.span), block), m.form.block)
-                    row = e.add(self.first_rows[tile], e.add(self.lane.g, 8 * half))
-                    source = e.offset(self.bases[tile][i], row, part.matrix_row_bytes)
+                    number, among = divmod(tile, len(self.tiles_at))
+                    row = e.add(self.lane.g, self.tiles_at[among] + 8 * half)
+                    row = e.add(self.rows[number], row)
+                    source = e.offset(self.bases[i], row, part.matrix_row_bytes)
                     size = width // m.groups_per_block
                     source = e.offset(source, e.div(k, m.group_size), size)
                     halves[half].append(e.load_small(source, 0, width))
             found.append(halves)
         return found
 
-    def operands(self, x: Sequence[Value], block: Value) -> list[list[list[Value]]]:
+    def operands(
+        self, x: Sequence[Value], block: Value, in_order: bool = False
+    ) -> list[list[list[Value]]]:
         """Issues the loads of a block of x: of each column tile and step four words of pairs.
 
         Args:
           x: i64 for each column tile: this lane's column, plus 16 t bytes.
           block: i32, of K.
+          in_order: with the copies; else as soon as a compiler likes, or as late.
         """
         e, form = self.e, self.matrix.form
         pointers = [e.offset(pointer, block, 2 * form.block) for pointer in x]
-        return [[e.load(p, 2 * STEP * s, 4) for s in range(form.steps)] for p in pointers]
+        return [
+            [e.load(p, 2 * STEP * s, 4, in_order=in_order) for s in range(form.steps)]
+            for p in pointers
+        ]
 
-    def prepare_x(self, x: Sequence[Value], block: Value) -> "BlockOfX":
+    def prepare_x(self, words: list[list[list[Value]]], sums_at: Value | None = None) -> "BlockOfX":
         """x of a block, scaled, and its sums of every group.
 
         Args:
-          x: as in `operands`.
-          block: i32, of K.
+          words: of `operands`.
+          sums_at: i32, shared memory for the sums (`x_sums_bytes`) plus 16 t; None for registers. A
+            warp barrier has to come before they are read.
         """
-        words = self.operands(x, block)
+        e, columns = self.e, len(words)
         if self.matrix.form.bits == PLAIN_BITS:
-            return BlockOfX(words, [])
+            return BlockOfX(words, lambda group, column: [])
         words = [[self._scaled(part, step) for step, part in enumerate(c)] for c in words]
-        return BlockOfX(words, [[self._sums(s, column) for column in words] for s in self._spans()])
+        sums = [[self._sums(s, column) for column in words] for s in self._spans()]
+        if sums_at is None:
+            return BlockOfX(words, lambda group, column: sums[group][column])
+        for group, of_group in enumerate(sums):
+            for column, four in enumerate(of_group):
+                e.store_shared_floats(sums_at, X_SUMS * (columns * group + column), four)
+
+        def load(group: int, column: int) -> list[Value]:
+            at = X_SUMS * (columns * group + column)
+            return [e.f32_of_bits(word) for word in e.load_shared_words(sums_at, at, 4)]
+
+        return BlockOfX(words, load)
 
     def _spans(self) -> list[range]:
         """The steps of each group of a block."""
@@ -222,23 +262,19 @@ class Stream:
         totals = list(totals)
         raw = self._words(at, block)
         if form.bits == PLAIN_BITS:
-            for j, column in enumerate(x.words):
-                for step in range(form.steps):
-                    part = totals[4 * j : 4 * j + 4]
-                    totals[4 * j : 4 * j + 4] = _two(e, form, raw, step, column[step], part)
-            return totals
+            return _products(e, form, raw, range(form.steps), x.words, totals)
         constants = self._constants(tile, at, stage, block)
         rows = [prepare(e, form, words, self.lane.high) for words in raw]
         for group, span in enumerate(self._spans()):
             scale = [_value(e, words, group, m.scale_bytes) for words in constants[0]]
             zero = self._zeros(constants, group)
-            for j, column in enumerate(x.words):
-                of_x = x.sums[group][j]
-                acc = [e.fma(zero[c // 2], of_x[2 + c % 2], of_x[c % 2]) for c in range(4)]
-                for step in span:
-                    acc = _two(e, form, rows, step, column[step], acc)
-                for c in range(4):
-                    totals[4 * j + c] = e.fma(scale[c // 2], acc[c], totals[4 * j + c])
+            acc = []
+            for j in range(len(x.words)):
+                of_x = x.sums(group, j)
+                acc += [e.fma(zero[c // 2], of_x[2 + c % 2], of_x[c % 2]) for c in range(4)]
+            acc = _products(e, form, rows, span, x.words, acc)
+            both = zip(acc, totals, strict=True)
+            totals = [e.fma(scale[i % 4 // 2], a, b) for i, (a, b) in enumerate(both)]
         return totals
 
     def _zeros(self, constants: list[list[list[Value]]], group: int) -> list[Value]:
@@ -276,7 +312,7 @@ class BlockOfX:
     """A block of x in registers."""
 
     words: list[list[list[Value]]]  # column tiles, steps, 4 words
-    sums: list[list[list[Value]]]  # groups, column tiles, 4 float32 (`Stream._sums`)
+    sums: Callable[[int, int], list[Value]]  # of a group and column tile: `Stream._sums`
 
 
 def _value(e: Mlir, words: list[Value], index: int, size: int) -> Value:
@@ -288,101 +324,20 @@ def _value(e: Mlir, words: list[Value], index: int, size: int) -> Value:
     return e.byte_to_f32(found, within) if size == 1 else e.half_to_f32(found, within // 2)
 
 
-def _two(
-    e: Mlir, form: Form, rows: list[list[Value]], step: int, x: list[Value], acc: list[Value]
-) -> list[Value]:
-    """acc + the two products of a step; rows are those of g and g + 8."""
-    low, high = (values(e, form, row, step) for row in rows)
-    for half in range(2):
-        i = 2 * half
-        a = [low[i], high[i], low[i + 1], high[i + 1]]
-        acc = e.mma(form.kind, a, x[i : i + 2], acc)
-    return acc
-
-
-@dataclasses.dataclass(frozen=True)
-class Ring:
-    """Shared memory of one warp: the stages of `depth` tiles, on their way or there."""
-
-    at: Value
-    depth: int
-
-
-UNROLLED = 1  # stages of a warp that are written out; above, a loop
-
-
-def walk(
-    stream: Stream, first: Value, step: int, x: Sequence[Value], totals: list[Value], ring: Ring,
-    meanwhile: Callable[[], None] = lambda: None,
+def _products(
+    e: Mlir, form: Form, rows: list[list[Value]], steps: range, x: list[list[list[Value]]],
+    acc: list[Value],
 ) -> list[Value]:  # fmt: skip
-    """totals + the products of stages first, first + step, ... of the matrix.
+    """acc + the products of some steps with every column tile; rows are those of g and g + 8.
 
-    Args:
-      stream: the rows.
-      first: i32 in 0..step - 1.
-      step: static.
-      x: i64 for each column tile: this lane's column of x, plus 16 t bytes.
-      totals: float32, 4 a row tile and column tile, row tiles outermost, as c of `mma`.
-      ring: 1 or more tiles deep.
-      meanwhile: done once the first copies have started; may wait for later ones of its own.
+    Step by step, so that few unpacked weights are in registers at a time.
     """
-    e, span, tiles = stream.e, stream.span, stream.num_tiles
-    stages = stream.matrix.num_blocks // span
-    rounds = -(-stages // step)
-    depth = min(ring.depth, rounds * tiles)
-    size, end = stream.tile_bytes, e.add(ring.at, depth * stream.tile_bytes)
-    each = 4 * len(x)
-    whole = stages % step == 0
-
-    def fetch(unit: int, base: Value, to: Value) -> None:
-        """Tile `unit` of the stages that begin with `base`."""
-        later, tile = divmod(unit, tiles)
-        stage = e.add(base, later * step)
-        present = e.select(e.compare(stage, "lt", stages), 1, 0)
-        stream.fetch(tile, e.smaller(stage, stages - 1), present, to)
-
-    def following(at: Value) -> Value:
-        moved = e.add(at, size)
-        return e.select(e.compare(moved, "eq", end), ring.at, moved)
-
-    def one_stage(
-        stage: Value, at: Value, totals: list[Value], left: int | None
-    ) -> tuple[list[Value], Value]:
-        """left: stages after this one, or None if not known."""
-        totals, stage_id = list(totals), e.smaller(stage, stages - 1)  # what is absent reads inside
-        parts = [stream.prepare_x(x, e.add(e.mul(stage_id, span), block)) for block in range(span)]
-        for tile in range(tiles):
-            after = depth if left is None else tiles * (left + 1) - 1 - tile
-            e.copies_wait(min(depth - 1, after))
-            e.warp_barrier()
-            mine = slice(each * tile, each * (tile + 1))
-            for block in range(span):
-                totals[mine] = stream.multiply(
-                    tile, at, stage_id, block, parts[block], totals[mine]
-                )
-            if left is None or after >= depth:
-                e.warp_barrier()  # all lanes have read what is now overwritten
-                fetch(tile + depth, stage, at)
-            at = following(at)
-        return totals, at
-
-    for unit in range(depth):
-        fetch(unit, first, e.add(ring.at, unit * size))
-    meanwhile()
-    if rounds <= UNROLLED:
-        at = ring.at
-        for i in range(rounds):
-            stage = e.add(first, i * step)
-            added, at = one_stage(stage, at, totals, rounds - 1 - i)
-            if not whole and i == rounds - 1:
-                keep = e.compare(stage, "lt", stages)
-                added = [e.select(keep, a, b) for a, b in zip(added, totals, strict=True)]
-            totals = added
-        return totals
-
-    def body(stage: Value, carried: list[Value]) -> list[Value]:
-        added, at = one_stage(stage, carried[-1], carried[:-1], None)
-        return [*added, at]
-
-    start = [e.const_f32(total) for total in totals]
-    return e.loop(first, stages, step, [*start, ring.at], body)[:-1]
+    acc = list(acc)
+    for step in steps:
+        low, high = (values(e, form, row, step) for row in rows)
+        for i in (0, 2):
+            a = [low[i], high[i], low[i + 1], high[i + 1]]
+            for j, column in enumerate(x):
+                mine = slice(4 * j, 4 * j + 4)
+                acc[mine] = e.mma(form.kind, a, column[step][i : i + 2], acc[mine])
+    return acc

@@ -32,23 +32,26 @@ def run_blocks(
     operands: Sequence[np.ndarray],
     outputs: Sequence[np.ndarray],
     shared_floats: Sequence[int],
+    cluster: int = 1,
 ) -> None:
-    """Runs a body for every block, one after the other.
+    """Runs a body for every block, one cluster after the other.
 
     Args:
       body: takes a `Simulator`, then a reference an operand, output and scratch buffer.
-      num_blocks: of the launch.
+      num_blocks: of the launch; of clusters, where they have more than one block.
       num_threads: of a block.
       operands: arrays in global memory.
       outputs: arrays that are written in place.
       shared_floats: length of each float32 scratch buffer.
+      cluster: blocks that run together.
     """
     memory = [np.ascontiguousarray(a).view(np.uint8).reshape(-1) for a in operands]
     memory += [a.view(np.uint8).reshape(-1) for a in outputs]
     for block in range(num_blocks):
-        scratch = [np.full(n, np.nan, np.float32).view(np.uint8) for n in shared_floats]
-        machine = Simulator(block, num_threads, [*memory, *scratch], len(memory))
-        body(machine, *range(len(memory) + len(scratch)))
+        lengths = [n for _ in range(cluster) for n in shared_floats]
+        scratch = [np.full(n, np.nan, np.float32).view(np.uint8) for n in lengths]
+        machine = Simulator(block, num_threads, [*memory, *scratch], len(memory), cluster)
+        body(machine, *range(len(memory) + len(shared_floats)))
 
 
 def _to_odd(values: np.ndarray) -> np.ndarray:
@@ -63,12 +66,20 @@ def _to_odd(values: np.ndarray) -> np.ndarray:
 
 
 class Simulator:
-    """One block of threads; methods are those of `emit.Mlir`, values are arrays over threads."""
+    """One block of threads; methods are those of `emit.Mlir`, values are arrays over threads.
 
-    def __init__(self, block: int, num_threads: int, memory: list[np.ndarray], first_shared: int):
-        self.block, self.threads = block, np.arange(num_threads, dtype=np.int64)
+    Or one cluster of blocks, as one block with the threads and the scratch buffers of all.
+    """
+
+    def __init__(
+        self, block: int, num_threads: int, memory: list[np.ndarray], first_shared: int,
+        cluster: int = 1,
+    ):  # fmt: skip
+        self.threads = np.arange(cluster * num_threads, dtype=np.int64)
+        self.block, self.num_threads = cluster * block, num_threads
         self.memory, self.first_shared = memory, first_shared
-        self.active = np.ones(num_threads, bool)
+        self.scratch = (len(memory) - first_shared) // cluster  # buffers of a block
+        self.active = np.ones(len(self.threads), bool)
 
     # Words are int64 arrays in 0 .. 2^32 - 1; indices too (none is negative for long).
 
@@ -148,7 +159,8 @@ class Simulator:
         return self._float(a) * self._float(b)
 
     def special(self, name: str) -> Value:
-        return {"tid.x": self.threads, "ctaid.x": self._word(self.block)}[name]
+        block, thread = np.divmod(self.threads, self.num_threads)
+        return {"tid.x": thread, "ctaid.x": self.block + block}[name]
 
     def address(self, ref: int) -> Value:
         return np.broadcast_to(np.int64(ref) << _BUFFER, self.threads.shape)
@@ -156,8 +168,11 @@ class Simulator:
     def shared_address(self, ref: int) -> Value:
         return self._word(ref << _SHARED)  # 32 bits, as on the GPU
 
-    def _of_shared(self, at: Value) -> np.ndarray:
-        return (at >> _SHARED << _BUFFER) | at & (1 << _SHARED) - 1
+    def _of_shared(self, at: Value, block: int | None = None) -> np.ndarray:
+        """In the buffers of the threads' own blocks, or of one of the cluster."""
+        owner = self.threads // self.num_threads if block is None else block
+        buffer = (at >> _SHARED) + owner * self.scratch
+        return buffer << _BUFFER | at & (1 << _SHARED) - 1
 
     def offset(self, base: Value, count: Value, bytes_each: int = 1) -> Value:
         return base + self._word(count) * bytes_each
@@ -177,7 +192,7 @@ class Simulator:
 
     def load(
         self, base: Value, imm: int, num_words: int, *, streamed: bool = False,
-        predicate: Value | None = None,
+        in_order: bool = False, predicate: Value | None = None,
     ) -> list[Value]:  # fmt: skip
         active = self.active if predicate is None else self.active & (self._word(predicate) != 0)
         words = self._bytes(base + imm, 4 * num_words, active).view(np.uint32).astype(np.int64)
@@ -225,8 +240,15 @@ class Simulator:
             return raw.view(np.float32)[:, 0]
         return raw.view(np.uint32)[:, 0].astype(np.int64)
 
+    def load_cluster(self, at: Value, block: int, imm: int) -> Value:
+        return self._bytes(self._of_shared(at, block) + imm, 4, self.active).view(np.float32)[:, 0]
+
     def store_shared(self, at: Value, imm: int, value: Value, kind: str = "f32") -> None:
         self.store(self._of_shared(at), imm, value, kind)
+
+    def store_shared_floats(self, at: Value, imm: int, values: Sequence[Value]) -> None:
+        rows = np.stack([self._float(value) for value in values], axis=1)
+        self._put(self._of_shared(at) + imm, rows)
 
     def ballot(self, condition: Value) -> Value:
         flags = (condition & self.active).reshape(-1, 32).astype(np.int64)
@@ -238,6 +260,15 @@ class Simulator:
 
     def block_barrier(self) -> None:
         assert self.active.all(), "a barrier in a branch that not all threads take"
+
+    def team_barrier(self, number: Value, num_threads: int) -> None:
+        numbers = self._word(number)[self.active]
+        assert (numbers > 0).all() and (numbers < 16).all(), "no such barrier"
+        for team in np.unique(numbers):
+            assert np.sum(numbers == team) == num_threads, "a barrier that not all of a team take"
+
+    def cluster_barrier(self) -> None:
+        self.block_barrier()
 
     def warp_barrier(self) -> None:
         pass

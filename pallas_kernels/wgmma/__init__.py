@@ -2,6 +2,6 @@
 
 from pallas_kernels.wgmma.dense import dense as dense
 from pallas_kernels.wgmma.dense import refusal_dense as refusal_dense
-from pallas_kernels.wgmma.grouped import down as down
 from pallas_kernels.wgmma.grouped import gate_up as gate_up
+from pallas_kernels.wgmma.grouped import products as products
 from pallas_kernels.wgmma.grouped import refusal_grouped as refusal_grouped

@@ -74,28 +74,6 @@ def gate_up(
     return _zero_where_skipped(hidden, assignments, tiers)
 
 
-def down(
-    hidden: jax.Array,
-    assignments: Assignments,
-    tiers: Tiers,
-    tiles: WgmmaTiles | None,
-    target: Target,
-) -> jax.Array:
-    """[T, D]: the sum over a of weight[t, a] times the matrix of (t, a) times hidden[t, a].
-
-    Args:
-      hidden: [T, A, F] in bfloat16 or float16; what skipped pairs have is not read.
-      assignments: of the T A pairs.
-      tiers: of each tier S matrices [D, F].
-      tiles: None for the heuristic ones.
-      target: the GPU.
-    """
-    found = products(hidden, assignments, tiers, tiles, target)
-    ran = (assignments.tier >= 0) & (assignments.tier < len(tiers))
-    weighted = jnp.where(ran[..., None], found * assignments.weight[..., None], 0.0)
-    return jnp.sum(weighted, axis=1).astype(hidden.dtype)
-
-
 def products(
     rows: jax.Array,
     assignments: Assignments,

@@ -1,0 +1,159 @@
+"""Tiles of the streaming kernels: which are chosen, which are refused, what they ask for."""
+
+import importlib
+import itertools
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from absl.testing import absltest, parameterized
+
+from pallas_kernels import dequant_matmul, grouped_dequant_matmul, layout, stream
+from pallas_kernels.dequant_matmul import shapes as dense_shapes
+from pallas_kernels.grouped_dequant_matmul import shapes as grouped_shapes
+from pallas_kernels.packed import PackedMatrices
+from pallas_kernels.stream.matrix import matrix_of, tile_bytes
+from pallas_kernels.stream.tiles import MOST_KEPT, SHARED_BYTES, StreamTiles, fitted
+from pallas_kernels.target import SIMULATED
+from tests.grouped_dequant_matmul_cases import CASES
+from tests.grouped_dequant_matmul_contract import random_operands
+from tests.packed_operands import seed
+
+
+def shape_of(bits: int, group_size: int, rows: int, inputs: int, slots: int = 1) -> PackedMatrices:
+    """Float zero points and scales in float32, which take the most room."""
+    struct = jax.ShapeDtypeStruct
+    if bits == 16:
+        words: Any = struct((slots, rows, inputs), jnp.bfloat16)
+        return PackedMatrices(
+            words=words, scales=None, zeros=None, num_inputs=inputs, bits=16, group_size=inputs
+        )
+    constants: Any = struct((slots, rows, -(-inputs // group_size)), jnp.float32)
+    words = struct((slots, rows, layout.num_words(inputs, bits)), jnp.uint32)
+    return PackedMatrices(
+        words=words, scales=constants, zeros=constants, num_inputs=inputs, bits=bits,
+        group_size=group_size,
+    )  # fmt: skip
+
+
+STORED = [(bits, group) for bits in (2, 3, 4, 8) for group in (32, 64, 128)] + [(16, 0)]
+MOST_SHARED = 227 * 1024  # bytes of a block of threads (CUDA programming guide, sm_90)
+
+
+class TilesTest(parameterized.TestCase):
+    """The heuristic tiles of real shapes are ones that the kernels and the GPU can run."""
+
+    def launches(self, module: str, call: Any, *operands: Any) -> list[dict[str, Any]]:
+        """What a kernel asks `launch_blocks` for, without running it."""
+        asked = []
+
+        def record(body: Any, operands: Any, **how: Any) -> list[jax.Array]:
+            asked.append(how)
+            return [jnp.zeros(out.shape, out.dtype) for out in how["out_shapes"]]
+
+        place = importlib.import_module(f"pallas_kernels.stream.{module}")
+        with mock.patch.object(place, "launch_blocks", record):
+            jax.eval_shape(call, *operands)
+        return asked
+
+    def check(self, how: dict[str, Any], tiles: StreamTiles, outputs: int) -> None:
+        self.assertLessEqual(4 * how["shared_floats"], MOST_SHARED)
+        self.assertEqual(how["num_warps"] % 4, 0)
+        self.assertBetween(how["num_warps"], 4, 16)
+        self.assertEqual(how["num_warps"], tiles.num_warps)
+        self.assertLessEqual(tiles.rows, outputs)
+        self.assertGreaterEqual(tiles.depth, 1)
+
+    @parameterized.product(name=sorted(dense_shapes.SHAPES), stored=STORED)
+    def test_dense(self, name, stored):
+        inputs, outputs = dense_shapes.SHAPES[name]
+        weights = shape_of(*stored, outputs, inputs)
+        slot = jax.ShapeDtypeStruct((), jnp.int32)
+        for rows in (1, 8, 9, dequant_matmul.mosaic.MOST_STREAMED):
+            x: Any = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16)
+            tiles = stream.tiles_of_dense(x, weights, SIMULATED)
+
+            def call(x, weights, slot, tiles=tiles):
+                return stream.dense.__wrapped__(x, weights, slot, jnp.float32, tiles)
+
+            [how] = self.launches("dense", call, x, weights, slot)
+            self.check(how, tiles, outputs)
+
+    @parameterized.product(name=sorted(grouped_shapes.SHAPES), stored=STORED)
+    def test_experts(self, name, stored):
+        model_dim, expert_dim, width = grouped_shapes.SHAPES[name]
+        plain = shape_of(16, 0, 2 * expert_dim, model_dim), shape_of(16, 0, model_dim, expert_dim)
+        mine = (
+            shape_of(*stored, 2 * expert_dim, model_dim, 4),
+            shape_of(*stored, model_dim, expert_dim, 4),
+        )
+        for tokens in (1, 4, 9, grouped_dequant_matmul.mosaic.MOST_STREAMED):
+            for part, gated in enumerate((True, False)):
+                for tiers in ((mine[part],), (mine[part], plain[part])):
+                    self.one_product(tiers, tokens, width, gated)
+
+    def one_product(self, tiers: Any, tokens: int, width: int, gated: bool) -> None:
+        pairs: Any = jax.ShapeDtypeStruct((tokens * width,), jnp.int32)
+        x: Any = jax.ShapeDtypeStruct((tokens, tiers[0].num_inputs), jnp.bfloat16)
+        tiles = stream.tiles_of_experts(x, list(tiers), tokens * width, gated, SIMULATED)
+
+        def call(x, tier, slot, tiers):
+            run = stream.expert_products.__wrapped__
+            return run(x, tier, slot, tiers, gated=gated, tiles=tiles)
+
+        [how] = self.launches("experts", call, x, pairs, pairs, tiers)
+        self.check(how, tiles, tiers[0].num_outputs // (2 if gated else 1))
+
+    def test_two_column_tiles_keep_totals_in_shared_memory(self):
+        for (bits, group), name in itertools.product(STORED, sorted(dense_shapes.SHAPES)):
+            inputs, outputs = dense_shapes.SHAPES[name]
+            weights = shape_of(bits, group, outputs, inputs)
+            for rows in (1, 8, 9, 16, 17):
+                x: Any = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16)
+                tiles = stream.tiles_of_dense(x, weights, SIMULATED)
+                if bits == 16 or not 9 <= rows <= 16:
+                    self.assertFalse(tiles.kept)
+                if not tiles.kept:
+                    self.assertEqual(tiles.cluster, 1)
+                elif bits < 8:
+                    self.assertGreater(tiles.depth, 1)
+                    self.assertLessEqual(tiles.row_tiles, MOST_KEPT)
+
+    def test_long_rows_are_shared_out_in_clusters(self):
+        weights = shape_of(3, 64, 4096, 14336)
+        x: Any = jax.ShapeDtypeStruct((16, 14336), jnp.bfloat16)
+        tiles = stream.tiles_of_dense(x, weights, SIMULATED)
+        self.assertEqual((tiles.row_tiles, tiles.cluster, tiles.outputs), (4, 2, 32))
+
+    def test_tiles_that_no_kernel_has_are_refused(self):
+        matrix = matrix_of(shape_of(4, 64, 64, 1024), "bf16")
+        with self.assertRaisesRegex(ValueError, "clusters of 3 thread blocks"):
+            StreamTiles(1, 1, 4, cluster=3).check(64, [matrix])
+        operands = random_operands(CASES["whole_one_token"], seed(self.id()))
+        pairs = (operands.tier.reshape(-1), operands.slot.reshape(-1), tuple(operands.gate_up))
+        tiles = StreamTiles(1, 1, 4, cluster=2)
+        with self.assertRaisesRegex(ValueError, "products with one matrix"):
+            stream.expert_products(operands.x, *pairs, gated=True, tiles=tiles, interpret=True)
+
+    def test_rings_are_no_deeper_than_shared_memory(self):
+        matrix = matrix_of(shape_of(8, 32, 4096, 4096), "bf16")
+        tiles = fitted(StreamTiles(1, 1, 16, depth=9), [matrix])
+        stage = tile_bytes(matrix, 1) * tiles.num_warps
+        self.assertBetween(tiles.depth, 1, 8)
+        self.assertLessEqual(tiles.depth * stage, SHARED_BYTES)
+        self.assertGreater((tiles.depth + 1) * stage, SHARED_BYTES)
+
+    @parameterized.parameters(16, 32, 48, 80, 528)
+    def test_small_matrices_are_not_left(self, outputs):
+        for bits, inputs in itertools.product((2, 3, 4, 8, 16), (256, 512, 768, 4352)):
+            weights = shape_of(bits, 64, outputs, inputs)
+            for rows in (1, 9):
+                x: Any = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16)
+                tiles = stream.tiles_of_dense(x, weights, SIMULATED)
+                self.assertLessEqual(tiles.rows, outputs)
+                self.assertEqual(tiles.num_warps % 4, 0)
+
+
+if __name__ == "__main__":
+    absltest.main()
