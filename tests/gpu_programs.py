@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import layout
+from pallas_kernels.decode_attention import triton as attention_triton
 from pallas_kernels.dequant_matmul import triton as dense_triton
 from pallas_kernels.grouped_dequant_matmul import Assignments
 from pallas_kernels.grouped_dequant_matmul import triton as grouped_triton
@@ -180,6 +181,24 @@ def layer(
     return Program(function, operands, (*gate_up, *down), 5 if rank else 3)
 
 
+def attention(
+    batch: int, num_kv: int, *, kv_length: int = 1024, length: int = 4096, head_dim: int = 128,
+    num_heads: int = 32, num_layers: int = 32, window: int | None = None,
+) -> Program:  # fmt: skip
+    """Decode attention over a whole cache; no packed weights."""
+    q = _leaf(batch, num_heads, head_dim, dtype="bfloat16")
+    cache = _leaf(num_layers, batch, num_kv, length, head_dim, dtype="bfloat16")
+
+    def function(q: Any, keys: Any, values: Any, index: Any, positions: Any, target: Target) -> Any:
+        return attention_triton.decode_attention_triton(
+            q, keys, values, index, positions, kv_length=kv_length, window=window, tiles=None,
+            target=target, interpret=False,
+        )  # fmt: skip
+
+    operands = (q, cache, cache, _leaf(dtype="int32"), _leaf(batch, dtype="int32"))
+    return Program(function, operands, (), 2)
+
+
 QWEN = {"width": 8, "model_dim": 2048, "expert_dim": 768}
 MIXTRAL = {"width": 2, "model_dim": 4096, "expert_dim": 14336, "slots": 8}
 PLAIN = Form(16, dtype="bfloat16")
@@ -202,6 +221,12 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "layer_decode_three_tiers": lambda: layer((Form(4), Form(2), PLAIN), 4, **QWEN),
     "layer_prefill": lambda: layer((Form(4), Form(2)), 2048, **QWEN),
     "layer_prefill_int3_rank_16": lambda: layer((Form(3),), 1024, rank=16, **MIXTRAL),
+    "attention_qwen": lambda: attention(1, 4),
+    "attention_mixtral_32": lambda: attention(32, 8, kv_length=4096),
+    "attention_mixtral_window": lambda: attention(4, 8, window=1000),
+    "attention_demo": lambda: attention(1, 2, head_dim=64, num_heads=4, length=512, kv_length=500),
+    "attention_32_bits": lambda: attention(1, 8, length=512, kv_length=512, num_heads=40),
+    "attention_wide": lambda: attention(2, 1, head_dim=256, num_heads=64, num_layers=2),
 }
 
 

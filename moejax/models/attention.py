@@ -1,5 +1,6 @@
 """Grouped-query attention over layer-stacked weights."""
 
+import functools
 from typing import Literal
 
 import jax
@@ -7,12 +8,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax import ops
+from moejax.cache import cache_shape
 from moejax.models.config import ModelConfig
 from moejax.models.norm import rms_norm
 from moejax.models.parameter import stacked_parameter
 from moejax.models.rope import rotate
+from pallas_kernels import decode_attention
+from pallas_kernels.target import Choice, Target
 
-AttentionVia = Literal["xla", "cudnn"]
+AttentionVia = Literal["xla", "cudnn"]  # of the tokens of a chunk to one another
+CachedVia = Literal["xla", "kernel"]  # of one new token of each sequence to the cache
 
 CUDNN_MAX_HEAD_DIM = 128
 
@@ -25,6 +30,40 @@ def default_attention_via(config: ModelConfig, dtype: jnp.dtype, platform: str) 
     half = dtype in (jnp.bfloat16, jnp.float16)
     served = config.head_dim % 8 == 0 and config.head_dim <= CUDNN_MAX_HEAD_DIM
     return "cudnn" if platform == "gpu" and half and served else "xla"
+
+
+def choose_cached(
+    config: ModelConfig, dtype: jnp.dtype, target: Target, asked: CachedVia | None = None
+) -> Choice:
+    """What serves attention of one new token to the cache, and why the kernel does not if so.
+
+    Args:
+      config: of the model.
+      dtype: of the activations and the cache.
+      target: where the program runs.
+      asked: None for the kernel where it can.
+
+    Returns:
+      "triton", the kernel, or "xla".
+
+    Raises:
+      ValueError: the kernel was asked for and refuses.
+    """
+    if asked == "xla":
+        return Choice("xla", {})
+    q = jax.ShapeDtypeStruct((1, config.num_heads, config.head_dim), dtype)
+    keys = jax.ShapeDtypeStruct(cache_shape(config, 1, 1), dtype)
+    chosen = decode_attention.choose(q, keys, target)
+    if chosen.implementation == "triton":
+        return chosen
+    if asked == "kernel":
+        raise ValueError(f"attention of decode by the kernel: {chosen.refusals['triton']}")
+    return Choice("xla", chosen.refusals)
+
+
+def cached_form(choice: Choice) -> CachedVia:
+    """What `ChunkSpec` says of a choice."""
+    return "kernel" if choice.implementation == "triton" else "xla"
 
 
 def causal_attention(
@@ -87,6 +126,40 @@ def cached_attention(
     probabilities = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     attended = jnp.einsum("bkgts,bksc->btkgc", probabilities, values)
     return attended.reshape(q.shape).astype(q.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("kv_length", "sliding_window"))
+def token_attention(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    layer: jax.Array,
+    positions: jax.Array,
+    *,
+    kv_length: int,
+    sliding_window: int | None,
+) -> jax.Array:
+    """`cached_attention` of one token of each sequence by the kernel, which reads the cache whole.
+
+    Jitted, with the layer an operand: all layers share a trace and the kernels.
+
+    Args:
+      q: [B, 1, H, C] in bfloat16 or float16.
+      keys: [L, B, K, S, C] of all layers.
+      values: [L, B, K, S, C].
+      layer: int32[].
+      positions: int32[B, 1].
+      kv_length: slots that may be looked at; those beyond a position are not.
+      sliding_window: tokens that a query sees, itself included; None: all.
+
+    Returns:
+      [B, 1, H, C] in `q.dtype`.
+    """
+    attended = decode_attention.decode_attention(
+        q[:, 0], keys, values, layer=layer, positions=positions[:, 0], kv_length=kv_length,
+        window=sliding_window, implementation="triton",
+    )  # fmt: skip
+    return attended[:, None]
 
 
 class Attention(nnx.Module):

@@ -1,0 +1,126 @@
+"""The public call: which implementation runs, and why one is refused."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.decode_attention import triton
+from pallas_kernels.decode_attention.reference import decode_attention_reference
+from pallas_kernels.decode_attention.tiles import AttentionTiles
+from pallas_kernels.target import SIMULATED, Choice, Target, current_target
+
+Operand = jax.Array | jax.ShapeDtypeStruct
+IMPLEMENTATIONS = ("triton", "reference")  # in order of preference; the reference refuses nothing
+
+
+def refusal(
+    implementation: str, q: Operand, keys: Operand, target: Target | None = None
+) -> str | None:
+    """Why an implementation cannot serve operands of these shapes on a target, or None.
+
+    Args:
+      implementation: one of `IMPLEMENTATIONS`.
+      q: [B, H, C].
+      keys: [L, B, K, S, C]; values are like them.
+      target: None for the default device.
+    """
+    if implementation == "reference":
+        return None
+    reasons = [
+        f"{name} {of.dtype}, not bfloat16 or float16"
+        for name, of in (("q is", q), ("the cache is", keys))
+        if of.dtype not in (jnp.bfloat16, jnp.float16)
+    ]
+    if not reasons and q.dtype != keys.dtype:
+        reasons.append(f"q is {q.dtype}, the cache {keys.dtype}")
+    if found := triton.refusal(q, keys, target or current_target()):
+        reasons.append(found)
+    return "; ".join(reasons) or None
+
+
+def choose(q: Operand, keys: Operand, target: Target | None = None) -> Choice:
+    """The kernel, or the reference and why the kernel refuses."""
+    reason = refusal("triton", q, keys, target)
+    return Choice("triton", {}) if reason is None else Choice("reference", {"triton": reason})
+
+
+def decode_attention(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    *,
+    layer: int | jax.Array,
+    positions: jax.Array,
+    kv_length: int,
+    window: int | None = None,
+    implementation: str | None = None,
+    tiles: AttentionTiles | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """softmax(q k / sqrt(C)) v over slots 0..position (Vaswani et al. 2017, eq. 1), grouped heads.
+
+    Query head h reads kv head h K / H. Slot s holds position s; the newest token's keys and values
+    are in the cache already. Scores, softmax and sums are float32; the kernel rounds the weights to
+    the cache's dtype for their product with the values, as FlashAttention does. The result is
+    the same bits every time.
+
+    Args:
+      q: [B, H, C] in bfloat16 or float16 (the reference takes float32 too).
+      keys: [L, B, K, S, C], whole: it is indexed inside the kernel, nothing is copied. Slots beyond
+        a position, or before its window, are never read: they may hold anything.
+      values: like keys.
+      layer: int or int32[] in 0..L - 1; an array lets all layers share a trace.
+      positions: int32[B], the newest token's; one of S or more sees all `kv_length` slots that the
+        window leaves, and where that is none the result is NaN.
+      kv_length: slots looked at, at most S; static.
+      window: tokens that a query sees, itself included; None: all. Static.
+      implementation: "triton" or "reference"; None for `choose`'s.
+      tiles: None for the heuristic's; only with the kernel.
+      interpret: runs the kernel on the CPU, for tests.
+
+    Returns:
+      [B, H, C] in `q.dtype`.
+
+    Raises:
+      ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
+    """
+    _check(q, keys, values, positions, kv_length, window)
+    chosen = implementation or choose(q, keys).implementation
+    if chosen not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation {chosen!r} is none of {', '.join(IMPLEMENTATIONS)}")
+    index = jnp.asarray(layer, jnp.int32)
+    if chosen == "reference":
+        return decode_attention_reference(q, keys, values, index, positions, kv_length, window)
+    target = SIMULATED if interpret else current_target()
+    if reason := refusal(chosen, q, keys, target):
+        raise ValueError(f"decode_attention by {chosen} refuses: {reason}")
+    return triton.decode_attention_triton(
+        q, keys, values, index, positions, kv_length=kv_length, window=window, tiles=tiles,
+        target=target, interpret=interpret,
+    )  # fmt: skip
+
+
+def _check(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    positions: jax.Array,
+    kv_length: int,
+    window: int | None,
+) -> None:
+    if q.ndim != 3 or keys.ndim != 5:
+        raise ValueError(f"q is {q.shape} and keys {keys.shape}, not [B, H, C], [L, B, K, S, C]")
+    batch, num_heads, head_dim = q.shape
+    _, cache_batch, num_kv, length, cache_dim = keys.shape
+    reasons = []
+    if (cache_batch, cache_dim) != (batch, head_dim) or num_heads % num_kv:
+        reasons.append(f"q is {q.shape}, keys {keys.shape}: B or C differ, or K does not divide H")
+    if (keys.shape, keys.dtype) != (values.shape, values.dtype):
+        reasons.append(f"keys {keys.dtype}{keys.shape}, values {values.dtype}{values.shape} differ")
+    if positions.shape != (batch,) or positions.dtype != jnp.int32:
+        reasons.append(f"positions are {positions.dtype}{positions.shape}, not int32[{batch}]")
+    if not 1 <= kv_length <= length:
+        reasons.append(f"kv_length {kv_length} is not in 1..{length}")
+    if window is not None and window < 1:
+        reasons.append(f"window {window} is not positive")
+    if reasons:
+        raise ValueError("decode_attention: " + "; ".join(reasons))

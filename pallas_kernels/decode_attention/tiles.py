@@ -1,0 +1,69 @@
+"""How the slots of a sequence are cut into blocks and given to programs."""
+
+import dataclasses
+
+from pallas_kernels.dequant_matmul.tiles import LEAST_SHARED_BYTES, RESERVED_BYTES, SHARED_BYTES
+from pallas_kernels.target import Target
+
+MIN_BLOCK = 16  # slots; the least that Triton's matrix product takes
+BLOCK = 64
+STAGES = 4
+MAX_SPLITS = 64  # whose sums one program adds up in registers
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionTiles:
+    """Slots that a program reads at a time, and programs that share the slots of a kv head.
+
+    Invariants: both are powers of two; block >= 16.
+    """
+
+    block: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+    def describe(self) -> str:
+        """Such as "s64x16w4p3"."""
+        return f"s{self.block}x{self.splits}w{self.num_warps}p{self.num_stages}"
+
+    def check(self) -> None:
+        """Raises ValueError unless the invariants hold."""
+        if self.block < MIN_BLOCK or self.splits < 1:
+            raise ValueError(f"tiles {self.describe()}: blocks of less than {MIN_BLOCK}, or none")
+        if any(size & (size - 1) for size in (self.block, self.splits)):
+            raise ValueError(f"tiles {self.describe()} are no powers of two")
+
+
+def default_tiles(
+    num_heads: int, rows: int, kv_length: int, head_dim: int, num_bytes: int, target: Target
+) -> AttentionTiles:
+    """One program a kv head where they fill the device; else as many as there are processors.
+
+    A second launch then adds up the splits: it costs what reading some 30 KB by one program does.
+
+    Args:
+      num_heads: kv heads of all sequences, B K.
+      rows: query heads that a program holds.
+      kv_length: slots looked at.
+      head_dim: C.
+      num_bytes: of an element.
+      target: how many multiprocessors there are to fill, and their shared memory.
+    """
+    block = min(BLOCK, max(MIN_BLOCK, 1 << (kv_length - 1).bit_length()))
+    room = SHARED_BYTES.get(target.capability or (9, 0), LEAST_SHARED_BYTES) - RESERVED_BYTES
+    room -= rows * head_dim * num_bytes  # of q, which lies in shared memory too
+    # Of n stages Triton keeps n - 1 in shared memory. Two programs of a multiprocessor have room
+    # there: while one sums up, the other's loads are on their way.
+    slot_bytes = 2 * head_dim * num_bytes
+    stages = max(2, min(STAGES, room // 2 // (block * slot_bytes) + 1))
+    while block > MIN_BLOCK and (stages - 1) * block * slot_bytes > room:
+        block //= 2
+    num_blocks = -(-kv_length // block)
+    splits = 1
+    while (
+        2 * splits * num_heads <= target.num_processors
+        and 2 * splits <= min(MAX_SPLITS, num_blocks)
+    ):  # fmt: skip
+        splits *= 2
+    return AttentionTiles(block=block, splits=splits, num_warps=4, num_stages=stages)
