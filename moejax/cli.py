@@ -23,7 +23,13 @@ from typing import Generic, NoReturn, TypeVar
 from absl import flags
 from ml_collections import config_dict, config_flags
 
-from moejax.config import RunConfig, check_field_name, from_config_dict, to_config_dict
+from moejax.config import (
+    RunConfig,
+    check_field_name,
+    from_config_dict,
+    options,
+    to_config_dict,
+)
 from moejax.errors import MoejaxError
 
 _Config = TypeVar("_Config", bound=RunConfig)
@@ -129,7 +135,7 @@ def user_path(name: str) -> Path:
 
 def _takes_value(values: flags.FlagValues, default: RunConfig) -> set[str]:
     """The flags that take the next argument for their value where there is no `=`."""
-    fields = dataclasses.fields(default)
+    fields = options(default)
     named = {f"config.{field.name}" for field in fields if not isinstance(field.default, bool)}
     return named | {"config"} | {name for name in values if not values[name].boolean}
 
@@ -162,11 +168,10 @@ def _config_file(argv: list[str]) -> str | None:
 
 def _check_overrides(argv: list[str], default: RunConfig) -> None:
     """Refuses `--config.FIELD` of a field that the run does not have, before flags are parsed."""
-    known = [field.name for field in dataclasses.fields(default)]
     for arg in argv[1:]:
         match = re.match(r"--?(?:no)?config\.([^=]*)", arg)
         if match:
-            check_field_name(match[1], known)
+            check_field_name(match[1], default)
 
 
 def _help_text(command: Command[_Config], values: flags.FlagValues) -> str:
@@ -174,8 +179,8 @@ def _help_text(command: Command[_Config], values: flags.FlagValues) -> str:
     rows += [(f"--{name}", " ".join(values[name].help.split())) for name in values]
     flag_lines = [f"  {name:<20} {said}" for name, said in rows if name != "--config"]
     field_lines = [
-        f"  --config.{field.name:<19} {field.metadata['help']} (default {field.default!r})"
-        for field in dataclasses.fields(command.default)
+        f"  --config.{field.name:<19} {field.meaning} (default {field.default!r})"
+        for field in options(command.default)
     ]
     return "\n".join([command.doc.strip(), "\nFlags:", *flag_lines, "\nConfig:", *field_lines])
 

@@ -6,7 +6,8 @@ once into one of these with `from_config_dict`, and nothing below the mains sees
 
 import dataclasses
 import difflib
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from ml_collections import config_dict
@@ -15,10 +16,13 @@ from moejax.errors import MoejaxError
 from moejax.evaluation.perplexity import PRESETS, Windowing
 from moejax.evaluation.texts import JOINS
 from moejax.generation import GenerationSettings
+from moejax.memory.budget import Limits
+from moejax.models.shapes import SHAPES
 
 _T = TypeVar("_T")
 
 EVALUATION_TASKS = ("perplexity",)
+SHAPE_BITS = (2, 3, 4, 8, 16)
 
 
 def _option(default: _T, meaning: str) -> _T:
@@ -28,13 +32,55 @@ def _option(default: _T, meaning: str) -> _T:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What one main runs; every field has a default, and a meaning that `--help` prints."""
+    """What one main runs; every field has a default, and a meaning that `--help` prints.
+
+    A field whose default is a RunConfig is a group of fields, named `group.field` on the command
+    line and in errors; groups hold no groups.
+    """
 
     def check(self) -> None:
         """Raises MoejaxError naming the first field whose value is not allowed, and the range."""
 
 
 _Config = TypeVar("_Config", bound=RunConfig)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryConfig(RunConfig):
+    """The group `memory`: what a model may take, and where its experts may lie."""
+
+    device_gib: float = _option(
+        Limits.device_gib, "GiB on the accelerator, for weights, caches and work; 0: no limit"
+    )
+    host_gib: float = _option(
+        Limits.host_gib, "GiB of host memory for experts; 0: no limit; the rest is read from disk"
+    )
+    disk_path: str = _option(
+        Limits.disk_path, "a copy of the checkpoint that experts are read from; '': itself"
+    )
+    slots: int = _option(
+        Limits.slots, "experts of a layer that the accelerator caches; -1: as many as fit"
+    )
+    transient: int = _option(
+        Limits.transient, "slots through which the others stream; 0: what keeps the link busy"
+    )
+    prefetch: int = _option(Limits.prefetch, "experts of the next layer that are fetched ahead")
+
+    def limits(self) -> Limits:
+        """As `moejax.memory.budget` takes them."""
+        return Limits(**dataclasses.asdict(self))
+
+    def check(self) -> None:
+        """See `RunConfig.check`; `make_budget` checks them with the model at hand."""
+        for name in ("device_gib", "host_gib"):
+            gib = getattr(self, name)
+            if not 0 <= gib < math.inf:
+                raise MoejaxError(f"{name}={gib} must be 0 (no limit) or a number of GiB")
+        if self.slots < -1:
+            raise MoejaxError(f"slots={self.slots} must be -1 (as many as fit) or a number")
+        for name in ("transient", "prefetch"):
+            if getattr(self, name) < 0:
+                raise MoejaxError(f"{name}={getattr(self, name)} must be 0 or a number of experts")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,8 +94,14 @@ class GenerateConfig(RunConfig):
         "auto (float32 on CPU, the file's on an accelerator), float32, bfloat16 or float16",
     )
     context: int = _option(0, "tokens that the KV cache holds; 0: what the prompts need")
+    memory: MemoryConfig = _option(  # noqa: RUF009 -- it is frozen
+        MemoryConfig(), "limits, under which experts may move"
+    )
     compilation_cache: str = _option(
         "auto", "where compiled programs are kept: auto (the user's cache), a directory, '' (off)"
+    )
+    trace_dir: str = _option(
+        "", "a directory for a profiler trace of the answers (TensorBoard, Perfetto); '': none"
     )
     max_new_tokens: int = _option(GenerationSettings.max_new_tokens, "end after so many tokens")
     temperature: float = _option(
@@ -87,6 +139,38 @@ class GenerateConfig(RunConfig):
         if not 0 <= self.seed < 2**32:
             raise MoejaxError(f"seed={self.seed} must be from 0 to 2**32 - 1")
         GenerationSettings.of(**self.request())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanConfig(GenerateConfig):
+    """What `python -m moejax.plan` looks at: a run of `moejax.generate`, or a shape without files.
+
+    The files under `configs/` for `moejax.generate` serve; of their fields, those of the request
+    change nothing here.
+    """
+
+    shape: str = _option("", f"in place of a checkpoint, a shape: {' or '.join(SHAPES)}")
+    bits: int = _option(4, "of a shape's experts: 2, 3, 4, 8 or 16 (plain)")
+    attention_bits: int = _option(16, "the same of its attention; all else is plain")
+    group_size: int = _option(64, "inputs that share a scale, where a shape is packed")
+    batch: int = _option(1, "sequences at once")
+    chunk: int = _option(0, "tokens of a prompt that a prefill step takes; 0: as the engine does")
+
+    def check(self) -> None:
+        """See `RunConfig.check`."""
+        super().check()
+        if self.shape and self.shape not in SHAPES:
+            raise MoejaxError(f"shape={self.shape!r} is not there; {_listed(SHAPES)}")
+        for name in ("bits", "attention_bits"):
+            if getattr(self, name) not in SHAPE_BITS:
+                said = ", ".join(map(str, SHAPE_BITS))
+                raise MoejaxError(f"{name}={getattr(self, name)} must be one of {said}")
+        if self.group_size < 1:
+            raise MoejaxError(f"group_size={self.group_size} must be at least 1")
+        if self.batch < 1:
+            raise MoejaxError(f"batch={self.batch} must be at least 1")
+        if self.chunk < 0:
+            raise MoejaxError(f"chunk={self.chunk} must be 0 (the engine's) or a number of tokens")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -214,22 +298,67 @@ def from_config_dict(config_class: type[_Config], values: config_dict.ConfigDict
       MoejaxError: a field is unknown (the nearest real one is named), has another type than the
         default, or has a value that is not allowed.
     """
-    fields = {field.name: field for field in dataclasses.fields(config_class)}
-    typed = {}
-    for name, value in values.items():
-        check_field_name(name, fields)
-        typed[name] = _as_type_of(name, value, fields[name].default)
+    default = config_class()
+    defaults = {option.name: option.default for option in options(default)}
+    typed: dict[str, Any] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in _flat(values):
+        check_field_name(name, default)
+        group, _, field = name.rpartition(".")
+        into = groups.setdefault(group, {}) if group else typed
+        into[field] = _as_type_of(name, value, defaults[name])
+    for group, fields in groups.items():
+        part = type(getattr(default, group))(**fields)
+        try:
+            part.check()
+        except MoejaxError as error:
+            raise MoejaxError(f"{group}.{error}") from error
+        typed[group] = part
     config = config_class(**typed)
     config.check()
     return config
 
 
-def check_field_name(name: str, known: Iterable[str]) -> None:
-    """Raises MoejaxError naming the nearest known field, unless `name` is one."""
-    known = list(known)
-    if name not in known:
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-        raise MoejaxError(f"there is no config field {name!r}; did you mean {nearest!r}?")
+def _flat(values: config_dict.ConfigDict) -> Iterator[tuple[str, Any]]:
+    """Every value and its name; what a group holds is named `group.field`."""
+    for name, value in values.items():
+        if isinstance(value, config_dict.ConfigDict):
+            yield from ((f"{name}.{field}", part) for field, part in _flat(value))
+        else:
+            yield name, value
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """A field of a run configuration as the command line names it."""
+
+    name: str  # "seed", "memory.device_gib"
+    default: Any
+    meaning: str
+
+
+def options(config: RunConfig) -> list[Option]:
+    """The fields, with the values of `config` for defaults; in place of a group its own fields."""
+    found = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, RunConfig):
+            parts = options(value)
+            found += [dataclasses.replace(p, name=f"{field.name}.{p.name}") for p in parts]
+        else:
+            found.append(Option(field.name, value, field.metadata["help"]))
+    return found
+
+
+def check_field_name(name: str, config: RunConfig) -> None:
+    """Raises MoejaxError naming the nearest field of `config`, unless `name` is one."""
+    known = [option.name for option in options(config)]
+    if name in known:
+        return
+    if group := [option for option in known if option.startswith(f"{name}.")]:
+        raise MoejaxError(f"{name} has no value of its own; it is a group: {', '.join(group)}")
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+    raise MoejaxError(f"there is no config field {name!r}; did you mean {nearest!r}?")
 
 
 def _as_type_of(name: str, value: Any, default: Any) -> Any:

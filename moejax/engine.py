@@ -12,17 +12,23 @@ import numpy as np
 
 from moejax import ops
 from moejax.checkpoints import open_checkpoint
+from moejax.chunks import MAX_PREFILL_LENGTH, MIN_KV_LENGTH, length_bucket, longest_chunk
 from moejax.devices import choose_device, enable_compilation_cache, plain_memory_errors
 from moejax.errors import MoejaxError
 from moejax.generation import AnswerBuilder, Chunk, Generation, GenerationSettings, Timing
+from moejax.ledger import Ledger
+from moejax.memory.budget import Budget, Limits
+from moejax.memory.expert_memory import ExpertMemory
+from moejax.memory.opening import open_memory
 from moejax.models.config import ModelConfig
 from moejax.qtensor import Weight
-from moejax.runner import MAX_PREFILL_LENGTH, MIN_KV_LENGTH, Runner, length_bucket
+from moejax.runner import Runner
 from moejax.served import Served
 from moejax.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 
+PLANNED_CONTEXT = 4096  # under limits of memory, where the context is left to the prompts
 STEPS_PER_CALL = 16  # decode steps of one call when nobody is streaming
 
 
@@ -37,6 +43,7 @@ class Engine:
       device: where it runs.
       context: cache length of every call, or 0 to take what the prompts need.
       load_seconds: reading the checkpoint.
+      budget: what was planned, where limits were given to `from_pretrained`.
     """
 
     def __init__(
@@ -49,6 +56,7 @@ class Engine:
         device: jax.Device | None = None,
         context: int = 0,
         kernels: ops.Kernels | None = None,
+        memory: ExpertMemory | None = None,
     ):
         """Around weights that are on the device; `from_pretrained` reads them.
 
@@ -60,6 +68,7 @@ class Engine:
           device: None for JAX's default one.
           context: cache length of every call, or 0.
           kernels: which may serve products with packed weights; None for what the device has.
+          memory: what holds the experts, where `weights` lack them (`moejax.memory`).
         """
         if not 0 <= context <= config.max_positions:
             raise MoejaxError(
@@ -73,7 +82,8 @@ class Engine:
         self.device = device or choose_device("auto")
         self.context = context
         self.load_seconds = 0.0
-        self._runner = Runner(config, self.weights, self.device, kernels=kernels)
+        self.budget: Budget | None = None
+        self._runner = Runner(config, self.weights, self.device, kernels=kernels, memory=memory)
 
     @classmethod
     def from_pretrained(
@@ -85,6 +95,8 @@ class Engine:
         context: int = 0,
         compilation_cache: str = "auto",
         progress: bool = True,
+        limits: Limits | None = None,
+        batch: int = 1,
     ) -> "Engine":
         """Loads a checkpoint.
 
@@ -97,6 +109,9 @@ class Engine:
           context: cache length, 0 for what each call needs.
           compilation_cache: directory of compiled programs, "auto", or "" for none.
           progress: whether a bar is drawn on stderr.
+          limits: of memory; experts that do not fit move while the model runs. None: all are on
+            the device.
+          batch: sequences at once that limits have to hold; more are an error of the device.
 
         Raises:
           MoejaxError: with one line for every kind of bad input.
@@ -105,8 +120,22 @@ class Engine:
         enable_compilation_cache(compilation_cache)
         start = time.perf_counter()
         checkpoint = open_checkpoint(str(path))
+        memory, budget = None, None
         with plain_memory_errors(device):
-            weights = checkpoint.load(dtype=dtype, device=device, progress=progress)
+            if limits is None:
+                weights = checkpoint.load(dtype=dtype, device=device, progress=progress)
+            else:
+                planned = context or min(PLANNED_CONTEXT, checkpoint.config.max_positions)
+                weights, memory, budget = open_memory(
+                    checkpoint,
+                    limits,
+                    dtype=dtype,
+                    device=device,
+                    batch=batch,
+                    context=planned,
+                    chunk=min(planned, longest_chunk(checkpoint.config, batch, planned)),
+                    progress=progress,
+                )
         engine = cls(
             checkpoint.config,
             weights,
@@ -114,9 +143,17 @@ class Engine:
             eos_ids=checkpoint.eos_ids,
             device=device,
             context=context,
+            memory=memory,
         )
+        engine.budget = budget
         engine.load_seconds = time.perf_counter() - start
         return engine
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """What moving experts did so far; None where all experts are among the weights."""
+        memory = self._runner.memory
+        return memory.settle() if memory else None
 
     @property
     def compile_seconds(self) -> float:
@@ -206,6 +243,9 @@ class Engine:
         ids = [self._encode(prompt, wanted) for prompt in _as_batch(prompts)]
         if not ids:
             return []
+        if self.budget and self.budget.limits.device_gib and len(ids) > self.budget.batch:
+            planned = f"memory was planned for {self.budget.batch}"
+            raise MoejaxError(f"{len(ids)} prompts, but {planned}: load with batch={len(ids)}")
         length = self._cache_length(ids, wanted)
         builders = [self._builder(prompt, length, wanted) for prompt in ids]
         timing = Timing(0.0, 0.0, 0, 0.0)
@@ -308,7 +348,8 @@ class Engine:
     def _cache_length(self, prompts: list[list[int]], settings: GenerationSettings) -> int:
         """S for a call: the engine's context, or a bucket that holds prompts and answers."""
         longest = max(map(len, prompts))
-        limit = self.context or self.config.max_positions
+        planned = self.budget.context if self.budget else self.config.max_positions
+        limit = self.context or planned
         if longest >= limit:
             mend = "shorten it"
             if limit < self.config.max_positions:
@@ -317,7 +358,7 @@ class Engine:
                 f"a prompt of {longest} tokens leaves no room in the context of {limit}: {mend}"
             )
         return self.context or length_bucket(
-            longest + settings.max_new_tokens, MIN_KV_LENGTH, self.config.max_positions
+            longest + settings.max_new_tokens, MIN_KV_LENGTH, planned
         )
 
     def _encode(self, prompt: Prompt, settings: GenerationSettings) -> list[int]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from moejax import cli, report
-from moejax.config import GenerateConfig
+from moejax.config import GenerateConfig, MemoryConfig
 from moejax.errors import MoejaxError
 from moejax.prompts import read_prompts
 
@@ -27,12 +27,8 @@ if TYPE_CHECKING:  # importing the engine imports JAX, which --help and mistakes
 def define_flags(values: flags.FlagValues) -> None:
     """The flags beside `--config`."""
     flags.DEFINE_multi_string("prompt", [], "a text to continue", flag_values=values)
-    flags.DEFINE_multi_string(
-        "prompt_file",
-        [],
-        "a UTF-8 file whose whole text, line ends too, is one prompt",
-        flag_values=values,
-    )
+    about = "a UTF-8 file whose whole text, line ends too, is one prompt"
+    flags.DEFINE_multi_string("prompt_file", [], about, flag_values=values)
     flags.DEFINE_boolean(
         "chat",
         False,
@@ -47,7 +43,7 @@ def generate(config: GenerateConfig, values: flags.FlagValues) -> None:
     on_terminal = sys.stdin is not None and sys.stdin.isatty()  # None: closed by the caller
     if not prompts and not (values.chat and on_terminal):
         raise MoejaxError("no prompt: give --prompt, --prompt_file, or --chat on a terminal")
-    engine = load_engine(config)
+    engine = load_engine(config, max(1, len(prompts)))
     if engine.tokenizer is None:
         raise MoejaxError(f"{config.checkpoint} has no tokenizer.json, so it takes no text")
     request = config.request()
@@ -57,17 +53,16 @@ def generate(config: GenerateConfig, values: flags.FlagValues) -> None:
         converse(engine, engine.tokenizer, request)
         return
     if values.chat:
-        prompts = [
-            engine.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
-            for prompt in prompts
-        ]
-    if len(prompts) == 1:
-        stream_answer(engine, engine.tokenizer, prompts[0], request)
-    else:
-        print_answers(engine, prompts, request)
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        prompts = [engine.tokenizer.apply_chat_template(chat) for chat in chats]
+    with report.tracing(config.trace_dir):
+        if len(prompts) == 1:
+            stream_answer(engine, engine.tokenizer, prompts[0], request)
+        else:
+            print_answers(engine, prompts, request)
 
 
-def load_engine(config: GenerateConfig) -> "Engine":
+def load_engine(config: GenerateConfig, num_prompts: int = 1) -> "Engine":
     """The engine of a configuration; says on stderr where compiled programs are kept."""
     import jax
 
@@ -79,10 +74,15 @@ def load_engine(config: GenerateConfig) -> "Engine":
         platform=config.platform,
         context=config.context,
         compilation_cache=config.compilation_cache,
+        limits=config.memory.limits() if config.memory != MemoryConfig() else None,
+        batch=num_prompts,
     )
-    _say(f"compilation cache: {jax.config.values['jax_compilation_cache_dir'] or 'off'}")
-    _say(f"loaded {config.checkpoint} on {engine.device} in {engine.load_seconds:.2f} s")
-    _say(f"weights: {engine.weights_summary}")
+    _say(
+        f"compilation cache: {jax.config.values['jax_compilation_cache_dir'] or 'off'}",
+        f"loaded {config.checkpoint} on {engine.device} in {engine.load_seconds:.2f} s",
+        f"weights: {engine.weights_summary}",
+        *report.placement(engine.budget),
+    )
     return engine
 
 
@@ -126,18 +126,18 @@ def converse(engine: "Engine", tokenizer: "Tokenizer", request: dict[str, Any]) 
 
 
 def _close(engine: "Engine", timing: "Timing", prompt_tokens: int, new_tokens: int) -> None:
-    _say(
-        report.closing_line(
-            timing,
-            prompt_tokens=prompt_tokens,
-            new_tokens=new_tokens,
-            device_peak_bytes=report.device_peak_bytes(engine.device),
-        )
+    figures = report.closing_line(
+        timing,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        device_peak_bytes=report.device_peak_bytes(engine.device),
     )
+    _say(figures, *(engine.ledger.describe() if engine.ledger else []))
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr)
+def _say(*lines: str) -> None:
+    for line in lines:
+        print(line, file=sys.stderr)
 
 
 COMMAND = cli.Command(

@@ -1,14 +1,16 @@
 """What a run cost, in one line: times, throughput, peak memory."""
 
+import contextlib
 import math
 import resource
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import jax
 
     from moejax.generation import Timing
+    from moejax.memory.budget import Budget
 
 _MIB = 2**20
 
@@ -32,6 +34,33 @@ def closing_line(
         f"peak memory: device {_mib(device_peak_bytes)}, host {_mib(host_peak_bytes())}; "
         f"compile {timing.compile_s:.2f} s (in none of the times)"
     )
+
+
+def tracing(directory: str) -> contextlib.AbstractContextManager[Any]:
+    """Writes a profiler trace of what runs inside to a directory; "" for none."""
+    if not directory:
+        return contextlib.nullcontext()
+    import jax
+
+    return jax.profiler.trace(directory)
+
+
+def placement(budget: "Budget | None") -> list[str]:
+    """Where the experts are, a line; nothing without a budget.
+
+    Args:
+      budget: of the run.
+    """
+    if budget is None:
+        return []
+    total = f"{budget.total_device / 2**30:.2f} GiB planned on the device"
+    if not budget.pooled:
+        return [f"memory: all experts are on the device, {total}"]
+    return [
+        f"memory: {budget.slots} of {budget.num_experts} experts of a layer cached, "
+        f"{budget.transient} transient slots, {budget.host_rows} of "
+        f"{budget.num_layers * budget.num_experts} experts in host memory, {total}"
+    ]
 
 
 def host_peak_bytes() -> int:

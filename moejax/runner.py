@@ -1,5 +1,6 @@
 """Dispatches the compiled steps of one model: prefill in chunks, decode, logits."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
@@ -11,69 +12,27 @@ from absl import logging
 
 from moejax import ops, served, steps
 from moejax.cache import KVCache
+from moejax.chunks import (
+    MAX_PREFILL_LENGTH,
+    MIN_PREFILL_LENGTH,
+    kv_bucket,
+    length_bucket,
+    longest_chunk,
+    prefill_chunks,
+    scored_places,
+)
 from moejax.compiled import CompiledPrograms
 from moejax.devices import plain_memory_errors
 from moejax.generation import GenerationSettings, Timing
-from moejax.models.attention import default_attention_via
+from moejax.memory.expert_memory import ExpertMemory
+from moejax.models.attention import CachedVia, cached_form, choose_cached, default_attention_via
 from moejax.models.config import ModelConfig
 from moejax.models.moe import ExpertsVia, default_experts_via
 from moejax.models.transformer import ChunkSpec, model_definition
 from moejax.qtensor import Fp8Tensor, QTensor
 from moejax.sampling import Sampling
 from moejax.served import EXPERT_LEAVES, Served
-from pallas_kernels.target import target_of
-
-MIN_PREFILL_LENGTH = 16
-MAX_PREFILL_LENGTH = 1024  # longer prompts go chunk by chunk
-SCORE_BYTES = 2**30  # of the float32 attention scores of one chunk and layer
-MIN_KV_LENGTH = 256
-
-
-def length_bucket(length: int, smallest: int, largest: int, factor: int = 2) -> int:
-    """The least `smallest` * `factor`^n that holds `length`, at most `largest`."""
-    bucket = smallest
-    while bucket < length:
-        bucket *= factor
-    return min(bucket, largest)
-
-
-def kv_bucket(length: int, cache_length: int) -> int:
-    """Slots that attention reads to see `length` of them.
-
-    Coarse, since each bucket is a program: a decode of 2,048 tokens compiles three.
-    """
-    return length_bucket(length, MIN_KV_LENGTH, cache_length, factor=4)
-
-
-def longest_chunk(config: ModelConfig, batch_size: int, cache_length: int) -> int:
-    """Positions of a prefill chunk whose scores B H T S fit `SCORE_BYTES`, a power of two."""
-    longest = MAX_PREFILL_LENGTH
-    while (
-        longest > MIN_PREFILL_LENGTH
-        and 4 * batch_size * config.num_heads * longest * cache_length > SCORE_BYTES
-    ):
-        longest //= 2
-    return longest
-
-
-def prefill_chunks(length: int, cache_length: int, longest: int) -> Iterator[tuple[int, int]]:
-    """(start, size) of the prefill chunks of `length` positions; none reaches past the cache."""
-    start = 0
-    while start < length:
-        largest = min(longest, cache_length - start)
-        size = length_bucket(length - start, MIN_PREFILL_LENGTH, largest)
-        yield start, size
-        start += size
-
-
-def _scored_places(targets: np.ndarray) -> np.ndarray:
-    """int32[P], the last P columns of int32[B, T] from the first that counts; P is a bucket."""
-    counted = np.flatnonzero((targets >= 0).any(axis=0))
-    length = targets.shape[1]
-    num_last = length - int(counted[0]) if len(counted) else 0
-    if num_last:
-        num_last = length_bucket(num_last, MIN_PREFILL_LENGTH, length)
-    return np.arange(length - num_last, length, dtype=np.int32)
+from pallas_kernels.target import Choice, target_of
 
 
 @dataclasses.dataclass
@@ -110,6 +69,8 @@ class Runner:
         *,
         kernels: ops.Kernels | None = None,
         experts_via: ExpertsVia | None = None,
+        memory: ExpertMemory | None = None,
+        cached_via: CachedVia | None = None,
     ):
         """Compiles nothing yet; logs what packed weights do not run on the expected kernel.
 
@@ -120,6 +81,8 @@ class Runner:
           kernels: None for what the device has.
           experts_via: the form that runs the experts, whatever the number of tokens; None for
             the default one.
+          memory: of experts that `weights` lack; None where it has them all.
+          cached_via: what serves attention of decode; None for the kernel where it can.
         """
         self.config = config
         self.weights = weights
@@ -127,13 +90,17 @@ class Runner:
         self.programs = CompiledPrograms()
         self.kernels = kernels or ops.Kernels(target_of(device))
         self._asked_via = experts_via
-        self._definition = model_definition(config, self.kernels)
+        definition = model_definition(config, self.kernels, holds_experts=memory is None)
+        self._program = steps.Program(definition, memory.spec if memory else None)
+        self.memory = memory
         norm = weights["final_norm"]
         assert not isinstance(norm, QTensor | Fp8Tensor)
         self.dtype = norm.dtype
         self.experts_used: set[ExpertsVia] = set()
         self._attention = default_attention_via(config, self.dtype, device.platform)
-        self._experts = [weights[name] for name in EXPERT_LEAVES if name in weights]
+        self._cached = choose_cached(config, self.dtype, target_of(device), cached_via)
+        self._stored = dict(weights) | (memory.stacks() if memory else {})
+        self._experts = [self._stored[name] for name in EXPERT_LEAVES if name in self._stored]
         self.products: dict[str, dict[str, Served]] = {}
         self._forms: dict[tuple[str, int, int], ExpertsVia] = {}  # of calls so far
         for line in self.remarks():
@@ -141,28 +108,31 @@ class Runner:
 
     def serves(self, num_tokens: int, num_sequences: int) -> dict[str, Served]:
         """What serves each product of a call; `served.served_products` says more."""
-        return served.served_products(
+        products = served.served_products(
             self.config,
-            self.weights,
+            self._stored,
             self.dtype,
             self.kernels,
             num_tokens=num_tokens,
             num_sequences=num_sequences,
             experts_via=self.experts_via(num_tokens),
         )
+        attention = self._cached if num_tokens == num_sequences else Choice(self._attention, {})
+        return products | {"attention": served.served_attention(attention, self.dtype)}
 
     def remarks(self) -> list[str]:
-        """Of a batch of one: a line for each kind of weights without the kernel they should have.
+        """Of a batch of one: a line for all that runs without the kernel it should have.
 
-        Plain experts should decode by `pallas_kernels.expert_mlp`.
+        Plain experts should decode by `pallas_kernels.expert_mlp`, attention by `decode_attention`.
         """
         decode, prefill = self.serves(1, 1), self.serves(MAX_PREFILL_LENGTH, 1)
         expected = served.expected_kernel(self.kernels.target)
         lines = [f"decode: {line}" for line in served.remarks(decode, expected)]
         lines += [f"prefill: {line}" for line in served.remarks(prefill, expected)]
-        experts = decode.get("experts")
-        if expected and experts and not experts.packed and experts.refusals:
-            lines.append(f"decode: experts run without their kernel: {experts.describe()}")
+        for name in ("experts", "attention"):
+            found = decode.get(name)
+            if expected and found and not found.packed and found.refusals:
+                lines.append(f"decode: {name} run without their kernel: {found.describe()}")
         return lines
 
     def run(
@@ -198,7 +168,8 @@ class Runner:
             if num_steps > 0:
                 following = self.decode(session, num_steps, steps_per_call)
                 budget -= num_steps
-            rows = [[t for t in row if t >= 0] for row in np.asarray(pending).tolist()]
+            with self._reading():
+                rows = [[t for t in row if t >= 0] for row in np.asarray(pending).tolist()]
             now = time.perf_counter()
             if first:
                 ttft = now - started - (self.programs.seconds - compiled_before)
@@ -227,11 +198,10 @@ class Runner:
             for row, prompt in enumerate(prompts):
                 part = prompt[start : start + size]
                 tokens[row, : len(part)] = part
-            cache, hidden = self._call(
+            cache, hidden = self._step(
                 steps.prefill_chunk,
-                (self._definition, self._chunk_spec(batch, start, size, cache_length)),
+                (self._program, self._chunk_spec(batch, start, size, cache_length)),
                 (cache, hidden),
-                self.weights,
                 self._put(tokens),
                 self._put(np.int32(start)),
                 device_lengths,
@@ -241,7 +211,7 @@ class Runner:
         ending = self._put(np.asarray(eos_ids or (-1,), np.int32))
         state, first_tokens = self._call(
             steps.first_token,
-            (self._definition, all_greedy),
+            (self._program, all_greedy),
             (cache, keys, self._seen(prompts, settings)),
             self.weights,
             hidden,
@@ -259,12 +229,12 @@ class Runner:
             is_first=False,
             experts=self._recorded_via("decode", batch, batch),
             attention=self._attention,
+            cached=cached_form(self._cached),
         )
-        session.state, emitted = self._call(
+        session.state, emitted = self._step(
             steps.decode,
-            (self._definition, spec, session.all_greedy, buffer_length),
+            (self._program, spec, session.all_greedy, buffer_length),
             (session.state,),
-            self.weights,
             session.sampling,
             session.eos_ids,
             self._put(np.int32(num_steps)),
@@ -282,15 +252,15 @@ class Runner:
             part = tokens[:, start : start + size]
             chunk = np.zeros((batch, size), np.int32)
             chunk[:, : part.shape[1]] = part
-            cache, out = self._call(
+            cache, out = self._step(
                 steps.chunk_logits,
-                (self._definition, self._chunk_spec(batch, start, size, cache_length)),
+                (self._program, self._chunk_spec(batch, start, size, cache_length)),
                 (cache,),
-                self.weights,
                 self._put(chunk),
                 self._put(np.int32(start)),
             )
-            logits.append(np.asarray(out)[:, : part.shape[1]])
+            with self._reading():
+                logits.append(np.asarray(out)[:, : part.shape[1]])
         return np.concatenate(logits, axis=1)
 
     def score(self, tokens: np.ndarray, lengths: np.ndarray, targets: np.ndarray) -> np.ndarray:
@@ -314,12 +284,11 @@ class Runner:
             chunk, wanted = np.zeros((batch, size), np.int32), np.full((batch, size), -1, np.int32)
             chunk[:, : tokens[:, part].shape[1]] = tokens[:, part]
             wanted[:, : targets[:, part].shape[1]] = targets[:, part]
-            places = _scored_places(wanted)
-            cache, nats = self._call(
+            places = scored_places(wanted)
+            cache, nats = self._step(
                 steps.score_chunk,
-                (self._definition, self._chunk_spec(batch, start, size, cache_length)),
+                (self._program, self._chunk_spec(batch, start, size, cache_length)),
                 (cache,),
-                self.weights,
                 self._put(chunk),
                 self._put(np.int32(start)),
                 device_lengths,
@@ -327,13 +296,15 @@ class Runner:
                 self._put(wanted[:, places]),
             )
             parts.append(nats)
-        return np.sum([np.asarray(nats, np.float64) for nats in parts], axis=0)
+        with self._reading():
+            return np.sum([np.asarray(nats, np.float64) for nats in parts], axis=0)
 
     def experts_via(self, num_tokens: int) -> ExpertsVia:
         """The form that runs the experts of a call of so many tokens."""
         return self._asked_via or default_experts_via(
-            num_tokens, self.config, self.dtype, self.device.platform, self._experts, self.kernels
-        )
+            num_tokens, self.config, self.dtype, self.device.platform, self._experts, self.kernels,
+            pooled=self.memory is not None,
+        )  # fmt: skip
 
     def _recorded_via(self, phase: str, num_tokens: int, num_sequences: int) -> ExpertsVia:
         """The form that runs the experts of a call, which goes on record."""
@@ -352,6 +323,23 @@ class Runner:
     def _fresh(self, seeds: list[int], cache_length: int) -> tuple[KVCache, jax.Array, jax.Array]:
         static = (self.config, cache_length, self.dtype)
         return self._call(steps.fresh, static, (), self._put(np.asarray(seeds, np.uint32)))
+
+    def _step(
+        self, function: Any, static: tuple[Any, ...], donated: tuple[Any, ...], *arguments: Any
+    ) -> Any:
+        """A step through the layers: `_call` with the weights, and what holds moving experts."""
+        if (memory := self.memory) is None:
+            found = self._call(function, static, (*donated, None), self.weights, None, *arguments)
+        else:
+            with memory.step():
+                held = (*donated, memory.pool)
+                found = self._call(function, static, held, self.weights, memory.store, *arguments)
+                memory.pool = found[len(donated)]
+        return (*found[: len(donated)], *found[len(donated) + 1 :])
+
+    def _reading(self) -> contextlib.AbstractContextManager[None]:
+        """Around reading results of steps."""
+        return self.memory.reading() if self.memory else contextlib.nullcontext()
 
     def _call(
         self, function: Any, static: tuple[Any, ...], donated: tuple[Any, ...], *arguments: Any

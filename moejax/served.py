@@ -15,7 +15,7 @@ from moejax.models.config import ModelConfig
 from moejax.models.grouped_experts import choose_grouped
 from moejax.models.moe import ExpertsVia, kernel_refusal
 from moejax.qtensor import Weight
-from pallas_kernels.target import Target
+from pallas_kernels.target import Choice, Target
 
 EXPERT_LEAVES = ("moe.gate_up", "moe.down")
 LINEAR_LEAVES = (
@@ -82,6 +82,11 @@ def served_products(
     if experts:
         found["experts"] = _served_experts(config, experts, dtype, kernels, num_tokens, experts_via)
     return found
+
+
+def served_attention(choice: Choice, dtype: jnp.dtype) -> Served:
+    """Of queries, keys and values of `dtype`; it has no weights."""
+    return Served(choice.implementation, str(dtype), False, choice.refusals)
 
 
 def _served_experts(

@@ -1,23 +1,37 @@
 """The compiled steps: prefill of a chunk, the first token, and a run of decode steps.
 
 Plain functions over a flat dict of weights; the engine jits them. What is donated is returned
-first, in the order of the arguments (jax#39625).
+first, in the order of the arguments (jax#39625). Where experts are pooled (`moejax.memory.pooled`),
+the pool goes through every step and the store is read; else both are None.
 """
 
 import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from moejax.cache import KVCache, empty_cache
+from moejax.memory.pooled import ExpertPool, ExpertStore, PooledExperts, PoolSpec
 from moejax.models.config import ModelConfig
 from moejax.models.transformer import ChunkSpec, Transformer, merge_weights
 from moejax.qtensor import Weight
 from moejax.sampling import Sampling, draw, penalized
 
 Weights = Mapping[str, Weight]
+
+Pool = ExpertPool | None
+Store = ExpertStore | None
+
+
+class Program(NamedTuple):
+    """What all steps of a model share; static."""
+
+    definition: nnx.GraphDef[Transformer]
+    pool: PoolSpec | None = None  # None: the weights hold all experts
+
 
 SCORED_BYTES = 2**26  # of the float32 logits that exist at a time in scoring
 
@@ -56,78 +70,111 @@ def fresh(
     return empty_cache(config, batch, cache_length, dtype), hidden, keys
 
 
+def _run(
+    program: Program,
+    spec: ChunkSpec,
+    model: Transformer,
+    tokens: jax.Array,
+    positions: jax.Array,
+    mask: jax.Array,
+    cache: KVCache,
+    pool: Pool,
+    store: Store,
+) -> tuple[KVCache, Pool, jax.Array]:
+    """The model, with experts of its own or pooled ones."""
+    if program.pool is None:
+        cache, hidden = model(tokens, positions, mask, cache, spec)
+        return cache, None, hidden
+    assert pool is not None
+    assert store is not None
+    experts = PooledExperts(program.pool, model.config, pool, store, spec.experts, model.kernels)
+    cache, hidden = model(tokens, positions, mask, cache, spec, experts)
+    return cache, experts.pool, hidden
+
+
 def prefill_chunk(
-    definition: nnx.GraphDef[Transformer],
+    program: Program,
     spec: ChunkSpec,
     cache: KVCache,
     last_hidden: jax.Array,
+    pool: Pool,
     weights: Weights,
+    store: Store,
     tokens: jax.Array,
     start: jax.Array,
     lengths: jax.Array,
-) -> tuple[KVCache, jax.Array]:
+) -> tuple[KVCache, jax.Array, Pool]:
     """Runs positions `start`..`start + T` of every prompt.
 
     Args:
-      definition: static, of the model.
+      program: static, of the model.
       spec: static, how the chunk stands to the cache.
       cache: donated.
       last_hidden: [B, D], donated; rows whose prompt ends in this chunk are filled.
+      pool: donated.
       weights: of the model.
+      store: of the experts.
       tokens: int32[B, T], padded at the end.
       start: int32[].
       lengths: int32[B], of the whole prompts.
 
     Returns:
-      The cache and `last_hidden`.
+      The cache, `last_hidden` and the pool.
     """
-    model = merge_weights(definition, weights)
+    model = merge_weights(program.definition, weights)
     steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     positions = jnp.broadcast_to(start + steps, tokens.shape)
     mask = positions < lengths[:, None]
-    cache, hidden = model(tokens, positions, mask, cache, spec)
+    cache, pool, hidden = _run(program, spec, model, tokens, positions, mask, cache, pool, store)
     last = lengths - 1 - start
     ends_here = (last >= 0) & (last < tokens.shape[1])
     chosen = jnp.take_along_axis(hidden, jnp.clip(last, 0, tokens.shape[1] - 1)[:, None, None], 1)
-    return cache, jnp.where(ends_here[:, None], chosen[:, 0], last_hidden)
+    return cache, jnp.where(ends_here[:, None], chosen[:, 0], last_hidden), pool
 
 
 def chunk_logits(
-    definition: nnx.GraphDef[Transformer],
+    program: Program,
     spec: ChunkSpec,
     cache: KVCache,
+    pool: Pool,
     weights: Weights,
+    store: Store,
     tokens: jax.Array,
     start: jax.Array,
-) -> tuple[KVCache, jax.Array]:
+) -> tuple[KVCache, Pool, jax.Array]:
     """As `prefill_chunk` without padding; the logits float32[B, T, V] of every position."""
-    model = merge_weights(definition, weights)
+    model = merge_weights(program.definition, weights)
     steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     positions = jnp.broadcast_to(start + steps, tokens.shape)
-    cache, hidden = model(tokens, positions, jnp.ones(tokens.shape, bool), cache, spec)
-    return cache, model.project_to_vocab(hidden)
+    mask = jnp.ones(tokens.shape, bool)
+    cache, pool, hidden = _run(program, spec, model, tokens, positions, mask, cache, pool, store)
+    return cache, pool, model.project_to_vocab(hidden)
 
 
 def score_chunk(
-    definition: nnx.GraphDef[Transformer],
+    program: Program,
     spec: ChunkSpec,
     cache: KVCache,
+    pool: Pool,
     weights: Weights,
+    store: Store,
     tokens: jax.Array,
     start: jax.Array,
     lengths: jax.Array,
     places: jax.Array,
     targets: jax.Array,
-) -> tuple[KVCache, jax.Array]:
+) -> tuple[KVCache, Pool, jax.Array]:
     """As `prefill_chunk`; gives the negative log-likelihood of the targets that count.
 
     The logits live on the device, `SCORED_BYTES` of them at a time.
 
     Args:
-      definition: static, of the model.
+      program: static, of the model.
       spec: static, how the chunk stands to the cache.
       cache: donated.
+      pool: donated.
       weights: of the model.
+      store: of the experts.
       tokens: int32[B, T], padded at the end.
       start: int32[].
       lengths: int32[B], inputs of each window.
@@ -135,15 +182,16 @@ def score_chunk(
       targets: int32[B, P], the tokens after them; -1 does not count.
 
     Returns:
-      The cache and float32[B] nats.
+      The cache, the pool and float32[B] nats.
     """
-    model = merge_weights(definition, weights)
+    model = merge_weights(program.definition, weights)
     steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     positions = jnp.broadcast_to(start + steps, tokens.shape)
-    cache, hidden = model(tokens, positions, positions < lengths[:, None], cache, spec)
+    mask = positions < lengths[:, None]
+    cache, pool, hidden = _run(program, spec, model, tokens, positions, mask, cache, pool, store)
     if not places.size:
-        return cache, jnp.zeros(len(tokens), jnp.float32)
-    return cache, model.negative_log_likelihood(hidden[:, places], targets, SCORED_BYTES)
+        return cache, pool, jnp.zeros(len(tokens), jnp.float32)
+    return cache, pool, model.negative_log_likelihood(hidden[:, places], targets, SCORED_BYTES)
 
 
 def _next_tokens(
@@ -165,7 +213,7 @@ def _next_tokens(
 
 
 def first_token(
-    definition: nnx.GraphDef[Transformer],
+    program: Program,
     all_greedy: bool,
     cache: KVCache,
     keys: jax.Array,
@@ -179,7 +227,7 @@ def first_token(
     """The state after the prompts: their first new token, not yet in the cache.
 
     Args:
-      definition: static, of the model.
+      program: static, of the model.
       all_greedy: static, see `moejax.sampling.draw`.
       cache: donated, holds the prompts.
       keys: key[B], donated.
@@ -193,48 +241,54 @@ def first_token(
     Returns:
       The state, and its tokens once more as int32[B, 1], which outlive its donation.
     """
-    model = merge_weights(definition, weights)
+    model = merge_weights(program.definition, weights)
     tokens, keys, seen = _next_tokens(model, last_hidden, keys, seen, sampling, all_greedy)
     done = jnp.any(tokens[:, None] == eos_ids[None], axis=1)
     return DecodeState(cache, tokens, lengths, done, keys, seen), tokens[:, None]
 
 
 def decode(
-    definition: nnx.GraphDef[Transformer],
+    program: Program,
     spec: ChunkSpec,
     all_greedy: bool,
     buffer_length: int,
     state: DecodeState,
+    pool: Pool,
     weights: Weights,
+    store: Store,
     sampling: Sampling,
     eos_ids: jax.Array,
     num_steps: jax.Array,
-) -> tuple[DecodeState, jax.Array]:
+) -> tuple[DecodeState, Pool, jax.Array]:
     """Several decode steps in one call; the host may read the tokens when it likes.
 
     Args:
-      definition: static, of the model.
+      program: static, of the model.
       spec: static, how the tokens stand to the cache.
       all_greedy: static, see `moejax.sampling.draw`.
       buffer_length: static, most steps of a call.
       state: donated.
+      pool: donated.
       weights: of the model.
+      store: of the experts.
       sampling: settings of each row.
       eos_ids: int32[n], tokens that end a row; -1 matches none.
       num_steps: int32[], at most `buffer_length`; taken to be 1 where that is 1.
 
     Returns:
-      The state and int32[B, buffer_length] new tokens; -1 after a row's end and beyond `num_steps`.
+      The state, the pool and int32[B, buffer_length] new tokens; -1 after a row's end and beyond
+      `num_steps`.
     """
-    model = merge_weights(definition, weights)
+    model = merge_weights(program.definition, weights)
 
     def step(
-        index: jax.Array, carry: tuple[DecodeState, jax.Array]
-    ) -> tuple[DecodeState, jax.Array]:
-        state, emitted = carry
+        index: jax.Array, carry: tuple[DecodeState, Pool, jax.Array]
+    ) -> tuple[DecodeState, Pool, jax.Array]:
+        state, pool, emitted = carry
+        tokens, positions = state.tokens[:, None], state.positions[:, None]
         mask = ~state.done[:, None]
-        cache, hidden = model(
-            state.tokens[:, None], state.positions[:, None], mask, state.cache, spec
+        cache, pool, hidden = _run(
+            program, spec, model, tokens, positions, mask, state.cache, pool, store
         )
         tokens, keys, seen = _next_tokens(
             model, hidden[:, 0], state.keys, state.seen, sampling, all_greedy
@@ -243,9 +297,9 @@ def decode(
         emitted = emitted.at[:, index].set(jnp.where(state.done, -1, tokens))
         positions = jnp.where(state.done, state.positions, state.positions + 1)
         done = state.done | jnp.any(tokens[:, None] == eos_ids[None], axis=1)
-        return DecodeState(cache, tokens, positions, done, keys, seen), emitted
+        return DecodeState(cache, tokens, positions, done, keys, seen), pool, emitted
 
     emitted = jnp.full((state.tokens.shape[0], buffer_length), -1, jnp.int32)
     if buffer_length == 1:  # no loop: on a GPU one would wait for the host's look at its condition
-        return step(jnp.int32(0), (state, emitted))
-    return jax.lax.fori_loop(0, num_steps, step, (state, emitted))
+        return step(jnp.int32(0), (state, pool, emitted))
+    return jax.lax.fori_loop(0, num_steps, step, (state, pool, emitted))

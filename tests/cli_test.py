@@ -16,7 +16,7 @@ import jax
 from absl.testing import absltest, parameterized
 
 from moejax import cli, generate
-from moejax.config import GenerateConfig
+from moejax.config import GenerateConfig, MemoryConfig
 from moejax.errors import MoejaxError
 from moejax.generation import Chunk, Generation, Timing
 
@@ -40,6 +40,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.tokenizer: FakeTokenizer | None = FakeTokenizer()
         self.device = jax.devices("cpu")[0]
+        self.ledger = None
         self.asked: list[tuple[Any, dict[str, Any]]] = []
 
     def stream(self, prompt: list[int], **request: Any) -> Iterator[Chunk]:
@@ -62,10 +63,11 @@ class CliTest(parameterized.TestCase):
         self.engine = FakeEngine()
         self.enter_context(mock.patch.object(generate, "load_engine", self._load))
         self.config: GenerateConfig | None = None
+        self.num_prompts = 0
         self.folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
 
-    def _load(self, config: GenerateConfig) -> FakeEngine:
-        self.config = config
+    def _load(self, config: GenerateConfig, num_prompts: int) -> FakeEngine:
+        self.config, self.num_prompts = config, num_prompts
         return self.engine
 
     def run_main(self, *arguments: str, status: int = 0) -> tuple[str, str]:
@@ -142,6 +144,7 @@ class CliTest(parameterized.TestCase):
         out, err = self.run_main("--prompt=ab", "--prompt=c", f"--prompt_file={path}")
         self.assertEqual(out, "=== 1 of 3 ===\nAB\n=== 2 of 3 ===\nC\n=== 3 of 3 ===\n数\r\n\n")
         self.assertEqual(self.engine.asked[0][0], ["ab", "c", "数\r\n"])
+        self.assertEqual(self.num_prompts, 3)
         self.assertIn("prompt tokens 6, new tokens 6,", err)
 
     def test_chat_wraps_the_prompt(self):
@@ -274,6 +277,25 @@ class CliTest(parameterized.TestCase):
         self.assertIsNone(self.config)
         for name in ("--prompt_file", "--chat", "--verbose", "--config.repetition_penalty"):
             self.assertIn(f"  {name} ", out)
+        self.assertIn("  --config.memory.device_gib ", out)
+        self.assertNotIn("  --config.memory ", out)
+
+    @parameterized.parameters(
+        (["--config.memory.device_gib=1.5"],), (["--config.memory.device_gib", "1.5"],)
+    )
+    def test_fields_of_groups_are_overridden(self, arguments):
+        self.run_main("--prompt=a", *arguments, "--config.memory.slots=3")
+        assert self.config is not None
+        self.assertEqual(self.config.memory, MemoryConfig(device_gib=1.5, slots=3))
+
+    @parameterized.parameters(
+        ("--config.memory=5", "memory has no value of its own; it is a group: memory.device_gib"),
+        ("--config.memory.device_gb=5", "did you mean 'memory.device_gib'?"),
+        ("--config.slots=5", "did you mean 'memory.slots'?"),
+        ("--config.memory.slots=-3", "memory.slots=-3 must be -1"),
+    )
+    def test_mistakes_in_groups_are_named(self, argument, said):
+        self.assert_fails(said, "--prompt=a", argument)
 
 
 class ProcessTest(absltest.TestCase):

@@ -7,9 +7,17 @@ from absl.testing import absltest, parameterized
 from ml_collections import config_dict
 
 from moejax import cli, generate
-from moejax.config import GenerateConfig, from_config_dict, to_config_dict
+from moejax.config import (
+    GenerateConfig,
+    MemoryConfig,
+    PlanConfig,
+    from_config_dict,
+    options,
+    to_config_dict,
+)
 from moejax.errors import MoejaxError
 from moejax.generation import GenerationSettings
+from moejax.memory.budget import Limits
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 
@@ -46,7 +54,47 @@ class ConfigTest(parameterized.TestCase):
         with self.assertRaises(AttributeError):
             to_config_dict(GenerateConfig()).temprature = 1.0
 
+    def test_groups(self):
+        config = GenerateConfig(memory=MemoryConfig(device_gib=12, slots=4))
+        values = to_config_dict(config)
+        self.assertEqual(values.memory.device_gib, 12)
+        self.assertEqual(from_config_dict(GenerateConfig, values), config)
+        with self.assertRaises(AttributeError):
+            values.memory.device_gb = 1.0
+        some = config_dict.ConfigDict({"memory": {"host_gib": 3}})
+        expected = GenerateConfig(memory=MemoryConfig(host_gib=3.0))
+        self.assertEqual(from_config_dict(GenerateConfig, some), expected)
+
+    def test_memory_is_what_a_budget_takes(self):
+        self.assertEqual(MemoryConfig().limits(), Limits())
+        names = [field.name for field in dataclasses.fields(Limits)]
+        self.assertEqual([field.name for field in dataclasses.fields(MemoryConfig)], names)
+
+    def test_options_are_all_fields_and_those_of_groups(self):
+        found = {option.name: option.default for option in options(GenerateConfig(seed=5))}
+        self.assertEqual(found["seed"], 5)
+        self.assertEqual(found["memory.slots"], -1)
+        self.assertNotIn("memory", found)
+        fields = len(dataclasses.fields(GenerateConfig)) + len(dataclasses.fields(MemoryConfig))
+        self.assertLen(found, fields - 1)
+
+    def test_a_plan_takes_the_configuration_of_a_run(self):
+        values = to_config_dict(GenerateConfig(context=7, memory=MemoryConfig(slots=3)))
+        config = from_config_dict(PlanConfig, values)
+        self.assertEqual(config, PlanConfig(context=7, memory=MemoryConfig(slots=3)))
+
     @parameterized.parameters(
+        ({"memory": {"device_gb": 1.0}}, "'memory.device_gb'; did you mean 'memory.device_gib'?"),
+        ({"device_gib": 1.0}, "no config field 'device_gib'; did you mean 'memory.device_gib'?"),
+        ({"seed": {"slots": 1}}, "no config field 'seed.slots'; did you mean 'memory.slots'?"),
+        ({"memory": 5}, "memory has no value of its own; it is a group: memory.device_gib, "),
+        ({"memory": {"slots": 1.5}}, "memory.slots=1.5 must be of type int"),
+        ({"memory": {"slots": -2}}, "memory.slots=-2 must be -1"),
+        ({"memory": {"device_gib": -1}}, "memory.device_gib=-1.0 must be 0 (no limit)"),
+        ({"memory": {"host_gib": float("inf")}}, "memory.host_gib=inf must be"),
+        ({"memory": {"device_gib": float("nan")}}, "memory.device_gib=nan must be"),
+        ({"memory": {"transient": -1}}, "memory.transient=-1 must be 0"),
+        ({"memory": {"prefetch": -1}}, "memory.prefetch=-1 must be 0"),
         ({"temprature": 1.0}, "no config field 'temprature'; did you mean 'temperature'?"),
         ({"zzz": 1.0}, "no config field 'zzz'; did you mean '"),
         ({"checkpoint": ""}, "checkpoint=''"),

@@ -11,7 +11,7 @@ from absl.testing import absltest, parameterized
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moejax.models import grouped_experts, moe
+from moejax.models import expert_products, grouped_experts, moe
 from pallas_kernels import expert_mlp
 from tests import numpy_model
 from tests.host_test_case import HostTestCase
@@ -171,7 +171,7 @@ class ExpertsTest(HostTestCase):
 
     @parameterized.parameters((1, 8, 8), (64, 8, 8), (72, 8, 16), (4096, 8, 512), (10**6, 8, 512))
     def test_block_size(self, num_rows, num_experts, expected):
-        self.assertEqual(moe.block_size(num_rows, num_experts), expected)
+        self.assertEqual(expert_products.block_size(num_rows, num_experts), expected)
 
     def test_what_runs_the_experts(self):
         bf16 = jnp.dtype(jnp.bfloat16)

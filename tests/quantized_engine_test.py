@@ -133,6 +133,10 @@ class QuantizedEngineTest(parameterized.TestCase):
             r"^dequantized, int2g8 float \(mosaic: x is float32.*; triton: x is float32.*\)$",
         )
         self.assertRegex(packed.kernels["prefill experts"], "^dequantized, .*, block_in_cache")
+        self.assertRegex(
+            plain.kernels["decode attention"], r"^xla, float32 \(triton: q is float32.*runs on GPUs"
+        )
+        self.assertEqual(plain.kernels["prefill attention"], "xla, float32")
         self.assertEqual(packed._runner.remarks(), [])  # a CPU: nothing better was expected
 
     def test_a_gpu_without_the_expected_kernel_is_remarked_on(self):

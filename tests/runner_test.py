@@ -14,16 +14,10 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax import Engine, cache, runner, steps
+from moejax.chunks import kv_bucket, length_bucket, longest_chunk, prefill_chunks
 from moejax.generation import GenerationSettings
 from moejax.models.shapes import QWEN3_30B_A3B
-from moejax.runner import (
-    Runner,
-    Session,
-    kv_bucket,
-    length_bucket,
-    longest_chunk,
-    prefill_chunks,
-)
+from moejax.runner import Runner, Session
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
 
 RELATIVE = 1e-5

@@ -34,6 +34,7 @@ from moejax.models.hf_names import Placement, find_spelling, is_ignored, placeme
 
 # The XLA CPU client takes over host memory without a copy only at this alignment.
 _ALIGNMENT_BYTES = 64
+EXPERT_LEAVES = ("moe.gate_up", "moe.down")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -46,6 +47,7 @@ class Placed(Protocol):
 
 
 PlacedT = TypeVar("PlacedT", bound=Placed)
+T = TypeVar("T")
 
 
 def load_weights(
@@ -55,6 +57,7 @@ def load_weights(
     dtype: jnp.dtype,
     device: jax.Device | None = None,
     progress: bool = True,
+    experts: bool = True,
 ) -> dict[str, jax.Array]:
     """The leaves of `weight_shapes(config)` on `device`, converted to `dtype`.
 
@@ -64,6 +67,7 @@ def load_weights(
       dtype: float32, bfloat16 or float16.
       device: None means JAX's default device.
       progress: show a bar over the bytes read on stderr.
+      experts: whether `EXPERT_LEAVES` are loaded; they are checked in either case.
 
     Raises:
       MoejaxError: a file is missing or broken; tensors are missing, unexpected or of another
@@ -72,7 +76,7 @@ def load_weights(
     _refuse_quantized(directory)
     device = device or choose_device("auto")
     tensors = stored_tensors(directory)
-    plan = _plan(directory, config, tensors)
+    plan = wanted_leaves(plan_leaves(directory, config, tensors), experts=experts)
     num_bytes = sum(tensors[p.name].num_bytes for part in plan.values() for p in part)
     with tqdm.tqdm(
         total=num_bytes, desc="loading", unit="B", unit_scale=True, disable=not progress
@@ -80,8 +84,13 @@ def load_weights(
         source = _Source(tensors, bar)
         return {
             leaf: _fill(shape, np.dtype(dtype), device, plan[leaf], source)
-            for leaf, shape in weight_shapes(config).items()
+            for leaf, shape in wanted_leaves(weight_shapes(config), experts=experts).items()
         }
+
+
+def wanted_leaves(by_leaf: Mapping[str, T], *, experts: bool) -> dict[str, T]:
+    """All entries, or those of the leaves that are no experts'."""
+    return {leaf: of for leaf, of in by_leaf.items() if experts or leaf not in EXPERT_LEAVES}
 
 
 def _refuse_quantized(directory: Path) -> None:
@@ -263,7 +272,7 @@ def checked_placements(
     return expected
 
 
-def _plan(
+def plan_leaves(
     directory: Path, config: ModelConfig, tensors: dict[str, StoredTensor]
 ) -> dict[str, list[Placement]]:
     """What fills each leaf.

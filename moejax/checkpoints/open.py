@@ -35,36 +35,61 @@ class Checkpoint:
 
     is_quantized: bool = False  # by its config.json
 
-    def load(self, *, dtype: str, device: jax.Device, progress: bool) -> Mapping[str, Weight]:
+    def load(
+        self, *, dtype: str, device: jax.Device, progress: bool, experts: bool = True
+    ) -> Mapping[str, Weight]:
         """The leaves of `weight_shapes(self.config)` on `device`; packed ones stay packed.
 
         Args:
           dtype: name of a float type, or "auto": float32 on a CPU, the stored one elsewhere.
           device: where the leaves are to be.
           progress: show a bar on stderr (not for an Orbax directory).
+          experts: whether `EXPERT_LEAVES` are among them; without, see `open_experts`.
 
         Raises:
-          MoejaxError: as `load_weights`, `load_quantized_weights` and `load_orbax`.
+          MoejaxError: as `load_weights`, `load_quantized_weights` and `load_orbax`; an Orbax
+            directory without its experts.
         """
-        if is_orbax_directory(self.directory):
-            return load_orbax(self.directory, dtype=self._dtype(dtype, device), device=device)[1]
+        chosen = self.choose_dtype(dtype, device)
+        if self.is_orbax:
+            if not experts:
+                raise self.orbax_is_whole()
+            return load_orbax(self.directory, dtype=chosen, device=device)[1]
         load = load_quantized_weights if self.is_quantized else load_weights
         return load(
             self.directory,
             self.config,
-            dtype=self._dtype(dtype, device),
+            dtype=chosen,
             device=device,
             progress=progress,
+            experts=experts,
         )
 
-    def _dtype(self, name: str, device: jax.Device) -> jnp.dtype:
+    @property
+    def is_orbax(self) -> bool:
+        """Whether it is a directory that `save_orbax` wrote."""
+        return is_orbax_directory(self.directory)
+
+    def orbax_is_whole(self) -> MoejaxError:
+        """Why the experts of an Orbax directory cannot be read one at a time."""
+        return MoejaxError(
+            f"{self.directory} is an Orbax directory, which is loaded whole; experts that do not "
+            "fit the device are read from safetensors: name the checkpoint that it was made from"
+        )
+
+    def choose_dtype(self, name: str, device: jax.Device) -> jnp.dtype:
+        """The type of a name, "auto" included, as `load` takes it.
+
+        Raises:
+          MoejaxError: there is no such type, or no weights to see it from.
+        """
         if name in DTYPES:
             return jnp.dtype(name)
         if name != "auto":
             raise MoejaxError(f"dtype {name!r} is none of auto, {', '.join(DTYPES)}")
         if device.platform == "cpu":
             return jnp.dtype(jnp.float32)
-        if is_orbax_directory(self.directory):
+        if self.is_orbax:
             return read_orbax_description(self.directory)[1]
         return stored_dtype(self.directory, is_quantized=self.is_quantized)
 

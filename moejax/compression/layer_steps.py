@@ -15,7 +15,8 @@ from flax import nnx
 
 from moejax.models.attention import Attention, AttentionVia, causal_attention
 from moejax.models.config import ModelConfig
-from moejax.models.moe import DenseMlp, ExpertsVia, SparseMoe, block_size, route, swiglu
+from moejax.models.expert_products import block_size, swiglu
+from moejax.models.moe import DenseMlp, ExpertsVia, SparseMoe, route
 from moejax.models.norm import rms_norm
 from moejax.models.rope import rotary_angles
 from moejax.quantization.hessian import add_outer_products

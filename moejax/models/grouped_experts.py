@@ -1,6 +1,5 @@
 """Experts whose weights are read as they are packed, by `pallas_kernels.grouped_dequant_matmul`."""
 
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 
 from moejax import ops
 from moejax.models.config import ModelConfig
+from moejax.models.expert_products import Experts, Pairs, combine, products_grouped
 from moejax.qtensor import Weight
 from pallas_kernels import grouped_dequant_matmul
 from pallas_kernels.target import Choice
@@ -40,41 +40,9 @@ def experts_grouped(
     """
     if (reason := _unfit((gate_up, down))) is not None:
         raise ValueError(f"the grouped kernel refuses: {reason}")
-    return _grouped(
-        x,
-        jnp.int32(layer * gate_up.shape[1]),
-        ids,
-        weights,
-        token_mask,
-        ops.operands(gate_up),
-        ops.operands(down),
-        implementation=implementation,
-    )
-
-
-@functools.partial(jax.jit, static_argnames="implementation")
-def _grouped(
-    x: jax.Array,
-    first_slot: jax.Array,
-    ids: jax.Array,
-    weights: jax.Array,
-    token_mask: jax.Array,
-    gate_up: ops.Operands,
-    down: ops.Operands,
-    *,
-    implementation: str,
-) -> jax.Array:
-    """Jitted, with the layer's first slot an operand: all layers share a trace and the kernels."""
-    tier = jnp.broadcast_to(jnp.where(token_mask[:, None], 0, -1), ids.shape).astype(jnp.int32)
-    return grouped_dequant_matmul.moe_layer(
-        x,
-        grouped_dequant_matmul.Assignments(tier, first_slot + ids, weights),
-        [gate_up.weights],
-        [down.weights],
-        gate_up_low_rank=[gate_up.low_rank],
-        down_low_rank=[down.low_rank],
-        implementation=implementation,
-    )
+    pairs = Pairs(ids, jnp.broadcast_to(token_mask[:, None], ids.shape))
+    products = products_grouped(x, pairs, Experts(gate_up, down, layer), implementation)
+    return combine(products, pairs, weights, x.dtype)
 
 
 def _unfit(experts: Sequence[Weight]) -> str | None:

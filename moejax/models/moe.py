@@ -14,7 +14,6 @@ whole layer-stacked arrays and a layer index, so that no layer's slab is ever co
 Where weights are packed, the first three take from `moejax.ops` the matrices that they use.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
@@ -24,6 +23,14 @@ from flax import nnx
 
 from moejax import ops
 from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.expert_products import (
+    Experts,
+    Pairs,
+    combine,
+    products_by_block,
+    products_by_row,
+    swiglu,
+)
 from moejax.models.grouped_experts import choose_grouped, experts_grouped
 from moejax.models.parameter import stacked_parameter
 from moejax.qtensor import Weight
@@ -76,12 +83,6 @@ def routing_of(logits: jax.Array, config: ModelConfig) -> Routing:
     return Routing(probabilities, weights, ids)
 
 
-def swiglu(gate_up: jax.Array) -> jax.Array:
-    """silu(gate) * up (Shazeer 2020, eq. 6): [..., 2F] to [..., F]."""
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    return jax.nn.silu(gate) * up
-
-
 def experts_dense(
     x: jax.Array, routing: Routing, gate_up: Weight, down: Weight, layer: int
 ) -> jax.Array:
@@ -113,26 +114,9 @@ def experts_by_row(
     x: jax.Array, routing: Routing, gate_up: Weight, down: Weight, layer: int
 ) -> jax.Array:
     """One slice and two thin products an assignment, unrolled; arguments as `experts_dense`."""
-
-    def expert(stacked: Weight, expert_id: jax.Array) -> jax.Array:
-        return ops.expert_matrix(stacked, layer, expert_id, x.dtype)
-
-    outputs = []
-    for n in range(x.shape[0]):
-        total = jnp.zeros((1, x.shape[1]), jnp.float32)
-        for a in range(routing.ids.shape[1]):
-            expert_id = routing.ids[n, a]
-            hidden = swiglu(jnp.einsum("nd,fd->nf", x[n : n + 1], expert(gate_up, expert_id)))
-            out = jnp.einsum("nf,df->nd", hidden, expert(down, expert_id))
-            total += out.astype(jnp.float32) * routing.weights[n, a]
-        outputs.append(total)
-    return jnp.concatenate(outputs).astype(x.dtype)
-
-
-def block_size(num_rows: int, num_experts: int) -> int:
-    """Rows of a block: the mean load of an expert, as a power of two in 8..512."""
-    mean = max(1, num_rows // num_experts)
-    return min(512, max(8, 1 << (mean - 1).bit_length()))
+    pairs = Pairs(routing.ids, jnp.ones(routing.ids.shape, bool))
+    products = products_by_row(x, pairs, Experts(gate_up, down, layer))
+    return combine(products, pairs, routing.weights, x.dtype)
 
 
 def experts_by_block(
@@ -144,10 +128,7 @@ def experts_by_block(
     token_mask: jax.Array,
     step_bytes: int,
 ) -> jax.Array:
-    """Assignments sorted by expert and padded to blocks of one expert each; then batched products.
-
-    The number of blocks is static: each expert adds at most one partial block. An expert's weights
-    are gathered once a block, `step_bytes` at a time.
+    """Assignments sorted by expert, in blocks; see `products_by_block`.
 
     Args:
       x: [N, D].
@@ -161,49 +142,20 @@ def experts_by_block(
     Returns:
       [N, D] in `x.dtype`.
     """
-    num_tokens, model_dim = x.shape
-    num_experts, width = gate_up.shape[1], routing.ids.shape[1]
-    num_rows = num_tokens * width
-    rows_per_block = block_size(num_rows, num_experts)
-    num_blocks = num_rows // rows_per_block + min(num_experts, num_rows)
-    expert_bytes = x.dtype.itemsize * sum(math.prod(w.shape[2:]) for w in (gate_up, down))
-    blocks_per_step = min(num_blocks, max(1, step_bytes // expert_bytes))
-    num_steps = -(-num_blocks // blocks_per_step)
+    pairs = pairs_of(routing.ids, token_mask)
+    experts = Experts(gate_up, down, layer)
+    products = products_by_block(x, pairs, experts, gate_up.shape[1], step_bytes)
+    return combine(products, pairs, routing.weights, x.dtype)
 
-    # Rows in order of expert; padding tokens belong to expert E and come last.
-    row_expert = jnp.where(token_mask[:, None], routing.ids, num_experts).reshape(-1)
-    order = jnp.argsort(row_expert, stable=True)
-    counts = jnp.zeros(num_experts, jnp.int32).at[row_expert].add(1, mode="drop")
-    first_row = jnp.cumsum(counts) - counts
-    blocks = -(-counts // rows_per_block)
-    last_block = jnp.cumsum(blocks)
-    block_id = jnp.arange(num_steps * blocks_per_step, dtype=jnp.int32)
-    block_expert = jnp.searchsorted(last_block, block_id, side="right").astype(jnp.int32)
-    safe_expert = jnp.minimum(block_expert, num_experts - 1)
-    offset = (block_id - (last_block - blocks)[safe_expert]) * rows_per_block
-    within = offset[:, None] + jnp.arange(rows_per_block, dtype=jnp.int32)[None]
-    filled = (within < counts[safe_expert][:, None]) & (block_expert < num_experts)[:, None]
-    sorted_row = jnp.where(filled, first_row[safe_expert][:, None] + within, 0)
-    row = jnp.where(filled, order[sorted_row].astype(jnp.int32), num_rows)
 
-    def step(outputs: jax.Array, inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        rows, expert_ids = inputs  # [blocks_per_step, rows_per_block], [blocks_per_step]
-        block_x = x[jnp.minimum(rows // width, num_tokens - 1)]
-        index = (layer, expert_ids)
-        step_gate_up = ops.matrix(gate_up, index, x.dtype)
-        hidden = swiglu(jnp.einsum("zrd,zfd->zrf", block_x, step_gate_up))
-        out = jnp.einsum("zrf,zdf->zrd", hidden, ops.matrix(down, index, x.dtype))
-        return outputs.at[rows].set(out, mode="drop"), None
+def pairs_of(ids: jax.Array, token_mask: jax.Array) -> Pairs:
+    """All assignments of the tokens that are no padding.
 
-    outputs = jnp.zeros((num_rows, model_dim), x.dtype)
-    steps = (
-        row.reshape(num_steps, blocks_per_step, rows_per_block),
-        safe_expert.reshape(num_steps, blocks_per_step),
-    )
-    outputs, _ = jax.lax.scan(step, outputs, steps)
-    outputs = outputs.reshape(num_tokens, width, model_dim).astype(jnp.float32)
-    weights = jnp.where(token_mask[:, None], routing.weights, 0.0)
-    return jnp.einsum("nad,na->nd", outputs, weights).astype(x.dtype)
+    Args:
+      ids: int32[N, A].
+      token_mask: bool[N].
+    """
+    return Pairs(ids, jnp.broadcast_to(token_mask[:, None], ids.shape))
 
 
 def kernel_refusal(
@@ -237,6 +189,8 @@ def default_experts_via(
     platform: str,
     experts: Sequence[Weight] = (),
     kernels: ops.Kernels = ops.NO_KERNELS,
+    *,
+    pooled: bool = False,
 ) -> ExpertsVia:
     """The form that serves `num_tokens` tokens on `platform` ("cpu" or "gpu").
 
@@ -247,12 +201,16 @@ def default_experts_via(
       platform: of the device.
       experts: as in `kernel_refusal`.
       kernels: which may serve packed experts.
+      pooled: the experts are slots of a pool, which `pallas_kernels.expert_mlp` does not read.
     """
-    if _packings(experts):
-        chosen = choose_grouped(num_tokens, config, dtype, experts, kernels)
-        if chosen.implementation != ops.DEQUANTIZED:
+    if experts:
+        chosen = choose_grouped(num_tokens, config, dtype, experts, kernels).implementation
+        # Of plain experts the Mosaic kernels take half the time of `expert_mlp` (1 token of
+        # Qwen3-30B 25.5 us against 47.9, 16 tokens 216 against 352; H200, jax 0.11.2, 2026-11-21).
+        good = chosen == "mosaic" or _packings(experts) or pooled
+        if good and chosen != ops.DEQUANTIZED:
             return "grouped_kernel"
-    few = num_tokens <= MAX_KERNEL_TOKENS
+    few = num_tokens <= MAX_KERNEL_TOKENS and not pooled
     if platform == "gpu" and few and kernel_refusal(config, dtype, experts) is None:
         return "kernel"
     # Unrolled, packed experts take long to compile: a decode step of the demo at INT3 and 32 rows
@@ -273,12 +231,20 @@ class SparseMoe(nnx.Module):
         rngs: nnx.Rngs,
         dtype: jnp.dtype,
         kernels: ops.Kernels = ops.NO_KERNELS,
+        holds_experts: bool = True,
     ):
         self.config = config
         self.kernels = kernels
         self.router = stacked_parameter("moe.router", config, rngs, dtype)
-        self.gate_up = stacked_parameter("moe.gate_up", config, rngs, dtype)
-        self.down = stacked_parameter("moe.down", config, rngs, dtype)
+        if holds_experts:
+            self.gate_up = stacked_parameter("moe.gate_up", config, rngs, dtype)
+            self.down = stacked_parameter("moe.down", config, rngs, dtype)
+
+    def route(self, x: jax.Array, layer: int) -> Routing:
+        """Of N tokens [N, D], normed; `layer` is the index among the sparse layers."""
+        wide = jnp.dtype(jnp.float32)
+        logits = ops.linear(x, self.router[...], layer, wide, self.kernels)
+        return routing_of(logits, self.config)
 
     def __call__(
         self, x: jax.Array, layer: int, token_mask: jax.Array, via: ExpertsVia
@@ -294,9 +260,7 @@ class SparseMoe(nnx.Module):
         Returns:
           [N, D] and the routing.
         """
-        wide = jnp.dtype(jnp.float32)
-        logits = ops.linear(x, self.router[...], layer, wide, self.kernels)
-        routing = routing_of(logits, self.config)
+        routing = self.route(x, layer)
         gate_up, down = self.gate_up[...], self.down[...]
         match via:
             case "dense":

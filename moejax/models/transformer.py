@@ -1,7 +1,7 @@
 """The decoder: Qwen3-MoE and Mixtral, one module over layer-stacked weights."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,14 @@ from flax import nnx
 
 from moejax import ops
 from moejax.cache import KVCache
-from moejax.models.attention import Attention, AttentionVia, cached_attention, causal_attention
+from moejax.models.attention import (
+    Attention,
+    AttentionVia,
+    CachedVia,
+    cached_attention,
+    causal_attention,
+    token_attention,
+)
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.moe import DenseMlp, ExpertsVia, Routing, SparseMoe
 from moejax.models.norm import rms_norm
@@ -20,6 +27,29 @@ from moejax.qtensor import Weight
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
+class RunExperts(Protocol):
+    """Runs the experts of a sparse layer in place of a model that holds them."""
+
+    def __call__(
+        self,
+        layer: int,
+        x: jax.Array,
+        routing: Routing,
+        token_mask: jax.Array,
+        ahead: Callable[[], Routing] | None,
+    ) -> jax.Array:
+        """[N, D] in `x.dtype`.
+
+        Args:
+          layer: index among the sparse layers.
+          x: [N, D], normed.
+          routing: of the N tokens.
+          token_mask: bool[N], False for padding.
+          ahead: what the next sparse layer's router says of this one's input (DyMoE eq. 6), a
+            prediction; None after the last.
+        """
+
+
 class ChunkSpec(NamedTuple):
     """How a chunk of tokens stands to the cache; all static."""
 
@@ -27,6 +57,7 @@ class ChunkSpec(NamedTuple):
     is_first: bool  # the chunk starts at position 0: attend within it, read no cache
     experts: ExpertsVia
     attention: AttentionVia
+    cached: CachedVia = "xla"  # of one token a sequence; longer chunks read the cache by XLA
 
 
 class Transformer(nnx.Module):
@@ -39,6 +70,7 @@ class Transformer(nnx.Module):
         rngs: nnx.Rngs,
         dtype: jnp.dtype = jnp.float32,
         kernels: ops.Kernels = ops.NO_KERNELS,
+        holds_experts: bool = True,
     ):
         self.config = config
         self.kernels = kernels
@@ -46,7 +78,9 @@ class Transformer(nnx.Module):
         self.attention = Attention(config, rngs=rngs, dtype=dtype, kernels=kernels)
         self.mlp_norm = stacked_parameter("mlp_norm", config, rngs, dtype)
         if config.moe_layers:
-            self.moe = SparseMoe(config, rngs=rngs, dtype=dtype, kernels=kernels)
+            self.moe = SparseMoe(
+                config, rngs=rngs, dtype=dtype, kernels=kernels, holds_experts=holds_experts
+            )
         if config.dense_layers:
             self.mlp = DenseMlp(config, rngs=rngs, dtype=dtype, kernels=kernels)
         self.final_norm = stacked_parameter("final_norm", config, rngs, dtype)
@@ -59,16 +93,43 @@ class Transformer(nnx.Module):
         return self.final_norm[...].dtype
 
     def mlp_block(
-        self, x: jax.Array, layer: int, token_mask: jax.Array, via: ExpertsVia
+        self,
+        x: jax.Array,
+        layer: int,
+        token_mask: jax.Array,
+        via: ExpertsVia,
+        run: RunExperts | None = None,
     ) -> tuple[jax.Array, Routing | None]:
-        """Norm, then experts or dense MLP, on [B, T, D]; the routing of sparse layers."""
+        """Norm, then experts or dense MLP, on [B, T, D]; the routing of sparse layers.
+
+        Args:
+          x: [B, T, D].
+          layer: among all layers.
+          token_mask: bool[B, T], False for padding.
+          via: which form runs experts that the model holds.
+          run: what runs them otherwise.
+        """
         c = self.config
-        flat = rms_norm(x, self.mlp_norm[layer], c.norm_eps).reshape(-1, c.model_dim)
-        if layer in c.moe_layers:
-            index = c.moe_layers.index(layer)
-            out, routing = self.moe(flat, index, token_mask.reshape(-1), via)
-            return out.reshape(x.shape), routing
-        return self.mlp(flat, c.dense_layers.index(layer)).reshape(x.shape), None
+        flat = self._normed(x, layer)
+        if layer not in c.moe_layers:
+            return self.mlp(flat, c.dense_layers.index(layer)).reshape(x.shape), None
+        index, mask = c.moe_layers.index(layer), token_mask.reshape(-1)
+        if run is None:
+            out, routing = self.moe(flat, index, mask, via)
+        else:
+            routing = self.moe.route(flat, index)
+            following = c.moe_layers[index + 1 :]
+
+            def ahead() -> Routing:
+                return self.moe.route(self._normed(x, following[0]), index + 1)
+
+            out = run(index, flat, routing, mask, ahead if following else None)
+        return out.reshape(x.shape), routing
+
+    def _normed(self, x: jax.Array, layer: int) -> jax.Array:
+        """[N, D]: what the MLP of a layer would see of [B, T, D]."""
+        c = self.config
+        return rms_norm(x, self.mlp_norm[layer], c.norm_eps).reshape(-1, c.model_dim)
 
     def project_to_vocab(self, hidden: jax.Array) -> jax.Array:
         """[..., D] through the last norm and the head to float32[..., V]."""
@@ -118,6 +179,7 @@ class Transformer(nnx.Module):
         token_mask: jax.Array,
         attend: Attend,
         experts: ExpertsVia,
+        run: RunExperts | None = None,
     ) -> tuple[jax.Array, list[Routing]]:
         """Embedding and all layers; what attention sees is the caller's business.
 
@@ -127,6 +189,7 @@ class Transformer(nnx.Module):
           token_mask: bool[B, T], False for padding.
           attend: layer, rotated q [B, T, H, C], k and v [B, T, K, C] to [B, T, H, C].
           experts: which form runs the experts.
+          run: what runs those that the model does not hold.
 
         Returns:
           The last layer's output [B, T, D], and the routing of each sparse layer.
@@ -138,7 +201,7 @@ class Transformer(nnx.Module):
         for layer in range(c.num_layers):
             attended = attend(layer, *self.attention.project(x, layer, cos, sin))
             x = x + self.attention.output(attended, layer)
-            out, routing = self.mlp_block(x, layer, token_mask, experts)
+            out, routing = self.mlp_block(x, layer, token_mask, experts, run)
             x = x + out
             if routing is not None:
                 routings.append(routing)
@@ -151,6 +214,7 @@ class Transformer(nnx.Module):
         token_mask: jax.Array,
         cache: KVCache,
         spec: ChunkSpec,
+        run: RunExperts | None = None,
     ) -> tuple[KVCache, jax.Array]:
         """Runs T new tokens of each sequence, writing the cache.
 
@@ -160,11 +224,12 @@ class Transformer(nnx.Module):
           token_mask: bool[B, T], False for padding: it takes no part in the experts.
           cache: written at `positions`.
           spec: static facts.
+          run: what runs experts that the model does not hold.
 
         Returns:
           The cache and the last layer's output [B, T, D], before the last norm.
         """
-        cache, hidden, _ = self.routed(tokens, positions, token_mask, cache, spec)
+        cache, hidden, _ = self.routed(tokens, positions, token_mask, cache, spec, run)
         return cache, hidden
 
     def routed(
@@ -174,6 +239,7 @@ class Transformer(nnx.Module):
         token_mask: jax.Array,
         cache: KVCache,
         spec: ChunkSpec,
+        run: RunExperts | None = None,
     ) -> tuple[KVCache, jax.Array, list[Routing]]:
         """As a call, with the routing of each sparse layer; for those who count experts."""
         window = self.config.sliding_window
@@ -186,10 +252,15 @@ class Transformer(nnx.Module):
                 cache = cache.write_chunk(layer, k, v, positions[0, 0])
             if spec.is_first:
                 return causal_attention(q, k, v, window, spec.attention)
+            if spec.cached == "kernel" and tokens.shape[1] == 1:
+                return token_attention(
+                    q, cache.keys, cache.values, jnp.int32(layer), positions,
+                    kv_length=spec.kv_length, sliding_window=window,
+                )  # fmt: skip
             keys, values = cache.read(layer, spec.kv_length)
             return cached_attention(q, keys, values, positions, window)
 
-        hidden, routings = self.layers(tokens, positions, token_mask, attend, spec.experts)
+        hidden, routings = self.layers(tokens, positions, token_mask, attend, spec.experts, run)
         return cache, hidden, routings
 
 
@@ -225,15 +296,20 @@ def forward(
 
 
 def model_definition(
-    config: ModelConfig, kernels: ops.Kernels = ops.NO_KERNELS
+    config: ModelConfig, kernels: ops.Kernels = ops.NO_KERNELS, *, holds_experts: bool = True
 ) -> nnx.GraphDef[Transformer]:
     """The graph of a Transformer without weights; nothing is allocated.
 
     Args:
       config: of the model.
       kernels: which may serve products with packed weights.
+      holds_experts: False where its experts come from elsewhere (`RunExperts`).
     """
-    abstract = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), kernels=kernels))
+
+    def build() -> Transformer:
+        return Transformer(config, rngs=nnx.Rngs(0), kernels=kernels, holds_experts=holds_experts)
+
+    abstract = nnx.eval_shape(build)
     return nnx.split(abstract)[0]
 
 

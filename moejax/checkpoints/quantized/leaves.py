@@ -113,15 +113,7 @@ def fill_codes(
 ) -> QTensor:
     """A leaf of codes; arguments as those of `fill_fp8`, and the kind of `common_kind`."""
     *lead, rows, inputs = shape
-    groups = layout.num_groups(inputs, kind.group_size)
-    scale_dtype = np.dtype(kind.scale_dtype)
-    memories: dict[str, tuple[tuple[int, ...], np.dtype]] = {
-        "words": ((rows, layout.num_words(inputs, kind.bits)), np.dtype(np.uint32)),
-        "scales": ((rows, groups), scale_dtype),
-    }
-    if kind.zero_kind != "symmetric":
-        dtype = np.dtype(np.uint8) if kind.zero_kind == "integer" else scale_dtype
-        memories["zeros"] = ((rows, groups), dtype)
+    memories = code_arrays(kind, rows, inputs)
     if any(part.matrix and part.matrix.order for part in parts):
         memories["permutation"] = ((inputs,), np.dtype(np.int32))
     leaves = {
@@ -136,14 +128,14 @@ def fill_codes(
             rows_of_part = slice(start, start + matrix.shape[0])
             for name in leaves.keys() - {"permutation"}:
                 values = getattr(matrix, name)  # no zeros: it is symmetric
-                values = 2 ** (kind.bits - 1) if values is None else values
+                values = stored_zeros(kind) if values is None else values
                 leaves[name].part(part.index)[rows_of_part] = values
             if "permutation" in leaves:
                 order = matrix.permutation
                 memory = leaves["permutation"].part(part.index)
                 memory[...] = np.arange(inputs) if order is None else order
             for pool in pools:
-                pool.put(part, matrix)
+                pool.put(part, matrix.compensators)
             advance(part)
         for leaf in leaves.values():
             leaf.finish_layer(layer)
@@ -158,6 +150,49 @@ def fill_codes(
     )
     stack.check()
     return stack
+
+
+def code_arrays(
+    kind: CodesKind, rows: int, inputs: int
+) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    """Shape and dtype of `words`, `scales` and, unless symmetric, `zeros` of one matrix."""
+    groups = layout.num_groups(inputs, kind.group_size)
+    scale_dtype = np.dtype(kind.scale_dtype)
+    arrays: dict[str, tuple[tuple[int, ...], np.dtype]] = {
+        "words": ((rows, layout.num_words(inputs, kind.bits)), np.dtype(np.uint32)),
+        "scales": ((rows, groups), scale_dtype),
+    }
+    if kind.zero_kind != "symmetric":
+        dtype = np.dtype(np.uint8) if kind.zero_kind == "integer" else scale_dtype
+        arrays["zeros"] = ((rows, groups), dtype)
+    return arrays
+
+
+def stored_zeros(kind: CodesKind) -> int:
+    """What stands in `zeros` of a leaf of `kind` for a matrix that has none."""
+    return 2 ** (kind.bits - 1)
+
+
+def fill_compensators(
+    shape: tuple[int, ...],
+    parts: Sequence[Part],
+    device: jax.Device,
+    advance: Callable[[Part], None],
+) -> tuple[Compensator, ...]:
+    """The compensators of the leaf that `fill_codes` fills, without its codes; arguments as there.
+
+    Only the tensors of the factors are read.
+    """
+    *lead, _, inputs = shape
+    pools = _pools(tuple(lead), parts, inputs, device)
+    for part in parts:
+        if part.matrix is not None and part.matrix.rank:
+            assert part.matrix.read_factors is not None
+            compensators = (part.matrix.read_factors(),)
+            for pool in pools:
+                pool.put(part, compensators)
+            advance(part)
+    return tuple(pool.finish() for pool in pools)
 
 
 class _Pool:
@@ -184,11 +219,11 @@ class _Pool:
         self._u = self._memories(total, self._num_rows, kind.u_group_size)
         self._v = self._memories(total, inputs, kind.v_group_size)
 
-    def put(self, part: Part, matrix: QTensor) -> None:
+    def put(self, part: Part, compensators: Sequence[Compensator]) -> None:
         """Takes the factors of a matrix that was read, if they belong here."""
         if part.index not in self._owners or part.placement.start != self._first_row:
             return
-        (compensator,) = matrix.compensators
+        (compensator,) = compensators
         start = int(self._starts[part.index])
         rows = slice(start, start + int(self._ranks[part.index]))
         for memories, factor in ((self._u, compensator.u), (self._v, compensator.v)):

@@ -22,6 +22,7 @@ from moejax.checkpoints.load import (
     convert_floats,
     is_tied_head,
     place_floats,
+    wanted_leaves,
 )
 from moejax.checkpoints.quantized.bitstream import on_host
 from moejax.checkpoints.quantized.formats import open_format, quantization_fields
@@ -43,6 +44,7 @@ def load_quantized_weights(
     device: jax.Device | None = None,
     progress: bool = True,
     verify_checksums: bool = False,
+    experts: bool = True,
 ) -> dict[str, Weight]:
     """The leaves of `weight_shapes(config)` on `device`; those that can be are kept quantized.
 
@@ -57,33 +59,48 @@ def load_quantized_weights(
       device: None means JAX's default device.
       progress: show a bar over the bytes read on stderr.
       verify_checksums: see `open_format`.
+      experts: whether `EXPERT_LEAVES` are loaded; they are checked in either case.
 
     Raises:
       MoejaxError: the format cannot be read; a file is missing or broken; tensors are missing,
         unexpected or of another shape than `config` says; a value does not fit float16.
     """
     device = device or choose_device("auto")
-    fields = quantization_fields(directory)
-    if fields is None:
-        raise MoejaxError(f"{directory / 'config.json'} has no quantization_config")
     tensors = Tensors(stored_tensors(directory))
-    form = open_format(directory, fields, verify_checksums=verify_checksums)
-    plan, num_bytes = _plan(directory, config, form, tensors)
-    if all(part.matrix is None for parts in plan.values() for part in parts):
-        raise MoejaxError(
-            f"{directory / 'config.json'} has a quantization_config, quant_method "
-            f"{fields.get('quant_method')!r}, but no tensor is quantized; take the field out if "
-            "these are the weights that are meant"
-        )
+    plan = plan_parts(directory, config, tensors, verify_checksums=verify_checksums)
     _log_share(config, plan)
+    plan = wanted_leaves(plan, experts=experts)
+    num_bytes = sum(_num_bytes(part, tensors) for parts in plan.values() for part in parts)
     with tqdm.tqdm(
         total=num_bytes, desc="loading", unit="B", unit_scale=True, disable=not progress
     ) as bar:
         reader = _Reader(tensors, bar)
         return {
             leaf: reader.fill(leaf, shape, np.dtype(dtype), device, plan[leaf])
-            for leaf, shape in weight_shapes(config).items()
+            for leaf, shape in wanted_leaves(weight_shapes(config), experts=experts).items()
         }
+
+
+def plan_parts(
+    directory: Path, config: ModelConfig, tensors: Tensors, *, verify_checksums: bool = False
+) -> dict[str, list[Part]]:
+    """What fills each leaf of a quantized checkpoint; from the headers, and little more.
+
+    Raises:
+      MoejaxError: as `load_quantized_weights`.
+    """
+    fields = quantization_fields(directory)
+    if fields is None:
+        raise MoejaxError(f"{directory / 'config.json'} has no quantization_config")
+    form = open_format(directory, fields, verify_checksums=verify_checksums)
+    plan = _plan(directory, config, form, tensors)
+    if all(part.matrix is None for parts in plan.values() for part in parts):
+        raise MoejaxError(
+            f"{directory / 'config.json'} has a quantization_config, quant_method "
+            f"{fields.get('quant_method')!r}, but no tensor is quantized; take the field out if "
+            "these are the weights that are meant"
+        )
+    return plan
 
 
 class _Reader:
@@ -121,27 +138,32 @@ class _Reader:
                 if part.matrix is None:
                     place_floats(self._tensors[part.placement.name], rows)
                 else:
-                    values = _dequantized(part.matrix.read())
+                    values = dequantized(part.matrix.read())
                     convert_floats(part.placement.name, values, rows)
                 self._advance(part)
             memory.finish_layer(layer)
         return memory.finish()
 
     def _advance(self, part: Part) -> None:
-        names = part.matrix.names if part.matrix else (part.placement.name,)
-        self._bar.update(sum(self._tensors[name].num_bytes for name in names))
+        self._bar.update(_num_bytes(part, self._tensors))
+
+
+def _num_bytes(part: Part, tensors: Tensors) -> int:
+    names = part.matrix.names if part.matrix else (part.placement.name,)
+    return sum(tensors[name].num_bytes for name in names)
 
 
 @on_host
 @jax.jit
-def _dequantized(matrix: QTensor | Fp8Tensor) -> jax.Array:
+def dequantized(matrix: QTensor | Fp8Tensor) -> jax.Array:
+    """float32[N, K] of a matrix that was read, by the CPU."""
     return matrix.dequantize()
 
 
 def _plan(
     directory: Path, config: ModelConfig, form: Format, tensors: Tensors
-) -> tuple[dict[str, list[Part]], int]:
-    """What fills each leaf, and the bytes of all that.
+) -> dict[str, list[Part]]:
+    """What fills each leaf.
 
     Raises:
       MoejaxError: tensors are missing, unexpected, wrongly shaped or of types that do not fit.
@@ -174,7 +196,7 @@ def _plan(
         tensors.faults.unexpected.extend(unexpected)
     tensors.faults.check(directory)
     check_tied(config, tensors.stored)
-    return plan, sum(tensors[name].num_bytes for name in used)
+    return plan
 
 
 def _says_nothing(name: str, tensors: Tensors) -> bool:

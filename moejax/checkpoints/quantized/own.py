@@ -74,10 +74,8 @@ def matrix_from_tensors(
     words = tensors[f"{prefix}.words"]
     compensators: tuple[Compensator, ...] = ()
     if f"{prefix}.u" in tensors or f"{prefix}.u.words" in tensors:
-        num_rows = words.shape[0]
-        u = _factor(f"{prefix}.u", tensors, num_rows, factor_group_size)
-        v = _factor(f"{prefix}.v", tensors, num_inputs, factor_group_size)
-        compensators = (whole_compensator(u, v),)
+        shape = (words.shape[0], num_inputs)
+        compensators = (compensator_from_tensors(prefix, tensors, shape, factor_group_size),)
     matrix = QTensor(
         words=_any(words),
         scales=_any(tensors[f"{prefix}.scales"]),
@@ -90,6 +88,20 @@ def matrix_from_tensors(
     )
     matrix.check()
     return matrix
+
+
+def compensator_from_tensors(
+    prefix: str,
+    tensors: Mapping[str, np.ndarray],
+    shape: tuple[int, int],
+    factor_group_size: int = FACTOR_GROUP_SIZE,
+) -> Compensator:
+    """That of a matrix of `shape` [N, K], from the tensors of its factors; see there."""
+    u, v = (
+        _factor(f"{prefix}.{name}", tensors, length, factor_group_size)
+        for name, length in zip("uv", shape, strict=True)
+    )
+    return whole_compensator(u, v)
 
 
 def whole_compensator(u: Factor, v: Factor) -> Compensator:

@@ -2,8 +2,14 @@
 
 import dataclasses
 
+import numpy as np
+
 from moejax.checkpoints.quantized.manifest import Manifest, MatrixEntry
-from moejax.checkpoints.quantized.own import bits_of_words, matrix_from_tensors
+from moejax.checkpoints.quantized.own import (
+    bits_of_words,
+    compensator_from_tensors,
+    matrix_from_tensors,
+)
 from moejax.checkpoints.quantized.stored import (
     CodesKind,
     FactorsKind,
@@ -13,7 +19,7 @@ from moejax.checkpoints.quantized.stored import (
     scale_dtype,
 )
 from moejax.errors import MoejaxError
-from moejax.qtensor import QTensor
+from moejax.qtensor import Compensator, QTensor
 from pallas_kernels import layout
 
 _SCALES = ("float16", "float32")
@@ -37,7 +43,7 @@ class OwnFormat:
         if words not in tensors:
             return None
         entry = self._entry(prefix, shape)
-        num_rows, num_inputs = shape
+        num_rows, num_inputs = matrix_shape = shape[0], shape[1]
         if entry.group_size > num_inputs:
             raise MoejaxError(
                 f"{self.manifest.path}: {prefix} has group_size {entry.group_size}, but "
@@ -82,8 +88,29 @@ class OwnFormat:
             except ValueError as error:
                 raise MoejaxError(f"{tensors[words].path}: {prefix}: {error}") from error
 
+        def read_factors() -> Compensator:
+            found = {name: tensors.read(name) for name in factor_names}
+            try:
+                return compensator_from_tensors(
+                    prefix, found, matrix_shape, entry.factor_group_size
+                )
+            except ValueError as error:
+                raise MoejaxError(f"{tensors[words].path}: {prefix}: {error}") from error
+
+        as_held = {"words": words, "scales": scales}
+        if zeros in names:
+            as_held["zeros"] = zeros
+        # Zero points of another float type than the scales are refused where the whole is read.
+        is_held = zeros not in names or tensors[zeros].dtype in (tensors[scales].dtype, np.uint8)
         return StoredMatrix(
-            names=tuple(names), kind=kind, read=read, factors=factors, rank=rank, order=order
+            names=tuple(names),
+            kind=kind,
+            read=read,
+            factors=factors,
+            rank=rank,
+            order=order,
+            as_held=as_held if is_held else None,
+            read_factors=read_factors,
         )
 
     def _entry(self, prefix: str, shape: tuple[int, ...]) -> MatrixEntry:

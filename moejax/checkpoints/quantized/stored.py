@@ -13,7 +13,7 @@ import numpy as np
 from moejax.checkpoints.load import Faults, misshaped
 from moejax.checkpoints.safetensors_reader import StoredTensor, read_array
 from moejax.errors import MoejaxError
-from moejax.qtensor import Fp8Tensor, QTensor
+from moejax.qtensor import Compensator, Fp8Tensor, QTensor
 
 FLOATS = ("float16", "bfloat16", "float32")
 
@@ -56,6 +56,10 @@ class StoredMatrix:
     factors: FactorsKind | None = None  # of its compensator
     rank: int = 0
     order: bytes = b""  # digest of its permutation, if any
+    # The tensors of `words`, `scales` and `zeros` where they lie in the file as a QTensor has them.
+    as_held: Mapping[str, str] | None = None
+    # The compensator alone, where `rank` is not 0.
+    read_factors: Callable[[], Compensator] | None = None
 
 
 class Tensors:

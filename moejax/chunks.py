@@ -1,0 +1,59 @@
+"""How prompts and caches are cut into a few sizes, each of which is one compiled program."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from moejax.models.config import ModelConfig
+
+MIN_PREFILL_LENGTH = 16
+MAX_PREFILL_LENGTH = 1024  # longer prompts go chunk by chunk
+SCORE_BYTES = 2**30  # of the float32 attention scores of one chunk and layer
+MIN_KV_LENGTH = 256
+
+
+def length_bucket(length: int, smallest: int, largest: int, factor: int = 2) -> int:
+    """The least `smallest` * `factor`^n that holds `length`, at most `largest`."""
+    bucket = smallest
+    while bucket < length:
+        bucket *= factor
+    return min(bucket, largest)
+
+
+def kv_bucket(length: int, cache_length: int) -> int:
+    """Slots that attention reads to see `length` of them.
+
+    Coarse, since each bucket is a program: a decode of 2,048 tokens compiles three.
+    """
+    return length_bucket(length, MIN_KV_LENGTH, cache_length, factor=4)
+
+
+def longest_chunk(config: ModelConfig, batch_size: int, cache_length: int) -> int:
+    """Positions of a prefill chunk whose scores B H T S fit `SCORE_BYTES`, a power of two."""
+    longest = MAX_PREFILL_LENGTH
+    while (
+        longest > MIN_PREFILL_LENGTH
+        and 4 * batch_size * config.num_heads * longest * cache_length > SCORE_BYTES
+    ):
+        longest //= 2
+    return longest
+
+
+def prefill_chunks(length: int, cache_length: int, longest: int) -> Iterator[tuple[int, int]]:
+    """(start, size) of the prefill chunks of `length` positions; none reaches past the cache."""
+    start = 0
+    while start < length:
+        largest = min(longest, cache_length - start)
+        size = length_bucket(length - start, MIN_PREFILL_LENGTH, largest)
+        yield start, size
+        start += size
+
+
+def scored_places(targets: np.ndarray) -> np.ndarray:
+    """int32[P], the last P columns of int32[B, T] from the first that counts; P is a bucket."""
+    counted = np.flatnonzero((targets >= 0).any(axis=0))
+    length = targets.shape[1]
+    num_last = length - int(counted[0]) if len(counted) else 0
+    if num_last:
+        num_last = length_bucket(num_last, MIN_PREFILL_LENGTH, length)
+    return np.arange(length - num_last, length, dtype=np.int32)

@@ -1,0 +1,40 @@
+"""Every byte of a run before anything is allocated: numbers in, numbers out.
+
+Axes as in `moejax.models.config`, and C slots of each sparse layer that cache experts, B transient
+slots that all layers share, R rows of the host store.
+"""
+
+from moejax.memory.budget.advice import PINNED_LIMIT, Machine, warnings
+from moejax.memory.budget.allocation import (
+    GIB,
+    LOW_RANK,
+    Budget,
+    BudgetError,
+    Limits,
+    Tier,
+    gib_above,
+    make_budget,
+    table_nbytes,
+)
+from moejax.memory.budget.precisions import n_hot
+from moejax.memory.budget.table import describe
+from moejax.memory.budget.workspace import Model, workspace_nbytes
+
+__all__ = [
+    "GIB",
+    "LOW_RANK",
+    "PINNED_LIMIT",
+    "Budget",
+    "BudgetError",
+    "Limits",
+    "Machine",
+    "Model",
+    "Tier",
+    "describe",
+    "gib_above",
+    "make_budget",
+    "n_hot",
+    "table_nbytes",
+    "warnings",
+    "workspace_nbytes",
+]

@@ -1,0 +1,84 @@
+"""What a budget will make slow, or fail, on a given machine."""
+
+import dataclasses
+
+from moejax.memory.budget.allocation import Budget, gib_above
+
+PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What is known of a machine; of what is None, nothing is said."""
+
+    host_nbytes: int | None = None  # memory that processes can still take
+    pinned_nbytes: int | None = None  # that XLA lets JAX pin
+
+
+def warnings(budget: Budget, machine: Machine) -> list[str]:
+    """A line for each thing that will hurt, worst first."""
+    return [
+        *_host(budget, machine),
+        *_disk(budget),
+        *_slots(budget),
+    ]
+
+
+def _host(budget: Budget, machine: Machine) -> list[str]:
+    found = []
+    total = budget.total_host
+    if machine.host_nbytes is not None and total > machine.host_nbytes:
+        found.append(
+            f"host memory for experts is {gib_above(total)}, but this machine has "
+            f"{gib_above(machine.host_nbytes)} left: lower memory.host_gib"
+        )
+    if machine.pinned_nbytes is not None and total > machine.pinned_nbytes:
+        needed = -(-total // 2**30) + 1
+        found.append(
+            f"{gib_above(total)} of pinned memory are over the limit of "
+            f"{gib_above(machine.pinned_nbytes)}: set {PINNED_LIMIT}={needed} before JAX starts, "
+            "or lower memory.host_gib"
+        )
+    return found
+
+
+def _disk(budget: Budget) -> list[str]:
+    if budget.host_share == 1:
+        return []
+    # Experts that hold a slot may be any, so the chance is that of one that has neither.
+    absent = max(0.0, 1 - budget.host_share)
+    needed = budget.num_layers * min(budget.num_experts, budget.batch * budget.experts_per_token)
+    return [
+        f"{100 * absent:.0f} % of the experts are not in host memory: a step in which one of them "
+        f"is needed and has no slot waits for the disk (with even routing and an empty cache, "
+        f"{absent * needed:.0f} of the {needed} experts of a decode step); raise memory.host_gib "
+        f"to {gib_above(budget.num_layers * budget.num_experts * budget.tier.expert_nbytes)}"
+    ]
+
+
+def _slots(budget: Budget) -> list[str]:
+    if not budget.pooled:
+        return []
+    found = []
+    needed = min(budget.num_experts, budget.batch * budget.experts_per_token)
+    if budget.slots == 0:
+        found.append("no expert is cached: every one that a step needs crosses the link")
+    elif budget.slots < needed:
+        found.append(
+            f"a layer caches {budget.slots} experts, but a decode step can need {needed}: the "
+            "others stream through the transient slots, and such a pass evicts nothing"
+        )
+    elif budget.limits.prefetch and budget.slots < needed + budget.limits.prefetch:
+        found.append(
+            f"a layer caches {budget.slots} experts: {budget.limits.prefetch} that are fetched "
+            f"ahead evict some of the {needed} that a step can need"
+        )
+    spare = budget.spare_device
+    if spare is not None and budget.slots < budget.num_experts:
+        layer_of_slots = budget.num_layers * budget.tier.expert_nbytes
+        if spare > 0.05 * (budget.total_device + spare):
+            found.append(
+                f"{gib_above(spare)} of memory.device_gib stay free: one more slot in each layer "
+                f"takes {gib_above(layer_of_slots)}"
+            )
+    return found

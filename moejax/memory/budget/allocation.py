@@ -1,0 +1,396 @@
+"""From limits to slots: the parts of a run, and what they leave for experts."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from moejax.errors import MoejaxError
+from moejax.memory.budget.workspace import Model, workspace_nbytes
+
+GIB = 2**30
+# A fetch launch of so many bytes runs at 31-37 GiB/s or more, of one job of 5 MB at 20 (H200, PCIe
+# 5 x16, jax 0.11.2, 2026-11-20).
+TRANSIENT_BYTES = 64 * 2**20
+RING_BLOCKS = 8  # pinned, each of an expert on its way from the disk
+# cuBLAS' workspace, programs and what an allocator loses by rounding and gaps.
+RESERVE_BYTES = {"gpu": 128 * 2**20, "cpu": 0}
+# Of plain experts where no kernel reads them in place, as in `moejax.models.moe`.
+GATHERED_BYTES = 512 * 2**20
+NUM_EVENTS = 13  # that `moejax.ledger` counts in each layer
+LOW_RANK = ".low_rank"  # ends the names of low-rank factors, which stay on the device
+
+
+class BudgetError(MoejaxError):
+    """Limits under which a model cannot run; the text names the smallest that would do."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a run may take; 1 GiB is 2^30 bytes."""
+
+    device_gib: float = 0.0  # of what JAX allocates on the accelerator; 0: no limit
+    host_gib: float = 0.0  # of host memory for experts; 0: no limit
+    disk_path: str = ""  # a copy of the checkpoint to read experts from; "": the checkpoint
+    slots: int = -1  # C; -1: as many as fit
+    transient: int = 0  # B; 0: the default
+    prefetch: int = 0  # experts of the next layer that are fetched ahead
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tier:
+    """One stored form of the experts."""
+
+    name: str  # "bf16", "int4", ...
+    expert_nbytes: int  # of one expert: what a slot holds, and a row of the host store
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Where every byte goes.
+
+    Invariants: with `pooled`, experts lie in M C + B slots and R rows; without, all are on the
+    device as the other weights are, C is E, and B and R are 0.
+    """
+
+    limits: Limits
+    tier: Tier
+    batch: int  # sequences at once
+    context: int  # slots of the KV cache of each
+    chunk: int  # tokens of each in a prefill step
+    num_layers: int  # M
+    num_experts: int  # E
+    experts_per_token: int  # A
+    pooled: bool
+    slots: int  # C
+    transient: int  # B
+    host_rows: int  # R
+    device: Mapping[str, int]  # bytes by part
+    host: Mapping[str, int]
+    disk: Mapping[str, int]
+
+    @property
+    def num_slots(self) -> int:
+        """S = M C + B of the device pool; 0 where there is none."""
+        return self.num_layers * self.slots + self.transient if self.pooled else 0
+
+    @property
+    def total_device(self) -> int:
+        """Bytes on the accelerator at the peak."""
+        return sum(self.device.values())
+
+    @property
+    def total_host(self) -> int:
+        """Bytes of host memory for experts; pinned on a GPU."""
+        return sum(self.host.values())
+
+    @property
+    def spare_device(self) -> int | None:
+        """Bytes of the limit that nothing takes; None without a limit."""
+        limit = limit_nbytes(self.limits.device_gib)
+        return None if limit is None else limit - self.total_device
+
+    @property
+    def resident_share(self) -> float:
+        """Of the experts, those that have a slot of their layer."""
+        return self.slots / self.num_experts
+
+    @property
+    def host_share(self) -> float:
+        """Of the experts, those that a step finds without the disk."""
+        if not self.pooled:
+            return 1.0
+        return min(1.0, self.host_rows / (self.num_layers * self.num_experts))
+
+    def link_nbytes(self, num_tokens: int) -> int:
+        """Bytes that cross the link in a step of so many tokens, when every expert is a miss."""
+        needed = min(self.num_experts, num_tokens * self.experts_per_token)
+        misses = min(needed, self.num_experts - self.slots)
+        return self.num_layers * misses * self.tier.expert_nbytes
+
+    def table(self) -> list[tuple[str, str, int]]:
+        """(place, part, bytes) of every part, each place's total last."""
+        rows = []
+        for place in ("device", "host", "disk"):
+            parts: Mapping[str, int] = getattr(self, place)
+            rows += [(place, part, nbytes) for part, nbytes in parts.items()]
+            if parts:
+                rows.append((place, "total", sum(parts.values())))
+        return rows
+
+
+def limit_nbytes(gib: float) -> int | None:
+    """Bytes of a limit in GiB; None for 0, which is none."""
+    return int(gib * GIB) if gib else None
+
+
+def gib_above(nbytes: int) -> str:
+    """Bytes in GiB for people, rounded up to three digits or more: "11.94 GiB"."""
+    gib = nbytes / GIB
+    digits = 2 if gib >= 1 else 2 - math.floor(math.log10(max(gib, 1e-9)))
+    return f"{math.ceil(gib * 10**digits) / 10**digits:.{digits}f} GiB"
+
+
+def make_budget(
+    config: Model,
+    weights_nbytes: Mapping[str, int],
+    tier: Tier,
+    *,
+    batch: int,
+    context: int,
+    chunk: int,
+    limits: Limits,
+    platform: str,
+    itemsize: int = 2,
+) -> Budget:
+    """Where every byte of a run goes, and how many experts get a slot.
+
+    C = floor((limit - rest) / (M expert_nbytes)), at most E, where the rest holds B transient
+    slots. If everything fits, experts are not pooled, unless `limits.slots` asks for it.
+
+    Args:
+      config: the model's shape.
+      weights_nbytes: bytes of every leaf on the device but the experts; of the experts' low-rank
+        factors under names that end in `LOW_RANK`.
+      tier: the form of the experts.
+      batch: sequences at once.
+      context: slots of the KV cache of each.
+      chunk: tokens of one sequence that a prefill step takes.
+      limits: of memory.
+      platform: "gpu" or "cpu".
+      itemsize: bytes of a number of the activations and of the KV cache.
+
+    Raises:
+      BudgetError: it does not fit; the text names the smallest limit that would do.
+    """
+    run = _Run(config, weights_nbytes, tier, batch, context, chunk, limits, platform, itemsize)
+    run.check()
+    limit = limit_nbytes(limits.device_gib)
+    whole = run.unpooled()
+    if not run.num_layers or (limits.slots < 0 and (limit is None or sum(whole.values()) <= limit)):
+        run.require(sum(whole.values()), limit, "the model, which has no experts to move")
+        return run.budget(pooled=False, slots=run.num_experts, transient=0, device=whole)
+    slots, transient = run.choose_slots(limit)
+    return run.budget(
+        pooled=True, slots=slots, transient=transient, device=run.pooled(slots, transient)
+    )
+
+
+def table_nbytes(num_layers: int, num_experts: int, slots: int, num_tiers: int = 1) -> int:
+    """Bytes of the residency tables, of the counters and of the table of rows on the device.
+
+    Args:
+      num_layers: M.
+      num_experts: E.
+      slots: C.
+      num_tiers: of the gate mass that is counted.
+    """
+    columns = 4 * (num_experts + 4 * slots)  # slot of an expert; owner, use and flags of a slot
+    residency = num_layers * (columns + num_experts) + 4  # and pins; the clock
+    rows = num_layers * num_experts * 4
+    counters = num_layers * 4 * (NUM_EVENTS + 1 + num_tiers)
+    return residency + rows + counters
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """The arguments of `make_budget`."""
+
+    config: Model
+    weights_nbytes: Mapping[str, int]
+    tier: Tier
+    batch: int
+    context: int
+    chunk: int
+    limits: Limits
+    platform: str
+    itemsize: int
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.config.moe_layers)
+
+    @property
+    def num_experts(self) -> int:
+        return self.config.num_experts
+
+    def check(self) -> None:
+        """Raises BudgetError for what no limit would mend."""
+        slots, prefetch = self.limits.slots, self.limits.prefetch
+        for name in ("device_gib", "host_gib"):
+            if not 0 <= (gib := getattr(self.limits, name)) < math.inf:
+                raise BudgetError(f"memory.{name}={gib} must be 0 (no limit) or a number of GiB")
+        if slots < -1 or min(self.limits.transient, prefetch) < 0 or prefetch > self.num_experts:
+            raise BudgetError(
+                f"memory.slots={slots}, transient={self.limits.transient} and prefetch={prefetch} "
+                f"must be numbers of experts, at most {self.num_experts} (slots -1: as many as fit)"
+            )
+        if slots > self.num_experts:
+            raise BudgetError(
+                f"memory.slots={slots} is more than the {self.num_experts} experts of a layer"
+            )
+        if self.limits.transient > self.num_experts:
+            raise BudgetError(
+                f"memory.transient={self.limits.transient} is more than the {self.num_experts} "
+                "experts of a layer"
+            )
+        if slots >= 0 and prefetch > slots:
+            raise BudgetError(
+                f"memory.prefetch={prefetch} needs as many slots a layer, but memory.slots={slots}"
+            )
+
+    def dense(self) -> dict[str, int]:
+        """Parts that do not depend on the experts' places."""
+        low_rank = {n: size for n, size in self.weights_nbytes.items() if n.endswith(LOW_RANK)}
+        parts = {f"weights {n}": s for n, s in self.weights_nbytes.items() if n not in low_rank}
+        if low_rank:
+            parts["low-rank factors of experts"] = sum(low_rank.values())
+        c = self.config
+        keys = c.num_layers * self.batch * c.num_kv_heads * self.context * c.head_dim
+        parts["KV cache"] = 2 * keys * self.itemsize
+        parts["activations and workspace"] = self.workspace()
+        if reserve := RESERVE_BYTES[self.platform]:
+            parts["reserve of the allocator"] = reserve
+        return parts
+
+    def workspace(self) -> int:
+        return workspace_nbytes(
+            self.config,
+            batch=self.batch,
+            context=self.context,
+            chunk=self.chunk,
+            itemsize=self.itemsize,
+            platform=self.platform,
+        )
+
+    def unpooled(self) -> dict[str, int]:
+        """Device bytes with all experts among the weights."""
+        parts = self.dense()
+        layer = self.num_experts * self.tier.expert_nbytes
+        if self.num_layers:
+            parts["experts"] = self.num_layers * layer
+        plain = 3 * self.config.model_dim * self.config.expert_dim * self.itemsize
+        if self.platform == "gpu" and self.num_layers and self.tier.expert_nbytes >= plain:
+            parts["experts gathered in a prefill step"] = min(GATHERED_BYTES, parts["experts"])
+        # A layer is staged on the device while it is loaded, before there is a cache.
+        later = parts["KV cache"] + parts["activations and workspace"]
+        if self.platform == "gpu" and self.num_layers and layer > later:
+            parts["staging of a layer while it is loaded"] = layer - later
+        return parts
+
+    def pooled(self, slots: int, transient: int) -> dict[str, int]:
+        """Device bytes with experts in slots."""
+        parts = self.dense()
+        parts["expert slots"] = self.num_layers * slots * self.tier.expert_nbytes
+        parts["transient slots"] = transient * self.tier.expert_nbytes
+        parts["residency tables"] = table_nbytes(self.num_layers, self.num_experts, slots)
+        # A kernel copies host rows to their slots. What the disk gives, and what XLA copies on a
+        # CPU, is an array of the step first.
+        if self.platform == "cpu" or self.reads_disk:
+            at_once = max(min(self.most_needed, slots), transient)
+            parts["experts on their way in a step"] = at_once * self.tier.expert_nbytes
+        return parts
+
+    @property
+    def most_needed(self) -> int:
+        """Experts of a layer that a prefill chunk can need."""
+        pairs = self.batch * self.chunk * self.config.experts_per_token
+        return min(self.num_experts, pairs)
+
+    @property
+    def reads_disk(self) -> bool:
+        """Whether host memory lacks some experts."""
+        return self.host_rows() < self.num_layers * self.num_experts
+
+    def default_transient(self) -> int:
+        """What one token needs at once, and at least `TRANSIENT_BYTES`; one if none streams."""
+        if self.limits.slots == self.num_experts:
+            return 1
+        enough = -(-TRANSIENT_BYTES // self.tier.expert_nbytes)
+        return min(self.num_experts, max(self.config.experts_per_token, enough))
+
+    def choose_slots(self, limit: int | None) -> tuple[int, int]:
+        """C and B.
+
+        Raises:
+          BudgetError: the limit is too small.
+        """
+        least = max(0, self.limits.slots, self.limits.prefetch)  # of C
+        asked = self.limits.transient
+        transient = asked or self.default_transient()
+        if limit is None:
+            return least, transient
+        smallest = sum(self.pooled(least, asked or 1).values())
+        said = f"{least} slots a layer and {asked or 1} transient ones"
+        self.require(smallest, limit, said)
+        while sum(self.pooled(least, transient).values()) > limit:
+            transient -= 1
+        if self.limits.slots >= 0:
+            return least, transient
+        slots = least
+        # Slots come with entries of tables and the like: the quotient may be too many by a few.
+        room = limit - sum(self.pooled(least, transient).values())
+        slots = min(self.num_experts, slots + room // (self.num_layers * self.tier.expert_nbytes))
+        while sum(self.pooled(slots, transient).values()) > limit:
+            slots -= 1
+        return slots, transient
+
+    def require(self, nbytes: int, limit: int | None, what: str) -> None:
+        """Raises BudgetError unless so many bytes are within the limit."""
+        if limit is not None and nbytes > limit:
+            raise BudgetError(
+                f"memory.device_gib={self.limits.device_gib:g} is too little for {what}: the "
+                f"smallest that would do is {gib_above(nbytes)} (batch {self.batch}, context "
+                f"{self.context})"
+            )
+
+    def budget(
+        self, *, pooled: bool, slots: int, transient: int, device: Mapping[str, int]
+    ) -> Budget:
+        """The device's part is given; adds the host's and the disk's."""
+        num_experts = self.num_layers * self.num_experts
+        nbytes = self.tier.expert_nbytes
+        host: dict[str, int] = {}
+        disk: dict[str, int] = {}
+        rows = 0
+        if pooled:
+            rows = self.host_rows()
+            host["experts"] = rows * nbytes
+            if rows < num_experts:
+                host["ring of blocks from the disk"] = RING_BLOCKS * nbytes
+                disk["experts"] = num_experts * nbytes
+        return Budget(
+            limits=self.limits,
+            tier=self.tier,
+            batch=self.batch,
+            context=self.context,
+            chunk=self.chunk,
+            num_layers=self.num_layers,
+            num_experts=self.num_experts,
+            experts_per_token=self.config.experts_per_token,
+            pooled=pooled,
+            slots=slots,
+            transient=transient,
+            host_rows=rows,
+            device=device,
+            host=host,
+            disk=disk,
+        )
+
+    def host_rows(self) -> int:
+        """R: all experts, or those that fit beside the ring.
+
+        Raises:
+          BudgetError: not even the ring fits.
+        """
+        limit, nbytes = limit_nbytes(self.limits.host_gib), self.tier.expert_nbytes
+        num_experts = self.num_layers * self.num_experts
+        if limit is None or num_experts * nbytes <= limit:
+            return num_experts
+        rows = limit // nbytes - RING_BLOCKS
+        if rows < 0:
+            raise BudgetError(
+                f"memory.host_gib={self.limits.host_gib:g} is too little for the ring of "
+                f"{RING_BLOCKS} experts on their way from the disk: the smallest that would do is "
+                f"{gib_above(RING_BLOCKS * nbytes)}"
+            )
+        return rows

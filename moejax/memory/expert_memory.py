@@ -1,0 +1,175 @@
+"""What an engine holds of experts that move: the pool, the host's rows, the ledger."""
+
+import contextlib
+import dataclasses
+import math
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.ledger import Ledger, no_counts
+from moejax.memory import residency
+from moejax.memory.disk import DiskExperts
+from moejax.memory.pooled import ExpertPool, ExpertStore, PoolSpec
+from moejax.qtensor import Compensator, Weight
+
+
+@dataclasses.dataclass
+class ExpertMemory:
+    """Experts of one model.
+
+    Attributes:
+      spec: static facts, part of every compiled step.
+      pool: the device's state; replaced after each step, to which it is donated.
+      store: operands of the steps.
+      ledger: sums of what the steps counted, as of the last `settle`.
+      disk: of experts that the store lacks; None where it has all.
+    """
+
+    spec: PoolSpec
+    pool: ExpertPool
+    store: ExpertStore
+    ledger: Ledger
+    disk: DiskExperts | None = None
+    _lock: Any = dataclasses.field(default_factory=threading.RLock, repr=False)
+
+    @classmethod
+    def of_rows(
+        cls,
+        spec: PoolSpec,
+        gate_up: Weight,
+        down: Weight,
+        row_of: np.ndarray,
+        device: jax.Device,
+        terms: tuple[tuple[Compensator, ...], tuple[Compensator, ...]] = ((), ()),
+    ) -> "ExpertMemory":
+        """Around a store that is there; allocates the pool, empty, on the device.
+
+        Args:
+          spec: of the pool.
+          gate_up: [R, 2F, D], rows of the host store, without low-rank terms.
+          down: [R, D, F].
+          row_of: int32[M, E], row of each expert; -1 for what is on the disk alone.
+          device: of the pool.
+          terms: low-rank terms of gate and up, and of down, on the device, starts and ranks [M, E].
+        """
+        pool = _empty_pool(spec, (gate_up, down), device)
+        rows = jax.device_put(np.asarray(row_of, np.int32), device)
+        expert_bytes = sum(
+            math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in jax.tree.leaves(pool.slots)
+        )
+        return cls(spec, pool, ExpertStore(gate_up, down, rows, terms), Ledger(expert_bytes))
+
+    def stacks(self) -> dict[str, Weight]:
+        """The pool as the leaves [1, S, ...] that it stands for, with low-rank terms; shapes."""
+        found = {}
+        names = {"moe.gate_up": self.pool.gate_up, "moe.down": self.pool.down}
+        for (name, slots), terms in zip(names.items(), self.store.terms, strict=True):
+            stack = jax.eval_shape(lambda s: jax.tree.map(lambda leaf: leaf[None], s), slots)
+            if terms:
+                num_slots = self.spec.cache.num_slots
+                placed = [
+                    dataclasses.replace(
+                        jax.eval_shape(lambda t: t, term),
+                        start=jax.ShapeDtypeStruct((1, num_slots), "int32"),
+                        rank=jax.ShapeDtypeStruct((1, num_slots), "int32"),
+                    )
+                    for term in terms
+                ]
+                stack = dataclasses.replace(stack, compensators=tuple(placed))
+            found[name] = stack
+        return found
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around the dispatch of a step, of which there is one at a time.
+
+        Experts that earlier steps waited for get their rows of host memory first. A pool that a
+        failed step took with it is replaced by an empty one.
+
+        Raises:
+          MoejaxError: an earlier step could not read an expert.
+        """
+        with self._lock:
+            try:
+                self._before_step()
+                yield
+            except BaseException:
+                if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.pool)):
+                    self.renew()
+                raise
+
+    def _before_step(self) -> None:
+        self.check()
+        if self.disk is None or self.disk.cache is None or not self.disk.has_arrived:
+            return
+        self.pool.residency.clock.block_until_ready()  # steps so far may read the rows
+        self.check()
+        place = self.store.row_of.sharding
+        row_of = jax.device_put(self.disk.settle().copy(), place)
+        self.store = dataclasses.replace(self.store, row_of=row_of)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around the host's reading of results, which it may use only if this raises nothing.
+
+        Raises:
+          MoejaxError: an expert could not be read from the disk; the next step starts with an
+            empty cache.
+        """
+        try:
+            yield
+        except jax.errors.JaxRuntimeError:
+            with self._lock:
+                self.renew()
+            raise
+        self.check()
+
+    def check(self) -> None:
+        """Raises what the disk could not give a step; forgets what is cached, it may be wrong."""
+        if self.disk is None or self.disk.error is None:
+            return
+        with self._lock:
+            self.pool.residency.clock.block_until_ready()  # no step is left that could fail too
+            error = self.disk.take_error()
+            empty = residency.empty(self.spec.cache)
+            place = self.pool.residency.clock.sharding
+            self.pool = dataclasses.replace(self.pool, residency=jax.device_put(empty, place))
+        if error is not None:
+            raise error
+
+    def renew(self) -> None:
+        """A new pool, empty; the counts since the last `settle` are lost with the old one."""
+        for leaf in jax.tree.leaves(self.pool):
+            if not leaf.is_deleted():
+                leaf.delete()  # there may be no room for two
+        device = self.store.row_of.device
+        self.pool = _empty_pool(self.spec, (self.store.gate_up, self.store.down), device)
+
+    def settle(self) -> Ledger:
+        """The ledger after all steps so far, for which it waits."""
+        with self._lock, self.reading():
+            counts = jax.device_get(self.pool.counts)
+        read = self.disk.read_since() if self.disk else (0, 0)
+        self.ledger.add(counts, disk_reads=read[0], disk_bytes=read[1])
+        place = self.pool.counts.events.sharding
+        fresh = no_counts(self.spec.cache.num_layers, counts.gate.shape[1] - 1)
+        self.pool = dataclasses.replace(self.pool, counts=jax.device_put(fresh, place))
+        return self.ledger
+
+
+def _empty_pool(spec: PoolSpec, rows: tuple[Weight, Weight], device: jax.Device) -> ExpertPool:
+    def slots(row: Any) -> jax.Array:
+        return jnp.zeros((spec.cache.num_slots, *row.shape[1:]), row.dtype, device=device)
+
+    gate_up, down = jax.tree.map(slots, rows)
+    return ExpertPool(
+        gate_up,
+        down,
+        jax.device_put(residency.empty(spec.cache), device),
+        jax.device_put(no_counts(spec.cache.num_layers), device),
+    )

@@ -1,0 +1,135 @@
+"""From a checkpoint and limits to weights and experts that move."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.checkpoints.experts import open_experts
+from moejax.checkpoints.open import Checkpoint, open_checkpoint
+from moejax.checkpoints.sizes import checkpoint_sizes
+from moejax.errors import MoejaxError
+from moejax.memory.budget import Budget, Limits, make_budget
+from moejax.memory.budget.allocation import RING_BLOCKS
+from moejax.memory.disk import DiskExperts
+from moejax.memory.expert_memory import ExpertMemory
+from moejax.memory.host_store import HostStore
+from moejax.memory.pooled import PoolSpec
+from moejax.memory.residency import CacheSpec
+from moejax.memory.ssd import SsdReader, waiting_refusal
+from moejax.qtensor import Weight
+
+QUEUE_LENGTH = 64  # requests of a reader that wait
+
+
+def open_memory(
+    checkpoint: Checkpoint,
+    limits: Limits,
+    *,
+    dtype: str,
+    device: jax.Device,
+    batch: int,
+    context: int,
+    chunk: int,
+    progress: bool,
+) -> tuple[Mapping[str, Weight], ExpertMemory | None, Budget]:
+    """Loads a model under limits: whole if it fits, else its experts to host memory or not at all.
+
+    Args:
+      checkpoint: any; an Orbax directory only if it fits.
+      limits: of memory.
+      dtype: of plain weights and activations, or "auto".
+      device: of the model.
+      batch: sequences at once.
+      context: slots of the KV cache of each.
+      chunk: tokens of one sequence that a prefill step takes.
+      progress: show bars on stderr.
+
+    Returns:
+      The weights, what holds the experts that they lack (None: they lack none), and the budget.
+
+    Raises:
+      MoejaxError: the limits are too tight (the text names the least that would do), or the
+        checkpoint cannot be read.
+    """
+    chosen = np.dtype(checkpoint.choose_dtype(dtype, device))
+    sizes = checkpoint_sizes(checkpoint, chosen)
+    budget = make_budget(
+        checkpoint.config,
+        sizes.weights_nbytes,
+        sizes.tier,
+        batch=batch,
+        context=context,
+        chunk=chunk,
+        limits=limits,
+        platform=device.platform,
+        itemsize=chosen.itemsize,
+    )
+    if not budget.pooled:
+        weights = checkpoint.load(dtype=dtype, device=device, progress=progress)
+        return weights, None, budget
+    if sizes.refusal:
+        raise MoejaxError(f"the experts do not fit and cannot move: {sizes.refusal}")
+    weights = checkpoint.load(dtype=dtype, device=device, progress=progress, experts=False)
+    memory = load_experts(checkpoint, budget, dtype=dtype, device=device, progress=progress)
+    return weights, memory, budget
+
+
+def load_experts(
+    checkpoint: Checkpoint, budget: Budget, *, dtype: str, device: jax.Device, progress: bool
+) -> ExpertMemory:
+    """The host's rows, filled; the pool, empty; the disk, open where rows are too few.
+
+    Args:
+      checkpoint: its experts are read here, or from `budget.limits.disk_path` where that is given.
+      budget: a pooled one.
+      dtype: as in `open_memory`.
+      device: likewise.
+      progress: likewise.
+    """
+    source = checkpoint
+    if budget.limits.disk_path:
+        source = open_checkpoint(budget.limits.disk_path)
+        if source.config != checkpoint.config:
+            raise MoejaxError(
+                f"memory.disk_path={budget.limits.disk_path} holds another model than "
+                f"{checkpoint.directory}"
+            )
+    reader = open_experts(source, dtype=dtype, device=device)
+    with open_experts(checkpoint, dtype=dtype, device=device) as own:
+        terms = own.load_compensators(device, progress=progress)
+        forms: list[Any] = [jax.tree.structure((r.gate_up, r.down)) for r in (own, reader)]
+        if own.row != reader.row or forms[0] != forms[1]:
+            raise MoejaxError(
+                f"memory.disk_path={budget.limits.disk_path} holds experts of another form than "
+                f"{checkpoint.directory}: give a copy of it"
+            )
+    num_layers, num_experts = reader.num_layers, reader.num_experts
+    store, row_of = None, np.full((num_layers, num_experts), -1, np.int32)
+    arrays = tuple(jnp.zeros((0, *part.shape), part.dtype, device=device) for part in reader.row)
+    if budget.host_rows:
+        store = HostStore.allocate(reader, budget.host_rows, device)
+        store.fill(progress=progress)
+        row_of, arrays = store.row_of, store.arrays
+    disk = None
+    if budget.host_rows < num_layers * num_experts:
+        if reason := waiting_refusal(reader, device):
+            raise MoejaxError(f"{source.directory}: {reason}; raise memory.host_gib")
+        # Nothing is read in the background yet: what steps waited for has the ring's place in the
+        # budget, but for one block.
+        ring = SsdReader(reader, device, ring_blocks=1, queue_length=QUEUE_LENGTH)
+        kept = RING_BLOCKS - 1
+        disk = DiskExperts(ring, store, reader.row, row_of, most_kept=kept)
+    else:
+        reader.close()
+    gate_up, down = jax.tree.unflatten(jax.tree.structure((reader.gate_up, reader.down)), arrays)
+    cache = CacheSpec(
+        num_layers=num_layers, num_experts=num_experts, slots=budget.slots,
+        transient=budget.transient,
+    )  # fmt: skip
+    spec = PoolSpec(cache, budget.limits.prefetch, disk.read if disk else None)
+    memory = ExpertMemory.of_rows(spec, gate_up, down, row_of, device, terms)
+    memory.disk = disk
+    return memory

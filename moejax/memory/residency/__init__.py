@@ -1,0 +1,27 @@
+"""Which slot holds which expert: pure functions over tables of fixed shapes, for inside the step.
+
+Axes: M sparse layers, E experts of a layer, C cache slots of a layer, B transient slots that all
+layers share, S = M C + B slots of the device pool. The slot of (layer l, local slot c) is l C + c;
+transient slot b is M C + b. -1 stands for none.
+"""
+
+from moejax.memory.residency.planning import Plan, Prefetch, num_waves, plan, predict
+from moejax.memory.residency.tables import CacheSpec, Counter, Residency, empty, seeded
+from moejax.memory.residency.transfers import cancel, pin, publish, reserve
+
+__all__ = [
+    "CacheSpec",
+    "Counter",
+    "Plan",
+    "Prefetch",
+    "Residency",
+    "cancel",
+    "empty",
+    "num_waves",
+    "pin",
+    "plan",
+    "predict",
+    "publish",
+    "reserve",
+    "seeded",
+]

@@ -1,0 +1,229 @@
+"""The tables of a cache: sizes, what is in every slot, and one layer's rows of it."""
+
+import dataclasses
+from typing import NamedTuple, Protocol, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Layer = int | jax.Array  # int or int32[], 0 <= layer < M
+
+
+class Counter(Protocol):
+    """What counts events of a layer: `moejax.ledger.Counts`."""
+
+    def add(self, layer: Layer, **amounts: jax.Array | int) -> Self:
+        """Adds to events of a layer, by name."""
+        ...
+
+
+Counts = TypeVar("Counts", bound=Counter)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheSpec:
+    """Static sizes. `held`: slots of a layer that pins and bulk transfers may take from eviction.
+
+    A layer that needs at most C - held experts is served by its cache alone (`num_waves`).
+    """
+
+    num_layers: int  # M
+    num_experts: int  # E
+    slots: int  # C, 0 for no cache
+    transient: int  # B
+    held: int = 0
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    @property
+    def num_slots(self) -> int:
+        """S."""
+        return self.first_transient + self.transient
+
+    @property
+    def first_transient(self) -> int:
+        """M C."""
+        return self.num_layers * self.slots
+
+    def check(self) -> None:
+        """Raises ValueError naming the size that is not possible."""
+        if self.num_layers < 1 or self.num_experts < 1:
+            raise ValueError(f"{self.num_layers} layers of {self.num_experts} experts")
+        if not 0 <= self.slots <= self.num_experts:
+            raise ValueError(f"{self.slots} slots for {self.num_experts} experts of a layer")
+        if self.transient < 1:
+            raise ValueError(f"{self.transient} transient slots; at least 1")
+        if not 0 <= self.held <= self.slots:
+            raise ValueError(f"{self.held} of {self.slots} slots held")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Residency:
+    """What is in the slots of every layer; donated through steps with the pools.
+
+    `table` int32[M, E + 4 C] has, of each layer, the columns that the properties of these names
+    return; `pinned` bool[M, E] are experts that are never evicted; `clock` int32[] counts the
+    steps of layers from 1 on and may wrap.
+
+    Invariants (`check`): `slot_of` and `owner` are inverse to each other; a slot into which a
+    bulk transfer is arriving has no owner; no two transfers bring the same expert; a slot without
+    an owner is not `prefetched`; pinned experts and arriving ones are at most `spec.held` a layer.
+    """
+
+    table: jax.Array
+    pinned: jax.Array
+    clock: jax.Array
+
+    @property
+    def slot_of(self) -> jax.Array:
+        """int32[M, E], local slot of an expert."""
+        return self._rows.slot_of
+
+    @property
+    def owner(self) -> jax.Array:
+        """int32[M, C], expert of a slot; -1 if it is free or arriving."""
+        return self._rows.owner
+
+    @property
+    def last_use(self) -> jax.Array:
+        """int32[M, C], clock of the last use; 0 never."""
+        return self._rows.last_use
+
+    @property
+    def prefetched(self) -> jax.Array:
+        """bool[M, C], brought by a prediction or a bulk transfer and not used yet."""
+        return self._rows.prefetched
+
+    @property
+    def arriving(self) -> jax.Array:
+        """int32[M, C], expert of a bulk transfer on its way: serves nobody, is not a victim."""
+        return self._rows.arriving
+
+    @property
+    def _rows(self) -> "Row":
+        return Row.of(self.table, self.pinned)
+
+    def check(self, spec: CacheSpec) -> None:
+        """Raises ValueError naming the invariant that does not hold; for concrete arrays."""
+        num_layers, num_experts, slots = spec.num_layers, spec.num_experts, spec.slots
+        shapes = {
+            "table": (np.int32, (num_layers, num_experts + 4 * slots)),
+            "pinned": (np.bool_, (num_layers, num_experts)),
+            "clock": (np.int32, ()),
+        }
+        for name, (dtype, shape) in shapes.items():
+            leaf = getattr(self, name)
+            if leaf.dtype != dtype or leaf.shape != shape:
+                wanted = f"{np.dtype(dtype).name}{shape}"
+                raise ValueError(f"{name} is {leaf.dtype}{leaf.shape}, expected {wanted}")
+        state = Residency(*(np.asarray(leaf) for leaf in jax.tree.leaves(self)))  # type: ignore[arg-type]
+        owner, arriving = np.asarray(state.owner), np.asarray(state.arriving)
+        for layer in range(num_layers):
+            for name, held in (("owner", owner[layer]), ("arriving", arriving[layer])):
+                experts = held[held != -1]
+                if len(set(experts.tolist())) != len(experts):
+                    raise ValueError(f"layer {layer}: an expert is twice in {name}")
+                if len(experts) and not 0 <= experts.min() <= experts.max() < num_experts:
+                    raise ValueError(f"layer {layer}: {name} has no expert of the layer")
+            slot_of = np.full(num_experts, -1)
+            used = owner[layer] >= 0
+            slot_of[owner[layer][used]] = np.flatnonzero(used)
+            if not np.array_equal(slot_of, state.slot_of[layer]):
+                raise ValueError(f"layer {layer}: slot_of is not the inverse of owner")
+            if (used & (arriving[layer] >= 0)).any():
+                raise ValueError(f"layer {layer}: a slot has an owner while a transfer arrives")
+            if (~used & np.asarray(state.prefetched[layer])).any():
+                raise ValueError(f"layer {layer}: a slot without an owner is prefetched")
+            num_held = int(state.pinned[layer].sum()) + int((arriving[layer] >= 0).sum())
+            if num_held > spec.held:
+                raise ValueError(f"layer {layer}: {num_held} pinned or arriving, {spec.held} held")
+
+
+def empty(spec: CacheSpec) -> Residency:
+    """Nothing resident."""
+    return seeded(spec, np.zeros((spec.num_layers, 0), np.int32))
+
+
+def seeded(spec: CacheSpec, experts: np.ndarray | jax.Array) -> Residency:
+    """The content of a warm start: local slot c of layer l owns experts[l, c].
+
+    Args:
+      spec: the sizes.
+      experts: int32[M, n], n <= C, different ones in a row.
+
+    Raises:
+      ValueError: they do not fit.
+    """
+    given = np.asarray(experts)
+    if given.ndim != 2 or given.shape[0] != spec.num_layers or given.shape[1] > spec.slots:
+        raise ValueError(
+            f"experts of shape {given.shape} for {spec.num_layers} layers of {spec.slots} slots"
+        )
+    if given.size and not 0 <= given.min() <= given.max() < spec.num_experts:
+        raise ValueError(f"an expert that is none of {spec.num_experts}")
+    if (np.diff(np.sort(given, axis=1), axis=1) == 0).any():
+        raise ValueError("an expert stands twice in a layer")
+    slot_of = np.full((spec.num_layers, spec.num_experts), -1, np.int32)
+    owner = np.full((spec.num_layers, spec.slots), -1, np.int32)
+    owner[:, : given.shape[1]] = given
+    slots = np.broadcast_to(np.arange(given.shape[1], dtype=np.int32), given.shape)
+    np.put_along_axis(slot_of, given.astype(np.int64), slots, axis=1)
+    unset = np.zeros_like(owner)
+    table = np.concatenate([slot_of, owner, unset, unset, np.full_like(owner, -1)], axis=1)
+    return Residency(
+        table=jnp.asarray(table),
+        pinned=jnp.zeros((spec.num_layers, spec.num_experts), bool),
+        clock=jnp.asarray(1, jnp.int32),
+    )
+
+
+class Row(NamedTuple):
+    """The tables of one layer, or of all of them; see the properties of `Residency`."""
+
+    slot_of: jax.Array
+    pinned: jax.Array
+    owner: jax.Array
+    last_use: jax.Array
+    prefetched: jax.Array
+    arriving: jax.Array
+
+    @classmethod
+    def of(cls, table: jax.Array, pinned: jax.Array) -> "Row":
+        """The columns of a table [..., E + 4 C], with pins [..., E]."""
+        experts = pinned.shape[-1]
+        slots = (table.shape[-1] - experts) // 4
+        owner, last_use, prefetched, arriving = (
+            table[..., experts + i * slots : experts + (i + 1) * slots] for i in range(4)
+        )
+        return cls(table[..., :experts], pinned, owner, last_use, prefetched != 0, arriving)
+
+    @property
+    def free(self) -> jax.Array:
+        """bool[C]."""
+        return (self.owner < 0) & (self.arriving < 0)
+
+
+def first_slot(spec: CacheSpec, layer: Layer) -> jax.Array:
+    """int32[], the global slot of a layer's local slot 0."""
+    return jnp.asarray(layer, jnp.int32) * spec.slots
+
+
+def read_row(residency: Residency, layer: Layer) -> Row:
+    """The tables of a layer."""
+    read = jax.lax.dynamic_index_in_dim
+    row = read(residency.table, layer, keepdims=False)
+    # One copy of the row, or XLA copies columns one by one, and at times the whole table, before
+    # it overwrites the row in place.
+    row = jax.lax.optimization_barrier(row)
+    return Row.of(row, read(residency.pinned, layer, keepdims=False))
+
+
+def written(residency: Residency, layer: Layer, row: Row) -> Residency:
+    """The residency with a layer's tables, but for its pins, replaced by these."""
+    flags = row.prefetched.astype(jnp.int32)
+    columns = jnp.concatenate([row.slot_of, row.owner, row.last_use, flags, row.arriving])
+    table = jax.lax.dynamic_update_index_in_dim(residency.table, columns, layer, 0)
+    return dataclasses.replace(residency, table=table)

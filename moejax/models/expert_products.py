@@ -1,0 +1,178 @@
+"""What each chosen expert gives for each token, before the weighted sum, in three forms.
+
+All take pairs (token n, a) and stacks of experts [M, E, ...] (a resident model) or [1, S, ...] (the
+slots of a pool), and yield parts [P, N, A, D] whose sums over P are down_e(silu(gate_e x_n) * up_e
+x_n). A pair's product does not depend on which other pairs are active, to the bit: a layer may run
+in several calls, of some pairs each, and `combine` of all of them gives what one call gives.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moejax import ops
+from moejax.qtensor import Weight
+from pallas_kernels import grouped_dequant_matmul
+
+
+class Pairs(NamedTuple):
+    """Which matrices each of N tokens runs, A of them."""
+
+    expert: jax.Array  # int32[N, A], along the second axis of the stacks
+    active: jax.Array  # bool[N, A]; what is not costs nothing where a form can help it
+
+
+class Experts(NamedTuple):
+    """Two stacks of matrices with the same leading axes, and which of the first axis is meant."""
+
+    gate_up: Weight  # [M, E, 2F, D]
+    down: Weight  # [M, E, D, F]
+    layer: int  # in 0..M - 1
+
+
+def swiglu(gate_up: jax.Array) -> jax.Array:
+    """silu(gate) * up (Shazeer 2020, eq. 6): [..., 2F] to [..., F]."""
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+def combine(products: jax.Array, pairs: Pairs, weights: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """sum_a weights[n, a] product[n, a] in float32, in the order of a: [N, D] in `dtype`.
+
+    Args:
+      products: [P, N, A, D]; anything where a pair is not active.
+      pairs: of the tokens.
+      weights: float32[N, A].
+      dtype: of the result.
+    """
+    return grouped_dequant_matmul.combine(products, pairs.active, weights, dtype)
+
+
+def products_by_row(x: jax.Array, pairs: Pairs, experts: Experts) -> jax.Array:
+    """One slice and two thin products a pair, unrolled, active or not; `x.dtype`[1, N, A, D]."""
+
+    def matrix(stacked: Weight, index: jax.Array) -> jax.Array:
+        return ops.expert_matrix(stacked, experts.layer, index, x.dtype)
+
+    rows = []
+    for n in range(x.shape[0]):
+        for a in range(pairs.expert.shape[1]):
+            index = jnp.maximum(pairs.expert[n, a], 0)
+            gate_up = jnp.einsum("nd,fd->nf", x[n : n + 1], matrix(experts.gate_up, index))
+            rows.append(jnp.einsum("nf,df->nd", swiglu(gate_up), matrix(experts.down, index)))
+    return jnp.concatenate(rows).reshape(1, *pairs.expert.shape, -1)
+
+
+def block_size(num_rows: int, num_experts: int) -> int:
+    """Rows of a block: the mean load of an expert, as a power of two in 8..512."""
+    mean = max(1, num_rows // num_experts)
+    return min(512, max(8, 1 << (mean - 1).bit_length()))
+
+
+def products_by_block(
+    x: jax.Array, pairs: Pairs, experts: Experts, num_experts: int, step_bytes: int
+) -> jax.Array:
+    """Pairs sorted by expert and padded to blocks of one expert each; then batched products.
+
+    The number of blocks is static: each expert adds at most one partial block. An expert's weights
+    are gathered once a block, `step_bytes` at a time.
+
+    Args:
+      x: [N, D].
+      pairs: of the N tokens.
+      experts: stacks of S along the second axis.
+      num_experts: E, different ones that the pairs may have; at most S.
+      step_bytes: of the weights gathered for one step of the scan; at least one block is.
+
+    Returns:
+      `x.dtype`[1, N, A, D], zero where a pair is not active.
+    """
+    num_slots, width = experts.gate_up.shape[1], pairs.expert.shape[1]
+    num_rows = x.shape[0] * width
+    rows_per_block = block_size(num_rows, num_experts)
+    num_blocks = num_rows // rows_per_block + min(num_experts, num_rows)
+    stacks = (experts.gate_up, experts.down)
+    expert_bytes = x.dtype.itemsize * sum(math.prod(w.shape[2:]) for w in stacks)
+    blocks_per_step = min(num_blocks, max(1, step_bytes // expert_bytes))
+    num_steps = -(-num_blocks // blocks_per_step)
+
+    # Rows in order of slot; inactive ones belong to slot S and come last.
+    row_slot = jnp.where(pairs.active, pairs.expert, num_slots).reshape(-1)
+    order = jnp.argsort(row_slot, stable=True)
+    counts = jnp.zeros(num_slots, jnp.int32).at[row_slot].add(1, mode="drop")
+    first_row = jnp.cumsum(counts) - counts
+    blocks = -(-counts // rows_per_block)
+    last_block = jnp.cumsum(blocks)
+    block_id = jnp.arange(num_steps * blocks_per_step, dtype=jnp.int32)
+    block_slot = jnp.searchsorted(last_block, block_id, side="right").astype(jnp.int32)
+    safe_slot = jnp.minimum(block_slot, num_slots - 1)
+    offset = (block_id - (last_block - blocks)[safe_slot]) * rows_per_block
+    within = offset[:, None] + jnp.arange(rows_per_block, dtype=jnp.int32)[None]
+    filled = (within < counts[safe_slot][:, None]) & (block_slot < num_slots)[:, None]
+    sorted_row = jnp.where(filled, first_row[safe_slot][:, None] + within, 0)
+    row = jnp.where(filled, order[sorted_row].astype(jnp.int32), num_rows)
+
+    def step(outputs: jax.Array, inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        rows, slots = inputs  # [blocks_per_step, rows_per_block], [blocks_per_step]
+        block_x = x[jnp.minimum(rows // width, x.shape[0] - 1)]
+        index = (experts.layer, slots)
+        gate_up = ops.matrix(experts.gate_up, index, x.dtype)
+        hidden = swiglu(jnp.einsum("zrd,zfd->zrf", block_x, gate_up))
+        out = jnp.einsum("zrf,zdf->zrd", hidden, ops.matrix(experts.down, index, x.dtype))
+        return outputs.at[rows].set(out, mode="drop"), None
+
+    outputs = jnp.zeros((num_rows, x.shape[1]), x.dtype)
+    steps = (
+        row.reshape(num_steps, blocks_per_step, rows_per_block),
+        safe_slot.reshape(num_steps, blocks_per_step),
+    )
+    outputs, _ = jax.lax.scan(step, outputs, steps)
+    return outputs.reshape(1, *pairs.expert.shape, -1)
+
+
+def products_grouped(
+    x: jax.Array, pairs: Pairs, experts: Experts, implementation: str
+) -> jax.Array:
+    """By `pallas_kernels.grouped_dequant_matmul`; float32[P, N, A, D].
+
+    Args:
+      x: [N, D].
+      pairs: of the N tokens.
+      experts: for which `ops.unfit` has no reason.
+      implementation: of the kernels' own; see `grouped_experts.choose_grouped`.
+    """
+    return _grouped(
+        x,
+        jnp.int32(experts.layer * experts.gate_up.shape[1]),
+        pairs,
+        ops.operands(experts.gate_up),
+        ops.operands(experts.down),
+        implementation=implementation,
+    )
+
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def _grouped(
+    x: jax.Array,
+    first_slot: jax.Array,
+    pairs: Pairs,
+    gate_up: ops.Operands,
+    down: ops.Operands,
+    *,
+    implementation: str,
+) -> jax.Array:
+    """Jitted, with the layer's first slot an operand: all layers share a trace and the kernels."""
+    tier = jnp.where(pairs.active, 0, -1).astype(jnp.int32)
+    weight = jnp.ones(tier.shape, jnp.float32)  # the combine comes later
+    return grouped_dequant_matmul.moe_products(
+        x,
+        grouped_dequant_matmul.Assignments(tier, first_slot + pairs.expert, weight),
+        [gate_up.weights],
+        [down.weights],
+        gate_up_low_rank=[gate_up.low_rank],
+        down_low_rank=[down.low_rank],
+        implementation=implementation,
+    )

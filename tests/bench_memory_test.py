@@ -1,0 +1,54 @@
+"""The benchmark of moving experts: its traces are what they say, and it runs on a CPU."""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax.results import read_rows
+from scripts.synthetic_traces import QWEN3_HIT_RATES, lru_hit_rate, lru_trace
+
+
+class TraceTest(parameterized.TestCase):
+    def test_caches_hit_as_often_as_asked(self):
+        trace = lru_trace(
+            QWEN3_HIT_RATES, num_steps=300, num_layers=3, num_experts=128, width=8, seed=1
+        )
+        for slots, share in QWEN3_HIT_RATES.items():
+            self.assertAlmostEqual(lru_hit_rate(trace, slots, 128), share, delta=0.03)
+        # A flat trace hits in proportion to the slots: the rates above are no accident.
+        flat = lru_trace({}, num_steps=300, num_layers=1, num_experts=128, width=8)
+        self.assertAlmostEqual(lru_hit_rate(flat, 64, 128), 0.5, delta=0.04)
+
+    def test_no_token_takes_an_expert_twice(self):
+        trace = lru_trace({2: 0.5}, num_steps=50, num_layers=2, num_experts=8, width=4)
+        self.assertEqual({len(set(token)) for token in trace.reshape(-1, 4).tolist()}, {4})
+        self.assertEqual((trace.min(), trace.max()), (0, 7))
+
+    def test_rates_that_no_trace_has_are_refused(self):
+        with self.assertRaisesRegex(ValueError, "cannot have hit rates"):
+            lru_trace({4: 0.9}, num_steps=1, num_layers=1, num_experts=128, width=8)
+
+
+class ScriptTest(absltest.TestCase):
+    def test_it_runs_on_a_cpu(self):
+        with tempfile.TemporaryDirectory() as directory:
+            out = Path(directory) / "rows.jsonl"
+            subprocess.run(
+                [sys.executable, "-m", "scripts.bench_memory_gpu", "--model=tiny", "--device=cpu",
+                 "--slots=2", "--slots=4", "--steps=8", "--prefetch=1", f"--out={out}"],
+                check=True, capture_output=True, cwd=Path(__file__).parents[1],
+            )  # fmt: skip
+            resident, few, more = read_rows(out)
+        self.assertGreater(resident.figure, 0)
+        for row in (few, more):
+            self.assertGreater(row.baseline["megabytes_a_token"], 0)
+        self.assertLess(few.baseline["hit_rate"], more.baseline["hit_rate"])
+        self.assertTrue(np.isfinite(few.figure))
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,334 @@
+"""Budgets: every byte counted once, limits kept and filled, what cannot run refused by name."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax.cache import empty_cache
+from moejax.ledger import no_counts
+from moejax.memory.budget import (
+    GIB,
+    LOW_RANK,
+    BudgetError,
+    Limits,
+    Machine,
+    Tier,
+    describe,
+    gib_above,
+    make_budget,
+    n_hot,
+    table_nbytes,
+    warnings,
+)
+from moejax.memory.budget.allocation import RING_BLOCKS
+from moejax.memory.residency import CacheSpec, empty
+from moejax.models.config import weight_shapes
+from moejax.models.shapes import SHAPES
+
+QWEN, MIXTRAL = SHAPES["Qwen3-30B-A3B"], SHAPES["Mixtral-8x7B"]
+MACHINE = Machine(host_nbytes=100 * GIB, pinned_nbytes=64 * GIB)
+
+
+def weights_nbytes(config, itemsize=2):
+    """Of all leaves but the experts'."""
+    return {
+        name: itemsize * math.prod(shape)
+        for name, shape in weight_shapes(config).items()
+        if name not in ("moe.gate_up", "moe.down")
+    }
+
+
+def int4(config):
+    """Half a byte a weight, and a float16 scale and zero point for 64 of them."""
+    weights = 3 * config.model_dim * config.expert_dim
+    return Tier(name="int4", expert_nbytes=weights // 2 + weights // 64 * 4)
+
+
+def budget_of(config=QWEN, *, batch=1, context=4096, chunk=1024, platform="gpu", **limits):
+    return make_budget(
+        config,
+        weights_nbytes(config),
+        int4(config),
+        batch=batch,
+        context=context,
+        chunk=chunk,
+        limits=Limits(**limits),
+        platform=platform,
+    )
+
+
+class PartsTest(parameterized.TestCase):
+    def test_parts_are_what_is_allocated(self):
+        budget = budget_of(slots=5, transient=7)
+        weights = {k: v for k, v in budget.device.items() if k.startswith("weights ")}
+        self.assertEqual(weights, {f"weights {k}": v for k, v in weights_nbytes(QWEN).items()})
+        cache = jax.eval_shape(lambda: empty_cache(QWEN, 1, 4096, jnp.bfloat16))
+        self.assertEqual(budget.device["KV cache"], _nbytes(cache))
+        expert = int4(QWEN).expert_nbytes
+        self.assertEqual(budget.device["expert slots"], 48 * 5 * expert)
+        self.assertEqual(budget.device["transient slots"], 7 * expert)
+        self.assertEqual(budget.num_slots, 48 * 5 + 7)
+        self.assertEqual(budget.host, {"experts": 48 * 128 * expert})
+        self.assertEmpty(budget.disk)
+        self.assertEqual(budget.total_device, sum(budget.device.values()))
+
+    @parameterized.parameters((3, 8, 2, 1), (1, 4, 0, 1), (48, 128, 65, 3))
+    def test_tables_are_those_of_residency_and_counters(self, layers, experts, slots, tiers):
+        spec = CacheSpec(num_layers=layers, num_experts=experts, slots=slots, transient=1)
+        held = jax.eval_shape(lambda: (empty(spec), no_counts(layers, tiers)))
+        row_of = 4 * layers * experts
+        self.assertEqual(table_nbytes(layers, experts, slots, tiers), _nbytes(held) + row_of)
+
+    def test_low_rank_factors_stay_on_the_device(self):
+        weights = {**weights_nbytes(QWEN), f"moe{LOW_RANK}": 1000}
+        limits = Limits(slots=2)
+        budget = make_budget(
+            QWEN, weights, int4(QWEN), batch=1, context=64, chunk=16, limits=limits, platform="gpu"
+        )
+        self.assertEqual(budget.device["low-rank factors of experts"], 1000)
+        self.assertNotIn(f"weights moe{LOW_RANK}", budget.device)
+
+    def test_without_limits_all_experts_are_among_the_weights(self):
+        budget = budget_of()
+        self.assertFalse(budget.pooled)
+        self.assertEqual((budget.slots, budget.transient, budget.num_slots), (128, 0, 0))
+        self.assertEqual(budget.device["experts"], 48 * 128 * int4(QWEN).expert_nbytes)
+        self.assertEqual((budget.total_host, budget.link_nbytes(10)), (0, 0))
+        self.assertEmpty(warnings(budget, Machine(host_nbytes=0, pinned_nbytes=0)))
+
+    def test_all_experts_may_have_slots(self):
+        budget = budget_of(slots=128)
+        self.assertTrue(budget.pooled)
+        self.assertEqual((budget.slots, budget.transient), (128, 1))
+
+    def test_a_layer_that_is_being_loaded_counts_where_it_is_the_most(self):
+        budget = budget_of(MIXTRAL, context=256, chunk=16)
+        layer = 8 * int4(MIXTRAL).expert_nbytes
+        later = budget.device["KV cache"] + budget.device["activations and workspace"]
+        self.assertEqual(budget.device["staging of a layer while it is loaded"], layer - later)
+
+    def test_a_model_without_experts(self):
+        config = dataclasses.replace(QWEN, moe_layers=())
+        budget = make_budget(
+            config, weights_nbytes(config), Tier(name="none", expert_nbytes=0), batch=1,
+            context=64, chunk=16, limits=Limits(device_gib=40), platform="gpu",
+        )  # fmt: skip
+        self.assertFalse(budget.pooled)
+        self.assertIn("no sparse layer", describe(budget)[-1])
+        with self.assertRaisesRegex(BudgetError, "no experts to move"):
+            make_budget(
+                config, weights_nbytes(config), Tier(name="none", expert_nbytes=0), batch=1,
+                context=64, chunk=16, limits=Limits(device_gib=1), platform="gpu",
+            )  # fmt: skip
+
+    def test_a_gpu_takes_a_host_row_as_it_is_but_not_the_disk(self):
+        part = "experts on their way in a step"
+        self.assertNotIn(part, budget_of(slots=5, transient=7).device)
+        expert = int4(QWEN).expert_nbytes
+        # Of 128 experts that a chunk can need, 40 go to slots at once.
+        budget = budget_of(slots=40, transient=7, host_gib=4)
+        self.assertEqual(budget.device[part], 40 * expert)
+        self.assertEqual(budget_of(slots=0, transient=7, platform="cpu").device[part], 7 * expert)
+
+
+class LimitsTest(parameterized.TestCase):
+    @parameterized.product(config=(QWEN, MIXTRAL), seed=tuple(range(40)))
+    def test_limits_are_kept_and_filled(self, config, seed):
+        """For random limits: never above, no slot to spare, and errors name what would do."""
+        rng = np.random.default_rng(seed)
+        limits = {
+            "device_gib": float(rng.uniform(0.5, 32)),
+            "host_gib": float(rng.choice([0.0, rng.uniform(0.1, 30)])),
+            "transient": int(rng.integers(0, 5)),
+            "prefetch": int(rng.integers(0, 3)),
+        }
+        how = {"batch": int(rng.integers(1, 5)), "chunk": int(2 ** rng.integers(4, 10))}
+        platform = str(rng.choice(["gpu", "cpu"]))
+        try:
+            budget = budget_of(config, platform=platform, **how, **limits)
+        except BudgetError as error:
+            name = "host_gib" if "host_gib=" in str(error) else "device_gib"
+            least = float(str(error).partition("would do is ")[2].split(" GiB")[0])
+            self.assertGreater(least, limits[name])
+            try:  # the other limit may be too little as well
+                budget = budget_of(config, platform=platform, **how, **{**limits, name: least})
+            except BudgetError as second:
+                self.assertNotIn(f"{name}=", str(second))
+                return
+            with self.assertRaises(BudgetError):
+                budget_of(config, platform=platform, **how, **{**limits, name: least * 0.989})
+            limits[name] = least
+        self.assertLessEqual(budget.total_device, limits["device_gib"] * GIB)
+        self.assertEqual(budget.spare_device, int(limits["device_gib"] * GIB) - budget.total_device)
+        if limits["host_gib"]:
+            self.assertLessEqual(budget.total_host, limits["host_gib"] * GIB)
+        if budget.pooled and budget.slots < config.num_experts:
+            asked = {**limits, "slots": budget.slots + 1, "transient": budget.transient}
+            with self.assertRaises(BudgetError):
+                budget_of(config, platform=platform, **how, **asked)
+            self.assertGreaterEqual(budget.slots, limits["prefetch"])
+
+    @parameterized.parameters(
+        (QWEN, 8, 31), (QWEN, 12, 65), (QWEN, 24, 128), (MIXTRAL, 12, 2), (MIXTRAL, 16, 3),
+        (MIXTRAL, 24, 6),
+    )  # fmt: skip
+    def test_slots_by_hand(self, config, gib, slots):
+        """(limit - rest) / (M expert bytes), the rest summed here from the shapes."""
+        budget = budget_of(config, device_gib=gib)
+        self.assertEqual(budget.slots, slots)
+        if not budget.pooled:
+            return
+        rest = sum(weights_nbytes(config).values())
+        rest += budget.device["KV cache"] + budget.device["activations and workspace"] + 2**27
+        expert = int4(config).expert_nbytes
+        transient = max(config.experts_per_token, -(-(2**26) // expert))
+        self.assertEqual(budget.transient, transient)
+        room = gib * GIB - rest - transient * expert
+        self.assertEqual(slots, room // (len(config.moe_layers) * expert))
+
+    def test_transient_slots_give_way_before_a_run_is_refused(self):
+        with self.assertRaises(BudgetError) as caught:
+            budget_of(device_gib=1)
+        least = float(str(caught.exception).partition("would do is ")[2].split(" GiB")[0])
+        budget = budget_of(device_gib=least)
+        self.assertEqual(budget.slots, 0)
+        self.assertBetween(budget.transient, 1, 4)
+
+    def test_host_rows_leave_room_for_the_ring(self):
+        expert = int4(MIXTRAL).expert_nbytes
+        budget = budget_of(MIXTRAL, slots=2, host_gib=10)
+        self.assertEqual(budget.host_rows, 10 * GIB // expert - RING_BLOCKS)
+        self.assertEqual(budget.host["ring of blocks from the disk"], RING_BLOCKS * expert)
+        self.assertEqual(budget.disk, {"experts": 32 * 8 * expert})
+        self.assertEqual(budget.host_share, budget.host_rows / 256)
+        whole = budget_of(MIXTRAL, slots=2, host_gib=24)
+        self.assertEqual((whole.host_rows, whole.host_share), (256, 1.0))
+        self.assertEqual(list(whole.host), ["experts"])
+
+    @parameterized.parameters(
+        ({"slots": 129}, "memory.slots=129 is more than the 128 experts"),
+        ({"transient": 200}, "memory.transient=200 is more than the 128 experts"),
+        ({"slots": 2, "prefetch": 3}, "memory.prefetch=3 needs as many slots"),
+        ({"slots": 100, "device_gib": 12}, "memory.device_gib=12 is too little for 100 slots"),
+        ({"slots": 2, "host_gib": 0.01}, "memory.host_gib=0.01 is too little for the ring of 8"),
+    )
+    def test_what_cannot_be_is_said_in_one_line(self, limits, said):
+        with self.assertRaises(BudgetError) as caught:
+            budget_of(**limits)
+        self.assertIn(said, str(caught.exception))
+        self.assertNotIn("\n", str(caught.exception))
+
+    def test_gib_are_rounded_up(self):
+        self.assertEqual(gib_above(GIB), "1.00 GiB")
+        self.assertEqual(gib_above(GIB + 1), "1.01 GiB")
+        self.assertEqual(gib_above(GIB // 1024), "0.000977 GiB")
+        for nbytes in (1, 12345, 2**27, 3 * 10**9, 7 * 10**11):
+            gib = float(gib_above(nbytes).split()[0])
+            self.assertBetween(gib * GIB, nbytes, nbytes * 1.011)
+
+
+class AdviceTest(parameterized.TestCase):
+    def test_bytes_over_the_link_in_the_worst_case(self):
+        expert = int4(QWEN).expert_nbytes
+        self.assertEqual(budget_of(slots=8).link_nbytes(1), 48 * 8 * expert)
+        self.assertEqual(budget_of(slots=8).link_nbytes(1000), 48 * 120 * expert)
+        self.assertEqual(budget_of(slots=125).link_nbytes(1), 48 * 3 * expert)
+
+    @parameterized.parameters(
+        ({"slots": 8}, {"host_nbytes": 10 * GIB}, "host memory for experts is 15.19 GiB, but this"),
+        ({"slots": 8}, {"pinned_nbytes": 8 * GIB}, "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=17"),
+        ({"slots": 8, "host_gib": 8}, {}, "47 % of the experts are not in host memory"),
+        ({"slots": 0}, {}, "no expert is cached"),
+        ({"slots": 7}, {}, "a layer caches 7 experts, but a decode step can need 8"),
+        ({"slots": 9, "prefetch": 4}, {}, "4 that are fetched ahead evict"),
+        (
+            {"slots": 8, "device_gib": 12},
+            {},
+            "stay free: one more slot in each layer takes 0.119 GiB",
+        ),
+    )
+    def test_what_hurts_is_said(self, limits, machine, said):
+        found = warnings(budget_of(**limits), dataclasses.replace(MACHINE, **machine))
+        self.assertLen(found, 1)
+        self.assertIn(said, found[0])
+
+    def test_what_is_well_is_not_spoken_of(self):
+        self.assertEmpty(warnings(budget_of(slots=60), MACHINE))
+        self.assertEmpty(warnings(budget_of(slots=60), Machine()))
+
+    def test_described_totals_are_the_sums(self):
+        budget = budget_of(MIXTRAL, device_gib=16, host_gib=20)
+        text = "\n".join(describe(budget))
+        self.assertIn(f"= {budget.total_device / GIB:.3f} GiB of 16", text)
+        self.assertIn(f"= {budget.total_host / GIB:.3f} GiB of 20", text)
+        self.assertIn("slots: 3 of 8 a layer (37.5 % of the experts), and 2 transient", text)
+        rows = budget.table()
+        self.assertEqual(
+            sum(n for place, part, n in rows if place == "device" and part != "total"),
+            budget.total_device,
+        )
+
+
+class HotExpertsTest(parameterized.TestCase):
+    @parameterized.parameters(*range(20))
+    def test_most_that_the_inequality_allows(self, seed):
+        """Counted one expert at a time, in rounds over the layers."""
+        rng = np.random.default_rng(seed)
+        layers, experts = int(rng.integers(1, 6)), int(rng.integers(1, 10))
+        cold = int(rng.integers(1, 20))
+        hot = cold + int(rng.integers(1, 40))
+        budget = layers * experts * cold + int(rng.integers(0, layers * experts * hot))
+        counts = [0] * layers
+        taken = layers * experts * cold
+        for place in range(layers * experts):
+            if taken + hot - cold > budget:
+                break
+            taken += hot - cold
+            counts[place % layers] += 1
+        found = n_hot(
+            num_layers=layers, num_experts=experts, hot_nbytes=hot, cold_nbytes=cold,
+            budget_nbytes=budget,
+        )  # fmt: skip
+        self.assertEqual(list(found), counts)
+
+    def test_numbers_of_the_paper(self):
+        """DynaExq, section 4: Qwen3-30B takes 57 GB in FP16 and 17 in INT4, of 48 and 32 GB.
+
+        Half a byte a weight is the least that INT4 takes, which leaves most for hot ones.
+        """
+        sizes = {"num_layers": 48, "num_experts": 128}
+        hot = 3 * 2048 * 768 * 2
+        sizes |= {"hot_nbytes": hot, "cold_nbytes": hot // 4}
+        shared = sum(weights_nbytes(QWEN).values())
+        self.assertAlmostEqual((48 * 128 * hot + shared) / GIB, 57, delta=0.5)
+        self.assertAlmostEqual((48 * 128 * hot // 4 + shared) / 1e9, 17, delta=0.6)
+        all_hot = 48 * 128 * hot
+        self.assertEqual(n_hot(**sizes, budget_nbytes=all_hot), (128,) * 48)
+        self.assertEqual(n_hot(**sizes, budget_nbytes=10 * all_hot), (128,) * 48)
+        self.assertEqual(n_hot(**sizes, budget_nbytes=all_hot // 4), (0,) * 48)
+        # Shared weights are 3.08 GB. By hand, of a layer: (48 - 3.08) GB / 48 - 128 x 2.359 MB is
+        # 633.8 MB, over 7.078 MB 89.5; with 32 GB 300.5 MB, over 7.078 MB 42.4.
+        for gigabytes, expected in ((48, 89), (32, 42)):
+            found = n_hot(**sizes, budget_nbytes=gigabytes * 10**9 - shared)
+            self.assertEqual(found[-1], expected)
+            self.assertEqual(sorted(found, reverse=True), list(found))
+            self.assertLessEqual(max(found) - min(found), 1)
+
+    def test_too_little_for_low_precision(self):
+        sizes = {"num_layers": 2, "num_experts": 4, "hot_nbytes": 2 * GIB, "cold_nbytes": GIB}
+        with self.assertRaisesRegex(BudgetError, "in low precision alone they take 8.00 GiB"):
+            n_hot(**sizes, budget_nbytes=7 * GIB)
+        with self.assertRaises(ValueError):
+            n_hot(**{**sizes, "hot_nbytes": GIB}, budget_nbytes=9 * GIB)
+
+
+def _nbytes(tree):
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+if __name__ == "__main__":
+    absltest.main()

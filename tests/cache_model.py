@@ -1,0 +1,159 @@
+"""A plain Python model of a cache of experts: lists and dicts, one decision after the other."""
+
+import dataclasses
+from typing import Any
+
+from moejax.ledger import EVENTS
+from moejax.memory.residency import CacheSpec
+
+ROW = ("slot_of", "owner", "last_use", "prefetched", "arriving", "pinned")
+
+
+@dataclasses.dataclass(slots=True)
+class Slot:
+    owner: int = -1
+    last_use: int = 0
+    prefetched: bool = False
+    arriving: int = -1
+
+
+class CacheModel:
+    """Follows the documents of `moejax.memory.residency`, and moves the bytes that it is told of.
+
+    `pool` says for every global slot whose bytes lie there, as (layer, expert).
+    """
+
+    def __init__(self, spec: CacheSpec, max_needed: int) -> None:
+        self.spec, self.max_needed = spec, max_needed
+        self.slots = [[Slot() for _ in range(spec.slots)] for _ in range(spec.num_layers)]
+        self.pins: list[set[int]] = [set() for _ in range(spec.num_layers)]
+        self.clock = 1
+        self.counts = [dict.fromkeys(EVENTS, 0) for _ in range(spec.num_layers)]
+        self.pool: dict[int, tuple[int, int]] = {}
+
+    def where(self, layer: int, expert: int) -> int | None:
+        found = [c for c, slot in enumerate(self.slots[layer]) if slot.owner == expert]
+        assert len(found) <= 1
+        return found[0] if found else None
+
+    def coming(self, layer: int) -> set[int]:
+        return {slot.arriving for slot in self.slots[layer] if slot.arriving >= 0}
+
+    def victims(self, layer: int, safe: set[int], keep: list[float] | None = None) -> list[int]:
+        """Local slots in the order in which they are given away."""
+        free, used = [], []
+        for c, slot in enumerate(self.slots[layer]):
+            if slot.arriving >= 0 or slot.owner in safe | self.pins[layer]:
+                continue
+            if slot.owner < 0:
+                free.append(c)
+            else:
+                value = keep[slot.owner] if keep else 0.0
+                used.append((value, slot.last_use, c))
+        return free + [c for *_, c in sorted(used)]
+
+    def free_up(self, layer: int, c: int) -> Slot:
+        """Makes a slot free, and counts what leaves."""
+        slot, counts = self.slots[layer][c], self.counts[layer]
+        counts["evictions"] += slot.owner >= 0
+        counts["prefetch_waste"] += slot.prefetched
+        slot.owner, slot.last_use, slot.prefetched = -1, 0, False
+        return slot
+
+    def plan(self, layer: int, needed: set[int], keep: list[float] | None) -> dict[str, Any]:
+        counts = self.counts[layer]
+        misses = [e for e in sorted(needed) if self.where(layer, e) is None]
+        victims = self.victims(layer, needed, keep)
+        if len(misses) > len(victims):
+            victims = [c for c in victims if self.slots[layer][c].owner < 0]
+        hits = needed - set(misses)
+        for e in hits:
+            slot = self.slots[layer][self.where(layer, e)]
+            counts["prefetch_hits"] += slot.prefetched
+            slot.last_use, slot.prefetched = self.clock, False
+        admitted = list(zip(misses, victims, strict=False))
+        streamed = misses[len(admitted) :]
+        for e, c in admitted:
+            self.free_up(layer, c).owner = e
+            self.slots[layer][c].last_use = self.clock
+        counts["steps"] += 1
+        counts["needed"] += len(needed)
+        counts["hits"] += len(hits)
+        counts["misses"] += len(misses)
+        counts["admitted"] += len(admitted)
+        counts["streamed"] += len(streamed)
+        self.clock += 1
+        width, first = self.spec.transient, self.spec.first_transient
+        places = {e: (0, self.place(layer, self.where(layer, e))) for e in needed - set(streamed)}
+        places |= {e: (1 + i // width, first + i % width) for i, e in enumerate(streamed)}
+        admitted = [(e, self.place(layer, c)) for e, c in admitted]
+        return {"places": places, "admitted": admitted, "streamed": streamed}
+
+    def place(self, layer: int, c: int | None) -> int:
+        """The global slot of a local one."""
+        assert c is not None
+        return layer * self.spec.slots + c
+
+    def predict(self, layer: int, wanted: set[int], limit: int) -> list[tuple[int, int]]:
+        new = [e for e in sorted(wanted - self.coming(layer)) if self.where(layer, e) is None][
+            :limit
+        ]
+        made = []
+        for e, c in zip(new, self.victims(layer, wanted), strict=False):
+            slot = self.free_up(layer, c)
+            slot.owner, slot.last_use, slot.prefetched = e, self.clock, True
+            self.counts[layer]["prefetched"] += 1
+            made.append((e, self.place(layer, c)))
+        return made
+
+    def reserve(self, layer: int, experts: list[int]) -> list[int]:
+        """Global slots, or -1, in the order of the experts."""
+        wanted = {e for e in experts if e >= 0}
+        victims, made = self.victims(layer, wanted), []
+        for e in experts:
+            held = len(self.pins[layer]) + len(self.coming(layer))
+            known = e < 0 or e in self.coming(layer) or self.where(layer, e) is not None
+            if known or not victims or held >= self.spec.held:
+                made.append(-1)
+                continue
+            c = victims.pop(0)
+            self.free_up(layer, c).arriving = e
+            made.append(self.place(layer, c))
+        return made
+
+    def arriving(self, layer: int, slots: list[int]) -> list[Slot]:
+        """Those of the global slots that are in the layer and wait for bytes, each once."""
+        return [
+            slot
+            for c, slot in enumerate(self.slots[layer])
+            if self.place(layer, c) in slots and slot.arriving >= 0
+        ]
+
+    def publish(self, layer: int, slots: list[int]) -> None:
+        for slot in self.arriving(layer, slots):
+            self.counts[layer]["bulk"] += 1
+            if self.where(layer, slot.arriving) is not None:
+                self.counts[layer]["prefetch_waste"] += 1
+            else:
+                slot.owner, slot.last_use, slot.prefetched = slot.arriving, self.clock, True
+            slot.arriving = -1
+
+    def cancel(self, layer: int, slots: list[int]) -> None:
+        for slot in self.arriving(layer, slots):
+            slot.arriving = -1
+
+    def pin(self, layer: int, experts: set[int]) -> None:
+        room = max(0, self.spec.held - len(self.coming(layer)))
+        self.pins[layer] = set(sorted(experts)[:room])
+
+    def row(self, layer: int) -> list[int]:
+        """The tables of a layer, one after the other, in the order of `ROW`, then its counts."""
+        slots, experts = self.slots[layer], range(self.spec.num_experts)
+        slot_of = [-1] * len(experts)
+        for c, slot in enumerate(slots):
+            if slot.owner >= 0:
+                slot_of[slot.owner] = c
+        columns = [[s.owner, s.last_use, s.prefetched, s.arriving] for s in slots]
+        flat = [value for column in zip(*columns, strict=True) for value in column]
+        pinned = [e in self.pins[layer] for e in experts]
+        return [*slot_of, *flat, *pinned, *self.counts[layer].values()]

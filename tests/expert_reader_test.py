@@ -1,0 +1,333 @@
+"""Experts one at a time: what a whole load gives, bit for bit; faults of files."""
+
+import concurrent.futures
+import dataclasses
+import gc
+import os
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from absl.testing import absltest, parameterized
+
+from moejax.checkpoints import load, open_checkpoint, save_orbax
+from moejax.checkpoints.experts import open_experts, row_checksum
+from moejax.checkpoints.quantized.stored import Tensors
+from moejax.errors import MoejaxError
+from moejax.qtensor import QTensor
+from tests.expert_stores import STORES, MixedBits, Plain, plain
+from tests.quantized_stores import QWEN, WIDE, Fp8, Gptq, Own
+
+EXPERTS = {"moe.gate_up", "moe.down"}
+WEIGHTS = "model.safetensors"
+
+
+class ReaderTestCase(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.directory = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        self.device = jax.devices("cpu")[0]
+
+    def open(self, store=None, dtype="auto", **kwargs):
+        """The checkpoint of a store and its reader."""
+        if store is not None:
+            store.write(self.directory)
+        checkpoint = open_checkpoint(str(self.directory))
+        reader = open_experts(checkpoint, dtype=dtype, device=self.device, **kwargs)
+        self.addCleanup(reader.close)
+        return checkpoint, reader
+
+    def load(self, checkpoint, dtype="auto", **kwargs):
+        return checkpoint.load(dtype=dtype, device=self.device, progress=False, **kwargs)
+
+    def edit(self, change):
+        """Changes the file under the open reader."""
+        path = self.directory / WEIGHTS
+        content = bytearray(path.read_bytes())
+        with path.open("r+b") as file:
+            change(content)
+            file.write(content)
+            file.truncate(len(content))
+
+
+def every_expert(reader):
+    return list(np.ndindex(reader.num_layers, reader.num_experts))
+
+
+def without_compensators(weight):
+    return dataclasses.replace(weight, compensators=()) if isinstance(weight, QTensor) else weight
+
+
+def expert_rows(weights):
+    """The arrays [M, E, ...] of both leaves in the order of a row."""
+    leaves = [without_compensators(weights[leaf]) for leaf in ("moe.gate_up", "moe.down")]
+    return [np.asarray(array) for array in jax.tree.leaves(leaves)]
+
+
+class ValuesTest(ReaderTestCase):
+    def assert_rows(self, reader, expected):
+        self.assertLen(expected, len(reader.row))
+        for array, part in zip(expected, reader.row, strict=True):
+            self.assertEqual(array.shape, (reader.num_layers, reader.num_experts, *part.shape))
+            self.assertEqual(array.dtype, part.dtype)
+        row = reader.empty_row()
+        self.assertEqual(reader.row_nbytes, sum(array.nbytes for array in row))
+        for index in reversed(every_expert(reader)):
+            for array in row:
+                array.view(np.uint8)[...] = 0xA5
+            reader.read(*index, row)
+            for found, array in zip(row, expected, strict=True):
+                np.testing.assert_array_equal(found, array[index])
+
+    @parameterized.named_parameters(*STORES)
+    def test_rows_are_what_is_loaded_whole(self, make, uses_jax):
+        checkpoint, reader = self.open(make())
+        whole = self.load(checkpoint)
+        self.assertEqual(reader.uses_jax, uses_jax)
+        for template, leaf in ((reader.gate_up, "moe.gate_up"), (reader.down, "moe.down")):
+            expected = without_compensators(whole[leaf])
+            if isinstance(expected, QTensor):
+                template.check()
+            self.assertEqual(template.shape, expected.shape)
+            self.assertEqual(
+                jax.tree.map(lambda x: (x.shape, x.dtype), template),
+                jax.tree.map(lambda x: (x.shape, x.dtype), expected),
+            )
+        self.assert_rows(reader, expert_rows(whole))
+
+    @parameterized.product(dtype=["float32", "float16", "bfloat16"], fused=[False, True])
+    def test_plain_rows_are_what_was_stored(self, dtype, fused):
+        store = plain(fused)
+        _, reader = self.open(store, dtype)
+        leaves = store.leaves()
+        expected = [leaves[leaf].astype(dtype) for leaf in ("moe.gate_up", "moe.down")]
+        self.assert_rows(reader, expected)
+
+    @parameterized.named_parameters(*(store[:2] for store in STORES))
+    def test_compensators_are_what_is_loaded_whole(self, make):
+        checkpoint, reader = self.open(make())
+        whole = self.load(checkpoint)
+        for found, leaf in zip(
+            reader.load_compensators(self.device), ("moe.gate_up", "moe.down"), strict=True
+        ):
+            expected = getattr(whole[leaf], "compensators", ())
+            self.assertEqual(jax.tree.structure(found), jax.tree.structure(expected))
+            jax.tree.map(np.testing.assert_array_equal, found, expected)
+            for array in jax.tree.leaves(found):
+                self.assertIsInstance(array, jax.Array)
+
+    def test_compensators_are_there_and_read_alone(self):
+        _, reader = self.open(Own(QWEN))
+        read = []
+
+        def recorded(tensors, name):
+            read.append(name)
+            return original(tensors, name)
+
+        original = Tensors.read
+        with mock.patch.object(Tensors, "read", recorded):
+            gate_up, down = reader.load_compensators(self.device)
+        self.assertNotEmpty(gate_up + down)
+        self.assertNotEmpty(read)
+        for name in read:
+            self.assertRegex(name, r"\.experts\..*\.[uv](\.words|\.scales)?$")
+
+    @parameterized.named_parameters(*(s[:2] for s in STORES if s[0] in ("own", "gptq", "plain")))
+    def test_loading_without_experts(self, make):
+        checkpoint, _ = self.open(make())
+        whole, read = self.load(checkpoint), []
+        original = load.read_tensor
+
+        def recorded(tensor, destination):
+            read.append(tensor.name)
+            original(tensor, destination)
+
+        with mock.patch.object(load, "read_tensor", recorded):
+            found = self.load(checkpoint, experts=False)
+        self.assertNotEmpty(read)
+        self.assertEmpty([name for name in read if ".experts." in name])
+        self.assertEqual(set(found), set(whole) - EXPERTS)
+        for leaf, weight in found.items():
+            jax.tree.map(np.testing.assert_array_equal, weight, whole[leaf])
+
+    def test_threads(self):
+        checkpoint, reader = self.open(Own(QWEN))
+        expected = expert_rows(self.load(checkpoint))
+
+        def work(index):
+            row = reader.empty_row()
+            reader.read(*index, row)
+            return all(
+                np.array_equal(x, y[index], equal_nan=True)
+                for x, y in zip(row, expected, strict=True)
+            )
+
+        with concurrent.futures.ThreadPoolExecutor(8) as threads:
+            self.assertTrue(all(threads.map(work, 50 * every_expert(reader))))
+
+
+class RefusalTest(ReaderTestCase):
+    def assert_refused(self, store, *messages, **kwargs):
+        with self.assertRaises(MoejaxError) as caught:
+            self.open(store, **kwargs)
+        for message in messages:
+            self.assertIn(message, str(caught.exception))
+        self.assertNotIn("\n", str(caught.exception))
+
+    @parameterized.parameters(False, True)
+    def test_fp8(self, fused):
+        self.assert_refused(
+            Fp8(WIDE, fused=fused), "moe.gate_up is stored in FP8, of which there are no slots"
+        )
+
+    def test_act_order(self):
+        self.assert_refused(Gptq(QWEN, act_order=True), "moe.gate_up is stored in GPTQ's act-order")
+
+    def test_no_experts(self):
+        model = dataclasses.replace(QWEN, moe_layers=())
+        self.assert_refused(Plain(model), "the model has no sparse layer")
+
+    def test_orbax(self):
+        Plain(QWEN).write(self.directory)
+        weights = self.load(open_checkpoint(str(self.directory)))
+        self.directory = self.directory / "orbax"
+        save_orbax(self.directory, QWEN, weights)
+        self.assert_refused(None, f"{self.directory} is an Orbax directory, which is loaded whole")
+        with self.assertRaisesRegex(MoejaxError, "is loaded whole"):
+            self.load(open_checkpoint(str(self.directory)), experts=False)
+
+    def test_a_changed_file_under_sha256(self):
+        Own(QWEN).write(self.directory)
+        self.edit(lambda content: content.__setitem__(-1, content[-1] ^ 1))
+        self.assert_refused(None, "is not what was written", verify_checksums=True)
+
+    def test_too_large_for_float16(self):
+        class Large(Plain):
+            def matrix(self, prefix, shape):
+                tensors, weights = super().matrix(prefix, shape)
+                next(iter(tensors.values()))[...] *= 1e6
+                return tensors, weights
+
+        _, reader = self.open(Large(QWEN), "float16")
+        with self.assertRaisesRegex(MoejaxError, "does not fit float16"):
+            reader.read(0, 0, reader.empty_row())
+
+    def test_arguments(self):
+        _, reader = self.open(Plain(QWEN))
+        row = [np.zeros(part.shape, part.dtype) for part in reader.row]
+        for index in ((-1, 0), (reader.num_layers, 0), (0, reader.num_experts)):
+            with self.assertRaisesRegex(ValueError, "of sparse layer"):
+                reader.read(*index, row)
+        for wrong, message in (
+            (row[:1], "1 arrays, expected the 2 of a row"),
+            ([row[1], row[0]], "an array float32"),
+            ([row[0].astype(jnp.bfloat16), row[1]], "an array bfloat16"),
+            ([row[0].T.copy().T, row[1]], "not contiguous"),
+        ):
+            with self.assertRaisesRegex(ValueError, message):
+                reader.read(0, 0, wrong)
+
+
+class FaultTest(ReaderTestCase):
+    def test_bytes_that_change_between_reads(self):
+        _, reader = self.open(Own(QWEN, ranks=(0,)))
+        row = reader.empty_row()
+        reader.read(1, 2, row)
+        crc = row_checksum(row)
+        self.assertEqual(reader.checksum(1, 2), crc)
+        reader.read(1, 2, row)
+        original = (self.directory / WEIGHTS).read_bytes()
+
+        def flip_all(content):
+            start = 8 + int.from_bytes(content[:8], "little")
+            content[start:] = bytes(byte ^ 1 for byte in content[start:])
+
+        self.edit(flip_all)
+        with self.assertRaisesRegex(MoejaxError, "expert 2 of sparse layer 1 is not what was read"):
+            reader.read(1, 2, row)
+        reader.read(1, 2, row, check=False)
+        self.assertNotEqual(row_checksum(row), crc)
+        self.edit(lambda content: content.__setitem__(slice(None), original))
+        reader.read(1, 2, row)
+
+    @parameterized.parameters(-1, 0, 1, 2)
+    def test_one_bit_in_any_array_is_seen(self, which):
+        _, reader = self.open(Own(QWEN))
+        row = reader.empty_row()
+        reader.read(0, 0, row)
+        crc = row_checksum(row)
+        row[which].reshape(-1).view(np.uint8)[-1] ^= 0x80
+        self.assertNotEqual(row_checksum(row), crc)
+
+    @parameterized.named_parameters(*(s[:2] for s in STORES if s[0] in ("own", "awq", "plain")))
+    def test_a_file_that_shrinks(self, make):
+        _, reader = self.open(make())
+        self.edit(lambda content: content.__delitem__(slice(len(content) // 8, None)))
+        with self.assertRaisesRegex(MoejaxError, r"ended inside model\.layers\..*; it was changed"):
+            for index in every_expert(reader):
+                reader.read(*index, reader.empty_row())
+
+    def test_an_error_of_the_disk(self):
+        _, reader = self.open(Own(QWEN))
+        with (
+            mock.patch.object(os, "preadv", side_effect=OSError(5, "Input/output error")),
+            self.assertRaisesRegex(MoejaxError, "layer 0 cannot be read .*: Input/output error"),
+        ):
+            reader.read(0, 1, reader.empty_row())
+
+    def test_short_reads(self):
+        checkpoint, reader = self.open(Own(QWEN))
+        expected, original = expert_rows(self.load(checkpoint)), os.preadv
+        row = reader.empty_row()
+        with mock.patch.object(os, "preadv", lambda f, v, at: original(f, [v[0][:100]], at)):
+            reader.read(1, 1, row)
+        for found, array in zip(row, expected, strict=True):
+            np.testing.assert_array_equal(found, array[1, 1])
+
+    def test_without_preadv(self):
+        checkpoint, reader = self.open(Own(QWEN))
+        expected, row = expert_rows(self.load(checkpoint)), reader.empty_row()
+        with mock.patch.object(os, "preadv"):
+            del os.preadv
+            reader.read(1, 1, row)
+        for found, array in zip(row, expected, strict=True):
+            np.testing.assert_array_equal(found, array[1, 1])
+
+    def test_files_are_closed(self):
+        opened = []
+        original = os.open
+
+        def recorded(path, *args, **kwargs):
+            found = original(path, *args, **kwargs)
+            if str(path).endswith(WEIGHTS):
+                opened.append(found)
+            return found
+
+        with mock.patch.object(os, "open", recorded):
+            checkpoint, reader = self.open(Own(QWEN))
+            reader.close()
+            with self.assertRaisesRegex(ValueError, "are closed"):
+                reader.read(0, 0, reader.empty_row())
+            kept = open_experts(checkpoint, dtype="auto", device=self.device)
+            self.assertLen(opened, 2)
+            os.fstat(opened[1])
+            del kept
+            gc.collect()
+        for descriptor in opened:
+            with self.assertRaises(OSError):
+                os.fstat(descriptor)
+
+    def test_dequantized_is_said(self):
+        with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
+            self.open(MixedBits(QWEN))
+        self.assertIn(
+            "moe.gate_up is dequantized to float32 while it is read", "".join(logs.output)
+        )
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,266 @@
+"""Experts in host memory: filled in place, seen by programs, within the pinned limit."""
+
+import gc
+import os
+import threading
+import tracemalloc
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+
+from moejax.errors import MoejaxError
+from moejax.memory import host_store, pinned
+from moejax.memory.host_store import HostStore
+
+PARTS = (
+    jax.ShapeDtypeStruct((6, 4), np.uint32),
+    jax.ShapeDtypeStruct((6, 2), ml_dtypes.bfloat16),
+    jax.ShapeDtypeStruct((5,), np.uint8),
+)
+
+
+class Source:
+    """Rows of random bytes, the same for an expert at every read."""
+
+    def __init__(self, num_layers=3, num_experts=4, row=PARTS):
+        self.num_layers, self.num_experts, self.row = num_layers, num_experts, row
+        self.row_nbytes = sum(part.size * part.dtype.itemsize for part in row)
+        self.uses_jax = False
+        self.checks, self.threads = [], set()
+
+    def expert(self, layer, expert):
+        rng = np.random.default_rng((layer, expert))
+        return [
+            rng.integers(0, 100, part.size, np.uint8).astype(part.dtype).reshape(part.shape)
+            for part in self.row
+        ]
+
+    def read(self, layer, expert, into, *, check=True):
+        self.checks.append(check)
+        self.threads.add(threading.get_ident())
+        for memory, values in zip(into, self.expert(layer, expert), strict=True):
+            memory[...] = values
+
+    def every(self):
+        return list(np.ndindex(self.num_layers, self.num_experts))
+
+
+class StoreTestCase(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.device = jax.devices("cpu")[0]
+        self.enter_context(jax.default_device(self.device))
+
+    def store(self, source, num_rows=None):
+        num_rows = num_rows or source.num_layers * source.num_experts
+        return HostStore.allocate(source, num_rows, self.device)
+
+    def assert_holds(self, store, source, experts):
+        """Exactly these experts, as a program sees them."""
+        take = jax.jit(lambda arrays, row: tuple(array[row] for array in arrays))
+        self.assertEqual((store.row_of >= 0).sum(), len(experts))
+        for expert in experts:
+            found = take(store.arrays, jnp.int32(store.row_of[expert]))
+            for array, values in zip(found, source.expert(*expert), strict=True):
+                self.assertEqual(array.dtype, values.dtype)
+                np.testing.assert_array_equal(array, values)
+
+
+class HostStoreTest(StoreTestCase):
+    @parameterized.parameters(1, 4)
+    def test_all_in_order(self, num_threads):
+        source = Source()
+        store = self.store(source)
+        self.assertEqual((store.num_rows, store.nbytes), (12, 12 * source.row_nbytes))
+        self.assertTrue(store.in_place)
+        self.assertFalse(store.is_pinned)
+        np.testing.assert_array_equal(store.row_of, np.full((3, 4), -1))
+        store.fill(progress=False, num_threads=num_threads)
+        np.testing.assert_array_equal(store.row_of, np.arange(12).reshape(3, 4))
+        self.assertEqual(store.row_of.dtype, np.int32)
+        self.assert_holds(store, source, source.every())
+        self.assertEqual(set(source.checks), {False})  # each is read once
+        self.assertNotIn(threading.get_ident(), source.threads)
+
+    def test_some(self):
+        source, chosen = Source(), [(2, 3), (0, 1), (1, 0)]
+        store = self.store(source, 5)
+        store.fill(chosen, progress=False)
+        self.assertEqual([store.row_of[expert] for expert in chosen], [0, 1, 2])
+        self.assert_holds(store, source, chosen)
+        self.assertEqual(set(source.checks), {True})  # others will be read again
+        store.fill(progress=False)
+        self.assert_holds(store, source, source.every()[:5])
+
+    def test_nothing_moves_and_programs_see_what_is_written(self):
+        source = Source()
+        store = self.store(source, 3)
+        pointers = [array.unsafe_buffer_pointer() for array in store.arrays]
+        traces = []
+
+        @jax.jit
+        def total(arrays):
+            traces.append(1)
+            return sum(jnp.sum(array.astype(jnp.float32)) for array in arrays)
+
+        for value in (1, 2):
+            for row in range(3):
+                for view in store.rows(row):
+                    view[...] = value
+            expected = 3 * value * sum(part.size for part in PARTS)
+            self.assertEqual(float(total(store.arrays)), expected)
+        self.assertLen(traces, 1)
+        self.assertEqual(pointers, [array.unsafe_buffer_pointer() for array in store.arrays])
+
+    def test_views_are_the_arrays_memory_and_keep_it(self):
+        store = self.store(Source(), 2)
+        pointers = [array.unsafe_buffer_pointer() for array in store.arrays]
+        views = store.rows(1)
+        for view, pointer, part in zip(views, pointers, PARTS, strict=True):
+            self.assertEqual(view.ctypes.data - pointer, part.size * part.dtype.itemsize)
+            view[...] = 7
+        del store
+        gc.collect()
+        filler = [np.full(1 << 16, 3, np.uint8) for _ in range(64)]
+        for view in views:
+            self.assertTrue((view == 7).all())
+        self.assertLen(filler, 64)
+
+    def test_no_second_copy(self):
+        part = jax.ShapeDtypeStruct((1 << 16,), np.uint8)
+        source = Source(num_layers=4, num_experts=16, row=(part,))
+        source.read = lambda layer, expert, into, *, check: into[0].fill(expert)
+        store = self.store(source)
+        tracemalloc.start()
+        store.fill(progress=False)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        self.assertLess(peak_bytes, store.nbytes / 8)
+
+    def test_without_pointers(self):
+        source = Source()
+        with (
+            mock.patch.object(pinned, "_view", return_value=None),
+            self.assertLogs("absl", "WARNING") as logs,
+        ):
+            store = self.store(source)
+        self.assertIn("gives no pointer to its host memory", logs.output[0])
+        self.assertFalse(store.in_place)
+        with self.assertRaisesRegex(ValueError, "not on its device before it is filled"):
+            store.arrays  # noqa: B018
+        store.fill(progress=False)
+        self.assert_holds(store, source, source.every())
+        with self.assertRaisesRegex(MoejaxError, "rows cannot be replaced .*raise host_gib"):
+            store.rows(0)
+
+    def test_a_failed_read(self):
+        source = Source()
+        store = self.store(source)
+        store.fill(progress=False)
+        read = source.read
+
+        def failing(layer, expert, into, **kwargs):
+            if (layer, expert) == (1, 1):
+                raise MoejaxError("the disk fails")
+            read(layer, expert, into, **kwargs)
+
+        source.read = failing
+        with self.assertRaisesRegex(MoejaxError, "the disk fails"):
+            store.fill(progress=False)
+        self.assertTrue((store.row_of == -1).all())
+
+    def test_arguments(self):
+        store = self.store(Source(), 2)
+        for experts in ([(0, 0)] * 2, [(0, 0), (0, 1), (0, 2)]):
+            with self.assertRaisesRegex(ValueError, "some twice or more than 2"):
+                store.fill(experts, progress=False)
+        for row in (-1, 2):
+            with self.assertRaises(IndexError):
+                store.rows(row)
+        with self.assertRaisesRegex(ValueError, "0 rows"):
+            HostStore.allocate(Source(), 0, self.device)
+
+    @pytest.mark.gpu
+    def test_pinned_on_a_gpu(self):
+        source, self.device = Source(), jax.devices("gpu")[0]
+        store = self.store(source)
+        self.assertTrue(store.is_pinned)
+        self.assertTrue(store.in_place)
+        for array in store.arrays:
+            self.assertEqual(array.sharding.memory_kind, "pinned_host")
+        for _ in range(2):  # the second time into memory that a program has read
+            store.fill(progress=False)
+            for array, expected in zip(
+                jax.device_put(store.arrays, jax.sharding.SingleDeviceSharding(self.device)),
+                zip(*(source.expert(*expert) for expert in source.every()), strict=True),
+                strict=True,
+            ):
+                np.testing.assert_array_equal(array, np.stack(expected))
+            for row in range(store.num_rows):
+                for view in store.rows(row):
+                    view[...] = 0
+
+
+class PinnedTest(StoreTestCase):
+    def limit(self, gib):
+        values = {} if gib is None else {pinned.LIMIT_VARIABLE: gib}
+        self.enter_context(mock.patch.dict(os.environ, values))
+        if gib is None:
+            os.environ.pop(pinned.LIMIT_VARIABLE, None)
+
+    @parameterized.parameters((None, 64), ("100", 100), ("0.5", 0.5), ("many", 64))
+    def test_limit(self, said, gib):
+        self.limit(said)
+        self.assertEqual(pinned.pinned_limit_nbytes(), gib * 2**30)
+
+    def test_more_than_the_limit_is_refused_beforehand(self):
+        self.limit("0.0001")
+        self.store(Source(num_experts=400))  # ordinary memory has no limit
+        with (
+            mock.patch.object(pinned, "is_pinned", return_value=True),
+            mock.patch.object(host_store, "allocate_place") as allocate,
+            self.assertRaisesRegex(
+                MoejaxError, "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=1 before it starts, or a lower"
+            ),
+        ):
+            self.store(Source(num_experts=400))
+        allocate.assert_not_called()
+
+    def test_the_limit_is_raised(self):
+        self.limit("64")
+        self.assertIsNone(pinned.raise_pinned_limit(64 * 2**30))
+        said = pinned.raise_pinned_limit(80 * 2**30)
+        self.assertIn("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=90 is set: 80.0 GiB are pinned", said)
+        self.assertEqual(pinned.pinned_limit_nbytes(), 90 * 2**30)
+
+    @parameterized.parameters(
+        MemoryError("no memory"),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory\nmore"),
+    )
+    def test_an_allocation_that_fails(self, error):
+        with (
+            mock.patch.object(host_store, "allocate_place", side_effect=error),
+            self.assertRaisesRegex(
+                MoejaxError, r"^0\.00 GiB of host memory for experts cannot be had .*no memory\)"
+            ) as caught,
+        ):
+            self.store(Source())
+        self.assertNotIn("\n", str(caught.exception))
+
+    def test_on_a_gpu_nothing_is_made_on_the_device_first(self):
+        """The program that allocates; with zeros in it XLA fills and copies a device array."""
+        allocate = pinned._allocator(
+            (8, 8), np.dtype(np.uint32), jax.sharding.SingleDeviceSharding(self.device)
+        )
+        text = allocate.trace().lower(lowering_platforms=("cuda",)).as_text()
+        self.assertIn("@AllocateBuffer", text)
+        self.assertNotIn("broadcast", text)
+
+
+if __name__ == "__main__":
+    absltest.main()

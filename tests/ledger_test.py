@@ -1,0 +1,141 @@
+"""Counts on the device, and their sums on the host."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax import ledger
+from moejax.ledger import EVENTS, Counts, Ledger
+
+MIB = 2**20
+
+
+def example() -> Counts:
+    """Of 2 layers."""
+    counts = ledger.no_counts(2)
+    counts = counts.add(0, steps=3, needed=10, hits=6, misses=4, admitted=3, streamed=1)
+    counts = counts.add(1, steps=3, needed=10, hits=9, misses=1, admitted=1, evictions=1)
+    return counts.add(1, prefetched=4, prefetch_hits=3, prefetch_waste=1, bulk=2)
+
+
+class CountsTest(parameterized.TestCase):
+    def test_adds_to_one_layer_by_name(self):
+        counts = example()
+        counts.check()
+        np.testing.assert_array_equal(counts.needed, [10, 10])
+        np.testing.assert_array_equal(counts.admitted, [3, 1])
+        np.testing.assert_array_equal(counts.bulk, [0, 2])
+        self.assertEqual(int(counts.events.sum()), 27 + 35)
+
+    def test_in_jit_with_a_traced_layer(self):
+        add = jax.jit(lambda counts, layer, n: counts.add(layer, hits=n).add(layer, hits=1))
+        counts = add(ledger.no_counts(3), jnp.int32(2), jnp.int32(4))
+        np.testing.assert_array_equal(counts.hits, [0, 0, 5])
+        self.assertEqual(int(counts.events.sum()), 5)
+
+    def test_gate_mass(self):
+        counts = ledger.no_counts(2, num_tiers=3)
+        counts = counts.add_gate_mass(1, jnp.array([0.5, 0.25, 0.0]))
+        counts = counts.add_gate_mass(jnp.int32(1), jnp.array([0.5, 0.0, 0.25]))
+        np.testing.assert_array_equal(counts.gate_mass, [0, 1.5])
+        np.testing.assert_array_equal(counts.gate_mass_by_tier, [[0, 0, 0], [1, 0.25, 0.25]])
+
+    def test_refuses_what_it_does_not_count(self):
+        with self.assertRaisesRegex(ValueError, "no events hit;"):
+            ledger.no_counts(1).add(0, hit=1)
+        with self.assertRaisesRegex(AttributeError, "'hit'"):
+            _ = ledger.no_counts(1).hit
+
+    @parameterized.parameters(
+        (np.zeros((2, 3), np.int32), np.zeros((2, 2), np.float32), "events have shape"),
+        (np.zeros((2, len(EVENTS)), np.int32), np.zeros((1, 2), np.float32), "gate has shape"),
+        (np.zeros((2, len(EVENTS)), np.int64), np.zeros((2, 2), np.float32), "events are int64"),
+    )
+    def test_check(self, events, gate, said):
+        with self.assertRaisesRegex(ValueError, said):
+            Counts(events, gate).check()
+
+
+class LedgerTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.book = Ledger(expert_bytes=MIB)
+
+    def test_sums_calls_and_multiplies_by_bytes(self):
+        self.book.add(jax.device_get(example()))
+        self.book.add(example(), disk_bytes=3 * MIB, disk_reads=3)
+        self.assertEqual(self.book.total("needed"), 40)
+        self.assertEqual(self.book.layers[1]["hits"], 18)
+        self.assertEqual(self.book.hit_rate, 30 / 40)
+        self.assertEqual(self.book.prefetch_precision, 3 / 4)
+        expected = {"demand": 8, "stream": 2, "prefetch": 8, "bulk": 4, "disk": 3}
+        self.assertEqual(self.book.bytes_by_cause, {k: n * MIB for k, n in expected.items()})
+        self.assertEqual(self.book.link_bytes, 22 * MIB)
+        self.assertEqual(self.book.stall_seconds(5 * MIB), 2.0)
+
+    def test_sums_exceed_32_bits(self):
+        counts = ledger.no_counts(1).add(0, needed=2**31 - 1, hits=2**31 - 1)
+        for _ in range(3):
+            self.book.add(counts)
+        self.assertEqual(self.book.total("needed"), 3 * (2**31 - 1))
+        self.assertIs(type(self.book.total("needed")), int)
+
+    def test_as_json(self):
+        self.book.add(ledger.no_counts(2))
+        found = json.loads(json.dumps(self.book.as_dict(), allow_nan=False))
+        self.assertIsNone(found["hit_rate"])
+        self.assertTrue(math.isnan(self.book.hit_rate))
+        self.book.add(example())
+        found = json.loads(json.dumps(self.book.as_dict(), allow_nan=False))
+        self.assertEqual(found["totals"]["admitted"], 4)
+        self.assertEqual(found["layers"][0]["misses"], 4)
+        self.assertEqual(found["bytes"]["demand"], 4 * MIB)
+
+    def test_describes_what_there_was(self):
+        self.book.add(ledger.no_counts(2))
+        nothing = self.book.describe()
+        self.assertLen(nothing, 2)
+        self.assertIn("hits 0 (n/a)", nothing[0])
+        self.assertEqual(nothing[1], "moved: nothing")
+        self.book.add(example().add(0, waits=2), disk_bytes=2560, disk_reads=5)
+        self.assertEqual(
+            self.book.describe(),
+            [
+                "experts needed 20: hits 15 (75.0 %), misses 5 (admitted 4, streamed 1), "
+                "evictions 1",
+                "brought ahead: 4 predicted, 2 in bulk; 3 used, 1 wasted "
+                "(75.0 % of those decided were used)",
+                "moved: demand 4.00 MiB, stream 1.00 MiB, prefetch 4.00 MiB, bulk 2.00 MiB, "
+                "disk 2.50 KiB",
+                "disk: 5 experts read; steps waited for 2 of them",
+            ],
+        )
+
+    def test_gate_mass_by_tier(self):
+        book = Ledger(expert_bytes=1, tiers=("int4", "int2"))
+        book.add(ledger.no_counts(1, 2).add_gate_mass(0, jnp.array([3.0, 1.0])))
+        self.assertEqual(book.gate_mass, {"int4": 3.0, "int2": 1.0})
+        self.assertEqual(book.describe()[-1], "gate mass: int4 75.0 %, int2 25.0 %")
+
+    def test_refuses(self):
+        self.book.add(example())
+        with self.assertRaisesRegex(ValueError, "3 layers, the ledger has 2"):
+            self.book.add(ledger.no_counts(3))
+        with self.assertRaisesRegex(ValueError, "2 tiers"):
+            self.book.add(ledger.no_counts(2, 2))
+        with self.assertRaisesRegex(ValueError, "negative"):
+            self.book.add(example().add(0, needed=2**31 - 1))
+        self.assertEqual(self.book.total("needed"), 20)
+
+    def test_an_expert_without_a_slot_is_an_error_that_stays_in_the_report(self):
+        with self.assertRaisesRegex(RuntimeError, "2 needed experts had no slot"):
+            self.book.add(example().add(0, unserved=2))
+        self.assertIn("WRONG: 2 needed experts had no slot", self.book.describe())
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,158 @@
+"""An engine under limits of memory: from a checkpoint to tokens, with experts in other places."""
+
+import os
+import tempfile
+import unittest
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax import Engine, MoejaxError
+from moejax.checkpoints.experts import ExpertReader
+from moejax.memory.budget import Limits
+from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
+
+PROMPTS = [np.random.default_rng(n).integers(0, VOCAB_SIZE, n).tolist() for n in (9, 21)]
+ROW_NBYTES = 3 * 16 * 32 * 4  # of an expert of the tiny model in float32
+DIRECTORY: Path
+RESIDENT: list[list[int]]
+
+
+def setUpModule():
+    global DIRECTORY, RESIDENT
+    directory = tempfile.TemporaryDirectory()
+    unittest.addModuleCleanup(directory.cleanup)
+    DIRECTORY = Path(directory.name)
+    RESIDENT = tokens(load_tiny_engine(DIRECTORY))
+
+
+def tokens(engine: Engine) -> list[list[int]]:
+    return [answer.tokens for answer in engine.generate(PROMPTS, max_new_tokens=10)]
+
+
+def limited(**limits: float) -> Engine:
+    return Engine.from_pretrained(
+        DIRECTORY, dtype="float32", platform="cpu", progress=False, batch=2, context=64,
+        limits=Limits(**limits),
+    )  # fmt: skip
+
+
+def totals(engine: Engine) -> dict[str, int]:
+    assert engine.ledger is not None
+    return engine.ledger.as_dict()["totals"]
+
+
+class LimitsTest(parameterized.TestCase):
+    def test_without_tight_limits_nothing_moves(self):
+        engine = limited(device_gib=1)
+        self.assertIsNone(engine.ledger)
+        self.assertEqual(tokens(engine), RESIDENT)
+
+    def test_slots_and_transients_are_those_asked_for(self):
+        engine = limited(slots=3, transient=2, prefetch=1)
+        self.assertEqual(tokens(engine), RESIDENT)
+        slots = jax.tree.leaves(engine._runner.memory.pool.slots)
+        self.assertEqual({leaf.shape[0] for leaf in slots}, {2 * 3 + 2})
+        self.assertEqual(totals(engine)["waits"], 0)
+
+    def test_planned_bytes_are_allocated_bytes(self):
+        engine = limited(slots=3, transient=2)
+        memory = engine._runner.memory
+        pool = sum(leaf.nbytes for leaf in jax.tree.leaves(memory.pool.slots))
+        self.assertEqual(pool, 8 * ROW_NBYTES)
+        planned = engine.budget.device
+        self.assertEqual(planned["expert slots"] + planned["transient slots"], pool)
+        tables = (memory.pool.residency, memory.pool.counts, memory.store.row_of)
+        found = sum(leaf.nbytes for leaf in jax.tree.leaves(tables))
+        self.assertEqual(planned["residency tables"], found)
+        store = jax.tree.leaves((memory.store.gate_up, memory.store.down))
+        self.assertEqual(sum(leaf.nbytes for leaf in store), engine.budget.total_host)
+        weights = sum(size for part, size in planned.items() if part.startswith("weights"))
+        self.assertEqual(engine.weights_nbytes, weights)
+
+    def test_experts_on_the_disk_are_waited_for_and_then_kept(self):
+        # The ring takes eight blocks of it.
+        engine = limited(slots=2, transient=2, host_gib=12 * ROW_NBYTES / 2**30)
+        self.assertEqual(engine.budget.host_rows, 4)
+        self.assertEqual(tokens(engine), RESIDENT)
+        first = totals(engine)["waits"]
+        self.assertGreater(first, 0)
+        self.assertEqual(tokens(engine), RESIDENT)
+
+    def test_a_disk_that_fails_is_one_line_and_the_engine_goes_on(self):
+        engine = limited(slots=2, transient=2, host_gib=8 * ROW_NBYTES / 2**30)
+        gone = mock.patch.object(ExpertReader, "read", side_effect=MoejaxError("the disk is gone"))
+        with gone, self.assertRaisesRegex(MoejaxError, "the disk is gone"):
+            tokens(engine)
+        self.assertEqual(tokens(engine), RESIDENT)
+
+    def test_a_file_that_changed_is_an_error_and_no_wrong_token(self):
+        engine = limited(slots=2, transient=2, host_gib=8 * ROW_NBYTES / 2**30)
+        self.assertEqual(tokens(engine), RESIDENT)
+        (file,) = DIRECTORY.glob("*.safetensors")
+        whole = file.read_bytes()
+        try:
+            with file.open("r+b") as opened:
+                opened.seek(len(whole) // 2)
+                opened.write(os.urandom(len(whole) // 2))
+            with self.assertRaisesRegex(MoejaxError, "CRC-32"):
+                tokens(engine)
+        finally:
+            file.write_bytes(whole)
+        self.assertEqual(tokens(engine), RESIDENT)
+
+    def test_a_disk_that_fails_later_leaves_a_whole_engine(self):
+        engine = limited(slots=2, transient=2, host_gib=12 * ROW_NBYTES / 2**30)
+        read, count = ExpertReader.read, iter(range(100))
+
+        def sometimes(self: ExpertReader, *args: Any, **how: Any) -> None:
+            if 3 <= next(count) <= 5:  # a read, and its two repetitions
+                raise MoejaxError("a bad sector")
+            read(self, *args, **how)
+
+        with (
+            mock.patch.object(ExpertReader, "read", sometimes),
+            self.assertRaisesRegex(MoejaxError, "a bad sector"),
+        ):
+            tokens(engine)
+        self.assertEqual(tokens(engine), RESIDENT)
+        self.assertGreater(engine.ledger.as_dict()["disk_reads"], 0)
+
+    def test_a_step_that_fails_leaves_a_whole_engine(self):
+        engine = limited(slots=2, transient=2)
+        with (
+            mock.patch.object(engine._runner, "_call", side_effect=KeyboardInterrupt),
+            self.assertRaises(KeyboardInterrupt),
+        ):
+            for leaf in jax.tree.leaves(engine._runner.memory.pool):
+                leaf.delete()
+            with engine._runner.memory.step():
+                engine._runner._call()
+        self.assertEqual(tokens(engine), RESIDENT)
+
+    def test_more_prompts_than_planned_are_refused(self):
+        engine = limited(device_gib=1)
+        with self.assertRaisesRegex(MoejaxError, "batch=3"):
+            engine.generate([*PROMPTS, [1]], max_new_tokens=1)
+
+    def test_impossible_limits_are_refused_with_what_would_do(self):
+        with self.assertRaisesRegex(MoejaxError, "smallest that would do is"):
+            limited(device_gib=1e-5)
+
+    def test_another_model_on_the_disk_path_is_refused(self):
+        with tempfile.TemporaryDirectory() as other:
+            load_tiny_engine(Path(other))
+            config = Path(other) / "config.json"
+            config.write_text(
+                config.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 5.0')
+            )
+            with self.assertRaisesRegex(MoejaxError, "another model"):
+                limited(slots=2, disk_path=other)
+
+
+if __name__ == "__main__":
+    absltest.main()

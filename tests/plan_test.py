@@ -1,0 +1,236 @@
+"""`python -m moejax.plan`: what it prints is what a run then allocates, and nothing is loaded."""
+
+import contextlib
+import io
+import pathlib
+import re
+import tempfile
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax import Engine, cli, plan
+from moejax.checkpoints import open_checkpoint, safetensors_reader
+from moejax.checkpoints.quantized.stored import CodesKind
+from moejax.checkpoints.sizes import checkpoint_sizes, shape_sizes
+from moejax.config import MemoryConfig, PlanConfig
+from moejax.memory import machine
+from moejax.memory.budget import LOW_RANK, Limits, Machine
+from moejax.models.config import ModelConfig
+from tests import quantized_stores as stores
+from tests.random_checkpoints import TINY, write_random_checkpoint
+
+CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
+EXPERTS = ("moe.gate_up", "moe.down")
+STORES = {
+    "gptq": lambda: stores.Gptq(stores.QWEN),
+    "gptq with act-order": lambda: stores.Gptq(stores.QWEN, act_order=True),
+    "symmetric": lambda: stores.CompressedTensors(stores.QWEN),
+    "fp8": lambda: stores.Fp8(stores.WIDE),
+    "own, ragged ranks": lambda: stores.Own(stores.QWEN),
+}
+# Attention, then the experts, takes the most: [fields of a model, context].
+WIDE_ATTENTION = ({"num_heads": 8, "head_dim": 32, "num_kv_heads": 2}, 256)
+WIDE_EXPERTS = ({"model_dim": 128, "expert_dim": 512, "num_heads": 1, "num_kv_heads": 1}, 64)
+
+
+class PlanCase(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.directory = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+    def run_plan(self, *arguments, status=0):
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            got = cli.exit_status(plan.COMMAND, ["plan", *arguments])
+        self.assertEqual(got, status, err.getvalue())
+        return out.getvalue() if status == 0 else err.getvalue()
+
+
+class SizesTest(PlanCase):
+    """From headers alone, to the byte what a load gives."""
+
+    @parameterized.parameters(*STORES)
+    def test_quantized_checkpoints(self, name):
+        STORES[name]().write(self.directory)
+        self.check(jnp.float32)
+
+    @parameterized.parameters(
+        (jnp.float32, {}), (jnp.bfloat16, {"tied_embeddings": True, "moe_layers": (0, 1, 2)})
+    )
+    def test_plain_checkpoints(self, dtype, fields):
+        write_random_checkpoint(self.directory, **fields)
+        self.check(dtype)
+
+    def check(self, dtype):
+        checkpoint = open_checkpoint(str(self.directory))
+        sizes = checkpoint_sizes(checkpoint, np.dtype(dtype))
+        cpu = jax.devices("cpu")[0]
+        loaded = checkpoint.load(dtype=np.dtype(dtype).name, device=cpu, progress=False)
+        terms = sum(_terms_nbytes(loaded[leaf]) for leaf in EXPERTS)
+        expected = {name: leaf.nbytes for name, leaf in loaded.items() if name not in EXPERTS}
+        if terms:
+            expected[f"moe{LOW_RANK}"] = terms
+        self.assertEqual(dict(sizes.weights_nbytes), expected)
+        num_experts = len(checkpoint.config.moe_layers) * checkpoint.config.num_experts
+        experts = sum(loaded[leaf].nbytes for leaf in EXPERTS)
+        self.assertEqual(sizes.tier.expert_nbytes * num_experts + terms, experts)
+
+    @parameterized.parameters(
+        ("gptq with act-order", "moe.gate_up is permuted"),
+        ("fp8", "moe.gate_up is FP8 and moe.down is FP8"),
+        ("gptq", None),
+    )
+    def test_what_has_no_slot_form_may_stay_but_not_move(self, name, said):
+        STORES[name]().write(self.directory)
+        asked = f"--config.checkpoint={self.directory}"
+        self.assertIn("experts stay on the device", self.run_plan(asked))
+        if said is None:
+            self.assertIn("slots: 1 of 3", self.run_plan(asked, "--config.memory.slots=1"))
+            return
+        err = self.run_plan(asked, "--config.memory.slots=1", status=1)
+        self.assertRegex(err, f"cannot move: .*{said}.*\n$")
+
+    def test_a_shape_in_codes(self):
+        config = ModelConfig(**TINY)
+        kind = CodesKind(bits=4, group_size=16, zero_kind="float", scale_dtype="float16")
+        sizes = shape_sizes(config, np.dtype(np.float16), expert_kind=kind)
+        # Matrices [64, 64] and [64, 32], of each weight 4 bits and 32 for 16 weights.
+        self.assertEqual(sizes.tier.expert_nbytes, 64 * (64 + 32) * 6 // 8)
+        self.assertEqual(sizes.tier.name, "6.00 bits a weight")
+
+
+class ContractTest(PlanCase):
+    """What an engine allocates and its programs take, beside what was planned for it."""
+
+    def engine(self, limits, shape, batch):
+        fields, context = shape
+        fields = {**fields, "num_experts": 8, "num_layers": 2, "moe_layers": (0, 1)}
+        write_random_checkpoint(self.directory, **fields)
+        engine = Engine.from_pretrained(
+            self.directory, dtype="float32", platform="cpu", context=context,
+            compilation_cache="", progress=False, limits=limits, batch=batch,
+        )  # fmt: skip
+        prompts = np.random.default_rng(0).integers(0, TINY["vocab_size"], (batch, context - 8))
+        engine.generate(prompts.tolist(), max_new_tokens=6)
+        return engine
+
+    def check_programs(self, engine):
+        planned = engine.budget.device["activations and workspace"]
+        planned += engine.budget.device.get("experts on their way in a step", 0)
+        programs = engine._runner.programs._programs.values()
+        found = max(program.memory_analysis().temp_size_in_bytes for program in programs)
+        self.assertLessEqual(found, planned)
+        self.assertLess(planned, 2 * found)
+
+    @parameterized.parameters((WIDE_ATTENTION, 1), (WIDE_EXPERTS, 4))
+    def test_programs_take_no_more_than_planned_and_not_much_less(self, shape, batch):
+        engine = self.engine(Limits(), shape, batch)
+        self.assertFalse(engine.budget.pooled)
+        self.check_programs(engine)
+
+    # With waves and wide experts, XLA on a CPU copies the slots around the loop over blocks.
+    @parameterized.parameters((3, WIDE_ATTENTION, 4), (8, WIDE_EXPERTS, 1))
+    def test_pooled_runs_allocate_and_take_what_was_planned(self, slots, shape, batch):
+        engine = self.engine(Limits(slots=slots, transient=2), shape, batch)
+        planned = dict(engine.budget.device)
+        for name, leaf in engine.weights.items():
+            self.assertEqual(planned.pop(f"weights {name}"), leaf.nbytes)
+        memory = engine._runner.memory
+        pool, store = memory.pool, memory.store
+        size = planned.pop("expert slots") + planned.pop("transient slots")
+        self.assertEqual(_nbytes(pool.slots), size)
+        tables = _nbytes((pool.residency, pool.counts, store.row_of))
+        self.assertEqual(planned.pop("residency tables"), tables)
+        rows = _nbytes((store.gate_up, store.down))
+        self.assertEqual(dict(engine.budget.host), {"experts": rows})
+        left = {"KV cache", "activations and workspace", "experts on their way in a step"}
+        self.assertEqual(set(planned), left)
+        self.check_programs(engine)
+
+
+class MainTest(PlanCase):
+    def test_example_is_what_it_says(self):
+        path = CONFIGS / "plan_mixtral_16gib.py"
+        out = self.run_plan(f"--config={path}")
+        self.assertIn("= 13.488 GiB of 16", out)
+        self.assertIn("slots: 3 of 8 a layer (37.5 % of the experts), and 2 transient", out)
+        self.assertRegex(out, r"at worst: 6048\.0 MiB a token of a decode step, 118\.12 ms")
+        out = self.run_plan(f"--config={path}", "--config.memory.host_gib=20")
+        self.assertIn("host memory: 208 of 256 experts (81.2 %)", out)
+        self.assertIn("warning: 19 % of the experts are not in host memory", out)
+
+    def test_a_configuration_of_generate_serves(self):
+        out = self.run_plan(
+            f"--config={CONFIGS / 'demo.py'}", "--config.memory.slots=4", "--config.context=64"
+        )
+        self.assertIn("slots: 4 of 32 a layer", out)
+        self.assertIn("context 64, prefill by 64 tokens", out)
+        self.assertNotIn("context=0", out)
+
+    def test_nothing_is_read_but_headers(self):
+        write_random_checkpoint(self.directory)
+        with mock.patch.object(safetensors_reader, "read_tensor", side_effect=AssertionError):
+            out = self.run_plan(f"--config.checkpoint={self.directory}")
+        # bfloat16 on the accelerator that is planned of, whatever this machine has.
+        weights = 2 * 160 * 64 / 2**20
+        self.assertRegex(out, rf"weights embed +{weights:.2f} MiB")
+        self.assertIn("on a gpu", out)
+        self.assertIn("warning: context=0 takes what the prompts need; here it is 256", out)
+
+    def test_the_impossible_is_refused_with_what_would_do(self):
+        asked = ("--config.shape=Qwen3-30B-A3B", "--config.memory.device_gib=2")
+        err = self.run_plan(*asked, status=1)
+        self.assertRegex(err, r"\Aerror: memory.device_gib=2 is too little [^\n]+\n\Z")
+        least = re.search(r"would do is (\S+) GiB", err)[1]
+        out = self.run_plan(asked[0], f"--config.memory.device_gib={least}")
+        self.assertIn("slots: 0 of 128", out)
+        self.assertIn("warning: no expert is cached", out)
+
+    @parameterized.parameters(
+        ("--config.shape=Mixtral", "shape='Mixtral' is not there; there are: Qwen3-30B-A3B"),
+        ("--config.bits=5", "bits=5 must be one of 2, 3, 4, 8, 16"),
+        ("--config.batch=0", "batch=0 must be at least 1"),
+        ("--config.context=5000", "context=5000 is beyond the model's own 2048"),
+        ("--config.checkpoint=/no/where", "no such directory: /no/where"),
+        ("--config.platform=tpu", "platform 'tpu' is none of auto, cpu, gpu"),
+    )
+    def test_mistakes_are_named(self, argument, said):
+        self.assertIn(said, self.run_plan(argument, status=1))
+
+    def test_groups_longer_than_a_row(self):
+        err = self.run_plan("--config.shape=Qwen3-30B-A3B", "--config.group_size=4000", status=1)
+        self.assertIn("group_size 4000 is not in 1..", err)
+
+    def test_this_machine(self):
+        path = self.directory / "meminfo"
+        path.write_text("MemTotal:       10 kB\nMemAvailable:    7 kB\n")
+        self.assertEqual(machine.available_nbytes(path), 7 * 1024)
+        self.assertIsNone(machine.available_nbytes(self.directory / "nothing"))
+        path.write_text("something else\n")
+        self.assertIsNone(machine.available_nbytes(path))
+        with mock.patch.object(machine, "available_nbytes", return_value=5):
+            with mock.patch.dict("os.environ", {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "3"}):
+                self.assertEqual(
+                    machine.this_machine("gpu"), Machine(host_nbytes=5, pinned_nbytes=3 * 2**30)
+                )
+            self.assertEqual(machine.this_machine("cpu"), Machine(host_nbytes=5))
+
+    def test_memory_is_given_in_the_file(self):
+        config = PlanConfig(shape="Qwen3-30B-A3B", memory=MemoryConfig(device_gib=12, prefetch=2))
+        self.assertEqual(config.memory.limits(), Limits(device_gib=12, prefetch=2))
+
+
+def _nbytes(tree):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def _terms_nbytes(leaf):
+    return _nbytes(getattr(leaf, "compensators", ()))
+
+
+if __name__ == "__main__":
+    absltest.main()

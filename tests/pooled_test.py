@@ -1,0 +1,167 @@
+"""Residency is invisible: the same tokens and logits to the bit, wherever the experts are."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax import steps
+from moejax.generation import GenerationSettings
+from moejax.memory.expert_memory import ExpertMemory
+from moejax.memory.pooled import PoolSpec
+from moejax.memory.residency import CacheSpec
+from moejax.models.config import ModelConfig
+from moejax.qtensor import Weight, from_codes
+from moejax.quantization.grid import Grid
+from moejax.quantization.rtn import rtn
+from moejax.runner import Runner
+from tests import tiny_engine
+
+QWEN = tiny_engine.CONFIG
+MIXTRAL = dataclasses.replace(
+    QWEN, family="mixtral", num_experts=4, moe_layers=(0, 1), qk_norm=False, norm_topk_prob=True
+)
+CONFIGS = {"qwen3_moe": QWEN, "mixtral": MIXTRAL}
+PROMPTS = [
+    np.random.default_rng(n).integers(0, QWEN.vocab_size, n).tolist() for n in (7, 20, 3, 11)
+]
+EXPERTS = ("moe.gate_up", "moe.down")
+CPU = jax.devices("cpu")[0]
+# Slots of a layer of 8 experts, of which one token needs 2; transient ones; experts ahead.
+POLICIES = {
+    "all resident": (8, 1, 0),
+    "75 %": (6, 2, 0),
+    "50 %": (4, 2, 0),
+    "50 % and prefetch": (4, 2, 2),
+    "25 %": (2, 2, 0),
+    "25 % and prefetch": (2, 3, 1),
+    "no cache": (0, 2, 0),
+}
+
+
+def random_weights(config: ModelConfig, bits: int = 16) -> dict[str, Weight]:
+    """Of a tiny model; its experts plain (16), or in codes of a width."""
+    weights: dict[str, Weight] = {
+        name: jnp.asarray(array) for name, array in tiny_engine.random_weights(config).items()
+    }
+    if bits < 16:
+        grid = Grid(bits=bits, group_size=8, zero_kind="float")
+        for name in EXPERTS:
+            found = rtn(weights[name], grid)
+            weights[name] = from_codes(
+                found.codes, found.scales, found.zeros, bits=bits, group_size=8, zero_kind="float"
+            )
+    return weights
+
+
+def without_experts(weights: dict[str, Weight]) -> dict[str, Weight]:
+    return {name: leaf for name, leaf in weights.items() if name not in EXPERTS}
+
+
+def rows_of(weight: Weight) -> Weight:
+    """[M, E, ...] as rows [M E, ...]."""
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), weight)
+
+
+def pooled_runner(config: ModelConfig, weights: dict[str, Weight], policy: Any) -> Runner:
+    slots, transient, prefetch = policy
+    num_layers, num_experts = len(config.moe_layers), config.num_experts
+    cache = CacheSpec(
+        num_layers=num_layers, num_experts=num_experts, slots=min(slots, num_experts),
+        transient=transient,
+    )  # fmt: skip
+    memory = ExpertMemory.of_rows(
+        PoolSpec(cache, prefetch), *(rows_of(weights[name]) for name in EXPERTS),
+        np.arange(num_layers * num_experts).reshape(num_layers, num_experts), CPU,
+    )  # fmt: skip
+    return Runner(config, without_experts(weights), CPU, memory=memory)
+
+
+def answers(runner: Runner, prompts: list[list[int]], num_tokens: int = 12) -> list[list[int]]:
+    settings = GenerationSettings.of(max_new_tokens=num_tokens)
+    rows: list[list[int]] = [[] for _ in prompts]
+    for parts, _ in runner.run(prompts, 64, settings, (), 4):
+        for row, part in zip(rows, parts, strict=True):
+            row.extend(part)
+    return rows
+
+
+class InvisibleTest(parameterized.TestCase):
+    @parameterized.parameters(
+        *(("qwen3_moe", policy) for policy in POLICIES if policy not in ("25 %", "50 %")),
+        ("mixtral", "25 % and prefetch"),
+    )
+    def test_tokens_and_logits_are_those_of_a_resident_model(self, name, policy):
+        self.check(CONFIGS[name], 16, policy)
+
+    def test_packed_experts_too(self):
+        self.check(QWEN, 3, "25 %")
+
+    def check(self, config, bits, policy):
+        weights = random_weights(config, bits)
+        resident = Runner(config, weights, CPU)
+        runner = pooled_runner(config, weights, POLICIES[policy])
+        tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 24)).astype(np.int32)
+        np.testing.assert_array_equal(runner.logits(tokens), resident.logits(tokens))
+        for batch in (PROMPTS[:1], PROMPTS):
+            self.assertEqual(answers(runner, batch), answers(resident, batch))
+        events = runner.memory.settle().as_dict()["totals"]
+        self.assertEqual(events["unserved"], 0)
+        self.assertEqual(events["misses"], events["admitted"] + events["streamed"])
+        slots, _, prefetch = POLICIES[policy]
+        self.assertEqual(events["streamed"] > 0, slots < config.num_experts)
+        self.assertEqual(events["prefetched"] > 0, prefetch > 0)
+
+    def test_a_step_neither_retraces_nor_copies_the_pool(self):
+        runner = pooled_runner(QWEN, random_weights(QWEN), POLICIES["50 % and prefetch"])
+        answers(runner, PROMPTS)
+        places = [
+            leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(runner.memory.pool.slots)
+        ]
+        num_traces = runner.programs.num_traces
+        for _ in range(3):
+            answers(runner, PROMPTS)
+        found = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(runner.memory.pool.slots)]
+        self.assertEqual(found, places)
+        self.assertEqual(runner.programs.num_traces, num_traces)
+        pool_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.memory.pool.slots))
+        # All that a tiny model computes is smaller than a copy of the slots.
+        programs = runner.programs._programs
+        (decode,) = [programs[key] for key in programs if key[0] is steps.decode]
+        memory = decode.memory_analysis()
+        self.assertGreaterEqual(memory.alias_size_in_bytes, pool_bytes)
+
+
+class DiskTest(parameterized.TestCase):
+    """Experts that no host row holds: the step waits for them, and says how often."""
+
+    @parameterized.parameters((None, 5), ("25 % and prefetch", 0))
+    def test_the_waiting_mode_is_invisible(self, policy, num_rows):
+        weights = random_weights(QWEN)
+        slots, transient, prefetch = POLICIES[policy] if policy else (0, 1, 0)
+        rows = [rows_of(weights[name]) for name in EXPERTS]
+        asked = []
+
+        def read(layer, experts):
+            asked.extend(int(expert) for expert in np.asarray(experts) if expert >= 0)
+            index = int(layer) * 8 + np.maximum(np.asarray(experts), 0)
+            return tuple(np.asarray(row)[index] for row in rows)
+
+        cache = CacheSpec(num_layers=2, num_experts=8, slots=slots, transient=transient)
+        row_of = np.where(np.arange(16) < num_rows, np.arange(16), -1).reshape(2, 8)
+        memory = ExpertMemory.of_rows(
+            PoolSpec(cache, prefetch, read), *(row[:num_rows] for row in rows), row_of, CPU
+        )
+        runner = Runner(QWEN, without_experts(weights), CPU, memory=memory)
+        resident = Runner(QWEN, weights, CPU)
+        self.assertEqual(answers(runner, PROMPTS), answers(resident, PROMPTS))
+        waits = memory.settle().as_dict()["totals"]["waits"]
+        self.assertEqual(waits, len(asked))
+        self.assertGreater(waits, 0)
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,273 @@
+"""100,000 decisions against a plain Python model of the cache, and the bytes in the slots."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moejax import ledger
+from moejax.memory import residency
+from moejax.memory.residency import CacheSpec, Residency
+from tests.cache_model import ROW, CacheModel
+
+LENGTH = 240  # decisions of a sequence
+LIMIT = 2  # of what a prediction brings
+LISTED = 3  # entries of a list of experts or slots
+KINDS = ("plan", "plan_by_score", "predict", "reserve", "publish", "cancel", "pin")
+
+
+def spec(layers: int, experts: int, slots: int, transient: int, held: int = 0) -> CacheSpec:
+    return CacheSpec(
+        num_layers=layers, num_experts=experts, slots=slots, transient=transient, held=held
+    )
+
+
+# name: sizes, and how many experts a layer may need at once.
+SPECS = {
+    "decode": (spec(3, 9, 4, 2), 4),
+    "decode_with_transfers": (spec(2, 9, 6, 2, held=3), 3),
+    "scan": (spec(2, 8, 3, 2), 8),
+    "scan_with_transfers": (spec(2, 7, 4, 3, held=2), 7),
+    "held_slots_may_be_needed": (spec(1, 6, 4, 1, held=2), 3),
+    "all_held": (spec(1, 5, 3, 2, held=3), 5),
+    "no_cache": (spec(2, 5, 0, 2), 5),
+    "one_slot": (spec(2, 4, 1, 1, held=1), 1),
+    "all_fit": (spec(2, 6, 6, 1), 6),
+}
+PER_SPEC = -(-100_000 // (LENGTH * len(SPECS)))  # sequences
+
+
+class Decision(NamedTuple):
+    """An operand of `replay`; every kind uses some of the fields."""
+
+    kind: Any
+    layer: Any
+    experts: Any  # bool[E]
+    listed: Any  # int32[LISTED], experts or slots
+    keep: Any  # float32[E]
+
+
+class Outcome(NamedTuple):
+    plan: residency.Plan
+    prefetch: residency.Prefetch
+    slots: jax.Array
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def replay(spec: CacheSpec, max_needed: int, decisions: Decision) -> Any:
+    """Outcome, residency and counts after each decision of a sequence, all stacked."""
+    size = min(max_needed, spec.slots)
+    none = functools.partial(jnp.full, fill_value=-1, dtype=jnp.int32)
+    shape = (residency.num_waves(spec, max_needed), spec.transient)
+    experts = (spec.num_experts,)
+    nothing = Outcome(
+        residency.Plan(none(experts), none(experts), none((size,)), none((size,)), none(shape)),
+        residency.Prefetch(none((LIMIT,)), none((LIMIT,))),
+        none((LISTED,)),
+    )
+
+    def plan(state, counts, given, keep=None):
+        made, state, counts = residency.plan(
+            spec, state, given.layer, given.experts, max_needed, counts, keep
+        )
+        return nothing._replace(plan=made), state, counts
+
+    def predict(state, counts, given):
+        made, state, counts = residency.predict(
+            spec, state, given.layer, given.experts, LIMIT, counts
+        )
+        return nothing._replace(prefetch=made), state, counts
+
+    def reserve(state, counts, given):
+        if not spec.held:
+            return nothing, state, counts
+        made, state, counts = residency.reserve(spec, state, given.layer, given.listed, counts)
+        return nothing._replace(slots=made), state, counts
+
+    def publish(state, counts, given):
+        return nothing, *residency.publish(spec, state, given.layer, given.listed, counts)
+
+    def cancel(state, counts, given):
+        return nothing, residency.cancel(spec, state, given.layer, given.listed), counts
+
+    def pin(state, counts, given):
+        return nothing, residency.pin(spec, state, given.layer, given.experts), counts
+
+    def by_score(state, counts, given):
+        return plan(state, counts, given, given.keep)
+
+    branches = (plan, by_score, predict, reserve, publish, cancel, pin)
+
+    def decide(carry, given):
+        outcome, *carry = jax.lax.switch(given.kind, branches, *carry, given)
+        return carry, (outcome, *carry)
+
+    start = [residency.empty(spec), ledger.no_counts(spec.num_layers)]
+    return jax.lax.scan(decide, start, decisions)[1]
+
+
+def random_decisions(model: CacheModel, rng: np.random.Generator, skew: float) -> Decision:
+    """A sequence as a program might make it, with calls now and then that none should make."""
+    spec = model.spec
+    shares = np.array([8, 2, 3, 3, 2, 1, 1])[: len(KINDS) if spec.held else 3]
+    kinds = rng.choice(len(shares), LENGTH, p=shares / shares.sum())
+    most = np.where(kinds < 2, model.max_needed, spec.num_experts)
+    number = rng.integers(most + 1)
+    # The experts of the largest keys: a draw without replacement, popular ones more often.
+    keys = rng.gumbel(size=(LENGTH, spec.num_experts))
+    keys -= skew * np.log(np.arange(1, spec.num_experts + 1))
+    rank = (-keys).argsort(1).argsort(1)
+    return Decision(
+        kinds.astype(np.int32),
+        rng.integers(spec.num_layers, size=LENGTH, dtype=np.int32),
+        rank < number[:, None],
+        rng.integers(-1, spec.num_experts, (LENGTH, LISTED), dtype=np.int32),
+        rng.integers(0, 3, (LENGTH, spec.num_experts)).astype(np.float32),
+    )
+
+
+def draw_slots(model: CacheModel, given: Decision, i: int) -> None:
+    """Makes the list of decision i one of slots where something arrives, or of others."""
+    layer = int(given.layer[i])
+    slots = enumerate(model.slots[layer])
+    waiting = [model.place(layer, c) for c, slot in slots if slot.arriving >= 0]
+    choice = [*waiting, *waiting, -1, model.spec.num_slots - 1, 0]
+    given.listed[i] = [choice[k % len(choice)] for k in given.listed[i].tolist()]
+
+
+def blank(spec: CacheSpec, max_needed: int) -> dict[str, np.ndarray]:
+    """The fields of `LENGTH` outcomes, by name, all -1."""
+    size, waves = min(max_needed, spec.slots), residency.num_waves(spec, max_needed)
+    shapes = {
+        "slot": (spec.num_experts,),
+        "wave": (spec.num_experts,),
+        "admitted": (size,),
+        "admitted_slots": (size,),
+        "streamed": (waves * spec.transient,),
+        "experts": (LIMIT,),
+        "slots": (LIMIT,),
+        "reserved": (LISTED,),
+    }
+    return {name: np.full((LENGTH, *shape), -1) for name, shape in shapes.items()}
+
+
+def decide(model: CacheModel, given: Decision, i: int, wanted: dict[str, np.ndarray]) -> None:
+    """Lets the model take decision i, and writes what the outcome should be."""
+    layer, kind = int(given.layer[i]), KINDS[given.kind[i]]
+    experts, listed = set(np.flatnonzero(given.experts[i]).tolist()), given.listed[i].tolist()
+    if kind in ("plan", "plan_by_score"):
+        keep = given.keep[i].tolist() if kind == "plan_by_score" else None
+        found = model.plan(layer, experts, keep)
+        for e, (wave, slot) in found["places"].items():
+            wanted["wave"][i, e], wanted["slot"][i, e] = wave, slot
+        for j, (e, slot) in enumerate(found["admitted"]):
+            wanted["admitted"][i, j], wanted["admitted_slots"][i, j] = e, slot
+        wanted["streamed"][i, : len(found["streamed"])] = found["streamed"]
+    elif kind == "predict":
+        for j, (e, slot) in enumerate(model.predict(layer, experts, LIMIT)):
+            wanted["experts"][i, j], wanted["slots"][i, j] = e, slot
+    elif kind == "reserve":
+        wanted["reserved"][i] = model.reserve(layer, listed)
+    elif kind == "pin":
+        model.pin(layer, experts)
+    else:
+        (model.publish if kind == "publish" else model.cancel)(layer, listed)
+
+
+def fields_of(outcome: Outcome) -> dict[str, np.ndarray]:
+    """By the names of `expected`."""
+    prefetch = {"experts": outcome.prefetch.experts, "slots": outcome.prefetch.slots}
+    return {**outcome.plan._asdict(), **prefetch, "reserved": outcome.slots}
+
+
+def rows_of(state: Residency, counts: ledger.Counts) -> np.ndarray:
+    """int[LENGTH, M, ...], rows of `CacheModel.row`."""
+    return np.concatenate([*(getattr(state, name) for name in ROW), counts.events], axis=2)
+
+
+def follow_bytes(spec: CacheSpec, given: Decision, found: dict[str, np.ndarray]) -> None:
+    """Fetches what one is told to, and looks whether each needed expert's bytes are in its slot."""
+    pool: dict[int, tuple[int, int]] = {}
+    lists = {name: values.tolist() for name, values in found.items()}
+
+    def fetch(layer, experts, slots):
+        for e, slot in zip(experts, slots, strict=False):
+            if e >= 0 and slot >= 0:
+                pool[slot] = (layer, e)
+
+    transient = list(range(spec.first_transient, spec.num_slots))
+    for i, (kind, layer) in enumerate(zip(given.kind.tolist(), given.layer.tolist(), strict=True)):
+        one = {name: values[i] for name, values in lists.items()}
+        fetch(layer, one["experts"], one["slots"])
+        # The bytes of a transfer come at any time before `publish`; at once is the worst.
+        fetch(layer, given.listed[i].tolist(), one["reserved"])
+        if kind > 1:
+            continue
+        fetch(layer, one["admitted"], one["admitted_slots"])
+        for wave, streamed in enumerate([[], *one["streamed"]]):
+            fetch(layer, streamed, transient)
+            for e, (slot, its_wave) in enumerate(zip(one["slot"], one["wave"], strict=True)):
+                if its_wave == wave and pool.get(slot) != (layer, e):
+                    raise AssertionError(f"decision {i}: slot {slot} has not expert {e}")
+        needed = given.experts[i]
+        np.testing.assert_array_equal(found["wave"][i] >= 0, needed)
+        np.testing.assert_array_equal(found["slot"][i] >= 0, needed)
+
+
+class StressTest(parameterized.TestCase):
+    @parameterized.named_parameters(*((name, name) for name in SPECS))
+    def test_100_000_random_decisions_in_all(self, name):
+        @settings(max_examples=PER_SPEC, deadline=None, derandomize=True, database=None)
+        @given(seed=st.integers(0, 2**32 - 1), skew=st.floats(0, 2))
+        def sequence(seed, skew):
+            self.follow(*SPECS[name], np.random.default_rng(seed), skew)
+            decisions.append(LENGTH)
+
+        decisions: list[int] = []
+        sequence()
+        self.assertGreaterEqual(sum(decisions) * len(SPECS), 100_000)
+
+    def follow(self, spec, max_needed, rng, skew):
+        model, wanted, rows = CacheModel(spec, max_needed), blank(spec, max_needed), []
+        given = random_decisions(model, rng, skew)
+        for i in range(LENGTH):
+            if KINDS[given.kind[i]] in ("publish", "cancel"):
+                draw_slots(model, given, i)
+            decide(model, given, i, wanted)
+            rows.append(model.row(int(given.layer[i])))
+        outcome, state, counts = jax.device_get(replay(spec, max_needed, given))
+        found = fields_of(outcome)
+        for name, values in wanted.items():
+            self.assert_same(found[name].reshape(values.shape), values, name, given)
+        tables = rows_of(state, counts)
+        mine = given.layer[:, None] == np.arange(spec.num_layers)
+        self.assert_same(tables[mine], np.array(rows), "tables of the layer", given)
+        changed = (tables[1:] != tables[:-1]).any(2) & ~mine[1:]
+        self.assertFalse(changed.any(), "a decision changed the tables of another layer")
+        follow_bytes(spec, given, found)
+        last, counts = jax.tree.map(lambda leaf: leaf[-1], (state, counts))
+        last.check(spec)
+        self.books_balance(last, counts)
+
+    def assert_same(self, found, wanted, name, given):
+        if not np.array_equal(found, wanted):
+            i = int((found != wanted).any(1).argmax())
+            one = Decision(*(field[i] for field in given))
+            self.fail(f"{name}, decision {i}: {found[i]}, expected {wanted[i]}; {one}")
+
+    def books_balance(self, state: Residency, counts: ledger.Counts) -> None:
+        np.testing.assert_array_equal(counts.needed, counts.hits + counts.misses)
+        np.testing.assert_array_equal(counts.misses, counts.admitted + counts.streamed)
+        np.testing.assert_array_equal(counts.unserved, 0)
+        brought = counts.prefetched + counts.bulk
+        decided = counts.prefetch_hits + counts.prefetch_waste
+        np.testing.assert_array_equal(brought, decided + np.asarray(state.prefetched).sum(1))
+
+
+if __name__ == "__main__":
+    absltest.main()

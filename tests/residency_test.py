@@ -1,0 +1,181 @@
+"""The residency rules: against textbook LRU, by example, and what is refused."""
+
+import collections
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax import ledger
+from moejax.memory import residency
+from moejax.memory.residency import CacheSpec
+
+
+def spec(layers: int, experts: int, slots: int, transient: int, held: int = 0) -> CacheSpec:
+    return CacheSpec(
+        num_layers=layers, num_experts=experts, slots=slots, transient=transient, held=held
+    )
+
+
+PLAN = jax.jit(residency.plan, static_argnums=(0, 4))
+
+
+def mask(num_experts: int, *experts: int) -> jax.Array:
+    return jnp.zeros(num_experts, bool).at[jnp.array(experts, jnp.int32)].set(True)
+
+
+def planned(spec, state, needed, max_needed=4, layer=0, counts=None, **options):
+    counts = counts or ledger.no_counts(spec.num_layers)
+    needed = mask(spec.num_experts, *needed)
+    return PLAN(spec, state, layer, needed, max_needed, counts, **options)
+
+
+class RulesTest(parameterized.TestCase):
+    @parameterized.parameters(1, 3, 8)
+    def test_one_expert_at_a_time_is_the_textbook_lru(self, slots):
+        one = spec(1, 12, slots, 1)
+        rng = np.random.default_rng(slots)
+        trace = np.minimum(rng.geometric(0.2, 240) - 1, 11)
+
+        def step(carry, needed):
+            return residency.plan(one, carry[0], 0, needed, 1, carry[1])[1:], None
+
+        start = residency.empty(one), ledger.no_counts(1)
+        (_, counts), _ = jax.lax.scan(step, start, jnp.eye(12, dtype=bool)[trace])
+        book, hits = collections.OrderedDict(), 0
+        for expert in trace.tolist():
+            hits += expert in book
+            book[expert] = None
+            book.move_to_end(expert)
+            if len(book) > slots:
+                book.popitem(last=False)
+        self.assertEqual(int(counts.hits[0]), hits)
+        self.assertBetween(hits, 1, 240 - 1)
+
+    def test_a_scan_evicts_nothing(self):
+        one = spec(1, 8, 3, 2)
+        state = residency.seeded(one, np.array([[5, 1]]))
+        plan, after, counts = planned(one, state, range(8), 8)
+        np.testing.assert_array_equal(after.owner, [[5, 1, 0]])
+        np.testing.assert_array_equal(plan.wave, [0, 0, 1, 1, 2, 0, 2, 3])
+        np.testing.assert_array_equal(plan.streamed, [[2, 3], [4, 6], [7, -1], [-1, -1]])
+        np.testing.assert_array_equal(plan.slot, [2, 1, 3, 4, 3, 0, 4, 3])
+        self.assertEqual(int(counts.evictions[0]), 0)
+        # One expert less than too many, and they are admitted.
+        plan, after, _ = planned(one, state, (0, 2, 3), 8)
+        np.testing.assert_array_equal(after.owner, [[2, 3, 0]])
+        np.testing.assert_array_equal(plan.admitted, [0, 2, 3])
+
+    def test_least_kept_leave_first_and_nan_is_least(self):
+        one = spec(1, 6, 4, 1)
+        state = residency.seeded(one, np.array([[0, 1, 2, 3]]))
+        keep = jnp.array([3.0, jnp.nan, 1.0, 2.0, 9.0, 9.0])
+        _, after, _ = planned(one, state, (4, 5), keep=keep)
+        np.testing.assert_array_equal(after.owner, [[0, 4, 5, 3]])
+
+    def test_recent_use_survives_a_clock_that_wraps(self):
+        one = spec(1, 5, 3, 1)
+        state = residency.seeded(one, np.array([[0, 1, 2]]))
+        state = dataclasses.replace(state, clock=jnp.int32(2**31 - 1))
+        for expert in (1, 2, 0):
+            _, state, _ = planned(one, state, (expert,), 3)
+        self.assertLess(int(state.clock), 0)
+        _, state, _ = planned(one, state, (3,), 3)
+        np.testing.assert_array_equal(state.owner, [[0, 3, 2]])
+
+    def test_eager_equals_jit_and_a_layer_may_be_traced(self):
+        two, needed = spec(2, 6, 3, 2), mask(6, 1, 4)
+        state = residency.seeded(two, np.array([[0, 1], [2, 3]]))
+        run = functools.partial(residency.plan, two)
+        compiled = jax.jit(run, static_argnums=3)
+        eager = run(state, 1, needed, 3, ledger.no_counts(2))
+        for layer in (1, jnp.int32(1)):
+            found = compiled(state, layer, needed, 3, ledger.no_counts(2))
+            jax.tree.map(np.testing.assert_array_equal, found, eager)
+
+    def test_more_than_the_bound_is_counted_and_stops_the_run(self):
+        one = spec(1, 8, 3, 2)
+        _, _, counts = planned(one, residency.empty(one), (1, 2, 3, 4, 5), 3)
+        self.assertEqual(int(counts.unserved[0]), 2)
+        with self.assertRaisesRegex(RuntimeError, "2 needed experts had no slot"):
+            ledger.Ledger(expert_bytes=1).add(counts)
+
+    def test_tables_are_updated_in_place(self):
+        one = spec(48, 128, 80, 16)
+        args = residency.empty(one), ledger.no_counts(48)
+        step = jax.jit(
+            lambda state, counts, needed: residency.plan(one, state, 3, needed, 8, counts)[1:],
+            donate_argnums=(0, 1),
+        )
+        memory = step.lower(*args, mask(128)).compile().memory_analysis()
+        self.assertEqual(memory.alias_size_in_bytes, sum(a.nbytes for a in jax.tree.leaves(args)))
+        text = jax.jit(step).lower(*args, mask(128)).as_text()
+        self.assertNotIn("stablehlo.sort", text)
+        self.assertIn("stablehlo.reduce", text)
+
+    def test_waves_leave_room_for_held_slots(self):
+        for held, max_needed, waves in ((0, 6, 0), (0, 7, 4), (2, 4, 0), (2, 5, 3)):
+            found = residency.num_waves(spec(1, 9, 6, 2, held=held), max_needed)
+            self.assertEqual(found, waves)
+
+
+class ChecksTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ({"num_layers": 0}, "0 layers"),
+        ({"slots": 9}, "9 slots for 8"),
+        ({"slots": -1}, "-1 slots"),
+        ({"transient": 0}, "0 transient"),
+        ({"held": 4}, "4 of 3 slots held"),
+    )
+    def test_impossible_sizes(self, change, said):
+        with self.assertRaisesRegex(ValueError, said):
+            dataclasses.replace(spec(2, 8, 3, 2), **change)
+
+    @parameterized.parameters(
+        ([[1, 2, 3, 4]], "shape"), ([[8]], "none of 8"), ([[-1]], "none of 8"), ([[2, 2]], "twice")
+    )
+    def test_impossible_seeds(self, experts, said):
+        with self.assertRaisesRegex(ValueError, said):
+            residency.seeded(spec(1, 8, 3, 2), np.array(experts))
+
+    def test_transfers_need_held_slots(self):
+        one = spec(1, 8, 3, 2)
+        with self.assertRaisesRegex(ValueError, "held"):
+            residency.reserve(
+                one, residency.empty(one), 0, jnp.zeros(1, jnp.int32), ledger.no_counts(1)
+            )
+
+    # Columns: 4 of slot_of, 2 each of owner, last_use, prefetched, arriving.
+    @parameterized.parameters(
+        ({0: 1}, "inverse"),
+        ({4: 9}, "no expert"),
+        ({5: 3}, "twice in owner"),
+        ({9: 1}, "prefetched"),
+        ({10: 2}, "while a transfer"),
+        ({11: 2}, "1 pinned or arriving, 0 held"),
+    )
+    def test_broken_tables(self, change, said):
+        one = spec(1, 4, 2, 1)
+        state = residency.seeded(one, np.array([[3]]))
+        state.check(one)
+        table = np.array(state.table)
+        for column, value in change.items():
+            table[0, column] = value
+        with self.assertRaisesRegex(ValueError, said):
+            dataclasses.replace(state, table=jnp.asarray(table)).check(one)
+
+    def test_wrong_shapes_and_pins(self):
+        one = spec(1, 4, 2, 1)
+        state = residency.empty(one)
+        with self.assertRaisesRegex(ValueError, "table is int32"):
+            state.check(spec(1, 4, 1, 1))
+        pinned = dataclasses.replace(state, pinned=mask(4, 1)[None])
+        with self.assertRaisesRegex(ValueError, "1 pinned or arriving, 0 held"):
+            pinned.check(one)
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,85 @@
+"""A source of experts that fails, waits and counts as it is told, and what the tests of it share.
+
+Whatever waits, waits for seconds.
+"""
+
+import contextlib
+import threading
+import time
+
+import jax
+import numpy as np
+from absl.testing import parameterized
+
+from moejax.memory.ssd import SsdReader
+
+SECONDS = 20.0  # for what must happen
+MOMENT = 0.05  # for what must not
+PARTS = (jax.ShapeDtypeStruct((8, 3), np.uint32), jax.ShapeDtypeStruct((5,), np.float16))
+
+
+class Source:
+    """Rows of one number each, and what goes wrong: `faults` are raised by reads, one each."""
+
+    num_layers, num_experts, row, uses_jax = 4, 8, PARTS, False
+    row_nbytes = 8 * 3 * 4 + 5 * 2
+
+    def __init__(self, faults=()):
+        self.faults, self.order = list(faults), []
+        self.gate = threading.Event()  # reads wait for it
+        self.gate.set()
+        self.began = threading.Semaphore(0)
+
+    def value(self, layer, expert):
+        return layer * self.num_experts + expert + 1
+
+    def read(self, layer, expert, into, *, check=True):
+        assert check  # an expert from disk is read again and again
+        self.order.append((layer, expert))
+        self.began.release()
+        assert self.gate.wait(SECONDS)
+        if self.faults:
+            fault = self.faults.pop(0)
+            if fault is not None:
+                into[0][...] = 0  # and half a row is there
+                raise fault
+        for memory in into:
+            memory[...] = self.value(layer, expert)
+
+
+class SsdTestCase(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.device = jax.devices("cpu")[0]
+        self.enter_context(jax.default_device(self.device))
+        self.resources = self.enter_context(contextlib.ExitStack())
+
+    def reader(self, source, *, ring_blocks=2, queue_length=8, **kwargs):
+        reader = SsdReader(
+            source, self.device, ring_blocks=ring_blocks, queue_length=queue_length, **kwargs
+        )
+        self.resources.callback(reader.close)
+        if isinstance(source, Source):
+            self.resources.callback(source.gate.set)  # before the reader is closed
+        return reader
+
+    def request(self, reader, layer, expert, **kwargs):
+        ticket = reader.request(layer, expert, **kwargs)
+        self.assertIsNotNone(ticket)
+        return ticket
+
+    def finished(self, reader, count=1):
+        """What `done` returned, once it has returned `count`."""
+        found, end = [], time.monotonic() + SECONDS
+        while len(found) < count:
+            self.assertLess(time.monotonic(), end, "nothing more is finished")
+            found += reader.done()
+            time.sleep(0.001)
+        self.assertLen(found, count)
+        return found
+
+    def assert_value(self, source, ticket, arrays):
+        expected = source.value(ticket.layer, ticket.expert)
+        for array, part in zip(arrays, source.row, strict=True):
+            self.assertEqual((array.shape, array.dtype), (part.shape, part.dtype))
+            self.assertTrue((np.array(array) == expected).all(), (np.array(array), expected))
