@@ -31,19 +31,14 @@ import numpy as np
 from absl import app, flags
 
 from moejax import ops, served
+from moejax.chunks import kv_bucket, length_bucket, longest_chunk, prefill_chunks
 from moejax.devices import choose_device, enable_compilation_cache
 from moejax.engine import STEPS_PER_CALL
 from moejax.generation import GenerationSettings
 from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
 from moejax.models.transformer import ChunkSpec
-from moejax.runner import (
-    Runner,
-    kv_bucket,
-    length_bucket,
-    longest_chunk,
-    prefill_chunks,
-)
+from moejax.runner import Runner
 from pallas_kernels import layout
 from pallas_kernels.target import target_of
 from scripts.bench_report import Report
@@ -83,6 +78,7 @@ _LIMIT = flags.DEFINE_float("time_limit_s", 0, "no configuration is begun later;
 _PLATFORM = flags.DEFINE_string("platform", "gpu", "gpu; cpu only tries the script")
 _KERNEL = flags.DEFINE_string("implementation", "", "force one of pallas_kernels; empty: choose")
 _VIA = flags.DEFINE_string("experts_via", "", "force a form of the experts; empty: choose")
+_CACHED = flags.DEFINE_enum("cached_via", None, ["xla", "kernel"], "force attention of decode")
 _EXPECT = flags.DEFINE_enum("expect", "auto", EXPECTATIONS, "what must serve decode")
 _EXPECT_PREFILL = flags.DEFINE_enum("expect_prefill", "auto", EXPECTATIONS, "the same of prefill")
 
@@ -125,8 +121,9 @@ class Benchmark:
         print(f"read bandwidth of a plain sum: {self.bandwidth / 1e12:.2f} TB/s", flush=True)
         self.kernels = ops.Kernels(target_of(device), _KERNEL.value or None)
         self.runner = Runner(
-            config, weights, device, kernels=self.kernels, experts_via=_VIA.value or None
-        )
+            config, weights, device, kernels=self.kernels, experts_via=_VIA.value or None,
+            cached_via=_CACHED.value,
+        )  # fmt: skip
         self.about = f"{_SHAPE.value}, {config.num_layers} layers, {packing.describe()}"
         self.rng = np.random.default_rng(0)
 
