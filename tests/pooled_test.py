@@ -128,7 +128,6 @@ class InvisibleTest(parameterized.TestCase):
         self.assertEqual(found, places)
         self.assertEqual(runner.programs.num_traces, num_traces)
         pool_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.memory.pool.slots))
-        # All that a tiny model computes is smaller than a copy of the slots.
         programs = runner.programs._programs
         (decode,) = [programs[key] for key in programs if key[0] is steps.decode]
         memory = decode.memory_analysis()

@@ -207,7 +207,10 @@ class PooledExperts:
             pools, hosts = (gate_up, down), (store.gate_up, store.down)
             how = "reference"
             if self._kernels.target is not None:
-                how = expert_fetch.choose(pools, hosts, self._kernels.target).implementation
+                chosen = expert_fetch.choose(pools, hosts, self._kernels.target)
+                how = chosen.implementation
+                if self._kernels.target.platform == "gpu" and how == "reference":
+                    raise ValueError(f"experts cannot be fetched: {chosen.describe()}")
             gate_up, down = expert_fetch.fetch(pools, hosts, rows, slots, implementation=how)
         counts = pool.counts
         if self.spec.read is not None:

@@ -120,8 +120,8 @@ def dense_tiles(
     """Blocks of threads of equal work, in as few full waves as the registers allow.
 
     16 warps along K are best with one column tile, and with two where totals lie in shared memory:
-    K 4096, N 14336, 16 rows of x take 15.7 us in place of 17.2 (INT3), 13.6 of 16.9 (INT2), 17.4 of
-    17.2 (INT4); K 14336, N 4096 with clusters 19.4 of 21.8 (INT3; H200, jax 0.11.2, 2026-11-21).
+    K 4096, N 14336 and 16 rows of x take 15.7 us in place of 17.2 in INT3, and in INT4 17.4 either
+    way (H200, jax 0.11.2, 2026-11-21).
     """
     columns = -(-num_x // COLUMNS)
 
