@@ -1,7 +1,7 @@
 """Programs compiled once for a shape and kept, with the time that compiling took."""
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +19,9 @@ class CompiledPrograms:
       history: function name and seconds of each, in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, compiler_options: Mapping[str, str] | None = None) -> None:
+        """Options of XLA for all programs; None for none."""
+        self._options = dict(compiler_options) if compiler_options else None
         self._programs: dict[Hashable, jax.stages.Compiled] = {}
         self.seconds = 0.0
         self.num_traces = 0
@@ -49,7 +51,9 @@ class CompiledPrograms:
         if program is None:
             start = time.perf_counter()
             jitted = jax.jit(
-                lambda *args: function(*static, *args), donate_argnums=tuple(range(num_donated))
+                lambda *args: function(*static, *args),
+                donate_argnums=tuple(range(num_donated)),
+                compiler_options=self._options,
             )
             program = jitted.lower(*arguments).compile()
             self._programs[key] = program

@@ -25,6 +25,7 @@ from moejax.compiled import CompiledPrograms
 from moejax.devices import plain_memory_errors
 from moejax.generation import GenerationSettings, Timing
 from moejax.memory.expert_memory import ExpertMemory
+from moejax.memory.pooled import COMPILER_OPTIONS
 from moejax.models.attention import CachedVia, cached_form, choose_cached, default_attention_via
 from moejax.models.config import ModelConfig
 from moejax.models.moe import ExpertsVia, default_experts_via
@@ -87,7 +88,8 @@ class Runner:
         self.config = config
         self.weights = weights
         self.device = device
-        self.programs = CompiledPrograms()
+        overlaps = memory is not None and memory.spec.cache.banks > 1 and device.platform == "gpu"
+        self.programs = CompiledPrograms(COMPILER_OPTIONS if overlaps else None)
         self.kernels = kernels or ops.Kernels(target_of(device))
         self._asked_via = experts_via
         definition = model_definition(config, self.kernels, holds_experts=memory is None)

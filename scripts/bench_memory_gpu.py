@@ -1,87 +1,250 @@
-"""Decode with experts in host memory: real shapes, random weights, routing replayed from a trace.
+"""Experts in host memory: real shapes, random weights, routing replayed from a trace.
 
     python -m scripts.bench_memory_gpu --model=Qwen3-30B-A3B --slots=8 --slots=24 --slots=48
-    python -m scripts.bench_memory_gpu --model=Mixtral-8x7B --slots=0 --slots=2 --slots=3 --slots=6
+    XLA_CLIENT_MEM_FRACTION=0.115 python -m scripts.bench_memory_gpu --model=Mixtral-8x7B --gib=16
 
-For each number of slots a layer: TPOT, tokens/s, the hit rate of the ledger beside the trace's own,
-bytes that crossed the link a token, the link's rate if nothing else took time, and what a resident
-model takes. Slots of 0 load on demand. Qwen3's trace is synthetic, with LRU hit rates of 37, 74, 89
-and 96 % at 8, 24, 48 and 80 slots; other shapes take a flat one. `--model=tiny --device=cpu` tries
-the script.
+With `--slots`, a measurement for each number of slots a layer, after one of the resident model.
+With `--gib`, the rows of DyMoE's Table 3 under a budget of that size, whose slots `moejax.memory`
+chooses: load on demand, cache, cache and prefetch; XLA_CLIENT_MEM_FRACTION makes JAX keep to it.
+TTFT of a prompt; TPOT in calls of several steps and of one; the hit rate of the ledger beside the
+trace's own; bytes over the link; the peak of the device beside the budget.
+
+Qwen3's trace is synthetic, with LRU hit rates of 37, 74, 89 and 96 % at 8, 24, 48 and 80 slots;
+other shapes take a flat one. What a layer is expected to need is replayed too: each of its experts
+with the probability `--recall`, else another one. `--turn=FILE` makes processes that were started
+together measure one at a time, and compile at once. `--model=tiny --device=cpu` tries the script.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import statistics
+import tempfile
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
+from moejax.chunks import longest_chunk
 from moejax.devices import choose_device, enable_compilation_cache
 from moejax.generation import GenerationSettings
+from moejax.memory.budget import Limits, Tier, make_budget
 from moejax.memory.expert_memory import ExpertMemory
 from moejax.memory.pooled import PoolSpec
 from moejax.memory.residency import CacheSpec
 from moejax.models.config import ModelConfig
-from moejax.qtensor import Weight
-from moejax.runner import Runner
-from moejax.served import EXPERT_LEAVES
-from scripts.bench_model_gpu import CONFIGS
+from moejax.runner import Runner, Session
 from scripts.bench_report import Report
-from scripts.model_weights import Packing, random_weights
-from scripts.synthetic_traces import QWEN3_HIT_RATES, lru_hit_rate, lru_trace
+from scripts.model_profile import launches
+from scripts.model_weights import CONFIGS, Packing, random_weights
+from scripts.synthetic_rows import SyntheticRows
+from scripts.synthetic_traces import QWEN3_HIT_RATES, expectations, lru_hit_rate, lru_trace
 
 _MODEL = flags.DEFINE_enum("model", "Qwen3-30B-A3B", sorted(CONFIGS), "which shape")
 _DEPTH = flags.DEFINE_integer("depth", 0, "fewer layers than the real ones; 0: all")
 _WIDTH = flags.DEFINE_enum("expert_bits", "4", ["2", "3", "4", "8", "16"], "of experts, attention")
-_SLOTS = flags.DEFINE_multi_integer("slots", [8, 24, 48, 80], "of a layer, each a measurement")
-_TRANSIENT = flags.DEFINE_integer("transient", 0, "slots of all layers; 0: experts of a token")
+_SLOTS = flags.DEFINE_multi_integer("slots", [], "of a layer, each a measurement")
+_GIB = flags.DEFINE_float("gib", 0, "of device memory; the rows of DyMoE's Table 3")
 _AHEAD = flags.DEFINE_integer("prefetch", 0, "experts of the next layer that are brought ahead")
+_RECALL = flags.DEFINE_float("recall", 0.85, "share of the needed experts that are expected")
+_BATCH = flags.DEFINE_integer("batch", 1, "sequences; the trace is replayed only for one")
+_PROMPT = flags.DEFINE_integer("prompt", 512, "tokens of the prompt")
+_CONTEXT = flags.DEFINE_integer("context", 1024, "cache length")
 _STEPS = flags.DEFINE_integer("steps", 64, "decode steps a measurement, after as many others")
 _PER_CALL = flags.DEFINE_integer("per_call", 8, "decode steps of a call")
+_SINGLE = flags.DEFINE_bool("single", True, "calls of one step too")
+_RESIDENT = flags.DEFINE_bool("resident", True, "with --slots: the resident model first")
 _WHERE = flags.DEFINE_string("device", "gpu", "gpu; cpu only tries the script")
+_TURN = flags.DEFINE_string("turn", "", "a file that processes lock while they measure")
 _FILE = flags.DEFINE_string("out", "", "JSON Lines file that rows are appended to")
+_SHOW = flags.DEFINE_bool("show_kernels", False, "print the kernels of a call and their time")
 _PROGRAMS = flags.DEFINE_string("programs", "", "persistent compilation cache")
-PROMPT, CONTEXT = 16, 1024
+_LIMIT = flags.DEFINE_float("time_limit_s", 0, "no measurement is begun later; 0: none")
+SINGLE_STEPS = 16
 
 
-def host_rows(weight: Weight, device: jax.Device) -> Weight:
-    """[M, E, ...] as rows [M E, ...] in pinned host memory; on a CPU as they are."""
-
-    def rows(leaf: jax.Array) -> jax.Array:
-        flat = leaf.reshape(-1, *leaf.shape[2:])
-        if device.platform == "cpu":
-            return flat
-        pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
-        return jax.device_put(flat, pinned)
-
-    return jax.tree.map(rows, weight)
+@contextlib.contextmanager
+def turn() -> Iterator[None]:
+    """Alone among the processes that were given the same file."""
+    if not _TURN.value:
+        yield
+        return
+    with Path(_TURN.value).open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
-def tpot(runner: Runner, config: ModelConfig) -> float:
-    """Seconds a step, the median of calls after as many that warm the cache up."""
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Seconds."""
+
+    ttft: float
+    tpot: float  # the median of calls of several steps
+    slowest: float  # the 99th percentile
+    dispatch: float  # of the host, a step, in calls of several
+    single: float  # a step that is a call of its own; 0: not measured
+
+
+class Model:
+    """A shape with random weights, its experts in host memory where it is asked to move them."""
+
+    def __init__(self, config: ModelConfig, packing: Packing, device: jax.Device):
+        self.config, self.packing, self.device = config, packing, device
+        self.dense = random_weights(config, packing, device, experts=False)
+        self._rows: SyntheticRows | None = None
+        num_experts = config.num_experts
+        self.trace = lru_trace(
+            QWEN3_HIT_RATES if num_experts == 128 else {}, num_steps=4 * _STEPS.value,
+            num_layers=len(config.moe_layers), num_experts=num_experts,
+            width=config.experts_per_token,
+        )  # fmt: skip
+
+    @property
+    def rows(self) -> SyntheticRows:
+        """Of the host; made once, which is timed and printed."""
+        if self._rows is None:
+            start = time.perf_counter()
+            self._rows = SyntheticRows(self.config, self.packing, self.device)
+            spent, gib = time.perf_counter() - start, self._rows.nbytes / 2**30
+            print(f"host store of {gib:.1f} GiB ready in {spent:.1f} s", flush=True)
+        return self._rows
+
+    def memory(self, spec: PoolSpec, trace: np.ndarray | None = None) -> ExpertMemory:
+        """A pool; decode steps take the trace's experts, or those of another one."""
+        gate_up, down = self.rows.stacks
+        memory = ExpertMemory.of_rows(spec, gate_up, down, self.rows.row_of, self.device)
+        trace = self.trace if trace is None else trace
+        expected = expectations(
+            trace, self.config.num_experts, max(1, spec.prefetch), _RECALL.value
+        )
+        put = jax.device_put((trace, expected if spec.prefetch else None), self.device)
+        memory.store = dataclasses.replace(memory.store, replay=put[0], replay_ahead=put[1])
+        return memory
+
+    def spec(self, slots: int, transient: int, prefetch: int) -> PoolSpec:
+        """Of a pool for this shape."""
+        prefetch = min(prefetch, slots)
+        cache = CacheSpec(
+            num_layers=len(self.config.moe_layers), num_experts=self.config.num_experts,
+            slots=slots, transient=transient, banks=2 if prefetch else 1,
+        )  # fmt: skip
+        return PoolSpec(cache, prefetch)
+
+    def budget_spec(self, slots: int, prefetch: int) -> tuple[PoolSpec, int]:
+        """What `moejax.memory` makes of --gib, and the bytes that it plans."""
+        sizes = {name: leaf.nbytes for name, leaf in self.dense.items()}
+        budget = make_budget(
+            self.config, sizes, Tier(name="experts", expert_nbytes=self.rows.row_nbytes),
+            batch=_BATCH.value, context=_CONTEXT.value,
+            chunk=longest_chunk(self.config, _BATCH.value, _CONTEXT.value),
+            limits=Limits(device_gib=_GIB.value, slots=slots, prefetch=prefetch), platform="gpu",
+        )  # fmt: skip
+        if not budget.pooled:
+            raise SystemExit(f"--gib={_GIB.value:g} holds the whole model")
+        return self.spec(budget.slots, budget.transient, prefetch), budget.total_device
+
+
+def measured(runner: Runner, report: Report) -> Times:
+    """Times of one model; compiles before its turn."""
+    config, per_call = runner.config, _PER_CALL.value
     rng = np.random.default_rng(0)
-    prompt = rng.integers(0, config.vocab_size, PROMPT).tolist()
-    session = runner.prefill([prompt], CONTEXT, GenerationSettings.of(max_new_tokens=1), ())
-    calls, per_call = _STEPS.value // _PER_CALL.value, _PER_CALL.value
-    times = []
-    for number in range(2 * calls):
-        if number == calls and runner.memory is not None:
-            runner.memory.settle()
-            runner.memory.ledger = dataclasses.replace(
-                runner.memory.ledger, layers=[], gate_mass={}
-            )
+    prompts = [rng.integers(0, config.vocab_size, _PROMPT.value).tolist()] * _BATCH.value
+    settings = GenerationSettings.of(max_new_tokens=1)
+
+    def prefill() -> tuple[Session, float]:
         start = time.perf_counter()
-        jax.block_until_ready(runner.decode(session, per_call, per_call))
-        times.append((time.perf_counter() - start) / per_call)
-    return statistics.median(times[calls:])
+        session = runner.prefill(prompts, _CONTEXT.value, settings, ())
+        jax.block_until_ready((session.first_tokens, session.state))
+        return session, time.perf_counter() - start
+
+    def decode(session: Session, num_steps: int) -> tuple[float, float]:
+        start = time.perf_counter()
+        emitted = runner.decode(session, num_steps, num_steps)
+        dispatched = time.perf_counter()
+        jax.block_until_ready((emitted, session.state))
+        return dispatched - start, time.perf_counter() - start
+
+    session, _ = prefill()
+    decode(session, per_call)
+    if _SINGLE.value:
+        decode(session, 1)
+    with turn():
+        print(f"    begins at {time.strftime('%H:%M:%S')}", flush=True)
+        firsts = []
+        for _ in range(2):
+            session, first = prefill()
+            firsts.append(first)
+        num_calls = _STEPS.value // per_call
+        for _ in range(num_calls):
+            decode(session, per_call)
+        if runner.memory is not None:
+            runner.memory.settle()
+            ledger = dataclasses.replace(runner.memory.ledger, layers=[], gate_mass={})
+            runner.memory.ledger = ledger
+        calls = np.asarray([decode(session, per_call) for _ in range(num_calls)]) / per_call
+        if runner.memory is not None:
+            runner.memory.settle()
+        single = 0.0
+        if _SINGLE.value:
+            single = statistics.median(decode(session, 1)[1] for _ in range(SINGLE_STEPS))
+        if _SHOW.value:
+            show_kernels(runner, session)
+    return Times(
+        min(firsts), float(np.median(calls[:, 1])), float(np.quantile(calls[:, 1], 0.99)),
+        float(np.median(calls[:, 0])), single,
+    )  # fmt: skip
+
+
+def show_kernels(runner: Runner, session: Session) -> None:
+    """Prints what ran in one call."""
+    per_call = _PER_CALL.value
+    with tempfile.TemporaryDirectory() as trace:
+        with jax.profiler.trace(trace):
+            jax.block_until_ready((runner.decode(session, per_call, per_call), session.state))
+        counted = launches(Path(trace))
+    print(f"  {sum(n for n, _ in counted.values()) / per_call:.1f} launches a token")
+    for name, (count, spent) in sorted(counted.items(), key=lambda item: -item[1][1])[:24]:
+        print(f"    {count / per_call:8.1f} launches {spent / per_call:8.1f} us  {name[:80]}")
+
+
+def report_pool(
+    report: Report, label: str, model: Model, spec: PoolSpec, baseline: dict[str, float],
+    planned: int = 0, trace: np.ndarray | None = None,
+) -> Times:  # fmt: skip
+    """Measures a pool and writes its rows."""
+    memory = model.memory(spec, trace)
+    found = measured(Runner(model.config, model.dense, model.device, memory=memory), report)
+    ledger, cache = memory.ledger, spec.cache
+    totals = ledger.as_dict()["totals"]
+    moved = ledger.link_bytes / _STEPS.value
+    replayed = model.trace if trace is None else trace
+    report.add(
+        f"{label}, {cache.slots} slots of {cache.num_experts}, ahead {spec.prefetch}, TPOT",
+        1e3 * found.tpot, "ms", tokens_per_s=_BATCH.value / found.tpot, **baseline,
+        slowest_ms=1e3 * found.slowest, single_step_ms=1e3 * found.single,
+        dispatch_ms=1e3 * found.dispatch, hit_rate=ledger.hit_rate,
+        trace_hit_rate=lru_hit_rate(replayed, cache.slots, cache.num_experts) if cache.slots else 0,
+        megabytes_a_token=moved / 1e6, link_gib_per_s=moved / found.tpot / 2**30,
+        link_ms_at_50_gib_per_s=1e3 * moved / (50 * 2**30),
+        prefetched=totals["prefetched"], prefetch_hits=totals["prefetch_hits"],
+        prefetch_waste=totals["prefetch_waste"], misses=totals["misses"],
+    )  # fmt: skip
+    report.add(f"{label}, prompt of {_PROMPT.value}, TTFT", 1e3 * found.ttft, "ms")
+    stats = model.device.memory_stats() or {}
+    if planned and stats:
+        peak, gib = stats["peak_bytes_in_use"], 2**30
+        report.add(f"{label}, peak of the device", peak / gib, "GiB", planned_gib=planned / gib,
+                   limit_gib=_GIB.value, allocator_gib=stats["bytes_limit"] / gib)  # fmt: skip
+    return found
 
 
 def main(argv: list[str]) -> None:
     """Measures, prints, and writes the rows."""
     del argv
+    started = time.perf_counter()
     device = choose_device(_WHERE.value)
     enable_compilation_cache(_PROGRAMS.value)
     config = CONFIGS[_MODEL.value]
@@ -91,42 +254,54 @@ def main(argv: list[str]) -> None:
         )
     bits = int(_WIDTH.value)
     packing = Packing(bits=bits, attention_bits=bits)
-    weights = random_weights(config, packing, device)
-    about = f"{_MODEL.value}, {config.num_layers} layers, {packing.describe()}"
+    about = (
+        f"{_MODEL.value}, {config.num_layers} layers, {packing.describe()}, batch {_BATCH.value}"
+    )
+    if _GIB.value:
+        about += f", {_GIB.value:g} GiB"
     report = Report(device, about, _FILE.value)
-    resident = tpot(Runner(config, weights, device), config)
-    report.add("all resident, TPOT", 1e3 * resident, "ms")
-    start = time.perf_counter()
-    rows = [host_rows(weights.pop(name), device) for name in EXPERT_LEAVES]
-    jax.block_until_ready(rows)
-    print(f"experts to host memory: {time.perf_counter() - start:.1f} s", flush=True)
-    num_layers, num_experts = len(config.moe_layers), config.num_experts
-    rates = QWEN3_HIT_RATES if num_experts == 128 else {}
-    trace = lru_trace(
-        rates, num_steps=4 * _STEPS.value, num_layers=num_layers, num_experts=num_experts,
-        width=config.experts_per_token,
-    )  # fmt: skip
-    row_of = np.arange(num_layers * num_experts).reshape(num_layers, num_experts)
+    baseline: dict[str, float] = {}
+    if _SLOTS.value and _RESIDENT.value:
+        weights = random_weights(config, packing, device)
+        found = measured(Runner(config, weights, device), report)
+        report.add("all resident, TPOT", 1e3 * found.tpot, "ms",
+                   single_step_ms=1e3 * found.single, dispatch_ms=1e3 * found.dispatch)  # fmt: skip
+        report.add(f"all resident, prompt of {_PROMPT.value}, TTFT", 1e3 * found.ttft, "ms")
+        baseline = {"resident_ms": 1e3 * found.tpot}
+        del weights
+    model = Model(config, packing, device)
     for slots in _SLOTS.value:
-        transient = _TRANSIENT.value or config.experts_per_token
-        cache = CacheSpec(
-            num_layers=num_layers, num_experts=num_experts, slots=slots, transient=transient
-        )
-        spec = PoolSpec(cache, min(_AHEAD.value, slots))
-        memory = ExpertMemory.of_rows(spec, rows[0], rows[1], row_of, device)
-        memory.store = dataclasses.replace(
-            memory.store, replay=jax.device_put(jnp.asarray(trace), device)
-        )
-        seconds = tpot(Runner(config, weights, device, memory=memory), config)
-        ledger, label = memory.settle(), f"{slots} slots of {num_experts}, ahead {spec.prefetch}"
-        moved = ledger.link_bytes / _STEPS.value
-        report.add(
-            f"{label}, TPOT", 1e3 * seconds, "ms", resident_ms=1e3 * resident,
-            hit_rate=ledger.hit_rate, trace_hit_rate=lru_hit_rate(trace, slots, num_experts),
-            megabytes_a_token=moved / 1e6, link_gib_per_s=moved / seconds / 2**30,
-            tokens_per_s=1 / seconds,
-        )  # fmt: skip
-        del memory
+        if _LIMIT.value and time.perf_counter() - started > _LIMIT.value:
+            print(f"left out: {slots} slots")
+            continue
+        spec = model.spec(slots, config.experts_per_token, _AHEAD.value)
+        report_pool(report, "pool", model, spec, baseline)
+    if _GIB.value:
+        table_3(report, model)
+
+
+def table_3(report: Report, model: Model) -> None:
+    """Load on demand, cache, cache and prefetch, each under the budget."""
+    config = model.config
+    rows: dict[str, Times] = {}
+    rest = model.trace[:1].repeat(len(model.trace), 0)  # the same experts in every step
+    for label, slots, ahead, trace in (
+        ("load on demand", 0, 0, None),
+        ("cache", -1, 0, None),
+        ("cache and prefetch", -1, _AHEAD.value or config.experts_per_token, None),
+        ("cache that always hits", -1, 0, rest),
+    ):
+        spec, planned = model.budget_spec(slots, ahead)
+        baseline = {
+            f"{name.replace(' ', '_')}_{part}_ratio": getattr(times, part)
+            for name, times in rows.items()
+            for part in ("tpot", "ttft")
+        }
+        found = report_pool(report, label, model, spec, {}, planned, trace)
+        for name, value in baseline.items():
+            part = name.split("_")[-2]
+            report.add(f"{label}: {name}", value / getattr(found, part), "x")
+        rows[label] = found
 
 
 if __name__ == "__main__":

@@ -36,21 +36,14 @@ from moejax.devices import choose_device, enable_compilation_cache
 from moejax.engine import STEPS_PER_CALL
 from moejax.generation import GenerationSettings
 from moejax.models.config import ModelConfig
-from moejax.models.shapes import SHAPES
 from moejax.models.transformer import ChunkSpec
 from moejax.runner import Runner
 from pallas_kernels import layout
 from pallas_kernels.target import target_of
 from scripts.bench_report import Report
 from scripts.model_profile import distinct_experts, launches, read_bandwidth
-from scripts.model_weights import Packing, bytes_per_step, random_weights
+from scripts.model_weights import CONFIGS, Packing, bytes_per_step, random_weights
 
-TINY = dataclasses.replace(
-    SHAPES["Qwen3-30B-A3B"], vocab_size=512, model_dim=64, num_layers=2, num_heads=4,
-    num_kv_heads=2, head_dim=16, num_experts=8, experts_per_token=2, expert_dim=64,
-    moe_layers=(0, 1),
-)  # fmt: skip
-CONFIGS = {**SHAPES, "tiny": TINY}
 WIDTHS = [str(bits) for bits in (*layout.BITS, 16)]
 MIN_CONTEXT = 2048
 KERNELS = ("mosaic", "triton")

@@ -9,9 +9,17 @@ import jax
 import jax.numpy as jnp
 
 from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.shapes import SHAPES
 from moejax.qtensor import QTensor, Weight
 from moejax.served import EXPERT_LEAVES
 from pallas_kernels import layout
+
+TINY = dataclasses.replace(
+    SHAPES["Qwen3-30B-A3B"], vocab_size=512, model_dim=64, num_layers=2, num_heads=4,
+    num_kv_heads=2, head_dim=16, num_experts=8, experts_per_token=2, expert_dim=64,
+    moe_layers=(0, 1),
+)  # fmt: skip
+CONFIGS = {**SHAPES, "tiny": TINY}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,18 +121,23 @@ class _Drawing:
         return tensor
 
 
-def random_weights(config: ModelConfig, packing: Packing, device: jax.Device) -> dict[str, Weight]:
+def random_weights(
+    config: ModelConfig, packing: Packing, device: jax.Device, *, experts: bool = True
+) -> dict[str, Weight]:
     """Leaves made on the device: norms one, embeddings N(0, 1), matrices N(0, 1/fan_in) or so.
 
     Args:
       config: of the model.
       packing: which matrices are packed; the others, and norms, are bf16.
       device: where.
+      experts: whether they are among the leaves.
     """
     drawing = _Drawing(device)
     weights: dict[str, Weight] = {}
     for name, shape in weight_shapes(config).items():
         bits = packing.bits_of(name)
+        if name in EXPERT_LEAVES and not experts:
+            continue
         if name.endswith("norm"):
             weights[name] = jnp.ones(shape, jnp.bfloat16, device=device)
         elif bits != 16:

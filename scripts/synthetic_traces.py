@@ -58,6 +58,32 @@ def lru_trace(
     return trace
 
 
+def expectations(
+    trace: np.ndarray, num_experts: int, width: int, recall: float, seed: int = 0
+) -> np.ndarray:
+    """What look-ahead is to say of a trace: each expert with a probability, else another one.
+
+    Args:
+      trace: int32[steps, M, A].
+      num_experts: E.
+      width: t, experts that are expected of a layer; of a token's A the first min(t, A) are tried.
+      recall: the probability.
+      seed: of the draws.
+
+    Returns:
+      int32[steps, M, t], no expert twice in a layer.
+    """
+    rng = np.random.default_rng(seed)
+    tried = min(width, trace.shape[2])
+    needed = (trace[..., None] == np.arange(num_experts)).any(axis=2)
+    # Of all others in random order the first ones stand in for those that are not expected.
+    others = np.where(needed, 2.0, rng.random(needed.shape)).argsort(axis=-1)[..., :width]
+    right = rng.random((*trace.shape[:2], width)) < recall
+    right[..., tried:] = False
+    true = np.concatenate([trace[..., :tried], others[..., : width - tried]], axis=-1)
+    return np.where(right, true, others).astype(np.int32)
+
+
 def lru_hit_rate(trace: np.ndarray, slots: int, num_experts: int) -> float:
     """Of int32[steps, M, A] on caches of `slots` experts a layer, without the first tenth."""
     hits = total = 0

@@ -55,14 +55,14 @@ class LimitsTest(parameterized.TestCase):
     def test_slots_and_transients_are_those_asked_for(self):
         engine = limited(slots=3, transient=2, prefetch=1)
         self.assertEqual(tokens(engine), RESIDENT)
-        slots = jax.tree.leaves(engine._runner.memory.pool.slots)
+        slots = jax.tree.leaves(engine._runner.memory.pool.banks)
         self.assertEqual({leaf.shape[0] for leaf in slots}, {2 * 3 + 2})
         self.assertEqual(totals(engine)["waits"], 0)
 
     def test_planned_bytes_are_allocated_bytes(self):
         engine = limited(slots=3, transient=2)
         memory = engine._runner.memory
-        pool = sum(leaf.nbytes for leaf in jax.tree.leaves(memory.pool.slots))
+        pool = sum(leaf.nbytes for leaf in jax.tree.leaves(memory.pool.banks))
         self.assertEqual(pool, 8 * ROW_NBYTES)
         planned = engine.budget.device
         self.assertEqual(planned["expert slots"] + planned["transient slots"], pool)

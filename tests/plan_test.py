@@ -142,7 +142,7 @@ class ContractTest(PlanCase):
         memory = engine._runner.memory
         pool, store = memory.pool, memory.store
         size = planned.pop("expert slots") + planned.pop("transient slots")
-        self.assertEqual(_nbytes(pool.slots), size)
+        self.assertEqual(_nbytes(pool.banks), size)
         tables = _nbytes((pool.residency, pool.counts, store.row_of))
         self.assertEqual(planned.pop("residency tables"), tables)
         rows = _nbytes((store.gate_up, store.down))

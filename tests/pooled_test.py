@@ -71,7 +71,7 @@ def pooled_runner(config: ModelConfig, weights: dict[str, Weight], policy: Any) 
     num_layers, num_experts = len(config.moe_layers), config.num_experts
     cache = CacheSpec(
         num_layers=num_layers, num_experts=num_experts, slots=min(slots, num_experts),
-        transient=transient,
+        transient=transient, banks=2 if prefetch else 1,
     )  # fmt: skip
     memory = ExpertMemory.of_rows(
         PoolSpec(cache, prefetch), *(rows_of(weights[name]) for name in EXPERTS),
@@ -119,15 +119,15 @@ class InvisibleTest(parameterized.TestCase):
         runner = pooled_runner(QWEN, random_weights(QWEN), POLICIES["50 % and prefetch"])
         answers(runner, PROMPTS)
         places = [
-            leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(runner.memory.pool.slots)
+            leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(runner.memory.pool.banks)
         ]
         num_traces = runner.programs.num_traces
         for _ in range(3):
             answers(runner, PROMPTS)
-        found = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(runner.memory.pool.slots)]
+        found = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(runner.memory.pool.banks)]
         self.assertEqual(found, places)
         self.assertEqual(runner.programs.num_traces, num_traces)
-        pool_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.memory.pool.slots))
+        pool_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.memory.pool.banks))
         programs = runner.programs._programs
         (decode,) = [programs[key] for key in programs if key[0] is steps.decode]
         memory = decode.memory_analysis()
@@ -149,7 +149,13 @@ class DiskTest(parameterized.TestCase):
             index = int(layer) * 8 + np.maximum(np.asarray(experts), 0)
             return tuple(np.asarray(row)[index] for row in rows)
 
-        cache = CacheSpec(num_layers=2, num_experts=8, slots=slots, transient=transient)
+        cache = CacheSpec(
+            num_layers=2,
+            num_experts=8,
+            slots=slots,
+            transient=transient,
+            banks=2 if prefetch else 1,
+        )
         row_of = np.where(np.arange(16) < num_rows, np.arange(16), -1).reshape(2, 8)
         memory = ExpertMemory.of_rows(
             PoolSpec(cache, prefetch, read), *(row[:num_rows] for row in rows), row_of, CPU

@@ -60,15 +60,16 @@ class ExpertMemory:
         pool = _empty_pool(spec, (gate_up, down), device)
         rows = jax.device_put(np.asarray(row_of, np.int32), device)
         expert_bytes = sum(
-            math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in jax.tree.leaves(pool.slots)
+            math.prod(leaf.shape[1:]) * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(pool.banks[0])
         )
         return cls(spec, pool, ExpertStore(gate_up, down, rows, terms), Ledger(expert_bytes))
 
     def stacks(self) -> dict[str, Weight]:
-        """The pool as the leaves [1, S, ...] that it stands for, with low-rank terms; shapes."""
+        """A bank as the leaves [1, S, ...] that it stands for, with low-rank terms; shapes."""
         found = {}
-        names = {"moe.gate_up": self.pool.gate_up, "moe.down": self.pool.down}
-        for (name, slots), terms in zip(names.items(), self.store.terms, strict=True):
+        names = ("moe.gate_up", "moe.down")
+        for name, slots, terms in zip(names, self.pool.banks[0], self.store.terms, strict=True):
             stack = jax.eval_shape(lambda s: jax.tree.map(lambda leaf: leaf[None], s), slots)
             if terms:
                 num_slots = self.spec.cache.num_slots
@@ -166,10 +167,8 @@ def _empty_pool(spec: PoolSpec, rows: tuple[Weight, Weight], device: jax.Device)
     def slots(row: Any) -> jax.Array:
         return jnp.zeros((spec.cache.num_slots, *row.shape[1:]), row.dtype, device=device)
 
-    gate_up, down = jax.tree.map(slots, rows)
     return ExpertPool(
-        gate_up,
-        down,
+        tuple(jax.tree.map(slots, rows) for _ in range(spec.cache.banks)),
         jax.device_put(residency.empty(spec.cache), device),
         jax.device_put(no_counts(spec.cache.num_layers), device),
     )

@@ -127,7 +127,7 @@ def load_experts(
     gate_up, down = jax.tree.unflatten(jax.tree.structure((reader.gate_up, reader.down)), arrays)
     cache = CacheSpec(
         num_layers=num_layers, num_experts=num_experts, slots=budget.slots,
-        transient=budget.transient,
+        transient=budget.transient, banks=budget.banks,
     )  # fmt: skip
     spec = PoolSpec(cache, budget.limits.prefetch, disk.read if disk else None)
     memory = ExpertMemory.of_rows(spec, gate_up, down, row_of, device, terms)

@@ -47,6 +47,7 @@ def fetch(
     *,
     implementation: str | None = None,
     tiles: CopyTiles | None = None,
+    after: Any = (),
     interpret: bool = False,
 ) -> Arrays:
     """pool[dst[j]] = host[src[j]] for every job j, of all arrays, in one launch.
@@ -64,6 +65,8 @@ def fetch(
         several jobs that are not skipped and share a slot, the last is done.
       implementation: "triton" or "reference"; None for `choose`'s.
       tiles: None for the default ones; only with the kernel.
+      after: a pytree of arrays on the device that are to be written before the copy begins: it
+        takes them and leaves them alone. For a copy that may run beside other kernels.
       interpret: runs the kernel on the CPU, for tests; before jax 0.11.2 not with a store in host
         memory.
 
@@ -86,7 +89,9 @@ def fetch(
         found = fetch_reference(pool_leaves, host_leaves, src, dst)
     else:
         tiles = tiles or default_tiles()
-        found = triton.fetch_triton(pool_leaves, host_leaves, src, dst, tiles, interpret)
+        found = triton.fetch_triton(
+            pool_leaves, host_leaves, src, dst, tiles, interpret, jax.tree.leaves(after)
+        )
     return jax.tree.unflatten(jax.tree.structure(pools), found)
 
 

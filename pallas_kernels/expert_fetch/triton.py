@@ -45,9 +45,10 @@ def fetch_triton(
     dst: jax.Array,
     tiles: CopyTiles,
     interpret: bool,
+    after: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, ...]:
     """See `api.fetch`; pools and stores as equally long sequences of arrays; one launch."""
-    num = len(pools)
+    num, first_pool = len(pools), 2 + len(pools) + len(after)
 
     def body(*refs: Ref) -> None:
         src_ref, dst_ref, host_refs, pool_refs = *refs[:2], refs[2 : 2 + num], refs[-num:]
@@ -62,6 +63,6 @@ def fetch_triton(
             num_warps=tiles.num_warps,
             num_stages=1,
             interpret=interpret,
-            aliases={2 + num + i: i for i in range(num)},
-        )(src, dst, *hosts, *pools)
+            aliases={first_pool + i: i for i in range(num)},
+        )(src, dst, *hosts, *after, *pools)
     )

@@ -36,6 +36,11 @@ class Limits:
     prefetch: int = 0  # experts of the next layer that are fetched ahead
 
 
+def num_banks(limits: Limits) -> int:
+    """Arrays of slots; see `Budget.banks`."""
+    return 2 if limits.prefetch else 1
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tier:
     """One stored form of the experts."""
@@ -48,8 +53,8 @@ class Tier:
 class Budget:
     """Where every byte goes.
 
-    Invariants: with `pooled`, experts lie in M C + B slots and R rows; without, all are on the
-    device as the other weights are, C is E, and B and R are 0.
+    Invariants: with `pooled`, experts lie in `banks` of ceil(M / banks) C + B slots and R rows;
+    without, all are on the device as the other weights are, C is E, and B and R are 0.
     """
 
     limits: Limits
@@ -70,8 +75,14 @@ class Budget:
 
     @property
     def num_slots(self) -> int:
-        """S = M C + B of the device pool; 0 where there is none."""
-        return self.num_layers * self.slots + self.transient if self.pooled else 0
+        """Of all banks; 0 where there is no pool."""
+        layers = -(-self.num_layers // self.banks)
+        return self.banks * (layers * self.slots + self.transient) if self.pooled else 0
+
+    @property
+    def banks(self) -> int:
+        """Arrays of slots that layers take turns in; two where the next layer looks ahead."""
+        return num_banks(self.limits)
 
     @property
     def total_device(self) -> int:
@@ -280,8 +291,10 @@ class _Run:
     def pooled(self, slots: int, transient: int) -> dict[str, int]:
         """Device bytes with experts in slots."""
         parts = self.dense()
-        parts["expert slots"] = self.num_layers * slots * self.tier.expert_nbytes
-        parts["transient slots"] = transient * self.tier.expert_nbytes
+        banks = num_banks(self.limits)
+        layers = banks * -(-self.num_layers // banks)
+        parts["expert slots"] = layers * slots * self.tier.expert_nbytes
+        parts["transient slots"] = banks * transient * self.tier.expert_nbytes
         parts["residency tables"] = table_nbytes(self.num_layers, self.num_experts, slots)
         # A kernel copies host rows to their slots. What the disk gives, and what XLA copies on a
         # CPU, is an array of the step first.

@@ -23,9 +23,14 @@ Counts = TypeVar("Counts", bound=Counter)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheSpec:
-    """Static sizes. `held`: slots of a layer that pins and bulk transfers may take from eviction.
+    """Static sizes.
 
-    A layer that needs at most C - held experts is served by its cache alone (`num_waves`).
+    `held`: slots of a layer that pins and bulk transfers may take from eviction. A layer that needs
+    at most C - held experts is served by its cache alone (`num_waves`).
+
+    `banks`: arrays that the layers' slots lie in, layer l in bank l mod `banks`. A slot's global
+    number counts within its bank, which has the same number of slots as the others: with two, what
+    is copied into the next layer's slots touches no array that this layer's products read.
     """
 
     num_layers: int  # M
@@ -33,19 +38,20 @@ class CacheSpec:
     slots: int  # C, 0 for no cache
     transient: int  # B
     held: int = 0
+    banks: int = 1
 
     def __post_init__(self) -> None:
         self.check()
 
     @property
     def num_slots(self) -> int:
-        """S."""
+        """S, of a bank."""
         return self.first_transient + self.transient
 
     @property
     def first_transient(self) -> int:
-        """M C."""
-        return self.num_layers * self.slots
+        """ceil(M / banks) C."""
+        return -(-self.num_layers // self.banks) * self.slots
 
     def check(self) -> None:
         """Raises ValueError naming the size that is not possible."""
@@ -57,6 +63,8 @@ class CacheSpec:
             raise ValueError(f"{self.transient} transient slots; at least 1")
         if not 0 <= self.held <= self.slots:
             raise ValueError(f"{self.held} of {self.slots} slots held")
+        if self.banks < 1:
+            raise ValueError(f"{self.banks} banks; at least 1")
 
 
 @jax.tree_util.register_dataclass
@@ -208,7 +216,7 @@ class Row(NamedTuple):
 
 def first_slot(spec: CacheSpec, layer: Layer) -> jax.Array:
     """int32[], the global slot of a layer's local slot 0."""
-    return jnp.asarray(layer, jnp.int32) * spec.slots
+    return jnp.asarray(layer, jnp.int32) // spec.banks * spec.slots
 
 
 def read_row(residency: Residency, layer: Layer) -> Row:

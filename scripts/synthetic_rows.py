@@ -1,0 +1,53 @@
+"""Rows of a host store with random experts, filled as those of a checkpoint are."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from moejax.memory.host_store import HostStore
+from moejax.models.config import ModelConfig
+from moejax.qtensor import Weight
+from moejax.served import EXPERT_LEAVES
+from scripts.model_weights import Packing, random_weights
+
+NUM_DRAWN = 8  # different experts; the others are copies, in memory of their own
+
+
+class SyntheticRows:
+    """All experts of a shape in host memory; a `moejax.memory.host_store.RowSource`."""
+
+    def __init__(self, config: ModelConfig, packing: Packing, device: jax.Device):
+        """Draws some experts and fills the store.
+
+        Args:
+          config: of the model.
+          packing: of its experts.
+          device: of the store.
+        """
+        self.num_layers, self.num_experts = len(config.moe_layers), config.num_experts
+        small = dataclasses.replace(
+            config, num_layers=1, moe_layers=(0,), num_experts=NUM_DRAWN, vocab_size=64
+        )
+        drawn = random_weights(small, packing, device)
+        stacks: Any = tuple(drawn[name] for name in EXPERT_LEAVES)
+        leaves, self._tree = jax.tree.flatten(stacks)
+        self._drawn = [np.asarray(leaf)[0] for leaf in leaves]
+        self.row = tuple(jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype) for leaf in leaves)
+        self.row_nbytes = sum(part.size * part.dtype.itemsize for part in self.row)
+        self.uses_jax = False
+        del drawn, stacks, leaves
+        store = HostStore.allocate(self, self.num_layers * self.num_experts, device)
+        store.fill(progress=False)
+        self.nbytes, self.row_of = store.nbytes, store.row_of
+        self.stacks: tuple[Weight, Weight] = jax.tree.unflatten(self._tree, store.arrays)
+
+    def read(
+        self, layer: int, expert: int, into: Sequence[np.ndarray], *, check: bool = True
+    ) -> None:
+        """One of the drawn experts."""
+        del check
+        for part, drawn in zip(into, self._drawn, strict=True):
+            np.copyto(part, drawn[(layer * self.num_experts + expert) % NUM_DRAWN])

@@ -1,0 +1,107 @@
+"""Residency is invisible on a GPU too: kernels, pinned host rows, pools that never move."""
+
+import dataclasses
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+
+from moejax import steps
+from moejax.generation import GenerationSettings
+from moejax.memory.expert_memory import ExpertMemory
+from moejax.memory.pooled import PoolSpec
+from moejax.memory.residency import CacheSpec
+from moejax.models.shapes import SHAPES
+from moejax.qtensor import Weight
+from moejax.runner import Runner
+from moejax.served import EXPERT_LEAVES
+from scripts.model_weights import Packing, random_weights
+
+NUM_EXPERTS, CONTEXT = 16, 512
+QWEN = dataclasses.replace(
+    SHAPES["Qwen3-30B-A3B"], vocab_size=1024, model_dim=512, num_layers=3, num_heads=8,
+    num_kv_heads=2, head_dim=64, num_experts=NUM_EXPERTS, experts_per_token=4, expert_dim=256,
+    moe_layers=(0, 1, 2),
+)  # fmt: skip
+MIXTRAL = dataclasses.replace(
+    QWEN, family="mixtral", qk_norm=False, norm_topk_prob=True, experts_per_token=2
+)
+CONFIGS = {"qwen3_moe": QWEN, "mixtral": MIXTRAL}
+# Slots of a layer, transient ones, experts brought ahead.
+POLICIES = {
+    "all resident": (16, 1, 0),
+    "75 %": (12, 4, 0),
+    "50 % and prefetch": (8, 4, 4),
+    "25 %": (4, 4, 0),
+    "no cache": (0, 4, 0),
+}
+
+
+def pinned_rows(weight: Weight, device: jax.Device) -> Weight:
+    """[M, E, ...] as rows [M E, ...] in pinned host memory."""
+    place = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+    return jax.tree.map(
+        lambda leaf: jax.device_put(leaf.reshape(-1, *leaf.shape[2:]), place), weight
+    )
+
+
+def answers(runner: Runner, prompts: list[list[int]]) -> list[list[int]]:
+    rows: list[list[int]] = [[] for _ in prompts]
+    settings = GenerationSettings.of(max_new_tokens=24)
+    for parts, _ in runner.run(prompts, CONTEXT, settings, (), 8):
+        for row, part in zip(rows, parts, strict=True):
+            row.extend(part)
+    return rows
+
+
+@pytest.mark.gpu
+class InvisibleTest(parameterized.TestCase):
+    @parameterized.parameters(
+        *itertools.product(CONFIGS, (16, 4), POLICIES),
+        ("qwen3_moe", 3, "25 %"),
+        ("mixtral", 3, "50 % and prefetch"),
+    )
+    def test_tokens_and_logits_are_those_of_a_resident_model(self, name, bits, policy):
+        config, device = CONFIGS[name], jax.devices("gpu")[0]
+        slots, transient, prefetch = POLICIES[policy]
+        weights = random_weights(config, Packing(bits=bits, attention_bits=bits), device)
+        dense = {leaf: array for leaf, array in weights.items() if leaf not in EXPERT_LEAVES}
+        hosts = [pinned_rows(weights[leaf], device) for leaf in EXPERT_LEAVES]
+        rng = np.random.default_rng(0)
+        prompts = [rng.integers(0, config.vocab_size, n).tolist() for n in (9, 130, 33, 70)]
+        tokens = rng.integers(0, config.vocab_size, (2, 96)).astype(np.int32)
+        cache = CacheSpec(
+            num_layers=config.num_layers, num_experts=NUM_EXPERTS, slots=slots,
+            transient=transient, banks=2 if prefetch else 1,
+        )  # fmt: skip
+        row_of = np.arange(config.num_layers * NUM_EXPERTS).reshape(-1, NUM_EXPERTS)
+        memory = ExpertMemory.of_rows(PoolSpec(cache, prefetch), *hosts, row_of, device)
+        resident = Runner(config, weights, device)
+        runner = Runner(config, dense, device, memory=memory)
+        places = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(memory.pool.banks)]
+        np.testing.assert_array_equal(runner.logits(tokens), resident.logits(tokens))
+        for batch in (prompts[:1], prompts):
+            self.assertEqual(answers(runner, batch), answers(resident, batch))
+        events = memory.settle().as_dict()["totals"]
+        self.assertEqual(events["unserved"], 0)
+        self.assertEqual(events["streamed"] > 0, slots < NUM_EXPERTS)
+        self.assertEqual(events["prefetched"] > 0, prefetch > 0)
+        found = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(memory.pool.banks)]
+        self.assertEqual(found, places)
+        self.check_memory(runner)
+
+    def check_memory(self, runner: Runner) -> None:
+        """Compiled steps alias the pool, and need little beside it."""
+        pool_bytes = sum(x.nbytes for x in jax.tree.leaves(runner.memory.pool.banks))
+        for key, program in runner.programs._programs.items():
+            if key[0] is steps.decode:
+                memory = program.memory_analysis()
+                self.assertGreaterEqual(memory.alias_size_in_bytes, pool_bytes)
+                self.assertLess(memory.temp_size_in_bytes, 4 * 2**20, key)
+                self.assertEqual(memory.host_temp_size_in_bytes, 0)
+
+
+if __name__ == "__main__":
+    absltest.main()
