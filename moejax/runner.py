@@ -125,13 +125,14 @@ class Runner:
     def remarks(self) -> list[str]:
         """Of a batch of one: a line for all that runs without the kernel it should have.
 
-        Plain experts should decode by `pallas_kernels.expert_mlp`, attention by `decode_attention`.
+        Plain experts should decode by `pallas_kernels.expert_mlp`, attention by `decode_attention`,
+        routing by `router_topk`.
         """
         decode, prefill = self.serves(1, 1), self.serves(MAX_PREFILL_LENGTH, 1)
         expected = served.expected_kernel(self.kernels.target)
         lines = [f"decode: {line}" for line in served.remarks(decode, expected)]
         lines += [f"prefill: {line}" for line in served.remarks(prefill, expected)]
-        for name in ("experts", "attention"):
+        for name in ("experts", "attention", "routing"):
             found = decode.get(name)
             if expected and found and not found.packed and found.refusals:
                 lines.append(f"decode: {name} run without their kernel: {found.describe()}")

@@ -1,7 +1,8 @@
 """Which implementation serves each product with stored matrices, for the record.
 
 What is said here is computed by the functions that choose while a program is traced
-(`ops.choose_product`, `models.grouped_experts.choose_grouped`), from the same shapes.
+(`ops.choose_product`, `models.grouped_experts.choose_grouped`, `models.moe.choose_routing`), from
+the same shapes.
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from moejax import ops
 from moejax.models.config import ModelConfig
 from moejax.models.grouped_experts import choose_grouped
-from moejax.models.moe import ExpertsVia, kernel_refusal
+from moejax.models.moe import ExpertsVia, choose_routing, kernel_refusal
 from moejax.qtensor import Weight
 from pallas_kernels.target import Choice, Target
 
@@ -58,7 +59,7 @@ def served_products(
     num_sequences: int,
     experts_via: ExpertsVia,
 ) -> dict[str, Served]:
-    """By the name of a leaf, or "experts" for both of theirs.
+    """By the name of a leaf, or "experts" for both of theirs; "routing" is softmax and top-k.
 
     Args:
       config: of the model.
@@ -78,6 +79,9 @@ def served_products(
             choice = ops.choose_product(num_rows, dtype, weight, kernels)
             is_packed = ops.packing(weight) is not None
             found[name] = Served(choice.implementation, form(weight), is_packed, choice.refusals)
+    if "moe.router" in weights:
+        routing = choose_routing(num_tokens, config, kernels)
+        found["routing"] = Served(routing.implementation, "float32", False, routing.refusals)
     experts = [weights[name] for name in EXPERT_LEAVES if name in weights]
     if experts:
         found["experts"] = _served_experts(config, experts, dtype, kernels, num_tokens, experts_via)

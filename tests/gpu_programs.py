@@ -21,6 +21,7 @@ from pallas_kernels.dequant_matmul import triton as dense_triton
 from pallas_kernels.grouped_dequant_matmul import Assignments
 from pallas_kernels.grouped_dequant_matmul import triton as grouped_triton
 from pallas_kernels.packed import LowRank, PackedMatrices
+from pallas_kernels.router_topk import triton as router_triton
 from pallas_kernels.target import Target
 from tests.packed_operands import Form
 
@@ -199,6 +200,16 @@ def attention(
     return Program(function, operands, (), 2)
 
 
+def router(num_tokens: int, num_experts: int, chosen: int, normalise: bool = True) -> Program:
+    """Softmax and top-k of a router's products; no weights."""
+
+    def function(logits: Any, target: Target) -> Any:
+        del target  # the same for all
+        return router_triton.top_k_triton(logits, k=chosen, normalise=normalise, interpret=False)
+
+    return Program(function, (_leaf(num_tokens, num_experts, dtype="float32"),), (), 1)
+
+
 QWEN = {"width": 8, "model_dim": 2048, "expert_dim": 768}
 MIXTRAL = {"width": 2, "model_dim": 4096, "expert_dim": 14336, "slots": 8}
 PLAIN = Form(16, dtype="bfloat16")
@@ -227,6 +238,13 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "attention_demo": lambda: attention(1, 2, head_dim=64, num_heads=4, length=512, kv_length=500),
     "attention_32_bits": lambda: attention(1, 8, length=512, kv_length=512, num_heads=40),
     "attention_wide": lambda: attention(2, 1, head_dim=256, num_heads=64, num_layers=2),
+    "router_qwen": lambda: router(1, 128, 8),
+    "router_qwen_prefill": lambda: router(2048, 128, 8),
+    "router_mixtral": lambda: router(4, 8, 2),
+    "router_demo": lambda: router(3, 32, 4, normalise=False),
+    "router_odd": lambda: router(5, 60, 5),
+    "router_one": lambda: router(1, 1, 1),
+    "router_most": lambda: router(2, router_triton.MAX_EXPERTS, router_triton.MAX_CHOSEN),
 }
 
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 # What every GPU lowers; the H100 lowers all.
 EVERYWHERE = (
     "dense_decode_int3_rank_32", "dense_prefill_int3", "layer_decode", "layer_prefill",
-    "attention_qwen", "attention_mixtral_32",
+    "attention_qwen", "attention_mixtral_32", "router_qwen", "router_mixtral",
 )  # fmt: skip
 MLIR_TYPES = {"uint32": "ui32", "bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 

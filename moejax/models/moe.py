@@ -14,6 +14,7 @@ whole layer-stacked arrays and a layer index, so that no layer's slab is ever co
 Where weights are packed, the first three take from `moejax.ops` the matrices that they use.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
@@ -34,7 +35,8 @@ from moejax.models.expert_products import (
 from moejax.models.grouped_experts import choose_grouped, experts_grouped
 from moejax.models.parameter import stacked_parameter
 from moejax.qtensor import Weight
-from pallas_kernels import expert_mlp
+from pallas_kernels import expert_mlp, router_topk
+from pallas_kernels.target import Choice
 
 ExpertsVia = Literal["dense", "row", "block", "block_in_cache", "kernel", "grouped_kernel"]
 
@@ -81,6 +83,38 @@ def routing_of(logits: jax.Array, config: ModelConfig) -> Routing:
     if config.norm_topk_prob:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return Routing(probabilities, weights, ids)
+
+
+def choose_routing(num_tokens: int, config: ModelConfig, kernels: ops.Kernels) -> Choice:
+    """What serves `routing_of` in a model, and why the kernel does not if so.
+
+    Args:
+      num_tokens: N of a call.
+      config: of the model.
+      kernels: which may serve; a reference that is asked for is XLA's here.
+
+    Returns:
+      "triton", the kernel, or "xla".
+    """
+    if kernels.implementation == ops.REFERENCE:
+        return Choice("xla", {})
+    if kernels.target is None:
+        return Choice("xla", {"triton": "no target was named"})
+    logits = jax.ShapeDtypeStruct((num_tokens, config.num_experts), jnp.float32)
+    chosen = router_topk.choose(logits, config.experts_per_token, kernels.target)
+    return chosen if chosen.implementation == "triton" else Choice("xla", chosen.refusals)
+
+
+@functools.partial(jax.jit, static_argnames=("num_chosen", "normalise"))
+def routing_by_kernel(logits: jax.Array, *, num_chosen: int, normalise: bool) -> Routing:
+    """`routing_of` in one launch; it has no gradient. Jitted: all layers share a trace.
+
+    Args:
+      logits: float32[N, E].
+      num_chosen: A.
+      normalise: the chosen weights are divided by their sum.
+    """
+    return Routing(*router_topk.top_k(logits, num_chosen, normalise, implementation="triton"))
 
 
 def experts_dense(
@@ -244,7 +278,12 @@ class SparseMoe(nnx.Module):
         """Of N tokens [N, D], normed; `layer` is the index among the sparse layers."""
         wide = jnp.dtype(jnp.float32)
         logits = ops.linear(x, self.router[...], layer, wide, self.kernels)
-        return routing_of(logits, self.config)
+        c = self.config
+        if choose_routing(len(x), c, self.kernels).implementation == "triton":
+            return routing_by_kernel(
+                logits, num_chosen=c.experts_per_token, normalise=c.norm_topk_prob
+            )
+        return routing_of(logits, c)
 
     def __call__(
         self, x: jax.Array, layer: int, token_mask: jax.Array, via: ExpertsVia

@@ -1,0 +1,15 @@
+"""The operation in plain jnp and float32; never optimised."""
+
+import jax
+import jax.numpy as jnp
+
+
+def top_k_reference(
+    logits: jax.Array, k: int, normalise: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `api.top_k`."""
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    weights, ids = jax.lax.top_k(probabilities, k)
+    if normalise:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return probabilities, weights, ids
