@@ -7,27 +7,32 @@ from pallas_kernels.stream.matrix import Matrix
 
 
 class Element:
-    """One value of a pool's row, whatever its form: loaded at once, computed later."""
+    """One value of a pool's row, whatever its form: loaded at once, computed later.
+
+    Addresses are of the index first and of the row last: of values of one index and many rows a
+    compiler then makes all but a multiplication once.
+    """
 
     def __init__(self, e: Mlir, matrix: Matrix, row: Value, index: Value):
         """Row and index in the row are i32."""
         self.e, self.matrix = e, matrix
         m = matrix
         if m.form.bits == PLAIN_BITS:
-            at = e.offset(e.offset(m.words, row, 2 * m.num_inputs), index, 2)
-            self.words = [(e.load_small(at, 0, 2), e.const(0), layout.Plane(PLAIN_BITS, 0, 0, 0))]
+            at = e.offset(e.offset(m.words, index, 2), row, 2 * m.num_inputs)
+            found = e.load_small(at, 0, 2, in_order=True)
+            self.words = [(found, e.const(0), layout.Plane(PLAIN_BITS, 0, 0, 0))]
             return
-        base = e.offset(m.words, row, 4 * m.num_words)
         self.words = []
         for plane in layout.planes(m.num_inputs, m.form.bits):
             word, bit = self._place(plane, index)
-            (found,) = e.load(e.offset(base, word, 4), 4 * plane.first_word, 1)
+            at = e.offset(e.offset(m.words, word, 4), row, 4 * m.num_words)
+            (found,) = e.load(at, 4 * plane.first_word, 1, in_order=True)
             self.words.append((found, bit, plane))
         group = e.div(index, m.group_size)
 
         def constant(base: Value, size: int) -> Value:
-            at = e.offset(e.offset(base, row, size * m.num_groups), group, size)
-            return e.load_small(at, 0, size)
+            at = e.offset(e.offset(base, group, size), row, size * m.num_groups)
+            return e.load_small(at, 0, size, in_order=True)
 
         self.scale = constant(m.scales, m.scale_bytes)
         sizes = {"float": m.scale_bytes, "integer": 1}

@@ -216,7 +216,7 @@ class Simulator:
         raw = self._bytes(self._of_shared(at) + imm, 4 * count, self.active)
         return list(raw.view(np.uint32).astype(np.int64).T)
 
-    def load_small(self, base: Value, imm: int, num_bytes: int) -> Value:
+    def load_small(self, base: Value, imm: int, num_bytes: int, in_order: bool = False) -> Value:
         found = self._bytes(base + imm, num_bytes, self.active)
         return found.view(_UNSIGNED[num_bytes])[:, 0].astype(np.int64)
 
@@ -269,6 +269,28 @@ class Simulator:
 
     def cluster_barrier(self) -> None:
         self.block_barrier()
+
+    def mailbox(self, at: Value, thread: Value) -> None:
+        """Of what is sent, the bytes are counted."""
+        self.block_barrier()
+        if (self._of_shared(at) % 8).any():
+            raise IndexError("a mailbox is not aligned")
+        self._put(self._of_shared(at), np.zeros((len(self.threads), 2), np.uint32))
+
+    def others_ready(self) -> None:
+        self.block_barrier()
+
+    def send(self, at: Value, block: int | Value, value: Value, mailbox: Value) -> None:
+        self.store(self._of_shared(at, block), 0, value, "f32")
+        there = self._of_shared(mailbox, block)[self.active]
+        for buffer, first in zip(there >> _BUFFER, there & (1 << _BUFFER) - 1, strict=True):
+            self.memory[buffer][first : first + 8].view(np.int64)[0] += 4
+
+    def receive(self, mailbox: Value, thread: Value, num_bytes: Value) -> None:
+        self.block_barrier()
+        found = self._bytes(self._of_shared(mailbox), 8, self.active).view(np.int64)[:, 0]
+        if (found != self._word(num_bytes)).any():
+            raise ValueError(f"{found.min()} to {found.max()} bytes sent of {num_bytes}")
 
     def warp_barrier(self) -> None:
         pass
