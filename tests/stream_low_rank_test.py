@@ -17,7 +17,7 @@ from pallas_kernels.stream.element import Element
 from pallas_kernels.stream.low_rank import BlockTerms
 from pallas_kernels.stream.matrix import matrix_of, tile_bytes
 from pallas_kernels.stream.product import Stream
-from pallas_kernels.stream.simulate import Simulator
+from pallas_kernels.stream.simulate import Simulator, whole_words
 from pallas_kernels.stream.tiles import SHARED_BYTES, StreamTiles, dense_share, expert_share
 from pallas_kernels.target import SIMULATED
 from tests import packed_operands
@@ -191,12 +191,12 @@ class ElementTest(HostTestCase):
             rng, form, num_slots=1, shape=(3, length), used={0}
         )
         leaves = [a for a in (weights.words, weights.scales, weights.zeros) if a is not None]
-        buffers = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in leaves]
+        buffers = [whole_words(a) for a in leaves]
         e = Simulator(0, 1024, buffers, len(buffers))
         index = np.minimum(e.threads, length - 1)
         addresses = [e.address(i) for i in range(len(buffers))]
         matrix = terms.addressed(matrix_of(weights, "bf16"), addresses)
-        found = Element(e, matrix, e.const(2), index).value()
+        found = Element(e, matrix, e.const(2), index).load().value()
         expected = packed_operands.values(weights, 0)[2]
         np.testing.assert_allclose(found[:length], expected, rtol=1e-5, atol=1e-7)
 

@@ -242,10 +242,10 @@ class Mlir(ClusterMlir):
         text = f"ld.shared.v{count}.b32 {{{names}}}, [${count}+{imm}];"
         return self._asm_many(count, i32(), [at], text, "=r," * count + "r", True)
 
-    def load_small(self, base: Value, imm: int, num_bytes: int, in_order: bool = False) -> Value:
+    def load_small(self, base: Value, imm: int, num_bytes: int) -> Value:
         """i32: 1, 2 or 4 bytes of global memory at base + imm, zero extended, read-only."""
         kind = {1: "u8", 2: "u16", 4: "b32"}[num_bytes]
-        return self.asm(i32(), [base], f"ld.global.nc.{kind} $0, [$1+{imm}];", "=r,l", in_order)
+        return self.asm(i32(), [base], f"ld.global.nc.{kind} $0, [$1+{imm}];", "=r,l")
 
     def store(self, base: Value, imm: int, value: Value, kind: str) -> None:
         """One value (b16: the low half of an i32; b32; f32) to global memory at base + imm."""

@@ -9,15 +9,14 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from pallas_kernels.stream.element import Element
+from pallas_kernels.stream.element import Element, num_words
 from pallas_kernels.stream.emit import Mlir, Value
 from pallas_kernels.stream.matrix import ROWS, Matrix
 from pallas_kernels.stream.product import BlockOfX, Lane, Stream
-from pallas_kernels.stream.terms import Share, Term
+from pallas_kernels.stream.terms import WARP, Share, Term
 from pallas_kernels.stream.walk import Ring, Totals, Walk
 
 STRIDE = 8  # terms of the sum over the rank that are written out
-AT_ONCE = 8  # values of U that a thread loads before it uses the first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +67,12 @@ class BlockTerms:
         """
         self.e, self.share, self.firsts, self.thread = e, share, firsts, thread
         self.part = e.const(0) if part is None else part
-        self.placed, parts = [], borrowed
+        self.copied_bytes = share.copied_bytes(terms)
+        self.placed, self.copied = [], borrowed
         if not share.borrows(terms):
-            parts, at = at, e.add(at, share.parts_bytes(terms))
+            self.copied = at
+            at = e.add(at, share.parts_bytes(terms) + self.copied_bytes)
+        parts = e.add(self.copied, self.copied_bytes)
         self.mailbox, at = at, e.add(at, share.mailbox_bytes(terms))
         for term in terms:
             self.placed.append(self._place(term, slot, parts, at))
@@ -111,7 +113,7 @@ class BlockTerms:
 
     def _begin(self, x: Sequence[Value], lane: Lane) -> None:
         ways = self.start(x, lane)
-        self.bring_u()
+        self.bring_u([])
         self.parts(ways)
 
     def when_any(self, body: Callable[[], None]) -> None:
@@ -185,23 +187,17 @@ class BlockTerms:
 
         self.e.loop(self.thread, count, step, [], one)
 
-    def _lanes(self) -> tuple[int, int]:
-        """Threads along the block's rows, and the ranks that the block's threads take at once."""
-        threads = 32 * self.share.num_warps
-        lanes = min(threads, -(-self.share.rows // 32) * 32)
-        return lanes, threads // lanes
-
-    def _load_u(self, placed: _Placed, half: int, begin: Value, chunk: int) -> list[_OfU]:
+    def _of_u(self, placed: _Placed, half: int, begin: Value, chunk: int) -> list[_OfU]:
         """Of a row of the block, which is the thread's, and every `ranks`-th r from `begin` on."""
         e, term, rows = self.e, placed.term, self.share.rows
-        lanes, ranks = self._lanes()
+        lanes, ranks = self.share.lanes()
         row = e.add(e.rem(self.thread, lanes), chunk * lanes)
         row = e.smaller(row, rows - 1)
         n = e.sub(e.add(self.firsts[half], row), term.first_row)
         inside = e.both(e.compare(n, "ge", 0), e.compare(n, "lt", term.u.num_inputs))
         n, first = e.select(inside, n, 0), e.add(begin, e.div(self.thread, lanes))
         found = []
-        for number in range(AT_ONCE):
+        for number in range(self.share.at_once(term)):
             # Threads and ranks that are too many repeat the last one.
             r = e.smaller(e.add(first, number * ranks), term.padded - 1)
             used = e.both(inside, e.compare(r, "lt", placed.ranks[half]))
@@ -210,31 +206,63 @@ class BlockTerms:
             found.append(_OfU(place, used, element))
         return found
 
+    def copy_u(self) -> list[_OfU]:
+        """Starts copying the words of values of U with which `bring_u` may begin."""
+        if not self.copied_bytes:
+            return []
+        placed, (at, pitch) = self.placed[0], self._of_copied()
+        found = self._of_u(placed, min(placed.u), self.e.const(0), 0)
+        for number, one in enumerate(found):
+            one.element.copy(self.e.add(at, number * num_words(placed.term.u) * pitch), pitch)
+        self.e.copies_commit()
+        return found
+
+    def _of_copied(self) -> tuple[Value, int]:
+        """Where this thread's are, and bytes from one word to the next."""
+        return self.e.add(self.copied, self.e.mul(self.thread, 4)), 4 * WARP * self.share.num_warps
+
     def _store_u(self, placed: _Placed, half: int, found: Sequence[_OfU]) -> None:
         e = self.e
         for one in found:
             value = e.select(one.used, one.element.value(), 0.0)
             e.store_shared(e.add(placed.u[half], e.mul(one.place, 4)), 0, value)
 
-    def bring_u(self) -> None:
-        """U's values to shared memory; zero beyond the rank and the term's rows."""
-        e, (lanes, ranks) = self.e, self._lanes()
+    def bring_u(self, copied: Sequence[_OfU]) -> None:
+        """U's values to shared memory; zero beyond the rank and the term's rows.
+
+        Args:
+          copied: of `copy_u`, whose copies have come.
+        """
+        e, (lanes, ranks), begun = self.e, self.share.lanes(), list(copied)
         for placed in self.placed:
             for half in placed.u:
                 # What `add` reads: whole strides.
                 whole = e.add(placed.ranks[half], STRIDE - 1)
                 whole = e.mul(e.div(whole, STRIDE), STRIDE)
+                step = ranks * self.share.at_once(placed.term)
                 for chunk in range(-(-self.share.rows // lanes)):
+                    first = 0
+                    if begun:
+                        at, pitch = self._of_copied()
+                        for number, one in enumerate(begun):
+                            place = number * num_words(placed.term.u) * pitch
+                            one.element.load_copied(e.add(at, place), pitch)
+                        self._store_u(placed, half, begun)
+                        begun, first = [], step
+                    if first >= placed.term.padded:
+                        continue
 
                     def some(
                         begin: Value, _: list[Value], placed: _Placed = placed, half: int = half,
                         chunk: int = chunk,
                     ) -> list[Value]:  # fmt: skip
-                        loaded = self._load_u(placed, half, begin, chunk)
-                        self._store_u(placed, half, loaded)
+                        found = self._of_u(placed, half, begin, chunk)
+                        for value in found:
+                            value.element.load()
+                        self._store_u(placed, half, found)
                         return []
 
-                    e.loop(0, whole, AT_ONCE * ranks, [], some)
+                    e.loop(first, whole, step, [], some)
 
     def reduce(self) -> None:
         """Adds the warps' parts of V x; between two barriers, of the cluster if blocks share it."""
@@ -341,22 +369,31 @@ class BesideWalk:
         """
         self.terms, self.x, self.lane, self.like = terms, x, lane, like
         self.ways: list[Walk] = []
+        self.of_u: list[_OfU] = []
 
-    def start(self) -> None:
-        """Copies of V, and U's values."""
+    def start(self) -> int:
+        """Copies of V and of words of U."""
         terms = self.terms
         if terms.share.cluster > 1:
             terms.e.mailbox(terms.mailbox, terms.thread)
         self.ways = terms.start(self.x, self.lane)
-        terms.when_any(lambda: terms.bring_u())
+        self.of_u = terms.copy_u()
+        return sum(way.depth for way in self.ways) + bool(self.of_u)
 
     def finish(self, held: list[BlockOfX] | None, behind: int) -> None:
         """V x, but for what other blocks send."""
         e, terms = self.terms.e, self.terms
-        terms.when_any(lambda: terms.parts(self.ways, held, self.like, behind))
+        terms.when_any(lambda: self._finish(held, behind))
         e.block_barrier()
         if terms.share.cluster > 1:
             e.others_ready()
         terms.reduce()
         if terms.share.borrows([placed.term for placed in terms.placed]):
             e.block_barrier()  # the parts have been read, where sums are put now
+
+    def _finish(self, held: list[BlockOfX] | None, behind: int) -> None:
+        terms = self.terms
+        if self.of_u:
+            terms.e.copies_wait(behind)
+        terms.bring_u(self.of_u)
+        terms.parts(self.ways, held, self.like, behind + bool(self.of_u))

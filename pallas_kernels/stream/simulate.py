@@ -45,13 +45,19 @@ def run_blocks(
       shared_floats: length of each float32 scratch buffer.
       cluster: blocks that run together.
     """
-    memory = [np.ascontiguousarray(a).view(np.uint8).reshape(-1) for a in operands]
+    memory = [whole_words(a) for a in operands]
     memory += [a.view(np.uint8).reshape(-1) for a in outputs]
     for block in range(num_blocks):
         lengths = [n for _ in range(cluster) for n in shared_floats]
         scratch = [np.full(n, np.nan, np.float32).view(np.uint8) for n in lengths]
         machine = Simulator(block, num_threads, [*memory, *scratch], len(memory), cluster)
         body(machine, *range(len(memory) + len(shared_floats)))
+
+
+def whole_words(array: np.ndarray) -> np.ndarray:
+    """Its bytes, and as many more as its last word has: allocations on a GPU are of 256 bytes."""
+    found = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return np.pad(found, (0, -len(found) % 4), constant_values=0xFF)
 
 
 def _to_odd(values: np.ndarray) -> np.ndarray:
@@ -216,7 +222,7 @@ class Simulator:
         raw = self._bytes(self._of_shared(at) + imm, 4 * count, self.active)
         return list(raw.view(np.uint32).astype(np.int64).T)
 
-    def load_small(self, base: Value, imm: int, num_bytes: int, in_order: bool = False) -> Value:
+    def load_small(self, base: Value, imm: int, num_bytes: int) -> Value:
         found = self._bytes(base + imm, num_bytes, self.active)
         return found.view(_UNSIGNED[num_bytes])[:, 0].astype(np.int64)
 

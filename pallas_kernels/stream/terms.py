@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.packed import LowRank, PackedMatrices
+from pallas_kernels.stream.element import num_words
 from pallas_kernels.stream.matrix import (
     ROWS,
     Matrix,
@@ -17,8 +18,10 @@ from pallas_kernels.stream.matrix import (
     tile_bytes,
 )
 
+WARP = 32
 MAX_RANK = 64
 MAX_TERMS = 4  # of a matrix
+U_AT_ONCE = 8  # values of U that a thread loads before it uses the first
 DEEP_TILE_BYTES = 2560  # tiles of V up to which a warp has two in shared memory
 
 
@@ -125,6 +128,7 @@ class Share:
     cluster: int = 1  # thread blocks that share out the row tiles of V, each all of K
     borrowed: int = 0  # bytes of shared memory that are free until the terms' parts are added
     num_x: int = 0  # columns that are wanted; 0: all
+    copied: bool = False  # the first values of U are copied, not loaded
 
     def met(self, term: Term) -> list[int]:
         """The halves that a term has rows of."""
@@ -152,9 +156,26 @@ class Share:
         """Shared memory of the rings and parts of all warps."""
         return sum(self.num_warps * self.warp_bytes(term) for term in terms)
 
+    def lanes(self) -> tuple[int, int]:
+        """Threads along the rows, and the ranks whose values of U all threads take at once."""
+        threads = WARP * self.num_warps
+        lanes = min(threads, -(-self.rows // WARP) * WARP)
+        return lanes, threads // lanes
+
+    def at_once(self, term: Term) -> int:
+        """Values of U that a thread takes at once."""
+        return min(U_AT_ONCE, -(-term.padded // self.lanes()[1]))
+
+    def copied_bytes(self, terms: Sequence[Term]) -> int:
+        """Shared memory of the words of the first term's first values of U."""
+        if not self.copied or not terms or not self.met(terms[0]):
+            return 0
+        words = self.at_once(terms[0]) * num_words(terms[0].u)
+        return 4 * WARP * self.num_warps * words
+
     def borrows(self, terms: Sequence[Term]) -> bool:
         """Whether these lie in what is free for so long."""
-        return self.parts_bytes(terms) <= self.borrowed
+        return self.parts_bytes(terms) + self.copied_bytes(terms) <= self.borrowed
 
     def values_bytes(self, term: Term) -> int:
         """Shared memory of V x and of U's values."""
@@ -167,4 +188,6 @@ class Share:
     def room(self, terms: Sequence[Term]) -> int:
         """Bytes of shared memory of its own, a multiple of 16."""
         values = sum(self.values_bytes(term) for term in terms) + self.mailbox_bytes(terms)
-        return values + (0 if self.borrows(terms) else self.parts_bytes(terms))
+        if self.borrows(terms):
+            return values
+        return values + self.parts_bytes(terms) + self.copied_bytes(terms)

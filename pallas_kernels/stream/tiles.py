@@ -260,6 +260,7 @@ def dense_share(tiles: StreamTiles, num_x: int, num_outputs: int) -> Share:
         tiles.num_warps, columns, tiles.outputs, 1, num_outputs,
         cluster=tiles.cluster * tiles.sharing,
         borrowed=tiles.sums_bytes(columns) if tiles.kept else 0, num_x=num_x,
+        copied=True,
     )  # fmt: skip
 
 

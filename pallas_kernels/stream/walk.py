@@ -13,16 +13,16 @@ Words = list[list[list[Value]]]  # of a block of x: column tiles, steps, 4 words
 UNROLLED = 1  # stages of a warp that are written out; above, a loop
 # The same with totals in shared memory: stages times row tiles, of 250 to 400 instructions each.
 UNROLLED_KEPT = 14
-EARLY = 2  # tiles of a ring that are on their way before what else a walk begins
+EARLY = 1  # tiles of a ring that are on their way before what else a walk begins
 
 
 class Beside(Protocol):
     """What a walk does besides, while its first tiles are on their way."""
 
-    def start(self) -> None:
-        """Starts copies of its own, and does what needs no product; then the ring is filled.
+    def start(self) -> int:
+        """Starts copies of its own; the number of their groups.
 
-        What is asked for after all of a ring comes after it, which takes long.
+        The rest of the ring comes after: what is asked for behind it takes long.
         """
 
     def finish(self, held: list[BlockOfX] | None, behind: int) -> None:
@@ -116,7 +116,8 @@ class Walk:
         even = self.rounds * stream.num_tiles % self.depth == 0
         self.fixed = self.rounds <= UNROLLED and (even or not of_row)
         self.each = 4 * len(x)  # totals of a tile
-        self.behind = 0  # groups of copies that were started after its own, if it starts no more
+        self.behind = 0  # groups of copies, not of these tiles, behind the one that is waited for
+        self.between: Callable[[], None] | None = None  # done behind the first tile
 
     def place(self, unit: int) -> Value:
         """Of the warp's tile `unit` in the ring."""
@@ -128,15 +129,28 @@ class Walk:
             self.fetch(unit, self.first, self.place(unit))
 
     def start_with(self, beside: Beside, x: list[Words] | None = None) -> list[BlockOfX] | None:
-        """The same, and all else; x as operands if there is one stage."""
+        """The same, and all else; x as operands if there is one stage.
+
+        The first tile, which comes first, is multiplied before, where totals are in registers.
+        """
+        if self.rounds == 1 and x is None:
+            x = self.load_x(self.e.smaller(self.first, self.stages - 1), in_order=True)
         self.start(0, EARLY)
-        beside.start()
+        groups = beside.start()
         self.start(EARLY)
-        held = None
-        if self.rounds == 1:
-            held = self.prepare_x(x or self.load_x(self.e.smaller(self.first, self.stages - 1)))
+        held, behind = None, max(0, self.depth - EARLY)
+        if self.rounds == 1 and x is not None:
+            held = self.prepare_x(x)
             self.e.warp_barrier()  # sums of x may be in shared memory
-        beside.finish(held, max(0, self.depth - EARLY))
+        if self.rounds > 1 or self.stored is not None:
+            beside.finish(held, behind)
+            return held
+
+        def between() -> None:
+            self.behind = 0
+            beside.finish(held, behind + (self.stream.num_tiles > self.depth))
+
+        self.behind, self.between = groups, between
         return held
 
     def fetch(self, unit: int, base: Value, to: Value) -> None:
@@ -236,6 +250,8 @@ class Walk:
             if self.fixed and left is not None:
                 unit = tiles * (self.rounds - left - 1) + tile
             at = self.following(at, unit)
+            if tile == 0 and self.between is not None:
+                self.between()
         return totals, at
 
     def totals_of(self, tile: int, totals: list[Value], left: int | None) -> list[Value]:
