@@ -146,7 +146,8 @@ class DenseTest(KernelTestCase):
             StreamTiles(1, 1, 4, depth=1), StreamTiles(2, 1, 16, depth=2), StreamTiles(3, 1, 8),
             StreamTiles(1, 4, 2), StreamTiles(1, 4, 1, span=2),
             StreamTiles(2, 1, 4, kept=True), StreamTiles(3, 1, 4, kept=True, cluster=2),
-            StreamTiles(1, 4, 1, cluster=4),
+            StreamTiles(1, 4, 1, cluster=4), StreamTiles(1, 1, 8, depth=4, sharing=2),
+            StreamTiles(1, 1, 4, kept=True, sharing=4), StreamTiles(1, 4, 2, sharing=8),
         ),
         rows=(1, 8, 17),
     )  # fmt: skip
@@ -239,6 +240,17 @@ def halves_exchanged(self, plane, index, place=Element._place):
     return place(self, plane, self.e.bxor(index, 1))
 
 
+def not_told(self, at, block, value, mailbox):
+    """Other blocks' ranks stay as they were."""
+    del self, at, block, value, mailbox
+
+
+def own_tiles_only(self, local):
+    """Every block of a cluster takes the first tiles of V."""
+    return self.e.add(local, 0)
+
+
+BROKEN_CLUSTER = ((Simulator, "send", not_told), (BlockTerms, "_tile", own_tiles_only))
 BROKEN = (
     (BlockTerms, "reduce", a_part_left_out),
     (BlockTerms, "_rank_here", one_rank_more),
@@ -258,6 +270,20 @@ class WrongKernelTest(KernelTestCase):
         with mock.patch.object(owner, name, broken):
             self.assertIsNotNone(self.violation(weights, (terms,), rows=9))
         self.assertIsNone(self.violation(weights, (terms,), rows=9))
+
+    @parameterized.parameters(*BROKEN_CLUSTER)
+    def test_a_wrong_cluster_fails(self, owner, name, broken):
+        weights = self.weights((64, 1024))
+        terms = random_terms(self.rng, weights, rank=30, max_rank=32)
+        tiles = StreamTiles(2, 1, 4, sharing=2)
+        self.assertIsNone(self.violation(weights, (terms,), 9, tiles))
+        with mock.patch.object(owner, name, broken):
+            try:
+                found = self.violation(weights, (terms,), 9, tiles)
+            except Exception as error:
+                found = str(error)
+        self.assertIsNotNone(found)
+        self.assertIsNone(self.violation(weights, (terms,), 9, tiles))
 
     def test_a_tile_beyond_the_pool_is_an_error(self):
         weights = self.weights((64, 512))

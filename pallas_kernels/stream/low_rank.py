@@ -68,9 +68,10 @@ class BlockTerms:
         self.e, self.share, self.firsts, self.thread = e, share, firsts, thread
         self.part = e.const(0) if part is None else part
         self.copied_bytes = share.copied_bytes(terms)
-        self.placed, self.copied = [], borrowed
-        if not share.borrows(terms):
-            self.copied = at
+        self.placed, self.copied = [], at
+        if share.borrows(terms):
+            self.copied = at if borrowed is None else borrowed
+        else:
             at = e.add(at, share.parts_bytes(terms) + self.copied_bytes)
         parts = e.add(self.copied, self.copied_bytes)
         self.mailbox, at = at, e.add(at, share.mailbox_bytes(terms))

@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
+from pallas_kernels.stream.beside import Beside
 from pallas_kernels.stream.emit import Mlir, Value
 from pallas_kernels.stream.matrix import COLUMNS, ROWS, x_sums_bytes
 from pallas_kernels.stream.product import BlockOfX, Lane, Stream
@@ -13,25 +13,7 @@ Words = list[list[list[Value]]]  # of a block of x: column tiles, steps, 4 words
 UNROLLED = 1  # stages of a warp that are written out; above, a loop
 # The same with totals in shared memory: stages times row tiles, of 250 to 400 instructions each.
 UNROLLED_KEPT = 14
-EARLY = 1  # tiles of a ring that are on their way before what else a walk begins
-
-
-class Beside(Protocol):
-    """What a walk does besides, while its first tiles are on their way."""
-
-    def start(self) -> int:
-        """Starts copies of its own; the number of their groups.
-
-        The rest of the ring comes after: what is asked for behind it takes long.
-        """
-
-    def finish(self, held: list[BlockOfX] | None, behind: int) -> None:
-        """Products; with block barriers.
-
-        Args:
-          held: x of the warp's only stage, if it has no more.
-          behind: the walk's groups of copies that were started after its own.
-        """
+EARLY = 1  # tiles of a ring that are on their way before what `Beside` starts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +99,8 @@ class Walk:
         self.fixed = self.rounds <= UNROLLED and (even or not of_row)
         self.each = 4 * len(x)  # totals of a tile
         self.behind = 0  # groups of copies, not of these tiles, behind the one that is waited for
-        self.between: Callable[[], None] | None = None  # done behind the first tile
+        # Done behind the first tile's products, before its totals are kept; takes x.
+        self.between: Callable[[list[BlockOfX]], None] | None = None
 
     def place(self, unit: int) -> Value:
         """Of the warp's tile `unit` in the ring."""
@@ -131,7 +114,7 @@ class Walk:
     def start_with(self, beside: Beside, x: list[Words] | None = None) -> list[BlockOfX] | None:
         """The same, and all else; x as operands if there is one stage.
 
-        The first tile, which comes first, is multiplied before, where totals are in registers.
+        A single stage's first tile, which comes first, is multiplied before.
         """
         if self.rounds == 1 and x is None:
             x = self.load_x(self.e.smaller(self.first, self.stages - 1), in_order=True)
@@ -139,16 +122,17 @@ class Walk:
         groups = beside.start()
         self.start(EARLY)
         held, behind = None, max(0, self.depth - EARLY)
-        if self.rounds == 1 and x is not None:
+        hook = self.rounds == 1 and (self.stored is None or self.whole)  # taken by all warps
+        if self.rounds == 1 and x is not None and not (hook and self.stored):
             held = self.prepare_x(x)
             self.e.warp_barrier()  # sums of x may be in shared memory
-        if self.rounds > 1 or self.stored is not None:
+        if not hook:
             beside.finish(held, behind)
             return held
 
-        def between() -> None:
+        def between(parts: list[BlockOfX]) -> None:
             self.behind = 0
-            beside.finish(held, behind + (self.stream.num_tiles > self.depth))
+            beside.finish(parts, behind + (self.stream.num_tiles > self.depth))
 
         self.behind, self.between = groups, between
         return held
@@ -242,16 +226,19 @@ class Walk:
             if not sure:
                 keep = e.compare(stage, "lt", self.stages)
                 mine = [e.select(keep, a, b) for a, b in zip(mine, before, strict=True)]
-            self.put(tile, totals, mine)
+            between = self.between if tile == 0 else None
+            if between is None:
+                self.put(tile, totals, mine)
             if after >= self.depth:
                 e.warp_barrier()  # all lanes have read what is now overwritten
                 self.fetch(tile + self.depth, stage, at)
+            if between is not None:
+                between(parts)
+                self.put(tile, totals, mine)
             unit = None
             if self.fixed and left is not None:
                 unit = tiles * (self.rounds - left - 1) + tile
             at = self.following(at, unit)
-            if tile == 0 and self.between is not None:
-                self.between()
         return totals, at
 
     def totals_of(self, tile: int, totals: list[Value], left: int | None) -> list[Value]:
