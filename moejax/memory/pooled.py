@@ -14,14 +14,14 @@ of the host store.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import io_callback
 
 from moejax import ops
-from moejax.ledger import Counts
+from moejax.ledger import EVENTS, Counts
 from moejax.memory import residency as tables
 from moejax.memory.residency import CacheSpec, Residency
 from moejax.models.config import ModelConfig
@@ -36,9 +36,10 @@ from moejax.models.expert_products import (
 from moejax.models.grouped_experts import choose_grouped
 from moejax.models.moe import STEP_BYTES, ExpertsVia, Routing
 from moejax.qtensor import Compensator, QTensor, Weight
-from pallas_kernels import expert_fetch
+from pallas_kernels import expert_fetch, residency_plan
 
 Arrays = tuple[Any, ...]
+COLUMNS = {name: column for column, name in enumerate(EVENTS)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +99,28 @@ class ExpertStore:
     replay: jax.Array | None = None
 
 
+class _Jobs(NamedTuple):
+    """Rows of the host store to copy into global slots; -1: none.
+
+    `experts` are whose rows they are; None where no expert can be on the disk alone.
+    """
+
+    rows: jax.Array
+    slots: jax.Array
+    experts: jax.Array | None
+
+
+class _Placed(NamedTuple):
+    """A plan of a layer, by pairs of a token and an expert."""
+
+    slot: jax.Array  # int32[N, A]
+    wave: jax.Array  # int32[N, A]
+    admitted: _Jobs  # [J]
+    streamed: _Jobs  # [W, B]
+    # int32[n] each: experts that are among these, an expert maybe twice, with their slots and waves
+    holders: tuple[jax.Array, jax.Array, jax.Array]
+
+
 class PooledExperts:
     """Runs the experts of one step's layers; `pool` is the state after the layers so far."""
 
@@ -132,27 +155,19 @@ class PooledExperts:
         ahead: Callable[[], Routing] | None,
     ) -> jax.Array:
         """See `models.transformer.RunExperts`."""
-        cache, pool = self.spec.cache, self.pool
+        cache = self.spec.cache
         routing = self._replayed(layer, routing)
         active = jnp.broadcast_to(token_mask[:, None], routing.ids.shape)
-        needed = _marked(routing.ids, active, cache.num_experts)
-        max_needed = min(routing.ids.size, cache.num_experts)
-        plan, residency, counts = tables.plan(
-            cache, pool.residency, layer, needed, max_needed, pool.counts
-        )
-        weights = jnp.where(active, routing.weights, 0.0)
-        counts = counts.add_gate_mass(layer, jnp.sum(weights).reshape(1))
-        self.pool = dataclasses.replace(pool, residency=residency, counts=counts)
-        slot, wave = plan.slot[routing.ids], plan.wave[routing.ids]
-        self._bring(layer, plan.admitted, plan.admitted_slots)
+        plan = self._plan(layer, routing, token_mask)
+        slot, wave = plan.slot, plan.wave
+        self._bring(layer, plan.admitted)
         products = self._products(x, Pairs(slot, active & (wave == 0)), layer, plan, 0)
-        if num_waves := len(plan.streamed):
-            transient = cache.first_transient + jnp.arange(cache.transient, dtype=jnp.int32)
+        if num_waves := len(plan.streamed.rows):
 
             def one(number: jax.Array, carried: tuple[ExpertPool, jax.Array]) -> Any:
                 self.pool, products = carried
                 products = self._after(products)
-                self._bring(layer, plan.streamed[number], transient)
+                self._bring(layer, jax.tree.map(lambda jobs: jobs[number], plan.streamed))
                 mine = active & (wave == number + 1)
                 found = self._products(x, Pairs(slot, mine), layer, plan, number + 1)
                 return self.pool, jnp.where(mine[None, :, :, None], found, products)
@@ -162,6 +177,77 @@ class PooledExperts:
             products = self._after(products)
             self._prefetch(layer + 1, ahead(), token_mask)
         return combine(products, Pairs(slot, active), routing.weights, x.dtype)
+
+    def _plan(self, layer: int, routing: Routing, token_mask: jax.Array) -> _Placed:
+        """Where the experts are found; the pool's tables are those after the plan."""
+        cache, pool, num_pairs = self.spec.cache, self.pool, routing.ids.size
+        max_needed = min(num_pairs, cache.num_experts)
+        waves = residency_plan.Waves(tables.num_waves(cache, max_needed), cache.transient)
+        transient = cache.first_transient + jnp.arange(cache.transient, dtype=jnp.int32)
+        transient = jnp.broadcast_to(transient, tuple(waves))
+        if self._by_kernel(num_pairs):
+            weights = routing.weights.astype(jnp.float32)
+            state, pinned, row_of = self._tables()
+            state, made = _planned(
+                state,
+                pinned,
+                row_of,
+                jnp.int32(layer),
+                routing.ids,
+                token_mask,
+                weights,
+                waves=waves,
+            )
+            self._changed(state)
+            flat = (routing.ids.reshape(-1), made.slot.reshape(-1), made.wave.reshape(-1))
+            admitted = _Jobs(made.rows, made.slots, None)
+            streamed = _Jobs(made.streamed, transient, None)
+            return _Placed(made.slot, made.wave, admitted, streamed, flat)
+        active = jnp.broadcast_to(token_mask[:, None], routing.ids.shape)
+        needed = _marked(routing.ids, active, cache.num_experts)
+        plan, residency, counts = tables.plan(
+            cache, pool.residency, layer, needed, max_needed, pool.counts
+        )
+        mass = jnp.sum(jnp.where(active, routing.weights, 0.0)).reshape(1)
+        counts = counts.add_gate_mass(layer, mass)
+        self.pool = dataclasses.replace(pool, residency=residency, counts=counts)
+        experts = jnp.arange(cache.num_experts, dtype=jnp.int32)
+        return _Placed(
+            plan.slot[routing.ids],
+            plan.wave[routing.ids],
+            self._jobs(layer, plan.admitted, plan.admitted_slots),
+            self._jobs(layer, plan.streamed, transient),
+            (experts, plan.slot, plan.wave),
+        )
+
+    def _by_kernel(self, num_asked: int) -> bool:
+        """Whether one launch plans; where experts are on the disk alone, their ids are needed."""
+        target = self._kernels.target
+        if target is None or self.spec.read is not None:
+            return False
+        num_experts = self.spec.cache.num_experts
+        return residency_plan.refusal("triton", num_experts, num_asked, target) is None
+
+    def _tables(self) -> tuple[residency_plan.Tables, jax.Array, jax.Array]:
+        """What the kernel takes: what it changes, pins and rows."""
+        residency, counts = self.pool.residency, self.pool.counts
+        state = residency_plan.Tables(residency.table, residency.clock, counts.events, counts.gate)
+        return state, residency.pinned, self.store.row_of
+
+    def _changed(self, state: residency_plan.Tables) -> None:
+        pool = self.pool
+        self.pool = dataclasses.replace(
+            pool,
+            residency=dataclasses.replace(pool.residency, table=state.table, clock=state.clock),
+            counts=dataclasses.replace(pool.counts, events=state.events, gate=state.gate),
+        )
+
+    def _jobs(self, layer: int, experts: jax.Array, slots: jax.Array) -> _Jobs:
+        """For experts of a layer, -1: none."""
+        if not experts.size:
+            return _Jobs(experts, experts, experts)
+        rows = self.store.row_of[layer, jnp.maximum(experts, 0)]
+        return _Jobs(jnp.where(experts >= 0, rows, -1), slots, experts)
 
     def _replayed(self, layer: int, routing: Routing) -> Routing:
         replay = self.store.replay
@@ -186,6 +272,12 @@ class PooledExperts:
         limit = min(self.spec.prefetch, cache.slots, cache.num_experts)
         mass = jnp.sum(jnp.where(token_mask[:, None], predicted.probabilities, 0.0), axis=0)
         _, wanted = jax.lax.top_k(mass, limit)
+        if self._by_kernel(limit):
+            state, pinned, row_of = self._tables()
+            state, fetch = _predicted(state, pinned, row_of, jnp.int32(layer), wanted, token_mask)
+            self._changed(state)
+            self._bring(layer, _Jobs(fetch.rows, fetch.slots, None))
+            return
         wanted = _marked(wanted, jnp.any(token_mask) & (wanted >= 0), cache.num_experts)
         if self.spec.read is not None:  # nobody waits for the disk on a guess
             wanted &= self.store.row_of[layer] >= 0
@@ -193,15 +285,14 @@ class PooledExperts:
             cache, pool.residency, layer, wanted, limit, pool.counts
         )
         self.pool = dataclasses.replace(pool, residency=residency, counts=counts)
-        self._bring(layer, found.experts, found.slots)
+        self._bring(layer, self._jobs(layer, found.experts, found.slots))
 
-    def _bring(self, layer: int, experts: jax.Array, slots: jax.Array) -> None:
-        """Copies experts of a layer (-1: none) into slots, from host memory or from the disk."""
+    def _bring(self, layer: int, jobs: _Jobs) -> None:
+        """Copies experts of a layer into slots, from host memory or from the disk."""
         store, pool = self.store, self.pool
-        if not experts.size:
+        rows, slots, experts = jobs
+        if not rows.size:
             return
-        some = experts >= 0
-        rows = jnp.where(some, store.row_of[layer, jnp.maximum(experts, 0)], -1)
         gate_up, down = pool.gate_up, pool.down
         if store.gate_up.shape[0]:
             pools, hosts = (gate_up, down), (store.gate_up, store.down)
@@ -214,7 +305,8 @@ class PooledExperts:
             gate_up, down = expert_fetch.fetch(pools, hosts, rows, slots, implementation=how)
         counts = pool.counts
         if self.spec.read is not None:
-            absent = some & (rows < 0)
+            assert experts is not None
+            absent = (experts >= 0) & (rows < 0)
             pools = (gate_up, down)
             gate_up, down = self._from_disk(self.spec.read, layer, pools, experts, slots, absent)
             counts = counts.add(layer, waits=jnp.sum(absent))
@@ -246,7 +338,7 @@ class PooledExperts:
         return jax.tree.unflatten(tree, filled)
 
     def _products(
-        self, x: jax.Array, pairs: Pairs, layer: int, plan: tables.Plan, wave: int | jax.Array
+        self, x: jax.Array, pairs: Pairs, layer: int, plan: _Placed, wave: int | jax.Array
     ) -> jax.Array:
         """[P, N, A, D] of the active pairs."""
         experts = self._experts(layer, plan, wave)
@@ -262,20 +354,34 @@ class PooledExperts:
                 return products_grouped(x, pairs, experts, chosen.implementation)
         raise ValueError(f"experts of a pool do not run via {self._via!r}")
 
-    def _experts(self, layer: int, plan: tables.Plan, wave: int | jax.Array) -> Experts:
+    def _experts(self, layer: int, plan: _Placed, wave: int | jax.Array) -> Experts:
         """The slots as stacks, with the low-rank terms of the experts that are in them."""
         num_slots = self.spec.cache.num_slots
-        places = jnp.where(plan.wave == wave, plan.slot, num_slots)
+        experts, slot, wave_of = plan.holders
+        places = jnp.where(wave_of == wave, slot, num_slots)
 
         def stack(weight: Weight, terms: tuple[Compensator, ...]) -> Weight:
             stacked: Weight = jax.tree.map(lambda leaf: leaf[None], weight)
             if not isinstance(stacked, QTensor) or not terms:
                 return stacked
-            placed = tuple(_placed(term, layer, places, num_slots) for term in terms)
+            placed = tuple(_placed(term, layer, experts, places, num_slots) for term in terms)
             return dataclasses.replace(stacked, compensators=placed)
 
         of_gate_up, of_down = self.store.terms
         return Experts(stack(self.pool.gate_up, of_gate_up), stack(self.pool.down, of_down), 0)
+
+
+# Jitted, with the layer an operand: all layers share a trace and the kernels.
+@functools.partial(jax.jit, static_argnames="waves")
+def _planned(
+    *operands: Any, waves: residency_plan.Waves
+) -> tuple[residency_plan.Tables, residency_plan.Placed]:
+    return residency_plan.plan(*operands, waves=waves, columns=COLUMNS, implementation="triton")
+
+
+@jax.jit
+def _predicted(*operands: Any) -> tuple[residency_plan.Tables, residency_plan.Fetch]:
+    return residency_plan.predict(*operands, columns=COLUMNS, implementation="triton")
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -285,11 +391,13 @@ def _marked(ids: jax.Array, active: jax.Array, num_experts: int) -> jax.Array:
     return jnp.zeros(num_experts, bool).at[places].set(True, mode="drop")
 
 
-def _placed(term: Compensator, layer: int, places: jax.Array, num_slots: int) -> Compensator:
+def _placed(
+    term: Compensator, layer: int, experts: jax.Array, places: jax.Array, num_slots: int
+) -> Compensator:
     """Terms of experts by slot, starts and ranks [1, S]; rank 0 where a slot is none of theirs."""
 
     def by_slot(of_expert: jax.Array) -> jax.Array:
         slots = jnp.zeros(num_slots, jnp.int32)
-        return slots.at[places].set(of_expert[layer], mode="drop")[None]
+        return slots.at[places].set(of_expert[layer, experts], mode="drop")[None]
 
     return dataclasses.replace(term, start=by_slot(term.start), rank=by_slot(term.rank))

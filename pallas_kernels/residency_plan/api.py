@@ -49,7 +49,7 @@ def plan(
     waves: Waves,
     columns: Columns,
     implementation: str | None = None,
-    num_warps: int = triton.NUM_WARPS,
+    num_warps: int | None = None,
     interpret: bool = False,
 ) -> tuple[Tables, Placed]:
     """Where each expert that a layer needs is computed, and what is fetched for that.
@@ -72,7 +72,7 @@ def plan(
       waves: how many, and their width.
       columns: of `events`, by the names of `PLAN_EVENTS`.
       implementation: "triton" or "reference"; None for the kernel where it does not refuse.
-      num_warps: of the kernel.
+      num_warps: of the kernel; None for a number that goes with the sizes.
       interpret: runs the kernel on the CPU, for tests.
 
     Returns:
@@ -112,7 +112,7 @@ def predict(
     *,
     columns: Columns,
     implementation: str | None = None,
-    num_warps: int = triton.NUM_WARPS,
+    num_warps: int | None = None,
     interpret: bool = False,
 ) -> tuple[Tables, Fetch]:
     """Admits experts that a layer to come will probably need, ahead of its `plan`.

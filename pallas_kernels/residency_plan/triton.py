@@ -20,13 +20,19 @@ from pallas_kernels.residency_plan.operands import (
     num_jobs,
     num_slots,
 )
-from pallas_kernels.residency_plan.slots import Ref, iota, matches, pick, together
+from pallas_kernels.residency_plan.slots import Ref, iota, matches, pick, power_of_two, together
 from pallas_kernels.target import Target
 from pallas_kernels.triton_elements import quotient, remainder
 
 MAX_PAIRS = 256
 MAX_EXPERTS = 512
-NUM_WARPS = 8
+ELEMENTS = 64  # of the largest comparison of pairs, a thread's: with 1024 a compiler takes minutes
+
+
+def default_num_warps(slots: int, num_asked: int) -> int:
+    """For all pairs of slots, and of what is asked for."""
+    most = power_of_two(max(slots, num_asked)) ** 2
+    return min(32, max(4, most // (32 * ELEMENTS)))
 
 
 def refusal(num_experts: int, num_asked: int, target: Target) -> str | None:
@@ -170,7 +176,7 @@ def plan_triton(
     *,
     waves: Waves,
     columns: Columns,
-    num_warps: int,
+    num_warps: int | None,
     interpret: bool,
 ) -> tuple[Tables, Placed]:
     """See `api.plan`."""
@@ -183,6 +189,7 @@ def plan_triton(
     if keep is not None:
         operands["keep"] = keep
     sizes = {"slot": ids.size, "wave": ids.size, "rows": jobs, "slots": jobs, "streamed": streamed}
+    num_warps = num_warps or default_num_warps(slots, ids.size)
     body = functools.partial(_plan_body, waves=waves, columns=columns, interpret=interpret)
     name = f"residency_plan_{ids.size}_of_{num_experts}_in_{slots}"
     found = _launch(body, name, operands, tables._asdict(), sizes, num_warps, interpret)
@@ -205,7 +212,7 @@ def predict_triton(
     active: jax.Array,
     *,
     columns: Columns,
-    num_warps: int,
+    num_warps: int | None,
     interpret: bool,
 ) -> tuple[Tables, Fetch]:
     """See `api.predict`."""
@@ -215,6 +222,8 @@ def predict_triton(
     }  # fmt: skip
     changed = {"table": tables.table, "events": tables.events}
     sizes = {"rows": len(ids), "slots": len(ids)}
+    slots = num_slots(tables.table, pinned.shape[1])
+    num_warps = num_warps or default_num_warps(slots, len(ids))
     body = functools.partial(_predict_body, columns=columns, interpret=interpret)
     name = f"residency_predict_{len(ids)}_of_{pinned.shape[1]}"
     found = _launch(body, name, operands, changed, sizes, num_warps, interpret)
