@@ -32,7 +32,7 @@ class Case(NamedTuple):
     width: int
     limit: int = 2  # of a prediction
     keep: bool = False
-    steps: int = 300
+    steps: int = 250
 
 
 class Given(NamedTuple):

@@ -60,21 +60,28 @@ def _plan_body(
     active &= inside
     ids = pltriton.load(of["ids"].at[pairs], mask=inside, other=-1)
     weights = pltriton.load(of["weights"].at[pairs], mask=inside, other=0.0)
-    asked = vectors.load_asked(of, layer, jnp.where(active, ids, -1))
-    ids, local = asked.ids, asked.local
+    # All loads come first: they wait for each other nowhere else but in the addresses.
+    ids = jnp.where(active, ids, -1)
+    loaded = vectors.load_slots(of, layer) if slots else None
+    asked = vectors.load_asked(of, layer, ids)
+    events, lanes = vectors.load_events(of, layer), iota(2)
+    mass = of["gate"][layer, lanes]
+    lead, local = vectors.leads(ids), asked.local
     miss = (ids >= 0) & (local < 0)
-    order = vectors.order_of(asked.lead & miss, ids)
-    num_needed, num_misses = together(asked.lead, asked.lead & miss)
+    order = vectors.order_of(lead & miss, ids)
+    num_needed, num_misses = together(lead, lead & miss)
     victims = jnp.int32(0)
     amounts: dict[str, Any] = {
         "steps": 1, "needed": num_needed, "hits": num_needed - num_misses, "misses": num_misses,
     }  # fmt: skip
     table = None
-    if slots:
-        table = vectors.load_slots(of, layer, clock, ids)
+    if loaded is not None:
+        table = vectors.ordered(loaded, clock, ids)
         victim, place = table.victim, table.place
-        free = victim & ~table.owned
-        victims, num_free, prefetch_hits = together(victim, free, table.wanted & (table.ahead != 0))
+        free = victim & ~loaded.owned
+        victims, num_free, prefetch_hits = together(
+            victim, free, table.wanted & (loaded.ahead != 0)
+        )
         if waves.num:
             # A pass over more experts than there is room for is a scan: it evicts nothing.
             fits = num_misses <= victims
@@ -82,11 +89,11 @@ def _plan_body(
             victims = jnp.where(fits, victims, num_free)
         match = matches(jnp.where(victim, place, -1), jnp.where(miss, order, -2))
         coming = pick(match, ids[None, :], 1)
-        local = jnp.maximum(local, pick(match, table.number[:, None], 0))
+        local = jnp.maximum(local, pick(match, loaded.number[:, None], 0))
         admitted, evictions, waste = together(
             coming >= 0,
-            (coming >= 0) & table.owned,
-            (coming >= 0) & table.owned & (table.ahead != 0),
+            (coming >= 0) & loaded.owned,
+            (coming >= 0) & loaded.owned & (loaded.ahead != 0),
         )
         amounts |= {
             "admitted": admitted, "evictions": evictions, "prefetch_hits": prefetch_hits,
@@ -102,22 +109,22 @@ def _plan_body(
         first = num_layers * slots
         slot = jnp.where(streams, first + remainder(index, waves.transient), slot)
         wave = jnp.where(streams, 1 + quotient(index, waves.transient), wave)
-        amounts["streamed"] = vectors.count(asked.lead & streams)
+        amounts["streamed"] = vectors.count(lead & streams)
         unserved -= amounts["streamed"]
     amounts["unserved"] = unserved
     if not interpret:
         # What the tables held has been read, by every thread, before any writes.
         pltriton.debug_barrier()
-    if slots:
-        assert table is not None
+    if table is not None:
         vectors.store_owners(of, layer, table, coming)
         vectors.store_use(of, layer, table, table.wanted | (coming >= 0), clock, 0)
         come = jnp.where(miss & (local >= 0), order, -1)
         size = of["rows"].shape[0]
         vectors.store_jobs(of, size, come, asked.row, layer * slots + local)
     of["clock"][()] = clock + 1
-    vectors.add_events(of, layer, columns, amounts)
-    _add_mass(of["gate"], layer, jnp.sum(jnp.where(ids >= 0, weights, 0.0)))
+    vectors.store_events(of, layer, events, columns, amounts)
+    # To the mass of all and of the first tier.
+    of["gate"][layer, lanes] = mass + jnp.sum(jnp.where(ids >= 0, weights, 0.0))
     pltriton.store(of["slot"].at[pairs], slot, mask=inside)
     pltriton.store(of["wave"].at[pairs], wave, mask=inside)
     if waves.num:
@@ -125,12 +132,6 @@ def _plan_body(
         jobs = iota(size)
         rows = pick(matches(jobs, index), asked.row[None, :], 1)
         pltriton.store(of["streamed"].at[jobs], rows, mask=jobs < size)
-
-
-def _add_mass(gate: Ref, layer: jax.Array, mass: jax.Array) -> None:
-    """To the mass of all and of the first tier."""
-    lanes = iota(2)
-    pltriton.store(gate.at[layer, lanes], gate[layer, lanes] + mass)
 
 
 def _predict_body(*refs: Ref, names: tuple[str, ...], columns: Columns, interpret: bool) -> None:
@@ -142,17 +143,18 @@ def _predict_body(*refs: Ref, names: tuple[str, ...], columns: Columns, interpre
     mask = pltriton.load(of["active"].at[lanes], mask=lanes < tokens, other=False)
     mask = (wanted < size) & vectors.some(mask & (lanes < tokens))
     ids = pltriton.load(of["ids"].at[wanted], mask=wanted < size, other=-1)
-    asked = vectors.load_asked(of, layer, jnp.where(mask, ids, -1))
-    ids = asked.ids
-    table = vectors.load_slots(of, layer, clock, ids)
+    ids = jnp.where(mask, ids, -1)
+    loaded, asked = vectors.load_slots(of, layer), vectors.load_asked(of, layer, ids)
+    events = vectors.load_events(of, layer)
+    table = vectors.ordered(loaded, clock, ids)
     new = (ids >= 0) & (asked.local < 0) & ~vectors.arrives(table, ids)
-    order = vectors.order_of(asked.lead & new, ids)
+    order = vectors.order_of(vectors.leads(ids) & new, ids)
     match = matches(jnp.where(table.victim, table.place, -1), jnp.where(new, order, -2))
     coming = pick(match, ids[None, :], 1)
-    local = pick(match, table.number[:, None], 0)
+    local = pick(match, loaded.number[:, None], 0)
     came = coming >= 0
     prefetched, evictions, waste = together(
-        came, came & table.owned, came & table.owned & (table.ahead != 0)
+        came, came & loaded.owned, came & loaded.owned & (loaded.ahead != 0)
     )
     amounts = {"prefetched": prefetched, "evictions": evictions, "prefetch_waste": waste}
     if not interpret:
@@ -161,7 +163,7 @@ def _predict_body(*refs: Ref, names: tuple[str, ...], columns: Columns, interpre
     vectors.store_use(of, layer, table, came, clock, 1)
     come = jnp.where(local >= 0, order, -1)
     vectors.store_jobs(of, size, come, asked.row, layer * slots + local)
-    vectors.add_events(of, layer, columns, amounts)
+    vectors.store_events(of, layer, events, columns, amounts)
 
 
 def plan_triton(
