@@ -16,7 +16,6 @@ slots of a bank, R rows of the host store.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +25,7 @@ from jax.experimental import io_callback
 
 from moejax import ops
 from moejax.ledger import Counts
-from moejax.memory import residency as tables
+from moejax.memory.placing import Jobs, Placed, Placing
 from moejax.memory.residency import CacheSpec, Residency
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import (
@@ -140,6 +139,7 @@ class PooledExperts:
         """
         self.spec, self.config, self.pool, self.store = spec, config, pool, store
         self._via, self._kernels = via, kernels
+        self._placing = Placing(spec.cache, spec.read is not None, kernels.target)
 
     def __call__(
         self,
@@ -150,29 +150,22 @@ class PooledExperts:
         ahead: Callable[[], Routing] | None,
     ) -> jax.Array:
         """See `models.transformer.RunExperts`."""
-        cache, pool = self.spec.cache, self.pool
+        cache = self.spec.cache
         routing = self._replayed(layer, routing)
         active = jnp.broadcast_to(token_mask[:, None], routing.ids.shape)
-        needed = _marked(routing.ids, active, cache.num_experts)
-        max_needed = min(routing.ids.size, cache.num_experts)
-        plan, residency, counts = tables.plan(
-            cache, pool.residency, layer, needed, max_needed, pool.counts
-        )
-        weights = jnp.where(active, routing.weights, 0.0)
-        counts = counts.add_gate_mass(layer, jnp.sum(weights).reshape(1))
-        self.pool = dataclasses.replace(pool, residency=residency, counts=counts)
-        slot, wave = plan.slot[routing.ids], plan.wave[routing.ids]
-        self._bring(layer, plan.admitted, plan.admitted_slots)
+        plan, state = self._placing.plan(self._state, self.store.row_of, layer, routing, token_mask)
+        self._set_state(state)
+        slot, wave = plan.slot, plan.wave
+        self._bring(layer, plan.admitted)
         if self.spec.prefetch and cache.slots and ahead is not None:
             self._prefetch(layer + 1, ahead(), token_mask)
         products = self._products(x, Pairs(slot, active & (wave == 0)), layer, plan, 0)
-        if num_waves := len(plan.streamed):
-            transient = cache.first_transient + jnp.arange(cache.transient, dtype=jnp.int32)
+        if num_waves := len(plan.streamed.rows):
 
             def one(number: jax.Array, carried: tuple[ExpertPool, jax.Array]) -> Any:
                 self.pool, products = carried
                 products = self._after(layer, products)
-                self._bring(layer, plan.streamed[number], transient)
+                self._bring(layer, jax.tree.map(lambda jobs: jobs[number], plan.streamed))
                 mine = active & (wave == number + 1)
                 found = self._products(x, Pairs(slot, mine), layer, plan, number + 1)
                 return self.pool, jnp.where(mine[None, :, :, None], found, products)
@@ -189,6 +182,13 @@ class PooledExperts:
     def _step(self) -> jax.Array:
         """int32[], steps of the pool's life; the clock counts layers from 1 on."""
         return (self.pool.residency.clock - 1) // self.spec.cache.num_layers
+
+    @property
+    def _state(self) -> tuple[Residency, Counts]:
+        return self.pool.residency, self.pool.counts
+
+    def _set_state(self, state: tuple[Residency, Counts]) -> None:
+        self.pool = dataclasses.replace(self.pool, residency=state[0], counts=state[1])
 
     def _bank(self, layer: int) -> tuple[Weight, Weight]:
         return self.pool.banks[layer % self.spec.cache.banks]
@@ -214,29 +214,25 @@ class PooledExperts:
         replay = self.store.replay_ahead
         if replay is None or len(token_mask) > 1:
             mass = jnp.sum(jnp.where(token_mask[:, None], predicted.probabilities, 0.0), axis=0)
-            _, expected = jax.lax.top_k(mass, limit)
+            _, wanted = jax.lax.top_k(mass, limit)
         else:  # the clock has counted the layer before
             step = (pool.residency.clock - 2) // cache.num_layers
-            expected = replay[step % len(replay), layer, :limit]
-        wanted = _marked(expected, jnp.any(token_mask) & (expected >= 0), cache.num_experts)
-        if self.spec.read is not None:  # nobody waits for the disk on a guess
-            wanted &= self.store.row_of[layer] >= 0
-        found, residency, counts = tables.predict(
-            cache, pool.residency, layer, wanted, limit, pool.counts
+            wanted = replay[step % len(replay), layer, :limit]
+        jobs, state = self._placing.expect(
+            self._state, self.store.row_of, layer, wanted, token_mask
         )
-        self.pool = dataclasses.replace(pool, residency=residency, counts=counts)
-        self._bring(layer, found.experts, found.slots, ahead=True)
+        self._set_state(state)
+        self._bring(layer, jobs, ahead=True)
 
-    def _bring(self, layer: int, experts: jax.Array, slots: jax.Array, ahead: bool = False) -> None:
-        """Copies experts of a layer (-1: none) into slots, from host memory or from the disk.
+    def _bring(self, layer: int, jobs: Jobs, ahead: bool = False) -> None:
+        """Copies experts of a layer into slots, from host memory or from the disk.
 
         `ahead`: beside the products of the layer before, once what these wait for is there.
         """
         store, pool = self.store, self.pool
-        if not experts.size:
+        rows, slots, experts = jobs
+        if not rows.size:
             return
-        some = experts >= 0
-        rows = jnp.where(some, store.row_of[layer, jnp.maximum(experts, 0)], -1)
         pools = self._bank(layer)
         if store.gate_up.shape[0]:
             hosts = (store.gate_up, store.down)
@@ -258,7 +254,8 @@ class PooledExperts:
             )
         counts = pool.counts
         if self.spec.read is not None:
-            absent = some & (rows < 0)
+            assert experts is not None
+            absent = (experts >= 0) & (rows < 0)
             pools = self._from_disk(self.spec.read, layer, pools, experts, slots, absent)
             counts = counts.add(layer, waits=jnp.sum(absent))
         self.pool = dataclasses.replace(pool, counts=counts)
@@ -290,7 +287,7 @@ class PooledExperts:
         return jax.tree.unflatten(tree, filled)
 
     def _products(
-        self, x: jax.Array, pairs: Pairs, layer: int, plan: tables.Plan, wave: int | jax.Array
+        self, x: jax.Array, pairs: Pairs, layer: int, plan: Placed, wave: int | jax.Array
     ) -> jax.Array:
         """[P, N, A, D] of the active pairs."""
         experts = self._experts(layer, plan, wave)
@@ -306,34 +303,30 @@ class PooledExperts:
                 return products_grouped(x, pairs, experts, chosen.implementation)
         raise ValueError(f"experts of a pool do not run via {self._via!r}")
 
-    def _experts(self, layer: int, plan: tables.Plan, wave: int | jax.Array) -> Experts:
+    def _experts(self, layer: int, plan: Placed, wave: int | jax.Array) -> Experts:
         """The slots as stacks, with the low-rank terms of the experts that are in them."""
         num_slots = self.spec.cache.num_slots
-        places = jnp.where(plan.wave == wave, plan.slot, num_slots)
+        experts, slot, wave_of = plan.holders
+        places = jnp.where(wave_of == wave, slot, num_slots)
 
         def stack(weight: Weight, terms: tuple[Compensator, ...]) -> Weight:
             stacked: Weight = jax.tree.map(lambda leaf: leaf[None], weight)
             if not isinstance(stacked, QTensor) or not terms:
                 return stacked
-            placed = tuple(_placed(term, layer, places, num_slots) for term in terms)
+            placed = tuple(_placed(term, layer, experts, places, num_slots) for term in terms)
             return dataclasses.replace(stacked, compensators=placed)
 
         (gate_up, down), (of_gate_up, of_down) = self._bank(layer), self.store.terms
         return Experts(stack(gate_up, of_gate_up), stack(down, of_down), 0)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _marked(ids: jax.Array, active: jax.Array, num_experts: int) -> jax.Array:
-    """bool[E]: those among the ids that are active."""
-    places = jnp.where(active, ids, num_experts).reshape(-1)
-    return jnp.zeros(num_experts, bool).at[places].set(True, mode="drop")
-
-
-def _placed(term: Compensator, layer: int, places: jax.Array, num_slots: int) -> Compensator:
+def _placed(
+    term: Compensator, layer: int, experts: jax.Array, places: jax.Array, num_slots: int
+) -> Compensator:
     """Terms of experts by slot, starts and ranks [1, S]; rank 0 where a slot is none of theirs."""
 
     def by_slot(of_expert: jax.Array) -> jax.Array:
         slots = jnp.zeros(num_slots, jnp.int32)
-        return slots.at[places].set(of_expert[layer], mode="drop")[None]
+        return slots.at[places].set(of_expert[layer, experts], mode="drop")[None]
 
     return dataclasses.replace(term, start=by_slot(term.start), rank=by_slot(term.rank))

@@ -5,17 +5,8 @@ slots that all layers share, R rows of the host store.
 """
 
 from moejax.memory.budget.advice import PINNED_LIMIT, Machine, warnings
-from moejax.memory.budget.allocation import (
-    GIB,
-    LOW_RANK,
-    Budget,
-    BudgetError,
-    Limits,
-    Tier,
-    gib_above,
-    make_budget,
-    table_nbytes,
-)
+from moejax.memory.budget.allocation import LOW_RANK, Budget, Tier, make_budget, table_nbytes
+from moejax.memory.budget.limits import GIB, BudgetError, Limits, gib_above
 from moejax.memory.budget.precisions import n_hot
 from moejax.memory.budget.table import describe
 from moejax.memory.budget.workspace import Model, workspace_nbytes

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from moejax.memory.budget.allocation import Budget, gib_above
+from moejax.memory.budget.allocation import Budget
+from moejax.memory.budget.limits import gib_above
 
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 

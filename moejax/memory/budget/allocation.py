@@ -4,10 +4,15 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from moejax.errors import MoejaxError
+from moejax.memory.budget.limits import (
+    BudgetError,
+    Limits,
+    gib_above,
+    limit_nbytes,
+    num_banks,
+)
 from moejax.memory.budget.workspace import Model, workspace_nbytes
 
-GIB = 2**30
 # A fetch launch of so many bytes runs at 31-37 GiB/s or more, of one job of 5 MB at 20 (H200, PCIe
 # 5 x16, jax 0.11.2, 2026-11-20).
 TRANSIENT_BYTES = 64 * 2**20
@@ -18,27 +23,6 @@ RESERVE_BYTES = {"gpu": 128 * 2**20, "cpu": 0}
 GATHERED_BYTES = 512 * 2**20
 NUM_EVENTS = 13  # that `moejax.ledger` counts in each layer
 LOW_RANK = ".low_rank"  # ends the names of low-rank factors, which stay on the device
-
-
-class BudgetError(MoejaxError):
-    """Limits under which a model cannot run; the text names the smallest that would do."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What a run may take; 1 GiB is 2^30 bytes."""
-
-    device_gib: float = 0.0  # of what JAX allocates on the accelerator; 0: no limit
-    host_gib: float = 0.0  # of host memory for experts; 0: no limit
-    disk_path: str = ""  # a copy of the checkpoint to read experts from; "": the checkpoint
-    slots: int = -1  # C; -1: as many as fit
-    transient: int = 0  # B; 0: the default
-    prefetch: int = 0  # experts of the next layer that are fetched ahead
-
-
-def num_banks(limits: Limits) -> int:
-    """Arrays of slots; see `Budget.banks`."""
-    return 2 if limits.prefetch else 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,18 +111,6 @@ class Budget:
             if parts:
                 rows.append((place, "total", sum(parts.values())))
         return rows
-
-
-def limit_nbytes(gib: float) -> int | None:
-    """Bytes of a limit in GiB; None for 0, which is none."""
-    return int(gib * GIB) if gib else None
-
-
-def gib_above(nbytes: int) -> str:
-    """Bytes in GiB for people, rounded up to three digits or more: "11.94 GiB"."""
-    gib = nbytes / GIB
-    digits = 2 if gib >= 1 else 2 - math.floor(math.log10(max(gib, 1e-9)))
-    return f"{math.ceil(gib * 10**digits) / 10**digits:.{digits}f} GiB"
 
 
 def make_budget(

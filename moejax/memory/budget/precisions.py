@@ -1,6 +1,6 @@
 """How many experts of each layer may be in high precision (DynaExq, section 3.5)."""
 
-from moejax.memory.budget.allocation import BudgetError, gib_above
+from moejax.memory.budget.limits import BudgetError, gib_above
 
 
 def n_hot(

@@ -1,6 +1,7 @@
 """A budget in lines, for people."""
 
-from moejax.memory.budget.allocation import GIB, Budget
+from moejax.memory.budget.allocation import Budget
+from moejax.memory.budget.limits import GIB
 
 MIB = 2**20
 LINK_GIB_S = 50  # PCIe 5 x16 by DMA, measured on an H200 with jax 0.11.2, 2026-11-20

@@ -1,0 +1,215 @@
+"""Inside the kernel: the slots of a layer and the experts asked for, as vectors of one program.
+
+Vectors are padded to powers of two; what is beyond the end owns nothing, asks for nothing and is
+never a victim. All comparisons of pairs are one tensor each: 128 slots by 128 are 64 elements a
+thread.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels.residency_plan.operands import Columns
+
+Ref = Any
+Refs = Mapping[str, Ref]
+
+OLDEST = np.int32(2**31 - 1)
+SHARE = 1024  # a sum of 10 bits: several in one reduction; more than there are slots or pairs
+
+
+class Loaded(NamedTuple):
+    """What the tables say of the slots of a layer, [C]."""
+
+    number: jax.Array  # 0, 1, ...
+    owner: jax.Array
+    owned: jax.Array
+    last_use: jax.Array
+    ahead: jax.Array
+    arriving: jax.Array
+    pinned: jax.Array  # the owner is
+    value: jax.Array | None  # what its owner is kept for
+
+
+class Slots(NamedTuple):
+    """The slots of a layer, [C]; `wanted`: the owner is one that is asked for."""
+
+    loaded: Loaded
+    wanted: jax.Array
+    victim: jax.Array
+    place: jax.Array  # among the victims, in the order in which they are given away
+
+
+class Asked(NamedTuple):
+    """Experts asked for, [P], an expert maybe more than once; -1: none."""
+
+    ids: jax.Array
+    local: jax.Array  # its local slot, or -1
+    row: jax.Array  # in the host store, or -1
+
+
+def power_of_two(size: int) -> int:
+    """The least that is not below `size`."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def iota(size: int) -> jax.Array:
+    """int32, 0, 1, ... of the least power of two that is not below `size`."""
+    return jax.lax.iota(jnp.int32, power_of_two(size))
+
+
+def matches(left: jax.Array, right: jax.Array) -> jax.Array:
+    """bool[l, r]."""
+    return left[:, None] == right[None, :]
+
+
+def count(mask: jax.Array, axis: int | None = None) -> jax.Array:
+    """int32, how many are set."""
+    return jnp.sum(mask.astype(jnp.int32), axis=axis)
+
+
+def some(mask: jax.Array, axis: int | None = None) -> jax.Array:
+    """bool, whether any is set."""
+    return jnp.max(mask.astype(jnp.int32), axis=axis) > 0
+
+
+def pick(mask: jax.Array, values: jax.Array, axis: int) -> jax.Array:
+    """int32, the largest value, none negative, where the mask is set; -1 if it is nowhere."""
+    return jnp.max(jnp.where(mask, values, -1), axis=axis)
+
+
+def load_asked(of: Refs, layer: jax.Array, ids: jax.Array) -> Asked:
+    """What the tables say of experts, [P] or -1."""
+    present, expert = ids >= 0, jnp.maximum(ids, 0)
+    local = pltriton.load(of["table"].at[layer, expert], mask=present, other=-1)
+    row = pltriton.load(of["row_of"].at[layer, expert], mask=present, other=-1)
+    return Asked(ids, local, row)
+
+
+def leads(ids: jax.Array) -> jax.Array:
+    """bool[P], the first of those with its id."""
+    index = jax.lax.iota(jnp.int32, len(ids))
+    repeated = some(matches(ids, ids) & (index[None, :] < index[:, None]), axis=1)
+    return (ids >= 0) & ~repeated
+
+
+def order_of(new: jax.Array, ids: jax.Array) -> jax.Array:
+    """int32[P], how many of the new experts have smaller ids."""
+    return count(new[None, :] & (ids[None, :] < ids[:, None]), axis=1)
+
+
+def load_slots(of: Refs, layer: jax.Array) -> Loaded:
+    """The slots of a layer, C > 0."""
+    num_experts = of["pinned"].shape[1]
+    slots = (of["table"].shape[1] - num_experts) // 4
+    number = iota(slots)
+    inside = number < slots
+
+    def column(i: int, other: int) -> jax.Array:
+        place = num_experts + i * slots + number
+        return pltriton.load(of["table"].at[layer, place], mask=inside, other=other)
+
+    owner, last_use, ahead = column(0, -1), column(1, 0), column(2, 0)
+    arriving = column(3, num_experts)  # beyond the end an expert that there is not
+    owned = owner >= 0
+    expert, value = jnp.maximum(owner, 0), None
+    pinned = pltriton.load(of["pinned"].at[layer, expert], mask=owned, other=False)
+    if "keep" in of:
+        value = pltriton.load(of["keep"].at[expert], mask=owned, other=-jnp.inf)
+        value = jnp.where(value == value, value, -jnp.inf)  # NaN is the least: an order must be one
+    return Loaded(number, owner, owned, last_use, ahead, arriving, pinned, value)
+
+
+def ordered(loaded: Loaded, clock: jax.Array, ids: jax.Array) -> Slots:
+    """Victims are those slots whose owner is neither asked for nor pinned, nothing arriving.
+
+    Free ones come first, then those of least `keep`, then those used longest ago.
+    """
+    wanted = loaded.owned & some(matches(loaded.owner, ids), axis=1)
+    victim = (loaded.arriving < 0) & ~(wanted | (loaded.owned & loaded.pinned))
+    # Modulo 2^32 and with the first bit turned, so that signed numbers have the order of unsigned.
+    age = (clock - loaded.last_use) ^ np.int32(-(2**31))
+    age, number = jnp.where(loaded.owned, age, OLDEST), loaded.number
+    # [c, j]: slot j before slot c.
+    before = (age[None, :] > age[:, None]) | (
+        (age[None, :] == age[:, None]) & (number[None, :] < number[:, None])
+    )
+    value = loaded.value
+    if value is not None:
+        before = (value[None, :] < value[:, None]) | ((value[None, :] == value[:, None]) & before)
+    return Slots(loaded, wanted, victim, count(victim[None, :] & before, axis=1))
+
+
+def arrives(slots: Slots, ids: jax.Array) -> jax.Array:
+    """bool[P], whether a transfer is bringing the expert."""
+    return some(matches(slots.loaded.arriving, ids), axis=0)
+
+
+def store_owners(of: Refs, layer: jax.Array, slots: Slots, coming: jax.Array) -> None:
+    """Makes experts [C] (-1: none) the owners of their slots, in both directions."""
+    table, num_experts = of["table"], of["pinned"].shape[1]
+    came, beyond = coming >= 0, table.shape[1]
+    leaves = came & slots.loaded.owned
+    # Who leaves is not asked for and who comes is: no column is written twice. A masked element's
+    # index is one that no other has, for the interpreter writes it too, with what was there.
+    pltriton.store(
+        table.at[layer, jnp.where(leaves, slots.loaded.owner, beyond)],
+        jnp.full_like(coming, -1),
+        mask=leaves,
+    )
+    pltriton.store(table.at[layer, jnp.where(came, coming, beyond)], slots.loaded.number, mask=came)
+    pltriton.store(table.at[layer, num_experts + slots.loaded.number], coming, mask=came)
+
+
+def store_use(
+    of: Refs, layer: jax.Array, slots: Slots, used: jax.Array, clock: jax.Array, ahead: int
+) -> None:
+    """The clock of last use, and whether it was brought ahead, of slots."""
+    num_experts = of["pinned"].shape[1]
+    num_slots = (of["table"].shape[1] - num_experts) // 4
+    place = num_experts + num_slots + slots.loaded.number
+    now = jnp.zeros_like(slots.loaded.number) + clock
+    pltriton.store(of["table"].at[layer, place], now, mask=used)
+    flag = jnp.full_like(slots.loaded.number, ahead)
+    pltriton.store(of["table"].at[layer, place + num_slots], flag, mask=used)
+
+
+def load_events(of: Refs, layer: jax.Array) -> jax.Array:
+    """int32[K], the counts of a layer."""
+    events = of["events"]
+    lanes = iota(events.shape[1])
+    return pltriton.load(events.at[layer, lanes], mask=lanes < events.shape[1], other=0)
+
+
+def store_events(
+    of: Refs, layer: jax.Array, total: jax.Array, columns: Columns, amounts: Mapping[str, Any]
+) -> None:
+    """Writes the counts of a layer with these added."""
+    events = of["events"]
+    lanes = iota(events.shape[1])
+    for name, amount in amounts.items():
+        total = jnp.where(lanes == columns[name], total + amount, total)
+    pltriton.store(events.at[layer, lanes], total, mask=lanes < events.shape[1])
+
+
+def shares(total: jax.Array, number: int) -> list[jax.Array]:
+    """The sums that were added up in one, the first in the lowest bits."""
+    return [(total >> np.int32(10 * i)) & np.int32(SHARE - 1) for i in range(number)]
+
+
+def together(*masks: jax.Array) -> list[jax.Array]:
+    """How many are set of each of up to three masks of a shape: one reduction."""
+    packed = sum(mask.astype(jnp.int32) << np.int32(10 * i) for i, mask in enumerate(masks))
+    return shares(jnp.sum(jnp.asarray(packed)), len(masks))
+
+
+def store_jobs(of: Refs, size: int, order: jax.Array, row: jax.Array, place: jax.Array) -> None:
+    """Writes the jobs: rows and places by order, where it is not negative."""
+    jobs = iota(size)
+    match = matches(jobs, order)
+    pltriton.store(of["rows"].at[jobs], pick(match, row[None, :], 1), mask=jobs < size)
+    pltriton.store(of["slots"].at[jobs], pick(match, place[None, :], 1), mask=jobs < size)

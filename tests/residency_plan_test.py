@@ -1,0 +1,25 @@
+"""The plan of a layer's experts by one kernel: equal to the tables' rules, to the bit."""
+
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax.ledger import EVENTS
+from tests import residency_plan_contract as contract
+from tests.residency_plan_contract import CASES
+
+
+class ContractTest(parameterized.TestCase):
+    @parameterized.parameters(*CASES)
+    def test_the_kernel_decides_as_the_tables_do(self, case):
+        for seed in range(3):
+            found, _ = contract.check(CASES[case], seed, implementation="triton", interpret=True)
+            events = dict(zip(EVENTS, np.asarray(found.events).sum((0, 1)), strict=True))
+            self.assertGreater(events["misses"], 0)
+
+    @parameterized.parameters(*CASES)
+    def test_the_reference_does_too(self, case):
+        contract.check(CASES[case], 3, implementation="reference")
+
+
+if __name__ == "__main__":
+    absltest.main()

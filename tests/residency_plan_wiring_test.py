@@ -1,0 +1,128 @@
+"""A layer of pooled experts with the kernel that plans: the same outputs, pools and counts."""
+
+import contextlib
+import functools
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax import ops
+from moejax.ledger import no_counts
+from moejax.memory import placing
+from moejax.memory.pooled import ExpertPool, ExpertStore, PooledExperts, PoolSpec
+from moejax.memory.residency import CacheSpec, empty
+from moejax.models.moe import routing_of
+from pallas_kernels import expert_fetch, residency_plan
+from pallas_kernels.target import Target
+from tests import tiny_engine
+
+CONFIG = tiny_engine.CONFIG
+NUM_LAYERS, NUM_EXPERTS, WIDTH = 2, CONFIG.num_experts, 16
+
+
+@contextlib.contextmanager
+def interpreted() -> Any:
+    """The kernels run on the CPU; yields the plans and predictions made."""
+    calls = []
+
+    def run(name: str, call: Any, *args: Any, **options: Any) -> Any:
+        calls.append(name)
+        return call(*args, **options, interpret=True)
+
+    patches = [
+        mock.patch.object(package, name, functools.partial(run, name, getattr(package, name)))
+        for package, name in (
+            (residency_plan, "plan"), (residency_plan, "predict"), (expert_fetch, "fetch")
+        )
+    ]  # fmt: skip
+    caches = (placing._planned, placing._predicted)
+    with contextlib.ExitStack() as stack:
+        for cache in caches:
+            cache.clear_cache()
+            stack.callback(cache.clear_cache)
+        for patch in patches:
+            stack.enter_context(patch)
+        yield calls
+
+
+def steps(slots: int, ahead: int, tokens: int, kernels: ops.Kernels) -> Any:
+    """Outputs of some steps of both layers, and the pool after them."""
+    cache = CacheSpec(
+        num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, slots=slots, transient=2,
+        banks=2 if ahead else 1,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    rows = NUM_LAYERS * NUM_EXPERTS
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    store = ExpertStore(
+        normal(rows, 2 * WIDTH, WIDTH), normal(rows, WIDTH, WIDTH),
+        jnp.asarray(rng.permutation(rows).reshape(NUM_LAYERS, -1), jnp.int32),
+    )  # fmt: skip
+    spec = PoolSpec(cache, ahead)
+
+    @jax.jit
+    def step(pool: ExpertPool, x: jax.Array, logits: jax.Array, mask: jax.Array) -> Any:
+        experts, outputs = PooledExperts(spec, CONFIG, pool, store, "row", kernels), []
+        routings = [routing_of(layer, CONFIG) for layer in logits]
+        for layer, routing in enumerate(routings):
+            ahead = (lambda: routings[1]) if layer == 0 else None
+            found = experts(layer, x, routing, mask, ahead)
+            outputs.append(jnp.where(mask[:, None], found, 0.0))
+        return experts.pool, outputs
+
+    pool = ExpertPool(
+        tuple(
+            tuple(jnp.zeros((cache.num_slots, n, WIDTH)) for n in (2 * WIDTH, WIDTH))
+            for _ in range(cache.banks)
+        ),
+        empty(cache), no_counts(NUM_LAYERS),
+    )  # fmt: skip
+    outputs = []
+    for number in range(6):
+        mask = jnp.arange(tokens) != (number % 3 if tokens > 1 else -1)
+        pool, out = step(pool, normal(tokens, WIDTH), normal(2, tokens, NUM_EXPERTS), mask)
+        outputs.append(out)
+    return outputs, pool
+
+
+class WiringTest(parameterized.TestCase):
+    @parameterized.parameters((6, 0, 1), (4, 2, 1), (3, 2, 4), (0, 0, 2), (8, 2, 5))
+    def test_a_layer_gives_what_it_gave(self, slots, ahead, tokens):
+        expected = steps(slots, ahead, tokens, ops.NO_KERNELS)
+        with interpreted() as calls:
+            found = steps(slots, ahead, tokens, ops.Kernels(Target("gpu", (9, 0))))
+        self.assertEqual(calls.count("plan"), 1)  # traced once for both layers
+        self.assertEqual(calls.count("predict"), int(ahead > 0))
+        (outputs, pool), (wanted, wanted_pool) = found, expected
+        jax.tree.map(np.testing.assert_array_equal, outputs, wanted)
+        np.testing.assert_allclose(pool.counts.gate, wanted_pool.counts.gate, rtol=1e-6)
+        np.testing.assert_array_equal(pool.counts.events, wanted_pool.counts.events)
+        self.assertGreater(int(pool.counts.misses.sum()), 0)
+        jax.tree.map(np.testing.assert_array_equal, pool.residency, wanted_pool.residency)
+        jax.tree.map(np.testing.assert_array_equal, pool.banks, wanted_pool.banks)
+
+    def test_what_the_kernel_does_not_plan(self):
+        cache = CacheSpec(num_layers=2, num_experts=NUM_EXPERTS, slots=3, transient=2)
+        gpu, cpu = (ops.Kernels(Target(name, (9, 0))) for name in ("gpu", "cpu"))
+
+        def serves(spec: PoolSpec, kernels: ops.Kernels, pairs: int) -> bool:
+            nothing: Any = None
+            experts = PooledExperts(spec, CONFIG, nothing, nothing, "row", kernels)
+            return experts._placing.by_kernel(pairs)
+
+        self.assertTrue(serves(PoolSpec(cache), gpu, 256))
+        self.assertFalse(serves(PoolSpec(cache), gpu, 257))
+        self.assertFalse(serves(PoolSpec(cache), cpu, 8))
+        self.assertFalse(serves(PoolSpec(cache), ops.NO_KERNELS, 8))
+        self.assertFalse(serves(PoolSpec(cache, read=lambda layer, experts: ()), gpu, 8))
+
+
+if __name__ == "__main__":
+    absltest.main()
