@@ -162,6 +162,10 @@ class Mlir(ClusterMlir):
         found = self.asm(struct, operands, ptx, constraints, effects)
         return [llvm.extractvalue(kind, found, [i]) for i in range(count)]
 
+    def opaque(self, value: Value) -> Value:
+        """The same i32, of which a compiler does not know it: what is made of it is made again."""
+        return self.asm(i32(), [value], "mov.b32 $0, $1;", "=r,r", effects=True)
+
     def special(self, name: str) -> Value:
         """A special register, such as tid.x or ctaid.x."""
         return self.asm(i32(), [], f"mov.u32 $0, %{name};", "=r")

@@ -114,7 +114,7 @@ class BlockTerms:
 
     def _begin(self, x: Sequence[Value], lane: Lane) -> None:
         ways = self.start(x, lane)
-        self.bring_u([])
+        self.bring_u()
         self.parts(ways)
 
     def when_any(self, body: Callable[[], None]) -> None:
@@ -188,15 +188,17 @@ class BlockTerms:
 
         self.e.loop(self.thread, count, step, [], one)
 
-    def _of_u(self, placed: _Placed, half: int, begin: Value, chunk: int) -> list[_OfU]:
+    def _of_u(
+        self, placed: _Placed, half: int, begin: Value, chunk: int, thread: Value
+    ) -> list[_OfU]:
         """Of a row of the block, which is the thread's, and every `ranks`-th r from `begin` on."""
         e, term, rows = self.e, placed.term, self.share.rows
         lanes, ranks = self.share.lanes()
-        row = e.add(e.rem(self.thread, lanes), chunk * lanes)
+        row = e.add(e.rem(thread, lanes), chunk * lanes)
         row = e.smaller(row, rows - 1)
         n = e.sub(e.add(self.firsts[half], row), term.first_row)
         inside = e.both(e.compare(n, "ge", 0), e.compare(n, "lt", term.u.num_inputs))
-        n, first = e.select(inside, n, 0), e.add(begin, e.div(self.thread, lanes))
+        n, first = e.select(inside, n, 0), e.add(begin, e.div(thread, lanes))
         found = []
         for number in range(self.share.at_once(term)):
             # Threads and ranks that are too many repeat the last one.
@@ -207,20 +209,21 @@ class BlockTerms:
             found.append(_OfU(place, used, element))
         return found
 
-    def copy_u(self) -> list[_OfU]:
-        """Starts copying the words of values of U with which `bring_u` may begin."""
+    def copy_u(self) -> int:
+        """Starts copying the words of values of U with which `bring_u` may begin; their groups."""
         if not self.copied_bytes:
-            return []
-        placed, (at, pitch) = self.placed[0], self._of_copied()
-        found = self._of_u(placed, min(placed.u), self.e.const(0), 0)
-        for number, one in enumerate(found):
-            one.element.copy(self.e.add(at, number * num_words(placed.term.u) * pitch), pitch)
+            return 0
+        for one, at, pitch in self._copied_u(self.thread):
+            one.element.copy(at, pitch)
         self.e.copies_commit()
-        return found
+        return 1
 
-    def _of_copied(self) -> tuple[Value, int]:
-        """Where this thread's are, and bytes from one word to the next."""
-        return self.e.add(self.copied, self.e.mul(self.thread, 4)), 4 * WARP * self.share.num_warps
+    def _copied_u(self, thread: Value) -> list[tuple[_OfU, Value, int]]:
+        """The thread's values, where their words are copied to, and from one word to the next."""
+        e, placed, pitch = self.e, self.placed[0], 4 * WARP * self.share.num_warps
+        found = self._of_u(placed, min(placed.u), e.const(0), 0, thread)
+        at, size = e.add(self.copied, e.mul(thread, 4)), num_words(placed.term.u) * pitch
+        return [(one, e.add(at, number * size), pitch) for number, one in enumerate(found)]
 
     def _store_u(self, placed: _Placed, half: int, found: Sequence[_OfU]) -> None:
         e = self.e
@@ -228,13 +231,13 @@ class BlockTerms:
             value = e.select(one.used, one.element.value(), 0.0)
             e.store_shared(e.add(placed.u[half], e.mul(one.place, 4)), 0, value)
 
-    def bring_u(self, copied: Sequence[_OfU]) -> None:
+    def bring_u(self, begun: int = 0) -> None:
         """U's values to shared memory; zero beyond the rank and the term's rows.
 
         Args:
-          copied: of `copy_u`, whose copies have come.
+          begun: of `copy_u`, whose copies have come.
         """
-        e, (lanes, ranks), begun = self.e, self.share.lanes(), list(copied)
+        e, (lanes, ranks) = self.e, self.share.lanes()
         for placed in self.placed:
             for half in placed.u:
                 # What `add` reads: whole strides.
@@ -244,12 +247,12 @@ class BlockTerms:
                 for chunk in range(-(-self.share.rows // lanes)):
                     first = 0
                     if begun:
-                        at, pitch = self._of_copied()
-                        for number, one in enumerate(begun):
-                            place = number * num_words(placed.term.u) * pitch
-                            one.element.load_copied(e.add(at, place), pitch)
-                        self._store_u(placed, half, begun)
-                        begun, first = [], step
+                        # Made again, since nothing of it fits registers beside a tile's products.
+                        copied = self._copied_u(e.opaque(self.thread))
+                        for one, at, pitch in copied:
+                            one.element.load_copied(at, pitch)
+                        self._store_u(placed, half, [one for one, *_ in copied])
+                        begun, first = 0, step
                     if first >= placed.term.padded:
                         continue
 
@@ -257,7 +260,7 @@ class BlockTerms:
                         begin: Value, _: list[Value], placed: _Placed = placed, half: int = half,
                         chunk: int = chunk,
                     ) -> list[Value]:  # fmt: skip
-                        found = self._of_u(placed, half, begin, chunk)
+                        found = self._of_u(placed, half, begin, chunk, self.thread)
                         for value in found:
                             value.element.load()
                         self._store_u(placed, half, found)
@@ -350,51 +353,3 @@ class BlockTerms:
 
             (total,) = e.loop(0, placed.ranks[half], STRIDE, [total], some)
         return total
-
-
-class BesideWalk:
-    """The terms of one matrix, done while its first tiles are on their way (`walk.Beside`).
-
-    V x is added up, and told to the other blocks of a cluster, before the matrix's products: the
-    copies that are under way take longer, and nothing of it is left for the end.
-    """
-
-    def __init__(self, terms: BlockTerms, x: Sequence[Value], lane: Lane, like: Matrix | None):
-        """Of a thread.
-
-        Args:
-          terms: of the block.
-          x: as in `walk`.
-          lane: of this thread.
-          like: the matrix, if its warps take the same blocks of K as V's.
-        """
-        self.terms, self.x, self.lane, self.like = terms, x, lane, like
-        self.ways: list[Walk] = []
-        self.of_u: list[_OfU] = []
-
-    def start(self) -> int:
-        """Copies of V and of words of U."""
-        terms = self.terms
-        if terms.share.cluster > 1:
-            terms.e.mailbox(terms.mailbox, terms.thread)
-        self.ways = terms.start(self.x, self.lane)
-        self.of_u = terms.copy_u()
-        return sum(way.depth for way in self.ways) + bool(self.of_u)
-
-    def finish(self, held: list[BlockOfX] | None, behind: int) -> None:
-        """V x, but for what other blocks send."""
-        e, terms = self.terms.e, self.terms
-        terms.when_any(lambda: self._finish(held, behind))
-        e.block_barrier()
-        if terms.share.cluster > 1:
-            e.others_ready()
-        terms.reduce()
-        if terms.share.borrows([placed.term for placed in terms.placed]):
-            e.block_barrier()  # the parts have been read, where sums are put now
-
-    def _finish(self, held: list[BlockOfX] | None, behind: int) -> None:
-        terms = self.terms
-        if self.of_u:
-            terms.e.copies_wait(behind)
-        terms.bring_u(self.of_u)
-        terms.parts(self.ways, held, self.like, behind + bool(self.of_u))

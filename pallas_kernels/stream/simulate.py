@@ -164,6 +164,9 @@ class Simulator:
     def fmul(self, a: Value, b: Value) -> Value:
         return self._float(a) * self._float(b)
 
+    def opaque(self, value: Value) -> Value:
+        return value
+
     def special(self, name: str) -> Value:
         block, thread = np.divmod(self.threads, self.num_threads)
         return {"tid.x": thread, "ctaid.x": self.block + block}[name]
