@@ -15,13 +15,10 @@ with the probability `--recall`, else another one. `--turn=FILE` makes processes
 together measure one at a time, and compile at once. `--model=tiny --device=cpu` tries the script.
 """
 
-import contextlib
 import dataclasses
-import fcntl
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -37,7 +34,7 @@ from moejax.memory.pooled import PoolSpec
 from moejax.memory.residency import CacheSpec
 from moejax.models.config import ModelConfig
 from moejax.runner import Runner, Session
-from scripts.bench_report import Report
+from scripts.bench_report import Report, turn
 from scripts.model_profile import launches
 from scripts.model_weights import CONFIGS, Packing, random_weights
 from scripts.synthetic_rows import SyntheticRows
@@ -66,17 +63,6 @@ _LIMIT = flags.DEFINE_float("time_limit_s", 0, "no measurement is begun later; 0
 SINGLE_STEPS = 16
 
 
-@contextlib.contextmanager
-def turn() -> Iterator[None]:
-    """Alone among the processes that were given the same file."""
-    if not _TURN.value:
-        yield
-        return
-    with Path(_TURN.value).open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 @dataclasses.dataclass(frozen=True)
 class Times:
     """Seconds."""
@@ -93,7 +79,9 @@ class Model:
 
     def __init__(self, config: ModelConfig, packing: Packing, device: jax.Device):
         self.config, self.packing, self.device = config, packing, device
-        self.dense = random_weights(config, packing, device, experts=False)
+        with turn(_TURN.value):
+            self.dense = random_weights(config, packing, device, experts=False)
+            jax.block_until_ready(self.dense)
         self._rows: SyntheticRows | None = None
         num_experts = config.num_experts
         self.trace = lru_trace(
@@ -171,7 +159,7 @@ def measured(runner: Runner, report: Report) -> Times:
     decode(session, per_call)
     if _SINGLE.value:
         decode(session, 1)
-    with turn():
+    with turn(_TURN.value):
         print(f"    begins at {time.strftime('%H:%M:%S')}", flush=True)
         firsts = []
         for _ in range(2):
@@ -262,7 +250,8 @@ def main(argv: list[str]) -> None:
     report = Report(device, about, _FILE.value)
     baseline: dict[str, float] = {}
     if _SLOTS.value and _RESIDENT.value:
-        weights = random_weights(config, packing, device)
+        with turn(_TURN.value):
+            weights = jax.block_until_ready(random_weights(config, packing, device))
         found = measured(Runner(config, weights, device), report)
         report.add("all resident, TPOT", 1e3 * found.tpot, "ms",
                    single_step_ms=1e3 * found.single, dispatch_ms=1e3 * found.dispatch)  # fmt: skip

@@ -22,7 +22,7 @@ import dataclasses
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -34,14 +34,15 @@ from moejax import ops, served
 from moejax.chunks import kv_bucket, length_bucket, longest_chunk, prefill_chunks
 from moejax.devices import choose_device, enable_compilation_cache
 from moejax.engine import STEPS_PER_CALL
-from moejax.generation import GenerationSettings
+from moejax.generation import GenerationSettings, Timing
 from moejax.models.config import ModelConfig
 from moejax.models.transformer import ChunkSpec
 from moejax.runner import Runner
 from pallas_kernels import layout
 from pallas_kernels.target import target_of
 from scripts.bench_report import Report
-from scripts.model_profile import distinct_experts, launches, read_bandwidth
+from scripts.bench_report import turn as report_turn
+from scripts.model_profile import distinct_experts, graph_launches, launches, read_bandwidth
 from scripts.model_weights import CONFIGS, Packing, bytes_per_step, random_weights
 
 WIDTHS = [str(bits) for bits in (*layout.BITS, 16)]
@@ -67,6 +68,7 @@ _PROFILE = flags.DEFINE_bool("profile", True, "count launches in a profile")
 _REPEATS = flags.DEFINE_integer("repeats", 3, "timed runs; the median is reported")
 _OUTPUT = flags.DEFINE_string("output", "", "JSON Lines file that rows are appended to")
 _CACHE = flags.DEFINE_string("cache", "", "persistent compilation cache")
+_TURN = flags.DEFINE_string("turn", "", "a file that processes lock while they measure")
 _LIMIT = flags.DEFINE_float("time_limit_s", 0, "no configuration is begun later; 0: none")
 _PLATFORM = flags.DEFINE_string("platform", "gpu", "gpu; cpu only tries the script")
 _KERNEL = flags.DEFINE_string("implementation", "", "force one of pallas_kernels; empty: choose")
@@ -104,13 +106,15 @@ class Benchmark:
         """Makes the weights; `cache` says what programs come from, for the rows."""
         self.config, self.device, self.cache = config, device, cache
         start = time.perf_counter()
-        weights = jax.block_until_ready(random_weights(config, packing, device))
+        with report_turn(_TURN.value):
+            weights = jax.block_until_ready(random_weights(config, packing, device))
         num_bytes = sum(leaf.nbytes for leaf in weights.values())
         print(
             f"{_SHAPE.value}, {config.num_layers} layers, {packing.describe()}: {len(weights)} "
             f"leaves, {num_bytes / 2**30:.1f} GiB made in {time.perf_counter() - start:.1f} s"
         )
-        self.bandwidth = read_bandwidth(device)
+        with report_turn(_TURN.value):
+            self.bandwidth = read_bandwidth(device)
         print(f"read bandwidth of a plain sum: {self.bandwidth / 1e12:.2f} TB/s", flush=True)
         self.kernels = ops.Kernels(target_of(device), _KERNEL.value or None)
         self.runner = Runner(
@@ -171,9 +175,8 @@ class Benchmark:
     def _prefill(self, report: Report, label: str, prompts: list[list[int]], context: int) -> None:
         settings = GenerationSettings.of(max_new_tokens=1)
         times, num_programs = [], self.runner.programs.num_traces
-        for repeat in range(_REPEATS.value + 1):
-            *_, (_, timing) = self.runner.run(prompts, context, settings, (), 1)
-            if repeat == 0:
+        for timing in self._timings(prompts, context, settings, 1):
+            if timing is None:
                 self._compiled(report, f"{label} compile of prefill", num_programs)
             else:
                 times.append(timing.ttft_s)
@@ -185,9 +188,8 @@ class Benchmark:
         """TPOT in seconds."""
         settings = GenerationSettings.of(max_new_tokens=_NEW.value)
         timings, num_programs = [], self.runner.programs.num_traces
-        for repeat in range(_REPEATS.value + 1):
-            *_, (_, timing) = self.runner.run(prompts, context, settings, (), steps)
-            if repeat == 0:
+        for timing in self._timings(prompts, context, settings, steps):
+            if timing is None:
                 self._compiled(report, f"{label} compile, calls of {steps}", num_programs)
             else:
                 timings.append(timing)
@@ -196,6 +198,21 @@ class Benchmark:
         tpot = statistics.median(t.tpot_s for t in timings)
         report.add(f"{label} TPOT, calls of {steps}", tpot * 1e3, "ms")
         return tpot
+
+    def _timings(
+        self, prompts: list[list[int]], context: int, settings: GenerationSettings, steps: int
+    ) -> Iterator[Timing | None]:
+        """None after a run that compiles, then a timing a run, in this process' turn."""
+
+        def run() -> Timing:
+            *_, (_, timing) = self.runner.run(prompts, context, settings, (), steps)
+            return timing
+
+        run()
+        yield None
+        with report_turn(_TURN.value):
+            for _ in range(_REPEATS.value):
+                yield run()
 
     def _compiled(self, report: Report, what: str, num_programs: int) -> None:
         spent = self.runner.programs.history[num_programs:]
@@ -236,9 +253,11 @@ class Benchmark:
             with jax.profiler.trace(trace):
                 step = runner.decode(session, most, most)
                 jax.block_until_ready((session.state, step))
-            counted = launches(Path(trace))
+            counted, graphs = launches(Path(trace)), graph_launches(Path(trace))
         num_launches = sum(count for count, _ in counted.values())
-        report.add(f"{label} launches a token", num_launches / most, "launches")
+        report.add(
+            f"{label} launches a token", num_launches / most, "launches", graphs=graphs / most
+        )
         for name, (count, spent) in sorted(counted.items(), key=lambda item: -item[1][1])[:20]:
             print(f"      {count / most:8.1f} launches {spent / most:8.1f} us  {name[:80]}")
 

@@ -1,9 +1,11 @@
 """Figures of a benchmark as they come, and how short runs on a device are timed."""
 
+import contextlib
+import fcntl
 import statistics
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,17 @@ class Report:
         what = row.what.removesuffix(f", {self.about}")
         beside = ", ".join(f"{name} {value:.4g}" for name, value in row.baseline.items())
         return f"  {what:66s} {row.figure:11.4g} {row.unit:5s} {beside}"
+
+
+@contextlib.contextmanager
+def turn(path: str) -> Iterator[None]:
+    """Alone among the processes that were given the same file; "": no others."""
+    if not path:
+        yield
+        return
+    with Path(path).open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def seconds(run: Callable[[], Any], repeats: int) -> float:

@@ -66,6 +66,16 @@ def read_bandwidth(device: jax.Device) -> float:
     return x.nbytes / min(times)
 
 
+def graph_launches(directory: Path) -> int:
+    """CUDA graphs that the host launched, in a trace."""
+    events = (
+        event
+        for path in directory.rglob("*.trace.json.gz")
+        for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    )
+    return sum(event.get("name", "").startswith("cuGraphLaunch") for event in events)
+
+
 def launches(directory: Path) -> dict[str, tuple[int, float]]:
     """Count and microseconds of the events on the GPU's streams, by name without its number."""
     found: dict[str, tuple[int, float]] = collections.defaultdict(lambda: (0, 0.0))
