@@ -35,7 +35,7 @@ from moejax.memory.residency import CacheSpec
 from moejax.models.config import ModelConfig
 from moejax.runner import Runner, Session
 from scripts.bench_report import Report, turn
-from scripts.model_profile import launches
+from scripts.model_profile import launches, session_without_prefill
 from scripts.model_weights import CONFIGS, Packing, random_weights
 from scripts.synthetic_rows import SyntheticRows
 from scripts.synthetic_traces import QWEN3_HIT_RATES, expectations, lru_hit_rate, lru_trace
@@ -52,6 +52,7 @@ _PROMPT = flags.DEFINE_integer("prompt", 512, "tokens of the prompt")
 _CONTEXT = flags.DEFINE_integer("context", 1024, "cache length")
 _STEPS = flags.DEFINE_integer("steps", 64, "decode steps a measurement, after as many others")
 _PER_CALL = flags.DEFINE_integer("per_call", 8, "decode steps of a call")
+_TTFT = flags.DEFINE_bool("ttft", True, "else no prefill is compiled: the cache is random")
 _SINGLE = flags.DEFINE_bool("single", True, "calls of one step too")
 _RESIDENT = flags.DEFINE_bool("resident", True, "with --slots: the resident model first")
 _WHERE = flags.DEFINE_string("device", "gpu", "gpu; cpu only tries the script")
@@ -144,6 +145,11 @@ def measured(runner: Runner, report: Report) -> Times:
 
     def prefill() -> tuple[Session, float]:
         start = time.perf_counter()
+        if not _TTFT.value:
+            found = session_without_prefill(
+                runner, _BATCH.value, _PROMPT.value, _CONTEXT.value, settings
+            )
+            return jax.block_until_ready(found), 0.0
         session = runner.prefill(prompts, _CONTEXT.value, settings, ())
         jax.block_until_ready((session.first_tokens, session.state))
         return session, time.perf_counter() - start
@@ -220,7 +226,8 @@ def report_pool(
         prefetched=totals["prefetched"], prefetch_hits=totals["prefetch_hits"],
         prefetch_waste=totals["prefetch_waste"], misses=totals["misses"],
     )  # fmt: skip
-    report.add(f"{label}, prompt of {_PROMPT.value}, TTFT", 1e3 * found.ttft, "ms")
+    if _TTFT.value:
+        report.add(f"{label}, prompt of {_PROMPT.value}, TTFT", 1e3 * found.ttft, "ms")
     stats = model.device.memory_stats() or {}
     if planned and stats:
         peak, gib = stats["peak_bytes_in_use"], 2**30
@@ -284,7 +291,7 @@ def table_3(report: Report, model: Model) -> None:
         baseline = {
             f"{name.replace(' ', '_')}_{part}_ratio": getattr(times, part)
             for name, times in rows.items()
-            for part in ("tpot", "ttft")
+            for part in (("tpot", "ttft") if _TTFT.value else ("tpot",))
         }
         found = report_pool(report, label, model, spec, {}, planned, trace)
         for name, value in baseline.items():

@@ -42,7 +42,13 @@ from pallas_kernels import layout
 from pallas_kernels.target import target_of
 from scripts.bench_report import Report
 from scripts.bench_report import turn as report_turn
-from scripts.model_profile import distinct_experts, graph_launches, launches, read_bandwidth
+from scripts.model_profile import (
+    distinct_experts,
+    graph_launches,
+    launches,
+    read_bandwidth,
+    session_without_prefill,
+)
 from scripts.model_weights import CONFIGS, Packing, bytes_per_step, random_weights
 
 WIDTHS = [str(bits) for bits in (*layout.BITS, 16)]
@@ -60,6 +66,7 @@ _HEAD = flags.DEFINE_enum("head_bits", "16", WIDTHS, "of the head; embeddings st
 _BATCH = flags.DEFINE_multi_integer("batch", [1], "sequences decoded together")
 _PROMPT = flags.DEFINE_multi_integer("prompt", [512], "tokens of each prompt")
 _CONTEXT = flags.DEFINE_integer("context", 0, "cache length; 0: 2048, or what is needed")
+_DECODE_ONLY = flags.DEFINE_bool("decode_only", False, "no prefill: the cache is random")
 _NEW = flags.DEFINE_integer("new_tokens", 65, "tokens generated a run")
 _CALLS = flags.DEFINE_multi_integer("steps_per_call", [STEPS_PER_CALL, 1], "decode steps of a call")
 _PREFILL_ONLY = flags.DEFINE_bool("prefill_only", False, "no decode step is compiled or timed")
@@ -136,6 +143,9 @@ class Benchmark:
         if _PREFILL_ONLY.value:
             self._prefill(report, label, prompts, context)
             return
+        if _DECODE_ONLY.value:
+            self._decode(report, label, batch, prompt, context)
+            return
         tpots = {
             steps: self._generate(report, label, prompts, context, steps) for steps in _CALLS.value
         }
@@ -198,6 +208,29 @@ class Benchmark:
         tpot = statistics.median(t.tpot_s for t in timings)
         report.add(f"{label} TPOT, calls of {steps}", tpot * 1e3, "ms")
         return tpot
+
+    def _decode(self, report: Report, label: str, batch: int, prompt: int, context: int) -> None:
+        """TPOT of decode calls that follow each other, after a prompt that was not run."""
+        steps, num_calls = max(_CALLS.value), _NEW.value // max(_CALLS.value)
+        settings, num_programs = GenerationSettings.of(), self.runner.programs.num_traces
+        times = []
+        for repeat in range(_REPEATS.value + 1):
+            with report_turn(_TURN.value if repeat else ""):
+                session = session_without_prefill(self.runner, batch, prompt, context, settings)
+                jax.block_until_ready((self.runner.decode(session, 1, steps), session.state))
+                start = time.perf_counter()
+                emitted = [self.runner.decode(session, steps, steps) for _ in range(num_calls)]
+                jax.block_until_ready((emitted, session.state))
+                times.append((time.perf_counter() - start) / (steps * num_calls))
+            if not repeat:
+                self._compiled(report, f"{label} compile of decode", num_programs)
+        tpot, weights = statistics.median(times[1:]), self.runner.weights
+        report.add(f"{label} TPOT, random cache, calls of {steps}", tpot * 1e3, "ms")
+        chosen, num_experts = self.config.experts_per_token, self.config.num_experts
+        distinct = num_experts * (1 - (1 - chosen / num_experts) ** batch)
+        least = bytes_per_step(self.config, weights, batch, prompt + _NEW.value // 2, distinct)
+        share = 100 * least / tpot / self.bandwidth
+        report.add(f"{label} share of bandwidth, random cache", share, "%", gb=least / 1e9)
 
     def _timings(
         self, prompts: list[list[int]], context: int, settings: GenerationSettings, steps: int

@@ -8,11 +8,13 @@ import math
 import re
 import time
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 
 from moejax import steps
+from moejax.generation import GenerationSettings
 from moejax.models.transformer import ChunkSpec, merge_weights, model_definition
 from moejax.runner import Runner, Session
 
@@ -46,6 +48,25 @@ def distinct_experts(runner: Runner, session: Session, spec: ChunkSpec) -> float
 
     _, mean = jax.jit(count, donate_argnums=0)(session.state, runner.weights)
     return float(mean)
+
+
+def session_without_prefill(
+    runner: Runner, batch: int, position: int, cache_length: int, settings: GenerationSettings
+) -> Session:
+    """As after prompts of `position` tokens, with a random cache: no prefill is compiled or run."""
+    prompts = [[0] * position] * batch
+    with mock.patch.object(runner, "_chunks", lambda *_: iter(())):
+        session = runner.prefill(prompts, cache_length, settings, ())
+    cache = session.state.cache
+    drawn = [
+        jax.jit(lambda key, like: jax.random.normal(key, like.shape, like.dtype), donate_argnums=1)(
+            jax.random.key(i, impl="rbg"), leaf
+        )
+        for i, leaf in enumerate(jax.tree.leaves(cache))
+    ]
+    cache = jax.tree.unflatten(jax.tree.structure(cache), drawn)
+    session.state = dataclasses.replace(session.state, cache=cache)
+    return session
 
 
 def read_bandwidth(device: jax.Device) -> float:
