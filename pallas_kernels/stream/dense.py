@@ -10,7 +10,6 @@ from pallas_kernels.packed import LowRank, PackedMatrices
 from pallas_kernels.stream.emit import Mlir, Value
 from pallas_kernels.stream.launching import launch_blocks
 from pallas_kernels.stream.low_rank import BlockTerms
-from pallas_kernels.stream.low_rank_walk import BesideWalk
 from pallas_kernels.stream.matrix import (
     COLUMNS,
     ROWS,
@@ -68,12 +67,12 @@ def dense(
         ),
         [slot.reshape(1), x, *arrays, *operands_of(low_rank)],
         name=f"dequant_matmul_{form}_m{columns}_{tiles.describe()}{suffix(terms)}",
-        num_blocks=-(-weights.num_outputs // (tiles.rows * tiles.sharing)),
+        num_blocks=-(-weights.num_outputs // tiles.rows),
         num_warps=tiles.num_warps,
         out_shapes=[jax.ShapeDtypeStruct((x.shape[0], weights.num_outputs), out_dtype)],
         shared_floats=(main + share.room(terms)) // 4,
         interpret=interpret,
-        cluster=share.cluster,
+        cluster=tiles.cluster,
     )  # fmt: skip
     return y
 
@@ -115,11 +114,8 @@ def _body(
         ring = e.add(ring, tiles.sums_bytes(columns))
     first_out = e.mul(part, tiles.outputs)  # of the rows, that this block adds up
     firsts = [e.add(first_row, first_out)]
-    member = part if tiles.sharing == 1 else e.rem(block, tiles.sharing)
-    place = e.add(parts, terms_at)
-    extra = BlockTerms(e, terms, share, slot, firsts, place, thread, member, parts)
-    along = tiles.warps_n == tiles.cluster == tiles.span == 1
-    beside = BesideWalk(extra, x, lane, matrix if along else None) if terms else None
+    extra = BlockTerms(e, terms, share, slot, firsts, e.add(parts, terms_at), thread)
+    begin = functools.partial(extra.begin, x, lane)
     pitch = tiles.pitch
     mine = e.add(e.mul(warp_k, columns * pitch), local)
     sums = Totals.here(e, e.add(parts, e.mul(mine, 4)), lane, pitch)
@@ -129,15 +125,15 @@ def _body(
         of_x = e.add(of_x, e.mul(warp, tiles.span * x_sums_bytes(matrix, len(x))))
         kept = Kept(sums, e.add(of_x, e.mul(lane.t, 16)))
     first, step = e.add(e.mul(warp_k, tiles.cluster), part), tiles.warps_k * tiles.cluster
-    totals = walk(stream, first, step, x, Ring(ring, tiles.depth), kept=kept, beside=beside)
+    totals = walk(stream, first, step, x, Ring(ring, tiles.depth), begin, kept)
 
     e.copies_wait(0)
-    if kept is None:
-        e.block_barrier()  # the sums take the place of the rings
+    if kept is None or terms:
+        e.block_barrier()  # the sums take the place of the rings; the terms' parts are there
     each = 4 * len(x)
     for tile in range(tiles.row_tiles if kept is None else 0):
         sums.store(e, tile, totals[each * tile : each * (tile + 1)])
-    extra.receive()
+    extra.reduce()
     barrier = e.block_barrier if tiles.cluster == 1 else e.cluster_barrier
     barrier()
 

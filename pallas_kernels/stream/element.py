@@ -6,65 +6,33 @@ from pallas_kernels.stream.emit import Mlir, Value
 from pallas_kernels.stream.matrix import Matrix
 
 
-def num_words(matrix: Matrix) -> int:
-    """Words that a value is in: of its planes, with its scale, with its zero."""
-    if matrix.form.bits == PLAIN_BITS:
-        return 1
-    return matrix.form.planes + 1 + (matrix.zero_kind in ("float", "integer"))
-
-
 class Element:
-    """One value of a pool's row, whatever its form: its words are loaded or copied, then used.
-
-    Addresses are of the index first and of the row last: of values of one index and many rows a
-    compiler then makes all but a multiplication once.
-    """
+    """One value of a pool's row, whatever its form: loaded at once, computed later."""
 
     def __init__(self, e: Mlir, matrix: Matrix, row: Value, index: Value):
         """Row and index in the row are i32."""
-        self.e, self.matrix, self.row = e, matrix, row
+        self.e, self.matrix = e, matrix
         m = matrix
-        self.words: list[Value] = []
-        self.sources: list[tuple[Value, int]] = []  # address, bytes more
-        self.bits: list[Value] = []  # where in the word
         if m.form.bits == PLAIN_BITS:
-            self._small(m.words, index, 2, m.num_inputs)
+            at = e.offset(e.offset(m.words, row, 2 * m.num_inputs), index, 2)
+            self.words = [(e.load_small(at, 0, 2), e.const(0), layout.Plane(PLAIN_BITS, 0, 0, 0))]
             return
-        self.planes = layout.planes(m.num_inputs, m.form.bits)
-        for plane in self.planes:
+        base = e.offset(m.words, row, 4 * m.num_words)
+        self.words = []
+        for plane in layout.planes(m.num_inputs, m.form.bits):
             word, bit = self._place(plane, index)
-            at = e.offset(e.offset(m.words, word, 4), row, 4 * m.num_words)
-            self.sources.append((at, 4 * plane.first_word))
-            self.bits.append(bit)
+            (found,) = e.load(e.offset(base, word, 4), 4 * plane.first_word, 1)
+            self.words.append((found, bit, plane))
         group = e.div(index, m.group_size)
-        self._small(m.scales, group, m.scale_bytes, m.num_groups)
-        if size := {"float": m.scale_bytes, "integer": 1}.get(m.zero_kind):
-            self._small(m.zeros, group, size, m.num_groups)
 
-    def _small(self, base: Value, index: Value, size: int, row_length: int) -> None:
-        """The aligned word in which a number of 1, 2 or 4 bytes lies."""
-        e, each = self.e, 4 // size
-        among = e.rem(e.add(e.mul(self.row, row_length), index), each) if each > 1 else e.const(0)
-        # A word further on, so that the index is not negative.
-        at = e.offset(base, e.sub(e.add(index, each), among), size)
-        self.sources.append((e.offset(at, self.row, size * row_length), -4))
-        self.bits.append(e.mul(among, 8 * size))
+        def constant(base: Value, size: int) -> Value:
+            at = e.offset(e.offset(base, row, size * m.num_groups), group, size)
+            return e.load_small(at, 0, size)
 
-    def load(self) -> "Element":
-        """Its words to registers."""
-        self.words = [self.e.load(at, imm, 1, in_order=True)[0] for at, imm in self.sources]
-        return self
-
-    def copy(self, to: Value, pitch: int) -> None:
-        """Starts copying them to shared memory: `pitch` bytes from one to the next."""
-        for number, (at, imm) in enumerate(self.sources):
-            self.e.copy_async(to, number * pitch, at, imm, 1, 4)
-
-    def load_copied(self, at: Value, pitch: int) -> "Element":
-        """From there to registers."""
-        numbers = range(len(self.sources))
-        self.words = [self.e.load_shared(at, number * pitch, "b32") for number in numbers]
-        return self
+        self.scale = constant(m.scales, m.scale_bytes)
+        sizes = {"float": m.scale_bytes, "integer": 1}
+        if size := sizes.get(m.zero_kind):
+            self.zero = constant(m.zeros, size)
 
     def _place(self, plane: layout.Plane, index: Value) -> tuple[Value, Value]:
         """Word of the plane and bit where its part of a code begins, by `layout`."""
@@ -86,23 +54,22 @@ class Element:
         return word, e.add(e.mul(e.band(index, 1), 16), e.mul(position, width))
 
     def value(self) -> Value:
-        """float32 of it, once its words are in registers."""
+        """float32 of it."""
         e, m = self.e, self.matrix
-        words = [e.shr(*pair) for pair in zip(self.words, self.bits, strict=True)]
         if m.form.bits == PLAIN_BITS:
-            return e.f32_of_16(m.form.kind, words[0])
+            return e.f32_of_16(m.form.kind, self.words[0][0])
         code = e.const(0)
-        for plane in self.planes:
-            part = e.band(words.pop(0), (1 << plane.width) - 1)
+        for word, bit, plane in self.words:
+            part = e.band(e.shr(word, bit), (1 << plane.width) - 1)
             code = e.bor(code, e.shl(part, plane.shift))
-        number, scale = e.byte_to_f32(code, 0), words[0]
+        number = e.byte_to_f32(code, 0)
         if m.zero_kind == "symmetric":
             number = e.fadd(number, -float(2 ** (m.form.bits - 1)))
         elif m.zero_kind == "integer":
-            number = e.fma(e.byte_to_f32(words[1], 0), -1.0, number)
+            number = e.fma(e.byte_to_f32(self.zero, 0), -1.0, number)
         else:
-            number = e.fma(self._float(words[1]), -1.0, number)
-        return e.fmul(number, self._float(scale))
+            number = e.fma(self._float(self.zero), -1.0, number)
+        return e.fmul(number, self._float(self.scale))
 
     def _float(self, bits: Value) -> Value:
         if self.matrix.scale_bytes == 2:

@@ -15,13 +15,16 @@ from jaxlib.mlir.dialects import arith as _arith
 from jaxlib.mlir.dialects import llvm as _llvm
 from jaxlib.mlir.dialects import scf as _scf
 
-from pallas_kernels.stream.emit_cluster import ClusterMlir, f32, i32
-from pallas_kernels.stream.emit_cluster import Value as Value
-
+Value = Any  # an MLIR value, or a Python number where a constant will do
 # Their stubs are of the generated classes, which the modules replace with handier ones.
 arith: Any = _arith
 llvm: Any = _llvm
 scf: Any = _scf
+
+
+def i32() -> ir.Type:
+    """The type of words and indices."""
+    return ir.IntegerType.get_signless(32)
 
 
 def i64() -> ir.Type:
@@ -29,10 +32,15 @@ def i64() -> ir.Type:
     return ir.IntegerType.get_signless(64)
 
 
+def f32() -> ir.Type:
+    """The type of sums."""
+    return ir.F32Type.get()
+
+
 _COMPARISONS = {"eq": 0, "ne": 1, "lt": 2, "le": 3, "gt": 4, "ge": 5}
 
 
-class Mlir(ClusterMlir):
+class Mlir:
     """The instructions as MLIR, emitted where Mosaic GPU lowers a kernel."""
 
     def const(self, value: Value) -> Value:
@@ -162,10 +170,6 @@ class Mlir(ClusterMlir):
         found = self.asm(struct, operands, ptx, constraints, effects)
         return [llvm.extractvalue(kind, found, [i]) for i in range(count)]
 
-    def opaque(self, value: Value) -> Value:
-        """The same i32, of which a compiler does not know it: what is made of it is made again."""
-        return self.asm(i32(), [value], "mov.b32 $0, $1;", "=r,r", effects=True)
-
     def special(self, name: str) -> Value:
         """A special register, such as tid.x or ctaid.x."""
         return self.asm(i32(), [], f"mov.u32 $0, %{name};", "=r")
@@ -271,6 +275,12 @@ class Mlir(ClusterMlir):
         letter, of = ("f", f32()) if kind == "f32" else ("r", i32())
         return self.asm(of, [at], f"ld.shared.{kind} $0, [$1+{imm}];", f"={letter},r", effects=True)
 
+    def load_cluster(self, at: Value, block: int, imm: int) -> Value:
+        """One f32 of the shared memory of a block of the cluster, at the address it has here."""
+        there = self.asm(i32(), [at, block], "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r")
+        text = f"ld.shared::cluster.f32 $0, [$1+{imm}];"
+        return self.asm(f32(), [there], text, "=f,r", effects=True)
+
     def store_shared(self, at: Value, imm: int, value: Value, kind: str = "f32") -> None:
         """One f32 or b32 to shared memory at a 32-bit address plus imm."""
         letter = "f" if kind == "f32" else "r"
@@ -301,6 +311,12 @@ class Mlir(ClusterMlir):
     def team_barrier(self, number: Value, num_threads: int) -> None:
         """The same for whole warps of the block, which share a number in 1..15."""
         self.asm(None, [number], f"bar.sync $0, {num_threads};", "r", effects=True)
+
+    def cluster_barrier(self) -> None:
+        """The same for all blocks of a cluster."""
+        self.warp_barrier()
+        text = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"  # release, acquire
+        self.asm(None, [], text, "", effects=True)
 
     def warp_barrier(self) -> None:
         """The same for the warp."""

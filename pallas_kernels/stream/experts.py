@@ -76,7 +76,7 @@ def expert_products(
         gated=gated,
     )
     tiles.check(plan.num_outputs, plan.tiers)
-    if tiles.cluster * tiles.sharing > 1:
+    if tiles.cluster > 1:
         raise ValueError(f"tiles {tiles.describe()} are of products with one matrix")
     arrays = []
     for w, of_tier in zip(tiers, low_rank, strict=True):

@@ -45,19 +45,13 @@ def run_blocks(
       shared_floats: length of each float32 scratch buffer.
       cluster: blocks that run together.
     """
-    memory = [whole_words(a) for a in operands]
+    memory = [np.ascontiguousarray(a).view(np.uint8).reshape(-1) for a in operands]
     memory += [a.view(np.uint8).reshape(-1) for a in outputs]
     for block in range(num_blocks):
         lengths = [n for _ in range(cluster) for n in shared_floats]
         scratch = [np.full(n, np.nan, np.float32).view(np.uint8) for n in lengths]
         machine = Simulator(block, num_threads, [*memory, *scratch], len(memory), cluster)
         body(machine, *range(len(memory) + len(shared_floats)))
-
-
-def whole_words(array: np.ndarray) -> np.ndarray:
-    """Its bytes, and as many more as its last word has: allocations on a GPU are of 256 bytes."""
-    found = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return np.pad(found, (0, -len(found) % 4), constant_values=0xFF)
 
 
 def _to_odd(values: np.ndarray) -> np.ndarray:
@@ -163,9 +157,6 @@ class Simulator:
 
     def fmul(self, a: Value, b: Value) -> Value:
         return self._float(a) * self._float(b)
-
-    def opaque(self, value: Value) -> Value:
-        return value
 
     def special(self, name: str) -> Value:
         block, thread = np.divmod(self.threads, self.num_threads)
@@ -278,28 +269,6 @@ class Simulator:
 
     def cluster_barrier(self) -> None:
         self.block_barrier()
-
-    def mailbox(self, at: Value, thread: Value) -> None:
-        """Of what is sent, the bytes are counted."""
-        self.block_barrier()
-        if (self._of_shared(at) % 8).any():
-            raise IndexError("a mailbox is not aligned")
-        self._put(self._of_shared(at), np.zeros((len(self.threads), 2), np.uint32))
-
-    def others_ready(self) -> None:
-        self.block_barrier()
-
-    def send(self, at: Value, block: int | Value, value: Value, mailbox: Value) -> None:
-        self.store(self._of_shared(at, block), 0, value, "f32")
-        there = self._of_shared(mailbox, block)[self.active]
-        for buffer, first in zip(there >> _BUFFER, there & (1 << _BUFFER) - 1, strict=True):
-            self.memory[buffer][first : first + 8].view(np.int64)[0] += 4
-
-    def receive(self, mailbox: Value, thread: Value, num_bytes: Value) -> None:
-        self.block_barrier()
-        found = self._bytes(self._of_shared(mailbox), 8, self.active).view(np.int64)[:, 0]
-        if (found != self._word(num_bytes)).any():
-            raise ValueError(f"{found.min()} to {found.max()} bytes sent of {num_bytes}")
 
     def warp_barrier(self) -> None:
         pass

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.packed import LowRank, PackedMatrices
-from pallas_kernels.stream.element import num_words
 from pallas_kernels.stream.matrix import (
     ROWS,
     Matrix,
@@ -18,10 +17,8 @@ from pallas_kernels.stream.matrix import (
     tile_bytes,
 )
 
-WARP = 32
 MAX_RANK = 64
 MAX_TERMS = 4  # of a matrix
-U_AT_ONCE = 8  # values of U that a thread loads before it uses the first
 DEEP_TILE_BYTES = 2560  # tiles of V up to which a warp has two in shared memory
 
 
@@ -47,6 +44,11 @@ class Term:
         return ROWS * self.num_tiles
 
     @property
+    def pitch(self) -> int:
+        """Floats of a column of a warp's part; the four more spread columns over the banks."""
+        return self.padded + 4
+
+    @property
     def depth(self) -> int:
         """Tiles of V of a warp in shared memory."""
         return 2 if tile_bytes(self.v, 1) <= DEEP_TILE_BYTES else 1
@@ -55,6 +57,10 @@ class Term:
     def num_arrays(self) -> int:
         """Operands of the kernel."""
         return 2 + num_arrays(self.u) + num_arrays(self.v)
+
+    def warp_bytes(self, columns: int) -> int:
+        """Shared memory of a warp: its ring, whose place its part of V x takes."""
+        return max(self.depth * tile_bytes(self.v, 1), 4 * columns * self.pitch)
 
     def meets(self, first: int, count: int) -> bool:
         """Whether it has any of the matrix's rows first .. first + count."""
@@ -83,8 +89,7 @@ def operands_of(low_rank: Sequence[LowRank]) -> list[jax.Array]:
     found = []
     for terms in low_rank:
         if terms.max_rank:
-            found += [terms.start, terms.rank, *_arrays(_tall(terms.u, 1))]
-            found += _arrays(_tall(terms.v, ROWS))
+            found += [terms.start, terms.rank, *_arrays(terms.u), *_arrays(_tall(terms.v))]
     return found
 
 
@@ -92,9 +97,9 @@ def _arrays(weights: PackedMatrices) -> list[jax.Array]:
     return [a for a in (weights.words, weights.scales, weights.zeros) if a is not None]
 
 
-def _tall(pool: PackedMatrices, rows: int) -> PackedMatrices:
-    """With so many rows at least: of V whole tiles are copied, of U a value in any case."""
-    missing = rows - pool.num_outputs
+def _tall(pool: PackedMatrices) -> PackedMatrices:
+    """With the rows of a tile at least, since whole tiles are copied."""
+    missing = ROWS - pool.num_outputs
     if missing <= 0:
         return pool
     return jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (0, missing), (0, 0))), pool)
@@ -125,69 +130,16 @@ class Share:
     rows: int
     halves: int
     num_outputs: int  # matrix rows of a half
-    cluster: int = 1  # thread blocks that share out the row tiles of V, each all of K
-    borrowed: int = 0  # bytes of shared memory that are free until the terms' parts are added
-    num_x: int = 0  # columns that are wanted; 0: all
-    copied: bool = False  # the first values of U are copied, not loaded
 
     def met(self, term: Term) -> list[int]:
         """The halves that a term has rows of."""
         span = range(self.halves)
         return [h for h in span if term.meets(h * self.num_outputs, self.num_outputs)]
 
-    def tiles(self, term: Term) -> int:
-        """Row tiles of V of a block: number `part` of its cluster, and every `cluster`-th on."""
-        return -(-term.num_tiles // self.cluster)
-
-    def pitch(self, term: Term) -> int:
-        """Floats of a column of a warp's part; the four more spread columns over the banks."""
-        return ROWS * self.tiles(term) + 4
-
-    def depth(self, term: Term) -> int:
-        """Tiles of V of a warp in shared memory, no more than it has."""
-        stages = -(-term.v.num_blocks // self.num_warps)
-        return min(term.depth, stages * self.tiles(term))
-
-    def warp_bytes(self, term: Term) -> int:
-        """Shared memory of a warp: its ring, whose place its part of V x takes."""
-        return max(self.depth(term) * tile_bytes(term.v, 1), 4 * self.columns * self.pitch(term))
-
-    def parts_bytes(self, terms: Sequence[Term]) -> int:
-        """Shared memory of the rings and parts of all warps."""
-        return sum(self.num_warps * self.warp_bytes(term) for term in terms)
-
-    def lanes(self) -> tuple[int, int]:
-        """Threads along the rows, and the ranks whose values of U all threads take at once."""
-        threads = WARP * self.num_warps
-        lanes = min(threads, -(-self.rows // WARP) * WARP)
-        return lanes, threads // lanes
-
-    def at_once(self, term: Term) -> int:
-        """Values of U that a thread takes at once."""
-        return min(U_AT_ONCE, -(-term.padded // self.lanes()[1]))
-
-    def copied_bytes(self, terms: Sequence[Term]) -> int:
-        """Shared memory of the words of the first term's first values of U."""
-        if not self.copied or not terms or not self.met(terms[0]):
-            return 0
-        words = self.at_once(terms[0]) * num_words(terms[0].u)
-        return 4 * WARP * self.num_warps * words
-
-    def borrows(self, terms: Sequence[Term]) -> bool:
-        """Whether these lie in what is free for so long."""
-        return self.parts_bytes(terms) + self.copied_bytes(terms) <= self.borrowed
-
-    def values_bytes(self, term: Term) -> int:
-        """Shared memory of V x and of U's values."""
-        return 4 * term.padded * (self.columns + len(self.met(term)) * self.rows)
-
-    def mailbox_bytes(self, terms: Sequence[Term]) -> int:
-        """Shared memory of what tells that other blocks' values are there."""
-        return 16 if terms and self.cluster > 1 else 0
-
     def room(self, terms: Sequence[Term]) -> int:
-        """Bytes of shared memory of its own, a multiple of 16."""
-        values = sum(self.values_bytes(term) for term in terms) + self.mailbox_bytes(terms)
-        if self.borrows(terms):
-            return values
-        return values + self.parts_bytes(terms) + self.copied_bytes(terms)
+        """Bytes of shared memory, a multiple of 16."""
+        return sum(self._room(term) for term in terms)
+
+    def _room(self, term: Term) -> int:
+        values = term.padded * (self.columns + len(self.met(term)) * self.rows)
+        return self.num_warps * term.warp_bytes(self.columns) + 4 * values

@@ -23,7 +23,6 @@ class StreamTiles:
     kept: bool = False  # sums of x in shared memory, not in registers; of one matrix totals too
     cluster: int = 1  # thread blocks that share out K of the same rows (one matrix)
     workers: int = 0  # thread blocks that share out all work; 0: one for each piece (experts)
-    sharing: int = 1  # thread blocks of a cluster that share out V of low-rank terms (one matrix)
 
     @property
     def rows(self) -> int:
@@ -49,8 +48,6 @@ class StreamTiles:
             raise ValueError(f"tiles {self.describe()} have {self.rows} rows of {num_outputs}")
         if self.cluster not in (1, 2, 4, 8):
             raise ValueError(f"clusters of {self.cluster} thread blocks, not of 1, 2, 4 or 8")
-        if self.sharing not in (1, 2, 4, 8) or (self.sharing > 1 and self.cluster > 1):
-            raise ValueError(f"clusters of {self.cluster} blocks of which {self.sharing} share V")
         if self.num_warps % 4:
             raise ValueError(f"tiles {self.describe()} have {self.num_warps} warps, not 4, 8, ...")
 
@@ -64,7 +61,6 @@ class StreamTiles:
         more = f"x{self.cluster}" if self.cluster > 1 else ""
         more += "kept" if self.kept else ""
         more += f"w{self.workers}" if self.workers else ""
-        more += f"v{self.sharing}" if self.sharing > 1 else ""
         return f"{warps}d{self.depth}s{self.span}c{self.column_tiles}{more}"
 
     @property
@@ -114,7 +110,6 @@ SHARED_BYTES = 225 * 1024
 MOST_TILES = 7  # row tiles of a warp; more do not fit its registers
 MOST_KEPT = 8  # the same where totals are in shared memory
 MOST_CLUSTER = 2  # blocks of a cluster; more do not fit every group of processors
-DEPTH_OF_TERMS = 4  # of rings of a matrix with low-rank terms
 FEW_COLUMNS = 8  # rows of x that one column tile holds
 JOBS_BYTES = 8 * 1024  # of shared memory, more than the list of 512 pairs' jobs takes
 
@@ -139,12 +134,8 @@ def dense_tiles(
         warps_k, warps_n = share_out(matrix.num_blocks, warps, row_blocks)
         row_tiles = even_tiles(row_blocks, warps_n, num_processors, columns, MOST_TILES)
         depth = 2 if warps == 16 else 3
-        if terms:  # more words are on their way while the terms are begun
-            depth = DEPTH_OF_TERMS
         tiles = StreamTiles(row_tiles, warps_n, warps_k, depth, kept=kept)
         tiles = with_less_x(tiles, matrix, num_x) if kept else tiles
-        if tiles.cluster == 1 and any(term.num_tiles > 1 for term in terms):
-            tiles = dataclasses.replace(tiles, sharing=MOST_CLUSTER)
         return fitted(tiles, [matrix], beside)
 
     if matrix.form.bits < PLAIN_BITS and columns == 2:
@@ -256,12 +247,7 @@ def even_tiles(
 def dense_share(tiles: StreamTiles, num_x: int, num_outputs: int) -> Share:
     """What a thread block of one matrix does."""
     columns = -(-num_x // COLUMNS) * COLUMNS
-    return Share(
-        tiles.num_warps, columns, tiles.outputs, 1, num_outputs,
-        cluster=tiles.cluster * tiles.sharing,
-        borrowed=tiles.sums_bytes(columns) if tiles.kept else 0, num_x=num_x,
-        copied=True,
-    )  # fmt: skip
+    return Share(tiles.num_warps, columns, tiles.outputs, 1, num_outputs)
 
 
 def expert_share(tiles: StreamTiles, gated: bool, num_outputs: int) -> Share:

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
-from pallas_kernels.stream.beside import Beside
 from pallas_kernels.stream.emit import Mlir, Value
 from pallas_kernels.stream.matrix import COLUMNS, ROWS, x_sums_bytes
 from pallas_kernels.stream.product import BlockOfX, Lane, Stream
@@ -13,7 +12,6 @@ Words = list[list[list[Value]]]  # of a block of x: column tiles, steps, 4 words
 UNROLLED = 1  # stages of a warp that are written out; above, a loop
 # The same with totals in shared memory: stages times row tiles, of 250 to 400 instructions each.
 UNROLLED_KEPT = 14
-EARLY = 1  # tiles of a ring that are on their way before what `Beside` starts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +74,7 @@ class Onward:
     present: Value  # i32, 0 if it is the last
 
 
-class Walk:
+class _Walk:
     """The warp's stages first, first + step, ... of a stream."""
 
     def __init__(
@@ -98,44 +96,15 @@ class Walk:
         even = self.rounds * stream.num_tiles % self.depth == 0
         self.fixed = self.rounds <= UNROLLED and (even or not of_row)
         self.each = 4 * len(x)  # totals of a tile
-        self.behind = 0  # groups of copies, not of these tiles, behind the one that is waited for
-        # Done behind the first tile's products, before its totals are kept; takes x.
-        self.between: Callable[[list[BlockOfX]], None] | None = None
 
     def place(self, unit: int) -> Value:
         """Of the warp's tile `unit` in the ring."""
         return self.e.add(self.ring_at, unit % self.depth * self.stream.tile_bytes)
 
-    def start(self, begin: int = 0, end: int | None = None) -> None:
-        """Fills the ring, or some of it."""
-        for unit in range(self.depth)[begin:end]:
+    def start(self) -> None:
+        """Fills the ring."""
+        for unit in range(self.depth):
             self.fetch(unit, self.first, self.place(unit))
-
-    def start_with(self, beside: Beside, x: list[Words] | None = None) -> list[BlockOfX] | None:
-        """The same, and all else; x as operands if there is one stage.
-
-        A single stage's first tile, which comes first, is multiplied before.
-        """
-        if self.rounds == 1 and x is None:
-            x = self.load_x(self.e.smaller(self.first, self.stages - 1), in_order=True)
-        self.start(0, EARLY)
-        groups = beside.start()
-        self.start(EARLY)
-        held, behind = None, max(0, self.depth - EARLY)
-        hook = self.rounds == 1 and (self.stored is None or self.whole)  # taken by all warps
-        if self.rounds == 1 and x is not None and not (hook and self.stored):
-            held = self.prepare_x(x)
-            self.e.warp_barrier()  # sums of x may be in shared memory
-        if not hook:
-            beside.finish(held, behind)
-            return held
-
-        def between(parts: list[BlockOfX]) -> None:
-            self.behind = 0
-            beside.finish(parts, behind + (self.stream.num_tiles > self.depth))
-
-        self.behind, self.between = groups, between
-        return held
 
     def fetch(self, unit: int, base: Value, to: Value) -> None:
         """Tile `unit` of the stages that begin with `base`, or of the next walk's first ones."""
@@ -217,7 +186,7 @@ class Walk:
             after = tiles * (left + 1) - 1 - tile if left is not None else self.depth
             if self.onward is not None:
                 after = self.depth  # there are always more
-            e.copies_wait(min(self.depth - 1, after) + self.behind)
+            e.copies_wait(min(self.depth - 1, after))
             e.warp_barrier()
             before = self.totals_of(tile, totals, left)
             mine = before
@@ -226,15 +195,10 @@ class Walk:
             if not sure:
                 keep = e.compare(stage, "lt", self.stages)
                 mine = [e.select(keep, a, b) for a, b in zip(mine, before, strict=True)]
-            between = self.between if tile == 0 else None
-            if between is None:
-                self.put(tile, totals, mine)
+            self.put(tile, totals, mine)
             if after >= self.depth:
                 e.warp_barrier()  # all lanes have read what is now overwritten
                 self.fetch(tile + self.depth, stage, at)
-            if between is not None:
-                between(parts)
-                self.put(tile, totals, mine)
             unit = None
             if self.fixed and left is not None:
                 unit = tiles * (self.rounds - left - 1) + tile
@@ -276,7 +240,7 @@ class Walk:
         *totals, at = e.loop(self.first, self.stages, self.step, [*start, at], body)
         return totals, at
 
-    def run_kept(self, meanwhile: Callable[[], None], beside: Beside | None = None) -> None:
+    def run_kept(self, meanwhile: Callable[[], None]) -> None:
         """Every stage, with totals in shared memory.
 
         Stages that are written out are in branches, although all warps may take them: no compiler
@@ -286,12 +250,8 @@ class Walk:
         assert stored is not None
         loop = self.rounds * tiles > UNROLLED_KEPT
         x = None if loop else self.load_x(e.smaller(self.first, self.stages - 1), in_order=True)
-        held = None
-        if beside is not None:
-            held = self.start_with(beside, x)
-        else:
-            self.start()
-            meanwhile()
+        self.start()
+        meanwhile()
         if loop or self.stages < self.step:  # the first stage adds to them, or there is none
             for tile in range(tiles):
                 stored.store(e, tile, [0.0] * self.each)
@@ -305,9 +265,7 @@ class Walk:
                 if i:
                     e.warp_barrier()  # all lanes have read the sums that are now overwritten
                 _ignore(
-                    self.one_stage(
-                        stage, self.place(i * tiles), [], self.rounds - 1 - i, words, held
-                    )
+                    self.one_stage(stage, self.place(i * tiles), [], self.rounds - 1 - i, words)
                 )
 
             e.when(e.compare(stage, "lt", self.stages), one)
@@ -316,7 +274,6 @@ class Walk:
 def walk(
     stream: Stream, first: Value, step: int, x: Sequence[Value], ring: Ring,
     meanwhile: Callable[[], None] = lambda: None, kept: Kept | None = None,
-    beside: Beside | None = None,
 ) -> list[Value]:  # fmt: skip
     """The products of stages first, first + step, ... of the matrix.
 
@@ -328,30 +285,25 @@ def walk(
       ring: 1 or more tiles deep.
       meanwhile: done once the first copies have started; may wait for later ones of its own.
       kept: shared memory for sums of x and maybe the totals; None for registers.
-      beside: in place of `meanwhile`.
 
     Returns:
       float32, 4 a row tile and column tile, row tiles outermost, as c of `mma`; none if
       these are kept.
     """
-    way = Walk(stream, first, step, x, ring, kept)
+    way = _Walk(stream, first, step, x, ring, kept)
     if way.stored is not None:
-        way.run_kept(meanwhile, beside)
+        way.run_kept(meanwhile)
         return []
-    held = None
-    if beside is not None:
-        held = way.start_with(beside)
-    else:
-        way.start()
-        meanwhile()
-    return way.run([0.0] * (way.each * stream.num_tiles), held)[0]
+    way.start()
+    meanwhile()
+    return way.run([0.0] * (way.each * stream.num_tiles))[0]
 
 
 def hold(
     stream: Stream, first: Value, step: int, x: Sequence[Value], kept: Kept | None
 ) -> list[BlockOfX] | None:
     """What walks along the same K and x need not load again: x of a warp with a single stage."""
-    way = Walk(stream, first, step, x, Ring(stream.e.const(0), 1), kept)
+    way = _Walk(stream, first, step, x, Ring(stream.e.const(0), 1), kept)
     if way.rounds > 1:
         return None
     return way.prepare_x(way.load_x(stream.e.smaller(first, way.stages - 1)))
@@ -359,7 +311,7 @@ def hold(
 
 def start(stream: Stream, first: Value, step: int, ring: Ring) -> None:
     """Starts the copies of the first of a row of walks; see `walk_on`."""
-    Walk(stream, first, step, [], ring, of_row=True).start()
+    _Walk(stream, first, step, [], ring, of_row=True).start()
 
 
 def walk_on(
@@ -382,7 +334,7 @@ def walk_on(
     Returns:
       The totals, and where the next one's first tile lies.
     """
-    way = Walk(stream, first, step, x, ring, kept, onward, of_row=True)
+    way = _Walk(stream, first, step, x, ring, kept, onward, of_row=True)
     meanwhile()
     return way.run([0.0] * (way.each * stream.num_tiles), held)
 

@@ -15,8 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
-from pallas_kernels.stream.emit import Value
-from pallas_kernels.stream.emit_cluster import i32
+from pallas_kernels.stream.emit import Value, i32
 from pallas_kernels.wgmma import fragments, lanes
 from pallas_kernels.wgmma.emit import Emitter
 from pallas_kernels.wgmma.fragments import ROWS, STAGE, Form
