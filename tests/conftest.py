@@ -7,6 +7,10 @@ from collections.abc import Iterator
 # Read when huggingface_hub is imported, so before anything that imports it.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+# Torch and OpenBLAS wait for their threads by spinning: beside another worker that doubled the
+# time of what runs tiny models of transformers. Read when they are imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Most of the time of tests on a CPU was XLA's, optimising programs that run once, for
 # milliseconds: without optimisation and with its older, plainer emitters it takes a third. What a
 # GPU runs is compiled as users compile it. Read when JAX first compiles; processes inherit it.
