@@ -36,7 +36,11 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
 
 
 class WeightsTest(HostTestCase):
-    @parameterized.product(bits=(2, 3, 4, 8, 16), zero_kind=("float", "integer", "symmetric"))
+    @parameterized.parameters(
+        *((2, zero_kind) for zero_kind in ("float", "integer", "symmetric")),
+        (3, "float"), (3, "symmetric"), (4, "integer"), (4, "symmetric"),
+        (8, "float"), (8, "integer"), (16, "float"),
+    )  # fmt: skip
     def test_they_are_as_wide_as_their_inputs_ask(self, bits, zero_kind):
         packing = Packing(
             bits=bits, group_size=32, zero_kind=zero_kind, attention_bits=bits, head_bits=bits

@@ -1,10 +1,27 @@
 """Settings of every test: strict dtypes and ranks, no network, what a `gpu` test needs."""
 
+import importlib.util
 import os
 from collections.abc import Iterator
 
 # Read when huggingface_hub is imported, so before anything that imports it.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# Torch and OpenBLAS wait for their threads by spinning: beside another worker that doubled the
+# time of what runs tiny models of transformers. Read when they are imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Most of the time of tests on a CPU was XLA's, optimising programs that run once, for
+# milliseconds: without optimisation and with its older, plainer emitters it takes a third. What a
+# GPU runs is compiled as users compile it. Read when JAX first compiles; processes inherit it.
+if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
+    COMPILE_QUICKLY = (
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+        "--xla_cpu_use_fusion_emitters=false",
+    )
+    # The last of a flag's values wins, so what the environment says already does.
+    os.environ["XLA_FLAGS"] = " ".join((*COMPILE_QUICKLY, os.environ.get("XLA_FLAGS", "")))
 
 import jax
 import pytest

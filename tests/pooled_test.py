@@ -1,6 +1,7 @@
 """Residency is invisible: the same tokens and logits to the bit, wherever the experts are."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -89,6 +90,17 @@ def answers(runner: Runner, prompts: list[list[int]], num_tokens: int = 12) -> l
     return rows
 
 
+@functools.cache
+def of_resident(
+    config: ModelConfig, bits: int = 16
+) -> tuple[np.ndarray, np.ndarray, list[list[list[int]]]]:
+    """Tokens and their logits, and answers to one and to all prompts, with no expert moved."""
+    resident = Runner(config, random_weights(config, bits), CPU)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 24)).astype(np.int32)
+    batches = PROMPTS[:1], PROMPTS
+    return tokens, np.asarray(resident.logits(tokens)), [answers(resident, b) for b in batches]
+
+
 class InvisibleTest(parameterized.TestCase):
     @parameterized.parameters(
         *(("qwen3_moe", policy) for policy in POLICIES if policy not in ("25 %", "50 %")),
@@ -101,13 +113,11 @@ class InvisibleTest(parameterized.TestCase):
         self.check(QWEN, 3, "25 %")
 
     def check(self, config, bits, policy):
-        weights = random_weights(config, bits)
-        resident = Runner(config, weights, CPU)
-        runner = pooled_runner(config, weights, POLICIES[policy])
-        tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 24)).astype(np.int32)
-        np.testing.assert_array_equal(runner.logits(tokens), resident.logits(tokens))
-        for batch in (PROMPTS[:1], PROMPTS):
-            self.assertEqual(answers(runner, batch), answers(resident, batch))
+        tokens, logits, (one, four) = of_resident(config, bits)
+        runner = pooled_runner(config, random_weights(config, bits), POLICIES[policy])
+        np.testing.assert_array_equal(runner.logits(tokens), logits)
+        self.assertEqual(answers(runner, PROMPTS[:1]), one)
+        self.assertEqual(answers(runner, PROMPTS), four)
         events = runner.memory.settle().as_dict()["totals"]
         self.assertEqual(events["unserved"], 0)
         self.assertEqual(events["misses"], events["admitted"] + events["streamed"])
@@ -161,8 +171,8 @@ class DiskTest(parameterized.TestCase):
             PoolSpec(cache, prefetch, read), *(row[:num_rows] for row in rows), row_of, CPU
         )
         runner = Runner(QWEN, without_experts(weights), CPU, memory=memory)
-        resident = Runner(QWEN, weights, CPU)
-        self.assertEqual(answers(runner, PROMPTS), answers(resident, PROMPTS))
+        _, _, (_, expected) = of_resident(QWEN)
+        self.assertEqual(answers(runner, PROMPTS), expected)
         waits = memory.settle().as_dict()["totals"]["waits"]
         self.assertEqual(waits, len(asked))
         self.assertGreater(waits, 0)
