@@ -70,6 +70,7 @@ class ExpertPool:
     down: Weight  # [S, D, F]
     residency: Residency
     counts: Counts
+    used: jax.Array | None = None  # int32[M, E], clock of the last use; with `PoolSpec.read` alone
 
     @property
     def slots(self) -> tuple[Weight, Weight]:
@@ -142,7 +143,11 @@ class PooledExperts:
         )
         weights = jnp.where(active, routing.weights, 0.0)
         counts = counts.add_gate_mass(layer, jnp.sum(weights).reshape(1))
-        self.pool = dataclasses.replace(pool, residency=residency, counts=counts)
+        used = pool.used
+        if used is not None:  # the host evicts by it
+            clock = pool.residency.clock
+            used = used.at[layer].set(jnp.where(needed, clock, used[layer]))
+        self.pool = dataclasses.replace(pool, residency=residency, counts=counts, used=used)
         slot, wave = plan.slot[routing.ids], plan.wave[routing.ids]
         self._bring(layer, plan.admitted, plan.admitted_slots)
         products = self._products(x, Pairs(slot, active & (wave == 0)), layer, plan, 0)

@@ -14,10 +14,10 @@ from moejax.memory.budget.allocation import (
     Tier,
     gib_above,
     make_budget,
-    table_nbytes,
 )
 from moejax.memory.budget.precisions import n_hot
 from moejax.memory.budget.table import describe
+from moejax.memory.budget.tables import table_nbytes
 from moejax.memory.budget.workspace import Model, workspace_nbytes
 
 __all__ = [

@@ -1,0 +1,467 @@
+"""Bulk transfers between steps: right bytes in right slots, or a counter; never a wrong token."""
+
+import dataclasses
+import tempfile
+import threading
+import time
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax import Engine
+from moejax.checkpoints.experts import ExpertReader
+from moejax.compiled import CompiledPrograms
+from moejax.errors import MoejaxError
+from moejax.ledger import no_counts
+from moejax.memory import landing, residency
+from moejax.memory.budget import Limits
+from moejax.memory.disk import DiskExperts
+from moejax.memory.host_store import HeldRows, HostStore
+from moejax.memory.pooled import ExpertPool
+from moejax.memory.transfers import Transfers
+from tests.ssd_source import SECONDS, Source, SsdTestCase
+from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
+
+CACHE = residency.CacheSpec(num_layers=4, num_experts=8, slots=2, transient=1, held=1)
+PROGRAMS = CompiledPrograms()  # of all cases: compiling is what takes the time
+COPY = "moejax.memory.transfers._copy"
+ASK = [(0, 3), (0, 5), (2, 3)]
+
+
+class TransfersTestCase(SsdTestCase):
+    def setUp(self):
+        super().setUp()
+        shared = mock.patch("moejax.memory.transfers.CompiledPrograms", return_value=PROGRAMS)
+        self.enter_context(shared)
+        self.source = Source()
+        part, other = ((CACHE.num_slots, *part.shape) for part in self.source.row)
+        self.pool = ExpertPool(
+            jnp.zeros(part, jnp.uint32), jnp.zeros(other, jnp.float16),
+            jax.tree.map(jnp.copy, residency.empty(CACHE)), no_counts(CACHE.num_layers),
+        )  # fmt: skip
+
+    def held(self):
+        row_of = np.arange(32, dtype=np.int32).reshape(4, 8)
+        return HeldRows(
+            row_of, lambda row: [np.full(p.shape, row + 1, p.dtype) for p in self.source.row]
+        )
+
+    def transfers(self, supply=None, **how):
+        how = {"in_flight": 3, "queue_length": 4} | how
+        found = Transfers(CACHE, self.pool, supply or self.held(), self.device, **how)
+        self.resources.callback(found.close)
+        return found
+
+    def advance(self, transfers, until=lambda: True):
+        """As steps would, until something is so."""
+        end = time.monotonic() + SECONDS
+        while True:
+            self.pool = transfers.advance(self.pool)
+            jax.block_until_ready(self.pool)
+            self.pool.residency.check(CACHE)
+            self.assert_right_bytes()
+            if until():
+                return
+            self.assertLess(time.monotonic(), end, "nothing more happens")
+            time.sleep(0.001)
+
+    def drain(self, transfers):
+        self.advance(transfers, lambda: not transfers.num_pending)
+
+    def assert_right_bytes(self):
+        owner = np.asarray(self.pool.residency.owner)
+        for layer, slot in zip(*np.nonzero(owner >= 0), strict=True):
+            value = self.source.value(layer, owner[layer, slot])
+            for part in self.pool.slots:
+                found = np.asarray(part[layer * CACHE.slots + slot])
+                self.assertTrue((found == value).all(), (layer, owner[layer, slot], found))
+
+    def resident(self):
+        return set(zip(*np.nonzero(np.asarray(self.pool.residency.slot_of) >= 0), strict=True))
+
+    def counts(self):
+        names = ("bulk", "prefetch_waste", "evictions")
+        return tuple(int(getattr(self.pool.counts, name).sum()) for name in names)
+
+    def assert_counters(self, transfers, **expected):
+        found = dataclasses.asdict(transfers.counters)
+        self.assertEqual({name: n for name, n in found.items() if n}, expected)
+
+
+class RequestTest(TransfersTestCase):
+    def test_they_land_with_their_bytes_and_evict_the_least_recently_used(self):
+        transfers = self.transfers()
+        self.assertIs(transfers.advance(self.pool), self.pool)  # nothing to do, nothing dispatched
+        for layer, expert in ASK:
+            self.assertEqual(transfers.request(layer, [expert]), [expert])
+        num_traces = PROGRAMS.num_traces
+        self.drain(transfers)
+        self.assertEqual(self.resident(), set(ASK))
+        transfers.request(0, [6, 7])
+        self.drain(transfers)
+        self.assertEqual(self.resident(), {(0, 6), (0, 7), (2, 3)})
+        self.assertEqual(self.counts(), (5, 2, 2))
+        self.assert_counters(transfers, requested=5, moved=5, landed=5)
+        self.assertEqual(PROGRAMS.num_traces, num_traces)
+
+    def test_old_owners_serve_until_the_bytes_are_there(self):
+        transfers = self.transfers()
+        transfers.request(0, [3, 5])
+        self.drain(transfers)
+        with mock.patch("moejax.memory.transfers.is_ready", return_value=False):
+            transfers.request(0, [6, 7])
+            for _ in range(5):
+                self.advance(transfers)
+                self.assertEqual(self.resident(), {(0, 3), (0, 5)})
+        self.drain(transfers)
+        self.assertEqual(self.resident(), {(0, 6), (0, 7)})
+
+    def test_what_is_in_a_slot_does_not_cross_the_link(self):
+        transfers = self.transfers()
+        transfers.request(1, [4])
+        self.drain(transfers)
+        transfers.request(1, [4, 5])
+        self.drain(transfers)
+        self.assertEqual(self.counts(), (2, 0, 0))
+        self.assert_counters(transfers, requested=3, moved=2, landed=2, needless=1)
+
+    def test_what_a_step_has_fetched_meanwhile_is_dropped_and_counted(self):
+        transfers = self.transfers()
+        transfers.request(1, [4])
+        self.advance(transfers, lambda: transfers.counters.moved)
+        wanted = jnp.zeros(8, bool).at[4].set(True)
+        fetch, tables, counts = residency.predict(
+            CACHE, self.pool.residency, 1, wanted, 1, self.pool.counts
+        )
+        slot = int(fetch.slots[0])
+        slots = [part.at[slot].set(self.source.value(1, 4)) for part in self.pool.slots]
+        self.pool = ExpertPool(*slots, tables, counts)
+        self.drain(transfers)
+        self.assertEqual(self.resident(), {(1, 4)})
+        self.assertEqual(self.counts(), (1, 1, 0))
+        self.assert_counters(transfers, requested=1, moved=1, dropped=1)
+
+    def test_pinned_experts_stay(self):
+        transfers = self.transfers()
+        transfers.request(3, [0, 1])
+        self.drain(transfers)
+        pins = jnp.zeros(8, bool).at[0].set(True)
+        pinned = residency.pin(CACHE, self.pool.residency, 3, pins)
+        self.pool = dataclasses.replace(self.pool, residency=pinned)
+        transfers.request(3, [2, 3])
+        self.drain(transfers)
+        self.assertLen(self.resident() & {(3, 2), (3, 3)}, 1)
+        self.assertIn((3, 0), self.resident())
+        self.assert_counters(transfers, requested=4, moved=4, landed=3, dropped=1)
+
+    def test_a_full_queue_refuses_and_repeats_are_no_requests(self):
+        transfers = self.transfers()
+        self.assertEqual(transfers.request(0, [1, 1, 2]), [1, 1, 2])
+        self.assertEqual(transfers.request(1, [3, 4, 5]), [3, 4])
+        self.assert_counters(transfers, requested=4, repeated=1, refused=1)
+        for wrong in ((4, 0), (0, 8), (0, -1)):
+            with self.assertRaisesRegex(ValueError, "no expert"):
+                transfers.request(wrong[0], wrong[1:])
+        self.drain(transfers)
+        self.assert_counters(transfers, requested=4, repeated=1, refused=1, moved=4, landed=4)
+
+    def test_cancelled_at_every_stage(self):
+        transfers = self.transfers()
+        transfers.request(0, [1, 2])
+        self.assertEqual(transfers.cancel(0, [1, 7]), [1])  # in the queue
+        go = threading.Event()
+        self.resources.callback(go.set)
+        with mock.patch(COPY, side_effect=lambda *_: go.wait(SECONDS)):
+            self.advance(transfers)
+            self.assertEqual(transfers.cancel(0, [2]), [2])  # while it is copied
+            go.set()
+            self.drain(transfers)
+        self.assertEqual(transfers.counters.moved, 0)
+        transfers.request(0, [3])
+        self.advance(transfers, lambda: transfers.counters.moved)
+        self.assertEqual(transfers.cancel(0, [3]), [3])  # on the link
+        self.drain(transfers)
+        self.assertEqual(self.resident(), set())
+        self.assertEqual(self.counts(), (1, 1, 0))
+        self.assert_counters(transfers, requested=3, cancelled=3, moved=1)
+        transfers.request(0, [3])
+        self.advance(transfers, lambda: transfers.counters.moved == 2)
+        transfers.cancel(0, [3])
+        self.assertEqual(transfers.request(0, [3]), [3])  # and taken up again
+        self.drain(transfers)
+        self.assertEqual(self.resident(), {(0, 3)})
+
+    def test_closed_in_the_middle(self):
+        transfers = self.transfers()
+        transfers.request(0, [1, 2])
+        self.advance(transfers)
+        transfers.close()
+        transfers.close()
+        self.assertIs(transfers.advance(self.pool), self.pool)
+        with self.assertRaisesRegex(ValueError, "closed"):
+            transfers.request(0, [1])
+
+    def test_a_failed_landing_is_an_error_and_frees_the_blocks(self):
+        transfers = self.transfers()
+        transfers.request(0, [1])
+        self.advance(transfers, lambda: transfers.counters.moved)
+        transfers.request(0, [2])
+        lost = mock.patch.object(Transfers, "_program", side_effect=RuntimeError("no memory"))
+        with lost, self.assertRaisesRegex(RuntimeError, "no memory"):
+            self.advance(transfers)
+        self.drain(transfers)
+        self.assertEqual(self.resident(), {(0, 2)})
+
+    def test_numbers_of_every_width_go_through_words(self):
+        rng = np.random.default_rng(0)
+        row = [
+            rng.integers(0, 200, shape).astype(dtype)
+            for shape, dtype in (
+                ((3, 5), np.uint8), ((7,), jnp.bfloat16), ((2, 2), np.float32), ((5,), np.uint32)
+            )
+        ]  # fmt: skip
+        layout = landing.BlobLayout.of(row)
+        memory = np.zeros(layout.num_words, np.uint32)
+        for view, part in zip(layout.views(memory), row, strict=True):
+            view[...] = part
+        for part, found in zip(row, layout.parts(jnp.asarray(memory)), strict=True):
+            self.assertEqual(found.dtype, part.dtype)
+            np.testing.assert_array_equal(found, part)
+        with self.assertRaisesRegex(ValueError, "float64"):
+            landing.BlobLayout.of([np.zeros(3)])
+
+
+class Uses:
+    """A copy of last uses that is ready when it is told to be."""
+
+    def __init__(self, uses):
+        self.uses, self.ready = uses, False
+
+    def is_ready(self):
+        return self.ready
+
+    def copy_to_host_async(self):
+        pass
+
+    def __array__(self, dtype=None, copy=None):
+        return self.uses
+
+
+class DiskTest(TransfersTestCase):
+    def disk(self, num_rows, *, ring=2, **how):
+        row_of, store = np.full((4, 8), -1, np.int32), None
+        if num_rows:
+            store = HostStore.allocate(self.source, num_rows, self.device)
+            store.fill(progress=False)
+            row_of = store.row_of
+            self.rows = store.rows
+        reader = self.reader(self.source, ring_blocks=ring, **how)
+        disk = DiskExperts(reader, store, self.source.row, row_of, most_kept=2, most_ahead=ring)
+        self.resources.callback(disk.close)
+        self.asked = []
+        return disk
+
+    def step(self, disk, uses=None, ready=True):
+        """Between two steps: the copy that was asked for last becomes ready, or not."""
+        if self.asked:
+            self.asked[-1].ready = ready
+        changed = disk.advance(lambda: self.asked.append(Uses(uses)) or self.asked[-1])
+        disk._writer.submit(int).result(SECONDS)  # what is being written is
+        return changed
+
+    @parameterized.parameters(0, 1, 5)
+    def test_what_no_row_has_comes_from_the_disk(self, num_rows):
+        disk = self.disk(num_rows)
+        transfers = self.transfers(disk)
+        uses = np.zeros((4, 8), np.int32)
+        for layer, expert in ASK:
+            transfers.request(layer, [expert])
+        self.advance(transfers, lambda: self.step(disk, uses) is None or not transfers.num_pending)
+        self.assertEqual(self.resident(), set(ASK))
+        for _ in range(6):
+            self.step(disk, uses)
+        self.assertEqual((disk.row_of >= 0).sum(), num_rows)
+        self.assertEqual(len(np.unique(disk.row_of[disk.row_of >= 0])), num_rows)
+        for expert in zip(*np.nonzero(disk.row_of >= 0), strict=True):
+            self.assert_row(disk, expert)
+        self.assertLen(disk.reader._free, 2)  # the whole ring is free again
+
+    def assert_row(self, disk, expert):
+        for part in self.rows(int(disk.row_of[expert])):
+            self.assertTrue((part == self.source.value(*expert)).all(), expert)
+
+    def test_rows_go_to_others_by_last_use_once_no_step_reads_them(self):
+        disk = self.disk(3)  # of (0, 0), (0, 1), (0, 2)
+        uses = np.zeros((4, 8), np.int32)
+        uses[0, :3] = 9, 7, 8
+        self.assertIsNone(disk.borrow((3, 3)))
+        ticket = disk._tickets[3, 3]
+        self.assertTrue(disk.reader.wait(ticket, SECONDS))
+        self.assertFalse(self.step(disk, uses))
+        self.assertFalse(self.step(disk, uses, ready=False))
+        self.assertGreaterEqual(disk.row_of[0, 1], 0)
+        place = int(disk.row_of[0, 1])
+        self.assertTrue(self.step(disk, uses))  # who is least recently used is known: (0, 1)
+        self.assertEqual((disk.row_of[0, 1], disk.row_of[3, 3]), (-1, -1))
+        for _ in range(3):  # a step that was told of the old table still runs
+            self.assertFalse(self.step(disk, uses, ready=False))
+            self.assertTrue((self.rows(place)[0] == self.source.value(0, 1)).all())
+        self.assertFalse(self.step(disk, uses))
+        self.assertTrue(self.step(disk, uses))
+        self.assertEqual(disk.row_of[3, 3], place)
+        self.assert_row(disk, (3, 3))
+        self.assertEqual(disk.cache.evictions, 1)
+
+    def test_a_row_that_is_being_copied_is_nobodys(self):
+        disk = self.disk(1)
+        uses = np.zeros((4, 8), np.int32)
+        self.assertIsNotNone(disk.borrow((0, 0)))
+        disk.read(1, np.array([5]))
+        for _ in range(5):
+            self.step(disk, uses)
+        self.assertEqual(disk.row_of[0, 0], 0)
+        disk.give_back((0, 0))
+        disk.read(1, np.array([5]))
+        for _ in range(5):
+            self.step(disk, uses)
+        self.assertEqual(disk.row_of[1, 5], 0)
+
+    @parameterized.parameters(OSError(5, "Input/output error"), MoejaxError("another checksum"))
+    def test_a_disk_that_fails_leaves_experts_where_they_are(self, fault):
+        disk = self.disk(0, retries=0)
+        self.source.faults = [fault]
+        transfers = self.transfers(disk)
+        transfers.request(0, [1, 2])
+        with self.assertLogs("absl", "ERROR"):
+            self.drain(transfers)
+        self.assertEqual(self.resident(), {(0, 2)})
+        transfers.request(0, [1])
+        self.drain(transfers)
+        self.assertEqual(self.resident(), {(0, 1), (0, 2)})
+        self.assert_counters(transfers, requested=3, failed=1, moved=2, landed=2)
+
+    def test_a_slow_disk_holds_nobody_up(self):
+        disk = self.disk(2, ring=1)  # of (0, 0), (0, 1)
+        self.source.gate.clear()
+        transfers = self.transfers(disk)
+        transfers.request(1, [4, 5])
+        transfers.request(0, [0])
+        self.advance(transfers, lambda: transfers.num_pending == 2)
+        self.assertEqual(self.resident(), {(0, 0)})
+        self.assertEqual(transfers.cancel(1, [4]), [4])  # while it is read
+        self.source.gate.set()
+        self.drain(transfers)
+        self.assertEqual(self.resident(), {(0, 0), (1, 5)})
+
+    def test_closed_while_the_disk_reads(self):
+        disk = self.disk(0)
+        self.source.gate.clear()
+        transfers = self.transfers(disk)
+        transfers.request(1, [4, 5, 6])
+        self.advance(transfers)
+        transfers.close()
+        self.source.gate.set()
+        disk.close()
+        disk.read(0, np.array([0]))
+        self.assertIsInstance(disk.take_error(), ValueError)
+
+
+PROMPTS = [np.random.default_rng(n).integers(0, VOCAB_SIZE, n).tolist() for n in (9, 21)]
+ROW_NBYTES = 3 * 16 * 32 * 4  # of an expert of the tiny model in float32
+
+
+class InvisibleTest(parameterized.TestCase):
+    """An engine with a disk, few rows and few slots; experts come and go between its steps."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        directory = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.expected = cls.tokens(load_tiny_engine(directory))
+        cls.engine = Engine.from_pretrained(
+            directory, dtype="float32", platform="cpu", progress=False, context=64,
+            limits=Limits(slots=3, transient=2, host_gib=19.5 * ROW_NBYTES / 2**30, bulk=4),
+        )  # fmt: skip
+        cls.memory = cls.engine._runner.memory
+        cls.addClassCleanup(cls.memory.close)
+
+    @staticmethod
+    def tokens(engine, between=lambda: None):
+        found = []
+        for prompt in PROMPTS:
+            found.append([])
+            for chunk in engine.stream(prompt, max_new_tokens=30):
+                found[-1].append(chunk.token)
+                between()
+        return found
+
+    def random_requests(self, rng):
+        transfers = self.memory.transfers
+
+        def between():
+            layer, experts = int(rng.integers(2)), rng.choice(8, 3, replace=False).tolist()
+            transfers.request(layer, experts)
+            if rng.random() < 0.3:
+                transfers.cancel(layer, experts[:1])
+
+        return between
+
+    def test_planned_bytes_are_allocated_bytes(self):
+        planned, memory = self.engine.budget, self.memory
+        self.assertEqual(planned.host_rows, 7)
+        blocks = [block.array.nbytes for block in memory.transfers._blocks]
+        self.assertEqual(blocks, [ROW_NBYTES] * 4)
+        room = planned.device["experts on their way between steps"]
+        self.assertEqual(room, planned.host["blocks of transfers between steps"])
+        self.assertBetween(room, sum(blocks), 1.02 * sum(blocks))
+        pool = memory.pool
+        tables = (pool.residency, pool.counts, pool.used, memory.store.row_of)
+        found = sum(leaf.nbytes for leaf in jax.tree.leaves(tables))
+        self.assertEqual(planned.device["residency tables"], found)
+
+    def test_tokens_do_not_depend_on_what_is_in_flight(self):
+        rng = np.random.default_rng(0)
+        places = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(self.memory.pool.slots)]
+        self.assertEqual(self.tokens(self.engine, self.random_requests(rng)), self.expected)
+        num_traces = self.engine.num_traces
+        self.assertEqual(self.tokens(self.engine, self.random_requests(rng)), self.expected)
+        self.assertEqual(self.engine.num_traces, num_traces)
+        found = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(self.memory.pool.slots)]
+        self.assertEqual(found, places)
+        ledger = self.engine.ledger
+        counters = ledger.bulk_requests
+        self.assertGreater(counters["landed"], 10)
+        self.assertEqual(counters["failed"], 0)
+        self.assertGreater(ledger.bytes_by_cause["bulk"], 0)
+        self.assertLessEqual(ledger.total("bulk"), counters["moved"])
+        self.assertGreater(self.memory.disk.cache.evictions, 0)
+        self.assertBetween(ledger.host_hit_rate, 0.1, 0.99)
+        lines = " ".join(ledger.describe())
+        self.assertIn("bulk requests: requested ", lines)
+        self.assertIn("host memory had ", lines)
+        self.memory.pool.residency.check(self.memory.spec.cache)
+
+    def test_nor_on_a_disk_that_fails_in_the_background(self):
+        rng, read = np.random.default_rng(1), ExpertReader.read
+        failed = []
+
+        def sometimes(reader, layer, expert, into, **how):
+            # The thread of the ring, not a step that waits; three times: with its repetitions.
+            if "moejax-ssd" in threading.current_thread().name and rng.random() < 0.7:
+                failed.append((layer, expert))
+                into[0][...] = 7
+                raise MoejaxError("a bad sector")
+            read(reader, layer, expert, into, **how)
+
+        with mock.patch.object(ExpertReader, "read", sometimes):
+            self.assertEqual(self.tokens(self.engine, self.random_requests(rng)), self.expected)
+        self.assertNotEmpty(failed)
+        self.assertEqual(self.tokens(self.engine), self.expected)
+
+
+if __name__ == "__main__":
+    absltest.main()
