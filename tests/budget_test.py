@@ -209,7 +209,23 @@ class LimitsTest(parameterized.TestCase):
         self.assertEqual((whole.host_rows, whole.host_share), (256, 1.0))
         self.assertEqual(list(whole.host), ["experts"])
 
+    def test_transfers_between_steps_take_room_on_both_sides(self):
+        expert, tables = int4(MIXTRAL).expert_nbytes, "residency tables"
+        quiet, busy = (budget_of(MIXTRAL, slots=2, host_gib=10, bulk=n) for n in (0, 3))
+        room = busy.device["experts on their way between steps"]
+        self.assertBetween(room, 3 * expert, 3.01 * expert)
+        self.assertEqual(busy.total_device, quiet.total_device + room)
+        self.assertEqual(busy.host["blocks of transfers between steps"], room)
+        self.assertEqual(busy.host_rows, quiet.host_rows - 4)  # the fourth by the padding
+        self.assertLessEqual(busy.total_host, 10 * GIB)
+        whole = budget_of(MIXTRAL, slots=2)
+        last_uses = quiet.device[tables] - whole.device[tables]
+        self.assertEqual(last_uses, 4 * 32 * 8)
+        self.assertEqual(budget_of(MIXTRAL, device_gib=16, bulk=1).slots > 0, True)
+
     @parameterized.parameters(
+        ({"slots": 0, "bulk": 1}, "memory.bulk=1 must be 0 (none) or a number of experts, which"),
+        ({"slots": 1, "bulk": -1}, "memory.bulk=-1 must be 0"),
         ({"slots": 129}, "memory.slots=129 is more than the 128 experts"),
         ({"transient": 200}, "memory.transient=200 is more than the 128 experts"),
         ({"slots": 2, "prefetch": 3}, "memory.prefetch=3 needs as many slots"),

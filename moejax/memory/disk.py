@@ -113,16 +113,19 @@ class DiskExperts:
         return tuple(found)
 
     def _read(self, expert: Expert, into: list[np.ndarray]) -> None:
-        with self._lock:  # while the ring's bytes are copied, nobody may release them
+        with self._lock:  # while bytes are copied, nobody may release a block or give a row away
             self._collect()
             if (arrival := self._arrived.get(expert)) is not None:
-                _copy(into, arrival.parts)
-                return
+                return _copy(into, arrival.parts)
+            if self.cache is not None and self.row_of[expert] >= 0:  # since the step was dispatched
+                assert self._store is not None
+                return _copy(into, self._store.rows(int(self.row_of[expert])))
         parts = self.reader.read_now(*expert)
         _copy(into, parts)
         with self._lock:
             kept = sum(arrival.ticket is None for arrival in self._arrived.values())
-            if self.cache is not None and kept < self._most_kept and expert not in self._arrived:
+            is_there = expert in self._arrived or self.row_of[expert] >= 0
+            if self.cache is not None and kept < self._most_kept and not is_there:
                 self._arrived[expert] = _Arrival(parts)
 
     def borrow(self, expert: Expert) -> Sequence[np.ndarray] | None:
