@@ -276,8 +276,9 @@ class _Run:
         parts["residency tables"] = table_nbytes(
             self.num_layers, self.num_experts, slots, last_uses=self.reads_disk
         )
-        if self.limits.bulk:
-            parts["experts on their way between steps"] = self.bulk_nbytes
+        if self.limits.bulk:  # the program that writes them to slots has one as an array of its own
+            own = self.tier.expert_nbytes
+            parts["experts on their way between steps"] = self.bulk_nbytes + own
         # A kernel copies host rows to their slots. What the disk gives, and what XLA copies on a
         # CPU, is an array of the step first.
         if self.platform == "cpu" or self.reads_disk:
@@ -287,7 +288,7 @@ class _Run:
 
     @property
     def bulk_nbytes(self) -> int:
-        """Of transfers between steps, on the device, and once more in host memory."""
+        """Of transfers between steps, on the device and once more in host memory."""
         # Each array of an expert is sent in full words: of an odd number of 16-bit scales, say.
         return self.limits.bulk * (self.tier.expert_nbytes + BLOB_PADDING)
 
