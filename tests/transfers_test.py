@@ -194,6 +194,11 @@ class InvisibleTest(parameterized.TestCase):
         cls.memory = cls.engine._runner.memory
         cls.addClassCleanup(cls.memory.close)
 
+    def setUp(self):
+        super().setUp()
+        for layer in range(2):  # what the case before left in the queue
+            self.memory.transfers.cancel(layer, range(8))
+
     @staticmethod
     def tokens(engine, between=lambda: None):
         found = []
