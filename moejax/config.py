@@ -65,6 +65,9 @@ class MemoryConfig(RunConfig):
         Limits.transient, "slots through which the others stream; 0: what keeps the link busy"
     )
     prefetch: int = _option(Limits.prefetch, "experts of the next layer that are fetched ahead")
+    bulk: int = _option(
+        Limits.bulk, "experts that may be on their way to the accelerator between steps; 0: none"
+    )
 
     def limits(self) -> Limits:
         """As `moejax.memory.budget` takes them."""
@@ -78,7 +81,7 @@ class MemoryConfig(RunConfig):
                 raise MoejaxError(f"{name}={gib} must be 0 (no limit) or a number of GiB")
         if self.slots < -1:
             raise MoejaxError(f"slots={self.slots} must be -1 (as many as fit) or a number")
-        for name in ("transient", "prefetch"):
+        for name in ("transient", "prefetch", "bulk"):
             if getattr(self, name) < 0:
                 raise MoejaxError(f"{name}={getattr(self, name)} must be 0 or a number of experts")
 

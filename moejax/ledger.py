@@ -106,6 +106,7 @@ class Ledger:
       gate_mass: of all, by tier, of all layers.
       disk_bytes: read from the disk, told by the reader.
       disk_reads: experts, likewise.
+      bulk_requests: what became of requests between steps, by name, told by the transfers.
     """
 
     expert_bytes: int
@@ -114,6 +115,7 @@ class Ledger:
     gate_mass: dict[str, float] = dataclasses.field(default_factory=dict)
     disk_bytes: int = 0
     disk_reads: int = 0
+    bulk_requests: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def add(self, counts: Counts, *, disk_bytes: int = 0, disk_reads: int = 0) -> None:
         """Adds the counts of a call, after which the next one starts from `no_counts`.
@@ -162,6 +164,12 @@ class Ledger:
         return _share(used, used + self.total("prefetch_waste"))
 
     @property
+    def host_hit_rate(self) -> float:
+        """Share of what steps fetched that was in host memory; NaN if they fetched nothing."""
+        fetched = self.total("admitted") + self.total("streamed")
+        return _share(fetched - self.total("waits"), fetched)
+
+    @property
     def bytes_by_cause(self) -> dict[str, int]:
         """Bytes to the device by what asked for them, and what the disk gave."""
         causes = {"demand": "admitted", "stream": "streamed", "prefetch": "prefetched"}
@@ -186,9 +194,11 @@ class Ledger:
             "totals": {name: self.total(name) for name in EVENTS},
             "hit_rate": _or_none(self.hit_rate),
             "prefetch_precision": _or_none(self.prefetch_precision),
+            "host_hit_rate": _or_none(self.host_hit_rate),
             "bytes": self.bytes_by_cause,
             "gate_mass": dict(self.gate_mass),
             "disk_reads": self.disk_reads,
+            "bulk_requests": dict(self.bulk_requests),
             "layers": [dict(layer) for layer in self.layers],
         }
 
@@ -210,8 +220,12 @@ class Ledger:
         lines.append(f"moved: {', '.join(causes) or 'nothing'}")
         if count("waits") or self.disk_reads:
             lines.append(
-                f"disk: {self.disk_reads} experts read; steps waited for {count('waits')} of them"
+                f"disk: {self.disk_reads} experts read; steps waited for {count('waits')} experts; "
+                f"host memory had {_percent(self.host_hit_rate)} of what they fetched"
             )
+        if any(self.bulk_requests.values()):
+            said = (f"{name} {n}" for name, n in self.bulk_requests.items() if n)
+            lines.append(f"bulk requests: {', '.join(said)}")
         mass = sum(self.gate_mass.values())
         if mass and len(self.tiers) > 1:
             shares = (f"{tier} {_percent(self.gate_mass[tier] / mass)}" for tier in self.tiers)

@@ -209,7 +209,23 @@ class LimitsTest(parameterized.TestCase):
         self.assertEqual((whole.host_rows, whole.host_share), (256, 1.0))
         self.assertEqual(list(whole.host), ["experts"])
 
+    def test_transfers_between_steps_take_room_on_both_sides(self):
+        expert, tables = int4(MIXTRAL).expert_nbytes, "residency tables"
+        quiet, busy = (budget_of(MIXTRAL, slots=2, host_gib=10, bulk=n) for n in (0, 3))
+        room = busy.device["experts on their way between steps"]
+        self.assertBetween(room, 4 * expert, 4.01 * expert)
+        self.assertEqual(busy.total_device, quiet.total_device + room)
+        self.assertEqual(busy.host["blocks of transfers between steps"], room - expert)
+        self.assertBetween(quiet.host_rows - busy.host_rows, 3, 4)
+        self.assertLessEqual(busy.total_host, 10 * GIB)
+        whole = budget_of(MIXTRAL, slots=2)
+        last_uses = quiet.device[tables] - whole.device[tables]
+        self.assertEqual(last_uses, 4 * 32 * 8)
+        self.assertGreater(budget_of(MIXTRAL, device_gib=16, bulk=1).slots, 0)
+
     @parameterized.parameters(
+        ({"slots": 0, "bulk": 1}, "memory.bulk=1 must be 0 (none) or a number of experts, which"),
+        ({"slots": 1, "bulk": -1}, "memory.bulk=-1 must be 0"),
         ({"slots": 129}, "memory.slots=129 is more than the 128 experts"),
         ({"transient": 200}, "memory.transient=200 is more than the 128 experts"),
         ({"slots": 2, "prefetch": 3}, "memory.prefetch=3 needs as many slots"),
@@ -242,6 +258,8 @@ class AdviceTest(parameterized.TestCase):
         ({"slots": 8}, {"host_nbytes": 10 * GIB}, "host memory for experts is 15.19 GiB, but this"),
         ({"slots": 8}, {"pinned_nbytes": 8 * GIB}, "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=17"),
         ({"slots": 8, "host_gib": 8}, {}, "47 % of the experts are not in host memory"),
+        ({"slots": 8, "host_gib": 8}, {}, "with a full one 171, and 2734 in a full prefill chunk"),
+        ({"slots": 8, "host_gib": 8}, {}, "; every decode step is expected to wait"),
         ({"slots": 0}, {}, "no expert is cached"),
         ({"slots": 7}, {}, "a layer caches 7 experts, but a decode step can need 8"),
         ({"slots": 9, "prefetch": 4}, {}, "4 that are fetched ahead evict"),

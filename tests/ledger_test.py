@@ -111,9 +111,13 @@ class LedgerTest(parameterized.TestCase):
                 "(75.0 % of those decided were used)",
                 "moved: demand 4.00 MiB, stream 1.00 MiB, prefetch 4.00 MiB, bulk 2.00 MiB, "
                 "disk 2.50 KiB",
-                "disk: 5 experts read; steps waited for 2 of them",
+                "disk: 5 experts read; steps waited for 2 experts; host memory had 60.0 % of what "
+                "they fetched",
             ],
         )
+        self.assertEqual(self.book.host_hit_rate, 3 / 5)
+        self.book.bulk_requests = {"requested": 3, "refused": 0, "landed": 2}
+        self.assertEqual(self.book.describe()[-1], "bulk requests: requested 3, landed 2")
 
     def test_gate_mass_by_tier(self):
         book = Ledger(expert_bytes=1, tiers=("int4", "int2"))

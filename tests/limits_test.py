@@ -56,7 +56,7 @@ class LimitsTest(parameterized.TestCase):
         engine = limited(slots=3, transient=2, prefetch=1)
         self.assertEqual(tokens(engine), RESIDENT)
         slots = jax.tree.leaves(engine._runner.memory.pool.banks)
-        self.assertEqual({leaf.shape[0] for leaf in slots}, {2 * 3 + 2})
+        self.assertEqual({leaf.shape[0] for leaf in slots}, {1 * 3 + 2})  # of two banks
         self.assertEqual(totals(engine)["waits"], 0)
 
     def test_planned_bytes_are_allocated_bytes(self):

@@ -1,25 +1,59 @@
-"""Experts that are on the disk alone: read while the step waits, then kept in host memory.
+"""Experts that are on the disk alone: read ahead or while the step waits, then kept in host memory.
 
-The waiting mode of the design: a step that needs such an expert calls `DiskExperts.read` and goes
-on with what it returns. Between steps what was read takes a row of the host store, which is a
-cache of the disk, and steps to come fetch it from there.
+Two ways lead here. A transfer asks for an expert (`DiskExperts.borrow`), which a thread reads
+while steps run. Or a running step needs one NOW, calls `DiskExperts.read` and goes on with what it
+returns: the waiting mode. Either way the expert then takes a row of the host store, which is a
+cache of the disk, least recently used first, and steps to come fetch it from there.
+
+Nothing waits for a row. Victims are chosen by what steps used (`advance` gets a copy of their last
+uses, which is ready when all steps before it are over); steps dispatched from then on know that the
+victim is gone; and when those before are over, which the next such copy tells, a thread overwrites
+the row.
 """
 
+import concurrent.futures
+import dataclasses
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
+from moejax.errors import MoejaxError
 from moejax.memory.host_store import Expert, HostCache, HostStore
-from moejax.memory.ssd import SsdReader
+from moejax.memory.landing import is_ready
+from moejax.memory.ssd import SsdReader, State, Ticket
+
+
+@dataclasses.dataclass(eq=False)
+class _Arrival:
+    """What was read and has no row yet.
+
+    Attributes:
+      parts: the bytes; of the ring's where there is a ticket.
+      ticket: to be released; None where the bytes are their own.
+      is_wanted: whether a transfer asked for them and has not read them yet.
+      is_borrowed: whether it reads them.
+      has_row: whether a row is reserved.
+      written: the bytes on their way to it.
+    """
+
+    parts: Sequence[np.ndarray]
+    ticket: Ticket | None = None
+    is_wanted: bool = False
+    is_borrowed: bool = False
+    has_row: bool = False
+    written: concurrent.futures.Future[None] | None = None
 
 
 class DiskExperts:
-    """What a running step asks for, and what the host makes of it between steps.
+    """What steps and transfers ask for, and what the host makes of it between steps.
 
     Attributes:
       reader: of the disk; its counters say how much was read.
       cache: which experts the rows of the host store hold; None where it has no rows.
+      row_of: int32[M, E], the table for the steps to come.
       error: why an expert could not be read, since `take_error`; the step that asked went on with
         zeros, and nothing of it or of what it cached may be used.
     """
@@ -31,6 +65,7 @@ class DiskExperts:
         row: Any,
         row_of: np.ndarray,
         most_kept: int,
+        most_ahead: int = 1,
     ):
         """Around an open reader.
 
@@ -39,9 +74,10 @@ class DiskExperts:
           store: host rows; None for none.
           row: the arrays of one expert, shapes and dtypes.
           row_of: int32[M, E] of the store; -1 everywhere where there is none.
-          most_kept: experts that were read and have no row yet; more are read again.
+          most_kept: experts that a step waited for and that have no row yet; more are read again.
+          most_ahead: experts that the reader is asked for at once.
         """
-        self._most_kept = most_kept
+        self._most_kept, self._most_ahead = most_kept, most_ahead
         self.reader, self._store, self._row = reader, store, row
         self.cache = None
         if store is not None and store.in_place:
@@ -49,8 +85,13 @@ class DiskExperts:
         self.row_of = row_of
         self.error: BaseException | None = None
         self._told = (0, 0)
-        self._arrived: dict[Expert, tuple[np.ndarray, ...]] = {}
-        self._lock = threading.Lock()
+        self._arrived: dict[Expert, _Arrival] = {}
+        self._tickets: dict[Expert, Ticket] = {}
+        self._failed: dict[Expert, str] = {}
+        self._uses: jax.Array | None = None  # a copy of last uses that is not applied yet
+        self._seen = np.zeros(row_of.shape, np.int32)
+        self._lock = threading.RLock()
+        self._writer = concurrent.futures.ThreadPoolExecutor(1, "moejax-rows")
 
     def read(self, layer: Any, experts: Any) -> tuple[np.ndarray, ...]:
         """Called by the step: the rows of experts (-1: none), stacked [J, ...].
@@ -64,23 +105,95 @@ class DiskExperts:
         """
         found = [np.zeros((len(experts), *part.shape), part.dtype) for part in self._row]
         try:
-            self._read(int(layer), np.asarray(experts), found)
+            wanted = np.asarray(experts)
+            for place in np.flatnonzero(wanted >= 0):
+                self._read((int(layer), int(wanted[place])), [array[place] for array in found])
         except BaseException as error:  # the host raises it where it reads results
             self.error = error
         return tuple(found)
 
-    def _read(self, layer: int, wanted: np.ndarray, found: list[np.ndarray]) -> None:
-        for place in np.flatnonzero(wanted >= 0):
-            expert = (layer, int(wanted[place]))
-            with self._lock:
-                row = self._arrived.get(expert)
-            if row is None:
-                row = self.reader.read_now(*expert)
-                with self._lock:
-                    if self.cache is not None and len(self._arrived) < self._most_kept:
-                        self._arrived[expert] = row
-            for array, part in zip(found, row, strict=True):
-                array[place] = part
+    def _read(self, expert: Expert, into: list[np.ndarray]) -> None:
+        with self._lock:  # while bytes are copied, nobody may release a block or give a row away
+            self._collect()
+            if (arrival := self._arrived.get(expert)) is not None:
+                return _copy(into, arrival.parts)
+            if self.cache is not None and self.row_of[expert] >= 0:  # since the step was dispatched
+                assert self._store is not None
+                return _copy(into, self._store.rows(int(self.row_of[expert])))
+        parts = self.reader.read_now(*expert)
+        _copy(into, parts)
+        with self._lock:
+            kept = sum(arrival.ticket is None for arrival in self._arrived.values())
+            is_there = expert in self._arrived or self.row_of[expert] >= 0
+            if self.cache is not None and kept < self._most_kept and not is_there:
+                self._arrived[expert] = _Arrival(parts)
+
+    def borrow(self, expert: Expert) -> Sequence[np.ndarray] | None:
+        """See `host_store.RowSupply`; asks the reader where the expert is nowhere else."""
+        with self._lock:
+            if self.row_of[expert] >= 0:
+                assert self._store is not None
+                if self.cache is not None:
+                    self.cache.pin(expert)
+                return self._store.rows(int(self.row_of[expert]))
+            self._collect()
+            if (arrival := self._arrived.get(expert)) is not None:
+                arrival.is_borrowed = True
+                return arrival.parts
+            if (error := self._failed.pop(expert, None)) is not None:
+                raise MoejaxError(error)
+            if expert not in self._tickets and len(self._tickets) < self._most_ahead:
+                ticket = self.reader.request(*expert)
+                if ticket is not None:
+                    self._tickets[expert] = ticket
+            return None
+
+    def give_back(self, expert: Expert) -> None:
+        """See `host_store.RowSupply`."""
+        with self._lock:
+            if self.cache is not None:
+                self.cache.unpin(expert)
+            if (arrival := self._arrived.get(expert)) is not None:
+                arrival.is_wanted = arrival.is_borrowed = False
+                if self.cache is None:
+                    self._drop(expert)
+
+    def forget(self, expert: Expert) -> None:
+        """See `host_store.RowSupply`; what was read already stays where there are rows for it."""
+        with self._lock:
+            self._failed.pop(expert, None)
+            ticket = self._tickets.get(expert)
+            if ticket is not None and self.reader.cancel(ticket):
+                del self._tickets[expert]
+            if (arrival := self._arrived.get(expert)) is not None:
+                arrival.is_wanted = False
+                if self.cache is None:
+                    self._drop(expert)
+
+    def advance(self, last_uses: Callable[[], jax.Array]) -> bool:
+        """Between two steps: goes on with giving rows to what was read; waits for nothing.
+
+        Args:
+          last_uses: dispatches a copy of int32[M, E], the clock of the last use of every expert,
+            which is ready when all steps so far are over.
+
+        Returns:
+          Whether `row_of` changed, which the next step has to know.
+        """
+        with self._lock:
+            self._collect()
+            if self.cache is None:
+                return False
+            changed = self._publish()
+            if self._uses is not None and is_ready(self._uses):
+                uses, self._uses = self._uses, None
+                self._touch(jax.device_get(uses))
+                self._write()
+                changed |= self._reserve()
+            if self._uses is None and any(a.written is None for a in self._arrived.values()):
+                self._uses = last_uses()
+                self._uses.copy_to_host_async()
+            return changed
 
     def read_since(self) -> tuple[int, int]:
         """Experts and bytes that were read since the last call."""
@@ -88,35 +201,85 @@ class DiskExperts:
         self._told = (counters.reads, counters.bytes)
         return counters.reads - told[0], counters.bytes - told[1]
 
-    @property
-    def has_arrived(self) -> bool:
-        """Whether `settle` has something to do."""
-        return bool(self._arrived)
-
-    def settle(self) -> np.ndarray:
-        """Gives what was read a row, where none is free that of what came first; no step runs.
-
-        Which rows the steps use is not known here, so the cache is one of first in, first out.
-
-        Returns:
-          int32[M, E], the table for the steps to come.
-        """
-        assert self._store is not None
-        assert self.cache is not None
-        with self._lock:
-            arrived, self._arrived = self._arrived, {}
-        for expert, row in arrived.items():
-            if self.cache.look_up(expert) >= 0:
-                continue
-            place = self.cache.reserve(expert)
-            if place is None:
-                continue
-            for memory, part in zip(self._store.rows(place), row, strict=True):
-                memory[...] = part
-            self.cache.publish(expert)
-        return self.cache.row_of
-
     def take_error(self) -> BaseException | None:
         """`error`, which is None from then on."""
         error, self.error = self.error, None
         return error
+
+    def close(self) -> None:
+        """Ends the threads; a step that needs the disk afterwards fails."""
+        self._writer.shutdown(wait=True, cancel_futures=True)
+        self.reader.close()
+
+    def _collect(self) -> None:
+        """Takes what the reader has finished."""
+        for ticket, arrays in self.reader.done():
+            expert = (ticket.layer, ticket.expert)
+            wanted = self._tickets.get(expert) is ticket
+            if wanted:
+                del self._tickets[expert]
+            if arrays is None:
+                if wanted:
+                    self._failed[expert] = ticket.error or "it was not read"
+                self.reader.release(ticket)
+            elif expert in self._arrived or self.row_of[expert] >= 0:
+                self.reader.release(ticket)  # a step has read it meanwhile
+            else:
+                self._arrived[expert] = _Arrival(self.reader.views(ticket), ticket, wanted)
+
+    def _touch(self, uses: np.ndarray) -> None:
+        """Marks what was used since the last copy, in the order of its last uses."""
+        assert self.cache is not None
+        layers, experts = np.nonzero((uses != self._seen) & (uses > 0))
+        order = np.argsort(uses[layers, experts], kind="stable")
+        for layer, expert in zip(layers[order].tolist(), experts[order].tolist(), strict=True):
+            self.cache.touch((layer, expert))
+        self._seen = uses
+
+    def _reserve(self) -> bool:
+        """Rows for what has none; their owners are gone for the steps to come."""
+        assert self.cache is not None
+        changed = False
+        for expert, arrival in list(self._arrived.items()):
+            if arrival.has_row:
+                continue
+            evictions = self.cache.evictions
+            if self.cache.reserve(expert) is not None:
+                arrival.has_row = True
+                changed |= self.cache.evictions > evictions
+            elif not (arrival.is_wanted or arrival.is_borrowed):
+                self._drop(expert)  # every row is taken: it is read again when it is needed
+        return changed
+
+    def _write(self) -> None:
+        """Sends bytes to rows that no step reads any more, those reserved before the last copy."""
+        assert self._store is not None
+        assert self.cache is not None
+        for expert, arrival in self._arrived.items():
+            if arrival.has_row and arrival.written is None:
+                rows = self._store.rows(self.cache.reserved_row(expert))
+                arrival.written = self._writer.submit(_copy, rows, arrival.parts)
+
+    def _publish(self) -> bool:
+        assert self.cache is not None
+        changed = False
+        for expert, arrival in list(self._arrived.items()):
+            if arrival.written is None or not arrival.written.done() or arrival.is_borrowed:
+                continue
+            if arrival.written.exception() is None:
+                self.cache.publish(expert)
+                changed = True
+            else:
+                self.cache.cancel(expert)
+            self._drop(expert)
+        return changed
+
+    def _drop(self, expert: Expert) -> None:
+        arrival = self._arrived.pop(expert)
+        if arrival.ticket is not None and arrival.ticket.state is not State.OVER:
+            self.reader.release(arrival.ticket)
+
+
+def _copy(views: Sequence[np.ndarray], row: Sequence[np.ndarray]) -> None:
+    for view, part in zip(views, row, strict=True):
+        np.copyto(view, part)

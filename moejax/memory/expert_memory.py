@@ -14,7 +14,9 @@ import numpy as np
 from moejax.ledger import Ledger, no_counts
 from moejax.memory import residency
 from moejax.memory.disk import DiskExperts
+from moejax.memory.landing import last_uses
 from moejax.memory.pooled import ExpertPool, ExpertStore, PoolSpec
+from moejax.memory.transfers import Transfers
 from moejax.qtensor import Compensator, Weight
 
 
@@ -28,6 +30,7 @@ class ExpertMemory:
       store: operands of the steps.
       ledger: sums of what the steps counted, as of the last `settle`.
       disk: of experts that the store lacks; None where it has all.
+      transfers: who is asked for experts between steps; None where that is not planned for.
     """
 
     spec: PoolSpec
@@ -35,6 +38,7 @@ class ExpertMemory:
     store: ExpertStore
     ledger: Ledger
     disk: DiskExperts | None = None
+    transfers: Transfers | None = None
     _lock: Any = dataclasses.field(default_factory=threading.RLock, repr=False)
 
     @classmethod
@@ -89,8 +93,8 @@ class ExpertMemory:
     def step(self) -> Iterator[None]:
         """Around the dispatch of a step, of which there is one at a time.
 
-        Experts that earlier steps waited for get their rows of host memory first. A pool that a
-        failed step took with it is replaced by an empty one.
+        What was read from the disk gets its rows of host memory first, and transfers go on. A pool
+        that a failed step took with it is replaced by an empty one.
 
         Raises:
           MoejaxError: an earlier step could not read an expert.
@@ -99,20 +103,20 @@ class ExpertMemory:
             try:
                 self._before_step()
                 yield
-            except BaseException:
-                if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.pool)):
+            except BaseException as error:
+                lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self.pool))
+                if lost or isinstance(error, jax.errors.JaxRuntimeError):
                     self.renew()
                 raise
 
     def _before_step(self) -> None:
         self.check()
-        if self.disk is None or self.disk.cache is None or not self.disk.has_arrived:
-            return
-        self.pool.residency.clock.block_until_ready()  # steps so far may read the rows
-        self.check()
-        place = self.store.row_of.sharding
-        row_of = jax.device_put(self.disk.settle().copy(), place)
-        self.store = dataclasses.replace(self.store, row_of=row_of)
+        if self.disk is not None and self.disk.advance(lambda: _last_uses(self.pool)):
+            place = self.store.row_of.sharding
+            row_of = jax.device_put(self.disk.row_of.copy(), place)
+            self.store = dataclasses.replace(self.store, row_of=row_of)
+        if self.transfers is not None:
+            self.pool = self.transfers.advance(self.pool)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -139,7 +143,9 @@ class ExpertMemory:
             error = self.disk.take_error()
             empty = residency.empty(self.spec.cache)
             place = self.pool.residency.clock.sharding
-            self.pool = dataclasses.replace(self.pool, residency=jax.device_put(empty, place))
+            used = None if self.pool.used is None else np.zeros(self.pool.used.shape, np.int32)
+            residency_, used = jax.device_put((empty, used), place)
+            self.pool = dataclasses.replace(self.pool, residency=residency_, used=used)
         if error is not None:
             raise error
 
@@ -157,18 +163,36 @@ class ExpertMemory:
             counts = jax.device_get(self.pool.counts)
         read = self.disk.read_since() if self.disk else (0, 0)
         self.ledger.add(counts, disk_reads=read[0], disk_bytes=read[1])
+        if self.transfers is not None:
+            self.ledger.bulk_requests = dataclasses.asdict(self.transfers.counters)
         place = self.pool.counts.events.sharding
         fresh = no_counts(self.spec.cache.num_layers, counts.gate.shape[1] - 1)
         self.pool = dataclasses.replace(self.pool, counts=jax.device_put(fresh, place))
         return self.ledger
+
+    def close(self) -> None:
+        """Ends transfers and reading; a step that needs the disk afterwards is an error."""
+        with self._lock:
+            if self.transfers is not None:
+                self.transfers.close()
+            if self.disk is not None:
+                self.disk.close()
+
+
+_last_uses = jax.jit(last_uses)
 
 
 def _empty_pool(spec: PoolSpec, rows: tuple[Weight, Weight], device: jax.Device) -> ExpertPool:
     def slots(row: Any) -> jax.Array:
         return jnp.zeros((spec.cache.num_slots, *row.shape[1:]), row.dtype, device=device)
 
+    used = None
+    if spec.read is not None:
+        size = (spec.cache.num_layers, spec.cache.num_experts)
+        used = jnp.zeros(size, jnp.int32, device=device)
     return ExpertPool(
         tuple(jax.tree.map(slots, rows) for _ in range(spec.cache.banks)),
         jax.device_put(residency.empty(spec.cache), device),
         jax.device_put(no_counts(spec.cache.num_layers), device),
+        used,
     )

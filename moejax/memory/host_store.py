@@ -6,6 +6,7 @@ never donated. Whoever writes to a row sees to it that no step that may read it 
 """
 
 import concurrent.futures
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -274,6 +275,11 @@ class HostCache:
         self._held.move_to_end(expert)
         return row
 
+    def touch(self, expert: Expert) -> None:
+        """A use of an expert that somebody else saw, whether it is in a row or not."""
+        if expert in self._held:
+            self._held.move_to_end(expert)
+
     def reserve(self, expert: Expert) -> int | None:
         """A row for an expert that is going to be read: a free one, or a victim's.
 
@@ -300,6 +306,10 @@ class HostCache:
             self.evictions += 1
         self._reserved[expert] = row
         return row
+
+    def reserved_row(self, expert: Expert) -> int:
+        """The row that `reserve` returned for an expert; KeyError where none is reserved."""
+        return self._reserved[expert]
 
     def publish(self, expert: Expert) -> None:
         """The bytes of an expert are in the row that was reserved for it; the latest use of all.
@@ -331,3 +341,46 @@ class HostCache:
         if self._keep is None:
             return next(candidates, None)
         return min(candidates, key=self._keep, default=None)  # of equal ones the first
+
+
+class RowSupply(Protocol):
+    """Where transfers get an expert's arrays from, in the order of `ExpertPool.slots`."""
+
+    def borrow(self, expert: Expert) -> Sequence[np.ndarray] | None:
+        """Arrays that do not change until `give_back`; None: on their way, ask again.
+
+        Raises:
+          MoejaxError: they cannot be had; the next call tries once more.
+        """
+
+    def give_back(self, expert: Expert) -> None:
+        """What `borrow` returned is no longer read."""
+
+    def forget(self, expert: Expert) -> None:
+        """What `borrow` returned None for is no longer wanted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldRows:
+    """Rows of host memory that hold every expert for ever.
+
+    Attributes:
+      row_of: int32[M, E].
+      rows: the arrays of a row.
+    """
+
+    row_of: np.ndarray
+    rows: Callable[[int], Sequence[np.ndarray]]
+
+    def borrow(self, expert: Expert) -> Sequence[np.ndarray] | None:
+        """See `RowSupply`."""
+        row = int(self.row_of[expert])
+        if row < 0:
+            raise MoejaxError(f"expert {expert[1]} of sparse layer {expert[0]} has no row")
+        return self.rows(row)
+
+    def give_back(self, expert: Expert) -> None:
+        """See `RowSupply`."""
+
+    def forget(self, expert: Expert) -> None:
+        """See `RowSupply`."""

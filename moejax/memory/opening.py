@@ -15,10 +15,11 @@ from moejax.memory.budget import Budget, Limits, make_budget
 from moejax.memory.budget.allocation import RING_BLOCKS
 from moejax.memory.disk import DiskExperts
 from moejax.memory.expert_memory import ExpertMemory
-from moejax.memory.host_store import HostStore
+from moejax.memory.host_store import HeldRows, HostStore, RowSupply
 from moejax.memory.pooled import PoolSpec
 from moejax.memory.residency import CacheSpec
 from moejax.memory.ssd import SsdReader, waiting_refusal
+from moejax.memory.transfers import Transfers
 from moejax.qtensor import Weight
 
 QUEUE_LENGTH = 64  # requests of a reader that wait
@@ -117,11 +118,12 @@ def load_experts(
     if budget.host_rows < num_layers * num_experts:
         if reason := waiting_refusal(reader, device):
             raise MoejaxError(f"{source.directory}: {reason}; raise memory.host_gib")
-        # Nothing is read in the background yet: what steps waited for has the ring's place in the
-        # budget, but for one block.
-        ring = SsdReader(reader, device, ring_blocks=1, queue_length=QUEUE_LENGTH)
-        kept = RING_BLOCKS - 1
-        disk = DiskExperts(ring, store, reader.row, row_of, most_kept=kept)
+        # Of the ring's place in the budget, what steps waited for has what transfers do not need.
+        blocks = RING_BLOCKS // 2 if budget.limits.bulk else 1
+        ring = SsdReader(reader, device, ring_blocks=blocks, queue_length=QUEUE_LENGTH)
+        disk = DiskExperts(
+            ring, store, reader.row, row_of, most_kept=RING_BLOCKS - blocks, most_ahead=blocks
+        )
     else:
         reader.close()
     gate_up, down = jax.tree.unflatten(jax.tree.structure((reader.gate_up, reader.down)), arrays)
@@ -132,4 +134,14 @@ def load_experts(
     spec = PoolSpec(cache, budget.limits.prefetch, disk.read if disk else None)
     memory = ExpertMemory.of_rows(spec, gate_up, down, row_of, device, terms)
     memory.disk = disk
+    if budget.limits.bulk:
+        supply: RowSupply
+        if disk is not None:
+            supply = disk
+        else:
+            assert store is not None
+            supply = HeldRows(row_of, store.rows)
+        memory.transfers = Transfers(
+            cache, memory.pool, supply, device, in_flight=budget.limits.bulk
+        )
     return memory

@@ -89,6 +89,7 @@ class ExpertPool:
     banks: tuple[tuple[Weight, Weight], ...]
     residency: Residency
     counts: Counts
+    used: jax.Array | None = None  # int32[M, E], clock of the last use; with `PoolSpec.read` alone
 
 
 @jax.tree_util.register_dataclass
@@ -154,6 +155,10 @@ class PooledExperts:
         routing = self._replayed(layer, routing)
         active = jnp.broadcast_to(token_mask[:, None], routing.ids.shape)
         plan, state = self._placing.plan(self._state, self.store.row_of, layer, routing, token_mask)
+        if (used := self.pool.used) is not None:  # the host evicts by it
+            needed, clock = plan.holders[1] >= 0, self.pool.residency.clock
+            used = used.at[layer].set(jnp.where(needed, clock, used[layer]))
+            self.pool = dataclasses.replace(self.pool, used=used)
         self._set_state(state)
         slot, wave = plan.slot, plan.wave
         self._bring(layer, plan.admitted)

@@ -5,10 +5,11 @@ slots that all layers share, R rows of the host store.
 """
 
 from moejax.memory.budget.advice import PINNED_LIMIT, Machine, warnings
-from moejax.memory.budget.allocation import LOW_RANK, Budget, Tier, make_budget, table_nbytes
+from moejax.memory.budget.allocation import LOW_RANK, Budget, Tier, make_budget
 from moejax.memory.budget.limits import GIB, BudgetError, Limits, gib_above
 from moejax.memory.budget.precisions import n_hot
 from moejax.memory.budget.table import describe
+from moejax.memory.budget.tables import table_nbytes
 from moejax.memory.budget.workspace import Model, workspace_nbytes
 
 __all__ = [

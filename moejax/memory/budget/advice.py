@@ -48,13 +48,24 @@ def _disk(budget: Budget) -> list[str]:
         return []
     # Experts that hold a slot may be any, so the chance is that of one that has neither.
     absent = max(0.0, 1 - budget.host_share)
-    needed = budget.num_layers * min(budget.num_experts, budget.batch * budget.experts_per_token)
-    return [
+    least = gib_above(budget.num_layers * budget.num_experts * budget.tier.expert_nbytes)
+
+    def waited(num_tokens: int, share_cached: float) -> tuple[float, int]:
+        each = min(budget.num_experts, num_tokens * budget.experts_per_token)
+        return absent * (1 - share_cached) * budget.num_layers * each, budget.num_layers * each
+
+    cold, needed = waited(budget.batch, 0.0)
+    warm, _ = waited(budget.batch, budget.resident_share)
+    chunk, _ = waited(budget.batch * budget.chunk, budget.resident_share)
+    said = (
         f"{100 * absent:.0f} % of the experts are not in host memory: a step in which one of them "
         f"is needed and has no slot waits for the disk (with even routing and an empty cache, "
-        f"{absent * needed:.0f} of the {needed} experts of a decode step); raise memory.host_gib "
-        f"to {gib_above(budget.num_layers * budget.num_experts * budget.tier.expert_nbytes)}"
-    ]
+        f"{cold:.0f} of the {needed} experts of a decode step; with a full one {warm:.0f}, and "
+        f"{chunk:.0f} in a full prefill chunk); raise memory.host_gib to {least}"
+    )
+    if warm >= 1:
+        said += "; every decode step is expected to wait"
+    return [said]
 
 
 def _slots(budget: Budget) -> list[str]:

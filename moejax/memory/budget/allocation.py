@@ -11,6 +11,7 @@ from moejax.memory.budget.limits import (
     limit_nbytes,
     num_banks,
 )
+from moejax.memory.budget.tables import table_nbytes
 from moejax.memory.budget.workspace import Model, workspace_nbytes
 
 # A fetch launch of so many bytes runs at 31-37 GiB/s or more, of one job of 5 MB at 20 (H200, PCIe
@@ -21,7 +22,7 @@ RING_BLOCKS = 8  # pinned, each of an expert on its way from the disk
 RESERVE_BYTES = {"gpu": 128 * 2**20, "cpu": 0}
 # Of plain experts where no kernel reads them in place, as in `moejax.models.moe`.
 GATHERED_BYTES = 512 * 2**20
-NUM_EVENTS = 13  # that `moejax.ledger` counts in each layer
+BLOB_PADDING = 64  # more than the padding of an expert's arrays to full words
 LOW_RANK = ".low_rank"  # ends the names of low-rank factors, which stay on the device
 
 
@@ -158,22 +159,6 @@ def make_budget(
     )
 
 
-def table_nbytes(num_layers: int, num_experts: int, slots: int, num_tiers: int = 1) -> int:
-    """Bytes of the residency tables, of the counters and of the table of rows on the device.
-
-    Args:
-      num_layers: M.
-      num_experts: E.
-      slots: C.
-      num_tiers: of the gate mass that is counted.
-    """
-    columns = 4 * (num_experts + 4 * slots)  # slot of an expert; owner, use and flags of a slot
-    residency = num_layers * (columns + num_experts) + 4  # and pins; the clock
-    rows = num_layers * num_experts * 4
-    counters = num_layers * 4 * (NUM_EVENTS + 1 + num_tiers)
-    return residency + rows + counters
-
-
 @dataclasses.dataclass(frozen=True)
 class _Run:
     """The arguments of `make_budget`."""
@@ -215,6 +200,11 @@ class _Run:
             raise BudgetError(
                 f"memory.transient={self.limits.transient} is more than the {self.num_experts} "
                 "experts of a layer"
+            )
+        if self.limits.bulk < 0 or (self.limits.bulk and slots == 0):
+            raise BudgetError(
+                f"memory.bulk={self.limits.bulk} must be 0 (none) or a number of experts, which "
+                f"need slots to go to, but memory.slots={slots}"
             )
         if slots >= 0 and prefetch > slots:
             raise BudgetError(
@@ -267,13 +257,24 @@ class _Run:
         layers = banks * -(-self.num_layers // banks)
         parts["expert slots"] = layers * slots * self.tier.expert_nbytes
         parts["transient slots"] = banks * transient * self.tier.expert_nbytes
-        parts["residency tables"] = table_nbytes(self.num_layers, self.num_experts, slots)
+        parts["residency tables"] = table_nbytes(
+            self.num_layers, self.num_experts, slots, last_uses=self.reads_disk
+        )
+        if self.limits.bulk:  # the program that writes them to slots has one as an array of its own
+            own = self.tier.expert_nbytes
+            parts["experts on their way between steps"] = self.bulk_nbytes + own
         # A kernel copies host rows to their slots. What the disk gives, and what XLA copies on a
         # CPU, is an array of the step first.
         if self.platform == "cpu" or self.reads_disk:
             at_once = max(min(self.most_needed, slots), transient)
             parts["experts on their way in a step"] = at_once * self.tier.expert_nbytes
         return parts
+
+    @property
+    def bulk_nbytes(self) -> int:
+        """Of transfers between steps, on the device and once more in host memory."""
+        # Each array of an expert is sent in full words: of an odd number of 16-bit scales, say.
+        return self.limits.bulk * (self.tier.expert_nbytes + BLOB_PADDING)
 
     @property
     def most_needed(self) -> int:
@@ -299,7 +300,7 @@ class _Run:
         Raises:
           BudgetError: the limit is too small.
         """
-        least = max(0, self.limits.slots, self.limits.prefetch)  # of C
+        least = max(0, self.limits.slots, self.limits.prefetch, min(1, self.limits.bulk))  # of C
         asked = self.limits.transient
         transient = asked or self.default_transient()
         if limit is None:
@@ -340,6 +341,8 @@ class _Run:
         if pooled:
             rows = self.host_rows()
             host["experts"] = rows * nbytes
+            if self.limits.bulk:
+                host["blocks of transfers between steps"] = self.bulk_nbytes
             if rows < num_experts:
                 host["ring of blocks from the disk"] = RING_BLOCKS * nbytes
                 disk["experts"] = num_experts * nbytes
@@ -369,13 +372,13 @@ class _Run:
         """
         limit, nbytes = limit_nbytes(self.limits.host_gib), self.tier.expert_nbytes
         num_experts = self.num_layers * self.num_experts
-        if limit is None or num_experts * nbytes <= limit:
+        if limit is None or num_experts * nbytes + self.bulk_nbytes <= limit:
             return num_experts
-        rows = limit // nbytes - RING_BLOCKS
+        rows = (limit - self.bulk_nbytes) // nbytes - RING_BLOCKS
         if rows < 0:
             raise BudgetError(
                 f"memory.host_gib={self.limits.host_gib:g} is too little for the ring of "
                 f"{RING_BLOCKS} experts on their way from the disk: the smallest that would do is "
-                f"{gib_above(RING_BLOCKS * nbytes)}"
+                f"{gib_above(RING_BLOCKS * nbytes + self.bulk_nbytes)}"
             )
         return rows

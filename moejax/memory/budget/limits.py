@@ -22,6 +22,7 @@ class Limits:
     slots: int = -1  # C; -1: as many as fit
     transient: int = 0  # B; 0: the default
     prefetch: int = 0  # experts of the next layer that are fetched ahead
+    bulk: int = 0  # experts that are on their way between steps at once; 0: none ever
 
 
 def num_banks(limits: Limits) -> int:

@@ -1,0 +1,81 @@
+"""What tests of bulk transfers share: a pool of numbers, and steps that check them."""
+
+import dataclasses
+import time
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.compiled import CompiledPrograms
+from moejax.ledger import no_counts
+from moejax.memory import residency
+from moejax.memory.host_store import HeldRows
+from moejax.memory.pooled import ExpertPool
+from moejax.memory.transfers import Transfers
+from tests.ssd_source import SECONDS, Source, SsdTestCase
+
+CACHE = residency.CacheSpec(num_layers=4, num_experts=8, slots=2, transient=1, held=1, banks=2)
+PROGRAMS = CompiledPrograms()  # of all cases: compiling is what takes the time
+ASK = [(0, 3), (0, 5), (2, 3)]
+
+
+class TransfersTestCase(SsdTestCase):
+    def setUp(self):
+        super().setUp()
+        shared = mock.patch("moejax.memory.transfers.CompiledPrograms", return_value=PROGRAMS)
+        self.enter_context(shared)
+        self.source = Source()
+        part, other = ((CACHE.num_slots, *part.shape) for part in self.source.row)
+        self.pool = ExpertPool(
+            tuple((jnp.zeros(part, jnp.uint32), jnp.zeros(other, jnp.float16)) for _ in range(2)),
+            jax.tree.map(jnp.copy, residency.empty(CACHE)), no_counts(CACHE.num_layers),
+        )  # fmt: skip
+
+    def held(self):
+        row_of = np.arange(32, dtype=np.int32).reshape(4, 8)
+        return HeldRows(
+            row_of, lambda row: [np.full(p.shape, row + 1, p.dtype) for p in self.source.row]
+        )
+
+    def transfers(self, supply=None, **how):
+        how = {"in_flight": 3, "queue_length": 4} | how
+        found = Transfers(CACHE, self.pool, supply or self.held(), self.device, **how)
+        self.resources.callback(found.close)
+        return found
+
+    def advance(self, transfers, until=lambda: True):
+        """As steps would, until something is so."""
+        end = time.monotonic() + SECONDS
+        while True:
+            self.pool = transfers.advance(self.pool)
+            jax.block_until_ready(self.pool)
+            self.pool.residency.check(CACHE)
+            self.assert_right_bytes()
+            if until():
+                return
+            self.assertLess(time.monotonic(), end, "nothing more happens")
+            time.sleep(0.001)
+
+    def drain(self, transfers):
+        self.advance(transfers, lambda: not transfers.num_pending)
+
+    def assert_right_bytes(self):
+        owner = np.asarray(self.pool.residency.owner)
+        for layer, slot in zip(*np.nonzero(owner >= 0), strict=True):
+            value = self.source.value(layer, owner[layer, slot])
+            for part in self.pool.banks[layer % 2]:
+                found = np.asarray(part[layer // 2 * CACHE.slots + slot])
+                self.assertTrue((found == value).all(), (layer, owner[layer, slot], found))
+
+    def resident(self):
+        return set(zip(*np.nonzero(np.asarray(self.pool.residency.slot_of) >= 0), strict=True))
+
+    def counts(self):
+        names = ("bulk", "prefetch_waste", "evictions")
+        return tuple(int(getattr(self.pool.counts, name).sum()) for name in names)
+
+    def assert_counters(self, transfers, **expected):
+        found = dataclasses.asdict(transfers.counters)
+        self.assertEqual({name: n for name, n in found.items() if n}, expected)

@@ -1,0 +1,149 @@
+"""Experts of the disk between steps: to rows and slots, or a counter or an error."""
+
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax.errors import MoejaxError
+from moejax.memory.disk import DiskExperts
+from moejax.memory.host_store import HostStore
+from tests.ssd_source import SECONDS
+from tests.transfers_case import ASK, TransfersTestCase
+
+
+class Uses:
+    """A copy of last uses that is ready when it is told to be."""
+
+    def __init__(self, uses):
+        self.uses, self.ready = uses, False
+
+    def is_ready(self):
+        return self.ready
+
+    def copy_to_host_async(self):
+        pass
+
+    def __array__(self, dtype=None, copy=None):
+        return self.uses
+
+
+class DiskTest(TransfersTestCase):
+    def disk(self, num_rows, *, ring=2, **how):
+        row_of, store = np.full((4, 8), -1, np.int32), None
+        if num_rows:
+            store = HostStore.allocate(self.source, num_rows, self.device)
+            store.fill(progress=False)
+            row_of = store.row_of
+            self.rows = store.rows
+        reader = self.reader(self.source, ring_blocks=ring, **how)
+        disk = DiskExperts(reader, store, self.source.row, row_of, most_kept=2, most_ahead=ring)
+        self.resources.callback(disk.close)
+        self.asked = []
+        return disk
+
+    def step(self, disk, uses=None, ready=True):
+        """Between two steps: the copy that was asked for last becomes ready, or not."""
+        if self.asked:
+            self.asked[-1].ready = ready
+        changed = disk.advance(lambda: self.asked.append(Uses(uses)) or self.asked[-1])
+        disk._writer.submit(int).result(SECONDS)  # what is being written is
+        return changed
+
+    @parameterized.parameters(0, 1, 5)
+    def test_what_no_row_has_comes_from_the_disk(self, num_rows):
+        disk = self.disk(num_rows)
+        transfers = self.transfers(disk)
+        uses = np.zeros((4, 8), np.int32)
+        for layer, expert in ASK:
+            transfers.request(layer, [expert])
+        self.advance(transfers, lambda: self.step(disk, uses) is None or not transfers.num_pending)
+        self.assertEqual(self.resident(), set(ASK))
+        for _ in range(6):
+            self.step(disk, uses)
+        self.assertEqual((disk.row_of >= 0).sum(), num_rows)
+        self.assertEqual(len(np.unique(disk.row_of[disk.row_of >= 0])), num_rows)
+        for expert in zip(*np.nonzero(disk.row_of >= 0), strict=True):
+            self.assert_row(disk, expert)
+        self.assertLen(disk.reader._free, 2)  # the whole ring is free again
+
+    def assert_row(self, disk, expert):
+        for part in self.rows(int(disk.row_of[expert])):
+            self.assertTrue((part == self.source.value(*expert)).all(), expert)
+
+    def test_rows_go_to_others_by_last_use_once_no_step_reads_them(self):
+        disk = self.disk(3)  # of (0, 0), (0, 1), (0, 2)
+        uses = np.zeros((4, 8), np.int32)
+        uses[0, :3] = 9, 7, 8
+        self.assertIsNone(disk.borrow((3, 3)))
+        ticket = disk._tickets[3, 3]
+        self.assertTrue(disk.reader.wait(ticket, SECONDS))
+        self.assertFalse(self.step(disk, uses))
+        self.assertFalse(self.step(disk, uses, ready=False))
+        self.assertGreaterEqual(disk.row_of[0, 1], 0)
+        place = int(disk.row_of[0, 1])
+        self.assertTrue(self.step(disk, uses))  # who is least recently used is known: (0, 1)
+        self.assertEqual((disk.row_of[0, 1], disk.row_of[3, 3]), (-1, -1))
+        for _ in range(3):  # a step that was told of the old table still runs
+            self.assertFalse(self.step(disk, uses, ready=False))
+            self.assertTrue((self.rows(place)[0] == self.source.value(0, 1)).all())
+        self.assertFalse(self.step(disk, uses))
+        self.assertTrue(self.step(disk, uses))
+        self.assertEqual(disk.row_of[3, 3], place)
+        self.assert_row(disk, (3, 3))
+        self.assertEqual(disk.cache.evictions, 1)
+
+    def test_a_row_that_is_being_copied_is_nobodys(self):
+        disk = self.disk(1)
+        uses = np.zeros((4, 8), np.int32)
+        self.assertIsNotNone(disk.borrow((0, 0)))
+        disk.read(1, np.array([5]))
+        for _ in range(5):
+            self.step(disk, uses)
+        self.assertEqual(disk.row_of[0, 0], 0)
+        disk.give_back((0, 0))
+        disk.read(1, np.array([5]))
+        for _ in range(5):
+            self.step(disk, uses)
+        self.assertEqual(disk.row_of[1, 5], 0)
+
+    @parameterized.parameters(OSError(5, "Input/output error"), MoejaxError("another checksum"))
+    def test_a_disk_that_fails_leaves_experts_where_they_are(self, fault):
+        disk = self.disk(0, retries=0)
+        self.source.faults = [fault]
+        transfers = self.transfers(disk)
+        transfers.request(0, [1, 2])
+        with self.assertLogs("absl", "ERROR"):
+            self.drain(transfers)
+        self.assertEqual(self.resident(), {(0, 2)})
+        transfers.request(0, [1])
+        self.drain(transfers)
+        self.assertEqual(self.resident(), {(0, 1), (0, 2)})
+        self.assert_counters(transfers, requested=3, failed=1, moved=2, landed=2)
+
+    def test_a_slow_disk_holds_nobody_up(self):
+        disk = self.disk(2, ring=1)  # of (0, 0), (0, 1)
+        self.source.gate.clear()
+        transfers = self.transfers(disk)
+        transfers.request(1, [4, 5])
+        transfers.request(0, [0])
+        self.advance(transfers, lambda: transfers.num_pending == 2)
+        self.assertEqual(self.resident(), {(0, 0)})
+        self.assertEqual(transfers.cancel(1, [4]), [4])  # while it is read
+        self.source.gate.set()
+        self.drain(transfers)
+        self.assertEqual(self.resident(), {(0, 0), (1, 5)})
+
+    def test_closed_while_the_disk_reads(self):
+        disk = self.disk(0)
+        self.source.gate.clear()
+        transfers = self.transfers(disk)
+        transfers.request(1, [4, 5, 6])
+        self.advance(transfers)
+        transfers.close()
+        self.source.gate.set()
+        disk.close()
+        disk.read(0, np.array([0]))
+        self.assertIsInstance(disk.take_error(), ValueError)
+
+
+if __name__ == "__main__":
+    absltest.main()

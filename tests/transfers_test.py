@@ -1,0 +1,303 @@
+"""Bulk transfers between steps: right bytes in right slots, or a counter; never a wrong token."""
+
+import dataclasses
+import tempfile
+import threading
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax import Engine
+from moejax.checkpoints.experts import ExpertReader
+from moejax.errors import MoejaxError
+from moejax.memory import landing, residency
+from moejax.memory.budget import Limits
+from moejax.memory.pooled import ExpertPool
+from moejax.memory.transfers import Transfers
+from tests.ssd_source import SECONDS
+from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
+from tests.transfers_case import ASK, CACHE, PROGRAMS, TransfersTestCase
+
+COPY = "moejax.memory.transfers._copy"
+
+
+class RequestTest(TransfersTestCase):
+    def test_they_land_with_their_bytes_and_evict_the_least_recently_used(self):
+        transfers = self.transfers()
+        self.assertIs(transfers.advance(self.pool), self.pool)  # nothing to do, nothing dispatched
+        for layer, expert in ASK:
+            self.assertEqual(transfers.request(layer, [expert]), [expert])
+        num_traces = PROGRAMS.num_traces
+        self.drain(transfers)
+        self.assertEqual(self.resident(), set(ASK))
+        transfers.request(0, [6, 7])
+        self.drain(transfers)
+        self.assertEqual(self.resident(), {(0, 6), (0, 7), (2, 3)})
+        self.assertEqual(self.counts(), (5, 2, 2))
+        self.assert_counters(transfers, requested=5, moved=5, landed=5)
+        self.assertEqual(PROGRAMS.num_traces, num_traces)
+
+    def test_a_landing_writes_the_pool_in_place(self):
+        self.transfers()
+        (program,) = [p for key, p in PROGRAMS._programs.items() if key[0] is landing.land]
+        memory = program.memory_analysis()
+        pool = sum(leaf.nbytes for leaf in jax.tree.leaves(self.pool))
+        self.assertGreaterEqual(memory.alias_size_in_bytes, pool)
+
+    def test_old_owners_serve_until_the_bytes_are_there(self):
+        transfers = self.transfers()
+        transfers.request(0, [3, 5])
+        self.drain(transfers)
+        with mock.patch("moejax.memory.transfers.is_ready", return_value=False):
+            transfers.request(0, [6, 7])
+            for _ in range(5):
+                self.advance(transfers)
+                self.assertEqual(self.resident(), {(0, 3), (0, 5)})
+        self.drain(transfers)
+        self.assertEqual(self.resident(), {(0, 6), (0, 7)})
+
+    def test_what_is_in_a_slot_does_not_cross_the_link(self):
+        transfers = self.transfers()
+        transfers.request(1, [4])
+        self.drain(transfers)
+        transfers.request(1, [4, 5])
+        self.drain(transfers)
+        self.assertEqual(self.counts(), (2, 0, 0))
+        self.assert_counters(transfers, requested=3, moved=2, landed=2, needless=1)
+
+    def test_what_a_step_has_fetched_meanwhile_is_dropped_and_counted(self):
+        transfers = self.transfers()
+        transfers.request(1, [4])
+        self.advance(transfers, lambda: transfers.counters.moved)
+        wanted = jnp.zeros(8, bool).at[4].set(True)
+        fetch, tables, counts = residency.predict(
+            CACHE, self.pool.residency, 1, wanted, 1, self.pool.counts
+        )
+        slot = int(fetch.slots[0])
+        first, second = self.pool.banks
+        second = tuple(part.at[slot].set(self.source.value(1, 4)) for part in second)
+        self.pool = ExpertPool((first, second), tables, counts)
+        self.drain(transfers)
+        self.assertEqual(self.resident(), {(1, 4)})
+        self.assertEqual(self.counts(), (1, 1, 0))
+        self.assert_counters(transfers, requested=1, moved=1, dropped=1)
+
+    def test_pinned_experts_stay(self):
+        transfers = self.transfers()
+        transfers.request(3, [0, 1])
+        self.drain(transfers)
+        pins = jnp.zeros(8, bool).at[0].set(True)
+        pinned = residency.pin(CACHE, self.pool.residency, 3, pins)
+        self.pool = dataclasses.replace(self.pool, residency=pinned)
+        transfers.request(3, [2, 3])
+        self.drain(transfers)
+        self.assertLen(self.resident() & {(3, 2), (3, 3)}, 1)
+        self.assertIn((3, 0), self.resident())
+        self.assert_counters(transfers, requested=4, moved=4, landed=3, dropped=1)
+
+    def test_a_full_queue_refuses_and_repeats_are_no_requests(self):
+        transfers = self.transfers()
+        self.assertEqual(transfers.request(0, [1, 1, 2]), [1, 1, 2])
+        self.assertEqual(transfers.request(1, [3, 4, 5]), [3, 4])
+        self.assert_counters(transfers, requested=4, repeated=1, refused=1)
+        for wrong in ((4, 0), (0, 8), (0, -1)):
+            with self.assertRaisesRegex(ValueError, "no expert"):
+                transfers.request(wrong[0], wrong[1:])
+        self.drain(transfers)
+        self.assert_counters(transfers, requested=4, repeated=1, refused=1, moved=4, landed=4)
+
+    def test_cancelled_at_every_stage(self):
+        transfers = self.transfers()
+        transfers.request(0, [1, 2])
+        self.assertEqual(transfers.cancel(0, [1, 7]), [1])  # in the queue
+        go = threading.Event()
+        self.resources.callback(go.set)
+        with mock.patch(COPY, side_effect=lambda *_: go.wait(SECONDS)):
+            self.advance(transfers)
+            self.assertEqual(transfers.cancel(0, [2]), [2])  # while it is copied
+            go.set()
+            self.drain(transfers)
+        self.assertEqual(transfers.counters.moved, 0)
+        transfers.request(0, [3])
+        self.advance(transfers, lambda: transfers.counters.moved)
+        self.assertEqual(transfers.cancel(0, [3]), [3])  # on the link
+        self.drain(transfers)
+        self.assertEqual(self.resident(), set())
+        self.assertEqual(self.counts(), (1, 1, 0))
+        self.assert_counters(transfers, requested=3, cancelled=3, moved=1)
+        transfers.request(0, [3])
+        self.advance(transfers, lambda: transfers.counters.moved == 2)
+        transfers.cancel(0, [3])
+        self.assertEqual(transfers.request(0, [3]), [3])  # and taken up again
+        self.drain(transfers)
+        self.assertEqual(self.resident(), {(0, 3)})
+
+    def test_closed_in_the_middle(self):
+        transfers = self.transfers()
+        transfers.request(0, [1, 2])
+        self.advance(transfers)
+        transfers.close()
+        transfers.close()
+        self.assertIs(transfers.advance(self.pool), self.pool)
+        with self.assertRaisesRegex(ValueError, "closed"):
+            transfers.request(0, [1])
+
+    def test_a_failed_landing_is_an_error_and_frees_the_blocks(self):
+        transfers = self.transfers()
+        transfers.request(0, [1])
+        self.advance(transfers, lambda: transfers.counters.moved)
+        transfers.request(0, [2])
+        lost = mock.patch("moejax.memory.transfers.land", side_effect=RuntimeError("no memory"))
+        with lost, self.assertRaisesRegex(RuntimeError, "no memory"):
+            self.advance(transfers)
+        self.drain(transfers)
+        self.assertEqual(self.resident(), {(0, 2)})
+
+    def test_numbers_of_every_width_go_through_words(self):
+        rng = np.random.default_rng(0)
+        row = [
+            rng.integers(0, 200, shape).astype(dtype)
+            for shape, dtype in (
+                ((3, 5), np.uint8), ((7,), jnp.bfloat16), ((2, 2), np.float32), ((5,), np.uint32)
+            )
+        ]  # fmt: skip
+        layout = landing.BlobLayout.of(row)
+        memory = np.zeros(layout.num_words, np.uint32)
+        for view, part in zip(layout.views(memory), row, strict=True):
+            view[...] = part
+        for part, found in zip(row, layout.parts(jnp.asarray(memory)), strict=True):
+            self.assertEqual(found.dtype, part.dtype)
+            np.testing.assert_array_equal(found, part)
+        with self.assertRaisesRegex(ValueError, "float64"):
+            landing.BlobLayout.of([np.zeros(3)])
+
+
+PROMPTS = [np.random.default_rng(n).integers(0, VOCAB_SIZE, n).tolist() for n in (9, 13)]
+ROW_NBYTES = 3 * 16 * 32 * 4  # of an expert of the tiny model in float32
+
+
+class InvisibleTest(parameterized.TestCase):
+    """An engine with a disk, few rows and few slots; experts come and go between its steps."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        directory = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.expected = cls.tokens(load_tiny_engine(directory))
+        cls.engine = Engine.from_pretrained(
+            directory, dtype="float32", platform="cpu", progress=False, context=64,
+            limits=Limits(slots=3, transient=2, host_gib=19.5 * ROW_NBYTES / 2**30, bulk=4),
+        )  # fmt: skip
+        cls.memory = cls.engine._runner.memory
+        cls.addClassCleanup(cls.memory.close)
+
+    def setUp(self):
+        super().setUp()
+        for layer in range(2):  # what the case before left in the queue
+            self.memory.transfers.cancel(layer, range(8))
+
+    @staticmethod
+    def tokens(engine, between=lambda: None):
+        found = []
+        for prompt in PROMPTS:
+            found.append([])
+            for chunk in engine.stream(prompt, max_new_tokens=30):
+                found[-1].append(chunk.token)
+                between()
+        return found
+
+    def random_requests(self, rng):
+        def between():
+            transfers = self.memory.transfers
+            layer, experts = int(rng.integers(2)), rng.choice(8, 3, replace=False).tolist()
+            transfers.request(layer, experts)
+            if rng.random() < 0.3:
+                transfers.cancel(layer, experts[:1])
+
+        return between
+
+    def test_planned_bytes_are_allocated_bytes(self):
+        planned, memory = self.engine.budget, self.memory
+        self.assertEqual(planned.host_rows, 7)
+        blocks = [block.array.nbytes for block in memory.transfers._blocks]
+        self.assertEqual(blocks, [ROW_NBYTES] * 4)
+        room = planned.host["blocks of transfers between steps"]
+        self.assertBetween(room, sum(blocks), 1.02 * sum(blocks))
+        # On the device, and one that is being written to its slot.
+        room = planned.device["experts on their way between steps"]
+        self.assertBetween(room, 5 * ROW_NBYTES, 1.02 * 5 * ROW_NBYTES)
+        pool = memory.pool
+        tables = (pool.residency, pool.counts, pool.used, memory.store.row_of)
+        found = sum(leaf.nbytes for leaf in jax.tree.leaves(tables))
+        self.assertEqual(planned.device["residency tables"], found)
+
+    def test_tokens_do_not_depend_on_what_is_in_flight(self):
+        rng, bulk = np.random.default_rng(0), self.engine.ledger.total("bulk")
+        before = dataclasses.replace(self.memory.transfers.counters)
+        places = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(self.memory.pool.banks)]
+        self.assertEqual(self.tokens(self.engine, self.random_requests(rng)), self.expected)
+        num_traces = self.engine.num_traces
+        self.assertEqual(self.tokens(self.engine, self.random_requests(rng)), self.expected)
+        self.assertEqual(self.engine.num_traces, num_traces)
+        found = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(self.memory.pool.banks)]
+        self.assertEqual(found, places)
+        ledger = self.engine.ledger
+        counters = ledger.bulk_requests
+        self.assertGreater(counters["landed"], before.landed + 10)
+        self.assertEqual(counters["failed"], before.failed)
+        # What was on the link at the start may have landed since, what is now, has not.
+        moved = counters["moved"] - before.moved
+        self.assertBetween(ledger.total("bulk") - bulk, moved - 4, moved + 4)
+        self.assertEqual(ledger.bytes_by_cause["bulk"], ledger.total("bulk") * ROW_NBYTES)
+        self.assertGreater(self.memory.disk.cache.evictions, 0)
+        self.assertBetween(ledger.host_hit_rate, 0.1, 0.99)
+        lines = " ".join(ledger.describe())
+        self.assertIn("bulk requests: requested ", lines)
+        self.assertIn("host memory had ", lines)
+        self.memory.pool.residency.check(self.memory.spec.cache)
+
+    def test_nor_on_transfers_that_are_closed_in_the_middle(self):
+        memory = self.memory
+        transfers = Transfers(
+            memory.spec.cache, memory.pool, memory.disk, self.engine.device, in_flight=4
+        )
+        request, closed = self.random_requests(np.random.default_rng(2)), []
+
+        def between():
+            if not closed:
+                request()
+            if not closed and transfers.counters.moved > 2 and transfers.num_pending:
+                transfers.close()
+                closed.append(True)
+
+        with mock.patch.object(memory, "transfers", transfers):
+            self.assertEqual(self.tokens(self.engine, between), self.expected)
+            with self.assertRaisesRegex(ValueError, "closed"):
+                request()
+        self.assertEqual(self.tokens(self.engine), self.expected)
+        memory.pool.residency.check(memory.spec.cache)
+
+    def test_nor_on_a_disk_that_fails_in_the_background(self):
+        rng, read = np.random.default_rng(1), ExpertReader.read
+        failed = []
+
+        def sometimes(reader, layer, expert, into, **how):
+            # The thread of the ring, not a step that waits; three times: with its repetitions.
+            if "moejax-ssd" in threading.current_thread().name and rng.random() < 0.7:
+                failed.append((layer, expert))
+                into[0][...] = 7
+                raise MoejaxError("a bad sector")
+            read(reader, layer, expert, into, **how)
+
+        with mock.patch.object(ExpertReader, "read", sometimes):
+            self.assertEqual(self.tokens(self.engine, self.random_requests(rng)), self.expected)
+        self.assertNotEmpty(failed)
+        self.assertEqual(self.tokens(self.engine), self.expected)
+
+
+if __name__ == "__main__":
+    absltest.main()
