@@ -90,7 +90,7 @@ def simulate(workload: Workload, settings: Settings, most_ahead: int) -> Outcome
         caches, outcome = carry
         clock, needed, foreseen, rank, is_decode, wide_at = now
         phase = is_decode.astype(jnp.int32)
-        counts = {}
+        counts: dict[str, jax.Array] = {}
         if most_ahead:
             caches, counts = _look_ahead(caches, settings, clock, foreseen, rank, most_ahead)
             much = jnp.arange(most_ahead + 1, dtype=jnp.int32)[:, None, None]
@@ -125,7 +125,7 @@ def _plan(
     real = (needed < num_experts)[:, :, None]
     hit, miss = real & (keys < ABSENT), real & (keys == ABSENT)
     num_hits, num_misses = _num(hit), _num(miss)
-    protected = (needed[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)).any(axis=1)
+    protected = (needed[:, :, None] == _index(num_experts, -1)).any(axis=1)
     free = settings.slots[None] - filled
     room = jnp.where(num_hits + num_misses <= settings.slots[None], num_misses, free)
     order = _order(miss)
@@ -154,8 +154,8 @@ def _look_ahead(
     limit = jnp.minimum(jnp.minimum(settings.prefetch, settings.slots), most)[None, None]
     wanted = (foreseen < num_experts)[:, :, None] & (rank[:, :, None] < limit)
     new = wanted & (_at(key, foreseen) == ABSENT)
-    experts = jnp.arange(num_experts, dtype=jnp.int32)
-    ranks = jnp.where(foreseen[:, :, None] == experts, rank[:, :, None], num_experts).min(axis=1)
+    here = foreseen[:, :, None] == _index(num_experts, -1)
+    ranks = jnp.where(here, rank[:, :, None], num_experts).min(axis=1)
     order = _order(new)
     free = settings.slots[None] - filled
     taken = _take(key, ranks[:, :, None] < limit, order, free, _num(new), filled, most)
@@ -209,7 +209,7 @@ def _take(
     place = order - free[:, None]
     picked = jnp.take_along_axis(found, jnp.clip(place, 0, found.shape[1] - 1), axis=1)
     slots = jnp.where(place < 0, filled[:, None] + order, _slot(picked, num_experts))
-    gone = jnp.arange(found.shape[1], dtype=jnp.int32)[:, None] < num_gone[:, None]
+    gone = _index(found.shape[1]) < num_gone[:, None]
     last = jnp.where(gone, found, -1).max(axis=1)
     return _Taken(
         key=jnp.where(candidates <= last[:, None], ABSENT, key),
@@ -240,7 +240,7 @@ def _wide_plan(
     slot = jnp.where(place < 0, filled[:, None] + order, _slot(picked, num_experts))
     slot = jnp.where(hit, _slot(key, num_experts), slot)
     num_gone = jnp.maximum(num_coming - free, 0)
-    gone = jnp.arange(num_experts, dtype=jnp.int32)[:, None] < num_gone[:, None]
+    gone = _index(num_experts) < num_gone[:, None]
     last = jnp.where(gone, victims, -1).max(axis=1)
     kept = jnp.where(~wanted & (key <= last[:, None]), ABSENT, key)
     counts = _plan_counts(hit, miss, come)
@@ -304,3 +304,10 @@ def _order(mask: jax.Array) -> jax.Array:
     """int32[M, n, K], how many before each are set."""
     ones = mask.astype(jnp.int32)
     return jnp.cumsum(ones, axis=1) - ones
+
+
+def _index(size: int, axis: int = 1) -> jax.Array:
+    """0, 1, ... along an axis of three."""
+    return jnp.expand_dims(
+        jnp.arange(size, dtype=jnp.int32), [i for i in range(3) if i != axis % 3]
+    )

@@ -83,7 +83,7 @@ def make_workload(trace: Trace, most_foreseen: int = 0) -> Workload:
     num_steps = len(starts)
     single = sizes == 1
     experts: list[Any] = [None] * num_steps  # of steps of several tokens, bool[M, E]
-    for s in np.flatnonzero(~single):
+    for s in np.flatnonzero(~single).tolist():
         rows = slice(starts[s], starts[s] + sizes[s])
         experts[s] = _marked(trace.ids[rows], num_experts)
     counts = {s: int(mask.sum(1).max()) for s, mask in enumerate(experts) if mask is not None}
