@@ -30,6 +30,7 @@ from moejax.models.config import ModelConfig
 from moejax.models.moe import ExpertsVia, default_experts_via
 from moejax.models.transformer import ChunkSpec, model_definition
 from moejax.qtensor import Fp8Tensor, QTensor
+from moejax.recording import Recorder
 from moejax.sampling import Sampling
 from moejax.served import EXPERT_LEAVES, Served
 from pallas_kernels.target import Choice, target_of
@@ -92,6 +93,7 @@ class Runner:
         self._asked_via = experts_via
         definition = model_definition(config, self.kernels, holds_experts=memory is None)
         self._program = steps.Program(definition, memory.spec if memory else None)
+        self._recorder: Recorder | None = None
         self.memory = memory
         norm = weights["final_norm"]
         assert not isinstance(norm, QTensor | Fp8Tensor)
@@ -321,6 +323,8 @@ class Runner:
         return prefill_chunks(length, cache_length, longest)
 
     def _fresh(self, seeds: list[int], cache_length: int) -> tuple[KVCache, jax.Array, jax.Array]:
+        if self._recorder is not None:
+            self._recorder.begin(len(seeds))
         static = (self.config, cache_length, self.dtype)
         return self._call(steps.fresh, static, (), self._put(np.asarray(seeds, np.uint32)))
 
@@ -335,7 +339,19 @@ class Runner:
                 held = (*donated, memory.pool)
                 found = self._call(function, static, held, self.weights, memory.store, *arguments)
                 memory.pool = found[len(donated)]
-        return (*found[: len(donated)], *found[len(donated) + 1 :])
+        if self._recorder is not None:
+            self._recorder.add(found[-1], is_decode=function is steps.decode)
+        return (*found[: len(donated)], *found[len(donated) + 1 : -1])
+
+    @contextlib.contextmanager
+    def recorded_by(self, recorder: Recorder) -> Iterator[None]:
+        """Around calls of which a recorder gets the routing; other programs serve them."""
+        plain = self._program
+        self._program, self._recorder = plain._replace(record=recorder.spec), recorder
+        try:
+            yield
+        finally:
+            self._program, self._recorder = plain, None
 
     def _reading(self) -> contextlib.AbstractContextManager[None]:
         """Around reading results of steps."""
