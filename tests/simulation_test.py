@@ -1,18 +1,23 @@
 """Simulated caches against plain Python, brute force and the engine's own ledger."""
 
 import itertools
+import tempfile
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from moejax.memory.budget import Limits
 from moejax.memory.residency import CacheSpec
 from moejax.simulation.caches import COUNTED, Outcome, Settings, simulate
 from moejax.simulation.ceilings import belady, lru_curve, next_uses
 from moejax.simulation.workload import Workload, make_workload
+from moejax.traces import read_trace
 from tests.cache_model import CacheModel
 from tests.simulated_traces import random_trace
+from tests.tiny_engine import load_tiny_engine
 
 # A prompt in two chunks, tokens one by one, a batch of three, another prompt, more tokens.
 STEPS = [40, 9, *[1] * 25, *[3] * 6, 30, *[1] * 25]
@@ -76,6 +81,27 @@ class CachesTest(parameterized.TestCase):
             )
         if seed == 1:
             self.assertGreater((workload.wide_at >= 0).sum(), 0)
+
+    @parameterized.parameters((1, 1), (4, 2))  # fewer slots than a token's experts; more
+    def test_counts_are_those_of_the_engine(self, slots, prefetch):
+        folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
+        engine = load_tiny_engine(
+            folder, limits=Limits(slots=slots, prefetch=prefetch, transient=2)
+        )
+        prompts = [list(range(20)), list(range(60, 160, 9))]
+        with engine.recording(folder / "trace", foreseen=prefetch):
+            for prompt in prompts:
+                engine.generate(prompt, max_new_tokens=30, ignore_eos=True)
+        ledger = engine.ledger
+        trace = read_trace(folder / "trace")
+        workload = make_workload(trace, prefetch)
+        outcome = simulate(on_device(workload), settings_of([(slots, prefetch)]), prefetch)
+        found = np.asarray(outcome.counts)[..., 0].sum(0)
+        for layer, events in enumerate(ledger.layers):
+            for name in COUNTED[:-1]:
+                self.assertEqual(found[layer, COUNTED.index(name)], events[name], name)
+        self.assertGreater(ledger.total("misses"), 0)
+        self.assertEqual(ledger.total("prefetched") > 0, prefetch > 0)
 
 
 class CeilingsTest(parameterized.TestCase):
