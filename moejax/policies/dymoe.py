@@ -37,7 +37,13 @@ from moejax.policies.interface import (
 )
 from moejax.policies.lookahead import experts_ahead
 from moejax.policies.ordering import places
-from moejax.policies.settings import check_choice, check_flag, check_number, check_text
+from moejax.policies.settings import (
+    check_choice,
+    check_flag,
+    check_number,
+    check_numbers,
+    check_text,
+)
 
 SKIP = "skip"  # the name of 0 bits
 SELECTIONS = ("critical", "load", "random")
@@ -120,12 +126,11 @@ class DyMoE:
     def __post_init__(self) -> None:
         check_text("high", self.high)
         check_text("low", self.low)
-        check_number("retention", self.retention, 0, 1)
         check_choice("schedule", self.schedule, SCHEDULES)
+        check_number("retention", self.retention, 0 if self.schedule == "equal" else 0.5, 1)
         check_choice("rounding", self.rounding, ROUNDINGS)
         check_choice("selection", self.selection, SELECTIONS)
-        for number in self.sensitivity:
-            check_number("sensitivity", number, 0)
+        check_numbers("sensitivity", self.sensitivity, 0)
         check_number("heavy_share", self.heavy_share, 0, 1)
         check_number("heavy_count", self.heavy_count, 0, 2**30, integer=True)
         check_flag("renormalise", self.renormalise)

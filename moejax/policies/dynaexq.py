@@ -24,7 +24,12 @@ from moejax.policies.interface import (
     tier_id,
 )
 from moejax.policies.resident import as_routed
-from moejax.policies.settings import check_choice, check_number, check_text
+from moejax.policies.settings import (
+    check_choice,
+    check_number,
+    check_numbers,
+    check_text,
+)
 
 
 class DynaExqSettings(NamedTuple):
@@ -111,9 +116,10 @@ class DynaExq:
         if self.alpha is not None:
             check_number("alpha", self.alpha, 0, 1, below=True)
         check_choice("tau", self.tau, ("moving", "fixed"))
-        if self.n_hot is not None:
-            for number in self.n_hot if isinstance(self.n_hot, tuple) else (self.n_hot,):
-                check_number("n_hot", number, 0, integer=True)
+        if isinstance(self.n_hot, tuple):
+            check_numbers("n_hot", self.n_hot, 0, integer=True)
+        elif self.n_hot is not None:
+            check_number("n_hot", self.n_hot, 0, integer=True)
         check_number("warmup", self.warmup, 0, 2**30, integer=True)
         check_number("hysteresis", self.hysteresis, 0)
         check_number("max_requests", self.max_requests, 2, 2**20, integer=True)

@@ -39,6 +39,14 @@ def check_text(name: str, value: object) -> None:
         raise MoejaxError(f"{name}={value!r} must be a string")
 
 
+def check_numbers(name: str, values: object, low: float, *, integer: bool = False) -> None:
+    """Raises MoejaxError unless it is a tuple of numbers of `low` or more."""
+    if not isinstance(values, tuple):
+        raise MoejaxError(f"{name}={values!r} must be a tuple of numbers")
+    for value in values:
+        check_number(name, value, low, integer=integer)
+
+
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
     """Raises MoejaxError unless it is one of the allowed words."""
     if value not in allowed:
