@@ -1,8 +1,8 @@
 """What every policy must do: cases, random traces, THE checks.
 
 A policy enters by its cases in `CASES`; a budget of its own by `Case.within`. The checks compare
-what is compiled with what is not, a scan with a loop, a `vmap` over settings with each setting
-alone, rows beside padding with rows alone, and carry transfers out by the letter of `Requests`.
+what is compiled with what is not, scans and a `vmap` over settings with loops of single calls, rows
+beside padding with rows alone, and carry transfers out by the letter of `Requests`.
 """
 
 import dataclasses
@@ -142,18 +142,18 @@ def roll(policy: AnyPolicy, state: Any, trace: Any) -> tuple[Any, Any]:
 
 @functools.cache
 def compiled(function: str, policy: AnyPolicy) -> Any:
-    """`roll`, `roll` over stacked states, `decide` or `transfers` of a policy, jitted once."""
-    return {
-        "roll": lambda: jax.jit(functools.partial(roll, policy)),
-        "sweep": lambda: jax.jit(jax.vmap(functools.partial(roll, policy), in_axes=(0, None))),
-        "decide": lambda: jax.jit(policy.decide),
-        "transfers": lambda: jax.jit(policy.transfers),
-    }[function]()
+    """`roll` over stacked states, `decide` or `transfers` of a policy, jitted once."""
+    if function == "roll":
+        return jax.jit(jax.vmap(functools.partial(roll, policy), in_axes=(0, None)))
+    return jax.jit(getattr(policy, function))
 
 
-def rolled(case: Case, policy: AnyPolicy, trace: Any) -> tuple[Any, Any]:
-    """`roll` from the policy's first state, by the program of the case's first policy."""
-    return jax.device_get(compiled("roll", case.policies[0])(policy.init(case.spec), trace))
+def rolled(case: Case, trace: Any) -> list[tuple[Any, Any]]:
+    """`roll` of each setting from its first state, all in one call of the first one's program."""
+    states = [policy.init(case.spec) for policy in case.policies]
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *states)
+    found = jax.device_get(compiled("roll", case.policies[0])(stacked, trace))
+    return [at(found, i) for i in range(len(states))]
 
 
 def at(tree: Any, *index: int) -> Any:
@@ -206,8 +206,7 @@ def check_form(case: Case, trace: Any) -> None:
 def check_values(case: Case, trace: Any) -> None:
     """Ranges of a trace's decisions, and the policy's own budget."""
     spec = case.spec
-    for policy in case.policies:
-        _, decisions = rolled(case, policy, trace)
+    for policy, (_, decisions) in zip(case.policies, rolled(case, trace), strict=True):
         ids, tier, weights = (np.asarray(decisions[i]) for i in range(3))
         assert ids.min() >= 0
         assert ids.max() < spec.num_experts
@@ -226,36 +225,34 @@ def check_values(case: Case, trace: Any) -> None:
                 case.within(policy, at(trace, *index), at(decisions, *index))
 
 
-def check_jit_and_scan(case: Case, trace: Any) -> None:
-    """What is compiled equals what is not; a scan equals a loop; a second run equals the first."""
-    policy = case.policies[0]
-    state = policy.init(case.spec)
-    found, decisions = rolled(case, policy, trace)
-    for step, layer in np.ndindex(jax.tree.leaves(trace)[0].shape[:2]):
-        decide, observation = compiled("decide", policy), at(trace, step, layer)
-        if (
-            step == layer == 0 and case is FIRST_CASES[case.name]
-        ):  # uncompiled: slow, so one case a policy
-            decide, observation = policy.decide, jax.tree.map(jnp.asarray, observation)
-        decision, state = decide(state, observation)
-        assert_same(decision, at(decisions, step, layer))
-    assert_same(found, state)
-    again = rolled(case, policy, trace)
-    jax.tree.map(np.testing.assert_array_equal, again, (found, decisions))
+def check_forms_agree(case: Case, trace: Any) -> None:
+    """`vmap` over settings and scans equal loops of single calls; a second run equals the first.
 
-
-def check_sweep(case: Case, trace: Any) -> None:
-    """`vmap` over the states of several settings equals each setting alone."""
-    policies = case.policies
-    states = [policy.init(case.spec) for policy in policies]
-    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *states)
-    found = jax.device_get(compiled("sweep", policies[0])(stacked, trace))
-    first = at(trace, 0, 0)
-    program = str(jax.make_jaxpr(policies[0].decide)(states[0], first))
-    for i, policy in enumerate(policies):
-        assert_same(at(found, i), rolled(case, policy, trace))
-        mine = str(jax.make_jaxpr(policy.decide)(states[i], first))
+    One program serves all settings, and for the first one a call that is not compiled equals it.
+    """
+    first, found = case.policies[0], rolled(case, trace)
+    start, observation = first.init(case.spec), at(trace, 0, 0)
+    program = str(jax.make_jaxpr(first.decide)(start, observation))
+    for policy, (last, decisions) in zip(case.policies, found, strict=True):
+        state = policy.init(case.spec)
+        mine = str(jax.make_jaxpr(policy.decide)(state, observation))
         assert mine == program, f"a setting that sweeps is read from {policy}"
+        for index in np.ndindex(jax.tree.leaves(trace)[0].shape[:2]):
+            decision, state = compiled("decide", first)(state, at(trace, *index))
+            assert_same(at(decisions, *index), decision)
+        assert_same(last, state)
+    jax.tree.map(np.testing.assert_array_equal, rolled(case, trace), found)
+    if case is FIRST_CASES[case.name]:  # it is slow
+        eager, _ = first.decide(start, jax.tree.map(jnp.asarray, observation))
+        assert_same(at(found[0][1], 0, 0), eager)
+
+
+def check_cost(case: Case, trace: Any) -> None:
+    """A decode step has nothing that XLA does not fuse on a GPU, where each launch costs 1-2 us."""
+    policy = case.policies[0]
+    text = compiled("decide", policy).lower(policy.init(case.spec), at(trace, 0, 0)).as_text()
+    for slow in ("stablehlo.sort", "top_k", "stablehlo.scatter", "stablehlo.while", "custom_call"):
+        assert slow not in text, slow
 
 
 def check_padding(case: Case, trace: Any) -> None:
