@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Sums of float64 shares: a prefix that should reach alpha does, whatever its rounding.
+# Relative: a prefix that should reach alpha does, however its float64 sum was rounded.
 _ROUNDING = 1e-9
 
 
@@ -100,7 +100,7 @@ def buddy_lists(q: np.ndarray, alpha: float | np.ndarray, max_size: int) -> Budd
     order = np.argsort(-q, axis=-1, kind="stable")
     shares = np.take_along_axis(q, order, axis=-1)
     before = np.cumsum(shares, axis=-1) - shares
-    listed = (before < alphas[:, None, None] - _ROUNDING) & (shares > 0)
+    listed = (before < alphas[:, None, None] * (1 - _ROUNDING)) & (shares > 0)
     return BuddyLists(
         ids=np.where(listed, order, -1)[..., :width].astype(np.int32),
         q=np.where(listed, shares, 0.0)[..., :width].astype(np.float32),
