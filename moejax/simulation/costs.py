@@ -2,11 +2,14 @@
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from moejax.errors import MoejaxError
+from moejax.results import read_rows
 
 GIB = 2**30
 
@@ -33,7 +36,7 @@ class Machine:
         for name in ("base_ms", "fetch_ms"):
             if not 0 <= getattr(self, name) < np.inf:
                 raise MoejaxError(f"{name}={getattr(self, name)} must be 0 or more milliseconds")
-        if not 0 < self.link_gib_per_s:
+        if not self.link_gib_per_s > 0:
             raise MoejaxError(f"link_gib_per_s={self.link_gib_per_s} must be above 0")
         if not 0 <= self.overlap <= 1:
             raise MoejaxError(f"overlap={self.overlap} must be from 0 to 1")
@@ -123,7 +126,7 @@ def calibrate(measured: Sequence[Measured], overlap: float = 0.0) -> Machine:
       overlap: of the machine; it cannot be told from these.
 
     Raises:
-      MoejaxError: they do not tell the link's speed: fewer than two, or no more time for more bytes.
+      MoejaxError: they do not tell the speed of the link.
     """
     times = np.array([m.tpot_ms for m in measured])
     columns = np.array([[1.0, m.fetches, m.num_bytes / GIB] for m in measured])
@@ -147,3 +150,23 @@ def calibrate(measured: Sequence[Measured], overlap: float = 0.0) -> Machine:
         link_gib_per_s=1e3 / best[2],
         overlap=overlap,
     )
+
+
+def measured_rows(path: Path) -> list[Measured]:
+    """Rows of `scripts/bench_memory_gpu.py` without prefetch, as `calibrate` takes them.
+
+    Raises:
+      MoejaxError: there is no such file, or it holds other rows.
+    """
+    try:
+        return [
+            Measured(
+                tpot_ms=row.figure,
+                num_bytes=row.baseline["megabytes_a_token"] * 1e6,
+                fetches=row.baseline.get("fetches_a_token", 0.0),
+            )
+            for row in read_rows(path)
+            if re.search(r"slots of \d+, ahead 0, TPOT", row.what)
+        ]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise MoejaxError(f"calibration {path} cannot be read: {error}") from error
