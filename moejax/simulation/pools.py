@@ -14,6 +14,18 @@ MAX_SEARCHED = 32  # above so many victims, sorting is cheaper than searching on
 _LAST = np.int32(2**31 - 1)
 
 
+class Search(NamedTuple):
+    """How victims are found; static.
+
+    most: bound on the number of those who come.
+    by_pairs: by comparing all pairs of experts, which a GPU does in one launch; a CPU is faster
+      at looking for one victim after the other.
+    """
+
+    most: int
+    by_pairs: bool
+
+
 class Moved(NamedTuple):
     """Counts, int32[]: of experts that came, found no slot, left, and left without a use."""
 
@@ -49,7 +61,7 @@ def admit(
     slots: jax.Array,
     stamp: jax.Array,
     keep: jax.Array | None,
-    most: int,
+    how: Search,
 ) -> tuple[jax.Array, Moved]:
     """Slots of one tier for those who come: free ones, then victims as in `residency.plan`.
 
@@ -60,7 +72,7 @@ def admit(
       slots: int32[].
       stamp: int32[], key of those who come.
       keep: float32[E], those of least value leave first; None for the least recent use.
-      most: static bound on the number of those who come.
+      how: static.
 
     Returns:
       The keys and the counts.
@@ -69,25 +81,33 @@ def admit(
     there = key > 0
     victims = there & ~protected
     num_coming, free = _num(coming), slots - _num(there)
+    expert = jnp.arange(num_experts, dtype=jnp.int32)
     fits = num_coming <= free + _num(victims)
     room = jnp.where(fits, num_coming, free)
-    admitted = coming & (_order(coming) < room)
+    if how.by_pairs:
+        before = _num(coming[None] & (expert[None] < expert[:, None]), axis=1)
+    else:
+        ones = coming.astype(jnp.int32)
+        before = jnp.cumsum(ones) - ones
+    admitted = coming & (before < room)
     num_gone = jnp.maximum(room - free, 0)
     stride = 1 << (num_experts - 1).bit_length()
-    order = key * stride + jnp.arange(num_experts, dtype=jnp.int32)
+    order = key * stride + expert
     if keep is not None:
         by = jnp.lexsort((order, jnp.where(jnp.isnan(keep), -jnp.inf, keep)))
-        order = jnp.zeros_like(order).at[by].set(jnp.arange(num_experts, dtype=jnp.int32))
+        order = jnp.zeros_like(order).at[by].set(expert)
     ranked = jnp.where(victims, order, _LAST)
-    if most <= MAX_SEARCHED:
+    if how.by_pairs:
+        gone = victims & (_num(ranked[None] < ranked[:, None], axis=1) < num_gone)
+    elif how.most <= MAX_SEARCHED:
         last = below = jnp.full((), -1, jnp.int32)
-        for i in range(most):
+        for i in range(how.most):
             below = jnp.min(jnp.where(ranked > below, ranked, _LAST))
             last = jnp.where(i < num_gone, below, last)
+        gone = victims & (ranked <= last)
     else:
         last = jnp.sort(ranked)[jnp.clip(num_gone - 1, 0, num_experts - 1)]
-        last = jnp.where(num_gone > 0, last, -1)
-    gone = victims & (ranked <= last)
+        gone = victims & (num_gone > 0) & (ranked <= last)
     moved = Moved(
         admitted=_num(admitted),
         streamed=num_coming - _num(admitted),
@@ -97,10 +117,5 @@ def admit(
     return jnp.where(admitted, stamp, jnp.where(gone, 0, key)), moved
 
 
-def _num(mask: jax.Array) -> jax.Array:
-    return jnp.sum(mask, dtype=jnp.int32)
-
-
-def _order(mask: jax.Array) -> jax.Array:
-    ones = mask.astype(jnp.int32)
-    return jnp.cumsum(ones) - ones
+def _num(mask: jax.Array, axis: int | None = None) -> jax.Array:
+    return jnp.sum(mask, axis=axis, dtype=jnp.int32)

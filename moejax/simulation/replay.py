@@ -68,10 +68,16 @@ class Replay:
     Attributes:
       policy: whose functions run.
       foreseen: P, experts whose probability the trace foresees for a token; 0: nobody looks ahead.
+      by_pairs: see `pools.Search`.
     """
 
     policy: AnyPolicy
     foreseen: int
+    by_pairs: bool
+
+    def search(self, most: int, num_experts: int) -> pools.Search:
+        """For at most so many who come."""
+        return pools.Search(min(most, num_experts), self.by_pairs)
 
 
 def begin(state: Any, slots: jax.Array, num_layers: int, num_experts: int) -> Running:
@@ -122,7 +128,7 @@ def run_calls(
             return _step(replay, is_prefill, slots, running, step), None
 
         running, _ = jax.lax.scan(step, running, now)
-        return _transfer(replay.policy, slots, bulk, running, int(not is_prefill))
+        return _transfer(replay, slots, bulk, running, int(not is_prefill))
 
     def calls(running: Running, now: Tokens) -> tuple[Running, None]:
         each = jax.vmap(call, in_axes=(0, None, 0, 0))
@@ -143,8 +149,8 @@ def _step(
         ids, weights, probabilities, importance, predicted = of_layer.dense(num_experts)
         brought = {"prefetched": jnp.zeros(len(slots), jnp.int32)}
         if replay.foreseen:
-            most = min(replay.foreseen * len(ids), num_experts)
-            key, brought = _bring_ahead(slots, key, ahead, running.clock, most)
+            how = replay.search(replay.foreseen * len(ids), num_experts)
+            key, brought = _bring_ahead(slots, key, ahead, running.clock, how)
         observation = Observation(
             layer=index,
             probabilities=probabilities,
@@ -157,7 +163,9 @@ def _step(
             is_prefill=is_prefill,
         )
         decision, state = replay.policy.decide(state, observation)
-        key, events, gate = _serve(slots, key, decision, observation, running.clock)
+        key, events, gate = _serve(
+            slots, key, decision, observation, running.clock, replay.search(ids.size, num_experts)
+        )
         following = jnp.full(num_experts, -1, jnp.int32)
         if decision.ahead is not None:
             following = decision.ahead
@@ -187,30 +195,34 @@ def _step(
 
 
 def _bring_ahead(
-    slots: jax.Array, key: jax.Array, ahead: jax.Array, clock: jax.Array, most: int
+    slots: jax.Array, key: jax.Array, ahead: jax.Array, clock: jax.Array, how: pools.Search
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """int32[T, E] after the experts foreseen by the layer before came; counts [T]."""
     num_tiers, num_experts = key.shape
-    counts: dict[str, list[jax.Array]] = {
-        name: [] for name in ("prefetched", "evictions", "prefetch_waste")
+    tier = jnp.arange(num_tiers, dtype=jnp.int32)[:, None]
+    wanted = ahead[None] == tier
+    # A copy as good or better serves.
+    there = key > 0
+    served = jnp.stack([jnp.any(there[: t + 1], axis=0) for t in range(num_tiers)])
+    new = wanted & ~served
+    keys, moved = _admit_each(key, new, wanted, slots, 2 * clock + 1, None, how)
+    came = new & (keys > 0)
+    leaving = jnp.any(came, axis=0)[None] & ~came & (slots[:, None] < num_experts)
+    counts = {
+        "prefetched": moved.admitted,
+        "evictions": moved.evictions,
+        "prefetch_waste": moved.waste,
     }
-    is_full = slots[:, None] >= num_experts
-    for t in range(num_tiers):
-        wanted = ahead == t
-        # A copy as good or better serves; more than the slots never come.
-        new = wanted & ~jnp.any(key[: t + 1] > 0, axis=0)
-        new &= jnp.cumsum(new.astype(jnp.int32)) <= jnp.minimum(slots[t], most)
-        row, moved = pools.admit(key[t], new, wanted, slots[t], 2 * clock + 1, None, num_experts)
-        came = new & (row > 0)
-        key = jnp.where(came[None] & ~is_full, 0, key).at[t].set(row)
-        counts["prefetched"].append(moved.admitted)
-        counts["evictions"].append(moved.evictions)
-        counts["prefetch_waste"].append(moved.waste)
-    return key, {name: jnp.stack(values) for name, values in counts.items()}
+    return jnp.where(leaving, 0, keys), counts
 
 
 def _serve(
-    slots: jax.Array, key: jax.Array, decision: Decision, observation: Observation, clock: jax.Array
+    slots: jax.Array,
+    key: jax.Array,
+    decision: Decision,
+    observation: Observation,
+    clock: jax.Array,
+    how: pools.Search,
 ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
     """Keys after a layer ran as decided, counts [T] by name, gate mass float32[T + 3]."""
     num_tiers, num_experts = key.shape
@@ -229,15 +241,7 @@ def _serve(
         "prefetch_hits": _num(hits & (key & 1 == 1)),
     }
     key = jnp.where(hits, 2 * clock, key)
-    moved = []
-    for t in range(num_tiers):
-        most = min(decision.ids.size, num_experts)
-        row, counted = pools.admit(
-            key[t], misses[t], runs[t], slots[t], 2 * clock, decision.keep, most
-        )
-        key = key.at[t].set(row)
-        moved.append(counted)
-    sums = jax.tree.map(lambda *parts: jnp.stack(parts), *moved)
+    key, sums = _admit_each(key, misses, runs, slots, 2 * clock, decision.keep, how)
     events |= {
         "admitted": sums.admitted,
         "streamed": sums.streamed,
@@ -256,11 +260,11 @@ def _serve(
 
 
 def _transfer(
-    policy: AnyPolicy, slots: jax.Array, bulk: jax.Array, running: Running, phase: int
+    replay: Replay, slots: jax.Array, bulk: jax.Array, running: Running, phase: int
 ) -> Running:
     """Asks the policy for transfers; the first `bulk` of those that move bytes arrive."""
     num_layers, num_tiers, num_experts = running.keys.shape
-    requests, state = policy.transfers(running.state, running.keys > 0)
+    requests, state = replay.policy.transfers(running.state, running.keys > 0)
     if not len(requests.layer):
         return running._replace(state=state)
     valid, moves = _moving(requests, running.keys)
@@ -280,21 +284,40 @@ def _transfer(
     keys = jnp.where(elsewhere & ~is_full, 0, running.keys)
     new = wanted & (keys == 0)
 
-    def admitted(key: jax.Array, coming: jax.Array, slots: jax.Array) -> Any:
-        stamp = 2 * running.clock + 1
-        return pools.admit(key, coming, coming, slots, stamp, None, num_experts)
+    how = replay.search(num_experts, num_experts)
 
-    over_layers = jax.vmap(jax.vmap(admitted), in_axes=(0, 0, None))
-    keys, moved = over_layers(keys, new, slots)
-    row = jnp.stack([
-        jnp.sum(moved.admitted, axis=0) if name == "bulk" else
-        jnp.sum(moved.evictions, axis=0) if name == "evictions" else
-        jnp.sum(moved.waste, axis=0) if name == "prefetch_waste" else
-        jnp.zeros(num_tiers, jnp.int32)
-        for name in EVENTS
-    ])  # fmt: skip
+    def of_layer(key: jax.Array, coming: jax.Array) -> tuple[jax.Array, pools.Moved]:
+        return _admit_each(key, coming, coming, slots, 2 * running.clock + 1, None, how)
+
+    keys, moved = jax.vmap(of_layer)(keys, new)
+    counts = {
+        "bulk": moved.admitted,
+        "evictions": moved.evictions,
+        "prefetch_waste": moved.waste,
+    }
+    zero = jnp.zeros_like(moved.admitted)
+    row = jnp.stack([jnp.sum(counts.get(name, zero), axis=0) for name in EVENTS])
     tally = running.tally._replace(events=running.tally.events.at[phase].add(row))
     return Running(state, keys, running.clock, tally)
+
+
+def _admit_each(
+    key: jax.Array,
+    coming: jax.Array,
+    protected: jax.Array,
+    slots: jax.Array,
+    stamp: jax.Array,
+    keep: jax.Array | None,
+    how: pools.Search,
+) -> tuple[jax.Array, pools.Moved]:
+    """`pools.admit` of every tier; the first four have its axis."""
+
+    def admit(
+        key: jax.Array, coming: jax.Array, protected: jax.Array, slots: jax.Array
+    ) -> tuple[jax.Array, pools.Moved]:
+        return pools.admit(key, coming, protected, slots, stamp, keep, how)
+
+    return jax.vmap(admit)(key, coming, protected, slots)
 
 
 def _moving(requests: Requests, keys: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -136,7 +136,7 @@ def _run_group(
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
     start = jax.vmap(begin, in_axes=(0, 0, None, None))
     running: Running = start(stacked, slots, trace.num_layers, trace.num_experts)
-    replay = Replay(policy, foreseen)
+    replay = Replay(policy, foreseen, by_pairs=jax.default_backend() == "gpu")
     for segment in cut:
         tokens = jax.tree.map(jnp.asarray, segment.tokens)
         running = run_calls(

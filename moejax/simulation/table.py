@@ -101,6 +101,8 @@ def draw(path: Path, by_link: Mapping[float, Sequence[Mapping[str, float]]], tit
         bound = np.array([f["bound_ms"] for f in figures])
         axes.plot(x[order], bound[order], color=color, linewidth=0.8, linestyle=":")
     axes.set(xlabel="GiB of experts on the device", ylabel="TPOT, ms", title=title, yscale="log")
+    for each in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        each("{x:g}")
     axes.legend(fontsize=8, title="dotted: no cache is faster")
     figure.savefig(path, dpi=110, metadata={"Software": None})
     return ""
