@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -178,8 +179,10 @@ class MainTest(parameterized.TestCase):
     def test_from_a_trace_to_rows_and_a_picture(self):
         rows, plot = self.folder / "rows.jsonl", self.folder / "plot.png"
         out, err = self.run_main(
-            "--config.grid=('slots=0,2,4,8,16', 'prefetch=0,2')", "--config.tiers=('int4=1000000',)",
-            "--config.base_ms=1.5", f"--config.output={rows}", f"--config.plot={plot}",
+            "--config.grid=('slots=0,2,4,8,16', 'prefetch=0,2')",
+            "--config.tiers=('int4=1000000',)", "--config.base_ms=1.5",
+            f"--config.output={rows}",
+            f"--config.plot={plot}",
         )  # fmt: skip
         self.assertIn("lru: 10 settings over 40 decoded steps of 2 layers of 16 experts", err)
         self.assertIn("50 GiB/s", out)
@@ -197,13 +200,12 @@ class MainTest(parameterized.TestCase):
             by_name[f"sweep, lru, slots={slots} prefetch=0, 50 GiB/s, TPOT"].baseline
             for slots in (2, 4, 8, 16)
         ]
-        for smaller, larger in zip(rates, rates[1:], strict=False):
+        for smaller, larger in itertools.pairwise(rates):
             self.assertLess(smaller["hit_rate"], larger["hit_rate"])
         for row in found:
-            self.assertLessEqual(row.baseline["hit_rate"] - row.baseline["best_hit_rate"],
-                                 1.0 if "prefetch=2" in row.what else 0.0)  # fmt: skip
-            if "prefetch=0" in row.what:
-                self.assertLessEqual(row.baseline["bound_ms"], row.figure)
+            if "prefetch=0" in row.what:  # look-ahead turns misses into hits, at the same bytes
+                self.assertLessEqual(row.baseline["hit_rate"], row.baseline["best_hit_rate"])
+            self.assertLessEqual(row.baseline["bound_ms"], row.figure)
 
     def test_a_policy(self):
         out, _ = self.run_main(

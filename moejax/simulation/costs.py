@@ -132,18 +132,18 @@ def calibrate(measured: Sequence[Measured], overlap: float = 0.0) -> Machine:
     columns = np.array([[1.0, m.fetches, m.num_bytes / GIB] for m in measured])
     if len(measured) < 2 or np.ptp(columns[:, 2]) == 0:
         raise MoejaxError("a calibration needs two settings or more that move different bytes")
-    best, least = None, np.inf
+    if np.cov(times, columns[:, 2])[0, 1] <= 0:
+        raise MoejaxError("the measured settings do not take longer for more bytes")
+    best, least = {2: 0.0}, np.inf
     for used in itertools.product((True, False), repeat=3):
         chosen = np.flatnonzero(used)
-        if not len(chosen) or 2 not in chosen:
+        if 2 not in chosen:
             continue
         part = columns[:, chosen]
         found, *_ = np.linalg.lstsq(part / times[:, None], np.ones(len(times)), rcond=None)
         error = float((((part @ found) / times - 1) ** 2).sum())
         if (found >= 0).all() and found[-1] > 0 and error < least - 1e-12:
             best, least = dict(zip(chosen.tolist(), found.tolist(), strict=True)), error
-    if best is None:
-        raise MoejaxError("the measured settings do not take longer for more bytes")
     return Machine(
         base_ms=best.get(0, 0.0),
         fetch_ms=best.get(1, 0.0),
