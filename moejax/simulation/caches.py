@@ -96,11 +96,14 @@ def simulate(workload: Workload, settings: Settings, most_ahead: int) -> Outcome
             much = jnp.arange(most_ahead + 1, dtype=jnp.int32)[:, None, None]
             times = (counts["prefetched"][None] == much).sum(axis=1, dtype=jnp.int32)
             outcome = outcome._replace(ahead=outcome.ahead.at[phase].add(times))
-        caches, found = jax.lax.cond(
-            wide_at >= 0,
-            lambda: _wide_plan(caches, settings, clock, workload.wide[wide_at]),
-            lambda: _plan(caches, settings, clock, needed),
-        )
+        if workload.has_wide:
+            caches, found = jax.lax.cond(
+                wide_at >= 0,
+                lambda: _wide_plan(caches, settings, clock, workload.wide[wide_at]),
+                lambda: _plan(caches, settings, clock, needed),
+            )
+        else:
+            caches, found = _plan(caches, settings, clock, needed)
         for name, amount in found.items():
             counts[name] = counts[name] + amount if name in counts else amount
         zero = jnp.zeros_like(caches.filled)

@@ -73,21 +73,24 @@ def belady(workload: Workload, coming: NextUses, slots: jax.Array) -> Needed:
         held, uses, so_far = carry  # bool[M, E, K], int32[M, E]
         needed, narrow_uses, is_decode, wide_at = now
         wide = wide_at >= 0
-        mask = jnp.where(wide, workload.wide[wide_at], _marked(needed, num_experts))
-        uses = jnp.where(
-            wide & mask, coming.wide[wide_at], uses.at[layer, needed].set(narrow_uses, mode="drop")
-        )
+        mask = _needs(workload, needed, wide_at)
+        uses = uses.at[layer, needed].set(narrow_uses, mode="drop")
+        if workload.has_wide:
+            uses = jnp.where(wide & mask, coming.wide[wide_at], uses)
         # Unequal for each expert, so that a bound tells those who stay; NEVER goes first.
         order = (jnp.minimum(uses, last) * stride + expert[None])[:, :, None]
         hits = (held & mask[:, :, None]).sum(axis=1, dtype=jnp.int32)
         candidates = held | mask[:, :, None]
         excess = candidates.sum(axis=1, dtype=jnp.int32) - slots[None]
         ranked = jnp.where(candidates, order, -1)
-        bound = jax.lax.cond(
-            wide,
-            lambda: _bound_by_sorting(ranked, excess),
-            lambda: _bound_by_search(ranked, excess, needed.shape[1]),
-        )
+        if workload.has_wide:
+            bound = jax.lax.cond(
+                wide,
+                lambda: _bound_by_sorting(ranked, excess),
+                lambda: _bound_by_search(ranked, excess, needed.shape[1]),
+            )
+        else:
+            bound = _bound_by_search(ranked, excess, needed.shape[1])
         held = candidates & (order < bound[:, None])
         phase = is_decode.astype(jnp.int32)
         count = jnp.broadcast_to(mask.sum(axis=1, dtype=jnp.int32)[:, None], hits.shape)
@@ -133,7 +136,7 @@ def lru_curve(workload: Workload) -> Needed:
     ) -> tuple[tuple[jax.Array, Needed], None]:
         depth, so_far = carry  # int32[M, E], place in the order of last use; E if never used
         needed, is_decode, wide_at = now
-        mask = jnp.where(wide_at >= 0, workload.wide[wide_at], _marked(needed, num_experts))
+        mask = _needs(workload, needed, wide_at)
         size = jnp.arange(num_experts + 1, dtype=jnp.int32)[None, None]
         there = mask[:, :, None] & (depth[:, :, None] < size)
         hits = there.sum(axis=1, dtype=jnp.int32)
@@ -152,6 +155,14 @@ def lru_curve(workload: Workload) -> Needed:
     start = (jnp.full((num_layers, num_experts), num_experts, jnp.int32), Needed(zeros, zeros))
     w = workload
     return jax.lax.scan(step, start, (w.needed, w.is_decode, w.wide_at))[0][1]
+
+
+def _needs(workload: Workload, needed: jax.Array, wide_at: jax.Array) -> jax.Array:
+    """bool[M, E] of a step."""
+    mask = _marked(needed, workload.num_experts)
+    if workload.has_wide:
+        mask = jnp.where(wide_at >= 0, workload.wide[wide_at], mask)
+    return mask
 
 
 def _marked(needed: jax.Array, num_experts: int) -> jax.Array:

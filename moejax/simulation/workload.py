@@ -49,6 +49,11 @@ class Workload:
         return self.needed.shape[1]
 
     @property
+    def has_wide(self) -> bool:
+        """Whether any step is wide; static: a branch in a GPU's program waits for the host."""
+        return len(self.wide) > 0
+
+    @property
     def most_foreseen(self) -> int:
         """P."""
         return self.foreseen.shape[2]
@@ -99,7 +104,7 @@ def make_workload(trace: Trace, most_foreseen: int = 0) -> Workload:
     wide_steps = [s for s in counts if s not in set(narrow)]
     wide_at = np.full(num_steps, -1, np.int32)
     wide_at[wide_steps] = np.arange(len(wide_steps))
-    wide = np.zeros((max(1, len(wide_steps)), num_layers, num_experts), bool)
+    wide = np.zeros((len(wide_steps), num_layers, num_experts), bool)
     for place, s in enumerate(wide_steps):
         wide[place] = experts[s]
     foreseen, rank = _foreseen(trace, starts, sizes, min(most_foreseen, num_experts))
