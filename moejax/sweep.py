@@ -1,7 +1,7 @@
 """A trace of routing through thousands of settings, without weights.
 
     python -m moejax.generate --prompt="..." --config.record_trace=x.trace
-    python -m moejax.sweep --config.trace=x.trace --config.grid="slots=4:32:4" --config.base_ms=2
+    python -m moejax.sweep --config.trace=x.trace --config.grid="('slots=4:32:4',)"
     python -m moejax.sweep --config=configs/sweep_qwen3_lru.py --config.trace=x.trace
 
 For each setting: hits, bytes over the link by cause, gate mass by tier, the time of a decode step
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from moejax import cli
+from moejax.errors import MoejaxError
 from moejax.simulation.costs import Machine, calibrate, measured_rows
 from moejax.simulation.grid import described, settings
 from moejax.simulation.settings import SweepConfig
@@ -35,6 +36,8 @@ def define_flags(values: flags.FlagValues) -> None:
 def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
     """Runs the grid, prints the table, writes the rows and the plot."""
     del values
+    if not config.trace:
+        raise MoejaxError("trace='' must be a file: give --config.trace=FILE")
     grid = settings(config.grid)
     chosen = machines(config)
     path = cli.user_path(config.trace)

@@ -231,6 +231,10 @@ class MainTest(parameterized.TestCase):
         self.assertIn("calibrated: 3.000 ms a step, 50.0 GiB/s", err)
         self.assertIn("12 GiB/s", out)
 
+    def test_help(self):
+        out, _ = self.run_main("--help")
+        self.assertIn("--config.grid", out)
+
     @parameterized.parameters(
         ("--config.trace=", "trace='' must be a file"),
         ("--config.trace=/no/such", "there is no trace /no/such"),

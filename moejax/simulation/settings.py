@@ -51,9 +51,7 @@ class SweepConfig(RunConfig):
     platform: str = _option("auto", "auto (an accelerator if there is one), cpu or gpu")
 
     def check(self) -> None:
-        """See `RunConfig.check`; grid, tiers and machine are checked where they are read."""
-        if not self.trace:
-            raise MoejaxError("trace='' must be a file: give --config.trace=FILE")
+        """See `RunConfig.check`; trace, grid and machine are checked where they are read."""
         if self.bulk < 0:
             raise MoejaxError(f"bulk={self.bulk} must be 0 or a number of experts")
         if self.rows < 1:
