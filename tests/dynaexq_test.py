@@ -200,6 +200,27 @@ class AlgorithmTest(parameterized.TestCase):
         np.testing.assert_array_equal(np.flatnonzero(runs["moving"].high[0]), [4])
         self.assertFalse(runs["fixed"].high.any())  # no score reaches that of the warm-up
 
+    def test_choices_that_look_at_no_frequency(self):
+        trace, high = drifting(24), {}
+        for choice, seed in (("first", 0), ("random", 0), ("random", 1)):
+            run = Run(SPEC, period=4, choice=choice, seed=seed)
+            for step in range(24):
+                run.take(contract.at(trace, step))
+                if step == 8:
+                    high[choice, seed] = run.high
+            np.testing.assert_array_equal(run.high, high[choice, seed])
+            np.testing.assert_array_equal(run.high.sum(axis=1), 3)
+        np.testing.assert_array_equal(high["first", 0], np.tile(np.arange(E) < 3, (M, 1)))
+        self.assertTrue((high["random", 0] != high["random", 1]).any())
+        # By the frequencies of the warm-up alone.
+        run = Run(SPEC, period=2**30, alpha=0.75, warmup=4)
+        for step in range(24):
+            run.take(contract.at(trace, step))
+            if step == 3:
+                before = run.high
+        self.assertTrue(before.any())
+        np.testing.assert_array_equal(run.high, before)
+
     def test_hysteresis_spares_a_swap(self):
         scores = np.array([[0.30, 0.28, 0.05, 0.05]], np.float32)
         high = np.array([[False, True, False, False]])

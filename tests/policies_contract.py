@@ -70,6 +70,7 @@ _TAUS = (
     {"period": 4, "max_requests": 4},
     {"period": 4, "max_requests": 4, "tau": "fixed", "alpha": 0.5, "n_hot": (2, 1, 3)},
     {"period": 3, "max_requests": 4, "hysteresis": 0.5, "warmup": 9, "n_hot": 1},
+    {"period": 4, "max_requests": 4, "choice": "random", "seed": 3},
 )
 CASES = {
     "resident": Case("resident", ({}, {"tier": "int2"})),

@@ -95,6 +95,7 @@ class MakeTest(parameterized.TestCase):
         ("dynaexq", {"tau": 0.1}, "tau=0.1 must be one of moving, fixed"),
         ("dynaexq", {"n_hot": (1, 2.5)}, "n_hot=2.5 must be an integer, 0 or more"),
         ("dynaexq", {"hysteresis": -0.1}, "hysteresis=-0.1 must be a number, 0 or more"),
+        ("dynaexq", {"choice": "cold"}, "choice='cold' must be one of hot, random, first"),
         ("dynaexq", {"max_requests": 7}, "max_requests=7 must be even"),
         ("on_demand", {"prefetch": True}, "prefetch=True must be an integer"),
     )
