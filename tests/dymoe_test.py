@@ -240,8 +240,21 @@ class TiersTest(parameterized.TestCase):
         np.testing.assert_array_equal(tiers["token"], tiers["equal"])
         self.assertTrue((tiers["token"] != tiers["depth"]).any())
         self.assertTrue((tiers["token"] != tiers["random"]).any())
-        # Random choices differ by layer and by step.
-        self.assertGreater(len({t.tobytes() for t in tiers["random"].reshape(9, -1)}), 4)
+
+    def test_random_choices_differ_by_call_and_seed_and_repeat(self):
+        seen = routed([[2, 5, 1]], prefill=False)
+        found = []
+        decide = jax.jit(DyMoE(**FIGURE_3["random"]).decide)
+        for seed in (0, 0, 1):
+            state = DyMoE(**FIGURE_3["random"], seed=seed).init(SPEC)
+            tiers = []
+            for _ in range(8):
+                decision, state = decide(state, seen)
+                tiers.append(np.asarray(decision.tier).tolist())
+            found.append(tiers)
+        self.assertEqual(found[0], found[1])
+        self.assertNotEqual(found[0], found[2])
+        self.assertGreater(len({str(tier) for tier in found[0]}), 1)
 
 
 class AheadTest(parameterized.TestCase):

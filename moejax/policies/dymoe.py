@@ -166,7 +166,6 @@ class DyMoE:
         counts = np.stack([self.counts(spec.num_layers, n) for n in (spec.width, spec.num_experts)])
         ahead = counts if self.prefetch < 0 else np.full_like(counts, self.prefetch)
         ahead = np.minimum(np.pad(ahead, ((0, 0), (0, 1))), spec.slots[high])
-        ahead[:, -1] = 0
         return DyMoEState(
             decode=jnp.asarray(counts[0], jnp.int32),
             prefill=jnp.asarray(counts[1], jnp.int32),
