@@ -14,9 +14,8 @@ from moejax.policies import hotness
 from moejax.policies.dynaexq import DynaExq
 from moejax.policies.interface import Observation, PolicySpec
 from tests import policies_contract as contract
+from tests.policies_cases import SPEC, A, E, M, random_trace
 
-SPEC = contract.SPEC
-M, E, A = SPEC.num_layers, SPEC.num_experts, SPEC.width
 HOT_SET = jax.jit(hotness.hot_set)
 SWAPS = jax.jit(hotness.swaps, static_argnames="max_requests")
 SMOOTHED = jax.jit(
@@ -69,7 +68,7 @@ class Paper:
 
 
 def drifting(steps: int, tokens: int = 1, seed: int = 3) -> Observation:
-    return contract.random_trace(SPEC, steps, tokens, prefill=tokens > 1, seed=seed)
+    return random_trace(SPEC, steps, tokens, prefill=tokens > 1, seed=seed)
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from moejax.errors import MoejaxError
 from moejax.policies.interface import PolicySpec
 from moejax.policies.make import POLICIES, make_policy, settings_of
 from tests import policies_contract as contract
-from tests.policies_contract import CASES, SPEC
+from tests.policies_cases import CASES, SPEC, random_trace
 
 EVERY = [(name, phase) for name in CASES for phase in ("decode", "prefill")]
 
@@ -18,9 +18,7 @@ EVERY = [(name, phase) for name in CASES for phase in ("decode", "prefill")]
 @functools.cache
 def trace_of(name: str, phase: str, steps: int = 6):
     tokens = {"decode": 1, "prefill": 5}[phase]
-    return contract.random_trace(
-        CASES[name].spec, steps, tokens, prefill=phase == "prefill", seed=len(name)
-    )
+    return random_trace(CASES[name].spec, steps, tokens, prefill=phase == "prefill", seed=len(name))
 
 
 class ContractTest(parameterized.TestCase):
@@ -60,7 +58,7 @@ class ContractTest(parameterized.TestCase):
             self.assertEqual(moves.promotions > 0, case.name == "dynaexq")
 
     def test_several_sequences_decode_at_once(self):
-        trace = contract.random_trace(SPEC, 4, 4, prefill=False, seed=5)
+        trace = random_trace(SPEC, 4, 4, prefill=False, seed=5)
         for name in ("on_demand", "dymoe_4_2"):
             contract.check_padding(CASES[name], trace)
 
