@@ -33,6 +33,7 @@ class Case(NamedTuple):
     name: str
     settings: tuple[dict[str, Any], ...] = ({},)
     spec: PolicySpec = SPEC
+    phases: tuple[str, ...] = ("decode", "prefill")
     within: Within | None = None  # raises AssertionError for a decision over the policy's budget
 
     @property
@@ -62,7 +63,7 @@ CASES = {
     "resident": Case("resident", ({}, {"tier": "int2"})),
     "on_demand": Case("on_demand", ({"prefetch": 2}, {"tier": "int2", "prefetch": 1}, {})),
     "dynaexq": Case("dynaexq", _TAUS),
-    "dynaexq_exclusive": Case("dynaexq", _TAUS, EXCLUSIVE),
+    "dynaexq_exclusive": Case("dynaexq", _TAUS, EXCLUSIVE, ("decode",)),
     "dymoe_4_2": Case(
         "dymoe",
         (
@@ -80,7 +81,9 @@ CASES = {
             {"high": "int2", "low": "skip", "schedule": "equal", "retention": 0.4},
         ),
     ),
-    "dymoe_reuses": Case("dymoe", ({"low": "skip", "reuse_skipped": True, "selection": "load"},)),
+    "dymoe_reuses": Case(
+        "dymoe", ({"low": "skip", "reuse_skipped": True, "selection": "load"},), phases=("decode",)
+    ),
     "dymoe_random": Case("dymoe", (FIGURE_3["random"], FIGURE_3["random"] | {"seed": 7})),
 }
 

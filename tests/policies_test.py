@@ -12,7 +12,7 @@ from moejax.policies.make import POLICIES, make_policy, settings_of
 from tests import policies_contract as contract
 from tests.policies_cases import CASES, SPEC, random_trace
 
-EVERY = [(name, phase) for name in CASES for phase in ("decode", "prefill")]
+EVERY = [(name, phase) for name in CASES for phase in CASES[name].phases]
 
 
 @functools.cache
