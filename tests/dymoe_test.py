@@ -12,14 +12,12 @@ from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
 from moejax.policies import expert_importance, lookahead, mixed_cache
-from moejax.policies.attention_importance import attention_received
 from moejax.policies.dymoe import FIGURE_3, DyMoE
 from moejax.policies.dymoe_schedule import critical_counts, retention_ratios
 from moejax.policies.interface import SKIPPED, Decision, Observation
 from tests import policies_contract as contract
+from tests.policies_cases import SPEC, A, E, M, random_trace
 
-SPEC = contract.SPEC
-M, E, A = SPEC.num_layers, SPEC.num_experts, SPEC.width
 HEAVY = jax.jit(expert_importance.heavy_hitters)
 BY_TOKENS = jax.jit(expert_importance.critical_by_tokens)
 PAIRS = jax.jit(expert_importance.critical_pairs)
@@ -214,7 +212,7 @@ class TiersTest(parameterized.TestCase):
 
     def test_realised_mean_of_a_long_decode(self):
         spec = dataclasses.replace(SPEC, num_layers=32)
-        trace = contract.random_trace(spec, 4, 1, prefill=False, seed=1)
+        trace = random_trace(spec, 4, 1, prefill=False, seed=1)
         for retention in (0.5, 0.75, 0.9):
             policy = DyMoE(retention=retention)
             _, found = jax.jit(lambda s, t, p=policy: contract.roll(p, s, t))(
@@ -224,7 +222,7 @@ class TiersTest(parameterized.TestCase):
             self.assertAlmostEqual(share, round(retention * A * 32) / (A * 32))
 
     def test_figure_3(self):
-        trace = contract.random_trace(SPEC, 3, 6, prefill=True, seed=2)
+        trace = random_trace(SPEC, 3, 6, prefill=True, seed=2)
         tiers = {}
         for name, settings in FIGURE_3.items():
             policy = DyMoE(**settings, retention=0.6, heavy_count=2)
@@ -240,8 +238,21 @@ class TiersTest(parameterized.TestCase):
         np.testing.assert_array_equal(tiers["token"], tiers["equal"])
         self.assertTrue((tiers["token"] != tiers["depth"]).any())
         self.assertTrue((tiers["token"] != tiers["random"]).any())
-        # Random choices differ by layer and by step.
-        self.assertGreater(len({t.tobytes() for t in tiers["random"].reshape(9, -1)}), 4)
+
+    def test_random_choices_differ_by_call_and_seed_and_repeat(self):
+        seen = routed([[2, 5, 1]], prefill=False)
+        found = []
+        decide = jax.jit(DyMoE(**FIGURE_3["random"]).decide)
+        for seed in (0, 0, 1):
+            state = DyMoE(**FIGURE_3["random"], seed=seed).init(SPEC)
+            tiers = []
+            for _ in range(8):
+                decision, state = decide(state, seen)
+                tiers.append(np.asarray(decision.tier).tolist())
+            found.append(tiers)
+        self.assertEqual(found[0], found[1])
+        self.assertNotEqual(found[0], found[2])
+        self.assertGreater(len({str(tier) for tier in found[0]}), 1)
 
 
 class AheadTest(parameterized.TestCase):
@@ -331,59 +342,6 @@ class CacheTest(parameterized.TestCase):
         np.testing.assert_array_equal(found.fetched[:3], [True, False, False])
         idle = SERVED(resident, decision, np.zeros(1, bool))
         np.testing.assert_array_equal(idle.tier, -1)
-
-
-def exact_attention(q, k, positions, active, window):
-    """float64 weights [B, H, T, S] of the queries that are no padding, and who sees whom."""
-    num_keys, group = k.shape[1], q.shape[2] // k.shape[2]
-    keys = np.repeat(np.float64(k), group, axis=2)
-    scores = np.einsum("bthc,bshc->bhts", np.float64(q), keys) / math.sqrt(q.shape[3])
-    key = np.arange(num_keys)
-    sees = (key <= positions[..., None]) & active[..., None]
-    if window:
-        sees &= key > positions[..., None] - window
-    powers = np.exp(scores - scores.max()) * sees[:, None]
-    return powers / np.maximum(powers.sum(axis=-1, keepdims=True), 1e-300), sees
-
-
-class AttentionTest(parameterized.TestCase):
-    @parameterized.product(
-        block=(1, 3, None), aggregation=("mean", "sum", "last_query"), window=(None, 4)
-    )
-    def test_equation_1_by_blocks(self, block, aggregation, window):
-        rng = np.random.default_rng(8)
-        q = rng.standard_normal((2, 7, 4, 8)).astype(np.float32)
-        k = rng.standard_normal((2, 9, 2, 8)).astype(np.float32)
-        positions = np.stack([np.arange(7), np.arange(7) + 2]).astype(np.int32)
-        active = np.arange(7)[None] < np.array([[5], [7]])
-        weights, sees = exact_attention(q, k, positions, active, window)
-        per_head = weights.sum(axis=2)  # [B, H, S]
-        if aggregation == "last_query":
-            per_head = np.stack([weights[0, :, 4], weights[1, :, 6]])
-        if aggregation == "mean":
-            per_head = per_head / np.maximum(sees.sum(axis=1), 1)[:, None]
-        found = attention_received(
-            q, k, positions, active, aggregation=aggregation, sliding_window=window, block=block
-        )
-        np.testing.assert_allclose(found, per_head.mean(axis=1), rtol=1e-5, atol=1e-7)
-        if aggregation == "sum":  # each active query gives away 1
-            np.testing.assert_allclose(found.sum(axis=1), [5, 7], rtol=1e-5)
-
-    def test_a_long_prompt_never_has_all_its_weights(self):
-        q = jax.ShapeDtypeStruct((1, 8192, 16, 64), jnp.bfloat16)
-        k = jax.ShapeDtypeStruct((1, 8192, 4, 64), jnp.bfloat16)
-        positions = jax.ShapeDtypeStruct((1, 8192), jnp.int32)
-        active = jax.ShapeDtypeStruct((1, 8192), jnp.bool_)
-        memory = jax.jit(attention_received).lower(q, k, positions, active).compile()
-        whole = 4 * 16 * 8192**2
-        self.assertLess(memory.memory_analysis().temp_size_in_bytes, whole / 8)
-
-    def test_an_unknown_aggregation(self):
-        q = jnp.zeros((1, 2, 1, 4))
-        with self.assertRaisesRegex(ValueError, "aggregation='max' must be one of mean"):
-            attention_received(
-                q, q, jnp.zeros((1, 2), jnp.int32), jnp.ones((1, 2), bool), aggregation="max"
-            )
 
 
 if __name__ == "__main__":

@@ -14,9 +14,8 @@ from moejax.policies import hotness
 from moejax.policies.dynaexq import DynaExq
 from moejax.policies.interface import Observation, PolicySpec
 from tests import policies_contract as contract
+from tests.policies_cases import SPEC, A, E, M, random_trace
 
-SPEC = contract.SPEC
-M, E, A = SPEC.num_layers, SPEC.num_experts, SPEC.width
 HOT_SET = jax.jit(hotness.hot_set)
 SWAPS = jax.jit(hotness.swaps, static_argnames="max_requests")
 SMOOTHED = jax.jit(
@@ -69,7 +68,7 @@ class Paper:
 
 
 def drifting(steps: int, tokens: int = 1, seed: int = 3) -> Observation:
-    return contract.random_trace(SPEC, steps, tokens, prefill=tokens > 1, seed=seed)
+    return random_trace(SPEC, steps, tokens, prefill=tokens > 1, seed=seed)
 
 
 @functools.cache
@@ -200,6 +199,27 @@ class AlgorithmTest(parameterized.TestCase):
         np.testing.assert_array_equal(np.flatnonzero(runs["moving"].high[0]), [4])
         self.assertFalse(runs["fixed"].high.any())  # no score reaches that of the warm-up
 
+    def test_choices_that_look_at_no_frequency(self):
+        trace, high = drifting(24), {}
+        for choice, seed in (("first", 0), ("random", 0), ("random", 1)):
+            run = Run(SPEC, period=4, choice=choice, seed=seed)
+            for step in range(24):
+                run.take(contract.at(trace, step))
+                if step == 8:
+                    high[choice, seed] = run.high
+            np.testing.assert_array_equal(run.high, high[choice, seed])
+            np.testing.assert_array_equal(run.high.sum(axis=1), 3)
+        np.testing.assert_array_equal(high["first", 0], np.tile(np.arange(E) < 3, (M, 1)))
+        self.assertTrue((high["random", 0] != high["random", 1]).any())
+        # By the frequencies of the warm-up alone.
+        run = Run(SPEC, period=2**30, alpha=0.75, warmup=4)
+        for step in range(24):
+            run.take(contract.at(trace, step))
+            if step == 3:
+                before = run.high
+        self.assertTrue(before.any())
+        np.testing.assert_array_equal(run.high, before)
+
     def test_hysteresis_spares_a_swap(self):
         scores = np.array([[0.30, 0.28, 0.05, 0.05]], np.float32)
         high = np.array([[False, True, False, False]])
@@ -289,6 +309,16 @@ class SetsTest(parameterized.TestCase):
         np.testing.assert_array_equal(high & ~hot, False)
         if not exclusive:
             np.testing.assert_array_equal(hot, high)
+
+    def test_promotions_take_free_slots_before_those_of_others(self):
+        scores = np.float32([[0.9, 0.5, 0.4, 0.1]])
+        high, hot = np.array([[True, True, False, False]]), np.array([[False, False, False, True]])
+        asked = SWAPS(
+            scores, high, hot, np.ones((1, 4), bool), np.int32([2]), np.int32(4),
+            (np.int32(0), np.int32(1)), max_requests=40,
+        )  # fmt: skip
+        # One slot of two is free: expert 0 takes it, expert 1 that of expert 3.
+        self.assertEqual(list(contract.entries(asked)), [(0, 0, 0), (0, 3, 1), (0, 1, 0)])
 
     def test_hottest_promotions_pair_with_coldest_demotions(self):
         scores = np.float32([[0.9, 0.1, 0.5, 0.3], [0.6, 0.2, 0.0, 0.0]])

@@ -10,17 +10,15 @@ from moejax.errors import MoejaxError
 from moejax.policies.interface import PolicySpec
 from moejax.policies.make import POLICIES, make_policy, settings_of
 from tests import policies_contract as contract
-from tests.policies_contract import CASES, SPEC
+from tests.policies_cases import CASES, SPEC, random_trace
 
-EVERY = [(name, phase) for name in CASES for phase in ("decode", "prefill")]
+EVERY = [(name, phase) for name in CASES for phase in CASES[name].phases]
 
 
 @functools.cache
 def trace_of(name: str, phase: str, steps: int = 6):
     tokens = {"decode": 1, "prefill": 5}[phase]
-    return contract.random_trace(
-        CASES[name].spec, steps, tokens, prefill=phase == "prefill", seed=len(name)
-    )
+    return random_trace(CASES[name].spec, steps, tokens, prefill=phase == "prefill", seed=len(name))
 
 
 class ContractTest(parameterized.TestCase):
@@ -60,7 +58,7 @@ class ContractTest(parameterized.TestCase):
             self.assertEqual(moves.promotions > 0, case.name == "dynaexq")
 
     def test_several_sequences_decode_at_once(self):
-        trace = contract.random_trace(SPEC, 4, 4, prefill=False, seed=5)
+        trace = random_trace(SPEC, 4, 4, prefill=False, seed=5)
         for name in ("on_demand", "dymoe_4_2"):
             contract.check_padding(CASES[name], trace)
 
@@ -95,6 +93,7 @@ class MakeTest(parameterized.TestCase):
         ("dynaexq", {"tau": 0.1}, "tau=0.1 must be one of moving, fixed"),
         ("dynaexq", {"n_hot": (1, 2.5)}, "n_hot=2.5 must be an integer, 0 or more"),
         ("dynaexq", {"hysteresis": -0.1}, "hysteresis=-0.1 must be a number, 0 or more"),
+        ("dynaexq", {"choice": "cold"}, "choice='cold' must be one of hot, random, first"),
         ("dynaexq", {"max_requests": 7}, "max_requests=7 must be even"),
         ("on_demand", {"prefetch": True}, "prefetch=True must be an integer"),
     )

@@ -100,7 +100,8 @@ class DyMoE:
       rounding: "diffused", so that the mean is r, or "ceil", eq. 5's letter.
       selection: "critical", by eq. 2 in prefill and eq. 3 in decode; "load": in prefill by all
         tokens, without attention's importance; "random" (Figure 3).
-      heavy_share: of a prompt's tokens that are heavy hitters; the paper states no number.
+      heavy_share: of a prefill step's tokens that are heavy hitters, whatever prompts they are of;
+        the paper, of one prompt in one step, states no number.
       heavy_count: their number, in place of the share; 0: the share.
       renormalise: the weights of a token's remaining experts sum to what all summed to.
       reuse_skipped: an expert that is to be left out runs where its high copy is there, as in the
@@ -165,7 +166,6 @@ class DyMoE:
         counts = np.stack([self.counts(spec.num_layers, n) for n in (spec.width, spec.num_experts)])
         ahead = counts if self.prefetch < 0 else np.full_like(counts, self.prefetch)
         ahead = np.minimum(np.pad(ahead, ((0, 0), (0, 1))), spec.slots[high])
-        ahead[:, -1] = 0
         return DyMoEState(
             decode=jnp.asarray(counts[0], jnp.int32),
             prefill=jnp.asarray(counts[1], jnp.int32),

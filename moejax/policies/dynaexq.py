@@ -31,6 +31,8 @@ from moejax.policies.settings import (
     check_text,
 )
 
+CHOICES = ("hot", "random", "first")
+
 
 class DynaExqSettings(NamedTuple):
     """What sweeps; see `DynaExq` for the meanings.
@@ -97,6 +99,10 @@ class DynaExq:
       hysteresis: share by which a cold expert must exceed a hot one to take its place; the paper
         has none.
       max_requests: R of `Requests`, even; what is left over is asked for the next time.
+      choice: "hot"; or, to compare with, choices that look at no frequency and stay for ever:
+        "random", or "first", the smallest ids. (A static choice by the frequencies of the warm-up
+        is "hot" with a period that never ends, and an alpha of its own.)
+      seed: of "random".
     """
 
     hot: str = ""
@@ -108,6 +114,8 @@ class DynaExq:
     warmup: int = 0
     hysteresis: float = 0.0
     max_requests: int = 64
+    choice: str = "hot"
+    seed: int = 0
 
     def __post_init__(self) -> None:
         check_text("hot", self.hot)
@@ -125,6 +133,8 @@ class DynaExq:
         check_number("max_requests", self.max_requests, 2, 2**20, integer=True)
         if self.max_requests % 2:
             raise MoejaxError(f"max_requests={self.max_requests} must be even: they come in pairs")
+        check_choice("choice", self.choice, CHOICES)
+        check_number("seed", self.seed, 0, 2**32 - 1, integer=True)
 
     @property
     def name(self) -> str:
@@ -145,7 +155,9 @@ class DynaExq:
                 f"stored are {', '.join(spec.tiers)}"
             )
         alpha = 1 - 1 / self.period if self.alpha is None else self.alpha
-        shape = spec.num_layers, spec.num_experts
+        if self.choice != "hot":
+            alpha = 1.0  # scores stay what they are
+        scores = self._first_scores(spec)
         settings = DynaExqSettings(
             alpha=jnp.asarray(alpha, jnp.float32),
             period=jnp.asarray(self.period, jnp.int32),
@@ -158,8 +170,8 @@ class DynaExq:
             cold=jnp.asarray(cold, jnp.int32),
         )
         return DynaExqState(
-            scores=jnp.zeros(shape, jnp.float32),
-            high=jnp.zeros(shape, bool),
+            scores=jnp.asarray(scores, jnp.float32),
+            high=jnp.zeros(scores.shape, bool),
             tau=jnp.zeros(spec.num_layers, jnp.float32),
             tokens=jnp.zeros((), jnp.int32),
             warm=jnp.zeros((), bool),
@@ -205,6 +217,15 @@ class DynaExq:
             self.max_requests,
         )
         return Requests(*(jnp.where(state.warm, field, -1) for field in asked)), state
+
+    def _first_scores(self, spec: PolicySpec) -> np.ndarray:
+        """float64[M, E], before any token."""
+        shape = spec.num_layers, spec.num_experts
+        if self.choice == "random":
+            return np.random.default_rng(self.seed).random(shape)
+        if self.choice == "first":
+            return np.tile(1 - np.arange(spec.num_experts) / spec.num_experts, (shape[0], 1))
+        return np.zeros(shape)
 
     def _n_hot(self, spec: PolicySpec, slots: int) -> np.ndarray:
         """int64[M], checked against the slots."""
