@@ -75,10 +75,9 @@ def expected_decision(
 
 class DecisionTest(parameterized.TestCase):
     @parameterized.parameters(
-        {},
-        {"form": "ranks"},
+        {"form": "table"},
         {"rho": 1},
-        {"rho": 2, "spend_on": "last", "form": "ranks"},
+        {"rho": 2, "spend_on": "last"},
         {"rho": 0},
         {"depth": 1, "fall_back": "drop"},
         {"rho": 2, "fall_back": "drop"},
@@ -88,10 +87,10 @@ class DecisionTest(parameterized.TestCase):
         {"beta": 1.0, "rho": 3},
         {"eta": 0.7},
         {"kappa": 0.45, "hops": HOPS, "rho": 2},
-        {"eta": 0.2, "kappa": 0.6, "hops": HOPS, "form": "ranks"},  # a hop of 2 is out
+        {"eta": 0.2, "kappa": 0.6, "hops": HOPS},  # a hop of 2 is out
     )
     def test_as_the_papers_loops(self, **settings):
-        policy = BuddyMoe(lists=LISTS, **settings)
+        policy = BuddyMoe(lists=LISTS, **{"form": "ranks", **settings})
         tau = np.broadcast_to(policy.tae_tau, LAYERS)
         state, decide = policy.init(SPEC), jax.jit(policy.decide)
         counts = np.zeros((2, LAYERS, EXPERTS), int)
@@ -107,6 +106,7 @@ class DecisionTest(parameterized.TestCase):
                 np.add.at(count[int(o.layer)], np.asarray(o.ids)[pairs], 1)
         np.testing.assert_array_equal(state.replaced, counts[0])
         np.testing.assert_array_equal(state.dropped, counts[1])
+        _, state = jax.jit(policy.transfers)(state, jnp.ones((LAYERS, 1, EXPERTS), bool))
         np.testing.assert_array_equal(state.missed, counts.sum(axis=0))
         self.assertEqual(counts[0].sum() == 0, policy.rho == 0)
 
@@ -160,7 +160,7 @@ class DecisionTest(parameterized.TestCase):
         for in_prefill, is_prefill, changes in (
             (True, True, True), (False, True, False), (False, False, True)
         ):  # fmt: skip
-            policy = BuddyMoe(lists=LISTS, in_prefill=in_prefill)
+            policy = BuddyMoe(lists=LISTS, in_prefill=in_prefill, form="ranks")
             decision, _ = jax.jit(policy.decide)(
                 policy.init(SPEC), dataclasses.replace(o, is_prefill=is_prefill)
             )
@@ -169,10 +169,10 @@ class DecisionTest(parameterized.TestCase):
 
 class ContractTest(parameterized.TestCase):
     @parameterized.parameters(
-        {"rho": 2, "beta": 0.8, "eta": 0.5, "tae_tau": 0.6},
+        {"rho": 2, "beta": 0.8, "eta": 0.5, "tae_tau": 0.6, "form": "ranks"},
         {"discount": 0.5, "fall_back": "drop", "tae_tau": 0.6},
         {"choose": "random", "rho": 2},
-        {"choose": "matched_random", "form": "ranks"},
+        {"choose": "matched_random"},
     )
     def test_jit_is_eager_and_scan_is_a_loop(self, **settings):
         policy = BuddyMoe(lists=LISTS, **settings)
@@ -203,11 +203,11 @@ class ContractTest(parameterized.TestCase):
         self.assertEqual(jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), last), kinds)
 
     def test_settings_sweep(self):
-        base = BuddyMoe(lists=LISTS, eta=1.0, kappa=1.0, beta=1.0, hops=HOPS)
+        base = BuddyMoe(lists=LISTS, form="ranks", eta=1.0, kappa=1.0, beta=1.0, hops=HOPS)
         given = steps(5, 2)
         swept = [
             BuddyMoe(
-                lists=LISTS, hops=HOPS, eta=eta, kappa=kappa, beta=beta, tae_tau=tau, rho=rho,
+                lists=LISTS, form="ranks", hops=HOPS, eta=eta, kappa=kappa, beta=beta, tae_tau=tau, rho=rho,
                 depth=depth,
             )
             for eta, kappa, beta, tau, rho, depth in (
@@ -220,7 +220,7 @@ class ContractTest(parameterized.TestCase):
         decide = jax.jit(jax.vmap(base.decide, in_axes=(0, None)))
         for o in given:
             found, together = decide(together, o)
-            for i, policy in enumerate(swept):
+            for i in range(len(swept)):
                 alone, states[i] = alone_decide[i](states[i], o)
                 mine = jax.tree.map(lambda leaf, i=i: leaf[i], found)
                 jax.tree.map(np.testing.assert_array_equal, mine, alone)
@@ -273,7 +273,7 @@ class TransfersTest(parameterized.TestCase):
         self.assertAlmostEqual(float(state.missed[0, 1]), 1, places=5)
 
     def test_never_more_than_the_budget(self):
-        policy = BuddyMoe(lists=LISTS, background_bytes=30.0, least_misses=1.0)
+        policy = BuddyMoe(lists=LISTS, background_bytes=30.0, least_misses=1.0, form="ranks")
         state, rng = policy.init(SPEC), np.random.default_rng(7)
         decide, transfers = jax.jit(policy.decide), jax.jit(policy.transfers)
         resident = jnp.asarray(rng.random((LAYERS, 1, EXPERTS)) < 0.5)

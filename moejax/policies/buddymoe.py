@@ -73,9 +73,10 @@ class BuddyState:
       lists: int32[M, E, K].
       q: float32[M, E, K].
       hops: float32[E], partitions between an expert and the tokens' device.
+      replaced: int32[M, E], pairs of each expert that a buddy served, so far.
+      dropped: int32[M, E], pairs of each expert that nobody served, so far.
+      counted: int32[M, E], how many of both `missed` knows of.
       missed: float32[M, E], pairs replaced or dropped since the expert was last asked for, fading.
-      replaced: int32[M, E], pairs of each expert that a buddy served.
-      dropped: int32[M, E], pairs of each expert that nobody served.
       requested: int32[], experts that background transfers were asked for.
       credit: float32[], bytes of background transfers that are saved up.
       draws: int32[], random choices so far.
@@ -85,9 +86,10 @@ class BuddyState:
     lists: jax.Array
     q: jax.Array
     hops: jax.Array
-    missed: jax.Array
     replaced: jax.Array
     dropped: jax.Array
+    counted: jax.Array
+    missed: jax.Array
     requested: jax.Array
     credit: jax.Array
     draws: jax.Array
@@ -204,9 +206,10 @@ class BuddyMoe:
             lists=jnp.asarray(self.lists.ids),
             q=jnp.asarray(self.lists.q),
             hops=jnp.asarray(self.hops or [0.0] * spec.num_experts, jnp.float32),
-            missed=jnp.zeros(shape, jnp.float32),
             replaced=jnp.zeros(shape, jnp.int32),
             dropped=jnp.zeros(shape, jnp.int32),
+            counted=jnp.zeros(shape, jnp.int32),
+            missed=jnp.zeros(shape, jnp.float32),
             requested=zero,
             credit=jnp.zeros((), jnp.float32),
             draws=zero,
@@ -315,16 +318,12 @@ class BuddyMoe:
             ids = jnp.where(pairs, o.ids, -1).reshape(-1)
             return jnp.sum(ids[:, None] == expert[None], axis=0, dtype=jnp.int32)
 
-        counted = by_expert(replaced)
-        now: dict[str, Any] = {"replaced": state.replaced.at[o.layer].add(counted)}
+        now: dict[str, Any] = {"replaced": state.replaced.at[o.layer].add(by_expert(replaced))}
         if self.fall_back == "drop":
-            lost = by_expert(dropped)
-            now["dropped"] = state.dropped.at[o.layer].add(lost)
-            counted += lost
+            now["dropped"] = state.dropped.at[o.layer].add(by_expert(dropped))
         if self.choose in ("random", "matched_random"):
             now["draws"] = state.draws + 1
-        missed = state.missed.at[o.layer].add(counted.astype(jnp.float32))
-        return dataclasses.replace(state, missed=missed, **now)
+        return dataclasses.replace(state, **now)
 
     def transfers(self, state: BuddyState, resident: jax.Array) -> tuple[Requests, BuddyState]:
         """The most missed experts, as many as the bytes saved up allow.
@@ -335,7 +334,9 @@ class BuddyMoe:
         settings, num_experts = state.settings, state.missed.shape[1]
         size, limit = settings.expert_bytes, min(self.max_requests, state.missed.size)
         credit = jnp.minimum(state.credit + settings.background_bytes, size * limit)
-        missed = state.missed * settings.retention
+        counted = state.replaced + state.dropped
+        new = (counted - state.counted).astype(jnp.float32)
+        missed = state.missed * settings.retention + new
         eligible = (missed >= settings.least_misses) & (missed > 0) & ~jnp.any(resident, axis=1)
         most, at = jax.lax.top_k(jnp.where(eligible, missed, 0.0).reshape(-1), limit)
         affordable = jnp.floor(credit / size).astype(jnp.int32)
@@ -350,6 +351,7 @@ class BuddyMoe:
         )
         return requests, dataclasses.replace(
             state,
+            counted=counted,
             missed=cleared.reshape(missed.shape),
             requested=state.requested + num_asked,
             credit=credit - size * num_asked.astype(jnp.float32),
