@@ -54,8 +54,8 @@ class ContractTest(parameterized.TestCase):
         given = steps(5, 2)
         swept = [
             BuddyMoe(
-                lists=LISTS, form="ranks", hops=HOPS, eta=eta, kappa=kappa, beta=beta, tae_tau=tau, rho=rho,
-                depth=depth,
+                lists=LISTS, form="ranks", hops=HOPS, eta=eta, kappa=kappa, beta=beta,
+                tae_tau=tau, rho=rho, depth=depth,
             )
             for eta, kappa, beta, tau, rho, depth in (
                 (0.5, 0.1, 0.9, -1.0, 1, 5), (0.1, 0.3, 0.6, 0.7, 3, 2), (2.0, 0.4, 1.0, 0.5, 4, 3)

@@ -5,10 +5,13 @@ Computed once, on the host, in float64: a list must not depend on the device tha
 Axes: M sparse layers, E experts of a layer, K places of a list.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+# What q is made of: co-activations as eq. 4 counts them, those weighted by probability (section
+# 3.3), or how alike outputs are.
+Source = Literal["coactivations", "weighted", "outputs"]
 # Relative: a prefix that should reach alpha does, however its float64 sum was rounded.
 _ROUNDING = 1e-9
 
