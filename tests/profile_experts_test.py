@@ -137,19 +137,24 @@ class ProfileTest(parameterized.TestCase):
     def inputs_of_experts(self) -> list[np.ndarray]:
         """[N, D] of each layer, of all windows one after the other."""
         model = merge_weights(model_definition(self.engine.config), self.engine.weights)
-        kept = [[] for _ in self.engine.config.moe_layers]
         real = type(model.moe).__call__
 
-        def keep(moe: Any, x: jax.Array, layer: int, *rest: Any) -> Any:
-            kept[layer].append(np.asarray(x, np.float64))
-            return real(moe, x, layer, *rest)
+        def whole(tokens: jax.Array) -> list[jax.Array]:
+            kept = []
 
-        with mock.patch.object(type(model.moe), "__call__", keep):
-            for first in range(0, len(self.ids) - 1, WINDOW):
-                forward(
-                    model, jnp.asarray(self.ids[None, :-1][:, first : first + WINDOW], jnp.int32)
-                )
-        return [np.concatenate(parts) for parts in kept]
+            def keep(moe: Any, x: jax.Array, *rest: Any) -> Any:
+                kept.append(x)
+                return real(moe, x, *rest)
+
+            with mock.patch.object(type(model.moe), "__call__", keep):
+                forward(model, tokens)
+            return kept
+
+        rows = -(-(len(self.ids) - 1) // WINDOW)
+        padded = np.zeros(rows * WINDOW, np.int32)
+        padded[: len(self.ids) - 1] = self.ids[:-1]
+        inputs = jax.jit(whole)(jnp.asarray(padded.reshape(rows, WINDOW)))
+        return [np.asarray(x, np.float64)[: len(self.ids) - 1] for x in inputs]
 
     def profiled(self, activity: ExpertActivity | None = None, **options: Any) -> Any:
         options = {
