@@ -180,8 +180,9 @@ def load_buddies(path: Path, config: ModelConfig | None = None) -> BuddyProfile:
         raise MoejaxError(f"{path} does not say where it comes from; {_MEND}") from error
     _check(path, stored, config)
     arrays = {name: read_array(tensor) for name, tensor in stored.items()}
-    fields = [field.name for field in dataclasses.fields(ExpertActivity)]
-    activity = ExpertActivity(**{name: arrays.get(name) for name in fields})
+    fields = {field.name for field in dataclasses.fields(ExpertActivity)} & arrays.keys()
+    counted: dict[str, Any] = {name: arrays[name] for name in fields}
+    activity = ExpertActivity(**counted)
     lists = BuddyLists(arrays["buddies"], arrays["q"])
     if lists.ids.max(initial=-1) >= lists.ids.shape[1] or lists.ids.min(initial=-1) < -1:
         raise MoejaxError(f"{path}: buddies names an expert that there is not; {_MEND}")
