@@ -25,7 +25,7 @@ from moejax.checkpoints.safetensors_reader import StoredTensor, read_array, read
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
 from moejax.policies.buddy_gates import percentile_tau
-from moejax.policies.buddy_lists import BuddyLists, Source, buddy_lists
+from moejax.policies.buddy_lists import BuddyLists, Source, buddy_lists, output_gains
 from moejax.policies.expert_activity import ExpertActivity, shares
 
 if TYPE_CHECKING:
@@ -53,6 +53,14 @@ class BuddyProfile:
     tau: np.ndarray
     activity: ExpertActivity
     provenance: dict[str, Any]
+
+    @property
+    def gains(self) -> np.ndarray | None:
+        """float64[M, E, E] for the same, of outputs; None where they were not compared."""
+        if self.activity.cosines is None:
+            return None
+        cosines, tokens = self.activity.cosines, self.activity.activations
+        return output_gains(np.asarray(cosines), np.asarray(tokens))
 
 
 def profile_of(

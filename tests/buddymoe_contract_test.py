@@ -17,7 +17,12 @@ from tests.buddymoe_cases import EXPERTS, HOPS, LAYERS, LISTS, SPEC, TOKENS, obs
 class ContractTest(parameterized.TestCase):
     @parameterized.parameters(
         {"rho": 2, "beta": 0.8, "eta": 0.5, "tae_tau": 0.6, "form": "ranks"},
-        {"discount": 0.5, "fall_back": "drop", "tae_tau": 0.6},
+        {
+            "discount": 0.5,
+            "fall_back": "drop",
+            "tae_tau": 0.6,
+            "gains": np.full((LAYERS, EXPERTS, EXPERTS), 0.5),
+        },
         {"choose": "random", "rho": 2},
         {"choose": "matched_random"},
     )
@@ -184,6 +189,8 @@ class RefusalTest(parameterized.TestCase):
             BuddyMoe(lists=LISTS).init(dataclasses.replace(SPEC, **fields))
         with self.assertRaisesRegex(MoejaxError, "hops has 1 of 12 experts"):
             BuddyMoe(lists=LISTS, hops=(1.0,)).init(SPEC)
+        with self.assertRaisesRegex(MoejaxError, r"gains is \[2, 12\], not \[layers"):
+            BuddyMoe(lists=LISTS, gains=np.ones((LAYERS, EXPERTS))).init(SPEC)
 
 
 if __name__ == "__main__":

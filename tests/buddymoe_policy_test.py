@@ -68,6 +68,7 @@ class DecisionTest(parameterized.TestCase):
         {"beta": 0.5},
         {"beta": 1.0, "rho": 3},
         {"eta": 0.7},
+        {"gains": np.random.default_rng(9).random((LAYERS, EXPERTS, EXPERTS)), "rho": 2},
         {"kappa": 0.45, "hops": HOPS, "rho": 2},
         {"eta": 0.2, "kappa": 0.6, "hops": HOPS},  # a hop of 2 is out
     )
@@ -82,7 +83,11 @@ class DecisionTest(parameterized.TestCase):
             np.testing.assert_array_equal(decision.ids, ids)
             dropped = searched & ~replaced & (policy.fall_back == "drop")
             np.testing.assert_array_equal(decision.tier, np.where(dropped, SKIPPED, 0))
-            np.testing.assert_array_equal(decision.weights, o.weights)  # the missing one's, as is
+            weights = np.array(o.weights)  # the missing one's, as is
+            if policy.gains is not None:
+                gains = policy.gains[int(o.layer), np.asarray(o.ids), ids].astype(np.float32)
+                weights[replaced] *= gains[replaced]
+            np.testing.assert_array_equal(decision.weights, weights)
             self.assertFalse(decision.at_least.any())
             for count, pairs in zip(counts, (replaced, dropped), strict=True):
                 np.add.at(count[int(o.layer)], np.asarray(o.ids)[pairs], 1)

@@ -178,6 +178,9 @@ class ProfileTest(parameterized.TestCase):
         means[:, np.arange(EXPERTS), np.arange(EXPERTS)] = -2
         seen = np.asarray(activity.activations) > 0
         np.testing.assert_array_equal(found.lists.ids[..., 0][seen], means.argmax(-1)[seen])
+        best = np.take_along_axis(found.gains, found.lists.ids[..., :1], axis=-1)[..., 0]
+        np.testing.assert_allclose(best[seen], means.max(-1)[seen], rtol=1e-6)
+        self.assertIsNone(self.profiled().gains)
         with self.assertRaisesRegex(ValueError, "outputs were not compared"):
             self.profiled(source="outputs")
 
