@@ -301,6 +301,24 @@ class Runner:
         with self._reading():
             return np.sum([np.asarray(nats, np.float64) for nats in parts], axis=0)
 
+    def fold(self, function: Any, carried: Any, tokens: np.ndarray, lengths: np.ndarray) -> Any:
+        """Windows int32[B, T], padded at the end, through a step that carries what it counts.
+
+        `function` is `steps.score_chunk` up to `lengths`, but for `carried` after the cache, which
+        it returns there; `carried` is donated.
+        """
+        batch, length = tokens.shape
+        cache_length = length_bucket(length, MIN_PREFILL_LENGTH, self.config.max_positions)
+        cache, _, _ = self._fresh([0] * batch, cache_length)
+        for start, size in self._chunks(batch, length, cache_length):
+            chunk = np.pad(
+                tokens[:, start : start + size], ((0, 0), (0, max(0, start + size - length)))
+            )
+            static = (self._program, self._chunk_spec(batch, start, size, cache_length))
+            inputs = (self._put(a) for a in (chunk, np.int32(start), np.asarray(lengths, np.int32)))
+            cache, carried = self._step(function, static, (cache, carried), *inputs)
+        return carried
+
     def experts_via(self, num_tokens: int) -> ExpertsVia:
         """The form that runs the experts of a call of so many tokens."""
         return self._asked_via or default_experts_via(

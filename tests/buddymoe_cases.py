@@ -1,9 +1,10 @@
-"""Routings and buddy lists at random, for the tests of BuddyMoE."""
+"""Routings, observations and buddy lists at random, for the tests of BuddyMoE."""
 
+import jax.numpy as jnp
 import numpy as np
 
 from moejax.policies.buddy_lists import BuddyLists, buddy_lists, conditional_coactivation
-from moejax.policies.interface import PolicySpec
+from moejax.policies.interface import Observation, PolicySpec
 
 TOKENS, WIDTH, EXPERTS, DEPTH, LAYERS = 6, 4, 12, 5, 2
 SPEC = PolicySpec(
@@ -37,3 +38,22 @@ def random_lists(rng: np.random.Generator, num_layers: int = LAYERS) -> BuddyLis
 def as_lists(padded: np.ndarray) -> list[list[int]]:
     """int[E, K] without its padding."""
     return [[int(j) for j in row if j >= 0] for row in padded]
+
+
+LISTS = random_lists(np.random.default_rng(0))
+HOPS = tuple(float(e % 3) for e in range(EXPERTS))
+
+
+def observation(rng: np.random.Generator, layer: int = 0, share: float = 0.5) -> Observation:
+    """A layer of a step; some rows are padding."""
+    probabilities, ids, weights = routed(rng)
+    active = rng.random(TOKENS) < 0.8
+    active[0] = True
+    arrays = (probabilities, ids, weights, active, rng.random((1, EXPERTS)) < share)
+    return Observation(jnp.int32(layer), *map(jnp.asarray, arrays))
+
+
+def steps(seed: int, count: int) -> list[Observation]:
+    """Observations of all layers of some steps."""
+    rng = np.random.default_rng(seed)
+    return [observation(rng, i % LAYERS) for i in range(count * LAYERS)]

@@ -1,46 +1,28 @@
-"""BuddyMoE as a policy: its decisions as the paper's loops make them, its counts and transfers."""
+"""BuddyMoE's decisions, as the paper's loops and gates make them."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moejax.errors import MoejaxError
 from moejax.policies.buddy_lists import BuddyLists
-from moejax.policies.buddymoe import BuddyMoe, BuddyState
+from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.interface import SKIPPED, Observation
 from tests import buddymoe_reference as paper
 from tests.buddymoe_cases import (
     EXPERTS,
+    HOPS,
     LAYERS,
+    LISTS,
     SPEC,
     TOKENS,
     WIDTH,
     as_lists,
-    random_lists,
-    routed,
+    observation,
+    steps,
 )
-
-LISTS = random_lists(np.random.default_rng(0))
-HOPS = tuple(float(e % 3) for e in range(EXPERTS))
-
-
-def observation(rng: np.random.Generator, layer: int = 0, share: float = 0.5) -> Observation:
-    """A layer of a step; some rows are padding."""
-    probabilities, ids, weights = routed(rng)
-    active = rng.random(TOKENS) < 0.8
-    active[0] = True
-    arrays = (probabilities, ids, weights, active, rng.random((1, EXPERTS)) < share)
-    return Observation(jnp.int32(layer), *map(jnp.asarray, arrays))
-
-
-def steps(seed: int, count: int) -> list[Observation]:
-    """Observations of all layers of some steps."""
-    rng = np.random.default_rng(seed)
-    return [observation(rng, i % LAYERS) for i in range(count * LAYERS)]
 
 
 def expected_decision(
@@ -75,10 +57,9 @@ def expected_decision(
 
 class DecisionTest(parameterized.TestCase):
     @parameterized.parameters(
-        {},
-        {"form": "ranks"},
+        {"form": "table"},
         {"rho": 1},
-        {"rho": 2, "spend_on": "last", "form": "ranks"},
+        {"rho": 2, "spend_on": "last"},
         {"rho": 0},
         {"depth": 1, "fall_back": "drop"},
         {"rho": 2, "fall_back": "drop"},
@@ -87,11 +68,12 @@ class DecisionTest(parameterized.TestCase):
         {"beta": 0.5},
         {"beta": 1.0, "rho": 3},
         {"eta": 0.7},
+        {"gains": np.random.default_rng(9).random((LAYERS, EXPERTS, EXPERTS)), "rho": 2},
         {"kappa": 0.45, "hops": HOPS, "rho": 2},
-        {"eta": 0.2, "kappa": 0.6, "hops": HOPS, "form": "ranks"},  # a hop of 2 is out
+        {"eta": 0.2, "kappa": 0.6, "hops": HOPS},  # a hop of 2 is out
     )
     def test_as_the_papers_loops(self, **settings):
-        policy = BuddyMoe(lists=LISTS, **settings)
+        policy = BuddyMoe(lists=LISTS, **{"form": "ranks", **settings})
         tau = np.broadcast_to(policy.tae_tau, LAYERS)
         state, decide = policy.init(SPEC), jax.jit(policy.decide)
         counts = np.zeros((2, LAYERS, EXPERTS), int)
@@ -101,12 +83,17 @@ class DecisionTest(parameterized.TestCase):
             np.testing.assert_array_equal(decision.ids, ids)
             dropped = searched & ~replaced & (policy.fall_back == "drop")
             np.testing.assert_array_equal(decision.tier, np.where(dropped, SKIPPED, 0))
-            np.testing.assert_array_equal(decision.weights, o.weights)  # the missing one's, as is
+            weights = np.array(o.weights)  # the missing one's, as is
+            if policy.gains is not None:
+                gains = policy.gains[int(o.layer), np.asarray(o.ids), ids].astype(np.float32)
+                weights[replaced] *= gains[replaced]
+            np.testing.assert_array_equal(decision.weights, weights)
             self.assertFalse(decision.at_least.any())
             for count, pairs in zip(counts, (replaced, dropped), strict=True):
                 np.add.at(count[int(o.layer)], np.asarray(o.ids)[pairs], 1)
         np.testing.assert_array_equal(state.replaced, counts[0])
         np.testing.assert_array_equal(state.dropped, counts[1])
+        _, state = jax.jit(policy.transfers)(state, jnp.ones((LAYERS, 1, EXPERTS), bool))
         np.testing.assert_array_equal(state.missed, counts.sum(axis=0))
         self.assertEqual(counts[0].sum() == 0, policy.rho == 0)
 
@@ -160,183 +147,11 @@ class DecisionTest(parameterized.TestCase):
         for in_prefill, is_prefill, changes in (
             (True, True, True), (False, True, False), (False, False, True)
         ):  # fmt: skip
-            policy = BuddyMoe(lists=LISTS, in_prefill=in_prefill)
+            policy = BuddyMoe(lists=LISTS, in_prefill=in_prefill, form="ranks")
             decision, _ = jax.jit(policy.decide)(
                 policy.init(SPEC), dataclasses.replace(o, is_prefill=is_prefill)
             )
             self.assertEqual(bool((decision.ids != o.ids).any()), changes)
-
-
-class ContractTest(parameterized.TestCase):
-    @parameterized.parameters(
-        {"rho": 2, "beta": 0.8, "eta": 0.5, "tae_tau": 0.6},
-        {"discount": 0.5, "fall_back": "drop", "tae_tau": 0.6},
-        {"choose": "random", "rho": 2},
-        {"choose": "matched_random", "form": "ranks"},
-    )
-    def test_jit_is_eager_and_scan_is_a_loop(self, **settings):
-        policy = BuddyMoe(lists=LISTS, **settings)
-        start, given = policy.init(SPEC), steps(4, 3)
-        decide = jax.jit(policy.decide)
-        if (
-            policy.choose == "buddies"
-        ):  # operation by operation takes seconds: once a form is enough
-            one = policy.decide(start, given[0])
-            jax.tree.map(np.testing.assert_array_equal, one, decide(start, given[0]))
-        state, decisions = start, []
-        for o in given:
-            decision, state = decide(state, o)
-            decisions.append(decision)
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *given)
-
-        def step(state: BuddyState, o: Observation) -> Any:
-            decision, state = policy.decide(state, o)
-            return state, decision
-
-        last, scanned = jax.jit(lambda s, o: jax.lax.scan(step, s, o))(start, stacked)
-        jax.tree.map(np.testing.assert_array_equal, last, state)
-        jax.tree.map(
-            np.testing.assert_array_equal,
-            scanned, jax.tree.map(lambda *leaves: np.stack(leaves), *decisions),
-        )  # fmt: skip
-        kinds = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), start)
-        self.assertEqual(jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), last), kinds)
-
-    def test_settings_sweep(self):
-        base = BuddyMoe(lists=LISTS, eta=1.0, kappa=1.0, beta=1.0, hops=HOPS)
-        given = steps(5, 2)
-        swept = [
-            BuddyMoe(
-                lists=LISTS, hops=HOPS, eta=eta, kappa=kappa, beta=beta, tae_tau=tau, rho=rho,
-                depth=depth,
-            )
-            for eta, kappa, beta, tau, rho, depth in (
-                (0.5, 0.1, 0.9, -1.0, 1, 5), (0.1, 0.3, 0.6, 0.7, 3, 2), (2.0, 0.4, 1.0, 0.5, 4, 3)
-            )
-        ]  # fmt: skip
-        states = [policy.init(SPEC) for policy in swept]
-        together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
-        alone_decide = [jax.jit(policy.decide) for policy in swept]
-        decide = jax.jit(jax.vmap(base.decide, in_axes=(0, None)))
-        for o in given:
-            found, together = decide(together, o)
-            for i, policy in enumerate(swept):
-                alone, states[i] = alone_decide[i](states[i], o)
-                mine = jax.tree.map(lambda leaf, i=i: leaf[i], found)
-                jax.tree.map(np.testing.assert_array_equal, mine, alone)
-        self.assertGreater(len({int(state.replaced.sum()) for state in states}), 1)
-
-    @parameterized.parameters({}, {"choose": "random"}, {"beta": 0.7})
-    def test_padding_changes_nothing(self, **settings):
-        policy = BuddyMoe(lists=LISTS, **settings)
-        o = observation(np.random.default_rng(6))
-
-        def padded(leaf: jax.Array) -> jax.Array:
-            return jnp.concatenate([leaf, leaf[:2]])
-
-        longer = dataclasses.replace(
-            o, probabilities=padded(o.probabilities), ids=padded(o.ids),
-            weights=padded(o.weights), active=jnp.append(o.active, jnp.zeros(2, bool)),
-        )  # fmt: skip
-        decide = jax.jit(policy.decide)
-        short, state = decide(policy.init(SPEC), o)
-        long, other = decide(policy.init(SPEC), longer)
-        np.testing.assert_array_equal(short.ids, long.ids[:TOKENS])
-        np.testing.assert_array_equal(long.ids[TOKENS:], o.ids[:2])
-        jax.tree.map(np.testing.assert_array_equal, state, other)
-
-
-class TransfersTest(parameterized.TestCase):
-    def missing(self, **settings: Any) -> tuple[BuddyMoe, BuddyState]:
-        """A policy, and a state in which (layer, expert) were missed so often."""
-        policy = BuddyMoe(lists=LISTS, half_life=1e9, **settings)
-        missed = np.zeros((LAYERS, EXPERTS), np.float32)
-        for layer, expert, count in ((0, 3, 5), (1, 7, 9), (1, 2, 4), (0, 1, 1), (0, 0, 20)):
-            missed[layer, expert] = count
-        return policy, dataclasses.replace(policy.init(SPEC), missed=jnp.asarray(missed))
-
-    def test_the_most_missed_come_as_far_as_the_bytes_go(self):
-        policy, state = self.missing(background_bytes=150.0)  # experts of 100 bytes
-        resident = jnp.zeros((LAYERS, 1, EXPERTS), bool).at[0, 0, 0].set(True)
-        transfers = jax.jit(policy.transfers)
-        asked = []
-        for _ in range(4):
-            requests, state = transfers(state, resident)
-            rows = zip(*map(np.asarray, requests), strict=True)
-            asked.append([tuple(map(int, row)) for row in rows if row[0] >= 0])
-            self.assertLen(requests.layer, 4)
-        # (0, 0) is resident, (0, 1) was missed once: below `least_misses`.
-        self.assertEqual(asked, [[(1, 7, 0)], [(0, 3, 0), (1, 2, 0)], [], []])
-        self.assertEqual(int(state.requested), 3)
-        self.assertEqual(float(state.credit), 300)  # of 4 * 150, 3 * 100 spent
-        np.testing.assert_array_equal(state.missed[1], 0)
-        self.assertAlmostEqual(float(state.missed[0, 1]), 1, places=5)
-
-    def test_never_more_than_the_budget(self):
-        policy = BuddyMoe(lists=LISTS, background_bytes=30.0, least_misses=1.0)
-        state, rng = policy.init(SPEC), np.random.default_rng(7)
-        decide, transfers = jax.jit(policy.decide), jax.jit(policy.transfers)
-        resident = jnp.asarray(rng.random((LAYERS, 1, EXPERTS)) < 0.5)
-        for step, o in enumerate(steps(8, 20)):
-            o = dataclasses.replace(o, resident=resident[int(o.layer)])
-            _, state = decide(state, o)
-            if int(o.layer) == LAYERS - 1:
-                requests, state = transfers(state, resident)
-                for layer, expert in zip(*map(np.asarray, requests[:2]), strict=True):
-                    self.assertTrue(layer < 0 or not resident[layer, 0, expert])
-                self.assertLessEqual(100 * int(state.requested), 30 * (step // LAYERS + 1))
-        self.assertEqual(int(state.requested), 6)  # all of 20 * 30 bytes that whole experts take
-
-    def test_the_default_is_an_expert_in_four_steps(self):
-        policy, state = self.missing()
-        nothing = jnp.zeros((LAYERS, 1, EXPERTS), bool)
-        counts, transfers = [], jax.jit(policy.transfers)
-        for _ in range(8):
-            _, state = transfers(state, nothing)
-            counts.append(int(state.requested))
-        self.assertEqual(counts, [0, 0, 0, 1, 1, 1, 1, 2])
-
-    def test_misses_fade_and_credit_does_not_pile_up(self):
-        policy = BuddyMoe(lists=LISTS, half_life=2.0, background_bytes=1e6)
-        state = policy.init(SPEC)
-        state = dataclasses.replace(state, missed=state.missed.at[0, 0].set(8))
-        everything, transfers = jnp.ones((LAYERS, 1, EXPERTS), bool), jax.jit(policy.transfers)
-        for _ in range(4):
-            _, state = transfers(state, everything)
-        self.assertAlmostEqual(float(state.missed[0, 0]), 2, places=5)
-        self.assertEqual(float(state.credit), 400)
-        none = BuddyMoe(lists=LISTS, max_requests=0)
-        requests, _ = none.transfers(none.init(SPEC), everything)
-        self.assertEqual(requests.layer.shape, (0,))
-
-
-class RefusalTest(parameterized.TestCase):
-    @parameterized.parameters(
-        ({"choose": "friends"}, "choose='friends' must be one of buddies, none, random"),
-        ({"form": "x"}, "form='x' must be one of table, ranks"),
-        ({"fall_back": "x"}, "fall_back='x' must be one of fetch, drop"),
-        ({"spend_on": "x"}, "spend_on='x' must be one of first, last"),
-        ({"rho": -1}, "rho=-1 must be at least 0, or None"),
-        ({"beta": -0.1}, "beta=-0.1 must be at least 0, or None"),
-        ({"depth": 6}, "depth=6 must be from 1 to 5"),
-        ({"discount": 1.5}, "discount=1.5 must be from 0"),
-        ({"tae_temperature": 0.0}, "tae_temperature=0.0 must be above 0"),
-        ({"background_bytes": -1.0}, "background_bytes=-1.0 must be at least 0"),
-    )
-    def test_settings(self, settings, said):
-        with self.assertRaisesRegex(MoejaxError, said):
-            BuddyMoe(lists=LISTS, **settings)
-
-    @parameterized.parameters(
-        ({"num_layers": 3}, "lists are of 2 layers of 12 experts, the model has 3 of 12"),
-        ({"num_experts": 8}, "the model has 2 of 8"),
-        ({"tiers": ("int4", "int2")}, "buddymoe serves one tier, not int4, int2"),
-    )
-    def test_models(self, fields, said):
-        with self.assertRaisesRegex(MoejaxError, said):
-            BuddyMoe(lists=LISTS).init(dataclasses.replace(SPEC, **fields))
-        with self.assertRaisesRegex(MoejaxError, "hops has 1 of 12 experts"):
-            BuddyMoe(lists=LISTS, hops=(1.0,)).init(SPEC)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from moejax.policies.buddy_lists import (
     alpha_schedule,
     buddy_lists,
     conditional_coactivation,
+    output_gains,
     output_similarity,
 )
 from moejax.policies.substitution import Candidates
@@ -188,6 +189,9 @@ class ListsTest(parameterized.TestCase):
         np.testing.assert_allclose(q[0, 1], np.array([0.6, 0, 0.2, 0]) / 0.8)
         np.testing.assert_allclose(q[0, 2], [0, 1, 0, 0])  # no tokens of its own: those of others
         np.testing.assert_allclose(q[0, 3], [1, 0, 0, 0])
+        gains = output_gains(cosines, tokens)
+        np.testing.assert_allclose(gains[0, 0], [1, 0.6, 0, 0.2])
+        np.testing.assert_allclose(gains[0, 1], [0.6, 1, 0.2, 0])
 
     def test_what_is_refused(self):
         q = np.zeros((2, 4, 4))

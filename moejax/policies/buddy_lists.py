@@ -5,10 +5,13 @@ Computed once, on the host, in float64: a list must not depend on the device tha
 Axes: M sparse layers, E experts of a layer, K places of a list.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+# What q is made of: co-activations as eq. 4 counts them, those weighted by probability (section
+# 3.3), or how alike outputs are.
+Source = Literal["coactivations", "weighted", "outputs"]
 # Relative: a prefix that should reach alpha does, however its float64 sum was rounded.
 _ROUNDING = 1e-9
 
@@ -62,10 +65,25 @@ def output_similarity(cosines: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     Returns:
       float64[M, E, E], rows that sum to 1, or to 0 where nothing is alike.
     """
+    return _shares(output_gains(cosines, tokens))
+
+
+def output_gains(cosines: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """max(0, s(j|i)), s of `output_similarity`: how much of expert i there is in j.
+
+    Of equally long outputs the least squares choice for g in f_i ~ g f_j; not from the paper.
+
+    Args:
+      cosines: [M, E, E], as `output_similarity`.
+      tokens: [M, E].
+
+    Returns:
+      float64[M, E, E], in [0, 1].
+    """
     seen = tokens[:, :, None] > 0
     means = cosines.astype(np.float64) / np.maximum(tokens, 1e-30)[:, :, None]
     means = np.where(seen, means, np.where(seen.swapaxes(1, 2), means.swapaxes(1, 2), 0.0))
-    return _shares(np.maximum(means, 0.0))
+    return np.clip(means, 0.0, 1.0)
 
 
 def _shares(values: np.ndarray) -> np.ndarray:

@@ -4,8 +4,9 @@ Per token and layer, in this order: the TAE gate (eq. 1), the distribution gate 
 asked for), the search of the missing experts' buddy lists (eq. 3, Algorithm 1) under the budget rho
 (section 5.1). What a gate or the budget holds back is fetched; where there is no buddy the pair is
 fetched or dropped. A buddy takes the weight of the expert that it stands in for, which is not
-renormalized. Nothing that was replaced is fetched on the step: what is missed most comes in the
-background, so many bytes a step, or the set of residents would freeze.
+renormalized; `gains`, which the paper has not, scale it. Nothing that was replaced is fetched on
+the step: what is missed most comes in the background, so many bytes a step, or the set of residents
+would freeze.
 
 Axes: N tokens, A experts a token, E experts of a layer, M sparse layers, K places of a buddy list.
 """
@@ -72,10 +73,12 @@ class BuddyState:
       settings: of the policy.
       lists: int32[M, E, K].
       q: float32[M, E, K].
+      gains: float32[M, E, E], or None.
       hops: float32[E], partitions between an expert and the tokens' device.
+      replaced: int32[M, E], pairs of each expert that a buddy served, so far.
+      dropped: int32[M, E], pairs of each expert that nobody served, so far.
+      counted: int32[M, E], how many of both `missed` knows of.
       missed: float32[M, E], pairs replaced or dropped since the expert was last asked for, fading.
-      replaced: int32[M, E], pairs of each expert that a buddy served.
-      dropped: int32[M, E], pairs of each expert that nobody served.
       requested: int32[], experts that background transfers were asked for.
       credit: float32[], bytes of background transfers that are saved up.
       draws: int32[], random choices so far.
@@ -84,10 +87,12 @@ class BuddyState:
     settings: Settings
     lists: jax.Array
     q: jax.Array
+    gains: jax.Array | None
     hops: jax.Array
-    missed: jax.Array
     replaced: jax.Array
     dropped: jax.Array
+    counted: jax.Array
+    missed: jax.Array
     requested: jax.Array
     credit: jax.Array
     draws: jax.Array
@@ -103,6 +108,9 @@ class BuddyMoe:
     Attributes:
       lists: of a profile (`python -m moejax.profile_experts`).
       choose: who stands in.
+      gains: float[M, E, E], what the weight of expert i is multiplied by where j serves, such as
+        `buddy_lists.output_gains`; None is the paper's rule, 1. With buddies that are hardly alike
+        the full weight does more harm than dropping the pair.
       tae_tau: of eq. 1, one of all layers or [M], such as `percentile_tau` gives; below 0: off.
       tae_margin: gamma; 2 is off.
       tae_temperature: of p~.
@@ -127,6 +135,7 @@ class BuddyMoe:
 
     lists: BuddyLists
     choose: Choose = "buddies"
+    gains: np.ndarray | None = None
     tae_tau: float | np.ndarray = -1.0
     tae_margin: float = 2.0
     tae_temperature: float = 1.0
@@ -196,6 +205,8 @@ class BuddyMoe:
             raise MoejaxError(f"buddymoe serves one tier, not {', '.join(spec.tiers)}")
         if self.hops and len(self.hops) != spec.num_experts:
             raise MoejaxError(f"hops has {len(self.hops)} of {spec.num_experts} experts")
+        if self.gains is not None and self.gains.shape != (*shape, spec.num_experts):
+            raise MoejaxError(f"gains is {list(self.gains.shape)}, not [layers, experts, experts]")
         if max(self.lists.ids.max(initial=-1), -1) >= spec.num_experts:
             raise MoejaxError(f"the buddy lists name experts beyond {spec.num_experts - 1}")
         zero = jnp.zeros((), jnp.int32)
@@ -203,10 +214,12 @@ class BuddyMoe:
             settings=self._settings(spec),
             lists=jnp.asarray(self.lists.ids),
             q=jnp.asarray(self.lists.q),
+            gains=None if self.gains is None else jnp.asarray(self.gains, jnp.float32),
             hops=jnp.asarray(self.hops or [0.0] * spec.num_experts, jnp.float32),
-            missed=jnp.zeros(shape, jnp.float32),
             replaced=jnp.zeros(shape, jnp.int32),
             dropped=jnp.zeros(shape, jnp.int32),
+            counted=jnp.zeros(shape, jnp.int32),
+            missed=jnp.zeros(shape, jnp.float32),
             requested=zero,
             credit=jnp.zeros((), jnp.float32),
             draws=zero,
@@ -251,6 +264,9 @@ class BuddyMoe:
         wanted = missing & self._passes(state.settings, o, resident)[:, None]
         found, first_rank = self._search(state, o, resident, wanted)
         ids, weights = found.ids, o.weights
+        if state.gains is not None:
+            gain = state.gains.at[o.layer, o.ids, ids].get(mode="clip")
+            weights = jnp.where(found.replaced, weights * gain, weights)
         if first_rank is not None:
             ids = jnp.where(first_rank >= 0, o.ids, ids)
             weights, tier = _merged(weights, tier, first_rank)
@@ -315,16 +331,12 @@ class BuddyMoe:
             ids = jnp.where(pairs, o.ids, -1).reshape(-1)
             return jnp.sum(ids[:, None] == expert[None], axis=0, dtype=jnp.int32)
 
-        counted = by_expert(replaced)
-        now: dict[str, Any] = {"replaced": state.replaced.at[o.layer].add(counted)}
+        now: dict[str, Any] = {"replaced": state.replaced.at[o.layer].add(by_expert(replaced))}
         if self.fall_back == "drop":
-            lost = by_expert(dropped)
-            now["dropped"] = state.dropped.at[o.layer].add(lost)
-            counted += lost
+            now["dropped"] = state.dropped.at[o.layer].add(by_expert(dropped))
         if self.choose in ("random", "matched_random"):
             now["draws"] = state.draws + 1
-        missed = state.missed.at[o.layer].add(counted.astype(jnp.float32))
-        return dataclasses.replace(state, missed=missed, **now)
+        return dataclasses.replace(state, **now)
 
     def transfers(self, state: BuddyState, resident: jax.Array) -> tuple[Requests, BuddyState]:
         """The most missed experts, as many as the bytes saved up allow.
@@ -335,7 +347,9 @@ class BuddyMoe:
         settings, num_experts = state.settings, state.missed.shape[1]
         size, limit = settings.expert_bytes, min(self.max_requests, state.missed.size)
         credit = jnp.minimum(state.credit + settings.background_bytes, size * limit)
-        missed = state.missed * settings.retention
+        counted = state.replaced + state.dropped
+        new = (counted - state.counted).astype(jnp.float32)
+        missed = state.missed * settings.retention + new
         eligible = (missed >= settings.least_misses) & (missed > 0) & ~jnp.any(resident, axis=1)
         most, at = jax.lax.top_k(jnp.where(eligible, missed, 0.0).reshape(-1), limit)
         affordable = jnp.floor(credit / size).astype(jnp.int32)
@@ -350,6 +364,7 @@ class BuddyMoe:
         )
         return requests, dataclasses.replace(
             state,
+            counted=counted,
             missed=cleared.reshape(missed.shape),
             requested=state.requested + num_asked,
             credit=credit - size * num_asked.astype(jnp.float32),
