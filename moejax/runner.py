@@ -1,7 +1,6 @@
 """Dispatches the compiled steps of one model: prefill in chunks, decode, logits."""
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -30,22 +29,10 @@ from moejax.models.config import ModelConfig
 from moejax.models.moe import ExpertsVia, default_experts_via
 from moejax.models.transformer import ChunkSpec, model_definition
 from moejax.qtensor import Fp8Tensor, QTensor
-from moejax.recording import Recorder
-from moejax.sampling import Sampling
+from moejax.recording import Recorded, Recorder
 from moejax.served import EXPERT_LEAVES, Served
+from moejax.session import Session, sampling_of, seen_tokens
 from pallas_kernels.target import Choice, target_of
-
-
-@dataclasses.dataclass
-class Session:
-    """One batch on its way: device state, and what the host knows of it without asking."""
-
-    state: steps.DecodeState
-    sampling: Sampling
-    eos_ids: jax.Array
-    all_greedy: bool
-    next_position: int  # largest position that the next step writes
-    first_tokens: jax.Array  # int32[B, 1], not waited for
 
 
 class Runner:
@@ -209,12 +196,12 @@ class Runner:
                 device_lengths,
             )
         all_greedy = settings.temperature == 0
-        sampling = self._sampling(settings, batch)
+        sampling = sampling_of(settings, batch, self._put)
         ending = self._put(np.asarray(eos_ids or (-1,), np.int32))
         state, first_tokens = self._call(
             steps.first_token,
             (self._program, all_greedy),
-            (cache, keys, self._seen(prompts, settings)),
+            (cache, keys, seen_tokens(prompts, settings, self.config, self._put)),
             self.weights,
             hidden,
             device_lengths,
@@ -357,7 +344,7 @@ class Runner:
                 held = (*donated, memory.pool)
                 found = self._call(function, static, held, self.weights, memory.store, *arguments)
                 memory.pool = found[len(donated)]
-        if self._recorder is not None:
+        if self._recorder is not None and isinstance(found[-1], Recorded):
             self._recorder.add(found[-1], is_decode=function is steps.decode)
         return (*found[: len(donated)], *found[len(donated) + 1 : -1])
 
@@ -393,23 +380,3 @@ class Runner:
 
     def _put(self, array: np.ndarray | np.generic) -> jax.Array:
         return jax.device_put(array, self.device)
-
-    def _seen(self, prompts: list[list[int]], settings: GenerationSettings) -> jax.Array | None:
-        if settings.repetition_penalty == 1.0:
-            return None
-        seen = np.zeros((len(prompts), self.config.vocab_size), bool)
-        for row, prompt in enumerate(prompts):
-            seen[row, prompt] = True
-        return self._put(seen)
-
-    def _sampling(self, settings: GenerationSettings, batch: int) -> Sampling:
-        def full(value: float, dtype: type[np.generic]) -> jax.Array:
-            return self._put(np.full(batch, value, dtype))
-
-        return Sampling(
-            temperature=full(settings.temperature, np.float32),
-            top_k=full(settings.top_k, np.int32),
-            top_p=full(settings.top_p, np.float32),
-            min_p=full(settings.min_p, np.float32),
-            repetition_penalty=full(settings.repetition_penalty, np.float32),
-        )
