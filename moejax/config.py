@@ -87,7 +87,28 @@ class MemoryConfig(RunConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerateConfig(RunConfig):
+class RecordConfig(RunConfig):
+    """What a run records of its routing (`moejax.traces`)."""
+
+    record_trace: str = _option(
+        "", "a file for a trace of the routing, which moejax.sweep replays; '': none"
+    )
+    record_foreseen: int = _option(
+        8, "experts of the next layer that a trace foresees, for look-ahead; 0: none"
+    )
+    record_probabilities: bool = _option(
+        False, "whether a trace holds every router's whole softmax, which some policies need"
+    )
+
+    def check(self) -> None:
+        """See `RunConfig.check`."""
+        if self.record_foreseen < 0:
+            said = f"record_foreseen={self.record_foreseen}"
+            raise MoejaxError(f"{said} must be 0 (none) or a number of experts")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateConfig(RecordConfig):
     """What `python -m moejax.generate` runs: a model, and one request's `GenerationSettings`."""
 
     checkpoint: str = _option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
@@ -139,6 +160,7 @@ class GenerateConfig(RunConfig):
             raise MoejaxError("checkpoint='' must be a name or a directory")
         if self.context < 0:
             raise MoejaxError(f"context={self.context} must be 0 (as needed) or a number of tokens")
+        super().check()
         if not 0 <= self.seed < 2**32:
             raise MoejaxError(f"seed={self.seed} must be from 0 to 2**32 - 1")
         GenerationSettings.of(**self.request())
@@ -229,7 +251,7 @@ class QuantizeConfig(RunConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvaluateConfig(RunConfig):
+class EvaluateConfig(RecordConfig):
     """What `python -m moejax.evaluate` runs; model and text are checked where they are read."""
 
     task: str = _option("perplexity", "what is measured: perplexity")
@@ -279,6 +301,7 @@ class EvaluateConfig(RunConfig):
         for name in ("window", "stride", "max_tokens"):
             if getattr(self, name) < 0:
                 raise MoejaxError(f"{name}={getattr(self, name)} must be 0 or a number of tokens")
+        super().check()
         if self.batch_size < 1:
             raise MoejaxError(f"batch_size={self.batch_size} must be at least 1")
         self.windowing().check()

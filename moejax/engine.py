@@ -3,6 +3,7 @@
 import operator
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,12 @@ from moejax.memory.budget import Budget, Limits
 from moejax.memory.expert_memory import ExpertMemory
 from moejax.memory.opening import open_memory
 from moejax.models.config import ModelConfig
+from moejax.prompts import Prompt, as_batch
 from moejax.qtensor import Weight
+from moejax.recording import RecordSpec, recording
 from moejax.runner import Runner
 from moejax.served import Served
 from moejax.tokenizer import Tokenizer
-
-Prompt = str | Sequence[int]
 
 PLANNED_CONTEXT = 4096  # under limits of memory, where the context is left to the prompts
 STEPS_PER_CALL = 16  # decode steps of one call when nobody is streaming
@@ -226,6 +227,12 @@ class Engine:
         """Programs traced so far; constant after warm-up."""
         return self._runner.programs.num_traces
 
+    def recording(
+        self, path: str | Path, *, about: dict[str, str] | None = None, **spec: Any
+    ) -> AbstractContextManager[None]:
+        """Around calls whose routing goes to a trace at `path`; `spec` is of `RecordSpec`."""
+        return recording(self._runner, Path(path), RecordSpec(**spec), about)
+
     def generate(self, prompts: Prompt | Sequence[Prompt], **settings: Any) -> list[Generation]:
         """Answers a prompt or a batch of prompts.
 
@@ -240,7 +247,7 @@ class Engine:
           either way.
         """
         wanted = GenerationSettings.of(**settings)
-        ids = [self._encode(prompt, wanted) for prompt in _as_batch(prompts)]
+        ids = [self._encode(prompt, wanted) for prompt in as_batch(prompts)]
         if not ids:
             return []
         if self.budget and self.budget.limits.device_gib and len(ids) > self.budget.batch:
@@ -384,16 +391,3 @@ class Engine:
             raise MoejaxError(
                 f"token id {wrong.flat[0]} is outside the vocabulary of {self.config.vocab_size}"
             )
-
-
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts from one prompt or several."""
-    if isinstance(prompts, str):
-        return [prompts]
-    try:
-        listed: list[Any] = list(prompts)
-    except TypeError as error:
-        raise MoejaxError(f"a prompt is text or a list of token ids ({error})") from error
-    if listed and all(isinstance(item, int | np.integer) for item in listed):
-        return [listed]
-    return listed

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import tqdm
 from absl import flags
 
-from moejax import cli
+from moejax import cli, report
 from moejax.config import EvaluateConfig
 from moejax.errors import MoejaxError
 from moejax.evaluation.perplexity import LogLikelihood, Windowing, log_likelihood
@@ -62,7 +62,8 @@ def evaluate(config: EvaluateConfig, values: flags.FlagValues) -> None:
         if config.max_tokens and len(stream.ids) > config.max_tokens:
             stream, text = record.beginning(engine.tokenizer, stream, text, config.max_tokens)
         started = time.perf_counter()
-        measured = measure(engine, stream.ids, windowing, config.batch_size)
+        with report.recorded(engine, config, config.text):
+            measured = measure(engine, stream.ids, windowing, config.batch_size)
         seconds = time.perf_counter() - started - engine.compile_seconds
     result = record.perplexity_record(
         engine,

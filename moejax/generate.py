@@ -50,12 +50,13 @@ def generate(config: GenerateConfig, values: flags.FlagValues) -> None:
     if values.chat:
         request["add_special_tokens"] = False  # the template writes them
     if not prompts:
-        converse(engine, engine.tokenizer, request)
+        with report.recorded(engine, config):
+            converse(engine, engine.tokenizer, request)
         return
     if values.chat:
         chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
         prompts = [engine.tokenizer.apply_chat_template(chat) for chat in chats]
-    with report.tracing(config.trace_dir):
+    with report.tracing(config.trace_dir), report.recorded(engine, config):
         if len(prompts) == 1:
             stream_answer(engine, engine.tokenizer, prompts[0], request)
         else:

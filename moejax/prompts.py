@@ -1,9 +1,14 @@
-"""Prompts as the command line gives them."""
+"""Prompts as the command line and callers give them."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from moejax.errors import MoejaxError
+
+Prompt = str | Sequence[int]
 
 
 def read_prompts(texts: Sequence[str], files: Sequence[str]) -> list[str]:
@@ -39,3 +44,16 @@ def _valid_text(text: str) -> str:
     except UnicodeEncodeError as error:
         raise MoejaxError(f"--prompt is not UTF-8 at character {error.start}") from error
     return text
+
+
+def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts from one prompt or several."""
+    if isinstance(prompts, str):
+        return [prompts]
+    try:
+        listed: list[Any] = list(prompts)
+    except TypeError as error:
+        raise MoejaxError(f"a prompt is text or a list of token ids ({error})") from error
+    if listed and all(isinstance(item, int | np.integer) for item in listed):
+        return [listed]
+    return listed

@@ -4,11 +4,14 @@ import contextlib
 import math
 import resource
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import jax
 
+    from moejax.config import EvaluateConfig, GenerateConfig
+    from moejax.engine import Engine
     from moejax.generation import Timing
     from moejax.memory.budget import Budget
 
@@ -43,6 +46,28 @@ def tracing(directory: str) -> contextlib.AbstractContextManager[Any]:
     import jax
 
     return jax.profiler.trace(directory)
+
+
+def recorded(
+    engine: "Engine", config: "GenerateConfig | EvaluateConfig", text: str = ""
+) -> contextlib.AbstractContextManager[Any]:
+    """Records the routing of what runs inside, where the configuration says so.
+
+    Args:
+      engine: of the run.
+      config: names the file and what is in it.
+      text: what runs, for people who read the trace.
+    """
+    if not config.record_trace:
+        return contextlib.nullcontext()
+    from moejax.recording import facts
+
+    return engine.recording(
+        Path(config.record_trace).expanduser(),
+        about=facts(config.checkpoint, text),
+        foreseen=config.record_foreseen,
+        probabilities=config.record_probabilities,
+    )
 
 
 def placement(budget: "Budget | None") -> list[str]:

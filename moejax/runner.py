@@ -1,7 +1,6 @@
 """Dispatches the compiled steps of one model: prefill in chunks, decode, logits."""
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -31,21 +30,10 @@ from moejax.models.config import ModelConfig
 from moejax.models.moe import ExpertsVia, default_experts_via
 from moejax.models.transformer import ChunkSpec, model_definition
 from moejax.qtensor import Fp8Tensor, QTensor
-from moejax.sampling import Sampling
+from moejax.recording import Recorded, Recorder
 from moejax.served import EXPERT_LEAVES, Served
+from moejax.session import Session, sampling_of, seen_tokens
 from pallas_kernels.target import Choice, target_of
-
-
-@dataclasses.dataclass
-class Session:
-    """One batch on its way: device state, and what the host knows of it without asking."""
-
-    state: steps.DecodeState
-    sampling: Sampling
-    eos_ids: jax.Array
-    all_greedy: bool
-    next_position: int  # largest position that the next step writes
-    first_tokens: jax.Array  # int32[B, 1], not waited for
 
 
 class Runner:
@@ -94,6 +82,7 @@ class Runner:
         self._asked_via = experts_via
         definition = model_definition(config, self.kernels, holds_experts=memory is None)
         self._program = steps.Program(definition, memory.spec if memory else None)
+        self._recorder: Recorder | None = None
         self.memory = memory
         norm = weights["final_norm"]
         assert not isinstance(norm, QTensor | Fp8Tensor)
@@ -210,12 +199,12 @@ class Runner:
                 device_lengths,
             )
         all_greedy = settings.temperature == 0
-        sampling = self._sampling(settings, batch)
+        sampling = sampling_of(settings, batch, self._put)
         ending = self._put(np.asarray(eos_ids or (-1,), np.int32))
         state, first_tokens = self._call(
             steps.first_token,
             (self._program, all_greedy),
-            (cache, keys, self._seen(prompts, settings)),
+            (cache, keys, seen_tokens(prompts, settings, self.config, self._put)),
             self.weights,
             hidden,
             device_lengths,
@@ -302,6 +291,24 @@ class Runner:
         with self._reading():
             return np.sum([np.asarray(nats, np.float64) for nats in parts], axis=0)
 
+    def fold(self, function: Any, carried: Any, tokens: np.ndarray, lengths: np.ndarray) -> Any:
+        """Windows int32[B, T], padded at the end, through a step that carries what it counts.
+
+        `function` is `steps.score_chunk` up to `lengths`, but for `carried` after the cache, which
+        it returns there; `carried` is donated.
+        """
+        batch, length = tokens.shape
+        cache_length = length_bucket(length, MIN_PREFILL_LENGTH, self.config.max_positions)
+        cache, _, _ = self._fresh([0] * batch, cache_length)
+        for start, size in self._chunks(batch, length, cache_length):
+            chunk = np.pad(
+                tokens[:, start : start + size], ((0, 0), (0, max(0, start + size - length)))
+            )
+            static = (self._program, self._chunk_spec(batch, start, size, cache_length))
+            inputs = (self._put(a) for a in (chunk, np.int32(start), np.asarray(lengths, np.int32)))
+            cache, carried = self._step(function, static, (cache, carried), *inputs)
+        return carried
+
     def experts_via(self, num_tokens: int) -> ExpertsVia:
         """The form that runs the experts of a call of so many tokens."""
         return self._asked_via or default_experts_via(
@@ -324,6 +331,8 @@ class Runner:
         return prefill_chunks(length, cache_length, longest)
 
     def _fresh(self, seeds: list[int], cache_length: int) -> tuple[KVCache, jax.Array, jax.Array]:
+        if self._recorder is not None:
+            self._recorder.begin(len(seeds))
         static = (self.config, cache_length, self.dtype)
         return self._call(steps.fresh, static, (), self._put(np.asarray(seeds, np.uint32)))
 
@@ -338,7 +347,19 @@ class Runner:
                 held = (*donated, memory.pool)
                 found = self._call(function, static, held, self.weights, memory.store, *arguments)
                 memory.pool = found[len(donated)]
-        return (*found[: len(donated)], *found[len(donated) + 1 :])
+        if self._recorder is not None and isinstance(found[-1], Recorded):
+            self._recorder.add(found[-1], is_decode=function is steps.decode)
+        return (*found[: len(donated)], *found[len(donated) + 1 : -1])
+
+    @contextlib.contextmanager
+    def recorded_by(self, recorder: Recorder) -> Iterator[None]:
+        """Around calls of which a recorder gets the routing; other programs serve them."""
+        plain = self._program
+        self._program, self._recorder = plain._replace(record=recorder.spec), recorder
+        try:
+            yield
+        finally:
+            self._program, self._recorder = plain, None
 
     def _reading(self) -> contextlib.AbstractContextManager[None]:
         """Around reading results of steps."""
@@ -362,23 +383,3 @@ class Runner:
 
     def _put(self, array: np.ndarray | np.generic) -> jax.Array:
         return jax.device_put(array, self.device)
-
-    def _seen(self, prompts: list[list[int]], settings: GenerationSettings) -> jax.Array | None:
-        if settings.repetition_penalty == 1.0:
-            return None
-        seen = np.zeros((len(prompts), self.config.vocab_size), bool)
-        for row, prompt in enumerate(prompts):
-            seen[row, prompt] = True
-        return self._put(seen)
-
-    def _sampling(self, settings: GenerationSettings, batch: int) -> Sampling:
-        def full(value: float, dtype: type[np.generic]) -> jax.Array:
-            return self._put(np.full(batch, value, dtype))
-
-        return Sampling(
-            temperature=full(settings.temperature, np.float32),
-            top_k=full(settings.top_k, np.int32),
-            top_p=full(settings.top_p, np.float32),
-            min_p=full(settings.min_p, np.float32),
-            repetition_penalty=full(settings.repetition_penalty, np.float32),
-        )

@@ -2,7 +2,8 @@
 
 Plain functions over a flat dict of weights; the engine jits them. What is donated is returned
 first, in the order of the arguments (jax#39625). Where experts are pooled (`moejax.memory.pooled`),
-the pool goes through every step and the store is read; else both are None.
+the pool goes through every step and the store is read; else both are None. What a step recorded of
+its routing (`moejax.recording`) is its last output; None where nothing is recorded.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ from moejax.memory.pooled import ExpertPool, ExpertStore, PooledExperts, PoolSpe
 from moejax.models.config import ModelConfig
 from moejax.models.transformer import ChunkSpec, Transformer, merge_weights
 from moejax.qtensor import Weight
+from moejax.recording import Recorded, RecordingExperts, RecordSpec, none_recorded
 from moejax.sampling import Sampling, draw, penalized
 
 Weights = Mapping[str, Weight]
@@ -31,6 +33,7 @@ class Program(NamedTuple):
 
     definition: nnx.GraphDef[Transformer]
     pool: PoolSpec | None = None  # None: the weights hold all experts
+    record: RecordSpec | None = None  # None: nothing is recorded
 
 
 SCORED_BYTES = 2**26  # of the float32 logits that exist at a time in scoring
@@ -80,16 +83,20 @@ def _run(
     cache: KVCache,
     pool: Pool,
     store: Store,
-) -> tuple[KVCache, Pool, jax.Array]:
-    """The model, with experts of its own or pooled ones."""
-    if program.pool is None:
-        cache, hidden = model(tokens, positions, mask, cache, spec)
-        return cache, None, hidden
-    assert pool is not None
-    assert store is not None
-    experts = PooledExperts(program.pool, model.config, pool, store, spec.experts, model.kernels)
+) -> tuple[KVCache, Pool, jax.Array, Recorded | None]:
+    """The model, with experts of its own or pooled ones; what was recorded comes last."""
+    pooled = None
+    if program.pool is not None:
+        assert pool is not None
+        assert store is not None
+        pooled = PooledExperts(program.pool, model.config, pool, store, spec.experts, model.kernels)
+    if program.record is None:
+        cache, hidden = model(tokens, positions, mask, cache, spec, pooled)
+        return cache, pooled.pool if pooled else None, hidden, None
+    experts = RecordingExperts(program.record, model, spec.experts, pooled)
     cache, hidden = model(tokens, positions, mask, cache, spec, experts)
-    return cache, experts.pool, hidden
+    recorded = experts.recorded(positions, mask)
+    return cache, pooled.pool if pooled else None, hidden, recorded
 
 
 def prefill_chunk(
@@ -103,7 +110,7 @@ def prefill_chunk(
     tokens: jax.Array,
     start: jax.Array,
     lengths: jax.Array,
-) -> tuple[KVCache, jax.Array, Pool]:
+) -> tuple[KVCache, jax.Array, Pool, Recorded | None]:
     """Runs positions `start`..`start + T` of every prompt.
 
     Args:
@@ -119,17 +126,19 @@ def prefill_chunk(
       lengths: int32[B], of the whole prompts.
 
     Returns:
-      The cache, `last_hidden` and the pool.
+      The cache, `last_hidden`, the pool, and what was recorded.
     """
     model = merge_weights(program.definition, weights)
     steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     positions = jnp.broadcast_to(start + steps, tokens.shape)
     mask = positions < lengths[:, None]
-    cache, pool, hidden = _run(program, spec, model, tokens, positions, mask, cache, pool, store)
+    cache, pool, hidden, recorded = _run(
+        program, spec, model, tokens, positions, mask, cache, pool, store
+    )
     last = lengths - 1 - start
     ends_here = (last >= 0) & (last < tokens.shape[1])
     chosen = jnp.take_along_axis(hidden, jnp.clip(last, 0, tokens.shape[1] - 1)[:, None, None], 1)
-    return cache, jnp.where(ends_here[:, None], chosen[:, 0], last_hidden), pool
+    return cache, jnp.where(ends_here[:, None], chosen[:, 0], last_hidden), pool, recorded
 
 
 def chunk_logits(
@@ -141,14 +150,16 @@ def chunk_logits(
     store: Store,
     tokens: jax.Array,
     start: jax.Array,
-) -> tuple[KVCache, Pool, jax.Array]:
+) -> tuple[KVCache, Pool, jax.Array, Recorded | None]:
     """As `prefill_chunk` without padding; the logits float32[B, T, V] of every position."""
     model = merge_weights(program.definition, weights)
     steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     positions = jnp.broadcast_to(start + steps, tokens.shape)
     mask = jnp.ones(tokens.shape, bool)
-    cache, pool, hidden = _run(program, spec, model, tokens, positions, mask, cache, pool, store)
-    return cache, pool, model.project_to_vocab(hidden)
+    cache, pool, hidden, recorded = _run(
+        program, spec, model, tokens, positions, mask, cache, pool, store
+    )
+    return cache, pool, model.project_to_vocab(hidden), recorded
 
 
 def score_chunk(
@@ -163,7 +174,7 @@ def score_chunk(
     lengths: jax.Array,
     places: jax.Array,
     targets: jax.Array,
-) -> tuple[KVCache, Pool, jax.Array]:
+) -> tuple[KVCache, Pool, jax.Array, Recorded | None]:
     """As `prefill_chunk`; gives the negative log-likelihood of the targets that count.
 
     The logits live on the device, `SCORED_BYTES` of them at a time.
@@ -182,16 +193,19 @@ def score_chunk(
       targets: int32[B, P], the tokens after them; -1 does not count.
 
     Returns:
-      The cache, the pool and float32[B] nats.
+      The cache, the pool, float32[B] nats, and what was recorded.
     """
     model = merge_weights(program.definition, weights)
     steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     positions = jnp.broadcast_to(start + steps, tokens.shape)
     mask = positions < lengths[:, None]
-    cache, pool, hidden = _run(program, spec, model, tokens, positions, mask, cache, pool, store)
+    cache, pool, hidden, recorded = _run(
+        program, spec, model, tokens, positions, mask, cache, pool, store
+    )
     if not places.size:
-        return cache, pool, jnp.zeros(len(tokens), jnp.float32)
-    return cache, pool, model.negative_log_likelihood(hidden[:, places], targets, SCORED_BYTES)
+        return cache, pool, jnp.zeros(len(tokens), jnp.float32), recorded
+    nats = model.negative_log_likelihood(hidden[:, places], targets, SCORED_BYTES)
+    return cache, pool, nats, recorded
 
 
 def _next_tokens(
@@ -259,7 +273,7 @@ def decode(
     sampling: Sampling,
     eos_ids: jax.Array,
     num_steps: jax.Array,
-) -> tuple[DecodeState, Pool, jax.Array]:
+) -> tuple[DecodeState, Pool, jax.Array, Recorded | None]:
     """Several decode steps in one call; the host may read the tokens when it likes.
 
     Args:
@@ -276,20 +290,22 @@ def decode(
       num_steps: int32[], at most `buffer_length`; taken to be 1 where that is 1.
 
     Returns:
-      The state, the pool and int32[B, buffer_length] new tokens; -1 after a row's end and beyond
-      `num_steps`.
+      The state, the pool, int32[B, buffer_length] new tokens, -1 after a row's end and beyond
+      `num_steps`, and what was recorded.
     """
     model = merge_weights(program.definition, weights)
 
     def step(
-        index: jax.Array, carry: tuple[DecodeState, Pool, jax.Array]
-    ) -> tuple[DecodeState, Pool, jax.Array]:
-        state, pool, emitted = carry
+        index: jax.Array, carry: tuple[DecodeState, Pool, jax.Array, Recorded | None]
+    ) -> tuple[DecodeState, Pool, jax.Array, Recorded | None]:
+        state, pool, emitted, kept = carry
         tokens, positions = state.tokens[:, None], state.positions[:, None]
         mask = ~state.done[:, None]
-        cache, pool, hidden = _run(
+        cache, pool, hidden, recorded = _run(
             program, spec, model, tokens, positions, mask, state.cache, pool, store
         )
+        if recorded is not None and kept is not None:
+            kept = recorded.placed(kept, index)
         tokens, keys, seen = _next_tokens(
             model, hidden[:, 0], state.keys, state.seen, sampling, all_greedy
         )
@@ -297,9 +313,12 @@ def decode(
         emitted = emitted.at[:, index].set(jnp.where(state.done, -1, tokens))
         positions = jnp.where(state.done, state.positions, state.positions + 1)
         done = state.done | jnp.any(tokens[:, None] == eos_ids[None], axis=1)
-        return DecodeState(cache, tokens, positions, done, keys, seen), pool, emitted
+        return DecodeState(cache, tokens, positions, done, keys, seen), pool, emitted, kept
 
-    emitted = jnp.full((state.tokens.shape[0], buffer_length), -1, jnp.int32)
+    batch, kept = state.tokens.shape[0], None
+    if program.record is not None:
+        kept = none_recorded(program.record, model.config, batch, buffer_length)
+    emitted = jnp.full((batch, buffer_length), -1, jnp.int32)
     if buffer_length == 1:  # no loop: on a GPU one would wait for the host's look at its condition
-        return step(jnp.int32(0), (state, pool, emitted))
-    return jax.lax.fori_loop(0, num_steps, step, (state, pool, emitted))
+        return step(jnp.int32(0), (state, pool, emitted, kept))
+    return jax.lax.fori_loop(0, num_steps, step, (state, pool, emitted, kept))

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from moejax import steps
 from moejax.generation import GenerationSettings
 from moejax.models.transformer import ChunkSpec, merge_weights, model_definition
-from moejax.runner import Runner, Session
+from moejax.runner import Runner
+from moejax.session import Session
 
 
 def distinct_experts(runner: Runner, session: Session, spec: ChunkSpec) -> float:

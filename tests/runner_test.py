@@ -17,7 +17,8 @@ from moejax import Engine, cache, runner, steps
 from moejax.chunks import kv_bucket, length_bucket, longest_chunk, prefill_chunks
 from moejax.generation import GenerationSettings
 from moejax.models.shapes import QWEN3_30B_A3B
-from moejax.runner import Runner, Session
+from moejax.runner import Runner
+from moejax.session import Session
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
 
 RELATIVE = 1e-5

@@ -1,0 +1,106 @@
+"""The importance of tokens by the attention that they receive (DyMoE eq. 1).
+
+Attention kernels do not give their weights away, so the scores are computed once more, for a block
+of queries at a time: the weights of all pairs of a long prompt never exist together.
+
+Axes: B sequences, T queries, S keys, H query heads, K key heads, C head width.
+"""
+
+import jax
+import jax.numpy as jnp
+
+AGGREGATIONS = ("mean", "sum", "last_query")
+BLOCK_BYTES = 64 * 2**20  # of the weights that exist at once
+
+
+def attention_received(
+    q: jax.Array,
+    k: jax.Array,
+    positions: jax.Array,
+    active: jax.Array,
+    *,
+    aggregation: str = "mean",
+    sliding_window: int | None = None,
+    block: int | None = None,
+) -> jax.Array:
+    """s_i = 1/H sum_h a_i^(h) of eq. 1, of every key.
+
+    a_i^(h), which the paper calls the attention score of token i in head h, is of the queries that
+    see token i the mean attention to it. A plain "sum" favours early tokens, which more queries
+    see; "last_query" is the attention of a sequence's last active query alone.
+
+    Args:
+      q: [B, T, H, C], rotated.
+      k: [B, S, K, C], rotated, of positions 0..S - 1; H is a multiple of K.
+      positions: int32[B, T], of the queries; a query sees keys up to its own position.
+      active: bool[B, T], queries that are no padding.
+      aggregation: "mean", "sum" or "last_query".
+      sliding_window: keys that a query sees, itself included; None: all.
+      block: queries at a time; None: as many as keep their weights under `BLOCK_BYTES`.
+
+    Returns:
+      float32[B, S]; 0 for keys that no active query sees. Scores and softmax are float32.
+
+    Raises:
+      ValueError: an unknown aggregation.
+    """
+    if aggregation not in AGGREGATIONS:
+        raise ValueError(f"aggregation={aggregation!r} must be one of {', '.join(AGGREGATIONS)}")
+    batch, length, num_heads, _ = q.shape
+    num_keys = k.shape[1]
+    if aggregation == "last_query":
+        place = jnp.where(active, positions, -1)
+        last = jnp.argmax(place, axis=1)[:, None]
+        q = jnp.take_along_axis(q, last[:, :, None, None], axis=1)
+        positions = jnp.take_along_axis(positions, last, axis=1)
+        active = jnp.take_along_axis(active, last, axis=1)
+        length = 1
+    if block is None:
+        block = max(1, BLOCK_BYTES // (4 * batch * num_heads * num_keys))
+    block = min(block, length)
+    num_blocks = -(-length // block)
+    padding = num_blocks * block - length
+
+    def blocks(x: jax.Array) -> jax.Array:
+        widths = [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)
+        padded = jnp.pad(x, widths)  # of `active` with False
+        return jnp.moveaxis(padded.reshape(batch, num_blocks, block, *x.shape[2:]), 1, 0)
+
+    def add(
+        sums: tuple[jax.Array, jax.Array], queries: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[tuple[jax.Array, jax.Array], None]:
+        found = _of_block(*queries, k, sliding_window)
+        return (sums[0] + found[0], sums[1] + found[1]), None
+
+    zeros = jnp.zeros((batch, num_keys), jnp.float32)
+    queries = blocks(q), blocks(positions), blocks(active)
+    (received, seen), _ = jax.lax.scan(add, (zeros, zeros), queries)
+    if aggregation == "mean":
+        received = received / jnp.maximum(seen, 1)
+    return received
+
+
+def _of_block(
+    q: jax.Array,
+    positions: jax.Array,
+    active: jax.Array,
+    k: jax.Array,
+    sliding_window: int | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Of a block of queries: head-mean attention to each key, summed, and who sees it; [B, S]."""
+    batch, block, num_heads, head_dim = q.shape
+    num_keys, num_kv = k.shape[1:3]
+    grouped = q.reshape(batch, block, num_kv, num_heads // num_kv, head_dim)
+    scores = jnp.einsum("btkgc,bskc->bkgts", grouped, k, preferred_element_type=jnp.float32)
+    key = jax.lax.iota(positions.dtype, num_keys)[None, None]
+    sees = (key <= positions[:, :, None]) & active[:, :, None]
+    if sliding_window is not None:
+        sees &= key > positions[:, :, None] - sliding_window
+    visible = sees[:, None, None]
+    scores = jnp.where(visible, scores * head_dim**-0.5, -jnp.inf)
+    # Written out: a query that sees nothing has a row of -inf, of which softmax makes NaN.
+    largest = jnp.max(scores, axis=-1, keepdims=True)
+    powers = jnp.exp(scores - jnp.where(largest > -jnp.inf, largest, 0.0))
+    total = jnp.sum(powers, axis=-1, keepdims=True)
+    shares = powers / jnp.where(total > 0, total, 1.0)
+    return jnp.sum(shares, axis=(1, 2, 3)) / num_heads, jnp.sum(sees, axis=1, dtype=jnp.float32)

@@ -1,0 +1,161 @@
+"""The two gates of BuddyMoE (section 3.1): which tokens tolerate a buddy, and which batches.
+
+Axes: N tokens, A experts a token, E experts of a layer, M sparse layers.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+ENTROPY_BINS = 1000  # of the histogram from which a profile calibrates tau
+_LEAST = float(np.finfo(np.float32).tiny)
+
+
+def chosen_probabilities(
+    probabilities: jax.Array, ids: jax.Array, temperature: jax.Array | float = 1.0
+) -> jax.Array:
+    """p~: the router's probabilities, renormalized over the chosen experts.
+
+    With a temperature, softmax(z / T) restricted to them, which is p^(1/T) over its sum.
+
+    Args:
+      probabilities: float32[N, E], the full softmax.
+      ids: int32[N, A].
+      temperature: T > 0; 0.8 to 1.2 works well, says the paper.
+
+    Returns:
+      float32[N, A].
+    """
+    chosen = jnp.take_along_axis(probabilities, ids, axis=-1, mode="clip")
+    logits = jnp.log(jnp.maximum(chosen, _LEAST)) / temperature
+    shifted = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+    return shifted / jnp.sum(shifted, axis=-1, keepdims=True)
+
+
+def activating_entropy(chosen: jax.Array) -> jax.Array:
+    """Eq. 1: TAE(x) = -sum_i p~(i|x) log p~(i|x) / log k, in [0, 1]; 0 where k = 1.
+
+    Args:
+      chosen: float32[N, A], p~.
+
+    Returns:
+      float32[N]; low of a token that prefers few of its experts.
+    """
+    width = chosen.shape[-1]
+    if width == 1:
+        return jnp.zeros(chosen.shape[:-1], chosen.dtype)
+    total = jnp.sum(chosen * jnp.log(jnp.maximum(chosen, _LEAST)), axis=-1)
+    return jnp.clip(-total / math.log(width), 0.0, 1.0)
+
+
+def probability_margin(chosen: jax.Array) -> jax.Array:
+    """m(x) = p~_max - p~_2nd; 1 where k = 1.
+
+    Args:
+      chosen: float32[N, A], by falling probability.
+
+    Returns:
+      float32[N].
+    """
+    if chosen.shape[-1] == 1:
+        return jnp.ones(chosen.shape[:-1], chosen.dtype)
+    return chosen[..., 0] - chosen[..., 1]
+
+
+def tolerates(chosen: jax.Array, tau: jax.Array, margin: jax.Array) -> jax.Array:
+    """The TAE gate: a token is left alone if TAE <= tau, or if its margin >= gamma.
+
+    A high tau is the cautious one (section 3.1; 3.4 says the reverse).
+
+    Args:
+      chosen: float32[N, A], p~ by falling probability.
+      tau: float32[]; below 0 all pass.
+      margin: float32[], gamma; above 1 all pass.
+
+    Returns:
+      bool[N].
+    """
+    return (activating_entropy(chosen) > tau) & (probability_margin(chosen) < margin)
+
+
+def requested_experts(ids: jax.Array, active: jax.Array, num_experts: int) -> jax.Array:
+    """R(B): bool[E], which experts the active tokens ask for.
+
+    Args:
+      ids: int32[N, A].
+      active: bool[N].
+      num_experts: E.
+    """
+    asked = jnp.where(active[:, None], ids, -1).reshape(-1)
+    return jnp.any(asked[:, None] == jnp.arange(num_experts, dtype=jnp.int32)[None], axis=0)
+
+
+def missing_share(requested: jax.Array, resident: jax.Array) -> jax.Array:
+    """Eq. 2: delta, the share of the requested experts that are not on the device.
+
+    Args:
+      requested: bool[E], of one partition's experts where there are several.
+      resident: bool[E].
+
+    Returns:
+      float32[]; 0 where nothing is requested.
+    """
+    asked = jnp.sum(requested, dtype=jnp.int32)
+    missing = jnp.sum(requested & ~resident, dtype=jnp.int32)
+    return missing.astype(jnp.float32) / jnp.maximum(asked, 1).astype(jnp.float32)
+
+
+def beta_of_budget(
+    missing: np.ndarray, requested: np.ndarray, expert_bytes: float, budget_bytes: float
+) -> float:
+    """The least beta that keeps the traffic of bypassed layers within a budget (section 3.1).
+
+    The gate bypasses replacement where delta >= beta, and all that misses is then transferred: over
+    the steps of a trace the mean of n_cpu w over the layers with delta >= beta stays within B.
+
+    Args:
+      missing: int[steps, M], requested experts that are not on the device, without replacement.
+      requested: int[steps, M], distinct experts requested.
+      expert_bytes: w, of one expert.
+      budget_bytes: B, of one step.
+
+    Returns:
+      beta in [0, 1], or infinity where even delta = 1 must not bypass.
+    """
+    delta = (missing / np.maximum(requested, 1)).reshape(-1)
+    order = np.argsort(-delta, kind="stable")
+    bytes_down_to = np.cumsum(missing.reshape(-1)[order]) * expert_bytes / len(missing)
+    falling = delta[order]
+    # All entries of one delta come together: the sum that counts is the last one of each.
+    is_last = np.append(falling[1:] < falling[:-1], True)
+    affordable = falling[is_last & (bytes_down_to <= budget_bytes)]
+    return float(affordable[-1]) if len(affordable) else math.inf
+
+
+def entropy_bin(entropy: jax.Array) -> jax.Array:
+    """int32[N], the bin of `ENTROPY_BINS` of each TAE; bin b holds (b / bins, (b + 1) / bins]."""
+    upper = jnp.ceil(entropy * ENTROPY_BINS).astype(jnp.int32)
+    return jnp.clip(upper - 1, 0, ENTROPY_BINS - 1)
+
+
+def percentile_tau(histogram: np.ndarray, percentile: float) -> np.ndarray:
+    """tau_l: the p-th percentile of each layer's TAE, which the gate then forbids to replace.
+
+    Args:
+      histogram: [M, bins], by `entropy_bin`; sums of tokens' weights.
+      percentile: p in [0, 100]; the paper's range is 10 to 20. 0 lets all tokens pass.
+
+    Returns:
+      float32[M]: the upper edge of the first bin down to which p % of the tokens lie; -1 where p
+      is 0 or a layer saw no token.
+    """
+    if not 0 <= percentile <= 100:
+        raise ValueError(f"percentile {percentile} is not in [0, 100]")
+    counts = histogram.astype(np.float64)
+    total = counts.sum(axis=-1, keepdims=True)
+    reached = np.cumsum(counts, axis=-1) >= total * percentile / 100 * (1 - 1e-12)
+    edges = (np.argmax(reached, axis=-1) + 1) / histogram.shape[-1]
+    forbids = (total[:, 0] > 0) & (percentile > 0)
+    return np.where(forbids, edges, -1.0).astype(np.float32)

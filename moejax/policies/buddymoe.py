@@ -1,0 +1,382 @@
+"""BuddyMoE: a missing expert is not fetched, a resident one that is like it takes its place.
+
+Per token and layer, in this order: the TAE gate (eq. 1), the distribution gate (eq. 2, off unless
+asked for), the search of the missing experts' buddy lists (eq. 3, Algorithm 1) under the budget rho
+(section 5.1). What a gate or the budget holds back is fetched; where there is no buddy the pair is
+fetched or dropped. A buddy takes the weight of the expert that it stands in for, which is not
+renormalized; `gains`, which the paper has not, scale it. Nothing that was replaced is fetched on
+the step: what is missed most comes in the background, so many bytes a step, or the set of residents
+would freeze.
+
+Axes: N tokens, A experts a token, E experts of a layer, M sparse layers, K places of a buddy list.
+"""
+
+import dataclasses
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.errors import MoejaxError
+from moejax.policies import buddy_gates, substitution
+from moejax.policies.buddy_lists import BuddyLists
+from moejax.policies.interface import SKIPPED, Decision, Observation, PolicySpec, Requests
+from moejax.policies.substitution import Candidates, Form, Substitution
+
+# "none" is the paper's baseline "original", "random" its other one; "matched_random" draws at
+# random exactly where buddies would have replaced: the two at one share of replaced pairs.
+Choose = Literal["buddies", "none", "random", "matched_random"]
+FallBack = Literal["fetch", "drop"]
+
+
+class Settings(NamedTuple):
+    """What a sweep may vary: leaves of the state.
+
+    Attributes:
+      tau: float32[M], of the TAE gate.
+      margin: float32[], gamma.
+      temperature: float32[], of p~.
+      beta: float32[], of the distribution gate.
+      eta: float32[], weight of the token's own logits in eq. 3.
+      kappa: float32[], penalty of a hop in eq. 3.
+      discount: float32[], of a buddy's second use.
+      budget: int32[], rho.
+      depth: int32[], H.
+      background_bytes: float32[], of background transfers, a step.
+      expert_bytes: float32[], of one expert.
+      retention: float32[], of the counts of misses, a step.
+      least_misses: float32[], from which on an expert is brought.
+    """
+
+    tau: jax.Array
+    margin: jax.Array
+    temperature: jax.Array
+    beta: jax.Array
+    eta: jax.Array
+    kappa: jax.Array
+    discount: jax.Array
+    budget: jax.Array
+    depth: jax.Array
+    background_bytes: jax.Array
+    expert_bytes: jax.Array
+    retention: jax.Array
+    least_misses: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BuddyState:
+    """Shapes and dtypes never change.
+
+    Attributes:
+      settings: of the policy.
+      lists: int32[M, E, K].
+      q: float32[M, E, K].
+      gains: float32[M, E, E], or None.
+      hops: float32[E], partitions between an expert and the tokens' device.
+      replaced: int32[M, E], pairs of each expert that a buddy served, so far.
+      dropped: int32[M, E], pairs of each expert that nobody served, so far.
+      counted: int32[M, E], how many of both `missed` knows of.
+      missed: float32[M, E], pairs replaced or dropped since the expert was last asked for, fading.
+      requested: int32[], experts that background transfers were asked for.
+      credit: float32[], bytes of background transfers that are saved up.
+      draws: int32[], random choices so far.
+    """
+
+    settings: Settings
+    lists: jax.Array
+    q: jax.Array
+    gains: jax.Array | None
+    hops: jax.Array
+    replaced: jax.Array
+    dropped: jax.Array
+    counted: jax.Array
+    missed: jax.Array
+    requested: jax.Array
+    credit: jax.Array
+    draws: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class BuddyMoe:
+    """The policy; of one tier.
+
+    All numbers are leaves of the state, and may be swept there; eta and kappa, beta, and the
+    discount only where they are not 0 (beta: not None) here, which brings them into the program.
+
+    Attributes:
+      lists: of a profile (`python -m moejax.profile_experts`).
+      choose: who stands in.
+      gains: float[M, E, E], what the weight of expert i is multiplied by where j serves, such as
+        `buddy_lists.output_gains`; None is the paper's rule, 1. With buddies that are hardly alike
+        the full weight does more harm than dropping the pair.
+      tae_tau: of eq. 1, one of all layers or [M], such as `percentile_tau` gives; below 0: off.
+      tae_margin: gamma; 2 is off.
+      tae_temperature: of p~.
+      beta: of eq. 2; None is off, as in the paper's Tables 2 to 4.
+      eta: of eq. 3; not 0 costs two launches a layer more.
+      kappa: of eq. 3; the same.
+      hops: [E], of eq. 3; () is 0 for all, one partition.
+      discount: of Psi for each use of a buddy by the same token; 0 is the hard rule of Algorithm 1.
+      rho: replacements of a token and layer at most; None is no limit.
+      spend_on: which pairs the budget goes to first, "first" ranks (Algorithm 1's order) or "last"
+        ones, of the least gate weight.
+      depth: H, places of a list that are searched; None is all.
+      fall_back: of a pair without a buddy.
+      in_prefill: whether prompts are served by buddies as well.
+      background_bytes: of transfers in the background, a step; None is a quarter of an expert.
+      half_life: steps after which a miss counts half.
+      least_misses: an expert is brought from so many on.
+      max_requests: of one step.
+      form: how Algorithm 1 is computed.
+      seed: of random choices.
+    """
+
+    lists: BuddyLists
+    choose: Choose = "buddies"
+    gains: np.ndarray | None = None
+    tae_tau: float | np.ndarray = -1.0
+    tae_margin: float = 2.0
+    tae_temperature: float = 1.0
+    beta: float | None = None
+    eta: float = 0.0
+    kappa: float = 0.0
+    hops: tuple[float, ...] = ()
+    discount: float = 0.0
+    rho: int | None = None
+    spend_on: Literal["first", "last"] = "first"
+    depth: int | None = None
+    fall_back: FallBack = "fetch"
+    in_prefill: bool = True
+    background_bytes: float | None = None
+    half_life: float = 256.0
+    least_misses: float = 2.0
+    max_requests: int = 4
+    form: Form = "table"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises MoejaxError naming the first setting that is out of its range."""
+        options = (
+            ("choose", Choose), ("spend_on", Literal["first", "last"]),
+            ("fall_back", FallBack), ("form", Form),
+        )  # fmt: skip
+        for name, allowed in options:
+            if getattr(self, name) not in get_args(allowed):
+                said = ", ".join(get_args(allowed))
+                raise MoejaxError(f"{name}={getattr(self, name)!r} must be one of {said}")
+        places = self.lists.ids.shape[-1]
+        ranges = (
+            ("tae_margin", self.tae_margin >= 0, "at least 0 (2: off)"),
+            ("tae_temperature", self.tae_temperature > 0, "above 0"),
+            ("beta", self.beta is None or self.beta >= 0, "at least 0, or None (off)"),
+            ("eta", self.eta >= 0, "at least 0"),
+            ("kappa", self.kappa >= 0, "at least 0"),
+            ("discount", 0 <= self.discount <= 1, "from 0 (the hard rule) to 1"),
+            ("rho", self.rho is None or self.rho >= 0, "at least 0, or None (no limit)"),
+            ("depth", self.depth is None or 1 <= self.depth <= places, f"from 1 to {places}"),
+            ("half_life", self.half_life > 0, "above 0"),
+            ("max_requests", self.max_requests >= 0, "at least 0"),
+            ("background_bytes", (self.background_bytes or 0) >= 0, "at least 0"),
+        )
+        for name, holds, said in ranges:
+            if not holds:
+                raise MoejaxError(f"{name}={getattr(self, name)} must be {said}")
+
+    @property
+    def name(self) -> str:
+        """As `--config.policy.name` has it."""
+        return "buddymoe"
+
+    def init(self, spec: PolicySpec) -> BuddyState:
+        """The state before any token.
+
+        Raises:
+          MoejaxError: the lists are of another model, or there is more than one tier.
+        """
+        shape = (spec.num_layers, spec.num_experts)
+        if self.lists.ids.shape[:2] != shape:
+            raise MoejaxError(
+                f"the buddy lists are of {self.lists.ids.shape[0]} layers of "
+                f"{self.lists.ids.shape[1]} experts, the model has {shape[0]} of {shape[1]}"
+            )
+        if len(spec.tiers) != 1:
+            raise MoejaxError(f"buddymoe serves one tier, not {', '.join(spec.tiers)}")
+        if self.hops and len(self.hops) != spec.num_experts:
+            raise MoejaxError(f"hops has {len(self.hops)} of {spec.num_experts} experts")
+        if self.gains is not None and self.gains.shape != (*shape, spec.num_experts):
+            raise MoejaxError(f"gains is {list(self.gains.shape)}, not [layers, experts, experts]")
+        if max(self.lists.ids.max(initial=-1), -1) >= spec.num_experts:
+            raise MoejaxError(f"the buddy lists name experts beyond {spec.num_experts - 1}")
+        zero = jnp.zeros((), jnp.int32)
+        return BuddyState(
+            settings=self._settings(spec),
+            lists=jnp.asarray(self.lists.ids),
+            q=jnp.asarray(self.lists.q),
+            gains=None if self.gains is None else jnp.asarray(self.gains, jnp.float32),
+            hops=jnp.asarray(self.hops or [0.0] * spec.num_experts, jnp.float32),
+            replaced=jnp.zeros(shape, jnp.int32),
+            dropped=jnp.zeros(shape, jnp.int32),
+            counted=jnp.zeros(shape, jnp.int32),
+            missed=jnp.zeros(shape, jnp.float32),
+            requested=zero,
+            credit=jnp.zeros((), jnp.float32),
+            draws=zero,
+        )
+
+    def _settings(self, spec: PolicySpec) -> Settings:
+        background = self.background_bytes
+        if background is None:
+            background = spec.expert_bytes[0] / 4
+        real = {
+            "margin": self.tae_margin,
+            "temperature": self.tae_temperature,
+            "beta": np.inf if self.beta is None else self.beta,
+            "eta": self.eta,
+            "kappa": self.kappa,
+            "discount": self.discount,
+            "background_bytes": background,
+            "expert_bytes": spec.expert_bytes[0],
+            "retention": 0.5 ** (1 / self.half_life),
+            "least_misses": self.least_misses,
+        }
+        whole = {
+            "budget": spec.width if self.rho is None else self.rho,
+            "depth": self.depth or self.lists.ids.shape[-1],
+        }
+        tau = np.broadcast_to(np.asarray(self.tae_tau, np.float32), spec.num_layers)
+        return Settings(
+            tau=jnp.asarray(tau),
+            **{name: jnp.asarray(value, jnp.float32) for name, value in real.items()},
+            **{name: jnp.asarray(value, jnp.int32) for name, value in whole.items()},
+        )
+
+    def decide(self, state: BuddyState, observation: Observation) -> tuple[Decision, BuddyState]:
+        """Who computes each pair of a layer."""
+        o = observation
+        tier = jnp.zeros(o.ids.shape, jnp.int32)
+        served = Decision(o.ids, tier, o.weights, jnp.zeros(o.ids.shape, bool))
+        if self.choose == "none" or (o.is_prefill and not self.in_prefill):
+            return served, state
+        resident = o.resident[0]
+        missing = o.active[:, None] & ~resident.at[o.ids].get(mode="clip")
+        wanted = missing & self._passes(state.settings, o, resident)[:, None]
+        found, first_rank = self._search(state, o, resident, wanted)
+        ids, weights = found.ids, o.weights
+        if state.gains is not None:
+            gain = state.gains.at[o.layer, o.ids, ids].get(mode="clip")
+            weights = jnp.where(found.replaced, weights * gain, weights)
+        if first_rank is not None:
+            ids = jnp.where(first_rank >= 0, o.ids, ids)
+            weights, tier = _merged(weights, tier, first_rank)
+        dropped = jnp.zeros_like(wanted)
+        if self.fall_back == "drop":
+            dropped = found.searched & ~found.replaced
+            tier = jnp.where(dropped, SKIPPED, tier)
+        decision = served._replace(ids=ids, tier=tier, weights=weights)
+        return decision, self._counted(state, o, found.replaced, dropped)
+
+    def _passes(self, settings: Settings, o: Observation, resident: jax.Array) -> jax.Array:
+        """bool[N], tokens that both gates let be served by buddies."""
+        chosen = buddy_gates.chosen_probabilities(o.probabilities, o.ids, settings.temperature)
+        passes = buddy_gates.tolerates(chosen, settings.tau[o.layer], settings.margin)
+        if self.beta is not None:
+            requested = buddy_gates.requested_experts(o.ids, o.active, len(resident))
+            passes &= buddy_gates.missing_share(requested, resident) < settings.beta
+        return passes
+
+    def _search(
+        self, state: BuddyState, o: Observation, resident: jax.Array, wanted: jax.Array
+    ) -> tuple[Substitution, jax.Array | None]:
+        """The substitution; and where buddies may serve twice, the ranks where weights meet."""
+        settings, last_first = state.settings, self.spend_on == "last"
+        if self.choose == "random":
+            return self._drawn(state, o, resident, wanted), None
+        lists, q = state.lists[o.layer], state.q[o.layer]
+        ids = substitution.candidates_of(o.ids, lists, resident, settings.depth)
+        value = None
+        if self.eta or self.kappa or self.discount:
+            logits = substitution.normalized_logits(o.probabilities)
+            value = substitution.priority(
+                ids, q[o.ids], logits, state.hops, settings.eta, settings.kappa
+            )
+        candidates = Candidates(ids, value)
+        if self.discount:
+            return substitution.substitute_softly(
+                o.ids, candidates, wanted, settings.budget, settings.discount,
+                last_first=last_first,
+            )  # fmt: skip
+        found = substitution.substitute(
+            o.ids, candidates, wanted, settings.budget, last_first=last_first, form=self.form
+        )
+        if self.choose == "matched_random":
+            found = found._replace(ids=self._drawn(state, o, resident, found.replaced).ids)
+        return found, None
+
+    def _drawn(
+        self, state: BuddyState, o: Observation, resident: jax.Array, wanted: jax.Array
+    ) -> Substitution:
+        key = jax.random.fold_in(jax.random.key(self.seed), state.draws)
+        budget = state.settings.budget
+        return substitution.substitute_randomly(o.ids, resident, wanted, budget, key)
+
+    def _counted(
+        self, state: BuddyState, o: Observation, replaced: jax.Array, dropped: jax.Array
+    ) -> BuddyState:
+        """The state after a layer: counts by the expert that was missed."""
+        expert = jnp.arange(state.missed.shape[1], dtype=jnp.int32)
+
+        def by_expert(pairs: jax.Array) -> jax.Array:
+            ids = jnp.where(pairs, o.ids, -1).reshape(-1)
+            return jnp.sum(ids[:, None] == expert[None], axis=0, dtype=jnp.int32)
+
+        now: dict[str, Any] = {"replaced": state.replaced.at[o.layer].add(by_expert(replaced))}
+        if self.fall_back == "drop":
+            now["dropped"] = state.dropped.at[o.layer].add(by_expert(dropped))
+        if self.choose in ("random", "matched_random"):
+            now["draws"] = state.draws + 1
+        return dataclasses.replace(state, **now)
+
+    def transfers(self, state: BuddyState, resident: jax.Array) -> tuple[Requests, BuddyState]:
+        """The most missed experts, as many as the bytes saved up allow.
+
+        An expert that was asked for is counted from 0 again; credit beyond what `max_requests` cost
+        is lost.
+        """
+        settings, num_experts = state.settings, state.missed.shape[1]
+        size, limit = settings.expert_bytes, min(self.max_requests, state.missed.size)
+        credit = jnp.minimum(state.credit + settings.background_bytes, size * limit)
+        counted = state.replaced + state.dropped
+        new = (counted - state.counted).astype(jnp.float32)
+        missed = state.missed * settings.retention + new
+        eligible = (missed >= settings.least_misses) & (missed > 0) & ~jnp.any(resident, axis=1)
+        most, at = jax.lax.top_k(jnp.where(eligible, missed, 0.0).reshape(-1), limit)
+        affordable = jnp.floor(credit / size).astype(jnp.int32)
+        asked = (most > 0) & (jnp.arange(limit, dtype=jnp.int32) < affordable)
+        num_asked = jnp.sum(asked, dtype=jnp.int32)
+        cleared = missed.reshape(-1).at[jnp.where(asked, at, missed.size)].set(0.0, mode="drop")
+        at = jnp.where(asked, at.astype(jnp.int32), -1)
+        requests = Requests(
+            layer=jnp.where(asked, at // num_experts, -1),
+            expert=jnp.where(asked, at % num_experts, -1),
+            tier=jnp.where(asked, 0, -1),
+        )
+        return requests, dataclasses.replace(
+            state,
+            counted=counted,
+            missed=cleared.reshape(missed.shape),
+            requested=state.requested + num_asked,
+            credit=credit - size * num_asked.astype(jnp.float32),
+        )
+
+
+def _merged(
+    weights: jax.Array, tier: jax.Array, first_rank: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """A pair whose buddy serves the token at `first_rank` already gives its weight to that one."""
+    rank = jnp.arange(weights.shape[1], dtype=jnp.int32)
+    to = first_rank[:, :, None] == rank[None, None]
+    gained = jnp.sum(jnp.where(to, weights[:, :, None], 0.0), axis=1)
+    moved = first_rank >= 0
+    return jnp.where(moved, 0.0, weights + gained), jnp.where(moved, SKIPPED, tier)

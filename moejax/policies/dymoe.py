@@ -1,0 +1,238 @@
+"""DyMoE: critical experts in high precision, the others in low precision or left out.
+
+For each layer a number of critical experts (`dymoe_schedule`, eq. 4 and 5) is chosen by importance
+(`expert_importance`, eq. 1 to 3), the next layer's are brought ahead (`lookahead`, eq. 6 to 8), and
+a copy of higher precision than asked for serves where it is there (`mixed_cache`).
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.errors import MoejaxError
+from moejax.policies.dymoe_schedule import (
+    ROUNDINGS,
+    SCHEDULES,
+    critical_counts,
+    retention_ratios,
+)
+from moejax.policies.expert_importance import (
+    critical_by_tokens,
+    critical_pairs,
+    heavy_hitters,
+    num_heavy,
+)
+from moejax.policies.interface import (
+    SKIPPED,
+    Decision,
+    Needs,
+    Observation,
+    PolicySpec,
+    Requests,
+    no_requests,
+    tier_id,
+)
+from moejax.policies.lookahead import experts_ahead
+from moejax.policies.ordering import places
+from moejax.policies.settings import (
+    check_choice,
+    check_flag,
+    check_number,
+    check_numbers,
+    check_text,
+)
+
+SKIP = "skip"  # the name of 0 bits
+SELECTIONS = ("critical", "load", "random")
+# The curves of Figure 3, as settings of skipping. Its legend explains two choices, of experts and
+# of layers; where it names one, the other is the plain one, so "token" and "equal" are one run.
+FIGURE_3 = {
+    "random": {"low": SKIP, "selection": "random", "schedule": "equal"},
+    "token": {"low": SKIP, "selection": "critical", "schedule": "equal"},
+    "equal": {"low": SKIP, "selection": "critical", "schedule": "equal"},
+    "depth": {"low": SKIP, "selection": "critical", "schedule": "cosine"},
+}
+
+
+class DyMoEState(NamedTuple):
+    """What `decide` reads; all of it sweeps, and only `calls` changes.
+
+    Attributes:
+      decode: int32[M], t_l of eq. 5 with M = A.
+      prefill: int32[M], t_l with M = E.
+      ahead: int32[2, M + 1], experts of each layer that the one before brings ahead, in decode and
+        in prefill; 0 past the last.
+      high, low: int32[], tiers; low may be `SKIPPED`.
+      renormalise: bool[].
+      reuse_skipped: bool[].
+      heavy_share: float32[].
+      heavy_count: int32[].
+      seed: uint32[].
+      calls: int32[], layers decided so far, for `random` alone.
+    """
+
+    decode: jax.Array
+    prefill: jax.Array
+    ahead: jax.Array
+    high: jax.Array
+    low: jax.Array
+    renormalise: jax.Array
+    reuse_skipped: jax.Array
+    heavy_share: jax.Array
+    heavy_count: jax.Array
+    seed: jax.Array
+    calls: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DyMoE:
+    """Mixed precision by importance.
+
+    Attributes:
+      high: the tier of critical experts; "": the first.
+      low: that of the others; "": the last; "skip": they are left out (4/0).
+      retention: r, the mean share of critical experts; 0.5 to 1, with schedule "equal" 0 to 1.
+      schedule: over depth; see `dymoe_schedule.retention_ratios`.
+      sensitivity: of each layer, for the schedule of that name.
+      rounding: "diffused", so that the mean is r, or "ceil", eq. 5's letter.
+      selection: "critical", by eq. 2 in prefill and eq. 3 in decode; "load": in prefill by all
+        tokens, without attention's importance; "random" (Figure 3).
+      heavy_share: of a prefill step's tokens that are heavy hitters, whatever prompts they are of;
+        the paper, of one prompt in one step, states no number.
+      heavy_count: their number, in place of the share; 0: the share.
+      renormalise: the weights of a token's remaining experts sum to what all summed to.
+      reuse_skipped: an expert that is to be left out runs where its high copy is there, as in the
+        rule of conservative reuse; the paper "entirely bypasses" it.
+      prefetch: t of eq. 7 and 8; -1: t_(l+1), 0: none. Never more than the high tier has slots.
+      seed: of `random`.
+    """
+
+    high: str = ""
+    low: str = ""
+    retention: float = 0.75
+    schedule: str = "cosine"
+    sensitivity: tuple[float, ...] = ()
+    rounding: str = "diffused"
+    selection: str = "critical"
+    heavy_share: float = 0.1
+    heavy_count: int = 0
+    renormalise: bool = False
+    reuse_skipped: bool = False
+    prefetch: int = -1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_text("high", self.high)
+        check_text("low", self.low)
+        check_choice("schedule", self.schedule, SCHEDULES)
+        check_number("retention", self.retention, 0 if self.schedule == "equal" else 0.5, 1)
+        check_choice("rounding", self.rounding, ROUNDINGS)
+        check_choice("selection", self.selection, SELECTIONS)
+        check_numbers("sensitivity", self.sensitivity, 0)
+        check_number("heavy_share", self.heavy_share, 0, 1)
+        check_number("heavy_count", self.heavy_count, 0, 2**30, integer=True)
+        check_flag("renormalise", self.renormalise)
+        check_flag("reuse_skipped", self.reuse_skipped)
+        check_number("prefetch", self.prefetch, -1, 2**30, integer=True)
+        check_number("seed", self.seed, 0, 2**32 - 1, integer=True)
+
+    @property
+    def name(self) -> str:
+        """See `Policy`."""
+        return "dymoe"
+
+    @property
+    def needs(self) -> Needs:
+        """See `Policy`."""
+        return Needs(importance=self.selection == "critical", predicted=self.prefetch != 0)
+
+    def counts(self, num_layers: int, num_requested: int) -> np.ndarray:
+        """int64[L], t_l where a layer is asked for so many experts; their mean is printed."""
+        ratios = retention_ratios(self.schedule, self.retention, num_layers, self.sensitivity)
+        return critical_counts(ratios, num_requested, self.rounding)
+
+    def init(self, spec: PolicySpec) -> DyMoEState:
+        """See `Policy`."""
+        high = tier_id(spec, self.high, 0)
+        low = SKIPPED if self.low == SKIP else tier_id(spec, self.low, -1)
+        if low != SKIPPED and high >= low:
+            raise MoejaxError(
+                f"high={spec.tiers[high]} must be of higher fidelity than low={spec.tiers[low]}; "
+                f"stored are {', '.join(spec.tiers)}; low='skip' leaves experts out"
+            )
+        counts = np.stack([self.counts(spec.num_layers, n) for n in (spec.width, spec.num_experts)])
+        ahead = counts if self.prefetch < 0 else np.full_like(counts, self.prefetch)
+        ahead = np.minimum(np.pad(ahead, ((0, 0), (0, 1))), spec.slots[high])
+        return DyMoEState(
+            decode=jnp.asarray(counts[0], jnp.int32),
+            prefill=jnp.asarray(counts[1], jnp.int32),
+            ahead=jnp.asarray(ahead, jnp.int32),
+            high=jnp.asarray(high, jnp.int32),
+            low=jnp.asarray(low, jnp.int32),
+            renormalise=jnp.asarray(self.renormalise),
+            reuse_skipped=jnp.asarray(self.reuse_skipped),
+            heavy_share=jnp.asarray(self.heavy_share, jnp.float32),
+            heavy_count=jnp.asarray(self.heavy_count, jnp.int32),
+            seed=jnp.asarray(self.seed, jnp.uint32),
+            calls=jnp.zeros((), jnp.int32),
+        )
+
+    def decide(self, state: DyMoEState, observation: Observation) -> tuple[Decision, DyMoEState]:
+        """See `Policy`.
+
+        Raises:
+          ValueError: prefill without the importance of tokens.
+        """
+        ids, weights, layer = observation.ids, observation.weights, observation.layer
+        is_critical = self._critical(state, observation)
+        is_low = ~is_critical & observation.active[:, None]
+        reused = state.reuse_skipped & (state.low < 0) & observation.resident[state.high][ids]
+        tier = jnp.where(is_critical | reused, state.high, state.low)
+        tier = jnp.where(observation.active[:, None], tier, SKIPPED)
+        kept = jnp.where(tier >= 0, weights, 0.0)
+        left = jnp.sum(kept, axis=1, keepdims=True)
+        share = jnp.sum(weights, axis=1, keepdims=True) / jnp.where(left > 0, left, 1.0)
+        skips = state.renormalise & (state.low < 0) & (left > 0)
+        decision = Decision(
+            ids=ids,
+            tier=tier,
+            weights=jnp.where(skips, kept * share, weights),
+            at_least=is_low & (tier >= 0),
+        )
+        ahead = experts_ahead(observation, state.ahead[int(observation.is_prefill), layer + 1])
+        if ahead is not None:
+            decision = decision._replace(ahead=jnp.where(ahead, state.high, -1))
+        if self.selection == "random":
+            state = state._replace(calls=state.calls + 1)
+        return decision, state
+
+    def transfers(self, state: DyMoEState, resident: jax.Array) -> tuple[Requests, DyMoEState]:
+        """See `Policy`."""
+        return no_requests(), state
+
+    def _critical(self, state: DyMoEState, observation: Observation) -> jax.Array:
+        """bool[N, A]."""
+        num_experts, active = observation.probabilities.shape[1], observation.active
+        drawn = None
+        if self.selection == "random":
+            key = jax.random.fold_in(jax.random.key(state.seed), state.calls)
+            drawn = jax.random.uniform(key, (num_experts,))
+        if not observation.is_prefill:
+            by = observation.weights if drawn is None else drawn[observation.ids]
+            return critical_pairs(observation, by, state.decode[observation.layer])
+        limit = state.prefill[observation.layer]
+        if drawn is not None:
+            return (places(drawn) < limit)[observation.ids]
+        tokens = active
+        if self.selection == "critical":
+            if observation.importance is None:
+                raise ValueError(
+                    "dymoe needs the importance of tokens in prefill (`Policy.needs`); "
+                    "selection='load' does without"
+                )
+            num = num_heavy(active, state.heavy_share, state.heavy_count)
+            tokens = heavy_hitters(observation.importance, active, num)
+        return critical_by_tokens(observation, tokens, limit)[observation.ids]

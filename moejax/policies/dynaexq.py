@@ -1,0 +1,241 @@
+"""DynaExq: precision follows hotness (arXiv text "Dynamic Expert Quantization for Scalable MoE").
+
+Inside the step an exponential mean of what the router says is kept for each expert (eq. 2), and a
+pair runs in high precision where its expert's hot copy is there: the last stable version serves.
+Between steps Algorithm 1 chooses, every T tokens, the set H that is to be hot, and asks for the
+transfers that lead from what the pools hold to H, until they hold it.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.errors import MoejaxError
+from moejax.policies.hotness import gate_means, hot_set, num_active, smoothed, swaps
+from moejax.policies.interface import (
+    Decision,
+    Needs,
+    Observation,
+    PolicySpec,
+    Requests,
+    tier_id,
+)
+from moejax.policies.resident import as_routed
+from moejax.policies.settings import (
+    check_choice,
+    check_number,
+    check_numbers,
+    check_text,
+)
+
+CHOICES = ("hot", "random", "first")
+
+
+class DynaExqSettings(NamedTuple):
+    """What sweeps; see `DynaExq` for the meanings.
+
+    Attributes:
+      alpha: float32[].
+      period: int32[], T.
+      warmup: int32[].
+      fixed: bool[], whether tau is.
+      hysteresis: float32[].
+      n_hot: int32[M].
+      cold_slots: int32[], of a layer.
+      hot, cold: int32[], tiers.
+    """
+
+    alpha: jax.Array
+    period: jax.Array
+    warmup: jax.Array
+    fixed: jax.Array
+    hysteresis: jax.Array
+    n_hot: jax.Array
+    cold_slots: jax.Array
+    hot: jax.Array
+    cold: jax.Array
+
+
+class DynaExqState(NamedTuple):
+    """What is carried.
+
+    Attributes:
+      scores: float32[M, E], S of eq. 2.
+      high: bool[M, E], H of Algorithm 1; nothing before the warm-up has ended.
+      tau: float32[M], fixed when the warm-up ends, or the n_hot-th score at the last update.
+      tokens: int32[], since the last multiple of T at which H was updated; in the warm-up, all.
+      warm: bool[], whether the warm-up has ended.
+      settings: constant.
+    """
+
+    scores: jax.Array
+    high: jax.Array
+    tau: jax.Array
+    tokens: jax.Array
+    warm: jax.Array
+    settings: DynaExqSettings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DynaExq:
+    """Two precisions, hot and cold; which expert has which follows the workload.
+
+    The low tier always holds every expert where the spec gives it E slots a layer; then a demotion
+    moves no bytes. Otherwise an expert is in one of the two, as in the paper.
+
+    Attributes:
+      hot: the tier of high precision; "": the first.
+      cold: that of low precision; "": the last.
+      period: T, tokens between updates of H.
+      alpha: of eq. 2; None: 1 - 1/T.
+      tau: "fixed" at the n_hot-th score when the warm-up ends (section 3.5), or "moving": the
+        n_hot-th score at each update, which leaves no slot empty after a shift.
+      n_hot: experts of each layer in high precision: a number, one of each layer, or None for the
+        slots of the hot tier; never more than those.
+      warmup: tokens before H is chosen for the first time; 0: T.
+      hysteresis: share by which a cold expert must exceed a hot one to take its place; the paper
+        has none.
+      max_requests: R of `Requests`, even; what is left over is asked for the next time.
+      choice: "hot"; or, to compare with, choices that look at no frequency and stay for ever:
+        "random", or "first", the smallest ids. (A static choice by the frequencies of the warm-up
+        is "hot" with a period that never ends, and an alpha of its own.)
+      seed: of "random".
+    """
+
+    hot: str = ""
+    cold: str = ""
+    period: int = 256
+    alpha: float | None = None
+    tau: str = "moving"
+    n_hot: int | tuple[int, ...] | None = None
+    warmup: int = 0
+    hysteresis: float = 0.0
+    max_requests: int = 64
+    choice: str = "hot"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_text("hot", self.hot)
+        check_text("cold", self.cold)
+        check_number("period", self.period, 1, 2**30, integer=True)
+        if self.alpha is not None:
+            check_number("alpha", self.alpha, 0, 1, below=True)
+        check_choice("tau", self.tau, ("moving", "fixed"))
+        if isinstance(self.n_hot, tuple):
+            check_numbers("n_hot", self.n_hot, 0, integer=True)
+        elif self.n_hot is not None:
+            check_number("n_hot", self.n_hot, 0, integer=True)
+        check_number("warmup", self.warmup, 0, 2**30, integer=True)
+        check_number("hysteresis", self.hysteresis, 0)
+        check_number("max_requests", self.max_requests, 2, 2**20, integer=True)
+        if self.max_requests % 2:
+            raise MoejaxError(f"max_requests={self.max_requests} must be even: they come in pairs")
+        check_choice("choice", self.choice, CHOICES)
+        check_number("seed", self.seed, 0, 2**32 - 1, integer=True)
+
+    @property
+    def name(self) -> str:
+        """See `Policy`."""
+        return "dynaexq"
+
+    @property
+    def needs(self) -> Needs:
+        """See `Policy`."""
+        return Needs()
+
+    def init(self, spec: PolicySpec) -> DynaExqState:
+        """See `Policy`."""
+        hot, cold = tier_id(spec, self.hot, 0), tier_id(spec, self.cold, -1)
+        if not hot < cold:
+            raise MoejaxError(
+                f"hot={spec.tiers[hot]} must be of higher fidelity than cold={spec.tiers[cold]}; "
+                f"stored are {', '.join(spec.tiers)}"
+            )
+        alpha = 1 - 1 / self.period if self.alpha is None else self.alpha
+        if self.choice != "hot":
+            alpha = 1.0  # scores stay what they are
+        scores = self._first_scores(spec)
+        settings = DynaExqSettings(
+            alpha=jnp.asarray(alpha, jnp.float32),
+            period=jnp.asarray(self.period, jnp.int32),
+            warmup=jnp.asarray(self.warmup or self.period, jnp.int32),
+            fixed=jnp.asarray(self.tau == "fixed"),
+            hysteresis=jnp.asarray(self.hysteresis, jnp.float32),
+            n_hot=jnp.asarray(self._n_hot(spec, spec.slots[hot]), jnp.int32),
+            cold_slots=jnp.asarray(spec.slots[cold], jnp.int32),
+            hot=jnp.asarray(hot, jnp.int32),
+            cold=jnp.asarray(cold, jnp.int32),
+        )
+        return DynaExqState(
+            scores=jnp.asarray(scores, jnp.float32),
+            high=jnp.zeros(scores.shape, bool),
+            tau=jnp.zeros(spec.num_layers, jnp.float32),
+            tokens=jnp.zeros((), jnp.int32),
+            warm=jnp.zeros((), bool),
+            settings=settings,
+        )
+
+    def decide(
+        self, state: DynaExqState, observation: Observation
+    ) -> tuple[Decision, DynaExqState]:
+        """UPDATEHOTNESS of Algorithm 1 for the layer; precision is what the pools hold."""
+        settings, layer = state.settings, observation.layer
+        count = num_active(observation)
+        row = jax.lax.dynamic_index_in_dim(state.scores, layer, keepdims=False)
+        row = smoothed(row, gate_means(observation), count, settings.alpha)
+        scores = jax.lax.dynamic_update_index_in_dim(state.scores, row, layer, 0)
+        tokens = state.tokens + jnp.where(layer == 0, count, 0)
+        is_hot = observation.resident[settings.hot][observation.ids]
+        decision = as_routed(observation, jnp.where(is_hot, settings.hot, settings.cold))
+        return decision, state._replace(scores=scores, tokens=tokens)
+
+    def transfers(self, state: DynaExqState, resident: jax.Array) -> tuple[Requests, DynaExqState]:
+        """PRECISIONSCHEDULE of Algorithm 1 for all layers, when T tokens have passed."""
+        settings = state.settings
+        first = ~state.warm & (state.tokens >= settings.warmup)
+        due = first | (state.warm & (state.tokens >= settings.period))
+        is_fixed = settings.fixed & ~first
+        tau = jnp.where(is_fixed, state.tau, -jnp.inf)
+        found = hot_set(state.scores, state.high, settings.n_hot, tau, settings.hysteresis)
+        state = state._replace(
+            high=jnp.where(due, found.high, state.high),
+            tau=jnp.where(due & ~is_fixed, found.last, state.tau),
+            tokens=jnp.where(due, state.tokens % settings.period, state.tokens),
+            warm=state.warm | first,
+        )
+        asked = swaps(
+            state.scores,
+            state.high,
+            resident[:, settings.hot],
+            resident[:, settings.cold],
+            settings.n_hot,
+            settings.cold_slots,
+            (settings.hot, settings.cold),
+            self.max_requests,
+        )
+        return Requests(*(jnp.where(state.warm, field, -1) for field in asked)), state
+
+    def _first_scores(self, spec: PolicySpec) -> np.ndarray:
+        """float64[M, E], before any token."""
+        shape = spec.num_layers, spec.num_experts
+        if self.choice == "random":
+            return np.random.default_rng(self.seed).random(shape)
+        if self.choice == "first":
+            return np.tile(1 - np.arange(spec.num_experts) / spec.num_experts, (shape[0], 1))
+        return np.zeros(shape)
+
+    def _n_hot(self, spec: PolicySpec, slots: int) -> np.ndarray:
+        """int64[M], checked against the slots."""
+        wanted = slots if self.n_hot is None else self.n_hot
+        if isinstance(wanted, tuple) and len(wanted) != spec.num_layers:
+            raise MoejaxError(
+                f"n_hot has {len(wanted)} numbers, but the model has {spec.num_layers} sparse "
+                "layers: give one of each, or a single number"
+            )
+        numbers = np.broadcast_to(np.asarray(wanted), spec.num_layers)
+        if numbers.max() > slots:
+            raise MoejaxError(f"n_hot={int(numbers.max())}, but the hot tier has {slots} slots")
+        return numbers

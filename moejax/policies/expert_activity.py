@@ -1,0 +1,148 @@
+"""What a profile counts of a router (BuddyMoE sections 3.1 and 3.3), a batch of tokens at a time.
+
+Axes: N tokens, A experts a token, E experts of a layer, M sparse layers, D model width.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.policies import buddy_gates
+from moejax.policies.buddy_lists import Source, conditional_coactivation, output_similarity
+
+_EXACT = jax.lax.Precision.HIGHEST  # a shorter product would round the counts
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ExpertActivity:
+    """Sums over tokens, each with a weight of its own; whole numbers are exact to 2^24.
+
+    Attributes:
+      tokens: float32[], sum of the weights.
+      activations: float32[M, E], A_l(i).
+      coactivations: float32[M, E, E], M_l(i, j), tokens that chose both; 0 where i = j.
+      weighted: float32[M, E, E], the same of min(p~_i, p~_j).
+      entropies: float32[M, bins], of TAE by `buddy_gates.entropy_bin`.
+      cosines: float32[M, E, E], over tokens that chose i, of cos(f_i(x), f_j(x)); None where
+        outputs are not compared.
+    """
+
+    tokens: jax.Array
+    activations: jax.Array
+    coactivations: jax.Array
+    weighted: jax.Array
+    entropies: jax.Array
+    cosines: jax.Array | None = None
+
+
+def no_activity(num_layers: int, num_experts: int, *, outputs: bool) -> ExpertActivity:
+    """Before any token.
+
+    Args:
+      num_layers: M.
+      num_experts: E.
+      outputs: whether outputs will be compared.
+    """
+    pairs = (num_layers, num_experts, num_experts)
+    return ExpertActivity(
+        tokens=jnp.zeros((), jnp.float32),
+        activations=jnp.zeros(pairs[:2], jnp.float32),
+        coactivations=jnp.zeros(pairs, jnp.float32),
+        weighted=jnp.zeros(pairs, jnp.float32),
+        entropies=jnp.zeros((num_layers, buddy_gates.ENTROPY_BINS), jnp.float32),
+        cosines=jnp.zeros(pairs, jnp.float32) if outputs else None,
+    )
+
+
+def with_layer(
+    activity: ExpertActivity,
+    layer: int,
+    probabilities: jax.Array,
+    ids: jax.Array,
+    token_weights: jax.Array,
+    temperature: float = 1.0,
+) -> ExpertActivity:
+    """Counts a layer's routing.
+
+    Args:
+      activity: so far; donate it.
+      layer: among the sparse ones.
+      probabilities: float32[N, E].
+      ids: int32[N, A], by falling probability.
+      token_weights: float32[N]; 0 of padding.
+      temperature: of the p~ in TAE.
+    """
+    num_experts = probabilities.shape[1]
+    chosen = buddy_gates.chosen_probabilities(probabilities, ids)
+    is_expert = (ids[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None]).astype(
+        jnp.float32
+    )
+    marks = jnp.sum(is_expert, axis=1)
+    both = _products(marks * token_weights[:, None], marks)
+    # Of two ranks the later one has the smaller p~: each meets all that come before it.
+    before = jnp.cumsum(is_expert, axis=1) - is_expert
+    least = is_expert * (chosen * token_weights[:, None])[:, :, None]
+    half = _products(least.reshape(-1, num_experts), before.reshape(-1, num_experts))
+    smoothed = buddy_gates.chosen_probabilities(probabilities, ids, temperature)
+    bins = buddy_gates.entropy_bin(buddy_gates.activating_entropy(smoothed))
+    off_diagonal = 1 - jnp.eye(num_experts, dtype=jnp.float32)
+    return dataclasses.replace(
+        activity,
+        activations=activity.activations.at[layer].add(jnp.diagonal(both)),
+        coactivations=activity.coactivations.at[layer].add(both * off_diagonal),
+        weighted=activity.weighted.at[layer].add(half + half.T),
+        entropies=activity.entropies.at[layer, bins].add(token_weights),
+    )
+
+
+def with_outputs(
+    activity: ExpertActivity,
+    layer: int,
+    outputs: jax.Array,
+    ids: jax.Array,
+    token_weights: jax.Array,
+) -> ExpertActivity:
+    """Compares what all experts make of the same tokens.
+
+    Args:
+      activity: so far, with `cosines`; donate it.
+      layer: among the sparse ones.
+      outputs: [E, N, D], f_e(x_n).
+      ids: int32[N, A].
+      token_weights: float32[N].
+    """
+    assert activity.cosines is not None
+    wide = outputs.astype(jnp.float32)
+    length = jnp.sqrt(jnp.sum(wide * wide, axis=-1, keepdims=True))
+    unit = wide / jnp.maximum(length, float(np.finfo(np.float32).tiny))
+    cosines = jnp.einsum("ind,jnd->nij", unit, unit, precision=_EXACT)
+    expert = jnp.arange(len(outputs), dtype=jnp.int32)
+    marks = jnp.any(ids[:, :, None] == expert[None, None], axis=1).astype(jnp.float32)
+    found = jnp.einsum("ni,nij->ij", marks * token_weights[:, None], cosines, precision=_EXACT)
+    return dataclasses.replace(activity, cosines=activity.cosines.at[layer].add(found))
+
+
+def _products(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.einsum("ne,nf->ef", x, y, precision=_EXACT)
+
+
+def shares(activity: ExpertActivity, source: Source, smoothing: float) -> np.ndarray:
+    """q of what was counted, float64[M, E, E].
+
+    Args:
+      activity: on the host.
+      source: of the shares.
+      smoothing: epsilon of Laplace; outputs take none.
+
+    Raises:
+      ValueError: outputs were not compared.
+    """
+    if source == "outputs":
+        if activity.cosines is None:
+            raise ValueError("outputs were not compared")
+        return output_similarity(np.asarray(activity.cosines), np.asarray(activity.activations))
+    counts = activity.weighted if source == "weighted" else activity.coactivations
+    return conditional_coactivation(np.asarray(counts), smoothing)

@@ -1,0 +1,79 @@
+"""Which experts are critical (DyMoE, section 4.2): by heavy hitters in prefill, by gate in decode.
+
+Axes: N tokens, A experts a token, E experts of a layer.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from moejax.policies.interface import Observation
+from moejax.policies.ordering import chosen_by, places
+
+
+def num_heavy(active: jax.Array, share: jax.Array, count: jax.Array) -> jax.Array:
+    """int32[], k of eq. 2: `count` if that is not 0, else a share of the active tokens, rounded up.
+
+    Args:
+      active: bool[N].
+      share: float32[], 0 to 1.
+      count: int32[].
+    """
+    # A share such as 0.1 of 30 tokens is 3, whatever float32 makes of it.
+    of_all = jnp.ceil(share * jnp.sum(active, dtype=jnp.float32) - 1e-4).astype(jnp.int32)
+    return jnp.where(count > 0, count, of_all)
+
+
+def heavy_hitters(importance: jax.Array, active: jax.Array, num: jax.Array) -> jax.Array:
+    """bool[N], T_imp: the top `num` active tokens by importance (eq. 1); ties to the earlier one.
+
+    Args:
+      importance: float32[N], s_i.
+      active: bool[N].
+      num: int32[].
+    """
+    return (places(jnp.where(active, importance, -jnp.inf)) < num) & active
+
+
+def critical_by_tokens(
+    observation: Observation, tokens: jax.Array, num_critical: jax.Array
+) -> jax.Array:
+    """bool[E], the top t_l experts by how many of these tokens they were assigned (eq. 2).
+
+    Ties, of which the paper says nothing, go to the expert with more tokens in all, for section 3.3
+    finds the two loads correlated; then to the smaller id.
+
+    Args:
+      observation: of a prefill step.
+      tokens: bool[N], T_imp.
+      num_critical: int32[], t_l.
+    """
+    ids, num_experts = observation.ids, observation.probabilities.shape[1]
+    load = chosen_by(ids, _of_pairs(tokens, ids), num_experts)
+    tie = chosen_by(ids, _of_pairs(observation.active, ids), num_experts)
+    return places(load, tie) < num_critical
+
+
+def critical_pairs(
+    observation: Observation, importance: jax.Array, num_critical: jax.Array
+) -> jax.Array:
+    """bool[N, A], pairs whose expert is among the top t_l of some active token (eq. 3).
+
+    The paper decodes one sequence. Where several tokens ask for one expert in different precision,
+    it is critical for all of them: an expert has one format (section 4.4.2).
+
+    Args:
+      observation: of a decode step.
+      importance: float32[N, A], of a token's experts to one another; their gate weights in eq. 3.
+      num_critical: int32[], t_l.
+    """
+    own = (places(importance) < num_critical) & observation.active[:, None]
+    ids = observation.ids
+    if len(ids) == 1:
+        return own
+    flat, chosen = ids.reshape(-1), own.reshape(-1)
+    shared = (flat[None] == flat[:, None]) & chosen[None]
+    return jnp.any(shared, axis=1).reshape(ids.shape)
+
+
+def _of_pairs(tokens: jax.Array, ids: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(tokens[:, None], ids.shape)

@@ -1,0 +1,156 @@
+"""DynaExq's controller as maths: hotness, the hot set, and the swaps that lead to it.
+
+Axes: N tokens, A experts a token, M sparse layers, E experts of a layer.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moejax.policies.interface import Observation, Requests
+from moejax.policies.ordering import places
+
+
+def gate_means(observation: Observation) -> jax.Array:
+    """float32[E], the mean of g over the active tokens; 0 without any.
+
+    g is the router's full softmax, and 0 for experts that a token did not choose: Algorithm 1
+    lets inactive experts decay, which eq. 2 alone would not.
+    """
+    num_experts = observation.probabilities.shape[1]
+    expert = jax.lax.iota(jnp.int32, num_experts)
+    chosen = jnp.any(observation.ids[:, :, None] == expert[None, None], axis=1)
+    chosen &= observation.active[:, None]
+    total = jnp.sum(jnp.where(chosen, observation.probabilities, 0.0), axis=0)
+    return total / jnp.maximum(num_active(observation), 1).astype(jnp.float32)
+
+
+def num_active(observation: Observation) -> jax.Array:
+    """int32[], tokens that are no padding."""
+    return jnp.sum(observation.active, dtype=jnp.int32)
+
+
+def smoothed(
+    scores: jax.Array, means: jax.Array, num_tokens: jax.Array, alpha: jax.Array
+) -> jax.Array:
+    """Eq. 2 for n tokens at once: S <- alpha^n S + (1 - alpha^n) mean(g).
+
+    For one token it is eq. 2. It does not depend on the order of the tokens, and a prompt counts
+    as much as the same number of decoded ones.
+
+    Args:
+      scores: float32[E], S.
+      means: float32[E], of `gate_means`.
+      num_tokens: int32[], n.
+      alpha: float32[], 0 <= alpha < 1.
+    """
+    kept = jnp.power(alpha, num_tokens.astype(jnp.float32))
+    return kept * scores + (1 - kept) * means
+
+
+class HotSet(NamedTuple):
+    """Lines 14 and 15 of Algorithm 1.
+
+    Attributes:
+      high: bool[M, E], the set H.
+      last: float32[M], the n_hot-th score, tau_h = top(n_hot, S) of section 3.5.
+    """
+
+    high: jax.Array
+    last: jax.Array
+
+
+def hot_set(
+    scores: jax.Array,
+    high: jax.Array,
+    n_hot: jax.Array,
+    tau: jax.Array,
+    hysteresis: jax.Array,
+) -> HotSet:
+    """The top n_hot experts with S >= tau; ties go to those that are high, then to small ids.
+
+    Args:
+      scores: float32[M, E], S.
+      high: bool[M, E], the set so far.
+      n_hot: int32[M], K.
+      tau: float32[M]; -inf lets all pass.
+      hysteresis: float32[], the share by which a score must exceed that of an expert which is high
+        in order to take its place, and by which such a one may be below tau; 0 in the paper.
+    """
+    worth = jnp.where(high, scores * (1 + hysteresis), scores)
+    place = places(worth, high)
+    is_last = place == n_hot[:, None] - 1
+    last = jnp.max(jnp.where(is_last, scores, 0.0), axis=1)
+    return HotSet((place < n_hot[:, None]) & (worth >= tau[:, None]), last)
+
+
+def swaps(
+    scores: jax.Array,
+    high: jax.Array,
+    hot: jax.Array,
+    cold: jax.Array,
+    n_hot: jax.Array,
+    cold_slots: jax.Array,
+    tiers: tuple[jax.Array, jax.Array],
+    max_requests: int,
+) -> Requests:
+    """Lines 16 to 22 of Algorithm 1: demotions and promotions from what is there to the set H.
+
+    In a layer the hottest promotion takes the slot of the coldest demotion, and so on; where slots
+    are free, promotions take these first. Over the layers, the pair that gains the most hotness
+    comes first. A demotion without a promotion needs room in the cold tier, if its expert is not
+    there already.
+
+    Args:
+      scores: float32[M, E].
+      high: bool[M, E], H, at most n_hot in a layer.
+      hot: bool[M, E], what the hot tier holds when all that is on its way has arrived.
+      cold: bool[M, E], the cold tier.
+      n_hot: int32[M], slots of the hot tier.
+      cold_slots: int32[], slots of a layer in the cold tier.
+      tiers: int32[] of the hot tier and of the cold one.
+      max_requests: R, static and even.
+
+    Returns:
+      R requests, a demotion and then its promotion, either of which may be none.
+    """
+    num_layers, num_experts = scores.shape
+    up, down = high & ~hot, ~high & hot
+    free = jnp.maximum(n_hot - _num(hot), 0)
+    # Places among the promotions, hottest first, and the demotions, coldest first.
+    up_place = jnp.where(up, places(up, scores), num_experts)
+    down_place = jnp.where(down, places(down, -scores) + free[:, None], num_experts)
+    may_up = up_place < (free + _num(down))[:, None]
+    alone = down & (down_place >= _num(up)[:, None])
+    needs_room = alone & ~cold
+    room = cold_slots - _num(cold)
+    refused = needs_room & (places(needs_room, -scores) >= room[:, None])
+    promoted, gain = _at_places(jnp.where(may_up, up_place, num_experts), scores)
+    demoted, loss = _at_places(jnp.where(refused, num_experts, down_place), scores)
+    some = (promoted >= 0) | (demoted >= 0)
+    urgency = jnp.where(some, gain - loss, -jnp.inf).reshape(-1)
+    num_pairs = min(max_requests // 2, urgency.size)
+    urgency, pair = jax.lax.top_k(urgency, num_pairs)
+    layer = jnp.broadcast_to(jax.lax.iota(jnp.int32, num_layers)[:, None], scores.shape)
+    experts = jnp.stack([demoted, promoted], axis=-1).reshape(-1, 2)[pair]
+    real = (urgency[:, None] > -jnp.inf) & (experts >= 0)
+    wanted = jnp.stack([tiers[1], tiers[0]])
+    fields = (layer.reshape(-1)[pair][:, None], experts, wanted[None])
+    padding = (0, max_requests - 2 * num_pairs)
+    return Requests(
+        *(jnp.pad(jnp.where(real, x, -1).reshape(-1), padding, constant_values=-1) for x in fields)
+    )
+
+
+def _num(mask: jax.Array) -> jax.Array:
+    """int32[M], how many are set in each layer."""
+    return jnp.sum(mask, axis=1, dtype=jnp.int32)
+
+
+def _at_places(place: jax.Array, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of each place 0..E - 1: the expert there, int32[M, E] or -1, and its score, or 0."""
+    index = jax.lax.broadcasted_iota(jnp.int32, place.shape, 1)
+    here = place[:, None, :] == index[:, :, None]
+    expert = jnp.max(jnp.where(here, index[:, None, :], -1), axis=2)
+    return expert, jnp.sum(jnp.where(here, scores[:, None, :], 0.0), axis=2)

@@ -1,0 +1,190 @@
+"""What every policy is: three pure functions over a state of fixed shapes.
+
+    init(spec) -> state
+    decide(state, observation) -> (decision, state)      once a sparse layer, inside the step
+    transfers(state, residency) -> (requests, state)     between steps
+
+The same functions run in the engine, in the replay of a trace, and in a `vmap`ped sweep over their
+settings. A setting that sweeps is a leaf of the state: `decide` and `transfers` read it there,
+never from the policy. So the states of several settings stack, and any of their policies serves
+them all. What fixes shapes, or chooses the formula that is compiled, is static and stays in the
+policy.
+
+Axes: N tokens, A experts a token, E experts of a layer, M sparse layers, T tiers.
+"""
+
+import dataclasses
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from moejax.errors import MoejaxError
+
+State = TypeVar("State")
+SKIPPED = -1  # a tier: the pair is not computed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicySpec:
+    """Static facts that a policy may use.
+
+    Attributes:
+      num_layers: M.
+      num_experts: E.
+      width: A.
+      tiers: names, of falling fidelity, such as ("int4", "int2").
+      expert_bytes: of one expert in each tier.
+      slots: of a layer in each tier's pool.
+    """
+
+    num_layers: int
+    num_experts: int
+    width: int
+    tiers: tuple[str, ...]
+    expert_bytes: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Observation:
+    """What is known of one layer of a step when its router has spoken.
+
+    Attributes:
+      layer: int32[], which sparse layer, 0..M - 1.
+      probabilities: float32[N, E], the full softmax.
+      ids: int32[N, A], the router's choice, by falling probability.
+      weights: float32[N, A], its weights.
+      active: bool[N], False for padding, which has no influence on anything.
+      resident: bool[T, E], what a slot of each tier's pool holds now.
+      importance: float32[N], attention that each token received (DyMoE eq. 1); None in decode, and
+        for policies that do not need it.
+      predicted: float32[N, E], probabilities that the next layer's router gives this layer's
+        hidden state (DyMoE eq. 6); None after the last layer, and where nobody looks ahead.
+      is_prefill: static.
+    """
+
+    layer: jax.Array
+    probabilities: jax.Array
+    ids: jax.Array
+    weights: jax.Array
+    active: jax.Array
+    resident: jax.Array
+    importance: jax.Array | None = None
+    predicted: jax.Array | None = None
+    is_prefill: bool = dataclasses.field(default=False, metadata={"static": True})
+
+
+class Decision(NamedTuple):
+    """What one layer computes and keeps.
+
+    Attributes:
+      ids: int32[N, A], the experts that run, a token's different from each other.
+      tier: int32[N, A], index of the tier that each pair asks for; `SKIPPED` for none, and for
+        all pairs of a token that is not active.
+      weights: float32[N, A], of the sum.
+      at_least: bool[N, A], a tier of higher fidelity may serve the pair where one is resident
+        (DyMoE's conservative reuse).
+      keep: float32[E], experts of least value leave a cache first; None for the least recent use.
+      ahead: int32[E], the tier in which the next layer's experts are to be brought ahead, -1 for
+        not; None for none.
+    """
+
+    ids: jax.Array
+    tier: jax.Array
+    weights: jax.Array
+    at_least: jax.Array
+    keep: jax.Array | None = None
+    ahead: jax.Array | None = None
+
+
+class Requests(NamedTuple):
+    """Bulk transfers to begin before the next step, the most urgent first.
+
+    Carried out in this order no pool ever holds more than its budget: what makes room stands before
+    what takes it. An entry whose three numbers are -1 asks for nothing; such ones stand anywhere.
+
+    Attributes:
+      layer: int32[R].
+      expert: int32[R].
+      tier: int32[R], in which the expert is to serve; its copy in the other tier serves until then.
+        Where the lower tier always holds every expert, such a request moves no bytes: it frees
+        the slot of the higher tier.
+    """
+
+    layer: jax.Array
+    expert: jax.Array
+    tier: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What of an `Observation` costs work that is done only where a policy looks at it.
+
+    Attributes:
+      importance: of the tokens of a prefill step.
+      predicted: the next layer's probabilities.
+    """
+
+    importance: bool = False
+    predicted: bool = False
+
+
+class Policy(Protocol, Generic[State]):
+    """A frozen dataclass of hyper-parameters.
+
+    None of the methods may read a clock, log, or place an array on a device.
+    """
+
+    @property
+    def name(self) -> str:
+        """Such as "dynaexq"."""
+        ...
+
+    @property
+    def needs(self) -> Needs:
+        """What the engine must compute for it."""
+        ...
+
+    def init(self, spec: PolicySpec) -> State:
+        """The state before any token; a pytree of arrays.
+
+        Raises:
+          MoejaxError: the settings do not suit the spec.
+        """
+        ...
+
+    def decide(self, state: State, observation: Observation) -> tuple[Decision, State]:
+        """One layer of one step."""
+        ...
+
+    def transfers(self, state: State, resident: jax.Array) -> tuple[Requests, State]:
+        """Between steps; as often as suits the engine.
+
+        `resident` is bool[M, T, E] as it will be when what is on its way has arrived: a transfer
+        that was begun is not asked for again.
+        """
+        ...
+
+
+AnyPolicy = Policy[Any]
+
+
+def no_requests() -> Requests:
+    """R = 0: of a policy that moves nothing between steps."""
+    none = jnp.zeros(0, jnp.int32)
+    return Requests(none, none, none)
+
+
+def tier_id(spec: PolicySpec, name: str, default: int) -> int:
+    """The index of a tier of the spec; `default` is that of the name "".
+
+    Raises:
+      MoejaxError: there is no such tier.
+    """
+    if not name:
+        return range(len(spec.tiers))[default]
+    if name not in spec.tiers:
+        raise MoejaxError(f"tier {name!r} is not stored; there are {', '.join(spec.tiers)}")
+    return spec.tiers.index(name)

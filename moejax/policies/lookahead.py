@@ -1,0 +1,35 @@
+"""Which experts of the next layer are brought ahead (DyMoE, section 4.4.1)."""
+
+import jax
+import jax.numpy as jnp
+
+from moejax.policies.interface import Observation
+from moejax.policies.ordering import chosen_by, places
+
+
+def experts_ahead(observation: Observation, limit: jax.Array) -> jax.Array | None:
+    """The experts of the next layer that its predicted routing asks for most.
+
+    Prefill: the top t by c_e, the number of tokens among whose predicted top A an expert is
+    (eq. 7). Decode: the top t by predicted probability (eq. 8), summed over the sequences of a
+    batch, of which the paper has one. Ties go to the smaller id; an expert that no token is
+    predicted to choose is not brought.
+
+    Args:
+      observation: `predicted` is eq. 6.
+      limit: int32[], t; at most so many.
+
+    Returns:
+      bool[E]; None where nothing was predicted.
+    """
+    predicted = observation.predicted
+    if predicted is None:
+        return None
+    active = observation.active
+    width, num_experts = observation.ids.shape[1], predicted.shape[1]
+    if observation.is_prefill:
+        _, ids = jax.lax.top_k(predicted, width)
+        demand = chosen_by(ids, jnp.broadcast_to(active[:, None], ids.shape), num_experts)
+        return (places(demand) < limit) & (demand > 0)
+    mass = jnp.sum(jnp.where(active[:, None], predicted, 0.0), axis=0)
+    return (places(mass) < limit) & (mass > 0)

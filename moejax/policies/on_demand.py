@@ -1,0 +1,86 @@
+"""Load on demand, with a cache by least recent use, with look-ahead: DyMoE Table 3, rows 1 to 3.
+
+Row 1 is this policy on a memory without cache slots, row 2 with them, row 3 with `prefetch`.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moejax.policies.interface import (
+    Decision,
+    Needs,
+    Observation,
+    PolicySpec,
+    Requests,
+    no_requests,
+    tier_id,
+)
+from moejax.policies.lookahead import experts_ahead
+from moejax.policies.resident import as_routed
+from moejax.policies.settings import check_number, check_text
+
+
+class OnDemandState(NamedTuple):
+    """What `decide` reads.
+
+    Attributes:
+      tier: int32[], in which all pairs run.
+      limit: int32[M + 1], experts of each layer that the one before brings ahead; 0 past the last.
+    """
+
+    tier: jax.Array
+    limit: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OnDemand:
+    """What the router says, in one tier; what is missing is fetched when it is needed.
+
+    Attributes:
+      tier: its name; "": that of highest fidelity.
+      prefetch: t of DyMoE eq. 7 and 8, experts of the next layer that are brought ahead; at most
+        as many as the layer has slots.
+    """
+
+    tier: str = ""
+    prefetch: int = 0
+
+    def __post_init__(self) -> None:
+        check_text("tier", self.tier)
+        check_number("prefetch", self.prefetch, 0, integer=True)
+
+    @property
+    def name(self) -> str:
+        """See `Policy`."""
+        return "on_demand"
+
+    @property
+    def needs(self) -> Needs:
+        """See `Policy`."""
+        return Needs(predicted=self.prefetch > 0)
+
+    def init(self, spec: PolicySpec) -> OnDemandState:
+        """See `Policy`."""
+        tier = tier_id(spec, self.tier, 0)
+        limit = min(self.prefetch, spec.slots[tier])
+        limits = jnp.full(spec.num_layers + 1, limit, jnp.int32).at[-1].set(0)
+        return OnDemandState(jnp.asarray(tier, jnp.int32), limits)
+
+    def decide(
+        self, state: OnDemandState, observation: Observation
+    ) -> tuple[Decision, OnDemandState]:
+        """See `Policy`."""
+        decision = as_routed(observation, state.tier)
+        ahead = experts_ahead(observation, state.limit[observation.layer + 1])
+        if ahead is not None:
+            decision = decision._replace(ahead=jnp.where(ahead, state.tier, -1))
+        return decision, state
+
+    def transfers(
+        self, state: OnDemandState, resident: jax.Array
+    ) -> tuple[Requests, OnDemandState]:
+        """See `Policy`."""
+        return no_requests(), state

@@ -1,0 +1,82 @@
+"""The uniform baseline: every expert in one precision, wherever it lies."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moejax.policies.interface import (
+    SKIPPED,
+    Decision,
+    Needs,
+    Observation,
+    PolicySpec,
+    Requests,
+    no_requests,
+    tier_id,
+)
+from moejax.policies.settings import check_text
+
+
+class ResidentState(NamedTuple):
+    """tier int32[]: in which all pairs run."""
+
+    tier: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resident:
+    """What the router says, in one tier, nothing brought ahead.
+
+    Attributes:
+      tier: its name; "": that of highest fidelity.
+    """
+
+    tier: str = ""
+
+    def __post_init__(self) -> None:
+        check_text("tier", self.tier)
+
+    @property
+    def name(self) -> str:
+        """See `Policy`."""
+        return "resident"
+
+    @property
+    def needs(self) -> Needs:
+        """See `Policy`."""
+        return Needs()
+
+    def init(self, spec: PolicySpec) -> ResidentState:
+        """See `Policy`."""
+        return ResidentState(jnp.asarray(tier_id(spec, self.tier, 0), jnp.int32))
+
+    def decide(
+        self, state: ResidentState, observation: Observation
+    ) -> tuple[Decision, ResidentState]:
+        """See `Policy`."""
+        return as_routed(observation, state.tier), state
+
+    def transfers(
+        self, state: ResidentState, resident: jax.Array
+    ) -> tuple[Requests, ResidentState]:
+        """See `Policy`."""
+        return no_requests(), state
+
+
+def as_routed(observation: Observation, tier: jax.Array) -> Decision:
+    """The router's experts and weights, each pair in the tier that it is given.
+
+    Args:
+      observation: of a layer.
+      tier: int32[] or int32[N, A].
+    """
+    ids = observation.ids
+    tiers = jnp.broadcast_to(tier, ids.shape)
+    return Decision(
+        ids=ids,
+        tier=jnp.where(observation.active[:, None], tiers, SKIPPED),
+        weights=observation.weights,
+        at_least=jnp.zeros(ids.shape, bool),
+    )

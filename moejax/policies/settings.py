@@ -1,0 +1,53 @@
+"""Checks of a policy's settings, whose errors name the setting, its value and what is allowed."""
+
+import math
+from collections.abc import Sequence
+
+from moejax.errors import MoejaxError
+
+
+def check_number(
+    name: str,
+    value: object,
+    low: float,
+    high: float = math.inf,
+    *,
+    integer: bool = False,
+    below: bool = False,
+) -> None:
+    """Raises MoejaxError unless low <= value <= high, or < high where it must stay `below`."""
+    kinds = int if integer else int | float
+    said = f"from {low:g} to {high:g}" if high < math.inf else f"{low:g} or more"
+    if below:
+        said = f"from {low:g} to less than {high:g}"
+    kind = "an integer" if integer else "a number"
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise MoejaxError(f"{name}={value!r} must be {kind}, {said}")
+    if not low <= value <= high or (below and value == high) or value == math.inf:
+        raise MoejaxError(f"{name}={value!r} must be {kind}, {said}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raises MoejaxError unless it is True or False."""
+    if not isinstance(value, bool):
+        raise MoejaxError(f"{name}={value!r} must be True or False")
+
+
+def check_text(name: str, value: object) -> None:
+    """Raises MoejaxError unless it is a string."""
+    if not isinstance(value, str):
+        raise MoejaxError(f"{name}={value!r} must be a string")
+
+
+def check_numbers(name: str, values: object, low: float, *, integer: bool = False) -> None:
+    """Raises MoejaxError unless it is a tuple of numbers of `low` or more."""
+    if not isinstance(values, tuple):
+        raise MoejaxError(f"{name}={values!r} must be a tuple of numbers")
+    for value in values:
+        check_number(name, value, low, integer=integer)
+
+
+def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Raises MoejaxError unless it is one of the allowed words."""
+    if value not in allowed:
+        raise MoejaxError(f"{name}={value!r} must be one of {', '.join(allowed)}")

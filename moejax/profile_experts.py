@@ -1,0 +1,114 @@
+"""Which experts are alike: the buddy lists of `moejax.policies.buddymoe`, from a model and a text.
+
+    python -m moejax.profile_experts --config.text=mine.txt
+    python -m moejax.profile_experts --config.checkpoint=DIR --config.source=outputs
+    python -m moejax.profile_experts --config.checkpoint=DIR --config.output=elsewhere.safetensors
+
+Counts over the text which experts the routers choose, alone and together, and writes the lists
+(BuddyMoE eq. 4 to 6) beside the checkpoint, with all that is needed to make them again. The text
+should be of the domain that will be served, and none that is evaluated on. One line with the
+result goes to stdout, a progress bar to stderr.
+"""
+
+import contextlib
+import dataclasses
+from typing import cast
+
+import numpy as np
+import tqdm
+from absl import flags
+
+from moejax import cli
+from moejax.errors import MoejaxError
+from moejax.evaluation.texts import Text, load_text
+from moejax.policies.buddy_lists import Source
+from moejax.profile_config import ProfileConfig
+
+WINDOW = 2048
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """No flags beside `--config`."""
+    del values
+
+
+def profile_experts(config: ProfileConfig, values: flags.FlagValues) -> None:
+    """Profiles, writes the file, prints a line."""
+    del values
+    text = _text(config)
+
+    import jax
+
+    from moejax import buddies
+    from moejax.checkpoints import resolve_checkpoint
+    from moejax.engine import Engine
+    from moejax.evaluation import record
+    from moejax.profiling import Counting, profile
+    from moejax.runner import Runner
+
+    directory = resolve_checkpoint(config.checkpoint)
+    output = cli.user_path(config.output) if config.output else directory / buddies.FILE_NAME
+    record.check_output(output)
+    # Float32 is float32 on every device: a rounded router chooses other experts.
+    with jax.default_matmul_precision("highest"):
+        engine = Engine.from_pretrained(
+            directory,
+            dtype=config.dtype,
+            platform=config.platform,
+            compilation_cache=config.compilation_cache,
+        )
+        window = config.window or min(WINDOW, engine.config.max_positions)
+        if window > engine.config.max_positions:
+            longest = engine.config.max_positions
+            raise MoejaxError(f"window={window} is beyond the model's context of {longest}")
+        if engine.tokenizer is None:
+            raise MoejaxError(f"{config.checkpoint} has no tokenizer.json, so it takes no text")
+        stream = record.encode(engine.tokenizer, directory, text, special=config.add_special_tokens)
+        if config.max_tokens and len(stream.ids) > config.max_tokens:
+            stream, text = record.beginning(engine.tokenizer, stream, text, config.max_tokens)
+        counting = Counting(
+            config.warmup,
+            config.warmup_weight,
+            config.temperature,
+            config.outputs or config.source == "outputs",
+        )
+        runner = Runner(engine.config, engine.weights, engine.device)
+        with contextlib.closing(
+            tqdm.tqdm(total=len(stream.ids) - 1, desc="profiling", unit="tok")
+        ) as bar:
+            activity = profile(
+                runner,
+                np.asarray(stream.ids),
+                window,
+                config.batch_size,
+                counting,
+                lambda n: bar.update(n),
+            )
+    found = buddies.profile_of(
+        activity,
+        buddies.provenance(config.checkpoint, directory, engine, text, stream)
+        | {"window": window, "counting": dataclasses.asdict(counting)},
+        source=cast(Source, config.source),
+        smoothing=config.smoothing,
+        alpha=config.alphas(len(engine.config.moe_layers)),
+        max_buddies=config.max_buddies,
+        percentile=config.percentile,
+    )
+    buddies.save_buddies(output, found)
+    print(buddies.summary(found, output))
+
+
+def _text(config: ProfileConfig) -> Text:
+    if config.text != "default":
+        return load_text(str(cli.user_path(config.text)), config.join)
+    from moejax.compression.calibration import shipped_text
+
+    return Text(shipped_text(), "the calibration text that ships")
+
+
+COMMAND = cli.Command(
+    doc=__doc__, default=ProfileConfig(), define_flags=define_flags, body=profile_experts
+)
+
+if __name__ == "__main__":
+    cli.run(COMMAND)

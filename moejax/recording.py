@@ -1,0 +1,237 @@
+"""Records what the routers say: inside the compiled steps, then from the device to a trace's file.
+
+A step that records has one output more; a step that does not is the program that it was.
+"""
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax import results
+from moejax.errors import MoejaxError
+from moejax.models.config import ModelConfig
+from moejax.models.moe import ExpertsVia, Routing
+from moejax.models.transformer import RunExperts, Transformer
+from moejax.traces import DECODE, PREFILL, TraceWriter, id_dtype
+
+_WAITING = 2  # calls whose records are left on the device, so that writing waits for no step
+
+
+class RecordSpec(NamedTuple):
+    """What is recorded beside ids and weights; static.
+
+    foreseen: P, experts of the next layer that a layer foresees, with their probabilities.
+    probabilities: whether the full softmax is recorded.
+    """
+
+    foreseen: int = 0
+    probabilities: bool = False
+
+
+class Recorded(NamedTuple):
+    """Of the tokens [B, T] of a call; see `moejax.traces` for the rest, M is axis 2."""
+
+    position: jax.Array  # int32[B, T]
+    active: jax.Array  # bool[B, T]
+    ids: jax.Array
+    weights: jax.Array
+    predicted_ids: jax.Array | None
+    predicted_probabilities: jax.Array | None
+    probabilities: jax.Array | None
+
+    def placed(self, whole: "Recorded", index: jax.Array) -> "Recorded":
+        """This, of one token a sequence, at place `index` of `whole`."""
+        return jax.tree.map(lambda all_, one: all_.at[:, index].set(one[:, 0]), whole, self)
+
+
+def none_recorded(spec: RecordSpec, config: ModelConfig, batch: int, length: int) -> Recorded:
+    """Tokens [batch, length], none of them active."""
+    num_layers, width = len(config.moe_layers), config.experts_per_token
+
+    def zeros(dtype: Any, *shape: int) -> jax.Array:
+        return jnp.zeros((batch, length, *shape), dtype)
+
+    kind = id_dtype(config.num_experts)
+    foreseen = (num_layers - 1, min(spec.foreseen, config.num_experts))
+    return Recorded(
+        position=zeros(jnp.int32),
+        active=zeros(bool),
+        ids=zeros(kind, num_layers, width),
+        weights=zeros(jnp.float16, num_layers, width),
+        predicted_ids=zeros(kind, *foreseen) if spec.foreseen else None,
+        predicted_probabilities=zeros(jnp.float16, *foreseen) if spec.foreseen else None,
+        probabilities=(
+            zeros(jnp.float16, num_layers, config.num_experts) if spec.probabilities else None
+        ),
+    )
+
+
+class RecordingExperts:
+    """Runs a step's experts as they would run, and keeps what the routers said."""
+
+    def __init__(
+        self, spec: RecordSpec, model: Transformer, via: ExpertsVia, run: RunExperts | None
+    ):
+        """For one trace.
+
+        Args:
+          spec: what is kept.
+          model: whose experts they are.
+          via: which form runs experts that the model holds.
+          run: what runs them otherwise.
+        """
+        self._spec, self._model, self._via, self._run = spec, model, via, run
+        self._routings: list[Routing] = []
+        self._foreseen: list[tuple[jax.Array, jax.Array]] = []
+
+    def __call__(
+        self,
+        layer: int,
+        x: jax.Array,
+        routing: Routing,
+        token_mask: jax.Array,
+        ahead: Callable[[], Routing] | None,
+    ) -> jax.Array:
+        """See `moejax.models.transformer.RunExperts`."""
+        self._routings.append(routing)
+        if self._spec.foreseen and ahead is not None:
+            limit = min(self._spec.foreseen, routing.probabilities.shape[1])
+            self._foreseen.append(jax.lax.top_k(ahead().probabilities, limit))
+        if self._run is not None:
+            return self._run(layer, x, routing, token_mask, ahead)
+        return self._model.moe(x, layer, token_mask, self._via)[0]
+
+    def recorded(self, positions: jax.Array, mask: jax.Array) -> Recorded:
+        """Of all layers, which have run: int32[B, T] and bool[B, T] say of which tokens."""
+        config = self._model.config
+        kind = id_dtype(config.num_experts)
+
+        def stacked(arrays: list[jax.Array], dtype: Any) -> jax.Array:
+            layers = jnp.stack(arrays, axis=1).astype(dtype)
+            return layers.reshape(*positions.shape, *layers.shape[1:])
+
+        spec, foreseen = self._spec, self._foreseen
+        predicted: Any = (None, None)
+        if spec.foreseen and foreseen:
+            predicted = (
+                stacked([i for _, i in foreseen], kind),
+                stacked([p for p, _ in foreseen], jnp.float16),
+            )
+        elif spec.foreseen:  # a single layer
+            empty = none_recorded(spec, config, *positions.shape)
+            predicted = empty.predicted_ids, empty.predicted_probabilities
+        probabilities = None
+        if spec.probabilities:
+            probabilities = stacked([r.probabilities for r in self._routings], jnp.float16)
+        return Recorded(
+            position=positions,
+            active=mask,
+            ids=stacked([r.ids for r in self._routings], kind),
+            weights=stacked([r.weights for r in self._routings], jnp.float16),
+            predicted_ids=predicted[0],
+            predicted_probabilities=predicted[1],
+            probabilities=probabilities,
+        )
+
+
+class Recorder:
+    """Takes what steps recorded, in the order of the calls, to a writer.
+
+    Attributes:
+      spec: what steps are to record.
+    """
+
+    def __init__(self, spec: RecordSpec, writer: TraceWriter):
+        self.spec = spec
+        self._writer = writer
+        self._waiting: collections.deque[tuple[Recorded, bool, int]] = collections.deque()
+        self._num_steps = self._first_sequence = self._next_sequence = 0
+
+    def begin(self, batch: int) -> None:
+        """What comes from now on is of `batch` new sequences."""
+        self._first_sequence, self._next_sequence = (
+            self._next_sequence,
+            self._next_sequence + batch,
+        )
+
+    def add(self, recorded: Recorded, *, is_decode: bool) -> None:
+        """The next call's; each token of a sequence is a step of its own where it decodes."""
+        self._waiting.append((recorded, is_decode, self._first_sequence))
+        while len(self._waiting) > _WAITING:
+            self._write()
+
+    def finish(self) -> None:
+        """Hands everything over; to be called before the writer is closed."""
+        while self._waiting:
+            self._write()
+
+    def _write(self) -> None:
+        recorded, is_decode, first_sequence = self._waiting.popleft()
+        host = {
+            name: np.asarray(array)
+            for name, array in recorded._asdict().items()
+            if array is not None
+        }
+        active = host.pop("active")
+        batch, length = active.shape
+        sequences = np.broadcast_to(first_sequence + np.arange(batch)[:, None], active.shape)
+        steps = np.broadcast_to(np.arange(length) * is_decode, active.shape)
+        # Step by step, then sequence by sequence.
+        order = (lambda a: a.swapaxes(0, 1)) if is_decode else (lambda a: a)
+        chosen = order(active)
+        rows = {name: order(array)[chosen] for name, array in host.items()}
+        ran = order(steps)[chosen]
+        if not len(ran):
+            return
+        self._writer.append(
+            step=self._num_steps + ran,
+            sequence=order(sequences)[chosen],
+            phase=np.full(len(ran), DECODE if is_decode else PREFILL),
+            **rows,
+        )
+        self._num_steps += int(ran.max()) + 1
+
+
+def facts(model: str, text: str = "") -> dict[str, str]:
+    """Of a trace that is recorded now: what of, when, by what."""
+    versions = results.package_versions("moejax", "jax")
+    return {
+        "model": model,
+        "text": text,
+        "date": results.today(),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "command": results.command_line(),
+    }
+
+
+@contextlib.contextmanager
+def recording(
+    runner: Any, path: Path, spec: RecordSpec, about: dict[str, str] | None = None
+) -> Iterator[None]:
+    """Around calls of a `moejax.runner.Runner` whose routing goes to a trace at `path`.
+
+    There is no file when something fails. What steps recorded before the call is not in it.
+
+    Args:
+      runner: of the model.
+      path: the trace's place.
+      spec: what is recorded beside ids and weights.
+      about: `facts`, into the file's metadata.
+
+    Raises:
+      MoejaxError: the model has no sparse layer, the path cannot be, or nothing ran.
+    """
+    config = runner.config
+    if not config.moe_layers:
+        raise MoejaxError("there is no routing to record: the model has no sparse layer")
+    with TraceWriter(path, config.num_experts, about) as writer:
+        recorder = Recorder(spec, writer)
+        with runner.recorded_by(recorder):
+            yield
+            recorder.finish()

@@ -1,0 +1,87 @@
+"""Grids of settings as people write them: "slots=8:80:8", "retention=0.5,0.75", "slots=24/104"."""
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from moejax.errors import MoejaxError
+
+_WORDS = {"true": True, "false": False, "none": None}
+MAX_SETTINGS = 100_000
+
+
+def settings(axes: Iterable[str]) -> list[dict[str, Any]]:
+    """Every combination of the values of some axes, the last axis fastest.
+
+    Args:
+      axes: "name=values", see `axis`.
+
+    Raises:
+      MoejaxError: an axis cannot be read, stands twice, or the grid is too large.
+    """
+    read = [axis(text) for text in axes]
+    names = [name for name, _ in read]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise MoejaxError(f"grid: {', '.join(twice)} stands twice")
+    size = int(np.prod([len(values) for _, values in read], dtype=np.float64))
+    if size > MAX_SETTINGS:
+        raise MoejaxError(f"grid: {size} settings; at most {MAX_SETTINGS}")
+    found = itertools.product(*(values for _, values in read))
+    return [dict(zip(names, values, strict=True)) for values in found]
+
+
+def axis(text: str) -> tuple[str, list[Any]]:
+    """A name and its values: a list "a,b,c", or a range "first:last:step" with the last in it.
+
+    A value is a number, true, false, none, a word, or numbers of several tiers, "24/104".
+
+    Raises:
+      MoejaxError: it is none of these.
+    """
+    name, equals, values = text.partition("=")
+    if not equals or not name.isidentifier() or not values:
+        raise MoejaxError(f"grid: {text!r} is not NAME=VALUES, such as slots=8:80:8 or slots=8,24")
+    found: list[Any] = []
+    for part in values.split(","):
+        found += _range(text, part) if ":" in part else [_value(text, part)]
+    return name, found
+
+
+def _range(text: str, part: str) -> list[Any]:
+    try:
+        numbers = [float(number) for number in part.split(":")]
+        first, last, step = numbers if len(numbers) == 3 else (*numbers, 1.0)
+    except ValueError as error:
+        raise MoejaxError(f"grid: {text!r}: {part!r} is not FIRST:LAST:STEP") from error
+    if step <= 0 or last < first:
+        raise MoejaxError(f"grid: {text!r}: {part!r} holds no number")
+    count = int(np.floor((last - first) / step + 1e-9)) + 1
+    values = [round(first + i * step, 12) for i in range(count)]
+    whole = all(number == int(number) for number in (first, step))
+    return [int(value) for value in values] if whole else values
+
+
+def _value(text: str, part: str) -> Any:
+    if part.lower() in _WORDS:
+        return _WORDS[part.lower()]
+    if "/" in part:
+        return tuple(_value(text, one) for one in part.split("/"))
+    for kind in (int, float):
+        try:
+            return kind(part)
+        except ValueError:
+            continue
+    if not part.replace("_", "").isalnum():
+        raise MoejaxError(f"grid: {text!r}: {part!r} is no value")
+    return part
+
+
+def described(setting: Mapping[str, Any]) -> str:
+    """A setting as it would be typed: "slots=24/104 retention=0.75"."""
+
+    def value(of: Any) -> str:
+        return "/".join(map(str, of)) if isinstance(of, tuple) else str(of)
+
+    return " ".join(f"{name}={value(of)}" for name, of in setting.items())

@@ -1,0 +1,231 @@
+"""A grid of settings over one trace: traffic of each, the ceilings, and what that costs."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.errors import MoejaxError
+from moejax.policies.make import make_policy
+from moejax.simulation import caches, ceilings, replay
+from moejax.simulation.costs import GIB, Machine, Traffic, bandwidth_bound_ms, step_ms
+from moejax.simulation.grid import described
+from moejax.simulation.runs import Run, Tallied, run_policies
+from moejax.simulation.workload import Workload, make_workload
+from moejax.traces import Trace
+
+LRU = "lru"  # the engine's own cache, to the last hit; the others are of `moejax.policies`
+DECODE_PHASE = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiers:
+    """Stored forms: names of falling fidelity, and bytes of an expert in each."""
+
+    names: tuple[str, ...]
+    expert_bytes: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Swept:
+    """One setting's decode; shares are of experts needed, or of the router's gate mass.
+
+    Attributes:
+      setting: as in the grid.
+      slots: of a layer in each tier.
+      traffic: what moved.
+      hit_rate: experts found in a slot.
+      gate: share of gate mass by tier, "skipped" and "substituted"; of LRU, 1 in its one tier.
+      device_bytes: of the pools.
+      best_hit_rate: of Belady's cache, where all these bytes hold experts of the cheapest tier.
+      least_bytes: over the link a step, of such a cache.
+    """
+
+    setting: Mapping[str, Any]
+    slots: tuple[int, ...]
+    traffic: Traffic
+    hit_rate: float
+    gate: Mapping[str, float]
+    device_bytes: int
+    best_hit_rate: float
+    least_bytes: float
+
+    def figures(self, machine: Machine) -> dict[str, float]:
+        """Numbers for a table and a file, at the speeds of a machine."""
+        moved = self.traffic.bytes_by_cause
+        return {
+            "tpot_ms": step_ms(machine, self.traffic),
+            "bound_ms": bandwidth_bound_ms(machine, self.least_bytes),
+            "hit_rate": self.hit_rate,
+            "best_hit_rate": self.best_hit_rate,
+            "device_gib": self.device_bytes / GIB,
+            **{f"{cause}_mb": amount / 1e6 for cause, amount in moved.items()},
+            **{f"gate_{name}": share for name, share in self.gate.items()},
+        }
+
+
+def sweep(
+    trace: Trace, policy: str, grid: Sequence[Mapping[str, Any]], tiers: Tiers, bulk: int = 64
+) -> list[Swept]:
+    """Runs every setting of a grid over the trace; decode is what is told.
+
+    Args:
+      trace: with decoded tokens.
+      policy: `LRU`, whose settings are slots and prefetch, or a name of `policies.make`.
+      grid: settings: `slots` of a layer, a number or one of each tier, and those of the policy.
+      tiers: of the experts.
+      bulk: experts that a policy's transfers bring between two calls at most.
+
+    Raises:
+      MoejaxError: a setting is not there or not allowed, or the trace lacks what it takes.
+    """
+    if not (trace.phase == DECODE_PHASE).any():
+        raise MoejaxError("the trace holds no decoded token, so there is nothing to sweep over")
+    slots = [_slots(setting, trace.num_experts, tiers) for setting in grid]
+    if policy == LRU:
+        found = _sweep_lru(trace, grid, slots, tiers)
+    else:
+        found = _sweep_policy(trace, policy, grid, slots, tiers, bulk)
+    cheapest = min(tiers.expert_bytes)
+    sizes = [sum(map(_times, row, tiers.expert_bytes)) for row in slots]
+    best = _belady(make_workload(trace), [size // cheapest for size in sizes])
+    steps = int(found[0][0].steps)
+    return [
+        Swept(
+            setting=setting,
+            slots=row,
+            traffic=traffic,
+            hit_rate=hit_rate,
+            gate=gate,
+            device_bytes=size * trace.num_layers,
+            best_hit_rate=hits / needed,
+            least_bytes=(needed - hits) * cheapest / steps,
+        )
+        for setting, row, (traffic, hit_rate, gate), size, (needed, hits) in zip(
+            grid, slots, found, sizes, best, strict=True
+        )
+    ]
+
+
+Found = tuple[Traffic, float, Mapping[str, float]]
+
+
+def _sweep_lru(
+    trace: Trace,
+    grid: Sequence[Mapping[str, Any]],
+    slots: Sequence[tuple[int, ...]],
+    tiers: Tiers,
+) -> list[Found]:
+    for setting in grid:
+        if unknown := sorted(set(setting) - {"slots", "prefetch"}):
+            raise MoejaxError(f"lru has no setting {', '.join(unknown)}; known: slots, prefetch")
+    if len(tiers.names) != 1:
+        raise MoejaxError(f"lru has one tier, not {', '.join(tiers.names)}")
+    ahead = [_whole(setting, "prefetch", 0) for setting in grid]
+    most = min(max(ahead), trace.num_experts)
+    workload = make_workload(trace, most)
+    if workload.num_steps > caches.max_steps(trace.num_experts):
+        raise MoejaxError(f"a trace of {workload.num_steps} steps is too long")
+    outcome = caches.simulate(
+        on_device(workload),
+        caches.Settings(jnp.asarray([row[0] for row in slots]), jnp.asarray(ahead)),
+        most,
+    )
+    counts = np.asarray(outcome.counts)[DECODE_PHASE].sum(axis=0)  # [n, K]
+    times = np.asarray(outcome.ahead)[DECODE_PHASE]
+    event = dict(zip(caches.COUNTED, counts, strict=True))
+    return [
+        (
+            Traffic(
+                num_layers=trace.num_layers,
+                steps=int(event["steps"][k]) // trace.num_layers,
+                fetches=int(event["fetches"][k]),
+                misses=event["misses"][[k]],
+                ahead=times[:, [k]],
+                bulk=np.zeros(1, np.int64),
+                expert_bytes=np.asarray(tiers.expert_bytes),
+            ),
+            float(event["hits"][k] / event["needed"][k]),
+            {tiers.names[0]: 1.0, "skipped": 0.0, "substituted": 0.0},
+        )
+        for k in range(len(grid))
+    ]
+
+
+def _sweep_policy(
+    trace: Trace,
+    name: str,
+    grid: Sequence[Mapping[str, Any]],
+    slots: Sequence[tuple[int, ...]],
+    tiers: Tiers,
+    bulk: int,
+) -> list[Found]:
+    runs = []
+    for setting, row in zip(grid, slots, strict=True):
+        given = {key: value for key, value in setting.items() if key != "slots"}
+        try:
+            policy = make_policy(name, **given)
+        except MoejaxError as error:
+            raise MoejaxError(f"{described(setting) or name}: {error}") from error
+        runs.append(
+            Run(policy=policy, tiers=tiers.names, expert_bytes=tiers.expert_bytes, slots=row,
+                bulk=bulk)
+        )  # fmt: skip
+    return [_found(trace, tallied) for tallied in run_policies(trace, runs)]
+
+
+def _found(trace: Trace, tallied: Tallied) -> Found:
+    event = dict(zip(replay.EVENTS, tallied.events[DECODE_PHASE], strict=True))
+    gate = tallied.gate[DECODE_PHASE]
+    names = (*tallied.run.tiers, "skipped", "substituted")
+    traffic = Traffic(
+        num_layers=trace.num_layers,
+        steps=int(tallied.steps[DECODE_PHASE]),
+        fetches=int(tallied.fetches[DECODE_PHASE]),
+        misses=event["misses"],
+        ahead=tallied.ahead[DECODE_PHASE],
+        bulk=event["bulk"],
+        expert_bytes=np.asarray(tallied.run.expert_bytes),
+    )
+    shares = {name: float(mass / gate[-1]) for name, mass in zip(names, gate[:-1], strict=True)}
+    return traffic, float(event["hits"].sum() / max(1, event["needed"].sum())), shares
+
+
+def _belady(workload: Workload, slots: Sequence[int]) -> list[tuple[int, int]]:
+    """(needed, hits) in decode of the best cache of so many slots a layer."""
+    sizes = sorted({min(size, workload.num_experts) for size in slots})
+    coming = jax.tree.map(jnp.asarray, ceilings.next_uses(workload))
+    found = ceilings.belady(on_device(workload), coming, jnp.asarray(sizes, jnp.int32))
+    needed, hits = (np.asarray(part)[DECODE_PHASE].sum(axis=0) for part in found)
+    places = [sizes.index(min(size, workload.num_experts)) for size in slots]
+    return [(int(needed[k]), int(hits[k])) for k in places]
+
+
+def on_device(workload: Workload) -> Workload:
+    """With arrays of JAX."""
+    return jax.tree.map(jnp.asarray, workload)
+
+
+def _slots(setting: Mapping[str, Any], num_experts: int, tiers: Tiers) -> tuple[int, ...]:
+    given = setting.get("slots")
+    row = given if isinstance(given, tuple) else (given,)
+    if len(row) != len(tiers.names) or not all(isinstance(size, int) for size in row):
+        form = "/".join(["N"] * len(tiers.names))
+        raise MoejaxError(f"grid: slots={given} must be {form}, of {', '.join(tiers.names)}")
+    if not all(0 <= size <= num_experts for size in row):
+        raise MoejaxError(f"grid: slots={given} must be from 0 to {num_experts}, the experts")
+    return row
+
+
+def _whole(setting: Mapping[str, Any], name: str, default: int) -> int:
+    value = setting.get(name, default)
+    if not isinstance(value, int) or value < 0:
+        raise MoejaxError(f"grid: {name}={value} must be 0 or a number of experts")
+    return value
+
+
+def _times(count: int, size: int) -> int:
+    return count * size

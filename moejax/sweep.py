@@ -1,0 +1,135 @@
+"""A trace of routing through thousands of settings, without weights.
+
+    python -m moejax.generate --prompt="..." --config.record_trace=x.trace
+    python -m moejax.sweep --config.trace=x.trace --config.grid="('slots=4:32:4',)"
+    python -m moejax.sweep --config=configs/sweep_qwen3_lru.py --config.trace=x.trace
+
+For each setting: hits, bytes over the link by cause, gate mass by tier, the time of a decode step
+at each speed of the link, and two ceilings: Belady's cache in the same memory, and what the bytes
+that it moves take. The table on stdout has the settings that no other one beats; all of them go to
+the JSON Lines file and the plot.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from absl import flags
+
+from moejax import cli
+from moejax.errors import MoejaxError
+from moejax.simulation.costs import Machine, calibrate, measured_rows
+from moejax.simulation.grid import described, settings
+from moejax.simulation.settings import SweepConfig
+
+if TYPE_CHECKING:  # it imports JAX, which --help and mistakes need not wait for
+    from moejax.simulation.sweeping import Swept
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """No flags beside `--config`."""
+    del values
+
+
+def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
+    """Runs the grid, prints the table, writes the rows and the plot."""
+    del values
+    if not config.trace:
+        raise MoejaxError("trace='' must be a file: give --config.trace=FILE")
+    grid = settings(config.grid)
+    chosen = machines(config)
+    path = cli.user_path(config.trace)
+
+    import jax
+
+    from moejax.devices import choose_device
+    from moejax.simulation import sweeping, table
+    from moejax.traces import read_trace
+
+    trace = read_trace(path)
+    stored = dict(tier.split("=") for tier in config.tiers)
+    tiers = sweeping.Tiers(
+        names=tuple(stored), expert_bytes=tuple(int(size) for size in stored.values())
+    )
+    device = choose_device(config.platform)
+    start = time.perf_counter()
+    with jax.default_device(device):
+        swept = sweeping.sweep(trace, config.policy, grid, tiers, config.bulk)
+    spent = time.perf_counter() - start
+    decoded = swept[0].traffic.steps
+    about = (
+        f"{config.policy}: {len(grid)} settings over {decoded} decoded steps of "
+        f"{trace.num_layers} layers of {trace.num_experts} experts"
+    )
+    print(f"{about}: {spent:.1f} s, compiling included, on {device}", file=sys.stderr)
+    figures = {m.link_gib_per_s: [one.figures(m) for one in swept] for m in chosen}
+    names = [described(one.setting) for one in swept]
+    for link, found in figures.items():
+        best = table.pareto(found)
+        print(f"\n{link:g} GiB/s; {len(best)} of {len(grid)} settings are beaten by no other one\n")
+        print("\n".join(table.table(names, found, table.spread(found, best, config.rows))))
+    if config.output:
+        write(cli.user_path(config.output), config, names, swept, chosen)
+    if config.plot and (said := table.draw(cli.user_path(config.plot), figures, about)):
+        print(said, file=sys.stderr)
+
+
+def machines(config: SweepConfig) -> list[Machine]:
+    """One for each speed of the link; a calibration's own comes first.
+
+    Raises:
+      MoejaxError: the calibration cannot be read or tells nothing.
+    """
+    base_ms, fetch_ms, found = config.base_ms, config.fetch_ms, []
+    if config.calibration:
+        fitted = calibrate(measured_rows(cli.user_path(config.calibration)), config.overlap)
+        base_ms, fetch_ms, found = fitted.base_ms, fitted.fetch_ms, [fitted]
+        print(
+            f"calibrated: {base_ms:.3f} ms a step, {fitted.link_gib_per_s:.1f} GiB/s, "
+            f"{fetch_ms:.4f} ms a fetch",
+            file=sys.stderr,
+        )
+    for speed in config.speeds():
+        machine = Machine(
+            base_ms=base_ms, link_gib_per_s=speed, fetch_ms=fetch_ms, overlap=config.overlap
+        )
+        found.append(machine)
+    return found
+
+
+def write(
+    path: Path,
+    config: SweepConfig,
+    names: Sequence[str],
+    swept: Sequence["Swept"],
+    chosen: Sequence[Machine],
+) -> None:
+    """Appends a row for each setting and speed of the link."""
+    from moejax import results
+
+    versions = results.package_versions("moejax", "jax")
+    today, command = results.today(), results.command_line()
+
+    def row(name: str, one: "Swept", machine: Machine) -> results.ResultRow:
+        found = one.figures(machine)
+        return results.ResultRow(
+            what=f"sweep, {config.policy}, {name}, {machine.link_gib_per_s:g} GiB/s, TPOT",
+            figure=found.pop("tpot_ms"),
+            unit="ms",
+            baseline=found,
+            device="simulated",
+            versions=versions,
+            date=today,
+            command=command,
+        )
+
+    pairs = ((n, one, m) for m in chosen for n, one in zip(names, swept, strict=True))
+    results.append_rows(path, (row(*pair) for pair in pairs))
+
+
+COMMAND = cli.Command(doc=__doc__, default=SweepConfig(), define_flags=define_flags, body=sweep)
+
+if __name__ == "__main__":
+    cli.run(COMMAND)

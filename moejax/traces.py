@@ -1,0 +1,338 @@
+"""Routing traces: what the routers said while a model ran, in a file that is small.
+
+A trace is a safetensors file of version 1. Its rows are tokens, in the order in which they ran.
+Axes: N rows, M sparse layers, A experts a token, E experts, P experts that are foreseen.
+
+| tensor | dtype, shape | what |
+| --- | --- | --- |
+| `step` | int32[N] | call of the model; its rows ran at once |
+| `sequence` | int32[N] | whose token it is |
+| `position` | int32[N] | in its sequence |
+| `phase` | uint8[N] | 0 prefill, 1 decode |
+| `ids` | uint8 or uint16[N, M, A] | the router's choice, by falling probability |
+| `weights` | float16[N, M, A] | of the sum of the chosen experts |
+| `predicted_ids` | as `ids` [N, M - 1, P] | at will: of layer m + 1, as foreseen at m |
+| `predicted_probabilities` | float16[N, M - 1, P] | theirs, falling |
+| `probabilities` | float16[N, M, E] | at will: the full softmax |
+| `importance` | float16[N, M] | at will: attention that a token received |
+
+Its metadata are strings: `format` "moejax-trace", `version` "1", `num_experts`, and facts for
+people: `model`, `text`, `date`, `versions`, `command`. Qwen3-30B-A3B takes 1.2 KB a token without
+the parts at will, which are there or not for the whole file.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+import struct
+import tempfile
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Self
+
+import numpy as np
+import safetensors
+
+from moejax.errors import MoejaxError
+
+FORMAT, VERSION = "moejax-trace", "1"
+PREFILL, DECODE = 0, 1
+REQUIRED = ("step", "sequence", "position", "phase", "ids", "weights")
+OPTIONAL = ("predicted_ids", "predicted_probabilities", "probabilities", "importance")
+_STORED = {np.dtype("int32"): "I32", np.dtype("float16"): "F16", np.dtype("uint16"): "U16"}
+_STORED[np.dtype("uint8")] = "U8"
+_DTYPES: dict[str, np.dtype] = {
+    **dict.fromkeys(("step", "sequence", "position"), np.dtype(np.int32)),
+    **dict.fromkeys(("weights", *OPTIONAL[1:]), np.dtype(np.float16)),
+    "phase": np.dtype(np.uint8),
+}
+
+
+def id_dtype(num_experts: int) -> np.dtype:
+    """The smallest dtype of expert ids."""
+    return np.dtype(np.uint8 if num_experts <= 256 else np.uint16)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trace:
+    """A trace in memory; the fields are the tensors of the file, None for those it lacks.
+
+    Invariants (`check`): the shapes and dtypes of the module's table; steps do not fall; the rows
+    of a step are of one phase; ids are experts, and a token's are different from each other.
+    """
+
+    num_experts: int
+    step: np.ndarray
+    sequence: np.ndarray
+    position: np.ndarray
+    phase: np.ndarray
+    ids: np.ndarray
+    weights: np.ndarray
+    predicted_ids: np.ndarray | None = None
+    predicted_probabilities: np.ndarray | None = None
+    probabilities: np.ndarray | None = None
+    importance: np.ndarray | None = None
+    facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    @property
+    def num_layers(self) -> int:
+        """M."""
+        return self.ids.shape[1]
+
+    @property
+    def width(self) -> int:
+        """A."""
+        return self.ids.shape[2]
+
+    @property
+    def num_steps(self) -> int:
+        """Calls of the model."""
+        return len(np.unique(self.step))
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        """The arrays that are there, by name."""
+        found = {name: getattr(self, name) for name in (*REQUIRED, *OPTIONAL)}
+        return {name: array for name, array in found.items() if array is not None}
+
+    def check(self) -> None:
+        """Raises MoejaxError naming the first invariant that does not hold."""
+        if self.ids.ndim != 3:
+            raise MoejaxError(
+                f"ids have shape {self.ids.shape}, expected [tokens, layers, experts]"
+            )
+        rows, layers, width = self.ids.shape
+        foreseen = (rows, layers - 1, None)
+        shapes: dict[str, tuple[int | None, ...]] = {
+            **dict.fromkeys(("step", "sequence", "position", "phase"), (rows,)),
+            "weights": (rows, layers, width),
+            "predicted_ids": foreseen,
+            "predicted_probabilities": foreseen,
+            "probabilities": (rows, layers, self.num_experts),
+            "importance": (rows, layers),
+        }
+        dtypes = _DTYPES | dict.fromkeys(("ids", "predicted_ids"), id_dtype(self.num_experts))
+        for name, array in self.tensors().items():
+            wanted = shapes.get(name, self.ids.shape)
+            same = len(wanted) == array.ndim and all(
+                size in (None, found) for size, found in zip(wanted, array.shape, strict=True)
+            )
+            if not same or array.dtype != dtypes[name]:
+                expected = ", ".join("*" if size is None else str(size) for size in wanted)
+                raise MoejaxError(
+                    f"{name} is {array.dtype}{list(array.shape)}, expected "
+                    f"{dtypes[name]}[{expected}]"
+                )
+        if (self.predicted_ids is None) != (self.predicted_probabilities is None):
+            raise MoejaxError("predicted_ids and predicted_probabilities go together")
+        self._check_values()
+
+    def _check_values(self) -> None:
+        if (np.diff(self.step) < 0).any():
+            raise MoejaxError("a step is smaller than the one before it")
+        if self.phase.max(initial=0) > DECODE:
+            raise MoejaxError(f"phase {self.phase.max()} is neither 0 (prefill) nor 1 (decode)")
+        if (np.diff(self.phase.astype(np.int8))[np.diff(self.step) == 0] != 0).any():
+            raise MoejaxError("a step has rows of both phases")
+        for name in ("ids", "predicted_ids"):
+            array = getattr(self, name)
+            if array is None or not array.size:
+                continue
+            if array.max() >= self.num_experts:
+                raise MoejaxError(f"{name} holds {array.max()}, there are {self.num_experts}")
+            if (np.diff(np.sort(array, axis=-1).astype(np.int32), axis=-1) == 0).any():
+                raise MoejaxError(f"{name} of a token hold an expert twice")
+
+
+class TraceWriter:
+    """Appends rows to a file that is whole or not there.
+
+    Rows go to one file a tensor in a hidden folder beside the place; `close` joins them. Used as a
+    context, an exception leaves nothing behind, and no file.
+    """
+
+    def __init__(self, path: Path, num_experts: int, facts: Mapping[str, str] | None = None):
+        """Begins a trace.
+
+        Args:
+          path: the file's place, whose directory exists.
+          num_experts: E.
+          facts: for people, into the metadata.
+
+        Raises:
+          MoejaxError: there can be no file at `path`.
+        """
+        if path.is_dir() or not path.parent.is_dir():
+            what = "is a directory" if path.is_dir() else f"lies in {path.parent}, which is missing"
+            raise MoejaxError(f"a trace at {path}: it {what}")
+        self.path, self.num_experts, self.facts = path, num_experts, dict(facts or {})
+        self.num_rows = 0
+        self._folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        self._files: dict[str, IO[bytes]] = {}
+        self._kinds: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
+
+    def append(self, **rows: np.ndarray) -> None:
+        """Appends rows: every tensor of the first call, as in the module's table, casts made.
+
+        Raises:
+          ValueError: tensors are missing, new or of other shapes than before.
+        """
+        ids = id_dtype(self.num_experts)
+        dtypes = _DTYPES | dict.fromkeys(("ids", "predicted_ids"), ids)
+        if missing := [name for name in REQUIRED if name not in rows]:
+            raise ValueError(f"rows without {', '.join(missing)}")
+        arrays = {name: np.ascontiguousarray(a, dtypes[name]) for name, a in rows.items()}
+        kinds = {name: (array.dtype, array.shape[1:]) for name, array in arrays.items()}
+        if len({len(array) for array in arrays.values()}) != 1:
+            raise ValueError(f"rows of different numbers: { {n: len(a) for n, a in rows.items()} }")
+        if self._kinds and kinds != self._kinds:
+            raise ValueError(f"rows of {kinds}, the trace has {self._kinds}")
+        self._kinds = kinds
+        for name, array in arrays.items():
+            if name not in self._files:
+                self._files[name] = (self._folder / name).open("wb")
+            self._files[name].write(array.data if array.size else b"")
+        self.num_rows += len(arrays["step"])
+
+    def close(self) -> None:
+        """Makes the file. Nothing else may be called after it.
+
+        Raises:
+          MoejaxError: no row was appended; there is no file then.
+        """
+        try:
+            if not self.num_rows:
+                raise MoejaxError(f"nothing ran, so there is no trace for {self.path}")
+            # Wide types first, so that every tensor is aligned.
+            names = sorted(self._kinds, key=lambda name: -self._kinds[name][0].itemsize)
+            partial = self._folder / "whole"
+            with partial.open("wb") as file:
+                file.write(self._header(names))
+                for name in names:
+                    self._files[name].close()
+                    with (self._folder / name).open("rb") as part:
+                        shutil.copyfileobj(part, file, 2**20)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(self.path)
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        """Leaves nothing behind; does nothing after `close`."""
+        for file in self._files.values():
+            file.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _header(self, names: list[str]) -> bytes:
+        facts = {"format": FORMAT, "version": VERSION, "num_experts": str(self.num_experts)}
+        header: dict[str, object] = {"__metadata__": {**self.facts, **facts}}
+        end = 0
+        for name in names:
+            dtype, shape = self._kinds[name]
+            whole = (self.num_rows, *shape)
+            start, end = end, end + int(np.prod(whole)) * dtype.itemsize
+            header[name] = {
+                "dtype": _STORED[dtype],
+                "shape": list(whole),
+                "data_offsets": [start, end],
+            }
+        text = json.dumps(header, ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        return struct.pack("<Q", len(text)) + text
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+
+def write_trace(path: Path, trace: Trace) -> None:
+    """Writes a trace that is in memory, checked."""
+    trace.check()
+    with TraceWriter(path, trace.num_experts, trace.facts) as writer:
+        writer.append(**trace.tensors())
+
+
+def read_trace(path: Path) -> Trace:
+    """Reads and checks a trace.
+
+    Raises:
+      MoejaxError: the file is missing, is no trace, is of another version, or breaks an invariant.
+    """
+    if not path.is_file():
+        raise MoejaxError(f"there is no trace {path}")
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            facts = dict(file.metadata() or {})
+            if facts.pop("format", None) != FORMAT:
+                raise MoejaxError(f"{path} is a safetensors file, but no trace of routing")
+            if (version := facts.pop("version", "?")) != VERSION:
+                raise MoejaxError(f"{path} is a trace of version {version}; this reads {VERSION}")
+            names = set(file.keys())
+            if missing := [name for name in REQUIRED if name not in names]:
+                raise MoejaxError(f"trace {path} lacks {', '.join(missing)}")
+            tensors = {n: file.get_tensor(n) for n in (*REQUIRED, *OPTIONAL) if n in names}
+        trace = Trace(num_experts=int(facts.pop("num_experts", "")), facts=facts, **tensors)
+    except (safetensors.SafetensorError, ValueError) as error:
+        raise MoejaxError(f"{path} cannot be read as a trace: {error}") from error
+    try:
+        trace.check()
+    except MoejaxError as error:
+        raise MoejaxError(f"trace {path}: {error}") from error
+    return trace
+
+
+def trace_of_replay(replay: np.ndarray, num_experts: int) -> Trace:
+    """A trace of one sequence that decodes, with equal weights.
+
+    Args:
+      replay: int32[steps, M, A], as `moejax.memory.pooled.ExpertStore` takes them.
+      num_experts: E.
+    """
+    rows, _, width = replay.shape
+    count = np.arange(rows, dtype=np.int32)
+    trace = Trace(
+        num_experts=num_experts,
+        step=count,
+        sequence=np.zeros(rows, np.int32),
+        position=count,
+        phase=np.full(rows, DECODE, np.uint8),
+        ids=replay.astype(id_dtype(num_experts)),
+        weights=np.full(replay.shape, 1 / width, np.float16),
+    )
+    trace.check()
+    return trace
+
+
+def replay_of_trace(trace: Trace, sequence: int | None = None) -> np.ndarray:
+    """int32[steps, M, A] of the decoded tokens, for `ExpertStore.replay`.
+
+    Args:
+      trace: to be replayed.
+      sequence: which one; None for all of a trace that decodes one token a step.
+
+    Raises:
+      MoejaxError: nothing was decoded, or several tokens a step.
+    """
+    chosen = trace.phase == DECODE
+    if sequence is not None:
+        chosen &= trace.sequence == sequence
+    if not chosen.any():
+        raise MoejaxError("the trace holds no decoded token to replay")
+    if (np.diff(trace.step[chosen]) == 0).any():
+        raise MoejaxError("the trace decodes several sequences a step: name one of them")
+    return trace.ids[chosen].astype(np.int32)

@@ -1,0 +1,67 @@
+"""The attention that tokens receive, by blocks, against all weights at once in float64."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax.policies.attention_importance import attention_received
+
+
+def exact_attention(q, k, positions, active, window):
+    """float64 weights [B, H, T, S] of the queries that are no padding, and who sees whom."""
+    num_keys, group = k.shape[1], q.shape[2] // k.shape[2]
+    keys = np.repeat(np.float64(k), group, axis=2)
+    scores = np.einsum("bthc,bshc->bhts", np.float64(q), keys) / math.sqrt(q.shape[3])
+    key = np.arange(num_keys)
+    sees = (key <= positions[..., None]) & active[..., None]
+    if window:
+        sees &= key > positions[..., None] - window
+    powers = np.exp(scores - scores.max()) * sees[:, None]
+    return powers / np.maximum(powers.sum(axis=-1, keepdims=True), 1e-300), sees
+
+
+class AttentionTest(parameterized.TestCase):
+    @parameterized.product(
+        block=(1, 3, None), aggregation=("mean", "sum", "last_query"), window=(None, 4)
+    )
+    def test_equation_1_by_blocks(self, block, aggregation, window):
+        rng = np.random.default_rng(8)
+        q = rng.standard_normal((2, 7, 4, 8)).astype(np.float32)
+        k = rng.standard_normal((2, 9, 2, 8)).astype(np.float32)
+        positions = np.stack([np.arange(7), np.arange(7) + 2]).astype(np.int32)
+        active = np.arange(7)[None] < np.array([[5], [7]])
+        weights, sees = exact_attention(q, k, positions, active, window)
+        per_head = weights.sum(axis=2)  # [B, H, S]
+        if aggregation == "last_query":
+            per_head = np.stack([weights[0, :, 4], weights[1, :, 6]])
+        if aggregation == "mean":
+            per_head = per_head / np.maximum(sees.sum(axis=1), 1)[:, None]
+        found = attention_received(
+            q, k, positions, active, aggregation=aggregation, sliding_window=window, block=block
+        )
+        np.testing.assert_allclose(found, per_head.mean(axis=1), rtol=1e-5, atol=1e-7)
+        if aggregation == "sum":  # each active query gives away 1
+            np.testing.assert_allclose(found.sum(axis=1), [5, 7], rtol=1e-5)
+
+    def test_a_long_prompt_never_has_all_its_weights(self):
+        q = jax.ShapeDtypeStruct((1, 8192, 16, 64), jnp.bfloat16)
+        k = jax.ShapeDtypeStruct((1, 8192, 4, 64), jnp.bfloat16)
+        positions = jax.ShapeDtypeStruct((1, 8192), jnp.int32)
+        active = jax.ShapeDtypeStruct((1, 8192), jnp.bool_)
+        memory = jax.jit(attention_received).lower(q, k, positions, active).compile()
+        whole = 4 * 16 * 8192**2
+        self.assertLess(memory.memory_analysis().temp_size_in_bytes, whole / 8)
+
+    def test_an_unknown_aggregation(self):
+        q = jnp.zeros((1, 2, 1, 4))
+        with self.assertRaisesRegex(ValueError, "aggregation='max' must be one of mean"):
+            attention_received(
+                q, q, jnp.zeros((1, 2), jnp.int32), jnp.ones((1, 2), bool), aggregation="max"
+            )
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,197 @@
+"""BuddyMoE as a policy among others: pure, of fixed shapes, swept; its transfers; refusals."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax.errors import MoejaxError
+from moejax.policies.buddymoe import BuddyMoe, BuddyState
+from moejax.policies.interface import Observation
+from tests.buddymoe_cases import EXPERTS, HOPS, LAYERS, LISTS, SPEC, TOKENS, observation, steps
+
+
+class ContractTest(parameterized.TestCase):
+    @parameterized.parameters(
+        {"rho": 2, "beta": 0.8, "eta": 0.5, "tae_tau": 0.6, "form": "ranks"},
+        {
+            "discount": 0.5,
+            "fall_back": "drop",
+            "tae_tau": 0.6,
+            "gains": np.full((LAYERS, EXPERTS, EXPERTS), 0.5),
+        },
+        {"choose": "random", "rho": 2},
+        {"choose": "matched_random"},
+    )
+    def test_jit_is_eager_and_scan_is_a_loop(self, **settings):
+        policy = BuddyMoe(lists=LISTS, **settings)
+        start, given = policy.init(SPEC), steps(4, 3)
+        decide = jax.jit(policy.decide)
+        if (
+            policy.choose == "buddies"
+        ):  # operation by operation takes seconds: once a form is enough
+            one = policy.decide(start, given[0])
+            jax.tree.map(np.testing.assert_array_equal, one, decide(start, given[0]))
+        state, decisions = start, []
+        for o in given:
+            decision, state = decide(state, o)
+            decisions.append(decision)
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *given)
+
+        def step(state: BuddyState, o: Observation) -> Any:
+            decision, state = policy.decide(state, o)
+            return state, decision
+
+        last, scanned = jax.jit(lambda s, o: jax.lax.scan(step, s, o))(start, stacked)
+        jax.tree.map(np.testing.assert_array_equal, last, state)
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            scanned, jax.tree.map(lambda *leaves: np.stack(leaves), *decisions),
+        )  # fmt: skip
+        kinds = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), start)
+        self.assertEqual(jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), last), kinds)
+
+    def test_settings_sweep(self):
+        base = BuddyMoe(lists=LISTS, form="ranks", eta=1.0, kappa=1.0, beta=1.0, hops=HOPS)
+        given = steps(5, 2)
+        swept = [
+            BuddyMoe(
+                lists=LISTS, form="ranks", hops=HOPS, eta=eta, kappa=kappa, beta=beta,
+                tae_tau=tau, rho=rho, depth=depth,
+            )
+            for eta, kappa, beta, tau, rho, depth in (
+                (0.5, 0.1, 0.9, -1.0, 1, 5), (0.1, 0.3, 0.6, 0.7, 3, 2), (2.0, 0.4, 1.0, 0.5, 4, 3)
+            )
+        ]  # fmt: skip
+        states = [policy.init(SPEC) for policy in swept]
+        together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+        alone_decide = [jax.jit(policy.decide) for policy in swept]
+        decide = jax.jit(jax.vmap(base.decide, in_axes=(0, None)))
+        for o in given:
+            found, together = decide(together, o)
+            for i in range(len(swept)):
+                alone, states[i] = alone_decide[i](states[i], o)
+                mine = jax.tree.map(lambda leaf, i=i: leaf[i], found)
+                jax.tree.map(np.testing.assert_array_equal, mine, alone)
+        self.assertGreater(len({int(state.replaced.sum()) for state in states}), 1)
+
+    @parameterized.parameters({}, {"choose": "random"}, {"beta": 0.7})
+    def test_padding_changes_nothing(self, **settings):
+        policy = BuddyMoe(lists=LISTS, **settings)
+        o = observation(np.random.default_rng(6))
+
+        def padded(leaf: jax.Array) -> jax.Array:
+            return jnp.concatenate([leaf, leaf[:2]])
+
+        longer = dataclasses.replace(
+            o, probabilities=padded(o.probabilities), ids=padded(o.ids),
+            weights=padded(o.weights), active=jnp.append(o.active, jnp.zeros(2, bool)),
+        )  # fmt: skip
+        decide = jax.jit(policy.decide)
+        short, state = decide(policy.init(SPEC), o)
+        long, other = decide(policy.init(SPEC), longer)
+        np.testing.assert_array_equal(short.ids, long.ids[:TOKENS])
+        np.testing.assert_array_equal(long.ids[TOKENS:], o.ids[:2])
+        jax.tree.map(np.testing.assert_array_equal, state, other)
+
+
+class TransfersTest(parameterized.TestCase):
+    def missing(self, **settings: Any) -> tuple[BuddyMoe, BuddyState]:
+        """A policy, and a state in which (layer, expert) were missed so often."""
+        policy = BuddyMoe(lists=LISTS, half_life=1e9, **settings)
+        missed = np.zeros((LAYERS, EXPERTS), np.float32)
+        for layer, expert, count in ((0, 3, 5), (1, 7, 9), (1, 2, 4), (0, 1, 1), (0, 0, 20)):
+            missed[layer, expert] = count
+        return policy, dataclasses.replace(policy.init(SPEC), missed=jnp.asarray(missed))
+
+    def test_the_most_missed_come_as_far_as_the_bytes_go(self):
+        policy, state = self.missing(background_bytes=150.0)  # experts of 100 bytes
+        resident = jnp.zeros((LAYERS, 1, EXPERTS), bool).at[0, 0, 0].set(True)
+        transfers = jax.jit(policy.transfers)
+        asked = []
+        for _ in range(4):
+            requests, state = transfers(state, resident)
+            rows = zip(*map(np.asarray, requests), strict=True)
+            asked.append([tuple(map(int, row)) for row in rows if row[0] >= 0])
+            self.assertLen(requests.layer, 4)
+        # (0, 0) is resident, (0, 1) was missed once: below `least_misses`.
+        self.assertEqual(asked, [[(1, 7, 0)], [(0, 3, 0), (1, 2, 0)], [], []])
+        self.assertEqual(int(state.requested), 3)
+        self.assertEqual(float(state.credit), 300)  # of 4 * 150, 3 * 100 spent
+        np.testing.assert_array_equal(state.missed[1], 0)
+        self.assertAlmostEqual(float(state.missed[0, 1]), 1, places=5)
+
+    def test_never_more_than_the_budget(self):
+        policy = BuddyMoe(lists=LISTS, background_bytes=30.0, least_misses=1.0, form="ranks")
+        state, rng = policy.init(SPEC), np.random.default_rng(7)
+        decide, transfers = jax.jit(policy.decide), jax.jit(policy.transfers)
+        resident = jnp.asarray(rng.random((LAYERS, 1, EXPERTS)) < 0.5)
+        for step, o in enumerate(steps(8, 20)):
+            o = dataclasses.replace(o, resident=resident[int(o.layer)])
+            _, state = decide(state, o)
+            if int(o.layer) == LAYERS - 1:
+                requests, state = transfers(state, resident)
+                for layer, expert in zip(*map(np.asarray, requests[:2]), strict=True):
+                    self.assertTrue(layer < 0 or not resident[layer, 0, expert])
+                self.assertLessEqual(100 * int(state.requested), 30 * (step // LAYERS + 1))
+        self.assertEqual(int(state.requested), 6)  # all of 20 * 30 bytes that whole experts take
+
+    def test_the_default_is_an_expert_in_four_steps(self):
+        policy, state = self.missing()
+        nothing = jnp.zeros((LAYERS, 1, EXPERTS), bool)
+        counts, transfers = [], jax.jit(policy.transfers)
+        for _ in range(8):
+            _, state = transfers(state, nothing)
+            counts.append(int(state.requested))
+        self.assertEqual(counts, [0, 0, 0, 1, 1, 1, 1, 2])
+
+    def test_misses_fade_and_credit_does_not_pile_up(self):
+        policy = BuddyMoe(lists=LISTS, half_life=2.0, background_bytes=1e6)
+        state = policy.init(SPEC)
+        state = dataclasses.replace(state, missed=state.missed.at[0, 0].set(8))
+        everything, transfers = jnp.ones((LAYERS, 1, EXPERTS), bool), jax.jit(policy.transfers)
+        for _ in range(4):
+            _, state = transfers(state, everything)
+        self.assertAlmostEqual(float(state.missed[0, 0]), 2, places=5)
+        self.assertEqual(float(state.credit), 400)
+        none = BuddyMoe(lists=LISTS, max_requests=0)
+        requests, _ = none.transfers(none.init(SPEC), everything)
+        self.assertEqual(requests.layer.shape, (0,))
+
+
+class RefusalTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ({"choose": "friends"}, "choose='friends' must be one of buddies, none, random"),
+        ({"form": "x"}, "form='x' must be one of table, ranks"),
+        ({"fall_back": "x"}, "fall_back='x' must be one of fetch, drop"),
+        ({"spend_on": "x"}, "spend_on='x' must be one of first, last"),
+        ({"rho": -1}, "rho=-1 must be at least 0, or None"),
+        ({"beta": -0.1}, "beta=-0.1 must be at least 0, or None"),
+        ({"depth": 6}, "depth=6 must be from 1 to 5"),
+        ({"discount": 1.5}, "discount=1.5 must be from 0"),
+        ({"tae_temperature": 0.0}, "tae_temperature=0.0 must be above 0"),
+        ({"background_bytes": -1.0}, "background_bytes=-1.0 must be at least 0"),
+    )
+    def test_settings(self, settings, said):
+        with self.assertRaisesRegex(MoejaxError, said):
+            BuddyMoe(lists=LISTS, **settings)
+
+    @parameterized.parameters(
+        ({"num_layers": 3}, "lists are of 2 layers of 12 experts, the model has 3 of 12"),
+        ({"num_experts": 8}, "the model has 2 of 8"),
+        ({"tiers": ("int4", "int2")}, "buddymoe serves one tier, not int4, int2"),
+    )
+    def test_models(self, fields, said):
+        with self.assertRaisesRegex(MoejaxError, said):
+            BuddyMoe(lists=LISTS).init(dataclasses.replace(SPEC, **fields))
+        with self.assertRaisesRegex(MoejaxError, "hops has 1 of 12 experts"):
+            BuddyMoe(lists=LISTS, hops=(1.0,)).init(SPEC)
+        with self.assertRaisesRegex(MoejaxError, r"gains is \[2, 12\], not \[layers"):
+            BuddyMoe(lists=LISTS, gains=np.ones((LAYERS, EXPERTS))).init(SPEC)
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,158 @@
+"""BuddyMoE's decisions, as the paper's loops and gates make them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax.policies.buddy_lists import BuddyLists
+from moejax.policies.buddymoe import BuddyMoe
+from moejax.policies.interface import SKIPPED, Observation
+from tests import buddymoe_reference as paper
+from tests.buddymoe_cases import (
+    EXPERTS,
+    HOPS,
+    LAYERS,
+    LISTS,
+    SPEC,
+    TOKENS,
+    WIDTH,
+    as_lists,
+    observation,
+    steps,
+)
+
+
+def expected_decision(
+    policy: BuddyMoe, tau: np.ndarray, o: Observation
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """ids, replaced and searched, by the paper's loops and gates."""
+    layer, active = int(o.layer), np.asarray(o.active)
+    probabilities, ids, resident = map(np.asarray, (o.probabilities, o.ids, o.resident[0]))
+    may = np.zeros((TOKENS, WIDTH), bool)
+    for t in range(TOKENS):
+        tae = paper.entropy(probabilities[t], ids[t])
+        held = tae <= tau[layer] or paper.margin(probabilities[t], ids[t]) >= policy.tae_margin
+        may[t] = active[t] and not held
+    requested = {int(e) for e in ids[active].ravel()}
+    delta = paper.missing_share(requested, set(np.flatnonzero(resident).tolist()))
+    if policy.beta is not None and delta >= policy.beta:
+        may[:] = False
+    q, lists = policy.lists.q[layer], policy.lists.ids[layer]
+    scores = np.zeros((TOKENS, EXPERTS, EXPERTS))
+    z = np.log(probabilities.astype(np.float64))
+    z = (z - z.min(axis=1, keepdims=True)) / np.ptp(z, axis=1, keepdims=True)
+    for i, place in np.argwhere(lists >= 0):
+        j = lists[i, place]
+        for t in range(TOKENS):
+            hop = policy.hops[j] if policy.hops else 0
+            scores[t, i, j] = paper.score(q[i, place], policy.eta, z[t, j], policy.kappa, hop)
+    return paper.algorithm_1(
+        ids, resident, as_lists(lists), policy.depth or lists.shape[1], budget=policy.rho,
+        may=may, last_first=policy.spend_on == "last", scores=scores,
+    )  # fmt: skip
+
+
+class DecisionTest(parameterized.TestCase):
+    @parameterized.parameters(
+        {"form": "table"},
+        {"rho": 1},
+        {"rho": 2, "spend_on": "last"},
+        {"rho": 0},
+        {"depth": 1, "fall_back": "drop"},
+        {"rho": 2, "fall_back": "drop"},
+        {"tae_tau": 0.8},
+        {"tae_tau": np.float32([0.7, 0.9]), "tae_margin": 0.3},
+        {"beta": 0.5},
+        {"beta": 1.0, "rho": 3},
+        {"eta": 0.7},
+        {"gains": np.random.default_rng(9).random((LAYERS, EXPERTS, EXPERTS)), "rho": 2},
+        {"kappa": 0.45, "hops": HOPS, "rho": 2},
+        {"eta": 0.2, "kappa": 0.6, "hops": HOPS},  # a hop of 2 is out
+    )
+    def test_as_the_papers_loops(self, **settings):
+        policy = BuddyMoe(lists=LISTS, **{"form": "ranks", **settings})
+        tau = np.broadcast_to(policy.tae_tau, LAYERS)
+        state, decide = policy.init(SPEC), jax.jit(policy.decide)
+        counts = np.zeros((2, LAYERS, EXPERTS), int)
+        for o in steps(1, 12):
+            ids, replaced, searched = expected_decision(policy, tau, o)
+            decision, state = decide(state, o)
+            np.testing.assert_array_equal(decision.ids, ids)
+            dropped = searched & ~replaced & (policy.fall_back == "drop")
+            np.testing.assert_array_equal(decision.tier, np.where(dropped, SKIPPED, 0))
+            weights = np.array(o.weights)  # the missing one's, as is
+            if policy.gains is not None:
+                gains = policy.gains[int(o.layer), np.asarray(o.ids), ids].astype(np.float32)
+                weights[replaced] *= gains[replaced]
+            np.testing.assert_array_equal(decision.weights, weights)
+            self.assertFalse(decision.at_least.any())
+            for count, pairs in zip(counts, (replaced, dropped), strict=True):
+                np.add.at(count[int(o.layer)], np.asarray(o.ids)[pairs], 1)
+        np.testing.assert_array_equal(state.replaced, counts[0])
+        np.testing.assert_array_equal(state.dropped, counts[1])
+        _, state = jax.jit(policy.transfers)(state, jnp.ones((LAYERS, 1, EXPERTS), bool))
+        np.testing.assert_array_equal(state.missed, counts.sum(axis=0))
+        self.assertEqual(counts[0].sum() == 0, policy.rho == 0)
+
+    def test_weights_meet_where_a_buddy_serves_twice(self):
+        ids = np.full((LAYERS, EXPERTS, 2), -1, np.int32)
+        ids[:, 0], ids[:, 1] = (4, 5), (4, 6)
+        lists = BuddyLists(ids, np.where(ids >= 0, np.float32([0.8, 0.2]), 0).astype(np.float32))
+        policy = BuddyMoe(lists=lists, discount=0.5)
+        weights = jnp.float32([[0.1, 0.2, 0.3, 0.4]])
+        resident = jnp.arange(EXPERTS)[None] >= 2
+        o = Observation(
+            jnp.int32(1), jnp.ones((1, EXPERTS), jnp.float32) / EXPERTS,
+            jnp.int32([[0, 1, 2, 3]]), weights, jnp.array([True]), resident,
+        )  # fmt: skip
+        decision, state = jax.jit(policy.decide)(policy.init(SPEC), o)
+        self.assertEqual(decision.ids.tolist(), [[4, 1, 2, 3]])  # different from each other
+        self.assertEqual(decision.tier.tolist(), [[0, SKIPPED, 0, 0]])
+        np.testing.assert_allclose(decision.weights, [[0.3, 0, 0.3, 0.4]], rtol=1e-6)
+        self.assertEqual(state.replaced[1, :2].tolist(), [1, 1])
+
+    def test_baselines(self):
+        total = {}
+        for choose in ("none", "buddies", "matched_random", "random"):
+            policy = BuddyMoe(lists=LISTS, choose=choose, rho=3, seed=5)
+            state, decide = policy.init(SPEC), jax.jit(policy.decide)
+            others = 0
+            for o in steps(2, 30):
+                decision, state = decide(state, o)
+                ids, old = np.asarray(decision.ids), np.asarray(o.ids)
+                new = ids != old
+                resident = np.asarray(o.resident[0])
+                self.assertTrue(resident[ids[new]].all())
+                self.assertFalse(resident[old[new]].any())
+                self.assertTrue(all(len(set(row)) == WIDTH for row in ids.tolist()))
+                self.assertLessEqual(new.sum(axis=1).max(), 3)
+                self.assertFalse(new[~np.asarray(o.active)].any())
+                others += sum(
+                    int(b) not in policy.lists.ids[int(o.layer), i]
+                    for i, b in zip(old[new], ids[new], strict=True)
+                )
+            total[choose] = (int(state.replaced.sum()), others)
+        self.assertEqual(total["none"], (0, 0))
+        self.assertEqual(total["buddies"][1], 0)
+        self.assertEqual(total["matched_random"][0], total["buddies"][0])
+        self.assertGreater(total["random"][0], total["buddies"][0])
+        for choose in ("matched_random", "random"):  # most are nobody's listed buddies
+            self.assertGreater(total[choose][1], 0.2 * total[choose][0])
+
+    def test_prompts_may_be_left_alone(self):
+        o = observation(np.random.default_rng(3), share=0.2)
+        for in_prefill, is_prefill, changes in (
+            (True, True, True), (False, True, False), (False, False, True)
+        ):  # fmt: skip
+            policy = BuddyMoe(lists=LISTS, in_prefill=in_prefill, form="ranks")
+            decision, _ = jax.jit(policy.decide)(
+                policy.init(SPEC), dataclasses.replace(o, is_prefill=is_prefill)
+            )
+            self.assertEqual(bool((decision.ids != o.ids).any()), changes)
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,125 @@
+"""BuddyMoE in plain numpy and loops, written from the paper's text and not from `moejax.policies`.
+
+Axes: T tokens, K experts a token, E experts of a layer.
+"""
+
+import math
+
+import numpy as np
+
+
+def entropy(probabilities: np.ndarray, chosen: np.ndarray, temperature: float = 1.0) -> float:
+    """Eq. 1 of one token: `probabilities` of all experts, `chosen` the ids of S(x)."""
+    logits = np.log(probabilities.astype(np.float64))
+    smoothed = np.exp(logits / temperature) / np.exp(logits / temperature).sum()
+    p = smoothed[chosen] / smoothed[chosen].sum()
+    if len(p) == 1:
+        return 0.0
+    return -sum(x * math.log(x) for x in p) / math.log(len(p))
+
+
+def margin(probabilities: np.ndarray, chosen: np.ndarray) -> float:
+    """p~_max - p~_2nd of one token, without temperature."""
+    p = np.sort(probabilities[chosen].astype(np.float64) / probabilities[chosen].sum())[::-1]
+    return p[0] - p[1]
+
+
+def missing_share(requested: set[int], on_gpu: set[int]) -> float:
+    """Eq. 2."""
+    return len(requested - on_gpu) / len(requested)
+
+
+def coactivations(routed: list[list[int]], num_experts: int) -> np.ndarray:
+    """M(i, j), tokens for which both are chosen."""
+    counts = np.zeros((num_experts, num_experts))
+    for chosen in routed:
+        for i in chosen:
+            for j in chosen:
+                counts[i, j] += i != j
+    return counts
+
+
+def conditional(counts: np.ndarray, smoothing: float = 0.0) -> np.ndarray:
+    """Eq. 4, row by row."""
+    num_experts = len(counts)
+    q = np.zeros((num_experts, num_experts))
+    for i in range(num_experts):
+        others = [j for j in range(num_experts) if j != i]
+        total = sum(counts[i, j] + smoothing for j in others)
+        for j in others:
+            q[i, j] = (counts[i, j] + smoothing) / total if total else 0.0
+    return q
+
+
+def buddies(q: np.ndarray, alpha: float, max_size: int) -> list[list[int]]:
+    """Eq. 5 and 6: for each pivot the shortest covering prefix, cut at `max_size`."""
+    lists = []
+    for i, row in enumerate(q):
+        peers = sorted((j for j in range(len(row)) if j != i), key=lambda j: -row[j])
+        covered, listed = 0.0, []
+        for j in peers:
+            if covered >= alpha - 1e-9 or row[j] == 0:
+                break
+            covered += row[j]
+            listed.append(j)
+        lists.append(listed[:max_size])
+    return lists
+
+
+def score(q: float, eta: float, logit: float, kappa: float, hop: float) -> float:
+    """Eq. 3."""
+    return q * (1 + eta * logit) * (1 - kappa * hop)
+
+
+def algorithm_1(
+    selected: np.ndarray,
+    on_gpu: np.ndarray,
+    profile: list[list[int]],
+    depth: int,
+    *,
+    budget: int | None = None,
+    may: np.ndarray | None = None,
+    last_first: bool = False,
+    scores: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The printed loops, with rho, a mask of pairs that may be replaced, and scores at will.
+
+    Args:
+      selected: [T, K].
+      on_gpu: bool[E].
+      profile: a list of buddies for each expert.
+      depth: H.
+      budget: rho.
+      may: bool[T, K].
+      last_first: ranks K..1.
+      scores: [T, E, E], Psi of (token, missing expert, buddy); the largest wins, then the earliest.
+
+    Returns:
+      S', which pairs were replaced, and for which a buddy was looked for.
+    """
+    result = selected.copy()
+    replaced, searched = np.zeros(selected.shape, bool), np.zeros(selected.shape, bool)
+    for t in range(selected.shape[0]):
+        used = set(selected[t].tolist())
+        num_replaced = 0
+        ranks = range(selected.shape[1])
+        for k in reversed(ranks) if last_first else ranks:
+            missing = int(result[t, k])
+            if on_gpu[missing] or (may is not None and not may[t, k]):
+                continue
+            if budget is not None and num_replaced >= budget:
+                continue
+            searched[t, k] = True
+            found, best = None, 0.0
+            for buddy in profile[missing][:depth]:
+                if not on_gpu[buddy] or buddy in used:
+                    continue
+                value = 1.0 if scores is None else scores[t, missing, buddy]
+                if value > best:
+                    found, best = buddy, value
+            if found is not None:
+                result[t, k] = found
+                used.add(found)
+                replaced[t, k] = True
+                num_replaced += 1
+    return result, replaced, searched

@@ -1,0 +1,263 @@
+"""Policies replayed over traces, against pools in plain Python that follow the same decisions."""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax.errors import MoejaxError
+from moejax.policies.interface import SKIPPED, Observation
+from moejax.policies.make import make_policy
+from moejax.simulation.replay import EVENTS
+from moejax.simulation.runs import Run, Tallied, run_policies, spec_of
+from moejax.simulation.segments import CALL_STEPS, segments
+from moejax.traces import Trace
+from tests.simulated_traces import random_trace
+
+NUM_EXPERTS = 12
+TRACE = random_trace(
+    step_sizes=[9, *[1] * 21, 5, *[1] * 18], num_layers=3, num_experts=NUM_EXPERTS, width=3,
+    foreseen=4,
+)  # fmt: skip
+TIERS: dict[str, Any] = {"tiers": ("int4", "int2"), "expert_bytes": (20, 12)}
+
+
+def one_tier(slots: int, **settings: Any) -> Run:
+    policy = make_policy("on_demand", **settings)
+    return Run(policy=policy, tiers=("int4",), expert_bytes=(20,), slots=(slots,))
+
+
+def two_tiers(name: str, slots: tuple[int, int], bulk: int = 64, **settings: Any) -> Run:
+    return Run(policy=make_policy(name, **settings), slots=slots, bulk=bulk, **TIERS)
+
+
+@functools.cache
+def jitted(kind: type, num_tiers: int) -> tuple[Any, Any]:
+    """The functions of a policy, whose settings are in its state."""
+    run = next(
+        run for run in RUNS.values()
+        if isinstance(run.policy, kind) and len(run.tiers) == num_tiers
+    )  # fmt: skip
+    return jax.jit(run.policy.decide), jax.jit(run.policy.transfers)
+
+
+class PlainPools:
+    """Of one run: in each layer and tier the experts, with their last use and a mark if unused."""
+
+    def __init__(self, trace: Trace, run: Run):
+        self.trace, self.run, self.clock = trace, run, 1
+        tiers = range(len(run.tiers))
+        self.held: list[list[dict[int, tuple[int, bool]]]] = [
+            [{} for _ in tiers] for _ in range(trace.num_layers)
+        ]
+        everyone = range(trace.num_experts)
+        is_full = [slots >= trace.num_experts for slots in run.slots]
+        self.is_full = is_full
+        ends = np.cumsum(run.slots)
+        for layer, t in itertools.product(self.held, tiers):
+            if is_full[t]:
+                layer[t] |= dict.fromkeys(everyone, (1, False))
+            elif not any(is_full) and ends[-1] >= trace.num_experts:
+                mine = range(ends[t] - run.slots[t], min(ends[t], trace.num_experts))
+                layer[t] |= dict.fromkeys(mine, (1, False))
+        self.events = np.zeros((2, len(EVENTS), len(run.tiers)), int)
+        self.gate = np.zeros((2, len(run.tiers) + 3))
+        self.state = run.policy.init(spec_of(trace, run))
+        self.decide, self.transfers = jitted(type(run.policy), len(run.tiers))
+
+    def count(self, phase: int, name: str, tier: int, amount: int = 1) -> None:
+        self.events[phase, EVENTS.index(name), tier] += amount
+
+    def resident(self) -> np.ndarray:
+        found = np.zeros((len(self.held), len(self.run.tiers), self.trace.num_experts), bool)
+        for layer, tiers in enumerate(self.held):
+            for t, held in enumerate(tiers):
+                found[layer, t, list(held)] = True
+        return found
+
+    def leave_other_tiers(self, layer: int, tier: int, experts: set[int]) -> None:
+        for t, held in enumerate(self.held[layer]):
+            if t != tier and not self.is_full[t]:
+                for expert in experts & held.keys():
+                    del held[expert]
+
+    def admit(self, phase: int, layer: int, t: int, coming: set[int], safe: set[int],
+              mark: bool) -> set[int]:  # fmt: skip
+        held, slots = self.held[layer][t], self.run.slots[t]
+        victims = sorted((use, mark_, e) for e, (use, mark_) in held.items() if e not in safe)
+        free = slots - len(held)
+        num = len(coming) if len(coming) <= free + len(victims) else free
+        for _, unused, expert in victims[: max(0, num - free)]:
+            del held[expert]
+            self.count(phase, "evictions", t)
+            self.count(phase, "prefetch_waste", t, int(unused))
+        came = sorted(coming)[:num]
+        held.update(dict.fromkeys(came, (self.clock, mark)))
+        return set(came)
+
+    def replay(self) -> None:
+        for segment in segments(self.trace):
+            phase = int(not segment.is_prefill)
+            calls = segment.tokens.active.shape[0]
+            for c, s in itertools.product(range(calls), range(segment.tokens.active.shape[1])):
+                self.step(phase, jax.tree.map(lambda a, c=c, s=s: a[c, s], segment.tokens))
+                if s == segment.tokens.active.shape[1] - 1:
+                    self.transfer(phase)
+
+    def step(self, phase: int, tokens: Any) -> None:
+        self.clock += 1
+        ahead = np.full(self.trace.num_experts, -1)
+        for layer in range(self.trace.num_layers):
+            for t in range(len(self.run.tiers)):
+                wanted = set(np.flatnonzero(ahead == t).tolist())
+                there = set().union(*(held.keys() for held in self.held[layer][: t + 1]))
+                came = self.admit(phase, layer, t, wanted - there, wanted, True)
+                self.leave_other_tiers(layer, t, came)
+                self.count(phase, "prefetched", t, len(came))
+            ahead = self.layer(phase, layer, tokens)
+
+    def layer(self, phase: int, layer: int, tokens: Any) -> np.ndarray:
+        of_layer = jax.tree.map(lambda a: a[:, layer], tokens.layers)
+        ids, weights, probabilities, _, predicted = of_layer.dense(self.trace.num_experts)
+        looks = self.run.policy.needs.predicted
+        observation = Observation(
+            layer=jnp.int32(layer), probabilities=jnp.asarray(probabilities),
+            ids=jnp.asarray(ids), weights=jnp.asarray(weights), active=jnp.asarray(tokens.active),
+            resident=jnp.asarray(self.resident()[layer]), predicted=predicted if looks else None,
+            is_prefill=phase == 0,
+        )  # fmt: skip
+        decision, self.state = self.decide(self.state, observation)
+        asked: dict[int, int] = {}
+        strict: dict[int, bool] = {}
+        pairs = [
+            (n, a)
+            for n, a in itertools.product(*map(range, np.shape(ids)))
+            if tokens.active[n] and int(decision.tier[n, a]) != SKIPPED
+        ]
+        for n, a in pairs:
+            expert, tier = int(decision.ids[n, a]), int(decision.tier[n, a])
+            asked[expert] = min(asked.get(expert, tier), tier)
+        for n, a in pairs:
+            expert = int(decision.ids[n, a])
+            if int(decision.tier[n, a]) == asked[expert]:
+                strict[expert] = strict.get(expert, False) or not bool(decision.at_least[n, a])
+        held, runs, misses = self.held[layer], dict(asked), set()
+        for expert, tier in asked.items():
+            better = [t for t in range(tier) if expert in held[t]]
+            if expert in held[tier]:
+                continue
+            if better and not strict[expert]:
+                runs[expert] = better[-1]
+                self.count(phase, "reused", better[-1])
+            else:
+                misses.add(expert)
+        for expert, tier in runs.items():
+            self.count(phase, "needed", tier)
+            self.count(phase, "misses" if expert in misses else "hits", tier)
+            if expert not in misses:
+                self.count(phase, "prefetch_hits", tier, int(held[tier][expert][1]))
+                held[tier][expert] = (self.clock, False)
+            else:
+                self.leave_other_tiers(layer, tier, {expert})
+        for t in range(len(held)):
+            mine = {e for e, tier in runs.items() if tier == t}
+            came = self.admit(phase, layer, t, mine & misses, mine, False)
+            self.count(phase, "admitted", t, len(came))
+            self.count(phase, "streamed", t, len(mine & misses) - len(came))
+        for n, a in itertools.product(*map(range, np.shape(ids))):
+            weight = float(weights[n, a]) * bool(tokens.active[n])
+            self.gate[phase, -1] += weight
+            if (n, a) in pairs:
+                self.gate[phase, runs[int(decision.ids[n, a])]] += weight
+            else:
+                self.gate[phase, -3] += weight
+        if decision.ahead is None:
+            return np.full(self.trace.num_experts, -1)
+        return np.asarray(decision.ahead)
+
+    def transfer(self, phase: int) -> None:
+        requests, self.state = self.transfers(self.state, jnp.asarray(self.resident()))
+        rows = np.stack([np.asarray(field) for field in requests], axis=1)
+        left, done = self.run.bulk, []
+        for layer, expert, tier in rows[rows[:, 0] >= 0].tolist():
+            moves = expert not in self.held[layer][tier]
+            if left - moves < 0 or (not moves and left <= 0):
+                break
+            left -= moves
+            done.append((layer, expert, tier))
+        for layer, expert, tier in done:
+            self.leave_other_tiers(layer, tier, {expert})
+        for layer, t in itertools.product(range(self.trace.num_layers), range(len(self.run.tiers))):
+            mine = {e for where, e, tier in done if (where, tier) == (layer, t)}
+            new = mine - self.held[layer][t].keys()
+            came = self.admit(phase, layer, t, new, new, True)
+            self.count(phase, "bulk", t, len(came))
+
+
+RUNS = {
+    "on demand": one_tier(0),
+    "cache": one_tier(4),
+    "cache that a token overflows": one_tier(2),
+    "cache and prefetch": one_tier(5, prefetch=2),
+    "dymoe 4/2": two_tiers("dymoe", (3, 4), retention=0.6, selection="load"),
+    "dymoe 4/0": two_tiers("dymoe", (4, 0), retention=0.7, selection="load", low="skip"),
+    "dymoe, another r": two_tiers("dymoe", (5, 2), retention=0.9, selection="load"),
+    "dynaexq, one copy": two_tiers("dynaexq", (3, 9), period=8),
+    "dynaexq, low always there": two_tiers("dynaexq", (3, 12), period=4, bulk=3),
+}
+
+
+class ReplayTest(parameterized.TestCase):
+    found: dict[str, Tallied]
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        found = run_policies(TRACE, list(RUNS.values()))
+        cls.found = dict(zip(RUNS, found, strict=True))
+
+    @parameterized.parameters(*RUNS)
+    def test_events_are_those_of_plain_python(self, name):
+        plain = PlainPools(TRACE, RUNS[name])
+        plain.replay()
+        found = self.found[name]
+        for i, event in enumerate(EVENTS):
+            np.testing.assert_array_equal(found.events[:, i], plain.events[:, i], event)
+        np.testing.assert_allclose(found.gate, plain.gate, rtol=1e-4)
+
+    def test_what_is_expected_of_the_policies(self):
+        def events(name: str, event: str) -> np.ndarray:
+            return self.found[name].events[1, EVENTS.index(event)]
+
+        self.assertEqual(events("on demand", "hits"), 0)
+        self.assertGreater(events("cache and prefetch", "prefetch_hits"), 0)
+        self.assertGreater(events("dymoe 4/2", "reused")[0], 0)
+        self.assertGreater(self.found["dymoe 4/0"].gate[1, -3], 0)
+        self.assertGreater(events("dynaexq, low always there", "bulk")[0], 0)
+        self.assertEqual(events("dynaexq, low always there", "misses").sum(), 0)
+        for tallied in self.found.values():
+            np.testing.assert_array_equal(tallied.steps, [2, 39])
+            np.testing.assert_allclose(tallied.gate[:, :-2].sum(1), tallied.gate[:, -1], rtol=1e-4)
+
+    def test_what_the_trace_lacks_is_said(self):
+        blind = dataclasses.replace(TRACE, predicted_ids=None, predicted_probabilities=None)
+        with self.assertRaisesRegex(MoejaxError, "the trace foresees nothing"):
+            run_policies(blind, [RUNS["cache and prefetch"]])
+        with self.assertRaisesRegex(MoejaxError, "selection='load'"):
+            run_policies(TRACE, [two_tiers("dymoe", (3, 4))])
+
+    def test_segments_hold_every_token_once(self):
+        cut = list(segments(TRACE))
+        self.assertEqual([segment.is_prefill for segment in cut], [True, False, True, False])
+        self.assertEqual(cut[1].tokens.active.shape, (2, CALL_STEPS, 1))
+        ids = [s.tokens.layers.ids[s.tokens.active] for s in cut]
+        np.testing.assert_array_equal(np.concatenate(ids), TRACE.ids)
+
+
+if __name__ == "__main__":
+    absltest.main()

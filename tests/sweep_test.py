@@ -1,0 +1,261 @@
+"""Sweeps: grids, the model of time, the front, and the main from a trace to rows and a picture."""
+
+import contextlib
+import io
+import itertools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax import cli, sweep
+from moejax.errors import MoejaxError
+from moejax.results import ResultRow, append_rows, read_rows
+from moejax.simulation import table
+from moejax.simulation.costs import (
+    GIB,
+    Machine,
+    Measured,
+    Traffic,
+    bandwidth_bound_ms,
+    calibrate,
+    measured_rows,
+    step_ms,
+)
+from moejax.simulation.grid import axis, described, settings
+from moejax.traces import write_trace
+from tests.simulated_traces import random_trace
+
+
+class GridTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("slots=8:24:8", ("slots", [8, 16, 24])),
+        ("slots=3:5", ("slots", [3, 4, 5])),
+        ("slots=8,24", ("slots", [8, 24])),
+        ("retention=0.5:0.7:0.1", ("retention", [0.5, 0.6, 0.7])),
+        ("slots=24/104,32/96", ("slots", [(24, 104), (32, 96)])),
+        ("low=int2,skip", ("low", ["int2", "skip"])),
+        ("n_hot=none,4", ("n_hot", [None, 4])),
+        ("renormalise=true,false", ("renormalise", [True, False])),
+        ("a=1,5:6,2.5", ("a", [1, 5, 6, 2.5])),
+    )
+    def test_axes(self, text, expected):
+        self.assertEqual(axis(text), expected)
+
+    @parameterized.parameters(
+        ("slots", "is not NAME=VALUES"),
+        ("slots=", "is not NAME=VALUES"),
+        ("slots=8:4", "holds no number"),
+        ("slots=1:9:0", "holds no number"),
+        ("slots=a:b", "is not FIRST:LAST:STEP"),
+        ("slots=$", "is no value"),
+    )
+    def test_what_cannot_be_read(self, text, said):
+        with self.assertRaisesRegex(MoejaxError, said):
+            axis(text)
+
+    def test_every_combination(self):
+        found = settings(["slots=4,8", "prefetch=0:2"])
+        self.assertLen(found, 6)
+        self.assertEqual(found[1], {"slots": 4, "prefetch": 1})
+        self.assertEqual(described({"slots": (2, 3), "r": 0.5}), "slots=2/3 r=0.5")
+        with self.assertRaisesRegex(MoejaxError, "stands twice"):
+            settings(["slots=1", "slots=2"])
+        with self.assertRaisesRegex(MoejaxError, "at most"):
+            settings(["a=1:1000", "b=1:1000"])
+
+
+def traffic(**changed: Any) -> Traffic:
+    """Of 10 steps of 4 layers: 8 misses of 1 GiB, in 5 layers; 3 x 2 experts ahead."""
+    fields: dict[str, Any] = {
+        "num_layers": 4,
+        "steps": 10,
+        "fetches": 5,
+        "misses": np.array([8]),
+        "ahead": np.array([[37], [0], [3]]),
+        "bulk": np.array([0]),
+        "expert_bytes": np.array([GIB]),
+    }
+    return Traffic(**(fields | changed))
+
+
+class CostsTest(parameterized.TestCase):
+    def test_a_step_by_hand(self):
+        machine = Machine(base_ms=40.0, link_gib_per_s=50.0, fetch_ms=0.5)  # 20 ms a GiB
+        # 40 + (5 x 0.5 + 8 x 20 + 3 x (2 x 20 + 0.5)) / 10
+        self.assertAlmostEqual(step_ms(machine, traffic()), 68.4)
+        hides = Machine(base_ms=40.0, link_gib_per_s=50.0, fetch_ms=0.5, overlap=1.0)
+        # A layer's 10 ms hide as much of each 40.5.
+        self.assertAlmostEqual(step_ms(hides, traffic()), 40 + (2.5 + 160 + 3 * 30.5) / 10)
+        moved = traffic().bytes_by_cause
+        self.assertEqual(moved, {"demand": 0.8 * GIB, "prefetch": 0.6 * GIB, "bulk": 0.0})
+
+    def test_the_link_is_no_faster_than_its_bytes(self):
+        machine = Machine(base_ms=1.0, link_gib_per_s=50.0, overlap=1.0)
+        full = traffic(bulk=np.array([100]), misses=np.array([0]), fetches=0)
+        self.assertAlmostEqual(step_ms(machine, full), 20 * (0.6 + 10))
+        self.assertEqual(bandwidth_bound_ms(machine, GIB), 20.0)
+        self.assertEqual(bandwidth_bound_ms(machine, 0), 1.0)
+
+    def test_two_tiers_have_their_own_bytes(self):
+        machine = Machine(base_ms=0.0, link_gib_per_s=50.0)
+        two = traffic(
+            misses=np.array([1, 4]), ahead=np.zeros((1, 2), int), bulk=np.zeros(2, int),
+            expert_bytes=np.array([GIB, GIB // 2]),
+        )  # fmt: skip
+        self.assertAlmostEqual(step_ms(machine, two), (20 + 4 * 10) / 10)
+
+    def test_calibration_finds_the_machine(self):
+        true = Machine(base_ms=4.0, link_gib_per_s=44.0, fetch_ms=0.02)
+        rng = np.random.default_rng(0)
+        measured = []
+        for share in (0.05, 0.1, 0.3, 0.6, 1.0):
+            num_bytes, fetches = share * GIB, 48 * (1 - (1 - share) ** 8)
+            tpot = true.base_ms + true.fetch_ms * fetches + float(true.link_ms(num_bytes))
+            noisy = tpot * rng.normal(1, 0.002)
+            measured.append(Measured(tpot_ms=noisy, num_bytes=num_bytes, fetches=fetches))
+        found = calibrate(measured)
+        self.assertAlmostEqual(found.link_gib_per_s, 44, delta=1)
+        self.assertAlmostEqual(found.base_ms, 4, delta=0.2)
+        self.assertAlmostEqual(found.fetch_ms, 0.02, delta=0.005)
+
+    def test_calibration_is_never_negative(self):
+        # More fetches went with less time, which no machine does.
+        measured = [
+            Measured(tpot_ms=5 + 20 * g, num_bytes=g * GIB, fetches=f)
+            for g, f in ((0.1, 48), (0.5, 20), (1.0, 10))
+        ]
+        found = calibrate(measured)
+        self.assertGreaterEqual(found.fetch_ms, 0)
+        self.assertAlmostEqual(found.link_gib_per_s, 50, delta=0.1)
+        for rows in (measured[:1], [measured[0]] * 3):
+            with self.assertRaisesRegex(MoejaxError, "two settings"):
+                calibrate(rows)
+        falling = [Measured(tpot_ms=9 - g, num_bytes=g * GIB) for g in (1, 2)]
+        with self.assertRaisesRegex(MoejaxError, "do not take longer"):
+            calibrate(falling)
+
+    @parameterized.parameters(
+        ({"link_gib_per_s": 0.0}, "link_gib_per_s=0.0"),
+        ({"overlap": 1.5}, "overlap=1.5"),
+        ({"base_ms": -1.0}, "base_ms=-1.0"),
+    )
+    def test_machines_that_cannot_be(self, fields, said):
+        with self.assertRaisesRegex(MoejaxError, said):
+            Machine(**{"base_ms": 1.0, "link_gib_per_s": 1.0} | fields)
+
+
+class TableTest(absltest.TestCase):
+    def test_the_front(self):
+        def point(tpot: float, gib: float, gate: float) -> dict[str, float]:
+            return {"tpot_ms": tpot, "device_gib": gib, "gate_a": gate, "gate_substituted": 0.0}
+
+        points = [point(2, 1, 1), point(1, 2, 1), point(2, 2, 1), point(2, 2, 0.5), point(2, 1, 1),
+                  point(1.5, 1, 0.5)]  # fmt: skip
+        self.assertEqual(table.pareto(points), [0, 1, 5])
+        self.assertEqual(table.spread(points, [0, 1, 5], 2), [1, 0])
+
+
+class MainTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
+        self.trace = self.folder / "x.trace"
+        trace = random_trace(
+            step_sizes=[9, *[1] * 40], num_layers=2, num_experts=16, width=2, foreseen=2
+        )
+        write_trace(self.trace, trace)
+
+    def run_main(self, *arguments: str, status: int = 0) -> tuple[str, str]:
+        out, err = io.StringIO(), io.StringIO()
+        argv = ["sweep", f"--config.trace={self.trace}", *arguments]
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            got = cli.exit_status(sweep.COMMAND, argv)
+        self.assertEqual(got, status, err.getvalue())
+        return out.getvalue(), err.getvalue()
+
+    def test_from_a_trace_to_rows_and_a_picture(self):
+        rows, plot = self.folder / "rows.jsonl", self.folder / "plot.png"
+        out, err = self.run_main(
+            "--config.grid=('slots=0,2,4,8,16', 'prefetch=0,2')",
+            "--config.tiers=('int4=1000000',)", "--config.base_ms=1.5",
+            f"--config.output={rows}",
+            f"--config.plot={plot}",
+        )  # fmt: skip
+        self.assertIn("lru: 10 settings over 40 decoded steps of 2 layers of 16 experts", err)
+        self.assertIn("50 GiB/s", out)
+        self.assertIn("| slots=16 prefetch=", out)
+        self.assertGreater(plot.stat().st_size, 10_000)
+        found = read_rows(rows)
+        self.assertLen(found, 20)
+        by_name = {row.what: row for row in found}
+        none = by_name["sweep, lru, slots=0 prefetch=0, 12 GiB/s, TPOT"]
+        # Every token of 2 layers fetches 2 experts of 1 MB.
+        self.assertAlmostEqual(none.figure, 1.5 + 4e6 / (12 * GIB) * 1e3)
+        self.assertAlmostEqual(none.baseline["demand_mb"], 4.0)
+        self.assertEqual((none.baseline["hit_rate"], none.baseline["best_hit_rate"]), (0.0, 0.0))
+        rates = [
+            by_name[f"sweep, lru, slots={slots} prefetch=0, 50 GiB/s, TPOT"].baseline
+            for slots in (2, 4, 8, 16)
+        ]
+        for smaller, larger in itertools.pairwise(rates):
+            self.assertLess(smaller["hit_rate"], larger["hit_rate"])
+        for row in found:
+            if "prefetch=0" in row.what:  # look-ahead turns misses into hits, at the same bytes
+                self.assertLessEqual(row.baseline["hit_rate"], row.baseline["best_hit_rate"])
+            self.assertLessEqual(row.baseline["bound_ms"], row.figure)
+
+    def test_a_policy(self):
+        out, _ = self.run_main(
+            "--config.policy=dymoe", "--config.tiers=('int4=2000000', 'int2=1000000')",
+            "--config.grid=('slots=2/4', 'retention=0.5,1.0', 'selection=load', 'prefetch=0')",
+            "--config.links=('25',)",
+        )  # fmt: skip
+        self.assertIn("| slots=2/4 retention=1.0 selection=load prefetch=0 |", out)
+        (full,) = (line for line in out.splitlines() if "retention=1.0" in line)
+        self.assertIn("| 100.0 | 0.0 | 0.0 | 0.0 |", full)
+
+    def test_a_calibration(self):
+        rows = self.folder / "measured.jsonl"
+        facts = {"unit": "ms", "device": "x", "versions": {}, "date": "x", "command": "x"}
+        what = "Qwen3, {} slots of 128, ahead {}, TPOT"
+        append_rows(rows, [
+            ResultRow(what=what.format(slots, ahead), figure=3 + 20 * gib,
+                      baseline={"megabytes_a_token": gib * GIB / 1e6}, **facts)
+            for slots, ahead, gib in ((8, 0, 0.5), (24, 0, 0.2), (48, 0, 0.1), (48, 2, 7.0))
+        ])  # fmt: skip
+        self.assertLen(measured_rows(rows), 3)
+        out, err = self.run_main(f"--config.calibration={rows}", "--config.grid=('slots=4',)")
+        self.assertIn("calibrated: 3.000 ms a step, 50.0 GiB/s", err)
+        self.assertIn("12 GiB/s", out)
+
+    def test_help(self):
+        out, _ = self.run_main("--help")
+        self.assertIn("--config.grid", out)
+
+    @parameterized.parameters(
+        ("--config.trace=", "trace='' must be a file"),
+        ("--config.trace=/no/such", "there is no trace /no/such"),
+        ("--config.grid=('slots=17',)", "from 0 to 16"),
+        ("--config.grid=('slots=2/2',)", "must be N, of int4"),
+        ("--config.grid=('prefetch=1',)", "slots=None must be N"),
+        ("--config.grid=('slots=4', 'prefetch=3')", "the trace foresees 2"),
+        ("--config.grid=('slots=4', 'alpha=3')", "lru has no setting alpha"),
+        ("--config.tiers=('int4',)", "is not NAME=BYTES"),
+        ("--config.links=('0',)", "must be a speed"),
+        ("--config.policy=dymo", "there is no policy 'dymo'"),
+        ("--config.calibration=/no/such", "cannot be read"),
+    )
+    def test_what_is_wrong_is_said(self, argument, said):
+        arguments = [argument]
+        if "policy" in argument:
+            arguments.append("--config.grid=('slots=4',)")
+        _, err = self.run_main(*arguments, status=1)
+        self.assertIn(said, err)
+        self.assertLen(err.strip().splitlines(), 1)
+
+
+if __name__ == "__main__":
+    absltest.main()
