@@ -23,14 +23,14 @@ from typing import Generic, NoReturn, TypeVar
 from absl import flags
 from ml_collections import config_dict, config_flags
 
-from moejax.config import (
+from moejax.errors import MoejaxError
+from moejax.options import (
     RunConfig,
     check_field_name,
     from_config_dict,
     options,
     to_config_dict,
 )
-from moejax.errors import MoejaxError
 
 _Config = TypeVar("_Config", bound=RunConfig)
 

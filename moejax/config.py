@@ -5,12 +5,9 @@ once into one of these with `from_config_dict`, and nothing below the mains sees
 """
 
 import dataclasses
-import difflib
 import math
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
-
-from ml_collections import config_dict
+from collections.abc import Iterable
+from typing import Any
 
 from moejax.errors import MoejaxError
 from moejax.evaluation.perplexity import PRESETS, Windowing
@@ -18,54 +15,34 @@ from moejax.evaluation.texts import JOINS
 from moejax.generation import GenerationSettings
 from moejax.memory.budget import Limits
 from moejax.models.shapes import SHAPES
-
-_T = TypeVar("_T")
+from moejax.options import RunConfig, option
+from moejax.options import to_config_dict as to_config_dict
 
 EVALUATION_TASKS = ("perplexity",)
 SHAPE_BITS = (2, 3, 4, 8, 16)
-
-
-def _option(default: _T, meaning: str) -> _T:
-    """A dataclass field with the line that `--help` prints for it."""
-    return dataclasses.field(default=default, metadata={"help": meaning})
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """What one main runs; every field has a default, and a meaning that `--help` prints.
-
-    A field whose default is a RunConfig is a group of fields, named `group.field` on the command
-    line and in errors; groups hold no groups.
-    """
-
-    def check(self) -> None:
-        """Raises MoejaxError naming the first field whose value is not allowed, and the range."""
-
-
-_Config = TypeVar("_Config", bound=RunConfig)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryConfig(RunConfig):
     """The group `memory`: what a model may take, and where its experts may lie."""
 
-    device_gib: float = _option(
+    device_gib: float = option(
         Limits.device_gib, "GiB on the accelerator, for weights, caches and work; 0: no limit"
     )
-    host_gib: float = _option(
+    host_gib: float = option(
         Limits.host_gib, "GiB of host memory for experts; 0: no limit; the rest is read from disk"
     )
-    disk_path: str = _option(
+    disk_path: str = option(
         Limits.disk_path, "a copy of the checkpoint that experts are read from; '': itself"
     )
-    slots: int = _option(
+    slots: int = option(
         Limits.slots, "experts of a layer that the accelerator caches; -1: as many as fit"
     )
-    transient: int = _option(
+    transient: int = option(
         Limits.transient, "slots through which the others stream; 0: what keeps the link busy"
     )
-    prefetch: int = _option(Limits.prefetch, "experts of the next layer that are fetched ahead")
-    bulk: int = _option(
+    prefetch: int = option(Limits.prefetch, "experts of the next layer that are fetched ahead")
+    bulk: int = option(
         Limits.bulk, "experts that may be on their way to the accelerator between steps; 0: none"
     )
 
@@ -90,13 +67,13 @@ class MemoryConfig(RunConfig):
 class RecordConfig(RunConfig):
     """What a run records of its routing (`moejax.traces`)."""
 
-    record_trace: str = _option(
+    record_trace: str = option(
         "", "a file for a trace of the routing, which moejax.sweep replays; '': none"
     )
-    record_foreseen: int = _option(
+    record_foreseen: int = option(
         8, "experts of the next layer that a trace foresees, for look-ahead; 0: none"
     )
-    record_probabilities: bool = _option(
+    record_probabilities: bool = option(
         False, "whether a trace holds every router's whole softmax, which some policies need"
     )
 
@@ -111,41 +88,41 @@ class RecordConfig(RunConfig):
 class GenerateConfig(RecordConfig):
     """What `python -m moejax.generate` runs: a model, and one request's `GenerationSettings`."""
 
-    checkpoint: str = _option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
-    platform: str = _option("auto", "auto (an accelerator if there is one), cpu or gpu")
-    dtype: str = _option(
+    checkpoint: str = option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
+    platform: str = option("auto", "auto (an accelerator if there is one), cpu or gpu")
+    dtype: str = option(
         "auto",
         "auto (float32 on CPU, the file's on an accelerator), float32, bfloat16 or float16",
     )
-    context: int = _option(0, "tokens that the KV cache holds; 0: what the prompts need")
-    memory: MemoryConfig = _option(  # noqa: RUF009 -- it is frozen
+    context: int = option(0, "tokens that the KV cache holds; 0: what the prompts need")
+    memory: MemoryConfig = option(  # noqa: RUF009 -- it is frozen
         MemoryConfig(), "limits, under which experts may move"
     )
-    compilation_cache: str = _option(
+    compilation_cache: str = option(
         "auto", "where compiled programs are kept: auto (the user's cache), a directory, '' (off)"
     )
-    trace_dir: str = _option(
+    trace_dir: str = option(
         "", "a directory for a profiler trace of the answers (TensorBoard, Perfetto); '': none"
     )
-    max_new_tokens: int = _option(GenerationSettings.max_new_tokens, "end after so many tokens")
-    temperature: float = _option(
+    max_new_tokens: int = option(GenerationSettings.max_new_tokens, "end after so many tokens")
+    temperature: float = option(
         GenerationSettings.temperature, "0 is greedy; else logits are divided by it and sampled"
     )
-    top_k: int = _option(GenerationSettings.top_k, "sample among the k likeliest tokens; 0: all")
-    top_p: float = _option(
+    top_k: int = option(GenerationSettings.top_k, "sample among the k likeliest tokens; 0: all")
+    top_p: float = option(
         GenerationSettings.top_p, "sample among the likeliest tokens of this total probability"
     )
-    min_p: float = _option(
+    min_p: float = option(
         GenerationSettings.min_p, "leave out tokens below this share of the likeliest one"
     )
-    repetition_penalty: float = _option(
+    repetition_penalty: float = option(
         GenerationSettings.repetition_penalty, "above 1, tokens already in the text get rarer"
     )
-    seed: int = _option(0, "of the sampling; the same seed gives the same text")
-    stop: tuple[str, ...] = _option(
+    seed: int = option(0, "of the sampling; the same seed gives the same text")
+    stop: tuple[str, ...] = option(
         GenerationSettings.stop, "end before this string; may be repeated"
     )
-    add_special_tokens: bool = _option(
+    add_special_tokens: bool = option(
         GenerationSettings.add_special_tokens, "let the tokenizer add its own (such as bos)"
     )
 
@@ -174,12 +151,12 @@ class PlanConfig(GenerateConfig):
     change nothing here.
     """
 
-    shape: str = _option("", f"in place of a checkpoint, a shape: {' or '.join(SHAPES)}")
-    bits: int = _option(4, "of a shape's experts: 2, 3, 4, 8 or 16 (plain)")
-    attention_bits: int = _option(16, "the same of its attention; all else is plain")
-    group_size: int = _option(64, "inputs that share a scale, where a shape is packed")
-    batch: int = _option(1, "sequences at once")
-    chunk: int = _option(0, "tokens of a prompt that a prefill step takes; 0: as the engine does")
+    shape: str = option("", f"in place of a checkpoint, a shape: {' or '.join(SHAPES)}")
+    bits: int = option(4, "of a shape's experts: 2, 3, 4, 8 or 16 (plain)")
+    attention_bits: int = option(16, "the same of its attention; all else is plain")
+    group_size: int = option(64, "inputs that share a scale, where a shape is packed")
+    batch: int = option(1, "sequences at once")
+    chunk: int = option(0, "tokens of a prompt that a prefill step takes; 0: as the engine does")
 
     def check(self) -> None:
         """See `RunConfig.check`."""
@@ -202,39 +179,37 @@ class PlanConfig(GenerateConfig):
 class QuantizeConfig(RunConfig):
     """What `python -m moejax.quantize` runs; the recipe's values are checked where it is read."""
 
-    checkpoint: str = _option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
-    output: str = _option("", "a new directory for the quantized checkpoint; must be given")
-    format: str = _option("moejax", "moejax, gptq or compressed-tensors: who can read the result")
-    method: str = _option(
+    checkpoint: str = option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
+    output: str = option("", "a new directory for the quantized checkpoint; must be given")
+    format: str = option("moejax", "moejax, gptq or compressed-tensors: who can read the result")
+    method: str = option(
         "milo",
         "none, rtn, hqq, least_squares, gptq, autoround, milo or milo+: of attention and MLPs",
     )
-    bits: int = _option(3, "2, 3, 4 or 8")
-    group_size: int = _option(64, "inputs that share a scale; 0: all of a row (per channel)")
-    zero_kind: str = _option(
-        "auto", "auto (what method and format take), float, integer, symmetric"
-    )
-    scale_dtype: str = _option("float16", "float16 or float32, of scales and float zero points")
-    rank: str = _option(
+    bits: int = option(3, "2, 3, 4 or 8")
+    group_size: int = option(64, "inputs that share a scale; 0: all of a row (per channel)")
+    zero_kind: str = option("auto", "auto (what method and format take), float, integer, symmetric")
+    scale_dtype: str = option("float16", "float16 or float32, of scales and float zero points")
+    rank: str = option(
         "Dense-25% + Kurtosis-6.25%",
         "of compensators: a sum of Uniform-, Dense-, Sparse-, Kurtosis-, Frequency-r or -r%, "
         "perhaps 'within 200 MB', or a set of the paper's such as mixtral-s1",
     )
-    factor_bits: int = _option(3, "of milo's compensators: 3, 4, 8 or 16 (bfloat16)")
-    passes: int = _option(20, "milo stops after so many passes at the latest")
-    act_order: bool = _option(
+    factor_bits: int = option(3, "of milo's compensators: 3, 4, 8 or 16 (bfloat16)")
+    passes: int = option(20, "milo stops after so many passes at the latest")
+    act_order: bool = option(
         False, "gptq visits inputs by falling importance, in groups that are fixed beforehand"
     )
-    calibration: str = _option(
+    calibration: str = option(
         "default", "what gptq, autoround and Frequency-r look at: the text that ships, or a file"
     )
-    calibration_samples: int = _option(0, "samples of that text; 0: 128, or what there is")
-    calibration_length: int = _option(0, "tokens of a sample; 0: 2048 or the model's context")
-    rules: str = _option(
+    calibration_samples: int = option(0, "samples of that text; 0: 128, or what there is")
+    calibration_length: int = option(0, "tokens of a sample; 0: 2048 or the model's context")
+    rules: str = option(
         "", "'PATTERN: KEY=VALUE ...; ...', such as 'head: method=rtn bits=8; *.o_proj: bits=4'"
     )
-    platform: str = _option("auto", "auto (an accelerator if there is one), cpu or gpu")
-    compilation_cache: str = _option(
+    platform: str = option("auto", "auto (an accelerator if there is one), cpu or gpu")
+    compilation_cache: str = option(
         "auto", "where compiled programs are kept: auto (the user's cache), a directory, '' (off)"
     )
 
@@ -254,29 +229,29 @@ class QuantizeConfig(RunConfig):
 class EvaluateConfig(RecordConfig):
     """What `python -m moejax.evaluate` runs; model and text are checked where they are read."""
 
-    task: str = _option("perplexity", "what is measured: perplexity")
-    checkpoint: str = _option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
-    text: str = _option(
+    task: str = option("perplexity", "what is measured: perplexity")
+    checkpoint: str = option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
+    text: str = option(
         "wikitext2", "a UTF-8 file (.txt, .xz, .gz), or wikitext2: the test rows from the Hub"
     )
-    join: str = _option(
+    join: str = option(
         "none", "none (a file as it stands), or wikitext (its lines joined as papers join the rows)"
     )
-    preset: str = _option("2048/2048", f"window/stride: {' or '.join(PRESETS)}")
-    window: int = _option(0, "tokens that a prediction sees at most; 0: the preset's")
-    stride: int = _option(0, "tokens that windows advance by; 0: the preset's, at most the window")
-    max_tokens: int = _option(0, "score no more than the first so many tokens; 0: all")
-    batch_size: int = _option(8, "windows at once; the result does not depend on it")
-    output: str = _option("", "a JSON file for the result; '': none")
-    platform: str = _option("auto", "auto (an accelerator if there is one), cpu or gpu")
-    dtype: str = _option(
+    preset: str = option("2048/2048", f"window/stride: {' or '.join(PRESETS)}")
+    window: int = option(0, "tokens that a prediction sees at most; 0: the preset's")
+    stride: int = option(0, "tokens that windows advance by; 0: the preset's, at most the window")
+    max_tokens: int = option(0, "score no more than the first so many tokens; 0: all")
+    batch_size: int = option(8, "windows at once; the result does not depend on it")
+    output: str = option("", "a JSON file for the result; '': none")
+    platform: str = option("auto", "auto (an accelerator if there is one), cpu or gpu")
+    dtype: str = option(
         "auto",
         "auto (float32 on CPU, the file's on an accelerator), float32, bfloat16 or float16",
     )
-    compilation_cache: str = _option(
+    compilation_cache: str = option(
         "auto", "where compiled programs are kept: auto (the user's cache), a directory, '' (off)"
     )
-    add_special_tokens: bool = _option(
+    add_special_tokens: bool = option(
         GenerationSettings.add_special_tokens, "let the tokenizer add its own (such as bos)"
     )
 
@@ -310,92 +285,3 @@ class EvaluateConfig(RecordConfig):
 def _listed(names: Iterable[str]) -> str:
     names = list(names)
     return f"there {'is' if len(names) == 1 else 'are'}: {', '.join(names)}"
-
-
-def to_config_dict(config: RunConfig) -> config_dict.ConfigDict:
-    """The fields of a run configuration as a locked ConfigDict: values change, names do not."""
-    return config_dict.ConfigDict(dataclasses.asdict(config)).lock()
-
-
-def from_config_dict(config_class: type[_Config], values: config_dict.ConfigDict) -> _Config:
-    """A checked `config_class` from a ConfigDict; fields that it lacks keep their defaults.
-
-    Raises:
-      MoejaxError: a field is unknown (the nearest real one is named), has another type than the
-        default, or has a value that is not allowed.
-    """
-    default = config_class()
-    defaults = {option.name: option.default for option in options(default)}
-    typed: dict[str, Any] = {}
-    groups: dict[str, dict[str, Any]] = {}
-    for name, value in _flat(values):
-        check_field_name(name, default)
-        group, _, field = name.rpartition(".")
-        into = groups.setdefault(group, {}) if group else typed
-        into[field] = _as_type_of(name, value, defaults[name])
-    for group, fields in groups.items():
-        part = type(getattr(default, group))(**fields)
-        try:
-            part.check()
-        except MoejaxError as error:
-            raise MoejaxError(f"{group}.{error}") from error
-        typed[group] = part
-    config = config_class(**typed)
-    config.check()
-    return config
-
-
-def _flat(values: config_dict.ConfigDict) -> Iterator[tuple[str, Any]]:
-    """Every value and its name; what a group holds is named `group.field`."""
-    for name, value in values.items():
-        if isinstance(value, config_dict.ConfigDict):
-            yield from ((f"{name}.{field}", part) for field, part in _flat(value))
-        else:
-            yield name, value
-
-
-@dataclasses.dataclass(frozen=True)
-class Option:
-    """A field of a run configuration as the command line names it."""
-
-    name: str  # "seed", "memory.device_gib"
-    default: Any
-    meaning: str
-
-
-def options(config: RunConfig) -> list[Option]:
-    """The fields, with the values of `config` for defaults; in place of a group its own fields."""
-    found = []
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if isinstance(value, RunConfig):
-            parts = options(value)
-            found += [dataclasses.replace(p, name=f"{field.name}.{p.name}") for p in parts]
-        else:
-            found.append(Option(field.name, value, field.metadata["help"]))
-    return found
-
-
-def check_field_name(name: str, config: RunConfig) -> None:
-    """Raises MoejaxError naming the nearest field of `config`, unless `name` is one."""
-    known = [option.name for option in options(config)]
-    if name in known:
-        return
-    if group := [option for option in known if option.startswith(f"{name}.")]:
-        raise MoejaxError(f"{name} has no value of its own; it is a group: {', '.join(group)}")
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-    raise MoejaxError(f"there is no config field {name!r}; did you mean {nearest!r}?")
-
-
-def _as_type_of(name: str, value: Any, default: Any) -> Any:
-    """`value` in the type of `default`: an int serves as a float, a list of str as a tuple."""
-    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(default, tuple):
-        if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
-            return tuple(value)
-        quoted = f"--config.{name}=\"'5'\""
-        raise MoejaxError(f"{name}={value!r} must be strings; quote a number: {quoted}")
-    if type(value) is not type(default):
-        raise MoejaxError(f"{name}={value!r} must be of type {type(default).__name__}")
-    return value

@@ -5,10 +5,10 @@ from typing import get_args
 
 import numpy as np
 
-from moejax.config import RunConfig, _option
 from moejax.errors import MoejaxError
 from moejax.evaluation.texts import JOINS
 from moejax.generation import GenerationSettings
+from moejax.options import RunConfig, option
 from moejax.policies.buddy_lists import Source, alpha_schedule
 
 
@@ -16,45 +16,45 @@ from moejax.policies.buddy_lists import Source, alpha_schedule
 class ProfileConfig(RunConfig):
     """A model, a text, and how buddy lists are made; model and text are checked where read."""
 
-    checkpoint: str = _option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
-    text: str = _option(
+    checkpoint: str = option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
+    text: str = option(
         "default", "default (the calibration text that ships), or a UTF-8 file (.txt, .xz, .gz)"
     )
-    join: str = _option(
+    join: str = option(
         "none", "none (a file as it stands), or wikitext (its lines joined as papers join the rows)"
     )
-    window: int = _option(0, "tokens that see each other; 0: 2048, or the model's context if less")
-    max_tokens: int = _option(0, "profile no more than the first so many tokens; 0: all")
-    batch_size: int = _option(8, "windows at once")
-    source: str = _option(
+    window: int = option(0, "tokens that see each other; 0: 2048, or the model's context if less")
+    max_tokens: int = option(0, "profile no more than the first so many tokens; 0: all")
+    batch_size: int = option(8, "windows at once")
+    source: str = option(
         "coactivations",
         f"of the lists: {', '.join(get_args(Source))} (by probability; how alike outputs are)",
     )
-    outputs: bool = _option(
+    outputs: bool = option(
         False, "compare outputs as well, for which each expert runs on each token"
     )
-    alpha: float = _option(0.95, "a list covers this share of its expert's co-activations (CFT)")
-    alpha_last: float = _option(
+    alpha: float = option(0.95, "a list covers this share of its expert's co-activations (CFT)")
+    alpha_last: float = option(
         0.0, "of the last sparse layer, those between in equal steps; 0: the same"
     )
-    max_buddies: int = _option(16, "of a list")
-    smoothing: float = _option(1.0, "added to every pair's count (Laplace)")
-    warmup: int = _option(0, "first tokens of each window, which count less")
-    warmup_weight: float = _option(0.0, "what they count; 0: nothing")
-    percentile: float = _option(
+    max_buddies: int = option(16, "of a list")
+    smoothing: float = option(1.0, "added to every pair's count (Laplace)")
+    warmup: int = option(0, "first tokens of each window, which count less")
+    warmup_weight: float = option(0.0, "what they count; 0: nothing")
+    percentile: float = option(
         10.0, "share of the tokens (%) that the TAE gate holds back in each layer; 0: none"
     )
-    temperature: float = _option(1.0, "of TAE")
-    output: str = _option("", "a file for the profile; '': buddies.safetensors in the checkpoint")
-    platform: str = _option("auto", "auto (an accelerator if there is one), cpu or gpu")
-    dtype: str = _option(
+    temperature: float = option(1.0, "of TAE")
+    output: str = option("", "a file for the profile; '': buddies.safetensors in the checkpoint")
+    platform: str = option("auto", "auto (an accelerator if there is one), cpu or gpu")
+    dtype: str = option(
         "auto",
         "auto (float32 on CPU, the file's on an accelerator), float32, bfloat16 or float16",
     )
-    compilation_cache: str = _option(
+    compilation_cache: str = option(
         "auto", "where compiled programs are kept: auto (the user's cache), a directory, '' (off)"
     )
-    add_special_tokens: bool = _option(
+    add_special_tokens: bool = option(
         GenerationSettings.add_special_tokens, "let the tokenizer add its own (such as bos)"
     )
 

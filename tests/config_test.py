@@ -7,17 +7,11 @@ from absl.testing import absltest, parameterized
 from ml_collections import config_dict
 
 from moejax import cli, generate
-from moejax.config import (
-    GenerateConfig,
-    MemoryConfig,
-    PlanConfig,
-    from_config_dict,
-    options,
-    to_config_dict,
-)
+from moejax.config import GenerateConfig, MemoryConfig, PlanConfig
 from moejax.errors import MoejaxError
 from moejax.generation import GenerationSettings
 from moejax.memory.budget import Limits
+from moejax.options import from_config_dict, options, to_config_dict
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 

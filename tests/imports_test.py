@@ -24,7 +24,7 @@ SHARED = ("moejax.errors", "moejax.qtensor", "moejax.ops", "moejax.cache")
 KERNELS_MAY_IMPORT = ("jax", "jaxlib", "numpy", "pallas_kernels", *sys.stdlib_module_names)
 # A policy may not read clocks, log or put arrays on devices; without these modules it cannot.
 POLICIES_MAY_NOT_IMPORT = ("time", "datetime", "logging", "absl")
-SEE_CONFIGS = ("moejax.config", "moejax.cli")
+SEE_CONFIGS = ("moejax.options", "moejax.cli")
 LAUNCHERS = ("jax.experimental.pallas.pallas_call", "jax.experimental.pallas.mosaic_gpu.kernel")
 LAUNCH_FILE = "pallas_kernels/launch.py"
 CATCH_ALLS = ("utils", "util", "common", "helpers", "misc")

@@ -1,54 +1,47 @@
 """What `python -m moejax.sweep` runs."""
 
 import dataclasses
-from typing import TypeVar
 
-from moejax.config import RunConfig
 from moejax.errors import MoejaxError
-
-_T = TypeVar("_T")
-
-
-def _option(default: _T, meaning: str) -> _T:
-    return dataclasses.field(default=default, metadata={"help": meaning})
+from moejax.options import RunConfig, option
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepConfig(RunConfig):
     """A trace, a grid of settings, and the machine on which they are to be thought of."""
 
-    trace: str = _option(
+    trace: str = option(
         "", "a trace (--config.record_trace of generate or evaluate); must be given"
     )
-    policy: str = _option(
+    policy: str = option(
         "lru", "lru (the engine's cache, to the last hit), or a policy: on_demand, dynaexq, dymoe"
     )
-    grid: tuple[str, ...] = _option(
+    grid: tuple[str, ...] = option(
         ("slots=8:80:8", "prefetch=0"),
         "axes NAME=VALUES: slots=8:80:8, retention=0.5,0.75, of two tiers slots=24/104",
     )
-    tiers: tuple[str, ...] = _option(
+    tiers: tuple[str, ...] = option(
         ("int4=2654208",), "forms of falling fidelity, each NAME=BYTES of an expert"
     )
-    bulk: int = _option(64, "experts that transfers bring between two calls of 16 steps at most")
-    base_ms: float = _option(0.0, "a decode step whose experts are all there")
-    links: tuple[str, ...] = _option(
+    bulk: int = option(64, "experts that transfers bring between two calls of 16 steps at most")
+    base_ms: float = option(0.0, "a decode step whose experts are all there")
+    links: tuple[str, ...] = option(
         ("50", "12"), "GiB/s from host to device: PCIe 5 x16 about 50, PCIe 3 x16 about 12"
     )
-    fetch_ms: float = _option(0.0, "what a launch that fetches takes beside its bytes")
-    overlap: float = _option(
+    fetch_ms: float = option(0.0, "what a launch that fetches takes beside its bytes")
+    overlap: float = option(
         0.0, "share of a layer's time behind which prefetch hides: 0 the engine's, 1 ideal"
     )
-    calibration: str = _option(
+    calibration: str = option(
         "",
         "rows of scripts/bench_memory_gpu.py that base_ms, fetch_ms and a first link fit; '': none",
     )
-    output: str = _option("", "a JSON Lines file to which every setting is appended; '': none")
-    plot: str = _option("", "a picture of time against memory (.png); '': none")
-    rows: int = _option(
+    output: str = option("", "a JSON Lines file to which every setting is appended; '': none")
+    plot: str = option("", "a picture of time against memory (.png); '': none")
+    rows: int = option(
         40, "most settings in the printed table, spread over those that no other one beats"
     )
-    platform: str = _option("auto", "auto (an accelerator if there is one), cpu or gpu")
+    platform: str = option("auto", "auto (an accelerator if there is one), cpu or gpu")
 
     def check(self) -> None:
         """See `RunConfig.check`; trace, grid and machine are checked where they are read."""
