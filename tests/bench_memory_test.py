@@ -39,10 +39,13 @@ class ScriptTest(absltest.TestCase):
             out = Path(directory) / "rows.jsonl"
             subprocess.run(
                 [sys.executable, "-m", "scripts.bench_memory_gpu", "--model=tiny", "--device=cpu",
-                 "--slots=2", "--slots=4", "--steps=8", "--prefetch=1", f"--out={out}"],
+                 "--slots=2", "--slots=4", "--steps=8", "--prefetch=1", "--context=64",
+                 "--prompt=16", "--nosingle", f"--out={out}"],
                 check=True, capture_output=True, cwd=Path(__file__).parents[1],
             )  # fmt: skip
-            resident, few, more = read_rows(out)
+            rows = read_rows(out)
+        self.assertLen([row for row in rows if "TTFT" in row.what], 3)
+        resident, few, more = (row for row in rows if "TPOT" in row.what)
         self.assertGreater(resident.figure, 0)
         for row in (few, more):
             self.assertGreater(row.baseline["megabytes_a_token"], 0)

@@ -3,6 +3,7 @@
 import dataclasses
 import tempfile
 import threading
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -197,8 +198,12 @@ class InvisibleTest(parameterized.TestCase):
 
     def setUp(self):
         super().setUp()
+        transfers = self.memory.transfers
         for layer in range(2):  # what the case before left in the queue
-            self.memory.transfers.cancel(layer, range(8))
+            transfers.cancel(layer, range(8))
+        end = time.monotonic() + 10
+        while transfers.num_pending and time.monotonic() < end:  # and on its way
+            self.tokens(self.engine)
 
     @staticmethod
     def tokens(engine, between=lambda: None):

@@ -162,20 +162,32 @@ class PooledExperts:
         self._set_state(state)
         slot, wave = plan.slot, plan.wave
         self._bring(layer, plan.admitted)
-        if self.spec.prefetch and cache.slots and ahead is not None:
+        num_waves = len(plan.streamed.rows)
+        ahead = ahead if self.spec.prefetch and cache.slots else None
+        if ahead and not num_waves:  # beside the products
             self._prefetch(layer + 1, ahead(), token_mask)
         products = self._products(x, Pairs(slot, active & (wave == 0)), layer, plan, 0)
-        if num_waves := len(plan.streamed.rows):
+        if num_waves:
+            outside = self.pool
 
-            def one(number: jax.Array, carried: tuple[ExpertPool, jax.Array]) -> Any:
-                self.pool, products = carried
+            def one(number: jax.Array, carried: Any) -> Any:
+                # Of the banks this layer's alone: a loop that carries both makes XLA copy them.
+                bank, counts, products = carried
+                self.pool = dataclasses.replace(outside, counts=counts)
+                self._set_bank(layer, bank)
                 products = self._after(layer, products)
                 self._bring(layer, jax.tree.map(lambda jobs: jobs[number], plan.streamed))
                 mine = active & (wave == number + 1)
                 found = self._products(x, Pairs(slot, mine), layer, plan, number + 1)
-                return self.pool, jnp.where(mine[None, :, :, None], found, products)
+                products = jnp.where(mine[None, :, :, None], found, products)
+                return self._bank(layer), self.pool.counts, products
 
-            self.pool, products = jax.lax.fori_loop(0, num_waves, one, (self.pool, products))
+            carried = (self._bank(layer), outside.counts, products)
+            bank, counts, products = jax.lax.fori_loop(0, num_waves, one, carried)
+            self.pool = dataclasses.replace(outside, counts=counts)
+            self._set_bank(layer, bank)
+            if ahead:  # what waits for slots that a wave overwrites would make XLA copy them
+                self._prefetch(layer + 1, ahead(), token_mask)
         return combine(products, Pairs(slot, active), routing.weights, x.dtype)
 
     def _replayed(self, layer: int, routing: Routing) -> Routing:

@@ -127,9 +127,10 @@ def in_order(candidates: Candidates) -> jax.Array:
     if value is None:
         return ids
     place = jnp.arange(ids.shape[-1], dtype=jnp.int32)
-    earlier = place[None, :] < place[:, None]
+    earlier, apart = place[None, :] < place[:, None], place[None, :] != place[:, None]
     mine, other = value[..., :, None], value[..., None, :]
-    before = (other > mine) | ((other == mine) & earlier[None, None])
+    # A compiler may work out both sides anew and round them differently: nobody is before itself.
+    before = ((other > mine) & apart[None, None]) | ((other == mine) & earlier[None, None])
     order = jnp.sum(before, axis=-1, dtype=jnp.int32)
     usable = jnp.where(value > 0, ids, -1)
     comes = order[..., None, :] == place[None, None, :, None]

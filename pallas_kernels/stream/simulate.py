@@ -80,7 +80,6 @@ class Simulator:
         self.memory, self.first_shared = memory, first_shared
         self.scratch = (len(memory) - first_shared) // cluster  # buffers of a block
         self.active = np.ones(len(self.threads), bool)
-        self.shape = self.threads.shape
         self._constants: dict[int, np.ndarray] = {}
 
     # Words are int64 arrays in 0 .. 2^32 - 1; indices too (none is negative for long).
@@ -88,20 +87,23 @@ class Simulator:
     # Most of a launch's time is in these three, called for every operand of every instruction.
 
     def _word(self, value: Value) -> np.ndarray:
+        shape = self.threads.shape
         if type(value) is int:
-            if value not in self._constants:
-                constant = np.int64(value & 0xFFFFFFFF)
-                self._constants[value] = np.broadcast_to(constant, self.shape)
-            return self._constants[value]
+            known = self._constants.get(value)
+            if known is None or known.shape != shape:
+                known = np.broadcast_to(np.int64(value & 0xFFFFFFFF), shape)
+                self._constants[value] = known
+            return known
         word: np.ndarray = np.asarray(value, np.int64) & 0xFFFFFFFF
-        return word if word.shape == self.shape else np.broadcast_to(word, self.shape)
+        return word if word.shape == shape else np.broadcast_to(word, shape)
 
     def _signed(self, value: Value) -> np.ndarray:
         return (self._word(value) ^ 2**31) - 2**31
 
     def _float(self, value: Value) -> np.ndarray:
         single = np.asarray(value, np.float32)
-        return single if single.shape == self.shape else np.broadcast_to(single, self.shape)
+        shape = self.threads.shape
+        return single if single.shape == shape else np.broadcast_to(single, shape)
 
     def const(self, value: Value) -> Value:
         return self._word(value)
