@@ -1,0 +1,137 @@
+"""Decode steps of pooled experts, compiled for an H100 without one; needs JAX's CUDA plugin.
+
+python -m tests.pooled_programs
+"""
+
+import dataclasses
+import importlib
+import os
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+from moejax import ops, steps
+from moejax.cache import empty_cache
+from moejax.ledger import no_counts
+from moejax.memory.pooled import COMPILER_OPTIONS, ExpertPool, ExpertStore, PoolSpec
+from moejax.memory.residency import CacheSpec, empty
+from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.transformer import ChunkSpec, model_definition
+from moejax.qtensor import QTensor
+from moejax.sampling import Sampling
+from moejax.served import EXPERT_LEAVES
+from pallas_kernels import layout
+from tests.gpu_programs import GPUS, SKIP_CHECKS, described
+from tests.pooled_device_test import CONFIGS, CONTEXT
+
+GPU = "H100"
+PACKAGES = (
+    "residency_plan", "expert_fetch", "grouped_dequant_matmul", "dequant_matmul", "router_topk",
+    "decode_attention",
+)  # fmt: skip
+# Slots of a layer, experts ahead, sequences: served by the cache alone, and in waves.
+CASES = [(8, 4, 1), (8, 4, 4), (8, 0, 1), (4, 2, 4), (0, 0, 1)]
+
+
+def _leaf(shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _packed(shape: tuple[int, ...], bits: int = 4) -> QTensor:
+    groups = (*shape[:-1], layout.num_groups(shape[-1], 64))
+    return QTensor(
+        words=_leaf((*shape[:-1], layout.num_words(shape[-1], bits)), jnp.uint32),
+        scales=_leaf(groups, jnp.float16), zeros=_leaf(groups, jnp.float16),
+        num_inputs=shape[-1], bits=bits, group_size=64,
+    )  # fmt: skip
+
+
+def decode_operands(config: ModelConfig, spec: PoolSpec, batch: int) -> tuple[Any, ...]:
+    """Shapes of what `moejax.steps.decode` takes, experts and attention in INT4."""
+    weights = {
+        leaf: _packed(shape) if leaf.startswith("attention.") and len(shape) == 3 else _leaf(shape)
+        for leaf, shape in weight_shapes(config).items()
+        if leaf not in EXPERT_LEAVES
+    }
+    width, hidden = config.model_dim, config.expert_dim
+
+    def rows(num: int) -> tuple[QTensor, QTensor]:
+        return _packed((num, 2 * hidden, width)), _packed((num, width, hidden))
+
+    cache, experts = spec.cache, (config.num_layers, config.num_experts)
+    pool = ExpertPool(
+        tuple(rows(cache.num_slots) for _ in range(cache.banks)),
+        jax.eval_shape(lambda: empty(cache)),
+        jax.eval_shape(lambda: no_counts(config.num_layers)),
+    )
+    store = ExpertStore(*rows(experts[0] * experts[1]), _leaf(experts, jnp.int32))
+    kv = jax.eval_shape(lambda: empty_cache(config, batch, CONTEXT, jnp.bfloat16))
+    keys = jax.eval_shape(lambda: jax.vmap(jax.random.key)(jnp.zeros(batch, jnp.uint32)))
+
+    def each(dtype: Any) -> jax.ShapeDtypeStruct:
+        return _leaf((batch,), dtype)
+
+    state = steps.DecodeState(kv, each(jnp.int32), each(jnp.int32), each(bool), keys, None)
+    f32 = each(jnp.float32)
+    sampling = Sampling(f32, each(jnp.int32), f32, f32, f32)
+    return state, pool, weights, store, sampling, _leaf((1,), jnp.int32), _leaf((), jnp.int32)
+
+
+def compiled_decode(
+    config: ModelConfig, slots: int, ahead: int, batch: int, sharding: Any
+) -> tuple[jax.stages.Compiled, int]:
+    """A call of eight steps, as `Runner` compiles it, and the bytes of its pool."""
+    gpu = GPUS[GPU]
+    cache = CacheSpec(
+        num_layers=config.num_layers, num_experts=config.num_experts, slots=slots, transient=4,
+        banks=2 if ahead else 1,
+    )  # fmt: skip
+    spec = PoolSpec(cache, ahead)
+    definition = model_definition(config, ops.Kernels(gpu.target), holds_experts=False)
+    chunk = ChunkSpec(CONTEXT, False, "grouped_kernel", "xla", "kernel")
+
+    def decode(*operands: Any) -> Any:
+        return steps.decode(steps.Program(definition, spec), chunk, True, 8, *operands)
+
+    operands = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        decode_operands(config, spec, batch),
+    )
+    with described(gpu):
+        traced = jax.jit(decode, donate_argnums=(0, 1)).trace(*operands)
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    program = lowered.compile(compiler_options=COMPILER_OPTIONS if ahead else None)
+    pool = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(operands[1]))
+    return program, pool
+
+
+def main() -> None:
+    """A line a case: name, temporary and aliased bytes, bytes of the pool."""
+    os.environ[SKIP_CHECKS] = "1"
+    from jax.experimental import topologies
+
+    for name in PACKAGES:
+        api = importlib.import_module(f"pallas_kernels.{name}.api")
+        if hasattr(api, "current_target"):
+            mock.patch.object(api, "current_target", lambda: GPUS[GPU].target).start()
+    devices = topologies.get_topology_desc(
+        platform="cuda", topology_name="1x1x1", topology="1x1x1",
+        target_config=GPUS[GPU].description,
+    ).devices  # fmt: skip
+    mesh = jax.sharding.Mesh(devices, ("gpu",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    for name, config in CONFIGS.items():
+        config = dataclasses.replace(config, num_layers=3)
+        for slots, ahead, batch in CASES:
+            program, pool = compiled_decode(config, slots, ahead, batch, sharding)
+            memory = program.memory_analysis()
+            assert memory is not None
+            label = f"{name}_{slots}_slots_{ahead}_ahead_{batch}_sequences"
+            temporary, aliased = memory.temp_size_in_bytes, memory.alias_size_in_bytes
+            print(label, temporary, aliased, pool, flush=True)
+
+
+if __name__ == "__main__":
+    main()

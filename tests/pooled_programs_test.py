@@ -1,0 +1,38 @@
+"""Steps of pooled experts leave the pool where it is, as XLA compiles them for a GPU."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from absl.testing import absltest
+
+from tests.gpu_programs import SKIP_CHECKS
+from tests.pooled_programs import CASES, CONFIGS
+
+ROOT = Path(__file__).parents[1]
+
+
+class CompilingTest(absltest.TestCase):
+    """In a process of its own, by JAX's CUDA plugin, without a GPU."""
+
+    def test_no_bank_is_copied(self):
+        if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
+            self.skipTest("JAX's CUDA plugin is not installed")
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.pooled_programs"],
+            cwd=ROOT, env=os.environ | {SKIP_CHECKS: "1"}, capture_output=True, text=True,
+            timeout=900,
+        )  # fmt: skip
+        self.assertEqual(done.returncode, 0, done.stderr[-4000:])
+        lines = [line.split() for line in done.stdout.splitlines() if "_slots_" in line]
+        self.assertLen(lines, len(CASES) * len(CONFIGS), done.stdout[-4000:])
+        for label, temporary, aliased, pool in lines:
+            with self.subTest(label):
+                self.assertGreaterEqual(int(aliased), int(pool))
+                self.assertLess(int(temporary), 2**20)
+
+
+if __name__ == "__main__":
+    absltest.main()
