@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# What CHANGELOG says of a GPU, measured again: one process at a time, nothing else on the card.
+#
+#   scripts/bench_gpu.sh OUT                  # all parts; rows go to OUT/*.jsonl
+#   scripts/bench_gpu.sh OUT models memory    # tests, models, kernels, memory
+#
+# Each command has at most SECONDS_EACH seconds (600), and a failed one does not stop the others.
+# Programs are kept in OUT/programs, so that a second run compiles little.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+out=${1:?where rows go}
+shift
+parts=${*:-tests models kernels memory}
+limit=${SECONDS_EACH:-600}
+python=${PYTHON:-python3}
+mkdir -p "$out"
+total_mib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -1)
+
+run() {
+  echo "== $* ($SECONDS s)"
+  timeout "$limit" "$@" || echo "-- ended with $?: $*"
+}
+
+models() {
+  local decode=(--decode_only --prompt=512 --context=1024 --steps_per_call=16)
+  decode+=(--batch=1 --batch=4 --batch=16 --batch=32)
+  local keep=("--cache=$out/programs" "--output=$out/models.jsonl")
+  for model in "Mixtral-8x7B 3" "Mixtral-8x7B 4" "Qwen3-30B-A3B 4" "Qwen3-30B-A3B 3"; do
+    read -r shape bits <<< "$model"
+    run "$python" scripts/bench_model_gpu.py --shape="$shape" --bits="$bits" "${decode[@]}" "${keep[@]}"
+    run "$python" scripts/bench_model_gpu.py --shape="$shape" --bits="$bits" --prefill_only \
+      --prompt=512 --prompt=2048 "${keep[@]}"
+  done
+}
+
+kernels() {
+  run "$python" -m scripts.bench_kernels --cache="$out/programs" --out="$out/kernels.jsonl"
+  run "$python" -m scripts.bench_router --output="$out/router.jsonl"
+  run "$python" scripts/bench_attention.py --output="$out/attention.jsonl"
+  run "$python" scripts/bench_fetch.py --output="$out/fetch.jsonl"
+}
+
+memory() {
+  local keep=("--programs=$out/programs" "--out=$out/memory.jsonl")
+  run "$python" -m scripts.bench_memory_gpu --model=Qwen3-30B-A3B --nottft \
+    --slots=8 --slots=24 --slots=48 --slots=80 "${keep[@]}"
+  for budget in "Mixtral-8x7B 16" "Mixtral-8x7B 24" "Qwen3-30B-A3B 8" "Qwen3-30B-A3B 12"; do
+    read -r shape gib <<< "$budget"
+    XLA_CLIENT_MEM_FRACTION=$(awk "BEGIN { print 1024 * $gib / $total_mib }") \
+      run "$python" -m scripts.bench_memory_gpu --model="$shape" --gib="$gib" "${keep[@]}"
+  done
+}
+
+tests() {
+  XLA_CLIENT_MEM_FRACTION=.05 run "$python" -m pytest -m gpu -n 14 -v --tb=short \
+    -k "not beyond" tests
+  run "$python" -m pytest -m gpu -n 0 -v -k beyond tests  # these need most of the card
+}
+
+for part in $parts; do
+  case $part in
+    tests | models | kernels | memory) "$part" ;;
+    *) echo "no part named $part: tests, models, kernels, memory" >&2; exit 2 ;;
+  esac
+done
