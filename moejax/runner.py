@@ -24,6 +24,7 @@ from moejax.compiled import CompiledPrograms
 from moejax.devices import plain_memory_errors
 from moejax.generation import GenerationSettings, Timing
 from moejax.memory.expert_memory import ExpertMemory
+from moejax.memory.placing import Placing
 from moejax.memory.pooled import COMPILER_OPTIONS
 from moejax.models.attention import CachedVia, cached_form, choose_cached, default_attention_via
 from moejax.models.config import ModelConfig
@@ -115,7 +116,7 @@ class Runner:
         """Of a batch of one: a line for all that runs without the kernel it should have.
 
         Plain experts should decode by `pallas_kernels.expert_mlp`, attention by `decode_attention`,
-        routing by `router_topk`.
+        routing by `router_topk`, experts that move be planned by `residency_plan`.
         """
         decode, prefill = self.serves(1, 1), self.serves(MAX_PREFILL_LENGTH, 1)
         expected = served.expected_kernel(self.kernels.target)
@@ -125,7 +126,15 @@ class Runner:
             found = decode.get(name)
             if expected and found and not found.packed and found.refusals:
                 lines.append(f"decode: {name} run without their kernel: {found.describe()}")
+        if expected and self.memory and (reason := self._plan_refusal()):
+            lines.append(f"decode: experts are found and placed without their kernel: {reason}")
         return lines
+
+    def _plan_refusal(self) -> str | None:
+        assert self.memory is not None
+        spec = self.memory.spec
+        placing = Placing(spec.cache, spec.read is not None, self.kernels.target)
+        return placing.refusal(self.config.experts_per_token)
 
     def run(
         self,

@@ -136,7 +136,7 @@ class Model:
         return self.spec(budget.slots, budget.transient, prefetch), budget.total_device
 
 
-def measured(runner: Runner, report: Report) -> Times:
+def measured(runner: Runner) -> Times:
     """Times of one model; compiles before its turn."""
     config, per_call = runner.config, _PER_CALL.value
     rng = np.random.default_rng(0)
@@ -210,7 +210,7 @@ def report_pool(
 ) -> Times:  # fmt: skip
     """Measures a pool and writes its rows."""
     memory = model.memory(spec, trace)
-    found = measured(Runner(model.config, model.dense, model.device, memory=memory), report)
+    found = measured(Runner(model.config, model.dense, model.device, memory=memory))
     ledger, cache = memory.ledger, spec.cache
     totals = ledger.as_dict()["totals"]
     moved = ledger.link_bytes / _STEPS.value
@@ -259,7 +259,7 @@ def main(argv: list[str]) -> None:
     if _SLOTS.value and _RESIDENT.value:
         with turn(_TURN.value):
             weights = jax.block_until_ready(random_weights(config, packing, device))
-        found = measured(Runner(config, weights, device), report)
+        found = measured(Runner(config, weights, device))
         report.add("all resident, TPOT", 1e3 * found.tpot, "ms",
                    single_step_ms=1e3 * found.single, dispatch_ms=1e3 * found.dispatch)  # fmt: skip
         if _TTFT.value:

@@ -13,9 +13,12 @@ from absl.testing import absltest, parameterized
 from moejax import ops
 from moejax.ledger import no_counts
 from moejax.memory import placing
+from moejax.memory.expert_memory import ExpertMemory
 from moejax.memory.pooled import ExpertPool, ExpertStore, PooledExperts, PoolSpec
 from moejax.memory.residency import CacheSpec, empty
 from moejax.models.moe import routing_of
+from moejax.runner import Runner
+from moejax.served import EXPERT_LEAVES
 from pallas_kernels import expert_fetch, residency_plan
 from pallas_kernels.target import Target
 from tests import tiny_engine
@@ -122,6 +125,24 @@ class WiringTest(parameterized.TestCase):
         self.assertFalse(serves(PoolSpec(cache), cpu, 8))
         self.assertFalse(serves(PoolSpec(cache), ops.NO_KERNELS, 8))
         self.assertFalse(serves(PoolSpec(cache, read=lambda layer, experts: ()), gpu, 8))
+
+    def test_an_engine_says_where_the_kernel_does_not_plan(self):
+        cpu = jax.devices("cpu")[0]
+        weights = {name: jnp.asarray(a) for name, a in tiny_engine.random_weights(CONFIG).items()}
+        stacks = [weights.pop(name) for name in EXPERT_LEAVES]
+        hosts = [stack.reshape(-1, *stack.shape[2:]) for stack in stacks]
+        row_of = np.arange(2 * NUM_EXPERTS).reshape(2, NUM_EXPERTS)
+        cache = CacheSpec(num_layers=2, num_experts=NUM_EXPERTS, slots=3, transient=2)
+
+        def lines(kernels: ops.Kernels, read: Any) -> list[str]:
+            memory = ExpertMemory.of_rows(PoolSpec(cache, 0, read), *hosts, row_of, cpu)
+            remarks = Runner(CONFIG, weights, cpu, kernels=kernels, memory=memory).remarks()
+            return [line for line in remarks if "found and placed" in line]
+
+        gpu, disk = ops.Kernels(Target("gpu", (9, 0))), lambda layer, experts: ()
+        self.assertEmpty(lines(gpu, None))
+        self.assertEmpty(lines(ops.NO_KERNELS, disk))
+        self.assertRegex("".join(lines(gpu, disk)), "kernel: experts may be on the disk")
 
 
 if __name__ == "__main__":

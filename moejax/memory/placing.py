@@ -137,10 +137,15 @@ class Placing:
 
     def by_kernel(self, num_asked: int) -> bool:
         """Whether one launch plans for so many pairs."""
-        if self.target is None or self.reads_disk:
-            return False
-        num_experts = self.cache.num_experts
-        return residency_plan.refusal("triton", num_experts, num_asked, self.target) is None
+        return self.refusal(num_asked) is None
+
+    def refusal(self, num_asked: int) -> str | None:
+        """Why one launch does not plan for so many pairs, or None."""
+        if self.target is None:
+            return "no kernels are wanted"
+        if self.reads_disk:
+            return "experts may be on the disk alone, and the step asks the host for them by id"
+        return residency_plan.refusal("triton", self.cache.num_experts, num_asked, self.target)
 
 
 def _tables(state: State) -> residency_plan.Tables:
