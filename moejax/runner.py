@@ -61,6 +61,7 @@ class Runner:
         experts_via: ExpertsVia | None = None,
         memory: ExpertMemory | None = None,
         cached_via: CachedVia | None = None,
+        whole_calls: bool | None = None,
     ):
         """Compiles nothing yet; logs what packed weights do not run on the expected kernel.
 
@@ -73,10 +74,12 @@ class Runner:
             the default one.
           memory: of experts that `weights` lack; None where it has them all.
           cached_via: what serves attention of decode; None for the kernel where it can.
+          whole_calls: see `steps.decode` on `runs_whole`; None for what suits the device.
         """
         self.config = config
         self.weights = weights
         self.device = device
+        self._whole_calls = device.platform == "gpu" if whole_calls is None else whole_calls
         overlaps = memory is not None and memory.spec.cache.banks > 1 and device.platform == "gpu"
         self.programs = CompiledPrograms(COMPILER_OPTIONS if overlaps else None)
         self.kernels = kernels or ops.Kernels(target_of(device))
@@ -147,8 +150,8 @@ class Runner:
         """Yields the new tokens of each row as they come, until all have ended.
 
         A row ends by an end-of-sequence token; at `max_new_tokens` or the end of the cache the
-        caller stops listening to it. The next call is dispatched before the last one's tokens
-        are read, so the device never waits for the host.
+        caller stops listening. The first token is read before decoding is dispatched, so that its
+        time is its own; from there a call is dispatched before the last one's tokens are read.
 
         Args:
           prompts: token ids, none empty.
@@ -157,30 +160,34 @@ class Runner:
           eos_ids: tokens that end a row.
           steps_per_call: decode steps of one compiled call.
         """
-        started, compiled_before = time.perf_counter(), self.programs.seconds
+        started, compiled = time.perf_counter(), self.programs.seconds
+
+        def elapsed() -> float:  # compiling excluded
+            return time.perf_counter() - started - (self.programs.seconds - compiled)
+
+        def read(tokens: jax.Array) -> list[list[int]]:
+            with self._reading():
+                return [[t for t in row if t >= 0] for row in np.asarray(tokens).tolist()]
+
         session = self.prefill(prompts, cache_length, settings, eos_ids)
         # The last token of an answer is never written to the cache.
         budget = min(settings.max_new_tokens - 1, cache_length - min(map(len, prompts)))
-        pending = session.first_tokens
-        first, decoded, ttft, clock, compiled = True, 0, 0.0, 0.0, 0.0
-        while True:
-            following = None
+
+        def dispatch() -> jax.Array | None:
+            nonlocal budget
             num_steps = min(steps_per_call, budget)
-            if num_steps > 0:
-                following = self.decode(session, num_steps, steps_per_call)
-                budget -= num_steps
-            with self._reading():
-                rows = [[t for t in row if t >= 0] for row in np.asarray(pending).tolist()]
-            now = time.perf_counter()
-            if first:
-                ttft = now - started - (self.programs.seconds - compiled_before)
-                clock, compiled, first = now, self.programs.seconds, False
-            else:
-                decoded += max(map(len, rows))
-            decode_s = now - clock - (self.programs.seconds - compiled)
-            yield rows, Timing(ttft, decode_s, decoded, self.programs.seconds - compiled_before)
-            if following is None or not any(rows):
-                return
+            budget -= num_steps
+            return self.decode(session, num_steps, steps_per_call) if num_steps > 0 else None
+
+        rows, decoded = read(session.first_tokens), 0
+        ttft = elapsed()
+        yield rows, Timing(ttft, 0.0, 0, self.programs.seconds - compiled)
+        pending = dispatch()
+        while pending is not None and any(rows):
+            following = dispatch()
+            rows = read(pending)
+            decoded += max(map(len, rows))
+            yield rows, Timing(ttft, elapsed() - ttft, decoded, self.programs.seconds - compiled)
             pending = following
 
     def prefill(
@@ -234,7 +241,7 @@ class Runner:
         )
         session.state, emitted = self._step(
             steps.decode,
-            (self._program, spec, session.all_greedy, buffer_length),
+            (self._program, spec, session.all_greedy, buffer_length, self._whole_calls),
             (session.state,),
             session.sampling,
             session.eos_ids,
@@ -328,8 +335,7 @@ class Runner:
     def _recorded_via(self, phase: str, num_tokens: int, num_sequences: int) -> ExpertsVia:
         """The form that runs the experts of a call, which goes on record."""
         key = (phase, num_tokens, num_sequences)
-        via = self._forms.get(key)
-        if via is None:
+        if (via := self._forms.get(key)) is None:
             via = self._forms[key] = self.experts_via(num_tokens)
             self.products.setdefault(phase, {}).update(self.serves(num_tokens, num_sequences))
         self.experts_used.add(via)

@@ -266,6 +266,7 @@ def decode(
     spec: ChunkSpec,
     all_greedy: bool,
     buffer_length: int,
+    runs_whole: bool,
     state: DecodeState,
     pool: Pool,
     weights: Weights,
@@ -281,6 +282,9 @@ def decode(
       spec: static, how the tokens stand to the cache.
       all_greedy: static, see `moejax.sampling.draw`.
       buffer_length: static, most steps of a call.
+      runs_whole: static, steps beyond `num_steps` run too and change nothing. Where a loop's end is
+        known XLA's host thread does not wait for a look at its condition on a GPU after each step,
+        and the call returns before the device is done.
       state: donated.
       pool: donated.
       weights: of the model.
@@ -300,18 +304,22 @@ def decode(
     ) -> tuple[DecodeState, Pool, jax.Array, Recorded | None]:
         state, pool, emitted, kept = carry
         tokens, positions = state.tokens[:, None], state.positions[:, None]
-        mask = ~state.done[:, None]
+        rests = state.done | (index >= num_steps) if runs_whole else state.done
         cache, pool, hidden, recorded = _run(
-            program, spec, model, tokens, positions, mask, state.cache, pool, store
+            program, spec, model, tokens, positions, ~rests[:, None], state.cache, pool, store
         )
         if recorded is not None and kept is not None:
             kept = recorded.placed(kept, index)
         tokens, keys, seen = _next_tokens(
             model, hidden[:, 0], state.keys, state.seen, sampling, all_greedy
         )
-        tokens = jnp.where(state.done, state.tokens, tokens)
-        emitted = emitted.at[:, index].set(jnp.where(state.done, -1, tokens))
-        positions = jnp.where(state.done, state.positions, state.positions + 1)
+        if runs_whole:
+            keys = jnp.where(index < num_steps, keys, state.keys)
+            if seen is not None:
+                seen = jnp.where(index < num_steps, seen, state.seen)
+        tokens = jnp.where(rests, state.tokens, tokens)
+        emitted = emitted.at[:, index].set(jnp.where(rests, -1, tokens))
+        positions = jnp.where(rests, state.positions, state.positions + 1)
         done = state.done | jnp.any(tokens[:, None] == eos_ids[None], axis=1)
         return DecodeState(cache, tokens, positions, done, keys, seen), pool, emitted, kept
 
@@ -321,4 +329,5 @@ def decode(
     emitted = jnp.full((batch, buffer_length), -1, jnp.int32)
     if buffer_length == 1:  # no loop: on a GPU one would wait for the host's look at its condition
         return step(jnp.int32(0), (state, pool, emitted, kept))
-    return jax.lax.fori_loop(0, num_steps, step, (state, pool, emitted, kept))
+    end = buffer_length if runs_whole else num_steps
+    return jax.lax.fori_loop(0, end, step, (state, pool, emitted, kept))

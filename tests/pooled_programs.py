@@ -93,7 +93,7 @@ def compiled_decode(
     chunk = ChunkSpec(CONTEXT, False, "grouped_kernel", "xla", "kernel")
 
     def decode(*operands: Any) -> Any:
-        return steps.decode(steps.Program(definition, spec), chunk, True, 8, *operands)
+        return steps.decode(steps.Program(definition, spec), chunk, True, 8, True, *operands)
 
     operands = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),

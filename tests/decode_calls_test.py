@@ -1,0 +1,70 @@
+"""Calls of several decode steps: those that run whole, and what their time counts as."""
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+from absl.testing import absltest
+
+from moejax import Engine
+from moejax.generation import GenerationSettings
+from moejax.runner import Runner
+from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
+
+CONTEXT = 256
+ENGINE: Engine
+
+
+def setUpModule():
+    """One engine for the file: most of the time is compiling."""
+    global ENGINE
+    with tempfile.TemporaryDirectory() as directory:
+        ENGINE = load_tiny_engine(Path(directory), tokenizer=False)
+
+
+def random_tokens(length: int) -> list[int]:
+    """Of a prompt."""
+    return np.random.default_rng(length).integers(0, VOCAB_SIZE, length).tolist()
+
+
+class WholeCallsTest(absltest.TestCase):
+    def test_steps_that_were_not_asked_for_change_nothing(self):
+        prompts = [random_tokens(20), random_tokens(9)]
+        settings = GenerationSettings(temperature=0.8, top_k=50, repetition_penalty=1.2, seed=3)
+        found = []
+        for whole in (False, True):
+            serving = Runner(ENGINE.config, ENGINE.weights, ENGINE.device, whole_calls=whole)
+            session = serving.prefill(prompts, CONTEXT, settings, ())
+            emitted = [np.asarray(serving.decode(session, n, 8)) for n in (3, 8, 1, 5)]
+            state = session.state
+            keys = jax.random.key_data(state.keys)
+            found.append((emitted, state.tokens, state.positions, state.done, keys, state.seen))
+        jax.tree.map(np.testing.assert_array_equal, *found)
+        counts = [(np.asarray(part) >= 0).sum(axis=1).tolist() for part in found[1][0]]
+        self.assertEqual(counts, [[n, n] for n in (3, 8, 1, 5)])
+
+
+class TimingTest(absltest.TestCase):
+    def test_a_dispatch_that_waits_for_the_device_is_time_of_decoding(self):
+        serving, delay = Runner(ENGINE.config, ENGINE.weights, ENGINE.device), 0.3
+        decode, settings = serving.decode, GenerationSettings(max_new_tokens=9)
+        prompts = [random_tokens(12)]
+        list(serving.run(prompts, CONTEXT, settings, (), 4))  # compiles
+
+        def waiting(*arguments: Any) -> jax.Array:
+            time.sleep(delay)
+            return decode(*arguments)
+
+        with mock.patch.object(serving, "decode", waiting):
+            *_, (_, timing) = serving.run(prompts, CONTEXT, settings, (), 4)
+        self.assertLess(timing.ttft_s, delay)
+        self.assertEqual(timing.num_decoded, 8)
+        self.assertGreaterEqual(timing.decode_s, 2 * delay)
+
+
+if __name__ == "__main__":
+    absltest.main()
