@@ -5,7 +5,7 @@ import fcntl
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,23 @@ from moejax.results import (
 class Report:
     """Rows: printed and written as they come, and printed as a table at the end."""
 
-    def __init__(self, device: jax.Device, about: str, output: str) -> None:
-        """The device; what goes for all figures; a JSON Lines file, or ""."""
+    def __init__(
+        self,
+        device: jax.Device | str,
+        about: str,
+        output: str,
+        packages: Sequence[str] = ("jax", "jaxlib"),
+    ) -> None:
+        """Nothing is written yet.
+
+        Args:
+          device: of JAX; its name where another library runs.
+          about: what goes for all figures.
+          output: a JSON Lines file, or "".
+          packages: whose versions the rows state.
+        """
         self.device, self.about, self.output = device, about, output
+        self.packages = packages
         self.rows: list[ResultRow] = []
 
     def add(self, what: str, figure: float, unit: str, **baseline: float) -> None:
@@ -36,8 +50,8 @@ class Report:
             figure=figure,
             unit=unit,
             baseline=baseline,
-            device=describe_device(self.device),
-            versions=package_versions("jax", "jaxlib"),
+            device=(self.device if isinstance(self.device, str) else describe_device(self.device)),
+            versions=package_versions(*self.packages),
             date=today(),
             command=command_line(),
         )
