@@ -315,7 +315,7 @@ def decode(
         )
         if runs_whole:
             keys = jnp.where(index < num_steps, keys, state.keys)
-            if seen is not None:
+            if seen is not None and state.seen is not None:
                 seen = jnp.where(index < num_steps, seen, state.seen)
         tokens = jnp.where(rests, state.tokens, tokens)
         emitted = emitted.at[:, index].set(jnp.where(rests, -1, tokens))

@@ -1,7 +1,7 @@
 """Times loading a Hugging Face directory against restoring the same weights from Orbax.
 
-    python scripts/bench_load.py --checkpoint=demo
-    python scripts/bench_load.py --random_gib=2 --dtype=bfloat16
+    python -m scripts.bench_load --checkpoint=demo
+    python -m scripts.bench_load --random_gib=2 --dtype=bfloat16
 
 The files are read once before, so the page cache is warm. The default for `--dtype` is "auto":
 float32 on a CPU, the file's own elsewhere. Needs the space of the loaded form in `--scratch`.
@@ -14,52 +14,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from absl import app, flags, logging
 
-from moejax.checkpoints import load_orbax, open_checkpoint, save_hf_checkpoint, save_orbax
-from moejax.models.config import ModelConfig, weight_shapes
+from moejax.checkpoints import load_orbax, open_checkpoint, save_orbax
+from scripts.random_checkpoints import write_random
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", "demo", "directory or name")
 _RANDOM_GIB = flags.DEFINE_float("random_gib", None, "a random bfloat16 model of this size instead")
 _DTYPE = flags.DEFINE_string("dtype", "auto", "float32, bfloat16, float16 or auto")
 _REPEATS = flags.DEFINE_integer("repeats", 3, "the median of these is printed")
 _SCRATCH = flags.DEFINE_string("scratch", None, "where the Orbax directory is written for a while")
-
-
-def write_random(directory: Path, gib: float) -> None:
-    """A Qwen3-MoE of about `gib` GiB in bfloat16, with Qwen3-30B-A3B's experts."""
-    expert_bytes = 3 * 768 * 2048 * 2
-    config = ModelConfig(
-        family="qwen3_moe",
-        vocab_size=32768,
-        model_dim=2048,
-        num_layers=4,
-        num_heads=32,
-        num_kv_heads=4,
-        head_dim=128,
-        num_experts=max(8, round(gib * 2**30 / expert_bytes / 4)),
-        experts_per_token=8,
-        expert_dim=768,
-        mlp_dim=6144,
-        moe_layers=(0, 1, 2, 3),
-        norm_topk_prob=True,
-        norm_eps=1e-6,
-        rope_theta=1e6,
-        max_positions=4096,
-        tied_embeddings=True,
-        qk_norm=True,
-        attention_bias=False,
-        sliding_window=None,
-    )
-    # Random bits, so that Orbax's compression finds what it finds in trained weights: little.
-    rng = np.random.default_rng(0)
-    weights = {
-        leaf: rng.integers(0x3C00, 0x3F80, shape, np.uint16).view(jnp.bfloat16)
-        for leaf, shape in weight_shapes(config).items()
-    }
-    save_hf_checkpoint(directory, config, weights, dtype=jnp.bfloat16)
 
 
 def median_seconds(action: Callable[[], object]) -> float:

@@ -10,7 +10,9 @@ TTFT of a prompt; TPOT in calls of several steps and of one; the hit rate of the
 trace's own; bytes over the link; the peak of the device beside the budget.
 
 Qwen3's trace is synthetic, with LRU hit rates of 37, 74, 89 and 96 % at 8, 24, 48 and 80 slots;
-other shapes take a flat one. What a layer is expected to need is replayed too: each of its experts
+other shapes take a flat one. `--trace=FILE` takes what a small model decoded
+(`--config.record_trace`), scaled to the shape. The sequences of a batch are at different places of
+the trace. What a layer is expected to need is replayed too: each of its experts
 with the probability `--recall`, else another one. `--turn=FILE` makes processes that were started
 together measure one at a time, and compile at once. `--model=tiny --device=cpu` tries the script.
 """
@@ -33,12 +35,20 @@ from moejax.memory.expert_memory import ExpertMemory
 from moejax.memory.pooled import PoolSpec
 from moejax.memory.residency import CacheSpec
 from moejax.models.config import ModelConfig
-from moejax.runner import Runner, Session
+from moejax.runner import Runner
+from moejax.session import Session
+from moejax.traces import read_trace, replay_of_trace
 from scripts.bench_report import Report, turn
 from scripts.model_profile import launches, session_without_prefill
 from scripts.model_weights import CONFIGS, Packing, random_weights
 from scripts.synthetic_rows import SyntheticRows
-from scripts.synthetic_traces import QWEN3_HIT_RATES, expectations, lru_hit_rate, lru_trace
+from scripts.synthetic_traces import (
+    QWEN3_HIT_RATES,
+    expectations,
+    lru_hit_rate,
+    lru_trace,
+    scaled_trace,
+)
 
 _MODEL = flags.DEFINE_enum("model", "Qwen3-30B-A3B", sorted(CONFIGS), "which shape")
 _DEPTH = flags.DEFINE_integer("depth", 0, "fewer layers than the real ones; 0: all")
@@ -47,7 +57,8 @@ _SLOTS = flags.DEFINE_multi_integer("slots", [], "of a layer, each a measurement
 _GIB = flags.DEFINE_float("gib", 0, "of device memory; the rows of DyMoE's Table 3")
 _AHEAD = flags.DEFINE_integer("prefetch", 0, "experts of the next layer that are brought ahead")
 _RECALL = flags.DEFINE_float("recall", 0.85, "share of the needed experts that are expected")
-_BATCH = flags.DEFINE_integer("batch", 1, "sequences; the trace is replayed only for one")
+_TRACE = flags.DEFINE_string("trace", "", "of decoded tokens, to be scaled; empty: synthetic")
+_BATCH = flags.DEFINE_integer("batch", 1, "sequences")
 _PROMPT = flags.DEFINE_integer("prompt", 512, "tokens of the prompt")
 _CONTEXT = flags.DEFINE_integer("context", 1024, "cache length")
 _STEPS = flags.DEFINE_integer("steps", 64, "decode steps a measurement, after as many others")
@@ -84,12 +95,18 @@ class Model:
             self.dense = random_weights(config, packing, device, experts=False)
             jax.block_until_ready(self.dense)
         self._rows: SyntheticRows | None = None
-        num_experts = config.num_experts
-        self.trace = lru_trace(
-            QWEN3_HIT_RATES if num_experts == 128 else {}, num_steps=4 * _STEPS.value,
-            num_layers=len(config.moe_layers), num_experts=num_experts,
-            width=config.experts_per_token,
-        )  # fmt: skip
+        num_layers, num_experts = len(config.moe_layers), config.num_experts
+        if _TRACE.value:
+            small = read_trace(Path(_TRACE.value))
+            self.trace = scaled_trace(
+                replay_of_trace(small), small.num_experts, num_layers=num_layers,
+                of_experts=num_experts, width=config.experts_per_token,
+            )  # fmt: skip
+        else:
+            self.trace = lru_trace(
+                QWEN3_HIT_RATES if num_experts == 128 else {}, num_steps=4 * _STEPS.value,
+                num_layers=num_layers, num_experts=num_experts, width=config.experts_per_token,
+            )  # fmt: skip
 
     @property
     def rows(self) -> SyntheticRows:
@@ -109,7 +126,10 @@ class Model:
         expected = expectations(
             trace, self.config.num_experts, max(1, spec.prefetch), _RECALL.value
         )
-        put = jax.device_put((trace, expected if spec.prefetch else None), self.device)
+        batch = _BATCH.value
+        places = [np.roll(trace, -place * len(trace) // batch, axis=0) for place in range(batch)]
+        ahead = expected if spec.prefetch and batch == 1 else None
+        put = jax.device_put((np.stack(places, axis=2), ahead), self.device)
         memory.store = dataclasses.replace(memory.store, replay=put[0], replay_ahead=put[1])
         return memory
 
@@ -254,6 +274,8 @@ def main(argv: list[str]) -> None:
     )
     if _GIB.value:
         about += f", {_GIB.value:g} GiB"
+    if _TRACE.value:
+        about += ", the demo model's routing scaled"
     report = Report(device, about, _FILE.value)
     baseline: dict[str, float] = {}
     if _SLOTS.value and _RESIDENT.value:

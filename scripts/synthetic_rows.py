@@ -39,7 +39,7 @@ class SyntheticRows:
         self.row_nbytes = sum(part.size * part.dtype.itemsize for part in self.row)
         self.uses_jax = False
         del drawn, stacks, leaves
-        store = HostStore.allocate(self, self.num_layers * self.num_experts, device)
+        store = self.store = HostStore.allocate(self, self.num_layers * self.num_experts, device)
         store.fill(progress=False)
         self.nbytes, self.row_of = store.nbytes, store.row_of
         self.stacks: tuple[Weight, Weight] = jax.tree.unflatten(self._tree, store.arrays)

@@ -1,4 +1,4 @@
-"""Routing made up so that caches under LRU have given hit rates, from stack distances."""
+"""Routing made up: of given hit rates under LRU, from stack distances; of a small model, scaled."""
 
 from collections.abc import Mapping
 
@@ -56,6 +56,58 @@ def lru_trace(
             trace[step, layer] = stack[places]
             stack = np.concatenate([stack[places], np.delete(stack, places)])
     return trace
+
+
+def scaled_trace(
+    trace: np.ndarray, num_experts: int, *, num_layers: int, of_experts: int, width: int
+) -> np.ndarray:
+    """A small model's routing in the shape of a large one; how experts recur stays as it is.
+
+    More experts than the small model has: several copies of it side by side, each reading the text
+    from another place, of whose experts the likeliest few are taken. Fewer: groups of its experts
+    stand for one, and a token takes those of its likeliest ones. Layers beyond those of the small
+    model are its layers again, from another place in the text.
+
+    Args:
+      trace: int32[steps, m, a], by falling probability.
+      num_experts: e of the small model.
+      num_layers: M.
+      of_experts: E; a multiple of e, or a divisor.
+      width: A.
+
+    Returns:
+      int32[steps, M, A], no expert twice in a token.
+
+    Raises:
+      ValueError: the numbers of experts do not divide.
+    """
+    steps, layers, taken = trace.shape
+    copies, group = max(1, of_experts // num_experts), max(1, num_experts // of_experts)
+    share = width // copies
+    if copies * num_experts != of_experts * group or share * copies != width or share > taken:
+        raise ValueError(f"{taken} of {num_experts} experts do not make {width} of {of_experts}")
+    num_places = copies * -(-num_layers // layers)
+    scaled = np.zeros((steps, num_layers, width), np.int32)
+    for layer in range(num_layers):
+        for copy in range(copies):
+            place = (layer // layers * copies + copy) * steps // num_places
+            ids = np.roll(trace[:, layer % layers], -place, axis=0)
+            if group > 1:
+                ids = _first_distinct(ids // group, share, of_experts)
+            scaled[:, layer, copy * share : (copy + 1) * share] = (
+                copy * num_experts + ids[:, :share]
+            )
+    return scaled
+
+
+def _first_distinct(ids: np.ndarray, width: int, num_experts: int) -> np.ndarray:
+    """int32[steps, width], the first different numbers of each row; the next ones where too few."""
+    found = np.zeros((len(ids), width), np.int32)
+    for row, numbers in enumerate(ids):
+        start = int(numbers[0])
+        rest = ((start + i) % num_experts for i in range(num_experts))
+        found[row] = list(dict.fromkeys([*map(int, numbers), *rest]))[:width]
+    return found
 
 
 def expectations(

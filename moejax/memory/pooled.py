@@ -101,8 +101,8 @@ class ExpertStore:
       down: [R, D, F].
       row_of: int32[M, E], rows; -1 for what is on the disk alone.
       terms: low-rank terms of gate and up, and of down, on the device, starts and ranks [M, E].
-      replay: int32[steps, M, A], experts that steps of one token take in place of the router's, for
-        measurements; step s of the pool's life takes entry s modulo their number.
+      replay: int32[steps, M, B, A], experts that steps of B tokens take in place of the router's,
+        for measurements; step s of the pool's life takes entry s modulo their number.
       replay_ahead: int32[steps, M, t], what the layers before are to have expected of a layer in
         such a step, -1 for less than t; None for their routers' guesses.
     """
@@ -191,9 +191,9 @@ class PooledExperts:
 
     def _replayed(self, layer: int, routing: Routing) -> Routing:
         replay = self.store.replay
-        if replay is None or routing.ids.shape[0] > 1:
+        if replay is None or routing.ids.shape != replay.shape[2:]:
             return routing
-        return routing._replace(ids=replay[self._step() % len(replay), layer][None])
+        return routing._replace(ids=replay[self._step() % len(replay), layer])
 
     def _step(self) -> jax.Array:
         """int32[], steps of the pool's life; the clock counts layers from 1 on."""
@@ -227,8 +227,8 @@ class PooledExperts:
         """Brings ahead what the next layer's router is expected to choose (DyMoE eq. 6-8)."""
         cache, pool = self.spec.cache, self.pool
         limit = min(self.spec.prefetch, cache.slots, cache.num_experts)
-        replay = self.store.replay_ahead
-        if replay is None or len(token_mask) > 1:
+        replay, replayed = self.store.replay_ahead, self.store.replay
+        if replay is None or replayed is None or len(token_mask) != replayed.shape[2]:
             mass = jnp.sum(jnp.where(token_mask[:, None], predicted.probabilities, 0.0), axis=0)
             _, wanted = jax.lax.top_k(mass, limit)
         else:  # the clock has counted the layer before
