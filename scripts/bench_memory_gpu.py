@@ -18,6 +18,7 @@ together measure one at a time, and compile at once. `--model=tiny --device=cpu`
 """
 
 import dataclasses
+import itertools
 import statistics
 import tempfile
 import time
@@ -58,7 +59,8 @@ _GIB = flags.DEFINE_float("gib", 0, "of device memory; the rows of DyMoE's Table
 _AHEAD = flags.DEFINE_integer("prefetch", 0, "experts of the next layer that are brought ahead")
 _RECALL = flags.DEFINE_float("recall", 0.85, "share of the needed experts that are expected")
 _TRACE = flags.DEFINE_string("trace", "", "of decoded tokens, to be scaled; empty: synthetic")
-_BATCH = flags.DEFINE_integer("batch", 1, "sequences")
+_BATCH = flags.DEFINE_multi_integer("batch", [1], "sequences, each a measurement")
+_TRANSIENT = flags.DEFINE_integer("transient", 0, "slots for what passes; 0: what a step takes")
 _PROMPT = flags.DEFINE_integer("prompt", 512, "tokens of the prompt")
 _CONTEXT = flags.DEFINE_integer("context", 1024, "cache length")
 _STEPS = flags.DEFINE_integer("steps", 64, "decode steps a measurement, after as many others")
@@ -118,7 +120,7 @@ class Model:
             print(f"host store of {gib:.1f} GiB ready in {spent:.1f} s", flush=True)
         return self._rows
 
-    def memory(self, spec: PoolSpec, trace: np.ndarray | None = None) -> ExpertMemory:
+    def memory(self, spec: PoolSpec, batch: int, trace: np.ndarray | None = None) -> ExpertMemory:
         """A pool; decode steps take the trace's experts, or those of another one."""
         gate_up, down = self.rows.stacks
         memory = ExpertMemory.of_rows(spec, gate_up, down, self.rows.row_of, self.device)
@@ -126,7 +128,6 @@ class Model:
         expected = expectations(
             trace, self.config.num_experts, max(1, spec.prefetch), _RECALL.value
         )
-        batch = _BATCH.value
         places = [np.roll(trace, -place * len(trace) // batch, axis=0) for place in range(batch)]
         ahead = expected if spec.prefetch and batch == 1 else None
         put = jax.device_put((np.stack(places, axis=2), ahead), self.device)
@@ -142,13 +143,13 @@ class Model:
         )  # fmt: skip
         return PoolSpec(cache, prefetch)
 
-    def budget_spec(self, slots: int, prefetch: int) -> tuple[PoolSpec, int]:
+    def budget_spec(self, slots: int, prefetch: int, batch: int) -> tuple[PoolSpec, int]:
         """What `moejax.memory` makes of --gib, and the bytes that it plans."""
         sizes = {name: leaf.nbytes for name, leaf in self.dense.items()}
         budget = make_budget(
             self.config, sizes, Tier(name="experts", expert_nbytes=self.rows.row_nbytes),
-            batch=_BATCH.value, context=_CONTEXT.value,
-            chunk=longest_chunk(self.config, _BATCH.value, _CONTEXT.value),
+            batch=batch, context=_CONTEXT.value,
+            chunk=longest_chunk(self.config, batch, _CONTEXT.value),
             limits=Limits(device_gib=_GIB.value, slots=slots, prefetch=prefetch), platform="gpu",
         )  # fmt: skip
         if not budget.pooled:
@@ -156,19 +157,17 @@ class Model:
         return self.spec(budget.slots, budget.transient, prefetch), budget.total_device
 
 
-def measured(runner: Runner) -> Times:
+def measured(runner: Runner, batch: int) -> Times:
     """Times of one model; compiles before its turn."""
     config, per_call = runner.config, _PER_CALL.value
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, config.vocab_size, _PROMPT.value).tolist()] * _BATCH.value
+    prompts = [rng.integers(0, config.vocab_size, _PROMPT.value).tolist()] * batch
     settings = GenerationSettings.of(max_new_tokens=1)
 
     def prefill() -> tuple[Session, float]:
         start = time.perf_counter()
         if not _TTFT.value:
-            found = session_without_prefill(
-                runner, _BATCH.value, _PROMPT.value, _CONTEXT.value, settings
-            )
+            found = session_without_prefill(runner, batch, _PROMPT.value, _CONTEXT.value, settings)
             return jax.block_until_ready(found), 0.0
         session = runner.prefill(prompts, _CONTEXT.value, settings, ())
         jax.block_until_ready((session.first_tokens, session.state))
@@ -225,19 +224,19 @@ def show_kernels(runner: Runner, session: Session) -> None:
 
 
 def report_pool(
-    report: Report, label: str, model: Model, spec: PoolSpec, baseline: dict[str, float],
-    planned: int = 0, trace: np.ndarray | None = None,
+    report: Report, label: str, model: Model, spec: PoolSpec, batch: int,
+    baseline: dict[str, float], planned: int = 0, trace: np.ndarray | None = None,
 ) -> Times:  # fmt: skip
     """Measures a pool and writes its rows."""
-    memory = model.memory(spec, trace)
-    found = measured(Runner(model.config, model.dense, model.device, memory=memory))
+    memory = model.memory(spec, batch, trace)
+    found = measured(Runner(model.config, model.dense, model.device, memory=memory), batch)
     ledger, cache = memory.ledger, spec.cache
     totals = ledger.as_dict()["totals"]
     moved = ledger.link_bytes / _STEPS.value
     replayed = model.trace if trace is None else trace
     report.add(
         f"{label}, {cache.slots} slots of {cache.num_experts}, ahead {spec.prefetch}, TPOT",
-        1e3 * found.tpot, "ms", tokens_per_s=_BATCH.value / found.tpot, **baseline,
+        1e3 * found.tpot, "ms", tokens_per_s=batch / found.tpot, **baseline,
         slowest_ms=1e3 * found.slowest, single_step_ms=1e3 * found.single,
         dispatch_ms=1e3 * found.dispatch, hit_rate=ledger.hit_rate,
         trace_hit_rate=lru_hit_rate(replayed, cache.slots, cache.num_experts) if cache.slots else 0,
@@ -269,37 +268,43 @@ def main(argv: list[str]) -> None:
         )
     bits = int(_WIDTH.value)
     packing = Packing(bits=bits, attention_bits=bits)
-    about = (
-        f"{_MODEL.value}, {config.num_layers} layers, {packing.describe()}, batch {_BATCH.value}"
-    )
+    about = f"{_MODEL.value}, {config.num_layers} layers, {packing.describe()}"
     if _GIB.value:
         about += f", {_GIB.value:g} GiB"
     if _TRACE.value:
         about += ", the demo model's routing scaled"
-    report = Report(device, about, _FILE.value)
-    baseline: dict[str, float] = {}
+    reports = {b: Report(device, f"{about}, batch {b}", _FILE.value) for b in _BATCH.value}
+    resident: dict[int, dict[str, float]] = {b: {} for b in reports}
     if _SLOTS.value and _RESIDENT.value:
         with turn(_TURN.value):
             weights = jax.block_until_ready(random_weights(config, packing, device))
-        found = measured(Runner(config, weights, device))
-        report.add("all resident, TPOT", 1e3 * found.tpot, "ms",
-                   single_step_ms=1e3 * found.single, dispatch_ms=1e3 * found.dispatch)  # fmt: skip
-        if _TTFT.value:
-            report.add(f"all resident, prompt of {_PROMPT.value}, TTFT", 1e3 * found.ttft, "ms")
-        baseline = {"resident_ms": 1e3 * found.tpot}
-        del weights
+        runner = Runner(config, weights, device)
+        resident = {b: report_resident(report, runner, b) for b, report in reports.items()}
+        del weights, runner
     model = Model(config, packing, device)
-    for slots in _SLOTS.value:
+    for slots, batch in itertools.product(_SLOTS.value, reports):
         if _LIMIT.value and time.perf_counter() - started > _LIMIT.value:
-            print(f"left out: {slots} slots")
+            print(f"left out: {slots} slots, batch {batch}")
             continue
-        spec = model.spec(slots, config.experts_per_token, _AHEAD.value)
-        report_pool(report, "pool", model, spec, baseline)
+        transient = min(config.num_experts, batch * config.experts_per_token)
+        spec = model.spec(slots, min(transient, _TRANSIENT.value or transient), _AHEAD.value)
+        report_pool(reports[batch], "pool", model, spec, batch, resident[batch])
     if _GIB.value:
-        table_3(report, model)
+        for batch, report in reports.items():
+            table_3(report, model, batch)
 
 
-def table_3(report: Report, model: Model) -> None:
+def report_resident(report: Report, runner: Runner, batch: int) -> dict[str, float]:
+    """The rows of a model with all its experts; its time, to stand beside others."""
+    found = measured(runner, batch)
+    report.add("all resident, TPOT", 1e3 * found.tpot, "ms",
+               single_step_ms=1e3 * found.single, dispatch_ms=1e3 * found.dispatch)  # fmt: skip
+    if _TTFT.value:
+        report.add(f"all resident, prompt of {_PROMPT.value}, TTFT", 1e3 * found.ttft, "ms")
+    return {"resident_ms": 1e3 * found.tpot}
+
+
+def table_3(report: Report, model: Model, batch: int) -> None:
     """Load on demand, cache, cache and prefetch, each under the budget."""
     config = model.config
     rows: dict[str, Times] = {}
@@ -310,13 +315,13 @@ def table_3(report: Report, model: Model) -> None:
         ("cache and prefetch", -1, _AHEAD.value or config.experts_per_token, None),
         ("cache that always hits", -1, 0, rest),
     ):
-        spec, planned = model.budget_spec(slots, ahead)
+        spec, planned = model.budget_spec(slots, ahead, batch)
         baseline = {
             f"{name.replace(' ', '_')}_{part}_ratio": getattr(times, part)
             for name, times in rows.items()
             for part in (("tpot", "ttft") if _TTFT.value else ("tpot",))
         }
-        found = report_pool(report, label, model, spec, {}, planned, trace)
+        found = report_pool(report, label, model, spec, batch, {}, planned, trace)
         for name, value in baseline.items():
             part = name.split("_")[-2]
             report.add(f"{label}: {name}", value / getattr(found, part), "x")
