@@ -68,12 +68,12 @@ def make_runner(config: ModelConfig, packing: Packing, device: jax.Device) -> Ru
 
 
 class Requests:
-    """Asks for experts at a rate, in an order of layers and experts that recurs never."""
+    """Asks for random experts at a rate; each loop draws its own."""
 
-    def __init__(self, transfers: Transfers, config: ModelConfig, rate: float):
+    def __init__(self, transfers: Transfers, config: ModelConfig, rate: float, loop: int):
         """`rate` experts a step."""
         self._transfers, self._rate, self._owed = transfers, rate, 0.0
-        self._rng = np.random.default_rng(0)
+        self._rng = np.random.default_rng(loop)
         self._size = (len(config.moe_layers), config.num_experts)
 
     def ask(self, num_steps: int) -> None:
@@ -113,7 +113,8 @@ def measure(report: Report, runner: Runner, routing: str, per_call: int) -> None
         session = session_without_prefill(runner, 1, PROMPT, context, settings)
         before = dataclasses.replace(transfers.counters)
         started = time.perf_counter()
-        times = call_times(runner, session, per_call, Requests(transfers, runner.config, rate))
+        requests = Requests(transfers, runner.config, rate, transfers.counters.requested)
+        times = call_times(runner, session, per_call, requests)
         spent = time.perf_counter() - started
         moved = since(before, transfers.counters)
         median, slowest = (1e3 * float(np.quantile(times, q)) for q in (0.5, 0.99))

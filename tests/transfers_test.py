@@ -44,10 +44,11 @@ class RequestTest(TransfersTestCase):
 
     def test_a_landing_writes_the_pool_in_place(self):
         self.transfers()
-        (program,) = [p for key, p in PROGRAMS._programs.items() if key[0] is landing.land]
-        memory = program.memory_analysis()
+        programs = [p for key, p in PROGRAMS._programs.items() if key[0] is landing.land]
+        self.assertNotEmpty(programs)
         pool = sum(leaf.nbytes for leaf in jax.tree.leaves(self.pool))
-        self.assertGreaterEqual(memory.alias_size_in_bytes, pool)
+        for program in programs:
+            self.assertGreaterEqual(program.memory_analysis().alias_size_in_bytes, pool)
 
     def test_old_owners_serve_until_the_bytes_are_there(self):
         transfers = self.transfers()

@@ -17,9 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moejax.ledger import no_counts
 from moejax.memory import residency as tables
 from moejax.memory.pooled import ExpertPool
 from moejax.memory.residency import CacheSpec
+from moejax.memory.residency.tables import first_slot
 
 WORD_NBYTES = 4
 
@@ -88,6 +90,18 @@ def probe(pool: ExpertPool, what: jax.Array) -> jax.Array:
     return (pool.residency.slot_of[layers, experts] >= 0) & (what[0] >= 0)
 
 
+def size_of(number: int, largest: int) -> int:
+    """Of the program that lands so many experts: few take less time than many."""
+    return min(1 << (number - 1).bit_length(), largest)
+
+
+def padded(experts: Sequence[tuple[int, int]], size: int) -> np.ndarray:
+    """int32[2, size], layers and experts, filled up with -1."""
+    what = np.full((2, size), -1, np.int32)
+    what[:, : len(experts)] = np.asarray(experts, np.int32).reshape(-1, 2).T
+    return what
+
+
 def land(
     spec: CacheSpec,
     layout: BlobLayout,
@@ -112,25 +126,36 @@ def land(
       The pool, and int32[n] global slots, -1 where nothing landed.
     """
     layers, experts = what
+    residency, counts = pool.residency, pool.counts
     # Nothing is arriving while a step runs, so pins alone bound what a call may take.
-    sized = dataclasses.replace(spec, held=spec.slots)
-    index = jnp.arange(len(blobs), dtype=jnp.int32)
+    sized = dataclasses.replace(spec, num_layers=1, banks=1, held=spec.slots)
+    empty = no_counts(1, counts.gate.shape[1] - 1)
 
-    def one(i: jax.Array, carried: Any) -> Any:
-        # All of a layer at once, by the first of them, so that none takes another one's slot.
-        residency, counts, slots = carried
-        layer = jnp.maximum(layers[i], 0)
-        mine = layers == layers[i]
-        mine &= (layers[i] >= 0) & ~jnp.any(mine & (index < i))
+    def one(table: jax.Array, pinned: jax.Array, mine: jax.Array) -> Any:
+        row = tables.Residency(table[None], pinned[None], residency.clock)
         asked = jnp.where(mine, experts, -1)
-        found, residency, counts = tables.reserve(sized, residency, layer, asked, counts)
-        residency, counts = tables.publish(sized, residency, layer, found, counts)
+        found, row, events = tables.reserve(sized, row, 0, asked, empty)
+        row, events = tables.publish(sized, row, 0, found, events)
         dropped = jnp.sum(mine & (found < 0), dtype=jnp.int32)
-        counts = counts.add(layer, bulk=dropped, prefetch_waste=dropped)
-        return residency, counts, jnp.where(mine, found, slots)
+        events = events.add(0, bulk=dropped, prefetch_waste=dropped)
+        return row.table[0], jnp.where(mine, found, -1), events.events[0]
 
-    carried = (pool.residency, pool.counts, jnp.full_like(experts, -1))
-    residency, counts, slots = jax.lax.fori_loop(0, len(blobs), one, carried)
+    # Each layer by the first of its experts, for all of them, so that none takes another one's
+    # slot; and all layers at once: one after the other took longer than the step beside it.
+    same = (layers[:, None] == layers[None]) & (layers >= 0)[None]
+    index = jnp.arange(len(layers), dtype=jnp.int32)
+    leads = (jnp.argmax(same, axis=1) == index) & (layers >= 0)
+    rows = jnp.maximum(layers, 0)
+    table, local, events = jax.vmap(one)(
+        residency.table[rows], residency.pinned[rows], same & leads[:, None]
+    )
+    local = jnp.max(local, axis=0)
+    slots = jnp.where(local >= 0, first_slot(spec, rows) + local, -1)
+    places = jnp.where(leads, layers, spec.num_layers)
+    table = residency.table.at[places].set(table, mode="drop")
+    residency = dataclasses.replace(residency, table=table)
+    events = counts.events.at[places].add(events, mode="drop")
+    counts = dataclasses.replace(counts, events=events)
     banks = []
     for number, bank in enumerate(pool.banks):
         here = (slots >= 0) & (layers % len(pool.banks) == number)

@@ -31,7 +31,7 @@ from absl import logging
 from moejax.compiled import CompiledPrograms
 from moejax.errors import MoejaxError
 from moejax.memory.host_store import Expert, RowSupply
-from moejax.memory.landing import BlobLayout, is_ready, land, probe
+from moejax.memory.landing import BlobLayout, is_ready, land, padded, probe, size_of
 from moejax.memory.pinned import (
     Place,
     allocate_place,
@@ -83,7 +83,7 @@ class Transfers:
 
     Attributes:
       counters: of requests and transfers.
-      programs: `probe` and `land`, compiled by the constructor.
+      programs: `probe` and some sizes of `land`, compiled by the constructor.
     """
 
     def __init__(
@@ -242,7 +242,11 @@ class Transfers:
         """One put, one landing, one probe; each only where there is something for it."""
         landing = [(t.expert[0], -1 if t.cancelled else t.expert[1]) for t in batch]
         sent = [self._blocks[t.block].array for t in ready]
-        asked = [self._what(e) for e in (landing, [t.expert for t in started]) if e]
+        asked = []
+        if landing:
+            asked.append(padded(landing, size_of(len(landing), self._batch)))
+        if started:
+            asked.append(padded([t.expert for t in started], self._batch))
         put = jax.device_put([*sent, *asked], self._place)
         for transfer, words in zip(ready, put, strict=False):
             transfer.staged, transfer.state, transfer.result = words, _State.FLYING, None
@@ -258,7 +262,7 @@ class Transfers:
 
     def _land(self, pool: ExpertPool, batch: list[_Transfer], what: jax.Array) -> ExpertPool:
         blobs = [transfer.staged for transfer in batch]
-        blobs += [blobs[0]] * (self._batch - len(blobs))  # of layer -1: nothing is read of them
+        blobs += [blobs[0]] * (what.shape[1] - len(blobs))  # of layer -1: nothing is read of them
         arguments = (pool, tuple(blobs), what)
         try:
             pool, slots = self._program(land, (self._cache, self._layout), arguments, 1)(*arguments)
@@ -348,22 +352,17 @@ class Transfers:
         """Of those that have a block."""
         return [transfer for transfer in self._moving.values() if transfer.state is state]
 
-    def _what(self, experts: list[Expert]) -> np.ndarray:
-        """int32[2, n], layers and experts, filled up with -1."""
-        what = np.full((2, self._batch), -1, np.int32)
-        what[:, : len(experts)] = np.asarray(experts, np.int32).reshape(-1, 2).T
-        return what
-
     def _compile(self, pool: ExpertPool) -> None:
         """Both programs, or the first request would make a step wait for them."""
 
         def shape(dims: tuple[int, ...], dtype: Any) -> Any:
             return jax.ShapeDtypeStruct(dims, dtype, sharding=self._place)
 
-        blobs = (shape((self._layout.num_words,), np.uint32),) * self._batch
-        what = shape((2, self._batch), np.int32)
-        self._program(probe, (), (pool, what), 0)
-        self._program(land, (self._cache, self._layout), (pool, blobs, what), 1)
+        self._program(probe, (), (pool, shape((2, self._batch), np.int32)), 0)
+        blob = shape((self._layout.num_words,), np.uint32)
+        for size in sorted({size_of(n, self._batch) for n in range(1, self._batch + 1)}):
+            arguments = (pool, (blob,) * size, shape((2, size), np.int32))
+            self._program(land, (self._cache, self._layout), arguments, 1)
 
     def _program(
         self, function: Any, static: tuple[Any, ...], arguments: Any, num_donated: int
