@@ -10,11 +10,12 @@ TTFT of a prompt; TPOT in calls of several steps and of one; the hit rate of the
 trace's own; bytes over the link; the peak of the device beside the budget.
 
 Qwen3's trace is synthetic, with LRU hit rates of 37, 74, 89 and 96 % at 8, 24, 48 and 80 slots;
-other shapes take a flat one. `--trace=FILE` takes what a small model decoded
-(`--config.record_trace`), scaled to the shape. The sequences of a batch are at different places of
-the trace. What a layer is expected to need is replayed too: each of its experts
-with the probability `--recall`, else another one. `--turn=FILE` makes processes that were started
-together measure one at a time, and compile at once. `--model=tiny --device=cpu` tries the script.
+other shapes take a flat one. With `--trace=FILE` also what a small model decoded
+(`--config.record_trace`), scaled to the shape; with `--gib` also one that always hits. The
+sequences of a batch are at different places of the trace. What a layer is expected to need is
+replayed too: each of its experts with the probability `--recall`, else another one. `--turn=FILE`
+makes processes that were started together measure one at a time, and compile at once.
+`--model=tiny --device=cpu` tries the script.
 """
 
 import dataclasses
@@ -75,6 +76,8 @@ _SHOW = flags.DEFINE_bool("show_kernels", False, "print the kernels of a call an
 _PROGRAMS = flags.DEFINE_string("programs", "", "persistent compilation cache")
 _LIMIT = flags.DEFINE_float("time_limit_s", 0, "no measurement is begun later; 0: none")
 SINGLE_STEPS = 16
+REPLAYED = 4  # measurements long, what is replayed
+RESTING = "the same experts in every step"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,16 +101,18 @@ class Model:
             jax.block_until_ready(self.dense)
         self._rows: SyntheticRows | None = None
         num_layers, num_experts = len(config.moe_layers), config.num_experts
+        made = lru_trace(
+            QWEN3_HIT_RATES if num_experts == 128 else {}, num_steps=REPLAYED * _STEPS.value,
+            num_layers=num_layers, num_experts=num_experts, width=config.experts_per_token,
+        )  # fmt: skip
+        self.traces = {"": made}
+        if _GIB.value:
+            self.traces[RESTING] = made[:1].repeat(len(made), axis=0)
         if _TRACE.value:
             small = read_trace(Path(_TRACE.value))
-            self.trace = scaled_trace(
+            self.traces["the demo model's routing"] = scaled_trace(
                 replay_of_trace(small), small.num_experts, num_layers=num_layers,
                 of_experts=num_experts, width=config.experts_per_token,
-            )  # fmt: skip
-        else:
-            self.trace = lru_trace(
-                QWEN3_HIT_RATES if num_experts == 128 else {}, num_steps=4 * _STEPS.value,
-                num_layers=num_layers, num_experts=num_experts, width=config.experts_per_token,
             )  # fmt: skip
 
     @property
@@ -120,19 +125,22 @@ class Model:
             print(f"host store of {gib:.1f} GiB ready in {spent:.1f} s", flush=True)
         return self._rows
 
-    def memory(self, spec: PoolSpec, batch: int, trace: np.ndarray | None = None) -> ExpertMemory:
-        """A pool; decode steps take the trace's experts, or those of another one."""
+    def memory(self, spec: PoolSpec, batch: int) -> ExpertMemory:
+        """A pool whose decode steps take the experts of the made-up trace."""
         gate_up, down = self.rows.stacks
         memory = ExpertMemory.of_rows(spec, gate_up, down, self.rows.row_of, self.device)
-        trace = self.trace if trace is None else trace
-        expected = expectations(
-            trace, self.config.num_experts, max(1, spec.prefetch), _RECALL.value
-        )
-        places = [np.roll(trace, -place * len(trace) // batch, axis=0) for place in range(batch)]
-        ahead = expected if spec.prefetch and batch == 1 else None
+        self.replay(memory, self.traces[""], batch)
+        return memory
+
+    def replay(self, memory: ExpertMemory, trace: np.ndarray, batch: int) -> None:
+        """From now on decode steps take the experts of this trace, repeated to a fixed length."""
+        length, width = REPLAYED * _STEPS.value, max(1, memory.spec.prefetch)
+        trace = np.resize(trace, (length, *trace.shape[1:]))
+        expected = expectations(trace, self.config.num_experts, width, _RECALL.value)
+        places = [np.roll(trace, -place * length // batch, axis=0) for place in range(batch)]
+        ahead = expected if memory.spec.prefetch and batch == 1 else None
         put = jax.device_put((np.stack(places, axis=2), ahead), self.device)
         memory.store = dataclasses.replace(memory.store, replay=put[0], replay_ahead=put[1])
-        return memory
 
     def spec(self, slots: int, transient: int, prefetch: int) -> PoolSpec:
         """Of a pool for this shape."""
@@ -157,58 +165,76 @@ class Model:
         return self.spec(budget.slots, budget.transient, prefetch), budget.total_device
 
 
-def measured(runner: Runner, batch: int) -> Times:
-    """Times of one model; compiles before its turn."""
-    config, per_call = runner.config, _PER_CALL.value
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, config.vocab_size, _PROMPT.value).tolist()] * batch
-    settings = GenerationSettings.of(max_new_tokens=1)
+class Loop:
+    """Times of one model; what it compiles, it compiles before its turn."""
 
-    def prefill() -> tuple[Session, float]:
-        start = time.perf_counter()
+    def __init__(self, runner: Runner, batch: int):
+        """Compiles."""
+        self.runner, self._batch = runner, batch
+        rng = np.random.default_rng(0)
+        prompt = rng.integers(0, runner.config.vocab_size, _PROMPT.value).tolist()
+        self._prompts = [prompt] * batch
+        session, _ = self._prefill()
+        self._decode(session, _PER_CALL.value)
+        if _SINGLE.value:
+            self._decode(session, 1)
+
+    def times(self) -> Times:
+        """Of two prompts, and of decoding after the last one; the ledger is of its second half."""
+        with turn(_TURN.value):
+            firsts = []
+            for _ in range(2):
+                session, first = self._prefill()
+                firsts.append(first)
+            return dataclasses.replace(self.decode_times(session), ttft=min(firsts))
+
+    def decode_times(self, session: Session | None = None) -> Times:
+        """Without a prompt's, from a session or one of no prompt."""
+        memory, per_call = self.runner.memory, _PER_CALL.value
+        if session is None:
+            session = self._without_prefill()
+        num_calls = _STEPS.value // per_call
+        for _ in range(num_calls):
+            self._decode(session, per_call)
+        if memory is not None:
+            memory.settle()
+            memory.ledger = dataclasses.replace(memory.ledger, layers=[], gate_mass={})
+        calls = np.asarray([self._decode(session, per_call) for _ in range(num_calls)]) / per_call
+        if memory is not None:
+            memory.settle()
+        single = 0.0
+        if _SINGLE.value:
+            single = statistics.median(self._decode(session, 1)[1] for _ in range(SINGLE_STEPS))
+        if _SHOW.value:
+            show_kernels(self.runner, session)
+        return Times(
+            0.0, float(np.median(calls[:, 1])), float(np.quantile(calls[:, 1], 0.99)),
+            float(np.median(calls[:, 0])), single,
+        )  # fmt: skip
+
+    def _prefill(self) -> tuple[Session, float]:
         if not _TTFT.value:
-            found = session_without_prefill(runner, batch, _PROMPT.value, _CONTEXT.value, settings)
-            return jax.block_until_ready(found), 0.0
-        session = runner.prefill(prompts, _CONTEXT.value, settings, ())
+            return self._without_prefill(), 0.0
+        start = time.perf_counter()
+        settings = GenerationSettings.of(max_new_tokens=1)
+        session = self.runner.prefill(self._prompts, _CONTEXT.value, settings, ())
         jax.block_until_ready((session.first_tokens, session.state))
         return session, time.perf_counter() - start
 
-    def decode(session: Session, num_steps: int) -> tuple[float, float]:
+    def _without_prefill(self) -> Session:
+        settings = GenerationSettings.of(max_new_tokens=1)
+        found = session_without_prefill(
+            self.runner, self._batch, _PROMPT.value, _CONTEXT.value, settings
+        )
+        jax.block_until_ready(found.state)
+        return found
+
+    def _decode(self, session: Session, num_steps: int) -> tuple[float, float]:
         start = time.perf_counter()
-        emitted = runner.decode(session, num_steps, num_steps)
+        emitted = self.runner.decode(session, num_steps, num_steps)
         dispatched = time.perf_counter()
         jax.block_until_ready((emitted, session.state))
         return dispatched - start, time.perf_counter() - start
-
-    session, _ = prefill()
-    decode(session, per_call)
-    if _SINGLE.value:
-        decode(session, 1)
-    with turn(_TURN.value):
-        print(f"    begins at {time.strftime('%H:%M:%S')}", flush=True)
-        firsts = []
-        for _ in range(2):
-            session, first = prefill()
-            firsts.append(first)
-        num_calls = _STEPS.value // per_call
-        for _ in range(num_calls):
-            decode(session, per_call)
-        if runner.memory is not None:
-            runner.memory.settle()
-            ledger = dataclasses.replace(runner.memory.ledger, layers=[], gate_mass={})
-            runner.memory.ledger = ledger
-        calls = np.asarray([decode(session, per_call) for _ in range(num_calls)]) / per_call
-        if runner.memory is not None:
-            runner.memory.settle()
-        single = 0.0
-        if _SINGLE.value:
-            single = statistics.median(decode(session, 1)[1] for _ in range(SINGLE_STEPS))
-        if _SHOW.value:
-            show_kernels(runner, session)
-    return Times(
-        min(firsts), float(np.median(calls[:, 1])), float(np.quantile(calls[:, 1], 0.99)),
-        float(np.median(calls[:, 0])), single,
-    )  # fmt: skip
 
 
 def show_kernels(runner: Runner, session: Session) -> None:
@@ -225,26 +251,13 @@ def show_kernels(runner: Runner, session: Session) -> None:
 
 def report_pool(
     report: Report, label: str, model: Model, spec: PoolSpec, batch: int,
-    baseline: dict[str, float], planned: int = 0, trace: np.ndarray | None = None,
+    baseline: dict[str, float], planned: int = 0,
 ) -> Times:  # fmt: skip
-    """Measures a pool and writes its rows."""
-    memory = model.memory(spec, batch, trace)
-    found = measured(Runner(model.config, model.dense, model.device, memory=memory), batch)
-    ledger, cache = memory.ledger, spec.cache
-    totals = ledger.as_dict()["totals"]
-    moved = ledger.link_bytes / _STEPS.value
-    replayed = model.trace if trace is None else trace
-    report.add(
-        f"{label}, {cache.slots} slots of {cache.num_experts}, ahead {spec.prefetch}, TPOT",
-        1e3 * found.tpot, "ms", tokens_per_s=batch / found.tpot, **baseline,
-        slowest_ms=1e3 * found.slowest, single_step_ms=1e3 * found.single,
-        dispatch_ms=1e3 * found.dispatch, hit_rate=ledger.hit_rate,
-        trace_hit_rate=lru_hit_rate(replayed, cache.slots, cache.num_experts) if cache.slots else 0,
-        megabytes_a_token=moved / 1e6, link_gib_per_s=moved / found.tpot / 2**30,
-        link_ms_at_50_gib_per_s=1e3 * moved / (50 * 2**30),
-        prefetched=totals["prefetched"], prefetch_hits=totals["prefetch_hits"],
-        prefetch_waste=totals["prefetch_waste"], misses=totals["misses"],
-    )  # fmt: skip
+    """Measures a pool on each of the traces and writes its rows; the times of the first one."""
+    memory = model.memory(spec, batch)
+    loop = Loop(Runner(model.config, model.dense, model.device, memory=memory), batch)
+    found = loop.times()
+    report_decode(report, label, model, memory, batch, found, model.traces[""], baseline)
     if _TTFT.value:
         report.add(f"{label}, prompt of {_PROMPT.value}, TTFT", 1e3 * found.ttft, "ms")
     stats = model.device.memory_stats() or {}
@@ -252,7 +265,33 @@ def report_pool(
         peak, gib = stats["peak_bytes_in_use"], 2**30
         report.add(f"{label}, peak of the device", peak / gib, "GiB", planned_gib=planned / gib,
                    limit_gib=_GIB.value, allocator_gib=stats["bytes_limit"] / gib)  # fmt: skip
+    for name, trace in model.traces.items():
+        if name and (spec.cache.slots or name != RESTING):
+            model.replay(memory, trace, batch)
+            times = loop.decode_times()
+            report_decode(report, f"{label}, {name}", model, memory, batch, times, trace, baseline)
     return found
+
+
+def report_decode(
+    report: Report, label: str, model: Model, memory: ExpertMemory, batch: int, found: Times,
+    trace: np.ndarray, baseline: dict[str, float],
+) -> None:  # fmt: skip
+    """The row of a decode loop."""
+    ledger, cache = memory.ledger, memory.spec.cache
+    totals = ledger.as_dict()["totals"]
+    moved = ledger.link_bytes / _STEPS.value
+    report.add(
+        f"{label}, {cache.slots} slots of {cache.num_experts}, ahead {memory.spec.prefetch}, TPOT",
+        1e3 * found.tpot, "ms", tokens_per_s=batch / found.tpot, **baseline,
+        slowest_ms=1e3 * found.slowest, single_step_ms=1e3 * found.single,
+        dispatch_ms=1e3 * found.dispatch, hit_rate=ledger.hit_rate,
+        trace_hit_rate=lru_hit_rate(trace, cache.slots, cache.num_experts) if cache.slots else 0,
+        megabytes_a_token=moved / 1e6, link_gib_per_s=moved / found.tpot / 2**30,
+        link_ms_at_50_gib_per_s=1e3 * moved / (50 * 2**30),
+        prefetched=totals["prefetched"], prefetch_hits=totals["prefetch_hits"],
+        prefetch_waste=totals["prefetch_waste"], misses=totals["misses"],
+    )  # fmt: skip
 
 
 def main(argv: list[str]) -> None:
@@ -271,8 +310,6 @@ def main(argv: list[str]) -> None:
     about = f"{_MODEL.value}, {config.num_layers} layers, {packing.describe()}"
     if _GIB.value:
         about += f", {_GIB.value:g} GiB"
-    if _TRACE.value:
-        about += ", the demo model's routing scaled"
     reports = {b: Report(device, f"{about}, batch {b}", _FILE.value) for b in _BATCH.value}
     resident: dict[int, dict[str, float]] = {b: {} for b in reports}
     if _SLOTS.value and _RESIDENT.value:
@@ -296,7 +333,7 @@ def main(argv: list[str]) -> None:
 
 def report_resident(report: Report, runner: Runner, batch: int) -> dict[str, float]:
     """The rows of a model with all its experts; its time, to stand beside others."""
-    found = measured(runner, batch)
+    found = Loop(runner, batch).times()
     report.add("all resident, TPOT", 1e3 * found.tpot, "ms",
                single_step_ms=1e3 * found.single, dispatch_ms=1e3 * found.dispatch)  # fmt: skip
     if _TTFT.value:
@@ -306,14 +343,11 @@ def report_resident(report: Report, runner: Runner, batch: int) -> dict[str, flo
 
 def table_3(report: Report, model: Model, batch: int) -> None:
     """Load on demand, cache, cache and prefetch, each under the budget."""
-    config = model.config
     rows: dict[str, Times] = {}
-    rest = model.trace[:1].repeat(len(model.trace), 0)  # the same experts in every step
-    for label, slots, ahead, trace in (
-        ("load on demand", 0, 0, None),
-        ("cache", -1, 0, None),
-        ("cache and prefetch", -1, _AHEAD.value or config.experts_per_token, None),
-        ("cache that always hits", -1, 0, rest),
+    for label, slots, ahead in (
+        ("load on demand", 0, 0),
+        ("cache", -1, 0),
+        ("cache and prefetch", -1, _AHEAD.value or model.config.experts_per_token),
     ):
         spec, planned = model.budget_spec(slots, ahead, batch)
         baseline = {
@@ -321,7 +355,7 @@ def table_3(report: Report, model: Model, batch: int) -> None:
             for name, times in rows.items()
             for part in (("tpot", "ttft") if _TTFT.value else ("tpot",))
         }
-        found = report_pool(report, label, model, spec, batch, {}, planned, trace)
+        found = report_pool(report, label, model, spec, batch, {}, planned)
         for name, value in baseline.items():
             part = name.split("_")[-2]
             report.add(f"{label}: {name}", value / getattr(found, part), "x")
