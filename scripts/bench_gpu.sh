@@ -2,7 +2,7 @@
 # What CHANGELOG says of a GPU, measured again: one process at a time, nothing else on the card.
 #
 #   scripts/bench_gpu.sh OUT                  # all parts; rows go to OUT/*.jsonl
-#   scripts/bench_gpu.sh OUT models memory    # tests, models, kernels, memory
+#   scripts/bench_gpu.sh OUT models memory    # tests, models, kernels, memory, baselines
 #
 # Each command has at most SECONDS_EACH seconds (600), and a failed one does not stop the others.
 # Programs are kept in OUT/programs, so that a second run compiles little.
@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 
 out=${1:?where rows go}
 shift
-parts=${*:-tests models kernels memory}
+parts=${*:-tests models kernels memory baselines}
 limit=${SECONDS_EACH:-600}
 python=${PYTHON:-python3}
 mkdir -p "$out"
@@ -50,6 +50,18 @@ memory() {
     XLA_CLIENT_MEM_FRACTION=$(awk "BEGIN { print 1024 * $gib / $total_mib }") \
       run "$python" -m scripts.bench_memory_gpu --model="$shape" --gib="$gib" "${keep[@]}"
   done
+  run "$python" -m scripts.bench_memory_gpu --nottft --nosingle --depth=8 --slots=64 --slots=0 \
+    --batch=1 --batch=2 --batch=4 --batch=8 --batch=16 --batch=32 "${keep[@]}"
+  run "$python" -m scripts.bench_transfers_gpu --routing=resting --routing=trace "${keep[@]}"
+  run "$python" -m scripts.bench_host_store --out="$out/host_store.jsonl"
+}
+
+baselines() { # transformers with accelerate's offload, where it is installed
+  for budget in "Mixtral-8x7B 24" "Mixtral-8x7B 16" "Qwen3-30B-A3B 12"; do
+    read -r shape gib <<< "$budget"
+    run "$python" -m scripts.bench_accelerate --model="$shape" --gib="$gib" \
+      --out="$out/accelerate.jsonl"
+  done
 }
 
 tests() {
@@ -60,7 +72,7 @@ tests() {
 
 for part in $parts; do
   case $part in
-    tests | models | kernels | memory) "$part" ;;
-    *) echo "no part named $part: tests, models, kernels, memory" >&2; exit 2 ;;
+    tests | models | kernels | memory | baselines) "$part" ;;
+    *) echo "no part named $part: tests, models, kernels, memory, baselines" >&2; exit 2 ;;
   esac
 done
