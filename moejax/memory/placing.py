@@ -15,6 +15,7 @@ from moejax.ledger import EVENTS, Counts
 from moejax.memory import residency as rules
 from moejax.memory.residency import CacheSpec, Residency
 from moejax.models.moe import Routing
+from moejax.ops import Index
 from pallas_kernels import residency_plan
 from pallas_kernels.target import Target
 
@@ -62,7 +63,7 @@ class Placing:
         self,
         state: State,
         row_of: jax.Array,
-        layer: int,
+        layer: Index,
         routing: Routing,
         token_mask: jax.Array,
     ) -> tuple[Placed, State]:
@@ -109,7 +110,7 @@ class Placing:
         self,
         state: State,
         row_of: jax.Array,
-        layer: int,
+        layer: Index,
         ids: jax.Array,
         token_mask: jax.Array,
     ) -> tuple[Jobs, State]:

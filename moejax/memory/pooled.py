@@ -38,6 +38,7 @@ from moejax.models.expert_products import (
 )
 from moejax.models.grouped_experts import choose_grouped
 from moejax.models.moe import STEP_BYTES, ExpertsVia, Routing
+from moejax.ops import Index
 from moejax.qtensor import Compensator, QTensor, Weight
 from pallas_kernels import expert_fetch
 
@@ -139,18 +140,40 @@ class PooledExperts:
         """
         self.spec, self.config, self.pool, self.store = spec, config, pool, store
         self._via, self._kernels = via, kernels
+        self._turn = -1  # of the layer that runs; layer l, bank and turn are equal modulo the banks
         self._placing = Placing(spec.cache, spec.read is not None, kernels.target)
+
+    @property
+    def num_turns(self) -> int:
+        """See `models.run_experts.LoopedExperts`; a layer's bank is static."""
+        return self.spec.cache.banks
+
+    @property
+    def state(self) -> ExpertPool:
+        """The pool."""
+        return self.pool
+
+    def resume(self, state: ExpertPool) -> None:
+        """Likewise."""
+        self.pool, self._turn = state, -1
+
+    def kept(self) -> None:
+        """Nothing."""
+
+    def keep(self, kept: None) -> None:
+        """Nothing."""
 
     def __call__(
         self,
-        layer: int,
+        layer: Index,
         x: jax.Array,
         routing: Routing,
         token_mask: jax.Array,
         ahead: Callable[[], Routing] | None,
     ) -> jax.Array:
-        """See `models.transformer.RunExperts`."""
+        """See `models.run_experts.RunExperts`."""
         cache = self.spec.cache
+        self._turn += 1
         routing = self._replayed(layer, routing)
         active = jnp.broadcast_to(token_mask[:, None], routing.ids.shape)
         plan, state = self._placing.plan(self._state, self.store.row_of, layer, routing, token_mask)
@@ -164,7 +187,7 @@ class PooledExperts:
         num_waves = len(plan.streamed.rows)
         ahead = ahead if self.spec.prefetch and cache.slots else None
         if ahead and not num_waves:  # beside the products
-            self._prefetch(layer + 1, ahead(), token_mask)
+            self._prefetch(layer, ahead(), token_mask)
         products = self._products(x, Pairs(slot, active & (wave == 0)), layer, plan, 0)
         if num_waves:
             outside = self.pool
@@ -173,23 +196,23 @@ class PooledExperts:
                 # Of the banks this layer's alone: a loop that carries both makes XLA copy them.
                 bank, counts, products = carried
                 self.pool = dataclasses.replace(outside, counts=counts)
-                self._set_bank(layer, bank)
-                products = self._after(layer, products)
+                self._set_bank(bank)
+                products = self._after(products)
                 self._bring(layer, jax.tree.map(lambda jobs: jobs[number], plan.streamed))
                 mine = active & (wave == number + 1)
                 found = self._products(x, Pairs(slot, mine), layer, plan, number + 1)
                 products = jnp.where(mine[None, :, :, None], found, products)
-                return self._bank(layer), self.pool.counts, products
+                return self._bank(), self.pool.counts, products
 
-            carried = (self._bank(layer), outside.counts, products)
+            carried = (self._bank(), outside.counts, products)
             bank, counts, products = jax.lax.fori_loop(0, num_waves, one, carried)
             self.pool = dataclasses.replace(outside, counts=counts)
-            self._set_bank(layer, bank)
+            self._set_bank(bank)
             if ahead:  # what waits for slots that a wave overwrites would make XLA copy them
-                self._prefetch(layer + 1, ahead(), token_mask)
+                self._prefetch(layer, ahead(), token_mask)
         return combine(products, Pairs(slot, active), routing.weights, x.dtype)
 
-    def _replayed(self, layer: int, routing: Routing) -> Routing:
+    def _replayed(self, layer: Index, routing: Routing) -> Routing:
         replay = self.store.replay
         if replay is None or routing.ids.shape[0] > 1:
             return routing
@@ -206,26 +229,31 @@ class PooledExperts:
     def _set_state(self, state: tuple[Residency, Counts]) -> None:
         self.pool = dataclasses.replace(self.pool, residency=state[0], counts=state[1])
 
-    def _bank(self, layer: int) -> tuple[Weight, Weight]:
-        return self.pool.banks[layer % self.spec.cache.banks]
+    def _bank(self, after: int = 0) -> tuple[Weight, Weight]:
+        """That of the layer which runs, or of one of those after it."""
+        return self.pool.banks[(self._turn + after) % len(self.pool.banks)]
 
-    def _set_bank(self, layer: int, bank: tuple[Weight, Weight]) -> None:
+    def _set_bank(self, bank: tuple[Weight, Weight], after: int = 0) -> None:
         banks = list(self.pool.banks)
-        banks[layer % len(banks)] = bank
+        banks[(self._turn + after) % len(banks)] = bank
         self.pool = dataclasses.replace(self.pool, banks=tuple(banks))
 
-    def _after(self, layer: int, products: jax.Array) -> jax.Array:
+    def _after(self, products: jax.Array) -> jax.Array:
         """The products; what is copied from here on waits for them.
 
         They read the slots that the copy may overwrite, and XLA would copy the pool instead.
         """
-        products, bank = jax.lax.optimization_barrier((products, self._bank(layer)))
-        self._set_bank(layer, bank)
+        products, bank = jax.lax.optimization_barrier((products, self._bank()))
+        self._set_bank(bank)
         return products
 
-    def _prefetch(self, layer: int, predicted: Routing, token_mask: jax.Array) -> None:
+    def _prefetch(self, layer: Index, predicted: Routing, token_mask: jax.Array) -> None:
         """Brings ahead what the next layer's router is expected to choose (DyMoE eq. 6-8)."""
         cache, pool = self.spec.cache, self.pool
+        layer = layer + 1
+        if not isinstance(layer, int):  # in a loop the last layer asks too, for nothing
+            token_mask &= layer < cache.num_layers
+            layer = jnp.minimum(layer, cache.num_layers - 1)
         limit = min(self.spec.prefetch, cache.slots, cache.num_experts)
         replay = self.store.replay_ahead
         if replay is None or len(token_mask) > 1:
@@ -240,7 +268,7 @@ class PooledExperts:
         self._set_state(state)
         self._bring(layer, jobs, ahead=True)
 
-    def _bring(self, layer: int, jobs: Jobs, ahead: bool = False) -> None:
+    def _bring(self, layer: Index, jobs: Jobs, ahead: bool = False) -> None:
         """Copies experts of a layer into slots, from host memory or from the disk.
 
         `ahead`: beside the products of the layer before, once what these wait for is there.
@@ -249,7 +277,7 @@ class PooledExperts:
         rows, slots, experts = jobs
         if not rows.size:
             return
-        pools = self._bank(layer)
+        pools = self._bank(int(ahead))
         if store.gate_up.shape[0]:
             hosts = (store.gate_up, store.down)
             how = "reference"
@@ -266,7 +294,7 @@ class PooledExperts:
                 slots,
                 implementation=how,
                 tiles=expert_fetch.default_tiles_beside() if beside else None,
-                after=self._bank(layer - 1) if beside else (),
+                after=self._bank() if beside else (),
             )
         counts = pool.counts
         if self.spec.read is not None:
@@ -275,12 +303,12 @@ class PooledExperts:
             pools = self._from_disk(self.spec.read, layer, pools, experts, slots, absent)
             counts = counts.add(layer, waits=jnp.sum(absent))
         self.pool = dataclasses.replace(pool, counts=counts)
-        self._set_bank(layer, pools)
+        self._set_bank(pools, int(ahead))
 
     def _from_disk(
         self,
         read_rows: Callable[[Any, Any], Arrays],
-        layer: int,
+        layer: Index,
         pools: tuple[Weight, Weight],
         experts: jax.Array,
         slots: jax.Array,
@@ -303,7 +331,7 @@ class PooledExperts:
         return jax.tree.unflatten(tree, filled)
 
     def _products(
-        self, x: jax.Array, pairs: Pairs, layer: int, plan: Placed, wave: int | jax.Array
+        self, x: jax.Array, pairs: Pairs, layer: Index, plan: Placed, wave: int | jax.Array
     ) -> jax.Array:
         """[P, N, A, D] of the active pairs."""
         experts = self._experts(layer, plan, wave)
@@ -319,7 +347,7 @@ class PooledExperts:
                 return products_grouped(x, pairs, experts, chosen.implementation)
         raise ValueError(f"experts of a pool do not run via {self._via!r}")
 
-    def _experts(self, layer: int, plan: Placed, wave: int | jax.Array) -> Experts:
+    def _experts(self, layer: Index, plan: Placed, wave: int | jax.Array) -> Experts:
         """The slots as stacks, with the low-rank terms of the experts that are in them."""
         num_slots = self.spec.cache.num_slots
         experts, slot, wave_of = plan.holders
@@ -332,12 +360,12 @@ class PooledExperts:
             placed = tuple(_placed(term, layer, experts, places, num_slots) for term in terms)
             return dataclasses.replace(stacked, compensators=placed)
 
-        (gate_up, down), (of_gate_up, of_down) = self._bank(layer), self.store.terms
+        (gate_up, down), (of_gate_up, of_down) = self._bank(), self.store.terms
         return Experts(stack(gate_up, of_gate_up), stack(down, of_down), 0)
 
 
 def _placed(
-    term: Compensator, layer: int, experts: jax.Array, places: jax.Array, num_slots: int
+    term: Compensator, layer: Index, experts: jax.Array, places: jax.Array, num_slots: int
 ) -> Compensator:
     """Terms of experts by slot, starts and ranks [1, S]; rank 0 where a slot is none of theirs."""
 
