@@ -188,8 +188,14 @@ class PooledExperts:
         ahead = ahead if self.spec.prefetch and cache.slots else None
         if ahead and not num_waves:  # beside the products
             self._prefetch(layer, ahead(), token_mask)
-        products = self._products(x, Pairs(slot, active & (wave == 0)), layer, plan, 0)
-        if num_waves:
+        in_turns = cache.banks > 1 and not isinstance(
+            layer, int
+        )  # of a chunk; not of a decode step
+        if num_waves and in_turns:
+            products = self._in_turns(layer, x, plan, active)
+        else:
+            products = self._products(x, Pairs(slot, active & (wave == 0)), layer, plan, 0)
+        if num_waves and not in_turns:
             outside = self.pool
 
             def one(number: jax.Array, carried: Any) -> Any:
@@ -208,9 +214,44 @@ class PooledExperts:
             bank, counts, products = jax.lax.fori_loop(0, num_waves, one, carried)
             self.pool = dataclasses.replace(outside, counts=counts)
             self._set_bank(bank)
-            if ahead:  # what waits for slots that a wave overwrites would make XLA copy them
-                self._prefetch(layer, ahead(), token_mask)
+        if num_waves and ahead:  # what waits for slots that a wave overwrites would be copied
+            self._prefetch(layer, ahead(), token_mask)
         return combine(products, Pairs(slot, active), routing.weights, x.dtype)
+
+    def _in_turns(self, layer: Index, x: jax.Array, plan: Placed, active: jax.Array) -> jax.Array:
+        """[P, N, A, D] of all waves; experts of a wave are copied beside the products of the last.
+
+        Waves take turns between the transient slots of this layer's bank, in which those of wave 0
+        are, and of the other one. In a CUDA graph a copy waits for the products that read the array
+        which it overwrites, and for the copy before it, but not for those that read the other one.
+        """
+        num_waves = len(plan.streamed.rows)
+        beyond = (0, 1 + num_waves % 2), (0, 0)
+        streamed = jax.tree.map(lambda a: jnp.pad(a, beyond, constant_values=-1), plan.streamed)
+
+        def stage(wave: Index, bank: int, products: jax.Array | None) -> jax.Array:
+            self._bring(layer, jax.tree.map(lambda jobs: jobs[wave], streamed), 1 - bank, True)
+            mine, inputs = active & (plan.wave == wave), x
+            if products is not None:  # one after another, or XLA gathers the inputs of two waves
+                inputs, products = jax.lax.optimization_barrier((x, products))
+            found = self._products(inputs, Pairs(plan.slot, mine), layer, plan, wave, bank)
+            if products is not None:
+                found = jnp.where(mine[None, :, :, None], found, products)
+            return self._after(found, bank)
+
+        products, outside = stage(0, 0, None), self.pool
+
+        def two(number: jax.Array, carried: Any) -> Any:
+            banks, counts, products = carried
+            self.pool = dataclasses.replace(outside, banks=banks, counts=counts)
+            products = stage(2 * number + 1, 1, products)
+            products = stage(2 * number + 2, 0, products)
+            return self.pool.banks, self.pool.counts, products
+
+        carried = (outside.banks, outside.counts, products)
+        banks, counts, products = jax.lax.fori_loop(0, (num_waves + 1) // 2, two, carried)
+        self.pool = dataclasses.replace(outside, banks=banks, counts=counts)
+        return products
 
     def _replayed(self, layer: Index, routing: Routing) -> Routing:
         replay = self.store.replay
@@ -238,13 +279,13 @@ class PooledExperts:
         banks[(self._turn + after) % len(banks)] = bank
         self.pool = dataclasses.replace(self.pool, banks=tuple(banks))
 
-    def _after(self, products: jax.Array) -> jax.Array:
+    def _after(self, products: jax.Array, bank: int = 0) -> jax.Array:
         """The products; what is copied from here on waits for them.
 
         They read the slots that the copy may overwrite, and XLA would copy the pool instead.
         """
-        products, bank = jax.lax.optimization_barrier((products, self._bank()))
-        self._set_bank(bank)
+        products, read = jax.lax.optimization_barrier((products, self._bank(bank)))
+        self._set_bank(read, bank)
         return products
 
     def _prefetch(self, layer: Index, predicted: Routing, token_mask: jax.Array) -> None:
@@ -266,18 +307,22 @@ class PooledExperts:
             self._state, self.store.row_of, layer, wanted, token_mask
         )
         self._set_state(state)
-        self._bring(layer, jobs, ahead=True)
+        self._bring(layer, jobs, 1, beside=True)
 
-    def _bring(self, layer: Index, jobs: Jobs, ahead: bool = False) -> None:
+    def _bring(self, layer: Index, jobs: Jobs, bank: int = 0, beside: bool = False) -> None:
         """Copies experts of a layer into slots, from host memory or from the disk.
 
-        `ahead`: beside the products of the layer before, once what these wait for is there.
+        Args:
+          layer: whose they are.
+          jobs: which.
+          bank: to that of the layer which runs (0), or the next one (1).
+          beside: products that read the other bank, once what these wait for is there.
         """
         store, pool = self.store, self.pool
         rows, slots, experts = jobs
         if not rows.size:
             return
-        pools = self._bank(int(ahead))
+        pools = self._bank(bank)
         if store.gate_up.shape[0]:
             hosts = (store.gate_up, store.down)
             how = "reference"
@@ -286,7 +331,7 @@ class PooledExperts:
                 how = chosen.implementation
                 if self._kernels.target.platform == "gpu" and how == "reference":
                     raise ValueError(f"experts cannot be fetched: {chosen.describe()}")
-            beside = ahead and how == "triton"
+            beside = beside and how == "triton"
             pools = expert_fetch.fetch(
                 pools,
                 hosts,
@@ -294,7 +339,7 @@ class PooledExperts:
                 slots,
                 implementation=how,
                 tiles=expert_fetch.default_tiles_beside() if beside else None,
-                after=self._bank() if beside else (),
+                after=self._bank(1 - bank) if beside else (),
             )
         counts = pool.counts
         if self.spec.read is not None:
@@ -303,7 +348,7 @@ class PooledExperts:
             pools = self._from_disk(self.spec.read, layer, pools, experts, slots, absent)
             counts = counts.add(layer, waits=jnp.sum(absent))
         self.pool = dataclasses.replace(pool, counts=counts)
-        self._set_bank(pools, int(ahead))
+        self._set_bank(pools, bank)
 
     def _from_disk(
         self,
@@ -331,10 +376,10 @@ class PooledExperts:
         return jax.tree.unflatten(tree, filled)
 
     def _products(
-        self, x: jax.Array, pairs: Pairs, layer: Index, plan: Placed, wave: int | jax.Array
+        self, x: jax.Array, pairs: Pairs, layer: Index, plan: Placed, wave: Index, bank: int = 0
     ) -> jax.Array:
         """[P, N, A, D] of the active pairs."""
-        experts = self._experts(layer, plan, wave)
+        experts = self._experts(layer, plan, wave, bank)
         match self._via:
             case "row":
                 return products_by_row(x, pairs, experts)
@@ -347,7 +392,7 @@ class PooledExperts:
                 return products_grouped(x, pairs, experts, chosen.implementation)
         raise ValueError(f"experts of a pool do not run via {self._via!r}")
 
-    def _experts(self, layer: Index, plan: Placed, wave: int | jax.Array) -> Experts:
+    def _experts(self, layer: Index, plan: Placed, wave: Index, bank: int) -> Experts:
         """The slots as stacks, with the low-rank terms of the experts that are in them."""
         num_slots = self.spec.cache.num_slots
         experts, slot, wave_of = plan.holders
@@ -360,7 +405,7 @@ class PooledExperts:
             placed = tuple(_placed(term, layer, experts, places, num_slots) for term in terms)
             return dataclasses.replace(stacked, compensators=placed)
 
-        (gate_up, down), (of_gate_up, of_down) = self._bank(), self.store.terms
+        (gate_up, down), (of_gate_up, of_down) = self._bank(bank), self.store.terms
         return Experts(stack(gate_up, of_gate_up), stack(down, of_down), 0)
 
 
