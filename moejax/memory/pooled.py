@@ -10,6 +10,7 @@ for experts that are on the disk alone (`PoolSpec.read`).
 With look-ahead, layers take turns between two banks of slots: what is copied for the next layer
 writes one array while this layer's products read the other, and where XLA runs the step as a CUDA
 graph whose order is that of its buffers (`COMPILER_OPTIONS`), the copy and the products overlap.
+The waves of a chunk take turns between the transient slots of both banks for the same end.
 
 Axes: M sparse layers, E experts, C slots of a layer, B transient slots, S = ceil(M / banks) C + B
 slots of a bank, R rows of the host store.
@@ -21,12 +22,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import io_callback
 
 from moejax import ops
 from moejax.ledger import Counts
-from moejax.memory.placing import Jobs, Placed, Placing
+from moejax.memory.placing import Jobs, Placed, Placing, terms_by_slot
 from moejax.memory.residency import CacheSpec, Residency
+from moejax.memory.waiting import with_disk_rows
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import (
     Experts,
@@ -140,7 +141,7 @@ class PooledExperts:
         """
         self.spec, self.config, self.pool, self.store = spec, config, pool, store
         self._via, self._kernels = via, kernels
-        self._turn = -1  # of the layer that runs; layer l, bank and turn are equal modulo the banks
+        self._turn = -1  # of the layer that runs: its number, but for a multiple of the banks
         self._placing = Placing(spec.cache, spec.read is not None, kernels.target)
 
     @property
@@ -158,10 +159,10 @@ class PooledExperts:
         self.pool, self._turn = state, -1
 
     def kept(self) -> None:
-        """Nothing."""
+        """Likewise: nothing."""
 
     def keep(self, kept: None) -> None:
-        """Nothing."""
+        """Likewise."""
 
     def __call__(
         self,
@@ -173,7 +174,7 @@ class PooledExperts:
     ) -> jax.Array:
         """See `models.run_experts.RunExperts`."""
         cache = self.spec.cache
-        self._turn += 1
+        self._turn = layer if isinstance(layer, int) else self._turn + 1
         routing = self._replayed(layer, routing)
         active = jnp.broadcast_to(token_mask[:, None], routing.ids.shape)
         plan, state = self._placing.plan(self._state, self.store.row_of, layer, routing, token_mask)
@@ -182,41 +183,47 @@ class PooledExperts:
             used = used.at[layer].set(jnp.where(needed, clock, used[layer]))
             self.pool = dataclasses.replace(self.pool, used=used)
         self._set_state(state)
-        slot, wave = plan.slot, plan.wave
         self._bring(layer, plan.admitted)
         num_waves = len(plan.streamed.rows)
         ahead = ahead if self.spec.prefetch and cache.slots else None
         if ahead and not num_waves:  # beside the products
             self._prefetch(layer, ahead(), token_mask)
-        in_turns = cache.banks > 1 and not isinstance(
-            layer, int
-        )  # of a chunk; not of a decode step
-        if num_waves and in_turns:
+        if not num_waves:
+            now = active & (plan.wave == 0)
+            products = self._products(x, Pairs(plan.slot, now), layer, plan, 0)
+        elif cache.banks > 1 and not isinstance(layer, int):  # a chunk; a decode step is unrolled
             products = self._in_turns(layer, x, plan, active)
         else:
-            products = self._products(x, Pairs(slot, active & (wave == 0)), layer, plan, 0)
-        if num_waves and not in_turns:
-            outside = self.pool
-
-            def one(number: jax.Array, carried: Any) -> Any:
-                # Of the banks this layer's alone: a loop that carries both makes XLA copy them.
-                bank, counts, products = carried
-                self.pool = dataclasses.replace(outside, counts=counts)
-                self._set_bank(bank)
-                products = self._after(products)
-                self._bring(layer, jax.tree.map(lambda jobs: jobs[number], plan.streamed))
-                mine = active & (wave == number + 1)
-                found = self._products(x, Pairs(slot, mine), layer, plan, number + 1)
-                products = jnp.where(mine[None, :, :, None], found, products)
-                return self._bank(), self.pool.counts, products
-
-            carried = (self._bank(), outside.counts, products)
-            bank, counts, products = jax.lax.fori_loop(0, num_waves, one, carried)
-            self.pool = dataclasses.replace(outside, counts=counts)
-            self._set_bank(bank)
+            products = self._in_waves(layer, x, plan, active)
         if num_waves and ahead:  # what waits for slots that a wave overwrites would be copied
             self._prefetch(layer, ahead(), token_mask)
-        return combine(products, Pairs(slot, active), routing.weights, x.dtype)
+        return combine(products, Pairs(plan.slot, active), routing.weights, x.dtype)
+
+    def _in_waves(self, layer: Index, x: jax.Array, plan: Placed, active: jax.Array) -> jax.Array:
+        """[P, N, A, D] of all waves; what a wave needs is copied when the one before is through."""
+        now = active & (plan.wave == 0)
+        products = self._products(x, Pairs(plan.slot, now), layer, plan, 0)
+        outside = self.pool
+
+        def one(number: jax.Array, carried: Any) -> Any:
+            # Of the banks this layer's alone: a loop that carries both makes XLA copy them, unless
+            # each copy is ordered behind what reads its array (`_in_turns`).
+            bank, counts, products = carried
+            self.pool = dataclasses.replace(outside, counts=counts)
+            self._set_bank(bank)
+            products = self._after(products)
+            self._bring(layer, jax.tree.map(lambda jobs: jobs[number], plan.streamed))
+            mine = active & (plan.wave == number + 1)
+            found = self._products(x, Pairs(plan.slot, mine), layer, plan, number + 1)
+            products = jnp.where(mine[None, :, :, None], found, products)
+            return self._bank(), self.pool.counts, products
+
+        carried = (self._bank(), outside.counts, products)
+        num_waves = len(plan.streamed.rows)
+        bank, counts, products = jax.lax.fori_loop(0, num_waves, one, carried)
+        self.pool = dataclasses.replace(outside, counts=counts)
+        self._set_bank(bank)
+        return products
 
     def _in_turns(self, layer: Index, x: jax.Array, plan: Placed, active: jax.Array) -> jax.Array:
         """[P, N, A, D] of all waves; experts of a wave are copied beside the products of the last.
@@ -257,11 +264,9 @@ class PooledExperts:
         replay = self.store.replay
         if replay is None or routing.ids.shape[0] > 1:
             return routing
-        return routing._replace(ids=replay[self._step() % len(replay), layer][None])
-
-    def _step(self) -> jax.Array:
-        """int32[], steps of the pool's life; the clock counts layers from 1 on."""
-        return (self.pool.residency.clock - 1) // self.spec.cache.num_layers
+        # The clock counts layers from 1 on: this is the number of the pool's step.
+        step = (self.pool.residency.clock - 1) // self.spec.cache.num_layers
+        return routing._replace(ids=replay[step % len(replay), layer][None])
 
     @property
     def _state(self) -> tuple[Residency, Counts]:
@@ -345,35 +350,10 @@ class PooledExperts:
         if self.spec.read is not None:
             assert experts is not None
             absent = (experts >= 0) & (rows < 0)
-            pools = self._from_disk(self.spec.read, layer, pools, experts, slots, absent)
+            pools = with_disk_rows(pools, self.spec.read, layer, experts, slots, absent)
             counts = counts.add(layer, waits=jnp.sum(absent))
         self.pool = dataclasses.replace(pool, counts=counts)
         self._set_bank(pools, bank)
-
-    def _from_disk(
-        self,
-        read_rows: Callable[[Any, Any], Arrays],
-        layer: Index,
-        pools: tuple[Weight, Weight],
-        experts: jax.Array,
-        slots: jax.Array,
-        absent: jax.Array,
-    ) -> tuple[Weight, Weight]:
-        """The pools with what is on the disk alone; the step waits for the host where there is."""
-        leaves, tree = jax.tree.flatten(pools)
-        shapes = [jax.ShapeDtypeStruct((len(experts), *p.shape[1:]), p.dtype) for p in leaves]
-
-        def read() -> list[jax.Array]:
-            asked = jnp.where(absent, experts, -1)
-            return list(io_callback(read_rows, tuple(shapes), jnp.int32(layer), asked))
-
-        def nothing() -> list[jax.Array]:
-            return [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
-
-        found = jax.lax.cond(jnp.any(absent), read, nothing)
-        places = jnp.where(absent, slots, self.spec.cache.num_slots)
-        filled = [p.at[places].set(new, mode="drop") for p, new in zip(leaves, found, strict=True)]
-        return jax.tree.unflatten(tree, filled)
 
     def _products(
         self, x: jax.Array, pairs: Pairs, layer: Index, plan: Placed, wave: Index, bank: int = 0
@@ -402,20 +382,8 @@ class PooledExperts:
             stacked: Weight = jax.tree.map(lambda leaf: leaf[None], weight)
             if not isinstance(stacked, QTensor) or not terms:
                 return stacked
-            placed = tuple(_placed(term, layer, experts, places, num_slots) for term in terms)
+            placed = tuple(terms_by_slot(term, layer, experts, places, num_slots) for term in terms)
             return dataclasses.replace(stacked, compensators=placed)
 
         (gate_up, down), (of_gate_up, of_down) = self._bank(bank), self.store.terms
         return Experts(stack(gate_up, of_gate_up), stack(down, of_down), 0)
-
-
-def _placed(
-    term: Compensator, layer: Index, experts: jax.Array, places: jax.Array, num_slots: int
-) -> Compensator:
-    """Terms of experts by slot, starts and ranks [1, S]; rank 0 where a slot is none of theirs."""
-
-    def by_slot(of_expert: jax.Array) -> jax.Array:
-        slots = jnp.zeros(num_slots, jnp.int32)
-        return slots.at[places].set(of_expert[layer, experts], mode="drop")[None]
-
-    return dataclasses.replace(term, start=by_slot(term.start), rank=by_slot(term.rank))

@@ -55,7 +55,7 @@ def workspace_nbytes(
     not served as such: the weights are widened, which is not counted.
 
     Compiled for an H100 without one (jax 0.11.2, 2026-11-21), prefill of Qwen3-30B and Mixtral
-    shapes with INT4 experts took 0.61 to 0.95 of this, and decode 0.17 to 0.97.
+    shapes with INT4 experts took 0.61 to 0.97 of this, and decode 0.17 to 0.97.
 
     Args:
       config: of the model.
@@ -64,8 +64,8 @@ def workspace_nbytes(
       chunk: T, tokens of each sequence in a prefill step.
       itemsize: bytes of a number of the activations.
       platform: "gpu" or "cpu".
-      num_turns: layers in a pass of prefill's loop (`moejax.models.run_experts`); XLA gives what
-        their products take and give places of their own.
+      num_turns: layers in a pass of prefill's loop (`moejax.models.run_experts`); XLA gives some
+        of what their products take and give places of their own.
     """
     steps = _Steps(config, batch, context, itemsize, platform == "cpu", num_turns)
     # Six arrays like the logits: penalized, sorted with their places, summed.
@@ -88,7 +88,7 @@ class _Steps(NamedTuple):
         # The residual stream, what a norm gives, what a layer adds; sines and cosines.
         c, num_tokens = self.config, self.batch * tokens
         stream = num_tokens * (4 * c.model_dim * self.itemsize + 4 * c.head_dim)
-        apart = stream + self._values(tokens) + self._hidden(tokens)
+        apart = stream + self._values(tokens) + self._hidden(tokens) // 3
         more = (self.num_turns - 1) * apart if tokens > 1 else 0
         most = max(self._attention(tokens), self._experts(tokens))
         return stream + more + self._reads(tokens) + most
