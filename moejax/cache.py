@@ -41,7 +41,7 @@ class KVCache:
             )
 
     def write_chunk(
-        self, layer: int, keys: jax.Array, values: jax.Array, start: jax.Array
+        self, layer: int | jax.Array, keys: jax.Array, values: jax.Array, start: jax.Array
     ) -> "KVCache":
         """Writes T consecutive positions from `start` on, the same for all sequences.
 
@@ -51,17 +51,20 @@ class KVCache:
           values: [B, T, K, C].
           start: int32[].
         """
-        zero = jnp.zeros_like(start)
-        index = (jnp.full_like(start, layer), zero, zero, start, zero)
+        zero, width = jnp.zeros_like(start), self.keys.shape[-1]
+        index = (jnp.full_like(start, layer), zero, zero, start * width)
 
         def write(cache: jax.Array, new: jax.Array) -> jax.Array:
             block = new.swapaxes(1, 2)[None].astype(cache.dtype)
-            return jax.lax.dynamic_update_slice(cache, block, index)
+            # Slots and their numbers as one axis: in a loop over layers XLA would else choose a
+            # layout in which the block needs no transposing, and copy the cache into it and back.
+            whole, part = (a.reshape(*a.shape[:3], -1) for a in (cache, block))
+            return jax.lax.dynamic_update_slice(whole, part, index).reshape(cache.shape)
 
         return KVCache(write(self.keys, keys), write(self.values, values))
 
     def write_token(
-        self, layer: int, keys: jax.Array, values: jax.Array, positions: jax.Array
+        self, layer: int | jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array
     ) -> "KVCache":
         """Writes one position of each sequence; a position outside the cache is dropped.
 
@@ -79,7 +82,7 @@ class KVCache:
 
         return KVCache(write(self.keys, keys), write(self.values, values))
 
-    def read(self, layer: int, kv_length: int) -> tuple[jax.Array, jax.Array]:
+    def read(self, layer: int | jax.Array, kv_length: int) -> tuple[jax.Array, jax.Array]:
         """The first `kv_length` slots of a layer: two [B, K, kv_length, C]."""
         return self.keys[layer, :, :, :kv_length], self.values[layer, :, :, :kv_length]
 

@@ -192,7 +192,9 @@ def matrix(weight: Weight, index: tuple[Index, ...], dtype: jnp.dtype) -> jax.Ar
     return weight.dequantize(dtype) if isinstance(weight, QTensor | Fp8Tensor) else weight
 
 
-def expert_matrix(stacked: Weight, layer: int, expert_id: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def expert_matrix(
+    stacked: Weight, layer: Index, expert_id: jax.Array, dtype: jnp.dtype
+) -> jax.Array:
     """[N, K], the matrix of one expert that is known on the device only.
 
     Args:
@@ -211,7 +213,7 @@ def expert_matrix(stacked: Weight, layer: int, expert_id: jax.Array, dtype: jnp.
 def linear(
     x: jax.Array,
     weight: Weight,
-    layer: int,
+    layer: Index,
     out_dtype: jnp.dtype | None = None,
     kernels: Kernels = NO_KERNELS,
 ) -> jax.Array:
@@ -253,7 +255,7 @@ def product(
 
 
 def _by_kernel(
-    x: jax.Array, weight: Weight, slot: int, out_dtype: jnp.dtype | None, kernels: Kernels
+    x: jax.Array, weight: Weight, slot: Index, out_dtype: jnp.dtype | None, kernels: Kernels
 ) -> jax.Array | None:
     """[..., N], or None where no kernel serves."""
     num_rows = math.prod(x.shape[:-1])

@@ -134,13 +134,13 @@ class _Inputs:
 
     def __call__(
         self,
-        layer: int,
+        layer: ops.Index,
         x: jax.Array,
         routing: Routing,
         token_mask: jax.Array,
         ahead: Callable[[], Routing] | None,
     ) -> jax.Array:
-        """See `models.transformer.RunExperts`."""
+        """See `models.run_experts.RunExperts`."""
         del routing, ahead
         self.inputs.append(x)
         return self._model.moe(x, layer, token_mask, self._spec.experts)[0]

@@ -17,7 +17,9 @@ from moejax import results
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
 from moejax.models.moe import ExpertsVia, Routing
-from moejax.models.transformer import RunExperts, Transformer
+from moejax.models.run_experts import LoopedExperts
+from moejax.models.transformer import Transformer
+from moejax.ops import Index
 from moejax.traces import DECODE, PREFILL, TraceWriter, id_dtype
 
 _WAITING = 2  # calls whose records are left on the device, so that writing waits for no step
@@ -72,11 +74,21 @@ def none_recorded(spec: RecordSpec, config: ModelConfig, batch: int, length: int
     )
 
 
+class _Said(NamedTuple):
+    """Fields of `Recorded` of N tokens and some layers: [N, layers, ...]."""
+
+    ids: jax.Array
+    weights: jax.Array
+    predicted_ids: jax.Array | None
+    predicted_probabilities: jax.Array | None
+    probabilities: jax.Array | None
+
+
 class RecordingExperts:
     """Runs a step's experts as they would run, and keeps what the routers said."""
 
     def __init__(
-        self, spec: RecordSpec, model: Transformer, via: ExpertsVia, run: RunExperts | None
+        self, spec: RecordSpec, model: Transformer, via: ExpertsVia, run: LoopedExperts | None
     ):
         """For one trace.
 
@@ -89,16 +101,45 @@ class RecordingExperts:
         self._spec, self._model, self._via, self._run = spec, model, via, run
         self._routings: list[Routing] = []
         self._foreseen: list[tuple[jax.Array, jax.Array]] = []
+        self._looped: _Said | None = None
+
+    @property
+    def num_turns(self) -> int:
+        """See `moejax.models.run_experts.LoopedExperts`."""
+        return 1 if self._run is None else self._run.num_turns
+
+    @property
+    def state(self) -> Any:
+        """Likewise, of what runs the experts."""
+        return None if self._run is None else self._run.state
+
+    def resume(self, state: Any) -> None:
+        """Likewise."""
+        self._routings, self._foreseen = [], []
+        if self._run is not None:
+            self._run.resume(state)
+
+    def kept(self) -> Any:
+        """Likewise: what is recorded, and what is kept by what runs the experts."""
+        mine = jax.tree.map(lambda array: jnp.moveaxis(array, 1, 0), self._said())
+        return mine, None if self._run is None else self._run.kept()
+
+    def keep(self, kept: Any) -> None:
+        """Likewise."""
+        mine, of_run = kept
+        self._looped = jax.tree.map(lambda array: jnp.moveaxis(array, 0, 1), mine)
+        if self._run is not None:
+            self._run.keep(of_run)
 
     def __call__(
         self,
-        layer: int,
+        layer: Index,
         x: jax.Array,
         routing: Routing,
         token_mask: jax.Array,
         ahead: Callable[[], Routing] | None,
     ) -> jax.Array:
-        """See `moejax.models.transformer.RunExperts`."""
+        """See `moejax.models.run_experts.RunExperts`."""
         self._routings.append(routing)
         if self._spec.foreseen and ahead is not None:
             limit = min(self._spec.foreseen, routing.probabilities.shape[1])
@@ -109,29 +150,43 @@ class RecordingExperts:
 
     def recorded(self, positions: jax.Array, mask: jax.Array) -> Recorded:
         """Of all layers, which have run: int32[B, T] and bool[B, T] say of which tokens."""
-        config = self._model.config
-        kind = id_dtype(config.num_experts)
+        of_layers = [layers for layers in (self._looped, self._said()) if layers is not None]
+        said = of_layers[0]
+        if len(of_layers) > 1:
+            said = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *of_layers)
+        if said.predicted_ids is not None:  # in a loop the last layer foresees too
+            rest = len(self._model.config.moe_layers) - 1
+            assert said.predicted_probabilities is not None
+            said = said._replace(
+                predicted_ids=said.predicted_ids[:, :rest],
+                predicted_probabilities=said.predicted_probabilities[:, :rest],
+            )
+        shaped = jax.tree.map(lambda a: a.reshape(*positions.shape, *a.shape[1:]), said)
+        return Recorded(position=positions, active=mask, **shaped._asdict())
+
+    def _said(self) -> "_Said | None":
+        """What the layers since `resume` said; None if there were none."""
+        if not self._routings:
+            return None
+        spec, num_experts = self._spec, self._model.config.num_experts
+        kind = id_dtype(num_experts)
 
         def stacked(arrays: list[jax.Array], dtype: Any) -> jax.Array:
-            layers = jnp.stack(arrays, axis=1).astype(dtype)
-            return layers.reshape(*positions.shape, *layers.shape[1:])
+            return jnp.stack(arrays, axis=1).astype(dtype)
 
-        spec, foreseen = self._spec, self._foreseen
         predicted: Any = (None, None)
-        if spec.foreseen and foreseen:
+        if spec.foreseen and self._foreseen:
             predicted = (
-                stacked([i for _, i in foreseen], kind),
-                stacked([p for p, _ in foreseen], jnp.float16),
+                stacked([i for _, i in self._foreseen], kind),
+                stacked([p for p, _ in self._foreseen], jnp.float16),
             )
-        elif spec.foreseen:  # a single layer
-            empty = none_recorded(spec, config, *positions.shape)
-            predicted = empty.predicted_ids, empty.predicted_probabilities
+        elif spec.foreseen:  # the last layer alone
+            shape = (len(self._routings[0].ids), 0, min(spec.foreseen, num_experts))
+            predicted = jnp.zeros(shape, kind), jnp.zeros(shape, jnp.float16)
         probabilities = None
         if spec.probabilities:
             probabilities = stacked([r.probabilities for r in self._routings], jnp.float16)
-        return Recorded(
-            position=positions,
-            active=mask,
+        return _Said(
             ids=stacked([r.ids for r in self._routings], kind),
             weights=stacked([r.weights for r in self._routings], jnp.float16),
             predicted_ids=predicted[0],

@@ -1,11 +1,13 @@
-"""Decode steps of pooled experts, compiled for an H100 without one; needs JAX's CUDA plugin.
+"""Steps of pooled experts, compiled for an H100 without one; needs JAX's CUDA plugin.
 
 python -m tests.pooled_programs
 """
 
 import dataclasses
+import functools
 import importlib
 import os
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -33,6 +35,9 @@ PACKAGES = (
 )  # fmt: skip
 # Slots of a layer, experts ahead, sequences: served by the cache alone, and in waves.
 CASES = [(8, 4, 1), (8, 4, 4), (8, 0, 1), (4, 2, 4), (0, 0, 1)]
+# Of a chunk, in waves: slots of a layer, experts ahead.
+CHUNKS = [(8, 4), (4, 0)]
+CHUNK = 64  # tokens
 
 
 def _leaf(shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -79,36 +84,64 @@ def decode_operands(config: ModelConfig, spec: PoolSpec, batch: int) -> tuple[An
     return state, pool, weights, store, sampling, _leaf((1,), jnp.int32), _leaf((), jnp.int32)
 
 
-def compiled_decode(
-    config: ModelConfig, slots: int, ahead: int, batch: int, sharding: Any
-) -> tuple[jax.stages.Compiled, int]:
-    """A call of eight steps, as `Runner` compiles it, and the bytes of its pool."""
-    gpu = GPUS[GPU]
+def _program(config: ModelConfig, slots: int, ahead: int) -> steps.Program:
     cache = CacheSpec(
         num_layers=config.num_layers, num_experts=config.num_experts, slots=slots, transient=4,
         banks=2 if ahead else 1,
     )  # fmt: skip
-    spec = PoolSpec(cache, ahead)
-    definition = model_definition(config, ops.Kernels(gpu.target), holds_experts=False)
-    chunk = ChunkSpec(CONTEXT, False, "grouped_kernel", "xla", "kernel")
+    kernels = ops.Kernels(GPUS[GPU].target)
+    definition = model_definition(config, kernels, holds_experts=False)
+    return steps.Program(definition, PoolSpec(cache, ahead))
 
-    def decode(*operands: Any) -> Any:
-        return steps.decode(steps.Program(definition, spec), chunk, True, 8, True, *operands)
 
+def _compiled(
+    step: Callable[..., Any], operands: Any, donated: tuple[int, ...], ahead: int, sharding: Any
+) -> jax.stages.Compiled:
+    """As `Runner` compiles it."""
     operands = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        decode_operands(config, spec, batch),
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), operands
     )
-    with described(gpu):
-        traced = jax.jit(decode, donate_argnums=(0, 1)).trace(*operands)
+    with described(GPUS[GPU]):
+        traced = jax.jit(step, donate_argnums=donated).trace(*operands)
         lowered = traced.lower(lowering_platforms=("cuda",))
-    program = lowered.compile(compiler_options=COMPILER_OPTIONS if ahead else None)
-    pool = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(operands[1]))
-    return program, pool
+    return lowered.compile(compiler_options=COMPILER_OPTIONS if ahead else None)
+
+
+def compiled_decode(
+    config: ModelConfig, slots: int, ahead: int, batch: int, sharding: Any
+) -> tuple[jax.stages.Compiled, int]:
+    """A call of eight steps, and the bytes of its pool."""
+    program = _program(config, slots, ahead)
+    assert program.pool is not None
+    chunk = ChunkSpec(CONTEXT, False, "grouped_kernel", "xla", "kernel")
+    operands = decode_operands(config, program.pool, batch)
+    step = functools.partial(steps.decode, program, chunk, True, 8, True)
+    return _compiled(step, operands, (0, 1), ahead, sharding), _num_bytes(operands[1])
+
+
+def compiled_prefill(
+    config: ModelConfig, slots: int, ahead: int, is_first: bool, sharding: Any
+) -> tuple[jax.stages.Compiled, int, int]:
+    """A chunk, the bytes that it donates, and those of a bank."""
+    program = _program(config, slots, ahead)
+    assert program.pool is not None
+    chunk = ChunkSpec(0 if is_first else CONTEXT, is_first, "grouped_kernel", "xla")
+    state, pool, weights, store, *_ = decode_operands(config, program.pool, 1)
+    operands = (
+        state.cache, _leaf((1, config.model_dim)), pool, weights, store,
+        _leaf((1, CHUNK), jnp.int32), _leaf((), jnp.int32), _leaf((1,), jnp.int32),
+    )  # fmt: skip
+    step = functools.partial(steps.prefill_chunk, program, chunk)
+    compiled = _compiled(step, operands, (0, 1, 2), ahead, sharding)
+    return compiled, _num_bytes((state.cache, pool)), _num_bytes(pool.banks[0])
+
+
+def _num_bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def main() -> None:
-    """A line a case: name, temporary and aliased bytes, bytes of the pool."""
+    """A line a case: name; temporary bytes and their bound; aliased ones, and those donated."""
     os.environ[SKIP_CHECKS] = "1"
     from jax.experimental import topologies
 
@@ -130,7 +163,16 @@ def main() -> None:
             assert memory is not None
             label = f"{name}_{slots}_slots_{ahead}_ahead_{batch}_sequences"
             temporary, aliased = memory.temp_size_in_bytes, memory.alias_size_in_bytes
-            print(label, temporary, aliased, pool, flush=True)
+            print(label, temporary, 2**20, aliased, pool, flush=True)
+        # In a loop; one layer is left after it where there are two banks.
+        config = dataclasses.replace(config, num_layers=5, moe_layers=tuple(range(5)))
+        for (slots, ahead), is_first in zip(CHUNKS, (True, False), strict=True):
+            program, donated, bank = compiled_prefill(config, slots, ahead, is_first, sharding)
+            memory = program.memory_analysis()
+            assert memory is not None
+            label = f"{name}_{slots}_slots_{ahead}_ahead_chunk"
+            temporary, aliased = memory.temp_size_in_bytes, memory.alias_size_in_bytes
+            print(label, temporary, bank, aliased, donated, flush=True)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from moejax.ledger import EVENTS, Counts
 from moejax.memory import residency as rules
 from moejax.memory.residency import CacheSpec, Residency
 from moejax.models.moe import Routing
+from moejax.ops import Index
+from moejax.qtensor import Compensator
 from pallas_kernels import residency_plan
 from pallas_kernels.target import Target
 
@@ -62,7 +64,7 @@ class Placing:
         self,
         state: State,
         row_of: jax.Array,
-        layer: int,
+        layer: Index,
         routing: Routing,
         token_mask: jax.Array,
     ) -> tuple[Placed, State]:
@@ -109,7 +111,7 @@ class Placing:
         self,
         state: State,
         row_of: jax.Array,
-        layer: int,
+        layer: Index,
         ids: jax.Array,
         token_mask: jax.Array,
     ) -> tuple[Jobs, State]:
@@ -146,6 +148,18 @@ class Placing:
         if self.reads_disk:
             return "experts may be on the disk alone, and the step asks the host for them by id"
         return residency_plan.refusal("triton", self.cache.num_experts, num_asked, self.target)
+
+
+def terms_by_slot(
+    term: Compensator, layer: Index, experts: jax.Array, places: jax.Array, num_slots: int
+) -> Compensator:
+    """Terms of experts by slot, starts and ranks [1, S]; rank 0 where a slot is none of theirs."""
+
+    def by_slot(of_expert: jax.Array) -> jax.Array:
+        slots = jnp.zeros(num_slots, jnp.int32)
+        return slots.at[places].set(of_expert[layer, experts], mode="drop")[None]
+
+    return dataclasses.replace(term, start=by_slot(term.start), rank=by_slot(term.rank))
 
 
 def _tables(state: State) -> residency_plan.Tables:

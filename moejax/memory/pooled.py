@@ -10,6 +10,7 @@ for experts that are on the disk alone (`PoolSpec.read`).
 With look-ahead, layers take turns between two banks of slots: what is copied for the next layer
 writes one array while this layer's products read the other, and where XLA runs the step as a CUDA
 graph whose order is that of its buffers (`COMPILER_OPTIONS`), the copy and the products overlap.
+The waves of a chunk take turns between the transient slots of both banks for the same end.
 
 Axes: M sparse layers, E experts, C slots of a layer, B transient slots, S = ceil(M / banks) C + B
 slots of a bank, R rows of the host store.
@@ -21,12 +22,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import io_callback
 
 from moejax import ops
 from moejax.ledger import Counts
-from moejax.memory.placing import Jobs, Placed, Placing
+from moejax.memory.placing import Jobs, Placed, Placing, terms_by_slot
 from moejax.memory.residency import CacheSpec, Residency
+from moejax.memory.waiting import with_disk_rows
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import (
     Experts,
@@ -38,6 +39,7 @@ from moejax.models.expert_products import (
 )
 from moejax.models.grouped_experts import choose_grouped
 from moejax.models.moe import STEP_BYTES, ExpertsVia, Routing
+from moejax.ops import Index
 from moejax.qtensor import Compensator, QTensor, Weight
 from pallas_kernels import expert_fetch
 
@@ -139,18 +141,40 @@ class PooledExperts:
         """
         self.spec, self.config, self.pool, self.store = spec, config, pool, store
         self._via, self._kernels = via, kernels
+        self._turn = -1  # of the layer that runs: its number, but for a multiple of the banks
         self._placing = Placing(spec.cache, spec.read is not None, kernels.target)
+
+    @property
+    def num_turns(self) -> int:
+        """See `models.run_experts.LoopedExperts`; a layer's bank is static."""
+        return self.spec.cache.banks
+
+    @property
+    def state(self) -> ExpertPool:
+        """The pool."""
+        return self.pool
+
+    def resume(self, state: ExpertPool) -> None:
+        """Likewise."""
+        self.pool, self._turn = state, -1
+
+    def kept(self) -> None:
+        """Likewise: nothing."""
+
+    def keep(self, kept: None) -> None:
+        """Likewise."""
 
     def __call__(
         self,
-        layer: int,
+        layer: Index,
         x: jax.Array,
         routing: Routing,
         token_mask: jax.Array,
         ahead: Callable[[], Routing] | None,
     ) -> jax.Array:
-        """See `models.transformer.RunExperts`."""
+        """See `models.run_experts.RunExperts`."""
         cache = self.spec.cache
+        self._turn = layer if isinstance(layer, int) else self._turn + 1
         routing = self._replayed(layer, routing)
         active = jnp.broadcast_to(token_mask[:, None], routing.ids.shape)
         plan, state = self._placing.plan(self._state, self.store.row_of, layer, routing, token_mask)
@@ -159,45 +183,90 @@ class PooledExperts:
             used = used.at[layer].set(jnp.where(needed, clock, used[layer]))
             self.pool = dataclasses.replace(self.pool, used=used)
         self._set_state(state)
-        slot, wave = plan.slot, plan.wave
         self._bring(layer, plan.admitted)
         num_waves = len(plan.streamed.rows)
         ahead = ahead if self.spec.prefetch and cache.slots else None
         if ahead and not num_waves:  # beside the products
-            self._prefetch(layer + 1, ahead(), token_mask)
-        products = self._products(x, Pairs(slot, active & (wave == 0)), layer, plan, 0)
-        if num_waves:
-            outside = self.pool
+            self._prefetch(layer, ahead(), token_mask)
+        if not num_waves:
+            now = active & (plan.wave == 0)
+            products = self._products(x, Pairs(plan.slot, now), layer, plan, 0)
+        elif cache.banks > 1 and not isinstance(layer, int):  # a chunk; a decode step is unrolled
+            products = self._in_turns(layer, x, plan, active)
+        else:
+            products = self._in_waves(layer, x, plan, active)
+        if num_waves and ahead:  # what waits for slots that a wave overwrites would be copied
+            self._prefetch(layer, ahead(), token_mask)
+        return combine(products, Pairs(plan.slot, active), routing.weights, x.dtype)
 
-            def one(number: jax.Array, carried: Any) -> Any:
-                # Of the banks this layer's alone: a loop that carries both makes XLA copy them.
-                bank, counts, products = carried
-                self.pool = dataclasses.replace(outside, counts=counts)
-                self._set_bank(layer, bank)
-                products = self._after(layer, products)
-                self._bring(layer, jax.tree.map(lambda jobs: jobs[number], plan.streamed))
-                mine = active & (wave == number + 1)
-                found = self._products(x, Pairs(slot, mine), layer, plan, number + 1)
-                products = jnp.where(mine[None, :, :, None], found, products)
-                return self._bank(layer), self.pool.counts, products
+    def _in_waves(self, layer: Index, x: jax.Array, plan: Placed, active: jax.Array) -> jax.Array:
+        """[P, N, A, D] of all waves; what a wave needs is copied when the one before is through."""
+        now = active & (plan.wave == 0)
+        products = self._products(x, Pairs(plan.slot, now), layer, plan, 0)
+        outside = self.pool
 
-            carried = (self._bank(layer), outside.counts, products)
-            bank, counts, products = jax.lax.fori_loop(0, num_waves, one, carried)
+        def one(number: jax.Array, carried: Any) -> Any:
+            # Of the banks this layer's alone: a loop that carries both makes XLA copy them, unless
+            # each copy is ordered behind what reads its array (`_in_turns`).
+            bank, counts, products = carried
             self.pool = dataclasses.replace(outside, counts=counts)
-            self._set_bank(layer, bank)
-            if ahead:  # what waits for slots that a wave overwrites would make XLA copy them
-                self._prefetch(layer + 1, ahead(), token_mask)
-        return combine(products, Pairs(slot, active), routing.weights, x.dtype)
+            self._set_bank(bank)
+            products = self._after(products)
+            self._bring(layer, jax.tree.map(lambda jobs: jobs[number], plan.streamed))
+            mine = active & (plan.wave == number + 1)
+            found = self._products(x, Pairs(plan.slot, mine), layer, plan, number + 1)
+            products = jnp.where(mine[None, :, :, None], found, products)
+            return self._bank(), self.pool.counts, products
 
-    def _replayed(self, layer: int, routing: Routing) -> Routing:
+        carried = (self._bank(), outside.counts, products)
+        num_waves = len(plan.streamed.rows)
+        bank, counts, products = jax.lax.fori_loop(0, num_waves, one, carried)
+        self.pool = dataclasses.replace(outside, counts=counts)
+        self._set_bank(bank)
+        return products
+
+    def _in_turns(self, layer: Index, x: jax.Array, plan: Placed, active: jax.Array) -> jax.Array:
+        """[P, N, A, D] of all waves; experts of a wave are copied beside the products of the last.
+
+        Waves take turns between the transient slots of this layer's bank, in which those of wave 0
+        are, and of the other one. In a CUDA graph a copy waits for the products that read the array
+        which it overwrites, and for the copy before it, but not for those that read the other one.
+        """
+        num_waves = len(plan.streamed.rows)
+        beyond = (0, 1 + num_waves % 2), (0, 0)
+        streamed = jax.tree.map(lambda a: jnp.pad(a, beyond, constant_values=-1), plan.streamed)
+
+        def stage(wave: Index, bank: int, products: jax.Array | None) -> jax.Array:
+            self._bring(layer, jax.tree.map(lambda jobs: jobs[wave], streamed), 1 - bank, True)
+            mine, inputs = active & (plan.wave == wave), x
+            if products is not None:  # one after another, or XLA gathers the inputs of two waves
+                inputs, products = jax.lax.optimization_barrier((x, products))
+            found = self._products(inputs, Pairs(plan.slot, mine), layer, plan, wave, bank)
+            if products is not None:
+                found = jnp.where(mine[None, :, :, None], found, products)
+            return self._after(found, bank)
+
+        products, outside = stage(0, 0, None), self.pool
+
+        def two(number: jax.Array, carried: Any) -> Any:
+            banks, counts, products = carried
+            self.pool = dataclasses.replace(outside, banks=banks, counts=counts)
+            products = stage(2 * number + 1, 1, products)
+            products = stage(2 * number + 2, 0, products)
+            return self.pool.banks, self.pool.counts, products
+
+        carried = (outside.banks, outside.counts, products)
+        banks, counts, products = jax.lax.fori_loop(0, (num_waves + 1) // 2, two, carried)
+        self.pool = dataclasses.replace(outside, banks=banks, counts=counts)
+        return products
+
+    def _replayed(self, layer: Index, routing: Routing) -> Routing:
         replay = self.store.replay
         if replay is None or routing.ids.shape != replay.shape[2:]:
             return routing
-        return routing._replace(ids=replay[self._step() % len(replay), layer])
-
-    def _step(self) -> jax.Array:
-        """int32[], steps of the pool's life; the clock counts layers from 1 on."""
-        return (self.pool.residency.clock - 1) // self.spec.cache.num_layers
+        # The clock counts layers from 1 on: this is the number of the pool's step.
+        step = (self.pool.residency.clock - 1) // self.spec.cache.num_layers
+        return routing._replace(ids=replay[step % len(replay), layer])
 
     @property
     def _state(self) -> tuple[Residency, Counts]:
@@ -206,26 +275,31 @@ class PooledExperts:
     def _set_state(self, state: tuple[Residency, Counts]) -> None:
         self.pool = dataclasses.replace(self.pool, residency=state[0], counts=state[1])
 
-    def _bank(self, layer: int) -> tuple[Weight, Weight]:
-        return self.pool.banks[layer % self.spec.cache.banks]
+    def _bank(self, after: int = 0) -> tuple[Weight, Weight]:
+        """That of the layer which runs, or of one of those after it."""
+        return self.pool.banks[(self._turn + after) % len(self.pool.banks)]
 
-    def _set_bank(self, layer: int, bank: tuple[Weight, Weight]) -> None:
+    def _set_bank(self, bank: tuple[Weight, Weight], after: int = 0) -> None:
         banks = list(self.pool.banks)
-        banks[layer % len(banks)] = bank
+        banks[(self._turn + after) % len(banks)] = bank
         self.pool = dataclasses.replace(self.pool, banks=tuple(banks))
 
-    def _after(self, layer: int, products: jax.Array) -> jax.Array:
+    def _after(self, products: jax.Array, bank: int = 0) -> jax.Array:
         """The products; what is copied from here on waits for them.
 
         They read the slots that the copy may overwrite, and XLA would copy the pool instead.
         """
-        products, bank = jax.lax.optimization_barrier((products, self._bank(layer)))
-        self._set_bank(layer, bank)
+        products, read = jax.lax.optimization_barrier((products, self._bank(bank)))
+        self._set_bank(read, bank)
         return products
 
-    def _prefetch(self, layer: int, predicted: Routing, token_mask: jax.Array) -> None:
+    def _prefetch(self, layer: Index, predicted: Routing, token_mask: jax.Array) -> None:
         """Brings ahead what the next layer's router is expected to choose (DyMoE eq. 6-8)."""
         cache, pool = self.spec.cache, self.pool
+        layer = layer + 1
+        if not isinstance(layer, int):  # in a loop the last layer asks too, for nothing
+            token_mask &= layer < cache.num_layers
+            layer = jnp.minimum(layer, cache.num_layers - 1)
         limit = min(self.spec.prefetch, cache.slots, cache.num_experts)
         replay, replayed = self.store.replay_ahead, self.store.replay
         if replay is None or replayed is None or len(token_mask) != replayed.shape[2]:
@@ -238,18 +312,22 @@ class PooledExperts:
             self._state, self.store.row_of, layer, wanted, token_mask
         )
         self._set_state(state)
-        self._bring(layer, jobs, ahead=True)
+        self._bring(layer, jobs, 1, beside=True)
 
-    def _bring(self, layer: int, jobs: Jobs, ahead: bool = False) -> None:
+    def _bring(self, layer: Index, jobs: Jobs, bank: int = 0, beside: bool = False) -> None:
         """Copies experts of a layer into slots, from host memory or from the disk.
 
-        `ahead`: beside the products of the layer before, once what these wait for is there.
+        Args:
+          layer: whose they are.
+          jobs: which.
+          bank: to that of the layer which runs (0), or the next one (1).
+          beside: products that read the other bank, once what these wait for is there.
         """
         store, pool = self.store, self.pool
         rows, slots, experts = jobs
         if not rows.size:
             return
-        pools = self._bank(layer)
+        pools = self._bank(bank)
         if store.gate_up.shape[0]:
             hosts = (store.gate_up, store.down)
             how = "reference"
@@ -258,7 +336,7 @@ class PooledExperts:
                 how = chosen.implementation
                 if self._kernels.target.platform == "gpu" and how == "reference":
                     raise ValueError(f"experts cannot be fetched: {chosen.describe()}")
-            beside = ahead and how == "triton"
+            beside = beside and how == "triton"
             pools = expert_fetch.fetch(
                 pools,
                 hosts,
@@ -266,47 +344,22 @@ class PooledExperts:
                 slots,
                 implementation=how,
                 tiles=expert_fetch.default_tiles_beside() if beside else None,
-                after=self._bank(layer - 1) if beside else (),
+                after=self._bank(1 - bank) if beside else (),
             )
         counts = pool.counts
         if self.spec.read is not None:
             assert experts is not None
             absent = (experts >= 0) & (rows < 0)
-            pools = self._from_disk(self.spec.read, layer, pools, experts, slots, absent)
+            pools = with_disk_rows(pools, self.spec.read, layer, experts, slots, absent)
             counts = counts.add(layer, waits=jnp.sum(absent))
         self.pool = dataclasses.replace(pool, counts=counts)
-        self._set_bank(layer, pools)
-
-    def _from_disk(
-        self,
-        read_rows: Callable[[Any, Any], Arrays],
-        layer: int,
-        pools: tuple[Weight, Weight],
-        experts: jax.Array,
-        slots: jax.Array,
-        absent: jax.Array,
-    ) -> tuple[Weight, Weight]:
-        """The pools with what is on the disk alone; the step waits for the host where there is."""
-        leaves, tree = jax.tree.flatten(pools)
-        shapes = [jax.ShapeDtypeStruct((len(experts), *p.shape[1:]), p.dtype) for p in leaves]
-
-        def read() -> list[jax.Array]:
-            asked = jnp.where(absent, experts, -1)
-            return list(io_callback(read_rows, tuple(shapes), jnp.int32(layer), asked))
-
-        def nothing() -> list[jax.Array]:
-            return [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
-
-        found = jax.lax.cond(jnp.any(absent), read, nothing)
-        places = jnp.where(absent, slots, self.spec.cache.num_slots)
-        filled = [p.at[places].set(new, mode="drop") for p, new in zip(leaves, found, strict=True)]
-        return jax.tree.unflatten(tree, filled)
+        self._set_bank(pools, bank)
 
     def _products(
-        self, x: jax.Array, pairs: Pairs, layer: int, plan: Placed, wave: int | jax.Array
+        self, x: jax.Array, pairs: Pairs, layer: Index, plan: Placed, wave: Index, bank: int = 0
     ) -> jax.Array:
         """[P, N, A, D] of the active pairs."""
-        experts = self._experts(layer, plan, wave)
+        experts = self._experts(layer, plan, wave, bank)
         match self._via:
             case "row":
                 return products_by_row(x, pairs, experts)
@@ -319,7 +372,7 @@ class PooledExperts:
                 return products_grouped(x, pairs, experts, chosen.implementation)
         raise ValueError(f"experts of a pool do not run via {self._via!r}")
 
-    def _experts(self, layer: int, plan: Placed, wave: int | jax.Array) -> Experts:
+    def _experts(self, layer: Index, plan: Placed, wave: Index, bank: int) -> Experts:
         """The slots as stacks, with the low-rank terms of the experts that are in them."""
         num_slots = self.spec.cache.num_slots
         experts, slot, wave_of = plan.holders
@@ -329,20 +382,8 @@ class PooledExperts:
             stacked: Weight = jax.tree.map(lambda leaf: leaf[None], weight)
             if not isinstance(stacked, QTensor) or not terms:
                 return stacked
-            placed = tuple(_placed(term, layer, experts, places, num_slots) for term in terms)
+            placed = tuple(terms_by_slot(term, layer, experts, places, num_slots) for term in terms)
             return dataclasses.replace(stacked, compensators=placed)
 
-        (gate_up, down), (of_gate_up, of_down) = self._bank(layer), self.store.terms
+        (gate_up, down), (of_gate_up, of_down) = self._bank(bank), self.store.terms
         return Experts(stack(gate_up, of_gate_up), stack(down, of_down), 0)
-
-
-def _placed(
-    term: Compensator, layer: int, experts: jax.Array, places: jax.Array, num_slots: int
-) -> Compensator:
-    """Terms of experts by slot, starts and ranks [1, S]; rank 0 where a slot is none of theirs."""
-
-    def by_slot(of_expert: jax.Array) -> jax.Array:
-        slots = jnp.zeros(num_slots, jnp.int32)
-        return slots.at[places].set(of_expert[layer, experts], mode="drop")[None]
-
-    return dataclasses.replace(term, start=by_slot(term.start), rank=by_slot(term.rank))

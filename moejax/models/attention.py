@@ -1,5 +1,6 @@
 """Grouped-query attention over layer-stacked weights."""
 
+import dataclasses
 import functools
 from typing import Literal
 
@@ -8,11 +9,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax import ops
-from moejax.cache import cache_shape
+from moejax.cache import KVCache, cache_shape
 from moejax.models.config import ModelConfig
 from moejax.models.norm import rms_norm
 from moejax.models.parameter import stacked_parameter
 from moejax.models.rope import rotate
+from moejax.ops import Index
 from pallas_kernels import decode_attention
 from pallas_kernels.target import Choice, Target
 
@@ -162,6 +164,44 @@ def token_attention(
     return attended[:, None]
 
 
+@dataclasses.dataclass
+class WritingAttention:
+    """Attention of new tokens to themselves and to a cache, into which it writes them.
+
+    Attributes:
+      cache: with the tokens of the layers so far.
+      positions: int32[B, T].
+      kv_length: slots that are looked at; None: the tokens see one another alone.
+      window: see `causal_attention`.
+      via: of the tokens to one another.
+      cached: of one token of each sequence to the cache.
+    """
+
+    cache: KVCache
+    positions: jax.Array
+    kv_length: int | None
+    window: int | None
+    via: AttentionVia
+    cached: CachedVia
+
+    def __call__(self, layer: Index, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """[B, T, H, C]; see `Transformer.layers`."""
+        positions, is_token = self.positions, q.shape[1] == 1
+        if is_token:
+            self.cache = self.cache.write_token(layer, k, v, positions[:, 0])
+        else:
+            self.cache = self.cache.write_chunk(layer, k, v, positions[0, 0])
+        if self.kv_length is None:
+            return causal_attention(q, k, v, self.window, self.via)
+        if self.cached == "kernel" and is_token:
+            return token_attention(
+                q, self.cache.keys, self.cache.values, jnp.int32(layer), positions,
+                kv_length=self.kv_length, sliding_window=self.window,
+            )  # fmt: skip
+        keys, values = self.cache.read(layer, self.kv_length)
+        return cached_attention(q, keys, values, positions, self.window)
+
+
 class Attention(nnx.Module):
     """Projections, biases and head norms of all L layers."""
 
@@ -186,7 +226,7 @@ class Attention(nnx.Module):
             self.o_bias = stacked_parameter("attention.o_bias", config, rngs, dtype)
 
     def project(
-        self, x: jax.Array, layer: int, cos: jax.Array, sin: jax.Array
+        self, x: jax.Array, layer: Index, cos: jax.Array, sin: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Normed input to rotated queries [B, T, H, C], keys and values [B, T, K, C].
 
@@ -208,7 +248,7 @@ class Attention(nnx.Module):
             k = rms_norm(k, self.k_norm[layer], c.norm_eps)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
-    def output(self, attended: jax.Array, layer: int) -> jax.Array:
+    def output(self, attended: jax.Array, layer: Index) -> jax.Array:
         """[B, T, H, C] to [B, T, D]."""
         flat = attended.reshape(*attended.shape[:2], -1)
         out = ops.linear(flat, self.o_proj[...], layer, kernels=self.kernels)

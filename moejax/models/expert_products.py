@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax import ops
+from moejax.ops import Index
 from moejax.qtensor import Weight
 from pallas_kernels import grouped_dequant_matmul
 
@@ -30,7 +31,7 @@ class Experts(NamedTuple):
 
     gate_up: Weight  # [M, E, 2F, D]
     down: Weight  # [M, E, D, F]
-    layer: int  # in 0..M - 1
+    layer: Index  # in 0..M - 1
 
 
 def swiglu(gate_up: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from moejax import ops
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import Experts, Pairs, combine, products_grouped
+from moejax.ops import Index
 from moejax.qtensor import Weight
 from pallas_kernels import grouped_dequant_matmul
 from pallas_kernels.target import Choice
@@ -19,7 +20,7 @@ def experts_grouped(
     weights: jax.Array,
     gate_up: Weight,
     down: Weight,
-    layer: int,
+    layer: Index,
     token_mask: jax.Array,
     implementation: str,
 ) -> jax.Array:

@@ -34,6 +34,7 @@ from moejax.models.expert_products import (
 )
 from moejax.models.grouped_experts import choose_grouped, experts_grouped
 from moejax.models.parameter import stacked_parameter
+from moejax.ops import Index
 from moejax.qtensor import Weight
 from pallas_kernels import expert_mlp, router_topk
 from pallas_kernels.target import Choice
@@ -118,7 +119,7 @@ def routing_by_kernel(logits: jax.Array, *, num_chosen: int, normalise: bool) ->
 
 
 def experts_dense(
-    x: jax.Array, routing: Routing, gate_up: Weight, down: Weight, layer: int
+    x: jax.Array, routing: Routing, gate_up: Weight, down: Weight, layer: Index
 ) -> jax.Array:
     """Every expert on every token, zero where it was not chosen: two large products.
 
@@ -145,7 +146,7 @@ def experts_dense(
 
 
 def experts_by_row(
-    x: jax.Array, routing: Routing, gate_up: Weight, down: Weight, layer: int
+    x: jax.Array, routing: Routing, gate_up: Weight, down: Weight, layer: Index
 ) -> jax.Array:
     """One slice and two thin products an assignment, unrolled; arguments as `experts_dense`."""
     pairs = Pairs(routing.ids, jnp.ones(routing.ids.shape, bool))
@@ -158,7 +159,7 @@ def experts_by_block(
     routing: Routing,
     gate_up: Weight,
     down: Weight,
-    layer: int,
+    layer: Index,
     token_mask: jax.Array,
     step_bytes: int,
 ) -> jax.Array:
@@ -274,7 +275,7 @@ class SparseMoe(nnx.Module):
             self.gate_up = stacked_parameter("moe.gate_up", config, rngs, dtype)
             self.down = stacked_parameter("moe.down", config, rngs, dtype)
 
-    def route(self, x: jax.Array, layer: int) -> Routing:
+    def route(self, x: jax.Array, layer: Index) -> Routing:
         """Of N tokens [N, D], normed; `layer` is the index among the sparse layers."""
         wide = jnp.dtype(jnp.float32)
         logits = ops.linear(x, self.router[...], layer, wide, self.kernels)
@@ -286,7 +287,7 @@ class SparseMoe(nnx.Module):
         return routing_of(logits, c)
 
     def __call__(
-        self, x: jax.Array, layer: int, token_mask: jax.Array, via: ExpertsVia
+        self, x: jax.Array, layer: Index, token_mask: jax.Array, via: ExpertsVia
     ) -> tuple[jax.Array, Routing]:
         """Routes and runs N tokens.
 
@@ -311,6 +312,8 @@ class SparseMoe(nnx.Module):
             case "kernel":
                 if refusal := kernel_refusal(self.config, x.dtype, (gate_up, down)):
                     raise ValueError(f"the kernel refuses: {refusal}")
+                if not isinstance(layer, int):
+                    raise ValueError("the kernel refuses: its layer is static")
                 y = expert_mlp.expert_mlp(
                     x, routing.ids, routing.weights, gate_up, down, layer=layer
                 )

@@ -1,7 +1,7 @@
 """The decoder: Qwen3-MoE and Mixtral, one module over layer-stacked weights."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,41 +13,19 @@ from moejax.models.attention import (
     Attention,
     AttentionVia,
     CachedVia,
-    cached_attention,
+    WritingAttention,
     causal_attention,
-    token_attention,
 )
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.moe import DenseMlp, ExpertsVia, Routing, SparseMoe
-from moejax.models.norm import rms_norm
+from moejax.models.norm import rms_norm, rounded
 from moejax.models.parameter import stacked_parameter
 from moejax.models.rope import rotary_angles
+from moejax.models.run_experts import LoopedExperts, RunExperts
+from moejax.ops import Index
 from moejax.qtensor import Weight
 
-Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
-
-
-class RunExperts(Protocol):
-    """Runs the experts of a sparse layer in place of a model that holds them."""
-
-    def __call__(
-        self,
-        layer: int,
-        x: jax.Array,
-        routing: Routing,
-        token_mask: jax.Array,
-        ahead: Callable[[], Routing] | None,
-    ) -> jax.Array:
-        """[N, D] in `x.dtype`.
-
-        Args:
-          layer: index among the sparse layers.
-          x: [N, D], normed.
-          routing: of the N tokens.
-          token_mask: bool[N], False for padding.
-          ahead: what the next sparse layer's router says of this one's input (DyMoE eq. 6), a
-            prediction; None after the last.
-        """
+Attend = Callable[[Index, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class ChunkSpec(NamedTuple):
@@ -95,7 +73,7 @@ class Transformer(nnx.Module):
     def mlp_block(
         self,
         x: jax.Array,
-        layer: int,
+        layer: Index,
         token_mask: jax.Array,
         via: ExpertsVia,
         run: RunExperts | None = None,
@@ -104,29 +82,31 @@ class Transformer(nnx.Module):
 
         Args:
           x: [B, T, D].
-          layer: among all layers.
+          layer: among all layers; int32[] where all of them are sparse.
           token_mask: bool[B, T], False for padding.
           via: which form runs experts that the model holds.
           run: what runs them otherwise.
         """
         c = self.config
         flat = self._normed(x, layer)
-        if layer not in c.moe_layers:
+        if isinstance(layer, int) and layer in c.dense_layers:
             return self.mlp(flat, c.dense_layers.index(layer)).reshape(x.shape), None
-        index, mask = c.moe_layers.index(layer), token_mask.reshape(-1)
+        index, following = _among_sparse(c, layer)
+        mask = token_mask.reshape(-1)
         if run is None:
             out, routing = self.moe(flat, index, mask, via)
-        else:
-            routing = self.moe.route(flat, index)
-            following = c.moe_layers[index + 1 :]
+            return out.reshape(x.shape), routing
+        routing = self.moe.route(flat, index)
+        if following is None:
+            return run(index, flat, routing, mask, None).reshape(x.shape), routing
+        next_layer, next_index = following
 
-            def ahead() -> Routing:
-                return self.moe.route(self._normed(x, following[0]), index + 1)
+        def ahead() -> Routing:
+            return self.moe.route(self._normed(x, next_layer), next_index)
 
-            out = run(index, flat, routing, mask, ahead if following else None)
-        return out.reshape(x.shape), routing
+        return run(index, flat, routing, mask, ahead).reshape(x.shape), routing
 
-    def _normed(self, x: jax.Array, layer: int) -> jax.Array:
+    def _normed(self, x: jax.Array, layer: Index) -> jax.Array:
         """[N, D]: what the MLP of a layer would see of [B, T, D]."""
         c = self.config
         return rms_norm(x, self.mlp_norm[layer], c.norm_eps).reshape(-1, c.model_dim)
@@ -195,17 +175,31 @@ class Transformer(nnx.Module):
           The last layer's output [B, T, D], and the routing of each sparse layer.
         """
         c = self.config
-        cos, sin = rotary_angles(positions, c.head_dim, c.rope_theta)
+        angles = rotary_angles(positions, c.head_dim, c.rope_theta)
         x = ops.take_rows(self.embed[...], tokens, self.dtype)
         routings = []
         for layer in range(c.num_layers):
-            attended = attend(layer, *self.attention.project(x, layer, cos, sin))
-            x = x + self.attention.output(attended, layer)
-            out, routing = self.mlp_block(x, layer, token_mask, experts, run)
-            x = x + out
+            x, routing = self._layer(x, layer, angles, token_mask, attend, experts, run)
             if routing is not None:
                 routings.append(routing)
         return x, routings
+
+    def _layer(
+        self,
+        x: jax.Array,
+        layer: Index,
+        angles: tuple[jax.Array, jax.Array],
+        token_mask: jax.Array,
+        attend: Attend,
+        experts: ExpertsVia,
+        run: RunExperts | None,
+    ) -> tuple[jax.Array, Routing | None]:
+        """[B, T, D] through one layer; arguments as of `layers`."""
+        attended = attend(layer, *self.attention.project(x, layer, *angles))
+        x = x + self.attention.output(attended, layer)
+        out, routing = self.mlp_block(x, layer, token_mask, experts, run)
+        x = x + out
+        return x if x.shape[1] == 1 else rounded(x), routing
 
     def __call__(
         self,
@@ -218,6 +212,10 @@ class Transformer(nnx.Module):
     ) -> tuple[KVCache, jax.Array]:
         """Runs T new tokens of each sequence, writing the cache.
 
+        More than one token a sequence goes through the layers in a loop, where these are alike: one
+        layer is compiled, not all. (Kernels of Qwen3-30B's 48 layers took most of a minute.) A
+        decode step stays unrolled: its launches are few and short, and a loop adds to them.
+
         Args:
           tokens: int32[B, T].
           positions: int32[B, T]; consecutive, and the same start for all rows where T > 1.
@@ -229,8 +227,63 @@ class Transformer(nnx.Module):
         Returns:
           The cache and the last layer's output [B, T, D], before the last norm.
         """
-        cache, hidden, _ = self.routed(tokens, positions, token_mask, cache, spec, run)
-        return cache, hidden
+        if tokens.shape[1] == 1 or not self.loops(spec.experts, run):
+            cache, hidden, _ = self.routed(tokens, positions, token_mask, cache, spec, run)
+            return cache, hidden
+        assert run is None or isinstance(run, LoopedExperts)
+        return self._looped(tokens, positions, token_mask, cache, spec, run)
+
+    def loops(self, experts: ExpertsVia, run: RunExperts | None) -> bool:
+        """Whether the layers of a chunk of tokens run in a loop: all sparse, and numbers serve."""
+        if self.config.dense_layers or experts == "kernel":  # whose layer is static
+            return False
+        return run is None or isinstance(run, LoopedExperts)
+
+    def _looped(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        token_mask: jax.Array,
+        cache: KVCache,
+        spec: ChunkSpec,
+        run: LoopedExperts | None,
+    ) -> tuple[KVCache, jax.Array]:
+        """As a call, layer numbers on the device; what is left of the last pass is unrolled."""
+        c = self.config
+        angles = rotary_angles(positions, c.head_dim, c.rope_theta)
+        num_turns = run.num_turns if run else 1
+        num_looped = c.num_layers // num_turns * num_turns
+
+        def one(x: jax.Array, layer: Index, cache: KVCache) -> tuple[jax.Array, KVCache]:
+            attend = self._attention_of(cache, positions, spec)
+            x, _ = self._layer(x, layer, angles, token_mask, attend, spec.experts, run)
+            return x, attend.cache
+
+        def some(carried: Any, first: jax.Array) -> tuple[Any, Any]:
+            x, cache, state = carried
+            if run:
+                run.resume(state)
+            for turn in range(num_turns):
+                x, cache = one(x, first + turn, cache)
+            return (x, cache, run.state if run else None), run.kept() if run else None
+
+        x = ops.take_rows(self.embed[...], tokens, self.dtype)
+        firsts = jnp.arange(0, num_looped, num_turns, dtype=jnp.int32)
+        carried = (x, cache, run.state if run else None)
+        (x, cache, state), kept = jax.lax.scan(some, carried, firsts)
+        if run:
+            run.resume(state)
+            run.keep(jax.tree.map(lambda leaf: leaf.reshape(num_looped, *leaf.shape[2:]), kept))
+        for layer in range(num_looped, c.num_layers):
+            x, cache = one(x, layer, cache)
+        return cache, x
+
+    def _attention_of(
+        self, cache: KVCache, positions: jax.Array, spec: ChunkSpec
+    ) -> WritingAttention:
+        window = self.config.sliding_window
+        kv_length = None if spec.is_first else spec.kv_length
+        return WritingAttention(cache, positions, kv_length, window, spec.attention, spec.cached)
 
     def routed(
         self,
@@ -241,27 +294,24 @@ class Transformer(nnx.Module):
         spec: ChunkSpec,
         run: RunExperts | None = None,
     ) -> tuple[KVCache, jax.Array, list[Routing]]:
-        """As a call, with the routing of each sparse layer; for those who count experts."""
-        window = self.config.sliding_window
-
-        def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            nonlocal cache
-            if tokens.shape[1] == 1:
-                cache = cache.write_token(layer, k, v, positions[:, 0])
-            else:
-                cache = cache.write_chunk(layer, k, v, positions[0, 0])
-            if spec.is_first:
-                return causal_attention(q, k, v, window, spec.attention)
-            if spec.cached == "kernel" and tokens.shape[1] == 1:
-                return token_attention(
-                    q, cache.keys, cache.values, jnp.int32(layer), positions,
-                    kv_length=spec.kv_length, sliding_window=window,
-                )  # fmt: skip
-            keys, values = cache.read(layer, spec.kv_length)
-            return cached_attention(q, keys, values, positions, window)
-
+        """As a call, unrolled, with each sparse layer's routing; for those who count experts."""
+        attend = self._attention_of(cache, positions, spec)
         hidden, routings = self.layers(tokens, positions, token_mask, attend, spec.experts, run)
-        return cache, hidden, routings
+        return attend.cache, hidden, routings
+
+
+def _among_sparse(config: ModelConfig, layer: Index) -> tuple[Index, tuple[Index, Index] | None]:
+    """A sparse layer's index among those; the next of them, among all and among those, or None.
+
+    On the device all layers are sparse, and the last one is followed by itself.
+    """
+    if not isinstance(layer, int):
+        following = jnp.minimum(layer + 1, config.num_layers - 1)
+        return layer, (following, following)
+    index = config.moe_layers.index(layer)
+    if index + 1 == len(config.moe_layers):
+        return index, None
+    return index, (config.moe_layers[index + 1], index + 1)
 
 
 def forward(
@@ -287,7 +337,7 @@ def forward(
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     mask = jnp.ones(tokens.shape, bool)
 
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(layer: Index, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         del layer
         return causal_attention(q, k, v, model.config.sliding_window, attention)
 

@@ -233,6 +233,7 @@ class _Run:
             chunk=self.chunk,
             itemsize=self.itemsize,
             platform=self.platform,
+            num_turns=num_banks(self.limits),
         )
 
     def unpooled(self) -> dict[str, int]:

@@ -39,7 +39,14 @@ class Model(Protocol):
 
 
 def workspace_nbytes(
-    config: Model, *, batch: int, context: int, chunk: int, itemsize: int, platform: str
+    config: Model,
+    *,
+    batch: int,
+    context: int,
+    chunk: int,
+    itemsize: int,
+    platform: str,
+    num_turns: int = 1,
 ) -> int:
     """At the peak of a prefill chunk or of a decode step, whichever takes more.
 
@@ -48,7 +55,7 @@ def workspace_nbytes(
     not served as such: the weights are widened, which is not counted.
 
     Compiled for an H100 without one (jax 0.11.2, 2026-11-21), prefill of Qwen3-30B and Mixtral
-    shapes with INT4 experts took 0.83 to 0.95 of this, and decode 0.17 to 0.97.
+    shapes with INT4 experts took 0.61 to 0.97 of this, and decode 0.17 to 0.97.
 
     Args:
       config: of the model.
@@ -57,8 +64,10 @@ def workspace_nbytes(
       chunk: T, tokens of each sequence in a prefill step.
       itemsize: bytes of a number of the activations.
       platform: "gpu" or "cpu".
+      num_turns: layers in a pass of prefill's loop (`moejax.models.run_experts`); XLA gives some
+        of what their products take and give places of their own.
     """
-    steps = _Steps(config, batch, context, itemsize, platform == "cpu")
+    steps = _Steps(config, batch, context, itemsize, platform == "cpu", num_turns)
     # Six arrays like the logits: penalized, sorted with their places, summed.
     sampling = 6 * 4 * batch * config.vocab_size
     return max(steps.nbytes(chunk), steps.nbytes(1) + sampling)
@@ -72,13 +81,17 @@ class _Steps(NamedTuple):
     context: int
     itemsize: int
     is_cpu: bool
+    num_turns: int
 
     def nbytes(self, tokens: int) -> int:
         """Of all layers."""
         # The residual stream, what a norm gives, what a layer adds; sines and cosines.
         c, num_tokens = self.config, self.batch * tokens
         stream = num_tokens * (4 * c.model_dim * self.itemsize + 4 * c.head_dim)
-        return stream + self._reads(tokens) + max(self._attention(tokens), self._experts(tokens))
+        apart = stream + self._values(tokens) + self._hidden(tokens) // 3
+        more = (self.num_turns - 1) * apart if tokens > 1 else 0
+        most = max(self._attention(tokens), self._experts(tokens))
+        return stream + more + self._reads(tokens) + most
 
     def _reads(self, tokens: int) -> int:
         """Keys and values of a layer, out of the cache; for one query a GPU widens them as well."""
@@ -90,18 +103,26 @@ class _Steps(NamedTuple):
 
     def _attention(self, tokens: int) -> int:
         c = self.config
-        values = 2 * c.qkv_dim + c.num_heads * c.head_dim
         scores = self.batch * c.num_heads * tokens * self.context
         # Products in float32 and what the softmax gives; on a CPU its parts are not fused.
         score_nbytes = 4 + self.itemsize + (4 if self.is_cpu else 0)
-        return self.batch * tokens * values * self.itemsize + scores * score_nbytes
+        return self._values(tokens) + scores * score_nbytes
+
+    def _values(self, tokens: int) -> int:
+        c = self.config
+        values = 2 * c.qkv_dim + c.num_heads * c.head_dim
+        return self.batch * tokens * values * self.itemsize
+
+    def _hidden(self, tokens: int) -> int:
+        c = self.config
+        return self.batch * tokens * c.experts_per_token * 3 * c.expert_dim * self.itemsize
 
     def _experts(self, tokens: int) -> int:
         c = self.config
         num_tokens = self.batch * tokens
         pairs = num_tokens * c.experts_per_token
         routing = 3 * 4 * num_tokens * c.num_experts
-        hidden = pairs * 3 * c.expert_dim * self.itemsize
+        hidden = self._hidden(tokens)
         # Of the pairs so far, of a further wave, and weighted.
         products = pairs * c.model_dim * (2 * self.itemsize + 4)
         dense = num_tokens * 3 * c.mlp_dim * self.itemsize
