@@ -122,7 +122,7 @@ class LoopTest(parameterized.TestCase):
         ("mixtral", "int3_ranks", jnp.float32, "resident", True),
         ("qwen3_moe", "int4_int4_ranks", jnp.bfloat16, "ahead", True),
         ("four", "int3_ranks", jnp.bfloat16, "cached and ahead", True),
-        ("qwen3_moe", "int4_symmetric", jnp.float32, "waves", False),
+        ("qwen3_moe", "int4_symmetric", jnp.bfloat16, "waves", False),
         ("four", "plain", jnp.bfloat16, "ahead", False),
     )
     def test_bit_for_bit_what_it_is_unrolled(self, name, kind, dtype, place, records):
@@ -138,13 +138,12 @@ class LoopTest(parameterized.TestCase):
             with self.subTest(jax.tree_util.keystr(path)):
                 np.testing.assert_array_equal(a, b)
 
-    @parameterized.parameters("ahead", "waves")
-    def test_where_the_experts_are_makes_no_difference_in_half_precision(self, place):
-        """Though a pass of the loop is one layer for some, and two for others."""
+    @parameterized.product(place=("ahead", "waves"), dtype=(jnp.bfloat16, jnp.float32))
+    def test_where_the_experts_are_makes_no_difference(self, place, dtype):
         config, kind = CONFIGS["qwen3_moe"], "int4_int4_ranks"
         record = RecordSpec(foreseen=2, probabilities=True)
-        resident, _ = two_chunks(config, kind, jnp.bfloat16, "resident", record, True)
-        pooled, _ = two_chunks(config, kind, jnp.bfloat16, place, record, True)
+        resident, _ = two_chunks(config, kind, dtype, "resident", record, True)
+        pooled, _ = two_chunks(config, kind, dtype, place, record, True)
         for a, b in zip(*(jax.tree.leaves((r[0], r[2])) for r in (resident, pooled)), strict=True):
             np.testing.assert_array_equal(a, b)
 

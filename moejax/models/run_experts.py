@@ -39,13 +39,14 @@ class LoopedExperts(RunExperts, Protocol):
     """Which may also be called inside a loop over layers, where a layer is a number on the device.
 
     Before the loop, and first thing in its body, `resume` says where it stands. The body calls it
-    for `num_turns` layers, the first a multiple of that, and takes `state` to the next pass and
-    `kept` out of the loop; after it, `resume` and then `keep` hand back what came of them.
+    for some layers, a multiple of `num_turns` of them from a multiple on, and takes `state` to the
+    next pass and `kept` out of the loop; after it, `resume` and then `keep` hand back what came of
+    them.
     """
 
     @property
     def num_turns(self) -> int:
-        """Layers of a pass: more than one where consecutive layers use different arrays."""
+        """Of which a pass has a multiple: consecutive layers use that many different arrays."""
         ...
 
     @property

@@ -25,6 +25,10 @@ from moejax.models.run_experts import LoopedExperts, RunExperts
 from moejax.ops import Index
 from moejax.qtensor import Weight
 
+# Of the loop over a chunk's layers: the same wherever experts are. XLA on a CPU (jax 0.11.2) may
+# end a float32 sum in another last bit where a pass ends than between two layers of one.
+LAYERS_A_PASS = 2
+
 Attend = Callable[[Index, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -251,7 +255,7 @@ class Transformer(nnx.Module):
         """As a call, layer numbers on the device; what is left of the last pass is unrolled."""
         c = self.config
         angles = rotary_angles(positions, c.head_dim, c.rope_theta)
-        num_turns = run.num_turns if run else 1
+        num_turns = max(LAYERS_A_PASS, run.num_turns if run else 1)
         num_looped = c.num_layers // num_turns * num_turns
 
         def one(x: jax.Array, layer: Index, cache: KVCache) -> tuple[jax.Array, KVCache]:

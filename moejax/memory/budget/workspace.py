@@ -64,8 +64,8 @@ def workspace_nbytes(
       chunk: T, tokens of each sequence in a prefill step.
       itemsize: bytes of a number of the activations.
       platform: "gpu" or "cpu".
-      num_turns: layers in a pass of prefill's loop (`moejax.models.run_experts`); XLA gives some
-        of what their products take and give places of their own.
+      num_turns: arrays in which layers have their slots in turn (`Budget.banks`); where there are
+        two, XLA gives some of what products take and give a place of its own for each.
     """
     steps = _Steps(config, batch, context, itemsize, platform == "cpu", num_turns)
     # Six arrays like the logits: penalized, sorted with their places, summed.
