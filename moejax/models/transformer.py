@@ -22,6 +22,7 @@ from moejax.models.moe import DenseMlp, ExpertsVia, Routing, SparseMoe
 from moejax.models.norm import rms_norm
 from moejax.models.parameter import stacked_parameter
 from moejax.models.rope import rotary_angles
+from moejax.models.token_step import serves_token_step, token_layers
 from moejax.qtensor import Weight
 
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -99,6 +100,8 @@ class Transformer(nnx.Module):
         token_mask: jax.Array,
         via: ExpertsVia,
         run: RunExperts | None = None,
+        *,
+        normed: jax.Array | None = None,
     ) -> tuple[jax.Array, Routing | None]:
         """Norm, then experts or dense MLP, on [B, T, D]; the routing of sparse layers.
 
@@ -108,9 +111,10 @@ class Transformer(nnx.Module):
           token_mask: bool[B, T], False for padding.
           via: which form runs experts that the model holds.
           run: what runs them otherwise.
+          normed: [N, D], x after the norm, where that is done.
         """
         c = self.config
-        flat = self._normed(x, layer)
+        flat = self._normed(x, layer) if normed is None else normed
         if layer not in c.moe_layers:
             return self.mlp(flat, c.dense_layers.index(layer)).reshape(x.shape), None
         index, mask = c.moe_layers.index(layer), token_mask.reshape(-1)
@@ -242,6 +246,9 @@ class Transformer(nnx.Module):
         run: RunExperts | None = None,
     ) -> tuple[KVCache, jax.Array, list[Routing]]:
         """As a call, with the routing of each sparse layer; for those who count experts."""
+        is_token = tokens.shape[1] == 1 and spec.cached == "kernel" and not spec.is_first
+        if is_token and serves_token_step(self.config, self.dtype, self.kernels):
+            return token_layers(self, tokens, positions, token_mask, cache, spec, run)
         window = self.config.sliding_window
 
         def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
