@@ -99,7 +99,8 @@ def token_layers(
     c, attention = model.config, model.attention
     scales = (attention.q_norm[...], attention.k_norm[...]) if c.qk_norm else None
     cos, sin = (of[:, 0] for of in rotary_angles(positions, c.head_dim, c.rope_theta))
-    x, delta = ops.take_rows(model.embed[...], tokens[:, 0], model.dtype), None
+    x = ops.take_rows(model.embed[...], tokens[:, 0], model.dtype)
+    delta: jax.Array | None = None  # what the layer before adds to x
     routings = []
     for layer in range(c.num_layers):
         index = jnp.int32(layer)
@@ -120,4 +121,5 @@ def token_layers(
         delta = out[:, 0]
         if routing is not None:
             routings.append(routing)
-    return cache, (x + delta)[:, None], routings
+    hidden = x if delta is None else x + delta
+    return cache, hidden[:, None], routings

@@ -37,7 +37,7 @@ def _body(
 ) -> None:  # fmt: skip
     """Program (b, h): head h of sequence b; `refs` are scales, the cache, and what is written."""
     q_ref, keys_ref, values_ref = refs[-3:]
-    num_heads, num_kv, length, head_dim = q_ref.shape[1], *keys_ref.shape[2:]
+    num_heads, (num_kv, length, head_dim) = q_ref.shape[1], keys_ref.shape[2:]
     b, head, half = pl.program_id(0), pl.program_id(1), head_dim // 2
     columns, layer, position = _iota(half), layer_ref[()], positions_ref[b]
     parts = [qkv_ref[b, head * head_dim + start + columns] for start in (0, half)]
