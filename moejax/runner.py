@@ -104,28 +104,27 @@ class Runner:
     def serves(self, num_tokens: int, num_sequences: int) -> dict[str, Served]:
         """What serves each product of a call; `served.served_products` says more."""
         products = served.served_products(
-            self.config,
-            self._stored,
-            self.dtype,
-            self.kernels,
-            num_tokens=num_tokens,
-            num_sequences=num_sequences,
-            experts_via=self.experts_via(num_tokens),
+            self.config, self._stored, self.dtype, self.kernels, num_tokens=num_tokens,
+            num_sequences=num_sequences, experts_via=self.experts_via(num_tokens),
+        )  # fmt: skip
+        is_token = num_tokens == num_sequences
+        attention = self._cached if is_token else Choice(self._attention, {})
+        return products | served.served_attention(
+            attention, self.config, self.dtype, self.kernels, is_token=is_token
         )
-        attention = self._cached if num_tokens == num_sequences else Choice(self._attention, {})
-        return products | {"attention": served.served_attention(attention, self.dtype)}
 
     def remarks(self) -> list[str]:
         """Of a batch of one: a line for all that runs without the kernel it should have.
 
         Plain experts should decode by `pallas_kernels.expert_mlp`, attention by `decode_attention`,
-        routing by `router_topk`, experts that move be planned by `residency_plan`.
+        routing by `router_topk`, norms by `residual_norm`, cache writes by `qkv_to_cache`, experts
+        that move be planned by `residency_plan`.
         """
         decode, prefill = self.serves(1, 1), self.serves(MAX_PREFILL_LENGTH, 1)
         expected = served.expected_kernel(self.kernels.target)
         lines = [f"decode: {line}" for line in served.remarks(decode, expected)]
         lines += [f"prefill: {line}" for line in served.remarks(prefill, expected)]
-        for name in ("experts", "attention", "routing"):
+        for name in ("experts", "attention", "norms and writes", "routing"):
             found = decode.get(name)
             if expected and found and not found.packed and found.refusals:
                 lines.append(f"decode: {name} run without their kernel: {found.describe()}")

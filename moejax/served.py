@@ -1,8 +1,8 @@
 """Which implementation serves each product with stored matrices, for the record.
 
 What is said here is computed by the functions that choose while a program is traced
-(`ops.choose_product`, `models.grouped_experts.choose_grouped`, `models.moe.choose_routing`), from
-the same shapes.
+(`ops.choose_product`, `models.grouped_experts.choose_grouped`, `models.moe.choose_routing`,
+`models.token_step.choose_token_step`), from the same shapes.
 """
 
 from collections.abc import Mapping
@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from moejax import ops
+from moejax.models.attention import cached_form
 from moejax.models.config import ModelConfig
 from moejax.models.grouped_experts import choose_grouped
 from moejax.models.moe import ExpertsVia, choose_routing, kernel_refusal
+from moejax.models.token_step import choose_token_step
 from moejax.qtensor import Weight
 from pallas_kernels.target import Choice, Target
 
@@ -88,9 +90,32 @@ def served_products(
     return found
 
 
-def served_attention(choice: Choice, dtype: jnp.dtype) -> Served:
-    """Of queries, keys and values of `dtype`; it has no weights."""
-    return Served(choice.implementation, str(dtype), False, choice.refusals)
+def served_attention(
+    attention: Choice,
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    kernels: ops.Kernels,
+    *,
+    is_token: bool,
+) -> dict[str, Served]:
+    """Attention, and of one token a sequence "norms and writes": what lies around the products.
+
+    Args:
+      attention: what serves it.
+      config: of the model.
+      dtype: of queries, keys and values.
+      kernels: which may serve.
+      is_token: each sequence has one new token.
+    """
+    found = {"attention": attention}
+    if is_token and cached_form(attention) == "kernel":
+        found["norms and writes"] = choose_token_step(config, dtype, kernels)
+    elif is_token:  # their kernels come with that of attention
+        found["norms and writes"] = Choice("xla", attention.refusals)
+    return {
+        name: Served(choice.implementation, str(dtype), False, choice.refusals)
+        for name, choice in found.items()
+    }
 
 
 def _served_experts(

@@ -21,6 +21,9 @@ from pallas_kernels.dequant_matmul import triton as dense_triton
 from pallas_kernels.grouped_dequant_matmul import Assignments
 from pallas_kernels.grouped_dequant_matmul import triton as grouped_triton
 from pallas_kernels.packed import LowRank, PackedMatrices
+from pallas_kernels.qkv_to_cache import HeadNorms
+from pallas_kernels.qkv_to_cache import triton as writing_triton
+from pallas_kernels.residual_norm import triton as norm_triton
 from pallas_kernels.router_topk import triton as router_triton
 from pallas_kernels.target import Target
 from tests.packed_operands import Form
@@ -200,14 +203,53 @@ def attention(
     return Program(function, operands, (), 2)
 
 
-def router(num_tokens: int, num_experts: int, chosen: int, normalise: bool = True) -> Program:
+def router(
+    num_tokens: int, num_experts: int, chosen: int, normalise: bool = True, has_first: bool = False
+) -> Program:
     """Softmax and top-k of a router's products; no weights."""
 
-    def function(logits: Any, target: Target) -> Any:
+    def function(logits: Any, first: Any, target: Target) -> Any:
         del target  # the same for all
-        return router_triton.top_k_triton(logits, k=chosen, normalise=normalise, interpret=False)
+        return router_triton.top_k_triton(
+            logits, first, k=chosen, normalise=normalise, interpret=False
+        )
 
-    return Program(function, (_leaf(num_tokens, num_experts, dtype="float32"),), (), 1)
+    first = _leaf(dtype="int32") if has_first else None
+    return Program(function, (_leaf(num_tokens, num_experts, dtype="float32"), first), (), 1)
+
+
+def norm(num_rows: int, width: int, *, num_layers: int = 48, has_delta: bool = True) -> Program:
+    """A residual sum and its norm; no packed weights."""
+    x = _leaf(num_rows, width, dtype="bfloat16")
+
+    def function(x: Any, delta: Any, scales: Any, layer: Any, target: Target) -> Any:
+        del target  # the same for all
+        return norm_triton.residual_norm_triton(x, delta, scales, layer, eps=1e-6, interpret=False)
+
+    scales = _leaf(num_layers, width, dtype="bfloat16")
+    operands = (x, x if has_delta else None, scales, _leaf(dtype="int32"))
+    return Program(function, operands, (), 1)
+
+
+def writing(
+    batch: int, num_kv: int, *, length: int = 4096, head_dim: int = 128, num_heads: int = 32,
+    num_layers: int = 32, has_norms: bool = True,
+) -> Program:  # fmt: skip
+    """Queries and cache from a token's products; no packed weights."""
+    cache = _leaf(num_layers, batch, num_kv, length, head_dim, dtype="bfloat16")
+    scales = _leaf(num_layers, head_dim, dtype="bfloat16") if has_norms else None
+    angles = _leaf(batch, head_dim // 2, dtype="float32")
+    index, positions = _leaf(dtype="int32"), _leaf(batch, dtype="int32")
+
+    def function(*operands: Any, target: Target) -> Any:
+        del target  # the same for all
+        *others, q_scales, k_scales = operands
+        norms = HeadNorms(q_scales, k_scales, 1e-6) if has_norms else None
+        return writing_triton.qkv_to_cache_triton(*others, norms, interpret=False)
+
+    qkv = _leaf(batch, (num_heads + 2 * num_kv) * head_dim, dtype="bfloat16")
+    operands = (qkv, cache, cache, index, positions, angles, angles, scales, scales)
+    return Program(function, operands, (), 1)
 
 
 QWEN = {"width": 8, "model_dim": 2048, "expert_dim": 768}
@@ -244,6 +286,17 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "router_demo": lambda: router(3, 32, 4, normalise=False),
     "router_odd": lambda: router(5, 60, 5),
     "router_one": lambda: router(1, 1, 1),
+    "norm_qwen": lambda: norm(1, 2048),
+    "norm_mixtral_64": lambda: norm(64, 4096),
+    "norm_widest": lambda: norm(2, norm_triton.MAX_WIDTH, has_delta=False),
+    "norm_odd": lambda: norm(3, 200),
+    "writing_qwen": lambda: writing(1, 4),
+    "writing_mixtral_64": lambda: writing(64, 8, has_norms=False, num_layers=2),
+    "writing_demo": lambda: writing(1, 2, head_dim=64, num_heads=4, length=512),
+    "writing_32_bits": lambda: writing(32, 8, num_layers=64),
+    "writing_wide": lambda: writing(2, 1, head_dim=256, num_heads=64, num_layers=2),
+    "writing_narrow": lambda: writing(2, 2, head_dim=16, num_heads=4, num_layers=2),
+    "router_from": lambda: router(1, 128, 8, has_first=True),
     "router_most": lambda: router(2, router_triton.MAX_EXPERTS, router_triton.MAX_CHOSEN),
 }
 

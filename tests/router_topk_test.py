@@ -113,6 +113,15 @@ class ContractTest(HostTestCase, UnusualRows):
         expected = sorted(range(11), key=lambda expert: (-logits[expert], expert))
         np.testing.assert_array_equal(interpreted(row, shape)[2][0], expected[:6])
 
+    @parameterized.parameters("reference", "triton")
+    def test_ids_count_from_the_first(self, implementation):
+        shape = SHAPES["odd"]
+        logits = random_logits(shape, seed=9)
+        how = {"implementation": implementation, "interpret": implementation == "triton"}
+        found = CALL(logits, k=5, normalise=True, first=jnp.int32(480), **how)
+        self.assertEqual(found[2].dtype, jnp.int32)
+        self.assertIsNone(violation((*found[:2], found[2] - 480), logits, shape))
+
     def test_a_row_is_the_same_whatever_stands_beside_it(self):
         shape = SHAPES["qwen3_30b_16"]
         logits = random_logits(shape, seed=4)

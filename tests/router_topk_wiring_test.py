@@ -81,6 +81,17 @@ class WiringTest(HostTestCase):
         sums = np.sum(found[1].weights, axis=-1)
         self.assertEqual(np.allclose(sums, 1), normalised)
 
+    def test_ids_that_the_kernel_counts_from_a_slot_are_those_of_experts(self):
+        logits = jax.random.normal(jax.random.key(2), (5, 6))
+        how = {"num_chosen": 2, "normalise": True}
+        with interpreted() as call:
+            plain = moe.routing_by_kernel(logits, **how)
+            counted = moe.routing_by_kernel(logits, jnp.int32(12), **how)
+        for one, other in zip(plain, counted, strict=True):
+            np.testing.assert_array_equal(one, other)
+        self.assertIsNone(call.call_args_list[0].kwargs["first"])
+        self.assertIsNotNone(call.call_args_list[1].kwargs["first"])
+
     def test_layers_share_a_kernel_and_nothing_else_routes(self):
         tokens, gpu = jnp.zeros((2, 1), jnp.int32), gpu_programs.GPUS["A10"]
 

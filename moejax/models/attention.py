@@ -237,16 +237,20 @@ class Attention(nnx.Module):
           sin: float32[B, T, C / 2].
         """
         c = self.config
-        x = rms_norm(x, self.norm[layer], c.norm_eps)
-        qkv = ops.linear(x, self.qkv_proj[...], layer, kernels=self.kernels)
-        if c.attention_bias:
-            qkv = qkv + self.qkv_bias[layer][None, None]
+        qkv = self.product(rms_norm(x, self.norm[layer], c.norm_eps), layer)
         qkv = qkv.reshape(*x.shape[:2], -1, c.head_dim)
         q, k, v = jnp.split(qkv, [c.num_heads, c.num_heads + c.num_kv_heads], axis=2)
         if c.qk_norm:
             q = rms_norm(q, self.q_norm[layer], c.norm_eps)
             k = rms_norm(k, self.k_norm[layer], c.norm_eps)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def product(self, normed: jax.Array, layer: Index) -> jax.Array:
+        """[B, T, D] to queries, keys and values [B, T, (H + 2K) C] as they are projected."""
+        qkv = ops.linear(normed, self.qkv_proj[...], layer, kernels=self.kernels)
+        if self.config.attention_bias:
+            qkv = qkv + self.qkv_bias[layer][None, None]
+        return qkv
 
     def output(self, attended: jax.Array, layer: Index) -> jax.Array:
         """[B, T, H, C] to [B, T, D]."""

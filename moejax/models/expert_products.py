@@ -170,7 +170,7 @@ def _grouped(
     weight = jnp.ones(tier.shape, jnp.float32)  # the combine comes later
     return grouped_dequant_matmul.moe_products(
         x,
-        grouped_dequant_matmul.Assignments(tier, first_slot + pairs.expert, weight),
+        grouped_dequant_matmul.Assignments(tier, pairs.expert + first_slot, weight),
         [gate_up.weights],
         [down.weights],
         gate_up_low_rank=[gate_up.low_rank],

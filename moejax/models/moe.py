@@ -107,15 +107,22 @@ def choose_routing(num_tokens: int, config: ModelConfig, kernels: ops.Kernels) -
 
 
 @functools.partial(jax.jit, static_argnames=("num_chosen", "normalise"))
-def routing_by_kernel(logits: jax.Array, *, num_chosen: int, normalise: bool) -> Routing:
+def routing_by_kernel(
+    logits: jax.Array, first: jax.Array | None = None, *, num_chosen: int, normalise: bool
+) -> Routing:
     """`routing_of` in one launch; it has no gradient. Jitted: all layers share a trace.
 
     Args:
       logits: float32[N, E].
+      first: int32[], a constant that will be added to the ids: the kernel adds it, and here it is
+        taken away, so that nothing is left of either for a launch of its own. None for 0.
       num_chosen: A.
       normalise: the chosen weights are divided by their sum.
     """
-    return Routing(*router_topk.top_k(logits, num_chosen, normalise, implementation="triton"))
+    found = Routing(
+        *router_topk.top_k(logits, num_chosen, normalise, first=first, implementation="triton")
+    )
+    return found if first is None else found._replace(ids=found.ids - first)
 
 
 def experts_dense(
@@ -275,14 +282,17 @@ class SparseMoe(nnx.Module):
             self.gate_up = stacked_parameter("moe.gate_up", config, rngs, dtype)
             self.down = stacked_parameter("moe.down", config, rngs, dtype)
 
-    def route(self, x: jax.Array, layer: Index) -> Routing:
-        """Of N tokens [N, D], normed; `layer` is the index among the sparse layers."""
+    def route(self, x: jax.Array, layer: Index, first_slot: jax.Array | None = None) -> Routing:
+        """Of N tokens [N, D], normed; `layer` is the index among the sparse layers.
+
+        `first_slot` is what the products will add to the ids; see `routing_by_kernel`.
+        """
         wide = jnp.dtype(jnp.float32)
         logits = ops.linear(x, self.router[...], layer, wide, self.kernels)
         c = self.config
         if choose_routing(len(x), c, self.kernels).implementation == "triton":
             return routing_by_kernel(
-                logits, num_chosen=c.experts_per_token, normalise=c.norm_topk_prob
+                logits, first_slot, num_chosen=c.experts_per_token, normalise=c.norm_topk_prob
             )
         return routing_of(logits, c)
 
@@ -300,8 +310,10 @@ class SparseMoe(nnx.Module):
         Returns:
           [N, D] and the routing.
         """
-        routing = self.route(x, layer)
         gate_up, down = self.gate_up[...], self.down[...]
+        is_grouped = via == "grouped_kernel" and layer > 0
+        first_slot = jnp.int32(layer * gate_up.shape[1]) if is_grouped else None
+        routing = self.route(x, layer, first_slot)
         match via:
             case "dense":
                 y = experts_dense(x, routing, gate_up, down, layer)

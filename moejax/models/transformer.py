@@ -22,6 +22,7 @@ from moejax.models.norm import rms_norm, rounded
 from moejax.models.parameter import stacked_parameter
 from moejax.models.rope import rotary_angles
 from moejax.models.run_experts import LoopedExperts, RunExperts
+from moejax.models.token_step import serves_token_step, token_layers
 from moejax.ops import Index
 from moejax.qtensor import Weight
 
@@ -81,6 +82,8 @@ class Transformer(nnx.Module):
         token_mask: jax.Array,
         via: ExpertsVia,
         run: RunExperts | None = None,
+        *,
+        normed: jax.Array | None = None,
     ) -> tuple[jax.Array, Routing | None]:
         """Norm, then experts or dense MLP, on [B, T, D]; the routing of sparse layers.
 
@@ -90,9 +93,10 @@ class Transformer(nnx.Module):
           token_mask: bool[B, T], False for padding.
           via: which form runs experts that the model holds.
           run: what runs them otherwise.
+          normed: [N, D], x after the norm, where that is done.
         """
         c = self.config
-        flat = self._normed(x, layer)
+        flat = self._normed(x, layer) if normed is None else normed
         if isinstance(layer, int) and layer in c.dense_layers:
             return self.mlp(flat, c.dense_layers.index(layer)).reshape(x.shape), None
         index, following = _among_sparse(c, layer)
@@ -299,6 +303,9 @@ class Transformer(nnx.Module):
         run: RunExperts | None = None,
     ) -> tuple[KVCache, jax.Array, list[Routing]]:
         """As a call, unrolled, with each sparse layer's routing; for those who count experts."""
+        is_token = tokens.shape[1] == 1 and spec.cached == "kernel" and not spec.is_first
+        if is_token and serves_token_step(self.config, self.dtype, self.kernels):
+            return token_layers(self, tokens, positions, token_mask, cache, spec, run)
         attend = self._attention_of(cache, positions, spec)
         hidden, routings = self.layers(tokens, positions, token_mask, attend, spec.experts, run)
         return attend.cache, hidden, routings

@@ -39,6 +39,7 @@ def top_k(
     k: int,
     normalise: bool,
     *,
+    first: jax.Array | None = None,
     implementation: str | None = None,
     interpret: bool = False,
 ) -> Found:
@@ -46,18 +47,20 @@ def top_k(
 
     The chosen are those of `jax.lax.top_k` of the returned p: of equal ones the lowest id comes
     first. Shazeer et al. take the softmax of the k largest logits: that is p of the chosen, divided
-    by its sum. A row with a NaN, with +inf or of -inf alone is NaN, and its ids are 0..k - 1.
+    by its sum. A row with a NaN, with +inf or of -inf alone is NaN, and its ids are the lowest.
 
     Args:
       logits: float32[N, E].
       k: in 1..E; static.
       normalise: the weights are divided by their sum; static.
+      first: int32[], the id of the first expert, such as its place among all layers' experts; None
+        for 0.
       implementation: "triton" or "reference"; None for `choose`'s.
       interpret: runs the kernel on the CPU, for tests.
 
     Returns:
       p, float32[N, E]; the weights of the chosen, float32[N, k], by falling p; their ids,
-      int32[N, k], of different experts.
+      int32[N, k], of different experts, in first..first + E - 1.
 
     Raises:
       ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
@@ -67,11 +70,11 @@ def top_k(
     if chosen not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {chosen!r} is none of {', '.join(IMPLEMENTATIONS)}")
     if chosen == "reference":
-        return top_k_reference(logits, k, normalise)
+        return top_k_reference(logits, k, normalise, first)
     target = SIMULATED if interpret else current_target()
     if reason := refusal(chosen, logits, k, target):
         raise ValueError(f"router_topk by {chosen} refuses: {reason}")
-    return triton.top_k_triton(logits, k=k, normalise=normalise, interpret=interpret)
+    return triton.top_k_triton(logits, first, k=k, normalise=normalise, interpret=interpret)
 
 
 def _check(logits: jax.Array, k: int) -> None:

@@ -52,10 +52,10 @@ def _keys(probabilities: jax.Array, real: jax.Array) -> jax.Array:
 
 
 def _body(
-    logits_ref: Ref, probabilities_ref: Ref, weights_ref: Ref, ids_ref: Ref, *,
-    k: int, normalise: bool,
+    logits_ref: Ref, *refs: Ref, k: int, normalise: bool,
 ) -> None:  # fmt: skip
-    """Program n: row n."""
+    """Program n: row n; `refs` are the first id, if it is not 0, and what is written."""
+    probabilities_ref, weights_ref, ids_ref = refs[-3:]
     row, num_experts = pl.program_id(0), logits_ref.shape[1]
     experts, places = _iota(_padded(num_experts)), _iota(_padded(k))
     real = experts < num_experts
@@ -69,20 +69,27 @@ def _body(
     for place in range(k):
         top = jnp.max(keys)
         # Some real expert has the key, for fewer than all are taken.
-        first = jnp.min(jnp.where(keys == top, experts, jnp.int32(num_experts)))
-        keys = jnp.where(experts == first, TAKEN, keys)
+        lowest = jnp.min(jnp.where(keys == top, experts, jnp.int32(num_experts)))
+        keys = jnp.where(experts == lowest, TAKEN, keys)
         weight = jax.lax.bitcast_convert_type(top, jnp.float32)
         total += weight
-        ids = jnp.where(places == place, first, ids)
+        ids = jnp.where(places == place, lowest, ids)
         weights = jnp.where(places == place, weight, weights)
     if normalise:
         weights = weights / total
+    if len(refs) > 3:
+        ids += refs[0][()]
     pltriton.store(ids_ref.at[row, places], ids, mask=places < k)
     pltriton.store(weights_ref.at[row, places], weights, mask=places < k)
 
 
 def top_k_triton(
-    logits: jax.Array, *, k: int, normalise: bool, interpret: bool
+    logits: jax.Array,
+    first: jax.Array | None = None,
+    *,
+    k: int,
+    normalise: bool,
+    interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `api.top_k`; one launch."""
     num_rows, num_experts = logits.shape
@@ -99,5 +106,5 @@ def top_k_triton(
         num_warps=NUM_WARPS,
         num_stages=1,
         interpret=interpret,
-    )(logits)
+    )(logits, *(() if first is None else (first,)))
     return probabilities, weights, ids

@@ -1,0 +1,15 @@
+"""The operation in plain jnp; never optimised."""
+
+import jax
+import jax.numpy as jnp
+
+
+def residual_norm_reference(
+    x: jax.Array, delta: jax.Array | None, scales: jax.Array, layer: jax.Array, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.residual_norm`."""
+    y = x if delta is None else x + delta
+    wide = y.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    normed = (wide * jax.lax.rsqrt(mean_square + eps)).astype(y.dtype)
+    return y, normed * scales[layer][None]

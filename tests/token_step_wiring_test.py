@@ -1,0 +1,258 @@
+"""The model with the kernels of a token's step: when they serve, what they give, their launches."""
+
+import contextlib
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+from flax import nnx
+
+from moejax import Engine, ops, served
+from moejax.cache import KVCache, cache_shape
+from moejax.models import attention, moe, token_step
+from moejax.models.shapes import MIXTRAL_8X7B, QWEN3_30B_A3B
+from moejax.models.transformer import ChunkSpec, Transformer
+from moejax.runner import Runner
+from pallas_kernels.target import SIMULATED, Target
+from tests import gpu_programs, tiny_engine
+from tests.host_test_case import HostTestCase
+
+HALF = jnp.dtype("bfloat16")
+SMALL: dict[str, Any] = {
+    "vocab_size": 32, "model_dim": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2,
+    "head_dim": 16, "num_experts": 4, "experts_per_token": 2, "expert_dim": 16, "mlp_dim": 24,
+    "moe_layers": (0, 2),
+}  # fmt: skip
+QWEN = dataclasses.replace(QWEN3_30B_A3B, **SMALL)
+MIXTRAL = dataclasses.replace(MIXTRAL_8X7B, **SMALL | {"moe_layers": (0, 1, 2)})
+BIASED = dataclasses.replace(QWEN, attention_bias=True)
+AMPERE = ops.Kernels(Target("gpu", (8, 6)))
+SPEC = ChunkSpec(kv_length=48, is_first=False, experts="dense", attention="xla", cached="kernel")
+# Module, function: each runs interpreted, in a jitted function whose traces are forgotten.
+CALLS = (
+    (token_step.residual_norm, "residual_norm", token_step.norm_of_sum),
+    (token_step.qkv_to_cache, "qkv_to_cache", token_step.queries_and_cache),
+    (attention.decode_attention, "decode_attention", attention.token_attention),
+    (moe.router_topk, "top_k", moe.routing_by_kernel),
+)
+
+
+def small_model(config: Any, kernels: ops.Kernels) -> Transformer:
+    model = Transformer(config, rngs=nnx.Rngs(0), dtype=HALF, kernels=kernels)
+    for module in (model.attention, model):  # norms of ones would hide which one is taken
+        for name, leaf in vars(module).items():
+            if name.endswith("norm"):
+                noise = jax.random.normal(
+                    jax.random.key(sum(map(ord, name))), leaf.shape, jnp.float32
+                )
+                leaf[...] = (1 + 0.3 * noise).astype(HALF)
+    return model
+
+
+def filled_cache(config: Any, batch: int, seed: int = 0) -> KVCache:
+    size = cache_shape(config, batch, 64)
+    keys = jax.random.split(jax.random.key(seed))
+    return KVCache(*(jax.random.normal(key, size, HALF) for key in keys))
+
+
+@contextlib.contextmanager
+def forgotten() -> Iterator[None]:
+    """Traces of before are not used inside, and none of inside afterwards."""
+    for _, _, jitted in CALLS:
+        jitted.clear_cache()
+    yield
+    for _, _, jitted in CALLS:
+        jitted.clear_cache()
+
+
+@contextlib.contextmanager
+def interpreted() -> Iterator[dict[str, mock.Mock]]:
+    """The kernels run on the CPU; yields what counts their traces."""
+    with forgotten(), contextlib.ExitStack() as stack:
+        found = {}
+        for module, name, _ in CALLS:
+            call = functools.partial(getattr(module, name), interpret=True)
+            found[name] = stack.enter_context(
+                mock.patch.object(module, name, mock.Mock(side_effect=call))
+            )
+        yield found
+
+
+def stepping(model: Transformer, spec: ChunkSpec, run: Any = None) -> Any:
+    """`model.routed` compiled: of tokens, positions and the cache."""
+
+    def step(tokens: jax.Array, positions: jax.Array, cache: KVCache) -> Any:
+        return model.routed(tokens, positions, jnp.ones(tokens.shape, bool), cache, spec, run)
+
+    return jax.jit(step)
+
+
+def relative(found: Any, expected: Any) -> float:
+    found, expected = (np.asarray(of).astype(np.float64) for of in (found, expected))
+    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
+
+
+class WiringTest(HostTestCase):
+    """What the model does with them."""
+
+    @parameterized.parameters(QWEN3_30B_A3B, MIXTRAL_8X7B)
+    def test_what_serves(self, config):
+        choose = functools.partial(token_step.choose_token_step, config)
+        self.assertEqual(choose(HALF, AMPERE), ("triton", {}))
+        self.assertEqual(choose(HALF, dataclasses.replace(AMPERE, implementation="mosaic")),
+                         ("triton", {}))  # fmt: skip
+        reference = dataclasses.replace(AMPERE, implementation="reference")
+        self.assertEqual(choose(HALF, reference).describe(), "xla")
+        for dtype, kernels in (
+            (jnp.dtype("float32"), AMPERE),
+            (HALF, ops.NO_KERNELS),
+            (HALF, ops.Kernels(Target("cpu", None))),
+        ):
+            found = choose(dtype, kernels)
+            self.assertEqual(found.implementation, "xla")
+            self.assertNotEmpty(found.refusals["triton"])
+
+    def test_reasons_of_both_kernels_are_given(self):
+        config = dataclasses.replace(QWEN, model_dim=8200, head_dim=24)
+        found = token_step.choose_token_step(config, HALF, AMPERE)
+        for reason in ("rows of 8200", "C=24"):
+            self.assertIn(reason, found.refusals["triton"])
+
+    @parameterized.parameters(QWEN, MIXTRAL, BIASED)
+    def test_the_model_gives_what_it_gave(self, config):
+        model, plain = (small_model(config, k) for k in (ops.Kernels(SIMULATED), ops.NO_KERNELS))
+        cache = expected_cache = filled_cache(config, 3)
+        positions = jnp.array([[4], [9], [63]], jnp.int32)
+        by_kernels, by_xla = stepping(model, SPEC), stepping(plain, SPEC._replace(cached="xla"))
+        with interpreted() as calls:
+            for step in range(2):  # the last row's second token is beyond the cache
+                tokens = jnp.array([[3], [5], [7]], jnp.int32) + step
+                cache, found, routings = by_kernels(tokens, positions, cache)
+                expected_cache, expected, others = by_xla(tokens, positions, expected_cache)
+                self.assertEqual((found.shape, found.dtype), (expected.shape, HALF))
+                self.assertLess(relative(found, expected), 0.02)
+                self.assertLen(routings, len(config.moe_layers))
+                for one, other in zip(routings, others, strict=True):
+                    self.assertLess(relative(one.probabilities, other.probabilities), 0.02)
+                for name in ("keys", "values"):
+                    new, old = getattr(cache, name), getattr(expected_cache, name)
+                    self.assertLess(relative(new, old), 0.005)
+                    np.testing.assert_array_equal(new != old, (new != old) & written(positions))
+                positions += 1
+        # All layers share a trace; the first norm has no sum before it.
+        counts = {name: call.call_count for name, call in calls.items()}
+        self.assertEqual(
+            counts, {"residual_norm": 2, "qkv_to_cache": 1, "decode_attention": 1, "top_k": 1}
+        )
+
+    def test_experts_that_move_see_what_they_saw(self):
+        positions, tokens = jnp.array([[4], [9]], jnp.int32), jnp.array([[3], [5]], jnp.int32)
+
+        def what_is_seen(kernels: ops.Kernels, spec: ChunkSpec) -> tuple[Any, Any]:
+            layers, seen, model = [], [], small_model(QWEN, kernels)
+
+            def run(layer: int, x: jax.Array, routing: Any, mask: Any, ahead: Any) -> jax.Array:
+                layers.append(layer)
+                seen.append((x, routing.ids, ahead().ids if ahead else None))
+                return x
+
+            def step(cache: KVCache) -> Any:
+                mask = jnp.ones((2, 1), bool)
+                return model.routed(tokens, positions, mask, cache, spec, run)[1], seen
+
+            found = jax.jit(step)(filled_cache(QWEN, 2))
+            self.assertEqual(layers, [0, 1])
+            return found
+
+        with interpreted():
+            hidden, seen = what_is_seen(ops.Kernels(SIMULATED), SPEC)
+        expected, others = what_is_seen(ops.NO_KERNELS, SPEC._replace(cached="xla"))
+        self.assertLess(relative(hidden, expected), 0.02)
+        for one, other in zip(seen, others, strict=True):
+            self.assertEqual((one[0].shape, one[0].dtype), ((2, QWEN.model_dim), HALF))
+            self.assertLess(relative(one[0], other[0]), 0.02)
+            np.testing.assert_array_equal(one[1], other[1])
+            self.assertEqual(one[2] is None, other[2] is None)
+
+    def test_prefill_and_what_is_refused_take_no_kernel(self):
+        cache, chunk = filled_cache(QWEN, 1), jnp.arange(4, dtype=jnp.int32)[None]
+        token = chunk[:, :1]
+        model = small_model(QWEN, ops.Kernels(SIMULATED))
+        with interpreted() as calls:
+            counted = (calls["residual_norm"], calls["qkv_to_cache"])
+            jax.eval_shape(stepping(model, SPEC), chunk, chunk, cache)
+            jax.eval_shape(stepping(model, SPEC._replace(cached="xla")), token, token, cache)
+            self.assertEqual(sum(call.call_count for call in counted), 0)
+            jax.eval_shape(stepping(model, SPEC), token, token, cache)
+            self.assertEqual(sum(call.call_count for call in counted), 3)
+
+    def test_layers_share_kernels_and_xla_neither_norms_nor_writes(self):
+        gpu = gpu_programs.GPUS["H100"]
+        tokens, mask = jnp.zeros((2, 1), jnp.int32), jnp.ones((2, 1), bool)
+        cache = filled_cache(MIXTRAL, 2)
+
+        def text_of(kernels: ops.Kernels) -> str:
+            model = small_model(MIXTRAL, kernels)
+            step = jax.jit(lambda cache: model(tokens, tokens, mask, cache, SPEC))
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(forgotten())
+                stack.enter_context(gpu_programs.described(gpu))
+                for module, _, _ in CALLS:
+                    stack.enter_context(
+                        mock.patch.object(module.api, "current_target", lambda: gpu.target)
+                    )
+                return step.trace(cache).lower(lowering_platforms=("cuda",)).as_text()
+
+        text, plain = text_of(ops.Kernels(gpu.target)), text_of(ops.NO_KERNELS)
+        self.assertEqual(text.count("__gpu$xla.gpu.triton"), 5)  # two are of norms
+        called = [len(re.findall(rf"call @{jitted.__name__}\w*\(", text)) for *_, jitted in CALLS]
+        self.assertEqual(called, [6, 3, 3, 3])
+        whole = re.escape(f"tensor<{'x'.join(map(str, cache.keys.shape))}xbf16>")
+        changed = rf'stablehlo\.(slice|dynamic_\w+|gather|scatter|select)"?\(.*{whole}'
+        self.assertEmpty(re.findall(changed, text))
+        self.assertNotIn("stablehlo.rsqrt", text)
+        self.assertIn("stablehlo.rsqrt", plain)  # it is seen where it is done
+        self.assertIn("stablehlo.scatter", plain)
+        self.assertNotIn("stablehlo.scatter", text)
+
+    def test_it_is_on_record(self):
+        cpu, config = jax.devices("cpu")[0], dataclasses.replace(tiny_engine.CONFIG, head_dim=16)
+        weights = {name: jnp.asarray(of) for name, of in tiny_engine.random_weights(config).items()}
+        engine = Engine(config, weights, device=cpu)
+        said = engine.kernels["decode norms and writes"]
+        self.assertRegex(said, r"^xla, float32 \(triton: q is float32.*runs on GPUs")
+        self.assertNotIn("prefill norms and writes", engine.kernels)
+        half = {name: of.astype(HALF) for name, of in weights.items()}
+        name = "norms and writes"
+        with mock.patch("moejax.runner.target_of", lambda _: AMPERE.target):
+            on_gpu = Runner(config, half, cpu, kernels=AMPERE)
+            self.assertEqual(
+                on_gpu.serves(1, 1)[name], served.Served("triton", "bfloat16", False, {})
+            )
+            self.assertNotIn(name, on_gpu.serves(256, 1))
+            self.assertEmpty([line for line in on_gpu.remarks() if name in line])
+            by_xla = Runner(config, half, cpu, kernels=AMPERE, cached_via="xla")
+            self.assertEqual(by_xla.serves(1, 1)[name].describe(), "xla, bfloat16")
+            self.assertEmpty([line for line in by_xla.remarks() if name in line])
+            with mock.patch.object(token_step.residual_norm.triton, "MAX_WIDTH", 16):
+                remarks = on_gpu.remarks()
+        said = f"decode: {name} run without their kernel: xla, bfloat16 (triton: rows of 32"
+        self.assertLen([line for line in remarks if line.startswith(said)], 1)
+
+
+def written(positions: jax.Array) -> np.ndarray:
+    """bool[1, B, 1, 64, 1]: the slots that tokens so far were written to."""
+    slots = np.arange(64)[None]
+    first = np.array([[4], [9], [63]])
+    return ((slots >= first) & (slots <= np.asarray(positions)))[None, :, None, :, None]
+
+
+if __name__ == "__main__":
+    absltest.main()
