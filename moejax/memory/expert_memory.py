@@ -69,6 +69,11 @@ class ExpertMemory:
         )
         return cls(spec, pool, ExpertStore(gate_up, down, rows, terms), Ledger(expert_bytes))
 
+    @property
+    def tiers(self) -> tuple["ExpertMemory", ...]:
+        """None: the experts are stored in one form, and no policy decides."""
+        return ()
+
     def stacks(self) -> dict[str, Weight]:
         """A bank as the leaves [1, S, ...] that it stands for, with low-rank terms; shapes."""
         found = {}

@@ -57,11 +57,14 @@ class PoolSpec:
       prefetch: experts of the next layer that a layer brings ahead at most; 0: none.
       read: where experts may be on the disk alone: (layer, int32[J] experts or -1) to the arrays of
         a slot, stacked [J, ...], called by the running step; None where the host store has all.
+      emulated: nothing is copied: tables and counts are those of slots that there are not, the
+        products read the store's rows, which are on the device.
     """
 
     cache: CacheSpec
     prefetch: int = 0
     read: Callable[[Any, Any], Arrays] | None = None
+    emulated: bool = False
 
     def __post_init__(self) -> None:
         if self.prefetch and self.cache.slots and self.cache.banks < 2:
@@ -150,21 +153,49 @@ class PooledExperts:
         ahead: Callable[[], Routing] | None,
     ) -> jax.Array:
         """See `models.transformer.RunExperts`."""
-        cache = self.spec.cache
         routing = self._replayed(layer, routing)
+
+        def wanted() -> jax.Array:
+            assert ahead is not None
+            return self._expected(layer + 1, ahead(), token_mask)
+
+        products = self.products(layer, x, routing, token_mask, wanted if ahead else None)
         active = jnp.broadcast_to(token_mask[:, None], routing.ids.shape)
-        plan, state = self._placing.plan(self._state, self.store.row_of, layer, routing, token_mask)
-        if (used := self.pool.used) is not None:  # the host evicts by it
-            needed, clock = plan.holders[1] >= 0, self.pool.residency.clock
-            used = used.at[layer].set(jnp.where(needed, clock, used[layer]))
-            self.pool = dataclasses.replace(self.pool, used=used)
-        self._set_state(state)
-        slot, wave = plan.slot, plan.wave
-        self._bring(layer, plan.admitted)
-        num_waves = len(plan.streamed.rows)
+        return combine(products, Pairs(routing.ids, active), routing.weights, x.dtype)
+
+    def products(
+        self,
+        layer: int,
+        x: jax.Array,
+        routing: Routing,
+        mask: jax.Array,
+        ahead: Callable[[], jax.Array] | None,
+        keep: jax.Array | None = None,
+    ) -> jax.Array:
+        """What each expert gives for each token, [P, N, A, D]; fetches what is missing.
+
+        Args:
+          layer: index among the sparse layers.
+          x: [N, D], normed.
+          routing: which experts run; its weights are counted.
+          mask: bool[N], tokens that are no padding; or bool[N, A], pairs.
+          ahead: int32[L], experts that are to be brought for the next layer, -1 for none.
+          keep: float32[E], experts of least value leave first; None for the least recent use.
+        """
+        cache, shape = self.spec.cache, routing.ids.shape
+        active = mask if mask.ndim == 2 else jnp.broadcast_to(mask[:, None], shape)
+        plan = self._plan(layer, routing, mask, keep)
         ahead = ahead if self.spec.prefetch and cache.slots else None
+        if self.spec.emulated:
+            if ahead:
+                self._prefetch(layer + 1, ahead(), mask)
+            rows = self.store.row_of[layer]
+            return self._products(x, Pairs(rows[routing.ids], active), layer, plan, 0)
+        slot, wave = plan.slot, plan.wave
+        self.bring(layer, plan.admitted)
+        num_waves = len(plan.streamed.rows)
         if ahead and not num_waves:  # beside the products
-            self._prefetch(layer + 1, ahead(), token_mask)
+            self._prefetch(layer + 1, ahead(), mask)
         products = self._products(x, Pairs(slot, active & (wave == 0)), layer, plan, 0)
         if num_waves:
             outside = self.pool
@@ -175,7 +206,7 @@ class PooledExperts:
                 self.pool = dataclasses.replace(outside, counts=counts)
                 self._set_bank(layer, bank)
                 products = self._after(layer, products)
-                self._bring(layer, jax.tree.map(lambda jobs: jobs[number], plan.streamed))
+                self.bring(layer, jax.tree.map(lambda jobs: jobs[number], plan.streamed))
                 mine = active & (wave == number + 1)
                 found = self._products(x, Pairs(slot, mine), layer, plan, number + 1)
                 products = jnp.where(mine[None, :, :, None], found, products)
@@ -186,8 +217,24 @@ class PooledExperts:
             self.pool = dataclasses.replace(outside, counts=counts)
             self._set_bank(layer, bank)
             if ahead:  # what waits for slots that a wave overwrites would make XLA copy them
-                self._prefetch(layer + 1, ahead(), token_mask)
-        return combine(products, Pairs(slot, active), routing.weights, x.dtype)
+                self._prefetch(layer + 1, ahead(), mask)
+        return products
+
+    def _plan(
+        self, layer: int, routing: Routing, mask: jax.Array, keep: jax.Array | None
+    ) -> Placed:
+        """Where the pairs run."""
+        store, shape = self.store, routing.ids.shape
+        if mask.ndim == 2:  # pairs of their own, as tokens of one expert each
+            ids, weights = routing.ids.reshape(-1, 1), routing.weights.reshape(-1, 1)
+            routing, mask = routing._replace(ids=ids, weights=weights), mask.reshape(-1)
+        plan, state = self._placing.plan(self._state, store.row_of, layer, routing, mask, keep)
+        if (used := self.pool.used) is not None:  # the host evicts by it
+            needed, clock = plan.holders[1] >= 0, self.pool.residency.clock
+            used = used.at[layer].set(jnp.where(needed, clock, used[layer]))
+            self.pool = dataclasses.replace(self.pool, used=used)
+        self._set_state(state)
+        return plan._replace(slot=plan.slot.reshape(shape), wave=plan.wave.reshape(shape))
 
     def _replayed(self, layer: int, routing: Routing) -> Routing:
         replay = self.store.replay
@@ -198,6 +245,11 @@ class PooledExperts:
     def _step(self) -> jax.Array:
         """int32[], steps of the pool's life; the clock counts layers from 1 on."""
         return (self.pool.residency.clock - 1) // self.spec.cache.num_layers
+
+    @property
+    def most_ahead(self) -> int:
+        """Experts of a layer that are brought ahead at most."""
+        return min(self.spec.prefetch, self.spec.cache.slots)
 
     @property
     def _state(self) -> tuple[Residency, Counts]:
@@ -215,36 +267,32 @@ class PooledExperts:
         self.pool = dataclasses.replace(self.pool, banks=tuple(banks))
 
     def _after(self, layer: int, products: jax.Array) -> jax.Array:
-        """The products; what is copied from here on waits for them.
-
-        They read the slots that the copy may overwrite, and XLA would copy the pool instead.
-        """
+        """The products; what is copied from here on waits for them, or XLA would copy the pool."""
         products, bank = jax.lax.optimization_barrier((products, self._bank(layer)))
         self._set_bank(layer, bank)
         return products
 
-    def _prefetch(self, layer: int, predicted: Routing, token_mask: jax.Array) -> None:
-        """Brings ahead what the next layer's router is expected to choose (DyMoE eq. 6-8)."""
-        cache, pool = self.spec.cache, self.pool
-        limit = min(self.spec.prefetch, cache.slots, cache.num_experts)
-        replay = self.store.replay_ahead
+    def _expected(self, layer: int, predicted: Routing, token_mask: jax.Array) -> jax.Array:
+        """What the next layer's router is expected to choose (DyMoE eq. 6-8)."""
+        limit, replay = self.most_ahead, self.store.replay_ahead
         if replay is None or len(token_mask) > 1:
             mass = jnp.sum(jnp.where(token_mask[:, None], predicted.probabilities, 0.0), axis=0)
-            _, wanted = jax.lax.top_k(mass, limit)
-        else:  # the clock has counted the layer before
-            step = (pool.residency.clock - 2) // cache.num_layers
-            wanted = replay[step % len(replay), layer, :limit]
+            return jax.lax.top_k(mass, limit)[1]
+        # The clock has counted the layer before.
+        step = (self.pool.residency.clock - 2) // self.spec.cache.num_layers
+        return replay[step % len(replay), layer, :limit]
+
+    def _prefetch(self, layer: int, wanted: jax.Array, mask: jax.Array) -> None:
+        """Brings experts of the next layer ahead."""
         jobs, state = self._placing.expect(
-            self._state, self.store.row_of, layer, wanted, token_mask
+            self._state, self.store.row_of, layer, wanted, mask.reshape(-1)
         )
         self._set_state(state)
-        self._bring(layer, jobs, ahead=True)
+        if not self.spec.emulated:
+            self.bring(layer, jobs, ahead=True)
 
-    def _bring(self, layer: int, jobs: Jobs, ahead: bool = False) -> None:
-        """Copies experts of a layer into slots, from host memory or from the disk.
-
-        `ahead`: beside the products of the layer before, once what these wait for is there.
-        """
+    def bring(self, layer: int, jobs: Jobs, ahead: bool = False) -> None:
+        """Copies experts of a layer into slots; `ahead`: beside products, after what they await."""
         store, pool = self.store, self.pool
         rows, slots, experts = jobs
         if not rows.size:
@@ -321,8 +369,11 @@ class PooledExperts:
 
     def _experts(self, layer: int, plan: Placed, wave: int | jax.Array) -> Experts:
         """The slots as stacks, with the low-rank terms of the experts that are in them."""
-        num_slots = self.spec.cache.num_slots
         experts, slot, wave_of = plan.holders
+        held, num_slots = self._bank(layer), self.spec.cache.num_slots
+        if self.spec.emulated:
+            held, num_slots = (self.store.gate_up, self.store.down), self.store.gate_up.shape[0]
+            slot, wave_of = self.store.row_of[layer][experts], jnp.zeros_like(wave_of)
         places = jnp.where(wave_of == wave, slot, num_slots)
 
         def stack(weight: Weight, terms: tuple[Compensator, ...]) -> Weight:
@@ -332,7 +383,7 @@ class PooledExperts:
             placed = tuple(_placed(term, layer, experts, places, num_slots) for term in terms)
             return dataclasses.replace(stacked, compensators=placed)
 
-        (gate_up, down), (of_gate_up, of_down) = self._bank(layer), self.store.terms
+        (gate_up, down), (of_gate_up, of_down) = held, self.store.terms
         return Experts(stack(gate_up, of_gate_up), stack(down, of_down), 0)
 
 

@@ -136,6 +136,13 @@ class Transfers:
         with self._lock:
             return len(self._queue) + len(self._moving)
 
+    @property
+    def pending(self) -> list[Expert]:
+        """Those that are accepted and not over, nor cancelled."""
+        with self._lock:
+            both = [*self._queue.values(), *self._moving.values()]
+            return [transfer.expert for transfer in both if not transfer.cancelled]
+
     def request(self, layer: int, experts: Iterable[int]) -> list[int]:
         """Asks for experts of a layer, the most urgent first.
 

@@ -50,6 +50,28 @@ class RunExperts(Protocol):
         """
 
 
+class WatchAttention(Protocol):
+    """Sees what the queries of a chunk attend to, for a policy that weighs tokens by it."""
+
+    def __call__(
+        self,
+        layer: int,
+        q: jax.Array,
+        keys: jax.Array,
+        positions: jax.Array,
+        token_mask: jax.Array,
+    ) -> None:
+        """Before the layer's experts run.
+
+        Args:
+          layer: among all layers.
+          q: [B, T, H, C], rotated.
+          keys: [B, S, K, C], rotated, of positions 0..S - 1.
+          positions: int32[B, T], of the queries.
+          token_mask: bool[B, T], False for padding.
+        """
+
+
 class ChunkSpec(NamedTuple):
     """How a chunk of tokens stands to the cache; all static."""
 
@@ -58,6 +80,7 @@ class ChunkSpec(NamedTuple):
     experts: ExpertsVia
     attention: AttentionVia
     cached: CachedVia = "xla"  # of one token a sequence; longer chunks read the cache by XLA
+    tiers: tuple[ExpertsVia, ...] = ()  # the form of each, where experts are stored in several
 
 
 class Transformer(nnx.Module):
@@ -215,6 +238,7 @@ class Transformer(nnx.Module):
         cache: KVCache,
         spec: ChunkSpec,
         run: RunExperts | None = None,
+        watch: WatchAttention | None = None,
     ) -> tuple[KVCache, jax.Array]:
         """Runs T new tokens of each sequence, writing the cache.
 
@@ -225,11 +249,12 @@ class Transformer(nnx.Module):
           cache: written at `positions`.
           spec: static facts.
           run: what runs experts that the model does not hold.
+          watch: who sees the queries and keys.
 
         Returns:
           The cache and the last layer's output [B, T, D], before the last norm.
         """
-        cache, hidden, _ = self.routed(tokens, positions, token_mask, cache, spec, run)
+        cache, hidden, _ = self.routed(tokens, positions, token_mask, cache, spec, run, watch)
         return cache, hidden
 
     def routed(
@@ -240,6 +265,7 @@ class Transformer(nnx.Module):
         cache: KVCache,
         spec: ChunkSpec,
         run: RunExperts | None = None,
+        watch: WatchAttention | None = None,
     ) -> tuple[KVCache, jax.Array, list[Routing]]:
         """As a call, with the routing of each sparse layer; for those who count experts."""
         window = self.config.sliding_window
@@ -250,6 +276,9 @@ class Transformer(nnx.Module):
                 cache = cache.write_token(layer, k, v, positions[:, 0])
             else:
                 cache = cache.write_chunk(layer, k, v, positions[0, 0])
+            if watch is not None:
+                seen = k if spec.is_first else cache.read(layer, spec.kv_length)[0].swapaxes(1, 2)
+                watch(layer, q, seen, positions, token_mask)
             if spec.is_first:
                 return causal_attention(q, k, v, window, spec.attention)
             if spec.cached == "kernel" and tokens.shape[1] == 1:

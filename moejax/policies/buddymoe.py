@@ -21,7 +21,14 @@ import numpy as np
 from moejax.errors import MoejaxError
 from moejax.policies import buddy_gates, substitution
 from moejax.policies.buddy_lists import BuddyLists
-from moejax.policies.interface import SKIPPED, Decision, Observation, PolicySpec, Requests
+from moejax.policies.interface import (
+    SKIPPED,
+    Decision,
+    Needs,
+    Observation,
+    PolicySpec,
+    Requests,
+)
 from moejax.policies.substitution import Candidates, Form, Substitution
 
 # "none" is the paper's baseline "original", "random" its other one; "matched_random" draws at
@@ -188,6 +195,11 @@ class BuddyMoe:
     def name(self) -> str:
         """As `--config.policy.name` has it."""
         return "buddymoe"
+
+    @property
+    def needs(self) -> Needs:
+        """See `Policy`."""
+        return Needs()
 
     def init(self, spec: PolicySpec) -> BuddyState:
         """The state before any token.
