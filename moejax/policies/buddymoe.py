@@ -29,12 +29,16 @@ from moejax.policies.interface import (
     PolicySpec,
     Requests,
 )
+from moejax.policies.settings import ByContent
 from moejax.policies.substitution import Candidates, Form, Substitution
 
 # "none" is the paper's baseline "original", "random" its other one; "matched_random" draws at
 # random exactly where buddies would have replaced: the two at one share of replaced pairs.
 Choose = Literal["buddies", "none", "random", "matched_random"]
 FallBack = Literal["fetch", "drop"]
+
+
+NO_LISTS = BuddyLists(np.full((0, 0, 1), -1, np.int32), np.zeros((0, 0, 1), np.float32))
 
 
 class Settings(NamedTuple):
@@ -106,7 +110,7 @@ class BuddyState:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class BuddyMoe:
+class BuddyMoe(ByContent):
     """The policy; of one tier.
 
     All numbers are leaves of the state, and may be swept there; eta and kappa, beta, and the
@@ -140,7 +144,7 @@ class BuddyMoe:
       seed: of random choices.
     """
 
-    lists: BuddyLists
+    lists: BuddyLists = NO_LISTS
     choose: Choose = "buddies"
     gains: np.ndarray | None = None
     tae_tau: float | np.ndarray = -1.0
@@ -208,6 +212,8 @@ class BuddyMoe:
           MoejaxError: the lists are of another model, or there is more than one tier.
         """
         shape = (spec.num_layers, spec.num_experts)
+        if not self.lists.ids.size:
+            raise MoejaxError("buddymoe needs the lists of a profile (moejax.profile_experts)")
         if self.lists.ids.shape[:2] != shape:
             raise MoejaxError(
                 f"the buddy lists are of {self.lists.ids.shape[0]} layers of "
@@ -281,7 +287,7 @@ class BuddyMoe:
             weights = jnp.where(found.replaced, weights * gain, weights)
         if first_rank is not None:
             ids = jnp.where(first_rank >= 0, o.ids, ids)
-            weights, tier = _merged(weights, tier, first_rank)
+            weights, tier = substitution.merged(weights, tier, first_rank, SKIPPED)
         dropped = jnp.zeros_like(wanted)
         if self.fall_back == "drop":
             dropped = found.searched & ~found.replaced
@@ -381,14 +387,3 @@ class BuddyMoe:
             requested=state.requested + num_asked,
             credit=credit - size * num_asked.astype(jnp.float32),
         )
-
-
-def _merged(
-    weights: jax.Array, tier: jax.Array, first_rank: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """A pair whose buddy serves the token at `first_rank` already gives its weight to that one."""
-    rank = jnp.arange(weights.shape[1], dtype=jnp.int32)
-    to = first_rank[:, :, None] == rank[None, None]
-    gained = jnp.sum(jnp.where(to, weights[:, :, None], 0.0), axis=1)
-    moved = first_rank >= 0
-    return jnp.where(moved, 0.0, weights + gained), jnp.where(moved, SKIPPED, tier)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from moejax.errors import MoejaxError
+from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
 from moejax.policies.interface import AnyPolicy
@@ -18,6 +19,7 @@ POLICIES: Mapping[str, Callable[..., AnyPolicy]] = {
     "on_demand": OnDemand,
     "dynaexq": DynaExq,
     "dymoe": DyMoE,
+    "buddymoe": BuddyMoe,
 }
 
 
@@ -31,14 +33,19 @@ def make_policy(name: str, **settings: Any) -> AnyPolicy:
     Raises:
       MoejaxError: an unknown name or setting, or a value that is not allowed.
     """
+    check_settings(name, settings)
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+    return POLICIES[name](**given)
+
+
+def check_settings(name: str, settings: Iterable[str]) -> None:
+    """Raises MoejaxError for a policy or a setting's name that there is not."""
     if name not in POLICIES:
         raise MoejaxError(f"there is no policy {name!r}; {_meant(name, POLICIES)}")
     known = settings_of(name)
     for setting in settings:
         if setting not in known:
             raise MoejaxError(f"policy {name} has no setting {setting!r}; {_meant(setting, known)}")
-    given = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
-    return POLICIES[name](**given)
 
 
 def settings_of(name: str) -> dict[str, Any]:
