@@ -100,7 +100,6 @@ class GenerateConfig(RecordConfig):
         MemoryConfig(), "limits, under which experts may move"
     )
     policy: PolicyConfig = option(PolicyConfig(), "what decides about experts")  # noqa: RUF009
-    stats: bool = option(False, "print what became of the gate mass in each layer")
     compilation_cache: str = option(
         "auto", "where compiled programs are kept: auto (the user's cache), a directory, '' (off)"
     )

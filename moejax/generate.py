@@ -26,9 +26,9 @@ if TYPE_CHECKING:  # importing the engine imports JAX, which --help and mistakes
 
 def define_flags(values: flags.FlagValues) -> None:
     """The flags beside `--config`."""
+    flags.DEFINE_boolean("stats", False, "a line of counts for each layer", flag_values=values)
     flags.DEFINE_multi_string("prompt", [], "a text to continue", flag_values=values)
-    about = "a UTF-8 file whose whole text, line ends too, is one prompt"
-    flags.DEFINE_multi_string("prompt_file", [], about, flag_values=values)
+    flags.DEFINE_multi_string("prompt_file", [], "a UTF-8 file, one prompt", flag_values=values)
     flags.DEFINE_boolean(
         "chat",
         False,
@@ -59,7 +59,7 @@ def generate(config: GenerateConfig, values: flags.FlagValues) -> None:
             stream_answer(engine, engine.tokenizer, prompts[0], request)
         else:
             print_answers(engine, prompts, request)
-    if config.stats and engine.ledger:
+    if values.stats and engine.ledger:
         _say(*engine.ledger.describe_layers())
 
 
