@@ -156,8 +156,9 @@ class TieredMemory:
                 coming[layer, i, expert] = True
         return jax.device_put(coming, self.device)
 
-    def _fresh(self) -> tuple[Any, jax.Array]:
-        state = jax.device_put(self.spec.policy.init(self._policy_spec), self.device)
+    def _fresh(self, policy: AnyPolicy | None = None) -> tuple[Any, jax.Array]:
+        state = (policy or self.spec.policy).init(self._policy_spec)
+        state = jax.device_put(state, self.device)
         # Leaves of their own: a state may name one array twice, which cannot be donated.
         state = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(state)
         gate = no_gate(self.spec.cache.num_layers, len(self.tiers))
@@ -169,11 +170,22 @@ class TieredMemory:
             self._state, self._gate = self._fresh()
             self._asked = None
 
-    def reset(self) -> None:
-        """The policy as before any token; what is in the slots stays."""
+    def reset(self, policy: AnyPolicy | None = None, held: Sequence[np.ndarray] = ()) -> None:
+        """As before any token.
+
+        Args:
+          policy: another one that the same programs serve: it differs in settings that sweep.
+          held: int32[M, n] of each tier, what its slots hold; () for what they hold now. Of tiers
+            that are emulated: no bytes are moved for it.
+        """
         with self._lock:
-            self._state, self._gate = self._fresh()
+            self._state, self._gate = self._fresh(policy)
             self._asked = None
+            for tier, experts in zip(self.tiers, held, strict=len(held) > 0):
+                assert tier.spec.emulated
+                content = residency.seeded(tier.spec.cache, experts)
+                content = jax.device_put(content, self.device)
+                tier.pool = dataclasses.replace(tier.pool, residency=content)
 
 
 def policy_spec(spec: TieredSpec, tiers: Sequence[ExpertMemory], width: int) -> PolicySpec:
