@@ -146,11 +146,19 @@ def _rounded(rows: jax.Array, bits: int, method: str) -> jax.Array:
 
 @dataclasses.dataclass
 class Measured:
-    """A run over windows: nats of each, and what became of the gate mass."""
+    """A run over windows.
+
+    Attributes:
+      nats: of each window.
+      num_targets: tokens that were scored.
+      shares: of the gate mass, what became of it (`TieredLedger.shares`).
+      promoted: experts that bulk transfers brought since the run began.
+    """
 
     nats: np.ndarray
     num_targets: int
-    ledger: TieredLedger
+    shares: dict[str, float]
+    promoted: int
 
     @property
     def perplexity(self) -> float:
@@ -208,7 +216,10 @@ class Served:
             part = windows.tokens[first : first + batch]
             lengths = np.full(len(part), part.shape[1] - 1, np.int32)
             nats.append(self.runner.score(part[:, :-1], lengths, part[:, 1:]))
-        return Measured(np.concatenate(nats), windows.num_targets, self.memory.settle())
+        ledger = self.memory.settle()
+        return Measured(
+            np.concatenate(nats), windows.num_targets, ledger.shares, ledger.total("bulk")
+        )
 
 
 class EachToken:

@@ -16,10 +16,11 @@ from moejax.runner import Runner
 from scripts.quality_bench import EachToken, Measured, Model, Served, Texts, Windows
 
 PAIRS = (("int4", "int2"), ("bf16", "int4"))
-N_HOT = (4, 8, 12, 16, 20, 24, 28)
+N_HOT = (4, 8, 12, 16, 20, 24)
 RETENTIONS = (0.75, 0.9, 1.0)
 CACHE_RATES = (0.75, 0.5, 0.375)
-PERIOD = 2048  # tokens between updates; a chunk of four or five windows of 512 is about as much
+PERIOD = 2048  # tokens between updates; less than a chunk of `BATCH` windows of 512
+BATCH = 5  # windows at once: of the mixed text, one of each domain
 SEGMENTS = ("books", "code", "math")
 SHIFT_HOT = 8
 
@@ -45,23 +46,32 @@ class Bench:
     wiki: Windows
     mixed: Windows
     calibration: Windows
+    _uniform: dict[str, Served] = dataclasses.field(default_factory=dict)
 
-    def both(self) -> tuple[tuple[Windows, int], ...]:
-        """Each text, and how many of its windows go at once: of the mixed one, all domains."""
-        return (self.wiki, 4), (self.mixed, 5)
+    @property
+    def both(self) -> tuple[Windows, Windows]:
+        """The texts."""
+        return self.wiki, self.mixed
 
-    def uniform(self, tier: str, windows: Windows, batch: int) -> float:
+    @property
+    def warm_up(self) -> Windows:
+        """A chunk, after which static choices are in their slots."""
+        return dataclasses.replace(self.calibration, tokens=self.calibration.tokens[:BATCH])
+
+    def uniform(self, tier: str, windows: Windows, batch: int = BATCH) -> float:
         """Perplexity with every expert in one precision."""
         policy = Resident()
-        served = Served(self.model, policy, (tier,), (self.model.config.num_experts,))
-        served.begin(policy)
-        return served.run(windows, batch).perplexity
+        if tier not in self._uniform:
+            slots = (self.model.config.num_experts,)
+            self._uniform[tier] = Served(self.model, policy, (tier,), slots)
+        self._uniform[tier].begin(policy)
+        return self._uniform[tier].run(windows, batch).perplexity
 
 
 def of_gate(measured: Measured) -> dict[str, float]:
     """Shares of the gate mass, and experts that bulk transfers brought."""
-    shares = {f"gate {name}": share for name, share in measured.ledger.shares.items()}
-    return shares | {"promoted": measured.ledger.total("bulk")}
+    shares = {f"gate {name}": share for name, share in measured.shares.items()}
+    return shares | {"promoted": measured.promoted}
 
 
 def dynaexq(bench: Bench) -> Iterator[Point]:
@@ -70,24 +80,25 @@ def dynaexq(bench: Bench) -> Iterator[Point]:
     for high, low in PAIRS:
         name = f"dynaexq {high}/{low}"
         ends = {}
-        for windows, batch in bench.both():
+        for windows in bench.both:
             for tier, x in ((high, 0.0), (low, 1.0)):
-                ends[windows.name, x] = bench.uniform(tier, windows, batch)
+                ends[windows.name, x] = bench.uniform(tier, windows)
                 yield Point(name, windows.name, "uniform", x, ends[windows.name, x])
-        for choice, seeds in (("hot", (0,)), ("random", (0, 1, 2)), ("first", (0,))):
+        for choice, seeds in (("hot", (0,)), ("random", (0, 1)), ("first", (0,))):
             how: dict[str, Any] = {"choice": choice, "period": PERIOD, "max_requests": 512}
             # Slots for all but one expert: how many are hot is then a setting that sweeps.
             served = Served(
                 bench.model, DynaExq(**how), (high, low), (num_experts - 1, num_experts)
             )
             for n_hot in N_HOT:
-                for windows, batch in bench.both():
+                for windows in bench.both:
                     runs = []
                     for seed in seeds:
                         policy = DynaExq(**how, n_hot=n_hot, seed=seed)
                         served.begin(policy, (_nothing(bench.model), None))
-                        served.run(bench.calibration, 4)  # the warm-up
-                        runs.append(served.run(windows, batch))
+                        warm = bench.calibration if choice == "hot" else bench.warm_up
+                        served.run(warm, BATCH)
+                        runs.append(served.run(windows, BATCH))
                     perplexities = [run.perplexity for run in runs]
                     best, worst = ends[windows.name, 0.0], ends[windows.name, 1.0]
                     mean = float(np.exp(np.mean(np.log(perplexities))))
@@ -119,7 +130,7 @@ def sensitivities(bench: Bench, tier: str, low: str, windows: Windows) -> list[f
         )
         memory.store = dataclasses.replace(plain, gate_up=gate_up, down=down)
         served.begin(policy)
-        found.append(served.run(windows, 4).nats.sum() / windows.num_targets)
+        found.append(served.run(windows, BATCH).nats.sum() / windows.num_targets)
     return [float(nats - found[0]) for nats in found[1:]]
 
 
@@ -162,7 +173,7 @@ def dymoe(bench: Bench) -> Iterator[Point]:
             if how.get("schedule") == "sensitivity":
                 how["sensitivity"] = sensitivity
             policy = DyMoE(**how)
-            for windows, _ in bench.both():
+            for windows in bench.both:
                 served.begin(policy)
                 run = served.run(windows, 1)
                 label_ = label or "prefill"
@@ -186,7 +197,7 @@ def profiled(bench: Bench, windows: Windows, **how: Any) -> BuddyProfile:
         Runner(model.config, model.weights, model.device),
         windows.tokens[:, :-1].reshape(-1),
         windows.tokens.shape[1] - 1,
-        4,
+        BATCH,
         Counting(outputs=True),
     )
     given: dict[str, Any] = {"source": "coactivations", "alpha": 0.95, "max_buddies": 31}
@@ -202,13 +213,17 @@ BUDDIES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("co-activation", "coactivations", {}),
     ("co-activation, B 4", "coactivations", {"depth": 4}),
     ("co-activation, rho 1", "coactivations", {"rho": 1}),
-    ("co-activation, rho 2", "coactivations", {"rho": 2}),
     ("co-activation, TAE gate", "coactivations", {"tae_tau": "profile"}),
     ("outputs", "outputs", {}),
     ("outputs, rho 1 on the last", "outputs", {"rho": 1, "spend_on": "last"}),
     ("co-activation, gains", "coactivations", {"gains": True}),
     ("outputs, gains", "outputs", {"gains": True}),
-    ("outputs, gains, rho 2", "outputs", {"gains": True, "rho": 2}),
+    ("outputs, eta 30", "outputs", {"eta": 30.0}),
+    (
+        "outputs, gains, rho 1 on the last",
+        "outputs",
+        {"gains": True, "rho": 1, "spend_on": "last"},
+    ),
 )
 
 
@@ -218,20 +233,20 @@ def buddymoe(bench: Bench) -> Iterator[Point]:
         source: profiled(bench, bench.calibration, source=source, alpha=alpha)
         for source, alpha in (("coactivations", 0.95), ("outputs", 1.0))
     }
-    exact = {w.name: bench.uniform("bf16", w, batch) for w, batch in bench.both()}
+    exact = {w.name: bench.uniform("bf16", w) for w in bench.both}
     for text, perplexity in exact.items():
         yield Point("buddymoe", text, "original", 1.0, perplexity)
     for rate in CACHE_RATES:
         slots = round(rate * bench.model.config.num_experts)
         held = _hottest(sources["coactivations"], slots)
-        made: dict[Any, Served] = {}
+        made: dict[Any, Any] = {}
         for name, source, given in BUDDIES:
             yield from _buddy_rows(bench, made, sources[source], name, given, held, rate, exact)
-        for windows, batch in bench.both():
+        for windows in bench.both:
             dropping = BuddyMoe(lists=_empty(sources["coactivations"]), fall_back="drop")
             served = Served(bench.model, dropping, ("bf16",), (slots,))
             served.begin(dropping, (held,))
-            run = served.run(windows, batch)
+            run = served.run(windows, BATCH)
             yield Point("buddymoe", windows.name, "left out", rate, run.perplexity, of_gate(run))
 
 
@@ -242,7 +257,7 @@ def _empty(found: BuddyProfile) -> Any:
 
 def _buddy_rows(
     bench: Bench,
-    made: dict[Any, Served],
+    made: dict[Any, Any],
     found: BuddyProfile,
     name: str,
     given: dict[str, Any],
@@ -250,7 +265,7 @@ def _buddy_rows(
     rate: float,
     exact: dict[str, float],
     section: str = "buddymoe",
-    texts: Sequence[tuple[Windows, int]] | None = None,
+    texts: Sequence[Windows] | None = None,
 ) -> Iterator[Point]:
     """Buddies, and random ones where these replaced; the loss of the one over the other's."""
     how = dict(given)
@@ -258,7 +273,7 @@ def _buddy_rows(
     if how.get("tae_tau") == "profile":
         how["tae_tau"] = found.tau
     slots = held.shape[1]
-    for windows, batch in texts or bench.both():
+    for windows in texts or bench.both:
         runs = {}
         for choose in ("buddies", "matched_random"):
             own = gains if choose == "buddies" else None
@@ -266,11 +281,17 @@ def _buddy_rows(
                 lists=found.lists, choose=choose, gains=own, background_bytes=0.0, form="ranks",
                 **how,
             )  # fmt: skip
-            key = (slots, choose, own is None, how.get("spend_on"))
+            key = (slots, choose, own is None, how.get("spend_on"), how.get("eta"))
             if key not in made:
                 made[key] = Served(bench.model, policy, ("bf16",), (slots,))
-            made[key].begin(policy, (held,))
-            runs[choose] = made[key].run(windows, batch)
+            done = (policy, windows.name) if own is None else None
+            if done not in made:
+                made[key].begin(policy, (held,))
+                runs[choose] = made[key].run(windows, BATCH)
+                if done is not None:
+                    made[done] = runs[choose]
+            else:
+                runs[choose] = made[done]
         base = exact[windows.name]
         losses = {c: float(np.log(run.perplexity / base)) for c, run in runs.items()}
         more = {
@@ -283,19 +304,19 @@ def _buddy_rows(
 
 def domains(bench: Bench) -> Iterator[Point]:
     """Buddy lists and gains of one domain, used on another; half of the experts resident."""
-    count, slots = 8, bench.model.config.num_experts // 2
+    count, slots = 10, bench.model.config.num_experts // 2
     names = ("books", "code")
     halves = {n: bench.texts.domain(n, 2 * count) for n in names}
     first = {n: dataclasses.replace(w, tokens=w.tokens[::2]) for n, w in halves.items()}
     second = {n: dataclasses.replace(w, tokens=w.tokens[1::2]) for n, w in halves.items()}
-    exact = {n: bench.uniform("bf16", w, 4) for n, w in second.items()}
+    exact = {n: bench.uniform("bf16", w) for n, w in second.items()}
     found = {n: profiled(bench, w, source="outputs", alpha=1.0) for n, w in first.items()}
-    made: dict[Any, Served] = {}
+    made: dict[Any, Any] = {}
     for of in names:
         for on in names:
             yield from _buddy_rows(
                 bench, made, found[of], f"profile of {of}", {"gains": True},
-                _hottest(found[on], slots), 0.5, exact, "domains", [(second[on], 4)],
+                _hottest(found[on], slots), 0.5, exact, "domains", [second[on]],
             )  # fmt: skip
 
 
@@ -335,9 +356,9 @@ def shift(bench: Bench) -> Iterator[Point]:
             for row in windows.tokens:
                 run = served.run(dataclasses.replace(windows, tokens=row[None]), 1)
                 nats.append(run.nats)
-                hot += run.ledger.shares[high] / len(windows.tokens)
+                hot += run.shares[high] / len(windows.tokens)
                 heat.append(np.asarray(served.memory.pool.state.scores[-1]).tolist())
-            promoted = served.memory.ledger.total("bulk")
+            promoted = run.promoted
             perplexity = float(np.exp(np.concatenate(nats).sum() / windows.num_targets))
             more = {
                 "gate int4": hot,
