@@ -13,7 +13,11 @@ from moejax.errors import MoejaxError
 from moejax.evaluation import fidelity
 from moejax.evaluation.perplexity import Windowing
 from moejax.memory.budget import BudgetError, Limits, Tier, make_tiered_budget
+from moejax.policies.make import make_policy
+from moejax.simulation.replay import EVENTS
+from moejax.simulation.runs import Run, run_policies
 from moejax.tiering import Tiering
+from moejax.traces import read_trace
 from tests import tiny_engine
 from tests.tiny_engine import CONFIG
 
@@ -65,6 +69,23 @@ class EngineTest(parameterized.TestCase):
         tokens = np.asarray([PROMPT])
         np.testing.assert_allclose(emulated.logits(tokens), real.logits(tokens), rtol=0, atol=1e-5)
         self.assertEqual(real.ledger.layers, emulated.ledger.layers)
+
+    def test_a_trace_through_the_policy_gives_the_counts_of_the_engine(self):
+        settings = {"selection": "load", "prefetch": 0, "retention": 0.5, "schedule": "equal"}
+        engine = self.engine(policy="dymoe", settings=settings, slots=(3, 8), emulate=True, **MADE)
+        path = self.folder / "trace"
+        with engine.recording(path, probabilities=True):
+            for prompt in (PROMPT, PROMPT[::-1]):
+                engine.generate(prompt, max_new_tokens=20, ignore_eos=True)
+        run = Run(
+            policy=make_policy("dymoe", **settings), tiers=("int4", "int2"),
+            expert_bytes=(2, 1), slots=(3, 8),
+        )  # fmt: skip
+        events = np.sum(run_policies(read_trace(path), [run])[0].events, axis=0)
+        for i, ledger in enumerate(engine.ledger.tiers.values()):
+            for name in ("needed", "hits", "misses", "admitted", "streamed", "evictions"):
+                self.assertEqual(ledger.total(name), events[EVENTS.index(name), i], name)
+        self.assertGreater(engine.ledger.total("misses"), 10)
 
     def test_a_tier_of_another_checkpoint(self):
         other = self.folder / "other"
