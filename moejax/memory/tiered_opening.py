@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,51 @@ def open_tiered(
       MoejaxError: the model has no experts, a tier cannot be had, the policy's settings do not suit
         the tiers, or the limits are too tight.
     """
+    config = checkpoint.config
+    planned = plan_tiers(
+        checkpoint, tiering, limits, dtype=dtype, device=device, batch=batch, context=context,
+        chunk=chunk,
+    )  # fmt: skip
+    chosen, stored, sources, budget = planned
+    weights = checkpoint.load(dtype=dtype, device=device, progress=progress, experts=False)
+    memories = []
+    for tier, source, part in zip(stored, sources, budget.tiers, strict=True):
+        packed = functools.partial(_quantized, tier=tier, tiering=tiering) if tier.bits else None
+        memory = load_experts(
+            source, part, dtype=dtype, device=device, progress=progress, packed=packed
+        )
+        if tiering.emulate:
+            memory = emulated(memory, device)
+        if (first := _first(chosen, part, memory)) is not None:
+            kernels = ops.Kernels(target_of(device))
+            memory.pool = warmed(memory, config, kernels, first)
+        memories.append(memory)
+    width = config.experts_per_token
+    names = [tier.name for tier in stored]
+    return weights, TieredMemory(chosen.policy, names, memories, width=width), budget
+
+
+class Planned(NamedTuple):
+    """What is known of a run before anything is read."""
+
+    chosen: Chosen
+    stored: tuple[StoredTier, ...]
+    sources: list[Checkpoint]
+    budget: TieredBudget
+
+
+def plan_tiers(
+    checkpoint: Checkpoint,
+    tiering: Tiering,
+    limits: Limits,
+    *,
+    dtype: str,
+    device: jax.Device,
+    batch: int,
+    context: int,
+    chunk: int,
+) -> Planned:
+    """The policy, the tiers and every byte; arguments and errors as of `open_tiered`."""
     config, stored = checkpoint.config, tiering.stored()
     if not config.moe_layers:
         raise MoejaxError(f"{checkpoint.directory}: the model has no experts for a policy")
@@ -84,22 +129,7 @@ def open_tiered(
         platform=device.platform,
         itemsize=itemsize,
     )
-    weights = checkpoint.load(dtype=dtype, device=device, progress=progress, experts=False)
-    memories = []
-    for tier, source, part in zip(stored, sources, budget.tiers, strict=True):
-        packed = functools.partial(_quantized, tier=tier, tiering=tiering) if tier.bits else None
-        memory = load_experts(
-            source, part, dtype=dtype, device=device, progress=progress, packed=packed
-        )
-        if tiering.emulate:
-            memory = emulated(memory, device)
-        if (first := _first(chosen, part, memory)) is not None:
-            kernels = ops.Kernels(target_of(device))
-            memory.pool = warmed(memory, config, kernels, first)
-        memories.append(memory)
-    width = config.experts_per_token
-    names = [tier.name for tier in stored]
-    return weights, TieredMemory(chosen.policy, names, memories, width=width), budget
+    return Planned(chosen, stored, sources, budget)
 
 
 def emulated(memory: ExpertMemory, device: jax.Device) -> ExpertMemory:
