@@ -9,7 +9,7 @@ from moejax.options import RunConfig, option
 if TYPE_CHECKING:  # it imports JAX, which --help and mistakes need not wait for
     from moejax.tiering import Tiering
 
-NAMES = ("resident", "on_demand", "dynaexq", "dymoe", "buddymoe")
+NAMES = ("resident", "on_demand", "dynaexq", "dymoe", "buddymoe", "compose")
 # Fields that are not settings of a policy.
 OWN = ("name", "tiers", "slots", "quantizer", "group_size", "emulate")
 
@@ -39,6 +39,7 @@ class PolicyConfig(RunConfig):
         False, "keep all experts of all tiers and let slots be tables: quality without the traffic"
     )
 
+    parts: str = _setting("compose: two or three of dynaexq+dymoe+buddymoe")
     tier: str = _setting("resident, on_demand: the tier that runs")
     prefetch: str = _setting("on_demand, dymoe: experts of the next layer brought ahead")
     hot: str = _setting("dynaexq: the tier of high precision")

@@ -11,7 +11,7 @@ from moejax.checkpoints.open import Checkpoint, open_checkpoint
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
 from moejax.policies.interface import AnyPolicy
-from moejax.policies.make import make_policy
+from moejax.policies.make import make_policy, parts_of
 
 MADE = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}  # tiers that can be made at load
 STORED = "stored"  # the name of the only tier where none are named
@@ -126,7 +126,8 @@ def choose(tiering: Tiering, directory: Path, config: ModelConfig) -> Chosen:
     if not isinstance(tiering.policy, str):
         return Chosen(tiering.policy)
     given = dict(tiering.settings)
-    if tiering.policy != "buddymoe" or not isinstance(given.get("lists", ""), str):
+    has_buddies = "buddymoe" in parts_of(tiering.policy, given)
+    if not has_buddies or not isinstance(given.get("lists", ""), str):
         return Chosen(make_policy(tiering.policy, **given))
     path = Path(given.pop("lists", "")).expanduser()
     profile = load_buddies(path if path.name else directory, config)
@@ -138,7 +139,7 @@ def choose(tiering: Tiering, directory: Path, config: ModelConfig) -> Chosen:
                     "--config.outputs=True"
                 )
             given[name] = value
-    policy = make_policy("buddymoe", lists=profile.lists, **given)
+    policy = make_policy(tiering.policy, lists=profile.lists, **given)
     return Chosen(policy, profile.activity.activations)
 
 

@@ -218,7 +218,9 @@ class TieredExperts:
             ]
         )
         mass = jnp.sum(jnp.where(masks, weights[None], 0.0), axis=(1, 2))
-        self.pool = dataclasses.replace(self.pool, gate=self.pool.gate.at[layer].add(mass))
+        gate = self.pool.gate
+        gate = jax.lax.dynamic_update_index_in_dim(gate, gate[layer] + mass, layer, 0)
+        self.pool = dataclasses.replace(self.pool, gate=gate)
 
     def _products(
         self, layer: int, x: jax.Array, routing: Routing, tier: jax.Array, decision: Decision

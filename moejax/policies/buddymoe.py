@@ -273,7 +273,7 @@ class BuddyMoe(ByContent):
     def decide(self, state: BuddyState, observation: Observation) -> tuple[Decision, BuddyState]:
         """Who computes each pair of a layer."""
         o = observation
-        tier = jnp.zeros(o.ids.shape, jnp.int32)
+        tier = jnp.broadcast_to(jnp.where(o.active, 0, SKIPPED)[:, None], o.ids.shape)
         served = Decision(o.ids, tier, o.weights, jnp.zeros(o.ids.shape, bool))
         if self.choose == "none" or (o.is_prefill and not self.in_prefill):
             return served, state
@@ -349,9 +349,13 @@ class BuddyMoe(ByContent):
             ids = jnp.where(pairs, o.ids, -1).reshape(-1)
             return jnp.sum(ids[:, None] == expert[None], axis=0, dtype=jnp.int32)
 
-        now: dict[str, Any] = {"replaced": state.replaced.at[o.layer].add(by_expert(replaced))}
+        def added(counts: jax.Array, pairs: jax.Array) -> jax.Array:  # no scatter: a launch less
+            row = jax.lax.dynamic_index_in_dim(counts, o.layer, keepdims=False) + by_expert(pairs)
+            return jax.lax.dynamic_update_index_in_dim(counts, row, o.layer, 0)
+
+        now: dict[str, Any] = {"replaced": added(state.replaced, replaced)}
         if self.fall_back == "drop":
-            now["dropped"] = state.dropped.at[o.layer].add(by_expert(dropped))
+            now["dropped"] = added(state.dropped, dropped)
         if self.choose in ("random", "matched_random"):
             now["draws"] = state.draws + 1
         return dataclasses.replace(state, **now)
