@@ -71,6 +71,10 @@ def main(argv: list[str]) -> None:
         texts.wikitext(_WIKI.value),
         texts.mixed(_EACH.value),
         texts.calibration(_CALIBRATION.value),
+        {
+            "wikitext-2": texts.wikitext(_WIKI.value, between=True),
+            "mixed": texts.mixed(_EACH.value, between=True),
+        },
     )
     sizes = {text.name: text.num_targets for text in (bench.wiki, bench.mixed, bench.calibration)}
     print(f"{_CHECKPOINT.value}, windows of {_WINDOW.value} tokens, scored: {sizes}")

@@ -64,30 +64,33 @@ class Texts:
         """Of a folder with eval/wikitext2.test.raw.xz and valid/DOMAIN.jsonl.xz."""
         self._folder, self._tokenizer, self.length = folder, tokenizer, length
 
-    def wikitext(self, count: int) -> Windows:
-        """Windows spread over the test text."""
+    def wikitext(self, count: int, *, between: bool = False) -> Windows:
+        """Windows spread over the test text, or others that lie between those."""
         content = _unpacked(self._folder / "eval" / "wikitext2.test.raw.xz")
-        return self._cut("wikitext-2", joined_rows(content), count, "wiki")
+        return self._cut("wikitext-2", joined_rows(content), count, "wiki", between)
 
-    def domain(self, name: str, count: int) -> Windows:
-        """Windows spread over a held-out text."""
+    def domain(self, name: str, count: int, *, between: bool = False) -> Windows:
+        """Windows spread over a held-out text, or others that lie between those."""
         rows = _unpacked(self._folder / "valid" / f"{name}.jsonl.xz").splitlines()
         content = "\n\n".join(json.loads(row)["text"] for row in rows)
-        return self._cut(name, content, count, name)
+        return self._cut(name, content, count, name, between)
 
-    def mixed(self, each: int) -> Windows:
+    def mixed(self, each: int, *, between: bool = False) -> Windows:
         """All domains in turn, window by window."""
-        parts = [self.domain(name, each) for name in DOMAINS]
+        parts = [self.domain(name, each, between=between) for name in DOMAINS]
         tokens = np.stack([part.tokens for part in parts], axis=1)
         return Windows("mixed", tokens.reshape(-1, tokens.shape[-1]), DOMAINS * each)
 
     def calibration(self, count: int) -> Windows:
         """Of the text that ships, which is none of the others."""
-        return self._cut("calibration", shipped_text(), count, "calibration")
+        return self._cut("calibration", shipped_text(), count, "calibration", False)
 
-    def _cut(self, name: str, content: str, count: int, domain: str) -> Windows:
+    def _cut(self, name: str, content: str, count: int, domain: str, between: bool) -> Windows:
         ids = np.asarray(self._tokenizer.encode(content), np.int32)
         starts = np.linspace(0, len(ids) - self.length - 1, count).astype(int)
+        if between:
+            middle = (starts[:-1] + starts[1:]) // 2
+            starts = np.array([(starts[0] + middle[0]) // 2, *middle])
         return Windows(
             name, np.stack([ids[s : s + self.length + 1] for s in starts]), (domain,) * count
         )

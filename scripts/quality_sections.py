@@ -16,7 +16,7 @@ from moejax.runner import Runner
 from scripts.quality_bench import EachToken, Measured, Model, Served, Texts, Windows
 
 PAIRS = (("int4", "int2"), ("bf16", "int4"))
-N_HOT = (4, 8, 12, 16, 20, 24)
+N_HOT = (4, 8, 12, 16, 24)
 RETENTIONS = (0.75, 0.9, 1.0)
 CACHE_RATES = (0.75, 0.5, 0.375)
 PERIOD = 2048  # tokens between updates; less than a chunk of `BATCH` windows of 512
@@ -46,17 +46,13 @@ class Bench:
     wiki: Windows
     mixed: Windows
     calibration: Windows
+    others: dict[str, Windows]  # of the texts by name, as many windows that are not scored
     _uniform: dict[str, Served] = dataclasses.field(default_factory=dict)
 
     @property
     def both(self) -> tuple[Windows, Windows]:
         """The texts."""
         return self.wiki, self.mixed
-
-    @property
-    def warm_up(self) -> Windows:
-        """A chunk, after which static choices are in their slots."""
-        return dataclasses.replace(self.calibration, tokens=self.calibration.tokens[:BATCH])
 
     def uniform(self, tier: str, windows: Windows, batch: int = BATCH) -> float:
         """Perplexity with every expert in one precision."""
@@ -75,7 +71,11 @@ def of_gate(measured: Measured) -> dict[str, float]:
 
 
 def dynaexq(bench: Bench) -> Iterator[Point]:
-    """Figure 4: perplexity against the share of experts in low precision."""
+    """Figure 4: perplexity against the share of experts in low precision.
+
+    The warm-up is of windows of the same text that are not scored, as a service warms up on what it
+    serves.
+    """
     num_experts = bench.model.config.num_experts
     for high, low in PAIRS:
         name = f"dynaexq {high}/{low}"
@@ -96,7 +96,9 @@ def dynaexq(bench: Bench) -> Iterator[Point]:
                     for seed in seeds:
                         policy = DynaExq(**how, n_hot=n_hot, seed=seed)
                         served.begin(policy, (_nothing(bench.model), None))
-                        warm = bench.calibration if choice == "hot" else bench.warm_up
+                        warm = bench.others[windows.name]
+                        if choice != "hot":  # a chunk, after which it is in its slots
+                            warm = dataclasses.replace(warm, tokens=warm.tokens[:BATCH])
                         served.run(warm, BATCH)
                         runs.append(served.run(windows, BATCH))
                     perplexities = [run.perplexity for run in runs]
