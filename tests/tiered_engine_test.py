@@ -107,6 +107,7 @@ class EngineTest(parameterized.TestCase):
         ({"policy": "dymo"}, "there is no policy 'dymo'; did you mean 'dymoe'"),
         ({"tiers": ("a=",)}, "'a=' is neither NAME=CHECKPOINT nor one of int8"),
         ({"tiers": ("int4", "int4")}, "has a name twice"),
+        ({"emulate": True, "limits": Limits(device_gib=1)}, "policy.emulate keeps every expert"),
         ({"quantizer": "gptq"}, "policy.quantizer='gptq' must be one of rtn"),
         ({"tiers": ("int4=/nowhere",)}, "/nowhere"),
     )

@@ -106,6 +106,11 @@ def plan_tiers(
     config, stored = checkpoint.config, tiering.stored()
     if not config.moe_layers:
         raise MoejaxError(f"{checkpoint.directory}: the model has no experts for a policy")
+    if tiering.emulate and limits.device_gib:
+        raise MoejaxError(
+            "policy.emulate keeps every expert on the device, which memory.device_gib would bound: "
+            "leave one of them out"
+        )
     chosen = choose(tiering, checkpoint.directory, config)
     itemsize = np.dtype(checkpoint.choose_dtype(dtype, device)).itemsize
     sources = [tier.checkpoint(checkpoint) for tier in stored]
