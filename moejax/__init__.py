@@ -8,12 +8,14 @@ if TYPE_CHECKING:
     from moejax.errors import MoejaxError as MoejaxError
     from moejax.generation import Chunk as Chunk
     from moejax.generation import Generation as Generation
+    from moejax.tiering import Tiering as Tiering
 
 _HOMES = {
     "Chunk": "moejax.generation",
     "Engine": "moejax.engine",
     "Generation": "moejax.generation",
     "MoejaxError": "moejax.errors",
+    "Tiering": "moejax.tiering",
 }
 
 

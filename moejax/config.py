@@ -17,6 +17,7 @@ from moejax.memory.budget import Limits
 from moejax.models.shapes import SHAPES
 from moejax.options import RunConfig, option
 from moejax.options import to_config_dict as to_config_dict
+from moejax.policy_config import PolicyConfig
 
 EVALUATION_TASKS = ("perplexity",)
 SHAPE_BITS = (2, 3, 4, 8, 16)
@@ -98,6 +99,7 @@ class GenerateConfig(RecordConfig):
     memory: MemoryConfig = option(  # noqa: RUF009 -- it is frozen
         MemoryConfig(), "limits, under which experts may move"
     )
+    policy: PolicyConfig = option(PolicyConfig(), "what decides about experts")  # noqa: RUF009
     compilation_cache: str = option(
         "auto", "where compiled programs are kept: auto (the user's cache), a directory, '' (off)"
     )
@@ -241,7 +243,16 @@ class EvaluateConfig(RecordConfig):
     window: int = option(0, "tokens that a prediction sees at most; 0: the preset's")
     stride: int = option(0, "tokens that windows advance by; 0: the preset's, at most the window")
     max_tokens: int = option(0, "score no more than the first so many tokens; 0: all")
-    batch_size: int = option(8, "windows at once; the result does not depend on it")
+    batch_size: int = option(
+        8, "windows at once; without a policy the result does not depend on it"
+    )
+    memory: MemoryConfig = option(  # noqa: RUF009 -- it is frozen
+        MemoryConfig(), "limits, under which experts may move"
+    )
+    policy: PolicyConfig = option(PolicyConfig(), "what decides about experts")  # noqa: RUF009
+    fidelity_share: float = option(
+        0.05, "with a policy, of the windows in which it is compared with the exact model (KL)"
+    )
     output: str = option("", "a JSON file for the result; '': none")
     platform: str = option("auto", "auto (an accelerator if there is one), cpu or gpu")
     dtype: str = option(
@@ -279,6 +290,8 @@ class EvaluateConfig(RecordConfig):
         super().check()
         if self.batch_size < 1:
             raise MoejaxError(f"batch_size={self.batch_size} must be at least 1")
+        if not 0 <= self.fidelity_share <= 1:
+            raise MoejaxError(f"fidelity_share={self.fidelity_share} must be from 0 to 1")
         self.windowing().check()
 
 

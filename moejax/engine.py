@@ -1,5 +1,6 @@
 """The engine: prompts in, text out."""
 
+import functools
 import operator
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,17 +17,21 @@ from moejax.checkpoints import open_checkpoint
 from moejax.chunks import MAX_PREFILL_LENGTH, MIN_KV_LENGTH, length_bucket, longest_chunk
 from moejax.devices import choose_device, enable_compilation_cache, plain_memory_errors
 from moejax.errors import MoejaxError
+from moejax.fidelity import TieredLedger
 from moejax.generation import AnswerBuilder, Chunk, Generation, GenerationSettings, Timing
 from moejax.ledger import Ledger
-from moejax.memory.budget import Budget, Limits
+from moejax.memory.budget import Budget, Limits, TieredBudget
 from moejax.memory.expert_memory import ExpertMemory
 from moejax.memory.opening import open_memory
+from moejax.memory.tiered_memory import TieredMemory
+from moejax.memory.tiered_opening import open_tiered
 from moejax.models.config import ModelConfig
 from moejax.prompts import Prompt, as_batch
 from moejax.qtensor import Weight
 from moejax.recording import RecordSpec, recording
 from moejax.runner import Runner
 from moejax.served import Served
+from moejax.tiering import Tiering
 from moejax.tokenizer import Tokenizer
 
 PLANNED_CONTEXT = 4096  # under limits of memory, where the context is left to the prompts
@@ -57,7 +62,7 @@ class Engine:
         device: jax.Device | None = None,
         context: int = 0,
         kernels: ops.Kernels | None = None,
-        memory: ExpertMemory | None = None,
+        memory: ExpertMemory | TieredMemory | None = None,
     ):
         """Around weights that are on the device; `from_pretrained` reads them.
 
@@ -83,7 +88,7 @@ class Engine:
         self.device = device or choose_device("auto")
         self.context = context
         self.load_seconds = 0.0
-        self.budget: Budget | None = None
+        self.budget: Budget | TieredBudget | None = None
         self._runner = Runner(config, self.weights, self.device, kernels=kernels, memory=memory)
 
     @classmethod
@@ -97,6 +102,7 @@ class Engine:
         compilation_cache: str = "auto",
         progress: bool = True,
         limits: Limits | None = None,
+        policy: Tiering | None = None,
         batch: int = 1,
     ) -> "Engine":
         """Loads a checkpoint.
@@ -112,6 +118,7 @@ class Engine:
           progress: whether a bar is drawn on stderr.
           limits: of memory; experts that do not fit move while the model runs. None: all are on
             the device.
+          policy: decides which experts run, in which stored form; None: those of the router.
           batch: sequences at once that limits have to hold; more are an error of the device.
 
         Raises:
@@ -121,22 +128,21 @@ class Engine:
         enable_compilation_cache(compilation_cache)
         start = time.perf_counter()
         checkpoint = open_checkpoint(str(path))
-        memory, budget = None, None
+        memory: Any = None
+        budget: Budget | TieredBudget | None = None
         with plain_memory_errors(device):
-            if limits is None:
+            if limits is None and policy is None:
                 weights = checkpoint.load(dtype=dtype, device=device, progress=progress)
             else:
                 planned = context or min(PLANNED_CONTEXT, checkpoint.config.max_positions)
-                weights, memory, budget = open_memory(
-                    checkpoint,
-                    limits,
-                    dtype=dtype,
-                    device=device,
-                    batch=batch,
-                    context=planned,
-                    chunk=min(planned, longest_chunk(checkpoint.config, batch, planned)),
-                    progress=progress,
-                )
+                chunk = min(planned, longest_chunk(checkpoint.config, batch, planned))
+                opens: Any = open_memory
+                if policy is not None:
+                    opens = functools.partial(open_tiered, tiering=policy)
+                weights, memory, budget = opens(
+                    checkpoint, limits=limits or Limits(), dtype=dtype, device=device, batch=batch,
+                    context=planned, chunk=chunk, progress=progress,
+                )  # fmt: skip
         engine = cls(
             checkpoint.config,
             weights,
@@ -151,7 +157,7 @@ class Engine:
         return engine
 
     @property
-    def ledger(self) -> Ledger | None:
+    def ledger(self) -> Ledger | TieredLedger | None:
         """What moving experts did so far; None where all experts are among the weights."""
         memory = self._runner.memory
         return memory.settle() if memory else None

@@ -3,6 +3,7 @@
     python -m moejax.evaluate --config.text=wiki.test.raw --config.join=wikitext
     python -m moejax.evaluate --config=configs/evaluate_wikitext2_2048_512.py
     python -m moejax.evaluate --config.checkpoint=DIR --config.text=mine.txt --config.output=x.json
+    python -m moejax.evaluate --config.policy.name=dymoe --config.policy.tiers="('int4', 'int2')"
 
 One line with the result goes to stdout, a progress bar to stderr, everything that is needed to
 measure it again to the JSON file. Figures of different windows, strides, texts or tokenizers are
@@ -10,20 +11,23 @@ not to be compared: the protocol stands in the line and in the file.
 """
 
 import contextlib
+import dataclasses
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tqdm
 from absl import flags
 
 from moejax import cli, report
-from moejax.config import EvaluateConfig
+from moejax.config import EvaluateConfig, MemoryConfig
 from moejax.errors import MoejaxError
 from moejax.evaluation.perplexity import LogLikelihood, Windowing, log_likelihood
 from moejax.evaluation.texts import load_text
 
 if TYPE_CHECKING:  # importing the engine imports JAX, which --help and mistakes need not wait for
     from moejax.engine import Engine
+    from moejax.tiering import Tiering
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -40,20 +44,15 @@ def evaluate(config: EvaluateConfig, values: flags.FlagValues) -> None:
     import jax
 
     from moejax.checkpoints import resolve_checkpoint
-    from moejax.engine import Engine
-    from moejax.evaluation import record
+    from moejax.evaluation import fidelity, record
 
     if output:
         record.check_output(output)
     directory = resolve_checkpoint(config.checkpoint)
     # Float32 is float32 on every device; on a GPU the default would shorten its products.
     with jax.default_matmul_precision("highest"):
-        engine = Engine.from_pretrained(
-            directory,
-            dtype=config.dtype,
-            platform=config.platform,
-            compilation_cache=config.compilation_cache,
-        )
+        tiering = config.policy.tiering()
+        engine = load(config, directory, tiering)
         windowing = config.windowing()
         check_window(engine, windowing)
         if engine.tokenizer is None:
@@ -65,6 +64,13 @@ def evaluate(config: EvaluateConfig, values: flags.FlagValues) -> None:
         with report.recorded(engine, config, config.text):
             measured = measure(engine, stream.ids, windowing, config.batch_size)
         seconds = time.perf_counter() - started - engine.compile_seconds
+        ledger = engine.ledger
+        found = None
+        if tiering and config.fidelity_share:
+            chosen = fidelity.sample(stream.ids, windowing, config.fidelity_share)
+            own = fidelity.predictions(engine.logits, chosen)
+            exact = load(config, directory, None)
+            found = fidelity.compare(fidelity.predictions(exact.logits, chosen), own)
     result = record.perplexity_record(
         engine,
         text,
@@ -74,10 +80,30 @@ def evaluate(config: EvaluateConfig, values: flags.FlagValues) -> None:
         checkpoint=config.checkpoint,
         stored=record.stored_bytes(directory),
         seconds=seconds,
+        policy=dataclasses.asdict(config.policy) if tiering else None,
+        ledger=ledger,
+        fidelity=found,
     )
     if output:
         record.write_record(output, result)
     print(record.summary(result))
+    for line in [*(ledger.describe() if ledger else []), *([found.describe()] if found else [])]:
+        print(line)
+
+
+def load(config: EvaluateConfig, directory: Path, policy: "Tiering | None") -> "Engine":
+    """The engine of a configuration; without a policy, the exact one."""
+    from moejax.engine import Engine
+
+    return Engine.from_pretrained(
+        directory,
+        dtype=config.dtype,
+        platform=config.platform,
+        compilation_cache=config.compilation_cache,
+        limits=config.memory.limits() if config.memory != MemoryConfig() else None,
+        policy=policy,
+        batch=config.batch_size,
+    )
 
 
 def check_window(engine: "Engine", windowing: Windowing) -> None:

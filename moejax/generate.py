@@ -26,9 +26,9 @@ if TYPE_CHECKING:  # importing the engine imports JAX, which --help and mistakes
 
 def define_flags(values: flags.FlagValues) -> None:
     """The flags beside `--config`."""
+    flags.DEFINE_boolean("stats", False, "a line of counts for each layer", flag_values=values)
     flags.DEFINE_multi_string("prompt", [], "a text to continue", flag_values=values)
-    about = "a UTF-8 file whose whole text, line ends too, is one prompt"
-    flags.DEFINE_multi_string("prompt_file", [], about, flag_values=values)
+    flags.DEFINE_multi_string("prompt_file", [], "a UTF-8 file, one prompt", flag_values=values)
     flags.DEFINE_boolean(
         "chat",
         False,
@@ -40,27 +40,27 @@ def define_flags(values: flags.FlagValues) -> None:
 def generate(config: GenerateConfig, values: flags.FlagValues) -> None:
     """Loads the model and answers every prompt, or talks."""
     prompts = read_prompts(values.prompt, values.prompt_file)
-    on_terminal = sys.stdin is not None and sys.stdin.isatty()  # None: closed by the caller
-    if not prompts and not (values.chat and on_terminal):
+    # Stdin is None where the caller closed it.
+    if not prompts and not (values.chat and sys.stdin is not None and sys.stdin.isatty()):
         raise MoejaxError("no prompt: give --prompt, --prompt_file, or --chat on a terminal")
     engine = load_engine(config, max(1, len(prompts)))
     if engine.tokenizer is None:
         raise MoejaxError(f"{config.checkpoint} has no tokenizer.json, so it takes no text")
     request = config.request()
-    if values.chat:
-        request["add_special_tokens"] = False  # the template writes them
+    request["add_special_tokens"] &= not values.chat  # the template writes them
     if not prompts:
         with report.recorded(engine, config):
-            converse(engine, engine.tokenizer, request)
-        return
+            return converse(engine, engine.tokenizer, request)
     if values.chat:
-        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        chats = ([{"role": "user", "content": prompt}] for prompt in prompts)
         prompts = [engine.tokenizer.apply_chat_template(chat) for chat in chats]
     with report.tracing(config.trace_dir), report.recorded(engine, config):
         if len(prompts) == 1:
             stream_answer(engine, engine.tokenizer, prompts[0], request)
         else:
             print_answers(engine, prompts, request)
+    if values.stats and engine.ledger:
+        _say(*engine.ledger.describe_layers())
 
 
 def load_engine(config: GenerateConfig, num_prompts: int = 1) -> "Engine":
@@ -76,6 +76,7 @@ def load_engine(config: GenerateConfig, num_prompts: int = 1) -> "Engine":
         context=config.context,
         compilation_cache=config.compilation_cache,
         limits=config.memory.limits() if config.memory != MemoryConfig() else None,
+        policy=config.policy.tiering(),
         batch=num_prompts,
     )
     _say(
@@ -106,15 +107,14 @@ def print_answers(engine: "Engine", prompts: Sequence[str], request: dict[str, A
     answers = engine.generate(prompts, **request)
     for i, answer in enumerate(answers, start=1):
         print(f"=== {i} of {len(answers)} ===\n{answer.text}", flush=True)
-    prompt_tokens = sum(answer.num_prompt_tokens for answer in answers)
-    new_tokens = sum(len(answer.tokens) for answer in answers)
-    _close(engine, answers[0].timing, prompt_tokens, new_tokens)
+    counts = ((answer.num_prompt_tokens, len(answer.tokens)) for answer in answers)
+    _close(engine, answers[0].timing, *map(sum, zip(*counts, strict=True)))
 
 
 def converse(engine: "Engine", tokenizer: "Tokenizer", request: dict[str, Any]) -> None:
     """Talks on the terminal until end of input; every turn sees the whole conversation."""
-    messages: list[dict[str, str]] = []
     _say("end with Ctrl-D")
+    messages: list[dict[str, str]] = []
     while True:
         try:
             messages.append({"role": "user", "content": input("> ")})

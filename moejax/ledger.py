@@ -234,6 +234,13 @@ class Ledger:
             lines.append(f"WRONG: {count('unserved')} needed experts had no slot")
         return lines
 
+    def describe_layers(self) -> list[str]:
+        """A line for each layer."""
+        return [
+            f"layer {i}: needed {row['needed']}, hits {row['hits']}, misses {row['misses']}"
+            for i, row in enumerate(self.layers)
+        ]
+
 
 def _share(part: int, whole: int) -> float:
     return part / whole if whole else float("nan")

@@ -103,8 +103,10 @@ def check_field_name(name: str, config: RunConfig) -> None:
         return
     if group := [option for option in known if option.startswith(f"{name}.")]:
         raise MoejaxError(f"{name} has no value of its own; it is a group: {', '.join(group)}")
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-    raise MoejaxError(f"there is no config field {name!r}; did you mean {nearest!r}?")
+    same = [option for option in known if option.rpartition(".")[2] == name]
+    nearest = same or difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    meant = " or ".join(map(repr, nearest))
+    raise MoejaxError(f"there is no config field {name!r}; did you mean {meant}?")
 
 
 def _as_type_of(name: str, value: Any, default: Any) -> Any:

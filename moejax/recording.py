@@ -17,7 +17,7 @@ from moejax import results
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
 from moejax.models.moe import ExpertsVia, Routing
-from moejax.models.run_experts import LoopedExperts
+from moejax.models.run_experts import LoopedExperts, RunExperts
 from moejax.models.transformer import Transformer
 from moejax.ops import Index
 from moejax.traces import DECODE, PREFILL, TraceWriter, id_dtype
@@ -88,7 +88,7 @@ class RecordingExperts:
     """Runs a step's experts as they would run, and keeps what the routers said."""
 
     def __init__(
-        self, spec: RecordSpec, model: Transformer, via: ExpertsVia, run: LoopedExperts | None
+        self, spec: RecordSpec, model: Transformer, via: ExpertsVia, run: RunExperts | None
     ):
         """For one trace.
 
@@ -102,34 +102,6 @@ class RecordingExperts:
         self._routings: list[Routing] = []
         self._foreseen: list[tuple[jax.Array, jax.Array]] = []
         self._looped: _Said | None = None
-
-    @property
-    def num_turns(self) -> int:
-        """See `moejax.models.run_experts.LoopedExperts`."""
-        return 1 if self._run is None else self._run.num_turns
-
-    @property
-    def state(self) -> Any:
-        """Likewise, of what runs the experts."""
-        return None if self._run is None else self._run.state
-
-    def resume(self, state: Any) -> None:
-        """Likewise."""
-        self._routings, self._foreseen = [], []
-        if self._run is not None:
-            self._run.resume(state)
-
-    def kept(self) -> Any:
-        """Likewise: what is recorded, and what is kept by what runs the experts."""
-        mine = jax.tree.map(lambda array: jnp.moveaxis(array, 1, 0), self._said())
-        return mine, None if self._run is None else self._run.kept()
-
-    def keep(self, kept: Any) -> None:
-        """Likewise."""
-        mine, of_run = kept
-        self._looped = jax.tree.map(lambda array: jnp.moveaxis(array, 0, 1), mine)
-        if self._run is not None:
-            self._run.keep(of_run)
 
     def __call__(
         self,
@@ -193,6 +165,54 @@ class RecordingExperts:
             predicted_probabilities=predicted[1],
             probabilities=probabilities,
         )
+
+
+class LoopedRecording(RecordingExperts):
+    """The same in a loop over layers, of experts that may run in one."""
+
+    def __init__(
+        self, spec: RecordSpec, model: Transformer, via: ExpertsVia, run: LoopedExperts | None
+    ):
+        """See `RecordingExperts`."""
+        super().__init__(spec, model, via, run)
+        self._loop = run
+
+    @property
+    def num_turns(self) -> int:
+        """See `moejax.models.run_experts.LoopedExperts`."""
+        return 1 if self._loop is None else self._loop.num_turns
+
+    @property
+    def state(self) -> Any:
+        """Likewise, of what runs the experts."""
+        return None if self._loop is None else self._loop.state
+
+    def resume(self, state: Any) -> None:
+        """Likewise."""
+        self._routings, self._foreseen = [], []
+        if self._loop is not None:
+            self._loop.resume(state)
+
+    def kept(self) -> Any:
+        """Likewise: what is recorded, and what is kept by what runs the experts."""
+        mine = jax.tree.map(lambda array: jnp.moveaxis(array, 1, 0), self._said())
+        return mine, None if self._loop is None else self._loop.kept()
+
+    def keep(self, kept: Any) -> None:
+        """Likewise."""
+        mine, of_run = kept
+        self._looped = jax.tree.map(lambda array: jnp.moveaxis(array, 0, 1), mine)
+        if self._loop is not None:
+            self._loop.keep(of_run)
+
+
+def recording_experts(
+    spec: RecordSpec, model: Transformer, via: ExpertsVia, run: RunExperts | None
+) -> RecordingExperts:
+    """What records in a step; in a loop over layers where the experts run in one."""
+    if run is None or isinstance(run, LoopedExperts):
+        return LoopedRecording(spec, model, via, run)
+    return RecordingExperts(spec, model, via, run)
 
 
 class Recorder:

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moejax.memory.budget import TieredBudget
+
 if TYPE_CHECKING:
     import jax
 
@@ -70,7 +72,7 @@ def recorded(
     )
 
 
-def placement(budget: "Budget | None") -> list[str]:
+def placement(budget: "Budget | TieredBudget | None") -> list[str]:
     """Where the experts are, a line; nothing without a budget.
 
     Args:
@@ -79,6 +81,9 @@ def placement(budget: "Budget | None") -> list[str]:
     if budget is None:
         return []
     total = f"{budget.total_device / 2**30:.2f} GiB planned on the device"
+    if isinstance(budget, TieredBudget):
+        slots = (f"{tier.slots} of {tier.num_experts} in {tier.tier.name}" for tier in budget.tiers)
+        return [f"memory: experts of a layer cached: {', '.join(slots)}; {total}"]
     if not budget.pooled:
         return [f"memory: all experts are on the device, {total}"]
     return [

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,11 +26,12 @@ from moejax.generation import GenerationSettings, Timing
 from moejax.memory.expert_memory import ExpertMemory
 from moejax.memory.placing import Placing
 from moejax.memory.pooled import COMPILER_OPTIONS
+from moejax.memory.tiered_memory import TieredMemory
 from moejax.models.attention import CachedVia, cached_form, choose_cached, default_attention_via
 from moejax.models.config import ModelConfig
 from moejax.models.moe import ExpertsVia, default_experts_via
 from moejax.models.transformer import ChunkSpec, model_definition
-from moejax.qtensor import Fp8Tensor, QTensor
+from moejax.qtensor import Fp8Tensor, QTensor, Weight
 from moejax.recording import Recorded, Recorder
 from moejax.served import EXPERT_LEAVES, Served
 from moejax.session import Session, sampling_of, seen_tokens
@@ -59,7 +60,7 @@ class Runner:
         *,
         kernels: ops.Kernels | None = None,
         experts_via: ExpertsVia | None = None,
-        memory: ExpertMemory | None = None,
+        memory: ExpertMemory | TieredMemory | None = None,
         cached_via: CachedVia | None = None,
         whole_calls: bool | None = None,
     ):
@@ -70,8 +71,7 @@ class Runner:
           weights: flat dict of layer-stacked leaves, on `device`.
           device: where it runs.
           kernels: None for what the device has.
-          experts_via: the form that runs the experts, whatever the number of tokens; None for
-            the default one.
+          experts_via: the form that runs the experts of any number of tokens; None: the default.
           memory: of experts that `weights` lack; None where it has them all.
           cached_via: what serves attention of decode; None for the kernel where it can.
           whole_calls: see `steps.decode` on `runs_whole`; None for what suits the device.
@@ -96,6 +96,8 @@ class Runner:
         self._cached = choose_cached(config, self.dtype, target_of(device), cached_via)
         self._stored = dict(weights) | (memory.stacks() if memory else {})
         self._experts = [self._stored[name] for name in EXPERT_LEAVES if name in self._stored]
+        self._tiers = [[*tier.stacks().values()] for tier in (memory.tiers if memory else ())]
+        self._tier_forms: dict[int, tuple[ExpertsVia, ...]] = {}
         self.products: dict[str, dict[str, Served]] = {}
         self._forms: dict[tuple[str, int, int], ExpertsVia] = {}  # of calls so far
         for line in self.remarks():
@@ -114,29 +116,18 @@ class Runner:
         )
 
     def remarks(self) -> list[str]:
-        """Of a batch of one: a line for all that runs without the kernel it should have.
-
-        Plain experts should decode by `pallas_kernels.expert_mlp`, attention by `decode_attention`,
-        routing by `router_topk`, norms by `residual_norm`, cache writes by `qkv_to_cache`, experts
-        that move be planned by `residency_plan`.
-        """
+        """Of a batch of one: a line for all that runs without the kernel it should have."""
         decode, prefill = self.serves(1, 1), self.serves(MAX_PREFILL_LENGTH, 1)
         expected = served.expected_kernel(self.kernels.target)
         lines = [f"decode: {line}" for line in served.remarks(decode, expected)]
         lines += [f"prefill: {line}" for line in served.remarks(prefill, expected)]
-        for name in ("experts", "attention", "norms and writes", "routing"):
-            found = decode.get(name)
-            if expected and found and not found.packed and found.refusals:
-                lines.append(f"decode: {name} run without their kernel: {found.describe()}")
-        if expected and self.memory and (reason := self._plan_refusal()):
-            lines.append(f"decode: experts are found and placed without their kernel: {reason}")
+        lines += [f"decode: {line}" for line in served.plain_remarks(decode, expected)]
+        if expected and self.memory:
+            spec = self.memory.spec
+            placing = Placing(spec.cache, spec.read is not None, self.kernels.target)
+            if reason := placing.refusal(self.config.experts_per_token):
+                lines.append(f"decode: experts are found and placed without their kernel: {reason}")
         return lines
-
-    def _plan_refusal(self) -> str | None:
-        assert self.memory is not None
-        spec = self.memory.spec
-        placing = Placing(spec.cache, spec.read is not None, self.kernels.target)
-        return placing.refusal(self.config.experts_per_token)
 
     def run(
         self,
@@ -237,6 +228,7 @@ class Runner:
             experts=self._recorded_via("decode", batch, batch),
             attention=self._attention,
             cached=cached_form(self._cached),
+            tiers=self._tiers_via(batch),
         )
         session.state, emitted = self._step(
             steps.decode,
@@ -324,12 +316,20 @@ class Runner:
             cache, carried = self._step(function, static, (cache, carried), *inputs)
         return carried
 
-    def experts_via(self, num_tokens: int) -> ExpertsVia:
-        """The form that runs the experts of a call of so many tokens."""
+    def experts_via(self, num_tokens: int, experts: Sequence[Weight] | None = None) -> ExpertsVia:
+        """The form that runs experts (None: the model's, of its first tier) of so many tokens."""
+        experts = self._experts if experts is None else experts
         return self._asked_via or default_experts_via(
-            num_tokens, self.config, self.dtype, self.device.platform, self._experts, self.kernels,
+            num_tokens, self.config, self.dtype, self.device.platform, experts, self.kernels,
             pooled=self.memory is not None,
         )  # fmt: skip
+
+    def _tiers_via(self, num_tokens: int) -> tuple[ExpertsVia, ...]:
+        """The same of each tier; () where experts are not in tiers."""
+        if num_tokens not in self._tier_forms:
+            forms = [self.experts_via(num_tokens, stacks) for stacks in self._tiers]
+            self._tier_forms[num_tokens] = tuple(forms)
+        return self._tier_forms[num_tokens]
 
     def _recorded_via(self, phase: str, num_tokens: int, num_sequences: int) -> ExpertsVia:
         """The form that runs the experts of a call, which goes on record."""
@@ -393,6 +393,7 @@ class Runner:
             is_first=start == 0,
             experts=self._recorded_via("prefill", batch * size, batch),
             attention=self._attention,
+            tiers=self._tiers_via(batch * size),
         )
 
     def _put(self, array: np.ndarray | np.generic) -> jax.Array:

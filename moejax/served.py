@@ -162,3 +162,19 @@ def remarks(served: Mapping[str, Served], expected: str | None) -> list[str]:
         f"packed weights do not run on the {expected} kernel: {', '.join(names)}: {said}"
         for said, names in lines.items()
     ]
+
+
+def plain_remarks(served: Mapping[str, Served], expected: str | None) -> list[str]:
+    """A line for each part of a decode step, not packed, that runs without the kernel it should.
+
+    Plain experts should run by `pallas_kernels.expert_mlp`, attention by `decode_attention`,
+    routing by `router_topk`, norms by `residual_norm`, cache writes by `qkv_to_cache`. (Experts
+    that move are planned by `residency_plan`: `moejax.memory.placing.Placing.refusal`.)
+    """
+    parts = ("experts", "attention", "norms and writes", "routing")
+    found = {name: served[name] for name in parts if expected and name in served}
+    return [
+        f"{name} run without their kernel: {of.describe()}"
+        for name, of in found.items()
+        if not of.packed and of.refusals
+    ]

@@ -15,24 +15,26 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.cache import KVCache, empty_cache
-from moejax.memory.pooled import ExpertPool, ExpertStore, PooledExperts, PoolSpec
+from moejax.memory.expert_pool import ExpertPool, ExpertStore, PoolSpec
+from moejax.memory.pooled import PooledExperts
+from moejax.memory.tiered import TieredExperts, TieredPool, TieredSpec
 from moejax.models.config import ModelConfig
 from moejax.models.transformer import ChunkSpec, Transformer, merge_weights
 from moejax.qtensor import Weight
-from moejax.recording import Recorded, RecordingExperts, RecordSpec, none_recorded
+from moejax.recording import Recorded, RecordSpec, none_recorded, recording_experts
 from moejax.sampling import Sampling, draw, penalized
 
 Weights = Mapping[str, Weight]
 
-Pool = ExpertPool | None
-Store = ExpertStore | None
+Pool = ExpertPool | TieredPool | None
+Store = ExpertStore | tuple[ExpertStore, ...] | None
 
 
 class Program(NamedTuple):
     """What all steps of a model share; static."""
 
     definition: nnx.GraphDef[Transformer]
-    pool: PoolSpec | None = None  # None: the weights hold all experts
+    pool: PoolSpec | TieredSpec | None = None  # None: the weights hold all experts
     record: RecordSpec | None = None  # None: nothing is recorded
 
 
@@ -85,18 +87,36 @@ def _run(
     store: Store,
 ) -> tuple[KVCache, Pool, jax.Array, Recorded | None]:
     """The model, with experts of its own or pooled ones; what was recorded comes last."""
-    pooled = None
-    if program.pool is not None:
-        assert pool is not None
-        assert store is not None
-        pooled = PooledExperts(program.pool, model.config, pool, store, spec.experts, model.kernels)
+    is_prefill = tokens.shape[1] > 1
+    pooled = _pooled(program, spec, model, is_prefill, pool, store)
+    watch = pooled.watch if is_prefill and isinstance(pooled, TieredExperts) else None
     if program.record is None:
-        cache, hidden = model(tokens, positions, mask, cache, spec, pooled)
+        cache, hidden = model(tokens, positions, mask, cache, spec, pooled, watch)
         return cache, pooled.pool if pooled else None, hidden, None
-    experts = RecordingExperts(program.record, model, spec.experts, pooled)
-    cache, hidden = model(tokens, positions, mask, cache, spec, experts)
+    experts = recording_experts(program.record, model, spec.experts, pooled)
+    cache, hidden = model(tokens, positions, mask, cache, spec, experts, watch)
     recorded = experts.recorded(positions, mask)
     return cache, pooled.pool if pooled else None, hidden, recorded
+
+
+def _pooled(
+    program: Program,
+    spec: ChunkSpec,
+    model: Transformer,
+    is_prefill: bool,
+    pool: Pool,
+    store: Store,
+) -> PooledExperts | TieredExperts | None:
+    """What runs experts that the model does not hold; None where it holds them."""
+    if isinstance(program.pool, PoolSpec):
+        assert isinstance(pool, ExpertPool) and isinstance(store, ExpertStore)
+        return PooledExperts(program.pool, model.config, pool, store, spec.experts, model.kernels)
+    if program.pool is None:
+        return None
+    assert isinstance(pool, TieredPool) and isinstance(store, tuple)
+    return TieredExperts(
+        program.pool, model.config, pool, store, spec.tiers, model.kernels, is_prefill=is_prefill
+    )
 
 
 def prefill_chunk(

@@ -300,7 +300,7 @@ def trace_of_replay(replay: np.ndarray, num_experts: int) -> Trace:
     """A trace of one sequence that decodes, with equal weights.
 
     Args:
-      replay: int32[steps, M, A], as `moejax.memory.pooled.ExpertStore` takes them.
+      replay: int32[steps, M, A], experts of a token a step.
       num_experts: E.
     """
     rows, _, width = replay.shape
@@ -319,7 +319,7 @@ def trace_of_replay(replay: np.ndarray, num_experts: int) -> Trace:
 
 
 def replay_of_trace(trace: Trace, sequence: int | None = None) -> np.ndarray:
-    """int32[steps, M, A] of the decoded tokens, for `ExpertStore.replay`.
+    """int32[steps, M, A] of the decoded tokens: `ExpertStore.replay` but for its axis of tokens.
 
     Args:
       trace: to be replayed.

@@ -34,7 +34,7 @@ from moejax.devices import choose_device, enable_compilation_cache
 from moejax.generation import GenerationSettings
 from moejax.memory.budget import Limits, Tier, make_budget
 from moejax.memory.expert_memory import ExpertMemory
-from moejax.memory.pooled import PoolSpec
+from moejax.memory.expert_pool import PoolSpec
 from moejax.memory.residency import CacheSpec
 from moejax.models.config import ModelConfig
 from moejax.runner import Runner

@@ -21,8 +21,8 @@ from absl import app, flags
 from moejax.devices import choose_device, enable_compilation_cache
 from moejax.generation import GenerationSettings
 from moejax.memory.expert_memory import ExpertMemory
+from moejax.memory.expert_pool import PoolSpec
 from moejax.memory.host_store import HeldRows
-from moejax.memory.pooled import PoolSpec
 from moejax.memory.residency import CacheSpec
 from moejax.memory.transfers import TransferCounters, Transfers
 from moejax.models.config import ModelConfig

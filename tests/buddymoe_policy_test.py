@@ -82,7 +82,8 @@ class DecisionTest(parameterized.TestCase):
             decision, state = decide(state, o)
             np.testing.assert_array_equal(decision.ids, ids)
             dropped = searched & ~replaced & (policy.fall_back == "drop")
-            np.testing.assert_array_equal(decision.tier, np.where(dropped, SKIPPED, 0))
+            idle = ~np.asarray(o.active)[:, None]
+            np.testing.assert_array_equal(decision.tier, np.where(dropped | idle, SKIPPED, 0))
             weights = np.array(o.weights)  # the missing one's, as is
             if policy.gains is not None:
                 gains = policy.gains[int(o.layer), np.asarray(o.ids), ids].astype(np.float32)

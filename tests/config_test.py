@@ -12,6 +12,8 @@ from moejax.errors import MoejaxError
 from moejax.generation import GenerationSettings
 from moejax.memory.budget import Limits
 from moejax.options import from_config_dict, options, to_config_dict
+from moejax.policies.make import POLICIES, settings_of
+from moejax.policy_config import NAMES, OWN, PolicyConfig
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 
@@ -69,8 +71,19 @@ class ConfigTest(parameterized.TestCase):
         self.assertEqual(found["seed"], 5)
         self.assertEqual(found["memory.slots"], -1)
         self.assertNotIn("memory", found)
-        fields = len(dataclasses.fields(GenerateConfig)) + len(dataclasses.fields(MemoryConfig))
-        self.assertLen(found, fields - 1)
+        groups = (MemoryConfig, PolicyConfig)
+        fields = sum(len(dataclasses.fields(of)) for of in (GenerateConfig, *groups))
+        self.assertLen(found, fields - len(groups))
+
+    def test_settings_are_those_of_the_policies(self):
+        self.assertEqual(set(NAMES), set(POLICIES))
+        known = {setting for name in POLICIES for setting in settings_of(name)}
+        fields = {field.name for field in dataclasses.fields(PolicyConfig)}
+        self.assertEqual(fields - set(OWN), known)
+        for name in POLICIES:
+            for option in options(PolicyConfig()):
+                if option.meaning.startswith(f"{name}:"):
+                    self.assertIn(option.name, settings_of(name))
 
     def test_a_plan_takes_the_configuration_of_a_run(self):
         values = to_config_dict(GenerateConfig(context=7, memory=MemoryConfig(slots=3)))

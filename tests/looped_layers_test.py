@@ -13,12 +13,13 @@ from absl.testing import absltest, parameterized
 from moejax import steps
 from moejax.cache import empty_cache
 from moejax.ledger import no_counts
-from moejax.memory.pooled import ExpertPool, ExpertStore, PoolSpec
+from moejax.memory.expert_pool import ExpertPool, ExpertStore, PoolSpec
 from moejax.memory.residency import CacheSpec, empty
 from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.run_experts import LoopedExperts
 from moejax.models.transformer import ChunkSpec, Transformer, model_definition
 from moejax.qtensor import QTensor, Weight
-from moejax.recording import RecordSpec
+from moejax.recording import RecordSpec, recording_experts
 from tests import packed_weights, tiny_engine
 from tests.pooled_test import EXPERTS, rows_of, without_experts
 
@@ -137,6 +138,15 @@ class LoopTest(parameterized.TestCase):
         ):
             with self.subTest(jax.tree_util.keystr(path)):
                 np.testing.assert_array_equal(a, b)
+
+    def test_what_records_loops_where_the_experts_do(self):
+        def run(layer, x, routing, token_mask, ahead):
+            del layer, routing, token_mask, ahead
+            return x
+
+        for of, loops in ((run, False), (None, True)):
+            found = recording_experts(RecordSpec(), None, "block", of)
+            self.assertEqual(isinstance(found, LoopedExperts), loops)
 
     @parameterized.product(place=("ahead", "waves"), dtype=(jnp.bfloat16, jnp.float32))
     def test_where_the_experts_are_makes_no_difference(self, place, dtype):

@@ -1,5 +1,6 @@
 """The decoder in float64 numpy, loops and all: what tests of the models expect, and how near."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -125,10 +126,12 @@ def forward(
     config: ModelConfig,
     tokens: np.ndarray,
     angles: np.ndarray | None = None,
+    run: Callable[..., np.ndarray] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Logits [B, T, V] and the router's probabilities [M, B T, E].
 
-    `angles` [B, T, C / 2] are those of `rotary_angles` if they are not given.
+    `angles` [B, T, C / 2] are those of `rotary_angles` if they are not given. `run` stands for the
+    experts of a sparse layer: its index, [N, D], what `route` gives, q and k to [N, D].
     """
     c, (batch, length) = config, tokens.shape
     positions = np.broadcast_to(np.arange(length), tokens.shape)
@@ -156,7 +159,10 @@ def forward(
             m = c.moe_layers.index(layer)
             probabilities, weights, ids = route(flat, w["moe.router"][m], c)
             routers.append(probabilities)
-            out = experts(flat, ids, weights, w["moe.gate_up"][m], w["moe.down"][m])
+            if run is not None:
+                out = run(m, flat, (probabilities, weights, ids), q, k)
+            else:
+                out = experts(flat, ids, weights, w["moe.gate_up"][m], w["moe.down"][m])
         else:
             n = c.dense_layers.index(layer)
             out = np.stack([swiglu_mlp(t, w["mlp.gate_up"][n], w["mlp.down"][n]) for t in flat])

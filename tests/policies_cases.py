@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.dymoe import FIGURE_3
 from moejax.policies.interface import AnyPolicy, Decision, Observation, PolicySpec
 from moejax.policies.make import make_policy
@@ -23,6 +24,11 @@ SPEC = PolicySpec(
     slots=(3, E),
 )
 EXCLUSIVE = dataclasses.replace(SPEC, slots=(3, E - 3))  # an expert is in one tier
+
+ONE = dataclasses.replace(SPEC, tiers=("int4",), expert_bytes=(200,), slots=(4,))
+LISTS = buddy_lists(
+    conditional_coactivation(np.random.default_rng(1).integers(0, 9, (M, E, E))), 0.8, 4
+)
 
 Within = Callable[[AnyPolicy, Observation, Decision], None]
 
@@ -83,6 +89,27 @@ CASES = {
     ),
     "dymoe_reuses": Case(
         "dymoe", ({"low": "skip", "reuse_skipped": True, "selection": "load"},), phases=("decode",)
+    ),
+    "buddymoe": Case(
+        "buddymoe",
+        (
+            {"lists": LISTS, "max_requests": 2, "least_misses": 1.0, "background_bytes": 90.0},
+            {"lists": LISTS, "max_requests": 2, "rho": 1, "depth": 2},
+        ),
+        ONE,
+    ),
+    "compose_buddies": Case(
+        "compose",
+        ({"parts": "dynaexq+buddymoe", "lists": LISTS, "period": 4, "max_requests": 4},),
+        EXCLUSIVE,
+        ("decode",),
+    ),
+    "compose": Case(
+        "compose",
+        (
+            {"period": 4, "max_requests": 4},
+            {"period": 3, "max_requests": 4, "retention": 0.6, "prefetch": 1},
+        ),
     ),
     "dymoe_random": Case("dymoe", (FIGURE_3["random"], FIGURE_3["random"] | {"seed": 7})),
 }

@@ -55,7 +55,7 @@ class ContractTest(parameterized.TestCase):
         case, trace = CASES[name], trace_of(name, "decode", 40)
         for setting in range(len(case.settings) if case.name == "dynaexq" else 1):
             moves = contract.check_transfers(case, trace, setting)
-            self.assertEqual(moves.promotions > 0, case.name == "dynaexq")
+            self.assertEqual(moves.promotions > 0, case.name in ("dynaexq", "compose"))
 
     def test_several_sequences_decode_at_once(self):
         trace = random_trace(SPEC, 4, 4, prefill=False, seed=5)
@@ -96,6 +96,9 @@ class MakeTest(parameterized.TestCase):
         ("dynaexq", {"choice": "cold"}, "choice='cold' must be one of hot, random, first"),
         ("dynaexq", {"max_requests": 7}, "max_requests=7 must be even"),
         ("on_demand", {"prefetch": True}, "prefetch=True must be an integer"),
+        ("compose", {"parts": "dymoe"}, "compose takes two parts or three"),
+        ("compose", {"parts": "dymoe+lru"}, "parts: 'lru' is none of dynaexq, dymoe, buddymoe"),
+        ("compose", {"parts": "dymoe+dynaexq", "period": 0}, "period=0 must be an integer"),
     )
     def test_what_is_refused(self, name, settings, said):
         with self.assertRaises(MoejaxError) as caught:
@@ -122,8 +125,9 @@ class MakeTest(parameterized.TestCase):
 
     def test_what_the_engine_must_compute(self):
         needs = {name: make_policy(name).needs for name in POLICIES}
-        self.assertEqual({name for name, of in needs.items() if of.importance}, {"dymoe"})
-        self.assertEqual({name for name, of in needs.items() if of.predicted}, {"dymoe"})
+        users = {"dymoe", "compose"}
+        self.assertEqual({name for name, of in needs.items() if of.importance}, users)
+        self.assertEqual({name for name, of in needs.items() if of.predicted}, users)
         self.assertTrue(make_policy("on_demand", prefetch=2).needs.predicted)
         self.assertFalse(make_policy("dymoe", prefetch=0).needs.predicted)
 

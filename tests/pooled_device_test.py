@@ -11,7 +11,7 @@ from absl.testing import absltest, parameterized
 from moejax import steps
 from moejax.generation import GenerationSettings
 from moejax.memory.expert_memory import ExpertMemory
-from moejax.memory.pooled import PoolSpec
+from moejax.memory.expert_pool import PoolSpec
 from moejax.memory.residency import CacheSpec
 from moejax.models.shapes import SHAPES
 from moejax.qtensor import Weight

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from moejax import ops, steps
 from moejax.cache import empty_cache
 from moejax.ledger import no_counts
-from moejax.memory.pooled import COMPILER_OPTIONS, ExpertPool, ExpertStore, PoolSpec
+from moejax.memory.expert_pool import ExpertPool, ExpertStore, PoolSpec
+from moejax.memory.pooled import COMPILER_OPTIONS
 from moejax.memory.residency import CacheSpec, empty
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.transformer import ChunkSpec, model_definition

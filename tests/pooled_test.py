@@ -12,7 +12,7 @@ from absl.testing import absltest, parameterized
 from moejax import steps
 from moejax.generation import GenerationSettings
 from moejax.memory.expert_memory import ExpertMemory
-from moejax.memory.pooled import PoolSpec
+from moejax.memory.expert_pool import PoolSpec
 from moejax.memory.residency import CacheSpec
 from moejax.models.config import ModelConfig
 from moejax.qtensor import Weight, from_codes

@@ -14,7 +14,8 @@ from moejax import ops
 from moejax.ledger import no_counts
 from moejax.memory import placing
 from moejax.memory.expert_memory import ExpertMemory
-from moejax.memory.pooled import ExpertPool, ExpertStore, PooledExperts, PoolSpec
+from moejax.memory.expert_pool import ExpertPool, ExpertStore, PoolSpec
+from moejax.memory.pooled import PooledExperts
 from moejax.memory.residency import CacheSpec, empty
 from moejax.models.moe import routing_of
 from moejax.runner import Runner

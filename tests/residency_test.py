@@ -55,6 +55,17 @@ class RulesTest(parameterized.TestCase):
         self.assertEqual(int(counts.hits[0]), hits)
         self.assertBetween(hits, 1, 240 - 1)
 
+    def test_what_is_released_is_free(self):
+        one = spec(2, 8, 3, 1)
+        state = residency.seeded(one, np.array([[5, 1, 2], [1, 2, 3]]))
+        state, counts = residency.release(state, 0, mask(8, 1, 2, 7), ledger.no_counts(2))
+        state.check(one)
+        np.testing.assert_array_equal(state.owner, [[5, -1, -1], [1, 2, 3]])
+        np.testing.assert_array_equal(counts.evictions, [2, 0])
+        made, state, _ = planned(one, state, (0,))
+        self.assertIn(int(made.admitted_slots[0]), (1, 2))
+        self.assertGreaterEqual(int(state.slot_of[0, 5]), 0)
+
     def test_a_scan_evicts_nothing(self):
         one = spec(1, 8, 3, 2)
         state = residency.seeded(one, np.array([[5, 1]]))

@@ -11,8 +11,8 @@ import numpy as np
 from moejax.compiled import CompiledPrograms
 from moejax.ledger import no_counts
 from moejax.memory import residency
+from moejax.memory.expert_pool import ExpertPool
 from moejax.memory.host_store import HeldRows
-from moejax.memory.pooled import ExpertPool
 from moejax.memory.transfers import Transfers
 from tests.ssd_source import SECONDS, Source, SsdTestCase
 

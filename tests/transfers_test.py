@@ -17,7 +17,7 @@ from moejax.checkpoints.experts import ExpertReader
 from moejax.errors import MoejaxError
 from moejax.memory import landing, residency
 from moejax.memory.budget import Limits
-from moejax.memory.pooled import ExpertPool
+from moejax.memory.expert_pool import ExpertPool
 from moejax.memory.transfers import Transfers
 from tests.ssd_source import SECONDS
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine

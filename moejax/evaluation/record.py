@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 from moejax import report, results
 from moejax.checkpoints.safetensors_reader import stored_tensors
 from moejax.errors import MoejaxError
+from moejax.evaluation.fidelity import Fidelity
 from moejax.evaluation.perplexity import RULE, LogLikelihood, Windowing
 from moejax.evaluation.texts import Text
 
 if TYPE_CHECKING:
     from moejax.engine import Engine
+    from moejax.fidelity import TieredLedger
+    from moejax.ledger import Ledger
     from moejax.tokenizer import Tokenizer
 
 
@@ -71,6 +74,9 @@ def perplexity_record(
     checkpoint: str,
     stored: int | None,
     seconds: float,
+    policy: dict[str, Any] | None = None,
+    ledger: "Ledger | TieredLedger | None" = None,
+    fidelity: Fidelity | None = None,
 ) -> dict[str, Any]:
     """The result as JSON.
 
@@ -83,6 +89,9 @@ def perplexity_record(
       checkpoint: as the user named it.
       stored: bytes of the checkpoint's tensors, None if not known.
       seconds: of scoring, compiling left out.
+      policy: its configuration, where one decided.
+      ledger: of experts that moved.
+      fidelity: to the exact model, where that was compared.
     """
     num_bytes = text.num_bytes
     return {
@@ -103,6 +112,9 @@ def perplexity_record(
             "tokenizer_sha256": stream.tokenizer_sha256,
             "vocab_size": engine.config.vocab_size,
         },
+        "policy": policy,
+        "ledger": None if ledger is None else ledger.as_dict(),
+        "fidelity": None if fidelity is None else fidelity.as_dict(),
         "dtype": str(engine.dtype),
         "experts": engine.experts_used,
         "kernels": engine.kernels,

@@ -14,8 +14,8 @@ import numpy as np
 from moejax.ledger import Ledger, no_counts
 from moejax.memory import residency
 from moejax.memory.disk import DiskExperts
+from moejax.memory.expert_pool import ExpertPool, ExpertStore, PoolSpec
 from moejax.memory.landing import last_uses
-from moejax.memory.pooled import ExpertPool, ExpertStore, PoolSpec
 from moejax.memory.transfers import Transfers
 from moejax.qtensor import Compensator, Weight
 
@@ -68,6 +68,11 @@ class ExpertMemory:
             for leaf in jax.tree.leaves(pool.banks[0])
         )
         return cls(spec, pool, ExpertStore(gate_up, down, rows, terms), Ledger(expert_bytes))
+
+    @property
+    def tiers(self) -> tuple["ExpertMemory", ...]:
+        """None: the experts are stored in one form, and no policy decides."""
+        return ()
 
     def stacks(self) -> dict[str, Weight]:
         """A bank as the leaves [1, S, ...] that it stands for, with low-rank terms; shapes."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from moejax.ledger import no_counts
 from moejax.memory import residency as tables
-from moejax.memory.pooled import ExpertPool
+from moejax.memory.expert_pool import ExpertPool
 from moejax.memory.residency import CacheSpec
 from moejax.memory.residency.tables import first_slot
 

@@ -1,13 +1,13 @@
 """From a checkpoint and limits to weights and experts that move."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.checkpoints.experts import open_experts
+from moejax.checkpoints.experts import ExpertReader, open_experts
 from moejax.checkpoints.open import Checkpoint, open_checkpoint
 from moejax.checkpoints.sizes import checkpoint_sizes
 from moejax.errors import MoejaxError
@@ -15,8 +15,8 @@ from moejax.memory.budget import Budget, Limits, make_budget
 from moejax.memory.budget.allocation import RING_BLOCKS
 from moejax.memory.disk import DiskExperts
 from moejax.memory.expert_memory import ExpertMemory
+from moejax.memory.expert_pool import PoolSpec
 from moejax.memory.host_store import HeldRows, HostStore, RowSupply
-from moejax.memory.pooled import PoolSpec
 from moejax.memory.residency import CacheSpec
 from moejax.memory.ssd import SsdReader, waiting_refusal
 from moejax.memory.transfers import Transfers
@@ -79,7 +79,13 @@ def open_memory(
 
 
 def load_experts(
-    checkpoint: Checkpoint, budget: Budget, *, dtype: str, device: jax.Device, progress: bool
+    checkpoint: Checkpoint,
+    budget: Budget,
+    *,
+    dtype: str,
+    device: jax.Device,
+    progress: bool,
+    packed: Callable[[ExpertReader], Any] | None = None,
 ) -> ExpertMemory:
     """The host's rows, filled; the pool, empty; the disk, open where rows are too few.
 
@@ -89,6 +95,7 @@ def load_experts(
       dtype: as in `open_memory`.
       device: likewise.
       progress: likewise.
+      packed: what reads rows of another form from a reader of the checkpoint's.
     """
     source = checkpoint
     if budget.limits.disk_path:
@@ -98,7 +105,7 @@ def load_experts(
                 f"memory.disk_path={budget.limits.disk_path} holds another model than "
                 f"{checkpoint.directory}"
             )
-    reader = open_experts(source, dtype=dtype, device=device)
+    reader: Any = open_experts(source, dtype=dtype, device=device)
     with open_experts(checkpoint, dtype=dtype, device=device) as own:
         terms = own.load_compensators(device, progress=progress)
         forms: list[Any] = [jax.tree.structure((r.gate_up, r.down)) for r in (own, reader)]
@@ -107,6 +114,8 @@ def load_experts(
                 f"memory.disk_path={budget.limits.disk_path} holds experts of another form than "
                 f"{checkpoint.directory}: give a copy of it"
             )
+    if packed is not None:
+        reader = packed(reader)
     num_layers, num_experts = reader.num_layers, reader.num_experts
     store, row_of = None, np.full((num_layers, num_experts), -1, np.int32)
     arrays = tuple(jnp.zeros((0, *part.shape), part.dtype, device=device) for part in reader.row)

@@ -1,7 +1,7 @@
 """Where a layer's experts are computed, by pairs of a token and an expert: tables to copies.
 
 One launch on a GPU (`pallas_kernels.residency_plan`), else `moejax.memory.residency`, whose rules
-these are. Axes as in `moejax.memory.pooled`.
+these are. Axes as in `moejax.memory.expert_pool`.
 """
 
 import dataclasses
@@ -67,6 +67,7 @@ class Placing:
         layer: Index,
         routing: Routing,
         token_mask: jax.Array,
+        keep: jax.Array | None = None,
     ) -> tuple[Placed, State]:
         """Of a layer in one step.
 
@@ -76,13 +77,14 @@ class Placing:
           layer: which.
           routing: of N tokens.
           token_mask: bool[N], False for padding.
+          keep: see `residency.plan`; what the kernel does not know of.
         """
         cache, num_pairs = self.cache, routing.ids.size
         max_needed = min(num_pairs, cache.num_experts)
         waves = residency_plan.Waves(rules.num_waves(cache, max_needed), cache.transient)
         transient = cache.first_transient + jnp.arange(cache.transient, dtype=jnp.int32)
         transient = jnp.broadcast_to(transient, tuple(waves))
-        if self.by_kernel(num_pairs):
+        if keep is None and self.by_kernel(num_pairs):
             found, made = _planned(
                 _tables(state), state[0].pinned, row_of, jnp.int32(layer), routing.ids, token_mask,
                 routing.weights.astype(jnp.float32), waves=waves, banks=cache.banks,
@@ -94,7 +96,9 @@ class Placing:
             return placed, _changed(state, found)
         active = jnp.broadcast_to(token_mask[:, None], routing.ids.shape)
         needed = _marked(routing.ids, active, cache.num_experts)
-        plan, residency, counts = rules.plan(cache, state[0], layer, needed, max_needed, state[1])
+        plan, residency, counts = rules.plan(
+            cache, state[0], layer, needed, max_needed, state[1], keep
+        )
         mass = jnp.sum(jnp.where(active, routing.weights, 0.0)).reshape(1)
         counts = counts.add_gate_mass(layer, mass)
         experts = jnp.arange(cache.num_experts, dtype=jnp.int32)

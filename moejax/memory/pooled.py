@@ -12,8 +12,7 @@ writes one array while this layer's products read the other, and where XLA runs 
 graph whose order is that of its buffers (`COMPILER_OPTIONS`), the copy and the products overlap.
 The waves of a chunk take turns between the transient slots of both banks for the same end.
 
-Axes: M sparse layers, E experts, C slots of a layer, B transient slots, S = ceil(M / banks) C + B
-slots of a bank, R rows of the host store.
+Axes: N tokens, A experts a token, P parts of a product; the rest as in `moejax.memory.expert_pool`.
 """
 
 import dataclasses
@@ -25,8 +24,9 @@ import jax.numpy as jnp
 
 from moejax import ops
 from moejax.ledger import Counts
+from moejax.memory.expert_pool import ExpertPool, ExpertStore, PoolSpec
 from moejax.memory.placing import Jobs, Placed, Placing, terms_by_slot
-from moejax.memory.residency import CacheSpec, Residency
+from moejax.memory.residency import Residency
 from moejax.memory.waiting import with_disk_rows
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import (
@@ -43,78 +43,9 @@ from moejax.ops import Index
 from moejax.qtensor import Compensator, QTensor, Weight
 from pallas_kernels import expert_fetch
 
-Arrays = tuple[Any, ...]
-
 # Of steps that look ahead on a GPU. By XLA's default the kernels of a graph run one after another,
 # whatever their buffers are.
 COMPILER_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
-
-
-@dataclasses.dataclass(frozen=True)
-class PoolSpec:
-    """Static facts of a pool.
-
-    Attributes:
-      cache: layers, experts and slots.
-      prefetch: experts of the next layer that a layer brings ahead at most; 0: none.
-      read: where experts may be on the disk alone: (layer, int32[J] experts or -1) to the arrays of
-        a slot, stacked [J, ...], called by the running step; None where the host store has all.
-    """
-
-    cache: CacheSpec
-    prefetch: int = 0
-    read: Callable[[Any, Any], Arrays] | None = None
-
-    def __post_init__(self) -> None:
-        if self.prefetch and self.cache.slots and self.cache.banks < 2:
-            raise ValueError(
-                "experts of the next layer are brought ahead into a bank of its own: 2"
-            )
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ExpertPool:
-    """Slots on the device and what is known of them; donated through every step.
-
-    Invariants: shapes never change; `residency` says what a slot of a layer holds, the transient
-    ones hold nothing between layers.
-
-    Attributes:
-      banks: of each bank its slots [S, 2F, D] of gates and ups and [S, D, F] of downs, without
-        low-rank terms.
-      residency: of all layers.
-      counts: since the ledger was settled.
-    """
-
-    banks: tuple[tuple[Weight, Weight], ...]
-    residency: Residency
-    counts: Counts
-    used: jax.Array | None = None  # int32[M, E], clock of the last use; with `PoolSpec.read` alone
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ExpertStore:
-    """What a step reads: host rows, and what of the experts does not move.
-
-    Attributes:
-      gate_up: [R, 2F, D], in pinned host memory on a GPU, without low-rank terms.
-      down: [R, D, F].
-      row_of: int32[M, E], rows; -1 for what is on the disk alone.
-      terms: low-rank terms of gate and up, and of down, on the device, starts and ranks [M, E].
-      replay: int32[steps, M, B, A], experts that steps of B tokens take in place of the router's,
-        for measurements; step s of the pool's life takes entry s modulo their number.
-      replay_ahead: int32[steps, M, t], what the layers before are to have expected of a layer in
-        such a step, -1 for less than t; None for their routers' guesses.
-    """
-
-    gate_up: Weight
-    down: Weight
-    row_of: jax.Array
-    terms: tuple[tuple[Compensator, ...], tuple[Compensator, ...]] = ((), ())
-    replay: jax.Array | None = None
-    replay_ahead: jax.Array | None = None
 
 
 class PooledExperts:
@@ -173,22 +104,48 @@ class PooledExperts:
         ahead: Callable[[], Routing] | None,
     ) -> jax.Array:
         """See `models.run_experts.RunExperts`."""
-        cache = self.spec.cache
-        self._turn = layer if isinstance(layer, int) else self._turn + 1
         routing = self._replayed(layer, routing)
+
+        def expected() -> jax.Array:
+            assert ahead is not None
+            return self._expected(layer, ahead(), token_mask)
+
+        products = self.products(layer, x, routing, token_mask, expected if ahead else None)
         active = jnp.broadcast_to(token_mask[:, None], routing.ids.shape)
-        plan, state = self._placing.plan(self._state, self.store.row_of, layer, routing, token_mask)
-        if (used := self.pool.used) is not None:  # the host evicts by it
-            needed, clock = plan.holders[1] >= 0, self.pool.residency.clock
-            used = used.at[layer].set(jnp.where(needed, clock, used[layer]))
-            self.pool = dataclasses.replace(self.pool, used=used)
-        self._set_state(state)
-        self._bring(layer, plan.admitted)
-        num_waves = len(plan.streamed.rows)
+        return combine(products, Pairs(routing.ids, active), routing.weights, x.dtype)
+
+    def products(
+        self,
+        layer: Index,
+        x: jax.Array,
+        routing: Routing,
+        mask: jax.Array,
+        ahead: Callable[[], jax.Array] | None,
+        keep: jax.Array | None = None,
+    ) -> jax.Array:
+        """What each expert gives for each token, [P, N, A, D]; fetches what is missing.
+
+        Args:
+          layer: index among the sparse layers; int32[] inside a loop.
+          x: [N, D], normed.
+          routing: which experts run; its weights are counted.
+          mask: bool[N], tokens that are no padding; or bool[N, A], pairs.
+          ahead: int32[L], experts that are to be brought for the next layer, -1 for none.
+          keep: float32[E], experts of least value leave first; None for the least recent use.
+        """
+        cache, shape = self.spec.cache, routing.ids.shape
+        self._turn = layer if isinstance(layer, int) else self._turn + 1
+        active = mask if mask.ndim == 2 else jnp.broadcast_to(mask[:, None], shape)
+        plan = self._plan(layer, routing, mask, keep)
         ahead = ahead if self.spec.prefetch and cache.slots else None
+        num_waves = 0 if self.spec.emulated else len(plan.streamed.rows)
+        self._bring(layer, plan.admitted)
         if ahead and not num_waves:  # beside the products
-            self._prefetch(layer, ahead(), token_mask)
-        if not num_waves:
+            self._prefetch(layer, ahead(), mask)
+        if self.spec.emulated:
+            rows = self.store.row_of[layer][routing.ids]
+            products = self._products(x, Pairs(rows, active), layer, plan, 0)
+        elif not num_waves:
             now = active & (plan.wave == 0)
             products = self._products(x, Pairs(plan.slot, now), layer, plan, 0)
         elif cache.banks > 1 and not isinstance(layer, int):  # a chunk; a decode step is unrolled
@@ -196,8 +153,24 @@ class PooledExperts:
         else:
             products = self._in_waves(layer, x, plan, active)
         if num_waves and ahead:  # what waits for slots that a wave overwrites would be copied
-            self._prefetch(layer, ahead(), token_mask)
-        return combine(products, Pairs(plan.slot, active), routing.weights, x.dtype)
+            self._prefetch(layer, ahead(), mask)
+        return products
+
+    def _plan(
+        self, layer: Index, routing: Routing, mask: jax.Array, keep: jax.Array | None
+    ) -> Placed:
+        """Where the pairs run."""
+        store, shape = self.store, routing.ids.shape
+        if mask.ndim == 2:  # pairs of their own, as tokens of one expert each
+            ids, weights = routing.ids.reshape(-1, 1), routing.weights.reshape(-1, 1)
+            routing, mask = routing._replace(ids=ids, weights=weights), mask.reshape(-1)
+        plan, state = self._placing.plan(self._state, store.row_of, layer, routing, mask, keep)
+        if (used := self.pool.used) is not None:  # the host evicts by it
+            needed, clock = plan.holders[1] >= 0, self.pool.residency.clock
+            used = used.at[layer].set(jnp.where(needed, clock, used[layer]))
+            self.pool = dataclasses.replace(self.pool, used=used)
+        self._set_state(state)
+        return plan._replace(slot=plan.slot.reshape(shape), wave=plan.wave.reshape(shape))
 
     def _in_waves(self, layer: Index, x: jax.Array, plan: Placed, active: jax.Array) -> jax.Array:
         """[P, N, A, D] of all waves; what a wave needs is copied when the one before is through."""
@@ -269,6 +242,12 @@ class PooledExperts:
         return routing._replace(ids=replay[step % len(replay), layer])
 
     @property
+    def most_ahead(self) -> int:
+        """Experts of a layer that are brought ahead at most."""
+        cache = self.spec.cache
+        return min(self.spec.prefetch, cache.slots, cache.num_experts)
+
+    @property
     def _state(self) -> tuple[Residency, Counts]:
         return self.pool.residency, self.pool.counts
 
@@ -293,26 +272,35 @@ class PooledExperts:
         self._set_bank(read, bank)
         return products
 
-    def _prefetch(self, layer: Index, predicted: Routing, token_mask: jax.Array) -> None:
-        """Brings ahead what the next layer's router is expected to choose (DyMoE eq. 6-8)."""
-        cache, pool = self.spec.cache, self.pool
-        layer = layer + 1
-        if not isinstance(layer, int):  # in a loop the last layer asks too, for nothing
-            token_mask &= layer < cache.num_layers
-            layer = jnp.minimum(layer, cache.num_layers - 1)
-        limit = min(self.spec.prefetch, cache.slots, cache.num_experts)
+    def _following(self, layer: Index) -> Index:
+        """The next layer; in a loop the last one asks too, for nothing, and is its own."""
+        if isinstance(layer, int):
+            return layer + 1
+        return jnp.minimum(layer + 1, self.spec.cache.num_layers - 1)
+
+    def _expected(self, layer: Index, predicted: Routing, token_mask: jax.Array) -> jax.Array:
+        """What the next layer's router is expected to choose (DyMoE eq. 6-8)."""
         replay, replayed = self.store.replay_ahead, self.store.replay
         if replay is None or replayed is None or len(token_mask) != replayed.shape[2]:
             mass = jnp.sum(jnp.where(token_mask[:, None], predicted.probabilities, 0.0), axis=0)
-            _, wanted = jax.lax.top_k(mass, limit)
-        else:  # the clock has counted the layer before
-            step = (pool.residency.clock - 2) // cache.num_layers
-            wanted = replay[step % len(replay), layer, :limit]
-        jobs, state = self._placing.expect(
-            self._state, self.store.row_of, layer, wanted, token_mask
-        )
+            return jax.lax.top_k(mass, self.most_ahead)[1]
+        # The clock has counted the layer before.
+        step = (self.pool.residency.clock - 2) // self.spec.cache.num_layers
+        return replay[step % len(replay), self._following(layer), : self.most_ahead]
+
+    def _prefetch(self, layer: Index, wanted: jax.Array, mask: jax.Array) -> None:
+        """Brings experts of the next layer ahead, beside the products of this one."""
+        mask, following = mask.reshape(-1), self._following(layer)
+        if not isinstance(layer, int):
+            mask &= layer + 1 < self.spec.cache.num_layers
+        jobs, state = self._placing.expect(self._state, self.store.row_of, following, wanted, mask)
         self._set_state(state)
-        self._bring(layer, jobs, 1, beside=True)
+        self._bring(following, jobs, 1, beside=True)
+
+    def fill(self, layer: int, jobs: Jobs) -> None:
+        """Copies experts into slots of the bank of a layer, outside of a step."""
+        self._turn = layer
+        self._bring(layer, jobs)
 
     def _bring(self, layer: Index, jobs: Jobs, bank: int = 0, beside: bool = False) -> None:
         """Copies experts of a layer into slots, from host memory or from the disk.
@@ -325,7 +313,7 @@ class PooledExperts:
         """
         store, pool = self.store, self.pool
         rows, slots, experts = jobs
-        if not rows.size:
+        if not rows.size or self.spec.emulated:
             return
         pools = self._bank(bank)
         if store.gate_up.shape[0]:
@@ -374,8 +362,11 @@ class PooledExperts:
 
     def _experts(self, layer: Index, plan: Placed, wave: Index, bank: int) -> Experts:
         """The slots as stacks, with the low-rank terms of the experts that are in them."""
-        num_slots = self.spec.cache.num_slots
         experts, slot, wave_of = plan.holders
+        held, num_slots = self._bank(bank), self.spec.cache.num_slots
+        if self.spec.emulated:
+            held, num_slots = (self.store.gate_up, self.store.down), self.store.gate_up.shape[0]
+            slot, wave_of = self.store.row_of[layer][experts], jnp.zeros_like(wave_of)
         places = jnp.where(wave_of == wave, slot, num_slots)
 
         def stack(weight: Weight, terms: tuple[Compensator, ...]) -> Weight:
@@ -385,5 +376,5 @@ class PooledExperts:
             placed = tuple(terms_by_slot(term, layer, experts, places, num_slots) for term in terms)
             return dataclasses.replace(stacked, compensators=placed)
 
-        (gate_up, down), (of_gate_up, of_down) = self._bank(bank), self.store.terms
+        (gate_up, down), (of_gate_up, of_down) = held, self.store.terms
         return Experts(stack(gate_up, of_gate_up), stack(down, of_down), 0)

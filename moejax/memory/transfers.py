@@ -30,6 +30,7 @@ from absl import logging
 
 from moejax.compiled import CompiledPrograms
 from moejax.errors import MoejaxError
+from moejax.memory.expert_pool import ExpertPool
 from moejax.memory.host_store import Expert, RowSupply
 from moejax.memory.landing import BlobLayout, is_ready, land, padded, probe, size_of
 from moejax.memory.pinned import (
@@ -38,7 +39,6 @@ from moejax.memory.pinned import (
     check_pinned_limit,
     plain_memory_errors,
 )
-from moejax.memory.pooled import ExpertPool
 from moejax.memory.residency import CacheSpec
 
 QUEUE_LENGTH = 1024  # requests that wait
@@ -135,6 +135,13 @@ class Transfers:
         """Requests that are accepted and not over."""
         with self._lock:
             return len(self._queue) + len(self._moving)
+
+    @property
+    def pending(self) -> list[Expert]:
+        """Those that are accepted and not over, nor cancelled."""
+        with self._lock:
+            both = [*self._queue.values(), *self._moving.values()]
+            return [transfer.expert for transfer in both if not transfer.cancelled]
 
     def request(self, layer: int, experts: Iterable[int]) -> list[int]:
         """Asks for experts of a layer, the most urgent first.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -164,6 +164,28 @@ def token_attention(
     return attended[:, None]
 
 
+class WatchAttention(Protocol):
+    """Sees what the queries of a chunk attend to, for a policy that weighs tokens by it."""
+
+    def __call__(
+        self,
+        layer: int,
+        q: jax.Array,
+        keys: jax.Array,
+        positions: jax.Array,
+        token_mask: jax.Array,
+    ) -> None:
+        """Before the layer's experts run.
+
+        Args:
+          layer: among all layers.
+          q: [B, T, H, C], rotated.
+          keys: [B, S, K, C], rotated, of positions 0..S - 1.
+          positions: int32[B, T], of the queries.
+          token_mask: bool[B, T], False for padding.
+        """
+
+
 @dataclasses.dataclass
 class WritingAttention:
     """Attention of new tokens to themselves and to a cache, into which it writes them.
@@ -175,6 +197,8 @@ class WritingAttention:
       window: see `causal_attention`.
       via: of the tokens to one another.
       cached: of one token of each sequence to the cache.
+      watch: who sees queries and keys, of layers that are no numbers on the device; None: nobody.
+      token_mask: bool[B, T], False for padding; with `watch` alone.
     """
 
     cache: KVCache
@@ -183,6 +207,8 @@ class WritingAttention:
     window: int | None
     via: AttentionVia
     cached: CachedVia
+    watch: WatchAttention | None = None
+    token_mask: jax.Array | None = None
 
     def __call__(self, layer: Index, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """[B, T, H, C]; see `Transformer.layers`."""
@@ -191,6 +217,7 @@ class WritingAttention:
             self.cache = self.cache.write_token(layer, k, v, positions[:, 0])
         else:
             self.cache = self.cache.write_chunk(layer, k, v, positions[0, 0])
+        self._show(layer, q, k)
         if self.kv_length is None:
             return causal_attention(q, k, v, self.window, self.via)
         if self.cached == "kernel" and is_token:
@@ -200,6 +227,15 @@ class WritingAttention:
             )  # fmt: skip
         keys, values = self.cache.read(layer, self.kv_length)
         return cached_attention(q, keys, values, positions, self.window)
+
+    def _show(self, layer: Index, q: jax.Array, k: jax.Array) -> None:
+        """To who watches."""
+        if self.watch is None:
+            return
+        assert isinstance(layer, int) and self.token_mask is not None
+        if self.kv_length is not None:
+            k = self.cache.read(layer, self.kv_length)[0].swapaxes(1, 2)
+        self.watch(layer, q, k, self.positions, self.token_mask)
 
 
 class Attention(nnx.Module):

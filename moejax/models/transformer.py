@@ -13,6 +13,7 @@ from moejax.models.attention import (
     Attention,
     AttentionVia,
     CachedVia,
+    WatchAttention,
     WritingAttention,
     causal_attention,
 )
@@ -21,7 +22,7 @@ from moejax.models.moe import DenseMlp, ExpertsVia, Routing, SparseMoe
 from moejax.models.norm import rms_norm, rounded
 from moejax.models.parameter import stacked_parameter
 from moejax.models.rope import rotary_angles
-from moejax.models.run_experts import LoopedExperts, RunExperts
+from moejax.models.run_experts import LoopedExperts, RunExperts, among_sparse
 from moejax.models.token_step import serves_token_step, token_layers
 from moejax.ops import Index
 from moejax.qtensor import Weight
@@ -41,6 +42,7 @@ class ChunkSpec(NamedTuple):
     experts: ExpertsVia
     attention: AttentionVia
     cached: CachedVia = "xla"  # of one token a sequence; longer chunks read the cache by XLA
+    tiers: tuple[ExpertsVia, ...] = ()  # the form of each, where experts are stored in several
 
 
 class Transformer(nnx.Module):
@@ -99,7 +101,7 @@ class Transformer(nnx.Module):
         flat = self._normed(x, layer) if normed is None else normed
         if isinstance(layer, int) and layer in c.dense_layers:
             return self.mlp(flat, c.dense_layers.index(layer)).reshape(x.shape), None
-        index, following = _among_sparse(c, layer)
+        index, following = among_sparse(c, layer)
         mask = token_mask.reshape(-1)
         if run is None:
             out, routing = self.moe(flat, index, mask, via)
@@ -217,6 +219,7 @@ class Transformer(nnx.Module):
         cache: KVCache,
         spec: ChunkSpec,
         run: RunExperts | None = None,
+        watch: WatchAttention | None = None,
     ) -> tuple[KVCache, jax.Array]:
         """Runs T new tokens of each sequence, writing the cache.
 
@@ -231,12 +234,14 @@ class Transformer(nnx.Module):
           cache: written at `positions`.
           spec: static facts.
           run: what runs experts that the model does not hold.
+          watch: who sees the queries and keys; the layers are unrolled for it.
 
         Returns:
           The cache and the last layer's output [B, T, D], before the last norm.
         """
-        if tokens.shape[1] == 1 or not self.loops(spec.experts, run):
-            cache, hidden, _ = self.routed(tokens, positions, token_mask, cache, spec, run)
+        unrolls = tokens.shape[1] == 1 or watch is not None
+        if unrolls or not self.loops(spec.experts, run):
+            cache, hidden, _ = self.routed(tokens, positions, token_mask, cache, spec, run, watch)
             return cache, hidden
         assert run is None or isinstance(run, LoopedExperts)
         return self._looped(tokens, positions, token_mask, cache, spec, run)
@@ -301,28 +306,16 @@ class Transformer(nnx.Module):
         cache: KVCache,
         spec: ChunkSpec,
         run: RunExperts | None = None,
+        watch: WatchAttention | None = None,
     ) -> tuple[KVCache, jax.Array, list[Routing]]:
         """As a call, unrolled, with each sparse layer's routing; for those who count experts."""
         is_token = tokens.shape[1] == 1 and spec.cached == "kernel" and not spec.is_first
-        if is_token and serves_token_step(self.config, self.dtype, self.kernels):
+        if is_token and watch is None and serves_token_step(self.config, self.dtype, self.kernels):
             return token_layers(self, tokens, positions, token_mask, cache, spec, run)
         attend = self._attention_of(cache, positions, spec)
+        attend.watch, attend.token_mask = watch, token_mask
         hidden, routings = self.layers(tokens, positions, token_mask, attend, spec.experts, run)
         return attend.cache, hidden, routings
-
-
-def _among_sparse(config: ModelConfig, layer: Index) -> tuple[Index, tuple[Index, Index] | None]:
-    """A sparse layer's index among those; the next of them, among all and among those, or None.
-
-    On the device all layers are sparse, and the last one is followed by itself.
-    """
-    if not isinstance(layer, int):
-        following = jnp.minimum(layer + 1, config.num_layers - 1)
-        return layer, (following, following)
-    index = config.moe_layers.index(layer)
-    if index + 1 == len(config.moe_layers):
-        return index, None
-    return index, (config.moe_layers[index + 1], index + 1)
 
 
 def forward(

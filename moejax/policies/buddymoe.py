@@ -21,13 +21,24 @@ import numpy as np
 from moejax.errors import MoejaxError
 from moejax.policies import buddy_gates, substitution
 from moejax.policies.buddy_lists import BuddyLists
-from moejax.policies.interface import SKIPPED, Decision, Observation, PolicySpec, Requests
+from moejax.policies.interface import (
+    SKIPPED,
+    Decision,
+    Needs,
+    Observation,
+    PolicySpec,
+    Requests,
+)
+from moejax.policies.settings import ByContent
 from moejax.policies.substitution import Candidates, Form, Substitution
 
 # "none" is the paper's baseline "original", "random" its other one; "matched_random" draws at
 # random exactly where buddies would have replaced: the two at one share of replaced pairs.
 Choose = Literal["buddies", "none", "random", "matched_random"]
 FallBack = Literal["fetch", "drop"]
+
+
+NO_LISTS = BuddyLists(np.full((0, 0, 1), -1, np.int32), np.zeros((0, 0, 1), np.float32))
 
 
 class Settings(NamedTuple):
@@ -99,7 +110,7 @@ class BuddyState:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class BuddyMoe:
+class BuddyMoe(ByContent):
     """The policy; of one tier.
 
     All numbers are leaves of the state, and may be swept there; eta and kappa, beta, and the
@@ -133,7 +144,7 @@ class BuddyMoe:
       seed: of random choices.
     """
 
-    lists: BuddyLists
+    lists: BuddyLists = NO_LISTS
     choose: Choose = "buddies"
     gains: np.ndarray | None = None
     tae_tau: float | np.ndarray = -1.0
@@ -189,6 +200,11 @@ class BuddyMoe:
         """As `--config.policy.name` has it."""
         return "buddymoe"
 
+    @property
+    def needs(self) -> Needs:
+        """See `Policy`."""
+        return Needs()
+
     def init(self, spec: PolicySpec) -> BuddyState:
         """The state before any token.
 
@@ -196,6 +212,8 @@ class BuddyMoe:
           MoejaxError: the lists are of another model, or there is more than one tier.
         """
         shape = (spec.num_layers, spec.num_experts)
+        if not self.lists.ids.size:
+            raise MoejaxError("buddymoe needs the lists of a profile (moejax.profile_experts)")
         if self.lists.ids.shape[:2] != shape:
             raise MoejaxError(
                 f"the buddy lists are of {self.lists.ids.shape[0]} layers of "
@@ -255,7 +273,7 @@ class BuddyMoe:
     def decide(self, state: BuddyState, observation: Observation) -> tuple[Decision, BuddyState]:
         """Who computes each pair of a layer."""
         o = observation
-        tier = jnp.zeros(o.ids.shape, jnp.int32)
+        tier = jnp.broadcast_to(jnp.where(o.active, 0, SKIPPED)[:, None], o.ids.shape)
         served = Decision(o.ids, tier, o.weights, jnp.zeros(o.ids.shape, bool))
         if self.choose == "none" or (o.is_prefill and not self.in_prefill):
             return served, state
@@ -269,7 +287,7 @@ class BuddyMoe:
             weights = jnp.where(found.replaced, weights * gain, weights)
         if first_rank is not None:
             ids = jnp.where(first_rank >= 0, o.ids, ids)
-            weights, tier = _merged(weights, tier, first_rank)
+            weights, tier = substitution.merged(weights, tier, first_rank, SKIPPED)
         dropped = jnp.zeros_like(wanted)
         if self.fall_back == "drop":
             dropped = found.searched & ~found.replaced
@@ -331,9 +349,13 @@ class BuddyMoe:
             ids = jnp.where(pairs, o.ids, -1).reshape(-1)
             return jnp.sum(ids[:, None] == expert[None], axis=0, dtype=jnp.int32)
 
-        now: dict[str, Any] = {"replaced": state.replaced.at[o.layer].add(by_expert(replaced))}
+        def added(counts: jax.Array, pairs: jax.Array) -> jax.Array:  # no scatter: a launch less
+            row = jax.lax.dynamic_index_in_dim(counts, o.layer, keepdims=False) + by_expert(pairs)
+            return jax.lax.dynamic_update_index_in_dim(counts, row, o.layer, 0)
+
+        now: dict[str, Any] = {"replaced": added(state.replaced, replaced)}
         if self.fall_back == "drop":
-            now["dropped"] = state.dropped.at[o.layer].add(by_expert(dropped))
+            now["dropped"] = added(state.dropped, dropped)
         if self.choose in ("random", "matched_random"):
             now["draws"] = state.draws + 1
         return dataclasses.replace(state, **now)
@@ -369,14 +391,3 @@ class BuddyMoe:
             requested=state.requested + num_asked,
             credit=credit - size * num_asked.astype(jnp.float32),
         )
-
-
-def _merged(
-    weights: jax.Array, tier: jax.Array, first_rank: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """A pair whose buddy serves the token at `first_rank` already gives its weight to that one."""
-    rank = jnp.arange(weights.shape[1], dtype=jnp.int32)
-    to = first_rank[:, :, None] == rank[None, None]
-    gained = jnp.sum(jnp.where(to, weights[:, :, None], 0.0), axis=1)
-    moved = first_rank >= 0
-    return jnp.where(moved, 0.0, weights + gained), jnp.where(moved, SKIPPED, tier)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from moejax.errors import MoejaxError
+from moejax.policies.buddymoe import BuddyMoe
+from moejax.policies.compose import Compose
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
 from moejax.policies.interface import AnyPolicy
@@ -18,7 +20,12 @@ POLICIES: Mapping[str, Callable[..., AnyPolicy]] = {
     "on_demand": OnDemand,
     "dynaexq": DynaExq,
     "dymoe": DyMoE,
+    "buddymoe": BuddyMoe,
+    "compose": Compose,
 }
+# The parts of `compose` by the names of its fields; a setting goes to all parts that have it.
+PARTS = {"hotness": "dynaexq", "importance": "dymoe", "buddies": "buddymoe"}
+DEFAULT_PARTS = "dynaexq+dymoe"
 
 
 def make_policy(name: str, **settings: Any) -> AnyPolicy:
@@ -31,18 +38,55 @@ def make_policy(name: str, **settings: Any) -> AnyPolicy:
     Raises:
       MoejaxError: an unknown name or setting, or a value that is not allowed.
     """
+    check_settings(name, settings)
+    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+    if name == "compose":
+        return _composed(**given)
+    return POLICIES[name](**given)
+
+
+def parts_of(name: str, settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """The policies that work in one: itself, or the parts of `compose`.
+
+    Raises:
+      MoejaxError: a part is none of dynaexq, dymoe and buddymoe.
+    """
+    if name != "compose":
+        return (name,)
+    parts = tuple(str(settings.get("parts", DEFAULT_PARTS)).split("+"))
+    if unknown := [part for part in parts if part not in PARTS.values()]:
+        raise MoejaxError(f"parts: {unknown[0]!r} is none of {', '.join(PARTS.values())}")
+    return parts
+
+
+def _composed(parts: str = DEFAULT_PARTS, **settings: Any) -> Compose:
+    chosen = parts_of("compose", {"parts": parts})
+    made: dict[str, Any] = {}
+    for field, part in PARTS.items():
+        if part in chosen:
+            known = settings_of(part)
+            own = {name: value for name, value in settings.items() if name in known}
+            made[field] = POLICIES[part](**own)
+    return Compose(**made)
+
+
+def check_settings(name: str, settings: Iterable[str]) -> None:
+    """Raises MoejaxError for a policy or a setting's name that there is not."""
     if name not in POLICIES:
         raise MoejaxError(f"there is no policy {name!r}; {_meant(name, POLICIES)}")
     known = settings_of(name)
     for setting in settings:
         if setting not in known:
             raise MoejaxError(f"policy {name} has no setting {setting!r}; {_meant(setting, known)}")
-    given = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
-    return POLICIES[name](**given)
 
 
 def settings_of(name: str) -> dict[str, Any]:
     """The settings of a policy and their defaults."""
+    if name == "compose":
+        found: dict[str, Any] = {"parts": DEFAULT_PARTS}
+        for part in reversed(PARTS.values()):
+            found |= settings_of(part)
+        return found
     fields = dataclasses.fields(POLICIES[name])  # type: ignore[arg-type]
     return {field.name: field.default for field in fields}
 

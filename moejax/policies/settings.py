@@ -1,7 +1,12 @@
-"""Checks of a policy's settings, whose errors name the setting, its value and what is allowed."""
+"""A policy's settings: checks, whose errors name the setting, its value and what is allowed."""
 
+import dataclasses
+import functools
 import math
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from moejax.errors import MoejaxError
 
@@ -51,3 +56,30 @@ def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
     """Raises MoejaxError unless it is one of the allowed words."""
     if value not in allowed:
         raise MoejaxError(f"{name}={value!r} must be one of {', '.join(allowed)}")
+
+
+class ByContent:
+    """Equality and hash of a frozen dataclass (`eq=False`) by what its arrays hold."""
+
+    def __eq__(self, other: object) -> bool:
+        """Same class, same content."""
+        if not isinstance(other, ByContent) or type(other) is not type(self):
+            return NotImplemented
+        return self is other or self._content == other._content
+
+    def __hash__(self) -> int:
+        """Of the content."""
+        return self._content[0]
+
+    @functools.cached_property
+    def _content(self) -> tuple[int, Any]:
+        """Once: programs are looked up by it, and the arrays are large."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        content = tuple(_hashable(getattr(self, field.name)) for field in fields)
+        return hash(content), content
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_hashable(part) for part in value)
+    return (value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value

@@ -319,3 +319,21 @@ def substitute_randomly(
     found = searched & (jnp.take_along_axis(drawn, at, axis=-1, mode="clip") >= 0)
     buddies = jnp.take_along_axis(pool, at, axis=-1, mode="clip")
     return Substitution(jnp.where(found, buddies, ids), found, searched)
+
+
+def merged(
+    weights: jax.Array, tier: jax.Array, first_rank: jax.Array, skipped: int
+) -> tuple[jax.Array, jax.Array]:
+    """A pair whose buddy serves the token at `first_rank` already gives its weight to that one.
+
+    Args:
+      weights: float32[N, A].
+      tier: int32[N, A].
+      first_rank: int32[N, A], -1 where a pair keeps its weight.
+      skipped: the tier of a pair that is not computed.
+    """
+    rank = jnp.arange(weights.shape[1], dtype=jnp.int32)
+    to = first_rank[:, :, None] == rank[None, None]
+    gained = jnp.sum(jnp.where(to, weights[:, :, None], 0.0), axis=1)
+    moved = first_rank >= 0
+    return jnp.where(moved, 0.0, weights + gained), jnp.where(moved, skipped, tier)

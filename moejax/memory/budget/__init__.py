@@ -8,8 +8,9 @@ from moejax.memory.budget.advice import PINNED_LIMIT, Machine, warnings
 from moejax.memory.budget.allocation import LOW_RANK, Budget, Tier, make_budget
 from moejax.memory.budget.limits import GIB, BudgetError, Limits, gib_above
 from moejax.memory.budget.precisions import n_hot
-from moejax.memory.budget.table import describe
+from moejax.memory.budget.table import describe, describe_tiers
 from moejax.memory.budget.tables import table_nbytes
+from moejax.memory.budget.tiers import TieredBudget, make_tiered_budget
 from moejax.memory.budget.workspace import Model, workspace_nbytes
 
 __all__ = [
@@ -22,9 +23,12 @@ __all__ = [
     "Machine",
     "Model",
     "Tier",
+    "TieredBudget",
     "describe",
+    "describe_tiers",
     "gib_above",
     "make_budget",
+    "make_tiered_budget",
     "n_hot",
     "table_nbytes",
     "warnings",

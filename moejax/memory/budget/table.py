@@ -2,6 +2,7 @@
 
 from moejax.memory.budget.allocation import Budget
 from moejax.memory.budget.limits import GIB
+from moejax.memory.budget.tiers import TieredBudget
 
 MIB = 2**20
 LINK_GIB_S = 50  # PCIe 5 x16 by DMA, measured on an H200 with jax 0.11.2, 2026-11-20
@@ -15,6 +16,27 @@ def describe(budget: Budget) -> list[str]:
         gib = f" = {nbytes / GIB:.3f} GiB{_of_limit(budget, place)}" if part == "total" else ""
         lines.append(f"  {place:<7}{part:<40}{nbytes / MIB:>12.2f} MiB{gib}")
     return lines + _speed(budget)
+
+
+def describe_tiers(budget: TieredBudget) -> list[str]:
+    """The table of all parts, then the slots of each tier."""
+    first = budget.tiers[0]
+    lines = [f"batch {budget.batch}, context {budget.context}, prefill by {first.chunk} tokens"]
+    for place, parts, gib in (
+        ("device", budget.device, budget.limits.device_gib),
+        ("host", budget.host, budget.limits.host_gib),
+    ):
+        rows = [*parts.items(), ("total", sum(parts.values()))]
+        for part, nbytes in rows:
+            said = f" = {nbytes / GIB:.3f} GiB" + (f" of {gib:g}" if gib else "")
+            end = said if part == "total" else ""
+            lines.append(f"  {place:<7}{part:<46}{nbytes / MIB:>12.2f} MiB{end}")
+    return lines + [
+        f"{tier.tier.name}: experts of {tier.tier.expert_nbytes / MIB:.2f} MiB, "
+        f"{tier.slots} of {tier.num_experts} cached a layer, {tier.transient} transient slots, "
+        f"{tier.host_rows} of {tier.num_layers * tier.num_experts} in host memory"
+        for tier in budget.tiers
+    ]
 
 
 def _of_limit(budget: Budget, place: str) -> str:

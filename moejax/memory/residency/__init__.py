@@ -7,7 +7,7 @@ transient slot b is M C + b. -1 stands for none.
 
 from moejax.memory.residency.planning import Plan, Prefetch, num_waves, plan, predict
 from moejax.memory.residency.tables import CacheSpec, Counter, Residency, empty, seeded
-from moejax.memory.residency.transfers import cancel, pin, publish, reserve
+from moejax.memory.residency.transfers import cancel, pin, publish, release, reserve
 
 __all__ = [
     "CacheSpec",
@@ -22,6 +22,7 @@ __all__ = [
     "plan",
     "predict",
     "publish",
+    "release",
     "reserve",
     "seeded",
 ]

@@ -124,6 +124,31 @@ def cancel(spec: CacheSpec, residency: Residency, layer: Layer, slots: jax.Array
     return written(residency, layer, row._replace(arriving=jnp.where(done, -1, row.arriving)))
 
 
+def release(
+    residency: Residency, layer: Layer, experts: jax.Array, counts: Counts
+) -> tuple[Residency, Counts]:
+    """Experts leave their slots, which are free from now on.
+
+    Args:
+      residency: donate it.
+      layer: which.
+      experts: bool[E]; those that are in no slot are skipped.
+      counts: gets evictions and prefetch waste.
+    """
+    row = read_row(residency, layer)
+    gone = (row.owner >= 0) & at(experts, row.owner)
+    owner = jnp.where(gone, -1, row.owner)
+    slot_of = inverse(owner, len(row.slot_of))
+    counts = counts.add(layer, **departures(row, slot_of))
+    row = row._replace(
+        slot_of=slot_of,
+        owner=owner,
+        last_use=jnp.where(gone, 0, row.last_use),
+        prefetched=row.prefetched & ~gone,
+    )
+    return written(residency, layer, row), counts
+
+
 def pin(spec: CacheSpec, residency: Residency, layer: Layer, experts: jax.Array) -> Residency:
     """Makes experts, bool[E], those of the layer that are never evicted, resident or not.
 

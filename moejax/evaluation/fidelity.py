@@ -1,0 +1,93 @@
+"""How far a policy's model is from the exact one: KL divergence on sampled tokens."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from moejax.evaluation.perplexity import Windowing
+
+POSITIONS = 64  # of a window, at most
+
+Logits = Callable[[np.ndarray], np.ndarray]  # int32[1, T] to float32[1, T, V]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Windows int32[n, T] of a text, and the positions of each whose predictions are compared."""
+
+    tokens: np.ndarray
+    positions: np.ndarray  # int32[n, P]
+
+    @property
+    def num_tokens(self) -> int:
+        """Predictions that are compared."""
+        return self.positions.size
+
+
+@dataclasses.dataclass(frozen=True)
+class Fidelity:
+    """Of the exact model's predictions to those of a policy, over a sample's tokens.
+
+    Attributes:
+      mean_kl: nats, of exact p and policy's q: sum p log(p / q).
+      largest_kl: of one token.
+      same_choice: share of tokens whose likeliest next token is the same.
+      num_tokens: compared.
+    """
+
+    mean_kl: float
+    largest_kl: float
+    same_choice: float
+    num_tokens: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return dataclasses.asdict(self)
+
+    def describe(self) -> str:
+        """In a line."""
+        return (
+            f"KL of the exact model to this one {self.mean_kl:.4f} nats a token (largest "
+            f"{self.largest_kl:.3f}), the same likeliest token in {100 * self.same_choice:.1f} % "
+            f"of {self.num_tokens} tokens"
+        )
+
+
+def sample(ids: Sequence[int], windowing: Windowing, share: float, seed: int = 0) -> Sample:
+    """Some windows of a stream, spread over it, and random positions of each.
+
+    Args:
+      ids: the stream.
+      windowing: how it is cut.
+      share: of the windows, above 0; at least one is taken.
+      seed: of the positions.
+    """
+    stream = np.asarray(ids, np.int32)
+    length = min(windowing.window, len(stream))
+    num_windows = windowing.num_windows(len(stream))
+    count = max(1, math.ceil(share * num_windows))
+    starts = np.linspace(0, len(stream) - length, count).astype(int)
+    rng = np.random.default_rng(seed)
+    positions = [np.sort(rng.choice(length, min(POSITIONS, length), replace=False)) for _ in starts]
+    tokens = np.stack([stream[start : start + length] for start in starts])
+    return Sample(tokens, np.stack(positions).astype(np.int32))
+
+
+def predictions(logits: Logits, of: Sample) -> np.ndarray:
+    """float64[n P, V], log-probabilities at the sample's positions."""
+    rows = []
+    for tokens, places in zip(of.tokens, of.positions, strict=True):
+        found = logits(tokens[None])[0, places].astype(np.float64)
+        found -= found.max(axis=-1, keepdims=True)
+        rows.append(found - np.log(np.exp(found).sum(axis=-1, keepdims=True)))
+    return np.concatenate(rows)
+
+
+def compare(exact: np.ndarray, policy: np.ndarray) -> Fidelity:
+    """Of `predictions` of both models on one sample."""
+    kl = np.sum(np.exp(exact) * (exact - policy), axis=-1)
+    same = exact.argmax(axis=-1) == policy.argmax(axis=-1)
+    return Fidelity(float(kl.mean()), float(kl.max()), float(same.mean()), len(kl))

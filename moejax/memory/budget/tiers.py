@@ -1,0 +1,167 @@
+"""Bytes and slots of experts that are stored in several tiers at once."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from moejax.memory.budget.allocation import Budget, Tier, make_budget
+from moejax.memory.budget.limits import BudgetError, Limits, gib_above, limit_nbytes
+from moejax.memory.budget.workspace import Model
+
+# Parts of a budget that each tier has of its own.
+OWN_PARTS = ("expert", "transient", "residency", "low-rank", "blocks", "ring")  # how they begin
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TieredBudget:
+    """Where every byte goes, of all tiers.
+
+    Attributes:
+      names: of the tiers, of falling fidelity.
+      tiers: a budget of each as if it were alone, with its slots and host rows.
+      limits: of all together.
+      device: bytes by part; parts of a tier end in its name.
+      host: likewise.
+    """
+
+    names: tuple[str, ...]
+    tiers: tuple[Budget, ...]
+    limits: Limits
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+
+    @property
+    def batch(self) -> int:
+        """Sequences at once."""
+        return self.tiers[0].batch
+
+    @property
+    def context(self) -> int:
+        """Slots of the KV cache of each."""
+        return self.tiers[0].context
+
+    @property
+    def total_device(self) -> int:
+        """Bytes on the accelerator at the peak."""
+        return sum(self.device.values())
+
+    @property
+    def total_host(self) -> int:
+        """Bytes of host memory for experts."""
+        return sum(self.host.values())
+
+
+def make_tiered_budget(
+    config: Model,
+    weights_nbytes: Mapping[str, int],
+    tiers: Sequence[Tier],
+    *,
+    slots: Sequence[int] = (),
+    prefetch: int,
+    bulk: int,
+    batch: int,
+    context: int,
+    chunk: int,
+    limits: Limits,
+    platform: str,
+    itemsize: int = 2,
+) -> TieredBudget:
+    """Where every byte goes, and how many experts of each tier get a slot.
+
+    Unless `slots` says it: without a limit every tier has room for all experts (the first one for
+    `limits.slots`, if that is given). Under a limit the lower tiers have, if that leaves the first
+    one as many slots as a token needs experts, and it gets what is left; else all tiers have the
+    same number.
+
+    Args:
+      config: the model's shape.
+      weights_nbytes: as in `make_budget`.
+      tiers: of falling fidelity.
+      slots: of a layer in each tier; () for the rule above.
+      prefetch: experts of the next layer that each tier which lacks some brings ahead at most.
+      bulk: experts of such a tier on their way between steps at once.
+      batch: as in `make_budget`.
+      context: likewise.
+      chunk: likewise.
+      limits: of all tiers together; host memory is shared by their bytes.
+      platform: "gpu" or "cpu".
+      itemsize: as in `make_budget`.
+
+    Raises:
+      BudgetError: it does not fit, or slots are not possible; the text names what would do.
+    """
+    num_experts, names = config.num_experts, tuple(tier.name for tier in tiers)
+    total_nbytes = sum(tier.expert_nbytes for tier in tiers)
+
+    def made(chosen: Sequence[int]) -> TieredBudget:
+        budgets = []
+        for tier, count in zip(tiers, chosen, strict=True):
+            cached = 0 < count < num_experts
+            own = dataclasses.replace(
+                limits,
+                device_gib=0.0,
+                host_gib=limits.host_gib * tier.expert_nbytes / total_nbytes,
+                slots=count,
+                transient=1 if count == num_experts else limits.transient,
+                prefetch=min(prefetch, count) if cached else 0,
+                bulk=bulk if cached else 0,
+            )
+            alone = make_budget(
+                config, weights_nbytes, tier, batch=batch, context=context, chunk=chunk,
+                limits=own, platform=platform, itemsize=itemsize,
+            )  # fmt: skip
+            budgets.append(alone)
+        return TieredBudget(
+            names=names,
+            tiers=tuple(budgets),
+            limits=limits,
+            device=_together(names, [budget.device for budget in budgets]),
+            host=_together(names, [budget.host for budget in budgets]),
+        )
+
+    limit = limit_nbytes(limits.device_gib)
+    if slots:
+        _check(slots, names, num_experts)
+        return _within(made(slots), limit)
+    if limit is None:
+        first = num_experts if limits.slots < 0 else limits.slots
+        return made([first] + [num_experts] * (len(tiers) - 1))
+    firsts = range(num_experts, config.experts_per_token - 1, -1)
+    choices = [[count] + [num_experts] * (len(tiers) - 1) for count in firsts]
+    choices += [[count] * len(tiers) for count in range(num_experts, -1, -1)]
+    for choice in choices:
+        found = made(choice)
+        if found.total_device <= limit:
+            return found
+    return _within(found, limit)
+
+
+def _check(slots: Sequence[int], names: Sequence[str], num_experts: int) -> None:
+    if len(slots) != len(names):
+        raise BudgetError(
+            f"policy.slots has {len(slots)} numbers, but there are {len(names)} tiers: "
+            f"{', '.join(names)}"
+        )
+    if not all(0 <= count <= num_experts for count in slots):
+        said = ", ".join(map(str, slots))
+        raise BudgetError(f"policy.slots={said} must be from 0 to the {num_experts} of a layer")
+
+
+def _within(budget: TieredBudget, limit: int | None) -> TieredBudget:
+    if limit is not None and budget.total_device > limit:
+        slots = ", ".join(str(tier.slots) for tier in budget.tiers)
+        raise BudgetError(
+            f"memory.device_gib={budget.limits.device_gib:g} is too little for {slots} slots a "
+            f"layer of {', '.join(budget.names)}: the smallest that would do is "
+            f"{gib_above(budget.total_device)}"
+        )
+    return budget
+
+
+def _together(names: Sequence[str], parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """All parts once, those that a tier has of its own under its name; of others the largest."""
+    found: dict[str, int] = {}
+    for name, own in zip(names, parts, strict=True):
+        for part, nbytes in own.items():
+            said = f"{part}, {name}" if part.startswith(OWN_PARTS) else part
+            found[said] = max(nbytes, found.get(said, 0))
+    return found

@@ -1,0 +1,85 @@
+"""Slots of experts on the device, and what a step needs to know of them.
+
+Axes: M sparse layers, E experts, C slots of a layer, B transient slots, S = ceil(M / banks) C + B
+slots of a bank, R rows of the host store.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from moejax.ledger import Counts
+from moejax.memory.residency import CacheSpec, Residency
+from moejax.qtensor import Compensator, Weight
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolSpec:
+    """Static facts of a pool.
+
+    Attributes:
+      cache: layers, experts and slots.
+      prefetch: experts of the next layer that a layer brings ahead at most; 0: none.
+      read: where experts may be on the disk alone: (layer, int32[J] experts or -1) to the arrays of
+        a slot, stacked [J, ...], called by the running step; None where the host store has all.
+      emulated: nothing is copied: tables and counts are those of slots that there are not, the
+        products read the store's rows, which are on the device.
+    """
+
+    cache: CacheSpec
+    prefetch: int = 0
+    read: Callable[[Any, Any], tuple[Any, ...]] | None = None
+    emulated: bool = False
+
+    def __post_init__(self) -> None:
+        if self.prefetch and self.cache.slots and self.cache.banks < 2:
+            raise ValueError(
+                "experts of the next layer are brought ahead into a bank of its own: 2"
+            )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ExpertPool:
+    """Slots on the device and what is known of them; donated through every step.
+
+    Invariants: shapes never change; `residency` says what a slot of a layer holds, the transient
+    ones hold nothing between layers.
+
+    Attributes:
+      banks: of each bank its slots [S, 2F, D] of gates and ups and [S, D, F] of downs, without
+        low-rank terms.
+      residency: of all layers.
+      counts: since the ledger was settled.
+    """
+
+    banks: tuple[tuple[Weight, Weight], ...]
+    residency: Residency
+    counts: Counts
+    used: jax.Array | None = None  # int32[M, E], clock of the last use; with `PoolSpec.read` alone
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ExpertStore:
+    """What a step reads: host rows, and what of the experts does not move.
+
+    Attributes:
+      gate_up: [R, 2F, D], in pinned host memory on a GPU, without low-rank terms.
+      down: [R, D, F].
+      row_of: int32[M, E], rows; -1 for what is on the disk alone.
+      terms: low-rank terms of gate and up, and of down, on the device, starts and ranks [M, E].
+      replay: int32[steps, M, B, A], experts that steps of B tokens take in place of the router's,
+        for measurements; step s of the pool's life takes entry s modulo their number.
+      replay_ahead: int32[steps, M, t], what the layers before are to have expected of a layer in
+        such a step, -1 for less than t; None for their routers' guesses.
+    """
+
+    gate_up: Weight
+    down: Weight
+    row_of: jax.Array
+    terms: tuple[tuple[Compensator, ...], tuple[Compensator, ...]] = ((), ())
+    replay: jax.Array | None = None
+    replay_ahead: jax.Array | None = None

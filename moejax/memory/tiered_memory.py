@@ -1,0 +1,238 @@
+"""What an engine holds of experts that are stored in several tiers, under a policy."""
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax import ops
+from moejax.compiled import CompiledPrograms
+from moejax.fidelity import TieredLedger
+from moejax.memory import residency
+from moejax.memory.expert_memory import ExpertMemory
+from moejax.memory.expert_pool import ExpertPool, ExpertStore
+from moejax.memory.landing import is_ready
+from moejax.memory.placing import Jobs
+from moejax.memory.pooled import PooledExperts
+from moejax.memory.tiered import TieredPool, TieredSpec, ask, no_gate
+from moejax.models.config import ModelConfig
+from moejax.policies.interface import AnyPolicy, PolicySpec, Requests
+from moejax.qtensor import Weight
+
+
+class TieredMemory:
+    """One `ExpertMemory` a tier, the policy's state, and what it asks for between steps.
+
+    Attributes:
+      spec: static facts, part of every compiled step.
+      tiers: of falling fidelity; their pools are those of `pool`.
+      ledger: sums of what the steps counted, as of the last `settle`.
+    """
+
+    def __init__(
+        self,
+        policy: AnyPolicy,
+        names: Sequence[str],
+        tiers: Sequence[ExpertMemory],
+        *,
+        width: int,
+    ):
+        """Around memories of the tiers, all of one model; the policy's state is as before a token.
+
+        Args:
+          policy: who decides.
+          names: of the tiers.
+          tiers: their memories.
+          width: A, experts a token.
+
+        Raises:
+          MoejaxError: the policy's settings do not suit the tiers.
+        """
+        pools = tuple(tier.spec for tier in tiers)
+        self.spec = TieredSpec(policy, tuple(names), pools)
+        self.tiers = tuple(tiers)
+        self.device: jax.Device = next(iter(tiers[0].store.row_of.devices()))
+        self._policy_spec = policy_spec(self.spec, tiers, width)
+        self._state, self._gate = self._fresh()
+        self.ledger = TieredLedger({n: t.ledger for n, t in zip(names, tiers, strict=True)})
+        self.programs = CompiledPrograms()
+        self._asked: Requests | None = None
+        shapes = jax.eval_shape(
+            lambda pool, coming: ask(self.spec, pool, coming)[1], self.pool, self._coming()
+        )
+        self._asks = len(shapes.layer) > 0
+        self._lock = threading.RLock()
+
+    @property
+    def pool(self) -> TieredPool:
+        """The device's state; replaced after each step, to which it is donated."""
+        return TieredPool(tuple(tier.pool for tier in self.tiers), self._state, self._gate)
+
+    @pool.setter
+    def pool(self, pool: TieredPool) -> None:
+        for tier, own in zip(self.tiers, pool.pools, strict=True):
+            tier.pool = own
+        self._state, self._gate = pool.state, pool.gate
+
+    @property
+    def store(self) -> tuple[ExpertStore, ...]:
+        """Operands of the steps."""
+        return tuple(tier.store for tier in self.tiers)
+
+    @property
+    def asks(self) -> bool:
+        """Whether the policy has experts moved between steps."""
+        return self._asks
+
+    def stacks(self) -> dict[str, Weight]:
+        """See `ExpertMemory.stacks`; of the first tier."""
+        return self.tiers[0].stacks()
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """See `ExpertMemory.step`; a policy whose state a failed step took begins anew."""
+        with self._lock, contextlib.ExitStack() as stack:
+            for tier in self.tiers:
+                stack.enter_context(tier.step())
+            try:
+                self._before_step()
+                yield
+            except BaseException:
+                self._renew()
+                raise
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """See `ExpertMemory.reading`."""
+        with contextlib.ExitStack() as stack:
+            for tier in self.tiers:
+                stack.enter_context(tier.reading())
+            yield
+
+    def settle(self) -> TieredLedger:
+        """The ledger after all steps so far, for which it waits."""
+        with self._lock, self.reading():
+            for tier in self.tiers:
+                tier.settle()
+            self.ledger.add(np.asarray(jax.device_get(self._gate), np.float64))
+            self._gate = jax.device_put(np.zeros(self._gate.shape, np.float32), self.device)
+        return self.ledger
+
+    def close(self) -> None:
+        """See `ExpertMemory.close`."""
+        for tier in self.tiers:
+            tier.close()
+
+    def _before_step(self) -> None:
+        """Passes on what the policy asked for after an earlier step, and asks once more."""
+        if not self._asks:
+            return
+        if self._asked is not None:
+            if not is_ready(self._asked.tier):
+                return
+            self._request(jax.device_get(self._asked))
+        pool, coming = self.pool, self._coming()
+        program = self.programs.get(ask, (self.spec,), (pool, coming), num_donated=1)
+        self.pool, self._asked = program(pool, coming)
+        for numbers in self._asked:
+            numbers.copy_to_host_async()
+
+    def _request(self, requests: Requests) -> None:
+        rows = zip(*(np.asarray(numbers).tolist() for numbers in requests), strict=True)
+        for layer, expert, tier in rows:
+            if layer >= 0 and (transfers := self.tiers[tier].transfers) is not None:
+                transfers.request(layer, [expert])
+
+    def _coming(self) -> jax.Array:
+        """bool[M, T, E], what is on its way between steps."""
+        cache = self.spec.cache
+        coming = np.zeros((cache.num_layers, len(self.tiers), cache.num_experts), bool)
+        for i, tier in enumerate(self.tiers):
+            for layer, expert in tier.transfers.pending if tier.transfers else ():
+                coming[layer, i, expert] = True
+        return jax.device_put(coming, self.device)
+
+    def _fresh(self, policy: AnyPolicy | None = None) -> tuple[Any, jax.Array]:
+        state = (policy or self.spec.policy).init(self._policy_spec)
+        state = jax.device_put(state, self.device)
+        # Leaves of their own: a state may name one array twice, which cannot be donated.
+        state = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(state)
+        gate = no_gate(self.spec.cache.num_layers, len(self.tiers))
+        return state, jax.device_put(gate, self.device)
+
+    def _renew(self) -> None:
+        leaves = jax.tree.leaves((self._state, self._gate))
+        if any(leaf.is_deleted() for leaf in leaves):
+            self._state, self._gate = self._fresh()
+            self._asked = None
+
+    def reset(self, policy: AnyPolicy | None = None, held: Sequence[np.ndarray] = ()) -> None:
+        """As before any token.
+
+        Args:
+          policy: another one that the same programs serve: it differs in settings that sweep.
+          held: int32[M, n] of each tier, what its slots hold; () for what they hold now. Of tiers
+            that are emulated: no bytes are moved for it.
+        """
+        with self._lock:
+            self._state, self._gate = self._fresh(policy)
+            self._asked = None
+            for tier, experts in zip(self.tiers, held, strict=len(held) > 0):
+                assert tier.spec.emulated
+                content = residency.seeded(tier.spec.cache, experts)
+                content = jax.device_put(content, self.device)
+                tier.pool = dataclasses.replace(tier.pool, residency=content)
+
+
+def policy_spec(spec: TieredSpec, tiers: Sequence[ExpertMemory], width: int) -> PolicySpec:
+    """What the policy may know.
+
+    Args:
+      spec: of the tiers; its policy has them checked.
+      tiers: their memories.
+      width: A, experts a token.
+    """
+    cache = spec.cache
+    return PolicySpec(
+        num_layers=cache.num_layers,
+        num_experts=cache.num_experts,
+        width=width,
+        tiers=spec.names,
+        expert_bytes=tuple(tier.ledger.expert_bytes for tier in tiers),
+        slots=tuple(pool.cache.slots for pool in spec.pools),
+    )
+
+
+def warmed(
+    memory: ExpertMemory, config: ModelConfig, kernels: ops.Kernels, experts: np.ndarray
+) -> ExpertPool:
+    """The pool with experts in its slots, as they lie before any token.
+
+    Args:
+      memory: empty, and of host rows that have these experts.
+      config: of the model.
+      kernels: which may copy.
+      experts: int32[M, n], n at most the slots of a layer, different ones in a row.
+    """
+    spec, store = memory.spec, memory.store
+    cache = spec.cache
+    content = jax.device_put(residency.seeded(cache, experts), next(iter(store.row_of.devices())))
+
+    def fill(pool: ExpertPool, store: ExpertStore) -> ExpertPool:
+        runs = PooledExperts(spec, config, pool, store, "block", kernels)
+        for bank in range(cache.banks if not spec.emulated else 0):
+            layers = np.arange(bank, cache.num_layers, cache.banks)
+            first = layers[:, None] // cache.banks * cache.slots
+            slots = (first + np.arange(experts.shape[1])[None]).reshape(-1).astype(np.int32)
+            rows = store.row_of[layers[:, None], experts[layers]].reshape(-1)
+            if slots.size:
+                runs.fill(bank, Jobs(rows, jnp.asarray(slots), None))
+        return runs.pool
+
+    pool = jax.jit(fill, donate_argnums=0)(memory.pool, store)
+    return dataclasses.replace(pool, residency=content)

@@ -1,0 +1,244 @@
+"""From a checkpoint, a policy and limits to weights and experts in several tiers."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax import ops
+from moejax.checkpoints.experts import ExpertReader, open_experts
+from moejax.checkpoints.open import Checkpoint
+from moejax.checkpoints.sizes import checkpoint_sizes
+from moejax.compression.expert_rows import QuantizedRows
+from moejax.compression.quantizers import Program
+from moejax.compression.recipe import Scheme
+from moejax.errors import MoejaxError
+from moejax.memory.budget import Budget, Limits, Tier, TieredBudget, make_tiered_budget
+from moejax.memory.expert_memory import ExpertMemory
+from moejax.memory.opening import load_experts
+from moejax.memory.tiered_memory import TieredMemory, warmed
+from moejax.policies.interface import AnyPolicy, PolicySpec
+from moejax.qtensor import Weight
+from moejax.tiering import Chosen, StoredTier, Tiering, choose
+from pallas_kernels.target import target_of
+
+BULK = 8  # experts on their way between steps, where a policy asks for them and no limit is given
+
+
+def open_tiered(
+    checkpoint: Checkpoint,
+    tiering: Tiering,
+    limits: Limits,
+    *,
+    dtype: str,
+    device: jax.Device,
+    batch: int,
+    context: int,
+    chunk: int,
+    progress: bool,
+) -> tuple[Mapping[str, Weight], TieredMemory, TieredBudget]:
+    """Loads a model whose experts move under a policy.
+
+    Args:
+      checkpoint: any but an Orbax directory; all but the experts is read from it.
+      tiering: the policy and the tiers.
+      limits: of memory.
+      dtype: as in `opening.open_memory`, and so are the rest.
+      device: likewise.
+      batch: likewise.
+      context: likewise.
+      chunk: likewise.
+      progress: likewise.
+
+    Raises:
+      MoejaxError: the model has no experts, a tier cannot be had, the policy's settings do not suit
+        the tiers, or the limits are too tight.
+    """
+    config = checkpoint.config
+    planned = plan_tiers(
+        checkpoint, tiering, limits, dtype=dtype, device=device, batch=batch, context=context,
+        chunk=chunk,
+    )  # fmt: skip
+    chosen, stored, sources, budget = planned
+    weights = checkpoint.load(dtype=dtype, device=device, progress=progress, experts=False)
+    memories = []
+    for tier, source, part in zip(stored, sources, budget.tiers, strict=True):
+        packed = functools.partial(_quantized, tier=tier, tiering=tiering) if tier.bits else None
+        memory = load_experts(
+            source, part, dtype=dtype, device=device, progress=progress, packed=packed
+        )
+        if tiering.emulate:
+            memory = emulated(memory, device)
+        if (first := _first(chosen, part, memory)) is not None:
+            kernels = ops.Kernels(target_of(device))
+            memory.pool = warmed(memory, config, kernels, first)
+        memories.append(memory)
+    width = config.experts_per_token
+    names = [tier.name for tier in stored]
+    return weights, TieredMemory(chosen.policy, names, memories, width=width), budget
+
+
+class Planned(NamedTuple):
+    """What is known of a run before anything is read."""
+
+    chosen: Chosen
+    stored: tuple[StoredTier, ...]
+    sources: list[Checkpoint]
+    budget: TieredBudget
+
+
+def plan_tiers(
+    checkpoint: Checkpoint,
+    tiering: Tiering,
+    limits: Limits,
+    *,
+    dtype: str,
+    device: jax.Device,
+    batch: int,
+    context: int,
+    chunk: int,
+) -> Planned:
+    """The policy, the tiers and every byte; arguments and errors as of `open_tiered`."""
+    config, stored = checkpoint.config, tiering.stored()
+    if not config.moe_layers:
+        raise MoejaxError(f"{checkpoint.directory}: the model has no experts for a policy")
+    if tiering.emulate and limits.device_gib:
+        raise MoejaxError(
+            "policy.emulate keeps every expert on the device, which memory.device_gib would bound: "
+            "leave one of them out"
+        )
+    chosen = choose(tiering, checkpoint.directory, config)
+    itemsize = np.dtype(checkpoint.choose_dtype(dtype, device)).itemsize
+    sources = [tier.checkpoint(checkpoint) for tier in stored]
+    tiers = [
+        _sizes(tier, source, tiering, dtype, device)
+        for tier, source in zip(stored, sources, strict=True)
+    ]
+    _check_suits(chosen.policy, tiers, config)
+    own = checkpoint_sizes(checkpoint, np.dtype(checkpoint.choose_dtype(dtype, device)))
+    budget = make_tiered_budget(
+        config,
+        own.weights_nbytes,
+        tiers,
+        slots=tiering.slots,
+        prefetch=limits.prefetch or _ahead(chosen.policy, config.experts_per_token),
+        bulk=limits.bulk or (BULK if _asks(chosen.policy, tiers, config) else 0),
+        batch=batch,
+        context=context,
+        chunk=chunk,
+        limits=limits,
+        platform=device.platform,
+        itemsize=itemsize,
+    )
+    return Planned(chosen, stored, sources, budget)
+
+
+def emulated(memory: ExpertMemory, device: jax.Device) -> ExpertMemory:
+    """The same with all rows on the device, and slots that are tables only.
+
+    Raises:
+      MoejaxError: rows are missing.
+    """
+    row_of = np.asarray(memory.store.row_of)
+    if (row_of < 0).any():
+        raise MoejaxError("policy.emulate holds every expert: set memory.host_gib=0")
+    memory.close()
+    kind = jax.sharding.SingleDeviceSharding(device, memory_kind=device.default_memory().kind)
+    gate_up, down = jax.device_put((memory.store.gate_up, memory.store.down), kind)
+    spec = dataclasses.replace(memory.spec, emulated=True, read=None)
+    return ExpertMemory.of_rows(spec, gate_up, down, row_of, device, memory.store.terms)
+
+
+def _quantized(reader: ExpertReader, *, tier: StoredTier, tiering: Tiering) -> QuantizedRows:
+    assert tier.bits is not None
+    scheme = Scheme(
+        method=tiering.quantizer,
+        bits=tier.bits,
+        group_size=tiering.group_size,
+        zero_kind="float",
+        scale_dtype="float16",
+        factor_bits=8,
+    )
+    return QuantizedRows(reader, Program(scheme=scheme, max_rank=0, passes=1))
+
+
+def _sizes(
+    tier: StoredTier, source: Checkpoint, tiering: Tiering, dtype: str, device: jax.Device
+) -> Tier:
+    """Bytes of an expert of a tier.
+
+    Raises:
+      MoejaxError: it has no form in which experts move.
+    """
+    if tier.bits:
+        with open_experts(source, dtype=dtype, device=device) as reader:
+            rows = _quantized(reader, tier=tier, tiering=tiering)
+            return Tier(name=tier.name, expert_nbytes=rows.row_nbytes)
+    sizes = checkpoint_sizes(source, np.dtype(source.choose_dtype(dtype, device)))
+    if sizes.refusal:
+        raise MoejaxError(f"tier {tier.name} cannot move: {sizes.refusal}")
+    return Tier(name=tier.name, expert_nbytes=sizes.tier.expert_nbytes)
+
+
+def _spec(tiers: Sequence[Tier], config: Any) -> PolicySpec:
+    """As if all were resident."""
+    return PolicySpec(
+        num_layers=len(config.moe_layers),
+        num_experts=config.num_experts,
+        width=config.experts_per_token,
+        tiers=tuple(tier.name for tier in tiers),
+        expert_bytes=tuple(tier.expert_nbytes for tier in tiers),
+        slots=(config.num_experts,) * len(tiers),
+    )
+
+
+def _check_suits(policy: AnyPolicy, tiers: Sequence[Tier], config: Any) -> None:
+    """Raises MoejaxError before anything is read, if the policy refuses the tiers."""
+    nbytes = [tier.expert_nbytes for tier in tiers]
+    if sorted(nbytes, reverse=True) != nbytes:
+        said = ", ".join(f"{tier.name} {tier.expert_nbytes}" for tier in tiers)
+        raise MoejaxError(f"policy.tiers must be of falling fidelity; bytes of an expert: {said}")
+    try:
+        policy.init(_spec(tiers, config))
+    except MoejaxError as error:
+        if len(tiers) > 1:
+            raise
+        raise MoejaxError(
+            f"{error} (tiers are named so: --config.policy.tiers=\"('int4', 'int2')\")"
+        ) from error
+
+
+def _asks(policy: AnyPolicy, tiers: Sequence[Tier], config: Any) -> bool:
+    """Whether it has experts moved between steps."""
+    spec = _spec(tiers, config)
+    resident = jnp.zeros((spec.num_layers, len(tiers), spec.num_experts), bool)
+    requests = jax.eval_shape(lambda: policy.transfers(policy.init(spec), resident)[0])
+    return len(requests.layer) > 0
+
+
+def _ahead(policy: AnyPolicy, width: int) -> int:
+    """Experts of the next layer that a step of decode may bring ahead."""
+    if not policy.needs.predicted:
+        return 0
+    asked = int(getattr(policy, "prefetch", -1))
+    return asked if asked >= 0 else width
+
+
+def _first(chosen: Chosen, budget: Budget, memory: ExpertMemory) -> np.ndarray | None:
+    """int32[M, n], what is in the slots before any token; None: nothing.
+
+    Every expert where there is room for all; else those that the policy's profile saw most.
+    """
+    if (np.asarray(memory.store.row_of) < 0).any() or not budget.slots:
+        return None
+    num_layers, num_experts = budget.num_layers, budget.num_experts
+    if budget.slots == num_experts:
+        return np.tile(np.arange(num_experts, dtype=np.int32), (num_layers, 1))
+    if chosen.activations is None:
+        return None
+    order = np.argsort(-np.asarray(chosen.activations), axis=1, kind="stable")
+    return np.sort(order[:, : budget.slots], axis=1).astype(np.int32)

@@ -1,0 +1,114 @@
+"""From a configuration of `moejax.plan` to a budget."""
+
+import types
+from typing import cast
+
+import jax
+import numpy as np
+
+from moejax.checkpoints.open import open_checkpoint
+from moejax.checkpoints.quantized.stored import CodesKind
+from moejax.checkpoints.sizes import Sizes, checkpoint_sizes, shape_sizes
+from moejax.chunks import longest_chunk
+from moejax.config import PlanConfig
+from moejax.engine import PLANNED_CONTEXT
+from moejax.errors import MoejaxError
+from moejax.memory.budget import Budget, TieredBudget, make_budget
+from moejax.memory.tiered_opening import plan_tiers
+from moejax.models.config import ModelConfig
+from moejax.models.shapes import SHAPES
+from moejax.tiering import Tiering
+
+
+def tiered_budget(config: PlanConfig, tiering: Tiering) -> TieredBudget:
+    """The budget of a configuration with a policy.
+
+    Args:
+      config: of the plan.
+      tiering: the policy and its tiers.
+
+    Raises:
+      MoejaxError: it cannot run.
+    """
+    if config.shape:
+        raise MoejaxError("a shape has no tiers: name a checkpoint, or leave policy.name out")
+    checkpoint = open_checkpoint(config.checkpoint)
+    context, chunk = _sizes(config, checkpoint.config)
+    planned = plan_tiers(
+        checkpoint, tiering, config.memory.limits(), dtype=config.dtype, device=_device(config),
+        batch=config.batch, context=context, chunk=chunk,
+    )  # fmt: skip
+    return planned.budget
+
+
+def budget_of(config: PlanConfig, model: ModelConfig, sizes: Sizes, itemsize: int) -> Budget:
+    """The budget of a configuration.
+
+    Args:
+      config: of the plan.
+      model: its shape.
+      sizes: of its weights.
+      itemsize: bytes of a number of the activations.
+
+    Raises:
+      MoejaxError: it cannot run.
+    """
+    context, chunk = _sizes(config, model)
+    return make_budget(
+        model,
+        sizes.weights_nbytes,
+        sizes.tier,
+        batch=config.batch,
+        context=context,
+        chunk=chunk,
+        limits=config.memory.limits(),
+        platform=platform_of(config),
+        itemsize=itemsize,
+    )
+
+
+def _sizes(config: PlanConfig, model: ModelConfig) -> tuple[int, int]:
+    """Slots of the KV cache, and tokens of a prefill chunk."""
+    context = config.context or min(PLANNED_CONTEXT, model.max_positions)
+    if context > model.max_positions:
+        raise MoejaxError(f"context={context} is beyond the model's own {model.max_positions}")
+    longest = min(context, longest_chunk(model, config.batch, context))
+    return context, min(context, config.chunk or longest)
+
+
+def _device(config: PlanConfig) -> "jax.Device":
+    """Of a device no more is asked than its platform, which may be one that is not here."""
+    return cast("jax.Device", types.SimpleNamespace(platform=platform_of(config)))
+
+
+def platform_of(config: PlanConfig) -> str:
+    """A plan is of an accelerator unless it says otherwise, whatever this machine has."""
+    return "gpu" if config.platform == "auto" else config.platform
+
+
+def model_of(config: PlanConfig) -> tuple[str, ModelConfig, Sizes, int]:
+    """Name, shape, sizes of the weights, and bytes of a number of the activations."""
+    platform = platform_of(config)
+    if not config.shape:
+        checkpoint = open_checkpoint(config.checkpoint)
+        dtype = np.dtype(checkpoint.choose_dtype(config.dtype, _device(config)))
+        sizes = checkpoint_sizes(checkpoint, dtype)
+        return config.checkpoint, checkpoint.config, sizes, dtype.itemsize
+    model = SHAPES[config.shape]
+    wide = config.dtype == "float32" or (config.dtype == "auto" and platform == "cpu")
+    dtype = np.dtype(np.float32 if wide else np.float16)  # bfloat16 is of this size too
+
+    def kind(bits: int) -> CodesKind | None:
+        if bits == 16:
+            return None
+        return CodesKind(
+            bits=bits, group_size=config.group_size, zero_kind="float", scale_dtype="float16"
+        )
+
+    try:
+        sizes = shape_sizes(
+            model, dtype, expert_kind=kind(config.bits), attention_kind=kind(config.attention_bits)
+        )
+    except ValueError as error:  # groups that are longer than a row
+        raise MoejaxError(f"shape={config.shape}: {error}") from error
+    return config.shape, model, sizes, dtype.itemsize

@@ -1,0 +1,148 @@
+"""Policies together: what is hot, what is critical, and who stands in for what is missing.
+
+DyMoE's importance says which pairs are worth high precision; DynaExq's hotness keeps in the high
+tier what is used most, so that such pairs find it there, and a hot copy serves whoever asks for its
+expert; BuddyMoE's lists serve what is in no tier at all. Any of the three may be left out.
+
+Axes: N tokens, A experts a token, E experts of a layer, M sparse layers, T tiers.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moejax.errors import MoejaxError
+from moejax.policies.buddymoe import BuddyMoe
+from moejax.policies.dymoe import DyMoE
+from moejax.policies.dynaexq import DynaExq
+from moejax.policies.interface import (
+    SKIPPED,
+    Decision,
+    Needs,
+    Observation,
+    PolicySpec,
+    Requests,
+    no_requests,
+)
+from moejax.policies.settings import ByContent
+
+
+class ComposeState(NamedTuple):
+    """Of each part; None for one that is left out."""
+
+    hotness: Any
+    importance: Any
+    buddies: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Compose(ByContent):
+    """Two or three policies as one.
+
+    Attributes:
+      hotness: chooses, between steps, what is in the high tier; with it, high precision is run
+        where the copy is there.
+      importance: chooses, in a step, the pairs that ask for high precision; with `hotness`, the
+        others run in it as well where the copy is there.
+      buddies: stand in for experts that are in no tier. A pair that `importance` leaves out is
+        not replaced.
+    """
+
+    hotness: DynaExq | None = None
+    importance: DyMoE | None = None
+    buddies: BuddyMoe | None = None
+
+    def __post_init__(self) -> None:
+        if sum(part is not None for part in (self.hotness, self.importance, self.buddies)) < 2:
+            raise MoejaxError("compose takes two parts or three: dynaexq, dymoe, buddymoe")
+
+    @property
+    def name(self) -> str:
+        """See `Policy`."""
+        return "compose"
+
+    @property
+    def needs(self) -> Needs:
+        """See `Policy`."""
+        return self.importance.needs if self.importance else Needs()
+
+    @property
+    def prefetch(self) -> int:
+        """Experts of the next layer that the importance brings ahead; -1: as many as critical."""
+        return self.importance.prefetch if self.importance else 0
+
+    def init(self, spec: PolicySpec) -> ComposeState:
+        """See `Policy`."""
+        # Buddies see one tier: an expert is somewhere, or it is missing and comes in the lowest.
+        one = dataclasses.replace(
+            spec,
+            tiers=spec.tiers[-1:],
+            expert_bytes=spec.expert_bytes[-1:],
+            slots=spec.slots[-1:],
+        )
+        return ComposeState(
+            hotness=self.hotness.init(spec) if self.hotness else None,
+            importance=self.importance.init(spec) if self.importance else None,
+            buddies=self.buddies.init(one) if self.buddies else None,
+        )
+
+    def decide(
+        self, state: ComposeState, observation: Observation
+    ) -> tuple[Decision, ComposeState]:
+        """See `Policy`."""
+        o, decision = observation, None
+        if self.importance is not None:
+            decision, critical = self.importance.decide(state.importance, o)
+            state = state._replace(importance=critical)
+        if self.hotness is not None:
+            hot, of = self.hotness.decide(state.hotness, o)
+            state = state._replace(hotness=of)
+            if decision is None:
+                decision = hot
+            else:
+                is_hot = (hot.tier == state.hotness.settings.hot) & (decision.tier != SKIPPED)
+                decision = decision._replace(tier=jnp.where(is_hot, hot.tier, decision.tier))
+        if self.buddies is not None:
+            decision, of = self._replaced(state.buddies, o, decision)
+            state = state._replace(buddies=of)
+        assert decision is not None
+        return decision, state
+
+    def _replaced(
+        self, state: Any, o: Observation, decision: Decision | None
+    ) -> tuple[Decision, Any]:
+        """The decision with buddies where an expert is in no tier."""
+        assert self.buddies is not None
+        assert decision is not None
+        somewhere = jnp.any(o.resident, axis=0, keepdims=True)
+        seen = dataclasses.replace(o, weights=decision.weights, resident=somewhere)
+        found, state = self.buddies.decide(state, seen)
+        runs = decision.tier != SKIPPED
+        ids = jnp.where(runs, found.ids, decision.ids)
+        # A buddy runs in the best tier that has it.
+        best = jnp.argmax(o.resident, axis=0).astype(jnp.int32)[ids]
+        tier = jnp.where(ids != decision.ids, best, decision.tier)
+        left_out = ~runs | (found.tier == SKIPPED)
+        decision = decision._replace(
+            ids=ids,
+            tier=jnp.where(left_out, SKIPPED, tier),
+            weights=jnp.where(runs, found.weights, decision.weights),
+        )
+        return decision, state
+
+    def transfers(self, state: ComposeState, resident: jax.Array) -> tuple[Requests, ComposeState]:
+        """See `Policy`; promotions and demotions come before what buddies stood in for."""
+        asked = [no_requests()]
+        if self.hotness is not None:
+            requests, of = self.hotness.transfers(state.hotness, resident)
+            state = state._replace(hotness=of)
+            asked.append(requests)
+        if self.buddies is not None:
+            somewhere = jnp.any(resident, axis=1, keepdims=True)
+            requests, missed = self.buddies.transfers(state.buddies, somewhere)
+            state = state._replace(buddies=missed)
+            lowest = jnp.where(requests.tier >= 0, resident.shape[1] - 1, -1)
+            asked.append(requests._replace(tier=lowest.astype(jnp.int32)))
+        return Requests(*(jnp.concatenate(part) for part in zip(*asked, strict=True))), state

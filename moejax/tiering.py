@@ -1,0 +1,151 @@
+"""A policy of a run, and the forms in which the experts are stored for it."""
+
+import ast
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moejax.buddies import load_buddies
+from moejax.checkpoints.open import Checkpoint, open_checkpoint
+from moejax.errors import MoejaxError
+from moejax.models.config import ModelConfig
+from moejax.policies.interface import AnyPolicy
+from moejax.policies.make import make_policy, parts_of
+
+MADE = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}  # tiers that can be made at load
+STORED = "stored"  # the name of the only tier where none are named
+QUANTIZERS = ("rtn", "hqq", "least_squares")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiering:
+    """What decides about experts, and in which forms they are stored.
+
+    Attributes:
+      policy: its name, or the policy.
+      settings: of a policy that is named; those not given have its defaults. Of buddymoe, `lists`
+        is the path of a profile ("": beside the checkpoint), and `gains` and `tae_tau` may be
+        "profile".
+      tiers: of falling fidelity, each NAME=CHECKPOINT, another checkpoint of the same model; or
+        NAME alone: int8, int4, int3 and int2 are made of the model's own plain experts while they
+        are read, any other name is the checkpoint as it is. (): the checkpoint as it is.
+      slots: experts of a layer that each tier caches; (): see `budget.make_tiered_budget`.
+      quantizer: of tiers that are made: rtn, hqq or least_squares.
+      group_size: of the same.
+      emulate: every expert of every tier stays on the device, and the slots are tables only: the
+        tokens of the policy, not its times.
+    """
+
+    policy: str | AnyPolicy = "on_demand"
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tiers: tuple[str, ...] = ()
+    slots: tuple[int, ...] = ()
+    quantizer: str = "hqq"
+    group_size: int = 64
+    emulate: bool = False
+
+    def __post_init__(self) -> None:
+        if self.quantizer not in QUANTIZERS:
+            said = ", ".join(QUANTIZERS)
+            raise MoejaxError(f"policy.quantizer={self.quantizer!r} must be one of {said}")
+        if self.group_size < 1:
+            raise MoejaxError(f"policy.group_size={self.group_size} must be at least 1")
+        names = [tier.name for tier in self.stored()]
+        if len(set(names)) < len(names):
+            raise MoejaxError(f"policy.tiers: {', '.join(names)} has a name twice")
+
+    def stored(self) -> tuple["StoredTier", ...]:
+        """The tiers.
+
+        Raises:
+          MoejaxError: an entry is neither NAME nor NAME=CHECKPOINT.
+        """
+        found = []
+        for entry in self.tiers or (STORED,):
+            name, _, source = entry.partition("=")
+            if not name or (not source and "=" in entry):
+                raise MoejaxError(
+                    f"policy.tiers: {entry!r} is neither NAME=CHECKPOINT nor one of "
+                    f"{', '.join(MADE)} to be made at load"
+                )
+            found.append(StoredTier(name, source))
+        return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTier:
+    """One form of the experts; `source` is a checkpoint, "" for the run's own."""
+
+    name: str
+    source: str
+
+    @property
+    def bits(self) -> int | None:
+        """Of codes that are made at load; None: the experts are as they are stored."""
+        return None if self.source else MADE.get(self.name)
+
+    def checkpoint(self, own: Checkpoint) -> Checkpoint:
+        """Where it is read from.
+
+        Args:
+          own: the run's.
+
+        Raises:
+          MoejaxError: it cannot be opened, or is of another model.
+        """
+        if not self.source:
+            return own
+        found = open_checkpoint(self.source)
+        if found.config != own.config:
+            raise MoejaxError(
+                f"policy.tiers: {self.source} holds another model than {own.directory}"
+            )
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """A policy, and how often its profile chose each expert, int[M, E]; None without one."""
+
+    policy: AnyPolicy
+    activations: Any = None
+
+
+def choose(tiering: Tiering, directory: Path, config: ModelConfig) -> Chosen:
+    """The policy of a run.
+
+    Args:
+      tiering: names it.
+      directory: of the checkpoint, where a profile may lie.
+      config: of the model.
+
+    Raises:
+      MoejaxError: the policy, a setting, or the profile that it needs is not there.
+    """
+    if not isinstance(tiering.policy, str):
+        return Chosen(tiering.policy)
+    given = dict(tiering.settings)
+    has_buddies = "buddymoe" in parts_of(tiering.policy, given)
+    if not has_buddies or not isinstance(given.get("lists", ""), str):
+        return Chosen(make_policy(tiering.policy, **given))
+    path = Path(given.pop("lists", "")).expanduser()
+    profile = load_buddies(path if path.name else directory, config)
+    for name, value in (("gains", profile.gains), ("tae_tau", profile.tau)):
+        if given.get(name) == "profile":
+            if value is None:
+                raise MoejaxError(
+                    f"policy.{name}=profile, but the profile compared no outputs: make it with "
+                    "--config.outputs=True"
+                )
+            given[name] = value
+    policy = make_policy(tiering.policy, lists=profile.lists, **given)
+    return Chosen(policy, profile.activity.activations)
+
+
+def parsed(text: str) -> Any:
+    """A setting as the command line has it: a Python literal, or a word."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

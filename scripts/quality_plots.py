@@ -1,0 +1,75 @@
+"""Plots of `scripts/policy_quality.py`: perplexity against what a section varies."""
+
+import importlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scripts.quality_sections import Point
+
+AXES = {
+    "dynaexq": "share of the experts in low precision",
+    "dymoe": "retention r",
+    "buddymoe": "cache rate c",
+    "domains": "cache rate c",
+}
+
+
+def draw(folder: Path, section: str, points: Sequence[Point]) -> Iterator[Path]:
+    """Draws a section's plot; yields the files that it has written."""
+    pyplot: Any = importlib.import_module("matplotlib.pyplot")
+    folder.mkdir(parents=True, exist_ok=True)
+    if section == "shift":
+        yield _shift(pyplot, folder, points)
+        return
+    panels = list(dict.fromkeys((point.section, point.text) for point in points))
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(5.2 * len(panels), 4.4), squeeze=False, layout="constrained"
+    )
+    for axis, panel in zip(axes[0], panels, strict=True):
+        curves: dict[str, list[Point]] = defaultdict(list)
+        for point in points:
+            if (point.section, point.text) == panel:
+                curves[point.series].append(point)
+        for name, found in curves.items():
+            ordered = sorted(found, key=lambda point: point.x)
+            x, y = [p.x for p in ordered], [p.perplexity for p in ordered]
+            axis.plot(x, y, "o-" if len(x) > 1 else "o", label=name, markersize=4)
+        axis.set(title=", ".join(panel), xlabel=AXES.get(section, ""), ylabel="perplexity")
+        axis.legend(fontsize=6)
+        axis.grid(alpha=0.3)
+    path = folder / f"quality_{section}.png"
+    figure.savefig(path, dpi=90)
+    pyplot.close(figure)
+    yield path
+
+
+def _shift(pyplot: Any, folder: Path, points: Sequence[Point]) -> Path:
+    """Perplexity by segment, and how hot the experts of the last layer were."""
+    segments = list(dict.fromkeys(point.text for point in points))
+    series = list(dict.fromkeys(point.series for point in points))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
+    for i, name in enumerate(series):
+        found = {point.text: point.perplexity for point in points if point.series == name}
+        at = np.arange(len(segments)) + 0.8 * i / len(series)
+        left.bar(at, [found[s] for s in segments], 0.8 / len(series), label=name)
+    left.set_xticks(np.arange(len(segments)) + 0.4, segments)
+    left.set(ylabel="perplexity", title="by segment", yscale="log")
+    left.legend(fontsize=7)
+    first = next(point.series for point in points if "last layer's hotness" in point.more)
+    heat = [
+        row
+        for point in points
+        if point.series == first
+        for row in point.more["last layer's hotness"]
+    ]
+    image = right.imshow(np.asarray(heat).T, aspect="auto", cmap="magma")
+    right.set(xlabel="window", ylabel="expert", title=f"hotness, last layer: {first}")
+    figure.colorbar(image, ax=right)
+    path = folder / "quality_shift.png"
+    figure.savefig(path, dpi=90)
+    pyplot.close(figure)
+    return path

@@ -1,0 +1,73 @@
+"""Tiny models whose experts lie in several tiers, and runners of them under policies."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax import ops
+from moejax.memory.expert_memory import ExpertMemory
+from moejax.memory.expert_pool import PoolSpec
+from moejax.memory.residency import CacheSpec
+from moejax.memory.tiered_memory import TieredMemory, warmed
+from moejax.models.config import ModelConfig
+from moejax.policies.interface import AnyPolicy
+from moejax.qtensor import QTensor, Weight
+from moejax.runner import Runner
+from tests.pooled_test import CPU, EXPERTS, QWEN, random_weights, rows_of, without_experts
+
+CONFIG = QWEN
+
+
+def plain(weight: Weight) -> jax.Array:
+    """As float32."""
+    return weight.dequantize() if isinstance(weight, QTensor) else jnp.asarray(weight)
+
+
+def tier_memory(
+    config: ModelConfig,
+    weights: dict[str, Weight],
+    slots: int,
+    *,
+    transient: int = 2,
+    prefetch: int = 0,
+    emulated: bool = False,
+    warm: int = -1,
+) -> ExpertMemory:
+    """One tier's; `warm` experts of a layer are there from the start (-1: all, if all fit)."""
+    num_layers, num_experts = len(config.moe_layers), config.num_experts
+    cache = CacheSpec(
+        num_layers=num_layers, num_experts=num_experts, slots=slots, transient=transient,
+        banks=2 if prefetch else 1,
+    )  # fmt: skip
+    places = np.arange(num_layers * num_experts).reshape(num_layers, num_experts)
+    memory = ExpertMemory.of_rows(
+        PoolSpec(cache, prefetch, emulated=emulated),
+        *(rows_of(weights[name]) for name in EXPERTS), places, CPU,
+    )  # fmt: skip
+    count = (num_experts if slots == num_experts else 0) if warm < 0 else warm
+    if count:
+        first = np.tile(np.arange(count, dtype=np.int32), (num_layers, 1))
+        memory.pool = warmed(memory, config, ops.NO_KERNELS, first)
+    return memory
+
+
+def tiered_runner(
+    policy: AnyPolicy,
+    bits: Sequence[int],
+    slots: Sequence[int],
+    *,
+    config: ModelConfig = CONFIG,
+    **how: Any,
+) -> tuple[Runner, TieredMemory]:
+    """A runner of random weights whose experts are stored in each of these widths."""
+    stored = [random_weights(config, width) for width in bits]
+    tiers = [
+        tier_memory(config, weights, size, **how)
+        for weights, size in zip(stored, slots, strict=True)
+    ]
+    names = [f"int{width}" for width in bits]
+    memory = TieredMemory(policy, names, tiers, width=config.experts_per_token)
+    return Runner(config, without_experts(stored[0]), CPU, memory=memory), memory

@@ -1,0 +1,203 @@
+"""Policies as users ask for them: tiers made at load or from checkpoints, errors in one line."""
+
+import contextlib
+import io
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax import cli, evaluate, generate
+from moejax.errors import MoejaxError
+from moejax.evaluation import fidelity
+from moejax.evaluation.perplexity import Windowing
+from moejax.memory.budget import BudgetError, Limits, Tier, make_tiered_budget
+from moejax.policies.make import make_policy
+from moejax.simulation.replay import EVENTS
+from moejax.simulation.runs import Run, run_policies
+from moejax.tiering import Tiering
+from moejax.traces import read_trace
+from tests import tiny_engine
+from tests.tiny_engine import CONFIG
+
+PROMPT = list(range(40, 52))
+MADE = {"tiers": ("int4", "int2"), "quantizer": "rtn", "group_size": 16}
+
+
+class EngineTest(parameterized.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.folder = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+
+    def engine(self, limits: Limits | None = None, **tiering):
+        return tiny_engine.load_tiny_engine(
+            self.folder / "model", limits=limits, policy=Tiering(**tiering)
+        )
+
+    def test_stored_experts_under_on_demand_are_the_model(self):
+        plain = tiny_engine.load_tiny_engine(self.folder / "model")
+        served = self.engine(policy="on_demand", slots=(3,))
+        tokens = np.asarray([PROMPT])
+        np.testing.assert_array_equal(served.logits(tokens), plain.logits(tokens))
+        self.assertEqual(served.ledger.shares["stored"], 1.0)
+        self.assertGreater(served.ledger.link_bytes, 0)
+
+    def test_promotions_arrive_between_steps(self):
+        engine = self.engine(
+            policy="dynaexq", settings={"period": 8, "warmup": 8}, slots=(3, 8), **MADE
+        )
+        self.assertEqual([tier.slots for tier in engine.budget.tiers], [3, 8])
+        for _ in range(12):
+            engine.generate([PROMPT], max_new_tokens=24, ignore_eos=True)
+            if engine.ledger.total("bulk") >= 6:
+                break
+        ledger = engine.ledger
+        self.assertGreaterEqual(ledger.total("bulk"), 6)
+        self.assertGreater(ledger.shares["int4"], 0)
+        self.assertEqual(ledger.tiers["int4"].total("misses"), 0)
+        self.assertEqual(ledger.tiers["int2"].total("misses"), 0)
+        self.assertEqual(ledger.total("evictions"), ledger.tiers["int4"].total("evictions"))
+        lines = "\n".join([*ledger.describe(), *ledger.describe_layers()])
+        self.assertIn("gate mass: int4", lines)
+        self.assertIn("layer 1: int4", lines)
+
+    def test_emulated_slots_give_the_tokens_of_real_ones(self):
+        how = dict(policy="dymoe", settings={"retention": 0.75, "heavy_count": 2}, **MADE)
+        real, emulated = (self.engine(slots=(3, 8), emulate=e, **how) for e in (False, True))
+        tokens = np.asarray([PROMPT])
+        np.testing.assert_allclose(emulated.logits(tokens), real.logits(tokens), rtol=0, atol=1e-5)
+        self.assertEqual(real.ledger.layers, emulated.ledger.layers)
+
+    def test_a_trace_through_the_policy_gives_the_counts_of_the_engine(self):
+        settings = {"selection": "load", "prefetch": 0, "retention": 0.5, "schedule": "equal"}
+        engine = self.engine(policy="dymoe", settings=settings, slots=(3, 8), emulate=True, **MADE)
+        path = self.folder / "trace"
+        with engine.recording(path, probabilities=True):
+            for prompt in (PROMPT, PROMPT[::-1]):
+                engine.generate(prompt, max_new_tokens=20, ignore_eos=True)
+        run = Run(
+            policy=make_policy("dymoe", **settings), tiers=("int4", "int2"),
+            expert_bytes=(2, 1), slots=(3, 8),
+        )  # fmt: skip
+        events = np.sum(run_policies(read_trace(path), [run])[0].events, axis=0)
+        for i, ledger in enumerate(engine.ledger.tiers.values()):
+            for name in ("needed", "hits", "misses", "admitted", "streamed", "evictions"):
+                self.assertEqual(ledger.total(name), events[EVENTS.index(name), i], name)
+        self.assertGreater(engine.ledger.total("misses"), 10)
+
+    def test_a_tier_of_another_checkpoint(self):
+        other = self.folder / "other"
+        tiny_engine.load_tiny_engine(other)
+        with self.assertRaisesRegex(MoejaxError, "must be of falling fidelity"):
+            self.engine(policy="resident", tiers=("int2", f"high={other}"), group_size=16)
+        engine = self.engine(policy="resident", tiers=(f"high={other}",))
+        plain = tiny_engine.load_tiny_engine(self.folder / "model")
+        tokens = np.asarray([PROMPT])
+        np.testing.assert_array_equal(engine.logits(tokens), plain.logits(tokens))
+
+    @parameterized.parameters(
+        ({"policy": "dymoe"}, "high=stored must be of higher fidelity than low=stored"),
+        ({"policy": "dynaexq", "tiers": ("int4", "int2")}, "groups of 64 are longer"),
+        ({"policy": "dynaexq", **MADE, "slots": (3,)}, "policy.slots has 1 numbers"),
+        ({"policy": "dynaexq", **MADE, "slots": (3, 9)}, "policy.slots=3, 9 must be from 0 to"),
+        ({"policy": "dynaexq", **MADE, "settings": {"n_hot": 9}}, "n_hot=9, but"),
+        ({"policy": "buddymoe"}, "there is no profile of experts"),
+        ({"policy": "dymo"}, "there is no policy 'dymo'; did you mean 'dymoe'"),
+        ({"tiers": ("a=",)}, "'a=' is neither NAME=CHECKPOINT nor one of int8"),
+        ({"tiers": ("int4", "int4")}, "has a name twice"),
+        ({"emulate": True, "limits": Limits(device_gib=1)}, "policy.emulate keeps every expert"),
+        ({"quantizer": "gptq"}, "policy.quantizer='gptq' must be one of rtn"),
+        ({"tiers": ("int4=/nowhere",)}, "/nowhere"),
+    )
+    def test_what_is_refused(self, tiering, said):
+        with self.assertRaises(MoejaxError) as caught:
+            self.engine(**tiering)
+        self.assertIn(said, str(caught.exception))
+        self.assertNotIn("\n", str(caught.exception))
+
+
+class CommandTest(parameterized.TestCase):
+    @parameterized.parameters(
+        (["--config.policy.retention=0.9"], "policy.retention='0.9' is of a policy, but none"),
+        (["--config.policy.name=dymo"], "policy.name='dymo' must be one of resident"),
+        (
+            ["--config.policy.name=dymoe", "--config.policy.hot=int4"],
+            "policy dymoe has no setting 'hot'",
+        ),
+        (
+            ["--config.policy.name=dymoe", "--config.policy.slots=('x',)"],
+            "policy.slots: 'x' is not a number",
+        ),
+        (
+            ["--config.policy.name=dymoe", "--config.policy.retention=2"],
+            "retention=2 must be a number, from 0.5 to 1",
+        ),
+        (["--config.fidelity_share=2"], "fidelity_share=2.0 must be from 0 to 1"),
+    )
+    def test_mistakes_are_one_line(self, arguments, said):
+        is_evaluation = "fidelity" in arguments[0]
+        command = evaluate.COMMAND if is_evaluation else generate.COMMAND
+        prompt = [] if is_evaluation else ["--prompt=Hi"]
+        with contextlib.redirect_stderr(io.StringIO()) as heard:
+            status = cli.exit_status(command, ["main", *prompt, *arguments])
+        self.assertEqual(status, 1)
+        self.assertIn(said, heard.getvalue())
+        self.assertLen(heard.getvalue().strip().splitlines(), 1)
+
+
+class BudgetTest(parameterized.TestCase):
+    def budget(self, gib: float, slots=(), names=("int4", "int2"), nbytes=(2**26, 2**25)):
+        tiers = [Tier(name=n, expert_nbytes=b) for n, b in zip(names, nbytes, strict=True)]
+        return make_tiered_budget(
+            CONFIG, {"embed": 1000}, tiers, slots=slots, prefetch=0, bulk=2, batch=1, context=64,
+            chunk=16, limits=Limits(device_gib=gib), platform="cpu",
+        )  # fmt: skip
+
+    def test_the_low_tier_is_whole_where_the_first_has_what_a_token_needs(self):
+        whole = self.budget(0)
+        self.assertEqual([tier.slots for tier in whole.tiers], [8, 8])
+        for first in (4, 2):
+            limit = self.budget(0, slots=(first, 8)).total_device
+            some = self.budget(limit / 2**30)
+            self.assertEqual([tier.slots for tier in some.tiers], [first, 8])
+            self.assertEqual(some.total_device, limit)
+            parts = {p for p in some.device if not p.endswith((", int4", ", int2"))}
+            shared = {"weights embed", "KV cache", "activations and workspace"}
+            self.assertEqual(parts, shared)
+
+    def test_else_all_tiers_have_the_same_number(self):
+        least = self.budget(0, slots=(1, 1)).total_device
+        found = self.budget(least / 2**30)
+        self.assertEqual([tier.slots for tier in found.tiers], [1, 1])
+
+    def test_too_little_names_what_would_do(self):
+        with self.assertRaisesRegex(BudgetError, "the smallest that would do is"):
+            self.budget(1e-6)
+        with self.assertRaisesRegex(BudgetError, "is too little for 8, 8 slots a layer"):
+            self.budget(1e-6, slots=(8, 8))
+
+
+class FidelityTest(parameterized.TestCase):
+    def test_kl_by_hand(self):
+        rng = np.random.default_rng(0)
+        logits = {name: rng.standard_normal((1, 6, 5)).astype(np.float32) for name in "pq"}
+        windowing = Windowing(6, 6)
+        chosen = fidelity.sample(range(13), windowing, 0.5)
+        self.assertEqual(chosen.tokens.shape, (1, 6))
+        exact, other = (
+            fidelity.predictions(lambda _, name=name: logits[name], chosen) for name in "pq"
+        )
+        found = fidelity.compare(exact, other)
+        total = 0.0
+        for t in chosen.positions[0]:
+            p, q = (np.exp(logits[n][0, t]) / np.exp(logits[n][0, t]).sum() for n in "pq")
+            total += sum(a * np.log(a / b) for a, b in zip(p, q, strict=True))
+        self.assertAlmostEqual(found.mean_kl, total / 6, places=5)
+        self.assertEqual(fidelity.compare(exact, exact).mean_kl, 0.0)
+        self.assertEqual(found.num_tokens, 6)
+
+
+if __name__ == "__main__":
+    absltest.main()
