@@ -84,8 +84,8 @@ def main(argv: list[str]) -> None:
         for point in SECTIONS[name](bench):
             points.append(point)
             print(line(point), flush=True)
-        if _OUTPUT.value:
-            append_rows(Path(_OUTPUT.value), [row(name, point, device) for point in points])
+            if _OUTPUT.value:
+                append_rows(Path(_OUTPUT.value), [row(name, point, device)])
         if _PLOTS.value:
             for path in quality_plots.draw(Path(_PLOTS.value), name, points):
                 print(f"drawn: {path}")

@@ -1,7 +1,6 @@
 """Plots of `scripts/policy_quality.py`: perplexity against what a section varies."""
 
 import importlib
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import numpy as np
 
 from scripts.quality_sections import Point
 
+COLUMNS = 4
 AXES = {
     "dynaexq": "share of the experts in low precision",
     "dymoe": "retention r",
@@ -25,22 +25,29 @@ def draw(folder: Path, section: str, points: Sequence[Point]) -> Iterator[Path]:
     if section == "shift":
         yield _shift(pyplot, folder, points)
         return
-    panels = list(dict.fromkeys((point.section, point.text) for point in points))
+    panels: dict[tuple[str, ...], dict[str, list[Point]]] = {}
+    for point in points:
+        of_figure_3 = ("figure 3",) if point.series.startswith("figure 3") else ()
+        curves = panels.setdefault((point.section, point.text, *of_figure_3), {})
+        curves.setdefault(point.series, []).append(point)
+    columns = min(COLUMNS, len(panels))
+    lines = -(-len(panels) // columns)
     figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(5.2 * len(panels), 4.4), squeeze=False, layout="constrained"
+        lines, columns, figsize=(5.2 * columns, 4.2 * lines), squeeze=False, layout="constrained"
     )
-    for axis, panel in zip(axes[0], panels, strict=True):
-        curves: dict[str, list[Point]] = defaultdict(list)
-        for point in points:
-            if (point.section, point.text) == panel:
-                curves[point.series].append(point)
+    for axis, (panel, curves) in zip(axes.flat, panels.items(), strict=False):
         for name, found in curves.items():
             ordered = sorted(found, key=lambda point: point.x)
             x, y = [p.x for p in ordered], [p.perplexity for p in ordered]
             axis.plot(x, y, "o-" if len(x) > 1 else "o", label=name, markersize=4)
-        axis.set(title=", ".join(panel), xlabel=AXES.get(section, ""), ylabel="perplexity")
+        values = [point.perplexity for found in curves.values() for point in found]
+        scale = "log" if max(values) > 4 * min(values) else "linear"
+        what = "layer" if panel[0].endswith("layers") else AXES.get(section, "")
+        axis.set(title=", ".join(panel), xlabel=what, ylabel="perplexity", yscale=scale)
         axis.legend(fontsize=6)
         axis.grid(alpha=0.3)
+    for axis in axes.flat[len(panels) :]:
+        axis.axis("off")
     path = folder / f"quality_{section}.png"
     figure.savefig(path, dpi=90)
     pyplot.close(figure)

@@ -141,7 +141,8 @@ def dymoe(bench: Bench) -> Iterator[Point]:
     tiers, experts = ("int4", "int2"), bench.model.config.num_experts
     loss = sensitivities(bench, *tiers, bench.calibration)
     for layer, nats in enumerate(loss):
-        yield Point("dymoe layers", "calibration", "nats lost", layer, float(np.exp(nats)))
+        factor = float(np.exp(nats))
+        yield Point("dymoe layers", "calibration", "times the perplexity", layer, factor)
     sensitivity = tuple(max(nats, 0.0) for nats in loss)
     settings: list[tuple[str, float, dict[str, Any]]] = []
     for low, label in (("", "4/2"), ("skip", "4/0")):
