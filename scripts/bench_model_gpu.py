@@ -269,7 +269,6 @@ class Benchmark:
         session = runner.prefill(prompts, context, settings, ())
         if not jnp.isfinite(session.state.cache.keys).all():
             raise RuntimeError("activations are not finite: nothing measured here means anything")
-        most = max(_CALLS.value)
         if 1 in _CALLS.value:
             step = runner.decode(session, 1, 1)
             jax.block_until_ready((session.state, step))
