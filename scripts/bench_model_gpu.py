@@ -38,6 +38,7 @@ from moejax.generation import GenerationSettings, Timing
 from moejax.models.config import ModelConfig
 from moejax.models.transformer import ChunkSpec
 from moejax.runner import Runner
+from moejax.session import Session
 from pallas_kernels import layout
 from pallas_kernels.target import target_of
 from scripts.bench_report import Report
@@ -231,6 +232,8 @@ class Benchmark:
         least = bytes_per_step(self.config, weights, batch, prompt + _NEW.value // 2, distinct)
         share = 100 * least / tpot / self.bandwidth
         report.add(f"{label} share of bandwidth, random cache", share, "%", gb=least / 1e9)
+        if _PROFILE.value:
+            self._launches(report, label, session)
 
     def _timings(
         self, prompts: list[list[int]], context: int, settings: GenerationSettings, steps: int
@@ -266,7 +269,6 @@ class Benchmark:
         session = runner.prefill(prompts, context, settings, ())
         if not jnp.isfinite(session.state.cache.keys).all():
             raise RuntimeError("activations are not finite: nothing measured here means anything")
-        most = max(_CALLS.value)
         if 1 in _CALLS.value:
             step = runner.decode(session, 1, 1)
             jax.block_until_ready((session.state, step))
@@ -280,11 +282,15 @@ class Benchmark:
                 raise RuntimeError("a program was compiled inside the timed loop: change --prompt")
             jax.block_until_ready(session.state)
             report.add(f"{label} dispatch of one step call", dispatch * 1e3, "ms")
-        if not _PROFILE.value:
-            return
+        if _PROFILE.value:
+            self._launches(report, label, session)
+
+    def _launches(self, report: Report, label: str, session: Session) -> None:
+        """Launches a token, and the kernels that take most of it, in a profile of a call."""
+        most = max(_CALLS.value)
         with tempfile.TemporaryDirectory() as trace:
             with jax.profiler.trace(trace):
-                step = runner.decode(session, most, most)
+                step = self.runner.decode(session, most, most)
                 jax.block_until_ready((session.state, step))
             counted, graphs = launches(Path(trace)), graph_launches(Path(trace))
         num_launches = sum(count for count, _ in counted.values())

@@ -311,8 +311,9 @@ class SparseMoe(nnx.Module):
           [N, D] and the routing.
         """
         gate_up, down = self.gate_up[...], self.down[...]
-        is_grouped = via == "grouped_kernel" and layer > 0
-        first_slot = jnp.int32(layer * gate_up.shape[1]) if is_grouped else None
+        first_slot = None
+        if via == "grouped_kernel" and isinstance(layer, int) and layer:
+            first_slot = jnp.int32(layer * gate_up.shape[1])
         routing = self.route(x, layer, first_slot)
         match via:
             case "dense":
