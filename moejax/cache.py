@@ -56,8 +56,11 @@ class KVCache:
 
         def write(cache: jax.Array, new: jax.Array) -> jax.Array:
             block = new.swapaxes(1, 2)[None].astype(cache.dtype)
+            if isinstance(layer, int):
+                return jax.lax.dynamic_update_slice(cache, block, (layer, zero, zero, start, zero))
             # Slots and their numbers as one axis: in a loop over layers XLA would else choose a
             # layout in which the block needs no transposing, and copy the cache into it and back.
+            # (Where layers are unrolled, one axis makes it copy.)
             whole, part = (a.reshape(*a.shape[:3], -1) for a in (cache, block))
             return jax.lax.dynamic_update_slice(whole, part, index).reshape(cache.shape)
 

@@ -223,9 +223,10 @@ class Transformer(nnx.Module):
     ) -> tuple[KVCache, jax.Array]:
         """Runs T new tokens of each sequence, writing the cache.
 
-        More than one token a sequence goes through the layers in a loop, where these are alike: one
-        layer is compiled, not all. (Kernels of Qwen3-30B's 48 layers took most of a minute.) A
-        decode step stays unrolled: its launches are few and short, and a loop adds to them.
+        On a GPU more than one token a sequence goes through the layers in a loop, where these are
+        alike: one layer is compiled, not all. (Kernels of Qwen3-30B's 48 layers took most of a
+        minute.) A decode step stays unrolled: its launches are few and short, and a loop adds to
+        them.
 
         Args:
           tokens: int32[B, T].
@@ -250,6 +251,9 @@ class Transformer(nnx.Module):
         """Whether the layers of a chunk of tokens run in a loop: all sparse, and numbers serve."""
         if self.config.dense_layers or experts == "kernel":  # whose layer is static
             return False
+        target = self.kernels.target
+        if target is not None and target.platform != "gpu":  # XLA copies the cache in a CPU's loop
+            return False
         return run is None or isinstance(run, LoopedExperts)
 
     def _looped(
@@ -266,6 +270,8 @@ class Transformer(nnx.Module):
         angles = rotary_angles(positions, c.head_dim, c.rope_theta)
         num_turns = max(LAYERS_A_PASS, run.num_turns if run else 1)
         num_looped = c.num_layers // num_turns * num_turns
+        if num_looped == num_turns:  # of a loop of one pass XLA copies the cache
+            num_looped = 0
 
         def one(x: jax.Array, layer: Index, cache: KVCache) -> tuple[jax.Array, KVCache]:
             attend = self._attention_of(cache, positions, spec)
@@ -281,12 +287,13 @@ class Transformer(nnx.Module):
             return (x, cache, run.state if run else None), run.kept() if run else None
 
         x = ops.take_rows(self.embed[...], tokens, self.dtype)
-        firsts = jnp.arange(0, num_looped, num_turns, dtype=jnp.int32)
-        carried = (x, cache, run.state if run else None)
-        (x, cache, state), kept = jax.lax.scan(some, carried, firsts)
-        if run:
-            run.resume(state)
-            run.keep(jax.tree.map(lambda leaf: leaf.reshape(num_looped, *leaf.shape[2:]), kept))
+        if num_looped:
+            firsts = jnp.arange(0, num_looped, num_turns, dtype=jnp.int32)
+            carried = (x, cache, run.state if run else None)
+            (x, cache, state), kept = jax.lax.scan(some, carried, firsts)
+            if run:
+                run.resume(state)
+                run.keep(jax.tree.map(lambda leaf: leaf.reshape(num_looped, *leaf.shape[2:]), kept))
         for layer in range(num_looped, c.num_layers):
             x, cache = one(x, layer, cache)
         return cache, x
