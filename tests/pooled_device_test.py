@@ -21,9 +21,9 @@ from scripts.model_weights import Packing, random_weights
 
 NUM_EXPERTS, CONTEXT = 16, 512
 QWEN = dataclasses.replace(
-    SHAPES["Qwen3-30B-A3B"], vocab_size=1024, model_dim=512, num_layers=3, num_heads=8,
+    SHAPES["Qwen3-30B-A3B"], vocab_size=1024, model_dim=512, num_layers=4, num_heads=8,
     num_kv_heads=2, head_dim=64, num_experts=NUM_EXPERTS, experts_per_token=4, expert_dim=256,
-    moe_layers=(0, 1, 2),
+    moe_layers=(0, 1, 2, 3),
 )  # fmt: skip
 MIXTRAL = dataclasses.replace(
     QWEN, family="mixtral", qk_norm=False, norm_topk_prob=True, experts_per_token=2
