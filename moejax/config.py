@@ -251,7 +251,9 @@ class EvaluateConfig(RecordConfig):
     )
     policy: PolicyConfig = option(PolicyConfig(), "what decides about experts")  # noqa: RUF009
     fidelity_share: float = option(
-        0.05, "with a policy, of the windows in which it is compared with the exact model (KL)"
+        0.05,
+        "with a policy, of the windows in which it is compared with the exact model (KL), which is "
+        "loaded beside it under the same limits; 0: none",
     )
     output: str = option("", "a JSON file for the result; '': none")
     platform: str = option("auto", "auto (an accelerator if there is one), cpu or gpu")

@@ -8,7 +8,7 @@ its routing (`moejax.recording`) is its last output; None where nothing is recor
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -281,6 +281,15 @@ def first_token(
     return DecodeState(cache, tokens, lengths, done, keys, seen), tokens[:, None]
 
 
+def _chosen(condition: jax.Array, new: Any, old: Any) -> Any:
+    """One of two states; leaves that are the same array are not looked at."""
+
+    def leaf(a: jax.Array, b: jax.Array) -> jax.Array:
+        return a if a is b else jnp.where(condition, a, b)
+
+    return jax.tree.map(leaf, new, old)
+
+
 def decode(
     program: Program,
     spec: ChunkSpec,
@@ -302,9 +311,10 @@ def decode(
       spec: static, how the tokens stand to the cache.
       all_greedy: static, see `moejax.sampling.draw`.
       buffer_length: static, most steps of a call.
-      runs_whole: static, steps beyond `num_steps` run too and change nothing. Where a loop's end is
-        known XLA's host thread does not wait for a look at its condition on a GPU after each step,
-        and the call returns before the device is done.
+      runs_whole: static, steps beyond `num_steps` run too, in which all rows rest: they take time
+        and are counted as steps of the pool, and change nothing else. Where a loop's end is known
+        XLA's host thread does not wait for a look at its condition on a GPU after each step, and
+        the call returns before the device is done.
       state: donated.
       pool: donated.
       weights: of the model.
@@ -323,6 +333,7 @@ def decode(
         index: jax.Array, carry: tuple[DecodeState, Pool, jax.Array, Recorded | None]
     ) -> tuple[DecodeState, Pool, jax.Array, Recorded | None]:
         state, pool, emitted, kept = carry
+        before = pool
         tokens, positions = state.tokens[:, None], state.positions[:, None]
         rests = state.done | (index >= num_steps) if runs_whole else state.done
         cache, pool, hidden, recorded = _run(
@@ -335,6 +346,9 @@ def decode(
         )
         if runs_whole:
             keys = jnp.where(index < num_steps, keys, state.keys)
+            if isinstance(pool, TieredPool) and isinstance(before, TieredPool):
+                held = _chosen(index < num_steps, pool.state, before.state)
+                pool = dataclasses.replace(pool, state=held)
             if seen is not None and state.seen is not None:
                 seen = jnp.where(index < num_steps, seen, state.seen)
         tokens = jnp.where(rests, state.tokens, tokens)

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,19 @@ class Tiering:
                     f"policy.tiers: {entry!r} is neither NAME=CHECKPOINT nor one of "
                     f"{', '.join(MADE)} to be made at load"
                 )
+            like_made = re.fullmatch(r"int\d*", name) or not name.isidentifier()
+            if not source and like_made and name not in MADE:
+                raise MoejaxError(
+                    f"policy.tiers: {entry!r} cannot be made at load: {', '.join(MADE)} can; "
+                    "another form is NAME=CHECKPOINT, and several are ('int4','int2')"
+                )
             found.append(StoredTier(name, source))
+        if sum(not tier.source and tier.bits is None for tier in found) > 1:
+            bare = ", ".join(t.name for t in found if not t.source and t.bits is None)
+            raise MoejaxError(
+                f"policy.tiers: {bare} all mean the checkpoint as it is; {', '.join(MADE)} can be "
+                "made at load, another form is NAME=CHECKPOINT"
+            )
         return tuple(found)
 
 

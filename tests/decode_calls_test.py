@@ -12,7 +12,10 @@ from absl.testing import absltest
 
 from moejax import Engine
 from moejax.generation import GenerationSettings
+from moejax.policies.make import make_policy
 from moejax.runner import Runner
+from tests.pooled_test import QWEN
+from tests.tiered_case import tiered_runner
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
 
 CONTEXT = 256
@@ -46,6 +49,19 @@ class WholeCallsTest(absltest.TestCase):
         jax.tree.map(np.testing.assert_array_equal, *found)
         counts = [(np.asarray(part) >= 0).sum(axis=1).tolist() for part in found[1][0]]
         self.assertEqual(counts, [[n, n] for n in (3, 8, 1, 5)])
+
+
+class WholeCallsOfPoliciesTest(absltest.TestCase):
+    def test_a_policy_that_draws_decides_as_without_them(self):
+        policy = make_policy("dymoe", retention=0.5, selection="random", prefetch=0)
+        found = []
+        for whole in (False, True):
+            serving, memory = tiered_runner(policy, (4, 2), (QWEN.num_experts, QWEN.num_experts))
+            serving._whole_calls = whole
+            session = serving.prefill([list(range(1, 8))], 64, GenerationSettings(), ())
+            emitted = [np.asarray(serving.decode(session, n, 4))[:, :n] for n in (1, 3, 4, 2)]
+            found.append((emitted, memory.pool.state, memory.pool.gate))
+        jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 class TimingTest(absltest.TestCase):

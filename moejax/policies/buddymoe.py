@@ -136,8 +136,9 @@ class BuddyMoe(ByContent):
       depth: H, places of a list that are searched; None is all.
       fall_back: of a pair without a buddy.
       in_prefill: whether prompts are served by buddies as well.
-      background_bytes: of transfers in the background, a step; None is a quarter of an expert.
-      half_life: steps after which a miss counts half.
+      background_bytes: of transfers in the background, each time the engine asks for them, which is
+        once a call of decode steps; None is a quarter of an expert.
+      half_life: such times after which a miss counts half.
       least_misses: an expert is brought from so many on.
       max_requests: of one step.
       form: how Algorithm 1 is computed.
