@@ -112,13 +112,10 @@ class Model:
         self.device, self.tokenizer = device, tokenizer
         self.weights: Any = dict(opened.load(dtype="float32", device=device, progress=False))
         self.dense = {n: leaf for n, leaf in self.weights.items() if n not in EXPERTS}
-        self.experts: dict[str, tuple[jax.Array, jax.Array]] = {
-            "bf16": tuple(self._rows(self.weights[n]) for n in EXPERTS)  # type: ignore[dict-item]
-        }
+        gate_up, down = (self._rows(self.weights[n]) for n in EXPERTS)
+        self.experts: dict[str, tuple[jax.Array, jax.Array]] = {"bf16": (gate_up, down)}
         for name, bits in BITS.items():
-            self.experts[name] = tuple(  # type: ignore[assignment]
-                _rounded(rows, bits, method) for rows in self.experts["bf16"]
-            )
+            self.experts[name] = (_rounded(gate_up, bits, method), _rounded(down, bits, method))
 
     @staticmethod
     def _rows(stack: jax.Array) -> jax.Array:
