@@ -140,8 +140,8 @@ class Runner:
         """Yields the new tokens of each row as they come, until all have ended.
 
         A row ends by an end-of-sequence token; at `max_new_tokens` or the end of the cache the
-        caller stops listening. The first token is read before decoding is dispatched, so that its
-        time is its own; from there a call is dispatched before the last one's tokens are read.
+        caller stops listening. The first token is read before decoding is dispatched: the time is
+        its own. Later, a call is dispatched before the last one's tokens are read.
 
         Args:
           prompts: token ids, none empty.
@@ -160,14 +160,15 @@ class Runner:
                 return [[t for t in row if t >= 0] for row in np.asarray(tokens).tolist()]
 
         session = self.prefill(prompts, cache_length, settings, eos_ids)
-        # The last token of an answer is never written to the cache.
+        # An answer's last token is never written.
         budget = min(settings.max_new_tokens - 1, cache_length - min(map(len, prompts)))
+        whole = 4 * (-budget % steps_per_call) <= budget  # else much would be waste
 
         def dispatch() -> jax.Array | None:
             nonlocal budget
             num_steps = min(steps_per_call, budget)
             budget -= num_steps
-            return self.decode(session, num_steps, steps_per_call) if num_steps > 0 else None
+            return self.decode(session, num_steps, steps_per_call, whole) if num_steps > 0 else None
 
         rows, decoded = read(session.first_tokens), 0
         ttft = elapsed()
@@ -204,8 +205,7 @@ class Runner:
                 self._put(np.int32(start)),
                 device_lengths,
             )
-        all_greedy = settings.temperature == 0
-        sampling = sampling_of(settings, batch, self._put)
+        all_greedy, sampling = settings.temperature == 0, sampling_of(settings, batch, self._put)
         ending = self._put(np.asarray(eos_ids or (-1,), np.int32))
         state, first_tokens = self._call(
             steps.first_token,
@@ -219,8 +219,10 @@ class Runner:
         )
         return Session(state, sampling, ending, all_greedy, max(lengths), first_tokens)
 
-    def decode(self, session: Session, num_steps: int, buffer_length: int) -> jax.Array:
-        """Dispatches decode steps; returns int32[B, buffer_length], not waited for."""
+    def decode(
+        self, session: Session, num_steps: int, buffer_length: int, whole: bool = True
+    ) -> jax.Array:
+        """Dispatches decode steps (see `steps.decode`); int32[B, buffer_length], not waited for."""
         batch, cache_length = session.state.cache.batch_size, session.state.cache.length
         spec = ChunkSpec(
             kv_length=kv_bucket(session.next_position + num_steps, cache_length),
@@ -232,7 +234,7 @@ class Runner:
         )
         session.state, emitted = self._step(
             steps.decode,
-            (self._program, spec, session.all_greedy, buffer_length, self._whole_calls),
+            (self._program, spec, session.all_greedy, buffer_length, self._whole_calls and whole),
             (session.state,),
             session.sampling,
             session.eos_ids,
@@ -301,8 +303,7 @@ class Runner:
     def fold(self, function: Any, carried: Any, tokens: np.ndarray, lengths: np.ndarray) -> Any:
         """Windows int32[B, T], padded at the end, through a step that carries what it counts.
 
-        `function` is `steps.score_chunk` up to `lengths`, but for `carried` after the cache, which
-        it returns there; `carried` is donated.
+        `function`: `steps.score_chunk` up to `lengths`, with `carried`, donated, after the cache.
         """
         batch, length = tokens.shape
         cache_length = length_bucket(length, MIN_PREFILL_LENGTH, self.config.max_positions)
@@ -341,8 +342,7 @@ class Runner:
         return via
 
     def _chunks(self, batch: int, length: int, cache_length: int) -> Iterator[tuple[int, int]]:
-        longest = longest_chunk(self.config, batch, cache_length)
-        return prefill_chunks(length, cache_length, longest)
+        return prefill_chunks(length, cache_length, longest_chunk(self.config, batch, cache_length))
 
     def _fresh(self, seeds: list[int], cache_length: int) -> tuple[KVCache, jax.Array, jax.Array]:
         if self._recorder is not None:

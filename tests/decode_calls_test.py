@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from absl.testing import absltest
 
-from moejax import Engine
+from moejax import Engine, steps
 from moejax.generation import GenerationSettings
 from moejax.policies.make import make_policy
 from moejax.runner import Runner
@@ -49,6 +49,16 @@ class WholeCallsTest(absltest.TestCase):
         jax.tree.map(np.testing.assert_array_equal, *found)
         counts = [(np.asarray(part) >= 0).sum(axis=1).tolist() for part in found[1][0]]
         self.assertEqual(counts, [[n, n] for n in (3, 8, 1, 5)])
+
+    def test_an_answer_of_which_much_would_be_waste_is_not_run_whole(self):
+        serving = Runner(ENGINE.config, ENGINE.weights, ENGINE.device, whole_calls=True)
+        for num_new, expected in ((2, False), (4, False), (17, True), (20, True)):
+            serving.programs._programs.clear()
+            settings = GenerationSettings(max_new_tokens=num_new)
+            parts = [rows[0] for rows, _ in serving.run([random_tokens(12)], 64, settings, (), 4)]
+            self.assertLen([token for part in parts for token in part], num_new)
+            (key,) = (key for key in serving.programs._programs if key[0] is steps.decode)
+            self.assertEqual(key[1][-1], expected, num_new)
 
 
 class WholeCallsOfPoliciesTest(absltest.TestCase):
