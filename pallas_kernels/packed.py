@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import layout
+from pallas_kernels.host_rows import rows_on_device
 
 PLAIN_BITS = 16
 BITS = (*layout.BITS, PLAIN_BITS)
@@ -31,6 +32,8 @@ class PackedMatrices:
         float32 [S, N, G]; `zeros` is of the scales' dtype (float zero points), uint8 (integer
         ones), or None (symmetric, 2^(bits - 1));
       * plain, bits == 16: `words` is bfloat16 or float16 [S, N, K]; no scales, no zeros.
+    The arrays lie on the device, or in pinned host memory: rows of a host store, which kernels read
+    in place.
     """
 
     words: jax.Array
@@ -162,16 +165,17 @@ def dequantize(weights: PackedMatrices, slots: jax.Array) -> jax.Array:
 
     Slots outside 0..S - 1 are clipped, as JAX does.
     """
-    words = weights.words[slots]
+    words = rows_on_device(weights.words, slots)
     if weights.bits == PLAIN_BITS:
         return words.astype(jnp.float32)
     assert weights.scales is not None
     group = np.arange(weights.num_inputs) // weights.group_size
     codes = layout.unpack(words, weights.bits, weights.num_inputs).astype(jnp.float32)
-    scales = weights.scales[slots].astype(jnp.float32)[..., group]
+    scales = rows_on_device(weights.scales, slots).astype(jnp.float32)[..., group]
     if weights.zeros is None:
         return (codes - np.float32(2 ** (weights.bits - 1))) * scales
-    return (codes - weights.zeros[slots].astype(jnp.float32)[..., group]) * scales
+    zeros = rows_on_device(weights.zeros, slots).astype(jnp.float32)[..., group]
+    return (codes - zeros) * scales
 
 
 def low_rank_factors(terms: LowRank, slots: jax.Array) -> tuple[jax.Array, jax.Array]:

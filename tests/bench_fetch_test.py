@@ -25,6 +25,18 @@ class SmokeTest(absltest.TestCase):
         [fused, *_] = (row for row in rows if row.what.startswith("product, "))
         self.assertContainsSubset(["product_alone", "copy_alone", "floor"], fused.baseline)
 
+    def test_rows_in_place_beside_rows_that_are_fetched(self):
+        output = Path(self.enter_context(tempfile.TemporaryDirectory())) / "rows.jsonl"
+        command = [sys.executable, "-m", "scripts.bench_host_rows", "--smoke"]
+        command += ["--tokens=1", "--tokens=2", f"--output={output}"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        rows = read_rows(output)
+        self.assertLen(rows, 4)
+        for row in rows:
+            self.assertGreater(row.figure, 0)
+            self.assertContainsSubset(["fetched_first", "all_resident", "gib_per_s"], row.baseline)
+
 
 if __name__ == "__main__":
     absltest.main()

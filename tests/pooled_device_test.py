@@ -29,6 +29,7 @@ MIXTRAL = dataclasses.replace(
     QWEN, family="mixtral", qk_norm=False, norm_topk_prob=True, experts_per_token=2
 )
 CONFIGS = {"qwen3_moe": QWEN, "mixtral": MIXTRAL}
+ATTENTION = ("attention.qkv_proj", "attention.o_proj")
 # Slots of a layer, transient ones, experts brought ahead.
 POLICIES = {
     "all resident": (16, 1, 0),
@@ -93,13 +94,18 @@ class InvisibleTest(parameterized.TestCase):
         self.check_memory(runner)
 
     def check_memory(self, runner: Runner) -> None:
-        """Compiled steps alias the pool, and need little beside it."""
+        """Compiled steps alias the pool, and need little beside it.
+
+        Of plain attention matrices XLA may copy each layer's out of the stack.
+        """
         pool_bytes = sum(x.nbytes for x in jax.tree.leaves(runner.memory.pool.banks))
+        attention = [leaf for name, leaf in runner.weights.items() if name in ATTENTION]
+        most = 4 * 2**20 + sum(x.nbytes for x in attention if isinstance(x, jax.Array))
         for key, program in runner.programs._programs.items():
             if key[0] is steps.decode:
                 memory = program.memory_analysis()
                 self.assertGreaterEqual(memory.alias_size_in_bytes, pool_bytes)
-                self.assertLess(memory.temp_size_in_bytes, 4 * 2**20, key)
+                self.assertLess(memory.temp_size_in_bytes, most, key)
                 self.assertEqual(memory.host_temp_size_in_bytes, 0)
 
 

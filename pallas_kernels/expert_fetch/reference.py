@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.host_rows import rows_on_device
+
 
 def live_jobs(src: jax.Array, dst: jax.Array, num_rows: int, num_slots: int) -> jax.Array:
     """bool[J]: jobs whose row and slot exist, and whose slot no later such job writes."""
@@ -25,18 +27,6 @@ def fetch_reference(
     slot = jnp.where(live, dst, num_slots)  # out of range: dropped
 
     def one(pool: jax.Array, host: jax.Array) -> jax.Array:
-        return jnp.asarray(pool).at[slot].set(_take(host, row), mode="drop")
+        return jnp.asarray(pool).at[slot].set(rows_on_device(host, row), mode="drop")
 
     return tuple(one(pool, host) for pool, host in zip(pools, hosts, strict=True))
-
-
-def _take(host: jax.Array, rows: jax.Array) -> jax.Array:
-    """Rows of a store, which may lie in host memory: there a gather is refused, a slice is not."""
-    if jax.typeof(host).memory_space == jax.memory.Space.Device:
-        return host[rows]
-
-    def take(row: jax.Array) -> jax.Array:
-        found = jax.lax.dynamic_index_in_dim(host, row, keepdims=False)
-        return jax.device_put(found, jax.memory.Space.Device)
-
-    return jax.lax.map(take, rows)

@@ -7,6 +7,7 @@ import jax
 from pallas_kernels import stream, wgmma
 from pallas_kernels.grouped_dequant_matmul.reference import Assignments
 from pallas_kernels.grouped_dequant_matmul.tiles import Tiles, measured
+from pallas_kernels.host_rows import in_host_memory
 from pallas_kernels.packed import LowRank, PackedMatrices
 from pallas_kernels.stream.tiles import StreamTiles
 from pallas_kernels.target import Target
@@ -51,6 +52,8 @@ def refusal(
             found.append("its kernel for many rows has no interpret mode")
         if any(low_rank):
             found.append("its kernel for many rows takes no low-rank terms")
+        if any(in_host_memory(weights.words) for weights in (*gate_up_tiers, *down_tiers)):
+            found.append("its kernel for many rows takes no rows of host memory")
     return "; ".join(found) or None
 
 
