@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from moejax.errors import MoejaxError
+
 
 class CompiledPrograms:
     """Ahead-of-time compiled functions by key.
@@ -26,6 +28,17 @@ class CompiledPrograms:
         self.seconds = 0.0
         self.num_traces = 0
         self.history: list[tuple[str, float]] = []
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Lets go of all programs; nobody gets one any more."""
+        self._is_closed = True
+        self._programs.clear()
+
+    def check_open(self) -> None:
+        """Raises MoejaxError after `close`."""
+        if self._is_closed:
+            raise MoejaxError("the engine is closed: load it again")
 
     def get(
         self,
@@ -42,7 +55,11 @@ class CompiledPrograms:
           static: hashable leading arguments, closed over.
           arguments: arrays or trees of them; their shapes and dtypes are part of the key.
           num_donated: how many of the first `arguments` are donated.
+
+        Raises:
+          MoejaxError: after `close`.
         """
+        self.check_open()
         leaves, tree = jax.tree.flatten(arguments)
         # Weights are the same for an engine's whole life; the batch, the chunk and the cache are
         # what varies, and all of them are told apart by these shapes.

@@ -1,10 +1,9 @@
 """The engine: prompts in, text out."""
 
+import contextlib
 import functools
-import operator
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,15 @@ from moejax.generation import AnswerBuilder, Chunk, Generation, GenerationSettin
 from moejax.ledger import Ledger
 from moejax.memory.budget import Budget, Limits, TieredBudget
 from moejax.memory.expert_memory import ExpertMemory
-from moejax.memory.opening import open_memory
+from moejax.memory.opening import load_whole, open_memory
 from moejax.memory.tiered_memory import TieredMemory
 from moejax.memory.tiered_opening import open_tiered
 from moejax.models.config import ModelConfig
-from moejax.prompts import Prompt, as_batch
+from moejax.prompts import Prompt, as_batch, check_tokens, token_ids_of
 from moejax.qtensor import Weight
 from moejax.recording import RecordSpec, recording
 from moejax.runner import Runner
-from moejax.served import Served
+from moejax.served import Served, describe_packing
 from moejax.tiering import Tiering
 from moejax.tokenizer import Tokenizer
 
@@ -89,7 +88,9 @@ class Engine:
         self.context = context
         self.load_seconds = 0.0
         self.budget: Budget | TieredBudget | None = None
-        self._runner = Runner(config, self.weights, self.device, kernels=kernels, memory=memory)
+        self._open: Runner | None = Runner(
+            config, self.weights, self.device, kernels=kernels, memory=memory
+        )
 
     @classmethod
     def from_pretrained(
@@ -132,7 +133,7 @@ class Engine:
         budget: Budget | TieredBudget | None = None
         with plain_memory_errors(device):
             if limits is None and policy is None:
-                weights = checkpoint.load(dtype=dtype, device=device, progress=progress)
+                weights = load_whole(checkpoint, dtype=dtype, device=device, progress=progress)
             else:
                 planned = context or min(PLANNED_CONTEXT, checkpoint.config.max_positions)
                 chunk = min(planned, longest_chunk(checkpoint.config, batch, planned))
@@ -155,6 +156,32 @@ class Engine:
         engine.budget = budget
         engine.load_seconds = time.perf_counter() - start
         return engine
+
+    def close(self) -> None:
+        """Ends threads and transfers, lets go of weights, pools and pinned memory; once is enough.
+
+        What is asked of the engine afterwards is a MoejaxError, as is the rest of a stream.
+        """
+        runner, self._open, self.weights = self._open, None, {}
+        if runner is None:
+            return
+        runner.programs.close()
+        if runner.memory is not None:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # steps that run read the disk
+                jax.block_until_ready(runner.memory.pool)
+            runner.memory.close()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def _runner(self) -> Runner:
+        if self._open is None:
+            raise MoejaxError("the engine is closed: load it again")
+        return self._open
 
     @property
     def ledger(self) -> Ledger | TieredLedger | None:
@@ -191,17 +218,7 @@ class Engine:
     def weights_summary(self) -> str:
         """The size of the weights and how they are packed, in one line."""
         size = f"{self.weights_nbytes / 1e6:.1f} MB, {self.bits_per_weight:.2f} bits a weight"
-        packed = {name: ops.packing(leaf) for name, leaf in self.weights.items()}
-        kinds = {kind: [n for n in packed if packed[n] == kind] for kind in packed.values() if kind}
-        if not kinds:
-            return f"{size}, none packed"
-        said = "; ".join(f"{', '.join(names)}: {kind}" for kind, names in kinds.items())
-        runs = []
-        for phase, found in self._products().items():
-            used = sorted({of.implementation for of in found.values() if of.packed})
-            how = "dequantized for each product" if used == [ops.DEQUANTIZED] else ", ".join(used)
-            runs.append(f"{phase}: {how}")
-        return f"{size} ({said}); {'; '.join(runs)}"
+        return size + describe_packing(self.weights, self._products())
 
     @property
     def kernels(self) -> dict[str, str]:
@@ -235,7 +252,7 @@ class Engine:
 
     def recording(
         self, path: str | Path, *, about: dict[str, str] | None = None, **spec: Any
-    ) -> AbstractContextManager[None]:
+    ) -> contextlib.AbstractContextManager[None]:
         """Around calls whose routing goes to a trace at `path`; `spec` is of `RecordSpec`."""
         return recording(self._runner, Path(path), RecordSpec(**spec), about)
 
@@ -321,7 +338,7 @@ class Engine:
                 f"{tokens.shape[1]} tokens do not fit the model's context of "
                 f"{self.config.max_positions}"
             )
-        self._check_tokens(tokens)
+        check_tokens(tokens, self.config.vocab_size)
         return self._runner.logits(tokens.astype(np.int32))
 
     def score(self, tokens: np.ndarray, lengths: np.ndarray, targets: np.ndarray) -> np.ndarray:
@@ -340,8 +357,8 @@ class Engine:
                 f"windows of {tokens.shape[1]} tokens do not fit the model's context of "
                 f"{self.config.max_positions}"
             )
-        self._check_tokens(tokens)
-        self._check_tokens(targets[targets != -1])
+        check_tokens(tokens, self.config.vocab_size)
+        check_tokens(targets[targets != -1], self.config.vocab_size)
         return self._runner.score(tokens, lengths, targets)
 
     def _ending(self, settings: GenerationSettings) -> tuple[int, ...]:
@@ -375,25 +392,7 @@ class Engine:
         )
 
     def _encode(self, prompt: Prompt, settings: GenerationSettings) -> list[int]:
-        if not isinstance(prompt, str):
-            try:
-                ids = [operator.index(token) for token in prompt]
-            except TypeError as error:
-                raise MoejaxError(f"a prompt is text or a list of token ids ({error})") from error
-        elif self.tokenizer is None:
-            raise MoejaxError(
-                "this checkpoint has no tokenizer.json: give token ids, or add the file"
-            )
-        else:
-            ids = self.tokenizer.encode(prompt, add_special_tokens=settings.add_special_tokens)
-        if not ids:
-            raise MoejaxError("an empty prompt: give at least one token")
-        self._check_tokens(np.asarray(ids))
-        return ids
-
-    def _check_tokens(self, ids: np.ndarray) -> None:
-        wrong = ids[(ids < 0) | (ids >= self.config.vocab_size)]
-        if wrong.size:
-            raise MoejaxError(
-                f"token id {wrong.flat[0]} is outside the vocabulary of {self.config.vocab_size}"
-            )
+        return token_ids_of(
+            prompt, self.tokenizer, self.config.vocab_size,
+            add_special_tokens=settings.add_special_tokens,
+        )  # fmt: skip

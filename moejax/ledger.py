@@ -12,7 +12,7 @@ import numpy as np
 
 # Counts of experts, but for `steps`; the order is that of the columns of `Counts.events`.
 EVENTS = (
-    "steps",  # times that the layer ran
+    "steps",  # times that the layer ran for some token; of a tier, that it served some pair
     "needed",  # experts that its tokens were routed to
     "hits",  # of them, those in a slot already
     "misses",  # of them, those that were not: admitted, streamed or unserved

@@ -1,12 +1,16 @@
 """Prompts as the command line and callers give them."""
 
+import operator
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moejax.errors import MoejaxError
+
+if TYPE_CHECKING:
+    from moejax.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 
@@ -57,3 +61,39 @@ def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if listed and all(isinstance(item, int | np.integer) for item in listed):
         return [listed]
     return listed
+
+
+def token_ids_of(
+    prompt: Prompt, tokenizer: "Tokenizer | None", vocab_size: int, *, add_special_tokens: bool
+) -> list[int]:
+    """The tokens of a prompt.
+
+    Args:
+      prompt: a text, or token ids.
+      tokenizer: of texts; None where the checkpoint has none.
+      vocab_size: V.
+      add_special_tokens: whether the tokenizer adds them.
+
+    Raises:
+      MoejaxError: it has none, or is none.
+    """
+    if not isinstance(prompt, str):
+        try:
+            ids = [operator.index(token) for token in prompt]
+        except TypeError as error:
+            raise MoejaxError(f"a prompt is text or a list of token ids ({error})") from error
+    elif tokenizer is None:
+        raise MoejaxError("this checkpoint has no tokenizer.json: give token ids, or add the file")
+    else:
+        ids = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+    if not ids:
+        raise MoejaxError("an empty prompt: give at least one token")
+    check_tokens(np.asarray(ids), vocab_size)
+    return ids
+
+
+def check_tokens(ids: np.ndarray, vocab_size: int) -> None:
+    """Raises MoejaxError for token ids outside 0..V - 1."""
+    wrong = ids[(ids < 0) | (ids >= vocab_size)]
+    if wrong.size:
+        raise MoejaxError(f"token id {wrong.flat[0]} is outside the vocabulary of {vocab_size}")

@@ -170,8 +170,7 @@ class Runner:
             budget -= num_steps
             return self.decode(session, num_steps, steps_per_call, whole) if num_steps > 0 else None
 
-        rows, decoded = read(session.first_tokens), 0
-        ttft = elapsed()
+        rows, ttft, decoded = read(session.first_tokens), elapsed(), 0  # the time after the read
         yield rows, Timing(ttft, 0.0, 0, self.programs.seconds - compiled)
         pending = dispatch()
         while pending is not None and any(rows):
@@ -354,6 +353,7 @@ class Runner:
         self, function: Any, static: tuple[Any, ...], donated: tuple[Any, ...], *arguments: Any
     ) -> Any:
         """A step through the layers: `_call` with the weights, and what holds moving experts."""
+        self.programs.check_open()
         if (memory := self.memory) is None:
             found = self._call(function, static, (*donated, None), self.weights, None, *arguments)
         else:

@@ -178,3 +178,25 @@ def plain_remarks(served: Mapping[str, Served], expected: str | None) -> list[st
         for name, of in found.items()
         if not of.packed and of.refusals
     ]
+
+
+def describe_packing(
+    weights: Mapping[str, Weight], products: Mapping[str, Mapping[str, Served]]
+) -> str:
+    """How weights are packed and what serves them, to follow their size in a line.
+
+    Args:
+      weights: flat dict of leaves.
+      products: what serves each product, by phase.
+    """
+    packed = {name: ops.packing(leaf) for name, leaf in weights.items()}
+    kinds = {kind: [n for n in packed if packed[n] == kind] for kind in packed.values() if kind}
+    if not kinds:
+        return ", none packed"
+    said = "; ".join(f"{', '.join(names)}: {kind}" for kind, names in kinds.items())
+    runs = []
+    for phase, found in products.items():
+        used = sorted({of.implementation for of in found.values() if of.packed})
+        how = "dequantized for each product" if used == [ops.DEQUANTIZED] else ", ".join(used)
+        runs.append(f"{phase}: {how}")
+    return f" ({said}); {'; '.join(runs)}"

@@ -312,7 +312,7 @@ def decode(
       all_greedy: static, see `moejax.sampling.draw`.
       buffer_length: static, most steps of a call.
       runs_whole: static, steps beyond `num_steps` run too, in which all rows rest: they take time
-        and are counted as steps of the pool, and change nothing else. Where a loop's end is known
+        and advance the pool's clock, and change nothing else. Where a loop's end is known
         XLA's host thread does not wait for a look at its condition on a GPU after each step, and
         the call returns before the device is done.
       state: donated.

@@ -32,6 +32,7 @@ from absl import app, flags
 from moejax.chunks import longest_chunk
 from moejax.devices import choose_device, enable_compilation_cache
 from moejax.generation import GenerationSettings
+from moejax.memory.allocator import limits_on
 from moejax.memory.budget import Limits, Tier, make_budget
 from moejax.memory.expert_memory import ExpertMemory
 from moejax.memory.expert_pool import PoolSpec
@@ -154,11 +155,13 @@ class Model:
     def budget_spec(self, slots: int, prefetch: int, batch: int) -> tuple[PoolSpec, int]:
         """What `moejax.memory` makes of --gib, and the bytes that it plans."""
         sizes = {name: leaf.nbytes for name, leaf in self.dense.items()}
+        limits = Limits(device_gib=_GIB.value, slots=slots, prefetch=prefetch)
         budget = make_budget(
             self.config, sizes, Tier(name="experts", expert_nbytes=self.rows.row_nbytes),
             batch=batch, context=_CONTEXT.value,
             chunk=longest_chunk(self.config, batch, _CONTEXT.value),
-            limits=Limits(device_gib=_GIB.value, slots=slots, prefetch=prefetch), platform="gpu",
+            limits=limits_on(self.device, limits, planned_nbytes=sum(sizes.values())),
+            platform="gpu",
         )  # fmt: skip
         if not budget.pooled:
             raise SystemExit(f"--gib={_GIB.value:g} holds the whole model")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moejax.policies.attention_importance import attention_received
+from moejax.policies.attention_importance import attention_received, importance_nbytes
 
 
 def exact_attention(q, k, positions, active, window):
@@ -54,6 +54,29 @@ class AttentionTest(parameterized.TestCase):
         memory = jax.jit(attention_received).lower(q, k, positions, active).compile()
         whole = 4 * 16 * 8192**2
         self.assertLess(memory.memory_analysis().temp_size_in_bytes, whole / 8)
+
+    # The last: chunks shorter than the cache, a block that does not divide them.
+    @parameterized.parameters(
+        (1, 256, 256, 8, 2), (4, 64, 256, 8, 2), (1, 64, 64, 1, 1), (1, 16, 512, 4, 1),
+        (2, 1024, 4096, 32, 4), (1, 200, 4096, 64, 4),
+    )  # fmt: skip
+    def test_its_bytes_are_bounded(self, batch, length, num_keys, heads, kv_heads):
+        q = jax.ShapeDtypeStruct((batch, length, heads, 32), jnp.float32)
+        k = jax.ShapeDtypeStruct((batch, kv_heads, num_keys, 32), jnp.float32)
+        positions = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+        active = jax.ShapeDtypeStruct((batch, length), jnp.bool_)
+
+        def of_cache(q, k, positions, active):
+            return attention_received(q, k.swapaxes(1, 2), positions, active)
+
+        program = jax.jit(of_cache).lower(q, k, positions, active).compile()
+        found = program.memory_analysis().temp_size_in_bytes
+        bound = importance_nbytes(
+            batch=batch, length=length, num_keys=num_keys, num_heads=heads,
+            num_kv_heads=kv_heads, head_dim=32, itemsize=4, platform="cpu",
+        )  # fmt: skip
+        self.assertLessEqual(found, bound)
+        self.assertLess(bound, 2 * found)
 
     def test_an_unknown_aggregation(self):
         q = jnp.zeros((1, 2, 1, 4))

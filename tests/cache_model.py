@@ -76,7 +76,7 @@ class CacheModel:
         for e, c in admitted:
             self.free_up(layer, c).owner = e
             self.slots[layer][c].last_use = self.clock
-        counts["steps"] += 1
+        counts["steps"] += bool(needed)
         counts["needed"] += len(needed)
         counts["hits"] += len(hits)
         counts["misses"] += len(misses)

@@ -358,8 +358,10 @@ class ProcessTest(absltest.TestCase):
             self.assertEqual((done.returncode, done.stdout, done.stderr), (1, out, err))
 
     def test_ctrl_c(self):
+        # A shell in the background ignores SIGINT, and its children with it.
         probe = (
-            "import time; from moejax import cli, generate\n"
+            "import signal, time; from moejax import cli, generate\n"
+            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
             "def body(config, values):\n"
             "    print('ready', flush=True); time.sleep(60)\n"
             "command = cli.Command(doc='', default=generate.COMMAND.default,\n"

@@ -1,5 +1,6 @@
 """Calls of several decode steps: those that run whole, and what their time counts as."""
 
+import dataclasses
 import tempfile
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from moejax import Engine, steps
 from moejax.generation import GenerationSettings
 from moejax.policies.make import make_policy
 from moejax.runner import Runner
-from tests.pooled_test import QWEN
+from tests.pooled_test import QWEN, pooled_runner, random_weights
 from tests.tiered_case import tiered_runner
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
 
@@ -49,6 +50,23 @@ class WholeCallsTest(absltest.TestCase):
         jax.tree.map(np.testing.assert_array_equal, *found)
         counts = [(np.asarray(part) >= 0).sum(axis=1).tolist() for part in found[1][0]]
         self.assertEqual(counts, [[n, n] for n in (3, 8, 1, 5)])
+
+    def test_rows_that_rest_are_no_steps_of_the_ledger(self):
+        runner = pooled_runner(QWEN, random_weights(QWEN), (4, 2, 0))
+        runner._whole_calls, memory = True, runner.memory
+        session = runner.prefill([random_tokens(7), random_tokens(5)], 64, GenerationSettings(), ())
+        first = memory.settle().total("steps")
+        self.assertEqual(first, QWEN.num_layers)
+        runner.decode(session, 3, 8)  # five steps more pad the call
+        self.assertEqual(memory.settle().total("steps") - first, 3 * QWEN.num_layers)
+        state = dataclasses.replace(session.state, done=np.asarray([True, False]))
+        session.state = jax.device_put(state, runner.device)
+        runner.decode(session, 2, 8)
+        self.assertEqual(memory.settle().total("steps") - first, 5 * QWEN.num_layers)
+        state = dataclasses.replace(session.state, done=np.ones(2, bool))
+        session.state = jax.device_put(state, runner.device)
+        runner.decode(session, 8, 8)
+        self.assertEqual(memory.settle().total("steps") - first, 5 * QWEN.num_layers)
 
     def test_an_answer_of_which_much_would_be_waste_is_not_run_whole(self):
         serving = Runner(ENGINE.config, ENGINE.weights, ENGINE.device, whole_calls=True)

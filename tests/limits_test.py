@@ -1,8 +1,11 @@
 """An engine under limits of memory: from a checkpoint to tokens, with experts in other places."""
 
+import gc
 import os
 import tempfile
+import threading
 import unittest
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -129,6 +132,41 @@ class LimitsTest(parameterized.TestCase):
                 leaf.delete()  # as one that was donated is
             raise KeyboardInterrupt
         self.assertEqual(tokens(engine), RESIDENT)
+
+    def test_a_closed_engine_holds_nothing_and_says_so(self):
+        before = set(threading.enumerate())
+        with limited(slots=2, transient=2, host_gib=14 * ROW_NBYTES / 2**30, bulk=1) as engine:
+            memory = engine._runner.memory
+            memory.transfers.request(1, list(range(8)))
+            self.assertEqual(tokens(engine), RESIDENT)
+            self.assertNotEmpty(set(threading.enumerate()) - before)
+            held = [weakref.ref(leaf) for leaf in jax.tree.leaves((memory.pool, memory.store))]
+            held += [weakref.ref(leaf) for leaf in jax.tree.leaves(engine.weights)]
+            stream = engine.stream(PROMPTS[0], max_new_tokens=10)
+            next(stream)
+            del memory
+        engine.close()
+        self.assertEmpty(set(threading.enumerate()) - before)
+        for call in (
+            stream.__next__,
+            lambda: engine.generate(PROMPTS[0], max_new_tokens=2),
+            lambda: next(engine.stream(PROMPTS[0])),
+            lambda: engine.logits([PROMPTS[0]]),
+            lambda: engine.ledger,
+            lambda: engine.kernels,
+        ):
+            with self.assertRaises(MoejaxError) as caught:
+                call()
+            self.assertEqual(str(caught.exception), "the engine is closed: load it again")
+        del stream, call, caught
+        gc.collect()
+        self.assertEqual([ref() for ref in held if ref() is not None], [])
+
+    def test_close_when_a_block_fails(self):
+        with self.assertRaisesRegex(KeyError, "mine"), limited(slots=2) as engine:
+            raise KeyError("mine")
+        with self.assertRaisesRegex(MoejaxError, "closed"):
+            engine.generate(PROMPTS[0])
 
     def test_more_prompts_than_planned_are_refused(self):
         engine = limited(device_gib=1)

@@ -12,14 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moejax import Engine, cli, plan
+from moejax import Engine, Tiering, chunks, cli, plan
 from moejax.checkpoints import open_checkpoint, safetensors_reader
 from moejax.checkpoints.quantized.stored import CodesKind
 from moejax.checkpoints.sizes import checkpoint_sizes, shape_sizes
 from moejax.config import MemoryConfig, PlanConfig
 from moejax.memory import machine
-from moejax.memory.budget import LOW_RANK, Limits, Machine
+from moejax.memory.budget import LOW_RANK, Limits, Machine, describe_tiers
 from moejax.models.config import ModelConfig
+from moejax.policies.attention_importance import importance_nbytes
 from tests import quantized_stores as stores
 from tests.random_checkpoints import TINY, write_random_checkpoint
 
@@ -34,6 +35,10 @@ STORES = {
 }
 # Attention, then the experts, takes the most: [fields of a model, context].
 WIDE_ATTENTION = ({"num_heads": 8, "head_dim": 32, "num_kv_heads": 2}, 256)
+MANY_PRODUCTS = (
+    {"model_dim": 256, "expert_dim": 32, "num_heads": 2, "num_kv_heads": 1, "experts_per_token": 4},
+    128,
+)
 WIDE_EXPERTS = ({"model_dim": 128, "expert_dim": 512, "num_heads": 1, "num_kv_heads": 1}, 64)
 
 
@@ -106,13 +111,14 @@ class SizesTest(PlanCase):
 class ContractTest(PlanCase):
     """What an engine allocates and its programs take, beside what was planned for it."""
 
-    def engine(self, limits, shape, batch):
+    def engine(self, limits, shape, batch, policy=None):
         fields, context = shape
         fields = {**fields, "num_experts": 8, "num_layers": 2, "moe_layers": (0, 1)}
         write_random_checkpoint(self.directory, **fields)
         engine = Engine.from_pretrained(
             self.directory, dtype="float32", platform="cpu", context=context,
             compilation_cache="", progress=False, limits=limits, batch=batch,
+            policy=policy,
         )  # fmt: skip
         prompts = np.random.default_rng(0).integers(0, TINY["vocab_size"], (batch, context - 8))
         engine.generate(prompts.tolist(), max_new_tokens=6)
@@ -120,7 +126,9 @@ class ContractTest(PlanCase):
 
     def check_programs(self, engine):
         planned = engine.budget.device["activations and workspace"]
-        planned += engine.budget.device.get("experts on their way in a step", 0)
+        for part, nbytes in engine.budget.device.items():
+            if part.startswith(("experts on their way in a step", "importance of tokens")):
+                planned += nbytes
         programs = engine._runner.programs._programs.values()
         found = max(program.memory_analysis().temp_size_in_bytes for program in programs)
         self.assertLessEqual(found, planned)
@@ -149,6 +157,24 @@ class ContractTest(PlanCase):
         self.assertEqual(dict(engine.budget.host), {"experts": rows})
         left = {"KV cache", "activations and workspace", "experts on their way in a step"}
         self.assertEqual(set(planned), left)
+        self.check_programs(engine)
+
+    # Chunks of a whole prompt and of part of one.
+    @parameterized.parameters(
+        (WIDE_ATTENTION, 1, 256), (WIDE_ATTENTION, 2, 64), (MANY_PRODUCTS, 4, 128)
+    )
+    def test_a_policy_that_weighs_tokens_by_attention(self, shape, batch, longest):
+        policy = Tiering(policy="dymoe", tiers=("int4", "int2"), quantizer="rtn", group_size=16)
+        with mock.patch.object(chunks, "MAX_PREFILL_LENGTH", longest):
+            engine = self.engine(Limits(), shape, batch, policy)
+        c, budget = engine.config, engine.budget
+        self.assertEqual(budget.tiers[0].chunk, longest)
+        importance = importance_nbytes(
+            batch=batch, length=longest, num_keys=shape[1], num_heads=c.num_heads,
+            num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, itemsize=4, platform="cpu",
+        )  # fmt: skip
+        self.assertEqual(budget.device["importance of tokens"], importance)
+        self.assertIn("importance of tokens", "\n".join(describe_tiers(budget)))
         self.check_programs(engine)
 
 

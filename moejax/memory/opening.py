@@ -11,6 +11,7 @@ from moejax.checkpoints.experts import ExpertReader, open_experts
 from moejax.checkpoints.open import Checkpoint, open_checkpoint
 from moejax.checkpoints.sizes import checkpoint_sizes
 from moejax.errors import MoejaxError
+from moejax.memory.allocator import check_room, limits_on, room_nbytes
 from moejax.memory.budget import Budget, Limits, make_budget
 from moejax.memory.budget.allocation import RING_BLOCKS
 from moejax.memory.disk import DiskExperts
@@ -55,6 +56,7 @@ def open_memory(
       MoejaxError: the limits are too tight (the text names the least that would do), or the
         checkpoint cannot be read.
     """
+    limits = limits_on(device, limits)
     chosen = np.dtype(checkpoint.choose_dtype(dtype, device))
     sizes = checkpoint_sizes(checkpoint, chosen)
     budget = make_budget(
@@ -68,6 +70,7 @@ def open_memory(
         platform=device.platform,
         itemsize=chosen.itemsize,
     )
+    check_room(device, limits, budget.device)
     if not budget.pooled:
         weights = checkpoint.load(dtype=dtype, device=device, progress=progress)
         return weights, None, budget
@@ -76,6 +79,22 @@ def open_memory(
     weights = checkpoint.load(dtype=dtype, device=device, progress=progress, experts=False)
     memory = load_experts(checkpoint, budget, dtype=dtype, device=device, progress=progress)
     return weights, memory, budget
+
+
+def load_whole(
+    checkpoint: Checkpoint, *, dtype: str, device: jax.Device, progress: bool
+) -> Mapping[str, Weight]:
+    """Loads a model to the device, of which nothing is planned; arguments as of `open_memory`.
+
+    Raises:
+      MoejaxError: the device's allocator cannot hold the weights, or they cannot be read.
+    """
+    if room_nbytes(device) is not None:
+        chosen = np.dtype(checkpoint.choose_dtype(dtype, device))
+        sizes, config = checkpoint_sizes(checkpoint, chosen), checkpoint.config
+        experts = len(config.moe_layers) * config.num_experts * sizes.tier.expert_nbytes
+        check_room(device, Limits(), {**sizes.weights_nbytes, "experts": experts})
+    return checkpoint.load(dtype=dtype, device=device, progress=progress)
 
 
 def load_experts(

@@ -18,10 +18,13 @@ from moejax.compression.expert_rows import QuantizedRows
 from moejax.compression.quantizers import Program
 from moejax.compression.recipe import Scheme
 from moejax.errors import MoejaxError
+from moejax.memory.allocator import check_room, limits_on
 from moejax.memory.budget import Budget, Limits, Tier, TieredBudget, make_tiered_budget
 from moejax.memory.expert_memory import ExpertMemory
 from moejax.memory.opening import load_experts
 from moejax.memory.tiered_memory import TieredMemory, warmed
+from moejax.models.config import ModelConfig
+from moejax.policies.attention_importance import importance_nbytes
 from moejax.policies.interface import AnyPolicy, PolicySpec
 from moejax.qtensor import Weight
 from moejax.tiering import Chosen, StoredTier, Tiering, choose
@@ -59,12 +62,13 @@ def open_tiered(
       MoejaxError: the model has no experts, a tier cannot be had, the policy's settings do not suit
         the tiers, or the limits are too tight.
     """
-    config = checkpoint.config
+    config, limits = checkpoint.config, limits_on(device, limits)
     planned = plan_tiers(
         checkpoint, tiering, limits, dtype=dtype, device=device, batch=batch, context=context,
         chunk=chunk,
     )  # fmt: skip
     chosen, stored, sources, budget = planned
+    check_room(device, limits, budget.device)
     if device.platform == "gpu":
         logging.warning(
             "under a policy the layers of a prompt are compiled one by one, which takes minutes"
@@ -138,6 +142,7 @@ def plan_tiers(
         limits=limits,
         platform=device.platform,
         itemsize=itemsize,
+        of_policy=_policy_parts(chosen.policy, config, batch, context, chunk, itemsize, device),
     )
     return Planned(chosen, stored, sources, budget)
 
@@ -223,6 +228,21 @@ def _asks(policy: AnyPolicy, tiers: Sequence[Tier], config: Any) -> bool:
     resident = jnp.zeros((spec.num_layers, len(tiers), spec.num_experts), bool)
     requests = jax.eval_shape(lambda: policy.transfers(policy.init(spec), resident)[0])
     return len(requests.layer) > 0
+
+
+def _policy_parts(
+    policy: AnyPolicy, c: ModelConfig, batch: int, context: int, chunk: int, itemsize: int,
+    device: jax.Device,
+) -> dict[str, int]:  # fmt: skip
+    """Bytes by part that steps take on the device because the policy asks for it."""
+    if not policy.needs.importance:
+        return {}
+    nbytes = importance_nbytes(
+        batch=batch, length=chunk, num_keys=context, num_heads=c.num_heads,
+        num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, itemsize=itemsize,
+        platform=device.platform,
+    )  # fmt: skip
+    return {"importance of tokens": nbytes}
 
 
 def _ahead(policy: AnyPolicy, width: int) -> int:

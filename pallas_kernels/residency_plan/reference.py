@@ -124,7 +124,7 @@ def plan_reference(
     if slots:
         brought = (row.slot_of >= 0) & (row.ahead[jnp.maximum(row.slot_of, 0)] != 0)
     events = _counted(
-        tables.events, layer, columns, steps=1, needed=_num(needed), hits=_num(hit),
+        tables.events, layer, columns, steps=jnp.any(needed), needed=_num(needed), hits=_num(hit),
         misses=_num(miss), admitted=_num(come), streamed=_num(streams),
         unserved=_num(needed & ~cached & ~streams), evictions=_num(gone),
         prefetch_hits=_num(hit & brought), prefetch_waste=_num(gone & brought),

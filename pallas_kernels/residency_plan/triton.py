@@ -78,7 +78,8 @@ def _plan_body(
     num_needed, num_misses = together(lead, lead & miss)
     victims = jnp.int32(0)
     amounts: dict[str, Any] = {
-        "steps": 1, "needed": num_needed, "hits": num_needed - num_misses, "misses": num_misses,
+        "steps": jnp.minimum(num_needed, 1), "needed": num_needed,
+        "hits": num_needed - num_misses, "misses": num_misses,
     }  # fmt: skip
     table = None
     if loaded is not None:

@@ -6,7 +6,14 @@ slots that all layers share, R rows of the host store.
 
 from moejax.memory.budget.advice import PINNED_LIMIT, Machine, warnings
 from moejax.memory.budget.allocation import LOW_RANK, Budget, Tier, make_budget
-from moejax.memory.budget.limits import GIB, BudgetError, Limits, gib_above
+from moejax.memory.budget.limits import (
+    GIB,
+    BudgetError,
+    Limits,
+    gib_above,
+    narrowed,
+    require_room,
+)
 from moejax.memory.budget.precisions import n_hot
 from moejax.memory.budget.table import describe, describe_tiers
 from moejax.memory.budget.tables import table_nbytes
@@ -30,6 +37,8 @@ __all__ = [
     "make_budget",
     "make_tiered_budget",
     "n_hot",
+    "narrowed",
+    "require_room",
     "table_nbytes",
     "warnings",
     "workspace_nbytes",

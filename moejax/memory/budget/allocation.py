@@ -125,6 +125,7 @@ def make_budget(
     limits: Limits,
     platform: str,
     itemsize: int = 2,
+    num_tiers: int = 1,
 ) -> Budget:
     """Where every byte of a run goes, and how many experts get a slot.
 
@@ -142,11 +143,14 @@ def make_budget(
       limits: of memory.
       platform: "gpu" or "cpu".
       itemsize: bytes of a number of the activations and of the KV cache.
+      num_tiers: of which this is one.
 
     Raises:
       BudgetError: it does not fit; the text names the smallest limit that would do.
     """
-    run = _Run(config, weights_nbytes, tier, batch, context, chunk, limits, platform, itemsize)
+    run = _Run(
+        config, weights_nbytes, tier, batch, context, chunk, limits, platform, itemsize, num_tiers
+    )
     run.check()
     limit = limit_nbytes(limits.device_gib)
     whole = run.unpooled()
@@ -172,6 +176,7 @@ class _Run:
     limits: Limits
     platform: str
     itemsize: int
+    num_tiers: int
 
     @property
     def num_layers(self) -> int:
@@ -234,6 +239,7 @@ class _Run:
             itemsize=self.itemsize,
             platform=self.platform,
             num_turns=num_banks(self.limits),
+            num_tiers=self.num_tiers,
         )
 
     def unpooled(self) -> dict[str, int]:

@@ -2,10 +2,15 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 from moejax.errors import MoejaxError
 
 GIB = 2**30
+# Parts of a budget that a run may get by with less of: estimates, and the cache of a context that
+# the prompts may not need.
+AT_MOST = ("activations", "KV cache", "reserve", "staging", "importance", "experts gathered",
+           "experts on their way")  # how they begin  # fmt: skip
 
 
 class BudgetError(MoejaxError):
@@ -40,3 +45,39 @@ def gib_above(nbytes: int) -> str:
     gib = nbytes / GIB
     digits = 2 if gib >= 1 else 2 - math.floor(math.log10(max(gib, 1e-9)))
     return f"{math.ceil(gib * 10**digits) / 10**digits:.{digits}f} GiB"
+
+
+def narrowed(limits: Limits, room_nbytes: int | None) -> Limits:
+    """The limits, with no more of the device than its allocator gives; none stay none.
+
+    Args:
+      limits: as stated.
+      room_nbytes: that the allocator gives; None: not known.
+    """
+    stated = limit_nbytes(limits.device_gib)
+    if room_nbytes is None or stated is None or stated <= room_nbytes:
+        return limits
+    return dataclasses.replace(limits, device_gib=max(1, room_nbytes) / GIB)
+
+
+def require_room(parts: Mapping[str, int], room_nbytes: int | None) -> None:
+    """Refuses what a device cannot hold; for a run without a limit of its own.
+
+    Args:
+      parts: bytes on the device.
+      room_nbytes: that the allocator gives; None: not known.
+
+    Raises:
+      BudgetError: weights and experts alone, without cache and workspace, are more.
+    """
+    least = sum(n for part, n in parts.items() if not part.startswith(AT_MOST))
+    if room_nbytes is not None and least > room_nbytes:
+        raise BudgetError(
+            f"the weights take {gib_above(least)}, but the device's allocator has "
+            f"{_gib_below(room_nbytes)} left: state memory.device_gib, up to which experts stay on "
+            "the device while the others move, or let JAX have more (XLA_CLIENT_MEM_FRACTION)"
+        )
+
+
+def _gib_below(nbytes: int) -> str:
+    return f"{math.floor(max(0, nbytes) / GIB * 1000) / 1000:g} GiB"

@@ -64,6 +64,7 @@ def make_tiered_budget(
     limits: Limits,
     platform: str,
     itemsize: int = 2,
+    of_policy: Mapping[str, int] | None = None,
 ) -> TieredBudget:
     """Where every byte goes, and how many experts of each tier get a slot.
 
@@ -85,6 +86,7 @@ def make_tiered_budget(
       limits: of all tiers together; host memory is shared by their bytes.
       platform: "gpu" or "cpu".
       itemsize: as in `make_budget`.
+      of_policy: bytes by part that the steps take on the device for the policy's sake; None: none.
 
     Raises:
       BudgetError: it does not fit, or slots are not possible; the text names what would do.
@@ -107,15 +109,15 @@ def make_tiered_budget(
             )
             alone = make_budget(
                 config, weights_nbytes, tier, batch=batch, context=context, chunk=chunk,
-                limits=own, platform=platform, itemsize=itemsize,
+                limits=own, platform=platform, itemsize=itemsize, num_tiers=len(tiers),
             )  # fmt: skip
             budgets.append(alone)
         return TieredBudget(
             names=names,
             tiers=tuple(budgets),
             limits=limits,
-            device=_together(names, [budget.device for budget in budgets]),
-            host=_together(names, [budget.host for budget in budgets]),
+            device=_together(names, [b.device for b in budgets]) | dict(of_policy or {}),
+            host=_together(names, [b.host for b in budgets]),
         )
 
     limit = limit_nbytes(limits.device_gib)

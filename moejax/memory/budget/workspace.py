@@ -47,6 +47,7 @@ def workspace_nbytes(
     itemsize: int,
     platform: str,
     num_turns: int = 1,
+    num_tiers: int = 1,
 ) -> int:
     """At the peak of a prefill chunk or of a decode step, whichever takes more.
 
@@ -64,10 +65,11 @@ def workspace_nbytes(
       chunk: T, tokens of each sequence in a prefill step.
       itemsize: bytes of a number of the activations.
       platform: "gpu" or "cpu".
+      num_tiers: in which experts are stored; a layer has the products of all of them at once.
       num_turns: arrays in which layers have their slots in turn (`Budget.banks`); where there are
         two, XLA gives some of what products take and give a place of its own for each.
     """
-    steps = _Steps(config, batch, context, itemsize, platform == "cpu", num_turns)
+    steps = _Steps(config, batch, context, itemsize, platform == "cpu", num_turns, num_tiers)
     # Six arrays like the logits: penalized, sorted with their places, summed.
     sampling = 6 * 4 * batch * config.vocab_size
     return max(steps.nbytes(chunk), steps.nbytes(1) + sampling)
@@ -82,6 +84,7 @@ class _Steps(NamedTuple):
     itemsize: int
     is_cpu: bool
     num_turns: int
+    num_tiers: int
 
     def nbytes(self, tokens: int) -> int:
         """Of all layers."""
@@ -123,8 +126,9 @@ class _Steps(NamedTuple):
         pairs = num_tokens * c.experts_per_token
         routing = 3 * 4 * num_tokens * c.num_experts
         hidden = self._hidden(tokens)
-        # Of the pairs so far, of a further wave, and weighted.
-        products = pairs * c.model_dim * (2 * self.itemsize + 4)
+        # Of the pairs so far, of a further wave, and weighted. Of a further tier its own, and those
+        # of the tiers up to it.
+        products = pairs * c.model_dim * (2 * self.itemsize + 4 + 8 * (self.num_tiers - 1))
         dense = num_tokens * 3 * c.mlp_dim * self.itemsize
         has_dense = len(c.moe_layers) < c.num_layers
         sparse = routing + hidden + products + (self._matrices(pairs) if self.is_cpu else 0)

@@ -81,9 +81,9 @@ def plan(
       layer: which.
       needed: bool[E].
       max_needed: static bound on the number of needed experts, 1..E.
-      counts: gets steps, needed, hits, misses, admitted, streamed, evictions, prefetch hits and
-        waste, and the unserved, of which there are none as long as `max_needed` holds and
-        `Residency.check` passes.
+      counts: gets steps (if anything is needed), needed, hits, misses, admitted, streamed,
+        evictions, prefetch hits and waste, and the unserved, of which there are none as long as
+        `max_needed` holds and `Residency.check` passes.
       keep: float32[E], experts of least value leave first, whatever their last use; None for LRU.
 
     Returns:
@@ -121,7 +121,7 @@ def plan(
     )
     counts = counts.add(
         layer,
-        steps=1,
+        steps=jnp.any(needed),  # none in a step in which all rows rest
         needed=num(needed),
         hits=num(hit),
         misses=num(miss),

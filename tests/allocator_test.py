@@ -1,0 +1,139 @@
+"""Plans meet what a device's allocator gives: figures of fake devices, and engines under them."""
+
+import tempfile
+import types
+from pathlib import Path
+from unittest import mock
+
+import jax
+from absl import logging
+from absl.testing import absltest, parameterized
+
+from moejax import Engine, MoejaxError, Tiering
+from moejax.memory import allocator
+from moejax.memory.budget import GIB, BudgetError, Limits, narrowed, require_room
+from tests.tiny_engine import load_tiny_engine
+
+MIB = 2**20
+
+
+def fake_device(**stats):
+    """A device that reports these; of no stats None, as a CPU does."""
+    return types.SimpleNamespace(platform="gpu", memory_stats=lambda: stats or None)
+
+
+class RoomTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ({}, 0, None),
+        ({"bytes_in_use": 5}, 0, None),
+        ({"bytes_limit": 100}, 0, 100),
+        ({"bytes_limit": 100, "bytes_in_use": 30}, 0, 70),
+        ({"bytes_limit": 100, "bytes_in_use": 30}, 20, 90),  # 20 of them are in the plan
+        ({"bytes_limit": 100, "bytes_in_use": 30}, 50, 100),
+    )
+    def test_what_is_left(self, stats, planned, room):
+        self.assertEqual(allocator.room_nbytes(fake_device(**stats), planned), room)
+
+    def test_a_cpu_says_nothing(self):
+        self.assertIsNone(allocator.room_nbytes(jax.devices("cpu")[0]))
+
+    @parameterized.parameters(
+        (0, 5 * GIB, 0),  # no limit stays none
+        (16, None, 16),
+        (16, 16 * GIB, 16),
+        (16, 20 * GIB, 16),
+        (16, 16 * GIB - 7, 16 - 7 / GIB),
+        (16, -3, 1 / GIB),  # not 0, which is no limit
+    )
+    def test_the_tighter_of_both_limits(self, stated, room, found):
+        limits = Limits(device_gib=stated, slots=3)
+        self.assertEqual(narrowed(limits, room), Limits(device_gib=found, slots=3))
+
+    def test_a_line_where_the_allocator_is_the_tighter_one(self):
+        limits = Limits(device_gib=16)
+        with self.assertLogs(logging.get_absl_logger(), "WARNING") as said:
+            found = allocator.limits_on(
+                fake_device(bytes_limit=15 * GIB + GIB // 2, bytes_in_use=GIB // 4), limits
+            )
+        self.assertEqual(found.device_gib, 15.25)
+        (line,) = (record.getMessage() for record in said.records)
+        self.assertIn("memory.device_gib=16, but the allocator of", line)
+        self.assertIn("has 15.250 GiB left", line)
+        for device in (fake_device(), fake_device(bytes_limit=16 * GIB)):
+            with self.assertNoLogs(logging.get_absl_logger(), "WARNING"):
+                self.assertEqual(allocator.limits_on(device, limits), limits)
+
+    def test_what_cannot_fit_is_refused_without_a_limit_too(self):
+        parts = {
+            "weights embed": 3 * GIB, "expert slots": 2 * GIB, "KV cache": GIB,
+            "activations and workspace": GIB, "reserve of the allocator": GIB,
+            "experts gathered in a prefill step": GIB,
+        }  # fmt: skip
+        require_room(parts, None)
+        require_room(parts, 5 * GIB)
+        with self.assertRaises(BudgetError) as caught:
+            require_room(parts, 5 * GIB - 1)
+        said = str(caught.exception)
+        self.assertIn("weights take 5.00 GiB, but the device's allocator has 4.999 GiB left", said)
+        self.assertIn("memory.device_gib", said)
+        self.assertNotIn("\n", said)
+        device = fake_device(bytes_limit=4 * GIB)
+        with self.assertRaises(BudgetError):
+            allocator.check_room(device, Limits(), parts)
+        allocator.check_room(device, Limits(device_gib=4), parts)  # the plan's own to refuse
+
+
+class EngineTest(parameterized.TestCase):
+    """`Engine.from_pretrained` of a model of 0.27 MiB, half of it experts."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.directory = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.whole = load_tiny_engine(cls.directory).weights_nbytes
+
+    def load(self, room, limits=None, policy=None):
+        with (
+            mock.patch.object(allocator, "room_nbytes", lambda device, planned_nbytes=0: room),
+            mock.patch("moejax.memory.opening.room_nbytes", lambda device: room),
+        ):
+            return Engine.from_pretrained(
+                self.directory, dtype="float32", platform="cpu", progress=False, context=64,
+                limits=limits, policy=policy,
+            )  # fmt: skip
+
+    @parameterized.parameters(None, Tiering(policy="on_demand"))
+    def test_a_plan_is_of_what_the_allocator_has(self, policy):
+        stated = Limits(device_gib=16 * MIB / GIB)
+        ample = self.load(None, stated, policy)
+        room = ample.budget.total_device - 40_000  # some experts have no room
+        engine = self.load(room, stated, policy)
+        self.assertEqual(engine.budget.limits.device_gib, room / GIB)
+        self.assertLessEqual(engine.budget.total_device, room)
+        tier = engine.budget if policy is None else engine.budget.tiers[0]
+        self.assertLess(tier.slots, 8)
+        prompt = [5, 6, 7]
+        answers = [e.generate(prompt, max_new_tokens=5)[0].tokens for e in (ample, engine)]
+        self.assertEqual(*answers)
+        with self.assertRaisesRegex(MoejaxError, "is too little for .* smallest that would do is"):
+            self.load(1000, stated, policy)
+
+    @parameterized.parameters(
+        (None, None), (Limits(), None), (None, Tiering(policy="on_demand")),
+        (Limits(slots=8), None),
+    )  # fmt: skip
+    def test_a_model_that_cannot_fit_is_one_line_before_it_is_loaded(self, limits, policy):
+        never = mock.patch("moejax.checkpoints.open.Checkpoint.load", side_effect=AssertionError)
+        with never, self.assertRaises(MoejaxError) as caught:
+            self.load(self.whole - 1, limits, policy)
+        said = str(caught.exception)
+        self.assertStartsWith(said, "the weights take ")
+        self.assertIn("state memory.device_gib", said)
+        self.assertNotIn("\n", said)
+
+    def test_a_model_that_fits_is_loaded(self):
+        self.assertEqual(self.load(self.whole).weights_nbytes, self.whole)
+
+
+if __name__ == "__main__":
+    absltest.main()
