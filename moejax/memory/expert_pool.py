@@ -83,5 +83,3 @@ class ExpertStore:
     terms: tuple[tuple[Compensator, ...], tuple[Compensator, ...]] = ((), ())
     replay: jax.Array | None = None
     replay_ahead: jax.Array | None = None
-    replay_probabilities: jax.Array | None = None
-    replay_predicted: jax.Array | None = None

@@ -150,7 +150,6 @@ class TieredExperts:
     ) -> jax.Array:
         """See `models.run_experts.RunExperts`; of a layer whose number is static."""
         assert isinstance(layer, int)
-        routing, ahead = self._replayed(layer, routing, ahead)
         resident = self._resident(layer)
         decision = self._decide(layer, routing, token_mask, ahead, resident)
         found = mixed_cache.served(resident, decision, token_mask)
@@ -161,26 +160,6 @@ class TieredExperts:
         chosen = Routing(routing.probabilities, decision.weights, decision.ids)
         products = self._products(layer, x, chosen, tier, decision)
         return combine(products, Pairs(decision.ids, runs), decision.weights, x.dtype)
-
-    def _replayed(
-        self, layer: int, routing: Routing, ahead: Callable[[], Routing] | None
-    ) -> tuple[Routing, Callable[[], Routing] | None]:
-        store = self._store[0]
-        if self._is_prefill or store.replay is None or store.replay_probabilities is None:
-            return routing, ahead
-        if routing.ids.shape != store.replay.shape[2:]:
-            return routing, ahead
-        clock = self.pool.pools[0].residency.clock
-        step = ((clock - 1) // self.spec.cache.num_layers) % len(store.replay)
-        ids, probabilities = store.replay[step, layer], store.replay_probabilities[step, layer]
-        weights = jnp.take_along_axis(probabilities, ids, axis=1)
-        if self.config.norm_topk_prob:
-            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-        predicted = store.replay_predicted
-        if ahead is not None and predicted is not None and layer + 1 < predicted.shape[1]:
-            expected = routing._replace(probabilities=predicted[step, layer + 1])
-            return Routing(probabilities, weights, ids), lambda: expected
-        return Routing(probabilities, weights, ids), ahead
 
     def _resident(self, layer: int) -> jax.Array:
         """bool[T, E]."""
