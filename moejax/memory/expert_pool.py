@@ -75,6 +75,10 @@ class ExpertStore:
         for measurements; step s of the pool's life takes entry s modulo their number.
       replay_ahead: int32[steps, M, t], what the layers before are to have expected of a layer in
         such a step, -1 for less than t; None for their routers' guesses.
+      replay_probabilities: float32[steps, M, B, E], under a policy what the routers say of a decode
+        step's tokens, beside `replay`; the weights are theirs. None: what they really say.
+      replay_predicted: float32[steps, M, B, E], likewise what the layers before are to have said of
+        a layer (`Observation.predicted`); that of layer 0 is not read. None: what they really say.
     """
 
     gate_up: Weight
@@ -83,3 +87,5 @@ class ExpertStore:
     terms: tuple[tuple[Compensator, ...], tuple[Compensator, ...]] = ((), ())
     replay: jax.Array | None = None
     replay_ahead: jax.Array | None = None
+    replay_probabilities: jax.Array | None = None
+    replay_predicted: jax.Array | None = None

@@ -150,6 +150,7 @@ class TieredExperts:
     ) -> jax.Array:
         """See `models.run_experts.RunExperts`; of a layer whose number is static."""
         assert isinstance(layer, int)
+        routing = self._replayed(layer, routing)
         resident = self._resident(layer)
         decision = self._decide(layer, routing, token_mask, ahead, resident)
         found = mixed_cache.served(resident, decision, token_mask)
@@ -184,12 +185,42 @@ class TieredExperts:
             active=token_mask,
             resident=resident,
             importance=self._importance.pop(layer, None),
-            predicted=ahead().probabilities if looks and ahead else None,
+            predicted=self._predicted(layer, routing, ahead) if looks and ahead else None,
             is_prefill=self._is_prefill,
         )
         decision, state = self.spec.policy.decide(self.pool.state, observation)
         self.pool = dataclasses.replace(self.pool, state=state)
         return decision
+
+    def _replayed(self, layer: int, routing: Routing) -> Routing:
+        """Of the first tier's store, in decode steps of as many tokens; else what is given."""
+        store, row = self._store[0], self._replay_row(routing)
+        if store.replay is None or row is None:
+            return routing
+        routing = routing._replace(ids=store.replay[row, layer])
+        if store.replay_probabilities is None:
+            return routing
+        probabilities = store.replay_probabilities[row, layer]
+        weights = jnp.take_along_axis(probabilities, routing.ids, axis=1, mode="clip")
+        if self.config.norm_topk_prob:
+            weights = weights / jnp.sum(weights, axis=1, keepdims=True)
+        return Routing(probabilities, weights, routing.ids)
+
+    def _predicted(self, layer: int, routing: Routing, ahead: Callable[[], Routing]) -> jax.Array:
+        """float32[N, E], of the next layer's router."""
+        replay, row = self._store[0].replay_predicted, self._replay_row(routing)
+        if replay is None or row is None:
+            return ahead().probabilities
+        return replay[row, layer + 1]
+
+    def _replay_row(self, routing: Routing) -> jax.Array | None:
+        """Which entry of a replay is that of this step, before the layer is planned; None: none."""
+        replay = self._store[0].replay
+        if replay is None or self._is_prefill or routing.ids.shape != replay.shape[2:]:
+            return None
+        # A pool's clock counts its layers from 1 on, those of prompts too.
+        step = (self.pool.pools[0].residency.clock - 1) // self.spec.cache.num_layers
+        return step % len(replay)
 
     def _release(self, layer: int, resident: jax.Array, leaving: jax.Array) -> None:
         """Copies leave whose expert comes in another tier, or is in a better one by now."""
