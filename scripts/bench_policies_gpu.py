@@ -23,16 +23,19 @@ Everything but the experts is bf16, as in the papers (`--attention_bits`).
 `--model=tiny --device=cpu` tries a section.
 """
 
+import dataclasses
+
 from absl import app, flags
 
 from moejax.devices import choose_device, enable_compilation_cache
 from scripts.bench_report import Report
 from scripts.model_weights import CONFIGS
-from scripts.policy_memories import Lab, Sizes
+from scripts.policy_memories import Lab
 from scripts.policy_run import Options, Run
 from scripts.policy_speed_buddies import buddymoe, cost, latency
 from scripts.policy_speed_budget import compose, dymoe
 from scripts.policy_speed_dynaexq import dynaexq, dynaexq_wide
+from scripts.policy_timing import Sizes
 
 QWEN3, MIXTRAL = "Qwen3-30B-A3B", "Mixtral-8x7B"
 # Of each section: what runs it, its shape, and decode steps of a measurement.
@@ -53,12 +56,14 @@ _GIB = flags.DEFINE_multi_float("gib", [], "of device memory; []: the section's"
 _RATE = flags.DEFINE_multi_float("cache_rate", [], "buddymoe: c; []: 0.75, 0.5, 0.375")
 _HOT = flags.DEFINE_integer("n_hot", 32, "dynaexq: experts of a layer in high precision")
 _PERIOD = flags.DEFINE_integer("period", 64, "dynaexq: T, in steps: of the tokens of a batch")
-_BULK = flags.DEFINE_integer("bulk", 16, "experts on their way between steps at once")
+_BULK = flags.DEFINE_integer("bulk", 32, "experts on their way between steps at once")
+_REQUESTS = flags.DEFINE_integer("requests", 16, "dynaexq: demotions and promotions asked a call")
 _EVERY = flags.DEFINE_integer("shift_every", 256, "steps between the shifts of a layer")
 _SHARE = flags.DEFINE_float("shift_share", 0.25, "of the experts that exchange ranks in a shift")
 _ZIPF = flags.DEFINE_float("zipf", -1, "exponent of the popularity; -1: the shape's")
 _RECALL = flags.DEFINE_float("recall", 0.85, "share of the needed experts that are expected")
 _RETENTION = flags.DEFINE_float("retention", 0.75, "dymoe: r")
+_SPLIT = flags.DEFINE_string("split", "high", "slots of two tiers: high, rule, or such as 4,0")
 _TTFT = flags.DEFINE_bool("ttft", True, "dymoe: prompts too, whose programs take longer to compile")
 _PROMPT = flags.DEFINE_integer("prompt", 512, "tokens of the prompt")
 _CONTEXT = flags.DEFINE_integer("context", 1024, "cache length")
@@ -67,6 +72,8 @@ _PER_CALL = flags.DEFINE_integer("per_call", 8, "decode steps of a call")
 _WHERE = flags.DEFINE_string("device", "gpu", "gpu; cpu only tries the script")
 _FILE = flags.DEFINE_string("out", "", "JSON Lines file that rows are appended to")
 _PROGRAMS = flags.DEFINE_string("programs", "", "persistent compilation cache")
+_DEPTH = flags.DEFINE_integer("depth", 0, "fewer layers than the real ones; 0: all")
+_ONLY = flags.DEFINE_multi_string("only", [], "measurements whose name has one of these; []: all")
 _LIMIT = flags.DEFINE_float("limit", 0, "seconds after which a section begins nothing; 0: none")
 
 
@@ -79,9 +86,10 @@ def main(argv: list[str]) -> None:
     enable_compilation_cache(_PROGRAMS.value)
     options = Options(
         batches=_BATCH.value, gibs=_GIB.value, cache_rates=_RATE.value, n_hot=_HOT.value,
-        period=_PERIOD.value, bulk=_BULK.value, shift_every=_EVERY.value,
+        period=_PERIOD.value, bulk=_BULK.value, requests=_REQUESTS.value, shift_every=_EVERY.value,
         shift_share=_SHARE.value, exponent=None if _ZIPF.value < 0 else _ZIPF.value,
-        recall=_RECALL.value, retention=_RETENTION.value, ttft=_TTFT.value, limit_s=_LIMIT.value,
+        recall=_RECALL.value, retention=_RETENTION.value, split=_SPLIT.value, ttft=_TTFT.value,
+        limit_s=_LIMIT.value, only=_ONLY.value,
     )  # fmt: skip
     failed: list[str] = []
     lab, made_for = None, None
@@ -92,7 +100,12 @@ def main(argv: list[str]) -> None:
         if name == "dymoe" and options.ttft and sizes.prompt + sizes.num_replayed > sizes.context:
             raise SystemExit("--context has no room for the prompt and the steps after it")
         if lab is None or made_for != model:
-            lab, made_for = Lab(CONFIGS[model], int(_ATTENTION.value), device, sizes), model
+            config = CONFIGS[model]
+            if _DEPTH.value:
+                config = dataclasses.replace(
+                    config, num_layers=_DEPTH.value, moe_layers=tuple(range(_DEPTH.value))
+                )
+            lab, made_for = Lab(config, int(_ATTENTION.value), device, sizes), model
         lab.sizes = sizes
         attention = "bf16" if lab.attention_bits == 16 else f"INT{lab.attention_bits}"
         about = f"{name}, {model}, {lab.config.num_layers} layers, attention {attention}"

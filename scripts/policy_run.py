@@ -7,7 +7,8 @@ from typing import Any
 
 from moejax.policies.buddy_lists import BuddyLists, buddy_lists, conditional_coactivation
 from scripts.bench_report import Report
-from scripts.policy_memories import Lab, Measured, Memory, release
+from scripts.policy_memories import Lab, Memory, release
+from scripts.policy_timing import Measured
 from scripts.policy_workloads import Workload, describe, make_workload
 
 # Of the profiles in `scripts/quality_sections.py`.
@@ -24,13 +25,16 @@ class Options:
     n_hot: int
     period: int
     bulk: int
+    requests: int
     shift_every: int
     shift_share: float
     exponent: float | None
     recall: float
     retention: float
+    split: str
     ttft: bool
     limit_s: float
+    only: Sequence[str] = ()
 
 
 class Run:
@@ -66,7 +70,9 @@ class Run:
         return buddy_lists(shares, alpha, most)
 
     def attempt(self, what: str, part: Callable[[], Any]) -> Any:
-        """The part's value; None where it failed, or time is up. Memory that it gives is freed."""
+        """The part's value; None where it failed, is not asked for, or time is up."""
+        if self.options.only and not any(part in what for part in self.options.only):
+            return None
         if self.options.limit_s and time.perf_counter() - self._started > self.options.limit_s:
             print(f"left out: {what}", flush=True)
             return None

@@ -12,8 +12,9 @@ from moejax.policies.dynaexq import DynaExq
 from moejax.policies.interface import AnyPolicy
 from moejax.policies.on_demand import OnDemand
 from moejax.runner import Runner
-from scripts.policy_memories import Measured, Memory, TierPlan, release
+from scripts.policy_memories import Memory, TierPlan, release
 from scripts.policy_run import Run
+from scripts.policy_timing import Measured
 from scripts.policy_workloads import one_miss_workload
 
 CACHE_RATES = (0.75, 0.5, 0.375)
@@ -177,11 +178,10 @@ def cost(run: Run) -> None:
     def other(bits: int) -> TierPlan:
         return TierPlan(bits=bits, slots=width, few_rows=True)
 
-    critical = {"retention": 1.0, "prefetch": 0}
     policies: dict[str, tuple[AnyPolicy, list[TierPlan]]] = {
         "on_demand": (OnDemand(), [plan]),
-        "dymoe, all critical, 4/0": (DyMoE(low="skip", **critical), [plan]),
-        "dymoe, all critical, 4/2": (DyMoE(**critical), [plan, other(2)]),
+        "dymoe, all critical, 4/0": (DyMoE(low="skip", retention=1.0, prefetch=0), [plan]),
+        "dymoe, all critical, 4/2": (DyMoE(retention=1.0, prefetch=0), [plan, other(2)]),
         "buddymoe, rho 0": (
             BuddyMoe(lists=run.buddies(work), rho=0, background_bytes=0.0), [plan],
         ),

@@ -10,9 +10,9 @@ from moejax.policies.compose import Compose
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
 from moejax.policies.interface import AnyPolicy
-from scripts.policy_memories import Measured, Memory
+from scripts.policy_memories import Memory
 from scripts.policy_run import Run
-from scripts.policy_speed_dynaexq import REQUESTS
+from scripts.policy_timing import Measured
 
 # DyMoE's Table 3: (TPOT, TTFT) in seconds at 16 and 24 GiB; the ratios are what is compared.
 PAPER = {
@@ -92,7 +92,7 @@ def _policy(
     prefetch: int = 0, bulk: int = 0,
 ) -> tuple[Callable[[], Memory], int]:  # fmt: skip
     """What makes the memory of a policy, and its planned bytes."""
-    budget = run.lab.budget(bits, gib, prefetch=prefetch, bulk=bulk)
+    budget = run.lab.split(bits, gib, run.options.split, prefetch=prefetch, bulk=bulk)
     plans = [run.lab.plan_of(b, tier) for b, tier in zip(bits, budget.tiers, strict=True)]
     slots = ", ".join(
         f"{tier.slots} of {name}" for name, tier in zip(budget.names, budget.tiers, strict=True)
@@ -105,7 +105,7 @@ def compose(run: Run) -> None:
     """Each policy alone, and together, at one budget; of speed only."""
     gib, bulk = (run.options.gibs or (16.0,))[0], run.options.bulk
     work, retention = run.workload(), run.options.retention
-    hotness = DynaExq(period=run.options.period, max_requests=REQUESTS)
+    hotness = DynaExq(period=run.options.period, max_requests=run.options.requests)
     importance = DyMoE(retention=retention, prefetch=0)
     buddies = BuddyMoe(lists=run.buddies(work), rho=1, spend_on="last")
     budget = run.lab.budget((4,), gib)

@@ -7,10 +7,10 @@ import jax
 from moejax.policies.dynaexq import DynaExq
 from moejax.runner import Runner
 from scripts.model_weights import Packing, random_weights
-from scripts.policy_memories import Measured, TierPlan, release, tier_name
+from scripts.policy_memories import TierPlan, release, tier_name
 from scripts.policy_run import Run
+from scripts.policy_timing import Measured
 
-REQUESTS = 64  # of a call
 THROUGHPUT_BAR, HOT_BAR = 85.0, 50.0  # percent
 
 
@@ -47,7 +47,7 @@ def dynaexq(run: Run) -> None:
             bits=high, slots=n_hot, bulk=run.options.bulk, first=work.hottest(n_hot, slice(0, 1)),
             transient=min(num_experts, batch * lab.config.experts_per_token),
         )  # fmt: skip
-        policy = DynaExq(period=run.options.period * batch, max_requests=REQUESTS)
+        policy = DynaExq(period=run.options.period * batch, max_requests=run.options.requests)
 
         def measured() -> Measured:
             hot = lab.tier_memory(plan)  # noqa: B023
@@ -114,13 +114,15 @@ def dynaexq_wide(run: Run) -> None:
 def _within(run: Run, gib: float, works: Any, full: Any, ends: dict[int, Measured]) -> bool:
     """The rows of one budget."""
     lab, num_experts = run.lab, run.lab.config.num_experts
-    budget = lab.budget((16, 4), gib, bulk=run.options.bulk)
+    asked = run.options.split
+    split = asked if "," in asked else "rule"
+    budget = lab.split((16, 4), gib, split, bulk=run.options.bulk)
     slots = [tier.slots for tier in budget.tiers]
     if slots[1] < num_experts or not 0 < slots[0] < num_experts:
         raise ValueError(f"{gib:g} GiB are {slots} slots of bf16 and int4, not some and all")
     first = works["steady"].hottest(slots[0])
     hot = lab.tier_memory(lab.plan_of(16, budget.tiers[0], first=first, few_rows=True))
-    policy = DynaExq(period=run.options.period, max_requests=REQUESTS)
+    policy = DynaExq(period=run.options.period, max_requests=run.options.requests)
     memory = lab.tiered(policy, [hot, full], ("bf16", "int4"))
     try:
         runner = Runner(lab.config, lab.dense, lab.device, memory=memory)
