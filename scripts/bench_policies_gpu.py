@@ -1,7 +1,7 @@
 """Speed of policies: real shapes, random weights, routing and its probabilities replayed.
 
     python -m scripts.bench_policies_gpu --section=dynaexq
-    python -m scripts.bench_policies_gpu --section=dynaexq_wide
+    XLA_CLIENT_MEM_FRACTION=0.95 python -m scripts.bench_policies_gpu --section=dynaexq_wide
     XLA_CLIENT_MEM_FRACTION=0.2 python -m scripts.bench_policies_gpu --section=dymoe --gib=16
     python -m scripts.bench_policies_gpu --section=buddymoe --section=latency
     python -m scripts.bench_policies_gpu --section=cost
@@ -60,6 +60,7 @@ _BULK = flags.DEFINE_integer("bulk", 32, "experts on their way between steps at 
 _REQUESTS = flags.DEFINE_integer("requests", 16, "dynaexq: demotions and promotions asked a call")
 _EVERY = flags.DEFINE_integer("shift_every", 256, "steps between the shifts of a layer")
 _SHARE = flags.DEFINE_float("shift_share", 0.25, "of the experts that exchange ranks in a shift")
+_HOST = flags.DEFINE_float("host_gib", 0, "of a precision's rows, shared by experts; 0: all rows")
 _ZIPF = flags.DEFINE_float("zipf", -1, "exponent of the popularity; -1: the shape's")
 _RECALL = flags.DEFINE_float("recall", 0.85, "share of the needed experts that are expected")
 _RETENTION = flags.DEFINE_float("retention", 0.75, "dymoe: r")
@@ -105,7 +106,8 @@ def main(argv: list[str]) -> None:
                 config = dataclasses.replace(
                     config, num_layers=_DEPTH.value, moe_layers=tuple(range(_DEPTH.value))
                 )
-            lab, made_for = Lab(config, int(_ATTENTION.value), device, sizes), model
+            lab = Lab(config, int(_ATTENTION.value), device, sizes, _HOST.value)
+            made_for = model
         lab.sizes = sizes
         attention = "bf16" if lab.attention_bits == 16 else f"INT{lab.attention_bits}"
         about = f"{name}, {model}, {lab.config.num_layers} layers, attention {attention}"

@@ -1,11 +1,12 @@
 """What `scripts/bench_policies_gpu.py` measures with: memories of random experts.
 
 Rows of the host are made once for each precision. A tier that holds every expert on the device
-never fetches one, nor does a step wait for what a bulk transfer reads: where it says so, experts
-share `FEW_ROWS` rows.
+never fetches one, and what a bulk transfer reads no step waits for: where a plan says so, experts
+share rows of `FEW_GIB`, which is more than a processor's cache holds.
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -22,16 +23,18 @@ from moejax.memory.host_store import HeldRows
 from moejax.memory.residency import CacheSpec
 from moejax.memory.tiered_memory import TieredMemory, warmed
 from moejax.memory.transfers import Transfers
-from moejax.models.config import ModelConfig
+from moejax.models.config import ModelConfig, weight_shapes
 from moejax.policies.interface import AnyPolicy
 from moejax.runner import Runner
+from moejax.served import EXPERT_LEAVES
+from pallas_kernels import layout
 from pallas_kernels.target import target_of
 from scripts.model_weights import Packing, random_weights
 from scripts.policy_timing import Loop, Measured, Sizes
 from scripts.policy_workloads import Workload
 from scripts.synthetic_rows import SyntheticRows
 
-FEW_ROWS = 512  # more than a processor's cache holds
+FEW_GIB = 4.0
 Memory = ExpertMemory | TieredMemory
 
 
@@ -66,13 +69,24 @@ class TierPlan:
 class Lab:
     """A shape with random dense weights on the device, and experts in host memory."""
 
-    def __init__(self, config: ModelConfig, attention_bits: int, device: jax.Device, sizes: Sizes):
-        """Makes the dense weights."""
+    def __init__(
+        self, config: ModelConfig, attention_bits: int, device: jax.Device, sizes: Sizes,
+        host_gib: float = 0.0,
+    ):  # fmt: skip
+        """Makes the dense weights.
+
+        Args:
+          config: of the model.
+          attention_bits: of the projections; 16: bf16.
+          device: where it runs.
+          sizes: how much is run; may be changed between sections.
+          host_gib: of a precision's rows, which experts share where they are more; 0: no limit.
+        """
         self.config, self.device, self.sizes = config, device, sizes
-        self.attention_bits = attention_bits
+        self.attention_bits, self._host_gib = attention_bits, host_gib
         self.dense = random_weights(config, self._packing(4), device, experts=False)
         jax.block_until_ready(self.dense)
-        self._rows: dict[tuple[int, bool], SyntheticRows] = {}
+        self._rows: dict[tuple[int, int], SyntheticRows] = {}
 
     def _packing(self, bits: int) -> Packing:
         return Packing(bits=bits, attention_bits=self.attention_bits)
@@ -82,19 +96,34 @@ class Lab:
         """M."""
         return len(self.config.moe_layers)
 
+    def expert_nbytes(self, bits: int) -> int:
+        """Of one expert: codes, and float16 scales and zeros of groups of 64."""
+        shapes = weight_shapes(self.config)
+        sizes = [shapes[name][-2:] for name in EXPERT_LEAVES]
+        if bits == 16:
+            return sum(2 * math.prod(size) for size in sizes)
+        group = self._packing(bits).group_size
+        return sum(
+            outputs * (4 * layout.num_words(inputs, bits) + 4 * layout.num_groups(inputs, group))
+            for outputs, inputs in sizes
+        )
+
     def rows(self, bits: int, few: bool = False) -> SyntheticRows:
         """Of a precision; made once."""
-        few = few and (bits, False) not in self._rows
-        if (bits, few) not in self._rows:
-            start = time.perf_counter()
-            made = SyntheticRows(
-                self.config, self._packing(bits), self.device, FEW_ROWS if few else 0
-            )
-            self._rows[bits, few] = made
-            spent = time.perf_counter() - start
-            print(f"{tier_name(bits)} rows, {made.nbytes / 2**30:.1f} GiB, in {spent:.1f} s",
-                  flush=True)  # fmt: skip
-        return self._rows[bits, few]
+        nbytes, total = self.expert_nbytes(bits), self.num_layers * self.config.num_experts
+        gib = min([limit for limit in (self._host_gib, FEW_GIB if few else 0) if limit], default=0)
+        num_rows = min(total, max(1, int(gib * 2**30) // nbytes)) if gib else total
+        held = [count for of, count in self._rows if of == bits and count >= num_rows]
+        if held:
+            return self._rows[bits, max(held)]
+        start = time.perf_counter()
+        made = SyntheticRows(self.config, self._packing(bits), self.device, num_rows)
+        assert made.row_nbytes == nbytes, (made.row_nbytes, nbytes)
+        self._rows[bits, num_rows] = made
+        spent = time.perf_counter() - start
+        print(f"{tier_name(bits)}: {num_rows} rows of {total} experts, {made.nbytes / 2**30:.1f} "
+              f"GiB, in {spent:.1f} s", flush=True)  # fmt: skip
+        return made
 
     def tier_memory(self, plan: TierPlan) -> ExpertMemory:
         """A pool of one precision."""
@@ -144,9 +173,7 @@ class Lab:
     ) -> TieredBudget:  # fmt: skip
         """What `moejax.memory` makes of so many GiB, for tiers of these precisions."""
         config, context = self.config, self.sizes.context
-        tiers = [
-            Tier(name=tier_name(b), expert_nbytes=self.rows(b, few=True).row_nbytes) for b in bits
-        ]
+        tiers = [Tier(name=tier_name(b), expert_nbytes=self.expert_nbytes(b)) for b in bits]
         return make_tiered_budget(
             config, {name: leaf.nbytes for name, leaf in self.dense.items()}, tiers, slots=slots,
             prefetch=prefetch, bulk=bulk, batch=batch, context=context,
