@@ -1,6 +1,6 @@
 """Tiny models whose experts lie in several tiers, and runners of them under policies."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -60,9 +60,10 @@ def tiered_runner(
     slots: Sequence[int],
     *,
     config: ModelConfig = CONFIG,
+    runs: Mapping[str, Any] | None = None,
     **how: Any,
 ) -> tuple[Runner, TieredMemory]:
-    """A runner of random weights whose experts are stored in each of these widths."""
+    """A runner, with options `runs`, of random weights whose experts are stored in these widths."""
     stored = [random_weights(config, width) for width in bits]
     tiers = [
         tier_memory(config, weights, size, **how)
@@ -70,4 +71,5 @@ def tiered_runner(
     ]
     names = [f"int{width}" for width in bits]
     memory = TieredMemory(policy, names, tiers, width=config.experts_per_token)
-    return Runner(config, without_experts(stored[0]), CPU, memory=memory), memory
+    runner = Runner(config, without_experts(stored[0]), CPU, memory=memory, **(runs or {}))
+    return runner, memory

@@ -6,7 +6,8 @@ from unittest import mock
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moejax.memory.tiered import TieredExperts, ask
+from moejax.memory.tiered import ask
+from moejax.memory.tiered_experts import TieredExperts
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.make import make_policy

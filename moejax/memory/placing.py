@@ -81,7 +81,7 @@ class Placing:
         """
         cache, num_pairs = self.cache, routing.ids.size
         max_needed = min(num_pairs, cache.num_experts)
-        waves = residency_plan.Waves(rules.num_waves(cache, max_needed), cache.transient)
+        waves = self.waves(num_pairs)
         transient = cache.first_transient + jnp.arange(cache.transient, dtype=jnp.int32)
         transient = jnp.broadcast_to(transient, tuple(waves))
         if keep is None and self.by_kernel(num_pairs):
@@ -140,6 +140,11 @@ class Placing:
             wanted &= row_of[layer] >= 0
         made, residency, counts = rules.predict(cache, state[0], layer, wanted, limit, state[1])
         return _jobs(row_of[layer], made.experts, made.slots), (residency, counts)
+
+    def waves(self, num_pairs: int) -> residency_plan.Waves:
+        """Through the transient slots, of a layer that so many pairs may need."""
+        most = min(num_pairs, self.cache.num_experts)
+        return residency_plan.Waves(rules.num_waves(self.cache, most), self.cache.transient)
 
     def by_kernel(self, num_asked: int) -> bool:
         """Whether one launch plans for so many pairs."""

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 
 from moejax import ops
 from moejax.checkpoints.experts import ExpertReader, open_experts
@@ -65,10 +64,6 @@ def open_tiered(
         chunk=chunk,
     )  # fmt: skip
     chosen, stored, sources, budget = planned
-    if device.platform == "gpu":
-        logging.warning(
-            "under a policy the layers of a prompt are compiled one by one, which takes minutes"
-        )
     weights = checkpoint.load(dtype=dtype, device=device, progress=progress, experts=False)
     memories = []
     for tier, source, part in zip(stored, sources, budget.tiers, strict=True):
