@@ -33,7 +33,7 @@ CASES = {
     "on_demand": (make_policy("on_demand", prefetch=2), (16,), (3,), 2),
     "dymoe": (make_policy("dymoe", prefetch=2, **DYMOE), (4, 2), (3, 8), 2),
     "dymoe in two caches": (make_policy("dymoe", prefetch=0, **DYMOE), (4, 2), (3, 3), 0),
-    "dynaexq": (make_policy("dynaexq", choice="first", n_hot=3), (16, 2), (3, 8), 0),
+    "dynaexq": (make_policy("dynaexq", choice="first", n_hot=3), (4, 2), (3, 8), 0),
     "buddymoe": (BuddyMoe(lists=LISTS, rho=1), (4,), (4,), 0),
 }
 
@@ -57,7 +57,7 @@ class LoopTest(parameterized.TestCase):
         policy, bits, slots, ahead = CASES[name]
         found = []
         for loops in (False, True):
-            how = {"prefetch": ahead, "warm": min(slots) if name == "buddymoe" else -1}
+            how = {"prefetch": ahead, "first": min(slots) if name == "buddymoe" else -1}
             runner, memory = tiered_runner(policy, bits, slots, config=FIVE, **how)
             own, taken = Transformer._looped, []
 

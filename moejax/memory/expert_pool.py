@@ -26,14 +26,19 @@ class PoolSpec:
         a slot, stacked [J, ...], called by the running step; None where the host store has all.
       emulated: nothing is copied: tables and counts are those of slots that there are not, the
         products read the store's rows, which are on the device.
+      is_complete: every expert is in its slot for ever, from before the first step on: nothing is
+        fetched.
     """
 
     cache: CacheSpec
     prefetch: int = 0
     read: Callable[[Any, Any], tuple[Any, ...]] | None = None
     emulated: bool = False
+    is_complete: bool = False
 
     def __post_init__(self) -> None:
+        if self.is_complete and self.cache.slots < self.cache.num_experts:
+            raise ValueError(f"{self.cache.slots} slots hold no {self.cache.num_experts} experts")
         if self.prefetch and self.cache.slots and self.cache.banks < 2:
             raise ValueError(
                 "experts of the next layer are brought ahead into a bank of its own: 2"

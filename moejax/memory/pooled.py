@@ -137,10 +137,8 @@ class PooledExperts:
         active = mask if mask.ndim == 2 else jnp.broadcast_to(mask[:, None], routing.ids.shape)
         if not self.num_waves(active.size):
             return self._run(x, *self.placed(layer, routing, active, plan))
-        if self.spec.cache.banks > 1 and not isinstance(layer, int):  # decode steps are unrolled
-            products = self._in_turns(layer, x, plan, active)
-        else:
-            products = self._in_waves(layer, x, plan, active)
+        in_turns = self.spec.cache.banks > 1 and not isinstance(layer, int)  # as only chunks are
+        products = (self._in_turns if in_turns else self._in_waves)(layer, x, plan, active)
         if ahead and self.most_ahead:  # what waits for slots of a wave would be copied
             self._prefetch(layer, ahead(), mask)
         return products
@@ -154,25 +152,30 @@ class PooledExperts:
         keep: jax.Array | None = None,
     ) -> Placed:
         """Finds and copies what a layer needs, but for waves; arguments as of `products`."""
-        self._turn = layer if isinstance(layer, int) else self._turn + 1
         plan = self._plan(layer, routing, mask, keep)
-        self._bring(layer, plan.admitted)
-        if ahead and self.most_ahead and not self.num_waves(routing.ids.size):  # beside products
-            self._prefetch(layer, ahead(), mask)
+        self.bring(layer, plan, mask, None if self.num_waves(routing.ids.size) else ahead)
         return plan
 
+    def bring(
+        self, layer: Index, plan: Placed, mask: jax.Array, ahead: Callable[[], jax.Array] | None
+    ) -> None:
+        """As `brought`, of a plan that the slots know of."""
+        self._turn = layer if isinstance(layer, int) else self._turn + 1
+        self._bring(layer, plan.admitted)
+        if ahead and self.most_ahead:  # beside the products
+            self._prefetch(layer, ahead(), mask)
+
     def num_waves(self, num_pairs: int) -> int:
-        """How many follow what `brought` copies."""
+        """How many follow what `bring` copies."""
         return 0 if self.spec.emulated else self._placing.waves(num_pairs).num
 
     def placed(
         self, layer: Index, routing: Routing, active: jax.Array, plan: Placed
     ) -> tuple[Pairs, Experts]:
         """What runs where there are no waves."""
+        pairs = Pairs(plan.slot, active & (plan.wave == 0))
         if self.spec.emulated:
             pairs = Pairs(self.store.row_of[layer][routing.ids], active)
-        else:
-            pairs = Pairs(plan.slot, active & (plan.wave == 0))
         return pairs, self._experts(layer, plan, 0)
 
     def _plan(
@@ -183,12 +186,12 @@ class PooledExperts:
         if mask.ndim == 2:  # pairs of their own, as tokens of one expert each
             ids, weights = routing.ids.reshape(-1, 1), routing.weights.reshape(-1, 1)
             routing, mask = routing._replace(ids=ids, weights=weights), mask.reshape(-1)
-        plan, state = self._placing.plan(self._state, store.row_of, layer, routing, mask, keep)
+        plan, state = self._placing.plan(self.slots, store.row_of, layer, routing, mask, keep)
         if (used := self.pool.used) is not None:  # the host evicts by it
             needed, clock = plan.holders[1] >= 0, self.pool.residency.clock
             used = used.at[layer].set(jnp.where(needed, clock, used[layer]))
             self.pool = dataclasses.replace(self.pool, used=used)
-        self._set_state(state)
+        self.set_slots(state)
         return plan._replace(slot=plan.slot.reshape(shape), wave=plan.wave.reshape(shape))
 
     def _in_waves(self, layer: Index, x: jax.Array, plan: Placed, active: jax.Array) -> jax.Array:
@@ -269,10 +272,12 @@ class PooledExperts:
         return min(self.spec.prefetch, cache.slots, cache.num_experts)
 
     @property
-    def _state(self) -> tuple[Residency, Counts]:
+    def slots(self) -> tuple[Residency, Counts]:
+        """What is in them, and the counts."""
         return self.pool.residency, self.pool.counts
 
-    def _set_state(self, state: tuple[Residency, Counts]) -> None:
+    def set_slots(self, state: tuple[Residency, Counts]) -> None:
+        """They are so from now on."""
         self.pool = dataclasses.replace(self.pool, residency=state[0], counts=state[1])
 
     def _bank(self, after: int = 0) -> tuple[Weight, Weight]:
@@ -314,8 +319,8 @@ class PooledExperts:
         mask, following = mask.reshape(-1), self.following(layer)
         if not isinstance(layer, int):
             mask &= layer + 1 < self.spec.cache.num_layers
-        jobs, state = self._placing.expect(self._state, self.store.row_of, following, wanted, mask)
-        self._set_state(state)
+        jobs, state = self._placing.expect(self.slots, self.store.row_of, following, wanted, mask)
+        self.set_slots(state)
         self._bring(following, jobs, 1, beside=True)
 
     def fill(self, layer: int, jobs: Jobs) -> None:
@@ -334,7 +339,7 @@ class PooledExperts:
         """
         store, pool = self.store, self.pool
         rows, slots, experts = jobs
-        if not rows.size or self.spec.emulated:
+        if not rows.size or self.spec.emulated or self.spec.is_complete:
             return
         pools = self._bank(bank)
         if store.gate_up.shape[0]:

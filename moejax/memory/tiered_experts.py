@@ -21,8 +21,9 @@ from moejax import ops
 from moejax.memory.expert_pool import ExpertStore
 from moejax.memory.pooled import PooledExperts
 from moejax.memory.tiered import TieredPool, TieredSpec, released
+from moejax.memory.tiered_placing import TieredPlacing
 from moejax.models.config import ModelConfig
-from moejax.models.expert_products import Pairs, combine, products_of_tiers
+from moejax.models.expert_products import Experts, Pairs, combine, products_of_tiers
 from moejax.models.grouped_experts import choose_for_tiers
 from moejax.models.moe import ExpertsVia, Routing
 from moejax.ops import Index
@@ -63,6 +64,7 @@ class TieredExperts:
         of_tiers = zip(spec.pools, pool.pools, store, via, strict=True)
         self._runs = [PooledExperts(s, config, p, rows, v, kernels) for s, p, rows, v in of_tiers]
         self._policy_state, self._gate = pool.state, pool.gate
+        self._placing = TieredPlacing(spec.pools, kernels.target)
 
     @property
     def pool(self) -> TieredPool:
@@ -122,6 +124,8 @@ class TieredExperts:
         routing = self._replayed(layer, routing)
         resident = self._resident(layer)
         decision = self._decide(layer, routing, token_mask, ahead, resident)
+        if decision.keep is None and self.is_placed_at_once(routing.ids.size):
+            return self._at_once(layer, x, routing, token_mask, decision)
         found = mixed_cache.served(resident, decision, token_mask)
         self._release(layer, resident, found.leaving)
         runs = token_mask[:, None] & (decision.tier != SKIPPED)
@@ -257,12 +261,44 @@ class TieredExperts:
             slot = jnp.where(tier == i, pairs.expert, slot)
             runs &= pairs.active | (tier != i)
             tiers.append(experts)
+        return self._of_tiers(x, jnp.where(runs, tier, SKIPPED), slot, tiers)
+
+    def _of_tiers(
+        self, x: jax.Array, tier: jax.Array, slot: jax.Array, tiers: Sequence[Experts]
+    ) -> jax.Array:
         stacks = [(experts.gate_up, experts.down) for experts in tiers]
         chosen = choose_for_tiers(len(x), self.config, x.dtype, stacks, self._kernels)
         if chosen.implementation == ops.DEQUANTIZED:
             raise ValueError(f"the grouped kernel refuses the tiers: {chosen.describe()}")
-        tier = jnp.where(runs, tier, SKIPPED)
         return products_of_tiers(x, tier, slot, tiers, chosen.implementation)
+
+    def is_placed_at_once(self, num_pairs: int) -> bool:
+        """Whether one launch finds a place for so many pairs."""
+        return self._in_one(num_pairs) and self._placing.refusal(num_pairs) is None
+
+    def _at_once(
+        self,
+        layer: Index,
+        x: jax.Array,
+        routing: Routing,
+        token_mask: jax.Array,
+        decision: Decision,
+    ) -> jax.Array:
+        """As a call, from the decision on: what else is small launches is one."""
+        rows_of = [store.row_of for store in self._store]
+        before = [run.slots for run in self._runs]
+        found, after = self._placing.place(
+            before, rows_of, self._gate, layer, routing, decision, token_mask
+        )
+        self._gate, tiers = found.gate, []
+        for run, slots in zip(self._runs, after, strict=True):
+            run.set_slots(slots)
+        for i, (run, plan) in enumerate(zip(self._runs, found.plans, strict=True)):
+            run.bring(layer, plan, token_mask, self._ahead(layer, i, decision.ahead))
+            tiers.append(run.placed(layer, routing, found.tier == i, plan)[1])
+        products = self._of_tiers(x, found.tier, found.slot, tiers)
+        pairs = Pairs(decision.ids, found.tier != SKIPPED)
+        return combine(products, pairs, decision.weights, x.dtype)
 
     def _ahead(
         self, layer: Index, tier: int, ahead: jax.Array | None

@@ -20,7 +20,7 @@ from moejax.errors import MoejaxError
 from moejax.memory.budget import Budget, Limits, Tier, TieredBudget, make_tiered_budget
 from moejax.memory.expert_memory import ExpertMemory
 from moejax.memory.opening import load_experts
-from moejax.memory.tiered_memory import TieredMemory, warmed
+from moejax.memory.tiered_memory import TieredMemory, warm
 from moejax.policies.interface import AnyPolicy, PolicySpec
 from moejax.qtensor import Weight
 from moejax.tiering import Chosen, StoredTier, Tiering, choose
@@ -74,8 +74,7 @@ def open_tiered(
         if tiering.emulate:
             memory = emulated(memory, device)
         if (first := _first(chosen, part, memory)) is not None:
-            kernels = ops.Kernels(target_of(device))
-            memory.pool = warmed(memory, config, kernels, first)
+            warm(memory, config, ops.Kernels(target_of(device)), first)
         memories.append(memory)
     width = config.experts_per_token
     names = [tier.name for tier in stored]

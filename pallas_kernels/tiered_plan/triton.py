@@ -1,6 +1,7 @@
 """The Pallas-Triton implementation: one launch of one program, in place on all tiers' tables."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -87,7 +88,7 @@ def _load_pairs(of: Refs) -> _Pairs:
 
 
 def _load_tier(
-    tiers: list[Refs], index: int, form: Form, layer: jax.Array, pairs: _Pairs
+    tiers: Sequence[Refs], index: int, form: Form, layer: jax.Array, pairs: _Pairs
 ) -> _State:
     of = tiers[index]
     loaded, better = None, None
