@@ -17,7 +17,8 @@ from flax import nnx
 from moejax.cache import KVCache, empty_cache
 from moejax.memory.expert_pool import ExpertPool, ExpertStore, PoolSpec
 from moejax.memory.pooled import PooledExperts
-from moejax.memory.tiered import TieredExperts, TieredPool, TieredSpec
+from moejax.memory.tiered import TieredPool, TieredSpec
+from moejax.memory.tiered_experts import TieredExperts
 from moejax.models.config import ModelConfig
 from moejax.models.transformer import ChunkSpec, Transformer, merge_weights
 from moejax.qtensor import Weight

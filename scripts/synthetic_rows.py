@@ -19,13 +19,16 @@ NUM_DRAWN = 8  # different experts; the others are copies, in memory of their ow
 class SyntheticRows:
     """All experts of a shape in host memory; a `moejax.memory.host_store.RowSource`."""
 
-    def __init__(self, config: ModelConfig, packing: Packing, device: jax.Device):
+    def __init__(
+        self, config: ModelConfig, packing: Packing, device: jax.Device, num_rows: int = 0
+    ):
         """Draws some experts and fills the store.
 
         Args:
           config: of the model.
           packing: of its experts.
           device: of the store.
+          num_rows: of the store, which experts then share; 0: one for each.
         """
         self.num_layers, self.num_experts = len(config.moe_layers), config.num_experts
         small = dataclasses.replace(
@@ -39,9 +42,14 @@ class SyntheticRows:
         self.row_nbytes = sum(part.size * part.dtype.itemsize for part in self.row)
         self.uses_jax = False
         del drawn, stacks, leaves
-        store = self.store = HostStore.allocate(self, self.num_layers * self.num_experts, device)
+        total = self.num_layers * self.num_experts
+        num_rows = min(num_rows or total, total)
+        store = self.store = HostStore.allocate(self, num_rows, device)
         store.fill(progress=False)
         self.nbytes, self.row_of = store.nbytes, store.row_of
+        if num_rows < total:
+            shared = np.arange(total, dtype=np.int32) % num_rows
+            self.row_of = shared.reshape(self.num_layers, self.num_experts)
         self.stacks: tuple[Weight, Weight] = jax.tree.unflatten(self._tree, store.arrays)
 
     def read(

@@ -1,6 +1,6 @@
 """Tiny models whose experts lie in several tiers, and runners of them under policies."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from moejax import ops
 from moejax.memory.expert_memory import ExpertMemory
 from moejax.memory.expert_pool import PoolSpec
 from moejax.memory.residency import CacheSpec
-from moejax.memory.tiered_memory import TieredMemory, warmed
+from moejax.memory.tiered_memory import TieredMemory, warm
 from moejax.models.config import ModelConfig
 from moejax.policies.interface import AnyPolicy
 from moejax.qtensor import QTensor, Weight
@@ -34,9 +34,9 @@ def tier_memory(
     transient: int = 2,
     prefetch: int = 0,
     emulated: bool = False,
-    warm: int = -1,
+    first: int = -1,
 ) -> ExpertMemory:
-    """One tier's; `warm` experts of a layer are there from the start (-1: all, if all fit)."""
+    """One tier's; `first` experts of a layer are there from the start (-1: all, if all fit)."""
     num_layers, num_experts = len(config.moe_layers), config.num_experts
     cache = CacheSpec(
         num_layers=num_layers, num_experts=num_experts, slots=slots, transient=transient,
@@ -47,10 +47,10 @@ def tier_memory(
         PoolSpec(cache, prefetch, emulated=emulated),
         *(rows_of(weights[name]) for name in EXPERTS), places, CPU,
     )  # fmt: skip
-    count = (num_experts if slots == num_experts else 0) if warm < 0 else warm
+    count = (num_experts if slots == num_experts else 0) if first < 0 else first
     if count:
-        first = np.tile(np.arange(count, dtype=np.int32), (num_layers, 1))
-        memory.pool = warmed(memory, config, ops.NO_KERNELS, first)
+        experts = np.tile(np.arange(count, dtype=np.int32), (num_layers, 1))
+        warm(memory, config, ops.NO_KERNELS, experts)
     return memory
 
 
@@ -60,9 +60,10 @@ def tiered_runner(
     slots: Sequence[int],
     *,
     config: ModelConfig = CONFIG,
+    runs: Mapping[str, Any] | None = None,
     **how: Any,
 ) -> tuple[Runner, TieredMemory]:
-    """A runner of random weights whose experts are stored in each of these widths."""
+    """A runner, with options `runs`, of random weights whose experts are stored in these widths."""
     stored = [random_weights(config, width) for width in bits]
     tiers = [
         tier_memory(config, weights, size, **how)
@@ -70,4 +71,5 @@ def tiered_runner(
     ]
     names = [f"int{width}" for width in bits]
     memory = TieredMemory(policy, names, tiers, width=config.experts_per_token)
-    return Runner(config, without_experts(stored[0]), CPU, memory=memory), memory
+    runner = Runner(config, without_experts(stored[0]), CPU, memory=memory, **(runs or {}))
+    return runner, memory

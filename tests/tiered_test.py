@@ -6,7 +6,8 @@ from unittest import mock
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moejax.memory.tiered import TieredExperts, ask
+from moejax.memory.tiered import ask
+from moejax.memory.tiered_experts import TieredExperts
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.make import make_policy
@@ -65,7 +66,7 @@ class OneTierTest(parameterized.TestCase):
 class MixtureTest(parameterized.TestCase):
     def test_dynaexq_runs_what_is_hot_in_high_precision(self):
         policy = make_policy("dynaexq", choice="first", n_hot=3)
-        runner, memory = tiered_runner(policy, (4, 2), (3, NUM_EXPERTS), warm=3)
+        runner, memory = tiered_runner(policy, (4, 2), (3, NUM_EXPERTS), first=3)
         stored = [wide(4), wide(2)]
 
         def decide(m, routing, q, k):
@@ -182,7 +183,7 @@ class SubstitutionTest(parameterized.TestCase):
         counts = rng.integers(0, 9, (NUM_LAYERS, NUM_EXPERTS, NUM_EXPERTS))
         lists = buddy_lists(conditional_coactivation(counts), 0.7, 3)
         policy = BuddyMoe(lists=lists, fall_back="drop", rho=1, background_bytes=0.0)
-        runner, memory = tiered_runner(policy, (4,), (4,), warm=4)
+        runner, memory = tiered_runner(policy, (4,), (4,), first=4)
         on_gpu = np.arange(NUM_EXPERTS) < 4
         replaced_pairs = 0
 
@@ -208,7 +209,7 @@ class BetweenStepsTest(parameterized.TestCase):
     def test_promotions_and_demotions_move_the_tables(self, cold_slots):
         policy = make_policy("dynaexq", period=16, max_requests=32)
         runner, memory = tiered_runner(
-            policy, (4, 2), (3, cold_slots), emulated=True, warm=3 if cold_slots < 8 else -1
+            policy, (4, 2), (3, cold_slots), emulated=True, first=3 if cold_slots < 8 else -1
         )
         self.assertTrue(memory.asks)
         for _ in range(3):

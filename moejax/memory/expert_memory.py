@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ class ExpertMemory:
       ledger: sums of what the steps counted, as of the last `settle`.
       disk: of experts that the store lacks; None where it has all.
       transfers: who is asked for experts between steps; None where that is not planned for.
+      fill: gives a new pool its first experts; None: it starts empty.
     """
 
     spec: PoolSpec
@@ -39,6 +40,7 @@ class ExpertMemory:
     ledger: Ledger
     disk: DiskExperts | None = None
     transfers: Transfers | None = None
+    fill: Callable[["ExpertMemory"], ExpertPool] | None = None
     _lock: Any = dataclasses.field(default_factory=threading.RLock, repr=False)
 
     @classmethod
@@ -155,12 +157,14 @@ class ExpertMemory:
             raise error
 
     def renew(self) -> None:
-        """A new pool, empty; the counts since the last `settle` are lost with the old one."""
+        """A new pool, with what `fill` says; the counts since the last `settle` are lost."""
         for leaf in jax.tree.leaves(self.pool):
             if not leaf.is_deleted():
                 leaf.delete()  # there may be no room for two
         device = self.store.row_of.device
         self.pool = _empty_pool(self.spec, (self.store.gate_up, self.store.down), device)
+        if self.fill is not None:
+            self.pool = self.fill(self)
 
     def settle(self) -> Ledger:
         """The ledger after all steps so far, for which it waits."""

@@ -26,14 +26,19 @@ class PoolSpec:
         a slot, stacked [J, ...], called by the running step; None where the host store has all.
       emulated: nothing is copied: tables and counts are those of slots that there are not, the
         products read the store's rows, which are on the device.
+      is_complete: every expert is in its slot for ever, from before the first step on: nothing is
+        fetched.
     """
 
     cache: CacheSpec
     prefetch: int = 0
     read: Callable[[Any, Any], tuple[Any, ...]] | None = None
     emulated: bool = False
+    is_complete: bool = False
 
     def __post_init__(self) -> None:
+        if self.is_complete and self.cache.slots < self.cache.num_experts:
+            raise ValueError(f"{self.cache.slots} slots hold no {self.cache.num_experts} experts")
         if self.prefetch and self.cache.slots and self.cache.banks < 2:
             raise ValueError(
                 "experts of the next layer are brought ahead into a bank of its own: 2"
@@ -75,6 +80,10 @@ class ExpertStore:
         for measurements; step s of the pool's life takes entry s modulo their number.
       replay_ahead: int32[steps, M, t], what the layers before are to have expected of a layer in
         such a step, -1 for less than t; None for their routers' guesses.
+      replay_probabilities: float32[steps, M, B, E], under a policy what the routers say of a decode
+        step's tokens, beside `replay`; the weights are theirs. None: what they really say.
+      replay_predicted: float32[steps, M, B, E], likewise what the layers before are to have said of
+        a layer (`Observation.predicted`); that of layer 0 is not read. None: what they really say.
     """
 
     gate_up: Weight
@@ -83,3 +92,5 @@ class ExpertStore:
     terms: tuple[tuple[Compensator, ...], tuple[Compensator, ...]] = ((), ())
     replay: jax.Array | None = None
     replay_ahead: jax.Array | None = None
+    replay_probabilities: jax.Array | None = None
+    replay_predicted: jax.Array | None = None

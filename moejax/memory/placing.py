@@ -81,19 +81,19 @@ class Placing:
         """
         cache, num_pairs = self.cache, routing.ids.size
         max_needed = min(num_pairs, cache.num_experts)
-        waves = residency_plan.Waves(rules.num_waves(cache, max_needed), cache.transient)
+        waves = self.waves(num_pairs)
         transient = cache.first_transient + jnp.arange(cache.transient, dtype=jnp.int32)
         transient = jnp.broadcast_to(transient, tuple(waves))
         if keep is None and self.by_kernel(num_pairs):
             found, made = _planned(
-                _tables(state), state[0].pinned, row_of, jnp.int32(layer), routing.ids, token_mask,
-                routing.weights.astype(jnp.float32), waves=waves, banks=cache.banks,
+                tables_of(state), state[0].pinned, row_of, jnp.int32(layer), routing.ids,
+                token_mask, routing.weights.astype(jnp.float32), waves=waves, banks=cache.banks,
             )  # fmt: skip
             flat = (routing.ids.reshape(-1), made.slot.reshape(-1), made.wave.reshape(-1))
             admitted = Jobs(made.rows, made.slots, None)
             streamed = Jobs(made.streamed, transient, None)
             placed = Placed(made.slot, made.wave, admitted, streamed, flat)
-            return placed, _changed(state, found)
+            return placed, changed(state, found)
         active = jnp.broadcast_to(token_mask[:, None], routing.ids.shape)
         needed = _marked(routing.ids, active, cache.num_experts)
         plan, residency, counts = rules.plan(
@@ -131,15 +131,20 @@ class Placing:
         cache, limit = self.cache, len(ids)
         if self.by_kernel(limit):
             found, made = _predicted(
-                _tables(state), state[0].pinned, row_of, jnp.int32(layer), ids, token_mask,
+                tables_of(state), state[0].pinned, row_of, jnp.int32(layer), ids, token_mask,
                 banks=cache.banks,
             )  # fmt: skip
-            return Jobs(made.rows, made.slots, None), _changed(state, found)
+            return Jobs(made.rows, made.slots, None), changed(state, found)
         wanted = _marked(ids, jnp.any(token_mask) & (ids >= 0), cache.num_experts)
         if self.reads_disk:  # nobody waits for the disk on a guess
             wanted &= row_of[layer] >= 0
         made, residency, counts = rules.predict(cache, state[0], layer, wanted, limit, state[1])
         return _jobs(row_of[layer], made.experts, made.slots), (residency, counts)
+
+    def waves(self, num_pairs: int) -> residency_plan.Waves:
+        """Through the transient slots, of a layer that so many pairs may need."""
+        most = min(num_pairs, self.cache.num_experts)
+        return residency_plan.Waves(rules.num_waves(self.cache, most), self.cache.transient)
 
     def by_kernel(self, num_asked: int) -> bool:
         """Whether one launch plans for so many pairs."""
@@ -166,13 +171,14 @@ def terms_by_slot(
     return dataclasses.replace(term, start=by_slot(term.start), rank=by_slot(term.rank))
 
 
-def _tables(state: State) -> residency_plan.Tables:
-    """What the kernel changes."""
+def tables_of(state: State) -> residency_plan.Tables:
+    """What a kernel changes."""
     residency, counts = state
     return residency_plan.Tables(residency.table, residency.clock, counts.events, counts.gate)
 
 
-def _changed(state: State, found: residency_plan.Tables) -> State:
+def changed(state: State, found: residency_plan.Tables) -> State:
+    """With what a kernel changed."""
     residency, counts = state
     return (
         dataclasses.replace(residency, table=found.table, clock=found.clock),

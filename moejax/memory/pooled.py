@@ -133,28 +133,50 @@ class PooledExperts:
           ahead: int32[L], experts that are to be brought for the next layer, -1 for none.
           keep: float32[E], experts of least value leave first; None for the least recent use.
         """
-        cache, shape = self.spec.cache, routing.ids.shape
-        self._turn = layer if isinstance(layer, int) else self._turn + 1
-        active = mask if mask.ndim == 2 else jnp.broadcast_to(mask[:, None], shape)
-        plan = self._plan(layer, routing, mask, keep)
-        ahead = ahead if self.spec.prefetch and cache.slots else None
-        num_waves = 0 if self.spec.emulated else len(plan.streamed.rows)
-        self._bring(layer, plan.admitted)
-        if ahead and not num_waves:  # beside the products
-            self._prefetch(layer, ahead(), mask)
-        if self.spec.emulated:
-            rows = self.store.row_of[layer][routing.ids]
-            products = self._products(x, Pairs(rows, active), layer, plan, 0)
-        elif not num_waves:
-            now = active & (plan.wave == 0)
-            products = self._products(x, Pairs(plan.slot, now), layer, plan, 0)
-        elif cache.banks > 1 and not isinstance(layer, int):  # a chunk; a decode step is unrolled
-            products = self._in_turns(layer, x, plan, active)
-        else:
-            products = self._in_waves(layer, x, plan, active)
-        if num_waves and ahead:  # what waits for slots that a wave overwrites would be copied
+        plan = self.brought(layer, routing, mask, ahead, keep)
+        active = mask if mask.ndim == 2 else jnp.broadcast_to(mask[:, None], routing.ids.shape)
+        if not self.num_waves(active.size):
+            return self._run(x, *self.placed(layer, routing, active, plan))
+        in_turns = self.spec.cache.banks > 1 and not isinstance(layer, int)  # as only chunks are
+        products = (self._in_turns if in_turns else self._in_waves)(layer, x, plan, active)
+        if ahead and self.most_ahead:  # what waits for slots of a wave would be copied
             self._prefetch(layer, ahead(), mask)
         return products
+
+    def brought(
+        self,
+        layer: Index,
+        routing: Routing,
+        mask: jax.Array,
+        ahead: Callable[[], jax.Array] | None,
+        keep: jax.Array | None = None,
+    ) -> Placed:
+        """Finds and copies what a layer needs, but for waves; arguments as of `products`."""
+        plan = self._plan(layer, routing, mask, keep)
+        self.bring(layer, plan, mask, None if self.num_waves(routing.ids.size) else ahead)
+        return plan
+
+    def bring(
+        self, layer: Index, plan: Placed, mask: jax.Array, ahead: Callable[[], jax.Array] | None
+    ) -> None:
+        """As `brought`, of a plan that the slots know of."""
+        self._turn = layer if isinstance(layer, int) else self._turn + 1
+        self._bring(layer, plan.admitted)
+        if ahead and self.most_ahead:  # beside the products
+            self._prefetch(layer, ahead(), mask)
+
+    def num_waves(self, num_pairs: int) -> int:
+        """How many follow what `bring` copies."""
+        return 0 if self.spec.emulated else self._placing.waves(num_pairs).num
+
+    def placed(
+        self, layer: Index, routing: Routing, active: jax.Array, plan: Placed
+    ) -> tuple[Pairs, Experts]:
+        """What runs where there are no waves."""
+        pairs = Pairs(plan.slot, active & (plan.wave == 0))
+        if self.spec.emulated:
+            pairs = Pairs(self.store.row_of[layer][routing.ids], active)
+        return pairs, self._experts(layer, plan, 0)
 
     def _plan(
         self, layer: Index, routing: Routing, mask: jax.Array, keep: jax.Array | None
@@ -164,18 +186,18 @@ class PooledExperts:
         if mask.ndim == 2:  # pairs of their own, as tokens of one expert each
             ids, weights = routing.ids.reshape(-1, 1), routing.weights.reshape(-1, 1)
             routing, mask = routing._replace(ids=ids, weights=weights), mask.reshape(-1)
-        plan, state = self._placing.plan(self._state, store.row_of, layer, routing, mask, keep)
+        plan, state = self._placing.plan(self.slots, store.row_of, layer, routing, mask, keep)
         if (used := self.pool.used) is not None:  # the host evicts by it
             needed, clock = plan.holders[1] >= 0, self.pool.residency.clock
             used = used.at[layer].set(jnp.where(needed, clock, used[layer]))
             self.pool = dataclasses.replace(self.pool, used=used)
-        self._set_state(state)
+        self.set_slots(state)
         return plan._replace(slot=plan.slot.reshape(shape), wave=plan.wave.reshape(shape))
 
     def _in_waves(self, layer: Index, x: jax.Array, plan: Placed, active: jax.Array) -> jax.Array:
         """[P, N, A, D] of all waves; what a wave needs is copied when the one before is through."""
         now = active & (plan.wave == 0)
-        products = self._products(x, Pairs(plan.slot, now), layer, plan, 0)
+        products = self._run(x, Pairs(plan.slot, now), self._experts(layer, plan, 0))
         outside = self.pool
 
         def one(number: jax.Array, carried: Any) -> Any:
@@ -187,7 +209,7 @@ class PooledExperts:
             products = self._after(products)
             self._bring(layer, jax.tree.map(lambda jobs: jobs[number], plan.streamed))
             mine = active & (plan.wave == number + 1)
-            found = self._products(x, Pairs(plan.slot, mine), layer, plan, number + 1)
+            found = self._run(x, Pairs(plan.slot, mine), self._experts(layer, plan, number + 1))
             products = jnp.where(mine[None, :, :, None], found, products)
             return self._bank(), self.pool.counts, products
 
@@ -214,7 +236,9 @@ class PooledExperts:
             mine, inputs = active & (plan.wave == wave), x
             if products is not None:  # one after another, or XLA gathers the inputs of two waves
                 inputs, products = jax.lax.optimization_barrier((x, products))
-            found = self._products(inputs, Pairs(plan.slot, mine), layer, plan, wave, bank)
+            found = self._run(
+                inputs, Pairs(plan.slot, mine), self._experts(layer, plan, wave, bank)
+            )
             if products is not None:
                 found = jnp.where(mine[None, :, :, None], found, products)
             return self._after(found, bank)
@@ -248,10 +272,12 @@ class PooledExperts:
         return min(self.spec.prefetch, cache.slots, cache.num_experts)
 
     @property
-    def _state(self) -> tuple[Residency, Counts]:
+    def slots(self) -> tuple[Residency, Counts]:
+        """What is in them, and the counts."""
         return self.pool.residency, self.pool.counts
 
-    def _set_state(self, state: tuple[Residency, Counts]) -> None:
+    def set_slots(self, state: tuple[Residency, Counts]) -> None:
+        """They are so from now on."""
         self.pool = dataclasses.replace(self.pool, residency=state[0], counts=state[1])
 
     def _bank(self, after: int = 0) -> tuple[Weight, Weight]:
@@ -272,7 +298,7 @@ class PooledExperts:
         self._set_bank(read, bank)
         return products
 
-    def _following(self, layer: Index) -> Index:
+    def following(self, layer: Index) -> Index:
         """The next layer; in a loop the last one asks too, for nothing, and is its own."""
         if isinstance(layer, int):
             return layer + 1
@@ -286,15 +312,15 @@ class PooledExperts:
             return jax.lax.top_k(mass, self.most_ahead)[1]
         # The clock has counted the layer before.
         step = (self.pool.residency.clock - 2) // self.spec.cache.num_layers
-        return replay[step % len(replay), self._following(layer), : self.most_ahead]
+        return replay[step % len(replay), self.following(layer), : self.most_ahead]
 
     def _prefetch(self, layer: Index, wanted: jax.Array, mask: jax.Array) -> None:
         """Brings experts of the next layer ahead, beside the products of this one."""
-        mask, following = mask.reshape(-1), self._following(layer)
+        mask, following = mask.reshape(-1), self.following(layer)
         if not isinstance(layer, int):
             mask &= layer + 1 < self.spec.cache.num_layers
-        jobs, state = self._placing.expect(self._state, self.store.row_of, following, wanted, mask)
-        self._set_state(state)
+        jobs, state = self._placing.expect(self.slots, self.store.row_of, following, wanted, mask)
+        self.set_slots(state)
         self._bring(following, jobs, 1, beside=True)
 
     def fill(self, layer: int, jobs: Jobs) -> None:
@@ -313,7 +339,7 @@ class PooledExperts:
         """
         store, pool = self.store, self.pool
         rows, slots, experts = jobs
-        if not rows.size or self.spec.emulated:
+        if not rows.size or self.spec.emulated or self.spec.is_complete:
             return
         pools = self._bank(bank)
         if store.gate_up.shape[0]:
@@ -343,11 +369,8 @@ class PooledExperts:
         self.pool = dataclasses.replace(pool, counts=counts)
         self._set_bank(pools, bank)
 
-    def _products(
-        self, x: jax.Array, pairs: Pairs, layer: Index, plan: Placed, wave: Index, bank: int = 0
-    ) -> jax.Array:
+    def _run(self, x: jax.Array, pairs: Pairs, experts: Experts) -> jax.Array:
         """[P, N, A, D] of the active pairs."""
-        experts = self._experts(layer, plan, wave, bank)
         match self._via:
             case "row":
                 return products_by_row(x, pairs, experts)
@@ -360,7 +383,7 @@ class PooledExperts:
                 return products_grouped(x, pairs, experts, chosen.implementation)
         raise ValueError(f"experts of a pool do not run via {self._via!r}")
 
-    def _experts(self, layer: Index, plan: Placed, wave: Index, bank: int) -> Experts:
+    def _experts(self, layer: Index, plan: Placed, wave: Index, bank: int = 0) -> Experts:
         """The slots as stacks, with the low-rank terms of the experts that are in them."""
         experts, slot, wave_of = plan.holders
         held, num_slots = self._bank(bank), self.spec.cache.num_slots

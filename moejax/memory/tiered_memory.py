@@ -208,6 +208,20 @@ def policy_spec(spec: TieredSpec, tiers: Sequence[ExpertMemory], width: int) -> 
     )
 
 
+def warm(
+    memory: ExpertMemory, config: ModelConfig, kernels: ops.Kernels, experts: np.ndarray
+) -> None:
+    """Fills the pool as `warmed`, and again whenever it is lost.
+
+    A pool that holds every expert from now on is complete (`PoolSpec.is_complete`): to be called
+    before the spec is used.
+    """
+    memory.pool = warmed(memory, config, kernels, experts)
+    memory.fill = lambda lost: warmed(lost, config, kernels, experts)
+    if experts.shape[1] == memory.spec.cache.num_experts and not memory.spec.emulated:
+        memory.spec = dataclasses.replace(memory.spec, is_complete=True)
+
+
 def warmed(
     memory: ExpertMemory, config: ModelConfig, kernels: ops.Kernels, experts: np.ndarray
 ) -> ExpertPool:
@@ -219,7 +233,7 @@ def warmed(
       kernels: which may copy.
       experts: int32[M, n], n at most the slots of a layer, different ones in a row.
     """
-    spec, store = memory.spec, memory.store
+    spec, store = dataclasses.replace(memory.spec, is_complete=False), memory.store
     cache = spec.cache
     content = jax.device_put(residency.seeded(cache, experts), next(iter(store.row_of.devices())))
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 
 from moejax import ops
 from moejax.checkpoints.experts import ExpertReader, open_experts
@@ -22,7 +21,7 @@ from moejax.memory.allocator import check_room, limits_on
 from moejax.memory.budget import Budget, Limits, Tier, TieredBudget, make_tiered_budget
 from moejax.memory.expert_memory import ExpertMemory
 from moejax.memory.opening import load_experts
-from moejax.memory.tiered_memory import TieredMemory, warmed
+from moejax.memory.tiered_memory import TieredMemory, warm
 from moejax.models.config import ModelConfig
 from moejax.policies.attention_importance import importance_nbytes
 from moejax.policies.interface import AnyPolicy, PolicySpec
@@ -69,10 +68,6 @@ def open_tiered(
     )  # fmt: skip
     chosen, stored, sources, budget = planned
     check_room(device, limits, budget.device)
-    if device.platform == "gpu":
-        logging.warning(
-            "under a policy the layers of a prompt are compiled one by one, which takes minutes"
-        )
     weights = checkpoint.load(dtype=dtype, device=device, progress=progress, experts=False)
     memories = []
     for tier, source, part in zip(stored, sources, budget.tiers, strict=True):
@@ -83,8 +78,7 @@ def open_tiered(
         if tiering.emulate:
             memory = emulated(memory, device)
         if (first := _first(chosen, part, memory)) is not None:
-            kernels = ops.Kernels(target_of(device))
-            memory.pool = warmed(memory, config, kernels, first)
+            warm(memory, config, ops.Kernels(target_of(device)), first)
         memories.append(memory)
     width = config.experts_per_token
     names = [tier.name for tier in stored]

@@ -169,7 +169,7 @@ class WatchAttention(Protocol):
 
     def __call__(
         self,
-        layer: int,
+        layer: Index,
         q: jax.Array,
         keys: jax.Array,
         positions: jax.Array,
@@ -197,7 +197,7 @@ class WritingAttention:
       window: see `causal_attention`.
       via: of the tokens to one another.
       cached: of one token of each sequence to the cache.
-      watch: who sees queries and keys, of layers that are no numbers on the device; None: nobody.
+      watch: who sees queries and keys; None: nobody.
       token_mask: bool[B, T], False for padding; with `watch` alone.
     """
 
@@ -232,7 +232,7 @@ class WritingAttention:
         """To who watches."""
         if self.watch is None:
             return
-        assert isinstance(layer, int) and self.token_mask is not None
+        assert self.token_mask is not None
         if self.kv_length is not None:
             k = self.cache.read(layer, self.kv_length)[0].swapaxes(1, 2)
         self.watch(layer, q, k, self.positions, self.token_mask)

@@ -8,6 +8,7 @@ in several calls, of some pairs each, and `combine` of all of them gives what on
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -145,12 +146,33 @@ def products_grouped(
       experts: for which `ops.unfit` has no reason.
       implementation: of the kernels' own; see `grouped_experts.choose_grouped`.
     """
+    tier = jnp.where(pairs.active, 0, -1).astype(jnp.int32)
+    return products_of_tiers(x, tier, pairs.expert, [experts], implementation)
+
+
+def products_of_tiers(
+    x: jax.Array,
+    tier: jax.Array,
+    expert: jax.Array,
+    tiers: Sequence[Experts],
+    implementation: str,
+) -> jax.Array:
+    """As `products_grouped`, of experts in several forms: as many launches as of one.
+
+    Args:
+      x: [N, D].
+      tier: int32[N, A], which of the tiers a pair runs in; -1: it is not active.
+      expert: int32[N, A], along the second axis of its tier's stacks.
+      tiers: for which `ops.unfit` has no reason.
+      implementation: see `grouped_experts.choose_for_tiers`.
+    """
     return _grouped(
         x,
-        jnp.int32(experts.layer * experts.gate_up.shape[1]),
-        pairs,
-        ops.operands(experts.gate_up),
-        ops.operands(experts.down),
+        tuple(jnp.int32(of.layer * of.gate_up.shape[1]) for of in tiers),
+        tier,
+        expert,
+        tuple(ops.operands(of.gate_up) for of in tiers),
+        tuple(ops.operands(of.down) for of in tiers),
         implementation=implementation,
     )
 
@@ -158,22 +180,25 @@ def products_grouped(
 @functools.partial(jax.jit, static_argnames="implementation")
 def _grouped(
     x: jax.Array,
-    first_slot: jax.Array,
-    pairs: Pairs,
-    gate_up: ops.Operands,
-    down: ops.Operands,
+    first_slots: tuple[jax.Array, ...],
+    tier: jax.Array,
+    expert: jax.Array,
+    gate_ups: tuple[ops.Operands, ...],
+    downs: tuple[ops.Operands, ...],
     *,
     implementation: str,
 ) -> jax.Array:
-    """Jitted, with the layer's first slot an operand: all layers share a trace and the kernels."""
-    tier = jnp.where(pairs.active, 0, -1).astype(jnp.int32)
+    """Jitted, with the layer's first slots operands: all layers share a trace and the kernels."""
+    slot = expert + first_slots[0]
+    for i, first in enumerate(first_slots[1:], 1):
+        slot = jnp.where(tier == i, expert + first, slot)
     weight = jnp.ones(tier.shape, jnp.float32)  # the combine comes later
     return grouped_dequant_matmul.moe_products(
         x,
-        grouped_dequant_matmul.Assignments(tier, pairs.expert + first_slot, weight),
-        [gate_up.weights],
-        [down.weights],
-        gate_up_low_rank=[gate_up.low_rank],
-        down_low_rank=[down.low_rank],
+        grouped_dequant_matmul.Assignments(tier, slot, weight),
+        [of.weights for of in gate_ups],
+        [of.weights for of in downs],
+        gate_up_low_rank=[of.low_rank for of in gate_ups],
+        down_low_rank=[of.low_rank for of in downs],
         implementation=implementation,
     )

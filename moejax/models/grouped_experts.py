@@ -69,20 +69,39 @@ def choose_grouped(
     Returns:
       `ops.DEQUANTIZED` with the reasons where none serves.
     """
-    if reason := _unfit(experts):
+    return choose_for_tiers(num_tokens, config, dtype, [experts], kernels)
+
+
+def choose_for_tiers(
+    num_tokens: int,
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    tiers: Sequence[Sequence[Weight]],
+    kernels: ops.Kernels,
+) -> Choice:
+    """As `choose_grouped`, of a layer whose experts are stored in several forms.
+
+    Args:
+      num_tokens: as in `choose_grouped`, and so are the rest.
+      config: likewise.
+      dtype: likewise.
+      tiers: of each its `moe.gate_up` and `moe.down`.
+      kernels: likewise.
+    """
+    if reason := _unfit([weight for experts in tiers for weight in experts]):
         return Choice(ops.DEQUANTIZED, {"every kernel": reason})
     if kernels.implementation:
         return Choice(kernels.implementation, {})
     if kernels.target is None:
         return Choice(ops.DEQUANTIZED, {"every kernel": "no target was named"})
     x = jax.ShapeDtypeStruct((num_tokens, config.model_dim), dtype)
-    gate_up, down = (jax.eval_shape(ops.operands, weight) for weight in experts)
+    shapes = [[jax.eval_shape(ops.operands, weight) for weight in experts] for experts in tiers]
     chosen = grouped_dequant_matmul.choose(
         x,
         config.experts_per_token,
-        [gate_up.weights],
-        [down.weights],
-        [gate_up.low_rank, down.low_rank],
+        [gate_up.weights for gate_up, _ in shapes],
+        [down.weights for _, down in shapes],
+        [operands.low_rank for experts in shapes for operands in experts],
         kernels.target,
     )
     return ops.kernel_or_dequantized(chosen)

@@ -235,17 +235,16 @@ class Transformer(nnx.Module):
           cache: written at `positions`.
           spec: static facts.
           run: what runs experts that the model does not hold.
-          watch: who sees the queries and keys; the layers are unrolled for it.
+          watch: who sees the queries and keys.
 
         Returns:
           The cache and the last layer's output [B, T, D], before the last norm.
         """
-        unrolls = tokens.shape[1] == 1 or watch is not None
-        if unrolls or not self.loops(spec.experts, run):
+        if tokens.shape[1] == 1 or not self.loops(spec.experts, run):
             cache, hidden, _ = self.routed(tokens, positions, token_mask, cache, spec, run, watch)
             return cache, hidden
         assert run is None or isinstance(run, LoopedExperts)
-        return self._looped(tokens, positions, token_mask, cache, spec, run)
+        return self._looped(tokens, positions, token_mask, cache, spec, run, watch)
 
     def loops(self, experts: ExpertsVia, run: RunExperts | None) -> bool:
         """Whether the layers of a chunk of tokens run in a loop: all sparse, and numbers serve."""
@@ -264,6 +263,7 @@ class Transformer(nnx.Module):
         cache: KVCache,
         spec: ChunkSpec,
         run: LoopedExperts | None,
+        watch: WatchAttention | None,
     ) -> tuple[KVCache, jax.Array]:
         """As a call, layer numbers on the device; what is left of the last pass is unrolled."""
         c = self.config
@@ -274,7 +274,7 @@ class Transformer(nnx.Module):
             num_looped = 0
 
         def one(x: jax.Array, layer: Index, cache: KVCache) -> tuple[jax.Array, KVCache]:
-            attend = self._attention_of(cache, positions, spec)
+            attend = self._attention_of(cache, positions, spec, watch, token_mask)
             x, _ = self._layer(x, layer, angles, token_mask, attend, spec.experts, run)
             return x, attend.cache
 
@@ -299,11 +299,12 @@ class Transformer(nnx.Module):
         return cache, x
 
     def _attention_of(
-        self, cache: KVCache, positions: jax.Array, spec: ChunkSpec
-    ) -> WritingAttention:
-        window = self.config.sliding_window
-        kv_length = None if spec.is_first else spec.kv_length
-        return WritingAttention(cache, positions, kv_length, window, spec.attention, spec.cached)
+        self, cache: KVCache, positions: jax.Array, spec: ChunkSpec,
+        watch: WatchAttention | None, token_mask: jax.Array,
+    ) -> WritingAttention:  # fmt: skip
+        length = None if spec.is_first else spec.kv_length
+        how = (length, self.config.sliding_window, spec.attention, spec.cached, watch, token_mask)
+        return WritingAttention(cache, positions, *how)
 
     def routed(
         self,
@@ -319,10 +320,9 @@ class Transformer(nnx.Module):
         is_token = tokens.shape[1] == 1 and spec.cached == "kernel" and not spec.is_first
         if is_token and watch is None and serves_token_step(self.config, self.dtype, self.kernels):
             return token_layers(self, tokens, positions, token_mask, cache, spec, run)
-        attend = self._attention_of(cache, positions, spec)
-        attend.watch, attend.token_mask = watch, token_mask
-        hidden, routings = self.layers(tokens, positions, token_mask, attend, spec.experts, run)
-        return attend.cache, hidden, routings
+        attend = self._attention_of(cache, positions, spec, watch, token_mask)
+        found = self.layers(tokens, positions, token_mask, attend, spec.experts, run)
+        return attend.cache, *found
 
 
 def forward(

@@ -61,7 +61,8 @@ class Observation:
       importance: float32[N], attention that each token received (DyMoE eq. 1); None in decode, and
         for policies that do not need it.
       predicted: float32[N, E], probabilities that the next layer's router gives this layer's
-        hidden state (DyMoE eq. 6); None after the last layer, and where nobody looks ahead.
+        hidden state (DyMoE eq. 6); None after the last layer, and where nobody looks ahead. Inside
+        a loop over layers it is not None after the last one, and of no meaning there.
       is_prefill: static.
     """
 

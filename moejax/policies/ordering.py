@@ -1,7 +1,12 @@
-"""Orders without sorting: comparisons of all pairs, which XLA fuses into one reduction on a GPU."""
+"""Orders without sorting: comparisons of all pairs, which XLA fuses on a GPU."""
+
+import functools
+import operator
 
 import jax
 import jax.numpy as jnp
+
+UNROLLED = 16  # of an axis up to which a sum is written out, which XLA fuses with what uses it
 
 
 def places(*keys: jax.Array) -> jax.Array:
@@ -14,11 +19,33 @@ def places(*keys: jax.Array) -> jax.Array:
       int32[..., n], a permutation of 0..n - 1 along the last axis.
     """
     index = jax.lax.broadcasted_iota(jnp.int32, keys[0].shape, keys[0].ndim - 1)
+    if keys[0].shape[-1] <= UNROLLED:
+        return _places_one_by_one(keys, index)
     before = index[..., None, :] < index[..., :, None]
     for key in reversed(keys):
         other, own = key[..., None, :], key[..., :, None]
         before = (other > own) | ((other == own) & before)
     return jnp.sum(before, axis=-1, dtype=jnp.int32)
+
+
+def _places_one_by_one(keys: tuple[jax.Array, ...], index: jax.Array) -> jax.Array:
+    """As `places`, without a reduction."""
+    place = jnp.zeros_like(index)
+    for i in range(index.shape[-1]):
+        before = index > i
+        for key in reversed(keys):
+            other = key[..., i : i + 1]
+            before = (other > key) | ((other == key) & before)
+        place += before.astype(jnp.int32)
+    return place
+
+
+def sum_of_few(values: jax.Array) -> jax.Array:
+    """[..., 1], the sum over a short last axis, in its order."""
+    if values.shape[-1] > UNROLLED:
+        return jnp.sum(values, axis=-1, keepdims=True)
+    parts = [values[..., i : i + 1] for i in range(values.shape[-1])]
+    return functools.reduce(operator.add, parts)
 
 
 def chosen_by(ids: jax.Array, mask: jax.Array, num_experts: int) -> jax.Array:

@@ -1,0 +1,332 @@
+"""What runs the experts of a step's layers where they are stored in several tiers under a policy.
+
+For each sparse layer: the policy sees the routing and what is in the slots of each tier's pool, and
+decides which expert runs each pair, in which tier, with which weight. Each pool then finds and
+fetches what its own pairs need, one grouped launch multiplies the pairs of all tiers where that is
+their form (else each pool runs its own), and the products are combined once, in the order of the
+router's choice. Where an expert is that is asked for in several tiers, DyMoE's rules say
+(`moejax.policies.mixed_cache`): a miss comes in the tier that was asked for, and its copies in
+other pools leave, but for those of a pool that holds every expert.
+
+Axes: N tokens, A experts a token, M sparse layers, E experts, T tiers of falling fidelity.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from moejax import ops
+from moejax.memory.expert_pool import ExpertStore
+from moejax.memory.pooled import PooledExperts
+from moejax.memory.tiered import TieredPool, TieredSpec, released
+from moejax.memory.tiered_placing import TieredPlacing
+from moejax.models.config import ModelConfig
+from moejax.models.expert_products import Experts, Pairs, combine, products_of_tiers
+from moejax.models.grouped_experts import choose_for_tiers
+from moejax.models.moe import ExpertsVia, Routing
+from moejax.ops import Index
+from moejax.policies import mixed_cache
+from moejax.policies.attention_importance import attention_received
+from moejax.policies.interface import SKIPPED, Decision, Observation
+
+
+class TieredExperts:
+    """Runs the experts of one step's layers; `pool` is the state after the layers so far."""
+
+    def __init__(
+        self,
+        spec: TieredSpec,
+        config: ModelConfig,
+        pool: TieredPool,
+        store: Sequence[ExpertStore],
+        via: Sequence[ExpertsVia],
+        kernels: ops.Kernels,
+        *,
+        is_prefill: bool,
+    ):
+        """For one trace.
+
+        Args:
+          spec: static.
+          config: of the model.
+          pool: the slots of all tiers.
+          store: the host's rows of each.
+          via: the form that runs the experts of each.
+          kernels: which may serve packed experts.
+          is_prefill: whether the step is of prompts.
+        """
+        self.spec, self.config = spec, config
+        self._store, self._via, self._kernels = tuple(store), tuple(via), kernels
+        self._is_prefill = is_prefill
+        self._importance: jax.Array | None = None  # of the layer that comes next
+        of_tiers = zip(spec.pools, pool.pools, store, via, strict=True)
+        self._runs = [PooledExperts(s, config, p, rows, v, kernels) for s, p, rows, v in of_tiers]
+        self._policy_state, self._gate = pool.state, pool.gate
+        self._placing = TieredPlacing(spec.pools, kernels.target)
+
+    @property
+    def pool(self) -> TieredPool:
+        """After the layers so far."""
+        return TieredPool(tuple(run.pool for run in self._runs), self._policy_state, self._gate)
+
+    @property
+    def num_turns(self) -> int:
+        """See `models.run_experts.LoopedExperts`; a layer's banks are static."""
+        return math.lcm(*(run.num_turns for run in self._runs))
+
+    @property
+    def state(self) -> TieredPool:
+        """The pool."""
+        return self.pool
+
+    def resume(self, state: TieredPool) -> None:
+        """Likewise."""
+        for run, pool in zip(self._runs, state.pools, strict=True):
+            run.resume(pool)
+        self._policy_state, self._gate = state.state, state.gate
+
+    def kept(self) -> None:
+        """Likewise: nothing."""
+
+    def keep(self, kept: None) -> None:
+        """Likewise."""
+
+    def watch(
+        self,
+        layer: Index,
+        q: jax.Array,
+        keys: jax.Array,
+        positions: jax.Array,
+        token_mask: jax.Array,
+    ) -> None:
+        """See `models.attention.WatchAttention`; keeps the importance of the layer's tokens."""
+        if not (self._is_prefill and self.spec.policy.needs.importance):
+            return
+        if isinstance(layer, int) and layer not in self.config.moe_layers:
+            return
+        received = attention_received(
+            q, keys, positions, token_mask, sliding_window=self.config.sliding_window
+        )
+        places = jnp.minimum(positions, received.shape[1] - 1)
+        self._importance = jnp.take_along_axis(received, places, axis=1).reshape(-1)
+
+    def __call__(
+        self,
+        layer: Index,
+        x: jax.Array,
+        routing: Routing,
+        token_mask: jax.Array,
+        ahead: Callable[[], Routing] | None,
+    ) -> jax.Array:
+        """See `models.run_experts.RunExperts`."""
+        routing = self._replayed(layer, routing)
+        resident = self._resident(layer)
+        decision = self._decide(layer, routing, token_mask, ahead, resident)
+        if decision.keep is None and self.is_placed_at_once(routing.ids.size):
+            return self._at_once(layer, x, routing, token_mask, decision)
+        found = mixed_cache.served(resident, decision, token_mask)
+        self._release(layer, resident, found.leaving)
+        runs = token_mask[:, None] & (decision.tier != SKIPPED)
+        tier = jnp.where(runs, found.tier[decision.ids], SKIPPED)
+        self._count(layer, routing, token_mask, tier, decision.ids)
+        chosen = Routing(routing.probabilities, decision.weights, decision.ids)
+        products = self._products(layer, x, chosen, tier, decision)
+        return combine(products, Pairs(decision.ids, runs), decision.weights, x.dtype)
+
+    def _resident(self, layer: Index) -> jax.Array:
+        """bool[T, E]."""
+        num_experts = self.config.num_experts
+        rows = [run.pool.residency.table[layer, :num_experts] for run in self._runs]
+        return jnp.stack(rows) >= 0
+
+    def _decide(
+        self,
+        layer: Index,
+        routing: Routing,
+        token_mask: jax.Array,
+        ahead: Callable[[], Routing] | None,
+        resident: jax.Array,
+    ) -> Decision:
+        looks = self.spec.policy.needs.predicted and ahead is not None
+        observation = Observation(
+            layer=jnp.asarray(layer, jnp.int32),
+            probabilities=routing.probabilities,
+            ids=routing.ids,
+            weights=routing.weights,
+            active=token_mask,
+            resident=resident,
+            importance=self._importance,
+            predicted=self._predicted(layer, routing, ahead) if looks and ahead else None,
+            is_prefill=self._is_prefill,
+        )
+        self._importance = None
+        decision, self._policy_state = self.spec.policy.decide(self._policy_state, observation)
+        return decision
+
+    def _replayed(self, layer: Index, routing: Routing) -> Routing:
+        """Of the first tier's store, in decode steps of as many tokens; else what is given."""
+        store, row = self._store[0], self._replay_row(routing)
+        if store.replay is None or row is None:
+            return routing
+        routing = routing._replace(ids=store.replay[row, layer])
+        if store.replay_probabilities is None:
+            return routing
+        probabilities = store.replay_probabilities[row, layer]
+        weights = jnp.take_along_axis(probabilities, routing.ids, axis=1, mode="clip")
+        if self.config.norm_topk_prob:
+            weights = weights / jnp.sum(weights, axis=1, keepdims=True)
+        return Routing(probabilities, weights, routing.ids)
+
+    def _predicted(self, layer: Index, routing: Routing, ahead: Callable[[], Routing]) -> jax.Array:
+        """float32[N, E], of the next layer's router."""
+        replay, row = self._store[0].replay_predicted, self._replay_row(routing)
+        if replay is None or row is None:
+            return ahead().probabilities
+        return replay[row, self._following(layer)]
+
+    def _replay_row(self, routing: Routing) -> jax.Array | None:
+        """Which entry of a replay is that of this step, before the layer is planned; None: none."""
+        replay = self._store[0].replay
+        if replay is None or self._is_prefill or routing.ids.shape != replay.shape[2:]:
+            return None
+        # A pool's clock counts its layers from 1 on, those of prompts too.
+        step = (self._runs[0].pool.residency.clock - 1) // self.spec.cache.num_layers
+        return step % len(replay)
+
+    def _following(self, layer: Index) -> Index:
+        """The next layer; on the device the last one is its own, and asks for nothing."""
+        return layer + 1 if isinstance(layer, int) else self._runs[0].following(layer)
+
+    def _release(self, layer: Index, resident: jax.Array, leaving: jax.Array) -> None:
+        """Copies leave whose expert comes in another tier, or is in a better one by now."""
+        for tier, is_full in enumerate(self.spec.full):
+            if is_full or len(self._runs) == 1:
+                continue
+            gone = leaving[tier] | (resident[tier] & jnp.any(resident[:tier], axis=0))
+            run = self._runs[tier]
+            run.pool = released(run.pool, layer, gone)
+
+    def _count(
+        self,
+        layer: Index,
+        routing: Routing,
+        token_mask: jax.Array,
+        tier: jax.Array,
+        ids: jax.Array,
+    ) -> None:
+        """Adds the router's gate mass by what became of it."""
+        weights = jnp.where(token_mask[:, None], routing.weights, 0.0)
+        index = jnp.arange(len(self.spec.pools), dtype=jnp.int32)[:, None, None]
+        masks = jnp.concatenate(
+            [
+                tier[None] == index,
+                (tier == SKIPPED)[None],
+                ((tier != SKIPPED) & (ids != routing.ids))[None],
+                jnp.ones((1, *tier.shape), bool),
+            ]
+        )
+        mass = jnp.sum(jnp.where(masks, weights[None], 0.0), axis=(1, 2))
+        row = self._gate[layer] + mass
+        self._gate = jax.lax.dynamic_update_index_in_dim(self._gate, row, layer, 0)
+
+    def _products(
+        self, layer: Index, x: jax.Array, routing: Routing, tier: jax.Array, decision: Decision
+    ) -> jax.Array:
+        """[P, N, A, D] of the pairs of all tiers, each in its own place."""
+        if self._in_one(tier.size):
+            return self._grouped(layer, x, routing, tier, decision)
+        found = []
+        for i, run in enumerate(self._runs):
+            ahead = self._ahead(layer, i, decision.ahead)
+            found.append(run.products(layer, x, routing, tier == i, ahead, decision.keep))
+        return _selected(found, tier)
+
+    def _in_one(self, num_pairs: int) -> bool:
+        """Whether one launch multiplies the pairs of all tiers."""
+        has_form = all(via == "grouped_kernel" for via in self._via)
+        return has_form and not any(run.num_waves(num_pairs) for run in self._runs)
+
+    def _grouped(
+        self, layer: Index, x: jax.Array, routing: Routing, tier: jax.Array, decision: Decision
+    ) -> jax.Array:
+        """Likewise, all in one launch of gates and ups and one of downs."""
+        runs = tier != SKIPPED
+        slot, tiers = tier, []
+        for i, run in enumerate(self._runs):
+            ahead = self._ahead(layer, i, decision.ahead)
+            plan = run.brought(layer, routing, tier == i, ahead, decision.keep)
+            pairs, experts = run.placed(layer, routing, tier == i, plan)
+            slot = jnp.where(tier == i, pairs.expert, slot)
+            runs &= pairs.active | (tier != i)
+            tiers.append(experts)
+        return self._of_tiers(x, jnp.where(runs, tier, SKIPPED), slot, tiers)
+
+    def _of_tiers(
+        self, x: jax.Array, tier: jax.Array, slot: jax.Array, tiers: Sequence[Experts]
+    ) -> jax.Array:
+        stacks = [(experts.gate_up, experts.down) for experts in tiers]
+        chosen = choose_for_tiers(len(x), self.config, x.dtype, stacks, self._kernels)
+        if chosen.implementation == ops.DEQUANTIZED:
+            raise ValueError(f"the grouped kernel refuses the tiers: {chosen.describe()}")
+        return products_of_tiers(x, tier, slot, tiers, chosen.implementation)
+
+    def is_placed_at_once(self, num_pairs: int) -> bool:
+        """Whether one launch finds a place for so many pairs."""
+        return self._in_one(num_pairs) and self._placing.refusal(num_pairs) is None
+
+    def _at_once(
+        self,
+        layer: Index,
+        x: jax.Array,
+        routing: Routing,
+        token_mask: jax.Array,
+        decision: Decision,
+    ) -> jax.Array:
+        """As a call, from the decision on: what else is small launches is one."""
+        rows_of = [store.row_of for store in self._store]
+        before = [run.slots for run in self._runs]
+        found, after = self._placing.place(
+            before, rows_of, self._gate, layer, routing, decision, token_mask
+        )
+        self._gate, tiers = found.gate, []
+        for run, slots in zip(self._runs, after, strict=True):
+            run.set_slots(slots)
+        for i, (run, plan) in enumerate(zip(self._runs, found.plans, strict=True)):
+            run.bring(layer, plan, token_mask, self._ahead(layer, i, decision.ahead))
+            tiers.append(run.placed(layer, routing, found.tier == i, plan)[1])
+        products = self._of_tiers(x, found.tier, found.slot, tiers)
+        pairs = Pairs(decision.ids, found.tier != SKIPPED)
+        return combine(products, pairs, decision.weights, x.dtype)
+
+    def _ahead(
+        self, layer: Index, tier: int, ahead: jax.Array | None
+    ) -> Callable[[], jax.Array] | None:
+        """What a pool is to bring for the next layer, of which no copy as good is there."""
+        limit = self._runs[tier].most_ahead
+        if ahead is None or not limit:
+            return None
+        following = self._following(layer)
+        if isinstance(following, int) and following >= self.spec.cache.num_layers:
+            return None
+
+        def wanted() -> jax.Array:
+            missing = ~jnp.any(self._resident(following)[: tier + 1], axis=0)
+            some, ids = jax.lax.top_k(((ahead == tier) & missing).astype(jnp.int32), limit)
+            return jnp.where(some > 0, ids, -1)
+
+        return wanted
+
+
+def _selected(products: Sequence[jax.Array], tier: jax.Array) -> jax.Array:
+    """Of each pair the product of its tier; [P, N, A, D], P the largest of the tiers'."""
+    if len(products) == 1:
+        return products[0]
+    wide = jnp.result_type(*products)
+    parts = max(len(one) for one in products)
+    chosen = jnp.zeros((parts, *products[0].shape[1:]), wide)
+    for i, one in enumerate(products):
+        filled = jnp.pad(one.astype(wide), ((0, parts - len(one)), (0, 0), (0, 0), (0, 0)))
+        chosen = jnp.where((tier == i)[None, :, :, None], filled, chosen)
+    return chosen

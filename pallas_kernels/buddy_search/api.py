@@ -1,0 +1,82 @@
+"""The public calls: which implementation runs, and why one is refused."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.buddy_search import triton
+from pallas_kernels.buddy_search.reference import Found, search_reference
+from pallas_kernels.target import SIMULATED, Target, current_target
+
+IMPLEMENTATIONS = ("triton", "reference")  # in order of preference; the reference refuses nothing
+
+
+def refusal(
+    implementation: str, width: int, places: int, target: Target | None = None
+) -> str | None:
+    """Why an implementation cannot serve on a target, or None.
+
+    Args:
+      implementation: one of `IMPLEMENTATIONS`.
+      width: A, experts a token.
+      places: H, of a list.
+      target: None for the default device.
+    """
+    if implementation == "reference":
+        return None
+    return triton.refusal(width, places, target or current_target())
+
+
+def search(
+    ids: jax.Array,
+    lists: jax.Array,
+    layer: int | jax.Array,
+    resident: jax.Array,
+    wanted: jax.Array,
+    depth: jax.Array,
+    budget: jax.Array,
+    *,
+    last_first: bool = False,
+    implementation: str | None = None,
+    interpret: bool = False,
+) -> Found:
+    """BuddyMoE's Algorithm 1 with the budget rho (section 5.1), in the order of the lists.
+
+    Ranks of a token are visited one after the other. Of one that is wanted, while the token's
+    budget is not spent, the first listed expert stands in that is resident, that the router did not
+    choose for the token, and that stands in for none of its others already.
+
+    Args:
+      ids: int32[N, A], the router's choice, by falling weight.
+      lists: int32[M, E, H], of every expert of M layers, the best first; -1 pads.
+      layer: int or int32[] in 0..M - 1.
+      resident: bool[E], of that layer.
+      wanted: bool[N, A], pairs whose expert is missing and may be replaced.
+      depth: int32[], how far lists are searched.
+      budget: int32[], rho, replacements of a token at most.
+      last_first: ranks are visited from the least weight on.
+      implementation: "triton" or "reference"; None for the kernel where it does not refuse.
+      interpret: runs the kernel on the CPU, for tests.
+
+    Raises:
+      ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
+    """
+    reasons = []
+    if ids.ndim != 2 or ids.dtype != jnp.int32 or wanted.shape != ids.shape:
+        reasons.append(f"ids are {ids.dtype}{ids.shape}, wanted {wanted.shape}")
+    if lists.ndim != 3 or lists.dtype != jnp.int32 or resident.shape != lists.shape[1:2]:
+        reasons.append(f"lists are {lists.dtype}{lists.shape}, resident {resident.shape}")
+    if wanted.dtype != jnp.bool_ or resident.dtype != jnp.bool_:
+        reasons.append(f"wanted is {wanted.dtype}, resident {resident.dtype}, not bool")
+    if reasons:
+        raise ValueError(f"buddy_search: {'; '.join(reasons)}")
+    target = SIMULATED if interpret else current_target()
+    refused = refusal("triton", ids.shape[1], lists.shape[2], target)
+    chosen = implementation or ("reference" if refused else "triton")
+    if chosen not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation {chosen!r} is none of {', '.join(IMPLEMENTATIONS)}")
+    if chosen == "triton" and refused:
+        raise ValueError(f"buddy_search by triton refuses: {refused}")
+    given = (ids, lists, jnp.asarray(layer, jnp.int32), resident, wanted, depth, budget)
+    if chosen == "reference":
+        return search_reference(*given, last_first=last_first)
+    return triton.search_triton(*given, last_first=last_first, interpret=interpret)

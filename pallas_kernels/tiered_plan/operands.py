@@ -1,0 +1,77 @@
+"""The arrays of a plan over several tiers.
+
+Axes: N tokens, A pairs of a token, E experts, M layers, T tiers of falling fidelity.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+
+from pallas_kernels.residency_plan.operands import Fetch, Tables
+
+
+class Asked(NamedTuple):
+    """What a policy asks for.
+
+    Attributes:
+      ids: int32[N, A], experts; those of a token differ.
+      tier: int32[N, A], the tier that a pair asks for; -1: it is skipped.
+      weights: float32[N, A], of the sum, counted by the tiers' own `Tables.gate`.
+      at_least: bool[N, A], a tier of higher fidelity serves too.
+      routed_ids: int32[N, A], what the router chose.
+      routed_weights: float32[N, A], the gate mass that is counted by what became of it.
+    """
+
+    ids: jax.Array
+    tier: jax.Array
+    weights: jax.Array
+    at_least: jax.Array
+    routed_ids: jax.Array
+    routed_weights: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """Static facts of a tier.
+
+    Attributes:
+      banks: arrays in which layers have their slots in turn.
+      is_full: it has a slot for every expert, and no copy leaves it for that the expert is in
+        another tier.
+      is_complete: every expert is in its slot for ever: nothing is fetched, and its table stays as
+        it is.
+    """
+
+    banks: int
+    is_full: bool
+    is_complete: bool
+
+
+class Tier(NamedTuple):
+    """One of T; its `Form` is given apart.
+
+    Attributes:
+      tables: changed in place.
+      pinned: bool[M, E], never evicted.
+      row_of: int32[M, E], rows of the host store; -1: none.
+    """
+
+    tables: Tables
+    pinned: jax.Array
+    row_of: jax.Array
+
+
+class Placed(NamedTuple):
+    """A plan.
+
+    Attributes:
+      tier: int32[N, A], in which a pair runs; -1 where it does not.
+      slot: int32[N, A], the global slot of its expert in that tier; -1.
+      fetch: of each tier what to copy before its products, J = min(N A, E, C) jobs; None of one
+        that is complete.
+    """
+
+    tier: jax.Array
+    slot: jax.Array
+    fetch: tuple[Fetch | None, ...]

@@ -1,0 +1,97 @@
+"""The operation in plain jnp; never optimised."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.residency_plan.operands import Columns, Fetch, Tables, Waves, num_slots
+from pallas_kernels.residency_plan.reference import plan_reference
+from pallas_kernels.tiered_plan.operands import Asked, Form, Placed, Tier
+
+
+class _Served(NamedTuple):
+    """Of each expert: the tier in which it runs, or -1, and whether it is fetched for that."""
+
+    tier: jax.Array
+    fetched: jax.Array
+
+
+def _served(resident: jax.Array, asked: Asked, asks: jax.Array) -> _Served:
+    """The rules of a mixed-precision cache, by expert; `resident` bool[T, E], `asks` bool[N, A]."""
+    num_tiers, num_experts = resident.shape
+    expert = jnp.arange(num_experts, dtype=jnp.int32)
+    tier = jnp.arange(num_tiers, dtype=jnp.int32)[:, None]
+    pairs = (asked.ids[None] == expert[:, None, None]) & asks[None]
+    best = jnp.min(jnp.where(pairs, asked.tier[None], num_tiers), axis=(1, 2))
+    is_asked = best < num_tiers
+    strict = pairs & (asked.tier[None] == best[:, None, None]) & ~asked.at_least[None]
+    better = resident & (tier < best[None]) & ~jnp.any(strict, axis=(1, 2))[None]
+    exact = jnp.any(resident & (tier == best[None]), axis=0)
+    reused = is_asked & jnp.any(better, axis=0) & ~exact
+    there = jnp.max(jnp.where(better, tier, -1), axis=0)
+    served = jnp.where(is_asked, jnp.where(reused, there, best), -1)
+    return _Served(served, is_asked & ~exact & ~reused)
+
+
+def _released(
+    tables: Tables, layer: jax.Array, gone: jax.Array, columns: Columns, num_experts: int
+) -> Tables:
+    """Without the experts `gone`, bool[E], of a layer."""
+    row, slots = tables.table[layer], num_slots(tables.table, num_experts)
+    slot_of, owner, last_use, ahead, arriving = jnp.split(
+        row, [num_experts + i * slots for i in range(4)]
+    )
+    leaves = (owner >= 0) & gone[jnp.maximum(owner, 0)]
+    waste = jnp.sum(leaves & (ahead != 0), dtype=jnp.int32)
+    events = tables.events.at[layer, columns["evictions"]].add(jnp.sum(leaves, dtype=jnp.int32))
+    events = events.at[layer, columns["prefetch_waste"]].add(waste)
+    columns_of_row = (
+        jnp.where(gone, -1, slot_of), jnp.where(leaves, -1, owner),
+        jnp.where(leaves, 0, last_use), jnp.where(leaves, 0, ahead), arriving,
+    )  # fmt: skip
+    table = tables.table.at[layer].set(jnp.concatenate(columns_of_row))
+    return tables._replace(table=table, events=events)
+
+
+def place_reference(
+    tiers: Sequence[Tier],
+    gate: jax.Array,
+    layer: jax.Array,
+    asked: Asked,
+    active: jax.Array,
+    *,
+    forms: Sequence[Form],
+    columns: Columns,
+) -> tuple[tuple[Tables, ...], jax.Array, Placed]:
+    """See `api.place`."""
+    num_experts, num_tiers = tiers[0].pinned.shape[1], len(tiers)
+    resident = jnp.stack([tier.tables.table[layer, :num_experts] >= 0 for tier in tiers])
+    asks = active[:, None] & (asked.tier >= 0)
+    served = _served(resident, asked, asks)
+    chosen = jnp.where(asks, served.tier[asked.ids], -1)
+    slot, tables_after, fetch = jnp.full_like(chosen, -1), [], []
+    for i, (tier, form) in enumerate(zip(tiers, forms, strict=True)):
+        tables = tier.tables
+        if not form.is_full and num_tiers > 1:
+            gone = resident[i] & (served.fetched | jnp.any(resident[:i], axis=0))
+            tables = _released(tables, layer, gone, columns, num_experts)
+        mine = chosen == i
+        after, placed = plan_reference(
+            tables, tier.pinned, tier.row_of, layer, asked.ids.reshape(-1, 1), mine.reshape(-1),
+            asked.weights.reshape(-1, 1), None, waves=Waves(0, 1), banks=form.banks,
+            columns=columns,
+        )  # fmt: skip
+        slot = jnp.where(mine, placed.slot.reshape(slot.shape), slot)
+        if form.is_complete:
+            after = after._replace(table=tables.table)
+        tables_after.append(after)
+        fetch.append(None if form.is_complete else Fetch(placed.rows, placed.slots))
+    other = (chosen >= 0) & (asked.ids != asked.routed_ids)
+    masks = [chosen == i for i in range(num_tiers)]
+    masks += [chosen < 0, other, jnp.ones_like(other)]
+    mass = jnp.where(active[:, None], asked.routed_weights, 0.0)
+    sums = jnp.stack([jnp.sum(jnp.where(mask, mass, 0.0)) for mask in masks])
+    placed_all = Placed(jnp.where(slot >= 0, chosen, -1), slot, tuple(fetch))
+    return tuple(tables_after), gate.at[layer].add(sums), placed_all

@@ -1,0 +1,130 @@
+"""Speed of policies: real shapes, random weights, routing and its probabilities replayed.
+
+    python -m scripts.bench_policies_gpu --section=dynaexq
+    XLA_CLIENT_MEM_FRACTION=0.95 python -m scripts.bench_policies_gpu --section=dynaexq_wide
+    XLA_CLIENT_MEM_FRACTION=0.2 python -m scripts.bench_policies_gpu --section=dymoe --gib=16
+    python -m scripts.bench_policies_gpu --section=buddymoe --section=latency
+    python -m scripts.bench_policies_gpu --section=cost
+    XLA_CLIENT_MEM_FRACTION=0.2 python -m scripts.bench_policies_gpu --section=compose --gib=16
+
+Sections, each of which a module `scripts.policy_speed_*` describes:
+
+  * dynaexq: Qwen3-30B-A3B, INT4 for the hot and INT2 for all, against uniform INT2; the workload
+    shifts. dynaexq_wide: bf16 and INT4 under 32 and 48 GiB, against the time that the bytes take.
+  * dymoe: Mixtral-8x7B, the rows of DyMoE's Table 3 under 16 and 24 GiB, or `--gib`.
+  * buddymoe: Qwen3-30B-A3B, throughput and bytes at cache rates. latency: BuddyMoE's Table 1.
+  * cost: what policies take that decide what the pool does without them.
+  * compose: Mixtral-8x7B, policies alone and together under one budget.
+
+What the routers say is made up (`scripts.policy_workloads` says how) and the same for all rows of a
+section, but for the resident model, which has no pool to replay it. Steps are timed by calls of
+`--per_call`; a TPOT is their mean, so that what promotions take is in it, with the median beside.
+Everything but the experts is bf16, as in the papers (`--attention_bits`).
+`--model=tiny --device=cpu --context=128 --prompt=16 --steps=16 --per_call=4` tries a section; with
+budgets also `--gib=0.0085 --split=2,8`.
+"""
+
+import dataclasses
+import traceback
+
+from absl import app, flags
+
+from moejax.devices import choose_device, enable_compilation_cache
+from scripts.bench_report import Report
+from scripts.model_weights import CONFIGS
+from scripts.policy_memories import Lab
+from scripts.policy_run import Options, Run
+from scripts.policy_speed_buddies import buddymoe, cost, latency
+from scripts.policy_speed_budget import compose, dymoe
+from scripts.policy_speed_dynaexq import dynaexq, dynaexq_wide
+from scripts.policy_timing import Sizes
+
+QWEN3, MIXTRAL = "Qwen3-30B-A3B", "Mixtral-8x7B"
+# Of each section: what runs it, its shape, and decode steps of a measurement.
+SECTIONS = {
+    "dynaexq": (dynaexq, QWEN3, 256),
+    "dynaexq_wide": (dynaexq_wide, QWEN3, 256),
+    "dymoe": (dymoe, MIXTRAL, 64),
+    "buddymoe": (buddymoe, QWEN3, 128),
+    "latency": (latency, QWEN3, 64),
+    "cost": (cost, QWEN3, 128),
+    "compose": (compose, MIXTRAL, 64),
+}
+_SECTION = flags.DEFINE_multi_enum("section", [], list(SECTIONS), "what to measure")
+_MODEL = flags.DEFINE_enum("model", "", ["", *sorted(CONFIGS)], "shape; '': the section's")
+_ATTENTION = flags.DEFINE_enum("attention_bits", "16", ["2", "3", "4", "8", "16"], "of projections")
+_BATCH = flags.DEFINE_multi_integer("batch", [1, 4, 16], "dynaexq: sequences, each a measurement")
+_GIB = flags.DEFINE_multi_float("gib", [], "of device memory; []: the section's")
+_RATE = flags.DEFINE_multi_float("cache_rate", [], "buddymoe: c; []: 0.75, 0.5, 0.375")
+_HOT = flags.DEFINE_integer("n_hot", 32, "dynaexq: experts of a layer in high precision")
+_PERIOD = flags.DEFINE_integer("period", 64, "dynaexq: T, in steps: of the tokens of a batch")
+_BULK = flags.DEFINE_integer("bulk", 32, "experts on their way between steps at once")
+_REQUESTS = flags.DEFINE_integer("requests", 16, "dynaexq: demotions and promotions asked a call")
+_EVERY = flags.DEFINE_integer("shift_every", 256, "steps between the shifts of a layer")
+_SHARE = flags.DEFINE_float("shift_share", 0.25, "of the experts that exchange ranks in a shift")
+_HOST = flags.DEFINE_float("host_gib", 0, "of a precision's rows, shared by experts; 0: all rows")
+_ZIPF = flags.DEFINE_float("zipf", -1, "exponent of the popularity; -1: the shape's")
+_RECALL = flags.DEFINE_float("recall", 0.85, "share of the needed experts that are expected")
+_RETENTION = flags.DEFINE_float("retention", 0.75, "dymoe: r")
+_SPLIT = flags.DEFINE_string("split", "high", "slots of two tiers: high, rule, or such as 4,0")
+_TTFT = flags.DEFINE_bool("ttft", True, "dymoe: prompts too, whose programs take longer to compile")
+_PROMPT = flags.DEFINE_integer("prompt", 512, "tokens of the prompt")
+_CONTEXT = flags.DEFINE_integer("context", 1024, "cache length")
+_STEPS = flags.DEFINE_integer("steps", 0, "decode steps a measurement; 0: the section's")
+_PER_CALL = flags.DEFINE_integer("per_call", 8, "decode steps of a call")
+_WHERE = flags.DEFINE_string("device", "gpu", "gpu; cpu only tries the script")
+_FILE = flags.DEFINE_string("out", "", "JSON Lines file that rows are appended to")
+_PROGRAMS = flags.DEFINE_string("programs", "", "persistent compilation cache")
+_DEPTH = flags.DEFINE_integer("depth", 0, "fewer layers than the real ones; 0: all")
+_ONLY = flags.DEFINE_multi_string("only", [], "measurements whose name has one of these; []: all")
+_LIMIT = flags.DEFINE_float("limit", 0, "seconds after which a section begins nothing; 0: none")
+
+
+def main(argv: list[str]) -> None:
+    """Measures, prints, and writes the rows."""
+    del argv
+    if not _SECTION.value:
+        raise SystemExit(f"--section: at least one of {', '.join(SECTIONS)}")
+    device = choose_device(_WHERE.value)
+    enable_compilation_cache(_PROGRAMS.value)
+    options = Options(
+        batches=_BATCH.value, gibs=_GIB.value, cache_rates=_RATE.value, n_hot=_HOT.value,
+        period=_PERIOD.value, bulk=_BULK.value, requests=_REQUESTS.value, shift_every=_EVERY.value,
+        shift_share=_SHARE.value, exponent=None if _ZIPF.value < 0 else _ZIPF.value,
+        recall=_RECALL.value, retention=_RETENTION.value, split=_SPLIT.value, ttft=_TTFT.value,
+        limit_s=_LIMIT.value, only=_ONLY.value,
+    )  # fmt: skip
+    failed: list[str] = []
+    lab, made_for = None, None
+    for name in _SECTION.value:
+        section, model, steps = SECTIONS[name]
+        model = _MODEL.value or model
+        sizes = Sizes(_CONTEXT.value, _PROMPT.value, _STEPS.value or steps, _PER_CALL.value)
+        if name == "dymoe" and options.ttft and sizes.prompt + sizes.num_replayed > sizes.context:
+            raise SystemExit("--context has no room for the prompt and the steps after it")
+        if lab is None or made_for != model:
+            config = CONFIGS[model]
+            if _DEPTH.value:
+                config = dataclasses.replace(
+                    config, num_layers=_DEPTH.value, moe_layers=tuple(range(_DEPTH.value))
+                )
+            lab = Lab(config, int(_ATTENTION.value), device, sizes, _HOST.value)
+            made_for = model
+        lab.sizes = sizes
+        attention = "bf16" if lab.attention_bits == 16 else f"INT{lab.attention_bits}"
+        about = f"{name}, {model}, {lab.config.num_layers} layers, attention {attention}"
+        run = Run(lab, Report(device, about, _FILE.value), options)
+        print(f"== {about}", flush=True)
+        try:
+            section(run)
+        except Exception as error:  # the sections after it are measured all the same
+            traceback.print_exc()
+            failed.append(f"{name}: {error!s:.200}")
+        print(f"-- {name}\n{run.report.table()}", flush=True)
+        failed += [f"{name}: {what}" for what in run.failed]
+    if failed:
+        raise SystemExit("FAILED: " + "; ".join(failed))
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,144 @@
+"""Sections `dynaexq` and `dynaexq_wide`: two precisions, against uniform ones in the same run."""
+
+from typing import Any
+
+import jax
+
+from moejax.policies.dynaexq import DynaExq
+from moejax.runner import Runner
+from scripts.model_weights import Packing, random_weights
+from scripts.policy_memories import TierPlan, release, tier_name
+from scripts.policy_run import Run
+from scripts.policy_timing import Measured
+
+THROUGHPUT_BAR, HOT_BAR = 85.0, 50.0  # percent
+
+
+def dynaexq(run: Run) -> None:
+    """INT4 for what is hot, INT2 for all; the workload shifts, so that promotions keep running.
+
+    Beside it uniform INT2, on the same workload from a pool that holds every expert, and as a
+    resident model, which routes as its random router says.
+    """
+    lab, high, low = run.lab, 4, 2
+    num_experts = lab.config.num_experts
+    n_hot = min(run.options.n_hot, num_experts // 4)
+    packing = Packing(bits=low, attention_bits=lab.attention_bits)
+    resident = Runner(lab.config, random_weights(lab.config, packing, lab.device), lab.device)
+    full = lab.tier_memory(TierPlan(bits=low, slots=num_experts, few_rows=True))
+    uniform = Runner(lab.config, lab.dense, lab.device, memory=full)
+    for batch in run.options.batches:
+        work = run.workload(batch, shifts=True)
+        name = f"batch {batch}"
+        whole = run.attempt(
+            f"resident, {name}",
+            lambda: lab.remeasure(resident, work, batch),  # noqa: B023
+        )
+        pooled = run.attempt(
+            f"uniform pool, {name}",
+            lambda: lab.remeasure(uniform, work, batch),  # noqa: B023
+        )
+        if whole is None or pooled is None:
+            continue
+        run.tpot(f"uniform INT2, resident model, {name}", whole, batch)
+        run.tpot(f"uniform INT2, a pool of all experts, {name}", pooled, batch,
+                 distinct_experts=work.distinct)  # fmt: skip
+        plan = TierPlan(
+            bits=high, slots=n_hot, bulk=run.options.bulk, first=work.hottest(n_hot, slice(0, 1)),
+            transient=min(num_experts, batch * lab.config.experts_per_token),
+        )  # fmt: skip
+        policy = DynaExq(period=run.options.period * batch, max_requests=run.options.requests)
+
+        def measured() -> Measured:
+            hot = lab.tier_memory(plan)  # noqa: B023
+            names = (tier_name(high), tier_name(low))
+            memory = lab.tiered(policy, [hot, full], names)  # noqa: B023
+            try:
+                return lab.measure(memory, work, batch)  # noqa: B023
+            finally:
+                release(hot)
+
+        found = run.attempt(f"dynaexq, {name}", measured)
+        if found is not None:
+            what = f"dynaexq int4/int2, {n_hot} hot of {num_experts}, {name}"
+            _rows_of_hot(run, what, found, batch, {"pool": pooled, "resident": whole})
+    release(full)
+
+
+def _rows_of_hot(
+    run: Run, what: str, found: Measured, batch: int, uniform: dict[str, Measured]
+) -> None:
+    """TPOT, throughput over that of uniform INT2, the hot tier's share of the gate mass."""
+    beside = {f"uniform_{name}_ms": 1e3 * one.tpot for name, one in uniform.items()}
+    promoted = found.facts["bulk_a_step"] / batch
+    run.tpot(what, found, batch, promotions_a_token=promoted, **beside)
+    for name, one in uniform.items():
+        run.report.add(
+            f"{what}: throughput over uniform INT2 ({name})", 100 * one.tpot / found.tpot, "%",
+            bar=THROUGHPUT_BAR,
+        )  # fmt: skip
+    run.report.add(
+        f"{what}: gate mass of the hot tier", 100 * found.facts["gate_int4"], "%", bar=HOT_BAR,
+        promotions_a_token=promoted, experts=100 * found.facts["experts_int4"],
+    )  # fmt: skip
+
+
+def dynaexq_wide(run: Run) -> None:
+    """bf16 for what is hot, INT4 for all, under budgets; time against that of the bytes.
+
+    t = t_int4 + hot_share (t_bf16 - t_int4): both ends are pools that hold every expert, and
+    hot_share is that of the experts which ran, not of the gate mass.
+    """
+    lab, gibs = run.lab, run.options.gibs or (32.0, 48.0)
+    num_experts = lab.config.num_experts
+    works = {"steady": run.workload(), "shifting": run.workload(shifts=True)}
+    ends: dict[int, Measured] = {}
+    full: Any = None
+    for bits in (16, 4):
+        name = f"uniform {tier_name(bits)}, a pool of all experts"
+        full = lab.tier_memory(TierPlan(bits=bits, slots=num_experts, few_rows=True))
+        runner = Runner(lab.config, lab.dense, lab.device, memory=full)
+        found = run.attempt(name, lambda: lab.remeasure(runner, works["steady"]))  # noqa: B023
+        if found is None:
+            return
+        ends[bits] = found
+        run.tpot(name, found)
+        if bits == 16:
+            release(full)
+            del runner
+    for gib in gibs:
+        run.attempt(f"{gib:g} GiB", lambda: _within(run, gib, works, full, ends))  # noqa: B023
+    release(full)
+
+
+def _within(run: Run, gib: float, works: Any, full: Any, ends: dict[int, Measured]) -> bool:
+    """The rows of one budget."""
+    lab, num_experts = run.lab, run.lab.config.num_experts
+    asked = run.options.split
+    split = asked if "," in asked else "rule"
+    budget = lab.split((16, 4), gib, split, bulk=run.options.bulk)
+    slots = [tier.slots for tier in budget.tiers]
+    if slots[1] < num_experts or not 0 < slots[0] < num_experts:
+        raise ValueError(f"{gib:g} GiB are {slots} slots of bf16 and int4, not some and all")
+    first = works["steady"].hottest(slots[0])
+    hot = lab.tier_memory(lab.plan_of(16, budget.tiers[0], first=first, few_rows=True))
+    policy = DynaExq(period=run.options.period, max_requests=run.options.requests)
+    memory = lab.tiered(policy, [hot, full], ("bf16", "int4"))
+    try:
+        runner = Runner(lab.config, lab.dense, lab.device, memory=memory)
+        for kind, work in works.items():
+            found = lab.remeasure(runner, work)
+            share = found.facts["experts_bf16"]
+            model = ends[4].tpot + share * (ends[16].tpot - ends[4].tpot)
+            what = f"dynaexq bf16/int4, {gib:g} GiB, {slots[0]} hot of {num_experts}, {kind}"
+            run.tpot(
+                what, found, model_ms=1e3 * model, int4_ms=1e3 * ends[4].tpot,
+                bf16_ms=1e3 * ends[16].tpot, planned_gib=budget.total_device / 2**30,
+                promotions_a_token=found.facts["bulk_a_step"],
+            )  # fmt: skip
+            run.report.add(f"{what}: time over that of the bytes", found.tpot / model, "x",
+                           bar=1.05, hot_share=share)  # fmt: skip
+    finally:
+        jax.block_until_ready(memory.pool)
+        release(hot)
+    return True

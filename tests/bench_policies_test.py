@@ -1,0 +1,225 @@
+"""The benchmark of policies: its workloads are what they say, and its sections run on a CPU."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax.models.shapes import SHAPES
+from scripts.bench_policies_gpu import SECTIONS
+from scripts.bench_report import Report
+from scripts.model_weights import TINY
+from scripts.policy_memories import Lab
+from scripts.policy_run import Options, Run
+from scripts.policy_timing import Sizes
+from scripts.policy_workloads import make_workload, one_miss_workload
+from scripts.synthetic_traces import QWEN3_HIT_RATES, lru_hit_rate
+
+FEW_LAYERS = {
+    name: dataclasses.replace(config, num_layers=3, moe_layers=(0, 1, 2))
+    for name, config in SHAPES.items()
+}
+QWEN3, MIXTRAL = FEW_LAYERS["Qwen3-30B-A3B"], FEW_LAYERS["Mixtral-8x7B"]
+OPTIONS = Options(
+    batches=(1,), gibs=(), cache_rates=(0.5,), n_hot=2, period=2, bulk=4, requests=4,
+    shift_every=4, shift_share=0.5, exponent=None, recall=0.85, retention=0.75, split="high",
+    ttft=False, limit_s=0,
+)  # fmt: skip
+
+
+class WorkloadTest(parameterized.TestCase):
+    @parameterized.parameters((QWEN3, 1), (QWEN3, 3), (MIXTRAL, 2))
+    def test_the_chosen_are_the_likeliest(self, config, batch):
+        made = make_workload(config, num_steps=40, batch=batch, shift_every=16)
+        width = config.experts_per_token
+        self.assertEqual(made.ids.shape, (40, 3, batch, width))
+        self.assertEqual(made.probabilities.shape, (40, 3, batch, config.num_experts))
+        np.testing.assert_allclose(made.probabilities.sum(-1), 1, rtol=1e-5)
+        chosen = np.take_along_axis(made.probabilities, made.ids, axis=-1)
+        np.testing.assert_array_equal(chosen, -np.sort(-made.probabilities, axis=-1)[..., :width])
+        self.assertTrue((np.sort(made.ids, axis=-1)[..., 1:] > np.sort(made.ids)[..., :-1]).all())
+
+    @parameterized.parameters((QWEN3, 0.25), (MIXTRAL, 0.65))
+    def test_weights_are_those_of_a_trained_router(self, config, top):
+        made = make_workload(config, num_steps=200, batch=1)
+        chosen = np.take_along_axis(made.probabilities, made.ids, axis=-1)
+        weights = chosen / chosen.sum(axis=-1, keepdims=True)
+        self.assertAlmostEqual(float(weights[..., 0].mean()), top, delta=0.02)
+
+    def test_caches_hit_as_often_as_published(self):
+        made = make_workload(QWEN3, num_steps=300, batch=1)
+        for slots, share in QWEN3_HIT_RATES.items():
+            self.assertAlmostEqual(lru_hit_rate(made.ids[:, :, 0], slots, 128), share, delta=0.03)
+        even = make_workload(MIXTRAL, num_steps=300, batch=1)
+        self.assertAlmostEqual(lru_hit_rate(even.ids[:, :, 0], 4, 8), 0.5, delta=0.04)
+
+    def test_the_hottest_quarter_carries_most_and_shifts(self):
+        steady = make_workload(QWEN3, num_steps=400, batch=1)
+        shifting = make_workload(QWEN3, num_steps=400, batch=1, shift_every=100, shift_share=1.0)
+        self.assertEqual(steady.num_shifts, 0)
+        # Each layer at a time of its own: after 100, 133 and 166 steps, and then every 100.
+        self.assertEqual(shifting.num_shifts, 9)
+        early, late = slice(0, 100), slice(300, 400)
+        for made, least, most in ((steady, 0.75, 1.0), (shifting, 0.1, 0.5)):
+            first = made.hottest(32, early)
+            share = [np.isin(made.ids[late, layer], first[layer]).mean() for layer in range(3)]
+            self.assertBetween(float(np.mean(share)), least, most)
+
+    @parameterized.parameters(0.0, 0.85, 1.0)
+    def test_needed_experts_are_expected_with_the_recall(self, recall):
+        made = make_workload(QWEN3, num_steps=100, batch=1, recall=recall)
+        expected = made.expected(8)
+        needed = (expected[:, :, None] == made.ids[:, :, 0, :, None]).any(axis=-1)
+        self.assertAlmostEqual(float(needed.mean()), recall, delta=0.03)
+        np.testing.assert_allclose(
+            np.sort(made.predicted, axis=-1), np.sort(made.probabilities, axis=-1)
+        )
+
+    def test_coactivations_are_counts_of_tokens(self):
+        made = make_workload(TINY, num_steps=30, batch=2)
+        counts = made.coactivations()
+        both = np.zeros_like(counts)
+        for step, layer, row in np.ndindex(made.ids.shape[:3]):
+            first, second = made.ids[step, layer, row]
+            both[layer, first, second] += 1
+            both[layer, second, first] += 1
+        np.testing.assert_array_equal(counts, both)
+
+    @parameterized.parameters((True, True), (True, False), (False, True))
+    def test_one_expert_of_each_layer_misses(self, misses, ahead):
+        slots, width = 32, 8
+        made = one_miss_workload(QWEN3, num_steps=200, slots=slots, misses=misses, hits_ahead=ahead)
+        rate = lru_hit_rate(made.ids[:, :, 0], slots, 128)
+        named = made.expected(1)[:, :, 0] == made.ids[:, :, 0, -1]
+        if misses:
+            self.assertEqual(named.all(), ahead)
+            self.assertEqual(named.any(), ahead)
+        if ahead:
+            self.assertAlmostEqual(rate, 1 - 1 / width if misses else 1.0, places=5)
+        with self.assertRaisesRegex(ValueError, "do not miss"):
+            one_miss_workload(QWEN3, num_steps=1, slots=100, misses=True)
+
+
+class SectionTest(absltest.TestCase):
+    """Each on the tiny shape: rows with finite figures, and baselines that are what they say."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        sizes = Sizes(context=64, prompt=16, steps=16, per_call=4)
+        cls.lab = Lab(TINY, 16, jax.devices("cpu")[0], sizes)
+
+    def run_section(self, name: str, **options: Any) -> dict[str, Any]:
+        report = Report(self.lab.device, name, "")
+        run = Run(self.lab, report, dataclasses.replace(OPTIONS, **options))
+        SECTIONS[name][0](run)
+        self.assertEqual(run.failed, [])
+        rows = {row.what.removesuffix(f", {name}"): row for row in report.rows}
+        for row in report.rows:
+            for figure in (row.figure, *row.baseline.values()):
+                self.assertTrue(math.isfinite(figure), f"{row.what}: {row.baseline}")
+            if "TPOT" in row.what and row.unit == "ms":
+                self.assertGreater(row.figure, 0)
+        return rows
+
+    def ends(self, rows: dict[str, Any], ending: str) -> list[Any]:
+        return [row for what, row in rows.items() if what.endswith(ending)]
+
+    def test_dynaexq(self):
+        rows = self.run_section("dynaexq")
+        resident, pool, found = self.ends(rows, "TPOT")
+        self.assertEqual(pool.baseline["hit_rate"], 1)
+        self.assertEqual(found.baseline["uniform_pool_ms"], pool.figure)
+        self.assertEqual(found.baseline["uniform_resident_ms"], resident.figure)
+        self.assertGreater(found.baseline["promotions_a_token"], 0)
+        (hot,) = self.ends(rows, "gate mass of the hot tier")
+        self.assertBetween(hot.figure, 1, 99)
+        self.assertAlmostEqual(
+            found.baseline["gate_int4"] + found.baseline["gate_int2"], 1, places=3
+        )
+        (over, _) = [row for what, row in rows.items() if "throughput over" in what]
+        self.assertAlmostEqual(over.figure, 100 * pool.figure / found.figure)
+
+    def test_dynaexq_wide(self):
+        rows = self.run_section("dynaexq_wide", gibs=(0.01,), split="2,8", only=("uniform", "GiB"))
+        wide, narrow, steady, _ = self.ends(rows, "TPOT")
+        ratio, _ = self.ends(rows, "time over that of the bytes")
+        share = ratio.baseline["hot_share"]
+        self.assertBetween(share, 0.01, 0.99)
+        model = narrow.figure + share * (wide.figure - narrow.figure)
+        self.assertAlmostEqual(steady.baseline["model_ms"], model)
+        self.assertAlmostEqual(ratio.figure, steady.figure / model)
+
+    def check_table(self, gib: float, only: Sequence[str], ttft: bool = False) -> dict[str, Any]:
+        return self.run_section("dymoe", gibs=(gib,), only=only, ttft=ttft)
+
+    def test_dymoe_loads_and_caches(self):
+        rows = self.check_table(0.00395, ("load on demand", "cache, 0"), ttft=True)
+        on_demand, cache = self.ends(rows, "TPOT")[:2]
+        self.assertEqual(on_demand.baseline["hit_rate"], 0)
+        self.assertGreater(cache.baseline["hit_rate"], 0)
+        self.assertLess(cache.baseline["megabytes_a_step"], on_demand.baseline["megabytes_a_step"])
+        ratio = rows["cache over load on demand, 0.00395 GiB, TPOT"]
+        self.assertAlmostEqual(ratio.figure, on_demand.figure / cache.figure)
+        self.assertIn("cache over load on demand, 0.00395 GiB, TTFT", rows)
+
+    def test_dymoe_quantizes_and_leaves_out(self):
+        rows = self.check_table(0.0055, ("4/2, prefetch", "4/0"))
+        low, skips = self.ends(rows, "TPOT")
+        for name, row in (("gate_int2", low), ("gate_skipped", skips)):
+            self.assertBetween(row.baseline[name], 0.01, 0.5)
+        self.assertGreater(low.baseline["prefetched_a_step"], 0)
+
+    def test_buddymoe(self):
+        rows = self.run_section("buddymoe", only=("original", "co-activation, c"))
+        original, found = self.ends(rows, "TPOT")[:2]
+        self.assertEqual(found.baseline["original_ms"], original.figure)
+        self.assertGreater(found.baseline["replaced_share"], 0)
+        self.assertGreater(found.baseline["gate_substituted"], 0)
+        fewer = self.ends(rows, "fewer bytes over the link")[0]
+        moved = found.baseline["megabytes_a_step"], original.baseline["megabytes_a_step"]
+        self.assertAlmostEqual(fewer.figure, 100 * (1 - moved[0] / moved[1]))
+
+    def test_latency(self):
+        rows = self.run_section("latency")
+        layers = 2
+        misses = {
+            what.removeprefix("one layer, "): row.baseline["misses_a_step"]
+            for what, row in rows.items()
+        }
+        self.assertEqual(
+            misses,
+            {
+                "all on the device": 0, "on demand": layers,
+                "prefetch hit": 1, "prefetch miss": layers,  # nobody expects the first layer's
+                "buddy hit": 0, "buddy miss": 0,
+            },
+        )  # fmt: skip
+        self.assertEqual(rows["one layer, buddy miss"].baseline["replaced_a_layer"], 1)
+        self.assertEqual(rows["one layer, prefetch miss"].baseline["prefetched_a_step"], 1)
+
+    def test_cost(self):
+        rows = self.run_section("cost", only=("pool alone", "rho 0", "nothing hot"))
+        moved = self.ends(rows, "cost of an offloaded step")
+        self.assertLen(moved, 2)
+        for row in moved:
+            self.assertEqual(row.baseline["moved_over_no_policy"], 1)
+
+    def test_compose(self):
+        rows = self.run_section("compose", gibs=(0.0042,), only=("cache", "dynaexq+dymoe+buddymoe"))
+        cache, found = self.ends(rows, "TPOT")
+        self.assertEqual(found.baseline["cache_ms"], cache.figure)
+        self.assertGreater(found.baseline["gate_int4"], 0)
+
+    def test_what_fails_is_named(self):
+        run = Run(self.lab, Report(self.lab.device, "x", ""), OPTIONS)
+        self.assertIsNone(run.attempt("division", lambda: 1 // 0))
+        self.assertEqual(run.failed, ["division"])
+
+
+if __name__ == "__main__":
+    absltest.main()

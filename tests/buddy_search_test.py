@@ -1,0 +1,37 @@
+"""The search for buddies by one kernel: equal to the policy's own."""
+
+import jax.numpy as jnp
+from absl.testing import absltest, parameterized
+
+from pallas_kernels import buddy_search
+from pallas_kernels.target import Target
+from tests import buddy_search_contract as contract
+from tests.buddy_search_contract import CASES
+
+
+class ContractTest(parameterized.TestCase):
+    @parameterized.product(case=tuple(CASES), implementation=("triton", "reference"))
+    def test_finds_whom_the_policy_finds(self, case, implementation):
+        num = 0
+        for seed in range(4):
+            how = {"interpret": True} if implementation == "triton" else {}
+            num += contract.check(CASES[case], seed, implementation=implementation, **how).sum()
+        self.assertEqual(num > 0, case != "nobody")
+
+
+class ApiTest(absltest.TestCase):
+    def test_refusals(self):
+        gpu = Target("gpu", (9, 0))
+        self.assertIsNone(buddy_search.refusal("triton", 8, 16, gpu))
+        self.assertRegex(buddy_search.refusal("triton", 33, 300, gpu), "33 experts.*300 places")
+        self.assertIsNone(buddy_search.refusal("reference", 33, 300))
+
+    def test_what_does_not_fit_is_named(self):
+        ids, flags, number = jnp.zeros((2, 3), jnp.int32), jnp.zeros((2, 3), bool), jnp.int32(1)
+        lists = jnp.zeros((1, 4, 2), jnp.int32)
+        with self.assertRaisesRegex(ValueError, "resident \\(5,\\)"):
+            buddy_search.search(ids, lists, 0, jnp.zeros(5, bool), flags, number, number)
+
+
+if __name__ == "__main__":
+    absltest.main()

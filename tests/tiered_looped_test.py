@@ -1,0 +1,113 @@
+"""Under a policy: a chunk's layers in a loop, and the pairs of all tiers in one launch."""
+
+import dataclasses
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax import ops
+from moejax.memory.tiered_experts import TieredExperts
+from moejax.models import expert_products
+from moejax.models.transformer import Transformer
+from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
+from moejax.policies.buddymoe import BuddyMoe
+from moejax.policies.make import make_policy
+from pallas_kernels import grouped_dequant_matmul
+from tests import tiny_engine
+from tests.pooled_test import PROMPTS, answers
+from tests.tiered_case import tiered_runner
+
+# Five layers: with two banks, one is left after the loop.
+FIVE = dataclasses.replace(tiny_engine.CONFIG, num_layers=5, moe_layers=(0, 1, 2, 3, 4))
+TOKENS = np.random.default_rng(0).integers(0, FIVE.vocab_size, (1, 16)).astype(np.int32)
+SHAPE = (5, FIVE.num_experts, FIVE.num_experts)
+LISTS = buddy_lists(
+    conditional_coactivation(np.random.default_rng(3).integers(0, 9, SHAPE)), 0.7, 3
+)
+DYMOE = {"retention": 0.5, "schedule": "linear", "heavy_count": 3}
+# The policy, the bits of the tiers, slots of a layer in each, experts ahead.
+CASES = {
+    "on_demand": (make_policy("on_demand", prefetch=2), (16,), (3,), 2),
+    "dymoe": (make_policy("dymoe", prefetch=2, **DYMOE), (4, 2), (3, 8), 2),
+    "dymoe in two caches": (make_policy("dymoe", prefetch=0, **DYMOE), (4, 2), (3, 3), 0),
+    "dynaexq": (make_policy("dynaexq", choice="first", n_hot=3), (4, 2), (3, 8), 0),
+    "buddymoe": (BuddyMoe(lists=LISTS, rho=1), (4,), (4,), 0),
+}
+
+
+def outcome(runner: Any, memory: Any, *, of_chunk: bool = False) -> Any:
+    """Logits of a chunk or answers, and what is left of them; transient slots hold nothing."""
+    said = runner.logits(TOKENS) if of_chunk else answers(runner, PROMPTS[:1], 6)
+    pool = memory.pool
+    pools = tuple(
+        dataclasses.replace(
+            of, banks=jax.tree.map(lambda a, end=spec.cache.first_transient: a[:end], of.banks)
+        )
+        for of, spec in zip(pool.pools, memory.spec.pools, strict=True)
+    )
+    return jax.device_get((said, dataclasses.replace(pool, pools=pools)))
+
+
+class LoopTest(parameterized.TestCase):
+    @parameterized.parameters(*CASES)
+    def test_bit_for_bit_what_it_is_unrolled(self, name):
+        policy, bits, slots, ahead = CASES[name]
+        found = []
+        for loops in (False, True):
+            how = {"prefetch": ahead, "first": min(slots) if name == "buddymoe" else -1}
+            runner, memory = tiered_runner(policy, bits, slots, config=FIVE, **how)
+            own, taken = Transformer._looped, []
+
+            def looped(*arguments, own=own, taken=taken):
+                taken.append(arguments)
+                return own(*arguments)
+
+            with (
+                mock.patch.object(Transformer, "loops", lambda *_, loops=loops: loops),
+                mock.patch.object(Transformer, "_looped", looped),
+            ):
+                found.append(outcome(runner, memory, of_chunk=True))
+            self.assertLen(taken, int(loops))
+        unrolled, in_loop = found
+        self.assertEqual(jax.tree.structure(unrolled), jax.tree.structure(in_loop))
+        for (path, a), (_, b) in zip(
+            *(jax.tree_util.tree_leaves_with_path(tree) for tree in found), strict=True
+        ):
+            with self.subTest(jax.tree_util.keystr(path)):
+                np.testing.assert_array_equal(a, b)
+        memory.settle()
+
+
+class OneLaunchTest(parameterized.TestCase):
+    @parameterized.parameters("dymoe", "dynaexq", "dymoe in two caches")
+    def test_all_tiers_at_once_give_what_each_alone_gives(self, name):
+        policy, bits, slots, ahead = CASES[name]
+        runs = {"kernels": ops.Kernels(implementation="reference"), "experts_via": "grouped_kernel"}
+        own, found, launched = grouped_dequant_matmul.moe_products, [], []
+
+        def counted(x, assignments, tiers, *arguments, **options):
+            launched[-1].append((len(x), len(tiers)))
+            return own(x, assignments, tiers, *arguments, **options)
+
+        in_one = TieredExperts._in_one
+        for way in (lambda *_: False, in_one):
+            expert_products._grouped.clear_cache()  # of traces, in which the calls are
+            runner, memory = tiered_runner(
+                policy, bits, slots, prefetch=ahead, transient=8, runs=runs
+            )
+            launched.append([])
+            with (
+                mock.patch.object(grouped_dequant_matmul, "moe_products", counted),
+                mock.patch.object(TieredExperts, "_in_one", way),
+            ):
+                found.append(outcome(runner, memory))
+        jax.tree.map(np.testing.assert_array_equal, *found)
+        self.assertEqual({number for _, number in launched[0]}, {1})
+        self.assertIn((1, 2), launched[1])  # a chunk of these caches passes in waves
+
+
+if __name__ == "__main__":
+    absltest.main()

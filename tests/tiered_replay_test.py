@@ -1,0 +1,105 @@
+"""Replayed routing under a policy: what is replayed runs, and the policy sees what goes with it."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest
+
+from moejax.policies.make import make_policy
+from moejax.policies.on_demand import OnDemand
+from tests.pooled_test import PROMPTS, answers, pooled_runner, random_weights
+from tests.tiered_case import CONFIG, tiered_runner
+
+NUM_LAYERS, NUM_EXPERTS = len(CONFIG.moe_layers), CONFIG.num_experts
+WIDTH, STEPS, TOKENS = CONFIG.experts_per_token, 5, 9
+
+
+class Seen(NamedTuple):
+    """Of each layer's last decode step of one token."""
+
+    of: Any
+    probabilities: jax.Array  # float32[M, 1, E]
+    weights: jax.Array  # float32[M, 1, A]
+    predicted: jax.Array  # float32[M, 1, E], of the next layer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Looking(OnDemand):
+    """Keeps what it saw."""
+
+    def init(self, spec):
+        def zeros(size):
+            return jnp.zeros((spec.num_layers, 1, size), jnp.float32)
+
+        sizes = (spec.num_experts, spec.width, spec.num_experts)
+        return Seen(super().init(spec), *map(zeros, sizes))
+
+    def decide(self, state, observation):
+        decision, of = super().decide(state.of, observation)
+        if observation.is_prefill:
+            return decision, state._replace(of=of)
+        new = {"probabilities": observation.probabilities, "weights": observation.weights}
+        if observation.predicted is not None:
+            new["predicted"] = observation.predicted
+        place = observation.layer
+        kept = {name: getattr(state, name).at[place].set(what) for name, what in new.items()}
+        return decision, state._replace(of=of, **kept)
+
+    def transfers(self, state, resident):
+        requests, of = super().transfers(state.of, resident)
+        return requests, state._replace(of=of)
+
+
+def replays(with_probabilities: bool) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(5)
+    shape = (STEPS, NUM_LAYERS, 1, NUM_EXPERTS)
+    ids = rng.permuted(np.broadcast_to(np.arange(NUM_EXPERTS), shape), axis=-1)[..., :WIDTH]
+    found = {"replay": ids.astype(np.int32)}
+    if with_probabilities:
+        for name in ("replay_probabilities", "replay_predicted"):
+            found[name] = rng.dirichlet(np.ones(NUM_EXPERTS), shape[:-1]).astype(np.float32)
+    return {name: jnp.asarray(array) for name, array in found.items()}
+
+
+def replayed(runner: Any, tiers: Any, given: dict[str, jax.Array]) -> list[list[int]]:
+    for memory in tiers:
+        memory.store = dataclasses.replace(memory.store, **given)
+    return answers(runner, PROMPTS[:1], TOKENS)
+
+
+class ReplayTest(absltest.TestCase):
+    def test_the_replayed_experts_run_and_are_counted_as_without_a_policy(self):
+        given, slots, how = replays(False), 3, {"transient": 2, "prefetch": 0}
+        plain = pooled_runner(CONFIG, random_weights(CONFIG), (slots, 2, 0))
+        routed = answers(pooled_runner(CONFIG, random_weights(CONFIG), (slots, 2, 0)), PROMPTS[:1])
+        expected = replayed(plain, [plain.memory], given)
+        runner, memory = tiered_runner(make_policy("on_demand"), (16,), (slots,), **how)
+        self.assertEqual(replayed(runner, memory.tiers, given), expected)
+        self.assertEqual(memory.settle().layers, plain.memory.settle().layers)
+        self.assertNotEqual(expected[0], routed[0][:TOKENS])
+        again, second = tiered_runner(make_policy("on_demand"), (16,), (slots,), **how)
+        self.assertEqual(replayed(again, second.tiers, given), expected)
+        self.assertEqual(second.settle().layers, memory.ledger.layers)
+
+    def test_a_policy_sees_the_replayed_probabilities(self):
+        given = replays(True)
+        runner, memory = tiered_runner(Looking(prefetch=2), (4, 2), (3, 3), prefetch=2)
+        replayed(runner, memory.tiers[:1], given)
+        clock = int(memory.pool.pools[0].residency.clock)
+        step = ((clock - 1) // NUM_LAYERS - 1) % STEPS  # the last one
+        seen = jax.device_get(memory.pool.state)
+        probabilities = np.asarray(given["replay_probabilities"])[step]
+        np.testing.assert_array_equal(seen.probabilities, probabilities)
+        predicted = np.asarray(given["replay_predicted"])[step]
+        np.testing.assert_array_equal(seen.predicted[:-1], predicted[1:])
+        chosen = np.take_along_axis(probabilities, np.asarray(given["replay"])[step], axis=-1)
+        if CONFIG.norm_topk_prob:
+            chosen = chosen / chosen.sum(axis=-1, keepdims=True)
+        np.testing.assert_allclose(seen.weights, chosen, rtol=1e-6)
+
+
+if __name__ == "__main__":
+    absltest.main()
