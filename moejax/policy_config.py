@@ -81,7 +81,7 @@ class PolicyConfig(RunConfig):
     background_bytes: str = _setting("buddymoe: of background transfers, a step")
     half_life: str = _setting("buddymoe: steps after which a miss counts half")
     least_misses: str = _setting("buddymoe: from which on an expert is brought")
-    form: str = _setting("buddymoe: how Algorithm 1 is computed: table or ranks")
+    form: str = _setting("buddymoe: how Algorithm 1 is computed: table, ranks or kernel")
     max_requests: str = _setting("dynaexq, buddymoe: transfers asked for after a step at most")
     seed: str = _setting("of random choices")
 

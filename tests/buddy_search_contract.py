@@ -1,4 +1,4 @@
-"""What every implementation of `pallas_kernels.buddy_search` must do: as the policy's own search."""
+"""What every implementation of `pallas_kernels.buddy_search` must do: as the policy does."""
 
 from typing import Any, NamedTuple
 

@@ -1,6 +1,7 @@
 """Under a policy: a chunk's layers in a loop, and the pairs of all tiers in one launch."""
 
 import dataclasses
+import functools
 from typing import Any
 from unittest import mock
 
@@ -9,13 +10,15 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax import ops
+from moejax.memory import tiered_placing
 from moejax.memory.tiered_experts import TieredExperts
+from moejax.memory.tiered_placing import TieredPlacing
 from moejax.models import expert_products
 from moejax.models.transformer import Transformer
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.make import make_policy
-from pallas_kernels import grouped_dequant_matmul
+from pallas_kernels import grouped_dequant_matmul, tiered_plan
 from tests import tiny_engine
 from tests.pooled_test import PROMPTS, answers
 from tests.tiered_case import tiered_runner
@@ -42,17 +45,19 @@ def outcome(runner: Any, memory: Any, *, of_chunk: bool = False) -> Any:
     """Logits of a chunk or answers, and what is left of them; transient slots hold nothing."""
     said = runner.logits(TOKENS) if of_chunk else answers(runner, PROMPTS[:1], 6)
     pool = memory.pool
-    pools = tuple(
-        dataclasses.replace(
-            of, banks=jax.tree.map(lambda a, end=spec.cache.first_transient: a[:end], of.banks)
-        )
-        for of, spec in zip(pool.pools, memory.spec.pools, strict=True)
-    )
-    return jax.device_get((said, dataclasses.replace(pool, pools=pools)))
+    pools = []
+    for of, spec in zip(pool.pools, memory.spec.pools, strict=True):
+        end, residency = spec.cache.first_transient, of.residency
+        if spec.is_complete:  # of such a pool nobody asks when a slot was used last
+            table = residency.table.at[:, 2 * spec.cache.num_experts :].set(0)
+            residency = dataclasses.replace(residency, table=table)
+        banks = jax.tree.map(lambda a, end=end: a[:end], of.banks)
+        pools.append(dataclasses.replace(of, banks=banks, residency=residency))
+    return jax.device_get((said, dataclasses.replace(pool, pools=tuple(pools))))
 
 
 class LoopTest(parameterized.TestCase):
-    @parameterized.parameters(*CASES)
+    @parameterized.parameters("on_demand", "dymoe", "buddymoe")
     def test_bit_for_bit_what_it_is_unrolled(self, name):
         policy, bits, slots, ahead = CASES[name]
         found = []
@@ -92,21 +97,33 @@ class OneLaunchTest(parameterized.TestCase):
             launched[-1].append((len(x), len(tiers)))
             return own(x, assignments, tiers, *arguments, **options)
 
-        in_one = TieredExperts._in_one
-        for way in (lambda *_: False, in_one):
-            expert_products._grouped.clear_cache()  # of traces, in which the calls are
+        def interpreted(*arguments, **options):
+            launched[-1].append("place")
+            return place(*arguments, **(options | {"interpret": True}))
+
+        in_one, place = TieredExperts._in_one, tiered_plan.place
+        refusal = TieredPlacing.refusal
+        ways = ((lambda *_: False, refusal), (in_one, refusal), (in_one, lambda *_: None))
+        for separate, refuses in ways:
+            for cache in (expert_products._grouped, tiered_placing._placed):
+                cache.clear_cache()  # of traces, in which the calls are
             runner, memory = tiered_runner(
                 policy, bits, slots, prefetch=ahead, transient=8, runs=runs
             )
             launched.append([])
             with (
                 mock.patch.object(grouped_dequant_matmul, "moe_products", counted),
-                mock.patch.object(TieredExperts, "_in_one", way),
+                mock.patch.object(tiered_plan, "place", interpreted),
+                mock.patch.object(TieredExperts, "_in_one", separate),
+                mock.patch.object(TieredPlacing, "refusal", refuses),
             ):
                 found.append(outcome(runner, memory))
-        jax.tree.map(np.testing.assert_array_equal, *found)
+        for other in found[1:]:
+            jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), found[0], other)
         self.assertEqual({number for _, number in launched[0]}, {1})
         self.assertIn((1, 2), launched[1])  # a chunk of these caches passes in waves
+        self.assertNotIn("place", launched[1])
+        self.assertIn("place", launched[2])
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def caches(case: Case) -> tuple[CacheSpec, ...]:
             slots=slots,
             transient=1,
             banks=case.banks,
-        )  # fmt: skip
+        )
         for slots in case.slots
     )
 
@@ -172,14 +172,24 @@ def replay(case: Case, steps: Given, how: Any, row_of: jax.Array) -> Any:
         after, gate, placed = by_rules(case, given, states, row_of)
         tiers = [package.Tier(tables_of(*one), one[0].pinned, row_of) for one in states]
         asked = package.Asked(
-            given.ids, given.tier, given.weights, given.at_least, given.routed_ids,
+            given.ids,
+            given.tier,
+            given.weights,
+            given.at_least,
+            given.routed_ids,
             given.routed_weights,
-        )  # fmt: skip
+        )
         start = jnp.ones((case.layers, len(states) + 3), jnp.float32)
         found = package.place(
-            tiers, start, given.layer, asked, given.active, forms=forms(case), columns=COLUMNS,
+            tiers,
+            start,
+            given.layer,
+            asked,
+            given.active,
+            forms=forms(case),
+            columns=COLUMNS,
             **dict(how),
-        )  # fmt: skip
+        )
         expected = tuple(tables_of(*one) for one in after), start.at[given.layer].add(gate), placed
         return [tuple(one) for one in after], (found, expected)
 

@@ -23,10 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from moejax import ops
-from moejax.ledger import Counts
 from moejax.memory.expert_pool import ExpertPool, ExpertStore, PoolSpec
-from moejax.memory.placing import Jobs, Placed, Placing, terms_by_slot
-from moejax.memory.residency import Residency
+from moejax.memory.placing import Jobs, Placed, Placing, State, terms_by_slot
 from moejax.memory.waiting import with_disk_rows
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import (
@@ -272,11 +270,11 @@ class PooledExperts:
         return min(self.spec.prefetch, cache.slots, cache.num_experts)
 
     @property
-    def slots(self) -> tuple[Residency, Counts]:
+    def slots(self) -> State:
         """What is in them, and the counts."""
         return self.pool.residency, self.pool.counts
 
-    def set_slots(self, state: tuple[Residency, Counts]) -> None:
+    def set_slots(self, state: State) -> None:
         """They are so from now on."""
         self.pool = dataclasses.replace(self.pool, residency=state[0], counts=state[1])
 
@@ -300,9 +298,8 @@ class PooledExperts:
 
     def following(self, layer: Index) -> Index:
         """The next layer; in a loop the last one asks too, for nothing, and is its own."""
-        if isinstance(layer, int):
-            return layer + 1
-        return jnp.minimum(layer + 1, self.spec.cache.num_layers - 1)
+        last = self.spec.cache.num_layers - 1
+        return layer + 1 if isinstance(layer, int) else jnp.minimum(layer + 1, last)
 
     def _expected(self, layer: Index, predicted: Routing, token_mask: jax.Array) -> jax.Array:
         """What the next layer's router is expected to choose (DyMoE eq. 6-8)."""

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moejax.policies.ordering import of_few
+
 ENTROPY_BINS = 1000  # of the histogram from which a profile calibrates tau
 _LEAST = float(np.finfo(np.float32).tiny)
 
@@ -30,8 +32,8 @@ def chosen_probabilities(
     """
     chosen = jnp.take_along_axis(probabilities, ids, axis=-1, mode="clip")
     logits = jnp.log(jnp.maximum(chosen, _LEAST)) / temperature
-    shifted = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
-    return shifted / jnp.sum(shifted, axis=-1, keepdims=True)
+    shifted = jnp.exp(logits - of_few(jnp.maximum, logits))
+    return shifted / of_few(jnp.add, shifted)
 
 
 def activating_entropy(chosen: jax.Array) -> jax.Array:
@@ -46,7 +48,7 @@ def activating_entropy(chosen: jax.Array) -> jax.Array:
     width = chosen.shape[-1]
     if width == 1:
         return jnp.zeros(chosen.shape[:-1], chosen.dtype)
-    total = jnp.sum(chosen * jnp.log(jnp.maximum(chosen, _LEAST)), axis=-1)
+    total = of_few(jnp.add, chosen * jnp.log(jnp.maximum(chosen, _LEAST)))[..., 0]
     return jnp.clip(-total / math.log(width), 0.0, 1.0)
 
 

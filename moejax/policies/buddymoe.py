@@ -170,11 +170,9 @@ class BuddyMoe(ByContent):
 
     def __post_init__(self) -> None:
         """Raises MoejaxError naming the first setting that is out of its range."""
-        options = (
-            ("choose", Choose), ("spend_on", Literal["first", "last"]),
-            ("fall_back", FallBack), ("form", Form),
-        )  # fmt: skip
-        for name, allowed in options:
+        spend_on = Literal["first", "last"]
+        options = {"choose": Choose, "spend_on": spend_on, "fall_back": FallBack, "form": Form}
+        for name, allowed in options.items():
             if getattr(self, name) not in get_args(allowed):
                 said = ", ".join(get_args(allowed))
                 raise MoejaxError(f"{name}={getattr(self, name)!r} must be one of {said}")
@@ -312,23 +310,26 @@ class BuddyMoe(ByContent):
         settings, last_first = state.settings, self.spend_on == "last"
         if self.choose == "random":
             return self._drawn(state, o, resident, wanted), None
-        lists, q = state.lists[o.layer], state.q[o.layer]
-        ids = substitution.candidates_of(o.ids, lists, resident, settings.depth)
-        value = None
-        if self.eta or self.kappa or self.discount:
-            logits = substitution.normalized_logits(o.probabilities)
-            value = substitution.priority(
-                ids, q[o.ids], logits, state.hops, settings.eta, settings.kappa
+        scored, form = bool(self.eta or self.kappa or self.discount), self.form
+        if form == "kernel" and not scored:
+            limits = (settings.depth, settings.budget)
+            found = substitution.search(
+                o.ids, state.lists, o.layer, resident, wanted, *limits, last_first=last_first
             )
-        candidates = Candidates(ids, value)
-        if self.discount:
-            return substitution.substitute_softly(
-                o.ids, candidates, wanted, settings.budget, settings.discount,
-                last_first=last_first,
-            )  # fmt: skip
-        found = substitution.substitute(
-            o.ids, candidates, wanted, settings.budget, last_first=last_first, form=self.form
-        )
+        else:
+            ids = substitution.candidates_of(o.ids, state.lists[o.layer], resident, settings.depth)
+            value = None
+            if scored:
+                logits = substitution.normalized_logits(o.probabilities)
+                q, weights = state.q[o.layer][o.ids], (settings.eta, settings.kappa)
+                value = substitution.priority(ids, q, logits, state.hops, *weights)
+            given = (o.ids, Candidates(ids, value), wanted, settings.budget)
+            if self.discount:
+                return substitution.substitute_softly(
+                    *given, settings.discount, last_first=last_first
+                )
+            form = "table" if form == "kernel" else form
+            found = substitution.substitute(*given, last_first=last_first, form=form)
         if self.choose == "matched_random":
             found = found._replace(ids=self._drawn(state, o, resident, found.replaced).ids)
         return found, None

@@ -36,7 +36,7 @@ from moejax.policies.interface import (
     tier_id,
 )
 from moejax.policies.lookahead import experts_ahead
-from moejax.policies.ordering import places, sum_of_few
+from moejax.policies.ordering import of_few, places
 from moejax.policies.settings import (
     check_choice,
     check_flag,
@@ -193,8 +193,8 @@ class DyMoE:
         tier = jnp.where(is_critical | reused, state.high, state.low)
         tier = jnp.where(observation.active[:, None], tier, SKIPPED)
         kept = jnp.where(tier >= 0, weights, 0.0)
-        left = sum_of_few(kept)
-        share = sum_of_few(weights) / jnp.where(left > 0, left, 1.0)
+        left = of_few(jnp.add, kept)
+        share = of_few(jnp.add, weights) / jnp.where(left > 0, left, 1.0)
         skips = state.renormalise & (state.low < 0) & (left > 0)
         decision = Decision(
             ids=ids,

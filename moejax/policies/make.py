@@ -45,6 +45,19 @@ def make_policy(name: str, **settings: Any) -> AnyPolicy:
     return POLICIES[name](**given)
 
 
+def with_kernels(policy: AnyPolicy) -> AnyPolicy:
+    """The same decisions by kernels where there are some, which serve on a GPU."""
+    if isinstance(policy, BuddyMoe):
+        return _by_kernel(policy)
+    if isinstance(policy, Compose) and policy.buddies is not None:
+        return dataclasses.replace(policy, buddies=_by_kernel(policy.buddies))
+    return policy
+
+
+def _by_kernel(buddies: BuddyMoe) -> BuddyMoe:
+    return dataclasses.replace(buddies, form="kernel") if buddies.form == "table" else buddies
+
+
 def parts_of(name: str, settings: Mapping[str, Any]) -> tuple[str, ...]:
     """The policies that work in one: itself, or the parts of `compose`.
 

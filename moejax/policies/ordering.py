@@ -1,12 +1,12 @@
 """Orders without sorting: comparisons of all pairs, which XLA fuses on a GPU."""
 
 import functools
-import operator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-UNROLLED = 16  # of an axis up to which a sum is written out, which XLA fuses with what uses it
+UNROLLED = 16  # of an axis up to which places are counted without a reduction
 
 
 def places(*keys: jax.Array) -> jax.Array:
@@ -40,12 +40,10 @@ def _places_one_by_one(keys: tuple[jax.Array, ...], index: jax.Array) -> jax.Arr
     return place
 
 
-def sum_of_few(values: jax.Array) -> jax.Array:
-    """[..., 1], the sum over a short last axis, in its order."""
-    if values.shape[-1] > UNROLLED:
-        return jnp.sum(values, axis=-1, keepdims=True)
+def of_few(operation: Callable[[jax.Array, jax.Array], jax.Array], values: jax.Array) -> jax.Array:
+    """[..., 1], the sum or the like over a short last axis, in its order, without a reduction."""
     parts = [values[..., i : i + 1] for i in range(values.shape[-1])]
-    return functools.reduce(operator.add, parts)
+    return functools.reduce(operation, parts)
 
 
 def chosen_by(ids: jax.Array, mask: jax.Array, num_experts: int) -> jax.Array:

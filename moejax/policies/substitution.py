@@ -13,12 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import buddy_search
+
 # "table": all pairs of candidates are compared beforehand, and what is left of the loop over ranks
 # is arithmetic on bits: on a GPU a whole decision is 7 launches, of "ranks" 8 and a loop of A
 # rounds (16 layers, A = 8, H = 16, compiled for an H100 by XLA of jax 0.11.2, 2026-11-21).
 # "ranks": the loop, and on a CPU a twelfth of the work: a decision of a sweep over 100 settings
 # took 0.6 us against 6.9 (48 layers, 128 experts, two cores, jax 0.10.2, 2026-11-21).
-Form = Literal["table", "ranks"]
+# "kernel": one launch (`pallas_kernels.buddy_search`) where lists are in their order; else "table".
+Form = Literal["table", "ranks", "kernel"]
 MAX_TABLE_DEPTH = 32  # bits of a word
 _WORD = jnp.uint32
 
@@ -162,6 +165,35 @@ def substitute(
     if form == "ranks":
         return _by_ranks(ids, ordered, wanted, budget, last_first)
     return _by_table(ids, ordered, wanted, budget, last_first)
+
+
+def search(
+    ids: jax.Array,
+    lists: jax.Array,
+    layer: jax.Array,
+    resident: jax.Array,
+    wanted: jax.Array,
+    depth: jax.Array,
+    budget: jax.Array,
+    *,
+    last_first: bool = False,
+) -> Substitution:
+    """`substitute` of `candidates_of`, without priorities, in the form "kernel".
+
+    Args:
+      ids: int32[N, A], by falling weight.
+      lists: int32[M, E, H], of all layers.
+      layer: int32[].
+      resident: bool[E].
+      wanted: bool[N, A].
+      depth: int32[].
+      budget: int32[].
+      last_first: see `substitute`.
+    """
+    found = buddy_search.search(
+        ids, lists, layer, resident, wanted, depth, budget, last_first=last_first
+    )
+    return Substitution(found.ids, found.ids != ids, found.searched)
 
 
 def _by_ranks(
