@@ -81,7 +81,9 @@ def released(pool: ExpertPool, layer: int | jax.Array, gone: jax.Array) -> Exper
     return dataclasses.replace(pool, residency=residency, counts=counts)
 
 
-def ask(spec: TieredSpec, pool: TieredPool, coming: jax.Array) -> tuple[TieredPool, Requests]:
+def ask(
+    spec: TieredSpec, pool: TieredPool, coming: jax.Array, room: jax.Array
+) -> tuple[TieredPool, Requests]:
     """What the policy wants moved before the next step; a program of its own between steps.
 
     A demotion frees the slot of the higher tier here; what is to come is fetched by
@@ -91,14 +93,21 @@ def ask(spec: TieredSpec, pool: TieredPool, coming: jax.Array) -> tuple[TieredPo
       spec: static.
       pool: donated.
       coming: bool[M, T, E], on its way already.
+      room: int32[], experts that may set out now. Of the requests so many that move bytes are
+        carried out, and what stands before the next one; the others are not: a demotion would
+        leave a slot empty for as long as its promotion waits.
 
     Returns:
-      The pool, and the requests.
+      The pool, and the requests that were carried out, -1 in the place of the others.
     """
     num_experts = spec.cache.num_experts
     held = [p.residency.table[:, :num_experts] >= 0 for p in pool.pools]
     resident = jnp.stack(held, axis=1) | coming
     requests, state = spec.policy.transfers(pool.state, resident)
+    if len(requests.layer):
+        moves = (requests.layer >= 0) & ~resident[requests.layer, requests.tier, requests.expert]
+        before = jnp.cumsum(moves, dtype=jnp.int32) - moves.astype(jnp.int32)
+        requests = Requests(*(jnp.where(before < room, field, -1) for field in requests))
     expert = jnp.arange(num_experts, dtype=jnp.int32)
 
     def one(index: jax.Array, pools: tuple[ExpertPool, ...]) -> tuple[ExpertPool, ...]:

@@ -63,7 +63,7 @@ class TieredMemory:
         self.programs = CompiledPrograms()
         self._asked: Requests | None = None
         shapes = jax.eval_shape(
-            lambda pool, coming: ask(self.spec, pool, coming)[1], self.pool, self._coming()
+            lambda *held: ask(self.spec, *held)[1], self.pool, self._coming(), self._room()
         )
         self._asks = len(shapes.layer) > 0
         self._lock = threading.RLock()
@@ -136,9 +136,9 @@ class TieredMemory:
             if not is_ready(self._asked.tier):
                 return
             self._request(jax.device_get(self._asked))
-        pool, coming = self.pool, self._coming()
-        program = self.programs.get(ask, (self.spec,), (pool, coming), num_donated=1)
-        self.pool, self._asked = program(pool, coming)
+        held = (self.pool, self._coming(), self._room())
+        program = self.programs.get(ask, (self.spec,), held, num_donated=1)
+        self.pool, self._asked = program(*held)
         for numbers in self._asked:
             numbers.copy_to_host_async()
 
@@ -147,6 +147,11 @@ class TieredMemory:
         for layer, expert, tier in rows:
             if layer >= 0 and (transfers := self.tiers[tier].transfers) is not None:
                 transfers.request(layer, [expert])
+
+    def _room(self) -> jax.Array:
+        """int32[], experts that may set out before the next step."""
+        free = [tier.transfers.num_free for tier in self.tiers if tier.transfers]
+        return jax.device_put(np.int32(min(free, default=np.iinfo(np.int32).max)), self.device)
 
     def _coming(self) -> jax.Array:
         """bool[M, T, E], what is on its way between steps."""

@@ -137,6 +137,11 @@ class Transfers:
             return len(self._queue) + len(self._moving)
 
     @property
+    def num_free(self) -> int:
+        """Experts that could set out at once."""
+        return max(0, len(self._blocks) - self.num_pending)
+
+    @property
     def pending(self) -> list[Expert]:
         """Those that are accepted and not over, nor cancelled."""
         with self._lock:
@@ -341,8 +346,7 @@ class Transfers:
             transfer.state, transfer.block = _State.COPYING, self._free.pop()
             memory = self._blocks[transfer.block].view
             assert memory is not None
-            views = self._layout.views(memory)
-            transfer.copied = self._copier.submit(_copy, views, row)
+            transfer.copied = self._copier.submit(_copy, self._layout.views(memory), row)
             started.append(transfer)
         return started
 

@@ -1,0 +1,172 @@
+"""Experts of several tiers on a GPU: where they are is invisible, whatever policy decides."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+
+from moejax import ops, steps
+from moejax.memory.expert_memory import ExpertMemory
+from moejax.memory.expert_pool import PoolSpec
+from moejax.memory.residency import CacheSpec
+from moejax.memory.tiered_memory import TieredMemory, warm
+from moejax.models.config import ModelConfig
+from moejax.policies.dymoe import DyMoE
+from moejax.policies.dynaexq import DynaExq
+from moejax.policies.interface import (
+    SKIPPED,
+    AnyPolicy,
+    Decision,
+    Needs,
+    Observation,
+    PolicySpec,
+    Requests,
+    no_requests,
+)
+from moejax.policies.on_demand import OnDemand
+from moejax.policies.resident import as_routed
+from moejax.runner import Runner
+from moejax.served import EXPERT_LEAVES
+from pallas_kernels.target import target_of
+from scripts.model_weights import Packing, random_weights
+from tests.pooled_device_test import CONFIGS, NUM_EXPERTS, answers, pinned_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class ByNumber:
+    """Expert e in tier e % T, every fifth left out: whatever is resident."""
+
+    num_tiers: int
+    name: str = "by_number"
+    needs: Needs = Needs()
+
+    def init(self, spec: PolicySpec) -> jax.Array:
+        return jnp.zeros((), jnp.int32)
+
+    def decide(self, state: jax.Array, observation: Observation) -> tuple[Decision, jax.Array]:
+        ids = observation.ids
+        tier = jnp.where(ids % 5 == 4, SKIPPED, ids % self.num_tiers)
+        return as_routed(observation, tier.astype(jnp.int32)), state
+
+    def transfers(self, state: jax.Array, resident: jax.Array) -> tuple[Requests, jax.Array]:
+        return no_requests(), state
+
+
+def memory_of(
+    config: ModelConfig,
+    policy: AnyPolicy,
+    bits: tuple[int, ...],
+    slots: tuple[int, ...],
+    weights: list[dict[str, Any]],
+    prefetch: int = 0,
+) -> TieredMemory:
+    """Tiers with so many slots of a layer; one that has room for all holds all from the start."""
+    device = jax.devices("gpu")[0]
+    row_of = np.arange(config.num_layers * NUM_EXPERTS).reshape(-1, NUM_EXPERTS)
+    tiers = []
+    for size, stored in zip(slots, weights, strict=True):
+        cache = CacheSpec(
+            num_layers=config.num_layers, num_experts=NUM_EXPERTS, slots=size, transient=4,
+            banks=2 if prefetch else 1,
+        )  # fmt: skip
+        hosts = [pinned_rows(stored[leaf], device) for leaf in EXPERT_LEAVES]
+        memory = ExpertMemory.of_rows(PoolSpec(cache, prefetch), *hosts, row_of, device)
+        if size == NUM_EXPERTS:
+            everyone = np.tile(np.arange(NUM_EXPERTS, dtype=np.int32), (config.num_layers, 1))
+            warm(memory, config, ops.Kernels(target_of(device)), everyone)
+        tiers.append(memory)
+    names = [f"int{width}" for width in bits]
+    return TieredMemory(policy, names, tiers, width=config.experts_per_token)
+
+
+def random_tiers(config: ModelConfig, bits: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Of each width a model of its own, whose experts are the tier."""
+    device = jax.devices("gpu")[0]
+    return [random_weights(config, Packing(bits=b, attention_bits=4), device) for b in bits]
+
+
+@pytest.mark.gpu
+class DeviceTiersTest(parameterized.TestCase):
+    def runner(self, config: ModelConfig, memory: TieredMemory, weights: Any) -> Runner:
+        dense = {leaf: array for leaf, array in weights.items() if leaf not in EXPERT_LEAVES}
+        return Runner(config, dense, jax.devices("gpu")[0], memory=memory)
+
+    def inputs(self, config: ModelConfig) -> tuple[list[list[int]], np.ndarray]:
+        rng = np.random.default_rng(0)
+        prompts = [rng.integers(0, config.vocab_size, n).tolist() for n in (9, 130, 33, 70)]
+        return prompts, rng.integers(0, config.vocab_size, (2, 96)).astype(np.int32)
+
+    @parameterized.parameters(
+        *itertools.product(
+            CONFIGS, ((4, 2), (16, 4)), ((8, 4), (4, 16), (0, 0)),
+        )
+    )  # fmt: skip
+    def test_where_experts_are_does_not_show(self, name, bits, slots):
+        config = CONFIGS[name]
+        weights = random_tiers(config, bits)
+        prompts, tokens = self.inputs(config)
+        found = []
+        for sizes in ((NUM_EXPERTS,) * 2, slots):
+            memory = memory_of(config, ByNumber(len(bits)), bits, sizes, weights)
+            runner = self.runner(config, memory, weights[0])
+            logits = runner.logits(tokens)
+            found.append((logits.tobytes(), *(answers(runner, b) for b in (prompts[:1], prompts))))
+            ledger = memory.settle().as_dict()
+            self.check_programs(runner)
+        self.assertTrue(np.isfinite(logits).all())
+        self.assertEqual(found[0], found[1])
+        streamed = [tier["totals"]["streamed"] for tier in ledger["tiers"].values()]
+        self.assertEqual([n > 0 for n in streamed], [size < NUM_EXPERTS for size in slots])
+
+    @parameterized.product(name=tuple(CONFIGS), slots=(4, 8))
+    def test_one_tier_on_demand_is_the_resident_model(self, name, slots):
+        config = CONFIGS[name]
+        [weights] = random_tiers(config, (4,))
+        prompts, tokens = self.inputs(config)
+        memory = memory_of(config, OnDemand(), (4,), (slots,), [weights])
+        runner = self.runner(config, memory, weights)
+        resident = Runner(config, weights, jax.devices("gpu")[0])
+        np.testing.assert_array_equal(runner.logits(tokens), resident.logits(tokens))
+        for batch in (prompts[:1], prompts):
+            self.assertEqual(answers(runner, batch), answers(resident, batch))
+
+    @parameterized.product(
+        name=tuple(CONFIGS),
+        policy=(
+            DynaExq(period=8), DyMoE(retention=0.75, prefetch=0), DyMoE(retention=0.75, low="skip", prefetch=2),
+        ),
+    )  # fmt: skip
+    def test_a_policy_runs_and_says_the_same_again(self, name, policy):
+        config, bits = CONFIGS[name], (4, 2)
+        weights = random_tiers(config, bits)
+        prompts, tokens = self.inputs(config)
+        found = []
+        for _ in range(2):
+            ahead = 2 if policy.needs.predicted else 0
+            memory = memory_of(config, policy, bits, (4, NUM_EXPERTS), weights, ahead)
+            runner = self.runner(config, memory, weights[0])
+            logits = runner.logits(tokens)
+            self.assertTrue(np.isfinite(logits).all())
+            found.append((logits.tobytes(), answers(runner, prompts)))
+            gate = memory.settle().shares
+            self.assertAlmostEqual(sum(gate[t] for t in ("int4", "int2", "skipped")), 1, places=3)
+        self.assertEqual(found[0], found[1])
+
+    def check_programs(self, runner: Runner) -> None:
+        """A decode step aliases all pools."""
+        held = runner.memory.pool
+        pool_bytes = sum(x.nbytes for pool in held.pools for x in jax.tree.leaves(pool.banks))
+        for key, program in runner.programs._programs.items():
+            if key[0] is steps.decode:
+                memory = program.memory_analysis()
+                self.assertGreaterEqual(memory.alias_size_in_bytes, pool_bytes)
+                self.assertLess(memory.temp_size_in_bytes, 4 * 2**20)
+
+
+if __name__ == "__main__":
+    absltest.main()
