@@ -1,6 +1,7 @@
 """The search for buddies by one kernel: equal to the policy's own."""
 
 import jax.numpy as jnp
+import pytest
 from absl.testing import absltest, parameterized
 
 from pallas_kernels import buddy_search
@@ -17,6 +18,14 @@ class ContractTest(parameterized.TestCase):
             how = {"interpret": True} if implementation == "triton" else {}
             num += contract.check(CASES[case], seed, implementation=implementation, **how).sum()
         self.assertEqual(num > 0, case != "nobody")
+
+
+@pytest.mark.gpu
+class DeviceContractTest(parameterized.TestCase):
+    @parameterized.parameters(*CASES)
+    def test_the_compiled_kernel_finds_whom_the_policy_finds(self, case):
+        for seed in range(4):
+            contract.check(CASES[case], seed, implementation="triton")
 
 
 class ApiTest(absltest.TestCase):

@@ -1,6 +1,7 @@
 """The plan of a layer's experts by one kernel: equal to the tables' rules, to the bit."""
 
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.ledger import EVENTS
@@ -19,6 +20,14 @@ class ContractTest(parameterized.TestCase):
     @parameterized.parameters(*CASES)
     def test_the_reference_does_too(self, case):
         contract.check(CASES[case], 3, implementation="reference")
+
+
+@pytest.mark.gpu
+class DeviceContractTest(parameterized.TestCase):
+    @parameterized.parameters(*CASES)
+    def test_the_compiled_kernel_decides_as_the_tables_do(self, case):
+        for seed in range(2):
+            contract.check(CASES[case], seed, implementation="triton")
 
 
 if __name__ == "__main__":

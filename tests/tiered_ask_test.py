@@ -31,12 +31,14 @@ class Asking:
         return as_routed(observation, jnp.int32(COLD)), state
 
     def transfers(self, state, resident):
-        layer, expert, tier = (jnp.asarray(numbers, jnp.int32) for numbers in zip(*ASKED))
+        layer, expert, tier = (
+            jnp.asarray(numbers, jnp.int32) for numbers in zip(*ASKED, strict=True)
+        )
         return Requests(layer, expert, tier), state
 
 
 class AskTest(HostTestCase, parameterized.TestCase):
-    # The second and the fourth move bytes; what stands behind the last that may waits with the rest.
+    # The second and the fourth move bytes; what stands behind the last of them waits.
     @parameterized.parameters((0, 0), (1, 2), (2, 4), (9, 6))
     def test_as_many_as_may_set_out_and_what_makes_room_for_them(self, room, carried_out):
         _, memory = tiered_runner(Asking(), (4, 2), (4, CONFIG.num_experts), first=4)

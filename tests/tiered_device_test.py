@@ -43,7 +43,7 @@ class ByNumber:
 
     num_tiers: int
     name: str = "by_number"
-    needs: Needs = Needs()
+    needs: Needs = dataclasses.field(default_factory=Needs)
 
     def init(self, spec: PolicySpec) -> jax.Array:
         return jnp.zeros((), jnp.int32)
@@ -138,7 +138,9 @@ class DeviceTiersTest(parameterized.TestCase):
     @parameterized.product(
         name=tuple(CONFIGS),
         policy=(
-            DynaExq(period=8), DyMoE(retention=0.75, prefetch=0), DyMoE(retention=0.75, low="skip", prefetch=2),
+            DynaExq(period=8),
+            DyMoE(retention=0.75, prefetch=0),
+            DyMoE(retention=0.75, low="skip", prefetch=2),
         ),
     )  # fmt: skip
     def test_a_policy_runs_and_says_the_same_again(self, name, policy):

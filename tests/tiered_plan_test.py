@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.ledger import EVENTS
@@ -29,6 +30,14 @@ class ContractTest(parameterized.TestCase):
     @parameterized.parameters(*CASES)
     def test_the_reference_does_too(self, case):
         contract.check(CASES[case], 3, implementation="reference")
+
+
+@pytest.mark.gpu
+class DeviceContractTest(parameterized.TestCase):
+    @parameterized.parameters(*CASES)
+    def test_the_compiled_kernel_decides_as_the_rules_do(self, case):
+        for seed in range(2):
+            contract.check(CASES[case], seed, implementation="triton")
 
 
 class ApiTest(parameterized.TestCase):
