@@ -150,7 +150,8 @@ def _change(
         came, came & left.owned, came & left.owned & (left.ahead != 0)
     )
     amounts = {
-        "steps": 1, "needed": num_needed, "hits": num_needed - num_misses, "misses": num_misses,
+        "steps": jnp.minimum(num_needed, 1), "needed": num_needed,
+        "hits": num_needed - num_misses, "misses": num_misses,
         "admitted": admitted, "unserved": num_misses - admitted,
         "evictions": evictions + released, "prefetch_waste": waste + unused,
         "prefetch_hits": vectors.count(table.wanted & (left.ahead != 0)),
@@ -217,7 +218,10 @@ def _body(
         ids, resident = jnp.where(tier == i, pairs.ids, -1), state.asked.local >= 0
         if form.is_complete:
             needed = vectors.count(vectors.leads(ids))
-            change, amounts = None, {"steps": 1, "needed": needed, "hits": needed}
+            change, amounts = (
+                None,
+                {"steps": jnp.minimum(needed, 1), "needed": needed, "hits": needed},
+            )
             slots = num_slots(state.of["table"], state.of["pinned"].shape[1])
             first, local = quotient(layer, form.banks) * slots, state.asked.local
         else:
