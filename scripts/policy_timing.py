@@ -109,7 +109,7 @@ class Loop:
             self._decode(session)
         self._settle(fresh=True)
         before, self._pending = self._counted(), []
-        calls = np.asarray([self._decode(session) for _ in range(num_calls)]) / sizes.per_call
+        calls = self._pipelined(session, num_calls) / sizes.per_call
         self._settle()
         facts: dict[str, float] = {}
         if runner.memory is not None:
@@ -176,23 +176,42 @@ class Loop:
         jax.block_until_ready(found.state)
         return found
 
-    def _decode(self, session: Session) -> tuple[float, float]:
+    def _decode(self, session: Session) -> None:
         per_call = self._sizes.per_call
-        start = time.perf_counter()
         emitted = self._runner.decode(session, per_call, per_call)
-        dispatched = time.perf_counter()
         jax.block_until_ready((emitted, session.state))
-        done = time.perf_counter()
+
+    def _pipelined(self, session: Session, num_calls: int) -> np.ndarray:
+        """float64[calls, 2]: seconds to dispatch a call, and between the ends of two.
+
+        As the engine does it: a call is dispatched before the last one is waited for.
+        """
+        per_call, times = self._sizes.per_call, []
+        waiting = self._runner.decode(session, per_call, per_call)
+        jax.block_until_ready(waiting)
+        ended = time.perf_counter()
+        waiting = self._runner.decode(session, per_call, per_call)
+        for _ in range(num_calls):
+            start = time.perf_counter()
+            following = self._runner.decode(session, per_call, per_call)
+            dispatched = time.perf_counter() - start
+            jax.block_until_ready(waiting)
+            now = time.perf_counter()
+            times.append((dispatched, now - ended))
+            waiting, ended = following, now
+            self._pending.append(self._in_flight())
+        jax.block_until_ready((waiting, session.state))
+        return np.asarray(times)
+
+    def _in_flight(self) -> int:
+        """Bytes on their way between steps."""
         memory = self._runner.memory
-        if memory is not None:
-            self._pending.append(
-                sum(
-                    tier.ledger.expert_bytes * len(tier.transfers.pending)
-                    for tier in memory.tiers
-                    if tier.transfers is not None
-                )
-            )
-        return dispatched - start, done - start
+        tiers = memory.tiers if memory is not None else ()
+        return sum(
+            tier.ledger.expert_bytes * len(tier.transfers.pending)
+            for tier in tiers
+            if tier.transfers is not None
+        )
 
     def _profile(self, session: Session) -> dict[str, float]:
         per_call = self._sizes.per_call
