@@ -1,7 +1,6 @@
 """Experts of several tiers on a GPU: where they are is invisible, whatever policy decides."""
 
 import dataclasses
-import itertools
 from typing import Any
 
 import jax
@@ -97,14 +96,15 @@ class DeviceTiersTest(parameterized.TestCase):
         return Runner(config, dense, jax.devices("gpu")[0], memory=memory)
 
     def inputs(self, config: ModelConfig) -> tuple[list[list[int]], np.ndarray]:
+        # Few sizes: of several tiers each program of a prompt takes long to compile.
         rng = np.random.default_rng(0)
-        prompts = [rng.integers(0, config.vocab_size, n).tolist() for n in (9, 130, 33, 70)]
-        return prompts, rng.integers(0, config.vocab_size, (2, 96)).astype(np.int32)
+        prompts = [rng.integers(0, config.vocab_size, n).tolist() for n in (9, 40)]
+        return prompts, rng.integers(0, config.vocab_size, (2, 48)).astype(np.int32)
 
     @parameterized.parameters(
-        *itertools.product(
-            CONFIGS, ((4, 2), (16, 4)), ((8, 4), (4, 16), (0, 0)),
-        )
+        ("qwen3_moe", (4, 2), (8, 4)), ("qwen3_moe", (4, 2), (4, 16)),
+        ("qwen3_moe", (16, 4), (8, 8)), ("mixtral", (4, 2), (8, 4)),
+        ("mixtral", (4, 2), (0, 0)), ("mixtral", (16, 4), (4, 16)),
     )  # fmt: skip
     def test_where_experts_are_does_not_show(self, name, bits, slots):
         config = CONFIGS[name]
@@ -115,7 +115,7 @@ class DeviceTiersTest(parameterized.TestCase):
             memory = memory_of(config, ByNumber(len(bits)), bits, sizes, weights)
             runner = self.runner(config, memory, weights[0])
             logits = runner.logits(tokens)
-            found.append((logits.tobytes(), *(answers(runner, b) for b in (prompts[:1], prompts))))
+            found.append((logits.tobytes(), answers(runner, prompts)))
             ledger = memory.settle().as_dict()
             self.check_programs(runner)
         self.assertTrue(np.isfinite(logits).all())
@@ -123,7 +123,7 @@ class DeviceTiersTest(parameterized.TestCase):
         streamed = [tier["totals"]["streamed"] for tier in ledger["tiers"].values()]
         self.assertEqual([n > 0 for n in streamed], [size < NUM_EXPERTS for size in slots])
 
-    @parameterized.product(name=tuple(CONFIGS), slots=(4, 8))
+    @parameterized.parameters(("qwen3_moe", 8), ("mixtral", 4))
     def test_one_tier_on_demand_is_the_resident_model(self, name, slots):
         config = CONFIGS[name]
         [weights] = random_tiers(config, (4,))
@@ -132,17 +132,13 @@ class DeviceTiersTest(parameterized.TestCase):
         runner = self.runner(config, memory, weights)
         resident = Runner(config, weights, jax.devices("gpu")[0])
         np.testing.assert_array_equal(runner.logits(tokens), resident.logits(tokens))
-        for batch in (prompts[:1], prompts):
-            self.assertEqual(answers(runner, batch), answers(resident, batch))
+        self.assertEqual(answers(runner, prompts), answers(resident, prompts))
 
-    @parameterized.product(
-        name=tuple(CONFIGS),
-        policy=(
-            DynaExq(period=8),
-            DyMoE(retention=0.75, prefetch=0),
-            DyMoE(retention=0.75, low="skip", prefetch=2),
-        ),
-    )  # fmt: skip
+    @parameterized.parameters(
+        ("qwen3_moe", DynaExq(period=8)),
+        ("qwen3_moe", DyMoE(retention=0.75, low="skip", prefetch=2)),
+        ("mixtral", DyMoE(retention=0.75, prefetch=0)),
+    )
     def test_a_policy_runs_and_says_the_same_again(self, name, policy):
         config, bits = CONFIGS[name], (4, 2)
         weights = random_tiers(config, bits)
