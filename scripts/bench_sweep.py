@@ -7,13 +7,15 @@
 The trace is made up, of Qwen3-30B-A3B's shape: 48 layers, 8 of 128 experts a token. A figure is the
 seconds of a whole sweep as `moejax.sweep` runs it, ceilings and tables of settings included, whose
 programs are compiled; the first sweep less the second one is what compiling takes (`--nowarm`: one
-sweep, compiling included). `--limit` fails where a sweep, compiling included, takes longer.
+sweep, compiling included). Beside it stands the time that the process had of all cores together,
+which other processes do not lengthen as much. `--limit` fails where a sweep, compiling included,
+takes longer.
 """
 
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from absl import app, flags
@@ -66,15 +68,25 @@ def grid_of(policy: str, count: int, num_experts: int) -> list[dict[str, Any]]:
     return found
 
 
-def measure(trace: Trace, policy: str) -> tuple[float, float, list[Swept]]:
-    """Seconds of the first sweep and of the last one, and what it found."""
+class Measured(NamedTuple):
+    """Seconds of the first sweep, of the last one, and the process's on all cores in that one."""
+
+    first: float
+    seconds: float
+    processor: float
+    found: list[Swept]
+
+
+def measure(trace: Trace, policy: str) -> Measured:
+    """One policy's grid."""
     grid = grid_of(policy, _SETTINGS.value, trace.num_experts)
     seconds = []
     for _ in range(1 + _WARM.value):
-        start = time.perf_counter()
+        start, processor = time.perf_counter(), time.process_time()
         found = sweep(trace, policy.removesuffix("_ahead"), grid, ONE if policy == LRU else TWO)
         seconds.append(time.perf_counter() - start)
-    return seconds[0], seconds[-1], found
+        processor = time.process_time() - processor
+    return Measured(seconds[0], seconds[-1], processor, found)
 
 
 def main(argv: list[str]) -> None:
@@ -95,11 +107,13 @@ def main(argv: list[str]) -> None:
     print(f"trace made in {time.perf_counter() - start:.0f} s; sweeps on {describe_device(device)}")
     late = []
     for policy in _POLICY.value:
-        first, seconds, found = measure(trace, policy)
+        done = measure(trace, policy)
+        first, seconds = done.first, done.seconds
         rate = _SETTINGS.value * _TOKENS.value / seconds
-        hits = [one.hit_rate for one in found]
+        hits = [one.hit_rate for one in done.found]
         print(
-            f"{policy}: {_SETTINGS.value} settings of {_TOKENS.value} tokens in {seconds:.1f} s, "
+            f"{policy}: {_SETTINGS.value} settings of {_TOKENS.value} tokens in {seconds:.1f} s "
+            f"({done.processor:.1f} s of processors), "
             + (f"compiled in {first - seconds:.1f} s; " if _WARM.value else "compiling included; ")
             + f"{rate:.3g} settings x tokens a second; hits {min(hits):.2f} to {max(hits):.2f}",
             flush=True,
@@ -107,26 +121,27 @@ def main(argv: list[str]) -> None:
         if _LIMIT.value and first > _LIMIT.value:
             late.append(f"{policy}: {first:.1f} s; the limit is {_LIMIT.value:g}")
         if _OUTPUT.value:
-            append_rows(Path(_OUTPUT.value), [row(policy, first, seconds, rate, device)])
+            append_rows(Path(_OUTPUT.value), [row(policy, done, rate, device)])
     if late:
         sys.exit("\n".join(late))
 
 
-def row(policy: str, first: float, seconds: float, rate: float, device: jax.Device) -> ResultRow:
+def row(policy: str, done: Measured, rate: float, device: jax.Device) -> ResultRow:
     """Of the results."""
     facts: dict[str, Any] = {
         "settings_x_tokens_a_second": rate,
+        "processor_s": done.processor,
         "settings": _SETTINGS.value,
         "tokens": _TOKENS.value,
     }
     if _WARM.value:
-        facts["compile_s"] = first - seconds
+        facts["compile_s"] = done.first - done.seconds
     if _NOTE.value:
         facts["note"] = _NOTE.value
     shape = f"{_LAYERS.value} layers, {_WIDTH.value} of {_EXPERTS.value} experts"
     return ResultRow(
         what=f"sweep, {policy}, {_SETTINGS.value} settings, {_TOKENS.value} tokens, {shape}",
-        figure=seconds,
+        figure=done.seconds,
         unit="s",
         baseline=facts,
         device=describe_device(device),

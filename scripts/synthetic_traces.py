@@ -219,3 +219,40 @@ def _largest(values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     order = np.argsort(-np.take_along_axis(values, found, 1), axis=1)
     found = np.take_along_axis(found, order, 1)
     return found, np.take_along_axis(values, found, 1)
+
+
+def grouped_trace(trace: Trace, num_experts: int, width: int) -> Trace:
+    """The decoded tokens of a trace as if groups of its experts were one expert each.
+
+    A group's weight is the sum of its experts'; a token takes the groups of most weight, and where
+    its experts are in fewer groups the next ones, with a weight of 0.
+
+    Args:
+      trace: with one token a step in decode.
+      num_experts: of what it becomes; a divisor of the trace's.
+      width: A, of what it becomes.
+
+    Raises:
+      ValueError: the number does not divide.
+    """
+    size, rest = divmod(trace.num_experts, num_experts)
+    if rest:
+        raise ValueError(f"{trace.num_experts} experts do not make {num_experts}")
+    chosen = trace.phase == DECODE
+    ids, weights = trace.ids[chosen] // size, trace.weights[chosen].astype(np.float32)
+    is_group = ids[..., None] == np.arange(num_experts)
+    mass = np.where(is_group, weights[..., None], 0).sum(axis=2)  # [N, M, E]
+    found = np.argsort(-mass, axis=-1, kind="stable")[..., :width]
+    taken = np.take_along_axis(mass, found, -1)
+    rows = np.arange(len(found), dtype=np.int32)
+    grouped = Trace(
+        num_experts=num_experts,
+        step=rows,
+        sequence=np.zeros(len(rows), np.int32),
+        position=rows,
+        phase=np.full(len(rows), DECODE, np.uint8),
+        ids=found.astype(id_dtype(num_experts)),
+        weights=(taken / taken.sum(axis=-1, keepdims=True)).astype(np.float16),
+    )
+    grouped.check()
+    return grouped

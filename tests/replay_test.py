@@ -96,10 +96,10 @@ class PlainPools:
     def admit(self, phase: int, layer: int, t: int, coming: set[int], safe: set[int],
               mark: bool) -> set[int]:  # fmt: skip
         held, slots = self.held[layer][t], self.run.slots[t]
-        victims = sorted((use, mark_, e) for e, (use, mark_) in held.items() if e not in safe)
+        victims = sorted((use, e, mark_) for e, (use, mark_) in held.items() if e not in safe)
         free = slots - len(held)
         num = len(coming) if len(coming) <= free + len(victims) else free
-        for _, unused, expert in victims[: max(0, num - free)]:
+        for _, expert, unused in victims[: max(0, num - free)]:
             del held[expert]
             self.count(phase, "evictions", t)
             self.count(phase, "prefetch_waste", t, int(unused))
@@ -198,12 +198,17 @@ class PlainPools:
             left -= moves
             done.append((layer, expert, tier))
         for layer, expert, tier in done:
-            self.leave_other_tiers(layer, tier, {expert})
+            for t in range(tier):
+                if not self.is_full[t]:
+                    self.held[layer][t].pop(expert, None)
         for layer, t in itertools.product(range(self.trace.num_layers), range(len(self.run.tiers))):
             mine = {e for where, e, tier in done if (where, tier) == (layer, t)}
             new = mine - self.held[layer][t].keys()
             came = self.admit(phase, layer, t, new, new, True)
             self.count(phase, "bulk", t, len(came))
+        for layer, expert, tier in done:
+            if expert in self.held[layer][tier]:
+                self.leave_other_tiers(layer, tier, {expert})
 
 
 RUNS = {

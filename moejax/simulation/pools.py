@@ -100,7 +100,7 @@ def admit(
     admitted = coming & (before < room)
     num_gone = jnp.maximum(room - free, 0)
     stride = 1 << (num_experts - 1).bit_length()
-    order = key * stride + expert
+    order = (key >> 1) * stride + expert  # whether it was brought ahead is no reason to stay
     if keep is not None:
         by = jnp.lexsort((order, jnp.where(jnp.isnan(keep), -jnp.inf, keep)))
         order = jnp.zeros_like(order).at[by].set(expert)

@@ -305,9 +305,12 @@ def _transfer(
         )
     )
     wanted = jnp.zeros(running.keys.shape, bool).at[place].set(True, mode="drop")
-    elsewhere = jnp.any(wanted, axis=1, keepdims=True) & ~wanted
     is_full = (slots >= num_experts)[None, :, None]
-    keys = jnp.where(elsewhere & ~is_full, 0, running.keys)
+    tier = jnp.arange(num_tiers, dtype=jnp.int32)[None, :, None]
+    target = jnp.max(jnp.where(wanted, tier, -1), axis=1, keepdims=True)  # -1: stays where it is
+    # As in the engine a copy of higher fidelity goes when its expert is asked for, and one of lower
+    # fidelity when the better one is there: a demotion takes a slot of its own.
+    keys = jnp.where((tier < target) & ~is_full, 0, running.keys)
     new = wanted & (keys == 0)
 
     how = replay.search(num_experts, num_experts)
@@ -316,6 +319,8 @@ def _transfer(
         return admit_each(key, coming, coming, slots, 2 * running.clock + 1, None, how)
 
     keys, moved = jax.vmap(of_layer)(keys, new)
+    better = jnp.any((keys > 0) & wanted, axis=1, keepdims=True)
+    keys = jnp.where(better & (tier > target) & ~is_full, 0, keys)
     counts = {
         "bulk": moved.admitted,
         "evictions": moved.evictions,
