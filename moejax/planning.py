@@ -13,8 +13,8 @@ from moejax.chunks import longest_chunk
 from moejax.config import PlanConfig
 from moejax.engine import PLANNED_CONTEXT
 from moejax.errors import MoejaxError
+from moejax.memory.automatic import plan_under_policy
 from moejax.memory.budget import Budget, TieredBudget, make_budget
-from moejax.memory.tiered_opening import plan_tiers
 from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
 from moejax.tiering import Tiering
@@ -34,7 +34,7 @@ def tiered_budget(config: PlanConfig, tiering: Tiering) -> TieredBudget:
         raise MoejaxError("a shape has no tiers: name a checkpoint, or leave policy.name out")
     checkpoint = open_checkpoint(config.checkpoint)
     context, chunk = _sizes(config, checkpoint.config)
-    planned = plan_tiers(
+    planned = plan_under_policy(
         checkpoint, tiering, config.memory.limits(), dtype=config.dtype, device=_device(config),
         batch=config.batch, context=context, chunk=chunk,
     )  # fmt: skip

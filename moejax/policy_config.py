@@ -9,7 +9,7 @@ from moejax.options import RunConfig, option
 if TYPE_CHECKING:  # it imports JAX, which --help and mistakes need not wait for
     from moejax.tiering import Tiering
 
-NAMES = ("resident", "on_demand", "dynaexq", "dymoe", "buddymoe", "compose")
+NAMES = ("auto", "resident", "on_demand", "dynaexq", "dymoe", "buddymoe", "compose")
 # Fields that are not settings of a policy.
 OWN = ("name", "tiers", "slots", "quantizer", "group_size", "emulate")
 
@@ -23,7 +23,11 @@ def _setting(meaning: str) -> str:
 class PolicyConfig(RunConfig):
     """What decides which experts run, in which precision; `moejax.policies` says more of each."""
 
-    name: str = option("", f"{', '.join(NAMES)}; '': the router alone, one form of the experts")
+    name: str = option(
+        "",
+        f"{', '.join(NAMES)}; '': the router alone, one form of the experts; auto: what "
+        "moejax.policies.auto recommends for the model and its memory",
+    )
     tiers: tuple[str, ...] = option(
         (),
         "forms of the experts by falling fidelity, NAME=CHECKPOINT of the same model each; int8, "
@@ -99,11 +103,17 @@ class PolicyConfig(RunConfig):
         """
         if not self.name:
             return None
+        from moejax.policies.auto import AUTO
         from moejax.policies.make import check_settings
         from moejax.tiering import Tiering, parsed
 
         given: dict[str, Any] = {name: parsed(text) for name, text in self.settings().items()}
-        check_settings(self.name, given)
+        if self.name == AUTO:
+            given |= {"slots": self.slots} if self.slots else {}
+            for setting in given:
+                raise MoejaxError(f"{setting} is for auto to choose: name a policy to set it")
+        else:
+            check_settings(self.name, given)
         return Tiering(
             policy=self.name,
             settings=given,

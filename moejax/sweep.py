@@ -3,6 +3,8 @@
     python -m moejax.generate --prompt="..." --config.record_trace=x.trace
     python -m moejax.sweep --config.trace=x.trace --config.grid="('slots=4:32:4',)"
     python -m moejax.sweep --config=configs/sweep_qwen3_lru.py --config.trace=x.trace
+    python -m moejax.sweep --config.trace=x.trace --config.recommend=True --config.device_gib=6 \
+        --config.tiers="('int4=2654208', 'int2=1474560')"
 
 For each setting: hits, bytes over the link by cause, gate mass by tier, the time of a decode step
 at each speed of the link, and two ceilings: Belady's cache in the same memory, and what the bytes
@@ -45,7 +47,7 @@ def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
     import jax
 
     from moejax.devices import choose_device
-    from moejax.simulation import sweeping, table
+    from moejax.simulation import recommending, sweeping, table
     from moejax.traces import read_trace
 
     trace = read_trace(path)
@@ -54,6 +56,11 @@ def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
         names=tuple(stored), expert_bytes=tuple(int(size) for size in stored.values())
     )
     device = choose_device(config.platform)
+    if config.recommend:
+        with jax.default_device(device):
+            given = (config.device_gib, config.bulk, config.floor)
+            print("\n".join(recommending.lines(trace, tiers, chosen, *given)))
+        return
     start = time.perf_counter()
     with jax.default_device(device):
         swept = sweeping.sweep(trace, config.policy, grid, tiers, config.bulk)

@@ -5,7 +5,8 @@
 
 DIR holds eval/wikitext2.test.raw.xz and valid/{books,textbooks,code,math,chinese}.jsonl.xz.
 Sections: `dynaexq` (its Figure 4), `dymoe` (Table 2, Figures 3, 5 and 11), `buddymoe` (Tables 2 to
-4), `domains` (buddy lists of one domain, used on another), `shift` (prose, then code, then maths).
+4), `domains` (buddy lists of one domain, used on another), `shift` (prose, then code, then maths),
+`compose` (policies together against each alone, at equal memory: time of a token against KL).
 
 Runs are teacher-forced, through the engine's steps, with tables in place of slots
 (`scripts.quality_bench`); low precisions are HQQ in groups of 64. Prompts of DyMoE go one at a
@@ -30,7 +31,7 @@ from moejax.results import (
     package_versions,
     today,
 )
-from scripts import quality_plots, quality_sections
+from scripts import quality_compose, quality_plots, quality_sections
 from scripts.quality_bench import DOMAINS, Model, Texts
 from scripts.quality_sections import Bench, Point
 
@@ -40,6 +41,7 @@ SECTIONS: dict[str, Callable[[Bench], Iterator[Point]]] = {
     "buddymoe": quality_sections.buddymoe,
     "domains": quality_sections.domains,
     "shift": quality_sections.shift,
+    "compose": quality_compose.compose,
 }
 
 _TEXTS = flags.DEFINE_string("texts", None, "folder of the texts", required=True)
@@ -115,7 +117,7 @@ def row(section: str, point: Point, device: jax.Device) -> ResultRow:
     return ResultRow(
         what=f"{section} | {point.section} | {point.text} | {point.series} | {point.x:g}",
         figure=point.perplexity,
-        unit="perplexity",
+        unit=point.unit,
         baseline=json.loads(json.dumps(scored | point.more)),
         device=describe_device(device),
         versions=package_versions("moejax", "jax", "jaxlib"),

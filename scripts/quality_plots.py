@@ -25,6 +25,9 @@ def draw(folder: Path, section: str, points: Sequence[Point]) -> Iterator[Path]:
     if section == "shift":
         yield _shift(pyplot, folder, points)
         return
+    if section == "compose":
+        yield _compose(pyplot, folder, points)
+        return
     panels: dict[tuple[str, ...], dict[str, list[Point]]] = {}
     for point in points:
         of_figure_3 = ("figure 3",) if point.series.startswith("figure 3") else ()
@@ -77,6 +80,34 @@ def _shift(pyplot: Any, folder: Path, points: Sequence[Point]) -> Path:
     right.set(xlabel="window", ylabel="expert", title=f"hotness, last layer: {first}")
     figure.colorbar(image, ax=right)
     path = folder / "quality_shift.png"
+    figure.savefig(path, dpi=90)
+    pyplot.close(figure)
+    return path
+
+
+def _compose(pyplot: Any, folder: Path, points: Sequence[Point]) -> Path:
+    """KL against time, a panel a memory; the front is a line, its points are filled."""
+    panels = list(dict.fromkeys(point.section for point in points))
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(6.5 * len(panels), 4.8), squeeze=False, layout="constrained"
+    )
+    series = list(dict.fromkeys(point.series.split(",")[0] for point in points))
+    for axis, panel in zip(axes.flat, panels, strict=True):
+        mine = [point for point in points if point.section == panel]
+        for point in mine:
+            name = point.series.split(",")[0]
+            color = f"C{series.index(name)}"
+            style: dict[str, Any] = {} if point.more["on the front"] else {"facecolors": "none"}
+            axis.scatter(point.x, point.perplexity, edgecolors=color, **({"color": color} | style))
+        best = sorted((p.x, p.perplexity) for p in mine if p.more["on the front"])
+        axis.plot(*zip(*best, strict=True), color="0.6", linewidth=0.8)
+        for name in dict.fromkeys(point.series.split(",")[0] for point in mine):
+            axis.scatter([], [], color=f"C{series.index(name)}", label=name)
+        axis.set(title=panel, xlabel="TPOT, ms, by the bytes over the link", yscale="log")
+        axis.set_ylabel("KL of the exact model, nats a token")
+        axis.legend(fontsize=7)
+        axis.grid(alpha=0.3)
+    path = folder / "quality_compose.png"
     figure.savefig(path, dpi=90)
     pyplot.close(figure)
     return path

@@ -27,7 +27,10 @@ SHIFT_HOT = 8
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One figure of a table: `series` is a curve of the plot, `x` its place on it."""
+    """One figure of a table: `series` is a curve of the plot, `x` its place on it.
+
+    The figure is a perplexity unless `unit` says something else.
+    """
 
     section: str
     text: str
@@ -35,6 +38,7 @@ class Point:
     x: float
     perplexity: float
     more: dict[str, Any] = dataclasses.field(default_factory=dict)
+    unit: str = "perplexity"
 
 
 @dataclasses.dataclass

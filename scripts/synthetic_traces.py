@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from moejax.traces import DECODE, Trace, id_dtype
+
 # Of 128 experts a layer, slots under LRU and the share of hits: a published curve of Qwen3-30B-A3B.
 QWEN3_HIT_RATES = {8: 0.37, 24: 0.74, 48: 0.89, 80: 0.96}
 
@@ -148,3 +150,109 @@ def lru_hit_rate(trace: np.ndarray, slots: int, num_experts: int) -> float:
                 total += len(experts)
             last_use[experts] = step
     return hits / total
+
+
+def drifting_trace(
+    *,
+    num_steps: int,
+    num_layers: int,
+    num_experts: int,
+    width: int,
+    foreseen: int = 0,
+    seed: int = 0,
+) -> Trace:
+    """A decoded sequence by routers whose tastes drift: fast to make, whole probabilities with it.
+
+    Logits are a taste of each layer, a walk around it that halves in 200 tokens, and noise of each
+    token; what is foreseen is the truth with noise.
+
+    Args:
+      num_steps: tokens, one a step.
+      num_layers: M.
+      num_experts: E.
+      width: A.
+      foreseen: P, experts foreseen of each next layer; 0: none.
+      seed: of the draws.
+    """
+    rng = np.random.default_rng(seed)
+    taste = rng.normal(0, 1.5, (num_layers, num_experts)).astype(np.float32)
+    drift = np.zeros_like(taste)
+    kept = np.float32(0.5 ** (1 / 200))
+    kind = id_dtype(num_experts)
+    ids = np.zeros((num_steps, num_layers, width), kind)
+    weights = np.zeros(ids.shape, np.float16)
+    shares = np.zeros((num_steps, num_layers, num_experts), np.float16)
+    guess = np.zeros((num_steps, num_layers - 1, foreseen), kind)
+    expected = np.zeros(guess.shape, np.float16)
+    step_size = np.float32(1.5 * (1 - kept**2) ** 0.5)
+    for step in range(num_steps):
+        drift = kept * drift + step_size * rng.standard_normal(taste.shape, np.float32)
+        logits = taste + drift + rng.standard_normal(taste.shape, np.float32)
+        found = np.exp(logits - logits.max(axis=1, keepdims=True))
+        found /= found.sum(axis=1, keepdims=True)
+        shares[step] = found
+        ids[step], chosen = _largest(found, width)
+        weights[step] = chosen / chosen.sum(axis=1, keepdims=True)
+        if foreseen:
+            noise = np.exp(0.3 * rng.standard_normal(taste.shape, np.float32))
+            guess[step], expected[step] = _largest((found * noise)[1:], foreseen)
+    count = np.arange(num_steps, dtype=np.int32)
+    trace = Trace(
+        num_experts=num_experts,
+        step=count,
+        sequence=np.zeros(num_steps, np.int32),
+        position=count,
+        phase=np.full(num_steps, DECODE, np.uint8),
+        ids=ids,
+        weights=weights,
+        predicted_ids=guess if foreseen else None,
+        predicted_probabilities=expected if foreseen else None,
+        probabilities=shares,
+    )
+    trace.check()
+    return trace
+
+
+def _largest(values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Places and values of the largest few of each row, falling."""
+    found = np.argpartition(-values, count - 1, axis=1)[:, :count]
+    order = np.argsort(-np.take_along_axis(values, found, 1), axis=1)
+    found = np.take_along_axis(found, order, 1)
+    return found, np.take_along_axis(values, found, 1)
+
+
+def grouped_trace(trace: Trace, num_experts: int, width: int) -> Trace:
+    """The decoded tokens of a trace as if groups of its experts were one expert each.
+
+    A group's weight is the sum of its experts'; a token takes the groups of most weight, and where
+    its experts are in fewer groups the next ones, with a weight of 0.
+
+    Args:
+      trace: with one token a step in decode.
+      num_experts: of what it becomes; a divisor of the trace's.
+      width: A, of what it becomes.
+
+    Raises:
+      ValueError: the number does not divide.
+    """
+    size, rest = divmod(trace.num_experts, num_experts)
+    if rest:
+        raise ValueError(f"{trace.num_experts} experts do not make {num_experts}")
+    chosen = trace.phase == DECODE
+    ids, weights = trace.ids[chosen] // size, trace.weights[chosen].astype(np.float32)
+    is_group = ids[..., None] == np.arange(num_experts)
+    mass = np.where(is_group, weights[..., None], 0).sum(axis=2)  # [N, M, E]
+    found = np.argsort(-mass, axis=-1, kind="stable")[..., :width]
+    taken = np.take_along_axis(mass, found, -1)
+    rows = np.arange(len(found), dtype=np.int32)
+    grouped = Trace(
+        num_experts=num_experts,
+        step=rows,
+        sequence=np.zeros(len(rows), np.int32),
+        position=rows,
+        phase=np.full(len(rows), DECODE, np.uint8),
+        ids=found.astype(id_dtype(num_experts)),
+        weights=(taken / taken.sum(axis=-1, keepdims=True)).astype(np.float16),
+    )
+    grouped.check()
+    return grouped

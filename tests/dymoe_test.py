@@ -278,10 +278,10 @@ class AheadTest(parameterized.TestCase):
         policy = DyMoE(retention=0.5)  # t_l of 3: 3, 2 (1.5 and what was left), 0
         state = policy.init(SPEC)
         self.assertEqual(policy.counts(M, A).tolist(), [3, 2, 0])
-        np.testing.assert_array_equal(state.ahead[0], [3, 2, 0, 0])
-        np.testing.assert_array_equal(state.ahead[1], np.minimum([*policy.counts(M, E), 0], 3))
+        np.testing.assert_array_equal(state.ahead[0], [2, 0, 0])
+        np.testing.assert_array_equal(state.ahead[1], np.minimum([*policy.counts(M, E)[1:], 0], 3))
         found = DyMoE(prefetch=2).init(SPEC).ahead
-        np.testing.assert_array_equal(found, [[2, 2, 2, 0]] * 2)
+        np.testing.assert_array_equal(found, [[2, 2, 0]] * 2)
 
 
 class Cache:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moejax.policies.by_layer import decide_all, layer_axes
 from moejax.policies.interface import (
     SKIPPED,
     AnyPolicy,
@@ -143,6 +144,27 @@ def check_forms_agree(case: Case, trace: Any) -> None:
     if case is FIRST_CASES[case.name]:  # it is slow
         eager, _ = first.decide(start, jax.tree.map(jnp.asarray, observation))
         assert_same(at(found[0][1], 0, 0), eager)
+
+
+def check_layers_apart(case: Case, trace: Any) -> None:
+    """Where layers are said not to depend on one another: all at once is one after the other."""
+    policy = case.policies[0]
+    axes = layer_axes(policy)
+    if axes is None:
+        assert getattr(policy, "selection", "random") == "random", "only draws are numbered"
+        return
+    one, state = compiled("decide", policy), policy.init(case.spec)
+    together = jax.jit(functools.partial(decide_all, policy, axes))
+    for step in range(jax.tree.leaves(trace)[0].shape[0]):
+        seen = at(trace, step)
+        decisions, after = jax.device_get(together(state, seen))
+        for layer in range(case.spec.num_layers):
+            decision, state = one(state, at(seen, layer))
+            assert_same(at(decisions, layer), decision)
+        assert_same(after, state)
+        if decisions.ahead is not None:
+            elsewhere = dataclasses.replace(seen, resident=~seen.resident)
+            np.testing.assert_array_equal(together(state, elsewhere)[0].ahead, decisions.ahead)
 
 
 def check_cost(case: Case, trace: Any) -> None:

@@ -37,6 +37,10 @@ class ContractTest(parameterized.TestCase):
     def test_forms_agree(self, name, phase):
         contract.check_forms_agree(CASES[name], trace_of(name, phase))
 
+    @parameterized.parameters(*EVERY)
+    def test_layers_apart(self, name, phase):
+        contract.check_layers_apart(CASES[name], trace_of(name, phase))
+
     # Drawing random numbers takes what it takes.
     @parameterized.parameters(*[name for name in CASES if name != "dymoe_random"])
     def test_cost(self, name):
@@ -139,9 +143,7 @@ class MakeTest(parameterized.TestCase):
         self.assertEqual((int(state.high), int(state.low)), (0, -1))
         with self.assertRaisesRegex(MoejaxError, "high=int4"):
             make_policy("dymoe").init(spec)
-        np.testing.assert_array_equal(
-            make_policy("on_demand", prefetch=9).init(spec).limit, [2, 2, 0]
-        )
+        np.testing.assert_array_equal(make_policy("on_demand", prefetch=9).init(spec).limit, [2, 0])
 
 
 if __name__ == "__main__":

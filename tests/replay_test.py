@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,11 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax.errors import MoejaxError
+from moejax.policies.dymoe import DyMoE
 from moejax.policies.interface import SKIPPED, Observation
 from moejax.policies.make import make_policy
+from moejax.simulation import runs
+from moejax.simulation.formulas import Formulas
 from moejax.simulation.replay import EVENTS
 from moejax.simulation.runs import Run, Tallied, run_policies, spec_of
 from moejax.simulation.segments import CALL_STEPS, segments
@@ -37,11 +41,12 @@ def two_tiers(name: str, slots: tuple[int, int], bulk: int = 64, **settings: Any
 
 
 @functools.cache
-def jitted(kind: type, num_tiers: int) -> tuple[Any, Any]:
+def jitted(kind: type, num_tiers: int, selection: str | None) -> tuple[Any, Any]:
     """The functions of a policy, whose settings are in its state."""
     run = next(
         run for run in RUNS.values()
         if isinstance(run.policy, kind) and len(run.tiers) == num_tiers
+        and getattr(run.policy, "selection", None) == selection
     )  # fmt: skip
     return jax.jit(run.policy.decide), jax.jit(run.policy.transfers)
 
@@ -68,7 +73,9 @@ class PlainPools:
         self.events = np.zeros((2, len(EVENTS), len(run.tiers)), int)
         self.gate = np.zeros((2, len(run.tiers) + 3))
         self.state = run.policy.init(spec_of(trace, run))
-        self.decide, self.transfers = jitted(type(run.policy), len(run.tiers))
+        self.decide, self.transfers = jitted(
+            type(run.policy), len(run.tiers), getattr(run.policy, "selection", None)
+        )
 
     def count(self, phase: int, name: str, tier: int, amount: int = 1) -> None:
         self.events[phase, EVENTS.index(name), tier] += amount
@@ -89,10 +96,10 @@ class PlainPools:
     def admit(self, phase: int, layer: int, t: int, coming: set[int], safe: set[int],
               mark: bool) -> set[int]:  # fmt: skip
         held, slots = self.held[layer][t], self.run.slots[t]
-        victims = sorted((use, mark_, e) for e, (use, mark_) in held.items() if e not in safe)
+        victims = sorted((use, e, mark_) for e, (use, mark_) in held.items() if e not in safe)
         free = slots - len(held)
         num = len(coming) if len(coming) <= free + len(victims) else free
-        for _, unused, expert in victims[: max(0, num - free)]:
+        for _, expert, unused in victims[: max(0, num - free)]:
             del held[expert]
             self.count(phase, "evictions", t)
             self.count(phase, "prefetch_waste", t, int(unused))
@@ -191,12 +198,17 @@ class PlainPools:
             left -= moves
             done.append((layer, expert, tier))
         for layer, expert, tier in done:
-            self.leave_other_tiers(layer, tier, {expert})
+            for t in range(tier):
+                if not self.is_full[t]:
+                    self.held[layer][t].pop(expert, None)
         for layer, t in itertools.product(range(self.trace.num_layers), range(len(self.run.tiers))):
             mine = {e for where, e, tier in done if (where, tier) == (layer, t)}
             new = mine - self.held[layer][t].keys()
             came = self.admit(phase, layer, t, new, new, True)
             self.count(phase, "bulk", t, len(came))
+        for layer, expert, tier in done:
+            if expert in self.held[layer][tier]:
+                self.leave_other_tiers(layer, tier, {expert})
 
 
 RUNS = {
@@ -207,6 +219,11 @@ RUNS = {
     "dymoe 4/2": two_tiers("dymoe", (3, 4), retention=0.6, selection="load"),
     "dymoe 4/0": two_tiers("dymoe", (4, 0), retention=0.7, selection="load", low="skip"),
     "dymoe, another r": two_tiers("dymoe", (5, 2), retention=0.9, selection="load"),
+    "dymoe and prefetch": two_tiers("dymoe", (4, 3), retention=0.7, selection="load", prefetch=2),
+    "dymoe, random": two_tiers("dymoe", (3, 4), selection="random", prefetch=0),
+    "dynaexq and dymoe": two_tiers(
+        "compose", (4, 12), period=4, selection="load", prefetch=0, retention=0.6
+    ),
     "dynaexq, one copy": two_tiers("dynaexq", (3, 9), period=8),
     "dynaexq, low always there": two_tiers("dynaexq", (3, 12), period=4, bulk=3),
 }
@@ -229,6 +246,44 @@ class ReplayTest(parameterized.TestCase):
         for i, event in enumerate(EVENTS):
             np.testing.assert_array_equal(found.events[:, i], plain.events[:, i], event)
         np.testing.assert_allclose(found.gate, plain.gate, rtol=1e-4)
+
+    def test_layers_one_by_one_have_the_same_outcome(self):
+        ahead = two_tiers("compose", (4, 12), period=4, selection="load", retention=0.6)
+        together = [*self.found.values(), *run_policies(TRACE, [ahead])]
+        apart = run_policies(TRACE, [*RUNS.values(), ahead], one_by_one=True)
+        for found, expected in zip(together, apart, strict=True):
+            for name in ("events", "steps", "fetches", "ahead"):
+                np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), name)
+            np.testing.assert_allclose(found.gate, expected.gate, rtol=1e-6)
+
+    def test_blocks_of_settings_have_the_same_outcome(self):
+        chosen = [run for run in RUNS.values() if isinstance(run.policy, DyMoE)]
+        whole = run_policies(TRACE, chosen)
+        with mock.patch.object(runs, "BLOCK_BYTES", 2**14):
+            self.assertEqual(runs.block_size(5, np.zeros(100), TRACE, 2), 2)
+            blocks = run_policies(TRACE, chosen)
+        for a, b in zip(whole, blocks, strict=True):
+            np.testing.assert_array_equal(a.events, b.events)
+
+    def test_formulas_are_traced_once_for_what_is_read(self):
+        formulas, spec = Formulas(), spec_of(TRACE, RUNS["dymoe 4/2"])
+        with mock.patch.object(jax, "make_jaxpr", wraps=jax.make_jaxpr) as traced:
+
+            def formula(name: str, **settings: Any) -> tuple[str, ...]:
+                policy = make_policy(name, **settings)
+                return formulas.of(policy, policy.init(spec), spec)
+
+            first = formula("dymoe", retention=0.6)
+            self.assertEqual(formula("dymoe", retention=0.9, prefetch=0, seed=3), first)
+            self.assertEqual(traced.call_count, 3)
+            self.assertNotEqual(formula("dymoe", selection="random"), first)
+            self.assertEqual(traced.call_count, 6)
+            both = formula("compose", retention=0.6, period=3)
+            self.assertEqual(formula("compose", retention=0.7, period=5), both)
+            self.assertEqual(traced.call_count, 9)
+            self.assertNotEqual(formula("compose", selection="random"), both)
+            self.assertNotEqual(formula("compose", max_requests=8), both)
+            self.assertEqual(traced.call_count, 15)
 
     def test_what_is_expected_of_the_policies(self):
         def events(name: str, event: str) -> np.ndarray:

@@ -87,6 +87,30 @@ class EngineTest(parameterized.TestCase):
                 self.assertEqual(ledger.total(name), events[EVENTS.index(name), i], name)
         self.assertGreater(engine.ledger.total("misses"), 10)
 
+    @parameterized.parameters(
+        ("dynaexq", {"period": 8, "max_requests": 8}, (3, 4)),
+        ("dymoe", {"selection": "load", "prefetch": 0, "retention": 0.75}, (3, 4)),
+        ("compose", {"selection": "load", "prefetch": 0, "period": 8}, (3, 8)),
+    )
+    def test_hit_rates_of_a_trace_are_those_of_the_engine(self, policy, settings, slots):
+        engine = self.engine(policy=policy, settings=settings, slots=slots, emulate=True, **MADE)
+        path, rng = self.folder / f"trace of {policy} {slots}", np.random.default_rng(0)
+        with engine.recording(path, probabilities=True, foreseen=CONFIG.num_experts):
+            for _ in range(6):
+                prompt = rng.integers(3, CONFIG.vocab_size, 6).tolist()
+                engine.generate(prompt, max_new_tokens=120, temperature=1.0, ignore_eos=True)
+        run = Run(
+            policy=make_policy(policy, **settings), tiers=("int4", "int2"),
+            expert_bytes=(2, 1), slots=slots,
+        )  # fmt: skip
+        (tallied,) = run_policies(read_trace(path), [run])
+        events = dict(zip(EVENTS, tallied.events.sum(axis=0), strict=True))
+        rate = events["hits"].sum() / events["needed"].sum()
+        self.assertBetween(rate, 0.3, 0.97)
+        self.assertAlmostEqual(rate, engine.ledger.hit_rate, delta=0.01)
+        shares = tallied.gate.sum(axis=0)
+        self.assertAlmostEqual(shares[0] / shares[-1], engine.ledger.shares["int4"], delta=0.01)
+
     def test_a_tier_of_another_checkpoint(self):
         other = self.folder / "other"
         tiny_engine.load_tiny_engine(other)
@@ -124,7 +148,7 @@ class EngineTest(parameterized.TestCase):
 class CommandTest(parameterized.TestCase):
     @parameterized.parameters(
         (["--config.policy.retention=0.9"], "policy.retention='0.9' is of a policy, but none"),
-        (["--config.policy.name=dymo"], "policy.name='dymo' must be one of resident"),
+        (["--config.policy.name=dymo"], "policy.name='dymo' must be one of auto"),
         (
             ["--config.policy.name=dymoe", "--config.policy.hot=int4"],
             "policy dymoe has no setting 'hot'",

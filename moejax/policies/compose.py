@@ -69,6 +69,14 @@ class Compose(ByContent):
         return self.importance.needs if self.importance else Needs()
 
     @property
+    def layer_axes(self) -> Any:
+        """See `Policy`."""
+        parts = (self.hotness, self.importance, self.buddies)
+        axes = [getattr(part, "layer_axes", None) for part in parts]
+        whole = all(a is not None for a, part in zip(axes, parts, strict=True) if part is not None)
+        return ComposeState(*axes) if whole else None
+
+    @property
     def prefetch(self) -> int:
         """Experts of the next layer that the importance brings ahead; -1: as many as critical."""
         return self.importance.prefetch if self.importance else 0

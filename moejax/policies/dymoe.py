@@ -6,7 +6,7 @@ a copy of higher precision than asked for serves where it is there (`mixed_cache
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,7 @@ from moejax.policies.interface import (
     PolicySpec,
     Requests,
     no_requests,
+    state_of,
     tier_id,
 )
 from moejax.policies.lookahead import experts_ahead
@@ -63,8 +64,8 @@ class DyMoEState(NamedTuple):
     Attributes:
       decode: int32[M], t_l of eq. 5 with M = A.
       prefill: int32[M], t_l with M = E.
-      ahead: int32[2, M + 1], experts of each layer that the one before brings ahead, in decode and
-        in prefill; 0 past the last.
+      ahead: int32[2, M], experts of the next layer that each one brings ahead, in decode and in
+        prefill; of the last one 0.
       high, low: int32[], tiers; low may be `SKIPPED`.
       renormalise: bool[].
       reuse_skipped: bool[].
@@ -149,6 +150,13 @@ class DyMoE:
         """See `Policy`."""
         return Needs(importance=self.selection == "critical", predicted=self.prefetch != 0)
 
+    @property
+    def layer_axes(self) -> Any:
+        """See `Policy`; draws are numbered from layer to layer."""
+        if self.selection == "random":
+            return None
+        return state_of(DyMoEState, decode=0, prefill=0, ahead=1)
+
     def counts(self, num_layers: int, num_requested: int) -> np.ndarray:
         """int64[L], t_l where a layer is asked for so many experts; their mean is printed."""
         ratios = retention_ratios(self.schedule, self.retention, num_layers, self.sensitivity)
@@ -165,7 +173,7 @@ class DyMoE:
             )
         counts = np.stack([self.counts(spec.num_layers, n) for n in (spec.width, spec.num_experts)])
         ahead = counts if self.prefetch < 0 else np.full_like(counts, self.prefetch)
-        ahead = np.minimum(np.pad(ahead, ((0, 0), (0, 1))), spec.slots[high])
+        ahead = np.minimum(np.pad(ahead[:, 1:], ((0, 0), (0, 1))), spec.slots[high])
         return DyMoEState(
             decode=jnp.asarray(counts[0], jnp.int32),
             prefill=jnp.asarray(counts[1], jnp.int32),
@@ -202,7 +210,7 @@ class DyMoE:
             weights=jnp.where(skips, kept * share, weights),
             at_least=is_low & (tier >= 0),
         )
-        ahead = experts_ahead(observation, state.ahead[int(observation.is_prefill), layer + 1])
+        ahead = experts_ahead(observation, state.ahead[int(observation.is_prefill), layer])
         if ahead is not None:
             decision = decision._replace(ahead=jnp.where(ahead, state.high, -1))
         if self.selection == "random":

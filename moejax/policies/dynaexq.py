@@ -7,7 +7,7 @@ transfers that lead from what the pools hold to H, until they hold it.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from moejax.policies.interface import (
     Observation,
     PolicySpec,
     Requests,
+    state_of,
     tier_id,
 )
 from moejax.policies.resident import as_routed
@@ -145,6 +146,11 @@ class DynaExq:
     def needs(self) -> Needs:
         """See `Policy`."""
         return Needs()
+
+    @property
+    def layer_axes(self) -> Any:
+        """See `Policy`."""
+        return state_of(DynaExqState, scores=0)
 
     def init(self, spec: PolicySpec) -> DynaExqState:
         """See `Policy`."""

@@ -151,6 +151,7 @@ def _num(mask: jax.Array) -> jax.Array:
 def _at_places(place: jax.Array, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Of each place 0..E - 1: the expert there, int32[M, E] or -1, and its score, or 0."""
     index = jax.lax.broadcasted_iota(jnp.int32, place.shape, 1)
-    here = place[:, None, :] == index[:, :, None]
-    expert = jnp.max(jnp.where(here, index[:, None, :], -1), axis=2)
-    return expert, jnp.sum(jnp.where(here, scores[:, None, :], 0.0), axis=2)
+    layer = jax.lax.iota(jnp.int32, len(place))[:, None]
+    expert = jnp.full(place.shape, -1, jnp.int32).at[layer, place].set(index, mode="drop")
+    score = jnp.take_along_axis(scores, jnp.maximum(expert, 0), axis=1)
+    return expert, jnp.where(expert >= 0, score, 0.0)

@@ -136,6 +136,12 @@ class Policy(Protocol, Generic[State]):
     """A frozen dataclass of hyper-parameters.
 
     None of the methods may read a clock, log, or place an array on a device.
+
+    A property `layer_axes`, which not every policy has, says that the layers of a step do not
+    depend on one another (`moejax.policies.by_layer`): a tree of the state's form with the axis of
+    layers of each leaf that `decide` reads or writes by `Observation.layer`, at that index alone,
+    and None for a leaf that all layers share and change alike; None for all where they do depend.
+    It also says that `Decision.ahead` does not depend on what is resident.
     """
 
     @property
@@ -170,6 +176,11 @@ class Policy(Protocol, Generic[State]):
 
 
 AnyPolicy = Policy[Any]
+
+
+def state_of(kind: Any, **axes: int) -> Any:
+    """`layer_axes` of a state that is a NamedTuple: None of each field that is not named."""
+    return kind(**(dict.fromkeys(kind._fields) | axes))
 
 
 def no_requests() -> Requests:

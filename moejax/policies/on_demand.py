@@ -4,7 +4,7 @@ Row 1 is this policy on a memory without cache slots, row 2 with them, row 3 wit
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from moejax.policies.interface import (
     PolicySpec,
     Requests,
     no_requests,
+    state_of,
     tier_id,
 )
 from moejax.policies.lookahead import experts_ahead
@@ -28,7 +29,7 @@ class OnDemandState(NamedTuple):
 
     Attributes:
       tier: int32[], in which all pairs run.
-      limit: int32[M + 1], experts of each layer that the one before brings ahead; 0 past the last.
+      limit: int32[M], experts of the next layer that each one brings ahead; of the last one 0.
     """
 
     tier: jax.Array
@@ -62,11 +63,16 @@ class OnDemand:
         """See `Policy`."""
         return Needs(predicted=self.prefetch > 0)
 
+    @property
+    def layer_axes(self) -> Any:
+        """See `interface.Policy`."""
+        return state_of(OnDemandState, limit=0)
+
     def init(self, spec: PolicySpec) -> OnDemandState:
         """See `Policy`."""
         tier = tier_id(spec, self.tier, 0)
         limit = min(self.prefetch, spec.slots[tier])
-        limits = jnp.full(spec.num_layers + 1, limit, jnp.int32).at[-1].set(0)
+        limits = jnp.full(spec.num_layers, limit, jnp.int32).at[-1].set(0)
         return OnDemandState(jnp.asarray(tier, jnp.int32), limits)
 
     def decide(
@@ -74,7 +80,7 @@ class OnDemand:
     ) -> tuple[Decision, OnDemandState]:
         """See `Policy`."""
         decision = as_routed(observation, state.tier)
-        ahead = experts_ahead(observation, state.limit[observation.layer + 1])
+        ahead = experts_ahead(observation, state.limit[observation.layer])
         if ahead is not None:
             decision = decision._replace(ahead=jnp.where(ahead, state.tier, -1))
         return decision, state

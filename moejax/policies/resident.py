@@ -1,7 +1,7 @@
 """The uniform baseline: every expert in one precision, wherever it lies."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from moejax.policies.interface import (
     PolicySpec,
     Requests,
     no_requests,
+    state_of,
     tier_id,
 )
 from moejax.policies.settings import check_text
@@ -47,6 +48,11 @@ class Resident:
     def needs(self) -> Needs:
         """See `Policy`."""
         return Needs()
+
+    @property
+    def layer_axes(self) -> Any:
+        """See `Policy`."""
+        return state_of(ResidentState)
 
     def init(self, spec: PolicySpec) -> ResidentState:
         """See `Policy`."""

@@ -18,12 +18,14 @@ class Search(NamedTuple):
     """How victims are found; static.
 
     most: bound on the number of those who come.
-    by_pairs: by comparing all pairs of experts, which a GPU does in one launch; a CPU is faster
-      at looking for one victim after the other.
+    by_pairs: by comparing all pairs of experts, which a GPU does in one launch; a CPU, and a GPU
+      with many layers and settings side by side, is faster at looking for one after the other.
+    by_product: places by a product with a triangle of ones, one launch; a CPU counts on.
     """
 
     most: int
     by_pairs: bool
+    by_product: bool = False
 
 
 class Moved(NamedTuple):
@@ -86,13 +88,19 @@ def admit(
     room = jnp.where(fits, num_coming, free)
     if how.by_pairs:
         before = _num(coming[None] & (expert[None] < expert[:, None]), axis=1)
+    elif how.by_product:
+        below = (expert[None] < expert[:, None]).astype(jnp.bfloat16)  # sums of ones are exact
+        found = jnp.einsum(
+            "ef,f->e", below, coming.astype(jnp.bfloat16), preferred_element_type=jnp.float32
+        )
+        before = found.astype(jnp.int32)
     else:
         ones = coming.astype(jnp.int32)
         before = jnp.cumsum(ones) - ones
     admitted = coming & (before < room)
     num_gone = jnp.maximum(room - free, 0)
     stride = 1 << (num_experts - 1).bit_length()
-    order = key * stride + expert
+    order = (key >> 1) * stride + expert  # whether it was brought ahead is no reason to stay
     if keep is not None:
         by = jnp.lexsort((order, jnp.where(jnp.isnan(keep), -jnp.inf, keep)))
         order = jnp.zeros_like(order).at[by].set(expert)

@@ -3,7 +3,8 @@
 The policy's own functions decide; around them stand pools of each tier under LRU (or the policy's
 `keep`), DyMoE's rules for an expert that is in several tiers (`policies.mixed_cache`), look-ahead a
 layer before, and bulk transfers between calls, of which so many experts come as the link carries.
-Layers run one after the other, as in the engine; settings side by side (`vmap`).
+Settings run side by side (`vmap`), and so do the layers of a step where the policy's do not depend
+on one another (`moejax.policies.by_layer`), with the same outcome; else one after the other.
 """
 
 import dataclasses
@@ -13,10 +14,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moejax.policies import mixed_cache
-from moejax.policies.interface import SKIPPED, AnyPolicy, Decision, Observation, Requests
+from moejax.policies.by_layer import decide_all, layer_axes
+from moejax.policies.interface import AnyPolicy, Decision, Observation, Requests
 from moejax.simulation import pools
-from moejax.simulation.segments import Tokens
+from moejax.simulation.layer_pools import admit_each, bring_ahead, serve
+from moejax.simulation.segments import LayerTokens, Tokens
 
 # int32[2, len(EVENTS), T] by phase and tier, names as in `moejax.ledger`; `reused`: hits in a tier
 # better than asked for; `bulk`: experts that transfers brought.
@@ -68,16 +70,24 @@ class Replay:
     Attributes:
       policy: whose functions run.
       foreseen: P, experts whose probability the trace foresees for a token; 0: nobody looks ahead.
-      by_pairs: see `pools.Search`.
+      one_by_one: the layers of a step, whatever the policy says of them.
+      on_gpu: what is fast there, is compiled.
     """
 
     policy: AnyPolicy
     foreseen: int
-    by_pairs: bool
+    one_by_one: bool = False
+    on_gpu: bool = False
+
+    @property
+    def axes(self) -> Any:
+        """Of layers in the policy's state; None: one by one."""
+        return None if self.one_by_one else layer_axes(self.policy)
 
     def search(self, most: int, num_experts: int) -> pools.Search:
         """For at most so many who come."""
-        return pools.Search(min(most, num_experts), self.by_pairs)
+        by_pairs = self.on_gpu and self.axes is None
+        return pools.Search(min(most, num_experts), by_pairs, self.on_gpu)
 
 
 def begin(state: Any, slots: jax.Array, num_layers: int, num_experts: int) -> Running:
@@ -137,126 +147,142 @@ def run_calls(
     return jax.lax.scan(calls, running, tokens)[0]
 
 
+class _Layer(NamedTuple):
+    """Of one layer's step, or stacked: keys int32[T, E], the rest as `Tally` sums it."""
+
+    keys: jax.Array
+    events: jax.Array
+    brought: jax.Array
+    gate: jax.Array
+
+
 def _step(
     replay: Replay, is_prefill: bool, slots: jax.Array, running: Running, tokens: Tokens
 ) -> Running:
     phase = int(not is_prefill)
     num_experts = running.keys.shape[-1]
-
-    def layer(carry: tuple[Any, jax.Array], now: tuple[Any, ...]) -> tuple[Any, Any]:
-        state, ahead = carry
-        index, key, of_layer = now
-        ids, weights, probabilities, importance, predicted = of_layer.dense(num_experts)
-        brought = {"prefetched": jnp.zeros(len(slots), jnp.int32)}
-        if replay.foreseen:
-            how = replay.search(replay.foreseen * len(ids), num_experts)
-            key, brought = _bring_ahead(slots, key, ahead, running.clock, how)
-        observation = Observation(
-            layer=index,
-            probabilities=probabilities,
-            ids=ids,
-            weights=weights,
-            active=tokens.active,
-            resident=key > 0,
-            importance=importance if is_prefill else None,
-            predicted=predicted if replay.foreseen else None,
-            is_prefill=is_prefill,
-        )
-        decision, state = replay.policy.decide(state, observation)
-        key, events, gate = _serve(
-            slots, key, decision, observation, running.clock, replay.search(ids.size, num_experts)
-        )
-        following = jnp.full(num_experts, -1, jnp.int32)
-        if decision.ahead is not None:
-            following = decision.ahead
-        events = events | {name: events.get(name, 0) + n for name, n in brought.items()}
-        zero = jnp.zeros(len(slots), jnp.int32)
-        row = jnp.stack([events.get(name, zero) for name in EVENTS])
-        return (state, following), (key, row, brought["prefetched"], gate)
-
-    none = jnp.full(num_experts, -1, jnp.int32)
-    layers = jnp.arange(len(running.keys), dtype=jnp.int32)
-    (state, _), (keys, rows, brought, gates) = jax.lax.scan(
-        layer, (running.state, none), (layers, running.keys, tokens.by_layer())
-    )
+    through = _one_by_one if replay.axes is None else _side_by_side
+    state, done = through(replay, is_prefill, slots, running, tokens)
     t = running.tally
     ran = jnp.any(tokens.active).astype(jnp.int32)
     many = jnp.arange(num_experts + 1, dtype=jnp.int32)[:, None, None]
-    times = jnp.sum(brought[None] == many, axis=1, dtype=jnp.int32)
-    missed = jnp.sum(rows[:, EVENTS.index("misses")], axis=1) > 0
+    times = jnp.sum(done.brought[None] == many, axis=1, dtype=jnp.int32)
+    missed = jnp.sum(done.events[:, EVENTS.index("misses")], axis=1) > 0
     tally = Tally(
-        events=t.events.at[phase].add(jnp.sum(rows, axis=0)),
+        events=t.events.at[phase].add(jnp.sum(done.events, axis=0)),
         steps=t.steps.at[phase].add(ran),
         fetches=t.fetches.at[phase].add(jnp.sum(missed, dtype=jnp.int32)),
         ahead=t.ahead.at[phase].add(times * ran),
-        gate=t.gate.at[phase].add(jnp.sum(gates, axis=0)),
+        gate=t.gate.at[phase].add(jnp.sum(done.gate, axis=0)),
     )
-    return Running(state, keys, running.clock + 1, tally)
+    return Running(state, done.keys, running.clock + 1, tally)
 
 
-def _bring_ahead(
-    slots: jax.Array, key: jax.Array, ahead: jax.Array, clock: jax.Array, how: pools.Search
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """int32[T, E] after the experts foreseen by the layer before came; counts [T]."""
-    num_tiers, num_experts = key.shape
-    tier = jnp.arange(num_tiers, dtype=jnp.int32)[:, None]
-    wanted = ahead[None] == tier
-    # A copy as good or better serves.
-    there = key > 0
-    served = jnp.stack([jnp.any(there[: t + 1], axis=0) for t in range(num_tiers)])
-    new = wanted & ~served
-    keys, moved = _admit_each(key, new, wanted, slots, 2 * clock + 1, None, how)
-    came = new & (keys > 0)
-    leaving = jnp.any(came, axis=0)[None] & ~came & (slots[:, None] < num_experts)
-    counts = {
-        "prefetched": moved.admitted,
-        "evictions": moved.evictions,
-        "prefetch_waste": moved.waste,
-    }
-    return jnp.where(leaving, 0, keys), counts
+def _one_by_one(
+    replay: Replay, is_prefill: bool, slots: jax.Array, running: Running, tokens: Tokens
+) -> tuple[Any, _Layer]:
+    """The policy's state, and all layers."""
+    num_layers, _, num_experts = running.keys.shape
+
+    def layer(carry: tuple[Any, jax.Array], now: tuple[Any, ...]) -> tuple[Any, _Layer]:
+        state, ahead = carry
+        index, key, of_layer = now
+        seen = _seen(replay, is_prefill, tokens.active, key, index, of_layer)
+        key, brought = _brought(replay, slots, running.clock, key, ahead, seen)
+        seen = dataclasses.replace(seen, resident=key > 0)
+        decision, state = replay.policy.decide(state, seen)
+        done = _served(replay, slots, running.clock, key, brought, decision, seen)
+        return (state, _following(decision, num_experts)), done
+
+    (state, _), done = jax.lax.scan(
+        layer,
+        (running.state, jnp.full(num_experts, -1, jnp.int32)),
+        (jnp.arange(num_layers, dtype=jnp.int32), running.keys, tokens.by_layer()),
+    )
+    return state, done
 
 
-def _serve(
-    slots: jax.Array,
+def _side_by_side(
+    replay: Replay, is_prefill: bool, slots: jax.Array, running: Running, tokens: Tokens
+) -> tuple[Any, _Layer]:
+    """The same."""
+    num_layers, _, num_experts = running.keys.shape
+    keys, state = running.keys, running.state
+    see = functools.partial(_seen, replay, is_prefill, tokens.active)
+    seen = jax.vmap(see)(keys, jnp.arange(num_layers, dtype=jnp.int32), tokens.by_layer())
+    ahead = jnp.full((num_layers, num_experts), -1, jnp.int32)
+    if replay.foreseen:  # what is brought ahead does not depend on what is there
+        decision, _ = decide_all(replay.policy, replay.axes, state, seen)
+        if decision.ahead is not None:
+            ahead = jnp.concatenate([ahead[:1], decision.ahead[:-1]])
+    bring = functools.partial(_brought, replay, slots, running.clock)
+    keys, brought = jax.vmap(bring)(keys, ahead, seen)
+    seen = dataclasses.replace(seen, resident=keys > 0)
+    decision, state = decide_all(replay.policy, replay.axes, state, seen)
+    serve = functools.partial(_served, replay, slots, running.clock)
+    return state, jax.vmap(serve)(keys, brought, decision, seen)
+
+
+def _seen(
+    replay: Replay,
+    is_prefill: bool,
+    active: jax.Array,
     key: jax.Array,
-    decision: Decision,
-    observation: Observation,
+    layer: jax.Array,
+    of_layer: LayerTokens,
+) -> Observation:
+    """What a policy may look at."""
+    ids, weights, probabilities, importance, predicted = of_layer.dense(key.shape[-1])
+    return Observation(
+        layer=layer,
+        probabilities=probabilities,
+        ids=ids,
+        weights=weights,
+        active=active,
+        resident=key > 0,
+        importance=importance if is_prefill else None,
+        predicted=predicted if replay.foreseen else None,
+        is_prefill=is_prefill,
+    )
+
+
+def _brought(
+    replay: Replay,
+    slots: jax.Array,
     clock: jax.Array,
-    how: pools.Search,
-) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
-    """Keys after a layer ran as decided, counts [T] by name, gate mass float32[T + 3]."""
-    num_tiers, num_experts = key.shape
-    active = observation.active
-    found = mixed_cache.served(key > 0, decision, active)
-    tier = jnp.arange(num_tiers, dtype=jnp.int32)[:, None]
-    runs = found.tier[None] == tier  # bool[T, E]
-    misses = runs & found.fetched[None]
-    hits = runs & ~found.fetched[None]
-    key = jnp.where(found.leaving & (slots[:, None] < num_experts), 0, key)
-    events = {
-        "needed": _num(runs),
-        "hits": _num(hits),
-        "reused": _num(hits & found.reused[None]),
-        "misses": _num(misses),
-        "prefetch_hits": _num(hits & (key & 1 == 1)),
-    }
-    key = jnp.where(hits, 2 * clock, key)
-    key, sums = _admit_each(key, misses, runs, slots, 2 * clock, decision.keep, how)
-    events |= {
-        "admitted": sums.admitted,
-        "streamed": sums.streamed,
-        "evictions": sums.evictions,
-        "prefetch_waste": sums.waste,
-    }
-    weights = jnp.where(active[:, None], observation.weights, 0.0)
-    computed = decision.tier != SKIPPED
-    at = jnp.where(computed, found.tier[decision.ids], -1)
-    by_tier = jnp.sum(jnp.where(at[None] == tier[:, :, None], weights[None], 0.0), axis=(1, 2))
-    skipped = jnp.sum(jnp.where(computed, 0.0, weights))
-    other = computed & (decision.ids != observation.ids)
-    replaced = jnp.sum(jnp.where(other, weights, 0.0))
-    gate = jnp.concatenate([by_tier, jnp.stack([skipped, replaced, jnp.sum(weights)])])
-    return key, events, gate
+    key: jax.Array,
+    ahead: jax.Array,
+    seen: Observation,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """`bring_ahead`, where anybody looks ahead."""
+    if not replay.foreseen:
+        return key, {"prefetched": jnp.zeros(len(slots), jnp.int32)}
+    how = replay.search(replay.foreseen * len(seen.ids), key.shape[-1])
+    return bring_ahead(slots, key, ahead, clock, how)
+
+
+def _following(decision: Decision, num_experts: int) -> jax.Array:
+    """int32[E], the tier in which each expert of the next layer is brought ahead; -1 for not."""
+    none = jnp.full(num_experts, -1, jnp.int32)
+    return none if decision.ahead is None else decision.ahead
+
+
+def _served(
+    replay: Replay,
+    slots: jax.Array,
+    clock: jax.Array,
+    key: jax.Array,
+    brought: dict[str, jax.Array],
+    decision: Decision,
+    seen: Observation,
+) -> _Layer:
+    """`serve`, with what was brought ahead."""
+    how = replay.search(seen.ids.size, key.shape[-1])
+    key, events, gate = serve(slots, key, decision, seen, clock, how)
+    events = events | {name: events.get(name, 0) + n for name, n in brought.items()}
+    zero = jnp.zeros(len(slots), jnp.int32)
+    row = jnp.stack([events.get(name, zero) for name in EVENTS])
+    return _Layer(key, row, brought["prefetched"], gate)
 
 
 def _transfer(
@@ -279,17 +305,22 @@ def _transfer(
         )
     )
     wanted = jnp.zeros(running.keys.shape, bool).at[place].set(True, mode="drop")
-    elsewhere = jnp.any(wanted, axis=1, keepdims=True) & ~wanted
     is_full = (slots >= num_experts)[None, :, None]
-    keys = jnp.where(elsewhere & ~is_full, 0, running.keys)
+    tier = jnp.arange(num_tiers, dtype=jnp.int32)[None, :, None]
+    target = jnp.max(jnp.where(wanted, tier, -1), axis=1, keepdims=True)  # -1: stays where it is
+    # As in the engine a copy of higher fidelity goes when its expert is asked for, and one of lower
+    # fidelity when the better one is there: a demotion takes a slot of its own.
+    keys = jnp.where((tier < target) & ~is_full, 0, running.keys)
     new = wanted & (keys == 0)
 
     how = replay.search(num_experts, num_experts)
 
     def of_layer(key: jax.Array, coming: jax.Array) -> tuple[jax.Array, pools.Moved]:
-        return _admit_each(key, coming, coming, slots, 2 * running.clock + 1, None, how)
+        return admit_each(key, coming, coming, slots, 2 * running.clock + 1, None, how)
 
     keys, moved = jax.vmap(of_layer)(keys, new)
+    better = jnp.any((keys > 0) & wanted, axis=1, keepdims=True)
+    keys = jnp.where(better & (tier > target) & ~is_full, 0, keys)
     counts = {
         "bulk": moved.admitted,
         "evictions": moved.evictions,
@@ -301,32 +332,8 @@ def _transfer(
     return Running(state, keys, running.clock, tally)
 
 
-def _admit_each(
-    key: jax.Array,
-    coming: jax.Array,
-    protected: jax.Array,
-    slots: jax.Array,
-    stamp: jax.Array,
-    keep: jax.Array | None,
-    how: pools.Search,
-) -> tuple[jax.Array, pools.Moved]:
-    """`pools.admit` of every tier; the first four have its axis."""
-
-    def admit(
-        key: jax.Array, coming: jax.Array, protected: jax.Array, slots: jax.Array
-    ) -> tuple[jax.Array, pools.Moved]:
-        return pools.admit(key, coming, protected, slots, stamp, keep, how)
-
-    return jax.vmap(admit)(key, coming, protected, slots)
-
-
 def _moving(requests: Requests, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
     """bool[R], which ask for something, and which of them move bytes."""
     valid = requests.layer >= 0
     there = keys[requests.layer, requests.tier, requests.expert] > 0
     return valid, valid & ~there
-
-
-def _num(mask: jax.Array) -> jax.Array:
-    """int32[T] of bool[T, E]."""
-    return jnp.sum(mask, axis=1, dtype=jnp.int32)

@@ -9,10 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.errors import MoejaxError
-from moejax.policies.interface import AnyPolicy, Needs, Observation, PolicySpec
+from moejax.policies.interface import AnyPolicy, Needs, PolicySpec
+from moejax.simulation.formulas import Formulas
 from moejax.simulation.replay import Replay, Running, begin, run_calls
 from moejax.simulation.segments import Segment, segments
 from moejax.traces import PREFILL, Trace
+
+BLOCK_BYTES = 4 * 2**30  # of settings that run side by side
+_TEMPORARIES = 16  # arrays int32[M, T, E] of a setting that a step may hold at once
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,28 +49,40 @@ class Tallied(NamedTuple):
     gate: np.ndarray
 
 
-def run_policies(trace: Trace, runs: Sequence[Run]) -> list[Tallied]:
+def run_policies(trace: Trace, runs: Sequence[Run], *, one_by_one: bool = False) -> list[Tallied]:
     """Replays the trace under every run.
 
-    Runs whose policies compute by one formula, which is compared as JAX sees it, are stacked.
+    Runs whose policies compute by one formula (`formulas`) are stacked, as many at a time as
+    `BLOCK_BYTES` holds.
+
+    Args:
+      trace: checked.
+      runs: in any order.
+      one_by_one: the layers of a step too, whatever the policy says of them; to compare with.
 
     Raises:
       MoejaxError: a policy looks at what the trace does not hold, or does not suit its tiers.
     """
     groups: dict[Any, list[int]] = {}
-    states = {}
+    states, formulas = {}, Formulas()
     for i, run in enumerate(runs):
         _check_needs(trace, run)
         spec = spec_of(trace, run)
         states[i] = run.policy.init(spec)
-        groups.setdefault(formula(run.policy, states[i], spec), []).append(i)
+        groups.setdefault(formulas.of(run.policy, states[i], spec), []).append(i)
     cut = list(segments(trace))
     found: dict[int, Tallied] = {}
     for members in groups.values():
-        chosen = [runs[i] for i in members]
-        tally = _run_group(trace, cut, chosen, [states[i] for i in members])
-        for k, i in enumerate(members):
-            found[i] = Tallied(runs[i], *(np.asarray(part)[k] for part in tally))
+        many = block_size(len(members), states[members[0]], trace, len(runs[members[0]].tiers))
+        for first in range(0, len(members), many):
+            block = members[first : first + many]
+            # All blocks are of one size, so that they share a program: the last setting fills up.
+            full = block + block[-1:] * (many - len(block))
+            tally = _run_block(
+                trace, cut, [runs[i] for i in full], [states[i] for i in full], one_by_one
+            )
+            for k, i in enumerate(block):
+                found[i] = Tallied(runs[i], *(part[k] for part in tally))
     return [found[i] for i in range(len(runs))]
 
 
@@ -80,32 +96,6 @@ def spec_of(trace: Trace, run: Run) -> PolicySpec:
         expert_bytes=run.expert_bytes,
         slots=run.slots,
     )
-
-
-def formula(policy: AnyPolicy, state: Any, spec: PolicySpec) -> tuple[str, ...]:
-    """What a policy computes, its state aside: equal for policies that may share a program."""
-    zero = jnp.zeros
-    observation = Observation(
-        layer=zero((), jnp.int32),
-        probabilities=zero((1, spec.num_experts)),
-        ids=zero((1, spec.width), jnp.int32),
-        weights=zero((1, spec.width)),
-        active=zero(1, bool),
-        resident=zero((len(spec.tiers), spec.num_experts), bool),
-        importance=zero(1),
-        predicted=zero((1, spec.num_experts)),
-    )
-    resident = zero((spec.num_layers, len(spec.tiers), spec.num_experts), bool)
-    prefill = dataclasses.replace(observation, is_prefill=True)
-    said = []
-    for traced in (
-        jax.make_jaxpr(policy.decide)(state, observation),
-        jax.make_jaxpr(policy.decide)(state, prefill),
-        jax.make_jaxpr(policy.transfers)(state, resident),
-    ):
-        consts = [(np.asarray(c).shape, np.asarray(c).tobytes()) for c in traced.consts]
-        said.append(f"{traced.jaxpr} {consts}")
-    return (type(policy).__name__, str(jax.tree.structure(state)), *spec.tiers, *said)
 
 
 def _check_needs(trace: Trace, run: Run) -> None:
@@ -122,10 +112,29 @@ def _check_needs(trace: Trace, run: Run) -> None:
         )
 
 
-def _run_group(
-    trace: Trace, cut: Sequence[Segment], runs: Sequence[Run], states: Sequence[Any]
+def block_size(count: int, state: Any, trace: Trace, num_tiers: int) -> int:
+    """How many of so many settings run side by side: blocks of one size within `BLOCK_BYTES`.
+
+    Args:
+      count: of settings.
+      state: of one.
+      trace: of the run.
+      num_tiers: T.
+    """
+    own = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    each = _TEMPORARIES * 4 * trace.num_layers * num_tiers * trace.num_experts + 4 * own
+    num_blocks = -(-count * each // BLOCK_BYTES)
+    return -(-count // min(count, num_blocks))
+
+
+def _run_block(
+    trace: Trace,
+    cut: Sequence[Segment],
+    runs: Sequence[Run],
+    states: Sequence[Any],
+    one_by_one: bool,
 ) -> Any:
-    """`Tally` of arrays [K, ...]."""
+    """`Tally` of arrays [K, ...], on the host."""
     policy = runs[0].policy
     # Those of a group that do not look ahead have a limit of 0 in their state.
     looks = any(getattr(run.policy, "needs", Needs()).predicted for run in runs)
@@ -133,16 +142,20 @@ def _run_group(
     foreseen = predicted.shape[2] if looks and predicted is not None else 0
     slots = jnp.asarray([run.slots for run in runs], jnp.int32)
     bulk = jnp.asarray([run.bulk for run in runs], jnp.int32)
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+    # On the host: a program of a thousand operands takes long to compile.
+    stacked = jax.tree.map(
+        lambda *leaves: jnp.asarray(np.stack(leaves)), *(jax.device_get(s) for s in states)
+    )
     start = jax.vmap(begin, in_axes=(0, 0, None, None))
     running: Running = start(stacked, slots, trace.num_layers, trace.num_experts)
-    replay = Replay(policy, foreseen, by_pairs=jax.default_backend() == "gpu")
+    on_gpu = next(iter(slots.devices())).platform == "gpu"
+    replay = Replay(policy, foreseen, one_by_one=one_by_one, on_gpu=on_gpu)
     for segment in cut:
         tokens = jax.tree.map(jnp.asarray, segment.tokens)
         running = run_calls(
             running, slots, bulk, tokens, replay=replay, is_prefill=segment.is_prefill
         )
-    return running.tally
+    return jax.device_get(running.tally)
 
 
 def by_name(tallied: Tallied, phase: int, events: Sequence[str]) -> Mapping[str, np.ndarray]:

@@ -23,6 +23,13 @@ class SweepConfig(RunConfig):
     tiers: tuple[str, ...] = option(
         ("int4=2654208",), "forms of falling fidelity, each NAME=BYTES of an expert"
     )
+    recommend: bool = option(
+        False, "no grid: the fastest policy in device_gib that keeps the floor, and how to run it"
+    )
+    device_gib: float = option(0.0, "recommend: of the accelerator's memory, for experts")
+    floor: float = option(
+        0.95, "recommend: share of the gate mass to be served as the first tier would"
+    )
     bulk: int = option(64, "experts that transfers bring between two calls of 16 steps at most")
     base_ms: float = option(0.0, "a decode step whose experts are all there")
     links: tuple[str, ...] = option(
@@ -53,6 +60,10 @@ class SweepConfig(RunConfig):
             raise MoejaxError("links=() must name a speed in GiB/s, or give a calibration")
         for link in self.links:
             _number("links", link)
+        if self.recommend and not self.device_gib > 0:
+            raise MoejaxError(f"device_gib={self.device_gib:g} must be above 0 to recommend for it")
+        if not 0 <= self.floor <= 1:
+            raise MoejaxError(f"floor={self.floor:g} must be from 0 to 1")
         for tier in self.tiers:
             name, _, size = tier.partition("=")
             if not name or not size.isdigit() or not int(size):

@@ -1,0 +1,205 @@
+"""`auto`: what is recommended for which facts, by which rows; engines that ask for it; sweeps."""
+
+import contextlib
+import io
+import json
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax import cli, sweep
+from moejax.config import PlanConfig
+from moejax.errors import MoejaxError
+from moejax.memory import automatic
+from moejax.memory.budget import Limits
+from moejax.planning import tiered_budget
+from moejax.policies import auto
+from moejax.policies.auto import Facts, Option, hot_gate_mass, recommended
+from moejax.policies.make import make_policy
+from moejax.policy_config import PolicyConfig
+from moejax.results import read_rows
+from moejax.simulation import recommending
+from moejax.simulation.costs import GIB, Machine
+from moejax.simulation.sweeping import Tiers
+from moejax.tiering import Tiering
+from moejax.traces import write_trace
+from tests import tiny_engine
+from tests.simulated_traces import random_trace
+
+RESULTS = Path(__file__).parents[1] / "scripts" / "results" / "policy_quality.jsonl"
+ONE = Option(tiers=("int4",), slots=(64,), low="int4")
+
+
+def facts(*options: Option, family: str = "qwen3_moe", all_fit: bool = False) -> Facts:
+    return Facts(family=family, num_experts=128, width=8, all_fit=all_fit, options=options)
+
+
+class RecommendedTest(parameterized.TestCase):
+    def test_everything_fits(self):
+        found = recommended(facts(all_fit=True))
+        self.assertEqual((found.policy, found.tiers), ("", ()))
+        whole = Option(tiers=("int4",), slots=(128,), low="int4")
+        self.assertEqual(recommended(facts(whole)).policy, "resident")
+
+    def test_a_low_tier_that_fits_whole(self):
+        good = Option(tiers=("stored", "int4"), slots=(20, 128), low="int4")
+        found = recommended(facts(good, ONE))
+        self.assertEqual((found.policy, found.tiers), ("dynaexq", ("stored", "int4")))
+        self.assertIn("int4 fits whole beside 20 of 128 experts", found.why)
+        few = Option(tiers=("stored", "int4"), slots=(7, 128), low="int4")
+        self.assertNotEqual(recommended(facts(few, ONE)).policy, "dynaexq")
+
+    def test_int2_must_be_for_little_of_the_gate_mass(self):
+        for hot, policy in ((64, "dymoe"), (100, "dymoe"), (120, "dynaexq")):
+            option = Option(tiers=("int4", "int2"), slots=(hot, 128), low="int2")
+            self.assertEqual(recommended(facts(option, ONE)).policy, policy, hot)
+
+    @parameterized.parameters("qwen3_moe", "mixtral", "of no row")
+    def test_else_what_sweeps_found(self, family):
+        found = recommended(facts(ONE, family=family))
+        self.assertEqual(found, recommended(facts(ONE, family=family)))
+        row = auto.nearest(family, 0.5, 50.0)
+        self.assertEqual(row["share"], 0.5)
+        self.assertEqual(row["family"] == family, family != "of no row")
+        self.assertEqual(found.policy, row["policy"])
+        self.assertEqual(found.settings["prefetch"], 0)
+        self.assertIn("64 of 128 experts fit in int4", found.why)
+        self.assertNotIn("\n", found.why)
+        make_policy(found.policy, **found.settings)
+
+    def test_the_table_is_of_the_fastest(self):
+        self.assertEqual(auto.table()["floor"], auto.FLOOR)
+        for row in auto.table()["rows"]:
+            times = row["tpot_ms"]
+            self.assertEqual(next(iter(times)).split()[0], row["policy"])
+            self.assertEqual(min(times.values()), next(iter(times.values())))
+
+    def test_hot_gate_mass_is_that_of_the_rows(self):
+        measured: dict[float, float] = {}
+        for row in read_rows(RESULTS):
+            parts = row.what.split(" | ")
+            if parts[:2] == ["dynaexq", "dynaexq int4/int2"] and parts[3] == "hot":
+                share = 1 - float(parts[4])
+                mass = row.baseline["gate int4"]
+                measured[share] = min(mass, measured.get(share, 1.0))
+        self.assertLen(measured, len(auto.HOT_GATE_MASS) - 2)
+        for share, mass in measured.items():
+            self.assertAlmostEqual(hot_gate_mass(share), mass, delta=5e-4)
+
+
+class EngineTest(absltest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.folder = Path(cls.enterClassContext(tempfile.TemporaryDirectory())) / "model"
+        cls.plain = tiny_engine.load_tiny_engine(cls.folder)
+
+    def engine(self, limits: Limits | None = None):
+        how = Tiering(policy="auto", quantizer="rtn", group_size=16)
+        with self.assertLogs(level="WARNING") as logs:
+            engine = tiny_engine.load_tiny_engine(self.folder, limits=limits, policy=how)
+        said = [line for line in logs.output if "policy auto: " in line]
+        self.assertLen(said, 1)
+        return engine, said[0]
+
+    def test_without_a_limit_there_is_no_policy(self):
+        engine, said = self.engine()
+        self.assertIn("policy auto: none; all experts fit", said)
+        self.assertIsNone(engine.ledger)
+        tokens = np.asarray([list(range(40, 52))])
+        np.testing.assert_array_equal(engine.logits(tokens), self.plain.logits(tokens))
+
+    def test_under_limits_it_runs_what_it_says(self):
+        config = {"policy": "dynaexq", "tiers": ("stored", "int4"), "slots": (2, 8)}
+        how = Tiering(**config, quantizer="rtn", group_size=16)
+        with_all = tiny_engine.load_tiny_engine(self.folder, limits=Limits(), policy=how)
+        room = with_all.budget.total_device / 2**30
+        # Of so small a model the buffers are larger than what slots save.
+        with mock.patch.object(automatic, "_all_fit", return_value=False):
+            engine, said = self.engine(Limits(device_gib=room))
+        self.assertIn("policy auto: dynaexq stored/int4", said)
+        self.assertEqual([tier.slots for tier in engine.budget.tiers][1], 8)
+        less = Tiering(policy="on_demand", tiers=("int4",), slots=(4,), quantizer="rtn",
+                       group_size=16)  # fmt: skip
+        least = tiny_engine.load_tiny_engine(self.folder, limits=Limits(), policy=less)
+        room = least.budget.total_device / 2**30
+        engine, said = self.engine(Limits(device_gib=room))
+        self.assertIn("policy auto: dymoe int4", said)
+        self.assertEqual([tier.slots for tier in engine.budget.tiers], [4])
+        answer = engine.generate(list(range(40, 52)), max_new_tokens=4, ignore_eos=True)
+        self.assertTrue(answer)
+        with self.assertRaisesRegex(MoejaxError, "is too little"):
+            tiny_engine.load_tiny_engine(
+                self.folder, limits=Limits(device_gib=1e-6),
+                policy=Tiering(policy="auto", quantizer="rtn", group_size=16),
+            )  # fmt: skip
+
+    def test_a_plan(self):
+        config = PlanConfig(
+            checkpoint=str(self.folder), platform="cpu", policy=PolicyConfig(name="auto")
+        )
+        tiering = config.policy.tiering()
+        assert tiering is not None
+        budget = tiered_budget(config, tiering)
+        self.assertEqual([tier.slots for tier in budget.tiers], [8])
+
+    def test_settings_are_refused(self):
+        for given, said in (({"retention": "0.9"}, "retention"), ({"slots": ("3",)}, "slots")):
+            with self.assertRaisesRegex(MoejaxError, f"{said} is for auto to choose"):
+                PolicyConfig(name="auto", **given).tiering()
+
+
+class RecommendTest(absltest.TestCase):
+    TRACE = random_trace(step_sizes=[9, *[1] * 60], num_layers=2, num_experts=16, width=4)
+    TIERS = Tiers(names=("int4", "int2"), expert_bytes=(1800, 1000))
+
+    def test_the_fastest_that_keeps_the_floor(self):
+        room = 2 * 8 * 1800 / GIB + 1e-9
+        found = list(recommending.candidates(self.TRACE, self.TIERS, room))
+        for one in found:
+            slots = np.atleast_1d(one.setting["slots"])
+            self.assertLessEqual(int(slots @ one.tiers.expert_bytes), 8 * 1800)
+        swept = recommending.replayed(self.TRACE, found, 64)
+        machine = Machine(base_ms=0.001, link_gib_per_s=0.01)
+        last = 0.0
+        for floor in (1.0, 0.9, 0.7, 0.0):
+            best = recommending.recommend(found, swept, machine, floor)
+            enough = [
+                one.figures(machine)["tpot_ms"]
+                for one in swept
+                if one.figures(machine)["gate_int4"] >= floor
+            ]
+            self.assertEqual(best.figures["tpot_ms"], min(enough))
+            self.assertGreaterEqual(last or 1e9, best.figures["tpot_ms"])
+            last = best.figures["tpot_ms"]
+        exact = recommending.recommend(found, swept, machine, 1.0)
+        self.assertEqual(exact.candidate.policy, "on_demand")
+        with self.assertRaisesRegex(MoejaxError, "does not hold an expert of each layer"):
+            list(recommending.candidates(self.TRACE, self.TIERS, 1e-9))
+
+    def test_the_command(self):
+        folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
+        write_trace(folder / "x.trace", self.TRACE)
+        arguments = [
+            "sweep", f"--config.trace={folder / 'x.trace'}", "--config.recommend=True",
+            "--config.tiers=('int4=1800', 'int2=1000')", "--config.floor=0.8",
+        ]  # fmt: skip
+        for more, status in (([], 1), (["--config.device_gib=0.00003"], 0)):
+            out, err = io.StringIO(), io.StringIO()
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                got = cli.exit_status(sweep.COMMAND, [*arguments, *more])
+            self.assertEqual(got, status, err.getvalue())
+        lines = out.getvalue().splitlines()
+        self.assertLen(lines, 4)
+        self.assertIn("ms a token at 50 GiB/s", lines[0])
+        self.assertIn("--config.policy.name=", lines[1])
+
+    def test_the_table_can_be_read(self):
+        self.assertEqual(json.loads(json.dumps(auto.table())), auto.table())
+
+
+if __name__ == "__main__":
+    absltest.main()
