@@ -1,5 +1,6 @@
 """Section `compose` of the quality benchmark: its policies, its front, equal memory."""
 
+import types
 from typing import Any
 
 import numpy as np
@@ -18,15 +19,6 @@ class Profile:
         conditional_coactivation(np.random.default_rng(0).integers(0, 9, (2, 8, 8))), 0.8, 4
     )
     gains = None
-
-
-class Shape:
-    """Of a model: what `held_first` looks at."""
-
-    num_layers = 2
-
-    class config:
-        num_experts = 8
 
 
 def decoded(tpot_ms: float, kl: float) -> Decoded:
@@ -57,7 +49,9 @@ class ComposeTest(absltest.TestCase):
         self.assertEqual(front(found), [True, True, False, False, True])
 
     def test_no_expert_is_held_twice(self):
-        shape: Any = Shape()
+        shape: Any = types.SimpleNamespace(
+            num_layers=2, config=types.SimpleNamespace(num_experts=8)
+        )
         for slots in ((3, 4), (3, 5), (8,), (3, 8)):
             held = held_first(slots, shape)
             counts = [row.shape for row in held]
