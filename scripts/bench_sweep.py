@@ -145,7 +145,7 @@ def row(policy: str, done: Measured, rate: float, device: jax.Device) -> ResultR
         unit="s",
         baseline=facts,
         device=describe_device(device),
-        versions=package_versions("moejax", "jax", "jaxlib"),
+        versions=package_versions("jax", "jaxlib"),
         date=today(),
         command=command_line(),
     )
