@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax import ops
+from moejax import ops, served
 from moejax.checkpoints import open_checkpoint
 from moejax.chunks import MAX_PREFILL_LENGTH, MIN_KV_LENGTH, length_bucket, longest_chunk
 from moejax.devices import choose_device, enable_compilation_cache, plain_memory_errors
 from moejax.errors import MoejaxError
+from moejax.evaluation.likelihood import PairScorer, Scored
 from moejax.fidelity import TieredLedger
 from moejax.generation import AnswerBuilder, Chunk, Generation, GenerationSettings, Timing
 from moejax.ledger import Ledger
@@ -190,18 +191,9 @@ class Engine:
     @property
     def weights_summary(self) -> str:
         """The size of the weights and how they are packed, in one line."""
-        size = f"{self.weights_nbytes / 1e6:.1f} MB, {self.bits_per_weight:.2f} bits a weight"
-        packed = {name: ops.packing(leaf) for name, leaf in self.weights.items()}
-        kinds = {kind: [n for n in packed if packed[n] == kind] for kind in packed.values() if kind}
-        if not kinds:
-            return f"{size}, none packed"
-        said = "; ".join(f"{', '.join(names)}: {kind}" for kind, names in kinds.items())
-        runs = []
-        for phase, found in self._products().items():
-            used = sorted({of.implementation for of in found.values() if of.packed})
-            how = "dequantized for each product" if used == [ops.DEQUANTIZED] else ", ".join(used)
-            runs.append(f"{phase}: {how}")
-        return f"{size} ({said}); {'; '.join(runs)}"
+        return served.weights_summary(
+            self.weights, self.weights_nbytes, self.bits_per_weight, self._products()
+        )
 
     @property
     def kernels(self) -> dict[str, str]:
@@ -316,11 +308,7 @@ class Engine:
             raise MoejaxError(f"logits takes token ids [B, T], not shape {tokens.shape}")
         if not np.issubdtype(tokens.dtype, np.integer):
             raise MoejaxError(f"logits takes token ids, not {tokens.dtype}")
-        if tokens.shape[1] > self.config.max_positions:
-            raise MoejaxError(
-                f"{tokens.shape[1]} tokens do not fit the model's context of "
-                f"{self.config.max_positions}"
-            )
+        self._check_length(tokens.shape[1])
         self._check_tokens(tokens)
         return self._runner.logits(tokens.astype(np.int32))
 
@@ -335,14 +323,19 @@ class Engine:
         Returns:
           float64[B], in nats, summed over each row.
         """
-        if tokens.shape[1] > self.config.max_positions:
-            raise MoejaxError(
-                f"windows of {tokens.shape[1]} tokens do not fit the model's context of "
-                f"{self.config.max_positions}"
-            )
+        self._check_length(tokens.shape[1], "windows of ")
         self._check_tokens(tokens)
         self._check_tokens(targets[targets != -1])
         return self._runner.score(tokens, lengths, targets)
+
+    @functools.cached_property
+    def scorer(self) -> PairScorer:
+        """Log-likelihoods of texts and of token ids."""
+        return PairScorer(self._runner, self.tokenizer, self.eos_ids)
+
+    def loglikelihood(self, pairs: Sequence[tuple[str, str]], **how: Any) -> list[Scored]:
+        """Of each (context, continuation); `PairScorer.of_texts` says how, and what `how` is."""
+        return self.scorer.of_texts(pairs, **how)
 
     def _ending(self, settings: GenerationSettings) -> tuple[int, ...]:
         return () if settings.ignore_eos else self.eos_ids
@@ -390,6 +383,11 @@ class Engine:
             raise MoejaxError("an empty prompt: give at least one token")
         self._check_tokens(np.asarray(ids))
         return ids
+
+    def _check_length(self, length: int, what: str = "") -> None:
+        longest = self.config.max_positions
+        if length > longest:
+            raise MoejaxError(f"{what}{length} tokens do not fit the model's context of {longest}")
 
     def _check_tokens(self, ids: np.ndarray) -> None:
         wrong = ids[(ids < 0) | (ids >= self.config.vocab_size)]

@@ -178,3 +178,31 @@ def plain_remarks(served: Mapping[str, Served], expected: str | None) -> list[st
         for name, of in found.items()
         if not of.packed and of.refusals
     ]
+
+
+def weights_summary(
+    weights: Mapping[str, Weight],
+    num_bytes: int,
+    bits_per_weight: float,
+    products: Mapping[str, Mapping[str, Served]],
+) -> str:
+    """The size of an engine's weights and how they are packed, in one line.
+
+    Args:
+      weights: by name.
+      num_bytes: of all of them.
+      bits_per_weight: of all of them.
+      products: what serves each product, by phase and name.
+    """
+    size = f"{num_bytes / 1e6:.1f} MB, {bits_per_weight:.2f} bits a weight"
+    packed = {name: ops.packing(leaf) for name, leaf in weights.items()}
+    kinds = {kind: [n for n in packed if packed[n] == kind] for kind in packed.values() if kind}
+    if not kinds:
+        return f"{size}, none packed"
+    said = "; ".join(f"{', '.join(names)}: {kind}" for kind, names in kinds.items())
+    runs = []
+    for phase, found in products.items():
+        used = sorted({of.implementation for of in found.values() if of.packed})
+        how = "dequantized for each product" if used == [ops.DEQUANTIZED] else ", ".join(used)
+        runs.append(f"{phase}: {how}")
+    return f"{size} ({said}); {'; '.join(runs)}"
