@@ -62,7 +62,7 @@ class AnswerFile:
 
     def _read(self, path: Path) -> None:
         rows = []
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8").split("\n")[:-1]:  # the last is no whole line
             try:
                 rows.append(json.loads(line))
             except json.JSONDecodeError:

@@ -229,29 +229,33 @@ class PairScorer:
         lm_eval's rolling log-likelihood: the first token follows `prefix_id`, and each is scored
         once. A text without tokens scores nothing.
         """
-        ids = [self._encode(text) for text in texts]
+        ids = [self.encode(text) for text in texts]
         pairs = [([self._prefix()], tokens) for tokens in ids if tokens]
         found = iter(self.of_tokens(pairs, batch_size=batch_size, on_done=on_done))
         return [next(found) if tokens else Scored(0.0, True, 0) for tokens in ids]
 
-    def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """The tokens of both; see the module."""
-        if not context:
-            prefix, ids = self._prefix(), self._encode(continuation, special=False)
-            return (ids[:1], ids[1:]) if ids[:1] == [prefix] else ([prefix], ids)
-        stem = context.rstrip()
-        continuation = context[len(stem) :] + continuation
-        first = self._encode(stem)
-        whole = self._encode(stem + continuation)
-        return first, whole[len(first) :]
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Tokens of a text, with those that the tokenizer adds if `special`.
 
-    def _encode(self, text: str, special: bool = True) -> list[int]:
+        A text that brings its own bos (or what serves for it) gets no second one.
+        """
         if self._tokenizer is None:
             raise MoejaxError("this checkpoint has no tokenizer.json: give token ids")
-        if special and self.prefix_id is not None:  # a text that brings its own bos gets no second
+        if special and self.prefix_id is not None:
             bos = self._tokenizer.decode([self.prefix_id], skip_special_tokens=False)
             special = not (bos and text.startswith(bos))
         return self._tokenizer.encode(text, add_special_tokens=special)
+
+    def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """The tokens of both; see the module."""
+        if not context:
+            prefix, ids = self._prefix(), self.encode(continuation, special=False)
+            return (ids[:1], ids[1:]) if ids[:1] == [prefix] else ([prefix], ids)
+        stem = context.rstrip()
+        continuation = context[len(stem) :] + continuation
+        first = self.encode(stem)
+        whole = self.encode(stem + continuation)
+        return first, whole[len(first) :]
 
     def _prefix(self) -> int:
         if self.prefix_id is None:

@@ -155,7 +155,6 @@ def generate(
 
     A prompt that leaves no room for an answer is cut at its beginning.
     """
-    assert engine.tokenizer is not None
     context = engine.budget.context if engine.budget else engine.config.max_positions
     room = context - max_new_tokens
     if room < 1:
@@ -166,7 +165,7 @@ def generate(
     found = []
     for first in range(0, len(part), batch_size):
         batch = part[first : first + batch_size]
-        ids = [engine.tokenizer.encode(document.prompt) for document in batch]
+        ids = [engine.scorer.encode(document.prompt) for document in batch]
         filled = [tokens[-room:] for tokens in ids]
         filled += [filled[-1]] * (batch_size - len(batch))  # one shape of program
         texts = engine.generate(filled, max_new_tokens=max_new_tokens, stop=task.until)
