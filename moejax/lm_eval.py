@@ -1,6 +1,6 @@
 """EleutherAI's lm_eval with moejax among its models; the arguments are lm_eval's own.
 
-    python -m moejax.lm_eval run --model moejax --model_args pretrained=DIR --tasks arc_easy
+    python -m moejax.lm_eval --model moejax --model_args pretrained=DIR --tasks arc_easy
 
 `moejax.evaluation.lm_eval_model` says what `--model_args` may hold. lm_eval finds models in its
 registry only, and has no way of its own to hear of another package's: this adds ours, and hands

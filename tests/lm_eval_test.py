@@ -104,7 +104,7 @@ class LmEvalTest(absltest.TestCase):
         (self.folder / "piqa.yaml").write_text(json.dumps(task))  # JSON is YAML
         output = self.folder / "out"
         done = python(
-            "-m", "moejax.lm_eval", "run", "--model", "moejax", "--tasks", "local_piqa",
+            "-m", "moejax.lm_eval", "--model", "moejax", "--tasks", "local_piqa",
             "--model_args", f"pretrained={self.checkpoint},platform=cpu,memory.slots=4",
             "--include_path", str(self.folder), "--output_path", str(output),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""moejax as a model of EleutherAI's lm_eval: `python -m moejax.lm_eval run --model moejax ...`.
+"""moejax as a model of EleutherAI's lm_eval: `python -m moejax.lm_eval --model moejax ...`.
 
 Model arguments are `pretrained`, `batch_size` and the fields of `moejax.evaluate`'s configuration
 that name a model and how it runs:

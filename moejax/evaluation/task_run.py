@@ -163,11 +163,13 @@ def generate(
             f"{context}"
         )
     found = []
+    counts = engine.ledger is not None  # what is run in addition would be counted
     for first in range(0, len(part), batch_size):
         batch = part[first : first + batch_size]
         ids = [engine.scorer.encode(document.prompt) for document in batch]
         filled = [tokens[-room:] for tokens in ids]
-        filled += [filled[-1]] * (batch_size - len(batch))  # one shape of program
+        if not counts:  # a batch of another size would be compiled
+            filled += [filled[-1]] * (batch_size - len(batch))
         texts = engine.generate(filled, max_new_tokens=max_new_tokens, stop=task.until)
         for document, tokens, answer in zip(batch, ids, texts[: len(batch)], strict=True):
             problem, text = _problem(document), answer.text or ""
