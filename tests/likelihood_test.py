@@ -3,12 +3,13 @@
 import dataclasses
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
 from absl.testing import absltest, parameterized
 
-from moejax import Engine, MoejaxError
+from moejax import Engine, MoejaxError, chunks
 from moejax.evaluation.likelihood import token_windows
 from tests import tiny_engine
 from tests.hf_checkpoints import reference_model, write_checkpoint
@@ -71,6 +72,17 @@ class TransformersTest(parameterized.TestCase):
                 self.assertEqual(scored.num_tokens, len(pair[1]))
             self.assertTrue(found[-2].is_greedy)
             self.assertFalse(found[-1].is_greedy)
+
+    def test_chunk_by_chunk(self):
+        """A continuation that begins in one chunk of a prompt and ends in another."""
+        rng = np.random.default_rng(6)
+        pairs = [(rng.integers(0, 160, n).tolist(), rng.integers(0, 160, m).tolist())
+                 for n, m in ((12, 30), (40, 3), (3, 2))]  # fmt: skip
+        with mock.patch.object(chunks, "MAX_PREFILL_LENGTH", 16):
+            found = self.engine.scorer.of_tokens(pairs, batch_size=3)
+        for pair, scored in zip(pairs, found, strict=True):
+            total, _ = reference(self.model, *pair)
+            self.assertAlmostEqual(scored.log_likelihood, total, delta=1e-3)
 
     def test_no_retrace_and_progress(self):
         rng = np.random.default_rng(4)
