@@ -11,6 +11,8 @@ from typing import Any
 
 from moejax.errors import MoejaxError
 from moejax.evaluation.perplexity import PRESETS, Windowing
+from moejax.evaluation.problems import GenerationTask
+from moejax.evaluation.tasks import TASKS
 from moejax.evaluation.texts import JOINS
 from moejax.generation import GenerationSettings
 from moejax.memory.budget import Limits
@@ -19,7 +21,8 @@ from moejax.options import RunConfig, option
 from moejax.options import to_config_dict as to_config_dict
 from moejax.policy_config import PolicyConfig
 
-EVALUATION_TASKS = ("perplexity",)
+PERPLEXITY = "perplexity"
+EVALUATION_TASKS = (PERPLEXITY, *TASKS)
 SHAPE_BITS = (2, 3, 4, 8, 16)
 
 
@@ -231,7 +234,7 @@ class QuantizeConfig(RunConfig):
 class EvaluateConfig(RecordConfig):
     """What `python -m moejax.evaluate` runs; model and text are checked where they are read."""
 
-    task: str = option("perplexity", "what is measured: perplexity")
+    task: str = option(PERPLEXITY, f"what is measured: {', '.join(EVALUATION_TASKS)}")
     checkpoint: str = option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
     text: str = option(
         "wikitext2", "a UTF-8 file (.txt, .xz, .gz), or wikitext2: the test rows from the Hub"
@@ -243,8 +246,17 @@ class EvaluateConfig(RecordConfig):
     window: int = option(0, "tokens that a prediction sees at most; 0: the preset's")
     stride: int = option(0, "tokens that windows advance by; 0: the preset's, at most the window")
     max_tokens: int = option(0, "score no more than the first so many tokens; 0: all")
+    data: str = option("", "of tasks but perplexity: their rows, JSON Lines (.jsonl, .xz, .gz)")
+    fewshot: int = option(-1, "examples before each of them; -1: 5 of gsm8k, else none")
+    fewshot_data: str = option("", "the rows that examples are taken from, the first ones")
+    limit: int = option(0, "rows that are taken, a random sample; 0: all")
+    seed: int = option(0, "of that sample")
+    max_new_tokens: int = option(0, "of an answer that is generated; 0: the task's")
+    execute: bool = option(
+        False, "humaneval: run what the model wrote, in a subprocess with limits (no prison)"
+    )
     batch_size: int = option(
-        8, "windows at once; without a policy the result does not depend on it"
+        8, "sequences at once; without a policy the result does not depend on it"
     )
     memory: MemoryConfig = option(  # noqa: RUF009 -- it is frozen
         MemoryConfig(), "limits, under which experts may move"
@@ -274,10 +286,22 @@ class EvaluateConfig(RecordConfig):
         window = self.window or preset.window
         return Windowing(window, self.stride or min(preset.stride, window))
 
+    def num_fewshot(self) -> int:
+        """Examples before each document: the task's own where none are given."""
+        return self.fewshot if self.fewshot >= 0 else TASKS[self.task].fewshot
+
+    def answer_length(self) -> int:
+        """Most tokens of a generated answer: the task's own where none are given."""
+        task = TASKS[self.task]
+        own = task.max_new_tokens if isinstance(task, GenerationTask) else 0
+        return self.max_new_tokens or own
+
     def check(self) -> None:
         """See `RunConfig.check`."""
         if self.task not in EVALUATION_TASKS:
             raise MoejaxError(f"task={self.task!r} is not there; {_listed(EVALUATION_TASKS)}")
+        if self.task in TASKS:
+            self._check_task()
         if not self.checkpoint:
             raise MoejaxError("checkpoint='' must be a name or a directory")
         if not self.text:
@@ -295,6 +319,26 @@ class EvaluateConfig(RecordConfig):
         if not 0 <= self.fidelity_share <= 1:
             raise MoejaxError(f"fidelity_share={self.fidelity_share} must be from 0 to 1")
         self.windowing().check()
+
+    def _check_task(self) -> None:
+        task = TASKS[self.task]
+        if not self.data:
+            raise MoejaxError(f"task={self.task} needs data=FILE, its rows in JSON Lines")
+        if self.fewshot < -1:
+            raise MoejaxError(f"fewshot={self.fewshot} must be -1 (the task's) or a number")
+        if self.num_fewshot() and not self.fewshot_data:
+            raise MoejaxError(
+                f"task={self.task} with fewshot={self.num_fewshot()} needs fewshot_data=FILE, the "
+                "rows that examples are taken from; or set fewshot=0"
+            )
+        for name in ("limit", "max_new_tokens"):
+            if getattr(self, name) < 0:
+                raise MoejaxError(f"{name}={getattr(self, name)} must be 0 or a number")
+        if isinstance(task, GenerationTask) and task.executes and not self.execute:
+            raise MoejaxError(
+                f"task={self.task} runs programs that the model wrote; where that can do no harm "
+                "(a container without network), allow it: --config.execute=True"
+            )
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -16,6 +16,7 @@ from moejax.checkpoints import open_checkpoint
 from moejax.chunks import MAX_PREFILL_LENGTH, MIN_KV_LENGTH, length_bucket, longest_chunk
 from moejax.devices import choose_device, enable_compilation_cache, plain_memory_errors
 from moejax.errors import MoejaxError
+from moejax.evaluation.likelihood import PairScorer, Scored
 from moejax.fidelity import TieredLedger
 from moejax.generation import AnswerBuilder, Chunk, Generation, GenerationSettings, Timing
 from moejax.ledger import Ledger
@@ -25,7 +26,7 @@ from moejax.memory.expert_memory import ExpertMemory
 from moejax.memory.opening import load_whole, open_memory
 from moejax.memory.tiered_memory import TieredMemory
 from moejax.models.config import ModelConfig
-from moejax.prompts import Prompt, as_batch, check_tokens, token_ids_of
+from moejax.prompts import Prompt, as_batch, check_length, check_tokens, token_ids_of
 from moejax.qtensor import Weight
 from moejax.recording import RecordSpec, recording
 from moejax.runner import Runner
@@ -333,11 +334,7 @@ class Engine:
             raise MoejaxError(f"logits takes token ids [B, T], not shape {tokens.shape}")
         if not np.issubdtype(tokens.dtype, np.integer):
             raise MoejaxError(f"logits takes token ids, not {tokens.dtype}")
-        if tokens.shape[1] > self.config.max_positions:
-            raise MoejaxError(
-                f"{tokens.shape[1]} tokens do not fit the model's context of "
-                f"{self.config.max_positions}"
-            )
+        check_length(tokens.shape[1], self.config.max_positions)
         check_tokens(tokens, self.config.vocab_size)
         return self._runner.logits(tokens.astype(np.int32))
 
@@ -352,14 +349,19 @@ class Engine:
         Returns:
           float64[B], in nats, summed over each row.
         """
-        if tokens.shape[1] > self.config.max_positions:
-            raise MoejaxError(
-                f"windows of {tokens.shape[1]} tokens do not fit the model's context of "
-                f"{self.config.max_positions}"
-            )
+        check_length(tokens.shape[1], self.config.max_positions, "windows of ")
         check_tokens(tokens, self.config.vocab_size)
         check_tokens(targets[targets != -1], self.config.vocab_size)
         return self._runner.score(tokens, lengths, targets)
+
+    @property
+    def scorer(self) -> PairScorer:
+        """Log-likelihoods of texts and of token ids."""
+        return PairScorer(self._runner, self.tokenizer, self.eos_ids)
+
+    def loglikelihood(self, pairs: Sequence[tuple[str, str]], **how: Any) -> list[Scored]:
+        """Of each (context, continuation); `PairScorer.of_texts` says how, and what `how` is."""
+        return self.scorer.of_texts(pairs, **how)
 
     def _ending(self, settings: GenerationSettings) -> tuple[int, ...]:
         return () if settings.ignore_eos else self.eos_ids

@@ -97,3 +97,9 @@ def check_tokens(ids: np.ndarray, vocab_size: int) -> None:
     wrong = ids[(ids < 0) | (ids >= vocab_size)]
     if wrong.size:
         raise MoejaxError(f"token id {wrong.flat[0]} is outside the vocabulary of {vocab_size}")
+
+
+def check_length(length: int, longest: int, what: str = "") -> None:
+    """Raises MoejaxError if so many tokens (after words for them) are more than a context holds."""
+    if length > longest:
+        raise MoejaxError(f"{what}{length} tokens do not fit the model's context of {longest}")

@@ -156,7 +156,7 @@ class Runner:
             return time.perf_counter() - started - (self.programs.seconds - compiled)
 
         def read(tokens: jax.Array) -> list[list[int]]:
-            with self._reading():
+            with self.reading():
                 return [[t for t in row if t >= 0] for row in np.asarray(tokens).tolist()]
 
         session = self.prefill(prompts, cache_length, settings, eos_ids)
@@ -259,7 +259,7 @@ class Runner:
                 self._put(chunk),
                 self._put(np.int32(start)),
             )
-            with self._reading():
+            with self.reading():
                 logits.append(np.asarray(out)[:, : part.shape[1]])
         return np.concatenate(logits, axis=1)
 
@@ -296,7 +296,7 @@ class Runner:
                 self._put(wanted[:, places]),
             )
             parts.append(nats)
-        with self._reading():
+        with self.reading():
             return np.sum([np.asarray(nats, np.float64) for nats in parts], axis=0)
 
     def fold(self, function: Any, carried: Any, tokens: np.ndarray, lengths: np.ndarray) -> Any:
@@ -375,7 +375,7 @@ class Runner:
         finally:
             self._program, self._recorder = plain, None
 
-    def _reading(self) -> contextlib.AbstractContextManager[None]:
+    def reading(self) -> contextlib.AbstractContextManager[None]:
         """Around reading results of steps."""
         return self.memory.reading() if self.memory else contextlib.nullcontext()
 

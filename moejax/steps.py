@@ -76,7 +76,7 @@ def fresh(
     return empty_cache(config, batch, cache_length, dtype), hidden, keys
 
 
-def _run(
+def run_layers(
     program: Program,
     spec: ChunkSpec,
     model: Transformer,
@@ -153,7 +153,7 @@ def prefill_chunk(
     steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     positions = jnp.broadcast_to(start + steps, tokens.shape)
     mask = positions < lengths[:, None]
-    cache, pool, hidden, recorded = _run(
+    cache, pool, hidden, recorded = run_layers(
         program, spec, model, tokens, positions, mask, cache, pool, store
     )
     last = lengths - 1 - start
@@ -177,7 +177,7 @@ def chunk_logits(
     steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     positions = jnp.broadcast_to(start + steps, tokens.shape)
     mask = jnp.ones(tokens.shape, bool)
-    cache, pool, hidden, recorded = _run(
+    cache, pool, hidden, recorded = run_layers(
         program, spec, model, tokens, positions, mask, cache, pool, store
     )
     return cache, pool, model.project_to_vocab(hidden), recorded
@@ -220,7 +220,7 @@ def score_chunk(
     steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     positions = jnp.broadcast_to(start + steps, tokens.shape)
     mask = positions < lengths[:, None]
-    cache, pool, hidden, recorded = _run(
+    cache, pool, hidden, recorded = run_layers(
         program, spec, model, tokens, positions, mask, cache, pool, store
     )
     if not places.size:
@@ -337,7 +337,7 @@ def decode(
         before = pool
         tokens, positions = state.tokens[:, None], state.positions[:, None]
         rests = state.done | (index >= num_steps) if runs_whole else state.done
-        cache, pool, hidden, recorded = _run(
+        cache, pool, hidden, recorded = run_layers(
             program, spec, model, tokens, positions, ~rests[:, None], state.cache, pool, store
         )
         if recorded is not None and kept is not None:

@@ -54,6 +54,10 @@ class Tokenizer:
         """Text of token ids; ids without a token are left out."""
         return self._encoder.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its text, such as "<s>"; None where there is none."""
+        return self._encoder.token_to_id(token)
+
     def stream(self) -> "TokenStream":
         """Decodes one token after the other."""
         return TokenStream(self.decode)

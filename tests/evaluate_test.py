@@ -134,7 +134,7 @@ class EvaluateTest(parameterized.TestCase):
         ({"stride": 33}, "stride=33 must be from 1 to 32, the window"),
         ({"window": -1}, "window=-1 must be 0 or a number"),
         ({"batch_size": 0}, "batch_size=0 must be at least 1"),
-        ({"task": "mmlu"}, "task='mmlu' is not there; there is: perplexity"),
+        ({"task": "mmlus"}, "task='mmlus' is not there; there are: perplexity, arc_easy"),
         ({"preset": "1"}, "preset='1' is not there; there are: 2048/2048, 2048/512"),
         ({"join": "x"}, "join='x' is not there; there are: none, wikitext"),
         ({"output": "no/such/x.json"}, "output no/such/x.json lies in no/such, which is not"),

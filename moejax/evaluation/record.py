@@ -115,6 +115,13 @@ def perplexity_record(
         "policy": policy,
         "ledger": None if ledger is None else ledger.as_dict(),
         "fidelity": None if fidelity is None else fidelity.as_dict(),
+        **_of_run(engine, stored, {"score": seconds}),
+    }
+
+
+def _of_run(engine: "Engine", stored: int | None, seconds: dict[str, float]) -> dict[str, Any]:
+    """What every result says of the model and of what it cost."""
+    return {
         "dtype": str(engine.dtype),
         "experts": engine.experts_used,
         "kernels": engine.kernels,
@@ -129,16 +136,91 @@ def perplexity_record(
             "device_peak_bytes": report.device_peak_bytes(engine.device),
             "host_peak_bytes": report.host_peak_bytes(),
         },
-        "seconds": {
-            "load": engine.load_seconds,
-            "compile": engine.compile_seconds,
-            "score": seconds,
-        },
+        "seconds": {"load": engine.load_seconds, "compile": engine.compile_seconds, **seconds},
         "device": results.describe_device(engine.device),
         "versions": results.package_versions("jax", "jaxlib", "flax", "numpy", "tokenizers"),
         "date": results.today(),
         "command": results.command_line(),
     }
+
+
+def fingerprint(directory: Path) -> dict[str, Any]:
+    """What tells a checkpoint from another: hashes of its small files, sizes and times of the rest.
+
+    Args:
+      directory: a checkpoint's.
+    """
+    small = {
+        name: hashlib.sha256((directory / name).read_bytes()).hexdigest()
+        for name in ("config.json", "tokenizer.json")
+        if (directory / name).is_file()
+    }
+    large = [
+        [path.name, path.stat().st_size, path.stat().st_mtime_ns]
+        for path in sorted(directory.glob("*.safetensors"))
+    ]
+    return {"sha256": small, "files": large}
+
+
+def task_record(
+    engine: "Engine",
+    head: dict[str, Any],
+    *,
+    checkpoint: str,
+    stored: int | None,
+    seconds: float,
+    ledger: "Ledger | TieredLedger | None",
+    figures: dict[str, Any],
+    num_resumed: int,
+) -> dict[str, Any]:
+    """The result of a task as JSON.
+
+    Args:
+      engine: that answered.
+      head: what was measured, of what, how (`answers.AnswerFile`).
+      checkpoint: as the user named it.
+      stored: bytes of the checkpoint's tensors, None if not known.
+      seconds: of answering, compiling left out.
+      ledger: of experts that moved in this run.
+      figures: the result.
+      num_resumed: documents whose answers an earlier run left; times and ledger are without them.
+    """
+    return {
+        "task": head["task"],
+        "checkpoint": checkpoint,
+        **figures,
+        "data": head["data"],
+        "protocol": {**head["protocol"], "files": head["checkpoint"]},
+        "policy": head["policy"],
+        "limits": head["memory"],
+        "ledger": None if ledger is None else ledger.as_dict(),
+        "resumed_documents": num_resumed,
+        **_of_run(engine, stored, {"answer": seconds}),
+    }
+
+
+def task_summary(record: dict[str, Any]) -> list[str]:
+    """The result in lines: all documents, then the groups."""
+    protocol = record["protocol"]
+    cut = f", {record['cut_documents']} prompts cut" if record["cut_documents"] else ""
+    lines = [
+        f"{record['task']}: {_metrics(record['metrics'])}; {record['documents']} documents of "
+        f"{record['data']['source']}, {protocol['fewshot']} examples, {protocol['decoding']}{cut}; "
+        f"{record['weights']['bits_per_weight']:.3f} bits a weight in memory; {record['dtype']}, "
+        f"experts by {'/'.join(record['experts'])}, {record['seconds']['answer']:.1f} s"
+    ]
+    for group, found in record["groups"].items():
+        metrics = {name: value for name, value in found.items() if name != "documents"}
+        lines.append(f"  {group}: {_metrics(metrics)}; {found['documents']} documents")
+    return lines
+
+
+def _metrics(metrics: dict[str, dict[str, float | None]]) -> str:
+    said = []
+    for name, found in metrics.items():
+        error = "" if found["stderr"] is None else f" ± {found['stderr']:.4f}"
+        said.append(f"{name} {found['value']:.4f}{error}")
+    return ", ".join(said)
 
 
 def summary(record: dict[str, Any]) -> str:

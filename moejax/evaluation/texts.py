@@ -50,7 +50,7 @@ def load_text(name: str, join: str) -> Text:
     if name == WIKITEXT2 and not Path(name).exists():
         return Text("\n\n".join(_hub_rows()), f"{_HUB_NAME} {_HUB_SUBSET} test, rows joined")
     path = Path(name)
-    content = _decoded(path, _unpacked(path))
+    content = decoded(path, unpacked(path))
     if join == "wikitext":
         content = joined_rows(content)
     if not content.strip():
@@ -68,7 +68,12 @@ def joined_rows(content: str) -> str:
     return "\n\n".join(line + "\n" if line.strip() else "" for line in lines)
 
 
-def _unpacked(path: Path) -> bytes:
+def unpacked(path: Path) -> bytes:
+    """The bytes of a file, those that .xz or .gz packed.
+
+    Raises:
+      MoejaxError: there is none, it cannot be read, or is broken.
+    """
     try:
         stored = path.read_bytes()
     except FileNotFoundError as error:
@@ -89,7 +94,8 @@ def _unpacked(path: Path) -> bytes:
         ) from error
 
 
-def _decoded(path: Path, content: bytes) -> str:
+def decoded(path: Path, content: bytes) -> str:
+    """UTF-8 as text; a MoejaxError names the first byte of `path` that is none."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -1,0 +1,25 @@
+"""The engine of an evaluation."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moejax.config import EvaluateConfig, MemoryConfig
+
+if TYPE_CHECKING:  # importing the engine imports JAX, which --help and mistakes need not wait for
+    from moejax.engine import Engine
+    from moejax.tiering import Tiering
+
+
+def load_engine(config: EvaluateConfig, directory: Path, policy: "Tiering | None") -> "Engine":
+    """The engine of a configuration; without a policy, the exact one."""
+    from moejax.engine import Engine
+
+    return Engine.from_pretrained(
+        directory,
+        dtype=config.dtype,
+        platform=config.platform,
+        compilation_cache=config.compilation_cache,
+        limits=config.memory.limits() if config.memory != MemoryConfig() else None,
+        policy=policy,
+        batch=config.batch_size,
+    )

@@ -1,0 +1,25 @@
+"""EleutherAI's lm_eval with moejax among its models; the arguments are lm_eval's own.
+
+    python -m moejax.lm_eval --model moejax --model_args pretrained=DIR --tasks arc_easy
+
+`moejax.evaluation.lm_eval_model` says what `--model_args` may hold. lm_eval finds models in its
+registry only, and has no way of its own to hear of another package's: this adds ours, and hands
+over.
+"""
+
+import importlib
+import sys
+
+
+def main() -> None:
+    """Registers the model and runs lm_eval's command line."""
+    try:
+        importlib.import_module("moejax.evaluation.lm_eval_model")
+        command_line = importlib.import_module("lm_eval.__main__")
+    except ModuleNotFoundError as error:
+        sys.exit(f"error: lm_eval is not installed ({error}): pip install 'moejax[evaluation]'")
+    command_line.cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""moejax behind lm_eval: arguments, and the same scores as lm_eval's Hugging Face class."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from absl.testing import absltest
+
+from moejax import MoejaxError, lm_eval
+from tests import tiny_engine
+
+ROOT = Path(__file__).parents[1]
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "then", "rests"]
+needs_lm_eval = unittest.skipUnless(
+    importlib.util.find_spec("lm_eval"), "needs lm_eval: pip install 'moejax[evaluation]'"
+)
+
+
+def samples() -> dict[str, list[dict[str, Any]]]:
+    """Rows of each file that scripts/compare_lm_eval.py reads."""
+    arc, hellaswag, piqa, mmlu, gsm8k = [], [], [], [], []
+    for i in range(7):
+        a, b, c, d = WORDS[i : i + 4]
+        arc.append({"query": f"Question: {a} {b}?", "choices": [c, d, a], "gold": i % 3})
+        hellaswag.append(
+            {"activity_label": a, "ctx_a": f"{b} [title] {c}.", "ctx_b": d,
+             "endings": [f"{a} {c}.", f"[step] {d}", b, f"{c} {b} {a}"], "label": str(i % 4)}
+        )  # fmt: skip
+        piqa.append({"goal": f"{a} {b}", "sol1": f"{c} {d}", "sol2": d, "label": i % 2})
+        mmlu.append(
+            {"question": f" {a} {b}", "subject": "high_school_geography",
+             "choices": [a, b, c, d], "answer": i % 4}
+        )  # fmt: skip
+        gsm8k.append({"question": f"{a} {i}?", "answer": f"{b} {i} #### {i}"})
+    return {
+        "arc_easy.test": arc,
+        "arc_challenge.test": arc,
+        "hellaswag.validation": hellaswag,
+        "piqa.validation": piqa,
+        "mmlu.test": mmlu,
+        "mmlu.dev": [{**row, "question": f"so {row['question']}"} for row in mmlu],
+        "gsm8k.test": gsm8k,
+        "gsm8k.train": [{**row, "question": f"so {row['question']}"} for row in gsm8k],
+    }
+
+
+def python(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Python in a process of its own: lm_eval's dependencies warn as they are imported."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+
+
+class LmEvalTest(absltest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.folder = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.checkpoint = cls.folder / "tiny"
+        tiny_engine.load_tiny_engine(cls.checkpoint, eos_ids=(3,))
+        names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "#"}
+        (cls.checkpoint / "tokenizer_config.json").write_text(json.dumps(names))
+        for name, rows in samples().items():
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            (cls.folder / f"{name}.jsonl").write_text(text)
+
+    @needs_lm_eval
+    def test_three_ways_to_the_same_scores(self):
+        output = self.folder / "rows.jsonl"
+        done = python(
+            "-m", "scripts.compare_lm_eval", f"--data={self.folder}", "--documents=7",
+            f"--checkpoint={self.checkpoint}", f"--output={output}", "--batch_size=3",
+        )  # fmt: skip
+        self.assertEqual(done.returncode, 0, done.stderr[-3000:])
+        rows = [json.loads(line) for line in output.read_text().split("\n")[:-1]]
+        far = [row["figure"] for row in rows if row["unit"].startswith("nats")]
+        self.assertLen(far, 11)  # two ways of five tasks, and whole texts
+        self.assertLess(max(far), 1e-3)
+        same = [row["figure"] for row in rows if row["what"].startswith("same text")]
+        self.assertEqual(same, [1.0, 1.0])
+        self.assertLen([row for row in rows if row["what"].startswith("acc")], 9)
+
+    @needs_lm_eval
+    def test_the_command(self):
+        task = {
+            "task": "local_piqa",
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(self.folder / "piqa.validation.jsonl")}},
+            "output_type": "multiple_choice",
+            "test_split": "test",
+            "doc_to_text": "Question: {{goal}}\nAnswer:",
+            "doc_to_target": "label",
+            "doc_to_choice": "{{[sol1, sol2]}}",
+        }
+        (self.folder / "piqa.yaml").write_text(json.dumps(task))  # JSON is YAML
+        output = self.folder / "out"
+        done = python(
+            "-m", "moejax.lm_eval", "--model", "moejax", "--tasks", "local_piqa",
+            "--model_args", f"pretrained={self.checkpoint},platform=cpu,memory.slots=4",
+            "--include_path", str(self.folder), "--output_path", str(output),
+        )  # fmt: skip
+        self.assertEqual(done.returncode, 0, done.stderr[-3000:])
+        [written] = output.rglob("results*.json")
+        self.assertIn("local_piqa", json.loads(written.read_text())["results"])
+
+    @needs_lm_eval
+    def test_arguments(self):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from moejax.evaluation.lm_eval_model import MoejaxLM, read_arguments
+
+        config = read_arguments(
+            {"pretrained": "x", "policy.name": "dymoe", "policy.tiers": "int4+int2",
+             "memory.slots": 3, "batch_size": "4"}
+        )  # fmt: skip
+        self.assertEqual((config.checkpoint, config.batch_size), ("x", 4))
+        self.assertEqual((config.policy.name, config.policy.tiers), ("dymoe", ("int4", "int2")))
+        self.assertEqual(config.memory.slots, 3)
+        with self.assertRaisesRegex(MoejaxError, "did you mean 'dtype'"):
+            read_arguments({"dtpe": "float32"})
+        model = MoejaxLM(pretrained=str(self.checkpoint), device="cpu", batch_size="auto")
+        self.assertEqual((model.batch_size, model.max_length), (8, 256))
+        self.assertEqual((model.eot_token_id, model.prefix_token_id), (3, 3))
+        [expected] = model.engine.generate("the quick", max_new_tokens=6)
+        asked = mock.Mock(args=("the quick", {"until": ["zz"], "max_gen_toks": 6}))
+        self.assertEqual(model.generate_until([asked], disable_tqdm=True), [expected.text])
+        asked = mock.Mock(args=("the quick", {"num_beams": 2}))
+        with self.assertRaisesRegex(MoejaxError, r"does not have: \['num_beams'\]"):
+            model.generate_until([asked], disable_tqdm=True)
+
+    def test_without_lm_eval(self):
+        missing = {"lm_eval": None, "moejax.evaluation.lm_eval_model": None}
+        with (
+            mock.patch.dict(sys.modules, missing),
+            self.assertRaisesRegex(SystemExit, r"lm_eval is not installed .* 'moejax\[evaluation"),
+        ):
+            lm_eval.main()
+
+
+if __name__ == "__main__":
+    absltest.main()
