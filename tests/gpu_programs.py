@@ -15,7 +15,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import layout
+from moejax.ledger import no_counts
+from moejax.memory import residency
+from moejax.memory.placing import COLUMNS, tables_of
+from moejax.memory.residency import CacheSpec
+from pallas_kernels import layout, residency_plan, tiered_plan
+from pallas_kernels.buddy_search import triton as buddy_triton
 from pallas_kernels.decode_attention import triton as attention_triton
 from pallas_kernels.dequant_matmul import triton as dense_triton
 from pallas_kernels.grouped_dequant_matmul import Assignments
@@ -23,9 +28,11 @@ from pallas_kernels.grouped_dequant_matmul import triton as grouped_triton
 from pallas_kernels.packed import LowRank, PackedMatrices
 from pallas_kernels.qkv_to_cache import HeadNorms
 from pallas_kernels.qkv_to_cache import triton as writing_triton
+from pallas_kernels.residency_plan import triton as plan_triton
 from pallas_kernels.residual_norm import triton as norm_triton
 from pallas_kernels.router_topk import triton as router_triton
 from pallas_kernels.target import Target
+from pallas_kernels.tiered_plan import triton as tiered_triton
 from tests.packed_operands import Form
 
 SKIP_CHECKS = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"  # the plugin looks for CUDA libraries otherwise
@@ -252,6 +259,61 @@ def writing(
     return Program(function, operands, (), 1)
 
 
+def plan(slots: tuple[int, ...], *, num_experts: int, pairs: int, num_layers: int = 48) -> Program:
+    """Where a layer's pairs run, of pools of so many slots: one pool, or the tiers of a policy."""
+    specs = [
+        CacheSpec(num_layers=num_layers, num_experts=num_experts, slots=size, transient=1)
+        for size in slots
+    ]
+
+    def empty() -> list[Any]:
+        states = [(residency.empty(spec), no_counts(num_layers)) for spec in specs]
+        rows = jnp.zeros((num_layers, num_experts), jnp.int32)
+        return [tiered_plan.Tier(tables_of(state), state[0].pinned, rows) for state in states]
+
+    tiers = jax.eval_shape(empty)
+    ids, weights = (_leaf(1, pairs, dtype=dtype) for dtype in ("int32", "float32"))
+    layer = _leaf(dtype="int32")
+
+    def of_one(tier: Any, layer: Any, ids: Any, weights: Any, target: Target) -> Any:
+        del target  # the same for all
+        return plan_triton.plan_triton(
+            *tier, layer, ids, jnp.ones(1, bool), weights, None, waves=residency_plan.Waves(0, 1),
+            banks=1, columns=COLUMNS, num_warps=None, interpret=False,
+        )  # fmt: skip
+
+    def of_tiers(tiers: Any, layer: Any, ids: Any, weights: Any, target: Target) -> Any:
+        del target
+        is_full = [size == num_experts for size in slots]
+        forms = tuple(tiered_plan.Form(1, full, full) for full in is_full)
+        gate = jnp.zeros((num_layers, len(slots) + 3), jnp.float32)
+        asked = tiered_plan.Asked(ids, ids % len(slots), weights, ids > 0, ids, weights)
+        return tiered_triton.place_triton(
+            tuple(tiers), gate, layer, asked, jnp.ones(1, bool), forms=forms, columns=COLUMNS,
+            num_warps=None, interpret=False,
+        )  # fmt: skip
+
+    if len(slots) == 1:
+        return Program(of_one, (tiers[0], layer, ids, weights), (), 1)
+    return Program(of_tiers, (tiers, layer, ids, weights), (), 1)
+
+
+def buddies(pairs: int, num_experts: int, places: int, *, num_layers: int = 48) -> Program:
+    """Substitutes of a token's experts."""
+    ids, number = _leaf(1, pairs, dtype="int32"), _leaf(dtype="int32")
+    lists = _leaf(num_layers, num_experts, places, dtype="int32")
+
+    def function(*operands: Any, target: Target) -> Any:
+        del target  # the same for all
+        return buddy_triton.search_triton(*operands, last_first=False, interpret=False)
+
+    operands = (
+        ids, lists, number, _leaf(num_experts, dtype="bool"), _leaf(1, pairs, dtype="bool"),
+        number, number,
+    )  # fmt: skip
+    return Program(function, operands, (), 1)
+
+
 QWEN = {"width": 8, "model_dim": 2048, "expert_dim": 768}
 MIXTRAL = {"width": 2, "model_dim": 4096, "expert_dim": 14336, "slots": 8}
 PLAIN = Form(16, dtype="bfloat16")
@@ -296,6 +358,12 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "writing_32_bits": lambda: writing(32, 8, num_layers=64),
     "writing_wide": lambda: writing(2, 1, head_dim=256, num_heads=64, num_layers=2),
     "writing_narrow": lambda: writing(2, 2, head_dim=16, num_heads=4, num_layers=2),
+    "plan_qwen": lambda: plan((24,), num_experts=128, pairs=8),
+    "plan_mixtral_32": lambda: plan((6,), num_experts=8, pairs=64),
+    "plan_tiers_qwen": lambda: plan((32, 128), num_experts=128, pairs=8),
+    "plan_tiers_mixtral": lambda: plan((4, 3), num_experts=8, pairs=2),
+    "buddies_qwen": lambda: buddies(8, 128, 16),
+    "buddies_8_tokens": lambda: buddies(8, 64, 8),
     "router_from": lambda: router(1, 128, 8, has_first=True),
     "router_most": lambda: router(2, router_triton.MAX_EXPERTS, router_triton.MAX_CHOSEN),
 }

@@ -17,6 +17,7 @@ EVERYWHERE = (
     "dense_decode_int3_rank_32", "dense_prefill_int3", "layer_decode", "layer_prefill",
     "attention_qwen", "attention_mixtral_32", "router_qwen", "router_mixtral",
     "norm_qwen", "norm_mixtral_64", "writing_qwen", "writing_mixtral_64",
+    "plan_qwen", "plan_tiers_qwen", "buddies_qwen",
 )  # fmt: skip
 MLIR_TYPES = {"uint32": "ui32", "bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
