@@ -34,22 +34,9 @@ from scripts.bench_report import Report
 from scripts.model_weights import CONFIGS
 from scripts.policy_memories import Lab
 from scripts.policy_run import Options, Run
-from scripts.policy_speed_buddies import buddymoe, cost, latency
-from scripts.policy_speed_budget import compose, dymoe
-from scripts.policy_speed_dynaexq import dynaexq, dynaexq_wide
+from scripts.policy_sections import SECTIONS
 from scripts.policy_timing import Sizes
 
-QWEN3, MIXTRAL = "Qwen3-30B-A3B", "Mixtral-8x7B"
-# Of each section: what runs it, its shape, and decode steps of a measurement.
-SECTIONS = {
-    "dynaexq": (dynaexq, QWEN3, 256),
-    "dynaexq_wide": (dynaexq_wide, QWEN3, 256),
-    "dymoe": (dymoe, MIXTRAL, 64),
-    "buddymoe": (buddymoe, QWEN3, 128),
-    "latency": (latency, QWEN3, 64),
-    "cost": (cost, QWEN3, 128),
-    "compose": (compose, MIXTRAL, 64),
-}
 _SECTION = flags.DEFINE_multi_enum("section", [], list(SECTIONS), "what to measure")
 _MODEL = flags.DEFINE_enum("model", "", ["", *sorted(CONFIGS)], "shape; '': the section's")
 _ATTENTION = flags.DEFINE_enum("attention_bits", "16", ["2", "3", "4", "8", "16"], "of projections")

@@ -31,9 +31,9 @@ from moejax.results import (
 )
 from moejax.simulation.sweeping import LRU, Swept, Tiers, sweep
 from moejax.traces import Trace
+from scripts.sweep_grids import POLICIES, grid_of
 from scripts.synthetic_traces import drifting_trace
 
-POLICIES = (LRU, "dynaexq", "dymoe", "dymoe_ahead")
 _DEVICE = flags.DEFINE_enum("device", "auto", ["auto", "cpu", "gpu"], "where")
 _SETTINGS = flags.DEFINE_integer("settings", 1000, "of a sweep", lower_bound=1)
 _TOKENS = flags.DEFINE_integer("tokens", 10_000, "of the trace, one a step", lower_bound=1)
@@ -49,23 +49,6 @@ _OUTPUT = flags.DEFINE_string("output", "", "JSON Lines file that rows are appen
 # Bytes of an expert of Qwen3-30B-A3B, groups of 64.
 ONE = Tiers(names=("int4",), expert_bytes=(2_654_208,))
 TWO = Tiers(names=("int4", "int2"), expert_bytes=(2_654_208, 1_474_560))
-
-
-def grid_of(policy: str, count: int, num_experts: int) -> list[dict[str, Any]]:
-    """So many different settings, more of them by other values of the settings than slots."""
-    found: list[dict[str, Any]] = []
-    for i in range(count):
-        slots = 1 + i % (num_experts - 1)
-        if policy == LRU:
-            found.append({"slots": slots, "prefetch": i // (num_experts - 1) % 2})
-        elif policy == "dynaexq":
-            found.append({"slots": (slots, num_experts), "period": 32 + i})
-        else:
-            ahead = {"prefetch": -1 if policy == "dymoe_ahead" else 0}
-            cheap = 1 + (i * 7) % (num_experts - 1)
-            retention = 0.5 + 0.5 * (i % 101) / 100
-            found.append({"slots": (slots, cheap), "retention": retention} | ahead)
-    return found
 
 
 class Measured(NamedTuple):

@@ -122,8 +122,10 @@ class EngineTest(absltest.TestCase):
             engine, said = self.engine(Limits(device_gib=room))
         self.assertIn("policy auto: dynaexq stored/int4", said)
         self.assertEqual([tier.slots for tier in engine.budget.tiers][1], 8)
-        less = Tiering(policy="on_demand", tiers=("int4",), slots=(4,), quantizer="rtn",
-                       group_size=16)  # fmt: skip
+        less = Tiering(
+            policy="dymoe", settings={"low": "skip", "prefetch": 0}, tiers=("int4",), slots=(4,),
+            quantizer="rtn", group_size=16,
+        )  # fmt: skip
         least = tiny_engine.load_tiny_engine(self.folder, limits=Limits(), policy=less)
         room = least.budget.total_device / 2**30
         engine, said = self.engine(Limits(device_gib=room))

@@ -10,11 +10,11 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax.models.shapes import SHAPES
-from scripts.bench_policies_gpu import SECTIONS
 from scripts.bench_report import Report
 from scripts.model_weights import TINY
 from scripts.policy_memories import Lab
 from scripts.policy_run import Options, Run
+from scripts.policy_sections import SECTIONS
 from scripts.policy_timing import Sizes
 from scripts.policy_workloads import make_workload, one_miss_workload
 from scripts.synthetic_traces import QWEN3_HIT_RATES, lru_hit_rate

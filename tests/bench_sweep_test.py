@@ -1,31 +1,36 @@
 """The benchmark of sweeps on tiny numbers: rows, limits, and the trace that it makes up."""
 
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
-from absl import flags
-from absl.testing import absltest, flagsaver
+from absl.testing import absltest
 
 from moejax.results import read_rows
-from scripts import bench_sweep
+from scripts.sweep_grids import POLICIES, grid_of
 from scripts.synthetic_traces import drifting_trace
 
-if not flags.FLAGS.is_parsed():
-    flags.FLAGS(["test"])
-TINY = {
-    "device": "cpu", "settings": 5, "tokens": 40, "layers": 3, "experts": 16, "width": 2,
-    "policy": ["lru", "dynaexq", "dymoe", "dymoe_ahead"],
-}  # fmt: skip
+ROOT = Path(__file__).parents[1]
+# In processes of their own: flags of several scripts have one name.
+TINY = ["--device=cpu", "--settings=5", "--tokens=40", "--layers=3", "--experts=16", "--width=2"]
+POLICY_NAMES = ["lru", "dynaexq", "dymoe", "dymoe_ahead"]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "scripts.bench_sweep", *TINY, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 class BenchSweepTest(absltest.TestCase):
     def test_a_row_of_each_policy(self):
-        rows = Path(self.enter_context(tempfile.TemporaryDirectory())) / "rows.jsonl"
-        with flagsaver.flagsaver(**TINY, output=str(rows), note="of a test"):
-            bench_sweep.main([])
-        found = read_rows(rows)
-        self.assertEqual([row.what.split(", ")[1] for row in found], TINY["policy"])
+        path = Path(self.enter_context(tempfile.TemporaryDirectory())) / "rows.jsonl"
+        policies = ",".join(POLICY_NAMES)
+        done = run(f"--policy={policies}", f"--output={path}", "--note=of a test")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        found = read_rows(path)
+        self.assertEqual([row.what.split(", ")[1] for row in found], POLICY_NAMES)
         for row in found:
             self.assertGreater(row.figure, 0)
             self.assertIn("compile_s", row.baseline)
@@ -34,16 +39,13 @@ class BenchSweepTest(absltest.TestCase):
 
     def test_a_limit(self):
         for policy, said in (("lru", "lru: .* the limit is 1e-06"), ("lur", "is none of lru")):
-            flags_of = TINY | {"policy": [policy], "limit": 1e-6}
-            with (
-                flagsaver.flagsaver(**flags_of),
-                self.assertRaisesRegex(SystemExit, said),
-            ):
-                bench_sweep.main([])
+            done = run(f"--policy={policy}", "--limit=1e-6", "--nowarm")
+            self.assertNotEqual(done.returncode, 0)
+            self.assertRegex(done.stderr, said)
 
     def test_settings_differ(self):
-        for policy in bench_sweep.POLICIES:
-            grid = bench_sweep.grid_of(policy, 250, 128)
+        for policy in POLICIES:
+            grid = grid_of(policy, 250, 128)
             self.assertLen({str(setting) for setting in grid}, 250)
 
     def test_the_trace_drifts(self):

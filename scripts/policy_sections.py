@@ -1,0 +1,17 @@
+"""The sections of `scripts.bench_policies_gpu`, by name."""
+
+from scripts.policy_speed_buddies import buddymoe, cost, latency
+from scripts.policy_speed_budget import compose, dymoe
+from scripts.policy_speed_dynaexq import dynaexq, dynaexq_wide
+
+QWEN3, MIXTRAL = "Qwen3-30B-A3B", "Mixtral-8x7B"
+# Of each section: what runs it, its shape, and decode steps of a measurement.
+SECTIONS = {
+    "dynaexq": (dynaexq, QWEN3, 256),
+    "dynaexq_wide": (dynaexq_wide, QWEN3, 256),
+    "dymoe": (dymoe, MIXTRAL, 64),
+    "buddymoe": (buddymoe, QWEN3, 128),
+    "latency": (latency, QWEN3, 64),
+    "cost": (cost, QWEN3, 128),
+    "compose": (compose, MIXTRAL, 64),
+}
