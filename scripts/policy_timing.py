@@ -85,6 +85,9 @@ def facts_of(ledger: Ledger | TieredLedger, steps: int) -> dict[str, float]:
     return facts
 
 
+PRIMING_CALLS = 2
+
+
 class Loop:
     """Times of one runner and batch."""
 
@@ -113,7 +116,7 @@ class Loop:
         self._settle()
         facts: dict[str, float] = {}
         if runner.memory is not None:
-            steps = num_calls * sizes.per_call
+            steps = (num_calls + PRIMING_CALLS) * sizes.per_call
             facts = facts_of(runner.memory.ledger, steps) | self._transfers(steps, before)
         if profile:
             facts |= self._profile(session)
@@ -185,6 +188,7 @@ class Loop:
         """float64[calls, 2]: seconds to dispatch a call, and between the ends of two.
 
         As the engine does it: a call is dispatched before the last one is waited for.
+        `PRIMING_CALLS` more than are timed run before.
         """
         per_call, times = self._sizes.per_call, []
         waiting = self._runner.decode(session, per_call, per_call)

@@ -13,7 +13,7 @@ from absl.testing import absltest, parameterized
 from moejax import cli, sweep
 from moejax.config import PlanConfig
 from moejax.errors import MoejaxError
-from moejax.memory import automatic
+from moejax.memory import automatic, tiered_opening
 from moejax.memory.budget import Limits
 from moejax.planning import tiered_budget
 from moejax.policies import auto
@@ -122,13 +122,13 @@ class EngineTest(absltest.TestCase):
             engine, said = self.engine(Limits(device_gib=room))
         self.assertIn("policy auto: dynaexq stored/int4", said)
         self.assertEqual([tier.slots for tier in engine.budget.tiers][1], 8)
-        less = Tiering(
-            policy="dymoe", settings={"low": "skip", "prefetch": 0}, tiers=("int4",), slots=(4,),
-            quantizer="rtn", group_size=16,
-        )  # fmt: skip
+        less = Tiering(policy="on_demand", tiers=("int4",), slots=(4,), quantizer="rtn",
+                       group_size=16)  # fmt: skip
         least = tiny_engine.load_tiny_engine(self.folder, limits=Limits(), policy=less)
         room = least.budget.total_device / 2**30
-        engine, said = self.engine(Limits(device_gib=room))
+        # So is what importance takes.
+        with mock.patch.object(tiered_opening, "importance_nbytes", return_value=0):
+            engine, said = self.engine(Limits(device_gib=room))
         self.assertIn("policy auto: dymoe int4", said)
         self.assertEqual([tier.slots for tier in engine.budget.tiers], [4])
         answer = engine.generate(list(range(40, 52)), max_new_tokens=4, ignore_eos=True)

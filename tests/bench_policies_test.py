@@ -168,7 +168,7 @@ class SectionTest(absltest.TestCase):
         self.assertIn("cache over load on demand, 0.00395 GiB, TTFT", rows)
 
     def test_dymoe_quantizes_and_leaves_out(self):
-        rows = self.check_table(0.0055, ("4/2, prefetch", "4/0"))
+        rows = self.check_table(0.00622, ("4/2, prefetch", "4/0"))
         low, skips = self.ends(rows, "TPOT")
         for name, row in (("gate_int2", low), ("gate_skipped", skips)):
             self.assertBetween(row.baseline[name], 0.01, 0.5)
@@ -210,7 +210,7 @@ class SectionTest(absltest.TestCase):
             self.assertEqual(row.baseline["moved_over_no_policy"], 1)
 
     def test_compose(self):
-        rows = self.run_section("compose", gibs=(0.0042,), only=("cache", "dynaexq+dymoe+buddymoe"))
+        rows = self.run_section("compose", gibs=(0.0062,), only=("cache", "dynaexq+dymoe+buddymoe"))
         cache, found = self.ends(rows, "TPOT")
         self.assertEqual(found.baseline["cache_ms"], cache.figure)
         self.assertGreater(found.baseline["gate_int4"], 0)
