@@ -64,6 +64,12 @@ def make_layer(bench: Bench, moe: Moe) -> Layer:
     return Layer(moe, bench.placed(device, "pinned_host"), bench.placed(device, "device"))
 
 
+def extended(leaf: jax.Array, number: int, front: bool = False) -> jax.Array:
+    """With so many slots of zeros behind, or in front."""
+    zeros = jnp.zeros((number, *leaf.shape[1:]), leaf.dtype)
+    return jnp.concatenate([zeros, leaf] if front else [leaf, zeros])
+
+
 def report_layer(bench: Bench, layer: Layer, num_tokens: int, implementation: str) -> None:
     """The rows of a layer for each number of missing experts."""
     moe, width = layer.moe, layer.moe.width
@@ -79,11 +85,11 @@ def report_layer(bench: Bench, layer: Layer, num_tokens: int, implementation: st
 
     def run(
         y: jax.Array, i: jax.Array, tiers: list[PackedMatrices], downs: list[PackedMatrices],
-        tier: jax.Array,
+        tier: jax.Array, further: jax.Array | int = 0,
     ) -> jax.Array:  # fmt: skip
-        assignments = Assignments(
-            jnp.broadcast_to(tier, (num_tokens, width)), slots(i).reshape(num_tokens, width), weight
-        )
+        slot = slots(i).reshape(num_tokens, width) + further
+        shape = (num_tokens, width)
+        assignments = Assignments(jnp.broadcast_to(tier, shape), slot, weight)
         inputs = x + 0 * y  # x, once the layer before is through
         return moe_layer(inputs, assignments, tiers, downs, implementation=implementation)
 
@@ -103,6 +109,7 @@ def report_layer(bench: Bench, layer: Layer, num_tokens: int, implementation: st
         return run(y, i, [gate_up], [down], jnp.int32(0))
 
     operands = (layer.device, layer.host)
+    shifted = jax.tree.map(lambda leaf: extended(leaf, 1, front=True), layer.device)
     alone, _, _ = timed(resident, jnp.zeros_like(x))
     about = f"layer of {moe.name} {gate_up.describe()}, {num_tokens} tokens, {implementation}"
     for missing in sorted({1, width // 2, width}):
@@ -112,16 +119,26 @@ def report_layer(bench: Bench, layer: Layer, num_tokens: int, implementation: st
 
         def in_place(i: jax.Array, y: jax.Array, held: Any, tier: Any = is_missing) -> jax.Array:
             (gate_up, down), (host_gate_up, host_down) = held
-            return run(y, i, [gate_up, host_gate_up], [down, host_down], tier)
+            # On the device each expert is a slot further: a product of the wrong tier shows.
+            further = jnp.where(tier == 0, 1, 0)
+            return run(y, i, [gate_up, host_gate_up], [down, host_down], tier, further)
 
         def fetched(i: jax.Array, carry: Any, held: Any, missing: int = missing) -> Any:
             pools, y = carry
             rows = slots(i).reshape(num_tokens, width)[:, :missing].reshape(-1)
-            pools = expert_fetch.fetch(pools, held[1], rows, rows)
-            return pools, run(y, i, [pools[0]], [pools[1]], jnp.int32(0))
+            # To slots of their own, which hold zeros at first: what is not fetched shows.
+            own = gate_up.num_slots + jnp.arange(rows.size, dtype=jnp.int32)
+            pools = expert_fetch.fetch(pools, held[1], rows, own)
+            places = (
+                own.reshape(num_tokens, missing) - slots(i).reshape(num_tokens, width)[:, :missing]
+            )
+            further = jnp.zeros((num_tokens, width), jnp.int32).at[:, :missing].set(places)
+            return pools, run(y, i, [pools[0]], [pools[1]], jnp.int32(0), further)
 
+        operands = (shifted, layer.host)
         spent, found, last = timed(in_place, jnp.zeros_like(x))
-        pools = jax.tree.map(jnp.copy, layer.device)
+        operands = (layer.device, layer.host)
+        pools = jax.tree.map(lambda leaf: extended(leaf, pairs), layer.device)
         fetch, (_, other), other_last = timed(fetched, (pools, jnp.zeros_like(x)))
         for name, value, number in (("place", found, last), ("slots", other, other_last)):
             wanted = jax.jit(resident)(jnp.int32(number), jnp.zeros_like(x), operands)

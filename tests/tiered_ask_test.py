@@ -23,6 +23,7 @@ class Asking:
 
     name: str = "asking"
     needs: Needs = dataclasses.field(default_factory=Needs)
+    asks_again: bool = True
 
     def init(self, spec):
         return jnp.zeros((), jnp.int32)
@@ -38,14 +39,24 @@ class Asking:
 
 
 class AskTest(HostTestCase, parameterized.TestCase):
-    # The second and the fourth move bytes; what stands behind the last of them waits.
-    @parameterized.parameters((0, 0), (1, 2), (2, 4), (9, 6))
-    def test_as_many_as_may_set_out_and_what_makes_room_for_them(self, room, carried_out):
-        _, memory = tiered_runner(Asking(), (4, 2), (4, CONFIG.num_experts), first=4)
+    # Promotions of two pairs move bytes; where nothing is in any slot, all of them, and demotions.
+    @parameterized.parameters(
+        (0, 0), (1, 2), (2, 4), (9, 6), (1, 2, False), (2, 2, False), (3, 4, False), (5, 6, False),
+    )  # fmt: skip
+    def test_pairs_set_out_while_there_is_room(self, room, carried_out, low_is_full=True):
+        self.check(Asking(), room, carried_out, low_is_full)
+
+    @parameterized.parameters(0, 1)
+    def test_all_is_carried_out_of_a_policy_that_does_not_ask_again(self, room):
+        self.check(Asking(asks_again=False), room, len(ASKED), True)
+
+    def check(self, policy, room, carried_out, low_is_full):
+        first = 4 if low_is_full else 0
+        _, memory = tiered_runner(policy, (4, 2), (4, CONFIG.num_experts), first=first)
         everyone = np.arange(CONFIG.num_experts, dtype=np.int32)
         held = memory.tiers[COLD].pool.residency.table[:, : len(everyone)]
         coming = np.zeros((len(CONFIG.moe_layers), 2, len(everyone)), bool)
-        coming[:, COLD] = True  # the low tier has all of them, or will
+        coming[:, COLD] = low_is_full  # the low tier has all of them, or will
         self.assertEqual(held.shape[0], len(CONFIG.moe_layers))
         pool, found = ask(memory.spec, memory.pool, jnp.asarray(coming), jnp.int32(room))
         rows = np.stack([np.asarray(numbers) for numbers in found], axis=1).tolist()
@@ -53,7 +64,7 @@ class AskTest(HostTestCase, parameterized.TestCase):
         self.assertEqual(rows, wanted)
         hot = np.asarray(pool.pools[HOT].residency.table)[:, : len(everyone)] >= 0
         expected = np.zeros_like(hot)
-        expected[:, :4] = True
+        expected[:, :first] = True
         for layer, expert, tier in ASKED[:carried_out]:
             expected[layer, expert] &= tier == HOT
         np.testing.assert_array_equal(hot, expected)

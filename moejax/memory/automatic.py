@@ -15,6 +15,7 @@ from absl import logging
 from moejax.checkpoints.open import Checkpoint
 from moejax.checkpoints.sizes import checkpoint_sizes
 from moejax.errors import MoejaxError
+from moejax.memory.allocator import limits_on
 from moejax.memory.budget import Budget, Limits, TieredBudget, make_budget
 from moejax.memory.expert_memory import ExpertMemory
 from moejax.memory.opening import open_memory
@@ -44,7 +45,7 @@ def open_under_policy(
       MoejaxError: as of `open_tiered`.
     """
     if tiering.policy == AUTO:
-        found = _chosen(checkpoint, tiering, limits, sizes)
+        found = _chosen(checkpoint, tiering, limits_on(sizes["device"], limits), sizes)
         if found is None:
             return open_memory(checkpoint, limits, progress=progress, **sizes)
         tiering = found

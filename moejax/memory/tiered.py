@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from moejax.memory import residency as tables
 from moejax.memory.expert_pool import ExpertPool, PoolSpec
 from moejax.memory.residency import CacheSpec
-from moejax.policies.interface import AnyPolicy, Requests
+from moejax.policies.interface import AnyPolicy, Requests, asks_again, pairs_with_room
 
 SKIPPED_MASS, SUBSTITUTED_MASS, ALL_MASS = 0, 1, 2  # columns of `TieredPool.gate` after the tiers'
 
@@ -93,9 +93,10 @@ def ask(
       spec: static.
       pool: donated.
       coming: bool[M, T, E], on its way already.
-      room: int32[], experts that may set out now. Of the requests so many that move bytes are
-        carried out, and what stands before the next one; the others are not: a demotion would
-        leave a slot empty for as long as its promotion waits.
+      room: int32[], experts that may set out now. Of a policy that asks again
+        (`interface.asks_again`) pairs of requests are carried out while there is room before them;
+        else a demotion would leave a slot empty for as long as its promotion waits. Other
+        policies' requests all are.
 
     Returns:
       The pool, and the requests that were carried out, -1 in the place of the others.
@@ -104,10 +105,10 @@ def ask(
     held = [p.residency.table[:, :num_experts] >= 0 for p in pool.pools]
     resident = jnp.stack(held, axis=1) | coming
     requests, state = spec.policy.transfers(pool.state, resident)
-    if len(requests.layer):
+    if len(requests.layer) and asks_again(spec.policy):
         moves = (requests.layer >= 0) & ~resident[requests.layer, requests.tier, requests.expert]
-        before = jnp.cumsum(moves, dtype=jnp.int32) - moves.astype(jnp.int32)
-        requests = Requests(*(jnp.where(before < room, field, -1) for field in requests))
+        sets_out = pairs_with_room(moves, room)
+        requests = Requests(*(jnp.where(sets_out, field, -1) for field in requests))
     expert = jnp.arange(num_experts, dtype=jnp.int32)
 
     def one(index: jax.Array, pools: tuple[ExpertPool, ...]) -> tuple[ExpertPool, ...]:

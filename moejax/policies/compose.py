@@ -140,6 +140,11 @@ class Compose(ByContent):
         )
         return decision, state
 
+    @property
+    def asks_again(self) -> bool:
+        """See `interface.asks_again`; buddies count what they asked for."""
+        return self.hotness is not None and self.buddies is None
+
     def transfers(self, state: ComposeState, resident: jax.Array) -> tuple[Requests, ComposeState]:
         """See `Policy`; promotions and demotions come before what buddies stood in for."""
         asked = [no_requests()]

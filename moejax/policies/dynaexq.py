@@ -143,6 +143,11 @@ class DynaExq:
         return "dynaexq"
 
     @property
+    def asks_again(self) -> bool:
+        """See `interface.asks_again`: swaps follow from what the pools hold."""
+        return True
+
+    @property
     def needs(self) -> Needs:
         """See `Policy`."""
         return Needs()

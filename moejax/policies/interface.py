@@ -178,6 +178,26 @@ class Policy(Protocol, Generic[State]):
 AnyPolicy = Policy[Any]
 
 
+def asks_again(policy: AnyPolicy) -> bool:
+    """Whether requests come in pairs, a demotion and its promotion, again and again until done.
+
+    Then they may be left undone for want of room. It says so by an attribute of this name; others
+    count what they asked for as done.
+    """
+    return bool(getattr(policy, "asks_again", False))
+
+
+def pairs_with_room(moves: jax.Array, room: jax.Array) -> jax.Array:
+    """bool[R], requests of the pairs before which fewer than `room` experts set out.
+
+    Args:
+      moves: bool[R], requests that move bytes; R even.
+      room: int32[], experts that may set out; a pair of two may exceed it by one.
+    """
+    of_pair = jnp.sum(moves.reshape(-1, 2), axis=1, dtype=jnp.int32)
+    return jnp.repeat(jnp.cumsum(of_pair) - of_pair < room, 2)
+
+
 def state_of(kind: Any, **axes: int) -> Any:
     """`layer_axes` of a state that is a NamedTuple: None of each field that is not named."""
     return kind(**(dict.fromkeys(kind._fields) | axes))

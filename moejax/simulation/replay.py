@@ -15,7 +15,14 @@ import jax
 import jax.numpy as jnp
 
 from moejax.policies.by_layer import decide_all, layer_axes
-from moejax.policies.interface import AnyPolicy, Decision, Observation, Requests
+from moejax.policies.interface import (
+    AnyPolicy,
+    Decision,
+    Observation,
+    Requests,
+    asks_again,
+    pairs_with_room,
+)
 from moejax.simulation import pools
 from moejax.simulation.layer_pools import admit_each, bring_ahead, serve
 from moejax.simulation.segments import LayerTokens, Tokens
@@ -294,8 +301,10 @@ def _transfer(
     if not len(requests.layer):
         return running._replace(state=state)
     valid, moves = _moving(requests, running.keys)
-    order = jnp.cumsum(moves.astype(jnp.int32)) - moves.astype(jnp.int32)
-    done = valid & (order < bulk)
+    if asks_again(replay.policy):
+        done = valid & pairs_with_room(moves, bulk)
+    else:
+        done = valid & (jnp.cumsum(moves, dtype=jnp.int32) - moves.astype(jnp.int32) < bulk)
     place = tuple(
         jnp.where(done, index, size)
         for index, size in (

@@ -15,6 +15,7 @@ from pallas_kernels.wgmma.tiles import WgmmaTiles
 
 Operand = jax.Array | jax.ShapeDtypeStruct
 Tiers = Sequence[PackedMatrices]
+NO_HOST_ROWS = "its kernel for many rows takes no rows of host memory"
 MOST_STREAMED = 64  # tokens that the streaming kernels serve, where an expert has few of them
 FEW_TOKENS = 32  # that they always serve
 MOST_PAIRS = 512  # that a block of threads lists
@@ -52,14 +53,20 @@ def refusal(
             found.append("its kernel for many rows has no interpret mode")
         if any(low_rank):
             found.append("its kernel for many rows takes no low-rank terms")
-        if any(in_host_memory(weights.words) for weights in (*gate_up_tiers, *down_tiers)):
-            found.append("its kernel for many rows takes no rows of host memory")
+        if _has_host_rows((*gate_up_tiers, *down_tiers)):
+            found.append(NO_HOST_ROWS)
     return "; ".join(found) or None
 
 
-def _without_terms(low_rank: Sequence[tuple[LowRank, ...]]) -> None:
+def _has_host_rows(tiers: Tiers) -> bool:
+    return any(in_host_memory(leaf) for leaf in jax.tree.leaves(tuple(tiers)))
+
+
+def _fits_many_rows(tiers: Tiers, low_rank: Sequence[tuple[LowRank, ...]]) -> None:
     if any(low_rank):
         raise ValueError("tiles of the kernel for many rows, which takes no low-rank terms")
+    if _has_host_rows(tiers):
+        raise ValueError(f"tiles of the kernel for many rows: {NO_HOST_ROWS}")
 
 
 def gate_up_mosaic(
@@ -76,7 +83,7 @@ def gate_up_mosaic(
     if tiles is None and not any(low_rank):
         tiles = measured("gate_up", tokens, width, tiers, target, (StreamTiles, WgmmaTiles))
     if not streams(tokens, width, tiles):
-        _without_terms(low_rank)
+        _fits_many_rows(tiers, low_rank)
         chosen = tiles if isinstance(tiles, WgmmaTiles) else None
         return wgmma.gate_up(x, assignments, tiers, chosen, target)
     pairs = tokens * width
@@ -107,7 +114,7 @@ def down_mosaic(
     if tiles is None and not any(low_rank):
         tiles = measured("down", tokens, width, tiers, target, (StreamTiles, WgmmaTiles))
     if not streams(tokens, width, tiles):
-        _without_terms(low_rank)
+        _fits_many_rows(tiers, low_rank)
         chosen = tiles if isinstance(tiles, WgmmaTiles) else None
         return wgmma.products(hidden, assignments, tiers, chosen, target)[None]
     pairs = tokens * width
