@@ -11,7 +11,7 @@ from flax import nnx
 from moejax import ops
 from moejax.cache import KVCache, cache_shape
 from moejax.models.config import ModelConfig
-from moejax.models.norm import rms_norm
+from moejax.models.norm import stacked_norm
 from moejax.models.parameter import stacked_parameter
 from moejax.models.rope import rotate
 from moejax.ops import Index
@@ -273,12 +273,13 @@ class Attention(nnx.Module):
           sin: float32[B, T, C / 2].
         """
         c = self.config
-        qkv = self.product(rms_norm(x, self.norm[layer], c.norm_eps), layer)
+        normed = stacked_norm(x, self.norm[...], layer, c.norm_eps, self.kernels)
+        qkv = self.product(normed, layer)
         qkv = qkv.reshape(*x.shape[:2], -1, c.head_dim)
         q, k, v = jnp.split(qkv, [c.num_heads, c.num_heads + c.num_kv_heads], axis=2)
         if c.qk_norm:
-            q = rms_norm(q, self.q_norm[layer], c.norm_eps)
-            k = rms_norm(k, self.k_norm[layer], c.norm_eps)
+            q = stacked_norm(q, self.q_norm[...], layer, c.norm_eps, self.kernels)
+            k = stacked_norm(k, self.k_norm[...], layer, c.norm_eps, self.kernels)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
     def product(self, normed: jax.Array, layer: Index) -> jax.Array:

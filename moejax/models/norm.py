@@ -1,7 +1,13 @@
 """Root-mean-square normalisation, and rounding between layers."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+
+from moejax import ops
+from moejax.ops import Index
+from pallas_kernels import residual_norm
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -22,6 +28,39 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     normed = (x32 * inverse_rms).astype(x.dtype)
     return normed * jnp.broadcast_to(weight, normed.shape)
+
+
+def stacked_norm(
+    x: jax.Array, scales: jax.Array, layer: Index, eps: float, kernels: ops.Kernels
+) -> jax.Array:
+    """`rms_norm` of one layer, by the kernel where it serves.
+
+    XLA sums the squares in an order that depends on what else it puts into the same kernel, and so
+    on the rest of the program: a bfloat16 now and then rounds the other way. The kernel's order is
+    its own, which is why experts that are fetched give the bits of a resident model.
+
+    Args:
+      x: [..., D].
+      scales: [L, D] of all layers, the dtype of `x`.
+      layer: which of them.
+      eps: as in `rms_norm`.
+      kernels: which may serve; a reference that is asked for is XLA's here.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    asked_for_none = kernels.implementation == ops.REFERENCE or kernels.target is None
+    if asked_for_none or residual_norm.refusal("triton", flat, kernels.target):
+        return rms_norm(x, scales[layer], eps)
+    return norm_of_sum(flat, None, scales, jnp.int32(layer), eps=eps)[1].reshape(x.shape)
+
+
+@functools.partial(jax.jit, static_argnames="eps")
+def norm_of_sum(
+    x: jax.Array, delta: jax.Array | None, scales: jax.Array, layer: jax.Array, *, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """x + delta and its norm by the kernel, [N, D]; jitted: all layers share a trace of it."""
+    return residual_norm.residual_norm(
+        x, delta, scales, layer=layer, eps=eps, implementation="triton"
+    )
 
 
 def rounded(x: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ from moejax.cache import KVCache, cache_shape
 from moejax.models.attention import token_attention
 from moejax.models.config import ModelConfig
 from moejax.models.moe import Routing
+from moejax.models.norm import norm_of_sum
 from moejax.models.rope import rotary_angles
 from pallas_kernels import qkv_to_cache, residual_norm
 from pallas_kernels.target import Choice
@@ -54,16 +55,6 @@ def choose_token_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernel
 def serves_token_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernels) -> bool:
     """Whether `token_layers` may run; arguments as of `choose_token_step`."""
     return choose_token_step(config, dtype, kernels).implementation == "triton"
-
-
-@functools.partial(jax.jit, static_argnames="eps")
-def norm_of_sum(
-    x: jax.Array, delta: jax.Array | None, scales: jax.Array, layer: jax.Array, *, eps: float
-) -> tuple[jax.Array, jax.Array]:
-    """x + delta and its norm, [N, D]; jitted: all layers share a trace and the kernel."""
-    return residual_norm.residual_norm(
-        x, delta, scales, layer=layer, eps=eps, implementation="triton"
-    )
 
 
 @functools.partial(jax.jit, static_argnames="eps")

@@ -19,7 +19,7 @@ from moejax.models.attention import (
 )
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.moe import DenseMlp, ExpertsVia, Routing, SparseMoe
-from moejax.models.norm import rms_norm, rounded
+from moejax.models.norm import rounded, stacked_norm
 from moejax.models.parameter import stacked_parameter
 from moejax.models.rope import rotary_angles
 from moejax.models.run_experts import LoopedExperts, RunExperts, among_sparse
@@ -118,14 +118,17 @@ class Transformer(nnx.Module):
 
     def _normed(self, x: jax.Array, layer: Index) -> jax.Array:
         """[N, D]: what the MLP of a layer would see of [B, T, D]."""
-        c = self.config
-        return rms_norm(x, self.mlp_norm[layer], c.norm_eps).reshape(-1, c.model_dim)
+        normed = stacked_norm(x, self.mlp_norm[...], layer, self.config.norm_eps, self.kernels)
+        return normed.reshape(-1, self.config.model_dim)
 
     def project_to_vocab(self, hidden: jax.Array) -> jax.Array:
         """[..., D] through the last norm and the head to float32[..., V]."""
-        hidden = rms_norm(hidden, self.final_norm[...], self.config.norm_eps)
         wide = jnp.dtype(jnp.float32)
-        return ops.product(hidden, self._stored_head(), wide, self.kernels)
+        return ops.product(self._last_norm(hidden), self._stored_head(), wide, self.kernels)
+
+    def _last_norm(self, hidden: jax.Array) -> jax.Array:
+        scales = self.final_norm[...][None]
+        return stacked_norm(hidden, scales, 0, self.config.norm_eps, self.kernels)
 
     def _stored_head(self) -> Weight:
         return self.embed[...] if self.config.tied_embeddings else self.head[...]
@@ -144,7 +147,7 @@ class Transformer(nnx.Module):
           float32[B].
         """
         batch, length = targets.shape
-        hidden = rms_norm(hidden, self.final_norm[...], self.config.norm_eps)
+        hidden = self._last_norm(hidden)
         head = ops.matrix(self._stored_head(), (), self.dtype)
         size = max(1, min(length, logits_bytes // (4 * batch * self.config.vocab_size)))
         missing = -length % size

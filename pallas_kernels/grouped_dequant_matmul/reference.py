@@ -93,4 +93,7 @@ def combine(products: jax.Array, ran: jax.Array, weight: jax.Array, dtype: jnp.d
       [T, N].
     """
     weighted = products.astype(jnp.float32) * weight[None, :, :, None]
-    return jnp.sum(jnp.where(ran[None, :, :, None], weighted, 0.0), axis=(0, 2)).astype(dtype)
+    terms = jnp.where(ran[None, :, :, None], weighted, 0.0)
+    # Written out: of a reduction XLA chooses the order, by what it puts into the same kernel.
+    parts = [terms[part, :, a] for part in range(terms.shape[0]) for a in range(terms.shape[2])]
+    return functools.reduce(jnp.add, parts).astype(dtype)
