@@ -30,6 +30,9 @@ REFERENCE = "reference"  # what `pallas_kernels` chooses where its kernels refus
 # A packed matrix of more bytes than this when plain is multiplied a block of rows at a time: XLA on
 # a CPU dequantizes whole ones of all layers at once, for they wait for nothing (jax 0.10.2).
 BLOCK_BYTES = 2**23
+# Plain matrices of fewer rows, such as routers, stay with XLA: they are too few blocks of a kernel.
+MIN_KERNEL_OUTPUTS = 1024
+MAX_TRITON_ROWS = 32  # of x, times a plain matrix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +138,7 @@ def choose_product(num_rows: int, dtype: jnp.dtype, weight: Weight, kernels: Ker
       reasons why no kernel serves.
     """
     if not isinstance(weight, QTensor | Fp8Tensor):
-        return Choice(PLAIN, {})
+        return _choose_plain(num_rows, dtype, weight, kernels)
     if reason := unfit(weight):
         return Choice(DEQUANTIZED, {"every kernel": reason})
     if kernels.implementation:
@@ -148,6 +151,24 @@ def choose_product(num_rows: int, dtype: jnp.dtype, weight: Weight, kernels: Ker
     return kernel_or_dequantized(chosen)
 
 
+def _choose_plain(num_rows: int, dtype: jnp.dtype, weight: jax.Array, kernels: Kernels) -> Choice:
+    """Of plain weights: kernels that take a layer's matrix out of the stack in place.
+
+    XLA copies it first, which is two more passes over it a step; under look-ahead the copies of all
+    layers live at once. Without the copy Mosaic's take as long as cuBLAS: 30.8 us at [14336, 4096]
+    and 1 row, where it takes 32.4, and 179 at 1,024 rows, where it takes 168 (H200, jax 0.11.2,
+    2026-11-21). Triton's serve where the weights are most of the work.
+    """
+    asked = kernels.target is not None and not kernels.implementation
+    if not asked or weight.ndim != 3 or weight.shape[1] < MIN_KERNEL_OUTPUTS or unfit(weight):
+        return Choice(PLAIN, {})
+    x = jax.ShapeDtypeStruct((num_rows, weight.shape[-1]), dtype)
+    weights = jax.eval_shape(operands, weight).weights
+    chosen = dequant_matmul.choose(x, weights, (), kernels.target)
+    few = num_rows <= MAX_TRITON_ROWS and chosen.implementation == "triton"
+    return chosen if few or chosen.implementation == "mosaic" else Choice(PLAIN, {})
+
+
 def kernel_or_dequantized(choice: Choice) -> Choice:
     """A choice of `pallas_kernels`, whose reference never runs a model: ours is faster."""
     if choice.implementation == REFERENCE:
@@ -156,7 +177,7 @@ def kernel_or_dequantized(choice: Choice) -> Choice:
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "implementation"))
-def _packed_product(
+def _kernel_product(
     x: jax.Array,
     slot: jax.Array,
     of: Operands,
@@ -262,7 +283,7 @@ def _by_kernel(
     chosen = choose_product(num_rows, x.dtype, weight, kernels).implementation
     if chosen in (PLAIN, DEQUANTIZED):
         return None
-    y = _packed_product(
+    y = _kernel_product(
         x.reshape(num_rows, -1),
         jnp.int32(slot),
         operands(weight),

@@ -113,7 +113,7 @@ class KernelTest(HostTestCase):
             return linear, ops.product(x, w[2], kernels=BY_REFERENCE)
 
         lowered = jax.jit(run).lower(x, weight)
-        self.assertIn("_packed_product", lowered.as_text())
+        self.assertIn("_kernel_product", lowered.as_text())
         found = lowered.compile()(x, weight)
         for y, matrix in zip(found, values[1:], strict=True):
             assert_near(y, np.einsum("...k,nk->...n", x.astype(np.float64), matrix))
@@ -133,8 +133,8 @@ class KernelTest(HostTestCase):
         text = jax.jit(
             lambda x, w: [ops.linear(x, w, layer, kernels=BY_REFERENCE) for layer in range(3)]
         ).lower(x, weight).as_text()  # fmt: skip
-        self.assertEqual(text.count("func.func private @_packed_product"), 1)
-        self.assertEqual(text.count("call @_packed_product"), 3)
+        self.assertEqual(text.count("func.func private @_kernel_product"), 1)
+        self.assertEqual(text.count("call @_kernel_product"), 3)
 
     @parameterized.parameters(
         ("fp8", "FP8 in blocks"),
@@ -171,6 +171,29 @@ class KernelTest(HostTestCase):
             self.assertIn(reason, choice.describe())
         plain = ops.choose_product(4, jnp.dtype("bfloat16"), jnp.ones((2, 3)), ops.Kernels(H200))
         self.assertEqual(plain.implementation, ops.PLAIN)
+
+    def test_plain_matrices_of_a_stack_run_in_place_where_a_kernel_is_as_fast(self):
+        bf16 = jnp.dtype("bfloat16")
+        stack = jax.ShapeDtypeStruct((2, 1024, 256), bf16)
+        for kernel, num_rows, expected in (
+            ("mosaic", 4, "mosaic"), ("mosaic", 1024, "mosaic"),
+            ("triton", 4, "triton"), ("triton", 1024, ops.PLAIN), ("reference", 4, ops.PLAIN),
+        ):  # fmt: skip
+            with mock.patch.object(dequant_matmul, "choose", return_value=Choice(kernel, {})):
+                choice = ops.choose_product(num_rows, bf16, stack, ops.Kernels(H200))
+            self.assertEqual(choice.implementation, expected)
+        found = ops.choose_product(4, bf16, stack, ops.Kernels(Target("gpu", (8, 0))))
+        self.assertEqual(found.implementation, "triton")
+        for weight, kernels, dtype in (
+            (jax.ShapeDtypeStruct((1024, 256), bf16), ops.Kernels(H200), bf16),  # no stack
+            (jax.ShapeDtypeStruct((2, 128, 256), bf16), ops.Kernels(H200), bf16),  # a router
+            (jax.ShapeDtypeStruct((2, 1024, 256), jnp.float32), ops.Kernels(H200), jnp.float32),
+            (stack, ops.Kernels(Target("cpu", None)), bf16),
+            (stack, ops.NO_KERNELS, bf16),
+            (stack, BY_REFERENCE, bf16),
+        ):
+            choice = ops.choose_product(4, jnp.dtype(dtype), weight, kernels)
+            self.assertEqual(choice, Choice(ops.PLAIN, {}))
 
     def test_what_the_target_chooses_is_what_serves(self):
         weight, _ = draw(np.random.default_rng(0), (2, 20, 24), SPECS["int3_ranks"])
