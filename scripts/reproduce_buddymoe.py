@@ -52,13 +52,13 @@ def build(results: Results, figures: str) -> Page:
     _figure_8(page)
     page.heading(
         "Where the paper contradicts itself",
-        "Section 3.1 forbids replacement where TAE <= tau, so a high tau is careful; 3.4 calls a low "
-        "one careful. The tables' tau is the co-activation threshold (eq. 5), not the TAE's. Section "
-        "5.1 has rho per token, Algorithm 1 has none. Figure 8's Base moves 20 % more, which is 16.7 % "
-        "less for BuddyMoE, not the 20 % of its caption. Whether a replaced expert is loaded "
-        "afterwards, and the batch size, are not said: with us a background prefetch under a budget "
-        "of bytes brings the most missed ones in. Figures 7 and 9 are both of layer 1's co-activations; "
-        "3.2 describes the one and names the other.",
+        "Section 3.1 forbids replacement where TAE <= tau, so a high tau is careful; 3.4 calls a "
+        "low one careful. The tables' tau is the co-activation threshold (eq. 5), not the TAE's. "
+        "Section 5.1 has rho per token, Algorithm 1 has none. Figure 8's Base moves 20 % more, "
+        "which is 16.7 % less for BuddyMoE, not the 20 % of its caption. Whether a replaced expert "
+        "is loaded afterwards, and the batch size, are not said: with us a background prefetch "
+        "under a budget of bytes brings the most missed ones in. Figures 7 and 9 are both of layer "
+        "1's co-activations; 3.2 describes the one and names the other.",
     )  # fmt: skip
     return page
 
@@ -79,21 +79,17 @@ def _gain(results: Results, said: str, rate: str) -> Found | None:
 def _claims(page: Page) -> None:
     best = "co-activation, 16 places, rho 3"
     found = [_gain(page.results, best, rate) for _, rate in RATES.values()]
+    number = page.published.number
     printed = [
-        100
-        * (
-            page.published.number(table, BEST, "t/s")
-            / page.published.number(table, "Original", "t/s")
-            - 1
-        )  # fmt: skip
-        for table in RATES
+        100 * (number(table, BEST, "t/s") / number(table, "Original", "t/s") - 1) for table in RATES
     ]
     reached = [one.figure >= least for one, least in zip(found, printed, strict=True) if one]
     verdict = MET if len(reached) == len(RATES) else NOT_MEASURED
     page.claim(
-        f"throughput over the original by {', '.join(f'{gain:.1f}' for gain in printed)} % at c = 0.75, "
-        "0.5, 0.375 (best setting)", "5.2, Tables 2 to 4",
-        f"Qwen3-30B's shape, list of 16, rho 3: {', '.join(page.shown(one, '{:.1f} %') for one in found)}",
+        f"throughput over the original by {', '.join(f'{gain:.1f}' for gain in printed)} % at c = "
+        "0.75, 0.5, 0.375 (best setting)", "5.2, Tables 2 to 4",
+        "Qwen3-30B's shape, list of 16, rho 3: "
+        f"{', '.join(page.shown(one, '{:.1f} %') for one in found)}",
         NOT_MET if False in reached else verdict,
     )  # fmt: skip
     page.claim(*_kept_quality(page))
@@ -102,7 +98,10 @@ def _claims(page: Page) -> None:
 
 
 def _kept_quality(page: Page) -> tuple[str, str, str, str]:
-    claim = "a buddy costs little accuracy where a random expert costs much (0.695 and 0.55 of 0.735 at c = 0.75)"  # fmt: skip
+    claim = (
+        "a buddy costs little accuracy where a random expert costs much (0.695 and 0.55 of 0.735 "
+        "at c = 0.75)"
+    )
     shares = [
         page.results.get(_quality(text, BEST_OURS, rate))
         for text in TEXTS
@@ -153,8 +152,8 @@ def _likeness_claims(page: Page) -> None:
         page.claim(
             "experts are largely redundant: many pairs are alike", "2.4, Figure 4",
             "cosine of two experts' outputs on the same tokens, mean of a layer "
-            f"{page.shown(rows[0], '{:.3f}')} to {page.shown(rows[-1], '{:.3f}')}; an expert's best "
-            f"peer at most {page.shown(best, '{:.2f}', 'best peer, mean')} on average",
+            f"{page.shown(rows[0], '{:.3f}')} to {page.shown(rows[-1], '{:.3f}')}; an expert's "
+            f"best peer at most {page.shown(best, '{:.2f}', 'best peer, mean')} on average",
             MET if rows[-1].figure > 0.5 else NOT_MET,
         )  # fmt: skip
     peers = [one for one in (_peers(page.results, layer) for layer in range(LAYERS)) if one]
@@ -163,7 +162,8 @@ def _likeness_claims(page: Page) -> None:
             "co-activation is concentrated on few peers", "3.2, Figure 7",
             "of an expert's co-activations the first 8 of 31 peers have "
             f"{page.shown(min(peers, key=lambda one: one.figure), '{:.0f} %')} to "
-            f"{page.shown(max(peers, key=lambda one: one.figure), '{:.0f} %')} by layer (26 % if even)",
+            f"{page.shown(max(peers, key=lambda one: one.figure), '{:.0f} %')} by layer (26 % if "
+            "even)",
             MET if min(one.figure for one in peers) > 50 else NOT_MET,
         )  # fmt: skip
     first, last = (_length(page.results, "co-activation", "0.75", i) for i in (0, LAYERS - 1))
@@ -232,9 +232,9 @@ def _tables_2_to_4(page: Page) -> None:
             rows.append([said, OURS, "", "", "", speed, "Qwen3-30B's shape, random weights"])
         page.heading(
             f"{table}: cache rate c = {printed}",
-            "Our model of random weights has no accuracy, and the demo model (32 experts, top 4) is at "
-            "chance on ARC: quality is its perplexity below, experts outside the hottest replaced, "
-            "random ones at the same pairs; the loss over random's is in nats.",
+            "Our model of random weights has no accuracy, and the demo model (32 experts, top 4) "
+            "is at chance on ARC: quality is its perplexity below, experts outside the hottest "
+            "replaced, random ones at the same pairs; the loss over random's is in nats.",
         )  # fmt: skip
         page.table(["method", "whose", "ARC-E", "ARC-C", "Avg", "tokens/s", "what differs"], rows)
         rows = []
@@ -268,8 +268,8 @@ def _figure_4(page: Page) -> None:
     page.figure(
         "buddymoe_figure_4",
         "Figure 4, ours: cosine of the outputs of two experts on the tokens that chose the first, "
-        "layer 1 of the demo model, 10,240 tokens of WikiText-2; the diagonal left out (the paper: a "
-        "model of 64 experts, its measure is not said).", draw, [found],
+        "layer 1 of the demo model, 10,240 tokens of WikiText-2; the diagonal left out (the paper: "
+        "a model of 64 experts, its measure is not said).", draw, [found],
     )  # fmt: skip
 
 
@@ -289,13 +289,15 @@ def _figure_6(page: Page) -> None:
     page.heading("Figure 6: how often experts are used")
     page.figure(
         "buddymoe_figure_6",
-        "Figure 6, ours: tokens of 10,240 of WikiText-2 that chose each of the 32 experts (the paper: "
-        "layer 11 of 64 experts).", draw, found,
+        "Figure 6, ours: tokens of 10,240 of WikiText-2 that chose each of the 32 experts (the "
+        "paper: layer 11 of 64 experts).", draw, found,
     )  # fmt: skip
+    ratios = [page.shown(one, "{:.1f}", "most over least") for one in found]
+    shares = [page.shown(one, "{:.0f} %") for one in found]
     rows = [
-        ["most used over least used", OURS, *(page.shown(one, "{:.1f}", "most over least") for one in found)],
-        ["share of the most used quarter", OURS, *(page.shown(one, "{:.0f} %") for one in found)],
-    ]  # fmt: skip
+        ["most used over least used", OURS, *ratios],
+        ["share of the most used quarter", OURS, *shares],
+    ]
     page.table(["demo model", "whose", f"layer {SHOWN_LAYER}", f"layer {LAYERS - 1}"], rows)
 
 
@@ -310,8 +312,8 @@ def _figures_7_and_9(page: Page) -> None:
     page.heading("Figures 7 and 9: which experts are used together")
     page.figure(
         "buddymoe_figure_7",
-        "Figures 7 and 9, ours: tokens of 10,240 of WikiText-2 that chose both experts, layer 1 of the "
-        "demo model.", draw, [found],
+        "Figures 7 and 9, ours: tokens of 10,240 of WikiText-2 that chose both experts, layer 1 of "
+        "the demo model.", draw, [found],
     )  # fmt: skip
 
 
@@ -325,8 +327,8 @@ def _lists(page: Page) -> None:
             rows.append([f"{source}, alpha {alpha}", OURS, *cells])
     page.heading(
         "Length of the lists",
-        "Mean length of a list of buddies by eq. 6, of 31 others, by layer of the demo model; section "
-        "3.3 asks for such a report, 5.1 says 2 to 16 (of 63 others).",
+        "Mean length of a list of buddies by eq. 6, of 31 others, by layer of the demo model; "
+        "section 3.3 asks for such a report, 5.1 says 2 to 16 (of 63 others).",
     )
     page.table(["q, alpha", "whose", *(f"layer {i}" for i in range(LAYERS))], rows)
 
@@ -341,7 +343,8 @@ def _figure_8(page: Page) -> None:
         [name, OURS, *(page.shown(one, "{:.0f}", "megabytes_a_step") for one in ones)]
         for name, ones in speeds.items()
     ]
-    rows.append(["Base over BuddyMoE", PAPER, page.published("Figure 8", "Base over BuddyMoE", "PCIe bandwidth, about") + " % more", "", ""])  # fmt: skip
+    printed = page.published("Figure 8", "Base over BuddyMoE", "PCIe bandwidth, about")
+    rows.append(["Base over BuddyMoE", PAPER, f"{printed} % more", "", ""])
     page.heading("Figure 8: bytes over the link")
     page.table(["MB a token", "whose", *(f"c = {rate}" for _, rate in RATES.values())], rows)
 
@@ -353,8 +356,9 @@ def _figure_8(page: Page) -> None:
         }
         bars(panel, [f"c = {rate}" for _, rate in RATES.values()], series, ylabel="MB a token")
 
-    page.figure("buddymoe_figure_8", "Figure 8, ours: bytes over the link, Qwen3-30B's shape.", draw,
-                [one for ones in speeds.values() for one in ones])  # fmt: skip
+    drawn = [one for ones in speeds.values() for one in ones]
+    caption = "Figure 8, ours: bytes over the link, Qwen3-30B's shape."
+    page.figure("buddymoe_figure_8", caption, draw, drawn)
 
 
 if __name__ == "__main__":

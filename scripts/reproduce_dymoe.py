@@ -57,10 +57,11 @@ def build(results: Results, figures: str) -> Page:
         "Where the paper contradicts itself",
         "By the letter of eq. 5, ceil(r k) demotes almost nothing at decode on Mixtral (a realised "
         "mean of 0.984 for r = 0.75, nothing at 0.9); we round by error diffusion over the layers, "
-        "so that the mean is r. Table 3's first row needs more than PCIe Gen3 x16 gives: only ratios "
-        'are compared. "2.43 to 4.26 times" (6.4): the whole system with 4/2 reaches 2.43 at 16 GB, '
-        "with 4/0 4.26 at 24 GB. CMMLU at r = 0.75 rises from 0.482 to 0.494 in the text; the table "
-        "has 0.4947. Figures 3 to 6, 10 and 11 print no numbers; those of Figure 10 are in 6.2.",
+        "so that the mean is r. Table 3's first row needs more than PCIe Gen3 x16 gives: only "
+        'ratios are compared. "2.43 to 4.26 times" (6.4): all of it with 4/2 has 2.43 at 16 GB, '
+        "with 4/0 4.26 at 24 GB. CMMLU at r = 0.75 rises from 0.482 to 0.494 in the text; the "
+        "table has 0.4947. Figures 3 to 6, 10 and 11 print no numbers; those of Figure 10 are in "
+        "6.2.",
     )  # fmt: skip
     return page
 
@@ -97,8 +98,8 @@ def _table_2(page: Page) -> None:
                 rows.append([name, OURS, *found, DEMO])
     page.heading(
         "Table 2: quality by retention",
-        "Prompts decide an expert by the heavy hitters of the whole window (eq. 2), which see later "
-        "tokens; token by token each token decides by its own gate (eq. 3).",
+        "Prompts decide an expert by the heavy hitters of the whole window (eq. 2), which see "
+        "later tokens; token by token each token decides by its own gate (eq. 3).",
     )  # fmt: skip
     page.table(["data, model, high / low", "whose", *columns, "what differs"], rows)
 
@@ -189,8 +190,9 @@ def _figure_3(page: Page) -> None:
     page.heading("Figure 3: which experts are kept")
     page.figure(
         "dymoe_figure_3",
-        "Figure 3, ours: perplexity of WikiText-2 on the demo model, the other experts skipped (the "
-        "paper: C-Eval accuracy of Mixtral).", draw, [one for ones in found.values() for one in ones],
+        "Figure 3, ours: perplexity of WikiText-2 on the demo model, the other experts skipped "
+        "(the paper: C-Eval accuracy of "
+        "Mixtral).", draw, [one for ones in found.values() for one in ones],
     )  # fmt: skip
 
 
@@ -214,8 +216,9 @@ def _figure_4(page: Page) -> None:
     page.heading("Figure 4: experts of heavy hitters and of all tokens")
     page.figure(
         "dymoe_figure_4",
-        "Figure 4, ours: layer 3 of the demo model, one window of 512 tokens each; heavy hitters are "
-        "the tenth of the tokens that receive most attention there.", draw, list(found.values()),
+        "Figure 4, ours: layer 3 of the demo model, one window of 512 tokens each; heavy hitters "
+        "are the tenth of the tokens that receive most attention "
+        "there.", draw, list(found.values()),
     )  # fmt: skip
     rows = [["correlation", OURS, *(page.shown(one) for one in correlation_rows(page.results))]]
     header = [
@@ -260,9 +263,9 @@ def _figure_6(page: Page) -> None:
     page.heading("Figure 6: adjacent layers")
     page.figure(
         "dymoe_figure_6",
-        "Figure 6, ours: cosine of the residual stream before the experts of adjacent layers, and the "
-        "share of a layer's experts that its router foresees from the layer before (eq. 6); demo "
-        "model, 10,240 tokens of WikiText-2.", draw, list(found) or [None],
+        "Figure 6, ours: cosine of the residual stream before the experts of adjacent layers, and "
+        "the share of a layer's experts that its router foresees from the layer before (eq. 6); "
+        "demo model, 10,240 tokens of WikiText-2.", draw, list(found) or [None],
     )  # fmt: skip
 
 
@@ -295,10 +298,11 @@ def _figure_10(page: Page) -> None:
                 )
     page.heading(
         "Figure 10: end to end",
-        "How many times as fast. Fiddler, Mixtral-Offloading and MoE-Infinity (for which 6.2 prints "
-        "no number) do not run here. accelerate runs beside us with INT4 experts; pinned is better "
-        "than what it does by itself. Under 24 GiB it fills 20.8 (90 % for weights, its default) and "
-        "our cache 22.5; its codes are in groups of 128, ours of 64; its router is random.",
+        "How many times as fast. Fiddler, Mixtral-Offloading and MoE-Infinity (for which 6.2 "
+        "prints no number) do not run here. accelerate runs beside us with INT4 experts; pinned is "
+        "better than what it does by itself. Under 24 GiB it fills 20.8 (90 % for weights, its "
+        "default) and our cache 22.5; its codes are in groups of 128, ours of 64; its router is "
+        "random.",
     )
     page.table(["what", "whose", "TTFT", "TPOT", "what differs"], rows)
 
@@ -322,10 +326,8 @@ def _figure_11(page: Page) -> None:
         lines(panel, curves, xlabel="retention r", ylabel="perplexity, WikiText-2")
 
     page.heading("Figure 11: quality against retention")
-    page.figure(
-        "dymoe_figure_11", "Figure 11, ours: the rows of Table 2 on the demo model (lower is better).",
-        draw, [one for ones in found.values() for one in ones],
-    )  # fmt: skip
+    caption = "Figure 11, ours: the rows of Table 2 on the demo model (lower is better)."
+    page.figure("dymoe_figure_11", caption, draw, [one for ones in found.values() for one in ones])
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ PAIRS = ("int4/int2", "bf16/int4")
 LOW_SHARES = ("0.25", "0.5", "0.625", "0.75", "0.875")
 TEXTS = ("wikitext-2", "mixed")
 DOMAINS = ("books", "code", "math")
-SHIFT = ("dynaexq, T 512", "static, hottest of the prose", "random")
+SHIFT = ("dynaexq, T 512", "static, hottest of the prose")
 FIGURE_1_TEXTS = ("books", "code", "math", "chinese")
 FIRST_LAYER, LAST_LAYER = 0, 6
 BATCHES = (1, 4, 16)
@@ -56,8 +56,10 @@ def _perplexity(pair: str, text: str, series: str, share: str) -> str:
 def _claims(page: Page) -> None:
     paper = page.published
     page.claim(*_flatter(page))
-    low = page.ours(_perplexity("int4/int2", "wikitext-2", "hot", "0.75"), "{:.0f} %", "recovered", 100)  # fmt: skip
-    half = page.ours(_perplexity("int4/int2", "wikitext-2", "hot", "0.5"), "{:.0f} %", "recovered", 100)  # fmt: skip
+    low, half = (
+        page.ours(_perplexity("int4/int2", "wikitext-2", "hot", x), "{:.0f} %", "recovered", 100)
+        for x in ("0.75", "0.5")
+    )
     page.claim(
         "much of the gap between INT4 and INT2 comes back "
         f"({_recovered(paper, 'DynaExq(A6000)')} on an A6000, "
@@ -131,12 +133,12 @@ def _throughput(page: Page) -> tuple[str, str, str, str]:
         return claim, "4.4, Figure 5", NOT_MEASURED, NOT_MEASURED
     finding = ", ".join(f"{page.shown(row, '{:.0f} %')} at batch {batch}" for batch, row in rows)
     waited = rows[0][1].row.what.endswith(WAITED)
-    remark = " (each call waited for before the next one, which the engine does not do)" if waited else ""  # fmt: skip
+    remark = " (each call waited for before the next one, which the engine does not do)"
     verdict = MET if min(row.figure for _, row in rows) >= THROUGHPUT_BAR else NOT_MET
     return (
         claim,
         "4.4, Figure 5",
-        f"Qwen3-30B, of the resident INT2 model: {finding}{remark}",
+        f"Qwen3-30B, of the resident INT2 model: {finding}{remark if waited else ''}",
         verdict,
     )
 
@@ -145,7 +147,9 @@ def _shift(page: Page) -> tuple[str, str, str, str]:
     claim = "adapts when the workload shifts, which static precisions cannot"
     finding, wins = [], 0
     for domain in DOMAINS:
-        moved, static = (page.results.get(f"shift | shift | {domain} | {name} | 0") for name in SHIFT[:2])  # fmt: skip
+        moved, static = (
+            page.results.get(f"shift | shift | {domain} | {name} | 0") for name in SHIFT
+        )
         if moved is None or static is None:
             return claim, "1, 3.2", NOT_MEASURED, NOT_MEASURED
         wins += moved.figure < static.figure
@@ -196,10 +200,14 @@ def _table_1(page: Page) -> None:
         [row, PAPER, *(paper("Table 1", row, column) for column in columns), "published, not run"]
         for row in paper.rows("Table 1")
     ]
-    gsm = page.ours(
-        "exact_match_strict, gsm8k, 40 documents, 5 examples, demo, float32, no policy", "{:.1f}", scale=100)  # fmt: skip
-    code = page.ours("pass_at_1, humaneval, 40 documents, 0 examples, demo, float32, no policy", "{:.1f}", scale=100)  # fmt: skip
-    ours = {"GSM8K": gsm, "Human Eval": code}
+    tasks = {
+        "GSM8K": "exact_match_strict, gsm8k, 40 documents, 5 examples",
+        "Human Eval": "pass_at_1, humaneval, 40 documents, 0 examples",
+    }
+    ours = {
+        name: page.ours(f"{what}, demo, float32, no policy", "{:.1f}", scale=100)
+        for name, what in tasks.items()
+    }
     rows.append(
         [
             "demo, float32",
@@ -258,8 +266,8 @@ def _figure_1(page: Page) -> None:
 
     page.figure(
         "dynaexq_figure_1",
-        "Figure 1, ours: routing frequency of the 32 experts in the first and the last layer of the "
-        "demo model, 10,240 tokens of each text (the paper: 128 experts, layers 1 and 47 of "
+        "Figure 1, ours: routing frequency of the 32 experts in the first and the last layer of "
+        "the demo model, 10,240 tokens of each text (the paper: 128 experts, layers 1 and 47 of "
         "Qwen3-30B; its picture has no numbers).",
         draw,
         list(found.values()),
@@ -333,21 +341,26 @@ def _figure_5(page: Page) -> None:
         bars(panel, [f"batch {b}" for b in complete], series, ylabel="decode, tokens/s",
              title=f"Qwen3-30B-A3B, {device}")  # fmt: skip
 
-    page.figure("dynaexq_figure_5", f"Figure 5, ours: decode throughput under INT2 and DynaExq; {how}.",
-                draw, [one for ones in complete.values() for one in ones] or [None])  # fmt: skip
+    caption = f"Figure 5, ours: decode throughput under INT2 and DynaExq; {how}."
+    rows_drawn = [one for ones in complete.values() for one in ones]
+    page.figure("dynaexq_figure_5", caption, draw, rows_drawn or [None])
 
 
 def _resident_table(page: Page) -> None:
     """Prefill and decode of uniform precisions that fit."""
-    about = "Qwen3-30B-A3B, 48 layers, {} g64 float, attention {}, head bf16, prefill by mosaic and mosaic"  # fmt: skip
+    about = (
+        "Qwen3-30B-A3B, 48 layers, {} g64 float, attention {}, head bf16, "
+        "prefill by mosaic and mosaic"
+    )
     rows = []
     for bits in ("INT4", "INT3"):
         said = about.format(bits, bits)
+        step = f"batch 1 prompt 512 TPOT, random cache, calls of 16, {said}"
         rows.append([
             f"uniform {bits}, attention {bits}",
             page.ours(f"batch 1 prompt 2048 TTFT, {said}", "{:.0f}"),
             page.ours(f"batch 1 prompt 2048 prefill, {said}", "{:.0f}"),
-            page.ours(f"batch 1 prompt 512 TPOT, random cache, calls of 16, {said}, decode by mosaic and mosaic"),
+            page.ours(f"{step}, decode by mosaic and mosaic"),
             "resident, no policy",
         ])  # fmt: skip
     page.table(["Qwen3-30B-A3B, ours, batch 1", "TTFT of 2048 tokens, ms", "prefill, tokens/s",

@@ -35,7 +35,9 @@ TABLE_3 = {
     "MiLo, as s1: Dense-25% + Kurtosis-8": milo_claims.S1,
     "MiLo, as s2: Dense-50% + Sparse-16": milo_claims.S2,
     "milo+, Dense-25% + Sparse-4": "INT3 milo+, Dense-25% + Sparse-4, INT3 factors",
-    "milo+, Dense-50% + Sparse-12": "INT3 milo+, symmetric zero, Dense-50% + Sparse-12, INT3 factors",
+    "milo+, symmetric, Dense-50% + Sparse-12": (
+        "INT3 milo+, symmetric zero, Dense-50% + Sparse-12, INT3 factors"
+    ),
     "INT4 RTN": "INT4 rtn",
 }
 POLICIES = {
@@ -61,13 +63,13 @@ def build(results: Results, figures: str) -> Page:
         "Where the paper contradicts itself",
         "Table 1's GPTQ INT3 (4.61, 7.08) is Table 3's HQQ; Table 3's GPTQ has 4.7304 and 6.8234. "
         '"Over 87 %" is 3.42 / 3.91, a ratio of perplexities: of HQQ\'s loss s2 brings back 59 %. '
-        "Table 2 counts singular values smaller than tau of the largest and calls that the rank; the "
-        "text's use of it fits the larger ones, so both are shown. Kurtosis is printed without the -3 "
-        "that negative values need. Codes of eq. 13 reach 8, which three bits do not hold. The table "
-        "of rank strategies is printed as Figure 7 and cited as Table 7; its right half stands on "
-        "Dense-512. 4.1 has 1.4 % more memory for s1 where 20.8 over 20.5 GB is 1.5 %, and its 10 % "
-        "more zero-shot accuracy is 5 % by Table 3 (0.7956 over 0.7559). Figure 9's Dequant + GeMM "
-        "beats MiLo at batch 1, by 4.3.",
+        "Table 2 counts singular values smaller than tau of the largest and calls that the rank; "
+        "the text's use of it fits the larger ones, so both are shown. Kurtosis is printed without "
+        "the -3 that negative values need. Codes of eq. 13 reach 8, which three bits do not hold. "
+        "The table of rank strategies is printed as Figure 7 and cited as Table 7; its right half "
+        "stands on Dense-512. 4.1 has 1.4 % more memory for s1 where 20.8 over 20.5 GB is 1.5 %, "
+        "and its 10 % more zero-shot accuracy is 5 % by Table 3 (0.7956 over 0.7559). Figure 9's "
+        "Dequant + GeMM beats MiLo at batch 1, by 4.3.",
     )  # fmt: skip
     return page
 
@@ -88,7 +90,8 @@ def _table_1(page: Page) -> None:
     page.table(["model, method", "whose", *columns, "what differs"], rows)
     rows = [
         [name, OURS, page.ours(f"MiLo, {what}, INT3 group 64", "{:.0f}"),
-         page.ours(f"MiLo, {what}, INT3 group 64", "{:.0f}", "library_s"), "random weights, H200, extrapolated from one layer"]
+         page.ours(f"MiLo, {what}, INT3 group 64", "{:.0f}", "library_s"),
+         "random weights, H200, extrapolated from one layer"]
         for name, what in (
             ("Mixtral-8x7B, MiLo, 20 passes, rank 32", "Mixtral-8x7B, 32 layers extrapolated"),
             ("Qwen3-30B-A3B, MiLo, 20 passes, rank 32", "Qwen3-30B-A3B, 48 layers extrapolated"),
@@ -115,13 +118,14 @@ def _table_2(page: Page) -> None:
             NOT_MEASURED if found is None else f"{100 - found.more[key]:.0f} % {page.cite(found)}"
         )
         rows.append([
-            f"demo, {kind}", OURS, page.shown(of_weights(page.results, f"excess kurtosis | {kind}")),
+            "demo, "
+            f"{kind}", OURS, page.shown(of_weights(page.results, f"excess kurtosis | {kind}")),
             page.shown(found, "{:.0f}"), page.shown(found, "{:.0f} %", key), larger,
             page.shown(of_weights(page.results, f"relative error, INT3 hqq | {kind}"), "{:.3f}"),
         ])  # fmt: skip
     page.table(
-        ["", "whose", "kurtosis", "singular values under half the largest", "of all", "at least half",
-         "relative error by INT3"], rows,
+        ["", "whose", "kurtosis", "singular values under half the largest", "of all",
+         "at least half", "relative error by INT3"], rows,
     )  # fmt: skip
 
 
@@ -144,23 +148,23 @@ def _table_3(page: Page) -> None:
     rows.append(["demo, unquantized", OURS, "16 bits", whole, "", *none, DEMO])
     page.heading(
         "Table 3: main results",
-        "INT3, groups of 64 where nothing else is said. Memory of ours is in bits a quantized weight, "
-        "scales, zeros and factors counted; the demo model is at chance on tasks. Perplexity of one "
-        f"recipe moves by up to {milo_claims.NOISE} between programs. milo+ is ours: codes are "
-        "fitted by least squares to quantized factors; symmetric zeros where it says so.",
+        "INT3, groups of 64 where nothing else is said. Memory of ours is in bits a quantized "
+        "weight, scales, zeros and factors counted; the demo model is at chance on tasks. "
+        f"Perplexity of one recipe moves by up to {milo_claims.NOISE} between programs. milo+ is "
+        "ours: codes are fitted by least squares to quantized factors; symmetric zeros where it "
+        "says so.",
     )  # fmt: skip
     page.table(
-        ["model, method", "whose", "memory", "WikiText-2 PPL", "HQQ's loss recovered", *tasks, "what differs"],
-        rows,
+        ["model, method", "whose", "memory", "WikiText-2 PPL", "HQQ's loss recovered", *tasks,
+         "what differs"], rows,
     )  # fmt: skip
 
 
 def _table_4(page: Page) -> None:
     paper = page.published
     rows = [[row, PAPER, paper("Table 4", row, "rank strategy")] for row in paper.rows("Table 4")]
-    rows += [
-        ["demo, as s1", OURS, "Dense-25% + Kurtosis-8"], ["demo, as s2", OURS, "Dense-50% + Sparse-16"],
-    ]  # fmt: skip
+    for name, strategy in (("s1", "Dense-25% + Kurtosis-8"), ("s2", "Dense-50% + Sparse-16")):
+        rows.append([f"demo, as {name}", OURS, strategy])
     page.heading("Table 4: rank strategies", "A rank in percent is of a matrix's smaller side.")
     page.table(["model, setting", "whose", "strategy"], rows)
 

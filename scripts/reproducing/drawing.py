@@ -1,7 +1,7 @@
 """Pictures that are read without colour: lines by marker and dash, bars by hatch, maps in grey."""
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class Canvas:
 
 
 def lines(
-    panel: Any, series: dict[str, tuple[Sequence[float], Sequence[float]]], **labels: Any
+    panel: Any, series: Mapping[str, tuple[Sequence[float], Sequence[float]]], **labels: Any
 ) -> None:
     """Curves of x and y by name; `labels` as of `Axes.set`."""
     for (name, (x, y)), style in zip(series.items(), STYLES, strict=False):
@@ -64,7 +64,7 @@ def lines(
 
 
 def bars(
-    panel: Any, groups: Sequence[str], series: dict[str, Sequence[float]], **labels: Any
+    panel: Any, groups: Sequence[str], series: Mapping[str, Sequence[float]], **labels: Any
 ) -> None:
     """Bars of each series beside each other in each group."""
     width = 0.8 / len(series)

@@ -113,7 +113,8 @@ def _accelerate_claims(page: Page) -> None:
         page.claim(
             f"TPOT {bar:g} times as fast as accelerate ({model})", "6.2, Figure 10",
             f"DyMoE 4/0 at {gib} GiB: {over[0]}; our INT4 cache alone: {over[1]} times as fast as "
-            f"accelerate does it (pageable weights), {over[2]} times with its weights pinned", verdict,
+            f"accelerate does it (pageable weights), {over[2]} times with its weights "
+            "pinned", verdict,
         )  # fmt: skip
 
 
@@ -168,7 +169,8 @@ def _observation_claims(page: Page) -> None:
     _likeness(page, "the activations of adjacent layers are alike at every depth", "3.3, Figure 6",
               similarity_rows(page.results), "cosine {} to {}")  # fmt: skip
     _likeness(page, "an expert's load and its load of heavy hitters are highly correlated",
-              "3.3, Figure 4", correlation_rows(page.results), "means of layers {} to {}")  # fmt: skip
+              "3.3, Figure "
+              "4", correlation_rows(page.results), "means of layers {} to {}")  # fmt: skip
 
 
 def _likeness(page: Page, claim: str, place: str, found: list[Found], form: str) -> None:

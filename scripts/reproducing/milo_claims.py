@@ -1,5 +1,7 @@
 """MiLo's claims beside what we measured, and where its rows of ours are found."""
 
+import itertools
+
 from scripts.reproducing.page import MET, NOT_MEASURED, NOT_MET, OTHER, Page
 from scripts.reproducing.published import Published
 from scripts.reproducing.rows import Found, Results
@@ -40,8 +42,9 @@ def recovered_printed(paper: Published, model: str, method: str) -> str:
 def tpot(results: Results, bits: str, batch: int) -> Found | None:
     """A decode step of Mixtral's shape, resident."""
     return results.get(
-        f"batch {batch} prompt 512 TPOT, random cache, calls of 16, Mixtral-8x7B, 32 layers, {bits} "
-        f"g64 float, attention {bits}, head bf16, prefill by mosaic and mosaic, decode by mosaic and mosaic"
+        f"batch {batch} prompt 512 TPOT, random cache, calls of 16, Mixtral-8x7B, 32 layers, "
+        f"{bits} g64 float, attention {bits}, head bf16, prefill by mosaic and mosaic, decode by "
+        "mosaic and mosaic"
     )  # fmt: skip
 
 
@@ -66,12 +69,15 @@ def write(page: Page) -> None:
     """All claims."""
     paper = page.published
     page.claim(
-        f"of HQQ's loss of perplexity on Mixtral s1 brings back {recovered_printed(paper, 'Mixtral-8x7B', 'MiLo-s1')}, "
-        f"s2 {recovered_printed(paper, 'Mixtral-8x7B', 'MiLo-s2')}, for 1.5 and 2.4 % more memory",
+        "of HQQ's loss of perplexity on Mixtral s1 brings back "
+        f"{recovered_printed(paper, 'Mixtral-8x7B', 'MiLo-s1')}, s2 "
+        f"{recovered_printed(paper, 'Mixtral-8x7B', 'MiLo-s2')}, for 1.5 and 2.4 % more memory",
         "4.1, Table 3",
-        f"demo: Dense-25% {recovered(page, DENSE)} at {page.shown(demo(page.results, DENSE, 'bits per weight'))} "
-        f"bits, as s1 {recovered(page, S1)}, as s2 {recovered(page, S2)} (HQQ: "
-        f"{page.shown(demo(page.results, HQQ, 'bits per weight'))} bits); of small matrices factors weigh more",
+        f"demo: Dense-25% {recovered(page, DENSE)} at "
+        f"{page.shown(demo(page.results, DENSE, 'bits per weight'))} bits, as s1 "
+        f"{recovered(page, S1)}, as s2 {recovered(page, S2)} (HQQ: "
+        f"{page.shown(demo(page.results, HQQ, 'bits per weight'))} bits); of small matrices "
+        "factors weigh more",
         OTHER,
     )  # fmt: skip
     _factor_claim(page)
@@ -89,7 +95,7 @@ def _factor_claim(page: Page) -> None:
         ]
         for rank in RANKS
     ]
-    more = [page.derived("{:+.1f} %", lambda three, eight: 100 * (three / eight - 1), *pair) for pair in pairs]  # fmt: skip
+    more = [page.derived("{:+.1f} %", lambda a, b: 100 * (a / b - 1), *pair) for pair in pairs]
     near = [abs(three.figure - eight.figure) <= NOISE for three, eight in pairs if three and eight]
     verdict = NOT_MEASURED
     if len(near) == len(pairs):
@@ -149,7 +155,8 @@ def _speed_claims(page: Page) -> None:
     if len(reached) == len(BATCHES):
         verdict = MET if all(reached) else NOT_MET
     page.claim(
-        "Mixtral in INT3 is 1.27 to 1.32 times as fast as MARLIN's INT4, end to end", "4.3, Table 6",
+        "Mixtral in INT3 is 1.27 to 1.32 times as fast as MARLIN's INT4, end to "
+        "end", "4.3, Table 6",
         f"over our own INT4 kernels: {', '.join(gains)} times at batch 1, 16, 32", verdict,
     )  # fmt: skip
     slow, fast = (
@@ -160,8 +167,10 @@ def _speed_claims(page: Page) -> None:
         page.derived("{:.1f}", lambda a, b: a / b, *pair) for pair in zip(slow, fast, strict=True)
     ]
     page.claim(
-        "at batch 1 unpacking first and a plain product is faster than the fused kernel; above, not",
-        "4.3, Figure 9", f"here the fused kernel wins: unpacking takes {over[0]} times as long at 1 "
+        "at batch 1 unpacking first and a plain product is faster than the fused kernel; above, "
+        "not",
+        "4.3, Figure "
+        "9", f"here the fused kernel wins: unpacking takes {over[0]} times as long at 1 "
         f"row, {over[1]} at 16",
         NOT_MEASURED if NOT_MEASURED in over else NOT_MET,
     )  # fmt: skip
@@ -174,7 +183,7 @@ def _curve_claim(page: Page) -> None:
         errors = [one.figure for one in rows if one]
         if len(errors) < PASSES:
             continue
-        falls = all(a >= b for a, b in zip(errors, errors[1:], strict=False))
+        falls = all(a >= b for a, b in itertools.pairwise(errors))
         good.append(falls and 1 - errors[-1] / errors[-2] < CONVERGED)
         said.append(f"{kind} {page.shown(rows[0], '{:.4f}')}, {page.shown(rows[-1], '{:.4f}')}")
     verdict = NOT_MEASURED if len(good) < len(kinds) else MET if all(good) else NOT_MET
@@ -217,7 +226,8 @@ def _weight_claims(page: Page) -> None:
     if counts:
         by = sorted(counts, key=lambda one: one.more["most over least"])
         page.claim(
-            "the most used expert of a layer is used up to 11.7 times as often as the least (DeepSeek-MoE)",
+            "the most used expert of a layer is used up to 11.7 times as often as the least "
+            "(DeepSeek-MoE)",
             "3.1.1, Figure 3",
             f"{page.shown(by[0], '{:.1f}', 'most over least')} to "
             f"{page.shown(by[-1], '{:.0f}', 'most over least')} times by layer, WikiText-2", OTHER,

@@ -62,8 +62,9 @@ def _figures_2_and_4(page: Page) -> None:
     page.heading("Figures 2 and 4: weights as trained and as stored")
     page.figure(
         "milo_figure_2",
-        "Figures 2 and 4, ours: a query projection and an expert's gate of layer 1 of the demo model, "
-        "groups of 64 (the paper: Mixtral). Rank 32 is an eighth of the width, its factors in INT3.",
+        "Figures 2 and 4, ours: a query projection and an expert's gate of layer 1 of the demo "
+        "model, groups of 64 (the paper: Mixtral). Rank 32 is an eighth of the width, its factors "
+        "in INT3.",
         draw, list(found.values()),
     )  # fmt: skip
     rows = [
@@ -89,8 +90,9 @@ def _figure_3(page: Page) -> None:
     page.heading("Figure 3: how often experts are activated")
     page.figure(
         "milo_figure_3",
-        "Figure 3, ours: demo model, 10,240 tokens of WikiText-2 (the paper: Mixtral-8x7B, nearly even, "
-        "and DeepSeek-MoE, the most used expert of a layer 11.7 times the least used).", draw, found,
+        "Figure 3, ours: demo model, 10,240 tokens of WikiText-2 (the paper: Mixtral-8x7B, nearly "
+        "even, and DeepSeek-MoE, the most used expert of a layer 11.7 times the least "
+        "used).", draw, found,
     )  # fmt: skip
 
 
@@ -141,8 +143,8 @@ def _figure_8(page: Page) -> None:
     page.heading("Figure 8: time of quantizing")
     page.figure(
         "milo_figure_8",
-        "Figure 8, ours: the demo model in INT3, without compiling and without the forward passes of "
-        "calibrated methods (the paper: Mixtral, time against MMLU).", draw,
+        "Figure 8, ours: the demo model in INT3, without compiling and without the forward passes "
+        "of calibrated methods (the paper: Mixtral, time against MMLU).", draw,
         [one for pair in found.values() for one in pair],
     )  # fmt: skip
 
@@ -166,8 +168,9 @@ def _figure_9(page: Page) -> None:
                 found[name] = ones
     page.heading(
         "Figure 9: TFLOPS of products",
-        "The paper's picture prints no numbers; GPTQ3bit and MARLIN do not run here, our INT4 kernel "
-        "and Humming's stand in their place. Ours need no compensator here. Mixtral's matrices, H200.",
+        "The paper's picture prints no numbers; GPTQ3bit and MARLIN do not run here, our INT4 "
+        "kernel and Humming's stand in their place. Ours need no compensator here. Mixtral's "
+        "matrices, H200.",
     )
     page.table(["matrix, kernel", "whose", *(f"{count} rows" for count in ROWS)], rows)
 
@@ -183,8 +186,9 @@ def _figure_9(page: Page) -> None:
         panel.set(yscale="log", ylabel="TFLOP/s", title=SHAPES[0])
         panel.legend(fontsize=7)
 
-    page.figure("milo_figure_9", "Figure 9, ours: one matrix of the table; what is missing there is "
-                "missing here.", draw, [one for ones in found.values() for one in ones if one] or [None])  # fmt: skip
+    caption = "Figure 9, ours: one matrix of the table; what is missing there is missing here."
+    drawn = [one for ones in found.values() for one in ones if one]
+    page.figure("milo_figure_9", caption, draw, drawn or [None])
 
 
 def _figure_10(page: Page) -> None:
@@ -197,8 +201,8 @@ def _figure_10(page: Page) -> None:
                   ylabel="mean of |W - UV - W'|_F / |W|_F")  # fmt: skip
 
     page.heading("Figure 10: error by iteration")
-    page.figure("milo_figure_10", "Figure 10, ours: the demo model, Uniform ranks of an eighth of the "
-                "width.", draw, [one for ones in found.values() for one in ones])  # fmt: skip
+    caption = "Figure 10, ours: the demo model, Uniform ranks of an eighth of the width."
+    page.figure("milo_figure_10", caption, draw, [one for ones in found.values() for one in ones])
 
 
 def _figure_11(page: Page) -> None:
@@ -233,7 +237,7 @@ def _figure_11(page: Page) -> None:
     page.heading("Figure 11: rank, memory, perplexity")
     page.figure(
         "milo_figure_11",
-        f"Figure 11, ours: the demo model, Uniform ranks of {', '.join(RANKS)} (the paper: memory of the "
-        "compensators against perplexity, Mixtral).", draw,
+        f"Figure 11, ours: the demo model, Uniform ranks of {', '.join(RANKS)} (the paper: memory "
+        "of the compensators against perplexity, Mixtral).", draw,
         [one for pairs in found.values() for pair in pairs for one in pair] + ends,
     )  # fmt: skip

@@ -21,13 +21,16 @@ SHOWN_LAYER = 3  # of heavy hitters: the middle one of seven
 SHOWN_TEXTS = ("books", "code", "math")
 
 
+Array = jax.Array | np.ndarray
+
+
 class Seen(NamedTuple):
     """Of one batch of windows, by layer."""
 
-    chosen: jax.Array  # float32[M, B, E], tokens that chose an expert
-    heavy: jax.Array  # float32[M, B, E], of them those that are heavy hitters in that layer
-    cosines: jax.Array  # float32[M - 1, B T], of the residual stream with the next layer's
-    recall: jax.Array  # float32[M - 1], of the next layer's experts, foreseen from this layer
+    chosen: Array  # float32[M, B, E], tokens that chose an expert
+    heavy: Array  # float32[M, B, E], of them those that are heavy hitters in that layer
+    cosines: Array  # float32[M - 1, B T], of the residual stream with the next layer's
+    recall: Array  # float32[M - 1], of the next layer's experts, foreseen from this layer
 
 
 def measure(demo: Demo) -> Iterator[Finding]:
@@ -68,12 +71,12 @@ def _program(demo: Demo) -> Callable[[Any, jax.Array], Seen]:
             return causal_attention(q, k, v, config.sliding_window, "xla")
 
         def run(
-            layer: Any, x: jax.Array, routing: Routing, mask: jax.Array, ahead: Any
+            layer: Any, x: jax.Array, routing: Routing, token_mask: jax.Array, ahead: Any
         ) -> jax.Array:
             inputs.append(x / model.mlp_norm[layer])  # a multiple of the residual stream
             if ahead is not None:
                 foreseen.append(ahead().ids)
-            return model.moe(x, layer, mask, "block")[0]
+            return model.moe(x, layer, token_mask, "block")[0]
 
         _, routings = model.layers(tokens, positions, active, attend, "block", run)
         num_heavy = round(HEAVY_SHARE * length)

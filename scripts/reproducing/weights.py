@@ -101,9 +101,9 @@ def _dots(kinds: dict[str, dict[str, np.ndarray]]) -> Iterator[Finding]:
         both = float(np.corrcoef(values["kurtosis"], values["error"])[0, 1])
         what = f"kurtosis and error, correlation | {kind} | layer {SHOWN_LAYER}"
         yield Finding(what, both, "", more)
-    together = [np.concatenate([v[n] for v in kinds.values()]) for n in ("kurtosis", "error")]
+    x, y = (np.concatenate([v[n] for v in kinds.values()]) for n in ("kurtosis", "error"))
     what = f"kurtosis and error, correlation | both | layer {SHOWN_LAYER}"
-    yield Finding(what, float(np.corrcoef(*together)[0, 1]), "", {"matrices": len(together[0])})
+    yield Finding(what, float(np.corrcoef(x, y)[0, 1]), "", {"matrices": len(x)})
 
 
 def _spectrum(stack: Stack, spectra: np.ndarray) -> Finding:
