@@ -258,7 +258,8 @@ def _figure_6(page: Page) -> None:
             "tenth percentile": (x, [one.more["tenth percentile"] for one in found]),
             "recall of the next layer's top 4": (x, [one.more[key] for one in found]),
         }
-        lines(panel, curves, xlabel="layer, with the one after it", ylabel="share", ylim=(0, 1))
+        lines(panel, curves, xlabel="layer, with the one after it", ylabel="cosine, or share",
+              ylim=(0, 1))  # fmt: skip
 
     page.heading("Figure 6: adjacent layers")
     page.figure(

@@ -136,7 +136,9 @@ def _figure_8(page: Page) -> None:
                 .replace(", INT3 factors", "")
                 .replace("symmetric zero, ", "")
             )
-            panel.annotate(name, (x, y), textcoords="offset points", xytext=(4, 4), fontsize=7)
+            below = label == "INT3 autoround"  # as fast and as good as the row beside it
+            offset = (4, -10 if below else 4)
+            panel.annotate(name, (x, y), textcoords="offset points", xytext=offset, fontsize=7)
         panel.margins(x=0.4)
         panel.set(xscale="log", xlabel="seconds of quantizing", ylabel="perplexity, WikiText-2")
 

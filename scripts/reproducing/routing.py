@@ -73,7 +73,7 @@ def _program(demo: Demo) -> Callable[[Any, jax.Array], Seen]:
         def run(
             layer: Any, x: jax.Array, routing: Routing, token_mask: jax.Array, ahead: Any
         ) -> jax.Array:
-            inputs.append(x / model.mlp_norm[layer])  # a multiple of the residual stream
+            inputs.append(x / model.mlp_norm[layer][None])  # a multiple of the residual stream
             if ahead is not None:
                 foreseen.append(ahead().ids)
             return model.moe(x, layer, token_mask, "block")[0]
