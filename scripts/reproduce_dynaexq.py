@@ -27,7 +27,7 @@ THROUGHPUT_BAR = 85.0
 SPEEDS = {
     "uniform INT2, resident": r"uniform INT2, resident model, batch {}, TPOT",
     "uniform INT2, pool of all experts": r"uniform INT2, a pool of all experts, batch {}, TPOT",
-    "DynaExq INT4/INT2, a quarter hot": r"dynaexq int4/int2, \d+ hot of 128, batch {}, TPOT",
+    "DynaExq INT4/INT2, a quarter hot": r"dynaexq int4/int2, 32 hot of 128, batch {}, TPOT",
 }
 
 
@@ -118,7 +118,7 @@ def _throughputs(page: Page, of: str) -> list[tuple[str, Found]]:
     """Shares of uniform INT2's throughput by batch; of calls as the engine makes them, if any."""
     for suffix in ("", re.escape(WAITED)):
         pattern = (
-            rf"dynaexq int4/int2, \d+ hot of 128, batch (\d+): {of}, {re.escape(SPEED)}{suffix}"
+            rf"dynaexq int4/int2, 32 hot of 128, batch (\d+): {of}, {re.escape(SPEED)}{suffix}"
         )
         found = page.results.every(pattern)
         if found:
@@ -326,7 +326,11 @@ def _figure_5(page: Page) -> None:
                 [name, *(cell for pair in cells for cell in pair), f"random weights; {how}"]
             )
         whole = zip(BATCHES, zip(*found.values(), strict=True), strict=True)
-        drawn[how] = {b: [one for one in ones if one] for b, ones in whole if all(ones)}
+        drawn[how] = {
+            b: [one for one in ones if one]
+            for b, ones in whole
+            if all(ones) and len({one.row.device for one in ones if one}) == 1
+        }
     head = [f"batch {b}, {part}" for b in BATCHES for part in ("TPOT, ms", "tokens/s")]
     page.table(["Qwen3-30B-A3B, ours, decode", *head, "what differs"], rows)
     _resident_table(page)

@@ -106,10 +106,11 @@ def _table_2(page: Page) -> None:
     paper = page.published
     columns = paper.columns("Table 2")
     rows = [
-        [row, PAPER, *(paper("Table 2", row, c) for c in columns)] for row in paper.rows("Table 2")
+        [row, PAPER, *(paper("Table 2", row, c) for c in columns), PUBLISHED]
+        for row in paper.rows("Table 2")
     ]
     page.heading("Table 2: kurtosis and residual rank")
-    page.table(["", "whose", *columns], rows)
+    page.table(["", "whose", *columns, "what differs"], rows)
     rows = []
     for kind in KINDS:
         found = of_weights(page.results, f"{BELOW} | {kind}")
@@ -122,10 +123,11 @@ def _table_2(page: Page) -> None:
             f"{kind}", OURS, page.shown(of_weights(page.results, f"excess kurtosis | {kind}")),
             page.shown(found, "{:.0f}"), page.shown(found, "{:.0f} %", key), larger,
             page.shown(of_weights(page.results, f"relative error, INT3 hqq | {kind}"), "{:.3f}"),
+            "demo model: widths of 256 and 64",
         ])  # fmt: skip
     page.table(
         ["", "whose", "kurtosis", "singular values under half the largest", "of all",
-         "at least half", "relative error by INT3"], rows,
+         "at least half", "relative error by INT3", "what differs"], rows,
     )  # fmt: skip
 
 

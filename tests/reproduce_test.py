@@ -8,7 +8,7 @@ from pathlib import Path
 from absl.testing import absltest, parameterized
 
 from scripts import make_results
-from scripts.reproducing.page import NOT_MEASURED, OURS, Page
+from scripts.reproducing.page import NOT_MEASURED, OTHER_DEVICE, OURS, Page
 from scripts.reproducing.published import FOLDER, Published
 from scripts.reproducing.rows import BrokenRowError, Results, read_checked
 
@@ -137,6 +137,22 @@ class RowsTest(parameterized.TestCase):
         self.assertEqual((found.figure, found.line), (3.0, 1))
         self.write("b.jsonl", GOOD | {"figure": 2.0})  # the same day: a later file
         self.assertEqual(Results(self.folder).get(GOOD["what"]).figure, 2.0)
+
+    def test_first_runs_of_a_day_do_not_count(self):
+        self.write("policies_h200.jsonl", GOOD | {"figure": 1.0})
+        self.write("policies_gpu.jsonl", GOOD | {"figure": 2.0})
+        self.assertEqual(Results(self.folder).get(GOOD["what"]).figure, 2.0)
+
+    def test_no_ratio_over_two_devices(self):
+        other = GOOD | {"what": "x", "device": "Another card"}
+        self.write("a.jsonl", GOOD, other, GOOD | {"what": "y", "figure": 9.0})
+        results = Results(self.folder)
+        page = Page("A", results, Published("milo"), "figures")
+        mine, foreign, second = (results.get(what) for what in (GOOD["what"], "x", "y"))
+        ratio = lambda a, b: a / b  # noqa: E731
+        self.assertEqual(page.derived("{:.1f}", ratio, second, mine), "2.0 [1]")
+        self.assertEqual(page.derived("{:.1f}", ratio, second, foreign), OTHER_DEVICE)
+        self.assertEqual(page.derived("{:.1f}", ratio, second, None), NOT_MEASURED)
 
     def test_a_pattern_is_of_the_whole(self):
         self.write("a.jsonl", GOOD)

@@ -108,7 +108,7 @@ def _accelerate_claims(page: Page) -> None:
             for pair in ((plain, dymoe), (plain, own), (pinned, own))
         ]
         verdict = OTHER
-        if plain and dymoe:
+        if plain and dymoe and plain.row.device == dymoe.row.device:
             verdict = MET if plain.figure / dymoe.figure >= bar else NOT_MET
         page.claim(
             f"TPOT {bar:g} times as fast as accelerate ({model})", "6.2, Figure 10",

@@ -9,6 +9,7 @@ from scripts.reproducing.published import Published
 from scripts.reproducing.rows import Found, Results
 
 NOT_MEASURED = "not measured"
+OTHER_DEVICE = "not measured on one device"
 MET, NOT_MET, OTHER = "met", "not met", "not comparable"
 PAPER, OURS = "paper", "**ours**"
 Draw = Callable[[Canvas], None]
@@ -64,10 +65,12 @@ class Page:
         return f"{form.format(scale * value)} {self.cite(found)}"
 
     def derived(self, form: str, compute: Callable[..., float], *found: Found | None) -> str:
-        """A number that is computed from figures, or "not measured" where one is missing."""
+        """A number that is computed from figures of one device, or that there is none."""
         rows = [one for one in found if one is not None]
         if len(rows) < len(found):
             return NOT_MEASURED
+        if len({one.row.device for one in rows}) > 1:
+            return OTHER_DEVICE
         return f"{form.format(compute(*(one.figure for one in rows)))} {self.cite(*rows)}"
 
     def claim(self, claim: str, section: str, finding: str, verdict: str) -> None:

@@ -11,6 +11,9 @@ from typing import Any
 
 from moejax.results import ResultRow
 
+# Of rows that say the same and have the same date these came first.
+FIRST_RUNS = ("earlier_h200.jsonl", "policies_h200.jsonl")
+
 
 class BrokenRowError(ValueError):
     """A row that is not of the schema; says its file and line."""
@@ -86,6 +89,10 @@ def read_checked(path: Path) -> Iterator[Found]:
         yield Found(ResultRow(**decoded), path.name, number)
 
 
+def _age(one: Found) -> tuple[str, bool, str, int]:
+    return one.row.date, one.file not in FIRST_RUNS, one.file, one.line
+
+
 class Results:
     """All measured rows; of rows that say the same the latest counts."""
 
@@ -101,7 +108,7 @@ class Results:
         paths = sorted(folder.glob("*.jsonl"))
         found = [one for path in paths for one in read_checked(path)]
         latest: dict[str, Found] = {}
-        for one in sorted(found, key=lambda one: (one.row.date, one.file, one.line)):
+        for one in sorted(found, key=_age):
             latest.pop(one.row.what, None)  # so that the order is that of the latest
             latest[one.row.what] = one
         self._rows = latest
