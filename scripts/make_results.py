@@ -38,12 +38,12 @@ Made by `python -m scripts.make_results` from `scripts/results/*.jsonl` (ours) a
 - A number of **ours** ends with [n]: the run in the last table of its section, with the rows'
   file and lines, device, versions, date and command. Other numbers are the paper's, as printed.
 - **not measured** is a row that does not exist yet; no number stands in for it.
-- Real weights of the papers' models cannot be had here. Speed is of their real shapes with random
-  weights, routing replayed; quality is of the demo model that ships (13.5 million parameters, 7
+- The papers' models were not at hand. Speed is of their real shapes with random weights, routing
+  replayed; quality is of the demo model that ships (13.5 million parameters, 7
   layers of 32 experts, top 4), mostly as perplexity, since it is at chance on tasks. So levels
   cannot be compared with the papers', only shapes and ratios; the column "what differs" says so.
-- Where a paper's systems do not run here (Fiddler, Mixtral-Offloading, MoE-Infinity, MARLIN,
-  GPTQ3bit) its rows stand as published.
+- What we did not run (Fiddler, Mixtral-Offloading, MoE-Infinity, MARLIN, GPTQ3bit) stands as
+  published.
 - A verdict is computed from the rows by the rule in the section's script; "not comparable" where a
   number can neither bear the claim out nor speak against it.
 """

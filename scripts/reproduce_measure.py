@@ -7,7 +7,7 @@ DIR holds eval/wikitext2.test.raw.xz and valid/{books,textbooks,code,math,chines
 Sections: `routing` (how often each expert is chosen, by layer and text: DynaExq's Figure 1, MiLo's
 Figure 3, BuddyMoE's Figure 6; heavy hitters and neighbouring layers: DyMoE's Figures 4 and 6),
 `coactivation` (BuddyMoE's Figures 4, 7 and 9, and how long its lists are), `weights` (MiLo's Table
-2 and Figures 2, 4 and 5). Takes two minutes on two cores.
+2 and Figures 2, 4 and 5). Takes one to two minutes on two cores.
 """
 
 import sys

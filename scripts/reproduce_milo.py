@@ -129,6 +129,7 @@ def _table_2(page: Page) -> None:
         ["", "whose", "kurtosis", "singular values under half the largest", "of all",
          "at least half", "relative error by INT3", "what differs"], rows,
     )  # fmt: skip
+    milo_figures.spectra(page)
 
 
 def _table_3(page: Page) -> None:

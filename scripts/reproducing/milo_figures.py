@@ -38,6 +38,33 @@ def write(page: Page) -> None:
     _figure_11(page)
 
 
+def spectra(page: Page) -> None:
+    """Singular values of what INT3 leaves, which Table 2 counts."""
+    what = "spectrum of the INT3 residual, first quarter | {} | layer 1"
+    found = {matrix: of_weights(page.results, what.format(matrix)) for matrix in MATRICES}
+
+    def draw(canvas: Canvas) -> None:
+        (panel,) = canvas.panels(1, 1)
+        curves = {}
+        for matrix, one in found.items():
+            assert one is not None
+            values = one.more["spectrum"]
+            curves[matrix] = ([100 * i / len(values) for i in range(len(values))], values)
+        lines(panel, curves, xlabel="% of the singular values", ylabel="of the largest")
+
+    page.figure(
+        "milo_figure_spectrum",
+        "Ours: singular values of the residual of INT3 HQQ, mean over the matrices of layer 1 of "
+        "the demo model; of a query projection few are large, so a low rank serves it better.",
+        draw, list(found.values()),
+    )  # fmt: skip
+    rows = [
+        [matrix, OURS, page.shown(one, "{:.0f} %"), "demo model"] for matrix, one in found.items()
+    ]
+    head = ["energy of the residual in the first quarter", "whose", "share", "what differs"]
+    page.table(head, rows)
+
+
 def _figures_2_and_4(page: Page) -> None:
     found = {
         (matrix, stored): of_weights(
@@ -139,7 +166,7 @@ def _figure_8(page: Page) -> None:
             below = label == "INT3 autoround"  # as fast and as good as the row beside it
             offset = (4, -10 if below else 4)
             panel.annotate(name, (x, y), textcoords="offset points", xytext=offset, fontsize=7)
-        panel.margins(x=0.4)
+        panel.margins(x=0.5)
         panel.set(xscale="log", xlabel="seconds of quantizing", ylabel="perplexity, WikiText-2")
 
     page.heading("Figure 8: time of quantizing")
