@@ -242,8 +242,10 @@ def _tables_2_to_4(page: Page) -> None:
             cells = []
             for text in TEXTS:
                 what = _quality(text, series, rate)
-                cells += [page.ours(what), page.ours(what, "{:.2f}", "random perplexity"),
-                          page.ours(what, "{:.2f}", "loss over random's")]  # fmt: skip
+                cells.append(page.ours(what))
+                for key in ("random perplexity", "loss over random's"):
+                    # Pairs that are left out have no random experts in their places.
+                    cells.append("" if series == "left out" else page.ours(what, "{:.2f}", key))
             rows.append([series, OURS, *cells, DEMO])
         whole = [page.ours(_quality(text, "original", "1")) for text in TEXTS]
         rows.insert(0, ["every expert there", OURS, whole[0], "", "", whole[1], "", "", DEMO])
