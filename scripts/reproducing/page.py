@@ -1,0 +1,157 @@
+"""A paper's part of RESULTS.md as it is written: claims, tables, figures, and their runs."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.reproducing.drawing import Canvas
+from scripts.reproducing.published import Published
+from scripts.reproducing.rows import Found, Results
+
+NOT_MEASURED = "not measured"
+OTHER_DEVICE = "not measured on one device"
+MET, NOT_MET, OTHER = "met", "not met", "not comparable"
+PAPER, OURS = "paper", "**ours**"
+Draw = Callable[[Canvas], None]
+
+
+class Page:
+    """One section. Numbers of ours end with [n], the run of the section's last table."""
+
+    def __init__(self, title: str, results: Results, published: Published, figures: str):
+        """Nothing is written yet.
+
+        Args:
+          title: of the section.
+          results: ours.
+          published: the paper's.
+          figures: their folder as RESULTS.md names it.
+        """
+        self.results, self.published, self._folder = results, published, figures
+        self._title = title
+        self._claims: list[list[str]] = []
+        self._lines: list[str] = []
+        self._runs: dict[tuple[str, ...], list[int]] = {}
+        self.drawings: dict[str, Draw] = {}
+
+    def cite(self, *found: Found) -> str:
+        """[n] of the runs that rows come from."""
+        numbers = []
+        for one in found:
+            lines = self._runs.setdefault(one.origin, [])
+            if one.line not in lines:
+                lines.append(one.line)
+            numbers.append(list(self._runs).index(one.origin) + 1)
+        return f"[{', '.join(map(str, sorted(set(numbers))))}]"
+
+    def ours(self, what: str, form: str = "{:.2f}", key: str = "", scale: float = 1.0) -> str:
+        """A figure of ours and its run, or "not measured".
+
+        Args:
+          what: of the row, exactly.
+          form: of the number.
+          key: of what stands beside the figure; "": the figure.
+          scale: the number is multiplied by it.
+        """
+        return self.shown(self.results.get(what), form, key, scale)
+
+    def shown(
+        self, found: Found | None, form: str = "{:.2f}", key: str = "", scale: float = 1.0
+    ) -> str:
+        """The same of a row that was looked for in another way."""
+        if found is None or (key and key not in found.more):
+            return NOT_MEASURED
+        value = found.more[key] if key else found.figure
+        return f"{form.format(scale * value)} {self.cite(found)}"
+
+    def derived(self, form: str, compute: Callable[..., float], *found: Found | None) -> str:
+        """A number that is computed from figures of one device, or that there is none."""
+        rows = [one for one in found if one is not None]
+        if len(rows) < len(found):
+            return NOT_MEASURED
+        if len({one.row.device for one in rows}) > 1:
+            return OTHER_DEVICE
+        return f"{form.format(compute(*(one.figure for one in rows)))} {self.cite(*rows)}"
+
+    def claim(self, claim: str, section: str, finding: str, verdict: str) -> None:
+        """A row of the section's first table."""
+        self._claims.append([claim, section, finding, verdict])
+
+    @property
+    def verdicts(self) -> list[str]:
+        """Of the claims, in their order."""
+        return [claim[3] for claim in self._claims]
+
+    def heading(self, text: str, *paragraphs: str) -> None:
+        """A part of the section."""
+        self._lines += ["", f"### {text}", ""]
+        for paragraph in paragraphs:
+            self.text(paragraph)
+
+    def text(self, paragraph: str) -> None:
+        """A paragraph."""
+        self._lines += [*([] if self._lines[-1:] == [""] else [""]), paragraph, ""]
+
+    def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """A table; texts are to the left, numbers too: they end with their runs."""
+        self._lines += [*([] if self._lines[-1:] == [""] else [""]), *_markdown(header, rows), ""]
+
+    def figure(self, name: str, caption: str, draw: Draw, found: Sequence[Found | None]) -> None:
+        """A picture of rows; where one of the rows is missing a line says so instead.
+
+        Args:
+          name: of the file, without suffix.
+          caption: what is to be seen, and on what.
+          draw: draws it.
+          found: the rows that it draws.
+        """
+        rows = [one for one in found if one is not None]
+        if not rows or len(rows) < len(found):
+            self.text(f"*{caption}*: {NOT_MEASURED}.")
+            return
+        self.drawings[name] = draw
+        self.text(f"![{name}]({self._folder}/{name}.png)")
+        self.text(f"*{caption}* {self.cite(*rows)}")
+
+    def draw(self, folder: Path) -> list[Path]:
+        """Writes the pictures."""
+        return [Canvas.save(draw, folder / f"{name}.png") for name, draw in self.drawings.items()]
+
+    def markdown(self) -> str:
+        """The whole section."""
+        head = ["claim", "section", "what we find", "verdict"]
+        runs = [
+            [f"[{number}]", f"`{file}`, {_lines_of(lines)}", device, versions, date, f"`{command}`"]
+            for number, ((file, device, versions, date, command), lines) in enumerate(
+                self._runs.items(), 1
+            )
+        ]
+        lines = [f"## {self._title}", "", *_markdown(head, self._claims), *self._lines]
+        lines += ["", "### Runs of this section", ""]
+        lines += _markdown(["", "rows", "device", "versions", "date", "command"], runs)
+        text = "\n".join(lines) + "\n"
+        while "\n\n\n" in text:
+            text = text.replace("\n\n\n", "\n\n")
+        return text
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    def line(cells: Sequence[Any]) -> str:
+        return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+
+    for row in rows:
+        if len(row) != len(header):
+            raise ValueError(f"{row} has not the {len(header)} columns of {header}")
+    return [line(header), "|" + " --- |" * len(header), *map(line, rows)]
+
+
+def _lines_of(numbers: Sequence[int]) -> str:
+    """Numbers of lines as one reads them: lines 1-3, 7."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    shown = ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in parts)
+    return f"{'lines' if len(numbers) > 1 else 'line'} {shown}"
