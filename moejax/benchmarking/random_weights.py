@@ -113,7 +113,12 @@ class _Drawing:
 
 
 def random_weights(
-    config: ModelConfig, packing: Packing, device: jax.Device, *, experts: bool = True
+    config: ModelConfig,
+    packing: Packing,
+    device: jax.Device,
+    *,
+    dense: bool = True,
+    experts: bool = True,
 ) -> dict[str, Weight]:
     """Leaves made on the device: norms one, embeddings N(0, 1), matrices N(0, 1/fan_in) or so.
 
@@ -121,13 +126,14 @@ def random_weights(
       config: of the model.
       packing: which matrices are packed; the others, and norms, are bf16.
       device: where.
-      experts: whether they are among the leaves.
+      dense: whether all but the experts are among the leaves.
+      experts: whether they are.
     """
     drawing = _Drawing(device)
     weights: dict[str, Weight] = {}
     for name, shape in weight_shapes(config).items():
         bits = packing.bits_of(name)
-        if name in EXPERT_LEAVES and not experts:
+        if not (experts if name in EXPERT_LEAVES else dense):
             continue
         if name.endswith("norm"):
             weights[name] = jnp.ones(shape, jnp.bfloat16, device=device)
