@@ -23,6 +23,7 @@ class BenchmarkConfig(RunConfig):
     shape: str = option(
         "", f"in place of a checkpoint, random weights of a shape: {', '.join(CONFIGS)}"
     )
+    layers: int = option(0, "fewer layers than the shape's; 0: all")
     bits: int = option(4, "of a shape's experts: 2, 3, 4, 8 or 16 (plain)")
     attention_bits: int = option(16, "the same of its attention; all else is plain")
     group_size: int = option(64, "inputs that share a scale, where a shape is packed")
@@ -102,7 +103,7 @@ class BenchmarkConfig(RunConfig):
         for name in ("group_size", "new_tokens", "runs"):
             if getattr(self, name) < 1:
                 raise MoejaxError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("prompt_tokens", "num_prompts", "steps_per_call", "context", "seed"):
+        for name in ("layers", "prompt_tokens", "num_prompts", "steps_per_call", "context", "seed"):
             if getattr(self, name) < 0:
                 raise MoejaxError(f"{name}={getattr(self, name)} must be 0 or a positive number")
         if not self.batches or not all(1 <= batch <= MAX_BATCH for batch in self.batches):
@@ -131,6 +132,9 @@ class BenchmarkConfig(RunConfig):
             raise MoejaxError("trace and skew both say the routing: leave one of them out")
         if not self.shape:
             return
+        if self.layers > CONFIGS[self.shape].num_layers:
+            most = CONFIGS[self.shape].num_layers
+            raise MoejaxError(f"layers={self.layers} is more than the {most} of {self.shape}")
         if self.prompts:
             raise MoejaxError("a shape has no tokenizer for prompts: give prompt_tokens")
         if self.memory.disk_path:

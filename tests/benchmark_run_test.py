@@ -164,9 +164,7 @@ class ShapeTest(Case):
         self.assertEqual(figures["experts of a layer that a decode step reads"]["value"], 2)
         self.assertIn("nothing is replayed", point["routing"])
 
-    @parameterized.parameters(
-        ([0, 0, 0], 100.0), ([0, 1, 2], 0.0), ([0, 0, 1, 1, 1], None),
-    )  # fmt: skip
+    @parameterized.parameters(([0, 0, 0], 100.0), ([0, 1, 2], 0.0))
     def test_decode_takes_the_experts_of_the_trace(self, turns, hit_rate):
         pairs = np.array([[0, 1], [2, 3], [4, 5]])[np.resize(turns, 30)]
         trace = self.folder / "x.trace"
@@ -176,11 +174,7 @@ class ShapeTest(Case):
         )
         [point] = record["points"]
         figures = point["figures"]
-        found = figures["hit rate of decode"]["value"]
-        if hit_rate is None:
-            self.assertBetween(found, 30, 80)
-        else:
-            self.assertEqual(found, hit_rate)
+        self.assertEqual(figures["hit rate of decode"]["value"], hit_rate)
         self.assertEqual(figures["experts of a layer that a decode step reads"]["value"], 2)
         self.assertIn("trace x.trace, its own gates", out)
 

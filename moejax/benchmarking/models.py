@@ -13,7 +13,7 @@ from moejax.benchmark_config import BenchmarkConfig
 from moejax.benchmarking import routing
 from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.benchmarking.shape_memory import Memory, ShapeMemories, TierPlan, release, replay
-from moejax.benchmarking.shapes import CONFIGS
+from moejax.benchmarking.shapes import CONFIGS, with_layers
 from moejax.checkpoints import open_checkpoint
 from moejax.chunks import longest_chunk
 from moejax.devices import choose_device, enable_compilation_cache, plain_memory_errors
@@ -144,14 +144,15 @@ class ShapeModels:
             self._bits = [self._bits_of(tier.name, tier.source) for tier in self._tiering.stored()]
             if self._tiering.policy == AUTO or self._tiering.emulate:
                 raise MoejaxError("a shape takes neither policy.name=auto nor policy.emulate")
-        self.config = CONFIGS[config.shape]
+        self.config = with_layers(CONFIGS[config.shape], config.layers)
         self.tokenizer: Tokenizer | None = None
         self.eos_ids: tuple[int, ...] = ()
         self._packing = Packing(
             bits=config.bits, group_size=config.group_size, attention_bits=config.attention_bits
         )
         packed = self._packing
-        self.about = f"{config.shape}, random weights, {packed.describe()}"
+        layers = f"{self.config.num_layers} layers, " if config.layers else ""
+        self.about = f"{config.shape}, {layers}random weights, {packed.describe()}"
         with plain_memory_errors(device):
             self._memories = ShapeMemories(self.config, packed, device, config.memory.host_gib)
         self._dense_nbytes = {n: leaf.nbytes for n, leaf in self._memories.dense.items()}

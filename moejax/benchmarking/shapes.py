@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
 
 TINY = dataclasses.replace(
@@ -10,3 +11,10 @@ TINY = dataclasses.replace(
     moe_layers=(0, 1),
 )  # fmt: skip
 CONFIGS = {**SHAPES, "tiny": TINY}
+
+
+def with_layers(config: ModelConfig, num_layers: int) -> ModelConfig:
+    """A model of sparse layers alone with the first of them; 0: all."""
+    if not num_layers:
+        return config
+    return dataclasses.replace(config, num_layers=num_layers, moe_layers=tuple(range(num_layers)))
