@@ -115,6 +115,8 @@ def of_floor(measured: Measured, runner: Runner, bandwidth: Bandwidth) -> Figure
     if not steps:
         return {}
     config = runner.config
+    size = max(len(b.new_tokens) for b in every)
+    full = [b for b in every if len(b.new_tokens) == size]
     if measured.ledgers:
         experts_nbytes = sum(
             ledger.total("needed") * ledger.expert_bytes
@@ -129,7 +131,7 @@ def of_floor(measured: Measured, runner: Runner, bandwidth: Bandwidth) -> Figure
         experts_nbytes = whole * distinct / config.num_experts
     least = floor_bytes(
         config, runner.weights, experts_nbytes=experts_nbytes,
-        positions=statistics.mean(positions(b, config.sliding_window) for b in every if b.steps),
+        positions=statistics.mean(positions(b, config.sliding_window) for b in full if b.steps),
         itemsize=runner.dtype.itemsize,
     )  # fmt: skip
     floor_ms = 1e3 * least / bandwidth.bytes_per_s

@@ -240,6 +240,8 @@ class ShapeModels:
         replay(memory, work.work, batch, self.device)
         runner = Runner(self.config, self._memories.dense, self.device, memory=memory)
         said = f"decode: {work.about}; prefill: the random routers' own, near uniform"
+        if gib := self._asked.memory.host_gib:
+            said += f"; experts share rows of {gib:g} GiB of host memory, as many bytes each"
 
         def close() -> None:
             runner.programs.close()
