@@ -38,11 +38,8 @@ def benchmark(config: BenchmarkConfig, values: flags.FlagValues) -> None:
     # JAX is imported here: --help and mistakes need not wait for it.
     from moejax.benchmarking import record, running
 
-    outcome = running.run(config, file)
+    outcome = running.run(config, file, record.Files(outputs, config).write)
     print("\n".join(record.lines(config, outcome, stats=values.stats)))
-    rows = record.rows_of(outcome)
-    for path in outputs:
-        record.write(path, record.record_of(config, outcome, rows), rows)
     if all(point.refusal for point in outcome.points):
         raise MoejaxError(outcome.points[0].refusal)
 

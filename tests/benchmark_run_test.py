@@ -9,11 +9,14 @@ import pathlib
 import re
 import tempfile
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import benchmark, cli, results
+from moejax.benchmarking import running
 from moejax.benchmarking.shapes import TINY
 from moejax.models.config import weight_shapes
 from moejax.traces import trace_of_replay, write_trace
@@ -92,6 +95,7 @@ class CheckpointTest(Case):
             self.assertEqual(json.loads(row["baseline"]), expected["baseline"])
             for name in ("what", "unit", "device", "date", "command"):
                 self.assertEqual(row[name], expected[name])
+        self.assertEmpty(list(self.folder.glob("*.part")))
         lines = results.read_rows(as_lines)
         self.assertEqual([row.what for row in lines], [row["what"] for row in record["rows"]])
         ttft = next(row for row in record["rows"] if row["what"].startswith("TTFT median"))
@@ -191,7 +195,17 @@ class ShapeTest(Case):
 
     def test_a_refused_budget_is_a_row_and_the_least_will_do(self):
         sizes = {"shape": "tiny", "prompt_tokens": 16}
-        record, out = self.record(budgets="(0.0001, 1)", **sizes)
+        lines = self.folder / "rows.jsonl"
+        with mock.patch.object(running, "print", create=True) as said:
+            # The file has a point as soon as it is known.
+            said.side_effect = lambda *_, **__: seen.append(lines.exists())
+            seen: list[bool] = []
+            json_name = self.folder / "x.json"
+            status, out, err = run(budgets="(0.0001, 1)", output=f"{json_name},{lines}", **sizes)
+        self.assertEqual((status, seen), (0, [False, True]), err)
+        record = json.loads(json_name.read_text())
+        appended = [row.what for row in results.read_rows(lines)]
+        self.assertEqual(appended, [row["what"] for row in record["rows"]])
         refused, whole = record["points"]
         self.assertEqual((refused["status"], whole["status"]), ("refused", "measured"))
         self.assertIn("refused: memory.device_gib=0.0001 is too little", out)
@@ -227,6 +241,21 @@ class ShapeTest(Case):
         self.assertIn("r^-1.5", point["routing"])
         self.assertIn("decode: gate mass: int4", out)
         self.assertEqual(out.count("decode: layer "), 2)
+
+    @pytest.mark.gpu
+    def test_real_shapes_run_on_their_kernels(self):
+        record, _ = self.record(
+            shape="Qwen3-30B-A3B", layers=2, prompt_tokens=64, batches="(1, 4)", platform="gpu",
+            **{"memory.slots": 32, "memory.prefetch": 8},
+        )  # fmt: skip
+        self.assertLen(record["points"], 2)
+        for point in record["points"]:
+            self.assertRegex(point["kernels"]["decode experts"], "^(mosaic|triton)")
+            self.assertEqual(point["compile_s_inside_runs"], 0)
+            figures = point["figures"]
+            self.assertIn("device memory peak", figures)
+            self.assertGreater(figures["link bytes of a decode step"]["value"], 0)
+            self.assertBetween(figures["share of the byte floor"]["value"], 0.1, 100)
 
     def test_buddies_are_those_of_the_replayed_routing(self):
         record, _ = self.record(

@@ -135,14 +135,30 @@ def _of_measured(measured: Measured) -> dict[str, Any]:
     }
 
 
-def write(path: Path, record: dict[str, Any], rows: Sequence[ResultRow]) -> None:
-    """Writes by the name's end: .json everything, .csv the rows; .jsonl gets rows appended."""
-    if path.suffix == ".jsonl":
-        results.append_rows(path, rows)
-        return
-    text = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    if path.suffix == ".csv":
-        text = csv_text(rows)
+class Files:
+    """What is known so far goes to files after every point: who interrupts a sweep keeps it."""
+
+    def __init__(self, paths: Sequence[Path], config: BenchmarkConfig):
+        """By the names' ends: .json everything, .csv the rows, .jsonl gets rows appended."""
+        self._paths, self._config = paths, config
+        self._num_appended = 0
+
+    def write(self, outcome: Outcome) -> None:
+        """Writes the points so far."""
+        rows = rows_of(outcome)
+        for path in self._paths:
+            if path.suffix == ".jsonl":
+                results.append_rows(path, rows[self._num_appended :])
+            elif path.suffix == ".csv":
+                _replace(path, csv_text(rows))
+            else:
+                record = record_of(self._config, outcome, rows)
+                text = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)
+                _replace(path, text + "\n")
+        self._num_appended = len(rows)
+
+
+def _replace(path: Path, text: str) -> None:
     partial = path.with_name(path.name + ".part")
     partial.write_text(text, encoding="utf-8", newline="")
     partial.replace(path)

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from moejax import report
@@ -71,12 +72,15 @@ class Outcome:
     steps_per_call: int
 
 
-def run(config: BenchmarkConfig, file: PromptFile | None) -> Outcome:
+def run(
+    config: BenchmarkConfig, file: PromptFile | None, known: Callable[[Outcome], None]
+) -> Outcome:
     """Measures all points; what a budget or the device refuses is a point that says so.
 
     Args:
       config: checked.
       file: of prompts; None: prompts of a length.
+      known: told all points so far after each.
 
     Raises:
       MoejaxError: the model or the requests are wrong.
@@ -85,7 +89,8 @@ def run(config: BenchmarkConfig, file: PromptFile | None) -> Outcome:
     bandwidth = bandwidth_of(models.device)
     per_call = config.steps_per_call or STEPS_PER_CALL
     asked = {batch: _requests(config, models, file, batch) for batch in config.batches}
-    points = []
+    points: list[Point] = []
+    outcome = Outcome(points, models.about, models.device, bandwidth, per_call)
     for batch, gib in config.points():
         print(f"measuring batch {batch}, {gib or 'no'} GiB", file=sys.stderr, flush=True)
         try:
@@ -95,7 +100,8 @@ def run(config: BenchmarkConfig, file: PromptFile | None) -> Outcome:
                 raise
             points.append(Point(batch, gib, refusal=str(error)))
         gc.collect()  # engines hold themselves: what they had on the device goes now
-    return Outcome(points, models.about, models.device, bandwidth, per_call)
+        known(outcome)
+    return outcome
 
 
 def _requests(
