@@ -110,9 +110,16 @@ def check_field_name(name: str, config: RunConfig) -> None:
 
 
 def _as_type_of(name: str, value: Any, default: Any) -> Any:
-    """`value` in the type of `default`: an int serves as a float, a list of str as a tuple."""
+    """`value` in the type of `default`: an int serves as a float, a list as a tuple.
+
+    The items of a tuple are of the type of the default's first; of () they are texts.
+    """
     if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if isinstance(default, tuple) and default and not isinstance(default[0], str):
+        if isinstance(value, list | tuple):
+            return tuple(_as_type_of(name, item, default[0]) for item in value)
+        raise MoejaxError(f'{name}={value!r} must be numbers: --config.{name}="(1, 2)"')
     if isinstance(default, tuple):
         if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
             return tuple(value)

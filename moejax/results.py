@@ -82,6 +82,9 @@ def package_versions(*packages: str) -> dict[str, str]:
 def command_line(argv: Sequence[str] | None = None) -> str:
     """The command of this process as one would type it in the repository's root."""
     program, *arguments = sys.argv if argv is None else argv
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    if argv is None and module is not None:
+        return shlex.join(["python", "-m", module.name.removesuffix(".__main__"), *arguments])
     path = Path(program)
     if path.is_absolute() and path.is_relative_to(Path.cwd()):
         path = path.relative_to(Path.cwd())

@@ -4,7 +4,7 @@ Three forms of the experts: `fused`, as transformers makes them (two arrays a la
 accelerate moves whole, however few experts are hit); `modules`, a module for each expert, so that
 accelerate's hooks move the experts that have tokens and no others; and those with INT4 codes in
 groups of 128, whose products are torch's own int4 kernels. Attention has the width of the experts;
-the embeddings and the head are bf16, as in scripts.model_weights.
+the embeddings and the head are bf16, as in moejax.benchmarking.random_weights.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ import transformers
 from accelerate.utils import set_module_tensor_to_device
 from torch import nn
 
+from moejax.benchmarking.shapes import CONFIGS
 from moejax.models.config import ModelConfig
-from scripts.model_weights import CONFIGS
 
 GROUP_SIZE = 128
 Places = dict[str, str | int]  # of modules: 0 is the device, "cpu" the host

@@ -2,7 +2,7 @@
 # What CHANGELOG says of a GPU, measured again: one process at a time, nothing else on the card.
 #
 #   scripts/bench_gpu.sh OUT                  # all parts; rows go to OUT/*.jsonl
-#   scripts/bench_gpu.sh OUT models memory    # tests, models, kernels, memory, baselines
+#   scripts/bench_gpu.sh OUT models memory    # tests, models, kernels, memory, benchmark, baselines
 #
 # Each command has at most SECONDS_EACH seconds (600), and a failed one does not stop the others.
 # Programs are kept in OUT/programs, so that a second run compiles little.
@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 
 out=${1:?where rows go}
 shift
-parts=${*:-tests models kernels memory baselines}
+parts=${*:-tests models kernels memory benchmark baselines}
 limit=${SECONDS_EACH:-600}
 python=${PYTHON:-python3}
 mkdir -p "$out"
@@ -56,6 +56,22 @@ memory() {
   run "$python" -m scripts.bench_host_store --out="$out/host_store.jsonl"
 }
 
+benchmark() { # as users measure: prompts run, budgets swept, policies, random weights
+  local keep=("--config.compilation_cache=$out/programs" --config.platform=gpu)
+  run "$python" -m moejax.benchmark --config.shape=Qwen3-30B-A3B --config.attention_bits=4 \
+    --config.budgets="(8,12,16)" --config.batches="(1,4,16)" --config.context=1024 \
+    --config.output="$out/benchmark_qwen3.json,$out/benchmark.jsonl" "${keep[@]}"
+  run "$python" -m moejax.benchmark --config.shape=Qwen3-30B-A3B --config.attention_bits=4 \
+    --config.budgets="(24,)" --config.batches="(1,4,16,32)" --config.context=1024 \
+    --config.output="$out/benchmark_qwen3_whole.json,$out/benchmark.jsonl" "${keep[@]}"
+  run "$python" -m moejax.benchmark --config.shape=Mixtral-8x7B --config.attention_bits=4 \
+    --config.budgets="(12,16,24,32)" --config.context=1024 --config.memory.prefetch=2 \
+    --config.output="$out/benchmark_mixtral.json,$out/benchmark.jsonl" "${keep[@]}"
+  run "$python" -m moejax.benchmark --config=configs/benchmark_dynaexq.py \
+    --config.num_prompts=32 --config.output="$out/benchmark_dynaexq.json,$out/benchmark.jsonl" \
+    "${keep[@]}"
+}
+
 baselines() { # transformers with accelerate's offload, where it is installed
   for budget in "Mixtral-8x7B 24" "Mixtral-8x7B 16" "Qwen3-30B-A3B 12"; do
     read -r shape gib <<< "$budget"
@@ -72,7 +88,7 @@ tests() {
 
 for part in $parts; do
   case $part in
-    tests | models | kernels | memory | baselines) "$part" ;;
-    *) echo "no part named $part: tests, models, kernels, memory, baselines" >&2; exit 2 ;;
+    tests | models | kernels | memory | benchmark | baselines) "$part" ;;
+    *) echo "no part named $part: see the head of this file" >&2; exit 2 ;;
   esac
 done

@@ -29,6 +29,16 @@ import jax
 import numpy as np
 from absl import app, flags
 
+from moejax.benchmarking.random_weights import Packing, random_weights
+from moejax.benchmarking.shapes import CONFIGS
+from moejax.benchmarking.synthetic_rows import SyntheticRows
+from moejax.benchmarking.synthetic_traces import (
+    QWEN3_HIT_RATES,
+    expectations,
+    lru_hit_rate,
+    lru_trace,
+    scaled_trace,
+)
 from moejax.chunks import longest_chunk
 from moejax.devices import choose_device, enable_compilation_cache
 from moejax.generation import GenerationSettings
@@ -43,15 +53,6 @@ from moejax.session import Session
 from moejax.traces import read_trace, replay_of_trace
 from scripts.bench_report import Report, turn
 from scripts.model_profile import launches, session_without_prefill
-from scripts.model_weights import CONFIGS, Packing, random_weights
-from scripts.synthetic_rows import SyntheticRows
-from scripts.synthetic_traces import (
-    QWEN3_HIT_RATES,
-    expectations,
-    lru_hit_rate,
-    lru_trace,
-    scaled_trace,
-)
 
 _MODEL = flags.DEFINE_enum("model", "Qwen3-30B-A3B", sorted(CONFIGS), "which shape")
 _DEPTH = flags.DEFINE_integer("depth", 0, "fewer layers than the real ones; 0: all")

@@ -31,6 +31,10 @@ import numpy as np
 from absl import app, flags
 
 from moejax import ops, served
+from moejax.benchmarking.bandwidth import read_bandwidth
+from moejax.benchmarking.random_weights import Packing, random_weights
+from moejax.benchmarking.shapes import CONFIGS
+from moejax.benchmarking.step_cost import bytes_per_step, distinct_experts
 from moejax.chunks import kv_bucket, length_bucket, longest_chunk, prefill_chunks
 from moejax.devices import choose_device, enable_compilation_cache
 from moejax.engine import STEPS_PER_CALL
@@ -44,13 +48,10 @@ from pallas_kernels.target import target_of
 from scripts.bench_report import Report
 from scripts.bench_report import turn as report_turn
 from scripts.model_profile import (
-    distinct_experts,
     graph_launches,
     launches,
-    read_bandwidth,
     session_without_prefill,
 )
-from scripts.model_weights import CONFIGS, Packing, bytes_per_step, random_weights
 
 WIDTHS = [str(bits) for bits in (*layout.BITS, 16)]
 MIN_CONTEXT = 2048

@@ -16,9 +16,9 @@ Sections, each of which a module `scripts.policy_speed_*` describes:
   * cost: what policies take that decide what the pool does without them.
   * compose: Mixtral-8x7B, policies alone and together under one budget.
 
-What the routers say is made up (`scripts.policy_workloads` says how) and the same for all rows of a
-section, but for the resident model, which has no pool to replay it. Steps are timed by calls of
-`--per_call`; a TPOT is their mean, so that what promotions take is in it, with the median beside.
+What the routers say is made up (`moejax.benchmarking.workloads` says how) and the same for all rows
+of a section, but for the resident model, which has no pool to replay it. Steps are timed by calls
+of `--per_call`; a TPOT is their mean, so that what promotions take is in it, the median beside it.
 Everything but the experts is bf16, as in the papers (`--attention_bits`).
 `--model=tiny --device=cpu --context=128 --prompt=16 --steps=16 --per_call=4` tries a section; with
 budgets also `--gib=0.0085 --split=2,8`.
@@ -29,9 +29,9 @@ import traceback
 
 from absl import app, flags
 
+from moejax.benchmarking.shapes import CONFIGS
 from moejax.devices import choose_device, enable_compilation_cache
 from scripts.bench_report import Report
-from scripts.model_weights import CONFIGS
 from scripts.policy_memories import Lab
 from scripts.policy_run import Options, Run
 from scripts.policy_sections import SECTIONS

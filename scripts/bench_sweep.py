@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 from absl import app, flags
 
+from moejax.benchmarking.synthetic_traces import drifting_trace
 from moejax.devices import choose_device
 from moejax.results import (
     ResultRow,
@@ -32,7 +33,6 @@ from moejax.results import (
 from moejax.simulation.sweeping import LRU, Swept, Tiers, sweep
 from moejax.traces import Trace
 from scripts.sweep_grids import POLICIES, grid_of
-from scripts.synthetic_traces import drifting_trace
 
 _DEVICE = flags.DEFINE_enum("device", "auto", ["auto", "cpu", "gpu"], "where")
 _SETTINGS = flags.DEFINE_integer("settings", 1000, "of a sweep", lower_bound=1)

@@ -2,17 +2,17 @@
 
     python -m scripts.make_trace --shape=Qwen3-30B-A3B --tokens=10000 --out=qwen3.trace
 
-Experts recur so that LRU caches have the hit rates of `scripts.synthetic_traces`; weights are equal
-and nothing is foreseen. Qwen3's 10,000 tokens take 12 MB and two minutes.
+Experts recur so that LRU caches have the hit rates of `moejax.benchmarking.synthetic_traces`;
+weights are equal and nothing is foreseen. Qwen3's 10,000 tokens take 12 MB and two minutes.
 """
 
 from pathlib import Path
 
 from absl import app, flags
 
+from moejax.benchmarking.synthetic_traces import QWEN3_HIT_RATES, lru_trace
 from moejax.models.shapes import SHAPES
 from moejax.traces import trace_of_replay, write_trace
-from scripts.synthetic_traces import QWEN3_HIT_RATES, lru_trace
 
 _SHAPE = flags.DEFINE_enum("shape", "Qwen3-30B-A3B", sorted(SHAPES), "whose routing")
 _TOKENS = flags.DEFINE_integer("tokens", 10_000, "decoded, one a step", lower_bound=1)

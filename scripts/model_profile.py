@@ -1,54 +1,18 @@
-"""What a step costs beside its time: bandwidth of the card, launches, experts that were chosen."""
+"""What a step costs beside its time: launches, and sessions without a prompt."""
 
 import collections
 import dataclasses
 import gzip
 import json
-import math
 import re
-import time
 from pathlib import Path
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 
-from moejax import steps
 from moejax.generation import GenerationSettings
-from moejax.models.transformer import ChunkSpec, merge_weights, model_definition
 from moejax.runner import Runner
 from moejax.session import Session
-
-
-def distinct_experts(runner: Runner, session: Session, spec: ChunkSpec) -> float:
-    """Experts of a layer that one decode step of a session reads, the mean over layers.
-
-    The routing of the next step is counted on the device. The session is used up.
-
-    Args:
-      runner: of the session.
-      session: after a prefill or some steps; its cache is donated.
-      spec: of the step.
-    """
-    definition = model_definition(runner.config, runner.kernels)
-
-    def count(
-        state: steps.DecodeState, weights: steps.Weights
-    ) -> tuple[steps.DecodeState, jax.Array]:
-        model = merge_weights(definition, weights)
-        cache, _, routings = model.routed(
-            state.tokens[:, None], state.positions[:, None], ~state.done[:, None], state.cache, spec
-        )
-        num_experts = runner.config.num_experts
-        counts = [
-            jnp.sum(jnp.zeros(num_experts, jnp.int32).at[routing.ids.reshape(-1)].max(1))
-            for routing in routings
-        ]
-        mean = jnp.mean(jnp.stack(counts).astype(jnp.float32))
-        return dataclasses.replace(state, cache=cache), mean
-
-    _, mean = jax.jit(count, donate_argnums=0)(session.state, runner.weights)
-    return float(mean)
 
 
 def session_without_prefill(
@@ -68,24 +32,6 @@ def session_without_prefill(
     cache = jax.tree.unflatten(jax.tree.structure(cache), drawn)
     session.state = dataclasses.replace(session.state, cache=cache)
     return session
-
-
-def read_bandwidth(device: jax.Device) -> float:
-    """Bytes a second of a plain sum over 4 GiB, the ceiling of this card; nan on a CPU.
-
-    Sums are queued ten at a time, so that the host's dispatch is not in the figure.
-    """
-    if device.platform == "cpu":
-        return math.nan
-    x = jnp.ones((2**21, 1024), jnp.bfloat16, device=device)
-    total = jax.jit(lambda x: jnp.sum(x, dtype=jnp.float32))
-    total(x).block_until_ready()
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        jax.block_until_ready([total(x) for _ in range(10)])
-        times.append((time.perf_counter() - start) / 10)
-    return x.nbytes / min(times)
 
 
 def graph_launches(directory: Path) -> int:

@@ -5,11 +5,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from moejax.benchmarking.shape_memory import Memory, release
+from moejax.benchmarking.workloads import Workload, describe, make_workload
 from moejax.policies.buddy_lists import BuddyLists, buddy_lists, conditional_coactivation
 from scripts.bench_report import Report
-from scripts.policy_memories import Lab, Memory, release
+from scripts.policy_memories import Lab
 from scripts.policy_timing import Measured
-from scripts.policy_workloads import Workload, describe, make_workload
 
 # Of the profiles in `scripts/quality_sections.py`.
 CFT_ALPHA, MOST_BUDDIES, SMOOTHING = 0.95, 31, 1.0

@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 
+from moejax.benchmarking.shape_memory import Memory, TierPlan, release
+from moejax.benchmarking.workloads import one_miss_workload
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
 from moejax.policies.interface import AnyPolicy
 from moejax.policies.on_demand import OnDemand
 from moejax.runner import Runner
-from scripts.policy_memories import Memory, TierPlan, release
 from scripts.policy_run import Run
 from scripts.policy_timing import Measured
-from scripts.policy_workloads import one_miss_workload
 
 CACHE_RATES = (0.75, 0.5, 0.375)
 BITS = 4

@@ -5,12 +5,12 @@ XLA_CLIENT_MEM_FRACTION keeps JAX to it from outside; the peak stands beside the
 
 from collections.abc import Callable
 
+from moejax.benchmarking.shape_memory import Memory
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.compose import Compose
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
 from moejax.policies.interface import AnyPolicy
-from scripts.policy_memories import Memory
 from scripts.policy_run import Run
 from scripts.policy_timing import Measured
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import jax
 
+from moejax.benchmarking.random_weights import Packing, random_weights
+from moejax.benchmarking.shape_memory import TierPlan, release, tier_name
 from moejax.policies.dynaexq import DynaExq
 from moejax.runner import Runner
-from scripts.model_weights import Packing, random_weights
-from scripts.policy_memories import TierPlan, release, tier_name
 from scripts.policy_run import Run
 from scripts.policy_timing import Measured
 

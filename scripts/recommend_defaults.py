@@ -18,13 +18,13 @@ from typing import Any
 
 from absl import app, flags
 
+from moejax.benchmarking.synthetic_traces import grouped_trace
 from moejax.policies.auto import FLOOR
 from moejax.results import command_line, today
 from moejax.simulation.costs import GIB, Machine
 from moejax.simulation.recommending import candidates, recommend, replayed
 from moejax.simulation.sweeping import Tiers
 from moejax.traces import Trace, read_trace
-from scripts.synthetic_traces import grouped_trace
 
 _TRACE = flags.DEFINE_string("trace", None, "of the demo model, with decoded tokens", required=True)
 _OUT = flags.DEFINE_string("out", None, "the table", required=True)

@@ -8,8 +8,13 @@ from pathlib import Path
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from moejax.benchmarking.synthetic_traces import (
+    QWEN3_HIT_RATES,
+    lru_hit_rate,
+    lru_trace,
+    scaled_trace,
+)
 from moejax.results import read_rows
-from scripts.synthetic_traces import QWEN3_HIT_RATES, lru_hit_rate, lru_trace, scaled_trace
 
 
 class TraceTest(parameterized.TestCase):

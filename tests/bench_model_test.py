@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from moejax.benchmarking.random_weights import Packing, random_weights
+from moejax.benchmarking.step_cost import bytes_per_step
 from moejax.models.config import weight_shapes
 from moejax.models.shapes import MIXTRAL_8X7B, QWEN3_30B_A3B
 from moejax.qtensor import QTensor, dense
-from scripts.model_weights import Packing, bytes_per_step, random_weights
 from tests.host_test_case import HostTestCase
 from tests.numpy_model import TINY
 from tests.packed_weights import num_bytes

@@ -9,15 +9,15 @@ import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from moejax.benchmarking.shapes import TINY
+from moejax.benchmarking.synthetic_traces import QWEN3_HIT_RATES, lru_hit_rate
+from moejax.benchmarking.workloads import make_workload, one_miss_workload
 from moejax.models.shapes import SHAPES
 from scripts.bench_report import Report
-from scripts.model_weights import TINY
 from scripts.policy_memories import Lab
 from scripts.policy_run import Options, Run
 from scripts.policy_sections import SECTIONS
 from scripts.policy_timing import Sizes
-from scripts.policy_workloads import make_workload, one_miss_workload
-from scripts.synthetic_traces import QWEN3_HIT_RATES, lru_hit_rate
 
 FEW_LAYERS = {
     name: dataclasses.replace(config, num_layers=3, moe_layers=(0, 1, 2))

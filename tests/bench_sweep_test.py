@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from absl.testing import absltest
 
+from moejax.benchmarking.synthetic_traces import drifting_trace
 from moejax.results import read_rows
 from scripts.sweep_grids import POLICIES, grid_of
-from scripts.synthetic_traces import drifting_trace
 
 ROOT = Path(__file__).parents[1]
 # In processes of their own: flags of several scripts have one name.

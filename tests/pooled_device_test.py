@@ -9,6 +9,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import steps
+from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.generation import GenerationSettings
 from moejax.memory.expert_memory import ExpertMemory
 from moejax.memory.expert_pool import PoolSpec
@@ -17,7 +18,6 @@ from moejax.models.shapes import SHAPES
 from moejax.qtensor import Weight
 from moejax.runner import Runner
 from moejax.served import EXPERT_LEAVES
-from scripts.model_weights import Packing, random_weights
 
 NUM_EXPERTS, CONTEXT = 16, 512
 QWEN = dataclasses.replace(

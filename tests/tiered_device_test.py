@@ -10,6 +10,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import ops, steps
+from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.memory.expert_memory import ExpertMemory
 from moejax.memory.expert_pool import PoolSpec
 from moejax.memory.residency import CacheSpec
@@ -32,7 +33,6 @@ from moejax.policies.resident import as_routed
 from moejax.runner import Runner
 from moejax.served import EXPERT_LEAVES
 from pallas_kernels.target import target_of
-from scripts.model_weights import Packing, random_weights
 from tests.pooled_device_test import CONFIGS, NUM_EXPERTS, answers, pinned_rows
 
 

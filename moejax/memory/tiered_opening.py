@@ -124,24 +124,62 @@ def plan_tiers(
         _sizes(tier, source, tiering, dtype, device)
         for tier, source in zip(stored, sources, strict=True)
     ]
-    _check_suits(chosen.policy, tiers, config)
     own = checkpoint_sizes(checkpoint, np.dtype(checkpoint.choose_dtype(dtype, device)))
-    budget = make_tiered_budget(
+    budget = budget_of_tiers(
+        chosen.policy, config, own.weights_nbytes, tiers, slots=tiering.slots, limits=limits,
+        batch=batch, context=context, chunk=chunk, itemsize=itemsize, device=device,
+    )  # fmt: skip
+    return Planned(chosen, stored, sources, budget)
+
+
+def budget_of_tiers(
+    policy: AnyPolicy,
+    config: ModelConfig,
+    weights_nbytes: Mapping[str, int],
+    tiers: Sequence[Tier],
+    *,
+    slots: Sequence[int],
+    limits: Limits,
+    batch: int,
+    context: int,
+    chunk: int,
+    itemsize: int,
+    device: jax.Device,
+) -> TieredBudget:
+    """`make_tiered_budget` with what a policy asks for: look-ahead, transfers, parts of its own.
+
+    Args:
+      policy: who decides.
+      config: of the model; the rest is as of `make_tiered_budget`.
+      weights_nbytes: likewise.
+      tiers: likewise.
+      slots: likewise.
+      limits: likewise; what they say of look-ahead and transfers goes before the policy's.
+      batch: likewise.
+      context: likewise.
+      chunk: likewise.
+      itemsize: likewise.
+      device: of the run.
+
+    Raises:
+      MoejaxError: the policy refuses the tiers, or the limits are too tight.
+    """
+    _check_suits(policy, tiers, config)
+    return make_tiered_budget(
         config,
-        own.weights_nbytes,
+        weights_nbytes,
         tiers,
-        slots=tiering.slots,
-        prefetch=limits.prefetch or _ahead(chosen.policy, config.experts_per_token),
-        bulk=limits.bulk or (BULK if _asks(chosen.policy, tiers, config) else 0),
+        slots=slots,
+        prefetch=limits.prefetch or _ahead(policy, config.experts_per_token),
+        bulk=limits.bulk or (BULK if _asks(policy, tiers, config) else 0),
         batch=batch,
         context=context,
         chunk=chunk,
         limits=limits,
         platform=device.platform,
         itemsize=itemsize,
-        of_policy=_policy_parts(chosen.policy, config, batch, context, chunk, itemsize, device),
+        of_policy=_policy_parts(policy, config, batch, context, chunk, itemsize, device),
     )
-    return Planned(chosen, stored, sources, budget)
 
 
 def emulated(memory: ExpertMemory, device: jax.Device) -> ExpertMemory:

@@ -1,25 +1,16 @@
-"""Random weights of real shapes, plain or packed, made on the device; bytes a step must read."""
+"""Random weights of real shapes, plain or packed, made on the device."""
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from moejax.models.config import ModelConfig, weight_shapes
-from moejax.models.shapes import SHAPES
 from moejax.qtensor import QTensor, Weight
 from moejax.served import EXPERT_LEAVES
 from pallas_kernels import layout
-
-TINY = dataclasses.replace(
-    SHAPES["Qwen3-30B-A3B"], vocab_size=512, model_dim=64, num_layers=2, num_heads=4,
-    num_kv_heads=2, head_dim=16, num_experts=8, experts_per_token=2, expert_dim=64,
-    moe_layers=(0, 1),
-)  # fmt: skip
-CONFIGS = {**SHAPES, "tiny": TINY}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,7 +113,12 @@ class _Drawing:
 
 
 def random_weights(
-    config: ModelConfig, packing: Packing, device: jax.Device, *, experts: bool = True
+    config: ModelConfig,
+    packing: Packing,
+    device: jax.Device,
+    *,
+    dense: bool = True,
+    experts: bool = True,
 ) -> dict[str, Weight]:
     """Leaves made on the device: norms one, embeddings N(0, 1), matrices N(0, 1/fan_in) or so.
 
@@ -130,13 +126,14 @@ def random_weights(
       config: of the model.
       packing: which matrices are packed; the others, and norms, are bf16.
       device: where.
-      experts: whether they are among the leaves.
+      dense: whether all but the experts are among the leaves.
+      experts: whether they are.
     """
     drawing = _Drawing(device)
     weights: dict[str, Weight] = {}
     for name, shape in weight_shapes(config).items():
         bits = packing.bits_of(name)
-        if name in EXPERT_LEAVES and not experts:
+        if not (experts if name in EXPERT_LEAVES else dense):
             continue
         if name.endswith("norm"):
             weights[name] = jnp.ones(shape, jnp.bfloat16, device=device)
@@ -146,27 +143,3 @@ def random_weights(
             std = 1.0 if name == "embed" else shape[-1] ** -0.5
             weights[name] = drawing.leaf(shape, jnp.dtype(jnp.bfloat16), std)
     return weights
-
-
-def bytes_per_step(
-    config: ModelConfig, weights: Mapping[str, Weight], batch: int, positions: int, distinct: float
-) -> int:
-    """Least bytes that one decode step reads: every dense leaf, the chosen experts, the cache.
-
-    Codes, scales and zeros count; of embeddings that are not the head, nothing does.
-
-    Args:
-      config: of the model.
-      weights: all leaves.
-      batch: sequences.
-      positions: of the cache that each reads.
-      distinct: experts that a layer's tokens chose, the mean over layers.
-    """
-    dense = sum(
-        leaf.nbytes
-        for name, leaf in weights.items()
-        if name not in EXPERT_LEAVES and (name != "embed" or config.tied_embeddings)
-    )
-    experts = sum(weights[name].nbytes for name in EXPERT_LEAVES if name in weights)
-    cache = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim * positions * batch
-    return int(dense + experts * distinct / config.num_experts + cache)

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.memory.host_store import HostStore
 from moejax.models.config import ModelConfig
 from moejax.qtensor import Weight
 from moejax.served import EXPERT_LEAVES
-from scripts.model_weights import Packing, random_weights
 
 NUM_DRAWN = 8  # different experts; the others are copies, in memory of their own
 

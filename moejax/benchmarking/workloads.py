@@ -139,7 +139,7 @@ def make_workload(
     order = np.argpartition(-probabilities, width - 1, axis=-1)[..., :width]
     some = np.take_along_axis(probabilities, order, axis=-1)
     ids = np.take_along_axis(order, np.argsort(-some, axis=-1, kind="stable"), axis=-1)
-    predicted = _predicted(rng, probabilities, ids, recall)
+    predicted = predictions(rng, probabilities, ids, recall)
     return Workload(ids.astype(np.int32), probabilities, predicted, num_shifts)
 
 
@@ -179,7 +179,7 @@ def _scale(logits: np.ndarray, width: int) -> float:
     return high
 
 
-def _predicted(
+def predictions(
     rng: np.random.Generator, probabilities: np.ndarray, ids: np.ndarray, recall: float
 ) -> np.ndarray:
     """Probabilities in which some of the chosen experts have changed places with others."""

@@ -1,0 +1,30 @@
+r"""DynaExq's workload: 128 prompts of 2048 tokens, 256 new tokens each, batches from 1 to 32.
+
+    python -m moejax.benchmark --config=configs/benchmark_dynaexq.py --config.output=dynaexq.json
+    python -m moejax.benchmark --config=configs/benchmark_dynaexq.py --config.shape= \
+        --config.checkpoint=DIR --config.policy.tiers="('int4=DIR-INT4', 'int2=DIR-INT2')"
+
+Random weights of Qwen3-30B-A3B's shape under the policy: INT4 for the 32 hottest of a layer's 128
+experts, INT2 for all; the routing of decode steps is made up, as the output says. Name a
+checkpoint for its own routing. Planned on the device: 16.5 GiB at batch 1, 29.2 at 32. One run,
+since 128 requests spread enough; with `--config.num_prompts=32` it takes a quarter of the time.
+"""
+
+from ml_collections import config_dict
+
+from moejax.benchmark_config import BenchmarkConfig
+from moejax.options import to_config_dict
+from moejax.policy_config import PolicyConfig
+
+
+def get_config() -> config_dict.ConfigDict:
+    config = BenchmarkConfig(
+        shape="Qwen3-30B-A3B",
+        num_prompts=128,
+        prompt_tokens=2048,
+        new_tokens=256,
+        batches=(1, 2, 4, 8, 16, 32),
+        runs=1,
+        policy=PolicyConfig(name="dynaexq", tiers=("int4", "int2"), slots=("32", "128")),
+    )
+    return to_config_dict(config)

@@ -1,0 +1,52 @@
+r"""How fast a model answers: latencies, throughput, bytes moved, memory, share of the byte floor.
+
+    python -m moejax.benchmark
+    python -m moejax.benchmark --config.prompts=sharegpt.json --config.num_prompts=64 \
+        --config.batches="(1,4,16)" --config.output=x.json,x.csv
+    python -m moejax.benchmark --config.shape=Qwen3-30B-A3B --config.bits=4 \
+        --config.budgets="(12,16,24,32)" --config.prompt_tokens=512 --config.skew=zipf:0.85
+    python -m moejax.benchmark --config=configs/benchmark_dynaexq.py
+
+A checkpoint routes as it does. A shape has random weights: where its experts move, decode steps
+take the experts of a trace, or of a stated skew, and the output says so. A table goes to stdout,
+what is measured at the moment to stderr. A budget that is too small is a row that names the
+smallest that would do. docs/benchmark.md defines each figure.
+"""
+
+from absl import flags
+
+from moejax import cli
+from moejax.benchmark_config import BenchmarkConfig
+from moejax.benchmarking.requests import read_prompt_file
+from moejax.errors import MoejaxError
+from moejax.evaluation.record import check_output
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """The flags beside `--config`."""
+    flags.DEFINE_boolean("stats", False, "a line of counts for each layer", flag_values=values)
+
+
+def benchmark(config: BenchmarkConfig, values: flags.FlagValues) -> None:
+    """Measures, prints the table, writes the files."""
+    outputs = [cli.user_path(name) for name in config.outputs()]
+    for path in outputs:
+        check_output(path)
+    file = None
+    if config.prompts:
+        file = read_prompt_file(cli.user_path(config.prompts), config.split)
+    # JAX is imported here: --help and mistakes need not wait for it.
+    from moejax.benchmarking import record, running
+
+    outcome = running.run(config, file, record.Files(outputs, config).write)
+    print("\n".join(record.lines(config, outcome, stats=values.stats)))
+    if all(point.refusal for point in outcome.points):
+        raise MoejaxError(outcome.points[0].refusal)
+
+
+COMMAND = cli.Command(
+    doc=__doc__, default=BenchmarkConfig(), define_flags=define_flags, body=benchmark
+)
+
+if __name__ == "__main__":
+    cli.run(COMMAND)

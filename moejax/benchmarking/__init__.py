@@ -1,0 +1,1 @@
+"""What `moejax.benchmark` measures with: requests, random models of real shapes, routing, runs."""

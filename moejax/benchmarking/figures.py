@@ -1,0 +1,211 @@
+"""From times and ledgers to figures with units; docs/benchmark.md defines each."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from moejax.benchmarking.bandwidth import Bandwidth
+from moejax.benchmarking.measuring import BatchTimes, Measured
+from moejax.benchmarking.step_cost import floor_bytes
+from moejax.fidelity import TieredLedger
+from moejax.ledger import Ledger
+from moejax.runner import Runner
+from moejax.served import EXPERT_LEAVES
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """A value, and what it spread over where there were several runs.
+
+    Attributes:
+      value: the median over the runs, or the only one there is.
+      unit: "ms", "tokens/s", "MB" ...
+      low: of the runs the least; None where runs do not differ.
+      high: the largest.
+    """
+
+    value: float
+    unit: str
+    low: float | None = None
+    high: float | None = None
+
+
+Figures = dict[str, Figure]
+
+
+def of_times(measured: Measured) -> Figures:
+    """Latencies and throughputs, each a run's, of which the median stands."""
+    of_run: dict[str, tuple[Callable[[Sequence[BatchTimes]], float], str]] = {
+        "TTFT median": (lambda run: 1e3 * _quantile(_ttfts(run), 0.5), "ms"),
+        "TTFT p99": (lambda run: 1e3 * _quantile(_ttfts(run), 0.99), "ms"),
+        "TPOT median": (lambda run: 1e3 * _quantile(_tpots(run), 0.5), "ms"),
+        "TPOT p99": (lambda run: 1e3 * _quantile(_tpots(run), 0.99), "ms"),
+        "ITL median": (lambda run: 1e3 * _quantile(_itls(run), 0.5), "ms"),
+        "ITL p99": (lambda run: 1e3 * _quantile(_itls(run), 0.99), "ms"),
+        "prefill throughput": (
+            lambda run: _rate(sum(sum(b.prompt_tokens) for b in run), sum(b.ttft_s for b in run)),
+            "tokens/s",
+        ),
+        "decode throughput": (
+            lambda run: _rate(sum(b.num_decoded for b in run), sum(b.decode_s for b in run)),
+            "tokens/s",
+        ),
+        "output throughput": (
+            lambda run: _rate(sum(sum(b.new_tokens) for b in run), _total_s(run)),
+            "tokens/s",
+        ),
+        "request throughput": (
+            lambda run: _rate(sum(len(b.new_tokens) for b in run), _total_s(run)),
+            "requests/s",
+        ),
+    }
+    found = {}
+    for name, (of, unit) in of_run.items():
+        values = [of(run) for run in measured.runs]
+        if not any(map(math.isnan, values)):  # as are those of decode without a second token
+            found[name] = Figure(statistics.median(values), unit, min(values), max(values))
+    return found
+
+
+def of_ledgers(measured: Measured) -> Figures:
+    """Hit rates, bytes over the link, gate mass by tier; nothing where no expert moves."""
+    if not measured.ledgers:
+        return {}
+    prefill, decode = measured.ledgers["prefill"], measured.ledgers["decode"]
+    every = [batch for run in measured.runs for batch in run]
+    steps, decode_s = sum(b.steps for b in every), sum(b.decode_s for b in every)
+    num_prompts = sum(len(b.prompt_tokens) for b in every)
+    found = {
+        "hit rate of prefill": Figure(100 * prefill.hit_rate, "%"),
+        "link bytes of a prompt": Figure(prefill.link_bytes / num_prompts / 1e6, "MB"),
+    }
+    if steps:
+        tokens = sum(b.num_decoded for b in every)
+        found |= {
+            "hit rate of decode": Figure(100 * decode.hit_rate, "%"),
+            "link bytes of a decode step": Figure(decode.link_bytes / steps / 1e6, "MB"),
+            "link bytes of a decoded token": Figure(decode.link_bytes / tokens / 1e6, "MB"),
+            "link rate of decode": Figure(decode.link_bytes / decode_s / 2**30, "GiB/s"),
+        }
+    found["link bytes of a run"] = Figure(
+        (prefill.link_bytes + decode.link_bytes) / len(measured.runs) / 1e6, "MB"
+    )
+    for phase, ledger in measured.ledgers.items():
+        shares = ledger.shares if isinstance(ledger, TieredLedger) else {}
+        for name, share in shares.items():
+            if not math.isnan(share):
+                found[f"gate mass of {phase}, {name}"] = Figure(100 * share, "%")
+    return {name: figure for name, figure in found.items() if not math.isnan(figure.value)}
+
+
+def of_floor(measured: Measured, runner: Runner, bandwidth: Bandwidth) -> Figures:
+    """The least bytes that a decode step reads, their time, and its share of the TPOT.
+
+    Args:
+      measured: the runs.
+      runner: of the model.
+      bandwidth: of the device.
+    """
+    every = [batch for run in measured.runs for batch in run]
+    steps = sum(b.steps for b in every)
+    if not steps:
+        return {}
+    config = runner.config
+    size = max(len(b.new_tokens) for b in every)
+    full = [b for b in every if len(b.new_tokens) == size]
+    if measured.ledgers:
+        experts_nbytes = sum(
+            ledger.total("needed") * ledger.expert_bytes
+            for ledger in _by_tier(measured.ledgers["decode"])
+        ) / steps  # fmt: skip
+        needed = measured.ledgers["decode"].total("needed")
+        distinct = needed / steps / len(config.moe_layers)
+    else:
+        assert measured.distinct is not None
+        distinct = measured.distinct
+        whole = sum(runner.weights[n].nbytes for n in EXPERT_LEAVES if n in runner.weights)
+        experts_nbytes = whole * distinct / config.num_experts
+    least = floor_bytes(
+        config, runner.weights, experts_nbytes=experts_nbytes,
+        positions=statistics.mean(positions(b, config.sliding_window) for b in full if b.steps),
+        itemsize=runner.dtype.itemsize,
+    )  # fmt: skip
+    floor_ms = 1e3 * least / bandwidth.bytes_per_s
+    tpot_ms = of_times(measured)["TPOT median"].value
+    return {
+        "experts of a layer that a decode step reads": Figure(distinct, "experts"),
+        "byte floor of a decode step": Figure(least / 1e6, "MB"),
+        "time of the byte floor": Figure(floor_ms, "ms"),
+        "share of the byte floor": Figure(100 * floor_ms / tpot_ms, "%"),
+    }
+
+
+def positions(batch: BatchTimes, window: int | None = None) -> float:
+    """Of the cache that a decode step reads, summed over the sequences; the mean over the steps.
+
+    Step i of a sequence (from 1 on) reads the prompt and the i tokens after it.
+
+    Args:
+      batch: its tokens.
+      window: positions that a query sees at most; None: all.
+    """
+    total = 0
+    for length, new in zip(batch.prompt_tokens, batch.new_tokens, strict=True):
+        total += sum(min(length + i, window or length + i) for i in range(1, new))
+    return total / batch.steps
+
+
+def of_cost(
+    measured: Measured, *, load_s: float, device_peak: int | None, host_peak: int
+) -> Figures:
+    """Memory peaks of the process so far, and seconds that are in no other figure.
+
+    Args:
+      measured: the runs.
+      load_s: of loading the model, or making it.
+      device_peak: bytes; None where JAX does not count them.
+      host_peak: bytes.
+    """
+    found = {"host memory peak": Figure(host_peak / 2**30, "GiB")}
+    if device_peak is not None:
+        found["device memory peak"] = Figure(device_peak / 2**30, "GiB")
+    return found | {
+        "load": Figure(load_s, "s"),
+        "compile": Figure(measured.compile_s, "s"),
+        "warm-up": Figure(measured.warmup_s, "s"),
+    }
+
+
+def _by_tier(ledger: Any) -> list[Ledger]:
+    return list(ledger.tiers.values()) if isinstance(ledger, TieredLedger) else [ledger]
+
+
+def _ttfts(run: Sequence[BatchTimes]) -> list[float]:
+    """Of every request."""
+    return [batch.ttft_s for batch in run for _ in batch.prompt_tokens]
+
+
+def _tpots(run: Sequence[BatchTimes]) -> list[float]:
+    """Of every request: the time of its batch's steps over their number."""
+    return [b.decode_s / b.steps for b in run if b.steps for _ in b.prompt_tokens]
+
+
+def _itls(run: Sequence[BatchTimes]) -> list[float]:
+    """Of every step, the mean of its call."""
+    return [s / n for batch in run for s, n in batch.calls if n for _ in range(n)]
+
+
+def _total_s(run: Sequence[BatchTimes]) -> float:
+    return sum(batch.ttft_s + batch.decode_s for batch in run)
+
+
+def _rate(amount: float, seconds: float) -> float:
+    return amount / seconds if seconds else math.nan
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    return float(np.quantile(values, share)) if values else math.nan

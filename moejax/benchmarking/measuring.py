@@ -1,0 +1,238 @@
+"""Runs batches of requests and times them; what moved for prompts and for answers, apart."""
+
+import contextlib
+import copy
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from moejax.benchmarking.step_cost import distinct_experts
+from moejax.chunks import kv_bucket, longest_chunk, prefill_chunks
+from moejax.fidelity import TieredLedger
+from moejax.generation import GenerationSettings
+from moejax.ledger import Ledger
+from moejax.memory.tiered_memory import TieredMemory
+from moejax.models.transformer import ChunkSpec
+from moejax.runner import Runner
+
+Prompts = list[list[int]]
+AnyLedger = Ledger | TieredLedger
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchTimes:
+    """One batch in one run; compiling is in none of the times.
+
+    Attributes:
+      prompt_tokens: of each request.
+      new_tokens: likewise.
+      ttft_s: until the first tokens of all were on the host.
+      calls: (seconds, decode steps) between the ends of calls that decode.
+    """
+
+    prompt_tokens: list[int]
+    new_tokens: list[int]
+    ttft_s: float
+    calls: list[tuple[float, int]]
+
+    @property
+    def decode_s(self) -> float:
+        """From the first token to the last."""
+        return sum(seconds for seconds, _ in self.calls)
+
+    @property
+    def steps(self) -> int:
+        """Of decode."""
+        return sum(steps for _, steps in self.calls)
+
+    @property
+    def num_decoded(self) -> int:
+        """Tokens after each request's first."""
+        return sum(self.new_tokens) - len(self.new_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """All runs.
+
+    Attributes:
+      runs: of each its batches.
+      wall_s: of each run, by the clock, compiling included.
+      ledgers: of "prefill" and "decode" over all runs; {} where all experts are on the device.
+      distinct: experts that a layer's step of decode reads, the mean; None: not known.
+      warmup_s: of the run before, compiling left out.
+      compile_s: of all programs; `late_compile_s` of it inside the runs that count.
+    """
+
+    runs: list[list[BatchTimes]]
+    wall_s: list[float]
+    ledgers: dict[str, AnyLedger]
+    distinct: float | None
+    warmup_s: float
+    compile_s: float
+    late_compile_s: float
+
+
+class Bench:
+    """A model and how it is asked."""
+
+    def __init__(
+        self, runner: Runner, *, context: int, settings: GenerationSettings,
+        eos_ids: tuple[int, ...], steps_per_call: int,
+    ):  # fmt: skip
+        """Runs nothing yet.
+
+        Args:
+          runner: of the model.
+          context: S, cache length of every batch.
+          settings: how tokens are chosen, and how many.
+          eos_ids: tokens that end an answer; () where none does.
+          steps_per_call: decode steps of a compiled call.
+        """
+        self.runner, self.context, self.settings = runner, context, settings
+        self._eos_ids, self._per_call = eos_ids, steps_per_call
+        self._ledgers: dict[str, AnyLedger] = {}
+
+    def measure(self, batches: Sequence[Prompts], *, runs: int, count: bool) -> Measured:
+        """Warms up on batches that have each program, then runs all of them several times.
+
+        Args:
+          batches: of prompts.
+          runs: that count.
+          count: a whole model's distinct experts by one more program.
+        """
+        programs = self.runner.programs
+        compiled, start = programs.seconds, time.perf_counter()
+        for batch in self._with_all_programs(batches):
+            self._batch(batch)
+        warmup_s = time.perf_counter() - start - (programs.seconds - compiled)
+        distinct = self._distinct(batches[0], count) if self.runner.memory is None else None
+        if self.runner.memory is not None:
+            self.runner.memory.settle()  # what warming up moved counts for nothing
+            fresh = fresh_ledger(self.runner.memory.ledger)
+            self._ledgers = {"prefill": fresh, "decode": copy.deepcopy(fresh)}
+        early, found, walls = programs.seconds, [], []
+        for _ in range(runs):
+            start = time.perf_counter()
+            found.append([self._batch(batch) for batch in batches])
+            walls.append(time.perf_counter() - start)
+        for ledger in self._ledgers.values():
+            forget_requests(ledger)
+        return Measured(
+            found, walls, self._ledgers, distinct, warmup_s, programs.seconds - compiled,
+            programs.seconds - early,
+        )  # fmt: skip
+
+    def _batch(self, prompts: Prompts) -> BatchTimes:
+        """One batch, as `Engine.generate` runs it, but for the text."""
+        runner, settings = self.runner, self.settings
+        most = settings.max_new_tokens
+        rows: list[list[int]] = [[] for _ in prompts]
+        run = runner.run(prompts, self.context, settings, self._eos_ids, self._per_call)
+        with self._phase("prefill"):
+            clock = _Clock(runner)
+            tokens, _ = next(run)
+            ttft_s = clock.lap()
+        calls: list[tuple[float, int]] = []
+        with self._phase("decode"):
+            clock = _Clock(runner)
+            while True:
+                for row, new in zip(rows, tokens, strict=True):
+                    row += new
+                if all(len(row) >= most for row in rows):
+                    break
+                if (following := next(run, None)) is None:
+                    break
+                tokens, timing = following
+                steps = timing.num_decoded - sum(steps for _, steps in calls)
+                calls.append((clock.lap(), steps))
+        new_tokens = [min(len(row), most) for row in rows]
+        return BatchTimes([len(prompt) for prompt in prompts], new_tokens, ttft_s, calls)
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """What moves inside is on the phase's ledger; it is settled outside the times."""
+        memory = self.runner.memory
+        if memory is None or not self._ledgers:
+            yield
+            return
+        install(memory, self._ledgers[name])
+        yield
+        memory.settle()
+
+    def _with_all_programs(self, batches: Sequence[Prompts]) -> list[Prompts]:
+        """The fewest batches, of the first ones, that between them need every program."""
+        chosen: list[Prompts] = []
+        known: set[Any] = set()
+        for batch in batches:
+            needed = self._programs(batch)
+            if not needed <= known:
+                chosen.append(batch)
+                known |= needed
+        return chosen
+
+    def _programs(self, batch: Prompts) -> set[Any]:
+        size, longest = len(batch), max(map(len, batch))
+        chunk = longest_chunk(self.runner.config, size, self.context)
+        found: set[Any] = {(size, *part) for part in prefill_chunks(longest, self.context, chunk)}
+        # As `Runner.run` dispatches them.
+        left = min(self.settings.max_new_tokens - 1, self.context - min(map(len, batch)))
+        whole = 4 * (-left % self._per_call) <= left
+        while left > 0:
+            steps = min(self._per_call, left)
+            left, longest = left - steps, longest + steps
+            found.add((size, kv_bucket(longest, self.context), whole))
+        return found
+
+    def _distinct(self, prompts: Prompts, count: bool) -> float:
+        """Experts of a layer that a step of a whole model reads: counted in one, or expected."""
+        runner, config, batch = self.runner, self.runner.config, len(prompts)
+        if batch == 1 or not config.moe_layers:
+            return config.experts_per_token
+        if not count:
+            missed = (1 - config.experts_per_token / config.num_experts) ** batch
+            return config.num_experts * (1 - missed)
+        session = runner.prefill(prompts, self.context, self.settings, ())
+        spec = ChunkSpec(
+            kv_length=kv_bucket(session.next_position + 1, self.context), is_first=False,
+            experts=runner.experts_via(batch), attention="xla",
+        )  # fmt: skip
+        return distinct_experts(runner, session, spec)
+
+
+class _Clock:
+    """Seconds between laps, compiling left out."""
+
+    def __init__(self, runner: Runner):
+        self._programs = runner.programs
+        self._since = self._now()
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._programs.seconds
+
+    def lap(self) -> float:
+        """Since the last lap."""
+        before, self._since = self._since, self._now()
+        return self._since - before
+
+
+def fresh_ledger(ledger: Any) -> Any:
+    """One of the same form that has seen nothing."""
+    if isinstance(ledger, TieredLedger):
+        return TieredLedger({name: fresh_ledger(tier) for name, tier in ledger.tiers.items()})
+    return Ledger(ledger.expert_bytes, ledger.tiers)
+
+
+def forget_requests(ledger: Any) -> None:
+    """Without what became of transfers that were asked for: it is counted since the beginning."""
+    for tier in ledger.tiers.values() if isinstance(ledger, TieredLedger) else (ledger,):
+        tier.bulk_requests = {}
+
+
+def install(memory: Any, ledger: Any) -> None:
+    """What is settled from now on is added to this ledger."""
+    memory.ledger = ledger
+    if isinstance(memory, TieredMemory):
+        for tier, own in zip(memory.tiers, ledger.tiers.values(), strict=True):
+            tier.ledger = own

@@ -1,0 +1,281 @@
+"""The models that are measured: a checkpoint's, or of random weights and a real shape."""
+
+import dataclasses
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+
+from moejax.benchmark_config import BenchmarkConfig
+from moejax.benchmarking import routing
+from moejax.benchmarking.random_weights import Packing, random_weights
+from moejax.benchmarking.shape_memory import Memory, ShapeMemories, TierPlan, release, replay
+from moejax.benchmarking.shapes import CONFIGS, with_layers
+from moejax.checkpoints import open_checkpoint
+from moejax.chunks import longest_chunk
+from moejax.devices import choose_device, enable_compilation_cache, plain_memory_errors
+from moejax.engine import Engine
+from moejax.errors import MoejaxError
+from moejax.memory.allocator import limits_on, room_nbytes
+from moejax.memory.budget import Budget, Limits, Tier, TieredBudget, make_budget, require_room
+from moejax.memory.tiered_memory import TieredMemory
+from moejax.memory.tiered_opening import budget_of_tiers
+from moejax.models.config import ModelConfig
+from moejax.policies.auto import AUTO
+from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
+from moejax.policies.interface import AnyPolicy
+from moejax.policies.make import make_policy, parts_of, with_kernels
+from moejax.runner import Runner
+from moejax.tiering import MADE, Tiering, choose
+from moejax.tokenizer import Tokenizer
+from moejax.traces import Trace, read_trace
+
+OWN_ROUTING = "the model's own"
+NEAR_UNIFORM = (
+    "the random routers' own, near uniform (all experts are on the device, nothing is replayed; "
+    "memory.slots of all experts replays them from a pool)"
+)
+# Of buddy lists, as `moejax.profile_experts` makes them by default.
+CFT_ALPHA, SMOOTHING, MOST_BUDDIES = 0.95, 1.0, 16
+REPLAYED = "replayed routing"  # a part of the budget
+BFLOAT16_BYTES = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A model that is ready.
+
+    Attributes:
+      runner: of the model.
+      budget: what was planned; None without limits.
+      routing: where decode steps' experts are from, for people.
+      load_s: seconds that it took; 0 where it was there already.
+      close: gives back what no other measurement uses.
+    """
+
+    runner: Runner
+    budget: Budget | TieredBudget | None
+    routing: str
+    load_s: float
+    close: Callable[[], None]
+
+
+class Models(Protocol):
+    """Gives models for batches and budgets.
+
+    Attributes:
+      config: of the model.
+      tokenizer: None where there is none.
+      eos_ids: tokens that end an answer.
+      device: where it runs.
+      about: the model, for people.
+    """
+
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    eos_ids: tuple[int, ...]
+    device: jax.Device
+    about: str
+
+    def load(self, batch: int, gib: float, context: int) -> Loaded:
+        """A model under a limit of the device, 0: none; BudgetError where it cannot run."""
+
+
+def models_of(config: BenchmarkConfig) -> "Models":
+    """What a configuration names.
+
+    Raises:
+      MoejaxError: there is no such model, device or trace.
+    """
+    device = choose_device(config.platform)
+    enable_compilation_cache(config.compilation_cache)
+    return ShapeModels(config, device) if config.shape else CheckpointModels(config, device)
+
+
+class CheckpointModels:
+    """See `Models`; engines, each loaded for its batch and budget."""
+
+    def __init__(self, config: BenchmarkConfig, device: jax.Device):
+        """Reads what is small."""
+        self._asked, self.device = config, device
+        self._checkpoint = open_checkpoint(config.checkpoint)
+        self.config, self.eos_ids = self._checkpoint.config, self._checkpoint.eos_ids
+        self.tokenizer = Tokenizer.from_directory(self._checkpoint.directory)
+        self.about = config.checkpoint
+        self._tiering = config.policy.tiering()
+        self._whole: Engine | None = None
+
+    def load(self, batch: int, gib: float, context: int) -> Loaded:
+        """See `Models`; without limits and policy one engine serves all batches."""
+        memory = dataclasses.replace(self._asked.memory, device_gib=gib)
+        limits = None if memory == type(memory)() else memory.limits()
+        is_whole = limits is None and self._tiering is None
+        if is_whole and self._whole is not None:
+            runner = self._whole._runner  # the loop itself is timed
+            return Loaded(runner, None, OWN_ROUTING, 0.0, lambda: None)
+        if self._whole is not None:
+            self._whole.close()
+            self._whole = None
+        gc.collect()
+        engine = Engine.from_pretrained(
+            self._checkpoint.directory, dtype=self._asked.dtype, platform=self._asked.platform,
+            context=context, compilation_cache=self._asked.compilation_cache, limits=limits,
+            policy=self._tiering, batch=batch,
+        )  # fmt: skip
+        if is_whole:
+            self._whole = engine
+        runner = engine._runner
+        close = (lambda: None) if is_whole else engine.close
+        return Loaded(runner, engine.budget, OWN_ROUTING, engine.load_seconds, close)
+
+
+class ShapeModels:
+    """See `Models`; dense weights and rows of the host are made once."""
+
+    def __init__(self, config: BenchmarkConfig, device: jax.Device):
+        """Makes the dense weights."""
+        self._asked, self.device = config, device
+        self._trace: Trace | None = read_trace(Path(config.trace)) if config.trace else None
+        self._tiering = config.policy.tiering()
+        if self._tiering is not None:
+            self._bits = [self._bits_of(tier.name, tier.source) for tier in self._tiering.stored()]
+            if self._tiering.policy == AUTO or self._tiering.emulate:
+                raise MoejaxError("a shape takes neither policy.name=auto nor policy.emulate")
+        self.config = with_layers(CONFIGS[config.shape], config.layers)
+        self.tokenizer: Tokenizer | None = None
+        self.eos_ids: tuple[int, ...] = ()
+        self._packing = Packing(
+            bits=config.bits, group_size=config.group_size, attention_bits=config.attention_bits
+        )
+        packed = self._packing
+        layers = f"{self.config.num_layers} layers, " if config.layers else ""
+        self.about = f"{config.shape}, {layers}random weights, {packed.describe()}"
+        with plain_memory_errors(device):
+            self._memories = ShapeMemories(self.config, packed, device, config.memory.host_gib)
+        self._dense_nbytes = {n: leaf.nbytes for n, leaf in self._memories.dense.items()}
+        self._whole: Runner | None = None
+
+    def load(self, batch: int, gib: float, context: int) -> Loaded:
+        """See `Models`."""
+        start = time.perf_counter()
+        asked = dataclasses.replace(self._asked.memory, device_gib=gib, host_gib=0.0).limits()
+        if self._whole is not None and (asked != Limits() or self._tiering is not None):
+            self._whole = None
+            gc.collect()
+        planned = sum(self._dense_nbytes.values())
+        limits = limits_on(self.device, asked, planned_nbytes=planned)
+        with plain_memory_errors(self.device):
+            if self._tiering is None:
+                found = self._plain(batch, context, limits)
+            else:
+                found = self._tiered(self._tiering, batch, context, limits)
+        return dataclasses.replace(found, load_s=time.perf_counter() - start)
+
+    def _plain(self, batch: int, context: int, limits: Limits) -> Loaded:
+        if self._whole is not None:
+            return Loaded(self._whole, None, NEAR_UNIFORM, 0.0, lambda: None)
+        nbytes = self._memories.expert_nbytes(self._packing.bits)
+        work = self._routing(batch)
+        ahead = 4 * limits.prefetch * work.work.ids[..., 0, 0].size
+        parts = self._dense_nbytes | {REPLAYED: work.work.ids.nbytes + ahead}
+        budget = make_budget(
+            self.config, parts, Tier(name="experts", expert_nbytes=nbytes), limits=limits,
+            **self._sizes(batch, context),
+        )  # fmt: skip
+        if budget.pooled:
+            plan = self._memories.plan_of(self._packing.bits, budget)
+            return self._moving(self._tier(plan), work, batch, budget)
+        room = room_nbytes(self.device, sum(self._dense_nbytes.values()))
+        if not limits.device_gib:
+            require_room(budget.device, room)
+        experts = random_weights(self.config, self._packing, self.device, dense=False)
+        weights = jax.block_until_ready(self._memories.dense | experts)
+        runner = Runner(self.config, weights, self.device)
+        if limits == Limits():
+            self._whole = runner
+        stated = budget if limits.device_gib else None
+        return Loaded(runner, stated, NEAR_UNIFORM, 0.0, lambda: None)
+
+    def _tiered(self, tiering: Tiering, batch: int, context: int, limits: Limits) -> Loaded:
+        work = self._routing(batch)
+        policy = self._policy(tiering, work.work)
+        names = [tier.name for tier in tiering.stored()]
+        tiers = [
+            Tier(name=name, expert_nbytes=self._memories.expert_nbytes(bits))
+            for name, bits in zip(names, self._bits, strict=True)
+        ]
+        nbytes = work.work.ids.nbytes + work.work.probabilities.nbytes
+        nbytes += work.work.predicted.nbytes if policy.needs.predicted else 0
+        sizes = self._sizes(batch, context)
+        del sizes["platform"]
+        budget = budget_of_tiers(
+            policy, self.config, self._dense_nbytes | {REPLAYED: nbytes}, tiers,
+            slots=tiering.slots, limits=limits, device=self.device, **sizes,
+        )  # fmt: skip
+        assert isinstance(tiering.policy, str)
+        by_profile = "buddymoe" in parts_of(tiering.policy, tiering.settings)
+        memories = []
+        for bits, part in zip(self._bits, budget.tiers, strict=True):
+            cached = 0 < part.slots < self.config.num_experts
+            first = work.work.hottest(part.slots) if by_profile and cached else None
+            is_full = part.slots == self.config.num_experts
+            plan = self._memories.plan_of(bits, part, first=first, few_rows=is_full)
+            memories.append(self._tier(plan))
+        memory = TieredMemory(policy, names, memories, width=self.config.experts_per_token)
+        return self._moving(memory, work, batch, budget)
+
+    def _tier(self, plan: TierPlan) -> Any:
+        """A pool; one that has every expert knows that it is complete, as an engine's does."""
+        memory = self._memories.tier_memory(plan)
+        if plan.slots == self.config.num_experts:
+            memory.spec = dataclasses.replace(memory.spec, is_complete=True)
+        return memory
+
+    def _moving(
+        self, memory: Memory, work: routing.Routing, batch: int, budget: Budget | TieredBudget
+    ) -> Loaded:
+        replay(memory, work.work, batch, self.device)
+        runner = Runner(self.config, self._memories.dense, self.device, memory=memory)
+        said = f"decode: {work.about}; prefill: the random routers' own, near uniform"
+        if gib := self._asked.memory.host_gib:
+            said += f"; experts share rows of {gib:g} GiB of host memory, as many bytes each"
+
+        def close() -> None:
+            runner.programs.close()
+            release(memory)
+            gc.collect()
+
+        return Loaded(runner, budget, said, 0.0, close)
+
+    def _routing(self, batch: int) -> routing.Routing:
+        asked = self._asked
+        how: dict[str, Any] = {"recall": asked.recall, "seed": asked.seed}
+        if self._trace is None:
+            return routing.with_skew(self.config, batch, exponent=asked.exponent(), **how)
+        name = Path(asked.trace).name
+        return routing.of_trace(self.config, self._trace, batch, name=name, **how)
+
+    def _sizes(self, batch: int, context: int) -> dict[str, Any]:
+        chunk = min(context, longest_chunk(self.config, batch, context))
+        return {"batch": batch, "context": context, "chunk": chunk, "itemsize": BFLOAT16_BYTES,
+                "platform": self.device.platform}  # fmt: skip
+
+    def _bits_of(self, name: str, source: str) -> int:
+        if source:
+            raise MoejaxError(f"policy.tiers: a shape takes no checkpoint {source}: {name} alone")
+        return 16 if name in ("bf16", "bfloat16") else MADE.get(name, self._asked.bits)
+
+    def _policy(self, tiering: Tiering, work: Any) -> AnyPolicy:
+        """The policy; without a profile, buddies are by the co-activations of what is replayed."""
+        assert isinstance(tiering.policy, str)
+        settings = dict(tiering.settings)
+        if "buddymoe" in parts_of(tiering.policy, settings) and "lists" not in settings:
+            shares = conditional_coactivation(work.coactivations(), SMOOTHING)
+            settings["lists"] = buddy_lists(shares, CFT_ALPHA, MOST_BUDDIES)
+            policy = make_policy(tiering.policy, **settings)
+        else:
+            policy = choose(tiering, Path(), self.config).policy
+        return with_kernels(policy) if self.device.platform == "gpu" else policy

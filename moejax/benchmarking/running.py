@@ -1,0 +1,183 @@
+"""Measures a configuration: every batch under every budget."""
+
+import dataclasses
+import gc
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from moejax import report
+from moejax.benchmark_config import PROMPT_TOKENS, BenchmarkConfig
+from moejax.benchmarking import figures, requests
+from moejax.benchmarking.bandwidth import Bandwidth, bandwidth_of
+from moejax.benchmarking.figures import Figures
+from moejax.benchmarking.measuring import Bench, Measured
+from moejax.benchmarking.models import Loaded, Models, models_of
+from moejax.benchmarking.requests import PromptFile, Requests
+from moejax.chunks import MIN_KV_LENGTH, length_bucket
+from moejax.compression.calibration import shipped_text
+from moejax.devices import plain_memory_errors
+from moejax.engine import STEPS_PER_CALL
+from moejax.errors import MoejaxError
+from moejax.generation import GenerationSettings
+from moejax.memory.budget import BudgetError
+
+NO_MEMORY = "is out of memory"  # of `devices.plain_memory_errors`
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One batch size under one budget.
+
+    Attributes:
+      batch: sequences at once.
+      gib: limit of the device; 0: none.
+      refusal: why it could not run; "" where it did.
+      figures: by name; {} where it was refused.
+      requests: what was asked, for people.
+      context: slots of the KV cache.
+      routing: where the experts of decode steps are from.
+      placement: where the experts are, lines.
+      peak_is_older: the device's peak is that of an earlier measurement: this one's is not above.
+      measured: the runs; None where it was refused.
+      kernels: what served each product.
+    """
+
+    batch: int
+    gib: float
+    refusal: str = ""
+    figures: Figures = dataclasses.field(default_factory=dict)
+    requests: str = ""
+    context: int = 0
+    routing: str = ""
+    placement: tuple[str, ...] = ()
+    peak_is_older: bool = False
+    measured: Measured | None = None
+    kernels: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Such as "batch 4, 12 GiB"."""
+        return f"batch {self.batch}" + (f", {self.gib:g} GiB" if self.gib else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """All that was measured of a model, in the order of `BenchmarkConfig.points`."""
+
+    points: list[Point]
+    about: str  # the model
+    device: Any
+    bandwidth: Bandwidth
+    steps_per_call: int
+
+
+def run(
+    config: BenchmarkConfig, file: PromptFile | None, known: Callable[[Outcome], None]
+) -> Outcome:
+    """Measures all points; what a budget or the device refuses is a point that says so.
+
+    Args:
+      config: checked.
+      file: of prompts; None: prompts of a length.
+      known: told all points so far after each.
+
+    Raises:
+      MoejaxError: the model or the requests are wrong.
+    """
+    models = models_of(config)
+    bandwidth = bandwidth_of(models.device)
+    per_call = config.steps_per_call or STEPS_PER_CALL
+    asked = {batch: _requests(config, models, file, batch) for batch in config.batches}
+    points: list[Point] = []
+    outcome = Outcome(points, models.about, models.device, bandwidth, per_call)
+    for batch, gib in config.points():
+        print(f"measuring batch {batch}, {gib or 'no'} GiB", file=sys.stderr, flush=True)
+        try:
+            points.append(_measured(config, models, asked[batch], batch, gib, bandwidth, per_call))
+        except MoejaxError as error:
+            if not isinstance(error, BudgetError) and NO_MEMORY not in str(error):
+                raise
+            points.append(Point(batch, gib, refusal=str(error)))
+        gc.collect()  # engines hold themselves: what they had on the device goes now
+        known(outcome)
+    return outcome
+
+
+def _requests(
+    config: BenchmarkConfig, models: Models, file: PromptFile | None, batch: int
+) -> Requests:
+    """What is asked in batches of so many."""
+    room = (config.context or models.config.max_positions) - config.new_tokens
+    length = config.prompt_tokens or PROMPT_TOKENS
+    if room < 1 or (file is None and length > room):
+        raise MoejaxError(
+            f"{length} prompt tokens and new_tokens={config.new_tokens} do not fit a context of "
+            f"{config.context or models.config.max_positions}"
+        )
+    if file is not None:
+        if models.tokenizer is None:
+            raise MoejaxError(f"{models.about} has no tokenizer.json for prompts")
+        longest = min(config.prompt_tokens or room, room)
+        return requests.of_file(
+            file, models.tokenizer, num_prompts=config.num_prompts, longest=longest
+        )
+    count = config.num_prompts or batch
+    if models.tokenizer is None:
+        return requests.at_random(
+            models.config.vocab_size, num_prompts=count, length=length, seed=config.seed
+        )
+    return requests.of_text(
+        shipped_text(), models.tokenizer, num_prompts=count, length=length,
+        name="the calibration text that ships",
+    )  # fmt: skip
+
+
+def _measured(
+    config: BenchmarkConfig, models: Models, asked: Requests, batch: int, gib: float,
+    bandwidth: Bandwidth, per_call: int,
+) -> Point:  # fmt: skip
+    longest = max(map(len, asked.prompts))
+    limit = models.config.max_positions
+    context = config.context or length_bucket(longest + config.new_tokens, MIN_KV_LENGTH, limit)
+    before = report.device_peak_bytes(models.device)
+    loaded = models.load(batch, gib, context)
+    try:
+        with plain_memory_errors(models.device):
+            bench = Bench(
+                loaded.runner, context=context, steps_per_call=per_call,
+                settings=GenerationSettings.of(max_new_tokens=config.new_tokens),
+                eos_ids=() if config.ignore_eos else models.eos_ids,
+            )  # fmt: skip
+            measured = bench.measure(
+                asked.batches(batch), runs=config.runs, count=config.count_experts
+            )
+        return _point(models, asked, loaded, measured, batch, gib, context, bandwidth, before)
+    finally:
+        loaded.close()
+
+
+def _point(
+    models: Models, asked: Requests, loaded: Loaded, measured: Measured, batch: int, gib: float,
+    context: int, bandwidth: Bandwidth, peak_before: int | None,
+) -> Point:  # fmt: skip
+    peak = report.device_peak_bytes(models.device)
+    runner = loaded.runner
+    found = figures.of_times(measured) | figures.of_ledgers(measured)
+    found |= figures.of_floor(measured, runner, bandwidth)
+    found |= figures.of_cost(
+        measured, load_s=loaded.load_s, device_peak=peak, host_peak=report.host_peak_bytes()
+    )
+    if loaded.budget is not None:
+        found["planned device memory"] = figures.Figure(loaded.budget.total_device / 2**30, "GiB")
+    about = asked.about + (f", {asked.num_cut} of them cut" if asked.num_cut else "")
+    kernels = {
+        f"{phase} {name}": of.describe()
+        for phase, products in runner.products.items()
+        for name, of in products.items()
+    }
+    return Point(
+        batch, gib, figures=found, requests=about, context=context, routing=loaded.routing,
+        placement=tuple(report.placement(loaded.budget)), measured=measured, kernels=kernels,
+        peak_is_older=peak is not None and peak == peak_before,
+    )  # fmt: skip

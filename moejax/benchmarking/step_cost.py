@@ -1,0 +1,100 @@
+"""What a decode step must read, and the experts that it chooses."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from moejax import steps
+from moejax.models.config import ModelConfig
+from moejax.models.transformer import ChunkSpec, merge_weights, model_definition
+from moejax.qtensor import Weight
+from moejax.runner import Runner
+from moejax.served import EXPERT_LEAVES
+from moejax.session import Session
+
+
+def floor_bytes(
+    config: ModelConfig,
+    weights: Mapping[str, Weight],
+    *,
+    experts_nbytes: float,
+    positions: float,
+    itemsize: int,
+) -> float:
+    """Least bytes that one decode step reads: every dense leaf, the chosen experts, the cache.
+
+    Codes, scales and zeros count; of embeddings that are not the head, nothing does.
+
+    Args:
+      config: of the model.
+      weights: its leaves, those of experts or not.
+      experts_nbytes: of the distinct experts that the step's tokens chose, over all layers.
+      positions: of the cache that are read, summed over the sequences.
+      itemsize: bytes of a number of the cache.
+    """
+    dense = sum(
+        leaf.nbytes
+        for name, leaf in weights.items()
+        if name not in EXPERT_LEAVES and (name != "embed" or config.tied_embeddings)
+    )
+    a_position = 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
+    return dense + experts_nbytes + a_position * positions
+
+
+def bytes_per_step(
+    config: ModelConfig,
+    weights: Mapping[str, Weight],
+    batch: int,
+    positions: float,
+    distinct: float,
+    itemsize: int = 2,
+) -> int:
+    """`floor_bytes` of a model with all its experts.
+
+    Args:
+      config: of the model.
+      weights: all leaves.
+      batch: sequences.
+      positions: of the cache that each reads.
+      distinct: experts that a layer's tokens chose, the mean over layers.
+      itemsize: bytes of a number of the cache.
+    """
+    experts = sum(weights[name].nbytes for name in EXPERT_LEAVES if name in weights)
+    least = floor_bytes(
+        config, weights, experts_nbytes=experts * distinct / config.num_experts,
+        positions=positions * batch, itemsize=itemsize,
+    )  # fmt: skip
+    return int(least)
+
+
+def distinct_experts(runner: Runner, session: Session, spec: ChunkSpec) -> float:
+    """Experts of a layer that one decode step of a session reads, the mean over layers.
+
+    The routing of the next step is counted on the device. The session is used up.
+
+    Args:
+      runner: of the session.
+      session: after a prefill or some steps; its cache is donated.
+      spec: of the step.
+    """
+    definition = model_definition(runner.config, runner.kernels)
+
+    def count(
+        state: steps.DecodeState, weights: steps.Weights
+    ) -> tuple[steps.DecodeState, jax.Array]:
+        model = merge_weights(definition, weights)
+        cache, _, routings = model.routed(
+            state.tokens[:, None], state.positions[:, None], ~state.done[:, None], state.cache, spec
+        )
+        num_experts = runner.config.num_experts
+        counts = [
+            jnp.sum(jnp.zeros(num_experts, jnp.int32).at[routing.ids.reshape(-1)].max(1))
+            for routing in routings
+        ]
+        mean = jnp.mean(jnp.stack(counts).astype(jnp.float32))
+        return dataclasses.replace(state, cache=cache), mean
+
+    _, mean = jax.jit(count, donate_argnums=0)(session.state, runner.weights)
+    return float(mean)

@@ -1,0 +1,165 @@
+"""Figures of a benchmark against hand computations; made-up and replayed routing."""
+
+import types
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax.benchmark_config import BenchmarkConfig
+from moejax.benchmarking import bandwidth, figures, routing
+from moejax.benchmarking.measuring import BatchTimes, Measured
+from moejax.benchmarking.shapes import TINY
+from moejax.errors import MoejaxError
+from moejax.traces import Trace, trace_of_replay
+
+
+def measured(*runs: list[BatchTimes]) -> Measured:
+    return Measured(list(runs), [1.0] * len(runs), {}, 2.0, 0.0, 0.0, 0.0)
+
+
+# Two requests of 4 and 6 tokens, 5 new each: calls of 3 steps and of 1.
+FIRST = BatchTimes([4, 6], [5, 5], 0.5, [(0.3, 3), (0.2, 1)])
+SECOND = BatchTimes([10, 10], [5, 5], 1.5, [(0.6, 3), (0.1, 1)])
+
+
+class TimesTest(absltest.TestCase):
+    def test_by_hand(self):
+        found = figures.of_times(measured([FIRST, SECOND]))
+        expected = {
+            "TTFT median": 1000.0,  # of 500, 500, 1500, 1500
+            "TTFT p99": 1500.0,
+            "TPOT median": 1e3 * (0.125 + 0.175) / 2,
+            "ITL median": 1e3 * (0.1 + 0.2) / 2,  # of 0.1 x 4 and 0.2 x 4
+            "prefill throughput": 30 / 2.0,
+            "decode throughput": 16 / 1.2,
+            "output throughput": 20 / 3.2,
+            "request throughput": 4 / 3.2,
+        }
+        for name, value in expected.items():
+            self.assertAlmostEqual(found[name].value, value, places=6, msg=name)
+
+    def test_runs_are_a_median_and_a_spread(self):
+        slow = [BatchTimes([4], [2], 9.0, [(4.0, 1)])]
+        quick = [BatchTimes([4], [2], 1.0, [(1.0, 1)])]
+        middle = [BatchTimes([4], [2], 2.0, [(3.0, 1)])]
+        found = figures.of_times(measured(slow, quick, middle))["TTFT median"]
+        self.assertEqual((found.value, found.low, found.high), (2000.0, 1000.0, 9000.0))
+
+    def test_one_token_has_no_tpot(self):
+        found = figures.of_times(measured([BatchTimes([4], [1], 1.0, [])]))
+        self.assertIn("TTFT median", found)
+        self.assertNotIn("TPOT median", found)
+        self.assertNotIn("decode throughput", found)
+
+    def test_positions(self):
+        # Steps read 5, 6, 7, 8 and 7, 8, 9, 10 positions.
+        self.assertEqual(figures.positions(FIRST), (26 + 34) / 4)
+        self.assertEqual(figures.positions(FIRST, window=6), (5 + 6 * 3 + 6 * 4) / 4)
+
+
+class FloorTest(absltest.TestCase):
+    def test_by_hand(self):
+        def leaf(nbytes: int) -> Any:
+            return types.SimpleNamespace(nbytes=nbytes)
+
+        runner: Any = types.SimpleNamespace(
+            config=TINY, dtype=np.dtype(np.float32),
+            weights={"embed": leaf(10**6), "head": leaf(1000), "attention.o_proj": leaf(200),
+                     "moe.gate_up": leaf(8000), "moe.down": leaf(4000)},
+        )  # fmt: skip
+        found = figures.of_floor(measured([FIRST]), runner, bandwidth.Bandwidth(1e6, "x"))
+        # The embeddings are looked up; 2 of 8 experts; keys and values of 2 layers, 2 heads of 16.
+        least = 1000 + 200 + 12000 * 2 / 8 + 15 * 2 * 2 * 2 * 16 * 4
+        self.assertAlmostEqual(found["byte floor of a decode step"].value, least / 1e6)
+        self.assertAlmostEqual(found["time of the byte floor"].value, 1e3 * least / 1e6)
+        share = 100 * (least / 1e6) / 0.125
+        self.assertAlmostEqual(found["share of the byte floor"].value, share)
+
+
+class BandwidthTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("NVIDIA H100 80GB HBM3", 3.35e12), ("NVIDIA H100 PCIe", 2.0e12), ("NVIDIA H200", 4.8e12),
+        ("NVIDIA A100-SXM4-80GB", 2.039e12), ("NVIDIA A100-SXM4-40GB", 1.555e12),
+        ("NVIDIA L40S", 0.864e12), ("Tesla T4", 0.32e12), ("NVIDIA H200 MIG 1g.18gb", None),
+        ("Something new", None),
+    )  # fmt: skip
+    def test_names(self, kind, expected):
+        self.assertEqual(bandwidth.stated(kind), expected)
+
+    def test_what_is_not_known_is_measured_and_said(self):
+        with mock.patch.object(bandwidth, "COPIED_BYTES", 2**20):
+            found = bandwidth.bandwidth_of(jax.devices("cpu")[0])
+        self.assertEqual(found.source, "measured by a copy of 1 MiB")
+        self.assertBetween(found.bytes_per_s, 1e8, 1e13)
+
+
+class RoutingTest(parameterized.TestCase):
+    def of_trace(self, trace: Trace, batch: int) -> routing.Routing:
+        return routing.of_trace(TINY, trace, batch, recall=0.85, seed=0, name="x")
+
+    def test_a_trace_of_the_shape_is_replayed_as_it_is(self):
+        ids = np.arange(40 * 2 * 2).reshape(40, 2, 2) % 8
+        found = self.of_trace(trace_of_replay(ids, 8), 2).work
+        self.assertEqual(found.ids.shape, (256, 2, 2, 2))
+        np.testing.assert_array_equal(found.ids[:40, :, 0], ids)
+        np.testing.assert_array_equal(found.ids[40:80, :, 0], ids)
+        np.testing.assert_array_equal(found.ids[:20, :, 1], ids[20:])
+        chosen = np.take_along_axis(found.probabilities, found.ids, -1)
+        rest = found.probabilities.copy()
+        np.put_along_axis(rest, found.ids, 0, axis=-1)
+        self.assertTrue((chosen.min(-1) >= rest.max(-1)).all())
+
+    def test_weights_of_the_trace_are_the_gates(self):
+        ids = np.tile(np.array([3, 5]), (4, 2, 1))
+        trace = trace_of_replay(ids, 8)
+        weights = np.tile(np.float16([0.25, 0.75]), (4, 2, 1))
+        trace = Trace(**{**trace.tensors(), "weights": weights, "num_experts": 8})
+        found = self.of_trace(trace, 1).work
+        np.testing.assert_array_equal(found.ids[0, 0, 0], [5, 3])
+        chosen = found.probabilities[0, 0, 0, [5, 3]]
+        self.assertAlmostEqual(chosen[0] / chosen.sum(), 0.75, delta=0.02)
+
+    def test_a_trace_of_fewer_experts_is_scaled_and_says_so(self):
+        ids = np.arange(30 * 1 * 1).reshape(30, 1, 1) % 4
+        found = self.of_trace(trace_of_replay(ids, 4), 1)
+        self.assertIn("scaled from 4 experts, gates made up", found.about)
+        self.assertEqual(found.work.ids.shape[1:], (2, 1, 2))
+        with self.assertRaisesRegex(MoejaxError, "does not suit the shape"):
+            self.of_trace(trace_of_replay(ids, 5), 1)
+
+    def test_skew_makes_some_popular(self):
+        def most(exponent: float) -> float:
+            how: dict[str, Any] = {"exponent": exponent, "recall": 0.85, "seed": 0}
+            counts = routing.with_skew(TINY, 1, **how).work.activations()
+            return float((counts.max(1) / counts.sum(1)).mean())
+
+        self.assertLess(most(0.0), 0.2)
+        self.assertGreater(most(3.0), 0.35)
+
+
+class ConfigTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ({"batches": (0,)}, "batches"), ({"batches": (1, 2000)}, "batches"),
+        ({"budgets": (-1.0,)}, "budgets"), ({"runs": 0}, "runs=0 must be at least 1"),
+        ({"new_tokens": 0}, "new_tokens"), ({"shape": "Qwen"}, "shape='Qwen' is not there"),
+        ({"skew": "zipf:1"}, "skew is for random weights"),
+        ({"shape": "tiny", "skew": "zipf"}, "uniform or zipf:S"),
+        ({"shape": "tiny", "skew": "uniform", "trace": "x"}, "both say the routing"),
+        ({"shape": "tiny", "prompts": "x"}, "no tokenizer"),
+        ({"shape": "tiny", "num_prompts": 6, "batches": (2, 4)}, "no multiple of batch 4"),
+        ({"output": "x.txt"}, "must end with one of"), ({"split": "words"}, "split"),
+    )  # fmt: skip
+    def test_what_is_refused(self, fields, said):
+        with self.assertRaisesRegex(MoejaxError, said):
+            BenchmarkConfig(**fields).check()
+
+    def test_points_are_every_batch_under_every_budget(self):
+        config = BenchmarkConfig(batches=(1, 4), budgets=(12.0, 0.0))
+        self.assertEqual(config.points(), [(1, 12.0), (4, 12.0), (1, 0.0), (4, 0.0)])
+
+
+if __name__ == "__main__":
+    absltest.main()

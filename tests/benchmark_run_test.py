@@ -1,0 +1,269 @@
+"""The benchmark command on tiny models: what it counts, writes, replays and refuses."""
+
+import contextlib
+import csv
+import io
+import json
+import math
+import pathlib
+import re
+import tempfile
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+
+from moejax import benchmark, cli, results
+from moejax.benchmarking import running
+from moejax.benchmarking.shapes import TINY
+from moejax.models.config import weight_shapes
+from moejax.traces import trace_of_replay, write_trace
+from tests import tiny_engine
+
+
+def run(*flags: str, **fields: Any) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of the command, run here."""
+    given = {"platform": "cpu", "runs": 2, "new_tokens": 9, "steps_per_call": 4, **fields}
+    arguments = [*flags, *(f"--config.{name}={value}" for name, value in given.items())]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = cli.exit_status(benchmark.COMMAND, ["benchmark", *arguments])
+    return status, out.getvalue(), err.getvalue()
+
+
+class Case(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+    def record(self, *flags: str, **fields: Any) -> tuple[dict[str, Any], str]:
+        """The JSON file and stdout of a run that succeeds."""
+        output = self.folder / "x.json"
+        status, out, err = run(*flags, output=output, **fields)
+        self.assertEqual(status, 0, err)
+        return json.loads(output.read_text()), out
+
+
+class CheckpointTest(Case):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.home = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.checkpoint = cls.home / "tiny"
+        tiny_engine.load_tiny_engine(cls.checkpoint)
+
+    def test_counts_and_times_of_prompts_of_a_file(self):
+        lengths = [3, 40, 5, 17, 20]
+        prompts = self.home / "prompts.txt"
+        prompts.write_text("\n".join("!" * n for n in lengths))
+        files = [self.folder / name for name in ("y.json", "y.csv", "y.jsonl")]
+        status, out, err = run(
+            checkpoint=self.checkpoint, prompts=prompts, batches="(2,)",
+            output=",".join(map(str, files)),
+        )  # fmt: skip
+        self.assertEqual(status, 0, err)
+        record = json.loads(files[0].read_text())
+        for point, size in zip(record["points"], (2,), strict=True):
+            self.assertEqual(point["batch"], size)
+            self.assertEqual(point["requests_a_run"], 5)
+            self.assertEqual(point["new_tokens"], 2 * 5 * 9)
+            self.assertEqual(point["prompt_tokens"], 2 * sum(lengths))
+            self.assertEqual(point["compile_s_inside_runs"], 0)  # the warm-up had every program
+            for of_run in point["runs"]:
+                self.assertLen(of_run["batches"], math.ceil(5 / size))
+                inside = 0.0
+                for batch in of_run["batches"]:
+                    self.assertEqual(sum(steps for _, steps in batch["calls"]), 8)
+                    self.assertEqual(batch["new_tokens"], [9] * len(batch["prompt_tokens"]))
+                    inside += batch["ttft_s"] + batch["decode_s"]
+                self.assertLess(inside, of_run["wall_s"])
+                self.assertGreater(inside, 0.5 * of_run["wall_s"])
+            tpots = [b["decode_s"] / 8 for r in point["runs"] for b in r["batches"]]
+            found = point["figures"]["TPOT median"]
+            self.assertBetween(found["value"], 1e3 * min(tpots), 1e3 * max(tpots))
+            self.assertIn(f"\n{size:5d}", out)
+        self._check_rows(record, *files[1:])
+
+    def _check_rows(self, record: Any, as_csv: pathlib.Path, as_lines: pathlib.Path) -> None:
+        with as_csv.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        self.assertLen(rows, len(record["rows"]))
+        for row, expected in zip(rows, record["rows"], strict=True):
+            self.assertEqual(float(row["figure"]), expected["figure"])
+            self.assertEqual(json.loads(row["baseline"]), expected["baseline"])
+            for name in ("what", "unit", "device", "date", "command"):
+                self.assertEqual(row[name], expected[name])
+        self.assertEmpty(list(self.folder.glob("*.part")))
+        lines = results.read_rows(as_lines)
+        self.assertEqual([row.what for row in lines], [row["what"] for row in record["rows"]])
+        ttft = next(row for row in record["rows"] if row["what"].startswith("TTFT median"))
+        self.assertEqual(ttft["figure"], record["points"][0]["figures"]["TTFT median"]["value"])
+
+    def test_what_moves_is_told_by_phase(self):
+        record, out = self.record(
+            "--stats", checkpoint=self.checkpoint, prompt_tokens=16, batches="(2,)",
+            **{"memory.slots": 3},
+        )  # fmt: skip
+        [point] = record["points"]
+        self.assertEqual(point["routing"], "the model's own")
+        decode, prefill = point["ledger"]["decode"], point["ledger"]["prefill"]
+        # One prefill chunk and 8 steps a run of 2 layers, of 2 to 4 experts for two tokens.
+        self.assertBetween(prefill["totals"]["needed"], 2 * 2 * 2, 2 * 2 * 8)
+        needed = decode["totals"]["needed"]
+        self.assertBetween(needed, 2 * 8 * 2 * 2, 2 * 8 * 2 * 4)
+        figures = point["figures"]
+        read = figures["experts of a layer that a decode step reads"]["value"]
+        self.assertAlmostEqual(read, needed / 16 / 2)
+        moved = sum(decode["bytes"].values())
+        self.assertAlmostEqual(figures["link bytes of a decode step"]["value"], moved / 16 / 1e6)
+        self.assertAlmostEqual(figures["hit rate of decode"]["value"], 100 * decode["hit_rate"])
+        self.assertEqual(out.count("decode: layer "), 2)
+
+    def test_an_answer_may_end(self):
+        ends = self.home / "ends"
+        tiny_engine.load_tiny_engine(ends, eos_ids=tuple(range(160)))
+        record, _ = self.record(checkpoint=ends, prompt_tokens=16, ignore_eos=False)
+        [point] = record["points"]
+        self.assertEqual(point["new_tokens"], 2)  # two runs of a token, which ends the answer
+        self.assertNotIn("TPOT median", point["figures"])
+
+    def test_errors(self):
+        bad = self.home / "bad.json"
+        bad.write_text('[{"id": "q7", "conversations": [{"from": "human"}]}]')
+        cases: list[tuple[dict[str, Any], str]] = [
+            ({"prompts": bad}, r"bad.json, entry 0 \(id q7\): turn 0 needs"),
+            ({"prompts": self.home / "none.txt"}, "there is no prompt file"),
+            ({"batches": "(0,)"}, "batches=.0,. must be numbers from 1"),
+            ({"prompt_tokens": 250}, "250 prompt tokens and new_tokens=9 do not fit .* 256"),
+            ({"shape": "tiny", "trace": self.home / "none.trace"}, "there is no trace"),
+            ({"output": self.home / "no" / "x.json"}, "output .* lies in"),
+            ({"checkpoint": self.home / "nothing"}, "nothing"),
+        ]
+        for fields, said in cases:
+            status, _, err = run(**{"checkpoint": self.checkpoint, **fields})
+            self.assertEqual(status, 1)
+            self.assertRegex(err, said)
+            self.assertLen(re.findall("^error: ", err, re.MULTILINE), 1)
+
+
+class ShapeTest(Case):
+    def test_the_floor_by_hand(self):
+        record, _ = self.record(shape="tiny", prompt_tokens=16)
+        [point] = record["points"]
+        shapes = weight_shapes(TINY)
+        least = sum(
+            2 * math.prod(shape)
+            for name, shape in shapes.items()
+            if not name.startswith(("moe.gate", "moe.down", "embed"))
+        )
+        # Of INT4 with groups of 64: half a byte a weight, a scale and a zero of 2 bytes a group.
+        weights = sum(math.prod(shapes[name][-2:]) for name in ("moe.gate_up", "moe.down"))
+        least += 2 * 2 * (weights // 2 + 4 * weights // 64)
+        # Step i of 8 reads 16 + i places of 2 layers' keys and values, 2 heads of 16.
+        least += (16 + 4.5) * 2 * 2 * 2 * 16 * 2
+        figures = point["figures"]
+        self.assertAlmostEqual(figures["byte floor of a decode step"]["value"], least / 1e6)
+        self.assertEqual(figures["experts of a layer that a decode step reads"]["value"], 2)
+        self.assertIn("nothing is replayed", point["routing"])
+
+    @parameterized.parameters(([0, 0, 0], 100.0), ([0, 1, 2], 0.0))
+    def test_decode_takes_the_experts_of_the_trace(self, turns, hit_rate):
+        pairs = np.array([[0, 1], [2, 3], [4, 5]])[np.resize(turns, 30)]
+        trace = self.folder / "x.trace"
+        write_trace(trace, trace_of_replay(pairs[:, None].repeat(2, axis=1), 8))
+        record, out = self.record(
+            shape="tiny", trace=trace, prompt_tokens=16, **{"memory.slots": 2}
+        )
+        [point] = record["points"]
+        figures = point["figures"]
+        self.assertEqual(figures["hit rate of decode"]["value"], hit_rate)
+        self.assertEqual(figures["experts of a layer that a decode step reads"]["value"], 2)
+        self.assertIn("trace x.trace, its own gates", out)
+
+    def test_a_batch_reads_what_its_sequences_choose(self):
+        ids = np.resize([0, 1, 2, 3], (32, 2, 2))  # always 0 and 1 in layer 0, 2 and 3 in layer 1
+        trace = self.folder / "x.trace"
+        write_trace(trace, trace_of_replay(ids, 8))
+        record, _ = self.record(
+            shape="tiny", trace=trace, prompt_tokens=16, batches="(4,)", **{"memory.slots": 8}
+        )
+        figures = record["points"][0]["figures"]
+        self.assertEqual(figures["experts of a layer that a decode step reads"]["value"], 2)
+        self.assertEqual(figures["hit rate of decode"]["value"], 100)
+
+    def test_a_refused_budget_is_a_row_and_the_least_will_do(self):
+        sizes = {"shape": "tiny", "prompt_tokens": 16}
+        lines = self.folder / "rows.jsonl"
+        with mock.patch.object(running, "print", create=True) as said:
+            # The file has a point as soon as it is known.
+            said.side_effect = lambda *_, **__: seen.append(lines.exists())
+            seen: list[bool] = []
+            json_name = self.folder / "x.json"
+            status, out, err = run(budgets="(0.0001, 1)", output=f"{json_name},{lines}", **sizes)
+        self.assertEqual((status, seen), (0, [False, True]), err)
+        record = json.loads(json_name.read_text())
+        appended = [row.what for row in results.read_rows(lines)]
+        self.assertEqual(appended, [row["what"] for row in record["rows"]])
+        refused, whole = record["points"]
+        self.assertEqual((refused["status"], whole["status"]), ("refused", "measured"))
+        self.assertIn("refused: memory.device_gib=0.0001 is too little", out)
+        first = record["rows"][0]
+        self.assertEqual((first["figure"], first["unit"]), (0.0001, "GiB, refused"))
+        least = re.search(r"the smallest that would do is (\S+) GiB", refused["reason"])
+        self.assertIsNotNone(least)
+        found, _ = self.record(budgets=f"({least[1]},)", **sizes)
+        [point] = found["points"]
+        self.assertEqual(point["status"], "measured")
+        planned = point["figures"]["planned device memory"]["value"]
+        self.assertLessEqual(planned, float(least[1]))
+        status, _, err = run(**sizes, **{"memory.device_gib": 0.0001})
+        self.assertEqual(status, 1)
+        self.assertRegex(err, f"error: .* the smallest that would do is {least[1]} GiB")
+
+    def test_a_policy_tells_its_gate_mass(self):
+        record, out = self.record(
+            "--stats", shape="tiny", prompt_tokens=16, new_tokens=65, skew="zipf:1.5",
+            **{"policy.name": "dynaexq", "policy.tiers": "('int4','int2')",
+               "policy.slots": "('2','8')", "policy.period": "16"},
+        )  # fmt: skip
+        [point] = record["points"]
+        shares = {
+            name: figure["value"]
+            for name, figure in point["figures"].items()
+            if name.startswith("gate mass of decode")
+        }
+        self.assertAlmostEqual(
+            shares["gate mass of decode, int4"] + shares["gate mass of decode, int2"], 100, places=2
+        )
+        self.assertGreater(shares["gate mass of decode, int4"], 40)  # 2 of 8, but the hottest
+        self.assertIn("r^-1.5", point["routing"])
+        self.assertIn("decode: gate mass: int4", out)
+        self.assertEqual(out.count("decode: layer "), 2)
+
+    @pytest.mark.gpu
+    def test_real_shapes_run_on_their_kernels(self):
+        record, _ = self.record(
+            shape="Qwen3-30B-A3B", layers=2, prompt_tokens=64, batches="(1, 4)", platform="gpu",
+            **{"memory.slots": 32, "memory.prefetch": 8},
+        )  # fmt: skip
+        self.assertLen(record["points"], 2)
+        for point in record["points"]:
+            self.assertRegex(point["kernels"]["decode experts"], "^(mosaic|triton)")
+            self.assertEqual(point["compile_s_inside_runs"], 0)
+            figures = point["figures"]
+            self.assertIn("device memory peak", figures)
+            self.assertGreater(figures["link bytes of a decode step"]["value"], 0)
+            self.assertBetween(figures["share of the byte floor"]["value"], 0.1, 100)
+
+    def test_buddies_are_those_of_the_replayed_routing(self):
+        record, _ = self.record(
+            shape="tiny", prompt_tokens=16, **{"policy.name": "buddymoe", "policy.slots": "('4',)"}
+        )
+        figures = record["points"][0]["figures"]
+        self.assertGreater(figures["gate mass of decode, substituted"]["value"], 5)
+
+
+if __name__ == "__main__":
+    absltest.main()
