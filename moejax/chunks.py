@@ -1,6 +1,6 @@
 """How prompts and caches are cut into a few sizes, each of which is one compiled program."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -47,6 +47,15 @@ def prefill_chunks(length: int, cache_length: int, longest: int) -> Iterator[tup
         size = length_bucket(length - start, MIN_PREFILL_LENGTH, largest)
         yield start, size
         start += size
+
+
+def chunk_of(prompts: Sequence[Sequence[int]], start: int, size: int) -> np.ndarray:
+    """int32[B, T], `size` tokens of each prompt from `start` on, zeros after its end."""
+    tokens = np.zeros((len(prompts), size), np.int32)
+    for row, prompt in enumerate(prompts):
+        part = prompt[start : start + size]
+        tokens[row, : len(part)] = part
+    return tokens
 
 
 def scored_places(targets: np.ndarray) -> np.ndarray:
