@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from moejax import steps
+from moejax.emitted import Emitted
 from moejax.generation import GenerationSettings
 from moejax.models.config import ModelConfig
 from moejax.sampling import Sampling
@@ -24,7 +25,7 @@ class Session:
     eos_ids: jax.Array
     all_greedy: bool
     next_position: int  # largest position that the next step writes
-    emitted: steps.Emitted  # of the last call, at first int32[B, 1]; not waited for
+    emitted: Emitted  # of the last call, at first int32[B, 1]; not waited for
     top_logprobs: int = 0  # see `steps.Program`
 
     @property
