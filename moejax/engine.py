@@ -291,7 +291,7 @@ class Engine:
                 builder.finish_reason or "length",
                 len(prompt),
                 timing,
-            )  # fmt: skip
+            )
             for builder, prompt in zip(builders, ids, strict=True)
         ]
 
