@@ -1,7 +1,7 @@
 r"""An OpenAI-compatible server: /v1/completions and /v1/chat/completions of one model.
 
     python -m moejax.serve
-    python -m moejax.serve --config=configs/qwen3_30b_a3b.py --config.max_batch=32
+    python -m moejax.serve --config=configs/serve_qwen3_30b_a3b.py --config.max_batch=8
     curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \
         -d '{"messages": [{"role": "user", "content": "Hello"}]}'
 

@@ -12,7 +12,7 @@ from moejax.options import option
 class ServeConfig(GenerateConfig):
     """A model and who may ask it; the request's fields are defaults for what clients leave out.
 
-    The files under `configs/` for `moejax.generate` serve.
+    The files under `configs/` for `moejax.generate` serve; what they lack keeps its default.
     """
 
     max_new_tokens: int = option(

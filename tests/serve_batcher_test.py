@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import openai
 from absl.testing import absltest
 
 from moejax import Engine
 from moejax.errors import MoejaxError
+from moejax.fidelity import TieredLedger
+from moejax.generation import GenerationSettings
+from moejax.ledger import Ledger
 from moejax.memory.budget import Limits
 from moejax.serving import batcher as batcher_module
+from moejax.serving.metrics import Metrics
 from tests.serving_case import (
     NAME,
     WAIT_S,
@@ -204,6 +209,29 @@ class LedgerTest(absltest.TestCase):
             moved = server.value("moejax_expert_bytes_total", tier="resident", cause="demand")
             self.assertEqual(moved, ledger.bytes_by_cause["demand"])
             self.assertGreater(moved, 0)
+
+            # Rows that only fill a batch are not counted.
+            prompt, needed = [5, 6, 7], []
+            for size in (1, 2, 2):
+                before = engine.ledger.total("needed")
+                live = engine.live_batch(
+                    [prompt], [GenerationSettings(max_new_tokens=4)], size=size
+                )
+                pieces = [rows[0] for rows in live.run()]
+                self.assertEqual(sum(len(piece.tokens) for piece in pieces), 4)
+                needed.append(engine.ledger.total("needed") - before)
+            self.assertEqual(needed, [needed[0]] * 3)
+
+    def test_gate_mass_by_tier(self):
+        ledger = TieredLedger({"high": Ledger(10), "low": Ledger(4)})
+        ledger.add(np.asarray([[3.0, 1.0, 0.5, 0.25, 4.5], [2.0, 2.0, 0.0, 0.0, 4.0]]))
+        metrics = Metrics()
+        metrics.ledger(ledger)
+        expected = {"high": 5, "low": 3, "skipped": 0.5, "substituted": 0.25, "total": 8.5}
+        for tier, mass in expected.items():
+            found = metrics.registry.get_sample_value("moejax_gate_mass_total", {"tier": tier})
+            self.assertEqual(found, mass, tier)
+        self.assertIn('moejax_gate_mass_total{tier="low"} 3.0', metrics.text().decode())
 
 
 if __name__ == "__main__":
