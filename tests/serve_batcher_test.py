@@ -121,7 +121,10 @@ class CancelTest(absltest.TestCase):
 
     def test_a_row_of_a_batch_is_freed_and_the_others_are_not_touched(self):
         expected = ENGINE.generate(["the quick"], max_new_tokens=100)[0]
-        with served(ENGINE) as server, slow_steps(ENGINE, 0.01), held_batches(ENGINE) as gate:
+        runner = ENGINE._runner
+        spy = mock.patch.object(runner, "end_rows", wraps=runner.end_rows)
+        slow, hold = slow_steps(ENGINE, 0.01), held_batches(ENGINE)
+        with served(ENGINE) as server, slow, hold as gate, spy as end_rows:
             first = begin(server, max_tokens=1)
             wait_until(lambda: server.value("moejax_batch_size_count") == 1, "the first")
             left = begin(server, stream=True)
@@ -135,6 +138,7 @@ class CancelTest(absltest.TestCase):
             said = json.loads(stays.getresponse().read())
             self.assertEqual(said["choices"][0]["text"], expected.text)
             self.assertLess(server.value("moejax_generated_tokens_total"), 1 + 100 + 100)
+            self.assertEqual([call.args[1].tolist() for call in end_rows.call_args_list], [[1, 0]])
             first.close()
             stays.close()
 
@@ -221,6 +225,19 @@ class LedgerTest(absltest.TestCase):
                 self.assertEqual(sum(len(piece.tokens) for piece in pieces), 4)
                 needed.append(engine.ledger.total("needed") - before)
             self.assertEqual(needed, [needed[0]] * 3)
+            # Nor rows that were ended, but for the calls that had set out.
+            many, needed = GenerationSettings(max_new_tokens=40), []
+            for ends in (False, True):
+                before = engine.ledger.total("needed")
+                live = engine.live_batch([prompt, [9, 8]], [many] * 2)
+                for number, rows in enumerate(live.run()):
+                    self.assertIsNotNone(rows[0])
+                    if ends and number == 0:
+                        live.end(1)
+                    elif ends:
+                        self.assertIsNone(rows[1])
+                needed.append(engine.ledger.total("needed") - before)
+            self.assertLess(needed[1], 0.7 * needed[0])
 
     def test_gate_mass_by_tier(self):
         ledger = TieredLedger({"high": Ledger(10), "low": Ledger(4)})
