@@ -5,6 +5,7 @@ import http.client
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -14,11 +15,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax import cli, serve
 from moejax.errors import MoejaxError
+from moejax.fidelity import TieredLedger
+from moejax.ledger import Ledger
 from moejax.serve_config import ServeConfig
+from moejax.serving import requests
+from moejax.serving.metrics import Metrics
 from tests.serving_case import tiny_chat_engine
 
 ROOT = Path(__file__).parents[1]
@@ -80,7 +86,8 @@ def health(port: int) -> tuple[int, dict[str, object]]:
 
 class ProcessTest(parameterized.TestCase):
     def test_a_stream_that_runs_at_sigterm_is_finished_and_the_status_is_0(self):
-        with serving("--config.grace_s=20") as server:
+        warm = ("--config.warm_up=True", "--config.max_batch=2")
+        with serving("--config.grace_s=20", *warm) as server:
             port = ready_port(server)
             self.assertEqual(health(port)[1]["model"], DIRECTORY.name)
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
@@ -154,6 +161,34 @@ class ConfigTest(parameterized.TestCase):
         words = ["serve", f"--config={ROOT}/configs/qwen3_30b_a3b.py", "--config.context=4096"]
         config, _ = cli.parse(serve.COMMAND, words)
         self.assertEqual((config.context, config.port), (4096, ServeConfig().port))
+
+
+class DocsTest(absltest.TestCase):
+    def test_commands(self):
+        text = (ROOT / "docs/server.md").read_text() + (ROOT / "README.md").read_text()
+        found = re.findall(r"^python -m moejax\.serve.*$", text, re.MULTILINE)
+        self.assertGreater(len(found), 3)
+        for line in found:
+            words = [
+                word.replace("configs/", f"{ROOT}/configs/") for word in shlex.split(line, True)
+            ]
+            cli.parse(serve.COMMAND, words[2:])  # raises where a flag is wrong
+
+    def test_names(self):
+        text = (ROOT / "docs/server.md").read_text()
+        metrics = Metrics()
+        ledger = TieredLedger({"high": Ledger(10)})
+        ledger.add(np.ones((1, 4)) * [1, 0, 0, 1])
+        metrics.ledger(ledger)
+        names = {family.name for family in metrics.registry.collect()}
+        self.assertGreater(len(names), 10)
+        for name in names:
+            self.assertIn(f"`{name}", text)
+        for name in re.findall(r"moejax_\w+", text):
+            self.assertIn(name.removesuffix("_total"), names)
+        tools = {"function_call", "tool_choice", "parallel_tool_calls", "service_tier"}
+        for name in {*requests.NEUTRAL, *requests.IGNORED} - tools:
+            self.assertIn(f"`{name}`", text)
 
 
 if __name__ == "__main__":

@@ -14,14 +14,38 @@ FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 _LEAST = -9999.0  # JSON has no infinity; OpenAI's API writes this
 
 
+class TokenTexts:
+    """Texts of single tokens, each decoded once."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._found: dict[int, str] = {}
+
+    def of(self, token: int) -> str:
+        """As in the middle of a text: decoders drop the first space of one."""
+        if (text := self._found.get(token)) is None:
+            once = self._tokenizer.decode([token], skip_special_tokens=False)
+            twice = self._tokenizer.decode([token, token], skip_special_tokens=False)
+            text = self._found[token] = twice[len(once) :]
+        return text
+
+
 class AnswerWriter:
     """Writes the answer of one request."""
 
     def __init__(
-        self, request: Request, model_name: str, tokenizer: Tokenizer, eos_ids: tuple[int, ...]
+        self, request: Request, model_name: str, texts: TokenTexts, eos_ids: tuple[int, ...]
     ):
+        """Writes nothing yet.
+
+        Args:
+          request: what is answered.
+          model_name: as clients call the model.
+          texts: of the model's tokens.
+          eos_ids: tokens that end an answer.
+        """
         self._request = request
-        self._tokenizer = tokenizer
+        self._texts = texts
         self._eos_ids = eos_ids
         self._num_new = 0
         self._offsets = [len(text) for text in request.echo]
@@ -125,13 +149,13 @@ class AnswerWriter:
                 for one in told
             ]
             return {"content": content, "refusal": None}
-        tokens = [self._token_text(one.token) for one in told]
+        tokens = [self._texts.of(one.token) for one in told]
         offsets = []
         for text in tokens:
             offsets.append(self._offsets[row])
             self._offsets[row] += len(text)
         tops = [
-            {self._token_text(token): _finite(logprob) for token, logprob in one.top[:count]}
+            {self._texts.of(token): _finite(logprob) for token, logprob in one.top[:count]}
             for one in told
         ]
         return {
@@ -142,14 +166,9 @@ class AnswerWriter:
         }
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._token_text(token)
+        text = self._texts.of(token)
         known = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
         return {"token": text, "logprob": _finite(logprob), "bytes": known}
-
-    def _token_text(self, token: int) -> str:
-        """As in the middle of a text: decoders drop the first space of one."""
-        once = self._tokenizer.decode([token], skip_special_tokens=False)
-        return self._tokenizer.decode([token, token], skip_special_tokens=False)[len(once) :]
 
 
 def _finite(logprob: float) -> float:

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from moejax.engine import Engine
 from moejax.generation import GenerationSettings
-from moejax.serving.answers import AnswerWriter
+from moejax.serving.answers import AnswerWriter, TokenTexts
 from moejax.serving.batcher import Batcher
 from moejax.serving.errors import ApiError, unavailable
 from moejax.serving.exchange import ClientGone, Exchange, outcome_of
@@ -57,6 +57,7 @@ class Api:
         self._defaults = defaults
         self._max_body_bytes = max_body_bytes
         self._queue_limit = queue_limit
+        self._texts: TokenTexts | None = None
         self._started = int(time.time())
 
     def application(self) -> Starlette:
@@ -164,8 +165,10 @@ class Api:
         return bytes(body)
 
     def _writer(self, request: Request, engine: Engine) -> AnswerWriter:
-        assert engine.tokenizer is not None
-        return AnswerWriter(request, self._model_name, engine.tokenizer, engine.eos_ids)
+        if self._texts is None:
+            assert engine.tokenizer is not None
+            self._texts = TokenTexts(engine.tokenizer)
+        return AnswerWriter(request, self._model_name, self._texts, engine.eos_ids)
 
     async def _stream(
         self, request: Request, engine: Engine, receive: Receive, name: str

@@ -87,8 +87,12 @@ def serve(config: ServeConfig, load: Callable[[], Engine]) -> None:
         server_header=False,
     )  # fmt: skip
     server = _Server(settings, batcher, config.grace_s)
-    # uvicorn raises the signal that ended it once more: this is then an end like any other.
-    signal.signal(signal.SIGTERM, lambda *_: None)
+
+    def end(*_: object) -> None:
+        server.should_exit = True
+
+    # Before uvicorn has its own handler, and after: it raises what ended it once more.
+    signal.signal(signal.SIGTERM, end)
     batcher.start()
     with contextlib.closing(listening):
         server.run(sockets=[listening])
