@@ -225,7 +225,7 @@ def append(figures: dict[str, tuple[float, str]], elapsed: float, device: str) -
             device=device,
             versions=results.package_versions("jax", "uvicorn", "starlette"),
             date=results.today(),
-            command=results.command_line(),
+            command=results.command_line(["-m", "scripts.stress_server", *sys.argv[1:]]),
         )
         for name, (figure, unit) in figures.items()
     ]
