@@ -1,9 +1,10 @@
 """How prompts and caches are cut into a few sizes, each of which is one compiled program."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
 
 MIN_PREFILL_LENGTH = 16
@@ -47,6 +48,39 @@ def prefill_chunks(length: int, cache_length: int, longest: int) -> Iterator[tup
         size = length_bucket(length - start, MIN_PREFILL_LENGTH, largest)
         yield start, size
         start += size
+
+
+def cache_length(longest: int, num_new: int, context: int, planned: int, model_limit: int) -> int:
+    """S that a prompt of `longest` tokens and an answer of `num_new` take, if the limits allow.
+
+    Args:
+      longest: tokens of the longest prompt.
+      num_new: most tokens of an answer; it is cut where the cache ends.
+      context: S of every call; 0: what is needed.
+      planned: the most that memory was planned for.
+      model_limit: the model's own.
+
+    Raises:
+      MoejaxError: the prompt leaves no room for an answer.
+    """
+    limit = context or planned
+    if longest >= limit:
+        mend = "shorten it"
+        if limit < model_limit:
+            mend += f", or raise context (the model takes {model_limit})"
+        raise MoejaxError(
+            f"a prompt of {longest} tokens leaves no room in the context of {limit}: {mend}"
+        )
+    return context or length_bucket(longest + num_new, MIN_KV_LENGTH, planned)
+
+
+def chunk_of(prompts: Sequence[Sequence[int]], start: int, size: int) -> np.ndarray:
+    """int32[B, T], `size` tokens of each prompt from `start` on, zeros after its end."""
+    tokens = np.zeros((len(prompts), size), np.int32)
+    for row, prompt in enumerate(prompts):
+        part = prompt[start : start + size]
+        tokens[row, : len(part)] = part
+    return tokens
 
 
 def scored_places(targets: np.ndarray) -> np.ndarray:

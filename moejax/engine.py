@@ -13,13 +13,14 @@ import numpy as np
 
 from moejax import ops
 from moejax.checkpoints import open_checkpoint
-from moejax.chunks import MAX_PREFILL_LENGTH, MIN_KV_LENGTH, length_bucket, longest_chunk
+from moejax.chunks import MAX_PREFILL_LENGTH, cache_length, longest_chunk
 from moejax.devices import choose_device, enable_compilation_cache, plain_memory_errors
 from moejax.errors import MoejaxError
 from moejax.evaluation.likelihood import PairScorer, Scored
 from moejax.fidelity import TieredLedger
 from moejax.generation import AnswerBuilder, Chunk, Generation, GenerationSettings, Timing
 from moejax.ledger import Ledger
+from moejax.live_batch import LiveBatch
 from moejax.memory.automatic import open_under_policy
 from moejax.memory.budget import Budget, Limits, TieredBudget
 from moejax.memory.expert_memory import ExpertMemory
@@ -146,14 +147,9 @@ class Engine:
                     context=planned, chunk=chunk, progress=progress,
                 )  # fmt: skip
         engine = cls(
-            checkpoint.config,
-            weights,
-            tokenizer=Tokenizer.from_directory(checkpoint.directory),
-            eos_ids=checkpoint.eos_ids,
-            device=device,
-            context=context,
-            memory=memory,
-        )
+            checkpoint.config, weights, tokenizer=Tokenizer.from_directory(checkpoint.directory),
+            eos_ids=checkpoint.eos_ids, device=device, context=context, memory=memory,
+        )  # fmt: skip
         engine.budget = budget
         engine.load_seconds = time.perf_counter() - start
         return engine
@@ -371,27 +367,31 @@ class Engine:
     ) -> AnswerBuilder:
         room = cache_length - len(prompt) + 1  # the last token of an answer is not written
         return AnswerBuilder(
-            self.tokenizer,
-            stop=settings.stop,
-            eos_ids=self._ending(settings),
+            self.tokenizer, stop=settings.stop, eos_ids=self._ending(settings),
             max_tokens=min(settings.max_new_tokens, room),
-        )
+        )  # fmt: skip
 
     def _cache_length(self, prompts: list[list[int]], settings: GenerationSettings) -> int:
         """S for a call: the engine's context, or a bucket that holds prompts and answers."""
-        longest = max(map(len, prompts))
         planned = self.budget.context if self.budget else self.config.max_positions
-        limit = self.context or planned
-        if longest >= limit:
-            mend = "shorten it"
-            if limit < self.config.max_positions:
-                mend += f", or raise context (the model takes {self.config.max_positions})"
-            raise MoejaxError(
-                f"a prompt of {longest} tokens leaves no room in the context of {limit}: {mend}"
-            )
-        return self.context or length_bucket(
-            longest + settings.max_new_tokens, MIN_KV_LENGTH, planned
-        )
+        return cache_length(
+            max(map(len, prompts)), settings.max_new_tokens, self.context, planned,
+            self.config.max_positions,
+        )  # fmt: skip
+
+    def check_prompt(self, ids: list[int]) -> None:
+        """Raises MoejaxError, which says the lengths, where a prompt leaves no room to answer."""
+        self._cache_length([ids], GenerationSettings())
+
+    def live_batch(
+        self, prompts: list[list[int]], settings: Sequence[GenerationSettings], **how: Any
+    ) -> LiveBatch:
+        """Prompts that run as one batch, each with its own settings; `how` is of `LiveBatch`."""
+        rows = list(zip(prompts, settings, strict=True))
+        length = max(self._cache_length([prompt], own) for prompt, own in rows)
+        builders = [self._builder(prompt, length, own) for prompt, own in rows]
+        ends = self._ending(settings[0])
+        return LiveBatch(self._runner, prompts, settings, builders, length, ends, **how)
 
     def _encode(self, prompt: Prompt, settings: GenerationSettings) -> list[int]:
         return token_ids_of(

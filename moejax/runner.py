@@ -14,6 +14,7 @@ from moejax.cache import KVCache
 from moejax.chunks import (
     MAX_PREFILL_LENGTH,
     MIN_PREFILL_LENGTH,
+    chunk_of,
     kv_bucket,
     length_bucket,
     longest_chunk,
@@ -34,7 +35,7 @@ from moejax.models.transformer import ChunkSpec, model_definition
 from moejax.qtensor import Fp8Tensor, QTensor, Weight
 from moejax.recording import Recorded, Recorder
 from moejax.served import EXPERT_LEAVES, Served
-from moejax.session import Session, sampling_of, seen_tokens
+from moejax.session import Session, sampling_of, seeds_of, seen_tokens, settings_by_row
 from pallas_kernels.target import Choice, target_of
 
 
@@ -184,39 +185,38 @@ class Runner:
         self,
         prompts: list[list[int]],
         cache_length: int,
-        settings: GenerationSettings,
+        settings: GenerationSettings | Sequence[GenerationSettings],
         eos_ids: tuple[int, ...],
+        top_logprobs: int = 0,
     ) -> Session:
-        """Runs the prompts and chooses the first new token of each; waits for nothing."""
+        """Runs the prompts ([] fills a batch), chooses a first token each; waits for nothing."""
         batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
-        cache, hidden, keys = self._fresh(settings.seeds(batch), cache_length)
+        by_row = settings_by_row(settings, batch)
+        cache, hidden, keys = self._fresh(seeds_of(by_row), cache_length)
         device_lengths = self._put(np.asarray(lengths, np.int32))
         for start, size in self._chunks(batch, max(lengths), cache_length):
-            tokens = np.zeros((batch, size), np.int32)
-            for row, prompt in enumerate(prompts):
-                part = prompt[start : start + size]
-                tokens[row, : len(part)] = part
             cache, hidden = self._step(
                 steps.prefill_chunk,
                 (self._program, self._chunk_spec(batch, start, size, cache_length)),
                 (cache, hidden),
-                self._put(tokens),
+                self._put(chunk_of(prompts, start, size)),
                 self._put(np.int32(start)),
                 device_lengths,
             )
-        all_greedy, sampling = settings.temperature == 0, sampling_of(settings, batch, self._put)
-        ending = self._put(np.asarray(eos_ids or (-1,), np.int32))
-        state, first_tokens = self._call(
-            steps.first_token,
-            (self._program, all_greedy),
-            (cache, keys, seen_tokens(prompts, settings, self.config, self._put)),
-            self.weights,
-            hidden,
-            device_lengths,
-            sampling,
-            ending,
-        )
-        return Session(state, sampling, ending, all_greedy, max(lengths), first_tokens)
+        all_greedy = all(row.temperature == 0 for row in by_row)
+        sampling = sampling_of(by_row, self._put)
+        ends = self._put(np.asarray(eos_ids or (-1,), np.int32))
+        program = self._program._replace(top_logprobs=top_logprobs)
+        state, emitted = self._call(
+            steps.first_token, (program, all_greedy),
+            (cache, keys, seen_tokens(prompts, by_row, self.config, self._put)),
+            self.weights, hidden, device_lengths, sampling, ends,
+        )  # fmt: skip
+        return Session(state, sampling, ends, all_greedy, max(lengths), emitted, top_logprobs)
+
+    def end_rows(self, session: Session, ended: np.ndarray) -> None:
+        """The rows of bool[B] rest from the next call on."""
+        session.state = self._call(steps.end_rows, (), (session.state,), self._put(ended))
 
     def decode(
         self, session: Session, num_steps: int, buffer_length: int, whole: bool = True
@@ -224,23 +224,21 @@ class Runner:
         """Dispatches decode steps (see `steps.decode`); int32[B, buffer_length], not waited for."""
         batch, cache_length = session.state.cache.batch_size, session.state.cache.length
         spec = ChunkSpec(
-            kv_length=kv_bucket(session.next_position + num_steps, cache_length),
-            is_first=False,
-            experts=self._recorded_via("decode", batch, batch),
-            attention=self._attention,
-            cached=cached_form(self._cached),
-            tiers=self._tiers_via(batch),
-        )
-        session.state, emitted = self._step(
+            kv_length=kv_bucket(session.next_position + num_steps, cache_length), is_first=False,
+            experts=self._recorded_via("decode", batch, batch), attention=self._attention,
+            cached=cached_form(self._cached), tiers=self._tiers_via(batch),
+        )  # fmt: skip
+        program = self._program._replace(top_logprobs=session.top_logprobs)
+        session.state, session.emitted = self._step(
             steps.decode,
-            (self._program, spec, session.all_greedy, buffer_length, self._whole_calls and whole),
+            (program, spec, session.all_greedy, buffer_length, self._whole_calls and whole),
             (session.state,),
             session.sampling,
             session.eos_ids,
             self._put(np.int32(num_steps)),
         )
         session.next_position += num_steps
-        return emitted
+        return session.emitted.tokens
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """int32[B, T] to float32[B, T, V] on the host, a chunk at a time."""

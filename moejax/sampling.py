@@ -18,6 +18,35 @@ class Sampling:
     repetition_penalty: jax.Array  # float32[B]; 1 is off
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Logprobs:
+    """Natural logarithms of the model's own probabilities: no penalty, temperature or filter.
+
+    Axes: B rows, n tokens of a call (absent while one is chosen), N likeliest tokens.
+    """
+
+    chosen: jax.Array  # float32[B, n], of the token that was taken
+    top: jax.Array  # float32[B, n, N], falling
+    top_ids: jax.Array  # int32[B, n, N]
+
+
+def logprobs_of(logits: jax.Array, tokens: jax.Array, num_top: int) -> Logprobs:
+    """Of the chosen tokens and of the likeliest ones.
+
+    Args:
+      logits: float32[B, V], as the model gives them.
+      tokens: int32[B].
+      num_top: static, N; where V is less, the rest is -inf of token 0.
+    """
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+    count = min(num_top, logits.shape[-1])
+    top, top_ids = jax.lax.top_k(logprobs, count)
+    rest = ((0, 0), (0, num_top - count))
+    return Logprobs(chosen, jnp.pad(top, rest, constant_values=-jnp.inf), jnp.pad(top_ids, rest))
+
+
 def penalized(logits: jax.Array, seen: jax.Array, penalty: jax.Array) -> jax.Array:
     """Logits of seen tokens divided by the penalty, multiplied where negative.
 

@@ -1,13 +1,14 @@
 """One batch on its way, and what of its settings the steps take."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from moejax import steps
+from moejax.emitted import Emitted
 from moejax.generation import GenerationSettings
 from moejax.models.config import ModelConfig
 from moejax.sampling import Sampling
@@ -24,14 +25,34 @@ class Session:
     eos_ids: jax.Array
     all_greedy: bool
     next_position: int  # largest position that the next step writes
-    first_tokens: jax.Array  # int32[B, 1], not waited for
+    emitted: Emitted  # of the last call, at first int32[B, 1]; not waited for
+    top_logprobs: int = 0  # see `steps.Program`
+
+    @property
+    def first_tokens(self) -> jax.Array:
+        """int32[B, 1], before anything was decoded."""
+        return self.emitted.tokens
+
+
+def settings_by_row(
+    settings: GenerationSettings | Sequence[GenerationSettings], batch: int
+) -> list[GenerationSettings]:
+    """One a row, with a seed of its own."""
+    if not isinstance(settings, GenerationSettings):
+        return list(settings)
+    return [dataclasses.replace(settings, seed=seed) for seed in settings.seeds(batch)]
+
+
+def seeds_of(rows: Sequence[GenerationSettings]) -> list[int]:
+    """The seed of each row."""
+    return [row.seeds(1)[0] for row in rows]
 
 
 def seen_tokens(
-    prompts: list[list[int]], settings: GenerationSettings, config: ModelConfig, put: Put
+    prompts: list[list[int]], rows: Sequence[GenerationSettings], config: ModelConfig, put: Put
 ) -> jax.Array | None:
     """bool[B, V], the tokens of each prompt; None where no penalty asks for them."""
-    if settings.repetition_penalty == 1.0:
+    if all(row.repetition_penalty == 1.0 for row in rows):
         return None
     seen = np.zeros((len(prompts), config.vocab_size), bool)
     for row, prompt in enumerate(prompts):
@@ -39,16 +60,16 @@ def seen_tokens(
     return put(seen)
 
 
-def sampling_of(settings: GenerationSettings, batch: int, put: Put) -> Sampling:
+def sampling_of(rows: Sequence[GenerationSettings], put: Put) -> Sampling:
     """The settings of every sequence as arrays."""
 
-    def full(value: float, dtype: type[np.generic]) -> jax.Array:
-        return put(np.full(batch, value, dtype))
+    def column(name: str, dtype: type[np.generic]) -> jax.Array:
+        return put(np.asarray([getattr(row, name) for row in rows], dtype))
 
     return Sampling(
-        temperature=full(settings.temperature, np.float32),
-        top_k=full(settings.top_k, np.int32),
-        top_p=full(settings.top_p, np.float32),
-        min_p=full(settings.min_p, np.float32),
-        repetition_penalty=full(settings.repetition_penalty, np.float32),
+        temperature=column("temperature", np.float32),
+        top_k=column("top_k", np.int32),
+        top_p=column("top_p", np.float32),
+        min_p=column("min_p", np.float32),
+        repetition_penalty=column("repetition_penalty", np.float32),
     )

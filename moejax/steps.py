@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.cache import KVCache, empty_cache
+from moejax.emitted import Emitted, none_emitted
 from moejax.memory.expert_pool import ExpertPool, ExpertStore, PoolSpec
 from moejax.memory.pooled import PooledExperts
 from moejax.memory.tiered import TieredPool, TieredSpec
@@ -23,7 +24,7 @@ from moejax.models.config import ModelConfig
 from moejax.models.transformer import ChunkSpec, Transformer, merge_weights
 from moejax.qtensor import Weight
 from moejax.recording import Recorded, RecordSpec, none_recorded, recording_experts
-from moejax.sampling import Sampling, draw, penalized
+from moejax.sampling import Logprobs, Sampling, draw, logprobs_of, penalized
 
 Weights = Mapping[str, Weight]
 
@@ -37,6 +38,7 @@ class Program(NamedTuple):
     definition: nnx.GraphDef[Transformer]
     pool: PoolSpec | TieredSpec | None = None  # None: the weights hold all experts
     record: RecordSpec | None = None  # None: nothing is recorded
+    top_logprobs: int = 0  # likeliest tokens told beside each token, with its own; 0: nothing is
 
 
 SCORED_BYTES = 2**26  # of the float32 logits that exist at a time in scoring
@@ -236,15 +238,16 @@ def _next_tokens(
     seen: jax.Array | None,
     sampling: Sampling,
     all_greedy: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """[B, D] to the next tokens int32[B], the keys and the seen tokens after them."""
-    logits = model.project_to_vocab(hidden)
+    top_logprobs: int,
+) -> tuple[jax.Array, jax.Array, jax.Array | None, Logprobs | None]:
+    """[B, D] to the next tokens int32[B]; the keys, the seen tokens and [B, ...] after them."""
+    logits = own = model.project_to_vocab(hidden)
     if seen is not None:
         logits = penalized(logits, seen, sampling.repetition_penalty)
     tokens, keys = draw(logits, keys, sampling, all_greedy=all_greedy)
     if seen is not None:
         seen = seen.at[jnp.arange(tokens.shape[0]), tokens].set(True)
-    return tokens, keys, seen
+    return tokens, keys, seen, logprobs_of(own, tokens, top_logprobs) if top_logprobs else None
 
 
 def first_token(
@@ -258,8 +261,10 @@ def first_token(
     lengths: jax.Array,
     sampling: Sampling,
     eos_ids: jax.Array,
-) -> tuple[DecodeState, jax.Array]:
+) -> tuple[DecodeState, Emitted]:
     """The state after the prompts: their first new token, not yet in the cache.
+
+    A row without a prompt (of length 0, to fill a batch) is done from the start.
 
     Args:
       program: static, of the model.
@@ -277,9 +282,18 @@ def first_token(
       The state, and its tokens once more as int32[B, 1], which outlive its donation.
     """
     model = merge_weights(program.definition, weights)
-    tokens, keys, seen = _next_tokens(model, last_hidden, keys, seen, sampling, all_greedy)
-    done = jnp.any(tokens[:, None] == eos_ids[None], axis=1)
-    return DecodeState(cache, tokens, lengths, done, keys, seen), tokens[:, None]
+    tokens, keys, seen, logprobs = _next_tokens(
+        model, last_hidden, keys, seen, sampling, all_greedy, program.top_logprobs
+    )
+    done = jnp.any(tokens[:, None] == eos_ids[None], axis=1) | (lengths == 0)
+    emitted = none_emitted(len(tokens), 1, program.top_logprobs)
+    emitted = emitted.placed(jnp.int32(0), tokens, logprobs)
+    return DecodeState(cache, tokens, lengths, done, keys, seen), emitted
+
+
+def end_rows(state: DecodeState, ended: jax.Array) -> DecodeState:
+    """The state, donated, in which the rows of bool[B] are done, too."""
+    return dataclasses.replace(state, done=state.done | ended)
 
 
 def _chosen(condition: jax.Array, new: Any, old: Any) -> Any:
@@ -304,7 +318,7 @@ def decode(
     sampling: Sampling,
     eos_ids: jax.Array,
     num_steps: jax.Array,
-) -> tuple[DecodeState, Pool, jax.Array, Recorded | None]:
+) -> tuple[DecodeState, Pool, Emitted, Recorded | None]:
     """Several decode steps in one call; the host may read the tokens when it likes.
 
     Args:
@@ -331,8 +345,8 @@ def decode(
     model = merge_weights(program.definition, weights)
 
     def step(
-        index: jax.Array, carry: tuple[DecodeState, Pool, jax.Array, Recorded | None]
-    ) -> tuple[DecodeState, Pool, jax.Array, Recorded | None]:
+        index: jax.Array, carry: tuple[DecodeState, Pool, Emitted, Recorded | None]
+    ) -> tuple[DecodeState, Pool, Emitted, Recorded | None]:
         state, pool, emitted, kept = carry
         before = pool
         tokens, positions = state.tokens[:, None], state.positions[:, None]
@@ -342,8 +356,8 @@ def decode(
         )
         if recorded is not None and kept is not None:
             kept = recorded.placed(kept, index)
-        tokens, keys, seen = _next_tokens(
-            model, hidden[:, 0], state.keys, state.seen, sampling, all_greedy
+        tokens, keys, seen, logprobs = _next_tokens(
+            model, hidden[:, 0], state.keys, state.seen, sampling, all_greedy, program.top_logprobs
         )
         if runs_whole:
             keys = jnp.where(index < num_steps, keys, state.keys)
@@ -353,7 +367,7 @@ def decode(
             if seen is not None and state.seen is not None:
                 seen = jnp.where(index < num_steps, seen, state.seen)
         tokens = jnp.where(rests, state.tokens, tokens)
-        emitted = emitted.at[:, index].set(jnp.where(rests, -1, tokens))
+        emitted = emitted.placed(index, jnp.where(rests, -1, tokens), logprobs)
         positions = jnp.where(rests, state.positions, state.positions + 1)
         done = state.done | jnp.any(tokens[:, None] == eos_ids[None], axis=1)
         return DecodeState(cache, tokens, positions, done, keys, seen), pool, emitted, kept
@@ -361,7 +375,7 @@ def decode(
     batch, kept = state.tokens.shape[0], None
     if program.record is not None:
         kept = none_recorded(program.record, model.config, batch, buffer_length)
-    emitted = jnp.full((batch, buffer_length), -1, jnp.int32)
+    emitted = none_emitted(batch, buffer_length, program.top_logprobs)
     if buffer_length == 1:  # no loop: on a GPU one would wait for the host's look at its condition
         return step(jnp.int32(0), (state, pool, emitted, kept))
     end = buffer_length if runs_whole else num_steps

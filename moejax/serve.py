@@ -1,0 +1,45 @@
+r"""An OpenAI-compatible server: /v1/completions and /v1/chat/completions of one model.
+
+    python -m moejax.serve
+    python -m moejax.serve --config=configs/serve_qwen3_30b_a3b.py --config.max_batch=8
+    curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \
+        -d '{"messages": [{"role": "user", "content": "Hello"}]}'
+
+stderr says when it listens and when the model is ready. SIGTERM lets answers that run finish, for
+--config.grace_s seconds at most, and ends with status 0. docs/server.md has the fields of requests,
+what is refused, and the metrics. It needs `pip install 'moejax[serve]'`.
+"""
+
+import importlib.util
+
+from absl import flags
+
+from moejax import cli
+from moejax.errors import MoejaxError
+from moejax.serve_config import ServeConfig
+
+NEEDED = ("starlette", "uvicorn", "prometheus_client")
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """No flags beside `--config`."""
+    del values
+
+
+def serve(config: ServeConfig, values: flags.FlagValues) -> None:
+    """Loads the model and serves until a signal."""
+    del values
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MoejaxError(f"{', '.join(missing)} not installed: pip install 'moejax[serve]'")
+    # JAX is imported here: --help and mistakes need not wait for it.
+    from moejax.generate import load_engine
+    from moejax.serving import server
+
+    server.serve(config, lambda: load_engine(config, config.max_batch))
+
+
+COMMAND = cli.Command(doc=__doc__, default=ServeConfig(), define_flags=define_flags, body=serve)
+
+if __name__ == "__main__":
+    cli.run(COMMAND)

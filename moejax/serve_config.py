@@ -1,0 +1,50 @@
+"""What `python -m moejax.serve` runs."""
+
+import dataclasses
+import math
+
+from moejax.config import GenerateConfig
+from moejax.errors import MoejaxError
+from moejax.options import option
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeConfig(GenerateConfig):
+    """A model and who may ask it; the request's fields are defaults for what clients leave out.
+
+    The files under `configs/` for `moejax.generate` serve; what they lack keeps its default.
+    """
+
+    max_new_tokens: int = option(
+        512, "where a request does not say; an answer ends at the end of the context, too"
+    )
+    temperature: float = option(1.0, "where a request does not say, as OpenAI's API; 0 is greedy")
+    seed: int = option(0, "where a request does not say; 0: one that nobody knows")
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all, for everybody")
+    port: int = option(8000, "port to listen on; 0: any that is free, which is printed")
+    model_name: str = option("", "as clients call the model; '': the checkpoint's (last) name")
+    max_batch: int = option(8, "answers that are computed together, at most")
+    queue_limit: int = option(128, "answers that may wait for their turn; more are refused (429)")
+    deadline_s: float = option(0.0, "seconds after which a request is ended (504); 0: none")
+    max_body_bytes: int = option(4 * 2**20, "bytes of a request's body, at most (413)")
+    warm_up: bool = option(
+        False, "compile for batches of every size before the server is ready, not when they come"
+    )
+    grace_s: float = option(10.0, "seconds that answers may go on after SIGTERM")
+
+    def check(self) -> None:
+        """See `RunConfig.check`."""
+        super().check()
+        if not self.host:
+            raise MoejaxError("host='' must be an address; 127.0.0.1 is this machine alone")
+        if not 0 <= self.port < 2**16:
+            raise MoejaxError(f"port={self.port} must be from 0 (any) to 65535")
+        for name in ("max_batch", "queue_limit", "max_body_bytes"):
+            if getattr(self, name) < 1:
+                raise MoejaxError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("deadline_s", "grace_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise MoejaxError(f"{name}={getattr(self, name)} must be 0 or a number of seconds")
+        for name in ("record_trace", "trace_dir"):
+            if getattr(self, name):
+                raise MoejaxError(f"{name} is not for a server: use moejax.generate")

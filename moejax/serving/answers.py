@@ -1,0 +1,175 @@
+"""Answers as JSON objects of OpenAI's API, whole or in chunks."""
+
+import math
+import secrets
+import time
+from typing import Any
+
+from moejax.live_batch import TokenLogprob
+from moejax.serving.requests import Request
+from moejax.serving.rows import Part
+from moejax.tokenizer import Tokenizer
+
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+_LEAST = -9999.0  # JSON has no infinity; OpenAI's API writes this
+
+
+class TokenTexts:
+    """Texts of single tokens, each decoded once."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._found: dict[int, str] = {}
+
+    def of(self, token: int) -> str:
+        """As in the middle of a text: decoders drop the first space of one."""
+        if (text := self._found.get(token)) is None:
+            once = self._tokenizer.decode([token], skip_special_tokens=False)
+            twice = self._tokenizer.decode([token, token], skip_special_tokens=False)
+            text = self._found[token] = twice[len(once) :]
+        return text
+
+
+class AnswerWriter:
+    """Writes the answer of one request."""
+
+    def __init__(
+        self, request: Request, model_name: str, texts: TokenTexts, eos_ids: tuple[int, ...]
+    ):
+        """Writes nothing yet.
+
+        Args:
+          request: what is answered.
+          model_name: as clients call the model.
+          texts: of the model's tokens.
+          eos_ids: tokens that end an answer.
+        """
+        self._request = request
+        self._texts = texts
+        self._eos_ids = eos_ids
+        self._num_new = 0
+        self._offsets = [len(text) for text in request.echo]
+        self._held: dict[int, list[TokenLogprob]] = {}  # of tokens whose text is still held back
+        self._begun: set[int] = set()
+        kind = "chat.completion" if request.is_chat else "text_completion"
+        prefix = "chatcmpl" if request.is_chat else "cmpl"
+        self._head = {
+            "id": f"{prefix}-{secrets.token_hex(12)}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model_name,
+        }
+
+    def usage(self) -> dict[str, int]:
+        """Tokens so far; those that end an answer are counted."""
+        prompt = self._request.num_prompt_tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self._num_new,
+            "total_tokens": prompt + self._num_new,
+        }
+
+    def whole(self, parts: list[Part]) -> dict[str, Any]:
+        """The answer of a request that does not stream: one part a row, in order."""
+        choices = []
+        for part in parts:
+            self._num_new += part.num_tokens
+            choice: dict[str, Any] = {"index": part.row}
+            if self._request.is_chat:
+                choice["message"] = {"role": "assistant", "content": part.text, "refusal": None}
+            else:
+                choice["text"] = self._request.echo[part.row] + part.text
+            choice["logprobs"] = self._logprobs(part.row, part.logprobs)
+            choice["finish_reason"] = FINISH_REASONS[part.finish_reason or "length"]
+            choices.append(choice)
+        return {**self._head, "choices": choices, "usage": self.usage()}
+
+    def chunks(self, part: Part) -> list[dict[str, Any]]:
+        """What a stream tells of a part: nothing while its text is held back."""
+        self._num_new += part.num_tokens
+        held = self._held.setdefault(part.row, [])
+        held += part.logprobs
+        first = part.row not in self._begun
+        if not part.text and not part.finish_reason and not (first and self._request.is_chat):
+            return []
+        self._begun.add(part.row)
+        chunks = []
+        if self._request.is_chat and first:
+            chunks.append(self._chunk(part.row, {"role": "assistant", "content": ""}))
+        text = part.text
+        if not self._request.is_chat and first:
+            text = self._request.echo[part.row] + text
+        if text or held:
+            delta = {"content": text} if self._request.is_chat else text
+            chunks.append(self._chunk(part.row, delta, tuple(held)))
+            self._held[part.row] = []
+        if part.finish_reason:
+            reason = FINISH_REASONS[part.finish_reason]
+            chunks.append(self._chunk(part.row, {} if self._request.is_chat else "", (), reason))
+        return chunks
+
+    def last_chunk(self) -> dict[str, Any] | None:
+        """The counts of tokens, where the request asks for them."""
+        if not self._request.include_usage:
+            return None
+        return {**self._chunk_head(), "choices": [], "usage": self.usage()}
+
+    def _chunk_head(self) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self._request.is_chat else "text_completion"
+        return {**self._head, "object": kind}
+
+    def _chunk(
+        self,
+        row: int,
+        said: Any,
+        logprobs: tuple[TokenLogprob, ...] = (),
+        finish_reason: str | None = None,
+    ) -> dict[str, Any]:
+        choice = {
+            "index": row,
+            "delta" if self._request.is_chat else "text": said,
+            "logprobs": self._logprobs(row, logprobs) if logprobs else None,
+            "finish_reason": finish_reason,
+        }
+        chunk = {**self._chunk_head(), "choices": [choice]}
+        return {**chunk, "usage": None} if self._request.include_usage else chunk
+
+    def _logprobs(self, row: int, told: tuple[TokenLogprob, ...]) -> dict[str, Any] | None:
+        """Of all tokens but the one that ends the answer."""
+        count = self._request.top_logprobs
+        if count is None:
+            return None
+        told = tuple(one for one in told if one.token not in self._eos_ids)
+        if self._request.is_chat:
+            content = [
+                {
+                    **self._token(one.token, one.logprob),
+                    "top_logprobs": [self._token(*pair) for pair in one.top[:count]],
+                }
+                for one in told
+            ]
+            return {"content": content, "refusal": None}
+        tokens = [self._texts.of(one.token) for one in told]
+        offsets = []
+        for text in tokens:
+            offsets.append(self._offsets[row])
+            self._offsets[row] += len(text)
+        tops = [
+            {self._texts.of(token): _finite(logprob) for token, logprob in one.top[:count]}
+            for one in told
+        ]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [_finite(one.logprob) for one in told],
+            "top_logprobs": tops if count else None,
+            "text_offset": offsets,
+        }
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._texts.of(token)
+        known = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
+        return {"token": text, "logprob": _finite(logprob), "bytes": known}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LEAST) if math.isfinite(logprob) else _LEAST

@@ -1,0 +1,265 @@
+"""The ASGI application: routes of OpenAI's API, health, metrics."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from moejax.engine import Engine
+from moejax.generation import GenerationSettings
+from moejax.serving.answers import AnswerWriter, TokenTexts
+from moejax.serving.batcher import Batcher
+from moejax.serving.errors import ApiError, unavailable
+from moejax.serving.exchange import ClientGone, Exchange, outcome_of
+from moejax.serving.fields import read_object
+from moejax.serving.metrics import Metrics
+from moejax.serving.requests import ModelFacts, Request, read_chat, read_completion
+
+BODY_SECONDS = 30.0  # a client may take to send its body
+Reader = Callable[[Mapping[str, Any], ModelFacts], Request]
+
+
+class Api:
+    """The routes over one batcher."""
+
+    def __init__(
+        self,
+        batcher: Batcher,
+        metrics: Metrics,
+        *,
+        model_name: str,
+        defaults: GenerationSettings,
+        max_body_bytes: int,
+        queue_limit: int,
+    ):
+        """Answers once the batcher is ready.
+
+        Args:
+          batcher: runs the requests.
+          metrics: told how they end.
+          model_name: as clients call the model.
+          defaults: of fields that requests do not say.
+          max_body_bytes: longer bodies are refused.
+          queue_limit: requests of more answers are refused.
+        """
+        self._batcher = batcher
+        self._metrics = metrics
+        self._model_name = model_name
+        self._defaults = defaults
+        self._max_body_bytes = max_body_bytes
+        self._queue_limit = queue_limit
+        self._texts: TokenTexts | None = None
+        self._started = int(time.time())
+
+    def application(self) -> Starlette:
+        """For a server of ASGI."""
+        handlers: dict[Any, Any] = {HTTPException: _http_error, Exception: _server_error}
+        post = ["POST"]
+        routes = [
+            Route("/health", self._health),
+            Route("/metrics", self._tell_metrics),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._models),
+            Route("/v1/completions", self._endpoint("completions", read_completion), methods=post),
+            Route("/v1/chat/completions", self._endpoint("chat", read_chat), methods=post),
+        ]
+        return Starlette(routes=routes, exception_handlers=handlers)
+
+    async def _health(self, request: HttpRequest) -> Response:
+        engine = self._batcher.engine
+        body = {
+            "alive": True,
+            "ready": self._batcher.is_ready,
+            "model": self._model_name,
+            "device": str(engine.device) if engine else None,
+            "waiting": self._batcher.num_waiting,
+        }
+        return json_response(body, 200 if self._batcher.is_ready else 503)
+
+    async def _tell_metrics(self, request: HttpRequest) -> Response:
+        kind = "text/plain; version=0.0.4; charset=utf-8"
+        return Response(self._metrics.text(), media_type=kind)
+
+    async def _models(self, request: HttpRequest) -> Response:
+        model = {
+            "id": self._model_name, "object": "model", "created": self._started,
+            "owned_by": "moejax",
+        }  # fmt: skip
+        name = request.path_params.get("name")
+        if name is None:
+            return json_response({"object": "list", "data": [model]})
+        if name != self._model_name:
+            said = f"the model {name[:100]!r} is not served here; {self._model_name!r} is"
+            return error_response(ApiError(said, status=404, param="model", code="model_not_found"))
+        return json_response(model)
+
+    def _endpoint(self, name: str, read: Reader) -> Any:
+        async def answer(http: HttpRequest) -> Any:
+            error: BaseException | None = None
+            try:
+                request, engine = await self._read(http, read)
+                if request.stream:
+                    return EventStream(self._stream(request, engine, http.receive, name))
+                async with Exchange(request, self._batcher, http.receive) as exchange:
+                    parts = await exchange.answers()
+                return json_response(self._writer(request, engine).whole(parts))
+            except ApiError as refused:
+                error = refused
+                return error_response(refused)
+            except (ClientGone, ClientDisconnect):
+                error = ClientGone()
+                return Response(status_code=499)  # nobody reads it
+            except BaseException as other:
+                error = other
+                raise
+            finally:
+                if error is not None or not request.stream:
+                    self._count(name, error)
+
+        return answer
+
+    async def _read(self, http: HttpRequest, read: Reader) -> tuple[Request, Engine]:
+        """The checked request; in a thread, since long texts take their time."""
+        engine = self._batcher.engine
+        body = await self._body(http)
+        if engine is None or engine.tokenizer is None:
+            raise unavailable("the model is being loaded")
+        facts = ModelFacts(
+            self._model_name, engine.tokenizer, engine.config.vocab_size, self._defaults,
+            engine.check_prompt,
+        )  # fmt: skip
+        request = await asyncio.to_thread(lambda: read(read_object(body), facts))
+        if (count := len(request.prompts)) > self._queue_limit:
+            said = f"n: {count} answers are more than the {self._queue_limit} that may wait"
+            raise ApiError(said, param="n")
+        return request, engine
+
+    async def _body(self, http: HttpRequest) -> bytes:
+        """The body; raises an ApiError where it is too long, or too slow."""
+        limit = self._max_body_bytes
+        too_long = ApiError(
+            f"the body is longer than {limit} bytes", status=413, code="body_too_large"
+        )
+        length = http.headers.get("content-length", "")
+        if length.isdecimal() and int(length) > limit:
+            raise too_long
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for chunk in http.stream():
+                    body += chunk
+                    if len(body) > limit:
+                        raise too_long
+        except TimeoutError:
+            said = f"the body did not come within {BODY_SECONDS:g} s"
+            raise ApiError(said, status=408, code="body_too_slow") from None
+        return bytes(body)
+
+    def _writer(self, request: Request, engine: Engine) -> AnswerWriter:
+        if self._texts is None:
+            assert engine.tokenizer is not None
+            self._texts = TokenTexts(engine.tokenizer)
+        return AnswerWriter(request, self._model_name, self._texts, engine.eos_ids)
+
+    async def _stream(
+        self, request: Request, engine: Engine, receive: Receive, name: str
+    ) -> AsyncIterator[dict[str, Any]]:
+        """The chunks of an answer; an error of which nothing was told yet is raised."""
+        writer, has_begun = self._writer(request, engine), False
+        error: BaseException | None = None
+        try:
+            async with Exchange(request, self._batcher, receive) as exchange:
+                async for part in exchange.parts():
+                    for chunk in writer.chunks(part):
+                        has_begun = True
+                        yield chunk
+            if (last := writer.last_chunk()) is not None:
+                yield last
+        except ApiError as refused:
+            error = refused
+            if not has_begun:
+                raise
+            yield refused.body()
+        except BaseException as other:  # GeneratorExit, too: whoever sends has been cancelled
+            error = ClientGone() if isinstance(other, GeneratorExit) else other
+            raise
+        finally:
+            self._count(name, error)
+
+    def _count(self, endpoint: str, error: BaseException | None) -> None:
+        self._metrics.requests.labels(endpoint, outcome_of(error)).inc()
+
+
+class EventStream:
+    """Server-sent events, `data: JSON` each, `data: [DONE]` last, where no error was."""
+
+    def __init__(self, chunks: AsyncIterator[dict[str, Any]]):
+        self._chunks = chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends what the chunks give; their first decides about the status."""
+        chunks = self._chunks
+        try:
+            first = await anext(chunks)
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        except ClientGone:
+            return
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        failed = False
+        try:
+            await send(_event(first))
+            async for chunk in chunks:
+                failed = "error" in chunk
+                await send(_event(chunk))
+        except (ClientGone, OSError):
+            return
+        finally:
+            await chunks.aclose()  # type: ignore[attr-defined]
+        end = b"" if failed else b"data: [DONE]\n\n"
+        await send({"type": "http.response.body", "body": end})
+
+
+def _event(chunk: Mapping[str, Any]) -> dict[str, Any]:
+    body = b"data: " + json.dumps(chunk, allow_nan=False).encode() + b"\n\n"
+    return {"type": "http.response.body", "body": body, "more_body": True}
+
+
+def json_response(
+    body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """In ASCII: what clients sent may hold what UTF-8 cannot say."""
+    text = json.dumps(body, allow_nan=False)
+    return Response(text, status, dict(headers or {}), "application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    """Of an error that the client is told."""
+    return json_response(error.body(), error.status, error.headers())
+
+
+async def _http_error(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    said = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    return json_response(
+        ApiError(said, status=error.status_code).body(), error.status_code, error.headers
+    )
+
+
+async def _server_error(request: HttpRequest, error: Exception) -> Response:
+    said = "the server made a mistake; its log says which"
+    return error_response(ApiError(said, status=500, code="internal_error"))

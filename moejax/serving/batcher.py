@@ -1,0 +1,250 @@
+"""The thread that owns the engine: rows wait in a queue, and those that wait together run together.
+
+A batch takes the first rows of the queue, as many as it holds; who comes later waits until all of
+its rows have ended. Rows of a batch may differ in everything that a request can say: temperature,
+filters, penalty, seed, stop strings, length, whether log-probabilities are told. Programs are
+compiled for batches of 1, 2, 4, ... rows, and empty rows fill what is left.
+"""
+
+import collections
+import dataclasses
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from moejax.engine import STEPS_PER_CALL, Engine
+from moejax.errors import MoejaxError
+from moejax.generation import GenerationSettings
+from moejax.live_batch import LiveBatch, Piece
+from moejax.serving.errors import ApiError, deadline_passed, queue_full, unavailable
+from moejax.serving.metrics import Metrics
+from moejax.serving.requests import MOST_LOGPROBS
+from moejax.serving.rows import Part, Row
+
+_LOG = logging.getLogger(__name__)
+ENDING = "the server is shutting down"
+
+
+class Batcher:
+    """A queue of rows, and the thread that runs them.
+
+    Attributes:
+      engine: None until it is loaded.
+      load_error: why it could not be.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], Engine],
+        metrics: Metrics,
+        *,
+        max_batch: int,
+        queue_limit: int,
+        deadline_s: float,
+        on_loaded: Callable[[], None] = lambda: None,
+    ):
+        """Starts nothing yet.
+
+        Args:
+          load: gives the engine; called in the thread.
+          metrics: told what happens.
+          max_batch: most rows of a batch.
+          queue_limit: most rows that wait.
+          deadline_s: seconds from a row's arrival to its end; 0: no limit.
+          on_loaded: called in the thread when `engine` or `load_error` is there.
+        """
+        self._load = load
+        self._metrics = metrics
+        self._max_batch = max_batch
+        self._queue_limit = queue_limit
+        self._deadline_s = deadline_s
+        self._on_loaded = on_loaded
+        self._waiting: collections.deque[Row] = collections.deque()
+        self._changed = threading.Condition()
+        self._is_draining = False
+        self._is_cut = False
+        self._batch_s = 1.0  # of the last batches, a moving mean
+        self.engine: Engine | None = None
+        self.load_error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
+        metrics.queue_length.set_function(lambda: len(self._waiting))
+
+    def start(self) -> None:
+        """Starts the thread, which loads the engine first."""
+        self._thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        """Rows in the queue."""
+        return len(self._waiting)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether rows are taken."""
+        return self.engine is not None and not self._is_draining
+
+    def submit(self, rows: Sequence[Row]) -> None:
+        """Puts the rows of one request in the queue, all or none.
+
+        Raises:
+          ApiError: there is no room, or the server is not ready.
+        """
+        with self._changed:
+            if not self.is_ready:
+                raise unavailable(ENDING if self._is_draining else "the model is being loaded")
+            self._forget_ended()
+            waiting = len(self._waiting)
+            if waiting + len(rows) > self._queue_limit:
+                batches = 1 + waiting / self._max_batch
+                retry_s = max(1, math.ceil(self._batch_s * batches))
+                raise queue_full(len(rows), waiting, self._queue_limit, retry_s)
+            self._waiting.extend(rows)
+            self._changed.notify()
+
+    def drain(self) -> None:
+        """Takes no more rows; the thread ends after those that are there."""
+        with self._changed:
+            self._is_draining = True
+            self._changed.notify()
+
+    def cut(self) -> None:
+        """Ends what runs and what waits, with an error to each."""
+        with self._changed:
+            self._is_draining = self._is_cut = True
+            self._changed.notify()
+
+    def join(self, timeout_s: float) -> bool:
+        """Waits for the end of the thread; whether it came."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self.engine = self._load()
+        except Exception as error:  # the main thread says it
+            self.load_error = error
+        self._on_loaded()
+        while self.engine is not None and (rows := self._next_rows()):
+            try:
+                self._run_batch(self.engine, rows)
+            except Exception as error:  # a fault of one batch is not the end of the server
+                said = "the server's log says why"
+                if isinstance(error, MoejaxError):
+                    said = str(error)
+                else:
+                    _LOG.exception("a batch failed")
+                for row in rows:
+                    row.fail(
+                        ApiError(f"the engine failed: {said}", status=500, code="engine_error")
+                    )
+
+    def _next_rows(self) -> list[Row]:
+        """The rows of the next batch, when there are some; [] at the end."""
+        with self._changed:
+            while True:
+                self._forget_ended()
+                if self._waiting:
+                    count = min(self._max_batch, len(self._waiting))
+                    return [self._waiting.popleft() for _ in range(count)]
+                if self._is_draining:
+                    return []
+                self._changed.wait(timeout=0.5 if self._deadline_s else None)
+
+    def _forget_ended(self) -> None:
+        """Takes rows out of the queue that nobody waits for, or that may not wait any more."""
+        kept = [row for row in self._waiting if not self._is_over(row)]
+        if len(kept) < len(self._waiting):
+            self._waiting = collections.deque(kept)
+
+    def _is_over(self, row: Row) -> bool:
+        """Whether a row is to end now; its client is told why."""
+        if row.cancelled:
+            return True
+        if self._is_cut:
+            row.fail(unavailable(ENDING))
+            return True
+        if self._deadline_s and time.monotonic() - row.arrived > self._deadline_s:
+            row.fail(deadline_passed(self._deadline_s))
+            return True
+        return False
+
+    def _run_batch(self, engine: Engine, rows: list[Row]) -> None:
+        started = time.monotonic()
+        self._metrics.batch_size.observe(len(rows))
+        self._metrics.running.set(len(rows))
+        live = engine.live_batch(
+            [row.prompt for row in rows],
+            [row.settings for row in rows],
+            size=padded_size(len(rows), self._max_batch),
+            top_logprobs=MOST_LOGPROBS if any(row.wants_logprobs for row in rows) else 0,
+            most_steps=_most_steps(engine, _streams(rows)),
+        )
+        left = set(range(len(rows)))
+        try:
+            live.steps_per_call = 1 if _streams(rows) else STEPS_PER_CALL
+            for pieces in live.run():
+                for i, piece in enumerate(pieces):
+                    if piece is not None and i in left:
+                        self._tell(rows[i], piece)
+                        if piece.finish_reason:
+                            left.discard(i)
+                self._end_rows(live, rows, left)
+                going = [rows[i] for i in left]
+                self._metrics.running.set(len(going))
+                live.steps_per_call = 1 if _streams(going) else STEPS_PER_CALL
+        finally:
+            self._metrics.running.set(0)
+            self._batch_s += 0.3 * (time.monotonic() - started - self._batch_s)
+            self._metrics.programs(engine.num_traces, engine.compile_seconds)
+            self._metrics.ledger(engine.ledger)
+
+    def _end_rows(self, live: LiveBatch, rows: list[Row], left: set[int]) -> None:
+        for i in sorted(left):
+            if self._is_over(rows[i]):
+                live.end(i)
+                left.discard(i)
+
+    def _tell(self, row: Row, piece: Piece) -> None:
+        now = time.monotonic()
+        if piece.tokens and row.first_token_at is None:
+            row.first_token_at = now
+            self._metrics.ttft.observe(now - row.arrived)
+            self._metrics.prompt_tokens.inc(len(row.prompt))
+        self._metrics.generated_tokens.inc(len(piece.tokens))
+        told = piece.logprobs if row.wants_logprobs else ()
+        row.tell(Part(row.index, piece.text, len(piece.tokens), told, piece.finish_reason))
+        if piece.finish_reason and row.num_tokens > 1 and row.first_token_at is not None:
+            self._metrics.tpot.observe((now - row.first_token_at) / (row.num_tokens - 1))
+
+
+def padded_size(count: int, largest: int) -> int:
+    """The least power of two that holds so many rows, at most the largest batch."""
+    return min(largest, 1 << (count - 1).bit_length())
+
+
+def warm_up(engine: Engine, defaults: GenerationSettings, max_batch: int) -> None:
+    """Compiles what short prompts with the default settings run, for every size of a batch."""
+    size = 1
+    while True:
+        size = min(size, max_batch)
+        settings = dataclasses.replace(defaults, ignore_eos=True)
+        live = engine.live_batch(
+            [[0]], [settings], size=size, most_steps=_most_steps(engine, False)
+        )
+        for number, _ in enumerate(live.run()):
+            if number:
+                live.end(0)
+        if size == max_batch:
+            return
+        size *= 2
+
+
+def _most_steps(engine: Engine, streams: bool) -> int:
+    """One step a call is a program without a loop, which a GPU runs faster; a CPU does not care."""
+    return 1 if streams and engine.device.platform == "gpu" else STEPS_PER_CALL
+
+
+def _streams(rows: Sequence[Row]) -> bool:
+    return any(row.stream for row in rows)

@@ -1,0 +1,62 @@
+"""Errors of the server, in the form that clients of OpenAI's API read."""
+
+from typing import Any
+
+
+class ApiError(Exception):
+    """What a client is told in place of an answer.
+
+    Attributes:
+      status: of HTTP.
+      message: one line.
+      param: the field that is meant, or None.
+      code: a word for programs, or None.
+      retry_after_s: when it may be better, or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ):
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object that says it."""
+        kind = {404: "not_found_error", 429: "rate_limit_error"}.get(self.status)
+        if kind is None:
+            kind = "invalid_request_error" if self.status < 500 else "server_error"
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def headers(self) -> dict[str, str]:
+        """Beside the body."""
+        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+
+
+def queue_full(num_rows: int, waiting: int, limit: int, retry_after_s: int) -> ApiError:
+    """More rows than may wait."""
+    return ApiError(
+        f"the queue is full: {waiting} of {limit} places are taken, the request needs {num_rows}",
+        status=429, code="queue_full", retry_after_s=retry_after_s,
+    )  # fmt: skip
+
+
+def unavailable(message: str) -> ApiError:
+    """The server does not answer now: it loads, or it ends."""
+    return ApiError(message, status=503, code="unavailable", retry_after_s=5)
+
+
+def deadline_passed(seconds: float) -> ApiError:
+    """A request took longer than the server allows."""
+    said = f"the request took longer than the server's deadline of {seconds:g} s"
+    return ApiError(said, status=504, code="deadline_exceeded")

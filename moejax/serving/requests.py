@@ -1,0 +1,269 @@
+"""Bodies of completions and chat completions, as what the engine is to run."""
+
+import dataclasses
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from moejax.errors import MoejaxError
+from moejax.generation import MAX_TEMPERATURE, NUM_SEEDS, GenerationSettings
+from moejax.prompts import token_ids_of
+from moejax.serving.errors import ApiError
+from moejax.serving.fields import Fields
+from moejax.tokenizer import Tokenizer
+
+MOST_LOGPROBS = 20  # likeliest tokens beside each token, of OpenAI's API
+MOST_STOPS = 16
+NOT_SUPPORTED = "this server does not support it"
+# What asks for nothing may be there: clients send such values on their own.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+}
+IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFacts:
+    """What requests are checked against.
+
+    Attributes:
+      name: as clients call the model.
+      tokenizer: of the model.
+      vocab_size: V.
+      defaults: of fields that a request does not say.
+      check_prompt: raises MoejaxError where token ids leave no room to answer.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    vocab_size: int
+    defaults: GenerationSettings
+    check_prompt: Callable[[list[int]], None]
+
+    def encode(self, prompt: str | list[int], field: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a prompt that leaves room to answer.
+
+        Raises:
+          ApiError: naming the field: it is empty, holds what is no token, or is too long.
+        """
+        code = None
+        try:
+            ids = token_ids_of(
+                prompt, self.tokenizer, self.vocab_size, add_special_tokens=add_special_tokens
+            )
+            code = "context_length_exceeded"
+            self.check_prompt(ids)
+        except MoejaxError as error:
+            raise ApiError(str(error), param=field, code=code) from error
+        return ids
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A checked request; choice i answers `prompts[i]` with `settings[i]`.
+
+    Attributes:
+      is_chat: of the chat endpoint.
+      prompts: token ids of each choice.
+      num_prompt_tokens: of all prompts, those of several choices counted once.
+      settings: of each choice.
+      echo: texts that completions begin with; "" for none.
+      stream: whether the answer is told as it comes.
+      include_usage: whether a stream ends with the counts of tokens.
+      top_logprobs: likeliest tokens beside each token; None: no logprobs at all.
+    """
+
+    is_chat: bool
+    prompts: list[list[int]]
+    num_prompt_tokens: int
+    settings: list[GenerationSettings]
+    echo: list[str]
+    stream: bool
+    include_usage: bool
+    top_logprobs: int | None
+
+
+def read_completion(body: Mapping[str, Any], model: ModelFacts) -> Request:
+    """A request of /v1/completions.
+
+    Raises:
+      ApiError: naming the field that is wrong or not supported.
+    """
+    fields = Fields(body)
+    _check_model(fields, model)
+    given = _prompts(fields)
+    add_special_tokens = fields.boolean("add_special_tokens", model.defaults.add_special_tokens)
+    settings = _settings(fields, model.defaults, ("max_tokens",))
+    top_logprobs = fields.integer("logprobs", None, 0, MOST_LOGPROBS)
+    echoes = fields.boolean("echo", False)
+    if echoes and top_logprobs is not None:
+        fields.refuse("echo", "logprobs of prompts are not supported")
+    count, stream, include_usage = _shape(fields)
+    ids = [model.encode(p, "prompt", add_special_tokens=add_special_tokens) for p in given]
+    echo = [model.tokenizer.decode(p) if isinstance(p, list) else p for p in given]
+    return Request(
+        False,
+        [prompt for prompt in ids for _ in range(count)],
+        sum(map(len, ids)),
+        _by_choice(settings, len(ids) * count),
+        [text if echoes else "" for text in echo for _ in range(count)],
+        stream,
+        include_usage,
+        top_logprobs,
+    )
+
+
+def read_chat(body: Mapping[str, Any], model: ModelFacts) -> Request:
+    """A request of /v1/chat/completions; raises as `read_completion`."""
+    fields = Fields(body)
+    _check_model(fields, model)
+    messages = _messages(fields)
+    template = dict(fields.mapping("chat_template_kwargs"))
+    for name in ("messages", "self", "add_generation_prompt"):
+        if name in template:
+            fields.refuse("chat_template_kwargs", f"{name} is not the caller's to set")
+    if (thinking := fields.boolean("enable_thinking", None)) is not None:
+        template["enable_thinking"] = thinking
+    settings = _settings(fields, model.defaults, ("max_completion_tokens", "max_tokens"))
+    wants = fields.boolean("logprobs", False)
+    top_logprobs = fields.integer("top_logprobs", 0, 0, MOST_LOGPROBS)
+    if top_logprobs and not wants:
+        fields.refuse("top_logprobs", "needs logprobs=true")
+    count, stream, include_usage = _shape(fields)
+    try:
+        prompt = model.tokenizer.apply_chat_template(messages, **template)
+    except MoejaxError as error:
+        raise ApiError(str(error), param="messages") from error
+    ids = model.encode(prompt, "messages", add_special_tokens=False)  # the template writes them
+    return Request(
+        True, [ids] * count, len(ids), _by_choice(settings, count), [""] * count, stream,
+        include_usage, top_logprobs if wants else None,
+    )  # fmt: skip
+
+
+def _check_model(fields: Fields, model: ModelFacts) -> None:
+    name = fields.text("model", model.name)
+    if name != model.name:
+        said = f"the model {name[:100]!r} is not served here; {model.name!r} is"
+        raise ApiError(said, status=404, param="model", code="model_not_found")
+
+
+def _prompts(fields: Fields) -> list[str | list[int]]:
+    """Of a text, a list of texts, a list of token ids, or a list of such lists."""
+    given = fields.take("prompt")
+    if given is None:
+        fields.refuse("prompt", "must be given")
+    if isinstance(given, str) or (isinstance(given, list) and given and _are_ids(given)):
+        given = [given]
+    if given == []:
+        fields.refuse("prompt", "must not be empty")
+    if not isinstance(given, list):
+        fields.wrong_type("prompt", given, "a string, token ids, or a list of them")
+    for one in given:
+        if isinstance(one, str):
+            fields.checked_text("prompt", one)
+        elif not isinstance(one, list) or not _are_ids(one):
+            fields.wrong_type("prompt", one, "a string, token ids, or a list of them")
+    return given
+
+
+def _are_ids(given: list[Any]) -> bool:
+    return all(type(one) is int and abs(one) < 2**31 for one in given)
+
+
+def _messages(fields: Fields) -> list[dict[str, str]]:
+    given = fields.take("messages")
+    if given is None or given == []:
+        fields.refuse("messages", "at least one must be given")
+    if not isinstance(given, list):
+        fields.wrong_type("messages", given, "a list of messages")
+    found = []
+    for i, message in enumerate(given):
+        if not isinstance(message, dict):
+            fields.wrong_type(f"messages[{i}]", message, "an object")
+        own = Fields(message, f"messages[{i}].")
+        role = own.text("role", "")
+        if role not in ROLES:
+            own.refuse("role", f"{role[:40]!r} is none of {', '.join(ROLES)}")
+        content = own.take("content")
+        if isinstance(content, list):
+            content = "".join(_part_text(own, part) for part in content)
+        elif content is None and role == "assistant":
+            content = ""
+        found.append({"role": ROLES[role], "content": own.checked_text("content", content)})
+        own.refuse_but({"tool_calls": ([],)}, NOT_SUPPORTED)
+        own.refuse_unknown(("name", "refusal", "annotations"))
+    return found
+
+
+def _part_text(message: Fields, part: Any) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text":
+        message.refuse("content", "only parts of the type text are supported")
+    return message.checked_text("content", part.get("text"))
+
+
+def _settings(
+    fields: Fields, defaults: GenerationSettings, length_names: tuple[str, ...]
+) -> GenerationSettings:
+    """Of the sampling; the first of the names of the length that is given counts."""
+    lengths = [fields.integer(name, None, 1, 2**31 - 1) for name in length_names]
+    length = next((n for n in lengths if n is not None), defaults.max_new_tokens)
+    stop = fields.take("stop")
+    stops = list(defaults.stop) if stop is None else stop if isinstance(stop, list) else [stop]
+    if len(stops) > MOST_STOPS:
+        fields.refuse("stop", f"at most {MOST_STOPS} texts")
+    if not all(fields.checked_text("stop", one) for one in stops):
+        fields.refuse("stop", "an empty text")
+    top_p = fields.number("top_p", defaults.top_p, 0, 1)
+    return GenerationSettings(
+        max_new_tokens=length,
+        temperature=fields.number("temperature", defaults.temperature, 0, MAX_TEMPERATURE),
+        top_k=max(0, fields.integer("top_k", defaults.top_k, -1, 2**31 - 1)),  # -1: off
+        top_p=max(top_p, 1e-9),  # of 0, the likeliest token is left, as of the smallest number
+        min_p=fields.number("min_p", defaults.min_p, 0, 1),
+        repetition_penalty=fields.number(
+            "repetition_penalty", defaults.repetition_penalty, 1e-3, 1e3
+        ),
+        seed=_seed(fields, defaults),
+        stop=tuple(stops),
+    )
+
+
+def _seed(fields: Fields, defaults: GenerationSettings) -> int:
+    """The request's, in 32 bits; else the server's, of which 0 means one that nobody knows."""
+    default = defaults.seeds(1)[0] or secrets.randbelow(NUM_SEEDS)
+    return fields.integer("seed", default, -(2**63), 2**63 - 1) % NUM_SEEDS
+
+
+def _shape(fields: Fields) -> tuple[int, bool, bool]:
+    """The choices of a prompt, whether it streams, whether that ends with the usage."""
+    count = fields.integer("n", 1, 1, 128)
+    stream = fields.boolean("stream", False)
+    options = fields.mapping("stream_options")
+    if options and not stream:
+        fields.refuse("stream_options", "needs stream=true")
+    own = Fields(options, "stream_options.")
+    include_usage = own.boolean("include_usage", False)
+    own.refuse_unknown(("include_obfuscation",))
+    fields.refuse_but(NEUTRAL, NOT_SUPPORTED)
+    fields.refuse_unknown(IGNORED)
+    return count, stream, include_usage
+
+
+def _by_choice(settings: GenerationSettings, count: int) -> list[GenerationSettings]:
+    """Choice i draws from seed + i."""
+    return [dataclasses.replace(settings, seed=seed) for seed in settings.seeds(count)]

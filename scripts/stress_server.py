@@ -1,0 +1,236 @@
+"""Many clients on one server: no answer lost or mixed, and memory that stays flat.
+
+    python -m scripts.stress_server                # 32 clients, five minutes, the demo on the CPU
+    python -m scripts.stress_server --seconds=20 --clients=8 --results=
+
+A server of its own process. Clients stream or do not, on both endpoints, with settings of all
+kinds; one request in eight is left early, one in twelve is nonsense. Each answer is compared with
+what the engine gives to its prompt and seed alone, in this process. Before the clock starts the
+same load runs until nothing is compiled any more. Status 1 where an answer was lost or another's,
+a refusal was not one of those that are meant, or the server's resident memory (median of the last
+third of the time over that of the first) grew by more than --growth percent.
+"""
+
+import contextlib
+import dataclasses
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+from absl import app, flags
+
+from moejax import Engine, results
+from scripts.stress_clients import Case, Client, Tally, make_cases
+
+_CHECKPOINT = flags.DEFINE_string("checkpoint", "demo", "as moejax.serve takes it")
+_SECONDS = flags.DEFINE_float("seconds", 300.0, "of the load that is measured", lower_bound=1)
+_WARM_UP = flags.DEFINE_float("warm_up", 240.0, "most seconds of the load before it")
+_CLIENTS = flags.DEFINE_integer("clients", 32, "at once", lower_bound=1)
+_CASES = flags.DEFINE_integer("cases", 48, "different requests", lower_bound=1)
+_MAX_BATCH = flags.DEFINE_integer("max_batch", 8, "of the server")
+_QUEUE_LIMIT = flags.DEFINE_integer(
+    "queue_limit", 20, "of the server; less than clients: some wait"
+)
+_GROWTH = flags.DEFINE_float("growth", 3.0, "percent that resident memory may grow by")
+_SEED = flags.DEFINE_integer("seed", 0, "of cases and clients")
+_RESULTS = flags.DEFINE_string("results", "scripts/results/server.jsonl", "rows go here; '': none")
+
+QUIET_S = 15.0  # without a new program, the warm-up is over
+START_S = 120.0
+
+
+@dataclasses.dataclass
+class Server:
+    """A server's process, and what it says of itself."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's samples; 0 where there is none yet."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics") as response:
+            text = response.read().decode()
+        found = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+        return sum(map(float, found))
+
+
+@contextlib.contextmanager
+def running_server(log: Path) -> Iterator[Server]:
+    """A server that is ready; ended by SIGTERM, after which its status must be 0."""
+    command = [
+        sys.executable, "-m", "moejax.serve", f"--config.checkpoint={_CHECKPOINT.value}",
+        "--config.platform=cpu", "--config.dtype=float32", "--config.port=0",
+        f"--config.max_batch={_MAX_BATCH.value}", f"--config.queue_limit={_QUEUE_LIMIT.value}",
+    ]  # fmt: skip
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stderr=file)
+    try:
+        started = time.monotonic()
+        while not (found := re.search(r"^ready: .*:(\d+)$", log.read_text(), re.MULTILINE)):
+            if process.poll() is not None or time.monotonic() - started > START_S:
+                raise RuntimeError(f"the server did not start: {log.read_text()[-500:]}")
+            time.sleep(0.1)
+        yield Server(process, int(found[1]))
+        process.send_signal(signal.SIGTERM)
+        if status := process.wait(timeout=60):
+            raise RuntimeError(f"the server ended with status {status}")
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def run_clients(server: Server, cases: list[Case], tally: Tally, seconds: float, seed: int) -> None:
+    """All clients for so many seconds, and until each has its last answer."""
+    until = time.monotonic() + seconds
+    clients = [Client(server.port, cases, tally, 1000 * seed + i) for i in range(_CLIENTS.value)]
+    threads = [threading.Thread(target=client.run, args=(until,)) for client in clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def warm_up(server: Server, cases: list[Case]) -> float:
+    """The load until nothing is compiled any more; the seconds that it took."""
+    started = quiet_since = time.monotonic()
+    programs, number = 0.0, 1
+    while time.monotonic() - started < _WARM_UP.value:
+        run_clients(server, cases, Tally(), min(5.0, _WARM_UP.value), number)
+        number += 1
+        now, found = time.monotonic(), server.metric("moejax_programs")
+        if found > programs:
+            programs, quiet_since = found, now
+        if now - quiet_since > QUIET_S:
+            break
+    return time.monotonic() - started
+
+
+@contextlib.contextmanager
+def sampled_rss(pid: int, mib: list[float]) -> Iterator[None]:
+    """Appends the resident memory of a process twice a second while the block runs."""
+    done, process = threading.Event(), psutil.Process(pid)
+
+    def sample() -> None:
+        while not done.wait(0.5):
+            mib.append(process.memory_info().rss / 2**20)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def growth_percent(mib: list[float]) -> float:
+    """Of the median of the last third over that of the first."""
+    third = max(1, len(mib) // 3)
+    first, last = statistics.median(mib[:third]), statistics.median(mib[-third:])
+    return 100 * (last / first - 1)
+
+
+def main(argv: list[str]) -> None:
+    """Warms up, measures, prints, appends rows."""
+    del argv
+    with Engine.from_pretrained(
+        _CHECKPOINT.value, dtype="float32", platform="cpu", progress=False
+    ) as engine:
+        cases = make_cases(engine, _CASES.value, _SEED.value)
+        device = results.describe_device(engine.device)
+    print(f"{len(cases)} cases; starting the server", flush=True)
+    tally, mib = Tally(), list[float]()
+    with tempfile.TemporaryDirectory() as place, running_server(Path(place) / "log") as server:
+        if _WARM_UP.value > 0:
+            print(f"warmed up for {warm_up(server, cases):.0f} s", flush=True)
+        names = ("moejax_programs", "moejax_batch_size_sum", "moejax_batch_size_count")
+        before = [server.metric(name) for name in names]
+        started = time.monotonic()
+        with sampled_rss(server.process.pid, mib):
+            run_clients(server, cases, tally, _SECONDS.value, _SEED.value)
+        elapsed = time.monotonic() - started
+        compiled, rows, batches = (
+            server.metric(name) - was for name, was in zip(names, before, strict=True)
+        )
+        time.sleep(1.0)
+        left = server.metric("moejax_running") + server.metric("moejax_queue_length")
+        cancelled = _cancelled(server)
+    figures = {
+        "requests answered": (tally.outcomes["answered"], "requests"),
+        "answers lost or mixed": (tally.outcomes["lost"] + tally.outcomes["mixed"], "requests"),
+        "throughput": (tally.num_tokens / elapsed, "tokens/s"),
+        "latency p50": (percentile(tally.seconds, 50), "s"),
+        "latency p99": (percentile(tally.seconds, 99), "s"),
+        "TTFT of streams p50": (percentile(tally.first_seconds, 50), "s"),
+        "TTFT of streams p99": (percentile(tally.first_seconds, 99), "s"),
+        "clients that left early": (tally.outcomes["left early"], "requests"),
+        "cancelled by the server, warm-up included": (cancelled, "requests"),
+        "malformed bodies": (tally.outcomes["malformed, told so"], "requests"),
+        "refused, the queue being full": (tally.outcomes["queue full"], "requests"),
+        "mean batch": (rows / max(1, batches), "rows"),
+        "programs compiled meanwhile": (compiled, "programs"),
+        "resident memory": (statistics.median(mib), "MiB"),
+        "resident memory, growth": (growth_percent(mib), "%"),
+    }
+    for name, (figure, unit) in figures.items():
+        print(f"{name:<44}{figure:>12.2f} {unit}")
+    faults = [*tally.faults]
+    if growth_percent(mib) > _GROWTH.value:
+        faults.append(f"memory grew by {growth_percent(mib):.1f} %, over {_GROWTH.value} %")
+    if left:
+        faults.append(f"{left:.0f} answers are still there after all clients have gone")
+    if not tally.outcomes["answered"]:
+        faults.append("nothing was answered")
+    if _RESULTS.value:
+        append(figures, elapsed, device)
+    for line in faults[:20]:
+        print(f"FAULT {line}")
+    sys.exit(1 if faults else 0)
+
+
+def _cancelled(server: Server) -> float:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics") as response:
+        text = response.read().decode()
+    pattern = r'^moejax_requests_total{.*outcome="cancelled"} (\S+)$'
+    return sum(map(float, re.findall(pattern, text, re.MULTILINE)))
+
+
+def percentile(values: list[float], percent: int) -> float:
+    """Of the values, by rank; NaN of none."""
+    if not values:
+        return float("nan")
+    return sorted(values)[min(len(values) - 1, len(values) * percent // 100)]
+
+
+def append(figures: dict[str, tuple[float, str]], elapsed: float, device: str) -> None:
+    """A row for each figure."""
+    load = f"{_CLIENTS.value} clients, {elapsed:.0f} s, {_CHECKPOINT.value}, float32"
+    load += f", batches up to {_MAX_BATCH.value}"
+    rows = [
+        results.ResultRow(
+            what=f"server, {name}: {load}",
+            figure=round(figure, 4),
+            unit=unit,
+            baseline={},
+            device=device,
+            versions=results.package_versions("jax", "uvicorn", "starlette"),
+            date=results.today(),
+            command=results.command_line(["-m", "scripts.stress_server", *sys.argv[1:]]),
+        )
+        for name, (figure, unit) in figures.items()
+    ]
+    results.append_rows(Path(_RESULTS.value), rows)
+
+
+if __name__ == "__main__":
+    app.run(main)

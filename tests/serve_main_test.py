@@ -1,0 +1,195 @@
+"""`python -m moejax.serve` as a process: its start, its end, its errors; the stress, shortened."""
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax import cli, serve
+from moejax.errors import MoejaxError
+from moejax.fidelity import TieredLedger
+from moejax.ledger import Ledger
+from moejax.serve_config import ServeConfig
+from moejax.serving import requests
+from moejax.serving.metrics import Metrics
+from tests.serving_case import tiny_chat_engine
+
+ROOT = Path(__file__).parents[1]
+DIRECTORY: Path
+OPEN = contextlib.ExitStack()
+
+
+def setUpModule():
+    global DIRECTORY
+    DIRECTORY = Path(OPEN.enter_context(tempfile.TemporaryDirectory()))
+    tiny_chat_engine(DIRECTORY).close()
+
+
+def tearDownModule():
+    OPEN.close()
+
+
+@contextlib.contextmanager
+def process(*words: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python that runs a module; its stderr is a pipe."""
+    cache = jax.config.values["jax_compilation_cache_dir"]
+    environment = {
+        **os.environ, "PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    }  # fmt: skip
+    command = [sys.executable, "-m", *words]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stderr=pipe, stdout=pipe, text=True, env=environment) as found:
+        try:
+            yield found
+        finally:
+            if found.poll() is None:
+                found.kill()
+
+
+def serving(*more: str) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+    where = f"--config.checkpoint={DIRECTORY}"
+    return process("moejax.serve", where, "--config.platform=cpu", "--config.port=0", *more)
+
+
+def ready_port(server: subprocess.Popen[str]) -> int:
+    """Where it listens, once it is ready."""
+    assert server.stderr is not None
+    said = []
+    for line in server.stderr:
+        said.append(line)
+        if match := re.match(r"ready: .* at http://127\.0\.0\.1:(\d+)$", line):
+            return int(match[1])
+    raise AssertionError("".join(said))
+
+
+def health(port: int) -> tuple[int, dict[str, object]]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    with contextlib.closing(connection):
+        connection.request("GET", "/health")
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+
+
+class ProcessTest(parameterized.TestCase):
+    def test_a_stream_that_runs_at_sigterm_is_finished_and_the_status_is_0(self):
+        warm = ("--config.warm_up=True", "--config.max_batch=2")
+        with serving("--config.grace_s=20", *warm) as server:
+            port = ready_port(server)
+            self.assertEqual(health(port)[1]["model"], DIRECTORY.name)
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+            body = {"prompt": "the quick", "max_tokens": 200, "stream": True, "temperature": 0}
+            connection.request("POST", "/v1/completions", json.dumps(body))
+            answer = connection.getresponse()
+            first = answer.readline()
+            server.send_signal(signal.SIGTERM)
+            rest = answer.read()
+            connection.close()
+            self.assertStartsWith(first.decode(), "data: {")
+            self.assertIn(b'"finish_reason": "length"', rest)
+            self.assertEndsWith(rest, b"data: [DONE]\n\n")
+            self.assertEqual(server.wait(timeout=30), 0)
+            with self.assertRaises(OSError):
+                health(port)
+
+    def test_one_line_errors(self):
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            with serving(f"--config.port={port}") as server:
+                _, said = server.communicate(timeout=60)
+        self.assertEqual(server.returncode, 1)
+        self.assertEqual(
+            said,
+            f"error: cannot listen on 127.0.0.1:{port}: Address already in use; choose another "
+            "with --config.port, 0 for any\n",
+        )
+        with tempfile.TemporaryDirectory() as empty, serving(f"--config.checkpoint={empty}") as one:
+            _, said = one.communicate(timeout=60)
+        self.assertEqual(one.returncode, 1)
+        self.assertStartsWith(said.splitlines()[-1], "error: ")
+        self.assertNotIn("Traceback", said)
+
+    def test_the_stress_finds_nothing(self):
+        words = (
+            f"--checkpoint={DIRECTORY}", "--seconds=3", "--clients=6", "--warm_up=0", "--cases=10",
+            "--max_batch=4", "--queue_limit=4", "--results=", "--growth=200",
+        )  # fmt: skip
+        with process("scripts.stress_server", *words) as stress:
+            found, said = stress.communicate(timeout=120)
+        self.assertEqual(stress.returncode, 0, found + said)
+        self.assertRegex(found, r"answers lost or mixed +0\.00")
+        answered = re.search(r"requests answered +(\d+)", found)
+        assert answered is not None
+        self.assertGreater(int(answered[1]), 0)
+
+
+class ConfigTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("--config.port=70000", "port=70000"),
+        ("--config.max_batch=0", "max_batch=0"),
+        ("--config.queue_limit=0", "queue_limit=0"),
+        ("--config.deadline_s=-1", "deadline_s=-1"),
+        ("--config.host=", "host=''"),
+        ("--config.record_trace=x.trace", "record_trace"),
+        ("--config.hots=a", "did you mean 'host'"),
+    )
+    def test_a_bad_one_is_named(self, flag, said):
+        with self.assertRaisesRegex(MoejaxError, re.escape(said)):
+            cli.parse(serve.COMMAND, ["serve", flag])
+
+    def test_a_file(self):
+        words = ["serve", f"--config={ROOT}/configs/serve_qwen3_30b_a3b.py", "--config.max_batch=4"]
+        config, _ = cli.parse(serve.COMMAND, words)
+        self.assertEqual((config.checkpoint, config.max_batch), ("Qwen/Qwen3-30B-A3B", 4))
+
+    def test_files_of_generate_serve(self):
+        words = ["serve", f"--config={ROOT}/configs/qwen3_30b_a3b.py", "--config.context=4096"]
+        config, _ = cli.parse(serve.COMMAND, words)
+        self.assertEqual((config.context, config.port), (4096, ServeConfig().port))
+
+
+class DocsTest(absltest.TestCase):
+    def test_commands(self):
+        text = (ROOT / "docs/server.md").read_text() + (ROOT / "README.md").read_text()
+        found = re.findall(r"^python -m moejax\.serve.*$", text, re.MULTILINE)
+        self.assertGreater(len(found), 3)
+        for line in found:
+            words = [
+                word.replace("configs/", f"{ROOT}/configs/") for word in shlex.split(line, True)
+            ]
+            cli.parse(serve.COMMAND, words[2:])  # raises where a flag is wrong
+
+    def test_names(self):
+        text = (ROOT / "docs/server.md").read_text()
+        metrics = Metrics()
+        ledger = TieredLedger({"high": Ledger(10)})
+        ledger.add(np.ones((1, 4)) * [1, 0, 0, 1])
+        metrics.ledger(ledger)
+        names = {family.name for family in metrics.registry.collect()}
+        self.assertGreater(len(names), 10)
+        for name in names:
+            self.assertIn(f"`{name}", text)
+        for name in re.findall(r"moejax_\w+", text):
+            self.assertIn(name.removesuffix("_total"), names)
+        tools = {"function_call", "tool_choice", "parallel_tool_calls", "service_tier"}
+        for name in {*requests.NEUTRAL, *requests.IGNORED} - tools:
+            self.assertIn(f"`{name}`", text)
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,140 @@
+"""A tiny model behind a server in this process, and what its tests ask with."""
+
+import contextlib
+import dataclasses
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import openai
+import uvicorn
+
+from moejax import Engine
+from moejax.generation import GenerationSettings
+from moejax.serving.app import Api
+from moejax.serving.batcher import Batcher
+from moejax.serving.metrics import Metrics
+from moejax.serving.server import bind
+from moejax.tokenizer import Tokenizer
+from tests.tiny_engine import load_tiny_engine
+
+WAIT_S = 30.0
+NAME = "tiny"
+# Every role and the answer's beginning, and a word for `enable_thinking`.
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+    "{% if enable_thinking is defined %}think={{ enable_thinking }} {% endif %}bot:"
+)
+
+
+def tiny_chat_engine(directory: Path, **how: Any) -> Engine:
+    """The tiny engine with a chat template, which the directory keeps."""
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    engine = load_tiny_engine(directory, **how)
+    engine.tokenizer = Tokenizer.from_directory(directory)
+    return engine
+
+
+@dataclasses.dataclass
+class Served:
+    """A server that is up."""
+
+    port: int
+    batcher: Batcher
+    metrics: Metrics
+
+    @property
+    def client(self) -> openai.OpenAI:
+        """Of OpenAI's package, which would else ask again after an error."""
+        url = f"http://127.0.0.1:{self.port}/v1"
+        return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=WAIT_S)
+
+    def post(self, path: str, body: bytes | dict[str, Any]) -> tuple[int, Any, dict[str, str]]:
+        """Status, JSON and headers of a request."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
+        with contextlib.closing(connection):
+            sent = body if isinstance(body, bytes) else json.dumps(body).encode()
+            connection.request("POST", path, sent)
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read()), dict(answer.headers)
+
+    def get(self, path: str) -> tuple[int, str]:
+        """Status and text."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
+        with contextlib.closing(connection):
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+
+    def value(self, name: str, **labels: str) -> float:
+        """Of a metric; 0 where it was never counted."""
+        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+@contextlib.contextmanager
+def served(engine: Engine, **how: Any) -> Iterator[Served]:
+    """A server of an engine, which outlives it; `how` replaces settings of the batcher."""
+    settings = {"max_batch": 8, "queue_limit": 16, "deadline_s": 0.0, **how}
+    metrics, ready = Metrics(), threading.Event()
+    batcher = Batcher(lambda: engine, metrics, on_loaded=ready.set, **settings)
+    api = Api(
+        batcher, metrics, model_name=NAME, defaults=GenerationSettings(max_new_tokens=12),
+        max_body_bytes=100_000, queue_limit=settings["queue_limit"],
+    )  # fmt: skip
+    with contextlib.closing(bind("127.0.0.1", 0)) as listening:
+        options: dict[str, Any] = {"log_level": "warning", "lifespan": "off", "ws": "none"}
+        server = uvicorn.Server(uvicorn.Config(api.application(), **options))
+        thread = threading.Thread(target=server.run, args=([listening],))
+        batcher.start()
+        thread.start()
+        try:
+            assert ready.wait(WAIT_S)
+            yield Served(listening.getsockname()[1], batcher, metrics)
+        finally:
+            batcher.cut()
+            server.should_exit = True
+            thread.join(WAIT_S)
+            assert batcher.join(WAIT_S)
+
+
+@contextlib.contextmanager
+def held_batches(engine: Engine) -> Iterator[threading.Event]:
+    """No batch begins before the event is set."""
+    gate, begin = threading.Event(), engine.live_batch
+
+    def live_batch(*arguments: Any, **how: Any) -> Any:
+        assert gate.wait(WAIT_S)
+        return begin(*arguments, **how)
+
+    with mock.patch.object(engine, "live_batch", live_batch):
+        try:
+            yield gate
+        finally:
+            gate.set()
+
+
+@contextlib.contextmanager
+def slow_steps(engine: Engine, seconds: float) -> Iterator[None]:
+    """Every call of decode takes so long at least."""
+    decode = engine._runner.decode
+
+    def late(*arguments: Any, **how: Any) -> Any:
+        time.sleep(seconds)
+        return decode(*arguments, **how)
+
+    with mock.patch.object(engine._runner, "decode", late):
+        yield
+
+
+def wait_until(condition: Any, said: str) -> None:
+    """Raises AssertionError unless it comes true in time."""
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        if time.monotonic() > end:
+            raise AssertionError(f"in vain: {said}")
+        time.sleep(0.01)
