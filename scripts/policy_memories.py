@@ -62,7 +62,7 @@ class Lab(ShapeMemories):
           bits: of the tiers.
           gib: of device memory.
           how: "rule", as `make_tiered_budget` does it; "high": the first tier has as many slots as
-            leave the second one what a token needs, which gets the rest; or the numbers, as "4,0".
+            there is room for, the second one what is left; or the numbers, as "4,0".
           prefetch: as in `budget`.
           bulk: likewise.
         """
@@ -72,15 +72,14 @@ class Lab(ShapeMemories):
             given = [int(number) for number in how.split(",")]
             return self.budget(bits, gib, prefetch=prefetch, bulk=bulk, slots=given)
         found, num_experts = None, self.config.num_experts
-        least = min(num_experts, self.config.experts_per_token)
         for high in range(1, num_experts + 1):
             try:
-                found = self.budget(bits, gib, prefetch=prefetch, bulk=bulk, slots=(high, least))
+                found = self.budget(bits, gib, prefetch=prefetch, bulk=bulk, slots=(high, 0))
             except BudgetError:
                 break
         if found is None:
-            raise ValueError(f"{gib:g} GiB hold no expert of high precision and {least} of low")
-        for low in range(least + 1, num_experts + 1):
+            raise ValueError(f"{gib:g} GiB hold no expert of high precision")
+        for low in range(1, num_experts + 1):
             slots = (found.tiers[0].slots, low)
             try:
                 found = self.budget(bits, gib, prefetch=prefetch, bulk=bulk, slots=slots)

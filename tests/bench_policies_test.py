@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -168,11 +169,21 @@ class SectionTest(absltest.TestCase):
         self.assertIn("cache over load on demand, 0.00395 GiB, TTFT", rows)
 
     def test_dymoe_quantizes_and_leaves_out(self):
-        rows = self.check_table(0.00622, ("4/2, prefetch", "4/0"))
+        rows = self.check_table(0.00619, ("4/2, prefetch", "4/0"))
         low, skips = self.ends(rows, "TPOT")
         for name, row in (("gate_int2", low), ("gate_skipped", skips)):
             self.assertBetween(row.baseline[name], 0.01, 0.5)
         self.assertGreater(low.baseline["prefetched_a_step"], 0)
+
+    def test_dymoe_spends_slots_best_on_high_precision(self):
+        sizes, moved = Sizes(context=256, prompt=16, steps=64, per_call=4), []
+        with mock.patch.object(self.lab, "sizes", sizes):
+            for split in ("4,0", "3,2"):
+                rows = self.run_section(
+                    "dymoe", gibs=(0.012,), only=("4/2, 0",), split=split, exponent=0.0
+                )
+                moved.append(self.ends(rows, "TPOT")[0].baseline["megabytes_a_step"])
+        self.assertAlmostEqual(moved[0] / moved[1], 0.81, delta=0.05)
 
     def test_buddymoe(self):
         rows = self.run_section("buddymoe", only=("original", "co-activation, c"))

@@ -165,13 +165,14 @@ def budget_of_tiers(
       MoejaxError: the policy refuses the tiers, or the limits are too tight.
     """
     _check_suits(policy, tiers, config)
+    asks = _asks(policy, tiers, config)
     return make_tiered_budget(
         config,
         weights_nbytes,
         tiers,
         slots=slots,
         prefetch=limits.prefetch or _ahead(policy, config.experts_per_token),
-        bulk=limits.bulk or (BULK if _asks(policy, tiers, config) else 0),
+        bulk=limits.bulk or (BULK if asks else 0),
         batch=batch,
         context=context,
         chunk=chunk,
@@ -179,6 +180,7 @@ def budget_of_tiers(
         platform=device.platform,
         itemsize=itemsize,
         of_policy=_policy_parts(policy, config, batch, context, chunk, itemsize, device),
+        first_alone=not asks,
     )
 
 
