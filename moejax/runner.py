@@ -25,8 +25,8 @@ from moejax.compiled import CompiledPrograms
 from moejax.devices import plain_memory_errors
 from moejax.generation import GenerationSettings, Timing
 from moejax.memory.expert_memory import ExpertMemory
+from moejax.memory.expert_pool import compiler_options
 from moejax.memory.placing import Placing
-from moejax.memory.pooled import COMPILER_OPTIONS
 from moejax.memory.tiered_memory import TieredMemory
 from moejax.models.attention import CachedVia, cached_form, choose_cached, default_attention_via
 from moejax.models.config import ModelConfig
@@ -81,8 +81,9 @@ class Runner:
         self.weights = weights
         self.device = device
         self._whole_calls = device.platform == "gpu" if whole_calls is None else whole_calls
-        overlaps = memory is not None and memory.spec.cache.banks > 1 and device.platform == "gpu"
-        self.programs = CompiledPrograms(COMPILER_OPTIONS if overlaps else None)
+        moves = memory if device.platform == "gpu" else None
+        options = None if moves is None else compiler_options(moves.spec.cache)
+        self.programs = CompiledPrograms(options)
         self.kernels = kernels or ops.Kernels(target_of(device))
         self._asked_via = experts_via
         definition = model_definition(config, self.kernels, holds_experts=memory is None)

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from moejax import ops, steps
 from moejax.cache import empty_cache
 from moejax.ledger import no_counts
-from moejax.memory.expert_pool import ExpertPool, ExpertStore, PoolSpec
-from moejax.memory.pooled import COMPILER_OPTIONS
+from moejax.memory.expert_pool import ExpertPool, ExpertStore, PoolSpec, compiler_options
 from moejax.memory.residency import CacheSpec, empty
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.transformer import ChunkSpec, model_definition
@@ -36,6 +35,8 @@ PACKAGES = (
 )  # fmt: skip
 # Slots of a layer, experts ahead, sequences: served by the cache alone, and in waves.
 CASES = [(8, 4, 1), (8, 4, 4), (8, 0, 1), (4, 2, 4), (0, 0, 1)]
+# Attention in bf16: XLA would copy that of all layers at once.
+PLAIN = (8, 4, 1, True)
 # Of a chunk, in waves: slots of a layer, experts ahead.
 CHUNKS = [(8, 4), (4, 0)]
 CHUNK = 64  # tokens
@@ -54,10 +55,16 @@ def _packed(shape: tuple[int, ...], bits: int = 4) -> QTensor:
     )  # fmt: skip
 
 
-def decode_operands(config: ModelConfig, spec: PoolSpec, batch: int) -> tuple[Any, ...]:
-    """Shapes of what `moejax.steps.decode` takes, experts and attention in INT4."""
+def decode_operands(
+    config: ModelConfig, spec: PoolSpec, batch: int, plain_attention: bool = False
+) -> tuple[Any, ...]:
+    """Shapes of what `moejax.steps.decode` takes, experts and, unless plain, attention in INT4."""
+
+    def is_packed(leaf: str, shape: tuple[int, ...]) -> bool:
+        return leaf.startswith("attention.") and len(shape) == 3 and not plain_attention
+
     weights = {
-        leaf: _packed(shape) if leaf.startswith("attention.") and len(shape) == 3 else _leaf(shape)
+        leaf: _packed(shape) if is_packed(leaf, shape) else _leaf(shape)
         for leaf, shape in weight_shapes(config).items()
         if leaf not in EXPERT_LEAVES
     }
@@ -96,7 +103,7 @@ def _program(config: ModelConfig, slots: int, ahead: int) -> steps.Program:
 
 
 def _compiled(
-    step: Callable[..., Any], operands: Any, donated: tuple[int, ...], ahead: int, sharding: Any
+    step: Callable[..., Any], operands: Any, donated: tuple[int, ...], spec: PoolSpec, sharding: Any
 ) -> jax.stages.Compiled:
     """As `Runner` compiles it."""
     operands = jax.tree.map(
@@ -105,19 +112,20 @@ def _compiled(
     with described(GPUS[GPU]):
         traced = jax.jit(step, donate_argnums=donated).trace(*operands)
         lowered = traced.lower(lowering_platforms=("cuda",))
-    return lowered.compile(compiler_options=COMPILER_OPTIONS if ahead else None)
+    return lowered.compile(compiler_options=compiler_options(spec.cache))
 
 
 def compiled_decode(
-    config: ModelConfig, slots: int, ahead: int, batch: int, sharding: Any
-) -> tuple[jax.stages.Compiled, int]:
+    config: ModelConfig, slots: int, ahead: int, batch: int, sharding: Any,
+    plain_attention: bool = False,
+) -> tuple[jax.stages.Compiled, int]:  # fmt: skip
     """A call of eight steps, and the bytes of its pool."""
     program = _program(config, slots, ahead)
     assert program.pool is not None
     chunk = ChunkSpec(CONTEXT, False, "grouped_kernel", "xla", "kernel")
-    operands = decode_operands(config, program.pool, batch)
+    operands = decode_operands(config, program.pool, batch, plain_attention)
     step = functools.partial(steps.decode, program, chunk, True, 8, True)
-    return _compiled(step, operands, (0, 1), ahead, sharding), _num_bytes(operands[1])
+    return _compiled(step, operands, (0, 1), program.pool, sharding), _num_bytes(operands[1])
 
 
 def compiled_prefill(
@@ -133,7 +141,7 @@ def compiled_prefill(
         _leaf((1, CHUNK), jnp.int32), _leaf((), jnp.int32), _leaf((1,), jnp.int32),
     )  # fmt: skip
     step = functools.partial(steps.prefill_chunk, program, chunk)
-    compiled = _compiled(step, operands, (0, 1, 2), ahead, sharding)
+    compiled = _compiled(step, operands, (0, 1, 2), program.pool, sharding)
     return compiled, _num_bytes((state.cache, pool)), _num_bytes(pool.banks[0])
 
 
@@ -157,12 +165,13 @@ def main() -> None:
     mesh = jax.sharding.Mesh(devices, ("gpu",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     for name, config in CONFIGS.items():
-        config = dataclasses.replace(config, num_layers=3)
-        for slots, ahead, batch in CASES:
-            program, pool = compiled_decode(config, slots, ahead, batch, sharding)
+        config = dataclasses.replace(config, num_layers=3, moe_layers=(0, 1, 2))
+        for slots, ahead, batch, is_plain in [*((*case, False) for case in CASES), PLAIN]:
+            program, pool = compiled_decode(config, slots, ahead, batch, sharding, is_plain)
             memory = program.memory_analysis()
             assert memory is not None
             label = f"{name}_{slots}_slots_{ahead}_ahead_{batch}_sequences"
+            label += "_plain_attention" * is_plain
             temporary, aliased = memory.temp_size_in_bytes, memory.alias_size_in_bytes
             print(label, temporary, 2**20, aliased, pool, flush=True)
         # In a loop; one layer is left after it where there are two banks.

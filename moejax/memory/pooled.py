@@ -9,7 +9,7 @@ for experts that are on the disk alone (`PoolSpec.read`).
 
 With look-ahead, layers take turns between two banks of slots: what is copied for the next layer
 writes one array while this layer's products read the other, and where XLA runs the step as a CUDA
-graph whose order is that of its buffers (`COMPILER_OPTIONS`), the copy and the products overlap.
+graph whose order is that of its buffers (`expert_pool.compiler_options`), the two overlap.
 The waves of a chunk take turns between the transient slots of both banks for the same end.
 
 Axes: N tokens, A experts a token, P parts of a product; the rest as in `moejax.memory.expert_pool`.
@@ -40,10 +40,6 @@ from moejax.models.moe import STEP_BYTES, ExpertsVia, Routing
 from moejax.ops import Index
 from moejax.qtensor import Compensator, QTensor, Weight
 from pallas_kernels import expert_fetch
-
-# Of steps that look ahead on a GPU. By XLA's default the kernels of a graph run one after another,
-# whatever their buffers are.
-COMPILER_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 
 
 class PooledExperts:

@@ -134,8 +134,10 @@ def make_tiered_budget(
         return made([first] + [num_experts] * (len(tiers) - 1))
     firsts = range(num_experts, config.experts_per_token - 1, -1)
     choices = [[count] + [num_experts] * (len(tiers) - 1) for count in firsts]
-    for count in range(num_experts, -1, -1):
-        choices.append([count] + [0 if first_alone else count] * (len(tiers) - 1))
+    choices += [
+        [count] + [0 if first_alone else count] * (len(tiers) - 1)
+        for count in range(num_experts, -1, -1)
+    ]
     for choice in choices:
         found = made(choice)
         if found.total_device <= limit:
