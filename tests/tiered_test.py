@@ -11,6 +11,7 @@ from moejax.memory.tiered_experts import TieredExperts
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.make import make_policy
+from pallas_kernels import expert_fetch
 from tests import buddymoe_reference as reference
 from tests import numpy_model
 from tests.pooled_test import POLICIES, PROMPTS, answers, pooled_runner, random_weights
@@ -78,6 +79,16 @@ class MixtureTest(parameterized.TestCase):
         shares = memory.settle().shares
         self.assertGreater(min(shares["int4"], shares["int2"]), 0.05)
         self.assertAlmostEqual(shares["int4"] + shares["int2"], 1, places=5)
+
+    @parameterized.parameters(NUM_EXPERTS, 3)
+    def test_dynaexq_fetches_for_no_tier_that_fills_between_steps(self, cold_slots):
+        runner, memory = tiered_runner(
+            make_policy("dynaexq", choice="first", n_hot=3), (4, 2), (3, cold_slots), first=3
+        )
+        with mock.patch.object(expert_fetch, "fetch", wraps=expert_fetch.fetch) as fetch:
+            runner.logits(TOKENS)
+        self.assertEqual({call.args[0][0].bits for call in fetch.call_args_list}, {2})
+        self.assertGreater(memory.settle().shares["int4"], 0)
 
     @parameterized.product(low=("", "skip"), slots=((8, 8), (3, 2)))
     def test_dymoe_weighs_tokens_by_attention(self, low, slots):

@@ -40,6 +40,8 @@ class PoolSpec:
         products read the store's rows, which are on the device.
       is_complete: every expert is in its slot for ever, from before the first step on: nothing is
         fetched.
+      between_steps: nobody asks for an expert that is not in a slot, as they come between steps
+        alone (`policies.interface.tiers_between_steps`): steps fetch nothing.
     """
 
     cache: CacheSpec
@@ -47,6 +49,12 @@ class PoolSpec:
     read: Callable[[Any, Any], tuple[Any, ...]] | None = None
     emulated: bool = False
     is_complete: bool = False
+    between_steps: bool = False
+
+    @property
+    def is_still(self) -> bool:
+        """Whether no step copies anything to the slots."""
+        return self.emulated or self.is_complete or self.between_steps
 
     def __post_init__(self) -> None:
         if self.is_complete and self.cache.slots < self.cache.num_experts:

@@ -161,7 +161,8 @@ class PooledExperts:
 
     def num_waves(self, num_pairs: int) -> int:
         """How many follow what `bring` copies."""
-        return 0 if self.spec.emulated else self._placing.waves(num_pairs).num
+        still = self.spec.emulated or self.spec.between_steps
+        return 0 if still else self._placing.waves(num_pairs).num
 
     def placed(
         self, layer: Index, routing: Routing, active: jax.Array, plan: Placed
@@ -332,7 +333,7 @@ class PooledExperts:
         """
         store, pool = self.store, self.pool
         rows, slots, experts = jobs
-        if not rows.size or self.spec.emulated or self.spec.is_complete:
+        if not rows.size or self.spec.is_still:
             return
         pools = self._bank(bank)
         if store.gate_up.shape[0]:

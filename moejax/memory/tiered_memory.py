@@ -21,7 +21,7 @@ from moejax.memory.placing import Jobs
 from moejax.memory.pooled import PooledExperts
 from moejax.memory.tiered import TieredPool, TieredSpec, ask, no_gate
 from moejax.models.config import ModelConfig
-from moejax.policies.interface import AnyPolicy, PolicySpec, Requests
+from moejax.policies.interface import AnyPolicy, PolicySpec, Requests, tiers_between_steps
 from moejax.qtensor import Weight
 
 
@@ -58,6 +58,11 @@ class TieredMemory:
         self.tiers = tuple(tiers)
         self.device: jax.Device = next(iter(tiers[0].store.row_of.devices()))
         self._policy_spec = policy_spec(self.spec, tiers, width)
+        between = tiers_between_steps(policy, self._policy_spec)
+        pools = tuple(
+            dataclasses.replace(pool, between_steps=i in between) for i, pool in enumerate(pools)
+        )
+        self.spec = dataclasses.replace(self.spec, pools=pools)
         self._state, self._gate = self._fresh()
         self.ledger = TieredLedger({n: t.ledger for n, t in zip(names, tiers, strict=True)})
         self.programs = CompiledPrograms()

@@ -157,6 +157,11 @@ class DynaExq:
         """See `Policy`."""
         return state_of(DynaExqState, scores=0)
 
+    def tiers_between_steps(self, spec: PolicySpec) -> tuple[int, ...]:
+        """See `interface.tiers_between_steps`: all but the cold one."""
+        cold = tier_id(spec, self.cold, -1)
+        return tuple(tier for tier in range(len(spec.tiers)) if tier != cold)
+
     def init(self, spec: PolicySpec) -> DynaExqState:
         """See `Policy`."""
         hot, cold = tier_id(spec, self.hot, 0), tier_id(spec, self.cold, -1)

@@ -187,6 +187,15 @@ def asks_again(policy: AnyPolicy) -> bool:
     return bool(getattr(policy, "asks_again", False))
 
 
+def tiers_between_steps(policy: AnyPolicy, spec: PolicySpec) -> tuple[int, ...]:
+    """Tiers for which it asks where an expert is in a slot of theirs, and never else.
+
+    It says so by a method of this name that takes the spec; others may ask for any expert.
+    """
+    found = getattr(policy, "tiers_between_steps", None)
+    return tuple(found(spec)) if found is not None else ()
+
+
 def pairs_with_room(moves: jax.Array, room: jax.Array) -> jax.Array:
     """bool[R], requests of the pairs before which fewer than `room` experts set out.
 
