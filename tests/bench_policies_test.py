@@ -19,6 +19,7 @@ from scripts.policy_memories import Lab
 from scripts.policy_run import Options, Run
 from scripts.policy_sections import SECTIONS
 from scripts.policy_timing import Sizes
+from tests import slow
 
 FEW_LAYERS = {
     name: dataclasses.replace(config, num_layers=3, moe_layers=(0, 1, 2))
@@ -214,6 +215,7 @@ class SectionTest(absltest.TestCase):
         self.assertEqual(rows["one layer, prefetch miss"].baseline["prefetched_a_step"], 1)
 
     def test_cost(self):
+        slow.skip_unless_asked()
         rows = self.run_section("cost", only=("pool alone", "rho 0", "nothing hot"))
         moved = self.ends(rows, "cost of an offloaded step")
         self.assertLen(moved, 2)
@@ -221,6 +223,7 @@ class SectionTest(absltest.TestCase):
             self.assertEqual(row.baseline["moved_over_no_policy"], 1)
 
     def test_compose(self):
+        slow.skip_unless_asked()
         rows = self.run_section("compose", gibs=(0.0062,), only=("cache", "dynaexq+dymoe+buddymoe"))
         cache, found = self.ends(rows, "TPOT")
         self.assertEqual(found.baseline["cache_ms"], cache.figure)

@@ -20,7 +20,7 @@ from moejax.benchmarking import running
 from moejax.benchmarking.shapes import TINY
 from moejax.models.config import weight_shapes
 from moejax.traces import trace_of_replay, write_trace
-from tests import tiny_engine
+from tests import slow, tiny_engine
 
 
 def run(*flags: str, **fields: Any) -> tuple[int, str, str]:
@@ -258,6 +258,7 @@ class ShapeTest(Case):
             self.assertBetween(figures["share of the byte floor"]["value"], 0.1, 100)
 
     def test_buddies_are_those_of_the_replayed_routing(self):
+        slow.skip_unless_asked()
         record, _ = self.record(
             shape="tiny", prompt_tokens=16, **{"policy.name": "buddymoe", "policy.slots": "('4',)"}
         )

@@ -11,6 +11,7 @@ from moejax.models.transformer import forward, merge_weights, model_definition
 from scripts.quality_bench import DOMAINS, Windows
 from scripts.reproducing import coactivation, routing, weights
 from scripts.reproducing.demo import WIKI, Demo
+from tests import slow
 
 WINDOW, COUNT = 40, 4
 
@@ -95,6 +96,7 @@ class ReproduceMeasureTest(absltest.TestCase):
         self.assertLess(short, long)
 
     def test_weights(self):
+        slow.skip_unless_asked()
         found = {one.what: one for one in weights.measure(self.demo)}
         json.dumps([one.more for one in found.values()])
         stacks = {one.name: one for one in weights.stacks(self.demo)}

@@ -1,0 +1,14 @@
+"""Tests that take long and say little that others do not: skipped unless they are asked for."""
+
+import os
+import unittest
+
+
+def skip_unless_asked() -> None:
+    """To be called first; `MOEJAX_SLOW_TESTS=1 scripts/run_tests.sh` runs what calls it.
+
+    Raises:
+      unittest.SkipTest: slow tests are not asked for.
+    """
+    if not os.environ.get("MOEJAX_SLOW_TESTS"):
+        raise unittest.SkipTest("takes long: MOEJAX_SLOW_TESTS=1 runs it")
