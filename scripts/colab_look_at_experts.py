@@ -143,8 +143,9 @@ for kind, share in shares.items():
     layer, expert = np.unravel_index(share.argmax(), share.shape)
     half = np.sort(share, axis=1)[:, ::-1][:, : num_experts // 4].sum(axis=1).mean() / width
     print(
-        f"{kind:>8}: most wanted is expert {expert} of layer {layer}, by "
-        f"{share[layer, expert]:.2f} of tokens; the best quarter of the experts gets {100 * half:.0f} % of the choices"
+        f"{kind:>8}: most wanted is expert {expert} of layer {layer}, "
+        f"by {share[layer, expert]:.2f} of tokens; "
+        f"the best quarter of the experts gets {100 * half:.0f} % of the choices"
     )
 
 # %% [markdown]

@@ -231,7 +231,8 @@ for least in (0.0, 0.2):
         f"least={least:g}: {same} of {len(found.tokens)} tokens as with all experts on the device"
     )
     print(
-        f"  hits {ledger.hit_rate:.4f} (the prompt's included), {ledger.link_bytes / 1e6:.1f} MB moved"
+        f"  hits {ledger.hit_rate:.4f} (the prompt's included), "
+        f"{ledger.link_bytes / 1e6:.1f} MB moved"
     )
     print(f"  gate mass skipped {100 * ledger.shares['skipped']:.2f} %")
 

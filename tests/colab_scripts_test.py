@@ -9,6 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import jax
 from absl.testing import absltest, parameterized
 
 ROOT = Path(__file__).parents[1]
@@ -42,6 +43,9 @@ def ran(name: str) -> tuple[str, list[str]]:
                 "MPLBACKEND": "Agg",
                 "PYTHONPATH": str(ROOT),
                 "TMPDIR": folder,
+                # Programs are kept where those of the other tests are (tests/conftest.py).
+                "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir or folder,
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
             },
             cwd=folder,
             capture_output=True,
@@ -72,7 +76,7 @@ class CellsTest(parameterized.TestCase):
     def test_all_are_known(self):
         self.assertCountEqual(SCRIPTS, PICTURES)
 
-    @parameterized.parameters(PICTURES)
+    @parameterized.parameters(*PICTURES)
     def test_cells(self, name):
         (_, before), (first, title), *others = cells(SCRIPTS[name].read_text(encoding="utf-8"))
         self.assertEqual(before, "")
@@ -90,7 +94,7 @@ class CellsTest(parameterized.TestCase):
                 for line in prose:
                     self.assertStartsWith(line, "#")
 
-    @parameterized.parameters(PICTURES)
+    @parameterized.parameters(*PICTURES)
     def test_nothing_private_is_used(self, name):
         tree = ast.parse(SCRIPTS[name].read_text(encoding="utf-8"))
         used = [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
@@ -115,7 +119,7 @@ class CellsTest(parameterized.TestCase):
 
 
 class OutputTest(parameterized.TestCase):
-    @parameterized.parameters(PICTURES)
+    @parameterized.parameters(*PICTURES)
     def test_pictures(self, name):
         self.assertEqual(ran(name)[1], PICTURES[name])
 
