@@ -118,7 +118,7 @@ for bits in (16, 8, 4, 3, 2):
 # %%
 figure = Figure(figsize=(6, 4), layout="constrained")
 axes = figure.subplots()
-hits = np.linspace(0, 1, 51)
+hits = np.linspace(0, 0.99, 100)
 for bits, style in ((16, "-"), (8, "--"), (4, "-."), (3, ":")):
     if plans[bits].pooled:
         all_missed = plans[bits].num_layers * plans[bits].experts_per_token

@@ -164,7 +164,7 @@ for name, row in rows.items():
         )
 axes.axhline(rows["plain"]["perplexity"], linestyle=":", color="0.3", label="plain")
 axes.set(xlabel="MB of weights", ylabel="perplexity (lower is better)", title="The demo model")
-axes.margins(x=0.25)
+axes.margins(x=0.25, y=0.15)
 axes.legend()
 show(figure, "quantize_and_compare")
 
