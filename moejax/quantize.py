@@ -9,11 +9,16 @@ take. Killed at any moment and started again with the same settings, the command
 was. A bar with the time left goes to stderr, the report to stdout.
 """
 
+from typing import TYPE_CHECKING
+
 from absl import flags
 
 from moejax import cli
 from moejax.config import QuantizeConfig
 from moejax.errors import MoejaxError
+
+if TYPE_CHECKING:  # it imports JAX
+    from moejax.compression.pipeline import Outcome
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -24,11 +29,28 @@ def define_flags(values: flags.FlagValues) -> None:
 def quantize(config: QuantizeConfig, values: flags.FlagValues) -> None:
     """Quantizes the checkpoint and prints the report."""
     del values
+    outcome = run(config)
+    from moejax.compression.report import report_lines
+
+    for line in report_lines(outcome):
+        print(line)
+
+
+def run(config: QuantizeConfig, *, progress: bool = True) -> "Outcome":
+    """Quantizes a checkpoint; what the command does, from Python.
+
+    Args:
+      config: what the command's flags say.
+      progress: whether a bar is drawn on stderr.
+
+    Raises:
+      MoejaxError: as `quantize_checkpoint`, or a field of the configuration is not allowed.
+    """
+    config.check()
     # Importing these imports JAX, which --help and mistakes need not wait for.
     from moejax.checkpoints import resolve_checkpoint
     from moejax.compression.pipeline import Job, quantize_checkpoint
     from moejax.compression.recipe import FORMATS, Recipe, Scheme, parse_rules
-    from moejax.compression.report import report_lines
     from moejax.devices import choose_device, enable_compilation_cache
 
     if not config.output:
@@ -57,10 +79,9 @@ def quantize(config: QuantizeConfig, values: flags.FlagValues) -> None:
         calibration_samples=config.calibration_samples,
         calibration_length=config.calibration_length,
         device=device,
-        progress=True,
+        progress=progress,
     )
-    for line in report_lines(quantize_checkpoint(job)):
-        print(line)
+    return quantize_checkpoint(job)
 
 
 def read_text(name: str) -> str | None:

@@ -1,6 +1,7 @@
 """The quantize command as a user runs it."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import pathlib
@@ -9,6 +10,8 @@ import tempfile
 from absl.testing import absltest, parameterized
 
 from moejax import cli, quantize
+from moejax.config import QuantizeConfig
+from moejax.errors import MoejaxError
 from tests.random_checkpoints import write_random_checkpoint
 
 
@@ -64,6 +67,24 @@ class QuantizeMainTest(parameterized.TestCase):
         self.assertEqual(status, 0)
         self.assertStartsWith(out, f"{self.output} is finished already; nothing was done")
         self.assertNotIn("time:", out)
+
+    def test_from_python(self):
+        config = QuantizeConfig(
+            checkpoint=str(self.source),
+            output=str(self.output),
+            method="rtn",
+            group_size=32,
+            platform="cpu",
+        )
+        err = io.StringIO()
+        with contextlib.redirect_stderr(err):
+            outcome = quantize.run(config, progress=False)
+        self.assertEqual(err.getvalue(), "")  # no bar
+        totals = json.loads((self.output / "quantization.json").read_text())["totals"]
+        self.assertEqual(outcome.totals, totals)
+        self.assertFalse(outcome.was_done)
+        with self.assertRaisesRegex(MoejaxError, "passes=0 must be at least 1"):
+            quantize.run(dataclasses.replace(config, passes=0))
 
     @parameterized.parameters(
         (["--config.method=rtm"], "method=rtm is none of none, rtn, hqq"),

@@ -12,6 +12,7 @@ from absl.testing import absltest, parameterized
 
 from moejax import cli, sweep
 from moejax.errors import MoejaxError
+from moejax.policies.on_demand import OnDemand
 from moejax.results import ResultRow, append_rows, read_rows
 from moejax.simulation import table
 from moejax.simulation.costs import (
@@ -25,8 +26,12 @@ from moejax.simulation.costs import (
     step_ms,
 )
 from moejax.simulation.grid import axis, described, settings
+from moejax.simulation.sweeping import Tiers
+from moejax.simulation.sweeping import sweep as sweep_over
 from moejax.traces import write_trace
 from tests.simulated_traces import random_trace
+
+MACHINE = Machine(base_ms=1.0, link_gib_per_s=10.0)
 
 
 class GridTest(parameterized.TestCase):
@@ -156,6 +161,20 @@ class TableTest(absltest.TestCase):
                   point(1.5, 1, 0.5)]  # fmt: skip
         self.assertEqual(table.pareto(points), [0, 1, 5])
         self.assertEqual(table.spread(points, [0, 1, 5], 2), [1, 0])
+
+
+class OwnPolicyTest(absltest.TestCase):
+    def test_a_class_serves_as_its_name(self):
+        trace = random_trace(
+            step_sizes=[9, *[1] * 20], num_layers=3, num_experts=8, width=2, foreseen=2
+        )
+        tiers = Tiers(names=("int4",), expert_bytes=(1000,))
+        grid = [{"slots": slots, "prefetch": ahead} for slots in (2, 4) for ahead in (0, 1)]
+        own, named = (sweep_over(trace, p, grid, tiers) for p in (OnDemand, "on_demand"))
+        self.assertEqual([one.figures(MACHINE) for one in own], [o.figures(MACHINE) for o in named])
+        self.assertLen({one.hit_rate for one in own}, 4)
+        with self.assertRaisesRegex(MoejaxError, "slots=2 prefetch=-1: .*prefetch=-1 must be"):
+            sweep_over(trace, OnDemand, [{"slots": 2, "prefetch": -1}], tiers)
 
 
 class MainTest(parameterized.TestCase):

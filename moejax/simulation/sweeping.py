@@ -1,7 +1,8 @@
 """A grid of settings over one trace: traffic of each, the ceilings, and what that costs."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.errors import MoejaxError
+from moejax.policies.interface import AnyPolicy
 from moejax.policies.make import make_policy
 from moejax.simulation import caches, ceilings, replay
 from moejax.simulation.costs import GIB, Machine, Traffic, bandwidth_bound_ms, step_ms
@@ -68,13 +70,18 @@ class Swept:
 
 
 def sweep(
-    trace: Trace, policy: str, grid: Sequence[Mapping[str, Any]], tiers: Tiers, bulk: int = 64
+    trace: Trace,
+    policy: str | Callable[..., AnyPolicy],
+    grid: Sequence[Mapping[str, Any]],
+    tiers: Tiers,
+    bulk: int = 64,
 ) -> list[Swept]:
     """Runs every setting of a grid over the trace; decode is what is told.
 
     Args:
       trace: with decoded tokens.
-      policy: `LRU`, whose settings are slots and prefetch, or a name of `policies.make`.
+      policy: `LRU`, whose settings are slots and prefetch, a name of `policies.make`, or what
+        makes a policy of its settings, such as the class of a policy of one's own.
       grid: settings: `slots` of a layer, a number or one of each tier, and those of the policy.
       tiers: of the experts.
       bulk: experts that a policy's transfers bring between two calls at most.
@@ -157,21 +164,22 @@ def _sweep_lru(
 
 def _sweep_policy(
     trace: Trace,
-    name: str,
+    policy: str | Callable[..., AnyPolicy],
     grid: Sequence[Mapping[str, Any]],
     slots: Sequence[tuple[int, ...]],
     tiers: Tiers,
     bulk: int,
 ) -> list[Found]:
+    make = functools.partial(make_policy, policy) if isinstance(policy, str) else policy
     runs = []
     for setting, row in zip(grid, slots, strict=True):
         given = {key: value for key, value in setting.items() if key != "slots"}
         try:
-            policy = make_policy(name, **given)
+            made = make(**given)
         except MoejaxError as error:
-            raise MoejaxError(f"{described(setting) or name}: {error}") from error
+            raise MoejaxError(f"{described(setting) or policy}: {error}") from error
         runs.append(
-            Run(policy=policy, tiers=tiers.names, expert_bytes=tiers.expert_bytes, slots=row,
+            Run(policy=made, tiers=tiers.names, expert_bytes=tiers.expert_bytes, slots=row,
                 bulk=bulk)
         )  # fmt: skip
     return [_found(trace, tallied) for tallied in run_policies(trace, runs)]
