@@ -1,7 +1,6 @@
 """The notebooks under scripts/: their cells, what they use of moejax, and what they print."""
 
 import ast
-import functools
 import os
 import re
 import subprocess
@@ -11,6 +10,8 @@ from pathlib import Path
 
 import jax
 from absl.testing import absltest, parameterized
+
+from tests import slow
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = {path.stem: path for path in sorted((ROOT / "scripts").glob("colab_*.py"))}
@@ -30,9 +31,8 @@ def cells(text: str) -> list[tuple[str, str]]:
     return list(zip(markers, MARKER.split(text), strict=True))
 
 
-@functools.cache
-def ran(name: str) -> tuple[str, list[str]]:
-    """What a script prints with small settings, and the names of its pictures."""
+def ran(name: str) -> str:
+    """What a script prints with small settings; its pictures are those that it should make."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [sys.executable, str(SCRIPTS[name])],
@@ -59,7 +59,8 @@ def ran(name: str) -> tuple[str, list[str]]:
         for picture in pictures:
             size = (Path(folder) / f"{picture}.png").stat().st_size
             assert size > 5_000, f"{picture}.png has {size} bytes"
-        return done.stdout, pictures
+        assert pictures == PICTURES[name], pictures
+        return done.stdout
 
 
 def tables(text: str) -> list[list[dict[str, str]]]:
@@ -119,12 +120,8 @@ class CellsTest(parameterized.TestCase):
 
 
 class OutputTest(parameterized.TestCase):
-    @parameterized.parameters(*PICTURES)
-    def test_pictures(self, name):
-        self.assertEqual(ran(name)[1], PICTURES[name])
-
     def test_first_steps(self):
-        printed, _ = ran("colab_first_steps")
+        printed = ran("colab_first_steps")
         first, _, again = re.findall(r"^seed \d: (.*)$", printed, re.MULTILINE)
         self.assertEqual(first, again)
         nats = re.findall(r"(-[\d.]+) nats +.* (\w+)$", printed, re.MULTILINE)
@@ -134,7 +131,8 @@ class OutputTest(parameterized.TestCase):
         self.assertEqual(shares, sorted(shares, reverse=True))
 
     def test_quantized_is_smaller_and_worse(self):
-        [rows] = tables(ran("colab_quantize_and_compare")[0])
+        slow.skip_unless_asked()
+        [rows] = tables(ran("colab_quantize_and_compare"))
         by_name = {row["form"]: row for row in rows}
         plain, int4, int3 = (by_name[name] for name in ("plain", "rtn INT4", "rtn INT3"))
         for figure, sign in (("perplexity", 1), ("MB", -1), ("bits a weight", -1)):
@@ -143,7 +141,7 @@ class OutputTest(parameterized.TestCase):
             self.assertLen(set(values), 3, figure)
 
     def test_the_own_policy(self):
-        printed, _ = ran("colab_write_a_policy")
+        printed = ran("colab_write_a_policy")
         [rows] = tables(printed)
         hits = {row["policy"]: float(row["hits"]) for row in rows}
         skipped = {row["policy"]: float(row["skipped"].removesuffix(" %")) for row in rows}
@@ -162,7 +160,8 @@ class OutputTest(parameterized.TestCase):
         self.assertGreater(by_engine[1], by_engine[0])
 
     def test_offload(self):
-        printed, _ = ran("colab_offload_12gib")
+        slow.skip_unless_asked()
+        printed = ran("colab_offload_12gib")
         by_bits, demo = tables(printed)
         self.assertEqual([row["bits"] for row in by_bits], ["16", "8", "4", "3", "2"])
         whole = [float(row["all weights GiB"]) for row in by_bits]
@@ -177,7 +176,7 @@ class OutputTest(parameterized.TestCase):
             self.assertGreater(float(row["fetched MiB a token"]), 0)
 
     def test_experts(self):
-        printed, _ = ran("colab_look_at_experts")
+        printed = ran("colab_look_at_experts")
         self.assertEqual(re.findall(r"^(\w+): \d+ tokens", printed, re.MULTILINE), KINDS)
         for line in re.findall(r"^\w+ and \w+: (.*)  \(layer", printed, re.MULTILINE):
             for apart in line.split():
