@@ -13,12 +13,13 @@ from pathlib import Path
 
 from absl import app
 
-from scripts.documents import api_reference, config_tables, measured
+from scripts.documents import api_reference, config_tables, measured, messages
 from scripts.documents.commands import ROOT
 
 REGIONS: dict[str, Callable[[], str]] = {
     "configs": config_tables.tables,
     "api": api_reference.reference,
+    "messages": messages.index,
     **measured.REGIONS,
 }
 _REGION = re.compile(r"(<!-- made: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
