@@ -77,7 +77,7 @@ def _package(folder: Path) -> list[str]:
 
 def _section(name: str, node: _Found, level: int = 3) -> list[str]:
     """One name: its signature, its docstring, and a class's public methods."""
-    lines = [f"{'#' * level} {name}", "", "```python", _signature(node), "```", ""]
+    lines = [f"{'#' * level} {name}", "", "```text", _signature(node), "```", ""]
     lines += _prose(ast.get_docstring(node) or "")
     lines += [""]
     if isinstance(node, ast.ClassDef) and not _is_record(node):
@@ -86,7 +86,7 @@ def _section(name: str, node: _Found, level: int = 3) -> list[str]:
                 text = ast.get_docstring(part) or ""
                 if not text or text.startswith("See `"):
                     continue
-                lines += [f"**{node.name}.{part.name}**", "", "```python", _signature(part), "```"]
+                lines += [f"**{node.name}.{part.name}**", "", "```text", _signature(part), "```"]
                 lines += ["", *_prose(text), ""]
     return lines
 

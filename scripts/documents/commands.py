@@ -5,6 +5,7 @@ or a span of a sentence or a table that does. What becomes of it, its mark says:
 
     ```bash             each command is run by the tests
     ```bash gpu         none is; flags are parsed and the configuration is made
+    ```python           the program is run; marks are those of commands
     command   # hub     the mark of one line, in a fence or a docstring
 
 A mark is a word of `MARKS`. A span is a mention and is never run. A line of a docstring stands for
@@ -21,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 RUN, DRY_RUN = "run", "dry"
+PROGRAM = "# Python\n"  # begins the text of a program
 MARKS = {
     "long": "takes longer than a test may; run by `python -m scripts.check_documents --all`",
     "gpu": "needs an accelerator, or the weights of a model that needs one",
@@ -51,6 +53,11 @@ class Command:
     place: str
     text: str
     fate: str
+
+    @property
+    def is_program(self) -> bool:
+        """Whether it is Python, and not a command of a shell."""
+        return self.text.startswith(PROGRAM)
 
     @property
     def words(self) -> list[str]:
@@ -91,9 +98,11 @@ def of_page(place: str, text: str) -> list[Command]:
         language, info, body = match[2], match[3].strip(), match[4]
         if language in ("sh", "shell", "console", "zsh") or (not language and _START.search(body)):
             raise ValueError(f"{place}:{line}: call a fence of commands bash, and mark it")
+        if language in ("bash", "python") and info and info not in MARKS:
+            raise ValueError(f"{place}:{line}: {info!r} is none of {', '.join(MARKS)}")
+        if language == "python":
+            found.append(Command(f"{place}:{line}", PROGRAM + body, info or RUN))
         if language == "bash":
-            if info and info not in MARKS:
-                raise ValueError(f"{place}:{line}: {info!r} is none of {', '.join(MARKS)}")
             found += list(_of_lines(f"{place}:{{}}", body, line + 1, info or RUN))
     prose = _FENCE.sub(lambda match: "\n" * match[0].count("\n"), text)
     for match in _SPAN.finditer(prose):

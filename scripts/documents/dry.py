@@ -23,8 +23,11 @@ _NUMBERS = {"integer": int, "float": float}
 
 
 def check(command: Command) -> None:
-    """Raises ValueError or MoejaxError where a command cannot be read."""
+    """Raises one of `ERRORS` where a command cannot be read."""
     if command.fate == "term":
+        return
+    if command.is_program:
+        compile(command.text, command.place, "exec")
         return
     for words in command.parts:
         _check_words(words)
@@ -157,4 +160,4 @@ def _require_file(name: str) -> None:
         raise ValueError(f"there is no file {name}")
 
 
-ERRORS = (ValueError, MoejaxError, flags.Error)
+ERRORS = (ValueError, SyntaxError, MoejaxError, flags.Error)

@@ -70,6 +70,9 @@ class Workspace:
         Raises:
           ValueError: it fails, or is of a kind that cannot be run.
         """
+        if command.is_program:
+            self._execute(command)
+            return
         for words in command.parts:
             self._make(words)
             found = dry.module_of(words)
@@ -77,6 +80,13 @@ class Workspace:
                 raise ValueError(f"{words[0]} cannot be run here: mark it")
             module, arguments = found
             self._run(module, arguments, shorter=shorter)
+
+    def _execute(self, command: Command) -> None:
+        """A program of a page, alone in its names."""
+        try:
+            exec(compile(command.text, command.place, "exec"), {"__name__": "__main__"})
+        except Exception as error:  # whatever a program raises, it is the page that is wrong
+            raise ValueError(f"{type(error).__name__}: {error}") from error
 
     def _run(self, module: str, arguments: list[str], *, shorter: bool) -> None:
         main = dry.main_of(module)
