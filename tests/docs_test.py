@@ -82,7 +82,15 @@ class CommandsTest(absltest.TestCase):
             commands.of_page("x.md", "```bash later\npython -m moejax.generate\n```\n")
 
     def test_marks(self):
-        text = "```bash\npython -m moejax.plan \\\n  --verbose # gpu: x\n\n# words\nls && \\\n pwd\n```\n"
+        lines = (
+            "python -m moejax.plan \\",
+            "  --verbose # gpu: x",
+            "",
+            "# words",
+            "ls && \\",
+            " pwd",
+        )
+        text = "\n".join(("```bash", *lines, "```", ""))
         first, second = commands.of_page("x.md", text)
         self.assertEqual((first.place, first.fate), ("x.md:2", "gpu"))
         self.assertEqual(first.parts, [["python", "-m", "moejax.plan", "--verbose"]])
