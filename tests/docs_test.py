@@ -82,18 +82,11 @@ class CommandsTest(absltest.TestCase):
             commands.of_page("x.md", "```bash later\npython -m moejax.generate\n```\n")
 
     def test_marks(self):
-        lines = (
-            "python -m moejax.plan \\",
-            "  --verbose # gpu: x",
-            "",
-            "# words",
-            "ls && \\",
-            " pwd",
-        )
-        text = "\n".join(("```bash", *lines, "```", ""))
-        first, second = commands.of_page("x.md", text)
-        self.assertEqual((first.place, first.fate), ("x.md:2", "gpu"))
-        self.assertEqual(first.parts, [["python", "-m", "moejax.plan", "--verbose"]])
+        first = ("python -m moejax.plan \\", "  --verbose # gpu: x", "", "# words")
+        text = "\n".join(("```bash", *first, "ls && \\", " pwd", "```", ""))
+        plan, second = commands.of_page("x.md", text)
+        self.assertEqual((plan.place, plan.fate), ("x.md:2", "gpu"))
+        self.assertEqual(plan.parts, [["python", "-m", "moejax.plan", "--verbose"]])
         self.assertEqual((second.fate, second.parts), (commands.RUN, [["ls"], ["pwd"]]))
 
 
