@@ -74,6 +74,7 @@ def main(argv: list[str]) -> None:
     fates = (commands.RUN, "long") if _ALL.value else (commands.RUN,)
     chosen = [one for one in found if one.fate in fates and not _DRY.value]
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder  # where "auto" keeps compiled programs
         wrong += run_all(chosen, Path(folder), shorter=not _ALL.value)
         os.chdir(commands.ROOT)
     counts = Counter(one.fate for one in found)
