@@ -11,7 +11,7 @@ from absl.testing import absltest
 from moejax import benchmark, cli
 from moejax.benchmarking.record import COLUMNS
 from scripts import make_documents
-from scripts.documents import commands, dry, messages
+from scripts.documents import commands, config_tables, dry, messages
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "WORKSPACE.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -96,6 +96,14 @@ class PagesTest(absltest.TestCase):
             text = page.read_text(encoding="utf-8")
             said = f"{page.name} is not current: run python -m scripts.make_documents"
             self.assertEqual(text, make_documents.made(text), said)
+
+    def test_every_main_has_its_fields_listed(self):
+        mains = {
+            path.stem
+            for path in (ROOT / "moejax").glob("*.py")
+            if re.search(r"^COMMAND = ", path.read_text(encoding="utf-8"), re.MULTILINE)
+        }
+        self.assertEqual(mains, set(config_tables.MAINS))
 
     def test_links(self):
         for page in PAGES:

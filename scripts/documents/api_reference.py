@@ -12,6 +12,14 @@ from pathlib import Path
 import moejax
 from scripts.documents.commands import ROOT
 
+# What the public names take and give beside what they define.
+_TAKEN = (
+    "moejax.generation.GenerationSettings",
+    "moejax.generation.Timing",
+    "moejax.memory.budget.Limits",
+    "moejax.ledger.Ledger",
+    "moejax.fidelity.TieredLedger",
+)
 _SECTIONS = re.compile(r"^(Args|Returns|Raises|Yields|Attributes):$")
 _Found = ast.ClassDef | ast.FunctionDef
 
@@ -21,6 +29,9 @@ def reference() -> str:
     lines = ["## moejax", ""]
     for name in dir(moejax):
         lines += _section(f"moejax.{name}", _find(moejax._HOMES[name], name))
+    for name in _TAKEN:
+        module, _, last = name.rpartition(".")
+        lines += _section(name, _find(module, last))
     lines += ["## moejax.policies", ""]
     lines += _module("moejax.policies.interface")
     lines += _section(
