@@ -13,11 +13,11 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from moejax import cli
-from moejax.checkpoints.resolve import DEMO_DIRECTORY
+from moejax.demo import DEMO_DIRECTORY
 from moejax.options import options
 from scripts.documents import dry
 from scripts.documents.commands import ROOT, Command
@@ -160,7 +160,7 @@ def _text(space: Workspace, path: Path) -> None:
     path.write_text(_TEXT * 40, encoding="utf-8")
 
 
-def _rows(row: dict[str, object], space: Workspace, path: Path) -> None:
+def _rows(row: Mapping[str, object], space: Workspace, path: Path) -> None:
     del space
     # Examples are other rows than the question that they stand before.
     kind, words = path.name, str(row.get("question", ""))
