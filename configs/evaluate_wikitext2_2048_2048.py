@@ -1,6 +1,6 @@
 """WikiText-2 test, windows of 2048 tokens that do not overlap: what GPTQ and most papers print.
 
-    python -m moejax.evaluate --config=configs/evaluate_wikitext2_2048_2048.py
+    python -m moejax.evaluate --config=configs/evaluate_wikitext2_2048_2048.py  # hub
 
 The rows come from the Hub by the package `datasets` (or its cache). Without it:
 `--config.text=wiki.test.raw --config.join=wikitext` gives the same 1,296,370 bytes. The demo model

@@ -1,7 +1,7 @@
 """INT4 by GPTQ in the GPTQ format, for other engines; the head in INT8 beside it.
 
     python -m moejax.quantize --config=configs/quantize_gptq_4bit.py \
-        --config.checkpoint=Qwen/Qwen3-30B-A3B --config.output=qwen3-gptq
+        --config.checkpoint=Qwen/Qwen3-30B-A3B --config.output=qwen3-gptq  # gpu
 
 Calibration is the text that ships, 128 samples of 2048 tokens or what there is of it.
 """

@@ -1,6 +1,6 @@
 """Qwen3-30B-A3B in bfloat16: 48 layers, 128 experts, 8 a token, 30.5 billion parameters.
 
-    python -m moejax.generate --config=configs/qwen3_30b_a3b.py --chat --prompt="Why?"
+    python -m moejax.generate --config=configs/qwen3_30b_a3b.py --chat --prompt="Why?"  # gpu
 
 Expected memory on the device: weights 56.9 GiB (61.1 GB, which is also the download), cache 96 KiB
 a token, so 0.75 GiB for the 8192 tokens here: an accelerator of 80 GB. Sampling is what the model's

@@ -1,6 +1,6 @@
 """Qwen3-30B-A3B in bfloat16 behind the server: up to 16 answers at once, each in 8192 tokens.
 
-    python -m moejax.serve --config=configs/serve_qwen3_30b_a3b.py --config.port=8000
+    python -m moejax.serve --config=configs/serve_qwen3_30b_a3b.py --config.port=8000  # gpu
 
 Expected memory on the device: weights 56.9 GiB, and a cache of 96 KiB a token, so 12 GiB for 16
 answers of 8192 tokens: an accelerator of 80 GB. Not yet run on one. Sampling, where a request does

@@ -1,6 +1,7 @@
 """DyMoE on Mixtral-8x7B (Table 3): retention, 4/2 and 4/0, look-ahead, at PCIe 3 x16.
 
-    python -m moejax.sweep --config=configs/sweep_mixtral_dymoe.py --config.trace=mixtral.trace
+    python -m moejax.sweep --config=configs/sweep_mixtral_dymoe.py \
+        --config.trace=mixtral.trace  # gpu
 
 The trace must foresee the next layer (--config.record_foreseen, 8 by default) for prefetch other
 than 0. Slots are those of a layer in INT4 and INT2; two INT2 experts take the place of one INT4.

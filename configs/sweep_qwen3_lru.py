@@ -1,7 +1,7 @@
 """Qwen3-30B-A3B in INT4 under LRU at every number of slots, on PCIe 5, PCIe 4 and PCIe 3 x16.
 
-    python -m scripts.make_trace --shape=Qwen3-30B-A3B --tokens=10000 --out=qwen3.trace
-    python -m moejax.sweep --config=configs/sweep_qwen3_lru.py --config.trace=qwen3.trace
+    python -m scripts.make_trace --shape=Qwen3-30B-A3B --tokens=10000 --out=qwen3.trace  # long
+    python -m moejax.sweep --config=configs/sweep_qwen3_lru.py --config.trace=qwen3.trace  # long
 
 100 settings x 10,000 tokens x 48 layers x 128 experts: half a minute of one core and as long again
 for Belady's cache. base_ms is what the resident model takes on an H200; give your own, or a

@@ -17,7 +17,7 @@ TEXT = (ROOT / "docs/evaluation.md").read_text(encoding="utf-8")
 
 def commands(start: str) -> list[list[str]]:
     """Words of every command that begins so, in blocks and in the table."""
-    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)).split("\n")
+    blocks = "\n".join(re.findall(r"```bash[^\n]*\n(.*?)```", TEXT, re.DOTALL)).split("\n")
     spans = re.findall(r"`([^`\n]+)`", TEXT)
     found = [line for line in (*blocks, *spans) if line.startswith(start)]
     return [shlex.split(line, comments=True) for line in found]

@@ -1,0 +1,173 @@
+"""docs/api.md: signatures and docstrings of the public names, read from the source with `ast`.
+
+Read and not imported: what `inspect` prints of an annotation depends on the versions of Python and
+JAX.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import moejax
+from scripts.documents.commands import ROOT
+
+# What the public names take and give beside what they define.
+_TAKEN = (
+    "moejax.generation.GenerationSettings",
+    "moejax.generation.Timing",
+    "moejax.memory.budget.Limits",
+    "moejax.ledger.Ledger",
+    "moejax.fidelity.TieredLedger",
+)
+_SECTIONS = re.compile(r"^(Args|Returns|Raises|Yields|Attributes):$")
+_Found = ast.ClassDef | ast.FunctionDef
+
+
+def reference() -> str:
+    """The whole reference."""
+    lines = ["## moejax", ""]
+    for name in dir(moejax):
+        lines += _section(f"moejax.{name}", _find(moejax._HOMES[name], name))
+    for name in _TAKEN:
+        module, _, last = name.rpartition(".")
+        lines += _section(name, _find(module, last))
+    lines += ["## moejax.policies", ""]
+    lines += _module("moejax.policies.interface")
+    lines += _section(
+        "moejax.policies.make.make_policy", _find("moejax.policies.make", "make_policy")
+    )
+    lines += ["## pallas_kernels", ""]
+    lines += _module("pallas_kernels.layout")
+    lines += _module("pallas_kernels.packed")
+    for folder in sorted((ROOT / "pallas_kernels").glob("*/api.py")):
+        lines += _package(folder.parent)
+    return "\n".join(lines).rstrip()
+
+
+def _path(module: str) -> Path:
+    path = ROOT / module.replace(".", "/")
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def _find(module: str, name: str) -> _Found:
+    """Where a name is defined; imports of it are followed."""
+    tree = ast.parse(_path(module).read_text("utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+            return node
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    return _find(node.module, alias.name)
+    raise LookupError(f"{module} has no {name}")
+
+
+def _module(module: str) -> list[str]:
+    """All public names of a module, in its order."""
+    tree = ast.parse(_path(module).read_text("utf-8"))
+    lines = []
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+            lines += _section(f"{module}.{node.name}", node)
+    return lines
+
+
+def _package(folder: Path) -> list[str]:
+    """What a folder of a kernel exports."""
+    module = f"pallas_kernels.{folder.name}"
+    tree = ast.parse((folder / "__init__.py").read_text("utf-8"))
+    lines = [f"### {module}", "", *_prose(ast.get_docstring(tree) or ""), ""]
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                found = _find(node.module, alias.name)
+                lines += _section(f"{module}.{alias.name}", found, level=4)
+    return lines
+
+
+def _section(name: str, node: _Found, level: int = 3) -> list[str]:
+    """One name: its signature, its docstring, and a class's public methods."""
+    lines = [f"{'#' * level} {name}", "", "```text", _signature(node), "```", ""]
+    lines += _prose(ast.get_docstring(node) or "")
+    lines += [""]
+    if isinstance(node, ast.ClassDef) and not _is_record(node):
+        for part in node.body:
+            if isinstance(part, ast.FunctionDef) and _is_public(part):
+                text = ast.get_docstring(part) or ""
+                if not text or text.startswith("See `"):
+                    continue
+                lines += [f"**{node.name}.{part.name}**", "", "```text", _signature(part), "```"]
+                lines += ["", *_prose(text), ""]
+    return lines
+
+
+def _is_record(node: ast.ClassDef) -> bool:
+    """A tuple of fields, whose docstring says all."""
+    return any(isinstance(base, ast.Name) and base.id == "NamedTuple" for base in node.bases)
+
+
+def _is_public(node: ast.FunctionDef) -> bool:
+    return not node.name.startswith("_")
+
+
+def _signature(node: _Found) -> str:
+    """`def name(arguments) -> type`, an argument a line where one line is too long."""
+    if isinstance(node, ast.ClassDef):
+        bases = ", ".join(ast.unparse(base) for base in node.bases)
+        fields = [ast.unparse(part) for part in node.body if isinstance(part, ast.AnnAssign)]
+        head = f"class {node.name}({bases})" if bases else f"class {node.name}"
+        return "\n    ".join([f"{head}:", *fields]) if fields else head
+    is_property = any(ast.unparse(of) == "property" for of in node.decorator_list)
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    if is_property:
+        return f"{node.name}{returns.replace(' ->', ':')}"
+    arguments = ast.unparse(node.args)
+    text = f"{node.name}({arguments}){returns}"
+    if len(text) <= 96:
+        return text
+    return f"{node.name}(\n    " + ",\n    ".join(_split(arguments)) + f",\n){returns}"
+
+
+def _split(arguments: str) -> Iterator[str]:
+    """Arguments apart, at commas that no bracket holds."""
+    depth, part = 0, ""
+    for letter in arguments:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and not depth:
+            yield part.strip()
+            part = ""
+        else:
+            part += letter
+    yield part.strip()
+
+
+def _prose(text: str) -> list[str]:
+    """A docstring as Markdown: sections of Google's style become lists, indented lines fences."""
+    lines: list[str] = []
+    section, in_code = False, False
+    for line in text.splitlines():
+        header = _SECTIONS.match(line)
+        is_code = line.startswith("    ") and not section
+        if is_code and not in_code:
+            lines.append("```text")
+        if in_code and not is_code and line.strip():
+            while lines[-1] == "":
+                lines.pop()
+            lines += ["```", ""]
+            in_code = False
+        in_code = in_code or is_code
+        if header:
+            section = True
+            lines += [f"{header[1]}:", ""]
+        elif section and re.match(r"  \S", line):
+            entry = re.match(r"  ([\w*, .]+?): (.*)", line)
+            lines.append(f"- `{entry[1]}`: {entry[2]}" if entry else f"- {line.strip()}")
+        elif section and line.startswith("    "):
+            lines.append(f"  {line.strip()}")
+        else:
+            section = section and line.strip() != "" and line.startswith(" ")
+            lines.append(line[4:] if is_code else line)
+    if in_code:
+        lines.append("```")
+    return [line.replace("<-", "&lt;-") if not in_code else line for line in lines]

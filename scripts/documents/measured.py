@@ -1,0 +1,111 @@
+"""Tables of docs/ that come from committed rows, and a real plan."""
+
+import re
+from collections.abc import Callable
+
+from moejax import cli, plan
+from moejax.memory.budget import describe, describe_tiers
+from moejax.planning import budget_of, model_of, tiered_budget
+from moejax.results import ResultRow, read_rows
+from scripts import plot_kernels
+from scripts.documents.commands import ROOT
+
+RESULTS = ROOT / "scripts/results"
+PLAN = ("--config.shape=Qwen3-30B-A3B", "--config.bits=4", "--config.attention_bits=4",
+        "--config.memory.device_gib=8", "--config.memory.host_gib=12",
+        "--config.memory.prefetch=8", "--config.memory.bulk=4",
+        "--config.context=4096")  # fmt: skip
+TIERED = ("--config.policy.name=dynaexq", "--config.policy.tiers=('int4','int2')",
+          "--config.memory.device_gib=0.15", "--config.context=512", "--config.dtype=bfloat16",
+          "--config.platform=gpu")  # fmt: skip
+
+
+def kernel_tables() -> str:
+    """Times of packed products beside other libraries, from the rows of `bench_kernels`."""
+    rows = read_rows(RESULTS / "kernels_h200.jsonl")
+    lines = [_of_whom(rows), ""]
+    for name, sizes in plot_kernels.beside_cublas(plot_kernels.read_curves(rows)).items():
+        section, form = name.split(" | ")
+        what = "rows of x" if section == "dense" else "tokens"
+        lines += [f"**{section}, {form}**, microseconds by {what}:", ""]
+        lines += [plot_kernels.times_table(sizes), ""]
+    return "\n".join(lines).rstrip()
+
+
+def small_kernel_tables() -> str:
+    """Times of attention and of routing, ours and XLA's."""
+    lines: list[str] = []
+    for file in ("attention_h200", "router_h200"):
+        rows = read_rows(RESULTS / f"{file}.jsonl")
+        lines += [_of_whom(rows), "", "| us | ours | XLA |", "| --- | ---: | ---: |"]
+        lines += [f"| {r.what} | {r.figure:.1f} | {r.baseline['xla']:.1f} |" for r in rows]
+        lines += [""]
+    return "\n".join(lines).rstrip()
+
+
+def memory_table() -> str:
+    """TPOT and TTFT under device budgets, beside the resident model."""
+    rows = read_rows(RESULTS / "memory_h200.jsonl")
+    latest: dict[str, ResultRow] = {row.what: row for row in rows}
+    lines = [_of_whom(rows), ""]
+    lines += ["| model, INT4 | budget | what | slots | hits | TPOT, ms |"]
+    lines += ["| --- | ---: | --- | --- | ---: | ---: |"]
+    pattern = re.compile(
+        r"(load on demand|cache|cache and prefetch), the demo model's routing, (\d+ slots of \d+), "
+        r"ahead \d+, TPOT, (Mixtral-8x7B|Qwen3-30B-A3B), .*?(\d+) GiB, batch 1"
+    )
+    found = []
+    for what, row in latest.items():
+        if match := pattern.match(what):
+            found.append((match[3], int(match[4]), -row.figure, match, row))
+    for model, gib, _, match, row in sorted(found, key=lambda one: one[:3]):
+        hits = f"{100 * row.baseline['hit_rate']:.0f} %"
+        lines += [f"| {model} | {gib} GiB | {match[1]} | {match[2]} | {hits} | {row.figure:.1f} |"]
+    return "\n".join(lines)
+
+
+def a_plan() -> str:
+    """What `moejax.plan` prints of a shape, and of the demo in two tiers."""
+    config, _ = cli.parse(plan.COMMAND, ["plan", *PLAN])
+    name, model, sizes, itemsize = model_of(config)
+    budget = budget_of(config, model, sizes, itemsize)
+    head = f"{name}, experts of {sizes.tier.name}, on a gpu"
+    whole = "\n".join([*_command(PLAN), "", "```text", head, *describe(budget), "```"])
+    config, _ = cli.parse(plan.COMMAND, ["plan", *TIERED])
+    tiering = config.policy.tiering()
+    assert tiering is not None
+    tiers = describe_tiers(tiered_budget(config, tiering))
+    said = ["And of two tiers under a policy:", "", *_command(TIERED), "", "```text", *tiers, "```"]
+    return "\n".join([whole, "", *said])
+
+
+def _command(arguments: tuple[str, ...]) -> list[str]:
+    quoted = [re.sub(r"=(\(.*)", r'="\1"', word) for word in arguments]
+    lines, line = [], "python -m moejax.plan"
+    for word in quoted:
+        if len(line) + len(word) > 90:
+            lines.append(f"{line} \\")
+            line = " "
+        line = f"{line} {word}"
+    return ["```bash", *lines, line, "```"]
+
+
+def _of_whom(rows: list[ResultRow]) -> str:
+    """Device, versions and dates of a table."""
+    devices = sorted({row.device for row in rows})
+    dates = sorted({row.date for row in rows})
+    names = sorted({name for row in rows for name in row.versions} - {"python", "jaxlib"})
+    said = ", ".join(
+        f"{name} {'/'.join(sorted({row.versions[name] for row in rows if name in row.versions}))}"
+        for name in names
+    )
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return f"{', '.join(devices)}; {said}; {when}."
+
+
+REGIONS: dict[str, Callable[[], str]] = {
+    "kernels": kernel_tables,
+    "small kernels": small_kernel_tables,
+    "memory": memory_table,
+    "plan": a_plan,
+}

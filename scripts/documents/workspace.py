@@ -1,0 +1,198 @@
+"""A folder in which the documents' commands run: the files that they name, and small settings.
+
+A name of the documents (`DIR`, `mine.txt`, `x.trace`, ...) is made when a command first wants it.
+What stands for a large model is the demo; runs are shortened by flags behind a command's own.
+"""
+
+import dataclasses
+import functools
+import json
+import lzma
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from moejax import cli
+from moejax.demo import DEMO_DIRECTORY
+from moejax.options import options
+from scripts.documents import dry
+from scripts.documents.commands import ROOT, Command
+
+# Behind a command's own flags, so these win.
+SHORTER = {
+    "moejax.generate": ["--config.max_new_tokens=6"],
+    "moejax.evaluate": [
+        "--config.window=64", "--config.stride=64", "--config.max_tokens=128",
+        "--config.batch_size=2", "--config.limit=2", "--config.max_new_tokens=4",
+        "--config.fidelity_share=0",
+    ],
+    "moejax.benchmark": [
+        "--config.prompt_tokens=12", "--config.new_tokens=4", "--config.runs=1",
+        "--config.steps_per_call=2", "--config.num_prompts=2", "--config.batches=(1,)",
+    ],
+    "moejax.profile_experts": [
+        "--config.max_tokens=128", "--config.window=64", "--config.batch_size=2",
+    ],
+}  # fmt: skip
+_TEXT = "The history of the town is long. People came by the river, and they built a church.\n"
+_QUESTION = {
+    "question": "What is wet?", "query": "What is wet?",
+    "choices": ["fire", "water", "sand", "air"],
+    "answer": 1, "gold": 1, "subject": "nature", "goal": "Make tea", "sol1": "Boil water.",
+    "sol2": "Boil sand.", "label": 0, "ctx_a": "A man sits.", "ctx_b": "he",
+    "endings": ["sings.", "flies.", "melts.", "rains."], "activity_label": "Sitting",
+}  # fmt: skip
+_PROBLEM = {"question": "What is 1 + 1?", "answer": "1 + 1 is 2.\n#### 2"}
+_PROGRAM = {
+    "prompt": "def one():\n", "test": "def check(f):\n    assert f() == 1\n", "entry_point": "one",
+    "task_id": "x/0", "canonical_solution": "    return 1\n",
+}  # fmt: skip
+_FROM_HUMAN = {"from": "human", "value": "Hello there"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Workspace:
+    """A folder; commands run in it, one after the other, in this process where they can."""
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        for name in ("configs", "scripts", "moejax", "pallas_kernels"):
+            (self.folder / name).symlink_to(ROOT / name)
+
+    def run(self, command: Command, *, shorter: bool = True) -> None:
+        """Runs a command.
+
+        Raises:
+          ValueError: it fails, or is of a kind that cannot be run.
+        """
+        if command.is_program:
+            self._execute(command)
+            return
+        for words in command.parts:
+            self._make(words)
+            found = dry.module_of(words)
+            if found is None or not found[0].startswith(("moejax.", "scripts.")):
+                raise ValueError(f"{words[0]} cannot be run here: mark it")
+            module, arguments = found
+            self._run(module, arguments, shorter=shorter)
+
+    def _execute(self, command: Command) -> None:
+        """A program of a page, alone in its names."""
+        try:
+            exec(compile(command.text, command.place, "exec"), {"__name__": "__main__"})
+        except Exception as error:  # whatever a program raises, it is the page that is wrong
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+
+    def _run(self, module: str, arguments: list[str], *, shorter: bool) -> None:
+        main = dry.main_of(module)
+        if main is None:
+            self._start(module, arguments)
+            return
+        names = {option.name for option in options(main.default)}
+        if "compilation_cache" in names:
+            arguments = [*arguments, f"--config.compilation_cache={self._programs}"]
+        if shorter:
+            arguments = [*arguments, *SHORTER.get(module, ())]
+        status = cli.exit_status(main, [module, *arguments])
+        if status:
+            raise ValueError(f"exit status {status}")
+
+    def _start(self, module: str, arguments: list[str]) -> None:
+        """A script, in a process of its own: absl's flags are of a process."""
+        done = subprocess.run(
+            [sys.executable, "-m", module, *arguments],
+            cwd=self.folder, check=False, capture_output=True, text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        if done.returncode:
+            raise ValueError(f"exit status {done.returncode}: {done.stderr.strip()[-600:]}")
+
+    @property
+    def _programs(self) -> Path:
+        """Where compiled programs are kept."""
+        kept = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+        return Path(kept) if kept else self.folder / "programs"
+
+    def _make(self, words: Sequence[str]) -> None:
+        """Makes what a command reads and is not there; removes the folder that it is to write."""
+        text = " ".join(word for word in words if not word.startswith("--config.output="))
+        for output in re.findall(r"--config\.output=(\S+)", " ".join(words)):
+            if words[2:3] == ["moejax.quantize"]:
+                _remove(self.folder / output)
+        for name, make in _MAKERS:
+            for found in re.findall(rf"(?<![\w/.-]){name}(?![\w.-])", text):
+                path = self.folder / found
+                # What a command records is of its own making.
+                if f"record_trace={found}" in text or path.exists():
+                    continue
+                path.parent.mkdir(parents=True, exist_ok=True)
+                make(self, path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.is_dir():
+        shutil.rmtree(path)
+
+
+def _demo(space: Workspace, path: Path) -> None:
+    """The demo under another name, copied: profiles are written beside a checkpoint."""
+    del space
+    shutil.copytree(DEMO_DIRECTORY, path)
+
+
+def _quantized(space: Workspace, path: Path) -> None:
+    space._run(
+        "moejax.quantize",
+        [f"--config.output={path}", "--config.method=rtn", "--config.bits=4"],
+        shorter=True,
+    )
+
+
+def _text(space: Workspace, path: Path) -> None:
+    del space
+    path.write_text(_TEXT * 40, encoding="utf-8")
+
+
+def _rows(row: Mapping[str, object], space: Workspace, path: Path) -> None:
+    del space
+    # Examples are other rows than the question that they stand before.
+    kind, words = path.name, str(row.get("question", ""))
+    numbered = ({**row, "question": f"{words} {kind} {n}"} if words else row for n in range(8))
+    data = "".join(json.dumps(one) + "\n" for one in numbered).encode()
+    path.write_bytes(lzma.compress(data) if path.suffix == ".xz" else data)
+
+
+def _conversations(space: Workspace, path: Path) -> None:
+    del space
+    path.write_text(json.dumps([{"conversations": [_FROM_HUMAN]}] * 4), encoding="utf-8")
+
+
+def _trace(space: Workspace, path: Path) -> None:
+    space._run("moejax.generate", ["--prompt=Hello", f"--config.record_trace={path}"], shorter=True)
+
+
+def _buddies(space: Workspace, path: Path) -> None:
+    given = [f"--config.output={path}", "--config.outputs=True"]
+    space._run("moejax.profile_experts", given, shorter=True)
+
+
+_Maker = Callable[[Workspace, Path], None]
+_MAKERS: list[tuple[str, _Maker]] = [
+    (r"DIR(?:-\w+)?|path/to/hugging_face_directory", _demo),
+    (r"demo-(?:milo|int4)", _quantized),
+    (r"wiki\.test\.raw|mine\.txt|letter\.txt", _text),
+    (r"(?:gsm8k)\.\w+\.jsonl(?:\.xz)?", functools.partial(_rows, _PROBLEM)),
+    (r"(?:humaneval)\.\w+\.jsonl(?:\.xz)?", functools.partial(_rows, _PROGRAM)),
+    (r"(?:arc_\w+|mmlu|hellaswag|piqa)(?:\.\w+)?\.jsonl(?:\.xz)?",
+     functools.partial(_rows, _QUESTION)),
+    (r"ShareGPT_V3\.json|sharegpt\.json", _conversations),
+    (r"x\.trace", _trace),
+    (r"buddies\.safetensors", _buddies),
+]  # fmt: skip

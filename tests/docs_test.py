@@ -1,0 +1,160 @@
+"""The documents: their commands run, what is made of them is current, what they quote is there."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from absl.testing import absltest
+
+from moejax import benchmark, cli
+from moejax.benchmarking.record import COLUMNS
+from scripts import make_documents
+from scripts.documents import commands, config_tables, dry, messages
+
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", ROOT / "WORKSPACE.md", *sorted((ROOT / "docs").glob("*.md")))
+# Links of two kinds: [text](target) and, of a picture, ![text](target).
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def anchor_of(heading: str) -> str:
+    """As GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page that can be linked to."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return {anchor_of(heading) for heading in re.findall(r"^#+ (.*)", text, re.MULTILINE)}
+
+
+class CommandsTest(absltest.TestCase):
+    def test_they_run(self):
+        """All are read; those that run offline on a CPU are run, in one process."""
+        # Programs are kept beside those of the other tests.
+        kept = os.environ.get("MOEJAX_DOCUMENTS_PROGRAMS")
+        kept = kept or str(ROOT / ".pytest_cache/d/xla-documents")
+        done = subprocess.run(
+            [sys.executable, "-m", "scripts.check_documents"],
+            cwd=ROOT,
+            env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": kept},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        wrong = [line for line in done.stderr.splitlines() if not line.startswith("I")]
+        self.assertEqual(done.returncode, 0, "\n".join(wrong) + done.stdout)
+        ran = re.search(r"(\d+) run", done.stdout)
+        assert ran is not None, done.stdout
+        self.assertGreater(int(ran[1]), 15)
+
+    def test_of_every_page(self):
+        found = commands.of_documents()
+        for page in ("README.md", "WORKSPACE.md", "docs/benchmark.md", "docs/evaluation.md"):
+            self.assertTrue(any(one.place.startswith(page) for one in found), page)
+        two = [one.text for one in found if one.place.startswith("README.md")][:2]
+        self.assertIn("python -m moejax.generate --prompt", two[0])
+        self.assertEqual(two[1], "scripts/run_tests.sh")
+
+    def test_what_is_wrong_is_found(self):
+        """A flag, a file, a shell's fence, a mark, an extra, a script's flag that there are not."""
+        for text in (
+            "python -m moejax.generate --config.temperatur=1",
+            "python -m moejax.generate --config=configs/nowhere.py",
+            "python -m moejax.evaluate --config.policy.name=dymo",
+            "python -m moejax.lm_eval --model moejax --model_args pretrained=x,slots=3",
+            "python -m scripts.bench_kernels --no_such_flag=1",
+            "python -m scripts.make_trace --tokens=many",
+            "pip install 'moejax[nothing]'",
+            "scripts/nowhere.sh",
+            "python -m pytest tests/nowhere_test.py",
+        ):
+            [command] = commands.of_page("x.md", f"```bash\n{text}\n```\n")
+            with self.assertRaises(dry.ERRORS, msg=text):
+                dry.check(command)
+        with self.assertRaisesRegex(ValueError, "mark it"):
+            commands.of_page("x.md", "```sh\npython -m moejax.generate\n```\n")
+        with self.assertRaisesRegex(ValueError, "mark it"):
+            commands.of_page("x.md", "```\npython -m moejax.generate\n```\n")
+        with self.assertRaisesRegex(ValueError, "'later' is none of"):
+            commands.of_page("x.md", "```bash later\npython -m moejax.generate\n```\n")
+
+    def test_marks(self):
+        first = ("python -m moejax.plan \\", "  --verbose # gpu: x", "", "# words")
+        text = "\n".join(("```bash", *first, "ls && \\", " pwd", "```", ""))
+        plan, second = commands.of_page("x.md", text)
+        self.assertEqual((plan.place, plan.fate), ("x.md:2", "gpu"))
+        self.assertEqual(plan.parts, [["python", "-m", "moejax.plan", "--verbose"]])
+        self.assertEqual((second.fate, second.parts), (commands.RUN, [["ls"], ["pwd"]]))
+
+
+class PagesTest(absltest.TestCase):
+    def test_made_parts_are_current(self):
+        for page in make_documents.pages():
+            text = page.read_text(encoding="utf-8")
+            said = f"{page.name} is not current: run python -m scripts.make_documents"
+            self.assertEqual(text, make_documents.made(text), said)
+
+    def test_every_main_has_its_fields_listed(self):
+        mains = {
+            path.stem
+            for path in (ROOT / "moejax").glob("*.py")
+            if re.search(r"^COMMAND = ", path.read_text(encoding="utf-8"), re.MULTILINE)
+        }
+        self.assertEqual(mains, set(config_tables.MAINS))
+
+    def test_links(self):
+        for page in PAGES:
+            for link in _LINK.findall(page.read_text(encoding="utf-8")):
+                if link.startswith("http"):
+                    continue
+                name, _, anchor = link.partition("#")
+                target = (page.parent / name).resolve() if name else page
+                self.assertTrue(target.exists(), f"{page.name}: {link}")
+                if anchor:
+                    self.assertIn(anchor, anchors(target), f"{page.name}: {link}")
+
+    def test_every_page_is_listed(self):
+        index = (ROOT / "docs/README.md").read_text(encoding="utf-8")
+        for page in sorted((ROOT / "docs").glob("*.md")):
+            self.assertTrue(page.name == "README.md" or f"]({page.name})" in index, page.name)
+
+    def test_messages_are_in_the_source(self):
+        page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+        known = [text for texts in messages.templates().values() for text in texts]
+        quoted = messages.quoted(page)
+        self.assertGreater(len(quoted), 60)
+        for text in quoted:
+            start = text.rstrip(f"{messages.OPEN} ")
+            self.assertTrue(any(one.startswith(start) for one in known), text)
+
+    def test_no_machine_is_named(self):
+        for page in PAGES:
+            self.assertNotRegex(page.read_text(encoding="utf-8"), r"/(work|tmp|home|root)/")
+
+    def test_readme_is_short(self):
+        self.assertLess(len((ROOT / "README.md").read_text("utf-8").splitlines()), 221)
+
+
+class BenchmarkTest(absltest.TestCase):
+    def test_dynaexqs_workload(self):
+        argv = ["benchmark", f"--config={ROOT / 'configs/benchmark_dynaexq.py'}"]
+        config, _ = cli.parse(benchmark.COMMAND, argv)
+        sizes = (config.num_prompts, config.prompt_tokens, config.new_tokens)
+        self.assertEqual(sizes, (128, 2048, 256))
+        self.assertEqual((min(config.batches), max(config.batches)), (1, 32))
+
+    def test_every_figure_of_the_table_is_explained(self):
+        text = (ROOT / "docs/benchmark.md").read_text(encoding="utf-8")
+        explained = " ".join(re.findall(r"^\| ([^|]+) \|", text, re.MULTILINE))
+        for _, name, _ in COLUMNS:
+            words = name.removesuffix(" median").removesuffix(" p99")
+            said = "link bytes" if words.startswith("link bytes") else words
+            said = "of decode" if said == "hit rate of decode" else said
+            self.assertIn(said, explained)
+
+
+if __name__ == "__main__":
+    absltest.main()
