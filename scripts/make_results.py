@@ -20,7 +20,7 @@ from scripts import (
     reproduce_milo,
 )
 from scripts.reproducing.command import FIGURES, RESULTS
-from scripts.reproducing.page import MET, NOT_MEASURED, NOT_MET, OTHER, Page
+from scripts.reproducing.page import IN_PART, MET, NOT_MEASURED, NOT_MET, OTHER, Page
 from scripts.reproducing.rows import Results
 
 PAPERS: dict[str, Callable[[Results, str], Page]] = {
@@ -59,7 +59,7 @@ def build(results: Results) -> dict[str, Page]:
 
 def document(pages: dict[str, Page]) -> str:
     """The text of RESULTS.md."""
-    kinds = (MET, NOT_MET, OTHER, NOT_MEASURED)
+    kinds = (MET, IN_PART, NOT_MET, OTHER, NOT_MEASURED)
     lines = [INTRODUCTION, f"| paper | {' | '.join(kinds)} |", "|" + " --- |" * (len(kinds) + 1)]
     for name, page in pages.items():
         counted = Counter(page.verdicts)
@@ -81,6 +81,7 @@ def main(argv: list[str]) -> None:
     """Writes both."""
     del argv
     pages, folder = build(Results(Path(_ROWS.value))), Path(_OUTPUT.value)
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "RESULTS.md"
     path.write_text(document(pages), encoding="utf-8")
     drawn = draw(pages, folder / FIGURES)

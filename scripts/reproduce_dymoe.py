@@ -15,8 +15,8 @@ from scripts.reproducing.dymoe_claims import (
     correlation_rows,
     layer_rows,
     quality,
-    ratio,
     similarity_rows,
+    times,
 )
 from scripts.reproducing.page import OURS, PAPER, Page
 from scripts.reproducing.published import Published
@@ -136,8 +136,8 @@ def _of_policies(page: Page, label: str) -> list[str]:
             page.ours(f"{label}, {gib} GiB, {p}, {MIXTRAL}", "{:.1f}") for p in ("TTFT", "TPOT")
         ]
         is_base = label == "load on demand"
-        over = ratio(page.results, label, "load on demand", gib)
-        cells.append("1.00" if is_base else page.shown(over))
+        both = times(page.results, label, "load on demand", gib)
+        cells.append("1.00" if is_base else page.derived("{:.2f}", lambda a, b: a / b, *both))
     return cells
 
 

@@ -10,9 +10,10 @@ from absl.testing import absltest, parameterized
 
 from moejax.benchmark_config import BenchmarkConfig
 from moejax.benchmarking import bandwidth, figures, routing
-from moejax.benchmarking.measuring import BatchTimes, Measured
+from moejax.benchmarking.measuring import BatchTimes, Bench, Measured
 from moejax.benchmarking.shapes import TINY
 from moejax.errors import MoejaxError
+from moejax.generation import GenerationSettings, Timing
 from moejax.traces import Trace, trace_of_replay
 
 
@@ -23,6 +24,24 @@ def measured(*runs: list[BatchTimes]) -> Measured:
 # Two requests of 4 and 6 tokens, 5 new each: calls of 3 steps and of 1.
 FIRST = BatchTimes([4, 6], [5, 5], 0.5, [(0.3, 3), (0.2, 1)])
 SECOND = BatchTimes([10, 10], [5, 5], 1.5, [(0.6, 3), (0.1, 1)])
+
+
+class EndsTest(absltest.TestCase):
+    def test_a_call_in_which_all_answers_ended_is_no_time_of_a_step(self):
+        """Two answers of 9 tokens asked for, in calls of 4; both end in the second call."""
+        told = [([[1], [1]], 0), ([[2] * 4, [2] * 3], 4), ([[3], []], 5)]
+        runner: Any = types.SimpleNamespace(
+            memory=None,
+            programs=types.SimpleNamespace(seconds=0.0),
+            run=lambda *_: iter([(t, Timing(0.0, 0.0, n, 0.0)) for t, n in told]),
+        )
+        settings = GenerationSettings.of(max_new_tokens=9)
+        bench = Bench(runner, context=64, settings=settings, eos_ids=(0,), steps_per_call=4)
+        found = bench._batch([[5, 6], [7]])
+        self.assertEqual([steps for _, steps in found.calls], [4])
+        self.assertEqual(found.new_tokens, [6, 4])
+        self.assertGreater(found.ended_s, 0)
+        self.assertAlmostEqual(found.until_end_s, found.calls[0][0] + found.ended_s)
 
 
 class TimesTest(absltest.TestCase):

@@ -8,6 +8,7 @@ from pathlib import Path
 from absl.testing import absltest, parameterized
 
 from scripts import make_results
+from scripts.reproducing.dymoe_claims import MIXTRAL
 from scripts.reproducing.page import NOT_MEASURED, OTHER_DEVICE, OURS, Page
 from scripts.reproducing.published import FOLDER, Published
 from scripts.reproducing.rows import BrokenRowError, Results, read_checked
@@ -215,9 +216,13 @@ class DocumentTest(absltest.TestCase):
     def test_a_new_row_appears(self):
         before = built(ROWS)["DyMoE"].markdown()
         with tempfile.TemporaryDirectory() as folder:
-            other = GOOD | {"what": GOOD["what"].replace("24 GiB", "16 GiB"), "figure": 2.7}
-            rows = "\n".join(map(json.dumps, (GOOD, other)))
-            (Path(folder) / "policies_gpu.jsonl").write_text(rows + "\n")
+            rows = [
+                GOOD | {"what": f"{name}, {gib} GiB, TPOT, {MIXTRAL}", "figure": ms, "unit": "ms"}
+                for gib, ratio in ((16, 2.7), (24, 4.5))
+                for name, ms in (("load on demand", 10 * ratio), ("cache, 4/0, prefetch", 10.0))
+            ]
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            (Path(folder) / "policies_gpu.jsonl").write_text(lines)
             page = built(ROWS, Path(folder))["DyMoE"]
         after = page.markdown()
         self.assertNotEqual(before, after)

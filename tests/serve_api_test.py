@@ -248,6 +248,8 @@ class ErrorsTest(parameterized.TestCase):
         ({"prompt": "a", "top_p": 1.5}, "top_p"), ({"prompt": "a", "top_k": 0.5}, "top_k"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"), ({"prompt": "a", "n": 0}, "n"),
         ({"prompt": "a", "n": 17}, "n"),  # over the queue's limit
+        ({"prompt": ["a"] * 17}, "prompt"),
+        ({"prompt": ["a"] * 4000, "n": 128}, "n"),
         ({"prompt": "a", "seed": 2**70}, "seed"), ({"prompt": "a", "logprobs": 21}, "logprobs"),
         ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
         ({"prompt": "a", "stream": 1}, "stream"),

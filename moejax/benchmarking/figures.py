@@ -51,7 +51,7 @@ def of_times(measured: Measured) -> Figures:
             "tokens/s",
         ),
         "decode throughput": (
-            lambda run: _rate(sum(b.num_decoded for b in run), sum(b.decode_s for b in run)),
+            lambda run: _rate(sum(b.num_decoded for b in run), sum(b.until_end_s for b in run)),
             "tokens/s",
         ),
         "output throughput": (
@@ -77,7 +77,7 @@ def of_ledgers(measured: Measured) -> Figures:
         return {}
     prefill, decode = measured.ledgers["prefill"], measured.ledgers["decode"]
     every = [batch for run in measured.runs for batch in run]
-    steps, decode_s = sum(b.steps for b in every), sum(b.decode_s for b in every)
+    steps, decode_s = sum(b.steps for b in every), sum(b.until_end_s for b in every)
     num_prompts = sum(len(b.prompt_tokens) for b in every)
     found = {
         "hit rate of prefill": Figure(100 * prefill.hit_rate, "%"),
@@ -200,7 +200,7 @@ def _itls(run: Sequence[BatchTimes]) -> list[float]:
 
 
 def _total_s(run: Sequence[BatchTimes]) -> float:
-    return sum(batch.ttft_s + batch.decode_s for batch in run)
+    return sum(batch.ttft_s + batch.until_end_s for batch in run)
 
 
 def _rate(amount: float, seconds: float) -> float:

@@ -28,18 +28,26 @@ class BatchTimes:
       prompt_tokens: of each request.
       new_tokens: likewise.
       ttft_s: until the first tokens of all were on the host.
-      calls: (seconds, decode steps) between the ends of calls that decode.
+      calls: (seconds, decode steps) between the ends of calls that decode, of those in which some
+        answer went on to the last step.
+      ended_s: of the others: their later steps are for nobody.
     """
 
     prompt_tokens: list[int]
     new_tokens: list[int]
     ttft_s: float
     calls: list[tuple[float, int]]
+    ended_s: float = 0.0
 
     @property
     def decode_s(self) -> float:
-        """From the first token to the last."""
+        """Of the calls that are counted."""
         return sum(seconds for seconds, _ in self.calls)
+
+    @property
+    def until_end_s(self) -> float:
+        """From the first token to the last, and to the end of its call."""
+        return self.decode_s + self.ended_s
 
     @property
     def steps(self) -> int:
@@ -135,6 +143,7 @@ class Bench:
             tokens, _ = next(run)
             ttft_s = clock.lap()
         calls: list[tuple[float, int]] = []
+        decoded, ended_s = 0, 0.0
         with self._phase("decode"):
             clock = _Clock(runner)
             while True:
@@ -145,10 +154,15 @@ class Bench:
                 if (following := next(run, None)) is None:
                     break
                 tokens, timing = following
-                steps = timing.num_decoded - sum(steps for _, steps in calls)
-                calls.append((clock.lap(), steps))
+                asked, steps = min(self._per_call, most - 1 - decoded), timing.num_decoded - decoded
+                decoded, seconds = timing.num_decoded, clock.lap()
+                if steps >= asked:
+                    calls.append((seconds, steps))
+                else:  # all answers ended in it: it took the time of more steps than have tokens
+                    ended_s += seconds
         new_tokens = [min(len(row), most) for row in rows]
-        return BatchTimes([len(prompt) for prompt in prompts], new_tokens, ttft_s, calls)
+        lengths = [len(prompt) for prompt in prompts]
+        return BatchTimes(lengths, new_tokens, ttft_s, calls, ended_s)
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:

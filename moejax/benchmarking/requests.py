@@ -99,7 +99,7 @@ def read_prompt_file(path: Path, split: str) -> PromptFile:
 def _list(path: Path, text: str) -> list[Any]:
     try:
         entries = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise MoejaxError(f"{path} is not JSON: {error}") from error
     if not isinstance(entries, list):
         raise MoejaxError(f"{path} is no list of conversations, as ShareGPT's JSON is")
@@ -109,7 +109,7 @@ def _list(path: Path, text: str) -> list[Any]:
 def _object(where: str, line: str) -> Any:
     try:
         return json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise MoejaxError(f"{where} is not JSON: {error}") from error
 
 
@@ -123,12 +123,21 @@ def _entry(where: str, entry: Any) -> RawPrompt | None:
         if name in entry:
             if not isinstance(entry[name], str) or not entry[name].strip():
                 raise MoejaxError(f"{where}: {name} must be a text")
-            return RawPrompt(entry[name])
+            return RawPrompt(_text(where, entry[name]))
     if "messages" in entry:
         return RawPrompt(messages=_messages(where, entry["messages"]))
     if "conversations" not in entry:
         raise MoejaxError(f"{where} has no prompt, text, messages or conversations")
     return _first_human_turn(where, entry["conversations"])
+
+
+def _text(where: str, text: str) -> str:
+    """The same; JSON can hold half of a surrogate pair, which is no text."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise MoejaxError(f"{where} is not Unicode: {error}") from error
+    return text
 
 
 def _messages(where: str, messages: Any) -> tuple[Message, ...]:
@@ -138,7 +147,7 @@ def _messages(where: str, messages: Any) -> tuple[Message, ...]:
         fields = message if isinstance(message, dict) else {}
         if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
             raise MoejaxError(f"{where}: message {i} needs a role and a content, both texts")
-    return tuple({"role": m["role"], "content": m["content"]} for m in messages)
+    return tuple({"role": m["role"], "content": _text(where, m["content"])} for m in messages)
 
 
 def _first_human_turn(where: str, turns: Any) -> RawPrompt | None:
@@ -149,7 +158,7 @@ def _first_human_turn(where: str, turns: Any) -> RawPrompt | None:
         if not all(isinstance(fields.get(name), str) for name in ("from", "value")):
             raise MoejaxError(f'{where}: turn {i} needs "from" and "value", both texts')
         if fields["from"] in HUMAN and fields["value"].strip():
-            message = {"role": "user", "content": fields["value"]}
+            message = {"role": "user", "content": _text(where, fields["value"])}
             return RawPrompt(messages=(message,), plain=True)
     return None
 

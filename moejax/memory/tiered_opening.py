@@ -24,7 +24,7 @@ from moejax.memory.opening import load_experts
 from moejax.memory.tiered_memory import TieredMemory, warm
 from moejax.models.config import ModelConfig
 from moejax.policies.attention_importance import importance_nbytes
-from moejax.policies.interface import AnyPolicy, PolicySpec
+from moejax.policies.interface import AnyPolicy, PolicySpec, high_serves_low
 from moejax.policies.make import with_kernels
 from moejax.qtensor import Weight
 from moejax.tiering import Chosen, StoredTier, Tiering, choose
@@ -180,7 +180,7 @@ def budget_of_tiers(
         platform=device.platform,
         itemsize=itemsize,
         of_policy=_policy_parts(policy, config, batch, context, chunk, itemsize, device),
-        first_alone=not asks,
+        first_alone=not asks and high_serves_low(policy),
     )
 
 

@@ -146,6 +146,11 @@ class DyMoE:
         return "dymoe"
 
     @property
+    def high_serves_low(self) -> bool:
+        """See `interface.high_serves_low`."""
+        return True
+
+    @property
     def needs(self) -> Needs:
         """See `Policy`."""
         return Needs(importance=self.selection == "critical", predicted=self.prefetch != 0)

@@ -196,6 +196,14 @@ def tiers_between_steps(policy: AnyPolicy, spec: PolicySpec) -> tuple[int, ...]:
     return tuple(found(spec)) if found is not None else ()
 
 
+def high_serves_low(policy: AnyPolicy) -> bool:
+    """Whether a copy of high fidelity may serve whom it gives a lower tier, as DyMoE's rules say.
+
+    It says so by an attribute of this name.
+    """
+    return bool(getattr(policy, "high_serves_low", False))
+
+
 def pairs_with_room(moves: jax.Array, room: jax.Array) -> jax.Array:
     """bool[R], requests of the pairs before which fewer than `room` experts set out.
 

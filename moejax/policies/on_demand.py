@@ -59,6 +59,11 @@ class OnDemand:
         return "on_demand"
 
     @property
+    def high_serves_low(self) -> bool:
+        """See `interface.high_serves_low`."""
+        return True
+
+    @property
     def needs(self) -> Needs:
         """See `Policy`."""
         return Needs(predicted=self.prefetch > 0)

@@ -135,13 +135,9 @@ class Api:
             raise unavailable("the model is being loaded")
         facts = ModelFacts(
             self._model_name, engine.tokenizer, engine.config.vocab_size, self._defaults,
-            engine.check_prompt,
+            engine.check_prompt, self._queue_limit,
         )  # fmt: skip
-        request = await asyncio.to_thread(lambda: read(read_object(body), facts))
-        if (count := len(request.prompts)) > self._queue_limit:
-            said = f"n: {count} answers are more than the {self._queue_limit} that may wait"
-            raise ApiError(said, param="n")
-        return request, engine
+        return await asyncio.to_thread(lambda: read(read_object(body), facts)), engine
 
     async def _body(self, http: HttpRequest) -> bytes:
         """The body; raises an ApiError where it is too long, or too slow."""

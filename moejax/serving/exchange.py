@@ -64,12 +64,13 @@ class Exchange:
             part = await self._parts.get()
             if part is None:
                 raise ClientGone
+            if part.row not in left:  # it has ended; what came after it is for others of its batch
+                continue
             if part.error is not None:
                 raise part.error
-            if part.row in left:
-                if part.finish_reason:
-                    left.discard(part.row)
-                yield part
+            if part.finish_reason:
+                left.discard(part.row)
+            yield part
 
     async def answers(self) -> list[Part]:
         """The last part of each row, in order; raises as `parts`."""

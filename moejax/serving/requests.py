@@ -46,6 +46,7 @@ class ModelFacts:
       vocab_size: V.
       defaults: of fields that a request does not say.
       check_prompt: raises MoejaxError where token ids leave no room to answer.
+      most_answers: of a request.
     """
 
     name: str
@@ -53,6 +54,14 @@ class ModelFacts:
     vocab_size: int
     defaults: GenerationSettings
     check_prompt: Callable[[list[int]], None]
+    most_answers: int = 2**31
+
+    def check_count(self, num_prompts: int, count: int) -> None:
+        """Raises an ApiError where there are more answers than may wait; before they cost time."""
+        if (answers := num_prompts * count) > self.most_answers:
+            field = "n" if count > 1 else "prompt"
+            said = f"{field}: {answers} answers are more than the {self.most_answers} that may wait"
+            raise ApiError(said, param=field)
 
     def encode(self, prompt: str | list[int], field: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a prompt that leaves room to answer.
@@ -113,6 +122,7 @@ def read_completion(body: Mapping[str, Any], model: ModelFacts) -> Request:
     if echoes and top_logprobs is not None:
         fields.refuse("echo", "logprobs of prompts are not supported")
     count, stream, include_usage = _shape(fields)
+    model.check_count(len(given), count)
     ids = [model.encode(p, "prompt", add_special_tokens=add_special_tokens) for p in given]
     echo = [model.tokenizer.decode(p) if isinstance(p, list) else p for p in given]
     return Request(
@@ -144,6 +154,7 @@ def read_chat(body: Mapping[str, Any], model: ModelFacts) -> Request:
     if top_logprobs and not wants:
         fields.refuse("top_logprobs", "needs logprobs=true")
     count, stream, include_usage = _shape(fields)
+    model.check_count(1, count)
     try:
         prompt = model.tokenizer.apply_chat_template(messages, **template)
     except MoejaxError as error:

@@ -11,6 +11,7 @@ from scripts.reproducing.rows import Found, Results
 NOT_MEASURED = "not measured"
 OTHER_DEVICE = "not measured on one device"
 MET, NOT_MET, OTHER = "met", "not met", "not comparable"
+IN_PART = "met in part"
 PAPER, OURS = "paper", "**ours**"
 Draw = Callable[[Canvas], None]
 
