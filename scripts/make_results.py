@@ -7,74 +7,16 @@ it shows to docs/figures. Measures nothing; the same rows give the same bytes of
 again whenever rows are added, which a test asks for.
 """
 
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 from absl import app, flags
 
-from scripts import (
-    reproduce_buddymoe,
-    reproduce_dymoe,
-    reproduce_dynaexq,
-    reproduce_milo,
-)
 from scripts.reproducing.command import FIGURES, RESULTS
-from scripts.reproducing.page import IN_PART, MET, NOT_MEASURED, NOT_MET, OTHER, Page
+from scripts.reproducing.document import build, document, draw
 from scripts.reproducing.rows import Results
-
-PAPERS: dict[str, Callable[[Results, str], Page]] = {
-    "DynaExq": reproduce_dynaexq.build,
-    "DyMoE": reproduce_dymoe.build,
-    "BuddyMoE": reproduce_buddymoe.build,
-    "MiLo": reproduce_milo.build,
-}
-INTRODUCTION = """\
-# Results: four papers, and what we measured
-
-Made by `python -m scripts.make_results` from `scripts/results/*.jsonl` (ours) and
-`scripts/papers/*.csv` (what the papers print); not edited by hand.
-
-- A number of **ours** ends with [n]: the run in the last table of its section, with the rows'
-  file and lines, device, versions, date and command. Other numbers are the paper's, as printed.
-- **not measured** is a row that does not exist yet; no number stands in for it.
-- The papers' models were not at hand. Speed is of their real shapes with random weights, routing
-  replayed; quality is of the demo model that ships (13.5 million parameters, 7
-  layers of 32 experts, top 4), mostly as perplexity, since it is at chance on tasks. So levels
-  cannot be compared with the papers', only shapes and ratios; the column "what differs" says so.
-- What we did not run (Fiddler, Mixtral-Offloading, MoE-Infinity, MARLIN, GPTQ3bit) stands as
-  published.
-- A verdict is computed from the rows by the rule in the section's script; "not comparable" where a
-  number can neither bear the claim out nor speak against it.
-"""
 
 _ROWS = flags.DEFINE_string("rows", str(RESULTS), "folder of *.jsonl")
 _OUTPUT = flags.DEFINE_string("output", ".", "folder of RESULTS.md, and of docs/figures below it")
-
-
-def build(results: Results) -> dict[str, Page]:
-    """The sections by paper."""
-    return {name: make(results, FIGURES) for name, make in PAPERS.items()}
-
-
-def document(pages: dict[str, Page]) -> str:
-    """The text of RESULTS.md."""
-    kinds = (MET, IN_PART, NOT_MET, OTHER, NOT_MEASURED)
-    lines = [INTRODUCTION, f"| paper | {' | '.join(kinds)} |", "|" + " --- |" * (len(kinds) + 1)]
-    for name, page in pages.items():
-        counted = Counter(page.verdicts)
-        lines.append(f"| {name} | {' | '.join(str(counted[kind]) for kind in kinds)} |")
-    return "\n".join(lines) + "\n\n" + "\n".join(page.markdown() for page in pages.values())
-
-
-def draw(pages: dict[str, Page], folder: Path) -> list[Path]:
-    """The pictures; those of figures that are no longer drawn go."""
-    drawn = [path for page in pages.values() for path in page.draw(folder)]
-    for name in PAPERS:
-        for path in folder.glob(f"{name.lower()}_figure_*.png"):
-            if path not in drawn:
-                path.unlink()
-    return drawn
 
 
 def main(argv: list[str]) -> None:

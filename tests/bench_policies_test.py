@@ -147,6 +147,7 @@ class SectionTest(absltest.TestCase):
         self.assertAlmostEqual(over.figure, 100 * pool.figure / found.figure)
 
     def test_dynaexq_wide(self):
+        slow.skip_unless_asked()
         rows = self.run_section("dynaexq_wide", gibs=(0.01,), split="2,8", only=("uniform", "GiB"))
         wide, narrow, steady, _ = self.ends(rows, "TPOT")
         ratio, _ = self.ends(rows, "time over that of the bytes")
@@ -197,6 +198,7 @@ class SectionTest(absltest.TestCase):
         self.assertAlmostEqual(fewer.figure, 100 * (1 - moved[0] / moved[1]))
 
     def test_latency(self):
+        slow.skip_unless_asked()
         rows = self.run_section("latency")
         layers = 2
         misses = {

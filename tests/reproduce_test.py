@@ -7,7 +7,7 @@ from pathlib import Path
 
 from absl.testing import absltest, parameterized
 
-from scripts import make_results
+from scripts.reproducing import document as whole
 from scripts.reproducing.dymoe_claims import MIXTRAL
 from scripts.reproducing.page import NOT_MEASURED, OTHER_DEVICE, OURS, Page
 from scripts.reproducing.published import FOLDER, Published
@@ -36,7 +36,7 @@ def built(*folders: Path) -> dict[str, Page]:
         for i, one in enumerate(folders):
             for path in one.glob("*.jsonl"):
                 (Path(folder) / f"{i}_{path.name}").write_bytes(path.read_bytes())
-        return make_results.build(Results(Path(folder)))
+        return whole.build(Results(Path(folder)))
 
 
 class PublishedTest(parameterized.TestCase):
@@ -164,9 +164,9 @@ class RowsTest(parameterized.TestCase):
 
 class DocumentTest(absltest.TestCase):
     def test_it_is_current(self):
-        pages = make_results.build(Results(ROWS))
-        text = make_results.document(pages)
-        self.assertEqual(text, make_results.document(make_results.build(Results(ROWS))))
+        pages = whole.build(Results(ROWS))
+        text = whole.document(pages)
+        self.assertEqual(text, whole.document(whole.build(Results(ROWS))))
         committed = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
         self.assertTrue(text == committed, "run python -m scripts.make_results, and commit")
         shown = {ROOT / path for path in re.findall(r"!\[[^]]*\]\(([^)]*)\)", text)}
@@ -174,11 +174,11 @@ class DocumentTest(absltest.TestCase):
         self.assertLess(sum(path.stat().st_size for path in shown), MOST_IMAGE_BYTES)
 
     def test_pictures_are_drawn(self):
-        pages = make_results.build(Results(ROWS))
+        pages = whole.build(Results(ROWS))
         with tempfile.TemporaryDirectory() as folder:
             old = Path(folder) / "milo_figure_99.png"
             old.write_bytes(b"")
-            drawn = make_results.draw(pages, Path(folder))
+            drawn = whole.draw(pages, Path(folder))
             self.assertLen(drawn, sum(len(page.drawings) for page in pages.values()))
             self.assertGreater(len(drawn), 15)
             for path in drawn:
@@ -187,7 +187,7 @@ class DocumentTest(absltest.TestCase):
 
     def test_without_rows_nothing_is_made_up(self):
         with tempfile.TemporaryDirectory() as folder:
-            pages = make_results.build(Results(Path(folder)))
+            pages = whole.build(Results(Path(folder)))
         for name, page in pages.items():
             text = page.markdown()
             self.assertEmpty(page.drawings, name)
