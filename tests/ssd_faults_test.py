@@ -97,7 +97,12 @@ class FaultTest(SsdTestCase):
         self.assertLess(time.monotonic() - start, SECONDS / 2)
 
     def test_stress(self):
-        """Callers and threads at random, a read in eight fails: all ends, no byte is wrong."""
+        """Callers and threads at random, a read in eight fails: all ends, no byte is wrong.
+
+        How many requests find the queue full, are cancelled in time or fail twice hangs on
+        what else the machine does: the expert that never can be read makes errors certain,
+        and counters are held against what the callers saw.
+        """
 
         class Flaky(Source):
             def read(self, layer, expert, into, *, check=True):
@@ -105,7 +110,7 @@ class FaultTest(SsdTestCase):
                     draw = rng.random()
                 time.sleep(0.0005 * draw)
                 into[0][...] = 99
-                if draw < 0.125:
+                if draw < 0.125 or (layer, expert) == (3, 7):
                     raise OSError("disk")
                 super().read(layer, expert, into, check=check)
 
