@@ -1,4 +1,4 @@
-"""The key/value cache: preallocated, donated through every step, written in place."""
+"""What a model remembers of its tokens: preallocated, donated through every step, in place."""
 
 import dataclasses
 
@@ -11,16 +11,26 @@ from moejax.models.config import ModelConfig
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys and values of every layer; slot s of a sequence holds its position s.
+    """Keys and values of the layers that attend; slot s of a sequence holds its position s.
+
+    Of latent attention (K = 1) a key is the rotated key that all heads share, and a value the
+    latent, of which keys and values of the heads are made.
+
+    Layers by a delta rule have a state instead, which is that after a sequence's last token and
+    has no slots. No token can be taken back from it.
 
     Invariants:
-      * `keys` and `values` have one shape [L, B, K, S, C] and one dtype, and keep them;
+      * `keys` and `values` have one dtype and shapes [U, B, K, S, C] that differ in C at most;
       * a slot beyond a sequence's length may hold any finite number: readers mask by position;
-      * a position is written before it is first read.
+      * a position is written before it is first read;
+      * `states` is float32[G, B, value heads, key dim, value dim], and `tails` [G, B, W - 1,
+        channels] the last inputs of the convolution, of a fresh sequence zeros; None without G.
     """
 
     keys: jax.Array
     values: jax.Array
+    states: jax.Array | None = None
+    tails: jax.Array | None = None
 
     @property
     def batch_size(self) -> int:
@@ -34,7 +44,8 @@ class KVCache:
 
     def check(self) -> None:
         """Raises ValueError when an invariant does not hold."""
-        if self.keys.shape != self.values.shape or self.keys.dtype != self.values.dtype:
+        same = self.keys.shape[:-1] == self.values.shape[:-1]
+        if not same or self.keys.dtype != self.values.dtype:
             raise ValueError(
                 f"keys {self.keys.dtype}{self.keys.shape} and values "
                 f"{self.values.dtype}{self.values.shape} differ"
@@ -46,13 +57,12 @@ class KVCache:
         """Writes T consecutive positions from `start` on, the same for all sequences.
 
         Args:
-          layer: which layer.
+          layer: which of those that attend.
           keys: [B, T, K, C]; `start + T <= S`, or XLA would move the write.
           values: [B, T, K, C].
           start: int32[].
         """
-        zero, width = jnp.zeros_like(start), self.keys.shape[-1]
-        index = (jnp.full_like(start, layer), zero, zero, start * width)
+        zero = jnp.zeros_like(start)
 
         def write(cache: jax.Array, new: jax.Array) -> jax.Array:
             block = new.swapaxes(1, 2)[None].astype(cache.dtype)
@@ -62,9 +72,12 @@ class KVCache:
             # layout in which the block needs no transposing, and copy the cache into it and back.
             # (Where layers are unrolled, one axis makes it copy.)
             whole, part = (a.reshape(*a.shape[:3], -1) for a in (cache, block))
+            index = (jnp.full_like(start, layer), zero, zero, start * cache.shape[-1])
             return jax.lax.dynamic_update_slice(whole, part, index).reshape(cache.shape)
 
-        return KVCache(write(self.keys, keys), write(self.values, values))
+        return dataclasses.replace(
+            self, keys=write(self.keys, keys), values=write(self.values, values)
+        )
 
     def write_token(
         self, layer: int | jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array
@@ -83,16 +96,33 @@ class KVCache:
             token = new[:, 0].astype(cache.dtype)
             return cache.at[layer, rows, :, positions].set(token, mode="drop")
 
-        return KVCache(write(self.keys, keys), write(self.values, values))
+        return dataclasses.replace(
+            self, keys=write(self.keys, keys), values=write(self.values, values)
+        )
 
     def read(self, layer: int | jax.Array, kv_length: int) -> tuple[jax.Array, jax.Array]:
         """The first `kv_length` slots of a layer: two [B, K, kv_length, C]."""
         return self.keys[layer, :, :, :kv_length], self.values[layer, :, :, :kv_length]
 
+    def state_of(self, layer: int | jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of one of the layers by a delta rule: [B, heads, key dim, value dim], [B, W - 1, ...]."""
+        assert self.states is not None and self.tails is not None
+        return self.states[layer], self.tails[layer]
+
+    def with_state(self, layer: int | jax.Array, state: jax.Array, tail: jax.Array) -> "KVCache":
+        """What `state_of` gives from here on."""
+        assert self.states is not None and self.tails is not None
+        return dataclasses.replace(
+            self,
+            states=self.states.at[layer].set(state),
+            tails=self.tails.at[layer].set(tail.astype(self.tails.dtype)),
+        )
+
 
 def cache_shape(config: ModelConfig, batch_size: int, length: int) -> tuple[int, ...]:
-    """[L, B, K, S, C] of each of the two arrays."""
-    return (config.num_layers, batch_size, config.num_kv_heads, length, config.head_dim)
+    """[U, B, K, S, C] of the keys."""
+    layers, width = len(config.attention_layers), config.cached_dims[0]
+    return (layers, batch_size, config.cached_heads, length, width)
 
 
 def empty_cache(
@@ -103,4 +133,10 @@ def empty_cache(
 ) -> KVCache:
     """A cache of zeros for `batch_size` sequences of up to `length` positions."""
     shape = cache_shape(config, batch_size, length)
-    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    keys, values = (jnp.zeros((*shape[:-1], width), dtype) for width in config.cached_dims)
+    if config.delta_net is None:
+        return KVCache(keys, values)
+    of = config.delta_net
+    lead = (len(of.layers), batch_size)
+    states = jnp.zeros((*lead, of.num_value_heads, of.key_dim, of.value_dim), jnp.float32)
+    return KVCache(keys, values, states, jnp.zeros((*lead, of.conv_width - 1, of.conv_dim), dtype))

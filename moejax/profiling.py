@@ -13,9 +13,11 @@ from moejax import ops, steps
 from moejax.cache import KVCache
 from moejax.errors import MoejaxError
 from moejax.evaluation.perplexity import Windowing, windows
+from moejax.models.assembly import merge_weights
 from moejax.models.expert_products import swiglu
-from moejax.models.moe import Routing, SparseMoe
-from moejax.models.transformer import ChunkSpec, Transformer, merge_weights
+from moejax.models.moe import SparseMoe
+from moejax.models.routing import Routing
+from moejax.models.transformer import ChunkSpec, Transformer
 from moejax.policies.expert_activity import (
     ExpertActivity,
     no_activity,

@@ -16,7 +16,8 @@ import numpy as np
 from moejax import results
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
-from moejax.models.moe import ExpertsVia, Routing
+from moejax.models.moe import ExpertsVia
+from moejax.models.routing import Routing
 from moejax.models.run_experts import LoopedExperts, RunExperts
 from moejax.models.transformer import Transformer
 from moejax.ops import Index

@@ -28,10 +28,11 @@ from moejax.memory.expert_memory import ExpertMemory
 from moejax.memory.expert_pool import compiler_options
 from moejax.memory.placing import Placing
 from moejax.memory.tiered_memory import TieredMemory
+from moejax.models.assembly import model_definition
 from moejax.models.attention import CachedVia, cached_form, choose_cached, default_attention_via
 from moejax.models.config import ModelConfig
 from moejax.models.moe import ExpertsVia, default_experts_via
-from moejax.models.transformer import ChunkSpec, model_definition
+from moejax.models.transformer import ChunkSpec
 from moejax.qtensor import Fp8Tensor, QTensor, Weight
 from moejax.recording import Recorded, Recorder
 from moejax.served import EXPERT_LEAVES, Served

@@ -20,8 +20,9 @@ from moejax.memory.expert_pool import ExpertPool, ExpertStore, PoolSpec
 from moejax.memory.pooled import PooledExperts
 from moejax.memory.tiered import TieredPool, TieredSpec
 from moejax.memory.tiered_experts import TieredExperts
+from moejax.models.assembly import merge_weights
 from moejax.models.config import ModelConfig
-from moejax.models.transformer import ChunkSpec, Transformer, merge_weights
+from moejax.models.transformer import ChunkSpec, Transformer
 from moejax.qtensor import Weight
 from moejax.recording import Recorded, RecordSpec, none_recorded, recording_experts
 from moejax.sampling import Logprobs, Sampling, draw, logprobs_of, penalized

@@ -19,7 +19,7 @@ from absl import app, flags
 
 from moejax.devices import choose_device
 from moejax.models.config import ModelConfig
-from moejax.models.moe import routing_of
+from moejax.models.routing import routing_of
 from moejax.models.shapes import SHAPES
 from pallas_kernels import router_topk
 from scripts.bench_kernels_timing import Chain, Timing, chain_for, compiled_launches, time_jax

@@ -28,11 +28,11 @@ from moejax.memory.expert_memory import ExpertMemory
 from moejax.memory.expert_pool import PoolSpec
 from moejax.memory.residency import CacheSpec
 from moejax.memory.tiered_memory import TieredMemory
+from moejax.models.assembly import merge_weights, model_definition
 from moejax.models.attention import causal_attention
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import Experts, Pairs, combine, products_by_block
-from moejax.models.moe import Routing
-from moejax.models.transformer import merge_weights, model_definition
+from moejax.models.routing import Routing
 from moejax.policies.interface import AnyPolicy, Decision, Observation, PolicySpec
 from moejax.runner import Runner
 from moejax.tokenizer import Tokenizer

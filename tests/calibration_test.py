@@ -14,8 +14,8 @@ import moejax
 from moejax.compression.calibration import TEXT_PATH, calibration_tokens, shipped_text
 from moejax.compression.forward import LayerRun, file_backed
 from moejax.errors import MoejaxError
+from moejax.models.assembly import forward, merge_weights, model_definition
 from moejax.models.config import ModelConfig
-from moejax.models.transformer import forward, merge_weights, model_definition
 from moejax.qtensor import from_codes
 from moejax.quantization.grid import Grid
 from moejax.quantization.rtn import rtn

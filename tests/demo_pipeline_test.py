@@ -16,8 +16,8 @@ import transformers
 from absl.testing import absltest
 
 from moejax.checkpoints import load_weights
+from moejax.models.assembly import forward, merge_weights, model_definition
 from moejax.models.hf_config import read_model_config
-from moejax.models.transformer import forward, merge_weights, model_definition
 from moejax.training import wikitext
 
 ROOT = Path(__file__).parents[1]

@@ -15,9 +15,10 @@ from moejax.cache import empty_cache
 from moejax.ledger import no_counts
 from moejax.memory.expert_pool import ExpertPool, ExpertStore, PoolSpec
 from moejax.memory.residency import CacheSpec, empty
+from moejax.models.assembly import model_definition
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.run_experts import LoopedExperts
-from moejax.models.transformer import ChunkSpec, Transformer, model_definition
+from moejax.models.transformer import ChunkSpec, Transformer
 from moejax.qtensor import QTensor, Weight
 from moejax.recording import RecordSpec, recording_experts
 from tests import packed_weights, tiny_engine

@@ -11,16 +11,11 @@ from absl.testing import absltest, parameterized
 from flax import nnx
 
 from moejax.models import attention
+from moejax.models.assembly import flat_weights, forward, merge_weights, model_definition
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.norm import rms_norm
 from moejax.models.rope import rotary_angles, rotate
-from moejax.models.transformer import (
-    Transformer,
-    flat_weights,
-    forward,
-    merge_weights,
-    model_definition,
-)
+from moejax.models.transformer import Transformer
 from tests import numpy_model
 from tests.host_test_case import HostTestCase
 from tests.numpy_model import TINY, TOLERANCE, assert_near
@@ -241,7 +236,7 @@ class ConfigTest(parameterized.TestCase):
         ({"moe_layers": (0, 0)}, "is not an increasing"),
         ({"moe_layers": (0, 3)}, "layers below 3"),
         ({"moe_layers": (-1,)}, "is not an increasing"),
-        ({"head_dim": 7}, "head_dim 7 is odd"),
+        ({"head_dim": 7}, "7 rotated dimensions of a head of 7"),
         ({"sliding_window": 0}, "sliding_window 0 is not positive"),
     )
     def test_a_broken_invariant_is_named(self, change, message):

@@ -13,7 +13,8 @@ from absl.testing import absltest, parameterized
 
 from moejax import Engine, MoejaxError
 from moejax.evaluation.perplexity import PRESETS, LogLikelihood, Windowing, log_likelihood, windows
-from moejax.models.transformer import Transformer, merge_weights, model_definition
+from moejax.models.assembly import merge_weights, model_definition
+from moejax.models.transformer import Transformer
 from tests import numpy_model
 from tests.hf_checkpoints import reference_model, write_checkpoint
 from tests.models_test import wide_weights

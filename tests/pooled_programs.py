@@ -19,8 +19,9 @@ from moejax.cache import empty_cache
 from moejax.ledger import no_counts
 from moejax.memory.expert_pool import ExpertPool, ExpertStore, PoolSpec, compiler_options
 from moejax.memory.residency import CacheSpec, empty
+from moejax.models.assembly import model_definition
 from moejax.models.config import ModelConfig, weight_shapes
-from moejax.models.transformer import ChunkSpec, model_definition
+from moejax.models.transformer import ChunkSpec
 from moejax.qtensor import QTensor
 from moejax.sampling import Sampling
 from moejax.served import EXPERT_LEAVES

@@ -20,7 +20,7 @@ from moejax import buddies, chunks, cli, profile_experts
 from moejax.buddies import load_buddies, profile_of, save_buddies
 from moejax.engine import Engine
 from moejax.errors import MoejaxError
-from moejax.models.transformer import forward, merge_weights, model_definition
+from moejax.models.assembly import forward, merge_weights, model_definition
 from moejax.policies.buddy_gates import ENTROPY_BINS
 from moejax.policies.buddy_lists import alpha_schedule
 from moejax.policies.expert_activity import ExpertActivity

@@ -11,8 +11,8 @@ from absl.testing import absltest, parameterized
 
 from moejax import Engine, ops, runner, served, steps
 from moejax.models import moe
+from moejax.models.assembly import merge_weights, model_definition
 from moejax.models.config import ModelConfig, weight_shapes
-from moejax.models.transformer import merge_weights, model_definition
 from moejax.qtensor import QTensor
 from pallas_kernels.target import Target
 from tests import tiny_engine

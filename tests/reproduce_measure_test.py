@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest
 
-from moejax.models.transformer import forward, merge_weights, model_definition
+from moejax.models.assembly import forward, merge_weights, model_definition
 from scripts.quality_bench import DOMAINS, Windows
 from scripts.reproducing import coactivation, routing, weights
 from scripts.reproducing.demo import WIKI, Demo

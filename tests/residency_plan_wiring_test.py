@@ -17,7 +17,7 @@ from moejax.memory.expert_memory import ExpertMemory
 from moejax.memory.expert_pool import ExpertPool, ExpertStore, PoolSpec
 from moejax.memory.pooled import PooledExperts
 from moejax.memory.residency import CacheSpec, empty
-from moejax.models.moe import routing_of
+from moejax.models.routing import routing_of
 from moejax.runner import Runner
 from moejax.served import EXPERT_LEAVES
 from pallas_kernels import expert_fetch, residency_plan

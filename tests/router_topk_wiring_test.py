@@ -16,8 +16,11 @@ from flax import nnx
 
 from moejax import Engine, ops, served
 from moejax.models import moe
+from moejax.models.assembly import forward
+from moejax.models.places import places
+from moejax.models.routing import Routing
 from moejax.models.shapes import MIXTRAL_8X7B, QWEN3_30B_A3B
-from moejax.models.transformer import Transformer, forward
+from moejax.models.transformer import Transformer
 from moejax.runner import Runner
 from pallas_kernels import router_topk as package
 from pallas_kernels.router_topk import api
@@ -77,7 +80,7 @@ class WiringTest(HostTestCase):
         for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
         np.testing.assert_array_equal(found[1].ids, expected[1].ids)
-        self.assertIsInstance(found[1], moe.Routing)
+        self.assertIsInstance(found[1], Routing)
         sums = np.sum(found[1].weights, axis=-1)
         self.assertEqual(np.allclose(sums, 1), normalised)
 
@@ -122,9 +125,10 @@ class WiringTest(HostTestCase):
 
         with interpreted() as call:
             model = small_model(CONFIG, ops.Kernels(SIMULATED))
-            _, resident = model.mlp_block(x, 1, mask, "dense")
-            model.mlp_block(x, 1, mask, "dense", run)
-            _, following = model.moe(model._normed(x, 2), 2, mask.reshape(-1), "dense")
+            place = places(CONFIG)[1]
+            _, resident = model.mlp_block(x, place, mask, "dense")
+            model.mlp_block(x, place, mask, "dense", run)
+            _, following = model.moe(model._mlp_normed(x, 2), 2, mask.reshape(-1), "dense")
         self.assertEqual(call.call_count, 1)
         for found, expected in zip(seen[0], (resident, following), strict=True):
             for one, other in zip(found, expected, strict=True):

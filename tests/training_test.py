@@ -12,8 +12,9 @@ from absl.testing import absltest, parameterized
 from flax import nnx
 
 from moejax.errors import MoejaxError
+from moejax.models.assembly import flat_weights, forward, model_definition
 from moejax.models.config import ModelConfig, weight_shapes
-from moejax.models.transformer import Transformer, flat_weights, forward, model_definition
+from moejax.models.transformer import Transformer
 from moejax.training import corpus as corpus_lib
 from moejax.training.batches import crop_source, sample_crops
 from moejax.training.evaluation import cut_windows, make_scorer, routing_table, score_windows

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from moejax import steps
+from moejax.models.assembly import merge_weights, model_definition
 from moejax.models.config import ModelConfig
-from moejax.models.transformer import ChunkSpec, merge_weights, model_definition
+from moejax.models.transformer import ChunkSpec
 from moejax.qtensor import Weight
 from moejax.runner import Runner
 from moejax.served import EXPERT_LEAVES

@@ -28,7 +28,7 @@ from moejax.checkpoints.safetensors_reader import (
 )
 from moejax.devices import choose_device
 from moejax.errors import MoejaxError
-from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
 from moejax.models.hf_config import read_json
 from moejax.models.hf_names import Placement, find_spelling, is_ignored, placements
 
@@ -83,7 +83,7 @@ def load_weights(
     ) as bar:
         source = _Source(tensors, bar)
         return {
-            leaf: _fill(shape, np.dtype(dtype), device, plan[leaf], source)
+            leaf: _fill(shape, leaf_dtype(leaf, dtype), device, plan[leaf], source)
             for leaf, shape in wanted_leaves(weight_shapes(config), experts=experts).items()
         }
 

@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 
 from moejax.devices import choose_device
 from moejax.errors import MoejaxError
-from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
 from moejax.models.hf_config import read_json
 from moejax.qtensor import Weight
 from moejax.tokenizer import TOKENIZER_FILES, read_eos_ids
@@ -117,7 +117,7 @@ def load_orbax(
     sharding = jax.sharding.SingleDeviceSharding(device or choose_device("auto"))
     shapes = weight_shapes(config)
     leaves = {
-        leaf: jax.ShapeDtypeStruct(shape, dtype or stored, sharding=sharding)
+        leaf: jax.ShapeDtypeStruct(shape, leaf_dtype(leaf, dtype or stored), sharding=sharding)
         for leaf, shape in shapes.items()
     }
     path = (directory / _WEIGHTS).absolute()

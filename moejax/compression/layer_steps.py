@@ -15,10 +15,12 @@ from flax import nnx
 
 from moejax.models.attention import Attention, AttentionVia, causal_attention
 from moejax.models.config import ModelConfig
+from moejax.models.dense_mlp import DenseMlp
 from moejax.models.expert_products import block_size, swiglu
-from moejax.models.moe import DenseMlp, ExpertsVia, SparseMoe, route
+from moejax.models.moe import ExpertsVia, SparseMoe
 from moejax.models.norm import rms_norm
-from moejax.models.rope import rotary_angles
+from moejax.models.rope import model_angles
+from moejax.models.routing import route
 from moejax.quantization.hessian import add_outer_products
 
 Weights = Mapping[str, jax.Array]
@@ -157,11 +159,10 @@ def _attention(
     """[B, T, D] behind attention, and what qkv_proj [B, T, D] and o_proj [B, T, H C] read."""
     module = _module(Attention, "attention.", weights, config)
     positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
-    cos, sin = rotary_angles(positions, config.head_dim, config.rope_theta)
-    q, k, v = module.project(x, 0, cos, sin)
-    attended = causal_attention(q, k, v, config.sliding_window, via)
     normed = rms_norm(x, weights["attention.norm"], config.norm_eps)
-    behind = x + module.output(attended, 0)
+    q, k, v, gate = module.project(normed, 0, *model_angles(config, positions))
+    attended = causal_attention(q, k, v, config.sliding_window, via, config.score_scale)
+    behind = x + module.output(attended, 0, gate)
     return behind, normed, attended.reshape(*x.shape[:2], -1)
 
 

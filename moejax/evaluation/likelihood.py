@@ -18,7 +18,8 @@ from moejax import steps
 from moejax.cache import KVCache
 from moejax.chunks import MIN_PREFILL_LENGTH, length_bucket
 from moejax.errors import MoejaxError
-from moejax.models.transformer import ChunkSpec, Transformer, merge_weights
+from moejax.models.assembly import merge_weights
+from moejax.models.transformer import ChunkSpec, Transformer
 from moejax.recording import Recorded
 from moejax.runner import Runner
 from moejax.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from moejax.ledger import EVENTS, Counts
 from moejax.memory import residency as rules
 from moejax.memory.residency import CacheSpec, Residency
-from moejax.models.moe import Routing
+from moejax.models.routing import Routing
 from moejax.ops import Index
 from moejax.qtensor import Compensator
 from pallas_kernels import residency_plan

@@ -36,7 +36,8 @@ from moejax.models.expert_products import (
     products_grouped,
 )
 from moejax.models.grouped_experts import choose_grouped
-from moejax.models.moe import STEP_BYTES, ExpertsVia, Routing
+from moejax.models.moe import STEP_BYTES, ExpertsVia
+from moejax.models.routing import Routing
 from moejax.ops import Index
 from moejax.qtensor import Compensator, QTensor, Weight
 from pallas_kernels import expert_fetch

@@ -25,7 +25,8 @@ from moejax.memory.tiered_placing import TieredPlacing
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import Experts, Pairs, combine, products_of_tiers
 from moejax.models.grouped_experts import choose_for_tiers
-from moejax.models.moe import ExpertsVia, Routing
+from moejax.models.moe import ExpertsVia
+from moejax.models.routing import Routing
 from moejax.ops import Index
 from moejax.policies import mixed_cache
 from moejax.policies.attention_importance import attention_received

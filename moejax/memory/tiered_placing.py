@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from moejax.memory.expert_pool import PoolSpec
 from moejax.memory.placing import COLUMNS, Jobs, Placed, State, changed, tables_of
-from moejax.models.moe import Routing
+from moejax.models.routing import Routing
 from moejax.ops import Index
 from moejax.policies.interface import Decision
 from pallas_kernels import residency_plan, tiered_plan

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,8 @@ from moejax.cache import KVCache, cache_shape
 from moejax.models.config import ModelConfig
 from moejax.models.norm import stacked_norm
 from moejax.models.parameter import stacked_parameter
-from moejax.models.rope import rotate
+from moejax.models.places import Place
+from moejax.models.rope import Angles, rotate
 from moejax.ops import Index
 from pallas_kernels import decode_attention
 from pallas_kernels.target import Choice, Target
@@ -30,7 +31,8 @@ def default_attention_via(config: ModelConfig, dtype: jnp.dtype, platform: str) 
     `jax.nn.dot_product_attention` never picks cuDNN by itself.
     """
     half = dtype in (jnp.bfloat16, jnp.float16)
-    served = config.head_dim % 8 == 0 and config.head_dim <= CUDNN_MAX_HEAD_DIM
+    one_width = config.head_dim == config.value_dim
+    served = one_width and config.head_dim % 8 == 0 and config.head_dim <= CUDNN_MAX_HEAD_DIM
     return "cudnn" if platform == "gpu" and half and served else "xla"
 
 
@@ -53,6 +55,11 @@ def choose_cached(
     """
     if asked == "xla":
         return Choice("xla", {})
+    if config.latent or config.yarn:
+        reason = "latent attention" if config.latent else "scores with YaRN's factor"
+        if asked == "kernel":
+            raise ValueError(f"attention of decode by the kernel: {reason} is not served")
+        return Choice("xla", {"triton": f"{reason} is not served"})
     q = jax.ShapeDtypeStruct((1, config.num_heads, config.head_dim), dtype)
     keys = jax.ShapeDtypeStruct(cache_shape(config, 1, 1), dtype)
     chosen = decode_attention.choose(q, keys, target)
@@ -74,6 +81,7 @@ def causal_attention(
     v: jax.Array,
     sliding_window: int | None,
     via: AttentionVia,
+    scale: float | None = None,
 ) -> jax.Array:
     """Each token attends to itself and to those before it, within the window.
 
@@ -83,6 +91,7 @@ def causal_attention(
       v: [B, T, K, C].
       sliding_window: tokens that a query sees, itself included; None: all.
       via: which implementation runs.
+      scale: of the scores; None: 1 / sqrt(C).
 
     Returns:
       [B, T, H, C] in `q.dtype`.
@@ -90,7 +99,7 @@ def causal_attention(
     window = None if sliding_window is None else (sliding_window - 1, 0)
     with jax.numpy_dtype_promotion("standard"):  # it mixes weak and strong types inside
         return jax.nn.dot_product_attention(
-            q, k, v, is_causal=True, local_window_size=window, implementation=via
+            q, k, v, is_causal=True, local_window_size=window, implementation=via, scale=scale
         )
 
 
@@ -100,6 +109,7 @@ def cached_attention(
     values: jax.Array,
     positions: jax.Array,
     sliding_window: int | None,
+    scale: float | None = None,
 ) -> jax.Array:
     """Queries at `positions` attend to cache slots 0..position (slot s holds position s).
 
@@ -112,6 +122,7 @@ def cached_attention(
       values: [B, K, S, C].
       positions: int32[B, T].
       sliding_window: tokens that a query sees, itself included; None: all.
+      scale: of the scores; None: 1 / sqrt(C).
 
     Returns:
       [B, T, H, C] in `q.dtype`; scores and softmax are float32.
@@ -120,14 +131,21 @@ def cached_attention(
     num_kv = keys.shape[1]
     grouped = q.reshape(batch, length, num_kv, num_heads // num_kv, head_dim)
     scores = jnp.einsum("btkgc,bksc->bkgts", grouped, keys, preferred_element_type=jnp.float32)
-    slots = jnp.arange(keys.shape[2], dtype=positions.dtype)[None, None, :]
-    visible = slots <= positions[:, :, None]
-    if sliding_window is not None:
-        visible &= slots > positions[:, :, None] - sliding_window
-    scores = jnp.where(visible[:, None, None], scores * (head_dim**-0.5), -jnp.inf)
+    visible = visible_slots(positions, keys.shape[2], sliding_window)
+    scale = head_dim**-0.5 if scale is None else scale
+    scores = jnp.where(visible[:, None, None], scores * scale, -jnp.inf)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     attended = jnp.einsum("bkgts,bksc->btkgc", probabilities, values)
     return attended.reshape(q.shape).astype(q.dtype)
+
+
+def visible_slots(positions: jax.Array, num_slots: int, sliding_window: int | None) -> jax.Array:
+    """bool[B, T, S]: the slots of a cache that queries at `positions` int32[B, T] see."""
+    slots = jnp.arange(num_slots, dtype=positions.dtype)[None, None, :]
+    visible = slots <= positions[:, :, None]
+    if sliding_window is not None:
+        visible &= slots > positions[:, :, None] - sliding_window
+    return visible
 
 
 @functools.partial(jax.jit, static_argnames=("kv_length", "sliding_window"))
@@ -186,6 +204,14 @@ class WatchAttention(Protocol):
         """
 
 
+class Attend(Protocol):
+    """What attention sees is the caller's business."""
+
+    def __call__(self, place: Place, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """Rotated q [B, T, H, C], k and v [B, T, K, C] of a layer to [B, T, H, C]."""
+        ...
+
+
 @dataclasses.dataclass
 class WritingAttention:
     """Attention of new tokens to themselves and to a cache, into which it writes them.
@@ -197,6 +223,7 @@ class WritingAttention:
       window: see `causal_attention`.
       via: of the tokens to one another.
       cached: of one token of each sequence to the cache.
+      scale: of the scores; None: 1 / sqrt(C).
       watch: who sees queries and keys; None: nobody.
       token_mask: bool[B, T], False for padding; with `watch` alone.
     """
@@ -207,39 +234,56 @@ class WritingAttention:
     window: int | None
     via: AttentionVia
     cached: CachedVia
+    scale: float | None = None
     watch: WatchAttention | None = None
     token_mask: jax.Array | None = None
 
-    def __call__(self, layer: Index, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """[B, T, H, C]; see `Transformer.layers`."""
-        positions, is_token = self.positions, q.shape[1] == 1
-        if is_token:
-            self.cache = self.cache.write_token(layer, k, v, positions[:, 0])
-        else:
-            self.cache = self.cache.write_chunk(layer, k, v, positions[0, 0])
-        self._show(layer, q, k)
+    def __call__(self, place: Place, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """See `Attend`."""
+        self.write(place, k, v)
+        if self.watch is not None:
+            seen = k
+            if self.kv_length is not None:
+                seen = self.cache.read(place.mixer, self.kv_length)[0].swapaxes(1, 2)
+            self.show(place, q, seen)
         if self.kv_length is None:
-            return causal_attention(q, k, v, self.window, self.via)
-        if self.cached == "kernel" and is_token:
+            return causal_attention(q, k, v, self.window, self.via, self.scale)
+        if self.cached == "kernel" and q.shape[1] == 1:
             return token_attention(
-                q, self.cache.keys, self.cache.values, jnp.int32(layer), positions,
+                q, self.cache.keys, self.cache.values, jnp.int32(place.mixer), self.positions,
                 kv_length=self.kv_length, sliding_window=self.window,
             )  # fmt: skip
-        keys, values = self.cache.read(layer, self.kv_length)
-        return cached_attention(q, keys, values, positions, self.window)
+        keys, values = self.cache.read(place.mixer, self.kv_length)
+        return cached_attention(q, keys, values, self.positions, self.window, self.scale)
 
-    def _show(self, layer: Index, q: jax.Array, k: jax.Array) -> None:
-        """To who watches."""
-        if self.watch is None:
-            return
-        assert self.token_mask is not None
-        if self.kv_length is not None:
-            k = self.cache.read(layer, self.kv_length)[0].swapaxes(1, 2)
-        self.watch(layer, q, k, self.positions, self.token_mask)
+    def write(self, place: Place, k: jax.Array, v: jax.Array) -> None:
+        """What the cache keeps of the new tokens of a layer, two [B, T, K, ...]."""
+        if k.shape[1] == 1:
+            self.cache = self.cache.write_token(place.mixer, k, v, self.positions[:, 0])
+        else:
+            self.cache = self.cache.write_chunk(place.mixer, k, v, self.positions[0, 0])
+
+    def show(self, place: Place, q: jax.Array, keys: jax.Array) -> None:
+        """To who watches: q [B, T, H, C] and keys [B, S, K, C]."""
+        if self.watch is not None:
+            assert self.token_mask is not None
+            self.watch(place.layer, q, keys, self.positions, self.token_mask)
+
+
+class Heads(NamedTuple):
+    """What a layer's tokens are projected to."""
+
+    q: jax.Array  # [B, T, H, C], rotated
+    k: jax.Array  # [B, T, K, C], rotated
+    v: jax.Array  # [B, T, K, C]
+    gate: jax.Array | None  # [B, T, H, C], before the sigmoid; where outputs have one
 
 
 class Attention(nnx.Module):
-    """Projections, biases and head norms of all L layers."""
+    """Projections, biases and head norms of all U layers that attend.
+
+    `norm`, [L, D], is that before the mixing of every layer, whatever it mixes by.
+    """
 
     def __init__(
         self,
@@ -252,6 +296,8 @@ class Attention(nnx.Module):
         self.config = config
         self.kernels = kernels
         self.norm = stacked_parameter("attention.norm", config, rngs, dtype)
+        if not config.attention_layers:
+            return
         self.qkv_proj = stacked_parameter("attention.qkv_proj", config, rngs, dtype)
         self.o_proj = stacked_parameter("attention.o_proj", config, rngs, dtype)
         if config.qk_norm:
@@ -261,26 +307,48 @@ class Attention(nnx.Module):
             self.qkv_bias = stacked_parameter("attention.qkv_bias", config, rngs, dtype)
             self.o_bias = stacked_parameter("attention.o_bias", config, rngs, dtype)
 
-    def project(
-        self, x: jax.Array, layer: Index, cos: jax.Array, sin: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Normed input to rotated queries [B, T, H, C], keys and values [B, T, K, C].
+    def __call__(
+        self, normed: jax.Array, place: Place, angles: Angles, attend: Attend
+    ) -> jax.Array:
+        """[B, T, D] to what the layer adds to the stream, [B, T, D].
 
         Args:
-          x: [B, T, D], the residual stream.
-          layer: which layer.
-          cos: float32[B, T, C / 2].
-          sin: float32[B, T, C / 2].
+          normed: [B, T, D].
+          place: of the layer.
+          angles: of `rope.model_angles`.
+          attend: what the tokens see.
         """
-        c = self.config
-        normed = stacked_norm(x, self.norm[...], layer, c.norm_eps, self.kernels)
-        qkv = self.product(normed, layer)
-        qkv = qkv.reshape(*x.shape[:2], -1, c.head_dim)
-        q, k, v = jnp.split(qkv, [c.num_heads, c.num_heads + c.num_kv_heads], axis=2)
+        q, k, v, gate = self.project(normed, place.mixer, *angles)
+        return self.output(attend(place, q, k, v), place.mixer, gate)
+
+    def project(self, normed: jax.Array, layer: Index, cos: jax.Array, sin: jax.Array) -> Heads:
+        """[B, T, D], normed, to queries, keys and values.
+
+        Args:
+          normed: [B, T, D].
+          layer: among those that attend.
+          cos: float32[B, T, R / 2].
+          sin: float32[B, T, R / 2].
+        """
+        c, gate = self.config, None
+        qkv = self.product(normed, layer).reshape(*normed.shape[:2], -1, c.head_dim)
+        num_queries = (2 if c.attention_gate else 1) * c.num_heads
+        q, k, v = jnp.split(qkv, [num_queries, num_queries + c.num_kv_heads], axis=2)
+        if c.attention_gate:
+            pairs = q.reshape(*q.shape[:2], c.num_heads, 2, c.head_dim)
+            q, gate = pairs[:, :, :, 0], pairs[:, :, :, 1]
         if c.qk_norm:
-            q = stacked_norm(q, self.q_norm[...], layer, c.norm_eps, self.kernels)
-            k = stacked_norm(k, self.k_norm[...], layer, c.norm_eps, self.kernels)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
+            q = self._head_norm(q, self.q_norm[...], layer)
+            k = self._head_norm(k, self.k_norm[...], layer)
+        interleaved = c.interleaved_rope
+        q, k = (rotate(x, cos, sin, interleaved=interleaved) for x in (q, k))
+        return Heads(q, k, v, gate)
+
+    def _head_norm(self, x: jax.Array, scales: jax.Array, layer: Index) -> jax.Array:
+        c = self.config
+        return stacked_norm(
+            x, scales, layer, c.norm_eps, self.kernels, zero_centred=c.zero_centred_norm
+        )
 
     def product(self, normed: jax.Array, layer: Index) -> jax.Array:
         """[B, T, D] to queries, keys and values [B, T, (H + 2K) C] as they are projected."""
@@ -289,8 +357,10 @@ class Attention(nnx.Module):
             qkv = qkv + self.qkv_bias[layer][None, None]
         return qkv
 
-    def output(self, attended: jax.Array, layer: Index) -> jax.Array:
-        """[B, T, H, C] to [B, T, D]."""
+    def output(self, attended: jax.Array, layer: Index, gate: jax.Array | None = None) -> jax.Array:
+        """[B, T, H, C] to [B, T, D]; a gate's sigmoid multiplies what was attended to."""
+        if gate is not None:
+            attended = attended * jax.nn.sigmoid(gate)
         flat = attended.reshape(*attended.shape[:2], -1)
         out = ops.linear(flat, self.o_proj[...], layer, kernels=self.kernels)
         if self.config.attention_bias:

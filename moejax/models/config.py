@@ -3,12 +3,18 @@
 Axis letters, used in every docstring of `moejax.models`, `moejax.cache` and `moejax.engine`:
 B batch, T query tokens, S cache length, D model width, H query heads, K key/value heads,
 C head width, L layers, M sparse (MoE) layers, N dense (MLP-only) layers, E experts,
-A experts per token, F expert width, I dense MLP width, V vocabulary.
+A experts per token, F expert width, I dense MLP width, V vocabulary. Where not all layers are
+alike: U layers with attention, G layers with a delta rule; U + G = L.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
+
+from moejax.models.parts import PLAIN_ROUTER, DeltaNet, LatentAttention, RouterRule, Yarn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,11 +25,14 @@ class ModelConfig:
       * `num_heads` is a multiple of `num_kv_heads`;
       * `1 <= experts_per_token <= num_experts`;
       * `moe_layers` is strictly increasing, each in `[0, num_layers)`; the other layers are dense
-        MLPs of width `mlp_width`;
-      * `head_dim` is even (rotary halves).
+        MLPs of width `mlp_dim`;
+      * `rotary_dim` is even (rotary pairs) and at most `head_dim`;
+      * with `latent`, `num_kv_heads` is `num_heads` and `head_dim` is that of queries and keys;
+      * the layers of `delta_net` are like `moe_layers`, and at least one;
+      * `router.num_groups` divides `num_experts`, and the best groups hold enough experts.
     """
 
-    family: str  # "qwen3_moe" | "mixtral"
+    family: str  # a key of `hf_config.ARCHITECTURES`
     vocab_size: int  # V
     model_dim: int  # D
     num_layers: int  # L
@@ -43,11 +52,28 @@ class ModelConfig:
     qk_norm: bool  # RMSNorm over each query and key head (Qwen3)
     attention_bias: bool  # bias on q, k, v and o projections
     sliding_window: int | None  # tokens seen by a query, itself included; None: all
+    rope_dim: int | None = None  # of a head, that are rotated; None: all, or `latent.rope_dim`
+    interleaved_rope: bool = False  # pairs are neighbours, not halves
+    yarn: Yarn | None = None
+    attention_gate: bool = False  # a head's output times the sigmoid of a projection of its own
+    zero_centred_norm: bool = False  # norms multiply by 1 + weight
+    latent: LatentAttention | None = None  # in place of `qkv_proj`
+    delta_net: DeltaNet | None = None  # layers without attention
+    shared_dim: int = 0  # width of the expert that every token sees; 0: there is none
+    shared_gate: bool = False  # which is multiplied by a sigmoid of its own
+    router: RouterRule = PLAIN_ROUTER
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> "ModelConfig":
         """From the fields that JSON or a ConfigDict kept, in which a tuple may be a list."""
-        return cls(**{**fields, "moe_layers": tuple(fields["moe_layers"])})
+        given = {**fields, "moe_layers": tuple(fields["moe_layers"])}
+        for name, kind in _PARTS.items():
+            if given.get(name) is not None and not isinstance(given[name], kind):
+                part = dict(given[name])
+                if "layers" in part:
+                    part["layers"] = tuple(part["layers"])
+                given[name] = kind(**part)
+        return cls(**given)
 
     def __post_init__(self) -> None:
         self.check()
@@ -69,52 +95,207 @@ class ModelConfig:
                 f"moe_layers {self.moe_layers} is not an increasing list of layers below "
                 f"{self.num_layers}"
             )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd; rotary embedding needs pairs")
+        if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
+            raise ValueError(
+                f"{self.rotary_dim} rotated dimensions of a head of {self.head_dim}: rotary "
+                "embedding needs pairs"
+            )
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window {self.sliding_window} is not positive")
+        self._check_parts()
 
-    @property
+    def _check_parts(self) -> None:
+        latent, delta, router = self.latent, self.delta_net, self.router
+        if latent is not None and (
+            self.num_kv_heads != self.num_heads
+            or self.head_dim != latent.nope_dim + latent.rope_dim
+        ):
+            raise ValueError(
+                f"latent attention has heads of {latent.nope_dim} + {latent.rope_dim} and as many "
+                f"keys as queries, not head_dim {self.head_dim} and num_kv_heads "
+                f"{self.num_kv_heads} of {self.num_heads}"
+            )
+        if delta is not None:
+            layers = list(delta.layers)
+            inside = all(0 <= layer < self.num_layers for layer in layers)
+            if not layers or layers != sorted(set(layers)) or not inside:
+                raise ValueError(
+                    f"delta_net.layers {delta.layers} is not an increasing list of layers below "
+                    f"{self.num_layers}"
+                )
+            if delta.num_value_heads % delta.num_key_heads:
+                raise ValueError(
+                    f"{delta.num_value_heads} value heads are no multiple of "
+                    f"{delta.num_key_heads} key heads"
+                )
+        size, rest = divmod(self.num_experts, router.num_groups)
+        if rest or not 1 <= router.top_groups <= router.num_groups:
+            raise ValueError(
+                f"{router.top_groups} of {router.num_groups} groups do not divide "
+                f"{self.num_experts} experts"
+            )
+        if router.top_groups * size < self.experts_per_token:
+            raise ValueError(
+                f"{router.top_groups} groups of {size} experts hold fewer than the "
+                f"{self.experts_per_token} that a token takes"
+            )
+
+    @functools.cached_property
     def dense_layers(self) -> tuple[int, ...]:
         """The layers whose MLP is dense, in order."""
         return tuple(i for i in range(self.num_layers) if i not in set(self.moe_layers))
 
+    @functools.cached_property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that attend, in order."""
+        others = set(self.delta_net.layers) if self.delta_net else set()
+        return tuple(i for i in range(self.num_layers) if i not in others)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that are rotated."""
+        if self.latent is not None:
+            return self.latent.rope_dim
+        return self.head_dim if self.rope_dim is None else self.rope_dim
+
+    @property
+    def score_scale(self) -> float:
+        """What scores of attention are multiplied by."""
+        return self.head_dim**-0.5 * (self.yarn.score_scale if self.yarn else 1.0)
+
     @property
     def qkv_dim(self) -> int:
-        """Rows of the fused query, key, value projection: (H + 2K) C."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        """Rows of the fused query, key, value projection: (H + 2K) C, with gates (2H + 2K) C."""
+        queries = (2 if self.attention_gate else 1) * self.num_heads
+        return (queries + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Of a head's output."""
+        return self.latent.value_dim if self.latent else self.head_dim
+
+    @property
+    def cached_heads(self) -> int:
+        """K of the cache: one where heads share a latent."""
+        return 1 if self.latent else self.num_kv_heads
+
+    @property
+    def cached_dims(self) -> tuple[int, int]:
+        """Widths of a cached key and value; of latent attention the rotated key and the latent."""
+        if self.latent:
+            return self.latent.rope_dim, self.latent.kv_rank
+        return self.head_dim, self.head_dim
+
+    @property
+    def cached_values(self) -> int:
+        """Numbers of a position in the cache, of all layers."""
+        return len(self.attention_layers) * self.cached_heads * sum(self.cached_dims)
+
+    @property
+    def state_values(self) -> tuple[int, int]:
+        """Numbers of a sequence beside the cache, of all layers: float32 ones, and plain ones."""
+        if self.delta_net is None:
+            return 0, 0
+        d = self.delta_net
+        matrices = d.num_value_heads * d.key_dim * d.value_dim
+        return len(d.layers) * matrices, len(d.layers) * (d.conv_width - 1) * d.conv_dim
+
+
+_PARTS: Mapping[str, Any] = {
+    "yarn": Yarn, "latent": LatentAttention, "delta_net": DeltaNet, "router": RouterRule,
+}  # fmt: skip
+
+# Leaves that stay float32 whatever the activations are: of biases that decide who is chosen, and of
+# decays, which are taken to a power.
+FLOAT32_LEAVES = ("moe.router_bias", "delta.a_log", "delta.dt_bias")
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every weight leaf; layers (and experts) are stacked, matrices [out, in].
 
     Every matrix keeps the checkpoint's orientation, rows are outputs, so loading is a copy. The
-    fused ones are concatenated along the rows: `qkv_proj` is queries, keys, values; `gate_up` is
-    gate, then up.
+    fused ones are concatenated along the rows: `qkv_proj` is queries (of a head with a gate the
+    gate after it), keys, values; `gate_up` is gate, then up.
     """
     c = config
     num_moe, num_dense = len(c.moe_layers), len(c.dense_layers)
     shapes: dict[str, tuple[int, ...]] = {
         "embed": (c.vocab_size, c.model_dim),
-        "attention.norm": (c.num_layers, c.model_dim),
-        "attention.qkv_proj": (c.num_layers, c.qkv_dim, c.model_dim),
-        "attention.o_proj": (c.num_layers, c.model_dim, c.num_heads * c.head_dim),
+        "attention.norm": (c.num_layers, c.model_dim),  # of every layer, whatever it mixes by
+        **(_latent_shapes(c) if c.latent else _attention_shapes(c)),
         "mlp_norm": (c.num_layers, c.model_dim),
         "final_norm": (c.model_dim,),
     }
-    if c.qk_norm:
-        shapes["attention.q_norm"] = (c.num_layers, c.head_dim)
-        shapes["attention.k_norm"] = (c.num_layers, c.head_dim)
-    if c.attention_bias:
-        shapes["attention.qkv_bias"] = (c.num_layers, c.qkv_dim)
-        shapes["attention.o_bias"] = (c.num_layers, c.model_dim)
+    if c.delta_net:
+        shapes |= _delta_shapes(c, c.delta_net)
     if num_moe:
         shapes["moe.router"] = (num_moe, c.num_experts, c.model_dim)
+        if c.router.has_bias:
+            shapes["moe.router_bias"] = (num_moe, c.num_experts)
         shapes["moe.gate_up"] = (num_moe, c.num_experts, 2 * c.expert_dim, c.model_dim)
         shapes["moe.down"] = (num_moe, c.num_experts, c.model_dim, c.expert_dim)
+    if num_moe and c.shared_dim:
+        shapes["shared.gate_up"] = (num_moe, 2 * c.shared_dim, c.model_dim)
+        shapes["shared.down"] = (num_moe, c.model_dim, c.shared_dim)
+        if c.shared_gate:
+            shapes["shared.gate"] = (num_moe, 1, c.model_dim)
     if num_dense:
         shapes["mlp.gate_up"] = (num_dense, 2 * c.mlp_dim, c.model_dim)
         shapes["mlp.down"] = (num_dense, c.model_dim, c.mlp_dim)
     if not c.tied_embeddings:
         shapes["head"] = (c.vocab_size, c.model_dim)
     return shapes
+
+
+def _attention_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
+    num = len(c.attention_layers)
+    if not num:
+        return {}
+    shapes: dict[str, tuple[int, ...]] = {
+        "attention.qkv_proj": (num, c.qkv_dim, c.model_dim),
+        "attention.o_proj": (num, c.model_dim, c.num_heads * c.head_dim),
+    }
+    if c.qk_norm:
+        shapes |= {"attention.q_norm": (num, c.head_dim), "attention.k_norm": (num, c.head_dim)}
+    if c.attention_bias:
+        shapes |= {"attention.qkv_bias": (num, c.qkv_dim), "attention.o_bias": (num, c.model_dim)}
+    return shapes
+
+
+def _latent_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """`kv_a` gives the latent and the rotated key; `kv_b` keys and values, a head after another."""
+    assert c.latent is not None
+    of, num, queries = c.latent, len(c.attention_layers), c.num_heads * c.head_dim
+    shapes: dict[str, tuple[int, ...]] = {}
+    if of.query_rank is None:
+        shapes["attention.q_proj"] = (num, queries, c.model_dim)
+    else:
+        shapes["attention.q_a"] = (num, of.query_rank, c.model_dim)
+        shapes["attention.q_a_norm"] = (num, of.query_rank)
+        shapes["attention.q_b"] = (num, queries, of.query_rank)
+    expanded = c.num_heads * (of.nope_dim + of.value_dim)
+    return shapes | {
+        "attention.kv_a": (num, of.kv_rank + of.rope_dim, c.model_dim),
+        "attention.kv_a_norm": (num, of.kv_rank),
+        "attention.kv_b": (num, expanded, of.kv_rank),
+        "attention.o_proj": (num, c.model_dim, c.num_heads * of.value_dim),
+    }
+
+
+def _delta_shapes(c: ModelConfig, of: DeltaNet) -> dict[str, tuple[int, ...]]:
+    """`qkvz_proj` and `ba_proj` have the rows of a key head together, as they are stored."""
+    num = len(of.layers)
+    return {
+        "delta.qkvz_proj": (num, of.conv_dim + of.value_width, c.model_dim),
+        "delta.ba_proj": (num, 2 * of.num_value_heads, c.model_dim),
+        "delta.conv": (num, of.conv_dim, 1, of.conv_width),
+        "delta.dt_bias": (num, of.num_value_heads),
+        "delta.a_log": (num, of.num_value_heads),
+        "delta.norm": (num, of.value_dim),
+        "delta.o_proj": (num, c.model_dim, of.value_width),
+    }
+
+
+def leaf_dtype(leaf: str, dtype: Any) -> np.dtype:
+    """Of a leaf, plain, of a model with activations of `dtype`."""
+    return np.dtype(np.float32 if leaf in FLOAT32_LEAVES else dtype)

@@ -13,6 +13,14 @@ from typing import Any
 
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
+from moejax.models.hf_fields import (
+    flag,
+    integer,
+    number,
+    object_field,
+    rope_field,
+    unsupported,
+)
 
 ARCHITECTURES = {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 
@@ -20,9 +28,6 @@ ARCHITECTURES = {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausa
 _DEFAULT_ROPE_THETA = {"mixtral": 1e6, "qwen3_moe": 1e4}
 _DEFAULT_NORM_EPS = {"mixtral": 1e-5, "qwen3_moe": 1e-6}
 _DEFAULT_MAX_POSITIONS = {"mixtral": 131072, "qwen3_moe": 32768}
-
-# Numbers are computed with as float32.
-_LARGEST = 3e38
 
 
 def read_model_config(directory: Path) -> ModelConfig:
@@ -72,40 +77,40 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
       MoejaxError: as in `read_model_config`, without the file's name.
     """
     family = _family(fields)
-    _object(fields, "quantization_config")  # the reader of the weights knows which ones it can read
-    if reasons := _unsupported(fields):
+    object_field(fields, "quantization_config")  # the weights' reader knows which ones it can read
+    if reasons := unsupported(fields):
         raise MoejaxError("not supported: " + "; ".join(reasons))
-    num_layers = _integer(fields, "num_hidden_layers")
-    num_heads = _integer(fields, "num_attention_heads")
-    model_dim = _integer(fields, "hidden_size")
-    mlp_dim = _integer(fields, "intermediate_size")
+    num_layers = integer(fields, "num_hidden_layers")
+    num_heads = integer(fields, "num_attention_heads")
+    model_dim = integer(fields, "hidden_size")
+    mlp_dim = integer(fields, "intermediate_size")
     is_qwen3 = family == "qwen3_moe"
     windowed = fields.get("sliding_window") is not None and (
-        not is_qwen3 or _flag(fields, "use_sliding_window")
+        not is_qwen3 or flag(fields, "use_sliding_window")
     )
     return ModelConfig(
         family=family,
-        vocab_size=_integer(fields, "vocab_size"),
+        vocab_size=integer(fields, "vocab_size"),
         model_dim=model_dim,
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=_integer(fields, "num_key_value_heads", default=num_heads),
-        head_dim=_integer(fields, "head_dim", default=model_dim // num_heads),
-        num_experts=_integer(fields, "num_local_experts", "num_experts"),
-        experts_per_token=_integer(fields, "num_experts_per_tok"),
-        expert_dim=_integer(fields, "moe_intermediate_size") if is_qwen3 else mlp_dim,
+        num_kv_heads=integer(fields, "num_key_value_heads", default=num_heads),
+        head_dim=integer(fields, "head_dim", default=model_dim // num_heads),
+        num_experts=integer(fields, "num_local_experts", "num_experts"),
+        experts_per_token=integer(fields, "num_experts_per_tok"),
+        expert_dim=integer(fields, "moe_intermediate_size") if is_qwen3 else mlp_dim,
         mlp_dim=mlp_dim,
         moe_layers=_sparse_layers(fields, num_layers) if is_qwen3 else tuple(range(num_layers)),
-        norm_topk_prob=_flag(fields, "norm_topk_prob") if is_qwen3 else True,
-        norm_eps=_number(fields, "rms_norm_eps", default=_DEFAULT_NORM_EPS[family]),
+        norm_topk_prob=flag(fields, "norm_topk_prob") if is_qwen3 else True,
+        norm_eps=number(fields, "rms_norm_eps", default=_DEFAULT_NORM_EPS[family]),
         rope_theta=_rope_theta(fields, family),
-        max_positions=_integer(
+        max_positions=integer(
             fields, "max_position_embeddings", default=_DEFAULT_MAX_POSITIONS[family]
         ),
-        tied_embeddings=_flag(fields, "tie_word_embeddings"),
+        tied_embeddings=flag(fields, "tie_word_embeddings"),
         qk_norm=is_qwen3,
-        attention_bias=_flag(fields, "attention_bias") if is_qwen3 else False,
-        sliding_window=_integer(fields, "sliding_window") if windowed else None,
+        attention_bias=flag(fields, "attention_bias") if is_qwen3 else False,
+        sliding_window=integer(fields, "sliding_window") if windowed else None,
     )
 
 
@@ -178,87 +183,15 @@ def _family(fields: Mapping[str, Any]) -> str:
     )
 
 
-def _unsupported(fields: Mapping[str, Any]) -> list[str]:
-    """Every reason why the model cannot be run as transformers would run it."""
-    reasons = []
-    for name in ("rope_scaling", "rope_parameters"):
-        rope = _object(fields, name)
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            reasons.append(f"{name} of type {kind!r} (without it, the model's own context works)")
-    partial = _rope_field(fields, "partial_rotary_factor")
-    if partial not in (None, 1, 1.0):
-        reasons.append(f"partial_rotary_factor {partial}")
-    if fields.get("hidden_act", "silu") != "silu":
-        reasons.append(f"hidden_act {fields['hidden_act']!r}, only 'silu' is")
-    return reasons
-
-
-def _rope_field(fields: Mapping[str, Any], name: str) -> Any:
-    """A rope field where transformers 5 keeps it, or else at the top level."""
-    nested = _object(fields, "rope_parameters").get(name)
-    return _only({f"rope_parameters.{name}": nested, name: fields.get(name)})
-
-
 def _rope_theta(fields: Mapping[str, Any], family: str) -> float:
-    theta = {"rope_theta": _rope_field(fields, "rope_theta")}
-    return _number(theta, "rope_theta", default=_DEFAULT_ROPE_THETA[family])
+    theta = {"rope_theta": rope_field(fields, "rope_theta")}
+    return number(theta, "rope_theta", default=_DEFAULT_ROPE_THETA[family])
 
 
 def _sparse_layers(fields: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """Qwen3-MoE: every `decoder_sparse_step`-th layer, save those named as MLP only."""
-    step = _integer(fields, "decoder_sparse_step", default=1)
+    step = integer(fields, "decoder_sparse_step", default=1)
     dense = fields.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise MoejaxError(f"mlp_only_layers is {dense!r}, expected a list of layers")
     return tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
-
-
-def _object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A JSON object, empty where there is none."""
-    value = fields.get(name)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise MoejaxError(f"{name} is {value!r}, expected a JSON object")
-    return value
-
-
-def _flag(fields: Mapping[str, Any], name: str) -> bool:
-    """True or false, false where it is not set."""
-    value = fields.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise MoejaxError(f"{name} is {value!r}, expected true or false")
-    return bool(value)
-
-
-def _only(spellings: Mapping[str, Any]) -> Any:
-    """The one value that the spellings of a field agree on; None where none of them is set."""
-    given = {name: value for name, value in spellings.items() if value is not None}
-    values = list(given.values())
-    if any(value != values[0] for value in values):
-        said = " but ".join(f"{name} says {value!r}" for name, value in given.items())
-        raise MoejaxError(f"{said}; they mean the same, remove the wrong one")
-    return values[0] if values else None
-
-
-def _integer(fields: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """What all of `names` that are set agree on, a positive integer."""
-    value = _only({name: fields.get(name) for name in names})
-    if value is None:
-        value = default
-    if value is None:
-        raise MoejaxError(f"{names[-1]} is missing")
-    if type(value) is not int or value < 1:
-        raise MoejaxError(f"{names[-1]} is {value!r}, expected a positive integer")
-    return value
-
-
-def _number(fields: Mapping[str, Any], name: str, *, default: float) -> float:
-    """A positive finite number."""
-    value = fields.get(name)
-    if value is None:
-        return default
-    if type(value) not in (int, float) or not 0 < value <= _LARGEST:
-        raise MoejaxError(f"{name} is {value!r}, expected a positive finite number")
-    return float(value)

@@ -16,7 +16,7 @@ Where weights are packed, the first three take from `moejax.ops` the matrices th
 
 import functools
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +30,10 @@ from moejax.models.expert_products import (
     combine,
     products_by_block,
     products_by_row,
-    swiglu,
 )
 from moejax.models.grouped_experts import choose_grouped, experts_grouped
 from moejax.models.parameter import stacked_parameter
+from moejax.models.routing import Routing, routing_of, scaled
 from moejax.ops import Index
 from moejax.qtensor import Weight
 from pallas_kernels import expert_mlp, router_topk
@@ -52,40 +52,6 @@ MAX_KERNEL_TOKENS = 32
 STEP_BYTES: dict[ExpertsVia, int] = {"block": 512 * 2**20, "block_in_cache": 2**20}
 
 
-class Routing(NamedTuple):
-    """What the router said about N tokens."""
-
-    probabilities: jax.Array  # float32[N, E], the full softmax
-    weights: jax.Array  # float32[N, A], of the chosen experts, normalised where the model does so
-    ids: jax.Array  # int32[N, A], by falling probability
-
-
-def route(x: jax.Array, router: jax.Array, config: ModelConfig) -> Routing:
-    """Softmax over all experts in float32, then the top A of them.
-
-    Args:
-      x: [N, D].
-      router: [E, D].
-      config: as in `routing_of`.
-    """
-    logits = jnp.einsum("nd,ed->ne", x, router, preferred_element_type=jnp.float32)
-    return routing_of(logits, config)
-
-
-def routing_of(logits: jax.Array, config: ModelConfig) -> Routing:
-    """Of the router's products, float32[N, E].
-
-    Args:
-      logits: of every expert.
-      config: gives A and whether the chosen weights are divided by their sum.
-    """
-    probabilities = jax.nn.softmax(logits, axis=-1)
-    weights, ids = jax.lax.top_k(probabilities, config.experts_per_token)
-    if config.norm_topk_prob:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    return Routing(probabilities, weights, ids)
-
-
 def choose_routing(num_tokens: int, config: ModelConfig, kernels: ops.Kernels) -> Choice:
     """What serves `routing_of` in a model, and why the kernel does not if so.
 
@@ -101,6 +67,8 @@ def choose_routing(num_tokens: int, config: ModelConfig, kernels: ops.Kernels) -
         return Choice("xla", {})
     if kernels.target is None:
         return Choice("xla", {"triton": "no target was named"})
+    if not config.router.is_plain:
+        return Choice("xla", {"triton": "its experts are no top-k of one softmax"})
     logits = jax.ShapeDtypeStruct((num_tokens, config.num_experts), jnp.float32)
     chosen = router_topk.choose(logits, config.experts_per_token, kernels.target)
     return chosen if chosen.implementation == "triton" else Choice("xla", chosen.refusals)
@@ -278,6 +246,8 @@ class SparseMoe(nnx.Module):
         self.config = config
         self.kernels = kernels
         self.router = stacked_parameter("moe.router", config, rngs, dtype)
+        if config.router.has_bias:
+            self.router_bias = stacked_parameter("moe.router_bias", config, rngs, dtype)
         if holds_experts:
             self.gate_up = stacked_parameter("moe.gate_up", config, rngs, dtype)
             self.down = stacked_parameter("moe.down", config, rngs, dtype)
@@ -291,10 +261,12 @@ class SparseMoe(nnx.Module):
         logits = ops.linear(x, self.router[...], layer, wide, self.kernels)
         c = self.config
         if choose_routing(len(x), c, self.kernels).implementation == "triton":
-            return routing_by_kernel(
+            routing = routing_by_kernel(
                 logits, first_slot, num_chosen=c.experts_per_token, normalise=c.norm_topk_prob
             )
-        return routing_of(logits, c)
+            return scaled(routing, c)
+        bias = self.router_bias[...][layer] if c.router.has_bias else None
+        return routing_of(logits, c, bias)
 
     def __call__(
         self, x: jax.Array, layer: Index, token_mask: jax.Array, via: ExpertsVia
@@ -347,24 +319,3 @@ class SparseMoe(nnx.Module):
             case _:
                 raise ValueError(f"via {via!r} is none of {get_args(ExpertsVia)}")
         return y, routing
-
-
-class DenseMlp(nnx.Module):
-    """The MLPs of all N layers that have no experts."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        rngs: nnx.Rngs,
-        dtype: jnp.dtype,
-        kernels: ops.Kernels = ops.NO_KERNELS,
-    ):
-        self.kernels = kernels
-        self.gate_up = stacked_parameter("mlp.gate_up", config, rngs, dtype)
-        self.down = stacked_parameter("mlp.down", config, rngs, dtype)
-
-    def __call__(self, x: jax.Array, layer: int) -> jax.Array:
-        """[N, D] to [N, D]; `layer` is the index among the dense layers."""
-        hidden = swiglu(ops.linear(x, self.gate_up[...], layer, kernels=self.kernels))
-        return ops.linear(hidden, self.down[...], layer, kernels=self.kernels)

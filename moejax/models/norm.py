@@ -10,7 +10,9 @@ from moejax.ops import Index
 from pallas_kernels import residual_norm
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+def rms_norm(
+    x: jax.Array, weight: jax.Array, eps: float, *, zero_centred: bool = False
+) -> jax.Array:
     """x / rms(x) * weight over the last axis (Zhang and Sennrich 2019, eq. 4).
 
     The statistics and the division are float32; the result is cast to `x.dtype` before the
@@ -20,18 +22,28 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
       x: [..., D], any float dtype.
       weight: [D], the dtype of `x`.
       eps: added to the mean square.
+      zero_centred: times 1 + weight, and rounded last (Qwen3-Next).
 
     Returns:
       [..., D] in `x.dtype`.
     """
     x32 = x.astype(jnp.float32)
     inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    if zero_centred:
+        wide = x32 * inverse_rms * (1.0 + jnp.broadcast_to(weight.astype(jnp.float32), x.shape))
+        return wide.astype(x.dtype)
     normed = (x32 * inverse_rms).astype(x.dtype)
     return normed * jnp.broadcast_to(weight, normed.shape)
 
 
 def stacked_norm(
-    x: jax.Array, scales: jax.Array, layer: Index, eps: float, kernels: ops.Kernels
+    x: jax.Array,
+    scales: jax.Array,
+    layer: Index,
+    eps: float,
+    kernels: ops.Kernels,
+    *,
+    zero_centred: bool = False,
 ) -> jax.Array:
     """`rms_norm` of one layer, by the kernel where it serves.
 
@@ -45,21 +57,31 @@ def stacked_norm(
       layer: which of them.
       eps: as in `rms_norm`.
       kernels: which may serve; a reference that is asked for is XLA's here.
+      zero_centred: as in `rms_norm`.
     """
     flat = x.reshape(-1, x.shape[-1])
     asked_for_none = kernels.implementation == ops.REFERENCE or kernels.target is None
     if asked_for_none or residual_norm.refusal("triton", flat, kernels.target):
-        return rms_norm(x, scales[layer], eps)
-    return norm_of_sum(flat, None, scales, jnp.int32(layer), eps=eps)[1].reshape(x.shape)
+        return rms_norm(x, scales[layer], eps, zero_centred=zero_centred)
+    _, normed = norm_of_sum(
+        flat, None, scales, jnp.int32(layer), eps=eps, zero_centred=zero_centred
+    )
+    return normed.reshape(x.shape)
 
 
-@functools.partial(jax.jit, static_argnames="eps")
+@functools.partial(jax.jit, static_argnames=("eps", "zero_centred"))
 def norm_of_sum(
-    x: jax.Array, delta: jax.Array | None, scales: jax.Array, layer: jax.Array, *, eps: float
+    x: jax.Array,
+    delta: jax.Array | None,
+    scales: jax.Array,
+    layer: jax.Array,
+    *,
+    eps: float,
+    zero_centred: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """x + delta and its norm by the kernel, [N, D]; jitted: all layers share a trace of it."""
     return residual_norm.residual_norm(
-        x, delta, scales, layer=layer, eps=eps, implementation="triton"
+        x, delta, scales, layer=layer, eps=eps, zero_centred=zero_centred, implementation="triton"
     )
 
 

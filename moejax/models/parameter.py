@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
 
 INIT_STD = 0.02
 
@@ -14,12 +14,14 @@ def stacked_parameter(
 ) -> nnx.Param[jax.Array]:
     """The leaf `name` of `weight_shapes(config)`, stacked over layers.
 
-    Norm weights start at one, biases at zero, matrices at N(0, 0.02^2), those that write to the
-    residual stream at 0.02 / sqrt(2 L) (Radford et al. 2019, section 2.3).
+    Norm weights start at one (zero where they are centred there), biases at zero, matrices at
+    N(0, 0.02^2), those that write to the residual stream at 0.02 / sqrt(2 L) (Radford et al. 2019,
+    section 2.3).
     """
-    shape = weight_shapes(config)[name]
+    shape, dtype = weight_shapes(config)[name], leaf_dtype(name, dtype)
     if name.endswith("norm"):
-        return nnx.Param(jnp.ones(shape, dtype))
+        centred = config.zero_centred_norm and name != "delta.norm"
+        return nnx.Param((jnp.zeros if centred else jnp.ones)(shape, dtype))
     if name.endswith("bias"):
         return nnx.Param(jnp.zeros(shape, dtype))
     residual = name.endswith(("o_proj", "down"))

@@ -4,10 +4,8 @@ from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 
-from moejax.models.config import ModelConfig
-from moejax.models.moe import Routing
+from moejax.models.routing import Routing
 from moejax.ops import Index
 
 
@@ -65,17 +63,3 @@ class LoopedExperts(RunExperts, Protocol):
 
     def keep(self, kept: Any) -> None:
         """Takes what all passes of a loop kept, with the layers' axis in front."""
-
-
-def among_sparse(config: ModelConfig, layer: Index) -> tuple[Index, tuple[Index, Index] | None]:
-    """A sparse layer's index among those; the next of them, among all and among those, or None.
-
-    On the device all layers are sparse, and the last one is followed by itself.
-    """
-    if not isinstance(layer, int):
-        following = jnp.minimum(layer + 1, config.num_layers - 1)
-        return layer, (following, following)
-    index = config.moe_layers.index(layer)
-    if index + 1 == len(config.moe_layers):
-        return index, None
-    return index, (config.moe_layers[index + 1], index + 1)

@@ -5,6 +5,7 @@ to run. Here a residual sum goes into the launch of the norm that follows it, an
 takes queries, keys and values from their product to attention and the cache.
 """
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING
 
@@ -13,13 +14,14 @@ import jax.numpy as jnp
 
 from moejax import ops
 from moejax.cache import KVCache, cache_shape
-from moejax.models.attention import token_attention
+from moejax.models.attention import Attention, WritingAttention, token_attention
 from moejax.models.config import ModelConfig
-from moejax.models.moe import Routing
 from moejax.models.norm import norm_of_sum
-from moejax.models.rope import rotary_angles
+from moejax.models.places import Place, places
+from moejax.models.rope import Angles, model_angles
+from moejax.models.routing import Routing
 from pallas_kernels import qkv_to_cache, residual_norm
-from pallas_kernels.target import Choice
+from pallas_kernels.target import Choice, Target
 
 if TYPE_CHECKING:
     from moejax.models.run_experts import RunExperts
@@ -29,27 +31,47 @@ if TYPE_CHECKING:
 def choose_token_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernels) -> Choice:
     """What serves norms, rotation and cache writes of a token, and why the kernels do not if so.
 
+    Where one kernel takes queries, keys and values to the cache depends on attention
+    (`choose_cache_writes`); layers by a delta rule and latent attention write for themselves.
+
     Args:
       config: of the model.
       dtype: of the activations and the cache.
       kernels: which may serve; a reference that is asked for is XLA's here.
 
     Returns:
-      "triton", both kernels, or "xla".
+      "triton", all that the model needs, or "xla".
     """
     if kernels.implementation == ops.REFERENCE:
         return Choice("xla", {})
     if kernels.target is None:
         return Choice("xla", {"triton": "no target was named"})
     x = jax.ShapeDtypeStruct((1, config.model_dim), dtype)
-    qkv = jax.ShapeDtypeStruct((1, config.qkv_dim), dtype)
-    keys = jax.ShapeDtypeStruct(cache_shape(config, 1, 1), dtype)
-    found = (
-        residual_norm.choose(x, kernels.target),
-        qkv_to_cache.choose(qkv, keys, kernels.target),
-    )
+    found = [residual_norm.choose(x, kernels.target)]
+    if _is_plain(config):
+        found.append(choose_cache_writes(config, dtype, kernels.target))
     reasons = dict.fromkeys(choice.refusals["triton"] for choice in found if choice.refusals)
     return Choice("xla", {"triton": "; ".join(reasons)}) if reasons else Choice("triton", {})
+
+
+def _is_plain(config: ModelConfig) -> bool:
+    """Whether attention is of the form that `qkv_to_cache` takes to the cache."""
+    gated = config.attention_gate or config.zero_centred_norm
+    turned = config.rotary_dim != config.head_dim or config.interleaved_rope or config.yarn
+    return config.latent is None and not gated and not turned
+
+
+def choose_cache_writes(config: ModelConfig, dtype: jnp.dtype, target: Target) -> Choice:
+    """What takes queries, keys and values from their product to attention and the cache.
+
+    Args:
+      config: of a model whose attention is plain.
+      dtype: of the activations and the cache.
+      target: where the program runs.
+    """
+    qkv = jax.ShapeDtypeStruct((1, config.qkv_dim), dtype)
+    keys = jax.ShapeDtypeStruct(cache_shape(config, 1, 1), dtype)
+    return qkv_to_cache.choose(qkv, keys, target)
 
 
 def serves_token_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernels) -> bool:
@@ -75,7 +97,7 @@ def queries_and_cache(
         norms=None if scales is None else qkv_to_cache.HeadNorms(*scales, eps),
         implementation="triton",
     )  # fmt: skip
-    return q, KVCache(keys, values)
+    return q, dataclasses.replace(cache, keys=keys, values=values)
 
 
 def token_layers(
@@ -88,30 +110,51 @@ def token_layers(
     run: "RunExperts | None",
 ) -> tuple[KVCache, jax.Array, list[Routing]]:
     """`Transformer.routed` of one token a sequence where `choose_token_step` says "triton"."""
-    c, attention = model.config, model.attention
-    scales = (attention.q_norm[...], attention.k_norm[...]) if c.qk_norm else None
-    cos, sin = (of[:, 0] for of in rotary_angles(positions, c.head_dim, c.rope_theta))
+    c = model.config
+    angles = model_angles(c, positions)
     x = ops.take_rows(model.embed[...], tokens[:, 0], model.dtype)
     delta: jax.Array | None = None  # what the layer before adds to x
+    attend = model.attention_of(cache, positions, spec, None, token_mask)
+    norm = functools.partial(norm_of_sum, eps=c.norm_eps, zero_centred=c.zero_centred_norm)
     routings = []
-    for layer in range(c.num_layers):
-        index = jnp.int32(layer)
-        x, normed = norm_of_sum(x, delta, attention.norm[...], index, eps=c.norm_eps)
-        qkv = attention.product(normed[:, None], layer)[:, 0]
-        q, cache = queries_and_cache(
-            qkv, cache, index, positions[:, 0], cos, sin, scales, eps=c.norm_eps
-        )
-        attended = token_attention(
-            q[:, None], cache.keys, cache.values, index, positions,
-            kv_length=spec.kv_length, sliding_window=c.sliding_window,
-        )  # fmt: skip
-        delta = attention.output(attended, layer)[:, 0]
-        x, normed = norm_of_sum(x, delta, model.mlp_norm[...], index, eps=c.norm_eps)
+    for place in places(c):
+        index = jnp.int32(place.layer)
+        x, normed = norm(x, delta, model.attention.norm[...], index)
+        if _is_plain(c) and not place.is_delta:
+            delta = _attended(model, normed, place, positions, angles, spec, attend)
+        else:
+            delta = model.mix(normed[:, None], place, angles, token_mask, attend)[:, 0]
+        x, normed = norm(x, delta, model.mlp_norm[...], index)
         out, routing = model.mlp_block(
-            x[:, None], layer, token_mask, spec.experts, run, normed=normed
+            x[:, None], place, token_mask, spec.experts, run, normed=normed
         )
         delta = out[:, 0]
         if routing is not None:
             routings.append(routing)
     hidden = x if delta is None else x + delta
-    return cache, hidden[:, None], routings
+    return attend.cache, hidden[:, None], routings
+
+
+def _attended(
+    model: "Transformer",
+    normed: jax.Array,
+    place: Place,
+    positions: jax.Array,
+    angles: Angles,
+    spec: "ChunkSpec",
+    attend: WritingAttention,
+) -> jax.Array:
+    """What attention adds to [B, D], the tokens going to the cache in one launch."""
+    c, attention, index = model.config, model.attention, jnp.int32(place.mixer)
+    assert isinstance(attention, Attention)
+    scales = (attention.q_norm[...], attention.k_norm[...]) if c.qk_norm else None
+    cos, sin = (of[:, 0] for of in angles)
+    qkv = attention.product(normed[:, None], place.mixer)[:, 0]
+    q, attend.cache = queries_and_cache(
+        qkv, attend.cache, index, positions[:, 0], cos, sin, scales, eps=c.norm_eps
+    )
+    attended = token_attention(
+        q[:, None], attend.cache.keys, attend.cache.values, index, positions,
+        kv_length=spec.kv_length, sliding_window=c.sliding_window,
+    )  # fmt: skip
+    return attention.output(attended, place.mixer)[:, 0]

@@ -1,6 +1,6 @@
-"""The decoder: Qwen3-MoE and Mixtral, one module over layer-stacked weights."""
+"""The decoder of every family, one module over layer-stacked weights."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,28 +10,27 @@ from flax import nnx
 from moejax import ops
 from moejax.cache import KVCache
 from moejax.models.attention import (
+    Attend,
     Attention,
     AttentionVia,
     CachedVia,
     WatchAttention,
     WritingAttention,
-    causal_attention,
 )
-from moejax.models.config import ModelConfig, weight_shapes
-from moejax.models.moe import DenseMlp, ExpertsVia, Routing, SparseMoe
+from moejax.models.config import ModelConfig
+from moejax.models.delta_net import DeltaNet
+from moejax.models.dense_mlp import DenseMlp, SharedExpert
+from moejax.models.latent_attention import LatentAttention
+from moejax.models.moe import ExpertsVia, SparseMoe
 from moejax.models.norm import rounded, stacked_norm
 from moejax.models.parameter import stacked_parameter
-from moejax.models.rope import rotary_angles
-from moejax.models.run_experts import LoopedExperts, RunExperts, among_sparse
+from moejax.models.places import Place, in_loop, loop_over, places
+from moejax.models.rope import Angles, model_angles
+from moejax.models.routing import Routing
+from moejax.models.run_experts import LoopedExperts, RunExperts
 from moejax.models.token_step import serves_token_step, token_layers
 from moejax.ops import Index
 from moejax.qtensor import Weight
-
-# Of the loop over a chunk's layers: the same wherever experts are. XLA on a CPU (jax 0.11.2) may
-# end a float32 sum in another last bit where a pass ends than between two layers of one.
-LAYERS_A_PASS = 2
-
-Attend = Callable[[Index, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class ChunkSpec(NamedTuple):
@@ -60,12 +59,17 @@ class Transformer(nnx.Module):
         self.config = config
         self.kernels = kernels
         self.embed = stacked_parameter("embed", config, rngs, dtype)
-        self.attention = Attention(config, rngs=rngs, dtype=dtype, kernels=kernels)
+        mixer = LatentAttention if config.latent else Attention
+        self.attention = mixer(config, rngs=rngs, dtype=dtype, kernels=kernels)
+        if config.delta_net:
+            self.delta = DeltaNet(config, rngs=rngs, dtype=dtype, kernels=kernels)
         self.mlp_norm = stacked_parameter("mlp_norm", config, rngs, dtype)
         if config.moe_layers:
             self.moe = SparseMoe(
                 config, rngs=rngs, dtype=dtype, kernels=kernels, holds_experts=holds_experts
             )
+        if config.moe_layers and config.shared_dim:
+            self.shared = SharedExpert(config, rngs=rngs, dtype=dtype, kernels=kernels)
         if config.dense_layers:
             self.mlp = DenseMlp(config, rngs=rngs, dtype=dtype, kernels=kernels)
         self.final_norm = stacked_parameter("final_norm", config, rngs, dtype)
@@ -77,10 +81,35 @@ class Transformer(nnx.Module):
         """Of the activations: that of the norms, which are plain whatever the matrices are."""
         return self.final_norm[...].dtype
 
+    def mix(
+        self,
+        normed: jax.Array,
+        place: Place,
+        angles: Angles,
+        token_mask: jax.Array,
+        attend: Attend,
+    ) -> jax.Array:
+        """What a layer's attention or delta rule adds to the stream, [B, T, D].
+
+        Args:
+          normed: [B, T, D].
+          place: of the layer.
+          angles: of `rope.model_angles`.
+          token_mask: bool[B, T], False for padding, which leaves states as they are.
+          attend: what attention sees; a `WritingAttention` has a cache.
+        """
+        if place.is_delta:
+            return self.delta(normed, place, token_mask, attend)
+        return self.attention(normed, place, angles, attend)
+
+    def mix_norm(self, x: jax.Array, place: Place) -> jax.Array:
+        """[B, T, D] as `mix` takes it."""
+        return self._norm(x, self.attention.norm[...], place.layer)
+
     def mlp_block(
         self,
         x: jax.Array,
-        layer: Index,
+        place: Place,
         token_mask: jax.Array,
         via: ExpertsVia,
         run: RunExperts | None = None,
@@ -91,35 +120,41 @@ class Transformer(nnx.Module):
 
         Args:
           x: [B, T, D].
-          layer: among all layers; int32[] where all of them are sparse.
+          place: of the layer.
           token_mask: bool[B, T], False for padding.
           via: which form runs experts that the model holds.
           run: what runs them otherwise.
           normed: [N, D], x after the norm, where that is done.
         """
-        c = self.config
-        flat = self._normed(x, layer) if normed is None else normed
-        if isinstance(layer, int) and layer in c.dense_layers:
-            return self.mlp(flat, c.dense_layers.index(layer)).reshape(x.shape), None
-        index, following = among_sparse(c, layer)
+        flat = self._mlp_normed(x, place.layer) if normed is None else normed
+        if not place.is_sparse:
+            return self.mlp(flat, place.mlp).reshape(x.shape), None
         mask = token_mask.reshape(-1)
         if run is None:
-            out, routing = self.moe(flat, index, mask, via)
-            return out.reshape(x.shape), routing
-        routing = self.moe.route(flat, index)
-        if following is None:
-            return run(index, flat, routing, mask, None).reshape(x.shape), routing
-        next_layer, next_index = following
+            out, routing = self.moe(flat, place.mlp, mask, via)
+        else:
+            routing = self.moe.route(flat, place.mlp)
+            out = run(place.mlp, flat, routing, mask, self._ahead(x, place))
+        if self.config.shared_dim:
+            out = out + self.shared(flat, place.mlp)
+        return out.reshape(x.shape), routing
 
-        def ahead() -> Routing:
-            return self.moe.route(self._normed(x, next_layer), next_index)
+    def _ahead(self, x: jax.Array, place: Place) -> Callable[[], Routing] | None:
+        """What the next sparse layer's router says of this one's input (DyMoE eq. 6)."""
+        if place.following is None:
+            return None
+        layer, mlp = place.following
+        return lambda: self.moe.route(self._mlp_normed(x, layer), mlp)
 
-        return run(index, flat, routing, mask, ahead).reshape(x.shape), routing
-
-    def _normed(self, x: jax.Array, layer: Index) -> jax.Array:
+    def _mlp_normed(self, x: jax.Array, layer: Index) -> jax.Array:
         """[N, D]: what the MLP of a layer would see of [B, T, D]."""
-        normed = stacked_norm(x, self.mlp_norm[...], layer, self.config.norm_eps, self.kernels)
-        return normed.reshape(-1, self.config.model_dim)
+        return self._norm(x, self.mlp_norm[...], layer).reshape(-1, self.config.model_dim)
+
+    def _norm(self, x: jax.Array, scales: jax.Array, layer: Index) -> jax.Array:
+        c = self.config
+        return stacked_norm(
+            x, scales, layer, c.norm_eps, self.kernels, zero_centred=c.zero_centred_norm
+        )
 
     def project_to_vocab(self, hidden: jax.Array) -> jax.Array:
         """[..., D] through the last norm and the head to float32[..., V]."""
@@ -127,8 +162,7 @@ class Transformer(nnx.Module):
         return ops.product(self._last_norm(hidden), self._stored_head(), wide, self.kernels)
 
     def _last_norm(self, hidden: jax.Array) -> jax.Array:
-        scales = self.final_norm[...][None]
-        return stacked_norm(hidden, scales, 0, self.config.norm_eps, self.kernels)
+        return self._norm(hidden, self.final_norm[...][None], 0)
 
     def _stored_head(self) -> Weight:
         return self.embed[...] if self.config.tied_embeddings else self.head[...]
@@ -180,19 +214,18 @@ class Transformer(nnx.Module):
           tokens: int32[B, T].
           positions: int32[B, T].
           token_mask: bool[B, T], False for padding.
-          attend: layer, rotated q [B, T, H, C], k and v [B, T, K, C] to [B, T, H, C].
+          attend: what attention sees.
           experts: which form runs the experts.
           run: what runs those that the model does not hold.
 
         Returns:
           The last layer's output [B, T, D], and the routing of each sparse layer.
         """
-        c = self.config
-        angles = rotary_angles(positions, c.head_dim, c.rope_theta)
+        angles = model_angles(self.config, positions)
         x = ops.take_rows(self.embed[...], tokens, self.dtype)
         routings = []
-        for layer in range(c.num_layers):
-            x, routing = self._layer(x, layer, angles, token_mask, attend, experts, run)
+        for place in places(self.config):
+            x, routing = self._layer(x, place, angles, token_mask, attend, experts, run)
             if routing is not None:
                 routings.append(routing)
         return x, routings
@@ -200,17 +233,16 @@ class Transformer(nnx.Module):
     def _layer(
         self,
         x: jax.Array,
-        layer: Index,
-        angles: tuple[jax.Array, jax.Array],
+        place: Place,
+        angles: Angles,
         token_mask: jax.Array,
         attend: Attend,
         experts: ExpertsVia,
         run: RunExperts | None,
     ) -> tuple[jax.Array, Routing | None]:
         """[B, T, D] through one layer; arguments as of `layers`."""
-        attended = attend(layer, *self.attention.project(x, layer, *angles))
-        x = x + self.attention.output(attended, layer)
-        out, routing = self.mlp_block(x, layer, token_mask, experts, run)
+        x = x + self.mix(self.mix_norm(x, place), place, angles, token_mask, attend)
+        out, routing = self.mlp_block(x, place, token_mask, experts, run)
         x = x + out
         return x if x.shape[1] == 1 else rounded(x), routing
 
@@ -250,8 +282,8 @@ class Transformer(nnx.Module):
         return self._looped(tokens, positions, token_mask, cache, spec, run, watch)
 
     def loops(self, experts: ExpertsVia, run: RunExperts | None) -> bool:
-        """Whether the layers of a chunk of tokens run in a loop: all sparse, and numbers serve."""
-        if self.config.dense_layers or experts == "kernel":  # whose layer is static
+        """Whether the sparse layers of a chunk of tokens run in a loop: numbers serve."""
+        if experts == "kernel":  # whose layer is static
             return False
         target = self.kernels.target
         if target is not None and target.platform != "gpu":  # XLA copies the cache in a CPU's loop
@@ -268,46 +300,48 @@ class Transformer(nnx.Module):
         run: LoopedExperts | None,
         watch: WatchAttention | None,
     ) -> tuple[KVCache, jax.Array]:
-        """As a call, layer numbers on the device; what is left of the last pass is unrolled."""
+        """As a call, layer numbers on the device; what no whole pass holds is unrolled."""
         c = self.config
-        angles = rotary_angles(positions, c.head_dim, c.rope_theta)
-        num_turns = max(LAYERS_A_PASS, run.num_turns if run else 1)
-        num_looped = c.num_layers // num_turns * num_turns
-        if num_looped == num_turns:  # of a loop of one pass XLA copies the cache
-            num_looped = 0
+        angles = model_angles(c, positions)
+        loop = loop_over(c, run.num_turns if run else 1)
 
-        def one(x: jax.Array, layer: Index, cache: KVCache) -> tuple[jax.Array, KVCache]:
-            attend = self._attention_of(cache, positions, spec, watch, token_mask)
-            x, _ = self._layer(x, layer, angles, token_mask, attend, spec.experts, run)
+        def one(x: jax.Array, place: Place, cache: KVCache) -> tuple[jax.Array, KVCache]:
+            attend = self.attention_of(cache, positions, spec, watch, token_mask)
+            x, _ = self._layer(x, place, angles, token_mask, attend, spec.experts, run)
             return x, attend.cache
 
-        def some(carried: Any, first: jax.Array) -> tuple[Any, Any]:
+        def some(carried: Any, number: jax.Array) -> tuple[Any, Any]:
             x, cache, state = carried
             if run:
                 run.resume(state)
-            for turn in range(num_turns):
-                x, cache = one(x, first + turn, cache)
+            for turn in range(loop.num_turns):
+                x, cache = one(x, in_loop(c, loop, turn, number), cache)
             return (x, cache, run.state if run else None), run.kept() if run else None
 
         x = ops.take_rows(self.embed[...], tokens, self.dtype)
-        if num_looped:
-            firsts = jnp.arange(0, num_looped, num_turns, dtype=jnp.int32)
+        for place in places(c)[: loop.first]:
+            x, cache = one(x, place, cache)
+        if loop.num_passes:
+            numbers = jnp.arange(loop.num_passes, dtype=jnp.int32)
             carried = (x, cache, run.state if run else None)
-            (x, cache, state), kept = jax.lax.scan(some, carried, firsts)
+            (x, cache, state), kept = jax.lax.scan(some, carried, numbers)
             if run:
                 run.resume(state)
+                num_looped = loop.end - loop.first
                 run.keep(jax.tree.map(lambda leaf: leaf.reshape(num_looped, *leaf.shape[2:]), kept))
-        for layer in range(num_looped, c.num_layers):
-            x, cache = one(x, layer, cache)
+        for place in places(c)[loop.end :]:
+            x, cache = one(x, place, cache)
         return cache, x
 
-    def _attention_of(
+    def attention_of(
         self, cache: KVCache, positions: jax.Array, spec: ChunkSpec,
         watch: WatchAttention | None, token_mask: jax.Array,
     ) -> WritingAttention:  # fmt: skip
+        """How a chunk's tokens see one another and a cache; arguments as of a call."""
         length = None if spec.is_first else spec.kv_length
-        how = (length, self.config.sliding_window, spec.attention, spec.cached, watch, token_mask)
-        return WritingAttention(cache, positions, *how)
+        how = (length, self.config.sliding_window, spec.attention, spec.cached)
+        scale = self.config.score_scale
+        return WritingAttention(cache, positions, *how, scale, watch, token_mask)
 
     def routed(
         self,
@@ -320,81 +354,10 @@ class Transformer(nnx.Module):
         watch: WatchAttention | None = None,
     ) -> tuple[KVCache, jax.Array, list[Routing]]:
         """As a call, unrolled, with each sparse layer's routing; for those who count experts."""
-        is_token = tokens.shape[1] == 1 and spec.cached == "kernel" and not spec.is_first
+        is_token = tokens.shape[1] == 1 and not spec.is_first
+        is_token &= spec.cached == "kernel" or self.config.latent is not None
         if is_token and watch is None and serves_token_step(self.config, self.dtype, self.kernels):
             return token_layers(self, tokens, positions, token_mask, cache, spec, run)
-        attend = self._attention_of(cache, positions, spec, watch, token_mask)
+        attend = self.attention_of(cache, positions, spec, watch, token_mask)
         found = self.layers(tokens, positions, token_mask, attend, spec.experts, run)
         return attend.cache, *found
-
-
-def forward(
-    model: Transformer,
-    tokens: jax.Array,
-    *,
-    experts: ExpertsVia = "dense",
-    attention: AttentionVia = "xla",
-) -> tuple[jax.Array, Routing]:
-    """Whole sequences without a cache, differentiable: for training and analysis.
-
-    Args:
-      model: any Transformer.
-      tokens: int32[B, T].
-      experts: which form runs the experts.
-      attention: which implementation runs causal attention.
-
-    Returns:
-      The last layer's output [B, T, D], before the last norm (`project_to_vocab` follows), and the
-      routing with a leading axis of M sparse layers: probabilities float32[M, N, E], weights
-      float32[M, N, A], ids int32[M, N, A], N = B T.
-    """
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    mask = jnp.ones(tokens.shape, bool)
-
-    def attend(layer: Index, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        del layer
-        return causal_attention(q, k, v, model.config.sliding_window, attention)
-
-    hidden, routings = model.layers(tokens, positions, mask, attend, experts)
-    return hidden, jax.tree.map(lambda *leaves: jnp.stack(leaves), *routings)
-
-
-def model_definition(
-    config: ModelConfig, kernels: ops.Kernels = ops.NO_KERNELS, *, holds_experts: bool = True
-) -> nnx.GraphDef[Transformer]:
-    """The graph of a Transformer without weights; nothing is allocated.
-
-    Args:
-      config: of the model.
-      kernels: which may serve products with packed weights.
-      holds_experts: False where its experts come from elsewhere (`RunExperts`).
-    """
-
-    def build() -> Transformer:
-        return Transformer(config, rngs=nnx.Rngs(0), kernels=kernels, holds_experts=holds_experts)
-
-    abstract = nnx.eval_shape(build)
-    return nnx.split(abstract)[0]
-
-
-def merge_weights(
-    definition: nnx.GraphDef[Transformer], weights: Mapping[str, Weight]
-) -> Transformer:
-    """A Transformer around a flat dict of weights; to be called inside a jitted function.
-
-    Args:
-      definition: of `model_definition`.
-      weights: named and shaped as `weight_shapes`; matrices may be packed.
-    """
-    leaves: dict[Any, Any] = {
-        tuple(name.split(".")): nnx.Param(leaf) for name, leaf in weights.items()
-    }
-    return nnx.merge(definition, nnx.from_flat_state(leaves))
-
-
-def flat_weights(model: Transformer) -> dict[str, jax.Array]:
-    """The plain weights of a model as a flat dict, in the order of `weight_shapes`."""
-    flat = {
-        ".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model))
-    }
-    return {name: flat[name] for name in weight_shapes(model.config)}

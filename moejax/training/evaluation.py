@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moejax.models.assembly import forward, merge_weights, model_definition
 from moejax.models.attention import AttentionVia
 from moejax.models.config import ModelConfig
 from moejax.models.norm import rms_norm
-from moejax.models.transformer import forward, merge_weights, model_definition
 from moejax.training.corpus import END_OF_TEXT_ID, UNKNOWN_ID
 from moejax.training.losses import expert_counts
 from moejax.training.objective import Weights

@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax.models.attention import AttentionVia, causal_attention
+from moejax.models.assembly import merge_weights
+from moejax.models.attention import Attention, AttentionVia, Heads, causal_attention
 from moejax.models.config import ModelConfig
-from moejax.models.moe import Routing
 from moejax.models.norm import rms_norm
-from moejax.models.rope import rotary_angles
-from moejax.models.transformer import Transformer, merge_weights
+from moejax.models.places import Place, places
+from moejax.models.rope import model_angles
+from moejax.models.routing import Routing
+from moejax.models.transformer import Transformer
 from moejax.training.corpus import UNKNOWN_ID
 from moejax.training.losses import HEAD_CHUNK_TOKENS, balance_loss, expert_share, head_loss
 
@@ -60,22 +62,24 @@ def training_forward(
     dropout: float,
     dropout_key: jax.Array | None,
 ) -> tuple[jax.Array, Routing]:
-    """`transformer.forward` with dropout; the backward pass recomputes element-wise work.
+    """`assembly.forward` with dropout; the backward pass recomputes element-wise work.
 
     Args:
-      model: any Transformer.
+      model: a Transformer whose layers all attend, without a latent.
       embedded: [B, T, D], the tokens' embeddings.
       attention: which implementation runs causal attention.
       dropout: rate.
       dropout_key: None turns dropout off.
 
     Returns:
-      As `transformer.forward`.
+      As `assembly.forward`.
     """
-    c = model.config
+    c, mixer = model.config, model.attention
+    if not isinstance(mixer, Attention) or c.delta_net:
+        raise ValueError(f"models of the family {c.family} are not trained here")
     batch_shape = embedded.shape[:2]
     positions = jnp.broadcast_to(jnp.arange(batch_shape[1], dtype=jnp.int32), batch_shape)
-    cos, sin = rotary_angles(positions, c.head_dim, c.rope_theta)
+    cos, sin = model_angles(c, positions)
     mask = jnp.ones(batch_shape, bool)
     keys: list[jax.Array | None] = [None] * (2 * c.num_layers + 1)
     if dropout_key is not None and dropout > 0.0:
@@ -84,21 +88,22 @@ def training_forward(
     # arrays of the step, and the step is bound by memory traffic.
     keep_products = jax.checkpoint_policies.dots_saveable
 
-    def mlp(layer: int, x: jax.Array) -> tuple[jax.Array, Routing | None]:
-        return model.mlp_block(x, layer, mask, "dense")
+    def mlp(place: Place, x: jax.Array) -> tuple[jax.Array, Routing | None]:
+        return model.mlp_block(x, place, mask, "dense")
 
-    def project(layer: int, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return model.attention.project(x, layer, cos, sin)
+    def project(place: Place, x: jax.Array) -> Heads:
+        return mixer.project(model.mix_norm(x, place), place.mixer, cos, sin)
 
     mlp = jax.checkpoint(mlp, policy=keep_products, static_argnums=0)
     project = jax.checkpoint(project, policy=keep_products, static_argnums=0)
     x = _dropout(embedded, dropout, keys[-1])
     routings = []
-    for layer in range(c.num_layers):
-        q, k, v = project(layer, x)
-        attended = causal_attention(q, k, v, c.sliding_window, attention)
-        x = x + _dropout(model.attention.output(attended, layer), dropout, keys[2 * layer])
-        out, routing = mlp(layer, x)
+    for layer, place in enumerate(places(c)):
+        q, k, v, gate = project(place, x)
+        attended = causal_attention(q, k, v, c.sliding_window, attention, c.score_scale)
+        mixed = mixer.output(attended, layer, gate)
+        x = x + _dropout(mixed, dropout, keys[2 * layer])
+        out, routing = mlp(place, x)
         x = x + _dropout(out, dropout, keys[2 * layer + 1])
         if routing is not None:
             routings.append(routing)

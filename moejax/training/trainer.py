@@ -12,8 +12,9 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from moejax.errors import MoejaxError
+from moejax.models.assembly import flat_weights, model_definition
 from moejax.models.config import ModelConfig
-from moejax.models.transformer import Transformer, flat_weights, model_definition
+from moejax.models.transformer import Transformer
 from moejax.training.batches import CropSource, sample_crops
 from moejax.training.objective import Metrics, Objective, Weights, batch_loss
 from moejax.training.optimizer import (

@@ -42,6 +42,7 @@ def residual_norm(
     *,
     layer: int | jax.Array,
     eps: float,
+    zero_centred: bool = False,
     implementation: str | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -56,6 +57,7 @@ def residual_norm(
       scales: [L, D] in `x.dtype`, whole: it is indexed inside the kernel, nothing is copied.
       layer: int or int32[] in 0..L - 1; an array lets all layers share a trace.
       eps: added to the mean square; static.
+      zero_centred: scales are added to one, and rounding comes last (Qwen3-Next); static.
       implementation: "triton" or "reference"; None for `choose`'s.
       interpret: runs the kernel on the CPU, for tests.
 
@@ -71,11 +73,13 @@ def residual_norm(
         raise ValueError(f"implementation {chosen!r} is none of {', '.join(IMPLEMENTATIONS)}")
     index = jnp.asarray(layer, jnp.int32)
     if chosen == "reference":
-        return residual_norm_reference(x, delta, scales, index, eps)
+        return residual_norm_reference(x, delta, scales, index, eps, zero_centred)
     target = SIMULATED if interpret else current_target()
     if reason := refusal(chosen, x, target):
         raise ValueError(f"residual_norm by {chosen} refuses: {reason}")
-    return triton.residual_norm_triton(x, delta, scales, index, eps=eps, interpret=interpret)
+    return triton.residual_norm_triton(
+        x, delta, scales, index, eps=eps, zero_centred=zero_centred, interpret=interpret
+    )
 
 
 def _check(x: jax.Array, delta: jax.Array | None, scales: jax.Array) -> None:

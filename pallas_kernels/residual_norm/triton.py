@@ -31,7 +31,9 @@ def _padded(width: int) -> int:
     return 1 << (width - 1).bit_length()
 
 
-def _body(layer_ref: Ref, scales_ref: Ref, x_ref: Ref, *refs: Ref, eps: float) -> None:
+def _body(
+    layer_ref: Ref, scales_ref: Ref, x_ref: Ref, *refs: Ref, eps: float, zero_centred: bool
+) -> None:
     """Program n: row n; `refs` are delta, the sum and the result, or the result alone."""
     row, width = pl.program_id(0), x_ref.shape[1]
     columns = jax.lax.broadcasted_iota(jnp.int32, (_padded(width),), 0)
@@ -48,7 +50,11 @@ def _body(layer_ref: Ref, scales_ref: Ref, x_ref: Ref, *refs: Ref, eps: float) -
         pltriton.store(sum_ref.at[row, columns], y, mask=real)
         y = y.astype(jnp.float32)
     inverse_rms = jax.lax.rsqrt(jnp.sum(y * y) / width + eps)
-    normed = (y * inverse_rms).astype(dtype).astype(jnp.float32)
+    normed = y * inverse_rms
+    if zero_centred:
+        scale = 1.0 + scale
+    else:
+        normed = normed.astype(dtype).astype(jnp.float32)
     pltriton.store(out_ref.at[row, columns], (normed * scale).astype(dtype), mask=real)
 
 
@@ -59,15 +65,18 @@ def residual_norm_triton(
     layer: jax.Array,
     *,
     eps: float,
+    zero_centred: bool,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.residual_norm`; one launch."""
     num_rows, width = x.shape
     out_shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
     operands = (x,) if delta is None else (x, delta)
+    more = ("" if delta is None else "sum", "centred" if zero_centred else "")
+    name = ("residual_norm", x.dtype.name, str(width), *more)
     found = launch.triton_call(
-        functools.partial(_body, eps=eps),
-        name=f"residual_norm_{x.dtype.name}_{width}{'' if delta is None else '_sum'}",
+        functools.partial(_body, eps=eps, zero_centred=zero_centred),
+        name="_".join(filter(None, name)),
         grid=(num_rows,),
         out_shape=[out_shape] * len(operands),
         num_warps=min(MAX_WARPS, max(1, _padded(width) // (32 * THREAD_VALUES))),

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moejax.models.assembly import merge_weights, model_definition
 from moejax.models.attention import causal_attention
-from moejax.models.moe import Routing
-from moejax.models.transformer import merge_weights, model_definition
+from moejax.models.routing import Routing
 from moejax.policies.attention_importance import attention_received
 from scripts.quality_bench import Windows
 from scripts.reproducing.demo import WIKI, Demo, Finding, listed

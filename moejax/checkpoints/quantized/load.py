@@ -31,7 +31,7 @@ from moejax.checkpoints.quantized.stored import FLOATS, CodesKind, Format, Fp8Ki
 from moejax.checkpoints.safetensors_reader import stored_tensors
 from moejax.devices import choose_device
 from moejax.errors import MoejaxError
-from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
 from moejax.models.hf_names import find_spelling, is_ignored, placements
 from moejax.qtensor import Fp8Tensor, QTensor, Weight
 
@@ -76,7 +76,7 @@ def load_quantized_weights(
     ) as bar:
         reader = _Reader(tensors, bar)
         return {
-            leaf: reader.fill(leaf, shape, np.dtype(dtype), device, plan[leaf])
+            leaf: reader.fill(leaf, shape, leaf_dtype(leaf, dtype), device, plan[leaf])
             for leaf, shape in wanted_leaves(weight_shapes(config), experts=experts).items()
         }
 

@@ -1,0 +1,90 @@
+"""A Transformer from a flat dict of weights and back, and run over whole sequences."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moejax import ops
+from moejax.models.attention import AttentionVia, causal_attention
+from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.moe import ExpertsVia
+from moejax.models.places import Place
+from moejax.models.routing import Routing
+from moejax.models.transformer import Transformer
+from moejax.qtensor import Weight
+
+
+def forward(
+    model: Transformer,
+    tokens: jax.Array,
+    *,
+    experts: ExpertsVia = "dense",
+    attention: AttentionVia = "xla",
+) -> tuple[jax.Array, Routing]:
+    """Whole sequences without a cache, differentiable: for training and analysis.
+
+    Args:
+      model: any Transformer.
+      tokens: int32[B, T].
+      experts: which form runs the experts.
+      attention: which implementation runs causal attention.
+
+    Returns:
+      The last layer's output [B, T, D], before the last norm (`project_to_vocab` follows), and the
+      routing with a leading axis of M sparse layers: probabilities float32[M, N, E], weights
+      float32[M, N, A], ids int32[M, N, A], N = B T.
+    """
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    mask = jnp.ones(tokens.shape, bool)
+
+    def attend(place: Place, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        del place
+        c = model.config
+        return causal_attention(q, k, v, c.sliding_window, attention, c.score_scale)
+
+    hidden, routings = model.layers(tokens, positions, mask, attend, experts)
+    return hidden, jax.tree.map(lambda *leaves: jnp.stack(leaves), *routings)
+
+
+def model_definition(
+    config: ModelConfig, kernels: ops.Kernels = ops.NO_KERNELS, *, holds_experts: bool = True
+) -> nnx.GraphDef[Transformer]:
+    """The graph of a Transformer without weights; nothing is allocated.
+
+    Args:
+      config: of the model.
+      kernels: which may serve products with packed weights.
+      holds_experts: False where its experts come from elsewhere (`RunExperts`).
+    """
+
+    def build() -> Transformer:
+        return Transformer(config, rngs=nnx.Rngs(0), kernels=kernels, holds_experts=holds_experts)
+
+    abstract = nnx.eval_shape(build)
+    return nnx.split(abstract)[0]
+
+
+def merge_weights(
+    definition: nnx.GraphDef[Transformer], weights: Mapping[str, Weight]
+) -> Transformer:
+    """A Transformer around a flat dict of weights; to be called inside a jitted function.
+
+    Args:
+      definition: of `model_definition`.
+      weights: named and shaped as `weight_shapes`; matrices may be packed.
+    """
+    leaves: dict[Any, Any] = {
+        tuple(name.split(".")): nnx.Param(leaf) for name, leaf in weights.items()
+    }
+    return nnx.merge(definition, nnx.from_flat_state(leaves))
+
+
+def flat_weights(model: Transformer) -> dict[str, jax.Array]:
+    """The plain weights of a model as a flat dict, in the order of `weight_shapes`."""
+    flat = {
+        ".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model))
+    }
+    return {name: flat[name] for name in weight_shapes(model.config)}

@@ -1,0 +1,64 @@
+"""MLPs that every token passes: of the layers without experts, and beside the experts."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moejax import ops
+from moejax.models.config import ModelConfig
+from moejax.models.expert_products import swiglu
+from moejax.models.parameter import stacked_parameter
+from moejax.ops import Index
+
+
+class DenseMlp(nnx.Module):
+    """The MLPs of all N layers that have no experts."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        rngs: nnx.Rngs,
+        dtype: jnp.dtype,
+        kernels: ops.Kernels = ops.NO_KERNELS,
+    ):
+        self.kernels = kernels
+        self.gate_up = stacked_parameter("mlp.gate_up", config, rngs, dtype)
+        self.down = stacked_parameter("mlp.down", config, rngs, dtype)
+
+    def __call__(self, x: jax.Array, layer: Index) -> jax.Array:
+        """[N, D] to [N, D]; `layer` is the index among the dense layers."""
+        hidden = swiglu(ops.linear(x, self.gate_up[...], layer, kernels=self.kernels))
+        return ops.linear(hidden, self.down[...], layer, kernels=self.kernels)
+
+
+class SharedExpert(nnx.Module):
+    """The experts of all M sparse layers that every token takes, as one MLP a layer.
+
+    Always on the device, with a precision of its own; policies never see it. It is multiplied by
+    the sigmoid of a product of its own where the model has one.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        rngs: nnx.Rngs,
+        dtype: jnp.dtype,
+        kernels: ops.Kernels = ops.NO_KERNELS,
+    ):
+        self.kernels = kernels
+        self.gate_up = stacked_parameter("shared.gate_up", config, rngs, dtype)
+        self.down = stacked_parameter("shared.down", config, rngs, dtype)
+        if config.shared_gate:
+            self.gate = stacked_parameter("shared.gate", config, rngs, dtype)
+
+    def __call__(self, x: jax.Array, layer: Index) -> jax.Array:
+        """[N, D] to [N, D]; `layer` is the index among the sparse layers."""
+        hidden = swiglu(ops.linear(x, self.gate_up[...], layer, kernels=self.kernels))
+        out = ops.linear(hidden, self.down[...], layer, kernels=self.kernels)
+        if not hasattr(self, "gate"):
+            return out
+        wide = jnp.dtype(jnp.float32)
+        open_by = jax.nn.sigmoid(ops.linear(x, self.gate[...], layer, wide, self.kernels))
+        return out * open_by.astype(out.dtype)

@@ -1,0 +1,93 @@
+"""Fields of a config.json: read and checked, each with the line that names what is wrong."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from moejax.errors import MoejaxError
+
+# Numbers are computed with as float32.
+LARGEST = 3e38
+
+
+def unsupported(
+    fields: Mapping[str, Any], *, ropes: Collection[str] = ("default",), partial: bool = False
+) -> list[str]:
+    """Every reason why the model cannot be run as transformers would run it.
+
+    Args:
+      fields: of config.json.
+      ropes: kinds of rotary embedding that its family is served with.
+      partial: whether heads that are rotated in part are.
+    """
+    reasons = []
+    for name in ("rope_scaling", "rope_parameters"):
+        kind = rope_type(object_field(fields, name))
+        if kind not in ropes:
+            reasons.append(f"{name} of type {kind!r} (without it, the model's own context works)")
+    rotated = rope_field(fields, "partial_rotary_factor")
+    if not partial and rotated not in (None, 1, 1.0):
+        reasons.append(f"partial_rotary_factor {rotated}")
+    if fields.get("hidden_act", "silu") != "silu":
+        reasons.append(f"hidden_act {fields['hidden_act']!r}, only 'silu' is")
+    return reasons
+
+
+def rope_type(rope: Mapping[str, Any]) -> Any:
+    """The kind that `rope_scaling` or `rope_parameters` asks for."""
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def rope_field(fields: Mapping[str, Any], name: str) -> Any:
+    """A rope field where transformers 5 keeps it, or else at the top level."""
+    nested = object_field(fields, "rope_parameters").get(name)
+    return agreed({f"rope_parameters.{name}": nested, name: fields.get(name)})
+
+
+def object_field(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A JSON object, empty where there is none."""
+    value = fields.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise MoejaxError(f"{name} is {value!r}, expected a JSON object")
+    return value
+
+
+def flag(fields: Mapping[str, Any], name: str) -> bool:
+    """True or false, false where it is not set."""
+    value = fields.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise MoejaxError(f"{name} is {value!r}, expected true or false")
+    return bool(value)
+
+
+def agreed(spellings: Mapping[str, Any]) -> Any:
+    """The one value that the spellings of a field agree on; None where none of them is set."""
+    given = {name: value for name, value in spellings.items() if value is not None}
+    values = list(given.values())
+    if any(value != values[0] for value in values):
+        said = " but ".join(f"{name} says {value!r}" for name, value in given.items())
+        raise MoejaxError(f"{said}; they mean the same, remove the wrong one")
+    return values[0] if values else None
+
+
+def integer(fields: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+    """What all of `names` that are set agree on, a positive integer."""
+    value = agreed({name: fields.get(name) for name in names})
+    if value is None:
+        value = default
+    if value is None:
+        raise MoejaxError(f"{names[-1]} is missing")
+    if type(value) is not int or value < 1:
+        raise MoejaxError(f"{names[-1]} is {value!r}, expected a positive integer")
+    return value
+
+
+def number(fields: Mapping[str, Any], name: str, *, default: float) -> float:
+    """A positive finite number."""
+    value = fields.get(name)
+    if value is None:
+        return default
+    if type(value) not in (int, float) or not 0 < value <= LARGEST:
+        raise MoejaxError(f"{name} is {value!r}, expected a positive finite number")
+    return float(value)

@@ -1,0 +1,92 @@
+"""Parts of a model that only some families have, each a frozen dataclass inside `ModelConfig`."""
+
+import dataclasses
+from typing import Literal
+
+Scoring = Literal["softmax", "sigmoid"]
+GroupScore = Literal["max", "top2"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+    Keys and values of all heads are linear in one latent of a token, which is what the cache keeps
+    beside one rotated key that all heads share. A query or key head is `nope_dim` numbers that are
+    not rotated, then `rope_dim` that are.
+    """
+
+    kv_rank: int  # R, width of the latent
+    query_rank: int | None  # width of the queries' own latent; None: projected at once
+    nope_dim: int
+    rope_dim: int  # P, even
+    value_dim: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaNet:
+    """Layers of gated delta rule in place of attention (Yang et al., arXiv:2412.06464).
+
+    Each value head keeps a matrix [key_dim, value_dim]; `num_value_heads` is a multiple of
+    `num_key_heads`, and consecutive value heads share a query and key head.
+    """
+
+    layers: tuple[int, ...]  # which of all layers, in order
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int  # of a head
+    value_dim: int  # of a head
+    conv_width: int  # W, taps of the causal convolution before it
+
+    @property
+    def key_width(self) -> int:
+        """Of all key heads."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        """Of all value heads."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_width + self.value_width
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Yarn:
+    """Rope for longer contexts than a model was trained on (Peng et al., arXiv:2309.00071)."""
+
+    factor: float  # how many times longer
+    original_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    rotation_scale: float = 1.0  # multiplies cosines and sines
+    score_scale: float = 1.0  # multiplies the scores of attention, beside 1 / sqrt(C)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RouterRule:
+    """How a router's products become weights of chosen experts.
+
+    Scores are a softmax or sigmoids. Experts in consecutive groups: only those of the `top_groups`
+    best groups can be chosen, where a group's score is that of its best expert ("max", DeepSeek-V2)
+    or of its best two together ("top2", DeepSeek-V3). A bias decides who is chosen and takes no
+    part in the weights.
+    """
+
+    scoring: Scoring = "softmax"
+    scale: float = 1.0  # of the weights, after they are normalised
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: GroupScore = "max"
+    has_bias: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Softmax, then the best of all experts."""
+        return self.scoring == "softmax" and self.num_groups == 1 and not self.has_bias
+
+
+PLAIN_ROUTER = RouterRule()

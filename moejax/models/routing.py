@@ -1,0 +1,78 @@
+"""From a router's products to experts and their weights."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moejax.models.config import ModelConfig
+from moejax.models.parts import RouterRule
+
+# DeepSeek-V3's: keeps a sum of sigmoids away from zero.
+SUM_FLOOR = 1e-20
+
+
+class Routing(NamedTuple):
+    """What the router said about N tokens."""
+
+    probabilities: jax.Array  # float32[N, E], of all experts: the softmax, or sigmoids
+    weights: jax.Array  # float32[N, A], of the chosen experts, normalised where the model does so
+    ids: jax.Array  # int32[N, A], by falling score
+
+
+def route(
+    x: jax.Array, router: jax.Array, config: ModelConfig, bias: jax.Array | None = None
+) -> Routing:
+    """Scores of all experts in float32, then the top A of them.
+
+    Args:
+      x: [N, D].
+      router: [E, D].
+      config: as in `routing_of`.
+      bias: as in `routing_of`.
+    """
+    logits = jnp.einsum("nd,ed->ne", x, router, preferred_element_type=jnp.float32)
+    return routing_of(logits, config, bias)
+
+
+def routing_of(logits: jax.Array, config: ModelConfig, bias: jax.Array | None = None) -> Routing:
+    """Of the router's products, float32[N, E].
+
+    Args:
+      logits: of every expert.
+      config: gives A, the rule, and whether the chosen weights are divided by their sum.
+      bias: float32[E], added to the scores that decide who is chosen.
+    """
+    rule = config.router
+    is_softmax = rule.scoring == "softmax"
+    scores = jax.nn.softmax(logits, axis=-1) if is_softmax else jax.nn.sigmoid(logits)
+    if rule.is_plain:
+        weights, ids = jax.lax.top_k(scores, config.experts_per_token)
+    else:
+        _, ids = jax.lax.top_k(_of_best_groups(scores, rule, bias), config.experts_per_token)
+        weights = jnp.take_along_axis(scores, ids, axis=-1)
+    if config.norm_topk_prob:
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        weights = weights / (total if is_softmax else total + SUM_FLOOR)
+    return scaled(Routing(scores, weights, ids), config)
+
+
+def scaled(routing: Routing, config: ModelConfig) -> Routing:
+    """With the weights times the model's routed scaling factor."""
+    if config.router.scale == 1.0:
+        return routing
+    return routing._replace(weights=routing.weights * config.router.scale)
+
+
+def _of_best_groups(scores: jax.Array, rule: RouterRule, bias: jax.Array | None) -> jax.Array:
+    """What decides, float32[N, E]; nothing of a group that is not among the best is chosen."""
+    deciding = scores if bias is None else scores + bias[None]
+    if rule.num_groups == rule.top_groups:
+        return deciding
+    grouped = deciding.reshape(len(deciding), rule.num_groups, -1)
+    best = 1 if rule.group_score == "max" else min(2, grouped.shape[-1])
+    of_group = jnp.sum(jax.lax.top_k(grouped, best)[0], axis=-1)
+    _, groups = jax.lax.top_k(of_group, rule.top_groups)
+    numbers = jnp.arange(rule.num_groups, dtype=groups.dtype)
+    kept = jnp.any(groups[:, :, None] == numbers[None, None], axis=1)
+    return jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(deciding.shape)
