@@ -225,13 +225,17 @@ def router(
     return Program(function, (_leaf(num_tokens, num_experts, dtype="float32"), first), (), 1)
 
 
-def norm(num_rows: int, width: int, *, num_layers: int = 48, has_delta: bool = True) -> Program:
+def norm(
+    num_rows: int, width: int, *, num_layers: int = 48, has_delta: bool = True,
+    zero_centred: bool = False,
+) -> Program:  # fmt: skip
     """A residual sum and its norm; no packed weights."""
     x = _leaf(num_rows, width, dtype="bfloat16")
 
     def function(x: Any, delta: Any, scales: Any, layer: Any, target: Target) -> Any:
         del target  # the same for all
-        return norm_triton.residual_norm_triton(x, delta, scales, layer, eps=1e-6, interpret=False)
+        how = {"eps": 1e-6, "zero_centred": zero_centred, "interpret": False}
+        return norm_triton.residual_norm_triton(x, delta, scales, layer, **how)
 
     scales = _leaf(num_layers, width, dtype="bfloat16")
     operands = (x, x if has_delta else None, scales, _leaf(dtype="int32"))

@@ -22,6 +22,7 @@ class Shape(NamedTuple):
     layers: int = 2
     eps: float = 1e-6
     has_delta: bool = True
+    zero_centred: bool = False
 
 
 SHAPES = {
@@ -34,6 +35,8 @@ SHAPES = {
     "odd": Shape(5, 200, eps=1e-2),
     "odd_first": Shape(3, 37, has_delta=False),
     "narrow": Shape(2, 1),
+    "qwen3_next_1": Shape(1, 2048, zero_centred=True),
+    "centred_odd": Shape(5, 200, has_delta=False, zero_centred=True),
 }
 GPU_SHAPES = SHAPES | {"qwen3_30b_64": Shape(64, 2048, layers=48), "mixtral_64": Shape(64, 4096)}
 
@@ -64,7 +67,8 @@ def violation(found: Any, of: Operands, shape: Shape) -> str | None:
     """THE check: why `found` is not the operation's value, or None.
 
     A sum in float32 of two short numbers is rounded once more, which is seen in ties alone. The
-    mean of D squares, its root and the quotient are float32; the result is rounded twice.
+    mean of D squares, its root and the quotient are float32; the result is rounded twice, of a
+    norm that is centred at zero once, and what is added to one is a float32.
     """
     for array in found:
         if array.shape != of.x.shape or array.dtype != of.x.dtype:
@@ -77,9 +81,12 @@ def violation(found: Any, of: Operands, shape: Shape) -> str | None:
     if (outside := ~(np.abs(y - exact) <= slack)).any():
         return f"the sum is {y[outside][0]}, not {exact[outside][0]}"
     scale = of.scales[of.layer].astype(np.float64)
-    expected = y / np.sqrt((y * y).mean(axis=1, keepdims=True) + shape.eps) * scale
+    quotient = y / np.sqrt((y * y).mean(axis=1, keepdims=True) + shape.eps)
+    expected = quotient * (1 + scale if shape.zero_centred else scale)
     in_float32 = UNIT_ROUNDOFF * (np.log2(2 * shape.width) + 12)
-    slack = np.abs(expected) * ((1 + short) ** 2 * (1 + in_float32) - 1)
+    times = 1 if shape.zero_centred else 2
+    slack = np.abs(expected) * ((1 + short) ** times * (1 + in_float32) - 1)
+    slack += np.abs(quotient) * UNIT_ROUNDOFF * (1 + short) * shape.zero_centred
     slack += 2 * least * np.maximum(1, np.abs(scale))
     if (outside := ~(np.abs(normed - expected) <= slack)).any():
         return f"normed is {normed[outside][0]}, not {expected[outside][0]}"

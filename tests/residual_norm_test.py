@@ -26,12 +26,15 @@ from tests.residual_norm_contract import (
     violation,
 )
 
-CALL = jax.jit(package.residual_norm, static_argnames=("eps", "implementation", "interpret"))
+CALL = jax.jit(
+    package.residual_norm, static_argnames=("eps", "zero_centred", "implementation", "interpret")
+)
 
 
 def run(call: Any, of: Operands, shape: Shape, **how: Any) -> Any:
     operands = jax.tree.map(jnp.asarray, of[:3])
-    return call(*operands, layer=jnp.int32(of.layer), eps=shape.eps, **how)
+    how = {"eps": shape.eps, "zero_centred": shape.zero_centred, **how}
+    return call(*operands, layer=jnp.int32(of.layer), **how)
 
 
 def in_plain_jnp(of: Operands, shape: Shape) -> Any:
@@ -57,14 +60,15 @@ class ContractTest(HostTestCase):
         of = random_operands(shape, dtype, seed=len(name))
         self.assertIsNone(violation(call(of, shape), of, shape))
 
-    @parameterized.parameters("qwen3_30b_16", "first", "odd")
+    @parameterized.parameters("qwen3_30b_16", "first", "odd", "qwen3_next_1", "centred_odd")
     def test_it_rounds_as_the_model_does(self, name):
         shape = SHAPES[name]
         of = random_operands(shape, "bfloat16", seed=3)
         y, normed = (np.asarray(a) for a in interpreted(of, shape))
         expected = of.x if of.delta is None else jnp.asarray(of.x) + of.delta
         np.testing.assert_array_equal(y, expected)
-        expected = np.asarray(rms_norm(jnp.asarray(y), jnp.asarray(of.scales[-1]), shape.eps))
+        how = {"eps": shape.eps, "zero_centred": shape.zero_centred}
+        expected = np.asarray(rms_norm(jnp.asarray(y), jnp.asarray(of.scales[-1]), **how))
         steps = normed.view(np.int16).astype(int) - expected.view(np.int16)
         self.assertLessEqual(np.abs(steps).max(), 1)  # of the last place
         self.assertLess((steps != 0).mean(), 0.01)
@@ -121,8 +125,13 @@ def lose_a_bit(of: Operands, shape: Shape) -> Any:
     return y, (normed.astype(jnp.float32) * (1 + 2.0**-6)).astype(normed.dtype)
 
 
+def centre_at_zero(of: Operands, shape: Shape) -> Any:
+    """A kernel that adds one to the scales."""
+    return traced_again(of, shape._replace(zero_centred=not shape.zero_centred))
+
+
 BROKEN = (
-    forget_to_add, norm_before_the_sum, take_another_layer, forget_eps, count_the_padding,
+    centre_at_zero, forget_to_add, norm_before_the_sum, take_another_layer, forget_eps, count_the_padding,
     read_another_row, lose_a_bit,
 )  # fmt: skip
 
@@ -181,9 +190,11 @@ class RefusalTest(HostTestCase):
 class LoweringTest(HostTestCase):
     """Programs for CUDA, made without a GPU."""
 
-    @parameterized.parameters((1, 2048, True), (64, 4096, True), (3, 8192, False), (3, 200, True))
-    def test_one_launch_and_nothing_else(self, num_rows, width, has_delta):
-        program = gpu_programs.norm(num_rows, width, has_delta=has_delta)
+    @parameterized.parameters(
+        (1, 2048, True), (64, 4096, True), (3, 8192, False), (3, 200, True), (1, 2048, True, True)
+    )
+    def test_one_launch_and_nothing_else(self, num_rows, width, has_delta, zero_centred=False):
+        program = gpu_programs.norm(num_rows, width, has_delta=has_delta, zero_centred=zero_centred)
         text = program.lower(gpu_programs.GPUS["H100"]).as_text()
         self.assertEqual(re.findall(r"stablehlo\.(\w+)", text), ["custom_call"])
         self.assertIn(f"residual_norm_bfloat16_{width}", text)

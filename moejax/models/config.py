@@ -222,9 +222,10 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {
         "embed": (c.vocab_size, c.model_dim),
         "attention.norm": (c.num_layers, c.model_dim),  # of every layer, whatever it mixes by
-        **(_latent_shapes(c) if c.latent else _attention_shapes(c)),
+        **(_latent_shapes(c) if c.latent else _projection_shapes(c)),
         "mlp_norm": (c.num_layers, c.model_dim),
         "final_norm": (c.model_dim,),
+        **_head_shapes(c),
     }
     if c.delta_net:
         shapes |= _delta_shapes(c, c.delta_net)
@@ -247,14 +248,22 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _attention_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _projection_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     num = len(c.attention_layers)
     if not num:
         return {}
-    shapes: dict[str, tuple[int, ...]] = {
+    return {
         "attention.qkv_proj": (num, c.qkv_dim, c.model_dim),
         "attention.o_proj": (num, c.model_dim, c.num_heads * c.head_dim),
     }
+
+
+def _head_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Norms of heads and biases."""
+    num = len(c.attention_layers)
+    shapes: dict[str, tuple[int, ...]] = {}
+    if not num or c.latent:
+        return shapes
     if c.qk_norm:
         shapes |= {"attention.q_norm": (num, c.head_dim), "attention.k_norm": (num, c.head_dim)}
     if c.attention_bias:
