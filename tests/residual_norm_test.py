@@ -131,8 +131,8 @@ def centre_at_zero(of: Operands, shape: Shape) -> Any:
 
 
 BROKEN = (
-    centre_at_zero, forget_to_add, norm_before_the_sum, take_another_layer, forget_eps, count_the_padding,
-    read_another_row, lose_a_bit,
+    centre_at_zero, forget_to_add, norm_before_the_sum, take_another_layer, forget_eps,
+    count_the_padding, read_another_row, lose_a_bit,
 )  # fmt: skip
 
 
