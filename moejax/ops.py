@@ -130,15 +130,19 @@ def _matrices(weight: Factor) -> packed.PackedMatrices:
     )
 
 
-def choose_product(num_rows: int, dtype: jnp.dtype, weight: Weight, kernels: Kernels) -> Choice:
+def choose_product(
+    num_rows: int, dtype: jnp.dtype, weight: Weight, kernels: Kernels, *, steady: bool = False
+) -> Choice:
     """What serves x [num_rows, K] of a dtype times matrices [..., N, K].
+
+    `steady` as in `linear`.
 
     Returns:
       An implementation of `pallas_kernels.dequant_matmul`, `PLAIN`, or `DEQUANTIZED` with the
       reasons why no kernel serves.
     """
     if not isinstance(weight, QTensor | Fp8Tensor):
-        return _choose_plain(num_rows, dtype, weight, kernels)
+        return _choose_plain(num_rows, dtype, weight, kernels, steady)
     if reason := unfit(weight):
         return Choice(DEQUANTIZED, {"every kernel": reason})
     if kernels.implementation:
@@ -151,7 +155,9 @@ def choose_product(num_rows: int, dtype: jnp.dtype, weight: Weight, kernels: Ker
     return kernel_or_dequantized(chosen)
 
 
-def _choose_plain(num_rows: int, dtype: jnp.dtype, weight: jax.Array, kernels: Kernels) -> Choice:
+def _choose_plain(
+    num_rows: int, dtype: jnp.dtype, weight: jax.Array, kernels: Kernels, steady: bool
+) -> Choice:
     """Of plain weights: kernels that take a layer's matrix out of the stack in place.
 
     XLA copies it first, which is two more passes over it a step; under look-ahead the copies of all
@@ -160,13 +166,16 @@ def _choose_plain(num_rows: int, dtype: jnp.dtype, weight: jax.Array, kernels: K
     2026-11-21). Triton's serve where the weights are most of the work.
     """
     asked = kernels.target is not None and not kernels.implementation
-    if not asked or weight.ndim != 3 or weight.shape[1] < MIN_KERNEL_OUTPUTS or unfit(weight):
+    few = num_rows <= MAX_TRITON_ROWS
+    steady &= not few
+    small = weight.shape[-2] < MIN_KERNEL_OUTPUTS and not steady
+    if not asked or weight.ndim != 3 or small or unfit(weight):
         return Choice(PLAIN, {})
     x = jax.ShapeDtypeStruct((num_rows, weight.shape[-1]), dtype)
     weights = jax.eval_shape(operands, weight).weights
     chosen = dequant_matmul.choose(x, weights, (), kernels.target)
-    few = num_rows <= MAX_TRITON_ROWS and chosen.implementation == "triton"
-    return chosen if few or chosen.implementation == "mosaic" else Choice(PLAIN, {})
+    by_triton = chosen.implementation == "triton" and (few or steady)
+    return chosen if by_triton or chosen.implementation == "mosaic" else Choice(PLAIN, {})
 
 
 def kernel_or_dequantized(choice: Choice) -> Choice:
@@ -237,6 +246,8 @@ def linear(
     layer: Index,
     out_dtype: jnp.dtype | None = None,
     kernels: Kernels = NO_KERNELS,
+    *,
+    steady: bool = False,
 ) -> jax.Array:
     """x W^T with one layer's matrix.
 
@@ -246,11 +257,13 @@ def linear(
       layer: index into L.
       out_dtype: as in `product`.
       kernels: which may serve.
+      steady: many rows of plain weights go by a kernel, however small the matrix. How XLA splits
+        and sums such a product hangs on the program around it; here it decides who is routed where.
 
     Returns:
       [..., N].
     """
-    y = _by_kernel(x, weight, layer, out_dtype, kernels)
+    y = _by_kernel(x, weight, layer, out_dtype, kernels, steady)
     return _product(x, weight[layer], out_dtype) if y is None else y
 
 
@@ -276,11 +289,12 @@ def product(
 
 
 def _by_kernel(
-    x: jax.Array, weight: Weight, slot: Index, out_dtype: jnp.dtype | None, kernels: Kernels
-) -> jax.Array | None:
+    x: jax.Array, weight: Weight, slot: Index, out_dtype: jnp.dtype | None, kernels: Kernels,
+    steady: bool = False,
+) -> jax.Array | None:  # fmt: skip
     """[..., N], or None where no kernel serves."""
     num_rows = math.prod(x.shape[:-1])
-    chosen = choose_product(num_rows, x.dtype, weight, kernels).implementation
+    chosen = choose_product(num_rows, x.dtype, weight, kernels, steady=steady).implementation
     if chosen in (PLAIN, DEQUANTIZED):
         return None
     y = _kernel_product(

@@ -78,7 +78,8 @@ def served_products(
     for name, num_rows in rows.items():
         if name in weights:
             weight = weights[name]
-            choice = ops.choose_product(num_rows, dtype, weight, kernels)
+            steady = name == "moe.router"
+            choice = ops.choose_product(num_rows, dtype, weight, kernels, steady=steady)
             is_packed = ops.packing(weight) is not None
             found[name] = Served(choice.implementation, form(weight), is_packed, choice.refusals)
     if "moe.router" in weights:

@@ -182,6 +182,14 @@ class KernelTest(HostTestCase):
             with mock.patch.object(dequant_matmul, "choose", return_value=Choice(kernel, {})):
                 choice = ops.choose_product(num_rows, bf16, stack, ops.Kernels(H200))
             self.assertEqual(choice.implementation, expected)
+        router = jax.ShapeDtypeStruct((2, 128, 256), bf16)
+        for kernel, num_rows, expected in (
+            ("mosaic", 1024, "mosaic"), ("triton", 1024, "triton"), ("triton", 4, ops.PLAIN),
+            ("reference", 1024, ops.PLAIN),
+        ):  # fmt: skip
+            with mock.patch.object(dequant_matmul, "choose", return_value=Choice(kernel, {})):
+                choice = ops.choose_product(num_rows, bf16, router, ops.Kernels(H200), steady=True)
+            self.assertEqual(choice.implementation, expected)
         found = ops.choose_product(4, bf16, stack, ops.Kernels(Target("gpu", (8, 0))))
         self.assertEqual(found.implementation, "triton")
         for weight, kernels, dtype in (

@@ -258,7 +258,7 @@ class SparseMoe(nnx.Module):
         `first_slot` is what the products will add to the ids; see `routing_by_kernel`.
         """
         wide = jnp.dtype(jnp.float32)
-        logits = ops.linear(x, self.router[...], layer, wide, self.kernels)
+        logits = ops.linear(x, self.router[...], layer, wide, self.kernels, steady=True)
         c = self.config
         if choose_routing(len(x), c, self.kernels).implementation == "triton":
             routing = routing_by_kernel(
