@@ -266,7 +266,7 @@ def writing(
 def plan(slots: tuple[int, ...], *, num_experts: int, pairs: int, num_layers: int = 48) -> Program:
     """Where a layer's pairs run, of pools of so many slots: one pool, or the tiers of a policy."""
     specs = [
-        CacheSpec(num_layers=num_layers, num_experts=num_experts, slots=size, transient=1)
+        CacheSpec(num_layers=num_layers, num_experts=num_experts, slots=size, transient=pairs)
         for size in slots
     ]
 
@@ -288,8 +288,8 @@ def plan(slots: tuple[int, ...], *, num_experts: int, pairs: int, num_layers: in
 
     def of_tiers(tiers: Any, layer: Any, ids: Any, weights: Any, target: Target) -> Any:
         del target
-        is_full = [size == num_experts for size in slots]
-        forms = tuple(tiered_plan.Form(1, full, full) for full in is_full)
+        full = [(size == num_experts,) * 2 + (0 if size else pairs,) for size in slots]
+        forms = tuple(tiered_plan.Form(1, *of) for of in full)
         gate = jnp.zeros((num_layers, len(slots) + 3), jnp.float32)
         asked = tiered_plan.Asked(ids, ids % len(slots), weights, ids > 0, ids, weights)
         return tiered_triton.place_triton(
@@ -366,6 +366,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "plan_mixtral_32": lambda: plan((6,), num_experts=8, pairs=64),
     "plan_tiers_qwen": lambda: plan((32, 128), num_experts=128, pairs=8),
     "plan_tiers_mixtral": lambda: plan((4, 3), num_experts=8, pairs=2),
+    "plan_tiers_streaming": lambda: plan((4, 0), num_experts=8, pairs=2),
     "buddies_qwen": lambda: buddies(8, 128, 16),
     "buddies_8_tokens": lambda: buddies(8, 64, 8),
     "router_from": lambda: router(1, 128, 8, has_first=True),

@@ -26,7 +26,10 @@ COLUMNS = {name: i for i, name in enumerate(EVENTS)}
 
 
 class Case(NamedTuple):
-    """Sizes, and slots of each tier; a tier of all experts is complete unless it is `cold`."""
+    """Sizes, and slots of each tier; a tier of all experts is complete unless it is `cold`.
+
+    One without slots has transient ones for all pairs of a step.
+    """
 
     layers: int
     experts: int
@@ -46,6 +49,8 @@ CASES = {
     "two_caches": Case(2, 12, (6, 7), 2, 3),
     "three": Case(2, 10, (4, 6, 10), 2, 2, banks=2),
     "qwen": Case(1, 128, (32, 48), 1, 8, steps=100),
+    "hot_alone": Case(3, 9, (5, 0), 1, 4, banks=2),
+    "streams": Case(2, 12, (6, 0, 8), 2, 3),
     "tokens": Case(1, 24, (20, 24), 6, 3, steps=100),
 }
 
@@ -70,7 +75,7 @@ def caches(case: Case) -> tuple[CacheSpec, ...]:
             num_layers=case.layers,
             num_experts=case.experts,
             slots=slots,
-            transient=1,
+            transient=1 if slots else case.tokens * case.width,
             banks=case.banks,
         )
         for slots in case.slots
@@ -83,7 +88,12 @@ def is_complete(case: Case, spec: CacheSpec) -> bool:
 
 def forms(case: Case) -> tuple[package.Form, ...]:
     return tuple(
-        package.Form(case.banks, spec.slots == case.experts, is_complete(case, spec))
+        package.Form(
+            case.banks,
+            spec.slots == case.experts,
+            is_complete(case, spec),
+            0 if spec.slots else spec.transient,
+        )
         for spec in caches(case)
     )
 
@@ -95,7 +105,7 @@ def random_steps(case: Case, seed: int) -> Given:
     ids = (-keys).argsort(2)[..., : case.width].astype(np.int32)
     others = np.where(rng.random(ids.shape) < 0.8, ids, (ids + 1) % case.experts)
     arrives = rng.integers(case.experts, size=(n, len(case.slots)), dtype=np.int32)
-    full = np.asarray(case.slots) == case.experts
+    full = np.isin(case.slots, (0, case.experts))
     arrives[(rng.random(arrives.shape) < 0.7) | full] = -1
     eighths = [rng.integers(0, 9, (n, *size)).astype(np.float32) / 8 for _ in range(2)]
     return Given(
@@ -136,9 +146,12 @@ def by_rules(case: Case, given: Given, states: Any, row_of: Any) -> Any:
         if is_complete(case, spec):
             state, jobs = dataclasses.replace(state, table=before), None
         else:
-            rows = row_of[given.layer, jnp.maximum(made.admitted, 0)]
-            rows = jnp.where(made.admitted >= 0, rows, -1)
-            jobs = residency_plan.Fetch(rows, made.admitted_slots)
+            come, to = made.admitted, made.admitted_slots
+            if not spec.slots:
+                come = made.streamed[0, :bound]
+                to = spec.first_transient + jnp.arange(len(come), dtype=jnp.int32)
+            rows = jnp.where(come >= 0, row_of[given.layer, jnp.maximum(come, 0)], -1)
+            jobs = residency_plan.Fetch(rows, jnp.where(come >= 0, to, -1))
         after.append((state, counts))
         fetch.append(jobs)
     kinds = [tier == i for i in range(len(states))]
@@ -156,6 +169,9 @@ def arrived(case: Case, given: Given, states: Any) -> Any:
     """With what bulk transfers bring, in whatever tier the expert is already."""
     after = []
     for i, (spec, (state, counts)) in enumerate(zip(caches(case), states, strict=True)):
+        if not spec.slots:
+            after.append((state, counts))
+            continue
         sized = dataclasses.replace(spec, held=spec.slots)
         coming = given.arrives[i][None]
         slots, state, counts = residency.reserve(sized, state, given.layer, coming, counts)

@@ -60,6 +60,13 @@ class ApiTest(parameterized.TestCase):
             self.place(*self.operands(gate=5))
         with self.assertRaisesRegex(ValueError, "tier 0 is not full: it has 3 slots"):
             self.place(*self.operands(), form=tiered_plan.Form(1, True, True))
+        with self.assertRaisesRegex(ValueError, "it has slots or streams"):
+            self.place(*self.operands(), form=tiered_plan.Form(1, False, False, 2))
+        (tier,), *rest = self.operands()
+        tables = tier.tables._replace(table=jnp.full((2, 8), -1, jnp.int32))
+        with self.assertRaisesRegex(ValueError, "streams 1 experts, fewer than"):
+            form = tiered_plan.Form(1, False, False, 1)
+            self.place([tier._replace(tables=tables)], *rest, form=form)
         with self.assertRaisesRegex(ValueError, "none of triton, reference"):
             self.place(*self.operands(), implementation="mosaic")
 

@@ -93,7 +93,7 @@ class Placing:
             admitted = Jobs(made.rows, made.slots, None)
             streamed = Jobs(made.streamed, transient, None)
             placed = Placed(made.slot, made.wave, admitted, streamed, flat)
-            return placed, changed(state, found)
+            return self._at_once(placed, num_pairs), changed(state, found)
         active = jnp.broadcast_to(token_mask[:, None], routing.ids.shape)
         needed = _marked(routing.ids, active, cache.num_experts)
         plan, residency, counts = rules.plan(
@@ -109,7 +109,21 @@ class Placing:
             _jobs(row_of[layer], plan.streamed, transient),
             (experts, plan.slot, plan.wave),
         )
-        return placed, (residency, counts)
+        return self._at_once(placed, num_pairs), (residency, counts)
+
+    def _at_once(self, placed: Placed, num_pairs: int) -> Placed:
+        """With what streams as what is admitted, where that is all in one wave."""
+        if not self.streams_at_once(num_pairs):
+            return placed
+        experts, slot, wave = placed.holders
+        first = jax.tree.map(lambda jobs: jobs[0], placed.streamed)
+        wave_of = jnp.where(placed.wave == 1, 0, placed.wave)
+        holders = (experts, slot, jnp.where(wave == 1, 0, wave))
+        return placed._replace(wave=wave_of, admitted=first, holders=holders)
+
+    def streams_at_once(self, num_pairs: int) -> bool:
+        """Whether a layer has no slots, and the transient ones hold all that it may need."""
+        return not self.cache.slots and self.waves(num_pairs).num == 1
 
     def expect(
         self,

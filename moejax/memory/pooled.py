@@ -163,6 +163,7 @@ class PooledExperts:
     def num_waves(self, num_pairs: int) -> int:
         """How many follow what `bring` copies."""
         still = self.spec.emulated or self.spec.between_steps
+        still |= self._placing.streams_at_once(num_pairs)
         return 0 if still else self._placing.waves(num_pairs).num
 
     def placed(

@@ -55,9 +55,11 @@ class TieredPlacing:
             return "no kernels are wanted"
         if any(pool.read is not None for pool in self.pools):
             return "experts may be on the disk alone, and the step asks the host for them by id"
-        if any(pool.emulated or not pool.cache.slots for pool in self.pools):
+        if any(pool.emulated for pool in self.pools):
             return "a tier has no slots"
         cache = self.pools[0].cache
+        if any(0 < of < min(num_pairs, cache.num_experts) for of in map(_streams, self.pools)):
+            return "a tier has no slots of layers, and too few transient ones"
         return tiered_plan.refusal(
             "triton", cache.num_experts, num_pairs, len(self.pools), self.target
         )
@@ -97,7 +99,10 @@ class TieredPlacing:
         )
         forms = tuple(
             tiered_plan.Form(
-                pool.cache.banks, pool.cache.slots == pool.cache.num_experts, pool.is_complete
+                pool.cache.banks,
+                pool.cache.slots == pool.cache.num_experts,
+                pool.is_complete,
+                _streams(pool),
             )
             for pool in self.pools
         )
@@ -115,6 +120,11 @@ class TieredPlacing:
             plans.append(Placed(found.slot, wave, admitted, streamed, holders))
         after = [changed(state, new) for state, new in zip(states, tables, strict=True)]
         return Together(found.tier, found.slot, plans, gate), after
+
+
+def _streams(pool: PoolSpec) -> int:
+    """See `tiered_plan.Form`."""
+    return 0 if pool.cache.slots else pool.cache.transient
 
 
 # Jitted, with the layer an operand: all layers share a trace and the kernel.

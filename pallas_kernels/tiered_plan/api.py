@@ -55,7 +55,8 @@ def place(
     where all pairs that ask for that tier allow it (`at_least`), else it is fetched, and its copies
     in tiers that are not full leave. Copies leave too for which a better one is there. Then each
     tier places the experts that run in it as `residency_plan.plan` does without waves: the caller
-    knows that its slots serve whatever a layer needs.
+    knows that its slots serve whatever a layer needs. Of a tier without slots of layers, it is all
+    copied to its transient ones, in the order of the ids.
 
     Args:
       tiers: of falling fidelity; donate their tables.
@@ -113,8 +114,11 @@ def _misfits(
         slots = num_slots(table, num_experts)
         if shape != (num_layers, num_experts) or tier.row_of.shape != shape:
             reasons.append(f"tier {i} is of {shape} and rows {tier.row_of.shape}")
-        if table.shape != (num_layers, num_experts + 4 * slots) or not slots:
-            reasons.append(f"the table of tier {i} is {table.shape}; it has slots")
+        either = (slots > 0) != (form.streams > 0)
+        if table.shape != (num_layers, num_experts + 4 * slots) or not either:
+            reasons.append(f"the table of tier {i} is {table.shape}; it has slots or streams")
+        if form.streams and form.streams < min(asked.ids.size, num_experts):
+            reasons.append(f"tier {i} streams {form.streams} experts, fewer than may be asked for")
         if (form.is_full or form.is_complete) and slots < num_experts:
             reasons.append(f"tier {i} is not full: it has {slots} slots")
     if gate.shape != (num_layers, len(tiers) + 3) or gate.dtype != jnp.float32:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.residency_plan.operands import Fetch, Tables
+from pallas_kernels.residency_plan.operands import Fetch, Tables, num_jobs
 
 
 class Asked(NamedTuple):
@@ -41,11 +41,18 @@ class Form:
         another tier.
       is_complete: every expert is in its slot for ever: nothing is fetched, and its table stays as
         it is.
+      streams: B, transient slots of a tier that has no others: whatever runs in it is copied there,
+        at most B experts at a time; 0: it has slots of layers.
     """
 
     banks: int
     is_full: bool
     is_complete: bool
+    streams: int = 0
+
+    def num_jobs(self, num_pairs: int, num_experts: int, slots: int) -> int:
+        """J."""
+        return num_jobs(num_pairs, num_experts, self.streams or slots)
 
 
 class Tier(NamedTuple):
@@ -68,8 +75,8 @@ class Placed(NamedTuple):
     Attributes:
       tier: int32[N, A], in which a pair runs; -1 where it does not.
       slot: int32[N, A], the global slot of its expert in that tier; -1.
-      fetch: of each tier what to copy before its products, J = min(N A, E, C) jobs; None of one
-        that is complete.
+      fetch: of each tier what to copy before its products, J = min(N A, E, C) jobs (B in place of
+        C where it has no slots of layers); None of one that is complete.
     """
 
     tier: jax.Array

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.residency_plan.operands import Columns, Fetch, Tables, Waves, num_slots
+from pallas_kernels.residency_plan.operands import Placed as Plan
 from pallas_kernels.residency_plan.reference import plan_reference
 from pallas_kernels.tiered_plan.operands import Asked, Form, Placed, Tier
 
@@ -55,6 +56,16 @@ def _released(
     return tables._replace(table=table, events=events)
 
 
+def _fetch(form: Form, placed: Plan, num_pairs: int, num_experts: int) -> Fetch | None:
+    """What a tier copies."""
+    if form.is_complete:
+        return None
+    if not form.streams:
+        return Fetch(placed.rows, placed.slots)
+    rows = placed.streamed[0, : form.num_jobs(num_pairs, num_experts, 0)]
+    return Fetch(rows, jnp.where(rows >= 0, jnp.arange(len(rows), dtype=jnp.int32), -1))
+
+
 def place_reference(
     tiers: Sequence[Tier],
     gate: jax.Array,
@@ -80,14 +91,14 @@ def place_reference(
         mine = chosen == i
         after, placed = plan_reference(
             tables, tier.pinned, tier.row_of, layer, asked.ids.reshape(-1, 1), mine.reshape(-1),
-            asked.weights.reshape(-1, 1), None, waves=Waves(0, 1), banks=form.banks,
-            columns=columns,
+            asked.weights.reshape(-1, 1), None, banks=form.banks, columns=columns,
+            waves=Waves(1, form.streams) if form.streams else Waves(0, 1),
         )  # fmt: skip
         slot = jnp.where(mine, placed.slot.reshape(slot.shape), slot)
         if form.is_complete:
             after = after._replace(table=tables.table)
         tables_after.append(after)
-        fetch.append(None if form.is_complete else Fetch(placed.rows, placed.slots))
+        fetch.append(_fetch(form, placed, asked.ids.size, num_experts))
     other = (chosen >= 0) & (asked.ids != asked.routed_ids)
     masks = [chosen == i for i in range(num_tiers)]
     masks += [chosen < 0, other, jnp.ones_like(other)]

@@ -11,7 +11,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import launch
 from pallas_kernels.residency_plan import slots as vectors
 from pallas_kernels.residency_plan import triton as one_tier
-from pallas_kernels.residency_plan.operands import Columns, Fetch, Tables, num_jobs, num_slots
+from pallas_kernels.residency_plan.operands import Columns, Fetch, Tables, num_slots
 from pallas_kernels.residency_plan.slots import Ref, Refs, iota, matches, pick, some, together
 from pallas_kernels.target import Target
 from pallas_kernels.tiered_plan.operands import Asked, Form, Placed, Tier
@@ -92,7 +92,7 @@ def _load_tier(
 ) -> _State:
     of = tiers[index]
     loaded, better = None, None
-    if not form.is_complete:
+    if _has_slots(form):
         loaded = vectors.load_slots(of, layer)
         if index and not form.is_full:
             expert, better = jnp.maximum(loaded.owner, 0), loaded.owner < -1
@@ -103,6 +103,11 @@ def _load_tier(
         of, of["clock"][()], vectors.load_asked(of, layer, pairs.ids), loaded, better,
         vectors.load_events(of, layer), of["gate"][layer, iota(2)],
     )  # fmt: skip
+
+
+def _has_slots(form: Form) -> bool:
+    """Whether who has them changes."""
+    return not (form.is_complete or form.streams)
 
 
 def _serve(pairs: _Pairs, states: list[_State]) -> tuple[jax.Array, jax.Array]:
@@ -216,14 +221,15 @@ def _body(
     slot = jnp.full_like(tier, -1)
     for i, (state, form) in enumerate(zip(states, forms, strict=True)):
         ids, resident = jnp.where(tier == i, pairs.ids, -1), state.asked.local >= 0
-        if form.is_complete:
-            needed = vectors.count(vectors.leads(ids))
-            change, amounts = (
-                None,
-                {"steps": jnp.minimum(needed, 1), "needed": needed, "hits": needed},
-            )
+        if not _has_slots(form):
+            change, leads = None, vectors.leads(ids)
+            needed = vectors.count(leads)
+            amounts = {"steps": jnp.minimum(needed, 1), "needed": needed}
+            amounts |= dict.fromkeys(("misses", "streamed") if form.streams else ("hits",), needed)
             slots = num_slots(state.of["table"], state.of["pinned"].shape[1])
             first, local = quotient(layer, form.banks) * slots, state.asked.local
+            if form.streams:
+                local = jnp.where(ids >= 0, vectors.order_of(leads, ids), -1)
         else:
             gone = resident & (fetched | better)
             change, amounts = _change(
@@ -232,13 +238,16 @@ def _body(
             first, local = change.first_slot, change.local
         slot = jnp.where((tier == i) & (local >= 0), first + local, slot)
         better |= resident
-        found.append((state, change, amounts))
+        found.append((state, change, amounts, local))
     if not interpret:
         # What the tables held has been read, by every thread, before any writes.
         pltriton.debug_barrier()
-    for i, (state, change, amounts) in enumerate(found):
+    for i, (state, change, amounts, local) in enumerate(found):
         if change is not None:
             _store(change, state, layer)
+        elif forms[i].streams:
+            size = state.of["rows"].shape[0]
+            vectors.store_jobs(state.of, size, local, state.asked.row, local)
         state.of["clock"][()] = state.clock + 1
         vectors.store_events(state.of, layer, state.events, columns, amounts)
         mass = state.mass + jnp.sum(jnp.where(tier == i, pairs.weights, 0.0))
@@ -268,12 +277,13 @@ def place_triton(
     changed, sizes, most = {"mass": gate}, {"runs": num_pairs, "slot": num_pairs}, 1
     for i, (tier, form) in enumerate(zip(tiers, forms, strict=True)):
         operands |= {f"pinned{i}": tier.pinned, f"row_of{i}": tier.row_of}
-        if form.is_complete:
-            operands[f"table{i}"] = tier.tables.table
+        slots = num_slots(tier.tables.table, num_experts)
+        if _has_slots(form):
+            changed[f"table{i}"], most = tier.tables.table, max(most, slots)
         else:
-            slots = num_slots(tier.tables.table, num_experts)
-            changed[f"table{i}"] = tier.tables.table
-            jobs, most = num_jobs(num_pairs, num_experts, slots), max(most, slots)
+            operands[f"table{i}"] = tier.tables.table
+        if not form.is_complete:
+            jobs = form.num_jobs(num_pairs, num_experts, slots)
             sizes |= {f"rows{i}": jobs, f"slots{i}": jobs}
         rest = tier.tables._asdict() | {}
         changed |= {f"{name}{i}": rest[name] for name in ("clock", "events", "gate")}
