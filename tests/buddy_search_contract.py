@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.policies import substitution
+from moejax.policies import buddy_gates, substitution
 from moejax.policies.substitution import Candidates
 from pallas_kernels import buddy_search as package
 
@@ -22,6 +22,7 @@ class Case(NamedTuple):
     depth: int
     budget: int
     last_first: bool = False
+    gated: bool = False
 
 
 CASES = {
@@ -30,9 +31,41 @@ CASES = {
     "budget": Case(5, 60, 6, 10, 0.4, 10, 2),
     "last_first": Case(5, 24, 4, 12, 0.5, 9, 1, last_first=True),
     "crowded": Case(9, 12, 5, 11, 0.8, 11, 5),
+    "gated": Case(16, 32, 5, 11, 0.5, 11, 3, gated=True),
+    "gated_one": Case(2, 4, 1, 1, 0.7, 1, 1, gated=True),
     "nobody": Case(3, 16, 3, 5, 0.0, 5, 3),
     "one": Case(2, 4, 1, 1, 0.7, 1, 1),
 }
+
+
+def random_gate(
+    case: Case, ids: np.ndarray, layers: int, layer: int, rng: np.random.Generator
+) -> package.Gate:
+    """One that no rounding decides: tau lies between two tokens' entropies, far from both."""
+    logits = rng.standard_normal((case.tokens, case.experts))
+    # The chosen ones are the likeliest, by falling probability.
+    falling = np.sort(rng.uniform(0, 1, ids.shape), axis=1)[:, ::-1]
+    np.put_along_axis(logits, ids, 4 + falling * rng.uniform(0.5, 5, (case.tokens, 1)), axis=1)
+    probabilities = jax.nn.softmax(jnp.asarray(logits, jnp.float32))
+    temperature, margin = rng.uniform(0.8, 1.2), rng.uniform(0.2, 0.6)
+    chosen = buddy_gates.chosen_probabilities(probabilities, jnp.asarray(ids), temperature)
+    entropies = np.unique([0.0, *np.asarray(buddy_gates.activating_entropy(chosen)), 1.0])
+    widest = np.argmax(np.diff(entropies[: len(entropies) * 3 // 4 + 1]))
+    tau = np.full(layers, np.nan, np.float32)
+    tau[layer] = entropies[widest : widest + 2].mean() if case.width > 1 else -1
+    gaps = np.asarray(buddy_gates.probability_margin(chosen))
+    while np.abs(gaps - margin).min() < 1e-4:
+        margin += 3e-4
+    if case.width == 1:
+        margin = 2.0
+    reals = map(jnp.float32, (margin, temperature))
+    return package.Gate(probabilities, jnp.asarray(tau), *reals)
+
+
+def tolerated(gate: package.Gate, ids: jax.Array, layer: int) -> jax.Array:
+    """As the policy has it."""
+    chosen = buddy_gates.chosen_probabilities(gate.probabilities, ids, gate.temperature)
+    return buddy_gates.tolerates(chosen, gate.tau[layer], gate.margin)
 
 
 def check(case: Case, seed: int, **how: Any) -> np.ndarray:
@@ -46,19 +79,26 @@ def check(case: Case, seed: int, **how: Any) -> np.ndarray:
     ends = rng.integers(0, case.places + 1, (layers, case.experts, 1))
     lists = jnp.asarray(np.where(np.arange(case.places) < ends, lists, -1), jnp.int32)
     resident = jnp.asarray(rng.random(case.experts) < case.resident)
-    wanted = ~resident[ids] & jnp.asarray(rng.random(ids.shape) < 0.9)
-    depth, budget = jnp.int32(case.depth), jnp.int32(case.budget)
-    found = jax.jit(
-        lambda: package.search(
-            ids, lists, layer, resident, wanted, depth, budget, last_first=case.last_first, **how
-        )
-    )()
-    candidates = Candidates(substitution.candidates_of(ids, lists[layer], resident, depth))
+    allowed = jnp.asarray(rng.random(case.tokens) < 0.9)
+    gate = random_gate(case, np.asarray(ids), layers, layer, rng) if case.gated else None
+    passes = allowed if gate is None else allowed & tolerated(gate, ids, layer)
+    wanted = ~resident[ids] & passes[:, None]
+    counts = rng.integers(0, 9, (layers, case.experts)).astype(np.int32)
+    limits = (jnp.int32(case.depth), jnp.int32(case.budget))
+
+    def search() -> package.Found:
+        given = (ids, lists, layer, resident, allowed, *limits, gate, jnp.asarray(counts))
+        return package.search(*given, last_first=case.last_first, **how)
+
+    found = jax.jit(search)()
+    candidates = Candidates(substitution.candidates_of(ids, lists[layer], resident, limits[0]))
     expected = substitution.substitute(
-        ids, candidates, wanted, budget, last_first=case.last_first, form="ranks"
+        ids, candidates, wanted, limits[1], last_first=case.last_first, form="ranks"
     )
     np.testing.assert_array_equal(found.ids, expected.ids)
     np.testing.assert_array_equal(found.searched, expected.searched)
     replaced = np.asarray(found.ids != ids)
     np.testing.assert_array_equal(replaced, expected.replaced)
+    np.add.at(counts[layer], np.asarray(ids)[replaced], 1)
+    np.testing.assert_array_equal(found.replaced, counts)
     return replaced

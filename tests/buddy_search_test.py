@@ -36,10 +36,16 @@ class ApiTest(absltest.TestCase):
         self.assertIsNone(buddy_search.refusal("reference", 33, 300))
 
     def test_what_does_not_fit_is_named(self):
-        ids, flags, number = jnp.zeros((2, 3), jnp.int32), jnp.zeros((2, 3), bool), jnp.int32(1)
+        ids, flags, number = jnp.zeros((2, 3), jnp.int32), jnp.zeros(2, bool), jnp.int32(1)
         lists = jnp.zeros((1, 4, 2), jnp.int32)
         with self.assertRaisesRegex(ValueError, "resident \\(5,\\)"):
             buddy_search.search(ids, lists, 0, jnp.zeros(5, bool), flags, number, number)
+        given = (ids, lists, 0, jnp.zeros(4, bool), flags, number, number)
+        gate = buddy_search.Gate(jnp.zeros((2, 5)), *(jnp.zeros(n) for n in ((1,), (), ())))
+        with self.assertRaisesRegex(ValueError, "the gate is .*2, 5"):
+            buddy_search.search(*given, gate)
+        with self.assertRaisesRegex(ValueError, "replaced is "):
+            buddy_search.search(*given, None, jnp.zeros((1, 4)))
 
 
 if __name__ == "__main__":

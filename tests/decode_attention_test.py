@@ -16,7 +16,7 @@ from moejax.models import attention
 from pallas_kernels import decode_attention as package
 from pallas_kernels.decode_attention import tiles, triton
 from pallas_kernels.target import SIMULATED, Target
-from tests import gpu_programs
+from tests import gpu_programs, gpu_targets
 from tests.decode_attention_contract import (
     DTYPES,
     GPU_SHAPES,
@@ -276,7 +276,7 @@ class LoweringTest(HostTestCase):
     @parameterized.parameters((1, 4, 2), (16, 4, 2), (32, 4, 1), (1, 8, 2), (32, 8, 1))
     def test_one_launch_or_two_and_nothing_else(self, batch, num_kv, launches):
         program = gpu_programs.attention(batch, num_kv)
-        text = program.lower(gpu_programs.GPUS["H100"]).as_text()
+        text = program.lower(gpu_targets.GPUS["H100"]).as_text()
         self.assertEqual(re.findall(r"stablehlo\.(\w+)", text), ["custom_call"] * launches)
         self.assertIn(f"decode_attention_bfloat16_{32 // num_kv}x128_", text)
 

@@ -19,7 +19,7 @@ from moejax.models.transformer import ChunkSpec, Transformer
 from pallas_kernels import decode_attention as package
 from pallas_kernels.decode_attention import api
 from pallas_kernels.target import Target
-from tests import gpu_programs
+from tests import gpu_targets
 from tests.host_test_case import HostTestCase
 
 
@@ -71,13 +71,13 @@ class WiringTest(HostTestCase):
 
     def test_layers_share_a_kernel_and_none_slices_the_cache(self):
         model, cache, spec = decoding()
-        gpu = gpu_programs.GPUS["H100"]
+        gpu = gpu_targets.GPUS["H100"]
         tokens, mask = jnp.zeros((2, 1), jnp.int32), jnp.ones((2, 1), bool)
         attention.token_attention.clear_cache()
 
         def text_of(spec: Any) -> str:
             step = jax.jit(lambda cache: model(tokens, tokens, mask, cache, spec))
-            with gpu_programs.described(gpu):
+            with gpu_targets.described(gpu):
                 return step.trace(cache).lower(lowering_platforms=("cuda",)).as_text()
 
         with mock.patch.object(api, "current_target", lambda: gpu.target):

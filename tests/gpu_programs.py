@@ -5,22 +5,16 @@
 Compiling needs the plugin's wheels (`pip install "jax[cuda13]"`) and no GPU.
 """
 
-import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from moejax.ledger import no_counts
-from moejax.memory import residency
-from moejax.memory.placing import COLUMNS, tables_of
-from moejax.memory.residency import CacheSpec
-from pallas_kernels import layout, residency_plan, tiered_plan
-from pallas_kernels.buddy_search import triton as buddy_triton
+from pallas_kernels import layout
 from pallas_kernels.decode_attention import triton as attention_triton
 from pallas_kernels.dequant_matmul import triton as dense_triton
 from pallas_kernels.grouped_dequant_matmul import Assignments
@@ -28,102 +22,20 @@ from pallas_kernels.grouped_dequant_matmul import triton as grouped_triton
 from pallas_kernels.packed import LowRank, PackedMatrices
 from pallas_kernels.qkv_to_cache import HeadNorms
 from pallas_kernels.qkv_to_cache import triton as writing_triton
-from pallas_kernels.residency_plan import triton as plan_triton
 from pallas_kernels.residual_norm import triton as norm_triton
 from pallas_kernels.router_topk import triton as router_triton
 from pallas_kernels.target import Target
-from pallas_kernels.tiered_plan import triton as tiered_triton
+from tests.gpu_plans import buddies, plan
+from tests.gpu_targets import GPUS, SKIP_CHECKS, Program, leaf
 from tests.packed_operands import Form
-
-SKIP_CHECKS = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"  # the plugin looks for CUDA libraries otherwise
-
-
-class Gpu(NamedTuple):
-    """What NVIDIA's data sheets and CUDA's table of compute capabilities say."""
-
-    kind: str
-    capability: tuple[int, int]
-    num_processors: int
-    shared_kib: int  # of a multiprocessor; a program may have 1 KiB less
-    threads: int  # of a multiprocessor
-    l2_mib: int
-    bandwidth_gb: int  # a second
-
-    @property
-    def target(self) -> Target:
-        return Target("gpu", self.capability, self.num_processors)
-
-    @property
-    def description(self) -> str:
-        """XLA's text proto of it."""
-        major, minor = self.capability
-        return f"""
-            gpu_device_info {{
-              threads_per_block_limit: 1024 threads_per_warp: 32 fpus_per_core: 128
-              shared_memory_per_block: 49152 shared_memory_per_core: {self.shared_kib << 10}
-              shared_memory_per_block_optin: {self.shared_kib - 1 << 10}
-              threads_per_core_limit: {self.threads} core_count: {self.num_processors}
-              block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-              memory_bandwidth: {self.bandwidth_gb}000000000 l2_cache_size: {self.l2_mib << 20}
-              clock_rate_ghz: 1.7 device_memory_size: 23622320128
-              cuda_compute_capability {{ major: {major} minor: {minor} }}
-              registers_per_core_limit: 65536 registers_per_block_limit: 65536
-            }}
-            platform_name: "CUDA"
-            dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-            device_description_str: "{self.kind}"
-        """
-
-
-GPUS = {
-    "A100": Gpu("NVIDIA A100-SXM4-40GB", (8, 0), 108, 164, 2048, 40, 1555),
-    "A10": Gpu("NVIDIA A10", (8, 6), 72, 100, 1536, 6, 600),
-    "L4": Gpu("NVIDIA L4", (8, 9), 58, 100, 1536, 48, 300),
-    "H100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 228, 2048, 50, 3352),
-    "B200": Gpu("NVIDIA B200", (10, 0), 148, 228, 2048, 126, 8000),
-    "RTX_PRO_6000": Gpu("NVIDIA RTX PRO 6000 Blackwell Server Edition", (12, 0), 188, 100, 1536,
-                        128, 1597),
-}  # fmt: skip
-
-
-@contextlib.contextmanager
-def described(gpu: Gpu) -> Iterator[None]:
-    """From jax 0.11.2 on, Triton's lowering asks for a device: an abstract one does."""
-    if jax.__version_info__ < (0, 11, 2):
-        yield
-        return
-    device = jax.sharding.AbstractDevice(device_kind=gpu.kind, num_cores=None, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
-        yield
-
-
-class Program(NamedTuple):
-    """A product by Triton: its function for a target, its operands' shapes."""
-
-    function: Callable[..., Any]  # takes `target`
-    operands: tuple[Any, ...]
-    weights: tuple[PackedMatrices, ...]  # among the operands
-    max_launches: int
-
-    def lower(self, gpu: Gpu, sharding: Any = None) -> Any:
-        """For CUDA; `sharding` of every operand."""
-
-        def placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-        function = jax.jit(functools.partial(self.function, target=gpu.target))
-        with described(gpu):
-            traced = function.trace(*jax.tree.map(placed, self.operands))
-            return traced.lower(lowering_platforms=("cuda",))
 
 
 def shapes_of_matrices(form: Form, slots: int, rows: int, inputs: int) -> PackedMatrices:
     """Matrices as shapes."""
-    leaf = functools.partial(_leaf, slots, rows)
+    part = functools.partial(leaf, slots, rows)
     if form.bits == 16:
         return PackedMatrices(
-            words=leaf(inputs, dtype=form.dtype), scales=None, zeros=None,
+            words=part(inputs, dtype=form.dtype), scales=None, zeros=None,
             num_inputs=inputs, bits=16, group_size=inputs,
         )  # fmt: skip
     group_size = form.group_size or inputs
@@ -131,9 +43,9 @@ def shapes_of_matrices(form: Form, slots: int, rows: int, inputs: int) -> Packed
     zero_dtypes = {"float": form.dtype, "integer": "uint8"}
     zeros = zero_dtypes.get(form.zero_kind)
     return PackedMatrices(
-        words=leaf(layout.num_words(inputs, form.bits), dtype="uint32"),
-        scales=leaf(groups, dtype=form.dtype),
-        zeros=None if zeros is None else leaf(groups, dtype=zeros),
+        words=part(layout.num_words(inputs, form.bits), dtype="uint32"),
+        scales=part(groups, dtype=form.dtype),
+        zeros=None if zeros is None else part(groups, dtype=zeros),
         num_inputs=inputs, bits=form.bits, group_size=group_size,
     )  # fmt: skip
 
@@ -145,13 +57,9 @@ def shapes_of_terms(form: Form, weights: PackedMatrices, rank: int) -> LowRank:
     return LowRank(
         u=shapes_of_matrices(form, 1, total, weights.num_outputs),
         v=shapes_of_matrices(form, 1, total, weights.num_inputs),
-        start=_leaf(weights.num_slots, dtype="int32"), rank=_leaf(weights.num_slots, dtype="int32"),
+        start=leaf(weights.num_slots, dtype="int32"), rank=leaf(weights.num_slots, dtype="int32"),
         first_row=0, max_rank=rank,
     )  # fmt: skip
-
-
-def _leaf(*sizes: int, dtype: str) -> Any:
-    return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
 
 
 def dense(
@@ -166,7 +74,7 @@ def dense(
             x, weights, slot, low_rank, jnp.dtype("bfloat16"), None, target, False
         )
 
-    operands = (_leaf(rows, inputs, dtype="bfloat16"), weights, _leaf(dtype="int32"), low_rank)
+    operands = (leaf(rows, inputs, dtype="bfloat16"), weights, leaf(dtype="int32"), low_rank)
     return Program(function, operands, (weights,), 2 if rank else 1)
 
 
@@ -186,9 +94,9 @@ def layer(
         hidden = grouped_triton.gate_up_triton(x, pairs, gate_up, terms[0], None, target, False)
         return grouped_triton.down_triton(hidden, pairs, down, terms[1], None, target, False)
 
-    index, weight = (_leaf(tokens, width, dtype=dtype) for dtype in ("int32", "float32"))
+    index, weight = (leaf(tokens, width, dtype=dtype) for dtype in ("int32", "float32"))
     pairs = Assignments(index, index, weight)
-    operands = (_leaf(tokens, model_dim, dtype="bfloat16"), pairs, gate_up, down, terms)
+    operands = (leaf(tokens, model_dim, dtype="bfloat16"), pairs, gate_up, down, terms)
     return Program(function, operands, (*gate_up, *down), 5 if rank else 3)
 
 
@@ -197,8 +105,8 @@ def attention(
     num_heads: int = 32, num_layers: int = 32, window: int | None = None,
 ) -> Program:  # fmt: skip
     """Decode attention over a whole cache; no packed weights."""
-    q = _leaf(batch, num_heads, head_dim, dtype="bfloat16")
-    cache = _leaf(num_layers, batch, num_kv, length, head_dim, dtype="bfloat16")
+    q = leaf(batch, num_heads, head_dim, dtype="bfloat16")
+    cache = leaf(num_layers, batch, num_kv, length, head_dim, dtype="bfloat16")
 
     def function(q: Any, keys: Any, values: Any, index: Any, positions: Any, target: Target) -> Any:
         return attention_triton.decode_attention_triton(
@@ -206,7 +114,7 @@ def attention(
             target=target, interpret=False,
         )  # fmt: skip
 
-    operands = (q, cache, cache, _leaf(dtype="int32"), _leaf(batch, dtype="int32"))
+    operands = (q, cache, cache, leaf(dtype="int32"), leaf(batch, dtype="int32"))
     return Program(function, operands, (), 2)
 
 
@@ -221,8 +129,8 @@ def router(
             logits, first, k=chosen, normalise=normalise, interpret=False
         )
 
-    first = _leaf(dtype="int32") if has_first else None
-    return Program(function, (_leaf(num_tokens, num_experts, dtype="float32"), first), (), 1)
+    first = leaf(dtype="int32") if has_first else None
+    return Program(function, (leaf(num_tokens, num_experts, dtype="float32"), first), (), 1)
 
 
 def norm(
@@ -230,15 +138,15 @@ def norm(
     zero_centred: bool = False,
 ) -> Program:  # fmt: skip
     """A residual sum and its norm; no packed weights."""
-    x = _leaf(num_rows, width, dtype="bfloat16")
+    x = leaf(num_rows, width, dtype="bfloat16")
 
     def function(x: Any, delta: Any, scales: Any, layer: Any, target: Target) -> Any:
         del target  # the same for all
         how = {"eps": 1e-6, "zero_centred": zero_centred, "interpret": False}
         return norm_triton.residual_norm_triton(x, delta, scales, layer, **how)
 
-    scales = _leaf(num_layers, width, dtype="bfloat16")
-    operands = (x, x if has_delta else None, scales, _leaf(dtype="int32"))
+    scales = leaf(num_layers, width, dtype="bfloat16")
+    operands = (x, x if has_delta else None, scales, leaf(dtype="int32"))
     return Program(function, operands, (), 1)
 
 
@@ -247,10 +155,10 @@ def writing(
     num_layers: int = 32, has_norms: bool = True,
 ) -> Program:  # fmt: skip
     """Queries and cache from a token's products; no packed weights."""
-    cache = _leaf(num_layers, batch, num_kv, length, head_dim, dtype="bfloat16")
-    scales = _leaf(num_layers, head_dim, dtype="bfloat16") if has_norms else None
-    angles = _leaf(batch, head_dim // 2, dtype="float32")
-    index, positions = _leaf(dtype="int32"), _leaf(batch, dtype="int32")
+    cache = leaf(num_layers, batch, num_kv, length, head_dim, dtype="bfloat16")
+    scales = leaf(num_layers, head_dim, dtype="bfloat16") if has_norms else None
+    angles = leaf(batch, head_dim // 2, dtype="float32")
+    index, positions = leaf(dtype="int32"), leaf(batch, dtype="int32")
 
     def function(*operands: Any, target: Target) -> Any:
         del target  # the same for all
@@ -258,63 +166,8 @@ def writing(
         norms = HeadNorms(q_scales, k_scales, 1e-6) if has_norms else None
         return writing_triton.qkv_to_cache_triton(*others, norms, interpret=False)
 
-    qkv = _leaf(batch, (num_heads + 2 * num_kv) * head_dim, dtype="bfloat16")
+    qkv = leaf(batch, (num_heads + 2 * num_kv) * head_dim, dtype="bfloat16")
     operands = (qkv, cache, cache, index, positions, angles, angles, scales, scales)
-    return Program(function, operands, (), 1)
-
-
-def plan(slots: tuple[int, ...], *, num_experts: int, pairs: int, num_layers: int = 48) -> Program:
-    """Where a layer's pairs run, of pools of so many slots: one pool, or the tiers of a policy."""
-    specs = [
-        CacheSpec(num_layers=num_layers, num_experts=num_experts, slots=size, transient=pairs)
-        for size in slots
-    ]
-
-    def empty() -> list[Any]:
-        states = [(residency.empty(spec), no_counts(num_layers)) for spec in specs]
-        rows = jnp.zeros((num_layers, num_experts), jnp.int32)
-        return [tiered_plan.Tier(tables_of(state), state[0].pinned, rows) for state in states]
-
-    tiers = jax.eval_shape(empty)
-    ids, weights = (_leaf(1, pairs, dtype=dtype) for dtype in ("int32", "float32"))
-    layer = _leaf(dtype="int32")
-
-    def of_one(tier: Any, layer: Any, ids: Any, weights: Any, target: Target) -> Any:
-        del target  # the same for all
-        return plan_triton.plan_triton(
-            *tier, layer, ids, jnp.ones(1, bool), weights, None, waves=residency_plan.Waves(0, 1),
-            banks=1, columns=COLUMNS, num_warps=None, interpret=False,
-        )  # fmt: skip
-
-    def of_tiers(tiers: Any, layer: Any, ids: Any, weights: Any, target: Target) -> Any:
-        del target
-        full = [(size == num_experts,) * 2 + (0 if size else pairs,) for size in slots]
-        forms = tuple(tiered_plan.Form(1, *of) for of in full)
-        gate = jnp.zeros((num_layers, len(slots) + 3), jnp.float32)
-        asked = tiered_plan.Asked(ids, ids % len(slots), weights, ids > 0, ids, weights)
-        return tiered_triton.place_triton(
-            tuple(tiers), gate, layer, asked, jnp.ones(1, bool), forms=forms, columns=COLUMNS,
-            num_warps=None, interpret=False,
-        )  # fmt: skip
-
-    if len(slots) == 1:
-        return Program(of_one, (tiers[0], layer, ids, weights), (), 1)
-    return Program(of_tiers, (tiers, layer, ids, weights), (), 1)
-
-
-def buddies(pairs: int, num_experts: int, places: int, *, num_layers: int = 48) -> Program:
-    """Substitutes of a token's experts."""
-    ids, number = _leaf(1, pairs, dtype="int32"), _leaf(dtype="int32")
-    lists = _leaf(num_layers, num_experts, places, dtype="int32")
-
-    def function(*operands: Any, target: Target) -> Any:
-        del target  # the same for all
-        return buddy_triton.search_triton(*operands, last_first=False, interpret=False)
-
-    operands = (
-        ids, lists, number, _leaf(num_experts, dtype="bool"), _leaf(1, pairs, dtype="bool"),
-        number, number,
-    )  # fmt: skip
     return Program(function, operands, (), 1)
 
 

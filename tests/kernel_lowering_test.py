@@ -9,7 +9,8 @@ from pathlib import Path
 
 from absl.testing import absltest, parameterized
 
-from tests.gpu_programs import GPUS, PROGRAMS, SKIP_CHECKS, Program
+from tests.gpu_programs import PROGRAMS
+from tests.gpu_targets import GPUS, SKIP_CHECKS, Program
 
 ROOT = Path(__file__).parents[1]
 # What every GPU lowers; the H100 lowers all.

@@ -26,7 +26,7 @@ from moejax.qtensor import QTensor
 from moejax.sampling import Sampling
 from moejax.served import EXPERT_LEAVES
 from pallas_kernels import layout
-from tests.gpu_programs import GPUS, SKIP_CHECKS, described
+from tests.gpu_targets import GPUS, SKIP_CHECKS, described
 from tests.pooled_device_test import CONFIGS, CONTEXT
 
 GPU = "H100"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from absl.testing import absltest
 
-from tests.gpu_programs import SKIP_CHECKS
+from tests.gpu_targets import SKIP_CHECKS
 from tests.pooled_programs import CASES, CHUNKS, CONFIGS
 
 ROOT = Path(__file__).parents[1]

@@ -17,7 +17,7 @@ from moejax.models.rope import rotate
 from pallas_kernels import qkv_to_cache as package
 from pallas_kernels.qkv_to_cache import triton
 from pallas_kernels.target import SIMULATED, Target
-from tests import gpu_programs
+from tests import gpu_programs, gpu_targets
 from tests.host_test_case import HostTestCase
 from tests.qkv_to_cache_contract import (
     DTYPES,
@@ -223,7 +223,7 @@ class LoweringTest(HostTestCase):
     @parameterized.parameters((1, 4, True), (64, 4, True), (16, 8, False))
     def test_one_launch_that_writes_the_cache_in_place(self, batch, num_kv, has_norms):
         program = gpu_programs.writing(batch, num_kv, has_norms=has_norms)
-        text = program.lower(gpu_programs.GPUS["H100"]).as_text()
+        text = program.lower(gpu_targets.GPUS["H100"]).as_text()
         self.assertEqual(re.findall(r"stablehlo\.(\w+)[ (]", text), ["custom_call"])
         self.assertIn(f"qkv_to_cache_bfloat16_32_{num_kv}x128", text)
         first = 7 if has_norms else 5

@@ -14,7 +14,7 @@ from moejax.models.norm import rms_norm
 from pallas_kernels import residual_norm as package
 from pallas_kernels.residual_norm import triton
 from pallas_kernels.target import SIMULATED, Target
-from tests import gpu_programs
+from tests import gpu_programs, gpu_targets
 from tests.host_test_case import HostTestCase
 from tests.residual_norm_contract import (
     DTYPES,
@@ -195,7 +195,7 @@ class LoweringTest(HostTestCase):
     )
     def test_one_launch_and_nothing_else(self, num_rows, width, has_delta, zero_centred=False):
         program = gpu_programs.norm(num_rows, width, has_delta=has_delta, zero_centred=zero_centred)
-        text = program.lower(gpu_programs.GPUS["H100"]).as_text()
+        text = program.lower(gpu_targets.GPUS["H100"]).as_text()
         self.assertEqual(re.findall(r"stablehlo\.(\w+)", text), ["custom_call"])
         self.assertIn(f"residual_norm_bfloat16_{width}", text)
 

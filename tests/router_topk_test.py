@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pallas_kernels import router_topk as package
 from pallas_kernels.router_topk import triton
 from pallas_kernels.target import SIMULATED, Target
-from tests import gpu_programs
+from tests import gpu_programs, gpu_targets
 from tests.host_test_case import HostTestCase
 from tests.router_topk_contract import (
     GPU_SHAPES,
@@ -244,7 +244,7 @@ class LoweringTest(HostTestCase):
     @parameterized.parameters((1, 128, 8), (2048, 128, 8), (4, 8, 2), (5, 60, 5))
     def test_one_launch_and_nothing_else(self, num_tokens, num_experts, chosen):
         program = gpu_programs.router(num_tokens, num_experts, chosen)
-        text = program.lower(gpu_programs.GPUS["H100"]).as_text()
+        text = program.lower(gpu_targets.GPUS["H100"]).as_text()
         self.assertEqual(re.findall(r"stablehlo\.(\w+)", text), ["custom_call"])
         self.assertIn(f"router_topk_{num_experts}x{chosen}n", text)
 

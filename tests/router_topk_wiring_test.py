@@ -25,7 +25,7 @@ from moejax.runner import Runner
 from pallas_kernels import router_topk as package
 from pallas_kernels.router_topk import api
 from pallas_kernels.target import SIMULATED, Target
-from tests import gpu_programs, tiny_engine
+from tests import gpu_targets, tiny_engine
 from tests.host_test_case import HostTestCase
 
 CONFIG = dataclasses.replace(
@@ -96,14 +96,14 @@ class WiringTest(HostTestCase):
         self.assertIsNotNone(call.call_args_list[1].kwargs["first"])
 
     def test_layers_share_a_kernel_and_nothing_else_routes(self):
-        tokens, gpu = jnp.zeros((2, 1), jnp.int32), gpu_programs.GPUS["A10"]
+        tokens, gpu = jnp.zeros((2, 1), jnp.int32), gpu_targets.GPUS["A10"]
 
         def text_of(kernels: ops.Kernels) -> str:
             model = small_model(CONFIG, kernels)
             moe.routing_by_kernel.clear_cache()
             step = jax.jit(lambda tokens: forward(model, tokens))
             with (
-                gpu_programs.described(gpu),
+                gpu_targets.described(gpu),
                 mock.patch.object(api, "current_target", lambda: gpu.target),
             ):
                 return step.trace(tokens).lower(lowering_platforms=("cuda",)).as_text()

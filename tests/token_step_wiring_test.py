@@ -21,7 +21,7 @@ from moejax.models.shapes import MIXTRAL_8X7B, QWEN3_30B_A3B
 from moejax.models.transformer import ChunkSpec, Transformer
 from moejax.runner import Runner
 from pallas_kernels.target import SIMULATED, Target
-from tests import gpu_programs, tiny_engine
+from tests import gpu_targets, tiny_engine
 from tests.host_test_case import HostTestCase
 
 HALF = jnp.dtype("bfloat16")
@@ -199,7 +199,7 @@ class WiringTest(HostTestCase):
             self.assertEqual(sum(sums), 1)
 
     def test_layers_share_kernels_and_xla_neither_norms_nor_writes(self):
-        gpu = gpu_programs.GPUS["H100"]
+        gpu = gpu_targets.GPUS["H100"]
         tokens, mask = jnp.zeros((2, 1), jnp.int32), jnp.ones((2, 1), bool)
         cache = filled_cache(MIXTRAL, 2)
 
@@ -208,7 +208,7 @@ class WiringTest(HostTestCase):
             step = jax.jit(lambda cache: model(tokens, tokens, mask, cache, SPEC))
             with contextlib.ExitStack() as stack:
                 stack.enter_context(forgotten())
-                stack.enter_context(gpu_programs.described(gpu))
+                stack.enter_context(gpu_targets.described(gpu))
                 for module, _, _ in CALLS:
                     stack.enter_context(
                         mock.patch.object(module.api, "current_target", lambda: gpu.target)

@@ -12,7 +12,7 @@ Axes: N tokens, A experts a token, E experts of a layer, M sparse layers, K plac
 """
 
 import dataclasses
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ import numpy as np
 from moejax.errors import MoejaxError
 from moejax.policies import buddy_gates, substitution
 from moejax.policies.buddy_lists import BuddyLists
+from moejax.policies.buddymoe_state import BuddyState, Settings
 from moejax.policies.interface import (
     SKIPPED,
     Decision,
@@ -31,6 +32,7 @@ from moejax.policies.interface import (
 )
 from moejax.policies.settings import ByContent
 from moejax.policies.substitution import Candidates, Form, Substitution
+from pallas_kernels.buddy_search import Gate
 
 # "none" is the paper's baseline "original", "random" its other one; "matched_random" draws at
 # random exactly where buddies would have replaced: the two at one share of replaced pairs.
@@ -39,74 +41,6 @@ FallBack = Literal["fetch", "drop"]
 
 
 NO_LISTS = BuddyLists(np.full((0, 0, 1), -1, np.int32), np.zeros((0, 0, 1), np.float32))
-
-
-class Settings(NamedTuple):
-    """What a sweep may vary: leaves of the state.
-
-    Attributes:
-      tau: float32[M], of the TAE gate.
-      margin: float32[], gamma.
-      temperature: float32[], of p~.
-      beta: float32[], of the distribution gate.
-      eta: float32[], weight of the token's own logits in eq. 3.
-      kappa: float32[], penalty of a hop in eq. 3.
-      discount: float32[], of a buddy's second use.
-      budget: int32[], rho.
-      depth: int32[], H.
-      background_bytes: float32[], of background transfers, a step.
-      expert_bytes: float32[], of one expert.
-      retention: float32[], of the counts of misses, a step.
-      least_misses: float32[], from which on an expert is brought.
-    """
-
-    tau: jax.Array
-    margin: jax.Array
-    temperature: jax.Array
-    beta: jax.Array
-    eta: jax.Array
-    kappa: jax.Array
-    discount: jax.Array
-    budget: jax.Array
-    depth: jax.Array
-    background_bytes: jax.Array
-    expert_bytes: jax.Array
-    retention: jax.Array
-    least_misses: jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class BuddyState:
-    """Shapes and dtypes never change.
-
-    Attributes:
-      settings: of the policy.
-      lists: int32[M, E, K].
-      q: float32[M, E, K].
-      gains: float32[M, E, E], or None.
-      hops: float32[E], partitions between an expert and the tokens' device.
-      replaced: int32[M, E], pairs of each expert that a buddy served, so far.
-      dropped: int32[M, E], pairs of each expert that nobody served, so far.
-      counted: int32[M, E], how many of both `missed` knows of.
-      missed: float32[M, E], pairs replaced or dropped since the expert was last asked for, fading.
-      requested: int32[], experts that background transfers were asked for.
-      credit: float32[], bytes of background transfers that are saved up.
-      draws: int32[], random choices so far.
-    """
-
-    settings: Settings
-    lists: jax.Array
-    q: jax.Array
-    gains: jax.Array | None
-    hops: jax.Array
-    replaced: jax.Array
-    dropped: jax.Array
-    counted: jax.Array
-    missed: jax.Array
-    requested: jax.Array
-    credit: jax.Array
-    draws: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -277,9 +211,13 @@ class BuddyMoe(ByContent):
         if self.choose == "none" or (o.is_prefill and not self.in_prefill):
             return served, state
         resident = o.resident[0]
-        missing = o.active[:, None] & ~resident.at[o.ids].get(mode="clip")
-        wanted = missing & self._passes(state.settings, o, resident)[:, None]
-        found, first_rank = self._search(state, o, resident, wanted)
+        if self._is_one_launch:
+            found, state = self._searched(state, o, resident)
+            first_rank = None
+        else:
+            missing = o.active[:, None] & ~resident.at[o.ids].get(mode="clip")
+            wanted = missing & self._passes(state.settings, o, resident)[:, None]
+            found, first_rank = self._search(state, o, resident, wanted)
         ids, weights = found.ids, o.weights
         if state.gains is not None:
             gain = state.gains.at[o.layer, o.ids, ids].get(mode="clip")
@@ -287,7 +225,7 @@ class BuddyMoe(ByContent):
         if first_rank is not None:
             ids = jnp.where(first_rank >= 0, o.ids, ids)
             weights, tier = substitution.merged(weights, tier, first_rank, SKIPPED)
-        dropped = jnp.zeros_like(wanted)
+        dropped = jnp.zeros_like(found.replaced)
         if self.fall_back == "drop":
             dropped = found.searched & ~found.replaced
             tier = jnp.where(dropped, SKIPPED, tier)
@@ -299,9 +237,37 @@ class BuddyMoe(ByContent):
         chosen = buddy_gates.chosen_probabilities(o.probabilities, o.ids, settings.temperature)
         passes = buddy_gates.tolerates(chosen, settings.tau[o.layer], settings.margin)
         if self.beta is not None:
-            requested = buddy_gates.requested_experts(o.ids, o.active, len(resident))
-            passes &= buddy_gates.missing_share(requested, resident) < settings.beta
+            passes &= self._is_cheap(settings, o, resident)
         return passes
+
+    def _is_cheap(self, settings: Settings, o: Observation, resident: jax.Array) -> jax.Array:
+        """bool[], the distribution gate: so few experts are missing that buddies are worth it."""
+        requested = buddy_gates.requested_experts(o.ids, o.active, len(resident))
+        return buddy_gates.missing_share(requested, resident) < settings.beta
+
+    @property
+    def _is_scored(self) -> bool:
+        """Whether candidates are not taken in the order of their lists."""
+        return bool(self.eta or self.kappa or self.discount)
+
+    @property
+    def _is_one_launch(self) -> bool:
+        """Whether one kernel gates, searches and counts."""
+        return self.form == "kernel" and self.choose == "buddies" and not self._is_scored
+
+    def _searched(
+        self, state: BuddyState, o: Observation, resident: jax.Array
+    ) -> tuple[Substitution, BuddyState]:
+        """The substitution by that kernel, and the state with the counts of what is replaced."""
+        s, allowed = state.settings, o.active
+        if self.beta is not None:
+            allowed &= self._is_cheap(s, o, resident)
+        found, replaced = substitution.search(
+            o.ids, state.lists, o.layer, resident, allowed, s.depth, s.budget,
+            Gate(o.probabilities, s.tau, s.margin, s.temperature), state.replaced,
+            last_first=self.spend_on == "last",
+        )  # fmt: skip
+        return found, dataclasses.replace(state, replaced=replaced)
 
     def _search(
         self, state: BuddyState, o: Observation, resident: jax.Array, wanted: jax.Array
@@ -310,26 +276,17 @@ class BuddyMoe(ByContent):
         settings, last_first = state.settings, self.spend_on == "last"
         if self.choose == "random":
             return self._drawn(state, o, resident, wanted), None
-        scored, form = bool(self.eta or self.kappa or self.discount), self.form
-        if form == "kernel" and not scored:
-            limits = (settings.depth, settings.budget)
-            found = substitution.search(
-                o.ids, state.lists, o.layer, resident, wanted, *limits, last_first=last_first
-            )
-        else:
-            ids = substitution.candidates_of(o.ids, state.lists[o.layer], resident, settings.depth)
-            value = None
-            if scored:
-                logits = substitution.normalized_logits(o.probabilities)
-                q, weights = state.q[o.layer][o.ids], (settings.eta, settings.kappa)
-                value = substitution.priority(ids, q, logits, state.hops, *weights)
-            given = (o.ids, Candidates(ids, value), wanted, settings.budget)
-            if self.discount:
-                return substitution.substitute_softly(
-                    *given, settings.discount, last_first=last_first
-                )
-            form = "table" if form == "kernel" else form
-            found = substitution.substitute(*given, last_first=last_first, form=form)
+        ids = substitution.candidates_of(o.ids, state.lists[o.layer], resident, settings.depth)
+        value = None
+        if self._is_scored:
+            logits = substitution.normalized_logits(o.probabilities)
+            q, weights = state.q[o.layer][o.ids], (settings.eta, settings.kappa)
+            value = substitution.priority(ids, q, logits, state.hops, *weights)
+        given = (o.ids, Candidates(ids, value), wanted, settings.budget)
+        if self.discount:
+            return substitution.substitute_softly(*given, settings.discount, last_first=last_first)
+        form = "table" if self.form == "kernel" else self.form
+        found = substitution.substitute(*given, last_first=last_first, form=form)
         if self.choose == "matched_random":
             found = found._replace(ids=self._drawn(state, o, resident, found.replaced).ids)
         return found, None
@@ -355,7 +312,9 @@ class BuddyMoe(ByContent):
             row = jax.lax.dynamic_index_in_dim(counts, o.layer, keepdims=False) + by_expert(pairs)
             return jax.lax.dynamic_update_index_in_dim(counts, row, o.layer, 0)
 
-        now: dict[str, Any] = {"replaced": added(state.replaced, replaced)}
+        now: dict[str, Any] = {}
+        if not self._is_one_launch:
+            now["replaced"] = added(state.replaced, replaced)
         if self.fall_back == "drop":
             now["dropped"] = added(state.dropped, dropped)
         if self.choose in ("random", "matched_random"):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import buddy_search
+from pallas_kernels.buddy_search import Gate
 
 # "table": all pairs of candidates are compared beforehand, and what is left of the loop over ranks
 # is arithmetic on bits: on a GPU a whole decision is 7 launches, of "ranks" 8 and a loop of A
@@ -172,28 +173,38 @@ def search(
     lists: jax.Array,
     layer: jax.Array,
     resident: jax.Array,
-    wanted: jax.Array,
+    allowed: jax.Array,
     depth: jax.Array,
     budget: jax.Array,
+    gate: Gate,
+    replaced: jax.Array,
     *,
     last_first: bool = False,
-) -> Substitution:
+) -> tuple[Substitution, jax.Array]:
     """`substitute` of `candidates_of`, without priorities, in the form "kernel".
+
+    With the gate of tokens and the counts of replaced pairs it is one launch.
 
     Args:
       ids: int32[N, A], by falling weight.
       lists: int32[M, E, H], of all layers.
       layer: int32[].
       resident: bool[E].
-      wanted: bool[N, A].
+      allowed: bool[N], tokens whose missing experts may be replaced if the gate lets them.
       depth: int32[].
       budget: int32[].
+      gate: of tokens.
+      replaced: int32[M, E], donate it.
       last_first: see `substitute`.
+
+    Returns:
+      The substitution, and the counts with its pairs.
     """
     found = buddy_search.search(
-        ids, lists, layer, resident, wanted, depth, budget, last_first=last_first
+        ids, lists, layer, resident, allowed, depth, budget, gate, replaced, last_first=last_first
     )
-    return Substitution(found.ids, found.ids != ids, found.searched)
+    assert found.replaced is not None
+    return Substitution(found.ids, found.ids != ids, found.searched), found.replaced
 
 
 def _by_ranks(

@@ -3,3 +3,4 @@
 from pallas_kernels.buddy_search.api import refusal as refusal
 from pallas_kernels.buddy_search.api import search as search
 from pallas_kernels.buddy_search.reference import Found as Found
+from pallas_kernels.buddy_search.reference import Gate as Gate

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.buddy_search import triton
-from pallas_kernels.buddy_search.reference import Found, search_reference
+from pallas_kernels.buddy_search.reference import Found, Gate, search_reference
 from pallas_kernels.target import SIMULATED, Target, current_target
 
 IMPLEMENTATIONS = ("triton", "reference")  # in order of preference; the reference refuses nothing
@@ -31,9 +31,11 @@ def search(
     lists: jax.Array,
     layer: int | jax.Array,
     resident: jax.Array,
-    wanted: jax.Array,
+    allowed: jax.Array,
     depth: jax.Array,
     budget: jax.Array,
+    gate: Gate | None = None,
+    replaced: jax.Array | None = None,
     *,
     last_first: bool = False,
     implementation: str | None = None,
@@ -41,18 +43,22 @@ def search(
 ) -> Found:
     """BuddyMoE's Algorithm 1 with the budget rho (section 5.1), in the order of the lists.
 
-    Ranks of a token are visited one after the other. Of one that is wanted, while the token's
-    budget is not spent, the first listed expert stands in that is resident, that the router did not
-    choose for the token, and that stands in for none of its others already.
+    Ranks of a token that is allowed buddies and that the gate lets pass are visited one after the
+    other. Of one whose expert is not resident, while the token's budget is not spent, the first
+    listed expert stands in that is resident, that the router did not choose for the token, and that
+    stands in for none of its others already.
 
     Args:
       ids: int32[N, A], the router's choice, by falling weight.
       lists: int32[M, E, H], of every expert of M layers, the best first; -1 pads.
       layer: int or int32[] in 0..M - 1.
       resident: bool[E], of that layer.
-      wanted: bool[N, A], pairs whose expert is missing and may be replaced.
+      allowed: bool[N], tokens whose missing experts may be replaced.
       depth: int32[], how far lists are searched.
       budget: int32[], rho, replacements of a token at most.
+      gate: of tokens; None: all that are allowed pass.
+      replaced: int32[M, E], counts to which the replaced pairs of each expert are added; donate it.
+        None: nothing is counted.
       last_first: ranks are visited from the least weight on.
       implementation: "triton" or "reference"; None for the kernel where it does not refuse.
       interpret: runs the kernel on the CPU, for tests.
@@ -61,12 +67,20 @@ def search(
       ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
     """
     reasons = []
-    if ids.ndim != 2 or ids.dtype != jnp.int32 or wanted.shape != ids.shape:
-        reasons.append(f"ids are {ids.dtype}{ids.shape}, wanted {wanted.shape}")
+    if ids.ndim != 2 or ids.dtype != jnp.int32 or allowed.shape != ids.shape[:1]:
+        reasons.append(f"ids are {ids.dtype}{ids.shape}, allowed {allowed.shape}")
     if lists.ndim != 3 or lists.dtype != jnp.int32 or resident.shape != lists.shape[1:2]:
         reasons.append(f"lists are {lists.dtype}{lists.shape}, resident {resident.shape}")
-    if wanted.dtype != jnp.bool_ or resident.dtype != jnp.bool_:
-        reasons.append(f"wanted is {wanted.dtype}, resident {resident.dtype}, not bool")
+    if allowed.dtype != jnp.bool_ or resident.dtype != jnp.bool_:
+        reasons.append(f"allowed is {allowed.dtype}, resident {resident.dtype}, not bool")
+    counted = None if replaced is None else (replaced.shape, replaced.dtype)
+    if counted not in (None, (lists.shape[:2], jnp.int32)):
+        reasons.append(f"replaced is {counted}, not int32{lists.shape[:2]}")
+    if gate is not None:
+        shapes = ((len(ids), *resident.shape), lists.shape[:1], (), ())
+        found = tuple(array.shape for array in gate)
+        if found != shapes or any(array.dtype != jnp.float32 for array in gate):
+            reasons.append(f"the gate is {found}, not float32{shapes}")
     if reasons:
         raise ValueError(f"buddy_search: {'; '.join(reasons)}")
     target = SIMULATED if interpret else current_target()
@@ -76,7 +90,8 @@ def search(
         raise ValueError(f"implementation {chosen!r} is none of {', '.join(IMPLEMENTATIONS)}")
     if chosen == "triton" and refused:
         raise ValueError(f"buddy_search by triton refuses: {refused}")
-    given = (ids, lists, jnp.asarray(layer, jnp.int32), resident, wanted, depth, budget)
+    index = jnp.asarray(layer, jnp.int32)
+    given = (ids, lists, index, resident, allowed, depth, budget, gate, replaced)
     if chosen == "reference":
         return search_reference(*given, last_first=last_first)
     return triton.search_triton(*given, last_first=last_first, interpret=interpret)

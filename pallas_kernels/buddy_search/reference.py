@@ -1,9 +1,29 @@
 """The operation in plain jnp; never optimised."""
 
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+LEAST = float(np.finfo(np.float32).tiny)  # below which no probability is taken to a logarithm
+
+
+class Gate(NamedTuple):
+    """BuddyMoE's TAE gate (eq. 1): which tokens tolerate a buddy.
+
+    Attributes:
+      probabilities: float32[N, E], the router's softmax.
+      tau: float32[M]; a token of a layer tolerates none unless its activating entropy is above.
+      margin: float32[], gamma; nor where its first two probabilities differ by so much.
+      temperature: float32[], of p~, the probabilities of the chosen experts renormalized.
+    """
+
+    probabilities: jax.Array
+    tau: jax.Array
+    margin: jax.Array
+    temperature: jax.Array
 
 
 class Found(NamedTuple):
@@ -13,10 +33,27 @@ class Found(NamedTuple):
       ids: int32[N, A], the buddy's where there is one, which the router did not choose; else the
         router's choice.
       searched: bool[N, A], wanted, and the token's budget was not spent yet.
+      replaced: int32[M, E], the counts given, with the pairs of each expert that a buddy serves;
+        None where none were given.
     """
 
     ids: jax.Array
     searched: jax.Array
+    replaced: jax.Array | None
+
+
+def tolerates(gate: Gate, ids: jax.Array, layer: jax.Array) -> jax.Array:
+    """bool[N]: tokens that a gate lets pass."""
+    chosen = jnp.take_along_axis(gate.probabilities, ids, axis=1)
+    logits = jnp.log(jnp.maximum(chosen, LEAST)) / gate.temperature
+    shares = jnp.exp(logits - jnp.max(logits, axis=1, keepdims=True))
+    shares = shares / jnp.sum(shares, axis=1, keepdims=True)
+    width = ids.shape[1]
+    if width == 1:
+        return (gate.tau[layer] < 0) & jnp.broadcast_to(gate.margin > 1, len(ids))
+    nats = -jnp.sum(shares * jnp.log(jnp.maximum(shares, LEAST)), axis=1)
+    entropy = jnp.clip(nats / math.log(width), 0.0, 1.0)
+    return (entropy > gate.tau[layer]) & (shares[:, 0] - shares[:, 1] < gate.margin)
 
 
 def search_reference(
@@ -24,13 +61,18 @@ def search_reference(
     lists: jax.Array,
     layer: jax.Array,
     resident: jax.Array,
-    wanted: jax.Array,
+    allowed: jax.Array,
     depth: jax.Array,
     budget: jax.Array,
+    gate: Gate | None,
+    replaced: jax.Array | None,
     *,
     last_first: bool,
 ) -> Found:
     """See `api.search`."""
+    if gate is not None:
+        allowed &= tolerates(gate, ids, layer)
+    wanted = allowed[:, None] & ~resident[ids]
     width, places = ids.shape[1], jnp.arange(lists.shape[2], dtype=jnp.int32)[None]
     num_replaced = jnp.zeros(len(ids), jnp.int32)
     found, searched, taken = ids, jnp.zeros(ids.shape, bool), ids
@@ -45,4 +87,7 @@ def search_reference(
         taken = jnp.concatenate([taken, jnp.where(some, buddy, -1)[:, None]], axis=1)
         searched = searched.at[:, rank].set(asks)
         num_replaced += some.astype(jnp.int32)
-    return Found(found, searched)
+    if replaced is not None:
+        missed = jnp.where(found != ids, ids, replaced.shape[1])
+        replaced = replaced.at[layer, missed.reshape(-1)].add(1, mode="drop")
+    return Found(found, searched, replaced)

@@ -1,6 +1,8 @@
 """The Pallas-Triton implementation: one launch, a warp a token."""
 
 import functools
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import launch
-from pallas_kernels.buddy_search.reference import Found
+from pallas_kernels.buddy_search.reference import LEAST, Found, Gate
 from pallas_kernels.dequant_matmul.triton import platform_refusal
 from pallas_kernels.target import Target
 
@@ -40,25 +42,48 @@ def _among(values: jax.Array, those: jax.Array) -> jax.Array:
     return jnp.max((values[:, None] == those[None, :]).astype(jnp.int32), axis=1) > 0
 
 
-def _body(
-    ids_ref: Ref, lists_ref: Ref, layer_ref: Ref, resident_ref: Ref, wanted_ref: Ref,
-    depth_ref: Ref, budget_ref: Ref, found_ref: Ref, searched_ref: Ref, *, last_first: bool,
-) -> None:  # fmt: skip
+def _tolerates(of: Mapping[str, Ref], token: jax.Array, layer: jax.Array, ids: jax.Array) -> Any:
+    """Whether the gate lets a token pass; see `reference.tolerates`."""
+    width = of["ids"].shape[1]
+    tau, margin = of["tau"][layer], of["margin"][()]
+    if width == 1:
+        return (tau < 0) & (margin > 1)
+    lanes = _iota(width)
+    inside = lanes < width
+    place = of["probabilities"].at[token, jnp.maximum(ids, 0)]
+    chosen = pltriton.load(place, mask=inside, other=LEAST)
+    logits = jnp.log(jnp.maximum(chosen, LEAST)) / of["temperature"][()]
+    logits = jnp.where(inside, logits, -jnp.inf)
+    shares = jnp.exp(logits - jnp.max(logits))
+    shares = shares / jnp.sum(shares)
+    nats = -jnp.sum(shares * jnp.log(jnp.maximum(shares, LEAST)))
+    entropy = jnp.clip(nats / math.log(width), 0.0, 1.0)
+    signs = jnp.where(lanes == 0, 1.0, jnp.where(lanes == 1, -1.0, 0.0))
+    return (entropy > tau) & (jnp.sum(shares * signs) < margin)
+
+
+def _body(*refs: Ref, names: tuple[str, ...], last_first: bool) -> None:
     """Program n: token n."""
+    of = dict(zip(names, refs, strict=True))  # what is changed comes twice: the output counts
+    ids_ref, lists_ref, resident_ref = of["ids"], of["lists"], of["resident"]
     token, width, size = pl.program_id(0), ids_ref.shape[1], lists_ref.shape[2]
-    layer, depth, budget = layer_ref[()], depth_ref[()], budget_ref[()]
+    layer, depth, budget = of["layer"][()], of["depth"][()], of["budget"][()]
     lanes, places = _iota(width), _iota(size)
     inside = lanes < width
     ids = pltriton.load(ids_ref.at[token, lanes], mask=inside, other=NOBODY)
+    allowed = of["allowed"][token]
+    if "tau" in of:
+        allowed &= _tolerates(of, token, layer, ids)
     # All loads come first: they wait for each other nowhere else but in the addresses.
-    usable, listed, wanted = [], [], []
+    usable, listed, wanted, experts = [], [], [], []
     for rank in range(width):
         expert = ids_ref[token, rank]
         mine = pltriton.load(lists_ref.at[layer, expert, places], mask=places < size, other=-1)
         there = pltriton.load(resident_ref.at[jnp.maximum(mine, 0)], mask=mine >= 0, other=False)
         listed.append(mine)
         usable.append(there & (mine >= 0) & (places < depth) & ~_among(mine, ids))
-        wanted.append(wanted_ref[token, rank])
+        wanted.append(allowed & ~resident_ref[expert])
+        experts.append(expert)
     buddies, searched = jnp.full(lanes.shape, NOBODY, jnp.int32), lanes < 0
     num_replaced = jnp.int32(0)
     for rank in reversed(range(width)) if last_first else range(width):
@@ -69,9 +94,13 @@ def _body(
         buddy = jnp.max(jnp.where(free & (places == first), listed[rank], NOBODY))
         buddies = jnp.where(lanes == rank, buddy, buddies)
         searched |= (lanes == rank) & asks
-        num_replaced += (buddy >= 0).astype(jnp.int32)
-    pltriton.store(found_ref.at[token, lanes], jnp.where(buddies >= 0, buddies, ids), mask=inside)
-    pltriton.store(searched_ref.at[token, lanes], searched, mask=inside)
+        stands_in = (buddy >= 0).astype(jnp.int32)
+        num_replaced += stands_in
+        if "replaced" in of:
+            pltriton.atomic_add(of["replaced"], (layer, experts[rank]), stands_in)
+    found = jnp.where(buddies >= 0, buddies, ids)
+    pltriton.store(of["found"].at[token, lanes], found, mask=inside)
+    pltriton.store(of["searched"].at[token, lanes], searched, mask=inside)
 
 
 def search_triton(
@@ -79,24 +108,37 @@ def search_triton(
     lists: jax.Array,
     layer: jax.Array,
     resident: jax.Array,
-    wanted: jax.Array,
+    allowed: jax.Array,
     depth: jax.Array,
     budget: jax.Array,
+    gate: Gate | None,
+    replaced: jax.Array | None,
     *,
     last_first: bool,
     interpret: bool,
 ) -> Found:
     """See `api.search`."""
-    found = launch.triton_call(
-        functools.partial(_body, last_first=last_first),
-        name=f"buddy_search_{ids.shape[1]}x{lists.shape[2]}",
+    operands = {
+        "ids": ids, "lists": lists, "layer": layer, "resident": resident, "allowed": allowed,
+        "depth": depth, "budget": budget,
+    }  # fmt: skip
+    if gate is not None:
+        operands |= gate._asdict()
+    changed = {} if replaced is None else {"replaced": replaced}
+    results = {
+        "found": jax.ShapeDtypeStruct(ids.shape, jnp.int32),
+        "searched": jax.ShapeDtypeStruct(ids.shape, jnp.bool_),
+        **{name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in changed.items()},
+    }
+    outputs = launch.triton_call(
+        functools.partial(_body, names=(*operands, *changed, *results), last_first=last_first),
+        name=f"buddy_search_{ids.shape[1]}x{lists.shape[2]}" + "_gated" * (gate is not None),
         grid=(len(ids),),
-        out_shape=[
-            jax.ShapeDtypeStruct(ids.shape, jnp.int32),
-            jax.ShapeDtypeStruct(ids.shape, jnp.bool_),
-        ],
+        out_shape=list(results.values()),
         num_warps=NUM_WARPS,
         num_stages=1,
         interpret=interpret,
-    )(ids, lists, layer, resident, wanted, depth, budget)
-    return Found(*found)
+        aliases={len(operands): 2} if changed else {},
+    )(*operands.values(), *changed.values())
+    found = dict(zip(results, outputs, strict=True))
+    return Found(found["found"], found["searched"], found.get("replaced"))

@@ -1,0 +1,76 @@
+"""Programs that plan where a layer's experts run, by Triton."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moejax.ledger import no_counts
+from moejax.memory import residency
+from moejax.memory.placing import COLUMNS, tables_of
+from moejax.memory.residency import CacheSpec
+from pallas_kernels import buddy_search, residency_plan, tiered_plan
+from pallas_kernels.buddy_search import triton as buddy_triton
+from pallas_kernels.residency_plan import triton as plan_triton
+from pallas_kernels.target import Target
+from pallas_kernels.tiered_plan import triton as tiered_triton
+from tests.gpu_targets import Program, leaf
+
+
+def plan(slots: tuple[int, ...], *, num_experts: int, pairs: int, num_layers: int = 48) -> Program:
+    """Where a layer's pairs run, of pools of so many slots: one pool, or the tiers of a policy."""
+    specs = [
+        CacheSpec(num_layers=num_layers, num_experts=num_experts, slots=size, transient=pairs)
+        for size in slots
+    ]
+
+    def empty() -> list[Any]:
+        states = [(residency.empty(spec), no_counts(num_layers)) for spec in specs]
+        rows = jnp.zeros((num_layers, num_experts), jnp.int32)
+        return [tiered_plan.Tier(tables_of(state), state[0].pinned, rows) for state in states]
+
+    tiers = jax.eval_shape(empty)
+    ids, weights = (leaf(1, pairs, dtype=dtype) for dtype in ("int32", "float32"))
+    layer = leaf(dtype="int32")
+
+    def of_one(tier: Any, layer: Any, ids: Any, weights: Any, target: Target) -> Any:
+        del target  # the same for all
+        return plan_triton.plan_triton(
+            *tier, layer, ids, jnp.ones(1, bool), weights, None, waves=residency_plan.Waves(0, 1),
+            banks=1, columns=COLUMNS, num_warps=None, interpret=False,
+        )  # fmt: skip
+
+    def of_tiers(tiers: Any, layer: Any, ids: Any, weights: Any, target: Target) -> Any:
+        del target
+        full = [(size == num_experts,) * 2 + (0 if size else pairs,) for size in slots]
+        forms = tuple(tiered_plan.Form(1, *of) for of in full)
+        gate = jnp.zeros((num_layers, len(slots) + 3), jnp.float32)
+        asked = tiered_plan.Asked(ids, ids % len(slots), weights, ids > 0, ids, weights)
+        return tiered_triton.place_triton(
+            tuple(tiers), gate, layer, asked, jnp.ones(1, bool), forms=forms, columns=COLUMNS,
+            num_warps=None, interpret=False,
+        )  # fmt: skip
+
+    if len(slots) == 1:
+        return Program(of_one, (tiers[0], layer, ids, weights), (), 1)
+    return Program(of_tiers, (tiers, layer, ids, weights), (), 1)
+
+
+def buddies(pairs: int, num_experts: int, places: int, *, num_layers: int = 48) -> Program:
+    """Substitutes of a token's experts."""
+    ids, number = leaf(1, pairs, dtype="int32"), leaf(dtype="int32")
+    lists = leaf(num_layers, num_experts, places, dtype="int32")
+
+    def function(*operands: Any, target: Target) -> Any:
+        del target  # the same for all
+        return buddy_triton.search_triton(*operands, last_first=False, interpret=False)
+
+    real = functools.partial(leaf, dtype="float32")
+    gate = buddy_search.Gate(real(1, num_experts), real(num_layers), real(), real())
+    counts = leaf(num_layers, num_experts, dtype="int32")
+    operands = (
+        ids, lists, number, leaf(num_experts, dtype="bool"), leaf(1, dtype="bool"), number,
+        number, gate, counts,
+    )  # fmt: skip
+    return Program(function, operands, (), 1)
