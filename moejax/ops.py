@@ -160,22 +160,24 @@ def _choose_plain(
 ) -> Choice:
     """Of plain weights: kernels that take a layer's matrix out of the stack in place.
 
-    XLA copies it first, which is two more passes over it a step; under look-ahead the copies of all
-    layers live at once. Without the copy Mosaic's take as long as cuBLAS: 30.8 us at [14336, 4096]
-    and 1 row, where it takes 32.4, and 179 at 1,024 rows, where it takes 168 (H200, jax 0.11.2,
-    2026-11-21). Triton's serve where the weights are most of the work.
+    XLA copies it first, two more passes over it a step; under look-ahead the copies of all layers
+    live at once. Mosaic's take as long as cuBLAS without the copy: 30.8 us at [14336, 4096] and 1
+    row (32.4), 179 at 1,024 rows (168; H200, jax 0.11.2, 2026-11-21). Triton's serve where the
+    weights are most of the work.
     """
-    asked = kernels.target is not None and not kernels.implementation
-    few = num_rows <= MAX_TRITON_ROWS
+    target, few = kernels.target, num_rows <= MAX_TRITON_ROWS
     steady &= not few
-    small = weight.shape[-2] < MIN_KERNEL_OUTPUTS and not steady
-    if not asked or weight.ndim != 3 or small or unfit(weight):
+    fits = weight.ndim == 3 and (steady or weight.shape[1] >= MIN_KERNEL_OUTPUTS)
+    if target is None or target.platform != "gpu" or kernels.implementation or not fits:
         return Choice(PLAIN, {})
+    if reason := unfit(weight):
+        return Choice(PLAIN, {"every kernel": reason})
     x = jax.ShapeDtypeStruct((num_rows, weight.shape[-1]), dtype)
-    weights = jax.eval_shape(operands, weight).weights
-    chosen = dequant_matmul.choose(x, weights, (), kernels.target)
+    chosen = dequant_matmul.choose(x, jax.eval_shape(operands, weight).weights, (), target)
     by_triton = chosen.implementation == "triton" and (few or steady)
-    return chosen if by_triton or chosen.implementation == "mosaic" else Choice(PLAIN, {})
+    if by_triton or chosen.implementation == "mosaic":
+        return chosen
+    return Choice(PLAIN, chosen.refusals if chosen.implementation == REFERENCE else {})
 
 
 def kernel_or_dequantized(choice: Choice) -> Choice:

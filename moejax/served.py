@@ -168,11 +168,12 @@ def remarks(served: Mapping[str, Served], expected: str | None) -> list[str]:
 def plain_remarks(served: Mapping[str, Served], expected: str | None) -> list[str]:
     """A line for each part of a decode step, not packed, that runs without the kernel it should.
 
-    Plain experts should run by `pallas_kernels.expert_mlp`, attention by `decode_attention`,
-    routing by `router_topk`, norms by `residual_norm`, cache writes by `qkv_to_cache`. (Experts
-    that move are planned by `residency_plan`: `moejax.memory.placing.Placing.refusal`.)
+    Products with plain matrices of a stack should run by `pallas_kernels.dequant_matmul`, plain
+    experts by `expert_mlp`, attention by `decode_attention`, routing by `router_topk`, norms by
+    `residual_norm`, cache writes by `qkv_to_cache`. (Experts that move are planned by
+    `residency_plan`: `moejax.memory.placing.Placing.refusal`.)
     """
-    parts = ("experts", "attention", "norms and writes", "routing")
+    parts = ("experts", "attention", "norms and writes", "routing", *LINEAR_LEAVES)
     found = {name: served[name] for name in parts if expected and name in served}
     return [
         f"{name} run without their kernel: {of.describe()}"

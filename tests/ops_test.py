@@ -195,13 +195,16 @@ class KernelTest(HostTestCase):
         for weight, kernels, dtype in (
             (jax.ShapeDtypeStruct((1024, 256), bf16), ops.Kernels(H200), bf16),  # no stack
             (jax.ShapeDtypeStruct((2, 128, 256), bf16), ops.Kernels(H200), bf16),  # a router
-            (jax.ShapeDtypeStruct((2, 1024, 256), jnp.float32), ops.Kernels(H200), jnp.float32),
             (stack, ops.Kernels(Target("cpu", None)), bf16),
             (stack, ops.NO_KERNELS, bf16),
             (stack, BY_REFERENCE, bf16),
         ):
             choice = ops.choose_product(4, jnp.dtype(dtype), weight, kernels)
             self.assertEqual(choice, Choice(ops.PLAIN, {}))
+        wide = jax.ShapeDtypeStruct((2, 1024, 256), jnp.float32)
+        choice = ops.choose_product(4, wide.dtype, wide, ops.Kernels(H200))
+        self.assertEqual(choice.implementation, ops.PLAIN)
+        self.assertIn("float32", choice.describe())
 
     def test_what_the_target_chooses_is_what_serves(self):
         weight, _ = draw(np.random.default_rng(0), (2, 20, 24), SPECS["int3_ranks"])
