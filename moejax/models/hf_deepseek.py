@@ -163,6 +163,9 @@ def _unsupported(family: str, fields: Mapping[str, Any]) -> list[str]:
         reasons.append("rope scaling with truncate false")
     heads, keys = (fields.get(name) for name in ("num_attention_heads", "num_key_value_heads"))
     if family == "deepseek":
+        model_dim = integer(fields, "hidden_size")
+        if model_dim % integer(fields, "num_attention_heads"):
+            reasons.append(f"hidden_size {model_dim} is no multiple of {heads} heads")
         return reasons
     if keys not in (None, heads):
         reasons.append(f"num_key_value_heads {keys} of {heads} heads, which share a latent")
