@@ -141,7 +141,7 @@ DEEPSEEK_CHECKPOINTS: dict[str, TinyCheckpoint] = {
     "v2_odd_sizes": _v2(
         hidden_size=36, num_attention_heads=3, num_key_value_heads=3, kv_lora_rank=14, v_head_dim=7,
         first_k_dense_replace=0, n_routed_experts=5, num_experts_per_tok=3,
-        n_shared_experts=1,
+        n_shared_experts=1, rms_norm_eps=1e-2,
     ),
     "v2_wide_values_tied": _v2(
         {"fused": True}, v_head_dim=24, first_k_dense_replace=2, num_hidden_layers=3,
