@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face checkpoints of both families, written by transformers itself.
+"""Tiny random Hugging Face checkpoints, written by transformers itself.
 
     path = write_checkpoint("qwen3_head24", tmp_path)   # tmp_path/qwen3_head24, made once
     model = reference_model(path)                       # transformers, float32, eager attention
@@ -20,6 +20,8 @@ transformers.utils.logging.disable_progress_bar()
 FAMILIES = {
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
+    "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
 }
 
 _SHARED: dict[str, Any] = {
@@ -34,6 +36,20 @@ _SHARED: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+_DEEPSEEK: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 12,
+}
 _OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         "intermediate_size": 40,
@@ -42,6 +58,8 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "mixtral": {"intermediate_size": 24, "num_local_experts": 4},
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK | {"n_group": 4, "topk_group": 2},
 }
 
 
@@ -93,13 +111,59 @@ CHECKPOINTS: dict[str, TinyCheckpoint] = {
     ),
 }
 
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 8, "beta_slow": 1,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def _yarn(**fields: float) -> dict[str, Any]:
+    return {"rope_parameters": {**_YARN, **fields}}
+
+
+def _v2(how: dict[str, Any] | None = None, **fields: Any) -> TinyCheckpoint:
+    return TinyCheckpoint(family="deepseek_v2", fields=fields, **(how or {}))
+
+
+def _v3(how: dict[str, Any] | None = None, **fields: Any) -> TinyCheckpoint:
+    return TinyCheckpoint(family="deepseek_v3", fields=fields, **(how or {}))
+
+
+DEEPSEEK_CHECKPOINTS: dict[str, TinyCheckpoint] = {
+    "v2_as_lite": _v2(
+        {"old_config": True}, q_lora_rank=None, n_group=1, topk_group=1, num_hidden_layers=3,
+        **_yarn(mscale=0.707, mscale_all_dim=0.707),
+    ),
+    "v2_groups": _v2(
+        topk_method="group_limited_greedy", n_group=4, topk_group=2, routed_scaling_factor=2.5,
+        **_yarn(mscale=1.0, mscale_all_dim=0.5),
+    ),
+    "v2_odd_sizes": _v2(
+        hidden_size=36, num_attention_heads=3, num_key_value_heads=3, kv_lora_rank=14, v_head_dim=7,
+        first_k_dense_replace=0, n_routed_experts=5, num_experts_per_tok=3,
+        n_shared_experts=1, rms_norm_eps=1e-2,
+    ),
+    "v2_wide_values_tied": _v2(
+        {"fused": True}, v_head_dim=24, first_k_dense_replace=2, num_hidden_layers=3,
+        tie_word_embeddings=True, q_lora_rank=None,
+    ),
+    "v2_yarn_alone_bf16": _v2(
+        {"dtype": torch.bfloat16}, routed_scaling_factor=0.5, norm_topk_prob=True, **_yarn()
+    ),
+    "v3": _v3(**_yarn(mscale=1.0, mscale_all_dim=1.0)),
+    "v3_halves": _v3(
+        {"old_config": True}, rope_interleave=False, norm_topk_prob=False, q_lora_rank=None,
+        n_group=1, topk_group=1, routed_scaling_factor=1.0, num_experts_per_tok=3,
+    ),
+}  # fmt: skip
+
 
 def write_checkpoint(name: str, parent: Path) -> Path:
-    """Writes `CHECKPOINTS[name]` into `parent / name`, unless it is there; returns that path."""
+    """Writes a checkpoint by its name to `parent / name`, unless it is there; returns the path."""
     directory = parent / name
     if not directory.exists():
-        seed = sorted(CHECKPOINTS).index(name)
-        write_random_checkpoint(CHECKPOINTS[name], directory, seed)
+        of = CHECKPOINTS if name in CHECKPOINTS else DEEPSEEK_CHECKPOINTS
+        write_random_checkpoint(of[name], directory, seed=sorted(of).index(name))
     return directory
 
 
@@ -133,12 +197,18 @@ def _perturb_vectors(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.ndim == 1:
             parameter.add_(0.3 * torch.randn_like(parameter))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.add_(0.3 * torch.randn_like(buffer))
 
 
 def _rewrite_config_as_transformers_4(path: Path) -> None:
     """The form of the published checkpoints: flat rope fields, `num_experts`, `torch_dtype`."""
     config = json.loads(path.read_text())
-    config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    if (kind := rope.pop("rope_type")) != "default":
+        config["rope_scaling"] = {"type": kind, **rope}
     config["torch_dtype"] = config.pop("dtype")
     config["transformers_version"] = "4.51.0"
     if config["model_type"] == "qwen3_moe":

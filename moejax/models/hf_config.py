@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moejax.errors import MoejaxError
+from moejax.models import hf_deepseek
 from moejax.models.config import ModelConfig
 from moejax.models.hf_fields import (
     flag,
@@ -22,7 +23,14 @@ from moejax.models.hf_fields import (
     unsupported,
 )
 
-ARCHITECTURES = {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+ARCHITECTURES = {
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    **hf_deepseek.ARCHITECTURES,
+}
+# Families with a module of their own; the others are read and written here.
+_READERS = dict.fromkeys(hf_deepseek.ARCHITECTURES, hf_deepseek.model_config)
+_WRITERS = dict.fromkeys(hf_deepseek.ARCHITECTURES, hf_deepseek.config_fields)
 
 # What transformers takes for a field that a config.json leaves out.
 _DEFAULT_ROPE_THETA = {"mixtral": 1e6, "qwen3_moe": 1e4}
@@ -78,6 +86,8 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
     """
     family = _family(fields)
     object_field(fields, "quantization_config")  # the weights' reader knows which ones it can read
+    if read := _READERS.get(family):
+        return read(family, fields)
     if reasons := unsupported(fields):
         raise MoejaxError("not supported: " + "; ".join(reasons))
     num_layers = integer(fields, "num_hidden_layers")
@@ -126,9 +136,11 @@ def to_hf_config(config: ModelConfig, *, dtype: str, **token_ids: Any) -> dict[s
       ValueError: the family cannot express the config (a Mixtral with biases, for instance).
     """
     c = config
-    fields: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[c.family]],
-        "model_type": c.family,
+    head: dict[str, Any] = {"architectures": [ARCHITECTURES[c.family]], "model_type": c.family}
+    if write := _WRITERS.get(c.family):
+        fields = head | write(c) | {"dtype": dtype, "torch_dtype": dtype, **token_ids}
+        return _checked(fields, c)
+    fields = head | {
         "vocab_size": c.vocab_size,
         "hidden_size": c.model_dim,
         "num_hidden_layers": c.num_layers,
@@ -162,11 +174,18 @@ def to_hf_config(config: ModelConfig, *, dtype: str, **token_ids: Any) -> dict[s
     else:
         fields["intermediate_size"] = c.expert_dim
     # Mixtral has no dense layers, so the width of one does not come back.
-    expressible = (
-        c if c.dense_layers else dataclasses.replace(c, mlp_dim=fields["intermediate_size"])
-    )
-    if model_config(fields) != expressible:
-        raise ValueError(f"a {c.family} config.json cannot express {c}")
+    mlp_dim = c.mlp_dim if c.dense_layers else fields["intermediate_size"]
+    return _checked(fields, dataclasses.replace(c, mlp_dim=mlp_dim))
+
+
+def _checked(fields: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
+    """The fields, where they are read as `config`."""
+    try:
+        found = model_config(fields)
+    except MoejaxError:
+        found = None
+    if found != config:
+        raise ValueError(f"a {config.family} config.json cannot express {config}")
     return fields
 
 

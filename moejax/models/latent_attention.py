@@ -1,19 +1,167 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+Two ways to the same result. Expanded: keys and values of every head are made of the latents
+(eq. 10 and 11 of the paper), then attention is as ever. Absorbed (its section 2.1.2): what makes
+the keys is applied to the queries instead, and what makes the values to what was attended to; so
+heads share the latents as keys and as values, and nothing of the cache is expanded.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from moejax import ops
-from moejax.models.attention import Attend
+from moejax.models import parts
+from moejax.models.attention import Attend, WritingAttention, causal_attention, visible_slots
 from moejax.models.config import ModelConfig
+from moejax.models.norm import stacked_norm
 from moejax.models.parameter import stacked_parameter
 from moejax.models.places import Place
-from moejax.models.rope import Angles
+from moejax.models.rope import Angles, rotate
+
+# Of the norms of latents, whatever `ModelConfig.norm_eps` says: transformers and the published code
+# leave theirs at the default.
+LATENT_NORM_EPS = 1e-6
+# Of float32 scores at once; a longer chunk goes through a block of queries after another.
+SCORE_BYTES = 256 * 2**20
+# Of keys and values that are expanded for a later chunk of a prompt.
+EXPANDED_BYTES = 2**30
+
+
+class Queries(NamedTuple):
+    """Of a layer's tokens."""
+
+    nope: jax.Array  # [B, T, H, nope_dim], not rotated
+    rope: jax.Array  # [B, T, H, P], rotated
+
+
+class Latents(NamedTuple):
+    """What heads share of a layer's tokens, and the cache keeps."""
+
+    key: jax.Array  # [B, S, P], rotated
+    latent: jax.Array  # [B, S, R], normed
+
+
+def is_expanded(
+    of: parts.LatentAttention, num_heads: int, *, batch: int, length: int, slots: int, itemsize: int
+) -> bool:
+    """Whether T queries a sequence see S slots of the cache by expanded keys and values.
+
+    With widths n, P and v of a head and latents of R a query takes n + P + v products a slot, with
+    its absorbed form 2R + P; to expand a slot, or to absorb a query, takes R (n + v). Of
+    DeepSeek-V2-Lite (128, 64, 128; 512) that is 320, 1088 and 131072: from 171 queries on expanding
+    is less for any S. It takes memory for S slots of all heads, which absorbing does not.
+
+    Args:
+      of: the widths.
+      num_heads: H.
+      batch: B.
+      length: T.
+      slots: S, at least T.
+      itemsize: bytes of a number.
+    """
+    both = of.nope_dim + of.value_dim
+    saved = length * slots * (2 * of.kv_rank - both)
+    spent = (slots - length) * of.kv_rank * both
+    # What `kv_b` gives, and keys beside their rotated part.
+    nbytes = batch * slots * num_heads * (both + of.nope_dim + of.rope_dim) * itemsize
+    return length > 1 and saved >= spent and nbytes <= EXPANDED_BYTES
+
+
+def expanded_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    window: int | None,
+    scale: float,
+) -> jax.Array:
+    """Queries at `positions` attend to keys of positions 0..S - 1.
+
+    Args:
+      q: [B, T, H, C].
+      k: [B, S, H, C].
+      v: [B, S, H, V], of another width than keys.
+      positions: int32[B, T].
+      window: tokens that a query sees, itself included; None: all.
+      scale: of the scores.
+
+    Returns:
+      [B, T, H, V] in `v.dtype`; scores and softmax are float32.
+    """
+
+    def attend(q: jax.Array, positions: jax.Array) -> jax.Array:
+        scores = jnp.einsum("bthc,bshc->bhts", q, k, preferred_element_type=jnp.float32)
+        shares = _shares(scores * scale, positions, window).astype(v.dtype)
+        return jnp.einsum("bhts,bshv->bthv", shares, v)
+
+    return _in_blocks(attend, k.shape[1], q, positions)
+
+
+def absorbed_attention(
+    queries: Queries,
+    seen: Latents,
+    positions: jax.Array,
+    window: int | None,
+    scale: float,
+) -> jax.Array:
+    """As `expanded_attention`, of latents in place of keys and of values.
+
+    Args:
+      queries: with `nope` absorbed: [B, T, H, R].
+      seen: of positions 0..S - 1.
+      positions: int32[B, T].
+      window: tokens that a query sees, itself included; None: all.
+      scale: of the scores.
+
+    Returns:
+      [B, T, H, R], mixed latents, in their dtype; scores and softmax are float32.
+    """
+
+    def attend(nope: jax.Array, rope: jax.Array, positions: jax.Array) -> jax.Array:
+        wide = jnp.float32
+        by_latent = jnp.einsum("bthr,bsr->bhts", nope, seen.latent, preferred_element_type=wide)
+        by_place = jnp.einsum("bthp,bsp->bhts", rope, seen.key, preferred_element_type=wide)
+        shares = _shares((by_latent + by_place) * scale, positions, window)
+        return jnp.einsum("bhts,bsr->bthr", shares.astype(seen.latent.dtype), seen.latent)
+
+    return _in_blocks(attend, seen.latent.shape[1], queries.nope, queries.rope, positions)
+
+
+def _shares(scores: jax.Array, positions: jax.Array, window: int | None) -> jax.Array:
+    """float32[B, H, T, S]: the softmax over the slots that each query sees."""
+    visible = visible_slots(positions, scores.shape[-1], window)
+    return jax.nn.softmax(jnp.where(visible[:, None], scores, -jnp.inf), axis=-1)
+
+
+def _in_blocks(attend: Callable[..., jax.Array], num_slots: int, *of: jax.Array) -> jax.Array:
+    """`attend` of arrays [B, T, ...], the first [B, T, H, ...], for a block of T after another."""
+    batch, length, num_heads = of[0].shape[:3]
+    scores = 4 * batch * num_heads * length * num_slots
+    num_blocks = min(length, -(-scores // SCORE_BYTES))
+    if num_blocks <= 1:
+        return attend(*of)
+    block = -(-length // num_blocks)
+    num_blocks = -(-length // block)
+
+    def blocks(x: jax.Array) -> jax.Array:
+        widths = [(0, 0), (0, num_blocks * block - length)] + [(0, 0)] * (x.ndim - 2)
+        padded = jnp.pad(x, widths)  # positions with 0: they see the first slot
+        return jnp.moveaxis(padded.reshape(batch, num_blocks, block, *x.shape[2:]), 1, 0)
+
+    found = jax.lax.map(lambda part: attend(*part), tuple(map(blocks, of)))
+    joined = jnp.moveaxis(found, 0, 1)
+    return joined.reshape(batch, num_blocks * block, *joined.shape[3:])[:, :length]
 
 
 class LatentAttention(nnx.Module):
-    """Projections of all layers; see `parts.LatentAttention` for the widths."""
+    """Projections of all layers; see `parts.LatentAttention` for the widths.
+
+    `norm`, [L, D], is that before the mixing of every layer.
+    """
 
     def __init__(
         self,
@@ -23,12 +171,126 @@ class LatentAttention(nnx.Module):
         dtype: jnp.dtype,
         kernels: ops.Kernels = ops.NO_KERNELS,
     ):
+        assert config.latent is not None
         self.config = config
+        self.widths = config.latent
         self.kernels = kernels
         self.norm = stacked_parameter("attention.norm", config, rngs, dtype)
+        if config.latent.query_rank is None:
+            self.q_proj = stacked_parameter("attention.q_proj", config, rngs, dtype)
+        else:
+            self.q_a = stacked_parameter("attention.q_a", config, rngs, dtype)
+            self.q_a_norm = stacked_parameter("attention.q_a_norm", config, rngs, dtype)
+            self.q_b = stacked_parameter("attention.q_b", config, rngs, dtype)
+        self.kv_a = stacked_parameter("attention.kv_a", config, rngs, dtype)
+        self.kv_a_norm = stacked_parameter("attention.kv_a_norm", config, rngs, dtype)
+        self.kv_b = stacked_parameter("attention.kv_b", config, rngs, dtype)
+        self.o_proj = stacked_parameter("attention.o_proj", config, rngs, dtype)
 
     def __call__(
         self, normed: jax.Array, place: Place, angles: Angles, attend: Attend
     ) -> jax.Array:
-        """[B, T, D] to what the layer adds to the stream, [B, T, D]."""
-        raise NotImplementedError
+        """[B, T, D] to what the layer adds to the stream, [B, T, D].
+
+        Args:
+          normed: [B, T, D].
+          place: of the layer.
+          angles: of `rope.model_angles`.
+          attend: what the tokens see; a `WritingAttention` has a cache.
+        """
+        layer = place.mixer
+        queries = self.queries(normed, layer, *angles)
+        new = self.latents(normed, layer, *angles)
+        if isinstance(attend, WritingAttention):
+            attended = self._with_cache(queries, new, place, attend)
+        else:
+            attended = self._by(attend, place, *self.expand(queries, new, layer))
+        flat = attended.reshape(*attended.shape[:2], -1)
+        return ops.linear(flat, self.o_proj[...], layer, kernels=self.kernels)
+
+    def queries(
+        self, normed: jax.Array, layer: ops.Index, cos: jax.Array, sin: jax.Array
+    ) -> Queries:
+        """Of [B, T, D]; directly, or by a latent of their own (eq. 12 to 15)."""
+        c = self.config
+        if self.widths.query_rank is None:
+            q = ops.linear(normed, self.q_proj[...], layer, kernels=self.kernels)
+        else:
+            narrow = ops.linear(normed, self.q_a[...], layer, kernels=self.kernels)
+            narrow = self._latent_norm(narrow, self.q_a_norm[...], layer)
+            q = ops.linear(narrow, self.q_b[...], layer, kernels=self.kernels)
+        q = q.reshape(*q.shape[:2], c.num_heads, c.head_dim)
+        nope, rope = jnp.split(q, [self.widths.nope_dim], axis=-1)
+        return Queries(nope, rotate(rope, cos, sin, interleaved=c.interleaved_rope))
+
+    def latents(
+        self, normed: jax.Array, layer: ops.Index, cos: jax.Array, sin: jax.Array
+    ) -> Latents:
+        """Of [B, T, D] (eq. 9 and 15)."""
+        both = ops.linear(normed, self.kv_a[...], layer, kernels=self.kernels)
+        latent, key = jnp.split(both, [self.widths.kv_rank], axis=-1)
+        interleaved = self.config.interleaved_rope
+        key = rotate(key[:, :, None], cos, sin, interleaved=interleaved)[:, :, 0]
+        return Latents(key, self._latent_norm(latent, self.kv_a_norm[...], layer))
+
+    def _latent_norm(self, x: jax.Array, scales: jax.Array, layer: ops.Index) -> jax.Array:
+        return stacked_norm(x, scales, layer, LATENT_NORM_EPS, self.kernels)
+
+    def expand(
+        self, queries: Queries, seen: Latents, layer: ops.Index
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries [B, T, H, C], keys [B, S, H, C] and values [B, S, H, V] of every head."""
+        c = self.config
+        both = ops.linear(seen.latent, self.kv_b[...], layer, kernels=self.kernels)
+        both = both.reshape(*both.shape[:2], c.num_heads, -1)
+        nope, values = jnp.split(both, [self.widths.nope_dim], axis=-1)
+        shared = jnp.broadcast_to(seen.key[:, :, None], (*nope.shape[:3], self.widths.rope_dim))
+        keys = jnp.concatenate([nope, shared], axis=-1)
+        return jnp.concatenate(queries, axis=-1), keys, values
+
+    def _by(
+        self, attend: Attend, place: Place, q: jax.Array, k: jax.Array, v: jax.Array
+    ) -> jax.Array:
+        """By an `Attend`, whose kernels want one width of queries, keys and values: zeros more."""
+        width, value_dim = max(q.shape[-1], v.shape[-1]), v.shape[-1]
+        q, k, v = (jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[-1])]) for x in (q, k, v))
+        return attend(place, q, k, v)[..., :value_dim]
+
+    def _with_cache(
+        self, queries: Queries, new: Latents, place: Place, attend: WritingAttention
+    ) -> jax.Array:
+        """[B, T, H, V], the tokens written to the cache."""
+        c, layer = self.config, place.mixer
+        attend.write(place, new.key[:, :, None], new.latent[:, :, None])
+        seen = new
+        if attend.kv_length is not None:
+            read = attend.cache.read(layer, attend.kv_length)
+            seen = Latents(*(part[:, 0].astype(new.key.dtype) for part in read))
+            batch, length, slots = *new.key.shape[:2], attend.kv_length
+            if not is_expanded(
+                self.widths, c.num_heads, batch=batch, length=length, slots=slots,
+                itemsize=new.key.dtype.itemsize,
+            ):  # fmt: skip
+                return self._absorbed(queries, seen, place, attend)
+        q, k, v = self.expand(queries, seen, layer)
+        attend.show(place, q, k)
+        if attend.kv_length is None and attend.via == "cudnn":
+            return causal_attention(q, k, v, attend.window, attend.via, c.score_scale)
+        return expanded_attention(q, k, v, attend.positions, attend.window, c.score_scale)
+
+    def _absorbed(
+        self, queries: Queries, seen: Latents, place: Place, attend: WritingAttention
+    ) -> jax.Array:
+        c = self.config
+        kv_b = ops.matrix(self.kv_b[...], (place.mixer,), seen.latent.dtype)
+        kv_b = kv_b.reshape(c.num_heads, -1, self.widths.kv_rank)
+        to_keys, to_values = jnp.split(kv_b, [self.widths.nope_dim], axis=1)
+        absorbed = jnp.einsum("bthn,hnr->bthr", queries.nope, to_keys)
+        if attend.watch is not None:  # one key for all heads, of another width but the same scores
+            q = jnp.concatenate([absorbed, queries.rope], axis=-1)
+            keys = jnp.concatenate([seen.latent, seen.key], axis=-1)
+            attend.show(place, q, keys[:, :, None])
+        mixed = absorbed_attention(
+            Queries(absorbed, queries.rope), seen, attend.positions, attend.window, c.score_scale
+        )
+        return jnp.einsum("bthr,hvr->bthv", mixed, to_values)

@@ -1,6 +1,7 @@
 """Parts of a model that only some families have, each a frozen dataclass inside `ModelConfig`."""
 
 import dataclasses
+import math
 from typing import Literal
 
 Scoring = Literal["softmax", "sigmoid"]
@@ -56,14 +57,36 @@ class DeltaNet:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """Rope for longer contexts than a model was trained on (Peng et al., arXiv:2309.00071)."""
+    """Rope for longer contexts than a model was trained on (Peng et al., arXiv:2309.00071).
+
+    Scores of attention are divided by a temperature (section 3.4), part of it in cosines and sines
+    (`rotation_scale`), part of it in the scores (`score_scale`): as a config says, 1 in either.
+    """
 
     factor: float  # how many times longer
     original_positions: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    rotation_scale: float = 1.0  # multiplies cosines and sines
-    score_scale: float = 1.0  # multiplies the scores of attention, beside 1 / sqrt(C)
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None  # in place of what the three before it give
+
+    @property
+    def rotation_scale(self) -> float:
+        """Multiplies cosines and sines."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._scale(self.mscale) / self._scale(self.mscale_all_dim)
+        return self._scale(1.0)
+
+    @property
+    def score_scale(self) -> float:
+        """Multiplies scores of latent attention, beside 1 / sqrt(C)."""
+        return self._scale(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def _scale(self, weight: float) -> float:
+        return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Rotary position embedding, in the half-split form of Hugging Face checkpoints."""
+"""Rotary position embedding, of pairs that are halves or neighbours, and YaRN."""
 
 import math
 
@@ -47,7 +47,7 @@ def yarn_frequencies(head_dim: int, theta: float, yarn: Yarn) -> np.ndarray:
 
     low = max(math.floor(pair_that_turns(yarn.beta_fast)), 0)
     high = min(math.ceil(pair_that_turns(yarn.beta_slow)), head_dim - 1)
-    width = np.float32(high - low if high > low else 0.001)
+    width = np.float32(high - low if high != low else 0.001)
     pairs = np.arange(head_dim // 2, dtype=np.float32)
     kept = np.float32(1) - np.clip((pairs - np.float32(low)) / width, 0, 1)
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)

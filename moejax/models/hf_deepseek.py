@@ -1,0 +1,283 @@
+"""config.json of DeepSeek's families to `ModelConfig`, and back.
+
+"deepseek" is DeepSeek-MoE-16B (standard attention), which transformers has no class for: it is read
+as the code beside its checkpoint reads it. Where that of "deepseek_v2" and "deepseek_v3" differs
+from transformers, what is done here is what transformers does:
+  * V2 never divides the chosen weights by their sum, whatever `norm_topk_prob` says;
+  * YaRN scales cosines and sines by its default where one of `mscale` and `mscale_all_dim` is 0.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from moejax.errors import MoejaxError
+from moejax.models.config import ModelConfig
+from moejax.models.hf_fields import (
+    agreed,
+    flag,
+    integer,
+    number,
+    object_field,
+    rope_field,
+    rope_type,
+    unsupported,
+)
+from moejax.models.parts import LatentAttention, RouterRule, Yarn
+
+ARCHITECTURES = {
+    "deepseek": "DeepseekForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
+
+# What transformers, or the code of DeepSeek-MoE-16B, takes for a field that is left out.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "deepseek": {
+        "max_position_embeddings": 2048, "first_k_dense_replace": 0, "norm_topk_prob": False,
+    },
+    "deepseek_v2": {
+        "max_position_embeddings": 2048, "first_k_dense_replace": 0, "n_shared_experts": 2,
+        "routed_scaling_factor": 1.0, "q_lora_rank": 1536, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "topk_method": "greedy",
+    },
+    "deepseek_v3": {
+        "max_position_embeddings": 4096, "first_k_dense_replace": 3, "n_shared_experts": 1,
+        "routed_scaling_factor": 2.5, "q_lora_rank": 1536, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_group": 8,
+        "topk_group": 4, "norm_topk_prob": True, "rope_interleave": True,
+    },
+}  # fmt: skip
+_YARN_FIELDS = (
+    "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
+    "mscale_all_dim", "attention_factor",
+)  # fmt: skip
+# How V3 and V2 choose experts: of all, or of the best groups.
+_GREEDY, _BY_GROUPS, _BY_GROUPS_AND_BIAS = "greedy", "group_limited_greedy", "noaux_tc"
+
+
+def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
+    """`ModelConfig` from the fields of a config.json of one of `ARCHITECTURES`.
+
+    Raises:
+      MoejaxError: a field is missing or wrong, or asks for something that is not supported.
+    """
+    fields = {**_DEFAULTS[family], **fields}
+    if reasons := _unsupported(family, fields):
+        raise MoejaxError("not supported: " + "; ".join(reasons))
+    num_layers, num_heads = (
+        integer(fields, name) for name in ("num_hidden_layers", "num_attention_heads")
+    )
+    model_dim, expert_dim = (
+        integer(fields, name) for name in ("hidden_size", "moe_intermediate_size")
+    )
+    max_positions = integer(fields, "max_position_embeddings")
+    latent = None if family == "deepseek" else _latent(fields)
+    shared = fields.get("n_shared_experts")
+    num_shared = 0 if shared in (None, 0) else integer(fields, "n_shared_experts")
+    head_dim = model_dim // num_heads if latent is None else latent.nope_dim + latent.rope_dim
+    return ModelConfig(
+        family=family,
+        vocab_size=integer(fields, "vocab_size"),
+        model_dim=model_dim,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=integer(fields, "num_key_value_heads", default=num_heads),
+        head_dim=head_dim,
+        num_experts=integer(fields, "num_local_experts", "num_experts", "n_routed_experts"),
+        experts_per_token=integer(fields, "num_experts_per_tok"),
+        expert_dim=expert_dim,
+        mlp_dim=integer(fields, "intermediate_size"),
+        moe_layers=_sparse_layers(family, fields, num_layers),
+        norm_topk_prob=family != "deepseek_v2" and flag(fields, "norm_topk_prob"),
+        norm_eps=number(fields, "rms_norm_eps", default=1e-6),
+        rope_theta=number(
+            {"rope_theta": _rope(fields, "rope_theta")}, "rope_theta", default=10000.0
+        ),
+        max_positions=max_positions,
+        tied_embeddings=flag(fields, "tie_word_embeddings"),
+        qk_norm=False,
+        attention_bias=False,
+        sliding_window=None,
+        interleaved_rope=family == "deepseek_v2" or flag(fields, "rope_interleave"),
+        yarn=_yarn(fields, max_positions),
+        latent=latent,
+        shared_dim=num_shared * expert_dim,
+        router=_router(family, fields),
+    )
+
+
+def config_fields(config: ModelConfig) -> dict[str, Any]:
+    """The fields of a config.json, without those that say what the file is."""
+    c, rule = config, config.router
+    first = min(c.moe_layers, default=c.num_layers)
+    every = (n for n in range(1, c.num_layers) if c.moe_layers == _layers(first, n, c.num_layers))
+    frequency = next(every, 1)
+    fields: dict[str, Any] = {
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.model_dim,
+        "intermediate_size": c.mlp_dim,
+        "moe_intermediate_size": c.expert_dim,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "n_routed_experts": c.num_experts,
+        "n_shared_experts": c.shared_dim // c.expert_dim or None,
+        "num_experts_per_tok": c.experts_per_token,
+        "first_k_dense_replace": first,
+        "moe_layer_freq": frequency,
+        "norm_topk_prob": c.norm_topk_prob,
+        "scoring_func": rule.scoring,
+        "hidden_act": "silu",
+        "rms_norm_eps": c.norm_eps,
+        "max_position_embeddings": c.max_positions,
+        "tie_word_embeddings": c.tied_embeddings,
+        "attention_bias": False,
+        **_rope_fields(c),
+    }
+    if c.latent is not None:
+        fields |= {
+            "q_lora_rank": c.latent.query_rank,
+            "kv_lora_rank": c.latent.kv_rank,
+            "qk_nope_head_dim": c.latent.nope_dim,
+            "qk_rope_head_dim": c.latent.rope_dim,
+            "v_head_dim": c.latent.value_dim,
+            "routed_scaling_factor": rule.scale,
+            "n_group": rule.num_groups,
+            "topk_group": rule.top_groups,
+            "topk_method": _BY_GROUPS if rule.num_groups > 1 else _GREEDY,
+        }
+    if c.family == "deepseek_v3":
+        fields |= {"topk_method": _BY_GROUPS_AND_BIAS, "rope_interleave": c.interleaved_rope}
+    return fields
+
+
+def _unsupported(family: str, fields: Mapping[str, Any]) -> list[str]:
+    """Every reason why the model cannot be run as transformers would run it."""
+    reasons = unsupported(fields, ropes=("default",) if family == "deepseek" else _ROPES)
+    scoring = "sigmoid" if family == "deepseek_v3" else "softmax"
+    if (asked := fields.get("scoring_func")) not in (None, scoring):
+        reasons.append(f"scoring_func {asked!r}, only {scoring!r} is")
+    reasons += [f"{name} true" for name in ("attention_bias", "mlp_bias") if flag(fields, name)]
+    ropes = [object_field(fields, name) for name in ("rope_scaling", "rope_parameters")]
+    if any(rope.get("truncate", True) is not True for rope in ropes):
+        reasons.append("rope scaling with truncate false")
+    heads, keys = (fields.get(name) for name in ("num_attention_heads", "num_key_value_heads"))
+    if family == "deepseek":
+        model_dim = integer(fields, "hidden_size")
+        if model_dim % integer(fields, "num_attention_heads"):
+            reasons.append(f"hidden_size {model_dim} is no multiple of {heads} heads")
+        return reasons
+    if keys not in (None, heads):
+        reasons.append(f"num_key_value_heads {keys} of {heads} heads, which share a latent")
+    if (frequency := fields.get("moe_layer_freq")) not in (None, 1):
+        reasons.append(f"moe_layer_freq {frequency}")
+    methods = (_GREEDY, _BY_GROUPS) if family == "deepseek_v2" else (_BY_GROUPS_AND_BIAS, None)
+    if (method := fields.get("topk_method")) not in methods:
+        reasons.append(f"topk_method {method!r}")
+    if not fields.get("n_shared_experts"):
+        reasons.append(f"n_shared_experts {fields.get('n_shared_experts')}")
+    return reasons
+
+
+_ROPES = ("default", "yarn")
+
+
+def _latent(fields: Mapping[str, Any]) -> LatentAttention:
+    has_latent_queries = fields["q_lora_rank"] is not None
+    return LatentAttention(
+        kv_rank=integer(fields, "kv_lora_rank"),
+        query_rank=integer(fields, "q_lora_rank") if has_latent_queries else None,
+        nope_dim=integer(fields, "qk_nope_head_dim"),
+        rope_dim=integer(fields, "qk_rope_head_dim"),
+        value_dim=integer(fields, "v_head_dim"),
+    )
+
+
+def _router(family: str, fields: Mapping[str, Any]) -> RouterRule:
+    if family == "deepseek":
+        return RouterRule()
+    scale = number(fields, "routed_scaling_factor", default=1.0)
+    if family == "deepseek_v2" and fields["topk_method"] == _GREEDY:
+        return RouterRule(scale=scale)
+    num_groups, top_groups = (integer(fields, name) for name in ("n_group", "topk_group"))
+    if family == "deepseek_v2":
+        return RouterRule(scale=scale, num_groups=num_groups, top_groups=top_groups)
+    return RouterRule(
+        scoring="sigmoid", scale=scale, num_groups=num_groups, top_groups=top_groups,
+        group_score="top2", has_bias=True,
+    )  # fmt: skip
+
+
+def _sparse_layers(family: str, fields: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Those after the dense ones, of "deepseek" every `moe_layer_freq`-th."""
+    first = fields["first_k_dense_replace"]
+    if first != 0 or type(first) is not int:
+        first = integer(fields, "first_k_dense_replace")
+    every = integer(fields, "moe_layer_freq", default=1) if family == "deepseek" else 1
+    return _layers(first, every, num_layers)
+
+
+def _layers(first: int, every: int, num_layers: int) -> tuple[int, ...]:
+    return tuple(layer for layer in range(first, num_layers) if layer % every == 0)
+
+
+def _rope(fields: Mapping[str, Any], name: str) -> Any:
+    """What `rope_scaling`, where transformers 4 looks, and `rope_parameters` agree on."""
+    found = {"rope_parameters": rope_field(fields, name)}
+    scaling = object_field(fields, "rope_scaling").get(name)
+    return agreed({f"rope_scaling.{name}": scaling, **found})
+
+
+def _yarn(fields: Mapping[str, Any], max_positions: int) -> Yarn | None:
+    kinds = {
+        name: rope_type(object_field(fields, name))
+        for name in ("rope_scaling", "rope_parameters")
+        if object_field(fields, name)
+    }
+    if agreed(kinds) != "yarn":
+        return None
+    # Zeros and nulls of these are as if they were left out.
+    given = {name: _rope(fields, name) or None for name in _YARN_FIELDS}
+    positions = "original_max_position_embeddings"
+    if given["factor"] is None:
+        raise MoejaxError("the factor of rope scaling of type 'yarn' is missing")
+
+    def maybe(name: str) -> float | None:
+        return None if given[name] is None else number(given, name, default=1.0)
+
+    return Yarn(
+        factor=number(given, "factor", default=1.0),
+        original_positions=integer(given, positions, default=max_positions),
+        beta_fast=number(given, "beta_fast", default=32.0),
+        beta_slow=number(given, "beta_slow", default=1.0),
+        mscale=maybe("mscale"),
+        mscale_all_dim=maybe("mscale_all_dim"),
+        attention_factor=maybe("attention_factor"),
+    )
+
+
+def _rope_fields(c: ModelConfig) -> dict[str, Any]:
+    """In both spellings; transformers 5 takes `rope_scaling` whole where there is one."""
+    if c.yarn is None:
+        parameters = {"rope_type": "default", "rope_theta": c.rope_theta}
+        return {
+            "rope_theta": c.rope_theta, "rope_scaling": None, "rope_parameters": parameters,
+        }  # fmt: skip
+    of = c.yarn
+    values = {
+        "factor": of.factor,
+        "original_max_position_embeddings": of.original_positions,
+        "beta_fast": of.beta_fast,
+        "beta_slow": of.beta_slow,
+        "mscale": of.mscale,
+        "mscale_all_dim": of.mscale_all_dim,
+        "attention_factor": of.attention_factor,
+    }
+    scaling = {"type": "yarn", "rope_type": "yarn"} | {
+        name: value for name, value in values.items() if value is not None
+    }
+    return {
+        "rope_theta": c.rope_theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_theta": c.rope_theta, **scaling},
+    }

@@ -1,0 +1,296 @@
+"""DeepSeek's families against transformers and torch: logits, greedy tokens, chunks, residency."""
+
+import dataclasses
+import functools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from absl.testing import absltest, parameterized
+
+from moejax import Engine
+from moejax.cache import KVCache, empty_cache
+from moejax.models import latent_attention
+from moejax.models.assembly import forward, merge_weights, model_definition
+from moejax.models.config import ModelConfig
+from moejax.models.latent_attention import is_expanded
+from moejax.models.parts import LatentAttention as Widths
+from moejax.models.parts import RouterRule, Yarn
+from moejax.models.places import places
+from moejax.models.rope import model_angles
+from moejax.models.shapes import DEEPSEEK_V2_LITE
+from moejax.models.transformer import ChunkSpec, Transformer
+from moejax.policies.attention_importance import attention_received
+from moejax.qtensor import Weight
+from moejax.runner import Runner
+from tests import pooled_test, slow, tiny_engine
+from tests.deepseek_moe_torch import DeepseekMoe, Shape
+from tests.hf_checkpoints import DEEPSEEK_CHECKPOINTS, reference_model, write_checkpoint
+from tests.transformers_parity_test import MIN_GAP, NUM_GREEDY, RELATIVE_ERROR, relative_errors
+
+PROMPT_LENGTHS = (3, 17, 9)
+# Logits [T, V] of one sequence, and how near each token's routers were to another choice, [T].
+Reference = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+MOE_16B = {
+    "as_published": Shape(num_hidden_layers=3),
+    "grouped_queries_tied": Shape(num_key_value_heads=2, tie_word_embeddings=True),
+    "normalised_every_second": Shape(
+        num_hidden_layers=4, moe_layer_freq=2, norm_topk_prob=True, num_experts_per_tok=3
+    ),
+    "no_shared_experts": Shape(n_shared_experts=None, first_k_dense_replace=0),
+    "odd_sizes": Shape(
+        hidden_size=30, num_attention_heads=3, num_key_value_heads=1, n_routed_experts=5,
+        n_shared_experts=3, moe_intermediate_size=7, num_experts_per_tok=1, rope_theta=1e5,
+    ),
+}  # fmt: skip
+
+TINY = dataclasses.replace(
+    tiny_engine.CONFIG, family="deepseek_v2", num_layers=6, num_kv_heads=4, head_dim=16,
+    moe_layers=(1, 2, 3, 4, 5), qk_norm=False, norm_topk_prob=False, interleaved_rope=True,
+    shared_dim=24, router=RouterRule(num_groups=4, top_groups=2, scale=1.5),
+    latent=Widths(kv_rank=24, query_rank=12, nope_dim=10, rope_dim=6, value_dim=12),
+    yarn=Yarn(factor=4.0, original_positions=64, mscale=1.0, mscale_all_dim=0.5),
+)  # fmt: skip
+LENGTH, CHUNK, SLOTS = 24, 8, 32
+
+
+def router_gaps(config: Any, logits: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """How near the routers of a layer were to another choice of groups or experts, [T]."""
+
+    def gap(scores: torch.Tensor, num: int) -> torch.Tensor:
+        if num == scores.shape[-1]:
+            return torch.full(scores.shape[:-1], torch.inf)
+        falling = scores.sort(-1, descending=True).values
+        return falling[:, num - 1] - falling[:, num]
+
+    has_bias = bias is not None
+    scores = logits.sigmoid() + bias if has_bias else logits.softmax(-1)
+    if not has_bias and config.topk_method == "greedy":
+        return gap(scores, config.num_experts_per_tok)
+    grouped = scores.reshape(len(scores), config.n_group, -1)
+    of_group = grouped.topk(2 if has_bias else 1, -1).values.sum(-1)
+    kept = of_group.topk(config.topk_group, -1).indices
+    inside = torch.zeros_like(of_group).scatter(1, kept, 1.0).bool()[:, :, None]
+    masked = grouped.masked_fill(~inside, -torch.inf).reshape(scores.shape)
+    return torch.minimum(gap(of_group, config.topk_group), gap(masked, config.num_experts_per_tok))
+
+
+def of_transformers(model: Any) -> Reference:
+    def run(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            out = model(tokens[None], output_router_logits=True)
+        gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+        gaps = [
+            router_gaps(model.config, logits, getattr(gate, "e_score_correction_bias", None))
+            for gate, logits in zip(gates, out.router_logits, strict=True)
+        ]
+        return out.logits[0], torch.stack(gaps).amin(0)
+
+    return run
+
+
+class ParityTest(parameterized.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.directory = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+
+    @parameterized.parameters(*DEEPSEEK_CHECKPOINTS)
+    def test_transformers(self, name):
+        path = write_checkpoint(name, self.directory)
+        self.check(path, of_transformers(reference_model(path)))
+
+    @parameterized.parameters(*MOE_16B)
+    def test_deepseek_moe(self, name):
+        model = DeepseekMoe(MOE_16B[name], seed=10 + sorted(MOE_16B).index(name))
+        path = self.directory / name
+        model.write(path)
+        self.check(path, model.logits)
+
+    def check(self, path: Path, reference: Reference) -> None:
+        """Logits of a batch, and greedy tokens of prompts of several lengths at once."""
+        engine = Engine.from_pretrained(path, dtype="float32", platform="cpu", progress=False)
+        rng = np.random.default_rng(0)
+        size = engine.config.vocab_size
+        tokens = rng.integers(0, size, (2, 40))
+        expected = np.stack([reference(torch.as_tensor(row))[0].numpy() for row in tokens])
+        self.assertLess(relative_errors(engine.logits(tokens), expected).max(), RELATIVE_ERROR)
+        prompts = [rng.integers(0, size, n).tolist() for n in PROMPT_LENGTHS]
+        answers = engine.generate(prompts, max_new_tokens=NUM_GREEDY, ignore_eos=True)
+        num_sure = 0
+        for prompt, answer in zip(prompts, answers, strict=True):
+            self.assertLen(answer.tokens, NUM_GREEDY)
+            # Each of its tokens follows from those before it, so these are the reference's own.
+            logits, gaps = reference(torch.tensor(prompt + answer.tokens[:-1]))
+            best, second = logits.topk(2, -1).values.unbind(-1)
+            doubtful = np.flatnonzero(torch.minimum(best - second, gaps) < MIN_GAP)
+            sure = max(0, min([NUM_GREEDY, *(doubtful - len(prompt) + 1)]))
+            greedy = logits.argmax(-1)[len(prompt) - 1 :].tolist()
+            self.assertEqual(answer.tokens[:sure], greedy[:sure])
+            num_sure += sure
+        self.assertGreater(num_sure, 0.75 * len(prompts) * NUM_GREEDY)
+
+
+@functools.cache
+def tiny_weights(config: ModelConfig = TINY) -> dict[str, Weight]:
+    return {name: jnp.asarray(a) for name, a in tiny_engine.random_weights(config).items()}
+
+
+def run_in_chunks(sizes: tuple[int, ...], *, expanded: bool = True) -> Any:
+    """Outputs [2, LENGTH, D] of a prompt by chunks of these sizes, and the cache after it."""
+    definition = model_definition(TINY)
+    tokens = np.random.default_rng(5).integers(0, TINY.vocab_size, (2, LENGTH), np.int32)
+    mask = jnp.ones((2, LENGTH), bool)
+
+    @functools.partial(jax.jit, static_argnames="spec")
+    def run(weights: Any, cache: Any, tokens: jax.Array, start: jax.Array, spec: ChunkSpec) -> Any:
+        model = merge_weights(definition, weights)
+        positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        positions = jnp.broadcast_to(positions[None], tokens.shape)
+        return model(tokens, positions, mask[:, : tokens.shape[1]], cache, spec)
+
+    weights, start, found = tiny_weights(), 0, []
+    cache = empty_cache(TINY, 2, SLOTS, jnp.float32)
+    with mock.patch.object(
+        latent_attention, "is_expanded", lambda *_, length, **__: expanded and length > 1
+    ):
+        for size in sizes:
+            spec = ChunkSpec(SLOTS if start else 0, start == 0, "dense", "xla")
+            part = tokens[:, start : start + size]
+            cache, hidden = run(weights, cache, part, jnp.int32(start), spec)
+            found.append(hidden)
+            start += size
+    return jnp.concatenate(found, axis=1), cache
+
+
+@functools.cache
+def run_whole() -> tuple[jax.Array, KVCache]:
+    return run_in_chunks((LENGTH,))
+
+
+class ChunksTest(parameterized.TestCase):
+    """Six layers: one dense, four in a loop whose layer is a number on the device, and one more."""
+
+    @parameterized.parameters(
+        ((CHUNK,) * 3, True), ((CHUNK,) * 3, False), ((LENGTH - 4, 1, 1, 1, 1), True)
+    )
+    def test_chunks_and_decode_are_a_prompt_at_once(self, sizes, expanded):
+        found, cache = run_in_chunks(sizes, expanded=expanded)
+        expected, whole = run_whole()
+        np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
+        for part, other in ((cache.keys, whole.keys), (cache.values, whole.values)):
+            np.testing.assert_allclose(part, other, rtol=2e-4, atol=2e-4)
+        self.assertEqual(cache.keys.shape, (6, 2, 1, SLOTS, 6))
+        self.assertEqual(cache.values.shape, (6, 2, 1, SLOTS, 24))
+
+    def test_layers_unrolled_and_queries_in_blocks(self):
+        with (
+            mock.patch.object(Transformer, "loops", lambda *_: False),
+            mock.patch.object(latent_attention, "SCORE_BYTES", 4 * 2 * 4 * LENGTH * 7),
+        ):
+            found, _ = run_in_chunks((LENGTH,))
+        np.testing.assert_allclose(found, run_whole()[0], rtol=2e-4, atol=2e-4)
+
+    def test_without_a_cache(self):
+        tokens = np.random.default_rng(5).integers(0, TINY.vocab_size, (2, LENGTH), np.int32)
+        model = merge_weights(model_definition(TINY), tiny_weights())
+        found, _ = forward(model, tokens)
+        np.testing.assert_allclose(found, run_whole()[0], rtol=2e-4, atol=2e-4)
+
+
+class FormsTest(parameterized.TestCase):
+    """One layer's attention, and what it shows to who watches."""
+
+    def shown_and_attended(
+        self, expanded: bool, dtype: Any = jnp.float32
+    ) -> tuple[list[Any], jax.Array]:
+        """In `dtype`, of numbers that bfloat16 has."""
+
+        def as_dtype(array: Any) -> jax.Array:
+            return jnp.asarray(array, jnp.bfloat16).astype(dtype)
+
+        weights = jax.tree.map(as_dtype, tiny_weights())
+        model = merge_weights(model_definition(TINY), weights)
+        rng, shown = np.random.default_rng(1), []
+        cache = jax.tree.map(
+            lambda of: as_dtype(rng.standard_normal(of.shape)),
+            empty_cache(TINY, 2, SLOTS, dtype),
+        )
+        positions = jnp.broadcast_to(jnp.arange(9, 14, dtype=jnp.int32)[None], (2, 5))
+        normed = as_dtype(rng.standard_normal((2, 5, TINY.model_dim)))
+        spec, mask = ChunkSpec(SLOTS, False, "dense", "xla"), jnp.ones((2, 5), bool)
+        attend = model.attention_of(cache, positions, spec, lambda *of: shown.append(of), mask)
+        place, angles = places(TINY)[2], model_angles(TINY, positions)
+        with mock.patch.object(latent_attention, "is_expanded", lambda *_, **__: expanded):
+            return shown, model.attention(normed, place, angles, attend)
+
+    def test_absorbed_is_expanded(self):
+        (one,), expected = self.shown_and_attended(True)
+        (other,), found = self.shown_and_attended(False)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+        self.assertEqual((one[1].shape, one[2].shape), ((2, 5, 4, 16), (2, SLOTS, 4, 16)))
+        self.assertEqual((other[1].shape, other[2].shape), ((2, 5, 4, 30), (2, SLOTS, 1, 30)))
+        # Scores are those of the model's own scale, however wide what is shown is.
+        received = [
+            attention_received(q * (TINY.score_scale * q.shape[-1] ** 0.5), k, positions, mask)
+            for _, q, k, positions, mask in (one, other)
+        ]
+        np.testing.assert_allclose(*received, rtol=1e-4, atol=1e-6)
+        self.assertEqual(one[0], 2)
+
+    def test_both_round_as_far(self):
+        _, exact = self.shown_and_attended(True)
+        for expanded in (True, False):
+            _, found = self.shown_and_attended(expanded, jnp.bfloat16)
+            self.assertEqual(found.dtype, jnp.bfloat16)
+            # Five products in a row, of numbers of eight bits.
+            error = relative_errors(np.asarray(found, np.float32), np.asarray(exact))
+            self.assertLess(error.max(), 5 * 2.0**-8)
+
+    @parameterized.parameters(
+        (1, 4096, False), (16, 8192, False), (165, 32768, False), (171, 32768, True),
+        (64, 96, True), (1024, 8192, True), (1024, 163840, False),
+    )  # fmt: skip
+    def test_which_form_a_chunk_takes(self, length, slots, expected):
+        c = DEEPSEEK_V2_LITE
+        found = is_expanded(c.latent, c.num_heads, batch=1, length=length, slots=slots, itemsize=2)
+        self.assertEqual(found, expected)
+
+
+class ResidencyTest(parameterized.TestCase):
+    """Where the experts are is not seen: DeepSeek-V2's groups, and V3's sigmoids and bias."""
+
+    @parameterized.parameters(
+        (False, (1,), "25 %"), (False, (1, 2), "25 % and prefetch"), (True, (1,), "50 %")
+    )
+    def test_tokens_and_logits_are_those_of_a_resident_model(self, has_bias, sparse, policy):
+        if has_bias or len(sparse) > 1:
+            slow.skip_unless_asked()
+        rule = TINY.router
+        if has_bias:
+            rule = dataclasses.replace(rule, scoring="sigmoid", has_bias=True, group_score="top2")
+        config = dataclasses.replace(
+            TINY, num_layers=1 + len(sparse), moe_layers=sparse, router=rule,
+            norm_topk_prob=has_bias,
+        )  # fmt: skip
+        weights = tiny_weights(config)
+        resident = Runner(config, weights, pooled_test.CPU)
+        pooled = pooled_test.pooled_runner(config, weights, pooled_test.POLICIES[policy])
+        tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 24)).astype(np.int32)
+        np.testing.assert_array_equal(pooled.logits(tokens), resident.logits(tokens))
+        expected = pooled_test.answers(resident, pooled_test.PROMPTS)
+        self.assertEqual(pooled_test.answers(pooled, pooled_test.PROMPTS), expected)
+        events = pooled.memory.settle().as_dict()["totals"]
+        self.assertEqual(events["unserved"], 0)
+        self.assertGreater(events["streamed"], 0)
+
+
+if __name__ == "__main__":
+    absltest.main()
