@@ -16,6 +16,7 @@ from absl.testing import absltest, parameterized
 
 from moejax import Engine
 from moejax.cache import KVCache, empty_cache
+from moejax.checkpoints import save_hf_checkpoint
 from moejax.models import latent_attention
 from moejax.models.assembly import forward, merge_weights, model_definition
 from moejax.models.config import ModelConfig
@@ -54,11 +55,17 @@ MOE_16B = {
 TINY = dataclasses.replace(
     tiny_engine.CONFIG, family="deepseek_v2", num_layers=6, num_kv_heads=4, head_dim=16,
     moe_layers=(1, 2, 3, 4, 5), qk_norm=False, norm_topk_prob=False, interleaved_rope=True,
-    shared_dim=24, router=RouterRule(num_groups=4, top_groups=2, scale=1.5),
+    shared_dim=32, router=RouterRule(num_groups=4, top_groups=2, scale=1.5),
     latent=Widths(kv_rank=24, query_rank=12, nope_dim=10, rope_dim=6, value_dim=12),
     yarn=Yarn(factor=4.0, original_positions=64, mscale=1.0, mscale_all_dim=0.5),
 )  # fmt: skip
 LENGTH, CHUNK, SLOTS = 24, 8, 32
+
+
+def sigmoid_router(config: ModelConfig) -> ModelConfig:
+    """DeepSeek-V3's."""
+    rule = dataclasses.replace(config.router, scoring="sigmoid", has_bias=True, group_score="top2")
+    return dataclasses.replace(config, family="deepseek_v3", router=rule, norm_topk_prob=True)
 
 
 def router_gaps(config: Any, logits: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -113,6 +120,18 @@ class ParityTest(parameterized.TestCase):
         path = self.directory / name
         model.write(path)
         self.check(path, model.logits)
+
+    @parameterized.parameters(False, True)
+    def test_transformers_reads_what_is_written(self, is_v3):
+        config = sigmoid_router(TINY) if is_v3 else TINY
+        path = self.directory / config.family
+        weights = tiny_engine.random_weights(config)
+        save_hf_checkpoint(path, config, weights, dtype=np.dtype(np.float32))
+        tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 30))
+        with torch.no_grad():
+            expected = reference_model(path)(torch.as_tensor(tokens)).logits.numpy()
+        found = Runner(config, tiny_weights(config), pooled_test.CPU).logits(tokens.astype("int32"))
+        self.assertLess(relative_errors(np.asarray(found), expected).max(), RELATIVE_ERROR)
 
     def check(self, path: Path, reference: Reference) -> None:
         """Logits of a batch, and greedy tokens of prompts of several lengths at once."""
@@ -273,13 +292,9 @@ class ResidencyTest(parameterized.TestCase):
     def test_tokens_and_logits_are_those_of_a_resident_model(self, has_bias, sparse, policy):
         if has_bias or len(sparse) > 1:
             slow.skip_unless_asked()
-        rule = TINY.router
+        config = dataclasses.replace(TINY, num_layers=1 + len(sparse), moe_layers=sparse)
         if has_bias:
-            rule = dataclasses.replace(rule, scoring="sigmoid", has_bias=True, group_score="top2")
-        config = dataclasses.replace(
-            TINY, num_layers=1 + len(sparse), moe_layers=sparse, router=rule,
-            norm_topk_prob=has_bias,
-        )  # fmt: skip
+            config = sigmoid_router(config)
         weights = tiny_weights(config)
         resident = Runner(config, weights, pooled_test.CPU)
         pooled = pooled_test.pooled_runner(config, weights, pooled_test.POLICIES[policy])
