@@ -16,7 +16,7 @@ from moejax.models.attention import cached_form
 from moejax.models.config import ModelConfig
 from moejax.models.grouped_experts import choose_grouped
 from moejax.models.moe import ExpertsVia, choose_routing, kernel_refusal
-from moejax.models.token_step import choose_token_step
+from moejax.models.token_step import choose_token_step, is_plain
 from moejax.qtensor import Weight
 from pallas_kernels.target import Choice, Target
 
@@ -109,7 +109,7 @@ def served_attention(
       is_token: each sequence has one new token.
     """
     found = {"attention": attention}
-    if is_token and cached_form(attention) == "kernel":
+    if is_token and (cached_form(attention) == "kernel" or not is_plain(config)):
         found["norms and writes"] = choose_token_step(config, dtype, kernels)
     elif is_token:  # their kernels come with that of attention
         found["norms and writes"] = Choice("xla", attention.refusals)

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.decode_attention import Latent
+
 UNIT_ROUNDOFF = 2.0**-24  # of float32, in which scores and sums are
 # Half the distance from 1 to the next number.
 ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -26,6 +28,7 @@ class Shape(NamedTuple):
     kv_length: int
     window: int | None = None
     layers: int = 2
+    more_dim: int = 0  # of a second part of queries and keys, the first part being the values
 
 
 # What a CPU can interpret: real heads, short caches. No length is a multiple of a block.
@@ -41,6 +44,8 @@ SHAPES = {
     "group_of_five": Shape(2, 10, 2, 16, 70, 64),
     "group_of_twenty": Shape(1, 20, 1, 32, 70, 70),
     "one_slot": Shape(2, 4, 2, 16, 8, 1),
+    "deepseek_v2_lite_2": Shape(2, 16, 1, 512, 70, 66, more_dim=64),
+    "latent": Shape(3, 6, 2, 32, 90, 81, window=40, more_dim=16),
 }
 GPU_SHAPES = {
     "qwen3_30b_1": Shape(1, 32, 4, 128, 4096, 1024),
@@ -54,6 +59,10 @@ GPU_SHAPES = {
     "group_of_five": Shape(2, 10, 2, 16, 70, 64),
     "group_of_sixty_four": Shape(2, 64, 1, 256, 300, 300),
     "one_slot": Shape(2, 4, 2, 16, 8, 1),
+    "qwen3_next_1": Shape(1, 16, 2, 256, 4096, 4096, layers=3),
+    "deepseek_v2_lite_1": Shape(1, 16, 1, 512, 4096, 4096, more_dim=64),
+    "deepseek_v2_lite_16": Shape(16, 16, 1, 512, 1024, 1000, more_dim=64),
+    "latent": Shape(3, 6, 2, 32, 90, 81, window=40, more_dim=16),
 }
 DTYPES = tuple(ROUNDOFF)
 
@@ -63,7 +72,7 @@ class Operands(NamedTuple):
 
     q: np.ndarray
     keys: np.ndarray
-    values: np.ndarray
+    values: np.ndarray | Latent
     layer: int
     positions: np.ndarray
 
@@ -88,14 +97,37 @@ def random_operands(shape: Shape, dtype: str, seed: int, poisoned: bool = True) 
     positions = rng.integers(0, s.kv_length, s.batch).astype(np.int32)
     positions[0], positions[s.batch // 2] = 0, s.kv_length - 1  # of one sequence: the last
     fill = np.nan if poisoned else 1e4
-    size = (s.layers, s.batch, s.num_kv, s.length, s.head_dim)
-    keys, values = (np.full(size, fill, jnp.dtype(dtype)) for _ in range(2))
+    widths = (s.head_dim, s.more_dim or s.head_dim)
+    caches = tuple(
+        np.full((s.layers, s.batch, s.num_kv, s.length, width), fill, jnp.dtype(dtype))
+        for width in widths
+    )
     for b, position in enumerate(positions):
         first, end = seen_slots(position, s.kv_length, s.window)
-        for cache in (keys, values):
-            cache[-1, b, :, first:end] = normal(s.num_kv, end - first, s.head_dim)
-    q = (2 * normal(s.batch, s.num_heads, s.head_dim).astype(np.float32)).astype(jnp.dtype(dtype))
+        for cache, width in zip(caches, widths, strict=True):
+            cache[-1, b, :, first:end] = normal(s.num_kv, end - first, width)
+
+    def queries(width: int) -> np.ndarray:
+        drawn = normal(s.batch, s.num_heads, width).astype(np.float32)
+        return (2 * drawn).astype(jnp.dtype(dtype))
+
+    keys, values = caches
+    q = queries(s.head_dim)
+    if s.more_dim:
+        return Operands(q, keys, Latent(queries(s.more_dim), values), s.layers - 1, positions)
     return Operands(q, keys, values, s.layers - 1, positions)
+
+
+def parts_of(operands: Operands, shape: Shape, b: int, h: int) -> tuple[np.ndarray, ...]:
+    """float64 q [C (+ P)], k [S, C (+ P)] and v [S, C] of a head's seen slots."""
+    first, end = seen_slots(operands.positions[b], shape.kv_length, shape.window)
+    where = (operands.layer, b, h // (shape.num_heads // shape.num_kv), slice(first, end))
+    q, k = operands.q[b, h].astype(np.float64), operands.keys[where].astype(np.float64)
+    if not isinstance(operands.values, Latent):
+        return q, k, operands.values[where].astype(np.float64)
+    more_q, more_k = operands.values.q[b, h], operands.values.keys[where]
+    whole = [np.concatenate(pair, axis=-1) for pair in ((q, more_q), (k, more_k))]
+    return *(a.astype(np.float64) for a in whole), k
 
 
 def seen_slots(position: int, kv_length: int, window: int | None) -> tuple[int, int]:
@@ -112,22 +144,17 @@ def expected_and_tolerance(operands: Operands, shape: Shape) -> tuple[np.ndarray
     float32, and the result is rounded to the dtype.
     """
     dtype = operands.q.dtype.name
-    group = shape.num_heads // shape.num_kv
     expected = np.zeros(operands.q.shape)
     tolerance = np.zeros(operands.q.shape)
     for b, h in np.ndindex(expected.shape[:2]):
-        first, end = seen_slots(operands.positions[b], shape.kv_length, shape.window)
-        where = (operands.layer, b, h // group, slice(first, end))
-        k, v = (a[where].astype(np.float64) for a in (operands.keys, operands.values))
-        q = operands.q[b, h].astype(np.float64) / np.sqrt(shape.head_dim)
+        q, k, v = parts_of(operands, shape, b, h)
+        q = q / np.sqrt(len(q))
         scores = k @ q
         weights = np.exp(scores - scores.max())
         weights /= weights.sum()
         expected[b, h] = weights @ v
-        score_error = 4 * np.sqrt(shape.head_dim) * (np.abs(k) @ np.abs(q)) + 8 * np.abs(scores)
-        share = ROUNDOFF[dtype] + UNIT_ROUNDOFF * (
-            2 * score_error.max() + 4 * np.sqrt(end - first) + 16
-        )
+        score_error = 4 * np.sqrt(len(q)) * (np.abs(k) @ np.abs(q)) + 8 * np.abs(scores)
+        share = ROUNDOFF[dtype] + UNIT_ROUNDOFF * (2 * score_error.max() + 4 * np.sqrt(len(k)) + 16)
         tolerance[b, h] = share * (weights @ np.abs(v))
     tolerance += ROUNDOFF[dtype] * (np.abs(expected) + tolerance)
     return expected, tolerance + float(jnp.finfo(dtype).smallest_subnormal)

@@ -31,7 +31,7 @@ from tests.host_test_case import HostTestCase
 
 SPLIT = tiles.AttentionTiles(block=16, splits=4, num_warps=4, num_stages=2)
 WHOLE = tiles.AttentionTiles(block=32, splits=1, num_warps=4, num_stages=2)
-STATIC = ("kv_length", "window", "implementation", "tiles", "interpret")
+STATIC = ("kv_length", "window", "scale", "implementation", "tiles", "interpret")
 CALL = jax.jit(package.decode_attention, static_argnames=STATIC)
 CACHED = jax.jit(attention.cached_attention, static_argnums=4)
 
@@ -184,6 +184,18 @@ def round_the_parts(of: Operands, shape: Shape) -> jax.Array:
         return traced_again(of, shape)
 
 
+def forget_the_second_part(of: Operands, shape: Shape) -> jax.Array:
+    """A kernel whose scores are those of the latents alone."""
+    return traced_again(of._replace(values=of.values._replace(q=0 * of.values.q)), shape)
+
+
+def take_another_scale(of: Operands, shape: Shape) -> jax.Array:
+    """A kernel that scales by the width of the first part."""
+    scale = float(shape.head_dim) ** -0.5
+    how = {"implementation": "triton", "interpret": True, "tiles": SPLIT, "scale": scale}
+    return run(package.decode_attention, of, shape, **how)
+
+
 BROKEN = (
     read_another_layer,
     miss_the_newest_token,
@@ -204,6 +216,16 @@ class CheckTest(HostTestCase):
     def test_a_broken_kernel_fails(self, broken):
         shape = SHAPES["window"]
         of = random_operands(shape, "bfloat16", seed=4)  # the loosest tolerance
+        self.assertIsNone(violation(traced_again(of, shape), of, shape))
+        self.assertIsNotNone(violation(broken(of, shape), of, shape))
+
+    @parameterized.parameters(
+        forget_the_second_part, take_another_scale, read_another_layer, see_one_slot_too_many,
+        forget_the_window,
+    )  # fmt: skip
+    def test_a_broken_kernel_of_latents_fails(self, broken):
+        shape = SHAPES["latent"]
+        of = random_operands(shape, "bfloat16", seed=11)
         self.assertIsNone(violation(traced_again(of, shape), of, shape))
         self.assertIsNotNone(violation(broken(of, shape), of, shape))
 
@@ -231,6 +253,10 @@ class RefusalTest(HostTestCase):
         for part in ("q is float32", "sm_80", "C=24", "65 query heads"):
             self.assertIn(part, reason)
         self.assertNotIn("the cache is", reason)
+        latent = jax.ShapeDtypeStruct((1, 16, 1024), jnp.float16)
+        cache = jax.ShapeDtypeStruct((1, 1, 1, 8, 1024), jnp.float16)
+        reason = package.refusal("triton", latent, cache, SIMULATED, more_dim=24)
+        self.assertIn("C=1024 is no power of two in 16..512; P=24 is no", reason)
         mixed = package.refusal("triton", of.q.astype(jnp.bfloat16), of.keys, SIMULATED)
         self.assertIn("q is bfloat16, the cache float16", mixed)
 
@@ -258,6 +284,12 @@ class RefusalTest(HostTestCase):
         how |= {"implementation": "triton"} | changed
         with self.assertRaisesRegex(ValueError, said):
             package.decode_attention(of.q, of.keys, of.values, **how)
+
+    def test_latents_that_do_not_fit_are_named(self):
+        of = random_operands(SHAPES["latent"], "bfloat16", seed=9)
+        wrong = of._replace(values=of.values._replace(keys=of.keys))
+        with self.assertRaisesRegex(ValueError, "latent parts bfloat16"):
+            run(package.decode_attention, wrong, SHAPES["latent"], implementation="reference")
 
     @parameterized.parameters(
         (1, 4, 1024, 16), (1, 4, 4096, 32), (1, 4, 40, 1), (16, 4, 4096, 2), (32, 4, 4096, 1),

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import layout
+from pallas_kernels.decode_attention import Latent
 from pallas_kernels.decode_attention import triton as attention_triton
 from pallas_kernels.dequant_matmul import triton as dense_triton
 from pallas_kernels.grouped_dequant_matmul import Assignments
@@ -102,19 +103,27 @@ def layer(
 
 def attention(
     batch: int, num_kv: int, *, kv_length: int = 1024, length: int = 4096, head_dim: int = 128,
-    num_heads: int = 32, num_layers: int = 32, window: int | None = None,
+    num_heads: int = 32, num_layers: int = 32, window: int | None = None, more_dim: int = 0,
 ) -> Program:  # fmt: skip
     """Decode attention over a whole cache; no packed weights."""
-    q = leaf(batch, num_heads, head_dim, dtype="bfloat16")
-    cache = leaf(num_layers, batch, num_kv, length, head_dim, dtype="bfloat16")
+
+    def queries(width: int) -> Any:
+        return leaf(batch, num_heads, width, dtype="bfloat16")
+
+    def cache(width: int) -> Any:
+        return leaf(num_layers, batch, num_kv, length, width, dtype="bfloat16")
+
+    latent = Latent(queries(more_dim), cache(more_dim))
 
     def function(q: Any, keys: Any, values: Any, index: Any, positions: Any, target: Target) -> Any:
         return attention_triton.decode_attention_triton(
-            q, keys, values, index, positions, kv_length=kv_length, window=window, tiles=None,
-            target=target, interpret=False,
+            q, keys, values, index, positions, kv_length=kv_length, window=window,
+            scale=float(head_dim + more_dim) ** -0.5, tiles=None, target=target, interpret=False,
         )  # fmt: skip
 
-    operands = (q, cache, cache, leaf(dtype="int32"), leaf(batch, dtype="int32"))
+    values = latent if more_dim else cache(head_dim)
+    numbers = (leaf(dtype="int32"), leaf(batch, dtype="int32"))
+    operands = (queries(head_dim), cache(head_dim), values, *numbers)
     return Program(function, operands, (), 2)
 
 
@@ -198,6 +207,10 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "attention_mixtral_window": lambda: attention(4, 8, window=1000),
     "attention_demo": lambda: attention(1, 2, head_dim=64, num_heads=4, length=512, kv_length=500),
     "attention_32_bits": lambda: attention(1, 8, length=512, kv_length=512, num_heads=40),
+    "attention_latent": lambda: attention(
+        1, 1, kv_length=4096, head_dim=512, num_heads=16, num_layers=27, more_dim=64
+    ),
+    "attention_qwen3_next": lambda: attention(1, 2, head_dim=256, num_heads=16, num_layers=12),
     "attention_wide": lambda: attention(2, 1, head_dim=256, num_heads=64, num_layers=2),
     "router_qwen": lambda: router(1, 128, 8),
     "router_qwen_prefill": lambda: router(2048, 128, 8),

@@ -17,6 +17,7 @@ from moejax.models.places import Place
 from moejax.models.rope import Angles, rotate
 from moejax.ops import Index
 from pallas_kernels import decode_attention
+from pallas_kernels.decode_attention import Latent
 from pallas_kernels.target import Choice, Target
 
 AttentionVia = Literal["xla", "cudnn"]  # of the tokens of a chunk to one another
@@ -55,14 +56,13 @@ def choose_cached(
     """
     if asked == "xla":
         return Choice("xla", {})
-    if config.latent or config.yarn:
-        reason = "latent attention" if config.latent else "scores with YaRN's factor"
-        if asked == "kernel":
-            raise ValueError(f"attention of decode by the kernel: {reason} is not served")
-        return Choice("xla", {"triton": f"{reason} is not served"})
-    q = jax.ShapeDtypeStruct((1, config.num_heads, config.head_dim), dtype)
-    keys = jax.ShapeDtypeStruct(cache_shape(config, 1, 1), dtype)
-    chosen = decode_attention.choose(q, keys, target)
+    *lead, key_dim = cache_shape(config, 1, 1)
+    width, more_dim = config.head_dim, 0
+    if config.latent:  # absorbed: latents are keys and values
+        width, more_dim = config.latent.kv_rank, key_dim
+    q = jax.ShapeDtypeStruct((1, config.num_heads, width), dtype)
+    keys = jax.ShapeDtypeStruct((*lead, width), dtype)
+    chosen = decode_attention.choose(q, keys, target, more_dim=more_dim)
     if chosen.implementation == "triton":
         return chosen
     if asked == "kernel":
@@ -148,16 +148,17 @@ def visible_slots(positions: jax.Array, num_slots: int, sliding_window: int | No
     return visible
 
 
-@functools.partial(jax.jit, static_argnames=("kv_length", "sliding_window"))
+@functools.partial(jax.jit, static_argnames=("kv_length", "sliding_window", "scale"))
 def token_attention(
     q: jax.Array,
     keys: jax.Array,
-    values: jax.Array,
+    values: jax.Array | Latent,
     layer: jax.Array,
     positions: jax.Array,
     *,
     kv_length: int,
     sliding_window: int | None,
+    scale: float | None = None,
 ) -> jax.Array:
     """`cached_attention` of one token of each sequence by the kernel, which reads the cache whole.
 
@@ -166,18 +167,19 @@ def token_attention(
     Args:
       q: [B, 1, H, C] in bfloat16 or float16.
       keys: [L, B, K, S, C] of all layers.
-      values: [L, B, K, S, C].
+      values: [L, B, K, S, C], or what belongs to keys that are values (`Latent`).
       layer: int32[].
       positions: int32[B, 1].
       kv_length: slots that may be looked at; those beyond a position are not.
       sliding_window: tokens that a query sees, itself included; None: all.
+      scale: of the scores; None: as in `decode_attention`.
 
     Returns:
       [B, 1, H, C] in `q.dtype`.
     """
     attended = decode_attention.decode_attention(
         q[:, 0], keys, values, layer=layer, positions=positions[:, 0], kv_length=kv_length,
-        window=sliding_window, implementation="triton",
+        window=sliding_window, scale=scale, implementation="triton",
     )  # fmt: skip
     return attended[:, None]
 
@@ -251,7 +253,7 @@ class WritingAttention:
         if self.cached == "kernel" and q.shape[1] == 1:
             return token_attention(
                 q, self.cache.keys, self.cache.values, jnp.int32(place.mixer), self.positions,
-                kv_length=self.kv_length, sliding_window=self.window,
+                kv_length=self.kv_length, sliding_window=self.window, scale=self.scale,
             )  # fmt: skip
         keys, values = self.cache.read(place.mixer, self.kv_length)
         return cached_attention(q, keys, values, self.positions, self.window, self.scale)

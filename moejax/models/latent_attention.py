@@ -15,12 +15,19 @@ from flax import nnx
 
 from moejax import ops
 from moejax.models import parts
-from moejax.models.attention import Attend, WritingAttention, causal_attention, visible_slots
+from moejax.models.attention import (
+    Attend,
+    WritingAttention,
+    causal_attention,
+    token_attention,
+    visible_slots,
+)
 from moejax.models.config import ModelConfig
 from moejax.models.norm import stacked_norm
 from moejax.models.parameter import stacked_parameter
 from moejax.models.places import Place
 from moejax.models.rope import Angles, rotate
+from pallas_kernels.decode_attention import Latent
 
 # Of the norms of latents, whatever `ModelConfig.norm_eps` says: transformers and the published code
 # leave theirs at the default.
@@ -263,6 +270,8 @@ class LatentAttention(nnx.Module):
         c, layer = self.config, place.mixer
         attend.write(place, new.key[:, :, None], new.latent[:, :, None])
         seen = new
+        if attend.kv_length is not None and attend.cached == "kernel" and new.key.shape[1] == 1:
+            return self._token(queries, place, attend, attend.kv_length)
         if attend.kv_length is not None:
             read = attend.cache.read(layer, attend.kv_length)
             seen = Latents(*(part[:, 0].astype(new.key.dtype) for part in read))
@@ -278,13 +287,31 @@ class LatentAttention(nnx.Module):
             return causal_attention(q, k, v, attend.window, attend.via, c.score_scale)
         return expanded_attention(q, k, v, attend.positions, attend.window, c.score_scale)
 
+    def _token(
+        self, queries: Queries, place: Place, attend: WritingAttention, kv_length: int
+    ) -> jax.Array:
+        """One token of each sequence by the kernel, which reads latents where they lie."""
+        to_keys, to_values = self._to_heads(place.mixer, queries.nope.dtype)
+        cache, c = attend.cache, self.config
+        mixed = token_attention(
+            jnp.einsum("bthn,hnr->bthr", queries.nope, to_keys), cache.values,
+            Latent(queries.rope[:, 0], cache.keys), jnp.int32(place.mixer), attend.positions,
+            kv_length=kv_length, sliding_window=attend.window, scale=c.score_scale,
+        )  # fmt: skip
+        return jnp.einsum("bthr,hvr->bthv", mixed, to_values)
+
+    def _to_heads(self, layer: ops.Index, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+        """What takes a latent to the keys and the values of heads: [H, nope, R] and [H, V, R]."""
+        kv_b = ops.matrix(self.kv_b[...], (layer,), dtype)
+        kv_b = kv_b.reshape(self.config.num_heads, -1, self.widths.kv_rank)
+        to_keys, to_values = jnp.split(kv_b, [self.widths.nope_dim], axis=1)
+        return to_keys, to_values
+
     def _absorbed(
         self, queries: Queries, seen: Latents, place: Place, attend: WritingAttention
     ) -> jax.Array:
         c = self.config
-        kv_b = ops.matrix(self.kv_b[...], (place.mixer,), seen.latent.dtype)
-        kv_b = kv_b.reshape(c.num_heads, -1, self.widths.kv_rank)
-        to_keys, to_values = jnp.split(kv_b, [self.widths.nope_dim], axis=1)
+        to_keys, to_values = self._to_heads(place.mixer, seen.latent.dtype)
         absorbed = jnp.einsum("bthn,hnr->bthr", queries.nope, to_keys)
         if attend.watch is not None:  # one key for all heads, of another width but the same scores
             q = jnp.concatenate([absorbed, queries.rope], axis=-1)

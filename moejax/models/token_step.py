@@ -48,14 +48,17 @@ def choose_token_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernel
         return Choice("xla", {"triton": "no target was named"})
     x = jax.ShapeDtypeStruct((1, config.model_dim), dtype)
     found = [residual_norm.choose(x, kernels.target)]
-    if _is_plain(config):
+    if is_plain(config):
         found.append(choose_cache_writes(config, dtype, kernels.target))
     reasons = dict.fromkeys(choice.refusals["triton"] for choice in found if choice.refusals)
     return Choice("xla", {"triton": "; ".join(reasons)}) if reasons else Choice("triton", {})
 
 
-def _is_plain(config: ModelConfig) -> bool:
-    """Whether attention is of the form that `qkv_to_cache` takes to the cache."""
+def is_plain(config: ModelConfig) -> bool:
+    """Whether attention is of the form that `qkv_to_cache` takes to the cache.
+
+    Else the layers mix by `Transformer.mix`, whatever serves attention.
+    """
     gated = config.attention_gate or config.zero_centred_norm
     turned = config.rotary_dim != config.head_dim or config.interleaved_rope or config.yarn
     return config.latent is None and not gated and not turned
@@ -120,7 +123,7 @@ def token_layers(
     for place in places(c):
         index = jnp.int32(place.layer)
         x, normed = norm(x, delta, model.attention.norm[...], index)
-        if _is_plain(c) and not place.is_delta:
+        if is_plain(c) and not place.is_delta:
             delta = _attended(model, normed, place, positions, angles, spec, attend)
         else:
             delta = model.mix(normed[:, None], place, angles, token_mask, attend)[:, 0]
@@ -155,6 +158,6 @@ def _attended(
     )
     attended = token_attention(
         q[:, None], attend.cache.keys, attend.cache.values, index, positions,
-        kv_length=spec.kv_length, sliding_window=c.sliding_window,
+        kv_length=spec.kv_length, sliding_window=c.sliding_window, scale=c.score_scale,
     )  # fmt: skip
     return attention.output(attended, place.mixer)[:, 0]

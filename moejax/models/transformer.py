@@ -28,7 +28,7 @@ from moejax.models.places import Place, in_loop, loop_over, places
 from moejax.models.rope import Angles, model_angles
 from moejax.models.routing import Routing
 from moejax.models.run_experts import LoopedExperts, RunExperts
-from moejax.models.token_step import serves_token_step, token_layers
+from moejax.models.token_step import is_plain, serves_token_step, token_layers
 from moejax.ops import Index
 from moejax.qtensor import Weight
 
@@ -355,7 +355,7 @@ class Transformer(nnx.Module):
     ) -> tuple[KVCache, jax.Array, list[Routing]]:
         """As a call, unrolled, with each sparse layer's routing; for those who count experts."""
         is_token = tokens.shape[1] == 1 and not spec.is_first
-        is_token &= spec.cached == "kernel" or self.config.latent is not None
+        is_token &= spec.cached == "kernel" or not is_plain(self.config)
         if is_token and watch is None and serves_token_step(self.config, self.dtype, self.kernels):
             return token_layers(self, tokens, positions, token_mask, cache, spec, run)
         attend = self.attention_of(cache, positions, spec, watch, token_mask)

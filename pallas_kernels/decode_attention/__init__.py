@@ -3,4 +3,5 @@
 from pallas_kernels.decode_attention.api import choose as choose
 from pallas_kernels.decode_attention.api import decode_attention as decode_attention
 from pallas_kernels.decode_attention.api import refusal as refusal
+from pallas_kernels.decode_attention.reference import Latent as Latent
 from pallas_kernels.decode_attention.tiles import AttentionTiles as AttentionTiles

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.decode_attention import triton
-from pallas_kernels.decode_attention.reference import decode_attention_reference
+from pallas_kernels.decode_attention.reference import Latent, decode_attention_reference
 from pallas_kernels.decode_attention.tiles import AttentionTiles
 from pallas_kernels.target import SIMULATED, Choice, Target, current_target
 
@@ -13,7 +13,12 @@ IMPLEMENTATIONS = ("triton", "reference")  # in order of preference; the referen
 
 
 def refusal(
-    implementation: str, q: Operand, keys: Operand, target: Target | None = None
+    implementation: str,
+    q: Operand,
+    keys: Operand,
+    target: Target | None = None,
+    *,
+    more_dim: int = 0,
 ) -> str | None:
     """Why an implementation cannot serve operands of these shapes on a target, or None.
 
@@ -22,6 +27,7 @@ def refusal(
       q: [B, H, C].
       keys: [L, B, K, S, C]; values are like them.
       target: None for the default device.
+      more_dim: P of `Latent`; 0: there are values.
     """
     if implementation == "reference":
         return None
@@ -32,26 +38,27 @@ def refusal(
     ]
     if not reasons and q.dtype != keys.dtype:
         reasons.append(f"q is {q.dtype}, the cache {keys.dtype}")
-    if found := triton.refusal(q, keys, target or current_target()):
+    if found := triton.refusal(q, keys, more_dim, target or current_target()):
         reasons.append(found)
     return "; ".join(reasons) or None
 
 
-def choose(q: Operand, keys: Operand, target: Target | None = None) -> Choice:
-    """The kernel, or the reference and why the kernel refuses."""
-    reason = refusal("triton", q, keys, target)
+def choose(q: Operand, keys: Operand, target: Target | None = None, *, more_dim: int = 0) -> Choice:
+    """The kernel, or the reference and why the kernel refuses; arguments as of `refusal`."""
+    reason = refusal("triton", q, keys, target, more_dim=more_dim)
     return Choice("triton", {}) if reason is None else Choice("reference", {"triton": reason})
 
 
 def decode_attention(
     q: jax.Array,
     keys: jax.Array,
-    values: jax.Array,
+    values: jax.Array | Latent,
     *,
     layer: int | jax.Array,
     positions: jax.Array,
     kv_length: int,
     window: int | None = None,
+    scale: float | None = None,
     implementation: str | None = None,
     tiles: AttentionTiles | None = None,
     interpret: bool = False,
@@ -67,12 +74,13 @@ def decode_attention(
       q: [B, H, C] in bfloat16 or float16 (the reference takes float32 too).
       keys: [L, B, K, S, C], whole: it is indexed inside the kernel, nothing is copied. Slots beyond
         a position, or before its window, are never read: they may hold anything.
-      values: like keys.
+      values: like keys; or a `Latent`, whose scores are added and whose values are the keys.
       layer: int or int32[] in 0..L - 1; an array lets all layers share a trace.
       positions: int32[B], the newest token's; one of S or more sees all `kv_length` slots that the
         window leaves, and where that is none the result is NaN.
       kv_length: slots looked at, at most S; static.
       window: tokens that a query sees, itself included; None: all. Static.
+      scale: of the scores; None: 1 / sqrt(C), with a latent 1 / sqrt(C + P). Static.
       implementation: "triton" or "reference"; None for `choose`'s.
       tiles: None for the heuristic's; only with the kernel.
       interpret: runs the kernel on the CPU, for tests.
@@ -84,25 +92,28 @@ def decode_attention(
       ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
     """
     _check(q, keys, values, positions, kv_length, window)
-    chosen = implementation or choose(q, keys).implementation
+    more_dim = values.q.shape[2] if isinstance(values, Latent) else 0
+    chosen = implementation or choose(q, keys, more_dim=more_dim).implementation
     if chosen not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {chosen!r} is none of {', '.join(IMPLEMENTATIONS)}")
     index = jnp.asarray(layer, jnp.int32)
+    scale = float(q.shape[2] + more_dim) ** -0.5 if scale is None else scale
     if chosen == "reference":
-        return decode_attention_reference(q, keys, values, index, positions, kv_length, window)
+        static = (kv_length, window, scale)
+        return decode_attention_reference(q, keys, values, index, positions, *static)
     target = SIMULATED if interpret else current_target()
-    if reason := refusal(chosen, q, keys, target):
+    if reason := refusal(chosen, q, keys, target, more_dim=more_dim):
         raise ValueError(f"decode_attention by {chosen} refuses: {reason}")
     return triton.decode_attention_triton(
-        q, keys, values, index, positions, kv_length=kv_length, window=window, tiles=tiles,
-        target=target, interpret=interpret,
+        q, keys, values, index, positions, kv_length=kv_length, window=window, scale=scale,
+        tiles=tiles, target=target, interpret=interpret,
     )  # fmt: skip
 
 
 def _check(
     q: jax.Array,
     keys: jax.Array,
-    values: jax.Array,
+    values: jax.Array | Latent,
     positions: jax.Array,
     kv_length: int,
     window: int | None,
@@ -114,7 +125,9 @@ def _check(
     reasons = []
     if (cache_batch, cache_dim) != (batch, head_dim) or num_heads % num_kv:
         reasons.append(f"q is {q.shape}, keys {keys.shape}: B or C differ, or K does not divide H")
-    if (keys.shape, keys.dtype) != (values.shape, values.dtype):
+    if isinstance(values, Latent):
+        reasons += _latent_misfits(q, keys, values)
+    elif (keys.shape, keys.dtype) != (values.shape, values.dtype):
         reasons.append(f"keys {keys.dtype}{keys.shape}, values {values.dtype}{values.shape} differ")
     if positions.shape != (batch,) or positions.dtype != jnp.int32:
         reasons.append(f"positions are {positions.dtype}{positions.shape}, not int32[{batch}]")
@@ -124,3 +137,14 @@ def _check(
         reasons.append(f"window {window} is not positive")
     if reasons:
         raise ValueError("decode_attention: " + "; ".join(reasons))
+
+
+def _latent_misfits(q: jax.Array, keys: jax.Array, of: Latent) -> list[str]:
+    width = of.q.shape[-1]
+    fits = of.q.shape == (*q.shape[:2], width) and of.q.dtype == q.dtype
+    if fits and of.keys.shape == (*keys.shape[:4], width) and of.keys.dtype == keys.dtype:
+        return []
+    return [
+        f"latent parts {of.q.dtype}{of.q.shape} and {of.keys.dtype}{of.keys.shape} do not go with "
+        f"q {q.dtype}{q.shape} and keys {keys.dtype}{keys.shape}"
+    ]

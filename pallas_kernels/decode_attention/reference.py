@@ -1,17 +1,35 @@
 """The operation in plain jnp and float32; never optimised."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+
+
+class Latent(NamedTuple):
+    """A second part of queries and keys, where the keys are the values as well.
+
+    So it is in DeepSeek-V2's latent attention (arXiv:2405.04434, section 2.1) with what makes keys
+    of latents absorbed by the queries: keys are latents, this part is what is rotated.
+
+    Attributes:
+      q: [B, H, P].
+      keys: [L, B, K, S, P].
+    """
+
+    q: jax.Array
+    keys: jax.Array
 
 
 def decode_attention_reference(
     q: jax.Array,
     keys: jax.Array,
-    values: jax.Array,
+    values: jax.Array | Latent,
     layer: jax.Array,
     positions: jax.Array,
     kv_length: int,
     window: int | None,
+    scale: float,
 ) -> jax.Array:
     """See `api.decode_attention`."""
     batch, num_heads, head_dim = q.shape
@@ -21,8 +39,18 @@ def decode_attention_reference(
     seen = slots <= positions[:, None]
     if window is not None:
         seen &= slots > positions[:, None] - window
-    k, v = (cache[layer, :, :, :kv_length].astype(jnp.float32) for cache in (keys, values))
+
+    def read(cache: jax.Array) -> jax.Array:
+        return cache[layer, :, :, :kv_length].astype(jnp.float32)
+
+    k = read(keys)
+    scores = jnp.einsum("bkgc,bksc->bkgs", grouped, k)
+    if isinstance(values, Latent):
+        more = values.q.reshape(*grouped.shape[:3], -1).astype(jnp.float32)
+        scores += jnp.einsum("bkgp,bksp->bkgs", more, read(values.keys))
+        v = k
+    else:
+        v = read(values)
     v = jnp.where(seen[:, None, :, None], v, 0.0)  # 0 times NaN is NaN
-    scores = jnp.einsum("bkgc,bksc->bkgs", grouped, k) * head_dim**-0.5
-    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf), axis=-1)
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores * scale, -jnp.inf), axis=-1)
     return jnp.einsum("bkgs,bksc->bkgc", weights, v).reshape(q.shape).astype(q.dtype)

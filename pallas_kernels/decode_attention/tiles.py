@@ -8,6 +8,7 @@ from pallas_kernels.target import Target
 MIN_BLOCK = 16  # slots; the least that Triton's matrix product takes
 BLOCK = 64
 STAGES = 4
+MAX_SUMS = 16384  # of four warps; 64 heads of 256
 MAX_SPLITS = 64  # whose sums one program adds up in registers
 
 
@@ -36,7 +37,14 @@ class AttentionTiles:
 
 
 def default_tiles(
-    num_heads: int, rows: int, kv_length: int, head_dim: int, num_bytes: int, target: Target
+    num_heads: int,
+    rows: int,
+    kv_length: int,
+    head_dim: int,
+    num_bytes: int,
+    target: Target,
+    *,
+    more_dim: int = 0,
 ) -> AttentionTiles:
     """One program a kv head where they fill the device; else as many as there are processors.
 
@@ -49,13 +57,14 @@ def default_tiles(
       head_dim: C.
       num_bytes: of an element.
       target: how many multiprocessors there are to fill, and their shared memory.
+      more_dim: P, where keys of C + P numbers have their values among them.
     """
     block = min(BLOCK, max(MIN_BLOCK, 1 << (kv_length - 1).bit_length()))
     room = SHARED_BYTES.get(target.capability or (9, 0), LEAST_SHARED_BYTES) - RESERVED_BYTES
-    room -= rows * head_dim * num_bytes  # of q, which lies in shared memory too
+    room -= rows * (head_dim + more_dim) * num_bytes  # of q, which lies in shared memory too
     # Of n stages Triton keeps n - 1 in shared memory. Two programs of a multiprocessor have room
     # there: while one sums up, the other's loads are on their way.
-    slot_bytes = 2 * head_dim * num_bytes
+    slot_bytes = (head_dim + (more_dim or head_dim)) * num_bytes
     stages = max(2, min(STAGES, room // 2 // (block * slot_bytes) + 1))
     while block > MIN_BLOCK and (stages - 1) * block * slot_bytes > room:
         block //= 2
@@ -66,4 +75,6 @@ def default_tiles(
         and 2 * splits <= min(MAX_SPLITS, num_blocks)
     ):  # fmt: skip
         splits *= 2
-    return AttentionTiles(block=block, splits=splits, num_warps=4, num_stages=stages)
+    # A thread of four warps holds 64 of the sums of 16 heads of 512.
+    num_warps = 8 if rows * head_dim > MAX_SUMS else 4
+    return AttentionTiles(block=block, splits=splits, num_warps=num_warps, num_stages=stages)

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import launch
+from pallas_kernels.decode_attention.reference import Latent
 from pallas_kernels.decode_attention.tiles import AttentionTiles, default_tiles
 from pallas_kernels.dequant_matmul.triton import platform_refusal
 from pallas_kernels.target import Target
@@ -28,15 +29,18 @@ Operand = jax.Array | jax.ShapeDtypeStruct
 MIN_ROWS = 16  # of a matrix product
 MAX_GROUP = 64  # query heads a kv head; their sums are held in registers
 MAX_HEAD_DIM = 256
+MAX_LATENT_DIM = 512  # of keys that are values too
 COMBINE_WARPS = 4
 
 
-def refusal(q: Operand, keys: Operand, target: Target) -> str | None:
+def refusal(q: Operand, keys: Operand, more_dim: int, target: Target) -> str | None:
     """Why this implementation cannot serve, or None; see `api.refusal`."""
     reasons = [platform_refusal(target)]
     head_dim, group = q.shape[2], q.shape[1] // keys.shape[2]
-    if head_dim & (head_dim - 1) or not MIN_ROWS <= head_dim <= MAX_HEAD_DIM:
-        reasons.append(f"C={head_dim} is no power of two in {MIN_ROWS}..{MAX_HEAD_DIM}")
+    most = MAX_LATENT_DIM if more_dim else MAX_HEAD_DIM
+    for name, width in (("C", head_dim), ("P", more_dim)):
+        if (width or name == "C") and (width & (width - 1) or not MIN_ROWS <= width <= most):
+            reasons.append(f"{name}={width} is no power of two in {MIN_ROWS}..{most}")
     if group > MAX_GROUP:
         reasons.append(f"{group} query heads a kv head, more than {MAX_GROUP}")
     return "; ".join(filter(None, reasons)) or None
@@ -65,10 +69,15 @@ def _blocks(first: Any, end: jax.Array, block: int) -> tuple[Any, jax.Array]:
 
 
 def _attend_body(
-    q_ref: Ref, keys_ref: Ref, values_ref: Ref, layer_ref: Ref, positions_ref: Ref, *out_refs: Ref,
-    kv_length: int, window: int | None, tiles: AttentionTiles,
+    q_ref: Ref, keys_ref: Ref, *refs: Ref, is_latent: bool, kv_length: int, window: int | None,
+    scale: float, tiles: AttentionTiles,
 ) -> None:  # fmt: skip
-    """Program (b K + k, s): the heads of a kv head over every n-th block of slots from the s-th."""
+    """Program (b K + k, s): the heads of a kv head over every n-th block of slots from the s-th.
+
+    `refs`: the values, or the second parts of queries and keys; layer, positions, outputs.
+    """
+    more_refs, values_ref = (refs[:2], keys_ref) if is_latent else ((), refs[0])
+    layer_ref, positions_ref, *out_refs = refs[1 + is_latent :]
     num_kv, head_dim = keys_ref.shape[2], keys_ref.shape[4]
     group, block = q_ref.shape[1] // num_kv, tiles.block
     rows = _rows(group)
@@ -81,17 +90,25 @@ def _attend_body(
     # Rows beyond the group repeat its last head.
     own = kv_head * group + jnp.minimum(heads, group - 1)
     q = q_ref[b, own[:, None], columns]
-    to_log2 = head_dim**-0.5 * math.log2(math.e)
+    more = [ref[b, own[:, None], _iota(ref.shape[2])[None, :]] for ref in more_refs[:1]]
+    to_log2 = scale * math.log2(math.e)
+
+    def load(ref: Ref, slots: jax.Array, seen: jax.Array) -> jax.Array:
+        width = ref.shape[4]
+        mask = jnp.broadcast_to(seen[:, None], (block, width))
+        where = (layer, b, kv_head, slots[:, None], _iota(width)[None, :])
+        return pltriton.load(ref.at[where], mask=mask, other=0.0)
 
     def step(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         acc, top, total = state
         slots = (first_block + split + i * tiles.splits) * block + _iota(block)
         seen = (slots >= first) & (slots < end)
-        mask = jnp.broadcast_to(seen[:, None], (block, head_dim))
-        where = (layer, b, kv_head, slots[:, None], columns)
-        k = pltriton.load(keys_ref.at[where], mask=mask, other=0.0)
-        v = pltriton.load(values_ref.at[where], mask=mask, other=0.0)
-        scores = jnp.where(seen[None, :], pltriton.dot(q, k.T) * to_log2, -jnp.inf)
+        k = load(keys_ref, slots, seen)
+        v = k if is_latent else load(values_ref, slots, seen)
+        products = pltriton.dot(q, k.T)
+        for part in more:
+            products += pltriton.dot(part, load(more_refs[1], slots, seen).T)
+        scores = jnp.where(seen[None, :], products * to_log2, -jnp.inf)
         # Every block that is visited has a seen slot, so that the new maximum is finite.
         new_top = jnp.maximum(top, jnp.max(scores, axis=1))
         weights = jnp.exp2(scores - new_top[:, None])
@@ -107,7 +124,7 @@ def _attend_body(
     acc, top, total = jax.lax.fori_loop(jnp.int32(0), count, step, state)
     head, written = kv_head * group + heads, heads < group
     if tiles.splits == 1:
-        (out_ref,) = out_refs
+        out_ref = out_refs[0]
         mask = jnp.broadcast_to(written[:, None], acc.shape)
         out = (acc / total[:, None]).astype(out_ref.dtype)
         pltriton.store(out_ref.at[b, head[:, None], columns], out, mask=mask)
@@ -142,37 +159,42 @@ def _combine_body(
 def decode_attention_triton(
     q: jax.Array,
     keys: jax.Array,
-    values: jax.Array,
+    values: jax.Array | Latent,
     layer: jax.Array,
     positions: jax.Array,
     *,
     kv_length: int,
     window: int | None,
+    scale: float,
     tiles: AttentionTiles | None,
     target: Target,
     interpret: bool,
 ) -> jax.Array:
     """See `api.decode_attention`; one launch of one split, else two."""
     batch, num_heads, head_dim = q.shape
-    num_kv = keys.shape[2]
+    num_kv, is_latent = keys.shape[2], isinstance(values, Latent)
+    others = tuple(values) if isinstance(values, Latent) else (values,)
+    more_dim = others[0].shape[2] if is_latent else 0
     tiles = tiles or default_tiles(
-        batch * num_kv, _rows(num_heads // num_kv), kv_length, head_dim, q.dtype.itemsize, target
-    )
+        batch * num_kv, _rows(num_heads // num_kv), kv_length, head_dim, q.dtype.itemsize, target,
+        more_dim=more_dim,
+    )  # fmt: skip
     tiles.check()
     static: dict[str, Any] = {"kv_length": kv_length, "window": window, "tiles": tiles}
+    width = f"{head_dim}+{more_dim}" if is_latent else str(head_dim)
     out_shape = jax.ShapeDtypeStruct(q.shape, q.dtype)
     part = (batch, num_heads, tiles.splits)
     parts = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((*part, head_dim), part, part)]
     attend = launch.triton_call(
-        functools.partial(_attend_body, **static),
-        name=f"decode_attention_{q.dtype.name}_{num_heads // num_kv}x{head_dim}_{tiles.describe()}",
+        functools.partial(_attend_body, is_latent=is_latent, scale=scale, **static),
+        name=f"decode_attention_{q.dtype.name}_{num_heads // num_kv}x{width}_{tiles.describe()}",
         grid=(batch * num_kv, tiles.splits),
         out_shape=[out_shape] if tiles.splits == 1 else parts,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         interpret=interpret,
     )
-    found = attend(q, keys, values, layer, positions)
+    found = attend(q, keys, *others, layer, positions)
     if tiles.splits == 1:
         return found[0]
     return launch.triton_call(
