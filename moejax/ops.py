@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.qtensor import FP8_BLOCK, Compensator, Factor, Fp8Tensor, QTensor, Weight
+from moejax.qtensor import FP8_BLOCK, Compensator, Factor, Fp8Tensor, QTensor, Watched, Weight
 from pallas_kernels import dequant_matmul, packed
 from pallas_kernels.target import Choice, Target
 
@@ -233,7 +233,7 @@ def expert_matrix(
 
 def linear(
     x: jax.Array,
-    weight: Weight,
+    weight: Weight | Watched,
     layer: Index,
     out_dtype: jnp.dtype | None = None,
     kernels: Kernels = NO_KERNELS,
@@ -250,6 +250,9 @@ def linear(
     Returns:
       [..., N].
     """
+    if isinstance(weight, Watched):
+        weight.tell(x)
+        weight = weight.weight
     y = _by_kernel(x, weight, layer, out_dtype, kernels)
     return _product(x, weight[layer], out_dtype) if y is None else y
 
