@@ -11,6 +11,10 @@ CPU_STEP_BYTES = 2**20
 
 # Tokens of a block of the chunked delta rule, as in `moejax.models.delta_rule`.
 DELTA_BLOCK = 64
+# Of float32 scores at once, and of keys and values that are expanded for a later chunk, as in
+# `moejax.models.latent_attention`.
+LATENT_SCORE_BYTES = 256 * 2**20
+LATENT_EXPANDED_BYTES = 2**30
 
 
 class Latent(Protocol):
@@ -159,7 +163,10 @@ class _Steps(NamedTuple):
         c = self.config
         if not c.attention_layers:
             return 0
-        scores = self.batch * c.num_heads * tokens * self.context
+        row = self.batch * c.num_heads * self.context
+        scores = tokens * row
+        if c.latent:  # a block of queries after another
+            scores = min(scores, max(LATENT_SCORE_BYTES // 4, row))
         # Products in float32 and what the softmax gives; on a CPU its parts are not fused.
         score_nbytes = 4 + self.itemsize + (4 if self.is_cpu else 0)
         expanded = self._expanded(c.latent, tokens) if c.latent else 0
@@ -191,9 +198,10 @@ class _Steps(NamedTuple):
         if tokens == 1:
             return 0
         c = self.config
-        of_keys = self.context * c.num_heads * (of.nope_dim + of.rope_dim + of.value_dim)
+        slot = c.num_heads * (2 * of.nope_dim + of.rope_dim + of.value_dim)
+        expanded = min(self.batch * self.context * slot * self.itemsize, LATENT_EXPANDED_BYTES)
         absorbed = tokens * c.num_heads * (2 * of.kv_rank + of.rope_dim)
-        return self.batch * max(of_keys, absorbed) * self.itemsize
+        return max(expanded, self.batch * absorbed * self.itemsize)
 
     def _delta_rule(self, tokens: int) -> int:
         """A layer's projections, what goes through the convolution, and the rule in float32."""
@@ -203,10 +211,10 @@ class _Steps(NamedTuple):
         blocks = -(-tokens // DELTA_BLOCK)
         length = blocks * DELTA_BLOCK if tokens > 1 else 1
         projected = 2 * (of.conv_dim + of.value_width) * self.itemsize + 2 * 4 * of.conv_dim
-        # Queries, keys, values; those two times the strength of the writing; what the triangular
-        # solve makes of them; the output.
-        rule = 4 * of.num_value_heads * (4 * of.key_dim + 4 * of.value_dim)
-        pairs = 3 * 4 * of.num_value_heads * DELTA_BLOCK if tokens > 1 else 0
+        # Keys and values; both times the strength of writing; what the triangular system makes of
+        # them; queries and keys with their decays; what is read.
+        rule = 4 * of.num_value_heads * (5 * of.key_dim + 5 * of.value_dim)
+        pairs = 4 * 4 * of.num_value_heads * DELTA_BLOCK if tokens > 1 else 0
         states = 3 * 4 * of.num_value_heads * of.key_dim * of.value_dim
         return self.batch * (length * (projected + rule + pairs) + states)
 
@@ -225,7 +233,9 @@ class _Steps(NamedTuple):
         products = pairs * c.model_dim * (2 * self.itemsize + 4 + 8 * (self.num_tiers - 1))
         sparse = routing + hidden + products + (self._matrices(pairs) if self.is_cpu else 0)
         if c.shared_dim:  # XLA may run it before, between or after the experts' products
-            sparse += num_tokens * (3 * c.shared_dim + c.model_dim) * self.itemsize
+            # Gates and ups, and their product; a CPU has the gates once more.
+            width = (4 if self.is_cpu else 3) * c.shared_dim + c.model_dim
+            sparse += num_tokens * width * self.itemsize
         dense = num_tokens * 3 * c.mlp_dim * self.itemsize
         has_dense = len(c.moe_layers) < c.num_layers
         return max(sparse if c.moe_layers else 0, dense if has_dense else 0)
