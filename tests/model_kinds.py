@@ -14,7 +14,7 @@ SHARED: dict[str, Any] = {
 # The same with latent attention, queries through a latent of their own, and YaRN.
 LATENT: dict[str, Any] = {
     **SHARED, "family": "deepseek_v2", "head_dim": 24, "interleaved_rope": True,
-    "latent": LatentAttention(kv_rank=32, query_rank=40, nope_dim=16, rope_dim=8, value_dim=16),
+    "latent": LatentAttention(kv_rank=32, query_rank=48, nope_dim=16, rope_dim=8, value_dim=16),
     "yarn": Yarn(factor=4.0, original_positions=64, mscale=1.0, mscale_all_dim=0.7),
 }  # fmt: skip
 # One layer of four attends, with gates and a part of each head rotated.
