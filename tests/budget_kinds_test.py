@@ -18,7 +18,7 @@ from moejax.cache import empty_cache
 from moejax.checkpoints.quantized.stored import CodesKind
 from moejax.checkpoints.sizes import shape_sizes
 from moejax.errors import MoejaxError
-from moejax.memory.budget import GIB, BudgetError, Limits, Tier, make_budget
+from moejax.memory.budget import GIB, BudgetError, Limits, make_budget
 from moejax.memory.budget.allocation import STATES
 from moejax.models.config import weight_shapes
 from moejax.models.leaf_kinds import kind_of
