@@ -24,8 +24,9 @@ class BenchmarkConfig(RunConfig):
         "", f"in place of a checkpoint, random weights of a shape: {', '.join(CONFIGS)}"
     )
     layers: int = option(0, "fewer layers than the shape's; 0: all")
-    bits: int = option(4, "of a shape's experts: 2, 3, 4, 8 or 16 (plain)")
-    attention_bits: int = option(16, "the same of its attention; all else is plain")
+    bits: int = option(4, "of a shape's experts and dense MLPs: 2, 3, 4, 8 or 16 (plain)")
+    attention_bits: int = option(16, "the same of its attention, or what is in its place")
+    shared_bits: int = option(16, "the same of experts that every token takes")
     group_size: int = option(64, "inputs that share a scale, where a shape is packed")
     trace: str = option("", "with a shape: a trace whose routing its decode steps replay")
     skew: str = option(
@@ -96,7 +97,7 @@ class BenchmarkConfig(RunConfig):
             raise MoejaxError("checkpoint='' must be a name or a directory")
         if self.shape and self.shape not in CONFIGS:
             raise MoejaxError(f"shape={self.shape!r} is not there; there are: {', '.join(CONFIGS)}")
-        for name in ("bits", "attention_bits"):
+        for name in ("bits", "attention_bits", "shared_bits"):
             if getattr(self, name) not in SHAPE_BITS:
                 said = ", ".join(map(str, SHAPE_BITS))
                 raise MoejaxError(f"{name}={getattr(self, name)} must be one of {said}")

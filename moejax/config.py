@@ -157,8 +157,9 @@ class PlanConfig(GenerateConfig):
     """
 
     shape: str = option("", f"in place of a checkpoint, a shape: {' or '.join(SHAPES)}")
-    bits: int = option(4, "of a shape's experts: 2, 3, 4, 8 or 16 (plain)")
-    attention_bits: int = option(16, "the same of its attention; all else is plain")
+    bits: int = option(4, "of a shape's experts and dense MLPs: 2, 3, 4, 8 or 16 (plain)")
+    attention_bits: int = option(16, "the same of its attention, or what is in its place")
+    shared_bits: int = option(16, "the same of experts that every token takes")
     group_size: int = option(64, "inputs that share a scale, where a shape is packed")
     batch: int = option(1, "sequences at once")
     chunk: int = option(0, "tokens of a prompt that a prefill step takes; 0: as the engine does")
@@ -168,7 +169,7 @@ class PlanConfig(GenerateConfig):
         super().check()
         if self.shape and self.shape not in SHAPES:
             raise MoejaxError(f"shape={self.shape!r} is not there; {_listed(SHAPES)}")
-        for name in ("bits", "attention_bits"):
+        for name in ("bits", "attention_bits", "shared_bits"):
             if getattr(self, name) not in SHAPE_BITS:
                 said = ", ".join(map(str, SHAPE_BITS))
                 raise MoejaxError(f"{name}={getattr(self, name)} must be one of {said}")

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.qtensor import FP8_BLOCK, Compensator, Factor, Fp8Tensor, QTensor, Weight
+from moejax.qtensor import FP8_BLOCK, Compensator, Factor, Fp8Tensor, QTensor, Watched, Weight
 from pallas_kernels import dequant_matmul, packed
 from pallas_kernels.target import Choice, Target
 
@@ -30,8 +30,7 @@ REFERENCE = "reference"  # what `pallas_kernels` chooses where its kernels refus
 # A packed matrix of more bytes than this when plain is multiplied a block of rows at a time: XLA on
 # a CPU dequantizes whole ones of all layers at once, for they wait for nothing (jax 0.10.2).
 BLOCK_BYTES = 2**23
-# Plain matrices of fewer rows, such as routers, stay with XLA: they are too few blocks of a kernel.
-MIN_KERNEL_OUTPUTS = 1024
+MIN_KERNEL_OUTPUTS = 1024  # of a plain matrix; smaller ones are too few blocks of a kernel
 MAX_TRITON_ROWS = 32  # of x, times a plain matrix
 
 
@@ -244,7 +243,7 @@ def expert_matrix(
 
 def linear(
     x: jax.Array,
-    weight: Weight,
+    weight: Weight | Watched,
     layer: Index,
     out_dtype: jnp.dtype | None = None,
     kernels: Kernels = NO_KERNELS,
@@ -259,12 +258,15 @@ def linear(
       layer: index into L.
       out_dtype: as in `product`.
       kernels: which may serve.
-      steady: many rows of plain weights go by a kernel, however small the matrix. How XLA splits
-        and sums such a product hangs on the program around it; here it decides who is routed where.
+      steady: many rows go by a kernel, however small the plain matrix: where bits must not hang on
+        the program around it, of which XLA makes its tiles.
 
     Returns:
       [..., N].
     """
+    if isinstance(weight, Watched):
+        weight.tell(x)
+        weight = weight.weight
     y = _by_kernel(x, weight, layer, out_dtype, kernels, steady)
     return _product(x, weight[layer], out_dtype) if y is None else y
 

@@ -107,8 +107,9 @@ def model_of(config: PlanConfig) -> tuple[str, ModelConfig, Sizes, int]:
 
     try:
         sizes = shape_sizes(
-            model, dtype, expert_kind=kind(config.bits), attention_kind=kind(config.attention_bits)
-        )
+            model, dtype, expert_kind=kind(config.bits),
+            attention_kind=kind(config.attention_bits), shared_kind=kind(config.shared_bits),
+        )  # fmt: skip
     except ValueError as error:  # groups that are longer than a row
         raise MoejaxError(f"shape={config.shape}: {error}") from error
     return config.shape, model, sizes, dtype.itemsize

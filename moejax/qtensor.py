@@ -6,6 +6,8 @@ of low-rank factors. Leading axes (layers, experts) are written `...`.
 
 import dataclasses
 import math
+import types
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -272,6 +274,27 @@ class Fp8Tensor:
 
 
 Weight = jax.Array | QTensor | Fp8Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Watched:
+    """A plain weight [L, N, K] that says what it is multiplied with; for calibration.
+
+    It takes the weight's place in a module, within one trace.
+
+    Attributes:
+      weight: that it stands for.
+      tell: called with x [..., K] of every `linear`.
+    """
+
+    weight: jax.Array
+    tell: Callable[[jax.Array], None]
+
+    def __getitem__(self, index: types.EllipsisType) -> "Watched":
+        """Itself: of layers one by one nothing would be told."""
+        if index is not ...:
+            raise TypeError("a watched weight is for `ops.linear` alone")
+        return self
 
 
 def dense(weight: Weight, dtype: Any) -> jax.Array:

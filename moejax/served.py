@@ -15,15 +15,15 @@ from moejax import ops
 from moejax.models.attention import cached_form
 from moejax.models.config import ModelConfig
 from moejax.models.grouped_experts import choose_grouped
+from moejax.models.leaf_kinds import leaves_of
 from moejax.models.moe import ExpertsVia, choose_routing, kernel_refusal
 from moejax.models.token_step import choose_token_step, is_plain
 from moejax.qtensor import Weight
 from pallas_kernels.target import Choice, Target
 
-EXPERT_LEAVES = ("moe.gate_up", "moe.down")
-LINEAR_LEAVES = (
-    "attention.qkv_proj", "attention.o_proj", "mlp.gate_up", "mlp.down", "moe.router",
-)  # fmt: skip
+EXPERT_LEAVES = leaves_of("experts")
+# Of one product with all tokens; "kept" ones too, for other engines' checkpoints may pack them.
+LINEAR_LEAVES = leaves_of("attention", "shared_experts", "mlp", "router", "kept")
 
 
 class Served(NamedTuple):

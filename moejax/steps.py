@@ -92,7 +92,8 @@ def run_layers(
 ) -> tuple[KVCache, Pool, jax.Array, Recorded | None]:
     """The model, with experts of its own or pooled ones; what was recorded comes last."""
     is_prefill = tokens.shape[1] > 1
-    pooled = _pooled(program, spec, model, is_prefill, pool, store)
+    num_tokens = tokens.size if is_prefill else None
+    pooled = _pooled(program, spec, model, num_tokens, pool, store)
     watch = pooled.watch if is_prefill and isinstance(pooled, TieredExperts) else None
     if program.record is None:
         cache, hidden = model(tokens, positions, mask, cache, spec, pooled, watch)
@@ -107,7 +108,7 @@ def _pooled(
     program: Program,
     spec: ChunkSpec,
     model: Transformer,
-    is_prefill: bool,
+    num_prefilled: int | None,
     pool: Pool,
     store: Store,
 ) -> PooledExperts | TieredExperts | None:
@@ -119,8 +120,9 @@ def _pooled(
         return None
     assert isinstance(pool, TieredPool) and isinstance(store, tuple)
     return TieredExperts(
-        program.pool, model.config, pool, store, spec.tiers, model.kernels, is_prefill=is_prefill
-    )
+        program.pool, model.config, pool, store, spec.tiers, model.kernels,
+        num_prefilled=num_prefilled,
+    )  # fmt: skip
 
 
 def prefill_chunk(

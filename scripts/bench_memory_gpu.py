@@ -30,7 +30,7 @@ import numpy as np
 from absl import app, flags
 
 from moejax.benchmarking.random_weights import Packing, random_weights
-from moejax.benchmarking.shapes import CONFIGS
+from moejax.benchmarking.shapes import CONFIGS, with_layers
 from moejax.benchmarking.synthetic_rows import SyntheticRows
 from moejax.benchmarking.synthetic_traces import (
     QWEN3_HIT_RATES,
@@ -309,11 +309,7 @@ def main(argv: list[str]) -> None:
     started = time.perf_counter()
     device = choose_device(_WHERE.value)
     enable_compilation_cache(_PROGRAMS.value)
-    config = CONFIGS[_MODEL.value]
-    if _DEPTH.value:
-        config = dataclasses.replace(
-            config, num_layers=_DEPTH.value, moe_layers=tuple(range(_DEPTH.value))
-        )
+    config = with_layers(CONFIGS[_MODEL.value], _DEPTH.value)
     bits = int(_WIDTH.value)
     packing = Packing(bits=bits, attention_bits=bits)
     about = f"{_MODEL.value}, {config.num_layers} layers, {packing.describe()}"

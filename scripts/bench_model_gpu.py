@@ -18,7 +18,6 @@ seconds: the rest takes another call, with the same `--cache`. `--shape=tiny --p
 the script.
 """
 
-import dataclasses
 import statistics
 import tempfile
 import time
@@ -33,13 +32,14 @@ from absl import app, flags
 from moejax import ops, served
 from moejax.benchmarking.bandwidth import read_bandwidth
 from moejax.benchmarking.random_weights import Packing, random_weights
-from moejax.benchmarking.shapes import CONFIGS
+from moejax.benchmarking.shapes import CONFIGS, with_layers
 from moejax.benchmarking.step_cost import bytes_per_step, distinct_experts
 from moejax.chunks import kv_bucket, length_bucket, longest_chunk, prefill_chunks
 from moejax.devices import choose_device, enable_compilation_cache
 from moejax.engine import STEPS_PER_CALL
 from moejax.generation import GenerationSettings, Timing
 from moejax.models.config import ModelConfig
+from moejax.models.leaf_kinds import leaves_of
 from moejax.models.transformer import ChunkSpec
 from moejax.runner import Runner
 from moejax.session import Session
@@ -64,6 +64,7 @@ _BITS = flags.DEFINE_enum("bits", "16", WIDTHS, "of the experts; 16: bf16")
 _GROUP = flags.DEFINE_integer("group_size", 64, "of what is packed")
 _ZEROS = flags.DEFINE_enum("zeros", "float", ("float", "integer", "symmetric"), "zero points")
 _ATTENTION = flags.DEFINE_bool("pack_attention", True, "attention is packed as the experts are")
+_SHARED = flags.DEFINE_enum("shared_bits", "16", WIDTHS, "of experts that every token takes")
 _HEAD = flags.DEFINE_enum("head_bits", "16", WIDTHS, "of the head; embeddings stay bf16")
 _BATCH = flags.DEFINE_multi_integer("batch", [1], "sequences decoded together")
 _PROMPT = flags.DEFINE_multi_integer("prompt", [512], "tokens of each prompt")
@@ -178,7 +179,9 @@ class Benchmark:
             for name, of in products.items():
                 print(f"  {phase} of {num_tokens} tokens, {name}: {of.describe()}")
             wrong += [f"{phase} {line}" for line in wrong_kernels(products, wanted, self.kernels)]
-            attention = products["attention.qkv_proj"].implementation
+            attention = next(
+                products[leaf].implementation for leaf in leaves_of("attention") if leaf in products
+            )
             by[phase] = f"{phase} by {products['experts'].implementation} and {attention}"
         if wrong:
             raise SystemExit("not the expected kernel: " + "; ".join(wrong))
@@ -328,17 +331,14 @@ def main(argv: list[str]) -> None:
     compiled_from = "no cache"
     if cache is not None:
         compiled_from = "with a cache in use" if any(cache.iterdir()) else "into an empty cache"
-    config = CONFIGS[_SHAPE.value]
-    if _LAYERS.value:
-        config = dataclasses.replace(
-            config, num_layers=_LAYERS.value, moe_layers=tuple(range(_LAYERS.value))
-        )
+    config = with_layers(CONFIGS[_SHAPE.value], _LAYERS.value)
     bits = int(_BITS.value)
     packing = Packing(
         bits=bits,
         group_size=_GROUP.value,
         zero_kind=_ZEROS.value,
         attention_bits=bits if _ATTENTION.value else 16,
+        shared_bits=int(_SHARED.value),
         head_bits=int(_HEAD.value),
     )
     benchmark = Benchmark(config, packing, device, compiled_from)

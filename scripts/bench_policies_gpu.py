@@ -24,12 +24,11 @@ Everything but the experts is bf16, as in the papers (`--attention_bits`).
 budgets also `--gib=0.0085 --split=2,8`.
 """
 
-import dataclasses
 import traceback
 
 from absl import app, flags
 
-from moejax.benchmarking.shapes import CONFIGS
+from moejax.benchmarking.shapes import CONFIGS, with_layers
 from moejax.devices import choose_device, enable_compilation_cache
 from scripts.bench_report import Report
 from scripts.policy_memories import Lab
@@ -90,11 +89,7 @@ def main(argv: list[str]) -> None:
         if name == "dymoe" and options.ttft and sizes.prompt + sizes.num_replayed > sizes.context:
             raise SystemExit("--context has no room for the prompt and the steps after it")
         if lab is None or made_for != model:
-            config = CONFIGS[model]
-            if _DEPTH.value:
-                config = dataclasses.replace(
-                    config, num_layers=_DEPTH.value, moe_layers=tuple(range(_DEPTH.value))
-                )
+            config = with_layers(CONFIGS[model], _DEPTH.value)
             lab = Lab(config, int(_ATTENTION.value), device, sizes, _HOST.value)
             made_for = model
         lab.sizes = sizes

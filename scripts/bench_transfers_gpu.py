@@ -19,7 +19,7 @@ import numpy as np
 from absl import app, flags
 
 from moejax.benchmarking.random_weights import Packing, random_weights
-from moejax.benchmarking.shapes import CONFIGS
+from moejax.benchmarking.shapes import CONFIGS, with_layers
 from moejax.benchmarking.synthetic_rows import SyntheticRows
 from moejax.benchmarking.synthetic_traces import QWEN3_HIT_RATES, lru_trace
 from moejax.devices import choose_device, enable_compilation_cache
@@ -147,11 +147,7 @@ def main(argv: list[str]) -> None:
     del argv
     device = choose_device(_WHERE.value)
     enable_compilation_cache(_PROGRAMS.value)
-    config = CONFIGS[_MODEL.value]
-    if _DEPTH.value:
-        config = dataclasses.replace(
-            config, num_layers=_DEPTH.value, moe_layers=tuple(range(_DEPTH.value))
-        )
+    config = with_layers(CONFIGS[_MODEL.value], _DEPTH.value)
     packing = Packing(bits=4, attention_bits=4)
     about = f"{_MODEL.value}, {config.num_layers} layers, {packing.describe()}, bulk transfers"
     report = Report(device, about, _FILE.value)

@@ -46,6 +46,17 @@ class AttentionTest(parameterized.TestCase):
         if aggregation == "sum":  # each active query gives away 1
             np.testing.assert_allclose(found.sum(axis=1), [5, 7], rtol=1e-5)
 
+    def test_scale(self):
+        rng = np.random.default_rng(9)
+        q = rng.standard_normal((1, 6, 4, 16)).astype(np.float32)
+        k = rng.standard_normal((1, 6, 4, 16)).astype(np.float32)
+        positions = np.arange(6, dtype=np.int32)[None]
+        active = np.ones((1, 6), bool)
+        expected, _ = exact_attention(3 * q, k, positions, active, None)
+        expected = expected.sum(axis=2).mean(axis=1) / np.arange(6, 0, -1)
+        found = attention_received(q, k, positions, active, scale=3 / 4)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+
     def test_a_long_prompt_never_has_all_its_weights(self):
         q = jax.ShapeDtypeStruct((1, 8192, 16, 64), jnp.bfloat16)
         k = jax.ShapeDtypeStruct((1, 8192, 4, 64), jnp.bfloat16)

@@ -189,6 +189,31 @@ class MainTest(PlanCase):
         self.assertIn("host memory: 208 of 256 experts (81.2 %)", out)
         self.assertIn("warning: 19 % of the experts are not in host memory", out)
 
+    @parameterized.parameters(
+        "plan_deepseek_v2_lite", "plan_deepseek_moe_16b", "plan_qwen3_next_80b_a3b"
+    )
+    def test_tables_of_the_examples_are_what_they_say(self, name):
+        """Slots at each size of device; and parts add up to the total."""
+        path = CONFIGS / f"{name}.py"
+        _, _, table = path.read_text().partition("    device_gib    ")
+        head, *rows = table.partition('"""')[0].strip().splitlines()
+        rows = [re.split(r" {2,}", row.strip()) for row in rows]
+        self.assertEqual([row[0] for row in rows], ["12", "16", "24", "32", "48"])
+        for place, bits in enumerate(head.split()):
+            for row in rows:
+                gib, said = row[0], row[1 + place]
+                out = self.run_plan(
+                    f"--config={path}", f"--config.memory.device_gib={gib}", f"--config.{bits}"
+                )
+                if said == "all":
+                    self.assertIn("experts stay on the device", out)
+                else:
+                    self.assertIn(f"slots: {said} a layer", out)
+                parts = re.findall(r"  device (.+?) +([\d.]+) MiB", out)
+                *each, (_, total) = ((part, float(mib)) for part, mib in parts)
+                self.assertAlmostEqual(sum(mib for _, mib in each), total, delta=0.01 * len(each))
+                self.assertLessEqual(total, 1024 * float(gib))
+
     def test_a_configuration_of_generate_serves(self):
         out = self.run_plan(
             f"--config={CONFIGS / 'demo.py'}", "--config.memory.slots=4", "--config.context=64"

@@ -132,7 +132,7 @@ def of_floor(measured: Measured, runner: Runner, bandwidth: Bandwidth) -> Figure
     least = floor_bytes(
         config, runner.weights, experts_nbytes=experts_nbytes,
         positions=statistics.mean(positions(b, config.sliding_window) for b in full if b.steps),
-        itemsize=runner.dtype.itemsize,
+        itemsize=runner.dtype.itemsize, batch=size,
     )  # fmt: skip
     floor_ms = 1e3 * least / bandwidth.bytes_per_s
     tpot_ms = of_times(measured)["TPOT median"].value

@@ -148,8 +148,9 @@ class ShapeModels:
         self.tokenizer: Tokenizer | None = None
         self.eos_ids: tuple[int, ...] = ()
         self._packing = Packing(
-            bits=config.bits, group_size=config.group_size, attention_bits=config.attention_bits
-        )
+            bits=config.bits, group_size=config.group_size,
+            attention_bits=config.attention_bits, shared_bits=config.shared_bits,
+        )  # fmt: skip
         packed = self._packing
         layers = f"{self.config.num_layers} layers, " if config.layers else ""
         self.about = f"{config.shape}, {layers}random weights, {packed.describe()}"

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
+from moejax.models.leaf_kinds import kind_of
 from moejax.qtensor import QTensor, Weight
 from moejax.served import EXPERT_LEAVES
 from pallas_kernels import layout
@@ -18,10 +19,11 @@ class Packing:
     """What is packed, and how.
 
     Attributes:
-      bits: of experts and dense MLPs; 16 for bf16.
+      bits: of routed experts and dense MLPs; 16 for bf16.
       group_size: of every packed matrix.
       zero_kind: "float", "integer" or "symmetric".
-      attention_bits: of the projections; 16 for bf16.
+      attention_bits: of the projections of attention, or of a delta rule; 16 for bf16.
+      shared_bits: of the experts that every token takes; 16 for bf16.
       head_bits: of the head; 16 for bf16.
     """
 
@@ -29,23 +31,28 @@ class Packing:
     group_size: int = 64
     zero_kind: str = "float"
     attention_bits: int = 16
+    shared_bits: int = 16
     head_bits: int = 16
 
     def bits_of(self, leaf: str) -> int:
         """Of a leaf of `weight_shapes`; 16: plain."""
-        if leaf in (*EXPERT_LEAVES, "mlp.gate_up", "mlp.down"):
-            return self.bits
-        if leaf in ("attention.qkv_proj", "attention.o_proj"):
-            return self.attention_bits
-        return self.head_bits if leaf == "head" else 16
+        bits_of_kind = {
+            "experts": self.bits,
+            "mlp": self.bits,
+            "attention": self.attention_bits,
+            "shared_experts": self.shared_bits,
+            "head": self.head_bits,
+        }
+        return bits_of_kind.get(kind_of(leaf), 16)
 
     def describe(self) -> str:
         """Such as "INT3 g64 float, attention INT3, head bf16"."""
         names = ["bf16" if b == 16 else f"INT{b}" for b in (self.attention_bits, self.head_bits)]
-        if (self.bits, *names) == (16, "bf16", "bf16"):
+        if (self.bits, self.shared_bits, *names) == (16, 16, "bf16", "bf16"):
             return "bf16"
         experts = "bf16" if self.bits == 16 else f"INT{self.bits} g{self.group_size}"
-        return f"{experts} {self.zero_kind}, attention {names[0]}, head {names[1]}"
+        shared = f", shared experts INT{self.shared_bits}" if self.shared_bits != 16 else ""
+        return f"{experts} {self.zero_kind}, attention {names[0]}{shared}, head {names[1]}"
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnames=("words", "low", "high"))
@@ -122,6 +129,9 @@ def random_weights(
 ) -> dict[str, Weight]:
     """Leaves made on the device: norms one, embeddings N(0, 1), matrices N(0, 1/fan_in) or so.
 
+    Norms whose weights are centred on zero are zero, and so are biases and the logarithms of
+    decays.
+
     Args:
       config: of the model.
       packing: which matrices are packed; the others, and norms, are bf16.
@@ -135,11 +145,15 @@ def random_weights(
         bits = packing.bits_of(name)
         if not (experts if name in EXPERT_LEAVES else dense):
             continue
+        dtype = jnp.dtype(leaf_dtype(name, jnp.bfloat16))
         if name.endswith("norm"):
-            weights[name] = jnp.ones(shape, jnp.bfloat16, device=device)
+            is_centred = config.zero_centred_norm and name != "delta.norm"
+            weights[name] = jnp.full(shape, 0 if is_centred else 1, dtype, device=device)
+        elif name.endswith(("bias", "a_log")):
+            weights[name] = jnp.zeros(shape, dtype, device=device)
         elif bits != 16:
             weights[name] = drawing.packed(shape, bits, packing)
         else:
             std = 1.0 if name == "embed" else shape[-1] ** -0.5
-            weights[name] = drawing.leaf(shape, jnp.dtype(jnp.bfloat16), std)
+            weights[name] = drawing.leaf(shape, dtype, std)
     return weights

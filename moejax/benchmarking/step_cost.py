@@ -23,10 +23,12 @@ def floor_bytes(
     experts_nbytes: float,
     positions: float,
     itemsize: int,
+    batch: int,
 ) -> float:
     """Least bytes that one decode step reads: every dense leaf, the chosen experts, the cache.
 
-    Codes, scales and zeros count; of embeddings that are not the head, nothing does.
+    Codes, scales and zeros count; of embeddings that are not the head, nothing does. States of
+    layers without attention are read and written.
 
     Args:
       config: of the model.
@@ -34,14 +36,17 @@ def floor_bytes(
       experts_nbytes: of the distinct experts that the step's tokens chose, over all layers.
       positions: of the cache that are read, summed over the sequences.
       itemsize: bytes of a number of the cache.
+      batch: sequences, each of which has states.
     """
     dense = sum(
         leaf.nbytes
         for name, leaf in weights.items()
         if name not in EXPERT_LEAVES and (name != "embed" or config.tied_embeddings)
     )
-    a_position = 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
-    return dense + experts_nbytes + a_position * positions
+    a_position = config.cached_values * itemsize
+    wide, plain = config.state_values
+    states = 2 * batch * (4 * wide + plain * itemsize)
+    return dense + experts_nbytes + a_position * positions + states
 
 
 def bytes_per_step(
@@ -65,7 +70,7 @@ def bytes_per_step(
     experts = sum(weights[name].nbytes for name in EXPERT_LEAVES if name in weights)
     least = floor_bytes(
         config, weights, experts_nbytes=experts * distinct / config.num_experts,
-        positions=positions * batch, itemsize=itemsize,
+        positions=positions * batch, itemsize=itemsize, batch=batch,
     )  # fmt: skip
     return int(least)
 

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from moejax.benchmarking.random_weights import Packing, random_weights
+from moejax.benchmarking.shapes import one_layer_of
 from moejax.memory.host_store import HostStore
 from moejax.models.config import ModelConfig
 from moejax.qtensor import Weight
@@ -31,9 +32,7 @@ class SyntheticRows:
           num_rows: of the store, which experts then share; 0: one for each.
         """
         self.num_layers, self.num_experts = len(config.moe_layers), config.num_experts
-        small = dataclasses.replace(
-            config, num_layers=1, moe_layers=(0,), num_experts=NUM_DRAWN, vocab_size=64
-        )
+        small = dataclasses.replace(one_layer_of(config, NUM_DRAWN), vocab_size=64)
         drawn = random_weights(small, packing, device)
         stacks: Any = tuple(drawn[name] for name in EXPERT_LEAVES)
         leaves, self._tree = jax.tree.flatten(stacks)

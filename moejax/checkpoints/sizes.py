@@ -14,11 +14,10 @@ from moejax.checkpoints.quantized.own_reader import BF16_BITS
 from moejax.checkpoints.quantized.stored import CodesKind, FactorsKind, Fp8Kind, Tensors
 from moejax.checkpoints.safetensors_reader import stored_tensors
 from moejax.memory.budget import LOW_RANK, Tier
-from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
+from moejax.models.leaf_kinds import leaves_of
 from moejax.qtensor import FP8_BLOCK
 from pallas_kernels import layout
-
-_ATTENTION_LEAVES = ("attention.qkv_proj", "attention.o_proj")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,17 +62,20 @@ def shape_sizes(
     *,
     expert_kind: CodesKind | None,
     attention_kind: CodesKind | None = None,
+    shared_kind: CodesKind | None = None,
 ) -> Sizes:
     """Of a model without a checkpoint.
 
     Args:
       config: of the model.
       dtype: of what is plain.
-      expert_kind: how the experts are packed; None: not at all.
-      attention_kind: the same of the projections of attention.
+      expert_kind: how the experts and dense MLPs are packed; None: not at all.
+      attention_kind: the same of the projections of attention, or of a delta rule.
+      shared_kind: the same of the experts that every token takes.
     """
-    kinds = dict.fromkeys(EXPERT_LEAVES, expert_kind)
-    kinds |= dict.fromkeys(_ATTENTION_LEAVES, attention_kind)
+    kinds = dict.fromkeys(leaves_of("experts", "mlp"), expert_kind)
+    kinds |= dict.fromkeys(leaves_of("attention"), attention_kind)
+    kinds |= dict.fromkeys(leaves_of("shared_experts"), shared_kind)
     shapes = weight_shapes(config)
     packed = {
         leaf: codes_nbytes(shapes[leaf], kind)
@@ -99,7 +101,7 @@ def _sizes(
 ) -> Sizes:
     """From the bytes of packed leaves; the others are plain."""
     nbytes = {
-        leaf: packed.get(leaf, math.prod(shape) * dtype.itemsize)
+        leaf: packed.get(leaf, math.prod(shape) * leaf_dtype(leaf, dtype).itemsize)
         for leaf, shape in weight_shapes(config).items()
     }
     experts = sum(nbytes.pop(leaf, 0) for leaf in EXPERT_LEAVES)

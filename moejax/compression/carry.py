@@ -18,7 +18,7 @@ from moejax.compression.meter import Meter
 from moejax.compression.quantizers import Calibration
 from moejax.compression.writing import read_matrix
 from moejax.devices import plain_memory_errors
-from moejax.models.config import weight_shapes
+from moejax.models.config import leaf_dtype, weight_shapes
 from moejax.qtensor import QTensor
 
 # On a host, where nothing else is to be held, and on an accelerator.
@@ -75,7 +75,8 @@ class CalibrationRun:
         leaves: dict[str, np.ndarray] = {}
         for entry in shard.entries:
             if entry.leaf not in leaves:
-                leaves[entry.leaf] = np.empty(shapes[entry.leaf][1:], self._dtype)
+                dtype = leaf_dtype(entry.leaf, self._dtype)
+                leaves[entry.leaf] = np.empty(shapes[entry.leaf][1:], dtype)
             leaf = leaves[entry.leaf]
             part = leaf if entry.expert is None else leaf[entry.expert]
             rows = part[entry.start : entry.start + entry.shape[0]]

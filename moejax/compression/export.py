@@ -26,7 +26,7 @@ WRITERS: dict[str, WriteMatrix] = {
     "compressed-tensors": compressed_tensors_tensors,
 }
 # Classes that other engines take for linear layers, so that a config has to say which are plain.
-_LINEAR_KINDS = ("attention", "experts", "shared_experts", "mlp", "router", "head")
+_LINEAR_KINDS = ("attention", "experts", "shared_experts", "mlp", "router", "head", "kept")
 
 
 def config_of(target: str, records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -31,9 +31,10 @@ from moejax.compression.layer_steps import (
     layer_step,
     mlp_step,
     one_layer,
+    watched_leaves,
 )
 from moejax.models.attention import AttentionVia, default_attention_via
-from moejax.models.config import ModelConfig
+from moejax.models.config import ModelConfig, leaf_dtype
 from moejax.models.moe import default_experts_via
 from moejax.models.norm import rms_norm
 from moejax.qtensor import Weight, dense
@@ -135,7 +136,10 @@ class LayerRun:
         width = self.config.model_dim
         total = jnp.zeros((width, width), jnp.float32, device=self._device)
         for part in _steps(self.hidden, self._step):
-            x = rms_norm(jax.device_put(part, self._device), norm, self.config.norm_eps)
+            x = rms_norm(
+                jax.device_put(part, self._device), norm, self.config.norm_eps,
+                zero_centred=self.config.zero_centred_norm,
+            )  # fmt: skip
             total = add_outer_products(total, x.reshape(-1, width))
         return _mean(total, self.hidden.shape[0] * self.hidden.shape[1])
 
@@ -145,13 +149,14 @@ class LayerRun:
         return one_layer(self.config, self.layer)
 
     def _placed(self, weights: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Plain arrays of the run's dtype on its device."""
+        """Plain arrays on the run's device, of the dtype that a model of the run's has them in."""
 
-        def place(weight: Any) -> jax.Array:
+        def place(name: str, weight: Any) -> jax.Array:
             weight = jax.device_put(weight, self._device)
-            return dense(weight, self._dtype).astype(self._dtype)
+            dtype = jnp.dtype(leaf_dtype(name, self._dtype))
+            return dense(weight, dtype).astype(dtype)
 
-        return {name: place(weight) for name, weight in weights.items()}
+        return {name: place(name, weight) for name, weight in weights.items()}
 
 
 class CapturedLayer:
@@ -185,8 +190,7 @@ class CapturedLayer:
         """Of one matrix's inputs; ask for experts in their order, neighbours share a pass.
 
         Args:
-          leaf: "attention.qkv_proj", "attention.o_proj", "moe.router", "moe.gate_up", "moe.down",
-            "mlp.gate_up" or "mlp.down".
+          leaf: one of `layer_steps.watched_leaves`, "moe.gate_up" or "moe.down".
           expert: for "moe.gate_up" and "moe.down".
         """
         if leaf in self._totals:
@@ -204,13 +208,9 @@ class CapturedLayer:
         """Attention and router over all tokens: fills `_mlp_hidden`, counts, and sums x x^T."""
         c = self._config
         is_sparse = bool(c.moe_layers)
-        widths = {"attention.qkv_proj": c.model_dim, "attention.o_proj": c.num_heads * c.head_dim}
-        if is_sparse:
-            widths |= {"moe.router": c.model_dim}
-        else:
-            widths |= {"mlp.gate_up": c.model_dim, "mlp.down": c.mlp_dim}
         with jax.default_device(self._device):
-            totals = {leaf: jnp.zeros((k, k), jnp.float32) for leaf, k in widths.items()}
+            widths = watched_leaves(c).items()
+            totals = {leaf: jnp.zeros((k, k), jnp.float32) for leaf, k in widths}
             counts = jnp.zeros(c.num_experts, jnp.int32)
         for part, out in zip(
             _steps(hidden, self._step), _steps(self._mlp_hidden, self._step), strict=True

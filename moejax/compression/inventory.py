@@ -10,37 +10,25 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from moejax.checkpoints.load import checked_placements
+from moejax.checkpoints.load import EXPERT_LEAVES, checked_placements
 from moejax.checkpoints.orbax_directory import is_orbax_directory
 from moejax.checkpoints.safetensors_reader import StoredTensor, check_floats, stored_tensors
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
 from moejax.models.hf_config import read_json, read_model_config
 from moejax.models.hf_names import Placement, placements, published_spelling
+from moejax.models.leaf_kinds import kind_of, layers_of
 
-KINDS = ("attention", "experts", "shared_experts", "mlp", "router", "embed", "head", "norm")
 # Of the model's size in bytes: enough to tell a fine-tuned model from its base.
 _SAMPLE_BYTES = 64
-
-_KIND_OF_LEAF = {
-    "attention.qkv_proj": "attention",
-    "attention.o_proj": "attention",
-    "moe.gate_up": "experts",
-    "moe.down": "experts",
-    "mlp.gate_up": "mlp",
-    "mlp.down": "mlp",
-    "moe.router": "router",
-    "embed": "embed",
-    "head": "head",
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
     """One tensor of the model."""
 
-    name: str  # published, with ".weight"
-    kind: str  # one of `KINDS`; norms and biases are "norm"
+    name: str  # published, with ".weight" where it has that
+    kind: str  # one of `leaf_kinds.KINDS`
     leaf: str  # of `weight_shapes` that it is part of, from row `start` on
     start: int
     layer: int | None
@@ -145,7 +133,7 @@ def _entries(
     sources: dict[tuple[str, tuple[int, ...], int], StoredTensor] = {}
     for placement in checked:
         tensor = tensors[placement.name]
-        if len(placement.shape) == 3:
+        if placement.leaf in EXPERT_LEAVES and len(placement.shape) == 3:
             for expert in range(placement.shape[0]):
                 sources[placement.leaf, (*placement.index, expert), 0] = _rows(tensor, expert)
         else:
@@ -165,13 +153,12 @@ def _entry(
     source = sources.get((leaf, index, start)) or sources[leaf, index, 0]
     if source.shape != placement.shape:
         source = _part(source, start, placement.shape)
-    layers = {"moe": config.moe_layers, "mlp": config.dense_layers}.get(leaf.partition(".")[0])
     return Entry(
         name=placement.name,
-        kind=_KIND_OF_LEAF.get(leaf, "norm"),
+        kind=kind_of(leaf),
         leaf=leaf,
         start=start,
-        layer=None if not index else layers[index[0]] if layers else index[0],
+        layer=layers_of(config, leaf)[index[0]] if index else None,
         expert=index[1] if len(index) > 1 else None,
         source=dataclasses.replace(source, name=placement.name),
     )

@@ -14,22 +14,40 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.models.attention import Attention, AttentionVia, causal_attention
-from moejax.models.config import ModelConfig
-from moejax.models.dense_mlp import DenseMlp
+from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.delta_net import DeltaNet
+from moejax.models.dense_mlp import DenseMlp, SharedExpert
 from moejax.models.expert_products import block_size, swiglu
+from moejax.models.latent_attention import LatentAttention
+from moejax.models.leaf_kinds import kind_of
 from moejax.models.moe import ExpertsVia, SparseMoe
 from moejax.models.norm import rms_norm
+from moejax.models.places import Place, places
 from moejax.models.rope import model_angles
-from moejax.models.routing import route
+from moejax.models.routing import Routing, route
+from moejax.qtensor import Watched
 from moejax.quantization.hessian import add_outer_products
 
 Weights = Mapping[str, jax.Array]
 
+# Whose inputs are the same for all of a layer's tokens; those of experts are `expert_step`'s.
+_WATCHED_KINDS = ("attention", "shared_experts", "mlp", "router")
+
 
 def one_layer(config: ModelConfig, layer: int) -> ModelConfig:
     """The configuration of one layer as a model of its own."""
+    delta = config.delta_net
+    if delta is not None:
+        is_delta = layer in delta.layers
+        delta = dataclasses.replace(delta, layers=(0,)) if is_delta else None
     moe_layers = (0,) if layer in config.moe_layers else ()
-    return dataclasses.replace(config, num_layers=1, moe_layers=moe_layers)
+    return dataclasses.replace(config, num_layers=1, moe_layers=moe_layers, delta_net=delta)
+
+
+def watched_leaves(config: ModelConfig) -> dict[str, int]:
+    """The leaves of one layer (`one_layer`) whose inputs are summed, and K of each."""
+    shapes = weight_shapes(config)
+    return {leaf: shapes[leaf][-1] for leaf in shapes if kind_of(leaf) in _WATCHED_KINDS}
 
 
 @functools.partial(jax.jit, static_argnames=("config", "experts", "attention"))
@@ -41,13 +59,14 @@ def layer_step(
     attention: AttentionVia,
 ) -> jax.Array:
     """The whole layer: [B, T, D] to [B, T, D], as `Transformer.layers` runs it."""
-    x, _, _ = _attention(weights, x, config, attention)
+    x = x + _mixed(weights, x, config, attention)
     flat = _mlp_input(weights, x, config)
-    if config.moe_layers:
-        mask = jnp.ones(len(flat), bool)
-        out, _ = _module(SparseMoe, "moe.", weights, config)(flat, 0, mask, experts)
-    else:
-        out = _module(DenseMlp, "mlp.", weights, config)(flat, 0)
+    if not config.moe_layers:
+        return x + _module(DenseMlp, "mlp.", weights, config)(flat, 0).reshape(x.shape)
+    mask = jnp.ones(len(flat), bool)
+    out, _ = _module(SparseMoe, "moe.", weights, config)(flat, 0, mask, experts)
+    if config.shared_dim:
+        out = out + _module(SharedExpert, "shared.", weights, config)(flat, 0)
     return x + out.reshape(x.shape)
 
 
@@ -59,7 +78,7 @@ def attention_step(
     config: ModelConfig,
     attention: AttentionVia,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The first half of the layer.
+    """The first half of the layer, by attention or a delta rule.
 
     Args:
       weights: of the layer.
@@ -71,10 +90,9 @@ def attention_step(
     Returns:
       [B, T, D] behind attention, and the sums.
     """
-    x, normed, attended = _attention(weights, x, config, attention)
-    for leaf, inputs in (("attention.qkv_proj", normed), ("attention.o_proj", attended)):
-        totals = {**totals, leaf: _add(totals[leaf], inputs)}
-    return x, totals
+    sums = _Sums(totals)
+    x = x + _mixed(weights, x, config, attention, sums)
+    return x, sums.totals
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames=("totals", "counts"))
@@ -94,15 +112,14 @@ def mlp_step(
       counts: int32[E]; donated.
       config: of the layer.
     """
-    flat = _mlp_input(weights, x, config)
-    if config.moe_layers:
-        totals = {**totals, "moe.router": _add(totals["moe.router"], flat)}
-        ids = route(flat, weights["moe.router"], config).ids
-        return totals, counts + jnp.bincount(ids.reshape(-1), length=config.num_experts)
-    hidden = swiglu(jnp.einsum("nd,fd->nf", flat, weights["mlp.gate_up"]))
-    for leaf, inputs in (("mlp.gate_up", flat), ("mlp.down", hidden)):
-        totals = {**totals, leaf: _add(totals[leaf], inputs)}
-    return totals, counts
+    flat, sums = _mlp_input(weights, x, config), _Sums(totals)
+    if not config.moe_layers:
+        _module(DenseMlp, "mlp.", weights, config, sums)(flat, 0)
+        return sums.totals, counts
+    ids = _module(SparseMoe, "moe.", weights, config, sums).route(flat, 0).ids
+    if config.shared_dim:
+        _module(SharedExpert, "shared.", weights, config, sums)(flat, 0)
+    return sums.totals, counts + jnp.bincount(ids.reshape(-1), length=config.num_experts)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "leaf"), donate_argnames="totals")
@@ -127,7 +144,7 @@ def expert_step(
       leaf: "moe.gate_up" (K = D) or "moe.down" (K = F).
     """
     flat = _mlp_input(weights, x, config)
-    ids = route(flat, weights["moe.router"], config).ids
+    ids = _routing(weights, flat, config).ids
     num_rows, width = ids.size, ids.shape[1]
     size = block_size(num_rows, config.num_experts)
     order = jnp.argsort(ids.reshape(-1), stable=True).astype(jnp.int32)
@@ -153,34 +170,68 @@ def expert_step(
     return jax.lax.fori_loop(0, len(totals), expert, totals)
 
 
-def _attention(
-    weights: Weights, x: jax.Array, config: ModelConfig, via: AttentionVia
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """[B, T, D] behind attention, and what qkv_proj [B, T, D] and o_proj [B, T, H C] read."""
-    module = _module(Attention, "attention.", weights, config)
+class _Sums:
+    """Sums of x x^T by leaf, to which a trace adds."""
+
+    def __init__(self, totals: Mapping[str, jax.Array]):
+        self.totals = dict(totals)
+
+    def add(self, leaf: str, inputs: jax.Array) -> None:
+        """Rows [..., K] that the matrix of a leaf reads."""
+        rows = inputs.reshape(-1, inputs.shape[-1])
+        self.totals[leaf] = add_outer_products(self.totals[leaf], rows)
+
+
+def _mixed(
+    weights: Weights,
+    x: jax.Array,
+    config: ModelConfig,
+    via: AttentionVia,
+    sums: _Sums | None = None,
+) -> jax.Array:
+    """What attention or the delta rule adds to [B, T, D]."""
+    (place,) = places(config)
+    scales, centred = weights["attention.norm"], config.zero_centred_norm
+    normed = rms_norm(x, scales, config.norm_eps, zero_centred=centred)
+
+    def attend(place: Place, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        del place
+        return causal_attention(q, k, v, config.sliding_window, via, config.score_scale)
+
+    if place.is_delta:
+        mask = jnp.ones(x.shape[:2], bool)
+        return _module(DeltaNet, "delta.", weights, config, sums)(normed, place, mask, attend)
     positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
-    normed = rms_norm(x, weights["attention.norm"], config.norm_eps)
-    q, k, v, gate = module.project(normed, 0, *model_angles(config, positions))
-    attended = causal_attention(q, k, v, config.sliding_window, via, config.score_scale)
-    behind = x + module.output(attended, 0, gate)
-    return behind, normed, attended.reshape(*x.shape[:2], -1)
+    kind = LatentAttention if config.latent else Attention
+    module = _module(kind, "attention.", weights, config, sums)
+    return module(normed, place, model_angles(config, positions), attend)
 
 
 def _mlp_input(weights: Weights, x: jax.Array, config: ModelConfig) -> jax.Array:
     """[B T, D], normed."""
-    return rms_norm(x, weights["mlp_norm"], config.norm_eps).reshape(-1, config.model_dim)
+    centred = config.zero_centred_norm
+    normed = rms_norm(x, weights["mlp_norm"], config.norm_eps, zero_centred=centred)
+    return normed.reshape(-1, config.model_dim)
 
 
-def _add(total: jax.Array, inputs: jax.Array) -> jax.Array:
-    return add_outer_products(total, inputs.reshape(-1, inputs.shape[-1]))
+def _routing(weights: Weights, flat: jax.Array, config: ModelConfig) -> Routing:
+    """Of rows [N, D], normed."""
+    return route(flat, weights["moe.router"], config, weights.get("moe.router_bias"))
 
 
-def _module(kind: Any, prefix: str, weights: Weights, config: ModelConfig) -> Any:
-    """A module of `moejax.models` around the layer's weights."""
+def _module(
+    kind: Any, prefix: str, weights: Weights, config: ModelConfig, sums: _Sums | None = None
+) -> Any:
+    """A module of `moejax.models` around the layer's weights, which tell `sums` what they read."""
+
+    def param(leaf: str) -> Any:
+        stacked = weights[leaf][None]
+        if sums is None or kind_of(leaf) not in _WATCHED_KINDS:
+            return nnx.Param(stacked)
+        return nnx.Param(Watched(stacked, functools.partial(sums.add, leaf)))
+
     leaves: dict[Any, Any] = {
-        (name.removeprefix(prefix),): nnx.Param(weight[None])
-        for name, weight in weights.items()
-        if name.startswith(prefix)
+        (leaf.removeprefix(prefix),): param(leaf) for leaf in weights if leaf.startswith(prefix)
     }
     return nnx.merge(_definition(kind, config), nnx.from_flat_state(leaves))
 

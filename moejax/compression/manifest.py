@@ -8,9 +8,9 @@ from typing import Any
 
 from moejax.checkpoints.quantized.manifest import MANIFEST_FILE
 from moejax.checkpoints.safetensors_reader import INDEX_FILE
-from moejax.compression.inventory import KINDS
 from moejax.compression.writing import WrittenFile, write_bytes, write_json
 from moejax.models.hf_config import read_json
+from moejax.models.leaf_kinds import KINDS
 from moejax.tokenizer import TOKENIZER_FILES
 from pallas_kernels import layout
 

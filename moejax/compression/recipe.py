@@ -4,16 +4,18 @@
 
 A pattern is a class ("experts", "attention", "shared_experts", "mlp", "router", "embed", "head"), a
 glob on Hugging Face names ("model.layers.0.*", "*.o_proj"), or a regular expression after "re:".
-Rules apply in order, so a later one wins. Attention, experts and dense MLPs begin with the default
-scheme; router, embedding and head stay as they are stored unless a rule gives them a method.
+Rules apply in order, so a later one wins. Attention (or what a layer has in its place), experts,
+shared experts and dense MLPs begin with the default scheme; router, embedding and head stay as they
+are stored unless a rule gives them a method; what is `leaf_kinds.NEVER_PACKED` stays in any case.
 """
 
 import dataclasses
 import fnmatch
 import re
 
-from moejax.compression.inventory import KINDS, Entry, Inventory
+from moejax.compression.inventory import Entry, Inventory
 from moejax.errors import MoejaxError
+from moejax.models.leaf_kinds import KINDS, NEVER_PACKED
 from pallas_kernels import layout
 
 METHODS = ("none", "rtn", "hqq", "least_squares", "gptq", "autoround", "milo", "milo+")
@@ -23,7 +25,7 @@ ZERO_KINDS = ("auto", "float", "integer", "symmetric")
 SCALE_DTYPES = ("float16", "float32")
 FACTOR_BITS = (3, 4, 8, 16)
 FORMATS = ("moejax", "gptq", "compressed-tensors")
-MATRIX_KINDS = tuple(kind for kind in KINDS if kind != "norm")
+MATRIX_KINDS = tuple(kind for kind in KINDS if kind not in NEVER_PACKED)
 # These solve for a float zero point, so they have no other.
 _FLOAT_ONLY = ("hqq", "milo")
 _QUANTIZED_KINDS = ("attention", "experts", "shared_experts", "mlp")
@@ -115,15 +117,15 @@ def schemes(recipe: Recipe, inventory: Inventory) -> dict[str, Scheme]:
     "auto" zero kinds are resolved, and group size 0 is K.
 
     Raises:
-      MoejaxError: a rule matches nothing, or only norms; a group size does not fit its matrix; a
-        method cannot be had for a tensor, or the format cannot hold it.
+      MoejaxError: a rule matches nothing that is ever quantized; a group size does not fit its
+        matrix; a method cannot be had for a tensor, or the format cannot hold it.
     """
     recipe.default.check()
     used: set[str] = set()
     found = {
         entry.name: _scheme_of(recipe, entry, used)
         for entry in inventory.entries
-        if entry.kind != "norm"
+        if entry.kind not in NEVER_PACKED
     }
     for rule in recipe.rules:
         if rule.text not in used:
@@ -250,7 +252,10 @@ def _matches(pattern: str, entry: Entry) -> bool:
 
 def _useless(rule: Rule, inventory: Inventory) -> MoejaxError:
     if any(rule.matches(entry) for entry in inventory.entries):
-        return MoejaxError(f"rule {rule.text!r} concerns norms or biases, never quantized")
+        return MoejaxError(
+            f"rule {rule.text!r} concerns norms or biases, or projections that are kept as they "
+            "are, never quantized"
+        )
     there = {entry.kind for entry in inventory.entries}
     kinds = ", ".join(kind for kind in MATRIX_KINDS if kind in there)
     example = next(e.prefix for e in inventory.entries if e.kind in _QUANTIZED_KINDS)

@@ -26,7 +26,7 @@ from moejax.models.config import ModelConfig
 from moejax.models.expert_products import Experts, Pairs, combine, products_of_tiers
 from moejax.models.grouped_experts import choose_for_tiers
 from moejax.models.moe import ExpertsVia
-from moejax.models.routing import Routing
+from moejax.models.routing import Routing, weights_of
 from moejax.ops import Index
 from moejax.policies import mixed_cache
 from moejax.policies.attention_importance import attention_received
@@ -45,7 +45,7 @@ class TieredExperts:
         via: Sequence[ExpertsVia],
         kernels: ops.Kernels,
         *,
-        is_prefill: bool,
+        num_prefilled: int | None = None,
     ):
         """For one trace.
 
@@ -56,12 +56,17 @@ class TieredExperts:
           store: the host's rows of each.
           via: the form that runs the experts of each.
           kernels: which may serve packed experts.
-          is_prefill: whether the step is of prompts.
+          num_prefilled: tokens of a step of prompts, padding too; None in a step of decode.
         """
         self.spec, self.config = spec, config
         self._store, self._via, self._kernels = tuple(store), tuple(via), kernels
-        self._is_prefill = is_prefill
-        self._importance: jax.Array | None = None  # of the layer that comes next
+        self._is_prefill = num_prefilled is not None
+        # float32[N], of the layer that comes next.
+        self._importance: jax.Array | None = None
+        weighs = num_prefilled is not None and spec.policy.needs.importance
+        self._carries = weighs and config.delta_net is not None
+        if self._carries:  # nobody has attended yet: all are alike
+            self._importance = jnp.ones(num_prefilled, jnp.float32)
         of_tiers = zip(spec.pools, pool.pools, store, via, strict=True)
         self._runs = [PooledExperts(s, config, p, rows, v, kernels) for s, p, rows, v in of_tiers]
         self._policy_state, self._gate = pool.state, pool.gate
@@ -78,15 +83,16 @@ class TieredExperts:
         return math.lcm(*(run.num_turns for run in self._runs))
 
     @property
-    def state(self) -> TieredPool:
-        """The pool."""
-        return self.pool
+    def state(self) -> tuple[TieredPool, jax.Array | None]:
+        """The pool; and the importance of tokens, where layers may have none of their own."""
+        return self.pool, self._importance if self._carries else None
 
-    def resume(self, state: TieredPool) -> None:
+    def resume(self, state: tuple[TieredPool, jax.Array | None]) -> None:
         """Likewise."""
-        for run, pool in zip(self._runs, state.pools, strict=True):
+        pools, self._importance = state
+        for run, pool in zip(self._runs, pools.pools, strict=True):
             run.resume(pool)
-        self._policy_state, self._gate = state.state, state.gate
+        self._policy_state, self._gate = pools.state, pools.gate
 
     def kept(self) -> None:
         """Likewise: nothing."""
@@ -102,13 +108,17 @@ class TieredExperts:
         positions: jax.Array,
         token_mask: jax.Array,
     ) -> None:
-        """See `models.attention.WatchAttention`; keeps the importance of the layer's tokens."""
+        """See `models.attention.WatchAttention`; keeps the importance of the layer's tokens.
+
+        Layers without attention have that of the last one before them that attends.
+        """
         if not (self._is_prefill and self.spec.policy.needs.importance):
             return
-        if isinstance(layer, int) and layer not in self.config.moe_layers:
+        c = self.config
+        if not self._carries and isinstance(layer, int) and layer not in c.moe_layers:
             return
         received = attention_received(
-            q, keys, positions, token_mask, sliding_window=self.config.sliding_window
+            q, keys, positions, token_mask, sliding_window=c.sliding_window, scale=c.score_scale
         )
         places = jnp.minimum(positions, received.shape[1] - 1)
         self._importance = jnp.take_along_axis(received, places, axis=1).reshape(-1)
@@ -162,7 +172,8 @@ class TieredExperts:
             predicted=self._predicted(layer, routing, ahead) if looks and ahead else None,
             is_prefill=self._is_prefill,
         )
-        self._importance = None
+        if not self._carries:
+            self._importance = None
         decision, self._policy_state = self.spec.policy.decide(self._policy_state, observation)
         return decision
 
@@ -175,9 +186,7 @@ class TieredExperts:
         if store.replay_probabilities is None:
             return routing
         probabilities = store.replay_probabilities[row, layer]
-        weights = jnp.take_along_axis(probabilities, routing.ids, axis=1, mode="clip")
-        if self.config.norm_topk_prob:
-            weights = weights / jnp.sum(weights, axis=1, keepdims=True)
+        weights = weights_of(probabilities, routing.ids, self.config)
         return Routing(probabilities, weights, routing.ids)
 
     def _predicted(self, layer: Index, routing: Routing, ahead: Callable[[], Routing]) -> jax.Array:

@@ -274,10 +274,13 @@ def _policy_parts(
     """Bytes by part that steps take on the device because the policy asks for it."""
     if not policy.needs.importance:
         return {}
-    nbytes = importance_nbytes(
-        batch=batch, length=chunk, num_keys=context, num_heads=c.num_heads,
-        num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, itemsize=itemsize,
-        platform=device.platform,
+    nbytes = max(
+        importance_nbytes(
+            batch=batch, length=chunk, num_keys=context, num_heads=c.num_heads,
+            num_kv_heads=num_kv_heads, head_dim=head_dim, itemsize=itemsize,
+            platform=device.platform,
+        )
+        for num_kv_heads, head_dim in c.watched_heads
     )  # fmt: skip
     return {"importance of tokens": nbytes}
 

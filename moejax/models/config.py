@@ -187,6 +187,16 @@ class ModelConfig:
         return self.head_dim, self.head_dim
 
     @property
+    def watched_heads(self) -> tuple[tuple[int, int], ...]:
+        """(K, C) of the keys that a `WatchAttention` may be shown: as heads have them, or cached.
+
+        Of latent attention a query may stand beside all heads' keys, or, taken to the width of the
+        latents, beside the one row that is cached.
+        """
+        heads = (self.num_kv_heads, self.head_dim)
+        return (heads, (1, sum(self.cached_dims))) if self.latent else (heads,)
+
+    @property
     def cached_values(self) -> int:
         """Numbers of a position in the cache, of all layers."""
         return len(self.attention_layers) * self.cached_heads * sum(self.cached_dims)

@@ -48,13 +48,29 @@ def routing_of(logits: jax.Array, config: ModelConfig, bias: jax.Array | None = 
     scores = jax.nn.softmax(logits, axis=-1) if is_softmax else jax.nn.sigmoid(logits)
     if rule.is_plain:
         weights, ids = jax.lax.top_k(scores, config.experts_per_token)
-    else:
-        _, ids = jax.lax.top_k(_of_best_groups(scores, rule, bias), config.experts_per_token)
-        weights = jnp.take_along_axis(scores, ids, axis=-1)
-    if config.norm_topk_prob:
-        total = jnp.sum(weights, axis=-1, keepdims=True)
-        weights = weights / (total if is_softmax else total + SUM_FLOOR)
-    return scaled(Routing(scores, weights, ids), config)
+        return scaled(Routing(scores, _normalised(weights, config), ids), config)
+    _, ids = jax.lax.top_k(_of_best_groups(scores, rule, bias), config.experts_per_token)
+    return Routing(scores, weights_of(scores, ids, config), ids)
+
+
+def weights_of(scores: jax.Array, ids: jax.Array, config: ModelConfig) -> jax.Array:
+    """float32[N, A], as a model with these scores weighs these experts.
+
+    Args:
+      scores: float32[N, E], of all experts: the softmax, or sigmoids.
+      ids: int32[N, A], of the chosen ones.
+      config: as in `routing_of`.
+    """
+    weights = jnp.take_along_axis(scores, ids, axis=-1, mode="clip")
+    weights = _normalised(weights, config)
+    return weights if config.router.scale == 1.0 else weights * config.router.scale
+
+
+def _normalised(weights: jax.Array, config: ModelConfig) -> jax.Array:
+    if not config.norm_topk_prob:
+        return weights
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return weights / (total if config.router.scoring == "softmax" else total + SUM_FLOOR)
 
 
 def scaled(routing: Routing, config: ModelConfig) -> Routing:

@@ -23,6 +23,7 @@ def attention_received(
     *,
     aggregation: str = "mean",
     sliding_window: int | None = None,
+    scale: float | None = None,
     block: int | None = None,
 ) -> jax.Array:
     """s_i = 1/H sum_h a_i^(h) of eq. 1, of every key.
@@ -38,6 +39,7 @@ def attention_received(
       active: bool[B, T], queries that are no padding.
       aggregation: "mean", "sum" or "last_query".
       sliding_window: keys that a query sees, itself included; None: all.
+      scale: of the scores, where it is the model's own; None: 1 / sqrt(C).
       block: queries at a time; None: as many as keep their weights under `BLOCK_BYTES`.
 
     Returns:
@@ -71,7 +73,7 @@ def attention_received(
     def add(
         sums: tuple[jax.Array, jax.Array], queries: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[tuple[jax.Array, jax.Array], None]:
-        found = _of_block(*queries, k, sliding_window)
+        found = _of_block(*queries, k, sliding_window, scale)
         return (sums[0] + found[0], sums[1] + found[1]), None
 
     zeros = jnp.zeros((batch, num_keys), jnp.float32)
@@ -130,6 +132,7 @@ def _of_block(
     active: jax.Array,
     k: jax.Array,
     sliding_window: int | None,
+    scale: float | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Of a block of queries: head-mean attention to each key, summed, and who sees it; [B, S]."""
     batch, block, num_heads, head_dim = q.shape
@@ -141,7 +144,8 @@ def _of_block(
     if sliding_window is not None:
         sees &= key > positions[:, :, None] - sliding_window
     visible = sees[:, None, None]
-    scores = jnp.where(visible, scores * head_dim**-0.5, -jnp.inf)
+    scale = head_dim**-0.5 if scale is None else scale
+    scores = jnp.where(visible, scores * scale, -jnp.inf)
     # Written out: a query that sees nothing has a row of -inf, of which softmax makes NaN.
     largest = jnp.max(scores, axis=-1, keepdims=True)
     powers = jnp.exp(scores - jnp.where(largest > -jnp.inf, largest, 0.0))

@@ -23,6 +23,7 @@ RESERVE_BYTES = {"gpu": 128 * 2**20, "cpu": 0}
 # Of plain experts where no kernel reads them in place, as in `moejax.models.moe`.
 GATHERED_BYTES = 512 * 2**20
 BLOB_PADDING = 64  # more than the padding of an expert's arrays to full words
+STATES = "states of layers without attention"  # a part of the device's
 LOW_RANK = ".low_rank"  # ends the names of low-rank factors, which stay on the device
 
 
@@ -222,9 +223,11 @@ class _Run:
         parts = {f"weights {n}": s for n, s in self.weights_nbytes.items() if n not in low_rank}
         if low_rank:
             parts["low-rank factors of experts"] = sum(low_rank.values())
-        c = self.config
-        keys = c.num_layers * self.batch * c.num_kv_heads * self.context * c.head_dim
-        parts["KV cache"] = 2 * keys * self.itemsize
+        cached = self.batch * self.context * self.config.cached_values
+        parts["KV cache"] = cached * self.itemsize
+        wide, plain = self.config.state_values
+        if wide:  # of a sequence, however long it is
+            parts[STATES] = self.batch * (4 * wide + plain * self.itemsize)
         parts["activations and workspace"] = self.workspace()
         if reserve := RESERVE_BYTES[self.platform]:
             parts["reserve of the allocator"] = reserve
@@ -252,7 +255,7 @@ class _Run:
         if self.platform == "gpu" and self.num_layers and self.tier.expert_nbytes >= plain:
             parts["experts gathered in a prefill step"] = min(GATHERED_BYTES, parts["experts"])
         # A layer is staged on the device while it is loaded, before there is a cache.
-        later = parts["KV cache"] + parts["activations and workspace"]
+        later = parts["KV cache"] + parts.get(STATES, 0) + parts["activations and workspace"]
         if self.platform == "gpu" and self.num_layers and layer > later:
             parts["staging of a layer while it is loaded"] = layer - later
         return parts

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from moejax.errors import MoejaxError
 
 GIB = 2**30
-# Parts of a budget that a run may get by with less of: estimates, and the cache of a context that
-# the prompts may not need.
-AT_MOST = ("activations", "KV cache", "reserve", "staging", "importance", "experts gathered",
-           "experts on their way")  # how they begin  # fmt: skip
+# Parts of a budget that a run may get by with less of: estimates, and the cache and the states of
+# contexts and sequences that the prompts may not need.
+AT_MOST = ("activations", "KV cache", "states", "reserve", "staging", "importance",
+           "experts gathered", "experts on their way")  # how they begin  # fmt: skip
 
 
 class BudgetError(MoejaxError):

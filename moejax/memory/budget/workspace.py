@@ -9,6 +9,44 @@ CPU_UNROLLED = 32
 CPU_STEP_BYTES = 2**20
 
 
+# Tokens of a block of the chunked delta rule, as in `moejax.models.delta_rule`.
+DELTA_BLOCK = 64
+# Of float32 scores at once, and of keys and values that are expanded for a later chunk, as in
+# `moejax.models.latent_attention`.
+LATENT_SCORE_BYTES = 256 * 2**20
+LATENT_EXPANDED_BYTES = 2**30
+
+
+class Latent(Protocol):
+    """What is read of a `moejax.models.parts.LatentAttention`."""
+
+    @property
+    def kv_rank(self) -> int: ...
+    @property
+    def query_rank(self) -> int | None: ...
+    @property
+    def nope_dim(self) -> int: ...
+    @property
+    def rope_dim(self) -> int: ...
+    @property
+    def value_dim(self) -> int: ...
+
+
+class Delta(Protocol):
+    """What is read of a `moejax.models.parts.DeltaNet`."""
+
+    @property
+    def num_value_heads(self) -> int: ...
+    @property
+    def key_dim(self) -> int: ...
+    @property
+    def value_dim(self) -> int: ...
+    @property
+    def value_width(self) -> int: ...
+    @property
+    def conv_dim(self) -> int: ...
+
+
 class Model(Protocol):
     """What is read of a `moejax.models.config.ModelConfig`."""
 
@@ -21,9 +59,9 @@ class Model(Protocol):
     @property
     def num_heads(self) -> int: ...
     @property
-    def num_kv_heads(self) -> int: ...
-    @property
     def head_dim(self) -> int: ...
+    @property
+    def rotary_dim(self) -> int: ...
     @property
     def num_experts(self) -> int: ...
     @property
@@ -35,7 +73,23 @@ class Model(Protocol):
     @property
     def moe_layers(self) -> tuple[int, ...]: ...
     @property
+    def shared_dim(self) -> int: ...
+    @property
+    def attention_layers(self) -> tuple[int, ...]: ...
+    @property
     def qkv_dim(self) -> int: ...
+    @property
+    def cached_heads(self) -> int: ...
+    @property
+    def cached_dims(self) -> tuple[int, int]: ...
+    @property
+    def cached_values(self) -> int: ...
+    @property
+    def state_values(self) -> tuple[int, int]: ...
+    @property
+    def latent(self) -> Latent | None: ...
+    @property
+    def delta_net(self) -> Delta | None: ...
 
 
 def workspace_nbytes(
@@ -90,31 +144,79 @@ class _Steps(NamedTuple):
         """Of all layers."""
         # The residual stream, what a norm gives, what a layer adds; sines and cosines.
         c, num_tokens = self.config, self.batch * tokens
-        stream = num_tokens * (4 * c.model_dim * self.itemsize + 4 * c.head_dim)
+        stream = num_tokens * (4 * c.model_dim * self.itemsize + 4 * c.rotary_dim)
         apart = stream + self._values(tokens) + self._hidden(tokens) // 3
         more = (self.num_turns - 1) * apart if tokens > 1 else 0
-        most = max(self._attention(tokens), self._experts(tokens))
+        most = max(self._attention(tokens), self._delta_rule(tokens), self._experts(tokens))
         return stream + more + self._reads(tokens) + most
 
     def _reads(self, tokens: int) -> int:
         """Keys and values of a layer, out of the cache; for one query a GPU widens them as well."""
         c = self.config
-        read = 2 * self.batch * c.num_kv_heads * self.context * c.head_dim * self.itemsize
+        position = c.cached_heads * sum(c.cached_dims) * self.itemsize
+        read = self.batch * self.context * position
         if self.is_cpu:
-            return read * c.num_layers
+            return read * len(c.attention_layers)
         return 3 * read if tokens == 1 else read
 
     def _attention(self, tokens: int) -> int:
         c = self.config
-        scores = self.batch * c.num_heads * tokens * self.context
+        if not c.attention_layers:
+            return 0
+        row = self.batch * c.num_heads * self.context
+        scores = tokens * row
+        if c.latent:  # a block of queries after another
+            scores = min(scores, max(LATENT_SCORE_BYTES // 4, row))
         # Products in float32 and what the softmax gives; on a CPU its parts are not fused.
         score_nbytes = 4 + self.itemsize + (4 if self.is_cpu else 0)
-        return self._values(tokens) + scores * score_nbytes
+        expanded = self._expanded(c.latent, tokens) if c.latent else 0
+        return self._values(tokens) + scores * score_nbytes + expanded
 
     def _values(self, tokens: int) -> int:
         c = self.config
+        if c.latent:
+            return self._latent_values(c.latent, tokens)
         values = 2 * c.qkv_dim + c.num_heads * c.head_dim
         return self.batch * tokens * values * self.itemsize
+
+    def _latent_values(self, of: Latent, tokens: int) -> int:
+        """Queries, latents, and the keys and values of all heads that tokens see of one another.
+
+        Of one token there are none: queries go to the latents' width instead, and what is attended
+        to comes from there.
+        """
+        c = self.config
+        latents = 2 * (of.kv_rank + of.rope_dim) + 2 * (of.query_rank or 0)
+        queries = 2 * c.num_heads * c.head_dim
+        heads = c.num_heads * (2 * of.nope_dim + of.rope_dim + 3 * of.value_dim)
+        if tokens == 1:
+            heads = c.num_heads * (2 * of.kv_rank + of.rope_dim + of.value_dim)
+        return self.batch * tokens * (latents + queries + heads) * self.itemsize
+
+    def _expanded(self, of: Latent, tokens: int) -> int:
+        """Of the cache's latents, for a later chunk of a prompt; a token reads them as they are."""
+        if tokens == 1:
+            return 0
+        c = self.config
+        slot = c.num_heads * (2 * of.nope_dim + of.rope_dim + of.value_dim)
+        expanded = min(self.batch * self.context * slot * self.itemsize, LATENT_EXPANDED_BYTES)
+        absorbed = tokens * c.num_heads * (2 * of.kv_rank + of.rope_dim)
+        return max(expanded, self.batch * absorbed * self.itemsize)
+
+    def _delta_rule(self, tokens: int) -> int:
+        """A layer's projections, what goes through the convolution, and the rule in float32."""
+        of = self.config.delta_net
+        if of is None:
+            return 0
+        blocks = -(-tokens // DELTA_BLOCK)
+        length = blocks * DELTA_BLOCK if tokens > 1 else 1
+        projected = 2 * (of.conv_dim + of.value_width) * self.itemsize + 2 * 4 * of.conv_dim
+        # Keys and values; both times the strength of writing; what the triangular system makes of
+        # them; queries and keys with their decays; what is read.
+        rule = 4 * of.num_value_heads * (5 * of.key_dim + 5 * of.value_dim)
+        pairs = 4 * 4 * of.num_value_heads * DELTA_BLOCK if tokens > 1 else 0
+        states = 3 * 4 * of.num_value_heads * of.key_dim * of.value_dim
+        return self.batch * (length * (projected + rule + pairs) + states)
 
     def _hidden(self, tokens: int) -> int:
         c = self.config
@@ -129,10 +231,14 @@ class _Steps(NamedTuple):
         # Of the pairs so far, of a further wave, and weighted. Of a further tier its own, and those
         # of the tiers up to it.
         products = pairs * c.model_dim * (2 * self.itemsize + 4 + 8 * (self.num_tiers - 1))
+        sparse = routing + hidden + products + (self._matrices(pairs) if self.is_cpu else 0)
+        if c.shared_dim:  # XLA may run it before, between or after the experts' products
+            # Gates and ups, and their product; a CPU has the gates once more.
+            width = (4 if self.is_cpu else 3) * c.shared_dim + c.model_dim
+            sparse += num_tokens * width * self.itemsize
         dense = num_tokens * 3 * c.mlp_dim * self.itemsize
         has_dense = len(c.moe_layers) < c.num_layers
-        sparse = routing + hidden + products + (self._matrices(pairs) if self.is_cpu else 0)
-        return max(sparse, dense if has_dense else 0)
+        return max(sparse if c.moe_layers else 0, dense if has_dense else 0)
 
     def _matrices(self, pairs: int) -> int:
         """Plain experts that XLA copies out of their stack: of each of a few pairs, or some."""

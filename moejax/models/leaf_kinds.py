@@ -1,0 +1,68 @@
+"""What kind of matrix each weight leaf is: which of them are packed together, and which never."""
+
+import types
+from collections.abc import Mapping
+
+from moejax.models.config import ModelConfig
+
+# Kinds in the order of a report; "kept" and "norm" are never packed.
+KINDS = ("attention", "experts", "shared_experts", "mlp", "router", "embed", "head", "kept", "norm")
+NEVER_PACKED = ("kept", "norm")
+
+# Of every leaf that is no norm, bias, convolution or decay.
+KIND_OF_LEAF: Mapping[str, str] = types.MappingProxyType({
+    # What a layer mixes tokens by, whether that is attention or a delta rule.
+    "attention.qkv_proj": "attention",
+    "attention.q_proj": "attention",
+    "attention.q_a": "attention",
+    "attention.q_b": "attention",
+    "attention.kv_a": "attention",
+    "attention.o_proj": "attention",
+    "delta.qkvz_proj": "attention",
+    "delta.o_proj": "attention",
+    # At decode queries meet its transpose and what is attended to its other rows: neither is a
+    # product with rows of outputs, which is how codes lie.
+    "attention.kv_b": "kept",
+    # Two rows a head, and decays are powers of what they give.
+    "delta.ba_proj": "kept",
+    "shared.gate": "kept",  # one row
+    "moe.gate_up": "experts",
+    "moe.down": "experts",
+    "shared.gate_up": "shared_experts",
+    "shared.down": "shared_experts",
+    "mlp.gate_up": "mlp",
+    "mlp.down": "mlp",
+    "moe.router": "router",
+    "embed": "embed",
+    "head": "head",
+})  # fmt: skip
+
+
+def leaves_of(*kinds: str) -> tuple[str, ...]:
+    """The leaves of some kinds, those of all families."""
+    return tuple(leaf for leaf, kind in KIND_OF_LEAF.items() if kind in kinds)
+
+
+def kind_of(leaf: str) -> str:
+    """One of `KINDS`; "norm" stands for norms, biases, convolutions and decays."""
+    return KIND_OF_LEAF.get(leaf, "norm")
+
+
+def layers_of(config: ModelConfig, leaf: str) -> tuple[int, ...]:
+    """Which of all layers the entries along a stacked leaf's first axis belong to.
+
+    Args:
+      config: of the model.
+      leaf: of `weight_shapes(config)`, one that is stacked over layers.
+    """
+    module, _, name = leaf.partition(".")
+    if module in ("moe", "shared"):
+        return config.moe_layers
+    if module == "mlp":
+        return config.dense_layers
+    if module == "delta":
+        assert config.delta_net is not None
+        return config.delta_net.layers
+    if module == "attention" and name != "norm":
+        return config.attention_layers
+    return tuple(range(config.num_layers))

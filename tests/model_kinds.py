@@ -1,0 +1,34 @@
+"""Tiny models of every kind of layer, as fields in which each differs from `random_checkpoints`."""
+
+from typing import Any
+
+from moejax.models.config import ModelConfig
+from moejax.models.parts import DeltaNet, LatentAttention, Yarn
+from tests.random_checkpoints import TINY
+
+# Standard attention; shared experts; the first layer dense.
+SHARED: dict[str, Any] = {
+    "family": "deepseek", "num_kv_heads": 4, "qk_norm": False, "moe_layers": (1, 2),
+    "num_layers": 3, "norm_topk_prob": False, "shared_dim": 64,
+}  # fmt: skip
+# The same with latent attention, queries through a latent of their own, and YaRN.
+LATENT: dict[str, Any] = {
+    **SHARED, "family": "deepseek_v2", "head_dim": 24, "interleaved_rope": True,
+    "latent": LatentAttention(kv_rank=32, query_rank=48, nope_dim=16, rope_dim=8, value_dim=16),
+    "yarn": Yarn(factor=4.0, original_positions=64, mscale=1.0, mscale_all_dim=0.7),
+}  # fmt: skip
+# One layer of four attends, with gates and a part of each head rotated.
+DELTA: dict[str, Any] = {
+    "family": "qwen3_next", "rope_dim": 4, "attention_gate": True, "zero_centred_norm": True,
+    "moe_layers": (0, 1, 2, 3), "num_layers": 4, "shared_dim": 32, "shared_gate": True,
+    "delta_net": DeltaNet(
+        layers=(0, 1, 2), num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=16,
+        conv_width=4,
+    ),
+}  # fmt: skip
+KINDS = {"shared": SHARED, "latent": LATENT, "delta": DELTA}
+
+
+def config_of(name: str, **changes: Any) -> ModelConfig:
+    """One of `KINDS`, perhaps with other fields."""
+    return ModelConfig(**{**TINY, **KINDS[name], **changes})

@@ -1,0 +1,127 @@
+"""Policies over layers that are not all alike: whose importance a layer has, and which weights."""
+
+import dataclasses
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax.memory import tiered_experts
+from moejax.models.parts import RouterRule
+from moejax.models.routing import routing_of, weights_of
+from moejax.models.transformer import Transformer
+from moejax.policies.dymoe import DyMoE
+from moejax.policies.make import make_policy
+from tests import model_kinds
+from tests.tiered_case import tiered_runner
+from tests.tiered_looped_test import outcome
+
+DYMOE = {"retention": 0.5, "schedule": "linear", "heavy_count": 3, "prefetch": 0}
+TOKENS = np.random.default_rng(0).integers(0, 160, (1, 16)).astype(np.int32)
+# Two periods of a layer without attention and one with it: two passes of a loop.
+FOUR = model_kinds.config_of("delta")
+FOUR = dataclasses.replace(FOUR, delta_net=dataclasses.replace(FOUR.delta_net, layers=(0, 2)))
+SCALED = RouterRule(scale=2.5)
+
+
+def runner_of(config):
+    return tiered_runner(make_policy("dymoe", **DYMOE), (4, 2), (2, 4), config=config)
+
+
+class ImportanceTest(parameterized.TestCase):
+    def seen(self, config):
+        """What each layer's decision was told of the tokens' importance, and what was computed."""
+        told, computed = [], []
+        decide, received = DyMoE.decide, tiered_experts.attention_received
+
+        def spied(self, state, observation):
+            told.append(observation.importance)
+            return decide(self, state, observation)
+
+        def counted(*arguments, **options):
+            computed.append(options)
+            return received(*arguments, **options)
+
+        runner, memory = runner_of(config)
+        with (
+            mock.patch.object(Transformer, "loops", lambda *_: False),
+            mock.patch.object(DyMoE, "decide", spied),
+            mock.patch.object(tiered_experts, "attention_received", counted),
+        ):
+            runner.logits(TOKENS)
+        memory.settle()
+        return told, computed
+
+    def test_layers_without_attention_have_that_of_the_last_which_attended(self):
+        told, computed = self.seen(FOUR)
+        self.assertLen(told, 4)
+        self.assertLen(computed, 2)
+        first, second, third = told[0], told[1], told[3]
+        self.assertIsNotNone(first)
+        for layer, expected in enumerate([first, second, second, third]):
+            self.assertIs(told[layer], expected, layer)
+        self.assertIsNot(first, second)
+        self.assertIsNot(second, third)
+
+    def test_scores_are_the_models_own(self):
+        config = model_kinds.config_of("latent")
+        told, computed = self.seen(config)
+        self.assertLen(told, 2)  # the first layer is dense
+        self.assertEqual([one["scale"] for one in computed], [config.score_scale] * 2)
+        self.assertNotAlmostEqual(config.score_scale, config.head_dim**-0.5)
+
+    @parameterized.parameters("delta", "latent")
+    def test_in_a_loop_as_unrolled(self, name):
+        config = FOUR if name == "delta" else model_kinds.config_of(
+            "latent", num_layers=5, moe_layers=(1, 2, 3, 4), router=SCALED
+        )  # fmt: skip
+        found = []
+        for loops in (False, True):
+            runner, memory = runner_of(config)
+            with mock.patch.object(Transformer, "loops", lambda *_, loops=loops: loops):
+                found.append(outcome(runner, memory, of_chunk=True))
+        for (path, a), (_, b) in zip(
+            *(jax.tree_util.tree_leaves_with_path(tree) for tree in found), strict=True
+        ):
+            # Between passes of a loop a sum of float32 may end in another last bit (places.py).
+            with self.subTest(jax.tree_util.keystr(path)):
+                np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+class WeightsTest(parameterized.TestCase):
+    @parameterized.parameters(
+        (RouterRule(), True),
+        (RouterRule(scale=2.5), False),
+        (RouterRule(scale=16.0, num_groups=2, top_groups=1), False),
+        (RouterRule(scoring="sigmoid", scale=2.5, has_bias=True), True),
+    )
+    def test_of_given_experts_as_the_router_weighs_them(self, rule, normalises):
+        config = model_kinds.config_of("shared", router=rule, norm_topk_prob=normalises)
+        logits = jnp.asarray(np.random.default_rng(0).standard_normal((7, 4)), jnp.float32)
+        bias = jnp.asarray([0.3, -0.2, 0.1, 0.0], jnp.float32) if rule.has_bias else None
+        found = routing_of(logits, config, bias)
+        again = weights_of(found.probabilities, found.ids, config)
+        np.testing.assert_array_equal(again, found.weights)
+        total = np.asarray(found.weights).sum(axis=1)
+        if normalises:
+            np.testing.assert_allclose(total, rule.scale, rtol=1e-5)
+        else:
+            self.assertGreater(abs(total - 1).min(), 1e-3)
+
+    def test_gate_mass_of_weights_that_do_not_sum_to_one(self):
+        config = model_kinds.config_of("shared", router=SCALED)
+        runner, memory = runner_of(config)
+        runner.logits(TOKENS)
+        memory.settle()
+        shares = memory.ledger.shares
+        self.assertAlmostEqual(shares["int4"] + shares["int2"] + shares["skipped"], 1, places=5)
+        # Two sparse layers of 16 tokens: each has two of four experts, times 2.5.
+        total = memory.ledger.gate[:, -1]
+        self.assertBetween(total.min(), 0.5 * 2.5 * 16, 2.5 * 16)
+        self.assertGreater(abs(total - 16).min(), 1)
+
+
+if __name__ == "__main__":
+    absltest.main()
