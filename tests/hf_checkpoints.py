@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face checkpoints of both families, written by transformers itself.
+"""Tiny random Hugging Face checkpoints of each family, written by transformers itself.
 
     path = write_checkpoint("qwen3_head24", tmp_path)   # tmp_path/qwen3_head24, made once
     model = reference_model(path)                       # transformers, float32, eager attention
@@ -20,6 +20,7 @@ transformers.utils.logging.disable_progress_bar()
 FAMILIES = {
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
 }
 
 _SHARED: dict[str, Any] = {
@@ -42,6 +43,21 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "mixtral": {"intermediate_size": 24, "num_local_experts": 4},
+    "qwen3_next": {
+        "head_dim": 16,
+        "intermediate_size": 40,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "num_experts": 8,
+        "norm_topk_prob": True,
+        "full_attention_interval": 2,
+        "partial_rotary_factor": 0.25,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4,
+    },
 }
 
 
@@ -94,12 +110,67 @@ CHECKPOINTS: dict[str, TinyCheckpoint] = {
 }
 
 
+def _next(**how: Any) -> TinyCheckpoint:
+    return TinyCheckpoint(family="qwen3_next", **how)
+
+
+# Apart, since the place of a name among the others is its seed.
+QWEN3_NEXT: dict[str, TinyCheckpoint] = {
+    "next": _next(),
+    "next_heads1_conv2_tied": _next(
+        fields={
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_conv_kernel_dim": 2,
+            "tie_word_embeddings": True,
+            "partial_rotary_factor": 0.5,
+        }
+    ),
+    "next_heads3_interval3_old_config": _next(
+        fields={
+            "num_hidden_layers": 4,
+            "full_attention_interval": 3,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 3,
+            "linear_value_head_dim": 12,
+            "linear_conv_kernel_dim": 3,
+        },
+        old_config=True,
+    ),
+    "next_dense_shared24_fused": _next(
+        fields={
+            "num_hidden_layers": 4,
+            "full_attention_interval": 4,
+            "mlp_only_layers": [1],
+            "shared_expert_intermediate_size": 24,
+            "norm_topk_prob": False,
+            "linear_key_head_dim": 12,
+        },
+        fused=True,
+    ),
+    "next_step2_gqa4_bias_head24": _next(
+        fields={
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 24,
+            "partial_rotary_factor": 1.0,
+            "attention_bias": True,
+            "layer_types": ["full_attention", "linear_attention"] * 2,
+            "linear_num_key_heads": 4,
+            "linear_conv_kernel_dim": 5,
+        },
+        max_shard_size="20KB",
+    ),
+}
+
+
 def write_checkpoint(name: str, parent: Path) -> Path:
-    """Writes `CHECKPOINTS[name]` into `parent / name`, unless it is there; returns that path."""
+    """Writes the checkpoint `name` into `parent / name`, unless it is there; returns that path."""
     directory = parent / name
     if not directory.exists():
-        seed = sorted(CHECKPOINTS).index(name)
-        write_random_checkpoint(CHECKPOINTS[name], directory, seed)
+        of = CHECKPOINTS if name in CHECKPOINTS else QWEN3_NEXT
+        write_random_checkpoint(of[name], directory, sorted(of).index(name))
     return directory
 
 
@@ -138,10 +209,16 @@ def _perturb_vectors(model: torch.nn.Module) -> None:
 def _rewrite_config_as_transformers_4(path: Path) -> None:
     """The form of the published checkpoints: flat rope fields, `num_experts`, `torch_dtype`."""
     config = json.loads(path.read_text())
-    config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope["rope_theta"]
     config["torch_dtype"] = config.pop("dtype")
     config["transformers_version"] = "4.51.0"
     if config["model_type"] == "qwen3_moe":
         config["num_experts"] = config.pop("num_local_experts")
+        config["rope_scaling"] = None
+    if config["model_type"] == "qwen3_next":
+        config["partial_rotary_factor"] = rope["partial_rotary_factor"]
+        kinds = config.pop("layer_types")
+        config["full_attention_interval"] = kinds.index("full_attention") + 1
         config["rope_scaling"] = None
     path.write_text(json.dumps(config, indent=2))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moejax.errors import MoejaxError
+from moejax.models import hf_qwen3_next
 from moejax.models.config import ModelConfig
 from moejax.models.hf_fields import (
     flag,
@@ -19,10 +20,20 @@ from moejax.models.hf_fields import (
     number,
     object_field,
     rope_field,
+    sparse_layers,
     unsupported,
 )
 
-ARCHITECTURES = {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+ARCHITECTURES = {
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+}
+
+# Families with a module of their own: from the fields of a config.json, and what is written beside
+# those of every family or in their place.
+_READERS = {"qwen3_next": hf_qwen3_next.model_config}
+_WRITERS = {"qwen3_next": hf_qwen3_next.fields_of}
 
 # What transformers takes for a field that a config.json leaves out.
 _DEFAULT_ROPE_THETA = {"mixtral": 1e6, "qwen3_moe": 1e4}
@@ -78,6 +89,8 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
     """
     family = _family(fields)
     object_field(fields, "quantization_config")  # the weights' reader knows which ones it can read
+    if family in _READERS:
+        return _READERS[family](fields)
     if reasons := unsupported(fields):
         raise MoejaxError("not supported: " + "; ".join(reasons))
     num_layers = integer(fields, "num_hidden_layers")
@@ -100,7 +113,7 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
         experts_per_token=integer(fields, "num_experts_per_tok"),
         expert_dim=integer(fields, "moe_intermediate_size") if is_qwen3 else mlp_dim,
         mlp_dim=mlp_dim,
-        moe_layers=_sparse_layers(fields, num_layers) if is_qwen3 else tuple(range(num_layers)),
+        moe_layers=sparse_layers(fields, num_layers) if is_qwen3 else tuple(range(num_layers)),
         norm_topk_prob=flag(fields, "norm_topk_prob") if is_qwen3 else True,
         norm_eps=number(fields, "rms_norm_eps", default=_DEFAULT_NORM_EPS[family]),
         rope_theta=_rope_theta(fields, family),
@@ -148,7 +161,9 @@ def to_hf_config(config: ModelConfig, *, dtype: str, **token_ids: Any) -> dict[s
         "torch_dtype": dtype,
         **token_ids,
     }
-    if c.family == "qwen3_moe":
+    if c.family in _WRITERS:
+        fields |= _WRITERS[c.family](c)
+    elif c.family == "qwen3_moe":
         fields |= {
             "num_experts": c.num_experts,
             "intermediate_size": c.mlp_dim,
@@ -186,12 +201,3 @@ def _family(fields: Mapping[str, Any]) -> str:
 def _rope_theta(fields: Mapping[str, Any], family: str) -> float:
     theta = {"rope_theta": rope_field(fields, "rope_theta")}
     return number(theta, "rope_theta", default=_DEFAULT_ROPE_THETA[family])
-
-
-def _sparse_layers(fields: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Qwen3-MoE: every `decoder_sparse_step`-th layer, save those named as MLP only."""
-    step = integer(fields, "decoder_sparse_step", default=1)
-    dense = fields.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        raise MoejaxError(f"mlp_only_layers is {dense!r}, expected a list of layers")
-    return tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
