@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face checkpoints, written by transformers itself.
+"""Tiny random Hugging Face checkpoints of each family, written by transformers itself.
 
     path = write_checkpoint("qwen3_head24", tmp_path)   # tmp_path/qwen3_head24, made once
     model = reference_model(path)                       # transformers, float32, eager attention
@@ -22,6 +22,7 @@ FAMILIES = {
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
     "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
     "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
+    "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
 }
 
 _SHARED: dict[str, Any] = {
@@ -60,6 +61,21 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "mixtral": {"intermediate_size": 24, "num_local_experts": 4},
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK | {"n_group": 4, "topk_group": 2},
+    "qwen3_next": {
+        "head_dim": 16,
+        "intermediate_size": 40,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "num_experts": 8,
+        "norm_topk_prob": True,
+        "full_attention_interval": 2,
+        "partial_rotary_factor": 0.25,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_conv_kernel_dim": 4,
+    },
 }
 
 
@@ -158,11 +174,66 @@ DEEPSEEK_CHECKPOINTS: dict[str, TinyCheckpoint] = {
 }  # fmt: skip
 
 
+def _next(**how: Any) -> TinyCheckpoint:
+    return TinyCheckpoint(family="qwen3_next", **how)
+
+
+# Apart, since the place of a name among the others is its seed.
+QWEN3_NEXT: dict[str, TinyCheckpoint] = {
+    "next": _next(),
+    "next_heads1_conv2_tied": _next(
+        fields={
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_conv_kernel_dim": 2,
+            "tie_word_embeddings": True,
+            "partial_rotary_factor": 0.5,
+        }
+    ),
+    "next_heads3_interval3_old_config": _next(
+        fields={
+            "num_hidden_layers": 4,
+            "full_attention_interval": 3,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 3,
+            "linear_value_head_dim": 24,
+            "linear_conv_kernel_dim": 3,
+        },
+        old_config=True,
+    ),
+    "next_dense_shared24_fused": _next(
+        fields={
+            "num_hidden_layers": 4,
+            "full_attention_interval": 4,
+            "mlp_only_layers": [1],
+            "shared_expert_intermediate_size": 24,
+            "norm_topk_prob": False,
+            "linear_key_head_dim": 12,
+        },
+        fused=True,
+    ),
+    "next_step2_gqa4_bias_head24": _next(
+        fields={
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 24,
+            "partial_rotary_factor": 1.0,
+            "attention_bias": True,
+            "layer_types": ["full_attention", "linear_attention"] * 2,
+            "linear_num_key_heads": 4,
+            "linear_conv_kernel_dim": 5,
+        },
+        max_shard_size="20KB",
+    ),
+}
+
+
 def write_checkpoint(name: str, parent: Path) -> Path:
     """Writes a checkpoint by its name to `parent / name`, unless it is there; returns the path."""
     directory = parent / name
     if not directory.exists():
-        of = CHECKPOINTS if name in CHECKPOINTS else DEEPSEEK_CHECKPOINTS
+        of = next(o for o in (CHECKPOINTS, DEEPSEEK_CHECKPOINTS, QWEN3_NEXT) if name in o)
         write_random_checkpoint(of[name], directory, seed=sorted(of).index(name))
     return directory
 
@@ -193,10 +264,17 @@ def reference_model(
 
 @torch.no_grad()
 def _perturb_vectors(model: torch.nn.Module) -> None:
-    """Moves norm weights and biases away from the ones and zeros that transformers gives them."""
-    for parameter in model.parameters():
+    """Moves norm weights and biases away from the ones and zeros that transformers gives them.
+
+    And slows the decays of delta rules, of which transformers draws most so that a token forgets
+    what was before it: all that is read is then one product q . k, by whose size the norm after it
+    divides, and where that is near zero two float32 models differ by 1e-4 and more.
+    """
+    for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
             parameter.add_(0.3 * torch.randn_like(parameter))
+        if name.endswith("A_log"):
+            parameter.sub_(3.0)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.add_(0.3 * torch.randn_like(buffer))
@@ -213,5 +291,10 @@ def _rewrite_config_as_transformers_4(path: Path) -> None:
     config["transformers_version"] = "4.51.0"
     if config["model_type"] == "qwen3_moe":
         config["num_experts"] = config.pop("num_local_experts")
+        config["rope_scaling"] = None
+    if config["model_type"] == "qwen3_next":
+        config["partial_rotary_factor"] = rope["partial_rotary_factor"]
+        kinds = config.pop("layer_types")
+        config["full_attention_interval"] = kinds.index("full_attention") + 1
         config["rope_scaling"] = None
     path.write_text(json.dumps(config, indent=2))

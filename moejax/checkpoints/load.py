@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tqdm
+from absl import logging
 
 from moejax.checkpoints.safetensors_reader import (
     StoredTensor,
@@ -30,7 +31,13 @@ from moejax.devices import choose_device
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
 from moejax.models.hf_config import read_json
-from moejax.models.hf_names import Placement, find_spelling, is_ignored, placements
+from moejax.models.hf_names import (
+    Placement,
+    find_spelling,
+    is_ignored,
+    is_multi_token,
+    placements,
+)
 
 # The XLA CPU client takes over host memory without a copy only at this alignment.
 _ALIGNMENT_BYTES = 64
@@ -77,6 +84,7 @@ def load_weights(
     device = device or choose_device("auto")
     tensors = stored_tensors(directory)
     plan = wanted_leaves(plan_leaves(directory, config, tensors), experts=experts)
+    log_multi_token(directory, tensors)
     num_bytes = sum(tensors[p.name].num_bytes for part in plan.values() for p in part)
     with tqdm.tqdm(
         total=num_bytes, desc="loading", unit="B", unit_scale=True, disable=not progress
@@ -91,6 +99,15 @@ def load_weights(
 def wanted_leaves(by_leaf: Mapping[str, T], *, experts: bool) -> dict[str, T]:
     """All entries, or those of the leaves that are no experts'."""
     return {leaf: of for leaf, of in by_leaf.items() if experts or leaf not in EXPERT_LEAVES}
+
+
+def log_multi_token(directory: Path, names: Iterable[str]) -> None:
+    """Says how many tensors of a checkpoint are left out, if it has a head for further tokens."""
+    if num_ignored := sum(map(is_multi_token, names)):
+        logging.info(
+            "%s: left out %d tensors (mtp.*) of the head that predicts further tokens at once",
+            directory, num_ignored,
+        )  # fmt: skip
 
 
 def _refuse_quantized(directory: Path) -> None:

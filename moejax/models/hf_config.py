@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moejax.errors import MoejaxError
-from moejax.models import hf_deepseek
+from moejax.models import hf_deepseek, hf_qwen3_next
 from moejax.models.config import ModelConfig
 from moejax.models.hf_fields import (
     flag,
@@ -20,16 +20,19 @@ from moejax.models.hf_fields import (
     number,
     object_field,
     rope_field,
+    sparse_layers,
     unsupported,
 )
 
 ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
     **hf_deepseek.ARCHITECTURES,
 }
 # Families with a module of their own; the others are read and written here.
 _READERS = dict.fromkeys(hf_deepseek.ARCHITECTURES, hf_deepseek.model_config)
+_READERS["qwen3_next"] = hf_qwen3_next.model_config
 _WRITERS = dict.fromkeys(hf_deepseek.ARCHITECTURES, hf_deepseek.config_fields)
 
 # What transformers takes for a field that a config.json leaves out.
@@ -110,7 +113,7 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
         experts_per_token=integer(fields, "num_experts_per_tok"),
         expert_dim=integer(fields, "moe_intermediate_size") if is_qwen3 else mlp_dim,
         mlp_dim=mlp_dim,
-        moe_layers=_sparse_layers(fields, num_layers) if is_qwen3 else tuple(range(num_layers)),
+        moe_layers=sparse_layers(fields, num_layers) if is_qwen3 else tuple(range(num_layers)),
         norm_topk_prob=flag(fields, "norm_topk_prob") if is_qwen3 else True,
         norm_eps=number(fields, "rms_norm_eps", default=_DEFAULT_NORM_EPS[family]),
         rope_theta=_rope_theta(fields, family),
@@ -160,7 +163,9 @@ def to_hf_config(config: ModelConfig, *, dtype: str, **token_ids: Any) -> dict[s
         "torch_dtype": dtype,
         **token_ids,
     }
-    if c.family == "qwen3_moe":
+    if c.family == "qwen3_next":
+        fields |= hf_qwen3_next.fields_of(c)
+    elif c.family == "qwen3_moe":
         fields |= {
             "num_experts": c.num_experts,
             "intermediate_size": c.mlp_dim,
@@ -205,12 +210,3 @@ def _family(fields: Mapping[str, Any]) -> str:
 def _rope_theta(fields: Mapping[str, Any], family: str) -> float:
     theta = {"rope_theta": rope_field(fields, "rope_theta")}
     return number(theta, "rope_theta", default=_DEFAULT_ROPE_THETA[family])
-
-
-def _sparse_layers(fields: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Qwen3-MoE: every `decoder_sparse_step`-th layer, save those named as MLP only."""
-    step = integer(fields, "decoder_sparse_step", default=1)
-    dense = fields.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        raise MoejaxError(f"mlp_only_layers is {dense!r}, expected a list of layers")
-    return tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)

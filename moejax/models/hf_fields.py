@@ -91,3 +91,12 @@ def number(fields: Mapping[str, Any], name: str, *, default: float) -> float:
     if type(value) not in (int, float) or not 0 < value <= LARGEST:
         raise MoejaxError(f"{name} is {value!r}, expected a positive finite number")
     return float(value)
+
+
+def sparse_layers(fields: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Qwen3's: every `decoder_sparse_step`-th layer, save those named as MLP only."""
+    step = integer(fields, "decoder_sparse_step", default=1)
+    dense = fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise MoejaxError(f"mlp_only_layers is {dense!r}, expected a list of layers")
+    return tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)

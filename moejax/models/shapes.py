@@ -3,7 +3,7 @@
 import dataclasses
 
 from moejax.models.config import ModelConfig
-from moejax.models.parts import LatentAttention, Yarn
+from moejax.models.parts import DeltaNet, LatentAttention, Yarn
 
 QWEN3_30B_A3B = ModelConfig(
     family="qwen3_moe",
@@ -87,9 +87,46 @@ DEEPSEEK_V2_LITE = dataclasses.replace(
     latent=LatentAttention(kv_rank=512, query_rank=None, nope_dim=128, rope_dim=64, value_dim=128),
 )
 
+QWEN3_NEXT_80B_A3B = ModelConfig(
+    family="qwen3_next",
+    vocab_size=151936,
+    model_dim=2048,
+    num_layers=48,
+    num_heads=16,
+    num_kv_heads=2,
+    head_dim=256,
+    num_experts=512,
+    experts_per_token=10,
+    expert_dim=512,
+    mlp_dim=5120,
+    moe_layers=tuple(range(48)),
+    norm_topk_prob=True,
+    norm_eps=1e-6,
+    rope_theta=1e7,
+    max_positions=262144,
+    tied_embeddings=False,
+    qk_norm=True,
+    attention_bias=False,
+    sliding_window=None,
+    rope_dim=64,
+    attention_gate=True,
+    zero_centred_norm=True,
+    delta_net=DeltaNet(
+        layers=tuple(layer for layer in range(48) if layer % 4 != 3),
+        num_key_heads=16,
+        num_value_heads=32,
+        key_dim=128,
+        value_dim=128,
+        conv_width=4,
+    ),
+    shared_dim=512,
+    shared_gate=True,
+)
+
 SHAPES = {
     "Qwen3-30B-A3B": QWEN3_30B_A3B,
     "Mixtral-8x7B": MIXTRAL_8X7B,
     "DeepSeek-MoE-16B": DEEPSEEK_MOE_16B,
     "DeepSeek-V2-Lite": DEEPSEEK_V2_LITE,
+    "Qwen3-Next-80B-A3B": QWEN3_NEXT_80B_A3B,
 }

@@ -21,6 +21,7 @@ from moejax.checkpoints.load import (
     check_tied,
     convert_floats,
     is_tied_head,
+    log_multi_token,
     place_floats,
     wanted_leaves,
 )
@@ -69,6 +70,7 @@ def load_quantized_weights(
     tensors = Tensors(stored_tensors(directory))
     plan = plan_parts(directory, config, tensors, verify_checksums=verify_checksums)
     _log_share(config, plan)
+    log_multi_token(directory, tensors.stored)
     plan = wanted_leaves(plan, experts=experts)
     num_bytes = sum(_num_bytes(part, tensors) for parts in plan.values() for part in parts)
     with tqdm.tqdm(

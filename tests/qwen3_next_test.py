@@ -1,0 +1,414 @@
+"""Qwen3-Next against transformers: layers by a gated delta rule beside gated attention."""
+
+import dataclasses
+import functools
+import json
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+import torch
+import transformers
+from absl.testing import absltest, parameterized
+
+from moejax import Engine, runner, steps
+from moejax.cache import empty_cache
+from moejax.chat_template import render_chat
+from moejax.errors import MoejaxError
+from moejax.evaluation.perplexity import Windowing, log_likelihood
+from moejax.models.assembly import forward, merge_weights, model_definition
+from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
+from moejax.models.hf_config import model_config, read_model_config, to_hf_config
+from moejax.models.shapes import QWEN3_NEXT_80B_A3B
+from moejax.models.transformer import ChunkSpec
+from tests import slow
+from tests.hf_checkpoints import QWEN3_NEXT, reference_model, write_checkpoint
+from tests.perplexity_test import reference_nats
+from tests.pooled_test import answers, of_resident, pooled_runner
+from tests.pooled_test import random_weights as pooled_weights
+from tests.transformers_parity_test import RELATIVE_ERROR, greedy_reference, relative_errors
+
+NUM_GREEDY = 64
+PROMPT_LENGTHS = (3, 17, 70)  # the last is more than one chunk of the rule
+# The published config.json of Qwen3-Next-80B-A3B-Instruct, in the fields that bear on the model.
+PUBLISHED = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_next",
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+# Of the Instruct model's chat template: ChatML, with tools and calls.
+CHATML = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\\n\\n' }}
+    {%- endif %}
+    {{- "# Tools\\n\\nYou may call one or more functions.\\n<tools>" }}
+    {%- for tool in tools %}
+        {{- "\\n" }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- "\\n</tools><|im_end|>\\n" }}
+{%- else %}
+    {%- if messages[0].role == 'system' %}
+        {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.content is string %}
+        {%- set content = message.content %}
+    {%- else %}
+        {%- set content = '' %}
+    {%- endif %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == "assistant" %}
+        {{- '<|im_start|>' + message.role + '\\n' + content }}
+        {%- if message.tool_calls %}
+            {%- for tool_call in message.tool_calls %}
+                {%- if (loop.first and content) or (not loop.first) %}
+                    {{- '\\n' }}
+                {%- endif %}
+                {%- if tool_call.function %}
+                    {%- set tool_call = tool_call.function %}
+                {%- endif %}
+                {{- '<tool_call>\\n{"name": "' }}
+                {{- tool_call.name }}
+                {{- '", "arguments": ' }}
+                {%- if tool_call.arguments is string %}
+                    {{- tool_call.arguments }}
+                {%- else %}
+                    {{- tool_call.arguments | tojson }}
+                {%- endif %}
+                {{- '}\\n</tool_call>' }}
+            {%- endfor %}
+        {%- endif %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == "tool" %}
+        {%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+        {{- '\\n<tool_response>\\n' }}
+        {{- content }}
+        {{- '\\n</tool_response>' }}
+        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}
+            {{- '<|im_end|>\\n' }}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 6 x 7? <ä&>"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "times", "arguments": {"a": 6, "b": 7}}}],
+    },
+    {"role": "tool", "content": "42"},
+    {"role": "assistant", "content": "42."},
+    {"role": "user", "content": "And 6 x 8?"},
+]
+TOOLS = [{"type": "function", "function": {"name": "times", "description": "a × b"}}]
+
+
+def random_weights(config: ModelConfig) -> dict[str, jax.Array]:
+    """Of any tiny model, wide enough that nothing is near a tie."""
+    return {
+        name: jnp.asarray(leaf, leaf_dtype(name, np.float32))
+        for name, leaf in pooled_weights(config).items()
+    }
+
+
+class Qwen3NextTestCase(parameterized.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.directory = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+
+    def load(self, name: str = "next", **how) -> Engine:
+        path = write_checkpoint(name, self.directory)
+        how = {"dtype": "float32", "platform": "cpu", "progress": False} | how
+        return Engine.from_pretrained(path, **how)
+
+    def reference(self, name: str = "next") -> torch.nn.Module:
+        return reference_model(write_checkpoint(name, self.directory))
+
+
+def random_tokens(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 160, shape).astype(np.int32)
+
+
+def prompts_of(lengths: tuple[int, ...]) -> list[list[int]]:
+    return [np.random.default_rng(n).integers(0, 160, n).tolist() for n in lengths]
+
+
+class ParityTest(Qwen3NextTestCase):
+    @parameterized.parameters(*QWEN3_NEXT)
+    def test_logits_and_greedy_tokens_are_those_of_transformers(self, name):
+        engine, model = self.load(name), self.reference(name)
+        tokens = random_tokens(2, 80)
+        with torch.no_grad():
+            expected = model(torch.as_tensor(tokens)).logits.numpy()
+        self.assertLess(relative_errors(engine.logits(tokens), expected).max(), RELATIVE_ERROR)
+        prompts = prompts_of(PROMPT_LENGTHS)
+        found = engine.generate(prompts, max_new_tokens=NUM_GREEDY, ignore_eos=True)
+        for prompt, answer in zip(prompts, found, strict=True):
+            expected, sure = greedy_reference(model, prompt, NUM_GREEDY)
+            self.assertGreater(sure, NUM_GREEDY / 2)
+            self.assertEqual(answer.tokens[:sure], expected[:sure])
+
+    def test_perplexity(self):
+        engine, ids, windowing = self.load(), random_tokens(150), Windowing(60, 25)
+        found = log_likelihood(ids, windowing, engine.score, batch_size=2)
+        nats = reference_nats(self.reference(), ids, 60, 25)
+        self.assertEqual(found.num_scored, 149)
+        self.assertLess(abs(found.perplexity / np.exp(nats / 149) - 1), 1e-4)
+
+    def test_a_decay_that_is_off_is_noticed(self):
+        engine, model, tokens = self.load(), self.reference(), random_tokens(1, 40)
+        with torch.no_grad():
+            model.model.layers[0].linear_attn.A_log[0] += 0.01
+            expected = model(torch.as_tensor(tokens)).logits.numpy()
+        self.assertGreater(relative_errors(engine.logits(tokens), expected).max(), RELATIVE_ERROR)
+
+
+class CacheTest(Qwen3NextTestCase):
+    def test_a_prompt_in_chunks_is_the_prompt_whole(self):
+        engine, tokens = self.load(), random_tokens(2, 72)
+        whole = engine.logits(tokens)
+        with mock.patch.object(runner, "longest_chunk", lambda *_: 16):
+            cut = engine.logits(tokens)
+        self.assertLess(relative_errors(cut, whole).max(), RELATIVE_ERROR)
+
+    def test_unequal_prompts_in_chunks(self):
+        engine, prompts = self.load(), prompts_of((41, 5, 70))
+        how = {"max_new_tokens": 12, "ignore_eos": True}
+        alone = [engine.generate(prompt, **how)[0].tokens for prompt in prompts]
+        with mock.patch.object(runner, "longest_chunk", lambda *_: 16):
+            together = engine.generate(prompts, **how)
+        self.assertEqual([answer.tokens for answer in together], alone)
+
+    def test_token_by_token_is_the_whole_at_once(self):
+        engine = self.load("next_dense_shared24_fused")
+        tokens, num_first = random_tokens(2, 24), 15
+        model = merge_weights(model_definition(engine.config), engine.weights)
+        hidden, _ = forward(model, tokens)
+        whole = model.project_to_vocab(hidden)
+        cache = empty_cache(engine.config, 2, 32, jnp.dtype("float32"))
+
+        @functools.partial(jax.jit, static_argnums=3)
+        def step(cache, tokens, first, spec):
+            positions = jnp.broadcast_to(first + jnp.arange(tokens.shape[1]), tokens.shape)
+            model = merge_weights(model_definition(engine.config), engine.weights)
+            mask = jnp.ones(tokens.shape, bool)
+            cache, hidden = model(tokens, positions.astype(jnp.int32), mask, cache, spec)
+            return cache, model.project_to_vocab(hidden)
+
+        cache, found = step(cache, tokens[:, :num_first], 0, ChunkSpec(0, True, "dense", "xla"))
+        parts, spec = [found], ChunkSpec(32, False, "dense", "xla")
+        for at in range(num_first, tokens.shape[1]):
+            cache, found = step(cache, tokens[:, at : at + 1], at, spec)
+            parts.append(found)
+        found = np.concatenate(parts, axis=1)
+        self.assertLess(relative_errors(found, np.asarray(whole)).max(), RELATIVE_ERROR)
+
+    def test_rows_that_end_early_change_nothing(self):
+        engine, prompts = self.load(), prompts_of((9, 30, 4))
+        free = engine.generate(prompts, max_new_tokens=40, ignore_eos=True)
+        rows = [answer.tokens for answer in free]
+        eos = rows[0][3], rows[1][21]
+        ends = [next((i for i, t in enumerate(row) if t in eos), 39) + 1 for row in rows]
+        self.assertLess(min(ends), max(ends))
+        sibling = Engine(engine.config, engine.weights, device=engine.device, eos_ids=eos)
+        together = sibling.generate(prompts, max_new_tokens=40)
+        self.assertEqual([a.tokens for a in together], [r[:n] for r, n in zip(rows, ends)])
+        for prompt, answer in zip(prompts, together, strict=True):
+            self.assertEqual(sibling.generate(prompt, max_new_tokens=40)[0].tokens, answer.tokens)
+
+    def test_a_row_that_rests_keeps_its_state_bit_for_bit(self):
+        config = read_model_config(write_checkpoint("next", self.directory))
+        weights = random_weights(config)
+        cache = empty_cache(config, 2, 32, jnp.dtype("float32"))
+        cache = jax.tree.map(lambda a: jnp.full_like(a, 0.5), cache)
+        model = merge_weights(model_definition(config), weights)
+        tokens, mask = jnp.array([[3], [4]], jnp.int32), jnp.array([[False], [True]])
+        spec = ChunkSpec(32, False, "dense", "xla")
+        after, _ = model(tokens, jnp.full((2, 1), 7, jnp.int32), mask, cache, spec)
+        for old, new in ((cache.states, after.states), (cache.tails, after.tails)):
+            np.testing.assert_array_equal(new[:, 0], old[:, 0])
+            self.assertTrue(
+                np.all(np.any(new[:, 1] != old[:, 1], axis=tuple(range(1, new.ndim - 1))))
+            )
+
+
+class ResidencyTest(Qwen3NextTestCase):
+    @parameterized.parameters((4, 2, 2), (0, 2, 0))
+    def test_where_the_experts_are_is_invisible(self, *places):
+        config = read_model_config(write_checkpoint("next_step2_gqa4_bias_head24", self.directory))
+        tokens, logits, (one, four) = of_resident(config)
+        pooled = pooled_runner(config, pooled_weights(config), places)
+        np.testing.assert_array_equal(pooled.logits(tokens), logits)
+        prompts = prompts_of((7, 20, 3, 11))
+        self.assertEqual(answers(pooled, prompts[:1]), one)
+        self.assertEqual(answers(pooled, prompts), four)
+        self.assertGreater(pooled.memory.settle().as_dict()["totals"]["misses"], 0)
+
+
+class MemoryTest(Qwen3NextTestCase):
+    def compiled(self, config: ModelConfig, size: int, num_slots: int, step=steps.prefill_chunk):
+        """A chunk of a long prompt, compiled, of abstract arrays."""
+        array, f32, i32 = jax.ShapeDtypeStruct, jnp.dtype("float32"), jnp.dtype("int32")
+        weights = {n: array(s, leaf_dtype(n, f32)) for n, s in weight_shapes(config).items()}
+        cache = jax.eval_shape(lambda: empty_cache(config, 1, num_slots, f32))
+        spec = ChunkSpec(num_slots, False, "block", "xla")
+        program = steps.Program(model_definition(config))
+        call = jax.jit(functools.partial(step, program, spec), donate_argnums=(0, 1))
+        return call.lower(
+            cache, array((1, config.model_dim), f32), None, weights, None,
+            array((1, size), i32), array((), i32), array((1,), i32),
+        ).compile()  # fmt: skip
+
+    def test_memory_of_a_long_prompt_is_linear(self):
+        config = read_model_config(write_checkpoint("next", self.directory))
+        temporaries, caches = {}, {}
+        for num_slots in (2048, 4096, 8192):
+            compiled = self.compiled(config, 1024, num_slots)
+            memory = compiled.memory_analysis()
+            temporaries[num_slots] = memory.temp_size_in_bytes
+            caches[num_slots] = memory.alias_size_in_bytes
+            cache = jax.eval_shape(lambda n=num_slots: empty_cache(config, 1, n, jnp.float32))
+            self.assertGreaterEqual(
+                memory.alias_size_in_bytes,
+                sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)),
+            )
+        growth = temporaries[8192] - temporaries[4096]
+        self.assertLess(growth, 2.2 * (temporaries[4096] - temporaries[2048]))
+        # Scores of one chunk of every head, their masks and probabilities, and little more.
+        scores = 4 * config.num_heads * 1024 * 8192
+        self.assertLess(temporaries[8192], 6 * scores)
+
+    def test_a_prompt_of_8192_tokens(self):
+        slow.skip_unless_asked()
+        engine = self.load()
+        config = dataclasses.replace(engine.config, max_positions=16384)
+        engine = Engine(config, engine.weights, device=engine.device)
+        model, tokens = self.reference(), random_tokens(1, 8192)
+        with torch.no_grad():
+            expected = model(torch.as_tensor(tokens)).logits.numpy()
+        errors = relative_errors(engine.logits(tokens), expected)
+        self.assertLess(np.median(errors), RELATIVE_ERROR)
+        self.assertLess(np.mean(errors > RELATIVE_ERROR), 0.01)
+
+
+class FilesTest(Qwen3NextTestCase):
+    def test_published(self):
+        self.assertEqual(model_config(PUBLISHED), QWEN3_NEXT_80B_A3B)
+        written = transformers.AutoConfig.for_model(**PUBLISHED).to_dict()
+        self.assertIn("layer_types", written)
+        self.assertEqual(model_config(written), QWEN3_NEXT_80B_A3B)
+        shapes = weight_shapes(QWEN3_NEXT_80B_A3B)
+        self.assertEqual(shapes["delta.qkvz_proj"], (36, 12288, 2048))
+        self.assertEqual(shapes["attention.qkv_proj"], (12, 9216, 2048))
+        total = sum(int(np.prod(shape)) for shape in shapes.values())
+        self.assertEqual(round(total / 1e9, 1), 79.7)
+
+    @parameterized.parameters("80B", *QWEN3_NEXT)
+    def test_way_back(self, name):
+        config = QWEN3_NEXT_80B_A3B
+        if name != "80B":
+            config = read_model_config(write_checkpoint(name, self.directory))
+        fields = json.loads(json.dumps(to_hf_config(config, dtype="bfloat16")))
+        self.assertEqual(model_config(fields), config)
+        read_by_transformers = transformers.AutoConfig.for_model(**fields).to_dict()
+        self.assertEqual(model_config(read_by_transformers), config)
+
+    @parameterized.parameters(
+        ({"layer_types": ["linear_attention"] * 3}, "layer_types is .*, expected a list of 48"),
+        ({"layer_types": ["sliding_attention"] * 48}, "layer_types with 'sliding_attention'"),
+        ({"full_attention_interval": 0}, "full_attention_interval is 0, expected a positive"),
+        ({"linear_num_key_heads": 5}, "32 value heads are no multiple of 5 key heads"),
+        ({"linear_conv_kernel_dim": None}, "linear_conv_kernel_dim is missing"),
+        ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5"),
+        ({"head_dim": 100}, "25 rotated dimensions of a head of 100"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling of type 'yarn'"),
+        ({"num_experts": 0}, "num_experts is 0"),
+    )
+    def test_refused(self, changed, message):
+        with self.assertRaisesRegex((MoejaxError, ValueError), message) as caught:
+            model_config({**PUBLISHED, **changed})
+        self.assertNotIn("\n", str(caught.exception))
+
+    def test_all_layers_may_attend(self):
+        config = model_config({**PUBLISHED, "full_attention_interval": 1})
+        self.assertIsNone(config.delta_net)
+        self.assertEqual(model_config(to_hf_config(config, dtype="float32")), config)
+
+    def test_the_head_for_further_tokens_is_left_out_and_named(self):
+        path = write_checkpoint("next", self.directory)
+        more = self.directory / "with_mtp"
+        more.mkdir()
+        for file in path.iterdir():
+            (more / file.name).write_bytes(file.read_bytes())
+        tensors = safetensors.numpy.load_file(more / "model.safetensors")
+        extra = {f"mtp.layers.0.{n}.weight": np.zeros((2, 2), np.float32) for n in "abc"}
+        safetensors.numpy.save_file(tensors | extra, more / "model.safetensors")
+        with self.assertLogs("absl", "INFO") as logs:
+            found = Engine.from_pretrained(more, dtype="float32", platform="cpu", progress=False)
+        told = [line for line in logs.output if "mtp." in line]
+        self.assertLen(told, 1)
+        self.assertIn("left out 3 tensors", told[0])
+        tokens = random_tokens(1, 20)
+        np.testing.assert_array_equal(found.logits(tokens), self.load().logits(tokens))
+
+    @parameterized.product(tools=[None, TOOLS], add_generation_prompt=[True, False])
+    def test_chat_template(self, tools, add_generation_prompt):
+        variables = {"tools": tools, "add_generation_prompt": add_generation_prompt}
+        reference = transformers.utils.chat_template_utils.render_jinja_template(
+            [CONVERSATION], chat_template=CHATML, **variables
+        )[0][0]
+        self.assertEqual(render_chat(CHATML, CONVERSATION, variables), reference)
+        self.assertIn("<|im_start|>user\nAnd 6 x 8?<|im_end|>\n", reference)
+
+
+if __name__ == "__main__":
+    absltest.main()
