@@ -258,8 +258,7 @@ def linear(
       layer: index into L.
       out_dtype: as in `product`.
       kernels: which may serve.
-      steady: many rows go by a kernel, however small the plain matrix: where bits must not hang on
-        the program around it, of which XLA makes its tiles.
+      steady: many rows go by a kernel, however small the matrix; XLA's tiles hang on what is near.
 
     Returns:
       [..., N].

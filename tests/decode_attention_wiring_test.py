@@ -12,9 +12,16 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from flax import nnx
 
-from moejax.cache import KVCache, cache_shape
+from moejax.cache import KVCache, empty_cache
 from moejax.models import attention
-from moejax.models.shapes import MIXTRAL_8X7B, QWEN3_30B_A3B
+from moejax.models.config import ModelConfig
+from moejax.models.parts import LatentAttention
+from moejax.models.shapes import (
+    DEEPSEEK_V2_LITE,
+    MIXTRAL_8X7B,
+    QWEN3_30B_A3B,
+    QWEN3_NEXT_80B_A3B,
+)
 from moejax.models.transformer import ChunkSpec, Transformer
 from pallas_kernels import decode_attention as package
 from pallas_kernels.decode_attention import api
@@ -22,17 +29,25 @@ from pallas_kernels.target import Target
 from tests import gpu_targets
 from tests.host_test_case import HostTestCase
 
+SMALL = dataclasses.replace(
+    QWEN3_30B_A3B, vocab_size=32, model_dim=32, num_layers=3, num_heads=4, num_kv_heads=2,
+    head_dim=16, num_experts=4, experts_per_token=2, expert_dim=16, moe_layers=(0, 1, 2),
+)  # fmt: skip
+LATENT = dataclasses.replace(
+    DEEPSEEK_V2_LITE, vocab_size=32, model_dim=32, num_layers=3, num_heads=4, num_kv_heads=4,
+    head_dim=40, num_experts=4, experts_per_token=2, expert_dim=16, moe_layers=(0, 1, 2),
+    shared_dim=16,
+    latent=LatentAttention(kv_rank=32, query_rank=None, nope_dim=24, rope_dim=16, value_dim=8),
+)  # fmt: skip
 
-def decoding() -> Any:
+
+def decoding(config: ModelConfig = SMALL) -> Any:
     """A small model in bfloat16, a filled cache of 64 slots, what a decode step is told."""
-    config = dataclasses.replace(
-        QWEN3_30B_A3B, vocab_size=32, model_dim=32, num_layers=3, num_heads=4, num_kv_heads=2,
-        head_dim=16, num_experts=4, experts_per_token=2, expert_dim=16, moe_layers=(0, 1, 2),
-    )  # fmt: skip
     model = Transformer(config, rngs=nnx.Rngs(0), dtype=jnp.dtype("bfloat16"))
-    size = cache_shape(config, 2, 64)
+    cache = empty_cache(config, 2, 64, jnp.dtype("bfloat16"))
     keys, values = (
-        jax.random.normal(jax.random.key(i), size, jnp.dtype("bfloat16")) for i in range(2)
+        jax.random.normal(jax.random.key(i), of.shape, of.dtype)
+        for i, of in enumerate((cache.keys, cache.values))
     )
     spec = ChunkSpec(kv_length=48, is_first=False, experts="dense", attention="xla")
     return model, KVCache(keys, values), spec
@@ -41,7 +56,7 @@ def decoding() -> Any:
 class WiringTest(HostTestCase):
     """What the model does with it."""
 
-    @parameterized.parameters(QWEN3_30B_A3B, MIXTRAL_8X7B)
+    @parameterized.parameters(QWEN3_30B_A3B, MIXTRAL_8X7B, DEEPSEEK_V2_LITE, QWEN3_NEXT_80B_A3B)
     def test_what_serves_decode(self, config):
         gpu, half = Target("gpu", (8, 6)), jnp.dtype("bfloat16")
         choose = functools.partial(attention.choose_cached, config)
@@ -55,8 +70,9 @@ class WiringTest(HostTestCase):
             with self.assertRaisesRegex(ValueError, "by the kernel: "):
                 choose(dtype, target, "kernel")
 
-    def test_the_model_gives_what_it_gave(self):
-        model, cache, spec = decoding()
+    @parameterized.parameters(SMALL, LATENT)
+    def test_the_model_gives_what_it_gave(self, config):
+        model, cache, spec = decoding(config)
         tokens, positions = jnp.array([[3], [5]], jnp.int32), jnp.array([[4], [9]], jnp.int32)
         mask = jnp.ones((2, 1), bool)
         call = functools.partial(package.decode_attention, interpret=True)
