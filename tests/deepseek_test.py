@@ -12,11 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from absl import logging
 from absl.testing import absltest, parameterized
+from safetensors.numpy import load_file, save_file
 
 from moejax import Engine
 from moejax.cache import KVCache, empty_cache
 from moejax.checkpoints import save_hf_checkpoint
+from moejax.checkpoints.load import load_weights
+from moejax.errors import MoejaxError
 from moejax.models import latent_attention
 from moejax.models.assembly import forward, merge_weights, model_definition
 from moejax.models.config import ModelConfig
@@ -192,6 +196,30 @@ def run_in_chunks(sizes: tuple[int, ...], *, expanded: bool = True) -> Any:
 @functools.cache
 def run_whole() -> tuple[jax.Array, KVCache]:
     return run_in_chunks((LENGTH,))
+
+
+class FurtherLayersTest(parameterized.TestCase):
+    def test_what_predicts_further_tokens_is_left_out(self):
+        config = sigmoid_router(TINY)
+        path = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        weights = tiny_engine.random_weights(config)
+        save_hf_checkpoint(path, config, weights, dtype=np.dtype(jnp.bfloat16))
+        file = path / "model.safetensors"
+        tensors = load_file(file)
+        bias = tensors["model.layers.1.mlp.gate.e_score_correction_bias"]
+        self.assertEqual(bias.dtype, np.float32)  # it decides who is chosen
+        np.testing.assert_array_equal(bias, np.asarray(weights["moe.router_bias"][0]))
+        extra = f"model.layers.{config.num_layers}.enorm.weight"
+        save_file(tensors | {extra: np.zeros(4, np.float32)}, file)
+        self.addCleanup(logging.set_verbosity, logging.get_verbosity())
+        logging.set_verbosity(logging.INFO)
+        with self.assertLogs("absl", "INFO") as logs:
+            loaded = load_weights(path, config, dtype=jnp.bfloat16, device=pooled_test.CPU)
+        self.assertTrue(any(f"1 tensors ({extra}" in line for line in logs.output))
+        self.assertEqual(loaded["moe.router_bias"].dtype, jnp.float32)
+        save_file(tensors | {"model.layers.0.other": np.zeros(4, np.float32)}, file)
+        with self.assertRaisesRegex(MoejaxError, "unexpected tensors.*layers.0.other"):
+            load_weights(path, config, dtype=jnp.bfloat16, device=pooled_test.CPU)
 
 
 class ChunksTest(parameterized.TestCase):

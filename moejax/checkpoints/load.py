@@ -84,7 +84,7 @@ def load_weights(
     device = device or choose_device("auto")
     tensors = stored_tensors(directory)
     plan = wanted_leaves(plan_leaves(directory, config, tensors), experts=experts)
-    log_multi_token(directory, tensors)
+    log_multi_token(directory, config, tensors)
     num_bytes = sum(tensors[p.name].num_bytes for part in plan.values() for p in part)
     with tqdm.tqdm(
         total=num_bytes, desc="loading", unit="B", unit_scale=True, disable=not progress
@@ -101,12 +101,12 @@ def wanted_leaves(by_leaf: Mapping[str, T], *, experts: bool) -> dict[str, T]:
     return {leaf: of for leaf, of in by_leaf.items() if experts or leaf not in EXPERT_LEAVES}
 
 
-def log_multi_token(directory: Path, names: Iterable[str]) -> None:
+def log_multi_token(directory: Path, config: ModelConfig, names: Iterable[str]) -> None:
     """Says how many tensors of a checkpoint are left out, if it has a head for further tokens."""
-    if num_ignored := sum(map(is_multi_token, names)):
+    if ignored := [name for name in names if is_multi_token(config, name)]:
         logging.info(
-            "%s: left out %d tensors (mtp.*) of the head that predicts further tokens at once",
-            directory, num_ignored,
+            "%s: left out %d tensors (%s, ...) of the head that predicts further tokens at once",
+            directory, len(ignored), ignored[0],
         )  # fmt: skip
 
 
@@ -280,7 +280,8 @@ def checked_placements(
         unexpected=[
             f"{name} {list(tensor.shape)}"
             for name, tensor in tensors.items()
-            if name not in by_name and not is_ignored(name) and not is_tied_head(config, tensor)
+            if name not in by_name
+            and not (is_ignored(config, name) or is_tied_head(config, tensor))
         ],
     )
     faults.check(directory)

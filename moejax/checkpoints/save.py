@@ -18,7 +18,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from moejax.checkpoints.safetensors_reader import INDEX_FILE, WEIGHTS_FILE
-from moejax.models.config import ModelConfig
+from moejax.models.config import ModelConfig, leaf_dtype
 from moejax.models.hf_config import to_hf_config
 from moejax.models.hf_names import Placement, placements, published_spelling
 
@@ -84,7 +84,8 @@ def _write_shards(
     weight_map: dict[str, str] = {}
     for name, shard in zip(names, shards, strict=True):
         tensors = {
-            p.name: np.ascontiguousarray(p.rows(host[p.leaf][p.index]), dtype) for p in shard
+            p.name: np.ascontiguousarray(p.rows(host[p.leaf][p.index]), leaf_dtype(p.leaf, dtype))
+            for p in shard
         }
         _save_file(tensors, directory / (name + _PARTIAL))
         weight_map |= dict.fromkeys(tensors, name)
@@ -119,7 +120,7 @@ def _shards(config: ModelConfig, dtype: np.dtype, max_shard_bytes: int) -> list[
 
 
 def _num_bytes(placement: Placement, dtype: np.dtype) -> int:
-    return math.prod(placement.shape) * dtype.itemsize
+    return math.prod(placement.shape) * leaf_dtype(placement.leaf, dtype).itemsize
 
 
 def _json(fields: Mapping[str, Any]) -> bytes:

@@ -22,6 +22,7 @@ _SHARED_MODULE = {"qwen3_next": "shared_expert"}  # the others': "shared_experts
 _IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
 # The head that predicts further tokens at once (Qwen3-Next), which decoding here does not use.
 _MULTI_TOKEN = re.compile(r"^mtp\.")
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,13 +67,16 @@ def find_spelling(family: str, names: Collection[str]) -> Spelling:
     )
 
 
-def is_ignored(name: str) -> bool:
+def is_ignored(config: ModelConfig, name: str) -> bool:
     """True for a tensor that no model here needs."""
-    return _IGNORED.search(name) is not None or is_multi_token(name)
+    return _IGNORED.search(name) is not None or is_multi_token(config, name)
 
 
-def is_multi_token(name: str) -> bool:
-    """True for a tensor of the head that predicts further tokens at once."""
+def is_multi_token(config: ModelConfig, name: str) -> bool:
+    """True for a tensor of what predicts further tokens at once."""
+    if config.family == "deepseek_v3":  # further layers, of DeepSeek-V3 one
+        layer = _LAYER.match(name)
+        return layer is not None and int(layer[1]) >= config.num_layers
     return _MULTI_TOKEN.match(name) is not None
 
 

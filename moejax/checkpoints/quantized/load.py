@@ -70,7 +70,7 @@ def load_quantized_weights(
     tensors = Tensors(stored_tensors(directory))
     plan = plan_parts(directory, config, tensors, verify_checksums=verify_checksums)
     _log_share(config, plan)
-    log_multi_token(directory, tensors.stored)
+    log_multi_token(directory, config, tensors.stored)
     plan = wanted_leaves(plan, experts=experts)
     num_bytes = sum(_num_bytes(part, tensors) for parts in plan.values() for part in parts)
     with tqdm.tqdm(
@@ -189,7 +189,7 @@ def _plan(
         f"{name} {list(tensor.shape)}"
         for name, tensor in tensors.stored.items()
         if name not in used
-        and not is_ignored(name)
+        and not is_ignored(config, name)
         and not is_tied_head(config, tensor)
         and not (name in extras and _says_nothing(name, tensors))
     ]
