@@ -91,7 +91,7 @@ def _by_chunks(tokens: Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     q, k = (cut(x, (num_keys,)) for x in (tokens.q, tokens.k))  # [N, B, K, C, key dim]
     v, log_decay, beta = (cut(x, (num_keys, repeats)) for x in (tokens.v, *tokens[3:]))
     seen = jnp.tril(jnp.ones((size, size), bool))
-    total = _product("nbkrj,ij->nbkri", log_decay, seen.astype(jnp.float32))  # G
+    total = _product("nbkrj,ij->nbkri", log_decay, seen.astype(jnp.float32))  # G, by one product
     between = jnp.where(seen, total[..., :, None] - total[..., None, :], -jnp.inf)
     between = jnp.exp(between)  # [N, B, K, R, C, C]
     scores = _product("nbkid,nbkjd->nbkij", q, k)[:, :, :, None] * between
