@@ -20,6 +20,7 @@ from moejax.quantization.gptq import GptqSettings, gptq
 from moejax.quantization.grid import Grid
 from pallas_kernels import layout
 from tests.quantize_case import Killed, QuantizeTestCase, all_tensors, digests, stopped_after
+from tests.random_checkpoints import TINY, write_random_checkpoint, write_tokenizer
 
 TEXT = "".join(chr(32 + i * i % 95) for i in range(300))
 
@@ -195,8 +196,12 @@ class MethodsTest(QuantizeTestCase):
             self.assertEqual(digests(job.output), expected)
 
     def test_frequency_gives_ranks_by_the_router(self):
-        job = self.job(method="milo", rank="Frequency-16", text=TEXT)
-        manifest = self.checked(quantize_checkpoint(job))
+        # A router that prefers some experts by more than ranks are rounded to.
+        source = write_random_checkpoint(self.directory / "source", seed=1, **self.fields)
+        write_tokenizer(source, TINY["vocab_size"])
+        job = self.job(method="milo", rank="Frequency-16", text=TEXT, source=source)
+        quantize_checkpoint(job)
+        manifest = manifest_of(job.output)
         ranks = [
             [
                 manifest["tensors"][f"model.layers.2.mlp.experts.{e}.{p}.weight"]["rank"]

@@ -21,13 +21,14 @@ from tests.tiered_looped_test import outcome
 DYMOE = {"retention": 0.5, "schedule": "linear", "heavy_count": 3, "prefetch": 0}
 TOKENS = np.random.default_rng(0).integers(0, 160, (1, 16)).astype(np.int32)
 # Two periods of a layer without attention and one with it: two passes of a loop.
-FOUR = model_kinds.config_of("delta")
+FOUR = model_kinds.config_of("delta", num_experts=8)
 FOUR = dataclasses.replace(FOUR, delta_net=dataclasses.replace(FOUR.delta_net, layers=(0, 2)))
 SCALED = RouterRule(scale=2.5)
 
 
 def runner_of(config):
-    return tiered_runner(make_policy("dymoe", **DYMOE), (4, 2), (2, 4), config=config)
+    slots = (3, config.num_experts)
+    return tiered_runner(make_policy("dymoe", **DYMOE), (4, 2), slots, config=config)
 
 
 class ImportanceTest(parameterized.TestCase):
@@ -72,14 +73,10 @@ class ImportanceTest(parameterized.TestCase):
         self.assertEqual([one["scale"] for one in computed], [config.score_scale] * 2)
         self.assertNotAlmostEqual(config.score_scale, config.head_dim**-0.5)
 
-    @parameterized.parameters("delta", "latent")
-    def test_in_a_loop_as_unrolled(self, name):
-        config = FOUR if name == "delta" else model_kinds.config_of(
-            "latent", num_layers=5, moe_layers=(1, 2, 3, 4), router=SCALED
-        )  # fmt: skip
+    def test_in_a_loop_as_unrolled(self):
         found = []
         for loops in (False, True):
-            runner, memory = runner_of(config)
+            runner, memory = runner_of(FOUR)
             with mock.patch.object(Transformer, "loops", lambda *_, loops=loops: loops):
                 found.append(outcome(runner, memory, of_chunk=True))
         for (path, a), (_, b) in zip(

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
+from moejax.models.config import FLOAT32_LEAVES, ModelConfig, leaf_dtype, weight_shapes
 from moejax.models.leaf_kinds import kind_of
 from moejax.qtensor import QTensor, Weight
 from moejax.served import EXPERT_LEAVES
@@ -129,8 +129,8 @@ def random_weights(
 ) -> dict[str, Weight]:
     """Leaves made on the device: norms one, embeddings N(0, 1), matrices N(0, 1/fan_in) or so.
 
-    Norms whose weights are centred on zero are zero, and so are biases and the logarithms of
-    decays.
+    Norms whose weights are centred on zero are zero, and so are decays' biases and logarithms and
+    what is added to routers' scores.
 
     Args:
       config: of the model.
@@ -149,7 +149,7 @@ def random_weights(
         if name.endswith("norm"):
             is_centred = config.zero_centred_norm and name != "delta.norm"
             weights[name] = jnp.full(shape, 0 if is_centred else 1, dtype, device=device)
-        elif name.endswith(("bias", "a_log")):
+        elif name in FLOAT32_LEAVES:
             weights[name] = jnp.zeros(shape, dtype, device=device)
         elif bits != 16:
             weights[name] = drawing.packed(shape, bits, packing)
