@@ -148,8 +148,9 @@ CONVERSATION = [
     {"role": "assistant", "content": "42."},
     {"role": "user", "content": "And 6 x 8?"},
 ]
-# Not as tests do for speed: without optimisation jax 0.10.2 rounds a float32 product of a chunk's
-# queries and keys in a way that depends on the rest of the program, and scatters by loops that copy.
+# Not as tests do for speed. Without optimisation jax 0.10.2 rounds a float32 product of a chunk's
+# queries and keys in a way that depends on the rest of the program, and a scatter is a loop that
+# copies.
 AS_USERS_COMPILE: dict[str, Any] = {"xla_backend_optimization_level": 1}
 if jax.__version__.startswith("0.10."):
     AS_USERS_COMPILE["xla_cpu_use_fusion_emitters"] = True
