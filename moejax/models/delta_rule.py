@@ -53,17 +53,20 @@ def delta_rule(tokens: Tokens, active: jax.Array, state: jax.Array) -> tuple[jax
 
 
 def _one_token(token: Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """As it is written (eq. 10), of arrays without T; reads the state once for both products.
+    """As it is written (eq. 10), of arrays without T.
 
-    Products and sums, not matrix products, which XLA would give a copy of the layer's state:
-    S_t^T q = exp(g) S^T q + (k . q) u, where u is what is written at k.
+    S_t^T q = exp(g) S^T q + (k . q) u, where u is what is written at k: so one sum has all that is
+    read of S, and is done before S is written in its place. (A matrix product would have XLA copy
+    the layer's state out of the stack first.)
     """
     repeats = state.shape[1] // token.k.shape[1]
-    q, k = (jnp.repeat(x, repeats, axis=1)[..., None] for x in (token.q, token.k))
+    q, k = (jnp.repeat(x, repeats, axis=1) for x in (token.q, token.k))
     decay, beta = jnp.exp(token.log_decay)[..., None], token.beta[..., None]
-    written = beta * (token.v - decay * jnp.sum(state * k, axis=2))
-    read = decay * jnp.sum(state * q, axis=2) + jnp.sum(k * q, axis=2) * written
-    return read, decay[..., None] * state + k * written[:, :, None, :]
+    both = jnp.stack([k, q], axis=2)  # [B, H, 2, key dim]
+    sums = decay[..., None] * jnp.sum(both[..., None] * state[:, :, None], axis=3)
+    written = beta * (token.v - sums[:, :, 0])
+    read = sums[:, :, 1] + jnp.sum(k * q, axis=2, keepdims=True) * written
+    return read, decay[..., None] * state + k[..., None] * written[:, :, None, :]
 
 
 def _by_chunks(tokens: Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
