@@ -19,7 +19,6 @@ from moejax.compiled import CompiledPrograms
 from moejax.evaluation.perplexity import Windowing, log_likelihood
 from moejax.models.assembly import forward, merge_weights, model_definition
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
-from moejax.models.hf_config import read_model_config
 from moejax.models.parts import DeltaNet
 from moejax.models.transformer import ChunkSpec
 from tests import slow, tiny_engine
