@@ -19,7 +19,6 @@ from moejax.compiled import CompiledPrograms
 from moejax.evaluation.perplexity import Windowing, log_likelihood
 from moejax.models.assembly import forward, merge_weights, model_definition
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
-from moejax.models.hf_config import read_model_config
 from moejax.models.parts import DeltaNet
 from moejax.models.transformer import ChunkSpec
 from tests import slow, tiny_engine
@@ -97,6 +96,14 @@ class ParityTest(Qwen3NextTestCase):
         nats = reference_nats(self.reference(), ids, 60, 25)
         self.assertEqual(found.num_scored, 149)
         self.assertLess(abs(found.perplexity / np.exp(nats / 149) - 1), 1e-4)
+
+    def test_half_precision_is_near_and_keeps_what_decays(self):
+        engine, tokens = self.load(dtype="bfloat16"), random_tokens(2, 40)
+        self.assertEqual(engine.weights["delta.a_log"].dtype, jnp.float32)
+        self.assertEqual(engine.weights["delta.qkvz_proj"].dtype, jnp.bfloat16)
+        errors = relative_errors(engine.logits(tokens), self.load().logits(tokens))
+        self.assertLess(np.median(errors), 0.1)
+        self.assertLen(engine.generate([5, 6, 7], max_new_tokens=5, ignore_eos=True)[0].tokens, 5)
 
     def test_a_decay_that_is_off_is_noticed(self):
         engine, model, tokens = self.load(), self.reference(), random_tokens(1, 40)
