@@ -97,6 +97,14 @@ class ParityTest(Qwen3NextTestCase):
         self.assertEqual(found.num_scored, 149)
         self.assertLess(abs(found.perplexity / np.exp(nats / 149) - 1), 1e-4)
 
+    def test_half_precision_is_near_and_keeps_what_decays(self):
+        engine, tokens = self.load(dtype="bfloat16"), random_tokens(2, 40)
+        self.assertEqual(engine.weights["delta.a_log"].dtype, jnp.float32)
+        self.assertEqual(engine.weights["delta.qkvz_proj"].dtype, jnp.bfloat16)
+        errors = relative_errors(engine.logits(tokens), self.load().logits(tokens))
+        self.assertLess(np.median(errors), 0.1)
+        self.assertLen(engine.generate([5, 6, 7], max_new_tokens=5, ignore_eos=True)[0].tokens, 5)
+
     def test_a_decay_that_is_off_is_noticed(self):
         engine, model, tokens = self.load(), self.reference(), random_tokens(1, 40)
         with torch.no_grad():
