@@ -157,14 +157,19 @@ class EngineTest(absltest.TestCase):
 class RecommendTest(absltest.TestCase):
     TRACE = random_trace(step_sizes=[9, *[1] * 60], num_layers=2, num_experts=16, width=4)
     TIERS = Tiers(names=("int4", "int2"), expert_bytes=(1800, 1000))
+    ROOM, BULK = 2 * 8 * 1800 / GIB + 1e-9, 64
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.found = list(recommending.candidates(cls.TRACE, cls.TIERS, cls.ROOM))
+        cls.swept = recommending.replayed(cls.TRACE, cls.found, cls.BULK)
 
     def test_the_fastest_that_keeps_the_floor(self):
-        room = 2 * 8 * 1800 / GIB + 1e-9
-        found = list(recommending.candidates(self.TRACE, self.TIERS, room))
+        found, swept = self.found, self.swept
         for one in found:
             slots = np.atleast_1d(one.setting["slots"])
             self.assertLessEqual(int(slots @ one.tiers.expert_bytes), 8 * 1800)
-        swept = recommending.replayed(self.TRACE, found, 64)
         machine = Machine(base_ms=0.001, link_gib_per_s=0.01)
         last = 0.0
         for floor in (1.0, 0.9, 0.7, 0.0):
@@ -189,9 +194,16 @@ class RecommendTest(absltest.TestCase):
             "sweep", f"--config.trace={folder / 'x.trace'}", "--config.recommend=True",
             "--config.tiers=('int4=1800', 'int2=1000')", "--config.floor=0.8",
         ]  # fmt: skip
-        for more, status in (([], 1), (["--config.device_gib=0.00003"], 0)):
+
+        def replayed(trace, chosen, bulk):  # what the class has replayed, for the same arguments
+            np.testing.assert_array_equal(trace.ids, self.TRACE.ids)
+            self.assertEqual((list(chosen), bulk), (self.found, self.BULK))
+            return self.swept
+
+        known = mock.patch.object(recommending, "replayed", replayed)
+        for more, status in (([], 1), ([f"--config.device_gib={self.ROOM}"], 0)):
             out, err = io.StringIO(), io.StringIO()
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            with known, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
                 got = cli.exit_status(sweep.COMMAND, [*arguments, *more])
             self.assertEqual(got, status, err.getvalue())
         lines = out.getvalue().splitlines()

@@ -1,8 +1,6 @@
 """The baseline of accelerate: its INT4 products, what its hooks move, and that the script runs."""
 
 import dataclasses
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -28,6 +26,7 @@ from scripts.accelerate_models import (
 )
 from scripts.accelerate_plan import Plan, layer_places, make_plan
 from scripts.bench_accelerate import cache_kept
+from tests.script_runs import run_module
 
 CPU = torch.device("cpu")
 FORMS = {"fused": Form(16, fused=True), "modules": Form(16), "int4": Form(4)}
@@ -170,11 +169,11 @@ class ScriptTest(absltest.TestCase):
     def test_it_runs_on_a_cpu(self):
         with tempfile.TemporaryDirectory() as directory:
             out = Path(directory) / "rows.jsonl"
-            subprocess.run(
-                [sys.executable, "-m", "scripts.bench_accelerate", "--model=tiny", "--device=cpu",
-                 "--prompt=16", "--tokens=2", "--repeats=1", "--depth=4", f"--out={out}"],
-                check=True, capture_output=True, cwd=Path(__file__).parents[1],
+            done = run_module(
+                "scripts.bench_accelerate", "--model=tiny", "--device=cpu", "--prompt=16",
+                "--tokens=2", "--repeats=1", "--depth=4", f"--out={out}",
             )  # fmt: skip
+            self.assertEqual(done.returncode, 0, done.stderr)
             rows = read_rows(out)
         self.assertLen(rows, 6)  # three forms, TTFT and TPOT; a CPU pins nothing
         for row in rows:

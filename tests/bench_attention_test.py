@@ -1,23 +1,19 @@
 """The attention benchmark runs on a CPU; what it measures is for a GPU."""
 
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from absl.testing import absltest
 
 from moejax.results import read_rows
-
-ROOT = Path(__file__).parents[1]
+from tests.script_runs import run_module
 
 
 class SmokeTest(absltest.TestCase):
     def test_every_shape_writes_rows(self):
         output = Path(self.enter_context(tempfile.TemporaryDirectory())) / "rows.jsonl"
-        command = [sys.executable, "-m", "scripts.bench_attention", "--smoke", "--repeats=2"]
-        command += ["--tiles=16x2w4p2", f"--output={output}"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        command = ["scripts.bench_attention", "--smoke", "--repeats=2", "--tiles=16x2w4p2"]
+        done = run_module(*command, f"--output={output}")
         self.assertEqual(done.returncode, 0, done.stderr + done.stdout)
         rows = read_rows(output)
         for what in (

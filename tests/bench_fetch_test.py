@@ -1,22 +1,18 @@
 """The fetch benchmark runs on a CPU; what it measures is for a GPU."""
 
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from absl.testing import absltest
 
 from moejax.results import read_rows
-
-ROOT = Path(__file__).parents[1]
+from tests.script_runs import run_module
 
 
 class SmokeTest(absltest.TestCase):
     def test_every_part_writes_rows(self):
         output = Path(self.enter_context(tempfile.TemporaryDirectory())) / "rows.jsonl"
-        command = [sys.executable, "-m", "scripts.bench_fetch", "--smoke", f"--output={output}"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        done = run_module("scripts.bench_fetch", "--smoke", f"--output={output}")
         self.assertEqual(done.returncode, 0, done.stderr)
         rows = read_rows(output)
         for what in ("device_put of 4", "fetch of 8 x 0.03 MB", "slice by XLA of 1", "product, "):
@@ -27,9 +23,8 @@ class SmokeTest(absltest.TestCase):
 
     def test_rows_in_place_beside_rows_that_are_fetched(self):
         output = Path(self.enter_context(tempfile.TemporaryDirectory())) / "rows.jsonl"
-        command = [sys.executable, "-m", "scripts.bench_host_rows", "--smoke"]
-        command += ["--tokens=1", "--tokens=2", f"--output={output}"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        command = ["scripts.bench_host_rows", "--smoke", "--tokens=1", "--tokens=2"]
+        done = run_module(*command, f"--output={output}")
         self.assertEqual(done.returncode, 0, done.stderr)
         rows = read_rows(output)
         self.assertLen(rows, 4)

@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from scripts import bench_kernels_data as data
 from scripts import bench_kernels_peers as peers
 from scripts import bench_kernels_run as run
 from scripts import bench_kernels_timing as timing
+from tests.script_runs import run_module
 
 ROOT = Path(__file__).parents[1]
 HOPPER, AMPERE = Target("gpu", (9, 0)), Target("gpu", (8, 0))
@@ -265,10 +265,7 @@ def peers_have_gpu() -> bool:
 
 def script(name: str, *arguments: str) -> subprocess.CompletedProcess:
     """Runs a main in a process of its own: flags of several scripts have the same names."""
-    return subprocess.run(
-        [sys.executable, "-m", f"scripts.{name}", *arguments],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
+    return run_module(f"scripts.{name}", *arguments)
 
 
 class MainsTest(absltest.TestCase):

@@ -1,7 +1,5 @@
 """The benchmark of moving experts: its traces are what they say, and it runs on a CPU."""
 
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from moejax.benchmarking.synthetic_traces import (
     scaled_trace,
 )
 from moejax.results import read_rows
+from tests.script_runs import run_module
 
 
 class TraceTest(parameterized.TestCase):
@@ -66,12 +65,12 @@ class ScriptTest(absltest.TestCase):
     def test_it_runs_on_a_cpu(self):
         with tempfile.TemporaryDirectory() as directory:
             out = Path(directory) / "rows.jsonl"
-            subprocess.run(
-                [sys.executable, "-m", "scripts.bench_memory_gpu", "--model=tiny", "--device=cpu",
-                 "--slots=2", "--slots=4", "--steps=8", "--prefetch=1", "--context=64",
-                 "--prompt=16", "--nosingle", f"--out={out}"],
-                check=True, capture_output=True, cwd=Path(__file__).parents[1],
+            done = run_module(
+                "scripts.bench_memory_gpu", "--model=tiny", "--device=cpu", "--slots=2",
+                "--slots=4", "--steps=8", "--prefetch=1", "--context=64", "--prompt=16",
+                "--nosingle", f"--out={out}",
             )  # fmt: skip
+            self.assertEqual(done.returncode, 0, done.stderr)
             rows = read_rows(out)
         self.assertLen([row for row in rows if "TTFT" in row.what], 3)
         resident, few, more = (row for row in rows if "TPOT" in row.what)

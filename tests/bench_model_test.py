@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -21,19 +19,15 @@ from moejax.qtensor import QTensor, dense
 from tests.host_test_case import HostTestCase
 from tests.numpy_model import TINY
 from tests.packed_weights import num_bytes
+from tests.script_runs import run_module
 
-ROOT = Path(__file__).parents[1]
 CONFIG = dataclasses.replace(
     TINY, model_dim=128, expert_dim=64, mlp_dim=64, num_heads=4, num_kv_heads=2, head_dim=32
 )
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "scripts/bench_model_gpu.py", "--shape=tiny", "--platform=cpu"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [*command, *flags], cwd=ROOT, env=env, capture_output=True, text=True, check=False
-    )
+    return run_module("scripts.bench_model_gpu", "--shape=tiny", "--platform=cpu", *flags)
 
 
 class WeightsTest(HostTestCase):

@@ -1,7 +1,6 @@
 """The benchmark of sweeps on tiny numbers: rows, limits, and the trace that it makes up."""
 
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -11,16 +10,15 @@ from absl.testing import absltest
 from moejax.benchmarking.synthetic_traces import drifting_trace
 from moejax.results import read_rows
 from scripts.sweep_grids import POLICIES, grid_of
+from tests.script_runs import run_module
 
-ROOT = Path(__file__).parents[1]
 # In processes of their own: flags of several scripts have one name.
 TINY = ["--device=cpu", "--settings=5", "--tokens=40", "--layers=3", "--experts=16", "--width=2"]
 POLICY_NAMES = ["lru", "dynaexq", "dymoe", "dymoe_ahead"]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "scripts.bench_sweep", *TINY, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return run_module("scripts.bench_sweep", *TINY, *arguments)
 
 
 class BenchSweepTest(absltest.TestCase):

@@ -1,25 +1,23 @@
 """The benchmark of bulk transfers runs on a CPU, and its requests move experts."""
 
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from absl.testing import absltest
 
 from moejax.results import read_rows
+from tests.script_runs import run_module
 
 
 class ScriptTest(absltest.TestCase):
     def test_it_runs_on_a_cpu(self):
         with tempfile.TemporaryDirectory() as directory:
             out = Path(directory) / "rows.jsonl"
-            subprocess.run(
-                [sys.executable, "-m", "scripts.bench_transfers_gpu", "--model=tiny",
-                 "--device=cpu", "--slots=4", "--steps=32", "--rate=1", "--per_call=4",
-                 f"--out={out}"],
-                check=True, capture_output=True, cwd=Path(__file__).parents[1],
+            done = run_module(
+                "scripts.bench_transfers_gpu", "--model=tiny", "--device=cpu", "--slots=4",
+                "--steps=32", "--rate=1", "--per_call=4", f"--out={out}",
             )  # fmt: skip
+            self.assertEqual(done.returncode, 0, done.stderr)
             rows = read_rows(out)
         self.assertLen(rows, 4)
         none, asked = (row for row in rows if "99th percentile" in row.what)

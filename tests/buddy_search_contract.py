@@ -37,6 +37,11 @@ CASES = {
     "one": Case(2, 4, 1, 1, 0.7, 1, 1),
 }
 
+# One program for all seeds of a case: compiling is most of the time.
+SEARCH = jax.jit(package.search, static_argnames=("last_first", "implementation", "interpret"))
+SUBSTITUTE = jax.jit(substitution.substitute, static_argnames=("last_first", "form"))
+CANDIDATES = jax.jit(substitution.candidates_of)
+
 
 def random_gate(
     case: Case, ids: np.ndarray, layers: int, layer: int, rng: np.random.Generator
@@ -86,13 +91,10 @@ def check(case: Case, seed: int, **how: Any) -> np.ndarray:
     counts = rng.integers(0, 9, (layers, case.experts)).astype(np.int32)
     limits = (jnp.int32(case.depth), jnp.int32(case.budget))
 
-    def search() -> package.Found:
-        given = (ids, lists, layer, resident, allowed, *limits, gate, jnp.asarray(counts))
-        return package.search(*given, last_first=case.last_first, **how)
-
-    found = jax.jit(search)()
-    candidates = Candidates(substitution.candidates_of(ids, lists[layer], resident, limits[0]))
-    expected = substitution.substitute(
+    given = (ids, lists, jnp.int32(layer), resident, allowed, *limits, gate, jnp.asarray(counts))
+    found = SEARCH(*given, last_first=case.last_first, **how)
+    candidates = Candidates(CANDIDATES(ids, lists[layer], resident, limits[0]))
+    expected = SUBSTITUTE(
         ids, candidates, wanted, limits[1], last_first=case.last_first, form="ranks"
     )
     np.testing.assert_array_equal(found.ids, expected.ids)

@@ -1,19 +1,15 @@
 """The notebooks under scripts/: their cells, what they use of moejax, and what they print."""
 
 import ast
-import os
 import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-import jax
 from absl.testing import absltest, parameterized
 
 from tests import slow
+from tests.script_runs import ROOT, run_file
 
-ROOT = Path(__file__).parents[1]
 SCRIPTS = {path.stem: path for path in sorted((ROOT / "scripts").glob("colab_*.py"))}
 PICTURES = {
     "colab_first_steps": ["first_steps_next_token"],
@@ -34,24 +30,13 @@ def cells(text: str) -> list[tuple[str, str]]:
 def ran(name: str) -> str:
     """What a script prints with small settings; its pictures are those that it should make."""
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [sys.executable, str(SCRIPTS[name])],
-            env=os.environ
-            | {
-                "MOEJAX_QUICK": "1",
-                "MOEJAX_PICTURES": folder,
-                "MPLBACKEND": "Agg",
-                "PYTHONPATH": str(ROOT),
-                "TMPDIR": folder,
-                # Programs are kept where those of the other tests are (tests/conftest.py).
-                "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir or folder,
-                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
-            },
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
+        done = run_file(
+            SCRIPTS[name],
+            cwd=Path(folder),
+            MOEJAX_QUICK="1",
+            MOEJAX_PICTURES=folder,
+            MPLBACKEND="Agg",
+            TMPDIR=folder,
         )
         if done.returncode:
             raise AssertionError(f"{name} ended with {done.returncode}:\n{done.stderr}")

@@ -16,7 +16,7 @@ from moejax.models import attention
 from pallas_kernels import decode_attention as package
 from pallas_kernels.decode_attention import tiles, triton
 from pallas_kernels.target import SIMULATED, Target
-from tests import gpu_programs, gpu_targets
+from tests import gpu_programs, gpu_targets, slow
 from tests.decode_attention_contract import (
     DTYPES,
     GPU_SHAPES,
@@ -77,6 +77,9 @@ class ContractTest(HostTestCase):
         call=(in_plain_jnp, interpreted, in_parts), name=sorted(SHAPES), dtype=DTYPES
     )
     def test_value_is_that_of_float64(self, call, name, dtype):
+        # A program of its own for each; every shape has both dtypes, and both ways in one of them.
+        if call is interpreted and dtype != DTYPES[sorted(SHAPES).index(name) % 2]:
+            slow.skip_unless_asked()
         shape = SHAPES[name]
         of = random_operands(shape, dtype, seed=len(name))
         self.assertIsNone(violation(call(of, shape), of, shape))

@@ -3,9 +3,6 @@
 import collections
 import json
 import lzma
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -19,8 +16,8 @@ from moejax.checkpoints import load_weights
 from moejax.models.assembly import forward, merge_weights, model_definition
 from moejax.models.hf_config import read_model_config
 from moejax.training import wikitext
+from tests.script_runs import ROOT, run_file
 
-ROOT = Path(__file__).parents[1]
 ARTICLE = (
     " \n = {title} = \n \n {title} wrote a <unk> about rivers in Ruritania . \n It was <unk> . \n"
     " \n = = Life = = \n \n {title} lived by the sea @-@ side . \n"
@@ -72,11 +69,7 @@ def write_source(directory: Path) -> None:
 
 
 def run_script(name: str, *arguments: str) -> None:
-    command = [sys.executable, f"scripts/{name}.py", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    done = run_file(ROOT / "scripts" / f"{name}.py", *arguments, cwd=ROOT, JAX_PLATFORMS="cpu")
     if done.returncode:
         raise AssertionError(f"{name} failed:\n{done.stderr[-4000:]}")
 
