@@ -50,6 +50,14 @@ class KVCache:
                 f"keys {self.keys.dtype}{self.keys.shape} and values "
                 f"{self.values.dtype}{self.values.shape} differ"
             )
+        if (self.states is None) != (self.tails is None):
+            raise ValueError("there are states without tails, or tails without states")
+        if self.states is not None and self.tails is not None:
+            lead = (self.states.shape[:2], self.tails.shape[:2])
+            if lead[0] != lead[1] or lead[0][1] != self.batch_size:
+                raise ValueError(f"states and tails {lead} are not of {self.batch_size} sequences")
+            if self.states.dtype != jnp.float32:
+                raise ValueError(f"states are {self.states.dtype}, not float32")
 
     def write_chunk(
         self, layer: int | jax.Array, keys: jax.Array, values: jax.Array, start: jax.Array

@@ -15,7 +15,7 @@ from moejax import ops
 from moejax.models.attention import cached_form
 from moejax.models.config import ModelConfig
 from moejax.models.grouped_experts import choose_grouped
-from moejax.models.leaf_kinds import leaves_of
+from moejax.models.leaf_kinds import STEADY_LEAVES, leaves_of
 from moejax.models.moe import ExpertsVia, choose_routing, kernel_refusal
 from moejax.models.token_step import choose_token_step, is_plain
 from moejax.qtensor import Weight
@@ -78,7 +78,7 @@ def served_products(
     for name, num_rows in rows.items():
         if name in weights:
             weight = weights[name]
-            steady = name == "moe.router"
+            steady = name in STEADY_LEAVES
             choice = ops.choose_product(num_rows, dtype, weight, kernels, steady=steady)
             is_packed = ops.packing(weight) is not None
             found[name] = Served(choice.implementation, form(weight), is_packed, choice.refusals)

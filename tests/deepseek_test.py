@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from absl import logging
 from absl.testing import absltest, parameterized
 from safetensors.numpy import load_file, save_file
 
@@ -29,6 +28,7 @@ from moejax.models.parts import LatentAttention as Widths
 from moejax.models.parts import RouterRule, Yarn
 from moejax.models.places import places
 from moejax.models.rope import model_angles
+from moejax.models.routing import routing_of
 from moejax.models.shapes import DEEPSEEK_V2_LITE
 from moejax.models.transformer import ChunkSpec, Transformer
 from moejax.policies.attention_importance import attention_received
@@ -211,15 +211,32 @@ class FurtherLayersTest(parameterized.TestCase):
         np.testing.assert_array_equal(bias, np.asarray(weights["moe.router_bias"][0]))
         extra = f"model.layers.{config.num_layers}.enorm.weight"
         save_file(tensors | {extra: np.zeros(4, np.float32)}, file)
-        self.addCleanup(logging.set_verbosity, logging.get_verbosity())
-        logging.set_verbosity(logging.INFO)
-        with self.assertLogs("absl", "INFO") as logs:
+        with self.assertLogs("absl", "WARNING") as logs:
             loaded = load_weights(path, config, dtype=jnp.bfloat16, device=pooled_test.CPU)
         self.assertTrue(any(f"1 tensors ({extra}" in line for line in logs.output))
         self.assertEqual(loaded["moe.router_bias"].dtype, jnp.float32)
-        save_file(tensors | {"model.layers.0.other": np.zeros(4, np.float32)}, file)
-        with self.assertRaisesRegex(MoejaxError, "unexpected tensors.*layers.0.other"):
-            load_weights(path, config, dtype=jnp.bfloat16, device=pooled_test.CPU)
+        beyond = extra.replace(f".{config.num_layers}.", f".{config.num_layers + 1}.")
+        for wrong in ("model.layers.0.other", beyond):  # the config may say too few layers
+            save_file(tensors | {wrong: np.zeros(4, np.float32)}, file)
+            with self.assertRaisesRegex(MoejaxError, f"unexpected tensors.*{wrong}"):
+                load_weights(path, config, dtype=jnp.bfloat16, device=pooled_test.CPU)
+
+    def test_a_bias_decides_who_is_chosen_and_not_the_order(self):
+        config = dataclasses.replace(
+            sigmoid_router(TINY), router=RouterRule(scoring="sigmoid", has_bias=True)
+        )
+        logits = jax.random.normal(jax.random.key(0), (16, config.num_experts))
+        bias = jnp.linspace(5, 0, config.num_experts)
+        found = routing_of(logits, config, bias)
+        chosen = np.arange(config.experts_per_token)  # those of the largest bias
+        np.testing.assert_array_equal(np.sort(found.ids), np.tile(chosen, (16, 1)))
+        self.assertTrue((np.diff(found.weights) <= 0).all())
+        scores = np.take_along_axis(np.asarray(found.probabilities), np.asarray(found.ids), 1)
+        self.assertTrue((np.diff(scores) <= 0).all())
+
+    def test_yarn_needs_a_base(self):
+        with self.assertRaisesRegex(ValueError, "rope_theta 1.0 with YaRN"):
+            dataclasses.replace(TINY, rope_theta=1.0)
 
 
 class ChunksTest(parameterized.TestCase):

@@ -14,6 +14,7 @@ from flax import nnx
 from moejax.errors import MoejaxError
 from moejax.models.assembly import flat_weights, forward, model_definition
 from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.shapes import SHAPES
 from moejax.models.transformer import Transformer
 from moejax.training import corpus as corpus_lib
 from moejax.training.batches import crop_source, sample_crops
@@ -266,6 +267,13 @@ class EvaluationTest(parameterized.TestCase):
         self.assertEqual(row["min_share"], 0.25)
         self.assertEqual(row["max_share"], 0.375)
         self.assertEqual(row["total_variation"], 0.75)
+
+
+class OtherFamiliesTest(parameterized.TestCase):
+    @parameterized.parameters("DeepSeek-V2-Lite", "Qwen3-Next-80B-A3B")
+    def test_they_are_refused(self, name):
+        with self.assertRaisesRegex(MoejaxError, "are not trained here"):
+            make_scorer(SHAPES[name], jnp.dtype("float32"), "xla")
 
 
 class TrainerTest(DirectoryTest):

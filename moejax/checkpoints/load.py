@@ -104,7 +104,7 @@ def wanted_leaves(by_leaf: Mapping[str, T], *, experts: bool) -> dict[str, T]:
 def log_multi_token(directory: Path, config: ModelConfig, names: Iterable[str]) -> None:
     """Says how many tensors of a checkpoint are left out, if it has a head for further tokens."""
     if ignored := [name for name in names if is_multi_token(config, name)]:
-        logging.info(
+        logging.warning(
             "%s: left out %d tensors (%s, ...) of the head that predicts further tokens at once",
             directory, len(ignored), ignored[0],
         )  # fmt: skip

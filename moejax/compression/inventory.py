@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from moejax.checkpoints.load import EXPERT_LEAVES, checked_placements
+from moejax.checkpoints.load import EXPERT_LEAVES, checked_placements, log_multi_token
 from moejax.checkpoints.orbax_directory import is_orbax_directory
 from moejax.checkpoints.safetensors_reader import StoredTensor, check_floats, stored_tensors
 from moejax.errors import MoejaxError
@@ -92,6 +92,7 @@ def take_inventory(directory: Path) -> Inventory:
         )
     config = read_model_config(directory)
     tensors = stored_tensors(directory)
+    log_multi_token(directory, config, tensors)
     check_floats(tensors.values())
     checked = checked_placements(directory, config, tensors)
     entries = _entries(config, checked, tensors)

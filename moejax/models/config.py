@@ -106,6 +106,8 @@ class ModelConfig:
 
     def _check_parts(self) -> None:
         latent, delta, router = self.latent, self.delta_net, self.router
+        if self.yarn is not None and self.rope_theta <= 1:
+            raise ValueError(f"rope_theta {self.rope_theta} with YaRN, which takes its logarithm")
         if latent is not None and (
             self.num_kv_heads != self.num_heads
             or self.head_dim != latent.nope_dim + latent.rope_dim

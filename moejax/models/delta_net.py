@@ -85,7 +85,7 @@ class DeltaNet(nnx.Module):
         q, k, v, z = jnp.split(rows.reshape(*lead, shared, -1), ends, axis=3)
         mixed = jnp.concatenate([part.reshape(*lead, -1) for part in (q, k, v)], axis=-1)
         wide = jnp.dtype(jnp.float32)
-        ba = ops.linear(normed, self.ba_proj[...], layer, wide, self.kernels)
+        ba = ops.linear(normed, self.ba_proj[...], layer, wide, self.kernels, steady=True)
         b, a = jnp.split(ba.reshape(*lead, shared, 2 * repeats), 2, axis=3)
         gate = z.reshape(*lead, of.num_value_heads, of.value_dim)
         return Projected(mixed, gate, b.reshape(*lead, -1), a.reshape(*lead, -1))

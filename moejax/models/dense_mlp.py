@@ -60,5 +60,5 @@ class SharedExpert(nnx.Module):
         if not hasattr(self, "gate"):
             return out
         wide = jnp.dtype(jnp.float32)
-        open_by = jax.nn.sigmoid(ops.linear(x, self.gate[...], layer, wide, self.kernels))
-        return out * open_by.astype(out.dtype)
+        opening = ops.linear(x, self.gate[...], layer, wide, self.kernels, steady=True)
+        return out * jax.nn.sigmoid(opening).astype(out.dtype)

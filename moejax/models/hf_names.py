@@ -74,10 +74,10 @@ def is_ignored(config: ModelConfig, name: str) -> bool:
 
 def is_multi_token(config: ModelConfig, name: str) -> bool:
     """True for a tensor of what predicts further tokens at once."""
-    if config.family == "deepseek_v3":  # further layers, of DeepSeek-V3 one
+    if config.family == "deepseek_v3":  # one further layer
         layer = _LAYER.match(name)
-        return layer is not None and int(layer[1]) >= config.num_layers
-    return _MULTI_TOKEN.match(name) is not None
+        return layer is not None and int(layer[1]) == config.num_layers
+    return config.family == "qwen3_next" and _MULTI_TOKEN.match(name) is not None
 
 
 def placements(config: ModelConfig, spelling: Spelling) -> Iterator[Placement]:

@@ -234,7 +234,7 @@ class LatentAttention(nnx.Module):
         self, normed: jax.Array, layer: ops.Index, cos: jax.Array, sin: jax.Array
     ) -> Latents:
         """Of [B, T, D] (eq. 9 and 15)."""
-        both = ops.linear(normed, self.kv_a[...], layer, kernels=self.kernels)
+        both = ops.linear(normed, self.kv_a[...], layer, kernels=self.kernels, steady=True)
         latent, key = jnp.split(both, [self.widths.kv_rank], axis=-1)
         interleaved = self.config.interleaved_rope
         key = rotate(key[:, :, None], cos, sin, interleaved=interleaved)[:, :, 0]

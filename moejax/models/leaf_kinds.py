@@ -37,6 +37,9 @@ KIND_OF_LEAF: Mapping[str, str] = types.MappingProxyType({
     "head": "head",
 })  # fmt: skip
 
+# Of too few rows for a kernel to be as fast, and run by one all the same in prompts: `ops.linear`.
+STEADY_LEAVES = ("moe.router", "attention.kv_a", "delta.ba_proj", "shared.gate")
+
 
 def leaves_of(*kinds: str) -> tuple[str, ...]:
     """The leaves of some kinds, those of all families."""

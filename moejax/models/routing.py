@@ -17,7 +17,7 @@ class Routing(NamedTuple):
 
     probabilities: jax.Array  # float32[N, E], of all experts: the softmax, or sigmoids
     weights: jax.Array  # float32[N, A], of the chosen experts, normalised where the model does so
-    ids: jax.Array  # int32[N, A], by falling score
+    ids: jax.Array  # int32[N, A], by falling weight
 
 
 def route(
@@ -49,8 +49,11 @@ def routing_of(logits: jax.Array, config: ModelConfig, bias: jax.Array | None = 
     if rule.is_plain:
         weights, ids = jax.lax.top_k(scores, config.experts_per_token)
         return scaled(Routing(scores, _normalised(weights, config), ids), config)
-    _, ids = jax.lax.top_k(_of_best_groups(scores, rule, bias), config.experts_per_token)
-    return Routing(scores, weights_of(scores, ids, config), ids)
+    width = config.experts_per_token
+    _, ids = jax.lax.top_k(_of_best_groups(scores, rule, bias), width)
+    # A bias decides who is chosen, not who comes first.
+    weights, order = jax.lax.top_k(weights_of(scores, ids, config), width)
+    return Routing(scores, weights, jnp.take_along_axis(ids, order, axis=-1))
 
 
 def weights_of(scores: jax.Array, ids: jax.Array, config: ModelConfig) -> jax.Array:

@@ -53,7 +53,7 @@ class Observation:
 
     Attributes:
       layer: int32[], which sparse layer, 0..M - 1.
-      probabilities: float32[N, E], the full softmax.
+      probabilities: float32[N, E], of all experts: the softmax, or sigmoids, of no such sum.
       ids: int32[N, A], the router's choice, by falling probability.
       weights: float32[N, A], its weights.
       active: bool[N], False for padding, which has no influence on anything.

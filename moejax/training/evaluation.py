@@ -14,7 +14,7 @@ from moejax.models.config import ModelConfig
 from moejax.models.norm import rms_norm
 from moejax.training.corpus import END_OF_TEXT_ID, UNKNOWN_ID
 from moejax.training.losses import expert_counts
-from moejax.training.objective import Weights
+from moejax.training.objective import Weights, require_trainable
 
 Scorer = Callable[[Weights, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
@@ -61,6 +61,7 @@ def cut_windows(ids: np.ndarray, context: int, stride: int) -> Windows:
 
 def make_scorer(config: ModelConfig, dtype: jnp.dtype, attention: AttentionVia) -> Scorer:
     """Compiles (weights, tokens int32[B, T + 1], scored bool[B, T]) -> (nats, counts[M, E])."""
+    require_trainable(config)
     definition = model_definition(config)
 
     def score(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from moejax.errors import MoejaxError
 from moejax.models.assembly import merge_weights
 from moejax.models.attention import Attention, AttentionVia, Heads, causal_attention
 from moejax.models.config import ModelConfig
@@ -54,6 +55,13 @@ def _dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     )
 
 
+def require_trainable(config: ModelConfig) -> None:
+    """Raises MoejaxError unless the model is of the kind that is trained here."""
+    c = config
+    if c.latent or c.delta_net or c.attention_gate or c.zero_centred_norm or c.router.has_bias:
+        raise MoejaxError(f"models of the family {c.family} are not trained here")
+
+
 def training_forward(
     model: Transformer,
     embedded: jax.Array,
@@ -75,8 +83,8 @@ def training_forward(
       As `assembly.forward`.
     """
     c, mixer = model.config, model.attention
-    if not isinstance(mixer, Attention) or c.delta_net:
-        raise ValueError(f"models of the family {c.family} are not trained here")
+    require_trainable(c)
+    assert isinstance(mixer, Attention)
     batch_shape = embedded.shape[:2]
     positions = jnp.broadcast_to(jnp.arange(batch_shape[1], dtype=jnp.int32), batch_shape)
     cos, sin = model_angles(c, positions)
