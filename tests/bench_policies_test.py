@@ -178,6 +178,7 @@ class SectionTest(absltest.TestCase):
         self.assertGreater(low.baseline["prefetched_a_step"], 0)
 
     def test_dymoe_spends_slots_best_on_high_precision(self):
+        slow.skip_unless_asked()
         sizes, moved = Sizes(context=256, prompt=16, steps=64, per_call=4), []
         with mock.patch.object(self.lab, "sizes", sizes):
             for split in ("4,0", "3,2"):

@@ -20,8 +20,12 @@ if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
         "--xla_backend_optimization_level=0",
         "--xla_llvm_disable_expensive_passes=true",
     ]
-    if importlib.metadata.version("jaxlib").startswith("0.10."):  # an unknown flag ends a process
+    # An unknown flag ends a process.
+    if importlib.metadata.version("jaxlib").startswith("0.10."):
         COMPILE_QUICKLY.append("--xla_cpu_use_fusion_emitters=false")
+    if importlib.metadata.version("jaxlib").startswith(("0.10.", "0.11.")):
+        # As one module of LLVM's and not as 32: these are small, and each has a price.
+        COMPILE_QUICKLY.append("--xla_cpu_parallel_codegen_split_count=1")
     # The last of a flag's values wins, so what the environment says already does.
     os.environ["XLA_FLAGS"] = " ".join((*COMPILE_QUICKLY, os.environ.get("XLA_FLAGS", "")))
 
