@@ -18,7 +18,7 @@ from moejax.simulation.replay import EVENTS
 from moejax.simulation.runs import Run, run_policies
 from moejax.tiering import Tiering
 from moejax.traces import read_trace
-from tests import tiny_engine
+from tests import slow, tiny_engine
 from tests.tiny_engine import CONFIG
 
 PROMPT = list(range(40, 52))
@@ -93,6 +93,8 @@ class EngineTest(parameterized.TestCase):
         ("compose", {"selection": "load", "prefetch": 0, "period": 8}, (3, 8)),
     )
     def test_hit_rates_of_a_trace_are_those_of_the_engine(self, policy, settings, slots):
+        if policy == "dymoe":  # of which the test above compares every count
+            slow.skip_unless_asked()
         engine = self.engine(policy=policy, settings=settings, slots=slots, emulate=True, **MADE)
         path, rng = self.folder / f"trace of {policy} {slots}", np.random.default_rng(0)
         with engine.recording(path, probabilities=True, foreseen=CONFIG.num_experts):
