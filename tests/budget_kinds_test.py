@@ -24,7 +24,7 @@ from moejax.models.config import weight_shapes
 from moejax.models.leaf_kinds import kind_of
 from moejax.models.shapes import SHAPES
 from moejax.policies.attention_importance import importance_nbytes
-from tests import model_kinds
+from tests import model_kinds, slow
 from tests.random_checkpoints import TINY, write_random_checkpoint
 
 NAMES = ("DeepSeek-V2-Lite", "DeepSeek-MoE-16B", "Qwen3-Next-80B-A3B")
@@ -130,6 +130,8 @@ class ContractTest(parameterized.TestCase):
     def test_programs_take_no_more_than_planned_and_not_much_less(
         self, name, changes, context, batch
     ):
+        if changes:
+            slow.skip_unless_asked()
         directory = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
         write_random_checkpoint(directory, **{**model_kinds.KINDS[name], **changes})
         engine = Engine.from_pretrained(

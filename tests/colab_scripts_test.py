@@ -126,6 +126,7 @@ class OutputTest(parameterized.TestCase):
             self.assertLen(set(values), 3, figure)
 
     def test_the_own_policy(self):
+        slow.skip_unless_asked()
         printed = ran("colab_write_a_policy")
         [rows] = tables(printed)
         hits = {row["policy"]: float(row["hits"]) for row in rows}

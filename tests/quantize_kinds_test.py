@@ -20,7 +20,7 @@ from moejax.models.assembly import forward, merge_weights, model_definition
 from moejax.models.config import leaf_dtype, weight_shapes
 from moejax.models.leaf_kinds import KIND_OF_LEAF, KINDS, NEVER_PACKED, kind_of, layers_of
 from moejax.qtensor import QTensor, dense
-from tests import model_kinds, numpy_model
+from tests import model_kinds, numpy_model, slow
 from tests.quantize_case import QuantizeTestCase
 from tests.random_checkpoints import write_random_checkpoint, write_tokenizer
 
@@ -95,6 +95,8 @@ class QuantizeKindsTest(QuantizeTestCase):
         ("delta", "gptq"), ("shared", "milo"), ("delta", "milo"),
     )  # fmt: skip
     def test_written_and_loaded(self, name, method):
+        if (name, method) not in (("shared", "milo"), ("latent", "gptq"), ("delta", "rtn")):
+            slow.skip_unless_asked()
         source = self.source_of(name)
         output = self.directory / method
         outcome = quantize_checkpoint(
@@ -188,6 +190,8 @@ class CalibrationTest(parameterized.TestCase):
 
     @parameterized.parameters(*model_kinds.KINDS)
     def test_layers_one_by_one_are_the_model(self, name):
+        if name == "shared":
+            slow.skip_unless_asked()
         config = model_kinds.config_of(name)
         weights = self.weights(config)
         run = LayerRun(
