@@ -115,6 +115,8 @@ class ParityTest(parameterized.TestCase):
 
     @parameterized.parameters(*DEEPSEEK_CHECKPOINTS)
     def test_transformers(self, name):
+        if name in ("v2_odd_sizes", "v2_wide_values_tied", "v3_halves"):
+            slow.skip_unless_asked()
         path = write_checkpoint(name, self.directory)
         self.check(path, of_transformers(reference_model(path)))
 

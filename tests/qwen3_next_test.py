@@ -78,6 +78,8 @@ def prompts_of(lengths: tuple[int, ...]) -> list[list[int]]:
 class ParityTest(Qwen3NextTestCase):
     @parameterized.parameters(*QWEN3_NEXT)
     def test_logits_and_greedy_tokens_are_those_of_transformers(self, name):
+        if name in ("next_heads1_conv2_tied", "next_dense_shared24_fused"):
+            slow.skip_unless_asked()
         engine, model = self.load(name), self.reference(name)
         tokens = random_tokens(2, 80)
         with torch.no_grad():
