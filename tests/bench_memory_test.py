@@ -13,6 +13,7 @@ from moejax.benchmarking.synthetic_traces import (
     scaled_trace,
 )
 from moejax.results import read_rows
+from tests import slow
 from tests.script_runs import run_module
 
 
@@ -63,6 +64,7 @@ class TraceTest(parameterized.TestCase):
 
 class ScriptTest(absltest.TestCase):
     def test_it_runs_on_a_cpu(self):
+        slow.skip_unless_asked()
         with tempfile.TemporaryDirectory() as directory:
             out = Path(directory) / "rows.jsonl"
             done = run_module(

@@ -12,6 +12,7 @@ from moejax import benchmark, cli
 from moejax.benchmarking.record import COLUMNS
 from scripts import make_documents
 from scripts.documents import commands, config_tables, dry, messages
+from tests import slow
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "WORKSPACE.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -33,6 +34,7 @@ def anchors(page: Path) -> set[str]:
 class CommandsTest(absltest.TestCase):
     def test_they_run(self):
         """All are read; those that run offline on a CPU are run, in one process."""
+        slow.skip_unless_asked()
         # Programs are kept beside those of the other tests.
         kept = os.environ.get("MOEJAX_DOCUMENTS_PROGRAMS")
         kept = kept or str(ROOT / ".pytest_cache/d/xla-documents")
