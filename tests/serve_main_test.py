@@ -25,6 +25,7 @@ from moejax.ledger import Ledger
 from moejax.serve_config import ServeConfig
 from moejax.serving import requests
 from moejax.serving.metrics import Metrics
+from tests import slow
 from tests.serving_case import tiny_chat_engine
 
 ROOT = Path(__file__).parents[1]
@@ -125,6 +126,7 @@ class ProcessTest(parameterized.TestCase):
         self.assertNotIn("Traceback", said)
 
     def test_the_stress_finds_nothing(self):
+        slow.skip_unless_asked()
         words = (
             f"--checkpoint={DIRECTORY}", "--seconds=3", "--clients=6", "--warm_up=0", "--cases=10",
             "--max_batch=4", "--queue_limit=4", "--results=", "--growth=200",

@@ -14,7 +14,7 @@ from moejax.models.routing import routing_of, weights_of
 from moejax.models.transformer import Transformer
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.make import make_policy
-from tests import model_kinds
+from tests import model_kinds, slow
 from tests.tiered_case import tiered_runner
 from tests.tiered_looped_test import outcome
 
@@ -74,6 +74,7 @@ class ImportanceTest(parameterized.TestCase):
         self.assertNotAlmostEqual(config.score_scale, config.head_dim**-0.5)
 
     def test_in_a_loop_as_unrolled(self):
+        slow.skip_unless_asked()
         found = []
         for loops in (False, True):
             runner, memory = runner_of(FOUR)

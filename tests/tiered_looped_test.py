@@ -61,6 +61,7 @@ def outcome(runner: Any, memory: Any, *, of_chunk: bool = False) -> Any:
 class LoopTest(parameterized.TestCase):
     @parameterized.parameters("on_demand", "dymoe", "buddymoe")
     def test_bit_for_bit_what_it_is_unrolled(self, name):
+        slow.skip_unless_asked()
         policy, bits, slots, ahead = CASES[name]
         num_layers, found = LAYERS[name], []
         config = dataclasses.replace(
@@ -94,6 +95,7 @@ class LoopTest(parameterized.TestCase):
 class OneLaunchTest(parameterized.TestCase):
     @parameterized.parameters("dymoe", "dynaexq", "dymoe in two caches")
     def test_all_tiers_at_once_give_what_each_alone_gives(self, name):
+        slow.skip_unless_asked()
         if name == "dynaexq":  # a whole tier, as of dymoe; nothing ahead, as in two caches
             slow.skip_unless_asked()
         policy, bits, slots, ahead = CASES[name]
