@@ -1,7 +1,8 @@
 """Speed of policies: real shapes, random weights, routing and its probabilities replayed.
 
     python -m scripts.bench_policies_gpu --section=dynaexq
-    XLA_CLIENT_MEM_FRACTION=0.95 python -m scripts.bench_policies_gpu --section=dynaexq_wide
+    XLA_CLIENT_MEM_FRACTION=0.95 python -m scripts.bench_policies_gpu --section=dynaexq_wide \
+        --context=2048
     XLA_CLIENT_MEM_FRACTION=0.2 python -m scripts.bench_policies_gpu --section=dymoe --gib=16
     python -m scripts.bench_policies_gpu --section=buddymoe --section=latency
     python -m scripts.bench_policies_gpu --section=cost
@@ -10,7 +11,8 @@
 Sections, each of which a module `scripts.policy_speed_*` describes:
 
   * dynaexq: Qwen3-30B-A3B, INT4 for the hot and INT2 for all, against uniform INT2; the workload
-    shifts. dynaexq_wide: bf16 and INT4 under 32 and 48 GiB, against the time that the bytes take.
+    shifts. dynaexq_wide: bf16 and INT4, or `--tiers`, under 32 and 48 GiB, against the time that
+    the bytes take.
   * dymoe: Mixtral-8x7B, the rows of DyMoE's Table 3 under 16 and 24 GiB, or `--gib`.
   * buddymoe: Qwen3-30B-A3B, throughput and bytes at cache rates. latency: BuddyMoE's Table 1.
   * cost: what policies take that decide what the pool does without them.
@@ -39,7 +41,9 @@ from scripts.policy_timing import Sizes
 _SECTION = flags.DEFINE_multi_enum("section", [], list(SECTIONS), "what to measure")
 _MODEL = flags.DEFINE_enum("model", "", ["", *sorted(CONFIGS)], "shape; '': the section's")
 _ATTENTION = flags.DEFINE_enum("attention_bits", "16", ["2", "3", "4", "8", "16"], "of projections")
-_BATCH = flags.DEFINE_multi_integer("batch", [1, 4, 16], "dynaexq: sequences, each a measurement")
+_BATCH = flags.DEFINE_multi_integer("batch", [], "sequences, each a measurement; []: the section's")
+_BITS = flags.DEFINE_enum("expert_bits", "4", ["2", "3", "4", "8", "16"], "buddymoe: of experts")
+_TIERS = flags.DEFINE_list("tiers", ["16", "4"], "dynaexq_wide: bits of both precisions")
 _GIB = flags.DEFINE_multi_float("gib", [], "of device memory; []: the section's")
 _RATE = flags.DEFINE_multi_float("cache_rate", [], "buddymoe: c; []: 0.75, 0.5, 0.375")
 _HOT = flags.DEFINE_integer("n_hot", 32, "dynaexq: experts of a layer in high precision")
@@ -53,7 +57,7 @@ _ZIPF = flags.DEFINE_float("zipf", -1, "exponent of the popularity; -1: the shap
 _RECALL = flags.DEFINE_float("recall", 0.85, "share of the needed experts that are expected")
 _RETENTION = flags.DEFINE_float("retention", 0.75, "dymoe: r")
 _SPLIT = flags.DEFINE_string("split", "high", "slots of two tiers: high, rule, or such as 4,0")
-_TTFT = flags.DEFINE_bool("ttft", True, "dymoe: prompts too, whose programs take longer to compile")
+_TTFT = flags.DEFINE_bool("ttft", True, "dymoe, dynaexq_wide: prompts too")
 _PROMPT = flags.DEFINE_integer("prompt", 512, "tokens of the prompt")
 _CONTEXT = flags.DEFINE_integer("context", 1024, "cache length")
 _STEPS = flags.DEFINE_integer("steps", 0, "decode steps a measurement; 0: the section's")
@@ -74,8 +78,9 @@ def main(argv: list[str]) -> None:
     device = choose_device(_WHERE.value)
     enable_compilation_cache(_PROGRAMS.value)
     options = Options(
-        batches=_BATCH.value, gibs=_GIB.value, cache_rates=_RATE.value, n_hot=_HOT.value,
-        period=_PERIOD.value, bulk=_BULK.value, requests=_REQUESTS.value, shift_every=_EVERY.value,
+        batches=_BATCH.value, bits=int(_BITS.value), tiers=[int(bits) for bits in _TIERS.value],
+        gibs=_GIB.value, cache_rates=_RATE.value, n_hot=_HOT.value, period=_PERIOD.value,
+        bulk=_BULK.value, requests=_REQUESTS.value, shift_every=_EVERY.value,
         shift_share=_SHARE.value, exponent=None if _ZIPF.value < 0 else _ZIPF.value,
         recall=_RECALL.value, retention=_RETENTION.value, split=_SPLIT.value, ttft=_TTFT.value,
         limit_s=_LIMIT.value, only=_ONLY.value,
@@ -86,7 +91,8 @@ def main(argv: list[str]) -> None:
         section, model, steps = SECTIONS[name]
         model = _MODEL.value or model
         sizes = Sizes(_CONTEXT.value, _PROMPT.value, _STEPS.value or steps, _PER_CALL.value)
-        if name == "dymoe" and options.ttft and sizes.prompt + sizes.num_replayed > sizes.context:
+        prompts = options.ttft and name in ("dymoe", "dynaexq_wide")
+        if prompts and sizes.prompt + sizes.num_replayed > sizes.context:
             raise SystemExit("--context has no room for the prompt and the steps after it")
         if lab is None or made_for != model:
             config = with_layers(CONFIGS[model], _DEPTH.value)

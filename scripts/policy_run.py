@@ -21,6 +21,8 @@ class Options:
     """As on the command line, where they are described."""
 
     batches: Sequence[int]
+    bits: int
+    tiers: Sequence[int]
     gibs: Sequence[float]
     cache_rates: Sequence[float]
     n_hot: int

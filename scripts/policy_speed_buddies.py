@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from moejax.benchmarking.shape_memory import Memory, TierPlan, release
+from moejax.benchmarking.shape_memory import Memory, TierPlan, release, tier_name
 from moejax.benchmarking.workloads import one_miss_workload
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.dymoe import DyMoE
@@ -43,48 +43,57 @@ def buddymoe(run: Run) -> None:
     The gains of the quality rows are how alike outputs are, which random weights cannot say: the
     array that stands for them here has their shape and costs what they cost.
     """
-    lab, work = run.lab, run.workload()
+    for batch in run.options.batches or (1,):
+        for rate in run.options.cache_rates or CACHE_RATES:
+            _at_rate(run, batch, rate)
+
+
+def _at_rate(run: Run, batch: int, rate: float) -> None:
+    """The rows of a cache rate."""
+    lab, work, bits = run.lab, run.workload(batch), run.options.bits
     num_experts = lab.config.num_experts
     lists = run.buddies(work)
     depth = lists.ids.shape[-1]
     gains = np.full((lab.num_layers, num_experts, num_experts), 0.5)
-    for rate in run.options.cache_rates or CACHE_RATES:
-        slots = round(rate * num_experts)
-        plan = TierPlan(bits=BITS, slots=slots, first=work.hottest(slots))
-        name = f"c {rate:g}, {slots} slots of {num_experts}"
-        original = run.measured(f"original, {name}", lambda: lab.tier_memory(plan), work)  # noqa: B023
-        if original is None:
-            return
-        run.tpot(f"original, {name}", original)
-        for group in SETTINGS.values():
-            policies = {}
-            for said, given in group.items():
-                how = dict(given)
-                own = gains if how.pop("gains", False) else None
-                how["depth"] = min(how.get("depth", depth), depth)
-                policies[said] = BuddyMoe(lists=lists, gains=own, **how)
-            background = dataclasses.replace(plan, bulk=run.options.bulk)
-            run.attempt(
-                f"{next(iter(group))}, {name}",
-                lambda: _substituted(run, name, background, policies, original, rate),  # noqa: B023
-            )
+    slots = round(rate * num_experts)
+    plan = TierPlan(
+        bits=bits, slots=slots, first=work.hottest(slots),
+        transient=min(num_experts, batch * lab.config.experts_per_token),
+    )  # fmt: skip
+    name = f"c {rate:g}, {slots} slots of {num_experts} in {tier_name(bits)}, batch {batch}"
+    original = run.measured(f"original, {name}", lambda: lab.tier_memory(plan), work, batch)
+    if original is None:
+        return
+    run.tpot(f"original, {name}", original, batch, distinct_experts=work.distinct)
+    for group in SETTINGS.values():
+        policies = {}
+        for said, given in group.items():
+            how = dict(given)
+            own = gains if how.pop("gains", False) else None
+            how["depth"] = min(how.get("depth", depth), depth)
+            policies[said] = BuddyMoe(lists=lists, gains=own, **how)
+        background = dataclasses.replace(plan, bulk=run.options.bulk)
+        run.attempt(
+            f"{next(iter(group))}, {name}",
+            lambda: _substituted(run, name, background, policies, original, rate, batch),  # noqa: B023
+        )
 
 
 def _substituted(
     run: Run, name: str, plan: TierPlan, policies: dict[str, BuddyMoe], original: Measured,
-    rate: float,
+    rate: float, batch: int,
 ) -> bool:  # fmt: skip
     """Rows of policies that one program serves."""
-    lab, work = run.lab, run.workload()
+    lab, work = run.lab, run.workload(batch)
     memory = lab.tiered(next(iter(policies.values())), [plan])
     try:
         runner = Runner(lab.config, lab.dense, lab.device, memory=memory)
         for said, policy in policies.items():
             memory.settle()
             memory.reset(policy)
-            found = lab.remeasure(runner, work)
+            found = lab.remeasure(runner, work, batch)
             what, facts = f"{said}, {name}", found.facts
-            run.tpot(what, found, original_ms=1e3 * original.tpot)
+            run.tpot(what, found, batch, original_ms=1e3 * original.tpot)
             bar = {"bar": BARS[rate]} if rate in BARS else {}
             gain = 100 * (original.tpot / found.tpot - 1)
             run.report.add(

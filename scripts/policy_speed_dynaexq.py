@@ -27,7 +27,7 @@ def dynaexq(run: Run) -> None:
     resident = Runner(lab.config, random_weights(lab.config, packing, lab.device), lab.device)
     full = lab.tier_memory(TierPlan(bits=low, slots=num_experts, few_rows=True))
     uniform = Runner(lab.config, lab.dense, lab.device, memory=full)
-    for batch in run.options.batches:
+    for batch in run.options.batches or (1, 4, 16):
         work = run.workload(batch, shifts=True)
         name = f"batch {batch}"
         whole = run.attempt(
@@ -84,61 +84,87 @@ def _rows_of_hot(
 
 
 def dynaexq_wide(run: Run) -> None:
-    """bf16 for what is hot, INT4 for all, under budgets; time against that of the bytes.
+    """Much precision for what is hot, little for all, under budgets, beside what the bytes take.
 
-    t = t_int4 + hot_share (t_bf16 - t_int4): both ends are pools that hold every expert, and
-    hot_share is that of the experts which ran, not of the gate mass.
+    t = t_low + hot_share (t_high - t_low): both ends are pools that hold every expert, and
+    hot_share is that of the experts which ran, not of the gate mass. The pool of high precision
+    comes last, so that the peaks before are those of the budgets.
     """
-    lab, gibs = run.lab, run.options.gibs or (32.0, 48.0)
+    lab, (high, low) = run.lab, run.options.tiers
     num_experts = lab.config.num_experts
     works = {"steady": run.workload(), "shifting": run.workload(shifts=True)}
-    ends: dict[int, Measured] = {}
-    full: Any = None
-    for bits in (16, 4):
-        name = f"uniform {tier_name(bits)}, a pool of all experts"
-        full = lab.tier_memory(TierPlan(bits=bits, slots=num_experts, few_rows=True))
-        runner = Runner(lab.config, lab.dense, lab.device, memory=full)
-        found = run.attempt(name, lambda: lab.remeasure(runner, works["steady"]))  # noqa: B023
-        if found is None:
-            return
-        ends[bits] = found
-        run.tpot(name, found)
-        if bits == 16:
-            release(full)
-            del runner
-    for gib in gibs:
-        run.attempt(f"{gib:g} GiB", lambda: _within(run, gib, works, full, ends))  # noqa: B023
+    full = lab.tier_memory(TierPlan(bits=low, slots=num_experts, few_rows=True))
+    uniform = _end(run, low, full, works["steady"])
+    if uniform is None:
+        release(full)
+        return
+    within: dict[str, Measured] = {}
+    for gib in sorted(run.options.gibs or (32.0, 48.0)):
+        found = run.attempt(f"{gib:g} GiB", lambda: _within(run, gib, works, full, uniform))  # noqa: B023
+        within |= found or {}
     release(full)
+    full = lab.tier_memory(TierPlan(bits=high, slots=num_experts, few_rows=True))
+    whole = _end(run, high, full, works["steady"])
+    release(full)
+    for what, found in within.items() if whole is not None else ():
+        share = found.facts[f"experts_{tier_name(high)}"]
+        model = uniform.tpot + share * (whole.tpot - uniform.tpot)
+        run.report.add(
+            f"{what}: time over that of the bytes", found.tpot / model, "x", bar=1.05,
+            hot_share=share, model_ms=1e3 * model, low_ms=1e3 * uniform.tpot,
+            high_ms=1e3 * whole.tpot,
+        )  # fmt: skip
 
 
-def _within(run: Run, gib: float, works: Any, full: Any, ends: dict[int, Measured]) -> bool:
-    """The rows of one budget."""
-    lab, num_experts = run.lab, run.lab.config.num_experts
+def _end(run: Run, bits: int, full: Any, work: Any) -> Measured | None:
+    """A pool of one precision that holds every expert."""
+    name = f"uniform {tier_name(bits)}, a pool of all experts"
+    runner = Runner(run.lab.config, run.lab.dense, run.lab.device, memory=full)
+    found = run.attempt(name, lambda: run.lab.remeasure(runner, work, ttft=run.options.ttft))
+    if found is not None:
+        run.tpot(name, found)
+    return found
+
+
+def _within(
+    run: Run, gib: float, works: Any, full: Any, uniform: Measured
+) -> dict[str, Measured]:  # fmt: skip
+    """The rows of one budget; what was measured, by what it is."""
+    lab, num_experts, (high, low) = run.lab, run.lab.config.num_experts, run.options.tiers
+    names = (tier_name(high), tier_name(low))
     asked = run.options.split
     split = asked if "," in asked else "rule"
-    budget = lab.split((16, 4), gib, split, bulk=run.options.bulk)
+    budget = lab.split((high, low), gib, split, bulk=run.options.bulk)
     slots = [tier.slots for tier in budget.tiers]
     if slots[1] < num_experts or not 0 < slots[0] < num_experts:
-        raise ValueError(f"{gib:g} GiB are {slots} slots of bf16 and int4, not some and all")
+        raise ValueError(
+            f"{gib:g} GiB are {slots} slots of {' and '.join(names)}, not some and all"
+        )
     first = works["steady"].hottest(slots[0])
-    hot = lab.tier_memory(lab.plan_of(16, budget.tiers[0], first=first, few_rows=True))
+    hot = lab.tier_memory(lab.plan_of(high, budget.tiers[0], first=first, few_rows=True))
     policy = DynaExq(period=run.options.period, max_requests=run.options.requests)
-    memory = lab.tiered(policy, [hot, full], ("bf16", "int4"))
+    memory = lab.tiered(policy, [hot, full], names)
+    measured = {}
     try:
         runner = Runner(lab.config, lab.dense, lab.device, memory=memory)
         for kind, work in works.items():
-            found = lab.remeasure(runner, work)
-            share = found.facts["experts_bf16"]
-            model = ends[4].tpot + share * (ends[16].tpot - ends[4].tpot)
-            what = f"dynaexq bf16/int4, {gib:g} GiB, {slots[0]} hot of {num_experts}, {kind}"
-            run.tpot(
-                what, found, model_ms=1e3 * model, int4_ms=1e3 * ends[4].tpot,
-                bf16_ms=1e3 * ends[16].tpot, planned_gib=budget.total_device / 2**30,
-                promotions_a_token=found.facts["bulk_a_step"],
+            found = lab.remeasure(runner, work, ttft=run.options.ttft and kind == "steady")
+            what = (
+                f"dynaexq {'/'.join(names)}, {gib:g} GiB, {slots[0]} hot of {num_experts}, {kind}"
+            )
+            promoted = found.facts["bulk_a_step"]
+            run.tpot(what, found, uniform_ms=1e3 * uniform.tpot, promotions_a_token=promoted)
+            run.report.add(
+                f"{what}: throughput over uniform {names[1]}", 100 * uniform.tpot / found.tpot,
+                "%", bar=THROUGHPUT_BAR,
             )  # fmt: skip
-            run.report.add(f"{what}: time over that of the bytes", found.tpot / model, "x",
-                           bar=1.05, hot_share=share)  # fmt: skip
+            run.report.add(
+                f"{what}: gate mass of the hot tier", 100 * found.facts[f"gate_{names[0]}"], "%",
+                bar=HOT_BAR, promotions_a_token=promoted,
+            )  # fmt: skip
+            run.peak(what, budget.total_device, gib)
+            measured[what] = found
     finally:
         jax.block_until_ready(memory.pool)
         release(hot)
-    return True
+    return measured

@@ -28,9 +28,9 @@ FEW_LAYERS = {
 }
 QWEN3, MIXTRAL = FEW_LAYERS["Qwen3-30B-A3B"], FEW_LAYERS["Mixtral-8x7B"]
 OPTIONS = Options(
-    batches=(1,), gibs=(), cache_rates=(0.5,), n_hot=2, period=2, bulk=4, requests=4,
-    shift_every=4, shift_share=0.5, exponent=None, recall=0.85, retention=0.75, split="high",
-    ttft=False, limit_s=0,
+    batches=(1,), bits=4, tiers=(16, 4), gibs=(), cache_rates=(0.5,), n_hot=2, period=2, bulk=4,
+    requests=4, shift_every=4, shift_share=0.5, exponent=None, recall=0.85, retention=0.75,
+    split="high", ttft=False, limit_s=0,
 )  # fmt: skip
 
 
@@ -150,13 +150,16 @@ class SectionTest(absltest.TestCase):
     def test_dynaexq_wide(self):
         slow.skip_unless_asked()
         rows = self.run_section("dynaexq_wide", gibs=(0.01,), split="2,8", only=("uniform", "GiB"))
-        wide, narrow, steady, _ = self.ends(rows, "TPOT")
+        narrow, steady, _, wide = self.ends(rows, "TPOT")
         ratio, _ = self.ends(rows, "time over that of the bytes")
         share = ratio.baseline["hot_share"]
         self.assertBetween(share, 0.01, 0.99)
         model = narrow.figure + share * (wide.figure - narrow.figure)
-        self.assertAlmostEqual(steady.baseline["model_ms"], model)
         self.assertAlmostEqual(ratio.figure, steady.figure / model)
+        over, _ = self.ends(rows, "throughput over uniform int4")
+        self.assertAlmostEqual(over.figure, 100 * narrow.figure / steady.figure)
+        hot, _ = self.ends(rows, "gate mass of the hot tier")
+        self.assertBetween(hot.figure, 1, 99)
 
     def check_table(self, gib: float, only: Sequence[str], ttft: bool = False) -> dict[str, Any]:
         return self.run_section("dymoe", gibs=(gib,), only=only, ttft=ttft)
@@ -190,8 +193,11 @@ class SectionTest(absltest.TestCase):
         self.assertAlmostEqual(moved[0] / moved[1], 0.81, delta=0.05)
 
     def test_buddymoe(self):
-        rows = self.run_section("buddymoe", only=("original", "co-activation, c"))
+        rows = self.run_section(
+            "buddymoe", only=("original", "co-activation, c"), bits=2, batches=(2,)
+        )
         original, found = self.ends(rows, "TPOT")[:2]
+        self.assertAlmostEqual(original.baseline["tokens_per_s"], 2e3 / original.figure)
         self.assertEqual(found.baseline["original_ms"], original.figure)
         self.assertGreater(found.baseline["replaced_share"], 0)
         self.assertGreater(found.baseline["gate_substituted"], 0)
