@@ -63,6 +63,7 @@ _AHEAD = flags.DEFINE_integer("prefetch", 0, "experts of the next layer that are
 _RECALL = flags.DEFINE_float("recall", 0.85, "share of the needed experts that are expected")
 _TRACE = flags.DEFINE_string("trace", "", "of decoded tokens, to be scaled; empty: synthetic")
 _BATCH = flags.DEFINE_multi_integer("batch", [1], "sequences, each a measurement")
+_HOST = flags.DEFINE_float("host_gib", 0, "of rows, shared by experts where they are more; 0: all")
 _TRANSIENT = flags.DEFINE_integer("transient", 0, "slots for what passes; 0: what a step takes")
 _PROMPT = flags.DEFINE_integer("prompt", 512, "tokens of the prompt")
 _CONTEXT = flags.DEFINE_integer("context", 1024, "cache length")
@@ -122,7 +123,7 @@ class Model:
         """Of the host; made once, which is timed and printed."""
         if self._rows is None:
             start = time.perf_counter()
-            self._rows = SyntheticRows(self.config, self.packing, self.device)
+            self._rows = SyntheticRows(self.config, self.packing, self.device, host_gib=_HOST.value)
             spent, gib = time.perf_counter() - start, self._rows.nbytes / 2**30
             print(f"host store of {gib:.1f} GiB ready in {spent:.1f} s", flush=True)
         return self._rows

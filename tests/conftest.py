@@ -38,8 +38,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps compiled programs under .pytest_cache: workers and later runs share them."""
-    assert config.cache is not None
-    jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("xla")))
+    cache = getattr(config, "cache", None)  # not there with -p no:cacheprovider
+    if cache is not None:
+        jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("xla")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 

@@ -21,8 +21,9 @@ class SyntheticRows:
     """All experts of a shape in host memory; a `moejax.memory.host_store.RowSource`."""
 
     def __init__(
-        self, config: ModelConfig, packing: Packing, device: jax.Device, num_rows: int = 0
-    ):
+        self, config: ModelConfig, packing: Packing, device: jax.Device, num_rows: int = 0, *,
+        host_gib: float = 0.0,
+    ):  # fmt: skip
         """Draws some experts and fills the store.
 
         Args:
@@ -30,6 +31,7 @@ class SyntheticRows:
           packing: of its experts.
           device: of the store.
           num_rows: of the store, which experts then share; 0: one for each.
+          host_gib: of the store at most, in place of a number; 0: no limit.
         """
         self.num_layers, self.num_experts = len(config.moe_layers), config.num_experts
         small = dataclasses.replace(one_layer_of(config, NUM_DRAWN), vocab_size=64)
@@ -42,6 +44,8 @@ class SyntheticRows:
         self.uses_jax = False
         del drawn, stacks, leaves
         total = self.num_layers * self.num_experts
+        if host_gib:
+            num_rows = max(1, int(host_gib * 2**30) // self.row_nbytes)
         num_rows = min(num_rows or total, total)
         store = self.store = HostStore.allocate(self, num_rows, device)
         store.fill(progress=False)
