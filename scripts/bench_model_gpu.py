@@ -196,6 +196,12 @@ class Benchmark:
             else:
                 times.append(timing.ttft_s)
         self._first(report, label, prompts, statistics.median(times))
+        if stats := self.device.memory_stats():
+            held = sum(leaf.nbytes for leaf in jax.tree.leaves(self.runner.weights))
+            report.add(
+                f"{label} peak of the device so far", stats["peak_bytes_in_use"] / 2**30, "GiB",
+                weights_gib=held / 2**30,
+            )  # fmt: skip
 
     def _generate(
         self, report: Report, label: str, prompts: list[list[int]], context: int, steps: int
