@@ -313,7 +313,7 @@ class TieredExperts:
     def _ahead(
         self, layer: Index, tier: int, ahead: jax.Array | None
     ) -> Callable[[], jax.Array] | None:
-        """What a pool is to bring for the next layer, of which no copy as good is there."""
+        """What a pool should hold for the next layer, of which no better copy is there."""
         limit = self._runs[tier].most_ahead
         if ahead is None or not limit:
             return None
@@ -322,8 +322,9 @@ class TieredExperts:
             return None
 
         def wanted() -> jax.Array:
-            missing = ~jnp.any(self._resident(following)[: tier + 1], axis=0)
-            some, ids = jax.lax.top_k(((ahead == tier) & missing).astype(jnp.int32), limit)
+            # Those that it holds already too: what comes takes no slot of theirs.
+            better = jnp.any(self._resident(following)[:tier], axis=0)
+            some, ids = jax.lax.top_k(((ahead == tier) & ~better).astype(jnp.int32), limit)
             return jnp.where(some > 0, ids, -1)
 
         return wanted
