@@ -1,8 +1,9 @@
 """Inside the kernel: the slots of a layer and the experts asked for, as vectors of one program.
 
 Vectors are padded to powers of two; what is beyond the end owns nothing, asks for nothing and is
-never a victim. All comparisons of pairs are one tensor each: 128 slots by 128 are 64 elements a
-thread.
+never a victim. Comparisons of pairs are one tensor each, of what is asked for with itself and with
+the slots. Slots are not compared with each other: victims are found one after the other, as many as
+there are misses, which are few where caching pays.
 """
 
 from collections.abc import Mapping
@@ -41,7 +42,7 @@ class Slots(NamedTuple):
     loaded: Loaded
     wanted: jax.Array
     victim: jax.Array
-    place: jax.Array  # among the victims, in the order in which they are given away
+    age: jax.Array  # since the last use, of signed numbers in the order of unsigned ones
 
 
 class Asked(NamedTuple):
@@ -124,24 +125,44 @@ def load_slots(of: Refs, layer: jax.Array) -> Loaded:
     return Loaded(number, owner, owned, last_use, ahead, arriving, pinned, value)
 
 
-def ordered(loaded: Loaded, clock: jax.Array, ids: jax.Array) -> Slots:
-    """Victims are those slots whose owner is neither asked for nor pinned, nothing arriving.
-
-    Free ones come first, then those of least `keep`, then those used longest ago.
-    """
+def candidates(loaded: Loaded, clock: jax.Array, ids: jax.Array) -> Slots:
+    """Victims are those slots whose owner is neither asked for nor pinned, nothing arriving."""
     wanted = loaded.owned & some(matches(loaded.owner, ids), axis=1)
     victim = (loaded.arriving < 0) & ~(wanted | (loaded.owned & loaded.pinned))
     # Modulo 2^32 and with the first bit turned, so that signed numbers have the order of unsigned.
     age = (clock - loaded.last_use) ^ np.int32(-(2**31))
-    age, number = jnp.where(loaded.owned, age, OLDEST), loaded.number
-    # [c, j]: slot j before slot c.
-    before = (age[None, :] > age[:, None]) | (
-        (age[None, :] == age[:, None]) & (number[None, :] < number[:, None])
-    )
-    value = loaded.value
-    if value is not None:
-        before = (value[None, :] < value[:, None]) | ((value[None, :] == value[:, None]) & before)
-    return Slots(loaded, wanted, victim, count(victim[None, :] & before, axis=1))
+    return Slots(loaded, wanted, victim, jnp.where(loaded.owned, age, OLDEST))
+
+
+def taken(
+    slots: Slots, victim: jax.Array, number: jax.Array, order: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Victims for those who come, one after the other.
+
+    Free slots come first, then those of least `keep`, then those used longest ago, then the first.
+
+    Args:
+      slots: of a layer.
+      victim: bool[C], of which at least `number` are set.
+      number: int32[], how many come.
+      order: int32[P], 0, 1, ... of those who come; others are negative or not below `number`.
+
+    Returns:
+      int32[C], the order of who takes a slot, or -1; int32[P], the slot that each takes, or -1.
+    """
+    index, value = slots.loaded.number, slots.loaded.value
+
+    def take(n: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        taker, local = found
+        left = victim & (taker < 0)
+        if value is not None:
+            left &= value == jnp.min(jnp.where(left, value, jnp.inf))
+        left &= slots.age == jnp.max(jnp.where(left, slots.age, -OLDEST - 1))
+        slot = jnp.min(jnp.where(left, index, OLDEST))
+        return jnp.where(index == slot, n, taker), jnp.where(order == n, slot, local)
+
+    none = jnp.full_like(index, -1), jnp.full_like(order, -1)
+    return jax.lax.fori_loop(0, number, take, none)
 
 
 def arrives(slots: Slots, ids: jax.Array) -> jax.Array:

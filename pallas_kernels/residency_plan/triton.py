@@ -27,12 +27,13 @@ from pallas_kernels.triton_elements import quotient, remainder
 
 MAX_PAIRS = 256
 MAX_EXPERTS = 512
-ELEMENTS = 64  # of the largest comparison of pairs, a thread's: with 1024 a compiler takes minutes
+ELEMENTS = 32  # of the largest comparison of pairs, a thread's: with 64 registers spill
 
 
 def default_num_warps(slots: int, num_asked: int) -> int:
-    """For all pairs of slots, and of what is asked for."""
-    most = power_of_two(max(slots, num_asked)) ** 2
+    """For all pairs of what is asked for, and of it and the slots."""
+    asked = power_of_two(num_asked)
+    most = asked * max(asked, power_of_two(slots))
     return min(32, max(4, most // (32 * ELEMENTS)))
 
 
@@ -83,8 +84,8 @@ def _plan_body(
     }  # fmt: skip
     table = None
     if loaded is not None:
-        table = vectors.ordered(loaded, clock, ids)
-        victim, place = table.victim, table.place
+        table = vectors.candidates(loaded, clock, ids)
+        victim = table.victim
         free = victim & ~loaded.owned
         victims, num_free, prefetch_hits = together(
             victim, free, table.wanted & (loaded.ahead != 0)
@@ -94,9 +95,10 @@ def _plan_body(
             fits = num_misses <= victims
             victim &= free | fits
             victims = jnp.where(fits, victims, num_free)
-        match = matches(jnp.where(victim, place, -1), jnp.where(miss, order, -2))
-        coming = pick(match, ids[None, :], 1)
-        local = jnp.maximum(local, pick(match, loaded.number[:, None], 0))
+        who = jnp.where(miss, order, -2)
+        taker, took = vectors.taken(table, victim, jnp.minimum(num_misses, victims), who)
+        coming = pick(matches(taker, who), ids[None, :], 1)
+        local = jnp.maximum(local, took)
         admitted, evictions, waste = together(
             coming >= 0,
             (coming >= 0) & loaded.owned,
@@ -156,12 +158,13 @@ def _predict_body(
     ids = jnp.where(mask, ids, -1)
     loaded, asked = vectors.load_slots(of, layer), vectors.load_asked(of, layer, ids)
     events = vectors.load_events(of, layer)
-    table = vectors.ordered(loaded, clock, ids)
+    table = vectors.candidates(loaded, clock, ids)
     new = (ids >= 0) & (asked.local < 0) & ~vectors.arrives(table, ids)
     order = vectors.order_of(vectors.leads(ids) & new, ids)
-    match = matches(jnp.where(table.victim, table.place, -1), jnp.where(new, order, -2))
-    coming = pick(match, ids[None, :], 1)
-    local = pick(match, loaded.number[:, None], 0)
+    num_new, who = vectors.count(vectors.leads(ids) & new), jnp.where(new, order, -2)
+    number = jnp.minimum(num_new, vectors.count(table.victim))
+    taker, local = vectors.taken(table, table.victim, number, who)
+    coming = pick(matches(taker, who), ids[None, :], 1)
     came = coming >= 0
     prefetched, evictions, waste = together(
         came, came & loaded.owned, came & loaded.owned & (loaded.ahead != 0)

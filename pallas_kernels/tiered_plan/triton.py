@@ -143,13 +143,14 @@ def _change(
         last_use=jnp.where(gone, 0, loaded.last_use),
         ahead=jnp.where(gone, 0, loaded.ahead),
     )
-    table = vectors.ordered(left, state.clock, ids)
+    table = vectors.candidates(left, state.clock, ids)
     lead, miss = vectors.leads(ids), (ids >= 0) & (local < 0)
     order = vectors.order_of(lead & miss, ids)
-    match = matches(jnp.where(table.victim, table.place, -1), jnp.where(miss, order, -2))
-    coming = pick(match, ids[None, :], 1)
-    local = jnp.maximum(jnp.where(ids >= 0, local, -1), pick(match, left.number[:, None], 0))
     num_needed, num_misses = together(lead, lead & miss)
+    number, who = jnp.minimum(num_misses, vectors.count(table.victim)), jnp.where(miss, order, -2)
+    taker, took = vectors.taken(table, table.victim, number, who)
+    coming = pick(matches(taker, who), ids[None, :], 1)
+    local = jnp.maximum(jnp.where(ids >= 0, local, -1), took)
     came = coming >= 0
     admitted, evictions, waste = together(
         came, came & left.owned, came & left.owned & (left.ahead != 0)
