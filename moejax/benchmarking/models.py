@@ -12,7 +12,7 @@ import jax
 from moejax.benchmark_config import BenchmarkConfig
 from moejax.benchmarking import routing
 from moejax.benchmarking.random_weights import Packing, random_weights
-from moejax.benchmarking.shape_memory import Memory, ShapeMemories, TierPlan, release, replay
+from moejax.benchmarking.shape_memory import Memory, ShapeMemories, release, replay
 from moejax.benchmarking.shapes import CONFIGS, with_layers
 from moejax.checkpoints import open_checkpoint
 from moejax.chunks import longest_chunk
@@ -188,7 +188,7 @@ class ShapeModels:
         )  # fmt: skip
         if budget.pooled:
             plan = self._memories.plan_of(self._packing.bits, budget)
-            return self._moving(self._tier(plan), work, batch, budget)
+            return self._moving(self._memories.tier_memory(plan), work, batch, budget)
         room = room_nbytes(self.device, sum(self._dense_nbytes.values()))
         if not limits.device_gib:
             require_room(budget.device, room)
@@ -224,16 +224,9 @@ class ShapeModels:
             first = work.work.hottest(part.slots) if by_profile and cached else None
             is_full = part.slots == self.config.num_experts
             plan = self._memories.plan_of(bits, part, first=first, few_rows=is_full)
-            memories.append(self._tier(plan))
+            memories.append(self._memories.tier_memory(plan))
         memory = TieredMemory(policy, names, memories, width=self.config.experts_per_token)
         return self._moving(memory, work, batch, budget)
-
-    def _tier(self, plan: TierPlan) -> Any:
-        """A pool; one that has every expert knows that it is complete, as an engine's does."""
-        memory = self._memories.tier_memory(plan)
-        if plan.slots == self.config.num_experts:
-            memory.spec = dataclasses.replace(memory.spec, is_complete=True)
-        return memory
 
     def _moving(
         self, memory: Memory, work: routing.Routing, batch: int, budget: Budget | TieredBudget

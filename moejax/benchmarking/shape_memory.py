@@ -137,6 +137,8 @@ class ShapeMemories:
             first = np.tile(np.arange(num_experts, dtype=np.int32), (self.num_layers, 1))
         if first is not None and first.shape[1]:
             memory.pool = warmed(memory, self.config, ops.Kernels(target_of(self.device)), first)
+        if is_full:  # as an engine's knows
+            memory.spec = dataclasses.replace(memory.spec, is_complete=True)
         if plan.bulk:
             supply = HeldRows(rows.row_of, rows.store.rows)
             memory.transfers = Transfers(

@@ -17,7 +17,7 @@ from pallas_kernels.dequant_matmul.triton import platform_refusal
 from pallas_kernels.target import Target
 
 Ref = Any
-MAX_WIDTH = 32  # ranks, unrolled
+MAX_WIDTH = 32
 MAX_PLACES = 256  # of a list, each compared with all experts of the token
 NUM_WARPS = 1  # more would reduce through shared memory, with barriers
 NOBODY = np.int32(-2)  # equals no listed expert, nor the -1 that pads lists
@@ -74,30 +74,38 @@ def _body(*refs: Ref, names: tuple[str, ...], last_first: bool) -> None:
     allowed = of["allowed"][token]
     if "tau" in of:
         allowed &= _tolerates(of, token, layer, ids)
-    # All loads come first: they wait for each other nowhere else but in the addresses.
-    usable, listed, wanted, experts = [], [], [], []
-    for rank in range(width):
-        expert = ids_ref[token, rank]
-        mine = pltriton.load(lists_ref.at[layer, expert, places], mask=places < size, other=-1)
-        there = pltriton.load(resident_ref.at[jnp.maximum(mine, 0)], mask=mine >= 0, other=False)
-        listed.append(mine)
-        usable.append(there & (mine >= 0) & (places < depth) & ~_among(mine, ids))
-        wanted.append(allowed & ~resident_ref[expert])
-        experts.append(expert)
-    buddies, searched = jnp.full(lanes.shape, NOBODY, jnp.int32), lanes < 0
-    num_replaced = jnp.int32(0)
-    for rank in reversed(range(width)) if last_first else range(width):
-        asks = wanted[rank] & (num_replaced < budget)
-        free = usable[rank] & ~_among(listed[rank], buddies) & asks
+    there = pltriton.load(resident_ref.at[jnp.maximum(ids, 0)], mask=inside, other=True)
+    missing = inside & ~there & allowed
+    end = jnp.int32(-1 if not last_first else len(lanes))
+
+    def search(_: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Of the next rank whose expert is missing: few are where substitution pays."""
+        before, buddies, searched, num_replaced = found
+        if last_first:
+            rank = jnp.max(jnp.where(missing & (lanes < before), lanes, -1))
+        else:
+            rank = jnp.min(jnp.where(missing & (lanes > before), lanes, len(lanes)))
+        expert = jnp.max(jnp.where(lanes == rank, ids, NOBODY))
+        listed = pltriton.load(lists_ref.at[layer, expert, places], mask=places < size, other=-1)
+        held = pltriton.load(resident_ref.at[jnp.maximum(listed, 0)], mask=listed >= 0, other=False)
+        asks = num_replaced < budget
+        free = held & (listed >= 0) & (places < depth) & asks
+        free &= ~_among(listed, ids) & ~_among(listed, buddies)
         first = jnp.min(jnp.where(free, places, jnp.int32(size)))
         # Nobody's place is `size`, where a list whose length is no power of two is padded with -1.
-        buddy = jnp.max(jnp.where(free & (places == first), listed[rank], NOBODY))
-        buddies = jnp.where(lanes == rank, buddy, buddies)
-        searched |= (lanes == rank) & asks
+        buddy = jnp.max(jnp.where(free & (places == first), listed, NOBODY))
         stands_in = (buddy >= 0).astype(jnp.int32)
-        num_replaced += stands_in
         if "replaced" in of:
-            pltriton.atomic_add(of["replaced"], (layer, experts[rank]), stands_in)
+            pltriton.atomic_add(of["replaced"], (layer, expert), stands_in)
+        return (
+            rank, jnp.where(lanes == rank, buddy, buddies), searched | ((lanes == rank) & asks),
+            num_replaced + stands_in,
+        )  # fmt: skip
+
+    none = jnp.full(lanes.shape, NOBODY, jnp.int32)
+    count = jnp.sum(missing.astype(jnp.int32))
+    start = (end, none, lanes < 0, jnp.int32(0))
+    _, buddies, searched, _ = jax.lax.fori_loop(0, count, search, start)
     found = jnp.where(buddies >= 0, buddies, ids)
     pltriton.store(of["found"].at[token, lanes], found, mask=inside)
     pltriton.store(of["searched"].at[token, lanes], searched, mask=inside)
