@@ -9,23 +9,9 @@ import threading
 import time
 from typing import Any
 
-from moejax import Engine
-from moejax.generation import GenerationSettings
+from scripts.stress_cases import Case, Choice, add_told
 
 TIMEOUT_S = 120.0  # no answer within it is a lost one
-FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
-TEXTS = (
-    "The history of", "def fibonacci(n):", "Once upon a time there was a", "In the year 1789",
-    "The capital of France is", "import numpy as np\n\n", "Water boils at",
-    "She opened the door and",
-)  # fmt: skip
-HOW: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.0, "max_tokens": 24},
-    {"temperature": 0.8, "top_k": 40, "max_tokens": 40},
-    {"temperature": 1.0, "top_p": 0.9, "max_tokens": 16},
-    {"temperature": 0.7, "stop": [" the", "\n"], "max_tokens": 48},
-    {"temperature": 1.0, "min_p": 0.05, "max_tokens": 32},
-)
 MALFORMED: tuple[bytes, ...] = (
     b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": 1}',
     b'{"prompt": "a", "temperature": "b"}',
@@ -34,17 +20,6 @@ MALFORMED: tuple[bytes, ...] = (
     b'{"prompt": "a", "n": 1e999}',
     b'{"prompt": "' + b"a b " * 20_000 + b'"}', b"[" * 100_000, b'{"prompt": NaN}',
 )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A request, and the answer that its prompt and seed get alone."""
-
-    path: str
-    body: dict[str, Any]
-    text: str
-    finish_reason: str
-    num_tokens: int
 
 
 @dataclasses.dataclass
@@ -56,6 +31,7 @@ class Tally:
     seconds: list[float] = dataclasses.field(default_factory=list)  # of whole answers
     first_seconds: list[float] = dataclasses.field(default_factory=list)  # to a stream's first text
     num_tokens: int = 0
+    gap: float = 0.0  # nats, of log-probabilities at most
     faults: list[str] = dataclasses.field(default_factory=list)
 
     def count(self, outcome: str) -> None:
@@ -68,31 +44,6 @@ class Tally:
         with self.lock:
             self.outcomes[kind] += 1
             self.faults.append(f"{kind}: {said}")
-
-
-def make_cases(engine: Engine, count: int, seed: int) -> list[Case]:
-    """Requests of both endpoints with the answers that the engine gives to each alone."""
-    assert engine.tokenizer is not None
-    cases, rng = [], random.Random(seed)
-    for i in range(count):
-        how, text = HOW[i % len(HOW)], TEXTS[i % len(TEXTS)]
-        is_chat = i % 3 == 2 and engine.tokenizer.chat_template is not None
-        body: dict[str, Any] = {**how, "seed": rng.randrange(2**32)}
-        prompt = text
-        if is_chat:
-            body["messages"] = [{"role": "user", "content": text}]
-            prompt = engine.tokenizer.apply_chat_template(body["messages"])
-        else:
-            body["prompt"] = text
-        asked = {name: value for name, value in body.items() if name not in ("prompt", "messages")}
-        asked["max_new_tokens"] = asked.pop("max_tokens")
-        settings = GenerationSettings.of(add_special_tokens=not is_chat, **asked)
-        [answer] = engine.generate([prompt], **dataclasses.asdict(settings))
-        assert answer.text is not None
-        path = "/v1/chat/completions" if is_chat else "/v1/completions"
-        reason = FINISH[answer.finish_reason]
-        cases.append(Case(path, body, answer.text, reason, len(answer.tokens)))
-    return cases
 
 
 class Client:
@@ -157,15 +108,17 @@ class Client:
             answer = json.loads(response.read())
         finally:
             connection.close()
-        choice = answer["choices"][0]
-        text = choice["message"]["content"] if "messages" in case.body else choice["text"]
-        self._compare(case, text, choice["finish_reason"], answer["usage"], started)
+        choices: dict[int, Choice] = {}
+        for told in answer["choices"]:
+            add_told(choices, told, case)
+        self._compare(case, choices, answer["usage"], started)
 
     def _ask_stream(self, case: Case) -> None:
         started = time.monotonic()
         body = {**case.body, "stream": True, "stream_options": {"include_usage": True}}
         connection, response = self._post(case.path, json.dumps(body).encode())
-        text, reason, usage, ended = "", None, {}, False
+        choices: dict[int, Choice] = {}
+        usage, is_first, ended = {}, True, False
         try:
             if self._refused(response):
                 return
@@ -174,31 +127,33 @@ class Client:
                     ended = True
                     break
                 usage = chunk["usage"] or usage
-                for choice in chunk["choices"]:
-                    if not text:
+                for told in chunk["choices"]:
+                    add_told(choices, told, case)
+                    if is_first and choices[told["index"]].text:
                         with self._tally.lock:
                             self._tally.first_seconds.append(time.monotonic() - started)
-                    delta = choice.get("delta", {}).get("content", "")
-                    text += delta or choice.get("text", "")
-                    reason = choice["finish_reason"] or reason
+                        is_first = False
         finally:
             connection.close()
         if not ended:
-            self._tally.fault("lost", f"a stream ended after {text!r}")
+            self._tally.fault("lost", f"a stream ended after {choices}")
             return
-        self._compare(case, text, reason, usage, started)
+        self._compare(case, choices, usage, started)
 
     def _compare(
-        self, case: Case, text: str, reason: str | None, usage: dict[str, int], started: float
+        self, case: Case, choices: dict[int, Choice], usage: dict[str, int], started: float
     ) -> None:
         seconds = time.monotonic() - started
-        found = (text, reason, usage["completion_tokens"])
-        expected = (case.text, case.finish_reason, case.num_tokens)
-        if found != expected:
-            self._tally.fault("mixed", f"{case.body}: {found} in place of {expected}")
+        try:
+            gap = case.largest_gap(choices, usage["completion_tokens"])
+        except ValueError as error:
+            self._tally.fault("mixed", f"{case.body}: {error}")
             return
         with self._tally.lock:
             self._tally.outcomes["answered"] += 1
+            self._tally.outcomes["of several choices"] += len(case.choices) > 1
+            self._tally.outcomes["with log-probabilities"] += case.wants_logprobs
+            self._tally.gap = max(self._tally.gap, gap)
             self._tally.seconds.append(seconds)
             self._tally.num_tokens += case.num_tokens
 

@@ -4,11 +4,13 @@
     python -m scripts.stress_server --seconds=20 --clients=8 --results=
 
 A server of its own process. Clients stream or do not, on both endpoints, with settings of all
-kinds; one request in eight is left early, one in twelve is nonsense. Each answer is compared with
-what the engine gives to its prompt and seed alone, in this process. Before the clock starts the
-same load runs until nothing is compiled any more. Status 1 where an answer was lost or another's,
-a refusal was not one of those that are meant, or the server's resident memory (median of the last
-third of the time over that of the first) grew by more than --growth percent.
+kinds; two cases in seven ask for two choices, three for log-probabilities; one request in eight is
+left early, one in twelve is nonsense. Each choice is compared with what the engine gives to its
+prompt and seed alone, in this process; log-probabilities, within 1e-3 nats, with those of a prefill
+of the answer. Before the clock starts the same load runs until nothing is compiled any more. Status
+1 where an answer was lost or another's, a refusal was not one of those that are meant, or the
+server's resident memory (median of the last third of the time over that of the first) grew by more
+than --growth percent.
 """
 
 import contextlib
@@ -29,7 +31,8 @@ import psutil
 from absl import app, flags
 
 from moejax import Engine, results
-from scripts.stress_clients import Case, Client, Tally, make_cases
+from scripts.stress_cases import Case, make_cases
+from scripts.stress_clients import Client, Tally
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", "demo", "as moejax.serve takes it")
 _SECONDS = flags.DEFINE_float("seconds", 300.0, "of the load that is measured", lower_bound=1)
@@ -165,8 +168,12 @@ def main(argv: list[str]) -> None:
         time.sleep(1.0)
         left = server.metric("moejax_running") + server.metric("moejax_queue_length")
         cancelled = _cancelled(server)
+    told = tally.outcomes["with log-probabilities"]
     figures = {
         "requests answered": (tally.outcomes["answered"], "requests"),
+        "requests of two choices answered": (tally.outcomes["of several choices"], "requests"),
+        "requests with log-probabilities answered": (told, "requests"),
+        "log-probabilities, largest difference": (tally.gap, "nats"),
         "answers lost or mixed": (tally.outcomes["lost"] + tally.outcomes["mixed"], "requests"),
         "throughput": (tally.num_tokens / elapsed, "tokens/s"),
         "latency p50": (percentile(tally.seconds, 50), "s"),
@@ -183,7 +190,8 @@ def main(argv: list[str]) -> None:
         "resident memory, growth": (growth_percent(mib), "%"),
     }
     for name, (figure, unit) in figures.items():
-        print(f"{name:<44}{figure:>12.2f} {unit}")
+        shown = f"{figure:.2e}" if 0 < figure < 0.01 else f"{figure:.2f}"
+        print(f"{name:<44}{shown:>12} {unit}")
     faults = [*tally.faults]
     if growth_percent(mib) > _GROWTH.value:
         faults.append(f"memory grew by {growth_percent(mib):.1f} %, over {_GROWTH.value} %")
@@ -219,7 +227,7 @@ def append(figures: dict[str, tuple[float, str]], elapsed: float, device: str) -
     rows = [
         results.ResultRow(
             what=f"server, {name}: {load}",
-            figure=round(figure, 4),
+            figure=float(f"{figure:.6g}"),
             unit=unit,
             baseline={},
             device=device,

@@ -11,9 +11,10 @@ from unittest import mock
 
 import numpy as np
 import openai
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 
 from moejax import Engine
+from moejax.engine import STEPS_PER_CALL
 from moejax.errors import MoejaxError
 from moejax.fidelity import TieredLedger
 from moejax.generation import GenerationSettings
@@ -189,6 +190,61 @@ class FaultTest(absltest.TestCase):
             self.assertEqual(runs.getresponse().status, 503)
             runs.close()
             self.assertTrue(server.batcher.join(WAIT_S))
+
+
+class WarmUpTest(parameterized.TestCase):
+    @parameterized.named_parameters(("cpu", False), ("programs_of_a_gpu", True))
+    def test_requests_after_it_trace_nothing(self, like_a_gpu: bool):
+        with contextlib.ExitStack() as stack:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            engine = stack.enter_context(tiny_chat_engine(directory))
+            if like_a_gpu:  # loops of 16 steps, and none where a batch streams
+                engine._runner._whole_calls = True
+                stack.enter_context(mock.patch.object(batcher_module, "_most_steps", steps_of_gpu))
+            defaults = GenerationSettings(max_new_tokens=17)
+            batcher_module.warm_up(engine, defaults, max_batch=4)
+            traced = engine.num_traces
+            server = stack.enter_context(served(engine, max_batch=4))
+            for count in (1, 2, 3):
+                for more in ({}, {"stream": True}, {"logprobs": 2}):
+                    body = {"prompt": "a", "max_tokens": 17, "n": count, "temperature": 0, **more}
+                    completion = server.client.completions.create(model=NAME, **body)
+                    texts = {}
+                    for part in completion if "stream" in more else [completion]:
+                        for choice in part.choices:
+                            texts[choice.index] = texts.get(choice.index, "") + choice.text
+                            if "logprobs" in more:
+                                self.assertLen(choice.logprobs.token_logprobs, 17)
+                    self.assertLen(texts, count)
+                    self.assertLen(set(texts.values()), 1)  # greedy
+                    said = engine._runner.programs.history[traced:]
+                    self.assertEqual(engine.num_traces, traced, f"{body}: {said}")
+            # One row of a batch ends before the other.
+            with held_batches(engine) as gate, concurrent.futures.ThreadPoolExecutor(3) as pool:
+                asked = []
+                for number, length in enumerate((17, 17, 3)):
+                    body = {**LONG, "max_tokens": length}
+                    asked.append(pool.submit(streamed_text, server, body))
+                    wait_until(lambda: server.value("moejax_batch_size_count") == 10, "a batch")
+                    wait_until(lambda n=number: server.batcher.num_waiting == n, "it waits")
+                gate.set()
+                lengths = [len(one.result()) for one in asked]
+            self.assertGreater(lengths[1], lengths[2])
+            self.assertEqual(engine.num_traces, traced, engine._runner.programs.history[traced:])
+            # What it does not cover is compiled, so that the count above means something.
+            body = {"prompt": "a", "max_tokens": 17, "temperature": 0.9}
+            self.assertEqual(server.post("/v1/completions", body)[0], 200)
+            self.assertGreater(engine.num_traces, traced)
+
+
+def steps_of_gpu(engine: Engine, streams: bool) -> int:
+    del engine
+    return 1 if streams else STEPS_PER_CALL
+
+
+def streamed_text(server: Served, body: dict[str, Any]) -> str:
+    stream = server.client.completions.create(model=NAME, stream=True, **body)
+    return "".join(chunk.choices[0].text for chunk in stream)
 
 
 class LedgerTest(absltest.TestCase):
