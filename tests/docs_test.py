@@ -60,6 +60,16 @@ class CommandsTest(absltest.TestCase):
         self.assertIn("python -m moejax.generate --prompt", two[0])
         self.assertEqual(two[1], "scripts/run_tests.sh")
 
+    def test_readme_makes_what_it_names(self):
+        """Quantized demos, profiles and traces: by a command above the first that reads them."""
+        name = re.compile(r"(?<![\w/.-])(?:demo-\w+|buddies\.safetensors|x\.trace)(?![\w.-])")
+        made: set[str] = set()
+        for command in commands.of_page("README.md", PAGES[0].read_text(encoding="utf-8")):
+            written = re.findall(r"--config\.(?:output|record_trace)=(\S+)", command.text)
+            self.assertLessEqual(set(name.findall(command.text)) - set(written), made, command)
+            made |= set(written)
+        self.assertLessEqual({"demo-int4", "buddies.safetensors", "x.trace"}, made)
+
     def test_what_is_wrong_is_found(self):
         """A flag, a file, a shell's fence, a mark, an extra, a script's flag that there are not."""
         for text in (
