@@ -24,6 +24,9 @@ from pallas_kernels.target import Choice, Target
 EXPERT_LEAVES = leaves_of("experts")
 # Of one product with all tokens; "kept" ones too, for other engines' checkpoints may pack them.
 LINEAR_LEAVES = leaves_of("attention", "shared_experts", "mlp", "router", "kept")
+# At one token a sequence heads take what it packs apart (`LatentAttention._to_heads`).
+EXPANDING_LEAF = "attention.kv_b"
+ABSORBED = "one token's heads take its rows apart, which is no product with rows of outputs"
 
 
 class Served(NamedTuple):
@@ -68,7 +71,8 @@ def served_products(
       weights: all of the model's.
       dtype: of the activations.
       kernels: which may serve.
-      num_tokens: rows of every product but the head's.
+      num_tokens: rows of every product but the head's. `EXPANDING_LEAF` is that of a prompt's first
+        chunk, or of one token a sequence; a later chunk may take either way.
       num_sequences: rows of the head's.
       experts_via: the form that runs the experts.
     """
@@ -81,6 +85,9 @@ def served_products(
             steady = name in STEADY_LEAVES
             choice = ops.choose_product(num_rows, dtype, weight, kernels, steady=steady)
             is_packed = ops.packing(weight) is not None
+            if name == EXPANDING_LEAF and num_tokens == num_sequences:
+                absorbed = Choice(ops.DEQUANTIZED, {"every kernel": ABSORBED})
+                choice = absorbed if is_packed else Choice(ops.PLAIN, {})
             found[name] = Served(choice.implementation, form(weight), is_packed, choice.refusals)
     if "moe.router" in weights:
         routing = choose_routing(num_tokens, config, kernels)
