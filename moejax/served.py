@@ -5,7 +5,7 @@ What is said here is computed by the functions that choose while a program is tr
 `models.token_step.choose_token_step`), from the same shapes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from moejax import ops
 from moejax.models.attention import cached_form
 from moejax.models.config import ModelConfig
-from moejax.models.grouped_experts import choose_grouped
+from moejax.models.grouped_experts import choose_for_tiers, choose_grouped
 from moejax.models.leaf_kinds import STEADY_LEAVES, leaves_of
 from moejax.models.moe import ExpertsVia, choose_routing, kernel_refusal
 from moejax.models.token_step import choose_token_step, is_plain
@@ -63,8 +63,13 @@ def served_products(
     num_tokens: int,
     num_sequences: int,
     experts_via: ExpertsVia,
+    tiers: Sequence[Sequence[Weight]] = (),
+    tiers_via: Sequence[ExpertsVia] = (),
 ) -> dict[str, Served]:
     """By the name of a leaf, or "experts" for both of theirs; "routing" is softmax and top-k.
+
+    "experts" are those of the first tier where they are stored in several precisions, those of the
+    others "experts, tier 2" and so on.
 
     Args:
       config: of the model.
@@ -75,6 +80,8 @@ def served_products(
         chunk, or of one token a sequence; a later chunk may take either way.
       num_sequences: rows of the head's.
       experts_via: the form that runs the experts.
+      tiers: of each its `moe.gate_up` and `moe.down`; (): experts are stored in one form.
+      tiers_via: the form that runs each; a launch serves all where each is "grouped_kernel".
     """
     found = {}
     head = "embed" if config.tied_embeddings else "head"
@@ -95,6 +102,15 @@ def served_products(
     experts = [weights[name] for name in EXPERT_LEAVES if name in weights]
     if experts:
         found["experts"] = _served_experts(config, experts, dtype, kernels, num_tokens, experts_via)
+    together = all(via == "grouped_kernel" for via in tiers_via)
+    for number, (stacks, via) in enumerate(zip(tiers, tiers_via, strict=True), 1):
+        name = "experts" if number == 1 else f"experts, tier {number}"
+        found[name] = _served_experts(config, stacks, dtype, kernels, num_tokens, via)
+        if together and len(tiers) > 1:
+            choice = choose_for_tiers(num_tokens, config, dtype, tiers, kernels)
+            found[name] = found[name]._replace(
+                implementation=choice.implementation, refusals=choice.refusals
+            )
     return found
 
 
@@ -128,7 +144,7 @@ def served_attention(
 
 def _served_experts(
     config: ModelConfig,
-    experts: list[Weight],
+    experts: Sequence[Weight],
     dtype: jnp.dtype,
     kernels: ops.Kernels,
     num_tokens: int,
