@@ -10,6 +10,7 @@ from absl.testing import absltest
 
 from moejax import benchmark, cli
 from moejax.benchmarking.record import COLUMNS
+from moejax.models.hf_config import ARCHITECTURES
 from scripts import make_documents
 from scripts.documents import commands, config_tables, dry, messages
 from tests import slow
@@ -108,6 +109,16 @@ class PagesTest(absltest.TestCase):
             text = page.read_text(encoding="utf-8")
             said = f"{page.name} is not current: run python -m scripts.make_documents"
             self.assertEqual(text, make_documents.made(text), said)
+
+    def test_every_family_is_named(self):
+        """Where a message says what else to take, and in the table of models."""
+        page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+        (line,) = (one for one in page.splitlines() if "made: families" in one)
+        self.assertEqual(set(re.findall(r"`(\w+)`", line.split("|")[3])), set(ARCHITECTURES))
+        models = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+        table = models[models.index("| `model_type` |") : models.index("## What a cache holds")]
+        self.assertEqual(set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)),
+                         {"model_type"} | set(ARCHITECTURES))  # fmt: skip
 
     def test_every_main_has_its_fields_listed(self):
         mains = {
