@@ -11,6 +11,9 @@ from absl.testing import absltest
 from moejax import benchmark, cli
 from moejax.benchmarking.record import COLUMNS
 from moejax.models.hf_config import ARCHITECTURES
+from pallas_kernels.dequant_matmul import mosaic as dense
+from pallas_kernels.grouped_dequant_matmul import mosaic as grouped
+from pallas_kernels.stream import terms
 from scripts import make_documents
 from scripts.documents import commands, config_tables, dry, messages
 from tests import slow
@@ -119,6 +122,19 @@ class PagesTest(absltest.TestCase):
         table = models[models.index("| `model_type` |") : models.index("## What a cache holds")]
         self.assertEqual(set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)),
                          {"model_type"} | set(ARCHITECTURES))  # fmt: skip
+
+    def test_what_serves_low_rank_terms(self):
+        """The limits that docs/kernels.md names are those of the code."""
+        page = " ".join((ROOT / "docs/kernels.md").read_text(encoding="utf-8").split())
+        for text in (
+            f"up to {dense.MOST_STREAMED} rows of x and {grouped.FEW_TOKENS} tokens of experts",
+            f"at most {grouped.MOST_STREAMED}, and at most {grouped.MOST_PAIRS} pairs",
+            f"up to {terms.MAX_TERMS} low-rank terms of a matrix, each up to rank {terms.MAX_RANK}",
+        ):
+            self.assertIn(text, page)
+        for width, most in ((2, 32), (4, 40), (8, 64), (10, 51)):
+            self.assertTrue(grouped.streams(most, width, None))
+            self.assertFalse(grouped.streams(most + 1, width, None))
 
     def test_every_main_has_its_fields_listed(self):
         mains = {
