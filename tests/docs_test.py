@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from absl.testing import absltest
@@ -16,6 +17,7 @@ from pallas_kernels.grouped_dequant_matmul import mosaic as grouped
 from pallas_kernels.stream import terms
 from scripts import make_documents
 from scripts.documents import commands, config_tables, dry, messages
+from scripts.policy_sections import SECTIONS
 from tests import slow
 
 ROOT = Path(__file__).parents[1]
@@ -73,6 +75,37 @@ class CommandsTest(absltest.TestCase):
             self.assertLessEqual(set(name.findall(command.text)) - set(written), made, command)
             made |= set(written)
         self.assertLessEqual({"demo-int4", "buddies.safetensors", "x.trace"}, made)
+
+    def test_commands_of_all_that_is_measured_on_a_gpu(self):
+        """`scripts/bench_gpu.sh` with a Python that only notes what it is asked for."""
+        with tempfile.TemporaryDirectory() as folder:
+            for name, says in (
+                ("python", f'echo "$XLA_CLIENT_MEM_FRACTION $*" >> {folder}/asked'),
+                ("nvidia-smi", "echo 100000"),
+            ):
+                tool = Path(folder) / name
+                tool.write_text(f"#!/bin/sh\n{says}\n", encoding="utf-8")
+                tool.chmod(0o755)
+            done = subprocess.run(
+                [ROOT / "scripts/bench_gpu.sh", f"{folder}/out"],
+                env={**os.environ, "PYTHON": f"{folder}/python",
+                     "PATH": f"{folder}:{os.environ['PATH']}"},
+                capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            self.assertEqual(done.returncode, 0, done.stderr)
+            asked = (Path(folder) / "asked").read_text("utf-8").splitlines()
+        self.assertNotIn("ended with", done.stdout)
+        for line in asked:
+            fraction, _, words = line.partition(" ")
+            self.assertLess(float(fraction or 0), 1, line)
+            if "pytest" not in words:
+                command = commands.Command("bench_gpu.sh", f"python {words}", commands.DRY_RUN)
+                dry.check(command)
+        every = "\n".join(asked)
+        for section in SECTIONS:
+            self.assertIn(f"--section={section} ", every)
+        for script in ("bench_quantizers_gpu", "bench_host_rows", "bench_host_store"):
+            self.assertIn(f"-m scripts.{script} ", every)
 
     def test_what_is_wrong_is_found(self):
         """A flag, a file, a shell's fence, a mark, an extra, a script's flag that there are not."""
