@@ -111,6 +111,7 @@ class Runner:
         products = served.served_products(
             self.config, self._stored, self.dtype, self.kernels, num_tokens=num_tokens,
             num_sequences=num_sequences, experts_via=self.experts_via(num_tokens),
+            tiers=self._tiers, tiers_via=self._tiers_via(num_tokens),
         )  # fmt: skip
         is_token = num_tokens == num_sequences
         attention = self._cached if is_token else Choice(self._attention, {})
@@ -392,9 +393,8 @@ class Runner:
             kv_length=0 if start == 0 else kv_bucket(start + size, cache_length),
             is_first=start == 0,
             experts=self._recorded_via("prefill", batch * size, batch),
-            attention=self._attention,
-            tiers=self._tiers_via(batch * size),
-        )
+            attention=self._attention, tiers=self._tiers_via(batch * size),
+        )  # fmt: skip
 
     def _put(self, array: np.ndarray | np.generic) -> jax.Array:
         return jax.device_put(array, self.device)

@@ -5,7 +5,7 @@ What is said here is computed by the functions that choose while a program is tr
 `models.token_step.choose_token_step`), from the same shapes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from moejax import ops
 from moejax.models.attention import cached_form
 from moejax.models.config import ModelConfig
-from moejax.models.grouped_experts import choose_grouped
+from moejax.models.grouped_experts import choose_for_tiers, choose_grouped
 from moejax.models.leaf_kinds import STEADY_LEAVES, leaves_of
 from moejax.models.moe import ExpertsVia, choose_routing, kernel_refusal
 from moejax.models.token_step import choose_token_step, is_plain
@@ -24,6 +24,9 @@ from pallas_kernels.target import Choice, Target
 EXPERT_LEAVES = leaves_of("experts")
 # Of one product with all tokens; "kept" ones too, for other engines' checkpoints may pack them.
 LINEAR_LEAVES = leaves_of("attention", "shared_experts", "mlp", "router", "kept")
+# At one token a sequence heads take what it packs apart (`LatentAttention._to_heads`).
+EXPANDING_LEAF = "attention.kv_b"
+ABSORBED = "one token's heads take its rows apart, which is no product with rows of outputs"
 
 
 class Served(NamedTuple):
@@ -60,17 +63,25 @@ def served_products(
     num_tokens: int,
     num_sequences: int,
     experts_via: ExpertsVia,
+    tiers: Sequence[Sequence[Weight]] = (),
+    tiers_via: Sequence[ExpertsVia] = (),
 ) -> dict[str, Served]:
     """By the name of a leaf, or "experts" for both of theirs; "routing" is softmax and top-k.
+
+    "experts" are those of the first tier where they are stored in several precisions, those of the
+    others "experts, tier 2" and so on.
 
     Args:
       config: of the model.
       weights: all of the model's.
       dtype: of the activations.
       kernels: which may serve.
-      num_tokens: rows of every product but the head's.
+      num_tokens: rows of every product but the head's. `EXPANDING_LEAF` is that of a prompt's first
+        chunk, or of one token a sequence; a later chunk may take either way.
       num_sequences: rows of the head's.
       experts_via: the form that runs the experts.
+      tiers: of each its `moe.gate_up` and `moe.down`; (): experts are stored in one form.
+      tiers_via: the form that runs each; a launch serves all where each is "grouped_kernel".
     """
     found = {}
     head = "embed" if config.tied_embeddings else "head"
@@ -81,6 +92,9 @@ def served_products(
             steady = name in STEADY_LEAVES
             choice = ops.choose_product(num_rows, dtype, weight, kernels, steady=steady)
             is_packed = ops.packing(weight) is not None
+            if name == EXPANDING_LEAF and num_tokens == num_sequences:
+                absorbed = Choice(ops.DEQUANTIZED, {"every kernel": ABSORBED})
+                choice = absorbed if is_packed else Choice(ops.PLAIN, {})
             found[name] = Served(choice.implementation, form(weight), is_packed, choice.refusals)
     if "moe.router" in weights:
         routing = choose_routing(num_tokens, config, kernels)
@@ -88,6 +102,15 @@ def served_products(
     experts = [weights[name] for name in EXPERT_LEAVES if name in weights]
     if experts:
         found["experts"] = _served_experts(config, experts, dtype, kernels, num_tokens, experts_via)
+    together = all(via == "grouped_kernel" for via in tiers_via)
+    for number, (stacks, via) in enumerate(zip(tiers, tiers_via, strict=True), 1):
+        name = "experts" if number == 1 else f"experts, tier {number}"
+        found[name] = _served_experts(config, stacks, dtype, kernels, num_tokens, via)
+        if together and len(tiers) > 1:
+            choice = choose_for_tiers(num_tokens, config, dtype, tiers, kernels)
+            found[name] = found[name]._replace(
+                implementation=choice.implementation, refusals=choice.refusals
+            )
     return found
 
 
@@ -121,7 +144,7 @@ def served_attention(
 
 def _served_experts(
     config: ModelConfig,
-    experts: list[Weight],
+    experts: Sequence[Weight],
     dtype: jnp.dtype,
     kernels: ops.Kernels,
     num_tokens: int,

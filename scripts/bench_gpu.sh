@@ -2,7 +2,8 @@
 # What CHANGELOG says of a GPU, measured again: one process at a time, nothing else on the card.
 #
 #   scripts/bench_gpu.sh OUT                  # all parts; rows go to OUT/*.jsonl
-#   scripts/bench_gpu.sh OUT models memory    # tests, models, kernels, memory, benchmark, baselines
+#   scripts/bench_gpu.sh OUT models memory    # some of: tests, models, kernels, memory, policies,
+#                                             # quantizers, benchmark, baselines
 #
 # Each command has at most SECONDS_EACH seconds (600), and a failed one does not stop the others.
 # Programs are kept in OUT/programs, so that a second run compiles little.
@@ -11,7 +12,7 @@ cd "$(dirname "$0")/.."
 
 out=${1:?where rows go}
 shift
-parts=${*:-tests models kernels memory benchmark baselines}
+parts=${*:-tests models kernels memory policies quantizers benchmark baselines}
 limit=${SECONDS_EACH:-600}
 python=${PYTHON:-python3}
 mkdir -p "$out"
@@ -20,6 +21,10 @@ total_mib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | 
 run() {
   echo "== $* ($SECONDS s)"
   timeout "$limit" "$@" || echo "-- ended with $?: $*"
+}
+
+fraction() { # of the card that so many GiB are
+  awk "BEGIN { print 1024 * $1 / $total_mib }"
 }
 
 models() {
@@ -39,6 +44,7 @@ kernels() {
   run "$python" -m scripts.bench_router --output="$out/router.jsonl"
   run "$python" scripts/bench_attention.py --output="$out/attention.jsonl"
   run "$python" scripts/bench_fetch.py --output="$out/fetch.jsonl"
+  run "$python" -m scripts.bench_host_rows --output="$out/fetch.jsonl"
 }
 
 memory() {
@@ -47,13 +53,39 @@ memory() {
     --slots=8 --slots=24 --slots=48 --slots=80 "${keep[@]}"
   for budget in "Mixtral-8x7B 16" "Mixtral-8x7B 24" "Qwen3-30B-A3B 8" "Qwen3-30B-A3B 12"; do
     read -r shape gib <<< "$budget"
-    XLA_CLIENT_MEM_FRACTION=$(awk "BEGIN { print 1024 * $gib / $total_mib }") \
+    XLA_CLIENT_MEM_FRACTION=$(fraction "$gib") \
       run "$python" -m scripts.bench_memory_gpu --model="$shape" --gib="$gib" "${keep[@]}"
   done
   run "$python" -m scripts.bench_memory_gpu --nottft --nosingle --depth=8 --slots=64 --slots=0 \
     --batch=1 --batch=2 --batch=4 --batch=8 --batch=16 --batch=32 "${keep[@]}"
   run "$python" -m scripts.bench_transfers_gpu --routing=resting --routing=trace "${keep[@]}"
   run "$python" -m scripts.bench_host_store --out="$out/host_store.jsonl"
+}
+
+policies() { # sections of bench_policies_gpu, each a process; what takes longer is left out by name
+  local keep=("--programs=$out/programs" "--out=$out/policies.jsonl" "--limit=$((limit * 3 / 4))")
+  local policies=("$python" -m scripts.bench_policies_gpu)
+  for section in dynaexq buddymoe latency cost; do
+    run "${policies[@]}" --section="$section" "${keep[@]}"
+  done
+  for gib in 16 24; do # in room for the budget and what is replayed
+    XLA_CLIENT_MEM_FRACTION=$(fraction $((gib + 12))) \
+      run "${policies[@]}" --section=dymoe --gib="$gib" "${keep[@]}"
+  done
+  XLA_CLIENT_MEM_FRACTION=$(fraction 28) \
+    run "${policies[@]}" --section=compose --gib=16 "${keep[@]}"
+  XLA_CLIENT_MEM_FRACTION=.95 \
+    run "${policies[@]}" --section=dynaexq_wide --context=2048 "${keep[@]}"
+  XLA_CLIENT_MEM_FRACTION=.95 \
+    run "${policies[@]}" --model=Qwen3-Next-80B-A3B --section=dynaexq_wide --tiers=4,2 --zipf=1 \
+    --context=2048 "${keep[@]}"
+  run "${policies[@]}" --model=DeepSeek-V2-Lite --section=buddymoe --batch=1 --batch=8 --zipf=1 \
+    "${keep[@]}"
+}
+
+quantizers() { # beside the hqq library, where it and torch are installed
+  run "$python" -m scripts.bench_quantizers_gpu --cache="$out/programs" \
+    --output="$out/quantizers.jsonl"
 }
 
 benchmark() { # as users measure: prompts run, budgets swept, policies, random weights
@@ -88,7 +120,7 @@ tests() {
 
 for part in $parts; do
   case $part in
-    tests | models | kernels | memory | benchmark | baselines) "$part" ;;
+    tests | models | kernels | memory | policies | quantizers | benchmark | baselines) "$part" ;;
     *) echo "no part named $part: see the head of this file" >&2; exit 2 ;;
   esac
 done

@@ -14,7 +14,8 @@ other shapes take a flat one. With `--trace=FILE` also what a small model decode
 (`--config.record_trace`), scaled to the shape; with `--gib` also one that always hits. The
 sequences of a batch are at different places of the trace. What a layer is expected to need is
 replayed too: each of its experts with the probability `--recall`, else another one. `--turn=FILE`
-makes processes that were started together measure one at a time, and compile at once.
+makes processes that were started together measure one at a time, and compile at once. Where packed
+weights run on another kernel than they should (`--expect`), the script ends before it measures.
 `--model=tiny --device=cpu` tries the script.
 """
 
@@ -29,6 +30,7 @@ import jax
 import numpy as np
 from absl import app, flags
 
+from moejax.benchmarking.expected_kernels import EXPECTATIONS, require_kernels
 from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.benchmarking.shapes import CONFIGS, with_layers
 from moejax.benchmarking.synthetic_rows import SyntheticRows
@@ -70,6 +72,7 @@ _CONTEXT = flags.DEFINE_integer("context", 1024, "cache length")
 _STEPS = flags.DEFINE_integer("steps", 64, "decode steps a measurement, after as many others")
 _PER_CALL = flags.DEFINE_integer("per_call", 8, "decode steps of a call")
 _TTFT = flags.DEFINE_bool("ttft", True, "else no prefill is compiled: the cache is random")
+_EXPECT = flags.DEFINE_enum("expect", "auto", EXPECTATIONS, "what must serve packed weights")
 _SINGLE = flags.DEFINE_bool("single", True, "calls of one step too")
 _RESIDENT = flags.DEFINE_bool("resident", True, "with --slots: the resident model first")
 _WHERE = flags.DEFINE_string("device", "gpu", "gpu; cpu only tries the script")
@@ -174,7 +177,11 @@ class Loop:
     """Times of one model; what it compiles, it compiles before its turn."""
 
     def __init__(self, runner: Runner, batch: int):
-        """Compiles."""
+        """Compiles, where what serves the products is what is expected."""
+        require_kernels(
+            runner, batch, _EXPECT.value, shape=_MODEL.value, context=_CONTEXT.value,
+            prompt=_PROMPT.value if _TTFT.value else 0,
+        )  # fmt: skip
         self.runner, self._batch = runner, batch
         rng = np.random.default_rng(0)
         prompt = rng.integers(0, runner.config.vocab_size, _PROMPT.value).tolist()

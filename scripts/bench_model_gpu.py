@@ -21,7 +21,7 @@ the script.
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -29,8 +29,9 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from moejax import ops, served
+from moejax import ops
 from moejax.benchmarking.bandwidth import read_bandwidth
+from moejax.benchmarking.expected_kernels import EXPECTATIONS, allowed, wrong_kernels
 from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.benchmarking.shapes import CONFIGS, with_layers
 from moejax.benchmarking.step_cost import bytes_per_step, distinct_experts
@@ -55,8 +56,6 @@ from scripts.model_profile import (
 
 WIDTHS = [str(bits) for bits in (*layout.BITS, 16)]
 MIN_CONTEXT = 2048
-KERNELS = ("mosaic", "triton")
-EXPECTATIONS = ("auto", *KERNELS, "any", "none")
 
 _SHAPE = flags.DEFINE_enum("shape", "Qwen3-30B-A3B", sorted(CONFIGS), "which shape")
 _LAYERS = flags.DEFINE_integer("layers", 0, "fewer layers than the real ones; 0: all")
@@ -86,27 +85,6 @@ _VIA = flags.DEFINE_string("experts_via", "", "force a form of the experts; empt
 _CACHED = flags.DEFINE_enum("cached_via", None, ["xla", "kernel"], "force attention of decode")
 _EXPECT = flags.DEFINE_enum("expect", "auto", EXPECTATIONS, "what must serve decode")
 _EXPECT_PREFILL = flags.DEFINE_enum("expect_prefill", "auto", EXPECTATIONS, "the same of prefill")
-
-Products = Mapping[str, served.Served]
-
-
-def wrong_kernels(products: Products, wanted: str, kernels: ops.Kernels) -> list[str]:
-    """Products that something else serves than what is wanted; empty where all is well.
-
-    Args:
-      products: of a phase, by name.
-      wanted: one of `EXPECTATIONS`; "auto" is the forced implementation, or the device's best.
-      kernels: of the run.
-    """
-    if wanted == "auto":
-        wanted = kernels.implementation or served.expected_kernel(kernels.target) or "none"
-    if wanted == "none":
-        return []
-    return [
-        f"{name}: {of.describe()}"
-        for name, of in products.items()
-        if of.packed and of.implementation not in (KERNELS if wanted == "any" else (wanted,))
-    ]
 
 
 class Benchmark:
@@ -178,7 +156,8 @@ class Benchmark:
             products = self.runner.serves(num_tokens, batch)
             for name, of in products.items():
                 print(f"  {phase} of {num_tokens} tokens, {name}: {of.describe()}")
-            wrong += [f"{phase} {line}" for line in wrong_kernels(products, wanted, self.kernels)]
+            may = allowed(wanted, self.kernels, _SHAPE.value)
+            wrong += [f"{phase} {line}" for line in wrong_kernels(products, may)]
             attention = next(
                 products[leaf].implementation for leaf in leaves_of("attention") if leaf in products
             )

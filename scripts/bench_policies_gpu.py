@@ -21,7 +21,8 @@ Sections, each of which a module `scripts.policy_speed_*` describes:
 What the routers say is made up (`moejax.benchmarking.workloads` says how) and the same for all rows
 of a section, but for the resident model, which has no pool to replay it. Steps are timed by calls
 of `--per_call`; a TPOT is their mean, so that what promotions take is in it, the median beside it.
-Everything but the experts is bf16, as in the papers (`--attention_bits`).
+Everything but the experts is bf16, as in the papers (`--attention_bits`). Where packed experts run
+on another kernel than they should (`--expect`), the script ends before it measures.
 `--model=tiny --device=cpu --context=128 --prompt=16 --steps=16 --per_call=4` tries a section; with
 budgets also `--gib=0.0085 --split=2,8`.
 """
@@ -30,6 +31,7 @@ import traceback
 
 from absl import app, flags
 
+from moejax.benchmarking.expected_kernels import EXPECTATIONS
 from moejax.benchmarking.shapes import CONFIGS, with_layers
 from moejax.devices import choose_device, enable_compilation_cache
 from scripts.bench_report import Report
@@ -62,6 +64,7 @@ _PROMPT = flags.DEFINE_integer("prompt", 512, "tokens of the prompt")
 _CONTEXT = flags.DEFINE_integer("context", 1024, "cache length")
 _STEPS = flags.DEFINE_integer("steps", 0, "decode steps a measurement; 0: the section's")
 _PER_CALL = flags.DEFINE_integer("per_call", 8, "decode steps of a call")
+_EXPECT = flags.DEFINE_enum("expect", "auto", EXPECTATIONS, "what must serve packed weights")
 _WHERE = flags.DEFINE_string("device", "gpu", "gpu; cpu only tries the script")
 _FILE = flags.DEFINE_string("out", "", "JSON Lines file that rows are appended to")
 _PROGRAMS = flags.DEFINE_string("programs", "", "persistent compilation cache")
@@ -97,6 +100,7 @@ def main(argv: list[str]) -> None:
         if lab is None or made_for != model:
             config = with_layers(CONFIGS[model], _DEPTH.value)
             lab = Lab(config, int(_ATTENTION.value), device, sizes, _HOST.value)
+            lab.shape, lab.expect = model, _EXPECT.value
             made_for = model
         lab.sizes = sizes
         attention = "bf16" if lab.attention_bits == 16 else f"INT{lab.attention_bits}"

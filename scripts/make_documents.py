@@ -3,8 +3,9 @@
     python -m scripts.make_documents
 
 A region between `<!-- made: NAME -->` and `<!-- end -->` is replaced by what `REGIONS` makes under
-that name; the rest of a page is written by hand. To be run again whenever a configuration, a public
-docstring or the rows change, which a test asks for.
+that name, and so is what stands between two such marks in one line; the rest of a page is written
+by hand. To be run again whenever a configuration, a public docstring or the rows change, which a
+test asks for.
 """
 
 import re
@@ -20,9 +21,11 @@ REGIONS: dict[str, Callable[[], str]] = {
     "configs": config_tables.tables,
     "api": api_reference.reference,
     "messages": messages.index,
+    "families": messages.families,
     **measured.REGIONS,
 }
 _REGION = re.compile(r"(<!-- made: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_IN_LINE = re.compile(r"(<!-- made: ([\w ]+) -->)(?!\n)[^\n]*?(<!-- end -->)")
 
 
 def pages() -> list[Path]:
@@ -36,6 +39,7 @@ def made(text: str) -> str:
     Raises:
       KeyError: a region has a name that is not known.
     """
+    text = _IN_LINE.sub(lambda match: f"{match[1]}{REGIONS[match[2]]()}{match[3]}", text)
     return _REGION.sub(lambda match: f"{match[1]}\n{REGIONS[match[2]]()}\n\n{match[3]}", text)
 
 

@@ -8,6 +8,8 @@ with what the bytes and the operations allow drawn in. Prints the table of times
 bars and moonshots beside our best. Of a row that was measured twice the later one counts.
 """
 
+import hashlib
+import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -21,6 +23,7 @@ from moejax.results import ResultRow, read_rows
 _ROWS = flags.DEFINE_string("rows", "scripts/results/kernels_h200.jsonl", "JSON Lines file")
 _OUTPUT = flags.DEFINE_string("output", "", "folder of the plots; '': only the tables")
 
+DIGEST = "Digest"  # of a PNG's texts: `digest` of what it shows
 OURS = ("mosaic", "triton")
 # Told apart by marker and line as well, for paper without colour; ours in black.
 STYLES: dict[str, dict[str, str]] = {
@@ -39,6 +42,11 @@ OTHER_STYLE = {"marker": ".", "linestyle": "-", "color": "0.7"}
 
 Rows = dict[str, ResultRow]  # by implementation
 Curves = dict[str, dict[int, Rows]]  # by "section | shape and form", then by rows of x or tokens
+
+
+def latest_rows(path: Path) -> list[ResultRow]:
+    """Of a file; of a row that was measured twice the later one."""
+    return list({row.what: row for row in read_rows(path)}.values())
 
 
 def read_curves(rows: list[ResultRow]) -> Curves:
@@ -131,6 +139,24 @@ def _bounds(row: ResultRow) -> tuple[float, float]:
     return row.baseline["bandwidth_bound_us"], row.baseline["compute_bound_us"]
 
 
+def stem(name: str) -> str:
+    """Of the file of a curve's plot."""
+    return re.sub(r"[^a-z0-9]+", "_", f"kernels {name}".lower())
+
+
+def digest(name: str, sizes: Mapping[int, Rows]) -> str:
+    """Of all numbers and names that a plot shows, which its file carries: is the plot current?
+
+    Pictures of the same numbers differ between versions of matplotlib, this does not.
+    """
+    shown = [
+        (size, key, f"{row.figure:.6g}", *(f"{bound:.6g}" for bound in _bounds(row)))
+        for size, rows in sizes.items()
+        for key, row in rows.items()
+    ]
+    return hashlib.sha256(json.dumps([name, shown]).encode()).hexdigest()
+
+
 def draw(name: str, sizes: Mapping[int, Rows], path: Path) -> None:
     """Time against size, both logarithmic, with the bounds of the packed form."""
     import matplotlib
@@ -158,7 +184,8 @@ def draw(name: str, sizes: Mapping[int, Rows], path: Path) -> None:
     panel.set_ylim(bottom=least / 2)
     panel.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    about = {"Software": None, DIGEST: digest(name, sizes)}
+    figure.savefig(path, dpi=100, metadata=about)
     pyplot.close(figure)
     print(f"{path}: {path.stat().st_size / 1e3:.0f} KB")
 
@@ -166,13 +193,12 @@ def draw(name: str, sizes: Mapping[int, Rows], path: Path) -> None:
 def main(argv: list[str]) -> None:
     """Prints the tables, draws the plots."""
     del argv
-    rows = list({row.what: row for row in read_rows(Path(_ROWS.value))}.values())
+    rows = latest_rows(Path(_ROWS.value))
     curves = beside_cublas(read_curves(rows))
     for name, sizes in curves.items():
         print(f"\n### {name}\n\n{times_table(sizes)}")
         if _OUTPUT.value:
-            stem = re.sub(r"[^a-z0-9]+", "_", f"kernels {name}".lower())
-            draw(name, sizes, Path(_OUTPUT.value) / f"{stem}.png")
+            draw(name, sizes, Path(_OUTPUT.value) / f"{stem(name)}.png")
     if table := bars_table(rows):
         print(f"\n### Bars and moonshots\n\n{table}")
     others = [row for row in rows if row.unit in ("launches", "TB/s", "TFLOP/s")]

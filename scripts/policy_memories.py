@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from moejax.benchmarking.expected_kernels import require_kernels
 from moejax.benchmarking.random_weights import Packing
 from moejax.benchmarking.shape_memory import (
     Memory,
@@ -21,7 +22,15 @@ from scripts.policy_timing import Loop, Measured, Sizes
 
 
 class Lab(ShapeMemories):
-    """A shape with random dense weights on the device, and experts in host memory."""
+    """A shape with random dense weights on the device, and experts in host memory.
+
+    Attributes:
+      expect: what must serve packed products: one of `expected_kernels.EXPECTATIONS`.
+      shape: the shape's name, for that.
+    """
+
+    expect = "none"
+    shape = ""
 
     def __init__(
         self, config: ModelConfig, attention_bits: int, device: jax.Device, sizes: Sizes,
@@ -109,9 +118,17 @@ class Lab(ShapeMemories):
         self, runner: Runner, workload: Workload, batch: int = 1, *,
         ttft: bool = False, profile: bool = False,
     ) -> Measured:  # fmt: skip
-        """As `measure`; of a runner that may have compiled its programs already."""
+        """As `measure`; of a runner that may have compiled its programs already.
+
+        Raises:
+          SystemExit: something serves packed products that is not expected to.
+        """
         memory = runner.memory
         if memory is not None:
             replay(memory, workload, batch, self.device)
+        require_kernels(
+            runner, batch, self.expect, shape=self.shape, context=self.sizes.context,
+            prompt=self.sizes.prompt if ttft else 0,
+        )  # fmt: skip
         loop = Loop(runner, self.sizes, batch)
         return loop.measured(ttft=ttft, profile=profile)

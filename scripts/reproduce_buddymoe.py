@@ -3,6 +3,7 @@
 python -m scripts.reproduce_buddymoe --figures=docs/figures
 """
 
+import math
 import re
 
 from scripts.reproducing import command
@@ -28,12 +29,16 @@ SPEEDS = (
     "co-activation, gains, rho 1 on the last",
 )  # fmt: skip
 BEST_OURS = "outputs, gains, rho 1 on the last"
+RANDOM = "Qwen3-30B's shape, random weights"
+FIGURE_8 = {"original": "original", "random": "random", "BuddyMoE, rho 3": SPEEDS[2]}
 # Cases of Table 1, and ours.
 CASES = {
     "Baseline (On Demand)": "on demand", "Prefetch Hit": "prefetch hit",
     "Prefetch Miss": "prefetch miss", "BuddyMoE Hit": "buddy hit", "BuddyMoE Miss": "buddy miss",
 }  # fmt: skip
 ALPHAS = ("0.5", "0.75", "0.95", "0.99")
+PICTURE = "demo model, 32 experts; the paper: a picture of 64 experts"
+LISTS = "demo model, 32 experts of which 4 run; the paper: 64 of which 6 run"
 LAYERS = 7
 SHOWN_LAYER = 1
 FEW_LOSE = 0.5  # of random's loss in nats: the bar that we set for a buddy
@@ -69,7 +74,8 @@ def _quality(text: str, series: str, rate: str) -> str:
 
 def _speed(results: Results, said: str, rate: str, what: str) -> Found | None:
     about = re.escape(f"buddymoe, {QWEN3}")
-    return results.latest(rf"{re.escape(said)}, c {rate}, \d+ slots of \d+{what}, {about}")
+    slots = r"\d+ slots of \d+(?: in int4, batch 1)?"  # rows of before 2026-11-22 name neither
+    return results.latest(rf"{re.escape(said)}, c {rate}, {slots}{what}, {about}")
 
 
 def _gain(results: Results, said: str, rate: str) -> Found | None:
@@ -229,7 +235,7 @@ def _tables_2_to_4(page: Page) -> None:
             gain = page.shown(_gain(page.results, said, rate), "{:+.1f} %")
             speed = page.shown(found, "{:.1f}", "tokens_per_s")
             speed = f"{speed}, {gain}" if found and said != "original" else speed
-            rows.append([said, OURS, "", "", "", speed, "Qwen3-30B's shape, random weights"])
+            rows.append([said, OURS, "", "", "", speed, RANDOM])
         page.heading(
             f"{table}: cache rate c = {printed}",
             "Our model of random weights has no accuracy, and the demo model (32 experts, top 4) "
@@ -300,7 +306,8 @@ def _figure_6(page: Page) -> None:
         ["most used over least used", OURS, *ratios],
         ["share of the most used quarter", OURS, *shares],
     ]
-    page.table(["demo model", "whose", f"layer {SHOWN_LAYER}", f"layer {LAYERS - 1}"], rows)
+    head = ["demo model", "whose", f"layer {SHOWN_LAYER}", f"layer {LAYERS - 1}", "what differs"]
+    page.table(head, [[*row, PICTURE] for row in rows])
 
 
 def _figures_7_and_9(page: Page) -> None:
@@ -326,40 +333,47 @@ def _lists(page: Page) -> None:
             cells = [
                 page.shown(_length(page.results, source, alpha, i), "{:.1f}") for i in range(LAYERS)
             ]
-            rows.append([f"{source}, alpha {alpha}", OURS, *cells])
+            rows.append([f"{source}, alpha {alpha}", OURS, *cells, LISTS])
     page.heading(
         "Length of the lists",
         "Mean length of a list of buddies by eq. 6, of 31 others, by layer of the demo model; "
         "section 3.3 asks for such a report, 5.1 says 2 to 16 (of 63 others).",
     )
-    page.table(["q, alpha", "whose", *(f"layer {i}" for i in range(LAYERS))], rows)
+    layers = (f"layer {i}" for i in range(LAYERS))
+    page.table(["q, alpha", "whose", *layers, "what differs"], rows)
 
 
 def _figure_8(page: Page) -> None:
-    said = "co-activation, 16 places, rho 3"
+    rates = [rate for _, rate in RATES.values()]
     speeds = {
-        name: [_speed(page.results, one, rate, ", TPOT") for _, rate in RATES.values()]
-        for name, one in (("original", "original"), ("BuddyMoE, rho 3", said))
+        name: [_speed(page.results, one, rate, ", TPOT") for rate in rates]
+        for name, one in FIGURE_8.items()
     }
     rows = [
-        [name, OURS, *(page.shown(one, "{:.0f}", "megabytes_a_step") for one in ones)]
+        [name, OURS, *(page.shown(one, "{:.0f}", "megabytes_a_step") for one in ones), RANDOM]
         for name, ones in speeds.items()
     ]
     printed = page.published("Figure 8", "Base over BuddyMoE", "PCIe bandwidth, about")
-    rows.append(["Base over BuddyMoE", PAPER, f"{printed} % more", "", ""])
+    rows.append(["Base over BuddyMoE", PAPER, f"{printed} % more", "", "", PUBLISHED])
     page.heading("Figure 8: bytes over the link")
-    page.table(["MB a token", "whose", *(f"c = {rate}" for _, rate in RATES.values())], rows)
+    head = ["MB a token", "whose", *(f"c = {rate}" for rate in rates), "what differs"]
+    page.table(head, rows)
 
     def draw(canvas: Canvas) -> None:
-        (panel,) = canvas.panels(1, 1)
-        series = {
-            name: [one.more["megabytes_a_step"] for one in ones if one]
-            for name, ones in speeds.items()
-        }
-        bars(panel, [f"c = {rate}" for _, rate in RATES.values()], series, ylabel="MB a token")
+        parts = (("tokens_per_s", "decode, tokens/s"), ("megabytes_a_step", "MB a token"))
+        for panel, (key, unit) in zip(canvas.panels(1, 2), parts, strict=True):
+            series = {
+                name: [one.more[key] if one else math.nan for one in ones]
+                for name, ones in speeds.items()
+                if any(ones)
+            }
+            bars(panel, [f"c = {rate}" for rate in rates], series, ylabel=unit)
 
-    drawn = [one for ones in speeds.values() for one in ones]
-    caption = "Figure 8, ours: bytes over the link, Qwen3-30B's shape."
+    caption = (
+        "Figure 8, ours: throughput and bytes over the link, Qwen3-30B's shape, random weights, "
+        "batch 1 (the paper: bytes alone). What was not measured has no bar."
+    )
+    drawn = [one for ones in speeds.values() for one in ones if one]
     page.figure("buddymoe_figure_8", caption, draw, drawn)
 
 

@@ -220,13 +220,10 @@ def _figure_4(page: Page) -> None:
         "are the tenth of the tokens that receive most attention "
         "there.", draw, list(found.values()),
     )  # fmt: skip
-    rows = [["correlation", OURS, *(page.shown(one) for one in correlation_rows(page.results))]]
-    header = [
-        "loads of 120 windows of six texts",
-        "whose",
-        *(f"layer {i}" for i in range(len(rows[0]) - 2)),
-    ]
-    page.table(header, rows)
+    cells = [page.shown(one) for one in correlation_rows(page.results)]
+    row = ["correlation", OURS, *cells, "demo model, 32 experts; the paper: a picture"]
+    layers = (f"layer {i}" for i in range(len(cells)))
+    page.table(["loads of 120 windows of six texts", "whose", *layers, "what differs"], [row])
 
 
 def _figure_5(page: Page) -> None:

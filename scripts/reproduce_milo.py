@@ -165,11 +165,14 @@ def _table_3(page: Page) -> None:
 
 def _table_4(page: Page) -> None:
     paper = page.published
-    rows = [[row, PAPER, paper("Table 4", row, "rank strategy")] for row in paper.rows("Table 4")]
+    rows = [
+        [row, PAPER, paper("Table 4", row, "rank strategy"), PUBLISHED]
+        for row in paper.rows("Table 4")
+    ]
     for name, strategy in (("s1", "Dense-25% + Kurtosis-8"), ("s2", "Dense-50% + Sparse-16")):
-        rows.append([f"demo, as {name}", OURS, strategy])
+        rows.append([f"demo, as {name}", OURS, strategy, DEMO])
     page.heading("Table 4: rank strategies", "A rank in percent is of a matrix's smaller side.")
-    page.table(["model, setting", "whose", "strategy"], rows)
+    page.table(["model, setting", "whose", "strategy", "what differs"], rows)
 
 
 def _table_5(page: Page) -> None:

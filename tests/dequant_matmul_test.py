@@ -37,6 +37,7 @@ from tests.dequant_matmul_contract import (
 )
 from tests.host_test_case import HostTestCase
 from tests.packed_operands import Form, Terms, seed
+from tests.poisoned_outputs import after_nan
 
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 HOPPER = Target("gpu", (9, 0))
@@ -323,7 +324,10 @@ class ChoiceTest(parameterized.TestCase):
 
 @pytest.mark.gpu
 class DeviceContractTest(KernelTestCase):
-    """The kernels compiled; all elements are compared, so none is left unwritten."""
+    """The kernels compiled; results lie where NaN was, so no element is left unwritten.
+
+    `poisoned_outputs` says how, and `test_results_lie_where_nan_was` that it works.
+    """
 
     @parameterized.product(kernel=KERNELS, name=sorted(DEVICE_CASES))
     def test_value_is_that_of_float64(self, kernel, name):
@@ -332,10 +336,20 @@ class DeviceContractTest(KernelTestCase):
         self.skip_what_is_refused(kernel, operands, current_target())
         compiled = program(case, implementation=kernel)
         on_device = jax.device_put(operands)
-        found, again = (np.asarray(compiled(*on_device)) for _ in range(2))
+        again = np.array(compiled(*on_device))
+        found = np.asarray(after_nan(lambda: compiled(*on_device))[0])
         rounds_weights = kernel == "mosaic" and not mosaic.streams(operands.x, None)
         self.assertIsNone(violation(found, operands, case, rounds_weights))
         self.assertEqual(found.tobytes(), again.tobytes())
+
+    def test_results_lie_where_nan_was(self):
+        landed = []
+        for name in sorted(DEVICE_CASES)[:4]:
+            case = DEVICE_CASES[name]
+            compiled = program(case, implementation="reference")
+            on_device = jax.device_put(random_operands(case, seed(name)))
+            landed.append(after_nan(lambda: compiled(*on_device))[1])  # noqa: B023
+        self.assertTrue(any(landed), landed)
 
     @parameterized.product(kernel=KERNELS, broken=list(BROKEN))
     def test_a_broken_kernel_fails(self, kernel, broken):

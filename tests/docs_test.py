@@ -4,14 +4,20 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from absl.testing import absltest
 
 from moejax import benchmark, cli
 from moejax.benchmarking.record import COLUMNS
+from moejax.models.hf_config import ARCHITECTURES
+from pallas_kernels.dequant_matmul import mosaic as dense
+from pallas_kernels.grouped_dequant_matmul import mosaic as grouped
+from pallas_kernels.stream import terms
 from scripts import make_documents
 from scripts.documents import commands, config_tables, dry, messages
+from scripts.policy_sections import SECTIONS
 from tests import slow
 
 ROOT = Path(__file__).parents[1]
@@ -60,6 +66,47 @@ class CommandsTest(absltest.TestCase):
         self.assertIn("python -m moejax.generate --prompt", two[0])
         self.assertEqual(two[1], "scripts/run_tests.sh")
 
+    def test_readme_makes_what_it_names(self):
+        """Quantized demos, profiles and traces: by a command above the first that reads them."""
+        name = re.compile(r"(?<![\w/.-])(?:demo-\w+|buddies\.safetensors|x\.trace)(?![\w.-])")
+        made: set[str] = set()
+        for command in commands.of_page("README.md", PAGES[0].read_text(encoding="utf-8")):
+            written = re.findall(r"--config\.(?:output|record_trace)=(\S+)", command.text)
+            self.assertLessEqual(set(name.findall(command.text)) - set(written), made, command)
+            made |= set(written)
+        self.assertLessEqual({"demo-int4", "buddies.safetensors", "x.trace"}, made)
+
+    def test_commands_of_all_that_is_measured_on_a_gpu(self):
+        """`scripts/bench_gpu.sh` with a Python that only notes what it is asked for."""
+        with tempfile.TemporaryDirectory() as folder:
+            for name, says in (
+                ("python", f'echo "$XLA_CLIENT_MEM_FRACTION $*" >> {folder}/asked'),
+                ("nvidia-smi", "echo 100000"),
+            ):
+                tool = Path(folder) / name
+                tool.write_text(f"#!/bin/sh\n{says}\n", encoding="utf-8")
+                tool.chmod(0o755)
+            done = subprocess.run(
+                [ROOT / "scripts/bench_gpu.sh", f"{folder}/out"],
+                env={**os.environ, "PYTHON": f"{folder}/python",
+                     "PATH": f"{folder}:{os.environ['PATH']}"},
+                capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            self.assertEqual(done.returncode, 0, done.stderr)
+            asked = (Path(folder) / "asked").read_text("utf-8").splitlines()
+        self.assertNotIn("ended with", done.stdout)
+        for line in asked:
+            fraction, _, words = line.partition(" ")
+            self.assertLess(float(fraction or 0), 1, line)
+            if "pytest" not in words:
+                command = commands.Command("bench_gpu.sh", f"python {words}", commands.DRY_RUN)
+                dry.check(command)
+        every = "\n".join(asked)
+        for section in SECTIONS:
+            self.assertIn(f"--section={section} ", every)
+        for script in ("bench_quantizers_gpu", "bench_host_rows", "bench_host_store"):
+            self.assertIn(f"-m scripts.{script} ", every)
+
     def test_what_is_wrong_is_found(self):
         """A flag, a file, a shell's fence, a mark, an extra, a script's flag that there are not."""
         for text in (
@@ -98,6 +145,29 @@ class PagesTest(absltest.TestCase):
             text = page.read_text(encoding="utf-8")
             said = f"{page.name} is not current: run python -m scripts.make_documents"
             self.assertEqual(text, make_documents.made(text), said)
+
+    def test_every_family_is_named(self):
+        """Where a message says what else to take, and in the table of models."""
+        page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+        (line,) = (one for one in page.splitlines() if "made: families" in one)
+        self.assertEqual(set(re.findall(r"`(\w+)`", line.split("|")[3])), set(ARCHITECTURES))
+        models = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+        table = models[models.index("| `model_type` |") : models.index("## What a cache holds")]
+        self.assertEqual(set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)),
+                         {"model_type"} | set(ARCHITECTURES))  # fmt: skip
+
+    def test_what_serves_low_rank_terms(self):
+        """The limits that docs/kernels.md names are those of the code."""
+        page = " ".join((ROOT / "docs/kernels.md").read_text(encoding="utf-8").split())
+        for text in (
+            f"up to {dense.MOST_STREAMED} rows of x and {grouped.FEW_TOKENS} tokens of experts",
+            f"at most {grouped.MOST_STREAMED}, and at most {grouped.MOST_PAIRS} pairs",
+            f"up to {terms.MAX_TERMS} low-rank terms of a matrix, each up to rank {terms.MAX_RANK}",
+        ):
+            self.assertIn(text, page)
+        for width, most in ((2, 32), (4, 40), (8, 64), (10, 51)):
+            self.assertTrue(grouped.streams(most, width, None))
+            self.assertFalse(grouped.streams(most + 1, width, None))
 
     def test_every_main_has_its_fields_listed(self):
         mains = {

@@ -6,8 +6,10 @@ import tempfile
 from pathlib import Path
 
 from absl.testing import absltest, parameterized
+from matplotlib.figure import Figure
 
 from scripts.reproducing import document as whole
+from scripts.reproducing.drawing import Canvas
 from scripts.reproducing.dymoe_claims import MIXTRAL
 from scripts.reproducing.page import NOT_MEASURED, OTHER_DEVICE, OURS, Page
 from scripts.reproducing.published import FOLDER, Published
@@ -173,6 +175,36 @@ class DocumentTest(absltest.TestCase):
         self.assertEqual(shown, set((ROOT / "docs" / "figures").glob("*_figure_*.png")))
         self.assertLess(sum(path.stat().st_size for path in shown), MOST_IMAGE_BYTES)
 
+    def test_tables_of_ours_say_what_differs(self):
+        text = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
+        found = re.findall(r"^(\|.*\|)\n\| --- ", text, re.MULTILINE)
+        heads = [[cell.strip() for cell in head.strip("|").split("|")] for head in found]
+        ours = [head for head in heads if "whose" in head or "ours" in " ".join(head)]
+        self.assertGreater(len(ours), 20)
+        for head in ours:
+            self.assertEqual(head[-1], "what differs", head)
+
+    def test_a_bar_that_was_not_measured_is_left_out(self):
+        """Figure 8 of two rates; no bar reaches up to the legend."""
+        about = "buddymoe, Qwen3-30B-A3B, 48 layers, attention bf16"
+        more = {"tokens_per_s": 300.0, "megabytes_a_step": 10.0}
+        with tempfile.TemporaryDirectory() as folder:
+            for name, rate in (("original", "0.75, 96"), ("random", "0.5, 64")):
+                what = f"{name}, c {rate} slots of 128 in int4, batch 1, TPOT, {about}"
+                line = json.dumps(GOOD | {"what": what, "baseline": more})
+                with (Path(folder) / "a.jsonl").open("a") as file:
+                    file.write(f"{line}\n")
+            page = whole.build(Results(Path(folder)))["BuddyMoE"]
+        figure = Figure()
+        page.drawings["buddymoe_figure_8"](Canvas(figure))
+        for panel, key in zip(figure.axes, more, strict=True):
+            heights = [bar.get_height() for bar in panel.patches]
+            self.assertLen(heights, 6)
+            self.assertEqual([h for h in heights if h == h], [more[key]] * 2)
+            self.assertLess(more[key], 0.85 * panel.get_ylim()[1])
+            shown = [text.get_text() for text in panel.get_legend().get_texts()]
+            self.assertEqual(shown, ["original", "random"])
+
     def test_pictures_are_drawn(self):
         pages = whole.build(Results(ROWS))
         with tempfile.TemporaryDirectory() as folder:
@@ -241,7 +273,7 @@ class DocumentTest(absltest.TestCase):
 # What a cell of ours may say where there are no rows: settings, and that there is none.
 WITHOUT_ROWS = {
     NOT_MEASURED, "", "not run", "1.00", "16 bits", "650 KB", "on Dense-25%", "baseline",
-    f"{NOT_MEASURED} bits",
+    f"{NOT_MEASURED} bits", "Dense-25% + Kurtosis-8", "Dense-50% + Sparse-16",
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from moejax import report
 from moejax.benchmark_config import PROMPT_TOKENS, BenchmarkConfig
 from moejax.benchmarking import figures, requests
 from moejax.benchmarking.bandwidth import Bandwidth, bandwidth_of
+from moejax.benchmarking.expected_kernels import refuse_dequantized
 from moejax.benchmarking.figures import Figures
 from moejax.benchmarking.measuring import Bench, Measured
 from moejax.benchmarking.models import Loaded, Models, models_of
@@ -83,7 +84,8 @@ def run(
       known: told all points so far after each.
 
     Raises:
-      MoejaxError: the model or the requests are wrong.
+      MoejaxError: the model or the requests are wrong, or packed weights would run on no kernel of
+        a device that has some.
     """
     models = models_of(config)
     bandwidth = bandwidth_of(models.device)
@@ -143,6 +145,7 @@ def _measured(
     before = report.device_peak_bytes(models.device)
     loaded = models.load(batch, gib, context)
     try:
+        refuse_dequantized(loaded.runner, batch, prompt=longest, context=context)
         with plain_memory_errors(models.device):
             bench = Bench(
                 loaded.runner, context=context, steps_per_call=per_call,

@@ -3,6 +3,7 @@
 import ast
 import re
 
+from moejax.models.hf_config import ARCHITECTURES
 from scripts.documents.commands import ROOT
 
 OPEN = "…"  # what differs from case to case
@@ -41,6 +42,12 @@ def index() -> str:
         lines += [f"- {_escaped(text)}" for text in texts]
         lines += [""]
     return "\n".join(lines).rstrip()
+
+
+def families() -> str:
+    """The values of `model_type` that are read, as a list in a sentence."""
+    *names, last = (f"`{name}`" for name in sorted(ARCHITECTURES))
+    return f"{', '.join(names)} or {last}"
 
 
 def _escaped(text: str) -> str:

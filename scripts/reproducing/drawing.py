@@ -21,6 +21,7 @@ BARS: tuple[dict[str, Any], ...] = (
     {"facecolor": "0.75", "edgecolor": "black"},
 )
 DPI = 72
+LEGEND_LINE = 0.08  # of a panel's height
 PANEL = (4.2, 3.1)  # inches
 
 
@@ -73,8 +74,10 @@ def bars(
         panel.bar(places, values, width, label=name, linewidth=0.5, **style)
     panel.set_xticks(range(len(groups)), groups)
     panel.set(**labels)
-    if len(series) > 1:
-        panel.legend(fontsize=7)
+    if len(series) > 1:  # no bar reaches up to the legend
+        highest = max(value for values in series.values() for value in values if value == value)
+        panel.set_ylim(top=highest * (1.1 + LEGEND_LINE * len(series)))
+        panel.legend(fontsize=7, loc="upper right")
 
 
 def heat(canvas: Canvas, panel: Any, values: Any, unit: str, **labels: Any) -> None:

@@ -1,0 +1,134 @@
+"""Whether packed products run on the kernels that a measurement is to be of.
+
+A benchmark that fell back to another implementation measures something else; it ends with one line
+before it measures. What is expected, in words:
+
+  * "auto": a kernel, if the device has any for packed weights; on Hopper, for `MOSAICS_SHAPES`,
+    Mosaic's. (Other shapes have products that only Triton's take: inputs that are no multiple of
+    256, as DeepSeek-V2-Lite's experts have.) An implementation that was forced, where one was.
+  * "any": a kernel, wherever it runs. "mosaic", "triton": that one. "none": nothing.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from moejax import ops
+from moejax.chunks import longest_chunk, prefill_chunks
+from moejax.errors import MoejaxError
+from moejax.runner import Runner
+from moejax.served import Served, expected_kernel
+from pallas_kernels.dequant_matmul.triton import MIN_CAPABILITY
+from pallas_kernels.target import Target
+
+KERNELS = ("mosaic", "triton")
+EXPECTATIONS = ("auto", *KERNELS, "any", "none")
+EVERY_KERNEL = "every kernel"  # refuses, for what the matrix is: `ops.choose_product`
+MOSAICS_SHAPES = ("Qwen3-30B-A3B", "Mixtral-8x7B")  # every packed product of theirs
+
+
+def allowed(wanted: str, kernels: ops.Kernels, shape: str = "") -> tuple[str, ...]:
+    """The implementations that packed products may run on; (): any at all, and none.
+
+    Args:
+      wanted: one of `EXPECTATIONS`.
+      kernels: of the run.
+      shape: name of the model's shape.
+    """
+    if wanted in KERNELS:
+        return (wanted,)
+    if wanted == "any":
+        return KERNELS
+    if wanted == "none":
+        return ()
+    if kernels.implementation:
+        return (kernels.implementation,)
+    if not has_kernels(kernels.target):
+        return ()
+    best = expected_kernel(kernels.target)
+    return ("mosaic",) if best == "mosaic" and shape in MOSAICS_SHAPES else KERNELS
+
+
+def has_kernels(target: Target | None) -> bool:
+    """Whether a device runs kernels for packed weights at all."""
+    capability = None if target is None or target.platform != "gpu" else target.capability
+    return capability is not None and capability >= MIN_CAPABILITY
+
+
+def wrong_kernels(products: Mapping[str, Served], may: tuple[str, ...]) -> list[str]:
+    """A line for each packed product that something else serves; empty where all is well.
+
+    Args:
+      products: of a phase, by name.
+      may: implementations, as `allowed` gives them.
+    """
+    if not may:
+        return []
+    return [
+        f"{name}: {of.describe()}"
+        for name, of in products.items()
+        if of.packed and of.implementation not in may
+    ]
+
+
+def phases(
+    runner: Runner, batch: int, *, prompt: int = 0, context: int = 0
+) -> Iterator[tuple[str, int, dict[str, Served]]]:
+    """Phase, tokens of a call and what serves it: of a prompt's chunks, then of decode.
+
+    Args:
+      runner: of a model.
+      batch: B.
+      prompt: tokens of each prompt; 0: none is run.
+      context: slots of the cache; no matter without a prompt.
+    """
+    longest = longest_chunk(runner.config, batch, context)
+    for size in sorted({size for _, size in prefill_chunks(prompt, context, longest)}):
+        yield "prefill", batch * size, runner.serves(batch * size, batch)
+    yield "decode", batch, runner.serves(batch, batch)
+
+
+def require_kernels(
+    runner: Runner, batch: int, wanted: str, *, shape: str = "", prompt: int = 0, context: int = 0
+) -> None:
+    """Ends a script where packed products of a run are served by what is not expected.
+
+    Args:
+      runner: of a model.
+      batch: B.
+      wanted: one of `EXPECTATIONS`.
+      shape: as in `allowed`.
+      prompt: as in `phases`.
+      context: likewise.
+
+    Raises:
+      SystemExit: with all of them in a line.
+    """
+    may = allowed(wanted, runner.kernels, shape)
+    wrong = [
+        f"{phase} {line}"
+        for phase, _, products in phases(runner, batch, prompt=prompt, context=context)
+        for line in wrong_kernels(products, may)
+    ]
+    if wrong:
+        raise SystemExit("not the expected kernel: " + "; ".join(wrong))
+
+
+def refuse_dequantized(runner: Runner, batch: int, *, prompt: int, context: int) -> None:
+    """Nothing where a kernel serves every packed product of a device that has kernels.
+
+    Forms that no kernel takes on any device (FP8, act-order; docs/kernels.md) may be dequantized.
+
+    Args:
+      runner: of a model.
+      batch: B.
+      prompt: as in `phases`.
+      context: likewise.
+
+    Raises:
+      MoejaxError: naming what runs on none, and why.
+    """
+    may = allowed("auto", runner.kernels)
+    for phase, _, products in phases(runner, batch, prompt=prompt, context=context):
+        fit = {name: of for name, of in products.items() if EVERY_KERNEL not in of.refusals}
+        if wrong := wrong_kernels(fit, may):
+            said = "; ".join(wrong)
+            raise MoejaxError(f"{phase} of packed weights would run on no kernel: {said}")
