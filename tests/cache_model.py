@@ -49,7 +49,7 @@ class CacheModel:
                 free.append(c)
             else:
                 value = keep[slot.owner] if keep else 0.0
-                used.append((value, slot.last_use, c))
+                used.append((value, slot.last_use, slot.owner, c))
         return free + [c for *_, c in sorted(used)]
 
     def free_up(self, layer: int, c: int) -> Slot:

@@ -77,7 +77,7 @@ class RulesTest(parameterized.TestCase):
         self.assertEqual(int(counts.evictions[0]), 0)
         # One expert less than too many, and they are admitted.
         plan, after, _ = planned(one, state, (0, 2, 3), 8)
-        np.testing.assert_array_equal(after.owner, [[2, 3, 0]])
+        np.testing.assert_array_equal(after.owner, [[3, 2, 0]])
         np.testing.assert_array_equal(plan.admitted, [0, 2, 3])
 
     def test_least_kept_leave_first_and_nan_is_least(self):

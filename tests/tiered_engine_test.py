@@ -70,22 +70,27 @@ class EngineTest(parameterized.TestCase):
         np.testing.assert_allclose(emulated.logits(tokens), real.logits(tokens), rtol=0, atol=1e-5)
         self.assertEqual(real.ledger.layers, emulated.ledger.layers)
 
-    def test_a_trace_through_the_policy_gives_the_counts_of_the_engine(self):
-        settings = {"selection": "load", "prefetch": 0, "retention": 0.5, "schedule": "equal"}
-        engine = self.engine(policy="dymoe", settings=settings, slots=(3, 8), emulate=True, **MADE)
-        path = self.folder / "trace"
-        with engine.recording(path, probabilities=True):
+    @parameterized.parameters(((3, 8), 0), ((3, 4), 2))
+    def test_a_trace_through_the_policy_gives_the_counts_of_the_engine(self, slots, prefetch):
+        settings = {"selection": "load", "prefetch": prefetch, "retention": 0.5}
+        engine = self.engine(policy="dymoe", settings=settings, slots=slots, emulate=True, **MADE)
+        path = self.folder / f"trace {prefetch}"
+        with engine.recording(path, probabilities=True, foreseen=CONFIG.num_experts):
             for prompt in (PROMPT, PROMPT[::-1]):
                 engine.generate(prompt, max_new_tokens=20, ignore_eos=True)
         run = Run(
             policy=make_policy("dymoe", **settings), tiers=("int4", "int2"),
-            expert_bytes=(2, 1), slots=(3, 8),
+            expert_bytes=(2, 1), slots=slots,
         )  # fmt: skip
         events = np.sum(run_policies(read_trace(path), [run])[0].events, axis=0)
+        counted = ("needed", "hits", "misses", "admitted", "streamed", "prefetched",
+                   "prefetch_hits")  # fmt: skip
         for i, ledger in enumerate(engine.ledger.tiers.values()):
-            for name in ("needed", "hits", "misses", "admitted", "streamed", "evictions"):
+            # A copy that leaves for a better one is an eviction to the engine alone.
+            for name in (*counted, *("evictions",) * (slots[1] == CONFIG.num_experts)):
                 self.assertEqual(ledger.total(name), events[EVENTS.index(name), i], name)
         self.assertGreater(engine.ledger.total("misses"), 10)
+        self.assertEqual(engine.ledger.total("prefetched") > 0, prefetch > 0)
 
     @parameterized.parameters(
         ("dynaexq", {"period": 8, "max_requests": 8}, (3, 4)),

@@ -125,8 +125,9 @@ def by_rules(case: Case, given: Given, states: Any, row_of: Any) -> Any:
     """Step by step, as `moejax.memory.tiered_experts` does it without the kernel."""
     num = case.experts
     resident = jnp.stack([state.table[given.layer, :num] >= 0 for state, _ in states])
+    serves = mixed_cache.serving(resident, [spec.slots == num for spec in caches(case)])
     decision = Decision(given.ids, given.tier, given.weights, given.at_least)
-    found = mixed_cache.served(resident, decision, given.active)
+    found = mixed_cache.served(serves, decision, given.active)
     runs = given.active[:, None] & (given.tier >= 0)
     tier = jnp.where(runs, found.tier[given.ids], -1)
     slot, after, fetch = jnp.full_like(tier, -1), [], []

@@ -133,12 +133,13 @@ class TieredExperts:
     ) -> jax.Array:
         """See `models.run_experts.RunExperts`."""
         routing = self._replayed(layer, routing)
-        resident = self._resident(layer)
+        copies = self._copies(layer)
+        resident = mixed_cache.serving(copies, self.spec.full)
         decision = self._decide(layer, routing, token_mask, ahead, resident)
         if decision.keep is None and self.is_placed_at_once(routing.ids.size):
             return self._at_once(layer, x, routing, token_mask, decision)
         found = mixed_cache.served(resident, decision, token_mask)
-        self._release(layer, resident, found.leaving)
+        self._release(layer, copies, found.leaving)
         runs = token_mask[:, None] & (decision.tier != SKIPPED)
         tier = jnp.where(runs, found.tier[decision.ids], SKIPPED)
         self._count(layer, routing, token_mask, tier, decision.ids)
@@ -146,8 +147,8 @@ class TieredExperts:
         products = self._products(layer, x, chosen, tier, decision)
         return combine(products, Pairs(decision.ids, runs), decision.weights, x.dtype)
 
-    def _resident(self, layer: Index) -> jax.Array:
-        """bool[T, E]."""
+    def _copies(self, layer: Index) -> jax.Array:
+        """bool[T, E], where experts are."""
         num_experts = self.config.num_experts
         rows = [run.pool.residency.table[layer, :num_experts] for run in self._runs]
         return jnp.stack(rows) >= 0
@@ -209,12 +210,12 @@ class TieredExperts:
         """The next layer; on the device the last one is its own, and asks for nothing."""
         return layer + 1 if isinstance(layer, int) else self._runs[0].following(layer)
 
-    def _release(self, layer: Index, resident: jax.Array, leaving: jax.Array) -> None:
+    def _release(self, layer: Index, copies: jax.Array, leaving: jax.Array) -> None:
         """Copies leave whose expert comes in another tier, or is in a better one by now."""
         for tier, is_full in enumerate(self.spec.full):
             if is_full or len(self._runs) == 1:
                 continue
-            gone = leaving[tier] | (resident[tier] & jnp.any(resident[:tier], axis=0))
+            gone = leaving[tier] | (copies[tier] & jnp.any(copies[:tier], axis=0))
             run = self._runs[tier]
             run.pool = released(run.pool, layer, gone)
 
@@ -323,7 +324,7 @@ class TieredExperts:
 
         def wanted() -> jax.Array:
             # Those that it holds already too: what comes takes no slot of theirs.
-            better = jnp.any(self._resident(following)[:tier], axis=0)
+            better = jnp.any(self._copies(following)[:tier], axis=0)
             some, ids = jax.lax.top_k(((ahead == tier) & ~better).astype(jnp.int32), limit)
             return jnp.where(some > 0, ids, -1)
 

@@ -11,6 +11,7 @@ serves, what is fetched, and which copies leave since their expert comes in anot
 Axes: N tokens, A experts a token, T tiers of falling fidelity, E experts of a layer.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -49,6 +50,23 @@ def asked_tier(decision: Decision, active: jax.Array, num_experts: int) -> jax.A
     none = jnp.iinfo(jnp.int32).max
     best = jnp.min(jnp.where(pairs, decision.tier[None], none), axis=(1, 2))
     return jnp.where(best == none, -1, best)
+
+
+def serving(copies: jax.Array, full: Sequence[bool]) -> jax.Array:
+    """bool[T, E], copies that may serve: none that leaves because a better one has come.
+
+    Look-ahead and transfers bring an expert while it is still in a tier of lower fidelity; that
+    copy leaves when its layer runs next.
+
+    Args:
+      copies: bool[T, E], where experts are.
+      full: static, of each tier whether it holds every expert for ever.
+    """
+    rows = [
+        row if is_full else row & ~jnp.any(copies[:tier], axis=0)
+        for tier, (row, is_full) in enumerate(zip(copies, full, strict=True))
+    ]
+    return jnp.stack(rows)
 
 
 def served(resident: jax.Array, decision: Decision, active: jax.Array) -> Served:

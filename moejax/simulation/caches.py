@@ -2,7 +2,7 @@
 
 LRU slots a layer, misses in order of id into victims, the scan rule, look-ahead prefetch. Where the
 engine compares all pairs of slots, this keeps for each expert one number that orders the victims,
-    key = 2 (E' * last use + slot) + brought ahead and not used yet,
+    key = 2 (E' * last use + expert) + brought ahead and not used yet,
 E' the power of two from E on, and finds the n smallest one after the other: a pass over E each, no
 sort, the settings side by side on the last axis. 100 settings x 10,000 tokens x 48 layers x 128
 experts take half a minute of one core.
@@ -133,9 +133,8 @@ def _plan(
     room = jnp.where(num_hits + num_misses <= settings.slots[None], num_misses, free)
     order = _order(miss)
     come = miss & (order < room[:, None])
-    taken = _take(key, protected[:, :, None], order, free, _num(come), filled)
-    slot = jnp.where(hit, _slot(keys, num_experts), taken.slots)
-    fresh = jnp.where(hit | come, _key(clock, slot, num_experts), ABSENT)
+    taken = _take(key, protected[:, :, None], free, _num(come), filled, needed.shape[1])
+    fresh = jnp.where(hit | come, _key(clock, needed[:, :, None], num_experts), ABSENT)
     key = _put(taken.key, needed, fresh)
     counts = _plan_counts(hit, miss, come)
     counts["prefetch_hits"] = _num(hit & _is_ahead(keys))
@@ -159,10 +158,10 @@ def _look_ahead(
     new = wanted & (_at(key, foreseen) == ABSENT)
     here = foreseen[:, :, None] == _index(num_experts, -1)
     ranks = jnp.where(here, rank[:, :, None], num_experts).min(axis=1)
-    order = _order(new)
     free = settings.slots[None] - filled
-    taken = _take(key, ranks[:, :, None] < limit, order, free, _num(new), filled, most)
-    fresh = jnp.where(new, _key(clock, taken.slots, num_experts) + 1, _at(taken.key, foreseen))
+    taken = _take(key, ranks[:, :, None] < limit, free, _num(new), filled, most)
+    coming = _key(clock, foreseen[:, :, None], num_experts) + 1
+    fresh = jnp.where(new, coming, _at(taken.key, foreseen))
     key = _put(taken.key, foreseen, fresh)
     return Caches(key, taken.filled), {
         "prefetched": _num(new),
@@ -172,11 +171,10 @@ def _look_ahead(
 
 
 class _Taken(NamedTuple):
-    """key and filled after victims left; slots int32[M, W, K] by place; counts [M, K]."""
+    """key and filled after victims left; counts [M, K]."""
 
     key: jax.Array
     filled: jax.Array
-    slots: jax.Array
     evictions: jax.Array
     waste: jax.Array
 
@@ -184,40 +182,33 @@ class _Taken(NamedTuple):
 def _take(
     key: jax.Array,
     protected: jax.Array,
-    order: jax.Array,
     free: jax.Array,
     num_coming: jax.Array,
     filled: jax.Array,
-    most: int | None = None,
+    most: int,
 ) -> _Taken:
-    """Slots for those who come: the free ones, then those of the least recent use.
+    """Room for those who come: free slots, then those of the least recent use.
 
     Args:
       key: int32[M, E, K].
       protected: bool[M, E, 1 or K], experts that stay.
-      order: int32[M, W, K], place among those who come.
       free: int32[M, K].
       num_coming: int32[M, K].
       filled: int32[M, K].
-      most: static, of those who come; W if not given.
+      most: static, of those who come.
     """
-    num_experts = key.shape[1]
     candidates = jnp.where(protected, ABSENT, key)
     victims: list[jax.Array] = []
-    for _ in range(most or order.shape[1]):
+    for _ in range(most):
         left = candidates if not victims else _above(candidates, victims[-1])
         victims.append(left.min(axis=1))
     found = jnp.stack(victims, axis=1)  # [M, W, K]
     num_gone = jnp.maximum(num_coming - free, 0)
-    place = order - free[:, None]
-    picked = jnp.take_along_axis(found, jnp.clip(place, 0, found.shape[1] - 1), axis=1)
-    slots = jnp.where(place < 0, filled[:, None] + order, _slot(picked, num_experts))
     gone = _index(found.shape[1]) < num_gone[:, None]
     last = jnp.where(gone, found, -1).max(axis=1)
     return _Taken(
         key=jnp.where(candidates <= last[:, None], ABSENT, key),
         filled=filled + jnp.minimum(num_coming, free),
-        slots=slots,
         evictions=num_gone,
         waste=_num(gone & _is_ahead(found)),
     )
@@ -238,10 +229,6 @@ def _wide_plan(
     come = miss & (order < room[:, None])
     num_coming = _num(come)
     victims = jnp.sort(jnp.where(wanted, ABSENT, key), axis=1)
-    place = order - free[:, None]
-    picked = jnp.take_along_axis(victims, jnp.clip(place, 0, num_experts - 1), axis=1)
-    slot = jnp.where(place < 0, filled[:, None] + order, _slot(picked, num_experts))
-    slot = jnp.where(hit, _slot(key, num_experts), slot)
     num_gone = jnp.maximum(num_coming - free, 0)
     gone = _index(num_experts) < num_gone[:, None]
     last = jnp.where(gone, victims, -1).max(axis=1)
@@ -249,7 +236,7 @@ def _wide_plan(
     counts = _plan_counts(hit, miss, come)
     counts["prefetch_hits"] = _num(hit & _is_ahead(key))
     counts |= {"evictions": num_gone, "prefetch_waste": _num(gone & _is_ahead(victims))}
-    key = jnp.where(hit | come, _key(clock, slot, num_experts), kept)
+    key = jnp.where(hit | come, _key(clock, _index(num_experts), num_experts), kept)
     return Caches(key, filled + jnp.minimum(num_coming, free)), counts
 
 
@@ -274,12 +261,8 @@ def _stride(num_experts: int) -> int:
     return 1 << (num_experts - 1).bit_length()
 
 
-def _key(clock: jax.Array, slot: jax.Array, num_experts: int) -> jax.Array:
-    return 2 * (_stride(num_experts) * clock + slot)
-
-
-def _slot(key: jax.Array, num_experts: int) -> jax.Array:
-    return (key >> 1) & (_stride(num_experts) - 1)
+def _key(clock: jax.Array, expert: jax.Array, num_experts: int) -> jax.Array:
+    return 2 * (_stride(num_experts) * clock + expert)
 
 
 def _is_ahead(key: jax.Array) -> jax.Array:

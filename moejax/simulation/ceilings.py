@@ -126,8 +126,8 @@ def lru_curve(workload: Workload) -> Needed:
 
     An expert hits where fewer than C others were used since its last use (Mattson et al., 1970):
     a cache holds what smaller ones hold. True of caches that admit every miss, so of C from the
-    most experts of a step on. The engine breaks ties between experts of one step by slot, this by
-    id: hits differ by a few in a thousand; `caches.simulate` gives the engine's.
+    most experts of a step on. Of the experts of one step the smaller id is the older one, as in the
+    engine.
     """
     num_layers, num_experts = workload.num_layers, workload.num_experts
 
@@ -145,7 +145,7 @@ def lru_curve(workload: Workload) -> Needed:
         deeper = mask[:, None] & (depth[:, None] > depth[:, :, None])
         moved = jnp.minimum(depth + deeper.sum(axis=2, dtype=jnp.int32), num_experts)
         ones = mask.astype(jnp.int32)
-        depth = jnp.where(mask, jnp.cumsum(ones, axis=1) - ones, moved)
+        depth = jnp.where(mask, count - jnp.cumsum(ones, axis=1), moved)
         phase = is_decode.astype(jnp.int32)
         count = jnp.broadcast_to(count, hits.shape)
         so_far = Needed(so_far.needed.at[phase].add(count), so_far.hits.at[phase].add(hits))

@@ -44,7 +44,7 @@ def _order(
     # Modulo 2^32, 2^32 - 1 less the age.
     youth = (row.last_use - clock).astype(jnp.uint32) - np.uint32(1)
     youth = jnp.where(owned, youth, 0)
-    keys = [index, youth]
+    keys = [jnp.where(owned, len(index) + owner, index), youth]  # of one use the smaller id
     if keep is not None:
         value = jnp.where(owned & ~jnp.isnan(keep[owner]), keep[owner], -jnp.inf)
         keys.append(value)

@@ -139,7 +139,7 @@ def taken(
 ) -> tuple[jax.Array, jax.Array]:
     """Victims for those who come, one after the other.
 
-    Free slots come first, then those of least `keep`, then those used longest ago, then the first.
+    Free slots come first, then those of least `keep`, of the oldest use, of the smallest expert.
 
     Args:
       slots: of a layer.
@@ -151,6 +151,7 @@ def taken(
       int32[C], the order of who takes a slot, or -1; int32[P], the slot that each takes, or -1.
     """
     index, value = slots.loaded.number, slots.loaded.value
+    tie = jnp.where(slots.loaded.owned, len(index) + slots.loaded.owner, index)
 
     def take(n: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         taker, local = found
@@ -158,6 +159,7 @@ def taken(
         if value is not None:
             left &= value == jnp.min(jnp.where(left, value, jnp.inf))
         left &= slots.age == jnp.max(jnp.where(left, slots.age, -OLDEST - 1))
+        left &= tie == jnp.min(jnp.where(left, tie, OLDEST))
         slot = jnp.min(jnp.where(left, index, OLDEST))
         return jnp.where(index == slot, n, taker), jnp.where(order == n, slot, local)
 

@@ -80,7 +80,12 @@ def place_reference(
     num_experts, num_tiers = tiers[0].pinned.shape[1], len(tiers)
     resident = jnp.stack([tier.tables.table[layer, :num_experts] >= 0 for tier in tiers])
     asks = active[:, None] & (asked.tier >= 0)
-    served = _served(resident, asked, asks)
+    # A copy that leaves because a better one is there serves nobody.
+    held = [
+        copies if form.is_full else copies & ~jnp.any(resident[:i], axis=0)
+        for i, (copies, form) in enumerate(zip(resident, forms, strict=True))
+    ]
+    served = _served(jnp.stack(held), asked, asks)
     chosen = jnp.where(asks, served.tier[asked.ids], -1)
     slot, tables_after, fetch = jnp.full_like(chosen, -1), [], []
     for i, (tier, form) in enumerate(zip(tiers, forms, strict=True)):

@@ -110,11 +110,17 @@ def _has_slots(form: Form) -> bool:
     return not (form.is_complete or form.streams)
 
 
-def _serve(pairs: _Pairs, states: list[_State]) -> tuple[jax.Array, jax.Array]:
+def _serve(
+    pairs: _Pairs, states: list[_State], forms: Sequence[Form]
+) -> tuple[jax.Array, jax.Array]:
     """int32[P], in which tier each pair's expert runs, or -1; whether it is fetched for it."""
     exact, there = pairs.ids < -1, jnp.full_like(pairs.ids, -1)
-    for i, state in enumerate(states):
+    better = exact
+    for i, (state, form) in enumerate(zip(states, forms, strict=True)):
         resident = state.asked.local >= 0
+        if not form.is_full:  # a copy that leaves because a better one is there serves nobody
+            resident &= ~better
+        better |= resident
         exact |= resident & (pairs.tier == i)
         there = jnp.where(resident & (pairs.tier > i) & ~pairs.strict, i, there)
     asks = pairs.ids >= 0
@@ -217,7 +223,7 @@ def _body(
     pairs = _load_pairs(of)
     # All loads come first: they wait for each other nowhere else but in the addresses.
     states = [_load_tier(tiers, i, form, layer, pairs) for i, form in enumerate(forms)]
-    tier, fetched = _serve(pairs, states)
+    tier, fetched = _serve(pairs, states, forms)
     found, better = [], pairs.ids < -1
     slot = jnp.full_like(tier, -1)
     for i, (state, form) in enumerate(zip(states, forms, strict=True)):

@@ -16,6 +16,7 @@ def ordered_victims(
 ) -> tuple[jax.Array, jax.Array]:
     """Which slots, bool[C], may be given to others, and each one's place in that order, int32[C].
 
+    Free ones come first, then those of least `keep`, of the oldest use, of the smallest expert.
     Places are right for victims only.
     """
     owned = row.owner >= 0
@@ -23,10 +24,9 @@ def ordered_victims(
     # Modulo 2^32, so that a wrapped clock does no harm.
     age = jax.lax.bitcast_convert_type(clock - row.last_use, jnp.uint32)
     age = jnp.where(owned, age, np.uint32(2**32 - 1))
-    index = iota(len(age))
-    before = (age[None] > age[:, None]) | (
-        (age[None] == age[:, None]) & (index[None] < index[:, None])
-    )
+    # Of one use the smaller id first, in whatever slot: what is hit says nothing of slots.
+    tie = jnp.where(owned, len(age) + row.owner, iota(len(age)))
+    before = (age[None] > age[:, None]) | ((age[None] == age[:, None]) & (tie[None] < tie[:, None]))
     if keep is not None:
         # NaN is the least value: an order must be one.
         value = jnp.where(owned, at(keep, row.owner), -jnp.inf)
