@@ -170,6 +170,8 @@ class ShapeTest(Case):
 
     @parameterized.parameters(([0, 0, 0], 100.0), ([0, 1, 2], 0.0))
     def test_decode_takes_the_experts_of_the_trace(self, turns, hit_rate):
+        if hit_rate:  # the other one says where the experts come from
+            slow.skip_unless_asked()
         pairs = np.array([[0, 1], [2, 3], [4, 5]])[np.resize(turns, 30)]
         trace = self.folder / "x.trace"
         write_trace(trace, trace_of_replay(pairs[:, None].repeat(2, axis=1), 8))
@@ -183,6 +185,7 @@ class ShapeTest(Case):
         self.assertIn("trace x.trace, its own gates", out)
 
     def test_a_batch_reads_what_its_sequences_choose(self):
+        slow.skip_unless_asked()
         ids = np.resize([0, 1, 2, 3], (32, 2, 2))  # always 0 and 1 in layer 0, 2 and 3 in layer 1
         trace = self.folder / "x.trace"
         write_trace(trace, trace_of_replay(ids, 8))

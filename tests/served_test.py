@@ -23,7 +23,7 @@ from moejax.models.shapes import DEEPSEEK_V2_LITE
 from moejax.qtensor import QTensor
 from moejax.runner import Runner
 from pallas_kernels.target import Target
-from tests import tiny_engine
+from tests import slow, tiny_engine
 from tests.packed_weights import Spec, draw
 from tests.script_runs import run_module
 
@@ -181,6 +181,8 @@ class ScriptsTest(parameterized.TestCase):
         ("bench_policies_gpu", "--section=buddymoe"), ("bench_memory_gpu", "--slots=2")
     )
     def test_an_unexpected_kernel_ends_it(self, script, *what):
+        if script == "bench_policies_gpu":  # by the same function
+            slow.skip_unless_asked()
         tiny = ("--model=tiny", "--device=cpu", "--context=64", "--prompt=16")
         done = run_module(f"scripts.{script}", *tiny, *what, "--expect=any")
         self.assertNotEqual(done.returncode, 0)

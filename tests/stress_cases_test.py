@@ -9,6 +9,7 @@ from typing import Any
 from absl.testing import absltest, parameterized
 
 from scripts.stress_cases import NUM_TOP, TOLERANCE, Case, Choice, add_told, make_cases
+from tests import slow
 from tests.serving_case import Served, served, tiny_chat_engine
 
 OPEN = contextlib.ExitStack()
@@ -18,6 +19,7 @@ CASES: list[Case]
 
 
 def setUpModule():
+    slow.skip_unless_asked()  # what a server answers is asked of it in `serve_api_test`
     global SERVER, CASES
     directory = Path(OPEN.enter_context(tempfile.TemporaryDirectory()))
     engine = OPEN.enter_context(tiny_chat_engine(directory))
