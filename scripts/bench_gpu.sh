@@ -75,10 +75,10 @@ policies() { # sections of bench_policies_gpu, each a process; what takes longer
   XLA_CLIENT_MEM_FRACTION=$(fraction 28) \
     run "${policies[@]}" --section=compose --gib=16 "${keep[@]}"
   XLA_CLIENT_MEM_FRACTION=.95 \
-    run "${policies[@]}" --section=dynaexq_wide --context=2048 "${keep[@]}"
+    run "${policies[@]}" --section=dynaexq_wide "${keep[@]}"
   XLA_CLIENT_MEM_FRACTION=.95 \
     run "${policies[@]}" --model=Qwen3-Next-80B-A3B --section=dynaexq_wide --tiers=4,2 --zipf=1 \
-    --context=2048 "${keep[@]}"
+    "${keep[@]}"
   run "${policies[@]}" --model=DeepSeek-V2-Lite --section=buddymoe --batch=1 --batch=8 --zipf=1 \
     "${keep[@]}"
 }

@@ -1,8 +1,7 @@
 """Speed of policies: real shapes, random weights, routing and its probabilities replayed.
 
     python -m scripts.bench_policies_gpu --section=dynaexq
-    XLA_CLIENT_MEM_FRACTION=0.95 python -m scripts.bench_policies_gpu --section=dynaexq_wide \
-        --context=2048
+    XLA_CLIENT_MEM_FRACTION=0.95 python -m scripts.bench_policies_gpu --section=dynaexq_wide
     XLA_CLIENT_MEM_FRACTION=0.2 python -m scripts.bench_policies_gpu --section=dymoe --gib=16
     python -m scripts.bench_policies_gpu --section=buddymoe --section=latency
     python -m scripts.bench_policies_gpu --section=cost

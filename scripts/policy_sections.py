@@ -8,7 +8,7 @@ QWEN3, MIXTRAL = "Qwen3-30B-A3B", "Mixtral-8x7B"
 # Of each section: what runs it, its shape, and decode steps of a measurement.
 SECTIONS = {
     "dynaexq": (dynaexq, QWEN3, 256),
-    "dynaexq_wide": (dynaexq_wide, QWEN3, 256),
+    "dynaexq_wide": (dynaexq_wide, QWEN3, 232),
     "dymoe": (dymoe, MIXTRAL, 64),
     "buddymoe": (buddymoe, QWEN3, 128),
     "latency": (latency, QWEN3, 64),

@@ -113,7 +113,12 @@ class Loop:
             self._decode(session)
         self._settle(fresh=True)
         before, self._pending = self._counted(), []
+        num_programs = runner.programs.num_traces
         calls = self._pipelined(session, num_calls) / sizes.per_call
+        if runner.programs.num_traces != num_programs:  # attention's length passed a power of two
+            raise RuntimeError(
+                "a program was compiled in the timed steps: change --prompt or --steps"
+            )
         self._settle()
         facts: dict[str, float] = {}
         if runner.memory is not None:
