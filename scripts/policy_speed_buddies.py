@@ -117,7 +117,8 @@ def latency(run: Run) -> None:
     """
     lab, config = run.lab, run.lab.config
     steps = 2 * lab.sizes.num_replayed
-    slots = max(config.num_experts // 4, config.experts_per_token)
+    # One more than a step takes: what leaves is older than what this step and the last one used.
+    slots = max(config.num_experts // 4, config.experts_per_token + 1)
     first = np.tile(np.arange(slots, dtype=np.int32), (lab.num_layers, 1))
     plan = TierPlan(bits=BITS, slots=slots, first=first)
 
