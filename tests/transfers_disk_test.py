@@ -1,5 +1,8 @@
 """Experts of the disk between steps: to rows and slots, or a counter or an error."""
 
+import threading
+from unittest import mock
+
 import numpy as np
 from absl.testing import absltest, parameterized
 
@@ -118,6 +121,33 @@ class DiskTest(TransfersTestCase):
         self.drain(transfers)
         self.assertEqual(self.resident(), {(0, 1), (0, 2)})
         self.assert_counters(transfers, requested=3, failed=1, moved=2, landed=2)
+
+    def test_a_failure_is_forgotten_with_the_request_that_was_served_another_way(self):
+        disk, uses, read = self.disk(1, retries=0), np.zeros((4, 8), np.int32), self.source.read
+        may_fail = threading.Event()
+
+        def fails_in_the_ring(layer, expert, into, **how):
+            if "moejax-ssd" in threading.current_thread().name:
+                self.assertTrue(may_fail.wait(SECONDS))
+                raise MoejaxError("a bad sector")
+            read(layer, expert, into, **how)
+
+        with mock.patch.object(self.source, "read", fails_in_the_ring):
+            self.assertIsNone(disk.borrow((1, 4)))
+            ticket = disk._tickets[1, 4]
+            disk.read(1, np.array([4]))  # a step cannot wait for the ring
+            self.assertIsNotNone(disk.borrow((1, 4)))
+            disk.give_back((1, 4))
+            may_fail.set()
+            self.assertTrue(disk.reader.wait(ticket, SECONDS))
+        for _ in range(5):
+            self.step(disk, uses)
+        self.assertEqual(disk.row_of[1, 4], 0)
+        disk.read(2, np.array([6]))
+        for _ in range(5):
+            self.step(disk, uses)
+        self.assertEqual(disk.row_of[1, 4], -1)
+        self.assertIsNone(disk.borrow((1, 4)))  # read again, not refused for what was long ago
 
     def test_a_slow_disk_holds_nobody_up(self):
         disk = self.disk(2, ring=1)  # of (0, 0), (0, 1)

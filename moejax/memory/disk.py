@@ -133,11 +133,13 @@ class DiskExperts:
         with self._lock:
             if self.row_of[expert] >= 0:
                 assert self._store is not None
+                self._withdraw(expert)
                 if self.cache is not None:
                     self.cache.pin(expert)
                 return self._store.rows(int(self.row_of[expert]))
             self._collect()
             if (arrival := self._arrived.get(expert)) is not None:
+                self._withdraw(expert)
                 arrival.is_borrowed = True
                 return arrival.parts
             if (error := self._failed.pop(expert, None)) is not None:
@@ -161,10 +163,7 @@ class DiskExperts:
     def forget(self, expert: Expert) -> None:
         """See `host_store.RowSupply`; what was read already stays where there are rows for it."""
         with self._lock:
-            self._failed.pop(expert, None)
-            ticket = self._tickets.get(expert)
-            if ticket is not None and self.reader.cancel(ticket):
-                del self._tickets[expert]
+            self._withdraw(expert)
             if (arrival := self._arrived.get(expert)) is not None:
                 arrival.is_wanted = False
                 if self.cache is None:
@@ -210,6 +209,13 @@ class DiskExperts:
         """Ends the threads; a step that needs the disk afterwards fails."""
         self._writer.shutdown(wait=True, cancel_futures=True)
         self.reader.close()
+
+    def _withdraw(self, expert: Expert) -> None:
+        """Whatever the reader makes of a request, nobody waits for it: a failure is nobody's."""
+        self._failed.pop(expert, None)
+        ticket = self._tickets.get(expert)
+        if ticket is not None and self.reader.cancel(ticket):
+            del self._tickets[expert]
 
     def _collect(self) -> None:
         """Takes what the reader has finished."""
