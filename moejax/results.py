@@ -45,8 +45,18 @@ def append_rows(path: Path, rows: Iterable[ResultRow]) -> None:
     """Appends the rows to a JSON Lines file, which is made if it is not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(dataclasses.asdict(row), ensure_ascii=False) + "\n")
+        file.writelines(_line(row) for row in rows)
+
+
+def write_rows(path: Path, rows: Iterable[ResultRow]) -> None:
+    """The rows instead of what a JSON Lines file has; all of them, or the file stays as it is."""
+    part = path.with_name(path.name + ".part")
+    part.write_text("".join(_line(row) for row in rows), encoding="utf-8")
+    part.replace(path)
+
+
+def _line(row: ResultRow) -> str:
+    return json.dumps(dataclasses.asdict(row), ensure_ascii=False) + "\n"
 
 
 def read_rows(path: Path) -> list[ResultRow]:

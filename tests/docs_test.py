@@ -2,9 +2,9 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from absl.testing import absltest
@@ -15,7 +15,7 @@ from moejax.models.hf_config import ARCHITECTURES
 from pallas_kernels.dequant_matmul import mosaic as dense
 from pallas_kernels.grouped_dequant_matmul import mosaic as grouped
 from pallas_kernels.stream import terms
-from scripts import make_documents
+from scripts import gpu_jobs, make_documents
 from scripts.documents import commands, config_tables, dry, messages
 from scripts.policy_sections import SECTIONS
 from tests import slow
@@ -77,29 +77,16 @@ class CommandsTest(absltest.TestCase):
         self.assertLessEqual({"demo-int4", "buddies.safetensors", "x.trace"}, made)
 
     def test_commands_of_all_that_is_measured_on_a_gpu(self):
-        """`scripts/bench_gpu.sh` with a Python that only notes what it is asked for."""
-        with tempfile.TemporaryDirectory() as folder:
-            for name, says in (
-                ("python", f'echo "$XLA_CLIENT_MEM_FRACTION $*" >> {folder}/asked'),
-                ("nvidia-smi", "echo 100000"),
-            ):
-                tool = Path(folder) / name
-                tool.write_text(f"#!/bin/sh\n{says}\n", encoding="utf-8")
-                tool.chmod(0o755)
-            done = subprocess.run(
-                [ROOT / "scripts/bench_gpu.sh", f"{folder}/out"],
-                env={**os.environ, "PYTHON": f"{folder}/python",
-                     "PATH": f"{folder}:{os.environ['PATH']}"},
-                capture_output=True, text=True, check=False,
-            )  # fmt: skip
-            self.assertEqual(done.returncode, 0, done.stderr)
-            asked = (Path(folder) / "asked").read_text("utf-8").splitlines()
-        self.assertNotIn("ended with", done.stdout)
-        for line in asked:
-            fraction, _, words = line.partition(" ")
-            self.assertLess(float(fraction or 0), 1, line)
-            if "pytest" not in words:
-                command = commands.Command("bench_gpu.sh", f"python {words}", commands.DRY_RUN)
+        """The jobs of `scripts.bench_gpu`."""
+        asked = []
+        for job in gpu_jobs.jobs():
+            words = " ".join(shlex.quote(word) for word in job.arguments("rows", "programs"))
+            asked.append(words)
+            if job.part == "tests":
+                for word in job.words:
+                    self.assertTrue(not word.startswith("tests/") or (ROOT / word).exists(), word)
+            else:
+                command = commands.Command(job.name, f"python {words}", commands.DRY_RUN)
                 dry.check(command)
         every = "\n".join(asked)
         for section in SECTIONS:

@@ -1,0 +1,231 @@
+"""The jobs of `scripts.bench_gpu`: what stands in CHANGELOG under "Numbers", by command."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+PARTS = ("tests", "models", "kernels", "memory", "policies", "quantizers", "benchmark", "baselines")
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A process that measures.
+
+    Attributes:
+      part: one of `PARTS`.
+      name: of all jobs, its own.
+      seconds: that it took on an H200, with nothing compiled before; roughly.
+      words: after `python`; `{rows}` is the folder of rows, `{programs}` that of programs.
+      memory: GiB of the card that JAX may take, below 1 a share of it; 0: as it does by itself.
+    """
+
+    part: str
+    name: str
+    seconds: float
+    words: tuple[str, ...]
+    memory: float = 0
+
+    def arguments(self, rows: str, programs: str) -> list[str]:
+        """What follows `python`, for a folder of rows and one of compiled programs."""
+        return [word.format(rows=rows, programs=programs) for word in self.words]
+
+
+def _job(
+    part: str, name: str, seconds: float, module: str, *words: str, file: str = "", gib: float = 0
+) -> Job:
+    """Of `python -m module`; `file`: the flags that name rows and programs, and the rows' file."""
+    kept: Sequence[str] = ()
+    if file:
+        out, programs, stem = file.split()
+        kept = [f"--{out}={{rows}}/{stem}.jsonl"]
+        kept = kept if programs == "-" else [*kept, f"--{programs}={{programs}}"]
+    return Job(part, name, seconds, ("-m", module, *words, *kept), gib)
+
+
+def _tests() -> Iterator[Job]:
+    """Workers share a card: a kernel's test takes little of it, a whole engine's more."""
+    kernels = (
+        "residual_norm", "router_topk", "buddy_search", "tiered_plan", "residency_plan",
+        "decode_attention", "host_rows", "qkv_to_cache", "dequant_matmul", "expert_mlp",
+        "grouped_dequant_matmul", "hqq_solve", "expert_fetch_device",
+        "bench_kernels",
+    )  # fmt: skip
+    engines = (
+        "pooled_device",
+        "tiered_device",
+        "host_store",
+        "ssd",
+        "checkpoints",
+        "bench_kernels",
+    )
+    common = ("-m", "gpu", "-v", "--tb=short", "-p", "no:cacheprovider")
+    for name, files, workers, fraction, of, seconds in (
+        ("kernels", kernels, 12, 0.03, "not beyond", 320),
+        ("engines", engines, 8, 0.04, "not beyond", 290),
+        ("whole card", kernels, 0, 0.9, "beyond", 120),
+    ):
+        paths = [f"tests/{file}_test.py" for file in files]
+        words = ["-m", "pytest", *common, "-n", str(workers), "-k", of, *paths]
+        yield Job("tests", f"tests, {name}", seconds, tuple(words), fraction)
+
+
+def _models() -> Iterator[Job]:
+    of = "output cache packed_model"
+    decode = ("--decode_only", "--prompt=512", "--context=1024", "--steps_per_call=16")
+    for shape, bits in (
+        ("Mixtral-8x7B", 3), ("Mixtral-8x7B", 4), ("Qwen3-30B-A3B", 4), ("Qwen3-30B-A3B", 3),
+    ):  # fmt: skip
+        model = (f"--shape={shape}", f"--bits={bits}")
+        name = f"{shape} INT{bits}"
+        batches = ("--batch=1", "--batch=4", "--batch=16", "--batch=32")
+        yield _job(
+            "models", f"decode, {name}", 130, "scripts.bench_model_gpu", *model, *decode, *batches,
+            file=of,
+        )  # fmt: skip
+        yield _job(
+            "models", f"prompts, {name}", 70, "scripts.bench_model_gpu", *model, "--prefill_only",
+            "--prompt=512", "--prompt=2048", file=of,
+        )  # fmt: skip
+        yield _job(
+            "models", f"prompts of one chunk, {name}", 60, "scripts.bench_model_gpu", *model,
+            "--prefill_only", "--prompt=512", "--prompt=2048", "--context=2112", file=of,
+        )  # fmt: skip
+    of = "output cache other_models"
+    for shape, bits, seconds in (
+        ("DeepSeek-V2-Lite", 16, 90), ("DeepSeek-V2-Lite", 4, 90), ("Qwen3-Next-80B-A3B", 4, 130),
+    ):  # fmt: skip
+        yield _job(
+            "models", f"decode, {shape} {bits}", seconds, "scripts.bench_model_gpu",
+            f"--shape={shape}", f"--bits={bits}", "--expect=any", "--expect_prefill=any",
+            "--batch=1", "--batch=8", *decode, file=of,
+        )  # fmt: skip
+    yield _job(
+        "models", "prompts, Qwen3-Next", 150, "scripts.bench_model_gpu",
+        "--shape=Qwen3-Next-80B-A3B", "--bits=4", "--expect_prefill=any", "--prefill_only",
+        "--prompt=2048", "--prompt=4096", "--prompt=8192", file=of,
+    )  # fmt: skip
+
+
+def _kernels() -> Iterator[Job]:
+    """The issue's table in one process: shares of a run are of the same clocks."""
+    table = ("--shapes=4096x14336,14336x4096", "--bits=16,3,4,2", "--m=1,4,16,64,1024,4096")
+    beside = "--implementations=mosaic,cublas,humming"
+    of = "out cache kernels"
+    for name, seconds, words in (
+        ("the table", 170, ("--only=dense", *table, beside, "--time_limit_s=170")),
+        ("other kernels and libraries", 110, (
+            "--only=dense", "--shapes=4096x14336", "--bits=3,4,2", "--m=1,16",
+            "--implementations=unpack,torch,gemlite,triton", "--time_limit_s=110",
+        )),
+        ("experts", 130, ("--only=grouped", "--time_limit_s=130")),
+        ("compensators", 50, ("--only=compensator", "--time_limit_s=50")),
+    ):  # fmt: skip
+        yield _job("kernels", name, seconds, "scripts.bench_kernels", *words, file=of)
+    yield _job("kernels", "routers", 60, "scripts.bench_router", file="output - router")
+    yield _job("kernels", "attention", 60, "scripts.bench_attention", file="output - attention")
+    yield _job("kernels", "fetching", 120, "scripts.bench_fetch", file="output - fetch")
+    yield _job("kernels", "host rows", 60, "scripts.bench_host_rows", file="output - fetch")
+
+
+def _memory() -> Iterator[Job]:
+    of, bench = "out programs memory", "scripts.bench_memory_gpu"
+    slots = ("--slots=8", "--slots=24", "--slots=48", "--slots=80")
+    yield _job("memory", "slots", 120, bench, "--nottft", "--nosingle", *slots, file=of)
+    for shape, gib in (
+        ("Mixtral-8x7B", 16), ("Mixtral-8x7B", 24), ("Qwen3-30B-A3B", 8), ("Qwen3-30B-A3B", 12),
+    ):  # fmt: skip
+        yield _job(
+            "memory", f"{shape} under {gib} GiB", 110, bench, f"--model={shape}", f"--gib={gib}",
+            "--host_gib=4", file=of, gib=gib,
+        )  # fmt: skip
+    batches = [f"--batch={size}" for size in (1, 2, 4, 8, 16, 32)]
+    yield _job(
+        "memory", "batches", 110, bench, "--nottft", "--nosingle", "--depth=8", "--slots=64",
+        "--slots=0", *batches, file=of,
+    )  # fmt: skip
+    yield _job(
+        "memory", "transfers", 150, "scripts.bench_transfers_gpu", "--routing=resting",
+        "--routing=trace", file="out programs transfers",
+    )  # fmt: skip
+    yield _job(
+        "memory", "transfers, the 48 layers", 90, "scripts.bench_transfers_gpu", "--rate=4",
+        "--per_call=8", "--routing=resting", file="out programs transfers",
+    )  # fmt: skip
+    yield _job("memory", "host store", 60, "scripts.bench_host_store", file="out - host_store")
+
+
+def _policies() -> Iterator[Job]:
+    of, bench = "out programs policies", "scripts.bench_policies_gpu"
+
+    def section(name: str, seconds: float, *words: str, section: str, gib: float = 0) -> Job:
+        given = (f"--section={section}", "--host_gib=4", *words)
+        return _job("policies", name, seconds, bench, *given, file=of, gib=gib)
+
+    yield section("DynaExq", 170, section="dynaexq")
+    for gib, seconds in ((16, 300), (24, 280)):  # in room for the budget and what is replayed
+        yield section(
+            f"DyMoE under {gib} GiB", seconds, f"--gib={gib}", section="dymoe", gib=gib + 12
+        )
+    yield section("BuddyMoE", 250, section="buddymoe")
+    yield section("a miss's time", 120, section="latency")
+    yield section("a policy's own cost", 170, section="cost")
+    yield section("all together under 16 GiB", 200, "--gib=16", section="compose", gib=28)
+    yield section("DynaExq, bf16 and INT4", 240, section="dynaexq_wide", gib=130)
+    yield section(
+        "DynaExq, Qwen3-Next", 240, "--model=Qwen3-Next-80B-A3B", "--tiers=4,2", "--zipf=1",
+        section="dynaexq_wide", gib=130,
+    )  # fmt: skip
+    for batch in (1, 8):
+        yield section(
+            f"BuddyMoE, V2-Lite, batch {batch}", 240, "--model=DeepSeek-V2-Lite", "--zipf=1",
+            f"--batch={batch}", section="buddymoe",
+        )  # fmt: skip
+    yield _job(
+        "policies", "sweep", 90, "scripts.bench_sweep", "--device=gpu", "--settings=1000",
+        "--nowarm", file="output - sweep",
+    )  # fmt: skip
+
+
+def _quantizers() -> Iterator[Job]:
+    """Beside the hqq library, where it and torch are installed."""
+    of = "output cache quantizers"
+    yield _job("quantizers", "quantizers", 170, "scripts.bench_quantizers_gpu", file=of)
+
+
+def _benchmark() -> Iterator[Job]:
+    """As users measure: prompts run, budgets swept, policies, random weights."""
+    qwen3 = ("--config.shape=Qwen3-30B-A3B", "--config.attention_bits=4", "--config.context=1024")
+    mixtral = ("--config.shape=Mixtral-8x7B", "--config.attention_bits=4", "--config.context=1024")
+    for name, words in {
+        "qwen3": (*qwen3, "--config.budgets=(8,12,16)", "--config.batches=(1,4,16)"),
+        "qwen3_whole": (*qwen3, "--config.budgets=(24,)", "--config.batches=(1,4,16,32)"),
+        "mixtral": (*mixtral, "--config.budgets=(12,16,24,32)", "--config.memory.prefetch=2"),
+        "dynaexq": ("--config=configs/benchmark_dynaexq.py", "--config.num_prompts=32"),
+    }.items():
+        output = f"--config.output={{rows}}/benchmark_{name}.json,{{rows}}/benchmark.jsonl"
+        yield _job(
+            "benchmark", f"benchmark, {name}", 300, "moejax.benchmark", *words, output,
+            "--config.compilation_cache={programs}", "--config.platform=gpu",
+        )  # fmt: skip
+
+
+def _baselines() -> Iterator[Job]:
+    """Transformers with accelerate's offload, where it is installed."""
+    for shape, gib, forms in (
+        ("Mixtral-8x7B", 24, ("int4", "bf16")), ("Qwen3-30B-A3B", 12, ("int4", "bf16")),
+        ("Mixtral-8x7B", 16, ("int4",)),
+    ):  # fmt: skip
+        for form in forms:
+            share = ("--share=0.97",) if form == "int4" else ()
+            yield _job(
+                "baselines", f"accelerate, {shape} {form} under {gib} GiB", 150,
+                "scripts.bench_accelerate", f"--model={shape}", f"--gib={gib}", f"--form={form}",
+                *share, file="out - accelerate",
+            )  # fmt: skip
+
+
+def jobs() -> list[Job]:
+    """All, by part."""
+    makers = (
+        _tests, _models, _kernels, _memory, _policies, _quantizers, _benchmark, _baselines,
+    )  # fmt: skip
+    return [job for make in makers for job in make()]

@@ -1,0 +1,54 @@
+"""Rows that were measured elsewhere, to where documents are made from; newer ones replace older.
+
+    python -m scripts.merge_rows results/ --suffix=_h200
+    python -m scripts.make_results && python -m scripts.make_documents     # then
+
+A row replaces those of the same `what`. Commands are kept as one would type them: without the
+folder of compiled programs, and with the file in which the row now stands.
+"""
+
+import dataclasses
+import re
+import sys
+from pathlib import Path
+
+from absl import app, flags
+
+from moejax.results import ResultRow, read_rows, write_rows
+
+_INTO = flags.DEFINE_string("into", "scripts/results", "folder of JSON Lines files")
+_SUFFIX = flags.DEFINE_string("suffix", "_h200", "of their names, before .jsonl: of the device")
+_LEFT_OUT = flags.DEFINE_string("skip", "compile", "regular expression of what is not taken")
+_OUTPUT = re.compile(r"(?<=\s)(--(?:config\.)?out(?:put)?=)\S+")
+_PROGRAMS = re.compile(r" --(?:cache|programs|config\.compilation_cache|turn)=\S+")
+
+
+def command_of(command: str, path: str) -> str:
+    """As one would type it to have the row where it stands."""
+    return _PROGRAMS.sub("", _OUTPUT.sub(rf"\g<1>{path}", command))
+
+
+def merged(old: list[ResultRow], new: list[ResultRow], path: str, skip: str) -> list[ResultRow]:
+    """The old rows that are not measured again, then the new, the last of each `what`."""
+    taken = {
+        row.what: dataclasses.replace(row, command=command_of(row.command, path))
+        for row in new
+        if not (skip and re.search(skip, row.what))
+    }
+    return [row for row in old if row.what not in taken] + list(taken.values())
+
+
+def main(argv: list[str]) -> None:
+    """Merges each file of a folder."""
+    if len(argv) != 2 or not (found := sorted(Path(argv[1]).glob("*.jsonl"))):
+        sys.exit("error: give a folder that has .jsonl files: see scripts/merge_rows.py")
+    for file in found:
+        into = Path(_INTO.value) / f"{file.stem}{_SUFFIX.value}.jsonl"
+        old = read_rows(into) if into.exists() else []
+        rows = merged(old, read_rows(file), str(into), _LEFT_OUT.value)
+        write_rows(into, rows)
+        print(f"{into}: {len(old)} rows were there, {len(rows)} are")
+
+
+if __name__ == "__main__":
+    app.run(main)
