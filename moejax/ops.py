@@ -30,7 +30,8 @@ REFERENCE = "reference"  # what `pallas_kernels` chooses where its kernels refus
 # A packed matrix of more bytes than this when plain is multiplied a block of rows at a time: XLA on
 # a CPU dequantizes whole ones of all layers at once, for they wait for nothing (jax 0.10.2).
 BLOCK_BYTES = 2**23
-MIN_KERNEL_OUTPUTS = 1024  # of a plain matrix; smaller ones are too few blocks of a kernel
+MIN_KERNEL_OUTPUTS = 1024  # of a plain matrix; smaller ones are too few blocks of large tiles
+MIN_ROW_OUTPUTS = 8  # of a plain matrix for whole rows a program; XLA fuses fewer with what follows
 MAX_TRITON_ROWS = 32  # of x, times a plain matrix
 
 
@@ -162,17 +163,24 @@ def _choose_plain(
     XLA copies it first, two more passes over it a step; under look-ahead the copies of all layers
     live at once. Mosaic's take as long as cuBLAS without the copy: 30.8 us at [14336, 4096] and 1
     row (32.4), 179 at 1,024 rows (168; H200, jax 0.11.2, 2026-11-21). Triton's serve where the
-    weights are most of the work.
+    weights are most of the work. Few outputs, a router's, are one launch of Triton's (`RowTiles`)
+    where XLA's are a copy, the parts of a sum over K, and their sum.
     """
     target, few = kernels.target, num_rows <= MAX_TRITON_ROWS
+    num_outputs = weight.shape[1] if weight.ndim == 3 else 0
+    is_small = few and MIN_ROW_OUTPUTS <= num_outputs < MIN_KERNEL_OUTPUTS
     steady &= not few
-    fits = weight.ndim == 3 and (steady or weight.shape[1] >= MIN_KERNEL_OUTPUTS)
+    fits = weight.ndim == 3 and (is_small or steady or num_outputs >= MIN_KERNEL_OUTPUTS)
     if target is None or target.platform != "gpu" or kernels.implementation or not fits:
         return Choice(PLAIN, {})
     if reason := unfit(weight):
         return Choice(PLAIN, {"every kernel": reason})
     x = jax.ShapeDtypeStruct((num_rows, weight.shape[-1]), dtype)
-    chosen = dequant_matmul.choose(x, jax.eval_shape(operands, weight).weights, (), target)
+    matrices = jax.eval_shape(operands, weight).weights
+    if is_small:
+        reason = dequant_matmul.refusal("triton", x, matrices, (), target)
+        return Choice(PLAIN, {"triton": reason}) if reason else Choice("triton", {})
+    chosen = dequant_matmul.choose(x, matrices, (), target)
     by_triton = chosen.implementation == "triton" and (few or steady)
     if by_triton or chosen.implementation == "mosaic":
         return chosen

@@ -2,7 +2,7 @@
 
 What is said here is computed by the functions that choose while a program is traced
 (`ops.choose_product`, `models.grouped_experts.choose_grouped`, `models.moe.choose_routing`,
-`models.token_step.choose_token_step`), from the same shapes.
+`models.token_step.choose_token_step`, `models.delta_net.choose_delta_step`), from the same shapes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from moejax import ops
 from moejax.models.attention import cached_form
 from moejax.models.config import ModelConfig
+from moejax.models.delta_net import choose_delta_step
 from moejax.models.grouped_experts import choose_for_tiers, choose_grouped
 from moejax.models.leaf_kinds import STEADY_LEAVES, leaves_of
 from moejax.models.moe import ExpertsVia, choose_routing, kernel_refusal
@@ -122,7 +123,9 @@ def served_attention(
     *,
     is_token: bool,
 ) -> dict[str, Served]:
-    """Attention, and of one token a sequence "norms and writes": what lies around the products.
+    """Attention, and of one token a sequence what lies around the products.
+
+    That is "norms and writes" and, in models that have layers of it, the "delta rule".
 
     Args:
       attention: what serves it.
@@ -136,6 +139,8 @@ def served_attention(
         found["norms and writes"] = choose_token_step(config, dtype, kernels)
     elif is_token:  # their kernels come with that of attention
         found["norms and writes"] = Choice("xla", attention.refusals)
+    if is_token and config.delta_net:
+        found["delta rule"] = choose_delta_step(config, dtype, kernels)
     return {
         name: Served(choice.implementation, str(dtype), False, choice.refusals)
         for name, choice in found.items()
@@ -193,10 +198,10 @@ def plain_remarks(served: Mapping[str, Served], expected: str | None) -> list[st
 
     Products with plain matrices of a stack should run by `pallas_kernels.dequant_matmul`, plain
     experts by `expert_mlp`, attention by `decode_attention`, routing by `router_topk`, norms by
-    `residual_norm`, cache writes by `qkv_to_cache`. (Experts that move are planned by
-    `residency_plan`: `moejax.memory.placing.Placing.refusal`.)
+    `residual_norm`, cache writes by `qkv_to_cache`, delta rules by `delta_step`. (Experts that move
+    are planned by `residency_plan`: `moejax.memory.placing.Placing.refusal`.)
     """
-    parts = ("experts", "attention", "norms and writes", "routing", *LINEAR_LEAVES)
+    parts = ("experts", "attention", "norms and writes", "delta rule", "routing", *LINEAR_LEAVES)
     found = {name: served[name] for name in parts if expected and name in served}
     return [
         f"{name} run without their kernel: {of.describe()}"

@@ -92,8 +92,22 @@ def _form_cases() -> dict[str, Case]:
                 slot=(i + j) % 3,
             )
     for dtype in ACTIVATIONS:
-        cases[f"plain_{dtype}"] = Case(Form(16, dtype=dtype), dtype=dtype, rows=17)
+        cases[f"plain_{dtype}"] = Case(Form(16, dtype=dtype), dtype=dtype, rows=33)
     return cases
+
+
+def _whole_row_cases() -> dict[str, Case]:
+    """Few rows, few plain outputs: a router's, and what is no power of two."""
+    plain = Case(Form(16, dtype="bfloat16"), out_dtype="float32")
+    half = Case(Form(16, dtype="float16"), dtype="float16")
+    return {
+        "rows_of_a_router": plain._replace(rows=1, outputs=128, inputs=2048),
+        "rows_of_few_outputs": plain._replace(rows=3, outputs=8, inputs=4096),
+        "rows_of_half_precision": half._replace(rows=17, outputs=40, inputs=800, slot=2),
+        "rows_of_several_a_program": plain._replace(
+            rows=9, outputs=500, inputs=288, out_dtype=None
+        ),
+    }
 
 
 def _low_rank_cases() -> dict[str, Case]:
@@ -174,7 +188,7 @@ def _whole_cases() -> dict[str, Case]:
 
 
 WHOLE = _whole_cases()
-CASES = _form_cases() | _low_rank_cases() | _code_cases() | WHOLE
+CASES = _form_cases() | _whole_row_cases() | _low_rank_cases() | _code_cases() | WHOLE
 
 
 # An interpreted Triton kernel takes seconds to compile: what differs from other cases in numbers

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from pallas_kernels import layout
 from pallas_kernels.decode_attention import Latent
 from pallas_kernels.decode_attention import triton as attention_triton
+from pallas_kernels.delta_step import DeltaWeights, Projection
+from pallas_kernels.delta_step import triton as delta_triton
 from pallas_kernels.dequant_matmul import triton as dense_triton
 from pallas_kernels.grouped_dequant_matmul import Assignments
 from pallas_kernels.grouped_dequant_matmul import triton as grouped_triton
@@ -180,6 +182,27 @@ def writing(
     return Program(function, operands, (), 1)
 
 
+def delta(batch: int, *, num_layers: int = 36) -> Program:
+    """A token's delta rule at Qwen3-Next's shape; no packed weights."""
+    keys, values, dim, taps = 16, 32, 128, 4
+    channels = (2 * keys + values) * dim
+    bf16, wide = (functools.partial(leaf, dtype=dtype) for dtype in ("bfloat16", "float32"))
+    projection = Projection(bf16(batch, channels + values * dim), wide(batch, 2 * values))
+    weights = DeltaWeights(
+        conv=bf16(num_layers, channels, 1, taps), dt_bias=wide(num_layers, values),
+        a_log=wide(num_layers, values), norm=bf16(num_layers, dim),
+    )  # fmt: skip
+
+    def function(*operands: Any, target: Target) -> Any:
+        del target  # the same for all
+        return delta_triton.delta_step_triton(*operands, eps=1e-6, floor=1e-6, interpret=False)
+
+    states = wide(num_layers, batch, values, dim, dim)
+    tails = bf16(num_layers, batch, taps - 1, channels)
+    index, active = leaf(dtype="int32"), leaf(batch, dtype="bool")
+    return Program(function, (projection, states, tails, weights, index, active), (), 2)
+
+
 QWEN = {"width": 8, "model_dim": 2048, "expert_dim": 768}
 MIXTRAL = {"width": 2, "model_dim": 4096, "expert_dim": 14336, "slots": 8}
 PLAIN = Form(16, dtype="bfloat16")
@@ -228,6 +251,10 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "writing_32_bits": lambda: writing(32, 8, num_layers=64),
     "writing_wide": lambda: writing(2, 1, head_dim=256, num_heads=64, num_layers=2),
     "writing_narrow": lambda: writing(2, 2, head_dim=16, num_heads=4, num_layers=2),
+    "delta_qwen3_next": lambda: delta(1),
+    "delta_qwen3_next_64": lambda: delta(64),
+    "dense_router": lambda: dense(PLAIN, 1, inputs=2048, outputs=128),
+    "dense_router_32": lambda: dense(PLAIN, 32, inputs=2048, outputs=512),
     "plan_qwen": lambda: plan((24,), num_experts=128, pairs=8),
     "plan_mixtral_32": lambda: plan((6,), num_experts=8, pairs=64),
     "plan_tiers_qwen": lambda: plan((32, 128), num_experts=128, pairs=8),

@@ -184,7 +184,7 @@ class KernelTest(HostTestCase):
             self.assertEqual(choice.implementation, expected)
         router = jax.ShapeDtypeStruct((2, 128, 256), bf16)
         for kernel, num_rows, expected in (
-            ("mosaic", 1024, "mosaic"), ("triton", 1024, "triton"), ("triton", 4, ops.PLAIN),
+            ("mosaic", 1024, "mosaic"), ("triton", 1024, "triton"), ("mosaic", 4, "triton"),
             ("reference", 1024, ops.PLAIN),
         ):  # fmt: skip
             with mock.patch.object(dequant_matmul, "choose", return_value=Choice(kernel, {})):
@@ -194,7 +194,7 @@ class KernelTest(HostTestCase):
         self.assertEqual(found.implementation, "triton")
         for weight, kernels, dtype in (
             (jax.ShapeDtypeStruct((1024, 256), bf16), ops.Kernels(H200), bf16),  # no stack
-            (jax.ShapeDtypeStruct((2, 128, 256), bf16), ops.Kernels(H200), bf16),  # a router
+            (jax.ShapeDtypeStruct((2, 7, 256), bf16), ops.Kernels(H200), bf16),  # few outputs
             (stack, ops.Kernels(Target("cpu", None)), bf16),
             (stack, ops.NO_KERNELS, bf16),
             (stack, BY_REFERENCE, bf16),

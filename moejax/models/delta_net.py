@@ -1,5 +1,7 @@
 """Gated DeltaNet (Yang et al., arXiv:2412.06464): layers with a state in place of a cache."""
 
+import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -7,12 +9,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax import ops
+from moejax.cache import KVCache
 from moejax.models.attention import Attend, WritingAttention
 from moejax.models.config import ModelConfig
 from moejax.models.delta_rule import Tokens, causal_convolution, delta_rule
 from moejax.models.parameter import stacked_parameter
 from moejax.models.places import Place
 from moejax.ops import Index
+from pallas_kernels import delta_step as kernel
+from pallas_kernels.target import Choice
 
 NORM_FLOOR = 1e-6  # added to the squares of queries and keys, whatever the model's norms add
 
@@ -24,6 +29,49 @@ class Projected(NamedTuple):
     gate: jax.Array  # [B, T, H, value dim], z, before the silu
     beta: jax.Array  # float32[B, T, H], before the sigmoid
     decay: jax.Array  # float32[B, T, H], a, before bias and softplus
+
+
+def choose_delta_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernels) -> Choice:
+    """What serves one token a sequence between a layer's projections.
+
+    Args:
+      config: of a model with such layers.
+      dtype: of the activations.
+      kernels: which may serve; a reference that is asked for is XLA's here.
+
+    Returns:
+      "triton", the kernel that changes states in place, or "xla" and why not the kernel.
+    """
+    of = config.delta_net
+    assert of is not None
+    if kernels.implementation == ops.REFERENCE:
+        return Choice("xla", {})
+    if kernels.target is None:
+        return Choice("xla", {"triton": "no target was named"})
+    size = (1, 1, of.num_value_heads, of.key_dim, of.value_dim)
+    states = jax.ShapeDtypeStruct(size, jnp.float32)
+    tails = jax.ShapeDtypeStruct((1, 1, of.conv_width - 1, of.conv_dim), dtype)
+    chosen = kernel.choose(states, tails, kernels.target)
+    return chosen if chosen.implementation == "triton" else Choice("xla", chosen.refusals)
+
+
+@functools.partial(jax.jit, static_argnames="eps")
+def states_in_place(
+    projection: kernel.Projection,
+    cache: KVCache,
+    weights: kernel.DeltaWeights,
+    layer: jax.Array,
+    active: jax.Array,
+    *,
+    eps: float,
+) -> tuple[jax.Array, KVCache]:
+    """[B, H value dim] and the cache after a token; jitted: all layers share a trace of it."""
+    assert cache.states is not None and cache.tails is not None
+    opened, states, tails = kernel.delta_step(
+        projection, cache.states, cache.tails, weights, layer=layer, active=active, eps=eps,
+        floor=NORM_FLOOR, implementation="triton",
+    )  # fmt: skip
+    return opened, dataclasses.replace(cache, states=states, tails=tails)
 
 
 class DeltaNet(nnx.Module):
@@ -66,8 +114,12 @@ class DeltaNet(nnx.Module):
           attend: a `WritingAttention` has the cache.
         """
         layer = place.mixer
-        projected = self.project(normed, layer)
         cached = attend if isinstance(attend, WritingAttention) else None
+        if cached and normed.shape[1] == 1:
+            chosen = choose_delta_step(self.config, normed.dtype, self.kernels)
+            if chosen.implementation == "triton":
+                return self._token(normed, layer, token_mask, cached)
+        projected = self.project(*self._products(normed, layer))
         state, tail = cached.cache.state_of(layer) if cached else self._fresh(normed)
         mixed, tail = causal_convolution(projected.mixed, tail, self.conv[...][layer], token_mask)
         tokens = self.tokens(jax.nn.silu(mixed), projected, layer)
@@ -76,16 +128,34 @@ class DeltaNet(nnx.Module):
             cached.cache = cached.cache.with_state(layer, state, tail)
         return self.output(read, projected.gate, layer)
 
-    def project(self, normed: jax.Array, layer: Index) -> Projected:
-        """[B, T, D]; the rows of a key head lie together: q, k, R values, R gates; R of b and a."""
-        of, lead = self.of, normed.shape[:2]
-        shared, repeats = of.num_key_heads, of.num_value_heads // of.num_key_heads
+    def _token(
+        self, normed: jax.Array, layer: Index, token_mask: jax.Array, cached: WritingAttention
+    ) -> jax.Array:
+        """`__call__` of [B, 1, D]: states and tails stay where they are."""
+        rows, b_and_a = self._products(normed, layer)
+        weights = kernel.DeltaWeights(
+            self.conv[...], self.dt_bias[...], self.a_log[...], self.norm[...]
+        )
+        opened, cached.cache = states_in_place(
+            kernel.Projection(rows[:, 0], b_and_a[:, 0]), cached.cache, weights, jnp.int32(layer),
+            token_mask[:, 0], eps=self.config.norm_eps,
+        )  # fmt: skip
+        return ops.linear(opened[:, None], self.o_proj[...], layer, kernels=self.kernels)
+
+    def _products(self, normed: jax.Array, layer: Index) -> tuple[jax.Array, jax.Array]:
+        """[B, T, D] to queries, keys, values and gates, and to float32 b and a."""
         rows = ops.linear(normed, self.qkvz_proj[...], layer, kernels=self.kernels)
+        wide = jnp.dtype(jnp.float32)
+        ba = ops.linear(normed, self.ba_proj[...], layer, wide, self.kernels, steady=True)
+        return rows, ba
+
+    def project(self, rows: jax.Array, ba: jax.Array) -> Projected:
+        """[B, T, .]; the rows of a key head lie together: q, k, R values, R gates; R of b and a."""
+        of, lead = self.of, rows.shape[:2]
+        shared, repeats = of.num_key_heads, of.num_value_heads // of.num_key_heads
         ends = [of.key_dim, 2 * of.key_dim, 2 * of.key_dim + repeats * of.value_dim]
         q, k, v, z = jnp.split(rows.reshape(*lead, shared, -1), ends, axis=3)
         mixed = jnp.concatenate([part.reshape(*lead, -1) for part in (q, k, v)], axis=-1)
-        wide = jnp.dtype(jnp.float32)
-        ba = ops.linear(normed, self.ba_proj[...], layer, wide, self.kernels, steady=True)
         b, a = jnp.split(ba.reshape(*lead, shared, 2 * repeats), 2, axis=3)
         gate = z.reshape(*lead, of.num_value_heads, of.value_dim)
         return Projected(mixed, gate, b.reshape(*lead, -1), a.reshape(*lead, -1))

@@ -2,3 +2,4 @@
 
 from pallas_kernels.dequant_matmul.api import choose as choose
 from pallas_kernels.dequant_matmul.api import dequant_matmul as dequant_matmul
+from pallas_kernels.dequant_matmul.api import refusal as refusal

@@ -11,6 +11,10 @@ from pallas_kernels.target import Target
 from pallas_kernels.wgmma.tiles import WgmmaTiles
 
 MAX_DECODE_ROWS = 32  # rows of x up to which one tile holds them all
+MAX_ROW_OUTPUTS = 1023  # of products by `RowTiles`; more outputs fill a device with large tiles
+MAX_ROW_VALUES = 8192  # of W, of one of their programs
+ROW_WARP_VALUES = 1024  # of a warp: 32 a thread
+ROW_BLOCK_M = 8  # rows of x, one after the other
 # What a program may take of a multiprocessor's shared memory (CUDA programming guide, table of
 # compute capabilities), and what Triton needs beside the stages of its pipeline.
 SHARED_BYTES = {(8, 0): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024}
@@ -61,7 +65,27 @@ class TritonTiles:
             raise ValueError(f"tiles {self.describe()} are no powers of two")
 
 
-Tiles = TritonTiles | StreamTiles | WgmmaTiles
+@dataclasses.dataclass(frozen=True)
+class RowTiles:
+    """What one program computes of few plain rows of W: whole products with block_m rows of x.
+
+    A router's product, or another of few outputs, has too little to read for tiles that are looped
+    over: all of a program's weights are on their way at once, and no part of the sum over K is left
+    to add in a second launch.
+
+    Invariants: powers of two; block_n rows of K, padded, are held in registers.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+
+    def describe(self) -> str:
+        """Such as "rows4m8w4"."""
+        return f"rows{self.block_n}m{self.block_m}w{self.num_warps}"
+
+
+Tiles = TritonTiles | RowTiles | StreamTiles | WgmmaTiles
 
 # (compute capability, bits, M, N, K) -> the fastest tiles found of each implementation, for groups
 # of 64 with float zeros; M as a power of two, which serves what is above the next smaller one.
@@ -96,17 +120,43 @@ def measured(
     return next((tiles for tiles in found if isinstance(tiles, kinds)), None)
 
 
-def triton_tiles(num_rows: int, weights: PackedMatrices, target: Target) -> TritonTiles:
+def row_tiles(num_rows: int, weights: PackedMatrices, target: Target) -> RowTiles | None:
+    """For few rows of x and few plain outputs: a program for each multiprocessor; else None.
+
+    Args:
+      num_rows: M.
+      weights: arrays, their shapes or refs.
+      target: how many multiprocessors there are to fill.
+    """
+    few = num_rows <= MAX_DECODE_ROWS and weights.num_outputs <= MAX_ROW_OUTPUTS
+    padded = power_above(weights.num_inputs)
+    if weights.bits != PLAIN_BITS or not few or padded > MAX_ROW_VALUES:
+        return None
+    wanted = power_above(-(-weights.num_outputs // target.num_processors))
+    block_n = min(wanted, MAX_ROW_VALUES // padded)
+    return RowTiles(
+        block_m=min(ROW_BLOCK_M, power_above(num_rows)), block_n=block_n,
+        num_warps=min(8, max(1, block_n * padded // ROW_WARP_VALUES)),
+    )  # fmt: skip
+
+
+def triton_tiles(
+    num_rows: int, weights: PackedMatrices, target: Target, *, has_terms: bool = False
+) -> TritonTiles | RowTiles:
     """Measured, or by rule: at decode, small programs that fill the device; else large tiles.
 
     Args:
       num_rows: M.
       weights: arrays, their shapes or refs.
       target: how many multiprocessors there are to fill, and their shared memory.
+      has_terms: there are low-rank terms.
     """
     found = measured(num_rows, weights, target, (TritonTiles,))
     if isinstance(found, TritonTiles):
         return found
+    whole_rows = None if has_terms else row_tiles(num_rows, weights, target)
+    if whole_rows is not None:
+        return whole_rows
     if num_rows > MAX_DECODE_ROWS:
         block_m = 64 if num_rows < 1024 else 128
         return prefill_tiles(block_m, 128, [weights], target)

@@ -1,7 +1,8 @@
 """The Pallas-Triton implementation: Ampere, Ada, Hopper and Blackwell; the portable one.
 
-One launch. One more each where K is split over programs (XLA adds the parts, in order), where there
-are low-rank terms (x V^T comes first), and at prefill of packed weights (sums of x over groups).
+One launch; few plain outputs go by one of its own (`RowTiles`). One more each where K is split over
+programs (XLA adds the parts, in order), where there are low-rank terms (x V^T comes first), and at
+prefill of packed weights (sums of x over groups).
 """
 
 import functools
@@ -13,8 +14,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import launch, triton_low_rank, triton_product
-from pallas_kernels.dequant_matmul.tiles import Tiles, TritonTiles, triton_tiles
-from pallas_kernels.packed import LowRank, PackedMatrices
+from pallas_kernels.dequant_matmul.tiles import (
+    RowTiles,
+    Tiles,
+    TritonTiles,
+    power_above,
+    triton_tiles,
+)
+from pallas_kernels.packed import PLAIN_BITS, LowRank, PackedMatrices
 from pallas_kernels.target import Target
 from pallas_kernels.triton_product import Columns, Span
 
@@ -93,6 +100,42 @@ def _body(*refs: Ref, treedef: Any, tiles: TritonTiles, interpret: bool) -> None
         pltriton.store(view, acc.T.astype(out_ref.dtype), mask=mask)
 
 
+def _rows_body(x_ref: Ref, slot_ref: Ref, words_ref: Ref, out_ref: Ref, *, tiles: RowTiles) -> None:
+    """Program (n, m): whole products of some rows of W and of x, in one order whatever M is."""
+    (num_rows, num_inputs), num_outputs = x_ref.shape, words_ref.shape[1]
+    n, m, slot = pl.program_id(0), pl.program_id(1), slot_ref[()]
+    k = jax.lax.broadcasted_iota(jnp.int32, (power_above(num_inputs),), 0)
+    outputs = triton_product.indices(n, tiles.block_n)
+    is_output, is_input = outputs < num_outputs, k < num_inputs
+    w = pltriton.load(
+        words_ref.at[slot, outputs[:, None], k[None]],
+        mask=is_output[:, None] & is_input[None], other=0.0,
+    ).astype(jnp.float32)  # fmt: skip
+    for i in range(tiles.block_m):
+        row = m * tiles.block_m + i
+        is_row = row < num_rows
+        x = pltriton.load(x_ref.at[row, k], mask=is_input & is_row, other=0.0).astype(jnp.float32)
+        y = jnp.sum(w * x[None], axis=1)
+        pltriton.store(out_ref.at[row, outputs], y.astype(out_ref.dtype), mask=is_output & is_row)
+
+
+def _by_rows(
+    x: jax.Array, weights: PackedMatrices, slot: jax.Array, out_dtype: jnp.dtype, tiles: RowTiles,
+    interpret: bool,
+) -> jax.Array:  # fmt: skip
+    """[M, N] in `out_dtype`; one launch."""
+    num_rows, num_outputs = x.shape[0], weights.num_outputs
+    return launch.triton_call(
+        functools.partial(_rows_body, tiles=tiles),
+        name=f"dequant_matmul_{weights.describe().replace(' ', '_')}_{tiles.describe()}",
+        grid=(-(-num_outputs // tiles.block_n), -(-num_rows // tiles.block_m)),
+        out_shape=jax.ShapeDtypeStruct((num_rows, num_outputs), out_dtype),
+        num_warps=tiles.num_warps,
+        num_stages=1,
+        interpret=interpret,
+    )(x, slot, weights.words)
+
+
 def _thin_body(*refs: Ref, treedef: Any, block_m: int, interpret: bool) -> None:
     """Program (tile of V, m, part of K)."""
     x_ref, slot_ref, low_rank = treedef.unflatten(refs[:-1])
@@ -143,7 +186,11 @@ def dequant_matmul_triton(
 ) -> jax.Array:
     """See `api.dequant_matmul`."""
     if tiles is None:
-        tiles = triton_tiles(x.shape[0], weights, target)
+        tiles = triton_tiles(x.shape[0], weights, target, has_terms=bool(low_rank))
+    if isinstance(tiles, RowTiles):
+        if weights.bits != PLAIN_BITS or low_rank:
+            raise ValueError(f"tiles {tiles.describe()} are of plain weights without terms")
+        return _by_rows(x, weights, slot, out_dtype, tiles, interpret)
     if not isinstance(tiles, TritonTiles):
         raise ValueError(f"tiles {tiles} are not Triton's")
     tiles.check(weights)

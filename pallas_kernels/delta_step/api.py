@@ -1,0 +1,134 @@
+"""The public call: which implementation runs, and why one is refused."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.delta_step import triton
+from pallas_kernels.delta_step.reference import (
+    DeltaWeights,
+    Projection,
+    delta_step_reference,
+    widths_of,
+)
+from pallas_kernels.target import SIMULATED, Choice, Target, current_target
+
+Operand = jax.Array | jax.ShapeDtypeStruct
+IMPLEMENTATIONS = ("triton", "reference")  # in order of preference; the reference refuses nothing
+
+
+def refusal(
+    implementation: str, states: Operand, tails: Operand, target: Target | None = None
+) -> str | None:
+    """Why an implementation cannot serve operands of these shapes on a target, or None.
+
+    Args:
+      implementation: one of `IMPLEMENTATIONS`.
+      states: [G, B, H, key dim, value dim].
+      tails: [G, B, W - 1, channels], the dtype of the activations.
+      target: None for the default device.
+    """
+    if implementation == "reference":
+        return None
+    reasons = []
+    if tails.dtype not in (jnp.bfloat16, jnp.float16):
+        reasons.append(f"tails are {tails.dtype}, not bfloat16 or float16")
+    if found := triton.refusal(states, tails, target or current_target()):
+        reasons.append(found)
+    return "; ".join(reasons) or None
+
+
+def choose(states: Operand, tails: Operand, target: Target | None = None) -> Choice:
+    """The kernel, or the reference and why the kernel refuses."""
+    reason = refusal("triton", states, tails, target)
+    return Choice("triton", {}) if reason is None else Choice("reference", {"triton": reason})
+
+
+def delta_step(
+    projection: Projection,
+    states: jax.Array,
+    tails: jax.Array,
+    weights: DeltaWeights,
+    *,
+    layer: int | jax.Array,
+    active: jax.Array,
+    eps: float,
+    floor: float,
+    implementation: str | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A layer of gated delta rule between its projections, for one token a sequence.
+
+    Yang et al., arXiv:2412.06464: a causal convolution and a silu (section 3.4), queries and keys
+    at length one, the gated delta rule (eq. 10)
+
+        S_t = exp(g) S_{t-1} + k (beta (v - exp(g) S_{t-1}^T k))^T,   o_t = S_t^T q / sqrt(key dim)
+
+    with beta = sigmoid(b) and g = -exp(a_log) softplus(a + dt_bias), then the norm of o over each
+    head, times a scale and the silu of the gate. All in float32; what is given back is rounded.
+
+    Args:
+      projection: of the tokens, in bfloat16 or float16 (the reference takes float32 too).
+      states: float32[G, B, H, key dim, value dim], whole: S of each head. The kernel writes it in
+        place where the caller's program may (it is donated); else XLA copies it.
+      tails: [G, B, W - 1, channels], the convolution's last inputs; likewise.
+      weights: of all layers, indexed inside the kernel.
+      layer: int or int32[] in 0..G - 1; an array lets all layers share a trace.
+      active: bool[B]; a sequence that is not keeps state and tail, and its result means nothing.
+      eps: added to the mean square of o; static.
+      floor: added to the sum of squares of queries and keys; static.
+      implementation: "triton" or "reference"; None for `choose`'s.
+      interpret: runs the kernel on the CPU, for tests.
+
+    Returns:
+      [B, H value dim] in the dtype of the rows, states and tails.
+
+    Raises:
+      ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
+    """
+    _check(projection, states, tails, weights, active)
+    chosen = implementation or choose(states, tails).implementation
+    if chosen not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation {chosen!r} is none of {', '.join(IMPLEMENTATIONS)}")
+    operands = (projection, states, tails, weights, jnp.asarray(layer, jnp.int32), active)
+    if chosen == "reference":
+        return delta_step_reference(*operands, eps=eps, floor=floor)
+    target = SIMULATED if interpret else current_target()
+    if reason := refusal(chosen, states, tails, target):
+        raise ValueError(f"delta_step by {chosen} refuses: {reason}")
+    return triton.delta_step_triton(*operands, eps=eps, floor=floor, interpret=interpret)
+
+
+def _check(
+    projection: Projection,
+    states: jax.Array,
+    tails: jax.Array,
+    weights: DeltaWeights,
+    active: jax.Array,
+) -> None:
+    rows, b_and_a = projection
+    if states.ndim != 5 or tails.ndim != 4 or rows.ndim != 2 or states.dtype != jnp.float32:
+        raise ValueError(
+            f"rows are {rows.shape}, states {states.dtype}{states.shape}, tails {tails.shape}, not "
+            "[B, .], float32[G, B, H, key dim, value dim], [G, B, W - 1, channels]"
+        )
+    (num_layers, batch, num_heads), of = states.shape[:3], widths_of(projection, states)
+    reasons = []
+    if of.num_keys < 1 or num_heads % of.num_keys or rows.shape != (batch, of.num_keys * of.stride):
+        raise ValueError(f"delta_step: rows {rows.shape} are not of states {states.shape}")
+    taps = tails.shape[2] + 1
+    wanted = {
+        "b and a": (b_and_a, (batch, 2 * num_heads), jnp.float32),
+        "tails": (tails, (num_layers, batch, taps - 1, of.channels), rows.dtype),
+        "taps": (weights.conv, (num_layers, of.channels, 1, taps), rows.dtype),
+        "dt_bias": (weights.dt_bias, (num_layers, num_heads), jnp.float32),
+        "a_log": (weights.a_log, (num_layers, num_heads), jnp.float32),
+        "scales of the norm": (weights.norm, (num_layers, of.value_dim), rows.dtype),
+        "active": (active, (batch,), jnp.bool_),
+    }
+    reasons = [
+        f"{name}: {array.dtype}{array.shape}, not {jnp.dtype(dtype).name}{shape}"
+        for name, (array, shape, dtype) in wanted.items()
+        if (array.shape, array.dtype) != (shape, dtype)
+    ]
+    if reasons:
+        raise ValueError("delta_step: " + "; ".join(reasons))

@@ -1,0 +1,114 @@
+"""The operation in plain jnp, float32; never optimised."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DeltaWeights:
+    """What the layers have beside their projections, of all G layers.
+
+    Attributes:
+      conv: [G, channels, 1, W]; the last tap is of the token itself.
+      dt_bias: float32[G, H].
+      a_log: float32[G, H].
+      norm: [G, value dim].
+    """
+
+    conv: jax.Array
+    dt_bias: jax.Array
+    a_log: jax.Array
+    norm: jax.Array
+
+
+class Projection(NamedTuple):
+    """What tokens were projected to; K key heads of R value heads each, H = K R.
+
+    Attributes:
+      rows: [B, K (2 key dim + 2 R value dim)], of a key head q, k, R values, R gates together.
+      b_and_a: float32[B, K 2 R], of a key head R times b, then R times a.
+    """
+
+    rows: jax.Array
+    b_and_a: jax.Array
+
+
+class Widths(NamedTuple):
+    """Axes of the operation, from its operands."""
+
+    num_keys: int  # K
+    repeats: int  # R
+    key_dim: int
+    value_dim: int
+
+    @property
+    def stride(self) -> int:
+        """Of a key head in a row."""
+        return 2 * self.key_dim + 2 * self.repeats * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: all queries, all keys, all values."""
+        return self.num_keys * (2 * self.key_dim + self.repeats * self.value_dim)
+
+
+def widths_of(projection: Projection, states: jax.Array) -> Widths:
+    """From operands that fit: K from the width of a row, which has a gate for each value."""
+    num_heads, key_dim, value_dim = states.shape[2:]
+    num_keys = (projection.rows.shape[1] - 2 * num_heads * value_dim) // (2 * key_dim)
+    return Widths(num_keys, num_heads // max(1, num_keys), key_dim, value_dim)
+
+
+def delta_step_reference(
+    projection: Projection,
+    states: jax.Array,
+    tails: jax.Array,
+    weights: DeltaWeights,
+    layer: jax.Array,
+    active: jax.Array,
+    *,
+    eps: float,
+    floor: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `api.delta_step`."""
+    of = widths_of(projection, states)
+    batch, wide = len(projection.rows), jnp.float32
+    heads = projection.rows.reshape(batch, of.num_keys, of.stride)
+    ends = [of.key_dim, 2 * of.key_dim, 2 * of.key_dim + of.repeats * of.value_dim]
+    *parts, gate = jnp.split(heads, ends, axis=2)
+    x = jnp.concatenate([part.reshape(batch, -1) for part in parts], axis=1)
+    inputs = jnp.concatenate([tails[layer], x[:, None]], axis=1)  # [B, W, channels]
+    taps = weights.conv[layer][:, 0].astype(wide).T  # [W, channels]
+    mixed = jax.nn.silu(jnp.sum(inputs.astype(wide) * taps[None], axis=1))
+    tail = jnp.where(active[:, None, None], inputs[:, 1:], inputs[:, :-1])
+    key_width = of.num_keys * of.key_dim
+    q, k, v = jnp.split(mixed, [key_width, 2 * key_width], axis=1)
+
+    def of_each_value_head(x: jax.Array) -> jax.Array:  # [B, H, key dim], at length one
+        x = x.reshape(batch, of.num_keys, of.key_dim)
+        x = x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=2, keepdims=True) + floor)
+        return jnp.repeat(x, of.repeats, axis=1)
+
+    q, k = of_each_value_head(q) * of.key_dim**-0.5, of_each_value_head(k)
+    v = v.reshape(batch, -1, of.value_dim)
+    b, a = jnp.split(projection.b_and_a.reshape(batch, of.num_keys, -1), 2, axis=2)
+    mask = active[:, None]
+    step = jax.nn.softplus(a.reshape(batch, -1) + weights.dt_bias[layer][None])
+    decay = jnp.where(mask, jnp.exp(-jnp.exp(weights.a_log[layer])[None] * step), 1.0)
+    beta = jnp.where(mask, jax.nn.sigmoid(b.reshape(batch, -1)), 0.0)
+    state = decay[..., None, None] * states[layer]
+    written = beta[..., None] * (v - jnp.sum(k[..., None] * state, axis=2))
+    state = state + k[..., None] * written[:, :, None]
+    read = jnp.sum(q[..., None] * state, axis=2)
+    normed = read * jax.lax.rsqrt(jnp.mean(jnp.square(read), axis=2, keepdims=True) + eps)
+    normed = normed * weights.norm[layer].astype(wide)[None, None]
+    opened = normed * jax.nn.silu(gate.reshape(batch, -1, of.value_dim).astype(wide))
+    return (
+        opened.reshape(batch, -1).astype(projection.rows.dtype),
+        states.at[layer].set(state),
+        tails.at[layer].set(tail),
+    )
