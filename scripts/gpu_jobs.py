@@ -47,7 +47,7 @@ def _tests() -> Iterator[Job]:
         "residual_norm", "router_topk", "buddy_search", "tiered_plan", "residency_plan",
         "decode_attention", "host_rows", "qkv_to_cache", "dequant_matmul", "expert_mlp",
         "grouped_dequant_matmul", "hqq_solve", "expert_fetch_device",
-        "bench_kernels",
+        "bench_kernels", "delta_step",
     )  # fmt: skip
     engines = (
         "pooled_device",
@@ -56,6 +56,7 @@ def _tests() -> Iterator[Job]:
         "ssd",
         "checkpoints",
         "bench_kernels",
+        "delta_step",
     )
     common = ("-m", "gpu", "-v", "--tb=short", "-p", "no:cacheprovider")
     for name, files, workers, fraction, of, seconds in (

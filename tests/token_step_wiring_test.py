@@ -15,13 +15,13 @@ from absl.testing import absltest, parameterized
 from flax import nnx
 
 from moejax import Engine, ops, served
-from moejax.cache import KVCache, cache_shape
-from moejax.models import attention, moe, token_step
+from moejax.cache import KVCache, cache_shape, empty_cache
+from moejax.models import attention, delta_net, moe, token_step
 from moejax.models.shapes import MIXTRAL_8X7B, QWEN3_30B_A3B
 from moejax.models.transformer import ChunkSpec, Transformer
 from moejax.runner import Runner
 from pallas_kernels.target import SIMULATED, Target
-from tests import gpu_targets, tiny_engine
+from tests import gpu_targets, model_kinds, tiny_engine
 from tests.host_test_case import HostTestCase
 
 HALF = jnp.dtype("bfloat16")
@@ -32,6 +32,7 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 QWEN = dataclasses.replace(QWEN3_30B_A3B, **SMALL)
 MIXTRAL = dataclasses.replace(MIXTRAL_8X7B, **SMALL | {"moe_layers": (0, 1, 2)})
+NEXT = model_kinds.config_of("delta", num_layers=4, num_experts=4, head_dim=16)
 BIASED = dataclasses.replace(QWEN, attention_bias=True)
 AMPERE = ops.Kernels(Target("gpu", (8, 6)))
 SPEC = ChunkSpec(kv_length=48, is_first=False, experts="dense", attention="xla", cached="kernel")
@@ -41,6 +42,7 @@ CALLS = (
     (token_step.qkv_to_cache, "qkv_to_cache", token_step.queries_and_cache),
     (attention.decode_attention, "decode_attention", attention.token_attention),
     (moe.router_topk, "top_k", moe.routing_by_kernel),
+    (delta_net.kernel, "delta_step", delta_net.states_in_place),
 )
 
 
@@ -100,7 +102,11 @@ def relative(found: Any, expected: Any) -> float:
 
 
 class WiringTest(HostTestCase):
-    """What the model does with them."""
+    """What the model does with them; products of its tiny matrices stay XLA's."""
+
+    def setUp(self):
+        super().setUp()
+        self.enter_context(mock.patch.object(ops, "MIN_ROW_OUTPUTS", ops.MIN_KERNEL_OUTPUTS))
 
     @parameterized.parameters(QWEN3_30B_A3B, MIXTRAL_8X7B)
     def test_what_serves(self, config):
@@ -148,9 +154,31 @@ class WiringTest(HostTestCase):
                 positions += 1
         # All layers share a trace; the first norm has no sum before it.
         counts = {name: call.call_count for name, call in calls.items()}
-        self.assertEqual(
-            counts, {"residual_norm": 2, "qkv_to_cache": 1, "decode_attention": 1, "top_k": 1}
-        )
+        once = dict.fromkeys(("qkv_to_cache", "decode_attention", "top_k"), 1)
+        self.assertEqual(counts, {"residual_norm": 2, "delta_step": 0, **once})
+
+    def test_states_of_a_delta_rule_are_what_they_were(self):
+        model, plain = (small_model(NEXT, k) for k in (ops.Kernels(SIMULATED), ops.NO_KERNELS))
+        cache = expected_cache = empty_cache(NEXT, 3, 64, HALF)
+        positions = jnp.array([[4], [9], [62]], jnp.int32)
+        by_kernels, by_xla = stepping(model, SPEC), stepping(plain, SPEC._replace(cached="xla"))
+        with interpreted() as calls:
+            for step in range(2):
+                tokens = jnp.array([[3], [5], [7]], jnp.int32) + step
+                cache, found, _ = by_kernels(tokens, positions, cache)
+                expected_cache, expected, _ = by_xla(tokens, positions, expected_cache)
+                self.assertLess(relative(found, expected), 0.03)
+                for name in ("states", "tails"):
+                    new, old = getattr(cache, name), getattr(expected_cache, name)
+                    self.assertLess(relative(new, old), 0.02)
+                positions += 1
+        self.assertEqual(calls["delta_step"].call_count, 1)  # the layers share a trace
+        choose = functools.partial(delta_net.choose_delta_step, NEXT)
+        self.assertEqual(choose(HALF, AMPERE), ("triton", {}))
+        reference = dataclasses.replace(AMPERE, implementation="reference")
+        self.assertEqual(choose(HALF, reference).describe(), "xla")
+        for dtype, kernels in ((jnp.dtype("float32"), AMPERE), (HALF, ops.NO_KERNELS)):
+            self.assertNotEmpty(choose(dtype, kernels).refusals["triton"])
 
     def test_experts_that_move_see_what_they_saw(self):
         positions, tokens = jnp.array([[4], [9]], jnp.int32), jnp.array([[3], [5]], jnp.int32)
@@ -218,7 +246,7 @@ class WiringTest(HostTestCase):
         text, plain = text_of(ops.Kernels(gpu.target)), text_of(ops.NO_KERNELS)
         self.assertEqual(text.count("__gpu$xla.gpu.triton"), 5)  # two are of norms
         called = [len(re.findall(rf"call @{jitted.__name__}\w*\(", text)) for *_, jitted in CALLS]
-        self.assertEqual(called, [6, 3, 3, 3])
+        self.assertEqual(called, [6, 3, 3, 3, 0])
         whole = re.escape(f"tensor<{'x'.join(map(str, cache.keys.shape))}xbf16>")
         changed = rf'stablehlo\.(slice|dynamic_\w+|gather|scatter|select)"?\(.*{whole}'
         self.assertEmpty(re.findall(changed, text))

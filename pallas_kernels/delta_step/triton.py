@@ -130,7 +130,7 @@ def delta_step_triton(
     batch, num_heads = len(rows), of.num_keys * of.repeats
     flags = active.astype(jnp.int32)
     form = f"{rows.dtype.name}_{of.num_keys}x{of.key_dim}_{num_heads}x{of.value_dim}"
-    operands = (layer, flags, rows, weights.conv)
+    mixing = (layer, flags, rows, weights.conv)
     mixed, tails = launch.triton_call(
         functools.partial(_mixing_body, of=of, floor=floor),
         name=f"delta_step_mixing_{form}",
@@ -142,8 +142,8 @@ def delta_step_triton(
         num_warps=MIXING_WARPS,
         num_stages=1,
         interpret=interpret,
-        aliases={len(operands): 1},
-    )(*operands, tails)
+        aliases={len(mixing): 1},
+    )(*mixing, tails)
     operands = (
         layer, flags, rows, b_and_a, mixed, weights.dt_bias, weights.a_log, weights.norm,
     )  # fmt: skip
