@@ -17,7 +17,7 @@ from moejax import results
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
 from moejax.models.moe import ExpertsVia
-from moejax.models.routing import Routing
+from moejax.models.routing import Routing, foreseen
 from moejax.models.run_experts import LoopedExperts, RunExperts
 from moejax.models.transformer import Transformer
 from moejax.ops import Index
@@ -116,7 +116,8 @@ class RecordingExperts:
         self._routings.append(routing)
         if self._spec.foreseen and ahead is not None:
             limit = min(self._spec.foreseen, routing.probabilities.shape[1])
-            self._foreseen.append(jax.lax.top_k(ahead().probabilities, limit))
+            scores = foreseen(ahead(), self._model.config)
+            self._foreseen.append(jax.lax.top_k(scores, limit))
         if self._run is not None:
             return self._run(layer, x, routing, token_mask, ahead)
         return self._model.moe(x, layer, token_mask, self._via)[0]

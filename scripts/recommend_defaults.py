@@ -53,7 +53,8 @@ def rows_of(family: str, trace: Trace) -> Iterator[dict[str, Any]]:
             settings = dict(found.candidate.setting)
             slots = settings.pop("slots")
             yield {
-                "family": family,
+                "num_experts": trace.num_experts,
+                "width": trace.width,
                 "share": share,
                 "link_gib_per_s": link,
                 "policy": found.candidate.policy,

@@ -33,8 +33,8 @@ RESULTS = Path(__file__).parents[1] / "scripts" / "results" / "policy_quality.js
 ONE = Option(tiers=("int4",), slots=(64,), low="int4")
 
 
-def facts(*options: Option, family: str = "qwen3_moe", all_fit: bool = False) -> Facts:
-    return Facts(family=family, num_experts=128, width=8, all_fit=all_fit, options=options)
+def facts(*options: Option, width: int = 8, all_fit: bool = False) -> Facts:
+    return Facts(num_experts=128, width=width, all_fit=all_fit, options=options)
 
 
 class RecommendedTest(parameterized.TestCase):
@@ -57,13 +57,12 @@ class RecommendedTest(parameterized.TestCase):
             option = Option(tiers=("int4", "int2"), slots=(hot, 128), low="int2")
             self.assertEqual(recommended(facts(option, ONE)).policy, policy, hot)
 
-    @parameterized.parameters("qwen3_moe", "mixtral", "of no row")
-    def test_else_what_sweeps_found(self, family):
-        found = recommended(facts(ONE, family=family))
-        self.assertEqual(found, recommended(facts(ONE, family=family)))
-        row = auto.nearest(family, 0.5, 50.0)
-        self.assertEqual(row["share"], 0.5)
-        self.assertEqual(row["family"] == family, family != "of no row")
+    @parameterized.parameters((2, 32), (8, 32), (16, 32), (32, 8), (60, 8))
+    def test_else_what_sweeps_found(self, width, of_experts):
+        found = recommended(facts(ONE, width=width))
+        self.assertEqual(found, recommended(facts(ONE, width=width)))
+        row = auto.nearest(width / 128, 0.5, 50.0)
+        self.assertEqual((row["share"], row["num_experts"]), (0.5, of_experts))
         self.assertEqual(found.policy, row["policy"])
         self.assertEqual(found.settings["prefetch"], 0)
         self.assertIn("64 of 128 experts fit in int4", found.why)

@@ -163,7 +163,7 @@ class ConfigTest(parameterized.TestCase):
         (V2_LITE, {"rope_scaling": {"type": "yarn"}}, "the factor of rope scaling"),
         (
             V2_LITE, {"rope_parameters": {"rope_type": "yarn", "factor": 4}},
-            "rope_scaling.factor says 40 but rope_parameters says 4;",
+            "rope_scaling.factor says 40 but rope_parameters.factor says 4;",
         ),
         (
             V2_LITE, {"rope_parameters": {"rope_type": "default"}},

@@ -129,7 +129,7 @@ class DeepseekMoe:
         last = falling[:, s.num_experts_per_tok - 1]
         self._gaps = torch.minimum(self._gaps, last - falling[:, s.num_experts_per_tok])
         gates = torch.where(scores >= last[:, None], scores, 0.0)  # equation 10
-        if s.norm_topk_prob:
+        if s.norm_topk_prob and s.num_experts_per_tok > 1:  # as published
             gates = gates / gates.sum(-1, keepdim=True)
         out = torch.zeros_like(u)
         for i in range(s.n_shared_experts or 0):

@@ -28,7 +28,7 @@ from moejax.models.parts import LatentAttention as Widths
 from moejax.models.parts import RouterRule, Yarn
 from moejax.models.places import places
 from moejax.models.rope import model_angles
-from moejax.models.routing import routing_of
+from moejax.models.routing import foreseen, routing_of
 from moejax.models.shapes import DEEPSEEK_V2_LITE
 from moejax.models.transformer import ChunkSpec, Transformer
 from moejax.policies.attention_importance import attention_received
@@ -219,8 +219,15 @@ class FurtherLayersTest(parameterized.TestCase):
             loaded = load_weights(path, config, dtype=jnp.bfloat16, device=pooled_test.CPU)
         self.assertTrue(any(f"1 tensors ({extra}" in line for line in logs.output))
         self.assertEqual(loaded["moe.router_bias"].dtype, jnp.float32)
-        beyond = extra.replace(f".{config.num_layers}.", f".{config.num_layers + 1}.")
-        for wrong in ("model.layers.0.other", beyond):  # the config may say too few layers
+        second = extra.replace(f".{config.num_layers}.", f".{config.num_layers + 1}.")
+        both = tensors | dict.fromkeys((extra, second), np.zeros(4, np.float32))
+        save_file(both, file)
+        with self.assertLogs("absl", "WARNING") as logs:
+            load_weights(path, config, dtype=jnp.bfloat16, device=pooled_test.CPU)
+        self.assertTrue(any("2 tensors" in line for line in logs.output))
+        decoders = f"model.layers.{config.num_layers}.input_layernorm.weight"
+        # The config may say too few layers: one of a decoder has no norm of an embedding.
+        for wrong in ("model.layers.0.other", second, decoders):
             save_file(tensors | {wrong: np.zeros(4, np.float32)}, file)
             with self.assertRaisesRegex(MoejaxError, f"unexpected tensors.*{wrong}"):
                 load_weights(path, config, dtype=jnp.bfloat16, device=pooled_test.CPU)
@@ -237,6 +244,23 @@ class FurtherLayersTest(parameterized.TestCase):
         self.assertTrue((np.diff(found.weights) <= 0).all())
         scores = np.take_along_axis(np.asarray(found.probabilities), np.asarray(found.ids), 1)
         self.assertTrue((np.diff(scores) <= 0).all())
+
+    @parameterized.parameters("softmax", "sigmoid")
+    def test_what_is_foreseen_is_what_would_be_chosen(self, scoring):
+        rule = RouterRule(
+            scoring=scoring, has_bias=True, num_groups=4, top_groups=2, group_score="top2"
+        )
+        config = dataclasses.replace(sigmoid_router(TINY), router=rule)
+        logits = jax.random.normal(jax.random.key(0), (64, config.num_experts))
+        bias = 0.3 * jax.random.normal(jax.random.key(1), (config.num_experts,))
+        found = routing_of(logits, config, bias)
+        _, ahead = jax.lax.top_k(foreseen(found, config), config.experts_per_token)
+        np.testing.assert_array_equal(np.sort(ahead), np.sort(found.ids))
+        _, by_score = jax.lax.top_k(found.probabilities, config.experts_per_token)
+        self.assertFalse((np.sort(by_score) == np.sort(found.ids)).all())
+        plain = dataclasses.replace(config, router=RouterRule(), family="deepseek")
+        found = routing_of(logits, plain)
+        self.assertIs(foreseen(found, plain), found.probabilities)
 
     def test_yarn_needs_a_base(self):
         with self.assertRaisesRegex(ValueError, "rope_theta 1.0 with YaRN"):

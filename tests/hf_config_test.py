@@ -136,10 +136,25 @@ class HfConfigTest(parameterized.TestCase):
     @parameterized.parameters(
         (QWEN3_30B_A3B, {"sliding_window": 4096}, None),
         (QWEN3_30B_A3B, {"sliding_window": 4096, "use_sliding_window": True}, 4096),
+        (QWEN3_30B_A3B, {"use_sliding_window": True}, None),  # null is no window
         (MIXTRAL_8X7B, {"sliding_window": 4096}, 4096),
     )
     def test_sliding_window(self, fields, changed, expected):
         self.assertEqual(model_config({**fields, **changed}).sliding_window, expected)
+
+    def test_a_window_that_is_not_given_is_transformers_own(self):
+        fields = {**QWEN3_30B_A3B, "use_sliding_window": True}
+        del fields["sliding_window"]
+        self.assertEqual(
+            model_config(fields).sliding_window,
+            transformers.Qwen3MoeConfig(use_sliding_window=True).sliding_window,
+        )
+
+    @parameterized.parameters("rope_scaling", "rope_parameters")
+    def test_rope_theta_wherever_it_is_kept(self, name):
+        fields = {**QWEN3_30B_A3B, name: {"rope_type": "default", "rope_theta": 5e6}}
+        del fields["rope_theta"]
+        self.assertEqual(model_config(fields).rope_theta, 5e6)
 
     @parameterized.parameters(
         ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "'llama'.*'qwen3_moe'"),
@@ -171,6 +186,15 @@ class HfConfigTest(parameterized.TestCase):
             {"rope_parameters": {"rope_theta": 1e4}},
             "rope_parameters.rope_theta says 10000.0 but rope_theta says 1000000.0",
         ),
+        (
+            {"rope_scaling": {"rope_type": "default", "rope_theta": 1e4}},
+            "rope_scaling.rope_theta says 10000.0 but rope_theta says 1000000.0",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "rope_parameters apart for full_attention",
+        ),
+        ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', expected true or false"),
         ({"sliding_window": "wide", "use_sliding_window": True}, "sliding_window is 'wide'"),
     )

@@ -110,7 +110,9 @@ class ExpectedTest(parameterized.TestCase):
 
     @parameterized.parameters(
         ("auto", HOPPER, "Qwen3-30B-A3B", ("mosaic",)),
+        ("auto", HOPPER, "Qwen3-Next-80B-A3B", ("mosaic",)),
         ("auto", HOPPER, "DeepSeek-V2-Lite", ("mosaic", "triton")),
+        ("auto", HOPPER, "", ("mosaic", "triton")),
         ("auto", AMPERE, "Mixtral-8x7B", ("mosaic", "triton")),
         ("auto", Target("gpu", (7, 5)), "Mixtral-8x7B", ()),
         ("auto", Target("gpu", None), "Mixtral-8x7B", ()),

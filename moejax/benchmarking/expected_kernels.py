@@ -3,26 +3,31 @@
 A benchmark that fell back to another implementation measures something else; it ends with one line
 before it measures. What is expected, in words:
 
-  * "auto": a kernel, if the device has any for packed weights; on Hopper, for `MOSAICS_SHAPES`,
-    Mosaic's. (Other shapes have products that only Triton's take: inputs that are no multiple of
-    256, as DeepSeek-V2-Lite's experts have.) An implementation that was forced, where one was.
+  * "auto": a kernel, if the device has any for packed weights; on Hopper, for shapes of which
+    every product fits it, Mosaic's. (Others have products that only Triton's take: inputs that are
+    no multiple of 256, as DeepSeek-V2-Lite's experts have.) An implementation that was forced,
+    where one was.
   * "any": a kernel, wherever it runs. "mosaic", "triton": that one. "none": nothing.
 """
 
 from collections.abc import Iterator, Mapping
 
 from moejax import ops
+from moejax.benchmarking.shapes import CONFIGS
 from moejax.chunks import longest_chunk, prefill_chunks
 from moejax.errors import MoejaxError
+from moejax.models.config import weight_shapes
+from moejax.models.leaf_kinds import leaves_of
 from moejax.runner import Runner
 from moejax.served import Served, expected_kernel
 from pallas_kernels.dequant_matmul.triton import MIN_CAPABILITY
+from pallas_kernels.layout import BLOCK
 from pallas_kernels.target import Target
 
 KERNELS = ("mosaic", "triton")
 EXPECTATIONS = ("auto", *KERNELS, "any", "none")
 EVERY_KERNEL = "every kernel"  # refuses, for what the matrix is: `ops.choose_product`
-MOSAICS_SHAPES = ("Qwen3-30B-A3B", "Mixtral-8x7B")  # every packed product of theirs
+PACKED_LEAVES = leaves_of("attention", "experts", "shared_experts", "mlp")
 
 
 def allowed(wanted: str, kernels: ops.Kernels, shape: str = "") -> tuple[str, ...]:
@@ -44,7 +49,15 @@ def allowed(wanted: str, kernels: ops.Kernels, shape: str = "") -> tuple[str, ..
     if not has_kernels(kernels.target):
         return ()
     best = expected_kernel(kernels.target)
-    return ("mosaic",) if best == "mosaic" and shape in MOSAICS_SHAPES else KERNELS
+    return ("mosaic",) if best == "mosaic" and fits_mosaic(shape) else KERNELS
+
+
+def fits_mosaic(shape: str) -> bool:
+    """Whether every product of a shape that may be packed has inputs in whole blocks."""
+    if shape not in CONFIGS:
+        return False
+    sizes = weight_shapes(CONFIGS[shape])
+    return not any(sizes[leaf][-1] % BLOCK for leaf in PACKED_LEAVES if leaf in sizes)
 
 
 def has_kernels(target: Target | None) -> bool:

@@ -34,8 +34,8 @@ from moejax.models.hf_config import read_json
 from moejax.models.hf_names import (
     Placement,
     find_spelling,
-    is_ignored,
-    is_multi_token,
+    ignored,
+    multi_token,
     placements,
 )
 
@@ -103,10 +103,10 @@ def wanted_leaves(by_leaf: Mapping[str, T], *, experts: bool) -> dict[str, T]:
 
 def log_multi_token(directory: Path, config: ModelConfig, names: Iterable[str]) -> None:
     """Says how many tensors of a checkpoint are left out, if it has a head for further tokens."""
-    if ignored := [name for name in names if is_multi_token(config, name)]:
+    if further := multi_token(config, tuple(names)):
         logging.warning(
             "%s: left out %d tensors (%s, ...) of the head that predicts further tokens at once",
-            directory, len(ignored), ignored[0],
+            directory, len(further), further[0],
         )  # fmt: skip
 
 
@@ -269,6 +269,7 @@ def checked_placements(
       MoejaxError: tensors are missing, unexpected or wrongly shaped.
     """
     expected = list(placements(config, find_spelling(config.family, tensors)))
+    left_out = ignored(config, tensors)
     by_name = {placement.name: placement for placement in expected}
     faults = Faults(
         missing=[f"{p.name} {list(p.shape)}" for p in expected if p.name not in tensors],
@@ -280,8 +281,7 @@ def checked_placements(
         unexpected=[
             f"{name} {list(tensor.shape)}"
             for name, tensor in tensors.items()
-            if name not in by_name
-            and not (is_ignored(config, name) or is_tied_head(config, tensor))
+            if not (name in by_name or name in left_out or is_tied_head(config, tensor))
         ],
     )
     faults.check(directory)

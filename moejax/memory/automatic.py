@@ -76,7 +76,6 @@ def _chosen(
     options = () if all_fit else _options(checkpoint, tiering, limits, sizes)
     found = recommended(
         Facts(
-            family=config.family,
             num_experts=config.num_experts,
             width=config.experts_per_token,
             all_fit=all_fit,

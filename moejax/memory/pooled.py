@@ -37,7 +37,7 @@ from moejax.models.expert_products import (
 )
 from moejax.models.grouped_experts import choose_grouped
 from moejax.models.moe import STEP_BYTES, ExpertsVia
-from moejax.models.routing import Routing
+from moejax.models.routing import Routing, foreseen
 from moejax.ops import Index
 from moejax.qtensor import Compensator, QTensor, Weight
 from pallas_kernels import expert_fetch
@@ -304,7 +304,8 @@ class PooledExperts:
         """What the next layer's router is expected to choose (DyMoE eq. 6-8)."""
         replay, replayed = self.store.replay_ahead, self.store.replay
         if replay is None or replayed is None or len(token_mask) != replayed.shape[2]:
-            mass = jnp.sum(jnp.where(token_mask[:, None], predicted.probabilities, 0.0), axis=0)
+            scores = foreseen(predicted, self.config)
+            mass = jnp.sum(jnp.where(token_mask[:, None], scores, 0.0), axis=0)
             return jax.lax.top_k(mass, self.most_ahead)[1]
         # The clock has counted the layer before.
         step = (self.pool.residency.clock - 2) // self.spec.cache.num_layers

@@ -26,7 +26,7 @@ from moejax.models.config import ModelConfig
 from moejax.models.expert_products import Experts, Pairs, combine, products_of_tiers
 from moejax.models.grouped_experts import choose_for_tiers
 from moejax.models.moe import ExpertsVia
-from moejax.models.routing import Routing, weights_of
+from moejax.models.routing import Routing, foreseen, weights_of
 from moejax.ops import Index
 from moejax.policies import mixed_cache
 from moejax.policies.attention_importance import attention_received
@@ -194,7 +194,7 @@ class TieredExperts:
         """float32[N, E], of the next layer's router."""
         replay, row = self._store[0].replay_predicted, self._replay_row(routing)
         if replay is None or row is None:
-            return ahead().probabilities
+            return foreseen(ahead(), self.config)
         return replay[row, self._following(layer)]
 
     def _replay_row(self, routing: Routing) -> jax.Array | None:

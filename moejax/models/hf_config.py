@@ -37,6 +37,7 @@ _WRITERS = dict.fromkeys(hf_deepseek.ARCHITECTURES, hf_deepseek.config_fields)
 
 # What transformers takes for a field that a config.json leaves out.
 _DEFAULT_ROPE_THETA = {"mixtral": 1e6, "qwen3_moe": 1e4}
+_QWEN3_WINDOW = 4096  # of transformers, where a window is asked for and none is given
 _DEFAULT_NORM_EPS = {"mixtral": 1e-5, "qwen3_moe": 1e-6}
 _DEFAULT_MAX_POSITIONS = {"mixtral": 131072, "qwen3_moe": 32768}
 
@@ -98,9 +99,8 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
     model_dim = integer(fields, "hidden_size")
     mlp_dim = integer(fields, "intermediate_size")
     is_qwen3 = family == "qwen3_moe"
-    windowed = fields.get("sliding_window") is not None and (
-        not is_qwen3 or flag(fields, "use_sliding_window")
-    )
+    window = fields.get("sliding_window", _QWEN3_WINDOW if is_qwen3 else None)
+    windowed = window is not None and (not is_qwen3 or flag(fields, "use_sliding_window"))
     return ModelConfig(
         family=family,
         vocab_size=integer(fields, "vocab_size"),
@@ -123,7 +123,7 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
         tied_embeddings=flag(fields, "tie_word_embeddings"),
         qk_norm=is_qwen3,
         attention_bias=flag(fields, "attention_bias") if is_qwen3 else False,
-        sliding_window=integer(fields, "sliding_window") if windowed else None,
+        sliding_window=integer({"sliding_window": window}, "sliding_window") if windowed else None,
     )
 
 

@@ -88,10 +88,10 @@ def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
         expert_dim=expert_dim,
         mlp_dim=integer(fields, "intermediate_size"),
         moe_layers=_sparse_layers(family, fields, num_layers),
-        norm_topk_prob=family != "deepseek_v2" and flag(fields, "norm_topk_prob"),
+        norm_topk_prob=_normalises(family, fields),
         norm_eps=number(fields, "rms_norm_eps", default=1e-6),
         rope_theta=number(
-            {"rope_theta": _rope(fields, "rope_theta")}, "rope_theta", default=10000.0
+            {"rope_theta": rope_field(fields, "rope_theta")}, "rope_theta", default=10000.0
         ),
         max_positions=max_positions,
         tied_embeddings=flag(fields, "tie_word_embeddings"),
@@ -193,6 +193,13 @@ def _latent(fields: Mapping[str, Any]) -> LatentAttention:
     )
 
 
+def _normalises(family: str, fields: Mapping[str, Any]) -> bool:
+    """DeepSeekMoE's code leaves the weight of a single expert as it is, V3's does not."""
+    if family == "deepseek" and integer(fields, "num_experts_per_tok") == 1:
+        return False
+    return family != "deepseek_v2" and flag(fields, "norm_topk_prob")
+
+
 def _router(family: str, fields: Mapping[str, Any]) -> RouterRule:
     if family == "deepseek":
         return RouterRule()
@@ -221,13 +228,6 @@ def _layers(first: int, every: int, num_layers: int) -> tuple[int, ...]:
     return tuple(layer for layer in range(first, num_layers) if layer % every == 0)
 
 
-def _rope(fields: Mapping[str, Any], name: str) -> Any:
-    """What `rope_scaling`, where transformers 4 looks, and `rope_parameters` agree on."""
-    found = {"rope_parameters": rope_field(fields, name)}
-    scaling = object_field(fields, "rope_scaling").get(name)
-    return agreed({f"rope_scaling.{name}": scaling, **found})
-
-
 def _yarn(fields: Mapping[str, Any], max_positions: int) -> Yarn | None:
     kinds = {
         name: rope_type(object_field(fields, name))
@@ -236,8 +236,9 @@ def _yarn(fields: Mapping[str, Any], max_positions: int) -> Yarn | None:
     }
     if agreed(kinds) != "yarn":
         return None
-    # Zeros and nulls of these are as if they were left out.
-    given = {name: _rope(fields, name) or None for name in _YARN_FIELDS}
+    given = {name: rope_field(fields, name) for name in _YARN_FIELDS}
+    # Zeros of these are as if they were left out; one of `attention_factor` would be taken.
+    given = {name: of or (None if name != "attention_factor" else of) for name, of in given.items()}
     positions = "original_max_position_embeddings"
     if given["factor"] is None:
         raise MoejaxError("the factor of rope scaling of type 'yarn' is missing")

@@ -7,6 +7,8 @@ from moejax.errors import MoejaxError
 
 # Numbers are computed with as float32.
 LARGEST = 3e38
+# Where transformers 4 keeps what rope is, and where transformers 5 does, which reads both.
+ROPES = ("rope_scaling", "rope_parameters")
 
 
 def unsupported(
@@ -20,9 +22,11 @@ def unsupported(
       partial: whether heads that are rotated in part are.
     """
     reasons = []
-    for name in ("rope_scaling", "rope_parameters"):
-        kind = rope_type(object_field(fields, name))
-        if kind not in ropes:
+    for name in ROPES:
+        rope = object_field(fields, name)
+        if by_kind := [key for key, value in rope.items() if isinstance(value, dict)]:
+            reasons.append(f"{name} apart for {', '.join(by_kind)}")
+        elif (kind := rope_type(rope)) not in ropes:
             reasons.append(f"{name} of type {kind!r} (without it, the model's own context works)")
     rotated = rope_field(fields, "partial_rotary_factor")
     if not partial and rotated not in (None, 1, 1.0):
@@ -38,9 +42,9 @@ def rope_type(rope: Mapping[str, Any]) -> Any:
 
 
 def rope_field(fields: Mapping[str, Any], name: str) -> Any:
-    """A rope field where transformers 5 keeps it, or else at the top level."""
-    nested = object_field(fields, "rope_parameters").get(name)
-    return agreed({f"rope_parameters.{name}": nested, name: fields.get(name)})
+    """What all places that hold a rope field agree on: both objects, and the top level."""
+    nested = {f"{rope}.{name}": object_field(fields, rope).get(name) for rope in ROPES}
+    return agreed({**nested, name: fields.get(name)})
 
 
 def object_field(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -23,6 +23,7 @@ _IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
 # The head that predicts further tokens at once (Qwen3-Next), which decoding here does not use.
 _MULTI_TOKEN = re.compile(r"^mtp\.")
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+_FURTHER = re.compile(r"\.(enorm|hnorm|eh_proj)\.")  # what such a layer of DeepSeek-V3 has alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,17 +68,27 @@ def find_spelling(family: str, names: Collection[str]) -> Spelling:
     )
 
 
-def is_ignored(config: ModelConfig, name: str) -> bool:
-    """True for a tensor that no model here needs."""
-    return _IGNORED.search(name) is not None or is_multi_token(config, name)
+def ignored(config: ModelConfig, names: Collection[str]) -> set[str]:
+    """Those of a checkpoint's tensors that no model here needs."""
+    return {name for name in names if _IGNORED.search(name)} | set(multi_token(config, names))
 
 
-def is_multi_token(config: ModelConfig, name: str) -> bool:
-    """True for a tensor of what predicts further tokens at once."""
-    if config.family == "deepseek_v3":  # one further layer
-        layer = _LAYER.match(name)
-        return layer is not None and int(layer[1]) == config.num_layers
-    return config.family == "qwen3_next" and _MULTI_TOKEN.match(name) is not None
+def multi_token(config: ModelConfig, names: Collection[str]) -> list[str]:
+    """Those of a checkpoint's tensors that predict further tokens at once.
+
+    In DeepSeek-V3's they are layers after the last one, which are told from a decoder's by norms
+    of their own: a config that says a layer too few does not lose it.
+    """
+    if config.family == "qwen3_next":
+        return [name for name in names if _MULTI_TOKEN.match(name)]
+    if config.family != "deepseek_v3":
+        return []
+    layers = {name: int(found[1]) for name in names if (found := _LAYER.match(name))}
+    marked = {layer for name, layer in layers.items() if _FURTHER.search(name)}
+    end = config.num_layers
+    while end in marked:
+        end += 1
+    return [name for name, layer in layers.items() if config.num_layers <= layer < end]
 
 
 def placements(config: ModelConfig, spelling: Spelling) -> Iterator[Placement]:

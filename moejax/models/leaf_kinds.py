@@ -37,7 +37,8 @@ KIND_OF_LEAF: Mapping[str, str] = types.MappingProxyType({
     "head": "head",
 })  # fmt: skip
 
-# Of too few rows for a kernel to be as fast, and run by one all the same in prompts: `ops.linear`.
+# Of too few rows for a kernel's tiles to be as fast, and run by one in prompts all the same:
+# `ops.linear`.
 STEADY_LEAVES = ("moe.router", "attention.kv_a", "delta.ba_proj", "shared.gate")
 
 

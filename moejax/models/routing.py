@@ -69,6 +69,19 @@ def weights_of(scores: jax.Array, ids: jax.Array, config: ModelConfig) -> jax.Ar
     return weights if config.router.scale == 1.0 else weights * config.router.scale
 
 
+def foreseen(routing: Routing, config: ModelConfig) -> jax.Array:
+    """float32[N, E]: the larger, the likelier a router that was asked ahead will want an expert.
+
+    Where scores alone decide, they are it (DyMoE eq. 7); where groups or a bias do, whoever it
+    would choose comes before all others.
+    """
+    if config.router.is_plain:
+        return routing.probabilities
+    numbers = jnp.arange(routing.probabilities.shape[1], dtype=routing.ids.dtype)
+    chosen = jnp.any(routing.ids[:, :, None] == numbers[None, None], axis=1)
+    return routing.probabilities + chosen.astype(jnp.float32)
+
+
 def _normalised(weights: jax.Array, config: ModelConfig) -> jax.Array:
     if not config.norm_topk_prob:
         return weights

@@ -1,4 +1,4 @@
-"""`auto`: a recommended policy for a model's family and what its experts' memory holds.
+"""`auto`: a recommended policy for how sparse a model is and what its experts' memory holds.
 
 Measured or swept, not believed; the sources stand beside the numbers:
   * Everything fits: no policy.
@@ -53,7 +53,6 @@ class Facts:
     """What a recommendation looks at.
 
     Attributes:
-      family: of the model.
       num_experts: E, of a layer.
       width: A, experts of a token.
       all_fit: the model as it is stored fits the device.
@@ -61,7 +60,6 @@ class Facts:
       link_gib_per_s: from host to device.
     """
 
-    family: str
     num_experts: int
     width: int
     all_fit: bool
@@ -107,13 +105,14 @@ def recommended(facts: Facts) -> Recommendation:
     if one.slots[0] >= num_experts:
         why = f"all experts fit the device in {one.tiers[0]}"
         return Recommendation(policy="resident", tiers=one.tiers, settings={}, why=why)
-    row = nearest(facts.family, one.slots[0] / num_experts, facts.link_gib_per_s)
+    sparsity = facts.width / num_experts
+    row = nearest(sparsity, one.slots[0] / num_experts, facts.link_gib_per_s)
     rest = ", ".join(f"{kind} {ms:.2f}" for kind, ms in row["tpot_ms"].items())
     why = (
         f"{one.slots[0]} of {num_experts} experts fit in {one.tiers[0]}; the fastest at "
-        f"{100 * FLOOR:g} % of the gate mass in a sweep of {row['family']} with "
-        f"{100 * row['share']:g} % of the experts at {row['link_gib_per_s']:g} GiB/s (ms a token: "
-        f"{rest})"
+        f"{100 * FLOOR:g} % of the gate mass in a sweep of {row['width']} of "
+        f"{row['num_experts']} experts a token, {100 * row['share']:g} % of them there, at "
+        f"{row['link_gib_per_s']:g} GiB/s (ms a token: {rest})"
     )
     settings = dict(row["settings"])
     settings.pop("selection", None)  # of a replay, which sees no attention
@@ -126,13 +125,22 @@ def hot_gate_mass(share: float) -> float:
     return float(np.interp(share, x, y))
 
 
-def nearest(family: str, share: float, link_gib_per_s: float) -> Mapping[str, Any]:
-    """The row of one tier nearest in family, then share of the experts, then link."""
+def nearest(sparsity: float, share: float, link_gib_per_s: float) -> Mapping[str, Any]:
+    """The row of one tier nearest in experts a token, then share that fits, then link.
+
+    Args:
+      sparsity: experts of a token, of all.
+      share: of the experts that fit the device.
+      link_gib_per_s: from host to device.
+    """
     rows = [row for row in table()["rows"] if len(row["tiers"]) == 1]
 
-    def distance(row: Mapping[str, Any]) -> tuple[bool, float, float]:
-        ratio = abs(float(np.log(row["link_gib_per_s"] / link_gib_per_s)))
-        return row["family"] != family, abs(row["share"] - share), ratio
+    def apart(one: float, other: float) -> float:
+        return abs(float(np.log(one / other)))
+
+    def distance(row: Mapping[str, Any]) -> tuple[float, float, float]:
+        tokens = apart(row["width"] / row["num_experts"], sparsity)
+        return tokens, abs(row["share"] - share), apart(row["link_gib_per_s"], link_gib_per_s)
 
     return min(rows, key=distance)
 

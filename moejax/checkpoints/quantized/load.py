@@ -33,7 +33,7 @@ from moejax.checkpoints.safetensors_reader import stored_tensors
 from moejax.devices import choose_device
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
-from moejax.models.hf_names import find_spelling, is_ignored, placements
+from moejax.models.hf_names import find_spelling, ignored, placements
 from moejax.qtensor import Fp8Tensor, QTensor, Weight
 
 
@@ -185,11 +185,12 @@ def _plan(
             tensors.fits(placement.name, placement.shape, FLOATS)
             used.add(placement.name)
         plan[placement.leaf].append(Part(placement, matrix))
+    left_out = ignored(config, tensors.stored)
     unexpected = [
         f"{name} {list(tensor.shape)}"
         for name, tensor in tensors.stored.items()
         if name not in used
-        and not is_ignored(config, name)
+        and name not in left_out
         and not is_tied_head(config, tensor)
         and not (name in extras and _says_nothing(name, tensors))
     ]
