@@ -14,6 +14,7 @@ from moejax import Engine, runner, steps
 from moejax.generation import GenerationSettings
 from moejax.policies.make import make_policy
 from moejax.runner import Runner
+from tests import slow
 from tests.pooled_test import QWEN, pooled_runner, random_weights
 from tests.tiered_case import tiered_runner
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
@@ -80,6 +81,7 @@ class WholeCallsTest(absltest.TestCase):
 
 class WholeCallsOfPoliciesTest(absltest.TestCase):
     def test_a_policy_that_draws_decides_as_without_them(self):
+        slow.skip_unless_asked()
         policy = make_policy("dymoe", retention=0.5, selection="random", prefetch=0)
         found = []
         for whole in (False, True):

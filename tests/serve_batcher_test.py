@@ -22,6 +22,7 @@ from moejax.ledger import Ledger
 from moejax.memory.budget import Limits
 from moejax.serving import batcher as batcher_module
 from moejax.serving.metrics import Metrics
+from tests import slow
 from tests.serving_case import (
     NAME,
     WAIT_S,
@@ -124,11 +125,12 @@ class CancelTest(absltest.TestCase):
         expected = ENGINE.generate(["the quick"], max_new_tokens=100)[0]
         runner = ENGINE._runner
         spy = mock.patch.object(runner, "end_rows", wraps=runner.end_rows)
-        slow, hold = slow_steps(ENGINE, 0.01), held_batches(ENGINE)
-        with served(ENGINE) as server, slow, hold as gate, spy as end_rows:
+        slowly, hold = slow_steps(ENGINE, 0.01), held_batches(ENGINE)
+        with served(ENGINE) as server, slowly, hold as gate, spy as end_rows:
             first = begin(server, max_tokens=1)
             wait_until(lambda: server.value("moejax_batch_size_count") == 1, "the first")
             left = begin(server, stream=True)
+            wait_until(lambda: server.batcher.num_waiting == 1, "it waits")  # and has row 0
             stays = begin(server, stream=False, max_tokens=100)
             wait_until(lambda: server.batcher.num_waiting == 2, "two wait")
             gate.set()
@@ -195,6 +197,8 @@ class FaultTest(absltest.TestCase):
 class WarmUpTest(parameterized.TestCase):
     @parameterized.named_parameters(("cpu", False), ("programs_of_a_gpu", True))
     def test_requests_after_it_trace_nothing(self, like_a_gpu: bool):
+        if like_a_gpu:  # more programs, warmed up by the same calls
+            slow.skip_unless_asked()
         with contextlib.ExitStack() as stack:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             engine = stack.enter_context(tiny_chat_engine(directory))

@@ -10,6 +10,7 @@ from absl.testing import absltest
 
 from moejax.policies.make import make_policy
 from moejax.policies.on_demand import OnDemand
+from tests import slow
 from tests.pooled_test import PROMPTS, answers, pooled_runner, random_weights
 from tests.tiered_case import CONFIG, tiered_runner
 
@@ -85,6 +86,7 @@ class ReplayTest(absltest.TestCase):
         self.assertEqual(second.settle().layers, memory.ledger.layers)
 
     def test_a_policy_sees_the_replayed_probabilities(self):
+        slow.skip_unless_asked()
         given = replays(True)
         runner, memory = tiered_runner(Looking(prefetch=2), (4, 2), (3, 3), prefetch=2)
         replayed(runner, memory.tiers[:1], given)
