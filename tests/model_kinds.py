@@ -3,7 +3,7 @@
 from typing import Any
 
 from moejax.models.config import ModelConfig
-from moejax.models.parts import DeltaNet, LatentAttention, Yarn
+from moejax.models.parts import DeltaNet, LatentAttention, RouterRule, Yarn
 from tests.random_checkpoints import TINY
 
 # Standard attention; shared experts; the first layer dense.
@@ -26,7 +26,14 @@ DELTA: dict[str, Any] = {
         conv_width=4,
     ),
 }  # fmt: skip
-KINDS = {"shared": SHARED, "latent": LATENT, "delta": DELTA}
+# DeepSeek-V3's router: sigmoids, and a bias that decides who is chosen, within the best groups.
+SIGMOID: dict[str, Any] = {
+    **LATENT, "family": "deepseek_v3", "norm_topk_prob": True, "num_experts": 8,
+    "router": RouterRule(
+        scoring="sigmoid", scale=2.5, num_groups=4, top_groups=2, group_score="top2", has_bias=True
+    ),
+}  # fmt: skip
+KINDS = {"shared": SHARED, "latent": LATENT, "delta": DELTA, "sigmoid": SIGMOID}
 
 
 def config_of(name: str, **changes: Any) -> ModelConfig:

@@ -51,6 +51,10 @@ ENTRIES = {
         "model.layers.2.input_layernorm.weight": ("norm", "attention.norm", 2),
         "model.layers.3.mlp.shared_expert_gate.weight": ("kept", "shared.gate", 3),
     },
+    "sigmoid": {
+        "model.layers.1.mlp.gate.weight": ("router", "moe.router", 1),
+        "model.layers.2.mlp.gate.e_score_correction_bias": ("norm", "moe.router_bias", 2),
+    },
 }
 
 

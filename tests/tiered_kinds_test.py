@@ -12,9 +12,11 @@ from moejax.memory import tiered_experts
 from moejax.models.parts import RouterRule
 from moejax.models.routing import routing_of, weights_of
 from moejax.models.transformer import Transformer
+from moejax.policies.buddy_lists import BuddyLists
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.make import make_policy
 from tests import model_kinds, slow
+from tests.pooled_test import answers
 from tests.tiered_case import tiered_runner
 from tests.tiered_looped_test import outcome
 
@@ -24,6 +26,12 @@ TOKENS = np.random.default_rng(0).integers(0, 160, (1, 16)).astype(np.int32)
 FOUR = model_kinds.config_of("delta", num_experts=8)
 FOUR = dataclasses.replace(FOUR, delta_net=dataclasses.replace(FOUR.delta_net, layers=(0, 2)))
 SCALED = RouterRule(scale=2.5)
+# Settings, bits and slots (None: all experts) of the tiers, and how they are held.
+POLICIES = {
+    "dynaexq": ({"n_hot": 2, "period": 4}, (4, 2), (2, None), {}),
+    "buddymoe": ({"rho": 2, "tae_tau": -1.0}, (4,), (2,), {"first": 2}),
+    "dymoe": ({**DYMOE, "prefetch": 2}, (4, 2), (2, 2), {"prefetch": 2}),
+}
 
 
 def runner_of(config):
@@ -86,6 +94,35 @@ class ImportanceTest(parameterized.TestCase):
             # Between passes of a loop a sum of float32 may end in another last bit (places.py).
             with self.subTest(jax.tree_util.keystr(path)):
                 np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+class PoliciesTest(parameterized.TestCase):
+    """Each policy on each kind of model, experts of several precisions, prompts and decode."""
+
+    @parameterized.product(kind=tuple(model_kinds.KINDS), name=("dynaexq", "buddymoe", "dymoe"))
+    def test_it_decides_and_its_ledger_is_whole(self, kind, name):
+        if (kind, name) != ("sigmoid", "dymoe"):
+            slow.skip_unless_asked()
+        config = model_kinds.config_of(kind)
+        num_layers, num_experts = len(config.moe_layers), config.num_experts
+        settings, bits, slots, how = POLICIES[name]
+        if name == "buddymoe":
+            others = (np.arange(num_experts)[:, None] + [1, 2]) % num_experts
+            ids = np.tile(others.astype(np.int32), (num_layers, 1, 1))
+            lists = BuddyLists(ids, np.full(ids.shape, 0.5, np.float32))
+            settings = {**settings, "lists": lists}
+        policy = make_policy(name, **settings)
+        slots = [num_experts if of is None else of for of in slots]
+        runner, memory = tiered_runner(policy, bits, slots, config=config, **how)
+        self.assertLen(answers(runner, [[1, 2, 3]], 8)[0], 8)
+        memory.settle()
+        shares = memory.ledger.shares
+        self.assertAlmostEqual(sum(shares.values()) - shares.get("substituted", 0), 1, places=5)
+        for event in ("unserved", "hits", "prefetched"):
+            count = sum(tier.ledger.total(event) for tier in memory.tiers)
+            asked = event == "hits" or (event == "prefetched" and name == "dymoe")
+            self.assertEqual(count > 0, asked, event)
+        self.assertEqual(shares.get("substituted", 0) > 0, name == "buddymoe", shares)
 
 
 class WeightsTest(parameterized.TestCase):
