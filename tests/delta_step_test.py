@@ -27,6 +27,8 @@ from tests.delta_step_contract import (
 from tests.host_test_case import HostTestCase
 from tests.poisoned_outputs import after_nan
 
+STACKED = ("states", "tails", "conv", "dt_bias", "a_log", "norm")  # over layers
+
 
 def call(
     rows: Any, b_and_a: Any, states: Any, tails: Any, conv: Any, dt_bias: Any, a_log: Any,
@@ -222,6 +224,20 @@ class DeviceContractTest(parameterized.TestCase):
         self.assertGreaterEqual(memory.alias_size_in_bytes, of.states.nbytes + of.tails.nbytes)
         self.assertLess(memory.temp_size_in_bytes, of.states.nbytes // 8)
         self.assertIsNone(violation(step(*on_device), of, shape))
+
+    def test_offsets_beyond_32_bits(self):
+        shape, layers = Shape(1, 1, 1, 128, 128, layers=1), 2**17 + 1
+        of = random_operands(shape, "bfloat16", seed=12)
+
+        def last(array: np.ndarray) -> jax.Array:  # of so many layers
+            blank = jnp.zeros((layers, *array.shape[1:]), array.dtype)
+            return blank.at[-1].set(array[0])
+
+        far = of._replace(layer=layers - 1, **{name: last(getattr(of, name)) for name in STACKED})
+        self.assertGreater(far.states.size, 2**31)
+        out, states, tails = run(COMPILED, far, shape, implementation="triton")
+        self.assertIsNone(violation((out, states[-1:], tails[-1:]), of, shape))
+        self.assertFalse(bool(jnp.any(states[:-1])) or bool(jnp.any(tails[:-1])))
 
 
 if __name__ == "__main__":
