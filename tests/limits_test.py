@@ -16,11 +16,14 @@ from absl.testing import absltest, parameterized
 
 from moejax import Engine, MoejaxError
 from moejax.checkpoints.experts import ExpertReader
+from moejax.engine import STEPS_PER_CALL
+from moejax.generation import GenerationSettings
 from moejax.memory.budget import Limits
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
 
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB_SIZE, n).tolist() for n in (9, 21)]
 ROW_NBYTES = 3 * 16 * 32 * 4  # of an expert of the tiny model in float32
+GREEDY = GenerationSettings(temperature=0.0)
 DIRECTORY: Path
 RESIDENT: list[list[int]]
 
@@ -91,6 +94,19 @@ class LimitsTest(parameterized.TestCase):
         gone = mock.patch.object(ExpertReader, "read", side_effect=MoejaxError("the disk is gone"))
         with gone, self.assertRaisesRegex(MoejaxError, "the disk is gone"):
             tokens(engine)
+        self.assertEqual(tokens(engine), RESIDENT)
+
+        # All that ran at the time of a failure is told of it, whoever looks first; nobody else is.
+        runner = engine._runner
+        sessions = [runner.prefill(PROMPTS, 64, GREEDY, ()) for _ in range(2)]
+        with gone:
+            jax.block_until_ready(runner.decode(sessions[1], 9, STEPS_PER_CALL, False))
+        self.assertIsNotNone(engine.ledger)
+        for session in sessions:
+            with self.assertRaisesRegex(MoejaxError, "is gone"), runner.reading(session.since):
+                pass
+            with self.assertRaisesRegex(MoejaxError, "is gone"):
+                runner.decode(session, 9, STEPS_PER_CALL, False)
         self.assertEqual(tokens(engine), RESIDENT)
 
     def test_a_file_that_changed_is_an_error_and_no_wrong_token(self):

@@ -54,8 +54,10 @@ class DiskExperts:
       reader: of the disk; its counters say how much was read.
       cache: which experts the rows of the host store hold; None where it has no rows.
       row_of: int32[M, E], the table for the steps to come.
-      error: why an expert could not be read, since `take_error`; the step that asked went on with
-        zeros, and nothing of it or of what it cached may be used.
+      failures: times that a step asked and got zeros, with which it went on: nothing of it, of
+        what it cached, or of the steps that used that may be used. Never falls, so that whoever
+        noted it before a step can tell, whatever others have seen of it.
+      error: why the last of them could not be read, in one line.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class DiskExperts:
         if store is not None and store.in_place:
             self.cache = HostCache(row_of, store.num_rows)
         self.row_of = row_of
-        self.error: BaseException | None = None
+        self.failures, self.error = 0, ""
         self._told = (0, 0)
         self._arrived: dict[Expert, _Arrival] = {}
         self._tickets: dict[Expert, Ticket] = {}
@@ -101,16 +103,27 @@ class DiskExperts:
           experts: int32[J].
 
         An error would end the step with more than one line, and take its donated arrays with it:
-        it goes to `error`.
+        it is counted in `failures`.
         """
-        found = [np.zeros((len(experts), *part.shape), part.dtype) for part in self._row]
         try:
+            found = [np.zeros((len(experts), *part.shape), part.dtype) for part in self._row]
             wanted = np.asarray(experts)
             for place in np.flatnonzero(wanted >= 0):
                 self._read((int(layer), int(wanted[place])), [array[place] for array in found])
         except BaseException as error:  # the host raises it where it reads results
-            self.error = error
+            self._count(error)
+            # Without memory of their own: the lack of it may be what failed.
+            found = [
+                np.broadcast_to(part.dtype.type(0), (len(experts), *part.shape))
+                for part in self._row
+            ]
         return tuple(found)
+
+    def _count(self, error: BaseException) -> None:
+        # The text alone: an error that is kept keeps the frames that it went through.
+        reason = str(error) if isinstance(error, MoejaxError) else repr(error)
+        with self._lock:
+            self.error, self.failures = reason, self.failures + 1
 
     def _read(self, expert: Expert, into: list[np.ndarray]) -> None:
         with self._lock:  # while bytes are copied, nobody may release a block or give a row away
@@ -199,11 +212,6 @@ class DiskExperts:
         counters, told = self.reader.counters, self._told
         self._told = (counters.reads, counters.bytes)
         return counters.reads - told[0], counters.bytes - told[1]
-
-    def take_error(self) -> BaseException | None:
-        """`error`, which is None from then on."""
-        error, self.error = self.error, None
-        return error
 
     def close(self) -> None:
         """Ends the threads; a step that needs the disk afterwards fails."""

@@ -14,7 +14,7 @@ from moejax import ops
 from moejax.compiled import CompiledPrograms
 from moejax.fidelity import TieredLedger
 from moejax.memory import residency
-from moejax.memory.expert_memory import ExpertMemory
+from moejax.memory.expert_memory import ExpertMemory, check_failures
 from moejax.memory.expert_pool import ExpertPool, ExpertStore
 from moejax.memory.landing import is_ready
 from moejax.memory.placing import Jobs
@@ -98,13 +98,29 @@ class TieredMemory:
         """See `ExpertMemory.stacks`; of the first tier."""
         return self.tiers[0].stacks()
 
+    @property
+    def failures(self) -> int:
+        """See `ExpertMemory.failures`; of all tiers."""
+        return sum(tier.failures for tier in self.tiers)
+
+    @property
+    def failure(self) -> str:
+        """Likewise: why the last one of the first tier that had any was."""
+        return next((tier.failure for tier in self.tiers if tier.failures), "")
+
+    def begin_session(self) -> int:
+        """See `ExpertMemory.begin_session`."""
+        with self._lock:
+            return sum([tier.begin_session() for tier in self.tiers])
+
     @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self, since: int | None = None) -> Iterator[None]:
         """See `ExpertMemory.step`; a policy whose state a failed step took begins anew."""
         with self._lock, contextlib.ExitStack() as stack:
-            for tier in self.tiers:
+            for tier in self.tiers:  # each forgets what it may have wrong before one is raised
                 stack.enter_context(tier.step())
             try:
+                check_failures(self, since)
                 self._before_step()
                 yield
             except BaseException:
@@ -112,12 +128,13 @@ class TieredMemory:
                 raise
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
+    def reading(self, since: int | None = None) -> Iterator[None]:
         """See `ExpertMemory.reading`."""
         with contextlib.ExitStack() as stack:
             for tier in self.tiers:
                 stack.enter_context(tier.reading())
             yield
+        check_failures(self, since)
 
     def settle(self) -> TieredLedger:
         """The ledger after all steps so far, for which it waits."""
