@@ -12,6 +12,7 @@ the row.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ import jax
 import numpy as np
 
 from moejax.errors import MoejaxError
-from moejax.memory.host_store import Expert, HostCache, HostStore
+from moejax.memory.host_store import Expert, HostCache, HostStore, copy_row
 from moejax.memory.landing import is_ready
 from moejax.memory.ssd import SsdReader, State, Ticket
 
@@ -129,12 +130,12 @@ class DiskExperts:
         with self._lock:  # while bytes are copied, nobody may release a block or give a row away
             self._collect()
             if (arrival := self._arrived.get(expert)) is not None:
-                return _copy(into, arrival.parts)
+                return copy_row(into, arrival.parts)
             if self.cache is not None and self.row_of[expert] >= 0:  # since the step was dispatched
                 assert self._store is not None
-                return _copy(into, self._store.rows(int(self.row_of[expert])))
+                return copy_row(into, self._store.rows(int(self.row_of[expert])))
         parts = self.reader.read_now(*expert)
-        _copy(into, parts)
+        copy_row(into, parts)
         with self._lock:
             kept = sum(arrival.ticket is None for arrival in self._arrived.values())
             is_there = expert in self._arrived or self.row_of[expert] >= 0
@@ -199,9 +200,10 @@ class DiskExperts:
             changed = self._publish()
             if self._uses is not None and is_ready(self._uses):
                 uses, self._uses = self._uses, None
-                self._touch(jax.device_get(uses))
-                self._write()
-                changed |= self._reserve()
+                with contextlib.suppress(jax.errors.JaxRuntimeError):  # of a pool that is lost
+                    self._touch(jax.device_get(uses))
+                    self._write()
+                    changed |= self._reserve()
             if self._uses is None and any(a.written is None for a in self._arrived.values()):
                 self._uses = last_uses()
                 self._uses.copy_to_host_async()
@@ -272,7 +274,7 @@ class DiskExperts:
         for expert, arrival in self._arrived.items():
             if arrival.has_row and arrival.written is None:
                 rows = self._store.rows(self.cache.reserved_row(expert))
-                arrival.written = self._writer.submit(_copy, rows, arrival.parts)
+                arrival.written = self._writer.submit(copy_row, rows, arrival.parts)
 
     def _publish(self) -> bool:
         assert self.cache is not None
@@ -292,8 +294,3 @@ class DiskExperts:
         arrival = self._arrived.pop(expert)
         if arrival.ticket is not None and arrival.ticket.state is not State.OVER:
             self.reader.release(arrival.ticket)
-
-
-def _copy(views: Sequence[np.ndarray], row: Sequence[np.ndarray]) -> None:
-    for view, part in zip(views, row, strict=True):
-        np.copyto(view, part)

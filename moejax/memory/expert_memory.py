@@ -170,7 +170,10 @@ class ExpertMemory:
         """Where the disk failed a step since the last call: what is cached may be wrong."""
         if self.failures == self._forgotten:
             return
-        self.pool.residency.clock.block_until_ready()  # no step is left that could fail too
+        try:
+            self.pool.residency.clock.block_until_ready()  # no step is left that could fail too
+        except jax.errors.JaxRuntimeError:
+            self.renew()
         self._forgotten = self.failures
         empty = residency.empty(self.spec.cache)
         place = self.pool.residency.clock.sharding
@@ -180,6 +183,8 @@ class ExpertMemory:
 
     def renew(self) -> None:
         """A new pool, with what `fill` says; the counts since the last `settle` are lost."""
+        if self.transfers is not None:
+            self.transfers.forget_steps()
         for leaf in jax.tree.leaves(self.pool):
             if not leaf.is_deleted():
                 leaf.delete()  # there may be no room for two
@@ -190,16 +195,17 @@ class ExpertMemory:
 
     def settle(self) -> Ledger:
         """The ledger after all steps so far, for which it waits."""
-        with self._lock, self.reading():
-            counts = jax.device_get(self.pool.counts)
-        read = self.disk.read_since() if self.disk else (0, 0)
-        self.ledger.add(counts, disk_reads=read[0], disk_bytes=read[1])
-        if self.transfers is not None:
-            self.ledger.bulk_requests = dataclasses.asdict(self.transfers.counters)
-        place = self.pool.counts.events.sharding
-        fresh = no_counts(self.spec.cache.num_layers, counts.gate.shape[1] - 1)
-        self.pool = dataclasses.replace(self.pool, counts=jax.device_put(fresh, place))
-        return self.ledger
+        with self._lock:  # to the end: a step of another thread would take the pool, or be lost
+            with self.reading():
+                counts = jax.device_get(self.pool.counts)
+            read = self.disk.read_since() if self.disk else (0, 0)
+            self.ledger.add(counts, disk_reads=read[0], disk_bytes=read[1])
+            if self.transfers is not None:
+                self.ledger.bulk_requests = dataclasses.asdict(self.transfers.counters)
+            place = self.pool.counts.events.sharding
+            fresh = no_counts(self.spec.cache.num_layers, counts.gate.shape[1] - 1)
+            self.pool = dataclasses.replace(self.pool, counts=jax.device_put(fresh, place))
+            return self.ledger
 
     def close(self) -> None:
         """Ends transfers and reading; a step that needs the disk afterwards is an error."""

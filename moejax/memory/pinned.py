@@ -10,8 +10,8 @@ import ctypes
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -48,6 +48,34 @@ def allocate_place(shape: tuple[int, ...], dtype: np.dtype, device: jax.Device) 
     array = jax.block_until_ready(_allocator(shape, np.dtype(dtype), _sharding(device))())
     view = _view(array)
     return Place(None, np.empty(shape, dtype)) if view is None else Place(array, view)
+
+
+def allocate_blocks(
+    row: Sequence[Any], num_blocks: int, device: jax.Device, advice: str
+) -> list[list[Place]]:
+    """Places of so many experts, on whose way to the device each part is written by the host.
+
+    Args:
+      row: the parts of one expert, shapes and dtypes.
+      num_blocks: how many.
+      device: that reads them.
+      advice: what to do where the platform gives no pointer to them.
+
+    Raises:
+      MoejaxError: they cannot be had, or not be written to.
+    """
+    nbytes = num_blocks * sum(math.prod(p.shape) * np.dtype(p.dtype).itemsize for p in row)
+    check_pinned_limit(nbytes, device)
+    with plain_memory_errors(nbytes, device):
+        blocks = [
+            [allocate_place(p.shape, p.dtype, device) for p in row] for _ in range(num_blocks)
+        ]
+    if any(place.array is None for block in blocks for place in block):
+        raise MoejaxError(
+            f"{device} gives no pointer to its host memory, through which experts would go: "
+            f"{advice}"
+        )
+    return blocks
 
 
 def filled_place(view: np.ndarray, device: jax.Device) -> Place:

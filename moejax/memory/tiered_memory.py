@@ -123,17 +123,24 @@ class TieredMemory:
                 check_failures(self, since)
                 self._before_step()
                 yield
-            except BaseException:
-                self._renew()
+            except BaseException as error:
+                leaves = jax.tree.leaves((self._state, self._gate))
+                lost = any(leaf.is_deleted() for leaf in leaves)
+                if lost or isinstance(error, jax.errors.JaxRuntimeError):
+                    self._begin_anew()
                 raise
 
     @contextlib.contextmanager
     def reading(self, since: int | None = None) -> Iterator[None]:
         """See `ExpertMemory.reading`."""
-        with contextlib.ExitStack() as stack:
-            for tier in self.tiers:
-                stack.enter_context(tier.reading())
+        try:
             yield
+        except jax.errors.JaxRuntimeError:
+            with self._lock:  # all at once: a step of another thread takes all of them
+                for tier in self.tiers:
+                    tier.renew()
+                self._begin_anew()
+            raise
         check_failures(self, since)
 
     def settle(self) -> TieredLedger:
@@ -157,7 +164,9 @@ class TieredMemory:
         if self._asked is not None:
             if not is_ready(self._asked.tier):
                 return
-            self._request(jax.device_get(self._asked))
+            asked, self._asked = self._asked, None
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # of a step that failed
+                self._request(jax.device_get(asked))
         held = (self.pool, self._coming(), self._room())
         program = self.programs.get(ask, (self.spec,), held, num_donated=1)
         self.pool, self._asked = program(*held)
@@ -192,11 +201,9 @@ class TieredMemory:
         gate = no_gate(self.spec.cache.num_layers, len(self.tiers))
         return state, jax.device_put(gate, self.device)
 
-    def _renew(self) -> None:
-        leaves = jax.tree.leaves((self._state, self._gate))
-        if any(leaf.is_deleted() for leaf in leaves):
-            self._state, self._gate = self._fresh()
-            self._asked = None
+    def _begin_anew(self, policy: AnyPolicy | None = None) -> None:
+        self._state, self._gate = self._fresh(policy)
+        self._asked = None
 
     def reset(self, policy: AnyPolicy | None = None, held: Sequence[np.ndarray] = ()) -> None:
         """As before any token.
@@ -207,8 +214,7 @@ class TieredMemory:
             that are emulated: no bytes are moved for it.
         """
         with self._lock:
-            self._state, self._gate = self._fresh(policy)
-            self._asked = None
+            self._begin_anew(policy)
             for tier, experts in zip(self.tiers, held, strict=len(held) > 0):
                 assert tier.spec.emulated
                 content = residency.seeded(tier.spec.cache, experts)
