@@ -139,7 +139,10 @@ class LimitsTest(parameterized.TestCase):
         ):
             tokens(engine)
         self.assertEqual(tokens(engine), RESIDENT)
-        self.assertGreater(engine.ledger.as_dict()["disk_reads"], 0)
+        found, counted = engine.ledger.as_dict(), engine._runner.memory.disk.reader.counters
+        self.assertGreater(found["disk_reads"], 0)
+        self.assertEqual(found["disk_waits"], counted.waits)
+        self.assertEqual(found["disk_trouble"], {"retries": 2, "errors": 1, "refused": 0})
 
     def test_a_step_that_fails_leaves_a_whole_engine(self):
         engine = limited(slots=2, transient=2)

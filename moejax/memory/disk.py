@@ -87,7 +87,7 @@ class DiskExperts:
             self.cache = HostCache(row_of, store.num_rows)
         self.row_of = row_of
         self.failures, self.error = 0, ""
-        self._told = (0, 0)
+        self._told: dict[str, Any] = {}
         self._arrived: dict[Expert, _Arrival] = {}
         self._tickets: dict[Expert, Ticket] = {}
         self._failed: dict[Expert, str] = {}
@@ -209,11 +209,10 @@ class DiskExperts:
                 self._uses.copy_to_host_async()
             return changed
 
-    def read_since(self) -> tuple[int, int]:
-        """Experts and bytes that were read since the last call."""
-        counters, told = self.reader.counters, self._told
-        self._told = (counters.reads, counters.bytes)
-        return counters.reads - told[0], counters.bytes - told[1]
+    def read_since(self) -> dict[str, int]:
+        """What the reader has counted since the last call, by the names of `ssd.Counters`."""
+        told, self._told = self._told, dataclasses.asdict(self.reader.counters)
+        return {name: n - told.get(name, 0) for name, n in self._told.items() if name != "seconds"}
 
     def close(self) -> None:
         """Ends the threads; a step that needs the disk afterwards fails."""

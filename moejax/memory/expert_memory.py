@@ -198,8 +198,7 @@ class ExpertMemory:
         with self._lock:  # to the end: a step of another thread would take the pool, or be lost
             with self.reading():
                 counts = jax.device_get(self.pool.counts)
-            read = self.disk.read_since() if self.disk else (0, 0)
-            self.ledger.add(counts, disk_reads=read[0], disk_bytes=read[1])
+            self.ledger.add(counts, disk=self.disk.read_since() if self.disk else {})
             if self.transfers is not None:
                 self.ledger.bulk_requests = dataclasses.asdict(self.transfers.counters)
             place = self.pool.counts.events.sharding
