@@ -5,7 +5,6 @@ once into one of these with `from_config_dict`, and nothing below the mains sees
 """
 
 import dataclasses
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,7 +14,7 @@ from moejax.evaluation.problems import GenerationTask
 from moejax.evaluation.tasks import TASKS
 from moejax.evaluation.texts import JOINS
 from moejax.generation import GenerationSettings
-from moejax.memory.budget import Limits
+from moejax.memory.budget import Limits, check_gib
 from moejax.models.shapes import SHAPES
 from moejax.options import RunConfig, option
 from moejax.options import to_config_dict as to_config_dict
@@ -56,10 +55,7 @@ class MemoryConfig(RunConfig):
 
     def check(self) -> None:
         """See `RunConfig.check`; `make_budget` checks them with the model at hand."""
-        for name in ("device_gib", "host_gib"):
-            gib = getattr(self, name)
-            if not 0 <= gib < math.inf:
-                raise MoejaxError(f"{name}={gib} must be 0 (no limit) or a number of GiB")
+        check_gib(self.device_gib, self.host_gib, "")
         if self.slots < -1:
             raise MoejaxError(f"slots={self.slots} must be -1 (as many as fit) or a number")
         for name in ("transient", "prefetch", "bulk"):

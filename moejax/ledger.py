@@ -225,8 +225,8 @@ class Ledger:
         lines.append(f"moved: {', '.join(causes) or 'nothing'}")
         if self.disk_waits or self.disk_reads:
             lines.append(
-                f"disk: {self.disk_reads} experts read; steps waited for {self.disk_waits} of them; "
-                f"host memory had {_percent(self.host_hit_rate)} of what they fetched"
+                f"disk: {self.disk_reads} experts read; steps waited for {self.disk_waits} of them;"
+                f" host memory had {_percent(self.host_hit_rate)} of what they fetched"
             )
         if any(self.disk_trouble.values()):
             said = (f"{name} {n}" for name, n in self.disk_trouble.items() if n)

@@ -16,9 +16,11 @@ from absl.testing import absltest, parameterized
 
 from moejax import Engine, MoejaxError
 from moejax.checkpoints.experts import ExpertReader
+from moejax.checkpoints.open import Checkpoint
 from moejax.engine import STEPS_PER_CALL
 from moejax.generation import GenerationSettings
-from moejax.memory.budget import Limits
+from moejax.memory import pinned
+from moejax.memory.budget import PINNED_LIMIT, Limits
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
 
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB_SIZE, n).tolist() for n in (9, 21)]
@@ -195,6 +197,18 @@ class LimitsTest(parameterized.TestCase):
     def test_impossible_limits_are_refused_with_what_would_do(self):
         with self.assertRaisesRegex(MoejaxError, "smallest that would do is"):
             limited(device_gib=1e-5)
+
+    def test_pinned_memory_is_refused_as_a_whole_before_the_first_allocation(self):
+        planned = limited(slots=2, bulk=2).budget
+        self.assertLess(planned.host["experts"], planned.total_host - 1)
+        gib = (planned.total_host - 1) / 2**30
+        with (
+            mock.patch.object(pinned, "is_pinned", return_value=True),
+            mock.patch.dict(os.environ, {PINNED_LIMIT: repr(gib)}),
+            mock.patch.object(Checkpoint, "load", side_effect=AssertionError),
+            self.assertRaisesRegex(MoejaxError, "more than the 0 GiB of host memory that JAX may"),
+        ):
+            limited(slots=2, bulk=2)
 
     def test_another_model_on_the_disk_path_is_refused(self):
         with tempfile.TemporaryDirectory() as other:

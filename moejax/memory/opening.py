@@ -18,6 +18,7 @@ from moejax.memory.disk import DiskExperts
 from moejax.memory.expert_memory import ExpertMemory
 from moejax.memory.expert_pool import PoolSpec
 from moejax.memory.host_store import HeldRows, HostStore, RowSupply
+from moejax.memory.pinned import check_pinned_limit
 from moejax.memory.residency import CacheSpec
 from moejax.memory.ssd import SsdReader, waiting_refusal
 from moejax.memory.transfers import Transfers
@@ -76,6 +77,7 @@ def open_memory(
         return weights, None, budget
     if sizes.refusal:
         raise MoejaxError(f"the experts do not fit and cannot move: {sizes.refusal}")
+    check_pinned_limit(budget.total_host, device)  # of all allocations, before the first
     weights = checkpoint.load(dtype=dtype, device=device, progress=progress, experts=False)
     memory = load_experts(checkpoint, budget, dtype=dtype, device=device, progress=progress)
     return weights, memory, budget

@@ -17,9 +17,9 @@ import jax
 import numpy as np
 
 from moejax.errors import MoejaxError
+from moejax.memory.budget import PINNED_LIMIT
+from moejax.memory.machine import pinned_limit_nbytes
 
-LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-_DEFAULT_LIMIT_GIB = 64
 _PINNED = "pinned_host"
 _GIB = 2**30
 
@@ -83,21 +83,13 @@ def filled_place(view: np.ndarray, device: jax.Device) -> Place:
     return Place(jax.block_until_ready(jax.device_put(view, _sharding(device))), None)
 
 
-def pinned_limit_nbytes() -> int:
-    """Bytes that JAX may pin in this process, as it was when JAX started."""
-    try:
-        return int(float(os.environ.get(LIMIT_VARIABLE, "")) * _GIB)
-    except ValueError:
-        return _DEFAULT_LIMIT_GIB * _GIB
-
-
 def check_pinned_limit(nbytes: int, device: jax.Device) -> None:
     """Raises MoejaxError where a device cannot be given `nbytes` of pinned memory."""
     limit = pinned_limit_nbytes()
     if is_pinned(device) and nbytes > limit:
         raise MoejaxError(
             f"{nbytes / _GIB:.1f} GiB of experts are more than the {limit / _GIB:.0f} GiB of host "
-            f"memory that JAX may pin; set {LIMIT_VARIABLE}={_enough_gib(nbytes)} before it "
+            f"memory that JAX may pin; set {PINNED_LIMIT}={_enough_gib(nbytes)} before it "
             "starts, or a lower host_gib"
         )
 
@@ -110,8 +102,8 @@ def raise_pinned_limit(nbytes: int) -> str | None:
     """
     if nbytes <= pinned_limit_nbytes():
         return None
-    os.environ[LIMIT_VARIABLE] = str(_enough_gib(nbytes))
-    return f"{LIMIT_VARIABLE}={_enough_gib(nbytes)} is set: {nbytes / _GIB:.1f} GiB are pinned"
+    os.environ[PINNED_LIMIT] = str(_enough_gib(nbytes))
+    return f"{PINNED_LIMIT}={_enough_gib(nbytes)} is set: {nbytes / _GIB:.1f} GiB are pinned"
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from moejax.memory.allocator import check_room, limits_on
 from moejax.memory.budget import Budget, Limits, Tier, TieredBudget, make_tiered_budget
 from moejax.memory.expert_memory import ExpertMemory
 from moejax.memory.opening import load_experts
+from moejax.memory.pinned import check_pinned_limit
 from moejax.memory.tiered_memory import TieredMemory, warm
 from moejax.models.config import ModelConfig
 from moejax.policies.attention_importance import importance_nbytes
@@ -69,6 +70,7 @@ def open_tiered(
     )  # fmt: skip
     chosen, stored, sources, budget = planned
     check_room(device, limits, budget.device)
+    check_pinned_limit(budget.total_host, device)
     weights = checkpoint.load(dtype=dtype, device=device, progress=progress, experts=False)
     memories = []
     for tier, source, part in zip(stored, sources, budget.tiers, strict=True):
@@ -165,14 +167,14 @@ def budget_of_tiers(
       MoejaxError: the policy refuses the tiers, or the limits are too tight.
     """
     _check_suits(policy, tiers, config)
-    asks = _asks(policy, tiers, config)
+    asks, num_experts = _asks(policy, tiers, config), len(config.moe_layers) * config.num_experts
     return make_tiered_budget(
         config,
         weights_nbytes,
         tiers,
         slots=slots,
         prefetch=limits.prefetch or _ahead(policy, config.experts_per_token),
-        bulk=limits.bulk or (BULK if asks else 0),
+        bulk=limits.bulk or (min(BULK, num_experts) if asks else 0),
         batch=batch,
         context=context,
         chunk=chunk,

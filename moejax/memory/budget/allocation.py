@@ -1,12 +1,12 @@
 """From limits to slots: the parts of a run, and what they leave for experts."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 
 from moejax.memory.budget.limits import (
     BudgetError,
     Limits,
+    check_gib,
     gib_above,
     limit_nbytes,
     num_banks,
@@ -190,9 +190,7 @@ class _Run:
     def check(self) -> None:
         """Raises BudgetError for what no limit would mend."""
         slots, prefetch = self.limits.slots, self.limits.prefetch
-        for name in ("device_gib", "host_gib"):
-            if not 0 <= (gib := getattr(self.limits, name)) < math.inf:
-                raise BudgetError(f"memory.{name}={gib} must be 0 (no limit) or a number of GiB")
+        check_gib(self.limits.device_gib, self.limits.host_gib)
         if slots < -1 or min(self.limits.transient, prefetch) < 0 or prefetch > self.num_experts:
             raise BudgetError(
                 f"memory.slots={slots}, transient={self.limits.transient} and prefetch={prefetch} "
@@ -212,6 +210,9 @@ class _Run:
                 f"memory.bulk={self.limits.bulk} must be 0 (none) or a number of experts, which "
                 f"need slots to go to, but memory.slots={slots}"
             )
+        if self.limits.bulk > (most := self.num_layers * self.num_experts):
+            said = f"memory.bulk={self.limits.bulk}"
+            raise BudgetError(f"{said} is more than the {most} experts of the model")
         if slots >= 0 and prefetch > slots:
             raise BudgetError(
                 f"memory.prefetch={prefetch} needs as many slots a layer, but memory.slots={slots}"

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from moejax.memory.budget.allocation import Budget, Tier, make_budget
-from moejax.memory.budget.limits import BudgetError, Limits, gib_above, limit_nbytes
+from moejax.memory.budget.limits import BudgetError, Limits, check_gib, gib_above, limit_nbytes
 from moejax.memory.budget.workspace import Model
 
 # Parts of a budget that each tier has of its own.
@@ -125,6 +125,7 @@ def make_tiered_budget(
             host=_together(names, [b.host for b in budgets]),
         )
 
+    check_gib(limits.device_gib, limits.host_gib)
     limit = limit_nbytes(limits.device_gib)
     if slots:
         _check(slots, names, num_experts)
