@@ -24,7 +24,7 @@ from moejax.memory.budget import (
     table_nbytes,
     warnings,
 )
-from moejax.memory.budget.allocation import RING_BLOCKS
+from moejax.memory.budget.tables import RING_BLOCKS
 from moejax.memory.residency import CacheSpec, empty
 from moejax.models.config import weight_shapes
 from moejax.models.shapes import SHAPES
