@@ -25,6 +25,9 @@ EVALUATION_TASKS = (PERPLEXITY, *TASKS)
 SHAPE_BITS = (2, 3, 4, 8, 16)
 
 
+VERIFY = "first compare the files of checkpoints with the SHA-256 in their quantization.json"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryConfig(RunConfig):
     """The group `memory`: what a model may take, and where its experts may lie."""
@@ -89,6 +92,7 @@ class GenerateConfig(RecordConfig):
     """What `python -m moejax.generate` runs: a model, and one request's `GenerationSettings`."""
 
     checkpoint: str = option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
+    verify: bool = option(False, VERIFY)
     platform: str = option("auto", "auto (an accelerator if there is one), cpu or gpu")
     dtype: str = option(
         "auto",
@@ -233,6 +237,7 @@ class EvaluateConfig(RecordConfig):
 
     task: str = option(PERPLEXITY, f"what is measured: {', '.join(EVALUATION_TASKS)}")
     checkpoint: str = option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
+    verify: bool = option(False, VERIFY)
     text: str = option(
         "wikitext2", "a UTF-8 file (.txt, .xz, .gz), or wikitext2: the test rows from the Hub"
     )
