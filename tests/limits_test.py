@@ -21,6 +21,7 @@ from moejax.engine import STEPS_PER_CALL
 from moejax.generation import GenerationSettings
 from moejax.memory import pinned
 from moejax.memory.budget import PINNED_LIMIT, Limits
+from tests import slow
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
 
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB_SIZE, n).tolist() for n in (9, 21)]
@@ -59,6 +60,21 @@ class LimitsTest(parameterized.TestCase):
         engine = limited(device_gib=1)
         self.assertIsNone(engine.ledger)
         self.assertEqual(tokens(engine), RESIDENT)
+
+    def test_residency_is_invisible_in_the_demo_model(self):
+        slow.skip_unless_asked()
+        resident, half = (
+            Engine.from_pretrained(
+                "demo", limits=Limits(slots=slots), dtype="float32", platform="cpu",
+                progress=False, batch=2, context=64,
+            )
+            for slots in (-1, 16)
+        )  # fmt: skip
+        prompts = ["Once upon a time", "The little dog said"]
+        said = [engine.generate(prompts, max_new_tokens=24) for engine in (resident, half)]
+        self.assertEqual(*([answer.tokens for answer in answers] for answers in said))
+        self.assertIsNone(resident.ledger)
+        self.assertGreater(totals(half)["evictions"], 100)
 
     def test_slots_and_transients_are_those_asked_for(self):
         engine = limited(slots=3, transient=2, prefetch=1)
