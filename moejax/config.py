@@ -5,7 +5,6 @@ once into one of these with `from_config_dict`, and nothing below the mains sees
 """
 
 import dataclasses
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,7 +14,7 @@ from moejax.evaluation.problems import GenerationTask
 from moejax.evaluation.tasks import TASKS
 from moejax.evaluation.texts import JOINS
 from moejax.generation import GenerationSettings
-from moejax.memory.budget import Limits
+from moejax.memory.budget import Limits, check_gib
 from moejax.models.shapes import SHAPES
 from moejax.options import RunConfig, option
 from moejax.options import to_config_dict as to_config_dict
@@ -24,6 +23,9 @@ from moejax.policy_config import PolicyConfig
 PERPLEXITY = "perplexity"
 EVALUATION_TASKS = (PERPLEXITY, *TASKS)
 SHAPE_BITS = (2, 3, 4, 8, 16)
+
+
+VERIFY = "first compare the files of checkpoints with the SHA-256 in their quantization.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,10 +58,7 @@ class MemoryConfig(RunConfig):
 
     def check(self) -> None:
         """See `RunConfig.check`; `make_budget` checks them with the model at hand."""
-        for name in ("device_gib", "host_gib"):
-            gib = getattr(self, name)
-            if not 0 <= gib < math.inf:
-                raise MoejaxError(f"{name}={gib} must be 0 (no limit) or a number of GiB")
+        check_gib(self.device_gib, self.host_gib, "")
         if self.slots < -1:
             raise MoejaxError(f"slots={self.slots} must be -1 (as many as fit) or a number")
         for name in ("transient", "prefetch", "bulk"):
@@ -93,6 +92,7 @@ class GenerateConfig(RecordConfig):
     """What `python -m moejax.generate` runs: a model, and one request's `GenerationSettings`."""
 
     checkpoint: str = option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
+    verify: bool = option(False, VERIFY)
     platform: str = option("auto", "auto (an accelerator if there is one), cpu or gpu")
     dtype: str = option(
         "auto",
@@ -237,6 +237,7 @@ class EvaluateConfig(RecordConfig):
 
     task: str = option(PERPLEXITY, f"what is measured: {', '.join(EVALUATION_TASKS)}")
     checkpoint: str = option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
+    verify: bool = option(False, VERIFY)
     text: str = option(
         "wikitext2", "a UTF-8 file (.txt, .xz, .gz), or wikitext2: the test rows from the Hub"
     )

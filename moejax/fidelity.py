@@ -89,6 +89,10 @@ class TieredLedger:
         for name, tier in self.tiers.items():
             prefix = f"{name}: " if len(self.tiers) > 1 else ""
             lines += [prefix + line for line in tier.describe()]
+        *better, _ = self.tiers.items()
+        for name, tier in better:
+            arrived = sum(map(tier.total, ("admitted", "prefetched", "bulk")))
+            lines.append(f"promotions to {name} {arrived}, demotions {tier.total('evictions')}")
         return [*lines, "gate mass: " + _percents(self.shares)]
 
     def describe_layers(self) -> list[str]:

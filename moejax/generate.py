@@ -68,17 +68,16 @@ def load_engine(config: GenerateConfig, num_prompts: int = 1) -> "Engine":
     import jax
 
     from moejax.engine import Engine
+    from moejax.tiering import verify_all
 
+    tiering = config.policy.tiering()
+    if config.verify:
+        verify_all(config.checkpoint, config.memory.disk_path, tiering)
     engine = Engine.from_pretrained(
-        config.checkpoint,
-        dtype=config.dtype,
-        platform=config.platform,
-        context=config.context,
-        compilation_cache=config.compilation_cache,
+        config.checkpoint, dtype=config.dtype, platform=config.platform, context=config.context,
+        compilation_cache=config.compilation_cache, policy=tiering, batch=num_prompts,
         limits=config.memory.limits() if config.memory != MemoryConfig() else None,
-        policy=config.policy.tiering(),
-        batch=num_prompts,
-    )
+    )  # fmt: skip
     _say(
         f"compilation cache: {jax.config.values['jax_compilation_cache_dir'] or 'off'}",
         f"loaded {config.checkpoint} on {engine.device} in {engine.load_seconds:.2f} s",

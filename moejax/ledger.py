@@ -4,6 +4,7 @@ Axes: M sparse layers, T tiers. A report of speed stands beside its ledger.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -24,8 +25,9 @@ EVENTS = (
     "bulk",  # experts that a bulk transfer brought
     "prefetch_hits",  # of what was brought ahead, experts whose first use found them there
     "prefetch_waste",  # of what was brought ahead, experts that went unused
-    "waits",  # experts for which the step waited for the disk
+    "waits",  # experts that the step asked the host for, which read them or had them by then
 )
+DISK_TROUBLE = ("retries", "errors", "refused")  # of what a reader counts
 _COLUMN = {name: i for i, name in enumerate(EVENTS)}
 
 
@@ -106,6 +108,8 @@ class Ledger:
       gate_mass: of all, by tier, of all layers.
       disk_bytes: read from the disk, told by the reader.
       disk_reads: experts, likewise.
+      disk_waits: of them, those that a step waited for.
+      disk_trouble: tries that had to be repeated and requests that came to nothing, by name.
       bulk_requests: what became of requests between steps, by name, told by the transfers.
     """
 
@@ -115,15 +119,16 @@ class Ledger:
     gate_mass: dict[str, float] = dataclasses.field(default_factory=dict)
     disk_bytes: int = 0
     disk_reads: int = 0
+    disk_waits: int = 0
+    disk_trouble: dict[str, int] = dataclasses.field(default_factory=dict)
     bulk_requests: dict[str, int] = dataclasses.field(default_factory=dict)
 
-    def add(self, counts: Counts, *, disk_bytes: int = 0, disk_reads: int = 0) -> None:
+    def add(self, counts: Counts, *, disk: Mapping[str, int] | None = None) -> None:
         """Adds the counts of a call, after which the next one starts from `no_counts`.
 
         Args:
           counts: of numpy arrays, or of arrays that are fetched here.
-          disk_bytes: what was read from the disk for the call.
-          disk_reads: in that many experts.
+          disk: what the reader of the disk counted for the call (`ssd.Counters`), by name.
 
         Raises:
           ValueError: counts of another number of layers or tiers, or a negative one (overflow).
@@ -143,8 +148,11 @@ class Ledger:
                 total[name] += amount
         for tier, mass in zip(self.tiers, gate[:, 1:].sum(0).tolist(), strict=True):
             self.gate_mass[tier] = self.gate_mass.get(tier, 0.0) + mass
-        self.disk_bytes += disk_bytes
-        self.disk_reads += disk_reads
+        self.disk_bytes += (told := disk or {}).get("bytes", 0)
+        self.disk_reads += told.get("reads", 0)
+        self.disk_waits += told.get("waits", 0)
+        for name in DISK_TROUBLE:
+            self.disk_trouble[name] = self.disk_trouble.get(name, 0) + told.get(name, 0)
         if counts.unserved.any():
             raise RuntimeError(f"{int(counts.unserved.sum())} needed experts had no slot")
 
@@ -167,7 +175,7 @@ class Ledger:
     def host_hit_rate(self) -> float:
         """Share of what steps fetched that was in host memory; NaN if they fetched nothing."""
         fetched = self.total("admitted") + self.total("streamed")
-        return _share(fetched - self.total("waits"), fetched)
+        return _share(fetched - self.disk_waits, fetched)
 
     @property
     def bytes_by_cause(self) -> dict[str, int]:
@@ -182,11 +190,6 @@ class Ledger:
         """Bytes from host to device, for whatever cause."""
         return sum(amount for cause, amount in self.bytes_by_cause.items() if cause != "disk")
 
-    def stall_seconds(self, link_bytes_per_s: float) -> float:
-        """An estimate of what steps waited for the link: all that was fetched inside them."""
-        causes = self.bytes_by_cause
-        return (causes["demand"] + causes["stream"]) / link_bytes_per_s
-
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON; a rate of nothing is None."""
         return {
@@ -198,6 +201,8 @@ class Ledger:
             "bytes": self.bytes_by_cause,
             "gate_mass": dict(self.gate_mass),
             "disk_reads": self.disk_reads,
+            "disk_waits": self.disk_waits,
+            "disk_trouble": dict(self.disk_trouble),
             "bulk_requests": dict(self.bulk_requests),
             "layers": [dict(layer) for layer in self.layers],
         }
@@ -218,11 +223,14 @@ class Ledger:
             )
         causes = [f"{name} {_size(n)}" for name, n in self.bytes_by_cause.items() if n]
         lines.append(f"moved: {', '.join(causes) or 'nothing'}")
-        if count("waits") or self.disk_reads:
+        if self.disk_waits or self.disk_reads:
             lines.append(
-                f"disk: {self.disk_reads} experts read; steps waited for {count('waits')} experts; "
-                f"host memory had {_percent(self.host_hit_rate)} of what they fetched"
+                f"disk: {self.disk_reads} experts read; steps waited for {self.disk_waits} of them;"
+                f" host memory had {_percent(self.host_hit_rate)} of what they fetched"
             )
+        if any(self.disk_trouble.values()):
+            said = (f"{name} {n}" for name, n in self.disk_trouble.items() if n)
+            lines.append(f"disk requests: {', '.join(said)}")
         if any(self.bulk_requests.values()):
             said = (f"{name} {n}" for name, n in self.bulk_requests.items() if n)
             lines.append(f"bulk requests: {', '.join(said)}")

@@ -118,15 +118,15 @@ class LiveBatch:
             num_steps += count
             return session.emitted
 
-        yield self._read(session.emitted)
+        yield self._read(session.emitted, session.since)
         pending = dispatch()
         while pending is not None and not self._ended[: len(self._room)].all():
             following = dispatch()
-            yield self._read(pending)
+            yield self._read(pending, session.since)
             pending = following
 
-    def _read(self, emitted: Emitted) -> list[Piece | None]:
-        with self._runner.reading():
+    def _read(self, emitted: Emitted, since: int) -> list[Piece | None]:
+        with self._runner.reading(since):
             tokens = np.asarray(emitted.tokens).tolist()
             told = emitted.logprobs
             values = [np.asarray(a) for a in (told.chosen, told.top, told.top_ids)] if told else []

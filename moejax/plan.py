@@ -12,7 +12,7 @@ from absl import flags
 from moejax import cli
 from moejax.config import PlanConfig
 from moejax.errors import MoejaxError
-from moejax.memory.budget import Budget, describe, describe_tiers, warnings
+from moejax.memory.budget import describe, describe_tiers, tier_warnings, warnings
 from moejax.memory.machine import this_machine
 
 
@@ -30,21 +30,23 @@ def plan(config: PlanConfig, values: flags.FlagValues) -> None:
     if config.platform not in PLATFORMS:
         raise MoejaxError(f"platform {config.platform!r} is none of {', '.join(PLATFORMS)}")
     if tiering := config.policy.tiering():
-        print("\n".join(describe_tiers(tiered_budget(config, tiering))))
+        tiered = tiered_budget(config, tiering)
+        found = tier_warnings(tiered, this_machine(platform_of(config)))
+        print("\n".join([*describe_tiers(tiered), *_warned(found, config, tiered.context)]))
         return
     name, model, sizes, itemsize = model_of(config)
     budget = budget_of(config, model, sizes, itemsize)
     if budget.pooled and sizes.refusal:
         raise MoejaxError(f"the experts do not fit and cannot move: {sizes.refusal}")
     print(f"{name}, experts of {sizes.tier.name}, on a {platform_of(config)}")
-    for line in [*describe(budget), *_warned(budget, config, platform_of(config))]:
+    found = warnings(budget, this_machine(platform_of(config)))
+    for line in [*describe(budget), *_warned(found, config, budget.context)]:
         print(line)
 
 
-def _warned(budget: Budget, config: PlanConfig, platform: str) -> list[str]:
-    found = warnings(budget, this_machine(platform))
+def _warned(found: list[str], config: PlanConfig, context: int) -> list[str]:
     if not config.context:
-        found.append(f"context=0 takes what the prompts need; here it is {budget.context}")
+        found = [*found, f"context=0 takes what the prompts need; here it is {context}"]
     return [f"warning: {line}" for line in found]
 
 

@@ -15,6 +15,7 @@ from moejax.engine import PLANNED_CONTEXT
 from moejax.errors import MoejaxError
 from moejax.memory.automatic import plan_under_policy
 from moejax.memory.budget import Budget, TieredBudget, make_budget
+from moejax.memory.opening import disk_source
 from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
 from moejax.tiering import Tiering
@@ -54,6 +55,9 @@ def budget_of(config: PlanConfig, model: ModelConfig, sizes: Sizes, itemsize: in
       MoejaxError: it cannot run.
     """
     context, chunk = _sizes(config, model)
+    limits = config.memory.limits()
+    if not config.shape:
+        disk_source(open_checkpoint(config.checkpoint), limits)
     return make_budget(
         model,
         sizes.weights_nbytes,
@@ -61,7 +65,7 @@ def budget_of(config: PlanConfig, model: ModelConfig, sizes: Sizes, itemsize: in
         batch=config.batch,
         context=context,
         chunk=chunk,
-        limits=config.memory.limits(),
+        limits=limits,
         platform=platform_of(config),
         itemsize=itemsize,
     )

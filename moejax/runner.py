@@ -160,7 +160,7 @@ class Runner:
             return time.perf_counter() - started - (self.programs.seconds - compiled)
 
         def read(tokens: jax.Array) -> list[list[int]]:
-            with self.reading():
+            with self.reading(session.since):
                 return [[t for t in row if t >= 0] for row in np.asarray(tokens).tolist()]
 
         session = self.prefill(prompts, cache_length, settings, eos_ids)
@@ -194,17 +194,14 @@ class Runner:
     ) -> Session:
         """Runs the prompts ([] fills a batch), chooses a first token each; waits for nothing."""
         batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
-        by_row = settings_by_row(settings, batch)
+        by_row, since = settings_by_row(settings, batch), self._begin_session()
         cache, hidden, keys = self._fresh(seeds_of(by_row), cache_length)
         device_lengths = self._put(np.asarray(lengths, np.int32))
         for start, size in self._chunks(batch, max(lengths), cache_length):
+            static = (self._program, self._chunk_spec(batch, start, size, cache_length))
+            inputs = self._put(chunk_of(prompts, start, size)), self._put(np.int32(start))
             cache, hidden = self._step(
-                steps.prefill_chunk,
-                (self._program, self._chunk_spec(batch, start, size, cache_length)),
-                (cache, hidden),
-                self._put(chunk_of(prompts, start, size)),
-                self._put(np.int32(start)),
-                device_lengths,
+                since, steps.prefill_chunk, static, (cache, hidden), *inputs, device_lengths
             )
         all_greedy = all(row.temperature == 0 for row in by_row)
         sampling = sampling_of(by_row, self._put)
@@ -215,7 +212,9 @@ class Runner:
             (cache, keys, seen_tokens(prompts, by_row, self.config, self._put)),
             self.weights, hidden, device_lengths, sampling, ends,
         )  # fmt: skip
-        return Session(state, sampling, ends, all_greedy, max(lengths), emitted, top_logprobs)
+        return Session(
+            state, sampling, ends, all_greedy, max(lengths), emitted, top_logprobs, since
+        )
 
     def end_rows(self, session: Session, ended: np.ndarray) -> None:
         """The rows of bool[B] rest from the next call on."""
@@ -233,6 +232,7 @@ class Runner:
         )  # fmt: skip
         program = self._program._replace(top_logprobs=session.top_logprobs)
         session.state, session.emitted = self._step(
+            session.since,
             steps.decode,
             (program, spec, session.all_greedy, buffer_length, self._whole_calls and whole),
             (session.state,),
@@ -246,21 +246,16 @@ class Runner:
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """int32[B, T] to float32[B, T, V] on the host, a chunk at a time."""
         batch, length = tokens.shape
-        cache_length = length_bucket(length, MIN_PREFILL_LENGTH, self.config.max_positions)
-        cache, _, _ = self._fresh([0] * batch, cache_length)
+        since, cache_length, cache = self._begin_windows(batch, length)
         logits = []
         for start, size in self._chunks(batch, length, cache_length):
             part = tokens[:, start : start + size]
             chunk = np.zeros((batch, size), np.int32)
             chunk[:, : part.shape[1]] = part
-            cache, out = self._step(
-                steps.chunk_logits,
-                (self._program, self._chunk_spec(batch, start, size, cache_length)),
-                (cache,),
-                self._put(chunk),
-                self._put(np.int32(start)),
-            )
-            with self.reading():
+            static = (self._program, self._chunk_spec(batch, start, size, cache_length))
+            inputs = self._put(chunk), self._put(np.int32(start))
+            cache, out = self._step(since, steps.chunk_logits, static, (cache,), *inputs)
+            with self.reading(since):
                 logits.append(np.asarray(out)[:, : part.shape[1]])
         return np.concatenate(logits, axis=1)
 
@@ -276,8 +271,7 @@ class Runner:
           float64[B], nats.
         """
         batch, length = tokens.shape
-        cache_length = length_bucket(length, MIN_PREFILL_LENGTH, self.config.max_positions)
-        cache, _, _ = self._fresh([0] * batch, cache_length)
+        since, cache_length, cache = self._begin_windows(batch, length)
         device_lengths = self._put(np.asarray(lengths, np.int32))
         parts = []
         for start, size in self._chunks(batch, length, cache_length):
@@ -286,36 +280,33 @@ class Runner:
             chunk[:, : tokens[:, part].shape[1]] = tokens[:, part]
             wanted[:, : targets[:, part].shape[1]] = targets[:, part]
             places = scored_places(wanted)
+            static = (self._program, self._chunk_spec(batch, start, size, cache_length))
             cache, nats = self._step(
-                steps.score_chunk,
-                (self._program, self._chunk_spec(batch, start, size, cache_length)),
-                (cache,),
-                self._put(chunk),
-                self._put(np.int32(start)),
-                device_lengths,
-                self._put(places),
+                since, steps.score_chunk, static, (cache,), self._put(chunk),
+                self._put(np.int32(start)), device_lengths, self._put(places),
                 self._put(wanted[:, places]),
-            )
+            )  # fmt: skip
             parts.append(nats)
-        with self.reading():
+        with self.reading(since):
             return np.sum([np.asarray(nats, np.float64) for nats in parts], axis=0)
 
     def fold(self, function: Any, carried: Any, tokens: np.ndarray, lengths: np.ndarray) -> Any:
         """Windows int32[B, T], padded at the end, through a step that carries what it counts.
 
         `function`: `steps.score_chunk` up to `lengths`, with `carried`, donated, after the cache.
+        It waits for the end, or nobody would hear of a disk that failed the last step.
         """
         batch, length = tokens.shape
-        cache_length = length_bucket(length, MIN_PREFILL_LENGTH, self.config.max_positions)
-        cache, _, _ = self._fresh([0] * batch, cache_length)
+        since, cache_length, cache = self._begin_windows(batch, length)
         for start, size in self._chunks(batch, length, cache_length):
             chunk = np.pad(
                 tokens[:, start : start + size], ((0, 0), (0, max(0, start + size - length)))
             )
             static = (self._program, self._chunk_spec(batch, start, size, cache_length))
             inputs = (self._put(a) for a in (chunk, np.int32(start), np.asarray(lengths, np.int32)))
-            cache, carried = self._step(function, static, (cache, carried), *inputs)
-        return carried
+            cache, carried = self._step(since, function, static, (cache, carried), *inputs)
+        with self.reading(since):
+            return jax.block_until_ready(carried)
 
     def experts_via(self, num_tokens: int, experts: Sequence[Weight] | None = None) -> ExpertsVia:
         """The form that runs experts (None: the model's, of its first tier) of so many tokens."""
@@ -350,15 +341,24 @@ class Runner:
         static = (self.config, cache_length, self.dtype)
         return self._call(steps.fresh, static, (), self._put(np.asarray(seeds, np.uint32)))
 
+    def _begin_session(self) -> int:
+        return self.memory.begin_session() if self.memory else 0
+
+    def _begin_windows(self, batch: int, length: int) -> tuple[int, int, KVCache]:
+        """A session of its own, the length of its cache, and the cache."""
+        cache_length = length_bucket(length, MIN_PREFILL_LENGTH, self.config.max_positions)
+        return self._begin_session(), cache_length, self._fresh([0] * batch, cache_length)[0]
+
     def _step(
-        self, function: Any, static: tuple[Any, ...], donated: tuple[Any, ...], *arguments: Any
-    ) -> Any:
+        self, since: int, function: Any, static: tuple[Any, ...], donated: tuple[Any, ...],
+        *arguments: Any,
+    ) -> Any:  # fmt: skip
         """A step through the layers: `_call` with the weights, and what holds moving experts."""
         self.programs.check_open()
         if (memory := self.memory) is None:
             found = self._call(function, static, (*donated, None), self.weights, None, *arguments)
         else:
-            with memory.step():
+            with memory.step(since):
                 held = (*donated, memory.pool)
                 found = self._call(function, static, held, self.weights, memory.store, *arguments)
                 memory.pool = found[len(donated)]
@@ -376,9 +376,9 @@ class Runner:
         finally:
             self._program, self._recorder = plain, None
 
-    def reading(self) -> contextlib.AbstractContextManager[None]:
-        """Around reading results of steps."""
-        return self.memory.reading() if self.memory else contextlib.nullcontext()
+    def reading(self, since: int) -> contextlib.AbstractContextManager[None]:
+        """Around reading results of steps; `since`: see `ExpertMemory.begin_session`."""
+        return self.memory.reading(since) if self.memory else contextlib.nullcontext()
 
     def _call(
         self, function: Any, static: tuple[Any, ...], donated: tuple[Any, ...], *arguments: Any

@@ -27,6 +27,7 @@ class Session:
     next_position: int  # largest position that the next step writes
     emitted: Emitted  # of the last call, at first int32[B, 1]; not waited for
     top_logprobs: int = 0  # see `steps.Program`
+    since: int = 0  # see `ExpertMemory.begin_session`
 
     @property
     def first_tokens(self) -> jax.Array:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moejax.buddies import load_buddies
-from moejax.checkpoints.open import Checkpoint, open_checkpoint
+from moejax.checkpoints.open import Checkpoint, open_checkpoint, verify_checkpoint
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
 from moejax.policies.interface import AnyPolicy
@@ -115,6 +115,19 @@ class StoredTier:
                 f"policy.tiers: {self.source} holds another model than {own.directory}"
             )
         return found
+
+
+def verify_all(checkpoint: str, disk_path: str, tiering: "Tiering | None") -> None:
+    """`verify_checkpoint` of all that a run reads: its own, the copy on the disk, and the tiers'.
+
+    Args:
+      checkpoint: a name.
+      disk_path: likewise; "" for none.
+      tiering: None for none.
+    """
+    names = [checkpoint, disk_path, *(t.source for t in (tiering.stored() if tiering else ()))]
+    for name in dict.fromkeys(filter(None, names)):
+        verify_checkpoint(name)
 
 
 @dataclasses.dataclass(frozen=True)

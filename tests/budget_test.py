@@ -24,7 +24,7 @@ from moejax.memory.budget import (
     table_nbytes,
     warnings,
 )
-from moejax.memory.budget.allocation import RING_BLOCKS
+from moejax.memory.budget.tables import RING_BLOCKS
 from moejax.memory.residency import CacheSpec, empty
 from moejax.models.config import weight_shapes
 from moejax.models.shapes import SHAPES
@@ -226,6 +226,9 @@ class LimitsTest(parameterized.TestCase):
     @parameterized.parameters(
         ({"slots": 0, "bulk": 1}, "memory.bulk=1 must be 0 (none) or a number of experts, which"),
         ({"slots": 1, "bulk": -1}, "memory.bulk=-1 must be 0"),
+        ({"slots": 1, "bulk": 6145}, "memory.bulk=6145 is more than the 6144 experts of the model"),
+        ({"device_gib": 1e300}, "memory.device_gib=1e+300 must be 0 (no limit) or a number of GiB"),
+        ({"slots": 1, "host_gib": 1e300}, "memory.host_gib=1e+300 must be 0 (no limit)"),
         ({"slots": 129}, "memory.slots=129 is more than the 128 experts"),
         ({"transient": 200}, "memory.transient=200 is more than the 128 experts"),
         ({"slots": 2, "prefetch": 3}, "memory.prefetch=3 needs as many slots"),

@@ -14,7 +14,8 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.errors import MoejaxError
-from moejax.memory import host_store, pinned
+from moejax.memory import host_store, machine, pinned
+from moejax.memory.budget import PINNED_LIMIT
 from moejax.memory.host_store import HostStore
 
 PARTS = (
@@ -208,15 +209,15 @@ class HostStoreTest(StoreTestCase):
 
 class PinnedTest(StoreTestCase):
     def limit(self, gib):
-        values = {} if gib is None else {pinned.LIMIT_VARIABLE: gib}
+        values = {} if gib is None else {PINNED_LIMIT: gib}
         self.enter_context(mock.patch.dict(os.environ, values))
         if gib is None:
-            os.environ.pop(pinned.LIMIT_VARIABLE, None)
+            os.environ.pop(PINNED_LIMIT, None)
 
-    @parameterized.parameters((None, 64), ("100", 100), ("0.5", 0.5), ("many", 64))
+    @parameterized.parameters((None, 64), ("100", 100), ("0.5", 0.5), ("many", 64), ("inf", 64))
     def test_limit(self, said, gib):
         self.limit(said)
-        self.assertEqual(pinned.pinned_limit_nbytes(), gib * 2**30)
+        self.assertEqual(machine.pinned_limit_nbytes(), gib * 2**30)
 
     def test_more_than_the_limit_is_refused_beforehand(self):
         self.limit("0.0001")
@@ -236,7 +237,7 @@ class PinnedTest(StoreTestCase):
         self.assertIsNone(pinned.raise_pinned_limit(64 * 2**30))
         said = pinned.raise_pinned_limit(80 * 2**30)
         self.assertIn("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=90 is set: 80.0 GiB are pinned", said)
-        self.assertEqual(pinned.pinned_limit_nbytes(), 90 * 2**30)
+        self.assertEqual(machine.pinned_limit_nbytes(), 90 * 2**30)
 
     @parameterized.parameters(
         MemoryError("no memory"),

@@ -67,7 +67,7 @@ class LedgerTest(parameterized.TestCase):
 
     def test_sums_calls_and_multiplies_by_bytes(self):
         self.book.add(jax.device_get(example()))
-        self.book.add(example(), disk_bytes=3 * MIB, disk_reads=3)
+        self.book.add(example(), disk={"bytes": 3 * MIB, "reads": 3})
         self.assertEqual(self.book.total("needed"), 40)
         self.assertEqual(self.book.layers[1]["hits"], 18)
         self.assertEqual(self.book.hit_rate, 30 / 40)
@@ -75,7 +75,6 @@ class LedgerTest(parameterized.TestCase):
         expected = {"demand": 8, "stream": 2, "prefetch": 8, "bulk": 4, "disk": 3}
         self.assertEqual(self.book.bytes_by_cause, {k: n * MIB for k, n in expected.items()})
         self.assertEqual(self.book.link_bytes, 22 * MIB)
-        self.assertEqual(self.book.stall_seconds(5 * MIB), 2.0)
 
     def test_sums_exceed_32_bits(self):
         counts = ledger.no_counts(1).add(0, needed=2**31 - 1, hits=2**31 - 1)
@@ -101,7 +100,8 @@ class LedgerTest(parameterized.TestCase):
         self.assertLen(nothing, 2)
         self.assertIn("hits 0 (n/a)", nothing[0])
         self.assertEqual(nothing[1], "moved: nothing")
-        self.book.add(example().add(0, waits=2), disk_bytes=2560, disk_reads=5)
+        disk = {"bytes": 2560, "reads": 5, "waits": 2, "retries": 3, "errors": 1, "refused": 0}
+        self.book.add(example().add(0, waits=4), disk=disk)  # two of the four were there by then
         self.assertEqual(
             self.book.describe(),
             [
@@ -111,8 +111,9 @@ class LedgerTest(parameterized.TestCase):
                 "(75.0 % of those decided were used)",
                 "moved: demand 4.00 MiB, stream 1.00 MiB, prefetch 4.00 MiB, bulk 2.00 MiB, "
                 "disk 2.50 KiB",
-                "disk: 5 experts read; steps waited for 2 experts; host memory had 60.0 % of what "
+                "disk: 5 experts read; steps waited for 2 of them; host memory had 60.0 % of what "
                 "they fetched",
+                "disk requests: retries 3, errors 1",
             ],
         )
         self.assertEqual(self.book.host_hit_rate, 3 / 5)

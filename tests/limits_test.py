@@ -16,11 +16,17 @@ from absl.testing import absltest, parameterized
 
 from moejax import Engine, MoejaxError
 from moejax.checkpoints.experts import ExpertReader
-from moejax.memory.budget import Limits
+from moejax.checkpoints.open import Checkpoint
+from moejax.engine import STEPS_PER_CALL
+from moejax.generation import GenerationSettings
+from moejax.memory import pinned
+from moejax.memory.budget import PINNED_LIMIT, Limits
+from tests import slow
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
 
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB_SIZE, n).tolist() for n in (9, 21)]
 ROW_NBYTES = 3 * 16 * 32 * 4  # of an expert of the tiny model in float32
+GREEDY = GenerationSettings(temperature=0.0)
 DIRECTORY: Path
 RESIDENT: list[list[int]]
 
@@ -54,6 +60,21 @@ class LimitsTest(parameterized.TestCase):
         engine = limited(device_gib=1)
         self.assertIsNone(engine.ledger)
         self.assertEqual(tokens(engine), RESIDENT)
+
+    def test_residency_is_invisible_in_the_demo_model(self):
+        slow.skip_unless_asked()
+        resident, half = (
+            Engine.from_pretrained(
+                "demo", limits=Limits(slots=slots), dtype="float32", platform="cpu",
+                progress=False, batch=2, context=64,
+            )
+            for slots in (-1, 16)
+        )  # fmt: skip
+        prompts = ["Once upon a time", "The little dog said"]
+        said = [engine.generate(prompts, max_new_tokens=24) for engine in (resident, half)]
+        self.assertEqual(*([answer.tokens for answer in answers] for answers in said))
+        self.assertIsNone(resident.ledger)
+        self.assertGreater(totals(half)["evictions"], 100)
 
     def test_slots_and_transients_are_those_asked_for(self):
         engine = limited(slots=3, transient=2, prefetch=1)
@@ -93,6 +114,19 @@ class LimitsTest(parameterized.TestCase):
             tokens(engine)
         self.assertEqual(tokens(engine), RESIDENT)
 
+        # All that ran at the time of a failure is told of it, whoever looks first; nobody else is.
+        runner = engine._runner
+        sessions = [runner.prefill(PROMPTS, 64, GREEDY, ()) for _ in range(2)]
+        with gone:
+            jax.block_until_ready(runner.decode(sessions[1], 9, STEPS_PER_CALL, False))
+        self.assertIsNotNone(engine.ledger)
+        for session in sessions:
+            with self.assertRaisesRegex(MoejaxError, "is gone"), runner.reading(session.since):
+                pass
+            with self.assertRaisesRegex(MoejaxError, "is gone"):
+                runner.decode(session, 9, STEPS_PER_CALL, False)
+        self.assertEqual(tokens(engine), RESIDENT)
+
     def test_a_file_that_changed_is_an_error_and_no_wrong_token(self):
         engine = limited(slots=2, transient=2, host_gib=8 * ROW_NBYTES / 2**30)
         self.assertEqual(tokens(engine), RESIDENT)
@@ -123,7 +157,10 @@ class LimitsTest(parameterized.TestCase):
         ):
             tokens(engine)
         self.assertEqual(tokens(engine), RESIDENT)
-        self.assertGreater(engine.ledger.as_dict()["disk_reads"], 0)
+        found, counted = engine.ledger.as_dict(), engine._runner.memory.disk.reader.counters
+        self.assertGreater(found["disk_reads"], 0)
+        self.assertEqual(found["disk_waits"], counted.waits)
+        self.assertEqual(found["disk_trouble"], {"retries": 2, "errors": 1, "refused": 0})
 
     def test_a_step_that_fails_leaves_a_whole_engine(self):
         engine = limited(slots=2, transient=2)
@@ -176,6 +213,18 @@ class LimitsTest(parameterized.TestCase):
     def test_impossible_limits_are_refused_with_what_would_do(self):
         with self.assertRaisesRegex(MoejaxError, "smallest that would do is"):
             limited(device_gib=1e-5)
+
+    def test_pinned_memory_is_refused_as_a_whole_before_the_first_allocation(self):
+        planned = limited(slots=2, bulk=2).budget
+        self.assertLess(planned.host["experts"], planned.total_host - 1)
+        gib = (planned.total_host - 1) / 2**30
+        with (
+            mock.patch.object(pinned, "is_pinned", return_value=True),
+            mock.patch.dict(os.environ, {PINNED_LIMIT: repr(gib)}),
+            mock.patch.object(Checkpoint, "load", side_effect=AssertionError),
+            self.assertRaisesRegex(MoejaxError, "more than the 0 GiB of host memory that JAX may"),
+        ):
+            limited(slots=2, bulk=2)
 
     def test_another_model_on_the_disk_path_is_refused(self):
         with tempfile.TemporaryDirectory() as other:

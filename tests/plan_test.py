@@ -217,6 +217,38 @@ class MainTest(PlanCase):
                 self.assertAlmostEqual(sum(mib for _, mib in each), total, delta=0.01 * len(each))
                 self.assertLessEqual(total, 1024 * float(gib))
 
+    def test_a_policy_is_warned_and_refused_as_a_run_is(self):
+        write_random_checkpoint(self.directory, num_experts=8)
+        asked = [f"--config.checkpoint={self.directory}", "--config.memory.slots=4"]
+        policy = ["--config.policy.name=on_demand", "--config.policy.group_size=16"]
+        asked += ["--config.policy.tiers=('int4',)", *policy]
+        err = self.run_plan(*asked, "--config.memory.host_gib=1e-9", status=1)
+        self.assertIn("memory.host_gib=1e-09 is too little for experts of int4", err)
+        least = re.search(r"would do is (\S+) GiB", err)[1]
+        asked.append(f"--config.memory.host_gib={least}")
+        out = self.run_plan(*asked)
+        self.assertRegex(out, r"disk +experts, int4 ")
+        self.assertRegex(out, r"warning: \d+ % of the experts are not in host memory")
+        err = self.run_plan(*asked, "--config.platform=cpu", status=1)
+        self.assertIn("tier int4: experts that are converted while they are read", err)
+        two = [*asked, "--config.policy.name=dynaexq", "--config.policy.tiers=('int2',)"]
+        err = self.run_plan(*two, status=1)  # of which each has a share of it
+        self.assertIn(f"memory.host_gib={float(least):g} is too little for experts of int4", err)
+        least = re.search(r"would do is (\S+) GiB", err)[1]
+        out = self.run_plan(*two, f"--config.memory.host_gib={least}")
+        enough = re.search(r"experts of int4 are not in host memory.* to (\S+) GiB", out)[1]
+        out = self.run_plan(*two, f"--config.memory.host_gib={enough}")
+        self.assertNotIn("not in host memory", out)
+
+    def test_options_that_do_nothing_are_told_and_a_missing_copy_is_an_error(self):
+        write_random_checkpoint(self.directory)
+        asked = f"--config.checkpoint={self.directory}"
+        out = self.run_plan(asked, "--config.memory.prefetch=2", "--config.memory.bulk=2")
+        self.assertIn("memory.prefetch=2, memory.bulk=2 is without effect: every expert", out)
+        for policy in ([], ["--config.policy.name=on_demand"]):
+            err = self.run_plan(asked, "--config.memory.disk_path=/no/where", *policy, status=1)
+            self.assertIn("no such directory: /no/where", err)
+
     def test_a_configuration_of_generate_serves(self):
         out = self.run_plan(
             f"--config={CONFIGS / 'demo.py'}", "--config.memory.slots=4", "--config.context=64"

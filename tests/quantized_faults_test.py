@@ -6,9 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moejax.checkpoints import load
+from moejax import Tiering, generate
+from moejax.checkpoints import load, open_checkpoint
+from moejax.config import EvaluateConfig, GenerateConfig
 from moejax.errors import MoejaxError
+from moejax.evaluation import loading
 from moejax.qtensor import QTensor
+from moejax.tiering import verify_all
 from tests import quantized_files as files
 from tests.quantized_stores import QWEN, Awq, Gptq, Hqq, LoadingTestCase, Own
 
@@ -120,6 +124,32 @@ class ManifestTest(LoadingTestCase):
         content[-1] ^= 1
         path.write_bytes(content)
         self.assert_refused(store, f"{path} is not what was written", verify_checksums=True)
+
+    def test_runs_verify_when_asked(self):
+        tiers = self.directory / "tier"
+        tiers.mkdir()
+        Own(QWEN).write(tiers)
+        manifest = json.loads((tiers / "quantization.json").read_text())
+        del manifest["files"]["config.json"]
+        (tiers / "quantization.json").write_text(json.dumps(manifest))
+        tiering = Tiering(policy="resident", tiers=(f"low={tiers}",))
+        with self.assertLogs("absl", "WARNING") as logs:
+            verify_all("demo", "", tiering)
+        self.assertRegex(logs.output[0], "demo is not verified: it has no manifest")
+        path = tiers / "model.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        asked = {"checkpoint": str(tiers), "platform": "cpu", "verify": True}
+        for run in (
+            lambda: verify_all("demo", "", tiering),
+            lambda: verify_all("demo", str(tiers), None),
+            lambda: generate.load_engine(GenerateConfig(**asked)),
+            lambda: loading.load_engine(EvaluateConfig(**asked), tiers, None),
+        ):
+            with self.assertRaisesRegex(MoejaxError, "model.safetensors is not what was written"):
+                run()
+        open_checkpoint(str(tiers))  # unasked, sizes alone are compared
 
     def test_file_that_is_missing(self):
         file = {"size": 5, "sha256": "x"}

@@ -61,6 +61,8 @@ class EngineTest(parameterized.TestCase):
         self.assertEqual(ledger.total("evictions"), ledger.tiers["int4"].total("evictions"))
         lines = "\n".join([*ledger.describe(), *ledger.describe_layers()])
         self.assertIn("gate mass: int4", lines)
+        moved = ledger.total("bulk"), ledger.total("evictions")  # of the second tier none
+        self.assertIn("promotions to int4 {}, demotions {}\n".format(*moved), lines)
         self.assertIn("layer 1: int4", lines)
 
     def test_emulated_slots_give_the_tokens_of_real_ones(self):

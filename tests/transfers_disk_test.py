@@ -172,7 +172,8 @@ class DiskTest(TransfersTestCase):
         self.source.gate.set()
         disk.close()
         disk.read(0, np.array([0]))
-        self.assertIsInstance(disk.take_error(), ValueError)
+        self.assertEqual(disk.failures, 1)
+        self.assertIn("the reader is closed", disk.error)
 
 
 if __name__ == "__main__":

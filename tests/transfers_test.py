@@ -23,7 +23,7 @@ from tests.ssd_source import SECONDS
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
 from tests.transfers_case import ASK, CACHE, PROGRAMS, TransfersTestCase
 
-COPY = "moejax.memory.transfers._copy"
+COPY = "moejax.memory.transfers.copy_row"
 
 
 class RequestTest(TransfersTestCase):

@@ -300,9 +300,8 @@ class PairScorer:
         empty = np.zeros(targets.shape, np.float32), np.zeros(targets.shape, bool)
         places = Places(*jax.device_put((positions, targets, *empty), self._runner.device))
         places = self._runner.fold(likelihood_chunk, places, tokens, lengths)
-        with self._runner.reading():
-            scores = np.asarray(places.log_probabilities).astype(np.float64)
-            likeliest = np.asarray(places.likeliest)
+        scores = np.asarray(places.log_probabilities).astype(np.float64)
+        likeliest = np.asarray(places.likeliest)
         for i, row in enumerate(rows):
             for n, (index, wanted) in enumerate(row.wanted):
                 last = slice(num_places - len(wanted), None)

@@ -13,7 +13,10 @@ if TYPE_CHECKING:  # importing the engine imports JAX, which --help and mistakes
 def load_engine(config: EvaluateConfig, directory: Path, policy: "Tiering | None") -> "Engine":
     """The engine of a configuration; without a policy, the exact one."""
     from moejax.engine import Engine
+    from moejax.tiering import verify_all
 
+    if config.verify:
+        verify_all(str(directory), config.memory.disk_path, policy)
     return Engine.from_pretrained(
         directory,
         dtype=config.dtype,

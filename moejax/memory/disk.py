@@ -12,6 +12,7 @@ the row.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ import jax
 import numpy as np
 
 from moejax.errors import MoejaxError
-from moejax.memory.host_store import Expert, HostCache, HostStore
+from moejax.memory.host_store import Expert, HostCache, HostStore, copy_row
 from moejax.memory.landing import is_ready
 from moejax.memory.ssd import SsdReader, State, Ticket
 
@@ -54,8 +55,10 @@ class DiskExperts:
       reader: of the disk; its counters say how much was read.
       cache: which experts the rows of the host store hold; None where it has no rows.
       row_of: int32[M, E], the table for the steps to come.
-      error: why an expert could not be read, since `take_error`; the step that asked went on with
-        zeros, and nothing of it or of what it cached may be used.
+      failures: times that a step asked and got zeros, with which it went on: nothing of it, of
+        what it cached, or of the steps that used that may be used. Never falls, so that whoever
+        noted it before a step can tell, whatever others have seen of it.
+      error: why the last of them could not be read, in one line.
     """
 
     def __init__(
@@ -83,8 +86,8 @@ class DiskExperts:
         if store is not None and store.in_place:
             self.cache = HostCache(row_of, store.num_rows)
         self.row_of = row_of
-        self.error: BaseException | None = None
-        self._told = (0, 0)
+        self.failures, self.error = 0, ""
+        self._told: dict[str, Any] = {}
         self._arrived: dict[Expert, _Arrival] = {}
         self._tickets: dict[Expert, Ticket] = {}
         self._failed: dict[Expert, str] = {}
@@ -101,27 +104,38 @@ class DiskExperts:
           experts: int32[J].
 
         An error would end the step with more than one line, and take its donated arrays with it:
-        it goes to `error`.
+        it is counted in `failures`.
         """
-        found = [np.zeros((len(experts), *part.shape), part.dtype) for part in self._row]
         try:
+            found = [np.zeros((len(experts), *part.shape), part.dtype) for part in self._row]
             wanted = np.asarray(experts)
             for place in np.flatnonzero(wanted >= 0):
                 self._read((int(layer), int(wanted[place])), [array[place] for array in found])
         except BaseException as error:  # the host raises it where it reads results
-            self.error = error
+            self._count(error)
+            # Without memory of their own: the lack of it may be what failed.
+            found = [
+                np.broadcast_to(part.dtype.type(0), (len(experts), *part.shape))
+                for part in self._row
+            ]
         return tuple(found)
+
+    def _count(self, error: BaseException) -> None:
+        # The text alone: an error that is kept keeps the frames that it went through.
+        reason = str(error) if isinstance(error, MoejaxError) else repr(error)
+        with self._lock:
+            self.error, self.failures = reason, self.failures + 1
 
     def _read(self, expert: Expert, into: list[np.ndarray]) -> None:
         with self._lock:  # while bytes are copied, nobody may release a block or give a row away
             self._collect()
             if (arrival := self._arrived.get(expert)) is not None:
-                return _copy(into, arrival.parts)
+                return copy_row(into, arrival.parts)
             if self.cache is not None and self.row_of[expert] >= 0:  # since the step was dispatched
                 assert self._store is not None
-                return _copy(into, self._store.rows(int(self.row_of[expert])))
+                return copy_row(into, self._store.rows(int(self.row_of[expert])))
         parts = self.reader.read_now(*expert)
-        _copy(into, parts)
+        copy_row(into, parts)
         with self._lock:
             kept = sum(arrival.ticket is None for arrival in self._arrived.values())
             is_there = expert in self._arrived or self.row_of[expert] >= 0
@@ -186,24 +200,19 @@ class DiskExperts:
             changed = self._publish()
             if self._uses is not None and is_ready(self._uses):
                 uses, self._uses = self._uses, None
-                self._touch(jax.device_get(uses))
-                self._write()
-                changed |= self._reserve()
+                with contextlib.suppress(jax.errors.JaxRuntimeError):  # of a pool that is lost
+                    self._touch(jax.device_get(uses))
+                    self._write()
+                    changed |= self._reserve()
             if self._uses is None and any(a.written is None for a in self._arrived.values()):
                 self._uses = last_uses()
                 self._uses.copy_to_host_async()
             return changed
 
-    def read_since(self) -> tuple[int, int]:
-        """Experts and bytes that were read since the last call."""
-        counters, told = self.reader.counters, self._told
-        self._told = (counters.reads, counters.bytes)
-        return counters.reads - told[0], counters.bytes - told[1]
-
-    def take_error(self) -> BaseException | None:
-        """`error`, which is None from then on."""
-        error, self.error = self.error, None
-        return error
+    def read_since(self) -> dict[str, int]:
+        """What the reader has counted since the last call, by the names of `ssd.Counters`."""
+        told, self._told = self._told, dataclasses.asdict(self.reader.counters)
+        return {name: n - told.get(name, 0) for name, n in self._told.items() if name != "seconds"}
 
     def close(self) -> None:
         """Ends the threads; a step that needs the disk afterwards fails."""
@@ -264,7 +273,7 @@ class DiskExperts:
         for expert, arrival in self._arrived.items():
             if arrival.has_row and arrival.written is None:
                 rows = self._store.rows(self.cache.reserved_row(expert))
-                arrival.written = self._writer.submit(_copy, rows, arrival.parts)
+                arrival.written = self._writer.submit(copy_row, rows, arrival.parts)
 
     def _publish(self) -> bool:
         assert self.cache is not None
@@ -284,8 +293,3 @@ class DiskExperts:
         arrival = self._arrived.pop(expert)
         if arrival.ticket is not None and arrival.ticket.state is not State.OVER:
             self.reader.release(arrival.ticket)
-
-
-def _copy(views: Sequence[np.ndarray], row: Sequence[np.ndarray]) -> None:
-    for view, part in zip(views, row, strict=True):
-        np.copyto(view, part)

@@ -5,12 +5,13 @@ import dataclasses
 import math
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moejax.errors import MoejaxError
 from moejax.ledger import Ledger, no_counts
 from moejax.memory import residency
 from moejax.memory.disk import DiskExperts
@@ -42,6 +43,7 @@ class ExpertMemory:
     transfers: Transfers | None = None
     fill: Callable[["ExpertMemory"], ExpertPool] | None = None
     _lock: Any = dataclasses.field(default_factory=threading.RLock, repr=False)
+    _forgotten: int = 0  # failures of the disk of which nothing is cached any more
 
     @classmethod
     def of_rows(
@@ -96,19 +98,38 @@ class ExpertMemory:
             found[name] = stack
         return found
 
+    @property
+    def failures(self) -> int:
+        """Times that the disk failed a step so far."""
+        return self.disk.failures if self.disk else 0
+
+    @property
+    def failure(self) -> str:
+        """Why the last of them did."""
+        return self.disk.error if self.disk else ""
+
+    def begin_session(self) -> int:
+        """`failures` as of now, for `step` and `reading`; what failed before is none of its own."""
+        with self._lock:
+            self._forget_failed()
+            return self.failures
+
     @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self, since: int | None = None) -> Iterator[None]:
         """Around the dispatch of a step, of which there is one at a time.
 
         What was read from the disk gets its rows of host memory first, and transfers go on. A pool
         that a failed step took with it is replaced by an empty one.
 
+        Args:
+          since: what `begin_session` returned; None: failures of the disk are the caller's to see.
+
         Raises:
-          MoejaxError: an earlier step could not read an expert.
+          MoejaxError: a step since then could not read an expert.
         """
         with self._lock:
             try:
-                self._before_step()
+                self._before_step(since)
                 yield
             except BaseException as error:
                 lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self.pool))
@@ -116,8 +137,9 @@ class ExpertMemory:
                     self.renew()
                 raise
 
-    def _before_step(self) -> None:
-        self.check()
+    def _before_step(self, since: int | None) -> None:
+        self._forget_failed()
+        check_failures(self, since)
         if self.disk is not None and self.disk.advance(lambda: _last_uses(self.pool)):
             place = self.store.row_of.sharding
             row_of = jax.device_put(self.disk.row_of.copy(), place)
@@ -126,12 +148,15 @@ class ExpertMemory:
             self.pool = self.transfers.advance(self.pool)
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
+    def reading(self, since: int | None = None) -> Iterator[None]:
         """Around the host's reading of results, which it may use only if this raises nothing.
 
+        Args:
+          since: as of `step`.
+
         Raises:
-          MoejaxError: an expert could not be read from the disk; the next step starts with an
-            empty cache.
+          MoejaxError: an expert could not be read from the disk since then; the next step starts
+            with an empty cache.
         """
         try:
             yield
@@ -139,25 +164,27 @@ class ExpertMemory:
             with self._lock:
                 self.renew()
             raise
-        self.check()
+        check_failures(self, since)
 
-    def check(self) -> None:
-        """Raises what the disk could not give a step; forgets what is cached, it may be wrong."""
-        if self.disk is None or self.disk.error is None:
+    def _forget_failed(self) -> None:
+        """Where the disk failed a step since the last call: what is cached may be wrong."""
+        if self.failures == self._forgotten:
             return
-        with self._lock:
+        try:
             self.pool.residency.clock.block_until_ready()  # no step is left that could fail too
-            error = self.disk.take_error()
-            empty = residency.empty(self.spec.cache)
-            place = self.pool.residency.clock.sharding
-            used = None if self.pool.used is None else np.zeros(self.pool.used.shape, np.int32)
-            residency_, used = jax.device_put((empty, used), place)
-            self.pool = dataclasses.replace(self.pool, residency=residency_, used=used)
-        if error is not None:
-            raise error
+        except jax.errors.JaxRuntimeError:
+            self.renew()
+        self._forgotten = self.failures
+        empty = residency.empty(self.spec.cache)
+        place = self.pool.residency.clock.sharding
+        used = None if self.pool.used is None else np.zeros(self.pool.used.shape, np.int32)
+        residency_, used = jax.device_put((empty, used), place)
+        self.pool = dataclasses.replace(self.pool, residency=residency_, used=used)
 
     def renew(self) -> None:
         """A new pool, with what `fill` says; the counts since the last `settle` are lost."""
+        if self.transfers is not None:
+            self.transfers.forget_steps()
         for leaf in jax.tree.leaves(self.pool):
             if not leaf.is_deleted():
                 leaf.delete()  # there may be no room for two
@@ -168,16 +195,16 @@ class ExpertMemory:
 
     def settle(self) -> Ledger:
         """The ledger after all steps so far, for which it waits."""
-        with self._lock, self.reading():
-            counts = jax.device_get(self.pool.counts)
-        read = self.disk.read_since() if self.disk else (0, 0)
-        self.ledger.add(counts, disk_reads=read[0], disk_bytes=read[1])
-        if self.transfers is not None:
-            self.ledger.bulk_requests = dataclasses.asdict(self.transfers.counters)
-        place = self.pool.counts.events.sharding
-        fresh = no_counts(self.spec.cache.num_layers, counts.gate.shape[1] - 1)
-        self.pool = dataclasses.replace(self.pool, counts=jax.device_put(fresh, place))
-        return self.ledger
+        with self._lock:  # to the end: a step of another thread would take the pool, or be lost
+            with self.reading():
+                counts = jax.device_get(self.pool.counts)
+            self.ledger.add(counts, disk=self.disk.read_since() if self.disk else {})
+            if self.transfers is not None:
+                self.ledger.bulk_requests = dataclasses.asdict(self.transfers.counters)
+            place = self.pool.counts.events.sharding
+            fresh = no_counts(self.spec.cache.num_layers, counts.gate.shape[1] - 1)
+            self.pool = dataclasses.replace(self.pool, counts=jax.device_put(fresh, place))
+            return self.ledger
 
     def close(self) -> None:
         """Ends transfers and reading; a step that needs the disk afterwards is an error."""
@@ -189,6 +216,24 @@ class ExpertMemory:
 
 
 _last_uses = jax.jit(last_uses)
+
+
+class MayFail(Protocol):
+    """What counts its failures."""
+
+    @property
+    def failures(self) -> int:
+        """How many so far; never falls."""
+
+    @property
+    def failure(self) -> str:
+        """Why the last one was."""
+
+
+def check_failures(memory: MayFail, since: int | None) -> None:
+    """Raises MoejaxError where something failed after `since` was noted; None: no matter."""
+    if since is not None and memory.failures != since:
+        raise MoejaxError(memory.failure)
 
 
 def _empty_pool(spec: PoolSpec, rows: tuple[Weight, Weight], device: jax.Device) -> ExpertPool:

@@ -384,3 +384,9 @@ class HeldRows:
 
     def forget(self, expert: Expert) -> None:
         """See `RowSupply`."""
+
+
+def copy_row(into: Sequence[np.ndarray], row: Sequence[np.ndarray]) -> None:
+    """Copies an expert's parts."""
+    for view, part in zip(into, row, strict=True):
+        np.copyto(view, part)

@@ -178,6 +178,14 @@ def last_uses(pool: ExpertPool) -> jax.Array:
     return jnp.copy(pool.used)
 
 
+def is_found(found: jax.Array, place: int) -> bool:
+    """What `probe` said; where it ran behind a step that failed: no, for the pool is lost."""
+    try:
+        return bool(jax.device_get(found)[place])
+    except jax.errors.JaxRuntimeError:
+        return False
+
+
 def is_ready(array: jax.Array) -> bool:
     """Whether an array is computed, so that reading it waits for nothing."""
     return bool(array.is_ready())  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from moejax.memory.budget import GIB, PINNED_LIMIT, Machine
 
-DEFAULT_PINNED_GIB = 64  # XLA's own
+_DEFAULT_PINNED_GIB = 64  # XLA's own
 
 
 def this_machine(platform: str) -> Machine:
@@ -16,9 +16,15 @@ def this_machine(platform: str) -> Machine:
     """
     if platform != "gpu":
         return Machine(host_nbytes=available_nbytes())
-    limit = os.environ.get(PINNED_LIMIT, "")
-    gib = int(limit) if limit.isdecimal() else DEFAULT_PINNED_GIB
-    return Machine(host_nbytes=available_nbytes(), pinned_nbytes=gib * GIB)
+    return Machine(host_nbytes=available_nbytes(), pinned_nbytes=pinned_limit_nbytes())
+
+
+def pinned_limit_nbytes() -> int:
+    """Bytes that JAX may pin in this process, as it was when JAX started."""
+    try:
+        return int(float(os.environ.get(PINNED_LIMIT, "")) * GIB)
+    except (ValueError, OverflowError):  # nothing, no number, or "inf"
+        return _DEFAULT_PINNED_GIB * GIB
 
 
 def available_nbytes(path: Path = Path("/proc/meminfo")) -> int | None:

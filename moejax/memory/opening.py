@@ -6,18 +6,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 
 from moejax.checkpoints.experts import ExpertReader, open_experts
 from moejax.checkpoints.open import Checkpoint, open_checkpoint
 from moejax.checkpoints.sizes import checkpoint_sizes
 from moejax.errors import MoejaxError
 from moejax.memory.allocator import check_room, limits_on, room_nbytes
-from moejax.memory.budget import Budget, Limits, make_budget
-from moejax.memory.budget.allocation import RING_BLOCKS
+from moejax.memory.budget import Budget, Limits, make_budget, unused
+from moejax.memory.budget.tables import RING_BLOCKS
 from moejax.memory.disk import DiskExperts
 from moejax.memory.expert_memory import ExpertMemory
 from moejax.memory.expert_pool import PoolSpec
 from moejax.memory.host_store import HeldRows, HostStore, RowSupply
+from moejax.memory.pinned import check_pinned_limit
 from moejax.memory.residency import CacheSpec
 from moejax.memory.ssd import SsdReader, waiting_refusal
 from moejax.memory.transfers import Transfers
@@ -59,6 +61,7 @@ def open_memory(
     limits = limits_on(device, limits)
     chosen = np.dtype(checkpoint.choose_dtype(dtype, device))
     sizes = checkpoint_sizes(checkpoint, chosen)
+    disk_source(checkpoint, limits)  # what is wrong with it is said before anything is read
     budget = make_budget(
         checkpoint.config,
         sizes.weights_nbytes,
@@ -71,11 +74,14 @@ def open_memory(
         itemsize=chosen.itemsize,
     )
     check_room(device, limits, budget.device)
+    for line in unused(budget):
+        logging.warning("%s", line)
     if not budget.pooled:
         weights = checkpoint.load(dtype=dtype, device=device, progress=progress)
         return weights, None, budget
     if sizes.refusal:
         raise MoejaxError(f"the experts do not fit and cannot move: {sizes.refusal}")
+    check_pinned_limit(budget.total_host, device)  # of all allocations, before the first
     weights = checkpoint.load(dtype=dtype, device=device, progress=progress, experts=False)
     memory = load_experts(checkpoint, budget, dtype=dtype, device=device, progress=progress)
     return weights, memory, budget
@@ -97,6 +103,22 @@ def load_whole(
     return checkpoint.load(dtype=dtype, device=device, progress=progress)
 
 
+def disk_source(checkpoint: Checkpoint, limits: Limits) -> Checkpoint:
+    """Whose files experts are read from.
+
+    Raises:
+      MoejaxError: `limits.disk_path` is no checkpoint, or one of another model.
+    """
+    if not limits.disk_path:
+        return checkpoint
+    source = open_checkpoint(limits.disk_path)
+    if source.config != checkpoint.config:
+        raise MoejaxError(
+            f"memory.disk_path={limits.disk_path} holds another model than {checkpoint.directory}"
+        )
+    return source
+
+
 def load_experts(
     checkpoint: Checkpoint,
     budget: Budget,
@@ -116,14 +138,7 @@ def load_experts(
       progress: likewise.
       packed: what reads rows of another form from a reader of the checkpoint's.
     """
-    source = checkpoint
-    if budget.limits.disk_path:
-        source = open_checkpoint(budget.limits.disk_path)
-        if source.config != checkpoint.config:
-            raise MoejaxError(
-                f"memory.disk_path={budget.limits.disk_path} holds another model than "
-                f"{checkpoint.directory}"
-            )
+    source = disk_source(checkpoint, budget.limits)
     reader: Any = open_experts(source, dtype=dtype, device=device)
     with open_experts(checkpoint, dtype=dtype, device=device) as own:
         terms = own.load_compensators(device, progress=progress)
@@ -136,6 +151,9 @@ def load_experts(
     if packed is not None:
         reader = packed(reader)
     num_layers, num_experts = reader.num_layers, reader.num_experts
+    waits = budget.host_rows < num_layers * num_experts
+    if waits and (reason := waiting_refusal(reader, device)):
+        raise MoejaxError(f"{source.directory}: {reason}; raise memory.host_gib")
     store, row_of = None, np.full((num_layers, num_experts), -1, np.int32)
     arrays = tuple(jnp.zeros((0, *part.shape), part.dtype, device=device) for part in reader.row)
     if budget.host_rows:
@@ -143,9 +161,7 @@ def load_experts(
         store.fill(progress=progress)
         row_of, arrays = store.row_of, store.arrays
     disk = None
-    if budget.host_rows < num_layers * num_experts:
-        if reason := waiting_refusal(reader, device):
-            raise MoejaxError(f"{source.directory}: {reason}; raise memory.host_gib")
+    if waits:
         # Of the ring's place in the budget, what steps waited for has what transfers do not need.
         blocks = RING_BLOCKS // 2 if budget.limits.bulk else 1
         ring = SsdReader(reader, device, ring_blocks=blocks, queue_length=QUEUE_LENGTH)

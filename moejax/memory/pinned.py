@@ -10,16 +10,16 @@ import ctypes
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from moejax.errors import MoejaxError
+from moejax.memory.budget import PINNED_LIMIT
+from moejax.memory.machine import pinned_limit_nbytes
 
-LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-_DEFAULT_LIMIT_GIB = 64
 _PINNED = "pinned_host"
 _GIB = 2**30
 
@@ -50,17 +50,37 @@ def allocate_place(shape: tuple[int, ...], dtype: np.dtype, device: jax.Device) 
     return Place(None, np.empty(shape, dtype)) if view is None else Place(array, view)
 
 
+def allocate_blocks(
+    row: Sequence[Any], num_blocks: int, device: jax.Device, advice: str
+) -> list[list[Place]]:
+    """Places of so many experts, on whose way to the device each part is written by the host.
+
+    Args:
+      row: the parts of one expert, shapes and dtypes.
+      num_blocks: how many.
+      device: that reads them.
+      advice: what to do where the platform gives no pointer to them.
+
+    Raises:
+      MoejaxError: they cannot be had, or not be written to.
+    """
+    nbytes = num_blocks * sum(math.prod(p.shape) * np.dtype(p.dtype).itemsize for p in row)
+    check_pinned_limit(nbytes, device)
+    with plain_memory_errors(nbytes, device):
+        blocks = [
+            [allocate_place(p.shape, p.dtype, device) for p in row] for _ in range(num_blocks)
+        ]
+    if any(place.array is None for block in blocks for place in block):
+        raise MoejaxError(
+            f"{device} gives no pointer to its host memory, through which experts would go: "
+            f"{advice}"
+        )
+    return blocks
+
+
 def filled_place(view: np.ndarray, device: jax.Device) -> Place:
     """A copy of numpy memory in the host memory of a device, which cannot be written to."""
     return Place(jax.block_until_ready(jax.device_put(view, _sharding(device))), None)
-
-
-def pinned_limit_nbytes() -> int:
-    """Bytes that JAX may pin in this process, as it was when JAX started."""
-    try:
-        return int(float(os.environ.get(LIMIT_VARIABLE, "")) * _GIB)
-    except ValueError:
-        return _DEFAULT_LIMIT_GIB * _GIB
 
 
 def check_pinned_limit(nbytes: int, device: jax.Device) -> None:
@@ -69,7 +89,7 @@ def check_pinned_limit(nbytes: int, device: jax.Device) -> None:
     if is_pinned(device) and nbytes > limit:
         raise MoejaxError(
             f"{nbytes / _GIB:.1f} GiB of experts are more than the {limit / _GIB:.0f} GiB of host "
-            f"memory that JAX may pin; set {LIMIT_VARIABLE}={_enough_gib(nbytes)} before it "
+            f"memory that JAX may pin; set {PINNED_LIMIT}={_enough_gib(nbytes)} before it "
             "starts, or a lower host_gib"
         )
 
@@ -82,8 +102,8 @@ def raise_pinned_limit(nbytes: int) -> str | None:
     """
     if nbytes <= pinned_limit_nbytes():
         return None
-    os.environ[LIMIT_VARIABLE] = str(_enough_gib(nbytes))
-    return f"{LIMIT_VARIABLE}={_enough_gib(nbytes)} is set: {nbytes / _GIB:.1f} GiB are pinned"
+    os.environ[PINNED_LIMIT] = str(_enough_gib(nbytes))
+    return f"{PINNED_LIMIT}={_enough_gib(nbytes)} is set: {nbytes / _GIB:.1f} GiB are pinned"
 
 
 @contextlib.contextmanager

@@ -23,12 +23,7 @@ from absl import logging
 
 from moejax.errors import MoejaxError
 from moejax.memory.host_store import RowSource
-from moejax.memory.pinned import (
-    Place,
-    allocate_place,
-    check_pinned_limit,
-    plain_memory_errors,
-)
+from moejax.memory.pinned import allocate_blocks
 
 _FIRST_PAUSE_SECONDS = 0.01  # before the first retry; twice as long before each that follows
 
@@ -111,7 +106,8 @@ class SsdReader:
         self._source, self._device = source, device
         self._queue_length, self._retries = queue_length, retries
         self._counters = Counters()
-        self._blocks = _allocate_ring(source, device, ring_blocks)
+        advice = "raise host_gib until all experts fit host memory"
+        self._blocks = allocate_blocks(source.row, ring_blocks, device, advice)
         self._free = list(range(ring_blocks))
         self._queue: list[tuple[bool, int, Ticket]] = []  # a heap, urgent ones first
         self._done: list[Ticket] = []
@@ -280,8 +276,9 @@ class SsdReader:
         """The threads keep the reader and its ring alive until it is closed."""
         while len(self._threads) < self._num_threads:
             name = f"moejax-ssd-{len(self._threads)}"
-            self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
-            self._threads[-1].start()
+            thread = threading.Thread(target=self._work, name=name, daemon=True)
+            thread.start()  # first: one that cannot be had is tried again with the next request
+            self._threads.append(thread)
 
     def _work(self) -> None:
         while (ticket := self._next()) is not None:
@@ -360,19 +357,3 @@ def waiting_refusal(source: RowSource, device: jax.Device) -> str | None:
             "experts fit host memory"
         )
     return None
-
-
-def _allocate_ring(source: RowSource, device: jax.Device, num_blocks: int) -> list[list[Place]]:
-    nbytes = num_blocks * source.row_nbytes
-    check_pinned_limit(nbytes, device)
-    with plain_memory_errors(nbytes, device):
-        ring = [
-            [allocate_place(part.shape, part.dtype, device) for part in source.row]
-            for _ in range(num_blocks)
-        ]
-    if any(place.array is None for block in ring for place in block):
-        raise MoejaxError(
-            f"{device} gives no pointer to its host memory, into which experts from disk would be "
-            "read; raise host_gib until all experts fit host memory"
-        )
-    return ring

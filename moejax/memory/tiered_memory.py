@@ -14,7 +14,7 @@ from moejax import ops
 from moejax.compiled import CompiledPrograms
 from moejax.fidelity import TieredLedger
 from moejax.memory import residency
-from moejax.memory.expert_memory import ExpertMemory
+from moejax.memory.expert_memory import ExpertMemory, check_failures
 from moejax.memory.expert_pool import ExpertPool, ExpertStore
 from moejax.memory.landing import is_ready
 from moejax.memory.placing import Jobs
@@ -98,26 +98,50 @@ class TieredMemory:
         """See `ExpertMemory.stacks`; of the first tier."""
         return self.tiers[0].stacks()
 
+    @property
+    def failures(self) -> int:
+        """See `ExpertMemory.failures`; of all tiers."""
+        return sum(tier.failures for tier in self.tiers)
+
+    @property
+    def failure(self) -> str:
+        """Likewise: why the last one of the first tier that had any was."""
+        return next((tier.failure for tier in self.tiers if tier.failures), "")
+
+    def begin_session(self) -> int:
+        """See `ExpertMemory.begin_session`."""
+        with self._lock:
+            return sum([tier.begin_session() for tier in self.tiers])
+
     @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self, since: int | None = None) -> Iterator[None]:
         """See `ExpertMemory.step`; a policy whose state a failed step took begins anew."""
         with self._lock, contextlib.ExitStack() as stack:
-            for tier in self.tiers:
+            for tier in self.tiers:  # each forgets what it may have wrong before one is raised
                 stack.enter_context(tier.step())
             try:
+                check_failures(self, since)
                 self._before_step()
                 yield
-            except BaseException:
-                self._renew()
+            except BaseException as error:
+                leaves = jax.tree.leaves((self._state, self._gate))
+                lost = any(leaf.is_deleted() for leaf in leaves)
+                if lost or isinstance(error, jax.errors.JaxRuntimeError):
+                    self._begin_anew()
                 raise
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
+    def reading(self, since: int | None = None) -> Iterator[None]:
         """See `ExpertMemory.reading`."""
-        with contextlib.ExitStack() as stack:
-            for tier in self.tiers:
-                stack.enter_context(tier.reading())
+        try:
             yield
+        except jax.errors.JaxRuntimeError:
+            with self._lock:  # all at once: a step of another thread takes all of them
+                for tier in self.tiers:
+                    tier.renew()
+                self._begin_anew()
+            raise
+        check_failures(self, since)
 
     def settle(self) -> TieredLedger:
         """The ledger after all steps so far, for which it waits."""
@@ -140,7 +164,9 @@ class TieredMemory:
         if self._asked is not None:
             if not is_ready(self._asked.tier):
                 return
-            self._request(jax.device_get(self._asked))
+            asked, self._asked = self._asked, None
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # of a step that failed
+                self._request(jax.device_get(asked))
         held = (self.pool, self._coming(), self._room())
         program = self.programs.get(ask, (self.spec,), held, num_donated=1)
         self.pool, self._asked = program(*held)
@@ -175,11 +201,9 @@ class TieredMemory:
         gate = no_gate(self.spec.cache.num_layers, len(self.tiers))
         return state, jax.device_put(gate, self.device)
 
-    def _renew(self) -> None:
-        leaves = jax.tree.leaves((self._state, self._gate))
-        if any(leaf.is_deleted() for leaf in leaves):
-            self._state, self._gate = self._fresh()
-            self._asked = None
+    def _begin_anew(self, policy: AnyPolicy | None = None) -> None:
+        self._state, self._gate = self._fresh(policy)
+        self._asked = None
 
     def reset(self, policy: AnyPolicy | None = None, held: Sequence[np.ndarray] = ()) -> None:
         """As before any token.
@@ -190,8 +214,7 @@ class TieredMemory:
             that are emulated: no bytes are moved for it.
         """
         with self._lock:
-            self._state, self._gate = self._fresh(policy)
-            self._asked = None
+            self._begin_anew(policy)
             for tier, experts in zip(self.tiers, held, strict=len(held) > 0):
                 assert tier.spec.emulated
                 content = residency.seeded(tier.spec.cache, experts)

@@ -20,7 +20,9 @@ from moejax.errors import MoejaxError
 from moejax.memory.allocator import check_room, limits_on
 from moejax.memory.budget import Budget, Limits, Tier, TieredBudget, make_tiered_budget
 from moejax.memory.expert_memory import ExpertMemory
-from moejax.memory.opening import load_experts
+from moejax.memory.opening import disk_source, load_experts
+from moejax.memory.pinned import check_pinned_limit
+from moejax.memory.ssd import waiting_refusal
 from moejax.memory.tiered_memory import TieredMemory, warm
 from moejax.models.config import ModelConfig
 from moejax.policies.attention_importance import importance_nbytes
@@ -69,6 +71,7 @@ def open_tiered(
     )  # fmt: skip
     chosen, stored, sources, budget = planned
     check_room(device, limits, budget.device)
+    check_pinned_limit(budget.total_host, device)
     weights = checkpoint.load(dtype=dtype, device=device, progress=progress, experts=False)
     memories = []
     for tier, source, part in zip(stored, sources, budget.tiers, strict=True):
@@ -120,6 +123,8 @@ def plan_tiers(
         chosen = dataclasses.replace(chosen, policy=with_kernels(chosen.policy))
     itemsize = np.dtype(checkpoint.choose_dtype(dtype, device)).itemsize
     sources = [tier.checkpoint(checkpoint) for tier in stored]
+    for source in sources:
+        disk_source(source, limits)
     tiers = [
         _sizes(tier, source, tiering, dtype, device)
         for tier, source in zip(stored, sources, strict=True)
@@ -129,6 +134,12 @@ def plan_tiers(
         chosen.policy, config, own.weights_nbytes, tiers, slots=tiering.slots, limits=limits,
         batch=batch, context=context, chunk=chunk, itemsize=itemsize, device=device,
     )  # fmt: skip
+    for tier, source, part in zip(stored, sources, budget.tiers, strict=True):
+        if tier.bits and part.host_share < 1:
+            with open_experts(source, dtype=dtype, device=device) as reader:
+                reason = waiting_refusal(_quantized(reader, tier=tier, tiering=tiering), device)
+            if reason:
+                raise MoejaxError(f"tier {tier.name}: {reason}; raise memory.host_gib")
     return Planned(chosen, stored, sources, budget)
 
 
@@ -165,14 +176,14 @@ def budget_of_tiers(
       MoejaxError: the policy refuses the tiers, or the limits are too tight.
     """
     _check_suits(policy, tiers, config)
-    asks = _asks(policy, tiers, config)
+    asks, num_experts = _asks(policy, tiers, config), len(config.moe_layers) * config.num_experts
     return make_tiered_budget(
         config,
         weights_nbytes,
         tiers,
         slots=slots,
         prefetch=limits.prefetch or _ahead(policy, config.experts_per_token),
-        bulk=limits.bulk or (BULK if asks else 0),
+        bulk=limits.bulk or (min(BULK, num_experts) if asks else 0),
         batch=batch,
         context=context,
         chunk=chunk,

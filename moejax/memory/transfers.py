@@ -17,11 +17,12 @@ The host never waits. A call costs a step at most three dispatches, and none wit
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import enum
 import itertools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -31,14 +32,9 @@ from absl import logging
 from moejax.compiled import CompiledPrograms
 from moejax.errors import MoejaxError
 from moejax.memory.expert_pool import ExpertPool
-from moejax.memory.host_store import Expert, RowSupply
-from moejax.memory.landing import BlobLayout, is_ready, land, padded, probe, size_of
-from moejax.memory.pinned import (
-    Place,
-    allocate_place,
-    check_pinned_limit,
-    plain_memory_errors,
-)
+from moejax.memory.host_store import Expert, RowSupply, copy_row
+from moejax.memory.landing import BlobLayout, is_found, is_ready, land, padded, probe, size_of
+from moejax.memory.pinned import allocate_blocks
 from moejax.memory.residency import CacheSpec
 
 QUEUE_LENGTH = 1024  # requests that wait
@@ -117,7 +113,9 @@ class Transfers:
         self._cache, self._supply, self._queue_length = cache, supply, queue_length
         rows = [jax.ShapeDtypeStruct(p.shape[1:], p.dtype) for p in jax.tree.leaves(pool.banks[0])]
         self._layout = BlobLayout.of(rows)
-        self._blocks = _allocate_blocks(self._layout, in_flight, device)
+        words = jax.ShapeDtypeStruct((self._layout.num_words,), np.uint32)
+        blocks = allocate_blocks([words], in_flight, device, "set memory.bulk=0")
+        self._blocks = [block for (block,) in blocks]
         self._free = list(range(in_flight))
         self._batch = min(in_flight, LANDING)
         # Of the device's own memory: of a pinned array a put by device alone might move nothing.
@@ -126,7 +124,7 @@ class Transfers:
         self._queue: dict[Expert, _Transfer] = {}  # in order of the requests
         self._moving: dict[Expert, _Transfer] = {}  # those that have a block
         self._lock = threading.Lock()
-        self._copier = concurrent.futures.ThreadPoolExecutor(1, "moejax-transfers")
+        self._copier = _copier()
         self._is_closed = False
         self._compile(pool)
 
@@ -220,14 +218,27 @@ class Transfers:
                 return pool
             self._finish_landings()
             ready = self._finish_copies()
-            arrived = [
-                t for t in self._in(_State.FLYING) if t.staged is not None and is_ready(t.staged)
-            ]
-            batch = arrived[: self._batch]
+            flying = self._in(_State.FLYING)
+            batch = [t for t in flying if t.staged is not None and is_ready(t.staged)]
+            batch = batch[: self._batch]
             started = self._start()
             if not (ready or batch or started):
                 return pool
             return self._dispatch(pool, ready, batch, started)
+
+    def forget_steps(self) -> None:
+        """After a step that failed, and took the pool with it: what ran behind it says nothing.
+
+        What was landing is over, as if it had found no slot. What is not on the link yet is sent.
+        """
+        with self._lock:
+            for transfer in self._in(_State.LANDING):
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    jax.block_until_ready(transfer.result)  # it may read the block until then
+                self._end(transfer)
+                self.counters.dropped += not transfer.cancelled
+            for transfer in self._in(_State.COPYING):
+                transfer.result = None
 
     def close(self) -> None:
         """Forgets all requests; waits for a copy that runs. A second call does nothing."""
@@ -317,7 +328,7 @@ class Transfers:
                 continue
             self._supply.give_back(transfer.expert)
             error = transfer.copied.exception()
-            is_there = found is not None and jax.device_get(found)[place]
+            is_there = found is not None and is_found(found, place)
             if not (error or transfer.cancelled or is_there):
                 ready.append(transfer)
                 continue
@@ -342,11 +353,16 @@ class Transfers:
                 continue
             if row is None:
                 continue
+            memory = self._blocks[self._free[-1]].view
+            assert memory is not None
+            try:
+                transfer.copied = self._copier.submit(copy_row, self._layout.views(memory), row)
+            except RuntimeError:  # no thread: it waits where it was, and this copy must never run
+                self._copier = _copier()
+                self._supply.give_back(transfer.expert)
+                raise
             self._moving[transfer.expert] = self._queue.pop(transfer.expert)
             transfer.state, transfer.block = _State.COPYING, self._free.pop()
-            memory = self._blocks[transfer.block].view
-            assert memory is not None
-            transfer.copied = self._copier.submit(_copy, self._layout.views(memory), row)
             started.append(transfer)
         return started
 
@@ -375,26 +391,9 @@ class Transfers:
             arguments = (pool, (blob,) * size, shape((2, size), np.int32))
             self._program(land, (self._cache, self._layout), arguments, 1)
 
-    def _program(
-        self, function: Any, static: tuple[Any, ...], arguments: Any, num_donated: int
-    ) -> Any:
-        return self.programs.get(function, static, arguments, num_donated=num_donated)
+    def _program(self, function: Any, static: tuple[Any, ...], inputs: Any, donated: int) -> Any:
+        return self.programs.get(function, static, inputs, num_donated=donated)
 
 
-def _copy(views: Sequence[np.ndarray], row: Sequence[np.ndarray]) -> None:
-    for view, part in zip(views, row, strict=True):
-        np.copyto(view, part)
-
-
-def _allocate_blocks(layout: BlobLayout, num_blocks: int, device: jax.Device) -> list[Place]:
-    nbytes = 4 * layout.num_words * num_blocks
-    check_pinned_limit(nbytes, device)
-    with plain_memory_errors(nbytes, device):
-        shape = (layout.num_words,)
-        blocks = [allocate_place(shape, np.dtype(np.uint32), device) for _ in range(num_blocks)]
-    if any(block.array is None for block in blocks):
-        raise MoejaxError(
-            f"{device} gives no pointer to its host memory, through which experts would be sent: "
-            "set memory.bulk=0"
-        )
-    return blocks
+def _copier() -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(1, "moejax-transfers")

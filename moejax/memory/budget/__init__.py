@@ -4,12 +4,13 @@ Axes as in `moejax.models.config`, and C slots of each sparse layer that cache e
 slots that all layers share, R rows of the host store.
 """
 
-from moejax.memory.budget.advice import PINNED_LIMIT, Machine, warnings
+from moejax.memory.budget.advice import PINNED_LIMIT, Machine, tier_warnings, unused, warnings
 from moejax.memory.budget.allocation import LOW_RANK, Budget, Tier, make_budget
 from moejax.memory.budget.limits import (
     GIB,
     BudgetError,
     Limits,
+    check_gib,
     gib_above,
     narrowed,
     require_room,
@@ -31,6 +32,7 @@ __all__ = [
     "Model",
     "Tier",
     "TieredBudget",
+    "check_gib",
     "describe",
     "describe_tiers",
     "gib_above",
@@ -40,6 +42,8 @@ __all__ = [
     "narrowed",
     "require_room",
     "table_nbytes",
+    "tier_warnings",
+    "unused",
     "warnings",
     "workspace_nbytes",
 ]

@@ -4,6 +4,8 @@ import dataclasses
 
 from moejax.memory.budget.allocation import Budget
 from moejax.memory.budget.limits import gib_above
+from moejax.memory.budget.tables import bulk_nbytes
+from moejax.memory.budget.tiers import TieredBudget
 
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
@@ -22,10 +24,42 @@ def warnings(budget: Budget, machine: Machine) -> list[str]:
         *_host(budget, machine),
         *_disk(budget),
         *_slots(budget),
+        *unused(budget),
     ]
 
 
-def _host(budget: Budget, machine: Machine) -> list[str]:
+def tier_warnings(budget: TieredBudget, machine: Machine) -> list[str]:
+    """The same of experts in tiers; what a policy makes of slots is not foreseen."""
+    found = _host(budget, machine)
+    if len(budget.tiers) == 1:
+        return [*found, *_disk(budget.tiers[0]), *_slots(budget.tiers[0])]
+    total = sum(tier.tier.expert_nbytes for tier in budget.tiers)  # shares are by these bytes
+    least = max(-(-(_all_nbytes(t) + 1) * total // t.tier.expert_nbytes) for t in budget.tiers)
+    for tier in budget.tiers:
+        if tier.host_share < 1:
+            found.append(
+                f"{100 * (1 - tier.host_share):.0f} % of the experts of {tier.tier.name} are not "
+                "in host memory: a step in which one of them is needed and has no slot waits for "
+                f"the disk; raise memory.host_gib to {gib_above(least)}"
+            )
+    return found
+
+
+def unused(budget: Budget) -> list[str]:
+    """Options that say how experts move, where none does."""
+    if budget.pooled:
+        return []
+    asked = {name: getattr(budget.limits, name) for name in ("prefetch", "bulk", "transient")}
+    said = [f"memory.{name}={value}" for name, value in asked.items() if value]
+    if not said:
+        return []
+    return [
+        f"{', '.join(said)} is without effect: every expert stays on the device; state "
+        "memory.device_gib or memory.slots"
+    ]
+
+
+def _host(budget: Budget | TieredBudget, machine: Machine) -> list[str]:
     found = []
     total = budget.total_host
     if machine.host_nbytes is not None and total > machine.host_nbytes:
@@ -48,7 +82,7 @@ def _disk(budget: Budget) -> list[str]:
         return []
     # Experts that hold a slot may be any, so the chance is that of one that has neither.
     absent = max(0.0, 1 - budget.host_share)
-    least = gib_above(budget.num_layers * budget.num_experts * budget.tier.expert_nbytes)
+    least = gib_above(_all_nbytes(budget))
 
     def waited(num_tokens: int, share_cached: float) -> tuple[float, int]:
         each = min(budget.num_experts, num_tokens * budget.experts_per_token)
@@ -66,6 +100,13 @@ def _disk(budget: Budget) -> list[str]:
     if warm >= 1:
         said += "; every decode step is expected to wait"
     return [said]
+
+
+def _all_nbytes(budget: Budget) -> int:
+    """Of host memory that has every expert, and what transfers take."""
+    nbytes = budget.tier.expert_nbytes
+    experts = budget.num_layers * budget.num_experts * nbytes
+    return experts + bulk_nbytes(nbytes, budget.limits.bulk)
 
 
 def _slots(budget: Budget) -> list[str]:

@@ -1,28 +1,31 @@
 """From limits to slots: the parts of a run, and what they leave for experts."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 
 from moejax.memory.budget.limits import (
     BudgetError,
     Limits,
+    check_gib,
     gib_above,
     limit_nbytes,
     num_banks,
 )
-from moejax.memory.budget.tables import table_nbytes
+from moejax.memory.budget.tables import (
+    RING_BLOCKS,
+    bulk_nbytes,
+    least_host_nbytes,
+    table_nbytes,
+)
 from moejax.memory.budget.workspace import Model, workspace_nbytes
 
 # A fetch launch of so many bytes runs at 31-37 GiB/s or more, of one job of 5 MB at 20 (H200, PCIe
 # 5 x16, jax 0.11.2, 2026-11-20).
 TRANSIENT_BYTES = 64 * 2**20
-RING_BLOCKS = 8  # pinned, each of an expert on its way from the disk
 # cuBLAS' workspace, programs and what an allocator loses by rounding and gaps.
 RESERVE_BYTES = {"gpu": 128 * 2**20, "cpu": 0}
 # Of plain experts where no kernel reads them in place, as in `moejax.models.moe`.
 GATHERED_BYTES = 512 * 2**20
-BLOB_PADDING = 64  # more than the padding of an expert's arrays to full words
 STATES = "states of layers without attention"  # a part of the device's
 LOW_RANK = ".low_rank"  # ends the names of low-rank factors, which stay on the device
 
@@ -190,9 +193,7 @@ class _Run:
     def check(self) -> None:
         """Raises BudgetError for what no limit would mend."""
         slots, prefetch = self.limits.slots, self.limits.prefetch
-        for name in ("device_gib", "host_gib"):
-            if not 0 <= (gib := getattr(self.limits, name)) < math.inf:
-                raise BudgetError(f"memory.{name}={gib} must be 0 (no limit) or a number of GiB")
+        check_gib(self.limits.device_gib, self.limits.host_gib)
         if slots < -1 or min(self.limits.transient, prefetch) < 0 or prefetch > self.num_experts:
             raise BudgetError(
                 f"memory.slots={slots}, transient={self.limits.transient} and prefetch={prefetch} "
@@ -212,6 +213,9 @@ class _Run:
                 f"memory.bulk={self.limits.bulk} must be 0 (none) or a number of experts, which "
                 f"need slots to go to, but memory.slots={slots}"
             )
+        if self.limits.bulk > (most := self.num_layers * self.num_experts):
+            said = f"memory.bulk={self.limits.bulk}"
+            raise BudgetError(f"{said} is more than the {most} experts of the model")
         if slots >= 0 and prefetch > slots:
             raise BudgetError(
                 f"memory.prefetch={prefetch} needs as many slots a layer, but memory.slots={slots}"
@@ -283,8 +287,7 @@ class _Run:
     @property
     def bulk_nbytes(self) -> int:
         """Of transfers between steps, on the device and once more in host memory."""
-        # Each array of an expert is sent in full words: of an odd number of 16-bit scales, say.
-        return self.limits.bulk * (self.tier.expert_nbytes + BLOB_PADDING)
+        return bulk_nbytes(self.tier.expert_nbytes, self.limits.bulk)
 
     @property
     def most_needed(self) -> int:
@@ -386,9 +389,10 @@ class _Run:
             return num_experts
         rows = (limit - self.bulk_nbytes) // nbytes - RING_BLOCKS
         if rows < 0:
+            least = least_host_nbytes(nbytes, num_experts, self.limits.bulk)
             raise BudgetError(
                 f"memory.host_gib={self.limits.host_gib:g} is too little for the ring of "
                 f"{RING_BLOCKS} experts on their way from the disk: the smallest that would do is "
-                f"{gib_above(RING_BLOCKS * nbytes + self.bulk_nbytes)}"
+                f"{gib_above(least)}"
             )
         return rows

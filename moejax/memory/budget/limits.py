@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from moejax.errors import MoejaxError
 
 GIB = 2**30
+_MOST_GIB = 1e9  # far beyond any machine, and of bytes that a float still counts
 # Parts of a budget that a run may get by with less of: estimates, and the cache and the states of
 # contexts and sequences that the prompts may not need.
 AT_MOST = ("activations", "KV cache", "states", "reserve", "staging", "importance",
@@ -28,6 +29,16 @@ class Limits:
     transient: int = 0  # B; 0: the default
     prefetch: int = 0  # experts of the next layer that are fetched ahead
     bulk: int = 0  # experts that are on their way between steps at once; 0: none ever
+
+
+def check_gib(device_gib: float, host_gib: float, group: str = "memory.") -> None:
+    """Raises BudgetError for what is no size of memory; `group` begins the names of options."""
+    for name, gib in (("device_gib", device_gib), ("host_gib", host_gib)):
+        if not 0 <= gib <= _MOST_GIB:
+            most = f"at most {_MOST_GIB:g}"
+            raise BudgetError(
+                f"{group}{name}={gib} must be 0 (no limit) or a number of GiB, {most}"
+            )
 
 
 def num_banks(limits: Limits) -> int:

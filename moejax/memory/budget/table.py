@@ -25,8 +25,9 @@ def describe_tiers(budget: TieredBudget) -> list[str]:
     for place, parts, gib in (
         ("device", budget.device, budget.limits.device_gib),
         ("host", budget.host, budget.limits.host_gib),
+        ("disk", budget.disk, 0),
     ):
-        rows = [*parts.items(), ("total", sum(parts.values()))]
+        rows = [*parts.items(), ("total", sum(parts.values()))] if parts or place != "disk" else []
         for part, nbytes in rows:
             said = f" = {nbytes / GIB:.3f} GiB" + (f" of {gib:g}" if gib else "")
             end = said if part == "total" else ""

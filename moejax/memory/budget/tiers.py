@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from moejax.memory.budget.allocation import Budget, Tier, make_budget
-from moejax.memory.budget.limits import BudgetError, Limits, gib_above, limit_nbytes
+from moejax.memory.budget.limits import BudgetError, Limits, check_gib, gib_above, limit_nbytes
+from moejax.memory.budget.tables import least_host_nbytes
 from moejax.memory.budget.workspace import Model
 
 # Parts of a budget that each tier has of its own.
@@ -21,6 +22,7 @@ class TieredBudget:
       limits: of all together.
       device: bytes by part; parts of a tier end in its name.
       host: likewise.
+      disk: likewise; of the tiers that are not in host memory as a whole.
     """
 
     names: tuple[str, ...]
@@ -28,6 +30,7 @@ class TieredBudget:
     limits: Limits
     device: Mapping[str, int]
     host: Mapping[str, int]
+    disk: Mapping[str, int]
 
     @property
     def batch(self) -> int:
@@ -100,6 +103,7 @@ def make_tiered_budget(
     total_nbytes = sum(tier.expert_nbytes for tier in tiers)
 
     def made(chosen: Sequence[int]) -> TieredBudget:
+        _check_host(config, tiers, chosen, bulk, limits)
         budgets = []
         for tier, count in zip(tiers, chosen, strict=True):
             cached = 0 < count < num_experts
@@ -123,8 +127,10 @@ def make_tiered_budget(
             limits=limits,
             device=_together(names, [b.device for b in budgets]) | dict(of_policy or {}),
             host=_together(names, [b.host for b in budgets]),
+            disk=_together(names, [b.disk for b in budgets]),
         )
 
+    check_gib(limits.device_gib, limits.host_gib)
     limit = limit_nbytes(limits.device_gib)
     if slots:
         _check(slots, names, num_experts)
@@ -154,6 +160,28 @@ def _check(slots: Sequence[int], names: Sequence[str], num_experts: int) -> None
     if not all(0 <= count <= num_experts for count in slots):
         said = ", ".join(map(str, slots))
         raise BudgetError(f"policy.slots={said} must be from 0 to the {num_experts} of a layer")
+
+
+def _check_host(
+    config: Model, tiers: Sequence[Tier], slots: Sequence[int], bulk: int, limits: Limits
+) -> None:
+    """Raises BudgetError where a tier's share of host memory is too little; names the whole."""
+    total = sum(tier.expert_nbytes for tier in tiers)
+    num_experts = len(config.moe_layers) * config.num_experts
+    least = 0
+    for tier, count in zip(tiers, slots, strict=True):
+        own = bulk if 0 < count < config.num_experts else 0
+        needed = (
+            least_host_nbytes(tier.expert_nbytes, num_experts, own) + 1
+        )  # shares are rounded down
+        least = max(least, -(-needed * total // tier.expert_nbytes))
+    limit = limit_nbytes(limits.host_gib)
+    if limit is not None and limit < least:
+        raise BudgetError(
+            f"memory.host_gib={limits.host_gib:g} is too little for experts of "
+            f"{', '.join(tier.name for tier in tiers)} on their way from the disk: the smallest "
+            f"that would do is {gib_above(least)}"
+        )
 
 
 def _within(budget: TieredBudget, limit: int | None) -> TieredBudget:
