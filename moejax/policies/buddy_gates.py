@@ -82,16 +82,16 @@ def tolerates(chosen: jax.Array, tau: jax.Array, margin: jax.Array) -> jax.Array
     return (activating_entropy(chosen) > tau) & (probability_margin(chosen) < margin)
 
 
-def requested_experts(ids: jax.Array, active: jax.Array, num_experts: int) -> jax.Array:
-    """R(B): bool[E], which experts the active tokens ask for.
+def requested_experts(ids: jax.Array, asked: jax.Array, num_experts: int) -> jax.Array:
+    """R(B): bool[E], which experts are asked for.
 
     Args:
       ids: int32[N, A].
-      active: bool[N].
+      asked: bool[N, A], pairs that are to be computed.
       num_experts: E.
     """
-    asked = jnp.where(active[:, None], ids, -1).reshape(-1)
-    return jnp.any(asked[:, None] == jnp.arange(num_experts, dtype=jnp.int32)[None], axis=0)
+    given = jnp.where(asked, ids, -1).reshape(-1)
+    return jnp.any(given[:, None] == jnp.arange(num_experts, dtype=jnp.int32)[None], axis=0)
 
 
 def missing_share(requested: jax.Array, resident: jax.Array) -> jax.Array:

@@ -203,20 +203,32 @@ class BuddyMoe(ByContent):
             **{name: jnp.asarray(value, jnp.int32) for name, value in whole.items()},
         )
 
-    def decide(self, state: BuddyState, observation: Observation) -> tuple[Decision, BuddyState]:
-        """Who computes each pair of a layer."""
+    def decide(
+        self, state: BuddyState, observation: Observation, runs: jax.Array | None = None
+    ) -> tuple[Decision, BuddyState]:
+        """Who computes each pair of a layer.
+
+        Args:
+          state: of `init`.
+          observation: with one tier.
+          runs: bool[N, A], pairs that are to be computed; the others are not replaced, take nothing
+            of the budget, and are not counted. None: all of them.
+        """
         o = observation
-        tier = jnp.broadcast_to(jnp.where(o.active, 0, SKIPPED)[:, None], o.ids.shape)
+        asked = jnp.broadcast_to(o.active[:, None], o.ids.shape)
+        asked = asked if runs is None else asked & runs
+        tier = jnp.where(asked, 0, SKIPPED)
         served = Decision(o.ids, tier, o.weights, jnp.zeros(o.ids.shape, bool))
         if self.choose == "none" or (o.is_prefill and not self.in_prefill):
             return served, state
         resident = o.resident[0]
         if self._is_one_launch:
-            found, state = self._searched(state, o, resident)
+            given = o.active if runs is None else asked
+            found, state = self._searched(state, o, resident, given)
             first_rank = None
         else:
-            missing = o.active[:, None] & ~resident.at[o.ids].get(mode="clip")
-            wanted = missing & self._passes(state.settings, o, resident)[:, None]
+            missing = asked & ~resident.at[o.ids].get(mode="clip")
+            wanted = missing & self._passes(state.settings, o, resident, asked)[:, None]
             found, first_rank = self._search(state, o, resident, wanted)
         ids, weights = found.ids, o.weights
         if state.gains is not None:
@@ -232,17 +244,21 @@ class BuddyMoe(ByContent):
         decision = served._replace(ids=ids, tier=tier, weights=weights)
         return decision, self._counted(state, o, found.replaced, dropped)
 
-    def _passes(self, settings: Settings, o: Observation, resident: jax.Array) -> jax.Array:
+    def _passes(
+        self, settings: Settings, o: Observation, resident: jax.Array, asked: jax.Array
+    ) -> jax.Array:
         """bool[N], tokens that both gates let be served by buddies."""
         chosen = buddy_gates.chosen_probabilities(o.probabilities, o.ids, settings.temperature)
         passes = buddy_gates.tolerates(chosen, settings.tau[o.layer], settings.margin)
         if self.beta is not None:
-            passes &= self._is_cheap(settings, o, resident)
+            passes &= self._is_cheap(settings, o, resident, asked)
         return passes
 
-    def _is_cheap(self, settings: Settings, o: Observation, resident: jax.Array) -> jax.Array:
+    def _is_cheap(
+        self, settings: Settings, o: Observation, resident: jax.Array, asked: jax.Array
+    ) -> jax.Array:
         """bool[], the distribution gate: so few experts are missing that buddies are worth it."""
-        requested = buddy_gates.requested_experts(o.ids, o.active, len(resident))
+        requested = buddy_gates.requested_experts(o.ids, asked, len(resident))
         return buddy_gates.missing_share(requested, resident) < settings.beta
 
     @property
@@ -256,12 +272,13 @@ class BuddyMoe(ByContent):
         return self.form == "kernel" and self.choose == "buddies" and not self._is_scored
 
     def _searched(
-        self, state: BuddyState, o: Observation, resident: jax.Array
+        self, state: BuddyState, o: Observation, resident: jax.Array, allowed: jax.Array
     ) -> tuple[Substitution, BuddyState]:
         """The substitution by that kernel, and the state with the counts of what is replaced."""
-        s, allowed = state.settings, o.active
+        s = state.settings
         if self.beta is not None:
-            allowed &= self._is_cheap(s, o, resident)
+            asked = jnp.broadcast_to(allowed.reshape(len(o.ids), -1), o.ids.shape)
+            allowed &= self._is_cheap(s, o, resident, asked)
         found, replaced = substitution.search(
             o.ids, state.lists, o.layer, resident, allowed, s.depth, s.budget,
             Gate(o.probabilities, s.tau, s.margin, s.temperature), state.replaced,

@@ -190,7 +190,8 @@ def search(
       lists: int32[M, E, H], of all layers.
       layer: int32[].
       resident: bool[E].
-      allowed: bool[N], tokens whose missing experts may be replaced if the gate lets them.
+      allowed: bool[N] or bool[N, A], tokens or pairs whose missing experts may be replaced if the
+        gate lets the token.
       depth: int32[].
       budget: int32[].
       gate: of tokens.
