@@ -177,6 +177,31 @@ class OwnPolicyTest(absltest.TestCase):
             sweep_over(trace, OnDemand, [{"slots": 2, "prefetch": -1}], tiers)
 
 
+class CeilingTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("resident", {}, ("int4",), 16),
+        ("dynaexq", {"period": 8}, ("int4", "int2"), (6, 12)),  # all experts in one or the other
+        (
+            "dymoe",
+            {"low": "skip", "schedule": "equal", "retention": 0.5, "prefetch": 0},
+            ("int4",),
+            8,
+        ),
+    )
+    def test_nothing_beats_it(self, name, fields, names, slots):
+        trace = random_trace(step_sizes=[1] * 32, num_layers=1, num_experts=16, width=2)
+        tiers = Tiers(names=names, expert_bytes=(1800, 1000)[: len(names)])
+        (found,) = sweep_over(trace, name, [{"slots": slots, **fields}], tiers)
+        figures = found.figures(MACHINE)
+        self.assertEqual("best_hit_rate" in figures, "low" not in fields)
+        if "low" in fields:
+            self.assertIn("| - |", table.table(["x"], [figures], [0])[-1])
+        else:
+            self.assertGreater(found.best_hit_rate, 0)
+            self.assertGreaterEqual(found.best_hit_rate, found.hit_rate)
+            self.assertLessEqual(figures["bound_ms"], figures["tpot_ms"])
+
+
 class MainTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
