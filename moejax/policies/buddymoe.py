@@ -12,6 +12,7 @@ Axes: N tokens, A experts a token, E experts of a layer, M sparse layers, K plac
 """
 
 import dataclasses
+import math
 from typing import Any, Literal, get_args
 
 import jax
@@ -30,7 +31,14 @@ from moejax.policies.interface import (
     PolicySpec,
     Requests,
 )
-from moejax.policies.settings import ByContent
+from moejax.policies.settings import (
+    ByContent,
+    check_array,
+    check_choice,
+    check_flag,
+    check_number,
+    check_numbers,
+)
 from moejax.policies.substitution import Candidates, Form, Substitution
 from pallas_kernels.buddy_search import Gate
 
@@ -47,8 +55,9 @@ NO_LISTS = BuddyLists(np.full((0, 0, 1), -1, np.int32), np.zeros((0, 0, 1), np.f
 class BuddyMoe(ByContent):
     """The policy; of one tier.
 
-    All numbers are leaves of the state, and may be swept there; eta and kappa, beta, and the
-    discount only where they are not 0 (beta: not None) here, which brings them into the program.
+    All numbers but `max_requests`, which is a shape, are leaves of the state, and may be swept
+    there; eta and kappa, beta, and the discount only where they are not 0 (beta: not None) here,
+    which brings them into the program.
 
     Attributes:
       lists: of a profile (`python -m moejax.profile_experts`).
@@ -107,26 +116,28 @@ class BuddyMoe(ByContent):
         spend_on = Literal["first", "last"]
         options = {"choose": Choose, "spend_on": spend_on, "fall_back": FallBack, "form": Form}
         for name, allowed in options.items():
-            if getattr(self, name) not in get_args(allowed):
-                said = ", ".join(get_args(allowed))
-                raise MoejaxError(f"{name}={getattr(self, name)!r} must be one of {said}")
-        places = self.lists.ids.shape[-1]
-        ranges = (
-            ("tae_margin", self.tae_margin >= 0, "at least 0 (2: off)"),
-            ("tae_temperature", self.tae_temperature > 0, "above 0"),
-            ("beta", self.beta is None or self.beta >= 0, "at least 0, or None (off)"),
-            ("eta", self.eta >= 0, "at least 0"),
-            ("kappa", self.kappa >= 0, "at least 0"),
-            ("discount", 0 <= self.discount <= 1, "from 0 (the hard rule) to 1"),
-            ("rho", self.rho is None or self.rho >= 0, "at least 0, or None (no limit)"),
-            ("depth", self.depth is None or 1 <= self.depth <= places, f"from 1 to {places}"),
-            ("half_life", self.half_life > 0, "above 0"),
-            ("max_requests", self.max_requests >= 0, "at least 0"),
-            ("background_bytes", (self.background_bytes or 0) >= 0, "at least 0"),
-        )
-        for name, holds, said in ranges:
-            if not holds:
-                raise MoejaxError(f"{name}={getattr(self, name)} must be {said}")
+            check_choice(name, getattr(self, name), get_args(allowed))
+        check_array("tae_tau", self.tae_tau)
+        if self.gains is not None:
+            check_array("gains", self.gains)
+        check_number("tae_margin", self.tae_margin, 0)
+        for name in ("tae_temperature", "half_life"):
+            check_number(name, getattr(self, name), 0, above=True)
+        if self.beta not in (None, math.inf):  # `buddy_gates.beta_of_budget` may say infinity
+            check_number("beta", self.beta, 0)
+        for name in ("eta", "kappa", "least_misses"):
+            check_number(name, getattr(self, name), 0)
+        check_numbers("hops", self.hops, 0)
+        check_number("discount", self.discount, 0, 1)
+        if self.rho is not None:
+            check_number("rho", self.rho, 0, 2**30, integer=True)
+        if self.depth is not None:
+            check_number("depth", self.depth, 1, self.lists.ids.shape[-1], integer=True)
+        check_flag("in_prefill", self.in_prefill)
+        if self.background_bytes is not None:
+            check_number("background_bytes", self.background_bytes, 0)
+        check_number("max_requests", self.max_requests, 0, 2**20, integer=True)
+        check_number("seed", self.seed, 0, 2**32 - 1, integer=True)
 
     @property
     def name(self) -> str:
@@ -156,6 +167,8 @@ class BuddyMoe(ByContent):
             raise MoejaxError(f"buddymoe serves one tier, not {', '.join(spec.tiers)}")
         if self.hops and len(self.hops) != spec.num_experts:
             raise MoejaxError(f"hops has {len(self.hops)} of {spec.num_experts} experts")
+        if np.shape(self.tae_tau) not in ((), shape[:1]):
+            raise MoejaxError(f"tae_tau has {np.size(self.tae_tau)} of {shape[0]} layers")
         if self.gains is not None and self.gains.shape != (*shape, spec.num_experts):
             raise MoejaxError(f"gains is {list(self.gains.shape)}, not [layers, experts, experts]")
         if max(self.lists.ids.max(initial=-1), -1) >= spec.num_experts:
@@ -199,6 +212,7 @@ class BuddyMoe(ByContent):
         tau = np.broadcast_to(np.asarray(self.tae_tau, np.float32), spec.num_layers)
         return Settings(
             tau=jnp.asarray(tau),
+            seed=jnp.asarray(self.seed, jnp.uint32),
             **{name: jnp.asarray(value, jnp.float32) for name, value in real.items()},
             **{name: jnp.asarray(value, jnp.int32) for name, value in whole.items()},
         )
@@ -300,18 +314,23 @@ class BuddyMoe(ByContent):
             q, weights = state.q[o.layer][o.ids], (settings.eta, settings.kappa)
             value = substitution.priority(ids, q, logits, state.hops, *weights)
         given = (o.ids, Candidates(ids, value), wanted, settings.budget)
+        first_rank = None
         if self.discount:
-            return substitution.substitute_softly(*given, settings.discount, last_first=last_first)
-        form = "table" if self.form == "kernel" else self.form
-        found = substitution.substitute(*given, last_first=last_first, form=form)
-        if self.choose == "matched_random":
-            found = found._replace(ids=self._drawn(state, o, resident, found.replaced).ids)
-        return found, None
+            found, first_rank = substitution.substitute_softly(
+                *given, settings.discount, last_first=last_first
+            )
+        else:
+            form = "table" if self.form == "kernel" else self.form
+            found = substitution.substitute(*given, last_first=last_first, form=form)
+        if self.choose == "matched_random":  # all different: no weights meet
+            drawn = self._drawn(state, o, resident, found.replaced)
+            return drawn._replace(searched=found.searched), None
+        return found, first_rank
 
     def _drawn(
         self, state: BuddyState, o: Observation, resident: jax.Array, wanted: jax.Array
     ) -> Substitution:
-        key = jax.random.fold_in(jax.random.key(self.seed), state.draws)
+        key = jax.random.fold_in(jax.random.key(state.settings.seed), state.draws)
         budget = state.settings.budget
         return substitution.substitute_randomly(o.ids, resident, wanted, budget, key)
 

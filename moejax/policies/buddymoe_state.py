@@ -26,6 +26,7 @@ class Settings(NamedTuple):
       expert_bytes: float32[], of one expert.
       retention: float32[], of the counts of misses, a step.
       least_misses: float32[], from which on an expert is brought.
+      seed: uint32[], of random choices.
     """
 
     tau: jax.Array
@@ -41,6 +42,7 @@ class Settings(NamedTuple):
     expert_bytes: jax.Array
     retention: jax.Array
     least_misses: jax.Array
+    seed: jax.Array
 
 
 @jax.tree_util.register_dataclass
