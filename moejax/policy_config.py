@@ -69,7 +69,9 @@ class PolicyConfig(RunConfig):
     lists: str = _setting("buddymoe: a profile of moejax.profile_experts; '': the checkpoint's")
     choose: str = _setting("buddymoe: buddies; to compare with, none, random or matched_random")
     gains: str = _setting("buddymoe: profile scales a buddy's weight by how alike outputs are")
-    tae_tau: str = _setting("buddymoe: of eq. 1; profile takes the profile's percentile")
+    tae_tau: str = _setting(
+        "buddymoe: of eq. 1; profile takes the profile's percentile and temperature"
+    )
     tae_margin: str = _setting("buddymoe: gamma; 2 is off")
     tae_temperature: str = _setting("buddymoe: of eq. 1")
     beta: str = _setting("buddymoe: of eq. 2")

@@ -115,6 +115,8 @@ class BuddyMoe(ByContent):
         """Raises MoejaxError naming the first setting that is out of its range."""
         spend_on = Literal["first", "last"]
         options = {"choose": Choose, "spend_on": spend_on, "fall_back": FallBack, "form": Form}
+        if not isinstance(self.lists, BuddyLists):
+            raise MoejaxError(f"lists={self.lists!r} must be those of a profile")
         for name, allowed in options.items():
             check_choice(name, getattr(self, name), get_args(allowed))
         check_array("tae_tau", self.tae_tau)
