@@ -8,38 +8,20 @@ from typing import Any
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moejax.buddies import load_buddies, profile_of, save_buddies
+from moejax.buddies import BuddyProfile, load_buddies, save_buddies
 from moejax.errors import MoejaxError
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.compose import Compose
-from moejax.policies.expert_activity import ExpertActivity
 from moejax.tiering import Tiering, choose, named
 from tests import tiny_engine
+from tests.buddy_profiles import random_profile
 
 M, E = 2, 8
 CONFIG = tiny_engine.CONFIG
 
 
-def activity(never: int = 0) -> ExpertActivity:
-    """Random counts; so many experts were never chosen."""
-    rng = np.random.default_rng(0)
-    counts = rng.integers(1, 9, (M, E, E)).astype(np.float32)
-    counts *= 1 - np.eye(E, dtype=np.float32)
-    counts[:, :never] = counts[:, :, :never] = 0
-    return ExpertActivity(
-        tokens=np.float32(9),
-        activations=counts.sum(-1),
-        coactivations=counts,
-        weighted=counts / 2,
-        entropies=rng.random((M, 64)).astype(np.float32),
-    )  # type: ignore[arg-type]
-
-
-def profile(never: int = 0, **provenance: Any) -> Any:
-    return profile_of(
-        activity(never), provenance, source="coactivations", smoothing=1.0, alpha=0.9,
-        max_buddies=4, percentile=20,
-    )  # fmt: skip
+def profile(**how: Any) -> BuddyProfile:
+    return random_profile(M, E, **how)
 
 
 class ProfileTest(parameterized.TestCase):

@@ -87,6 +87,10 @@ class FileTest(parameterized.TestCase):
         ({}, {"ids": np.full((13, 3, 3), 16, np.uint8)}, "holds 16, there are 16"),
         ({}, {"ids": np.full((13, 3, 3), 1, np.uint8)}, "an expert twice"),
         ({}, {"predicted_probabilities": None}, "go together"),
+        ({}, {"weights": np.full((13, 3, 3), np.nan, np.float16)}, "weights hold numbers that"),
+        ({}, {"weights": np.full((13, 3, 3), -1, np.float16)}, "weights hold numbers that"),
+        ({}, {"weights": np.zeros((13, 3, 3), np.float16)}, "weights of a token are all 0"),
+        ({}, {"probabilities": np.full((13, 3, 16), np.inf, np.float16)}, "probabilities hold"),
     )
     def test_what_is_wrong_is_said(self, facts, tensors, said):
         trace = random_trace(step_sizes=[9, 1, 1, 2], **SHAPE)

@@ -234,7 +234,7 @@ def on_device(workload: Workload) -> Workload:
 def _slots(setting: Mapping[str, Any], num_experts: int, tiers: Tiers) -> tuple[int, ...]:
     given = setting.get("slots")
     row = given if isinstance(given, tuple) else (given,)
-    if len(row) != len(tiers.names) or not all(isinstance(size, int) for size in row):
+    if len(row) != len(tiers.names) or not all(type(size) is int for size in row):
         form = "/".join(["N"] * len(tiers.names))
         raise MoejaxError(f"grid: slots={given} must be {form}, of {', '.join(tiers.names)}")
     if not all(0 <= size <= num_experts for size in row):
@@ -244,7 +244,7 @@ def _slots(setting: Mapping[str, Any], num_experts: int, tiers: Tiers) -> tuple[
 
 def _whole(setting: Mapping[str, Any], name: str, default: int) -> int:
     value = setting.get(name, default)
-    if not isinstance(value, int) or value < 0:
+    if type(value) is not int or value < 0:
         raise MoejaxError(f"grid: {name}={value} must be 0 or a number of experts")
     return value
 
