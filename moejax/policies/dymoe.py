@@ -133,6 +133,10 @@ class DyMoE:
         check_choice("rounding", self.rounding, ROUNDINGS)
         check_choice("selection", self.selection, SELECTIONS)
         check_numbers("sensitivity", self.sensitivity, 0)
+        if self.sensitivity and self.schedule != "sensitivity":
+            raise MoejaxError(
+                f"sensitivity is of schedule='sensitivity', not of schedule={self.schedule!r}"
+            )
         check_number("heavy_share", self.heavy_share, 0, 1)
         check_number("heavy_count", self.heavy_count, 0, 2**30, integer=True)
         check_flag("renormalise", self.renormalise)
