@@ -75,6 +75,9 @@ class PolicyConfig(RunConfig):
     tae_margin: str = _setting("buddymoe: gamma; 2 is off")
     tae_temperature: str = _setting("buddymoe: of eq. 1")
     beta: str = _setting("buddymoe: of eq. 2")
+    bypass_bytes: str = _setting(
+        "buddymoe: in place of beta, bytes that bypassed layers may fetch in a decode step"
+    )
     eta: str = _setting("buddymoe: weight of the token's own logits in eq. 3")
     kappa: str = _setting("buddymoe: penalty of a hop in eq. 3")
     hops: str = _setting("buddymoe: partitions between each expert and the tokens")

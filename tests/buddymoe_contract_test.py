@@ -78,7 +78,7 @@ class ContractTest(parameterized.TestCase):
                 jax.tree.map(np.testing.assert_array_equal, mine, alone)
         self.assertGreater(len({int(state.replaced.sum()) for state in states}), 1)
 
-    @parameterized.parameters({}, {"choose": "random"}, {"beta": 0.7})
+    @parameterized.parameters({}, {"choose": "random"}, {"beta": 0.7}, {"bypass_bytes": 9.0})
     def test_padding_changes_nothing(self, **settings):
         policy = BuddyMoe(lists=LISTS, **settings)
         o = observation(np.random.default_rng(6))
@@ -172,6 +172,8 @@ class RefusalTest(parameterized.TestCase):
         ({"rho": "abc"}, "rho='abc' must be an integer"),
         ({"rho": 1.5}, "rho=1.5 must be an integer"),
         ({"beta": -0.1}, "beta=-0.1 must be a number, 0 or more"),
+        ({"bypass_bytes": -1}, "bypass_bytes=-1 must be a number, 0 or more"),
+        ({"bypass_bytes": 1.0, "beta": 0.5}, "beta=0.5 and bypass_bytes are of one gate"),
         ({"beta": "half"}, "beta='half' must be a number"),
         ({"depth": 6}, "depth=6 must be an integer, from 1 to 5"),
         ({"depth": 2.5}, "depth=2.5 must be an integer"),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moejax.policies import substitution
+from moejax.policies import buddy_gates, substitution
 from moejax.policies.buddy_lists import BuddyLists
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.interface import SKIPPED, Observation
@@ -144,6 +144,27 @@ class DecisionTest(parameterized.TestCase):
         self.assertGreater(total["random"][0], total["buddies"][0])
         for choose in ("matched_random", "random"):  # most are nobody's listed buddies
             self.assertGreater(total[choose][1], 0.2 * total[choose][0])
+
+    @parameterized.parameters("ranks", "kernel")
+    def test_beta_follows_from_the_bytes_that_may_be_fetched(self, form):
+        budget = 250.0  # of experts of 100 bytes
+        policy = BuddyMoe(lists=LISTS, bypass_bytes=budget, form=form, half_life=1e9)
+        state, decide = policy.init(SPEC), jax.jit(policy.decide)
+        given, missing, requested, fetched = steps(11, 150), [], [], 0
+        for i, o in enumerate(given):
+            asked = np.unique(np.asarray(o.ids)[np.asarray(o.active)])
+            away = int((~np.asarray(o.resident[0])[asked]).sum())
+            before = int(state.replaced.sum())
+            _, state = decide(state, o)
+            bypassed = int(state.replaced.sum()) == before
+            fetched += 100 * away * bypassed * (i >= len(given) // 2)
+            missing.append(away)
+            requested.append(len(asked))
+        rows = (np.asarray(a).reshape(-1, LAYERS) for a in (missing, requested))
+        exact = buddy_gates.beta_of_budget(*rows, 100, budget)
+        experts = buddy_gates.beta_within(state.missing / state.steps, jnp.float32(budget / 100))
+        self.assertAlmostEqual(float(experts), exact, delta=2 / buddy_gates.DELTA_BINS)
+        self.assertBetween(fetched / 75, 0.5 * budget, 1.25 * budget)  # of the second half
 
     def test_draws_match_soft_choices_too(self):
         first, second = (

@@ -12,6 +12,7 @@ import numpy as np
 from moejax.policies.ordering import of_few
 
 ENTROPY_BINS = 1000  # of the histogram from which a profile calibrates tau
+DELTA_BINS = 32  # a power of two: edges are exact
 _LEAST = float(np.finfo(np.float32).tiny)
 
 
@@ -134,6 +135,27 @@ def beta_of_budget(
     is_last = np.append(falling[1:] < falling[:-1], True)
     affordable = falling[is_last & (bytes_down_to <= budget_bytes)]
     return float(affordable[-1]) if len(affordable) else math.inf
+
+
+def delta_bin(delta: jax.Array) -> jax.Array:
+    """int32[], the bin of `DELTA_BINS` + 1 of a delta; 1 has one of its own."""
+    return jnp.floor(delta * DELTA_BINS).astype(jnp.int32)
+
+
+def beta_within(missing: jax.Array, budget: jax.Array) -> jax.Array:
+    """`beta_of_budget` of what was counted by `delta_bin`, to a bin.
+
+    Args:
+      missing: float32[DELTA_BINS + 1], experts missing in a mean step, by delta of their layer.
+      budget: float32[], B / w, experts that a step may transfer.
+
+    Returns:
+      float32[]; above 1 where even delta = 1 must not bypass.
+    """
+    place = jnp.arange(DELTA_BINS + 1, dtype=jnp.int32)
+    from_here = jnp.where(place[None] >= place[:, None], missing[None], 0.0)
+    over = jnp.sum(from_here, axis=1) > budget
+    return jnp.sum(over, dtype=jnp.int32).astype(jnp.float32) / DELTA_BINS
 
 
 def entropy_bin(entropy: jax.Array) -> jax.Array:

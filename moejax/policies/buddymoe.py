@@ -22,7 +22,7 @@ import numpy as np
 from moejax.errors import MoejaxError
 from moejax.policies import buddy_gates, substitution
 from moejax.policies.buddy_lists import BuddyLists
-from moejax.policies.buddymoe_state import BuddyState, Settings
+from moejax.policies.buddymoe_state import BuddyState, Settings, most_missed, with_missing
 from moejax.policies.interface import (
     SKIPPED,
     Decision,
@@ -69,6 +69,8 @@ class BuddyMoe(ByContent):
       tae_margin: gamma; 2 is off.
       tae_temperature: of p~.
       beta: of eq. 2; None is off, as in the paper's Tables 2 to 4.
+      bypass_bytes: in place of beta, B of section 3.1: what layers that the gate bypasses may fetch
+        in a decode step, on the mean; beta follows from what was missing so far.
       eta: of eq. 3; not 0 costs two launches a layer more.
       kappa: of eq. 3; the same.
       hops: [E], of eq. 3; () is 0 for all, one partition.
@@ -95,6 +97,7 @@ class BuddyMoe(ByContent):
     tae_margin: float = 2.0
     tae_temperature: float = 1.0
     beta: float | None = None
+    bypass_bytes: float | None = None
     eta: float = 0.0
     kappa: float = 0.0
     hops: tuple[float, ...] = ()
@@ -127,6 +130,10 @@ class BuddyMoe(ByContent):
             check_number(name, getattr(self, name), 0, above=True)
         if self.beta not in (None, math.inf):  # `buddy_gates.beta_of_budget` may say infinity
             check_number("beta", self.beta, 0)
+        if self.bypass_bytes is not None:
+            check_number("bypass_bytes", self.bypass_bytes, 0)
+            if self.beta is not None:
+                raise MoejaxError(f"beta={self.beta} and bypass_bytes are of one gate: give one")
         for name in ("eta", "kappa", "least_misses"):
             check_number(name, getattr(self, name), 0)
         check_numbers("hops", self.hops, 0)
@@ -189,6 +196,8 @@ class BuddyMoe(ByContent):
             requested=zero,
             credit=jnp.zeros((), jnp.float32),
             draws=zero,
+            missing=jnp.zeros(buddy_gates.DELTA_BINS + 1, jnp.float32),
+            steps=jnp.zeros((), jnp.float32),
         )
 
     def _settings(self, spec: PolicySpec) -> Settings:
@@ -199,6 +208,7 @@ class BuddyMoe(ByContent):
             "margin": self.tae_margin,
             "temperature": self.tae_temperature,
             "beta": np.inf if self.beta is None else self.beta,
+            "bypass_bytes": self.bypass_bytes or 0,
             "eta": self.eta,
             "kappa": self.kappa,
             "discount": self.discount,
@@ -244,7 +254,7 @@ class BuddyMoe(ByContent):
             first_rank = None
         else:
             missing = asked & ~resident.at[o.ids].get(mode="clip")
-            wanted = missing & self._passes(state.settings, o, resident, asked)[:, None]
+            wanted = missing & self._passes(state, o, resident, asked)[:, None]
             found, first_rank = self._search(state, o, resident, wanted)
         ids, weights = found.ids, o.weights
         if state.gains is not None:
@@ -258,24 +268,38 @@ class BuddyMoe(ByContent):
             dropped = found.searched & ~found.replaced
             tier = jnp.where(dropped, SKIPPED, tier)
         decision = served._replace(ids=ids, tier=tier, weights=weights)
+        if self.bypass_bytes is not None and not o.is_prefill:
+            state = with_missing(state, o, asked)
         return decision, self._counted(state, o, found.replaced, dropped)
 
     def _passes(
-        self, settings: Settings, o: Observation, resident: jax.Array, asked: jax.Array
+        self, state: BuddyState, o: Observation, resident: jax.Array, asked: jax.Array
     ) -> jax.Array:
         """bool[N], tokens that both gates let be served by buddies."""
+        settings = state.settings
         chosen = buddy_gates.chosen_probabilities(o.probabilities, o.ids, settings.temperature)
         passes = buddy_gates.tolerates(chosen, settings.tau[o.layer], settings.margin)
-        if self.beta is not None:
-            passes &= self._is_cheap(settings, o, resident, asked)
+        if self._is_bypassed:
+            passes &= self._is_cheap(state, o, resident, asked)
         return passes
 
     def _is_cheap(
-        self, settings: Settings, o: Observation, resident: jax.Array, asked: jax.Array
+        self, state: BuddyState, o: Observation, resident: jax.Array, asked: jax.Array
     ) -> jax.Array:
         """bool[], the distribution gate: so few experts are missing that buddies are worth it."""
         requested = buddy_gates.requested_experts(o.ids, asked, len(resident))
-        return buddy_gates.missing_share(requested, resident) < settings.beta
+        s = state.settings
+        if self.bypass_bytes is None:
+            beta = s.beta
+        else:
+            mean = state.missing / jnp.maximum(state.steps, 1.0)
+            beta = buddy_gates.beta_within(mean, s.bypass_bytes / s.expert_bytes)
+        return buddy_gates.missing_share(requested, resident) < beta
+
+    @property
+    def _is_bypassed(self) -> bool:
+        """Whether there is a distribution gate."""
+        return self.beta is not None or self.bypass_bytes is not None
 
     @property
     def _is_scored(self) -> bool:
@@ -292,9 +316,9 @@ class BuddyMoe(ByContent):
     ) -> tuple[Substitution, BuddyState]:
         """The substitution by that kernel, and the state with the counts of what is replaced."""
         s = state.settings
-        if self.beta is not None:
+        if self._is_bypassed:
             asked = jnp.broadcast_to(allowed.reshape(len(o.ids), -1), o.ids.shape)
-            allowed &= self._is_cheap(s, o, resident, asked)
+            allowed &= self._is_cheap(state, o, resident, asked)
         found, replaced = substitution.search(
             o.ids, state.lists, o.layer, resident, allowed, s.depth, s.budget,
             Gate(o.probabilities, s.tau, s.margin, s.temperature), state.replaced,
@@ -360,33 +384,5 @@ class BuddyMoe(ByContent):
         return dataclasses.replace(state, **now)
 
     def transfers(self, state: BuddyState, resident: jax.Array) -> tuple[Requests, BuddyState]:
-        """The most missed experts, as many as the bytes saved up allow.
-
-        An expert that was asked for is counted from 0 again; credit beyond what `max_requests` cost
-        is lost.
-        """
-        settings, num_experts = state.settings, state.missed.shape[1]
-        size, limit = settings.expert_bytes, min(self.max_requests, state.missed.size)
-        credit = jnp.minimum(state.credit + settings.background_bytes, size * limit)
-        counted = state.replaced + state.dropped
-        new = (counted - state.counted).astype(jnp.float32)
-        missed = state.missed * settings.retention + new
-        eligible = (missed >= settings.least_misses) & (missed > 0) & ~jnp.any(resident, axis=1)
-        most, at = jax.lax.top_k(jnp.where(eligible, missed, 0.0).reshape(-1), limit)
-        affordable = jnp.floor(credit / size).astype(jnp.int32)
-        asked = (most > 0) & (jnp.arange(limit, dtype=jnp.int32) < affordable)
-        num_asked = jnp.sum(asked, dtype=jnp.int32)
-        cleared = missed.reshape(-1).at[jnp.where(asked, at, missed.size)].set(0.0, mode="drop")
-        at = jnp.where(asked, at.astype(jnp.int32), -1)
-        requests = Requests(
-            layer=jnp.where(asked, at // num_experts, -1),
-            expert=jnp.where(asked, at % num_experts, -1),
-            tier=jnp.where(asked, 0, -1),
-        )
-        return requests, dataclasses.replace(
-            state,
-            counted=counted,
-            missed=cleared.reshape(missed.shape),
-            requested=state.requested + num_asked,
-            credit=credit - size * num_asked.astype(jnp.float32),
-        )
+        """The most missed experts, as many as the bytes saved up allow."""
+        return most_missed(state, resident, self.max_requests)
