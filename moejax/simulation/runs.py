@@ -108,7 +108,7 @@ def _check_needs(trace: Trace, run: Run) -> None:
     if needs.importance and trace.importance is None and (trace.phase == PREFILL).any():
         raise MoejaxError(
             f"{run.policy.name} weighs a prompt's tokens by the attention that they receive, which "
-            "the trace lacks: set selection='load'"
+            "the trace lacks: record it with --config.record_importance, or set selection='load'"
         )
 
 
