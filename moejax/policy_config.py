@@ -62,6 +62,9 @@ class PolicyConfig(RunConfig):
     sensitivity: str = _setting("dymoe: of each layer, for that schedule")
     rounding: str = _setting("dymoe: diffused or ceil")
     selection: str = _setting("dymoe: critical, load or random")
+    aggregation: str = _setting(
+        "dymoe: of the attention that a prompt's token receives: mean, sum or last_query"
+    )
     heavy_share: str = _setting("dymoe: of a prompt's tokens that are heavy hitters")
     heavy_count: str = _setting("dymoe: their number in place of the share")
     renormalise: str = _setting("dymoe: weights of what is left sum to what all summed to")

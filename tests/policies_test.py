@@ -95,6 +95,7 @@ class MakeTest(parameterized.TestCase):
             "period is of no part of parts=dymoe",
         ),
         ("dymoe", {"sensitivity": (1.0,)}, "sensitivity is of schedule='sensitivity', not of"),
+        ("dymoe", {"aggregation": "max"}, "aggregation='max' must be one of mean, sum, last_query"),
         ("dymoe", {"sensitivity": 3}, "sensitivity=3 must be a tuple"),
         ("dymoe", {"sensitivity": [1.0, -1.0]}, "sensitivity=-1.0 must be a number, 0 or more"),
         ("dymoe", {"renormalise": 1}, "renormalise=1 must be True or False"),
