@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from absl import flags
 
@@ -47,15 +47,9 @@ def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
     import jax
 
     from moejax.devices import choose_device
-    from moejax.policies.interface import AnyPolicy
     from moejax.simulation import recommending, sweeping, table
-    from moejax.tiering import named
+    from moejax.tiering import of_grid
     from moejax.traces import read_trace
-
-    def make(**setting: Any) -> AnyPolicy:
-        if setting.get("choose", "") is None:  # which of BuddyMoE's choices is the word itself
-            setting["choose"] = "none"
-        return named(config.policy, setting).policy
 
     trace = read_trace(path)
     stored = dict(tier.split("=") for tier in config.tiers)
@@ -70,7 +64,7 @@ def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
         return
     start = time.perf_counter()
     with jax.default_device(device):
-        policy = config.policy if config.policy == sweeping.LRU else make
+        policy = config.policy if config.policy == sweeping.LRU else of_grid(config.policy)
         swept = sweeping.sweep(trace, policy, grid, tiers, config.bulk)
     spent = time.perf_counter() - start
     decoded = swept[0].traffic.steps

@@ -3,7 +3,7 @@
 import ast
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +177,17 @@ def named(
             given[setting] = value
     policy = make_policy(name, lists=profile.lists, **given)
     return Chosen(policy, profile.activity.activations)
+
+
+def of_grid(name: str) -> Callable[..., AnyPolicy]:
+    """Makes the policy of this name by settings as `simulation.grid` reads them."""
+
+    def make(**settings: Any) -> AnyPolicy:
+        if settings.get("choose", "") is None:  # which of BuddyMoE's choices is the word itself
+            settings["choose"] = "none"
+        return named(name, settings).policy
+
+    return make
 
 
 def _take_temperature(given: dict[str, Any], profile: BuddyProfile) -> None:
