@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from absl import logging
 from safetensors import safe_open
 from safetensors.numpy import save
 
@@ -78,13 +79,16 @@ def profile_of(
     Args:
       activity: on the host.
       provenance: as far as it goes; the options are added to it.
-      source: of q.
+      source: of q. By co-activations the list of an expert that was never chosen is empty.
       smoothing: epsilon of Laplace, for co-activations.
       alpha: CFT, of all layers or [M].
       max_buddies: K_max.
       percentile: of TAE, for tau; 0 is off.
     """
-    lists = buddy_lists(shares(activity, source, smoothing), alpha, max_buddies)
+    q = shares(activity, source, smoothing)
+    if source != "outputs":  # of an expert that was never chosen smoothing alone would tell
+        q = np.where(np.asarray(activity.activations)[:, :, None] > 0, q, 0.0)
+    lists = buddy_lists(q, alpha, max_buddies)
     options = {
         "source": source,
         "smoothing": smoothing,
@@ -108,12 +112,10 @@ def provenance(
       text: what was counted on.
       stream: its tokens.
     """
-    config, described = engine.config, directory / "config.json"
+    config = engine.config
     return {
         "checkpoint": checkpoint,
-        "config_sha256": hashlib.sha256(described.read_bytes()).hexdigest()
-        if described.is_file()
-        else None,
+        "config_sha256": _config_sha256(directory),
         "family": config.family,
         "sparse_layers": list(config.moe_layers),
         "experts": config.num_experts,
@@ -135,14 +137,17 @@ def summary(profile: BuddyProfile, output: Path) -> str:
     """The result in one line, with the sizes of the lists that section 3.3 reports."""
     sizes, activity, of = profile.lists.sizes(), profile.activity, profile.provenance
     never = int((np.asarray(activity.activations) == 0).sum())
+    least, most = sizes.min(), sizes.max()
     options = of["lists"]
+    empty = ", whose lists are empty" if never and options["source"] != "outputs" else ""
     tau = f"tau {profile.tau.min():.3f} to {profile.tau.max():.3f}"
+    how = f"by {options['source']}, alpha {options['alpha']}"
     by_layer = ", ".join(f"{mean:.1f}" for mean in sizes.mean(axis=1))
     return (
         f"{sizes.shape[0]} layers of {sizes.shape[1]} experts, {of['tokens']} tokens of "
-        f"{of['text']['source']}; {never} experts never chosen; lists by {options['source']}, "
-        f"alpha {options['alpha']}, of {sizes.min()} to {sizes.max()} buddies, by layer "
-        f"{by_layer}; {tau} (percentile {options['percentile']:g}); written to {output}"
+        f"{of['text']['source']}; {never} experts never chosen{empty}; lists {how}, "
+        f"of {least} to {most} buddies, by layer {by_layer}; {tau} "
+        f"(percentile {options['percentile']:g}); written to {output}"
     )
 
 
@@ -162,12 +167,15 @@ def save_buddies(path: Path, profile: BuddyProfile) -> None:
     partial.replace(path)
 
 
-def load_buddies(path: Path, config: ModelConfig | None = None) -> BuddyProfile:
-    """Reads a profile.
+def load_buddies(
+    path: Path, config: ModelConfig | None = None, directory: Path | None = None
+) -> BuddyProfile:
+    """Reads a profile; one of another config.json of the model's family is warned about.
 
     Args:
       path: the file, or the directory of a checkpoint that it lies in.
       config: of the model that it is to serve.
+      directory: of that model's checkpoint.
 
     Raises:
       MoejaxError: there is no such file, it is no profile or a broken one, or it is of another
@@ -187,14 +195,53 @@ def load_buddies(path: Path, config: ModelConfig | None = None) -> BuddyProfile:
     except (KeyError, ValueError) as error:
         raise MoejaxError(f"{path} does not say where it comes from; {_MEND}") from error
     _check(path, stored, config)
+    _check_origin(path, provenance, config, directory)
     arrays = {name: read_array(tensor) for name, tensor in stored.items()}
     fields = {field.name for field in dataclasses.fields(ExpertActivity)} & arrays.keys()
     counted: dict[str, Any] = {name: arrays[name] for name in fields}
     activity = ExpertActivity(**counted)
     lists = BuddyLists(arrays["buddies"], arrays["q"])
-    if lists.ids.max(initial=-1) >= lists.ids.shape[1] or lists.ids.min(initial=-1) < -1:
-        raise MoejaxError(f"{path}: buddies names an expert that there is not; {_MEND}")
+    _check_values(path, lists, arrays["tau"])
     return BuddyProfile(lists, arrays["tau"], activity, provenance)
+
+
+def _check_origin(
+    path: Path, provenance: Any, config: ModelConfig | None, directory: Path | None
+) -> None:
+    """Raises MoejaxError for a profile of another family; warns where config.json is another."""
+    if not isinstance(provenance, dict):
+        raise MoejaxError(f"{path} does not say where it comes from; {_MEND}")
+    of, family = provenance.get("checkpoint"), provenance.get("family")
+    if config is not None and family not in (None, config.family):
+        raise MoejaxError(
+            f"{path} is of {of}, a {family} model, and this is a {config.family} one; {_MEND}"
+        )
+    hashed, found = (
+        provenance.get("config_sha256"),
+        _config_sha256(directory) if directory else None,
+    )
+    if None not in (hashed, found) and hashed != found:
+        logging.warning("%s is of %s, whose config.json is not this model's", path, of)
+
+
+def _config_sha256(directory: Path) -> str | None:
+    described = directory / "config.json"
+    return hashlib.sha256(described.read_bytes()).hexdigest() if described.is_file() else None
+
+
+def _check_values(path: Path, lists: BuddyLists, tau: np.ndarray) -> None:
+    """Raises MoejaxError where the invariants of `BuddyLists` do not hold, or a number is none."""
+    ids, num_experts = lists.ids, lists.ids.shape[1]
+    if ids.max(initial=-1) >= num_experts or ids.min(initial=-1) < -1:
+        raise MoejaxError(f"{path}: buddies names an expert that there is not; {_MEND}")
+    ordered = np.sort(ids, axis=-1)
+    if ((np.diff(ordered, axis=-1) == 0) & (ordered[..., 1:] >= 0)).any():
+        raise MoejaxError(f"{path}: buddies lists an expert twice; {_MEND}")
+    if (ids == np.arange(num_experts)[None, :, None]).any():
+        raise MoejaxError(f"{path}: buddies lists an expert as its own; {_MEND}")
+    for name, values in (("q", lists.q), ("tau", tau)):
+        if not np.isfinite(values).all():
+            raise MoejaxError(f"{path}: {name} holds numbers that are not finite; {_MEND}")
 
 
 def _check(path: Path, stored: dict[str, StoredTensor], config: ModelConfig | None) -> None:

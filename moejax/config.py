@@ -79,6 +79,9 @@ class RecordConfig(RunConfig):
     record_probabilities: bool = option(
         False, "whether a trace holds every router's whole softmax, which some policies need"
     )
+    record_importance: bool = option(
+        False, "whether it holds the attention that a prompt's tokens receive, which dymoe weighs"
+    )
 
     def check(self) -> None:
         """See `RunConfig.check`."""

@@ -62,6 +62,9 @@ class PolicyConfig(RunConfig):
     sensitivity: str = _setting("dymoe: of each layer, for that schedule")
     rounding: str = _setting("dymoe: diffused or ceil")
     selection: str = _setting("dymoe: critical, load or random")
+    aggregation: str = _setting(
+        "dymoe: of the attention that a prompt's token receives: mean, sum or last_query"
+    )
     heavy_share: str = _setting("dymoe: of a prompt's tokens that are heavy hitters")
     heavy_count: str = _setting("dymoe: their number in place of the share")
     renormalise: str = _setting("dymoe: weights of what is left sum to what all summed to")
@@ -69,10 +72,15 @@ class PolicyConfig(RunConfig):
     lists: str = _setting("buddymoe: a profile of moejax.profile_experts; '': the checkpoint's")
     choose: str = _setting("buddymoe: buddies; to compare with, none, random or matched_random")
     gains: str = _setting("buddymoe: profile scales a buddy's weight by how alike outputs are")
-    tae_tau: str = _setting("buddymoe: of eq. 1; profile takes the profile's percentile")
+    tae_tau: str = _setting(
+        "buddymoe: of eq. 1; profile takes the profile's percentile and temperature"
+    )
     tae_margin: str = _setting("buddymoe: gamma; 2 is off")
     tae_temperature: str = _setting("buddymoe: of eq. 1")
     beta: str = _setting("buddymoe: of eq. 2")
+    bypass_bytes: str = _setting(
+        "buddymoe: in place of beta, bytes that bypassed layers may fetch in a decode step"
+    )
     eta: str = _setting("buddymoe: weight of the token's own logits in eq. 3")
     kappa: str = _setting("buddymoe: penalty of a hop in eq. 3")
     hops: str = _setting("buddymoe: partitions between each expert and the tokens")

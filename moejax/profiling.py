@@ -69,7 +69,7 @@ def profile(
       What was counted, on the host.
 
     Raises:
-      MoejaxError: the model has no experts, or too few tokens.
+      MoejaxError: the model has no experts, too few tokens, or none that counts.
     """
     config = runner.config
     if not config.moe_layers:
@@ -84,6 +84,11 @@ def profile(
     for tokens, lengths, _ in windows(np.asarray(ids), Windowing(window, window), batch_size):
         activity = runner.fold(count, activity, tokens, lengths)
         on_batch(int(lengths.sum()))
+    if not float(activity.tokens) > 0:
+        raise MoejaxError(
+            f"nothing is counted: warmup={counting.warmup} of weight "
+            f"{counting.warmup_weight:g} is all of every window of {window} tokens"
+        )
     return jax.device_get(activity)
 
 

@@ -15,12 +15,14 @@ import numpy as np
 
 from moejax import results
 from moejax.errors import MoejaxError
+from moejax.models.attention import WatchAttention
 from moejax.models.config import ModelConfig
 from moejax.models.moe import ExpertsVia
 from moejax.models.routing import Routing, foreseen
 from moejax.models.run_experts import LoopedExperts, RunExperts
 from moejax.models.transformer import Transformer
 from moejax.ops import Index
+from moejax.policies.attention_importance import attention_received
 from moejax.traces import DECODE, PREFILL, TraceWriter, id_dtype
 
 _WAITING = 2  # calls whose records are left on the device, so that writing waits for no step
@@ -31,10 +33,13 @@ class RecordSpec(NamedTuple):
 
     foreseen: P, experts of the next layer that a layer foresees, with their probabilities.
     probabilities: whether the full softmax is recorded.
+    importance: whether the attention is that tokens of prompts receive (DyMoE eq. 1), of the
+      queries of their own chunk, as policies see it; 0 of decoded tokens.
     """
 
     foreseen: int = 0
     probabilities: bool = False
+    importance: bool = False
 
 
 class Recorded(NamedTuple):
@@ -47,6 +52,7 @@ class Recorded(NamedTuple):
     predicted_ids: jax.Array | None
     predicted_probabilities: jax.Array | None
     probabilities: jax.Array | None
+    importance: jax.Array | None
 
     def placed(self, whole: "Recorded", index: jax.Array) -> "Recorded":
         """This, of one token a sequence, at place `index` of `whole`."""
@@ -72,6 +78,7 @@ def none_recorded(spec: RecordSpec, config: ModelConfig, batch: int, length: int
         probabilities=(
             zeros(jnp.float16, num_layers, config.num_experts) if spec.probabilities else None
         ),
+        importance=zeros(jnp.float16, num_layers) if spec.importance else None,
     )
 
 
@@ -83,6 +90,7 @@ class _Said(NamedTuple):
     predicted_ids: jax.Array | None
     predicted_probabilities: jax.Array | None
     probabilities: jax.Array | None
+    importance: jax.Array | None
 
 
 class RecordingExperts:
@@ -102,7 +110,33 @@ class RecordingExperts:
         self._spec, self._model, self._via, self._run = spec, model, via, run
         self._routings: list[Routing] = []
         self._foreseen: list[tuple[jax.Array, jax.Array]] = []
+        self._importance: list[jax.Array] = []
+        self._received: jax.Array | None = None  # by the tokens of the layer that comes next
         self._looped: _Said | None = None
+
+    def watching(self, watch: WatchAttention | None) -> WatchAttention | None:
+        """Sees the attention of a prompt's chunk: this, and who watches anyway."""
+        if not self._spec.importance:
+            return watch
+        config = self._model.config
+
+        def both(
+            layer: Index,
+            q: jax.Array,
+            keys: jax.Array,
+            positions: jax.Array,
+            token_mask: jax.Array,
+        ) -> None:
+            if watch is not None:
+                watch(layer, q, keys, positions, token_mask)
+            window, scale = config.sliding_window, config.score_scale
+            received = attention_received(
+                q, keys, positions, token_mask, sliding_window=window, scale=scale
+            )
+            places = jnp.minimum(positions, received.shape[1] - 1)
+            self._received = jnp.take_along_axis(received, places, axis=1).reshape(-1)
+
+        return both
 
     def __call__(
         self,
@@ -114,6 +148,9 @@ class RecordingExperts:
     ) -> jax.Array:
         """See `moejax.models.run_experts.RunExperts`."""
         self._routings.append(routing)
+        if self._spec.importance:
+            none = jnp.zeros(len(routing.ids), jnp.float32)
+            self._importance.append(none if self._received is None else self._received)
         if self._spec.foreseen and ahead is not None:
             limit = min(self._spec.foreseen, routing.probabilities.shape[1])
             scores = foreseen(ahead(), self._model.config)
@@ -166,6 +203,7 @@ class RecordingExperts:
             predicted_ids=predicted[0],
             predicted_probabilities=predicted[1],
             probabilities=probabilities,
+            importance=stacked(self._importance, jnp.float16) if spec.importance else None,
         )
 
 
@@ -191,7 +229,7 @@ class LoopedRecording(RecordingExperts):
 
     def resume(self, state: Any) -> None:
         """Likewise."""
-        self._routings, self._foreseen = [], []
+        self._routings, self._foreseen, self._importance = [], [], []
         if self._loop is not None:
             self._loop.resume(state)
 
@@ -302,11 +340,14 @@ def recording(
       about: `facts`, into the file's metadata.
 
     Raises:
-      MoejaxError: the model has no sparse layer, the path cannot be, or nothing ran.
+      MoejaxError: the model has no sparse layer, or has layers without the attention that is to be
+        recorded; the path cannot be, or nothing ran.
     """
     config = runner.config
     if not config.moe_layers:
         raise MoejaxError("there is no routing to record: the model has no sparse layer")
+    if spec.importance and config.delta_net is not None:
+        raise MoejaxError("importance is not recorded of a model with layers without attention")
     with TraceWriter(path, config.num_experts, about) as writer:
         recorder = Recorder(spec, writer)
         with runner.recorded_by(recorder):

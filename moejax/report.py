@@ -69,6 +69,7 @@ def recorded(
         about=facts(config.checkpoint, text),
         foreseen=config.record_foreseen,
         probabilities=config.record_probabilities,
+        importance=config.record_importance,
     )
 
 

@@ -48,6 +48,7 @@ def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
 
     from moejax.devices import choose_device
     from moejax.simulation import recommending, sweeping, table
+    from moejax.tiering import of_grid
     from moejax.traces import read_trace
 
     trace = read_trace(path)
@@ -63,7 +64,8 @@ def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
         return
     start = time.perf_counter()
     with jax.default_device(device):
-        swept = sweeping.sweep(trace, config.policy, grid, tiers, config.bulk)
+        policy = config.policy if config.policy == sweeping.LRU else of_grid(config.policy)
+        swept = sweeping.sweep(trace, policy, grid, tiers, config.bulk)
     spent = time.perf_counter() - start
     decoded = swept[0].traffic.steps
     about = (

@@ -3,11 +3,11 @@
 import ast
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from moejax.buddies import load_buddies
+from moejax.buddies import BuddyProfile, load_buddies
 from moejax.checkpoints.open import Checkpoint, open_checkpoint, verify_checkpoint
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
@@ -27,7 +27,7 @@ class Tiering:
       policy: its name, or the policy.
       settings: of a policy that is named; those not given have its defaults. Of buddymoe, `lists`
         is the path of a profile ("": beside the checkpoint), and `gains` and `tae_tau` may be
-        "profile".
+        "profile"; with such a tau, `tae_temperature` is the profile's.
       tiers: of falling fidelity, each NAME=CHECKPOINT, another checkpoint of the same model; or
         NAME alone: int8, int4, int3 and int2 are made of the model's own plain experts while they
         are read, any other name is the checkpoint as it is. (): the checkpoint as it is.
@@ -151,22 +151,66 @@ def choose(tiering: Tiering, directory: Path, config: ModelConfig) -> Chosen:
     """
     if not isinstance(tiering.policy, str):
         return Chosen(tiering.policy)
-    given = dict(tiering.settings)
-    has_buddies = "buddymoe" in parts_of(tiering.policy, given)
-    if not has_buddies or not isinstance(given.get("lists", ""), str):
-        return Chosen(make_policy(tiering.policy, **given))
+    return named(tiering.policy, tiering.settings, directory, config)
+
+
+def named(
+    name: str,
+    settings: Mapping[str, Any],
+    directory: Path | None = None,
+    config: ModelConfig | None = None,
+) -> Chosen:
+    """A policy by name, whose profile is read where it has one.
+
+    Args:
+      name: of `policies.make.POLICIES`.
+      settings: see `Tiering`.
+      directory: of the checkpoint, where a profile may lie; None: there is none.
+      config: of the model; None: any.
+
+    Raises:
+      MoejaxError: see `choose`.
+    """
+    given = dict(settings)
+    if "buddymoe" not in parts_of(name, given) or not isinstance(given.get("lists", ""), str):
+        return Chosen(make_policy(name, **given))
     path = Path(given.pop("lists", "")).expanduser()
-    profile = load_buddies(path if path.name else directory, config)
-    for name, value in (("gains", profile.gains), ("tae_tau", profile.tau)):
-        if given.get(name) == "profile":
+    if not path.name and directory is None:
+        raise MoejaxError("buddymoe needs a profile: lists=FILE of moejax.profile_experts")
+    profile = load_buddies(path if path.name else directory or path, config, directory)
+    if isinstance(given.get("tae_tau"), str) and given["tae_tau"] == "profile":
+        _take_temperature(given, profile)
+    for setting, value in (("gains", profile.gains), ("tae_tau", profile.tau)):
+        if isinstance(given.get(setting), str) and given[setting] == "profile":
             if value is None:
                 raise MoejaxError(
-                    f"policy.{name}=profile, but the profile compared no outputs: make it with "
+                    f"policy.{setting}=profile, but the profile compared no outputs: make it with "
                     "--config.outputs=True"
                 )
-            given[name] = value
-    policy = make_policy(tiering.policy, lists=profile.lists, **given)
+            given[setting] = value
+    policy = make_policy(name, lists=profile.lists, **given)
     return Chosen(policy, profile.activity.activations)
+
+
+def of_grid(name: str) -> Callable[..., AnyPolicy]:
+    """Makes the policy of this name by settings as `simulation.grid` reads them."""
+
+    def make(**settings: Any) -> AnyPolicy:
+        if settings.get("choose", "") is None:  # which of BuddyMoE's choices is the word itself
+            settings["choose"] = "none"
+        return named(name, settings).policy
+
+    return make
+
+
+def _take_temperature(given: dict[str, Any], profile: BuddyProfile) -> None:
+    """Sets the temperature at which the profile found its tau, or raises MoejaxError."""
+    found = profile.provenance.get("counting", {}).get("temperature", 1.0)
+    if given.setdefault("tae_temperature", found) != found:
+        raise MoejaxError(
+            f"policy.tae_temperature={given['tae_temperature']}, but policy.tae_tau=profile is of "
+            f"temperature {found:g}: leave the setting out, or profile again"
+        )
 
 
 def parsed(text: str) -> Any:

@@ -60,7 +60,8 @@ class Trace:
     """A trace in memory; the fields are the tensors of the file, None for those it lacks.
 
     Invariants (`check`): the shapes and dtypes of the module's table; steps do not fall; the rows
-    of a step are of one phase; ids are experts, and a token's are different from each other.
+    of a step are of one phase; ids are experts, and a token's are different from each other;
+    weights and probabilities are finite and not negative, and a token's weights not all 0.
     """
 
     num_experts: int
@@ -138,6 +139,12 @@ class Trace:
             raise MoejaxError(f"phase {self.phase.max()} is neither 0 (prefill) nor 1 (decode)")
         if (np.diff(self.phase.astype(np.int8))[np.diff(self.step) == 0] != 0).any():
             raise MoejaxError("a step has rows of both phases")
+        for name in ("weights", "predicted_probabilities", "probabilities"):
+            array = getattr(self, name)
+            if array is not None and not (np.isfinite(array) & (array >= 0)).all():
+                raise MoejaxError(f"{name} hold numbers that are negative or not finite")
+        if not self.weights.any(axis=-1).all():
+            raise MoejaxError("weights of a token are all 0")
         for name in ("ids", "predicted_ids"):
             array = getattr(self, name)
             if array is None or not array.size:

@@ -205,7 +205,7 @@ exact = [(n, one) for n, one in swept if n == "lru" or n.endswith("least=0")]
 for name in dict.fromkeys(n for n, _ in exact):
     points = [(one.slots[0], 100 * one.hit_rate) for n, one in exact if n == name]
     axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name)
-best = {one.slots[0]: 100 * one.best_hit_rate for _, one in swept}
+best = {one.slots[0]: 100 * one.best_hit_rate for _, one in exact}
 axes.plot(best.keys(), best.values(), "k:", label="best (Belady)")
 axes.set(
     xlabel="slots a layer", ylabel="hits, %", title="Nothing skipped: same answers, other caches"

@@ -24,6 +24,7 @@ from scripts.quality_bench import Model, Served, Windows
 # A model whose routing is the demo's, of the size of Qwen3-30B-A3B: bytes of its experts for a
 # token in INT4 (48 layers of 8, 2,654,208 each), a resident decode step on an H200, PCIe 5 x16.
 TOKEN_BYTES = 48 * 8 * 2_654_208
+ROOM = 64  # experts that set out between two calls, as of `simulation.sweeping`
 MACHINE = Machine(base_ms=1.89, link_gib_per_s=50.0)
 
 
@@ -66,7 +67,7 @@ def forced(
 
     def call(carry: tuple[KVCache, Any], now: Any) -> tuple[tuple[KVCache, Any], jax.Array]:
         (cache, pool), kl = jax.lax.scan(token, carry, now)
-        pool, _ = tiered.ask(program.pool, pool, no_coming)
+        pool, _ = tiered.ask(program.pool, pool, no_coming, jnp.int32(ROOM))
         return (cache, pool), kl
 
     count = tokens.shape[1]

@@ -23,6 +23,7 @@ class Case(NamedTuple):
     budget: int
     last_first: bool = False
     gated: bool = False
+    by_pair: bool = False  # whether pairs are allowed buddies, or tokens
 
 
 CASES = {
@@ -32,6 +33,7 @@ CASES = {
     "last_first": Case(5, 24, 4, 12, 0.5, 9, 1, last_first=True),
     "crowded": Case(9, 12, 5, 11, 0.8, 11, 5),
     "gated": Case(16, 32, 5, 11, 0.5, 11, 3, gated=True),
+    "pairs": Case(6, 24, 5, 11, 0.5, 9, 2, last_first=True, gated=True, by_pair=True),
     "gated_one": Case(2, 4, 1, 1, 0.7, 1, 1, gated=True),
     "nobody": Case(3, 16, 3, 5, 0.0, 5, 3),
     "one": Case(2, 4, 1, 1, 0.7, 1, 1),
@@ -84,10 +86,14 @@ def check(case: Case, seed: int, **how: Any) -> np.ndarray:
     ends = rng.integers(0, case.places + 1, (layers, case.experts, 1))
     lists = jnp.asarray(np.where(np.arange(case.places) < ends, lists, -1), jnp.int32)
     resident = jnp.asarray(rng.random(case.experts) < case.resident)
-    allowed = jnp.asarray(rng.random(case.tokens) < 0.9)
+    allowed = jnp.asarray(
+        rng.random(ids.shape[: 1 + case.by_pair]) < (0.6 if case.by_pair else 0.9)
+    )
     gate = random_gate(case, np.asarray(ids), layers, layer, rng) if case.gated else None
-    passes = allowed if gate is None else allowed & tolerated(gate, ids, layer)
-    wanted = ~resident[ids] & passes[:, None]
+    passes = allowed.reshape(case.tokens, -1)
+    if gate is not None:
+        passes &= tolerated(gate, ids, layer)[:, None]
+    wanted = ~resident[ids] & passes
     counts = rng.integers(0, 9, (layers, case.experts)).astype(np.int32)
     limits = (jnp.int32(case.depth), jnp.int32(case.budget))
 

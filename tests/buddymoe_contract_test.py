@@ -78,7 +78,7 @@ class ContractTest(parameterized.TestCase):
                 jax.tree.map(np.testing.assert_array_equal, mine, alone)
         self.assertGreater(len({int(state.replaced.sum()) for state in states}), 1)
 
-    @parameterized.parameters({}, {"choose": "random"}, {"beta": 0.7})
+    @parameterized.parameters({}, {"choose": "random"}, {"beta": 0.7}, {"bypass_bytes": 9.0})
     def test_padding_changes_nothing(self, **settings):
         policy = BuddyMoe(lists=LISTS, **settings)
         o = observation(np.random.default_rng(6))
@@ -168,12 +168,31 @@ class RefusalTest(parameterized.TestCase):
         ({"form": "x"}, "form='x' must be one of table, ranks"),
         ({"fall_back": "x"}, "fall_back='x' must be one of fetch, drop"),
         ({"spend_on": "x"}, "spend_on='x' must be one of first, last"),
-        ({"rho": -1}, "rho=-1 must be at least 0, or None"),
-        ({"beta": -0.1}, "beta=-0.1 must be at least 0, or None"),
-        ({"depth": 6}, "depth=6 must be from 1 to 5"),
-        ({"discount": 1.5}, "discount=1.5 must be from 0"),
-        ({"tae_temperature": 0.0}, "tae_temperature=0.0 must be above 0"),
-        ({"background_bytes": -1.0}, "background_bytes=-1.0 must be at least 0"),
+        ({"rho": -1}, "rho=-1 must be an integer, from 0"),
+        ({"rho": "abc"}, "rho='abc' must be an integer"),
+        ({"rho": 1.5}, "rho=1.5 must be an integer"),
+        ({"beta": -0.1}, "beta=-0.1 must be a number, 0 or more"),
+        ({"bypass_bytes": -1}, "bypass_bytes=-1 must be a number, 0 or more"),
+        ({"bypass_bytes": 1.0, "beta": 0.5}, "beta=0.5 and bypass_bytes are of one gate"),
+        ({"beta": "half"}, "beta='half' must be a number"),
+        ({"depth": 6}, "depth=6 must be an integer, from 1 to 5"),
+        ({"depth": 2.5}, "depth=2.5 must be an integer"),
+        ({"discount": 1.5}, "discount=1.5 must be a number, from 0 to 1"),
+        ({"discount": "x"}, "discount='x' must be a number"),
+        ({"eta": "x"}, "eta='x' must be a number"),
+        ({"hops": 1.0}, "hops=1.0 must be a tuple"),
+        ({"gains": "profil"}, "gains='profil' must be finite numbers"),
+        ({"in_prefill": "maybe"}, "in_prefill='maybe' must be True or False"),
+        ({"half_life": "x"}, "half_life='x' must be a number, above 0"),
+        ({"least_misses": -1}, "least_misses=-1 must be a number, 0 or more"),
+        ({"max_requests": 1.5}, "max_requests=1.5 must be an integer"),
+        ({"seed": "x", "choose": "random"}, "seed='x' must be an integer"),
+        ({"tae_tau": "off"}, "tae_tau='off' must be finite numbers"),
+        ({"tae_tau": float("nan")}, "tae_tau=nan must be finite numbers"),
+        ({"tae_tau": np.float32([0.5, np.nan])}, "tae_tau=.* must be finite numbers"),
+        ({"tae_temperature": 0.0}, "tae_temperature=0.0 must be a number, above 0"),
+        ({"background_bytes": -1.0}, "background_bytes=-1.0 must be a number, 0 or more"),
+        ({"background_bytes": "x"}, "background_bytes='x' must be a number"),
     )
     def test_settings(self, settings, said):
         with self.assertRaisesRegex(MoejaxError, said):
@@ -189,6 +208,8 @@ class RefusalTest(parameterized.TestCase):
             BuddyMoe(lists=LISTS).init(dataclasses.replace(SPEC, **fields))
         with self.assertRaisesRegex(MoejaxError, "hops has 1 of 12 experts"):
             BuddyMoe(lists=LISTS, hops=(1.0,)).init(SPEC)
+        with self.assertRaisesRegex(MoejaxError, "tae_tau has 3 of 2 layers"):
+            BuddyMoe(lists=LISTS, tae_tau=np.zeros(3, np.float32)).init(SPEC)
         with self.assertRaisesRegex(MoejaxError, r"gains is \[2, 12\], not \[layers"):
             BuddyMoe(lists=LISTS, gains=np.ones((LAYERS, EXPERTS))).init(SPEC)
 

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from moejax.policies import buddy_gates, substitution
 from moejax.policies.buddy_lists import BuddyLists
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.interface import SKIPPED, Observation
+from moejax.policies.substitution import Candidates
 from tests import buddymoe_reference as paper
 from tests.buddymoe_cases import (
     EXPERTS,
@@ -142,6 +144,54 @@ class DecisionTest(parameterized.TestCase):
         self.assertGreater(total["random"][0], total["buddies"][0])
         for choose in ("matched_random", "random"):  # most are nobody's listed buddies
             self.assertGreater(total[choose][1], 0.2 * total[choose][0])
+
+    @parameterized.parameters("ranks", "kernel")
+    def test_beta_follows_from_the_bytes_that_may_be_fetched(self, form):
+        budget = 250.0  # of experts of 100 bytes
+        policy = BuddyMoe(lists=LISTS, bypass_bytes=budget, form=form, half_life=1e9)
+        state, decide = policy.init(SPEC), jax.jit(policy.decide)
+        given, missing, requested, fetched = steps(11, 150), [], [], 0
+        for i, o in enumerate(given):
+            asked = np.unique(np.asarray(o.ids)[np.asarray(o.active)])
+            away = int((~np.asarray(o.resident[0])[asked]).sum())
+            before = int(state.replaced.sum())
+            _, state = decide(state, o)
+            bypassed = int(state.replaced.sum()) == before
+            fetched += 100 * away * bypassed * (i >= len(given) // 2)
+            missing.append(away)
+            requested.append(len(asked))
+        rows = (np.asarray(a).reshape(-1, LAYERS) for a in (missing, requested))
+        exact = buddy_gates.beta_of_budget(*rows, 100, budget)
+        experts = buddy_gates.beta_within(state.missing / state.steps, jnp.float32(budget / 100))
+        self.assertAlmostEqual(float(experts), exact, delta=2 / buddy_gates.DELTA_BINS)
+        self.assertBetween(fetched / 75, 0.5 * budget, 1.25 * budget)  # of the second half
+
+    def test_draws_match_soft_choices_too(self):
+        first, second = (
+            BuddyMoe(lists=LISTS, choose="matched_random", discount=0.5, seed=seed)
+            for seed in (5, 6)
+        )
+        decide = jax.jit(first.decide)  # the seed is a leaf of the state
+        given, others = steps(2, 4), 0
+        drawn = [np.asarray(decide(first.init(SPEC), o)[0].ids) for o in given]
+        for ids, o in zip(drawn, given, strict=True):
+            self.assertTrue(all(len(set(row)) == WIDTH for row in ids.tolist()))
+            old, new = np.asarray(o.ids), ids != o.ids
+            others += sum(
+                int(b) not in LISTS.ids[int(o.layer), i]
+                for i, b in zip(old[new], ids[new], strict=True)
+            )
+        self.assertGreater(others, 0)
+        anew = [np.asarray(decide(second.init(SPEC), o)[0].ids) for o in given]
+        self.assertTrue(any((a != b).any() for a, b in zip(drawn, anew, strict=True)))
+
+    def test_long_lists(self):
+        ids = jnp.array([[0, 1]], jnp.int32)
+        listed = jnp.tile(jnp.arange(2, 42, dtype=jnp.int32), (1, 2, 1))  # 40 places
+        listed = listed.at[:, :, :35].set(-1)
+        wanted, budget = jnp.ones((1, 2), bool), jnp.int32(2)
+        found = substitution.substitute(ids, Candidates(listed), wanted, budget, form="table")
+        self.assertEqual(found.ids.tolist(), [[37, 38]])
 
     def test_prompts_may_be_left_alone(self):
         o = observation(np.random.default_rng(3), share=0.2)

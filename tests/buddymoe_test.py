@@ -82,10 +82,10 @@ class GatesTest(parameterized.TestCase):
         rng = np.random.default_rng(1)
         for _ in range(20):
             _, ids, _ = routed(rng)
-            active, resident = rng.random(TOKENS) < 0.7, rng.random(EXPERTS) < 0.5
-            active[0] = True
-            requested = buddy_gates.requested_experts(ids, active, EXPERTS)
-            asked = {int(i) for i in ids[active].ravel()}
+            pairs, resident = rng.random(ids.shape) < 0.7, rng.random(EXPERTS) < 0.5
+            pairs[0, 0] = True
+            requested = buddy_gates.requested_experts(ids, pairs, EXPERTS)
+            asked = {int(i) for i in ids[pairs]}
             self.assertEqual(set(np.flatnonzero(requested).tolist()), asked)
             expected = paper.missing_share(asked, set(np.flatnonzero(resident).tolist()))
             found = buddy_gates.missing_share(requested, resident)

@@ -141,7 +141,8 @@ class LoopTest(parameterized.TestCase):
         if not records and place != "resident":  # the others have these weights, and these places
             slow.skip_unless_asked()
         config = CONFIGS[name]
-        record = RecordSpec(foreseen=2, probabilities=True) if records else None
+        what = RecordSpec(foreseen=2, probabilities=True, importance=place == "resident")
+        record = what if records else None
         looped, num_looped = two_chunks(config, kind, dtype, place, record, True)
         unrolled, num_unrolled = two_chunks(config, kind, dtype, place, record, False)
         self.assertLess(max(num_looped), min(num_unrolled))

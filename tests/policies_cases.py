@@ -104,6 +104,22 @@ CASES = {
         EXCLUSIVE,
         ("decode",),
     ),
+    "compose_skips": Case(
+        "compose",
+        (
+            {
+                "parts": "dymoe+buddymoe",
+                "lists": LISTS,
+                "low": "skip",
+                "rho": 1,
+                "spend_on": "last",
+                "discount": 0.5,
+                "prefetch": 0,
+            },
+        ),
+        ONE,
+        ("decode",),
+    ),
     "compose": Case(
         "compose",
         (

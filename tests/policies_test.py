@@ -8,7 +8,7 @@ from absl.testing import absltest, parameterized
 
 from moejax.errors import MoejaxError
 from moejax.policies.interface import PolicySpec
-from moejax.policies.make import POLICIES, make_policy, settings_of
+from moejax.policies.make import POLICIES, make_policy, parts_of, settings_of
 from tests import policies_contract as contract
 from tests.policies_cases import CASES, SPEC, random_trace
 
@@ -59,7 +59,8 @@ class ContractTest(parameterized.TestCase):
         case, trace = CASES[name], trace_of(name, "decode", 40)
         for setting in range(len(case.settings) if case.name == "dynaexq" else 1):
             moves = contract.check_transfers(case, trace, setting)
-            self.assertEqual(moves.promotions > 0, case.name in ("dynaexq", "compose"))
+            swaps = "dynaexq" in parts_of(case.name, case.settings[setting])
+            self.assertEqual(moves.promotions > 0, swaps)
 
     def test_several_sequences_decode_at_once(self):
         trace = random_trace(SPEC, 4, 4, prefill=False, seed=5)
@@ -72,7 +73,8 @@ class MakeTest(parameterized.TestCase):
     def test_defaults_make_a_frozen_policy_of_that_name(self, name):
         policy = make_policy(name)
         self.assertEqual(policy.name, name)
-        self.assertEqual(hash(policy), hash(make_policy(name, **settings_of(name))))
+        known = settings_of(name, parts_of(name, {}))
+        self.assertEqual(hash(policy), hash(make_policy(name, **known)))
         with self.assertRaises(dataclasses.FrozenInstanceError):
             policy.tier = "int4"
 
@@ -86,6 +88,14 @@ class MakeTest(parameterized.TestCase):
         ("dymoe", {"schedule": "sine"}, "schedule='sine' must be one of cosine, linear"),
         ("dymoe", {"rounding": "floor"}, "rounding='floor' must be one of diffused, ceil"),
         ("dymoe", {"selection": "worst"}, "selection='worst' must be one of critical"),
+        ("compose", {"rho": 1}, "rho is of no part of parts=dynaexq+dymoe"),
+        (
+            "compose",
+            {"parts": "dymoe+buddymoe", "period": 9},
+            "period is of no part of parts=dymoe",
+        ),
+        ("dymoe", {"sensitivity": (1.0,)}, "sensitivity is of schedule='sensitivity', not of"),
+        ("dymoe", {"aggregation": "max"}, "aggregation='max' must be one of mean, sum, last_query"),
         ("dymoe", {"sensitivity": 3}, "sensitivity=3 must be a tuple"),
         ("dymoe", {"sensitivity": [1.0, -1.0]}, "sensitivity=-1.0 must be a number, 0 or more"),
         ("dymoe", {"renormalise": 1}, "renormalise=1 must be True or False"),

@@ -275,6 +275,7 @@ class ProfileTest(parameterized.TestCase):
         ({"max_buddies": 0}, "max_buddies=0 must be at least 1"),
         ({"percentile": 101.0}, "percentile=101.0 must be from 0 to 100"),
         ({"warmup_weight": 2.0}, "warmup_weight=2.0 must be from 0 to 1"),
+        ({"warmup": 32}, "nothing is counted: warmup=32 of weight 0 is all of every window of 32"),
         ({"window": 257}, "window=257 is beyond the model's context of 256"),
         ({"text": "none.txt"}, "there is no text file none.txt"),
         ({"output": "no/such/x.safetensors"}, "output no/such/x.safetensors lies in no/such"),

@@ -11,6 +11,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax import cli, sweep
+from moejax.buddies import save_buddies
 from moejax.errors import MoejaxError
 from moejax.policies.on_demand import OnDemand
 from moejax.results import ResultRow, append_rows, read_rows
@@ -29,6 +30,7 @@ from moejax.simulation.grid import axis, described, settings
 from moejax.simulation.sweeping import Tiers
 from moejax.simulation.sweeping import sweep as sweep_over
 from moejax.traces import write_trace
+from tests.buddy_profiles import random_profile
 from tests.simulated_traces import random_trace
 
 MACHINE = Machine(base_ms=1.0, link_gib_per_s=10.0)
@@ -45,6 +47,8 @@ class GridTest(parameterized.TestCase):
         ("n_hot=none,4", ("n_hot", [None, 4])),
         ("renormalise=true,false", ("renormalise", [True, False])),
         ("a=1,5:6,2.5", ("a", [1, 5, 6, 2.5])),
+        ("parts=dynaexq+dymoe", ("parts", ["dynaexq+dymoe"])),
+        ("lists=../a-b/c_1.safetensors", ("lists", ["../a-b/c_1.safetensors"])),
     )
     def test_axes(self, text, expected):
         self.assertEqual(axis(text), expected)
@@ -54,6 +58,8 @@ class GridTest(parameterized.TestCase):
         ("slots=", "is not NAME=VALUES"),
         ("slots=8:4", "holds no number"),
         ("slots=1:9:0", "holds no number"),
+        ("slots=nan:8:1", "holds no number"),
+        ("slots=1:inf:1", "holds no number"),
         ("slots=a:b", "is not FIRST:LAST:STEP"),
         ("slots=$", "is no value"),
     )
@@ -177,6 +183,31 @@ class OwnPolicyTest(absltest.TestCase):
             sweep_over(trace, OnDemand, [{"slots": 2, "prefetch": -1}], tiers)
 
 
+class CeilingTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("resident", {}, ("int4",), 16),
+        ("dynaexq", {"period": 8}, ("int4", "int2"), (6, 12)),  # all experts in one or the other
+        (
+            "dymoe",
+            {"low": "skip", "schedule": "equal", "retention": 0.5, "prefetch": 0},
+            ("int4",),
+            8,
+        ),
+    )
+    def test_nothing_beats_it(self, name, fields, names, slots):
+        trace = random_trace(step_sizes=[1] * 32, num_layers=1, num_experts=16, width=2)
+        tiers = Tiers(names=names, expert_bytes=(1800, 1000)[: len(names)])
+        (found,) = sweep_over(trace, name, [{"slots": slots, **fields}], tiers)
+        figures = found.figures(MACHINE)
+        self.assertEqual("best_hit_rate" in figures, "low" not in fields)
+        if "low" in fields:
+            self.assertIn("| - |", table.table(["x"], [figures], [0])[-1])
+        else:
+            self.assertGreater(found.best_hit_rate, 0)
+            self.assertGreaterEqual(found.best_hit_rate, found.hit_rate)
+            self.assertLessEqual(figures["bound_ms"], figures["tpot_ms"])
+
+
 class MainTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
@@ -236,6 +267,15 @@ class MainTest(parameterized.TestCase):
         (full,) = (line for line in out.splitlines() if "retention=1.0" in line)
         self.assertIn("| 100.0 | 0.0 | 0.0 | 0.0 |", full)
 
+    def test_buddies_of_a_profile(self):
+        file = self.folder / "x.safetensors"
+        save_buddies(file, random_profile(2, 16))
+        out, _ = self.run_main(
+            "--config.policy=buddymoe", "--config.links=('25',)",  # choose=none compiles fast
+            f"--config.grid=('slots=8', 'lists={file}', 'tae_tau=profile', 'choose=none')",
+        )  # fmt: skip
+        self.assertIn(f"slots=8 lists={file} tae_tau=profile choose=None |", out)
+
     def test_a_calibration(self):
         rows = self.folder / "measured.jsonl"
         facts = {"unit": "ms", "device": "x", "versions": {}, "date": "x", "command": "x"}
@@ -259,12 +299,17 @@ class MainTest(parameterized.TestCase):
         ("--config.trace=/no/such", "there is no trace /no/such"),
         ("--config.grid=('slots=17',)", "from 0 to 16"),
         ("--config.grid=('slots=2/2',)", "must be N, of int4"),
+        ("--config.grid=('slots=true',)", "must be N, of int4"),
+        ("--config.grid=('slots=4', 'prefetch=true')", "prefetch=True must be"),
+        ("--config.tiers=('a=1', 'a=2')", "tiers: 'a' stands twice"),
+        ("--config.plot=x.foo", "plot='x.foo' must end in .png"),
         ("--config.grid=('prefetch=1',)", "slots=None must be N"),
         ("--config.grid=('slots=4', 'prefetch=3')", "the trace foresees 2"),
         ("--config.grid=('slots=4', 'alpha=3')", "lru has no setting alpha"),
         ("--config.tiers=('int4',)", "is not NAME=BYTES"),
         ("--config.links=('0',)", "must be a speed"),
         ("--config.policy=dymo", "there is no policy 'dymo'"),
+        ("--config.policy=buddymoe", "needs a profile: lists=FILE"),
         ("--config.calibration=/no/such", "cannot be read"),
     )
     def test_what_is_wrong_is_said(self, argument, said):

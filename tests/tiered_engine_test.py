@@ -13,6 +13,7 @@ from moejax.errors import MoejaxError
 from moejax.evaluation import fidelity
 from moejax.evaluation.perplexity import Windowing
 from moejax.memory.budget import BudgetError, Limits, Tier, make_tiered_budget
+from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.make import make_policy
 from moejax.simulation.replay import EVENTS
 from moejax.simulation.runs import Run, run_policies
@@ -104,23 +105,46 @@ class EngineTest(parameterized.TestCase):
     def test_hit_rates_of_a_trace_are_those_of_the_engine(self, policy, settings, slots):
         if policy == "dymoe":  # of which the test above compares every count
             slow.skip_unless_asked()
-        engine = self.engine(policy=policy, settings=settings, slots=slots, emulate=True, **MADE)
-        path, rng = self.folder / f"trace of {policy} {slots}", np.random.default_rng(0)
-        with engine.recording(path, probabilities=True, foreseen=CONFIG.num_experts):
-            for _ in range(6):
-                prompt = rng.integers(3, CONFIG.vocab_size, 6).tolist()
-                engine.generate(prompt, max_new_tokens=120, temperature=1.0, ignore_eos=True)
-        run = Run(
-            policy=make_policy(policy, **settings), tiers=("int4", "int2"),
-            expert_bytes=(2, 1), slots=slots,
-        )  # fmt: skip
-        (tallied,) = run_policies(read_trace(path), [run])
+        engine, tallied = self.replayed(policy, settings, slots, ("int4", "int2"))
         events = dict(zip(EVENTS, tallied.events.sum(axis=0), strict=True))
         rate = events["hits"].sum() / events["needed"].sum()
         self.assertBetween(rate, 0.3, 0.97)
         self.assertAlmostEqual(rate, engine.ledger.hit_rate, delta=0.01)
         shares = tallied.gate.sum(axis=0)
         self.assertAlmostEqual(shares[0] / shares[-1], engine.ledger.shares["int4"], delta=0.01)
+
+    def test_buddies_of_a_trace_are_those_of_the_engine(self):
+        slow.skip_unless_asked()
+        counts = np.random.default_rng(1).integers(
+            0, 9, (2, CONFIG.num_experts, CONFIG.num_experts)
+        )
+        lists = buddy_lists(conditional_coactivation(counts), 0.9, 5)
+        settings = {"lists": lists, "rho": 1, "form": "ranks", "max_requests": 2}
+        engine, tallied = self.replayed("buddymoe", settings, (4,), ("int4",))
+        events = dict(zip(EVENTS, tallied.events.sum(axis=0), strict=True))
+        rate = events["hits"].sum() / events["needed"].sum()
+        self.assertBetween(rate, 0.3, 0.99)
+        self.assertAlmostEqual(rate, engine.ledger.hit_rate, delta=0.01)
+        shares = tallied.gate.sum(axis=0)
+        replaced = engine.ledger.shares["substituted"]
+        self.assertGreater(replaced, 0.02)
+        self.assertAlmostEqual(shares[-2] / shares[-1], replaced, delta=0.01)
+
+    def replayed(self, policy, settings, slots, tiers):
+        """An engine under a policy, and what the replay of its trace tallies."""
+        made = MADE | {"tiers": tiers}
+        engine = self.engine(policy=policy, settings=settings, slots=slots, emulate=True, **made)
+        path, rng = self.folder / f"trace of {policy} {slots}", np.random.default_rng(0)
+        with engine.recording(path, probabilities=True, foreseen=CONFIG.num_experts):
+            for _ in range(6):
+                prompt = rng.integers(3, CONFIG.vocab_size, 6).tolist()
+                engine.generate(prompt, max_new_tokens=120, temperature=1.0, ignore_eos=True)
+        run = Run(
+            policy=make_policy(policy, **settings), tiers=tiers, expert_bytes=(2, 1)[: len(tiers)],
+            slots=slots,
+        )  # fmt: skip
+        (tallied,) = run_policies(read_trace(path), [run])
+        return engine, tallied
 
     def test_a_tier_of_another_checkpoint(self):
         other = self.folder / "other"

@@ -34,13 +34,14 @@ POLICIES = {
 }
 
 
-def runner_of(config):
+def runner_of(config, **settings):
     slots = (3, config.num_experts)
-    return tiered_runner(make_policy("dymoe", **DYMOE), (4, 2), slots, config=config)
+    policy = make_policy("dymoe", **DYMOE, **settings)
+    return tiered_runner(policy, (4, 2), slots, config=config)
 
 
 class ImportanceTest(parameterized.TestCase):
-    def seen(self, config):
+    def seen(self, config, **settings):
         """What each layer's decision was told of the tokens' importance, and what was computed."""
         told, computed = [], []
         decide, received = DyMoE.decide, tiered_experts.attention_received
@@ -53,7 +54,7 @@ class ImportanceTest(parameterized.TestCase):
             computed.append(options)
             return received(*arguments, **options)
 
-        runner, memory = runner_of(config)
+        runner, memory = runner_of(config, **settings)
         with (
             mock.patch.object(Transformer, "loops", lambda *_: False),
             mock.patch.object(DyMoE, "decide", spied),
@@ -76,7 +77,8 @@ class ImportanceTest(parameterized.TestCase):
 
     def test_scores_are_the_models_own(self):
         config = model_kinds.config_of("latent")
-        told, computed = self.seen(config)
+        told, computed = self.seen(config, aggregation="last_query")
+        self.assertEqual([one["aggregation"] for one in computed], ["last_query"] * 2)
         self.assertLen(told, 2)  # the first layer is dense
         self.assertEqual([one["scale"] for one in computed], [config.score_scale] * 2)
         self.assertNotAlmostEqual(config.score_scale, config.head_dim**-0.5)

@@ -87,6 +87,10 @@ class FileTest(parameterized.TestCase):
         ({}, {"ids": np.full((13, 3, 3), 16, np.uint8)}, "holds 16, there are 16"),
         ({}, {"ids": np.full((13, 3, 3), 1, np.uint8)}, "an expert twice"),
         ({}, {"predicted_probabilities": None}, "go together"),
+        ({}, {"weights": np.full((13, 3, 3), np.nan, np.float16)}, "weights hold numbers that"),
+        ({}, {"weights": np.full((13, 3, 3), -1, np.float16)}, "weights hold numbers that"),
+        ({}, {"weights": np.zeros((13, 3, 3), np.float16)}, "weights of a token are all 0"),
+        ({}, {"probabilities": np.full((13, 3, 16), np.inf, np.float16)}, "probabilities hold"),
     )
     def test_what_is_wrong_is_said(self, facts, tensors, said):
         trace = random_trace(step_sizes=[9, 1, 1, 2], **SHAPE)
@@ -128,7 +132,8 @@ class RecordingTest(absltest.TestCase):
         settings: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True}
         plain = engine.generate(prompts, **settings)
         path = self.folder / "trace"
-        with engine.recording(path, about={"model": "tiny"}, foreseen=2, probabilities=True):
+        what: dict[str, Any] = {"foreseen": 2, "probabilities": True, "importance": True}
+        with engine.recording(path, about={"model": "tiny"}, **what):
             answers = engine.generate(prompts, **settings)
             engine.generate(prompts, **settings)
         self.assertEqual([a.tokens for a in answers], [a.tokens for a in plain])
@@ -144,6 +149,12 @@ class RecordingTest(absltest.TestCase):
             np.testing.assert_array_equal(trace.position[mine], np.arange(len(ids)))
             again = trace.sequence == row + 2
             np.testing.assert_array_equal(trace.weights[again], trace.weights[mine])
+        # What a query gives to all tokens is 1: 20 in all, each token's by the queries that see it.
+        received = trace.importance[(trace.sequence == 0) & (trace.phase == PREFILL)]
+        seen_by = np.arange(20, 0, -1)[:, None]
+        np.testing.assert_allclose((received * seen_by).sum(axis=0), 20, rtol=2e-3)
+        self.assertGreater(np.ptp(received), 0.05)
+        self.assertFalse(trace.importance[trace.phase == DECODE].any())
         self.check(engine, trace, trace.sequence == 0, [*prompts[0], *answers[0].tokens[:-1]])
         lost = self.folder / "lost"
         with self.assertRaises(KeyboardInterrupt), engine.recording(lost):

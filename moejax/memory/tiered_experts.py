@@ -118,8 +118,9 @@ class TieredExperts:
         if not self._carries and isinstance(layer, int) and layer not in c.moe_layers:
             return
         received = attention_received(
-            q, keys, positions, token_mask, sliding_window=c.sliding_window, scale=c.score_scale
-        )
+            q, keys, positions, token_mask, aggregation=self.spec.policy.needs.aggregation,
+            sliding_window=c.sliding_window, scale=c.score_scale,
+        )  # fmt: skip
         places = jnp.minimum(positions, received.shape[1] - 1)
         self._importance = jnp.take_along_axis(received, places, axis=1).reshape(-1)
 

@@ -12,6 +12,7 @@ import numpy as np
 from moejax.policies.ordering import of_few
 
 ENTROPY_BINS = 1000  # of the histogram from which a profile calibrates tau
+DELTA_BINS = 32  # a power of two: edges are exact
 _LEAST = float(np.finfo(np.float32).tiny)
 
 
@@ -82,16 +83,16 @@ def tolerates(chosen: jax.Array, tau: jax.Array, margin: jax.Array) -> jax.Array
     return (activating_entropy(chosen) > tau) & (probability_margin(chosen) < margin)
 
 
-def requested_experts(ids: jax.Array, active: jax.Array, num_experts: int) -> jax.Array:
-    """R(B): bool[E], which experts the active tokens ask for.
+def requested_experts(ids: jax.Array, asked: jax.Array, num_experts: int) -> jax.Array:
+    """R(B): bool[E], which experts are asked for.
 
     Args:
       ids: int32[N, A].
-      active: bool[N].
+      asked: bool[N, A], pairs that are to be computed.
       num_experts: E.
     """
-    asked = jnp.where(active[:, None], ids, -1).reshape(-1)
-    return jnp.any(asked[:, None] == jnp.arange(num_experts, dtype=jnp.int32)[None], axis=0)
+    given = jnp.where(asked, ids, -1).reshape(-1)
+    return jnp.any(given[:, None] == jnp.arange(num_experts, dtype=jnp.int32)[None], axis=0)
 
 
 def missing_share(requested: jax.Array, resident: jax.Array) -> jax.Array:
@@ -134,6 +135,27 @@ def beta_of_budget(
     is_last = np.append(falling[1:] < falling[:-1], True)
     affordable = falling[is_last & (bytes_down_to <= budget_bytes)]
     return float(affordable[-1]) if len(affordable) else math.inf
+
+
+def delta_bin(delta: jax.Array) -> jax.Array:
+    """int32[], the bin of `DELTA_BINS` + 1 of a delta; 1 has one of its own."""
+    return jnp.floor(delta * DELTA_BINS).astype(jnp.int32)
+
+
+def beta_within(missing: jax.Array, budget: jax.Array) -> jax.Array:
+    """`beta_of_budget` of what was counted by `delta_bin`, to a bin.
+
+    Args:
+      missing: float32[DELTA_BINS + 1], experts missing in a mean step, by delta of their layer.
+      budget: float32[], B / w, experts that a step may transfer.
+
+    Returns:
+      float32[]; above 1 where even delta = 1 must not bypass.
+    """
+    place = jnp.arange(DELTA_BINS + 1, dtype=jnp.int32)
+    from_here = jnp.where(place[None] >= place[:, None], missing[None], 0.0)
+    over = jnp.sum(from_here, axis=1) > budget
+    return jnp.sum(over, dtype=jnp.int32).astype(jnp.float32) / DELTA_BINS
 
 
 def entropy_bin(entropy: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ Axes: N tokens, A experts a token, E experts of a layer, M sparse layers, K plac
 """
 
 import dataclasses
+import math
 from typing import Any, Literal, get_args
 
 import jax
@@ -21,7 +22,7 @@ import numpy as np
 from moejax.errors import MoejaxError
 from moejax.policies import buddy_gates, substitution
 from moejax.policies.buddy_lists import BuddyLists
-from moejax.policies.buddymoe_state import BuddyState, Settings
+from moejax.policies.buddymoe_state import BuddyState, Settings, most_missed, with_missing
 from moejax.policies.interface import (
     SKIPPED,
     Decision,
@@ -30,7 +31,14 @@ from moejax.policies.interface import (
     PolicySpec,
     Requests,
 )
-from moejax.policies.settings import ByContent
+from moejax.policies.settings import (
+    ByContent,
+    check_array,
+    check_choice,
+    check_flag,
+    check_number,
+    check_numbers,
+)
 from moejax.policies.substitution import Candidates, Form, Substitution
 from pallas_kernels.buddy_search import Gate
 
@@ -47,8 +55,9 @@ NO_LISTS = BuddyLists(np.full((0, 0, 1), -1, np.int32), np.zeros((0, 0, 1), np.f
 class BuddyMoe(ByContent):
     """The policy; of one tier.
 
-    All numbers are leaves of the state, and may be swept there; eta and kappa, beta, and the
-    discount only where they are not 0 (beta: not None) here, which brings them into the program.
+    All numbers but `max_requests`, which is a shape, are leaves of the state, and may be swept
+    there; eta and kappa, beta, and the discount only where they are not 0 (beta: not None) here,
+    which brings them into the program.
 
     Attributes:
       lists: of a profile (`python -m moejax.profile_experts`).
@@ -60,6 +69,8 @@ class BuddyMoe(ByContent):
       tae_margin: gamma; 2 is off.
       tae_temperature: of p~.
       beta: of eq. 2; None is off, as in the paper's Tables 2 to 4.
+      bypass_bytes: in place of beta, B of section 3.1: what layers that the gate bypasses may fetch
+        in a decode step, on the mean; beta follows from what was missing so far.
       eta: of eq. 3; not 0 costs two launches a layer more.
       kappa: of eq. 3; the same.
       hops: [E], of eq. 3; () is 0 for all, one partition.
@@ -86,6 +97,7 @@ class BuddyMoe(ByContent):
     tae_margin: float = 2.0
     tae_temperature: float = 1.0
     beta: float | None = None
+    bypass_bytes: float | None = None
     eta: float = 0.0
     kappa: float = 0.0
     hops: tuple[float, ...] = ()
@@ -106,27 +118,35 @@ class BuddyMoe(ByContent):
         """Raises MoejaxError naming the first setting that is out of its range."""
         spend_on = Literal["first", "last"]
         options = {"choose": Choose, "spend_on": spend_on, "fall_back": FallBack, "form": Form}
+        if not isinstance(self.lists, BuddyLists):
+            raise MoejaxError(f"lists={self.lists!r} must be those of a profile")
         for name, allowed in options.items():
-            if getattr(self, name) not in get_args(allowed):
-                said = ", ".join(get_args(allowed))
-                raise MoejaxError(f"{name}={getattr(self, name)!r} must be one of {said}")
-        places = self.lists.ids.shape[-1]
-        ranges = (
-            ("tae_margin", self.tae_margin >= 0, "at least 0 (2: off)"),
-            ("tae_temperature", self.tae_temperature > 0, "above 0"),
-            ("beta", self.beta is None or self.beta >= 0, "at least 0, or None (off)"),
-            ("eta", self.eta >= 0, "at least 0"),
-            ("kappa", self.kappa >= 0, "at least 0"),
-            ("discount", 0 <= self.discount <= 1, "from 0 (the hard rule) to 1"),
-            ("rho", self.rho is None or self.rho >= 0, "at least 0, or None (no limit)"),
-            ("depth", self.depth is None or 1 <= self.depth <= places, f"from 1 to {places}"),
-            ("half_life", self.half_life > 0, "above 0"),
-            ("max_requests", self.max_requests >= 0, "at least 0"),
-            ("background_bytes", (self.background_bytes or 0) >= 0, "at least 0"),
-        )
-        for name, holds, said in ranges:
-            if not holds:
-                raise MoejaxError(f"{name}={getattr(self, name)} must be {said}")
+            check_choice(name, getattr(self, name), get_args(allowed))
+        check_array("tae_tau", self.tae_tau)
+        if self.gains is not None:
+            check_array("gains", self.gains)
+        check_number("tae_margin", self.tae_margin, 0)
+        for name in ("tae_temperature", "half_life"):
+            check_number(name, getattr(self, name), 0, above=True)
+        if self.beta not in (None, math.inf):  # `buddy_gates.beta_of_budget` may say infinity
+            check_number("beta", self.beta, 0)
+        if self.bypass_bytes is not None:
+            check_number("bypass_bytes", self.bypass_bytes, 0)
+            if self.beta is not None:
+                raise MoejaxError(f"beta={self.beta} and bypass_bytes are of one gate: give one")
+        for name in ("eta", "kappa", "least_misses"):
+            check_number(name, getattr(self, name), 0)
+        check_numbers("hops", self.hops, 0)
+        check_number("discount", self.discount, 0, 1)
+        if self.rho is not None:
+            check_number("rho", self.rho, 0, 2**30, integer=True)
+        if self.depth is not None:
+            check_number("depth", self.depth, 1, self.lists.ids.shape[-1], integer=True)
+        check_flag("in_prefill", self.in_prefill)
+        if self.background_bytes is not None:
+            check_number("background_bytes", self.background_bytes, 0)
+        check_number("max_requests", self.max_requests, 0, 2**20, integer=True)
+        check_number("seed", self.seed, 0, 2**32 - 1, integer=True)
 
     @property
     def name(self) -> str:
@@ -156,6 +176,8 @@ class BuddyMoe(ByContent):
             raise MoejaxError(f"buddymoe serves one tier, not {', '.join(spec.tiers)}")
         if self.hops and len(self.hops) != spec.num_experts:
             raise MoejaxError(f"hops has {len(self.hops)} of {spec.num_experts} experts")
+        if np.shape(self.tae_tau) not in ((), shape[:1]):
+            raise MoejaxError(f"tae_tau has {np.size(self.tae_tau)} of {shape[0]} layers")
         if self.gains is not None and self.gains.shape != (*shape, spec.num_experts):
             raise MoejaxError(f"gains is {list(self.gains.shape)}, not [layers, experts, experts]")
         if max(self.lists.ids.max(initial=-1), -1) >= spec.num_experts:
@@ -174,6 +196,8 @@ class BuddyMoe(ByContent):
             requested=zero,
             credit=jnp.zeros((), jnp.float32),
             draws=zero,
+            missing=jnp.zeros(buddy_gates.DELTA_BINS + 1, jnp.float32),
+            steps=jnp.zeros((), jnp.float32),
         )
 
     def _settings(self, spec: PolicySpec) -> Settings:
@@ -184,6 +208,7 @@ class BuddyMoe(ByContent):
             "margin": self.tae_margin,
             "temperature": self.tae_temperature,
             "beta": np.inf if self.beta is None else self.beta,
+            "bypass_bytes": self.bypass_bytes or 0,
             "eta": self.eta,
             "kappa": self.kappa,
             "discount": self.discount,
@@ -199,24 +224,37 @@ class BuddyMoe(ByContent):
         tau = np.broadcast_to(np.asarray(self.tae_tau, np.float32), spec.num_layers)
         return Settings(
             tau=jnp.asarray(tau),
+            seed=jnp.asarray(self.seed, jnp.uint32),
             **{name: jnp.asarray(value, jnp.float32) for name, value in real.items()},
             **{name: jnp.asarray(value, jnp.int32) for name, value in whole.items()},
         )
 
-    def decide(self, state: BuddyState, observation: Observation) -> tuple[Decision, BuddyState]:
-        """Who computes each pair of a layer."""
+    def decide(
+        self, state: BuddyState, observation: Observation, runs: jax.Array | None = None
+    ) -> tuple[Decision, BuddyState]:
+        """Who computes each pair of a layer.
+
+        Args:
+          state: of `init`.
+          observation: with one tier.
+          runs: bool[N, A], pairs that are to be computed; the others are not replaced, take nothing
+            of the budget, and are not counted. None: all of them.
+        """
         o = observation
-        tier = jnp.broadcast_to(jnp.where(o.active, 0, SKIPPED)[:, None], o.ids.shape)
+        asked = jnp.broadcast_to(o.active[:, None], o.ids.shape)
+        asked = asked if runs is None else asked & runs
+        tier = jnp.where(asked, 0, SKIPPED)
         served = Decision(o.ids, tier, o.weights, jnp.zeros(o.ids.shape, bool))
         if self.choose == "none" or (o.is_prefill and not self.in_prefill):
             return served, state
         resident = o.resident[0]
         if self._is_one_launch:
-            found, state = self._searched(state, o, resident)
+            given = o.active if runs is None else asked
+            found, state = self._searched(state, o, resident, given)
             first_rank = None
         else:
-            missing = o.active[:, None] & ~resident.at[o.ids].get(mode="clip")
-            wanted = missing & self._passes(state.settings, o, resident)[:, None]
+            missing = asked & ~resident.at[o.ids].get(mode="clip")
+            wanted = missing & self._passes(state, o, resident, asked)[:, None]
             found, first_rank = self._search(state, o, resident, wanted)
         ids, weights = found.ids, o.weights
         if state.gains is not None:
@@ -230,20 +268,38 @@ class BuddyMoe(ByContent):
             dropped = found.searched & ~found.replaced
             tier = jnp.where(dropped, SKIPPED, tier)
         decision = served._replace(ids=ids, tier=tier, weights=weights)
+        if self.bypass_bytes is not None and not o.is_prefill:
+            state = with_missing(state, o, asked)
         return decision, self._counted(state, o, found.replaced, dropped)
 
-    def _passes(self, settings: Settings, o: Observation, resident: jax.Array) -> jax.Array:
+    def _passes(
+        self, state: BuddyState, o: Observation, resident: jax.Array, asked: jax.Array
+    ) -> jax.Array:
         """bool[N], tokens that both gates let be served by buddies."""
+        settings = state.settings
         chosen = buddy_gates.chosen_probabilities(o.probabilities, o.ids, settings.temperature)
         passes = buddy_gates.tolerates(chosen, settings.tau[o.layer], settings.margin)
-        if self.beta is not None:
-            passes &= self._is_cheap(settings, o, resident)
+        if self._is_bypassed:
+            passes &= self._is_cheap(state, o, resident, asked)
         return passes
 
-    def _is_cheap(self, settings: Settings, o: Observation, resident: jax.Array) -> jax.Array:
+    def _is_cheap(
+        self, state: BuddyState, o: Observation, resident: jax.Array, asked: jax.Array
+    ) -> jax.Array:
         """bool[], the distribution gate: so few experts are missing that buddies are worth it."""
-        requested = buddy_gates.requested_experts(o.ids, o.active, len(resident))
-        return buddy_gates.missing_share(requested, resident) < settings.beta
+        requested = buddy_gates.requested_experts(o.ids, asked, len(resident))
+        s = state.settings
+        if self.bypass_bytes is None:
+            beta = s.beta
+        else:
+            mean = state.missing / jnp.maximum(state.steps, 1.0)
+            beta = buddy_gates.beta_within(mean, s.bypass_bytes / s.expert_bytes)
+        return buddy_gates.missing_share(requested, resident) < beta
+
+    @property
+    def _is_bypassed(self) -> bool:
+        """Whether there is a distribution gate."""
+        return self.beta is not None or self.bypass_bytes is not None
 
     @property
     def _is_scored(self) -> bool:
@@ -256,12 +312,13 @@ class BuddyMoe(ByContent):
         return self.form == "kernel" and self.choose == "buddies" and not self._is_scored
 
     def _searched(
-        self, state: BuddyState, o: Observation, resident: jax.Array
+        self, state: BuddyState, o: Observation, resident: jax.Array, allowed: jax.Array
     ) -> tuple[Substitution, BuddyState]:
         """The substitution by that kernel, and the state with the counts of what is replaced."""
-        s, allowed = state.settings, o.active
-        if self.beta is not None:
-            allowed &= self._is_cheap(s, o, resident)
+        s = state.settings
+        if self._is_bypassed:
+            asked = jnp.broadcast_to(allowed.reshape(len(o.ids), -1), o.ids.shape)
+            allowed &= self._is_cheap(state, o, resident, asked)
         found, replaced = substitution.search(
             o.ids, state.lists, o.layer, resident, allowed, s.depth, s.budget,
             Gate(o.probabilities, s.tau, s.margin, s.temperature), state.replaced,
@@ -283,18 +340,23 @@ class BuddyMoe(ByContent):
             q, weights = state.q[o.layer][o.ids], (settings.eta, settings.kappa)
             value = substitution.priority(ids, q, logits, state.hops, *weights)
         given = (o.ids, Candidates(ids, value), wanted, settings.budget)
+        first_rank = None
         if self.discount:
-            return substitution.substitute_softly(*given, settings.discount, last_first=last_first)
-        form = "table" if self.form == "kernel" else self.form
-        found = substitution.substitute(*given, last_first=last_first, form=form)
-        if self.choose == "matched_random":
-            found = found._replace(ids=self._drawn(state, o, resident, found.replaced).ids)
-        return found, None
+            found, first_rank = substitution.substitute_softly(
+                *given, settings.discount, last_first=last_first
+            )
+        else:
+            form = "table" if self.form == "kernel" else self.form
+            found = substitution.substitute(*given, last_first=last_first, form=form)
+        if self.choose == "matched_random":  # all different: no weights meet
+            drawn = self._drawn(state, o, resident, found.replaced)
+            return drawn._replace(searched=found.searched), None
+        return found, first_rank
 
     def _drawn(
         self, state: BuddyState, o: Observation, resident: jax.Array, wanted: jax.Array
     ) -> Substitution:
-        key = jax.random.fold_in(jax.random.key(self.seed), state.draws)
+        key = jax.random.fold_in(jax.random.key(state.settings.seed), state.draws)
         budget = state.settings.budget
         return substitution.substitute_randomly(o.ids, resident, wanted, budget, key)
 
@@ -322,33 +384,5 @@ class BuddyMoe(ByContent):
         return dataclasses.replace(state, **now)
 
     def transfers(self, state: BuddyState, resident: jax.Array) -> tuple[Requests, BuddyState]:
-        """The most missed experts, as many as the bytes saved up allow.
-
-        An expert that was asked for is counted from 0 again; credit beyond what `max_requests` cost
-        is lost.
-        """
-        settings, num_experts = state.settings, state.missed.shape[1]
-        size, limit = settings.expert_bytes, min(self.max_requests, state.missed.size)
-        credit = jnp.minimum(state.credit + settings.background_bytes, size * limit)
-        counted = state.replaced + state.dropped
-        new = (counted - state.counted).astype(jnp.float32)
-        missed = state.missed * settings.retention + new
-        eligible = (missed >= settings.least_misses) & (missed > 0) & ~jnp.any(resident, axis=1)
-        most, at = jax.lax.top_k(jnp.where(eligible, missed, 0.0).reshape(-1), limit)
-        affordable = jnp.floor(credit / size).astype(jnp.int32)
-        asked = (most > 0) & (jnp.arange(limit, dtype=jnp.int32) < affordable)
-        num_asked = jnp.sum(asked, dtype=jnp.int32)
-        cleared = missed.reshape(-1).at[jnp.where(asked, at, missed.size)].set(0.0, mode="drop")
-        at = jnp.where(asked, at.astype(jnp.int32), -1)
-        requests = Requests(
-            layer=jnp.where(asked, at // num_experts, -1),
-            expert=jnp.where(asked, at % num_experts, -1),
-            tier=jnp.where(asked, 0, -1),
-        )
-        return requests, dataclasses.replace(
-            state,
-            counted=counted,
-            missed=cleared.reshape(missed.shape),
-            requested=state.requested + num_asked,
-            credit=credit - size * num_asked.astype(jnp.float32),
-        )
+        """The most missed experts, as many as the bytes saved up allow."""
+        return most_missed(state, resident, self.max_requests)

@@ -7,6 +7,10 @@ import dataclasses
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+
+from moejax.policies import buddy_gates
+from moejax.policies.interface import Observation, Requests
 
 
 class Settings(NamedTuple):
@@ -17,6 +21,7 @@ class Settings(NamedTuple):
       margin: float32[], gamma.
       temperature: float32[], of p~.
       beta: float32[], of the distribution gate.
+      bypass_bytes: float32[], from which beta follows where it is used.
       eta: float32[], weight of the token's own logits in eq. 3.
       kappa: float32[], penalty of a hop in eq. 3.
       discount: float32[], of a buddy's second use.
@@ -26,12 +31,14 @@ class Settings(NamedTuple):
       expert_bytes: float32[], of one expert.
       retention: float32[], of the counts of misses, a step.
       least_misses: float32[], from which on an expert is brought.
+      seed: uint32[], of random choices.
     """
 
     tau: jax.Array
     margin: jax.Array
     temperature: jax.Array
     beta: jax.Array
+    bypass_bytes: jax.Array
     eta: jax.Array
     kappa: jax.Array
     discount: jax.Array
@@ -41,6 +48,7 @@ class Settings(NamedTuple):
     expert_bytes: jax.Array
     retention: jax.Array
     least_misses: jax.Array
+    seed: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -61,6 +69,9 @@ class BuddyState:
       requested: int32[], experts that background transfers were asked for.
       credit: float32[], bytes of background transfers that are saved up.
       draws: int32[], random choices so far.
+      missing: float32[DELTA_BINS + 1], experts that decode steps asked for in vain, by the delta of
+        their layer (`buddy_gates.delta_bin`), fading; 0 where beta does not follow from it.
+      steps: float32[], the steps of that, fading alike.
     """
 
     settings: Settings
@@ -75,3 +86,67 @@ class BuddyState:
     requested: jax.Array
     credit: jax.Array
     draws: jax.Array
+    missing: jax.Array
+    steps: jax.Array
+
+
+def with_missing(state: BuddyState, o: Observation, asked: jax.Array) -> BuddyState:
+    """The state with what a layer of a decode step misses, as if nobody stood in for it.
+
+    Args:
+      state: before the layer.
+      o: of it.
+      asked: bool[N, A], pairs that are to be computed.
+    """
+    requested = buddy_gates.requested_experts(o.ids, asked, o.resident.shape[1])
+    count = jnp.sum(requested & ~o.resident[0], dtype=jnp.int32).astype(jnp.float32)
+    place = buddy_gates.delta_bin(buddy_gates.missing_share(requested, o.resident[0]))
+    bins = jnp.arange(buddy_gates.DELTA_BINS + 1, dtype=jnp.int32)
+    begins = (o.layer == 0) & jnp.any(o.active)
+    return dataclasses.replace(
+        state,
+        missing=state.missing + jnp.where(bins == place, count, 0.0),
+        steps=state.steps + begins.astype(jnp.float32),
+    )
+
+
+def most_missed(
+    state: BuddyState, resident: jax.Array, max_requests: int
+) -> tuple[Requests, BuddyState]:
+    """Requests for the most missed experts, as many as the bytes saved up allow.
+
+    An expert that was asked for is counted from 0 again; credit beyond what `max_requests` cost is
+    lost.
+
+    Args:
+      state: after a step.
+      resident: bool[M, 1, E].
+      max_requests: R.
+    """
+    settings, num_experts = state.settings, state.missed.shape[1]
+    size, limit = settings.expert_bytes, min(max_requests, state.missed.size)
+    credit = jnp.minimum(state.credit + settings.background_bytes, size * limit)
+    counted = state.replaced + state.dropped
+    new = (counted - state.counted).astype(jnp.float32)
+    missed = state.missed * settings.retention + new
+    eligible = (missed >= settings.least_misses) & (missed > 0) & ~jnp.any(resident, axis=1)
+    most, at = jax.lax.top_k(jnp.where(eligible, missed, 0.0).reshape(-1), limit)
+    affordable = jnp.floor(credit / size).astype(jnp.int32)
+    asked = (most > 0) & (jnp.arange(limit, dtype=jnp.int32) < affordable)
+    num_asked = jnp.sum(asked, dtype=jnp.int32)
+    cleared = missed.reshape(-1).at[jnp.where(asked, at, missed.size)].set(0.0, mode="drop")
+    at = jnp.where(asked, at.astype(jnp.int32), -1)
+    requests = Requests(
+        layer=jnp.where(asked, at // num_experts, -1),
+        expert=jnp.where(asked, at % num_experts, -1),
+        tier=jnp.where(asked, 0, -1),
+    )
+    return requests, dataclasses.replace(
+        state,
+        counted=counted,
+        missed=cleared.reshape(missed.shape),
+        requested=state.requested + num_asked,
+        credit=credit - size * num_asked.astype(jnp.float32),
+        missing=state.missing * settings.retention,
+        steps=state.steps * settings.retention,
+    )

@@ -126,19 +126,12 @@ class Compose(ByContent):
         assert decision is not None
         somewhere = jnp.any(o.resident, axis=0, keepdims=True)
         seen = dataclasses.replace(o, weights=decision.weights, resident=somewhere)
-        found, state = self.buddies.decide(state, seen)
-        runs = decision.tier != SKIPPED
-        ids = jnp.where(runs, found.ids, decision.ids)
+        found, state = self.buddies.decide(state, seen, decision.tier != SKIPPED)
         # A buddy runs in the best tier that has it.
-        best = jnp.argmax(o.resident, axis=0).astype(jnp.int32)[ids]
-        tier = jnp.where(ids != decision.ids, best, decision.tier)
-        left_out = ~runs | (found.tier == SKIPPED)
-        decision = decision._replace(
-            ids=ids,
-            tier=jnp.where(left_out, SKIPPED, tier),
-            weights=jnp.where(runs, found.weights, decision.weights),
-        )
-        return decision, state
+        best = jnp.argmax(o.resident, axis=0).astype(jnp.int32)[found.ids]
+        tier = jnp.where(found.ids != decision.ids, best, decision.tier)
+        tier = jnp.where(found.tier == SKIPPED, SKIPPED, tier)
+        return decision._replace(ids=found.ids, tier=tier, weights=found.weights), state
 
     @property
     def asks_again(self) -> bool:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.errors import MoejaxError
+from moejax.policies.attention_importance import AGGREGATIONS
 from moejax.policies.dymoe_schedule import (
     ROUNDINGS,
     SCHEDULES,
@@ -101,6 +102,8 @@ class DyMoE:
       rounding: "diffused", so that the mean is r, or "ceil", eq. 5's letter.
       selection: "critical", by eq. 2 in prefill and eq. 3 in decode; "load": in prefill by all
         tokens, without attention's importance; "random" (Figure 3).
+      aggregation: of the attention that a token receives (eq. 1): "mean", of the queries that see
+        it, "sum", or "last_query" alone.
       heavy_share: of a prefill step's tokens that are heavy hitters, whatever prompts they are of;
         the paper, of one prompt in one step, states no number.
       heavy_count: their number, in place of the share; 0: the share.
@@ -118,6 +121,7 @@ class DyMoE:
     sensitivity: tuple[float, ...] = ()
     rounding: str = "diffused"
     selection: str = "critical"
+    aggregation: str = "mean"
     heavy_share: float = 0.1
     heavy_count: int = 0
     renormalise: bool = False
@@ -132,7 +136,12 @@ class DyMoE:
         check_number("retention", self.retention, 0 if self.schedule == "equal" else 0.5, 1)
         check_choice("rounding", self.rounding, ROUNDINGS)
         check_choice("selection", self.selection, SELECTIONS)
+        check_choice("aggregation", self.aggregation, AGGREGATIONS)
         check_numbers("sensitivity", self.sensitivity, 0)
+        if self.sensitivity and self.schedule != "sensitivity":
+            raise MoejaxError(
+                f"sensitivity is of schedule='sensitivity', not of schedule={self.schedule!r}"
+            )
         check_number("heavy_share", self.heavy_share, 0, 1)
         check_number("heavy_count", self.heavy_count, 0, 2**30, integer=True)
         check_flag("renormalise", self.renormalise)
@@ -153,7 +162,11 @@ class DyMoE:
     @property
     def needs(self) -> Needs:
         """See `Policy`."""
-        return Needs(importance=self.selection == "critical", predicted=self.prefetch != 0)
+        return Needs(
+            importance=self.selection == "critical",
+            aggregation=self.aggregation,
+            predicted=self.prefetch != 0,
+        )
 
     @property
     def layer_axes(self) -> Any:

@@ -125,10 +125,13 @@ class Needs:
 
     Attributes:
       importance: of the tokens of a prefill step.
+      aggregation: what it is of the attention that they receive; see
+        `attention_importance.attention_received`.
       predicted: the next layer's probabilities.
     """
 
     importance: bool = False
+    aggregation: str = "mean"
     predicted: bool = False
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from moejax.errors import MoejaxError
@@ -83,21 +83,24 @@ def _composed(parts: str = DEFAULT_PARTS, **settings: Any) -> Compose:
     return Compose(**made)
 
 
-def check_settings(name: str, settings: Iterable[str]) -> None:
-    """Raises MoejaxError for a policy or a setting's name that there is not."""
+def check_settings(name: str, settings: Mapping[str, Any]) -> None:
+    """Raises MoejaxError for a policy or a setting that there is not, or not in the parts."""
     if name not in POLICIES:
         raise MoejaxError(f"there is no policy {name!r}; {_meant(name, POLICIES)}")
-    known = settings_of(name)
+    every, parts = settings_of(name), parts_of(name, settings)
+    known = settings_of(name, parts)
     for setting in settings:
+        if setting not in every:
+            raise MoejaxError(f"policy {name} has no setting {setting!r}; {_meant(setting, every)}")
         if setting not in known:
-            raise MoejaxError(f"policy {name} has no setting {setting!r}; {_meant(setting, known)}")
+            raise MoejaxError(f"{setting} is of no part of parts={'+'.join(parts)}")
 
 
-def settings_of(name: str) -> dict[str, Any]:
-    """The settings of a policy and their defaults."""
+def settings_of(name: str, parts: Sequence[str] = tuple(PARTS.values())) -> dict[str, Any]:
+    """The settings of a policy and their defaults; of `compose`, those of some parts."""
     if name == "compose":
         found: dict[str, Any] = {"parts": DEFAULT_PARTS}
-        for part in reversed(PARTS.values()):
+        for part in reversed(parts):
             found |= settings_of(part)
         return found
     fields = dataclasses.fields(POLICIES[name])  # type: ignore[arg-type]

@@ -19,16 +19,23 @@ def check_number(
     *,
     integer: bool = False,
     below: bool = False,
+    above: bool = False,
 ) -> None:
-    """Raises MoejaxError unless low <= value <= high, or < high where it must stay `below`."""
+    """Raises MoejaxError unless low <= value <= high.
+
+    Where it must stay `below` or `above`, high or low itself is refused as well.
+    """
     kinds = int if integer else int | float
     said = f"from {low:g} to {high:g}" if high < math.inf else f"{low:g} or more"
     if below:
         said = f"from {low:g} to less than {high:g}"
+    if above:
+        said = f"above {low:g}"
     kind = "an integer" if integer else "a number"
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise MoejaxError(f"{name}={value!r} must be {kind}, {said}")
-    if not low <= value <= high or (below and value == high) or value == math.inf:
+    out = (below and value == high) or (above and value == low) or value == math.inf
+    if not low <= value <= high or out:
         raise MoejaxError(f"{name}={value!r} must be {kind}, {said}")
 
 
@@ -50,6 +57,17 @@ def check_numbers(name: str, values: object, low: float, *, integer: bool = Fals
         raise MoejaxError(f"{name}={values!r} must be a tuple of numbers")
     for value in values:
         check_number(name, value, low, integer=integer)
+
+
+def check_array(name: str, values: object) -> None:
+    """Raises MoejaxError unless it is a finite number, or an array or a tuple of them."""
+    try:
+        found = np.asarray(values)
+        finite = found.dtype.kind in "fiu" and bool(np.isfinite(found).all())
+    except ValueError:  # rows of unequal length
+        finite = False
+    if not finite:
+        raise MoejaxError(f"{name}={values!r} must be finite numbers")
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:

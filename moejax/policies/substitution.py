@@ -21,6 +21,7 @@ from pallas_kernels.buddy_search import Gate
 # rounds (16 layers, A = 8, H = 16, compiled for an H100 by XLA of jax 0.11.2, 2026-11-21).
 # "ranks": the loop, and on a CPU a twelfth of the work: a decision of a sweep over 100 settings
 # took 0.6 us against 6.9 (48 layers, 128 experts, two cores, jax 0.10.2, 2026-11-21).
+# Lists of more places than a word has bits are searched by it whatever is asked for.
 # "kernel": one launch (`pallas_kernels.buddy_search`) where lists are in their order; else "table".
 Form = Literal["table", "ranks", "kernel"]
 MAX_TABLE_DEPTH = 32  # bits of a word
@@ -163,7 +164,7 @@ def substitute(
     if form not in get_args(Form):
         raise ValueError(f"form {form!r} is none of {', '.join(get_args(Form))}")
     ordered = in_order(candidates)
-    if form == "ranks":
+    if form == "ranks" or ordered.shape[-1] > MAX_TABLE_DEPTH:
         return _by_ranks(ids, ordered, wanted, budget, last_first)
     return _by_table(ids, ordered, wanted, budget, last_first)
 
@@ -190,7 +191,8 @@ def search(
       lists: int32[M, E, H], of all layers.
       layer: int32[].
       resident: bool[E].
-      allowed: bool[N], tokens whose missing experts may be replaced if the gate lets them.
+      allowed: bool[N] or bool[N, A], tokens or pairs whose missing experts may be replaced if the
+        gate lets the token.
       depth: int32[].
       budget: int32[].
       gate: of tokens.
@@ -243,8 +245,6 @@ def _by_table(
 ) -> Substitution:
     """The lists as words of bits: bit h stands for the candidate at place h."""
     num_tokens, width, depth = ordered.shape
-    if depth > MAX_TABLE_DEPTH:
-        raise ValueError(f"{depth} places of a list; {MAX_TABLE_DEPTH} fit a word")
     bits = (np.uint32(1) << np.arange(depth, dtype=np.uint32)).astype(np.uint32)
     open_places = (ordered >= 0) & wanted[:, :, None]
     usable = jnp.sum(jnp.where(open_places, bits[None, None], 0), axis=-1, dtype=_WORD)

@@ -1,6 +1,7 @@
 """Grids of settings as people write them: "slots=8:80:8", "retention=0.5,0.75", "slots=24/104"."""
 
 import itertools
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from moejax.errors import MoejaxError
 
 _WORDS = {"true": True, "false": False, "none": None}
+_WORD = re.compile(r"[\w+./~-]*\w")
 MAX_SETTINGS = 100_000
 
 
@@ -35,7 +37,8 @@ def settings(axes: Iterable[str]) -> list[dict[str, Any]]:
 def axis(text: str) -> tuple[str, list[Any]]:
     """A name and its values: a list "a,b,c", or a range "first:last:step" with the last in it.
 
-    A value is a number, true, false, none, a word, or numbers of several tiers, "24/104".
+    A value is a number, true, false, none, numbers of several tiers, "24/104", or a word, such as
+    a name, "dynaexq+dymoe", or the path of a file.
 
     Raises:
       MoejaxError: it is none of these.
@@ -55,7 +58,7 @@ def _range(text: str, part: str) -> list[Any]:
         first, last, step = numbers if len(numbers) == 3 else (*numbers, 1.0)
     except ValueError as error:
         raise MoejaxError(f"grid: {text!r}: {part!r} is not FIRST:LAST:STEP") from error
-    if step <= 0 or last < first:
+    if not np.isfinite(numbers).all() or step <= 0 or last < first:
         raise MoejaxError(f"grid: {text!r}: {part!r} holds no number")
     count = int(np.floor((last - first) / step + 1e-9)) + 1
     values = [round(first + i * step, 12) for i in range(count)]
@@ -66,16 +69,21 @@ def _range(text: str, part: str) -> list[Any]:
 def _value(text: str, part: str) -> Any:
     if part.lower() in _WORDS:
         return _WORDS[part.lower()]
-    if "/" in part:
-        return tuple(_value(text, one) for one in part.split("/"))
-    for kind in (int, float):
-        try:
-            return kind(part)
-        except ValueError:
-            continue
-    if not part.replace("_", "").isalnum():
+    numbers = [_number(one) for one in part.split("/")]
+    if None not in numbers:
+        return tuple(numbers) if len(numbers) > 1 else numbers[0]
+    if not _WORD.fullmatch(part):
         raise MoejaxError(f"grid: {text!r}: {part!r} is no value")
     return part
+
+
+def _number(text: str) -> int | float | None:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return None
 
 
 def described(setting: Mapping[str, Any]) -> str:

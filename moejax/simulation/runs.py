@@ -105,10 +105,14 @@ def _check_needs(trace: Trace, run: Run) -> None:
             f"{run.policy.name} looks ahead, and the trace foresees nothing: record it with "
             "--config.record_foreseen, or set prefetch=0"
         )
+    if needs.importance and trace.importance is not None and needs.aggregation != "mean":
+        raise MoejaxError(
+            f"aggregation={needs.aggregation}, but a trace holds the mean of the attention"
+        )
     if needs.importance and trace.importance is None and (trace.phase == PREFILL).any():
         raise MoejaxError(
             f"{run.policy.name} weighs a prompt's tokens by the attention that they receive, which "
-            "the trace lacks: set selection='load'"
+            "the trace lacks: record it with --config.record_importance, or set selection='load'"
         )
 
 

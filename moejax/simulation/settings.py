@@ -5,6 +5,8 @@ import dataclasses
 from moejax.errors import MoejaxError
 from moejax.options import RunConfig, option
 
+PICTURES = (".png", ".pdf", ".svg", ".jpg")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepConfig(RunConfig):
@@ -14,7 +16,9 @@ class SweepConfig(RunConfig):
         "", "a trace (--config.record_trace of generate or evaluate); must be given"
     )
     policy: str = option(
-        "lru", "lru (the engine's cache, to the last hit), or a policy: on_demand, dynaexq, dymoe"
+        "lru",
+        "lru (the engine's cache, to the last hit), or a policy: on_demand, dynaexq, dymoe, "
+        "buddymoe (with an axis lists=FILE, a profile of moejax.profile_experts), compose",
     )
     grid: tuple[str, ...] = option(
         ("slots=8:80:8", "prefetch=0"),
@@ -68,6 +72,11 @@ class SweepConfig(RunConfig):
             name, _, size = tier.partition("=")
             if not name or not size.isdigit() or not int(size):
                 raise MoejaxError(f"tiers: {tier!r} is not NAME=BYTES, such as int4=2654208")
+        names = [tier.partition("=")[0] for tier in self.tiers]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise MoejaxError(f"tiers: {twice[0]!r} stands twice")
+        if self.plot and not self.plot.lower().endswith(PICTURES):
+            raise MoejaxError(f"plot={self.plot!r} must end in {', '.join(PICTURES)}")
         if not self.tiers:
             raise MoejaxError("tiers=() must name a form, such as int4=2654208")
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,8 +43,10 @@ class Swept:
       hit_rate: experts found in a slot.
       gate: share of gate mass by tier, "skipped" and "substituted"; of LRU, 1 in its one tier.
       device_bytes: of the pools.
-      best_hit_rate: of Belady's cache, where all these bytes hold experts of the cheapest tier.
-      least_bytes: over the link a step, of such a cache.
+      best_hit_rate: of Belady's cache, where all these bytes hold experts of the cheapest tier, and
+        nothing is brought ahead. nan where pairs were skipped or replaced, which needs fewer
+        experts than the trace says.
+      least_bytes: over the link a step, of such a cache; nan as well.
     """
 
     setting: Mapping[str, Any]
@@ -56,13 +59,16 @@ class Swept:
     least_bytes: float
 
     def figures(self, machine: Machine) -> dict[str, float]:
-        """Numbers for a table and a file, at the speeds of a machine."""
+        """Numbers for a table and a file, at the speeds of a machine; no ceilings that are nan."""
         moved = self.traffic.bytes_by_cause
+        ceilings = {
+            "bound_ms": bandwidth_bound_ms(machine, self.least_bytes),
+            "best_hit_rate": self.best_hit_rate,
+        }
         return {
             "tpot_ms": step_ms(machine, self.traffic),
-            "bound_ms": bandwidth_bound_ms(machine, self.least_bytes),
             "hit_rate": self.hit_rate,
-            "best_hit_rate": self.best_hit_rate,
+            **({} if math.isnan(self.least_bytes) else ceilings),
             "device_gib": self.device_bytes / GIB,
             **{f"{cause}_mb": amount / 1e6 for cause, amount in moved.items()},
             **{f"gate_{name}": share for name, share in self.gate.items()},
@@ -99,6 +105,9 @@ def sweep(
     cheapest = min(tiers.expert_bytes)
     sizes = [sum(map(_times, row, tiers.expert_bytes)) for row in slots]
     best = _belady(make_workload(trace), [size // cheapest for size in sizes])
+    if policy != LRU:  # pools that hold all experts do so from the start (`pools.initial`)
+        all_there = [sum(row) >= trace.num_experts for row in slots]
+        best = [(n, n if whole else h) for (n, h), whole in zip(best, all_there, strict=True)]
     steps = int(found[0][0].steps)
     return [
         Swept(
@@ -108,13 +117,18 @@ def sweep(
             hit_rate=hit_rate,
             gate=gate,
             device_bytes=size * trace.num_layers,
-            best_hit_rate=hits / needed,
-            least_bytes=(needed - hits) * cheapest / steps,
+            best_hit_rate=hits / needed if _needs_all(gate) else math.nan,
+            least_bytes=(needed - hits) * cheapest / steps if _needs_all(gate) else math.nan,
         )
         for setting, row, (traffic, hit_rate, gate), size, (needed, hits) in zip(
             grid, slots, found, sizes, best, strict=True
         )
     ]
+
+
+def _needs_all(gate: Mapping[str, float]) -> bool:
+    """Whether every expert ran that the router chose."""
+    return not gate["skipped"] and not gate["substituted"]
 
 
 Found = tuple[Traffic, float, Mapping[str, float]]
@@ -220,7 +234,7 @@ def on_device(workload: Workload) -> Workload:
 def _slots(setting: Mapping[str, Any], num_experts: int, tiers: Tiers) -> tuple[int, ...]:
     given = setting.get("slots")
     row = given if isinstance(given, tuple) else (given,)
-    if len(row) != len(tiers.names) or not all(isinstance(size, int) for size in row):
+    if len(row) != len(tiers.names) or not all(type(size) is int for size in row):
         form = "/".join(["N"] * len(tiers.names))
         raise MoejaxError(f"grid: slots={given} must be {form}, of {', '.join(tiers.names)}")
     if not all(0 <= size <= num_experts for size in row):
@@ -230,7 +244,7 @@ def _slots(setting: Mapping[str, Any], num_experts: int, tiers: Tiers) -> tuple[
 
 def _whole(setting: Mapping[str, Any], name: str, default: int) -> int:
     value = setting.get(name, default)
-    if not isinstance(value, int) or value < 0:
+    if type(value) is not int or value < 0:
         raise MoejaxError(f"grid: {name}={value} must be 0 or a number of experts")
     return value
 

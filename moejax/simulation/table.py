@@ -48,7 +48,7 @@ def fidelity(figures: Mapping[str, float]) -> float:
 def table(
     settings: Sequence[str], figures: Sequence[Mapping[str, float]], chosen: Sequence[int]
 ) -> list[str]:
-    """Lines of a Markdown table of the chosen settings, the fastest first."""
+    """Lines of a Markdown table of the chosen settings, the fastest first; "-": no ceiling."""
     gates = [name for name in figures[0] if name.startswith("gate_")]
     moved = [name for name in figures[0] if name.endswith("_mb")]
     heads = ["setting", "TPOT ms", "bound ms", "hits %", "best %", "device GiB"]
@@ -60,9 +60,9 @@ def table(
         cells = [
             settings[i],
             f"{f['tpot_ms']:.2f}",
-            f"{f['bound_ms']:.2f}",
+            f"{f['bound_ms']:.2f}" if "bound_ms" in f else "-",
             f"{100 * f['hit_rate']:.1f}",
-            f"{100 * f['best_hit_rate']:.1f}",
+            f"{100 * f['best_hit_rate']:.1f}" if "best_hit_rate" in f else "-",
             f"{f['device_gib']:.2f}",
             *(f"{f[name]:.1f}" for name in moved),
             *(f"{100 * f[name]:.1f}" for name in gates),
@@ -98,7 +98,7 @@ def draw(path: Path, by_link: Mapping[float, Sequence[Mapping[str, float]]], tit
         axes.scatter(x[beaten], y[beaten], s=8, alpha=0.25, linewidths=0, **style)
         axes.scatter(x[~beaten], y[~beaten], s=24, label=f"{link:g} GiB/s", **style)
         order = np.argsort(x, kind="stable")
-        bound = np.array([f["bound_ms"] for f in figures])
+        bound = np.array([f.get("bound_ms", np.nan) for f in figures])
         axes.plot(x[order], bound[order], color=color, linewidth=0.8, linestyle=":")
     axes.set(xlabel="GiB of experts on the device", ylabel="TPOT, ms", title=title, yscale="log")
     for each in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):

@@ -53,7 +53,7 @@ def search(
       lists: int32[M, E, H], of every expert of M layers, the best first; -1 pads.
       layer: int or int32[] in 0..M - 1.
       resident: bool[E], of that layer.
-      allowed: bool[N], tokens whose missing experts may be replaced.
+      allowed: bool[N] or bool[N, A], tokens or pairs whose missing experts may be replaced.
       depth: int32[], how far lists are searched.
       budget: int32[], rho, replacements of a token at most.
       gate: of tokens; None: all that are allowed pass.
@@ -67,7 +67,15 @@ def search(
       ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
     """
     reasons = []
-    if ids.ndim != 2 or ids.dtype != jnp.int32 or allowed.shape != ids.shape[:1]:
+    if (
+        ids.ndim != 2
+        or ids.dtype != jnp.int32
+        or allowed.shape
+        not in (
+            ids.shape[:1],
+            ids.shape,
+        )
+    ):
         reasons.append(f"ids are {ids.dtype}{ids.shape}, allowed {allowed.shape}")
     if lists.ndim != 3 or lists.dtype != jnp.int32 or resident.shape != lists.shape[1:2]:
         reasons.append(f"lists are {lists.dtype}{lists.shape}, resident {resident.shape}")

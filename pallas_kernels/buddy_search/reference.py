@@ -70,9 +70,10 @@ def search_reference(
     last_first: bool,
 ) -> Found:
     """See `api.search`."""
+    allowed = allowed.reshape(len(ids), -1)  # of tokens or of pairs
     if gate is not None:
-        allowed &= tolerates(gate, ids, layer)
-    wanted = allowed[:, None] & ~resident[ids]
+        allowed &= tolerates(gate, ids, layer)[:, None]
+    wanted = allowed & ~resident[ids]
     width, places = ids.shape[1], jnp.arange(lists.shape[2], dtype=jnp.int32)[None]
     num_replaced = jnp.zeros(len(ids), jnp.int32)
     found, searched, taken = ids, jnp.zeros(ids.shape, bool), ids

@@ -71,7 +71,10 @@ def _body(*refs: Ref, names: tuple[str, ...], last_first: bool) -> None:
     lanes, places = _iota(width), _iota(size)
     inside = lanes < width
     ids = pltriton.load(ids_ref.at[token, lanes], mask=inside, other=NOBODY)
-    allowed = of["allowed"][token]
+    if len(of["allowed"].shape) == 1:
+        allowed = of["allowed"][token]
+    else:
+        allowed = pltriton.load(of["allowed"].at[token, lanes], mask=inside, other=False)
     if "tau" in of:
         allowed &= _tolerates(of, token, layer, ids)
     there = pltriton.load(resident_ref.at[jnp.maximum(ids, 0)], mask=inside, other=True)
