@@ -167,17 +167,15 @@ def _choose_plain(
     where XLA's are a copy, the parts of a sum over K, and their sum.
     """
     target, few = kernels.target, num_rows <= MAX_TRITON_ROWS
-    num_outputs = weight.shape[1] if weight.ndim == 3 else 0
-    is_small = few and MIN_ROW_OUTPUTS <= num_outputs < MIN_KERNEL_OUTPUTS
-    steady &= not few
-    fits = weight.ndim == 3 and (is_small or steady or num_outputs >= MIN_KERNEL_OUTPUTS)
+    least = MIN_ROW_OUTPUTS if few else 1 if steady else MIN_KERNEL_OUTPUTS
+    fits = weight.ndim == 3 and weight.shape[1] >= least
     if target is None or target.platform != "gpu" or kernels.implementation or not fits:
         return Choice(PLAIN, {})
     if reason := unfit(weight):
         return Choice(PLAIN, {"every kernel": reason})
     x = jax.ShapeDtypeStruct((num_rows, weight.shape[-1]), dtype)
     matrices = jax.eval_shape(operands, weight).weights
-    if is_small:
+    if few and weight.shape[1] < MIN_KERNEL_OUTPUTS:
         reason = dequant_matmul.refusal("triton", x, matrices, (), target)
         return Choice(PLAIN, {"triton": reason}) if reason else Choice("triton", {})
     chosen = dequant_matmul.choose(x, matrices, (), target)
@@ -205,13 +203,9 @@ def _kernel_product(
 ) -> jax.Array:
     """[M, N]; jitted, with the slot an operand, so that all layers share a trace and a kernel."""
     return dequant_matmul.dequant_matmul(
-        x,
-        of.weights,
-        slot=slot,
-        low_rank=of.low_rank,
-        out_dtype=out_dtype,
+        x, of.weights, slot=slot, low_rank=of.low_rank, out_dtype=out_dtype,
         implementation=implementation,
-    )
+    )  # fmt: skip
 
 
 def matrix(weight: Weight, index: tuple[Index, ...], dtype: jnp.dtype) -> jax.Array:
@@ -279,10 +273,7 @@ def linear(
 
 
 def product(
-    x: jax.Array,
-    weight: Weight,
-    out_dtype: jnp.dtype | None = None,
-    kernels: Kernels = NO_KERNELS,
+    x: jax.Array, weight: Weight, out_dtype: jnp.dtype | None = None, kernels: Kernels = NO_KERNELS
 ) -> jax.Array:
     """x W^T with one matrix.
 
@@ -309,12 +300,9 @@ def _by_kernel(
     if chosen in (PLAIN, DEQUANTIZED):
         return None
     y = _kernel_product(
-        x.reshape(num_rows, -1),
-        jnp.int32(slot),
-        operands(weight),
-        out_dtype=out_dtype,
+        x.reshape(num_rows, -1), jnp.int32(slot), operands(weight), out_dtype=out_dtype,
         implementation=chosen,
-    )
+    )  # fmt: skip
     return y.reshape(*x.shape[:-1], -1)
 
 

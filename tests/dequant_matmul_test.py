@@ -17,7 +17,6 @@ from pallas_kernels import dequant_matmul as package
 from pallas_kernels import launch
 from pallas_kernels.dequant_matmul import api, mosaic
 from pallas_kernels.dequant_matmul.shapes import SHAPES
-from pallas_kernels.dequant_matmul.tiles import RowTiles, TritonTiles, triton_tiles
 from pallas_kernels.packed import plain
 from pallas_kernels.stream import launching
 from pallas_kernels.target import SIMULATED, Target, current_target
@@ -107,21 +106,6 @@ class ContractTest(HostTestCase, KernelTestCase):
         found = self.interpreted(kernel, operands, case)
         self.assertIsNone(violation(found, operands, case))
 
-    def test_tiles_that_loop_serve_few_plain_outputs_too(self):
-        case = CASES["rows_of_half_precision"]
-        operands = random_operands(case, seed(self.id()))
-        tiles = TritonTiles(block_m=16, block_n=64, step=128, split_k=2, num_warps=2, num_stages=3)
-        found = run(operands, case, implementation="triton", interpret=True, tiles=tiles)
-        self.assertIsNone(violation(found, operands, case))
-
-    def test_a_whole_row_is_the_same_in_any_company(self):
-        case = CASES["rows_of_several_a_program"]
-        operands = random_operands(case, seed(self.id()))
-        together = self.interpreted("triton", operands, case)
-        alone = operands._replace(x=operands.x[4:5])
-        found = self.interpreted("triton", alone, case._replace(rows=1))
-        np.testing.assert_array_equal(found[0], together[4])
-
     @parameterized.parameters(*KERNELS)
     def test_the_same_bits_every_time(self, kernel):
         case = CASES["whole_int3g128_float" if kernel == "mosaic" else "int3g128_float"]
@@ -153,35 +137,6 @@ class ContractTest(HostTestCase, KernelTestCase):
             return
         found = self.interpreted("triton", operands, case)
         self.assertIsNone(violation(found, operands, case))
-
-
-class TilesTest(parameterized.TestCase):
-    """By rule; nothing is launched."""
-
-    @parameterized.parameters(
-        ((1, 128, 2048), RowTiles(1, 1, 2)),
-        ((32, 512, 2048), RowTiles(8, 4, 8)),
-        ((5, 8, 4096), RowTiles(8, 1, 4)),
-        ((3, 64, 7168), RowTiles(4, 1, 8)),
-        ((33, 128, 2048), None),
-        ((1, 1024, 2048), None),
-        ((1, 128, 8193), None),
-    )
-    def test_few_plain_rows_are_whole(self, shape, expected):
-        rows, outputs, inputs = shape
-        weights = plain(jax.ShapeDtypeStruct((3, outputs, inputs), jnp.bfloat16))
-        found = triton_tiles(rows, weights, HOPPER)
-        if expected is None:
-            self.assertIsInstance(found, TritonTiles)
-            return
-        self.assertEqual(found, expected)
-        self.assertIsInstance(triton_tiles(rows, weights, HOPPER, has_terms=True), TritonTiles)
-
-    def test_packed_weights_have_no_whole_rows(self):
-        case = CASES["int3g128_float"]
-        operands = random_operands(case, seed(self.id()))
-        with self.assertRaisesRegex(ValueError, "tiles rows1m1w2 are of plain weights"):
-            run(operands, case, implementation="triton", interpret=True, tiles=RowTiles(1, 1, 2))
 
 
 class ContractCoverageTest(parameterized.TestCase):
