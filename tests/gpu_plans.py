@@ -57,8 +57,10 @@ def plan(slots: tuple[int, ...], *, num_experts: int, pairs: int, num_layers: in
     return Program(of_tiers, (tiers, layer, ids, weights), (), 1)
 
 
-def buddies(pairs: int, num_experts: int, places: int, *, num_layers: int = 48) -> Program:
-    """Substitutes of a token's experts."""
+def buddies(
+    pairs: int, num_experts: int, places: int, *, num_layers: int = 48, by_pair: bool = False
+) -> Program:
+    """Substitutes of a token's experts; pairs are allowed them, or the token is."""
     ids, number = leaf(1, pairs, dtype="int32"), leaf(dtype="int32")
     lists = leaf(num_layers, num_experts, places, dtype="int32")
 
@@ -70,7 +72,8 @@ def buddies(pairs: int, num_experts: int, places: int, *, num_layers: int = 48) 
     gate = buddy_search.Gate(real(1, num_experts), real(num_layers), real(), real())
     counts = leaf(num_layers, num_experts, dtype="int32")
     operands = (
-        ids, lists, number, leaf(num_experts, dtype="bool"), leaf(1, dtype="bool"), number,
+        ids, lists, number, leaf(num_experts, dtype="bool"),
+        leaf(1, *[pairs] * by_pair, dtype="bool"), number,
         number, gate, counts,
     )  # fmt: skip
     return Program(function, operands, (), 1)

@@ -261,6 +261,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "plan_tiers_mixtral": lambda: plan((4, 3), num_experts=8, pairs=2),
     "plan_tiers_streaming": lambda: plan((4, 0), num_experts=8, pairs=2),
     "buddies_qwen": lambda: buddies(8, 128, 16),
+    "buddies_by_pair": lambda: buddies(8, 128, 16, by_pair=True),
     "buddies_8_tokens": lambda: buddies(8, 64, 8),
     "router_from": lambda: router(1, 128, 8, has_first=True),
     "router_most": lambda: router(2, router_triton.MAX_EXPERTS, router_triton.MAX_CHOSEN),
