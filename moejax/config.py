@@ -66,6 +66,12 @@ class MemoryConfig(RunConfig):
                 raise MoejaxError(f"{name}={getattr(self, name)} must be 0 or a number of experts")
 
 
+def check_share(share: float) -> None:
+    """Raises MoejaxError for a `fidelity_share` that is no share."""
+    if not 0 <= share <= 1:
+        raise MoejaxError(f"fidelity_share={share} must be from 0 to 1")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordConfig(RunConfig):
     """What a run records of its routing (`moejax.traces`)."""
@@ -126,6 +132,11 @@ class GenerateConfig(RecordConfig):
     repetition_penalty: float = option(
         GenerationSettings.repetition_penalty, "above 1, tokens already in the text get rarer"
     )
+    fidelity_share: float = option(
+        0.0,
+        "with a policy and --stats, of the answers' tokens in which it is compared with the exact "
+        "model (KL), which is loaded beside it under the same limits; 0: none",
+    )
     seed: int = option(0, "of the sampling; the same seed gives the same text")
     stop: tuple[str, ...] = option(
         GenerationSettings.stop, "end before this string; may be repeated"
@@ -146,6 +157,7 @@ class GenerateConfig(RecordConfig):
         if self.context < 0:
             raise MoejaxError(f"context={self.context} must be 0 (as needed) or a number of tokens")
         super().check()
+        check_share(self.fidelity_share)
         if not 0 <= self.seed < 2**32:
             raise MoejaxError(f"seed={self.seed} must be from 0 to 2**32 - 1")
         GenerationSettings.of(**self.request())
@@ -321,8 +333,7 @@ class EvaluateConfig(RecordConfig):
         super().check()
         if self.batch_size < 1:
             raise MoejaxError(f"batch_size={self.batch_size} must be at least 1")
-        if not 0 <= self.fidelity_share <= 1:
-            raise MoejaxError(f"fidelity_share={self.fidelity_share} must be from 0 to 1")
+        check_share(self.fidelity_share)
         self.windowing().check()
 
     def _check_task(self) -> None:

@@ -20,7 +20,7 @@ from moejax.prompts import read_prompts
 
 if TYPE_CHECKING:  # importing the engine imports JAX, which --help and mistakes need not wait for
     from moejax.engine import Engine
-    from moejax.generation import Timing
+    from moejax.generation import Chunk, Timing
     from moejax.tokenizer import Tokenizer
 
 
@@ -56,11 +56,46 @@ def generate(config: GenerateConfig, values: flags.FlagValues) -> None:
         prompts = [engine.tokenizer.apply_chat_template(chat) for chat in chats]
     with report.tracing(config.trace_dir), report.recorded(engine, config):
         if len(prompts) == 1:
-            stream_answer(engine, engine.tokenizer, prompts[0], request)
+            chunks = stream_answer(engine, engine.tokenizer, prompts[0], request)
+            answers = [[chunk.token for chunk in chunks]]
         else:
-            print_answers(engine, prompts, request)
+            answers = print_answers(engine, prompts, request)
     if values.stats and engine.ledger:
         _say(*engine.ledger.describe_layers())
+        if config.fidelity_share and config.policy.tiering():
+            special = request["add_special_tokens"]
+            given = [engine.tokenizer.encode(of, add_special_tokens=special) for of in prompts]
+            _say(compared(config, engine, given, answers))
+
+
+def compared(
+    config: GenerateConfig,
+    engine: "Engine",
+    prompts: Sequence[list[int]],
+    answers: Sequence[list[int]],
+) -> str:
+    """The KL of the exact model to this one on some tokens of its answers, read as prompts."""
+    import numpy as np
+
+    from moejax.engine import Engine
+    from moejax.evaluation import fidelity
+
+    samples = [
+        fidelity.sample_answer([*prompt, *answer], len(prompt), config.fidelity_share, seed)
+        for seed, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+        if len(prompt) + len(answer) > 1
+    ]
+    try:  # the exact model stands beside this one: there may be no room
+        own = [fidelity.predictions(engine.logits, sample) for sample in samples]
+        with Engine.from_pretrained(
+            config.checkpoint, dtype=config.dtype, platform=config.platform,
+            compilation_cache=config.compilation_cache, progress=False,
+            limits=config.memory.limits() if config.memory != MemoryConfig() else None,
+        ) as exact:  # fmt: skip
+            theirs = [fidelity.predictions(exact.logits, sample) for sample in samples]
+    except MoejaxError as error:
+        return f"the KL of the exact model was not measured: {error}"
+    return fidelity.compare(np.concatenate(theirs), np.concatenate(own)).describe()
 
 
 def load_engine(config: GenerateConfig, num_prompts: int = 1) -> "Engine":
@@ -89,8 +124,8 @@ def load_engine(config: GenerateConfig, num_prompts: int = 1) -> "Engine":
 
 def stream_answer(
     engine: "Engine", tokenizer: "Tokenizer", prompt: str, request: dict[str, Any]
-) -> str:
-    """Prints the answer as it comes, then the closing line; returns the answer."""
+) -> list["Chunk"]:
+    """Prints the answer as it comes, then the closing line; returns the answer's chunks."""
     token_ids = tokenizer.encode(prompt, add_special_tokens=request["add_special_tokens"])
     chunks = []
     for chunk in engine.stream(token_ids, **request):
@@ -98,16 +133,23 @@ def stream_answer(
         print(chunk.text, end="", flush=True)
     print(flush=True)
     _close(engine, chunks[-1].timing, len(token_ids), len(chunks))
-    return "".join(chunk.text for chunk in chunks)
+    return chunks
 
 
-def print_answers(engine: "Engine", prompts: Sequence[str], request: dict[str, Any]) -> None:
-    """Answers the prompts as one batch; prints the answers in order, then the closing line."""
+def print_answers(
+    engine: "Engine", prompts: Sequence[str], request: dict[str, Any]
+) -> list[list[int]]:
+    """Answers the prompts as one batch; prints the answers in order, then the closing line.
+
+    Returns:
+      The tokens of each.
+    """
     answers = engine.generate(prompts, **request)
     for i, answer in enumerate(answers, start=1):
         print(f"=== {i} of {len(answers)} ===\n{answer.text}", flush=True)
     counts = ((answer.num_prompt_tokens, len(answer.tokens)) for answer in answers)
     _close(engine, answers[0].timing, *map(sum, zip(*counts, strict=True)))
+    return [list(answer.tokens) for answer in answers]
 
 
 def converse(engine: "Engine", tokenizer: "Tokenizer", request: dict[str, Any]) -> None:
@@ -121,7 +163,8 @@ def converse(engine: "Engine", tokenizer: "Tokenizer", request: dict[str, Any]) 
             print()
             return
         prompt = tokenizer.apply_chat_template(messages)
-        answer = stream_answer(engine, tokenizer, prompt, request)
+        chunks = stream_answer(engine, tokenizer, prompt, request)
+        answer = "".join(chunk.text for chunk in chunks)
         messages.append({"role": "assistant", "content": answer})
 
 

@@ -76,6 +76,22 @@ def sample(ids: Sequence[int], windowing: Windowing, share: float, seed: int = 0
     return Sample(tokens, np.stack(positions).astype(np.int32))
 
 
+def sample_answer(ids: Sequence[int], num_prompt: int, share: float, seed: int = 0) -> Sample:
+    """Random positions of an answer, one window with its prompt.
+
+    Args:
+      ids: of the prompt and then of the answer, which is not empty.
+      num_prompt: how many are the prompt's.
+      share: of the answer's tokens, above 0; at least one is taken.
+      seed: of the positions.
+    """
+    tokens = np.asarray(ids, np.int32)
+    predicting = np.arange(max(0, num_prompt - 1), len(tokens) - 1)  # each the token after it
+    count = math.ceil(share * len(predicting))
+    places = np.sort(np.random.default_rng(seed).choice(predicting, count, replace=False))
+    return Sample(tokens[None, :-1], places[None].astype(np.int32))
+
+
 def predictions(logits: Logits, of: Sample) -> np.ndarray:
     """float64[n P, V], log-probabilities at the sample's positions."""
     rows = []
