@@ -165,6 +165,9 @@ def main(argv: list[str]) -> None:
             print(f"{job.part} | {job.name} | about {job.seconds:g} s | {state}")
         return
     place.folder.mkdir(parents=True, exist_ok=True)
+    if threading.current_thread() is threading.main_thread():
+        # Started in the background of a shell it would ignore interrupts, and so would its jobs.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     waiting: queue.Queue[Job] = queue.Queue()
     for job in order([job for job in wanted if job.name not in finished], len(_CARDS.value)):
         waiting.put(job)

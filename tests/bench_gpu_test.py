@@ -97,9 +97,9 @@ class RunTest(absltest.TestCase):
             "except KeyboardInterrupt:\n  print('rows are kept')"
         )
         said, error = self.run_jobs(
-            job("slow", slow), job("later", "pass", seconds=50), seconds=40, each=2.0
+            job("slow", slow), job("later", "pass", seconds=50), seconds=40, each=4.0
         )
-        self.assertIn("slow | interrupted after 2 s", said)
+        self.assertRegex(said, r"slow \| interrupted after [4-9] s")
         self.assertIn("later | left: no time for 50 s", said)
         self.assertIn("not finished: slow; later", error)
         self.assertEqual(self.logs(), {"slow": "began\nrows are kept\n"})
