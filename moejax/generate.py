@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from moejax import cli, report
-from moejax.config import GenerateConfig, MemoryConfig
+from moejax.config import GenerateConfig
 from moejax.errors import MoejaxError
+from moejax.loading import compared, load_engine, say
 from moejax.prompts import read_prompts
 
 if TYPE_CHECKING:  # importing the engine imports JAX, which --help and mistakes need not wait for
@@ -61,65 +62,11 @@ def generate(config: GenerateConfig, values: flags.FlagValues) -> None:
         else:
             answers = print_answers(engine, prompts, request)
     if values.stats and engine.ledger:
-        _say(*engine.ledger.describe_layers())
+        say(*engine.ledger.describe_layers())
         if config.fidelity_share and config.policy.tiering():
             special = request["add_special_tokens"]
             given = [engine.tokenizer.encode(of, add_special_tokens=special) for of in prompts]
-            _say(compared(config, engine, given, answers))
-
-
-def compared(
-    config: GenerateConfig,
-    engine: "Engine",
-    prompts: Sequence[list[int]],
-    answers: Sequence[list[int]],
-) -> str:
-    """The KL of the exact model to this one on some tokens of its answers, read as prompts."""
-    import numpy as np
-
-    from moejax.engine import Engine
-    from moejax.evaluation import fidelity
-
-    samples = [
-        fidelity.sample_answer([*prompt, *answer], len(prompt), config.fidelity_share, seed)
-        for seed, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
-        if len(prompt) + len(answer) > 1
-    ]
-    try:  # the exact model stands beside this one: there may be no room
-        own = [fidelity.predictions(engine.logits, sample) for sample in samples]
-        with Engine.from_pretrained(
-            config.checkpoint, dtype=config.dtype, platform=config.platform,
-            compilation_cache=config.compilation_cache, progress=False,
-            limits=config.memory.limits() if config.memory != MemoryConfig() else None,
-        ) as exact:  # fmt: skip
-            theirs = [fidelity.predictions(exact.logits, sample) for sample in samples]
-    except MoejaxError as error:
-        return f"the KL of the exact model was not measured: {error}"
-    return fidelity.compare(np.concatenate(theirs), np.concatenate(own)).describe()
-
-
-def load_engine(config: GenerateConfig, num_prompts: int = 1) -> "Engine":
-    """The engine of a configuration; says on stderr where compiled programs are kept."""
-    import jax
-
-    from moejax.engine import Engine
-    from moejax.tiering import verify_all
-
-    tiering = config.policy.tiering()
-    if config.verify:
-        verify_all(config.checkpoint, config.memory.disk_path, tiering)
-    engine = Engine.from_pretrained(
-        config.checkpoint, dtype=config.dtype, platform=config.platform, context=config.context,
-        compilation_cache=config.compilation_cache, policy=tiering, batch=num_prompts,
-        limits=config.memory.limits() if config.memory != MemoryConfig() else None,
-    )  # fmt: skip
-    _say(
-        f"compilation cache: {jax.config.values['jax_compilation_cache_dir'] or 'off'}",
-        f"loaded {config.checkpoint} on {engine.device} in {engine.load_seconds:.2f} s",
-        f"weights: {engine.weights_summary}",
-        *report.placement(engine.budget),
-    )
-    return engine
+            say(compared(config, engine, given, answers))
 
 
 def stream_answer(
@@ -154,7 +101,7 @@ def print_answers(
 
 def converse(engine: "Engine", tokenizer: "Tokenizer", request: dict[str, Any]) -> None:
     """Talks on the terminal until end of input; every turn sees the whole conversation."""
-    _say("end with Ctrl-D")
+    say("end with Ctrl-D")
     messages: list[dict[str, str]] = []
     while True:
         try:
@@ -175,12 +122,7 @@ def _close(engine: "Engine", timing: "Timing", prompt_tokens: int, new_tokens: i
         new_tokens=new_tokens,
         device_peak_bytes=report.device_peak_bytes(engine.device),
     )
-    _say(figures, *(engine.ledger.describe() if engine.ledger else []))
-
-
-def _say(*lines: str) -> None:
-    for line in lines:
-        print(line, file=sys.stderr)
+    say(figures, *(engine.ledger.describe() if engine.ledger else []))
 
 
 COMMAND = cli.Command(

@@ -33,7 +33,7 @@ def serve(config: ServeConfig, values: flags.FlagValues) -> None:
     if missing:
         raise MoejaxError(f"{', '.join(missing)} not installed: pip install 'moejax[serve]'")
     # JAX is imported here: --help and mistakes need not wait for it.
-    from moejax.generate import load_engine
+    from moejax.loading import load_engine
     from moejax.serving import server
 
     server.serve(config, lambda: load_engine(config, config.max_batch))
