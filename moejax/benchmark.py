@@ -13,13 +13,14 @@ what is measured at the moment to stderr. A budget that is too small is a row th
 smallest that would do. docs/benchmark.md defines each figure.
 """
 
-from absl import flags
+from absl import flags, logging
 
 from moejax import cli
 from moejax.benchmark_config import BenchmarkConfig
 from moejax.benchmarking.requests import read_prompt_file
 from moejax.errors import MoejaxError
 from moejax.evaluation.record import check_output
+from moejax.memory.machine import let_jax_pin
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -35,6 +36,8 @@ def benchmark(config: BenchmarkConfig, values: flags.FlagValues) -> None:
     file = None
     if config.prompts:
         file = read_prompt_file(cli.user_path(config.prompts), config.split)
+    if said := let_jax_pin(config.platform):
+        logging.warning("%s", said)
     # JAX is imported here: --help and mistakes need not wait for it.
     from moejax.benchmarking import record, running
 

@@ -27,6 +27,7 @@ EVENTS = (
     "prefetch_waste",  # of what was brought ahead, experts that went unused
     "waits",  # experts that the step asked the host for, which read them or had them by then
 )
+LINK_GIB_PER_S = 50  # of PCIe 5 x16: what stalls are estimated by, where nothing is measured
 DISK_TROUBLE = ("retries", "errors", "refused")  # of what a reader counts
 _COLUMN = {name: i for i, name in enumerate(EVENTS)}
 
@@ -190,9 +191,15 @@ class Ledger:
         """Bytes from host to device, for whatever cause."""
         return sum(amount for cause, amount in self.bytes_by_cause.items() if cause != "disk")
 
+    def stall_seconds(self, link_gib_per_s: float = LINK_GIB_PER_S) -> float:
+        """An estimate of what steps waited for the link: all that was fetched inside them."""
+        causes = self.bytes_by_cause
+        return (causes["demand"] + causes["stream"]) / (link_gib_per_s * 2**30)
+
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON; a rate of nothing is None."""
         return {
+            "stall_seconds": {"estimate": self.stall_seconds(), "link_gib_per_s": LINK_GIB_PER_S},
             "expert_bytes": self.expert_bytes,
             "totals": {name: self.total(name) for name in EVENTS},
             "hit_rate": _or_none(self.hit_rate),
@@ -223,6 +230,10 @@ class Ledger:
             )
         causes = [f"{name} {_size(n)}" for name, n in self.bytes_by_cause.items() if n]
         lines.append(f"moved: {', '.join(causes) or 'nothing'}")
+        if stalled := self.stall_seconds():
+            lines.append(
+                f"stalls: about {1e3 * stalled:.3g} ms, if the link moves {LINK_GIB_PER_S} GiB/s"
+            )
         if self.disk_waits or self.disk_reads:
             lines.append(
                 f"disk: {self.disk_reads} experts read; steps waited for {self.disk_waits} of them;"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from moejax import report
 from moejax.config import GenerateConfig, MemoryConfig
 from moejax.errors import MoejaxError
+from moejax.memory.machine import let_jax_pin
 
 if TYPE_CHECKING:
     from moejax.engine import Engine
@@ -26,6 +27,9 @@ def load_engine(config: GenerateConfig, num_prompts: int = 1) -> "Engine":
     from moejax.tiering import verify_all
 
     tiering = config.policy.tiering()
+    moves = tiering is not None or config.memory != MemoryConfig()
+    if moves and (said := let_jax_pin(config.platform)):
+        say(said)
     if config.verify:
         verify_all(config.checkpoint, config.memory.disk_path, tiering)
     engine = Engine.from_pretrained(
@@ -59,6 +63,8 @@ def compared(
         for seed, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
         if len(prompt) + len(answer) > 1
     ]
+    if not samples:
+        return "the KL of the exact model was not measured: there is no token before the answer's"
     try:  # the exact model stands beside this one: there may be no room
         own = [fidelity.predictions(engine.logits, sample) for sample in samples]
         with Engine.from_pretrained(

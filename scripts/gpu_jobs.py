@@ -49,19 +49,11 @@ def _tests() -> Iterator[Job]:
         "grouped_dequant_matmul", "hqq_solve", "expert_fetch_device",
         "bench_kernels", "delta_step",
     )  # fmt: skip
-    engines = (
-        "pooled_device",
-        "tiered_device",
-        "host_store",
-        "ssd",
-        "checkpoints",
-        "bench_kernels",
-        "delta_step",
-    )
+    engines = ("pooled_device", "tiered_device", "host_store", "ssd", "checkpoints")
     common = ("-m", "gpu", "-v", "--tb=short", "-p", "no:cacheprovider")
     for name, files, workers, fraction, of, seconds in (
-        ("kernels", kernels, 12, 0.03, "not beyond", 320),
-        ("engines", engines, 8, 0.04, "not beyond", 290),
+        ("kernels", kernels, 18, 0.03, "not beyond", 320),
+        ("engines", engines, 14, 0.04, "not beyond", 290),
         ("whole card", kernels, 0, 0.9, "beyond", 120),
     ):
         paths = [f"tests/{file}_test.py" for file in files]

@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import tempfile
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -84,10 +83,10 @@ class RunTest(absltest.TestCase):
     def test_cards_work_side_by_side_on_one_job_each(self):
         waits = SAYS.format("X") + "; import time; time.sleep(1)"
         found = [job(f"job {i}", waits, seconds=10 + i) for i in range(4)]
-        started = time.monotonic()
         said, error = self.run_jobs(*found, cards="0,3")
-        self.assertLess(time.monotonic() - started, 3.9)
         self.assertEqual(error, "")
+        first, second = said.splitlines()[:2]  # both begin before either ends
+        self.assertTrue(first.endswith("begins") and second.endswith("begins"), said)
         self.assertEqual(sorted(log[0] for log in self.logs().values()), ["0", "0", "3", "3"])
         self.assertLess(said.index("job 3 | begins"), said.index("job 0 | begins"))
 

@@ -232,12 +232,20 @@ class PinnedTest(StoreTestCase):
             self.store(Source(num_experts=400))
         allocate.assert_not_called()
 
-    def test_the_limit_is_raised(self):
-        self.limit("64")
-        self.assertIsNone(pinned.raise_pinned_limit(64 * 2**30))
-        said = pinned.raise_pinned_limit(80 * 2**30)
-        self.assertIn("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=90 is set: 80.0 GiB are pinned", said)
-        self.assertEqual(machine.pinned_limit_nbytes(), 90 * 2**30)
+    def test_mains_let_jax_pin_what_is_left_where_nobody_set_a_limit(self):
+        variable = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+        with mock.patch.dict("os.environ"):
+            os.environ.pop(variable, None)
+            for platform, left in (("cpu", 80 * 2**30), ("gpu", 64 * 2**30), ("gpu", None)):
+                with mock.patch.object(machine, "available_nbytes", return_value=left):
+                    self.assertIsNone(machine.let_jax_pin(platform))
+            with mock.patch.object(machine, "available_nbytes", return_value=80 * 2**30):
+                self.assertEqual(machine.this_machine("gpu").pinned_nbytes, 80 * 2**30)
+                self.assertIn(f"{variable}=80 is set", machine.let_jax_pin("auto"))
+                self.assertEqual(machine.pinned_limit_nbytes(), 80 * 2**30)
+                os.environ[variable] = "70"
+                self.assertIsNone(machine.let_jax_pin("auto"))
+                self.assertEqual(machine.this_machine("gpu").pinned_nbytes, 70 * 2**30)
 
     @parameterized.parameters(
         MemoryError("no memory"),

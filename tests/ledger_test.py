@@ -75,6 +75,7 @@ class LedgerTest(parameterized.TestCase):
         expected = {"demand": 8, "stream": 2, "prefetch": 8, "bulk": 4, "disk": 3}
         self.assertEqual(self.book.bytes_by_cause, {k: n * MIB for k, n in expected.items()})
         self.assertEqual(self.book.link_bytes, 22 * MIB)
+        self.assertEqual(self.book.stall_seconds(5 / 2**10), 2.0)  # of 10 MiB, at 5 a second
 
     def test_sums_exceed_32_bits(self):
         counts = ledger.no_counts(1).add(0, needed=2**31 - 1, hits=2**31 - 1)
@@ -111,6 +112,7 @@ class LedgerTest(parameterized.TestCase):
                 "(75.0 % of those decided were used)",
                 "moved: demand 4.00 MiB, stream 1.00 MiB, prefetch 4.00 MiB, bulk 2.00 MiB, "
                 "disk 2.50 KiB",
+                "stalls: about 0.0977 ms, if the link moves 50 GiB/s",
                 "disk: 5 experts read; steps waited for 2 of them; host memory had 60.0 % of what "
                 "they fetched",
                 "disk requests: retries 3, errors 1",

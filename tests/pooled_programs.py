@@ -43,15 +43,15 @@ CHUNKS = [(8, 4), (4, 0)]
 CHUNK = 64  # tokens
 
 
-def _leaf(shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+def leaf_of(shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _packed(shape: tuple[int, ...], bits: int = 4) -> QTensor:
+def packed(shape: tuple[int, ...], bits: int = 4) -> QTensor:
     groups = (*shape[:-1], layout.num_groups(shape[-1], 64))
     return QTensor(
-        words=_leaf((*shape[:-1], layout.num_words(shape[-1], bits)), jnp.uint32),
-        scales=_leaf(groups, jnp.float16), zeros=_leaf(groups, jnp.float16),
+        words=leaf_of((*shape[:-1], layout.num_words(shape[-1], bits)), jnp.uint32),
+        scales=leaf_of(groups, jnp.float16), zeros=leaf_of(groups, jnp.float16),
         num_inputs=shape[-1], bits=bits, group_size=64,
     )  # fmt: skip
 
@@ -65,14 +65,14 @@ def decode_operands(
         return leaf.startswith("attention.") and len(shape) == 3 and not plain_attention
 
     weights = {
-        leaf: _packed(shape) if is_packed(leaf, shape) else _leaf(shape)
+        leaf: packed(shape) if is_packed(leaf, shape) else leaf_of(shape)
         for leaf, shape in weight_shapes(config).items()
         if leaf not in EXPERT_LEAVES
     }
     width, hidden = config.model_dim, config.expert_dim
 
     def rows(num: int) -> tuple[QTensor, QTensor]:
-        return _packed((num, 2 * hidden, width)), _packed((num, width, hidden))
+        return packed((num, 2 * hidden, width)), packed((num, width, hidden))
 
     cache, experts = spec.cache, (config.num_layers, config.num_experts)
     pool = ExpertPool(
@@ -80,17 +80,17 @@ def decode_operands(
         jax.eval_shape(lambda: empty(cache)),
         jax.eval_shape(lambda: no_counts(config.num_layers)),
     )
-    store = ExpertStore(*rows(experts[0] * experts[1]), _leaf(experts, jnp.int32))
+    store = ExpertStore(*rows(experts[0] * experts[1]), leaf_of(experts, jnp.int32))
     kv = jax.eval_shape(lambda: empty_cache(config, batch, CONTEXT, jnp.bfloat16))
     keys = jax.eval_shape(lambda: jax.vmap(jax.random.key)(jnp.zeros(batch, jnp.uint32)))
 
     def each(dtype: Any) -> jax.ShapeDtypeStruct:
-        return _leaf((batch,), dtype)
+        return leaf_of((batch,), dtype)
 
     state = steps.DecodeState(kv, each(jnp.int32), each(jnp.int32), each(bool), keys, None)
     f32 = each(jnp.float32)
     sampling = Sampling(f32, each(jnp.int32), f32, f32, f32)
-    return state, pool, weights, store, sampling, _leaf((1,), jnp.int32), _leaf((), jnp.int32)
+    return state, pool, weights, store, sampling, leaf_of((1,), jnp.int32), leaf_of((), jnp.int32)
 
 
 def _program(config: ModelConfig, slots: int, ahead: int) -> steps.Program:
@@ -138,8 +138,8 @@ def compiled_prefill(
     chunk = ChunkSpec(0 if is_first else CONTEXT, is_first, "grouped_kernel", "xla")
     state, pool, weights, store, *_ = decode_operands(config, program.pool, 1)
     operands = (
-        state.cache, _leaf((1, config.model_dim)), pool, weights, store,
-        _leaf((1, CHUNK), jnp.int32), _leaf((), jnp.int32), _leaf((1,), jnp.int32),
+        state.cache, leaf_of((1, config.model_dim)), pool, weights, store,
+        leaf_of((1, CHUNK), jnp.int32), leaf_of((), jnp.int32), leaf_of((1,), jnp.int32),
     )  # fmt: skip
     step = functools.partial(steps.prefill_chunk, program, chunk)
     compiled = _compiled(step, operands, (0, 1, 2), program.pool, sharding)

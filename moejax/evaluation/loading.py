@@ -3,7 +3,10 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from absl import logging
+
 from moejax.config import EvaluateConfig, MemoryConfig
+from moejax.memory.machine import let_jax_pin
 
 if TYPE_CHECKING:  # importing the engine imports JAX, which --help and mistakes need not wait for
     from moejax.engine import Engine
@@ -15,6 +18,9 @@ def load_engine(config: EvaluateConfig, directory: Path, policy: "Tiering | None
     from moejax.engine import Engine
     from moejax.tiering import verify_all
 
+    moves = policy is not None or config.memory != MemoryConfig()
+    if moves and (said := let_jax_pin(config.platform)):
+        logging.warning("%s", said)
     if config.verify:
         verify_all(str(directory), config.memory.disk_path, policy)
     return Engine.from_pretrained(

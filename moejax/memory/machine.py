@@ -9,14 +9,35 @@ _DEFAULT_PINNED_GIB = 64  # XLA's own
 
 
 def this_machine(platform: str) -> Machine:
-    """What Linux says of the memory that is left, and XLA's environment of pinned memory.
+    """What Linux says of the memory that is left, and what a run could pin of it.
 
     Args:
       platform: "gpu", or one whose host memory is not pinned.
     """
+    available = available_nbytes()
     if platform != "gpu":
-        return Machine(host_nbytes=available_nbytes())
-    return Machine(host_nbytes=available_nbytes(), pinned_nbytes=pinned_limit_nbytes())
+        return Machine(host_nbytes=available)
+    limit = pinned_limit_nbytes()
+    if PINNED_LIMIT not in os.environ:  # `let_jax_pin` would set it
+        limit = max(limit, available or 0)
+    return Machine(host_nbytes=available, pinned_nbytes=limit)
+
+
+def let_jax_pin(platform: str) -> str | None:
+    """Lets JAX pin what memory is left, where nobody set a limit; before it has found its devices.
+
+    Args:
+      platform: as a main was given it: "auto", "gpu" or "cpu".
+
+    Returns:
+      A line that says what was set; None where XLA's own limit does.
+    """
+    available = available_nbytes()
+    is_set = PINNED_LIMIT in os.environ
+    if platform == "cpu" or is_set or available is None or available <= pinned_limit_nbytes():
+        return None
+    os.environ[PINNED_LIMIT] = str(available // GIB)
+    return f"{PINNED_LIMIT}={available // GIB} is set: what memory is left may be pinned"
 
 
 def pinned_limit_nbytes() -> int:

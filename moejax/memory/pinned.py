@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import functools
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -92,18 +91,6 @@ def check_pinned_limit(nbytes: int, device: jax.Device) -> None:
             f"memory that JAX may pin; set {PINNED_LIMIT}={_enough_gib(nbytes)} before it "
             "starts, or a lower host_gib"
         )
-
-
-def raise_pinned_limit(nbytes: int) -> str | None:
-    """Lets JAX pin `nbytes`; only before anything in this process asked JAX for its devices.
-
-    Returns:
-      A line that says what was set; None where the limit is high enough.
-    """
-    if nbytes <= pinned_limit_nbytes():
-        return None
-    os.environ[PINNED_LIMIT] = str(_enough_gib(nbytes))
-    return f"{PINNED_LIMIT}={_enough_gib(nbytes)} is set: {nbytes / _GIB:.1f} GiB are pinned"
 
 
 @contextlib.contextmanager
