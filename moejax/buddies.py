@@ -5,7 +5,8 @@
     buddies                 int32[M, E, K]   lists, the best buddy first, -1 pads
     q                       float32[M, E, K] shares (BuddyMoE eq. 4)
     tau                     float32[M]       of the TAE gate, at the percentile of the profile
-    tokens, activations, coactivations, weighted, entropies and perhaps cosines: `ExpertActivity`
+    tokens, activations, coactivations, weighted, entropies, following and perhaps cosines:
+                            `ExpertActivity`
 
 and in its metadata `format` and `provenance`, which is JSON.
 """
@@ -28,6 +29,7 @@ from moejax.models.config import ModelConfig
 from moejax.policies.buddy_gates import percentile_tau
 from moejax.policies.buddy_lists import BuddyLists, Source, buddy_lists, output_gains
 from moejax.policies.expert_activity import ExpertActivity, shares
+from moejax.policies.foresight import links_of
 
 if TYPE_CHECKING:
     from moejax.engine import Engine
@@ -54,6 +56,12 @@ class BuddyProfile:
     tau: np.ndarray
     activity: ExpertActivity
     provenance: dict[str, Any]
+
+    @property
+    def links(self) -> np.ndarray | None:
+        """float32[M, E, E] for `policies.dynaexq.DynaExq`; None of a profile that lacks them."""
+        following = self.activity.following
+        return None if following is None else links_of(np.asarray(following))
 
     @property
     def gains(self) -> np.ndarray | None:
@@ -246,7 +254,9 @@ def _check_values(path: Path, lists: BuddyLists, tau: np.ndarray) -> None:
 
 def _check(path: Path, stored: dict[str, StoredTensor], config: ModelConfig | None) -> None:
     """Raises MoejaxError for tensors that are missing, or not as large as they should be."""
-    needed = [field.name for field in dataclasses.fields(ExpertActivity) if field.name != "cosines"]
+    optional = ("cosines", "following")
+    names = [field.name for field in dataclasses.fields(ExpertActivity)]
+    needed = [name for name in names if name not in optional]
     if missing := [name for name in ("buddies", "q", "tau", *needed) if name not in stored]:
         raise MoejaxError(f"{path} has no {', '.join(missing)}; {_MEND}")
     lists = stored["buddies"].shape
@@ -262,7 +272,7 @@ def _check(path: Path, stored: dict[str, StoredTensor], config: ModelConfig | No
     shapes = {
         "buddies": lists, "q": (num_layers, num_experts, places), "tau": (num_layers,),
         "tokens": (), "activations": pairs[:2], "coactivations": pairs, "weighted": pairs,
-        "cosines": pairs,
+        "cosines": pairs, "following": pairs,
     }  # fmt: skip
     for name, shape in shapes.items():
         kind = np.dtype(np.int32 if name == "buddies" else np.float32)

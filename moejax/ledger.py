@@ -110,6 +110,8 @@ class Ledger:
       disk_bytes: read from the disk, told by the reader.
       disk_reads: experts, likewise.
       disk_waits: of them, those that a step waited for.
+      disk_ahead: experts that were read since a policy foresaw them; not of `disk_waits`.
+      disk_ahead_used: of them, those that were then asked for and still in host memory.
       disk_trouble: tries that had to be repeated and requests that came to nothing, by name.
       bulk_requests: what became of requests between steps, by name, told by the transfers.
     """
@@ -121,6 +123,8 @@ class Ledger:
     disk_bytes: int = 0
     disk_reads: int = 0
     disk_waits: int = 0
+    disk_ahead: int = 0
+    disk_ahead_used: int = 0
     disk_trouble: dict[str, int] = dataclasses.field(default_factory=dict)
     bulk_requests: dict[str, int] = dataclasses.field(default_factory=dict)
 
@@ -152,6 +156,8 @@ class Ledger:
         self.disk_bytes += (told := disk or {}).get("bytes", 0)
         self.disk_reads += told.get("reads", 0)
         self.disk_waits += told.get("waits", 0)
+        self.disk_ahead += told.get("ahead", 0)
+        self.disk_ahead_used += told.get("ahead_used", 0)
         for name in DISK_TROUBLE:
             self.disk_trouble[name] = self.disk_trouble.get(name, 0) + told.get(name, 0)
         if counts.unserved.any():
@@ -209,6 +215,8 @@ class Ledger:
             "gate_mass": dict(self.gate_mass),
             "disk_reads": self.disk_reads,
             "disk_waits": self.disk_waits,
+            "disk_ahead": self.disk_ahead,
+            "disk_ahead_used": self.disk_ahead_used,
             "disk_trouble": dict(self.disk_trouble),
             "bulk_requests": dict(self.bulk_requests),
             "layers": [dict(layer) for layer in self.layers],
@@ -238,6 +246,11 @@ class Ledger:
             lines.append(
                 f"disk: {self.disk_reads} experts read; steps waited for {self.disk_waits} of them;"
                 f" host memory had {_percent(self.host_hit_rate)} of what they fetched"
+            )
+        if self.disk_ahead:
+            lines.append(
+                f"foreseen: {self.disk_ahead} experts read ahead from the disk, "
+                f"{self.disk_ahead_used} of them asked for later"
             )
         if any(self.disk_trouble.values()):
             said = (f"{name} {n}" for name, n in self.disk_trouble.items() if n)

@@ -21,6 +21,7 @@ from moejax.models.transformer import ChunkSpec, Transformer
 from moejax.policies.expert_activity import (
     ExpertActivity,
     no_activity,
+    with_following,
     with_layer,
     with_outputs,
 )
@@ -124,6 +125,9 @@ def _step(counting: Counting) -> Callable[..., tuple[KVCache, ExpertActivity, No
             activity = with_layer(
                 activity, layer, routing.probabilities, routing.ids, counted, counting.temperature
             )
+            if layer > 0:
+                before = routings[layer - 1].ids
+                activity = with_following(activity, layer - 1, before, routing.ids, counted)
             if counting.outputs:
                 x = seen.inputs[layer]
                 activity = _compared(activity, model.moe, layer, x, routing.ids, counted)

@@ -26,8 +26,8 @@ class Tiering:
     Attributes:
       policy: its name, or the policy.
       settings: of a policy that is named; those not given have its defaults. Of buddymoe, `lists`
-        is the path of a profile ("": beside the checkpoint), and `gains` and `tae_tau` may be
-        "profile"; with such a tau, `tae_temperature` is the profile's.
+        is the path of a profile ("": beside the checkpoint), as `links` is of dynaexq, and `gains`
+        and `tae_tau` may be "profile"; with such a tau, `tae_temperature` is the profile's.
       tiers: of falling fidelity, each NAME=CHECKPOINT, another checkpoint of the same model; or
         NAME alone: int8, int4, int3 and int2 are made of the model's own plain experts while they
         are read, any other name is the checkpoint as it is. (): the checkpoint as it is.
@@ -172,7 +172,10 @@ def named(
       MoejaxError: see `choose`.
     """
     given = dict(settings)
-    if "buddymoe" not in parts_of(name, given) or not isinstance(given.get("lists", ""), str):
+    parts = parts_of(name, given)
+    if "dynaexq" in parts and isinstance(given.get("links", ""), str):
+        _take_links(given, directory, config)
+    if "buddymoe" not in parts or not isinstance(given.get("lists", ""), str):
         return Chosen(make_policy(name, **given))
     path = Path(given.pop("lists", "")).expanduser()
     if not path.name and directory is None:
@@ -190,6 +193,24 @@ def named(
             given[setting] = value
     policy = make_policy(name, lists=profile.lists, **given)
     return Chosen(policy, profile.activity.activations)
+
+
+def _take_links(given: dict[str, Any], directory: Path | None, config: ModelConfig | None) -> None:
+    """Puts a profile's cross-layer shares in the place of its path, where they are looked at."""
+    path = Path(given.pop("links", "")).expanduser()
+    if not given.get("foresight") or given.get("foresee_by") != "links":
+        if path.name:
+            raise MoejaxError(f"links={path} is for foresight above 0 with foresee_by=links")
+        return
+    if not path.name and directory is None:
+        raise MoejaxError("foresee_by=links needs a profile: links=FILE of moejax.profile_experts")
+    links = load_buddies(path if path.name else directory or path, config, directory).links
+    if links is None:
+        raise MoejaxError(
+            f"{path if path.name else directory}: the profile does not say which experts follow "
+            "which; profile the model again (python -m moejax.profile_experts)"
+        )
+    given["links"] = links
 
 
 def of_grid(name: str) -> Callable[..., AnyPolicy]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 import pathlib
 import subprocess
@@ -78,6 +79,7 @@ class ProfileTest(parameterized.TestCase):
             "activations": np.zeros((layers, EXPERTS)),
             "coactivations": np.zeros((layers, EXPERTS, EXPERTS)),
             "weighted": np.zeros((layers, EXPERTS, EXPERTS)),
+            "following": np.zeros((layers, EXPERTS, EXPERTS)),
         }
         entropies, total = [[] for _ in range(layers)], 0.0
         self.assertNotEqual(len(self.windows) % BATCH, 0)  # a batch with an empty window
@@ -87,6 +89,9 @@ class ProfileTest(parameterized.TestCase):
                 total += weight * (layer == 0)
                 p, chosen = probabilities[layer, position], ids[layer, position]
                 of = dict(zip(chosen.tolist(), p[chosen] / p[chosen].sum(), strict=True))
+                if layer + 1 < layers:
+                    for i, j in itertools.product(of, ids[layer + 1, position].tolist()):
+                        expected["following"][layer, i, j] += weight
                 for i in of:
                     expected["activations"][layer, i] += weight
                     for j in set(of) - {i}:
@@ -112,6 +117,7 @@ class ProfileTest(parameterized.TestCase):
             again = profile(self.runner, self.ids, WINDOW, 3, Counting())
         np.testing.assert_array_equal(again.activations, once.activations)
         np.testing.assert_array_equal(again.coactivations, once.coactivations)
+        np.testing.assert_array_equal(again.following, once.following)
         np.testing.assert_allclose(again.weighted, once.weighted, rtol=1e-5)
 
     def test_outputs_are_compared(self):

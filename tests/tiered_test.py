@@ -226,7 +226,7 @@ class BetweenStepsTest(parameterized.TestCase):
         for _ in range(3):
             runner.logits(TOKENS)
         memory.settle()
-        pool, requests = ask(memory.spec, memory.pool, memory._coming(), memory._room())
+        pool, requests, _ = ask(memory.spec, memory.pool, memory._coming(), memory._room())
         high = np.asarray(pool.state.high)
         hot = np.asarray(pool.pools[0].residency.slot_of) >= 0
         np.testing.assert_array_equal(hot, high)

@@ -149,6 +149,58 @@ class DiskTest(TransfersTestCase):
         self.assertEqual(disk.row_of[1, 4], -1)
         self.assertIsNone(disk.borrow((1, 4)))  # read again, not refused for what was long ago
 
+    def foresees(self, disk, *experts):
+        """Says so, and goes on until all that is read has its row."""
+        uses = np.zeros((4, 8), np.int32)
+        disk.foresee(experts)
+        for _ in range(16):
+            self.step(disk, uses)
+            for ticket in list(disk._tickets.values()):
+                disk.reader.wait(ticket, SECONDS)
+
+    def test_what_is_foreseen_is_read_ahead(self):
+        disk = self.disk(4)  # of (0, 0) to (0, 3)
+        self.foresees(disk, (1, 4), (0, 3), (2, 5))
+        for expert in ((1, 4), (2, 5)):
+            self.assert_row(disk, expert)
+        self.assertEqual(disk.reader.counters.reads, 2)  # (0, 3) was there
+        told = disk.read_since()
+        self.assertEqual((told["ahead"], told["ahead_used"]), (2, 0))
+        self.assertIsNotNone(disk.borrow((1, 4)))
+        disk.give_back((1, 4))
+        self.assertIsNotNone(disk.borrow((1, 4)))  # a second use of the same is none
+        disk.give_back((1, 4))
+        self.assertIsNotNone(disk.borrow((0, 3)))  # was not read ahead
+        told = disk.read_since()
+        self.assertEqual((told["ahead"], told["ahead_used"], told["reads"]), (0, 1, 0))
+
+    def test_what_is_foreseen_waits_for_what_is_asked_for(self):
+        disk = self.disk(4, ring=3)
+        self.source.gate.clear()
+        disk.foresee([(1, 1), (1, 2), (1, 3)])
+        self.step(disk, np.zeros((4, 8), np.int32))
+        self.assertEqual(set(disk._tickets), {(1, 1), (1, 2)})  # one place is left
+        self.assertIsNone(disk.borrow((2, 2)))
+        self.assertIn((2, 2), disk._tickets)
+        self.assertIsNone(disk.borrow((1, 2)))  # is a transfer's now
+        disk.foresee([(3, 3)])  # (1, 3) is out of date
+        self.source.gate.set()
+        self.foresees(disk, (3, 3))
+        self.assertEqual(disk.row_of[1, 3], -1)
+        for expert in ((1, 1), (2, 2), (1, 2), (3, 3)):
+            self.assert_row(disk, expert)
+        self.assertEqual(disk.read_since()["ahead"], 2)  # (1, 1) and (3, 3)
+
+    def test_a_failure_of_what_was_only_foreseen_is_nobodys(self):
+        disk = self.disk(4, retries=0)
+        self.source.faults = [OSError(5, "Input/output error")]
+        with self.assertLogs("absl", "ERROR"):
+            self.foresees(disk, (1, 4))
+        self.assertEqual(disk.row_of[1, 4], -1)
+        self.assertEqual((disk.failures, disk._failed), (0, {}))
+        self.assertIsNone(disk.borrow((1, 4)))  # asked for: read again
+        self.assertEqual(disk.read_since()["ahead"], 0)
+
     def test_a_slow_disk_holds_nobody_up(self):
         disk = self.disk(2, ring=1)  # of (0, 0), (0, 1)
         self.source.gate.clear()

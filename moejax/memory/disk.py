@@ -1,9 +1,11 @@
 """Experts that are on the disk alone: read ahead or while the step waits, then kept in host memory.
 
-Two ways lead here. A transfer asks for an expert (`DiskExperts.borrow`), which a thread reads
+Three ways lead here. A transfer asks for an expert (`DiskExperts.borrow`), which a thread reads
 while steps run. Or a running step needs one NOW, calls `DiskExperts.read` and goes on with what it
-returns: the waiting mode. Either way the expert then takes a row of the host store, which is a
-cache of the disk, least recently used first, and steps to come fetch it from there.
+returns: the waiting mode. Or a policy foresees that it will be asked for (`DiskExperts.foresee`),
+and it is read while the disk has nothing else to do. In each case the expert then takes a row of
+the host store, which is a cache of the disk, least recently used first, and steps to come fetch it
+from there.
 
 Nothing waits for a row. Victims are chosen by what steps used (`advance` gets a copy of their last
 uses, which is ready when all steps before it are over); steps dispatched from then on know that the
@@ -91,6 +93,10 @@ class DiskExperts:
         self._arrived: dict[Expert, _Arrival] = {}
         self._tickets: dict[Expert, Ticket] = {}
         self._failed: dict[Expert, str] = {}
+        self._foreseen: dict[Expert, None] = {}  # in order; of which nothing was begun
+        self._ahead: set[Expert] = set()  # of the tickets, those that nobody waits for
+        self._brought: set[Expert] = set()  # read ahead, and not asked for since
+        self._num_ahead = self._num_ahead_used = 0
         self._uses: jax.Array | None = None  # a copy of last uses that is not applied yet
         self._seen = np.zeros(row_of.shape, np.int32)
         self._lock = threading.RLock()
@@ -142,9 +148,20 @@ class DiskExperts:
             if self.cache is not None and kept < self._most_kept and not is_there:
                 self._arrived[expert] = _Arrival(parts)
 
+    def foresee(self, experts: Sequence[Expert]) -> None:
+        """Has experts read to rows of host memory while nothing else is asked of the disk.
+
+        Args:
+          experts: the most urgent first. Of those that an earlier call named, what was not begun is
+            forgotten.
+        """
+        with self._lock:
+            self._foreseen = dict.fromkeys(experts)
+
     def borrow(self, expert: Expert) -> Sequence[np.ndarray] | None:
         """See `host_store.RowSupply`; asks the reader where the expert is nowhere else."""
         with self._lock:
+            self._count_use(expert)
             if self.row_of[expert] >= 0:
                 assert self._store is not None
                 self._withdraw(expert)
@@ -197,6 +214,7 @@ class DiskExperts:
             self._collect()
             if self.cache is None:
                 return False
+            self._read_ahead()
             changed = self._publish()
             if self._uses is not None and is_ready(self._uses):
                 uses, self._uses = self._uses, None
@@ -212,6 +230,8 @@ class DiskExperts:
     def read_since(self) -> dict[str, int]:
         """What the reader has counted since the last call, by the names of `ssd.Counters`."""
         told, self._told = self._told, dataclasses.asdict(self.reader.counters)
+        with self._lock:
+            self._told |= {"ahead": self._num_ahead, "ahead_used": self._num_ahead_used}
         return {name: n - told.get(name, 0) for name, n in self._told.items() if name != "seconds"}
 
     def close(self) -> None:
@@ -222,6 +242,7 @@ class DiskExperts:
     def _withdraw(self, expert: Expert) -> None:
         """Whatever the reader makes of a request, nobody waits for it: a failure is nobody's."""
         self._failed.pop(expert, None)
+        self._ahead.discard(expert)
         ticket = self._tickets.get(expert)
         if ticket is not None and self.reader.cancel(ticket):
             del self._tickets[expert]
@@ -230,17 +251,45 @@ class DiskExperts:
         """Takes what the reader has finished."""
         for ticket, arrays in self.reader.done():
             expert = (ticket.layer, ticket.expert)
-            wanted = self._tickets.get(expert) is ticket
+            wanted, ahead = self._tickets.get(expert) is ticket, False
             if wanted:
                 del self._tickets[expert]
+                ahead = expert in self._ahead
+                self._ahead.discard(expert)
             if arrays is None:
-                if wanted:
+                if wanted and not ahead:
                     self._failed[expert] = ticket.error or "it was not read"
                 self.reader.release(ticket)
             elif expert in self._arrived or self.row_of[expert] >= 0:
                 self.reader.release(ticket)  # a step has read it meanwhile
             else:
+                wanted = wanted and not ahead
                 self._arrived[expert] = _Arrival(self.reader.views(ticket), ticket, wanted)
+                if ahead:
+                    self._num_ahead += 1
+                    self._brought.add(expert)
+
+    def _read_ahead(self) -> None:
+        """Asks the reader for what is foreseen; one request fewer than it takes is left free."""
+        most = max(1, self._most_ahead - 1)
+        while self._foreseen and len(self._tickets) < most:
+            expert = next(iter(self._foreseen))
+            known = expert in self._arrived or expert in self._tickets
+            if not (known or self.row_of[expert] >= 0):
+                ticket = self.reader.request(*expert)
+                if ticket is None:
+                    return
+                self._tickets[expert] = ticket
+                self._ahead.add(expert)
+            del self._foreseen[expert]
+
+    def _count_use(self, expert: Expert) -> None:
+        """Of an expert that is asked for now, which may have been read ahead and still be there."""
+        self._ahead.discard(expert)
+        self._foreseen.pop(expert, None)
+        if expert in self._brought:
+            self._brought.discard(expert)
+            self._num_ahead_used += expert in self._arrived or bool(self.row_of[expert] >= 0)
 
     def _touch(self, uses: np.ndarray) -> None:
         """Marks what was used since the last copy, in the order of its last uses."""

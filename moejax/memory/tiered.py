@@ -15,7 +15,13 @@ import jax.numpy as jnp
 from moejax.memory import residency as tables
 from moejax.memory.expert_pool import ExpertPool, PoolSpec
 from moejax.memory.residency import CacheSpec
-from moejax.policies.interface import AnyPolicy, Requests, asks_again, pairs_with_room
+from moejax.policies.interface import (
+    AnyPolicy,
+    Requests,
+    asks_again,
+    foreseen,
+    pairs_with_room,
+)
 
 SKIPPED_MASS, SUBSTITUTED_MASS, ALL_MASS = 0, 1, 2  # columns of `TieredPool.gate` after the tiers'
 
@@ -83,7 +89,7 @@ def released(pool: ExpertPool, layer: int | jax.Array, gone: jax.Array) -> Exper
 
 def ask(
     spec: TieredSpec, pool: TieredPool, coming: jax.Array, room: jax.Array
-) -> tuple[TieredPool, Requests]:
+) -> tuple[TieredPool, Requests, Requests]:
     """What the policy wants moved before the next step; a program of its own between steps.
 
     A demotion frees the slot of the higher tier here; what is to come is fetched by
@@ -99,12 +105,14 @@ def ask(
         policies' requests all are.
 
     Returns:
-      The pool, and the requests that were carried out, -1 in the place of the others.
+      The pool; the requests that were carried out, -1 in the place of the others; and what is to
+      be read ahead (`interface.foreseen`).
     """
     num_experts = spec.cache.num_experts
     held = [p.residency.table[:, :num_experts] >= 0 for p in pool.pools]
     resident = jnp.stack(held, axis=1) | coming
     requests, state = spec.policy.transfers(pool.state, resident)
+    ahead = foreseen(spec.policy, state, resident)
     if len(requests.layer) and asks_again(spec.policy):
         moves = (requests.layer >= 0) & ~resident[requests.layer, requests.tier, requests.expert]
         sets_out = pairs_with_room(moves, room)
@@ -126,7 +134,7 @@ def ask(
     pools, number = pool.pools, len(requests.layer)
     if number:
         pools = jax.lax.fori_loop(0, number, one, pools)
-    return dataclasses.replace(pool, pools=pools, state=state), requests
+    return dataclasses.replace(pool, pools=pools, state=state), requests, ahead
 
 
 def _landed(cache: CacheSpec, pool: ExpertPool, layer: jax.Array, experts: jax.Array) -> ExpertPool:

@@ -66,11 +66,11 @@ class TieredMemory:
         self._state, self._gate = self._fresh()
         self.ledger = TieredLedger({n: t.ledger for n, t in zip(names, tiers, strict=True)})
         self.programs = CompiledPrograms()
-        self._asked: Requests | None = None
-        shapes = jax.eval_shape(
-            lambda *held: ask(self.spec, *held)[1], self.pool, self._coming(), self._room()
+        self._asked: tuple[Requests, Requests] | None = None
+        moved, ahead = jax.eval_shape(
+            lambda *held: ask(self.spec, *held)[1:], self.pool, self._coming(), self._room()
         )
-        self._asks = len(shapes.layer) > 0
+        self._asks = len(moved.layer) + len(ahead.layer) > 0
         self._lock = threading.RLock()
 
     @property
@@ -162,15 +162,18 @@ class TieredMemory:
         if not self._asks:
             return
         if self._asked is not None:
-            if not is_ready(self._asked.tier):
+            if not is_ready(self._asked[0].tier):
                 return
             asked, self._asked = self._asked, None
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # of a step that failed
-                self._request(jax.device_get(asked))
+                moved, ahead = jax.device_get(asked)
+                self._request(moved)
+                self._read_ahead(ahead)
         held = (self.pool, self._coming(), self._room())
         program = self.programs.get(ask, (self.spec,), held, num_donated=1)
-        self.pool, self._asked = program(*held)
-        for numbers in self._asked:
+        self.pool, *asked = program(*held)
+        self._asked = (asked[0], asked[1])
+        for numbers in jax.tree.leaves(self._asked):
             numbers.copy_to_host_async()
 
     def _request(self, requests: Requests) -> None:
@@ -178,6 +181,14 @@ class TieredMemory:
         for layer, expert, tier in rows:
             if layer >= 0 and (transfers := self.tiers[tier].transfers) is not None:
                 transfers.request(layer, [expert])
+
+    def _read_ahead(self, requests: Requests) -> None:
+        """Tells the disk what the policy foresees, where it foresees anything."""
+        rows = np.stack([np.asarray(numbers) for numbers in requests], axis=1)
+        for i, tier in enumerate(self.tiers):
+            found = rows[(rows[:, 0] >= 0) & (rows[:, 2] == i), :2].tolist()
+            if tier.disk is not None and found:
+                tier.disk.foresee([(layer, expert) for layer, expert in found])
 
     def _room(self) -> jax.Array:
         """int32[], experts that may set out before the next step."""

@@ -138,6 +138,12 @@ class Compose(ByContent):
         """See `interface.asks_again`; buddies count what they asked for."""
         return self.hotness is not None and self.buddies is None
 
+    def foreseen(self, state: ComposeState, resident: jax.Array) -> Requests:
+        """See `interface.foreseen`."""
+        if self.hotness is None:
+            return no_requests()
+        return self.hotness.foreseen(state.hotness, resident)
+
     def transfers(self, state: ComposeState, resident: jax.Array) -> tuple[Requests, ComposeState]:
         """See `Policy`; promotions and demotions come before what buddies stood in for."""
         asked = [no_requests()]

@@ -3,7 +3,8 @@
 Inside the step an exponential mean of what the router says is kept for each expert (eq. 2), and a
 pair runs in high precision where its expert's hot copy is there: the last stable version serves.
 Between steps Algorithm 1 chooses, every T tokens, the set H that is to be hot, and asks for the
-transfers that lead from what the pools hold to H, until they hold it.
+transfers that lead from what the pools hold to H, until they hold it. Experts that may soon be hot
+can be read from the disk to host memory ahead of that (section 3.3).
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.errors import MoejaxError
+from moejax.policies.foresight import expected, nearly_hot
 from moejax.policies.hotness import gate_means, hot_set, num_active, smoothed, swaps
 from moejax.policies.interface import (
     Decision,
@@ -21,11 +23,14 @@ from moejax.policies.interface import (
     Observation,
     PolicySpec,
     Requests,
+    no_requests,
     state_of,
     tier_id,
 )
 from moejax.policies.resident import as_routed
 from moejax.policies.settings import (
+    ByContent,
+    check_array,
     check_choice,
     check_number,
     check_numbers,
@@ -33,6 +38,7 @@ from moejax.policies.settings import (
 )
 
 CHOICES = ("hot", "random", "first")
+FORESEE_BY = ("scores", "links")
 
 
 class DynaExqSettings(NamedTuple):
@@ -69,6 +75,8 @@ class DynaExqState(NamedTuple):
       tau: float32[M], fixed when the warm-up ends, or the n_hot-th score at the last update.
       tokens: int32[], since the last multiple of T at which H was updated; in the warm-up, all.
       warm: bool[], whether the warm-up has ended.
+      is_fresh: bool[], whether H was chosen by the last `transfers`.
+      links: float32[M, E, E], constant, of `foresight.links_of`; None where nothing looks at it.
       settings: constant.
     """
 
@@ -77,11 +85,13 @@ class DynaExqState(NamedTuple):
     tau: jax.Array
     tokens: jax.Array
     warm: jax.Array
+    is_fresh: jax.Array
+    links: jax.Array | None
     settings: DynaExqSettings
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DynaExq:
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class DynaExq(ByContent):
     """Two precisions, hot and cold; which expert has which follows the workload.
 
     The low tier always holds every expert where the spec gives it E slots a layer; then a demotion
@@ -100,6 +110,11 @@ class DynaExq:
       hysteresis: share by which a cold expert must exceed a hot one to take its place; the paper
         has none.
       max_requests: R of `Requests`, even; what is left over is asked for the next time.
+      foresight: experts of a layer whose hot form is read from the disk to host memory whenever H
+        is chosen, since they may be hot the next time; 0: none.
+      foresee_by: what tells who may: "scores", their own hotness, or "links", that of the layer
+        before, by a profile's cross-layer activations (the paper's way).
+      links: float32[M, E, E] for the latter, of `foresight.links_of`.
       choice: "hot"; or, to compare with, choices that look at no frequency and stay for ever:
         "random", or "first", the smallest ids. (A static choice by the frequencies of the warm-up
         is "hot" with a period that never ends, and an alpha of its own.)
@@ -115,6 +130,9 @@ class DynaExq:
     warmup: int = 0
     hysteresis: float = 0.0
     max_requests: int = 64
+    foresight: int = 0
+    foresee_by: str = "scores"
+    links: np.ndarray | None = None
     choice: str = "hot"
     seed: int = 0
 
@@ -134,6 +152,10 @@ class DynaExq:
         check_number("max_requests", self.max_requests, 2, 2**20, integer=True)
         if self.max_requests % 2:
             raise MoejaxError(f"max_requests={self.max_requests} must be even: they come in pairs")
+        check_number("foresight", self.foresight, 0, 2**16, integer=True)
+        check_choice("foresee_by", self.foresee_by, FORESEE_BY)
+        if self.links is not None:
+            check_array("links", self.links)
         check_choice("choice", self.choice, CHOICES)
         check_number("seed", self.seed, 0, 2**32 - 1, integer=True)
 
@@ -170,6 +192,7 @@ class DynaExq:
                 f"hot={spec.tiers[hot]} must be of higher fidelity than cold={spec.tiers[cold]}; "
                 f"stored are {', '.join(spec.tiers)}"
             )
+        self._check_foresight(spec)
         alpha = 1 - 1 / self.period if self.alpha is None else self.alpha
         if self.choice != "hot":
             alpha = 1.0  # scores stay what they are
@@ -191,6 +214,8 @@ class DynaExq:
             tau=jnp.zeros(spec.num_layers, jnp.float32),
             tokens=jnp.zeros((), jnp.int32),
             warm=jnp.zeros((), bool),
+            is_fresh=jnp.zeros((), bool),
+            links=jnp.asarray(self.links, jnp.float32) if self._uses_links else None,
             settings=settings,
         )
 
@@ -221,6 +246,7 @@ class DynaExq:
             tau=jnp.where(due & ~is_fixed, found.last, state.tau),
             tokens=jnp.where(due, state.tokens % settings.period, state.tokens),
             warm=state.warm | first,
+            is_fresh=due,
         )
         asked = swaps(
             state.scores,
@@ -233,6 +259,34 @@ class DynaExq:
             self.max_requests,
         )
         return Requests(*(jnp.where(state.warm, field, -1) for field in asked)), state
+
+    def foreseen(self, state: DynaExqState, resident: jax.Array) -> Requests:
+        """See `interface.foreseen`; after `transfers`, and only when it has chosen H."""
+        if not self.foresight or self.choice != "hot":
+            return no_requests()
+        hot = state.settings.hot
+        worth = state.scores if state.links is None else expected(state.scores, state.links)
+        settled = state.high | resident[:, hot]
+        return nearly_hot(worth, settled, hot, self.foresight, state.is_fresh)
+
+    @property
+    def _uses_links(self) -> bool:
+        return self.foresight > 0 and self.foresee_by == "links"
+
+    def _check_foresight(self, spec: PolicySpec) -> None:
+        """Raises MoejaxError for more experts than there are, and for links of another model."""
+        if self.foresight > spec.num_experts:
+            raise MoejaxError(f"foresight={self.foresight}, but a layer has {spec.num_experts}")
+        if not self._uses_links:
+            return
+        if self.links is None:
+            raise MoejaxError(
+                "foresee_by=links needs a profile (moejax.profile_experts) that says which experts "
+                "follow which"
+            )
+        shape = (spec.num_layers, spec.num_experts, spec.num_experts)
+        if self.links.shape != shape:
+            raise MoejaxError(f"links are {list(self.links.shape)}, the model needs {list(shape)}")
 
     def _first_scores(self, spec: PolicySpec) -> np.ndarray:
         """float64[M, E], before any token."""

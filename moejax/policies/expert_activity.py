@@ -28,6 +28,8 @@ class ExpertActivity:
       entropies: float32[M, bins], of TAE by `buddy_gates.entropy_bin`.
       cosines: float32[M, E, E], over tokens that chose i, of cos(f_i(x), f_j(x)); None where
         outputs are not compared.
+      following: float32[M, E, E], tokens that chose i in layer l and j in the next sparse one; 0
+        for the last layer. None in profiles of before it was counted.
     """
 
     tokens: jax.Array
@@ -36,6 +38,7 @@ class ExpertActivity:
     weighted: jax.Array
     entropies: jax.Array
     cosines: jax.Array | None = None
+    following: jax.Array | None = None
 
 
 def no_activity(num_layers: int, num_experts: int, *, outputs: bool) -> ExpertActivity:
@@ -54,6 +57,7 @@ def no_activity(num_layers: int, num_experts: int, *, outputs: bool) -> ExpertAc
         weighted=jnp.zeros(pairs, jnp.float32),
         entropies=jnp.zeros((num_layers, buddy_gates.ENTROPY_BINS), jnp.float32),
         cosines=jnp.zeros(pairs, jnp.float32) if outputs else None,
+        following=jnp.zeros(pairs, jnp.float32),
     )
 
 
@@ -96,6 +100,32 @@ def with_layer(
         weighted=activity.weighted.at[layer].add(half + half.T),
         entropies=activity.entropies.at[layer, bins].add(token_weights),
     )
+
+
+def with_following(
+    activity: ExpertActivity,
+    layer: int,
+    ids: jax.Array,
+    next_ids: jax.Array,
+    token_weights: jax.Array,
+) -> ExpertActivity:
+    """Counts who follows whom: the choices of a layer and of the next sparse one.
+
+    Args:
+      activity: so far, with `following`; donate it.
+      layer: among the sparse ones, not the last.
+      ids: int32[N, A], of the layer.
+      next_ids: int32[N, A], of the next one.
+      token_weights: float32[N].
+    """
+    assert activity.following is not None
+    expert = jnp.arange(activity.activations.shape[1], dtype=jnp.int32)
+
+    def marks(ids: jax.Array) -> jax.Array:
+        return jnp.any(ids[:, :, None] == expert[None, None], axis=1).astype(jnp.float32)
+
+    both = _products(marks(ids) * token_weights[:, None], marks(next_ids))
+    return dataclasses.replace(activity, following=activity.following.at[layer].add(both))
 
 
 def with_outputs(

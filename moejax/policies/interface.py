@@ -207,6 +207,16 @@ def high_serves_low(policy: AnyPolicy) -> bool:
     return bool(getattr(policy, "high_serves_low", False))
 
 
+def foreseen(policy: AnyPolicy, state: Any, resident: jax.Array) -> Requests:
+    """Experts whose bytes ought to be in host memory soon, the most urgent first; R of its own.
+
+    A policy says so by a method of this name, which is asked after `transfers` and changes nothing.
+    Where an entry's bytes are on the disk alone, they are read ahead; it is not moved further.
+    """
+    found = getattr(policy, "foreseen", None)
+    return found(state, resident) if found is not None else no_requests()
+
+
 def pairs_with_room(moves: jax.Array, room: jax.Array) -> jax.Array:
     """bool[R], requests of the pairs before which fewer than `room` experts set out.
 

@@ -1,0 +1,69 @@
+"""Experts that are likely to become hot, for the disk to be read ahead (DynaExq section 3.3).
+
+The paper predicts them "by leveraging cross-layer activation correlations" and says no more. Here
+the hotness of one layer's experts, carried over to the next layer by how often a token that chose
+the one chose the other (`links_of`), is what the next layer's experts are expected to have. Or an
+expert's own hotness tells: who is nearly hot becomes hot.
+
+Axes: M sparse layers, E experts of a layer.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.policies.interface import Requests
+from moejax.policies.ordering import places
+
+
+def links_of(following: np.ndarray) -> np.ndarray:
+    """float32[M, E, E]: of tokens that chose i in the layer before, the share of j's in this one.
+
+    Args:
+      following: [M, E, E], of `ExpertActivity`: tokens that chose i in layer l and j in the next.
+
+    Returns:
+      Rows that sum to 1; to 0 of an i that was never chosen, and for the first layer.
+    """
+    counts = np.concatenate([np.zeros_like(following[:1]), following[:-1]]).astype(np.float64)
+    total = counts.sum(axis=-1, keepdims=True)
+    return np.divide(counts, total, out=np.zeros_like(counts), where=total > 0).astype(np.float32)
+
+
+def expected(scores: jax.Array, links: jax.Array) -> jax.Array:
+    """float32[M, E]: hotness as the layer before has it; the first layer's is its own.
+
+    Args:
+      scores: float32[M, E], S of eq. 2.
+      links: float32[M, E, E], of `links_of`.
+    """
+    before = jnp.einsum("le,lef->lf", scores[:-1], links[1:], precision=jax.lax.Precision.HIGHEST)
+    return jnp.concatenate([scores[:1], before])
+
+
+def nearly_hot(
+    worth: jax.Array, settled: jax.Array, tier: jax.Array, count: int, is_due: jax.Array
+) -> Requests:
+    """The `count` experts of each layer that are worth most of those that are not settled.
+
+    Args:
+      worth: float32[M, E]; nothing is asked of what is worth nothing.
+      settled: bool[M, E], those that are hot, or are to be.
+      tier: int32[], the hot one.
+      count: static.
+      is_due: bool[], whether anything is asked for.
+
+    Returns:
+      M * count requests, the first of every layer before the second of any.
+    """
+    num_layers, num_experts = worth.shape
+    place = places(~settled, worth)
+    index = jax.lax.broadcasted_iota(jnp.int32, place.shape, 1)
+    layer = jax.lax.broadcasted_iota(jnp.int32, (num_layers, count), 0)
+    wanted = ~settled & (worth > 0) & is_due
+    rows = jax.lax.iota(jnp.int32, num_layers)[:, None]
+    expert = jnp.full((num_layers, num_experts), -1, jnp.int32)
+    expert = expert.at[rows, jnp.where(wanted, place, num_experts)].set(index, mode="drop")
+    expert = expert[:, :count].T.reshape(-1)
+    asked = expert >= 0
+    return Requests(jnp.where(asked, layer.T.reshape(-1), -1), expert, jnp.where(asked, tier, -1))

@@ -1,0 +1,191 @@
+"""Who may be hot next: against loops; and what is read ahead from the disk for it."""
+
+import dataclasses
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax.buddies import FILE_NAME, save_buddies
+from moejax.errors import MoejaxError
+from moejax.memory.budget import Limits
+from moejax.policies import foresight
+from moejax.policies.compose import Compose
+from moejax.policies.dymoe import DyMoE
+from moejax.policies.dynaexq import DynaExq
+from moejax.policies.interface import foreseen
+from moejax.policies.on_demand import OnDemand
+from moejax.tiering import Tiering
+from tests import tiny_engine
+from tests.buddy_profiles import random_profile
+from tests.policies_cases import SPEC, E, M
+
+EXPERTS, LAYERS = tiny_engine.CONFIG.num_experts, len(tiny_engine.CONFIG.moe_layers)
+
+
+class FunctionsTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.rng = np.random.default_rng(0)
+        self.following = self.rng.integers(0, 9, (M, E, E)).astype(np.float32)
+        self.following[0, 2] = 0  # never chosen
+
+    def test_links_are_shares_of_those_that_follow(self):
+        links = foresight.links_of(self.following)
+        self.assertEqual((links.dtype, links.shape), (np.float32, (M, E, E)))
+        np.testing.assert_array_equal(links[0], 0)
+        for layer, i, j in np.ndindex(M - 1, E, E):
+            total = self.following[layer, i].sum()
+            share = self.following[layer, i, j] / total if total else 0
+            np.testing.assert_allclose(links[layer + 1, i, j], share, rtol=1e-6)
+
+    def test_hotness_is_carried_over_from_the_layer_before(self):
+        links, scores = foresight.links_of(self.following), self.rng.random((M, E), np.float32)
+        found = jax.jit(foresight.expected)(scores, links)
+        np.testing.assert_array_equal(found[0], scores[0])
+        for layer, j in np.ndindex(M - 1, E):
+            mean = sum(float(scores[layer, i]) * links[layer + 1, i, j] for i in range(E))
+            np.testing.assert_allclose(found[layer + 1, j], mean, rtol=1e-5)
+
+    @parameterized.parameters(1, 3, E)
+    def test_the_best_of_those_that_are_not_settled(self, count):
+        worth = self.rng.random((M, E), np.float32)
+        worth[0, 1] = 0
+        settled = self.rng.random((M, E)) < 0.5
+        found = foresight.nearly_hot(
+            jnp.asarray(worth), jnp.asarray(settled), jnp.int32(1), count, jnp.bool_(True)
+        )
+        rows = np.stack([np.asarray(field) for field in found], axis=1).reshape(count, M, 3)
+        for layer in range(M):
+            wanted = [e for e in np.argsort(-worth[layer]) if not settled[layer, e]]
+            wanted = [e for e in wanted if worth[layer, e] > 0][:count]
+            expected = [[layer, e, 1] for e in wanted]
+            expected += [[-1, -1, -1]] * (count - len(wanted))
+            self.assertEqual(rows[:, layer].tolist(), expected)
+
+
+class PolicyTest(parameterized.TestCase):
+    def state(self, policy, scores, tokens=1):
+        state = policy.init(SPEC)
+        return state._replace(scores=jnp.asarray(scores), tokens=jnp.int32(tokens))
+
+    def asked(self, policy, state, resident):
+        rows = np.stack([np.asarray(f) for f in foreseen(policy, state, resident)], axis=1)
+        return [tuple(row) for row in rows.tolist() if row[0] >= 0]
+
+    @parameterized.parameters("scores", "links")
+    def test_asks_once_when_the_hot_set_was_chosen(self, by):
+        rng = np.random.default_rng(1)
+        scores = rng.random((M, E), np.float32)
+        links = foresight.links_of(rng.random((M, E, E)).astype(np.float32) ** 8)
+        policy = DynaExq(period=4, foresight=2, foresee_by=by, links=links)
+        resident = np.zeros((M, 2, E), bool)
+        resident[:, 0, 7] = resident[:, 1] = True
+        resident = jnp.asarray(resident)
+        for tokens, is_due in ((3, False), (4, True), (0, False)):
+            _, state = policy.transfers(self.state(policy, scores, tokens), resident)
+            found = self.asked(policy, state, resident)
+            self.assertEqual(bool(found), is_due)
+            if not is_due:
+                continue
+            worth = np.asarray(foresight.expected(scores, links)) if by == "links" else scores
+            high = np.asarray(state.high)
+            for layer in range(M):
+                rest = [e for e in np.argsort(-worth[layer]) if not high[layer, e] and e != 7]
+                mine = [(e, tier) for of, e, tier in found if of == layer]
+                self.assertEqual(mine, [(e, 0) for e in rest[:2]])
+        again = policy.transfers(state._replace(tokens=jnp.int32(0)), resident)[1]
+        self.assertEqual(self.asked(policy, again, resident), [])
+
+    def test_who_foresees_nothing(self):
+        resident = jnp.zeros((M, 2, E), bool)
+        for policy in (
+            DynaExq(period=1), OnDemand(), DynaExq(period=1, foresight=2, choice="first"),
+            Compose(importance=DyMoE(), hotness=DynaExq(period=1)),
+        ):  # fmt: skip
+            _, state = policy.transfers(policy.init(SPEC), resident)
+            self.assertEqual(foreseen(policy, state, resident).layer.shape, (0,))
+
+    def test_compose_passes_it_on(self):
+        part, resident = DynaExq(period=1, foresight=1), jnp.zeros((M, 2, E), bool)
+        policy = Compose(importance=DyMoE(), hotness=part)
+        hot = self.state(part, np.random.default_rng(2).random((M, E), np.float32))
+        state = policy.init(SPEC)._replace(hotness=hot)
+        _, state = policy.transfers(state, resident)
+        expected = self.asked(part, state.hotness, resident)
+        self.assertLen(expected, M)
+        self.assertEqual(self.asked(policy, state, resident), expected)
+
+    @parameterized.parameters(
+        ({"foresight": -1}, "foresight=-1 must be an integer"),
+        ({"foresight": E + 1}, f"foresight={E + 1}, but a layer has {E}"),
+        ({"foresee_by": "luck"}, "foresee_by='luck' must be one of scores, links"),
+        ({"foresight": 1, "foresee_by": "links"}, "needs a profile"),
+        (
+            {"foresight": 1, "foresee_by": "links", "links": np.zeros((1, E, E))},
+            r"links are \[1, 8, 8\], the model needs \[3, 8, 8\]",
+        ),
+        ({"links": np.full((M, E, E), np.nan)}, "must be finite numbers"),
+    )
+    def test_what_cannot_be(self, settings, said):
+        with self.assertRaisesRegex(MoejaxError, said):
+            DynaExq(**settings).init(SPEC)
+
+    def test_policies_of_other_links_are_others(self):
+        links = np.zeros((M, E, E), np.float32)
+        self.assertEqual(DynaExq(links=links), DynaExq(links=links.copy()))
+        self.assertNotEqual(DynaExq(links=links), DynaExq(links=links + 1))
+        self.assertNotEqual(DynaExq(), DynaExq(period=3))
+
+
+class EngineTest(parameterized.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.folder = Path(cls.enterClassContext(tempfile.TemporaryDirectory())) / "model"
+
+    def engine(self, host_gib, **settings):
+        tiering = Tiering(
+            policy="dynaexq", settings={"period": 8, "warmup": 8, **settings}, slots=(2, EXPERTS),
+            tiers=(f"high={self.folder}", f"low={self.folder}"),
+        )  # fmt: skip
+        return tiny_engine.load_tiny_engine(
+            self.folder, limits=Limits(host_gib=host_gib), policy=tiering
+        )
+
+    @parameterized.parameters("scores", "links")
+    def test_the_disk_is_read_ahead(self, by):
+        profile = random_profile(LAYERS, EXPERTS)
+        following = np.random.default_rng(3).random((LAYERS, EXPERTS, EXPERTS)).astype(np.float32)
+        activity = dataclasses.replace(profile.activity, following=following)
+        whole = self.engine(0)
+        save_buddies(self.folder / FILE_NAME, dataclasses.replace(profile, activity=activity))
+        engine = self.engine(0.9 * whole.budget.total_host / 2**30, foresight=2, foresee_by=by)
+        self.assertIsNotNone(engine._runner.memory.tiers[0].disk)
+        for number in range(30):  # texts that differ: experts become hot and cold again
+            prompt = [(37 * number + 5 * i) % tiny_engine.VOCAB_SIZE for i in range(8)]
+            engine.generate([prompt], max_new_tokens=16, ignore_eos=True)
+            hot = engine.ledger.tiers["high"]
+            if hot.disk_ahead_used:
+                break
+        self.assertGreater(hot.disk_ahead, 0)
+        self.assertGreater(hot.disk_ahead_used, 0)
+        self.assertLessEqual(hot.disk_ahead_used, hot.disk_ahead)
+        self.assertEqual(engine.ledger.tiers["low"].disk_ahead, 0)
+        self.assertIn(f"foreseen: {hot.disk_ahead} experts read", "".join(hot.describe()))
+
+    def test_profiles_that_do_not_say_it(self):
+        profile = random_profile(LAYERS, EXPERTS)
+        tiny_engine.load_tiny_engine(self.folder)
+        save_buddies(self.folder / FILE_NAME, profile)
+        with self.assertRaisesRegex(MoejaxError, "does not say which experts follow which"):
+            self.engine(0, foresight=2, foresee_by="links")
+        with self.assertRaisesRegex(MoejaxError, "links=.* is for foresight above 0"):
+            self.engine(0, links=str(self.folder))
+
+
+if __name__ == "__main__":
+    absltest.main()
