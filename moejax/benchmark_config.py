@@ -4,7 +4,7 @@ import dataclasses
 import re
 
 from moejax.benchmarking.shapes import CONFIGS
-from moejax.config import SHAPE_BITS, MemoryConfig
+from moejax.config import SHAPE_BITS, MemoryConfig, check_share
 from moejax.errors import MoejaxError
 from moejax.options import RunConfig, option
 from moejax.policy_config import PolicyConfig
@@ -55,6 +55,11 @@ class BenchmarkConfig(RunConfig):
     count_experts: bool = option(
         True, "compile one program more where a whole model's distinct experts are to be counted; "
         "else they are those of uniform routing",
+    )  # fmt: skip
+    fidelity_share: float = option(
+        0.0, "with a checkpoint and a policy, of the tokens of some prompts in which it is "
+        "compared with the exact model (KL), which is loaded last, under the largest budget; "
+        "0: none",
     )  # fmt: skip
     context: int = option(0, "tokens that the KV cache holds; 0: what the requests need")
     memory: MemoryConfig = option(  # noqa: RUF009 -- it is frozen
@@ -111,6 +116,12 @@ class BenchmarkConfig(RunConfig):
             raise MoejaxError(f"batches={self.batches} must be numbers from 1 to {MAX_BATCH}")
         if not self.budgets or not all(0 <= gib < 1e6 for gib in self.budgets):
             raise MoejaxError(f"budgets={self.budgets} must be 0 (no limit) or numbers of GiB")
+        check_share(self.fidelity_share)
+        if self.fidelity_share and (self.shape or not self.policy.name):
+            raise MoejaxError(
+                f"fidelity_share={self.fidelity_share:g} compares a policy with the exact model of "
+                "a checkpoint: name policy.name and a checkpoint, or leave it out"
+            )
         if not 0 <= self.recall <= 1:
             raise MoejaxError(f"recall={self.recall} must be from 0 to 1")
         if self.split not in SPLITS:

@@ -16,8 +16,9 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import benchmark, cli, results
-from moejax.benchmarking import running
+from moejax.benchmarking import models, running
 from moejax.benchmarking.shapes import TINY
+from moejax.errors import MoejaxError
 from moejax.models.config import weight_shapes
 from moejax.traces import trace_of_replay, write_trace
 from tests import slow, tiny_engine
@@ -53,6 +54,35 @@ class CheckpointTest(Case):
         cls.home = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
         cls.checkpoint = cls.home / "tiny"
         tiny_engine.load_tiny_engine(cls.checkpoint)
+
+    @parameterized.parameters(("dynaexq", "('int4','int2')", 0.001), ("on_demand", "()", 0))
+    def test_a_policy_is_compared_with_the_exact_model(self, name, tiers, least):
+        policy = {"policy.name": name, "policy.tiers": tiers, "policy.group_size": 16}
+        record, out = self.record(
+            checkpoint=self.checkpoint, prompt_tokens=24, fidelity_share=0.5, batches="(1,2)",
+            runs=1, **policy, **({"policy.slots": "('2','8')"} if tiers != "()" else {}),
+        )  # fmt: skip
+        self.assertIn("KL", out)
+        for point in record["points"]:
+            figures = point["figures"]
+            kl, same = figures["KL of the exact model"], figures["same likeliest token"]
+            self.assertRegex(same["unit"], r"% of (12|24) tokens")
+            if least:
+                self.assertGreater(kl["value"], least)
+                self.assertLess(kl["value"], 5)
+            else:
+                self.assertLess(abs(kl["value"]), 1e-6)
+                self.assertEqual(same["value"], 100)
+
+    def test_the_exact_model_may_have_no_room(self):
+        with mock.patch.object(models.CheckpointModels, "exact", side_effect=MoejaxError("no")):
+            status, out, err = run(
+                checkpoint=self.checkpoint, prompt_tokens=9, fidelity_share=0.5, runs=1,
+                **{"policy.name": "on_demand"},
+            )  # fmt: skip
+        self.assertEqual(status, 0, err)
+        self.assertIn("the KL of the exact model was not measured: no", err)
+        self.assertIn("TPOT", out)
 
     def test_counts_and_times_of_prompts_of_a_file(self):
         lengths = [3, 40, 5, 17, 20]
@@ -135,6 +165,7 @@ class CheckpointTest(Case):
         cases: list[tuple[dict[str, Any], str]] = [
             ({"prompts": bad}, r"bad.json, entry 0 \(id q7\): turn 0 needs"),
             ({"prompts": self.home / "none.txt"}, "there is no prompt file"),
+            ({"fidelity_share": 0.5}, "fidelity_share=0.5 compares a policy with the exact model"),
             ({"batches": "(0,)"}, "batches=.0,. must be numbers from 1"),
             ({"prompt_tokens": 250}, "250 prompt tokens and new_tokens=9 do not fit .* 256"),
             ({"shape": "tiny", "trace": self.home / "none.trace"}, "there is no trace"),

@@ -8,9 +8,15 @@ from absl.testing import absltest, parameterized
 
 from moejax.errors import MoejaxError
 from moejax.policies.interface import PolicySpec
-from moejax.policies.make import POLICIES, make_policy, parts_of, settings_of
+from moejax.policies.make import (
+    POLICIES,
+    make_policy,
+    parts_of,
+    settings_of,
+    with_kernels,
+)
 from tests import policies_contract as contract
-from tests.policies_cases import CASES, SPEC, random_trace
+from tests.policies_cases import CASES, LISTS, SPEC, random_trace
 
 EVERY = [(name, phase) for name in CASES for phase in CASES[name].phases]
 
@@ -136,6 +142,15 @@ class MakeTest(parameterized.TestCase):
         with self.assertRaises(MoejaxError) as caught:
             make_policy(name, **settings).init(SPEC)
         self.assertIn(said, str(caught.exception))
+
+    def test_kernels_search_for_buddies_on_a_gpu(self):
+        buddies = make_policy("buddymoe", lists=LISTS)
+        for policy in (buddies, make_policy("compose", parts="dymoe+buddymoe", lists=LISTS)):
+            self.assertIs(with_kernels(policy, "cpu"), policy)
+            found = with_kernels(policy, "gpu")
+            self.assertEqual(getattr(found, "buddies", found).form, "kernel")
+        asked = make_policy("buddymoe", lists=LISTS, form="ranks")
+        self.assertEqual(with_kernels(asked, "gpu"), asked)
 
     def test_what_the_engine_must_compute(self):
         needs = {name: make_policy(name).needs for name in POLICIES}

@@ -6,6 +6,7 @@ from unittest import mock
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from moejax.memory import tiered_memory
 from moejax.memory.tiered import ask
 from moejax.memory.tiered_experts import TieredExperts
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
@@ -49,6 +50,13 @@ def expected(stored, decide, tokens=TOKENS):
 
 
 class OneTierTest(parameterized.TestCase):
+    def test_policies_run_by_the_kernels_of_their_device(self):
+        kernels = make_policy("on_demand", prefetch=1)
+        with mock.patch.object(tiered_memory, "with_kernels", return_value=kernels) as asked:
+            _, memory = tiered_runner(make_policy("on_demand"), (4,), (4,), prefetch=1)
+        self.assertIs(memory.spec.policy, kernels)
+        self.assertEqual([call.args[1] for call in asked.call_args_list], ["cpu"])
+
     def test_on_demand_is_the_cache_to_the_bit(self):
         slots, transient, prefetch = POLICIES["25 % and prefetch"]
         plain = pooled_runner(CONFIG, random_weights(CONFIG), (slots, transient, prefetch))

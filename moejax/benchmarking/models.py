@@ -27,7 +27,7 @@ from moejax.models.config import ModelConfig
 from moejax.policies.auto import AUTO
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.interface import AnyPolicy
-from moejax.policies.make import make_policy, parts_of, with_kernels
+from moejax.policies.make import make_policy, parts_of
 from moejax.runner import Runner
 from moejax.tiering import MADE, Tiering, choose
 from moejax.tokenizer import Tokenizer
@@ -130,6 +130,16 @@ class CheckpointModels:
         runner = engine._runner
         close = (lambda: None) if is_whole else engine.close
         return Loaded(runner, engine.budget, OWN_ROUTING, engine.load_seconds, close)
+
+    def exact(self, context: int) -> Engine:
+        """The model without a policy, under the largest budget that was asked for."""
+        gibs = [gib for _, gib in self._asked.points()]
+        memory = dataclasses.replace(self._asked.memory, device_gib=0 if 0 in gibs else max(gibs))
+        return Engine.from_pretrained(
+            self._checkpoint.directory, dtype=self._asked.dtype, platform=self._asked.platform,
+            context=context, compilation_cache=self._asked.compilation_cache, progress=False,
+            limits=None if memory == type(memory)() else memory.limits(),
+        )  # fmt: skip
 
 
 class ShapeModels:
@@ -269,7 +279,5 @@ class ShapeModels:
         if "buddymoe" in parts_of(tiering.policy, settings) and "lists" not in settings:
             shares = conditional_coactivation(work.coactivations(), SMOOTHING)
             settings["lists"] = buddy_lists(shares, CFT_ALPHA, MOST_BUDDIES)
-            policy = make_policy(tiering.policy, **settings)
-        else:
-            policy = choose(tiering, Path(), self.config).policy
-        return with_kernels(policy) if self.device.platform == "gpu" else policy
+            return make_policy(tiering.policy, **settings)
+        return choose(tiering, Path(), self.config).policy

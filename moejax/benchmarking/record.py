@@ -31,6 +31,7 @@ COLUMNS = (
     ("MB/step", "link bytes of a decode step", 1),
     ("device GiB", "device memory peak", 2),
     ("host GiB", "host memory peak", 2),
+    ("KL", "KL of the exact model", 4),
     ("floor %", "share of the byte floor", 1),
     ("compile s", "compile", 1),
 )

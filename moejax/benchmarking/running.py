@@ -6,14 +6,16 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from moejax import report
 from moejax.benchmark_config import PROMPT_TOKENS, BenchmarkConfig
-from moejax.benchmarking import figures, requests
+from moejax.benchmarking import exactness, figures, requests
 from moejax.benchmarking.bandwidth import Bandwidth, bandwidth_of
 from moejax.benchmarking.expected_kernels import refuse_dequantized
 from moejax.benchmarking.figures import Figures
 from moejax.benchmarking.measuring import Bench, Measured
-from moejax.benchmarking.models import Loaded, Models, models_of
+from moejax.benchmarking.models import CheckpointModels, Loaded, Models, models_of
 from moejax.benchmarking.requests import PromptFile, Requests
 from moejax.chunks import MIN_KV_LENGTH, length_bucket
 from moejax.compression.calibration import shipped_text
@@ -42,6 +44,7 @@ class Point:
       peak_is_older: the device's peak is that of an earlier measurement: this one's is not above.
       measured: the runs; None where it was refused.
       kernels: what served each product.
+      predicted: what `exactness` compares with the exact model; None once it is, or for nothing.
     """
 
     batch: int
@@ -55,6 +58,7 @@ class Point:
     peak_is_older: bool = False
     measured: Measured | None = None
     kernels: dict[str, str] = dataclasses.field(default_factory=dict)
+    predicted: np.ndarray | None = None
 
     @property
     def name(self) -> str:
@@ -103,7 +107,32 @@ def run(
             points.append(Point(batch, gib, refusal=str(error)))
         gc.collect()  # engines hold themselves: what they had on the device goes now
         known(outcome)
+    if isinstance(models, CheckpointModels) and config.fidelity_share:
+        _compare(config, models, asked, outcome)
+        known(outcome)
     return outcome
+
+
+def _compare(
+    config: BenchmarkConfig, models: CheckpointModels, asked: dict[int, Requests], outcome: Outcome
+) -> None:
+    """Adds the figures of `exactness`: last, so that the exact model is in no peak of memory."""
+    contexts = [point.context for point in outcome.points if point.predicted is not None]
+    if not contexts:
+        return
+    exact: dict[int, np.ndarray] = {}
+    try:
+        with models.exact(max(contexts)) as engine:
+            for batch, requests_ in asked.items():
+                samples = exactness.samples_of(requests_.prompts, config.fidelity_share)
+                exact[batch] = exactness.predicted(engine._runner, samples)
+    except MoejaxError as error:
+        exactness.say_unmeasured(error)
+    for place, point in enumerate(outcome.points):
+        if point.predicted is not None and point.batch in exact:
+            found = exactness.figures_of(exact[point.batch], point.predicted)
+            point = dataclasses.replace(point, figures=point.figures | found)
+        outcome.points[place] = dataclasses.replace(point, predicted=None)
 
 
 def _requests(
@@ -155,7 +184,13 @@ def _measured(
             measured = bench.measure(
                 asked.batches(batch), runs=config.runs, count=config.count_experts
             )
-        return _point(models, asked, loaded, measured, batch, gib, context, bandwidth, before)
+        point = _point(models, asked, loaded, measured, batch, gib, context, bandwidth, before)
+        if config.fidelity_share:
+            samples = exactness.samples_of(asked.prompts, config.fidelity_share)
+            with plain_memory_errors(models.device):
+                predicted = exactness.predicted(loaded.runner, samples)
+            point = dataclasses.replace(point, predicted=predicted)
+        return point
     finally:
         loaded.close()
 

@@ -22,6 +22,7 @@ from moejax.memory.pooled import PooledExperts
 from moejax.memory.tiered import TieredPool, TieredSpec, ask, no_gate
 from moejax.models.config import ModelConfig
 from moejax.policies.interface import AnyPolicy, PolicySpec, Requests, tiers_between_steps
+from moejax.policies.make import with_kernels
 from moejax.qtensor import Weight
 
 
@@ -45,7 +46,7 @@ class TieredMemory:
         """Around memories of the tiers, all of one model; the policy's state is as before a token.
 
         Args:
-          policy: who decides.
+          policy: who decides; on a GPU by its kernels (`with_kernels`).
           names: of the tiers.
           tiers: their memories.
           width: A, experts a token.
@@ -54,9 +55,10 @@ class TieredMemory:
           MoejaxError: the policy's settings do not suit the tiers.
         """
         pools = tuple(tier.spec for tier in tiers)
-        self.spec = TieredSpec(policy, tuple(names), pools)
         self.tiers = tuple(tiers)
         self.device: jax.Device = next(iter(tiers[0].store.row_of.devices()))
+        policy = with_kernels(policy, self.device.platform)
+        self.spec = TieredSpec(policy, tuple(names), pools)
         self._policy_spec = policy_spec(self.spec, tiers, width)
         between = tiers_between_steps(policy, self._policy_spec)
         pools = tuple(

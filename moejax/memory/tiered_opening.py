@@ -27,7 +27,6 @@ from moejax.memory.tiered_memory import TieredMemory, warm
 from moejax.models.config import ModelConfig
 from moejax.policies.attention_importance import importance_nbytes
 from moejax.policies.interface import AnyPolicy, PolicySpec, high_serves_low
-from moejax.policies.make import with_kernels
 from moejax.qtensor import Weight
 from moejax.tiering import Chosen, StoredTier, Tiering, choose
 from pallas_kernels.target import target_of
@@ -119,8 +118,6 @@ def plan_tiers(
             "leave one of them out"
         )
     chosen = choose(tiering, checkpoint.directory, config)
-    if device.platform == "gpu":
-        chosen = dataclasses.replace(chosen, policy=with_kernels(chosen.policy))
     itemsize = np.dtype(checkpoint.choose_dtype(dtype, device)).itemsize
     sources = [tier.checkpoint(checkpoint) for tier in stored]
     for source in sources:

@@ -45,8 +45,10 @@ def make_policy(name: str, **settings: Any) -> AnyPolicy:
     return POLICIES[name](**given)
 
 
-def with_kernels(policy: AnyPolicy) -> AnyPolicy:
-    """The same decisions by kernels where there are some, which serve on a GPU."""
+def with_kernels(policy: AnyPolicy, platform: str) -> AnyPolicy:
+    """The same decisions by kernels, where the platform is "gpu" and there are some."""
+    if platform != "gpu":
+        return policy
     if isinstance(policy, BuddyMoe):
         return _by_kernel(policy)
     if isinstance(policy, Compose) and policy.buddies is not None:

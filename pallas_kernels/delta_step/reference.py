@@ -103,6 +103,7 @@ def delta_step_reference(
     state = decay[..., None, None] * states[layer]
     written = beta[..., None] * (v - jnp.sum(k[..., None] * state, axis=2))
     state = state + k[..., None] * written[:, :, None]
+    state = jnp.where(mask[..., None, None], state, states[layer])  # also where adding 0 is none
     read = jnp.sum(q[..., None] * state, axis=2)
     normed = read * jax.lax.rsqrt(jnp.mean(jnp.square(read), axis=2, keepdims=True) + eps)
     normed = normed * weights.norm[layer].astype(wide)[None, None]

@@ -105,7 +105,8 @@ def _state_body(
     beta = jnp.where(active, jax.lax.logistic(b_and_a_ref[b, first]), 0.0)
     written = beta * (v - decay * jnp.sum(k[:, None] * state, axis=0))
     read = decay * jnp.sum(q[:, None] * state, axis=0) + jnp.sum(k * q) * written
-    states_ref[at] = decay * state + k[:, None] * written[None]
+    # A state that rests keeps its bits: -0 + 0 would be 0.
+    states_ref[at] = jnp.where(active, decay * state + k[:, None] * written[None], state)
     normed = read * jax.lax.rsqrt(jnp.sum(read * read) / of.value_dim + eps)
     normed = normed * norm_ref[layer, columns].astype(wide)
     start = of_key * of.stride + 2 * of.key_dim + (of.repeats + number) * of.value_dim
