@@ -6,7 +6,8 @@
 DIR holds eval/wikitext2.test.raw.xz and valid/{books,textbooks,code,math,chinese}.jsonl.xz.
 Sections: `dynaexq` (its Figure 4), `dymoe` (Table 2, Figures 3, 5 and 11), `buddymoe` (Tables 2 to
 4), `domains` (buddy lists of one domain, used on another), `shift` (prose, then code, then maths),
-`compose` (policies together against each alone, at equal memory: time of a token against KL).
+`compose` (policies together against each alone, at equal memory: time of a token against KL),
+`foresight` (which promotions DynaExq saw coming).
 
 Runs are teacher-forced, through the engine's steps, with tables in place of slots
 (`scripts.quality_bench`); low precisions are HQQ in groups of 64. Prompts of DyMoE go one at a
@@ -31,7 +32,7 @@ from moejax.results import (
     package_versions,
     today,
 )
-from scripts import quality_compose, quality_plots, quality_sections
+from scripts import quality_compose, quality_foresight, quality_plots, quality_sections
 from scripts.quality_bench import DOMAINS, Model, Texts
 from scripts.quality_sections import Bench, Point
 
@@ -42,6 +43,7 @@ SECTIONS: dict[str, Callable[[Bench], Iterator[Point]]] = {
     "domains": quality_sections.domains,
     "shift": quality_sections.shift,
     "compose": quality_compose.compose,
+    "foresight": quality_foresight.foresight,
 }
 
 _TEXTS = flags.DEFINE_string("texts", None, "folder of the texts", required=True)

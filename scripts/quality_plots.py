@@ -15,6 +15,7 @@ AXES = {
     "dymoe": "retention r",
     "buddymoe": "cache rate c",
     "domains": "cache rate c",
+    "foresight": "experts of a layer that are named",
 }
 
 
@@ -44,9 +45,11 @@ def draw(folder: Path, section: str, points: Sequence[Point]) -> Iterator[Path]:
             x, y = [p.x for p in ordered], [p.perplexity for p in ordered]
             axis.plot(x, y, "o-" if len(x) > 1 else "o", label=name, markersize=4)
         values = [point.perplexity for found in curves.values() for point in found]
-        scale = "log" if max(values) > 4 * min(values) else "linear"
+        unit = next(point.unit for found in curves.values() for point in found)
+        wide = unit == "perplexity" and max(values) > 4 * min(values)
+        scale = "log" if wide else "linear"
         what = "layer" if panel[0].endswith("layers") else AXES.get(section, "")
-        axis.set(title=", ".join(panel), xlabel=what, ylabel="perplexity", yscale=scale)
+        axis.set(title=", ".join(panel), xlabel=what, ylabel=unit, yscale=scale)
         axis.legend(fontsize=6)
         axis.grid(alpha=0.3)
     for axis in axes.flat[len(panels) :]:

@@ -197,15 +197,15 @@ def dymoe(bench: Bench) -> Iterator[Point]:
                     )  # fmt: skip
 
 
-def profiled(bench: Bench, windows: Windows, **how: Any) -> BuddyProfile:
-    """A profile with the outputs compared."""
+def profiled(bench: Bench, windows: Windows, *, outputs: bool = True, **how: Any) -> BuddyProfile:
+    """A profile, with the outputs compared or not."""
     model = bench.model
     activity = profile(
         Runner(model.config, model.weights, model.device),
         windows.tokens[:, :-1].reshape(-1),
         windows.tokens.shape[1] - 1,
         BATCH,
-        Counting(outputs=True),
+        Counting(outputs=outputs),
     )
     given: dict[str, Any] = {"source": "coactivations", "alpha": 0.95, "max_buddies": 31}
     return profile_of(activity, {}, smoothing=1.0, percentile=10.0, **(given | how))

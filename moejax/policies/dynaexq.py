@@ -261,13 +261,16 @@ class DynaExq(ByContent):
         return Requests(*(jnp.where(state.warm, field, -1) for field in asked)), state
 
     def foreseen(self, state: DynaExqState, resident: jax.Array) -> Requests:
-        """See `interface.foreseen`; after `transfers`, and only when it has chosen H."""
+        """See `interface.foreseen`; asks where `transfers` has just chosen H.
+
+        An expert that is in a slot still, and is to leave it, is likely to come back.
+        """
+        del resident
         if not self.foresight or self.choice != "hot":
             return no_requests()
         hot = state.settings.hot
         worth = state.scores if state.links is None else expected(state.scores, state.links)
-        settled = state.high | resident[:, hot]
-        return nearly_hot(worth, settled, hot, self.foresight, state.is_fresh)
+        return nearly_hot(worth, state.high, hot, self.foresight, state.is_fresh)
 
     @property
     def _uses_links(self) -> bool:
