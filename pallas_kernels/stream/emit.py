@@ -234,6 +234,11 @@ class Mlir:
         size = self.select(self.compare(present, "ne", 0), num_bytes, 0)
         self.asm(None, [to, base, size], text, "r,l,r", effects=True)
 
+    def copy_word_async(self, to: Value, base: Value, size: Value) -> None:
+        """The first `size` (i32, 1 to 4) bytes of a word, later, as `copy_async`; then zeros."""
+        text = "cp.async.ca.shared.global.L2::128B [$0], [$1], 4, $2;"
+        self.asm(None, [to, base, size], text, "r,l,r", effects=True)
+
     def copies_commit(self) -> None:
         """Ends a group of copies."""
         self.asm(None, [], "cp.async.commit_group;", "", effects=True)
@@ -289,10 +294,11 @@ class Mlir:
         )
 
     def store_shared_floats(self, at: Value, imm: int, values: Sequence[Value]) -> None:
-        """4 float32 to shared memory at a 32-bit address plus imm, in one instruction."""
-        operands = [at, *(self.const_f32(value) for value in values)]
-        text = f"st.shared.v4.f32 [$0+{imm}], {{$1,$2,$3,$4}};"
-        self.asm(None, operands, text, "r,f,f,f,f", effects=True)
+        """2 or 4 float32 to shared memory at a 32-bit address plus imm, in one instruction."""
+        operands, count = [at, *(self.const_f32(value) for value in values)], len(values)
+        names = ",".join(f"${1 + i}" for i in range(count))
+        text = f"st.shared.v{count}.f32 [$0+{imm}], {{{names}}};"
+        self.asm(None, operands, text, "r" + ",f" * count, effects=True)
 
     def ballot(self, condition: Value) -> Value:
         """i32: bit i tells whether lane i of the warp has the condition. All 32 take part."""

@@ -9,15 +9,16 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
-from pallas_kernels.stream.element import Element
 from pallas_kernels.stream.emit import Mlir, Value
+from pallas_kernels.stream.factor import Columns
 from pallas_kernels.stream.matrix import ROWS
 from pallas_kernels.stream.product import Lane, Stream
 from pallas_kernels.stream.terms import Share, Term
 from pallas_kernels.stream.walk import Ring, Totals, walk
 
-STRIDE = 8  # terms of the sum over the rank that are written out
-AT_ONCE = 4  # values of U that a thread loads before it uses the first
+STRIDE = 16  # terms of the sum over the rank that are written out
+CHAINS = 4  # sums of these that do not wait for each other
+AT_ONCE = 4  # ranks of U of which a thread unpacks a pair of values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,8 @@ class _Placed:
     start: Value
     parts: Value  # of all warps
     thin: Value  # V x: float32[columns, padded]
-    u: dict[int, Value]  # of a half: float32[padded, rows]
+    u: dict[int, Value]  # of a half: float32[padded, width]
+    raw: dict[int, Value]  # of a half: U's words of every rank
     ranks: dict[int, Value]  # of a half: 0 where the block has none of its rows
     rank: Value  # 0 where no half has any
 
@@ -62,12 +64,14 @@ class BlockTerms:
         (start,) = e.load(e.offset(term.start, slot, 4), 0, 1)
         (rank,) = e.load(e.offset(term.rank, slot, 4), 0, 1)
         thin = e.add(at, share.num_warps * term.warp_bytes(share.columns))
-        u, ranks, most = {}, {}, e.const(0)
-        for number, half in enumerate(share.met(term)):
+        u, raw, ranks, most = {}, {}, {}, e.const(0)
+        place = e.add(thin, 4 * term.padded * share.columns)
+        for half in share.met(term):
             ranks[half] = self._rank_here(term, half, rank)
             most = e.select(e.compare(ranks[half], "gt", 0), rank, most)
-            u[half] = e.add(thin, 4 * term.padded * (share.columns + number * share.rows))
-        return _Placed(term, start, at, thin, u, ranks, most)
+            u[half], raw[half] = place, e.add(place, 4 * term.padded * term.width(share.rows))
+            place = e.add(place, 4 * term.padded * term.u_words(share.rows))
+        return _Placed(term, start, at, thin, u, raw, ranks, most)
 
     def _rank_here(self, term: Term, half: int, rank: Value) -> Value:
         """The rank, or 0 where the block's rows of a half have no term."""
@@ -79,7 +83,7 @@ class BlockTerms:
         return e.select(e.both(above, e.compare(first, "lt", end)), rank, 0)
 
     def begin(self, x: Sequence[Value], lane: Lane) -> None:
-        """Parts of V x of every warp, and U, to shared memory; a block barrier has to follow.
+        """Parts of V x of every warp, and U's words, to shared memory; a block barrier has to follow.
 
         Args:
           x: as in `walk`.
@@ -88,16 +92,19 @@ class BlockTerms:
         e, most = self.e, self.e.const(0)
         for placed in self.placed:
             most = e.bor(most, placed.rank)
+
+        def all_parts() -> None:
+            for placed in self.placed:
+                for half in placed.u:
+                    self._bring_u(placed, half, lane)  # with the first copies of V
+            self._thin_parts(0, x, lane)
+
         if self.placed:
-            e.when(e.compare(most, "gt", 0), lambda: self._thin_parts(0, x, lane))
+            e.when(e.compare(most, "gt", 0), all_parts)
 
     def _thin_parts(self, number: int, x: Sequence[Value], lane: Lane) -> None:
         """Those of term `number` and later, which start their copies before they wait for any."""
         if number == len(self.placed):
-            for placed in self.placed:
-                for half in placed.u:
-                    self._bring_u(placed, half)
-            self.e.warp_barrier()  # threads had different numbers of values; products need all
             return
         e, placed = self.e, self.placed[number]
         term, warp = placed.term, e.shr(self.thread, 5)
@@ -130,35 +137,51 @@ class BlockTerms:
 
         self.e.loop(self.thread, count, step, [], one)
 
-    def _bring_u(self, placed: _Placed, half: int) -> None:
-        """U's values of the block's rows of a half; zero beyond the rank and the term's rows."""
-        e, term, rows = self.e, placed.term, self.share.rows
-        threads = 32 * self.share.num_warps
-        whole = e.mul(e.div(e.add(placed.ranks[half], STRIDE - 1), STRIDE), STRIDE * rows)
+    def _columns(self, placed: _Placed, half: int) -> Columns:
+        """U's values of the block's rows of a half, in pairs of an even and an odd one."""
+        first = self.e.sub(self.firsts[half], placed.term.first_row + placed.term.odd)
+        return Columns(self.e, placed.term.u, first, placed.term.width(self.share.rows))
+
+    def _bring_u(self, placed: _Placed, half: int, lane: Lane) -> None:
+        """Starts copying the words of U's values of the block's rows of a half."""
+        warp, raw = self.e.shr(self.thread, 5), placed.raw[half]
+        columns, warps = self._columns(placed, half), self.share.num_warps
+        columns.bring(placed.start, raw, placed.ranks[half], warp, warps, lane.index)
+
+    def _unpack_u(self, placed: _Placed, half: int) -> None:
+        """U's values, zero beyond the rank and the term's rows; their words have to be there."""
+        e, term, rank = self.e, placed.term, placed.ranks[half]
+        columns, width = self._columns(placed, half), term.width(self.share.rows)
+        rounded = e.band(e.add(rank, STRIDE - 1), 0xFFFFFFFF - (STRIDE - 1))
 
         def some(index: Value) -> None:
-            found = []
-            for number in range(AT_ONCE):
-                mine = e.smaller(e.add(index, number * threads), e.sub(whole, 1))
-                r, row = e.div(mine, rows), e.rem(mine, rows)
-                n = e.sub(e.add(self.firsts[half], row), term.first_row)
-                inside = e.both(
-                    e.both(e.compare(n, "ge", 0), e.compare(n, "lt", term.u.num_inputs)),
-                    e.compare(r, "lt", placed.ranks[half]),
-                )
-                pool_row = e.add(placed.start, e.select(inside, r, 0))
-                element = Element(e, term.u, pool_row, e.select(inside, n, 0))
-                found.append((mine, inside, element))
-            for mine, inside, element in found:
-                value = e.select(inside, element.value(), 0.0)
-                e.store_shared(e.add(placed.u[half], e.mul(mine, 4)), 0, value)
+            column = e.mul(e.rem(index, width // 2), 2)
+            first_r = e.mul(e.div(index, width // 2), AT_ONCE)
+            n = e.sub(e.add(self.firsts[half], column), term.first_row + term.odd)
+            inside = [self._has(term, e.add(n, i)) for i in range(2)]
+            place = columns.place(e.select(inside[0], n, columns.first))
+            for i in range(AT_ONCE):
+                r = e.add(first_r, i)
+                at = e.add(placed.raw[half], e.mul(r, columns.pitch))
+                both = columns.values(place, e.add(placed.start, r), at)
+                used = [e.both(here, e.compare(r, "lt", rank)) for here in inside]
+                both = [e.select(*pair, 0.0) for pair in zip(used, both, strict=True)]
+                to = e.add(placed.u[half], e.mul(e.add(e.mul(r, width), column), 4))
+                e.store_shared_floats(to, 0, both)
 
-        self._every(whole, AT_ONCE * threads, some)
+        self._every(e.mul(e.div(rounded, AT_ONCE), width // 2), 32 * self.share.num_warps, some)
+
+    def _has(self, term: Term, n: Value) -> Value:
+        """i1: whether a term has a row n of its own."""
+        e = self.e
+        return e.both(e.compare(n, "ge", 0), e.compare(n, "lt", term.u.num_inputs))
 
     def reduce(self) -> None:
-        """Adds the warps' parts of V x; between two block barriers."""
+        """Unpacks U, and adds the warps' parts of V x; between two block barriers."""
         e, share = self.e, self.share
         for placed in self.placed:
+            for half in placed.u:
+                self._unpack_u(placed, half)
             term = placed.term
             size = term.warp_bytes(share.columns)
 
@@ -190,23 +213,26 @@ class BlockTerms:
           column: i32, of x.
           row: i32, of the block's rows of a half.
         """
-        e, rows = self.e, self.share.rows
+        e = self.e
         for placed in self.placed:
             if half not in placed.u:
                 continue
+            width = placed.term.width(self.share.rows)
             of_x = e.add(placed.thin, e.mul(column, 4 * placed.term.padded))
-            of_u = e.add(placed.u[half], e.mul(row, 4))
+            of_u = e.add(placed.u[half], e.mul(e.add(row, placed.term.odd), 4))
 
             def some(
-                r: Value, carried: list[Value], of_x: Value = of_x, of_u: Value = of_u
-            ) -> list[Value]:
-                (total,) = carried
-                thin = e.add(of_x, e.mul(r, 4))
-                u = e.add(of_u, e.mul(r, 4 * rows))
-                words = e.load_shared_words(thin, 0, 4) + e.load_shared_words(thin, 16, 4)
-                for i, word in enumerate(words):
-                    total = e.fma(e.f32_of_bits(word), e.load_shared(u, 4 * i * rows), total)
-                return [total]
+                r: Value, sums: list[Value], of_x: Value = of_x, of_u: Value = of_u,
+                width: int = width,
+            ) -> list[Value]:  # fmt: skip
+                thin, u = e.add(of_x, e.mul(r, 4)), e.add(of_u, e.mul(r, 4 * width))
+                for first in range(0, STRIDE, 4):
+                    for i, word in enumerate(e.load_shared_words(thin, 4 * first, 4), first):
+                        value = e.load_shared(u, 4 * i * width)
+                        sums[i % CHAINS] = e.fma(e.f32_of_bits(word), value, sums[i % CHAINS])
+                return sums
 
-            (total,) = e.loop(0, placed.ranks[half], STRIDE, [total], some)
+            zeros = [e.const_f32(0.0)] * CHAINS
+            for part in e.loop(0, placed.ranks[half], STRIDE, zeros, some):
+                total = e.fadd(total, part)
         return total

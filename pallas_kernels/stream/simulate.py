@@ -218,6 +218,14 @@ class Simulator:
         found = self._bytes(base + imm, num_bytes, active)
         self._put(self._of_shared(to) + to_imm, found)
 
+    def copy_word_async(self, to: Value, base: Value, size: Value) -> None:
+        size, found = self._word(size), np.zeros((len(self.threads), 4), np.uint8)
+        assert (self._of_shared(to)[self.active] % 4 == 0).all(), "a word that is not aligned"
+        assert (base[self.active] % 4 == 0).all(), "a word that is not aligned"
+        for byte in range(4):
+            found[:, byte] = self._bytes(base + byte, 1, self.active & (size > byte))[:, 0]
+        self._put(self._of_shared(to), found)
+
     def copies_commit(self) -> None:
         pass
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.packed import LowRank, PackedMatrices
+from pallas_kernels.stream.factor import row_words
 from pallas_kernels.stream.matrix import (
     ROWS,
     Matrix,
@@ -57,6 +58,20 @@ class Term:
     def num_arrays(self) -> int:
         """Operands of the kernel."""
         return 2 + num_arrays(self.u) + num_arrays(self.v)
+
+    @property
+    def odd(self) -> int:
+        """1 where even rows of the matrix are odd ones of the term."""
+        return self.first_row % 2
+
+    def width(self, rows: int) -> int:
+        """Of U's values that a block of so many outputs unpacks, an even number of each rank."""
+        return rows + 2 * self.odd
+
+    def u_words(self, rows: int) -> int:
+        """Words of shared memory for a rank of U: unpacked, and as stored."""
+        width = self.width(rows)
+        return width + row_words(self.u, width)
 
     def warp_bytes(self, columns: int) -> int:
         """Shared memory of a warp: its ring, whose place its part of V x takes."""
@@ -141,5 +156,5 @@ class Share:
         return sum(self._room(term) for term in terms)
 
     def _room(self, term: Term) -> int:
-        values = term.padded * (self.columns + len(self.met(term)) * self.rows)
+        values = term.padded * (self.columns + len(self.met(term)) * term.u_words(self.rows))
         return self.num_warps * term.warp_bytes(self.columns) + 4 * values
