@@ -156,6 +156,38 @@ class DenseTest(KernelTestCase):
         self.assertIsNone(self.violation(weights, (terms,), rows, tiles))
 
 
+class JoinedTest(KernelTestCase):
+    """V among the matrix's own rows, shared out in clusters or not."""
+
+    @parameterized.product(
+        tiles=(
+            StreamTiles(2, 1, 4, thin=2), StreamTiles(3, 1, 4, depth=2, thin=1, sharers=2),
+            StreamTiles(1, 1, 4, depth=3, thin=1, sharers=2), StreamTiles(2, 1, 8, thin=1, sharers=4),
+            StreamTiles(2, 1, 4, kept=True, thin=2), StreamTiles(3, 1, 4, kept=True, thin=1, sharers=2),
+        ),
+        rows=(1, 8, 17), inputs=(512, 1024, 1536),
+    )  # fmt: skip
+    def test_tiles_and_rows(self, tiles, rows, inputs):
+        weights = self.weights((112, inputs))  # blocks that no cluster divides
+        terms = random_terms(self.rng, weights, rank=20, max_rank=32, after=1)
+        self.assertIsNone(self.violation(weights, (terms,), rows, tiles))
+
+    @parameterized.product(form=FORMS, tiles=(
+        StreamTiles(2, 1, 4, thin=1, sharers=2), StreamTiles(2, 1, 4, kept=True, thin=2),
+    ))  # fmt: skip
+    def test_every_form(self, form, tiles):
+        weights = self.weights((64, 1024), form)
+        terms = random_terms(self.rng, weights, v=form, u=form, rank=32, max_rank=32)
+        self.assertIsNone(self.violation(weights, (terms,), 3, tiles))
+
+    @parameterized.product(rank=(0, 1, 16, 17, 32), before=(0, 5, 21), after=(0, 3))
+    def test_ranks_and_pools(self, **how):
+        weights = self.weights((64, 512))
+        terms = random_terms(self.rng, weights, max_rank=32, **how)
+        tiles = StreamTiles(2, 1, 4, thin=1, sharers=2)
+        self.assertIsNone(self.violation(weights, (terms,), 2, tiles))
+
+
 class ExpertsTest(KernelTestCase):
     @parameterized.product(gated=(True, False), pairs=(1, 19))
     def test_pairs_of_an_expert(self, gated, pairs):
@@ -202,7 +234,7 @@ class ColumnsTest(HostTestCase):
             matrix = terms.addressed(matrix_of(weights, "bf16"), addresses)
             columns = Columns(e, matrix, e.const(first), count)
             at, warp, lane = e.shared_address(len(buffers)), e.threads // 32, e.threads % 32
-            columns.bring(e.const(1), at, e.const(rows - 1), warp, 2, lane)
+            columns.bring(e.const(1), at, e.const(rows - 1), e.const(rows), warp, 2, lane)
             index = np.minimum(max(0, first) + 2 * (e.threads % (count // 2)), length - 1)
             index = index // 2 * 2
             for r in range(rows - 1):
@@ -217,10 +249,10 @@ class ColumnsTest(HostTestCase):
 
 def a_part_left_out(self, reduce=BlockTerms.reduce):
     """K of the last warp."""
-    share = self.share
-    self.share = dataclasses.replace(share, num_warps=share.num_warps - 1)
+    (placed,) = self.placed
+    parts = dataclasses.replace(placed.parts, number=placed.parts.number - 1)
+    self.placed = [dataclasses.replace(placed, parts=parts)]
     reduce(self)
-    self.share = share
 
 
 def one_rank_more(self, term, half, rank):

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from pallas_kernels.packed import LowRank, PackedMatrices
 from pallas_kernels.stream.emit import Mlir, Value
 from pallas_kernels.stream.launching import launch_blocks
-from pallas_kernels.stream.low_rank import BlockTerms
+from pallas_kernels.stream.joined import Joined
+from pallas_kernels.stream.low_rank import BlockTerms, Parts
 from pallas_kernels.stream.matrix import (
     COLUMNS,
     ROWS,
@@ -67,12 +68,12 @@ def dense(
         ),
         [slot.reshape(1), x, *arrays, *operands_of(low_rank)],
         name=f"dequant_matmul_{form}_m{columns}_{tiles.describe()}{suffix(terms)}",
-        num_blocks=-(-weights.num_outputs // tiles.rows),
+        num_blocks=-(-weights.num_outputs // (tiles.rows * tiles.sharers)),
         num_warps=tiles.num_warps,
         out_shapes=[jax.ShapeDtypeStruct((x.shape[0], weights.num_outputs), out_dtype)],
         shared_floats=(main + share.room(terms)) // 4,
         interpret=interpret,
-        cluster=tiles.cluster,
+        cluster=tiles.launched,
     )  # fmt: skip
     return y
 
@@ -94,6 +95,7 @@ def _body(
     matrix = addressed(matrix, operands[: num_arrays(matrix)])
     terms = with_addresses(terms, operands[num_arrays(matrix) :])
     thread, block = e.special("tid.x"), e.special("ctaid.x")
+    sharer = e.rem(block, tiles.sharers)
     part, block = e.rem(block, tiles.cluster), e.div(block, tiles.cluster)
     warp, lane = e.shr(thread, 5), Lane.here(e, e.band(thread, 31))
     warp_n, warp_k = e.rem(warp, tiles.warps_n), e.div(warp, tiles.warps_n)
@@ -103,6 +105,7 @@ def _body(
     local = e.mul(warp_n, ROWS * tiles.row_tiles)
     starts = [e.add(first_row, local)]
     tiles_at = range(0, ROWS * tiles.row_tiles, ROWS)
+    stream: Stream | Joined
     stream = Stream(e, matrix, slot, starts, lane, tiles.span, tiles_at=tiles_at)
     x = []
     for first in range(0, columns, COLUMNS):
@@ -114,9 +117,21 @@ def _body(
         ring = e.add(ring, tiles.sums_bytes(columns))
     first_out = e.mul(part, tiles.outputs)  # of the rows, that this block adds up
     firsts = [e.add(first_row, first_out)]
-    extra = BlockTerms(e, terms, share, slot, firsts, e.add(parts, terms_at), thread)
+    pitch, part_bytes = tiles.pitch, 4 * columns * tiles.pitch
+    joined = None
+    if tiles.thin:
+        of_v = e.add(parts, 4 * tiles.rows)
+        joined = Parts(of_v, tiles.warps_k, part_bytes, pitch, tiles.sharers)
+    extra = BlockTerms(e, terms, share, slot, firsts, e.add(parts, terms_at), thread, joined)
     begin = functools.partial(extra.begin, x, lane)
-    pitch = tiles.pitch
+    if tiles.thin:
+        make = functools.partial(extra.rows_of_v, lane, sharer, tiles.thin)
+        stream = Joined(stream, make, tiles.thin, min(tiles.depth, tiles.row_tiles))
+
+        def begin() -> None:
+            stream.meet()
+            extra.bring(lane)
+
     mine = e.add(e.mul(warp_k, columns * pitch), local)
     sums = Totals.here(e, e.add(parts, e.mul(mine, 4)), lane, pitch)
     kept = None
@@ -127,20 +142,34 @@ def _body(
     first, step = e.add(e.mul(warp_k, tiles.cluster), part), tiles.warps_k * tiles.cluster
     totals = walk(stream, first, step, x, Ring(ring, tiles.depth), begin, kept)
 
+    if tiles.thin:
+        e.copies_commit()  # U's words, if no tile was copied after them
     e.copies_wait(0)
     if kept is None or terms:
         e.block_barrier()  # the sums take the place of the rings; the terms' parts are there
     each = 4 * len(x)
-    for tile in range(tiles.row_tiles if kept is None else 0):
+    for tile in range(stream.num_tiles if kept is None else 0):
         sums.store(e, tile, totals[each * tile : each * (tile + 1)])
+    if tiles.sharers > 1:
+        e.cluster_arrive()
+    extra.unpack()
+    if tiles.sharers > 1:
+        e.cluster_wait()
+    elif tiles.thin:
+        e.block_barrier()
     extra.reduce()
-    barrier = e.block_barrier if tiles.cluster == 1 else e.cluster_barrier
-    barrier()
+    if tiles.cluster > 1:
+        e.cluster_arrive()
+        e.cluster_wait()
+    else:
+        if tiles.sharers > 1:
+            e.cluster_arrive(writes=False)
+        e.block_barrier()
 
     def element(index: Value, _: list[Value]) -> list[Value]:
         column, row = e.div(index, tiles.outputs), e.rem(index, tiles.outputs)
         at = e.add(e.mul(column, pitch), e.add(first_out, row))
-        at, size = e.add(parts, e.mul(at, 4)), 4 * columns * pitch
+        at, size = e.add(parts, e.mul(at, 4)), part_bytes
         total: Value = 0.0
         for owner in range(tiles.cluster):
             for imm in range(0, tiles.warps_k * size, size):
@@ -156,5 +185,8 @@ def _body(
         return []
 
     e.loop(thread, num_x * tiles.outputs, 32 * tiles.num_warps, [], element)
+    # No block ends while another reads its shared memory.
     if tiles.cluster > 1:
-        barrier()  # no block ends while another reads its shared memory
+        e.cluster_arrive(writes=False)
+    if tiles.launched > 1:
+        e.cluster_wait()

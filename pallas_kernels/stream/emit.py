@@ -318,11 +318,19 @@ class Mlir:
         """The same for whole warps of the block, which share a number in 1..15."""
         self.asm(None, [number], f"bar.sync $0, {num_threads};", "r", effects=True)
 
-    def cluster_barrier(self) -> None:
-        """The same for all blocks of a cluster."""
+    def cluster_arrive(self, writes: bool = True) -> None:
+        """The first half of a barrier of all blocks of a cluster, without `writes` of reads alone.
+
+        `cluster_wait` has to follow.
+        """
         self.warp_barrier()
-        text = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"  # release, acquire
-        self.asm(None, [], text, "", effects=True)
+        how = "release" if writes else "relaxed"  # without the fence that a release is
+        self.asm(None, [], f"barrier.cluster.arrive.{how}.aligned;", "", effects=True)
+
+    def cluster_wait(self) -> None:
+        """The other half: what all wrote to shared memory before they arrived is then seen."""
+        self.warp_barrier()
+        self.asm(None, [], "barrier.cluster.wait.acquire.aligned;", "", effects=True)
 
     def warp_barrier(self) -> None:
         """The same for the warp."""

@@ -98,14 +98,16 @@ class Columns:
         return e.add(e.mul(e.div(self.first, layout.BLOCK), WORD * words), piece.first)
 
     def bring(
-        self, row: Value, to: Value, rows: Value, warp: Value, num_warps: int, lane: Value
-    ) -> None:
+        self, row: Value, to: Value, rows: Value, places: Value, warp: Value, num_warps: int,
+        lane: Value,
+    ) -> None:  # fmt: skip
         """Starts copying; the block's warps share out the rows. Ends no group of copies.
 
         Args:
           row: i32, the first of the pool's.
           to: i32, shared memory, `pitch` bytes a row.
-          rows: i32, how many.
+          rows: i32, how many there are.
+          places: i32, how many to fill: after `rows` with zeros, whose values are 0.
           warp: i32, in the block.
           num_warps: of the block.
           lane: i32, in the warp.
@@ -124,15 +126,18 @@ class Columns:
                     source = [e.select(here, a, b) for a, b in both]
             chunks.append((e.add(to, e.mul(slot, WORD)), source))
 
+        last = e.sub(rows, 1)
+
         def one(r: Value, _: list[Value]) -> list[Value]:
             for place, (base, row_bytes, byte, total) in chunks:
-                at = e.add(e.mul(e.add(row, r), row_bytes), byte)
+                at = e.add(e.mul(e.add(row, e.smaller(r, last)), row_bytes), byte)
                 at = e.band(at, 0xFFFFFFFF - (WORD - 1))
                 size = e.smaller(e.sub(total, at), WORD)  # no bytes beyond the array
+                size = e.select(e.compare(r, "lt", rows), size, 0)
                 e.copy_word_async(e.add(place, e.mul(r, self.pitch)), e.offset(base, at), size)
             return []
 
-        e.loop(warp, rows, num_warps, [], one)
+        e.loop(warp, places, num_warps, [], one)
 
     def _source(self, piece: Piece, slot: Value, base: Value) -> list[Value]:
         """Of a piece: its array, bytes of a row, a slot's first byte in one, bytes of all."""
@@ -191,16 +196,17 @@ class Columns:
         e = self.e
         if self._plain:
             return [self._plain_value(e.add(place.index, i), row, at) for i in range(2)]
-        codes: list[Value] = [e.const(0)] * 2
+        codes = e.const(0)  # in the halves of a word
         for byte, bit, plane in place.planes:
             word = e.shr(e.load_shared(e.add(at, byte), 0, "b32"), bit)
-            for half in range(2):
-                part = e.band(e.shr(word, 16 * half), (1 << plane.width) - 1)
-                codes[half] = e.bor(codes[half], e.shl(part, plane.shift))
+            part = e.band(word, ((1 << plane.width) - 1) * 0x10001)
+            codes = e.bor(codes, e.shl(part, plane.shift))
+        exact = e.fma_pair("f16", e.bor(codes, 0x64006400), 0x3C003C00, 0xE400E400)  # - 1024
         constants = [self._constants(group, row, at) for group in place.groups]
-        pairs = zip(codes, [constants[0], constants[-1]], strict=True)
-        return [e.fmul(e.fadd(e.byte_to_f32(code, 0), shift), scale)
-                for code, (scale, shift) in pairs]  # fmt: skip
+        values = []
+        for half, (scale, shift) in enumerate([constants[0], constants[-1]]):
+            values.append(e.fmul(e.fadd(e.half_to_f32(exact, half), shift), scale))
+        return values
 
     def _plain_value(self, index: Value, row: Value, at: Value) -> Value:
         e, (piece,) = self.e, self.pieces

@@ -16,9 +16,19 @@ from pallas_kernels.stream.product import Lane, Stream
 from pallas_kernels.stream.terms import Share, Term
 from pallas_kernels.stream.walk import Ring, Totals, walk
 
-STRIDE = 16  # terms of the sum over the rank that are written out
 CHAINS = 4  # sums of these that do not wait for each other
 AT_ONCE = 4  # ranks of U of which a thread unpacks a pair of values
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Where the warps' parts of V x lie in shared memory: float32[number, columns, V's rows]."""
+
+    at: Value
+    number: int
+    part_bytes: int
+    pitch: int  # floats from column to column
+    sharers: int = 1  # blocks of the cluster: tile t is in block t mod sharers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +37,7 @@ class _Placed:
 
     term: Term
     start: Value
-    parts: Value  # of all warps
+    parts: Parts
     thin: Value  # V x: float32[columns, padded]
     u: dict[int, Value]  # of a half: float32[padded, width]
     raw: dict[int, Value]  # of a half: U's words of every rank
@@ -40,7 +50,7 @@ class BlockTerms:
 
     def __init__(
         self, e: Mlir, terms: Sequence[Term], share: Share, slot: Value, firsts: Sequence[Value],
-        at: Value, thread: Value,
+        at: Value, thread: Value, joined: Parts | None = None,
     ):  # fmt: skip
         """Loads the ranks.
 
@@ -52,7 +62,9 @@ class BlockTerms:
           firsts: i32 for each half: its first matrix row.
           at: i32, shared memory: `share.room(terms)` bytes.
           thread: i32, of the block.
+          joined: the parts of V x of the only term, if V is multiplied among the matrix's rows.
         """
+        self.joined = joined
         self.e, self.share, self.firsts, self.thread = e, share, firsts, thread
         self.placed = []
         for term in terms:
@@ -63,7 +75,11 @@ class BlockTerms:
         e, share = self.e, self.share
         (start,) = e.load(e.offset(term.start, slot, 4), 0, 1)
         (rank,) = e.load(e.offset(term.rank, slot, 4), 0, 1)
-        thin = e.add(at, share.num_warps * term.warp_bytes(share.columns))
+        parts, thin = self.joined, at
+        if parts is None:
+            each = term.warp_bytes(share.columns)
+            parts = Parts(at, share.num_warps, each, term.pitch)
+            thin = e.add(at, share.num_warps * each)
         u, raw, ranks, most = {}, {}, {}, e.const(0)
         place = e.add(thin, 4 * term.padded * share.columns)
         for half in share.met(term):
@@ -71,7 +87,7 @@ class BlockTerms:
             most = e.select(e.compare(ranks[half], "gt", 0), rank, most)
             u[half], raw[half] = place, e.add(place, 4 * term.padded * term.width(share.rows))
             place = e.add(place, 4 * term.padded * term.u_words(share.rows))
-        return _Placed(term, start, at, thin, u, raw, ranks, most)
+        return _Placed(term, start, parts, thin, u, raw, ranks, most)
 
     def _rank_here(self, term: Term, half: int, rank: Value) -> Value:
         """The rank, or 0 where the block's rows of a half have no term."""
@@ -94,13 +110,36 @@ class BlockTerms:
             most = e.bor(most, placed.rank)
 
         def all_parts() -> None:
-            for placed in self.placed:
-                for half in placed.u:
-                    self._bring_u(placed, half, lane)  # with the first copies of V
+            self.bring(lane)  # with the first copies of V
             self._thin_parts(0, x, lane)
 
         if self.placed:
             e.when(e.compare(most, "gt", 0), all_parts)
+
+    def bring(self, lane: Lane) -> None:
+        """Starts copying U's words, with the next copies that are."""
+        for placed in self.placed:
+            for half in placed.u:
+                self._bring_u(placed, half, lane)
+
+    def rows_of_v(self, lane: Lane, sharer: Value, count: int) -> Stream:
+        """Of the only term: `count` row tiles of V, the share of one of the blocks of a cluster.
+
+        Args:
+          lane: of this thread.
+          sharer: i32, which block.
+          count: of each.
+        """
+        e, (placed,), tiles = self.e, self.placed, []
+        for number in range(count):
+            tiles.append(e.add(sharer, number * placed.parts.sharers))
+        return self._rows_of_v(placed, tiles, lane)
+
+    def _rows_of_v(self, placed: _Placed, tiles: Sequence[Value], lane: Lane) -> Stream:
+        e = self.e
+        rows = [self._first_row(placed, tile) for tile in tiles]
+        wanted = [e.select(e.compare(placed.rank, "gt", e.mul(tile, ROWS)), 1, 0) for tile in tiles]
+        return Stream(e, placed.term.v, e.const(0), rows, lane, 1, wanted)
 
     def _thin_parts(self, number: int, x: Sequence[Value], lane: Lane) -> None:
         """Those of term `number` and later, which start their copies before they wait for any."""
@@ -109,10 +148,8 @@ class BlockTerms:
         e, placed = self.e, self.placed[number]
         term, warp = placed.term, e.shr(self.thread, 5)
         tiles = range(term.num_tiles)
-        rows = [self._first_row(placed, e.const(tile)) for tile in tiles]
-        wanted = [e.select(e.compare(placed.rank, "gt", ROWS * tile), 1, 0) for tile in tiles]
-        stream = Stream(e, term.v, e.const(0), rows, lane, 1, wanted)
-        mine = e.add(placed.parts, e.mul(warp, term.warp_bytes(self.share.columns)))
+        stream = self._rows_of_v(placed, [e.const(tile) for tile in tiles], lane)
+        mine = e.add(placed.parts.at, e.mul(warp, placed.parts.part_bytes))
         later = functools.partial(self._thin_parts, number + 1, x, lane)
         ring = Ring(mine, term.depth)
         totals = walk(stream, warp, self.share.num_warps, x, ring, later)
@@ -128,14 +165,17 @@ class BlockTerms:
         first = e.add(placed.start, e.mul(tile, ROWS))
         return e.smaller(first, placed.term.v.num_rows - ROWS)
 
-    def _every(self, count: Value, step: int, body: Callable[[Value], None]) -> None:
+    def _every(
+        self, count: Value, step: int, body: Callable[[Value], None], last: bool = False
+    ) -> None:
         """The body for this thread's indices below `count`, which all threads share."""
 
         def one(index: Value, _: list[Value]) -> list[Value]:
             body(index)
             return []
 
-        self.e.loop(self.thread, count, step, [], one)
+        first = self.e.sub(step - 1, self.thread) if last else self.thread
+        self.e.loop(first, count, step, [], one)
 
     def _columns(self, placed: _Placed, half: int) -> Columns:
         """U's values of the block's rows of a half, in pairs of an even and an odd one."""
@@ -146,26 +186,34 @@ class BlockTerms:
         """Starts copying the words of U's values of the block's rows of a half."""
         warp, raw = self.e.shr(self.thread, 5), placed.raw[half]
         columns, warps = self._columns(placed, half), self.share.num_warps
-        columns.bring(placed.start, raw, placed.ranks[half], warp, warps, lane.index)
+        rank = placed.ranks[half]
+        places = self._rounded(placed, rank)
+        columns.bring(placed.start, raw, rank, places, warp, warps, lane.index)
+
+    def _rounded(self, placed: _Placed, rank: Value) -> Value:
+        """To the next multiple of the terms of a sum that are written out."""
+        stride = placed.term.stride
+        return self.e.band(self.e.add(rank, stride - 1), 0xFFFFFFFF - (stride - 1))
 
     def _unpack_u(self, placed: _Placed, half: int) -> None:
         """U's values, zero beyond the rank and the term's rows; their words have to be there."""
-        e, term, rank = self.e, placed.term, placed.ranks[half]
-        columns, width = self._columns(placed, half), term.width(self.share.rows)
-        rounded = e.band(e.add(rank, STRIDE - 1), 0xFFFFFFFF - (STRIDE - 1))
+        e, term, share = self.e, placed.term, self.share
+        columns, width = self._columns(placed, half), term.width(share.rows)
+        rounded = self._rounded(placed, placed.ranks[half])
+        whole = not term.odd and term.covers(half * share.num_outputs, share.num_outputs)
 
         def some(index: Value) -> None:
             column = e.mul(e.rem(index, width // 2), 2)
             first_r = e.mul(e.div(index, width // 2), AT_ONCE)
             n = e.sub(e.add(self.firsts[half], column), term.first_row + term.odd)
-            inside = [self._has(term, e.add(n, i)) for i in range(2)]
-            place = columns.place(e.select(inside[0], n, columns.first))
+            inside = [] if whole else [self._has(term, e.add(n, i)) for i in range(2)]
+            place = columns.place(n if whole else e.select(inside[0], n, columns.first))
             for i in range(AT_ONCE):
                 r = e.add(first_r, i)
                 at = e.add(placed.raw[half], e.mul(r, columns.pitch))
                 both = columns.values(place, e.add(placed.start, r), at)
-                used = [e.both(here, e.compare(r, "lt", rank)) for here in inside]
-                both = [e.select(*pair, 0.0) for pair in zip(used, both, strict=True)]
+                if not whole:
+                    both = [e.select(*pair, 0.0) for pair in zip(inside, both, strict=True)]
                 to = e.add(placed.u[half], e.mul(e.add(e.mul(r, width), column), 4))
                 e.store_shared_floats(to, 0, both)
 
@@ -176,33 +224,45 @@ class BlockTerms:
         e = self.e
         return e.both(e.compare(n, "ge", 0), e.compare(n, "lt", term.u.num_inputs))
 
-    def reduce(self) -> None:
-        """Unpacks U, and adds the warps' parts of V x; between two block barriers."""
-        e, share = self.e, self.share
+    def unpack(self) -> None:
+        """U's values of the block's outputs; a block barrier has to be before it and after."""
         for placed in self.placed:
             for half in placed.u:
                 self._unpack_u(placed, half)
-            term = placed.term
-            size = term.warp_bytes(share.columns)
 
-            def one(index: Value, placed: _Placed = placed, size: int = size) -> None:
-                term = placed.term
-                column, r = e.div(index, term.padded), e.rem(index, term.padded)
+    def reduce(self) -> None:
+        """Adds the warps' parts of V x; between two barriers of all blocks that have some."""
+        e, share = self.e, self.share
+        for placed in self.placed:
+            term = placed.term
+
+            def one(index: Value, placed: _Placed = placed) -> None:
+                padded = placed.term.padded
+                column, r = e.div(index, padded), e.rem(index, padded)
                 used = e.compare(r, "lt", placed.rank)
-                first = self._first_row(placed, e.div(r, ROWS))
-                # Row r of the matrix lies as much further on as its tile was moved back.
-                tile = e.sub(r, e.rem(r, ROWS))
-                place = e.add(tile, e.sub(e.add(placed.start, r), first))
-                place = e.add(e.mul(column, term.pitch), e.select(used, place, 0))
-                at = e.add(placed.parts, e.mul(place, 4))
-                total = e.load_shared(at, 0)
-                for part in range(1, share.num_warps):
-                    total = e.fadd(total, e.load_shared(at, part * size))
+                total = self._thin(placed, column, e.select(used, r, 0))
                 total = e.select(used, total, 0.0)
                 e.store_shared(e.add(placed.thin, e.mul(index, 4)), 0, total)
 
-            count = e.select(e.compare(placed.rank, "gt", 0), share.columns * term.padded, 0)
-            self._every(count, 32 * share.num_warps, one)
+            count = e.select(e.compare(placed.rank, "gt", 0), share.num_x * term.padded, 0)
+            # By the last threads first: they have the fewest values of U to unpack.
+            self._every(count, 32 * share.num_warps, one, last=True)
+
+    def _thin(self, placed: _Placed, column: Value, r: Value) -> Value:
+        """float32: one value of V x, the warps' parts added in their order."""
+        e, parts = self.e, placed.parts
+        tile = e.div(r, ROWS)
+        # Row r of the matrix lies as much further on as its tile was moved back.
+        within = e.sub(e.add(placed.start, r), self._first_row(placed, tile))
+        place = e.add(e.mul(e.div(tile, parts.sharers), ROWS), within)
+        at = e.add(parts.at, e.mul(e.add(e.mul(column, parts.pitch), place), 4))
+        owner = e.rem(tile, parts.sharers)
+        total: Value = 0.0
+        for imm in range(0, parts.number * parts.part_bytes, parts.part_bytes):
+            remote = parts.sharers > 1
+            found = e.load_cluster(at, owner, imm) if remote else e.load_shared(at, imm)
+            total = found if imm == 0 else e.fadd(total, found)
+        return total
 
     def add(self, total: Value, half: int, column: Value, row: Value) -> Value:
         """total + the terms of one output.
@@ -217,22 +277,22 @@ class BlockTerms:
         for placed in self.placed:
             if half not in placed.u:
                 continue
-            width = placed.term.width(self.share.rows)
+            width, stride = placed.term.width(self.share.rows), placed.term.stride
             of_x = e.add(placed.thin, e.mul(column, 4 * placed.term.padded))
             of_u = e.add(placed.u[half], e.mul(e.add(row, placed.term.odd), 4))
 
             def some(
                 r: Value, sums: list[Value], of_x: Value = of_x, of_u: Value = of_u,
-                width: int = width,
+                width: int = width, stride: int = stride,
             ) -> list[Value]:  # fmt: skip
                 thin, u = e.add(of_x, e.mul(r, 4)), e.add(of_u, e.mul(r, 4 * width))
-                for first in range(0, STRIDE, 4):
+                for first in range(0, stride, 4):
                     for i, word in enumerate(e.load_shared_words(thin, 4 * first, 4), first):
                         value = e.load_shared(u, 4 * i * width)
                         sums[i % CHAINS] = e.fma(e.f32_of_bits(word), value, sums[i % CHAINS])
                 return sums
 
             zeros = [e.const_f32(0.0)] * CHAINS
-            for part in e.loop(0, placed.ranks[half], STRIDE, zeros, some):
+            for part in e.loop(0, placed.ranks[half], stride, zeros, some):
                 total = e.fadd(total, part)
         return total

@@ -287,7 +287,10 @@ class Simulator:
         for team in np.unique(numbers):
             assert np.sum(numbers == team) == num_threads, "a barrier that not all of a team take"
 
-    def cluster_barrier(self) -> None:
+    def cluster_arrive(self, writes: bool = True) -> None:
+        self.block_barrier()
+
+    def cluster_wait(self) -> None:
         self.block_barrier()
 
     def warp_barrier(self) -> None:

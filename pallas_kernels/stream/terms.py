@@ -64,6 +64,11 @@ class Term:
         """1 where even rows of the matrix are odd ones of the term."""
         return self.first_row % 2
 
+    @property
+    def stride(self) -> int:
+        """Terms of the sum over the rank that are written out; divides `padded`."""
+        return 2 * ROWS if self.padded % (2 * ROWS) == 0 else ROWS
+
     def width(self, rows: int) -> int:
         """Of U's values that a block of so many outputs unpacks, an even number of each rank."""
         return rows + 2 * self.odd
@@ -145,6 +150,8 @@ class Share:
     rows: int
     halves: int
     num_outputs: int  # matrix rows of a half
+    num_x: int  # columns that are there
+    joined: bool = False  # V among the warps' own rows, whose sums are elsewhere
 
     def met(self, term: Term) -> list[int]:
         """The halves that a term has rows of."""
@@ -157,4 +164,5 @@ class Share:
 
     def _room(self, term: Term) -> int:
         values = term.padded * (self.columns + len(self.met(term)) * term.u_words(self.rows))
-        return self.num_warps * term.warp_bytes(self.columns) + 4 * values
+        of_warps = 0 if self.joined else self.num_warps * term.warp_bytes(self.columns)
+        return of_warps + 4 * values

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 from pallas_kernels.stream.emit import Mlir, Value
+from pallas_kernels.stream.joined import Joined
 from pallas_kernels.stream.matrix import COLUMNS, ROWS, x_sums_bytes
 from pallas_kernels.stream.product import BlockOfX, Lane, Stream
 
@@ -78,7 +79,7 @@ class _Walk:
     """The warp's stages first, first + step, ... of a stream."""
 
     def __init__(
-        self, stream: Stream, first: Value, step: int, x: Sequence[Value], ring: Ring,
+        self, stream: Stream | Joined, first: Value, step: int, x: Sequence[Value], ring: Ring,
         kept: Kept | None = None, onward: Onward | None = None, of_row: bool = False,
     ):  # fmt: skip
         e = stream.e
@@ -207,6 +208,7 @@ class _Walk:
 
     def totals_of(self, tile: int, totals: list[Value], left: int | None) -> list[Value]:
         """Those of a tile so far; `left` as in `one_stage`."""
+        tile = self.stream.places[tile]
         if self.stored is None:
             return totals[self.each * tile : self.each * (tile + 1)]
         if left == self.rounds - 1:
@@ -215,21 +217,25 @@ class _Walk:
 
     def put(self, tile: int, totals: list[Value], mine: list[Value]) -> None:
         """Takes a tile's new totals."""
+        tile = self.stream.places[tile]
         if self.stored is None:
             totals[self.each * tile : self.each * (tile + 1)] = mine
         else:
             self.stored.store(self.e, tile, mine)
 
     def run(
-        self, totals: list[Value], held: list[BlockOfX] | None = None
+        self, totals: list[Value], held: list[BlockOfX] | None = None, x: list[Words] | None = None
     ) -> tuple[list[Value], Value]:
-        """Every stage; the totals that are in registers, and where the ring stands."""
+        """Every stage; the totals that are in registers, and where the ring stands.
+
+        The first one's x may be there: `held` prepared, or `x` as loaded.
+        """
         e, at = self.e, self.ring_at if self.onward is None or self.fixed else self.onward.at
         if self.rounds <= UNROLLED:
             for i in range(self.rounds):
                 stage = e.add(self.first, i * self.step)
                 left = self.rounds - 1 - i
-                totals, at = self.one_stage(stage, at, totals, left, held=held)
+                totals, at = self.one_stage(stage, at, totals, left, None if i else x, held)
             return totals, at
 
         def body(stage: Value, carried: list[Value]) -> list[Value]:
@@ -272,7 +278,7 @@ class _Walk:
 
 
 def walk(
-    stream: Stream, first: Value, step: int, x: Sequence[Value], ring: Ring,
+    stream: Stream | Joined, first: Value, step: int, x: Sequence[Value], ring: Ring,
     meanwhile: Callable[[], None] = lambda: None, kept: Kept | None = None,
 ) -> list[Value]:  # fmt: skip
     """The products of stages first, first + step, ... of the matrix.
@@ -295,8 +301,11 @@ def walk(
         way.run_kept(meanwhile)
         return []
     way.start()
+    early = way.rounds <= UNROLLED and isinstance(stream, Joined)
+    last = way.stages - 1
+    words = way.load_x(stream.e.smaller(first, last), in_order=True) if early else None
     meanwhile()
-    return way.run([0.0] * (way.each * stream.num_tiles))[0]
+    return way.run([0.0] * (way.each * stream.num_tiles), x=words)[0]
 
 
 def hold(
