@@ -10,7 +10,7 @@ from pallas_kernels.packed import LowRank, PackedMatrices
 from pallas_kernels.stream.emit import Mlir, Value
 from pallas_kernels.stream.launching import launch_blocks
 from pallas_kernels.stream.joined import Joined
-from pallas_kernels.stream.low_rank import BlockTerms, Parts
+from pallas_kernels.stream.low_rank import BlockTerms
 from pallas_kernels.stream.matrix import (
     COLUMNS,
     ROWS,
@@ -117,21 +117,14 @@ def _body(
         ring = e.add(ring, tiles.sums_bytes(columns))
     first_out = e.mul(part, tiles.outputs)  # of the rows, that this block adds up
     firsts = [e.add(first_row, first_out)]
-    pitch, part_bytes = tiles.pitch, 4 * columns * tiles.pitch
-    joined = None
-    if tiles.thin:
-        of_v = e.add(parts, 4 * tiles.rows)
-        joined = Parts(of_v, tiles.warps_k, part_bytes, pitch, tiles.sharers)
-    extra = BlockTerms(e, terms, share, slot, firsts, e.add(parts, terms_at), thread, joined)
+    extra = BlockTerms(
+        e, terms, share, slot, firsts, e.add(parts, terms_at), thread, tiles.sharers
+    )  # fmt: skip
     begin = functools.partial(extra.begin, x, lane)
     if tiles.thin:
-        make = functools.partial(extra.rows_of_v, lane, sharer, tiles.thin)
-        stream = Joined(stream, make, tiles.thin, min(tiles.depth, tiles.row_tiles))
-
-        def begin() -> None:
-            stream.meet()
-            extra.bring(lane)
-
+        stream = extra.join(stream, lane, sharer, min(tiles.depth, tiles.row_tiles))
+        begin = functools.partial(extra.begin_joined, stream, lane)
+    pitch = tiles.pitch
     mine = e.add(e.mul(warp_k, columns * pitch), local)
     sums = Totals.here(e, e.add(parts, e.mul(mine, 4)), lane, pitch)
     kept = None
@@ -142,21 +135,18 @@ def _body(
     first, step = e.add(e.mul(warp_k, tiles.cluster), part), tiles.warps_k * tiles.cluster
     totals = walk(stream, first, step, x, Ring(ring, tiles.depth), begin, kept)
 
-    if tiles.thin:
-        e.copies_commit()  # U's words, if no tile was copied after them
+    if isinstance(stream, Joined):
+        extra.end_joined(stream, lane)
+    if tiles.sharers > 1:
+        e.cluster_arrive()  # the parts of V x are there
     e.copies_wait(0)
     if kept is None or terms:
         e.block_barrier()  # the sums take the place of the rings; the terms' parts are there
     each = 4 * len(x)
-    for tile in range(stream.num_tiles if kept is None else 0):
+    for tile in range(tiles.row_tiles if kept is None else 0):
         sums.store(e, tile, totals[each * tile : each * (tile + 1)])
     if tiles.sharers > 1:
-        e.cluster_arrive()
-    extra.unpack()
-    if tiles.sharers > 1:
         e.cluster_wait()
-    elif tiles.thin:
-        e.block_barrier()
     extra.reduce()
     if tiles.cluster > 1:
         e.cluster_arrive()
@@ -169,7 +159,7 @@ def _body(
     def element(index: Value, _: list[Value]) -> list[Value]:
         column, row = e.div(index, tiles.outputs), e.rem(index, tiles.outputs)
         at = e.add(e.mul(column, pitch), e.add(first_out, row))
-        at, size = e.add(parts, e.mul(at, 4)), part_bytes
+        at, size = e.add(parts, e.mul(at, 4)), 4 * columns * pitch
         total: Value = 0.0
         for owner in range(tiles.cluster):
             for imm in range(0, tiles.warps_k * size, size):

@@ -295,7 +295,6 @@ class _Product:
             sums.store(e, 0, totals[each * number : each * (number + 1)])
         if self.terms and onward is None:
             e.block_barrier()  # all parts of the terms are there
-        extra.unpack()
         extra.reduce()
         self.barrier()
         store = functools.partial(self._store, extra, job, first)

@@ -101,14 +101,14 @@ class Columns:
         self, row: Value, to: Value, rows: Value, places: Value, warp: Value, num_warps: int,
         lane: Value,
     ) -> None:  # fmt: skip
-        """Starts copying; the block's warps share out the rows. Ends no group of copies.
+        """Starts copying a warp's share: rows warp, warp + num_warps, ... Ends no group of copies.
 
         Args:
           row: i32, the first of the pool's.
           to: i32, shared memory, `pitch` bytes a row.
           rows: i32, how many there are.
           places: i32, how many to fill: after `rows` with zeros, whose values are 0.
-          warp: i32, in the block.
+          warp: i32, in 0..num_warps - 1.
           num_warps: of the block.
           lane: i32, in the warp.
         """
@@ -125,6 +125,7 @@ class Columns:
                     both = zip(mine, source or mine, strict=True)
                     source = [e.select(here, a, b) for a, b in both]
             chunks.append((e.add(to, e.mul(slot, WORD)), source))
+        whole = all(end_of(piece, m) % WORD == 0 for piece in self.pieces)
 
         last = e.sub(rows, 1)
 
@@ -132,9 +133,13 @@ class Columns:
             for place, (base, row_bytes, byte, total) in chunks:
                 at = e.add(e.mul(e.add(row, e.smaller(r, last)), row_bytes), byte)
                 at = e.band(at, 0xFFFFFFFF - (WORD - 1))
-                size = e.smaller(e.sub(total, at), WORD)  # no bytes beyond the array
-                size = e.select(e.compare(r, "lt", rows), size, 0)
-                e.copy_word_async(e.add(place, e.mul(r, self.pitch)), e.offset(base, at), size)
+                there, source = e.add(place, e.mul(r, self.pitch)), e.offset(base, at)
+                present = e.select(e.compare(r, "lt", rows), 1, 0)
+                if whole:
+                    e.copy_async(there, 0, source, 0, present, WORD)
+                else:
+                    size = e.smaller(e.sub(total, at), WORD)  # no bytes beyond the array
+                    e.copy_word_async(there, source, e.mul(size, present))
             return []
 
         e.loop(warp, places, num_warps, [], one)

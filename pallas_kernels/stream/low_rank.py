@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 
 from pallas_kernels.stream.emit import Mlir, Value
 from pallas_kernels.stream.factor import Columns
+from pallas_kernels.stream.joined import Joined
 from pallas_kernels.stream.matrix import ROWS
 from pallas_kernels.stream.product import Lane, Stream
 from pallas_kernels.stream.terms import Share, Term
 from pallas_kernels.stream.walk import Ring, Totals, walk
 
 CHAINS = 4  # sums of these that do not wait for each other
-AT_ONCE = 4  # ranks of U of which a thread unpacks a pair of values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class BlockTerms:
 
     def __init__(
         self, e: Mlir, terms: Sequence[Term], share: Share, slot: Value, firsts: Sequence[Value],
-        at: Value, thread: Value, joined: Parts | None = None,
+        at: Value, thread: Value, sharers: int = 1,
     ):  # fmt: skip
         """Loads the ranks.
 
@@ -62,9 +62,9 @@ class BlockTerms:
           firsts: i32 for each half: its first matrix row.
           at: i32, shared memory: `share.room(terms)` bytes.
           thread: i32, of the block.
-          joined: the parts of V x of the only term, if V is multiplied among the matrix's rows.
+          sharers: blocks of the cluster that share out V, where that is joined.
         """
-        self.joined = joined
+        self.sharers = sharers
         self.e, self.share, self.firsts, self.thread = e, share, firsts, thread
         self.placed = []
         for term in terms:
@@ -75,11 +75,9 @@ class BlockTerms:
         e, share = self.e, self.share
         (start,) = e.load(e.offset(term.start, slot, 4), 0, 1)
         (rank,) = e.load(e.offset(term.rank, slot, 4), 0, 1)
-        parts, thin = self.joined, at
-        if parts is None:
-            each = term.warp_bytes(share.columns)
-            parts = Parts(at, share.num_warps, each, term.pitch)
-            thin = e.add(at, share.num_warps * each)
+        each, pitch = share.part_bytes(term), share.part_pitch(term)
+        parts = Parts(at, share.num_warps, each, pitch, self.sharers)
+        thin = e.add(at, share.num_warps * parts.part_bytes)
         u, raw, ranks, most = {}, {}, {}, e.const(0)
         place = e.add(thin, 4 * term.padded * share.columns)
         for half in share.met(term):
@@ -99,7 +97,7 @@ class BlockTerms:
         return e.select(e.both(above, e.compare(first, "lt", end)), rank, 0)
 
     def begin(self, x: Sequence[Value], lane: Lane) -> None:
-        """Parts of V x of every warp, and U's words, to shared memory; a block barrier has to follow.
+        """Parts of V x of every warp, and U, to shared memory; a block barrier has to follow.
 
         Args:
           x: as in `walk`.
@@ -112,6 +110,7 @@ class BlockTerms:
         def all_parts() -> None:
             self.bring(lane)  # with the first copies of V
             self._thin_parts(0, x, lane)
+            self.unpack(lane)
 
         if self.placed:
             e.when(e.compare(most, "gt", 0), all_parts)
@@ -122,18 +121,43 @@ class BlockTerms:
             for half in placed.u:
                 self._bring_u(placed, half, lane)
 
-    def rows_of_v(self, lane: Lane, sharer: Value, count: int) -> Stream:
-        """Of the only term: `count` row tiles of V, the share of one of the blocks of a cluster.
+    def unpack(self, lane: Lane) -> None:
+        """U's values of what this warp brought, whose copies have to be done."""
+        for placed in self.placed:
+            for half in placed.u:
+                self._unpack_u(placed, half, lane)
+
+    def join(self, stream: Stream, lane: Lane, sharer: Value, after: int) -> Joined[Totals]:
+        """The matrix's rows of a warp, with a share of V's of the only term among them.
 
         Args:
+          stream: the rows.
           lane: of this thread.
-          sharer: i32, which block.
-          count: of each.
+          sharer: i32, which block of the cluster.
+          after: row tiles before those of V.
         """
         e, (placed,), tiles = self.e, self.placed, []
-        for number in range(count):
-            tiles.append(e.add(sharer, number * placed.parts.sharers))
-        return self._rows_of_v(placed, tiles, lane)
+        for number in range(self.share.thin):
+            tiles.append(e.add(sharer, number * self.sharers))
+        parts = placed.parts
+        mine = e.add(parts.at, e.mul(e.shr(self.thread, 5), parts.part_bytes))
+        return Joined(
+            stream, functools.partial(self._rows_of_v, placed, tiles, lane), len(tiles), after,
+            Totals.here(e, mine, lane, parts.pitch), functools.partial(self.unpack, lane),
+        )  # fmt: skip
+
+    def begin_joined(self, stream: Joined[Totals], lane: Lane) -> None:
+        """In place of `begin`, where V's rows are among the matrix's."""
+        stream.meet()
+        self.bring(lane)
+
+    def end_joined(self, stream: Joined[Totals], lane: Lane) -> None:
+        """After the walk: what its tiles left to do; a block barrier has to follow."""
+        if not stream.paused:
+            self.e.copies_commit()  # U's words, if no tile was copied after them
+            self.e.copies_wait(0)
+            self.e.warp_barrier()
+            self.unpack(lane)
 
     def _rows_of_v(self, placed: _Placed, tiles: Sequence[Value], lane: Lane) -> Stream:
         e = self.e
@@ -195,40 +219,35 @@ class BlockTerms:
         stride = placed.term.stride
         return self.e.band(self.e.add(rank, stride - 1), 0xFFFFFFFF - (stride - 1))
 
-    def _unpack_u(self, placed: _Placed, half: int) -> None:
-        """U's values, zero beyond the rank and the term's rows; their words have to be there."""
+    def _unpack_u(self, placed: _Placed, half: int, lane: Lane) -> None:
+        """U's values of the rows that this warp brought; zero beyond the rank and the term's."""
         e, term, share = self.e, placed.term, self.share
         columns, width = self._columns(placed, half), term.width(share.rows)
-        rounded = self._rounded(placed, placed.ranks[half])
         whole = not term.odd and term.covers(half * share.num_outputs, share.num_outputs)
-
-        def some(index: Value) -> None:
-            column = e.mul(e.rem(index, width // 2), 2)
-            first_r = e.mul(e.div(index, width // 2), AT_ONCE)
-            n = e.sub(e.add(self.firsts[half], column), term.first_row + term.odd)
+        pairs = []
+        for start in range(0, width // 2, 32):
+            pair = e.smaller(e.add(lane.index, start), width // 2 - 1)  # the last one repeatedly
+            n = e.sub(e.add(self.firsts[half], e.mul(pair, 2)), term.first_row + term.odd)
             inside = [] if whole else [self._has(term, e.add(n, i)) for i in range(2)]
             place = columns.place(n if whole else e.select(inside[0], n, columns.first))
-            for i in range(AT_ONCE):
-                r = e.add(first_r, i)
-                at = e.add(placed.raw[half], e.mul(r, columns.pitch))
-                both = columns.values(place, e.add(placed.start, r), at)
-                if not whole:
-                    both = [e.select(*pair, 0.0) for pair in zip(inside, both, strict=True)]
-                to = e.add(placed.u[half], e.mul(e.add(e.mul(r, width), column), 4))
-                e.store_shared_floats(to, 0, both)
+            pairs.append((e.add(placed.u[half], e.mul(pair, 8)), inside, place))
 
-        self._every(e.mul(e.div(rounded, AT_ONCE), width // 2), 32 * self.share.num_warps, some)
+        def one(r: Value, _: list[Value]) -> list[Value]:
+            at, row = e.add(placed.raw[half], e.mul(r, columns.pitch)), e.add(placed.start, r)
+            for to, inside, place in pairs:
+                both = columns.values(place, row, at)
+                if inside:
+                    both = [e.select(*pair, 0.0) for pair in zip(inside, both, strict=True)]
+                e.store_shared_floats(e.add(to, e.mul(r, 4 * width)), 0, both)
+            return []
+
+        rounded = self._rounded(placed, placed.ranks[half])
+        e.loop(e.shr(self.thread, 5), rounded, share.num_warps, [], one)
 
     def _has(self, term: Term, n: Value) -> Value:
         """i1: whether a term has a row n of its own."""
         e = self.e
         return e.both(e.compare(n, "ge", 0), e.compare(n, "lt", term.u.num_inputs))
-
-    def unpack(self) -> None:
-        """U's values of the block's outputs; a block barrier has to be before it and after."""
-        for placed in self.placed:
-            for half in placed.u:
-                self._unpack_u(placed, half)
 
     def reduce(self) -> None:
         """Adds the warps' parts of V x; between two barriers of all blocks that have some."""

@@ -76,7 +76,6 @@ class Stream:
         self.parts = stage_parts(matrix, span)
         self.tile_bytes = tile_bytes(matrix, span)
         self.num_tiles = len(first_rows) * len(tiles_at)
-        self.places = range(self.num_tiles)  # where the totals of each tile are put
         self.rows = [e.add(e.mul(slot, matrix.num_rows), first) for first in first_rows]
         bases = {"scales": matrix.scales, "zeros": matrix.zeros}
         self.bases = [bases.get(part.of, matrix.words) for part in self.parts]

@@ -78,10 +78,6 @@ class Term:
         width = self.width(rows)
         return width + row_words(self.u, width)
 
-    def warp_bytes(self, columns: int) -> int:
-        """Shared memory of a warp: its ring, whose place its part of V x takes."""
-        return max(self.depth * tile_bytes(self.v, 1), 4 * columns * self.pitch)
-
     def meets(self, first: int, count: int) -> bool:
         """Whether it has any of the matrix's rows first .. first + count."""
         return first < self.first_row + self.u.num_inputs and self.first_row < first + count
@@ -151,7 +147,7 @@ class Share:
     halves: int
     num_outputs: int  # matrix rows of a half
     num_x: int  # columns that are there
-    joined: bool = False  # V among the warps' own rows, whose sums are elsewhere
+    thin: int = 0  # row tiles of V that every warp has among its own; 0: V apart
 
     def met(self, term: Term) -> list[int]:
         """The halves that a term has rows of."""
@@ -164,5 +160,13 @@ class Share:
 
     def _room(self, term: Term) -> int:
         values = term.padded * (self.columns + len(self.met(term)) * term.u_words(self.rows))
-        of_warps = 0 if self.joined else self.num_warps * term.warp_bytes(self.columns)
-        return of_warps + 4 * values
+        return self.num_warps * self.part_bytes(term) + 4 * values
+
+    def part_pitch(self, term: Term) -> int:
+        """Floats of a column of a warp's part of V x."""
+        return ROWS * self.thin + 4 if self.thin else term.pitch
+
+    def part_bytes(self, term: Term) -> int:
+        """Shared memory of a warp's part of V x, and of its ring of V where that is apart."""
+        part = 4 * self.columns * self.part_pitch(term)
+        return part if self.thin else max(term.depth * tile_bytes(term.v, 1), part)

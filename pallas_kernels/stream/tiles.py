@@ -76,7 +76,7 @@ class StreamTiles:
     @property
     def pitch(self) -> int:
         """Floats of a column of sums; the four more spread a warp's columns over all banks."""
-        return self.rows + ROWS * self.thin + 4
+        return self.rows + 4
 
     def sums_bytes(self, columns: int) -> int:
         """Shared memory of the sums of one matrix's product: every warp's part along K."""
@@ -274,7 +274,7 @@ def even_tiles(
 def dense_share(tiles: StreamTiles, num_x: int, num_outputs: int) -> Share:
     """What a thread block of one matrix does."""
     columns = -(-num_x // COLUMNS) * COLUMNS
-    return Share(tiles.num_warps, columns, tiles.outputs, 1, num_outputs, num_x, tiles.thin > 0)
+    return Share(tiles.num_warps, columns, tiles.outputs, 1, num_outputs, num_x, tiles.thin)
 
 
 def expert_share(tiles: StreamTiles, gated: bool, num_outputs: int) -> Share:

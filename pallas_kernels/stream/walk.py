@@ -79,7 +79,7 @@ class _Walk:
     """The warp's stages first, first + step, ... of a stream."""
 
     def __init__(
-        self, stream: Stream | Joined, first: Value, step: int, x: Sequence[Value], ring: Ring,
+        self, stream: Stream | Joined[Totals], first: Value, step: int, x: Sequence[Value], ring: Ring,
         kept: Kept | None = None, onward: Onward | None = None, of_row: bool = False,
     ):  # fmt: skip
         e = stream.e
@@ -200,6 +200,8 @@ class _Walk:
             if after >= self.depth:
                 e.warp_barrier()  # all lanes have read what is now overwritten
                 self.fetch(tile + self.depth, stage, at)
+            if isinstance(stream, Joined) and self.rounds == 1 and self.whole:
+                stream.between(tile, self.depth)
             unit = None
             if self.fixed and left is not None:
                 unit = tiles * (self.rounds - left - 1) + tile
@@ -208,34 +210,50 @@ class _Walk:
 
     def totals_of(self, tile: int, totals: list[Value], left: int | None) -> list[Value]:
         """Those of a tile so far; `left` as in `one_stage`."""
-        tile = self.stream.places[tile]
-        if self.stored is None:
-            return totals[self.each * tile : self.each * (tile + 1)]
+        stored, number = self.kept_at(tile)
+        if stored is None:
+            return totals[self.each * number : self.each * (number + 1)]
         if left == self.rounds - 1:
             return [0.0] * self.each
-        return self.stored.load(self.e, tile, self.each)
+        return stored.load(self.e, number, self.each)
 
     def put(self, tile: int, totals: list[Value], mine: list[Value]) -> None:
         """Takes a tile's new totals."""
-        tile = self.stream.places[tile]
-        if self.stored is None:
-            totals[self.each * tile : self.each * (tile + 1)] = mine
+        stored, number = self.kept_at(tile)
+        if stored is None:
+            totals[self.each * number : self.each * (number + 1)] = mine
         else:
-            self.stored.store(self.e, tile, mine)
+            stored.store(self.e, number, mine)
+
+    def kept_at(self, tile: int) -> tuple[Totals | None, int]:
+        """Where a tile's totals are, None for registers, and its number there."""
+        if not isinstance(self.stream, Joined):
+            return self.stored, tile
+        other, number = self.stream.number(tile)
+        return self.stream.totals if other else self.stored, number
+
+    def clear(self) -> None:
+        """Sets the totals in shared memory to zero."""
+        for tile in range(self.stream.num_tiles):
+            if self.kept_at(tile)[0] is not None:
+                self.put(tile, [], [0.0] * self.each)
+
+    def early_x(self) -> list[BlockOfX] | None:
+        """x of the only stage, before something else waits; None where there are more, or none."""
+        if not isinstance(self.stream, Joined) or self.rounds > 1:
+            return None
+        return self.prepare_x(self.load_x(self.e.smaller(self.first, self.stages - 1), True))
 
     def run(
-        self, totals: list[Value], held: list[BlockOfX] | None = None, x: list[Words] | None = None
+        self, totals: list[Value], held: list[BlockOfX] | None = None
     ) -> tuple[list[Value], Value]:
-        """Every stage; the totals that are in registers, and where the ring stands.
-
-        The first one's x may be there: `held` prepared, or `x` as loaded.
-        """
+        """Every stage; the totals that are in registers, and where the ring stands."""
         e, at = self.e, self.ring_at if self.onward is None or self.fixed else self.onward.at
         if self.rounds <= UNROLLED:
             for i in range(self.rounds):
                 stage = e.add(self.first, i * self.step)
                 left = self.rounds - 1 - i
-                totals, at = self.one_stage(stage, at, totals, left, None if i else x, held)
+                totals, at = self.one_stage(stage, at, totals, left, held=held)
             return totals, at
 
         def body(stage: Value, carried: list[Value]) -> list[Value]:
@@ -257,10 +275,10 @@ class _Walk:
         loop = self.rounds * tiles > UNROLLED_KEPT
         x = None if loop else self.load_x(e.smaller(self.first, self.stages - 1), in_order=True)
         self.start()
+        held = None if x is None or not isinstance(self.stream, Joined) else self.prepare_x(x)
         meanwhile()
         if loop or self.stages < self.step:  # the first stage adds to them, or there is none
-            for tile in range(tiles):
-                stored.store(e, tile, [0.0] * self.each)
+            self.clear()
         if loop:
             _ignore(self.run([]))
             return
@@ -270,15 +288,14 @@ class _Walk:
             def one(i: int = i, stage: Value = stage, words: list[Words] | None = words) -> None:
                 if i:
                     e.warp_barrier()  # all lanes have read the sums that are now overwritten
-                _ignore(
-                    self.one_stage(stage, self.place(i * tiles), [], self.rounds - 1 - i, words)
-                )
+                at, left = self.place(i * tiles), self.rounds - 1 - i
+                _ignore(self.one_stage(stage, at, [], left, words, None if i else held))
 
             e.when(e.compare(stage, "lt", self.stages), one)
 
 
 def walk(
-    stream: Stream | Joined, first: Value, step: int, x: Sequence[Value], ring: Ring,
+    stream: Stream | Joined[Totals], first: Value, step: int, x: Sequence[Value], ring: Ring,
     meanwhile: Callable[[], None] = lambda: None, kept: Kept | None = None,
 ) -> list[Value]:  # fmt: skip
     """The products of stages first, first + step, ... of the matrix.
@@ -301,11 +318,12 @@ def walk(
         way.run_kept(meanwhile)
         return []
     way.start()
-    early = way.rounds <= UNROLLED and isinstance(stream, Joined)
-    last = way.stages - 1
-    words = way.load_x(stream.e.smaller(first, last), in_order=True) if early else None
+    held = way.early_x()
     meanwhile()
-    return way.run([0.0] * (way.each * stream.num_tiles), x=words)[0]
+    if way.rounds > UNROLLED:
+        way.clear()
+    own = stream.own_tiles if isinstance(stream, Joined) else stream.num_tiles
+    return way.run([0.0] * (way.each * own), held)[0]
 
 
 def hold(
