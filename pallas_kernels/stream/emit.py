@@ -300,6 +300,15 @@ class Mlir:
         text = f"st.shared.v{count}.f32 [$0+{imm}], {{{names}}};"
         self.asm(None, operands, text, "r" + ",f" * count, effects=True)
 
+    def load_volatile(self, base: Value) -> Value:
+        """i32: a word of global memory, loaded where this stands and no later."""
+        return self.asm(i32(), [base], "ld.volatile.global.b32 $0, [$1];", "=r,l", effects=True)
+
+    def shuffle(self, value: Value, lane: int) -> Value:
+        """i32: the value that a lane of the warp has. All 32 take part."""
+        text = f"shfl.sync.idx.b32 $0, $1, {lane}, 31, 0xffffffff;"
+        return self.asm(i32(), [value], text, "=r,r", effects=True)
+
     def ballot(self, condition: Value) -> Value:
         """i32: bit i tells whether lane i of the warp has the condition. All 32 take part."""
         flag = self.select(condition, 1, 0)

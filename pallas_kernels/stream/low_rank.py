@@ -64,17 +64,30 @@ class BlockTerms:
           thread: i32, of the block.
           sharers: blocks of the cluster that share out V, where that is joined.
         """
-        self.sharers = sharers
+        self.at, self.sharers, self.placed = at, sharers, []
         self.e, self.share, self.firsts, self.thread = e, share, firsts, thread
-        self.placed = []
+        if share.thin:
+            (self.term,) = terms
+            of_rank = e.compare(e.band(thread, 1), "eq", 1)
+            both = [e.offset(of, slot, 4) for of in (self.term.rank, self.term.start)]
+            self.loaded = e.load_volatile(e.select(of_rank, *both))
+            return
         for term in terms:
-            self.placed.append(self._place(term, slot, at))
+            (start,) = e.load(e.offset(term.start, slot, 4), 0, 1)
+            (rank,) = e.load(e.offset(term.rank, slot, 4), 0, 1)
+            self.placed.append(self._place(term, at, start, rank))
             at = e.add(at, share.room([term]))
 
-    def _place(self, term: Term, slot: Value, at: Value) -> _Placed:
+    def _read(self) -> None:
+        """What was loaded for the only term, of which even lanes have the start, odd the rank.
+
+        Had every lane both, compilers would make scalars of them at once, and wait for that.
+        """
+        start, rank = (self.e.shuffle(self.loaded, lane) for lane in range(2))
+        self.placed = [self._place(self.term, self.at, start, rank)]
+
+    def _place(self, term: Term, at: Value, start: Value, rank: Value) -> _Placed:
         e, share = self.e, self.share
-        (start,) = e.load(e.offset(term.start, slot, 4), 0, 1)
-        (rank,) = e.load(e.offset(term.rank, slot, 4), 0, 1)
         each, pitch = share.part_bytes(term), share.part_pitch(term)
         parts = Parts(at, share.num_warps, each, pitch, self.sharers)
         thin = e.add(at, share.num_warps * parts.part_bytes)
@@ -136,15 +149,17 @@ class BlockTerms:
           sharer: i32, which block of the cluster.
           after: row tiles before those of V.
         """
-        e, (placed,), tiles = self.e, self.placed, []
-        for number in range(self.share.thin):
-            tiles.append(e.add(sharer, number * self.sharers))
-        parts = placed.parts
-        mine = e.add(parts.at, e.mul(e.shr(self.thread, 5), parts.part_bytes))
-        return Joined(
-            stream, functools.partial(self._rows_of_v, placed, tiles, lane), len(tiles), after,
-            Totals.here(e, mine, lane, parts.pitch), functools.partial(self.unpack, lane),
-        )  # fmt: skip
+        e, share = self.e, self.share
+        tiles = [e.add(sharer, number * self.sharers) for number in range(share.thin)]
+
+        def make() -> Stream:
+            self._read()
+            return self._rows_of_v(self.placed[0], tiles, lane)
+
+        mine = e.add(self.at, e.mul(e.shr(self.thread, 5), share.part_bytes(self.term)))
+        totals = Totals.here(e, mine, lane, share.part_pitch(self.term))
+        unpack = functools.partial(self.unpack, lane)
+        return Joined(stream, make, share.thin, after, totals, unpack)
 
     def begin_joined(self, stream: Joined[Totals], lane: Lane) -> None:
         """In place of `begin`, where V's rows are among the matrix's."""
@@ -153,6 +168,7 @@ class BlockTerms:
 
     def end_joined(self, stream: Joined[Totals], lane: Lane) -> None:
         """After the walk: what its tiles left to do; a block barrier has to follow."""
+        self._read()  # in branches of the walk, where no value leaves
         if not stream.paused:
             self.e.copies_commit()  # U's words, if no tile was copied after them
             self.e.copies_wait(0)

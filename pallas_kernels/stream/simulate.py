@@ -270,6 +270,12 @@ class Simulator:
         rows = np.stack([self._float(value) for value in values], axis=1)
         self._put(self._of_shared(at) + imm, rows)
 
+    def load_volatile(self, base: Value) -> Value:
+        return self.load(base, 0, 1)[0]
+
+    def shuffle(self, value: Value, lane: int) -> Value:
+        return np.repeat(self._word(value).reshape(-1, 32)[:, lane], 32)
+
     def ballot(self, condition: Value) -> Value:
         flags = (condition & self.active).reshape(-1, 32).astype(np.int64)
         masks = (flags << np.arange(32)).sum(axis=1)

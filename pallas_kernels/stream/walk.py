@@ -97,6 +97,7 @@ class _Walk:
         even = self.rounds * stream.num_tiles % self.depth == 0
         self.fixed = self.rounds <= UNROLLED and (even or not of_row)
         self.each = 4 * len(x)  # totals of a tile
+        self.later: Callable[[], None] | None = None
 
     def place(self, unit: int) -> Value:
         """Of the warp's tile `unit` in the ring."""
@@ -197,6 +198,9 @@ class _Walk:
                 keep = e.compare(stage, "lt", self.stages)
                 mine = [e.select(keep, a, b) for a, b in zip(mine, before, strict=True)]
             self.put(tile, totals, mine)
+            if self.later is not None:
+                self.later()
+                self.later = None
             if after >= self.depth:
                 e.warp_barrier()  # all lanes have read what is now overwritten
                 self.fetch(tile + self.depth, stage, at)
@@ -238,11 +242,14 @@ class _Walk:
             if self.kept_at(tile)[0] is not None:
                 self.put(tile, [], [0.0] * self.each)
 
-    def early_x(self) -> list[BlockOfX] | None:
-        """x of the only stage, before something else waits; None where there are more, or none."""
-        if not isinstance(self.stream, Joined) or self.rounds > 1:
-            return None
-        return self.prepare_x(self.load_x(self.e.smaller(self.first, self.stages - 1), True))
+    def do(self, meanwhile: Callable[[], None]) -> None:
+        """At once, or after the first tile, where what it waits for is sure to be known."""
+        if isinstance(self.stream, Joined) and self.rounds == 1 and self.whole:
+            self.later = meanwhile
+            if self.stored is None:  # else there is a branch, as `run_kept` says
+                self.e.warp_barrier()  # compilers move no load that it waits for beyond this
+        else:
+            meanwhile()
 
     def run(
         self, totals: list[Value], held: list[BlockOfX] | None = None
@@ -275,8 +282,7 @@ class _Walk:
         loop = self.rounds * tiles > UNROLLED_KEPT
         x = None if loop else self.load_x(e.smaller(self.first, self.stages - 1), in_order=True)
         self.start()
-        held = None if x is None or not isinstance(self.stream, Joined) else self.prepare_x(x)
-        meanwhile()
+        self.do(meanwhile)
         if loop or self.stages < self.step:  # the first stage adds to them, or there is none
             self.clear()
         if loop:
@@ -288,8 +294,9 @@ class _Walk:
             def one(i: int = i, stage: Value = stage, words: list[Words] | None = words) -> None:
                 if i:
                     e.warp_barrier()  # all lanes have read the sums that are now overwritten
-                at, left = self.place(i * tiles), self.rounds - 1 - i
-                _ignore(self.one_stage(stage, at, [], left, words, None if i else held))
+                _ignore(
+                    self.one_stage(stage, self.place(i * tiles), [], self.rounds - 1 - i, words)
+                )
 
             e.when(e.compare(stage, "lt", self.stages), one)
 
@@ -318,12 +325,11 @@ def walk(
         way.run_kept(meanwhile)
         return []
     way.start()
-    held = way.early_x()
-    meanwhile()
+    way.do(meanwhile)
     if way.rounds > UNROLLED:
         way.clear()
     own = stream.own_tiles if isinstance(stream, Joined) else stream.num_tiles
-    return way.run([0.0] * (way.each * own), held)[0]
+    return way.run([0.0] * (way.each * own))[0]
 
 
 def hold(
