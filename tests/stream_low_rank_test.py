@@ -162,8 +162,9 @@ class JoinedTest(KernelTestCase):
     @parameterized.product(
         tiles=(
             StreamTiles(2, 1, 4, thin=2), StreamTiles(3, 1, 4, depth=2, thin=1, sharers=2),
-            StreamTiles(1, 1, 4, depth=3, thin=1, sharers=2), StreamTiles(2, 1, 8, thin=1, sharers=4),
-            StreamTiles(2, 1, 4, kept=True, thin=2), StreamTiles(3, 1, 4, kept=True, thin=1, sharers=2),
+            StreamTiles(1, 1, 4, depth=3, thin=1, sharers=2),
+            StreamTiles(2, 1, 8, thin=1, sharers=4), StreamTiles(2, 1, 4, kept=True, thin=2),
+            StreamTiles(3, 1, 4, kept=True, thin=1, sharers=2),
         ),
         rows=(1, 8, 17), inputs=(512, 1024, 1536),
     )  # fmt: skip

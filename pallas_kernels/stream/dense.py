@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.packed import LowRank, PackedMatrices
 from pallas_kernels.stream.emit import Mlir, Value
-from pallas_kernels.stream.launching import launch_blocks
 from pallas_kernels.stream.joined import Joined
+from pallas_kernels.stream.launching import launch_blocks
 from pallas_kernels.stream.low_rank import BlockTerms
 from pallas_kernels.stream.matrix import (
     COLUMNS,

@@ -79,8 +79,8 @@ class _Walk:
     """The warp's stages first, first + step, ... of a stream."""
 
     def __init__(
-        self, stream: Stream | Joined[Totals], first: Value, step: int, x: Sequence[Value], ring: Ring,
-        kept: Kept | None = None, onward: Onward | None = None, of_row: bool = False,
+        self, stream: Stream | Joined[Totals], first: Value, step: int, x: Sequence[Value],
+        ring: Ring, kept: Kept | None = None, onward: Onward | None = None, of_row: bool = False,
     ):  # fmt: skip
         e = stream.e
         self.e, self.stream, self.x, self.kept, self.onward = e, stream, x, kept, onward
