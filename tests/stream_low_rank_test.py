@@ -362,6 +362,23 @@ class SupportTest(parameterized.TestCase):
         self.assertLessEqual(tiles.num_warps * tiles.depth * each + room, SHARED_BYTES)
         self.assertEqual(tiles.num_warps % 4, 0)
 
+    def tiles_with(self, form: Form, rank: int, **how: Any) -> StreamTiles:
+        """Of V in INT3, groups of 64, beside a matrix of 14336 x 4096 and one row of x."""
+        weights = shaped(form, 2, 14336, 4096)
+        terms_of_all = shaped_terms(Form(3, 64), 2, 14336, 4096)
+        low_rank = (dataclasses.replace(terms_of_all, max_rank=rank, **how),)
+        x: Any = jax.ShapeDtypeStruct((1, 4096), jnp.bfloat16)
+        target = SIMULATED._replace(num_processors=132)
+        return stream.tiles_of_dense(x, weights, target, low_rank)
+
+    def test_v_joins_the_rows_of_a_matrix_of_its_form(self):
+        for rank, thin, sharers in ((8, 1, 1), (16, 1, 1), (17, 1, 2), (32, 1, 2), (64, 2, 2)):
+            tiles = self.tiles_with(Form(3, 64), rank)
+            self.assertEqual((tiles.thin, tiles.sharers), (thin, sharers))
+        for form in (Form(3, 128), Form(4, 64)):
+            self.assertEqual(self.tiles_with(form, 32).thin, 0)
+        self.assertEqual(self.tiles_with(Form(3, 64), 32, first_row=16).thin, 0)
+
     def test_reasons(self):
         weights = shaped(FORMS[1], 2, 64, 512)
         x: Any = jax.ShapeDtypeStruct((1, 512), jnp.bfloat16)
@@ -374,6 +391,8 @@ class SupportTest(parameterized.TestCase):
         self.assertEmpty(reasons(shaped_terms(Form(16, dtype="bfloat16"), 2, 64, 512)))
         self.assertIn("rank 65, more than 64", reasons(dataclasses.replace(right, max_rank=65))[0])
         self.assertIn("5 low-rank terms of a matrix", reasons(*[right] * 5)[0])
+        many = dataclasses.replace(right, u=shaped(FORMS[4], 1, 2**25, 64))
+        self.assertIn("U of low-rank terms has 4294967296 bytes", reasons(many)[0])
         plain = shaped_terms(Form(16, dtype="float16"), 2, 64, 512)
         self.assertIn("V of low-rank terms: plain weights are float16", reasons(plain)[0])
         odd = shaped_terms(Form(3, 48), 2, 64, 512)

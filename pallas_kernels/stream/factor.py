@@ -77,7 +77,7 @@ class Place(NamedTuple):
 class Columns:
     """Values first .. first + count of a pool's rows, two neighbours at a time.
 
-    An array's bytes are counted in 32 bits.
+    An array's bytes are counted in 32 bits with a sign.
     """
 
     def __init__(self, e: Mlir, matrix: Matrix, first: Value, count: int):
