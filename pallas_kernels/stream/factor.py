@@ -206,11 +206,17 @@ class Columns:
             word = e.shr(e.load_shared(e.add(at, byte), 0, "b32"), bit)
             part = e.band(word, ((1 << plane.width) - 1) * 0x10001)
             codes = e.bor(codes, e.shl(part, plane.shift))
-        exact = e.fma_pair("f16", e.bor(codes, 0x64006400), 0x3C003C00, 0xE400E400)  # - 1024
+        # 1024 + code, and from it 1024 and a zero point that is whole: exact in fp16.
+        symmetric = self.matrix.zero_kind == "symmetric"
+        less = (0xE400 + symmetric * 2 ** (self.matrix.form.bits - 1)) * 0x10001
+        exact = e.fma_pair("f16", e.bor(codes, 0x64006400), 0x3C003C00, less)
         constants = [self._constants(group, row, at) for group in place.groups]
         values = []
-        for half, (scale, shift) in enumerate([constants[0], constants[-1]]):
-            values.append(e.fmul(e.fadd(e.half_to_f32(exact, half), shift), scale))
+        for half, (scale, *zero) in enumerate([constants[0], constants[-1]]):
+            number = e.half_to_f32(exact, half)
+            for of_group in zero:
+                number = e.fma(of_group, -1.0, number)
+            values.append(e.fmul(number, scale))
         return values
 
     def _plain_value(self, index: Value, row: Value, at: Value) -> Value:
@@ -221,8 +227,8 @@ class Columns:
         found = e.band(e.shr(found, e.mul(e.band(mine, 2), 8)), 0xFFFF)
         return e.f32_of_16(self.matrix.form.kind, found)
 
-    def _constants(self, group: Value, row: Value, at: Value) -> tuple[Value, Value]:
-        """float32: the scale, and minus the zero point."""
+    def _constants(self, group: Value, row: Value, at: Value) -> list[Value]:
+        """float32: the scale, and the zero point where one is stored."""
         e, m, found = self.e, self.matrix, []
         for piece in self.pieces:
             if piece.of == "words":
@@ -235,6 +241,4 @@ class Columns:
                 found.append(e.f32_of_bits(word))
             else:
                 found.append(e.half_to_f32(word, 0) if piece.each == 2 else e.byte_to_f32(word, 0))
-        if m.zero_kind == "symmetric":
-            return found[0], -float(2 ** (m.form.bits - 1))
-        return found[0], e.fmul(found[1], -1.0)
+        return found
