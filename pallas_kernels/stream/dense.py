@@ -50,7 +50,8 @@ def dense(
 
     A cluster of thread blocks, mostly of one, owns `tiles.rows` outputs. Its warps share out these
     and the blocks of K, and add their parts through shared memory in the order of the warps. The
-    more blocks of a cluster share out K, the less of x each has to read.
+    more blocks of a cluster share out K, the less of x each has to read. Where they share out V of
+    a low-rank term, each has outputs of its own, and reads the others' parts of V x.
     """
     matrix = matrix_of(weights, KINDS[x.dtype.name])
     tiles.check(weights.num_outputs, [matrix])

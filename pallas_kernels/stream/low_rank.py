@@ -1,8 +1,10 @@
 """Low-rank terms U (V x) of the streaming kernels, in the launch of their matrix (MiLo eq. 12-13).
 
-While the first rows of the matrix are on their way, a block's warps share out K of V x, and its
-threads bring U's values of the block's outputs to shared memory. Then the warps' parts of V x are
-added in their order, and every output adds its own sum over the rank, all in float32.
+A block's warps share out K of V x: with V's rows among the matrix's own and shared out in a cluster
+(`joined`), or, where terms are several or of another form, apart and before. Each brings some of
+U's ranks, of the block's outputs, to shared memory as stored, and unpacks them once they are there.
+Then the warps' parts of V x are added in their order, and every output adds its own sum over the
+rank, all in float32.
 """
 
 import dataclasses
