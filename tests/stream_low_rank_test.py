@@ -13,11 +13,10 @@ from absl.testing import absltest, parameterized
 from pallas_kernels import stream
 from pallas_kernels.packed import LowRank, PackedMatrices
 from pallas_kernels.stream import support, terms
-from pallas_kernels.stream.element import Element
+from pallas_kernels.stream.factor import Columns
 from pallas_kernels.stream.low_rank import BlockTerms
 from pallas_kernels.stream.matrix import matrix_of, tile_bytes
 from pallas_kernels.stream.product import Stream
-from pallas_kernels.stream.simulate import Simulator
 from pallas_kernels.stream.tiles import SHARED_BYTES, StreamTiles, dense_share, expert_share
 from pallas_kernels.target import SIMULATED
 from tests import packed_operands
@@ -156,6 +155,39 @@ class DenseTest(KernelTestCase):
         self.assertIsNone(self.violation(weights, (terms,), rows, tiles))
 
 
+class JoinedTest(KernelTestCase):
+    """V among the matrix's own rows, shared out in clusters or not."""
+
+    @parameterized.product(
+        tiles=(
+            StreamTiles(2, 1, 4, thin=2), StreamTiles(3, 1, 4, depth=2, thin=1, sharers=2),
+            StreamTiles(1, 1, 4, depth=3, thin=1, sharers=2),
+            StreamTiles(2, 1, 8, thin=1, sharers=4), StreamTiles(2, 1, 4, kept=True, thin=2),
+            StreamTiles(3, 1, 4, kept=True, thin=1, sharers=2),
+        ),
+        rows=(1, 8, 17), inputs=(512, 1024, 1536),
+    )  # fmt: skip
+    def test_tiles_and_rows(self, tiles, rows, inputs):
+        weights = self.weights((112, inputs))  # blocks that no cluster divides
+        terms = random_terms(self.rng, weights, rank=20, max_rank=32, after=1)
+        self.assertIsNone(self.violation(weights, (terms,), rows, tiles))
+
+    @parameterized.product(form=FORMS, tiles=(
+        StreamTiles(2, 1, 4, thin=1, sharers=2), StreamTiles(2, 1, 4, kept=True, thin=2),
+    ))  # fmt: skip
+    def test_every_form(self, form, tiles):
+        weights = self.weights((64, 1024), form)
+        terms = random_terms(self.rng, weights, v=form, u=form, rank=32, max_rank=32)
+        self.assertIsNone(self.violation(weights, (terms,), 3, tiles))
+
+    @parameterized.product(rank=(0, 1, 16, 17, 32), before=(0, 5, 21), after=(0, 3))
+    def test_ranks_and_pools(self, **how):
+        weights = self.weights((64, 512))
+        terms = random_terms(self.rng, weights, max_rank=32, **how)
+        tiles = StreamTiles(2, 1, 4, thin=1, sharers=2)
+        self.assertIsNone(self.violation(weights, (terms,), 2, tiles))
+
+
 class ExpertsTest(KernelTestCase):
     @parameterized.product(gated=(True, False), pairs=(1, 19))
     def test_pairs_of_an_expert(self, gated, pairs):
@@ -180,33 +212,12 @@ class ExpertsTest(KernelTestCase):
         self.assertIsNone(packed_operands.violation(np.asarray(found), y, slack, "bfloat16"))
 
 
-class ElementTest(HostTestCase):
-    @parameterized.product(
-        bits=(2, 3, 4, 8), zero_kind=("float", "integer", "symmetric"), length=(32, 300, 512, 700)
-    )
-    def test_every_value_of_a_row(self, bits, zero_kind, length):
-        rng = np.random.default_rng(seed(self.id()))
-        form = Form(bits, 48, zero_kind, "float32" if length > 400 else "float16")
-        weights = packed_operands.random_matrices(
-            rng, form, num_slots=1, shape=(3, length), used={0}
-        )
-        leaves = [a for a in (weights.words, weights.scales, weights.zeros) if a is not None]
-        buffers = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in leaves]
-        e = Simulator(0, 1024, buffers, len(buffers))
-        index = np.minimum(e.threads, length - 1)
-        addresses = [e.address(i) for i in range(len(buffers))]
-        matrix = terms.addressed(matrix_of(weights, "bf16"), addresses)
-        found = Element(e, matrix, e.const(2), index).value()
-        expected = packed_operands.values(weights, 0)[2]
-        np.testing.assert_allclose(found[:length], expected, rtol=1e-5, atol=1e-7)
-
-
 def a_part_left_out(self, reduce=BlockTerms.reduce):
     """K of the last warp."""
-    share = self.share
-    self.share = dataclasses.replace(share, num_warps=share.num_warps - 1)
+    (placed,) = self.placed
+    parts = dataclasses.replace(placed.parts, number=placed.parts.number - 1)
+    self.placed = [dataclasses.replace(placed, parts=parts)]
     reduce(self)
-    self.share = share
 
 
 def one_rank_more(self, term, half, rank):
@@ -234,9 +245,9 @@ def no_row_of_v(self, tile, stage, present, to, row, fetch=Stream.fetch):
     fetch(self, tile, stage, present, to, row)
 
 
-def halves_exchanged(self, plane, index, place=Element._place):
+def halves_exchanged(self, place, row, at, values=Columns.values):
     """Odd values of U for even ones."""
-    return place(self, plane, self.e.bxor(index, 1))
+    return values(self, place, row, at)[::-1]
 
 
 BROKEN = (
@@ -244,7 +255,7 @@ BROKEN = (
     (BlockTerms, "_rank_here", one_rank_more),
     (BlockTerms, "_rank_here", one_rank_less),
     (BlockTerms, "add", without_terms),
-    (Element, "_place", halves_exchanged),
+    (Columns, "values", halves_exchanged),
     (Stream, "fetch", no_row_of_v),
 )
 
@@ -315,6 +326,23 @@ class SupportTest(parameterized.TestCase):
         self.assertLessEqual(tiles.num_warps * tiles.depth * each + room, SHARED_BYTES)
         self.assertEqual(tiles.num_warps % 4, 0)
 
+    def tiles_with(self, form: Form, rank: int, **how: Any) -> StreamTiles:
+        """Of V in INT3, groups of 64, beside a matrix of 14336 x 4096 and one row of x."""
+        weights = shaped(form, 2, 14336, 4096)
+        terms_of_all = shaped_terms(Form(3, 64), 2, 14336, 4096)
+        low_rank = (dataclasses.replace(terms_of_all, max_rank=rank, **how),)
+        x: Any = jax.ShapeDtypeStruct((1, 4096), jnp.bfloat16)
+        target = SIMULATED._replace(num_processors=132)
+        return stream.tiles_of_dense(x, weights, target, low_rank)
+
+    def test_v_joins_the_rows_of_a_matrix_of_its_form(self):
+        for rank, thin, sharers in ((8, 1, 1), (16, 1, 1), (17, 1, 2), (32, 1, 2), (64, 2, 2)):
+            tiles = self.tiles_with(Form(3, 64), rank)
+            self.assertEqual((tiles.thin, tiles.sharers), (thin, sharers))
+        for form in (Form(3, 128), Form(4, 64)):
+            self.assertEqual(self.tiles_with(form, 32).thin, 0)
+        self.assertEqual(self.tiles_with(Form(3, 64), 32, first_row=16).thin, 0)
+
     def test_reasons(self):
         weights = shaped(FORMS[1], 2, 64, 512)
         x: Any = jax.ShapeDtypeStruct((1, 512), jnp.bfloat16)
@@ -327,6 +355,8 @@ class SupportTest(parameterized.TestCase):
         self.assertEmpty(reasons(shaped_terms(Form(16, dtype="bfloat16"), 2, 64, 512)))
         self.assertIn("rank 65, more than 64", reasons(dataclasses.replace(right, max_rank=65))[0])
         self.assertIn("5 low-rank terms of a matrix", reasons(*[right] * 5)[0])
+        many = dataclasses.replace(right, u=shaped(FORMS[4], 1, 2**25, 64))
+        self.assertIn("U of low-rank terms has 4294967296 bytes", reasons(many)[0])
         plain = shaped_terms(Form(16, dtype="float16"), 2, 64, 512)
         self.assertIn("V of low-rank terms: plain weights are float16", reasons(plain)[0])
         odd = shaped_terms(Form(3, 48), 2, 64, 512)

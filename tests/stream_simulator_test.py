@@ -218,7 +218,8 @@ class MemoryTest(parameterized.TestCase):
             block, thread = e.special("ctaid.x"), e.special("tid.x")
             mine = e.add(e.shared_address(scratch), e.mul(thread, 4))
             e.store_shared(mine, 0, e.byte_to_f32(e.add(e.mul(block, threads), thread), 0))
-            e.cluster_barrier()
+            e.cluster_arrive()
+            e.cluster_wait()
             place = e.add(e.mul(block, threads), thread)
             total = e.load_cluster(mine, 1, 0)
             total = e.fadd(total, e.fmul(e.load_shared(mine, 0), 1000.0))
@@ -228,6 +229,22 @@ class MemoryTest(parameterized.TestCase):
         own = np.arange(2 * cluster * threads).reshape(2 * cluster, threads)
         peer = own[[1] * cluster + [1 + cluster] * cluster]
         np.testing.assert_array_equal(seen, 1000.0 * own + peer)
+
+    def test_lanes_tell_each_other_values(self):
+        e = machine()
+        found = e.shuffle(e.mul(e.threads, 3), 5)
+        np.testing.assert_array_equal(found, 3 * (e.threads // 32 * 32 + 5))
+
+    def test_a_word_is_copied_in_part(self):
+        source, shared = np.arange(1, 19, dtype=np.uint8), np.full(64, 0xFF, np.uint8)
+        e = Simulator(0, 32, [source, shared], 1)
+        at = e.mul(e.smaller(e.threads, 4), 4)
+        size = e.smaller(e.sub(18, at), 4)
+        e.copy_word_async(e.add(e.shared_address(1), at), e.offset(e.address(0), at), size)
+        np.testing.assert_array_equal(shared[:20], [*range(1, 19), 0, 0])
+        self.assertTrue((shared[20:] == 0xFF).all())
+        with self.assertRaisesRegex(IndexError, "beyond"):
+            e.copy_word_async(e.shared_address(1), e.offset(e.address(0), at), e.const(4))
 
     def test_a_barrier_that_some_threads_miss_is_an_error(self):
         e = machine()

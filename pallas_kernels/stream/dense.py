@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.packed import LowRank, PackedMatrices
 from pallas_kernels.stream.emit import Mlir, Value
+from pallas_kernels.stream.joined import Joined
 from pallas_kernels.stream.launching import launch_blocks
 from pallas_kernels.stream.low_rank import BlockTerms
 from pallas_kernels.stream.matrix import (
@@ -49,7 +50,8 @@ def dense(
 
     A cluster of thread blocks, mostly of one, owns `tiles.rows` outputs. Its warps share out these
     and the blocks of K, and add their parts through shared memory in the order of the warps. The
-    more blocks of a cluster share out K, the less of x each has to read.
+    more blocks of a cluster share out K, the less of x each has to read. Where they share out V of
+    a low-rank term, each has outputs of its own, and reads the others' parts of V x.
     """
     matrix = matrix_of(weights, KINDS[x.dtype.name])
     tiles.check(weights.num_outputs, [matrix])
@@ -67,12 +69,12 @@ def dense(
         ),
         [slot.reshape(1), x, *arrays, *operands_of(low_rank)],
         name=f"dequant_matmul_{form}_m{columns}_{tiles.describe()}{suffix(terms)}",
-        num_blocks=-(-weights.num_outputs // tiles.rows),
+        num_blocks=-(-weights.num_outputs // (tiles.rows * tiles.sharers)),
         num_warps=tiles.num_warps,
         out_shapes=[jax.ShapeDtypeStruct((x.shape[0], weights.num_outputs), out_dtype)],
         shared_floats=(main + share.room(terms)) // 4,
         interpret=interpret,
-        cluster=tiles.cluster,
+        cluster=tiles.launched,
     )  # fmt: skip
     return y
 
@@ -94,6 +96,7 @@ def _body(
     matrix = addressed(matrix, operands[: num_arrays(matrix)])
     terms = with_addresses(terms, operands[num_arrays(matrix) :])
     thread, block = e.special("tid.x"), e.special("ctaid.x")
+    sharer = e.rem(block, tiles.sharers)
     part, block = e.rem(block, tiles.cluster), e.div(block, tiles.cluster)
     warp, lane = e.shr(thread, 5), Lane.here(e, e.band(thread, 31))
     warp_n, warp_k = e.rem(warp, tiles.warps_n), e.div(warp, tiles.warps_n)
@@ -103,6 +106,7 @@ def _body(
     local = e.mul(warp_n, ROWS * tiles.row_tiles)
     starts = [e.add(first_row, local)]
     tiles_at = range(0, ROWS * tiles.row_tiles, ROWS)
+    stream: Stream | Joined
     stream = Stream(e, matrix, slot, starts, lane, tiles.span, tiles_at=tiles_at)
     x = []
     for first in range(0, columns, COLUMNS):
@@ -114,8 +118,13 @@ def _body(
         ring = e.add(ring, tiles.sums_bytes(columns))
     first_out = e.mul(part, tiles.outputs)  # of the rows, that this block adds up
     firsts = [e.add(first_row, first_out)]
-    extra = BlockTerms(e, terms, share, slot, firsts, e.add(parts, terms_at), thread)
+    extra = BlockTerms(
+        e, terms, share, slot, firsts, e.add(parts, terms_at), thread, tiles.sharers
+    )  # fmt: skip
     begin = functools.partial(extra.begin, x, lane)
+    if tiles.thin:
+        stream = extra.join(stream, lane, sharer, min(tiles.depth, tiles.row_tiles))
+        begin = functools.partial(extra.begin_joined, stream, lane)
     pitch = tiles.pitch
     mine = e.add(e.mul(warp_k, columns * pitch), local)
     sums = Totals.here(e, e.add(parts, e.mul(mine, 4)), lane, pitch)
@@ -127,15 +136,26 @@ def _body(
     first, step = e.add(e.mul(warp_k, tiles.cluster), part), tiles.warps_k * tiles.cluster
     totals = walk(stream, first, step, x, Ring(ring, tiles.depth), begin, kept)
 
+    if isinstance(stream, Joined):
+        extra.end_joined(stream, lane)
+    if tiles.sharers > 1:
+        e.cluster_arrive()  # the parts of V x are there
     e.copies_wait(0)
     if kept is None or terms:
         e.block_barrier()  # the sums take the place of the rings; the terms' parts are there
     each = 4 * len(x)
     for tile in range(tiles.row_tiles if kept is None else 0):
         sums.store(e, tile, totals[each * tile : each * (tile + 1)])
+    if tiles.sharers > 1:
+        e.cluster_wait()
     extra.reduce()
-    barrier = e.block_barrier if tiles.cluster == 1 else e.cluster_barrier
-    barrier()
+    if tiles.cluster > 1:
+        e.cluster_arrive()
+        e.cluster_wait()
+    else:
+        if tiles.sharers > 1:
+            e.cluster_arrive(writes=False)
+        e.block_barrier()
 
     def element(index: Value, _: list[Value]) -> list[Value]:
         column, row = e.div(index, tiles.outputs), e.rem(index, tiles.outputs)
@@ -156,5 +176,8 @@ def _body(
         return []
 
     e.loop(thread, num_x * tiles.outputs, 32 * tiles.num_warps, [], element)
+    # No block ends while another reads its shared memory.
     if tiles.cluster > 1:
-        barrier()  # no block ends while another reads its shared memory
+        e.cluster_arrive(writes=False)
+    if tiles.launched > 1:
+        e.cluster_wait()

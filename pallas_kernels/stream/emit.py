@@ -11,164 +11,19 @@ from typing import Any
 
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith as _arith
-from jaxlib.mlir.dialects import llvm as _llvm
 from jaxlib.mlir.dialects import scf as _scf
 
-Value = Any  # an MLIR value, or a Python number where a constant will do
-# Their stubs are of the generated classes, which the modules replace with handier ones.
-arith: Any = _arith
-llvm: Any = _llvm
-scf: Any = _scf
+from pallas_kernels.stream.arithmetic import Arithmetic, arith, llvm
+from pallas_kernels.stream.arithmetic import Value as Value
+from pallas_kernels.stream.arithmetic import f32 as f32
+from pallas_kernels.stream.arithmetic import i32 as i32
+from pallas_kernels.stream.arithmetic import i64 as i64
+
+scf: Any = _scf  # its stub is of the generated classes, which the module replaces
 
 
-def i32() -> ir.Type:
-    """The type of words and indices."""
-    return ir.IntegerType.get_signless(32)
-
-
-def i64() -> ir.Type:
-    """The type of addresses."""
-    return ir.IntegerType.get_signless(64)
-
-
-def f32() -> ir.Type:
-    """The type of sums."""
-    return ir.F32Type.get()
-
-
-_COMPARISONS = {"eq": 0, "ne": 1, "lt": 2, "le": 3, "gt": 4, "ge": 5}
-
-
-class Mlir:
+class Mlir(Arithmetic):
     """The instructions as MLIR, emitted where Mosaic GPU lowers a kernel."""
-
-    def const(self, value: Value) -> Value:
-        """An i32 constant of a Python int; anything else as it is."""
-        if isinstance(value, int):
-            signed = value - 2**32 if value >= 2**31 else value
-            return arith.constant(i32(), ir.IntegerAttr.get(i32(), signed))
-        return value
-
-    def const_f32(self, value: Value) -> Value:
-        """A float32 constant of a Python number; anything else as it is."""
-        if isinstance(value, int | float):
-            return arith.constant(f32(), ir.FloatAttr.get(f32(), float(value)))
-        return value
-
-    def add(self, a: Value, b: Value) -> Value:
-        """a + b."""
-        return arith.addi(self.const(a), self.const(b))
-
-    def sub(self, a: Value, b: Value) -> Value:
-        """a - b."""
-        return arith.subi(self.const(a), self.const(b))
-
-    def mul(self, a: Value, b: Value) -> Value:
-        """a b."""
-        return arith.muli(self.const(a), self.const(b))
-
-    def div(self, a: Value, b: Value) -> Value:
-        """a / b of unsigned values."""
-        return arith.divui(self.const(a), self.const(b))
-
-    def rem(self, a: Value, b: Value) -> Value:
-        """a mod b of unsigned values."""
-        return arith.remui(self.const(a), self.const(b))
-
-    def band(self, a: Value, b: Value) -> Value:
-        """a & b."""
-        return arith.andi(self.const(a), self.const(b))
-
-    def bor(self, a: Value, b: Value) -> Value:
-        """a | b."""
-        return arith.ori(self.const(a), self.const(b))
-
-    def bxor(self, a: Value, b: Value) -> Value:
-        """a ^ b."""
-        return arith.xori(self.const(a), self.const(b))
-
-    def shl(self, a: Value, b: Value) -> Value:
-        """a << b."""
-        return arith.shli(self.const(a), self.const(b))
-
-    def shr(self, a: Value, b: Value) -> Value:
-        """a >> b, zeros shifted in."""
-        return a if isinstance(b, int) and b == 0 else arith.shrui(self.const(a), self.const(b))
-
-    def smaller(self, a: Value, b: Value) -> Value:
-        """min(a, b) of signed values."""
-        return arith.minsi(self.const(a), self.const(b))
-
-    def compare(self, a: Value, how: str, b: Value) -> Value:
-        """i1: a `how` b of signed values."""
-        return arith.cmpi(
-            ir.IntegerAttr.get(i64(), _COMPARISONS[how]), self.const(a), self.const(b)
-        )
-
-    def select(self, condition: Value, a: Value, b: Value) -> Value:
-        """a where the condition holds, else b."""
-        return arith.select(condition, self.either(a), self.either(b))
-
-    def either(self, value: Value) -> Value:
-        """A constant of a Python number: float32 of a float, else i32."""
-        return self.const_f32(value) if isinstance(value, float) else self.const(value)
-
-    def both(self, a: Value, b: Value) -> Value:
-        """Of two conditions."""
-        return arith.andi(a, b)
-
-    def merge(self, a: Value, mask: int, b: Value, how: str) -> Value:
-        """One instruction of three operands; compilers do not find it where two are constants.
-
-        Args:
-          a: a word.
-          mask: a constant.
-          b: a word.
-          how: "or" for (a & mask) | b; "select" for (a & mask) | (b & ~mask).
-        """
-        table = {"or": 0xEA, "select": 0xE2}[how]
-        return self.asm(i32(), [a, mask, b], f"lop3.b32 $0, $1, $2, $3, {table:#x};", "=r,r,r,r")
-
-    def fma(self, a: Value, b: Value, c: Value) -> Value:
-        """a b + c in float32, rounded once."""
-        return self.asm(
-            f32(),
-            [self.const_f32(a), self.const_f32(b), self.const_f32(c)],
-            "fma.rn.f32 $0, $1, $2, $3;",
-            "=f,f,f,f",
-        )
-
-    def fadd(self, a: Value, b: Value) -> Value:
-        """a + b in float32."""
-        return arith.addf(self.const_f32(a), self.const_f32(b))
-
-    def fmul(self, a: Value, b: Value) -> Value:
-        """a b in float32."""
-        return arith.mulf(self.const_f32(a), self.const_f32(b))
-
-    def asm(self, result: ir.Type | None, operands: Sequence[Value], ptx: str, constraints: str,
-        effects: bool = False,
-    ) -> Any:  # fmt: skip
-        """One inline PTX statement."""
-        return llvm.inline_asm(
-            result, [self.const(o) for o in operands], ptx, constraints, has_side_effects=effects
-        )
-
-    def _asm_many(
-        self,
-        count: int,
-        kind: ir.Type,
-        operands: Sequence[Value],
-        ptx: str,
-        constraints: str,
-        effects: bool,
-    ) -> list[Value]:
-        if count == 1:
-            return [self.asm(kind, operands, ptx, constraints, effects)]
-        struct = llvm.StructType.get_literal([kind] * count)
-        found = self.asm(struct, operands, ptx, constraints, effects)
-        return [llvm.extractvalue(kind, found, [i]) for i in range(count)]
 
     def special(self, name: str) -> Value:
         """A special register, such as tid.x or ctaid.x."""
@@ -234,6 +89,11 @@ class Mlir:
         size = self.select(self.compare(present, "ne", 0), num_bytes, 0)
         self.asm(None, [to, base, size], text, "r,l,r", effects=True)
 
+    def copy_word_async(self, to: Value, base: Value, size: Value) -> None:
+        """The first `size` (i32, 1 to 4) bytes of a word, later, as `copy_async`; then zeros."""
+        text = "cp.async.ca.shared.global.L2::128B [$0], [$1], 4, $2;"
+        self.asm(None, [to, base, size], text, "r,l,r", effects=True)
+
     def copies_commit(self) -> None:
         """Ends a group of copies."""
         self.asm(None, [], "cp.async.commit_group;", "", effects=True)
@@ -289,20 +149,26 @@ class Mlir:
         )
 
     def store_shared_floats(self, at: Value, imm: int, values: Sequence[Value]) -> None:
-        """4 float32 to shared memory at a 32-bit address plus imm, in one instruction."""
-        operands = [at, *(self.const_f32(value) for value in values)]
-        text = f"st.shared.v4.f32 [$0+{imm}], {{$1,$2,$3,$4}};"
-        self.asm(None, operands, text, "r,f,f,f,f", effects=True)
+        """2 or 4 float32 to shared memory at a 32-bit address plus imm, in one instruction."""
+        operands, count = [at, *(self.const_f32(value) for value in values)], len(values)
+        names = ",".join(f"${1 + i}" for i in range(count))
+        text = f"st.shared.v{count}.f32 [$0+{imm}], {{{names}}};"
+        self.asm(None, operands, text, "r" + ",f" * count, effects=True)
+
+    def load_volatile(self, base: Value) -> Value:
+        """i32: a word of global memory, loaded where this stands and no later."""
+        return self.asm(i32(), [base], "ld.volatile.global.b32 $0, [$1];", "=r,l", effects=True)
+
+    def shuffle(self, value: Value, lane: int) -> Value:
+        """i32: the value that a lane of the warp has. All 32 take part."""
+        text = f"shfl.sync.idx.b32 $0, $1, {lane}, 31, 0xffffffff;"
+        return self.asm(i32(), [value], text, "=r,r", effects=True)
 
     def ballot(self, condition: Value) -> Value:
         """i32: bit i tells whether lane i of the warp has the condition. All 32 take part."""
         flag = self.select(condition, 1, 0)
         text = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
         return self.asm(i32(), [flag], text, "=r,r", effects=True)
-
-    def count_ones(self, word: Value) -> Value:
-        """Bits set in a word."""
-        return self.asm(i32(), [word], "popc.b32 $0, $1;", "=r,r")
 
     def block_barrier(self) -> None:
         """Waits for all threads of the block, whose shared writes are then seen."""
@@ -312,11 +178,19 @@ class Mlir:
         """The same for whole warps of the block, which share a number in 1..15."""
         self.asm(None, [number], f"bar.sync $0, {num_threads};", "r", effects=True)
 
-    def cluster_barrier(self) -> None:
-        """The same for all blocks of a cluster."""
+    def cluster_arrive(self, writes: bool = True) -> None:
+        """The first half of a barrier of all blocks of a cluster, without `writes` of reads alone.
+
+        `cluster_wait` has to follow.
+        """
         self.warp_barrier()
-        text = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"  # release, acquire
-        self.asm(None, [], text, "", effects=True)
+        how = "release" if writes else "relaxed"  # without the fence that a release is
+        self.asm(None, [], f"barrier.cluster.arrive.{how}.aligned;", "", effects=True)
+
+    def cluster_wait(self) -> None:
+        """The other half: what all wrote to shared memory before they arrived is then seen."""
+        self.warp_barrier()
+        self.asm(None, [], "barrier.cluster.wait.acquire.aligned;", "", effects=True)
 
     def warp_barrier(self) -> None:
         """The same for the warp."""
@@ -337,45 +211,6 @@ class Mlir:
         )
         operands = [*a, *b, *(self.const_f32(value) for value in c)]
         return self._asm_many(4, f32(), operands, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", False)
-
-    def fma_pair(self, kind: str, a: Value, b: Value, c: Value) -> Value:
-        """a b + c of two 16-bit floats each, rounded once; `kind` is bf16 or f16."""
-        return self.asm(i32(), [a, b, c], f"fma.rn.{kind}x2 $0, $1, $2, $3;", "=r,r,r,r")
-
-    def half_to_f32(self, word: Value, half: int) -> Value:
-        """float32 of the fp16 in one half of a word."""
-        move = "mov.b32 {l, h}, $1; cvt.f32.f16 $0, " + ("l" if half == 0 else "h") + ";"
-        return self.asm(f32(), [word], "{ .reg .b16 l, h; " + move + " }", "=f,r")
-
-    def f32_of_bits(self, word: Value) -> Value:
-        """The float32 with these bits."""
-        return arith.bitcast(f32(), self.const(word))
-
-    def bits_of_f32(self, value: Value) -> Value:
-        """The other way round."""
-        return arith.bitcast(i32(), value)
-
-    def byte_to_f32(self, word: Value, byte: int) -> Value:
-        """float32 of one byte of a word: 2^23 + b as bits, less 2^23 (exact, and no conversion)."""
-        low = self.band(self.shr(word, 8 * byte), 0xFF)
-        return self.fadd(self.f32_of_bits(self.bor(low, 0x4B000000)), -8388608.0)
-
-    def f32_to_16(self, kind: str, value: Value) -> Value:
-        """i32 whose low half is the value rounded to bf16 or f16."""
-        text = "{ .reg .b16 h; cvt.rn." + kind + ".f32 h, $1; mov.b32 $0, {h, h}; }"
-        return self.asm(i32(), [value], text, "=r,f")
-
-    def f32_of_16(self, kind: str, word: Value) -> Value:
-        """float32 of the bf16 or f16 in the low half."""
-        return self.f32_of_bits(self.shl(word, 16)) if kind == "bf16" else self.half_to_f32(word, 0)
-
-    def exp2(self, value: Value) -> Value:
-        """2^value, to about 2 ulp (the hardware's)."""
-        return self.asm(f32(), [value], "ex2.approx.ftz.f32 $0, $1;", "=f,f")
-
-    def reciprocal(self, value: Value) -> Value:
-        """1 / value, rounded."""
-        return self.asm(f32(), [value], "rcp.rn.f32 $0, $1;", "=f,f")
 
     def loop(self, start: Value, stop: Value, step: Value, carried: Sequence[Value],
         body: Callable[[Value, list[Value]], Sequence[Value]],

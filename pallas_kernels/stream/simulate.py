@@ -218,6 +218,14 @@ class Simulator:
         found = self._bytes(base + imm, num_bytes, active)
         self._put(self._of_shared(to) + to_imm, found)
 
+    def copy_word_async(self, to: Value, base: Value, size: Value) -> None:
+        size, found = self._word(size), np.zeros((len(self.threads), 4), np.uint8)
+        assert (self._of_shared(to)[self.active] % 4 == 0).all(), "a word that is not aligned"
+        assert (base[self.active] % 4 == 0).all(), "a word that is not aligned"
+        for byte in range(4):
+            found[:, byte] = self._bytes(base + byte, 1, self.active & (size > byte))[:, 0]
+        self._put(self._of_shared(to), found)
+
     def copies_commit(self) -> None:
         pass
 
@@ -262,6 +270,12 @@ class Simulator:
         rows = np.stack([self._float(value) for value in values], axis=1)
         self._put(self._of_shared(at) + imm, rows)
 
+    def load_volatile(self, base: Value) -> Value:
+        return self.load(base, 0, 1)[0]
+
+    def shuffle(self, value: Value, lane: int) -> Value:
+        return np.repeat(self._word(value).reshape(-1, 32)[:, lane], 32)
+
     def ballot(self, condition: Value) -> Value:
         flags = (condition & self.active).reshape(-1, 32).astype(np.int64)
         masks = (flags << np.arange(32)).sum(axis=1)
@@ -279,7 +293,10 @@ class Simulator:
         for team in np.unique(numbers):
             assert np.sum(numbers == team) == num_threads, "a barrier that not all of a team take"
 
-    def cluster_barrier(self) -> None:
+    def cluster_arrive(self, writes: bool = True) -> None:
+        self.block_barrier()
+
+    def cluster_wait(self) -> None:
         self.block_barrier()
 
     def warp_barrier(self) -> None:

@@ -13,6 +13,7 @@ from pallas_kernels.target import Target
 
 Operand = jax.Array | jax.ShapeDtypeStruct
 OLDEST_JAX = (0, 11, 2)  # the oldest that they ran on
+MOST_BYTES_OF_U = 2**31 - 1  # `factor` counts them in 32 bits with a sign
 KINDS = {"bfloat16": "bf16", "float16": "f16"}
 
 
@@ -54,6 +55,9 @@ def _of_terms(x: Operand, low_rank: Sequence[LowRank]) -> list[str]:
     for terms in low_rank:
         if terms.max_rank > MAX_RANK:
             found.append(f"low-rank terms of rank {terms.max_rank}, more than {MAX_RANK}")
+        words = terms.u.words
+        if (num_bytes := words.size * words.dtype.itemsize) > MOST_BYTES_OF_U:
+            found.append(f"U of low-rank terms has {num_bytes} bytes of words")
         found += [f"V of low-rank terms: {reason}" for reason in _of_matrices(x, terms.v)]
     return list(dict.fromkeys(found))
 

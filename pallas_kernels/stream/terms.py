@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.packed import LowRank, PackedMatrices
+from pallas_kernels.stream.factor import row_words
 from pallas_kernels.stream.matrix import (
     ROWS,
     Matrix,
@@ -58,9 +59,24 @@ class Term:
         """Operands of the kernel."""
         return 2 + num_arrays(self.u) + num_arrays(self.v)
 
-    def warp_bytes(self, columns: int) -> int:
-        """Shared memory of a warp: its ring, whose place its part of V x takes."""
-        return max(self.depth * tile_bytes(self.v, 1), 4 * columns * self.pitch)
+    @property
+    def odd(self) -> int:
+        """1 where even rows of the matrix are odd ones of the term."""
+        return self.first_row % 2
+
+    @property
+    def stride(self) -> int:
+        """Terms of the sum over the rank that are written out; divides `padded`."""
+        return 2 * ROWS if self.padded % (2 * ROWS) == 0 else ROWS
+
+    def width(self, rows: int) -> int:
+        """Of U's values that a block of so many outputs unpacks, an even number of each rank."""
+        return rows + 2 * self.odd
+
+    def u_words(self, rows: int) -> int:
+        """Words of shared memory for a rank of U: unpacked, and as stored."""
+        width = self.width(rows)
+        return width + row_words(self.u, width)
 
     def meets(self, first: int, count: int) -> bool:
         """Whether it has any of the matrix's rows first .. first + count."""
@@ -130,6 +146,8 @@ class Share:
     rows: int
     halves: int
     num_outputs: int  # matrix rows of a half
+    num_x: int  # columns that are there
+    thin: int = 0  # row tiles of V that every warp has among its own; 0: V apart
 
     def met(self, term: Term) -> list[int]:
         """The halves that a term has rows of."""
@@ -141,5 +159,14 @@ class Share:
         return sum(self._room(term) for term in terms)
 
     def _room(self, term: Term) -> int:
-        values = term.padded * (self.columns + len(self.met(term)) * self.rows)
-        return self.num_warps * term.warp_bytes(self.columns) + 4 * values
+        values = term.padded * (self.columns + len(self.met(term)) * term.u_words(self.rows))
+        return self.num_warps * self.part_bytes(term) + 4 * values
+
+    def part_pitch(self, term: Term) -> int:
+        """Floats of a column of a warp's part of V x."""
+        return ROWS * self.thin + 4 if self.thin else term.pitch
+
+    def part_bytes(self, term: Term) -> int:
+        """Shared memory of a warp's part of V x, and of its ring of V where that is apart."""
+        part = 4 * self.columns * self.part_pitch(term)
+        return part if self.thin else max(term.depth * tile_bytes(term.v, 1), part)

@@ -23,6 +23,8 @@ class StreamTiles:
     kept: bool = False  # sums of x in shared memory, not in registers; of one matrix totals too
     cluster: int = 1  # thread blocks that share out K of the same rows (one matrix)
     workers: int = 0  # thread blocks that share out all work; 0: one for each piece (experts)
+    thin: int = 0  # row tiles of a low-rank term's V among a warp's own; 0: V apart (one matrix)
+    sharers: int = 1  # thread blocks of a cluster that share out V's row tiles
 
     @property
     def rows(self) -> int:
@@ -46,8 +48,10 @@ class StreamTiles:
                 raise ValueError(f"stages of {span} blocks do not divide {matrix.num_blocks}")
         if self.rows > num_outputs:
             raise ValueError(f"tiles {self.describe()} have {self.rows} rows of {num_outputs}")
-        if self.cluster not in (1, 2, 4, 8):
-            raise ValueError(f"clusters of {self.cluster} thread blocks, not of 1, 2, 4 or 8")
+        if self.launched not in (1, 2, 4, 8):
+            raise ValueError(f"clusters of {self.launched} thread blocks, not of 1, 2, 4 or 8")
+        if self.thin and (self.cluster > 1 or self.warps_n > 1):
+            raise ValueError(f"tiles {self.describe()} have V among rows that warps share")
         if self.num_warps % 4:
             raise ValueError(f"tiles {self.describe()} have {self.num_warps} warps, not 4, 8, ...")
 
@@ -60,8 +64,14 @@ class StreamTiles:
         warps = f"r{self.row_tiles}n{self.warps_n}k{self.warps_k}"
         more = f"x{self.cluster}" if self.cluster > 1 else ""
         more += "kept" if self.kept else ""
+        more += f"v{self.thin}x{self.sharers}" if self.thin else ""
         more += f"w{self.workers}" if self.workers else ""
         return f"{warps}d{self.depth}s{self.span}c{self.column_tiles}{more}"
+
+    @property
+    def launched(self) -> int:
+        """Thread blocks of a cluster, whatever they share."""
+        return self.cluster * self.sharers
 
     @property
     def pitch(self) -> int:
@@ -136,7 +146,7 @@ def dense_tiles(
         depth = 2 if warps == 16 else 3
         tiles = StreamTiles(row_tiles, warps_n, warps_k, depth, kept=kept)
         tiles = with_less_x(tiles, matrix, num_x) if kept else tiles
-        return fitted(tiles, [matrix], beside)
+        return fitted(with_v(tiles, matrix, terms), [matrix], beside)
 
     if matrix.form.bits < PLAIN_BITS and columns == 2:
         tiles = of_warps(16, kept=True)
@@ -161,6 +171,23 @@ def with_less_x(tiles: StreamTiles, matrix: Matrix, num_x: int) -> StreamTiles:
         row_tiles, cluster = 2 * tiles.row_tiles, 2 * tiles.cluster
         tiles = dataclasses.replace(tiles, row_tiles=row_tiles, cluster=cluster)
     return tiles
+
+
+def with_v(tiles: StreamTiles, matrix: Matrix, terms: Sequence[Term]) -> StreamTiles:
+    """With V of the one term of all rows among the warps' own rows, if x serves both alike.
+
+    V's rows are shared out in clusters of two, since every block needs all of V x.
+    """
+    if len(terms) != 1 or tiles.warps_n * tiles.cluster > 1:
+        return tiles
+    (term,) = terms
+    alike = term.v.form == matrix.form and term.v.group == matrix.group
+    fits = tile_bytes(term.v, tiles.span) <= tile_bytes(matrix, tiles.span)
+    if not (alike and fits and term.covers(0, matrix.num_rows)):
+        return tiles
+    several = term.num_tiles > 1 and tiles.rows < matrix.num_rows
+    sharers = MOST_CLUSTER if several else 1
+    return dataclasses.replace(tiles, thin=-(-term.num_tiles // sharers), sharers=sharers)
 
 
 def expert_tiles(
@@ -247,13 +274,14 @@ def even_tiles(
 def dense_share(tiles: StreamTiles, num_x: int, num_outputs: int) -> Share:
     """What a thread block of one matrix does."""
     columns = -(-num_x // COLUMNS) * COLUMNS
-    return Share(tiles.num_warps, columns, tiles.outputs, 1, num_outputs)
+    return Share(tiles.num_warps, columns, tiles.outputs, 1, num_outputs, num_x, tiles.thin)
 
 
 def expert_share(tiles: StreamTiles, gated: bool, num_outputs: int) -> Share:
     """The same of experts; outputs are those of a pair."""
     columns = COLUMNS * tiles.column_tiles
-    return Share(tiles.num_warps, columns, tiles.rows, 2 if gated else 1, num_outputs)
+    halves = 2 if gated else 1
+    return Share(tiles.num_warps, columns, tiles.rows, halves, num_outputs, columns)
 
 
 def fitted(

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 from pallas_kernels.stream.emit import Mlir, Value
+from pallas_kernels.stream.joined import Joined
 from pallas_kernels.stream.matrix import COLUMNS, ROWS, x_sums_bytes
 from pallas_kernels.stream.product import BlockOfX, Lane, Stream
 
@@ -78,8 +79,8 @@ class _Walk:
     """The warp's stages first, first + step, ... of a stream."""
 
     def __init__(
-        self, stream: Stream, first: Value, step: int, x: Sequence[Value], ring: Ring,
-        kept: Kept | None = None, onward: Onward | None = None, of_row: bool = False,
+        self, stream: Stream | Joined[Totals], first: Value, step: int, x: Sequence[Value],
+        ring: Ring, kept: Kept | None = None, onward: Onward | None = None, of_row: bool = False,
     ):  # fmt: skip
         e = stream.e
         self.e, self.stream, self.x, self.kept, self.onward = e, stream, x, kept, onward
@@ -96,6 +97,7 @@ class _Walk:
         even = self.rounds * stream.num_tiles % self.depth == 0
         self.fixed = self.rounds <= UNROLLED and (even or not of_row)
         self.each = 4 * len(x)  # totals of a tile
+        self.later: Callable[[], None] | None = None
 
     def place(self, unit: int) -> Value:
         """Of the warp's tile `unit` in the ring."""
@@ -196,9 +198,14 @@ class _Walk:
                 keep = e.compare(stage, "lt", self.stages)
                 mine = [e.select(keep, a, b) for a, b in zip(mine, before, strict=True)]
             self.put(tile, totals, mine)
+            if self.later is not None:
+                self.later()
+                self.later = None
             if after >= self.depth:
                 e.warp_barrier()  # all lanes have read what is now overwritten
                 self.fetch(tile + self.depth, stage, at)
+            if isinstance(stream, Joined) and self.rounds == 1 and self.whole:
+                stream.between(tile, self.depth)
             unit = None
             if self.fixed and left is not None:
                 unit = tiles * (self.rounds - left - 1) + tile
@@ -207,18 +214,42 @@ class _Walk:
 
     def totals_of(self, tile: int, totals: list[Value], left: int | None) -> list[Value]:
         """Those of a tile so far; `left` as in `one_stage`."""
-        if self.stored is None:
-            return totals[self.each * tile : self.each * (tile + 1)]
+        stored, number = self.kept_at(tile)
+        if stored is None:
+            return totals[self.each * number : self.each * (number + 1)]
         if left == self.rounds - 1:
             return [0.0] * self.each
-        return self.stored.load(self.e, tile, self.each)
+        return stored.load(self.e, number, self.each)
 
     def put(self, tile: int, totals: list[Value], mine: list[Value]) -> None:
         """Takes a tile's new totals."""
-        if self.stored is None:
-            totals[self.each * tile : self.each * (tile + 1)] = mine
+        stored, number = self.kept_at(tile)
+        if stored is None:
+            totals[self.each * number : self.each * (number + 1)] = mine
         else:
-            self.stored.store(self.e, tile, mine)
+            stored.store(self.e, number, mine)
+
+    def kept_at(self, tile: int) -> tuple[Totals | None, int]:
+        """Where a tile's totals are, None for registers, and its number there."""
+        if not isinstance(self.stream, Joined):
+            return self.stored, tile
+        other, number = self.stream.number(tile)
+        return self.stream.totals if other else self.stored, number
+
+    def clear(self) -> None:
+        """Sets the totals in shared memory to zero."""
+        for tile in range(self.stream.num_tiles):
+            if self.kept_at(tile)[0] is not None:
+                self.put(tile, [], [0.0] * self.each)
+
+    def do(self, meanwhile: Callable[[], None]) -> None:
+        """At once, or after the first tile, where what it waits for is sure to be known."""
+        if isinstance(self.stream, Joined) and self.rounds == 1 and self.whole:
+            self.later = meanwhile
+            if self.stored is None:  # else there is a branch, as `run_kept` says
+                self.e.warp_barrier()  # compilers move no load that it waits for beyond this
+        else:
+            meanwhile()
 
     def run(
         self, totals: list[Value], held: list[BlockOfX] | None = None
@@ -251,10 +282,9 @@ class _Walk:
         loop = self.rounds * tiles > UNROLLED_KEPT
         x = None if loop else self.load_x(e.smaller(self.first, self.stages - 1), in_order=True)
         self.start()
-        meanwhile()
+        self.do(meanwhile)
         if loop or self.stages < self.step:  # the first stage adds to them, or there is none
-            for tile in range(tiles):
-                stored.store(e, tile, [0.0] * self.each)
+            self.clear()
         if loop:
             _ignore(self.run([]))
             return
@@ -272,7 +302,7 @@ class _Walk:
 
 
 def walk(
-    stream: Stream, first: Value, step: int, x: Sequence[Value], ring: Ring,
+    stream: Stream | Joined[Totals], first: Value, step: int, x: Sequence[Value], ring: Ring,
     meanwhile: Callable[[], None] = lambda: None, kept: Kept | None = None,
 ) -> list[Value]:  # fmt: skip
     """The products of stages first, first + step, ... of the matrix.
@@ -295,8 +325,11 @@ def walk(
         way.run_kept(meanwhile)
         return []
     way.start()
-    meanwhile()
-    return way.run([0.0] * (way.each * stream.num_tiles))[0]
+    way.do(meanwhile)
+    if way.rounds > UNROLLED:
+        way.clear()
+    own = stream.own_tiles if isinstance(stream, Joined) else stream.num_tiles
+    return way.run([0.0] * (way.each * own))[0]
 
 
 def hold(
