@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from moejax.ledger import Counts
 from moejax.memory.residency import CacheSpec, Residency
@@ -97,7 +98,8 @@ class ExpertStore:
       row_of: int32[M, E], rows; -1 for what is on the disk alone.
       terms: low-rank terms of gate and up, and of down, on the device, starts and ranks [M, E].
       replay: int32[steps, M, B, A], experts that steps of B tokens take in place of the router's,
-        for measurements; step s of the pool's life takes entry s modulo their number.
+        for measurements, by `in_place_of`; step s of the pool's life takes entry s modulo their
+        number.
       replay_ahead: int32[steps, M, t], what the layers before are to have expected of a layer in
         such a step, -1 for less than t; None for their routers' guesses.
       replay_probabilities: float32[steps, M, B, E], under a policy what the routers say of a decode
@@ -114,3 +116,12 @@ class ExpertStore:
     replay_ahead: jax.Array | None = None
     replay_probabilities: jax.Array | None = None
     replay_predicted: jax.Array | None = None
+
+
+def in_place_of(replayed: jax.Array, said: jax.Array) -> jax.Array:
+    """What is replayed, no sooner than a router has spoken, as where nothing is replayed.
+
+    Known from the start it would let XLA fetch for a layer before an earlier one has read the same
+    slots, and copy the slots for that. That no `said` is negative XLA cannot know.
+    """
+    return jnp.where(said < 0, said, replayed)

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax import ops
-from moejax.memory.expert_pool import ExpertPool, ExpertStore, PoolSpec
+from moejax.memory.expert_pool import ExpertPool, ExpertStore, PoolSpec, in_place_of
 from moejax.memory.placing import Jobs, Placed, Placing, State, terms_by_slot
 from moejax.memory.waiting import with_disk_rows
 from moejax.models.config import ModelConfig
@@ -260,7 +260,7 @@ class PooledExperts:
             return routing
         # The clock counts layers from 1 on: this is the number of the pool's step.
         step = (self.pool.residency.clock - 1) // self.spec.cache.num_layers
-        return routing._replace(ids=replay[step % len(replay), layer])
+        return routing._replace(ids=in_place_of(replay[step % len(replay), layer], routing.ids))
 
     @property
     def most_ahead(self) -> int:
@@ -301,15 +301,15 @@ class PooledExperts:
         return layer + 1 if isinstance(layer, int) else jnp.minimum(layer + 1, last)
 
     def _expected(self, layer: Index, predicted: Routing, token_mask: jax.Array) -> jax.Array:
-        """What the next layer's router is expected to choose (DyMoE eq. 6-8)."""
+        """What the next layer's router is expected to choose (DyMoE eq. 6-8); after this layer."""
         replay, replayed = self.store.replay_ahead, self.store.replay
+        scores = jnp.where(token_mask[:, None], foreseen(predicted, self.config), 0.0)
+        said = jax.lax.top_k(jnp.sum(scores, axis=0), self.most_ahead)[1]
         if replay is None or replayed is None or len(token_mask) != replayed.shape[2]:
-            scores = foreseen(predicted, self.config)
-            mass = jnp.sum(jnp.where(token_mask[:, None], scores, 0.0), axis=0)
-            return jax.lax.top_k(mass, self.most_ahead)[1]
-        # The clock has counted the layer before.
+            return said
         step = (self.pool.residency.clock - 2) // self.spec.cache.num_layers
-        return replay[step % len(replay), self.following(layer), : self.most_ahead]
+        row = replay[step % len(replay), self.following(layer), : self.most_ahead]
+        return in_place_of(row, said[: len(row)])
 
     def _prefetch(self, layer: Index, wanted: jax.Array, mask: jax.Array) -> None:
         """Brings experts of the next layer ahead, beside the products of this one."""

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax import ops
-from moejax.memory.expert_pool import ExpertStore
+from moejax.memory.expert_pool import ExpertStore, in_place_of
 from moejax.memory.pooled import PooledExperts
 from moejax.memory.tiered import TieredPool, TieredSpec, released
 from moejax.memory.tiered_placing import TieredPlacing
@@ -184,19 +184,20 @@ class TieredExperts:
         store, row = self._store[0], self._replay_row(routing)
         if store.replay is None or row is None:
             return routing
-        routing = routing._replace(ids=store.replay[row, layer])
+        routing = routing._replace(ids=in_place_of(store.replay[row, layer], routing.ids))
         if store.replay_probabilities is None:
             return routing
-        probabilities = store.replay_probabilities[row, layer]
+        probabilities = in_place_of(store.replay_probabilities[row, layer], routing.probabilities)
         weights = weights_of(probabilities, routing.ids, self.config)
         return Routing(probabilities, weights, routing.ids)
 
     def _predicted(self, layer: Index, routing: Routing, ahead: Callable[[], Routing]) -> jax.Array:
         """float32[N, E], of the next layer's router."""
         replay, row = self._store[0].replay_predicted, self._replay_row(routing)
+        said = foreseen(ahead(), self.config)
         if replay is None or row is None:
-            return foreseen(ahead(), self.config)
-        return replay[row, self._following(layer)]
+            return said
+        return in_place_of(replay[row, self._following(layer)], said)
 
     def _replay_row(self, routing: Routing) -> jax.Array | None:
         """Which entry of a replay is that of this step, before the layer is planned; None: none."""
