@@ -16,6 +16,7 @@ class Job:
       seconds: that it took on an H200, with nothing compiled before; roughly.
       words: after `python`; `{rows}` is the folder of rows, `{programs}` that of programs.
       memory: GiB of the card that JAX may take, below 1 a share of it; 0: as it does by itself.
+      warm: GiB that it needs beside others, for its programs alone; 0: they are not worth it.
     """
 
     part: str
@@ -23,6 +24,7 @@ class Job:
     seconds: float
     words: tuple[str, ...]
     memory: float = 0
+    warm: float = 0
 
     def arguments(self, rows: str, programs: str) -> list[str]:
         """What follows `python`, for a folder of rows and one of compiled programs."""
@@ -216,9 +218,21 @@ def _baselines() -> Iterator[Job]:
             )  # fmt: skip
 
 
+WARM_GIB = {"kernels": 10.0, "models": 34.0, "memory": 26.0, "policies": 26.0}  # by part
+LARGE_GIB = 66.0  # of the largest resident model
+MOST_WARM_GIB = 70.0  # what needs more compiles when it measures
+
+
+def _warmed(job: Job) -> Job:
+    """With what it needs to compile beside others."""
+    gib = job.memory or (LARGE_GIB if "Qwen3-Next" in job.name else WARM_GIB.get(job.part, 0.0))
+    compiles = job.part in WARM_GIB and any("{programs}" in word for word in job.words)
+    return dataclasses.replace(job, warm=gib if compiles and gib <= MOST_WARM_GIB else 0.0)
+
+
 def jobs() -> list[Job]:
     """All, by part."""
     makers = (
         _tests, _models, _kernels, _memory, _policies, _quantizers, _benchmark, _baselines,
     )  # fmt: skip
-    return [job for make in makers for job in make()]
+    return [_warmed(job) for make in makers for job in make()]
