@@ -110,7 +110,8 @@ class Ledger:
       disk_bytes: read from the disk, told by the reader.
       disk_reads: experts, likewise.
       disk_waits: of them, those that a step waited for.
-      disk_ahead: experts that were read since a policy foresaw them; not of `disk_waits`.
+      disk_ahead: experts that were read since a policy foresaw them; not of `disk_waits`, and
+        without those that a transfer asked for while they were being read.
       disk_ahead_used: of them, those that were then asked for and still in host memory.
       disk_trouble: tries that had to be repeated and requests that came to nothing, by name.
       bulk_requests: what became of requests between steps, by name, told by the transfers.

@@ -197,17 +197,18 @@ def named(
 
 def _take_links(given: dict[str, Any], directory: Path | None, config: ModelConfig | None) -> None:
     """Puts a profile's cross-layer shares in the place of its path, where they are looked at."""
-    path = Path(given.pop("links", "")).expanduser()
+    text = given.pop("links", "")
+    path = Path(text).expanduser()
     if not given.get("foresight") or given.get("foresee_by") != "links":
-        if path.name:
+        if text:
             raise MoejaxError(f"links={path} is for foresight above 0 with foresee_by=links")
         return
-    if not path.name and directory is None:
+    if not text and directory is None:
         raise MoejaxError("foresee_by=links needs a profile: links=FILE of moejax.profile_experts")
-    links = load_buddies(path if path.name else directory or path, config, directory).links
+    links = load_buddies(path if text else directory or path, config, directory).links
     if links is None:
         raise MoejaxError(
-            f"{path if path.name else directory}: the profile does not say which experts follow "
+            f"{path if text else directory}: the profile does not say which experts follow "
             "which; profile the model again (python -m moejax.profile_experts)"
         )
     given["links"] = links

@@ -16,7 +16,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import benchmark, cli, results
-from moejax.benchmarking import models, running
+from moejax.benchmarking import exactness, models, running
 from moejax.benchmarking.shapes import TINY
 from moejax.errors import MoejaxError
 from moejax.models.config import weight_shapes
@@ -74,8 +74,11 @@ class CheckpointTest(Case):
                 self.assertLess(abs(kl["value"]), 1e-6)
                 self.assertEqual(same["value"], 100)
 
-    def test_the_exact_model_may_have_no_room(self):
-        with mock.patch.object(models.CheckpointModels, "exact", side_effect=MoejaxError("no")):
+    @parameterized.parameters(
+        (models.CheckpointModels, "exact"), (exactness, "predicted"),
+    )  # fmt: skip
+    def test_there_may_be_no_room_to_compare(self, of, name):
+        with mock.patch.object(of, name, side_effect=MoejaxError("no")):
             status, out, err = run(
                 checkpoint=self.checkpoint, prompt_tokens=9, fidelity_share=0.5, runs=1,
                 **{"policy.name": "on_demand"},

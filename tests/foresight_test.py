@@ -103,7 +103,7 @@ class PolicyTest(parameterized.TestCase):
     def test_who_foresees_nothing(self):
         resident = jnp.zeros((M, 2, E), bool)
         for policy in (
-            DynaExq(period=1), OnDemand(), DynaExq(period=1, foresight=2, choice="first"),
+            DynaExq(period=1), OnDemand(),
             Compose(importance=DyMoE(), hotness=DynaExq(period=1)),
         ):  # fmt: skip
             _, state = policy.transfers(policy.init(SPEC), resident)
@@ -122,6 +122,8 @@ class PolicyTest(parameterized.TestCase):
     @parameterized.parameters(
         ({"foresight": -1}, "foresight=-1 must be an integer"),
         ({"foresight": E + 1}, f"foresight={E + 1}, but a layer has {E}"),
+        ({"foresee_by": "links"}, "foresee_by=links is for foresight above 0"),
+        ({"foresight": 2, "choice": "first"}, "foresight=2 is for choice=hot: first stays"),
         ({"foresee_by": "luck"}, "foresee_by='luck' must be one of scores, links"),
         ({"foresight": 1, "foresee_by": "links"}, "needs a profile"),
         (
@@ -153,7 +155,7 @@ class EngineTest(parameterized.TestCase):
             tiers=(f"high={self.folder}", f"low={self.folder}"),
         )  # fmt: skip
         return tiny_engine.load_tiny_engine(
-            self.folder, limits=Limits(host_gib=host_gib), policy=tiering
+            self.folder, limits=Limits(host_gib=host_gib, bulk=2), policy=tiering
         )
 
     @parameterized.parameters("scores", "links")
@@ -184,7 +186,12 @@ class EngineTest(parameterized.TestCase):
         with self.assertRaisesRegex(MoejaxError, "does not say which experts follow which"):
             self.engine(0, foresight=2, foresee_by="links")
         with self.assertRaisesRegex(MoejaxError, "links=.* is for foresight above 0"):
-            self.engine(0, links=str(self.folder))
+            self.engine(0, links=".")
+
+    def test_what_does_nothing_says_so(self):
+        with self.assertLogs("absl", "WARNING") as said:
+            self.engine(0, foresight=2)
+        self.assertIn("the policy's foresight does nothing", "".join(said.output))
 
 
 if __name__ == "__main__":

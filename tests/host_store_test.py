@@ -234,12 +234,15 @@ class PinnedTest(StoreTestCase):
 
     def test_mains_let_jax_pin_what_is_left_where_nobody_set_a_limit(self):
         variable = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-        with mock.patch.dict("os.environ"):
+        with mock.patch.dict("os.environ"), mock.patch.object(machine, "_has_gpu") as has_gpu:
             os.environ.pop(variable, None)
             for platform, left in (("cpu", 80 * 2**30), ("gpu", 64 * 2**30), ("gpu", None)):
                 with mock.patch.object(machine, "available_nbytes", return_value=left):
                     self.assertIsNone(machine.let_jax_pin(platform))
             with mock.patch.object(machine, "available_nbytes", return_value=80 * 2**30):
+                has_gpu.return_value = False
+                self.assertIsNone(machine.let_jax_pin("auto"))
+                has_gpu.return_value = True
                 self.assertEqual(machine.this_machine("gpu").pinned_nbytes, 80 * 2**30)
                 self.assertIn(f"{variable}=80 is set", machine.let_jax_pin("auto"))
                 self.assertEqual(machine.pinned_limit_nbytes(), 80 * 2**30)

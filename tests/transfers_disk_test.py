@@ -159,40 +159,54 @@ class DiskTest(TransfersTestCase):
                 disk.reader.wait(ticket, SECONDS)
 
     def test_what_is_foreseen_is_read_ahead(self):
-        disk = self.disk(4)  # of (0, 0) to (0, 3)
-        self.foresees(disk, (1, 4), (0, 3), (2, 5))
-        for expert in ((1, 4), (2, 5)):
+        disk = self.disk(6)  # of (0, 0) to (0, 5)
+        self.foresees(disk, (1, 4), (0, 0), (2, 5), (3, 7))
+        for expert in ((1, 4), (0, 0), (2, 5)):
             self.assert_row(disk, expert)
-        self.assertEqual(disk.reader.counters.reads, 2)  # (0, 3) was there
+        self.assertEqual(disk.row_of[3, 7], -1)  # more than half of the rows
+        self.assertEqual(disk.reader.counters.reads, 2)  # (0, 0) was there, and stayed
         told = disk.read_since()
         self.assertEqual((told["ahead"], told["ahead_used"]), (2, 0))
         self.assertIsNotNone(disk.borrow((1, 4)))
         disk.give_back((1, 4))
         self.assertIsNotNone(disk.borrow((1, 4)))  # a second use of the same is none
         disk.give_back((1, 4))
-        self.assertIsNotNone(disk.borrow((0, 3)))  # was not read ahead
+        self.assertIsNotNone(disk.borrow((0, 0)))  # was not read ahead
         told = disk.read_since()
         self.assertEqual((told["ahead"], told["ahead_used"], told["reads"]), (0, 1, 0))
 
     def test_what_is_foreseen_waits_for_what_is_asked_for(self):
-        disk = self.disk(4, ring=3)
+        disk, read, order = self.disk(12, ring=4), self.source.read, []
+        uses = np.zeros((4, 8), np.int32)
         self.source.gate.clear()
-        disk.foresee([(1, 1), (1, 2), (1, 3)])
-        self.step(disk, np.zeros((4, 8), np.int32))
-        self.assertEqual(set(disk._tickets), {(1, 1), (1, 2)})  # one place is left
-        self.assertIsNone(disk.borrow((2, 2)))
-        self.assertIn((2, 2), disk._tickets)
-        self.assertIsNone(disk.borrow((1, 2)))  # is a transfer's now
-        disk.foresee([(3, 3)])  # (1, 3) is out of date
-        self.source.gate.set()
-        self.foresees(disk, (3, 3))
-        self.assertEqual(disk.row_of[1, 3], -1)
-        for expert in ((1, 1), (2, 2), (1, 2), (3, 3)):
+
+        def noted(layer, expert, into, **how):
+            order.append((layer, expert))
+            read(layer, expert, into, **how)
+
+        with mock.patch.object(self.source, "read", noted):
+            disk.foresee([(2, 1), (2, 2), (2, 3), (2, 4), (2, 5)])
+            self.step(disk, uses)
+            self.assertEqual(list(disk._tickets), [(2, 1), (2, 2), (2, 3)])  # one place is left
+            self.assertIsNone(disk.borrow((3, 6)))
+            self.assertIsNone(disk.borrow((2, 3)))  # was only foreseen: asked for anew
+            self.assertEqual(list(disk._tickets)[2:], [(3, 6), (2, 3)])
+            self.step(disk, uses)
+            self.assertLen(disk._tickets, 4)  # nothing more is read ahead
+            self.source.gate.set()
+            for _ in range(24):
+                self.step(disk, uses)
+                for ticket in list(disk._tickets.values()):
+                    disk.reader.wait(ticket, SECONDS)
+        order.remove((2, 1))  # which the thread may have begun
+        self.assertEqual(order[:3], [(3, 6), (2, 3), (2, 2)])
+        for expert in ((2, 1), (2, 2), (2, 3), (2, 4), (2, 5), (3, 6)):
             self.assert_row(disk, expert)
-        self.assertEqual(disk.read_since()["ahead"], 2)  # (1, 1) and (3, 3)
+        self.assertEqual(disk.read_since()["ahead"], 4)  # all but (3, 6) and (2, 3)
+        self.assertEqual((disk._ahead, disk._foreseen), (set(), {}))
 
     def test_a_failure_of_what_was_only_foreseen_is_nobodys(self):
-        disk = self.disk(4, retries=0)
+        disk = self.disk(4, retries=0)  # of (0, 0) to (0, 3)
         self.source.faults = [OSError(5, "Input/output error")]
         with self.assertLogs("absl", "ERROR"):
             self.foresees(disk, (1, 4))

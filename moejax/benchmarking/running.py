@@ -24,6 +24,7 @@ from moejax.engine import STEPS_PER_CALL
 from moejax.errors import MoejaxError
 from moejax.generation import GenerationSettings
 from moejax.memory.budget import BudgetError
+from moejax.runner import Runner
 
 NO_MEMORY = "is out of memory"  # of `devices.plain_memory_errors`
 
@@ -95,6 +96,11 @@ def run(
     bandwidth = bandwidth_of(models.device)
     per_call = config.steps_per_call or STEPS_PER_CALL
     asked = {batch: _requests(config, models, file, batch) for batch in config.batches}
+    if config.fidelity_share:
+        for of in asked.values():
+            exactness.samples_of(
+                of.prompts, config.fidelity_share
+            )  # an error comes before the runs
     points: list[Point] = []
     outcome = Outcome(points, models.about, models.device, bandwidth, per_call)
     for batch, gib in config.points():
@@ -186,13 +192,25 @@ def _measured(
             )
         point = _point(models, asked, loaded, measured, batch, gib, context, bandwidth, before)
         if config.fidelity_share:
-            samples = exactness.samples_of(asked.prompts, config.fidelity_share)
-            with plain_memory_errors(models.device):
-                predicted = exactness.predicted(loaded.runner, samples)
-            point = dataclasses.replace(point, predicted=predicted)
+            point = dataclasses.replace(
+                point, predicted=_predicted(config, models, loaded.runner, asked)
+            )
         return point
     finally:
         loaded.close()
+
+
+def _predicted(
+    config: BenchmarkConfig, models: Models, runner: Runner, asked: Requests
+) -> np.ndarray | None:
+    """What `exactness` compares; None where it cannot be had, which is no loss of the times."""
+    samples = exactness.samples_of(asked.prompts, config.fidelity_share)
+    try:
+        with plain_memory_errors(models.device):
+            return exactness.predicted(runner, samples)
+    except MoejaxError as error:
+        exactness.say_unmeasured(error)
+        return None
 
 
 def _point(

@@ -149,14 +149,19 @@ class DiskExperts:
                 self._arrived[expert] = _Arrival(parts)
 
     def foresee(self, experts: Sequence[Expert]) -> None:
-        """Has experts read to rows of host memory while nothing else is asked of the disk.
+        """Has experts read to rows of host memory while no transfer waits for the disk.
 
         Args:
-          experts: the most urgent first. Of those that an earlier call named, what was not begun is
-            forgotten.
+          experts: the most urgent first, of which as many count as half of the rows: with more the
+            later ones would take the place of the first. Those that have a row keep it as if they
+            had just been used. What an earlier call named, and was not begun, is forgotten.
         """
         with self._lock:
-            self._foreseen = dict.fromkeys(experts)
+            most = self._store.num_rows // 2 if self._store is not None else 0
+            self._foreseen = dict.fromkeys(experts[:most])
+            if self.cache is not None:
+                for expert in reversed(self._foreseen):
+                    self.cache.touch(expert)
 
     def borrow(self, expert: Expert) -> Sequence[np.ndarray] | None:
         """See `host_store.RowSupply`; asks the reader where the expert is nowhere else."""
@@ -176,7 +181,7 @@ class DiskExperts:
             if (error := self._failed.pop(expert, None)) is not None:
                 raise MoejaxError(error)
             if expert not in self._tickets and len(self._tickets) < self._most_ahead:
-                ticket = self.reader.request(*expert)
+                ticket = self.reader.request(*expert, urgent=True)
                 if ticket is not None:
                     self._tickets[expert] = ticket
             return None
@@ -270,8 +275,11 @@ class DiskExperts:
                     self._brought.add(expert)
 
     def _read_ahead(self) -> None:
-        """Asks the reader for what is foreseen; one request fewer than it takes is left free."""
+        """Asks the reader for what is foreseen, where nobody waits; a block of it is left free."""
+        if len(self._tickets) > len(self._ahead):
+            return
         most = max(1, self._most_ahead - 1)
+        most -= sum(arrival.ticket is not None for arrival in self._arrived.values())
         while self._foreseen and len(self._tickets) < most:
             expert = next(iter(self._foreseen))
             known = expert in self._arrived or expert in self._tickets
@@ -285,8 +293,12 @@ class DiskExperts:
 
     def _count_use(self, expert: Expert) -> None:
         """Of an expert that is asked for now, which may have been read ahead and still be there."""
-        self._ahead.discard(expert)
         self._foreseen.pop(expert, None)
+        if expert in self._ahead:  # nobody waited for it: where it has not begun it is asked anew
+            self._ahead.discard(expert)
+            ticket = self._tickets[expert]
+            if ticket.state is State.QUEUED and self.reader.cancel(ticket):
+                del self._tickets[expert]
         if expert in self._brought:
             self._brought.discard(expert)
             self._num_ahead_used += expert in self._arrived or bool(self.row_of[expert] >= 0)

@@ -9,7 +9,7 @@ _DEFAULT_PINNED_GIB = 64  # XLA's own
 
 
 def this_machine(platform: str) -> Machine:
-    """What Linux says of the memory that is left, and what a run could pin of it.
+    """What Linux says of the memory that is left, and what a run of the mains could pin of it.
 
     Args:
       platform: "gpu", or one whose host memory is not pinned.
@@ -33,11 +33,17 @@ def let_jax_pin(platform: str) -> str | None:
       A line that says what was set; None where XLA's own limit does.
     """
     available = available_nbytes()
+    no_gpu = platform == "cpu" or (platform == "auto" and not _has_gpu())
     is_set = PINNED_LIMIT in os.environ
-    if platform == "cpu" or is_set or available is None or available <= pinned_limit_nbytes():
+    if no_gpu or is_set or available is None or available <= pinned_limit_nbytes():
         return None
     os.environ[PINNED_LIMIT] = str(available // GIB)
     return f"{PINNED_LIMIT}={available // GIB} is set: what memory is left may be pinned"
+
+
+def _has_gpu() -> bool:
+    """Whether Linux shows an NVIDIA GPU, under WSL too; JAX cannot be asked yet."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
 
 
 def pinned_limit_nbytes() -> int:

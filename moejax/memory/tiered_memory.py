@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 
 from moejax import ops
 from moejax.compiled import CompiledPrograms
@@ -73,6 +74,11 @@ class TieredMemory:
             lambda *held: ask(self.spec, *held)[1:], self.pool, self._coming(), self._room()
         )
         self._asks = len(moved.layer) + len(ahead.layer) > 0
+        if len(ahead.layer) and not any(tier.disk and tier.disk.cache for tier in tiers):
+            logging.warning(
+                "the policy's foresight does nothing: no tier has experts on the disk and rows of "
+                "host memory to read them to"
+            )
         self._lock = threading.RLock()
 
     @property

@@ -154,6 +154,10 @@ class DynaExq(ByContent):
             raise MoejaxError(f"max_requests={self.max_requests} must be even: they come in pairs")
         check_number("foresight", self.foresight, 0, 2**16, integer=True)
         check_choice("foresee_by", self.foresee_by, FORESEE_BY)
+        if self.foresee_by == "links" and not self.foresight:
+            raise MoejaxError("foresee_by=links is for foresight above 0")
+        if self.foresight and self.choice != "hot":
+            raise MoejaxError(f"foresight={self.foresight} is for choice=hot: {self.choice} stays")
         if self.links is not None:
             check_array("links", self.links)
         check_choice("choice", self.choice, CHOICES)
@@ -266,7 +270,7 @@ class DynaExq(ByContent):
         An expert that is in a slot still, and is to leave it, is likely to come back.
         """
         del resident
-        if not self.foresight or self.choice != "hot":
+        if not self.foresight:
             return no_requests()
         hot = state.settings.hot
         worth = state.scores if state.links is None else expected(state.scores, state.links)

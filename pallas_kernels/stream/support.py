@@ -55,9 +55,9 @@ def _of_terms(x: Operand, low_rank: Sequence[LowRank]) -> list[str]:
     for terms in low_rank:
         if terms.max_rank > MAX_RANK:
             found.append(f"low-rank terms of rank {terms.max_rank}, more than {MAX_RANK}")
-        words = terms.u.words
-        if (num_bytes := words.size * words.dtype.itemsize) > MOST_BYTES_OF_U:
-            found.append(f"U of low-rank terms has {num_bytes} bytes of words")
+        parts = [a for a in (terms.u.words, terms.u.scales, terms.u.zeros) if a is not None]
+        if (num_bytes := max(a.size * a.dtype.itemsize for a in parts)) > MOST_BYTES_OF_U:
+            found.append(f"U of low-rank terms has {num_bytes} bytes in an array")
         found += [f"V of low-rank terms: {reason}" for reason in _of_matrices(x, terms.v)]
     return list(dict.fromkeys(found))
 
