@@ -14,7 +14,7 @@ from moejax.evaluation.problems import GenerationTask
 from moejax.evaluation.tasks import TASKS
 from moejax.evaluation.texts import JOINS
 from moejax.generation import GenerationSettings
-from moejax.memory.budget import Limits, check_gib
+from moejax.memory.budget import PHASES, Limits, check_gib
 from moejax.models.shapes import SHAPES
 from moejax.options import RunConfig, option
 from moejax.options import to_config_dict as to_config_dict
@@ -48,6 +48,9 @@ class MemoryConfig(RunConfig):
         Limits.transient, "slots through which the others stream; 0: what keeps the link busy"
     )
     prefetch: int = option(Limits.prefetch, "experts of the next layer that are fetched ahead")
+    prefetch_in: str = option(
+        Limits.prefetch_in, "the steps that fetch ahead: both, prefill (of prompts) or decode"
+    )
     bulk: int = option(
         Limits.bulk, "experts that may be on their way to the accelerator between steps; 0: none"
     )
@@ -64,6 +67,8 @@ class MemoryConfig(RunConfig):
         for name in ("transient", "prefetch", "bulk"):
             if getattr(self, name) < 0:
                 raise MoejaxError(f"{name}={getattr(self, name)} must be 0 or a number of experts")
+        if self.prefetch_in not in PHASES:
+            raise MoejaxError(f"prefetch_in={self.prefetch_in!r} is none of {', '.join(PHASES)}")
 
 
 def check_share(share: float) -> None:

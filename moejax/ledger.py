@@ -78,16 +78,25 @@ class Counts:
           layer: int or int32[].
           **amounts: int32[] or int by the names of `EVENTS`.
         """
-        unknown = sorted(set(amounts) - set(EVENTS))
-        if unknown:
-            raise ValueError(f"no events {', '.join(unknown)}; there are {', '.join(EVENTS)}")
-        row = jnp.stack([jnp.asarray(amounts.get(name, 0), jnp.int32) for name in EVENTS])
-        return dataclasses.replace(self, events=self.events.at[layer].add(row))
+        return dataclasses.replace(self, events=self.events.at[layer].add(_columns(amounts)))
+
+    def add_everywhere(self, **amounts: jax.Array | int) -> "Counts":
+        """Adds to events of every layer; amounts as of `add`, or int32[M]."""
+        return dataclasses.replace(self, events=self.events + _columns(amounts))
 
     def add_gate_mass(self, layer: int | jax.Array, by_tier: jax.Array) -> "Counts":
         """Adds gate mass of one layer: float32[T]; the mass of all is their sum."""
         row = jnp.concatenate([by_tier.sum(keepdims=True), by_tier])
         return dataclasses.replace(self, gate=self.gate.at[layer].add(row))
+
+
+def _columns(amounts: Mapping[str, jax.Array | int]) -> jax.Array:
+    """int32[..., len(EVENTS)], in the order of `EVENTS`."""
+    unknown = sorted(set(amounts) - set(EVENTS))
+    if unknown:
+        raise ValueError(f"no events {', '.join(unknown)}; there are {', '.join(EVENTS)}")
+    given = (jnp.asarray(amounts.get(name, 0), jnp.int32) for name in EVENTS)
+    return jnp.stack(jnp.broadcast_arrays(*given), axis=-1)
 
 
 def no_counts(num_layers: int, num_tiers: int = 1) -> Counts:

@@ -116,7 +116,10 @@ def _pooled(
     """What runs experts that the model does not hold; None where it holds them."""
     if isinstance(program.pool, PoolSpec):
         assert isinstance(pool, ExpertPool) and isinstance(store, ExpertStore)
-        return PooledExperts(program.pool, model.config, pool, store, spec.experts, model.kernels)
+        return PooledExperts(
+            program.pool, model.config, pool, store, spec.experts, model.kernels,
+            is_prefill=num_prefilled is not None,
+        )  # fmt: skip
     if program.pool is None:
         return None
     assert isinstance(pool, TieredPool) and isinstance(store, tuple)

@@ -40,6 +40,7 @@ _PYTHON = flags.DEFINE_string("python", sys.executable, "that runs the jobs")
 _LIST = flags.DEFINE_bool("list", False, "say which jobs there are, and run none")
 WARM_SHARE = 0.97  # of a card's memory, for jobs side by side
 CONTEXT_GIB = 0.7  # of a process beside what JAX takes
+WARMED = 0.35  # of a job's seconds, where all its programs are compiled
 _PATIENCE = 20.0  # seconds from an interrupt to the end by force
 
 
@@ -161,7 +162,7 @@ def packed(waiting: Sequence[Job], cards: Sequence[str], mib: float) -> list[tup
 def warm_up(waiting: Sequence[Job], place: Place, cards: Sequence[str], seconds: float) -> None:
     """Runs jobs side by side for their programs, until all are done or the seconds are over."""
     mib, end = total_mib(cards[0]), time.monotonic() + seconds
-    beside = Place(place.folder / "warm", f"{place.folder}/programs")
+    beside = warmed(place)
     beside.folder.mkdir(parents=True, exist_ok=True)
 
     def one(job: Job, card: str) -> None:
@@ -174,16 +175,22 @@ def warm_up(waiting: Sequence[Job], place: Place, cards: Sequence[str], seconds:
         worker.join()
 
 
+def warmed(place: Place) -> Place:
+    """Where rows of jobs side by side go, with the programs of those that count."""
+    return Place(place.folder / "warm", f"{place.folder}/programs")
+
+
 def work(card: str, waiting: "queue.Queue[Job]", place: Place, end: float) -> None:
     """Of a card: job after job, while there is time for the next one."""
-    mib = total_mib(card)
+    mib, compiled = total_mib(card), warmed(place).finished
     while True:
         try:
             job = waiting.get_nowait()
         except queue.Empty:
             return
-        if time.monotonic() + job.seconds > end:
-            print(f"card {card} | {job.name} | left: no time for {job.seconds:g} s", flush=True)
+        seconds = job.seconds * (WARMED if job.name in compiled else 1)
+        if time.monotonic() + seconds > end:
+            print(f"card {card} | {job.name} | left: no time for {seconds:.0f} s", flush=True)
             continue
         print(f"card {card} | {job.name} | begins", flush=True)
         print(f"card {card} | {job.name} | {run(job, place, card, mib, end)}", flush=True)

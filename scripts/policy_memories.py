@@ -15,7 +15,14 @@ from moejax.benchmarking.shape_memory import (
 )
 from moejax.benchmarking.workloads import Workload
 from moejax.chunks import longest_chunk
-from moejax.memory.budget import BudgetError, Limits, Tier, TieredBudget, make_tiered_budget
+from moejax.memory.budget import (
+    BOTH,
+    BudgetError,
+    Limits,
+    Tier,
+    TieredBudget,
+    make_tiered_budget,
+)
 from moejax.models.config import ModelConfig
 from moejax.runner import Runner
 from scripts.policy_timing import Loop, Measured, Sizes
@@ -50,7 +57,7 @@ class Lab(ShapeMemories):
 
     def budget(
         self, bits: Sequence[int], gib: float, *, batch: int = 1, prefetch: int = 0, bulk: int = 0,
-        slots: Sequence[int] = (),
+        slots: Sequence[int] = (), prefetch_in: str = BOTH,
     ) -> TieredBudget:  # fmt: skip
         """What `moejax.memory` makes of so many GiB, for tiers of these precisions."""
         config, context = self.config, self.sizes.context
@@ -58,13 +65,12 @@ class Lab(ShapeMemories):
         return make_tiered_budget(
             config, {name: leaf.nbytes for name, leaf in self.dense.items()}, tiers, slots=slots,
             prefetch=prefetch, bulk=bulk, batch=batch, context=context,
-            chunk=longest_chunk(config, batch, context), limits=Limits(device_gib=gib),
+            chunk=longest_chunk(config, batch, context),
+            limits=Limits(device_gib=gib, prefetch_in=prefetch_in),
             platform=self.device.platform,
         )  # fmt: skip
 
-    def split(
-        self, bits: Sequence[int], gib: float, how: str, *, prefetch: int = 0, bulk: int = 0
-    ) -> TieredBudget:
+    def split(self, bits: Sequence[int], gib: float, how: str, **more: Any) -> TieredBudget:
         """The budget of two tiers whose slots are shared out by a rule, or as they say.
 
         Args:
@@ -72,18 +78,17 @@ class Lab(ShapeMemories):
           gib: of device memory.
           how: "rule", as `make_tiered_budget` does it; "high": the first tier has as many slots as
             there is room for, the second one what is left; or the numbers, as "4,0".
-          prefetch: as in `budget`.
-          bulk: likewise.
+          **more: as of `budget`.
         """
         if len(bits) == 1 or how == "rule":
-            return self.budget(bits, gib, prefetch=prefetch, bulk=bulk)
+            return self.budget(bits, gib, **more)
         if how != "high":
             given = [int(number) for number in how.split(",")]
-            return self.budget(bits, gib, prefetch=prefetch, bulk=bulk, slots=given)
+            return self.budget(bits, gib, slots=given, **more)
         found, num_experts = None, self.config.num_experts
         for high in range(1, num_experts + 1):
             try:
-                found = self.budget(bits, gib, prefetch=prefetch, bulk=bulk, slots=(high, 0))
+                found = self.budget(bits, gib, slots=(high, 0), **more)
             except BudgetError:
                 break
         if found is None:
@@ -91,7 +96,7 @@ class Lab(ShapeMemories):
         for low in range(1, num_experts + 1):
             slots = (found.tiers[0].slots, low)
             try:
-                found = self.budget(bits, gib, prefetch=prefetch, bulk=bulk, slots=slots)
+                found = self.budget(bits, gib, slots=slots, **more)
             except BudgetError:
                 break
         return found
@@ -125,7 +130,7 @@ class Lab(ShapeMemories):
         """
         memory = runner.memory
         if memory is not None:
-            replay(memory, workload, batch, self.device)
+            replay(memory, self.config, workload, batch, self.device)
         require_kernels(
             runner, batch, self.expect, shape=self.shape, context=self.sizes.context,
             prompt=self.sizes.prompt if ttft else 0,

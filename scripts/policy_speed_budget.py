@@ -4,8 +4,10 @@ XLA_CLIENT_MEM_FRACTION keeps JAX to it from outside; the peak stands beside the
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from moejax.benchmarking.shape_memory import Memory
+from moejax.memory.budget import BOTH, PREFILL
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.compose import Compose
 from moejax.policies.dymoe import DyMoE
@@ -28,6 +30,8 @@ PAPER = {
     },
 }  # fmt: skip
 
+OF_PROMPTS = " in prompts"  # look-ahead where it has something to hide behind; no row of the paper
+
 
 def dymoe(run: Run) -> None:
     """DyMoE's Table 3 under each budget."""
@@ -40,14 +44,17 @@ def _table_3(run: Run, gib: float) -> None:
     width, work = lab.config.experts_per_token, run.workload()
     rows: dict[str, Measured] = {}
 
-    def plain(slots: tuple[int, ...], prefetch: int) -> tuple[Callable[[], Memory], int]:
-        budget = lab.budget((4,), gib, slots=slots, prefetch=prefetch)
+    def plain(
+        slots: tuple[int, ...], prefetch: int, where: str = BOTH
+    ) -> tuple[Callable[[], Memory], int]:
+        budget = lab.budget((4,), gib, slots=slots, prefetch=prefetch, prefetch_in=where)
         plan = lab.plan_of(4, budget.tiers[0])
         return lambda: lab.tier_memory(plan), budget.total_device
 
-    def quantized(low: str, prefetch: int) -> tuple[Callable[[], Memory], int]:
+    def quantized(low: str, prefetch: int, where: str = BOTH) -> tuple[Callable[[], Memory], int]:
         policy = DyMoE(low=low, retention=retention, prefetch=prefetch)
-        return _policy(run, policy, (4,) if low else (4, 2), gib, prefetch=width if prefetch else 0)
+        bits, ahead = (4,) if low else (4, 2), width if prefetch else 0
+        return _policy(run, policy, bits, gib, prefetch=ahead, prefetch_in=where)
 
     table: dict[str, Callable[[], tuple[Callable[[], Memory], int]]] = {
         "load on demand": lambda: plain((0,), 0),
@@ -56,6 +63,9 @@ def _table_3(run: Run, gib: float) -> None:
         "cache, 4/2": lambda: quantized("", 0),
         "cache, 4/2, prefetch": lambda: quantized("", -1),
         "cache, 4/0, prefetch": lambda: quantized("skip", -1),
+        f"cache, prefetch{OF_PROMPTS}": lambda: plain((), width, PREFILL),
+        f"cache, 4/2, prefetch{OF_PROMPTS}": lambda: quantized("", -1, PREFILL),
+        f"cache, 4/0, prefetch{OF_PROMPTS}": lambda: quantized("skip", -1, PREFILL),
     }
     for name, planned in table.items():
         what = f"{name}, {gib:g} GiB"
@@ -82,17 +92,16 @@ def _ratios(run: Run, gib: float, base: str, name: str, rows: dict[str, Measured
             continue
         beside = {}
         if paper:
-            beside["paper"] = paper[base][index] / paper[name][index]
+            beside["paper"] = paper[base][index] / paper[name.removesuffix(OF_PROMPTS)][index]
         ratio = getattr(rows[base], part) / getattr(rows[name], part)
         run.report.add(f"{name} over {base}, {gib:g} GiB, {part.upper()}", ratio, "x", **beside)
 
 
 def _policy(
-    run: Run, policy: AnyPolicy, bits: tuple[int, ...], gib: float, *,
-    prefetch: int = 0, bulk: int = 0,
-) -> tuple[Callable[[], Memory], int]:  # fmt: skip
+    run: Run, policy: AnyPolicy, bits: tuple[int, ...], gib: float, **more: Any
+) -> tuple[Callable[[], Memory], int]:
     """What makes the memory of a policy, and its planned bytes."""
-    budget = run.lab.split(bits, gib, run.options.split, prefetch=prefetch, bulk=bulk)
+    budget = run.lab.split(bits, gib, run.options.split, **more)
     plans = [run.lab.plan_of(b, tier) for b, tier in zip(bits, budget.tiers, strict=True)]
     slots = ", ".join(
         f"{tier.slots} of {name}" for name, tier in zip(budget.names, budget.tiers, strict=True)

@@ -232,6 +232,7 @@ class LimitsTest(parameterized.TestCase):
         ({"slots": 129}, "memory.slots=129 is more than the 128 experts"),
         ({"transient": 200}, "memory.transient=200 is more than the 128 experts"),
         ({"slots": 2, "prefetch": 3}, "memory.prefetch=3 needs as many slots"),
+        ({"prefetch_in": "prompt"}, "memory.prefetch_in='prompt' is none of both, prefill, decode"),
         ({"slots": 100, "device_gib": 12}, "memory.device_gib=12 is too little for 100 slots"),
         ({"slots": 2, "host_gib": 0.01}, "memory.host_gib=0.01 is too little for the ring of 8"),
     )
@@ -276,6 +277,10 @@ class AdviceTest(parameterized.TestCase):
         found = warnings(budget_of(**limits), dataclasses.replace(MACHINE, **machine))
         self.assertLen(found, 1)
         self.assertIn(said, found[0])
+
+    def test_what_prompts_alone_fetch_ahead_evicts_nothing_that_decode_needs(self):
+        found = warnings(budget_of(slots=9, prefetch=4, prefetch_in="prefill"), MACHINE)
+        self.assertEqual(found, [])
 
     def test_what_is_well_is_not_spoken_of(self):
         self.assertEmpty(warnings(budget_of(slots=60), MACHINE))

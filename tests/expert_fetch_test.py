@@ -12,11 +12,20 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from pallas_kernels import expert_fetch as package
-from pallas_kernels.expert_fetch import CopyTiles, api, copying, fetch, fused, triton
+from pallas_kernels.expert_fetch import (
+    CopyTiles,
+    api,
+    copying,
+    fetch,
+    fetch_all,
+    fused,
+    triton,
+)
 from pallas_kernels.target import Target
 from tests.expert_fetch_contract import (
     CASES,
     QWEN3,
+    SMALL_BLOCKS,
     Case,
     Operands,
     random_operands,
@@ -84,6 +93,36 @@ class ContractTest(HostTestCase):
         )
         self.assertEqual(jax.tree.structure(found), jax.tree.structure(pools))
         self.assertIsNone(violation([found["a"][name] for name in names], operands))
+
+    @parameterized.product(
+        how=("reference", "triton"), sizes=(("one_element", "jobs_17"), ("whole_blocks",) * 3)
+    )
+    def test_several_stores_in_one_launch(self, how, sizes):
+        cases = [CASES[name] for name in sizes]
+        given = [random_operands(case, seed) for seed, case in enumerate(cases)]
+        call, launched = triton.launch.triton_call, []
+
+        def counted(*args: Any, **more: Any) -> Any:
+            launched.append(more["name"])
+            return call(*args, **more)
+
+        with mock.patch.object(triton.launch, "triton_call", counted):
+            found = fetch_all(
+                [api.Job(*operands) for operands in given],
+                implementation=how, tiles=SMALL_BLOCKS, interpret=how == "triton",
+            )  # fmt: skip
+        self.assertLen(launched, how == "triton")
+        for pools, operands in zip(found, given, strict=True):
+            self.assertIsNone(violation(pools, operands))
+
+    def test_of_several_stores_one_without_jobs(self):
+        given = [random_operands(Case(), seed) for seed in (5, 6)]
+        given[0] = given[0]._replace(src=given[0].src[:0], dst=given[0].dst[:0])
+        found = fetch_all(
+            [api.Job(*operands) for operands in given], implementation="triton", interpret=True
+        )
+        for pools, operands in zip(found, given, strict=True):
+            self.assertIsNone(violation(pools, operands))
 
     def test_no_jobs(self):
         operands = random_operands(Case(), seed=4)

@@ -93,6 +93,44 @@ class InvisibleTest(parameterized.TestCase):
         self.assertEqual(found, places)
         self.check_memory(runner)
 
+    @parameterized.product(
+        name=tuple(CONFIGS), policy=("50 % and prefetch", "25 %", "no cache"), held=(0, 24)
+    )
+    def test_what_no_host_row_holds_the_step_waits_for(self, name, policy, held):
+        config, device = CONFIGS[name], jax.devices("gpu")[0]
+        slots, transient, prefetch = POLICIES[policy]
+        weights = random_weights(config, Packing(bits=4, attention_bits=4), device)
+        dense = {leaf: array for leaf, array in weights.items() if leaf not in EXPERT_LEAVES}
+        rows = [
+            jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), weights[leaf])
+            for leaf in EXPERT_LEAVES
+        ]
+        kept, asked = jax.device_get([jax.tree.leaves(stack) for stack in rows]), []
+
+        def read(layer, experts):
+            asked.extend(int(expert) for expert in np.asarray(experts) if expert >= 0)
+            index = int(layer) * NUM_EXPERTS + np.maximum(np.asarray(experts), 0)
+            return tuple(np.asarray(leaf)[index] for stack in kept for leaf in stack)
+
+        cache = CacheSpec(
+            num_layers=config.num_layers, num_experts=NUM_EXPERTS, slots=slots,
+            transient=transient, banks=2 if prefetch else 1,
+        )  # fmt: skip
+        number = np.arange(config.num_layers * NUM_EXPERTS)
+        row_of = np.where(number < held, number, -1).reshape(-1, NUM_EXPERTS)
+        hosts = [jax.tree.map(lambda leaf: leaf[:held], stack) for stack in rows]
+        hosts = [pinned_rows(jax.tree.map(lambda leaf: leaf[None], host), device) for host in hosts]
+        memory = ExpertMemory.of_rows(PoolSpec(cache, prefetch, read), *hosts, row_of, device)
+        rng = np.random.default_rng(0)
+        prompts = [rng.integers(0, config.vocab_size, n).tolist() for n in (9, 70)]
+        resident = Runner(config, weights, device)
+        runner = Runner(config, dense, device, memory=memory)
+        for batch in (prompts[:1], prompts):
+            self.assertEqual(answers(runner, batch), answers(resident, batch))
+        waits = memory.settle().as_dict()["totals"]["waits"]
+        self.assertEqual(waits, len(asked))
+        self.assertGreater(waits, 0)
+
     def check_memory(self, runner: Runner) -> None:
         """Compiled steps alias the pool, and need little beside it.
 

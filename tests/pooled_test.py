@@ -127,6 +127,23 @@ class InvisibleTest(parameterized.TestCase):
         self.assertEqual(events["streamed"] > 0, slots < config.num_experts)
         self.assertEqual(events["prefetched"] > 0, prefetch > 0)
 
+    @parameterized.parameters("prefill", "decode")
+    def test_one_phase_alone_looks_ahead(self, phase):
+        config, policy = CONFIGS["qwen3_moe"], POLICIES["50 % and prefetch"]
+        runner = pooled_runner(config, random_weights(config), policy)
+        memory = runner.memory
+        memory.spec = dataclasses.replace(memory.spec, prefetch_in=phase)
+        runner = Runner(config, runner.weights, CPU, memory=memory)
+        settings, came = GenerationSettings.of(max_new_tokens=9), []
+        session = runner.prefill(PROMPTS[:1], 64, settings, ())
+        for _ in range(2):
+            came.append(memory.settle().total("prefetched"))
+            runner.decode(session, 4, 4)
+        came.append(memory.settle().total("prefetched"))
+        self.assertEqual(came[0] > 0, phase == "prefill")
+        self.assertEqual(came[2] > came[0], phase == "decode")
+        self.assertEqual(answers(runner, PROMPTS[:1]), of_resident(config)[2][0])
+
     def test_a_step_neither_retraces_nor_copies_the_pool(self):
         runner = pooled_runner(QWEN, random_weights(QWEN), POLICIES["50 % and prefetch"])
         self.assertEqual(answers(runner, PROMPTS), of_resident(QWEN)[2][1])

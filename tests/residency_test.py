@@ -66,6 +66,24 @@ class RulesTest(parameterized.TestCase):
         self.assertIn(int(made.admitted_slots[0]), (1, 2))
         self.assertGreaterEqual(int(state.slot_of[0, 5]), 0)
 
+    def test_all_layers_release_as_each_does_by_itself(self):
+        one, rng = spec(5, 8, 3, 1), np.random.default_rng(0)
+        state, counts = residency.empty(one), ledger.no_counts(5)
+        for step in range(30):
+            layer, experts = step % 5, rng.choice(8, 2, replace=False)
+            if step % 3:
+                _, state, counts = planned(one, state, experts, layer=layer, counts=counts)
+            else:
+                wanted = mask(8, *experts)
+                _, state, counts = residency.predict(one, state, layer, wanted, 2, counts)
+        gone = jnp.asarray(rng.random((5, 8)) < 0.5)
+        found, told = residency.release_everywhere(state, gone, counts)
+        found.check(one)
+        for layer in range(5):
+            state, counts = residency.release(state, layer, gone[layer], counts)
+        self.assertGreater(int(counts.prefetch_waste.sum()), 0)
+        jax.tree.map(np.testing.assert_array_equal, (found, told), (state, counts))
+
     def test_a_scan_evicts_nothing(self):
         one = spec(1, 8, 3, 2)
         state = residency.seeded(one, np.array([[5, 1]]))

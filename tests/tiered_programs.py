@@ -63,6 +63,7 @@ def with_replay(store: ExpertStore, config: ModelConfig) -> ExpertStore:
     return dataclasses.replace(
         store, replay=leaf_of((*shape, config.experts_per_token), jnp.int32),
         replay_probabilities=said, replay_predicted=said,
+        replay_weights=leaf_of((*shape, config.experts_per_token), jnp.float32),
     )  # fmt: skip
 
 

@@ -241,7 +241,7 @@ class ShapeModels:
     def _moving(
         self, memory: Memory, work: routing.Routing, batch: int, budget: Budget | TieredBudget
     ) -> Loaded:
-        replay(memory, work.work, batch, self.device)
+        replay(memory, self.config, work.work, batch, self.device)
         runner = Runner(self.config, self._memories.dense, self.device, memory=memory)
         said = f"decode: {work.about}; prefill: the random routers' own, near uniform"
         if gib := self._asked.memory.host_gib:

@@ -6,6 +6,7 @@ share rows of `FEW_GIB`, which is more than a processor's cache holds.
 """
 
 import dataclasses
+import functools
 import math
 import sys
 import time
@@ -19,7 +20,7 @@ from moejax import ops
 from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.benchmarking.synthetic_rows import SyntheticRows
 from moejax.benchmarking.workloads import Workload
-from moejax.memory.budget import Budget
+from moejax.memory.budget import BOTH, Budget
 from moejax.memory.expert_memory import ExpertMemory
 from moejax.memory.expert_pool import PoolSpec
 from moejax.memory.host_store import HeldRows
@@ -27,6 +28,7 @@ from moejax.memory.residency import CacheSpec
 from moejax.memory.tiered_memory import TieredMemory, warmed
 from moejax.memory.transfers import Transfers
 from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.routing import weights_of
 from moejax.policies.interface import AnyPolicy
 from moejax.served import EXPERT_LEAVES
 from pallas_kernels import layout
@@ -52,6 +54,7 @@ class TierPlan:
       prefetch: experts of the next layer that are brought ahead at most.
       bulk: experts on their way between steps at most; 0: none ever.
       first: int32[M, n], what the slots hold before any step; None: nothing, or all.
+      prefetch_in: the steps that bring experts ahead, one of `budget.PHASES`.
       few_rows: the experts share a few rows of host memory.
     """
 
@@ -61,6 +64,7 @@ class TierPlan:
     prefetch: int = 0
     bulk: int = 0
     first: np.ndarray | None = None
+    prefetch_in: str = BOTH
     few_rows: bool = False
 
 
@@ -130,7 +134,7 @@ class ShapeMemories:
             num_layers=self.num_layers, num_experts=num_experts, slots=plan.slots,
             transient=transient, banks=2 if plan.prefetch else 1,
         )  # fmt: skip
-        spec = PoolSpec(cache, plan.prefetch)
+        spec = PoolSpec(cache, plan.prefetch, prefetch_in=plan.prefetch_in)
         memory = ExpertMemory.of_rows(spec, *rows.stacks, rows.row_of, self.device)
         first = plan.first
         if is_full:
@@ -170,11 +174,21 @@ class ShapeMemories:
         limits = budget.limits
         return TierPlan(
             bits=bits, slots=budget.slots, transient=budget.transient, prefetch=limits.prefetch,
-            bulk=limits.bulk, **more,
+            prefetch_in=limits.prefetch_in, bulk=limits.bulk, **more,
         )  # fmt: skip
 
 
-def replay(memory: Memory, workload: Workload, batch: int, device: jax.Device) -> None:
+@functools.partial(jax.jit, static_argnums=2)
+def _weights_of(probabilities: jax.Array, ids: jax.Array, config: ModelConfig) -> jax.Array:
+    """float32[S, M, B, A], as the model's routers weigh them."""
+    num_experts, width = probabilities.shape[-1], ids.shape[-1]
+    flat = probabilities.reshape(-1, num_experts), ids.reshape(-1, width)
+    return weights_of(*flat, config).reshape(ids.shape)
+
+
+def replay(
+    memory: Memory, config: ModelConfig, workload: Workload, batch: int, device: jax.Device
+) -> None:
     """From now on decode steps of so many sequences take what the workload says."""
     if workload.ids.shape[2] != batch:
         raise ValueError(f"a workload of {workload.ids.shape[2]} sequences, not {batch}")
@@ -185,10 +199,12 @@ def replay(memory: Memory, workload: Workload, batch: int, device: jax.Device) -
     ids = kept(workload.ids)
     if isinstance(memory, TieredMemory):
         looks = memory.spec.policy.needs.predicted
+        probabilities = kept(workload.probabilities)
         first, *others = memory.tiers
         first.store = dataclasses.replace(
             first.store, replay=ids, replay_ahead=None,
-            replay_probabilities=kept(workload.probabilities),
+            replay_probabilities=probabilities,
+            replay_weights=_weights_of(probabilities, ids, config),
             replay_predicted=kept(workload.predicted) if looks else None,
         )  # fmt: skip
         for tier in others:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.ledger import Counts
+from moejax.memory.budget.limits import BOTH, DECODE, PREFILL
 from moejax.memory.residency import CacheSpec, Residency
 from moejax.qtensor import Compensator, Weight
 
@@ -43,6 +44,7 @@ class PoolSpec:
         fetched.
       between_steps: nobody asks for an expert that is not in a slot, as they come between steps
         alone (`policies.interface.tiers_between_steps`): steps fetch nothing.
+      prefetch_in: the steps that bring experts ahead, one of `budget.limits.PHASES`.
     """
 
     cache: CacheSpec
@@ -51,6 +53,11 @@ class PoolSpec:
     emulated: bool = False
     is_complete: bool = False
     between_steps: bool = False
+    prefetch_in: str = BOTH
+
+    def looks_ahead(self, is_prefill: bool) -> bool:
+        """Whether steps of prompts, or of decode, bring experts of the next layer."""
+        return self.prefetch > 0 and self.prefetch_in in (BOTH, PREFILL if is_prefill else DECODE)
 
     @property
     def is_still(self) -> bool:
@@ -103,7 +110,9 @@ class ExpertStore:
       replay_ahead: int32[steps, M, t], what the layers before are to have expected of a layer in
         such a step, -1 for less than t; None for their routers' guesses.
       replay_probabilities: float32[steps, M, B, E], under a policy what the routers say of a decode
-        step's tokens, beside `replay`; the weights are theirs. None: what they really say.
+        step's tokens, beside `replay`. None: what they really say.
+      replay_weights: float32[steps, M, B, A], likewise the weights of `replay`; with
+        `replay_probabilities`.
       replay_predicted: float32[steps, M, B, E], likewise what the layers before are to have said of
         a layer (`Observation.predicted`); that of layer 0 is not read. None: what they really say.
     """
@@ -115,6 +124,7 @@ class ExpertStore:
     replay: jax.Array | None = None
     replay_ahead: jax.Array | None = None
     replay_probabilities: jax.Array | None = None
+    replay_weights: jax.Array | None = None
     replay_predicted: jax.Array | None = None
 
 

@@ -175,7 +175,9 @@ def load_experts(
         num_layers=num_layers, num_experts=num_experts, slots=budget.slots,
         transient=budget.transient, banks=budget.banks,
     )  # fmt: skip
-    spec = PoolSpec(cache, budget.limits.prefetch, disk.read if disk else None)
+    limits = budget.limits
+    read = disk.read if disk else None
+    spec = PoolSpec(cache, limits.prefetch, read, prefetch_in=limits.prefetch_in)
     memory = ExpertMemory.of_rows(spec, gate_up, down, row_of, device, terms)
     memory.disk = disk
     if budget.limits.bulk:

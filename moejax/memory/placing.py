@@ -44,6 +44,7 @@ class Placed(NamedTuple):
     streamed: Jobs  # [W, B]
     # int32[n] each: experts that are among these, an expert maybe twice, with their slots and waves
     holders: tuple[jax.Array, jax.Array, jax.Array]
+    is_by_kernel: bool = False  # which says of pairs that are not active that they are in wave -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Placing:
             flat = (routing.ids.reshape(-1), made.slot.reshape(-1), made.wave.reshape(-1))
             admitted = Jobs(made.rows, made.slots, None)
             streamed = Jobs(made.streamed, transient, None)
-            placed = Placed(made.slot, made.wave, admitted, streamed, flat)
+            placed = Placed(made.slot, made.wave, admitted, streamed, flat, True)
             return self._at_once(placed, num_pairs), changed(state, found)
         active = jnp.broadcast_to(token_mask[:, None], routing.ids.shape)
         needed = _marked(routing.ids, active, cache.num_experts)

@@ -16,7 +16,7 @@ Axes: N tokens, A experts a token, P parts of a product; the rest as in `moejax.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -43,6 +43,20 @@ from moejax.qtensor import Compensator, QTensor, Weight
 from pallas_kernels import expert_fetch
 
 
+def bring_together(runs: Sequence["PooledExperts"], layer: Index, plans: Sequence[Placed]) -> None:
+    """Copies what a layer needs into the slots of each pool, by one launch where a kernel can."""
+    for run in runs:
+        run.begin(layer)
+    jobs = {i: job for i, run in enumerate(runs) if (job := run.job(plans[i].admitted))}
+    if len(jobs) < 2 or any(runs[i].fetched_by(job) != "triton" for i, job in jobs.items()):
+        for run, plan in zip(runs, plans, strict=True):
+            run.fill(layer, plan.admitted)
+        return
+    found = expert_fetch.fetch_all(list(jobs.values()), implementation="triton")
+    for i, pools in zip(jobs, found, strict=True):
+        runs[i].fetched(layer, pools, plans[i].admitted)
+
+
 class PooledExperts:
     """Runs the experts of one step's layers; `pool` is the state after the layers so far."""
 
@@ -54,6 +68,7 @@ class PooledExperts:
         store: ExpertStore,
         via: ExpertsVia,
         kernels: ops.Kernels,
+        is_prefill: bool = False,
     ):
         """For one trace.
 
@@ -64,7 +79,9 @@ class PooledExperts:
           store: the host's rows.
           via: "row", "block", "block_in_cache" or "grouped_kernel".
           kernels: which may serve packed experts.
+          is_prefill: whether the step is one of prompts.
         """
+        self._looks_ahead = spec.looks_ahead(is_prefill)
         self.spec, self.config, self.pool, self.store = spec, config, pool, store
         self._via, self._kernels = via, kernels
         self._turn = -1  # of the layer that runs: its number, but for a multiple of the banks
@@ -134,8 +151,7 @@ class PooledExperts:
             return self._run(x, *self.placed(layer, routing, active, plan))
         in_turns = self.spec.cache.banks > 1 and not isinstance(layer, int)  # as only chunks are
         products = (self._in_turns if in_turns else self._in_waves)(layer, x, plan, active)
-        if ahead and self.most_ahead:  # what waits for slots of a wave would be copied
-            self._prefetch(layer, ahead(), mask)
+        self.look_ahead(layer, mask, ahead)  # what waits for slots of a wave would be copied
         return products
 
     def brought(
@@ -155,9 +171,18 @@ class PooledExperts:
         self, layer: Index, plan: Placed, mask: jax.Array, ahead: Callable[[], jax.Array] | None
     ) -> None:
         """As `brought`, of a plan that the slots know of."""
+        bring_together([self], layer, [plan])
+        self.look_ahead(layer, mask, ahead)
+
+    def begin(self, layer: Index) -> None:
+        """What is brought from here on is of this layer and those after it."""
         self._turn = layer if isinstance(layer, int) else self._turn + 1
-        self._bring(layer, plan.admitted)
-        if ahead and self.most_ahead:  # beside the products
+
+    def look_ahead(
+        self, layer: Index, mask: jax.Array, ahead: Callable[[], jax.Array] | None
+    ) -> None:
+        """Brings what the next layer is expected to need, beside the products of this one."""
+        if ahead and self.most_ahead:
             self._prefetch(layer, ahead(), mask)
 
     def num_waves(self, num_pairs: int) -> int:
@@ -170,7 +195,8 @@ class PooledExperts:
         self, layer: Index, routing: Routing, active: jax.Array, plan: Placed
     ) -> tuple[Pairs, Experts]:
         """What runs where there are no waves."""
-        pairs = Pairs(plan.slot, active & (plan.wave == 0))
+        tier = plan.wave if plan.is_by_kernel else None  # which knows of wave 0 and of none alone
+        pairs = Pairs(plan.slot, active & (plan.wave == 0), tier)
         if self.spec.emulated:
             pairs = Pairs(self.store.row_of[layer][routing.ids], active)
         return pairs, self._experts(layer, plan, 0)
@@ -265,6 +291,8 @@ class PooledExperts:
     @property
     def most_ahead(self) -> int:
         """Experts of a layer that are brought ahead at most."""
+        if not self._looks_ahead:
+            return 0
         cache = self.spec.cache
         return min(self.spec.prefetch, cache.slots, cache.num_experts)
 
@@ -320,10 +348,14 @@ class PooledExperts:
         self.set_slots(state)
         self._bring(following, jobs, 1, beside=True)
 
-    def fill(self, layer: int, jobs: Jobs) -> None:
-        """Copies experts into slots of the bank of a layer, outside of a step."""
-        self._turn = layer
+    def fill(self, layer: Index, jobs: Jobs) -> None:
+        """Copies experts of the layer that was begun into slots of its bank."""
         self._bring(layer, jobs)
+
+    def fetched(self, layer: Index, pools: tuple[Weight, Weight], jobs: Jobs) -> None:
+        """As `fill`, after a fetch from host memory that gave these arrays."""
+        self._set_bank(pools)
+        self._bring_from_disk(layer, jobs, 0)
 
     def _bring(self, layer: Index, jobs: Jobs, bank: int = 0, beside: bool = False) -> None:
         """Copies experts of a layer into slots, from host memory or from the disk.
@@ -334,36 +366,49 @@ class PooledExperts:
           bank: to that of the layer which runs (0), or the next one (1).
           beside: products that read the other bank, once what these wait for is there.
         """
-        store, pool = self.store, self.pool
-        rows, slots, experts = jobs
-        if not rows.size or self.spec.is_still:
-            return
-        pools = self._bank(bank)
-        if store.gate_up.shape[0]:
-            hosts = (store.gate_up, store.down)
-            how = "reference"
-            if self._kernels.target is not None:
-                chosen = expert_fetch.choose(pools, hosts, self._kernels.target)
-                how = chosen.implementation
-                if self._kernels.target.platform == "gpu" and how == "reference":
-                    raise ValueError(f"experts cannot be fetched: {chosen.describe()}")
-            beside = beside and how == "triton"
+        job = self.job(jobs, bank)
+        if job is not None:
+            how = self.fetched_by(job)
             pools = expert_fetch.fetch(
-                pools,
-                hosts,
-                rows,
-                slots,
+                *job,
                 implementation=how,
-                tiles=expert_fetch.default_tiles_beside() if beside else None,
-                after=self._bank(1 - bank) if beside else (),
+                tiles=expert_fetch.default_tiles_beside() if beside and how == "triton" else None,
+                after=self._bank(1 - bank) if beside and how == "triton" else (),
             )
-        counts = pool.counts
-        if self.spec.read is not None:
-            assert experts is not None
-            absent = (experts >= 0) & (rows < 0)
-            pools = with_disk_rows(pools, self.spec.read, layer, experts, slots, absent)
-            counts = counts.add(layer, waits=jnp.sum(absent))
-        self.pool = dataclasses.replace(pool, counts=counts)
+            self._set_bank(pools, bank)
+        self._bring_from_disk(layer, jobs, bank)
+
+    def job(self, jobs: Jobs, bank: int = 0) -> expert_fetch.Job | None:
+        """Of a fetch from host memory; None where nothing comes from there."""
+        store = self.store
+        if not jobs.rows.size or self.spec.is_still or not store.gate_up.shape[0]:
+            return None
+        hosts = (store.gate_up, store.down)
+        return expert_fetch.Job(self._bank(bank), hosts, jobs.rows, jobs.slots)
+
+    def fetched_by(self, job: expert_fetch.Job) -> str:
+        """The implementation.
+
+        Raises:
+          ValueError: on a GPU the kernel refuses.
+        """
+        if self._kernels.target is None:
+            return "reference"
+        chosen = expert_fetch.choose(job.pools, job.hosts, self._kernels.target)
+        if self._kernels.target.platform == "gpu" and chosen.implementation == "reference":
+            raise ValueError(f"experts cannot be fetched: {chosen.describe()}")
+        return chosen.implementation
+
+    def _bring_from_disk(self, layer: Index, jobs: Jobs, bank: int) -> None:
+        """What no row of the host store has."""
+        if self.spec.read is None or not jobs.rows.size or self.spec.is_still:
+            return
+        rows, slots, experts = jobs
+        assert experts is not None
+        absent = (experts >= 0) & (rows < 0)
+        pools = with_disk_rows(self._bank(bank), self.spec.read, layer, experts, slots, absent)
+        counts = self.pool.counts.add(layer, waits=jnp.sum(absent))
+        self.pool = dataclasses.replace(self.pool, counts=counts)
         self._set_bank(pools, bank)
 
     def _run(self, x: jax.Array, pairs: Pairs, experts: Experts) -> jax.Array:

@@ -117,24 +117,41 @@ def ask(
         moves = (requests.layer >= 0) & ~resident[requests.layer, requests.tier, requests.expert]
         sets_out = pairs_with_room(moves, room)
         requests = Requests(*(jnp.where(sets_out, field, -1) for field in requests))
-    expert = jnp.arange(num_experts, dtype=jnp.int32)
+    if not len(requests.layer):
+        return dataclasses.replace(pool, state=state), requests, ahead
+    pools = tuple(
+        _without_better(p, i, requests) if not is_full and len(pool.pools) > 1 else p
+        for i, (p, is_full) in enumerate(zip(pool.pools, spec.full, strict=True))
+    )
+    if any(of.emulated for of in spec.pools):
+        pools = _all_landed(spec, pools, requests)
+    return dataclasses.replace(pool, pools=pools, state=state), requests, ahead
+
+
+def _without_better(pool: ExpertPool, tier: int, requests: Requests) -> ExpertPool:
+    """A tier's pool without the experts that are asked for in one of lower fidelity."""
+    shape = pool.residency.pinned.shape
+    layer = jnp.where((requests.layer >= 0) & (requests.tier > tier), requests.layer, shape[0])
+    gone = jnp.zeros(shape, bool).at[layer, requests.expert].set(True, mode="drop")
+    residency, counts = tables.release_everywhere(pool.residency, gone, pool.counts)
+    return dataclasses.replace(pool, residency=residency, counts=counts)
+
+
+def _all_landed(
+    spec: TieredSpec, pools: tuple[ExpertPool, ...], requests: Requests
+) -> tuple[ExpertPool, ...]:
+    """With what is asked for in the slots of emulated pools, in the order of asking."""
 
     def one(index: jax.Array, pools: tuple[ExpertPool, ...]) -> tuple[ExpertPool, ...]:
-        layer, tier = requests.layer[index], requests.tier[index]
-        asked = (expert == requests.expert[index]) & (layer >= 0)
-        layer, found = jnp.maximum(layer, 0), list(pools)
-        for i, is_full in enumerate(spec.full):
-            if not is_full and len(pools) > 1:
-                found[i] = released(found[i], layer, asked & (tier > i))
-            if spec.pools[i].emulated:
-                comes = jnp.where(jnp.any(asked) & (tier == i), requests.expert[index], -1)
-                found[i] = _landed(spec.pools[i].cache, found[i], layer, comes[None])
+        layer, expert, tier = (numbers[index] for numbers in requests)
+        found = list(pools)
+        for i, of in enumerate(spec.pools):
+            if of.emulated:
+                comes = jnp.where((layer >= 0) & (tier == i), expert, -1)
+                found[i] = _landed(of.cache, found[i], jnp.maximum(layer, 0), comes[None])
         return tuple(found)
 
-    pools, number = pool.pools, len(requests.layer)
-    if number:
-        pools = jax.lax.fori_loop(0, number, one, pools)
-    return dataclasses.replace(pool, pools=pools, state=state), requests, ahead
+    return jax.lax.fori_loop(0, len(requests.layer), one, pools)
 
 
 def _landed(cache: CacheSpec, pool: ExpertPool, layer: jax.Array, experts: jax.Array) -> ExpertPool:

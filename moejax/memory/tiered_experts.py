@@ -19,14 +19,14 @@ import jax.numpy as jnp
 
 from moejax import ops
 from moejax.memory.expert_pool import ExpertStore, in_place_of
-from moejax.memory.pooled import PooledExperts
+from moejax.memory.pooled import PooledExperts, bring_together
 from moejax.memory.tiered import TieredPool, TieredSpec, released
 from moejax.memory.tiered_placing import TieredPlacing
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import Experts, Pairs, combine, products_of_tiers
 from moejax.models.grouped_experts import choose_for_tiers
 from moejax.models.moe import ExpertsVia
-from moejax.models.routing import Routing, foreseen, weights_of
+from moejax.models.routing import Routing, foreseen
 from moejax.ops import Index
 from moejax.policies import mixed_cache
 from moejax.policies.attention_importance import attention_received
@@ -68,9 +68,13 @@ class TieredExperts:
         if self._carries:  # nobody has attended yet: all are alike
             self._importance = jnp.ones(num_prefilled, jnp.float32)
         of_tiers = zip(spec.pools, pool.pools, store, via, strict=True)
-        self._runs = [PooledExperts(s, config, p, rows, v, kernels) for s, p, rows, v in of_tiers]
+        self._runs = [
+            PooledExperts(s, config, p, rows, v, kernels, self._is_prefill)
+            for s, p, rows, v in of_tiers
+        ]
         self._policy_state, self._gate = pool.state, pool.gate
         self._placing = TieredPlacing(spec.pools, kernels.target)
+        self._replays: jax.Array | None = None  # which entry of a replay is this step's, once asked
 
     @property
     def pool(self) -> TieredPool:
@@ -93,6 +97,7 @@ class TieredExperts:
         for run, pool in zip(self._runs, pools.pools, strict=True):
             run.resume(pool)
         self._policy_state, self._gate = pools.state, pools.gate
+        self._replays = None
 
     def kept(self) -> None:
         """Likewise: nothing."""
@@ -185,10 +190,10 @@ class TieredExperts:
         if store.replay is None or row is None:
             return routing
         routing = routing._replace(ids=in_place_of(store.replay[row, layer], routing.ids))
-        if store.replay_probabilities is None:
+        if store.replay_probabilities is None or store.replay_weights is None:
             return routing
         probabilities = in_place_of(store.replay_probabilities[row, layer], routing.probabilities)
-        weights = weights_of(probabilities, routing.ids, self.config)
+        weights = in_place_of(store.replay_weights[row, layer], routing.weights)
         return Routing(probabilities, weights, routing.ids)
 
     def _predicted(self, layer: Index, routing: Routing, ahead: Callable[[], Routing]) -> jax.Array:
@@ -204,9 +209,12 @@ class TieredExperts:
         replay = self._store[0].replay
         if replay is None or self._is_prefill or routing.ids.shape != replay.shape[2:]:
             return None
-        # A pool's clock counts its layers from 1 on, those of prompts too.
-        step = (self._runs[0].pool.residency.clock - 1) // self.spec.cache.num_layers
-        return step % len(replay)
+        if self._replays is None:
+            # A pool's clock counts its layers from 1 on, those of prompts too. Read once a step:
+            # whoever reads it after a layer has it copied before the next one counts.
+            step = (self._runs[0].pool.residency.clock - 1) // self.spec.cache.num_layers
+            self._replays = step % len(replay)
+        return self._replays
 
     def _following(self, layer: Index) -> Index:
         """The next layer; on the device the last one is its own, and asks for nothing."""
@@ -306,8 +314,9 @@ class TieredExperts:
         self._gate, tiers = found.gate, []
         for run, slots in zip(self._runs, after, strict=True):
             run.set_slots(slots)
+        bring_together(self._runs, layer, found.plans)
         for i, (run, plan) in enumerate(zip(self._runs, found.plans, strict=True)):
-            run.bring(layer, plan, token_mask, self._ahead(layer, i, decision.ahead))
+            run.look_ahead(layer, token_mask, self._ahead(layer, i, decision.ahead))
             tiers.append(run.placed(layer, routing, found.tier == i, plan)[1])
         products = self._of_tiers(x, found.tier, found.slot, tiers)
         pairs = Pairs(decision.ids, found.tier != SKIPPED)

@@ -290,7 +290,7 @@ def warmed(
     content = jax.device_put(residency.seeded(cache, experts), next(iter(store.row_of.devices())))
 
     def fill(pool: ExpertPool, store: ExpertStore) -> ExpertPool:
-        runs = PooledExperts(spec, config, pool, store, "block", kernels)
+        runs = PooledExperts(spec, config, pool, store, "block", kernels, is_prefill=False)
         for bank in range(cache.banks if not spec.emulated else 0):
             layers = np.arange(bank, cache.num_layers, cache.banks)
             first = layers[:, None] // cache.banks * cache.slots

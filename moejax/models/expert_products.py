@@ -25,6 +25,7 @@ class Pairs(NamedTuple):
 
     expert: jax.Array  # int32[N, A], along the second axis of the stacks
     active: jax.Array  # bool[N, A]; what is not costs nothing where a form can help it
+    tier: jax.Array | None = None  # int32[N, A], where a plan has it: 0 where active, -1 elsewhere
 
 
 class Experts(NamedTuple):
@@ -146,7 +147,9 @@ def products_grouped(
       experts: for which `ops.unfit` has no reason.
       implementation: of the kernels' own; see `grouped_experts.choose_grouped`.
     """
-    tier = jnp.where(pairs.active, 0, -1).astype(jnp.int32)
+    tier = pairs.tier
+    if tier is None:
+        tier = jnp.where(pairs.active, 0, -1).astype(jnp.int32)
     return products_of_tiers(x, tier, pairs.expert, [experts], implementation)
 
 

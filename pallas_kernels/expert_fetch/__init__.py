@@ -1,7 +1,9 @@
 """Rows of host stores copied into slots of device pools, by indices that are device data."""
 
+from pallas_kernels.expert_fetch.api import Job as Job
 from pallas_kernels.expert_fetch.api import choose as choose
 from pallas_kernels.expert_fetch.api import fetch as fetch
+from pallas_kernels.expert_fetch.api import fetch_all as fetch_all
 from pallas_kernels.expert_fetch.api import fetch_beside as fetch_beside
 from pallas_kernels.expert_fetch.fused import Beside as Beside
 from pallas_kernels.expert_fetch.fused import fused_call as fused_call

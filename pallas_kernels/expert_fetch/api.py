@@ -1,7 +1,7 @@
 """The public calls: which implementation runs, and why others refuse."""
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -76,23 +76,73 @@ def fetch(
     Raises:
       ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
     """
-    pool_leaves, host_leaves = _check(pools, hosts, src, dst)
-    chosen = implementation or choose(pools, hosts).implementation
+    (found,) = fetch_all(
+        [Job(pools, hosts, src, dst)],
+        implementation=implementation,
+        tiles=tiles,
+        after=after,
+        interpret=interpret,
+    )
+    return cast(Arrays, found)
+
+
+class Job(NamedTuple):
+    """What `fetch` copies between one store and its pool; fields as its arguments."""
+
+    pools: Any
+    hosts: Any
+    src: jax.Array
+    dst: jax.Array
+
+
+def fetch_all(
+    jobs: Sequence[Job],
+    *,
+    implementation: str | None = None,
+    tiles: CopyTiles | None = None,
+    after: Any = (),
+    interpret: bool = False,
+) -> list[Any]:
+    """As `fetch` of each, all in one launch: experts of several precisions, say.
+
+    Args:
+      jobs: of pools that are all different; one without indices leaves its pools as they are.
+      implementation: as in `fetch`, and so are the rest; None for "triton" where none refuses.
+      tiles: likewise.
+      after: likewise.
+      interpret: likewise.
+
+    Returns:
+      The pools of each.
+
+    Raises:
+      ValueError: as `fetch`.
+    """
+    leaves = [_check(*job) for job in jobs]
+    chosen = implementation or _chosen(jobs)
     if chosen not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {chosen!r} is none of {', '.join(IMPLEMENTATIONS)}")
-    reason = refusal(chosen, pools, hosts, _target(interpret))
-    if reason:
-        raise ValueError(f"{chosen} refuses: {reason}")
-    if not src.shape[0]:
+    for job in jobs:
+        if reason := refusal(chosen, job.pools, job.hosts, _target(interpret)):
+            raise ValueError(f"{chosen} refuses: {reason}")
+    some = [i for i, job in enumerate(jobs) if job.src.shape[0]]
+    copies = [triton.Copies(*leaves[i], jobs[i].src, jobs[i].dst) for i in some]
+    pools = [job.pools for job in jobs]
+    if not copies:
         return pools
     if chosen == "reference":
-        found = fetch_reference(pool_leaves, host_leaves, src, dst)
+        found = [fetch_reference(*of) for of in copies]
     else:
         tiles = tiles or default_tiles()
-        found = triton.fetch_triton(
-            pool_leaves, host_leaves, src, dst, tiles, interpret, jax.tree.leaves(after)
-        )
-    return jax.tree.unflatten(jax.tree.structure(pools), found)
+        found = triton.fetch_triton(copies, tiles, interpret, jax.tree.leaves(after))
+    for i, new in zip(some, found, strict=True):
+        pools[i] = jax.tree.unflatten(jax.tree.structure(pools[i]), new)
+    return pools
+
+
+def _chosen(jobs: Sequence[Job]) -> str:
+    each = {choose(job.pools, job.hosts).implementation for job in jobs}
+    return "reference" if "reference" in each else "triton"
 
 
 def fetch_beside(

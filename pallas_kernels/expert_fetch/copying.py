@@ -20,12 +20,16 @@ def copy_jobs(
     host_refs: Sequence[Ref],
     pool_refs: Sequence[Ref],
     tiles: CopyTiles,
-) -> None:
+    dealt: jax.Array | int = 0,
+) -> jax.Array:
     """What program `program` of `tiles.num_programs` copies.
 
     Rows are cut into blocks, and the blocks of the live jobs, array by array, go to the programs in
     turn: whichever jobs are skipped, no program has more than one block an array more than another.
     Each element is written by one program, so the result does not depend on their order.
+
+    Returns:
+      the blocks dealt out, `dealt` among them, modulo programs: where other stores' jobs go on.
     """
     num_jobs = src_ref.shape[0]
     num_rows, num_slots = host_refs[0].shape[0], pool_refs[0].shape[0]
@@ -45,7 +49,7 @@ def copy_jobs(
 
         return jax.lax.cond(valid, run, lambda: dealt)
 
-    jax.lax.fori_loop(0, num_jobs, job, jnp.int32(0))
+    return jax.lax.fori_loop(0, num_jobs, job, jnp.int32(dealt))
 
 
 def _valid(src: jax.Array, dst: jax.Array, num_rows: int, num_slots: int) -> jax.Array:

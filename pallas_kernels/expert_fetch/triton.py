@@ -1,7 +1,8 @@
 """The Pallas-Triton kernel: one launch for all jobs and all arrays."""
 
+import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,31 +39,46 @@ def refusal(pools: Sequence[Operand], hosts: Sequence[Operand], target: Target) 
     return "; ".join(reasons) or None
 
 
+class Copies(NamedTuple):
+    """Jobs between one store and its pool; see `api.fetch`."""
+
+    pools: Sequence[jax.Array]  # of each array [S, ...]
+    hosts: Sequence[jax.Array]  # of each array [R, ...]
+    src: jax.Array  # int32[J]
+    dst: jax.Array  # int32[J]
+
+
 def fetch_triton(
-    pools: Sequence[jax.Array],
-    hosts: Sequence[jax.Array],
-    src: jax.Array,
-    dst: jax.Array,
+    copies: Sequence[Copies],
     tiles: CopyTiles,
     interpret: bool,
     after: Sequence[jax.Array] = (),
-) -> tuple[jax.Array, ...]:
-    """See `api.fetch`; pools and stores as equally long sequences of arrays; one launch."""
-    num, first_pool = len(pools), 2 + len(pools) + len(after)
+) -> list[tuple[jax.Array, ...]]:
+    """See `api.fetch_all`; one launch."""
+    sizes = [len(of.pools) for of in copies]
+    num, pools = sum(sizes), [pool for of in copies for pool in of.pools]
+    read = [x for of in copies for x in (of.src, of.dst, *of.hosts)]
 
     def body(*refs: Ref) -> None:
-        src_ref, dst_ref, host_refs, pool_refs = *refs[:2], refs[2 : 2 + num], refs[-num:]
-        copy_jobs(pl.program_id(0), src_ref, dst_ref, host_refs, pool_refs, tiles)
+        inputs, outputs, dealt = iter(refs), iter(refs[-num:]), jnp.int32(0)
+        for size in sizes:
+            src_ref, dst_ref, *host_refs = itertools.islice(inputs, 2 + size)
+            pool_refs = list(itertools.islice(outputs, size))
+            dealt = copy_jobs(
+                pl.program_id(0), src_ref, dst_ref, host_refs, pool_refs, tiles, dealt
+            )
 
-    return tuple(
+    jobs = "_".join(f"{len(of.pools)}x{of.src.shape[0]}" for of in copies)
+    found = iter(
         launch.triton_call(
             body,
-            name=f"expert_fetch_{num}x{src.shape[0]}_{tiles.num_programs}x{tiles.block_bytes}",
+            name=f"expert_fetch_{jobs}_{tiles.num_programs}x{tiles.block_bytes}",
             grid=(tiles.num_programs,),
             out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools],
             num_warps=tiles.num_warps,
             num_stages=1,
             interpret=interpret,
-            aliases={first_pool + i: i for i in range(num)},
-        )(src, dst, *hosts, *after, *pools)
+            aliases={len(read) + len(after) + i: i for i in range(num)},
+        )(*read, *after, *pools)
     )
+    return [tuple(itertools.islice(found, size)) for size in sizes]

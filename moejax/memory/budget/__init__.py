@@ -7,7 +7,10 @@ slots that all layers share, R rows of the host store.
 from moejax.memory.budget.advice import PINNED_LIMIT, Machine, tier_warnings, unused, warnings
 from moejax.memory.budget.allocation import LOW_RANK, Budget, Tier, make_budget
 from moejax.memory.budget.limits import (
+    BOTH,
     GIB,
+    PHASES,
+    PREFILL,
     BudgetError,
     Limits,
     check_gib,
@@ -22,9 +25,12 @@ from moejax.memory.budget.tiers import TieredBudget, make_tiered_budget
 from moejax.memory.budget.workspace import Model, workspace_nbytes
 
 __all__ = [
+    "BOTH",
     "GIB",
     "LOW_RANK",
+    "PHASES",
     "PINNED_LIMIT",
+    "PREFILL",
     "Budget",
     "BudgetError",
     "Limits",

@@ -3,7 +3,7 @@
 import dataclasses
 
 from moejax.memory.budget.allocation import Budget
-from moejax.memory.budget.limits import gib_above
+from moejax.memory.budget.limits import PREFILL, Limits, gib_above
 from moejax.memory.budget.tables import bulk_nbytes
 from moejax.memory.budget.tiers import TieredBudget
 
@@ -43,6 +43,10 @@ def tier_warnings(budget: TieredBudget, machine: Machine) -> list[str]:
                 f"the disk; raise memory.host_gib to {gib_above(least)}"
             )
     return found
+
+
+def _ahead_in_decode(limits: Limits) -> bool:
+    return limits.prefetch > 0 and limits.prefetch_in != PREFILL
 
 
 def unused(budget: Budget) -> list[str]:
@@ -121,7 +125,7 @@ def _slots(budget: Budget) -> list[str]:
             f"a layer caches {budget.slots} experts, but a decode step can need {needed}: the "
             "others stream through the transient slots, and such a pass evicts nothing"
         )
-    elif budget.limits.prefetch and budget.slots < needed + budget.limits.prefetch:
+    elif _ahead_in_decode(budget.limits) and budget.slots < needed + budget.limits.prefetch:
         found.append(
             f"a layer caches {budget.slots} experts: {budget.limits.prefetch} that are fetched "
             f"ahead evict some of the {needed} that a step can need"

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from moejax.errors import MoejaxError
 
 GIB = 2**30
+BOTH, PREFILL, DECODE = PHASES = ("both", "prefill", "decode")
 _MOST_GIB = 1e9  # far beyond any machine, and of bytes that a float still counts
 # Parts of a budget that a run may get by with less of: estimates, and the cache and the states of
 # contexts and sequences that the prompts may not need.
@@ -28,6 +29,7 @@ class Limits:
     slots: int = -1  # C; -1: as many as fit
     transient: int = 0  # B; 0: the default
     prefetch: int = 0  # experts of the next layer that are fetched ahead
+    prefetch_in: str = BOTH  # the steps that do so, one of `PHASES`
     bulk: int = 0  # experts that are on their way between steps at once; 0: none ever
 
 

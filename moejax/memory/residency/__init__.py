@@ -7,7 +7,14 @@ transient slot b is M C + b. -1 stands for none.
 
 from moejax.memory.residency.planning import Plan, Prefetch, num_waves, plan, predict
 from moejax.memory.residency.tables import CacheSpec, Counter, Residency, empty, seeded
-from moejax.memory.residency.transfers import cancel, pin, publish, release, reserve
+from moejax.memory.residency.transfers import (
+    cancel,
+    pin,
+    publish,
+    release,
+    release_everywhere,
+    reserve,
+)
 
 __all__ = [
     "CacheSpec",
@@ -23,6 +30,7 @@ __all__ = [
     "predict",
     "publish",
     "release",
+    "release_everywhere",
     "reserve",
     "seeded",
 ]

@@ -17,6 +17,10 @@ class Counter(Protocol):
         """Adds to events of a layer, by name."""
         ...
 
+    def add_everywhere(self, **amounts: jax.Array | int) -> Self:
+        """Adds to events of every layer, int32[M] or of each the same."""
+        ...
+
 
 Counts = TypeVar("Counts", bound=Counter)
 
@@ -231,7 +235,12 @@ def read_row(residency: Residency, layer: Layer) -> Row:
 
 def written(residency: Residency, layer: Layer, row: Row) -> Residency:
     """The residency with a layer's tables, but for its pins, replaced by these."""
-    flags = row.prefetched.astype(jnp.int32)
-    columns = jnp.concatenate([row.slot_of, row.owner, row.last_use, flags, row.arriving])
-    table = jax.lax.dynamic_update_index_in_dim(residency.table, columns, layer, 0)
+    table = jax.lax.dynamic_update_index_in_dim(residency.table, columns_of(row), layer, 0)
     return dataclasses.replace(residency, table=table)
+
+
+def columns_of(row: Row) -> jax.Array:
+    """int32[..., E + 4 C], the part of `Residency.table` that `Row.of` reads."""
+    flags = row.prefetched.astype(jnp.int32)
+    columns = (row.slot_of, row.owner, row.last_use, flags, row.arriving)
+    return jnp.concatenate(columns, axis=-1)

@@ -23,6 +23,7 @@ from moejax.memory.residency.tables import (
     Layer,
     Residency,
     Row,
+    columns_of,
     first_slot,
     read_row,
     written,
@@ -135,18 +136,33 @@ def release(
       experts: bool[E]; those that are in no slot are skipped.
       counts: gets evictions and prefetch waste.
     """
-    row = read_row(residency, layer)
+    row, departed = _without(read_row(residency, layer), experts)
+    return written(residency, layer, row), counts.add(layer, **departed)
+
+
+def release_everywhere(
+    residency: Residency, experts: jax.Array, counts: Counts
+) -> tuple[Residency, Counts]:
+    """As `release` for every layer at once; experts are bool[M, E]."""
+    rows = Row.of(residency.table, residency.pinned)
+    rows, departed = jax.vmap(_without)(rows, experts)
+    residency = dataclasses.replace(residency, table=columns_of(rows))
+    return residency, counts.add_everywhere(**departed)
+
+
+def _without(row: Row, experts: jax.Array) -> tuple[Row, dict[str, jax.Array]]:
+    """A layer's row without the experts, bool[E], and what that counts as."""
     gone = (row.owner >= 0) & at(experts, row.owner)
     owner = jnp.where(gone, -1, row.owner)
     slot_of = inverse(owner, len(row.slot_of))
-    counts = counts.add(layer, **departures(row, slot_of))
+    departed = departures(row, slot_of)
     row = row._replace(
         slot_of=slot_of,
         owner=owner,
         last_use=jnp.where(gone, 0, row.last_use),
         prefetched=row.prefetched & ~gone,
     )
-    return written(residency, layer, row), counts
+    return row, departed
 
 
 def pin(spec: CacheSpec, residency: Residency, layer: Layer, experts: jax.Array) -> Residency:
