@@ -45,7 +45,7 @@ from moejax.chunks import longest_chunk
 from moejax.devices import choose_device, enable_compilation_cache
 from moejax.generation import GenerationSettings
 from moejax.memory.allocator import limits_on
-from moejax.memory.budget import Limits, Tier, make_budget
+from moejax.memory.budget import BOTH, PREFILL, Limits, Tier, make_budget
 from moejax.memory.expert_memory import ExpertMemory
 from moejax.memory.expert_pool import PoolSpec
 from moejax.memory.residency import CacheSpec
@@ -80,6 +80,7 @@ _TURN = flags.DEFINE_string("turn", "", "a file that processes lock while they m
 _FILE = flags.DEFINE_string("out", "", "JSON Lines file that rows are appended to")
 _SHOW = flags.DEFINE_bool("show_kernels", False, "print the kernels of a call and their time")
 _PROGRAMS = flags.DEFINE_string("programs", "", "persistent compilation cache")
+_ONLY = flags.DEFINE_multi_string("only", [], "with --gib: rows of these names; []: all")
 _LIMIT = flags.DEFINE_float("time_limit_s", 0, "no measurement is begun later; 0: none")
 SINGLE_STEPS = 16
 REPLAYED = 4  # measurements long, what is replayed
@@ -355,14 +356,22 @@ def report_resident(report: Report, runner: Runner, batch: int) -> dict[str, flo
 
 
 def table_3(report: Report, model: Model, batch: int) -> None:
-    """Load on demand, cache, cache and prefetch, each under the budget."""
+    """Load on demand, cache, cache and prefetch, each under the budget.
+
+    At last prefetch of prompts alone, which is no row of the paper's.
+    """
     rows: dict[str, Times] = {}
-    for label, slots, ahead in (
-        ("load on demand", 0, 0),
-        ("cache", -1, 0),
-        ("cache and prefetch", -1, _AHEAD.value or model.config.experts_per_token),
+    width = _AHEAD.value or model.config.experts_per_token
+    for label, slots, ahead, where in (
+        ("load on demand", 0, 0, BOTH),
+        ("cache", -1, 0, BOTH),
+        ("cache and prefetch", -1, width, BOTH),
+        ("cache and prefetch in prompts", -1, width, PREFILL),
     ):
+        if _ONLY.value and label not in _ONLY.value:
+            continue
         spec, planned = model.budget_spec(slots, ahead, batch)
+        spec = dataclasses.replace(spec, prefetch_in=where)
         baseline = {
             f"{name.replace(' ', '_')}_{part}_ratio": getattr(times, part)
             for name, times in rows.items()

@@ -38,6 +38,7 @@ class Case(NamedTuple):
     width: int
     banks: int = 1
     cold: bool = False
+    fixed: bool = False
     steps: int = 150
 
 
@@ -52,6 +53,9 @@ CASES = {
     "hot_alone": Case(3, 9, (5, 0), 1, 4, banks=2),
     "streams": Case(2, 12, (6, 0, 8), 2, 3),
     "tokens": Case(1, 24, (20, 24), 6, 3, steps=100),
+    "fixed": Case(2, 9, (4, 9), 2, 4, banks=2, fixed=True),
+    "fixed_over_caches": Case(2, 12, (5, 7, 6), 2, 3, fixed=True),
+    "fixed_over_cold": Case(1, 24, (8, 24), 6, 3, cold=True, fixed=True),
 }
 
 
@@ -93,9 +97,18 @@ def forms(case: Case) -> tuple[package.Form, ...]:
             spec.slots == case.experts,
             is_complete(case, spec),
             0 if spec.slots else spec.transient,
+            case.fixed and i == 0,
         )
-        for spec in caches(case)
+        for i, spec in enumerate(caches(case))
     )
+
+
+def held_alone(case: Case, given: Given, states: Any) -> Given:
+    """Of a tier that is fixed nobody asks for what it does not hold."""
+    if not case.fixed:
+        return given
+    absent = states[0][0].table[given.layer, : case.experts][given.ids] < 0
+    return given._replace(tier=jnp.where(absent & (given.tier == 0), 1, given.tier))
 
 
 def random_steps(case: Case, seed: int) -> Given:
@@ -133,7 +146,8 @@ def by_rules(case: Case, given: Given, states: Any, row_of: Any) -> Any:
     slot, after, fetch = jnp.full_like(tier, -1), [], []
     for i, (spec, (state, counts)) in enumerate(zip(caches(case), states, strict=True)):
         is_full, before = spec.slots == num, state.table
-        if len(states) > 1 and not is_full:
+        is_fixed = case.fixed and i == 0
+        if len(states) > 1 and not (is_full or is_fixed):
             gone = found.leaving[i] | (resident[i] & jnp.any(resident[:i], axis=0))
             state, counts = residency.release(state, given.layer, gone, counts)
         mine = tier == i
@@ -146,6 +160,8 @@ def by_rules(case: Case, given: Given, states: Any, row_of: Any) -> Any:
         slot = jnp.where(mine, made.slot[given.ids], slot)
         if is_complete(case, spec):
             state, jobs = dataclasses.replace(state, table=before), None
+        elif is_fixed:
+            jobs = None
         else:
             come, to = made.admitted, made.admitted_slots
             if not spec.slots:
@@ -186,6 +202,7 @@ def replay(case: Case, steps: Given, how: Any, row_of: jax.Array) -> Any:
 
     def step(states: Any, given: Given) -> Any:
         states = arrived(case, given, states)
+        given = held_alone(case, given, states)
         after, gate, placed = by_rules(case, given, states, row_of)
         tiers = [package.Tier(tables_of(*one), one[0].pinned, row_of) for one in states]
         asked = package.Asked(

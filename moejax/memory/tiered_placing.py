@@ -103,8 +103,9 @@ class TieredPlacing:
                 pool.cache.slots == pool.cache.num_experts,
                 pool.is_complete,
                 _streams(pool),
+                i == 0 and pool.between_steps and pool.cache.slots > 0 and not pool.is_complete,
             )
-            for pool in self.pools
+            for i, pool in enumerate(self.pools)
         )
         tables, gate, found = _placed(tiers, gate, jnp.int32(layer), asked, token_mask, forms=forms)
         ids, slot = decision.ids.reshape(-1), found.slot.reshape(-1)

@@ -119,6 +119,8 @@ def _misfits(
             reasons.append(f"the table of tier {i} is {table.shape}; it has slots or streams")
         if form.streams and form.streams < min(asked.ids.size, num_experts):
             reasons.append(f"tier {i} streams {form.streams} experts, fewer than may be asked for")
+        if form.is_fixed and (i or not slots):
+            reasons.append(f"tier {i} is fixed: the first one may be, with slots")
         if (form.is_full or form.is_complete) and slots < num_experts:
             reasons.append(f"tier {i} is not full: it has {slots} slots")
     if gate.shape != (num_layers, len(tiers) + 3) or gate.dtype != jnp.float32:

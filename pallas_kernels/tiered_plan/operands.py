@@ -43,12 +43,25 @@ class Form:
         it is.
       streams: B, transient slots of a tier that has no others: whatever runs in it is copied there,
         at most B experts at a time; 0: it has slots of layers.
+      is_fixed: of the first tier alone: what its slots hold changes between steps only, and nobody
+        asks for what they do not hold.
     """
 
     banks: int
     is_full: bool
     is_complete: bool
     streams: int = 0
+    is_fixed: bool = False
+
+    @property
+    def changes(self) -> bool:
+        """Whether a step changes who has its slots of layers."""
+        return not (self.is_complete or self.streams or self.is_fixed)
+
+    @property
+    def fetches(self) -> bool:
+        """Whether a step may copy experts to it."""
+        return not (self.is_complete or self.is_fixed)
 
     def num_jobs(self, num_pairs: int, num_experts: int, slots: int) -> int:
         """J."""
@@ -76,7 +89,7 @@ class Placed(NamedTuple):
       tier: int32[N, A], in which a pair runs; -1 where it does not.
       slot: int32[N, A], the global slot of its expert in that tier; -1.
       fetch: of each tier what to copy before its products, J = min(N A, E, C) jobs (B in place of
-        C where it has no slots of layers); None of one that is complete.
+        C where it has no slots of layers); None of one that is complete or fixed.
     """
 
     tier: jax.Array

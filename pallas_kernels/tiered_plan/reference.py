@@ -58,7 +58,7 @@ def _released(
 
 def _fetch(form: Form, placed: Plan, num_pairs: int, num_experts: int) -> Fetch | None:
     """What a tier copies."""
-    if form.is_complete:
+    if not form.fetches:
         return None
     if not form.streams:
         return Fetch(placed.rows, placed.slots)
@@ -90,7 +90,7 @@ def place_reference(
     slot, tables_after, fetch = jnp.full_like(chosen, -1), [], []
     for i, (tier, form) in enumerate(zip(tiers, forms, strict=True)):
         tables = tier.tables
-        if not form.is_full and num_tiers > 1:
+        if not (form.is_full or form.is_fixed) and num_tiers > 1:
             gone = resident[i] & (served.fetched | jnp.any(resident[:i], axis=0))
             tables = _released(tables, layer, gone, columns, num_experts)
         mine = chosen == i

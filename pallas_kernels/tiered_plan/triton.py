@@ -92,7 +92,7 @@ def _load_tier(
 ) -> _State:
     of = tiers[index]
     loaded, better = None, None
-    if _has_slots(form):
+    if form.changes:
         loaded = vectors.load_slots(of, layer)
         if index and not form.is_full:
             expert, better = jnp.maximum(loaded.owner, 0), loaded.owner < -1
@@ -103,11 +103,6 @@ def _load_tier(
         of, of["clock"][()], vectors.load_asked(of, layer, pairs.ids), loaded, better,
         vectors.load_events(of, layer), of["gate"][layer, iota(2)],
     )  # fmt: skip
-
-
-def _has_slots(form: Form) -> bool:
-    """Whether who has them changes."""
-    return not (form.is_complete or form.streams)
 
 
 def _serve(
@@ -195,6 +190,13 @@ def _store(change: _Change, state: _State, layer: jax.Array) -> None:
     vectors.store_jobs(of, size, change.come, state.asked.row, change.first_slot + change.local)
 
 
+def _use_of(state: _State, layer: jax.Array, used: jax.Array, column: int) -> Any:
+    """Of pairs' slots in a tier that is fixed: the clock of last use (0), whether brought ahead."""
+    table, num_experts = state.of["table"], state.of["pinned"].shape[1]
+    first = num_experts + (1 + column) * num_slots(table, num_experts)
+    return table.at[layer, jnp.where(used, first + state.asked.local, table.shape[1])]
+
+
 def _store_gate(of: Refs, layer: jax.Array, pairs: _Pairs, tier: jax.Array, num: int) -> None:
     """Adds the router's mass by what became of it."""
 
@@ -228,11 +230,18 @@ def _body(
     slot = jnp.full_like(tier, -1)
     for i, (state, form) in enumerate(zip(states, forms, strict=True)):
         ids, resident = jnp.where(tier == i, pairs.ids, -1), state.asked.local >= 0
-        if not _has_slots(form):
+        if not form.changes:
             change, leads = None, vectors.leads(ids)
-            needed = vectors.count(leads)
+            needed, missing = together(leads, leads & ~resident)
             amounts = {"steps": jnp.minimum(needed, 1), "needed": needed}
-            amounts |= dict.fromkeys(("misses", "streamed") if form.streams else ("hits",), needed)
+            if form.streams:
+                amounts |= {"misses": needed, "streamed": needed}
+            else:
+                amounts |= {"hits": needed - missing, "misses": missing, "unserved": missing}
+            if form.is_fixed:
+                used = leads & resident
+                ahead = pltriton.load(_use_of(state, layer, used, 1), mask=used, other=0)
+                amounts["prefetch_hits"] = vectors.count(used & (ahead != 0))
             slots = num_slots(state.of["table"], state.of["pinned"].shape[1])
             first, local = quotient(layer, form.banks) * slots, state.asked.local
             if form.streams:
@@ -252,6 +261,11 @@ def _body(
     for i, (state, change, amounts, local) in enumerate(found):
         if change is not None:
             _store(change, state, layer)
+        elif forms[i].is_fixed:
+            used = vectors.leads(jnp.where(tier == i, pairs.ids, -1)) & (local >= 0)
+            now = jnp.zeros_like(local) + state.clock
+            pltriton.store(_use_of(state, layer, used, 0), now, mask=used)
+            pltriton.store(_use_of(state, layer, used, 1), jnp.zeros_like(local), mask=used)
         elif forms[i].streams:
             size = state.of["rows"].shape[0]
             vectors.store_jobs(state.of, size, local, state.asked.row, local)
@@ -285,11 +299,12 @@ def place_triton(
     for i, (tier, form) in enumerate(zip(tiers, forms, strict=True)):
         operands |= {f"pinned{i}": tier.pinned, f"row_of{i}": tier.row_of}
         slots = num_slots(tier.tables.table, num_experts)
-        if _has_slots(form):
-            changed[f"table{i}"], most = tier.tables.table, max(most, slots)
+        if form.changes or form.is_fixed:
+            changed[f"table{i}"] = tier.tables.table
+            most = max(most, slots) if form.changes else most
         else:
             operands[f"table{i}"] = tier.tables.table
-        if not form.is_complete:
+        if form.fetches:
             jobs = form.num_jobs(num_pairs, num_experts, slots)
             sizes |= {f"rows{i}": jobs, f"slots{i}": jobs}
         rest = tier.tables._asdict() | {}
@@ -315,7 +330,7 @@ def place_triton(
         Tables(*(found[f"{name}{i}"] for name in Tables._fields)) for i in range(len(tiers))
     )
     fetch = tuple(
-        None if form.is_complete else Fetch(found[f"rows{i}"], found[f"slots{i}"])
+        Fetch(found[f"rows{i}"], found[f"slots{i}"]) if form.fetches else None
         for i, form in enumerate(forms)
     )
     runs, slot = (found[name].reshape(asked.ids.shape) for name in ("runs", "slot"))
