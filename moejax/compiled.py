@@ -47,6 +47,7 @@ class CompiledPrograms:
         arguments: tuple[Any, ...],
         *,
         num_donated: int,
+        compiler_options: Mapping[str, str] | None = None,
     ) -> jax.stages.Compiled:
         """The program for `function(*static, *arguments)`, called with `arguments` alone.
 
@@ -55,6 +56,7 @@ class CompiledPrograms:
           static: hashable leading arguments, closed over.
           arguments: arrays or trees of them; their shapes and dtypes are part of the key.
           num_donated: how many of the first `arguments` are donated.
+          compiler_options: of this function's programs, in place of those for all.
 
         Raises:
           MoejaxError: after `close`.
@@ -70,7 +72,7 @@ class CompiledPrograms:
             jitted = jax.jit(
                 lambda *args: function(*static, *args),
                 donate_argnums=tuple(range(num_donated)),
-                compiler_options=self._options,
+                compiler_options=dict(compiler_options) if compiler_options else self._options,
             )
             program = jitted.lower(*arguments).compile()
             self._programs[key] = program

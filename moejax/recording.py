@@ -19,7 +19,7 @@ from moejax.models.attention import WatchAttention
 from moejax.models.config import ModelConfig
 from moejax.models.moe import ExpertsVia
 from moejax.models.routing import Routing, foreseen
-from moejax.models.run_experts import LoopedExperts, RunExperts
+from moejax.models.run_experts import HearsRouters, LoopedExperts, RunExperts
 from moejax.models.transformer import Transformer
 from moejax.ops import Index
 from moejax.policies.attention_importance import attention_received
@@ -113,6 +113,13 @@ class RecordingExperts:
         self._importance: list[jax.Array] = []
         self._received: jax.Array | None = None  # by the tokens of the layer that comes next
         self._looped: _Said | None = None
+
+    def heard(self, layer: Index, logits: jax.Array, *, is_ahead: bool) -> jax.Array:
+        """See `models.run_experts.HearsRouters`."""
+        run: object = self._run
+        return (
+            run.heard(layer, logits, is_ahead=is_ahead) if isinstance(run, HearsRouters) else logits
+        )
 
     def watching(self, watch: WatchAttention | None) -> WatchAttention | None:
         """Sees the attention of a prompt's chunk: this, and who watches anyway."""

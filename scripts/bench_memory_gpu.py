@@ -37,6 +37,7 @@ from moejax.benchmarking.synthetic_rows import SyntheticRows
 from moejax.benchmarking.synthetic_traces import (
     QWEN3_HIT_RATES,
     expectations,
+    logits_of,
     lru_hit_rate,
     lru_trace,
     scaled_trace,
@@ -146,7 +147,8 @@ class Model:
         expected = expectations(trace, self.config.num_experts, width, _RECALL.value)
         places = [np.roll(trace, -place * length // batch, axis=0) for place in range(batch)]
         ahead = expected if memory.spec.prefetch and batch == 1 else None
-        put = jax.device_put((np.stack(places, axis=2), ahead), self.device)
+        said = logits_of(np.stack(places, axis=2), self.config.num_experts)
+        put = jax.device_put((said, ahead), self.device)
         memory.store = dataclasses.replace(memory.store, replay=put[0], replay_ahead=put[1])
 
     def spec(self, slots: int, transient: int, prefetch: int) -> PoolSpec:

@@ -130,7 +130,7 @@ class Lab(ShapeMemories):
         """
         memory = runner.memory
         if memory is not None:
-            replay(memory, self.config, workload, batch, self.device)
+            replay(memory, workload, batch, self.device)
         require_kernels(
             runner, batch, self.expect, shape=self.shape, context=self.sizes.context,
             prompt=self.sizes.prompt if ttft else 0,

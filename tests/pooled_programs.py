@@ -104,8 +104,9 @@ def _program(config: ModelConfig, slots: int, ahead: int) -> steps.Program:
 
 
 def _compiled(
-    step: Callable[..., Any], operands: Any, donated: tuple[int, ...], spec: PoolSpec, sharding: Any
-) -> jax.stages.Compiled:
+    step: Callable[..., Any], operands: Any, donated: tuple[int, ...], spec: PoolSpec,
+    sharding: Any, is_prefill: bool,
+) -> jax.stages.Compiled:  # fmt: skip
     """As `Runner` compiles it."""
     operands = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), operands
@@ -113,7 +114,7 @@ def _compiled(
     with described(GPUS[GPU]):
         traced = jax.jit(step, donate_argnums=donated).trace(*operands)
         lowered = traced.lower(lowering_platforms=("cuda",))
-    return lowered.compile(compiler_options=compiler_options(spec.cache))
+    return lowered.compile(compiler_options=compiler_options([spec], is_prefill))
 
 
 def compiled_decode(
@@ -126,7 +127,7 @@ def compiled_decode(
     chunk = ChunkSpec(CONTEXT, False, "grouped_kernel", "xla", "kernel")
     operands = decode_operands(config, program.pool, batch, plain_attention)
     step = functools.partial(steps.decode, program, chunk, True, 8, True)
-    return _compiled(step, operands, (0, 1), program.pool, sharding), _num_bytes(operands[1])
+    return _compiled(step, operands, (0, 1), program.pool, sharding, False), _num_bytes(operands[1])
 
 
 def compiled_prefill(
@@ -142,7 +143,7 @@ def compiled_prefill(
         leaf_of((1, CHUNK), jnp.int32), leaf_of((), jnp.int32), leaf_of((1,), jnp.int32),
     )  # fmt: skip
     step = functools.partial(steps.prefill_chunk, program, chunk)
-    compiled = _compiled(step, operands, (0, 1, 2), program.pool, sharding)
+    compiled = _compiled(step, operands, (0, 1, 2), program.pool, sharding, True)
     return compiled, _num_bytes((state.cache, pool)), _num_bytes(pool.banks[0])
 
 

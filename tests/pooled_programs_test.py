@@ -10,7 +10,7 @@ from absl.testing import absltest
 
 from tests.gpu_targets import SKIP_CHECKS
 from tests.pooled_programs import CASES, CHUNKS, CONFIGS
-from tests.tiered_programs import MOST_BYTES
+from tests.tiered_programs import LAYERS, MOST_BYTES, NO_POLICY, POLICIES
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,10 +30,19 @@ class CompilingTest(absltest.TestCase):
 
     def test_no_slots_of_tiers_are_copied(self):
         lines = [line.split() for line in self.printed("tests.tiered_programs").splitlines()]
-        found = {line[0]: int(line[1]) for line in lines if line[:1] in (["routed"], ["replayed"])}
-        self.assertLen(found, 2)
-        for label, temporary in found.items():
-            self.assertLess(temporary, MOST_BYTES, label)
+        found = {line[0]: line[1:] for line in lines if line and line[0].endswith("ed")}
+        self.assertLen(found, 2 * (1 + len(POLICIES)))
+        for label, (temporary, _) in found.items():
+            self.assertLess(int(temporary), MOST_BYTES, label)
+        # A replay is one launch a layer, whoever decides; a policy at most two.
+        for way in ("routed", "replayed"):
+            alone = int(found[f"{NO_POLICY}_{way}"][1])
+            for name in POLICIES:
+                with self.subTest(name, way=way):
+                    launches = int(found[f"{name}_{way}"][1])
+                    self.assertBetween(launches, alone, alone + 2 * LAYERS)
+                    more = int(found[f"{name}_replayed"][1]) - int(found[f"{name}_routed"][1])
+                    self.assertBetween(more, 0, LAYERS + 1)
 
     def test_no_bank_is_copied(self):
         printed = self.printed("tests.pooled_programs")

@@ -1,9 +1,10 @@
-"""Temporary memory of decode steps whose experts lie in tiers, compiled for an H100 without one.
+"""Decode steps whose experts lie in tiers, compiled for an H100 without one.
 
     python -m tests.tiered_programs                # needs JAX's CUDA plugin
 
-DyMoE 4/2 on layers of Mixtral's, INT4 in slots and INT2 in passing alone, with look-ahead, once by
-the routers and once by routing that is replayed.
+Temporary memory and launches, by the routers and by routing that is replayed. DyMoE 4/2 on layers
+of Mixtral's, INT4 in slots and INT2 in passing alone, with look-ahead; and on layers of Qwen3-30B's
+what policies launch beside the same cache without one.
 """
 
 import dataclasses
@@ -28,13 +29,49 @@ from moejax.models.assembly import model_definition
 from moejax.models.config import ModelConfig
 from moejax.models.transformer import ChunkSpec
 from moejax.policies.dymoe import DyMoE
-from moejax.policies.interface import PolicySpec
+from moejax.policies.dynaexq import DynaExq
+from moejax.policies.interface import AnyPolicy, PolicySpec, tiers_between_steps
+from moejax.policies.on_demand import OnDemand
+from tests.decode_programs import num_launches
 from tests.gpu_targets import GPUS, SKIP_CHECKS, described
 from tests.pooled_programs import CONTEXT, GPU, decode_operands, leaf_of, packed
 
 LAYERS, STEPS, REPLAYED, MOST_BYTES = 4, 8, 64, 2**20
-TIERS = ((4, 4), (2, 0))  # bits, slots of a layer
-NAMES = tuple(f"int{bits}" for bits, _ in TIERS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Tiers under a policy.
+
+    Attributes:
+      shape: whose layers.
+      policy: who decides.
+      tiers: bits and slots of a layer.
+      transient: slots for what passes.
+      banks: 2 with look-ahead.
+    """
+
+    shape: str
+    policy: AnyPolicy
+    tiers: tuple[tuple[int, int], ...]
+    transient: int
+    banks: int = 1
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"int{bits}" for bits, _ in self.tiers)
+
+
+LOOKS_AHEAD = Case(
+    "Mixtral-8x7B", DyMoE(prefetch=-1, retention=0.75), ((4, 4), (2, 0)), transient=4, banks=2
+)
+QWEN3 = functools.partial(Case, "Qwen3-30B-A3B", transient=8)
+NO_POLICY = "on_demand"
+POLICIES = {
+    NO_POLICY: QWEN3(OnDemand(), ((4, 64),)),
+    "dymoe": QWEN3(DyMoE(prefetch=0), ((4, 64), (2, 8))),
+    "dynaexq": QWEN3(DynaExq(), ((4, 32), (2, 128))),
+}
 
 
 def rows(config: ModelConfig, num: int, bits: int) -> tuple[Any, Any]:
@@ -43,44 +80,47 @@ def rows(config: ModelConfig, num: int, bits: int) -> tuple[Any, Any]:
     return packed((num, 2 * hidden, width), bits), packed((num, width, hidden), bits)
 
 
-def tier(config: ModelConfig, bits: int, slots: int) -> tuple[PoolSpec, ExpertPool, ExpertStore]:
+def tier(
+    case: Case, config: ModelConfig, bits: int, slots: int
+) -> tuple[PoolSpec, ExpertPool, ExpertStore]:
     """The pool of a tier, and all rows of the host."""
     num = config.num_layers, config.num_experts
-    cache = CacheSpec(num_layers=num[0], num_experts=num[1], slots=slots, transient=4, banks=2)
+    cache = CacheSpec(
+        num_layers=num[0], num_experts=num[1], slots=slots, transient=case.transient,
+        banks=case.banks,
+    )  # fmt: skip
     pool = ExpertPool(
-        tuple(rows(config, cache.num_slots, bits) for _ in range(2)),
+        tuple(rows(config, cache.num_slots, bits) for _ in range(case.banks)),
         jax.eval_shape(lambda: empty(cache)),
         jax.eval_shape(lambda: no_counts(num[0])),
     )
     store = ExpertStore(*rows(config, num[0] * num[1], bits), leaf_of(num, jnp.int32))
-    return PoolSpec(cache, config.experts_per_token), pool, store
+    ahead = config.experts_per_token if case.banks > 1 else 0
+    return PoolSpec(cache, ahead, is_complete=slots == num[1]), pool, store
 
 
 def with_replay(store: ExpertStore, config: ModelConfig) -> ExpertStore:
     """As `benchmarking.shape_memory.replay` has it."""
-    shape = (REPLAYED, config.num_layers, 1)
-    said = leaf_of((*shape, config.num_experts), jnp.float32)
-    return dataclasses.replace(
-        store, replay=leaf_of((*shape, config.experts_per_token), jnp.int32),
-        replay_probabilities=said, replay_predicted=said,
-        replay_weights=leaf_of((*shape, config.experts_per_token), jnp.float32),
-    )  # fmt: skip
+    said = leaf_of((REPLAYED, config.num_layers, 1, config.num_experts), jnp.float32)
+    return dataclasses.replace(store, replay=said, replay_predicted=said)
 
 
-def compiled(config: ModelConfig, replays: bool, sharding: Any) -> jax.stages.Compiled:
+def compiled(case: Case, replays: bool, sharding: Any) -> jax.stages.Compiled:
     """A call of eight steps."""
-    specs, pools, stores = zip(*(tier(config, *of) for of in TIERS), strict=True)
-    policy = DyMoE(prefetch=-1, retention=0.75)
-    spec = TieredSpec(policy, NAMES, specs)
+    config, policy = with_layers(CONFIGS[case.shape], LAYERS), case.policy
+    specs, pools, stores = zip(*(tier(case, config, *of) for of in case.tiers), strict=True)
     about = PolicySpec(
         num_layers=config.num_layers, num_experts=config.num_experts,
-        width=config.experts_per_token, tiers=NAMES, expert_bytes=(2, 1),
-        slots=tuple(slots for _, slots in TIERS),
+        width=config.experts_per_token, tiers=case.names, slots=tuple(n for _, n in case.tiers),
+        expert_bytes=tuple(range(len(case.tiers), 0, -1)),
     )  # fmt: skip
+    between = tiers_between_steps(policy, about)
+    specs = [dataclasses.replace(s, between_steps=i in between) for i, s in enumerate(specs)]
+    spec = TieredSpec(policy, case.names, tuple(specs))
     pool = TieredPool(
         pools,
         jax.eval_shape(lambda: policy.init(about)),
-        jax.eval_shape(lambda: no_gate(config.num_layers, len(TIERS))),
+        jax.eval_shape(lambda: no_gate(config.num_layers, len(case.tiers))),
     )
     if replays:
         stores = (with_replay(stores[0], config), *stores[1:])
@@ -88,7 +128,7 @@ def compiled(config: ModelConfig, replays: bool, sharding: Any) -> jax.stages.Co
     program = steps.Program(
         model_definition(config, ops.Kernels(GPUS[GPU].target), holds_experts=False), spec
     )
-    via = ("grouped_kernel",) * len(TIERS)
+    via = ("grouped_kernel",) * len(case.tiers)
     chunk = ChunkSpec(CONTEXT, False, via[0], "xla", "kernel", tiers=via)
     step = functools.partial(steps.decode, program, chunk, True, STEPS, True)
     operands = jax.tree.map(
@@ -98,11 +138,11 @@ def compiled(config: ModelConfig, replays: bool, sharding: Any) -> jax.stages.Co
     with described(GPUS[GPU]):
         traced = jax.jit(step, donate_argnums=(0, 1)).trace(*operands)
         lowered = traced.lower(lowering_platforms=("cuda",))
-    return lowered.compile(compiler_options=compiler_options(spec.cache))
+    return lowered.compile(compiler_options=compiler_options(specs, is_prefill=False))
 
 
 def main() -> None:
-    """A line a case: name; temporary bytes."""
+    """A line a case: name; temporary bytes, and launches of a step."""
     from jax.experimental import topologies
 
     os.environ[SKIP_CHECKS] = "1"
@@ -117,11 +157,14 @@ def main() -> None:
     ).devices  # fmt: skip
     mesh = jax.sharding.Mesh(devices, ("gpu",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    config = with_layers(CONFIGS["Mixtral-8x7B"], LAYERS)
-    for replays in (False, True):
-        memory = compiled(config, replays, sharding).memory_analysis()
+    cases = {"ahead_routed": LOOKS_AHEAD, "ahead_replayed": LOOKS_AHEAD}
+    cases |= {f"{name}_routed": case for name, case in POLICIES.items()}
+    cases |= {f"{name}_replayed": case for name, case in POLICIES.items()}
+    for name, case in cases.items():
+        program = compiled(case, name.endswith("_replayed"), sharding)
+        memory = program.memory_analysis()
         assert memory is not None
-        print("replayed" if replays else "routed", memory.temp_size_in_bytes, flush=True)
+        print(name, memory.temp_size_in_bytes, num_launches(program.as_text()), flush=True)
 
 
 if __name__ == "__main__":

@@ -191,7 +191,7 @@ class ShapeModels:
         nbytes = self._memories.expert_nbytes(self._packing.bits)
         work = self._routing(batch)
         ahead = 4 * limits.prefetch * work.work.ids[..., 0, 0].size
-        parts = self._dense_nbytes | {REPLAYED: work.work.ids.nbytes + ahead}
+        parts = self._dense_nbytes | {REPLAYED: work.work.probabilities.nbytes + ahead}
         budget = make_budget(
             self.config, parts, Tier(name="experts", expert_nbytes=nbytes), limits=limits,
             **self._sizes(batch, context),
@@ -218,7 +218,7 @@ class ShapeModels:
             Tier(name=name, expert_nbytes=self._memories.expert_nbytes(bits))
             for name, bits in zip(names, self._bits, strict=True)
         ]
-        nbytes = work.work.ids.nbytes + work.work.probabilities.nbytes
+        nbytes = work.work.probabilities.nbytes
         nbytes += work.work.predicted.nbytes if policy.needs.predicted else 0
         sizes = self._sizes(batch, context)
         del sizes["platform"]
@@ -241,7 +241,7 @@ class ShapeModels:
     def _moving(
         self, memory: Memory, work: routing.Routing, batch: int, budget: Budget | TieredBudget
     ) -> Loaded:
-        replay(memory, self.config, work.work, batch, self.device)
+        replay(memory, work.work, batch, self.device)
         runner = Runner(self.config, self._memories.dense, self.device, memory=memory)
         said = f"decode: {work.about}; prefill: the random routers' own, near uniform"
         if gib := self._asked.memory.host_gib:

@@ -6,7 +6,6 @@ share rows of `FEW_GIB`, which is more than a processor's cache holds.
 """
 
 import dataclasses
-import functools
 import math
 import sys
 import time
@@ -28,7 +27,6 @@ from moejax.memory.residency import CacheSpec
 from moejax.memory.tiered_memory import TieredMemory, warmed
 from moejax.memory.transfers import Transfers
 from moejax.models.config import ModelConfig, weight_shapes
-from moejax.models.routing import weights_of
 from moejax.policies.interface import AnyPolicy
 from moejax.served import EXPERT_LEAVES
 from pallas_kernels import layout
@@ -178,17 +176,7 @@ class ShapeMemories:
         )  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _weights_of(probabilities: jax.Array, ids: jax.Array, config: ModelConfig) -> jax.Array:
-    """float32[S, M, B, A], as the model's routers weigh them."""
-    num_experts, width = probabilities.shape[-1], ids.shape[-1]
-    flat = probabilities.reshape(-1, num_experts), ids.reshape(-1, width)
-    return weights_of(*flat, config).reshape(ids.shape)
-
-
-def replay(
-    memory: Memory, config: ModelConfig, workload: Workload, batch: int, device: jax.Device
-) -> None:
+def replay(memory: Memory, workload: Workload, batch: int, device: jax.Device) -> None:
     """From now on decode steps of so many sequences take what the workload says."""
     if workload.ids.shape[2] != batch:
         raise ValueError(f"a workload of {workload.ids.shape[2]} sequences, not {batch}")
@@ -196,16 +184,16 @@ def replay(
     def kept(array: np.ndarray) -> jax.Array:
         return jax.device_put(array, device)
 
-    ids = kept(workload.ids)
+    def logits(probabilities: np.ndarray) -> jax.Array:
+        return kept(np.log(np.maximum(probabilities, np.finfo(np.float32).tiny)))
+
+    said = logits(workload.probabilities)
     if isinstance(memory, TieredMemory):
         looks = memory.spec.policy.needs.predicted
-        probabilities = kept(workload.probabilities)
         first, *others = memory.tiers
         first.store = dataclasses.replace(
-            first.store, replay=ids, replay_ahead=None,
-            replay_probabilities=probabilities,
-            replay_weights=_weights_of(probabilities, ids, config),
-            replay_predicted=kept(workload.predicted) if looks else None,
+            first.store, replay=said, replay_ahead=None,
+            replay_predicted=logits(workload.predicted) if looks else None,
         )  # fmt: skip
         for tier in others:
             tier.store = dataclasses.replace(tier.store, replay=None, replay_ahead=None)
@@ -213,7 +201,7 @@ def replay(
     ahead = None
     if memory.spec.prefetch:
         ahead = kept(workload.expected(memory.spec.prefetch))
-    memory.store = dataclasses.replace(memory.store, replay=ids, replay_ahead=ahead)
+    memory.store = dataclasses.replace(memory.store, replay=said, replay_ahead=ahead)
 
 
 def release(memory: Memory | None) -> None:

@@ -112,6 +112,14 @@ def _first_distinct(ids: np.ndarray, width: int, num_experts: int) -> np.ndarray
     return found
 
 
+def logits_of(trace: np.ndarray, num_experts: int) -> np.ndarray:
+    """float32[..., E], products of routers that choose int32[..., A], in this order."""
+    logits = np.full((*trace.shape[:-1], num_experts), -30.0, np.float32)
+    places = np.linspace(0, -1, trace.shape[-1], dtype=np.float32)
+    np.put_along_axis(logits, trace.astype(np.int64), np.broadcast_to(places, trace.shape), axis=-1)
+    return logits
+
+
 def expectations(
     trace: np.ndarray, num_experts: int, width: int, recall: float, seed: int = 0
 ) -> np.ndarray:

@@ -116,7 +116,6 @@ class PooledExperts:
         ahead: Callable[[], Routing] | None,
     ) -> jax.Array:
         """See `models.run_experts.RunExperts`."""
-        routing = self._replayed(layer, routing)
 
         def expected() -> jax.Array:
             assert ahead is not None
@@ -280,13 +279,14 @@ class PooledExperts:
         self.pool = dataclasses.replace(outside, banks=banks, counts=counts)
         return products
 
-    def _replayed(self, layer: Index, routing: Routing) -> Routing:
+    def heard(self, layer: Index, logits: jax.Array, *, is_ahead: bool) -> jax.Array:
+        """See `models.run_experts.HearsRouters`; of what is ahead `_expected` knows."""
         replay = self.store.replay
-        if replay is None or routing.ids.shape != replay.shape[2:]:
-            return routing
+        if replay is None or is_ahead or logits.shape != replay.shape[2:]:
+            return logits
         # The clock counts layers from 1 on: this is the number of the pool's step.
         step = (self.pool.residency.clock - 1) // self.spec.cache.num_layers
-        return routing._replace(ids=in_place_of(replay[step % len(replay), layer], routing.ids))
+        return in_place_of(replay[step % len(replay), layer], logits)
 
     @property
     def most_ahead(self) -> int:

@@ -138,7 +138,6 @@ class TieredExperts:
         ahead: Callable[[], Routing] | None,
     ) -> jax.Array:
         """See `models.run_experts.RunExperts`."""
-        routing = self._replayed(layer, routing)
         copies = self._copies(layer)
         resident = mixed_cache.serving(copies, self.spec.full)
         decision = self._decide(layer, routing, token_mask, ahead, resident)
@@ -176,7 +175,7 @@ class TieredExperts:
             active=token_mask,
             resident=resident,
             importance=self._importance,
-            predicted=self._predicted(layer, routing, ahead) if looks and ahead else None,
+            predicted=foreseen(ahead(), self.config) if looks and ahead else None,
             is_prefill=self._is_prefill,
         )
         if not self._carries:
@@ -184,37 +183,18 @@ class TieredExperts:
         decision, self._policy_state = self.spec.policy.decide(self._policy_state, observation)
         return decision
 
-    def _replayed(self, layer: Index, routing: Routing) -> Routing:
-        """Of the first tier's store, in decode steps of as many tokens; else what is given."""
-        store, row = self._store[0], self._replay_row(routing)
-        if store.replay is None or row is None:
-            return routing
-        routing = routing._replace(ids=in_place_of(store.replay[row, layer], routing.ids))
-        if store.replay_probabilities is None or store.replay_weights is None:
-            return routing
-        probabilities = in_place_of(store.replay_probabilities[row, layer], routing.probabilities)
-        weights = in_place_of(store.replay_weights[row, layer], routing.weights)
-        return Routing(probabilities, weights, routing.ids)
-
-    def _predicted(self, layer: Index, routing: Routing, ahead: Callable[[], Routing]) -> jax.Array:
-        """float32[N, E], of the next layer's router."""
-        replay, row = self._store[0].replay_predicted, self._replay_row(routing)
-        said = foreseen(ahead(), self.config)
-        if replay is None or row is None:
-            return said
-        return in_place_of(replay[row, self._following(layer)], said)
-
-    def _replay_row(self, routing: Routing) -> jax.Array | None:
-        """Which entry of a replay is that of this step, before the layer is planned; None: none."""
-        replay = self._store[0].replay
-        if replay is None or self._is_prefill or routing.ids.shape != replay.shape[2:]:
-            return None
+    def heard(self, layer: Index, logits: jax.Array, *, is_ahead: bool) -> jax.Array:
+        """See `models.run_experts.HearsRouters`; by what the first tier's store replays."""
+        store = self._store[0]
+        replay = store.replay_predicted if is_ahead else store.replay
+        if replay is None or self._is_prefill or logits.shape != replay.shape[2:]:
+            return logits
         if self._replays is None:
             # A pool's clock counts its layers from 1 on, those of prompts too. Read once a step:
             # whoever reads it after a layer has it copied before the next one counts.
             step = (self._runs[0].pool.residency.clock - 1) // self.spec.cache.num_layers
             self._replays = step % len(replay)
-        return self._replays
+        return in_place_of(replay[self._replays, layer], logits)
 
     def _following(self, layer: Index) -> Index:
         """The next layer; on the device the last one is its own, and asks for nothing."""

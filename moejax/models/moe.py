@@ -15,7 +15,7 @@ Where weights are packed, the first three take from `moejax.ops` the matrices th
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import jax
@@ -252,13 +252,25 @@ class SparseMoe(nnx.Module):
             self.gate_up = stacked_parameter("moe.gate_up", config, rngs, dtype)
             self.down = stacked_parameter("moe.down", config, rngs, dtype)
 
-    def route(self, x: jax.Array, layer: Index, first_slot: jax.Array | None = None) -> Routing:
-        """Of N tokens [N, D], normed; `layer` is the index among the sparse layers.
+    def route(
+        self,
+        x: jax.Array,
+        layer: Index,
+        first_slot: jax.Array | None = None,
+        heard: Callable[[jax.Array], jax.Array] | None = None,
+    ) -> Routing:
+        """Of N tokens.
 
-        `first_slot` is what the products will add to the ids; see `routing_by_kernel`.
+        Args:
+          x: [N, D], normed.
+          layer: the index among the sparse layers.
+          first_slot: what the products will add to the ids; see `routing_by_kernel`.
+          heard: what is taken for the router's products, float32[N, E]; None for themselves.
         """
         wide = jnp.dtype(jnp.float32)
         logits = ops.linear(x, self.router[...], layer, wide, self.kernels, steady=True)
+        if heard is not None:
+            logits = heard(logits)
         c = self.config
         if choose_routing(len(x), c, self.kernels).implementation == "triton":
             routing = routing_by_kernel(

@@ -35,6 +35,21 @@ class RunExperts(Protocol):
 
 
 @runtime_checkable
+class HearsRouters(Protocol):
+    """What runs experts, where it may take other products than the routers' own (to replay)."""
+
+    def heard(self, layer: Index, logits: jax.Array, *, is_ahead: bool) -> jax.Array:
+        """float32[N, E], to route by.
+
+        Args:
+          layer: whose router has spoken, among the sparse layers.
+          logits: its products.
+          is_ahead: asked by the layer before, of its input.
+        """
+        ...
+
+
+@runtime_checkable
 class LoopedExperts(RunExperts, Protocol):
     """Which may also be called inside a loop over layers, where a layer is a number on the device.
 

@@ -1,5 +1,6 @@
 """The decoder of every family, one module over layer-stacked weights."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from moejax.models.parameter import stacked_parameter
 from moejax.models.places import Place, in_loop, loop_over, places
 from moejax.models.rope import Angles, model_angles
 from moejax.models.routing import Routing
-from moejax.models.run_experts import LoopedExperts, RunExperts
+from moejax.models.run_experts import HearsRouters, LoopedExperts, RunExperts
 from moejax.models.token_step import is_plain, serves_token_step, token_layers
 from moejax.ops import Index
 from moejax.qtensor import Weight
@@ -133,18 +134,24 @@ class Transformer(nnx.Module):
         if run is None:
             out, routing = self.moe(flat, place.mlp, mask, via)
         else:
-            routing = self.moe.route(flat, place.mlp)
-            out = run(place.mlp, flat, routing, mask, self._ahead(x, place))
+            routing = self._route(flat, place.mlp, run)
+            out = run(place.mlp, flat, routing, mask, self._ahead(x, place, run))
         if self.config.shared_dim:
             out = out + self.shared(flat, place.mlp)
         return out.reshape(x.shape), routing
 
-    def _ahead(self, x: jax.Array, place: Place) -> Callable[[], Routing] | None:
+    def _route(self, x: jax.Array, mlp: Index, run: RunExperts, is_ahead: bool = False) -> Routing:
+        heard = None
+        if isinstance(run, HearsRouters):
+            heard = functools.partial(run.heard, mlp, is_ahead=is_ahead)
+        return self.moe.route(x, mlp, heard=heard)
+
+    def _ahead(self, x: jax.Array, place: Place, run: RunExperts) -> Callable[[], Routing] | None:
         """What the next sparse layer's router says of this one's input (DyMoE eq. 6)."""
         if place.following is None:
             return None
         layer, mlp = place.following
-        return lambda: self.moe.route(self._mlp_normed(x, layer), mlp)
+        return lambda: self._route(self._mlp_normed(x, layer), mlp, run, is_ahead=True)
 
     def _mlp_normed(self, x: jax.Array, layer: Index) -> jax.Array:
         """[N, D]: what the MLP of a layer would see of [B, T, D]."""
