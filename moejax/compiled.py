@@ -8,6 +8,12 @@ import jax
 
 from moejax.errors import MoejaxError
 
+Function = Callable[..., Any]
+
+
+def _no_options(function: Function) -> Mapping[str, str]:
+    return {}
+
 
 class CompiledPrograms:
     """Ahead-of-time compiled functions by key.
@@ -21,9 +27,9 @@ class CompiledPrograms:
       history: function name and seconds of each, in order.
     """
 
-    def __init__(self, compiler_options: Mapping[str, str] | None = None) -> None:
-        """Options of XLA for all programs; None for none."""
-        self._options = dict(compiler_options) if compiler_options else None
+    def __init__(self, options_of: Callable[[Function], Mapping[str, str]] = _no_options) -> None:
+        """`options_of` says what XLA is told of a function's programs."""
+        self._options_of = options_of
         self._programs: dict[Hashable, jax.stages.Compiled] = {}
         self.seconds = 0.0
         self.num_traces = 0
@@ -42,12 +48,11 @@ class CompiledPrograms:
 
     def get(
         self,
-        function: Callable[..., Any],
+        function: Function,
         static: tuple[Hashable, ...],
         arguments: tuple[Any, ...],
         *,
         num_donated: int,
-        compiler_options: Mapping[str, str] | None = None,
     ) -> jax.stages.Compiled:
         """The program for `function(*static, *arguments)`, called with `arguments` alone.
 
@@ -56,7 +61,6 @@ class CompiledPrograms:
           static: hashable leading arguments, closed over.
           arguments: arrays or trees of them; their shapes and dtypes are part of the key.
           num_donated: how many of the first `arguments` are donated.
-          compiler_options: of this function's programs, in place of those for all.
 
         Raises:
           MoejaxError: after `close`.
@@ -72,7 +76,7 @@ class CompiledPrograms:
             jitted = jax.jit(
                 lambda *args: function(*static, *args),
                 donate_argnums=tuple(range(num_donated)),
-                compiler_options=dict(compiler_options) if compiler_options else self._options,
+                compiler_options=dict(self._options_of(function)) or None,
             )
             program = jitted.lower(*arguments).compile()
             self._programs[key] = program

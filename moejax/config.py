@@ -14,7 +14,7 @@ from moejax.evaluation.problems import GenerationTask
 from moejax.evaluation.tasks import TASKS
 from moejax.evaluation.texts import JOINS
 from moejax.generation import GenerationSettings
-from moejax.memory.budget import PHASES, Limits, check_gib
+from moejax.memory.budget import Limits, check_gib, check_phase
 from moejax.models.shapes import SHAPES
 from moejax.options import RunConfig, option
 from moejax.options import to_config_dict as to_config_dict
@@ -67,8 +67,7 @@ class MemoryConfig(RunConfig):
         for name in ("transient", "prefetch", "bulk"):
             if getattr(self, name) < 0:
                 raise MoejaxError(f"{name}={getattr(self, name)} must be 0 or a number of experts")
-        if self.prefetch_in not in PHASES:
-            raise MoejaxError(f"prefetch_in={self.prefetch_in!r} is none of {', '.join(PHASES)}")
+        check_phase(self.prefetch_in, "")
 
 
 def check_share(share: float) -> None:

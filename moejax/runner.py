@@ -83,8 +83,8 @@ class Runner:
         self.device = device
         self._whole_calls = device.platform == "gpu" if whole_calls is None else whole_calls
         pools = memory.spec.pools if memory and device.platform == "gpu" else ()
-        self._options = [compiler_options(pools, is_prefill) for is_prefill in (True, False)]
-        self.programs = CompiledPrograms()
+        options = [compiler_options(pools, is_prefill) for is_prefill in (True, False)]
+        self.programs = CompiledPrograms(lambda function: options[function is steps.decode])
         self.kernels = kernels or ops.Kernels(target_of(device))
         self._asked_via = experts_via
         definition = model_definition(config, self.kernels, holds_experts=memory is None)
@@ -385,10 +385,7 @@ class Runner:
     ) -> Any:
         arguments = (*donated, *arguments)
         with plain_memory_errors(self.device):
-            options = self._options[function is steps.decode]
-            program = self.programs.get(
-                function, static, arguments, num_donated=len(donated), compiler_options=options
-            )
+            program = self.programs.get(function, static, arguments, num_donated=len(donated))
             return program(*arguments)
 
     def _chunk_spec(self, batch: int, start: int, size: int, cache_length: int) -> ChunkSpec:

@@ -203,7 +203,7 @@ class ResidencyTest(parameterized.TestCase):
         pooled = pooled_runner(TWO_LAYERS, weights, (4, 2, 2))
         self.assertEqual(answers(pooled, prompts), answers(resident, prompts))
         for of in (resident, pooled):
-            of.programs = CompiledPrograms(AS_USERS_COMPILE)
+            of.programs = CompiledPrograms(lambda function: AS_USERS_COMPILE)
         np.testing.assert_array_equal(pooled.logits(tokens), resident.logits(tokens))
         self.assertGreater(pooled.memory.settle().as_dict()["totals"]["misses"], 0)
 

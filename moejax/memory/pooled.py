@@ -16,7 +16,7 @@ Axes: N tokens, A experts a token, P parts of a product; the rest as in `moejax.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,8 +24,8 @@ import jax.numpy as jnp
 
 from moejax import ops
 from moejax.memory.expert_pool import ExpertPool, ExpertStore, PoolSpec, in_place_of
+from moejax.memory.fetching import Fetching, Slots
 from moejax.memory.placing import Jobs, Placed, Placing, State, terms_by_slot
-from moejax.memory.waiting import with_disk_rows
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import (
     Experts,
@@ -40,21 +40,6 @@ from moejax.models.moe import STEP_BYTES, ExpertsVia
 from moejax.models.routing import Routing, foreseen
 from moejax.ops import Index
 from moejax.qtensor import Compensator, QTensor, Weight
-from pallas_kernels import expert_fetch
-
-
-def bring_together(runs: Sequence["PooledExperts"], layer: Index, plans: Sequence[Placed]) -> None:
-    """Copies what a layer needs into the slots of each pool, by one launch where a kernel can."""
-    for run in runs:
-        run.begin(layer)
-    jobs = {i: job for i, run in enumerate(runs) if (job := run.job(plans[i].admitted))}
-    if len(jobs) < 2 or any(runs[i].fetched_by(job) != "triton" for i, job in jobs.items()):
-        for run, plan in zip(runs, plans, strict=True):
-            run.fill(layer, plan.admitted)
-        return
-    found = expert_fetch.fetch_all(list(jobs.values()), implementation="triton")
-    for i, pools in zip(jobs, found, strict=True):
-        runs[i].fetched(layer, pools, plans[i].admitted)
 
 
 class PooledExperts:
@@ -82,6 +67,7 @@ class PooledExperts:
           is_prefill: whether the step is one of prompts.
         """
         self._looks_ahead = spec.looks_ahead(is_prefill)
+        self.fetching = Fetching(spec, store, kernels)
         self.spec, self.config, self.pool, self.store = spec, config, pool, store
         self._via, self._kernels = via, kernels
         self._turn = -1  # of the layer that runs: its number, but for a multiple of the banks
@@ -170,7 +156,7 @@ class PooledExperts:
         self, layer: Index, plan: Placed, mask: jax.Array, ahead: Callable[[], jax.Array] | None
     ) -> None:
         """As `brought`, of a plan that the slots know of."""
-        bring_together([self], layer, [plan])
+        self.fill(layer, plan.admitted)
         self.look_ahead(layer, mask, ahead)
 
     def begin(self, layer: Index) -> None:
@@ -233,9 +219,9 @@ class PooledExperts:
             mine = active & (plan.wave == number + 1)
             found = self._run(x, Pairs(plan.slot, mine), self._experts(layer, plan, number + 1))
             products = jnp.where(mine[None, :, :, None], found, products)
-            return self._bank(), self.pool.counts, products
+            return self.bank(), self.pool.counts, products
 
-        carried = (self._bank(), outside.counts, products)
+        carried = (self.bank(), outside.counts, products)
         num_waves = len(plan.streamed.rows)
         bank, counts, products = jax.lax.fori_loop(0, num_waves, one, carried)
         self.pool = dataclasses.replace(outside, counts=counts)
@@ -305,7 +291,7 @@ class PooledExperts:
         """They are so from now on."""
         self.pool = dataclasses.replace(self.pool, residency=state[0], counts=state[1])
 
-    def _bank(self, after: int = 0) -> tuple[Weight, Weight]:
+    def bank(self, after: int = 0) -> tuple[Weight, Weight]:
         """That of the layer which runs, or of one of those after it."""
         return self.pool.banks[(self._turn + after) % len(self.pool.banks)]
 
@@ -319,7 +305,7 @@ class PooledExperts:
 
         They read the slots that the copy may overwrite, and XLA would copy the pool instead.
         """
-        products, read = jax.lax.optimization_barrier((products, self._bank(bank)))
+        products, read = jax.lax.optimization_barrier((products, self.bank(bank)))
         self._set_bank(read, bank)
         return products
 
@@ -349,13 +335,9 @@ class PooledExperts:
         self._bring(following, jobs, 1, beside=True)
 
     def fill(self, layer: Index, jobs: Jobs) -> None:
-        """Copies experts of the layer that was begun into slots of its bank."""
+        """Copies experts into slots of the bank of a layer, of which all is from here on."""
+        self.begin(layer)
         self._bring(layer, jobs)
-
-    def fetched(self, layer: Index, pools: tuple[Weight, Weight], jobs: Jobs) -> None:
-        """As `fill`, after a fetch from host memory that gave these arrays."""
-        self._set_bank(pools)
-        self._bring_from_disk(layer, jobs, 0)
 
     def _bring(self, layer: Index, jobs: Jobs, bank: int = 0, beside: bool = False) -> None:
         """Copies experts of a layer into slots, from host memory or from the disk.
@@ -366,49 +348,16 @@ class PooledExperts:
           bank: to that of the layer which runs (0), or the next one (1).
           beside: products that read the other bank, once what these wait for is there.
         """
-        job = self.job(jobs, bank)
-        if job is not None:
-            how = self.fetched_by(job)
-            pools = expert_fetch.fetch(
-                *job,
-                implementation=how,
-                tiles=expert_fetch.default_tiles_beside() if beside and how == "triton" else None,
-                after=self._bank(1 - bank) if beside and how == "triton" else (),
-            )
-            self._set_bank(pools, bank)
-        self._bring_from_disk(layer, jobs, bank)
+        other = self.bank(1 - bank) if beside else None
+        pools = self.fetching.from_host(self.bank(bank), jobs, other)
+        self.came(layer, pools, jobs, bank)
 
-    def job(self, jobs: Jobs, bank: int = 0) -> expert_fetch.Job | None:
-        """Of a fetch from host memory; None where nothing comes from there."""
-        store = self.store
-        if not jobs.rows.size or self.spec.is_still or not store.gate_up.shape[0]:
-            return None
-        hosts = (store.gate_up, store.down)
-        return expert_fetch.Job(self._bank(bank), hosts, jobs.rows, jobs.slots)
-
-    def fetched_by(self, job: expert_fetch.Job) -> str:
-        """The implementation.
-
-        Raises:
-          ValueError: on a GPU the kernel refuses.
-        """
-        if self._kernels.target is None:
-            return "reference"
-        chosen = expert_fetch.choose(job.pools, job.hosts, self._kernels.target)
-        if self._kernels.target.platform == "gpu" and chosen.implementation == "reference":
-            raise ValueError(f"experts cannot be fetched: {chosen.describe()}")
-        return chosen.implementation
-
-    def _bring_from_disk(self, layer: Index, jobs: Jobs, bank: int) -> None:
-        """What no row of the host store has."""
-        if self.spec.read is None or not jobs.rows.size or self.spec.is_still:
-            return
-        rows, slots, experts = jobs
-        assert experts is not None
-        absent = (experts >= 0) & (rows < 0)
-        pools = with_disk_rows(self._bank(bank), self.spec.read, layer, experts, slots, absent)
-        counts = self.pool.counts.add(layer, waits=jnp.sum(absent))
-        self.pool = dataclasses.replace(self.pool, counts=counts)
+    def came(self, layer: Index, pools: Slots, jobs: Jobs, bank: int = 0) -> None:
+        """Takes what came from host memory, and brings the rest from the disk."""
+        pools, waits = self.fetching.from_disk(pools, layer, jobs)
+        if waits is not None:
+            counts = self.pool.counts.add(layer, waits=waits)
+            self.pool = dataclasses.replace(self.pool, counts=counts)
         self._set_bank(pools, bank)
 
     def _run(self, x: jax.Array, pairs: Pairs, experts: Experts) -> jax.Array:
@@ -428,7 +377,7 @@ class PooledExperts:
     def _experts(self, layer: Index, plan: Placed, wave: Index, bank: int = 0) -> Experts:
         """The slots as stacks, with the low-rank terms of the experts that are in them."""
         experts, slot, wave_of = plan.holders
-        held, num_slots = self._bank(bank), self.spec.cache.num_slots
+        held, num_slots = self.bank(bank), self.spec.cache.num_slots
         if self.spec.emulated:
             held, num_slots = (self.store.gate_up, self.store.down), self.store.gate_up.shape[0]
             slot, wave_of = self.store.row_of[layer][experts], jnp.zeros_like(wave_of)

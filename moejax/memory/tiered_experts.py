@@ -19,7 +19,9 @@ import jax.numpy as jnp
 
 from moejax import ops
 from moejax.memory.expert_pool import ExpertStore, in_place_of
-from moejax.memory.pooled import PooledExperts, bring_together
+from moejax.memory.fetching import from_host_together
+from moejax.memory.placing import Placed
+from moejax.memory.pooled import PooledExperts
 from moejax.memory.tiered import TieredPool, TieredSpec, released
 from moejax.memory.tiered_placing import TieredPlacing
 from moejax.models.config import ModelConfig
@@ -294,13 +296,23 @@ class TieredExperts:
         self._gate, tiers = found.gate, []
         for run, slots in zip(self._runs, after, strict=True):
             run.set_slots(slots)
-        bring_together(self._runs, layer, found.plans)
+        self._bring(layer, found.plans)
         for i, (run, plan) in enumerate(zip(self._runs, found.plans, strict=True)):
             run.look_ahead(layer, token_mask, self._ahead(layer, i, decision.ahead))
             tiers.append(run.placed(layer, routing, found.tier == i, plan)[1])
         products = self._of_tiers(x, found.tier, found.slot, tiers)
         pairs = Pairs(decision.ids, found.tier != SKIPPED)
         return combine(products, pairs, decision.weights, x.dtype)
+
+    def _bring(self, layer: Index, plans: Sequence[Placed]) -> None:
+        """Copies what a layer needs into the slots of each tier, by one launch where it can be."""
+        for run in self._runs:
+            run.begin(layer)
+        fetchings, banks = zip(*((run.fetching, run.bank()) for run in self._runs), strict=True)
+        jobs = [plan.admitted for plan in plans]
+        came = from_host_together(fetchings, banks, jobs)
+        for run, slots, of_run in zip(self._runs, came, jobs, strict=True):
+            run.came(layer, slots, of_run)
 
     def _ahead(
         self, layer: Index, tier: int, ahead: jax.Array | None

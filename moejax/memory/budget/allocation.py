@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Mapping
 
 from moejax.memory.budget.limits import (
-    PHASES,
     BudgetError,
     Limits,
     check_gib,
+    check_phase,
     gib_above,
     limit_nbytes,
     num_banks,
@@ -200,9 +200,7 @@ class _Run:
                 f"memory.slots={slots}, transient={self.limits.transient} and prefetch={prefetch} "
                 f"must be numbers of experts, at most {self.num_experts} (slots -1: as many as fit)"
             )
-        if self.limits.prefetch_in not in PHASES:
-            said = f"memory.prefetch_in={self.limits.prefetch_in!r}"
-            raise BudgetError(f"{said} is none of {', '.join(PHASES)}")
+        check_phase(self.limits.prefetch_in)
         if slots > self.num_experts:
             raise BudgetError(
                 f"memory.slots={slots} is more than the {self.num_experts} experts of a layer"

@@ -43,6 +43,12 @@ def check_gib(device_gib: float, host_gib: float, group: str = "memory.") -> Non
             )
 
 
+def check_phase(phase: str, group: str = "memory.") -> None:
+    """Raises BudgetError for what is none of `PHASES`."""
+    if phase not in PHASES:
+        raise BudgetError(f"{group}prefetch_in={phase!r} is none of {', '.join(PHASES)}")
+
+
 def num_banks(limits: Limits) -> int:
     """Arrays of slots; see `Budget.banks`."""
     return 2 if limits.prefetch else 1
