@@ -6,6 +6,7 @@ from typing import cast
 import jax
 import numpy as np
 
+from moejax.checkpoints.experts import open_experts
 from moejax.checkpoints.open import open_checkpoint
 from moejax.checkpoints.quantized.stored import CodesKind
 from moejax.checkpoints.sizes import Sizes, checkpoint_sizes, shape_sizes
@@ -16,6 +17,7 @@ from moejax.errors import MoejaxError
 from moejax.memory.automatic import plan_under_policy
 from moejax.memory.budget import Budget, TieredBudget, make_budget
 from moejax.memory.opening import disk_source
+from moejax.memory.ssd import check_waiting
 from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
 from moejax.tiering import Tiering
@@ -56,9 +58,8 @@ def budget_of(config: PlanConfig, model: ModelConfig, sizes: Sizes, itemsize: in
     """
     context, chunk = _sizes(config, model)
     limits = config.memory.limits()
-    if not config.shape:
-        disk_source(open_checkpoint(config.checkpoint), limits)
-    return make_budget(
+    source = None if config.shape else disk_source(open_checkpoint(config.checkpoint), limits)
+    budget = make_budget(
         model,
         sizes.weights_nbytes,
         sizes.tier,
@@ -69,6 +70,10 @@ def budget_of(config: PlanConfig, model: ModelConfig, sizes: Sizes, itemsize: in
         platform=platform_of(config),
         itemsize=itemsize,
     )
+    if source is not None and budget.host_share < 1:
+        with open_experts(source, dtype=config.dtype, device=_device(config)) as reader:
+            check_waiting(reader, _device(config), str(source.directory))
+    return budget
 
 
 def _sizes(config: PlanConfig, model: ModelConfig) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """`python -m moejax.plan`: what it prints is what a run then allocates, and nothing is loaded."""
 
 import contextlib
+import dataclasses
 import io
 import pathlib
 import re
@@ -99,6 +100,16 @@ class SizesTest(PlanCase):
             return
         err = self.run_plan(asked, "--config.memory.slots=1", status=1)
         self.assertRegex(err, f"cannot move: .*{said}.*\n$")
+
+    def test_what_is_converted_cannot_be_waited_for_on_the_cpu(self):
+        stores.Gptq(dataclasses.replace(stores.QWEN, num_experts=9)).write(self.directory)
+        asked = [f"--config.checkpoint={self.directory}", "--config.memory.slots=1"]
+        err = self.run_plan(*asked, "--config.memory.host_gib=1e-9", status=1)
+        least = re.search(r"would do is (\S+) GiB", err)[1]
+        asked.append(f"--config.memory.host_gib={least}")
+        self.assertRegex(self.run_plan(*asked), r"% of the experts are not in host memory")
+        err = self.run_plan(*asked, "--config.platform=cpu", status=1)
+        self.assertIn(f"{self.directory}: experts that are converted while they are read", err)
 
     def test_a_shape_in_codes(self):
         config = ModelConfig(**TINY)

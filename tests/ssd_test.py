@@ -13,7 +13,7 @@ from absl.testing import absltest, parameterized
 
 from moejax.errors import MoejaxError
 from moejax.memory import pinned
-from moejax.memory.ssd import SsdReader, State, waiting_refusal
+from moejax.memory.ssd import SsdReader, State, check_waiting
 from tests.ssd_source import MOMENT, PARTS, SECONDS, Source, SsdTestCase
 
 
@@ -219,8 +219,10 @@ class WaitingTest(SsdTestCase):
         with self.assertRaisesRegex(MoejaxError, "cannot be read inside a step on the CPU"):
             reader.read_now(0, 0)
         self.assertEmpty(source.order)
-        self.assertIsNone(waiting_refusal(source, mock.Mock(platform="gpu")))
-        self.assertIsNone(waiting_refusal(Source(), self.device))
+        check_waiting(source, mock.Mock(platform="gpu"))
+        check_waiting(Source(), self.device)
+        with self.assertRaisesRegex(MoejaxError, "^experts of a: experts that are converted"):
+            check_waiting(source, self.device, "experts of a")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from moejax.memory.expert_pool import PoolSpec
 from moejax.memory.host_store import HeldRows, HostStore, RowSupply
 from moejax.memory.pinned import check_pinned_limit
 from moejax.memory.residency import CacheSpec
-from moejax.memory.ssd import SsdReader, waiting_refusal
+from moejax.memory.ssd import SsdReader, check_waiting
 from moejax.memory.transfers import Transfers
 from moejax.qtensor import Weight
 
@@ -152,8 +152,8 @@ def load_experts(
         reader = packed(reader)
     num_layers, num_experts = reader.num_layers, reader.num_experts
     waits = budget.host_rows < num_layers * num_experts
-    if waits and (reason := waiting_refusal(reader, device)):
-        raise MoejaxError(f"{source.directory}: {reason}; raise memory.host_gib")
+    if waits:
+        check_waiting(reader, device, str(source.directory))
     store, row_of = None, np.full((num_layers, num_experts), -1, np.int32)
     arrays = tuple(jnp.zeros((0, *part.shape), part.dtype, device=device) for part in reader.row)
     if budget.host_rows:

@@ -239,11 +239,10 @@ class SsdReader:
         new ones.
 
         Raises:
-          MoejaxError: it could not be read, or not here (`waiting_refusal`).
+          MoejaxError: it could not be read, or not here (`check_waiting`).
           ValueError: the reader is closed.
         """
-        if reason := waiting_refusal(self._source, self._device):
-            raise MoejaxError(reason)
+        check_waiting(self._source, self._device)
         with self._changed:
             self._check_open()
             self._counters.waits += 1
@@ -344,16 +343,24 @@ class SsdReader:
             raise ValueError("the reader is closed")
 
 
-def waiting_refusal(source: RowSource, device: jax.Device) -> str | None:
-    """Why a step cannot wait for an expert from disk inside itself, or None.
+def check_waiting(source: RowSource, device: jax.Device, name: str = "") -> None:
+    """Refuses experts of which some are left on the disk, where no step can wait for them.
 
     Reading that computes on JAX's CPU device, inside a callback of a program that runs there, can
     wait for the program that waits for it.
+
+    Args:
+      source: what reads them.
+      device: where steps run.
+      name: of the experts, for the message.
+
+    Raises:
+      MoejaxError: they are converted while they are read, and the device is the CPU.
     """
     if source.uses_jax and device.platform == "cpu":
-        return (
-            "experts that are converted while they are read cannot be read inside a step on the "
-            "CPU; write the checkpoint in the package's own format, or raise host_gib until all "
-            "experts fit host memory"
+        of = f"{name}: " if name else ""
+        raise MoejaxError(
+            f"{of}experts that are converted while they are read cannot be read inside a step on "
+            "the CPU; write the checkpoint in the package's own format, or raise memory.host_gib "
+            "until all experts fit host memory"
         )
-    return None

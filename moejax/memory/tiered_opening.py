@@ -22,7 +22,7 @@ from moejax.memory.budget import Budget, Limits, Tier, TieredBudget, make_tiered
 from moejax.memory.expert_memory import ExpertMemory
 from moejax.memory.opening import disk_source, load_experts
 from moejax.memory.pinned import check_pinned_limit
-from moejax.memory.ssd import waiting_refusal
+from moejax.memory.ssd import check_waiting
 from moejax.memory.tiered_memory import TieredMemory, warm
 from moejax.models.config import ModelConfig
 from moejax.policies.attention_importance import importance_nbytes
@@ -132,11 +132,10 @@ def plan_tiers(
         batch=batch, context=context, chunk=chunk, itemsize=itemsize, device=device,
     )  # fmt: skip
     for tier, source, part in zip(stored, sources, budget.tiers, strict=True):
-        if tier.bits and part.host_share < 1:
-            with open_experts(source, dtype=dtype, device=device) as reader:
-                reason = waiting_refusal(_quantized(reader, tier=tier, tiering=tiering), device)
-            if reason:
-                raise MoejaxError(f"tier {tier.name}: {reason}; raise memory.host_gib")
+        if part.host_share < 1:
+            with open_experts(disk_source(source, limits), dtype=dtype, device=device) as reader:
+                rows = _quantized(reader, tier=tier, tiering=tiering) if tier.bits else reader
+                check_waiting(rows, device, f"tier {tier.name}")
     return Planned(chosen, stored, sources, budget)
 
 
