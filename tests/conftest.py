@@ -1,5 +1,6 @@
 """Settings of every test: strict dtypes and ranks, no network, what a `gpu` test needs."""
 
+import gc
 import importlib.metadata
 import importlib.util
 import os
@@ -31,6 +32,10 @@ if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
 
 import jax
 import pytest
+
+# Tracing makes objects by the million, of which few are in cycles: looking for those as often as
+# Python does by default took a twentieth of the time.
+gc.set_threshold(50_000, 20, 50)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -15,7 +15,7 @@ from moejax.models.hf_config import ARCHITECTURES
 from pallas_kernels.dequant_matmul import mosaic as dense
 from pallas_kernels.grouped_dequant_matmul import mosaic as grouped
 from pallas_kernels.stream import terms
-from scripts import gpu_jobs, make_documents
+from scripts import check_documents, gpu_jobs, make_documents
 from scripts.documents import commands, config_tables, dry, messages
 from scripts.policy_sections import SECTIONS
 from tests import slow
@@ -38,8 +38,14 @@ def anchors(page: Path) -> set[str]:
 
 
 class CommandsTest(absltest.TestCase):
+    def test_all_can_be_read(self):
+        """Files, flags and settings of every command, whether it can run here or not."""
+        found = commands.of_documents()
+        self.assertGreater(len(found), 200)
+        self.assertEqual(check_documents.read_all(found), [])
+
     def test_they_run(self):
-        """All are read; those that run offline on a CPU are run, in one process."""
+        """Those that run offline on a CPU are run, in one process."""
         slow.skip_unless_asked()
         # Programs are kept beside those of the other tests.
         kept = os.environ.get("MOEJAX_DOCUMENTS_PROGRAMS")
@@ -103,6 +109,8 @@ class CommandsTest(absltest.TestCase):
             "python -m moejax.lm_eval --model moejax --model_args pretrained=x,slots=3",
             "python -m scripts.bench_kernels --no_such_flag=1",
             "python -m scripts.make_trace --tokens=many",
+            "python -m scripts.make_trace results/",
+            "python -m scripts.bench_gpu results/ --no_such_flag",
             "pip install 'moejax[nothing]'",
             "scripts/nowhere.sh",
             "python -m pytest tests/nowhere_test.py",

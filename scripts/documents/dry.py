@@ -120,6 +120,8 @@ def _check_script(module: str, arguments: list[str]) -> None:
     for word in arguments:
         if word == "--":  # what follows goes to a main
             return
+        if not word.startswith("--") and takes_words(ROOT / path):
+            continue
         name, equals, value = word.removeprefix("--").partition("=")
         if name.startswith("config."):
             continue
@@ -131,6 +133,14 @@ def _check_script(module: str, arguments: list[str]) -> None:
                 _NUMBERS[kind](value)
             except ValueError as error:
                 raise ValueError(f"{path}: --{name}={value} is no {kind}") from error
+
+
+@functools.cache
+def takes_words(path: Path) -> bool:
+    """Whether the main of a script reads arguments that are no flags: others delete them."""
+    nodes = ast.parse(path.read_text("utf-8")).body
+    mains = [one for one in nodes if isinstance(one, ast.FunctionDef) and one.name == "main"]
+    return any("del argv" not in ast.unparse(main) for main in mains)
 
 
 @functools.cache
