@@ -26,7 +26,7 @@ from moejax.simulation.costs import GIB, Machine
 from moejax.simulation.sweeping import Tiers
 from moejax.tiering import Tiering
 from moejax.traces import write_trace
-from tests import tiny_engine
+from tests import slow, tiny_engine
 from tests.simulated_traces import random_trace
 
 RESULTS = Path(__file__).parents[1] / "scripts" / "results" / "policy_quality.jsonl"
@@ -161,6 +161,9 @@ class RecommendTest(absltest.TestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
+        if not slow.asked():  # of each kind, fewer
+            fewer = mock.patch.multiple(recommending, RETENTIONS=(0.75,), PERIODS=(64,))
+            cls.enterClassContext(fewer)
         cls.found = list(recommending.candidates(cls.TRACE, cls.TIERS, cls.ROOM))
         cls.swept = recommending.replayed(cls.TRACE, cls.found, cls.BULK)
 

@@ -26,6 +26,7 @@ from scripts.accelerate_models import (
 )
 from scripts.accelerate_plan import Plan, layer_places, make_plan
 from scripts.bench_accelerate import cache_kept
+from tests import slow
 from tests.script_runs import run_module
 
 CPU = torch.device("cpu")
@@ -167,6 +168,7 @@ class PlanTest(absltest.TestCase):
 
 class ScriptTest(absltest.TestCase):
     def test_it_runs_on_a_cpu(self):
+        slow.skip_unless_asked()
         with tempfile.TemporaryDirectory() as directory:
             out = Path(directory) / "rows.jsonl"
             done = run_module(

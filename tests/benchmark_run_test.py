@@ -57,6 +57,8 @@ class CheckpointTest(Case):
 
     @parameterized.parameters(("dynaexq", "('int4','int2')", 0.001), ("on_demand", "()", 0))
     def test_a_policy_is_compared_with_the_exact_model(self, name, tiers, least):
+        if least:  # `generate_test` compares one that is not exact
+            slow.skip_unless_asked()
         policy = {"policy.name": name, "policy.tiers": tiers, "policy.group_size": 16}
         record, out = self.record(
             checkpoint=self.checkpoint, prompt_tokens=24, fidelity_share=0.5, batches="(1,2)",
@@ -78,6 +80,8 @@ class CheckpointTest(Case):
         (models.CheckpointModels, "exact"), (exactness, "predicted"),
     )  # fmt: skip
     def test_there_may_be_no_room_to_compare(self, of, name):
+        if of is exactness:
+            slow.skip_unless_asked()
         with mock.patch.object(of, name, side_effect=MoejaxError("no")):
             status, out, err = run(
                 checkpoint=self.checkpoint, prompt_tokens=9, fidelity_share=0.5, runs=1,

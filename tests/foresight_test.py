@@ -19,7 +19,7 @@ from moejax.policies.dynaexq import DynaExq
 from moejax.policies.interface import foreseen
 from moejax.policies.on_demand import OnDemand
 from moejax.tiering import Tiering
-from tests import tiny_engine
+from tests import slow, tiny_engine
 from tests.buddy_profiles import random_profile
 from tests.policies_cases import SPEC, E, M
 
@@ -160,6 +160,8 @@ class EngineTest(parameterized.TestCase):
 
     @parameterized.parameters("scores", "links")
     def test_the_disk_is_read_ahead(self, by):
+        if by == "links":  # which asks for others, by the same calls
+            slow.skip_unless_asked()
         profile = random_profile(LAYERS, EXPERTS)
         following = np.random.default_rng(3).random((LAYERS, EXPERTS, EXPERTS)).astype(np.float32)
         activity = dataclasses.replace(profile.activity, following=following)

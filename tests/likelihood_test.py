@@ -11,7 +11,7 @@ from absl.testing import absltest, parameterized
 
 from moejax import Engine, MoejaxError, chunks
 from moejax.evaluation.likelihood import token_windows
-from tests import tiny_engine
+from tests import slow, tiny_engine
 from tests.hf_checkpoints import reference_model, write_checkpoint
 
 CONTEXT = 64  # tokens that the models may see
@@ -63,7 +63,7 @@ class TransformersTest(parameterized.TestCase):
         pairs += [(shared, [stem[0]]), (shared + stem[:2], stem[2:4])]
         likely = tokens(10)
         pairs += [(likely, self._greedy(likely, 4)), (likely, [*self._greedy(likely, 3), 7])]
-        for batch_size in (1, 4):
+        for batch_size in (1, 4) if slow.asked() else (4,):
             found = self.engine.scorer.of_tokens(pairs, batch_size=batch_size)
             for pair, scored in zip(pairs, found, strict=True):
                 total, greedy = reference(self.model, *pair)

@@ -138,7 +138,7 @@ class LoopTest(parameterized.TestCase):
         ("qwen3_moe", "plain", jnp.bfloat16, "ahead", False),
     )
     def test_bit_for_bit_what_it_is_unrolled(self, name, kind, dtype, place, records):
-        if not records and place != "resident":  # the others have these weights, and these places
+        if not records or place == "ahead":  # the others have these weights, and these places
             slow.skip_unless_asked()
         config = CONFIGS[name]
         what = RecordSpec(foreseen=2, probabilities=True, importance=place == "resident")
@@ -164,7 +164,7 @@ class LoopTest(parameterized.TestCase):
 
     @parameterized.product(place=("ahead", "waves"), dtype=(jnp.bfloat16, jnp.float32))
     def test_where_the_experts_are_makes_no_difference(self, place, dtype):
-        if dtype == jnp.bfloat16:  # in which fewer differences would be seen
+        if dtype == jnp.bfloat16 or place == "waves":  # fewer differences, or a simpler step
             slow.skip_unless_asked()
         config, kind = CONFIGS["five"], "int4_int4_ranks"
         record = RecordSpec(foreseen=2, probabilities=True)

@@ -118,7 +118,8 @@ class InvisibleTest(parameterized.TestCase):
         tokens, logits, (one, four) = of_resident(config, bits)
         runner = pooled_runner(config, random_weights(config, bits), POLICIES[policy])
         np.testing.assert_array_equal(runner.logits(tokens), logits)
-        self.assertEqual(answers(runner, PROMPTS[:1]), one)
+        if config == QWEN or slow.asked():
+            self.assertEqual(answers(runner, PROMPTS[:1]), one)
         self.assertEqual(answers(runner, PROMPTS), four)
         events = runner.memory.settle().as_dict()["totals"]
         self.assertEqual(events["unserved"], 0)

@@ -6,13 +6,14 @@ from absl.testing import absltest, parameterized
 
 from moejax.ledger import EVENTS
 from tests import residency_plan_contract as contract
+from tests import slow
 from tests.residency_plan_contract import CASES
 
 
 class ContractTest(parameterized.TestCase):
     @parameterized.parameters(*CASES)
     def test_the_kernel_decides_as_the_tables_do(self, case):
-        for seed in range(3):
+        for seed in range(3 if slow.asked() else 1):
             found, _ = contract.check(CASES[case], seed, implementation="triton", interpret=True)
             events = dict(zip(EVENTS, np.asarray(found.events).sum((0, 1)), strict=True))
             self.assertGreater(events["misses"], 0)

@@ -69,7 +69,7 @@ class RulesTest(parameterized.TestCase):
     def test_all_layers_release_as_each_does_by_itself(self):
         one, rng = spec(5, 8, 3, 1), np.random.default_rng(0)
         state, counts = residency.empty(one), ledger.no_counts(5)
-        for step in range(30):
+        for step in range(16):
             layer, experts = step % 5, rng.choice(8, 2, replace=False)
             if step % 3:
                 _, state, counts = planned(one, state, experts, layer=layer, counts=counts)

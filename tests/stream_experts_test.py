@@ -189,8 +189,9 @@ BROKEN = (
 
 # Each of a kind of which another stays.
 SLOW = (
-    "a_warp_has_several_stages", "stages_of_two_blocks", "sums_of_x_kept_of_few_tokens",
-    "terms_of_12_tokens", "two_column_tiles",
+    "a_warp_has_several_stages", "outputs_that_tiles_do_not_divide", "ring_of_three_tiles",
+    "stages_of_two_blocks", "sums_of_x_kept_of_few_tokens", "terms_of_12_tokens",
+    "two_column_tiles", "warps_without_a_stage",
 )  # fmt: skip
 
 
@@ -218,7 +219,7 @@ class KernelTest(HostTestCase):
         case, tiles = CASES["few_experts"]
         operands = random_operands(case, seed(self.id()))
         found = layer(operands, tiles)
-        for workers in (0, 11):
+        for workers in (0, 11) if slow.asked() else (11,):
             again = layer(operands, dataclasses.replace(tiles, workers=workers))
             for mine, other in zip(found, again, strict=True):
                 np.testing.assert_array_equal(mine, other)
@@ -238,6 +239,8 @@ class KernelTest(HostTestCase):
 
     @parameterized.parameters(*BROKEN)
     def test_a_wrong_kernel_fails(self, owner, name, broken):
+        if broken not in (next_item_stays_behind, one_pair_fewer, one_item_fewer):
+            slow.skip_unless_asked()  # one of each class's two
         case, tiles = CASES["ring_of_three_tiles"]
         operands = random_operands(case, seed(self.id()))
         self.assertIsNone(violation(*layer(operands, tiles), operands))

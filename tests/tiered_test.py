@@ -14,7 +14,7 @@ from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.make import make_policy
 from pallas_kernels import expert_fetch
 from tests import buddymoe_reference as reference
-from tests import numpy_model
+from tests import numpy_model, slow
 from tests.pooled_test import POLICIES, PROMPTS, answers, pooled_runner, random_weights
 from tests.tiered_case import CONFIG, plain, tiered_runner
 
@@ -64,7 +64,8 @@ class OneTierTest(parameterized.TestCase):
         runner, memory = tiered_runner(
             policy, (16,), (slots,), transient=transient, prefetch=prefetch
         )
-        np.testing.assert_array_equal(runner.logits(TOKENS), plain.logits(TOKENS))
+        if slow.asked():  # engines' are compared in `tiered_engine_test`
+            np.testing.assert_array_equal(runner.logits(TOKENS), plain.logits(TOKENS))
         self.assertEqual(answers(runner, PROMPTS[:1]), answers(plain, PROMPTS[:1]))
         counted, found = plain.memory.settle(), memory.settle()
         self.assertEqual(found.layers, counted.layers)

@@ -20,9 +20,10 @@ PROMPT_LENGTHS = (3, 17, 9, 30)
 # Others of their kind stay.
 SLOW = (
     "mixtral_gqa1_tied_fp16", "qwen3_bf16_sharded", "qwen3_fused", "qwen3_gqa1_tied",
-    "qwen3_old_config", "qwen3_unnormalized",
+    "qwen3_old_config", "qwen3_sparse_step2", "qwen3_unnormalized",
 )  # fmt: skip
-ALSO_ALONE = ("qwen3", "qwen3_mlp_only", "mixtral", "demo")  # each compiles four more programs
+# Each compiles four more programs.
+ALSO_ALONE = ("mixtral", *(("demo", "qwen3", "qwen3_mlp_only") if slow.asked() else ()))
 
 
 def relative_errors(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
