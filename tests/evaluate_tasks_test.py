@@ -26,6 +26,9 @@ AI2 = {
     "choices": {"text": ["It is.", "So."], "label": ["1", "2"]},
     "answerKey": "2",
 }
+KEYED = {"question": "Why?", "choices": ["It is.", "So."], "answerKey": "B"}
+UNLABELLED = {"question": "Why?", "choices": {"text": ["It is.", "So."]}, "answerKey": "A"}
+PLAIN = {"query": "2+2=", "choices": ["3", "4"], "answer": 1}
 HELLASWAG = {
     "activity_label": "Roofs",
     "ctx_a": "[header] How to [title] Do it.",
@@ -62,6 +65,10 @@ class WordingTest(parameterized.TestCase):
     @parameterized.parameters(
         ("arc_easy", ARC, "Question: Why?\nAnswer:", ("It is.", "So."), 1),
         ("arc_challenge", AI2, "Question: Why?\nAnswer:", ("It is.", "So."), 1),
+        ("arc_easy", KEYED, "Question: Why?\nAnswer:", ("It is.", "So."), 1),
+        ("arc_easy", {**KEYED, "answerKey": "1"}, "Question: Why?\nAnswer:", ("It is.", "So."), 0),
+        ("arc_easy", {**KEYED, "answerKey": 2}, "Question: Why?\nAnswer:", ("It is.", "So."), 1),
+        ("arc_easy", UNLABELLED, "Question: Why?\nAnswer:", ("It is.", "So."), 0),
         ("hellaswag", HELLASWAG, "Roofs: How to. Do it. She", (" is well.", "runs."), 0),
         ("piqa", PIQA, "Question: Where?\nAnswer:", ("Here", "There"), 1),
         ("mmlu", MMLU, "Which?\nA. x\nB. y\nC. z\nAnswer:", ("A", "B", "C"), 2),
@@ -105,8 +112,52 @@ class WordingTest(parameterized.TestCase):
         ("choices", {"query": "Q", "choices": ["a", ""], "gold": 1}, "a choice without text"),
         ("choices", {"query": "Q", "choices": ["a", "b"], "gold": "x"}, "is no choices"),
         ("choices", {"choices": ["a", "b"], "gold": 0}, "there is no 'query'"),
-        ("mmlu", {**MMLU, "question": None}, "is no mmlu"),
+        ("mmlu", {**MMLU, "question": None}, r"is no mmlu \(question must be a text, not null\)"),
         ("gsm8k", {"question": "Q"}, "there is no 'answer'"),
+        (
+            "choices",
+            {**PLAIN, "choices": [3, 4]},
+            r"row 0 .*\(choices\[0\] must be a text, not 3\)",
+        ),
+        ("choices", {**PLAIN, "choices": "abcd"}, 'choices must be a list of texts, not "abcd"'),
+        ("choices", {**PLAIN, "query": 7}, "query must be a text, not 7"),
+        (
+            "choices",
+            {"question": None, "choices": ["a", "b"], "gold": 1},
+            "question must be a text",
+        ),
+        ("choices", {**PLAIN, "query": "\ud800"}, "query is not Unicode: surrogates not allowed"),
+        ("choices", {**PLAIN, "choices": ["a", "\udfff"]}, r"choices\[1\] is not Unicode"),
+        ("choices", {**PLAIN, "answer": True}, "answer must be the index of a choice, not true"),
+        ("choices", {**PLAIN, "answer": None}, "answer must be the index of a choice, not null"),
+        ("choices", {**PLAIN, "answer": 1.0}, "answer must be the index of a choice, not 1.0"),
+        ("choices", {**PLAIN, "answer": [1]}, r"answer must be the index of a choice, not \[1\]"),
+        ("choices", {**PLAIN, "answer": "E5"}, 'answer "E5" is no index, no letter and none of'),
+        ("choices", {**PLAIN, "answer": 10**4000}, r"the answer 10{39}\.\.\. is none of 2 choices"),
+        ("choices", {**PLAIN, "group": 3}, "group must be a text, not 3"),
+        ("mmlu", {**MMLU, "subject": None}, "subject must be a text, not null"),
+        ("mmlu", {**MMLU, "choices": ["x"] * 27}, "27 choices, which is more than there are"),
+        ("piqa", {**PIQA, "sol1": 1}, "sol1 must be a text, not 1"),
+        ("piqa", {**PIQA, "label": math.inf}, "label must be the index of a choice, not Infinity"),
+        ("hellaswag", {**HELLASWAG, "ctx_b": None}, "ctx_b must be a text, not null"),
+        ("hellaswag", {**HELLASWAG, "endings": ["a", 2]}, r"endings\[1\] must be a text, not 2"),
+        ("hellaswag", {**HELLASWAG, "label": ""}, 'label must be the index of a choice, not ""'),
+        ("gsm8k", {**GSM8K, "answer": 2}, "answer must be a text, not 2"),
+        ("gsm8k", {**GSM8K, "answer": None}, "answer must be a text, not null"),
+        ("humaneval", {**HUMANEVAL, "entry_point": 1}, "entry_point must be a text, not 1"),
+        (
+            "arc_easy",
+            {**KEYED, "answerKey": "E"},
+            r'answerKey "E" is none of A\.\. or 1\.\. of 2 choi',
+        ),
+        ("arc_easy", {**KEYED, "answerKey": "0"}, 'answerKey "0" is none of'),
+        ("arc_easy", {**KEYED, "answerKey": "AB"}, 'answerKey "AB" is none of'),
+        ("arc_easy", {**AI2, "answerKey": "A"}, 'answerKey "A" is none of 1, 2'),
+        (
+            "arc_easy",
+            {**AI2, "choices": {"text": ["a", "b"], "label": ["A"]}},
+            "2 texts and 1 label",
+        ),
     )
     def test_a_row_of_another_form(self, task, row, said):
         with self.assertRaisesRegex(MoejaxError, said):
@@ -299,6 +350,8 @@ class MainTest(parameterized.TestCase):
             ("none.jsonl", None, "there is no data file"),
             ("bad.jsonl", "{}\n{", "line 2 is not JSON"),
             ("list.jsonl", "[1]\n", "line 1 is no JSON object"),
+            ("deep.jsonl", "{}\n" + "[" * 100_000 + "\n", "line 2 is not JSON: maximum recursion"),
+            ("long.jsonl", '{"answer": ' + "7" * 5000 + "}\n", "line 1 is not JSON: Exceeds"),
             ("empty.jsonl", "\n", "holds no rows"),
         ):
             path = self.folder / name
@@ -314,11 +367,14 @@ class MainTest(parameterized.TestCase):
         ({"limit": -1}, "limit=-1 must be 0 or a number"),
         ({"task": "humaneval"}, "allow it: --config.execute=True"),
         ({"task": "piqa"}, "data.jsonl, row 0 is no piqa (there is no 'sol1')"),
-        ({"task": "gsm8k", "fewshot": 0, "data": "G", "max_new_tokens": 256}, "leaves no room"),
+        ({"task": "gsm8k", "fewshot": 0, "data": GSM8K, "max_new_tokens": 256}, "leaves no room"),
+        ({"data": {**PLAIN, "choices": [3, 4]}}, "row 0 is no choices (choices[0] must be a text"),
+        ({"data": {**PLAIN, "query": "\ud800"}}, "row 0 is no choices (query is not Unicode"),
+        ({"task": "gsm8k", "fewshot": 0, "data": {**GSM8K, "answer": 2}}, "answer must be a text"),
     )
     def test_what_is_refused(self, fields, said):
-        if fields.get("data") == "G":
-            fields = {**fields, "data": self._write("one.jsonl", [GSM8K])}
+        if isinstance(fields.get("data"), dict):
+            fields = {**fields, "data": self._write("one.jsonl", [fields["data"]])}
         status, out, err = self._run(**fields)
         self.assertEqual((status, out), (1, ""))
         self.assertIn(said, err.splitlines()[-1])
