@@ -13,8 +13,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax import MoejaxError, cli, evaluate
-from moejax.evaluation import task_run
-from moejax.evaluation.answers import AnswerFile
+from moejax.evaluation import record, task_run
 from moejax.evaluation.problems import flexible_answer, same_number, strict_answer
 from moejax.evaluation.rows import Rows, read_rows
 from moejax.evaluation.tasks import TASKS, contents, documents
@@ -211,35 +210,6 @@ class FiguresTest(parameterized.TestCase):
         self.assertEqual(task.judge(problem, "    return a - b\n"), {"pass_at_1": 0.0})
 
 
-class AnswersTest(absltest.TestCase):
-    def setUp(self):
-        super().setUp()
-        folder = self.enter_context(tempfile.TemporaryDirectory())
-        self.path = Path(folder) / "x.answers.jsonl"
-
-    def test_goes_on_where_it_was(self):
-        answers = AnswerFile(self.path, {"task": "a", "n": (1, 2)})
-        answers.add([{"index": 4, "text": "a\u2028b"}, {"index": 2, "text": "é"}])
-        with self.path.open("a") as file:
-            file.write('{"index": 7, "te')  # killed while it wrote
-        again = AnswerFile(self.path, {"task": "a", "n": (1, 2)})
-        self.assertEqual(again.known, answers.known)
-        self.assertEqual(again.num_resumed, 2)
-        again.add([{"index": 7}])
-        third = AnswerFile(self.path, {"task": "a", "n": (1, 2)})
-        self.assertEqual(sorted(third.known), [2, 4, 7])
-        third.finish()
-        self.assertEqual(AnswerFile(self.path, {"task": "b"}).known, {})  # that one was complete
-
-    def test_answers_of_another_run(self):
-        AnswerFile(self.path, {"task": "a", "seed": 1}).add([{"index": 0}])
-        with self.assertRaisesRegex(MoejaxError, r"of another run \(seed differ\)"):
-            AnswerFile(self.path, {"task": "a", "seed": 2})
-        self.path.write_text('{"x": 1}\n')
-        with self.assertRaisesRegex(MoejaxError, "is no file of answers"):
-            AnswerFile(self.path, {"task": "a"})
-
-
 class MainTest(parameterized.TestCase):
     @classmethod
     def setUpClass(cls):
@@ -316,6 +286,39 @@ class MainTest(parameterized.TestCase):
         )
         self.assertEqual((resumed["resumed_documents"], whole["resumed_documents"]), (4, 0))
         self.assertEqual(resumed["metrics"], whole["metrics"])
+
+    def test_answers_outlive_a_result_that_cannot_be_written(self):
+        output = self.folder / "full.json"
+        with mock.patch.object(record, "write_record", side_effect=OSError("no space left")):
+            status, _, err = self._run(output=output)
+        self.assertEqual(status, 1, err)
+        self.assertIn("error: no space left", err)
+        status, _, err = self._run(output=output)
+        self.assertEqual(status, 0, err)
+        self.assertEqual(json.loads(output.read_text())["resumed_documents"], len(self.rows))
+
+    def test_a_file_of_another_kind_is_found_before_the_model_is_loaded(self):
+        notes = self.folder / "n.answers.jsonl"
+        notes.write_text("mine")
+        with mock.patch.object(task_run, "load_engine") as load:
+            status, _, err = self._run(output=self.folder / "n.json")
+        self.assertEqual((status, load.called, notes.read_text()), (1, False, "mine"))
+        self.assertIn("n.answers.jsonl is no file of answers; move it away", err)
+
+    def test_the_batch_size_is_of_the_run_under_a_policy_only(self):
+        policy = {"policy.name": "on_demand", "policy.tiers": "('int4',)", "policy.slots": "('3',)",
+                  "policy.quantizer": "rtn", "policy.group_size": 16}  # fmt: skip
+        for name, how in (("exact", {}), ("tiered", policy)):
+            output = self.folder / f"batch_{name}.json"
+            with mock.patch.object(record, "write_record", side_effect=KeyboardInterrupt):
+                self._run(output=output, limit=4, batch_size=2, **how)
+            status, _, err = self._run(output=output, limit=4, batch_size=4, **how)
+            if how:
+                self.assertEqual(status, 1)
+                self.assertIn("holds answers of another run (batch_size differ)", err)
+            else:
+                self.assertEqual(status, 0, err)
+                self.assertEqual(json.loads(output.read_text())["protocol"]["batch_size"], 4)
 
     def test_under_a_policy(self):
         output = self.folder / "p.json"

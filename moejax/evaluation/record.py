@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from moejax import report, results
 from moejax.checkpoints.safetensors_reader import stored_tensors
+from moejax.config import EvaluateConfig
 from moejax.errors import MoejaxError
 from moejax.evaluation.fidelity import Fidelity
 from moejax.evaluation.perplexity import RULE, LogLikelihood, Windowing
@@ -162,6 +163,26 @@ def fingerprint(directory: Path) -> dict[str, Any]:
     return {"sha256": small, "files": large}
 
 
+def of_engine(engine: "Engine", config: EvaluateConfig) -> dict[str, Any]:
+    """What of an engine decides scores, for the head of a file of answers.
+
+    Without a policy the batch size changes no score beyond rounding, so a run may go on with
+    another; a policy's state goes from batch to batch.
+
+    Args:
+      engine: that answers.
+      config: of the run.
+    """
+    decides = bool(config.policy.name)
+    return {
+        "dtype": str(engine.dtype),
+        "device": engine.device.device_kind,
+        "policy": dataclasses.asdict(config.policy) if decides else None,
+        "batch_size": config.batch_size if decides else None,
+        "memory": dataclasses.asdict(config.memory),
+    }
+
+
 def task_record(
     engine: "Engine",
     head: dict[str, Any],
@@ -171,6 +192,7 @@ def task_record(
     seconds: float,
     ledger: "Ledger | TieredLedger | None",
     figures: dict[str, Any],
+    batch_size: int,
     num_resumed: int,
 ) -> dict[str, Any]:
     """The result of a task as JSON.
@@ -183,6 +205,7 @@ def task_record(
       seconds: of answering, compiling left out.
       ledger: of experts that moved in this run.
       figures: the result.
+      batch_size: of this run.
       num_resumed: documents whose answers an earlier run left; times and ledger are without them.
     """
     return {
@@ -190,7 +213,11 @@ def task_record(
         "checkpoint": checkpoint,
         **figures,
         "data": head["data"],
-        "protocol": {**head["protocol"], "files": head["checkpoint"]},
+        "protocol": {
+            **head["protocol"],
+            "batch_size": batch_size,
+            "files": head["checkpoint"],
+        },
         "policy": head["policy"],
         "limits": head["memory"],
         "ledger": None if ledger is None else ledger.as_dict(),
