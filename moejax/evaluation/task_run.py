@@ -95,7 +95,9 @@ def _head(
             "max_new_tokens": config.answer_length() if generated else 0,
         },
         "checkpoint": {"name": config.checkpoint, **record.fingerprint(directory)},
-        **record.of_engine(engine, config),
+        **record.of_engine(
+            engine, policy=config.policy, memory=config.memory, batch_size=config.batch_size
+        ),
     }
 
 
