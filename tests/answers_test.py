@@ -49,10 +49,10 @@ class AnswersTest(absltest.TestCase):
     def test_a_finished_run_of_other_settings_is_kept(self):
         for seed in (1, 2, 3):
             before = self.path.read_bytes() if self.path.exists() else b""
-            answers = AnswerFile(self.path, {"seed": seed})
-            self.assertEqual(self.path.read_bytes() if before else b"", before)  # no answer yet
             with contextlib.nullcontext() if seed == 1 else self.assertLogs() as said:
-                answers.add([{"index": seed}])
+                answers = AnswerFile(self.path, {"seed": seed})
+            self.assertEqual(self.path.read_bytes() if before else b"", before)  # no answer yet
+            answers.add([{"index": seed}])
             answers.finish()
             if said:
                 self.assertLen(said.output, 1)

@@ -59,9 +59,14 @@ class AnswerFile:
         self._aside = False
         self.known: dict[int, Answer] = {}
         if path is not None and (stored := _stored(path, numbers)):
-            self._aside = stored.finished and stored.head != self._head
             if not stored.finished:
                 self._go_on(path, stored, anew)
+            elif stored.head != self._head:
+                self._aside = True
+                logging.warning(
+                    "%s holds the answers of a finished run with other settings; they are kept in "
+                    "%s", path, _free_name(path).name,
+                )  # fmt: skip
         self.num_resumed = len(self.known)
 
     def add(self, answers: list[Answer]) -> None:
@@ -101,12 +106,7 @@ class AnswerFile:
                 _write(file, lines)
             return
         if self._aside:
-            kept = _free_name(self._path)
-            self._path.rename(kept)
-            logging.warning(
-                "%s held the answers of a finished run with other settings; they are kept in %s",
-                self._path, kept.name,
-            )  # fmt: skip
+            self._path.rename(_free_name(self._path))
         partial = self._path.with_name(f".{self._path.name}.partial")
         end = [line for line in lines if "end" in line]
         with partial.open("w", encoding="utf-8") as file:
