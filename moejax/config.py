@@ -271,7 +271,9 @@ class EvaluateConfig(RecordConfig):
     fewshot: int = option(-1, "examples before each of them; -1: 5 of gsm8k, else none")
     fewshot_data: str = option("", "the rows that examples are taken from, the first ones")
     limit: int = option(0, "rows that are taken, a random sample; 0: all")
-    seed: int = option(0, "of that sample")
+    seed: int = option(
+        0, "of that sample; of perplexity, of the tokens that are compared with the exact model"
+    )
     max_new_tokens: int = option(0, "of an answer that is generated; 0: the task's")
     execute: bool = option(
         False, "humaneval: run what the model wrote, in a subprocess with limits (no prison)"

@@ -12,8 +12,10 @@ Lines with the result go to stdout, a progress bar to stderr, everything that is
 it again to the JSON file. Figures of different windows, strides, texts, tokenizers, wordings or
 examples are not to be compared: the protocol stands in the lines and in the file.
 
-Tasks but perplexity write their answers to a file beside the output as they come; interrupted and
-started again, they go on where they were. docs/evaluation.md has a command for each benchmark.
+Answers, of perplexity the nats of each window, go to a file beside the output as they come: a run
+that was interrupted and is started again goes on where it was. Perplexity under a policy begins
+anew, since the policy's state goes from window to window. docs/evaluation.md has a command for each
+benchmark.
 """
 
 from absl import flags

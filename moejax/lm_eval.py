@@ -10,15 +10,23 @@ over.
 import importlib
 import sys
 
+from moejax.errors import MoejaxError
+
 
 def main() -> None:
-    """Registers the model and runs lm_eval's command line."""
+    """Registers the model and runs lm_eval's command line; our errors are one line on stderr."""
     try:
         importlib.import_module("moejax.evaluation.lm_eval_model")
         command_line = importlib.import_module("lm_eval.__main__")
     except ModuleNotFoundError as error:
-        sys.exit(f"error: lm_eval is not installed ({error}): pip install 'moejax[evaluation]'")
-    command_line.cli_evaluate()
+        sys.exit(
+            f"error: lm_eval is not installed ({error}): pip install '.[evaluation]' in a clone of "
+            "this repository"
+        )
+    try:
+        command_line.cli_evaluate()
+    except MoejaxError as error:  # model arguments, a checkpoint, limits, requests
+        sys.exit(f"error: {' '.join(str(error).split())}")
 
 
 if __name__ == "__main__":

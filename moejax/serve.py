@@ -7,7 +7,7 @@ r"""An OpenAI-compatible server: /v1/completions and /v1/chat/completions of one
 
 stderr says when it listens and when the model is ready. SIGTERM lets answers that run finish, for
 --config.grace_s seconds at most, and ends with status 0. docs/server.md has the fields of requests,
-what is refused, and the metrics. It needs `pip install 'moejax[serve]'`.
+what is refused, and the metrics. It needs `pip install '.[serve]'`.
 """
 
 import importlib.util
@@ -31,7 +31,10 @@ def serve(config: ServeConfig, values: flags.FlagValues) -> None:
     del values
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise MoejaxError(f"{', '.join(missing)} not installed: pip install 'moejax[serve]'")
+        raise MoejaxError(
+            f"{', '.join(missing)} not installed: pip install '.[serve]' in a clone of this "
+            "repository"
+        )
     # JAX is imported here: --help and mistakes need not wait for it.
     from moejax.loading import load_engine
     from moejax.serving import server

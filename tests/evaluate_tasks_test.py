@@ -13,8 +13,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax import MoejaxError, cli, evaluate
-from moejax.evaluation import task_run
-from moejax.evaluation.answers import AnswerFile
+from moejax.evaluation import record, task_run
 from moejax.evaluation.problems import flexible_answer, same_number, strict_answer
 from moejax.evaluation.rows import Rows, read_rows
 from moejax.evaluation.tasks import TASKS, contents, documents
@@ -26,6 +25,9 @@ AI2 = {
     "choices": {"text": ["It is.", "So."], "label": ["1", "2"]},
     "answerKey": "2",
 }
+KEYED = {"question": "Why?", "choices": ["It is.", "So."], "answerKey": "B"}
+UNLABELLED = {"question": "Why?", "choices": {"text": ["It is.", "So."]}, "answerKey": "A"}
+PLAIN = {"query": "2+2=", "choices": ["3", "4"], "answer": 1}
 HELLASWAG = {
     "activity_label": "Roofs",
     "ctx_a": "[header] How to [title] Do it.",
@@ -62,6 +64,10 @@ class WordingTest(parameterized.TestCase):
     @parameterized.parameters(
         ("arc_easy", ARC, "Question: Why?\nAnswer:", ("It is.", "So."), 1),
         ("arc_challenge", AI2, "Question: Why?\nAnswer:", ("It is.", "So."), 1),
+        ("arc_easy", KEYED, "Question: Why?\nAnswer:", ("It is.", "So."), 1),
+        ("arc_easy", {**KEYED, "answerKey": "1"}, "Question: Why?\nAnswer:", ("It is.", "So."), 0),
+        ("arc_easy", {**KEYED, "answerKey": 2}, "Question: Why?\nAnswer:", ("It is.", "So."), 1),
+        ("arc_easy", UNLABELLED, "Question: Why?\nAnswer:", ("It is.", "So."), 0),
         ("hellaswag", HELLASWAG, "Roofs: How to. Do it. She", (" is well.", "runs."), 0),
         ("piqa", PIQA, "Question: Where?\nAnswer:", ("Here", "There"), 1),
         ("mmlu", MMLU, "Which?\nA. x\nB. y\nC. z\nAnswer:", ("A", "B", "C"), 2),
@@ -105,8 +111,52 @@ class WordingTest(parameterized.TestCase):
         ("choices", {"query": "Q", "choices": ["a", ""], "gold": 1}, "a choice without text"),
         ("choices", {"query": "Q", "choices": ["a", "b"], "gold": "x"}, "is no choices"),
         ("choices", {"choices": ["a", "b"], "gold": 0}, "there is no 'query'"),
-        ("mmlu", {**MMLU, "question": None}, "is no mmlu"),
+        ("mmlu", {**MMLU, "question": None}, r"is no mmlu \(question must be a text, not null\)"),
         ("gsm8k", {"question": "Q"}, "there is no 'answer'"),
+        (
+            "choices",
+            {**PLAIN, "choices": [3, 4]},
+            r"row 0 .*\(choices\[0\] must be a text, not 3\)",
+        ),
+        ("choices", {**PLAIN, "choices": "abcd"}, 'choices must be a list of texts, not "abcd"'),
+        ("choices", {**PLAIN, "query": 7}, "query must be a text, not 7"),
+        (
+            "choices",
+            {"question": None, "choices": ["a", "b"], "gold": 1},
+            "question must be a text",
+        ),
+        ("choices", {**PLAIN, "query": "\ud800"}, "query is not Unicode: surrogates not allowed"),
+        ("choices", {**PLAIN, "choices": ["a", "\udfff"]}, r"choices\[1\] is not Unicode"),
+        ("choices", {**PLAIN, "answer": True}, "answer must be the index of a choice, not true"),
+        ("choices", {**PLAIN, "answer": None}, "answer must be the index of a choice, not null"),
+        ("choices", {**PLAIN, "answer": 1.0}, "answer must be the index of a choice, not 1.0"),
+        ("choices", {**PLAIN, "answer": [1]}, r"answer must be the index of a choice, not \[1\]"),
+        ("choices", {**PLAIN, "answer": "E5"}, 'answer "E5" is no index, no letter and none of'),
+        ("choices", {**PLAIN, "answer": 10**4000}, r"the answer 10{39}\.\.\. is none of 2 choices"),
+        ("choices", {**PLAIN, "group": 3}, "group must be a text, not 3"),
+        ("mmlu", {**MMLU, "subject": None}, "subject must be a text, not null"),
+        ("mmlu", {**MMLU, "choices": ["x"] * 27}, "27 choices, which is more than there are"),
+        ("piqa", {**PIQA, "sol1": 1}, "sol1 must be a text, not 1"),
+        ("piqa", {**PIQA, "label": math.inf}, "label must be the index of a choice, not Infinity"),
+        ("hellaswag", {**HELLASWAG, "ctx_b": None}, "ctx_b must be a text, not null"),
+        ("hellaswag", {**HELLASWAG, "endings": ["a", 2]}, r"endings\[1\] must be a text, not 2"),
+        ("hellaswag", {**HELLASWAG, "label": ""}, 'label must be the index of a choice, not ""'),
+        ("gsm8k", {**GSM8K, "answer": 2}, "answer must be a text, not 2"),
+        ("gsm8k", {**GSM8K, "answer": None}, "answer must be a text, not null"),
+        ("humaneval", {**HUMANEVAL, "entry_point": 1}, "entry_point must be a text, not 1"),
+        (
+            "arc_easy",
+            {**KEYED, "answerKey": "E"},
+            r'answerKey "E" is none of A\.\. or 1\.\. of 2 choi',
+        ),
+        ("arc_easy", {**KEYED, "answerKey": "0"}, 'answerKey "0" is none of'),
+        ("arc_easy", {**KEYED, "answerKey": "AB"}, 'answerKey "AB" is none of'),
+        ("arc_easy", {**AI2, "answerKey": "A"}, 'answerKey "A" is none of 1, 2'),
+        (
+            "arc_easy",
+            {**AI2, "choices": {"text": ["a", "b"], "label": ["A"]}},
+            "2 texts and 1 label",
+        ),
     )
     def test_a_row_of_another_form(self, task, row, said):
         with self.assertRaisesRegex(MoejaxError, said):
@@ -158,35 +208,6 @@ class FiguresTest(parameterized.TestCase):
         [problem] = contents(task, rows(HUMANEVAL))
         self.assertEqual(task.judge(problem, "    return a + b\n"), {"pass_at_1": 1.0})
         self.assertEqual(task.judge(problem, "    return a - b\n"), {"pass_at_1": 0.0})
-
-
-class AnswersTest(absltest.TestCase):
-    def setUp(self):
-        super().setUp()
-        folder = self.enter_context(tempfile.TemporaryDirectory())
-        self.path = Path(folder) / "x.answers.jsonl"
-
-    def test_goes_on_where_it_was(self):
-        answers = AnswerFile(self.path, {"task": "a", "n": (1, 2)})
-        answers.add([{"index": 4, "text": "a\u2028b"}, {"index": 2, "text": "é"}])
-        with self.path.open("a") as file:
-            file.write('{"index": 7, "te')  # killed while it wrote
-        again = AnswerFile(self.path, {"task": "a", "n": (1, 2)})
-        self.assertEqual(again.known, answers.known)
-        self.assertEqual(again.num_resumed, 2)
-        again.add([{"index": 7}])
-        third = AnswerFile(self.path, {"task": "a", "n": (1, 2)})
-        self.assertEqual(sorted(third.known), [2, 4, 7])
-        third.finish()
-        self.assertEqual(AnswerFile(self.path, {"task": "b"}).known, {})  # that one was complete
-
-    def test_answers_of_another_run(self):
-        AnswerFile(self.path, {"task": "a", "seed": 1}).add([{"index": 0}])
-        with self.assertRaisesRegex(MoejaxError, r"of another run \(seed differ\)"):
-            AnswerFile(self.path, {"task": "a", "seed": 2})
-        self.path.write_text('{"x": 1}\n')
-        with self.assertRaisesRegex(MoejaxError, "is no file of answers"):
-            AnswerFile(self.path, {"task": "a"})
 
 
 class MainTest(parameterized.TestCase):
@@ -266,6 +287,39 @@ class MainTest(parameterized.TestCase):
         self.assertEqual((resumed["resumed_documents"], whole["resumed_documents"]), (4, 0))
         self.assertEqual(resumed["metrics"], whole["metrics"])
 
+    def test_answers_outlive_a_result_that_cannot_be_written(self):
+        output = self.folder / "full.json"
+        with mock.patch.object(record, "write_record", side_effect=OSError("no space left")):
+            status, _, err = self._run(output=output)
+        self.assertEqual(status, 1, err)
+        self.assertIn("error: no space left", err)
+        status, _, err = self._run(output=output)
+        self.assertEqual(status, 0, err)
+        self.assertEqual(json.loads(output.read_text())["resumed_documents"], len(self.rows))
+
+    def test_a_file_of_another_kind_is_found_before_the_model_is_loaded(self):
+        notes = self.folder / "n.answers.jsonl"
+        notes.write_text("mine")
+        with mock.patch.object(task_run, "load_engine") as load:
+            status, _, err = self._run(output=self.folder / "n.json")
+        self.assertEqual((status, load.called, notes.read_text()), (1, False, "mine"))
+        self.assertIn("n.answers.jsonl is no file of answers; move it away", err)
+
+    def test_the_batch_size_is_of_the_run_under_a_policy_only(self):
+        policy = {"policy.name": "on_demand", "policy.tiers": "('int4',)", "policy.slots": "('3',)",
+                  "policy.quantizer": "rtn", "policy.group_size": 16}  # fmt: skip
+        for name, how in (("exact", {}), ("tiered", policy)):
+            output = self.folder / f"batch_{name}.json"
+            with mock.patch.object(record, "write_record", side_effect=KeyboardInterrupt):
+                self._run(output=output, limit=4, batch_size=2, **how)
+            status, _, err = self._run(output=output, limit=4, batch_size=4, **how)
+            if how:
+                self.assertEqual(status, 1)
+                self.assertIn("holds answers of another run (batch_size differ)", err)
+            else:
+                self.assertEqual(status, 0, err)
+                self.assertEqual(json.loads(output.read_text())["protocol"]["batch_size"], 4)
+
     def test_under_a_policy(self):
         output = self.folder / "p.json"
         status, out, err = self._run(
@@ -299,6 +353,8 @@ class MainTest(parameterized.TestCase):
             ("none.jsonl", None, "there is no data file"),
             ("bad.jsonl", "{}\n{", "line 2 is not JSON"),
             ("list.jsonl", "[1]\n", "line 1 is no JSON object"),
+            ("deep.jsonl", "{}\n" + "[" * 100_000 + "\n", "line 2 is not JSON: maximum recursion"),
+            ("long.jsonl", '{"answer": ' + "7" * 5000 + "}\n", "line 1 is not JSON: Exceeds"),
             ("empty.jsonl", "\n", "holds no rows"),
         ):
             path = self.folder / name
@@ -314,11 +370,14 @@ class MainTest(parameterized.TestCase):
         ({"limit": -1}, "limit=-1 must be 0 or a number"),
         ({"task": "humaneval"}, "allow it: --config.execute=True"),
         ({"task": "piqa"}, "data.jsonl, row 0 is no piqa (there is no 'sol1')"),
-        ({"task": "gsm8k", "fewshot": 0, "data": "G", "max_new_tokens": 256}, "leaves no room"),
+        ({"task": "gsm8k", "fewshot": 0, "data": GSM8K, "max_new_tokens": 256}, "leaves no room"),
+        ({"data": {**PLAIN, "choices": [3, 4]}}, "row 0 is no choices (choices[0] must be a text"),
+        ({"data": {**PLAIN, "query": "\ud800"}}, "row 0 is no choices (query is not Unicode"),
+        ({"task": "gsm8k", "fewshot": 0, "data": {**GSM8K, "answer": 2}}, "answer must be a text"),
     )
     def test_what_is_refused(self, fields, said):
-        if fields.get("data") == "G":
-            fields = {**fields, "data": self._write("one.jsonl", [GSM8K])}
+        if isinstance(fields.get("data"), dict):
+            fields = {**fields, "data": self._write("one.jsonl", [fields["data"]])}
         status, out, err = self._run(**fields)
         self.assertEqual((status, out), (1, ""))
         self.assertIn(said, err.splitlines()[-1])

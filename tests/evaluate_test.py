@@ -1,6 +1,7 @@
 """The evaluate command on a tiny checkpoint: its line, its JSON, its texts, what it refuses."""
 
 import contextlib
+import dataclasses
 import gzip
 import io
 import json
@@ -17,8 +18,9 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 
 from moejax import cli, evaluate
-from moejax.config import EvaluateConfig
+from moejax.config import EvaluateConfig, MemoryConfig
 from moejax.engine import Engine
+from moejax.evaluation import record
 from moejax.evaluation.perplexity import Windowing, log_likelihood
 from moejax.evaluation.texts import joined_rows, load_text
 from tests import tiny_engine
@@ -75,7 +77,15 @@ class EvaluateTest(parameterized.TestCase):
             {"nats", "memory", "seconds", "versions", "device", "date", "command", "text"}, record
         )
         self.assertEqual(out.count("\n"), 1)
-        said = f"perplexity {record['perplexity']:.4f}, {bits:.4f} bits a byte; {len(ids) - 1} of"
+        error = record["perplexity_stderr"]
+        self.assertAlmostEqual(error, expected.perplexity_stderr)
+        self.assertAlmostEqual(record["nats_per_token"]["stderr"], error / record["perplexity"])
+        self.assertIn("over windows", protocol["standard_error"])
+        self.assertEqual((protocol["batch_size"], protocol["seed"]), (8, 0))
+        self.assertEqual(record["limits"], dataclasses.asdict(MemoryConfig()))
+        self.assertEqual(record["resumed_windows"], 0)
+        figure = f"{record['perplexity']:.4f} ± {error:.4f}"
+        said = f"perplexity {figure}, {bits:.4f} bits a byte; {len(ids) - 1} of"
         self.assertIn(said, out)
         self.assertIn("window 32, stride 8, bos none", out)
         self.assertIn("scoring", err)
@@ -88,6 +98,68 @@ class EvaluateTest(parameterized.TestCase):
         spelt = self.engine.tokenizer.decode(self.engine.tokenizer.encode(TEXT)[:20])
         self.assertEqual(record["bytes"], len(spelt))
         self.assertIn("the first 20 tokens", record["text"]["source"])
+
+    def _cut(self, after: int, **fields: Any) -> tuple[int, str, str]:
+        """A run that is interrupted after so many batches."""
+        score, calls = Engine.score, []
+
+        def interrupted(engine: Engine, *arguments: Any) -> Any:
+            calls.append(arguments)
+            if len(calls) > after:
+                raise KeyboardInterrupt
+            return score(engine, *arguments)
+
+        with mock.patch.object(Engine, "score", interrupted):
+            return self.run_main(**fields)
+
+    def test_interrupted_and_resumed(self):
+        how = {"window": 16, "stride": 8, "batch_size": 2}
+        self.assertEqual(self.run_main(output=self.folder / "whole.json", **how)[0], 0)
+        whole = json.loads((self.folder / "whole.json").read_text())
+        self.assertGreater(whole["protocol"]["windows"], 6)
+        output = self.folder / "cut.json"
+        self.assertEqual(self._cut(2, output=output, **how)[0], 130)
+        self.assertFalse(output.exists())
+        for field, value, said in (
+            ("window", 17, "protocol differ"), ("stride", 4, "protocol differ"),
+            ("max_tokens", 30, "text, tokens differ"), ("memory.slots", 4, "memory differ"),
+            ("dtype", "bfloat16", "dtype differ"), ("add_special_tokens", False, "protocol differ"),
+        ):  # fmt: skip
+            status, _, err = self.run_main(output=output, **{**how, field: value})
+            self.assertEqual(status, 1)
+            self.assertIn(f"cut.answers.jsonl holds answers of another run ({said})", err)
+        with mock.patch.object(Engine, "score", autospec=True, side_effect=Engine.score) as score:
+            status, _, err = self.run_main(output=output, **how)
+        self.assertEqual(status, 0, err)
+        self.assertEqual(score.call_count, math.ceil((whole["protocol"]["windows"] - 4) / 2))
+        resumed = json.loads(output.read_text())
+        self.assertEqual(resumed["resumed_windows"], 4)
+        for name in ("perplexity", "perplexity_stderr", "nats", "tokens_scored", "protocol"):
+            self.assertEqual(resumed[name], whole[name])  # to the bit
+
+    def test_a_result_that_cannot_be_written_costs_no_window(self):
+        output = self.folder / "full.json"
+        with mock.patch.object(record, "write_record", side_effect=OSError("no space left")):
+            self.assertIn("no space left", self.run_main(output=output)[2])
+        with mock.patch.object(Engine, "score") as score:
+            status, out, err = self.run_main(output=output)
+        self.assertEqual((status, score.called), (0, False), err)
+        self.assertIn("experts by none (nothing was left to run)", out)
+
+    def test_under_a_policy_and_with_a_trace_it_begins_anew(self):
+        policy = {"policy.name": "on_demand", "policy.tiers": "('int4',)", "policy.slots": "('3',)",
+                  "policy.quantizer": "rtn", "policy.group_size": 16,
+                  "fidelity_share": 0}  # fmt: skip
+        trace = {"record_trace": self.folder / "x.trace"}
+        for name, fields in (("policy", policy), ("trace", trace)):
+            how = {"output": self.folder / f"{name}.json", "batch_size": 2, **fields}
+            self.assertEqual(self._cut(1, **how)[0], 130)
+            with self.assertLogs() as said:
+                status, _, err = self.run_main(**how)
+            self.assertEqual(status, 0, err)
+            [line] = [line for line in said.output if "answers of an interrupted run" in line]
+            self.assertRegex(line, f"2 answers .* are not taken over: a {name}.* begins anew")
+            self.assertEqual(json.loads(how["output"].read_text())["resumed_windows"], 0)
 
     def test_texts(self):
         for name, content in (

@@ -1,18 +1,20 @@
 """moejax behind lm_eval: arguments, and the same scores as lm_eval's Hugging Face class."""
 
+import importlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import types
 import unittest
 import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 
 from moejax import MoejaxError, lm_eval
 from tests import tiny_engine
@@ -20,7 +22,7 @@ from tests import tiny_engine
 ROOT = Path(__file__).parents[1]
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "then", "rests"]
 needs_lm_eval = unittest.skipUnless(
-    importlib.util.find_spec("lm_eval"), "needs lm_eval: pip install 'moejax[evaluation]'"
+    importlib.util.find_spec("lm_eval"), "needs lm_eval: pip install '.[evaluation]'"
 )
 
 
@@ -141,9 +143,56 @@ class LmEvalTest(absltest.TestCase):
         missing = {"lm_eval": None, "moejax.evaluation.lm_eval_model": None}
         with (
             mock.patch.dict(sys.modules, missing),
-            self.assertRaisesRegex(SystemExit, r"lm_eval is not installed .* 'moejax\[evaluation"),
+            self.assertRaisesRegex(SystemExit, r"lm_eval is not installed .* '\.\[evaluation"),
         ):
             lm_eval.main()
+
+    def test_errors_of_ours_are_one_line(self):
+        def cli_evaluate() -> None:
+            raise MoejaxError("config.dtpe is not there;\ndid you mean 'dtype'?")
+
+        fake = types.SimpleNamespace(cli_evaluate=cli_evaluate)
+        known = {"lm_eval": fake, "lm_eval.__main__": fake}
+        known["moejax.evaluation.lm_eval_model"] = fake
+        with mock.patch.dict(sys.modules, known), self.assertRaises(SystemExit) as ended:
+            lm_eval.main()
+        self.assertEqual(
+            ended.exception.code, "error: config.dtpe is not there; did you mean 'dtype'?"
+        )
+
+
+class ModelArgumentsTest(parameterized.TestCase):
+    """On what stands in for lm_eval: its base class and its registry."""
+
+    def setUp(self):
+        super().setUp()
+        ours = "moejax.evaluation.lm_eval_model"
+        names = ("lm_eval", "lm_eval.api", "lm_eval.api.model", "lm_eval.api.registry")
+        kept = {name: sys.modules.pop(name, None) for name in (*names, ours)}
+        self.addCleanup(self._put_back, kept)
+        sys.modules.update({name: types.ModuleType(name) for name in names})
+        sys.modules["lm_eval.api.model"].TemplateLM = type("TemplateLM", (), {})
+        sys.modules["lm_eval.api.registry"].register_model = lambda name: lambda model: model
+        self.module = importlib.import_module(ours)
+
+    def _put_back(self, kept: dict[str, types.ModuleType | None]) -> None:
+        """Only these: what was imported meanwhile must not be imported twice."""
+        for name, module in kept.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module
+
+    @parameterized.parameters(
+        ({"dtpe": "float32"}, "did you mean 'dtype'"),
+        ({"memory.slots": "many"}, r"model arguments: flag --config.memory.slots=many"),
+        ({"batch_size": "auto:4"}, r"model arguments: flag --config.batch_size=auto:4"),
+        ({"pretrained": "no/where"}, "no/where"),
+        ({"max_gen_toks": "x"}, "max_gen_toks=x must be a number of tokens"),
+        ({"config": "no/such.py"}, "config file 'no/such.py' does not exist"),
+    )
+    def test_what_is_wrong(self, arguments, said):
+        with self.assertRaisesRegex(MoejaxError, said):
+            self.module.MoejaxLM(**arguments)
 
 
 if __name__ == "__main__":

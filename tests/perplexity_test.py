@@ -12,7 +12,14 @@ import torch
 from absl.testing import absltest, parameterized
 
 from moejax import Engine, MoejaxError
-from moejax.evaluation.perplexity import PRESETS, LogLikelihood, Windowing, log_likelihood, windows
+from moejax.evaluation.perplexity import (
+    PRESETS,
+    LogLikelihood,
+    Windowing,
+    WindowScore,
+    log_likelihood,
+    windows,
+)
 from moejax.models.assembly import merge_weights, model_definition
 from moejax.models.transformer import Transformer
 from tests import numpy_model
@@ -81,14 +88,16 @@ class WindowsTest(parameterized.TestCase):
             del tokens, lengths
             return (targets >= 0).sum(axis=1) * math.log(3)
 
-        told: list[LogLikelihood] = []
+        told: list[dict[int, WindowScore]] = []
         found = log_likelihood(
             np.arange(30), Windowing(8, 4), score, batch_size=3, on_batch=told.append
         )
-        self.assertEqual((found.num_scored, found.num_windows, told[-1]), (29, 7, found))
+        self.assertEqual((found.num_scored, found.num_windows), (29, 7))
+        self.assertEqual([list(scores) for scores in told], [[0, 1, 2], [3, 4, 5], [6]])
+        self.assertEqual([told[0][0].num_scored, told[0][1].num_scored], [8, 4])
+        self.assertEqual(told[2][6].num_scored, 1)
         self.assertAlmostEqual(found.perplexity, 3.0)
         self.assertAlmostEqual(found.bits_per_byte(58), 29 * math.log2(3) / 58)
-        self.assertLess(told[0].num_scored, told[1].num_scored)
         self.assertEqual(LogLikelihood(1e5, 1, 1).perplexity, math.inf)
         with self.assertRaisesRegex(MoejaxError, "the text has 1 tokens"):
             log_likelihood([4], Windowing(8, 4), score, batch_size=3)
@@ -96,6 +105,46 @@ class WindowsTest(parameterized.TestCase):
             log_likelihood(
                 np.arange(9), Windowing(8, 4), lambda *args: np.array([np.nan]), batch_size=3
             )
+
+    def test_windows_that_are_known_are_not_scored_again(self):
+        asked = []
+
+        def score(tokens, lengths, targets):
+            asked.append((tokens.shape, int((lengths > 0).sum())))
+            return np.sin(tokens.sum(axis=1)) + 2 * (targets >= 0).sum(axis=1)
+
+        def measured(known, batch_size):
+            told: dict[int, WindowScore] = {}
+            how = {"batch_size": batch_size, "known": known, "on_batch": told.update}
+            found = log_likelihood(np.arange(50), Windowing(8, 4), score, **how)
+            return found, told
+
+        whole, every = measured(None, 3)
+        self.assertLen(asked, 4)
+        for part in ((0, 1, 2), (0, 1, 2, 3), (5,), tuple(every)):
+            asked.clear()
+            found, told = measured({i: every[i] for i in part} | {99: WindowScore(1.0, 1)}, 3)
+            self.assertEqual(found, whole)  # to the bit
+            self.assertEqual(told, {i: of for i, of in every.items() if i not in part})
+            self.assertEqual({shape for shape, _ in asked}, {(3, 8)} if told else set())
+            self.assertEqual(sum(rows for _, rows in asked), len(told))
+
+    def test_standard_error(self):
+        """The delta method on the two sums, by numpy's covariance of windows."""
+        scores = [WindowScore(31.0, 8), WindowScore(9.5, 4), WindowScore(14.0, 4),
+                  WindowScore(12.25, 4), WindowScore(2.5, 1)]  # fmt: skip
+        found = LogLikelihood.of(scores)
+        nats, counts = np.array(scores).T
+        gradient = np.array([1 / counts.mean(), -nats.mean() / counts.mean() ** 2])
+        variance = gradient @ np.cov(nats, counts) @ gradient / len(scores)
+        self.assertAlmostEqual(found.stderr, math.sqrt(variance))
+        step = 1e-6
+        slope = (math.exp(nats.sum() / counts.sum() + step) - found.perplexity) / step
+        self.assertAlmostEqual(found.perplexity_stderr, slope * found.stderr, places=3)
+        of_equal = LogLikelihood.of([WindowScore(4 * mean, 4) for mean in (1.0, 2.0, 4.0)])
+        self.assertAlmostEqual(of_equal.stderr, np.std([1, 2, 4], ddof=1) / math.sqrt(3))
+        self.assertIsNone(LogLikelihood.of(scores[:1]).perplexity_stderr)
+        self.assertIsNone(LogLikelihood.of([WindowScore(1e5, 1)] * 2).perplexity_stderr)
 
 
 class TransformersTest(parameterized.TestCase):

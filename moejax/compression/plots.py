@@ -17,7 +17,7 @@ _BINS = 120
 MOST_WEIGHTS = 2**25  # a larger matrix gives no histogram
 _MOST_PANELS = 6
 _MARKERS = "osD^vx"
-_NO_MATPLOTLIB = "no plots: matplotlib is not installed (pip install moejax[evaluation])"
+_NO_MATPLOTLIB = "no plots: matplotlib is not installed (pip install '.[evaluation]' in a clone)"
 
 
 def histogram(weights: np.ndarray, matrix: QTensor) -> dict[str, Any]:

@@ -1,9 +1,14 @@
 """Answers so far, kept beside the result: what an interrupted evaluation goes on from."""
 
+import dataclasses
 import json
+import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from absl import logging
 
 from moejax.errors import MoejaxError
 
@@ -13,35 +18,56 @@ Answer = dict[str, Any]
 class AnswerFile:
     """JSON Lines: a head that says what is measured, then an answer a line, then an end.
 
-    A file whose head is another's is an error; one that is complete is begun anew. What a killed
-    process left of a line is dropped.
+    What is there already, and what becomes of it:
+
+    - no file of answers: an error;
+    - the answers of an unfinished run with another head: an error;
+    - the answers of an unfinished run with this head: they are known. A line that is no answer is
+      left out and told of; what a killed process left of its last line is dropped;
+    - the answers of a finished run with another head: kept under the next free name;
+    - the answers of a finished run with this head: replaced, the run begins anew.
+
+    Nothing is written before the first new answer.
 
     Attributes:
       known: answers by document, those of the file first.
       num_resumed: how many were there already.
     """
 
-    def __init__(self, path: Path | None, head: dict[str, Any]):
+    def __init__(
+        self,
+        path: Path | None,
+        head: dict[str, Any],
+        *,
+        numbers: Sequence[str] = (),
+        anew: str = "",
+    ):
         """Reads what is there.
 
         Args:
           path: of the file; None keeps answers in memory only.
           head: of plain JSON values; answers serve only a run with the same.
+          numbers: names of the finite numbers that each answer has.
+          anew: why no answer is taken over; "": they are.
 
         Raises:
-          MoejaxError: the file is of another run.
+          MoejaxError: the file is of another run, or no file of answers.
         """
         self._path = path
         self._head = json.loads(json.dumps(head))
+        self._begun = False
+        self._aside = False
         self.known: dict[int, Answer] = {}
-        if path is not None and path.exists():
-            self._read(path)
+        if path is not None and (stored := _stored(path, numbers)):
+            if not stored.finished:
+                self._go_on(path, stored, anew)
+            elif stored.head != self._head:
+                self._aside = True
+                logging.warning(
+                    "%s holds the answers of a finished run with other settings; they are kept in "
+                    "%s", path, _free_name(path).name,
+                )  # fmt: skip
         self.num_resumed = len(self.known)
-        if path is not None:
-            lines = [{"head": self._head}, *self.known.values()]
-            partial = path.with_name(f".{path.name}.partial")
-            partial.write_text("".join(map(_line, lines)), encoding="utf-8")
-            partial.replace(path)
 
     def add(self, answers: list[Answer]) -> None:
         """Keeps answers, each with its document's "index"."""
@@ -49,44 +75,111 @@ class AnswerFile:
         self._append(answers)
 
     def finish(self) -> None:
-        """Says that no answer is missing: the next run begins anew."""
+        """Says that no answer is missing and the result is written: the next run begins anew."""
         self._append([{"end": len(self.known)}])
 
-    def _append(self, lines: list[dict[str, Any]]) -> None:
-        if self._path is None:
-            return
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write("".join(map(_line, lines)))
-            file.flush()
-            os.fsync(file.fileno())
-
-    def _read(self, path: Path) -> None:
-        rows = []
-        for line in path.read_text(encoding="utf-8").split("\n")[:-1]:  # the last is no whole line
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
-        if not rows:
-            return
-        was = rows[0].get("head")
-        if not isinstance(was, dict):
-            raise MoejaxError(f"{path} is no file of answers; name another output")
-        if "end" in rows[-1]:
-            return
-        if was != self._head:
-            different = [k for k in self._head if was.get(k) != self._head[k]]
+    def _go_on(self, path: Path, stored: "_Stored", anew: str) -> None:
+        if stored.head != self._head:
+            different = [k for k in self._head if stored.head.get(k) != self._head[k]]
             raise MoejaxError(
                 f"{path} holds answers of another run ({', '.join(different) or 'more fields'} "
                 "differ); delete it, or name another output"
             )
-        self.known = {row["index"]: row for row in rows[1:] if "index" in row}
+        if anew:
+            logging.warning(
+                "%s: %d answers of an interrupted run are not taken over: %s",
+                path, len(stored.answers), anew,
+            )  # fmt: skip
+            return
+        self.known = stored.answers
+        if stored.num_wrong:
+            logging.warning(
+                "%s: %d lines are no answers and are left out; what they answered is asked again",
+                path, stored.num_wrong,
+            )  # fmt: skip
+
+    def _append(self, lines: list[dict[str, Any]]) -> None:
+        if self._path is None:
+            return
+        if self._begun:
+            with self._path.open("a", encoding="utf-8") as file:
+                _write(file, lines)
+            return
+        if self._aside:
+            self._path.rename(_free_name(self._path))
+        partial = self._path.with_name(f".{self._path.name}.partial")
+        end = [line for line in lines if "end" in line]
+        with partial.open("w", encoding="utf-8") as file:
+            _write(file, [{"head": self._head}, *self.known.values(), *end])
+        partial.replace(self._path)
+        self._begun = True
 
 
-def _line(row: dict[str, Any]) -> str:
-    return json.dumps(row, ensure_ascii=False) + "\n"
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """What a file of answers holds."""
+
+    head: dict[str, Any]
+    answers: dict[int, Answer]
+    finished: bool
+    num_wrong: int  # lines that are none of these
+
+
+def check_place(path: Path) -> None:
+    """Raises MoejaxError where answers would be written over a file of another kind.
+
+    Args:
+      path: of answers.
+    """
+    _stored(path, ())
 
 
 def beside(output: Path) -> Path:
     """The place of the answers of a result."""
     return output.with_name(f"{output.stem}.answers.jsonl")
+
+
+def _stored(path: Path, numbers: Sequence[str]) -> _Stored | None:
+    """What is there; None where there is nothing."""
+    content = path.read_bytes() if path.exists() else b""
+    if not content.strip():
+        return None
+    whole = content.split(b"\n")[:-1]  # the last is no whole line
+    first, *rows = [_row(line) for line in whole] or [{}]
+    head = first.get("head")
+    if not isinstance(head, dict):
+        raise MoejaxError(f"{path} is no file of answers; move it away, or name another output")
+    answers = {row["index"]: row for row in rows if _is_answer(row, numbers)}
+    ends = [row for row in rows if "end" in row]
+    num_right = sum(_is_answer(row, numbers) for row in rows) + len(ends)
+    return _Stored(head, answers, bool(ends), len(rows) - num_right)
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    """The object of a line; an empty one where it has none."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return row if isinstance(row, dict) else {}
+
+
+def _is_answer(row: dict[str, Any], numbers: Sequence[str]) -> bool:
+    if type(row.get("index")) is not int or "end" in row:
+        return False
+    values: list[Any] = [row.get(name) for name in numbers]
+    return all(type(value) in (int, float) and abs(value) < math.inf for value in values)
+
+
+def _write(file: Any, rows: Sequence[dict[str, Any]]) -> None:
+    file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _free_name(path: Path) -> Path:
+    """The first of x.answers.1.jsonl, x.answers.2.jsonl, ... that is free."""
+    number = 1
+    while (kept := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    return kept

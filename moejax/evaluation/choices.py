@@ -9,14 +9,15 @@ import dataclasses
 import re
 import string
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from moejax.errors import MoejaxError
-from moejax.evaluation.rows import Row
+from moejax.evaluation.rows import Row, check_text, index_of, shown, text_of, texts_of
 
 BETWEEN_SHOTS = "\n\n"
+_LETTERS = tuple(string.ascii_uppercase)
+_FROM_ONE = tuple(str(number) for number in range(1, 1 + len(_LETTERS)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +37,17 @@ class Question:
     group: str = ""
 
     def check(self) -> None:
-        """Raises MoejaxError when there is nothing to choose from, or no right one."""
+        """Raises MoejaxError when there is nothing to choose from, no right one, or no text."""
+        check_text(self.query, "query")
+        check_text(self.group, "group")
+        for i, choice in enumerate(self.choices):
+            check_text(choice, f"choices[{i}]")
         if len(self.choices) < 2:
             raise MoejaxError(f"{len(self.choices)} choices; two are the least")
         if not 0 <= self.gold < len(self.choices):
-            raise MoejaxError(f"the answer {self.gold} is none of {len(self.choices)} choices")
+            raise MoejaxError(
+                f"the answer {shown(self.gold)} is none of {len(self.choices)} choices"
+            )
         if not all(self.choices):
             raise MoejaxError("a choice without text")
 
@@ -85,21 +92,36 @@ class ChoiceTask:
 
 
 def _arc(row: Row) -> Question:
-    """AI2's own rows, or rows with a list of choices."""
-    choices = row["choices"]
+    """Rows of the hub, whose choices have labels, or rows with a list of choices."""
+    choices, labels = row["choices"], None
     if isinstance(choices, dict):
-        stem, texts = row["question"], tuple(choices["text"])
-        gold = list(choices["label"]).index(row["answerKey"])
+        texts = texts_of(choices, "text")
+        labels = texts_of(choices, "label") if "label" in choices else None
+        if labels is not None and len(labels) != len(texts):
+            raise MoejaxError(f"choices has {len(texts)} texts and {len(labels)} labels")
     else:
-        stem, texts = _query_of(row), tuple(choices)
-        gold = gold_index(row, texts)
-    return Question(f"Question: {stem.removeprefix('Question: ')}\nAnswer:", texts, gold)
+        texts = texts_of(row, "choices")
+    gold = _keyed(row, texts, labels) if "answerKey" in row else gold_index(row, texts)
+    stem = _query_of(row).removeprefix("Question: ")
+    return Question(f"Question: {stem}\nAnswer:", texts, gold)
+
+
+def _keyed(row: Row, texts: Sequence[str], labels: Sequence[str] | None) -> int:
+    """The right choice by `answerKey`: its label; without labels A is the first, and so is 1."""
+    key = str(row["answerKey"]).strip()
+    ways = (tuple(labels),) if labels is not None else (_LETTERS, _FROM_ONE)
+    for way in ways:
+        if key in way[: len(texts)]:
+            return way.index(key)
+    of = ", ".join(labels) if labels is not None else f"A.. or 1.. of {len(texts)} choices"
+    raise MoejaxError(f"answerKey {shown(row['answerKey'])} is none of {of}")
 
 
 def _hellaswag(row: Row) -> Question:
-    query = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
-    choices = tuple(_without_markup(ending) for ending in row["endings"])
-    return Question(_without_markup(query), choices, int(row["label"]))
+    label, begin, end = (text_of(row, name) for name in ("activity_label", "ctx_a", "ctx_b"))
+    choices = tuple(_without_markup(ending) for ending in texts_of(row, "endings"))
+    query = _without_markup(f"{label}: {begin} {end.capitalize()}")
+    return Question(query, choices, index_of(row, "label"))
 
 
 def _without_markup(text: str) -> str:
@@ -109,16 +131,18 @@ def _without_markup(text: str) -> str:
 
 
 def _piqa(row: Row) -> Question:
-    choices = (row["sol1"], row["sol2"])
-    return Question(f"Question: {row['goal']}\nAnswer:", choices, int(row["label"]))
+    choices = (text_of(row, "sol1"), text_of(row, "sol2"))
+    return Question(f"Question: {text_of(row, 'goal')}\nAnswer:", choices, index_of(row, "label"))
 
 
 def _mmlu(row: Row) -> Question:
-    texts = tuple(row["choices"])
-    letters = tuple(string.ascii_uppercase[: len(texts)])
+    texts = texts_of(row, "choices")
+    if len(texts) > len(_LETTERS):
+        raise MoejaxError(f"{len(texts)} choices, which is more than there are letters")
+    letters = _LETTERS[: len(texts)]
     listed = "".join(f"\n{a}. {text}" for a, text in zip(letters, texts, strict=True))
-    query = f"{row['question'].strip()}{listed}\nAnswer:"
-    return Question(query, letters, gold_index(row, texts), str(row.get("subject", "")))
+    query = f"{text_of(row, 'question').strip()}{listed}\nAnswer:"
+    return Question(query, letters, gold_index(row, texts), _group_of(row, "subject"))
 
 
 def _mmlu_heading(subject: str) -> str:
@@ -127,18 +151,22 @@ def _mmlu_heading(subject: str) -> str:
 
 
 def _plain(row: Row) -> Question:
-    texts = tuple(row["choices"])
-    return Question(_query_of(row), texts, gold_index(row, texts), str(row.get("group", "")))
+    texts = texts_of(row, "choices")
+    return Question(_query_of(row), texts, gold_index(row, texts), _group_of(row, "group"))
+
+
+def _group_of(row: Row, name: str) -> str:
+    return text_of(row, name) if name in row else ""
 
 
 def _query_of(row: Row) -> str:
     for name in ("query", "question"):
         if name in row:
-            return row[name]
+            return text_of(row, name)
     raise KeyError("query")
 
 
-def gold_index(row: dict[str, Any], choices: Sequence[str]) -> int:
+def gold_index(row: Row, choices: Sequence[str]) -> int:
     """The right choice of a row: an index, a letter (A is the first), or the choice's own text.
 
     It stands under "gold", "answer" or "label".
@@ -149,14 +177,17 @@ def gold_index(row: dict[str, Any], choices: Sequence[str]) -> int:
             break
     else:
         raise KeyError("answer")
-    if isinstance(said, int):
-        return said
-    if said in choices:
-        return list(choices).index(said)
-    text = str(said).strip()
-    if len(text) == 1 and text in string.ascii_uppercase:
-        return string.ascii_uppercase.index(text)
-    return int(text)
+    if isinstance(said, str):
+        text = said.strip()
+        if said in choices:
+            return list(choices).index(said)
+        if text in _LETTERS:
+            return _LETTERS.index(text)
+        if not text.isdecimal():
+            raise MoejaxError(
+                f"{name} {shown(said)} is no index, no letter and none of the choices"
+            )
+    return index_of(row, name)
 
 
 CHOICE_TASKS = (

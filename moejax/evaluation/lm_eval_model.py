@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import tqdm
+from absl import flags
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 
@@ -51,7 +52,10 @@ def read_arguments(arguments: dict[str, Any]) -> EvaluateConfig:
         if field in tuples and isinstance(value, str):
             value = tuple(value.split("+"))
         argv.append(f"--config.{field}={value}")
-    config, _ = cli.parse(evaluate.COMMAND, argv)
+    try:
+        config, _ = cli.parse(evaluate.COMMAND, argv)
+    except flags.Error as error:
+        raise MoejaxError(f"model arguments: {error}") from error
     return config
 
 
@@ -93,6 +97,8 @@ class MoejaxLM(TemplateLM):
             fields["batch_size"] = batch_size
         if device:
             fields.setdefault("platform", "cpu" if device == "cpu" else "gpu")
+        if not isinstance(max_gen_toks, int) or max_gen_toks < 1:
+            raise MoejaxError(f"max_gen_toks={max_gen_toks} must be a number of tokens, at least 1")
         config = read_arguments(fields)
         self._config = config
         self._max_gen_toks = max_gen_toks

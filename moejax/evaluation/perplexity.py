@@ -7,8 +7,10 @@ stream that begins with a BOS token thereby scores every token of the text.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +23,11 @@ Score = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 RULE = (
     "each window feeds up to `window` tokens and predicts the one after each; the first window "
     "scores all its targets, later ones the last `stride`; every token but the first is scored once"
+)
+STANDARD_ERROR = (
+    "over windows, taken for independent: of the mean nats a token, a ratio of sums over windows, "
+    "sqrt(m / (m - 1) * sum((nats - mean * tokens)**2)) / sum(tokens) of m windows; of perplexity "
+    "by the delta method, perplexity times that"
 )
 
 
@@ -50,13 +57,40 @@ class Windowing:
 PRESETS = {"2048/2048": Windowing(2048, 2048), "2048/512": Windowing(2048, 512)}
 
 
+class WindowScore(NamedTuple):
+    """Nats over the tokens that one window scores."""
+
+    nats: float
+    num_scored: int
+
+
 @dataclasses.dataclass(frozen=True)
 class LogLikelihood:
-    """What was measured: nats over `num_scored` tokens, in `num_windows` windows."""
+    """What was measured: nats over `num_scored` tokens, in `num_windows` windows.
+
+    Attributes:
+      nats: sum over all scored tokens.
+      num_scored: tokens.
+      num_windows: windows.
+      stderr: of `nats` / `num_scored`, by `STANDARD_ERROR`; None of a single window.
+    """
 
     nats: float
     num_scored: int
     num_windows: int
+    stderr: float | None = None
+
+    @classmethod
+    def of(cls, scores: Sequence[WindowScore]) -> "LogLikelihood":
+        """Of all windows, in any order."""
+        nats = math.fsum(score.nats for score in scores)
+        num_scored, count = sum(score.num_scored for score in scores), len(scores)
+        if count < 2:
+            return cls(nats, num_scored, count)
+        mean = nats / num_scored
+        squares = math.fsum((score.nats - mean * score.num_scored) ** 2 for score in scores)
+        stderr = math.sqrt(count / (count - 1) * squares) / num_scored
+        return cls(nats, num_scored, count, stderr)
 
     @property
     def perplexity(self) -> float:
@@ -64,13 +98,20 @@ class LogLikelihood:
         mean = self.nats / self.num_scored
         return math.exp(mean) if mean < 700 else math.inf
 
+    @property
+    def perplexity_stderr(self) -> float | None:
+        """The standard error of `perplexity`; None where one of the two is not there."""
+        if self.stderr is None or math.isinf(self.perplexity):
+            return None
+        return self.perplexity * self.stderr
+
     def bits_per_byte(self, num_bytes: int) -> float:
         """Bits over all bytes of the text, those of an unscored first token included."""
         return self.nats / math.log(2) / num_bytes
 
 
 def windows(
-    ids: np.ndarray, windowing: Windowing, batch_size: int
+    ids: np.ndarray, windowing: Windowing, batch_size: int, chosen: Sequence[int] | None = None
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Batches of one shape: inputs, their number, and the target after each.
 
@@ -78,6 +119,7 @@ def windows(
       ids: integer[n], at least two.
       windowing: how they are cut.
       batch_size: windows of a batch; the last batch is filled with empty ones.
+      chosen: the windows that are wanted, by index; None: all.
 
     Yields:
       tokens int32[B, T], lengths int32[B], targets int32[B, T] with -1 for "not scored"; T is the
@@ -86,11 +128,12 @@ def windows(
     length = min(windowing.window, len(ids) - 1)
     num_windows = windowing.num_windows(len(ids))
     batch_size = min(batch_size, num_windows)
-    for first in range(0, num_windows, batch_size):
+    wanted = range(num_windows) if chosen is None else chosen
+    for first in range(0, len(wanted), batch_size):
         tokens = np.zeros((batch_size, length), np.int32)
         targets = np.full((batch_size, length), -1, np.int32)
         lengths = np.zeros(batch_size, np.int32)
-        for row, index in enumerate(range(first, min(first + batch_size, num_windows))):
+        for row, index in enumerate(wanted[first : first + batch_size]):
             begin = index * windowing.stride
             part = ids[begin : begin + length + 1]
             lengths[row] = len(part) - 1
@@ -106,16 +149,21 @@ def log_likelihood(
     score: Score,
     *,
     batch_size: int,
-    on_batch: Callable[[LogLikelihood], None] = lambda so_far: None,
+    known: Mapping[int, WindowScore] | None = None,
+    on_batch: Callable[[dict[int, WindowScore]], None] = lambda scores: None,
 ) -> LogLikelihood:
     """Scores a stream.
+
+    The result is the same to the bit whether windows were known or are scored now, where their
+    batches are the same.
 
     Args:
       ids: token ids, at least two.
       windowing: how they are cut.
       score: of a model, such as `Engine.score`.
       batch_size: windows at once.
-      on_batch: is told what was measured so far, after each batch.
+      known: windows that are not scored again, by index.
+      on_batch: is given the scores of each batch, by index.
 
     Raises:
       MoejaxError: fewer than two tokens, or a model that gives no finite likelihood.
@@ -124,19 +172,22 @@ def log_likelihood(
     if len(stream) < 2:
         raise MoejaxError(f"the text has {len(stream)} tokens; two are the least to score one")
     windowing.check()
-    measured = LogLikelihood(0.0, 0, 0)
-    for tokens, lengths, targets in windows(stream, windowing, batch_size):
-        nats = float(score(tokens, lengths, targets).sum())
-        if not math.isfinite(nats):
-            at = measured.num_windows * windowing.stride
+    every = range(windowing.num_windows(len(stream)))
+    scores = {index: found for index, found in (known or {}).items() if index in every}
+    missing = [index for index in every if index not in scores]
+    left = iter(missing)
+    for tokens, lengths, targets in windows(stream, windowing, batch_size, missing):
+        nats = np.asarray(score(tokens, lengths, targets))
+        indices = list(itertools.islice(left, int((lengths > 0).sum())))
+        if not np.isfinite(nats).all():
             raise MoejaxError(
-                f"the model gives {nats} nats in the windows from token {at} on: its weights hold "
-                "NaN or infinite values, or the dtype is too small for it (try float32)"
+                f"the model gives {nats.sum()} nats in the windows from token "
+                f"{indices[0] * windowing.stride} on: its weights hold NaN or infinite values, or "
+                "the dtype is too small for it (try float32)"
             )
-        measured = LogLikelihood(
-            measured.nats + nats,
-            measured.num_scored + int((targets >= 0).sum()),
-            measured.num_windows + int((lengths > 0).sum()),
-        )
-        on_batch(measured)
-    return measured
+        counts = (targets >= 0).sum(axis=1)
+        rows = zip(indices, nats, counts, strict=False)  # what fills the batch is left out
+        found = {index: WindowScore(float(sum_), int(count)) for index, sum_, count in rows}
+        scores |= found
+        on_batch(found)
+    return LogLikelihood.of([scores[index] for index in every])

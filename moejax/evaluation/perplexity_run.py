@@ -15,8 +15,9 @@ from moejax.checkpoints import resolve_checkpoint
 from moejax.config import EvaluateConfig
 from moejax.errors import MoejaxError
 from moejax.evaluation import fidelity, record
+from moejax.evaluation.answers import AnswerFile, beside, check_place
 from moejax.evaluation.loading import load_engine
-from moejax.evaluation.perplexity import LogLikelihood, Windowing, log_likelihood
+from moejax.evaluation.perplexity import LogLikelihood, Windowing, WindowScore, log_likelihood
 from moejax.evaluation.texts import Text
 
 if TYPE_CHECKING:
@@ -24,9 +25,10 @@ if TYPE_CHECKING:
 
 
 def run(config: EvaluateConfig, text: Text, output: Path | None) -> None:
-    """Measures, prints a line, writes the JSON file."""
+    """Measures, prints a line, writes the JSON file and beside it the nats of each window."""
     if output:
         record.check_output(output)
+        check_place(beside(output))
     directory = resolve_checkpoint(config.checkpoint)
     # Float32 is float32 on every device; on a GPU the default would shorten its products.
     with jax.default_matmul_precision("highest"):
@@ -39,23 +41,26 @@ def run(config: EvaluateConfig, text: Text, output: Path | None) -> None:
         stream = record.encode(engine.tokenizer, directory, text, special=config.add_special_tokens)
         if config.max_tokens and len(stream.ids) > config.max_tokens:
             stream, text = record.beginning(engine.tokenizer, stream, text, config.max_tokens)
-        started = time.perf_counter()
+        head = _head(config, text, stream, directory, engine)
+        place = beside(output) if output else None
+        answers = AnswerFile(place, head, numbers=("nats", "tokens"), anew=begins_anew(config))
+        started, compiled = time.perf_counter(), engine.compile_seconds
         with report.recorded(engine, config, config.text):
-            measured = measure(engine, stream.ids, windowing, config.batch_size)
-        seconds = time.perf_counter() - started - engine.compile_seconds
+            measured = measure(engine, stream.ids, windowing, config.batch_size, answers)
+        seconds = time.perf_counter() - started - (engine.compile_seconds - compiled)
         ledger = engine.ledger
 
         def written(found: fidelity.Fidelity | None) -> dict[str, Any]:
             result = record.perplexity_record(
                 engine,
-                text,
-                stream,
-                windowing,
+                head,
                 measured,
-                checkpoint=config.checkpoint,
+                num_bytes=text.num_bytes,
                 stored=record.stored_bytes(directory),
                 seconds=seconds,
-                policy=dataclasses.asdict(config.policy) if tiering else None,
+                batch_size=config.batch_size,
+                seed=config.seed,
+                num_resumed=answers.num_resumed,
                 ledger=ledger,
                 fidelity=found,
             )
@@ -64,19 +69,57 @@ def run(config: EvaluateConfig, text: Text, output: Path | None) -> None:
             return result
 
         result, found = written(None), None
+        answers.finish()
         if tiering and config.fidelity_share:
-            chosen = fidelity.sample(stream.ids, windowing, config.fidelity_share)
-            own = fidelity.predictions(engine.logits, chosen)
-            try:  # the exact model stands beside this one: there may be no room
-                exact = load_engine(config, directory, None)
-                found = fidelity.compare(fidelity.predictions(exact.logits, chosen), own)
-            except MoejaxError as error:
-                logging.error("the KL of the exact model was not measured: %s", error)
-            else:
-                result = written(found)
+            found = _compared(config, directory, engine, stream.ids)
+            result = written(found) if found else result
     print(record.summary(result))
     for line in [*(ledger.describe() if ledger else []), *([found.describe()] if found else [])]:
         print(line)
+
+
+def begins_anew(config: EvaluateConfig) -> str:
+    """Why a run takes no windows over from an interrupted one; "" where it does."""
+    if config.policy.name:
+        return "a policy's state goes from window to window, so the run begins anew"
+    if config.record_trace:
+        return "a trace holds every window of a run, so the run begins anew"
+    return ""
+
+
+def _head(
+    config: EvaluateConfig, text: Text, stream: record.Stream, directory: Path, engine: "Engine"
+) -> dict[str, Any]:
+    """What is measured, of what, how: windows serve only a run with the same."""
+    return {
+        "task": config.task,
+        "text": {"source": text.source, "sha256": text.sha256},
+        "tokens": len(stream.ids),
+        "protocol": {
+            **dataclasses.asdict(config.windowing()),
+            "bos": stream.bos,
+            "add_special_tokens": config.add_special_tokens,
+            "tokenizer_sha256": stream.tokenizer_sha256,
+        },
+        "checkpoint": {"name": config.checkpoint, **record.fingerprint(directory)},
+        **record.of_engine(
+            engine, policy=config.policy, memory=config.memory, batch_size=config.batch_size
+        ),
+    }
+
+
+def _compared(
+    config: EvaluateConfig, directory: Path, engine: "Engine", ids: list[int]
+) -> fidelity.Fidelity | None:
+    """The exact model beside this one; None, and said so, where there is no room for it."""
+    chosen = fidelity.sample(ids, config.windowing(), config.fidelity_share, config.seed)
+    own = fidelity.predictions(engine.logits, chosen)
+    try:
+        exact = load_engine(config, directory, None)
+        return fidelity.compare(fidelity.predictions(exact.logits, chosen), own)
+    except MoejaxError as error:
+        logging.error("the KL of the exact model was not measured: %s", error)
+        return None
 
 
 def check_window(engine: "Engine", windowing: Windowing) -> None:
@@ -90,15 +133,28 @@ def check_window(engine: "Engine", windowing: Windowing) -> None:
 
 
 def measure(
-    engine: "Engine", ids: list[int], windowing: Windowing, batch_size: int
+    engine: "Engine", ids: list[int], windowing: Windowing, batch_size: int, answers: AnswerFile
 ) -> LogLikelihood:
-    """Scores the tokens under a progress bar."""
+    """Scores the tokens of windows that have no answer yet, under a progress bar."""
+    known = {i: WindowScore(of["nats"], of["tokens"]) for i, of in answers.known.items()}
+    nats = sum(of.nats for of in known.values())
+    num_scored = sum(of.num_scored for of in known.values())
+    total = max(0, len(ids) - 1)
     with contextlib.closing(
-        tqdm.tqdm(total=max(0, len(ids) - 1), desc="scoring", unit="tok")
+        tqdm.tqdm(total=total, initial=num_scored, desc="scoring", unit="tok")
     ) as bar:
 
-        def show(so_far: LogLikelihood) -> None:
+        def keep(scores: dict[int, WindowScore]) -> None:
+            nonlocal nats, num_scored
+            answers.add(
+                [{"index": i, "nats": n, "tokens": tokens} for i, (n, tokens) in scores.items()]
+            )
+            nats += sum(of.nats for of in scores.values())
+            num_scored += sum(of.num_scored for of in scores.values())
+            so_far = LogLikelihood(nats, num_scored, len(answers.known))
             bar.set_postfix_str(f"perplexity {so_far.perplexity:.3f}", refresh=False)
-            bar.update(so_far.num_scored - bar.n)
+            bar.update(num_scored - bar.n)
 
-        return log_likelihood(ids, windowing, engine.score, batch_size=batch_size, on_batch=show)
+        return log_likelihood(
+            ids, windowing, engine.score, batch_size=batch_size, known=known, on_batch=keep
+        )

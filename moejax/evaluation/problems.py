@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from moejax.errors import MoejaxError
 from moejax.evaluation.choices import BETWEEN_SHOTS
 from moejax.evaluation.execution import Verdict, run_program
-from moejax.evaluation.rows import Row
+from moejax.evaluation.rows import Row, check_text, text_of
 
 NO_ANSWER = "[invalid]"
 _STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
@@ -30,7 +30,9 @@ class Problem:
     group: str = ""
 
     def check(self) -> None:
-        """Raises MoejaxError when it asks nothing."""
+        """Raises MoejaxError when it asks nothing, or what it holds is no text."""
+        for name in ("query", "reference", "group"):
+            check_text(getattr(self, name), name)
         if not self.query.strip():
             raise MoejaxError("a problem without text")
 
@@ -96,11 +98,12 @@ def _judge_gsm8k(problem: Problem, text: str) -> dict[str, float]:
 
 
 def _gsm8k(row: Row) -> Problem:
-    return Problem(f"Question: {row['question']}\nAnswer:", row["answer"])
+    return Problem(f"Question: {text_of(row, 'question')}\nAnswer:", text_of(row, "answer"))
 
 
 def _humaneval(row: Row) -> Problem:
-    return Problem(row["prompt"], f"{row['test']}\ncheck({row['entry_point']})")
+    test, entry_point = text_of(row, "test"), text_of(row, "entry_point")
+    return Problem(text_of(row, "prompt"), f"{test}\ncheck({entry_point})")
 
 
 def _judge_humaneval(problem: Problem, text: str) -> dict[str, float]:

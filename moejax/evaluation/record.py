@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from moejax import report, results
 from moejax.checkpoints.safetensors_reader import stored_tensors
+from moejax.config import MemoryConfig
 from moejax.errors import MoejaxError
 from moejax.evaluation.fidelity import Fidelity
-from moejax.evaluation.perplexity import RULE, LogLikelihood, Windowing
+from moejax.evaluation.perplexity import RULE, STANDARD_ERROR, LogLikelihood
 from moejax.evaluation.texts import Text
+from moejax.policy_config import PolicyConfig
 
 if TYPE_CHECKING:
     from moejax.engine import Engine
@@ -66,15 +68,15 @@ def stored_bytes(directory: Path) -> int | None:
 
 def perplexity_record(
     engine: "Engine",
-    text: Text,
-    stream: Stream,
-    windowing: Windowing,
+    head: dict[str, Any],
     measured: LogLikelihood,
     *,
-    checkpoint: str,
+    num_bytes: int,
     stored: int | None,
     seconds: float,
-    policy: dict[str, Any] | None = None,
+    batch_size: int,
+    seed: int,
+    num_resumed: int,
     ledger: "Ledger | TieredLedger | None" = None,
     fidelity: Fidelity | None = None,
 ) -> dict[str, Any]:
@@ -82,38 +84,44 @@ def perplexity_record(
 
     Args:
       engine: that scored.
-      text: what was scored; `stream` may be its beginning only.
-      stream: its tokens.
-      windowing: how it was cut.
+      head: what was measured, of what, how (`answers.AnswerFile`).
       measured: the result.
-      checkpoint: as the user named it.
+      num_bytes: of the text.
       stored: bytes of the checkpoint's tensors, None if not known.
       seconds: of scoring, compiling left out.
-      policy: its configuration, where one decided.
-      ledger: of experts that moved.
+      batch_size: of this run.
+      seed: of the tokens that are compared with the exact model.
+      num_resumed: windows that an earlier run scored; times and ledger are without them.
+      ledger: of experts that moved in this run.
       fidelity: to the exact model, where that was compared.
     """
-    num_bytes = text.num_bytes
+    mean = measured.nats / measured.num_scored
     return {
-        "task": "perplexity",
-        "checkpoint": checkpoint,
+        "task": head["task"],
+        "checkpoint": head["checkpoint"]["name"],
         "perplexity": measured.perplexity,
+        "perplexity_stderr": measured.perplexity_stderr,
+        "nats_per_token": {"value": mean, "stderr": measured.stderr},
         "bits_per_byte": measured.bits_per_byte(num_bytes),
         "nats": measured.nats,
-        "tokens": len(stream.ids),
+        "tokens": head["tokens"],
         "tokens_scored": measured.num_scored,
         "bytes": num_bytes,
-        "text": {"source": text.source, "sha256": text.sha256},
+        "text": head["text"],
         "protocol": {
-            **dataclasses.asdict(windowing),
+            **head["protocol"],
             "windows": measured.num_windows,
             "rule": RULE,
-            "bos": stream.bos,
-            "tokenizer_sha256": stream.tokenizer_sha256,
+            "standard_error": STANDARD_ERROR,
             "vocab_size": engine.config.vocab_size,
+            "batch_size": batch_size,
+            "seed": seed,
+            "files": head["checkpoint"],
         },
-        "policy": policy,
+        "policy": head["policy"],
+        "limits": head["memory"],
         "ledger": None if ledger is None else ledger.as_dict(),
+        "resumed_windows": num_resumed,
         "fidelity": None if fidelity is None else fidelity.as_dict(),
         **_of_run(engine, stored, {"score": seconds}),
     }
@@ -162,6 +170,30 @@ def fingerprint(directory: Path) -> dict[str, Any]:
     return {"sha256": small, "files": large}
 
 
+def of_engine(
+    engine: "Engine", *, policy: PolicyConfig, memory: MemoryConfig, batch_size: int
+) -> dict[str, Any]:
+    """What of an engine decides scores, for the head of a file of answers.
+
+    Without a policy the batch size changes no score beyond rounding, so a run may go on with
+    another; a policy's state goes from batch to batch.
+
+    Args:
+      engine: that answers.
+      policy: that decides about experts; without a name there is none.
+      memory: the limits.
+      batch_size: sequences at once.
+    """
+    decides = bool(policy.name)
+    return {
+        "dtype": str(engine.dtype),
+        "device": engine.device.device_kind,
+        "policy": dataclasses.asdict(policy) if decides else None,
+        "batch_size": batch_size if decides else None,
+        "memory": dataclasses.asdict(memory),
+    }
+
+
 def task_record(
     engine: "Engine",
     head: dict[str, Any],
@@ -171,6 +203,7 @@ def task_record(
     seconds: float,
     ledger: "Ledger | TieredLedger | None",
     figures: dict[str, Any],
+    batch_size: int,
     num_resumed: int,
 ) -> dict[str, Any]:
     """The result of a task as JSON.
@@ -183,6 +216,7 @@ def task_record(
       seconds: of answering, compiling left out.
       ledger: of experts that moved in this run.
       figures: the result.
+      batch_size: of this run.
       num_resumed: documents whose answers an earlier run left; times and ledger are without them.
     """
     return {
@@ -190,7 +224,11 @@ def task_record(
         "checkpoint": checkpoint,
         **figures,
         "data": head["data"],
-        "protocol": {**head["protocol"], "files": head["checkpoint"]},
+        "protocol": {
+            **head["protocol"],
+            "batch_size": batch_size,
+            "files": head["checkpoint"],
+        },
         "policy": head["policy"],
         "limits": head["memory"],
         "ledger": None if ledger is None else ledger.as_dict(),
@@ -207,12 +245,16 @@ def task_summary(record: dict[str, Any]) -> list[str]:
         f"{record['task']}: {_metrics(record['metrics'])}; {record['documents']} documents of "
         f"{record['data']['source']}, {protocol['fewshot']} examples, {protocol['decoding']}{cut}; "
         f"{record['weights']['bits_per_weight']:.3f} bits a weight in memory; {record['dtype']}, "
-        f"experts by {'/'.join(record['experts'])}, {record['seconds']['answer']:.1f} s"
+        f"experts by {_forms(record)}, {record['seconds']['answer']:.1f} s"
     ]
     for group, found in record["groups"].items():
         metrics = {name: value for name, value in found.items() if name != "documents"}
         lines.append(f"  {group}: {_metrics(metrics)}; {found['documents']} documents")
     return lines
+
+
+def _forms(record: dict[str, Any]) -> str:
+    return "/".join(record["experts"]) or "none (nothing was left to run)"
 
 
 def _metrics(metrics: dict[str, dict[str, float | None]]) -> str:
@@ -228,12 +270,14 @@ def summary(record: dict[str, Any]) -> str:
     protocol, weights = record["protocol"], record["weights"]
     stored = weights["stored_bits_per_weight"]
     in_files = "" if stored is None else f", {stored:.3f} in the files"
+    stderr = record["perplexity_stderr"]
+    error = "" if stderr is None else f" ± {stderr:.4f}"
     return (
-        f"perplexity {record['perplexity']:.4f}, {record['bits_per_byte']:.4f} bits a byte; "
+        f"perplexity {record['perplexity']:.4f}{error}, {record['bits_per_byte']:.4f} bits a byte; "
         f"{record['tokens_scored']} of {record['tokens']} tokens scored, {record['bytes']} bytes "
         f"of {record['text']['source']}; window {protocol['window']}, stride {protocol['stride']}, "
         f"bos {protocol['bos'] or 'none'}; {weights['bits_per_weight']:.3f} bits a weight in memory"
-        f"{in_files}; {record['dtype']}, experts by {'/'.join(record['experts'])}, "
+        f"{in_files}; {record['dtype']}, experts by {_forms(record)}, "
         f"{record['seconds']['score']:.1f} s"
     )
 

@@ -1,7 +1,6 @@
 """Questions and problems through an engine, resumably: what `moejax.evaluate` does with tasks."""
 
 import contextlib
-import dataclasses
 import math
 import time
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from moejax.checkpoints import resolve_checkpoint
 from moejax.config import EvaluateConfig
 from moejax.errors import MoejaxError
 from moejax.evaluation import record
-from moejax.evaluation.answers import Answer, AnswerFile, beside
+from moejax.evaluation.answers import Answer, AnswerFile, beside, check_place
 from moejax.evaluation.choices import ChoiceTask, Question
 from moejax.evaluation.loading import load_engine
 from moejax.evaluation.problems import GenerationTask, Problem
@@ -44,6 +43,7 @@ def run(config: EvaluateConfig, data: Rows, shots: Rows | None, output: Path | N
     chosen = documents(task, data, shots, fewshot=fewshot, limit=config.limit, seed=config.seed)
     if output:
         record.check_output(output)
+        check_place(beside(output))
     directory = resolve_checkpoint(config.checkpoint)
     with jax.default_matmul_precision("highest"):
         tiering = config.policy.tiering()
@@ -51,13 +51,13 @@ def run(config: EvaluateConfig, data: Rows, shots: Rows | None, output: Path | N
         if engine.tokenizer is None:
             raise MoejaxError(f"{config.checkpoint} has no tokenizer.json, so it takes no text")
         head = _head(config, data, shots if fewshot else None, directory, engine)
-        answers = AnswerFile(beside(output) if output else None, head)
+        place = beside(output) if output else None
+        answers = AnswerFile(place, head, numbers=task.metrics)
         started, compiled = time.perf_counter(), engine.compile_seconds
         with report.recorded(engine, config, data.source):
             answer_all(engine, task, chosen, answers, config)
         seconds = time.perf_counter() - started - (engine.compile_seconds - compiled)
         ledger = engine.ledger
-        answers.finish()
         result = record.task_record(
             engine,
             head,
@@ -66,10 +66,12 @@ def run(config: EvaluateConfig, data: Rows, shots: Rows | None, output: Path | N
             seconds=seconds,
             ledger=ledger,
             figures=figures(task, chosen, answers.known),
+            batch_size=config.batch_size,
             num_resumed=answers.num_resumed,
         )
         if output:
             record.write_record(output, result)
+        answers.finish()
     for line in [*record.task_summary(result), *(ledger.describe() if ledger else [])]:
         print(line)
 
@@ -93,9 +95,9 @@ def _head(
             "max_new_tokens": config.answer_length() if generated else 0,
         },
         "checkpoint": {"name": config.checkpoint, **record.fingerprint(directory)},
-        "dtype": str(engine.dtype),
-        "policy": dataclasses.asdict(config.policy) if config.policy.name else None,
-        "memory": dataclasses.asdict(config.memory),
+        **record.of_engine(
+            engine, policy=config.policy, memory=config.memory, batch_size=config.batch_size
+        ),
     }
 
 

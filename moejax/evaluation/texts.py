@@ -115,7 +115,8 @@ def _hub_rows() -> list[str]:
         datasets = importlib.import_module("datasets")
     except ImportError as error:
         raise MoejaxError(
-            f"{WIKITEXT2} needs the package datasets (pip install 'moejax[evaluation]'); or {mend}"
+            f"{WIKITEXT2} needs the package datasets (pip install '.[evaluation]' in a clone of "
+            f"this repository); or {mend}"
         ) from error
     try:
         rows = datasets.load_dataset(_HUB_NAME, _HUB_SUBSET, split="test")["text"]

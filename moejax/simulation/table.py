@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-_NO_MATPLOTLIB = "no plot: matplotlib is not installed (pip install moejax[evaluation])"
+_NO_MATPLOTLIB = "no plot: matplotlib is not installed (pip install '.[evaluation]' in a clone)"
 _MARKERS = "osD^vx"
 
 
