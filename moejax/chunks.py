@@ -1,5 +1,6 @@
 """How prompts and caches are cut into a few sizes, each of which is one compiled program."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -29,15 +30,55 @@ def kv_bucket(length: int, cache_length: int) -> int:
     return length_bucket(length, MIN_KV_LENGTH, cache_length, factor=4)
 
 
-def longest_chunk(config: ModelConfig, batch_size: int, cache_length: int) -> int:
-    """Positions of a prefill chunk whose scores B H T S fit `SCORE_BYTES`, a power of two."""
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """The sizes of calls that limits of the device's memory were planned for; 0: any.
+
+    Attributes:
+      batch: sequences at once.
+      context: S, slots of the cache of each.
+      chunk: positions of each in a prefill step.
+    """
+
+    batch: int = 0
+    context: int = 0
+    chunk: int = 0
+
+    def check(self, batch: int, cache_length: int) -> None:
+        """Raises MoejaxError for a call that may take more."""
+        if self.batch and batch > self.batch:
+            raise MoejaxError(
+                f"{batch} prompts, but memory was planned for {self.batch}: load with batch={batch}"
+            )
+        if self.context and cache_length > self.context:
+            raise MoejaxError(
+                f"{cache_length} positions, but memory was planned for {self.context}: load with "
+                f"context={cache_length}, or raise memory.device_gib"
+            )
+
+
+def longest_chunk(
+    config: ModelConfig, batch_size: int, cache_length: int, planned: Planned | None = None
+) -> int:
+    """Positions of a prefill chunk, a power of two.
+
+    Its scores B H T S fit `SCORE_BYTES`, and its tokens B T are at most those of the planned chunk:
+    a cache that is shorter than the planned one would else allow a longer chunk.
+    """
     longest = MAX_PREFILL_LENGTH
-    while (
-        longest > MIN_PREFILL_LENGTH
-        and 4 * batch_size * config.num_heads * longest * cache_length > SCORE_BYTES
+    most_tokens = planned.batch * planned.chunk if planned else 0
+    while longest > MIN_PREFILL_LENGTH and (
+        4 * batch_size * config.num_heads * longest * cache_length > SCORE_BYTES
+        or (most_tokens and batch_size * longest > most_tokens)
     ):
         longest //= 2
     return longest
+
+
+def part_of(tokens: np.ndarray, start: int, size: int, fill: int = 0) -> np.ndarray:
+    """int32[B, size] of [B, T] from `start` on, `fill` after its end."""
+    part = tokens[:, start : start + size].astype(np.int32)
+    return np.pad(part, ((0, 0), (0, size - part.shape[1])), constant_values=fill)
 
 
 def prefill_chunks(length: int, cache_length: int, longest: int) -> Iterator[tuple[int, int]]:

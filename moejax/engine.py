@@ -13,7 +13,7 @@ import numpy as np
 
 from moejax import ops
 from moejax.checkpoints import open_checkpoint
-from moejax.chunks import MAX_PREFILL_LENGTH, cache_length, longest_chunk
+from moejax.chunks import MAX_PREFILL_LENGTH, Planned, cache_length, longest_chunk
 from moejax.devices import choose_device, enable_compilation_cache, plain_memory_errors
 from moejax.errors import MoejaxError
 from moejax.evaluation.likelihood import PairScorer, Scored
@@ -133,6 +133,7 @@ class Engine:
         checkpoint = open_checkpoint(str(path))
         memory: Any = None
         budget: Budget | TieredBudget | None = None
+        sizes = Planned()
         with plain_memory_errors(device):
             if limits is None and policy is None:
                 weights = load_whole(checkpoint, dtype=dtype, device=device, progress=progress)
@@ -146,11 +147,13 @@ class Engine:
                     checkpoint, limits=limits or Limits(), dtype=dtype, device=device, batch=batch,
                     context=planned, chunk=chunk, progress=progress,
                 )  # fmt: skip
+                if budget is not None and budget.limits.device_gib:
+                    sizes = Planned(batch, planned, chunk)
         engine = cls(
             checkpoint.config, weights, tokenizer=Tokenizer.from_directory(checkpoint.directory),
             eos_ids=checkpoint.eos_ids, device=device, context=context, memory=memory,
         )  # fmt: skip
-        engine.budget = budget
+        engine.budget, engine._runner.planned = budget, sizes
         engine.load_seconds = time.perf_counter() - start
         return engine
 
@@ -270,9 +273,6 @@ class Engine:
         ids = [self._encode(prompt, wanted) for prompt in as_batch(prompts)]
         if not ids:
             return []
-        if self.budget and self.budget.limits.device_gib and len(ids) > self.budget.batch:
-            planned = f"memory was planned for {self.budget.batch}"
-            raise MoejaxError(f"{len(ids)} prompts, but {planned}: load with batch={len(ids)}")
         length = self._cache_length(ids, wanted)
         builders = [self._builder(prompt, length, wanted) for prompt in ids]
         timing = Timing(0.0, 0.0, 0, 0.0)

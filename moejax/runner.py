@@ -14,10 +14,12 @@ from moejax.cache import KVCache
 from moejax.chunks import (
     MAX_PREFILL_LENGTH,
     MIN_PREFILL_LENGTH,
+    Planned,
     chunk_of,
     kv_bucket,
     length_bucket,
     longest_chunk,
+    part_of,
     prefill_chunks,
     scored_places,
 )
@@ -51,6 +53,7 @@ class Runner:
       kernels: which may serve products with packed weights.
       experts_used: which forms ran the experts so far.
       products: what served each product so far, by phase ("prefill", "decode") and name.
+      planned: sizes of calls, where limits of the device's memory hold them.
       programs: what was compiled, and how long that took.
     """
 
@@ -90,7 +93,7 @@ class Runner:
         definition = model_definition(config, self.kernels, holds_experts=memory is None)
         self._program = steps.Program(definition, memory.spec if memory else None)
         self._recorder: Recorder | None = None
-        self.memory = memory
+        self.memory, self.planned = memory, Planned()
         norm = weights["final_norm"]
         assert not isinstance(norm, QTensor | Fp8Tensor)
         self.dtype = norm.dtype
@@ -249,14 +252,11 @@ class Runner:
         since, cache_length, cache = self._begin_windows(batch, length)
         logits = []
         for start, size in self._chunks(batch, length, cache_length):
-            part = tokens[:, start : start + size]
-            chunk = np.zeros((batch, size), np.int32)
-            chunk[:, : part.shape[1]] = part
             static = (self._program, self._chunk_spec(batch, start, size, cache_length))
-            inputs = self._put(chunk), self._put(np.int32(start))
+            inputs = self._put(part_of(tokens, start, size)), self._put(np.int32(start))
             cache, out = self._step(since, steps.chunk_logits, static, (cache,), *inputs)
             with self.reading(since):
-                logits.append(np.asarray(out)[:, : part.shape[1]])
+                logits.append(np.asarray(out)[:, : length - start])
         return np.concatenate(logits, axis=1)
 
     def score(self, tokens: np.ndarray, lengths: np.ndarray, targets: np.ndarray) -> np.ndarray:
@@ -275,16 +275,13 @@ class Runner:
         device_lengths = self._put(np.asarray(lengths, np.int32))
         parts = []
         for start, size in self._chunks(batch, length, cache_length):
-            part = slice(start, start + size)
-            chunk, wanted = np.zeros((batch, size), np.int32), np.full((batch, size), -1, np.int32)
-            chunk[:, : tokens[:, part].shape[1]] = tokens[:, part]
-            wanted[:, : targets[:, part].shape[1]] = targets[:, part]
+            wanted = part_of(targets, start, size, -1)
             places = scored_places(wanted)
             static = (self._program, self._chunk_spec(batch, start, size, cache_length))
             cache, nats = self._step(
-                since, steps.score_chunk, static, (cache,), self._put(chunk),
-                self._put(np.int32(start)), device_lengths, self._put(places),
-                self._put(wanted[:, places]),
+                since, steps.score_chunk, static, (cache,),
+                self._put(part_of(tokens, start, size)), self._put(np.int32(start)),
+                device_lengths, self._put(places), self._put(wanted[:, places]),
             )  # fmt: skip
             parts.append(nats)
         with self.reading(since):
@@ -299,10 +296,8 @@ class Runner:
         batch, length = tokens.shape
         since, cache_length, cache = self._begin_windows(batch, length)
         for start, size in self._chunks(batch, length, cache_length):
-            chunk = np.pad(
-                tokens[:, start : start + size], ((0, 0), (0, max(0, start + size - length)))
-            )
             static = (self._program, self._chunk_spec(batch, start, size, cache_length))
+            chunk = part_of(tokens, start, size)
             inputs = (self._put(a) for a in (chunk, np.int32(start), np.asarray(lengths, np.int32)))
             cache, carried = self._step(since, function, static, (cache, carried), *inputs)
         with self.reading(since):
@@ -333,9 +328,11 @@ class Runner:
         return via
 
     def _chunks(self, batch: int, length: int, cache_length: int) -> Iterator[tuple[int, int]]:
-        return prefill_chunks(length, cache_length, longest_chunk(self.config, batch, cache_length))
+        longest = longest_chunk(self.config, batch, cache_length, self.planned)
+        return prefill_chunks(length, cache_length, longest)
 
     def _fresh(self, seeds: list[int], cache_length: int) -> tuple[KVCache, jax.Array, jax.Array]:
+        self.planned.check(len(seeds), cache_length)
         if self._recorder is not None:
             self._recorder.begin(len(seeds))
         static = (self.config, cache_length, self.dtype)
@@ -346,7 +343,8 @@ class Runner:
 
     def _begin_windows(self, batch: int, length: int) -> tuple[int, int, KVCache]:
         """A session of its own, the length of its cache, and the cache."""
-        cache_length = length_bucket(length, MIN_PREFILL_LENGTH, self.config.max_positions)
+        limit = max(length, self.planned.context or self.config.max_positions)
+        cache_length = length_bucket(length, MIN_PREFILL_LENGTH, limit)
         return self._begin_session(), cache_length, self._fresh([0] * batch, cache_length)[0]
 
     def _step(

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +15,10 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax import Engine, cache, runner, steps
-from moejax.chunks import kv_bucket, length_bucket, longest_chunk, prefill_chunks
+from moejax.chunks import Planned, kv_bucket, length_bucket, longest_chunk, prefill_chunks
 from moejax.generation import GenerationSettings
-from moejax.models.shapes import QWEN3_30B_A3B
+from moejax.memory.budget import workspace_nbytes
+from moejax.models.shapes import QWEN3_30B_A3B, SHAPES
 from moejax.runner import Runner
 from moejax.session import Session
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
@@ -86,6 +88,26 @@ class BucketTest(parameterized.TestCase):
     def test_the_scores_of_a_chunk_are_bounded(self, batch, cache_length, expected):
         longest = longest_chunk(QWEN3_30B_A3B, batch, cache_length)
         self.assertEqual(longest, expected)  # 32 heads, 4 bytes a score, 2**30 bytes
+
+    @parameterized.parameters(*SHAPES)
+    def test_a_shorter_call_takes_no_more_than_was_planned(self, name):
+        shape = SHAPES[name]
+
+        def nbytes(batch, context, chunk):
+            wide, plain = shape.state_values
+            held = batch * (2 * context * shape.cached_values + 4 * wide + 2 * plain)
+            return held + workspace_nbytes(
+                shape, batch=batch, context=context, chunk=chunk, itemsize=2, platform="gpu"
+            )
+
+        for batch, context in itertools.product((1, 4, 16), (512, 2048, 4096, 16384)):
+            chunk = longest_chunk(shape, batch, context)
+            planned = Planned(batch, context, chunk)
+            most = nbytes(batch, context, chunk)
+            for fewer, shorter in itertools.product((1, 2, 8, 16), (256, 1024, 4096, 16384)):
+                if fewer <= batch and shorter <= context:
+                    longest = min(shorter, longest_chunk(shape, fewer, shorter, planned))
+                    self.assertLessEqual(nbytes(fewer, shorter, longest), most)
 
     @parameterized.parameters((1, 256), (256, 256), (257, 1024), (1025, 2000), (2000, 2000))
     def test_kv_bucket(self, length, expected):

@@ -93,7 +93,7 @@ def phases(
       prompt: tokens of each prompt; 0: none is run.
       context: slots of the cache; no matter without a prompt.
     """
-    longest = longest_chunk(runner.config, batch, context)
+    longest = longest_chunk(runner.config, batch, context, runner.planned)
     for size in sorted({size for _, size in prefill_chunks(prompt, context, longest)}):
         yield "prefill", batch * size, runner.serves(batch * size, batch)
     yield "decode", batch, runner.serves(batch, batch)

@@ -188,7 +188,7 @@ class Bench:
 
     def _programs(self, batch: Prompts) -> set[Any]:
         size, longest = len(batch), max(map(len, batch))
-        chunk = longest_chunk(self.runner.config, size, self.context)
+        chunk = longest_chunk(self.runner.config, size, self.context, self.runner.planned)
         found: set[Any] = {(size, *part) for part in prefill_chunks(longest, self.context, chunk)}
         # As `Runner.run` dispatches them.
         left = min(self.settings.max_new_tokens - 1, self.context - min(map(len, batch)))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # importing the engine imports JAX, which --help and mistakes
 
 def load_engine(config: EvaluateConfig, directory: Path, policy: "Tiering | None") -> "Engine":
     """The engine of a configuration; without a policy, the exact one."""
-    from moejax.engine import Engine
+    from moejax.engine import PLANNED_CONTEXT, Engine
     from moejax.tiering import verify_all
 
     moves = policy is not None or config.memory != MemoryConfig()
@@ -31,4 +31,5 @@ def load_engine(config: EvaluateConfig, directory: Path, policy: "Tiering | None
         limits=config.memory.limits() if config.memory != MemoryConfig() else None,
         policy=policy,
         batch=config.batch_size,
+        context=config.window if config.window > PLANNED_CONTEXT else 0,
     )
