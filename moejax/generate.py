@@ -50,7 +50,7 @@ def generate(config: GenerateConfig, values: flags.FlagValues) -> None:
     request = config.request()
     request["add_special_tokens"] &= not values.chat  # the template writes them
     if not prompts:
-        with report.recorded(engine, config):
+        with report.tracing(config.trace_dir), report.recorded(engine, config):
             return converse(engine, engine.tokenizer, request)
     if values.chat:
         chats = ([{"role": "user", "content": prompt}] for prompt in prompts)

@@ -191,7 +191,7 @@ class Ledger:
     @property
     def host_hit_rate(self) -> float:
         """Share of what steps fetched that was in host memory; NaN if they fetched nothing."""
-        fetched = self.total("admitted") + self.total("streamed")
+        fetched = self.total("admitted") + self.total("streamed") + self.total("prefetched")
         return _share(fetched - self.disk_waits, fetched)
 
     @property

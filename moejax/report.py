@@ -47,7 +47,7 @@ def tracing(directory: str) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     import jax
 
-    return jax.profiler.trace(directory)
+    return jax.profiler.trace(Path(directory).expanduser())
 
 
 def recorded(

@@ -113,12 +113,12 @@ class LedgerTest(parameterized.TestCase):
                 "moved: demand 4.00 MiB, stream 1.00 MiB, prefetch 4.00 MiB, bulk 2.00 MiB, "
                 "disk 2.50 KiB",
                 "stalls: about 0.0977 ms, if the link moves 50 GiB/s",
-                "disk: 5 experts read; steps waited for 2 of them; host memory had 60.0 % of what "
+                "disk: 5 experts read; steps waited for 2 of them; host memory had 77.8 % of what "
                 "they fetched",
                 "disk requests: retries 3, errors 1",
             ],
         )
-        self.assertEqual(self.book.host_hit_rate, 3 / 5)
+        self.assertEqual(self.book.host_hit_rate, 7 / 9)
         self.book.bulk_requests = {"requested": 3, "refused": 0, "landed": 2}
         self.assertEqual(self.book.describe()[-1], "bulk requests: requested 3, landed 2")
 

@@ -112,7 +112,18 @@ class LimitsTest(parameterized.TestCase):
         gone = mock.patch.object(ExpertReader, "read", side_effect=MoejaxError("the disk is gone"))
         with gone, self.assertRaisesRegex(MoejaxError, "the disk is gone"):
             tokens(engine)
+        assert engine.ledger is not None
+        self.assertLessEqual(engine.ledger.disk_waits, engine.ledger.disk_reads)
         self.assertEqual(tokens(engine), RESIDENT)
+        self.assertBetween(engine.ledger.host_hit_rate, 0, 1)
+        with self.assertRaises(KeyboardInterrupt), engine._runner.memory.step():
+            session = engine._runner.prefill(PROMPTS, 64, GREEDY, ())
+            jax.block_until_ready(session.first_tokens)
+            for leaf in jax.tree.leaves(engine._runner.memory.pool):
+                leaf.delete()  # its counts are lost
+            raise KeyboardInterrupt
+        self.assertEqual(tokens(engine), RESIDENT)
+        self.assertBetween(engine.ledger.host_hit_rate, 0, 1)
 
         # All that ran at the time of a failure is told of it, whoever looks first; nobody else is.
         runner = engine._runner

@@ -256,6 +256,10 @@ class MainTest(PlanCase):
         asked = f"--config.checkpoint={self.directory}"
         out = self.run_plan(asked, "--config.memory.prefetch=2", "--config.memory.bulk=2")
         self.assertIn("memory.prefetch=2, memory.bulk=2 is without effect: every expert", out)
+        out = self.run_plan(
+            asked, "--config.memory.host_gib=1", "--config.memory.prefetch_in=decode"
+        )
+        self.assertIn("memory.prefetch_in=decode, memory.host_gib=1.0 is without effect", out)
         for policy in ([], ["--config.policy.name=on_demand"]):
             err = self.run_plan(asked, "--config.memory.disk_path=/no/where", *policy, status=1)
             self.assertIn("no such directory: /no/where", err)

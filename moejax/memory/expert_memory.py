@@ -185,6 +185,8 @@ class ExpertMemory:
         """A new pool, with what `fill` says; the counts since the last `settle` are lost."""
         if self.transfers is not None:
             self.transfers.forget_steps()
+        if self.disk is not None:
+            self.disk.read_since()  # what steps read whose counts are lost
         for leaf in jax.tree.leaves(self.pool):
             if not leaf.is_deleted():
                 leaf.delete()  # there may be no room for two
@@ -198,12 +200,13 @@ class ExpertMemory:
         with self._lock:  # to the end: a step of another thread would take the pool, or be lost
             with self.reading():
                 counts = jax.device_get(self.pool.counts)
-            self.ledger.add(counts, disk=self.disk.read_since() if self.disk else {})
-            if self.transfers is not None:
-                self.ledger.bulk_requests = dataclasses.asdict(self.transfers.counters)
             place = self.pool.counts.events.sharding
             fresh = no_counts(self.spec.cache.num_layers, counts.gate.shape[1] - 1)
+            # First: what is added may be an error, and is not to be added again.
             self.pool = dataclasses.replace(self.pool, counts=jax.device_put(fresh, place))
+            if self.transfers is not None:
+                self.ledger.bulk_requests = dataclasses.asdict(self.transfers.counters)
+            self.ledger.add(counts, disk=self.disk.read_since() if self.disk else {})
             return self.ledger
 
     def close(self) -> None:

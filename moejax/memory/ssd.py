@@ -245,10 +245,11 @@ class SsdReader:
         check_waiting(self._source, self._device)
         with self._changed:
             self._check_open()
-            self._counters.waits += 1
         row = [np.empty(part.shape, part.dtype) for part in self._source.row]
         if error := self._read(layer, expert, row):
             raise MoejaxError(error)
+        with self._changed:
+            self._counters.waits += 1
         return tuple(row)
 
     def close(self, timeout_seconds: float = 5.0) -> None:

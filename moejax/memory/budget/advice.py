@@ -53,8 +53,10 @@ def unused(budget: Budget) -> list[str]:
     """Options that say how experts move, where none does."""
     if budget.pooled:
         return []
-    asked = {name: getattr(budget.limits, name) for name in ("prefetch", "bulk", "transient")}
-    said = [f"memory.{name}={value}" for name, value in asked.items() if value]
+    names = ("prefetch", "prefetch_in", "bulk", "transient", "host_gib", "disk_path")
+    asked = {name: getattr(budget.limits, name) for name in names}
+    plain = dataclasses.asdict(Limits())
+    said = [f"memory.{name}={value}" for name, value in asked.items() if value != plain[name]]
     if not said:
         return []
     return [
