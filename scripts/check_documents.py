@@ -32,17 +32,6 @@ _ONLY = flags.DEFINE_string("only", "", "of files whose name begins so")
 _DRY = flags.DEFINE_bool("dry", False, "run nothing")
 
 
-def read_all(found: list[commands.Command]) -> list[str]:
-    """What is wrong with the flags of commands, a line each."""
-    wrong = []
-    for command in found:
-        try:
-            dry.check(command)
-        except dry.ERRORS as error:
-            wrong.append(f"{command.place}: {command.text}\n    {error}")
-    return wrong
-
-
 def run_all(chosen: list[commands.Command], folder: Path, *, shorter: bool) -> list[str]:
     """Runs commands in a new folder; what fails, a line each. A command runs once."""
     wrong, space, done = [], Workspace(folder), set()
@@ -70,7 +59,7 @@ def main(argv: list[str]) -> None:
     if not _ALL.value:
         os.environ["XLA_FLAGS"] = f"{_COMPILE_QUICKLY} {os.environ.get('XLA_FLAGS', '')}"
     found = [one for one in commands.of_documents() if one.place.startswith(_ONLY.value)]
-    wrong = read_all(found)
+    wrong = dry.check_all(found)
     fates = (commands.RUN, "long") if _ALL.value else (commands.RUN,)
     chosen = [one for one in found if one.fate in fates and not _DRY.value]
     with tempfile.TemporaryDirectory() as folder:

@@ -15,7 +15,7 @@ from moejax.models.hf_config import ARCHITECTURES
 from pallas_kernels.dequant_matmul import mosaic as dense
 from pallas_kernels.grouped_dequant_matmul import mosaic as grouped
 from pallas_kernels.stream import terms
-from scripts import check_documents, gpu_jobs, make_documents
+from scripts import gpu_jobs, make_documents
 from scripts.documents import commands, config_tables, dry, messages
 from scripts.policy_sections import SECTIONS
 from tests import slow
@@ -42,7 +42,7 @@ class CommandsTest(absltest.TestCase):
         """Files, flags and settings of every command, whether it can run here or not."""
         found = commands.of_documents()
         self.assertGreater(len(found), 200)
-        self.assertEqual(check_documents.read_all(found), [])
+        self.assertEqual(dry.check_all(found), [])
 
     def test_they_run(self):
         """Those that run offline on a CPU are run, in one process."""

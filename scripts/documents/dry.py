@@ -173,3 +173,14 @@ def _require_file(name: str) -> None:
 
 
 ERRORS = (ValueError, SyntaxError, MoejaxError, flags.Error)
+
+
+def check_all(found: Sequence[Command]) -> list[str]:
+    """What is wrong with the flags of commands, a line each."""
+    wrong = []
+    for command in found:
+        try:
+            check(command)
+        except ERRORS as error:
+            wrong.append(f"{command.place}: {command.text}\n    {error}")
+    return wrong
