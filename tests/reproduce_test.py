@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from scripts.reproducing import document as whole
 from scripts.reproducing.drawing import Canvas
-from scripts.reproducing.dymoe_claims import MIXTRAL
+from scripts.reproducing.accelerate import MIXTRAL
 from scripts.reproducing.page import NOT_MEASURED, OTHER_DEVICE, OURS, Page
 from scripts.reproducing.published import FOLDER, Published
 from scripts.reproducing.rows import BrokenRowError, Results, read_checked

@@ -11,7 +11,7 @@ from scripts import (
     reproduce_milo,
 )
 from scripts.reproducing.command import FIGURES
-from scripts.reproducing.page import IN_PART, MET, NOT_MEASURED, NOT_MET, OTHER, Page
+from scripts.reproducing.page import IN_PART, MET, NOT_MEASURED, NOT_MET, NOT_SHOWN, OTHER, Page
 from scripts.reproducing.rows import Results
 
 PAPERS: dict[str, Callable[[Results, str], Page]] = {
@@ -35,8 +35,11 @@ Made by `python -m scripts.make_results` from `scripts/results/*.jsonl` (ours) a
   cannot be compared with the papers', only shapes and ratios; the column "what differs" says so.
 - What we did not run (Fiddler, Mixtral-Offloading, MoE-Infinity, MARLIN, GPTQ3bit) stands as
   published.
+- A number with a mark (†) behind its run is of a row with a known flaw, which the section's
+  beginning names. Verdicts of "met" rest on no such row.
 - A verdict is computed from the rows by the rule in the section's script; "not comparable" where a
-  number can neither bear the claim out nor speak against it.
+  number can neither bear the claim out nor speak against it, "not shown" where a claim would be met
+  by rows with a known flaw alone.
 """
 
 
@@ -47,7 +50,7 @@ def build(results: Results) -> dict[str, Page]:
 
 def document(pages: dict[str, Page]) -> str:
     """The text of RESULTS.md."""
-    kinds = (MET, IN_PART, NOT_MET, OTHER, NOT_MEASURED)
+    kinds = (MET, IN_PART, NOT_MET, NOT_SHOWN, OTHER, NOT_MEASURED)
     lines = [INTRODUCTION, f"| paper | {' | '.join(kinds)} |", "|" + " --- |" * (len(kinds) + 1)]
     for name, page in pages.items():
         counted = Counter(page.verdicts)
