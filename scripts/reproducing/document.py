@@ -10,6 +10,7 @@ from scripts import (
     reproduce_dynaexq,
     reproduce_milo,
 )
+from scripts.reproducing import gpu_runs
 from scripts.reproducing.command import FIGURES
 from scripts.reproducing.page import IN_PART, MET, NOT_MEASURED, NOT_MET, NOT_SHOWN, OTHER, Page
 from scripts.reproducing.rows import Results
@@ -33,6 +34,7 @@ Made by `python -m scripts.make_results` from `scripts/results/*.jsonl` (ours) a
   replayed; quality is of the demo model that ships (13.5 million parameters, 7
   layers of 32 experts, top 4), mostly as perplexity, since it is at chance on tasks. So levels
   cannot be compared with the papers', only shapes and ratios; the column "what differs" says so.
+- What ran on a GPU, with every command, is the last section.
 - What we did not run (Fiddler, Mixtral-Offloading, MoE-Infinity, MARLIN, GPTQ3bit) stands as
   published.
 - A number with a mark (†) behind its run is of a row with a known flaw, which the section's
@@ -55,7 +57,9 @@ def document(pages: dict[str, Page]) -> str:
     for name, page in pages.items():
         counted = Counter(page.verdicts)
         lines.append(f"| {name} | {' | '.join(str(counted[kind]) for kind in kinds)} |")
-    return "\n".join(lines) + "\n\n" + "\n".join(page.markdown() for page in pages.values())
+    sections = [page.markdown() for page in pages.values()]
+    results = next(iter(pages.values())).results
+    return "\n".join(["\n".join(lines), "", *sections, gpu_runs.section(results)])
 
 
 def draw(pages: dict[str, Page], folder: Path) -> list[Path]:

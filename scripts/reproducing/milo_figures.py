@@ -59,7 +59,8 @@ def spectra(page: Page) -> None:
         draw, list(found.values()),
     )  # fmt: skip
     rows = [
-        [matrix, OURS, page.shown(one, "{:.0f} %"), "demo model"] for matrix, one in found.items()
+        [matrix, OURS, page.shown(one, "{:.0f} %"), "demo model on a CPU"]
+        for matrix, one in found.items()
     ]
     head = ["energy of the residual in the first quarter", "whose", "share", "what differs"]
     page.table(head, rows)
@@ -202,7 +203,7 @@ def _figure_9(page: Page) -> None:
         "Figure 9: TFLOPS of products",
         "The paper's picture prints no numbers; GPTQ3bit and MARLIN do not run here, our INT4 "
         "kernel and Humming's stand in their place. Ours need no compensator here. Mixtral's "
-        "matrices, H200.",
+        "matrices, H200. What is not measured was not run with that matrix and number of rows.",
     )
     head = [f"{count} row{'s' * (count > 1)}" for count in ROWS]
     page.table(["matrix, kernel", "whose", *head, "what differs"], rows)

@@ -118,7 +118,11 @@ class Page:
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """A table; texts are to the left, numbers too: they end with their runs."""
-        self._lines += [*([] if self._lines[-1:] == [""] else [""]), *_markdown(header, rows), ""]
+        self._lines += [
+            *([] if self._lines[-1:] == [""] else [""]),
+            *markdown_table(header, rows),
+            "",
+        ]
 
     def figure(self, name: str, caption: str, draw: Draw, found: Sequence[Found | None]) -> None:
         """A picture of rows; where one of the rows is missing a line says so instead.
@@ -150,11 +154,11 @@ class Page:
                 self._runs.items(), 1
             )
         ]
-        lines = [f"## {self._title}", "", self._first, "", *_markdown(head, self._claims), ""]
+        lines = [f"## {self._title}", "", self._first, "", *markdown_table(head, self._claims), ""]
         lines += [f"{MARKS[i]} Known to be wrong: {flaw}." for i, flaw in enumerate(self._flaws)]
         lines += self._lines
         lines += ["", "### Runs of this section", ""]
-        lines += _markdown(["", "rows", "device", "versions", "date", "command"], runs)
+        lines += markdown_table(["", "rows", "device", "versions", "date", "command"], runs)
         text = "\n".join(lines) + "\n"
         while "\n\n\n" in text:
             text = text.replace("\n\n\n", "\n\n")
@@ -167,7 +171,9 @@ def borne_out(verdict: str, *found: Found | None) -> str:
     return NOT_SHOWN if is_flawed and verdict in (MET, IN_PART) else verdict
 
 
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table; refuses a row of another length."""
+
     def line(cells: Sequence[Any]) -> str:
         return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
