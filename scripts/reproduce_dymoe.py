@@ -223,7 +223,7 @@ def _figure_4(page: Page) -> None:
         "there.", draw, list(found.values()),
     )  # fmt: skip
     cells = [page.shown(one) for one in correlation_rows(page.results)]
-    row = ["correlation", OURS, *cells, "demo model, 32 experts; the paper: a picture"]
+    row = ["correlation", OURS, *cells, "demo model on a CPU, 32 experts; the paper: a picture"]
     layers = (f"layer {i}" for i in range(len(cells)))
     page.table(["loads of 120 windows of six texts", "whose", *layers, "what differs"], [row])
 

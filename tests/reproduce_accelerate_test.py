@@ -68,7 +68,8 @@ class AccelerateTest(parameterized.TestCase):
             ]
             for more in ((), newer)
         )
-        self.assertLen(before, 1 + 1 + 8)  # both claims, two models of two settings and hostings
+        # Two claims; two models, settings and hostings; look-ahead in prompts of one model.
+        self.assertLen(before, 2 + 8 + 4)
         self.assertEqual(list(map(without_runs, before)), list(map(without_runs, after)))
 
     @parameterized.parameters(

@@ -16,6 +16,7 @@ HOSTINGS = ("pageable", "pinned, cache kept")
 CAPS = (("Mixtral-8x7B", 24), ("Qwen3-30B-A3B", 12))
 MIXTRAL = "dymoe, Mixtral-8x7B, 32 layers, attention bf16"
 DYMOE = ("Mixtral-8x7B",)  # what its rows are of
+AHEAD = "cache and prefetch in prompts"
 LEAST_MS = 10  # where the picture's axis begins
 CARD = "H200, random weights"
 LOOSE = "ours with attention bf16, its budget planned and not enforced"
@@ -147,6 +148,11 @@ def _ratios(page: Page, model: str, gib: int) -> list[list[str]]:
             differs += "; accelerate was not run so" if base[0] is None else ended
         own = over(page, base, cached(page.results, model, gib))
         rows.append([f"our INT4 cache over {where}", OURS, *own, f"{CARD}, same cap{differs}"])
+        ahead = cached(page.results, model, gib, AHEAD)
+        if any(ahead):
+            name = f"our INT4 cache, look-ahead in prompts, over {where}"
+            own = over(page, base, ahead)
+            rows.append([name, OURS, *own, f"{CARD}, same cap{differs}"])
         if model in DYMOE:
             own = over(page, base, dymoe(page.results, model, gib))
             rows.append([f"our DyMoE 4/0 over {where}", OURS, *own, f"{CARD}, {LOOSE}{differs}"])
