@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import jax
@@ -29,6 +29,8 @@ class ResultRow:
       versions: of the packages that matter (`package_versions`).
       date: the day, ISO 8601.
       command: what to type to measure it again (`command_line`).
+      flaw: what is known to be wrong with the figure, found after it was measured; a row without
+        one is written without the field.
     """
 
     what: str
@@ -39,6 +41,15 @@ class ResultRow:
     versions: Mapping[str, str]
     date: str
     command: str
+    flaw: str = ""
+
+
+def row_fields(row: ResultRow) -> dict[str, Any]:
+    """A row as a file has it: without the flaw where none is known."""
+    fields = dataclasses.asdict(row)
+    if not row.flaw:
+        del fields["flaw"]
+    return fields
 
 
 def append_rows(path: Path, rows: Iterable[ResultRow]) -> None:
@@ -56,7 +67,7 @@ def write_rows(path: Path, rows: Iterable[ResultRow]) -> None:
 
 
 def _line(row: ResultRow) -> str:
-    return json.dumps(dataclasses.asdict(row), ensure_ascii=False) + "\n"
+    return json.dumps(row_fields(row), ensure_ascii=False) + "\n"
 
 
 def read_rows(path: Path) -> list[ResultRow]:

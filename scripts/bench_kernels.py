@@ -36,7 +36,7 @@ _SHAPE_NAMES = (*(shape.name for shape in DENSE), *(moe.name for moe in MOE))
 _ONLY = flags.DEFINE_list("only", list(SECTIONS), f"of {', '.join(SECTIONS)}")
 _SHAPES = flags.DEFINE_list("shapes", [], f"of {', '.join(_SHAPE_NAMES)}; none: all")
 _BITS = flags.DEFINE_list("bits", ["16", "3", "4", "2"], "of dense weights: 2, 3, 4, 8, 16 (bf16)")
-_M = flags.DEFINE_list("m", [], "rows of x, or tokens of a layer; none: those of the issue")
+_M = flags.DEFINE_list("m", [], "rows of x, or tokens of a layer; none: those of the table")
 _IMPLEMENTATIONS = flags.DEFINE_list(
     "implementations", [], f"of {', '.join(IMPLEMENTATIONS)}; none: all but the reference"
 )

@@ -67,7 +67,7 @@ SMOKE_MOE = (Moe("smoke", 4, 2, 128, 64, 4, (1, 3)),)
 
 
 class Bar(NamedTuple):
-    """What the issue asks for, microseconds."""
+    """The most that a product should take, and what it aims at beyond that; microseconds."""
 
     bar: float
     moonshot: float

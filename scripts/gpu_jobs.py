@@ -101,7 +101,7 @@ def _models() -> Iterator[Job]:
 
 
 def _kernels() -> Iterator[Job]:
-    """The issue's table in one process: shares of a run are of the same clocks."""
+    """The table of products in one process: shares of a run are of the same clocks."""
     table = ("--shapes=4096x14336,14336x4096", "--bits=16,3,4,2", "--m=1,4,16,64,1024,4096")
     beside = "--implementations=mosaic,cublas,humming"
     of = "out cache kernels"

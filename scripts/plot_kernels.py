@@ -4,8 +4,9 @@
         --output=scripts/results/plots
 
 One figure a shape and form: microseconds against rows of x or tokens, a line an implementation,
-with what the bytes and the operations allow drawn in. Prints the table of times, and the issue's
-bars and moonshots beside our best. Of a row that was measured twice the later one counts.
+with what the bytes and the operations allow drawn in. Prints the table of times, and the bars and
+moonshots of `bench_kernels_data.py` beside our best. Of a row that was measured twice the later one
+counts.
 """
 
 import hashlib
@@ -89,7 +90,7 @@ def times_table(sizes: Mapping[int, Rows]) -> str:
 
 
 def bars_table(rows: list[ResultRow]) -> str:
-    """The issue's bars and moonshots, and the best of ours; "" where no row has a bar."""
+    """Bars and moonshots, and the best of ours; "" where no row has a bar."""
     best: dict[str, ResultRow] = {}
     for row in rows:
         *case, name = row.what.split(" | ")

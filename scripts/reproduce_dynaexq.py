@@ -3,17 +3,14 @@
 python -m scripts.reproduce_dynaexq --figures=docs/figures
 """
 
-import itertools
-import re
-
-from scripts.reproducing import command
-from scripts.reproducing.drawing import Canvas, bars, lines
+from scripts.reproducing import command, dynaexq_speed, protocol
+from scripts.reproducing.drawing import Canvas, lines
 from scripts.reproducing.page import IN_PART, MET, NOT_MEASURED, NOT_MET, OTHER, OURS, PAPER, Page
 from scripts.reproducing.published import Published
 from scripts.reproducing.rows import Found, Results
 
 TITLE = "DynaExq: Dynamic Expert Quantization for Scalable Mixture-of-Experts Inference"
-DEMO = "demo model (13.5 million parameters, 7 layers of 32 experts), HQQ g64, perplexity"
+DEMO = "demo model on a CPU (13.5 million parameters, 7 layers of 32 experts), HQQ g64, perplexity"
 PAIRS = ("int4/int2", "bf16/int4")
 LOW_SHARES = ("0.25", "0.5", "0.625", "0.75", "0.875")
 TEXTS = ("wikitext-2", "mixed")
@@ -21,27 +18,17 @@ DOMAINS = ("books", "code", "math")
 SHIFT = ("dynaexq, T 512", "static, hottest of the prose")
 FIGURE_1_TEXTS = ("books", "code", "math", "chinese")
 FIRST_LAYER, LAST_LAYER = 0, 6
-BATCHES = (1, 4, 16)
-SPEED = "dynaexq, Qwen3-30B-A3B, 48 layers, attention bf16"
-THROUGHPUT_BAR = 85.0
-SPEEDS = {
-    "uniform INT2, resident": r"uniform INT2, resident model, batch {}, TPOT",
-    "uniform INT2, pool of all experts": r"uniform INT2, a pool of all experts, batch {}, TPOT",
-    "DynaExq INT4/INT2, a quarter hot": r"dynaexq int4/int2, 32 hot of 128, batch {}, TPOT",
-}
-
-
-WIDE_PAIRS = (("Qwen3-30B-A3B", "bf16/int4"), ("Qwen3-Next-80B-A3B", "int4/int2"))
 
 
 def build(results: Results, figures: str) -> Page:
     """The section of RESULTS.md."""
     page = Page(TITLE, results, Published("dynaexq"), figures)
+    page.first_line(protocol.of_policies(page))
     _claims(page)
     _table_1(page)
     _figure_1(page)
     _figure_4(page)
-    _figure_5(page)
+    dynaexq_speed.figure_5(page)
     page.heading(
         "Where the paper contradicts itself",
         "Table 1's row DynaExq(5090) of the 30B averages 64.92, not the printed 64.37; the text of "
@@ -69,7 +56,7 @@ def _claims(page: Page) -> None:
         f"{_recovered(paper, 'DynaExq(5090)')} on a 5090, 80B, by Table 1's averages)", "4.3",
         f"of log-perplexity: {low} with a quarter of the experts in INT4, {half} with half", OTHER,
     )  # fmt: skip
-    page.claim(*_throughput(page))
+    dynaexq_speed.claim(page)
     page.claim(*_shift(page))
     page.claim(*_skew(page))
 
@@ -120,32 +107,6 @@ def _shares_lost(results: Results, pair: str) -> int | None:
                 return None
             lost += any(hot.figure >= one.figure for one in others if one)
     return lost
-
-
-def _throughputs(page: Page, of: str) -> list[tuple[str, Found]]:
-    """Shares of uniform INT2's throughput by batch."""
-    pattern = rf"dynaexq int4/int2, 32 hot of 128, batch (\d+): {of}, {re.escape(SPEED)}"
-    found = page.results.every(pattern)
-    return sorted(((m[1], one) for m, one in found), key=lambda pair: int(pair[0]))
-
-
-def _throughput(page: Page) -> tuple[str, str, str, str]:
-    claim = "retains typically more than 85 % of INT2's throughput"
-    rows = _throughputs(page, r"throughput over uniform INT2 \(resident\)")
-    if not rows:
-        return claim, "4.4, Figure 5", NOT_MEASURED, NOT_MEASURED
-    finding = ", ".join(f"{page.shown(row, '{:.0f} %')} at batch {batch}" for batch, row in rows)
-    about = re.escape("dynaexq_wide, Qwen3-Next-80B-A3B, 48 layers, attention bf16")
-    base = r"dynaexq int4/int2, {} GiB, \d+ hot of 512, shifting: throughput over uniform int2, "
-    other = [page.results.latest(base.format(gib) + about) for gib in (32, 48)]
-    figures = [row.figure for row in (*(row for _, row in rows), *other) if row is not None]
-    met = sum(figure >= THROUGHPUT_BAR for figure in figures)
-    verdict = MET if met == len(figures) else IN_PART if 2 * met > len(figures) else NOT_MET
-    said = f"Qwen3-30B, of the resident INT2 model: {finding}"
-    if all(other):
-        wide = " and ".join(page.shown(row, "{:.0f} %") for row in other)
-        said += f"; Qwen3-Next-80B under 32 and 48 GiB, of a pool of all experts in INT2: {wide}"
-    return claim, "4.4, Figure 5", said, verdict
 
 
 def _shift(page: Page) -> tuple[str, str, str, str]:
@@ -199,7 +160,7 @@ def _table_1(page: Page) -> None:
         "Table 1: accuracy",
         "The real weights of Qwen3-MoE-30B and -80B were not at hand: the paper's rows stand as "
         "published. On tasks the demo model is at chance in any precision, so the shape of the "
-        "table is shown by perplexity below it.",
+        "table is shown by perplexity below it, over 10 windows of 512 tokens.",
     )
     rows = [
         [row, PAPER, *(paper("Table 1", row, column) for column in columns), "published, not run"]
@@ -218,7 +179,7 @@ def _table_1(page: Page) -> None:
             "demo, float32",
             OURS,
             *(ours.get(c, "not run") for c in columns),
-            "demo model, 40 documents",
+            "demo model on a CPU, 40 documents",
         ]
     )
     page.table(["model, method", "whose", *columns, "what differs"], rows)
@@ -306,91 +267,6 @@ def _figure_4(page: Page) -> None:
         draw,
         [one for part in found.values() for one in part],
     )
-
-
-def _figure_5(page: Page) -> None:
-    page.heading(
-        "Figure 5: latency and throughput",
-        "The paper's picture (RTX 5090 and A6000) prints no numbers. Ours is Qwen3-30B-A3B's real "
-        "shape with random weights; its routing is replayed, and shifts so that promotions go on. "
-        "TTFT of 512 tokens stands beside the rows under budgets.",
-    )
-    rows = []
-    found = {
-        name: [page.results.latest(f"{said.format(b)}, {re.escape(SPEED)}") for b in BATCHES]
-        for name, said in SPEEDS.items()
-    }
-    for name, ones in found.items():
-        cells = ([page.shown(one), page.shown(one, "{:.0f}", "tokens_per_s")] for one in ones)
-        rows.append([name, *(cell for pair in cells for cell in pair), "random weights"])
-    complete = {
-        b: [one for one in ones if one]
-        for b, ones in zip(BATCHES, zip(*found.values(), strict=True), strict=True)
-        if all(ones) and len({one.row.device for one in ones if one}) == 1
-    }
-    head = [f"batch {b}, {part}" for b in BATCHES for part in ("TPOT, ms", "tokens/s")]
-    page.table(["Qwen3-30B-A3B, ours, decode", *head, "what differs"], rows)
-    _resident_table(page)
-    _wide_table(page)
-
-    def draw(canvas: Canvas) -> None:
-        (panel,) = canvas.panels(1, 1, size=(5.5, 3.2))
-        speeds = [[one.more["tokens_per_s"] for one in ones] for ones in complete.values()]
-        series = dict(zip(SPEEDS, zip(*speeds, strict=True), strict=True))
-        device = next(iter(complete.values()))[0].row.device
-        bars(panel, [f"batch {b}" for b in complete], series, ylabel="decode, tokens/s",
-             title=f"Qwen3-30B-A3B, {device}")  # fmt: skip
-
-    caption = "Figure 5, ours: decode throughput under INT2 and DynaExq."
-    rows_drawn = [one for ones in complete.values() for one in ones]
-    page.figure("dynaexq_figure_5", caption, draw, rows_drawn or [None])
-
-
-def _resident_table(page: Page) -> None:
-    """Prefill and decode of uniform precisions that fit."""
-    about = (
-        "Qwen3-30B-A3B, 48 layers, {} g64 float, attention {}, head bf16, "
-        "prefill by mosaic and mosaic"
-    )
-    rows = []
-    for bits in ("INT4", "INT3"):
-        said = about.format(bits, bits)
-        step = f"batch 1 prompt 512 TPOT, random cache, calls of 16, {said}"
-        rows.append([
-            f"uniform {bits}, attention {bits}",
-            page.ours(f"batch 1 prompt 2048 TTFT, {said}", "{:.0f}"),
-            page.ours(f"batch 1 prompt 2048 prefill, {said}", "{:.0f}"),
-            page.ours(f"{step}, decode by mosaic and mosaic"),
-            "resident, no policy",
-        ])  # fmt: skip
-    page.table(["Qwen3-30B-A3B, ours, batch 1", "TTFT of 2048 tokens, ms", "prefill, tokens/s",
-                "TPOT, ms", "what differs"], rows)  # fmt: skip
-
-
-def _wide_table(page: Page) -> None:
-    """Two precisions under budgets, as Table 1's rows of both models."""
-    rows = []
-    for (model, pair), gib, kind in itertools.product(WIDE_PAIRS, (32, 48), ("steady", "shifting")):
-        base = rf"dynaexq {pair}, {gib} GiB, \d+ hot of \d+, {kind}"
-        about = re.escape(f"dynaexq_wide, {model}, 48 layers, attention bf16")
-        found = page.results.latest(f"{base}, TPOT, {about}")
-        bars = ("throughput over uniform int[24]", "gate mass of the hot tier",
-                "time over that of the bytes")  # fmt: skip
-        beside = [page.results.latest(f"{base}: {bar}, {about}") for bar in bars]
-        first = page.results.latest(f"{base}, TTFT, {about}")
-        rows.append([f"{model}, {pair.upper()}, {gib} GiB, {kind}",
-                     page.shown(first, "{:.0f}") if kind == "steady" else "", page.shown(found),
-                     page.shown(found, "{:.2f}", "uniform_ms"),
-                     *(page.shown(one, "{:.0f} %") for one in beside[:2]), page.shown(beside[2]),
-                     "random weights; routing replayed"])  # fmt: skip
-    head = [
-        "TTFT, ms",
-        "TPOT, ms",
-        "uniform low, ms",
-        "throughput over it",
-        "gate mass of the hot tier",
-    ]
-    page.table(["ours, batch 1", *head, "time over the bytes'", "what differs"], rows)
 
 
 if __name__ == "__main__":

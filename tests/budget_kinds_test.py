@@ -108,7 +108,7 @@ class PartsTest(parameterized.TestCase):
         self.assertEqual(of["mlp.down"] / math.prod(weight_shapes(with_mlp)["mlp.down"]), 4.5 / 8)
 
     def test_the_papers_sizes(self):
-        """DynaExq and the issue: INT4 and INT2 experts of Qwen3-Next with dense parts in bf16."""
+        """INT4 and INT2 experts of Qwen3-Next with dense parts in bf16, in GB, near DynaExq's."""
         for bits, least, most in ((4, 44, 50), (2, 26, 31)):
             kind = dataclasses.replace(INT4, bits=bits)
             sizes = shape_sizes(SHAPES["Qwen3-Next-80B-A3B"], BF16, expert_kind=kind)

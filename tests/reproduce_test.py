@@ -9,8 +9,8 @@ from absl.testing import absltest, parameterized
 from matplotlib.figure import Figure
 
 from scripts.reproducing import document as whole
+from scripts.reproducing.accelerate import MIXTRAL
 from scripts.reproducing.drawing import Canvas
-from scripts.reproducing.dymoe_claims import MIXTRAL
 from scripts.reproducing.page import NOT_MEASURED, OTHER_DEVICE, OURS, Page
 from scripts.reproducing.published import FOLDER, Published
 from scripts.reproducing.rows import BrokenRowError, Results, read_checked
@@ -186,11 +186,11 @@ class DocumentTest(absltest.TestCase):
 
     def test_a_bar_that_was_not_measured_is_left_out(self):
         """Figure 8 of two rates; no bar reaches up to the legend."""
-        about = "buddymoe, Qwen3-30B-A3B, 48 layers, attention bf16"
+        about = "buddymoe, DeepSeek-V2-Lite, 27 layers, attention bf16"
         more = {"tokens_per_s": 300.0, "megabytes_a_step": 10.0}
         with tempfile.TemporaryDirectory() as folder:
-            for name, rate in (("original", "0.75, 96"), ("random", "0.5, 64")):
-                what = f"{name}, c {rate} slots of 128 in int4, batch 1, TPOT, {about}"
+            for name, rate in (("original", "0.75, 48"), ("random", "0.5, 32")):
+                what = f"{name}, c {rate} slots of 64 in int4, batch 1, TPOT, {about}"
                 line = json.dumps(GOOD | {"what": what, "baseline": more})
                 with (Path(folder) / "a.jsonl").open("a") as file:
                     file.write(f"{line}\n")

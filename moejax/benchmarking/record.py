@@ -14,7 +14,7 @@ from moejax.benchmarking.figures import Figure
 from moejax.benchmarking.measuring import Measured
 from moejax.benchmarking.running import Outcome, Point
 from moejax.options import to_config_dict
-from moejax.results import ResultRow
+from moejax.results import ResultRow, row_fields
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 REFUSED = "GiB, refused"  # unit of a row that says what did not run; its figure is the limit
@@ -80,7 +80,7 @@ def record_of(config: BenchmarkConfig, outcome: Outcome, rows: Sequence[ResultRo
             "bandwidth": dataclasses.asdict(outcome.bandwidth),
         },
         "points": [_of_point(point) for point in outcome.points],
-        "rows": [dataclasses.asdict(row) for row in rows],
+        "rows": [row_fields(row) for row in rows],
     }
 
 
@@ -169,7 +169,7 @@ def csv_text(rows: Sequence[ResultRow]) -> str:
     """The rows as CSV; what is a mapping is JSON in its cell."""
     out = io.StringIO()
     writer = csv.writer(out)
-    names = [field.name for field in dataclasses.fields(ResultRow)]
+    names = [field.name for field in dataclasses.fields(ResultRow) if field.name != "flaw"]
     writer.writerow(names)
     for row in rows:
         cells = (getattr(row, name) for name in names)

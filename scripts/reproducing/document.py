@@ -10,8 +10,9 @@ from scripts import (
     reproduce_dynaexq,
     reproduce_milo,
 )
+from scripts.reproducing import gpu_runs
 from scripts.reproducing.command import FIGURES
-from scripts.reproducing.page import IN_PART, MET, NOT_MEASURED, NOT_MET, OTHER, Page
+from scripts.reproducing.page import IN_PART, MET, NOT_MEASURED, NOT_MET, NOT_SHOWN, OTHER, Page
 from scripts.reproducing.rows import Results
 
 PAPERS: dict[str, Callable[[Results, str], Page]] = {
@@ -33,10 +34,14 @@ Made by `python -m scripts.make_results` from `scripts/results/*.jsonl` (ours) a
   replayed; quality is of the demo model that ships (13.5 million parameters, 7
   layers of 32 experts, top 4), mostly as perplexity, since it is at chance on tasks. So levels
   cannot be compared with the papers', only shapes and ratios; the column "what differs" says so.
+- What ran on a GPU, with every command, is the last section.
 - What we did not run (Fiddler, Mixtral-Offloading, MoE-Infinity, MARLIN, GPTQ3bit) stands as
   published.
+- A number with a mark (†) behind its run is of a row with a known flaw, which the section's
+  beginning names. Verdicts of "met" rest on no such row.
 - A verdict is computed from the rows by the rule in the section's script; "not comparable" where a
-  number can neither bear the claim out nor speak against it.
+  number can neither bear the claim out nor speak against it, "not shown" where a claim would be met
+  by rows with a known flaw alone.
 """
 
 
@@ -47,12 +52,14 @@ def build(results: Results) -> dict[str, Page]:
 
 def document(pages: dict[str, Page]) -> str:
     """The text of RESULTS.md."""
-    kinds = (MET, IN_PART, NOT_MET, OTHER, NOT_MEASURED)
+    kinds = (MET, IN_PART, NOT_MET, NOT_SHOWN, OTHER, NOT_MEASURED)
     lines = [INTRODUCTION, f"| paper | {' | '.join(kinds)} |", "|" + " --- |" * (len(kinds) + 1)]
     for name, page in pages.items():
         counted = Counter(page.verdicts)
         lines.append(f"| {name} | {' | '.join(str(counted[kind]) for kind in kinds)} |")
-    return "\n".join(lines) + "\n\n" + "\n".join(page.markdown() for page in pages.values())
+    sections = [page.markdown() for page in pages.values()]
+    results = next(iter(pages.values())).results
+    return "\n".join(["\n".join(lines), "", *sections, gpu_runs.section(results)])
 
 
 def draw(pages: dict[str, Page], folder: Path) -> list[Path]:

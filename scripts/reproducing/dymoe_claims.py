@@ -1,13 +1,13 @@
 """DyMoE's claims beside what we measured, and where its rows of ours are found."""
 
-import re
 from collections.abc import Sequence
 
-from scripts.reproducing.page import MET, NOT_MEASURED, NOT_MET, OTHER, Page
+from scripts.reproducing import accelerate
+from scripts.reproducing.accelerate import MIXTRAL
+from scripts.reproducing.page import MET, NOT_MEASURED, NOT_MET, OTHER, Page, borne_out
 from scripts.reproducing.rows import Found, Results
 
 GIBS = (16, 24)
-MIXTRAL = "dymoe, Mixtral-8x7B, 32 layers, attention bf16"
 TEXTS = ("wikitext-2", "mixed")
 PHASES = {"prompts": "prefill", "token by token": "token by token"}
 HIGH = 0.75  # our reading of "consistently high" and "high statistical correlation"
@@ -18,42 +18,37 @@ def quality(phase: str, text: str, series: str, r: str) -> str:
     return f"dymoe | dymoe {PHASES[phase]} | {text} | {series} | {r}"
 
 
-def times(results: Results, row: str, base: str, gib: int) -> tuple[Found | None, Found | None]:
-    """The TPOT of what a row of our Table 3 is compared with, and its own."""
-    base_row, own = (results.get(f"{name}, {gib} GiB, TPOT, {MIXTRAL}") for name in (base, row))
-    return base_row, own
+def ratio(results: Results, row: str, base: str, gib: int, part: str = "TPOT") -> list[Found]:
+    """What says how many times as fast a row of our Table 3 is: of one run where there is one.
+
+    Returns:
+      The row of the ratio that the row's own run wrote; else the base's time and the row's; nothing
+      where one is missing.
+    """
+    own, first = (results.get(f"{name}, {gib} GiB, {part}, {MIXTRAL}") for name in (row, base))
+    stored = results.get(f"{row} over {base}, {gib} GiB, {part}, {MIXTRAL}")
+    if own and stored and stored.origin == own.origin:
+        return [stored]
+    return [first, own] if first and own else []
 
 
-def accelerate(
-    results: Results, model: str, gib: int, part: str, hosting: str = "pageable"
-) -> Found | None:
-    """A time of transformers and accelerate under a cap."""
-    what = "TPOT" if part == "TPOT" else r"prompt of 512, TTFT"
-    return results.latest(
-        rf"transformers and accelerate, {re.escape(hosting)}, {what}, {model}, .*, {gib} GiB, .*"
-    )
+def ratio_of(found: list[Found]) -> float | None:
+    """Its value; None without one, and over two devices."""
+    if not found or len({one.row.device for one in found}) > 1:
+        return None
+    return found[0].figure / found[1].figure if len(found) > 1 else found[0].figure
 
 
-def slow_path(found: Found | None) -> str:
-    """What a ratio to accelerate's time with pageable weights stands for."""
-    speed = f" at {found.row.baseline['link_gib_per_s']:.1f} GiB/s" if found else ""
-    return (
-        f"which brings what the device does not hold module by module from pageable memory{speed}, "
-        "the slow path: this ratio says little about kernels"
-    )
-
-
-def cached(results: Results, model: str, gib: int, part: str, label: str = "cache") -> Found | None:
-    """A time of our pool without a policy, everything in INT4, under the same cap."""
-    what = r"\d+ slots of \d+, ahead \d+, TPOT" if part == "TPOT" else r"prompt of 512, TTFT"
-    about = r"\d+ layers, INT4 g64 float, attention INT4, head bf16"
-    return results.latest(rf"{re.escape(label)}, {what}, {model}, {about}, {gib} GiB, batch 1")
+def ratio_shown(page: Page, found: list[Found]) -> str:
+    """Its value and its run."""
+    rows: list[Found | None] = [*found] or [None]
+    return page.derived("{:.2f}", lambda a, b=1.0: a / b, *rows)
 
 
 def write(page: Page) -> None:
     """All claims."""
     _speed_claims(page)
-    _accelerate_claims(page)
+    accelerate.claims(page)
     paper = page.published
     fiddler = paper("Figure 10", "Fiddler, Mixtral-8x7B, 24 GB", "TTFT")
     page.claim(
@@ -84,9 +79,9 @@ def _speed_claims(page: Page) -> None:
 
 
 def _speed_claim(page: Page, said: str, row: str, base: str, printed: list[str]) -> None:
-    found = [times(page.results, row, base, gib) for gib in GIBS]
-    over = [None if None in pair else pair[0].figure / pair[1].figure for pair in found]
-    shown = [page.derived("{:.2f}", lambda a, b: a / b, *pair) for pair in found]
+    found = [ratio(page.results, row, base, gib) for gib in GIBS]
+    shown = [ratio_shown(page, rows) for rows in found]
+    over = map(ratio_of, found)
     reached = [one >= float(least) for one, least in zip(over, printed, strict=True) if one]
     verdict = NOT_MEASURED
     if False in reached:
@@ -95,38 +90,9 @@ def _speed_claim(page: Page, said: str, row: str, base: str, printed: list[str])
         verdict = MET
     page.claim(
         f"TPOT, {said}: {' and '.join(printed)} times as fast at 16 and 24 GB", "6.4, Table 3",
-        f"Mixtral's shape, {' and '.join(shown)}", verdict,
+        f"Mixtral's shape, H200, {' and '.join(shown)}",
+        borne_out(verdict, *(one for rows in found for one in rows)),
     )  # fmt: skip
-
-
-def _accelerate_claims(page: Page) -> None:
-    """DyMoE's own rows decide, where there are some; our cache alone is another thing."""
-    results, place = page.results, "Figure 10"
-    for model, gib, row in (
-        ("Mixtral-8x7B", 24, "Accelerate, Mixtral-8x7B"),
-        ("Qwen3-30B-A3B", 12, "Accelerate, Qwen3-30B-A3B, 12 GB"),
-    ):
-        bar = page.published.number(place, row, "TPOT")
-        own = cached(results, model, gib, "TPOT")
-        dymoe = results.get(f"cache, 4/0, prefetch, {gib} GiB, TPOT, {MIXTRAL}")
-        dymoe = dymoe if model.startswith("Mixtral") else None
-        plain, pinned = (
-            accelerate(results, model, gib, "TPOT", hosting)
-            for hosting in ("pageable", "pinned, cache kept")
-        )
-        over = [
-            page.derived("{:.1f}", lambda a, b: a / b, *pair)
-            for pair in ((plain, dymoe), (plain, own), (pinned, own))
-        ]
-        verdict = OTHER
-        if plain and dymoe and plain.row.device == dymoe.row.device:
-            verdict = MET if plain.figure / dymoe.figure >= bar else NOT_MET
-        page.claim(
-            f"TPOT {bar:g} times as fast as accelerate ({model})", "6.2, Figure 10",
-            f"DyMoE 4/0 at {gib} GiB: {over[0]}; our INT4 cache alone: {over[1]} times as fast as "
-            f"accelerate does it ({slow_path(plain)}), {over[2]} times with its weights pinned",
-            verdict,
-        )  # fmt: skip
 
 
 def _quality_claims(page: Page) -> None:

@@ -59,7 +59,8 @@ def spectra(page: Page) -> None:
         draw, list(found.values()),
     )  # fmt: skip
     rows = [
-        [matrix, OURS, page.shown(one, "{:.0f} %"), "demo model"] for matrix, one in found.items()
+        [matrix, OURS, page.shown(one, "{:.0f} %"), "demo model on a CPU"]
+        for matrix, one in found.items()
     ]
     head = ["energy of the residual in the first quarter", "whose", "share", "what differs"]
     page.table(head, rows)
@@ -97,7 +98,7 @@ def _figures_2_and_4(page: Page) -> None:
     rows = [
         [
             matrix, OURS, *(page.shown(found[matrix, stored], "{:.1f} %") for stored in STORED),
-            "demo model; the paper: pictures of Mixtral",
+            "demo model on a CPU; the paper: pictures of Mixtral",
         ]
         for matrix in MATRICES
     ]  # fmt: skip
@@ -175,8 +176,8 @@ def _figure_8(page: Page) -> None:
     page.heading("Figure 8: time of quantizing")
     page.figure(
         "milo_figure_8",
-        "Figure 8, ours: the demo model in INT3, without compiling and without the forward passes "
-        "of calibrated methods (the paper: Mixtral, time against MMLU).", draw,
+        "Figure 8, ours: the demo model in INT3 on an H200, without compiling and without the "
+        "forward passes of calibrated methods (the paper: Mixtral, time against MMLU).", draw,
         [one for pair in found.values() for one in pair],
     )  # fmt: skip
 
@@ -202,7 +203,7 @@ def _figure_9(page: Page) -> None:
         "Figure 9: TFLOPS of products",
         "The paper's picture prints no numbers; GPTQ3bit and MARLIN do not run here, our INT4 "
         "kernel and Humming's stand in their place. Ours need no compensator here. Mixtral's "
-        "matrices, H200.",
+        "matrices, H200. What is not measured was not run with that matrix and number of rows.",
     )
     head = [f"{count} row{'s' * (count > 1)}" for count in ROWS]
     page.table(["matrix, kernel", "whose", *head, "what differs"], rows)
@@ -234,7 +235,7 @@ def _figure_10(page: Page) -> None:
                   ylabel="mean of |W - UV - W'|_F / |W|_F")  # fmt: skip
 
     page.heading("Figure 10: error by iteration")
-    caption = "Figure 10, ours: the demo model, Uniform ranks of an eighth of the width."
+    caption = "Figure 10, ours: the demo model on an H200, Uniform ranks of an eighth of the width."
     page.figure("milo_figure_10", caption, draw, [one for ones in found.values() for one in ones])
 
 
@@ -270,7 +271,7 @@ def _figure_11(page: Page) -> None:
     page.heading("Figure 11: rank, memory, perplexity")
     page.figure(
         "milo_figure_11",
-        f"Figure 11, ours: the demo model, Uniform ranks of {', '.join(RANKS)} (the paper: memory "
-        "of the compensators against perplexity, Mixtral).", draw,
+        f"Figure 11, ours: the demo model on an H200, Uniform ranks of {', '.join(RANKS)} (the "
+        "paper: memory of the compensators against perplexity, Mixtral).", draw,
         [one for pairs in found.values() for pair in pairs for one in pair] + ends,
     )  # fmt: skip

@@ -11,13 +11,18 @@ from scripts.reproducing.rows import Found, Results
 NOT_MEASURED = "not measured"
 OTHER_DEVICE = "not measured on one device"
 MET, NOT_MET, OTHER = "met", "not met", "not comparable"
-IN_PART = "met in part"
+IN_PART, NOT_SHOWN = "met in part", "not shown"
+MARKS = "†‡§¶"  # of rows with a known flaw, one a flaw
+COUNTED = ("megabytes_a_step",)  # beside a time, and right where the time is not
 PAPER, OURS = "paper", "**ours**"
 Draw = Callable[[Canvas], None]
 
 
 class Page:
-    """One section. Numbers of ours end with [n], the run of the section's last table."""
+    """One section. Numbers of ours end with [n], the run of the section's last table.
+
+    Of rows with a known flaw a mark of `MARKS` follows, which the section's beginning explains.
+    """
 
     def __init__(self, title: str, results: Results, published: Published, figures: str):
         """Nothing is written yet.
@@ -33,10 +38,18 @@ class Page:
         self._claims: list[list[str]] = []
         self._lines: list[str] = []
         self._runs: dict[tuple[str, ...], list[int]] = {}
+        self._flaws: list[str] = []
+        self._first = ""
         self.drawings: dict[str, Draw] = {}
 
     def cite(self, *found: Found) -> str:
-        """[n] of the runs that rows come from."""
+        """[n] of the runs that rows come from, and the marks of what is wrong with them."""
+        flaws = [one.row.flaw for one in found if one.row.flaw]
+        self._flaws += [flaw for flaw in dict.fromkeys(flaws) if flaw not in self._flaws]
+        marks = "".join(sorted({MARKS[self._flaws.index(flaw)] for flaw in flaws}))
+        return f"{self._number(*found)}{marks}"
+
+    def _number(self, *found: Found) -> str:
         numbers = []
         for one in found:
             lines = self._runs.setdefault(one.origin, [])
@@ -63,7 +76,8 @@ class Page:
         if found is None or (key and key not in found.more):
             return NOT_MEASURED
         value = found.more[key] if key else found.figure
-        return f"{form.format(scale * value)} {self.cite(found)}"
+        cited = self._number(found) if key in COUNTED else self.cite(found)
+        return f"{form.format(scale * value)} {cited}"
 
     def derived(self, form: str, compute: Callable[..., float], *found: Found | None) -> str:
         """A number that is computed from figures of one device, or that there is none."""
@@ -77,6 +91,15 @@ class Page:
     def claim(self, claim: str, section: str, finding: str, verdict: str) -> None:
         """A row of the section's first table."""
         self._claims.append([claim, section, finding, verdict])
+
+    def first_line(self, text: str) -> None:
+        """What stands before the claims: how the section's perplexities are taken."""
+        self._first = text
+
+    @property
+    def claims(self) -> list[list[str]]:
+        """Claim, section, what we find, verdict."""
+        return self._claims
 
     @property
     def verdicts(self) -> list[str]:
@@ -95,7 +118,11 @@ class Page:
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """A table; texts are to the left, numbers too: they end with their runs."""
-        self._lines += [*([] if self._lines[-1:] == [""] else [""]), *_markdown(header, rows), ""]
+        self._lines += [
+            *([] if self._lines[-1:] == [""] else [""]),
+            *markdown_table(header, rows),
+            "",
+        ]
 
     def figure(self, name: str, caption: str, draw: Draw, found: Sequence[Found | None]) -> None:
         """A picture of rows; where one of the rows is missing a line says so instead.
@@ -127,16 +154,26 @@ class Page:
                 self._runs.items(), 1
             )
         ]
-        lines = [f"## {self._title}", "", *_markdown(head, self._claims), *self._lines]
+        lines = [f"## {self._title}", "", self._first, "", *markdown_table(head, self._claims), ""]
+        lines += [f"{MARKS[i]} Known to be wrong: {flaw}." for i, flaw in enumerate(self._flaws)]
+        lines += self._lines
         lines += ["", "### Runs of this section", ""]
-        lines += _markdown(["", "rows", "device", "versions", "date", "command"], runs)
+        lines += markdown_table(["", "rows", "device", "versions", "date", "command"], runs)
         text = "\n".join(lines) + "\n"
         while "\n\n\n" in text:
             text = text.replace("\n\n\n", "\n\n")
         return text
 
 
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def borne_out(verdict: str, *found: Found | None) -> str:
+    """A verdict, or that it is not shown where a claim would be met by rows with a known flaw."""
+    is_flawed = any(one is not None and one.row.flaw for one in found)
+    return NOT_SHOWN if is_flawed and verdict in (MET, IN_PART) else verdict
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table; refuses a row of another length."""
+
     def line(cells: Sequence[Any]) -> str:
         return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 

@@ -43,17 +43,22 @@ class Found:
         versions = ", ".join(f"{name} {number}" for name, number in self.row.versions.items())
         return self.file, self.row.device, versions, self.row.date, self.row.command
 
+    def is_newer_than(self, other: "Found") -> bool:
+        """Whether it counts where both say the same."""
+        return _age(self) > _age(other)
+
 
 def _broken(row: Any) -> str | None:
     """What is wrong with a decoded row; None where nothing is."""
     names = [field.name for field in dataclasses.fields(ResultRow)]
     if not isinstance(row, dict):
         return "is no object"
-    if sorted(row) != sorted(names):
+    if sorted({"flaw": "", **row}) != sorted(names):
         return f"has the fields {', '.join(sorted(row))}; a row has {', '.join(sorted(names))}"
-    for name in ("what", "unit", "device", "date", "command"):
-        if not isinstance(row[name], str) or not (row[name] or name == "unit"):
-            return f"{name}={row[name]!r} must be a text"
+    for name in ("what", "unit", "device", "date", "command", "flaw"):
+        text = row.get(name, "none")
+        if not isinstance(text, str) or not (text or name == "unit"):
+            return f"{name}={text!r} must be a text"
     figure = row["figure"]
     if isinstance(figure, bool) or not isinstance(figure, int | float) or not math.isfinite(figure):
         return f"figure={figure!r} must be a finite number"
@@ -94,7 +99,7 @@ def _age(one: Found) -> tuple[str, bool, str, int]:
 
 
 class Results:
-    """All measured rows; of rows that say the same the latest counts."""
+    """All measured rows, in the order of files; of rows that say the same the latest counts."""
 
     def __init__(self, folder: Path):
         """Reads every file of a folder, in the order of their names.
@@ -106,9 +111,9 @@ class Results:
           BrokenRowError: see `read_checked`.
         """
         paths = sorted(folder.glob("*.jsonl"))
-        found = [one for path in paths for one in read_checked(path)]
+        self.measured = [one for path in paths for one in read_checked(path)]
         latest: dict[str, Found] = {}
-        for one in sorted(found, key=_age):
+        for one in sorted(self.measured, key=_age):
             latest.pop(one.row.what, None)  # so that the order is that of the latest
             latest[one.row.what] = one
         self._rows = latest
