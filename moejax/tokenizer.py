@@ -9,14 +9,26 @@ import tokenizers
 from moejax.chat_template import find_chat_template, render_chat
 from moejax.errors import MoejaxError
 from moejax.models.hf_config import read_json
+from moejax.models.hf_fields import flag
 
 # Everything that `Tokenizer` reads, but for the eos tokens.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoders write it for half a character
+# Classes of transformers 4 that read two fields of tokenizer_config.json, and the fields' defaults.
+_LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast", "DeepseekTokenizerFast")
+_LLAMA_ADDS = {"add_bos_token": True, "add_eos_token": False}
 
 
 class Tokenizer:
     """The tokenizer of a checkpoint directory.
+
+    Special tokens around a text are those of tokenizer.json's post-processor and, as in
+    transformers 4, those that tokenizer_config.json asks for by `add_bos_token` (true where it is
+    left out) and `add_eos_token` (false) if its `tokenizer_class` is LlamaTokenizer(Fast) or
+    DeepSeek's subclass of it; DeepSeek's files have a post-processor that adds nothing. Of other
+    classes, such as Qwen2Tokenizer, the two fields mean nothing. A token that the post-processor
+    adds is neither added twice nor, where its field is false, taken away, as transformers 4 would.
+    transformers 5 reads neither field beside a tokenizer.json: it gives DeepSeek's prompts no bos.
 
     Attributes:
       special_tokens: text of "bos_token", "eos_token" and the like, for chat templates.
@@ -28,6 +40,10 @@ class Tokenizer:
         encoder.no_padding()
         self._encoder = encoder
         self.special_tokens = _special_tokens(directory)
+        own = encoder.encode("").ids  # of the post-processor alone
+        bos, eos = (self._asked_for(directory, name) for name in ("bos_token", "eos_token"))
+        self._before = [i for i in bos if i not in own]
+        self._after = [i for i in eos if i not in own]
         self.chat_template = find_chat_template(directory)
 
     @classmethod
@@ -47,8 +63,9 @@ class Tokenizer:
         return cls(directory, encoder)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the special tokens that tokenizer.json puts around it."""
-        return self._encoder.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of `text`, with the special tokens around it; see the class."""
+        ids = self._encoder.encode(text, add_special_tokens=add_special_tokens).ids
+        return [*self._before, *ids, *self._after] if add_special_tokens else ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids without a token are left out."""
@@ -86,6 +103,30 @@ class Tokenizer:
             )
         given = {**self.special_tokens, "add_generation_prompt": add_generation_prompt}
         return render_chat(self.chat_template, messages, {**given, **variables})
+
+    def _asked_for(self, directory: Path, name: str) -> list[int]:
+        """The id of a special token that tokenizer_config.json asks for around a text, or none.
+
+        Raises:
+          MoejaxError: a field has the wrong type, or names what is no token.
+        """
+        path = directory / "tokenizer_config.json"
+        fields = _LLAMA_ADDS | _read_if_there(path)
+        if fields.get("tokenizer_class") not in _LLAMA_CLASSES:
+            return []
+        try:
+            is_asked = flag(fields, f"add_{name}")
+        except MoejaxError as error:
+            raise MoejaxError(f"{path}: {error}") from error
+        token = self.special_tokens.get(name)
+        if not is_asked or token is None:
+            return []
+        if (token_id := self.token_id(token)) is None:
+            raise MoejaxError(
+                f"{path}: {name} {token!r} is to be put around texts (add_{name}), and "
+                "tokenizer.json has no such token; download both again"
+            )
+        return [token_id]
 
 
 class TokenStream:

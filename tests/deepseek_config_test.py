@@ -190,6 +190,16 @@ class ConfigTest(parameterized.TestCase):
             model_config(fields | changed)
         self.assertNotIn("\n", str(caught.exception))
 
+    @parameterized.product(
+        fields=(V2_LITE, V3, MOE_16B, MOE_16B | {"num_experts_per_tok": 1}),
+        name=("norm_topk_prob", "rope_interleave"),
+        value=("xxxxx", float("nan"), 1, [True]),
+    )
+    def test_flags_of_a_wrong_type(self, fields, name, value):
+        """Read where they change nothing, too."""
+        with self.assertRaisesRegex(MoejaxError, f"{name} is .*, expected true or false"):
+            model_config(fields | {name: value})
+
     def test_what_is_left_out_is_as_transformers_has_it(self):
         left_out = (
             "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",

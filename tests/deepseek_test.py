@@ -1,4 +1,4 @@
-"""DeepSeek's families against transformers and torch: logits, greedy tokens, chunks, residency."""
+"""DeepSeek's families against transformers and torch: logits, greedy tokens, chunks."""
 
 import dataclasses
 import functools
@@ -270,15 +270,19 @@ class FurtherLayersTest(parameterized.TestCase):
 class ChunksTest(parameterized.TestCase):
     """Six layers: one dense, four in a loop whose layer is a number on the device, and one more."""
 
+    def check_near(self, found: jax.Array, expected: jax.Array) -> None:
+        errors = relative_errors(np.asarray(found), np.asarray(expected))
+        self.assertLess(errors.max(), RELATIVE_ERROR)
+
     @parameterized.parameters(
         ((CHUNK,) * 3, True), ((CHUNK,) * 3, False), ((LENGTH - 4, 1, 1, 1, 1), True)
     )
     def test_chunks_and_decode_are_a_prompt_at_once(self, sizes, expanded):
         found, cache = run_in_chunks(sizes, expanded=expanded)
         expected, whole = run_whole()
-        np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
+        self.check_near(found, expected)
         for part, other in ((cache.keys, whole.keys), (cache.values, whole.values)):
-            np.testing.assert_allclose(part, other, rtol=2e-4, atol=2e-4)
+            self.check_near(part[..., :LENGTH, :], other[..., :LENGTH, :])
         self.assertEqual(cache.keys.shape, (6, 2, 1, SLOTS, 6))
         self.assertEqual(cache.values.shape, (6, 2, 1, SLOTS, 24))
 
@@ -288,13 +292,13 @@ class ChunksTest(parameterized.TestCase):
             mock.patch.object(latent_attention, "SCORE_BYTES", 4 * 2 * 4 * LENGTH * 7),
         ):
             found, _ = run_in_chunks((LENGTH,))
-        np.testing.assert_allclose(found, run_whole()[0], rtol=2e-4, atol=2e-4)
+        self.check_near(found, run_whole()[0])
 
     def test_without_a_cache(self):
         tokens = np.random.default_rng(5).integers(0, TINY.vocab_size, (2, LENGTH), np.int32)
         model = merge_weights(model_definition(TINY), tiny_weights())
         found, _ = forward(model, tokens)
-        np.testing.assert_allclose(found, run_whole()[0], rtol=2e-4, atol=2e-4)
+        self.check_near(found, run_whole()[0])
 
 
 class FormsTest(parameterized.TestCase):
@@ -354,30 +358,6 @@ class FormsTest(parameterized.TestCase):
         c = DEEPSEEK_V2_LITE
         found = is_expanded(c.latent, c.num_heads, batch=1, length=length, slots=slots, itemsize=2)
         self.assertEqual(found, expected)
-
-
-class ResidencyTest(parameterized.TestCase):
-    """Where the experts are is not seen: DeepSeek-V2's groups, and V3's sigmoids and bias."""
-
-    @parameterized.parameters(
-        (False, (1,), "25 %"), (False, (1, 2), "25 % and prefetch"), (True, (1,), "50 %")
-    )
-    def test_tokens_and_logits_are_those_of_a_resident_model(self, has_bias, sparse, policy):
-        if has_bias or len(sparse) > 1:
-            slow.skip_unless_asked()
-        config = dataclasses.replace(TINY, num_layers=1 + len(sparse), moe_layers=sparse)
-        if has_bias:
-            config = sigmoid_router(config)
-        weights = tiny_weights(config)
-        resident = Runner(config, weights, pooled_test.CPU)
-        pooled = pooled_test.pooled_runner(config, weights, pooled_test.POLICIES[policy])
-        tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 24)).astype(np.int32)
-        np.testing.assert_array_equal(pooled.logits(tokens), resident.logits(tokens))
-        expected = pooled_test.answers(resident, pooled_test.PROMPTS)
-        self.assertEqual(pooled_test.answers(pooled, pooled_test.PROMPTS), expected)
-        events = pooled.memory.settle().as_dict()["totals"]
-        self.assertEqual(events["unserved"], 0)
-        self.assertGreater(events["streamed"], 0)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moejax import Engine, ops, runner, served, steps
+from moejax import Engine, chunks, ops, runner, served, steps
 from moejax.models import moe
 from moejax.models.assembly import merge_weights, model_definition
 from moejax.models.config import ModelConfig, weight_shapes
@@ -83,7 +83,7 @@ class QuantizedEngineTest(parameterized.TestCase):
         expected = plain.logits(tokens)
         self.assertLess(relative_error(packed.logits(tokens), expected), 1e-5)
         if name == "qwen3":  # the second half sees the first in the cache
-            with mock.patch.object(runner, "MAX_PREFILL_LENGTH", 16):
+            with mock.patch.object(chunks, "MAX_PREFILL_LENGTH", 16):
                 self.assertLess(relative_error(packed.logits(tokens), expected), 1e-5)
 
     @parameterized.parameters(sorted(MIXES))

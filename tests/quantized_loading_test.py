@@ -16,6 +16,8 @@ from absl.testing import absltest, parameterized
 from moejax.checkpoints import load, open_checkpoint
 from moejax.errors import MoejaxError
 from moejax.qtensor import Fp8Tensor, QTensor, dense
+from moejax.runner import Runner
+from tests import model_kinds
 from tests.quantized_stores import (
     MIXTRAL,
     QWEN,
@@ -28,10 +30,52 @@ from tests.quantized_stores import (
     LoadingTestCase,
     Own,
 )
+from tests.transformers_parity_test import RELATIVE_ERROR, relative_errors
 
 ATTENTION = ("attention.qkv_proj", "attention.o_proj")
 EXPERTS = ("moe.gate_up", "moe.down")
 MLP = ("mlp.gate_up", "mlp.down")
+
+
+LATENT = ("attention.q_a", "attention.q_b", "attention.kv_a", "attention.kv_b", "attention.o_proj")
+DELTA = ("delta.qkvz_proj", "delta.ba_proj", "delta.o_proj")
+SHARED = ("shared.gate_up", "shared.down")
+
+
+class KindsTest(LoadingTestCase):
+    """DeepSeek-V2 and Qwen3-Next as others' libraries quantize them: leaves, and logits."""
+
+    @parameterized.product(kind=("latent", "delta"), make=(Gptq, Awq))
+    def test_codes(self, kind, make):
+        changes = {"num_layers": 2}
+        if kind == "latent":
+            quantized = (*LATENT, *MLP, *EXPERTS, *SHARED)
+            latent = model_kinds.LATENT["latent"]  # queries' rank is to hold whole groups
+            changes |= {
+                "moe_layers": (1,),
+                "latent": dataclasses.replace(latent, query_rank=64),
+            }
+        else:
+            quantized = (*DELTA, *ATTENTION, *EXPERTS, *SHARED)
+            delta = dataclasses.replace(model_kinds.DELTA["delta_net"], layers=(0,))
+            changes |= {"moe_layers": (0, 1), "delta_net": delta}
+
+        class Published(make):
+            """What is no matrix of a linear layer is not quantized, nor is a gate of one output."""
+
+            def is_plain(self, placement):
+                is_matrix = len(placement.shape) == 2 and placement.shape[0] > 1
+                return super().is_plain(placement) or not is_matrix
+
+        store = Published(model_kinds.config_of(kind, **changes))
+        store.write(self.directory)
+        weights = self.assert_loads(store, QTensor, quantized)
+        tokens = np.random.default_rng(0).integers(0, 160, (1, 20), np.int32)
+        plain = {name: jnp.asarray(leaf) for name, leaf in store.leaves().items()}
+        found, expected = (
+            Runner(store.model, of, jax.devices("cpu")[0]).logits(tokens) for of in (weights, plain)
+        )
+        self.assertLess(relative_errors(found, expected).max(), RELATIVE_ERROR)
 
 
 class ValuesTest(LoadingTestCase):

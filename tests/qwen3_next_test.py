@@ -15,7 +15,6 @@ from absl.testing import absltest, parameterized
 
 from moejax import Engine, runner, steps
 from moejax.cache import KVCache, empty_cache
-from moejax.compiled import CompiledPrograms
 from moejax.evaluation.perplexity import Windowing, log_likelihood
 from moejax.models.assembly import forward, merge_weights, model_definition
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
@@ -24,7 +23,6 @@ from moejax.models.transformer import ChunkSpec
 from tests import slow, tiny_engine
 from tests.hf_checkpoints import QWEN3_NEXT, reference_model, write_checkpoint
 from tests.perplexity_test import reference_nats
-from tests.pooled_test import CPU, answers, pooled_runner
 from tests.pooled_test import random_weights as pooled_weights
 from tests.transformers_parity_test import RELATIVE_ERROR, greedy_reference, relative_errors
 
@@ -190,22 +188,6 @@ class CacheTest(Qwen3NextTestCase):
         for old, new in ((cache.states, after.states), (cache.tails, after.tails)):
             np.testing.assert_array_equal(new[:, 0], old[:, 0])
             self.assertTrue(np.any(new[:, 1] != old[:, 1]))
-
-
-class ResidencyTest(parameterized.TestCase):
-    def test_where_the_experts_are_is_invisible(self):
-        weights, tokens, prompts = (
-            pooled_weights(TWO_LAYERS),
-            random_tokens(2, 40),
-            prompts_of((7,)),
-        )
-        resident = runner.Runner(TWO_LAYERS, weights, CPU)
-        pooled = pooled_runner(TWO_LAYERS, weights, (4, 2, 2))
-        self.assertEqual(answers(pooled, prompts), answers(resident, prompts))
-        for of in (resident, pooled):
-            of.programs = CompiledPrograms(lambda function: AS_USERS_COMPILE)
-        np.testing.assert_array_equal(pooled.logits(tokens), resident.logits(tokens))
-        self.assertGreater(pooled.memory.settle().as_dict()["totals"]["misses"], 0)
 
 
 def long_cache(config: ModelConfig, num_slots: int, batch: int = 1) -> KVCache:

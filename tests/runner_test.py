@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moejax import Engine, cache, runner, steps
+from moejax import Engine, cache, chunks, steps
 from moejax.chunks import Planned, kv_bucket, length_bucket, longest_chunk, prefill_chunks
 from moejax.generation import GenerationSettings
 from moejax.memory.budget import workspace_nbytes
@@ -42,7 +42,7 @@ def random_tokens(*shape: int) -> np.ndarray:
 
 def largest_prefill(length: int) -> Any:
     """Chunks of at most `length` positions, 1 being the very path of decoding."""
-    return mock.patch.object(runner, "MAX_PREFILL_LENGTH", length)
+    return mock.patch.object(chunks, "MAX_PREFILL_LENGTH", length)
 
 
 def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
@@ -79,9 +79,9 @@ class BucketTest(parameterized.TestCase):
     def test_chunks_cover_any_prompt_and_stay_in_the_cache(self):
         for cache_length in (17, 64, 65, 100, 256):
             for length in range(1, cache_length):
-                chunks = list(prefill_chunks(length, cache_length, 64))
-                ends = [begin + size for begin, size in chunks]
-                self.assertEqual([begin for begin, _ in chunks], [0, *ends[:-1]])
+                found = list(prefill_chunks(length, cache_length, 64))
+                ends = [begin + size for begin, size in found]
+                self.assertEqual([begin for begin, _ in found], [0, *ends[:-1]])
                 self.assertBetween(ends[-1], length, cache_length)
 
     @parameterized.parameters((1, 2048, 1024), (1, 40960, 128), (16, 40960, 16), (8, 2048, 512))
@@ -120,6 +120,7 @@ class ChunkTest(parameterized.TestCase):
         tokens = random_tokens(2, 32)
         whole = ENGINE.logits(tokens)
         with largest_prefill(largest):
+            self.assertLen(list(ENGINE._runner._chunks(2, 32, 32)), 32 // largest)
             parts = ENGINE.logits(tokens)
         self.assertLess(relative_error(parts, whole), RELATIVE)
 

@@ -98,7 +98,7 @@ def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
         qk_norm=False,
         attention_bias=False,
         sliding_window=None,
-        interleaved_rope=family == "deepseek_v2" or flag(fields, "rope_interleave"),
+        interleaved_rope=flag(fields, "rope_interleave") or family == "deepseek_v2",
         yarn=_yarn(fields, max_positions),
         latent=latent,
         shared_dim=num_shared * expert_dim,
@@ -195,9 +195,10 @@ def _latent(fields: Mapping[str, Any]) -> LatentAttention:
 
 def _normalises(family: str, fields: Mapping[str, Any]) -> bool:
     """DeepSeekMoE's code leaves the weight of a single expert as it is, V3's does not."""
+    asked = flag(fields, "norm_topk_prob")  # read of V2 too: a wrong type is refused
     if family == "deepseek" and integer(fields, "num_experts_per_tok") == 1:
         return False
-    return family != "deepseek_v2" and flag(fields, "norm_topk_prob")
+    return asked and family != "deepseek_v2"
 
 
 def _router(family: str, fields: Mapping[str, Any]) -> RouterRule:
