@@ -15,12 +15,14 @@ from moejax.config import PlanConfig
 from moejax.engine import PLANNED_CONTEXT
 from moejax.errors import MoejaxError
 from moejax.memory.automatic import plan_under_policy
-from moejax.memory.budget import Budget, TieredBudget, make_budget
+from moejax.memory.budget import Budget, Tier, TieredBudget, make_budget
 from moejax.memory.opening import disk_source
 from moejax.memory.ssd import check_waiting
+from moejax.memory.tiered_opening import budget_of_tiers
 from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
-from moejax.tiering import Tiering
+from moejax.policies.auto import AUTO
+from moejax.tiering import STORED, Tiering, named
 
 
 def tiered_budget(config: PlanConfig, tiering: Tiering) -> TieredBudget:
@@ -34,7 +36,7 @@ def tiered_budget(config: PlanConfig, tiering: Tiering) -> TieredBudget:
       MoejaxError: it cannot run.
     """
     if config.shape:
-        raise MoejaxError("a shape has no tiers: name a checkpoint, or leave policy.name out")
+        return _budget_of_shape(config, tiering)
     checkpoint = open_checkpoint(config.checkpoint)
     context, chunk = _sizes(config, checkpoint.config)
     planned = plan_under_policy(
@@ -42,6 +44,25 @@ def tiered_budget(config: PlanConfig, tiering: Tiering) -> TieredBudget:
         batch=config.batch, context=context, chunk=chunk,
     )  # fmt: skip
     return planned.budget
+
+
+def _budget_of_shape(config: PlanConfig, tiering: Tiering) -> TieredBudget:
+    """The same of a named shape; tiers have the bits that their names say."""
+    if tiering.policy == AUTO or tiering.emulate:
+        raise MoejaxError("a shape takes neither policy.name=auto nor policy.emulate")
+    assert isinstance(tiering.policy, str)
+    _, model, own, itemsize = model_of(config)
+    tiers = []
+    for tier in tiering.stored():
+        group = config.group_size if tier.name == STORED else tiering.group_size
+        sizes = _sizes_of_shape(config, tier.bits_of_shape(config.bits), group)
+        tiers.append(Tier(name=tier.name, expert_nbytes=sizes.tier.expert_nbytes))
+    context, chunk = _sizes(config, model)
+    return budget_of_tiers(
+        named(tiering.policy, tiering.settings, None, model).policy, model, own.weights_nbytes,
+        tiers, slots=tiering.slots, limits=config.memory.limits(), batch=config.batch,
+        context=context, chunk=chunk, itemsize=itemsize, device=_device(config),
+    )  # fmt: skip
 
 
 def budget_of(config: PlanConfig, model: ModelConfig, sizes: Sizes, itemsize: int) -> Budget:
@@ -97,28 +118,32 @@ def platform_of(config: PlanConfig) -> str:
 
 def model_of(config: PlanConfig) -> tuple[str, ModelConfig, Sizes, int]:
     """Name, shape, sizes of the weights, and bytes of a number of the activations."""
-    platform = platform_of(config)
     if not config.shape:
         checkpoint = open_checkpoint(config.checkpoint)
         dtype = np.dtype(checkpoint.choose_dtype(config.dtype, _device(config)))
         sizes = checkpoint_sizes(checkpoint, dtype)
         return config.checkpoint, checkpoint.config, sizes, dtype.itemsize
-    model = SHAPES[config.shape]
-    wide = config.dtype == "float32" or (config.dtype == "auto" and platform == "cpu")
-    dtype = np.dtype(np.float32 if wide else np.float16)  # bfloat16 is of this size too
+    sizes = _sizes_of_shape(config, config.bits, config.group_size)
+    return config.shape, SHAPES[config.shape], sizes, _dtype_of_shape(config).itemsize
 
-    def kind(bits: int) -> CodesKind | None:
+
+def _dtype_of_shape(config: PlanConfig) -> np.dtype:
+    wide = config.dtype == "float32" or (config.dtype == "auto" and platform_of(config) == "cpu")
+    return np.dtype(np.float32 if wide else np.float16)  # bfloat16 is of this size too
+
+
+def _sizes_of_shape(config: PlanConfig, bits: int, group_size: int) -> Sizes:
+    """With experts and dense MLPs of so many bits in such groups."""
+
+    def kind(bits: int, group_size: int = config.group_size) -> CodesKind | None:
         if bits == 16:
             return None
-        return CodesKind(
-            bits=bits, group_size=config.group_size, zero_kind="float", scale_dtype="float16"
-        )
+        return CodesKind(bits=bits, group_size=group_size, zero_kind="float", scale_dtype="float16")
 
     try:
-        sizes = shape_sizes(
-            model, dtype, expert_kind=kind(config.bits),
+        return shape_sizes(
+            SHAPES[config.shape], _dtype_of_shape(config), expert_kind=kind(bits, group_size),
             attention_kind=kind(config.attention_bits), shared_kind=kind(config.shared_bits),
         )  # fmt: skip
     except ValueError as error:  # groups that are longer than a row
         raise MoejaxError(f"shape={config.shape}: {error}") from error
-    return config.shape, model, sizes, dtype.itemsize

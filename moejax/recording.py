@@ -34,7 +34,8 @@ class RecordSpec(NamedTuple):
     foreseen: P, experts of the next layer that a layer foresees, with their probabilities.
     probabilities: whether the full softmax is recorded.
     importance: whether the attention is that tokens of prompts receive (DyMoE eq. 1), of the
-      queries of their own chunk, as policies see it; 0 of decoded tokens.
+      queries of their own chunk, as policies see it: layers without attention have that of the last
+      one before them that attends, or 1 before the first; 0 of decoded tokens.
     """
 
     foreseen: int = 0
@@ -121,11 +122,18 @@ class RecordingExperts:
             run.heard(layer, logits, is_ahead=is_ahead) if isinstance(run, HearsRouters) else logits
         )
 
-    def watching(self, watch: WatchAttention | None) -> WatchAttention | None:
-        """Sees the attention of a prompt's chunk: this, and who watches anyway."""
+    def watching(self, watch: WatchAttention | None, num_tokens: int) -> WatchAttention | None:
+        """Sees the attention of a prompt's chunk: this, and who watches anyway.
+
+        Args:
+          watch: who does; None for nobody.
+          num_tokens: N of the chunk, padding too.
+        """
         if not self._spec.importance:
             return watch
         config = self._model.config
+        if config.delta_net is not None:  # nobody has attended yet: all are alike
+            self._received = jnp.ones(num_tokens, jnp.float32)
 
         def both(
             layer: Index,
@@ -230,15 +238,18 @@ class LoopedRecording(RecordingExperts):
         return 1 if self._loop is None else self._loop.num_turns
 
     @property
-    def state(self) -> Any:
-        """Likewise, of what runs the experts."""
-        return None if self._loop is None else self._loop.state
+    def state(self) -> tuple[Any, jax.Array | None]:
+        """Of what runs the experts; and the importance, where layers may have none of their own."""
+        carries = self._model.config.delta_net is not None
+        of_run = None if self._loop is None else self._loop.state
+        return of_run, self._received if carries else None
 
-    def resume(self, state: Any) -> None:
+    def resume(self, state: tuple[Any, jax.Array | None]) -> None:
         """Likewise."""
         self._routings, self._foreseen, self._importance = [], [], []
+        of_run, self._received = state
         if self._loop is not None:
-            self._loop.resume(state)
+            self._loop.resume(of_run)
 
     def kept(self) -> Any:
         """Likewise: what is recorded, and what is kept by what runs the experts."""
@@ -347,14 +358,11 @@ def recording(
       about: `facts`, into the file's metadata.
 
     Raises:
-      MoejaxError: the model has no sparse layer, or has layers without the attention that is to be
-        recorded; the path cannot be, or nothing ran.
+      MoejaxError: the model has no sparse layer, the path cannot be, or nothing ran.
     """
     config = runner.config
     if not config.moe_layers:
         raise MoejaxError("there is no routing to record: the model has no sparse layer")
-    if spec.importance and config.delta_net is not None:
-        raise MoejaxError("importance is not recorded of a model with layers without attention")
     with TraceWriter(path, config.num_experts, about) as writer:
         recorder = Recorder(spec, writer)
         with runner.recorded_by(recorder):

@@ -99,7 +99,7 @@ def run_layers(
         cache, hidden = model(tokens, positions, mask, cache, spec, pooled, watch)
         return cache, pooled.pool if pooled else None, hidden, None
     experts = recording_experts(program.record, model, spec.experts, pooled)
-    watch = experts.watching(watch) if is_prefill else None
+    watch = experts.watching(watch, tokens.size) if is_prefill else None
     cache, hidden = model(tokens, positions, mask, cache, spec, experts, watch)
     recorded = experts.recorded(positions, mask)
     return cache, pooled.pool if pooled else None, hidden, recorded

@@ -15,6 +15,7 @@ from moejax.policies.interface import AnyPolicy
 from moejax.policies.make import make_policy, parts_of
 
 MADE = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}  # tiers that can be made at load
+PLAIN = ("bf16", "bfloat16", "float16", "float32")  # names of experts that are in no codes
 STORED = "stored"  # the name of the only tier where none are named
 QUANTIZERS = ("rtn", "hqq", "least_squares")
 
@@ -97,6 +98,27 @@ class StoredTier:
     def bits(self) -> int | None:
         """Of codes that are made at load; None: the experts are as they are stored."""
         return None if self.source else MADE.get(self.name)
+
+    def bits_of_shape(self, stored: int) -> int:
+        """Of a weight, where there are no files: by the tier's name.
+
+        Args:
+          stored: of a tier that stands for the checkpoint as it is.
+
+        Raises:
+          MoejaxError: it is of a checkpoint, or its name says no bits.
+        """
+        if self.source:
+            raise MoejaxError(
+                f"policy.tiers: a shape takes no checkpoint {self.source}: {self.name} alone"
+            )
+        named = {**MADE, **dict.fromkeys(PLAIN, 16), STORED: stored}
+        if self.name not in named:
+            raise MoejaxError(
+                f"policy.tiers: {self.name!r} says no bits, which a shape's tiers do by their "
+                f"names: {PLAIN[0]}, {', '.join(MADE)}, or {STORED} for the shape's own"
+            )
+        return named[self.name]
 
     def checkpoint(self, own: Checkpoint) -> Checkpoint:
         """Where it is read from.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moejax import Engine, Tiering, chunks, cli, plan
+from moejax import Engine, Tiering, chunks, cli, plan, planning
 from moejax.checkpoints import open_checkpoint, safetensors_reader
 from moejax.checkpoints.quantized.stored import CodesKind
 from moejax.checkpoints.sizes import checkpoint_sizes, shape_sizes
@@ -21,7 +21,9 @@ from moejax.config import MemoryConfig, PlanConfig
 from moejax.memory import machine
 from moejax.memory.budget import LOW_RANK, Limits, Machine, describe_tiers
 from moejax.models.config import ModelConfig
+from moejax.models.shapes import SHAPES
 from moejax.policies.attention_importance import importance_nbytes
+from moejax.policy_config import PolicyConfig
 from tests import quantized_stores as stores
 from tests import slow
 from tests.random_checkpoints import TINY, write_random_checkpoint
@@ -301,6 +303,62 @@ class MainTest(PlanCase):
     )
     def test_mistakes_are_named(self, argument, said):
         self.assertIn(said, self.run_plan(argument, status=1))
+
+    @parameterized.parameters(
+        ("Qwen3-Next-80B-A3B", 48, ("int4", "int2"), 32, 48),
+        ("Qwen3-Next-80B-A3B", 48, ("int4", "int2"), 48, 250),
+        ("Qwen3-30B-A3B", 48, ("bf16", "int4"), 32, 26),
+    )
+    def test_two_tiers_of_a_shape_are_within_the_budget(self, shape, num_layers, names, gib, slots):
+        config = PlanConfig(
+            shape=shape, policy=PolicyConfig(name="dynaexq", tiers=names), context=8192,
+            memory=MemoryConfig(device_gib=gib),
+        )  # fmt: skip
+        budget = planning.tiered_budget(config, config.policy.tiering())
+        weights = {"Qwen3-Next-80B-A3B": 3 * 2048 * 512, "Qwen3-30B-A3B": 3 * 2048 * 768}[shape]
+        # Of a group of 64 weights a scale and a zero of 16 bits each.
+        bits = {"bf16": 16, "int4": 4 + 0.5, "int2": 2 + 0.5}
+        nbytes = [int(weights * bits[name] / 8) for name in names]
+        hot, cold = budget.tiers
+        self.assertEqual([tier.tier.expert_nbytes for tier in budget.tiers], nbytes)
+        self.assertEqual(cold.slots, cold.num_experts)
+        self.assertEqual(hot.slots, slots)  # of docs/memory.md
+        taken = num_layers * (hot.slots * nbytes[0] + cold.slots * nbytes[1])
+        self.assertLessEqual(taken, gib * 2**30)
+        self.assertLessEqual(budget.total_device, gib * 2**30)
+        self.assertGreater(budget.total_device + num_layers * nbytes[0], gib * 2**30)  # no more
+
+    def test_tiers_of_a_shape_are_those_of_a_checkpoint_of_it(self):
+        write_random_checkpoint(self.directory)
+        asked = (
+            "--config.policy.name=dynaexq", "--config.policy.tiers=('bf16','int2')",
+            "--config.policy.group_size=16", "--config.bits=16", "--config.context=64",
+            "--config.policy.slots=('2','4')",
+        )  # fmt: skip
+        of_checkpoint = self.run_plan(f"--config.checkpoint={self.directory}", *asked)
+        with mock.patch.dict(SHAPES, {"tiny": ModelConfig(**TINY)}):
+            of_shape = self.run_plan("--config.shape=tiny", *asked)
+        self.assertEqual(of_shape, f"tiny, tiers without files, on a gpu\n{of_checkpoint}")
+        self.assertRegex(of_shape, r"bf16: experts of [0-9.]+ MiB, 2 of 4 cached a layer")
+
+    @parameterized.parameters(
+        (("buddymoe",), ("int4",), "buddymoe needs a profile: lists=FILE"),
+        (
+            ("dynaexq", "foresight=1", "foresee_by=links"),
+            ("int4", "int2"),
+            "foresee_by=links needs a profile: links=FILE",
+        ),
+        (("dynaexq",), ("int4=/a", "int2"), "a shape takes no checkpoint /a: int4 alone"),
+        (("dynaexq",), ("high", "int2"), "'high' says no bits"),
+        (("auto",), (), "a shape takes neither policy.name=auto"),
+    )
+    def test_what_needs_files_is_refused_of_a_shape(self, policy, tiers, said):
+        name, *settings = policy
+        asked = [f"--config.policy.{setting}" for setting in (f"name={name}", *settings)]
+        asked += [f"--config.policy.tiers={tiers}"] if tiers else []
+        err = self.run_plan("--config.shape=Qwen3-30B-A3B", *asked, status=1)
+        self.assertIn(said, err)
+        self.assertLen(err.strip().splitlines(), 1)
 
     def test_groups_longer_than_a_row(self):
         err = self.run_plan("--config.shape=Qwen3-30B-A3B", "--config.group_size=4000", status=1)

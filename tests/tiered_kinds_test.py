@@ -1,6 +1,8 @@
 """Policies over layers that are not all alike: whose importance a layer has, and which weights."""
 
 import dataclasses
+import tempfile
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -15,8 +17,13 @@ from moejax.models.transformer import Transformer
 from moejax.policies.buddy_lists import BuddyLists
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.make import make_policy
+from moejax.recording import RecordSpec, recording
+from moejax.runner import Runner
+from moejax.simulation.replay import EVENTS
+from moejax.simulation.runs import Run, run_policies
+from moejax.traces import DECODE, PREFILL, Trace, read_trace
 from tests import model_kinds, slow
-from tests.pooled_test import answers
+from tests.pooled_test import CPU, answers, random_weights
 from tests.tiered_case import tiered_runner
 from tests.tiered_looped_test import outcome
 
@@ -25,6 +32,9 @@ TOKENS = np.random.default_rng(0).integers(0, 160, (1, 16)).astype(np.int32)
 # Two periods of a layer without attention and one with it: two passes of a loop.
 FOUR = model_kinds.config_of("delta", num_experts=8)
 FOUR = dataclasses.replace(FOUR, delta_net=dataclasses.replace(FOUR.delta_net, layers=(0, 2)))
+# The attention of the layer between is the importance of its own tokens and of the last layer's.
+THREE = model_kinds.config_of("delta", num_experts=8, num_layers=3, moe_layers=(0, 1, 2))
+THREE = dataclasses.replace(THREE, delta_net=dataclasses.replace(THREE.delta_net, layers=(0, 2)))
 SCALED = RouterRule(scale=2.5)
 # Settings, bits and slots (None: all experts) of the tiers, and how they are held.
 POLICIES = {
@@ -38,6 +48,16 @@ def runner_of(config, **settings):
     slots = (3, config.num_experts)
     policy = make_policy("dymoe", **DYMOE, **settings)
     return tiered_runner(policy, (4, 2), slots, config=config)
+
+
+def recorded(runner, prompts, num_tokens) -> Trace:
+    """The trace of some answers, with what DyMoE reads of it."""
+    spec = RecordSpec(foreseen=runner.config.num_experts, probabilities=True, importance=True)
+    with tempfile.TemporaryDirectory() as folder:
+        with recording(runner, Path(folder) / "trace", spec):
+            for prompt in prompts:
+                answers(runner, [prompt], num_tokens)
+        return read_trace(Path(folder) / "trace")
 
 
 class ImportanceTest(parameterized.TestCase):
@@ -82,6 +102,47 @@ class ImportanceTest(parameterized.TestCase):
         self.assertLen(told, 2)  # the first layer is dense
         self.assertEqual([one["scale"] for one in computed], [config.score_scale] * 2)
         self.assertNotAlmostEqual(config.score_scale, config.head_dim**-0.5)
+
+    def test_a_trace_holds_that_of_the_last_layer_which_attended(self):
+        weights = random_weights(THREE)
+        trace = recorded(Runner(THREE, weights, CPU), TOKENS[:, :13].tolist(), 2)
+        first, between, last = trace.importance[trace.phase == PREFILL].T
+        np.testing.assert_array_equal(first, np.ones(13))  # nobody has attended yet
+        self.assertBetween(between.min(), 0, 0.5)
+        np.testing.assert_array_equal(last, between)
+        self.assertFalse(trace.importance[trace.phase == DECODE].any())
+
+    def test_a_trace_through_the_policy_gives_the_counts_of_the_engine(self):
+        slow.skip_unless_asked()
+        policy = make_policy("dymoe", **DYMOE)
+        runner, memory = tiered_runner(policy, (4, 2), (3, 8), config=THREE, emulated=True)
+        prompts = np.random.default_rng(1).integers(0, 160, (8, 13)).tolist()
+        trace = recorded(runner, prompts, 4)
+        memory.settle()
+        run = Run(policy=policy, tiers=("int4", "int2"), expert_bytes=(2, 1), slots=(3, 8))
+
+        def counts(trace: Trace) -> np.ndarray:
+            return np.sum(run_policies(trace, [run])[0].events, axis=0)
+
+        events, names = counts(trace), ("needed", "hits", "misses", "admitted", "streamed")
+        for i, tier in enumerate(memory.tiers):
+            for name in names:
+                self.assertEqual(tier.ledger.total(name), events[EVENTS.index(name), i], name)
+        self.assertGreater(memory.tiers[0].ledger.total("misses"), 10)
+        alike = dataclasses.replace(trace, importance=np.ones_like(trace.importance))
+        self.assertTrue((counts(alike) != events).any())  # what is recorded decides
+
+    def test_recorded_in_a_loop_as_unrolled(self):
+        slow.skip_unless_asked()
+        found = []
+        for loops in (False, True):
+            runner, _ = runner_of(FOUR)
+            with mock.patch.object(Transformer, "loops", lambda *_, loops=loops: loops):
+                found.append(recorded(runner, TOKENS.tolist(), 1).importance)
+        self.assertTrue((found[0][:, 0] == 1).all())  # the layer without attention, then one with
+        np.testing.assert_array_equal(found[0][:, 1], found[0][:, 2])
+        self.assertGreater(np.abs(found[0][:, 3] - found[0][:, 2]).max(), 0.01)
+        np.testing.assert_allclose(found[1], found[0], rtol=1e-3)
 
     def test_in_a_loop_as_unrolled(self):
         slow.skip_unless_asked()

@@ -29,7 +29,7 @@ from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.interface import AnyPolicy
 from moejax.policies.make import make_policy, parts_of
 from moejax.runner import Runner
-from moejax.tiering import MADE, Tiering, choose
+from moejax.tiering import Tiering, choose
 from moejax.tokenizer import Tokenizer
 from moejax.traces import Trace, read_trace
 
@@ -151,7 +151,7 @@ class ShapeModels:
         self._trace: Trace | None = read_trace(Path(config.trace)) if config.trace else None
         self._tiering = config.policy.tiering()
         if self._tiering is not None:
-            self._bits = [self._bits_of(tier.name, tier.source) for tier in self._tiering.stored()]
+            self._bits = [tier.bits_of_shape(config.bits) for tier in self._tiering.stored()]
             if self._tiering.policy == AUTO or self._tiering.emulate:
                 raise MoejaxError("a shape takes neither policy.name=auto nor policy.emulate")
         self.config = with_layers(CONFIGS[config.shape], config.layers)
@@ -266,11 +266,6 @@ class ShapeModels:
         chunk = min(context, longest_chunk(self.config, batch, context))
         return {"batch": batch, "context": context, "chunk": chunk, "itemsize": BFLOAT16_BYTES,
                 "platform": self.device.platform}  # fmt: skip
-
-    def _bits_of(self, name: str, source: str) -> int:
-        if source:
-            raise MoejaxError(f"policy.tiers: a shape takes no checkpoint {source}: {name} alone")
-        return 16 if name in ("bf16", "bfloat16") else MADE.get(name, self._asked.bits)
 
     def _policy(self, tiering: Tiering, work: Any) -> AnyPolicy:
         """The policy; without a profile, buddies are by the co-activations of what is replayed."""
