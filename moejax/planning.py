@@ -25,8 +25,8 @@ from moejax.policies.auto import AUTO
 from moejax.tiering import STORED, Tiering, named
 
 
-def tiered_budget(config: PlanConfig, tiering: Tiering) -> TieredBudget:
-    """The budget of a configuration with a policy.
+def tiered_budget(config: PlanConfig, tiering: Tiering) -> TieredBudget | None:
+    """The budget of a configuration with a policy; None where auto takes none.
 
     Args:
       config: of the plan.
@@ -43,7 +43,7 @@ def tiered_budget(config: PlanConfig, tiering: Tiering) -> TieredBudget:
         checkpoint, tiering, config.memory.limits(), dtype=config.dtype, device=_device(config),
         batch=config.batch, context=context, chunk=chunk,
     )  # fmt: skip
-    return planned.budget
+    return planned.budget if planned else None
 
 
 def _budget_of_shape(config: PlanConfig, tiering: Tiering) -> TieredBudget:

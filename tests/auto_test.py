@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moejax import cli, sweep
+from moejax import cli, plan, sweep
 from moejax.config import PlanConfig
 from moejax.errors import MoejaxError
 from moejax.memory import automatic, tiered_opening
@@ -140,12 +140,25 @@ class EngineTest(absltest.TestCase):
 
     def test_a_plan(self):
         config = PlanConfig(
-            checkpoint=str(self.folder), platform="cpu", policy=PolicyConfig(name="auto")
+            checkpoint=str(self.folder),
+            platform="cpu",
+            policy=PolicyConfig(name="auto", quantizer="rtn", group_size=16),
         )
         tiering = config.policy.tiering()
         assert tiering is not None
-        budget = tiered_budget(config, tiering)
-        self.assertEqual([tier.slots for tier in budget.tiers], [8])
+        self.assertIsNone(tiered_budget(config, tiering))  # all fit
+        with mock.patch.object(automatic, "_all_fit", return_value=False):
+            budget = tiered_budget(config, tiering)
+        self.assertEqual([tier.slots for tier in budget.tiers][1], 8)
+        # Nothing of host memory is used, so any limit of it will do, as in the run.
+        words = [
+            f"--config.checkpoint={self.folder}", "--config.platform=cpu",
+            "--config.policy.name=auto", "--config.memory.host_gib=1e-5",
+        ]  # fmt: skip
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            self.assertEqual(cli.exit_status(plan.COMMAND, ["plan", *words]), 0)
+        self.assertIn("experts stay on the device", out.getvalue())
 
     def test_settings_are_refused(self):
         for given, said in (({"retention": "0.9"}, "retention"), ({"slots": ("3",)}, "slots")):

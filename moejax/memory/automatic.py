@@ -54,14 +54,16 @@ def open_under_policy(
 
 def plan_under_policy(
     checkpoint: Checkpoint, tiering: Tiering, limits: Limits, **sizes: Any
-) -> Planned:
-    """`tiered_opening.plan_tiers`; where auto takes no policy, of all experts as they are stored.
+) -> Planned | None:
+    """`tiered_opening.plan_tiers`; None where auto takes no policy, so that there are no tiers.
 
     Arguments and errors as of `open_under_policy`.
     """
     if tiering.policy == AUTO:
         found = _chosen(checkpoint, tiering, limits, sizes)
-        tiering = found or dataclasses.replace(tiering, policy="resident", tiers=())
+        if found is None:
+            return None
+        tiering = found
     return plan_tiers(checkpoint, tiering, limits, **sizes)
 
 

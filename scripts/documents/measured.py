@@ -74,7 +74,9 @@ def a_plan() -> str:
     config, _ = cli.parse(plan.COMMAND, ["plan", *TIERED])
     tiering = config.policy.tiering()
     assert tiering is not None
-    tiers = describe_tiers(tiered_budget(config, tiering))
+    tiered = tiered_budget(config, tiering)
+    assert tiered is not None
+    tiers = describe_tiers(tiered)
     said = ["And of two tiers under a policy:", "", *_command(TIERED), "", "```text", *tiers, "```"]
     return "\n".join([whole, "", *said])
 
