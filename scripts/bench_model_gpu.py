@@ -5,7 +5,8 @@
 
 Prints TTFT, TPOT, the bytes that a token must read (dense weights, chosen experts, cache), what
 share of the measured read bandwidth that is, launches a token counted in a profile, and the time
-to compile without and with the persistent cache; writes JSON rows as they come. No quantizer runs:
+to compile without and with the persistent cache; with `--prefill_only` and `--decode_only` also the
+memory of the largest program by XLA's plan. JSON rows are written as they come. No quantizer runs:
 codes are random, scales such that activations stay as wide as with bf16. With random weights the
 routing is near uniform; the distinct experts of a step are counted from its routing.
 
@@ -23,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +52,9 @@ from scripts.bench_report import Report
 from scripts.bench_report import turn as report_turn
 from scripts.model_profile import (
     graph_launches,
+    largest_memory,
     launches,
+    programs_used,
     session_without_prefill,
 )
 
@@ -87,6 +91,10 @@ _EXPECT = flags.DEFINE_enum("expect", "auto", EXPECTATIONS, "what must serve dec
 _EXPECT_PREFILL = flags.DEFINE_enum("expect_prefill", "auto", EXPECTATIONS, "the same of prefill")
 
 
+def _gib(tree: Any) -> float:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) / 2**30
+
+
 class Benchmark:
     """One model on a device, measured a configuration at a time."""
 
@@ -96,6 +104,8 @@ class Benchmark:
         start = time.perf_counter()
         with report_turn(_TURN.value):
             weights = jax.block_until_ready(random_weights(config, packing, device))
+        stats = device.memory_stats() or {}
+        self.drawn_gib = stats.get("peak_bytes_in_use", 0) / 2**30  # drawing takes some, too
         num_bytes = sum(leaf.nbytes for leaf in weights.values())
         print(
             f"{_SHAPE.value}, {config.num_layers} layers, {packing.describe()}: {len(weights)} "
@@ -175,11 +185,35 @@ class Benchmark:
             else:
                 times.append(timing.ttft_s)
         self._first(report, label, prompts, statistics.median(times))
+        with programs_used(self.runner) as used:
+            session = self.runner.prefill(prompts, context, settings, ())
+            jax.block_until_ready(session.state)
+        self._memory(report, label, "prefill", used, session)
+
+    def _memory(
+        self,
+        report: Report,
+        label: str,
+        phase: str,
+        used: list[jax.stages.Compiled],
+        session: Session,
+    ) -> None:
+        """What the largest program has of the device by XLA's plan; the allocator's peak so far.
+
+        The peak may be of the time when weights were drawn: `drawn_gib` stands beside it.
+        """
+        held = _gib(self.runner.weights)
+        if parts := largest_memory(used):
+            total = parts.pop("program")
+            beside = {f"{part}_gib": gib for part, gib in parts.items()}
+            report.add(
+                f"{label} memory of the largest program of {phase}", total, "GiB", weights_gib=held,
+                cache_gib=_gib(session.state.cache), **beside,
+            )  # fmt: skip
         if stats := self.device.memory_stats():
-            held = sum(leaf.nbytes for leaf in jax.tree.leaves(self.runner.weights))
             report.add(
                 f"{label} peak of the device so far", stats["peak_bytes_in_use"] / 2**30, "GiB",
-                weights_gib=held / 2**30,
+                weights_gib=held, drawn_gib=self.drawn_gib,
             )  # fmt: skip
 
     def _generate(
@@ -207,7 +241,8 @@ class Benchmark:
         for repeat in range(_REPEATS.value + 1):
             with report_turn(_TURN.value if repeat else ""):
                 session = session_without_prefill(self.runner, batch, prompt, context, settings)
-                jax.block_until_ready((self.runner.decode(session, 1, steps), session.state))
+                with programs_used(self.runner) as used:
+                    jax.block_until_ready((self.runner.decode(session, 1, steps), session.state))
                 start = time.perf_counter()
                 emitted = [self.runner.decode(session, steps, steps) for _ in range(num_calls)]
                 jax.block_until_ready((emitted, session.state))
@@ -221,6 +256,7 @@ class Benchmark:
         least = bytes_per_step(self.config, weights, batch, prompt + _NEW.value // 2, distinct)
         share = 100 * least / tpot / self.bandwidth
         report.add(f"{label} share of bandwidth, random cache", share, "%", gb=least / 1e9)
+        self._memory(report, label, "decode", used, session)
         if _PROFILE.value:
             self._launches(report, label, session)
 

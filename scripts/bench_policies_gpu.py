@@ -11,7 +11,7 @@ Sections, each of which a module `scripts.policy_speed_*` describes:
 
   * dynaexq: Qwen3-30B-A3B, INT4 for the hot and INT2 for all, against uniform INT2; the workload
     shifts. dynaexq_wide: bf16 and INT4, or `--tiers`, under 32 and 48 GiB, against the time that
-    the bytes take.
+    the bytes take, and the resident models of either precision.
   * dymoe: Mixtral-8x7B, the rows of DyMoE's Table 3 under 16 and 24 GiB, or `--gib`.
   * buddymoe: Qwen3-30B-A3B, throughput and bytes at cache rates. latency: BuddyMoE's Table 1.
   * cost: what policies take that decide what the pool does without them.
@@ -36,7 +36,7 @@ from moejax.devices import choose_device, enable_compilation_cache
 from scripts.bench_report import Report
 from scripts.policy_memories import Lab
 from scripts.policy_run import Options, Run
-from scripts.policy_sections import SECTIONS
+from scripts.policy_sections import PROMPTED, SECTIONS
 from scripts.policy_timing import Sizes
 
 _SECTION = flags.DEFINE_multi_enum("section", [], list(SECTIONS), "what to measure")
@@ -58,7 +58,7 @@ _ZIPF = flags.DEFINE_float("zipf", -1, "exponent of the popularity; -1: the shap
 _RECALL = flags.DEFINE_float("recall", 0.85, "share of the needed experts that are expected")
 _RETENTION = flags.DEFINE_float("retention", 0.75, "dymoe: r")
 _SPLIT = flags.DEFINE_string("split", "high", "slots of two tiers: high, rule, or such as 4,0")
-_TTFT = flags.DEFINE_bool("ttft", True, "dymoe, dynaexq_wide: prompts too")
+_TTFT = flags.DEFINE_bool("ttft", True, "buddymoe, dymoe, dynaexq_wide: prompts too")
 _PROMPT = flags.DEFINE_integer("prompt", 512, "tokens of the prompt")
 _CONTEXT = flags.DEFINE_integer("context", 1024, "cache length")
 _STEPS = flags.DEFINE_integer("steps", 0, "decode steps a measurement; 0: the section's")
@@ -93,7 +93,7 @@ def main(argv: list[str]) -> None:
         section, model, steps = SECTIONS[name]
         model = _MODEL.value or model
         sizes = Sizes(_CONTEXT.value, _PROMPT.value, _STEPS.value or steps, _PER_CALL.value)
-        prompts = options.ttft and name in ("dymoe", "dynaexq_wide")
+        prompts = options.ttft and name in PROMPTED
         if prompts and sizes.prompt + sizes.num_replayed > sizes.context:
             raise SystemExit("--context has no room for the prompt and the steps after it")
         if lab is None or made_for != model:

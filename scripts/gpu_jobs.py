@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 
 PARTS = ("tests", "models", "kernels", "memory", "policies", "quantizers", "benchmark", "baselines")
 
+LARGE_GIB = 66.0  # of the largest resident model
+
 
 @dataclasses.dataclass(frozen=True)
 class Job:
@@ -17,6 +19,7 @@ class Job:
       words: after `python`; `{rows}` is the folder of rows, `{programs}` that of programs.
       memory: GiB of the card that JAX may take, below 1 a share of it; 0: as it does by itself.
       warm: GiB that it needs beside others, for its programs alone; 0: they are not worth it.
+      size: GiB of the model that it makes on the device, where its part's jobs make smaller ones.
     """
 
     part: str
@@ -25,6 +28,7 @@ class Job:
     words: tuple[str, ...]
     memory: float = 0
     warm: float = 0
+    size: float = 0
 
     def arguments(self, rows: str, programs: str) -> list[str]:
         """What follows `python`, for a folder of rows and one of compiled programs."""
@@ -32,15 +36,16 @@ class Job:
 
 
 def _job(
-    part: str, name: str, seconds: float, module: str, *words: str, file: str = "", gib: float = 0
-) -> Job:
+    part: str, name: str, seconds: float, module: str, *words: str, file: str = "", gib: float = 0,
+    size: float = 0,
+) -> Job:  # fmt: skip
     """Of `python -m module`; `file`: the flags that name rows and programs, and the rows' file."""
     kept: Sequence[str] = ()
     if file:
         out, programs, stem = file.split()
         kept = [f"--{out}={{rows}}/{stem}.jsonl"]
         kept = kept if programs == "-" else [*kept, f"--{programs}={{programs}}"]
-    return Job(part, name, seconds, ("-m", module, *words, *kept), gib)
+    return Job(part, name, seconds, ("-m", module, *words, *kept), gib, size=size)
 
 
 def _tests() -> Iterator[Job]:
@@ -85,19 +90,23 @@ def _models() -> Iterator[Job]:
             "--prefill_only", "--prompt=512", "--prompt=2048", "--context=2112", file=of,
         )  # fmt: skip
     of = "output cache other_models"
-    for shape, bits, seconds in (
-        ("DeepSeek-V2-Lite", 16, 90), ("DeepSeek-V2-Lite", 4, 90), ("Qwen3-Next-80B-A3B", 4, 130),
+    for shape, bits, seconds, size in (
+        ("DeepSeek-V2-Lite", 16, 90, 0), ("DeepSeek-V2-Lite", 4, 90, 0),
+        ("Qwen3-Next-80B-A3B", 4, 130, LARGE_GIB),
     ):  # fmt: skip
+        model = (f"--shape={shape}", f"--bits={bits}", "--expect_prefill=any")
         yield _job(
-            "models", f"decode, {shape} {bits}", seconds, "scripts.bench_model_gpu",
-            f"--shape={shape}", f"--bits={bits}", "--expect=any", "--expect_prefill=any",
-            "--batch=1", "--batch=8", *decode, file=of,
+            "models", f"decode, {shape} {bits}", seconds, "scripts.bench_model_gpu", *model,
+            "--expect=any", "--batch=1", "--batch=8", *decode, file=of, size=size,
         )  # fmt: skip
-    yield _job(
-        "models", "prompts, Qwen3-Next", 150, "scripts.bench_model_gpu",
-        "--shape=Qwen3-Next-80B-A3B", "--bits=4", "--expect_prefill=any", "--prefill_only",
-        "--prompt=2048", "--prompt=4096", "--prompt=8192", file=of,
-    )  # fmt: skip
+        # Decode starts from a random cache: TTFT and what prompts take are of runs of their own.
+        prompts = ("--batch=1", "--batch=8", "--prompt=512", "--context=1024")
+        if size:
+            prompts = ("--prompt=2048", "--prompt=4096", "--prompt=8192")
+        yield _job(
+            "models", f"prompts, {shape} {bits}", 150 if size else 90, "scripts.bench_model_gpu",
+            *model, "--prefill_only", *prompts, file=of, size=size,
+        )  # fmt: skip
 
 
 def _kernels() -> Iterator[Job]:
@@ -160,18 +169,18 @@ def _policies() -> Iterator[Job]:
         yield section(
             f"DyMoE under {gib} GiB", seconds, f"--gib={gib}", section="dymoe", gib=gib + 12
         )
-    yield section("BuddyMoE", 250, section="buddymoe")
+    yield section("BuddyMoE", 350, section="buddymoe")
     yield section("a miss's time", 120, section="latency")
     yield section("a policy's own cost", 170, section="cost")
     yield section("all together under 16 GiB", 200, "--gib=16", section="compose", gib=28)
-    yield section("DynaExq, bf16 and INT4", 240, section="dynaexq_wide", gib=130)
+    yield section("DynaExq, bf16 and INT4", 330, section="dynaexq_wide", gib=130)
     yield section(
-        "DynaExq, Qwen3-Next", 240, "--model=Qwen3-Next-80B-A3B", "--tiers=4,2", "--zipf=1",
+        "DynaExq, Qwen3-Next", 340, "--model=Qwen3-Next-80B-A3B", "--tiers=4,2", "--zipf=1",
         section="dynaexq_wide", gib=130,
     )  # fmt: skip
     for batch in (1, 8):
         yield section(
-            f"BuddyMoE, V2-Lite, batch {batch}", 240, "--model=DeepSeek-V2-Lite", "--zipf=1",
+            f"BuddyMoE, V2-Lite, batch {batch}", 330, "--model=DeepSeek-V2-Lite", "--zipf=1",
             f"--batch={batch}", section="buddymoe",
         )  # fmt: skip
     yield _job(
@@ -219,13 +228,12 @@ def _baselines() -> Iterator[Job]:
 
 
 WARM_GIB = {"kernels": 10.0, "models": 34.0, "memory": 26.0, "policies": 26.0}  # by part
-LARGE_GIB = 66.0  # of the largest resident model
 MOST_WARM_GIB = 70.0  # what needs more compiles when it measures
 
 
 def _warmed(job: Job) -> Job:
     """With what it needs to compile beside others."""
-    gib = job.memory or (LARGE_GIB if "Qwen3-Next" in job.name else WARM_GIB.get(job.part, 0.0))
+    gib = job.memory or job.size or WARM_GIB.get(job.part, 0.0)
     compiles = job.part in WARM_GIB and any("{programs}" in word for word in job.words)
     return dataclasses.replace(job, warm=gib if compiles and gib <= MOST_WARM_GIB else 0.0)
 

@@ -1,11 +1,14 @@
-"""What a step costs beside its time: launches, and sessions without a prompt."""
+"""What a step costs beside its time: launches, memory, and sessions without a prompt."""
 
 import collections
+import contextlib
 import dataclasses
 import gzip
 import json
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import jax
@@ -32,6 +35,46 @@ def session_without_prefill(
     cache = jax.tree.unflatten(jax.tree.structure(cache), drawn)
     session.state = dataclasses.replace(session.state, cache=cache)
     return session
+
+
+@contextlib.contextmanager
+def programs_used(runner: Runner) -> Iterator[list[jax.stages.Compiled]]:
+    """Collects the programs that a runner's calls take, compiled now or before; none twice."""
+    used: list[jax.stages.Compiled] = []
+    own = runner.programs.get
+
+    def get(*arguments: Any, **options: Any) -> jax.stages.Compiled:
+        program = own(*arguments, **options)
+        if not any(program is other for other in used):
+            used.append(program)
+        return program
+
+    with mock.patch.object(runner.programs, "get", get):
+        yield used
+
+
+def largest_memory(programs: Iterable[jax.stages.Compiled]) -> dict[str, float]:
+    """GiB of the device that the largest of some programs has while it runs, as XLA planned it.
+
+    Unlike the allocator's peak it is of these programs alone, whatever ran before. "program" is
+    "argument" + "temp" + "output" - "alias"; nothing where XLA does not say.
+    """
+    found: list[dict[str, float]] = []
+    for program in programs:
+        try:
+            stats = program.memory_analysis()
+        except jax.errors.JaxRuntimeError as error:  # of programs from the persistent cache
+            print(f"  no memory of a program: {error!s:.200}", flush=True)
+            continue
+        if stats is None:
+            continue
+        parts = {
+            part: getattr(stats, f"{part}_size_in_bytes") / 2**30
+            for part in ("argument", "temp", "output", "alias")
+        }
+        total = parts["argument"] + parts["temp"] + parts["output"] - parts["alias"]
+        found.append({"program": total, **parts})
+    return max(found, key=lambda parts: parts["program"], default={})
 
 
 def graph_launches(directory: Path) -> int:

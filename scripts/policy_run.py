@@ -113,12 +113,12 @@ class Run:
         if found.ttft:
             self.report.add(f"{what}, TTFT", 1e3 * found.ttft, "ms")
 
-    def peak(self, what: str, planned: int, gib: float) -> None:
-        """The device's peak so far beside the plan; nothing on a CPU."""
+    def peak(self, what: str, planned: int = 0, gib: float = 0.0) -> None:
+        """The device's peak so far, beside the plan if there is one; nothing on a CPU."""
         stats = self.lab.device.memory_stats() or {}
         if "peak_bytes_in_use" in stats:
+            beside = {"planned_gib": planned / 2**30, "limit_gib": gib} if planned else {}
             self.report.add(
                 f"{what}, peak of the device so far", stats["peak_bytes_in_use"] / 2**30, "GiB",
-                planned_gib=planned / 2**30, limit_gib=gib,
-                allocator_gib=stats.get("bytes_limit", 0) / 2**30,
+                **beside, allocator_gib=stats.get("bytes_limit", 0) / 2**30,
             )  # fmt: skip

@@ -4,6 +4,7 @@ from scripts.policy_speed_buddies import buddymoe, cost, latency
 from scripts.policy_speed_budget import compose, dymoe
 from scripts.policy_speed_dynaexq import dynaexq, dynaexq_wide
 
+PROMPTED = ("buddymoe", "dymoe", "dynaexq_wide")  # which measure prompts, where they are asked to
 QWEN3, MIXTRAL = "Qwen3-30B-A3B", "Mixtral-8x7B"
 # Of each section: what runs it, its shape, and decode steps of a measurement.
 SECTIONS = {

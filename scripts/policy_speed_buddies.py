@@ -40,11 +40,13 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 def buddymoe(run: Run) -> None:
     """Throughput, bytes and substitution at each cache rate; "original" is the pool alone.
 
+    Prompts run once a program: of the pool alone, and of the first of the settings that share one.
+
     The gains of the quality rows are how alike outputs are, which random weights cannot say: the
     array that stands for them here has their shape and costs what they cost.
     """
     for batch in run.options.batches or (1,):
-        for rate in run.options.cache_rates or CACHE_RATES:
+        for rate in sorted(run.options.cache_rates or CACHE_RATES):  # so peaks are those of a rate
             _at_rate(run, batch, rate)
 
 
@@ -61,10 +63,13 @@ def _at_rate(run: Run, batch: int, rate: float) -> None:
         transient=min(num_experts, batch * lab.config.experts_per_token),
     )  # fmt: skip
     name = f"c {rate:g}, {slots} slots of {num_experts} in {tier_name(bits)}, batch {batch}"
-    original = run.measured(f"original, {name}", lambda: lab.tier_memory(plan), work, batch)
+    original = run.measured(
+        f"original, {name}", lambda: lab.tier_memory(plan), work, batch, ttft=run.options.ttft
+    )
     if original is None:
         return
     run.tpot(f"original, {name}", original, batch, distinct_experts=work.distinct)
+    run.peak(f"original, {name}")
     for group in SETTINGS.values():
         policies = {}
         for said, given in group.items():
@@ -91,9 +96,12 @@ def _substituted(
         for said, policy in policies.items():
             memory.settle()
             memory.reset(policy)
-            found = lab.remeasure(runner, work, batch)
+            is_first = policy is next(iter(policies.values()))
+            found = lab.remeasure(runner, work, batch, ttft=run.options.ttft and is_first)
             what, facts = f"{said}, {name}", found.facts
             run.tpot(what, found, batch, original_ms=1e3 * original.tpot)
+            if is_first:
+                run.peak(what)
             bar = {"bar": BARS[rate]} if rate in BARS else {}
             gain = 100 * (original.tpot / found.tpot - 1)
             run.report.add(

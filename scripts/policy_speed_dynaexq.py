@@ -1,11 +1,13 @@
 """Sections `dynaexq` and `dynaexq_wide`: two precisions, against uniform ones in the same run."""
 
+import dataclasses
 from typing import Any
 
 import jax
 
 from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.benchmarking.shape_memory import TierPlan, release, tier_name
+from moejax.benchmarking.step_cost import bytes_per_step
 from moejax.policies.dynaexq import DynaExq
 from moejax.runner import Runner
 from scripts.policy_run import Run
@@ -87,12 +89,14 @@ def dynaexq_wide(run: Run) -> None:
     """Much precision for what is hot, little for all, under budgets, beside what the bytes take.
 
     t = t_low + hot_share (t_high - t_low): both ends are pools that hold every expert, and
-    hot_share is that of the experts which ran, not of the gate mass. The pool of high precision
+    hot_share is that of the experts which ran, not of the gate mass. Both precisions are measured
+    as resident models, too, which route as their random routers say. What is of high precision
     comes last, so that the peaks before are those of the budgets.
     """
     lab, (high, low) = run.lab, run.options.tiers
     num_experts = lab.config.num_experts
     works = {"steady": run.workload(), "shifting": run.workload(shifts=True)}
+    residents = {low: _resident(run, low, works["steady"])}
     full = lab.tier_memory(TierPlan(bits=low, slots=num_experts, few_rows=True))
     uniform = _end(run, low, full, works["steady"])
     if uniform is None:
@@ -106,6 +110,13 @@ def dynaexq_wide(run: Run) -> None:
     full = lab.tier_memory(TierPlan(bits=high, slots=num_experts, few_rows=True))
     whole = _end(run, high, full, works["steady"])
     release(full)
+    residents[high] = _resident(run, high, works["steady"])
+    for bits, resident in residents.items():
+        for what, found in within.items() if resident is not None else ():
+            run.report.add(
+                f"{what}: throughput over the resident {tier_name(bits)} model",
+                100 * resident.tpot / found.tpot, "%", resident_ms=1e3 * resident.tpot,
+            )  # fmt: skip
     for what, found in within.items() if whole is not None else ():
         share = found.facts[f"experts_{tier_name(high)}"]
         model = uniform.tpot + share * (whole.tpot - uniform.tpot)
@@ -116,6 +127,33 @@ def dynaexq_wide(run: Run) -> None:
         )  # fmt: skip
 
 
+def _resident(run: Run, bits: int, work: Any) -> Measured | None:
+    """A model of one precision that holds its experts; all but these is as in the pools."""
+    lab, name = run.lab, f"uniform {tier_name(bits)}, resident model"
+
+    def measured() -> tuple[Measured, dict[str, float]]:
+        packing = dataclasses.replace(lab.packing, bits=bits)
+        experts = random_weights(lab.config, packing, lab.device, dense=False)
+        weights = lab.dense | experts
+        try:
+            found = lab.measure(None, work, weights=weights, ttft=run.options.ttft)
+            position = lab.sizes.position + lab.sizes.steps
+            step = bytes_per_step(lab.config, weights, 1, position, lab.config.experts_per_token)
+            held = sum(leaf.nbytes for leaf in weights.values())
+            return found, {"weights_gib": held / 2**30, "step_gb": step / 1e9}
+        finally:
+            for leaf in jax.tree.leaves(experts):
+                leaf.delete()
+
+    pair = run.attempt(name, measured)
+    if pair is None:
+        return None
+    found, beside = pair
+    run.tpot(name, found, **beside)
+    run.peak(name)
+    return found
+
+
 def _end(run: Run, bits: int, full: Any, work: Any) -> Measured | None:
     """A pool of one precision that holds every expert."""
     name = f"uniform {tier_name(bits)}, a pool of all experts"
@@ -123,6 +161,7 @@ def _end(run: Run, bits: int, full: Any, work: Any) -> Measured | None:
     found = run.attempt(name, lambda: run.lab.remeasure(runner, work, ttft=run.options.ttft))
     if found is not None:
         run.tpot(name, found)
+        run.peak(name)
     return found
 
 

@@ -15,7 +15,12 @@ from moejax.ledger import Ledger
 from moejax.memory.tiered_memory import TieredMemory
 from moejax.runner import Runner
 from moejax.session import Session
-from scripts.model_profile import launches, session_without_prefill
+from scripts.model_profile import (
+    largest_memory,
+    launches,
+    programs_used,
+    session_without_prefill,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +60,8 @@ class Measured:
       median: likewise.
       slowest: the 99th percentile.
       dispatch: of the host.
-      facts: by name, see `facts_of`.
+      facts: by name, see `facts_of`; `program_gib`, where XLA says it, is what the largest program
+        has of the device while it runs.
     """
 
     ttft: float
@@ -94,12 +100,15 @@ class Loop:
     def __init__(self, runner: Runner, sizes: Sizes, batch: int):
         self._runner, self._sizes, self._batch = runner, sizes, batch
         self._pending: list[int] = []
+        self._used: list[jax.stages.Compiled] = []
 
     def measured(self, *, ttft: bool, profile: bool) -> Measured:
         """Programs are compiled by a first prompt, and by the first of the steps before."""
         first = 0.0
         if ttft:
-            self._prefill(1)  # compiles, while the device works: its time says nothing
+            with programs_used(self._runner) as used:
+                self._prefill(1)  # compiles, while the device works: its time says nothing
+            self._used = used
             first = min(self._prefill(seed)[1] for seed in (2, 3))
             session = self._prefill(4)[0]
         else:
@@ -109,8 +118,9 @@ class Loop:
     def _decoded(self, session: Session, ttft: float, profile: bool) -> Measured:
         runner, sizes = self._runner, self._sizes
         num_calls = sizes.steps // sizes.per_call
-        for _ in range(num_calls):
-            self._decode(session)
+        with programs_used(runner) as used:
+            for _ in range(num_calls):
+                self._decode(session)
         self._settle(fresh=True)
         before, self._pending = self._counted(), []
         num_programs = runner.programs.num_traces
@@ -124,6 +134,8 @@ class Loop:
         if runner.memory is not None:
             steps = (num_calls + PRIMING_CALLS) * sizes.per_call
             facts = facts_of(runner.memory.ledger, steps) | self._transfers(steps, before)
+        if memory := largest_memory([*self._used, *used]):
+            facts["program_gib"] = memory["program"]
         if profile:
             facts |= self._profile(session)
         return Measured(

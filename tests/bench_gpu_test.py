@@ -40,6 +40,15 @@ class JobsTest(absltest.TestCase):
                 self.assertIn("PROGRAMS", words)
         self.assertGreater(sum(one.warm > 0 for one in found), len(found) // 2)
 
+    def test_a_job_of_a_large_model_says_its_size(self):
+        found = {one.name: one for one in jobs()}
+        for name in ("decode, Qwen3-Next-80B-A3B 4", "prompts, Qwen3-Next-80B-A3B 4"):
+            self.assertEqual(found[name].warm, found[name].size)
+            self.assertGreater(found[name].warm, 48)
+        for bits in (16, 4):
+            words = found[f"prompts, DeepSeek-V2-Lite {bits}"].words
+            self.assertContainsSubset(("--prefill_only", "--batch=1", "--batch=8"), words)
+
     def test_what_warms_up_fits_the_cards(self):
         found = [job(f"job {i}", "", seconds=i, warm=i) for i in range(0, 60, 7)]
         placed = bench_gpu.packed(found, ["a", "b"], 100 * 1024.0)

@@ -12,10 +12,12 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax.benchmarking.random_weights import Packing, random_weights
+from moejax.benchmarking.shapes import TINY as TINY_SHAPE
 from moejax.benchmarking.step_cost import bytes_per_step
 from moejax.models.config import weight_shapes
 from moejax.models.shapes import MIXTRAL_8X7B, QWEN3_30B_A3B
 from moejax.qtensor import QTensor, dense
+from tests import slow
 from tests.host_test_case import HostTestCase
 from tests.numpy_model import TINY
 from tests.packed_weights import num_bytes
@@ -117,6 +119,31 @@ class ScriptTest(parameterized.TestCase):
         self.assertBetween(experts, 2, 4)
         self.assertGreater(found["batch 2 prompt 20 bytes a step at least"]["figure"], 0)
         self.assertIn("decode of 2 tokens, head: reference, int8g", done.stdout)
+
+    @parameterized.parameters("prefill", "decode")
+    def test_prompts_or_decode_alone_say_what_their_programs_take(self, phase):
+        if phase == "decode":
+            slow.skip_unless_asked()
+        with tempfile.TemporaryDirectory() as directory:
+            output = Path(directory) / "rows.jsonl"
+            done = run(
+                f"--{phase}_only", "--batch=2", "--prompt=90", "--context=128", "--repeats=1",
+                "--new_tokens=4", "--steps_per_call=4", "--noprofile", f"--output={output}",
+            )  # fmt: skip
+            self.assertEqual(done.returncode, 0, done.stderr[-2000:])
+            rows = [json.loads(line) for line in output.read_text().splitlines()]
+        found = {row["what"].split(", tiny")[0]: row for row in rows}
+        row = found[f"batch 2 prompt 90 memory of the largest program of {phase}"]
+        parts = row["baseline"]
+        total = parts["argument_gib"] + parts["temp_gib"] + parts["output_gib"]
+        self.assertAlmostEqual(row["figure"], total - parts["alias_gib"])
+        self.assertGreater(parts["argument_gib"], parts["weights_gib"] + parts["cache_gib"])
+        # The cache comes in and goes out in one place.
+        self.assertGreaterEqual(parts["alias_gib"], parts["cache_gib"])
+        c = TINY_SHAPE
+        numbers = 2 * c.num_layers * 2 * 128 * c.num_kv_heads * c.head_dim
+        self.assertEqual(parts["cache_gib"] * 2**30, 2 * numbers)  # bfloat16
+        self.assertEqual("batch 2 prompt 90 TTFT" in found, phase == "prefill")
 
     def test_an_unexpected_kernel_ends_it(self):
         done = run("--bits=4", "--expect=mosaic", "--expect_prefill=any")

@@ -149,8 +149,20 @@ class SectionTest(absltest.TestCase):
 
     def test_dynaexq_wide(self):
         slow.skip_unless_asked()
-        rows = self.run_section("dynaexq_wide", gibs=(0.01,), split="2,8", only=("uniform", "GiB"))
-        narrow, steady, _, wide = self.ends(rows, "TPOT")
+        rows = self.run_section(
+            "dynaexq_wide", gibs=(0.01,), split="2,8", only=("uniform", "GiB"), ttft=True
+        )
+        low, narrow, steady, _, wide, high = self.ends(rows, "TPOT")
+        for resident, pool, name in ((low, narrow, "int4"), (high, wide, "bf16")):
+            self.assertIn(f"uniform {name}, resident model, TTFT", rows)
+            over, _ = self.ends(rows, f"throughput over the resident {name} model")
+            self.assertAlmostEqual(over.figure, 100 * resident.figure / steady.figure)
+            self.assertGreater(resident.baseline["weights_gib"], 0)
+            held = resident.baseline["weights_gib"], pool.baseline["program_gib"]
+            self.assertBetween(resident.baseline["program_gib"] / held[0], 1, 10)
+            self.assertGreater(held[1], held[0])  # a pool holds what the model holds, and tables
+        self.assertGreater(high.baseline["step_gb"], low.baseline["step_gb"])
+        self.assertGreater(high.baseline["weights_gib"], low.baseline["weights_gib"])
         ratio, _ = self.ends(rows, "time over that of the bytes")
         share = ratio.baseline["hot_share"]
         self.assertBetween(share, 0.01, 0.99)
@@ -194,8 +206,11 @@ class SectionTest(absltest.TestCase):
 
     def test_buddymoe(self):
         rows = self.run_section(
-            "buddymoe", only=("original", "co-activation, c"), bits=2, batches=(2,)
-        )
+            "buddymoe", only=("original", "co-activation, c"), bits=2, batches=(2,),
+            ttft=slow.asked(),
+        )  # fmt: skip
+        prompted = [row.what.split(",")[0] for row in self.ends(rows, "TTFT")]
+        self.assertEqual(prompted, ["original", "co-activation"] if slow.asked() else [])
         original, found = self.ends(rows, "TPOT")[:2]
         self.assertAlmostEqual(original.baseline["tokens_per_s"], 2e3 / original.figure)
         self.assertEqual(found.baseline["original_ms"], original.figure)
