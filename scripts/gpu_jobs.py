@@ -135,7 +135,8 @@ def _memory() -> Iterator[Job]:
     slots = ("--slots=8", "--slots=24", "--slots=48", "--slots=80")
     yield _job("memory", "slots", 120, bench, "--nottft", "--nosingle", *slots, file=of)
     for shape, gib in (
-        ("Mixtral-8x7B", 16), ("Mixtral-8x7B", 24), ("Qwen3-30B-A3B", 8), ("Qwen3-30B-A3B", 12),
+        ("Mixtral-8x7B", 12), ("Mixtral-8x7B", 16), ("Mixtral-8x7B", 24),
+        ("Qwen3-30B-A3B", 8), ("Qwen3-30B-A3B", 12),
     ):  # fmt: skip
         yield _job(
             "memory", f"{shape} under {gib} GiB", 110, bench, f"--model={shape}", f"--gib={gib}",
