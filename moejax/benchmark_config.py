@@ -31,7 +31,7 @@ class BenchmarkConfig(RunConfig):
     trace: str = option("", "with a shape: a trace whose routing its decode steps replay")
     skew: str = option(
         "", "with a shape, without a trace: zipf:S (popularity of rank r is r^-S) or uniform; "
-        "'': zipf:0.85 of 128 experts, else uniform",
+        "'': zipf:0.85 of Qwen3-30B-A3B, of others, of which none is published, uniform",
     )  # fmt: skip
     recall: float = option(
         0.85, "share of the needed experts that look-ahead expects, where routing is made up"

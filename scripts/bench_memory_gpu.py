@@ -35,7 +35,7 @@ from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.benchmarking.shapes import CONFIGS, with_layers
 from moejax.benchmarking.synthetic_rows import SyntheticRows
 from moejax.benchmarking.synthetic_traces import (
-    QWEN3_HIT_RATES,
+    HIT_RATES,
     expectations,
     logits_of,
     lru_hit_rate,
@@ -110,7 +110,7 @@ class Model:
         self._rows: SyntheticRows | None = None
         num_layers, num_experts = len(config.moe_layers), config.num_experts
         made = lru_trace(
-            QWEN3_HIT_RATES if num_experts == 128 else {}, num_steps=REPLAYED * _STEPS.value,
+            HIT_RATES.get(_MODEL.value, {}), num_steps=REPLAYED * _STEPS.value,
             num_layers=num_layers, num_experts=num_experts, width=config.experts_per_token,
         )  # fmt: skip
         self.traces = {"": made}

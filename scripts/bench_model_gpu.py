@@ -24,7 +24,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +51,7 @@ from scripts.bench_report import Report
 from scripts.bench_report import turn as report_turn
 from scripts.model_profile import (
     graph_launches,
+    held_gib,
     largest_memory,
     launches,
     programs_used,
@@ -89,10 +89,6 @@ _VIA = flags.DEFINE_string("experts_via", "", "force a form of the experts; empt
 _CACHED = flags.DEFINE_enum("cached_via", None, ["xla", "kernel"], "force attention of decode")
 _EXPECT = flags.DEFINE_enum("expect", "auto", EXPECTATIONS, "what must serve decode")
 _EXPECT_PREFILL = flags.DEFINE_enum("expect_prefill", "auto", EXPECTATIONS, "the same of prefill")
-
-
-def _gib(tree: Any) -> float:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) / 2**30
 
 
 class Benchmark:
@@ -198,22 +194,22 @@ class Benchmark:
         used: list[jax.stages.Compiled],
         session: Session,
     ) -> None:
-        """What the largest program has of the device by XLA's plan; the allocator's peak so far.
+        """Of the device while the largest program runs, by XLA's plan; the allocator's peak so far.
 
         The peak may be of the time when weights were drawn: `drawn_gib` stands beside it.
         """
-        held = _gib(self.runner.weights)
-        if parts := largest_memory(used):
-            total = parts.pop("program")
+        weights, cache = held_gib(self.runner.weights), held_gib(session.state.cache)
+        if parts := largest_memory(used, weights + cache):
+            total = parts.pop("total")
             beside = {f"{part}_gib": gib for part, gib in parts.items()}
             report.add(
-                f"{label} memory of the largest program of {phase}", total, "GiB", weights_gib=held,
-                cache_gib=_gib(session.state.cache), **beside,
+                f"{label} memory of {phase} by XLA's plan", total, "GiB", weights_gib=weights,
+                cache_gib=cache, **beside,
             )  # fmt: skip
         if stats := self.device.memory_stats():
             report.add(
                 f"{label} peak of the device so far", stats["peak_bytes_in_use"] / 2**30, "GiB",
-                weights_gib=held, drawn_gib=self.drawn_gib,
+                weights_gib=weights, drawn_gib=self.drawn_gib,
             )  # fmt: skip
 
     def _generate(

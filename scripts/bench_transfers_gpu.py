@@ -21,7 +21,7 @@ from absl import app, flags
 from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.benchmarking.shapes import CONFIGS, with_layers
 from moejax.benchmarking.synthetic_rows import SyntheticRows
-from moejax.benchmarking.synthetic_traces import QWEN3_HIT_RATES, lru_trace
+from moejax.benchmarking.synthetic_traces import HIT_RATES, lru_trace
 from moejax.devices import choose_device, enable_compilation_cache
 from moejax.generation import GenerationSettings
 from moejax.memory.expert_memory import ExpertMemory
@@ -154,7 +154,7 @@ def main(argv: list[str]) -> None:
     runner = make_runner(config, packing, device)
     assert runner.memory is not None
     trace = lru_trace(
-        QWEN3_HIT_RATES if config.num_experts == 128 else {}, num_steps=TRACE_STEPS,
+        HIT_RATES.get(_MODEL.value, {}), num_steps=TRACE_STEPS,
         num_layers=len(config.moe_layers), num_experts=config.num_experts,
         width=config.experts_per_token,
     )  # fmt: skip

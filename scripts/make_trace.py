@@ -10,7 +10,7 @@ from pathlib import Path
 
 from absl import app, flags
 
-from moejax.benchmarking.synthetic_traces import QWEN3_HIT_RATES, lru_trace
+from moejax.benchmarking.synthetic_traces import HIT_RATES, lru_trace
 from moejax.models.shapes import SHAPES
 from moejax.traces import trace_of_replay, write_trace
 
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> None:
     del argv
     shape = SHAPES[_SHAPE.value]
     replay = lru_trace(
-        QWEN3_HIT_RATES if shape.num_experts == 128 else {},
+        HIT_RATES.get(_SHAPE.value, {}),
         num_steps=_TOKENS.value,
         num_layers=len(shape.moe_layers),
         num_experts=shape.num_experts,

@@ -53,11 +53,21 @@ def programs_used(runner: Runner) -> Iterator[list[jax.stages.Compiled]]:
         yield used
 
 
-def largest_memory(programs: Iterable[jax.stages.Compiled]) -> dict[str, float]:
-    """GiB of the device that the largest of some programs has while it runs, as XLA planned it.
+def held_gib(*trees: Any) -> float:
+    """GiB of the arrays of some trees."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(trees)) / 2**30
 
-    Unlike the allocator's peak it is of these programs alone, whatever ran before. "program" is
-    "argument" + "temp" + "output" - "alias"; nothing where XLA does not say.
+
+def largest_memory(programs: Iterable[jax.stages.Compiled], held: float) -> dict[str, float]:
+    """GiB of the device while the program runs that takes most, as XLA planned it, by part.
+
+    Unlike the allocator's peak it is of these programs alone, whatever ran before. "total" is
+    `held` + "temp" + "output" - "alias"; nothing where XLA does not say. Of what is held, arguments
+    that a program does not use (the head, of a prefill chunk) are not in its "argument".
+
+    Args:
+      programs: of a phase.
+      held: GiB of what stays on the device between them: weights, cache, slots of experts.
     """
     found: list[dict[str, float]] = []
     for program in programs:
@@ -72,9 +82,8 @@ def largest_memory(programs: Iterable[jax.stages.Compiled]) -> dict[str, float]:
             part: getattr(stats, f"{part}_size_in_bytes") / 2**30
             for part in ("argument", "temp", "output", "alias")
         }
-        total = parts["argument"] + parts["temp"] + parts["output"] - parts["alias"]
-        found.append({"program": total, **parts})
-    return max(found, key=lambda parts: parts["program"], default={})
+        found.append({"total": held + parts["temp"] + parts["output"] - parts["alias"], **parts})
+    return max(found, key=lambda parts: parts["total"], default={})
 
 
 def graph_launches(directory: Path) -> int:

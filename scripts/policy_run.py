@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from moejax.benchmarking.shape_memory import Memory, release
-from moejax.benchmarking.workloads import Workload, describe, make_workload
+from moejax.benchmarking.workloads import EXPONENTS, Workload, describe, make_workload
 from moejax.policies.buddy_lists import BuddyLists, buddy_lists, conditional_coactivation
 from scripts.bench_report import Report
 from scripts.policy_memories import Lab
@@ -54,14 +54,16 @@ class Run:
         """Of so many sequences; made once."""
         key = (batch, shifts)
         if key not in self._workloads:
-            o = self.options
+            o, shape = self.options, self.lab.shape
+            exponent = EXPONENTS.get(shape, 0.0) if o.exponent is None else o.exponent
+            asked = "asked for" if o.exponent is not None else f"of {shape or 'the shape'}"
             made = make_workload(
                 self.lab.config, num_steps=self.lab.sizes.num_replayed, batch=batch,
-                exponent=o.exponent, shift_every=o.shift_every if shifts else 0,
+                exponent=exponent, shift_every=o.shift_every if shifts else 0,
                 shift_share=o.shift_share, recall=o.recall,
             )  # fmt: skip
             facts = ", ".join(f"{name} {value:.3g}" for name, value in describe(made).items())
-            print(f"workload of batch {batch}: {facts}", flush=True)
+            print(f"workload of batch {batch}: skew {exponent:g} ({asked}), {facts}", flush=True)
             self._workloads[key] = made
         return self._workloads[key]
 

@@ -16,6 +16,7 @@ from moejax.memory.tiered_memory import TieredMemory
 from moejax.runner import Runner
 from moejax.session import Session
 from scripts.model_profile import (
+    held_gib,
     largest_memory,
     launches,
     programs_used,
@@ -60,8 +61,8 @@ class Measured:
       median: likewise.
       slowest: the 99th percentile.
       dispatch: of the host.
-      facts: by name, see `facts_of`; `program_gib`, where XLA says it, is what the largest program
-        has of the device while it runs.
+      facts: by name, see `facts_of`; `memory_gib`, where XLA says it, is that of the device
+        while the largest program runs, without what is replayed.
     """
 
     ttft: float
@@ -134,8 +135,10 @@ class Loop:
         if runner.memory is not None:
             steps = (num_calls + PRIMING_CALLS) * sizes.per_call
             facts = facts_of(runner.memory.ledger, steps) | self._transfers(steps, before)
-        if memory := largest_memory([*self._used, *used]):
-            facts["program_gib"] = memory["program"]
+        pool = runner.memory.pool if runner.memory is not None else None
+        held = held_gib(runner.weights, session.state.cache, pool)
+        if memory := largest_memory([*self._used, *used], held):
+            facts["memory_gib"] = memory["total"]
         if profile:
             facts |= self._profile(session)
         return Measured(

@@ -1,5 +1,6 @@
 """Figures of a benchmark against hand computations; made-up and replayed routing."""
 
+import dataclasses
 import types
 from typing import Any
 from unittest import mock
@@ -151,12 +152,26 @@ class RoutingTest(parameterized.TestCase):
 
     def test_skew_makes_some_popular(self):
         def most(exponent: float) -> float:
-            how: dict[str, Any] = {"exponent": exponent, "recall": 0.85, "seed": 0}
+            how: dict[str, Any] = {"exponent": exponent, "recall": 0.85, "seed": 0, "shape": ""}
             counts = routing.with_skew(TINY, 1, **how).work.activations()
             return float((counts.max(1) / counts.sum(1)).mean())
 
         self.assertLess(most(0.0), 0.2)
         self.assertGreater(most(3.0), 0.35)
+
+    @parameterized.parameters(
+        ("Qwen3-30B-A3B", None, "rank r as r^-0.85 (Qwen3-30B-A3B's own)"),
+        ("Qwen3-Next-80B-A3B", None, "even popularity (no skew of Qwen3-Next-80B-A3B is"),
+        ("DeepSeek-V2-Lite", 1.0, "rank r as r^-1 (as asked)"),
+        ("Qwen3-30B-A3B", 0.0, "even popularity (as asked)"),
+    )
+    def test_the_skew_is_of_the_shape_by_name_and_is_said(self, shape, exponent, said):
+        of = dataclasses.replace(TINY, num_experts=128)  # which says nothing of the skew
+        found = routing.with_skew(of, 8, shape=shape, exponent=exponent, recall=1.0, seed=0)
+        self.assertIn(said, found.about)
+        counts = found.work.activations()
+        popular = (counts.max(1) / counts.sum(1)).mean()
+        self.assertEqual(popular > 0.05, "even" not in said)
 
 
 class ConfigTest(parameterized.TestCase):

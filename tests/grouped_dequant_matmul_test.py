@@ -66,6 +66,7 @@ SLOW = (
     ("mosaic", "whole_one_expert_owns_all_rows"), ("triton", "low_rank_17_tokens"),
     ("mosaic", "whole_longer_rows"), ("triton", "qwen3_30b_a3b"),
     ("reference", "whole_prefill"), ("reference", "whole_prefill_tiers"),
+    ("triton", "deepseek_v2_lite"), ("triton", "qwen3_next_80b_a3b"),
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
 
+from moejax.models.shapes import SHAPES
 from pallas_kernels import dequant_matmul, grouped_dequant_matmul, layout, stream
 from pallas_kernels.dequant_matmul import shapes as dense_shapes
 from pallas_kernels.grouped_dequant_matmul import shapes as grouped_shapes
@@ -35,6 +36,16 @@ def shape_of(bits: int, group_size: int, rows: int, inputs: int, slots: int = 1)
         words=words, scales=constants, zeros=constants, num_inputs=inputs, bits=bits,
         group_size=group_size,
     )  # fmt: skip
+
+
+class ShapesTest(parameterized.TestCase):
+    @parameterized.parameters(sorted(SHAPES))
+    def test_experts_of_every_named_model_are_among_those_of_the_contracts(self, name):
+        c = SHAPES[name]
+        layer = (c.model_dim, c.expert_dim, c.experts_per_token)
+        self.assertIn(layer, grouped_shapes.SHAPES.values())
+        dense = set(dense_shapes.SHAPES.values())
+        self.assertLessEqual({(c.model_dim, 2 * c.expert_dim), (c.expert_dim, c.model_dim)}, dense)
 
 
 STORED = [(bits, group) for bits in (2, 3, 4, 8) for group in (32, 64, 128)] + [(16, 0)]

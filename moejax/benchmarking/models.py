@@ -258,7 +258,8 @@ class ShapeModels:
         asked = self._asked
         how: dict[str, Any] = {"recall": asked.recall, "seed": asked.seed}
         if self._trace is None:
-            return routing.with_skew(self.config, batch, exponent=asked.exponent(), **how)
+            how |= {"shape": asked.shape, "exponent": asked.exponent()}
+            return routing.with_skew(self.config, batch, **how)
         name = Path(asked.trace).name
         return routing.of_trace(self.config, self._trace, batch, name=name, **how)
 

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from moejax.benchmarking.synthetic_traces import scaled_trace
-from moejax.benchmarking.workloads import QWEN3_EXPONENT, Workload, make_workload, predictions
+from moejax.benchmarking.workloads import EXPONENTS, Workload, make_workload, predictions
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
 from moejax.traces import DECODE, Trace, replay_of_trace
@@ -29,25 +29,35 @@ def num_steps(batch: int) -> int:
 
 
 def with_skew(
-    config: ModelConfig, batch: int, *, exponent: float | None, recall: float, seed: int
+    config: ModelConfig,
+    batch: int,
+    *,
+    shape: str,
+    exponent: float | None,
+    recall: float,
+    seed: int,
 ) -> Routing:
     """Made up, popularity like Zipf's law (`workloads` says how).
 
     Args:
       config: of the model.
       batch: sequences.
-      exponent: s; None: Qwen3's of 128 experts, else 0.
+      shape: its name, which says what skew is known of it.
+      exponent: s; None: the shape's of `workloads.EXPONENTS`, else 0.
       recall: share of the needed experts that look-ahead expects.
       seed: of the draws.
     """
+    why = "as asked"
     if exponent is None:
-        exponent = QWEN3_EXPONENT if config.num_experts == 128 else 0.0
+        exponent = EXPONENTS.get(shape, 0.0)
+        why = f"{shape}'s own" if exponent else f"no skew of {shape} is published"
     steps = num_steps(batch)
     work = make_workload(
         config, num_steps=steps, batch=batch, exponent=exponent, recall=recall, seed=seed
     )
     popularity = f"popularity of rank r as r^-{exponent:g}" if exponent else "even popularity"
-    return Routing(work, f"made up, {popularity}, {steps} steps over and over{_said(recall)}")
+    how = f"{popularity} ({why}), {steps} steps over and over{_said(recall)}"
+    return Routing(work, f"made up, {how}")
 
 
 def of_trace(

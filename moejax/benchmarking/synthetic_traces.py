@@ -8,6 +8,8 @@ from moejax.traces import DECODE, Trace, id_dtype
 
 # Of 128 experts a layer, slots under LRU and the share of hits: a published curve of Qwen3-30B-A3B.
 QWEN3_HIT_RATES = {8: 0.37, 24: 0.74, 48: 0.89, 80: 0.96}
+# By the name of a shape; of the others nothing is published, and experts are drawn evenly.
+HIT_RATES: Mapping[str, Mapping[int, float]] = {"Qwen3-30B-A3B": QWEN3_HIT_RATES}
 
 
 def lru_trace(

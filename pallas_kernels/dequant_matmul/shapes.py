@@ -15,4 +15,9 @@ SHAPES: dict[str, tuple[int, int]] = {
     "qwen3_30b_a3b_k": (2048, 512),
     "qwen3_30b_a3b_v": (2048, 512),
     "qwen3_30b_a3b_o": (4096, 2048),
+    "deepseek_v2_lite_gate": (2048, 1408),  # and of DeepSeek-MoE-16B, as the next two
+    "deepseek_v2_lite_gate_up": (2048, 2816),
+    "deepseek_v2_lite_down": (1408, 2048),
+    "qwen3_next_80b_a3b_gate_up": (2048, 1024),
+    "qwen3_next_80b_a3b_down": (512, 2048),
 }
