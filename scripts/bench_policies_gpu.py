@@ -23,7 +23,7 @@ of `--per_call`; a TPOT is their mean, so that what promotions take is in it, th
 Everything but the experts is bf16, as in the papers (`--attention_bits`). Where packed experts run
 on another kernel than they should (`--expect`), the script ends before it measures.
 `--model=tiny --device=cpu --context=128 --prompt=16 --steps=16 --per_call=4` tries a section; with
-budgets also `--gib=0.0085 --split=2,8`.
+budgets also `--gib=0.0085 --split=2,8 --bulk=4`.
 """
 
 import traceback

@@ -344,8 +344,8 @@ class DeviceContractTest(KernelTestCase):
 
     def test_results_lie_where_nan_was(self):
         landed = []
-        for name in sorted(DEVICE_CASES)[:4]:
-            case = DEVICE_CASES[name]
+        for name in sorted(CASES)[:4]:
+            case = CASES[name]
             compiled = program(case, implementation="reference")
             on_device = jax.device_put(random_operands(case, seed(name)))
             landed.append(after_nan(lambda: compiled(*on_device))[1])  # noqa: B023
