@@ -240,7 +240,7 @@ class LoopedRecording(RecordingExperts):
     @property
     def state(self) -> tuple[Any, jax.Array | None]:
         """Of what runs the experts; and the importance, where layers may have none of their own."""
-        carries = self._model.config.delta_net is not None
+        carries = self._spec.importance and self._model.config.delta_net is not None
         of_run = None if self._loop is None else self._loop.state
         return of_run, self._received if carries else None
 
