@@ -1,6 +1,7 @@
 """Transformers with accelerate beside ours: DyMoE's Figure 10, of one form of weights at a time."""
 
 import itertools
+import math
 import re
 from collections.abc import Sequence
 
@@ -229,7 +230,7 @@ def _draw(page: Page, found: dict[str, Pair]) -> None:
     def draw(canvas: Canvas) -> None:
         (panel,) = canvas.panels(1, 1, size=(6.5, 3.4))
         series = {
-            f"{part}, ms": [pair[i].figure for pair in found.values()]  # type: ignore[union-attr]
+            f"{part}, ms": [one.figure if (one := pair[i]) else math.nan for pair in found.values()]
             for i, part in enumerate(("TTFT", "TPOT"))
         }
         bars(panel, list(found), series, yscale="log", ylabel="ms", ylim=(LEAST_MS, None),

@@ -4,7 +4,6 @@ import dataclasses
 import math
 import re
 
-from scripts.reproducing import flaws
 from scripts.reproducing.drawing import Canvas, bars
 from scripts.reproducing.page import MET, NOT_MEASURED, NOT_MET, OURS, PAPER, Page, borne_out
 from scripts.reproducing.rows import Found, Results
@@ -71,7 +70,7 @@ def throughput_claim(page: Page) -> None:
     verdict = MET if len(reached) == len(RATES) else NOT_MEASURED
     said = [
         f"{shape.name}'s shape at batch {shape.batch}: "
-        f"{', '.join(page.shown(one, '{:.1f} %') for one in found)}{_with_routers(page, shape)}"
+        f"{', '.join(page.shown(one, '{:.1f} %') for one in found)}"
         for shape, found in gains.items()
     ]
     page.claim(
@@ -80,17 +79,6 @@ def throughput_claim(page: Page) -> None:
         f"H200, list of 16, rho 3; {'; '.join(said)}; {OWN.name} at batch {OWN.batch} decides",
         borne_out(NOT_MET if False in reached else verdict, *gains[OWN]),
     )  # fmt: skip
-
-
-def _with_routers(page: Page, shape: Shape) -> str:
-    """The estimate beside gains whose rows lack the routers."""
-    steps = [shape.get(page.results, BEST, rate, ", TPOT") for _, rate in RATES.values()]
-    ends = [
-        flaws.said(flaws.with_routers(one, "original_ms"), 100)
-        for one in steps
-        if one and one.row.flaw
-    ]
-    return f" (with the routers about {', '.join(ends)})" if ends else ""
 
 
 def bytes_claim(page: Page) -> None:

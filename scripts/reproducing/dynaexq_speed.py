@@ -3,7 +3,6 @@
 import itertools
 import re
 
-from scripts.reproducing import flaws
 from scripts.reproducing.drawing import Canvas, bars
 from scripts.reproducing.page import IN_PART, MET, NOT_MEASURED, NOT_MET, Page, borne_out
 from scripts.reproducing.rows import Found, Results
@@ -26,50 +25,42 @@ RESIDENT = ((MODEL, "INT4"), (MODEL, "INT3"), (WIDE, "INT4"))
 
 
 def claim(page: Page) -> None:
-    """Throughput over uniform INT2's; rows without routers cannot bear it out."""
+    """Throughput over that of the resident INT2 model."""
     said, where = "retains typically more than 85 % of INT2's throughput", "4.4, Figure 5"
-    own = [_over_resident(page.results, batch) for batch in BATCHES]
-    wide = [_over_pool(page.results, gib) for gib in GIBS]
-    rows = [one for one, _ in (*own, *wide) if one]
+    own = [_own(page.results, batch) for batch in BATCHES]
+    wide = [_wide(page.results, gib) for gib in GIBS]
+    rows = [one for one in (*own, *wide) if one]
     if not rows:
         page.claim(said, where, NOT_MEASURED, NOT_MEASURED)
         return
     met = sum(one.figure >= THROUGHPUT_BAR for one in rows)
     verdict = MET if met == len(rows) else IN_PART if 2 * met > len(rows) else NOT_MET
     parts = [
-        f"{page.shown(one, '{:.0f} %')}{_estimate(step, 'uniform_resident_ms')} at batch {batch}"
-        for batch, (one, step) in zip(BATCHES, own, strict=True)
+        f"{page.shown(one, '{:.0f} %')} at batch {batch}"
+        for batch, one in zip(BATCHES, own, strict=True)
     ]
     wider = [
-        f"{page.shown(one, '{:.0f} %')}{_estimate(step, 'uniform_ms')} under {gib} GiB"
-        for gib, (one, step) in zip(GIBS, wide, strict=True)
+        f"{page.shown(one, '{:.0f} %')} under {gib} GiB"
+        for gib, one in zip(GIBS, wide, strict=True)
     ]
     page.claim(
         said, where,
-        f"H200; {MODEL}, of the resident INT2 model: {', '.join(parts)}; {WIDE}, of a pool of all "
-        f"experts in INT2: {', '.join(wider)} (in brackets: with the routers, which these rows "
-        "left out)", borne_out(verdict, *rows),
+        f"H200, while the workload shifts, of the resident INT2 model: {MODEL} {', '.join(parts)}; "
+        f"{WIDE} {', '.join(wider)}", borne_out(verdict, *rows),
     )  # fmt: skip
 
 
-def _estimate(step: Found | None, beside: str) -> str:
-    if step is None or not step.row.flaw:
-        return ""
-    return f" ({flaws.said(flaws.with_routers(step, beside))})"
+def _own(results: Results, batch: int) -> Found | None:
+    """Share of uniform INT2's throughput, where a quarter of the experts is hot."""
+    said = f"dynaexq int4/int2, 32 hot of 128, batch {batch}: throughput over uniform INT2"
+    return results.latest(re.escape(f"{said} (resident), {SPEED}"))
 
 
-def _over_resident(results: Results, batch: int) -> tuple[Found | None, Found | None]:
-    """Share of uniform INT2's throughput, and the step that it is of."""
-    base, about = rf"dynaexq int4/int2, 32 hot of 128, batch {batch}", re.escape(SPEED)
-    over = results.latest(rf"{base}: throughput over uniform INT2 \(resident\), {about}")
-    return over, results.latest(rf"{base}, TPOT, {about}")
-
-
-def _over_pool(results: Results, gib: int) -> tuple[Found | None, Found | None]:
-    base = rf"dynaexq int4/int2, {gib} GiB, \d+ hot of 512, shifting"
+def _wide(results: Results, gib: int) -> Found | None:
+    """The same under a budget of the device's memory."""
     about = re.escape(f"dynaexq_wide, {WIDE}, 48 layers, attention bf16")
-    over = results.latest(rf"{base}: throughput over uniform int2, {about}")
-    return over, results.latest(rf"{base}, TPOT, {about}")
+    over = rf"dynaexq int4/int2, {gib} GiB, \d+ hot of 512, shifting: throughput over the resident"
+    return results.latest(f"{over} int2 model, {about}")
 
 
 def figure_5(page: Page) -> None:
@@ -142,8 +133,8 @@ def _wide_table(page: Page) -> None:
         for (model, pair), gib, kind in itertools.product(WIDE_PAIRS, GIBS, ("steady", "shifting"))
     ]
     head = [
-        "TTFT, ms", "prefill, tokens/s", "TPOT, ms", "uniform low, ms", "throughput over it",
-        "gate mass of the hot tier", "time over the bytes'",
+        "TTFT, ms", "prefill, tokens/s", "TPOT, ms", "uniform low, ms: resident, pool",
+        "throughput over them", "gate mass of the hot tier", "time over the bytes'",
     ]  # fmt: skip
     page.table(["ours, batch 1", *head, "what differs"], rows)
 
@@ -151,23 +142,30 @@ def _wide_table(page: Page) -> None:
 def _wide_row(page: Page, model: str, pair: str, gib: int, kind: str) -> list[str]:
     base = rf"dynaexq {pair}, {gib} GiB, \d+ hot of \d+, {kind}"
     about = re.escape(f"dynaexq_wide, {model}, 48 layers, attention bf16")
-    bars = ("throughput over uniform int[24]", "gate mass of the hot tier",
-            "time over that of the bytes")  # fmt: skip
-    over, mass, of_bytes = (page.results.latest(f"{base}: {bar}, {about}") for bar in bars)
-    first, step = (page.results.latest(f"{base}, {part}, {about}") for part in ("TTFT", "TPOT"))
+    get, low = page.results.latest, pair.split("/")[1]
+    mass, of_bytes = (
+        get(f"{base}: {bar}, {about}")
+        for bar in ("gate mass of the hot tier", "time over that of the bytes")
+    )
+    first, step = (get(f"{base}, {part}, {about}") for part in ("TTFT", "TPOT"))
     prefill = [""] * 2  # a prompt's time does not depend on what comes after it
     if kind == "steady":
         prefill = [
             page.shown(first, "{:.0f}"),
             page.derived("{:.0f}", lambda ms: 1e3 * PROMPT / ms, first),
         ]
-    low = page.results.latest(
-        rf"uniform {pair.split('/')[1]}, a pool of all experts, TPOT, {about}"
-    )
-    differs = f"{model}'s shape, {CARD}; routing replayed"
-    if step and of_bytes is None:
-        high = pair.split("/")[0].upper()
-        differs += f"; no pool of all experts in {high} was timed, which the bytes' time needs"
-    return [f"{model}, {pair.upper()}, {gib} GiB, {kind}", *prefill, page.shown(step),
-            page.shown(low), page.shown(over, "{:.0f} %"), page.shown(mass, "{:.0f} %"),
-            page.shown(of_bytes), differs]  # fmt: skip
+    ends = [
+        get(f"uniform {low}, {held}, TPOT, {about}")
+        for held in ("resident model", "a pool of all experts")
+    ]
+    over = [
+        get(f"{base}: throughput over {end}, {about}")
+        for end in (f"the resident {low} model", f"uniform {low}")
+    ]
+    return [
+        f"{model}, {pair.upper()}, {gib} GiB, {kind}", *prefill, page.shown(step),
+        ", ".join(page.shown(one) for one in ends),
+        ", ".join(page.shown(one, "{:.0f} %") for one in over),
+        page.shown(mass, "{:.0f} %"), page.shown(of_bytes),
+        f"{model}'s shape, {CARD}; routing replayed",
+    ]  # fmt: skip
