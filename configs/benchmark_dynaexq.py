@@ -7,7 +7,7 @@ r"""DynaExq's workload: 128 prompts of 2048 tokens, 256 new tokens each, batches
 
 Random weights of Qwen3-30B-A3B's shape under the policy: INT4 for the 32 hottest of a layer's 128
 experts, INT2 for all; the routing of decode steps is made up, as the output says. Name a
-checkpoint for its own routing. Planned on the device: 16.5 GiB at batch 1, 29.2 at 32. One run,
+checkpoint for its own routing. Planned on the device: 16.7 GiB at batch 1, 29.4 at 32. One run,
 since 128 requests spread enough; with `--config.num_prompts=32` it takes a quarter of the time.
 """
 

@@ -173,7 +173,7 @@ class LimitsTest(parameterized.TestCase):
             self.assertGreaterEqual(budget.slots, limits["prefetch"])
 
     @parameterized.parameters(
-        (QWEN, 8, 31), (QWEN, 12, 65), (QWEN, 24, 128), (MIXTRAL, 12, 2), (MIXTRAL, 16, 3),
+        (QWEN, 8, 29), (QWEN, 12, 63), (QWEN, 24, 128), (MIXTRAL, 12, 2), (MIXTRAL, 16, 3),
         (MIXTRAL, 24, 6),
     )  # fmt: skip
     def test_slots_by_hand(self, config, gib, slots):

@@ -109,6 +109,11 @@ def workspace_nbytes(
     on a CPU keeps what attention reads of the cache for all layers. There, numbers of two bytes are
     not served as such: the weights are widened, which is not counted.
 
+    While a program is compiled, a GPU's XLA runs its products to choose a form for each: of the
+    largest, attention's scores, it has two results at once, beside all that stays. That is more
+    than the chunk takes where the cache is long (16.7 GiB where 16.5 were planned without it,
+    Qwen3-30B at 4,096 slots; H200, jax 0.11.2, 2026-11-23).
+
     Compiled for an H100 without one (jax 0.11.2, 2026-11-21), prefill of Qwen3-30B and Mixtral
     shapes with INT4 experts took 0.61 to 0.97 of this, and decode 0.17 to 0.97.
 
@@ -126,7 +131,7 @@ def workspace_nbytes(
     steps = _Steps(config, batch, context, itemsize, platform == "cpu", num_turns, num_tiers)
     # Six arrays like the logits: penalized, sorted with their places, summed.
     sampling = 6 * 4 * batch * config.vocab_size
-    return max(steps.nbytes(chunk), steps.nbytes(1) + sampling)
+    return max(steps.nbytes(chunk), steps.tried(chunk), steps.nbytes(1) + sampling)
 
 
 class _Steps(NamedTuple):
@@ -150,6 +155,10 @@ class _Steps(NamedTuple):
         most = max(self._attention(tokens), self._delta_rule(tokens), self._experts(tokens))
         return stream + more + self._reads(tokens) + most
 
+    def tried(self, tokens: int) -> int:
+        """Of the largest product of a chunk, while its program is compiled: two float32 results."""
+        return 0 if self.is_cpu else 2 * 4 * self._scores(tokens) + self._values(tokens)
+
     def _reads(self, tokens: int) -> int:
         """Keys and values of a layer, out of the cache; for one query a GPU widens them as well."""
         c = self.config
@@ -163,14 +172,20 @@ class _Steps(NamedTuple):
         c = self.config
         if not c.attention_layers:
             return 0
-        row = self.batch * c.num_heads * self.context
-        scores = tokens * row
-        if c.latent:  # a block of queries after another
-            scores = min(scores, max(LATENT_SCORE_BYTES // 4, row))
         # Products in float32 and what the softmax gives; on a CPU its parts are not fused.
         score_nbytes = 4 + self.itemsize + (4 if self.is_cpu else 0)
         expanded = self._expanded(c.latent, tokens) if c.latent else 0
-        return self._values(tokens) + scores * score_nbytes + expanded
+        return self._values(tokens) + self._scores(tokens) * score_nbytes + expanded
+
+    def _scores(self, tokens: int) -> int:
+        """Numbers of them at once."""
+        c = self.config
+        if not c.attention_layers:
+            return 0
+        row = self.batch * c.num_heads * self.context
+        # Of latents a block of queries after another.
+        most = max(LATENT_SCORE_BYTES // 4, row) if c.latent else tokens * row
+        return min(tokens * row, most)
 
     def _values(self, tokens: int) -> int:
         c = self.config
