@@ -38,6 +38,7 @@ class _Pairs(NamedTuple):
     ids: jax.Array  # -1 where nothing is asked for
     tier: jax.Array  # of highest fidelity that is asked for of the expert, or `NO_TIER`
     strict: jax.Array  # no better one will do
+    lead: jax.Array  # the first pair of its expert; all of an expert run in one tier
     weights: jax.Array
 
 
@@ -80,11 +81,14 @@ def _load_pairs(of: Refs) -> _Pairs:
     ids, tier, at_least = load("ids", -1), load("tier", -1), load("at_least", False)
     asks = active & (tier >= 0)
     ids = jnp.where(asks, ids, -1)
-    same = matches(ids, ids) & asks[None, :]
-    best = jnp.min(jnp.where(same, tier[None, :], NO_TIER), axis=1)
-    best = jnp.where(asks, best, NO_TIER)
-    strict = some(same & (tier[None, :] == best[:, None]) & ~at_least[None, :], axis=1)
-    return _Pairs(number, inside, active, ids, best, strict, load("weights", 0.0))
+    # Two reductions over pairs of pairs: of a tier, that no better one will do comes first.
+    same = matches(ids, ids)
+    wish = jnp.where(asks, 2 * tier + at_least.astype(jnp.int32), 2 * NO_TIER)
+    least = jnp.min(jnp.where(same, wish[None, :], 2 * NO_TIER), axis=1)
+    best = jnp.where(asks, least >> 1, NO_TIER)
+    lead = jnp.min(jnp.where(same, number[None, :], len(number)), axis=1) == number
+    strict = asks & (least & 1 == 0)
+    return _Pairs(number, inside, active, ids, best, strict, asks & lead, load("weights", 0.0))
 
 
 def _load_tier(
@@ -125,8 +129,8 @@ def _serve(
 
 
 def _change(
-    state: _State, form: Form, layer: jax.Array, ids: jax.Array, fetched: jax.Array,
-    gone_pairs: jax.Array, all_ids: jax.Array, is_only: bool,
+    state: _State, form: Form, layer: jax.Array, ids: jax.Array, lead: jax.Array,
+    fetched: jax.Array, gone_pairs: jax.Array, all_ids: jax.Array, is_only: bool,
 ) -> tuple[_Change, dict[str, Any]]:  # fmt: skip
     """Of a tier that is not complete; `ids` are those of the pairs that run in it."""
     loaded, local = state.slots, state.asked.local
@@ -145,7 +149,7 @@ def _change(
         ahead=jnp.where(gone, 0, loaded.ahead),
     )
     table = vectors.candidates(left, state.clock, ids)
-    lead, miss = vectors.leads(ids), (ids >= 0) & (local < 0)
+    miss = (ids >= 0) & (local < 0)
     order = vectors.order_of(lead & miss, ids)
     num_needed, num_misses = together(lead, lead & miss)
     number, who = jnp.minimum(num_misses, vectors.count(table.victim)), jnp.where(miss, order, -2)
@@ -229,9 +233,10 @@ def _body(
     found, better = [], pairs.ids < -1
     slot = jnp.full_like(tier, -1)
     for i, (state, form) in enumerate(zip(states, forms, strict=True)):
-        ids, resident = jnp.where(tier == i, pairs.ids, -1), state.asked.local >= 0
+        ids, leads = jnp.where(tier == i, pairs.ids, -1), pairs.lead & (tier == i)
+        resident = state.asked.local >= 0
         if not form.changes:
-            change, leads = None, vectors.leads(ids)
+            change = None
             needed, missing = together(leads, leads & ~resident)
             amounts = {"steps": jnp.minimum(needed, 1), "needed": needed}
             if form.streams:
@@ -249,20 +254,20 @@ def _body(
         else:
             gone = resident & (fetched | better)
             change, amounts = _change(
-                state, form, layer, ids, fetched, gone, pairs.ids, number == 1
+                state, form, layer, ids, leads, fetched, gone, pairs.ids, number == 1
             )
             first, local = change.first_slot, change.local
         slot = jnp.where((tier == i) & (local >= 0), first + local, slot)
         better |= resident
-        found.append((state, change, amounts, local))
+        found.append((state, change, amounts, leads, local))
     if not interpret:
         # What the tables held has been read, by every thread, before any writes.
         pltriton.debug_barrier()
-    for i, (state, change, amounts, local) in enumerate(found):
+    for i, (state, change, amounts, leads, local) in enumerate(found):
         if change is not None:
             _store(change, state, layer)
         elif forms[i].is_fixed:
-            used = vectors.leads(jnp.where(tier == i, pairs.ids, -1)) & (local >= 0)
+            used = leads & (local >= 0)
             now = jnp.zeros_like(local) + state.clock
             pltriton.store(_use_of(state, layer, used, 0), now, mask=used)
             pltriton.store(_use_of(state, layer, used, 1), jnp.zeros_like(local), mask=used)
