@@ -36,9 +36,9 @@ class _Pairs(NamedTuple):
     inside: jax.Array
     active: jax.Array
     ids: jax.Array  # -1 where nothing is asked for
+    leads: jax.Array  # the first of those with its id, who all run in one tier
     tier: jax.Array  # of highest fidelity that is asked for of the expert, or `NO_TIER`
     strict: jax.Array  # no better one will do
-    lead: jax.Array  # the first pair of its expert; all of an expert run in one tier
     weights: jax.Array
 
 
@@ -58,7 +58,7 @@ class _Change(NamedTuple):
     """What becomes of a tier's slots."""
 
     table: vectors.Slots
-    gone: jax.Array  # bool[C], copies that leave for good
+    gone: jax.Array | None  # bool[C], copies that leave for good; None: none ever do
     owner: jax.Array  # int32[C], before that
     coming: jax.Array
     come: jax.Array  # int32[P], order of the jobs, or -1
@@ -86,9 +86,9 @@ def _load_pairs(of: Refs) -> _Pairs:
     wish = jnp.where(asks, 2 * tier + at_least.astype(jnp.int32), 2 * NO_TIER)
     least = jnp.min(jnp.where(same, wish[None, :], 2 * NO_TIER), axis=1)
     best = jnp.where(asks, least >> 1, NO_TIER)
-    lead = jnp.min(jnp.where(same, number[None, :], len(number)), axis=1) == number
+    leads = jnp.min(jnp.where(same, number[None, :], len(number)), axis=1) == number
     strict = asks & (least & 1 == 0)
-    return _Pairs(number, inside, active, ids, best, strict, asks & lead, load("weights", 0.0))
+    return _Pairs(number, inside, active, ids, asks & leads, best, strict, load("weights", 0.0))
 
 
 def _load_tier(
@@ -129,27 +129,28 @@ def _serve(
 
 
 def _change(
-    state: _State, form: Form, layer: jax.Array, ids: jax.Array, lead: jax.Array,
-    fetched: jax.Array, gone_pairs: jax.Array, all_ids: jax.Array, is_only: bool,
+    state: _State, form: Form, layer: jax.Array, pairs: _Pairs, runs: jax.Array,
+    fetched: jax.Array, gone_pairs: jax.Array, is_only: bool,
 ) -> tuple[_Change, dict[str, Any]]:  # fmt: skip
-    """Of a tier that is not complete; `ids` are those of the pairs that run in it."""
+    """Of a tier that is not complete; `runs`: the pairs that run in it."""
     loaded, local = state.slots, state.asked.local
     assert loaded is not None
-    owner, gone = loaded.owner, loaded.owner < -1
+    ids, owner, left, gone = jnp.where(runs, pairs.ids, -1), loaded.owner, loaded, None
+    released = unused = jnp.int32(0)
     if not (form.is_full or is_only):
-        gone = loaded.owned & some(matches(owner, jnp.where(fetched, all_ids, -2)), axis=1)
+        gone = loaded.owned & some(matches(owner, jnp.where(fetched, pairs.ids, -2)), axis=1)
         if state.better is not None:
             gone |= loaded.owned & state.better
         local = jnp.where(gone_pairs, -1, local)
-    released, unused = together(gone, gone & (loaded.ahead != 0))
-    left = loaded._replace(
-        owner=jnp.where(gone, -1, owner),
-        owned=loaded.owned & ~gone,
-        last_use=jnp.where(gone, 0, loaded.last_use),
-        ahead=jnp.where(gone, 0, loaded.ahead),
-    )
+        released, unused = together(gone, gone & (loaded.ahead != 0))
+        left = loaded._replace(
+            owner=jnp.where(gone, -1, owner),
+            owned=loaded.owned & ~gone,
+            last_use=jnp.where(gone, 0, loaded.last_use),
+            ahead=jnp.where(gone, 0, loaded.ahead),
+        )
     table = vectors.candidates(left, state.clock, ids)
-    miss = (ids >= 0) & (local < 0)
+    lead, miss = runs & pairs.leads, (ids >= 0) & (local < 0)
     order = vectors.order_of(lead & miss, ids)
     num_needed, num_misses = together(lead, lead & miss)
     number, who = jnp.minimum(num_misses, vectors.count(table.victim)), jnp.where(miss, order, -2)
@@ -177,17 +178,18 @@ def _store(change: _Change, state: _State, layer: jax.Array) -> None:
     of, table, coming = state.of, change.table, change.coming
     num_experts, beyond = of["pinned"].shape[1], of["table"].shape[1]
     slots = num_slots(of["table"], num_experts)
-    # An expert that comes again has its new slot written below: no column is written twice.
-    again = some(matches(change.owner, jnp.where(change.come >= 0, change.ids, -2)), axis=1)
-    leaves = change.gone & ~again
-    none = jnp.full_like(coming, -1)
-    place = jnp.where(leaves, change.owner, beyond)
-    pltriton.store(of["table"].at[layer, place], none, mask=leaves)
-    empty = change.gone & (coming < 0)
-    number = table.loaded.number + num_experts
-    pltriton.store(of["table"].at[layer, number], none, mask=empty)
-    pltriton.store(of["table"].at[layer, number + slots], none + 1, mask=empty)
-    pltriton.store(of["table"].at[layer, number + 2 * slots], none + 1, mask=empty)
+    if change.gone is not None:
+        # An expert that comes again has its new slot written below: no column is written twice.
+        again = some(matches(change.owner, jnp.where(change.come >= 0, change.ids, -2)), axis=1)
+        leaves = change.gone & ~again
+        none = jnp.full_like(coming, -1)
+        place = jnp.where(leaves, change.owner, beyond)
+        pltriton.store(of["table"].at[layer, place], none, mask=leaves)
+        empty = change.gone & (coming < 0)
+        number = table.loaded.number + num_experts
+        pltriton.store(of["table"].at[layer, number], none, mask=empty)
+        pltriton.store(of["table"].at[layer, number + slots], none + 1, mask=empty)
+        pltriton.store(of["table"].at[layer, number + 2 * slots], none + 1, mask=empty)
     vectors.store_owners(of, layer, table, coming)
     vectors.store_use(of, layer, table, table.wanted | (coming >= 0), state.clock, 0)
     size = of["rows"].shape[0]
@@ -233,10 +235,9 @@ def _body(
     found, better = [], pairs.ids < -1
     slot = jnp.full_like(tier, -1)
     for i, (state, form) in enumerate(zip(states, forms, strict=True)):
-        ids, leads = jnp.where(tier == i, pairs.ids, -1), pairs.lead & (tier == i)
-        resident = state.asked.local >= 0
+        runs, resident = tier == i, state.asked.local >= 0
         if not form.changes:
-            change = None
+            change, leads = None, runs & pairs.leads
             needed, missing = together(leads, leads & ~resident)
             amounts = {"steps": jnp.minimum(needed, 1), "needed": needed}
             if form.streams:
@@ -250,24 +251,22 @@ def _body(
             slots = num_slots(state.of["table"], state.of["pinned"].shape[1])
             first, local = quotient(layer, form.banks) * slots, state.asked.local
             if form.streams:
-                local = jnp.where(ids >= 0, vectors.order_of(leads, ids), -1)
+                local = jnp.where(runs, vectors.order_of(leads, pairs.ids), -1)
         else:
             gone = resident & (fetched | better)
-            change, amounts = _change(
-                state, form, layer, ids, leads, fetched, gone, pairs.ids, number == 1
-            )
+            change, amounts = _change(state, form, layer, pairs, runs, fetched, gone, number == 1)
             first, local = change.first_slot, change.local
-        slot = jnp.where((tier == i) & (local >= 0), first + local, slot)
+        slot = jnp.where(runs & (local >= 0), first + local, slot)
         better |= resident
-        found.append((state, change, amounts, leads, local))
+        found.append((state, change, amounts, local))
     if not interpret:
         # What the tables held has been read, by every thread, before any writes.
         pltriton.debug_barrier()
-    for i, (state, change, amounts, leads, local) in enumerate(found):
+    for i, (state, change, amounts, local) in enumerate(found):
         if change is not None:
             _store(change, state, layer)
         elif forms[i].is_fixed:
-            used = leads & (local >= 0)
+            used = (tier == i) & pairs.leads & (local >= 0)
             now = jnp.zeros_like(local) + state.clock
             pltriton.store(_use_of(state, layer, used, 0), now, mask=used)
             pltriton.store(_use_of(state, layer, used, 1), jnp.zeros_like(local), mask=used)
