@@ -27,7 +27,7 @@ EVENTS = (
     "prefetch_waste",  # of what was brought ahead, experts that went unused
     "waits",  # experts that the step asked the host for, which read them or had them by then
 )
-LINK_GIB_PER_S = 50  # of PCIe 5 x16: what stalls are estimated by, where nothing is measured
+LINK_GIB_PER_S = 50  # of PCIe 5 x16: the link's part of stalls is estimated by it
 DISK_TROUBLE = ("retries", "errors", "refused")  # of what a reader counts
 _COLUMN = {name: i for i, name in enumerate(EVENTS)}
 
@@ -119,6 +119,8 @@ class Ledger:
       disk_bytes: read from the disk, told by the reader.
       disk_reads: experts, likewise.
       disk_waits: of them, those that a step waited for.
+      disk_wait_seconds: that steps spent in the host's answers to what no row of host memory held,
+        by its clock: reading, repeating what failed, and copying to what it answers.
       disk_ahead: experts that were read since a policy foresaw them; not of `disk_waits`, and
         without those that a transfer asked for while they were being read.
       disk_ahead_used: of them, those that were then asked for and still in host memory.
@@ -133,17 +135,18 @@ class Ledger:
     disk_bytes: int = 0
     disk_reads: int = 0
     disk_waits: int = 0
+    disk_wait_seconds: float = 0.0
     disk_ahead: int = 0
     disk_ahead_used: int = 0
     disk_trouble: dict[str, int] = dataclasses.field(default_factory=dict)
     bulk_requests: dict[str, int] = dataclasses.field(default_factory=dict)
 
-    def add(self, counts: Counts, *, disk: Mapping[str, int] | None = None) -> None:
+    def add(self, counts: Counts, *, disk: Mapping[str, float] | None = None) -> None:
         """Adds the counts of a call, after which the next one starts from `no_counts`.
 
         Args:
           counts: of numpy arrays, or of arrays that are fetched here.
-          disk: what the reader of the disk counted for the call (`ssd.Counters`), by name.
+          disk: what was counted of the disk for the call (`DiskExperts.read_since`), by name.
 
         Raises:
           ValueError: counts of another number of layers or tiers, or a negative one (overflow).
@@ -163,13 +166,15 @@ class Ledger:
                 total[name] += amount
         for tier, mass in zip(self.tiers, gate[:, 1:].sum(0).tolist(), strict=True):
             self.gate_mass[tier] = self.gate_mass.get(tier, 0.0) + mass
-        self.disk_bytes += (told := disk or {}).get("bytes", 0)
-        self.disk_reads += told.get("reads", 0)
-        self.disk_waits += told.get("waits", 0)
-        self.disk_ahead += told.get("ahead", 0)
-        self.disk_ahead_used += told.get("ahead_used", 0)
+        told = disk or {}
+        self.disk_bytes += int(told.get("bytes", 0))
+        self.disk_reads += int(told.get("reads", 0))
+        self.disk_waits += int(told.get("waits", 0))
+        self.disk_wait_seconds += told.get("wait_seconds", 0.0)
+        self.disk_ahead += int(told.get("ahead", 0))
+        self.disk_ahead_used += int(told.get("ahead_used", 0))
         for name in DISK_TROUBLE:
-            self.disk_trouble[name] = self.disk_trouble.get(name, 0) + told.get(name, 0)
+            self.disk_trouble[name] = self.disk_trouble.get(name, 0) + int(told.get(name, 0))
         if counts.unserved.any():
             raise RuntimeError(f"{int(counts.unserved.sum())} needed experts had no slot")
 
@@ -207,15 +212,28 @@ class Ledger:
         """Bytes from host to device, for whatever cause."""
         return sum(amount for cause, amount in self.bytes_by_cause.items() if cause != "disk")
 
-    def stall_seconds(self, link_gib_per_s: float = LINK_GIB_PER_S) -> float:
+    def link_stall_seconds(self, link_gib_per_s: float = LINK_GIB_PER_S) -> float:
         """An estimate of what steps waited for the link: all that was fetched inside them."""
         causes = self.bytes_by_cause
         return (causes["demand"] + causes["stream"]) / (link_gib_per_s * 2**30)
 
+    def stall_seconds(self, link_gib_per_s: float = LINK_GIB_PER_S) -> float:
+        """What steps waited for experts: the link's part is estimated, the disk's is measured.
+
+        What the disk gives crosses the link as well, and counts in both parts. What is read or sent
+        beside the steps (in bulk, foreseen, predicted) is in neither.
+        """
+        return self.link_stall_seconds(link_gib_per_s) + self.disk_wait_seconds
+
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON; a rate of nothing is None."""
         return {
-            "stall_seconds": {"estimate": self.stall_seconds(), "link_gib_per_s": LINK_GIB_PER_S},
+            "stall_seconds": {
+                "estimate": self.stall_seconds(),
+                "link_estimate": self.link_stall_seconds(),
+                "link_gib_per_s": LINK_GIB_PER_S,
+                "disk_measured": self.disk_wait_seconds,
+            },
             "expert_bytes": self.expert_bytes,
             "totals": {name: self.total(name) for name in EVENTS},
             "hit_rate": _or_none(self.hit_rate),
@@ -248,10 +266,10 @@ class Ledger:
             )
         causes = [f"{name} {_size(n)}" for name, n in self.bytes_by_cause.items() if n]
         lines.append(f"moved: {', '.join(causes) or 'nothing'}")
-        if stalled := self.stall_seconds():
-            lines.append(
-                f"stalls: about {1e3 * stalled:.3g} ms, if the link moves {LINK_GIB_PER_S} GiB/s"
-            )
+        if self.stall_seconds():
+            disk = f" and {1e3 * w:.3g} ms for the disk" if (w := self.disk_wait_seconds) else ""
+            link = f"{1e3 * self.link_stall_seconds():.3g} ms"
+            lines.append(f"stalls: about {link}, if the link moves {LINK_GIB_PER_S} GiB/s{disk}")
         if self.disk_waits or self.disk_reads:
             lines.append(
                 f"disk: {self.disk_reads} experts read; steps waited for {self.disk_waits} of them;"

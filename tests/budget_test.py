@@ -201,13 +201,30 @@ class LimitsTest(parameterized.TestCase):
     def test_host_rows_leave_room_for_the_ring(self):
         expert = int4(MIXTRAL).expert_nbytes
         budget = budget_of(MIXTRAL, slots=2, host_gib=10)
-        self.assertEqual(budget.host_rows, 10 * GIB // expert - RING_BLOCKS)
+        # A step brings two to slots at once, and the host reads one more.
+        self.assertEqual(budget.host_rows, 10 * GIB // expert - RING_BLOCKS - 3)
         self.assertEqual(budget.host["ring of blocks from the disk"], RING_BLOCKS * expert)
+        self.assertEqual(budget.host["experts that a step waits for"], 3 * expert)
         self.assertEqual(budget.disk, {"experts": 32 * 8 * expert})
         self.assertEqual(budget.host_share, budget.host_rows / 256)
         whole = budget_of(MIXTRAL, slots=2, host_gib=24)
         self.assertEqual((whole.host_rows, whole.host_share), (256, 1.0))
         self.assertEqual(list(whole.host), ["experts"])
+
+    def test_host_memory_has_what_a_step_waits_for(self):
+        """As many as it brings at once: in the largest chunk, to its slots or in a wave."""
+        expert, part = int4(QWEN).expert_nbytes, "experts that a step waits for"
+        for at_once, how in (
+            (40, {"slots": 40, "transient": 7}),
+            (7, {"slots": 5, "transient": 7}),
+            (16, {"slots": 40, "transient": 7, "chunk": 2}),
+        ):
+            budget = budget_of(host_gib=4, **how)
+            self.assertEqual(budget.at_once, at_once)
+            self.assertEqual(budget.host[part], (at_once + 1) * expert)
+            self.assertEqual(budget.device["experts on their way in a step"], at_once * expert)
+            self.assertEqual(budget.host_rows, 4 * GIB // expert - 8 - at_once - 1)
+        self.assertNotIn(part, budget_of(slots=40).host)
 
     def test_transfers_between_steps_take_room_on_both_sides(self):
         expert, tables = int4(MIXTRAL).expert_nbytes, "residency tables"
@@ -234,7 +251,11 @@ class LimitsTest(parameterized.TestCase):
         ({"slots": 2, "prefetch": 3}, "memory.prefetch=3 needs as many slots"),
         ({"prefetch_in": "prompt"}, "memory.prefetch_in='prompt' is none of both, prefill, decode"),
         ({"slots": 100, "device_gib": 12}, "memory.device_gib=12 is too little for 100 slots"),
-        ({"slots": 2, "host_gib": 0.01}, "memory.host_gib=0.01 is too little for the ring of 8"),
+        (
+            {"slots": 2, "host_gib": 0.01},
+            "memory.host_gib=0.01 is too little for the ring of 8 experts on their way from the "
+            "disk and 27 that a step waits for: the smallest that would do is 0.0866 GiB",
+        ),
     )
     def test_what_cannot_be_is_said_in_one_line(self, limits, said):
         with self.assertRaises(BudgetError) as caught:
@@ -261,8 +282,8 @@ class AdviceTest(parameterized.TestCase):
     @parameterized.parameters(
         ({"slots": 8}, {"host_nbytes": 10 * GIB}, "host memory for experts is 15.19 GiB, but this"),
         ({"slots": 8}, {"pinned_nbytes": 8 * GIB}, "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=17"),
-        ({"slots": 8, "host_gib": 8}, {}, "47 % of the experts are not in host memory"),
-        ({"slots": 8, "host_gib": 8}, {}, "with a full one 171, and 2734 in a full prefill chunk"),
+        ({"slots": 8, "host_gib": 8}, {}, "48 % of the experts are not in host memory"),
+        ({"slots": 8, "host_gib": 8}, {}, "with a full one 172, and 2759 in a full prefill chunk"),
         ({"slots": 8, "host_gib": 8}, {}, "; every decode step is expected to wait"),
         ({"slots": 0}, {}, "no expert is cached"),
         ({"slots": 7}, {}, "a layer caches 7 experts, but a decode step can need 8"),

@@ -77,6 +77,29 @@ class LedgerTest(parameterized.TestCase):
         self.assertEqual(self.book.link_bytes, 22 * MIB)
         self.assertEqual(self.book.stall_seconds(5 / 2**10), 2.0)  # of 10 MiB, at 5 a second
 
+    def test_stalls_are_of_the_link_by_estimate_and_of_the_disk_as_measured(self):
+        disk = {"bytes": 3 * MIB, "reads": 3, "waits": 3, "wait_seconds": 0.25}
+        self.book.add(example(), disk=disk)
+        self.book.add(example(), disk={**disk, "wait_seconds": 0.5})
+        self.assertEqual(self.book.disk_wait_seconds, 0.75)
+        self.assertEqual(self.book.link_stall_seconds(5 / 2**10), 2.0)
+        self.assertEqual(self.book.stall_seconds(5 / 2**10), 2.75)
+        found = json.loads(json.dumps(self.book.as_dict(), allow_nan=False))["stall_seconds"]
+        link = 10 / 1024 / 50
+        self.assertEqual(
+            found,
+            {
+                "estimate": 0.75 + link,
+                "link_estimate": link,
+                "link_gib_per_s": 50,
+                "disk_measured": 0.75,
+            },
+        )
+        self.assertIn(
+            "stalls: about 0.195 ms, if the link moves 50 GiB/s and 750 ms for the disk",
+            self.book.describe(),
+        )
+
     def test_sums_exceed_32_bits(self):
         counts = ledger.no_counts(1).add(0, needed=2**31 - 1, hits=2**31 - 1)
         for _ in range(3):

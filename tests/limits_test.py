@@ -4,6 +4,7 @@ import gc
 import os
 import tempfile
 import threading
+import time
 import unittest
 import weakref
 from pathlib import Path
@@ -21,6 +22,8 @@ from moejax.engine import STEPS_PER_CALL
 from moejax.generation import GenerationSettings
 from moejax.memory import pinned
 from moejax.memory.budget import PINNED_LIMIT, Limits
+from moejax.memory.disk import DiskExperts
+from moejax.memory.ssd import SsdReader
 from tests import slow
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
 
@@ -99,16 +102,42 @@ class LimitsTest(parameterized.TestCase):
         self.assertEqual(engine.weights_nbytes, weights)
 
     def test_experts_on_the_disk_are_waited_for_and_then_kept(self):
-        # The ring takes eight blocks of it.
-        engine = limited(slots=2, transient=2, host_gib=12 * ROW_NBYTES / 2**30)
+        # The ring takes eight blocks of it, a step that waits three.
+        engine = limited(slots=2, transient=2, host_gib=15 * ROW_NBYTES / 2**30)
         self.assertEqual(engine.budget.host_rows, 4)
         self.assertEqual(tokens(engine), RESIDENT)
         first = totals(engine)["waits"]
         self.assertGreater(first, 0)
         self.assertEqual(tokens(engine), RESIDENT)
 
+    def test_what_steps_wait_for_takes_what_was_planned_and_its_time_is_measured(self):
+        sizes, pauses = [], []
+        read, read_now = DiskExperts.read, SsdReader.read_now
+
+        def told(disk: DiskExperts, *args: Any) -> Any:
+            found = read(disk, *args)
+            sizes.append(sum(array.nbytes for array in found))
+            return found
+
+        def slow(*args: Any) -> Any:
+            pauses.append(0.01)
+            time.sleep(pauses[-1])
+            return read_now(*args)
+
+        self.enter_context(mock.patch.object(DiskExperts, "read", told))
+        self.enter_context(mock.patch.object(SsdReader, "read_now", slow))
+        engine = limited(slots=3, transient=1, host_gib=15 * ROW_NBYTES / 2**30)
+        self.assertEqual(tokens(engine), RESIDENT)
+        self.assertEqual(engine.budget.host_rows, 15 - 8 - 4)
+        planned = engine.budget.host["experts that a step waits for"]
+        self.assertEqual(planned, max(sizes) + ROW_NBYTES)  # and what it read last
+        self.assertEqual(max(sizes), 3 * ROW_NBYTES)
+        self.assertGreater(len(pauses), 3)
+        self.assertGreaterEqual(engine.ledger.disk_wait_seconds, sum(pauses))
+        self.assertRegex("\n".join(engine.ledger.describe()), r"stalls: .* ms for the disk\n")
+
     def test_a_disk_that_fails_is_one_line_and_the_engine_goes_on(self):
-        engine = limited(slots=2, transient=2, host_gib=8 * ROW_NBYTES / 2**30)
+        engine = limited(slots=2, transient=2, host_gib=11 * ROW_NBYTES / 2**30)
         gone = mock.patch.object(ExpertReader, "read", side_effect=MoejaxError("the disk is gone"))
         with gone, self.assertRaisesRegex(MoejaxError, "the disk is gone"):
             tokens(engine)
@@ -139,7 +168,7 @@ class LimitsTest(parameterized.TestCase):
         self.assertEqual(tokens(engine), RESIDENT)
 
     def test_a_file_that_changed_is_an_error_and_no_wrong_token(self):
-        engine = limited(slots=2, transient=2, host_gib=8 * ROW_NBYTES / 2**30)
+        engine = limited(slots=2, transient=2, host_gib=11 * ROW_NBYTES / 2**30)
         self.assertEqual(tokens(engine), RESIDENT)
         (file,) = DIRECTORY.glob("*.safetensors")
         whole = file.read_bytes()
@@ -154,7 +183,7 @@ class LimitsTest(parameterized.TestCase):
         self.assertEqual(tokens(engine), RESIDENT)
 
     def test_a_disk_that_fails_later_leaves_a_whole_engine(self):
-        engine = limited(slots=2, transient=2, host_gib=12 * ROW_NBYTES / 2**30)
+        engine = limited(slots=2, transient=2, host_gib=15 * ROW_NBYTES / 2**30)
         read, count = ExpertReader.read, iter(range(100))
 
         def sometimes(self: ExpertReader, *args: Any, **how: Any) -> None:
@@ -200,7 +229,7 @@ class LimitsTest(parameterized.TestCase):
 
     def test_a_closed_engine_holds_nothing_and_says_so(self):
         before = set(threading.enumerate())
-        with limited(slots=2, transient=2, host_gib=14 * ROW_NBYTES / 2**30, bulk=1) as engine:
+        with limited(slots=2, transient=2, host_gib=17 * ROW_NBYTES / 2**30, bulk=1) as engine:
             memory = engine._runner.memory
             memory.transfers.request(1, list(range(8)))
             self.assertEqual(tokens(engine), RESIDENT)

@@ -104,8 +104,9 @@ class SizesTest(PlanCase):
         self.assertRegex(err, f"cannot move: .*{said}.*\n$")
 
     def test_what_is_converted_cannot_be_waited_for_on_the_cpu(self):
-        stores.Gptq(dataclasses.replace(stores.QWEN, num_experts=9)).write(self.directory)
+        stores.Gptq(dataclasses.replace(stores.QWEN, num_experts=12)).write(self.directory)
         asked = [f"--config.checkpoint={self.directory}", "--config.memory.slots=1"]
+        asked.append("--config.memory.transient=1")
         err = self.run_plan(*asked, "--config.memory.host_gib=1e-9", status=1)
         least = re.search(r"would do is (\S+) GiB", err)[1]
         asked.append(f"--config.memory.host_gib={least}")
@@ -136,6 +137,8 @@ class ContractTest(PlanCase):
         )  # fmt: skip
         prompts = np.random.default_rng(0).integers(0, TINY["vocab_size"], (batch, context - 8))
         engine.generate(prompts.tolist(), max_new_tokens=6)
+        # Few pairs go another way on a CPU, and of plain experts they take more.
+        engine.generate(prompts[:1, :9].tolist(), max_new_tokens=2)
         return engine
 
     def check_programs(self, engine):
@@ -202,8 +205,8 @@ class MainTest(PlanCase):
         self.assertIn("slots: 3 of 8 a layer (37.5 % of the experts), and 2 transient", out)
         self.assertRegex(out, r"at worst: 6048\.0 MiB a token of a decode step, 118\.12 ms")
         out = self.run_plan(f"--config={path}", "--config.memory.host_gib=20")
-        self.assertIn("host memory: 208 of 256 experts (81.2 %)", out)
-        self.assertIn("warning: 19 % of the experts are not in host memory", out)
+        self.assertIn("host memory: 204 of 256 experts (79.7 %)", out)
+        self.assertIn("warning: 20 % of the experts are not in host memory", out)
 
     @parameterized.parameters(
         "plan_deepseek_v2_lite", "plan_deepseek_moe_16b", "plan_qwen3_next_80b_a3b"
@@ -234,7 +237,7 @@ class MainTest(PlanCase):
         write_random_checkpoint(self.directory, num_experts=8)
         asked = [f"--config.checkpoint={self.directory}", "--config.memory.slots=4"]
         policy = ["--config.policy.name=on_demand", "--config.policy.group_size=16"]
-        asked += ["--config.policy.tiers=('int4',)", *policy]
+        asked += ["--config.policy.tiers=('int4',)", *policy, "--config.memory.transient=4"]
         err = self.run_plan(*asked, "--config.memory.host_gib=1e-9", status=1)
         self.assertIn("memory.host_gib=1e-09 is too little for experts of int4", err)
         least = re.search(r"would do is (\S+) GiB", err)[1]

@@ -15,7 +15,14 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax import Engine, cache, chunks, steps
-from moejax.chunks import Planned, kv_bucket, length_bucket, longest_chunk, prefill_chunks
+from moejax.chunks import (
+    MIN_PREFILL_LENGTH,
+    Planned,
+    kv_bucket,
+    length_bucket,
+    longest_chunk,
+    prefill_chunks,
+)
 from moejax.generation import GenerationSettings
 from moejax.memory.budget import workspace_nbytes
 from moejax.models.shapes import QWEN3_30B_A3B, SHAPES
@@ -89,16 +96,17 @@ class BucketTest(parameterized.TestCase):
         longest = longest_chunk(QWEN3_30B_A3B, batch, cache_length)
         self.assertEqual(longest, expected)  # 32 heads, 4 bytes a score, 2**30 bytes
 
-    @parameterized.parameters(*SHAPES)
-    def test_a_shorter_call_takes_no_more_than_was_planned(self, name):
-        shape = SHAPES[name]
+    @parameterized.product(name=tuple(SHAPES), platform=("gpu", "cpu"))
+    def test_a_shorter_call_takes_no_more_than_was_planned(self, name, platform):
+        shape, itemsize = SHAPES[name], {"gpu": 2, "cpu": 4}[platform]
 
         def nbytes(batch, context, chunk):
             wide, plain = shape.state_values
-            held = batch * (2 * context * shape.cached_values + 4 * wide + 2 * plain)
-            return held + workspace_nbytes(
-                shape, batch=batch, context=context, chunk=chunk, itemsize=2, platform="gpu"
-            )
+            cached = itemsize * (context * shape.cached_values + plain)
+            return batch * (cached + 4 * wide) + workspace_nbytes(
+                shape, batch=batch, context=context, chunk=chunk, itemsize=itemsize,
+                platform=platform,
+            )  # fmt: skip
 
         for batch, context in itertools.product((1, 4, 16), (512, 2048, 4096, 16384)):
             chunk = longest_chunk(shape, batch, context)
@@ -107,7 +115,8 @@ class BucketTest(parameterized.TestCase):
             for fewer, shorter in itertools.product((1, 2, 8, 16), (256, 1024, 4096, 16384)):
                 if fewer <= batch and shorter <= context:
                     longest = min(shorter, longest_chunk(shape, fewer, shorter, planned))
-                    self.assertLessEqual(nbytes(fewer, shorter, longest), most)
+                    for tokens in {MIN_PREFILL_LENGTH, longest}:
+                        self.assertLessEqual(nbytes(fewer, shorter, tokens), most)
 
     @parameterized.parameters((1, 256), (256, 256), (257, 1024), (1025, 2000), (2000, 2000))
     def test_kv_bucket(self, length, expected):

@@ -17,6 +17,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -97,6 +98,7 @@ class DiskExperts:
         self._ahead: set[Expert] = set()  # of the tickets, those that nobody waits for
         self._brought: set[Expert] = set()  # read ahead, and not asked for since
         self._num_ahead = self._num_ahead_used = 0
+        self._wait_seconds = 0.0  # that steps spent in `read`
         self._uses: jax.Array | None = None  # a copy of last uses that is not applied yet
         self._seen = np.zeros(row_of.shape, np.int32)
         self._lock = threading.RLock()
@@ -110,8 +112,9 @@ class DiskExperts:
           experts: int32[J].
 
         An error would end the step with more than one line, and take its donated arrays with it:
-        it is counted in `failures`.
+        it is counted in `failures`. The time is counted too: the step waits for it.
         """
+        start = time.monotonic()
         try:
             found = [np.zeros((len(experts), *part.shape), part.dtype) for part in self._row]
             wanted = np.asarray(experts)
@@ -124,6 +127,8 @@ class DiskExperts:
                 np.broadcast_to(part.dtype.type(0), (len(experts), *part.shape))
                 for part in self._row
             ]
+        with self._lock:
+            self._wait_seconds += time.monotonic() - start
         return tuple(found)
 
     def _count(self, error: BaseException) -> None:
@@ -232,11 +237,16 @@ class DiskExperts:
                 self._uses.copy_to_host_async()
             return changed
 
-    def read_since(self) -> dict[str, int]:
-        """What the reader has counted since the last call, by the names of `ssd.Counters`."""
+    def read_since(self) -> dict[str, float]:
+        """What was counted since the last call.
+
+        By the names of `ssd.Counters`; "ahead" and "ahead_used" as `Ledger.disk_ahead` and
+        `disk_ahead_used`; "wait_seconds" that steps spent in `read`.
+        """
         told, self._told = self._told, dataclasses.asdict(self.reader.counters)
         with self._lock:
             self._told |= {"ahead": self._num_ahead, "ahead_used": self._num_ahead_used}
+            self._told["wait_seconds"] = self._wait_seconds
         return {name: n - told.get(name, 0) for name, n in self._told.items() if name != "seconds"}
 
     def close(self) -> None:

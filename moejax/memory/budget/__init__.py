@@ -5,7 +5,7 @@ slots that all layers share, R rows of the host store.
 """
 
 from moejax.memory.budget.advice import PINNED_LIMIT, Machine, tier_warnings, unused, warnings
-from moejax.memory.budget.allocation import LOW_RANK, Budget, Tier, make_budget
+from moejax.memory.budget.allocation import LOW_RANK, make_budget
 from moejax.memory.budget.limits import (
     BOTH,
     GIB,
@@ -19,6 +19,7 @@ from moejax.memory.budget.limits import (
     narrowed,
     require_room,
 )
+from moejax.memory.budget.planned import Budget, Tier
 from moejax.memory.budget.precisions import n_hot
 from moejax.memory.budget.table import describe, describe_tiers
 from moejax.memory.budget.tables import table_nbytes

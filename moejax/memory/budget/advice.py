@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from moejax.memory.budget.allocation import Budget
 from moejax.memory.budget.limits import PREFILL, Limits, gib_above
+from moejax.memory.budget.planned import Budget
 from moejax.memory.budget.tables import bulk_nbytes
 from moejax.memory.budget.tiers import TieredBudget
 

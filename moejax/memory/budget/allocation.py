@@ -12,10 +12,13 @@ from moejax.memory.budget.limits import (
     limit_nbytes,
     num_banks,
 )
+from moejax.memory.budget.planned import Budget, Tier
 from moejax.memory.budget.tables import (
     RING_BLOCKS,
+    blocks_from_disk,
     bulk_nbytes,
     least_host_nbytes,
+    most_at_once,
     table_nbytes,
 )
 from moejax.memory.budget.workspace import Model, workspace_nbytes
@@ -28,95 +31,8 @@ RESERVE_BYTES = {"gpu": 128 * 2**20, "cpu": 0}
 # Of plain experts where no kernel reads them in place, as in `moejax.models.moe`.
 GATHERED_BYTES = 512 * 2**20
 STATES = "states of layers without attention"  # a part of the device's
+WAITED = "experts that a step waits for"  # a part of the host's
 LOW_RANK = ".low_rank"  # ends the names of low-rank factors, which stay on the device
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Tier:
-    """One stored form of the experts."""
-
-    name: str  # "bf16", "int4", ...
-    expert_nbytes: int  # of one expert: what a slot holds, and a row of the host store
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Budget:
-    """Where every byte goes.
-
-    Invariants: with `pooled`, experts lie in `banks` of ceil(M / banks) C + B slots and R rows;
-    without, all are on the device as the other weights are, C is E, and B and R are 0.
-    """
-
-    limits: Limits
-    tier: Tier
-    batch: int  # sequences at once
-    context: int  # slots of the KV cache of each
-    chunk: int  # tokens of each in a prefill step
-    num_layers: int  # M
-    num_experts: int  # E
-    experts_per_token: int  # A
-    pooled: bool
-    slots: int  # C
-    transient: int  # B
-    host_rows: int  # R
-    device: Mapping[str, int]  # bytes by part
-    host: Mapping[str, int]
-    disk: Mapping[str, int]
-
-    @property
-    def num_slots(self) -> int:
-        """Of all banks; 0 where there is no pool."""
-        layers = -(-self.num_layers // self.banks)
-        return self.banks * (layers * self.slots + self.transient) if self.pooled else 0
-
-    @property
-    def banks(self) -> int:
-        """Arrays of slots that layers take turns in; two where the next layer looks ahead."""
-        return num_banks(self.limits)
-
-    @property
-    def total_device(self) -> int:
-        """Bytes on the accelerator at the peak."""
-        return sum(self.device.values())
-
-    @property
-    def total_host(self) -> int:
-        """Bytes of host memory for experts; pinned on a GPU."""
-        return sum(self.host.values())
-
-    @property
-    def spare_device(self) -> int | None:
-        """Bytes of the limit that nothing takes; None without a limit."""
-        limit = limit_nbytes(self.limits.device_gib)
-        return None if limit is None else limit - self.total_device
-
-    @property
-    def resident_share(self) -> float:
-        """Of the experts, those that have a slot of their layer."""
-        return self.slots / self.num_experts
-
-    @property
-    def host_share(self) -> float:
-        """Of the experts, those that a step finds without the disk."""
-        if not self.pooled:
-            return 1.0
-        return min(1.0, self.host_rows / (self.num_layers * self.num_experts))
-
-    def link_nbytes(self, num_tokens: int) -> int:
-        """Bytes that cross the link in a step of so many tokens, when every expert is a miss."""
-        needed = min(self.num_experts, num_tokens * self.experts_per_token)
-        misses = min(needed, self.num_experts - self.slots)
-        return self.num_layers * misses * self.tier.expert_nbytes
-
-    def table(self) -> list[tuple[str, str, int]]:
-        """(place, part, bytes) of every part, each place's total last."""
-        rows = []
-        for place in ("device", "host", "disk"):
-            parts: Mapping[str, int] = getattr(self, place)
-            rows += [(place, part, nbytes) for part, nbytes in parts.items()]
-            if parts:
-                rows.append((place, "total", sum(parts.values())))
-        return rows
 
 
 def make_budget(
@@ -191,6 +107,12 @@ class _Run:
     def num_experts(self) -> int:
         return self.config.num_experts
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether the experts take less than plain ones."""
+        plain = 3 * self.config.model_dim * self.config.expert_dim * self.itemsize
+        return self.tier.expert_nbytes < plain
+
     def check(self) -> None:
         """Raises BudgetError for what no limit would mend."""
         slots, prefetch = self.limits.slots, self.limits.prefetch
@@ -249,6 +171,7 @@ class _Run:
             platform=self.platform,
             num_turns=num_banks(self.limits),
             num_tiers=self.num_tiers,
+            is_packed=self.is_packed,
         )
 
     def unpooled(self) -> dict[str, int]:
@@ -257,8 +180,7 @@ class _Run:
         layer = self.num_experts * self.tier.expert_nbytes
         if self.num_layers:
             parts["experts"] = self.num_layers * layer
-        plain = 3 * self.config.model_dim * self.config.expert_dim * self.itemsize
-        if self.platform == "gpu" and self.num_layers and self.tier.expert_nbytes >= plain:
+        if self.platform == "gpu" and self.num_layers and not self.is_packed:
             parts["experts gathered in a prefill step"] = min(GATHERED_BYTES, parts["experts"])
         # A layer is staged on the device while it is loaded, before there is a cache.
         later = parts["KV cache"] + parts.get(STATES, 0) + parts["activations and workspace"]
@@ -282,7 +204,7 @@ class _Run:
         # A kernel copies host rows to their slots. What the disk gives, and what XLA copies on a
         # CPU, is an array of the step first.
         if self.platform == "cpu" or self.reads_disk:
-            at_once = max(min(self.most_needed, slots), transient)
+            at_once = self.at_once(slots, transient)
             parts["experts on their way in a step"] = at_once * self.tier.expert_nbytes
         return parts
 
@@ -291,16 +213,17 @@ class _Run:
         """Of transfers between steps, on the device and once more in host memory."""
         return bulk_nbytes(self.tier.expert_nbytes, self.limits.bulk)
 
-    @property
-    def most_needed(self) -> int:
-        """Experts of a layer that a prefill chunk can need."""
-        pairs = self.batch * self.chunk * self.config.experts_per_token
-        return min(self.num_experts, pairs)
+    def at_once(self, slots: int, transient: int) -> int:
+        """See `Budget.at_once`."""
+        num_pairs = self.batch * self.chunk * self.config.experts_per_token
+        return most_at_once(self.num_experts, num_pairs, slots, transient)
 
     @property
     def reads_disk(self) -> bool:
         """Whether host memory lacks some experts."""
-        return self.host_rows() < self.num_layers * self.num_experts
+        limit = limit_nbytes(self.limits.host_gib)
+        experts = self.num_layers * self.num_experts * self.tier.expert_nbytes
+        return limit is not None and experts + self.bulk_nbytes > limit
 
     def default_transient(self) -> int:
         """What one token needs at once, and at least `TRANSIENT_BYTES`; one if none streams."""
@@ -354,12 +277,14 @@ class _Run:
         disk: dict[str, int] = {}
         rows = 0
         if pooled:
-            rows = self.host_rows()
+            rows = self.host_rows(slots, transient)
             host["experts"] = rows * nbytes
             if self.limits.bulk:
                 host["blocks of transfers between steps"] = self.bulk_nbytes
             if rows < num_experts:
                 host["ring of blocks from the disk"] = RING_BLOCKS * nbytes
+                waited = blocks_from_disk(self.at_once(slots, transient)) - RING_BLOCKS
+                host[WAITED] = waited * nbytes
                 disk["experts"] = num_experts * nbytes
         return Budget(
             limits=self.limits,
@@ -379,22 +304,22 @@ class _Run:
             disk=disk,
         )
 
-    def host_rows(self) -> int:
-        """R: all experts, or those that fit beside the ring.
+    def host_rows(self, slots: int, transient: int) -> int:
+        """R: all experts, or those that fit beside what is on its way from the disk.
 
         Raises:
-          BudgetError: not even the ring fits.
+          BudgetError: not even that fits.
         """
         limit, nbytes = limit_nbytes(self.limits.host_gib), self.tier.expert_nbytes
-        num_experts = self.num_layers * self.num_experts
-        if limit is None or num_experts * nbytes + self.bulk_nbytes <= limit:
+        num_experts, at_once = self.num_layers * self.num_experts, self.at_once(slots, transient)
+        if limit is None or not self.reads_disk:
             return num_experts
-        rows = (limit - self.bulk_nbytes) // nbytes - RING_BLOCKS
+        rows = (limit - self.bulk_nbytes) // nbytes - blocks_from_disk(at_once)
         if rows < 0:
-            least = least_host_nbytes(nbytes, num_experts, self.limits.bulk)
+            least = least_host_nbytes(nbytes, num_experts, self.limits.bulk, at_once)
             raise BudgetError(
                 f"memory.host_gib={self.limits.host_gib:g} is too little for the ring of "
-                f"{RING_BLOCKS} experts on their way from the disk: the smallest that would do is "
-                f"{gib_above(least)}"
+                f"{RING_BLOCKS} experts on their way from the disk and {at_once + 1} that a step "
+                f"waits for: the smallest that would do is {gib_above(least)}"
             )
         return rows

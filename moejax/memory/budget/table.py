@@ -1,7 +1,7 @@
 """A budget in lines, for people."""
 
-from moejax.memory.budget.allocation import Budget
 from moejax.memory.budget.limits import GIB
+from moejax.memory.budget.planned import Budget
 from moejax.memory.budget.tiers import TieredBudget
 
 MIB = 2**20

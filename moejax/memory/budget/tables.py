@@ -12,9 +12,31 @@ def bulk_nbytes(expert_nbytes: int, bulk: int) -> int:
     return bulk * (expert_nbytes + _BLOB_PADDING)
 
 
-def least_host_nbytes(expert_nbytes: int, num_experts: int, bulk: int) -> int:
+def most_at_once(num_experts: int, num_pairs: int, slots: int, transient: int) -> int:
+    """Experts that a step brings to a layer at once: to its slots, or in a wave.
+
+    Args:
+      num_experts: E.
+      num_pairs: of tokens and experts, of the largest step.
+      slots: C.
+      transient: B.
+    """
+    return max(min(num_experts, num_pairs, slots), transient)
+
+
+def blocks_from_disk(at_once: int) -> int:
+    """Experts in host memory that have no row of their own, where some are on the disk alone.
+
+    The ring's; what a callback returns to a step that waits; and the one that it reads to copy it
+    there.
+    """
+    return RING_BLOCKS + at_once + 1
+
+
+def least_host_nbytes(expert_nbytes: int, num_experts: int, bulk: int, at_once: int) -> int:
     """Below it there is no room for what is on its way from the disk, nor for all experts."""
-    return min(RING_BLOCKS, num_experts) * expert_nbytes + bulk_nbytes(expert_nbytes, bulk)
+    least = min(blocks_from_disk(at_once), num_experts)
+    return least * expert_nbytes + bulk_nbytes(expert_nbytes, bulk)
 
 
 def table_nbytes(

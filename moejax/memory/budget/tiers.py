@@ -3,8 +3,9 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from moejax.memory.budget.allocation import Budget, Tier, make_budget
+from moejax.memory.budget.allocation import make_budget
 from moejax.memory.budget.limits import BudgetError, Limits, check_gib, gib_above, limit_nbytes
+from moejax.memory.budget.planned import Budget, Tier
 from moejax.memory.budget.tables import least_host_nbytes
 from moejax.memory.budget.workspace import Model
 
@@ -102,25 +103,31 @@ def make_tiered_budget(
     num_experts, names = config.num_experts, tuple(tier.name for tier in tiers)
     total_nbytes = sum(tier.expert_nbytes for tier in tiers)
 
-    def made(chosen: Sequence[int]) -> TieredBudget:
-        _check_host(config, tiers, chosen, bulk, limits)
+    def alone(chosen: Sequence[int], host_gib: float) -> list[Budget]:
         budgets = []
         for tier, count in zip(tiers, chosen, strict=True):
             cached = 0 < count < num_experts
             own = dataclasses.replace(
                 limits,
                 device_gib=0.0,
-                host_gib=limits.host_gib * tier.expert_nbytes / total_nbytes,
+                host_gib=host_gib * tier.expert_nbytes / total_nbytes,
                 slots=count,
                 transient=1 if count == num_experts else limits.transient,
                 prefetch=min(prefetch, count) if cached else 0,
                 bulk=bulk if cached else 0,
             )
-            alone = make_budget(
+            budget = make_budget(
                 config, weights_nbytes, tier, batch=batch, context=context, chunk=chunk,
                 limits=own, platform=platform, itemsize=itemsize, num_tiers=len(tiers),
             )  # fmt: skip
-            budgets.append(alone)
+            budgets.append(budget)
+        return budgets
+
+    def made(chosen: Sequence[int]) -> TieredBudget:
+        budgets = alone(chosen, 0.0)
+        if limits.host_gib:
+            _check_host(budgets, limits)
+            budgets = alone(chosen, limits.host_gib)
         return TieredBudget(
             names=names,
             tiers=tuple(budgets),
@@ -162,19 +169,18 @@ def _check(slots: Sequence[int], names: Sequence[str], num_experts: int) -> None
         raise BudgetError(f"policy.slots={said} must be from 0 to the {num_experts} of a layer")
 
 
-def _check_host(
-    config: Model, tiers: Sequence[Tier], slots: Sequence[int], bulk: int, limits: Limits
-) -> None:
+def _check_host(budgets: Sequence[Budget], limits: Limits) -> None:
     """Raises BudgetError where a tier's share of host memory is too little; names the whole."""
+    tiers = [budget.tier for budget in budgets]
     total = sum(tier.expert_nbytes for tier in tiers)
-    num_experts = len(config.moe_layers) * config.num_experts
     least = 0
-    for tier, count in zip(tiers, slots, strict=True):
-        own = bulk if 0 < count < config.num_experts else 0
-        needed = (
-            least_host_nbytes(tier.expert_nbytes, num_experts, own) + 1
-        )  # shares are rounded down
-        least = max(least, -(-needed * total // tier.expert_nbytes))
+    for budget, tier in zip(budgets, tiers, strict=True):
+        needed = least_host_nbytes(
+            tier.expert_nbytes, budget.num_layers * budget.num_experts, budget.limits.bulk,
+            budget.at_once,
+        )  # fmt: skip
+        # Shares are rounded down.
+        least = max(least, -(-(needed + 1) * total // tier.expert_nbytes))
     limit = limit_nbytes(limits.host_gib)
     if limit is not None and limit < least:
         raise BudgetError(

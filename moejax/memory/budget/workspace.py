@@ -7,8 +7,7 @@ from typing import NamedTuple, Protocol
 # As in `moejax.models.moe`, of the forms that run experts on a CPU.
 CPU_UNROLLED = 32
 CPU_STEP_BYTES = 2**20
-
-
+MIN_CHUNK = 16  # as in `moejax.chunks`; shorter ones are what a context of no multiple of it leaves
 # Tokens of a block of the chunked delta rule, as in `moejax.models.delta_rule`.
 DELTA_BLOCK = 64
 # Of float32 scores at once, and of keys and values that are expanded for a later chunk, as in
@@ -102,8 +101,12 @@ def workspace_nbytes(
     platform: str,
     num_turns: int = 1,
     num_tiers: int = 1,
+    is_packed: bool = False,
 ) -> int:
-    """At the peak of a prefill chunk or of a decode step, whichever takes more.
+    """At the peak of a prefill chunk or of a decode step, whichever takes more, in bytes.
+
+    Of any call of at most so many sequences, positions and tokens a chunk: where fewer tokens take
+    more, as plain experts do on a CPU, they count.
 
     Layers take the memory that those before them have left, and experts that of attention; but XLA
     on a CPU keeps what attention reads of the cache for all layers. There, numbers of two bytes are
@@ -127,8 +130,11 @@ def workspace_nbytes(
       num_tiers: in which experts are stored; a layer has the products of all of them at once.
       num_turns: arrays in which layers have their slots in turn (`Budget.banks`); where there are
         two, XLA gives some of what products take and give a place of its own for each.
+      is_packed: whether the experts are stored in codes; a CPU never unrolls the products of such.
     """
-    steps = _Steps(config, batch, context, itemsize, platform == "cpu", num_turns, num_tiers)
+    steps = _Steps(
+        config, batch, context, itemsize, platform == "cpu", num_turns, num_tiers, is_packed
+    )
     # Six arrays like the logits: penalized, sorted with their places, summed.
     sampling = 6 * 4 * batch * config.vocab_size
     return max(steps.nbytes(chunk), steps.tried(chunk), steps.nbytes(1) + sampling)
@@ -144,6 +150,7 @@ class _Steps(NamedTuple):
     is_cpu: bool
     num_turns: int
     num_tiers: int
+    is_packed: bool
 
     def nbytes(self, tokens: int) -> int:
         """Of all layers."""
@@ -246,7 +253,7 @@ class _Steps(NamedTuple):
         # Of the pairs so far, of a further wave, and weighted. Of a further tier its own, and those
         # of the tiers up to it.
         products = pairs * c.model_dim * (2 * self.itemsize + 4 + 8 * (self.num_tiers - 1))
-        sparse = routing + hidden + products + (self._matrices(pairs) if self.is_cpu else 0)
+        sparse = routing + hidden + products + (self._matrices(tokens) if self.is_cpu else 0)
         if c.shared_dim:  # XLA may run it before, between or after the experts' products
             # Gates and ups, and their product; a CPU has the gates once more.
             width = (4 if self.is_cpu else 3) * c.shared_dim + c.model_dim
@@ -255,7 +262,21 @@ class _Steps(NamedTuple):
         has_dense = len(c.moe_layers) < c.num_layers
         return max(sparse if c.moe_layers else 0, dense if has_dense else 0)
 
-    def _matrices(self, pairs: int) -> int:
-        """Plain experts that XLA copies out of their stack: of each of a few pairs, or some."""
-        expert = 3 * self.config.model_dim * self.config.expert_dim * self.itemsize
-        return pairs * expert if pairs <= CPU_UNROLLED else max(CPU_STEP_BYTES, expert)
+    def _matrices(self, tokens: int) -> int:
+        """Plain experts that XLA copies out of their stack; what packed ones are dequantized to.
+
+        Few pairs are unrolled, and the copies of all of them live at once; more go by blocks, some
+        experts at a time. Of the calls of at most so many tokens, one that is just unrolled takes
+        the most: of the chunks of a prompt (none is shorter than `MIN_CHUNK` where that divides the
+        context), or of the decode steps of fewer sequences.
+        """
+        c, num_tokens = self.config, self.batch * tokens
+        expert = 3 * c.model_dim * c.expert_dim * self.itemsize
+        few = CPU_UNROLLED // c.experts_per_token
+        is_some_unrolled = min(tokens, few) >= MIN_CHUNK or tokens < MIN_CHUNK
+        is_some_unrolled |= self.context % MIN_CHUNK > 0
+        unrolled = 0
+        if is_some_unrolled and not self.is_packed:
+            unrolled = min(few, num_tokens) * c.experts_per_token * expert
+        blocks = max(CPU_STEP_BYTES, expert) if num_tokens > few or self.is_packed else 0
+        return max(unrolled, blocks)
