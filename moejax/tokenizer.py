@@ -44,6 +44,7 @@ class Tokenizer:
         bos, eos = (self._asked_for(directory, name) for name in ("bos_token", "eos_token"))
         self._before = [i for i in bos if i not in own]
         self._after = [i for i in eos if i not in own]
+        self._num_behind = _num_behind(encoder)
         self.chat_template = find_chat_template(directory)
 
     @classmethod
@@ -62,10 +63,23 @@ class Tokenizer:
             raise MoejaxError(f"cannot read {path}: {error}; download it again") from error
         return cls(directory, encoder)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the special tokens around it; see the class."""
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, goes_on: bool = False
+    ) -> list[int]:
+        """Token ids of `text`, with the special tokens around it; see the class.
+
+        Args:
+          text: to be encoded.
+          add_special_tokens: whether any are put around it.
+          goes_on: something follows, so that they are put before it and none behind it, neither
+            by the post-processor nor by `add_eos_token`.
+        """
         ids = self._encoder.encode(text, add_special_tokens=add_special_tokens).ids
-        return [*self._before, *ids, *self._after] if add_special_tokens else ids
+        if not add_special_tokens:
+            return ids
+        if goes_on:
+            return [*self._before, *ids[: len(ids) - self._num_behind]]
+        return [*self._before, *ids, *self._after]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids without a token are left out."""
@@ -194,6 +208,15 @@ def read_eos_ids(directory: Path, *, vocab_size: int) -> tuple[int, ...]:
         raise MoejaxError(
             f"{directory / 'tokenizer.json'}: added_tokens must be objects with id and content"
         ) from error
+
+
+def _num_behind(encoder: tokenizers.Tokenizer) -> int:
+    """Tokens that the post-processor puts behind every text."""
+    for token in encoder.get_added_tokens_decoder().values():  # any text that has a token
+        is_added = encoder.encode(token.content).special_tokens_mask
+        if 0 in is_added:
+            return is_added[::-1].index(0)
+    return 0
 
 
 def _special_tokens(directory: Path) -> dict[str, str]:

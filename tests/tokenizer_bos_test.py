@@ -65,6 +65,15 @@ def mixtral() -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def with_eos() -> tokenizers.Tokenizer:
+    """The post-processor puts a token on either side."""
+    tokenizer = byte_level(BEGIN)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN} $A {END}", special_tokens=[(BEGIN, 0), (END, 1)]
+    )
+    return tokenizer
+
+
 SHAPES = {
     "deepseek": (byte_level(BEGIN), {"bos_token": added(BEGIN), "eos_token": added(END), **LLAMA}),
     "mixtral": (
@@ -74,6 +83,10 @@ SHAPES = {
     "qwen": (
         byte_level(None),
         {"bos_token": None, "eos_token": END, "tokenizer_class": "Qwen2Tokenizer"},
+    ),
+    "with_eos": (
+        with_eos(),
+        {"bos_token": BEGIN, "eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"},
     ),
 }
 
@@ -190,6 +203,33 @@ class UseTest(BosTestCase):
         self.assertEqual(context, hello)
         self.assertEqual(continuation, HELLO_WORLD[5:])
         self.assertEqual(scorer.encode_pair("", "hello")[0], [0])
+
+    @parameterized.product(shape=("deepseek", "mixtral", "with_eos"), spaces=("", " "))
+    def test_no_eos_where_likelihoods_go_on(self, shape, spaces):
+        """Between context and continuation, behind it, behind whole texts and prompts."""
+        asks = {} if shape == "with_eos" else {"add_eos_token": True}
+        tokenizer = self.tokenizer(shape, **asks)
+        scorer = PairScorer(mock.Mock(), tokenizer, ())
+        before = [0, 9] if shape == "mixtral" else [0]
+        whole = [*before, *HELLO_WORLD]
+        # What the tokenizer gives has an eos, which lm_eval's Hugging Face class leaves there.
+        self.assertEqual(tokenizer.encode("hello world"), [*whole, 1])
+        context, continuation = scorer.encode_pair(f"hello{spaces}", f"{' '[len(spaces) :]}world")
+        self.assertEqual(context, [*before, *HELLO])
+        self.assertEqual(continuation, HELLO_WORLD[5:])
+        self.assertEqual(scorer.encode_pair("", "hello")[1][-5:], HELLO)
+        self.assertEqual(scorer.encode_pair(" ", "hello")[0][:1], [0])
+        self.assertNotIn(1, scorer.encode_pair(" ", "hello")[0])
+        self.assertEqual(scorer.encode("hello world"), whole)
+        # An eos that a text spells is the text's.
+        spelt = f"hello{tokenizer.special_tokens['eos_token']}"
+        self.assertEqual(scorer.encode(spelt), [*before, *HELLO, 1])
+
+    def test_whole_texts_are_scored_without_an_eos(self):
+        scorer = PairScorer(mock.Mock(), self.tokenizer("deepseek", add_eos_token=True), ())
+        with mock.patch.object(scorer, "of_tokens", return_value=[None]) as scored:
+            scorer.of_whole_texts(["hello world"])
+        self.assertEqual(scored.call_args.args[0], [([0], [0, *HELLO_WORLD])])
 
 
 if __name__ == "__main__":

@@ -4,6 +4,11 @@ Texts become tokens as in the Hugging Face model class of EleutherAI's lm_eval, 
 be set side by side: context and continuation are encoded as one text, and the tokens after those
 of the context alone are the continuation's; white space at the end of a context belongs to the
 continuation; what stands for an empty context is the bos token, or eos where there is none.
+
+One thing differs. A tokenizer may put an eos behind texts (`add_eos_token`, or its post-processor).
+That class takes what the tokenizer gives: the context ends with the eos, and as many tokens fewer
+of the continuation are scored, then the eos behind it. Here no token is put behind a text: contexts
+and prompts go on, and of continuations and whole texts only their own tokens are scored.
 """
 
 import dataclasses
@@ -236,16 +241,17 @@ class PairScorer:
         return [next(found) if tokens else Scored(0.0, True, 0) for tokens in ids]
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Tokens of a text, with those that the tokenizer adds if `special`.
+        """Tokens of a text, with those that the tokenizer puts before it if `special`.
 
-        A text that brings its own bos (or what serves for it) gets no second one.
+        A text that brings its own bos (or what serves for it) gets no second one. None gets an
+        eos; see the module.
         """
         if self._tokenizer is None:
             raise MoejaxError("this checkpoint has no tokenizer.json: give token ids")
         if special and self.prefix_id is not None:
             bos = self._tokenizer.decode([self.prefix_id], skip_special_tokens=False)
             special = not (bos and text.startswith(bos))
-        return self._tokenizer.encode(text, add_special_tokens=special)
+        return self._tokenizer.encode(text, add_special_tokens=special, goes_on=True)
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """The tokens of both; see the module."""

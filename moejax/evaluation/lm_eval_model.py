@@ -64,7 +64,8 @@ class MoejaxLM(TemplateLM):
     """An engine behind lm_eval's interface.
 
     Tokens, truncation and stop strings follow lm_eval's Hugging Face class, so that figures of the
-    two can be set side by side.
+    two can be set side by side; the tokenizers for which they differ are those of
+    `moejax.evaluation.likelihood`.
 
     Attributes:
       engine: that answers.
@@ -154,7 +155,7 @@ class MoejaxLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Token ids; the tokenizer's special tokens are added unless the text begins with one."""
+        """Token ids; what the tokenizer puts before a text is, unless it begins with it; no eos."""
         del kwargs
         return self.engine.scorer.encode(string, special=add_special_tokens is not False)
 
