@@ -5,10 +5,10 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from pallas_kernels import dequant_matmul, layout
-from pallas_kernels.dequant_matmul import shapes
 from pallas_kernels.packed import PackedMatrices
 from pallas_kernels.wgmma import tiles as wgmma_tiles
 from tests.host_test_case import HostTestCase
+from tests.model_products import DENSE_SHAPES
 from tests.packed_operands import seed
 
 MOST_SHARED_BYTES = 227 * 1024  # that a block of threads may have on sm_90
@@ -66,9 +66,9 @@ class StreamTest(HostTestCase):
 class WgmmaTilesTest(parameterized.TestCase):
     """Tiles of the kernels for many rows."""
 
-    @parameterized.product(bits=(2, 3, 4, 8, 16), name=sorted(shapes.SHAPES))
+    @parameterized.product(bits=(2, 3, 4, 8, 16), name=sorted(DENSE_SHAPES))
     def test_heuristic_tiles_fit_shared_memory(self, bits, name):
-        inputs, outputs = shapes.SHAPES[name]
+        inputs, outputs = DENSE_SHAPES[name]
         for rows in [*range(17, 513), 1024, 4096]:
             tiles = wgmma_tiles.dense_tiles(rows, outputs, inputs, bits, 132)
             # Barriers and the alignment of buffers take the rest.

@@ -19,6 +19,7 @@ from pallas_kernels.stream.tiles import MOST_KEPT, SHARED_BYTES, StreamTiles, fi
 from pallas_kernels.target import SIMULATED
 from tests.grouped_dequant_matmul_cases import CASES
 from tests.grouped_dequant_matmul_contract import random_operands
+from tests.model_products import DENSE_SHAPES
 from tests.packed_operands import seed
 
 
@@ -76,9 +77,9 @@ class TilesTest(parameterized.TestCase):
         self.assertLessEqual(tiles.rows, outputs)
         self.assertGreaterEqual(tiles.depth, 1)
 
-    @parameterized.product(name=sorted(dense_shapes.SHAPES), stored=STORED)
+    @parameterized.product(name=sorted(DENSE_SHAPES), stored=STORED)
     def test_dense(self, name, stored):
-        inputs, outputs = dense_shapes.SHAPES[name]
+        inputs, outputs = DENSE_SHAPES[name]
         weights = shape_of(*stored, outputs, inputs)
         slot = jax.ShapeDtypeStruct((), jnp.int32)
         for rows in (1, 8, 9, dequant_matmul.mosaic.MOST_STREAMED):
@@ -117,8 +118,8 @@ class TilesTest(parameterized.TestCase):
         self.check(how, tiles, tiers[0].num_outputs // (2 if gated else 1))
 
     def test_two_column_tiles_keep_totals_in_shared_memory(self):
-        for (bits, group), name in itertools.product(STORED, sorted(dense_shapes.SHAPES)):
-            inputs, outputs = dense_shapes.SHAPES[name]
+        for (bits, group), name in itertools.product(STORED, sorted(DENSE_SHAPES)):
+            inputs, outputs = DENSE_SHAPES[name]
             weights = shape_of(bits, group, outputs, inputs)
             for rows in (1, 8, 9, 16, 17):
                 x: Any = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16)
