@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,33 @@ from pallas_kernels.expert_fetch.tiles import CopyTiles
 Ref = Any
 
 
+class Jobs(NamedTuple):
+    """Of one store, as a program knows them; vectors over lanes, beyond the last job of none.
+
+    Attributes:
+      src: int32, rows.
+      dst: int32, slots.
+      valid: bool, to be copied.
+      num: int32[], how many are.
+    """
+
+    src: jax.Array
+    dst: jax.Array
+    valid: jax.Array
+    num: jax.Array
+
+
+def load_jobs(src_ref: Ref, dst_ref: Ref, host_ref: Ref, pool_ref: Ref) -> Jobs:
+    """The jobs between arrays [R, ...] and [S, ...]; of all stores before any is copied."""
+    lanes = jax.lax.iota(jnp.int32, power_of_two_above(src_ref.shape[0]))
+    src, dst = _load(src_ref, lanes), _load(dst_ref, lanes)
+    valid = _valid(src, dst, host_ref.shape[0], pool_ref.shape[0])
+    return Jobs(src, dst, valid, jnp.sum(valid.astype(jnp.int32)))
+
+
 def copy_jobs(
     program: jax.Array,
-    src_ref: Ref,
-    dst_ref: Ref,
+    jobs: Jobs,
     host_refs: Sequence[Ref],
     pool_refs: Sequence[Ref],
     tiles: CopyTiles,
@@ -31,42 +54,47 @@ def copy_jobs(
     Returns:
       the blocks dealt out, `dealt` among them, modulo programs: where other stores' jobs go on.
     """
-    num_jobs = src_ref.shape[0]
-    num_rows, num_slots = host_refs[0].shape[0], pool_refs[0].shape[0]
+    lanes = jax.lax.iota(jnp.int32, len(jobs.src))
 
-    def job(j: jax.Array, dealt: jax.Array) -> jax.Array:
-        src, dst = src_ref[j], dst_ref[j]
-        valid = _valid(src, dst, num_rows, num_slots)
+    def job(_: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Of the next valid one: most of a list is padding where caching pays."""
+        last, dealt = carry
+        this = jnp.min(jnp.where(jobs.valid & (lanes > last), lanes, len(lanes)))
+        row, slot = _of_lane(jobs.src, lanes == this), _of_lane(jobs.dst, lanes == this)
 
         def run() -> jax.Array:
-            again = _written_later(j, dst, src_ref, dst_ref, num_rows, num_slots)
-            return jax.lax.cond(again, lambda: dealt, lambda: _copy_job(src, dst, dealt))
-
-        def _copy_job(src: jax.Array, dst: jax.Array, dealt: jax.Array) -> jax.Array:
+            found = dealt
             for host_ref, pool_ref in zip(host_refs, pool_refs, strict=True):
-                dealt = _copy_row(src, dst, host_ref, pool_ref, program, dealt, tiles)
-            return dealt
+                found = _copy_row(row, slot, host_ref, pool_ref, program, found, tiles)
+            return found
 
-        return jax.lax.cond(valid, run, lambda: dealt)
+        again = _is_any(_written_later(jobs, slot, lanes > this))
+        return this, jax.lax.cond(again, lambda: dealt, run)
 
-    return jax.lax.fori_loop(0, num_jobs, job, jnp.int32(dealt))
+    return jax.lax.fori_loop(0, jobs.num, job, (jnp.int32(-1), jnp.int32(dealt)))[1]
+
+
+def _load(ref: Ref, lanes: jax.Array) -> jax.Array:
+    """All of a vector, -1 beyond its end."""
+    return pltriton.load(ref.at[lanes], mask=lanes < ref.shape[0], other=-1)
+
+
+def _of_lane(values: jax.Array, lane: jax.Array) -> jax.Array:
+    """The one value, not negative, where `lane` is set."""
+    return jnp.max(jnp.where(lane, values, -1))
+
+
+def _is_any(mask: jax.Array) -> jax.Array:
+    return jnp.max(mask.astype(jnp.int32)) > 0
 
 
 def _valid(src: jax.Array, dst: jax.Array, num_rows: int, num_slots: int) -> jax.Array:
     return (src >= 0) & (src < num_rows) & (dst >= 0) & (dst < num_slots)
 
 
-def _written_later(
-    j: jax.Array, dst: jax.Array, src_ref: Ref, dst_ref: Ref, num_rows: int, num_slots: int
-) -> jax.Array:
-    """Whether a valid job after j has its slot: all programs then leave j out, and none races."""
-    num_jobs = src_ref.shape[0]
-    lanes = jax.lax.iota(jnp.int32, power_of_two_above(num_jobs))
-    inside = lanes < num_jobs
-    all_src = pltriton.load(src_ref.at[lanes], mask=inside, other=-1)
-    all_dst = pltriton.load(dst_ref.at[lanes], mask=inside, other=-1)
-    found = _valid(all_src, all_dst, num_rows, num_slots) & (all_dst == dst) & (lanes > j)
-    return jnp.max(found.astype(jnp.int32)) > 0
+def _written_later(jobs: Jobs, slot: jax.Array, after: jax.Array) -> jax.Array:
+    """Valid jobs after one that have its slot: all programs then leave that out, and none races."""
+    return jobs.valid & after & (jobs.dst == slot)
 
 
 def _copy_row(

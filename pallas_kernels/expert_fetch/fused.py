@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import launch
-from pallas_kernels.expert_fetch.copying import copy_jobs
+from pallas_kernels.expert_fetch.copying import copy_jobs, load_jobs
 from pallas_kernels.expert_fetch.tiles import CopyTiles, default_tiles_beside
 
 Ref = Any
@@ -78,7 +78,8 @@ def fused_call(
                     body(*in_refs, *out_refs)
 
             def copy() -> None:
-                copy_jobs(program, src_ref, dst_ref, host_refs, pool_refs, tiles)
+                jobs = load_jobs(src_ref, dst_ref, host_refs[0], pool_refs[0])
+                copy_jobs(program, jobs, host_refs, pool_refs, tiles)
 
             jax.lax.cond(program < copiers, copy, compute)
 

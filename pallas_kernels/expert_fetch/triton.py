@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import launch
-from pallas_kernels.expert_fetch.copying import copy_jobs
+from pallas_kernels.expert_fetch.copying import copy_jobs, load_jobs
 from pallas_kernels.expert_fetch.tiles import CopyTiles
 from pallas_kernels.target import Target
 
@@ -60,13 +60,14 @@ def fetch_triton(
     read = [x for of in copies for x in (of.src, of.dst, *of.hosts)]
 
     def body(*refs: Ref) -> None:
-        inputs, outputs, dealt = iter(refs), iter(refs[-num:]), jnp.int32(0)
+        inputs, outputs, dealt, stores = iter(refs), iter(refs[-num:]), jnp.int32(0), []
         for size in sizes:
             src_ref, dst_ref, *host_refs = itertools.islice(inputs, 2 + size)
             pool_refs = list(itertools.islice(outputs, size))
-            dealt = copy_jobs(
-                pl.program_id(0), src_ref, dst_ref, host_refs, pool_refs, tiles, dealt
-            )
+            jobs = load_jobs(src_ref, dst_ref, host_refs[0], pool_refs[0])
+            stores.append((jobs, host_refs, pool_refs))
+        for store in stores:
+            dealt = copy_jobs(pl.program_id(0), *store, tiles, dealt)
 
     jobs = "_".join(f"{len(of.pools)}x{of.src.shape[0]}" for of in copies)
     found = iter(

@@ -65,7 +65,7 @@ def plan(
       pinned: bool[M, E], never evicted.
       row_of: int32[M, E], rows of the host store; -1: none.
       layer: int or int32[] in 0..M - 1; an array lets all layers share a trace.
-      ids: int32[N, A], in 0..E - 1.
+      ids: int32[N, A], in 0..E - 1; those of a token differ.
       active: bool[N], tokens that count.
       weights: float32[N, A], of the pairs; their sum is added to `gate`, of all and of the first
         tier.

@@ -3,7 +3,8 @@
 Vectors are padded to powers of two; what is beyond the end owns nothing, asks for nothing and is
 never a victim. Comparisons of pairs are one tensor each, of what is asked for with itself and with
 the slots. Slots are not compared with each other: victims are found one after the other, as many as
-there are misses, which are few where caching pays.
+there are misses, which are few where caching pays. Where nothing is missing slots are not looked at
+but for those that are used.
 """
 
 from collections.abc import Mapping
@@ -45,14 +46,6 @@ class Slots(NamedTuple):
     age: jax.Array  # since the last use, of signed numbers in the order of unsigned ones
 
 
-class Asked(NamedTuple):
-    """Experts asked for, [P], an expert maybe more than once; -1: none."""
-
-    ids: jax.Array
-    local: jax.Array  # its local slot, or -1
-    row: jax.Array  # in the host store, or -1
-
-
 def power_of_two(size: int) -> int:
     """The least that is not below `size`."""
     return 1 << max(size - 1, 0).bit_length()
@@ -83,16 +76,20 @@ def pick(mask: jax.Array, values: jax.Array, axis: int) -> jax.Array:
     return jnp.max(jnp.where(mask, values, -1), axis=axis)
 
 
-def load_asked(of: Refs, layer: jax.Array, ids: jax.Array) -> Asked:
-    """What the tables say of experts, [P] or -1."""
-    present, expert = ids >= 0, jnp.maximum(ids, 0)
-    local = pltriton.load(of["table"].at[layer, expert], mask=present, other=-1)
-    row = pltriton.load(of["row_of"].at[layer, expert], mask=present, other=-1)
-    return Asked(ids, local, row)
+def load_local(of: Refs, layer: jax.Array, ids: jax.Array) -> jax.Array:
+    """int32[P], the local slots of experts, -1: none."""
+    return pltriton.load(of["table"].at[layer, jnp.maximum(ids, 0)], mask=ids >= 0, other=-1)
 
 
-def leads(ids: jax.Array) -> jax.Array:
-    """bool[P], the first of those with its id."""
+def load_rows(of: Refs, layer: jax.Array, ids: jax.Array) -> jax.Array:
+    """int32[P], their rows in the host store, -1: none."""
+    return pltriton.load(of["row_of"].at[layer, jnp.maximum(ids, 0)], mask=ids >= 0, other=-1)
+
+
+def leads(ids: jax.Array, num_tokens: int = 0) -> jax.Array:
+    """bool[P], the first of those with its id; those of one token differ."""
+    if num_tokens == 1:
+        return ids >= 0
     index = jax.lax.iota(jnp.int32, len(ids))
     repeated = some(matches(ids, ids) & (index[None, :] < index[:, None]), axis=1)
     return (ids >= 0) & ~repeated
@@ -201,6 +198,28 @@ def store_use(
     pltriton.store(of["table"].at[layer, place + num_slots], flag, mask=used)
 
 
+def use_of(of: Refs, layer: jax.Array, local: jax.Array, column: int) -> Any:
+    """The clock of last use (0) of local slots [P], or whether they were brought ahead (1).
+
+    Where there is none the place is beyond the end, which no other element has.
+    """
+    table, num_experts = of["table"], of["pinned"].shape[1]
+    first = num_experts + (1 + column) * ((table.shape[1] - num_experts) // 4)
+    return table.at[layer, jnp.where(local >= 0, first + local, table.shape[1])]
+
+
+def load_ahead(of: Refs, layer: jax.Array, local: jax.Array) -> jax.Array:
+    """bool[P], whether what is in local slots was brought ahead; -1: none."""
+    return pltriton.load(use_of(of, layer, local, 1), mask=local >= 0, other=0) != 0
+
+
+def store_use_at(of: Refs, layer: jax.Array, local: jax.Array, clock: jax.Array) -> None:
+    """The clock of last use of local slots [P], -1: none; what was brought ahead is used."""
+    now = jnp.zeros_like(local) + clock
+    pltriton.store(use_of(of, layer, local, 0), now, mask=local >= 0)
+    pltriton.store(use_of(of, layer, local, 1), jnp.zeros_like(local), mask=local >= 0)
+
+
 def load_events(of: Refs, layer: jax.Array) -> jax.Array:
     """int32[K], the counts of a layer."""
     events = of["events"]
@@ -236,3 +255,10 @@ def store_jobs(of: Refs, size: int, order: jax.Array, row: jax.Array, place: jax
     match = matches(jobs, order)
     pltriton.store(of["rows"].at[jobs], pick(match, row[None, :], 1), mask=jobs < size)
     pltriton.store(of["slots"].at[jobs], pick(match, place[None, :], 1), mask=jobs < size)
+
+
+def store_none(*refs: Ref) -> None:
+    """-1 everywhere."""
+    for ref in refs:
+        lanes = iota(ref.shape[0])
+        pltriton.store(ref.at[lanes], jnp.full_like(lanes, -1), mask=lanes < ref.shape[0])

@@ -69,79 +69,90 @@ def _plan_body(
     weights = pltriton.load(of["weights"].at[pairs], mask=inside, other=0.0)
     # All loads come first: they wait for each other nowhere else but in the addresses.
     ids = jnp.where(active, ids, -1)
-    loaded = vectors.load_slots(of, layer) if slots else None
-    asked = vectors.load_asked(of, layer, ids)
+    local = vectors.load_local(of, layer, ids)
+    lead, miss = vectors.leads(ids, of["active"].shape[0]), (ids >= 0) & (local < 0)
+    used = jnp.where(lead, local, -1)
+    ahead = vectors.load_ahead(of, layer, used) if slots else used < -1
     events, lanes = vectors.load_events(of, layer), iota(2)
     mass = of["gate"][layer, lanes]
-    lead, local = vectors.leads(ids), asked.local
-    miss = (ids >= 0) & (local < 0)
-    order = vectors.order_of(lead & miss, ids)
-    num_needed, num_misses = together(lead, lead & miss)
-    victims = jnp.int32(0)
-    amounts: dict[str, Any] = {
-        "steps": jnp.minimum(num_needed, 1), "needed": num_needed,
-        "hits": num_needed - num_misses, "misses": num_misses,
-    }  # fmt: skip
-    table = None
-    if loaded is not None:
-        table = vectors.candidates(loaded, clock, ids)
-        victim = table.victim
-        free = victim & ~loaded.owned
-        victims, num_free, prefetch_hits = together(
-            victim, free, table.wanted & (loaded.ahead != 0)
-        )
-        if waves.num:
-            # A pass over more experts than there is room for is a scan: it evicts nothing.
-            fits = num_misses <= victims
-            victim &= free | fits
-            victims = jnp.where(fits, victims, num_free)
-        who = jnp.where(miss, order, -2)
-        taker, took = vectors.taken(table, victim, jnp.minimum(num_misses, victims), who)
-        coming = pick(matches(taker, who), ids[None, :], 1)
-        local = jnp.maximum(local, took)
-        admitted, evictions, waste = together(
-            coming >= 0,
-            (coming >= 0) & loaded.owned,
-            (coming >= 0) & loaded.owned & (loaded.ahead != 0),
-        )
-        amounts |= {
-            "admitted": admitted, "evictions": evictions, "prefetch_hits": prefetch_hits,
-            "prefetch_waste": waste,
-        }  # fmt: skip
-    streams = jnp.zeros_like(miss)
+    num_needed, num_misses, prefetch_hits = together(lead, lead & miss, ahead)
     first_slot = quotient(layer, banks) * slots
+    made = [of[name] for name in ("rows", "slots", "streamed") if name in of]
+
+    def serve() -> tuple[jax.Array, ...]:
+        """All are in slots."""
+        if not interpret:
+            # What the tables held has been read, by every thread, before any writes.
+            pltriton.debug_barrier()
+        if slots:
+            vectors.store_use_at(of, layer, used, clock)
+        vectors.store_none(*made)
+        none = jnp.int32(0)
+        return local, jnp.full_like(local, -1), none, none, none, none
+
+    def admit() -> tuple[jax.Array, ...]:
+        """Some are not: the slot of each, its number among what is streamed, and the counts."""
+        order = vectors.order_of(lead & miss, ids)
+        row = vectors.load_rows(of, layer, ids)
+        found, victims, streams = local, jnp.int32(0), jnp.zeros_like(miss)
+        admitted = evictions = waste = streamed = jnp.int32(0)
+        index, come, coming, table = jnp.full_like(local, -1), None, None, None
+        if slots:
+            loaded = vectors.load_slots(of, layer)
+            table = vectors.candidates(loaded, clock, ids)
+            victim = table.victim
+            free = victim & ~loaded.owned
+            victims, num_free = together(victim, free)
+            if waves.num:
+                # A pass over more experts than there is room for is a scan: it evicts nothing.
+                fits = num_misses <= victims
+                victim &= free | fits
+                victims = jnp.where(fits, victims, num_free)
+            who = jnp.where(miss, order, -2)
+            taker, took = vectors.taken(table, victim, jnp.minimum(num_misses, victims), who)
+            coming = pick(matches(taker, who), ids[None, :], 1)
+            found = jnp.maximum(local, took)
+            came = coming >= 0
+            admitted, evictions, waste = together(
+                came, came & loaded.owned, came & loaded.owned & (loaded.ahead != 0)
+            )
+            come = jnp.where(miss & (found >= 0), order, -1)
+        if waves.num:
+            index = jnp.where(miss & (found < 0), order - victims, -1)
+            index = jnp.where(index < waves.num * waves.transient, index, -1)
+            streams = index >= 0
+            streamed = vectors.count(lead & streams)
+        if not interpret:
+            pltriton.debug_barrier()  # as above
+        if table is not None and coming is not None and come is not None:
+            vectors.store_owners(of, layer, table, coming)
+            vectors.store_use(of, layer, table, table.wanted | (coming >= 0), clock, 0)
+            vectors.store_jobs(of, of["rows"].shape[0], come, row, first_slot + found)
+        if waves.num:
+            size = waves.num * waves.transient
+            jobs = iota(size)
+            rows = pick(matches(jobs, index), row[None, :], 1)
+            pltriton.store(of["streamed"].at[jobs], rows, mask=jobs < size)
+        return found, index, admitted, evictions, waste, streamed
+
+    local, index, admitted, evictions, waste, streamed = jax.lax.cond(num_misses > 0, admit, serve)
     slot, wave = jnp.where(local >= 0, first_slot + local, -1), jnp.where(local >= 0, 0, -1)
-    unserved = num_misses - amounts.get("admitted", 0)
     if waves.num:
-        index = jnp.where(miss & (local < 0), order - victims, -1)
-        index = jnp.where(index < waves.num * waves.transient, index, -1)
-        streams = index >= 0
         first = first_transient(num_layers, slots, banks)
-        slot = jnp.where(streams, first + remainder(index, waves.transient), slot)
-        wave = jnp.where(streams, 1 + quotient(index, waves.transient), wave)
-        amounts["streamed"] = vectors.count(lead & streams)
-        unserved -= amounts["streamed"]
-    amounts["unserved"] = unserved
-    if not interpret:
-        # What the tables held has been read, by every thread, before any writes.
-        pltriton.debug_barrier()
-    if table is not None:
-        vectors.store_owners(of, layer, table, coming)
-        vectors.store_use(of, layer, table, table.wanted | (coming >= 0), clock, 0)
-        come = jnp.where(miss & (local >= 0), order, -1)
-        size = of["rows"].shape[0]
-        vectors.store_jobs(of, size, come, asked.row, first_slot + local)
+        slot = jnp.where(index >= 0, first + remainder(index, waves.transient), slot)
+        wave = jnp.where(index >= 0, 1 + quotient(index, waves.transient), wave)
+    amounts = {
+        "steps": jnp.minimum(num_needed, 1), "needed": num_needed,
+        "hits": num_needed - num_misses, "misses": num_misses, "admitted": admitted,
+        "streamed": streamed, "unserved": num_misses - admitted - streamed,
+        "evictions": evictions, "prefetch_hits": prefetch_hits, "prefetch_waste": waste,
+    }  # fmt: skip
     of["clock"][()] = clock + 1
     vectors.store_events(of, layer, events, columns, amounts)
     # To the mass of all and of the first tier.
     of["gate"][layer, lanes] = mass + jnp.sum(jnp.where(ids >= 0, weights, 0.0))
     pltriton.store(of["slot"].at[pairs], slot, mask=inside)
     pltriton.store(of["wave"].at[pairs], wave, mask=inside)
-    if waves.num:
-        size = waves.num * waves.transient
-        jobs = iota(size)
-        rows = pick(matches(jobs, index), asked.row[None, :], 1)
-        pltriton.store(of["streamed"].at[jobs], rows, mask=jobs < size)
 
 
 def _predict_body(
@@ -156,14 +167,14 @@ def _predict_body(
     mask = (wanted < size) & vectors.some(mask & (lanes < tokens))
     ids = pltriton.load(of["ids"].at[wanted], mask=wanted < size, other=-1)
     ids = jnp.where(mask, ids, -1)
-    loaded, asked = vectors.load_slots(of, layer), vectors.load_asked(of, layer, ids)
-    events = vectors.load_events(of, layer)
+    loaded, local = vectors.load_slots(of, layer), vectors.load_local(of, layer, ids)
+    row, events = vectors.load_rows(of, layer, ids), vectors.load_events(of, layer)
     table = vectors.candidates(loaded, clock, ids)
-    new = (ids >= 0) & (asked.local < 0) & ~vectors.arrives(table, ids)
+    new = (ids >= 0) & (local < 0) & ~vectors.arrives(table, ids)
     order = vectors.order_of(vectors.leads(ids) & new, ids)
     num_new, who = vectors.count(vectors.leads(ids) & new), jnp.where(new, order, -2)
     number = jnp.minimum(num_new, vectors.count(table.victim))
-    taker, local = vectors.taken(table, table.victim, number, who)
+    taker, took = vectors.taken(table, table.victim, number, who)
     coming = pick(matches(taker, who), ids[None, :], 1)
     came = coming >= 0
     prefetched, evictions, waste = together(
@@ -174,8 +185,8 @@ def _predict_body(
         pltriton.debug_barrier()  # as in `_plan_body`
     vectors.store_owners(of, layer, table, coming)
     vectors.store_use(of, layer, table, came, clock, 1)
-    come = jnp.where(local >= 0, order, -1)
-    vectors.store_jobs(of, size, come, asked.row, quotient(layer, banks) * slots + local)
+    come = jnp.where(took >= 0, order, -1)
+    vectors.store_jobs(of, size, come, row, quotient(layer, banks) * slots + took)
     vectors.store_events(of, layer, events, columns, amounts)
 
 
