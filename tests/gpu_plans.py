@@ -46,7 +46,8 @@ def plan(slots: tuple[int, ...], *, num_experts: int, pairs: int, num_layers: in
         full = [(size == num_experts,) * 2 + (0 if size else pairs,) for size in slots]
         forms = tuple(tiered_plan.Form(1, *of) for of in full)
         gate = jnp.zeros((num_layers, len(slots) + 3), jnp.float32)
-        asked = tiered_plan.Asked(ids, ids % len(slots), weights, ids > 0, ids, weights)
+        wishes = tiered_plan.Wishes(ids % len(slots), ids > 0)
+        asked = tiered_plan.Asked(ids, wishes, weights, ids)
         return tiered_triton.place_triton(
             tuple(tiers), gate, layer, asked, jnp.ones(1, bool), forms=forms, columns=COLUMNS,
             num_warps=None, interpret=False,

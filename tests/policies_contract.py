@@ -22,7 +22,9 @@ from moejax.policies.interface import (
     Observation,
     PolicySpec,
     Requests,
+    rule_of,
 )
+from pallas_kernels.tiered_plan.reference import wishes_of
 from tests.policies_cases import FIRST_CASES, A, Case, E
 
 # A product or sum in another order: a few units of the last place of float32.
@@ -165,6 +167,30 @@ def check_layers_apart(case: Case, trace: Any) -> None:
         if decisions.ahead is not None:
             elsewhere = dataclasses.replace(seen, resident=~seen.resident)
             np.testing.assert_array_equal(together(state, elsewhere)[0].ahead, decisions.ahead)
+
+
+def check_rule(case: Case, trace: Any) -> None:
+    """What says a decode step's tiers, where a policy has it, says what its decisions ask for."""
+    policy, spec = case.policies[0], case.spec
+    state = policy.init(spec)
+    if (rule := rule_of(policy, state)) is None:
+        return
+    for step in range(jax.tree.leaves(trace)[0].shape[0]):
+        for layer in range(spec.num_layers):
+            o = dataclasses.replace(at(trace, step, layer), is_prefill=False, importance=None)
+            decision, state = jax.device_get(compiled("decide", policy)(state, o))
+            by_rule = wishes_of(
+                rule, jnp.asarray(decision.ids), jnp.asarray(o.active), layer, o.resident
+            )
+            active = np.asarray(o.active)
+            np.testing.assert_array_equal(np.asarray(by_rule.tier)[active], decision.tier[active])
+            runs = decision.tier != SKIPPED
+            np.testing.assert_array_equal(
+                np.asarray(by_rule.at_least)[runs], decision.at_least[runs]
+            )
+            assert decision.keep is None
+            own = runs & (decision.ids == o.ids)
+            np.testing.assert_array_equal(decision.weights[own], np.asarray(o.weights)[own])
 
 
 def check_cost(case: Case, trace: Any) -> None:

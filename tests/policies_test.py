@@ -47,6 +47,15 @@ class ContractTest(parameterized.TestCase):
     def test_layers_apart(self, name, phase):
         contract.check_layers_apart(CASES[name], trace_of(name, phase))
 
+    @parameterized.parameters(*CASES)
+    def test_rule(self, name):
+        contract.check_rule(CASES[name], trace_of(name, "decode"))
+
+    def test_several_sequences_of_decode_share_what_is_critical(self):
+        trace = random_trace(SPEC, 4, 4, prefill=False, seed=6)
+        for name in ("dymoe_4_2", "dynaexq"):
+            contract.check_rule(CASES[name], trace)
+
     # Drawing random numbers takes what it takes.
     @parameterized.parameters(*[name for name in CASES if name != "dymoe_random"])
     def test_cost(self, name):

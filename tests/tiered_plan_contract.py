@@ -39,6 +39,8 @@ class Case(NamedTuple):
     banks: int = 1
     cold: bool = False
     fixed: bool = False
+    rule: str = ""  # "critical", "held", "reused" or "one": by a rule in place of wishes
+    fed: bool = True
     steps: int = 150
 
 
@@ -56,6 +58,19 @@ CASES = {
     "fixed": Case(2, 9, (4, 9), 2, 4, banks=2, fixed=True),
     "fixed_over_caches": Case(2, 12, (5, 7, 6), 2, 3, fixed=True),
     "fixed_over_cold": Case(1, 24, (8, 24), 6, 3, cold=True, fixed=True),
+    "unfed": Case(2, 12, (6, 7), 2, 3, fed=False),
+    "unfed_qwen": Case(1, 128, (48, 32), 1, 8, fed=False, steps=100),
+    "unfed_three": Case(2, 10, (6, 5, 7), 1, 3, banks=2, fed=False),
+    "unfed_over_streams": Case(2, 12, (9, 0), 1, 3, fed=False),
+    "critical": Case(2, 12, (6, 7), 1, 4, rule="critical"),
+    "critical_tokens": Case(2, 16, (9, 10), 3, 3, rule="critical", fed=False),
+    "critical_unfed": Case(1, 128, (64, 8), 1, 8, rule="critical", fed=False),
+    "skips": Case(2, 12, (6,), 1, 4, rule="skips"),
+    "reused": Case(2, 12, (6,), 2, 3, rule="reused"),
+    "held": Case(2, 9, (4, 9), 1, 4, banks=2, fixed=True, rule="held"),
+    "held_tokens": Case(2, 9, (4, 9), 3, 3, fixed=True, rule="held"),
+    "held_in_the_second": Case(2, 9, (3, 4, 9), 2, 2, rule="held"),
+    "one_by_rule": Case(3, 9, (5,), 1, 4, banks=2, rule="one"),
 }
 
 
@@ -69,7 +84,7 @@ class Given(NamedTuple):
     active: Any
     weights: Any
     routed_ids: Any
-    routed_weights: Any
+    critical: Any  # int32[M]
     arrives: Any  # int32[T], an expert for each tier, -1: none
 
 
@@ -98,6 +113,7 @@ def forms(case: Case) -> tuple[package.Form, ...]:
             is_complete(case, spec),
             0 if spec.slots else spec.transient,
             case.fixed and i == 0,
+            case.fed,
         )
         for i, spec in enumerate(caches(case))
     )
@@ -119,19 +135,48 @@ def random_steps(case: Case, seed: int) -> Given:
     others = np.where(rng.random(ids.shape) < 0.8, ids, (ids + 1) % case.experts)
     arrives = rng.integers(case.experts, size=(n, len(case.slots)), dtype=np.int32)
     full = np.isin(case.slots, (0, case.experts))
-    arrives[(rng.random(arrives.shape) < 0.7) | full] = -1
-    eighths = [rng.integers(0, 9, (n, *size)).astype(np.float32) / 8 for _ in range(2)]
+    arrives[(rng.random(arrives.shape) < 0.7) | full | (not case.fed)] = -1
+    eighths = rng.integers(0, 9, (n, *size)).astype(np.float32) / 8
     return Given(
         rng.integers(case.layers, size=n, dtype=np.int32),
         ids,
         rng.integers(-1, len(case.slots), (n, *size), dtype=np.int32),
         rng.random((n, *size)) < 0.5,
         rng.random((n, case.tokens)) < 0.85,
-        eighths[0],
+        eighths,
         others.astype(np.int32),
-        eighths[1],
+        rng.integers(case.width + 1, size=(n, case.layers), dtype=np.int32),
         arrives,
     )
+
+
+def rule_of(case: Case, given: Given) -> package.Rule:
+    lowest, first = jnp.int32(len(case.slots) - 1), jnp.int32(0)
+    yes, no = jnp.bool_(True), jnp.bool_(False)
+    return {
+        "critical": lambda: package.Rule(given.critical, first, lowest, no, at_least=True),
+        "skips": lambda: package.Rule(given.critical, first, jnp.int32(-1), no, at_least=True),
+        "reused": lambda: package.Rule(given.critical, first, jnp.int32(-1), yes, at_least=True),
+        "held": lambda: package.Rule(None, lowest - 1, lowest, yes),
+        "one": lambda: package.Rule(None, first, first, no),
+    }[case.rule]()
+
+
+def with_wishes(case: Case, given: Given, serves: jax.Array) -> Given:
+    """By what a rule says, pair by pair."""
+    if not case.rule:
+        return given
+    rule, tier, at_least = rule_of(case, given), given.tier, given.at_least
+    pairs = [(n, a) for n in range(case.tokens) for a in range(case.width)]
+    for n, a in pairs:
+        is_critical = jnp.bool_(False)
+        for m, b in pairs if rule.critical is not None else ():
+            same = given.active[m] & (given.ids[m, b] == given.ids[n, a])
+            is_critical |= same & (b < rule.critical[given.layer])
+        is_high = is_critical | (rule.held & serves[rule.high, given.ids[n, a]])
+        tier = tier.at[n, a].set(jnp.where(is_high, rule.high, rule.low))
+        at_least = at_least.at[n, a].set(~is_critical & rule.at_least)
+    return given._replace(tier=tier, at_least=at_least)
 
 
 def by_rules(case: Case, given: Given, states: Any, row_of: Any) -> Any:
@@ -139,6 +184,7 @@ def by_rules(case: Case, given: Given, states: Any, row_of: Any) -> Any:
     num = case.experts
     resident = jnp.stack([state.table[given.layer, :num] >= 0 for state, _ in states])
     serves = mixed_cache.serving(resident, [spec.slots == num for spec in caches(case)])
+    given = with_wishes(case, given, serves)
     decision = Decision(given.ids, given.tier, given.weights, given.at_least)
     found = mixed_cache.served(serves, decision, given.active)
     runs = given.active[:, None] & (given.tier >= 0)
@@ -173,7 +219,7 @@ def by_rules(case: Case, given: Given, states: Any, row_of: Any) -> Any:
         fetch.append(jobs)
     kinds = [tier == i for i in range(len(states))]
     kinds += [tier < 0, (tier >= 0) & (given.ids != given.routed_ids), jnp.ones_like(runs)]
-    mass = jnp.where(given.active[:, None], given.routed_weights, 0.0)
+    mass = jnp.where(given.active[:, None], given.weights, 0.0)
     gate = jnp.stack([jnp.sum(jnp.where(kind, mass, 0.0)) for kind in kinds])
     return after, gate, package.Placed(jnp.where(slot >= 0, tier, -1), slot, tuple(fetch))
 
@@ -207,11 +253,9 @@ def replay(case: Case, steps: Given, how: Any, row_of: jax.Array) -> Any:
         tiers = [package.Tier(tables_of(*one), one[0].pinned, row_of) for one in states]
         asked = package.Asked(
             given.ids,
-            given.tier,
+            rule_of(case, given) if case.rule else package.Wishes(given.tier, given.at_least),
             given.weights,
-            given.at_least,
             given.routed_ids,
-            given.routed_weights,
         )
         start = jnp.ones((case.layers, len(states) + 3), jnp.float32)
         found = package.place(

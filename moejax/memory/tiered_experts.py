@@ -22,7 +22,7 @@ from moejax.memory.expert_pool import ExpertStore, in_place_of
 from moejax.memory.fetching import from_host_together
 from moejax.memory.placing import Placed
 from moejax.memory.pooled import PooledExperts
-from moejax.memory.tiered import TieredPool, TieredSpec, released
+from moejax.memory.tiered import TieredPool, TieredSpec, moves_between_steps, released
 from moejax.memory.tiered_placing import TieredPlacing
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import Experts, Pairs, combine, products_of_tiers
@@ -32,7 +32,7 @@ from moejax.models.routing import Routing, foreseen
 from moejax.ops import Index
 from moejax.policies import mixed_cache
 from moejax.policies.attention_importance import attention_received
-from moejax.policies.interface import SKIPPED, Decision, Observation
+from moejax.policies.interface import SKIPPED, Decision, Observation, rule_of
 
 
 class TieredExperts:
@@ -75,7 +75,8 @@ class TieredExperts:
             for s, p, rows, v in of_tiers
         ]
         self._policy_state, self._gate = pool.state, pool.gate
-        self._placing = TieredPlacing(spec.pools, kernels.target)
+        moves = moves_between_steps(spec, pool.state)
+        self._placing = TieredPlacing(spec.pools, kernels.target, moves)
         self._replays: jax.Array | None = None  # which entry of a replay is this step's, once asked
 
     @property
@@ -150,7 +151,7 @@ class TieredExperts:
         runs = token_mask[:, None] & (decision.tier != SKIPPED)
         tier = jnp.where(runs, found.tier[decision.ids], SKIPPED)
         self._count(layer, routing, token_mask, tier, decision.ids)
-        chosen = Routing(routing.probabilities, decision.weights, decision.ids)
+        chosen = routing._replace(ids=decision.ids)
         products = self._products(layer, x, chosen, tier, decision)
         return combine(products, Pairs(decision.ids, runs), decision.weights, x.dtype)
 
@@ -288,10 +289,14 @@ class TieredExperts:
         decision: Decision,
     ) -> jax.Array:
         """As a call, from the decision on: what else is small launches is one."""
+        rule = None if self._is_prefill else rule_of(self.spec.policy, self._policy_state)
+        weights = decision.weights
+        if rule is not None and decision.ids is routing.ids:
+            weights = routing.weights
         rows_of = [store.row_of for store in self._store]
         before = [run.slots for run in self._runs]
         found, after = self._placing.place(
-            before, rows_of, self._gate, layer, routing, decision, token_mask
+            before, rows_of, self._gate, layer, routing, decision, rule, token_mask
         )
         self._gate, tiers = found.gate, []
         for run, slots in zip(self._runs, after, strict=True):
@@ -302,7 +307,7 @@ class TieredExperts:
             tiers.append(run.placed(layer, routing, found.tier == i, plan)[1])
         products = self._of_tiers(x, found.tier, found.slot, tiers)
         pairs = Pairs(decision.ids, found.tier != SKIPPED)
-        return combine(products, pairs, decision.weights, x.dtype)
+        return combine(products, pairs, weights, x.dtype)
 
     def _bring(self, layer: Index, plans: Sequence[Placed]) -> None:
         """Copies what a layer needs into the slots of each tier, by one launch where it can be."""

@@ -72,7 +72,7 @@ def open_tiered(
     check_room(device, limits, budget.device)
     check_pinned_limit(budget.total_host, device)
     weights = checkpoint.load(dtype=dtype, device=device, progress=progress, experts=False)
-    memories = []
+    memories, held = [], 0
     for tier, source, part in zip(stored, sources, budget.tiers, strict=True):
         packed = functools.partial(_quantized, tier=tier, tiering=tiering) if tier.bits else None
         memory = load_experts(
@@ -80,7 +80,8 @@ def open_tiered(
         )
         if tiering.emulate:
             memory = emulated(memory, device)
-        if (first := _first(chosen, part, memory)) is not None:
+        if (first := _first(chosen, part, memory, held)) is not None:
+            held += first.shape[1]
             warm(memory, config, ops.Kernels(target_of(device)), first)
         memories.append(memory)
     width = config.experts_per_token
@@ -300,10 +301,13 @@ def _ahead(policy: AnyPolicy, width: int) -> int:
     return asked if asked >= 0 else width
 
 
-def _first(chosen: Chosen, budget: Budget, memory: ExpertMemory) -> np.ndarray | None:
+def _first(
+    chosen: Chosen, budget: Budget, memory: ExpertMemory, held: int
+) -> np.ndarray | None:
     """int32[M, n], what is in the slots before any token; None: nothing.
 
-    Every expert where there is room for all; else those that the policy's profile saw most.
+    Every expert where there is room for all; else those that the policy's profile saw most, but for
+    the first `held`, which are in tiers of higher fidelity.
     """
     if (np.asarray(memory.store.row_of) < 0).any() or not budget.slots:
         return None
@@ -313,4 +317,4 @@ def _first(chosen: Chosen, budget: Budget, memory: ExpertMemory) -> np.ndarray |
     if chosen.activations is None:
         return None
     order = np.argsort(-np.asarray(chosen.activations), axis=1, kind="stable")
-    return np.sort(order[:, : budget.slots], axis=1).astype(np.int32)
+    return np.sort(order[:, held : held + budget.slots], axis=1).astype(np.int32)

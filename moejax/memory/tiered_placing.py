@@ -19,6 +19,7 @@ from moejax.ops import Index
 from moejax.policies.interface import Decision
 from pallas_kernels import residency_plan, tiered_plan
 from pallas_kernels.target import Target
+from pallas_kernels.tiered_plan import Rule
 
 
 class Together(NamedTuple):
@@ -44,10 +45,12 @@ class TieredPlacing:
     Attributes:
       pools: of the tiers.
       target: whose kernels may plan; None: none.
+      moves: whether the policy has experts moved between steps.
     """
 
     pools: tuple[PoolSpec, ...]
     target: Target | None
+    moves: bool = True
 
     def refusal(self, num_pairs: int) -> str | None:
         """Why one launch does not plan for so many pairs, or None."""
@@ -72,6 +75,7 @@ class TieredPlacing:
         layer: Index,
         routing: Routing,
         decision: Decision,
+        rule: Rule | None,
         token_mask: jax.Array,
     ) -> tuple[Together, list[State]]:
         """Of a layer in one step, without waves.
@@ -83,6 +87,7 @@ class TieredPlacing:
           layer: which.
           routing: of N tokens, the router's.
           decision: the policy's, without `keep`.
+          rule: what says its tiers, which are then not looked at; None: they are.
           token_mask: bool[N], False for padding.
         """
         tiers = tuple(
@@ -91,11 +96,9 @@ class TieredPlacing:
         )
         asked = tiered_plan.Asked(
             decision.ids,
-            decision.tier,
-            decision.weights.astype(jnp.float32),
-            decision.at_least,
-            routing.ids,
+            rule or tiered_plan.Wishes(decision.tier, decision.at_least),
             routing.weights.astype(jnp.float32),
+            None if decision.ids is routing.ids else routing.ids,
         )
         forms = tuple(
             tiered_plan.Form(
@@ -104,6 +107,7 @@ class TieredPlacing:
                 pool.is_complete,
                 _streams(pool),
                 i == 0 and pool.between_steps and pool.cache.slots > 0 and not pool.is_complete,
+                self.moves or any(better.prefetch for better in self.pools[:i]),
             )
             for i, pool in enumerate(self.pools)
         )

@@ -31,6 +31,7 @@ from moejax.policies.interface import (
     PolicySpec,
     Requests,
 )
+from moejax.policies.resident import always
 from moejax.policies.settings import (
     ByContent,
     check_array,
@@ -41,6 +42,7 @@ from moejax.policies.settings import (
 )
 from moejax.policies.substitution import Candidates, Form, Substitution
 from pallas_kernels.buddy_search import Gate
+from pallas_kernels.tiered_plan import Rule
 
 # "none" is the paper's baseline "original", "random" its other one; "matched_random" draws at
 # random exactly where buddies would have replaced: the two at one share of replaced pairs.
@@ -271,6 +273,13 @@ class BuddyMoe(ByContent):
         if self.bypass_bytes is not None and not o.is_prefill:
             state = with_missing(state, o, asked)
         return decision, self._counted(state, o, found.replaced, dropped)
+
+    def rule(self, state: BuddyState) -> Rule | None:
+        """See `interface.rule_of`; all pairs run where none is dropped and none leaves its own."""
+        del state
+        if self.choose != "none" and (self.fall_back == "drop" or self.discount):
+            return None
+        return always(jnp.zeros((), jnp.int32))
 
     def _passes(
         self, state: BuddyState, o: Observation, resident: jax.Array, asked: jax.Array

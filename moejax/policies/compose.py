@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from moejax.errors import MoejaxError
 from moejax.policies.buddymoe import BuddyMoe
-from moejax.policies.dymoe import DyMoE
+from moejax.policies.dymoe import SKIP, DyMoE
 from moejax.policies.dynaexq import DynaExq
 from moejax.policies.interface import (
     SKIPPED,
@@ -27,6 +27,7 @@ from moejax.policies.interface import (
     no_requests,
 )
 from moejax.policies.settings import ByContent
+from pallas_kernels.tiered_plan import Rule
 
 
 class ComposeState(NamedTuple):
@@ -143,6 +144,17 @@ class Compose(ByContent):
         if self.hotness is None:
             return no_requests()
         return self.hotness.foreseen(state.hotness, resident)
+
+    def rule(self, state: ComposeState) -> Rule | None:
+        """See `interface.rule_of`; of hotness and importance, whose high tiers are one."""
+        hotness, importance = self.hotness, self.importance
+        if hotness is None or importance is None or self.buddies is not None:
+            return None
+        rule = importance.rule(state.importance)
+        if rule is None or hotness.hot != importance.high:
+            return None
+        # What is left out is so wherever a copy is, unless importance itself says otherwise.
+        return rule if importance.low == SKIP else dataclasses.replace(rule, held=jnp.bool_(True))
 
     def transfers(self, state: ComposeState, resident: jax.Array) -> tuple[Requests, ComposeState]:
         """See `Policy`; promotions and demotions come before what buddies stood in for."""

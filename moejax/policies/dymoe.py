@@ -46,6 +46,7 @@ from moejax.policies.settings import (
     check_numbers,
     check_text,
 )
+from pallas_kernels.tiered_plan import Rule
 
 SKIP = "skip"  # the name of 0 bits
 SELECTIONS = ("critical", "load", "random")
@@ -234,6 +235,14 @@ class DyMoE:
         if self.selection == "random":
             state = state._replace(calls=state.calls + 1)
         return decision, state
+
+    def rule(self, state: DyMoEState) -> Rule | None:
+        """See `interface.rule_of`; of a token's experts the first by weight are critical."""
+        skips = self.low == SKIP
+        if self.selection == "random" or (self.renormalise and skips):
+            return None
+        held = state.reuse_skipped if skips else jnp.zeros((), bool)
+        return Rule(state.decode, state.high, state.low, held, at_least=True)
 
     def transfers(self, state: DyMoEState, resident: jax.Array) -> tuple[Requests, DyMoEState]:
         """See `Policy`."""

@@ -36,6 +36,7 @@ from moejax.policies.settings import (
     check_numbers,
     check_text,
 )
+from pallas_kernels.tiered_plan import Rule
 
 CHOICES = ("hot", "random", "first")
 FORESEE_BY = ("scores", "links")
@@ -236,6 +237,10 @@ class DynaExq(ByContent):
         is_hot = observation.resident[settings.hot][observation.ids]
         decision = as_routed(observation, jnp.where(is_hot, settings.hot, settings.cold))
         return decision, state._replace(scores=scores, tokens=tokens)
+
+    def rule(self, state: DynaExqState) -> Rule:
+        """See `interface.rule_of`."""
+        return Rule(None, state.settings.hot, state.settings.cold, jnp.ones((), bool))
 
     def transfers(self, state: DynaExqState, resident: jax.Array) -> tuple[Requests, DynaExqState]:
         """PRECISIONSCHEDULE of Algorithm 1 for all layers, when T tokens have passed."""

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.errors import MoejaxError
+from pallas_kernels.tiered_plan import Rule
 
 State = TypeVar("State")
 SKIPPED = -1  # a tier: the pair is not computed
@@ -197,6 +198,17 @@ def tiers_between_steps(policy: AnyPolicy, spec: PolicySpec) -> tuple[int, ...]:
     """
     found = getattr(policy, "tiers_between_steps", None)
     return tuple(found(spec)) if found is not None else ()
+
+
+def rule_of(policy: AnyPolicy, state: Any) -> Rule | None:
+    """What says the tiers that its decisions ask for in a step of decode, or None.
+
+    A policy says so by a method `rule` of its state, of constant leaves alone: `decide` gives these
+    tiers and `at_least`, no `keep`, and, where it leaves the router's ids, the router's weights.
+    Whoever follows the rule need not ask for them.
+    """
+    found = getattr(policy, "rule", None)
+    return found(state) if found is not None else None
 
 
 def high_serves_low(policy: AnyPolicy) -> bool:

@@ -20,8 +20,9 @@ from moejax.policies.interface import (
     tier_id,
 )
 from moejax.policies.lookahead import experts_ahead
-from moejax.policies.resident import as_routed
+from moejax.policies.resident import always, as_routed
 from moejax.policies.settings import check_number, check_text
+from pallas_kernels.tiered_plan import Rule
 
 
 class OnDemandState(NamedTuple):
@@ -89,6 +90,10 @@ class OnDemand:
         if ahead is not None:
             decision = decision._replace(ahead=jnp.where(ahead, state.tier, -1))
         return decision, state
+
+    def rule(self, state: OnDemandState) -> Rule:
+        """See `interface.rule_of`."""
+        return always(state.tier)
 
     def transfers(
         self, state: OnDemandState, resident: jax.Array

@@ -18,6 +18,7 @@ from moejax.policies.interface import (
     tier_id,
 )
 from moejax.policies.settings import check_text
+from pallas_kernels.tiered_plan import Rule
 
 
 class ResidentState(NamedTuple):
@@ -64,11 +65,20 @@ class Resident:
         """See `Policy`."""
         return as_routed(observation, state.tier), state
 
+    def rule(self, state: ResidentState) -> Rule:
+        """See `interface.rule_of`."""
+        return always(state.tier)
+
     def transfers(
         self, state: ResidentState, resident: jax.Array
     ) -> tuple[Requests, ResidentState]:
         """See `Policy`."""
         return no_requests(), state
+
+
+def always(tier: jax.Array) -> Rule:
+    """One tier, int32[], for all pairs."""
+    return Rule(None, tier, tier, jnp.zeros((), bool))
 
 
 def as_routed(observation: Observation, tier: jax.Array) -> Decision:

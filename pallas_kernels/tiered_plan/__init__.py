@@ -5,4 +5,6 @@ from pallas_kernels.tiered_plan.api import refusal as refusal
 from pallas_kernels.tiered_plan.operands import Asked as Asked
 from pallas_kernels.tiered_plan.operands import Form as Form
 from pallas_kernels.tiered_plan.operands import Placed as Placed
+from pallas_kernels.tiered_plan.operands import Rule as Rule
 from pallas_kernels.tiered_plan.operands import Tier as Tier
+from pallas_kernels.tiered_plan.operands import Wishes as Wishes

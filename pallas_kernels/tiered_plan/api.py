@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.residency_plan.operands import PLAN_EVENTS, Columns, Tables, num_slots
 from pallas_kernels.target import SIMULATED, Target, current_target
 from pallas_kernels.tiered_plan import triton
-from pallas_kernels.tiered_plan.operands import Asked, Form, Placed, Tier
+from pallas_kernels.tiered_plan.operands import Asked, Form, Placed, Rule, Tier, Wishes
 from pallas_kernels.tiered_plan.reference import place_reference
 
 IMPLEMENTATIONS = ("triton", "reference")  # in order of preference; the reference refuses nothing
@@ -57,6 +57,8 @@ def place(
     tier places the experts that run in it as `residency_plan.plan` does without waves: the caller
     knows that its slots serve whatever a layer needs. Of a tier without slots of layers, it is all
     copied to its transient ones, in the order of the ids.
+
+    What is asked for are wishes, or a rule by which the call itself finds them: a launch less.
 
     Args:
       tiers: of falling fidelity; donate their tables.
@@ -125,8 +127,26 @@ def _misfits(
             reasons.append(f"tier {i} is not full: it has {slots} slots")
     if gate.shape != (num_layers, len(tiers) + 3) or gate.dtype != jnp.float32:
         reasons.append(f"gate is {gate.dtype}{gate.shape}, of {len(tiers)} tiers")
-    wanted = (jnp.int32, jnp.int32, jnp.float32, jnp.bool_, jnp.int32, jnp.float32)
-    for (name, of), dtype in zip(asked._asdict().items(), wanted, strict=True):
+    arrays = {"ids": (asked.ids, jnp.int32), "weights": (asked.weights, jnp.float32)}
+    if asked.routed_ids is not None:
+        arrays["routed_ids"] = asked.routed_ids, jnp.int32
+    if isinstance(asked.by, Wishes):
+        arrays |= {"tier": (asked.by.tier, jnp.int32), "at_least": (asked.by.at_least, jnp.bool_)}
+    for name, (of, dtype) in arrays.items():
         if of.shape != (*active.shape, asked.ids.shape[-1]) or of.dtype != dtype:
             reasons.append(f"{name} is {of.dtype}{of.shape}, active {active.shape}")
+    if isinstance(asked.by, Rule):
+        reasons += _misfits_of_rule(asked.by, num_layers)
     return reasons
+
+
+def _misfits_of_rule(rule: Rule, num_layers: int) -> list[str]:
+    numbers = {
+        "critical": (rule.critical, jnp.int32, (num_layers,)), "high": (rule.high, jnp.int32, ()),
+        "low": (rule.low, jnp.int32, ()), "held": (rule.held, jnp.bool_, ()),
+    }  # fmt: skip
+    return [
+        f"{name} is {of.dtype}{of.shape}, not {jnp.dtype(dtype).name}{shape}"
+        for name, (of, dtype, shape) in numbers.items()
+        if of is not None and (of.dtype != dtype or of.shape != shape)
+    ]

@@ -11,24 +11,56 @@ import jax
 from pallas_kernels.residency_plan.operands import Fetch, Tables, num_jobs
 
 
+class Wishes(NamedTuple):
+    """Of every pair what a policy asks for.
+
+    Attributes:
+      tier: int32[N, A], the tier that a pair asks for; -1: it is skipped.
+      at_least: bool[N, A], a tier of higher fidelity serves too.
+    """
+
+    tier: jax.Array
+    at_least: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What says the wishes of all pairs, by the rank of their expert and what is in slots.
+
+    A pair is critical if its expert is among the first of some active token; it asks for `high`.
+    The others ask for `low`, or with `held` for `high` where that tier has a copy that serves.
+
+    Attributes:
+      critical: int32[M], how many of a token's experts are critical; None: none.
+      high: int32[], a tier.
+      low: int32[], a tier, or -1: skipped.
+      held: bool[].
+      at_least: static; a tier of higher fidelity serves too those that are not critical.
+    """
+
+    critical: jax.Array | None
+    high: jax.Array
+    low: jax.Array
+    held: jax.Array
+    at_least: bool = dataclasses.field(default=False, metadata={"static": True})
+
+
 class Asked(NamedTuple):
     """What a policy asks for.
 
     Attributes:
-      ids: int32[N, A], experts; those of a token differ.
-      tier: int32[N, A], the tier that a pair asks for; -1: it is skipped.
-      weights: float32[N, A], of the sum, counted by the tiers' own `Tables.gate`.
-      at_least: bool[N, A], a tier of higher fidelity serves too.
-      routed_ids: int32[N, A], what the router chose.
-      routed_weights: float32[N, A], the gate mass that is counted by what became of it.
+      ids: int32[N, A], experts; those of a token differ. Under a rule of critical ones by falling
+        importance.
+      by: in which tiers.
+      weights: float32[N, A], the router's gate mass, counted by what became of it.
+      routed_ids: int32[N, A], what the router chose; None: `ids`.
     """
 
     ids: jax.Array
-    tier: jax.Array
+    by: Wishes | Rule
     weights: jax.Array
-    at_least: jax.Array
-    routed_ids: jax.Array
-    routed_weights: jax.Array
+    routed_ids: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +77,8 @@ class Form:
         at most B experts at a time; 0: it has slots of layers.
       is_fixed: of the first tier alone: what its slots hold changes between steps only, and nobody
         asks for what they do not hold.
+      is_fed: of a tier that is neither full nor the first: an expert that has a slot here may have
+        come to a tier of higher fidelity by other means than such plans.
     """
 
     banks: int
@@ -52,6 +86,7 @@ class Form:
     is_complete: bool
     streams: int = 0
     is_fixed: bool = False
+    is_fed: bool = True
 
     @property
     def changes(self) -> bool:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels.residency_plan.operands import Columns, Fetch, Tables, Waves, num_slots
 from pallas_kernels.residency_plan.operands import Placed as Plan
 from pallas_kernels.residency_plan.reference import plan_reference
-from pallas_kernels.tiered_plan.operands import Asked, Form, Placed, Tier
+from pallas_kernels.tiered_plan.operands import Asked, Form, Placed, Rule, Tier, Wishes
 
 
 class _Served(NamedTuple):
@@ -19,12 +19,27 @@ class _Served(NamedTuple):
     fetched: jax.Array
 
 
-def _served(resident: jax.Array, asked: Asked, asks: jax.Array) -> _Served:
+def wishes_of(
+    rule: Rule, ids: jax.Array, active: jax.Array, layer: jax.Array, resident: jax.Array
+) -> Wishes:
+    """What a rule says; `resident` bool[T, E], copies that serve."""
+    num_experts, width = resident.shape[1], ids.shape[1]
+    critical = jnp.zeros(num_experts, bool)
+    if rule.critical is not None:
+        first = active[:, None] & (jnp.arange(width)[None] < rule.critical[layer])
+        places = jnp.where(first, ids, num_experts)
+        critical = critical.at[places.reshape(-1)].set(True, mode="drop")
+    high = critical | (rule.held & resident[rule.high])
+    tier = jnp.where(high[ids], rule.high, rule.low)
+    return Wishes(tier, ~critical[ids] & rule.at_least)
+
+
+def _served(resident: jax.Array, ids: jax.Array, asked: Wishes, asks: jax.Array) -> _Served:
     """The rules of a mixed-precision cache, by expert; `resident` bool[T, E], `asks` bool[N, A]."""
     num_tiers, num_experts = resident.shape
     expert = jnp.arange(num_experts, dtype=jnp.int32)
     tier = jnp.arange(num_tiers, dtype=jnp.int32)[:, None]
-    pairs = (asked.ids[None] == expert[:, None, None]) & asks[None]
+    pairs = (ids[None] == expert[:, None, None]) & asks[None]
     best = jnp.min(jnp.where(pairs, asked.tier[None], num_tiers), axis=(1, 2))
     is_asked = best < num_tiers
     strict = pairs & (asked.tier[None] == best[:, None, None]) & ~asked.at_least[None]
@@ -79,13 +94,16 @@ def place_reference(
     """See `api.place`."""
     num_experts, num_tiers = tiers[0].pinned.shape[1], len(tiers)
     resident = jnp.stack([tier.tables.table[layer, :num_experts] >= 0 for tier in tiers])
-    asks = active[:, None] & (asked.tier >= 0)
     # A copy that leaves because a better one is there serves nobody.
     held = [
         copies if form.is_full else copies & ~jnp.any(resident[:i], axis=0)
         for i, (copies, form) in enumerate(zip(resident, forms, strict=True))
     ]
-    served = _served(jnp.stack(held), asked, asks)
+    wishes = asked.by
+    if isinstance(wishes, Rule):
+        wishes = wishes_of(wishes, asked.ids, active, layer, jnp.stack(held))
+    asks = active[:, None] & (wishes.tier >= 0)
+    served = _served(jnp.stack(held), asked.ids, wishes, asks)
     chosen = jnp.where(asks, served.tier[asked.ids], -1)
     slot, tables_after, fetch = jnp.full_like(chosen, -1), [], []
     for i, (tier, form) in enumerate(zip(tiers, forms, strict=True)):
@@ -104,10 +122,11 @@ def place_reference(
             after = after._replace(table=tables.table)
         tables_after.append(after)
         fetch.append(_fetch(form, placed, asked.ids.size, num_experts))
-    other = (chosen >= 0) & (asked.ids != asked.routed_ids)
+    routed_ids = asked.ids if asked.routed_ids is None else asked.routed_ids
+    other = (chosen >= 0) & (asked.ids != routed_ids)
     masks = [chosen == i for i in range(num_tiers)]
     masks += [chosen < 0, other, jnp.ones_like(other)]
-    mass = jnp.where(active[:, None], asked.routed_weights, 0.0)
+    mass = jnp.where(active[:, None], asked.weights, 0.0)
     sums = jnp.stack([jnp.sum(jnp.where(mask, mass, 0.0)) for mask in masks])
     placed_all = Placed(jnp.where(slot >= 0, chosen, -1), slot, tuple(fetch))
     return tuple(tables_after), gate.at[layer].add(sums), placed_all

@@ -14,8 +14,8 @@ from pallas_kernels.residency_plan import triton as one_tier
 from pallas_kernels.residency_plan.operands import Columns, Fetch, Tables, num_slots
 from pallas_kernels.residency_plan.slots import Ref, Refs, iota, matches, pick, some, together
 from pallas_kernels.target import Target
-from pallas_kernels.tiered_plan.operands import Asked, Form, Placed, Tier
-from pallas_kernels.triton_elements import quotient
+from pallas_kernels.tiered_plan.operands import Asked, Form, Placed, Rule, Tier
+from pallas_kernels.triton_elements import quotient, remainder
 
 MAX_TIERS = 4
 NO_TIER = MAX_TIERS  # in a least, where nothing is asked for
@@ -39,23 +39,22 @@ class _Pairs(NamedTuple):
     leads: jax.Array  # the first of those with its id, who all run in one tier
     tier: jax.Array  # of highest fidelity that is asked for of the expert, or `NO_TIER`
     strict: jax.Array  # no better one will do
-    weights: jax.Array
 
 
 class _State(NamedTuple):
-    """What a tier's tables say, read before anything is written."""
+    """What a tier's tables say of the pairs' experts, read before anything is written."""
 
     of: Refs
     clock: jax.Array
-    asked: vectors.Asked
-    slots: vectors.Loaded | None  # None of a tier that is complete
-    better: jax.Array | None  # bool[C], the owner is in a tier of higher fidelity
+    local: jax.Array  # local slots, -1: none
+    serves: jax.Array  # bool[P], a copy is there, and does not leave for that a better one is
+    ahead: jax.Array | None  # bool[P], it was brought ahead; None of a tier where nothing is
     events: jax.Array
     mass: jax.Array
 
 
 class _Change(NamedTuple):
-    """What becomes of a tier's slots."""
+    """What becomes of a tier's slots; see `_placed`."""
 
     table: vectors.Slots
     gone: jax.Array | None  # bool[C], copies that leave for good; None: none ever do
@@ -67,80 +66,108 @@ class _Change(NamedTuple):
     local: jax.Array
 
 
-def _load_pairs(of: Refs) -> _Pairs:
+def _load(
+    of: Refs, tiers: Sequence[Refs], forms: Sequence[Form], layer: jax.Array, at_least: bool
+) -> tuple[_Pairs, list[_State]]:
+    """All that is read but slots: loads wait for each other nowhere else but in the addresses."""
     num_pairs = of["ids"].shape[0]
     width = num_pairs // of["active"].shape[0]
     number = iota(num_pairs)
     inside = number < num_pairs
-
-    def load(name: str, other: Any) -> jax.Array:
-        return pltriton.load(of[name].at[number], mask=inside, other=other)
-
     place = quotient(number, width)
     active = pltriton.load(of["active"].at[place], mask=inside, other=False) & inside
-    ids, tier, at_least = load("ids", -1), load("tier", -1), load("at_least", False)
-    asks = active & (tier >= 0)
+    ids = pltriton.load(of["ids"].at[number], mask=inside, other=-1)
+    ids = jnp.where(active, ids, -1)
+    states, better = [], ids < -1
+    for tier, form in zip(tiers, forms, strict=True):
+        local = vectors.load_local(tier, layer, ids)
+        resident = local >= 0
+        serves = resident if form.is_full else resident & ~better
+        better |= resident
+        is_used = form.changes or form.is_fixed
+        ahead = vectors.load_ahead(tier, layer, local) if is_used else None
+        events, mass = vectors.load_events(tier, layer), tier["gate"][layer, iota(2)]
+        states.append(_State(tier, tier["clock"][()], local, serves, ahead, events, mass))
+    if "high" in of:
+        tier, strict = _by_rule(of, layer, ids, states, at_least)
+        asks = active & (tier >= 0)
+    else:
+        tier = pltriton.load(of["tier"].at[number], mask=inside, other=-1)
+        allows = pltriton.load(of["at_least"].at[number], mask=inside, other=False)
+        # Of the pairs of a tier, that no better one will do comes first.
+        asks = active & (tier >= 0)
+        least = jnp.where(asks, 2 * tier + allows.astype(jnp.int32), 2 * NO_TIER)
+        if num_pairs > width:
+            least = jnp.min(jnp.where(matches(ids, ids), least[None, :], 2 * NO_TIER), axis=1)
+        tier, strict = least >> 1, least & 1 == 0
     ids = jnp.where(asks, ids, -1)
-    # Two reductions over pairs of pairs: of a tier, that no better one will do comes first.
-    same = matches(ids, ids)
-    wish = jnp.where(asks, 2 * tier + at_least.astype(jnp.int32), 2 * NO_TIER)
-    least = jnp.min(jnp.where(same, wish[None, :], 2 * NO_TIER), axis=1)
-    best = jnp.where(asks, least >> 1, NO_TIER)
-    leads = jnp.min(jnp.where(same, number[None, :], len(number)), axis=1) == number
-    strict = asks & (least & 1 == 0)
-    return _Pairs(number, inside, active, ids, asks & leads, best, strict, load("weights", 0.0))
-
-
-def _load_tier(
-    tiers: Sequence[Refs], index: int, form: Form, layer: jax.Array, pairs: _Pairs
-) -> _State:
-    of = tiers[index]
-    loaded, better = None, None
-    if form.changes:
-        loaded = vectors.load_slots(of, layer)
-        if index and not form.is_full:
-            expert, better = jnp.maximum(loaded.owner, 0), loaded.owner < -1
-            for other in tiers[:index]:
-                there = pltriton.load(other["table"].at[layer, expert], mask=loaded.owned, other=-1)
-                better |= there >= 0
-    return _State(
-        of, of["clock"][()], vectors.load_asked(of, layer, pairs.ids), loaded, better,
-        vectors.load_events(of, layer), of["gate"][layer, iota(2)],
+    pairs = _Pairs(
+        number, inside, active, ids, vectors.leads(ids, num_pairs // width),
+        jnp.where(asks, tier, NO_TIER), asks & strict,
     )  # fmt: skip
+    return pairs, [
+        state._replace(local=jnp.where(asks, state.local, -1), serves=state.serves & asks)
+        for state in states
+    ]
 
 
-def _serve(
-    pairs: _Pairs, states: list[_State], forms: Sequence[Form]
+def _by_rule(
+    of: Refs, layer: jax.Array, ids: jax.Array, states: Sequence[_State], at_least: bool
 ) -> tuple[jax.Array, jax.Array]:
+    """int32[P], the tiers that pairs ask for; bool[P], no better one will do."""
+    critical = ids < -1
+    width = of["ids"].shape[0] // of["active"].shape[0]
+    if "critical" in of:
+        rank = remainder(jax.lax.iota(jnp.int32, len(ids)), width)
+        critical = (ids >= 0) & (rank < of["critical"][layer])
+        if of["active"].shape[0] > 1:  # an expert is critical for all of its pairs
+            critical = some(matches(ids, ids) & critical[None, :], axis=1)
+    high, held = of["high"][()], ids < -1
+    for i, state in enumerate(states):
+        held |= state.serves & (high == i)
+    tier = jnp.where(critical | (held & of["held"][()]), high, of["low"][()])
+    return tier, critical if at_least else ids >= 0
+
+
+def _serve(pairs: _Pairs, states: Sequence[_State]) -> tuple[jax.Array, jax.Array]:
     """int32[P], in which tier each pair's expert runs, or -1; whether it is fetched for it."""
     exact, there = pairs.ids < -1, jnp.full_like(pairs.ids, -1)
-    better = exact
-    for i, (state, form) in enumerate(zip(states, forms, strict=True)):
-        resident = state.asked.local >= 0
-        if not form.is_full:  # a copy that leaves because a better one is there serves nobody
-            resident &= ~better
-        better |= resident
-        exact |= resident & (pairs.tier == i)
-        there = jnp.where(resident & (pairs.tier > i) & ~pairs.strict, i, there)
+    for i, state in enumerate(states):
+        exact |= state.serves & (pairs.tier == i)
+        there = jnp.where(state.serves & (pairs.tier > i) & ~pairs.strict, i, there)
     asks = pairs.ids >= 0
     reused = asks & ~exact & (there >= 0)
     served = jnp.where(reused, there, pairs.tier)
     return jnp.where(asks, served, -1), asks & ~exact & ~reused
 
 
+def _has_better(
+    tiers: Sequence[_State], index: int, form: Form, layer: jax.Array, loaded: vectors.Loaded
+) -> jax.Array | None:
+    """bool[C], owners that are in a tier of higher fidelity; None where none can be."""
+    if not index or form.is_full or not form.is_fed:
+        return None
+    expert, better = jnp.maximum(loaded.owner, 0), loaded.owner < -1
+    for state in tiers[:index]:
+        place = state.of["table"].at[layer, expert]
+        better |= pltriton.load(place, mask=loaded.owned, other=-1) >= 0
+    return better
+
+
 def _change(
-    state: _State, form: Form, layer: jax.Array, pairs: _Pairs, runs: jax.Array,
-    fetched: jax.Array, gone_pairs: jax.Array, is_only: bool,
+    states: Sequence[_State], index: int, form: Form, layer: jax.Array, pairs: _Pairs,
+    runs: jax.Array, fetched: jax.Array, gone_pairs: jax.Array,
 ) -> tuple[_Change, dict[str, Any]]:  # fmt: skip
     """Of a tier that is not complete; `runs`: the pairs that run in it."""
-    loaded, local = state.slots, state.asked.local
-    assert loaded is not None
+    state = states[index]
+    loaded, local = vectors.load_slots(state.of, layer), state.local
+    better = _has_better(states, index, form, layer, loaded)
     ids, owner, left, gone = jnp.where(runs, pairs.ids, -1), loaded.owner, loaded, None
     released = unused = jnp.int32(0)
-    if not (form.is_full or is_only):
+    if not form.is_full and len(states) > 1:
         gone = loaded.owned & some(matches(owner, jnp.where(fetched, pairs.ids, -2)), axis=1)
-        if state.better is not None:
-            gone |= loaded.owned & state.better
+        if better is not None:
+            gone |= loaded.owned & better
         local = jnp.where(gone_pairs, -1, local)
         released, unused = together(gone, gone & (loaded.ahead != 0))
         left = loaded._replace(
@@ -192,50 +219,69 @@ def _store(change: _Change, state: _State, layer: jax.Array) -> None:
         pltriton.store(of["table"].at[layer, number + 2 * slots], none + 1, mask=empty)
     vectors.store_owners(of, layer, table, coming)
     vectors.store_use(of, layer, table, table.wanted | (coming >= 0), state.clock, 0)
-    size = of["rows"].shape[0]
-    vectors.store_jobs(of, size, change.come, state.asked.row, change.first_slot + change.local)
+    row, size = vectors.load_rows(of, layer, change.ids), of["rows"].shape[0]
+    vectors.store_jobs(of, size, change.come, row, change.first_slot + change.local)
 
 
-def _use_of(state: _State, layer: jax.Array, used: jax.Array, column: int) -> Any:
-    """Of pairs' slots in a tier that is fixed: the clock of last use (0), whether brought ahead."""
-    table, num_experts = state.of["table"], state.of["pinned"].shape[1]
-    first = num_experts + (1 + column) * num_slots(table, num_experts)
-    return table.at[layer, jnp.where(used, first + state.asked.local, table.shape[1])]
+def _load_gate(of: Refs, layer: jax.Array) -> jax.Array:
+    num = of["mass"].shape[1]
+    lanes = iota(num)
+    return pltriton.load(of["mass"].at[layer, lanes], mask=lanes < num, other=0.0)
 
 
-def _store_gate(of: Refs, layer: jax.Array, pairs: _Pairs, tier: jax.Array, num: int) -> None:
-    """Adds the router's mass by what became of it."""
+def _store_gate(
+    of: Refs, states: Sequence[_State], layer: jax.Array, pairs: _Pairs, tier: jax.Array,
+    total: jax.Array, weights: jax.Array, routed: jax.Array | None,
+) -> None:  # fmt: skip
+    """Adds the router's mass by what became of it; and to each tier's own count."""
+    num, lanes = len(states), iota(of["mass"].shape[1])
+    mass, lane = jnp.where(pairs.active, weights, 0.0), lanes[:, None]
+    kinds = (tier[None, :] == lane) | ((tier < 0)[None, :] & (lane == num)) | (lane == num + 2)
+    if routed is not None:
+        kinds |= ((tier >= 0) & (pairs.ids != routed))[None, :] & (lane == num + 1)
+    sums = jnp.sum(jnp.where(kinds, mass[None, :], 0.0), axis=1)
+    inside = lanes < of["mass"].shape[1]
+    pltriton.store(of["mass"].at[layer, lanes], total + sums, mask=inside)
+    for i, state in enumerate(states):
+        own = jnp.sum(jnp.where(lanes == i, sums, 0.0))
+        state.of["gate"][layer, iota(2)] = state.mass + own
 
-    def load(name: str, other: Any) -> jax.Array:
-        return pltriton.load(of[name].at[pairs.number], mask=pairs.inside, other=other)
 
-    mass = jnp.where(pairs.active, load("routed_weights", 0.0), 0.0)
-    other = (tier >= 0) & (pairs.ids != load("routed_ids", -1))
-    lanes = iota(num + 3)
-    inside = lanes < num + 3
-    total = pltriton.load(of["mass"].at[layer, lanes], mask=inside, other=0.0)
-    for lane, mask in enumerate([*(tier == i for i in range(num)), tier < 0, other, pairs.inside]):
-        total = jnp.where(lanes == lane, total + jnp.sum(jnp.where(mask, mass, 0.0)), total)
-    pltriton.store(of["mass"].at[layer, lanes], total, mask=inside)
+def _found(
+    states: Sequence[_State], forms: Sequence[Form], layer: jax.Array, pairs: _Pairs,
+    tier: jax.Array, columns: Columns, interpret: bool,
+) -> jax.Array:  # fmt: skip
+    """Where nothing is fetched and nothing leaves: int32[P], the slots, -1: none."""
+    if not interpret:
+        # What the tables held has been read, by every thread, before any writes.
+        pltriton.debug_barrier()
+    slot = jnp.full_like(tier, -1)
+    for i, (state, form) in enumerate(zip(states, forms, strict=True)):
+        runs = tier == i
+        used = jnp.where(runs & pairs.leads, state.local, -1)
+        if state.ahead is not None:
+            needed, ahead = together(used >= 0, (used >= 0) & state.ahead)
+            amounts = {"prefetch_hits": ahead}
+            vectors.store_use_at(state.of, layer, used, state.clock)
+        else:
+            needed, amounts = vectors.count(used >= 0), {}
+        amounts |= {"steps": jnp.minimum(needed, 1), "needed": needed, "hits": needed}
+        vectors.store_events(state.of, layer, state.events, columns, amounts)
+        vectors.store_none(*(state.of[name] for name in ("rows", "slots") if name in state.of))
+        slots = num_slots(state.of["table"], state.of["pinned"].shape[1])
+        slot = jnp.where(runs, quotient(layer, form.banks) * slots + state.local, slot)
+    return slot
 
 
-def _body(
-    *refs: Ref, names: tuple[str, ...], forms: tuple[Form, ...], columns: Columns, interpret: bool
-) -> None:
-    # The outputs come last: of what changes, they take the place of the operands.
-    of = dict(zip(names, refs, strict=True))
-    layer, number = of["layer"][()], len(forms)
-    tiers = [
-        {name[:-1]: ref for name, ref in of.items() if name.endswith(str(i))} for i in range(number)
-    ]
-    pairs = _load_pairs(of)
-    # All loads come first: they wait for each other nowhere else but in the addresses.
-    states = [_load_tier(tiers, i, form, layer, pairs) for i, form in enumerate(forms)]
-    tier, fetched = _serve(pairs, states, forms)
+def _placed(
+    states: Sequence[_State], forms: Sequence[Form], layer: jax.Array, pairs: _Pairs,
+    tier: jax.Array, fetched: jax.Array, columns: Columns, interpret: bool,
+) -> jax.Array:  # fmt: skip
+    """Likewise, with what is fetched and what leaves."""
     found, better = [], pairs.ids < -1
     slot = jnp.full_like(tier, -1)
     for i, (state, form) in enumerate(zip(states, forms, strict=True)):
-        runs, resident = tier == i, state.asked.local >= 0
+        runs, resident = tier == i, state.local >= 0
         if not form.changes:
             change, leads = None, runs & pairs.leads
             needed, missing = together(leads, leads & ~resident)
@@ -244,40 +290,62 @@ def _body(
                 amounts |= {"misses": needed, "streamed": needed}
             else:
                 amounts |= {"hits": needed - missing, "misses": missing, "unserved": missing}
-            if form.is_fixed:
-                used = leads & resident
-                ahead = pltriton.load(_use_of(state, layer, used, 1), mask=used, other=0)
-                amounts["prefetch_hits"] = vectors.count(used & (ahead != 0))
+            if state.ahead is not None:
+                amounts["prefetch_hits"] = vectors.count(leads & resident & state.ahead)
             slots = num_slots(state.of["table"], state.of["pinned"].shape[1])
-            first, local = quotient(layer, form.banks) * slots, state.asked.local
+            first, local = quotient(layer, form.banks) * slots, state.local
             if form.streams:
                 local = jnp.where(runs, vectors.order_of(leads, pairs.ids), -1)
         else:
             gone = resident & (fetched | better)
-            change, amounts = _change(state, form, layer, pairs, runs, fetched, gone, number == 1)
+            change, amounts = _change(states, i, form, layer, pairs, runs, fetched, gone)
             first, local = change.first_slot, change.local
         slot = jnp.where(runs & (local >= 0), first + local, slot)
         better |= resident
         found.append((state, change, amounts, local))
     if not interpret:
-        # What the tables held has been read, by every thread, before any writes.
-        pltriton.debug_barrier()
+        pltriton.debug_barrier()  # as in `_found`
     for i, (state, change, amounts, local) in enumerate(found):
         if change is not None:
             _store(change, state, layer)
         elif forms[i].is_fixed:
-            used = (tier == i) & pairs.leads & (local >= 0)
-            now = jnp.zeros_like(local) + state.clock
-            pltriton.store(_use_of(state, layer, used, 0), now, mask=used)
-            pltriton.store(_use_of(state, layer, used, 1), jnp.zeros_like(local), mask=used)
+            used = jnp.where((tier == i) & pairs.leads, local, -1)
+            vectors.store_use_at(state.of, layer, used, state.clock)
         elif forms[i].streams:
-            size = state.of["rows"].shape[0]
-            vectors.store_jobs(state.of, size, local, state.asked.row, local)
-        state.of["clock"][()] = state.clock + 1
+            row, size = vectors.load_rows(state.of, layer, pairs.ids), state.of["rows"].shape[0]
+            vectors.store_jobs(state.of, size, local, row, local)
         vectors.store_events(state.of, layer, state.events, columns, amounts)
-        mass = state.mass + jnp.sum(jnp.where(tier == i, pairs.weights, 0.0))
-        state.of["gate"][layer, iota(2)] = mass
-    _store_gate(of, layer, pairs, tier, number)
+    return slot
+
+
+def _body(
+    *refs: Ref, names: tuple[str, ...], forms: tuple[Form, ...], columns: Columns, at_least: bool,
+    interpret: bool,
+) -> None:  # fmt: skip
+    # The outputs come last: of what changes, they take the place of the operands.
+    of = dict(zip(names, refs, strict=True))
+    layer, number = of["layer"][()], len(forms)
+    tiers = [
+        {name[:-1]: ref for name, ref in of.items() if name.endswith(str(i))} for i in range(number)
+    ]
+    pairs, states = _load(of, tiers, forms, layer, at_least)
+    weights = pltriton.load(of["weights"].at[pairs.number], mask=pairs.inside, other=0.0)
+    total, routed = _load_gate(of, layer), None
+    if "routed_ids" in of:
+        routed = pltriton.load(of["routed_ids"].at[pairs.number], mask=pairs.inside, other=-1)
+    tier, fetched = _serve(pairs, states)
+    found = functools.partial(_found, states, forms, layer, pairs, tier, columns, interpret)
+    placed = functools.partial(
+        _placed, states, forms, layer, pairs, tier, fetched, columns, interpret
+    )
+    if any(form.changes and form.is_fed and not form.is_full for form in forms[1:]):
+        # Copies of any expert may have to leave.
+        slot = placed()
+    else:
+        slot = jax.lax.cond(some(fetched), placed, found)
+    for state in states:
+        state.of["clock"][()] = state.clock + 1
+    _store_gate(of, states, layer, pairs, tier, total, weights, routed)
     runs = jnp.where(slot >= 0, tier, -1)
     pltriton.store(of["runs"].at[pairs.number], runs, mask=pairs.inside)
     pltriton.store(of["slot"].at[pairs.number], slot, mask=pairs.inside)
@@ -298,7 +366,15 @@ def place_triton(
     """See `api.place`."""
     num_pairs, num_experts = asked.ids.size, tiers[0].pinned.shape[1]
     operands = {"layer": layer, "active": active}
-    operands |= {name: array.reshape(-1) for name, array in asked._asdict().items()}
+    by_pair = {"ids": asked.ids, "weights": asked.weights, "routed_ids": asked.routed_ids}
+    at_least = False
+    if isinstance(asked.by, Rule):
+        rule, at_least = asked.by, asked.by.at_least
+        operands |= {"high": rule.high, "low": rule.low, "held": rule.held}
+        operands |= {} if rule.critical is None else {"critical": rule.critical}
+    else:
+        by_pair |= asked.by._asdict()
+    operands |= {name: of.reshape(-1) for name, of in by_pair.items() if of is not None}
     changed, sizes, most = {"mass": gate}, {"runs": num_pairs, "slot": num_pairs}, 1
     for i, (tier, form) in enumerate(zip(tiers, forms, strict=True)):
         operands |= {f"pinned{i}": tier.pinned, f"row_of{i}": tier.row_of}
@@ -317,7 +393,7 @@ def place_triton(
     shapes += [jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes.values()]
     body = functools.partial(
         _body, names=(*operands, *changed, *changed, *sizes), forms=forms, columns=columns,
-        interpret=interpret,
+        at_least=at_least, interpret=interpret,
     )  # fmt: skip
     outputs = launch.triton_call(
         body,
