@@ -24,6 +24,8 @@ class Case(NamedTuple):
     last_first: bool = False
     gated: bool = False
     by_pair: bool = False  # whether pairs are allowed buddies, or tokens
+    tables: bool = False  # whether tables say what is resident
+    gate_off: bool = False  # by its settings
 
 
 CASES = {
@@ -37,6 +39,9 @@ CASES = {
     "gated_one": Case(2, 4, 1, 1, 0.7, 1, 1, gated=True),
     "nobody": Case(3, 16, 3, 5, 0.0, 5, 3),
     "one": Case(2, 4, 1, 1, 0.7, 1, 1),
+    "tables": Case(1, 128, 8, 16, 0.5, 16, 3, tables=True, gated=True, gate_off=True),
+    "tables_last_first": Case(5, 24, 4, 12, 0.5, 9, 1, last_first=True, tables=True),
+    "no_budget": Case(3, 24, 4, 12, 0.5, 9, 0, tables=True),
 }
 
 # One program for all seeds of a case: compiling is most of the time.
@@ -90,6 +95,8 @@ def check(case: Case, seed: int, **how: Any) -> np.ndarray:
         rng.random(ids.shape[: 1 + case.by_pair]) < (0.6 if case.by_pair else 0.9)
     )
     gate = random_gate(case, np.asarray(ids), layers, layer, rng) if case.gated else None
+    if gate is not None and case.gate_off:
+        gate = gate._replace(tau=jnp.full(layers, -1.0), margin=jnp.float32(2))
     passes = allowed.reshape(case.tokens, -1)
     if gate is not None:
         passes &= tolerated(gate, ids, layer)[:, None]
@@ -97,7 +104,11 @@ def check(case: Case, seed: int, **how: Any) -> np.ndarray:
     counts = rng.integers(0, 9, (layers, case.experts)).astype(np.int32)
     limits = (jnp.int32(case.depth), jnp.int32(case.budget))
 
-    given = (ids, lists, jnp.int32(layer), resident, allowed, *limits, gate, jnp.asarray(counts))
+    held = resident
+    if case.tables:  # of three layers, with more columns than experts
+        held = jnp.asarray(rng.integers(-1, 5, (layers, case.experts + 8)), jnp.int32)
+        held = held.at[layer, : case.experts].set(jnp.where(resident, ids[0, 0], -1))
+    given = (ids, lists, jnp.int32(layer), held, allowed, *limits, gate, jnp.asarray(counts))
     found = SEARCH(*given, last_first=case.last_first, **how)
     candidates = Candidates(CANDIDATES(ids, lists[layer], resident, limits[0]))
     expected = SUBSTITUTE(

@@ -17,7 +17,7 @@ class ContractTest(parameterized.TestCase):
         for seed in range(4):
             how = {"interpret": True} if implementation == "triton" else {}
             num += contract.check(CASES[case], seed, implementation=implementation, **how).sum()
-        self.assertEqual(num > 0, case != "nobody")
+        self.assertEqual(num > 0, case not in ("nobody", "no_budget"))
 
 
 @pytest.mark.gpu

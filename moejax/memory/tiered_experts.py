@@ -179,6 +179,7 @@ class TieredExperts:
             resident=resident,
             importance=self._importance,
             predicted=foreseen(ahead(), self.config) if looks and ahead else None,
+            tables=self._runs[0].pool.residency.table if len(self._runs) == 1 else None,
             is_prefill=self._is_prefill,
         )
         if not self._carries:

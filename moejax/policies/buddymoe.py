@@ -328,8 +328,9 @@ class BuddyMoe(ByContent):
         if self._is_bypassed:
             asked = jnp.broadcast_to(allowed.reshape(len(o.ids), -1), o.ids.shape)
             allowed &= self._is_cheap(state, o, resident, asked)
+        held = resident if o.tables is None else o.tables
         found, replaced = substitution.search(
-            o.ids, state.lists, o.layer, resident, allowed, s.depth, s.budget,
+            o.ids, state.lists, o.layer, held, allowed, s.depth, s.budget,
             Gate(o.probabilities, s.tau, s.margin, s.temperature), state.replaced,
             last_first=self.spend_on == "last",
         )  # fmt: skip

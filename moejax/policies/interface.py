@@ -64,6 +64,8 @@ class Observation:
       predicted: float32[N, E], probabilities that the next layer's router gives this layer's
         hidden state (DyMoE eq. 6); None after the last layer, and where nobody looks ahead. Inside
         a loop over layers it is not None after the last one, and of no meaning there.
+      tables: int32[M, K], K >= E, where `resident` is of one tier and nobody has read it yet: the
+        slot of each expert of all layers, -1: none. None: `resident` is at hand.
       is_prefill: static.
     """
 
@@ -75,6 +77,7 @@ class Observation:
     resident: jax.Array
     importance: jax.Array | None = None
     predicted: jax.Array | None = None
+    tables: jax.Array | None = None
     is_prefill: bool = dataclasses.field(default=False, metadata={"static": True})
 
 

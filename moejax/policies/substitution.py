@@ -190,7 +190,7 @@ def search(
       ids: int32[N, A], by falling weight.
       lists: int32[M, E, H], of all layers.
       layer: int32[].
-      resident: bool[E].
+      resident: bool[E], of that layer, or int32[M, K], as `Observation.tables`.
       allowed: bool[N] or bool[N, A], tokens or pairs whose missing experts may be replaced if the
         gate lets the token.
       depth: int32[].

@@ -52,7 +52,8 @@ def search(
       ids: int32[N, A], the router's choice, by falling weight.
       lists: int32[M, E, H], of every expert of M layers, the best first; -1 pads.
       layer: int or int32[] in 0..M - 1.
-      resident: bool[E], of that layer.
+      resident: bool[E], of that layer; or int32[M, K], K >= E, of all layers what is not negative
+        where an expert is resident, such as `residency_plan.Tables.table`.
       allowed: bool[N] or bool[N, A], tokens or pairs whose missing experts may be replaced.
       depth: int32[], how far lists are searched.
       budget: int32[], rho, replacements of a token at most.
@@ -77,15 +78,15 @@ def search(
         )
     ):
         reasons.append(f"ids are {ids.dtype}{ids.shape}, allowed {allowed.shape}")
-    if lists.ndim != 3 or lists.dtype != jnp.int32 or resident.shape != lists.shape[1:2]:
+    if lists.ndim != 3 or lists.dtype != jnp.int32 or not _is_of(resident, lists):
         reasons.append(f"lists are {lists.dtype}{lists.shape}, resident {resident.shape}")
-    if allowed.dtype != jnp.bool_ or resident.dtype != jnp.bool_:
+    if allowed.dtype != jnp.bool_ or resident.dtype != (jnp.bool_, jnp.int32)[resident.ndim - 1]:
         reasons.append(f"allowed is {allowed.dtype}, resident {resident.dtype}, not bool")
     counted = None if replaced is None else (replaced.shape, replaced.dtype)
     if counted not in (None, (lists.shape[:2], jnp.int32)):
         reasons.append(f"replaced is {counted}, not int32{lists.shape[:2]}")
     if gate is not None:
-        shapes = ((len(ids), *resident.shape), lists.shape[:1], (), ())
+        shapes = ((len(ids), *lists.shape[1:2]), lists.shape[:1], (), ())
         found = tuple(array.shape for array in gate)
         if found != shapes or any(array.dtype != jnp.float32 for array in gate):
             reasons.append(f"the gate is {found}, not float32{shapes}")
@@ -103,3 +104,11 @@ def search(
     if chosen == "reference":
         return search_reference(*given, last_first=last_first)
     return triton.search_triton(*given, last_first=last_first, interpret=interpret)
+
+
+def _is_of(resident: jax.Array, lists: jax.Array) -> bool:
+    """Whether its shape is that of one layer's experts, or of tables of all layers."""
+    num_layers, num_experts = lists.shape[:2]
+    if resident.ndim == 2:
+        return len(resident) == num_layers and resident.shape[1] >= num_experts
+    return resident.shape == (num_experts,)

@@ -70,6 +70,8 @@ def search_reference(
     last_first: bool,
 ) -> Found:
     """See `api.search`."""
+    if resident.ndim == 2:
+        resident = resident[layer, : lists.shape[1]] >= 0
     allowed = allowed.reshape(len(ids), -1)  # of tokens or of pairs
     if gate is not None:
         allowed &= tolerates(gate, ids, layer)[:, None]

@@ -46,8 +46,17 @@ def _tolerates(of: Mapping[str, Ref], token: jax.Array, layer: jax.Array, ids: j
     """Whether the gate lets a token pass; see `reference.tolerates`."""
     width = of["ids"].shape[1]
     tau, margin = of["tau"][layer], of["margin"][()]
+    is_off = (tau < 0) & (margin > 1)  # no entropy is negative, no difference above 1
     if width == 1:
-        return (tau < 0) & (margin > 1)
+        return is_off
+    return jax.lax.cond(is_off, lambda: is_off, lambda: _is_sure(of, token, ids, tau, margin))
+
+
+def _is_sure(
+    of: Mapping[str, Ref], token: jax.Array, ids: jax.Array, tau: jax.Array, margin: jax.Array
+) -> jax.Array:
+    """Likewise of more than one expert, by their probabilities."""
+    width = of["ids"].shape[1]
     lanes = _iota(width)
     inside = lanes < width
     place = of["probabilities"].at[token, jnp.maximum(ids, 0)]
@@ -60,6 +69,14 @@ def _tolerates(of: Mapping[str, Ref], token: jax.Array, layer: jax.Array, ids: j
     entropy = jnp.clip(nats / math.log(width), 0.0, 1.0)
     signs = jnp.where(lanes == 0, 1.0, jnp.where(lanes == 1, -1.0, 0.0))
     return (entropy > tau) & (jnp.sum(shares * signs) < margin)
+
+
+def _held(ref: Ref, layer: jax.Array, experts: jax.Array, mask: jax.Array, other: bool) -> Any:
+    """bool, whether experts are resident; `other` where the mask is not set."""
+    experts = jnp.maximum(experts, 0)
+    if len(ref.shape) == 1:
+        return pltriton.load(ref.at[experts], mask=mask, other=other)
+    return pltriton.load(ref.at[layer, experts], mask=mask, other=int(other) - 1) >= 0
 
 
 def _body(*refs: Ref, names: tuple[str, ...], last_first: bool) -> None:
@@ -77,22 +94,25 @@ def _body(*refs: Ref, names: tuple[str, ...], last_first: bool) -> None:
         allowed = pltriton.load(of["allowed"].at[token, lanes], mask=inside, other=False)
     if "tau" in of:
         allowed &= _tolerates(of, token, layer, ids)
-    there = pltriton.load(resident_ref.at[jnp.maximum(ids, 0)], mask=inside, other=True)
+    there = _held(resident_ref, layer, ids, inside, other=True)
     missing = inside & ~there & allowed
     end = jnp.int32(-1 if not last_first else len(lanes))
 
-    def search(_: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def is_left(found: tuple[jax.Array, ...]) -> jax.Array:
+        number, *_, num_replaced = found
+        return (number < count) & (num_replaced < budget)
+
+    def search(found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """Of the next rank whose expert is missing: few are where substitution pays."""
-        before, buddies, searched, num_replaced = found
+        number, before, buddies, searched, num_replaced = found
         if last_first:
             rank = jnp.max(jnp.where(missing & (lanes < before), lanes, -1))
         else:
             rank = jnp.min(jnp.where(missing & (lanes > before), lanes, len(lanes)))
         expert = jnp.max(jnp.where(lanes == rank, ids, NOBODY))
         listed = pltriton.load(lists_ref.at[layer, expert, places], mask=places < size, other=-1)
-        held = pltriton.load(resident_ref.at[jnp.maximum(listed, 0)], mask=listed >= 0, other=False)
-        asks = num_replaced < budget
-        free = held & (listed >= 0) & (places < depth) & asks
+        held = _held(resident_ref, layer, listed, listed >= 0, other=False)
+        free = held & (listed >= 0) & (places < depth)
         free &= ~_among(listed, ids) & ~_among(listed, buddies)
         first = jnp.min(jnp.where(free, places, jnp.int32(size)))
         # Nobody's place is `size`, where a list whose length is no power of two is padded with -1.
@@ -101,14 +121,14 @@ def _body(*refs: Ref, names: tuple[str, ...], last_first: bool) -> None:
         if "replaced" in of:
             pltriton.atomic_add(of["replaced"], (layer, expert), stands_in)
         return (
-            rank, jnp.where(lanes == rank, buddy, buddies), searched | ((lanes == rank) & asks),
-            num_replaced + stands_in,
+            number + 1, rank, jnp.where(lanes == rank, buddy, buddies),
+            searched | (lanes == rank), num_replaced + stands_in,
         )  # fmt: skip
 
     none = jnp.full(lanes.shape, NOBODY, jnp.int32)
     count = jnp.sum(missing.astype(jnp.int32))
-    start = (end, none, lanes < 0, jnp.int32(0))
-    _, buddies, searched, _ = jax.lax.fori_loop(0, count, search, start)
+    start = (jnp.int32(0), end, none, lanes < 0, jnp.int32(0))
+    _, _, buddies, searched, _ = jax.lax.while_loop(is_left, search, start)
     found = jnp.where(buddies >= 0, buddies, ids)
     pltriton.store(of["found"].at[token, lanes], found, mask=inside)
     pltriton.store(of["searched"].at[token, lanes], searched, mask=inside)
