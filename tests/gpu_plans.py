@@ -18,8 +18,14 @@ from pallas_kernels.tiered_plan import triton as tiered_triton
 from tests.gpu_targets import Program, leaf
 
 
-def plan(slots: tuple[int, ...], *, num_experts: int, pairs: int, num_layers: int = 48) -> Program:
-    """Where a layer's pairs run, of pools of so many slots: one pool, or the tiers of a policy."""
+def plan(
+    slots: tuple[int, ...], *, num_experts: int, pairs: int, num_layers: int = 48, waves: int = 0,
+    by_rule: bool = False, tokens: int = 1,
+) -> Program:  # fmt: skip
+    """Where a layer's pairs run, of pools of so many slots: one pool, or the tiers of a policy.
+
+    By a rule tiers hold nothing but by plans; else experts come by other ways too.
+    """
     specs = [
         CacheSpec(num_layers=num_layers, num_experts=num_experts, slots=size, transient=pairs)
         for size in slots
@@ -31,25 +37,30 @@ def plan(slots: tuple[int, ...], *, num_experts: int, pairs: int, num_layers: in
         return [tiered_plan.Tier(tables_of(state), state[0].pinned, rows) for state in states]
 
     tiers = jax.eval_shape(empty)
-    ids, weights = (leaf(1, pairs, dtype=dtype) for dtype in ("int32", "float32"))
+    shape = tokens, pairs // tokens
+    ids, weights = (leaf(*shape, dtype=dtype) for dtype in ("int32", "float32"))
     layer = leaf(dtype="int32")
 
     def of_one(tier: Any, layer: Any, ids: Any, weights: Any, target: Target) -> Any:
         del target  # the same for all
         return plan_triton.plan_triton(
-            *tier, layer, ids, jnp.ones(1, bool), weights, None, waves=residency_plan.Waves(0, 1),
-            banks=1, columns=COLUMNS, num_warps=None, interpret=False,
+            *tier, layer, ids, jnp.ones(tokens, bool), weights, None,
+            waves=residency_plan.Waves(waves, 8), banks=1, columns=COLUMNS, num_warps=None,
+            interpret=False,
         )  # fmt: skip
 
     def of_tiers(tiers: Any, layer: Any, ids: Any, weights: Any, target: Target) -> Any:
         del target
         full = [(size == num_experts,) * 2 + (0 if size else pairs,) for size in slots]
-        forms = tuple(tiered_plan.Form(1, *of) for of in full)
+        forms = tuple(tiered_plan.Form(1, *of, is_fed=not by_rule) for of in full)
         gate = jnp.zeros((num_layers, len(slots) + 3), jnp.float32)
-        wishes = tiered_plan.Wishes(ids % len(slots), ids > 0)
+        wishes: Any = tiered_plan.Wishes(ids % len(slots), ids > 0)
+        if by_rule:
+            critical, low = jnp.zeros(num_layers, jnp.int32), jnp.int32(len(slots) - 1)
+            wishes = tiered_plan.Rule(critical, low - low, low, low > 1, at_least=True)
         asked = tiered_plan.Asked(ids, wishes, weights, ids)
         return tiered_triton.place_triton(
-            tuple(tiers), gate, layer, asked, jnp.ones(1, bool), forms=forms, columns=COLUMNS,
+            tuple(tiers), gate, layer, asked, jnp.ones(tokens, bool), forms=forms, columns=COLUMNS,
             num_warps=None, interpret=False,
         )  # fmt: skip
 

@@ -87,16 +87,16 @@ def _plan_body(
         if slots:
             vectors.store_use_at(of, layer, used, clock)
         vectors.store_none(*made)
-        none = jnp.int32(0)
-        return local, jnp.full_like(local, -1), none, none, none, none
+        none = num_misses  # 0: a branch must not return a literal
+        return local, jnp.minimum(local, -1), none, none, none, none
 
     def admit() -> tuple[jax.Array, ...]:
         """Some are not: the slot of each, its number among what is streamed, and the counts."""
         order = vectors.order_of(lead & miss, ids)
         row = vectors.load_rows(of, layer, ids)
-        found, victims, streams = local, jnp.int32(0), jnp.zeros_like(miss)
-        admitted = evictions = waste = streamed = jnp.int32(0)
-        index, come, coming, table = jnp.full_like(local, -1), None, None, None
+        found, victims = local, jnp.int32(0)
+        admitted = evictions = waste = streamed = jnp.minimum(num_misses, 0)
+        index, come, coming, table = jnp.minimum(local, -1), None, None, None
         if slots:
             loaded = vectors.load_slots(of, layer)
             table = vectors.candidates(loaded, clock, ids)
