@@ -183,7 +183,7 @@ def cost(run: Run) -> None:
 
     All run every expert in INT4 from the same LRU slots: on_demand says so, DyMoE has all experts
     critical (of one tier, and with INT2 beside it that nobody asks for), BuddyMoE may replace
-    nothing, DynaExq has nothing hot in the INT8 tier beside it.
+    nothing, DynaExq has nothing hot in the tier beside it, bf16 as in the paper or INT8.
     """
     lab, work = run.lab, run.workload()
     num_experts, width = lab.config.num_experts, lab.config.experts_per_token
@@ -203,7 +203,8 @@ def cost(run: Run) -> None:
         "buddymoe, rho 0": (
             BuddyMoe(lists=run.buddies(work), rho=0, background_bytes=0.0), [plan],
         ),
-        "dynaexq, nothing hot": (DynaExq(n_hot=0), [other(8), plan]),
+        "dynaexq, nothing hot": (DynaExq(n_hot=0), [other(16), plan]),
+        "dynaexq, nothing hot, INT8 beside": (DynaExq(n_hot=0), [other(8), plan]),
     }  # fmt: skip
     for name, (policy, plans) in policies.items():
         found = run.measured(name, lambda: lab.tiered(policy, plans), work, profile=True)  # noqa: B023

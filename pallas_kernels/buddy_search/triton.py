@@ -88,13 +88,13 @@ def _body(*refs: Ref, names: tuple[str, ...], last_first: bool) -> None:
     lanes, places = _iota(width), _iota(size)
     inside = lanes < width
     ids = pltriton.load(ids_ref.at[token, lanes], mask=inside, other=NOBODY)
+    there = _held(resident_ref, layer, ids, inside, other=True)
     if len(of["allowed"].shape) == 1:
         allowed = of["allowed"][token]
     else:
         allowed = pltriton.load(of["allowed"].at[token, lanes], mask=inside, other=False)
     if "tau" in of:
         allowed &= _tolerates(of, token, layer, ids)
-    there = _held(resident_ref, layer, ids, inside, other=True)
     missing = inside & ~there & allowed
     end = jnp.int32(-1 if not last_first else len(lanes))
 

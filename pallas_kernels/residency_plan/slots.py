@@ -100,6 +100,15 @@ def order_of(new: jax.Array, ids: jax.Array) -> jax.Array:
     return count(new[None, :] & (ids[None, :] < ids[:, None]), axis=1)
 
 
+def load_owners(of: Refs, layer: jax.Array) -> jax.Array:
+    """int32[C], of slots of a layer, -1: none."""
+    num_experts = of["pinned"].shape[1]
+    slots = (of["table"].shape[1] - num_experts) // 4
+    number = iota(slots)
+    place = of["table"].at[layer, num_experts + number]
+    return pltriton.load(place, mask=number < slots, other=-1)
+
+
 def load_slots(of: Refs, layer: jax.Array) -> Loaded:
     """The slots of a layer, C > 0."""
     num_experts = of["pinned"].shape[1]

@@ -1,6 +1,7 @@
 """The Pallas-Triton implementation: one launch of one program, in place on all tiers' tables."""
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -318,6 +319,22 @@ def _placed(
     return slot
 
 
+def _any_double(
+    states: Sequence[_State], forms: Sequence[Form], layer: jax.Array
+) -> jax.Array | None:
+    """bool[], copies leave for that a better one is there; None where there can be none."""
+    found: list[jax.Array] = []
+    for i, (state, form) in enumerate(zip(states, forms, strict=True)):
+        if not form.changes or form.is_full or not form.is_fed:
+            continue
+        for better, of in zip(states[:i], forms[:i], strict=True):
+            if of.streams:
+                continue
+            there = vectors.load_local(state.of, layer, vectors.load_owners(better.of, layer)) >= 0
+            found.append(some(there))
+    return functools.reduce(operator.or_, found) if found else None
+
+
 def _body(
     *refs: Ref, names: tuple[str, ...], forms: tuple[Form, ...], columns: Columns, at_least: bool,
     interpret: bool,
@@ -338,11 +355,10 @@ def _body(
     placed = functools.partial(
         _placed, states, forms, layer, pairs, tier, fetched, columns, interpret
     )
-    if any(form.changes and form.is_fed and not form.is_full for form in forms[1:]):
-        # Copies of any expert may have to leave.
-        slot = placed()
-    else:
-        slot = jax.lax.cond(some(fetched), placed, found)
+    moves = some(fetched)
+    if (leaves := _any_double(states, forms, layer)) is not None:
+        moves |= leaves
+    slot = jax.lax.cond(moves, placed, found)
     for state in states:
         state.of["clock"][()] = state.clock + 1
     _store_gate(of, states, layer, pairs, tier, total, weights, routed)
