@@ -1,7 +1,6 @@
 """The Pallas-Triton implementation: one launch of one program, in place on all tiers' tables."""
 
 import functools
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,10 +15,8 @@ from pallas_kernels.residency_plan.operands import Columns, Fetch, Tables, num_s
 from pallas_kernels.residency_plan.slots import Ref, Refs, iota, matches, pick, some, together
 from pallas_kernels.target import Target
 from pallas_kernels.tiered_plan.operands import Asked, Form, Placed, Rule, Tier
-from pallas_kernels.triton_elements import quotient, remainder
-
-MAX_TIERS = 4
-NO_TIER = MAX_TIERS  # in a least, where nothing is asked for
+from pallas_kernels.tiered_plan.pairs import MAX_TIERS, Pairs, State, load, serve
+from pallas_kernels.triton_elements import quotient
 
 
 def refusal(num_experts: int, num_pairs: int, num_tiers: int, target: Target) -> str | None:
@@ -30,32 +27,8 @@ def refusal(num_experts: int, num_pairs: int, num_tiers: int, target: Target) ->
     return "; ".join(filter(None, reasons)) or None
 
 
-class _Pairs(NamedTuple):
-    """Of the pairs, padded to a power of two."""
-
-    number: jax.Array
-    inside: jax.Array
-    active: jax.Array
-    ids: jax.Array  # -1 where nothing is asked for
-    leads: jax.Array  # the first of those with its id, who all run in one tier
-    tier: jax.Array  # of highest fidelity that is asked for of the expert, or `NO_TIER`
-    strict: jax.Array  # no better one will do
-
-
-class _State(NamedTuple):
-    """What a tier's tables say of the pairs' experts, read before anything is written."""
-
-    of: Refs
-    clock: jax.Array
-    local: jax.Array  # local slots, -1: none
-    serves: jax.Array  # bool[P], a copy is there, and does not leave for that a better one is
-    ahead: jax.Array | None  # bool[P], it was brought ahead; None of a tier where nothing is
-    events: jax.Array
-    mass: jax.Array
-
-
 class _Change(NamedTuple):
-    """What becomes of a tier's slots; see `_placed`."""
+    """What becomes of a tier's slots; see `_changed`."""
 
     table: vectors.Slots
     gone: jax.Array | None  # bool[C], copies that leave for good; None: none ever do
@@ -63,87 +36,13 @@ class _Change(NamedTuple):
     coming: jax.Array
     come: jax.Array  # int32[P], order of the jobs, or -1
     ids: jax.Array  # of the pairs that run here
+    row: jax.Array  # of them, in the host store
     first_slot: jax.Array
     local: jax.Array
 
 
-def _load(
-    of: Refs, tiers: Sequence[Refs], forms: Sequence[Form], layer: jax.Array, at_least: bool
-) -> tuple[_Pairs, list[_State]]:
-    """All that is read but slots: loads wait for each other nowhere else but in the addresses."""
-    num_pairs = of["ids"].shape[0]
-    width = num_pairs // of["active"].shape[0]
-    number = iota(num_pairs)
-    inside = number < num_pairs
-    place = quotient(number, width)
-    active = pltriton.load(of["active"].at[place], mask=inside, other=False) & inside
-    ids = pltriton.load(of["ids"].at[number], mask=inside, other=-1)
-    ids = jnp.where(active, ids, -1)
-    states, better = [], ids < -1
-    for tier, form in zip(tiers, forms, strict=True):
-        local = vectors.load_local(tier, layer, ids)
-        resident = local >= 0
-        serves = resident if form.is_full else resident & ~better
-        better |= resident
-        is_used = form.changes or form.is_fixed
-        ahead = vectors.load_ahead(tier, layer, local) if is_used else None
-        events, mass = vectors.load_events(tier, layer), tier["gate"][layer, iota(2)]
-        states.append(_State(tier, tier["clock"][()], local, serves, ahead, events, mass))
-    if "high" in of:
-        tier, strict = _by_rule(of, layer, ids, states, at_least)
-        asks = active & (tier >= 0)
-    else:
-        tier = pltriton.load(of["tier"].at[number], mask=inside, other=-1)
-        allows = pltriton.load(of["at_least"].at[number], mask=inside, other=False)
-        # Of the pairs of a tier, that no better one will do comes first.
-        asks = active & (tier >= 0)
-        least = jnp.where(asks, 2 * tier + allows.astype(jnp.int32), 2 * NO_TIER)
-        if num_pairs > width:
-            least = jnp.min(jnp.where(matches(ids, ids), least[None, :], 2 * NO_TIER), axis=1)
-        tier, strict = least >> 1, least & 1 == 0
-    ids = jnp.where(asks, ids, -1)
-    pairs = _Pairs(
-        number, inside, active, ids, vectors.leads(ids, num_pairs // width),
-        jnp.where(asks, tier, NO_TIER), asks & strict,
-    )  # fmt: skip
-    return pairs, [
-        state._replace(local=jnp.where(asks, state.local, -1), serves=state.serves & asks)
-        for state in states
-    ]
-
-
-def _by_rule(
-    of: Refs, layer: jax.Array, ids: jax.Array, states: Sequence[_State], at_least: bool
-) -> tuple[jax.Array, jax.Array]:
-    """int32[P], the tiers that pairs ask for; bool[P], no better one will do."""
-    critical = ids < -1
-    width = of["ids"].shape[0] // of["active"].shape[0]
-    if "critical" in of:
-        rank = remainder(jax.lax.iota(jnp.int32, len(ids)), width)
-        critical = (ids >= 0) & (rank < of["critical"][layer])
-        if of["active"].shape[0] > 1:  # an expert is critical for all of its pairs
-            critical = some(matches(ids, ids) & critical[None, :], axis=1)
-    high, held = of["high"][()], ids < -1
-    for i, state in enumerate(states):
-        held |= state.serves & (high == i)
-    tier = jnp.where(critical | (held & of["held"][()]), high, of["low"][()])
-    return tier, critical if at_least else ids >= 0
-
-
-def _serve(pairs: _Pairs, states: Sequence[_State]) -> tuple[jax.Array, jax.Array]:
-    """int32[P], in which tier each pair's expert runs, or -1; whether it is fetched for it."""
-    exact, there = pairs.ids < -1, jnp.full_like(pairs.ids, -1)
-    for i, state in enumerate(states):
-        exact |= state.serves & (pairs.tier == i)
-        there = jnp.where(state.serves & (pairs.tier > i) & ~pairs.strict, i, there)
-    asks = pairs.ids >= 0
-    reused = asks & ~exact & (there >= 0)
-    served = jnp.where(reused, there, pairs.tier)
-    return jnp.where(asks, served, -1), asks & ~exact & ~reused
-
-
 def _has_better(
-    tiers: Sequence[_State], index: int, form: Form, layer: jax.Array, loaded: vectors.Loaded
+    tiers: Sequence[State], index: int, form: Form, layer: jax.Array, loaded: vectors.Loaded
 ) -> jax.Array | None:
     """bool[C], owners that are in a tier of higher fidelity; None where none can be."""
     if not index or form.is_full or not form.is_fed:
@@ -156,12 +55,13 @@ def _has_better(
 
 
 def _change(
-    states: Sequence[_State], index: int, form: Form, layer: jax.Array, pairs: _Pairs,
-    runs: jax.Array, fetched: jax.Array, gone_pairs: jax.Array,
+    states: Sequence[State], index: int, form: Form, layer: jax.Array, pairs: Pairs,
+    runs: jax.Array, fetched: jax.Array,
 ) -> tuple[_Change, dict[str, Any]]:  # fmt: skip
-    """Of a tier that is not complete; `runs`: the pairs that run in it."""
+    """Of a tier in which something moves; `runs`: the pairs that run in it."""
     state = states[index]
     loaded, local = vectors.load_slots(state.of, layer), state.local
+    row = vectors.load_rows(state.of, layer, pairs.ids)
     better = _has_better(states, index, form, layer, loaded)
     ids, owner, left, gone = jnp.where(runs, pairs.ids, -1), loaded.owner, loaded, None
     released = unused = jnp.int32(0)
@@ -169,7 +69,7 @@ def _change(
         gone = loaded.owned & some(matches(owner, jnp.where(fetched, pairs.ids, -2)), axis=1)
         if better is not None:
             gone |= loaded.owned & better
-        local = jnp.where(gone_pairs, -1, local)
+        local = jnp.where(_gone(states, index, fetched), -1, local)
         released, unused = together(gone, gone & (loaded.ahead != 0))
         left = loaded._replace(
             owner=jnp.where(gone, -1, owner),
@@ -197,11 +97,11 @@ def _change(
         "prefetch_hits": vectors.count(table.wanted & (left.ahead != 0)),
     }  # fmt: skip
     come = jnp.where(miss & (local >= 0), order, -1)
-    first = quotient(layer, form.banks) * num_slots(state.of["table"], state.of["pinned"].shape[1])
-    return _Change(table, gone, owner, coming, come, ids, first, local), amounts
+    first = _first_slot(state, form, layer)
+    return _Change(table, gone, owner, coming, come, ids, row, first, local), amounts
 
 
-def _store(change: _Change, state: _State, layer: jax.Array) -> None:
+def _store(change: _Change, state: State, layer: jax.Array) -> None:
     """Writes a tier's slots and jobs."""
     of, table, coming = state.of, change.table, change.coming
     num_experts, beyond = of["pinned"].shape[1], of["table"].shape[1]
@@ -220,8 +120,98 @@ def _store(change: _Change, state: _State, layer: jax.Array) -> None:
         pltriton.store(of["table"].at[layer, number + 2 * slots], none + 1, mask=empty)
     vectors.store_owners(of, layer, table, coming)
     vectors.store_use(of, layer, table, table.wanted | (coming >= 0), state.clock, 0)
-    row, size = vectors.load_rows(of, layer, change.ids), of["rows"].shape[0]
-    vectors.store_jobs(of, size, change.come, row, change.first_slot + change.local)
+    place = change.first_slot + change.local
+    vectors.store_jobs(of, of["rows"].shape[0], change.come, change.row, place)
+
+
+def _gone(states: Sequence[State], index: int, fetched: jax.Array) -> jax.Array:
+    """bool[P], the copy in a tier leaves: its expert comes in another, or is in a better one."""
+    leaves = fetched
+    for state in states[:index]:
+        leaves |= state.local >= 0
+    return leaves & (states[index].local >= 0)
+
+
+def _first_slot(state: State, form: Form, layer: jax.Array) -> jax.Array:
+    """int32[], of a layer, global in its bank."""
+    return quotient(layer, form.banks) * num_slots(state.of["table"], state.of["pinned"].shape[1])
+
+
+def _all_read(interpret: bool) -> None:
+    """What the tables held has been read, by every thread, before any writes."""
+    if not interpret:
+        pltriton.debug_barrier()
+
+
+def _served(
+    state: State, form: Form, layer: jax.Array, pairs: Pairs, runs: jax.Array, columns: Columns,
+    interpret: bool,
+) -> jax.Array:  # fmt: skip
+    """A tier in which nothing moves: int32[P], the local slots of the pairs that run in it."""
+    leads = runs & pairs.leads
+    used = jnp.where(leads, state.local, -1)
+    missing = leads & (used < 0)  # of one that is complete or fixed: its caller's mistake
+    if state.ahead is None:
+        needed, missed = together(leads, missing)
+        amounts = {}
+    else:
+        needed, missed, ahead = together(leads, missing, (used >= 0) & state.ahead)
+        amounts = {"prefetch_hits": ahead}
+    amounts |= {
+        "steps": jnp.minimum(needed, 1), "needed": needed, "hits": needed - missed,
+        "misses": missed, "unserved": missed,
+    }  # fmt: skip
+    _all_read(interpret)
+    if state.ahead is not None:
+        vectors.store_use_at(state.of, layer, used, state.clock)
+    vectors.store_events(state.of, layer, state.events, columns, amounts)
+    vectors.store_none(*(state.of[name] for name in ("rows", "slots") if name in state.of))
+    return jnp.where(runs, state.local, -1)
+
+
+def _streamed(
+    state: State, layer: jax.Array, pairs: Pairs, runs: jax.Array, columns: Columns,
+    interpret: bool,
+) -> jax.Array:  # fmt: skip
+    """A tier whose experts pass through transient slots; likewise."""
+    leads = runs & pairs.leads
+    row, needed = vectors.load_rows(state.of, layer, pairs.ids), vectors.count(leads)
+    local = jnp.where(runs, vectors.order_of(leads, pairs.ids), -1)
+    amounts = {
+        "steps": jnp.minimum(needed, 1), "needed": needed, "misses": needed, "streamed": needed
+    }  # fmt: skip
+    _all_read(interpret)
+    vectors.store_jobs(state.of, state.of["rows"].shape[0], local, row, local)
+    vectors.store_events(state.of, layer, state.events, columns, amounts)
+    return local
+
+
+def _changed(
+    states: Sequence[State], index: int, form: Form, layer: jax.Array, pairs: Pairs,
+    runs: jax.Array, fetched: jax.Array, columns: Columns, interpret: bool,
+) -> jax.Array:  # fmt: skip
+    """A tier to which experts come, or which copies leave; likewise."""
+    change, amounts = _change(states, index, form, layer, pairs, runs, fetched)
+    _all_read(interpret)
+    _store(change, states[index], layer)
+    vectors.store_events(states[index].of, layer, states[index].events, columns, amounts)
+    return change.local
+
+
+def _moves(
+    states: Sequence[State], index: int, forms: Sequence[Form], layer: jax.Array,
+    runs: jax.Array, fetched: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """bool[], whether experts come to a tier, or copies leave it."""
+    form, state, mask = forms[index], states[index], runs & fetched
+    if form.is_full or len(states) == 1:
+        return some(mask)
+    moves = some(mask | _gone(states, index, fetched))
+    for better, of in zip(states[:index], forms[:index], strict=True):
+        if form.is_fed and not of.streams:
+            owners = vectors.load_owners(better.of, layer)
+            moves |= some(vectors.load_local(state.of, layer, owners) >= 0)
+    return moves
 
 
 def _load_gate(of: Refs, layer: jax.Array) -> jax.Array:
@@ -231,7 +221,7 @@ def _load_gate(of: Refs, layer: jax.Array) -> jax.Array:
 
 
 def _store_gate(
-    of: Refs, states: Sequence[_State], layer: jax.Array, pairs: _Pairs, tier: jax.Array,
+    of: Refs, states: Sequence[State], layer: jax.Array, pairs: Pairs, tier: jax.Array,
     total: jax.Array, weights: jax.Array, routed: jax.Array | None,
 ) -> None:  # fmt: skip
     """Adds the router's mass by what became of it; and to each tier's own count."""
@@ -244,95 +234,10 @@ def _store_gate(
     inside = lanes < of["mass"].shape[1]
     pltriton.store(of["mass"].at[layer, lanes], total + sums, mask=inside)
     for i, state in enumerate(states):
-        own = jnp.sum(jnp.where(lanes == i, sums, 0.0))
-        state.of["gate"][layer, iota(2)] = state.mass + own
-
-
-def _found(
-    states: Sequence[_State], forms: Sequence[Form], layer: jax.Array, pairs: _Pairs,
-    tier: jax.Array, columns: Columns, interpret: bool,
-) -> jax.Array:  # fmt: skip
-    """Where nothing is fetched and nothing leaves: int32[P], the slots, -1: none."""
-    if not interpret:
-        # What the tables held has been read, by every thread, before any writes.
-        pltriton.debug_barrier()
-    slot = jnp.full_like(tier, -1)
-    for i, (state, form) in enumerate(zip(states, forms, strict=True)):
-        runs = tier == i
-        used = jnp.where(runs & pairs.leads, state.local, -1)
-        if state.ahead is not None:
-            needed, ahead = together(used >= 0, (used >= 0) & state.ahead)
-            amounts = {"prefetch_hits": ahead}
-            vectors.store_use_at(state.of, layer, used, state.clock)
-        else:
-            needed, amounts = vectors.count(used >= 0), {}
-        amounts |= {"steps": jnp.minimum(needed, 1), "needed": needed, "hits": needed}
-        vectors.store_events(state.of, layer, state.events, columns, amounts)
-        vectors.store_none(*(state.of[name] for name in ("rows", "slots") if name in state.of))
-        slots = num_slots(state.of["table"], state.of["pinned"].shape[1])
-        slot = jnp.where(runs, quotient(layer, form.banks) * slots + state.local, slot)
-    return slot
-
-
-def _placed(
-    states: Sequence[_State], forms: Sequence[Form], layer: jax.Array, pairs: _Pairs,
-    tier: jax.Array, fetched: jax.Array, columns: Columns, interpret: bool,
-) -> jax.Array:  # fmt: skip
-    """Likewise, with what is fetched and what leaves."""
-    found, better = [], pairs.ids < -1
-    slot = jnp.full_like(tier, -1)
-    for i, (state, form) in enumerate(zip(states, forms, strict=True)):
-        runs, resident = tier == i, state.local >= 0
-        if not form.changes:
-            change, leads = None, runs & pairs.leads
-            needed, missing = together(leads, leads & ~resident)
-            amounts = {"steps": jnp.minimum(needed, 1), "needed": needed}
-            if form.streams:
-                amounts |= {"misses": needed, "streamed": needed}
-            else:
-                amounts |= {"hits": needed - missing, "misses": missing, "unserved": missing}
-            if state.ahead is not None:
-                amounts["prefetch_hits"] = vectors.count(leads & resident & state.ahead)
-            slots = num_slots(state.of["table"], state.of["pinned"].shape[1])
-            first, local = quotient(layer, form.banks) * slots, state.local
-            if form.streams:
-                local = jnp.where(runs, vectors.order_of(leads, pairs.ids), -1)
-        else:
-            gone = resident & (fetched | better)
-            change, amounts = _change(states, i, form, layer, pairs, runs, fetched, gone)
-            first, local = change.first_slot, change.local
-        slot = jnp.where(runs & (local >= 0), first + local, slot)
-        better |= resident
-        found.append((state, change, amounts, local))
-    if not interpret:
-        pltriton.debug_barrier()  # as in `_found`
-    for i, (state, change, amounts, local) in enumerate(found):
-        if change is not None:
-            _store(change, state, layer)
-        elif forms[i].is_fixed:
-            used = jnp.where((tier == i) & pairs.leads, local, -1)
-            vectors.store_use_at(state.of, layer, used, state.clock)
-        elif forms[i].streams:
-            row, size = vectors.load_rows(state.of, layer, pairs.ids), state.of["rows"].shape[0]
-            vectors.store_jobs(state.of, size, local, row, local)
-        vectors.store_events(state.of, layer, state.events, columns, amounts)
-    return slot
-
-
-def _any_double(
-    states: Sequence[_State], forms: Sequence[Form], layer: jax.Array
-) -> jax.Array | None:
-    """bool[], copies leave for that a better one is there; None where there can be none."""
-    found: list[jax.Array] = []
-    for i, (state, form) in enumerate(zip(states, forms, strict=True)):
-        if not form.changes or form.is_full or not form.is_fed:
-            continue
-        for better, of in zip(states[:i], forms[:i], strict=True):
-            if of.streams:
-                continue
-            there = vectors.load_local(state.of, layer, vectors.load_owners(better.of, layer)) >= 0
-            found.append(some(there))
-    return functools.reduce(operator.or_, found) if found else None
+        for column, before in enumerate(state.mass):
+            # Of the one lane that is stored; the others' places are beyond the end.
+            place = state.of["gate"].at[layer, jnp.where(lanes == i, column, lanes + 2)]
+            pltriton.store(place, before + sums, mask=lanes == i)
 
 
 def _body(
@@ -345,20 +250,30 @@ def _body(
     tiers = [
         {name[:-1]: ref for name, ref in of.items() if name.endswith(str(i))} for i in range(number)
     ]
-    pairs, states = _load(of, tiers, forms, layer, at_least)
+    pairs, states = load(of, tiers, forms, layer, at_least)
     weights = pltriton.load(of["weights"].at[pairs.number], mask=pairs.inside, other=0.0)
     total, routed = _load_gate(of, layer), None
     if "routed_ids" in of:
         routed = pltriton.load(of["routed_ids"].at[pairs.number], mask=pairs.inside, other=-1)
-    tier, fetched = _serve(pairs, states)
-    found = functools.partial(_found, states, forms, layer, pairs, tier, columns, interpret)
-    placed = functools.partial(
-        _placed, states, forms, layer, pairs, tier, fetched, columns, interpret
-    )
-    moves = some(fetched)
-    if (leaves := _any_double(states, forms, layer)) is not None:
-        moves |= leaves
-    slot = jax.lax.cond(moves, placed, found)
+    tier, fetched = serve(pairs, states)
+    moves = [
+        _moves(states, i, forms, layer, tier == i, fetched) if form.changes else None
+        for i, form in enumerate(forms)
+    ]
+    slot = jnp.full_like(tier, -1)
+    # Of falling fidelity the last first: what leaves a tier is told by the tables of better ones.
+    for i in reversed(range(number)):
+        state, form, runs = states[i], forms[i], tier == i
+        common = (layer, pairs, runs)
+        if form.streams:
+            local = _streamed(state, *common, columns, interpret)
+        else:
+            found = functools.partial(_served, state, form, *common, columns, interpret)
+            changed = functools.partial(
+                _changed, states, i, form, *common, fetched, columns, interpret
+            )
+            local = found() if moves[i] is None else jax.lax.cond(moves[i], changed, found)
+        slot = jnp.where(runs & (local >= 0), _first_slot(state, form, layer) + local, slot)
     for state in states:
         state.of["clock"][()] = state.clock + 1
     _store_gate(of, states, layer, pairs, tier, total, weights, routed)

@@ -1,0 +1,116 @@
+"""Inside the kernel: what is asked for, and what the tables of all tiers say of it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels.residency_plan import slots as vectors
+from pallas_kernels.residency_plan.slots import Refs, iota, matches, some
+from pallas_kernels.tiered_plan.operands import Form
+from pallas_kernels.triton_elements import quotient, remainder
+
+MAX_TIERS = 4
+NO_TIER = MAX_TIERS  # in a least, where nothing is asked for
+
+
+class Pairs(NamedTuple):
+    """Of the pairs, padded to a power of two."""
+
+    number: jax.Array
+    inside: jax.Array
+    active: jax.Array
+    ids: jax.Array  # -1 where nothing is asked for
+    leads: jax.Array  # the first of those with its id, who all run in one tier
+    tier: jax.Array  # of highest fidelity that is asked for of the expert, or `NO_TIER`
+    strict: jax.Array  # no better one will do
+
+
+class State(NamedTuple):
+    """What a tier's tables say of the pairs' experts, read before anything is written."""
+
+    of: Refs
+    clock: jax.Array
+    local: jax.Array  # local slots, -1: none
+    serves: jax.Array  # bool[P], a copy is there, and does not leave for that a better one is
+    ahead: jax.Array | None  # bool[P], it was brought ahead; None of a tier where nothing is
+    events: jax.Array
+    mass: tuple[jax.Array, ...]  # the two columns of its gate
+
+
+def load(
+    of: Refs, tiers: Sequence[Refs], forms: Sequence[Form], layer: jax.Array, at_least: bool
+) -> tuple[Pairs, list[State]]:
+    """All that is read but slots: loads wait for each other nowhere else but in the addresses."""
+    num_pairs = of["ids"].shape[0]
+    width = num_pairs // of["active"].shape[0]
+    number = iota(num_pairs)
+    inside = number < num_pairs
+    place = quotient(number, width)
+    active = pltriton.load(of["active"].at[place], mask=inside, other=False) & inside
+    ids = pltriton.load(of["ids"].at[number], mask=inside, other=-1)
+    ids = jnp.where(active, ids, -1)
+    states, better = [], ids < -1
+    for tier, form in zip(tiers, forms, strict=True):
+        local = vectors.load_local(tier, layer, ids)
+        resident = local >= 0
+        serves = resident if form.is_full else resident & ~better
+        better |= resident
+        is_used = form.changes or form.is_fixed
+        ahead = vectors.load_ahead(tier, layer, local) if is_used else None
+        events = vectors.load_events(tier, layer)
+        mass = tuple(tier["gate"][layer, column] for column in range(2))
+        states.append(State(tier, tier["clock"][()], local, serves, ahead, events, mass))
+    if "high" in of:
+        tier, strict = _by_rule(of, layer, ids, states, at_least)
+        asks = active & (tier >= 0)
+    else:
+        tier = pltriton.load(of["tier"].at[number], mask=inside, other=-1)
+        allows = pltriton.load(of["at_least"].at[number], mask=inside, other=False)
+        # Of the pairs of a tier, that no better one will do comes first.
+        asks = active & (tier >= 0)
+        least = jnp.where(asks, 2 * tier + allows.astype(jnp.int32), 2 * NO_TIER)
+        if num_pairs > width:
+            least = jnp.min(jnp.where(matches(ids, ids), least[None, :], 2 * NO_TIER), axis=1)
+        tier, strict = least >> 1, least & 1 == 0
+    ids = jnp.where(asks, ids, -1)
+    pairs = Pairs(
+        number, inside, active, ids, vectors.leads(ids, num_pairs // width),
+        jnp.where(asks, tier, NO_TIER), asks & strict,
+    )  # fmt: skip
+    return pairs, [
+        state._replace(local=jnp.where(asks, state.local, -1), serves=state.serves & asks)
+        for state in states
+    ]
+
+
+def _by_rule(
+    of: Refs, layer: jax.Array, ids: jax.Array, states: Sequence[State], at_least: bool
+) -> tuple[jax.Array, jax.Array]:
+    """int32[P], the tiers that pairs ask for; bool[P], no better one will do."""
+    critical = ids < -1
+    width = of["ids"].shape[0] // of["active"].shape[0]
+    if "critical" in of:
+        rank = remainder(jax.lax.iota(jnp.int32, len(ids)), width)
+        critical = (ids >= 0) & (rank < of["critical"][layer])
+        if of["active"].shape[0] > 1:  # an expert is critical for all of its pairs
+            critical = some(matches(ids, ids) & critical[None, :], axis=1)
+    high, held = of["high"][()], ids < -1
+    for i, state in enumerate(states):
+        held |= state.serves & (high == i)
+    tier = jnp.where(critical | (held & of["held"][()]), high, of["low"][()])
+    return tier, critical if at_least else ids >= 0
+
+
+def serve(pairs: Pairs, states: Sequence[State]) -> tuple[jax.Array, jax.Array]:
+    """int32[P], in which tier each pair's expert runs, or -1; whether it is fetched for it."""
+    exact, there = pairs.ids < -1, jnp.full_like(pairs.ids, -1)
+    for i, state in enumerate(states):
+        exact |= state.serves & (pairs.tier == i)
+        there = jnp.where(state.serves & (pairs.tier > i) & ~pairs.strict, i, there)
+    asks = pairs.ids >= 0
+    reused = asks & ~exact & (there >= 0)
+    served = jnp.where(reused, there, pairs.tier)
+    return jnp.where(asks, served, -1), asks & ~exact & ~reused
