@@ -32,7 +32,9 @@ from moejax.models.routing import Routing, foreseen
 from moejax.ops import Index
 from moejax.policies import mixed_cache
 from moejax.policies.attention_importance import attention_received
+from moejax.policies.by_layer import decide_all, layer_axes
 from moejax.policies.interface import SKIPPED, Decision, Observation, rule_of
+from pallas_kernels.tiered_plan import Rule
 
 
 class TieredExperts:
@@ -75,6 +77,7 @@ class TieredExperts:
             for s, p, rows, v in of_tiers
         ]
         self._policy_state, self._gate = pool.state, pool.gate
+        self._seen: list[Observation] = []  # of layers that the policy has not been asked about
         moves = moves_between_steps(spec, pool.state)
         self._placing = TieredPlacing(spec.pools, kernels.target, moves)
         self._replays: jax.Array | None = None  # which entry of a replay is this step's, once asked
@@ -82,6 +85,7 @@ class TieredExperts:
     @property
     def pool(self) -> TieredPool:
         """After the layers so far."""
+        self._tell()
         return TieredPool(tuple(run.pool for run in self._runs), self._policy_state, self._gate)
 
     @property
@@ -143,9 +147,19 @@ class TieredExperts:
         """See `models.run_experts.RunExperts`."""
         copies = self._copies(layer)
         resident = mixed_cache.serving(copies, self.spec.full)
-        decision = self._decide(layer, routing, token_mask, ahead, resident)
-        if decision.keep is None and self.is_placed_at_once(routing.ids.size):
-            return self._at_once(layer, x, routing, token_mask, decision)
+        seen = self._observed(layer, routing, token_mask, ahead, resident)
+        at_once = self.is_placed_at_once(routing.ids.size)
+        rule = None
+        if at_once and not self._is_prefill:
+            rule = rule_of(self.spec.policy, self._policy_state)
+        if rule is not None and self._asks_later(layer):
+            self._seen.append(seen)
+            asks = jnp.zeros(routing.ids.shape, jnp.int32)  # not looked at
+            decision = Decision(routing.ids, asks, routing.weights, asks > 0)
+            return self._at_once(layer, x, routing, token_mask, decision, rule)
+        decision, self._policy_state = self.spec.policy.decide(self._policy_state, seen)
+        if at_once and decision.keep is None:
+            return self._at_once(layer, x, routing, token_mask, decision, rule)
         found = mixed_cache.served(resident, decision, token_mask)
         self._release(layer, copies, found.leaving)
         runs = token_mask[:, None] & (decision.tier != SKIPPED)
@@ -161,14 +175,36 @@ class TieredExperts:
         rows = [run.pool.residency.table[layer, :num_experts] for run in self._runs]
         return jnp.stack(rows) >= 0
 
-    def _decide(
+    def _asks_later(self, layer: Index) -> bool:
+        """Whether the policy is asked about all layers of a step at its end: launches less.
+
+        For what its rule says it is not asked, and nothing is brought ahead.
+        """
+        return (
+            isinstance(layer, int)
+            and not self.spec.policy.needs.predicted
+            and layer_axes(self.spec.policy) is not None
+        )
+
+    def _tell(self) -> None:
+        """Asks the policy about the layers that it has only been shown."""
+        seen, self._seen = self._seen, []
+        if len(seen) == self.spec.cache.num_layers:
+            policy, axes = self.spec.policy, layer_axes(self.spec.policy)
+            together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *seen)
+            self._policy_state = decide_all(policy, axes, self._policy_state, together)[1]
+            return
+        for of_layer in seen:
+            _, self._policy_state = self.spec.policy.decide(self._policy_state, of_layer)
+
+    def _observed(
         self,
         layer: Index,
         routing: Routing,
         token_mask: jax.Array,
         ahead: Callable[[], Routing] | None,
         resident: jax.Array,
-    ) -> Decision:
+    ) -> Observation:
         looks = self.spec.policy.needs.predicted and ahead is not None
         observation = Observation(
             layer=jnp.asarray(layer, jnp.int32),
@@ -184,8 +220,7 @@ class TieredExperts:
         )
         if not self._carries:
             self._importance = None
-        decision, self._policy_state = self.spec.policy.decide(self._policy_state, observation)
-        return decision
+        return observation
 
     def heard(self, layer: Index, logits: jax.Array, *, is_ahead: bool) -> jax.Array:
         """See `models.run_experts.HearsRouters`; by what the first tier's store replays."""
@@ -288,9 +323,9 @@ class TieredExperts:
         routing: Routing,
         token_mask: jax.Array,
         decision: Decision,
+        rule: Rule | None,
     ) -> jax.Array:
         """As a call, from the decision on: what else is small launches is one."""
-        rule = None if self._is_prefill else rule_of(self.spec.policy, self._policy_state)
         weights = decision.weights
         if rule is not None and decision.ids is routing.ids:
             weights = routing.weights

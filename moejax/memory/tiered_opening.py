@@ -301,9 +301,7 @@ def _ahead(policy: AnyPolicy, width: int) -> int:
     return asked if asked >= 0 else width
 
 
-def _first(
-    chosen: Chosen, budget: Budget, memory: ExpertMemory, held: int
-) -> np.ndarray | None:
+def _first(chosen: Chosen, budget: Budget, memory: ExpertMemory, held: int) -> np.ndarray | None:
     """int32[M, n], what is in the slots before any token; None: nothing.
 
     Every expert where there is room for all; else those that the policy's profile saw most, but for
