@@ -127,7 +127,7 @@ def _body(*refs: Ref, names: tuple[str, ...], last_first: bool) -> None:
 
     none = jnp.full(lanes.shape, NOBODY, jnp.int32)
     count = jnp.sum(missing.astype(jnp.int32))
-    start = (jnp.int32(0), end, none, lanes < 0, jnp.int32(0))
+    start: tuple[Any, ...] = (jnp.int32(0), end, none, lanes < 0, jnp.int32(0))
     _, _, buddies, searched, _ = jax.lax.while_loop(is_left, search, start)
     found = jnp.where(buddies >= 0, buddies, ids)
     pltriton.store(of["found"].at[token, lanes], found, mask=inside)

@@ -53,16 +53,16 @@ def load(
     ids = pltriton.load(of["ids"].at[number], mask=inside, other=-1)
     ids = jnp.where(active, ids, -1)
     states, better = [], ids < -1
-    for tier, form in zip(tiers, forms, strict=True):
-        local = vectors.load_local(tier, layer, ids)
+    for tables, form in zip(tiers, forms, strict=True):
+        local = vectors.load_local(tables, layer, ids)
         resident = local >= 0
         serves = resident if form.is_full else resident & ~better
         better |= resident
         is_used = form.changes or form.is_fixed
-        ahead = vectors.load_ahead(tier, layer, local) if is_used else None
-        events = vectors.load_events(tier, layer)
-        mass = tuple(tier["gate"][layer, column] for column in range(2))
-        states.append(State(tier, tier["clock"][()], local, serves, ahead, events, mass))
+        ahead = vectors.load_ahead(tables, layer, local) if is_used else None
+        events = vectors.load_events(tables, layer)
+        mass = tuple(tables["gate"][layer, column] for column in range(2))
+        states.append(State(tables, tables["clock"][()], local, serves, ahead, events, mass))
     if "high" in of:
         tier, strict = _by_rule(of, layer, ids, states, at_least)
         asks = active & (tier >= 0)
