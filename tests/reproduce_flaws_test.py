@@ -31,17 +31,9 @@ ROW = ResultRow(
 
 
 class RowsTest(absltest.TestCase):
-    def test_times_of_tiers_measured_without_routers(self):
-        """What was measured again has none."""
-        with_flaw = [one.row for one in read_checked(ROWS / "policies_h200.jsonl") if one.row.flaw]
-        self.assertEqual({row.flaw for row in with_flaw}, {FLAW})
-        said = "co-activation, gains, rho 1 on the last, c 0.75, 96 slots of 128"
-        self.assertLen([row for row in with_flaw if row.what.startswith(said)], 2)
-        self.assertLen(with_flaw, 2)
-
-    def test_no_other_file_has_one(self):
-        flawed = {one.file for one in Results(ROWS).measured if one.row.flaw}
-        self.assertEqual(flawed, {"policies_h200.jsonl"})
+    def test_what_was_measured_again_has_none(self):
+        flawed = [one for one in Results(ROWS).measured if one.row.flaw]
+        self.assertEmpty(flawed)
 
     def test_a_row_keeps_its_flaw(self):
         sound = dataclasses.replace(ROW, flaw="")
@@ -92,9 +84,9 @@ class DocumentTest(absltest.TestCase):
         (own,) = (c for c in pages["BuddyMoE"].claims if c[0].startswith("throughput"))
         self.assertEqual(own[3], NOT_MET)
         self.assertRegex(own[2], r"DeepSeek-V2-Lite's shape at batch 1: 5\.8 % ")
-        self.assertRegex(own[2], r"Qwen3-30B-A3B's shape at batch 1: 5\.7 % ")
+        self.assertRegex(own[2], r"Qwen3-30B-A3B's shape at batch 1: 11\.6 % ")
         (kept,) = (c for c in pages["DynaExq"].claims if c[0].startswith("retains"))
-        self.assertEqual(kept[3], IN_PART)
+        self.assertEqual(kept[3], MET)
         self.assertRegex(kept[2], r"Qwen3-Next-80B-A3B 87 % \[\d+\] under 32 GiB")
 
     def test_what_ran_is_whole(self):
