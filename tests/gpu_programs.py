@@ -260,6 +260,9 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "plan_no_cache": lambda: plan((0,), num_experts=128, pairs=8, waves=1),
     "plan_by_rule": lambda: plan((64, 8), num_experts=128, pairs=8, by_rule=True),
     "plan_tokens_by_rule": lambda: plan((64, 8), num_experts=128, pairs=32, tokens=4, by_rule=True),
+    "plan_32_tokens_by_rule": lambda: plan(
+        (32, 128), num_experts=128, pairs=256, tokens=32, by_rule=True
+    ),
     "plan_mixtral_32": lambda: plan((6,), num_experts=8, pairs=64),
     "plan_tiers_qwen": lambda: plan((32, 128), num_experts=128, pairs=8),
     "plan_tiers_mixtral": lambda: plan((4, 3), num_experts=8, pairs=2),

@@ -95,7 +95,7 @@ def _plan_body(
         row = vectors.load_rows(of, layer, ids)
         found, victims = local, jnp.int32(0)
         admitted = evictions = waste = streamed = jnp.minimum(num_misses, 0)
-        index, come, coming, table = jnp.minimum(local, -1), None, None, None
+        index, writes = jnp.minimum(local, -1), []
         if slots:
             loaded = vectors.load_slots(of, layer)
             table = vectors.candidates(loaded, clock, ids)
@@ -116,6 +116,14 @@ def _plan_body(
                 came, came & loaded.owned, came & loaded.owned & (loaded.ahead != 0)
             )
             come = jnp.where(miss & (found >= 0), order, -1)
+            use = table.wanted | came
+            writes = [
+                functools.partial(vectors.store_owners, of, layer, table, coming),
+                functools.partial(vectors.store_use, of, layer, table, use, clock, 0),
+                functools.partial(
+                    vectors.store_jobs, of, of["rows"].shape[0], come, row, first_slot + found
+                ),
+            ]
         if waves.num:
             index = jnp.where(miss & (found < 0), order - victims, -1)
             index = jnp.where(index < waves.num * waves.transient, index, -1)
@@ -123,10 +131,8 @@ def _plan_body(
             streamed = vectors.count(lead & streams)
         if not interpret:
             pltriton.debug_barrier()  # as above
-        if table is not None and coming is not None and come is not None:
-            vectors.store_owners(of, layer, table, coming)
-            vectors.store_use(of, layer, table, table.wanted | (coming >= 0), clock, 0)
-            vectors.store_jobs(of, of["rows"].shape[0], come, row, first_slot + found)
+        for write in writes:
+            write()
         if waves.num:
             size = waves.num * waves.transient
             jobs = iota(size)
