@@ -7,6 +7,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax.memory.tiered import ask
+from moejax.policies.dymoe import DyMoE
 from moejax.policies.interface import Needs, Requests
 from moejax.policies.resident import as_routed
 from tests.host_test_case import HostTestCase
@@ -69,6 +70,15 @@ class AskTest(HostTestCase, parameterized.TestCase):
         for layer, expert, tier in ASKED[:carried_out]:
             expected[layer, expert] &= tier == HOT
         np.testing.assert_array_equal(hot, expected)
+
+
+class ResetTest(HostTestCase):
+    def test_a_policy_of_another_rule_is_refused(self):
+        policy = DyMoE(low="skip", prefetch=0)
+        _, memory = tiered_runner(policy, (4,), (4,))
+        memory.reset(dataclasses.replace(policy, retention=0.9))
+        with self.assertRaisesRegex(ValueError, "renormalise=True.*has another rule"):
+            memory.reset(dataclasses.replace(policy, renormalise=True))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,7 +23,13 @@ from moejax.memory.placing import Jobs
 from moejax.memory.pooled import PooledExperts
 from moejax.memory.tiered import TieredPool, TieredSpec, ask, no_gate
 from moejax.models.config import ModelConfig
-from moejax.policies.interface import AnyPolicy, PolicySpec, Requests, tiers_between_steps
+from moejax.policies.interface import (
+    AnyPolicy,
+    PolicySpec,
+    Requests,
+    rule_of,
+    tiers_between_steps,
+)
 from moejax.policies.make import with_kernels
 from moejax.qtensor import Weight
 
@@ -231,7 +238,18 @@ class TieredMemory:
           policy: another one that the same programs serve: it differs in settings that sweep.
           held: int32[M, n] of each tier, what its slots hold; () for what they hold now. Of tiers
             that are emulated: no bytes are moved for it.
+
+        Raises:
+          ValueError: steps follow the rule of a policy (`interface.rule_of`) whose form is not the
+            other one's.
         """
+        if policy is not None and not any(tier.spec.emulated for tier in self.tiers):
+            own, other = (
+                jax.eval_shape(functools.partial(rule_of, one), self._state)
+                for one in (self.spec.policy, policy)
+            )
+            if str(jax.tree.structure(own)) != str(jax.tree.structure(other)):
+                raise ValueError(f"{policy} has another rule than {self.spec.policy}: open it anew")
         with self._lock:
             self._begin_anew(policy)
             for tier, experts in zip(self.tiers, held, strict=len(held) > 0):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from moejax.errors import MoejaxError
 from moejax.policies.buddymoe import BuddyMoe
-from moejax.policies.dymoe import SKIP, DyMoE
+from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
 from moejax.policies.interface import (
     SKIPPED,
@@ -154,7 +154,7 @@ class Compose(ByContent):
         if rule is None or hotness.hot != importance.high:
             return None
         # What is left out is so wherever a copy is, unless importance itself says otherwise.
-        return rule if importance.low == SKIP else dataclasses.replace(rule, held=jnp.bool_(True))
+        return dataclasses.replace(rule, held=rule.held | (rule.low != SKIPPED))
 
     def transfers(self, state: ComposeState, resident: jax.Array) -> tuple[Requests, ComposeState]:
         """See `Policy`; promotions and demotions come before what buddies stood in for."""

@@ -70,7 +70,7 @@ class DyMoEState(NamedTuple):
         prefill; of the last one 0.
       high, low: int32[], tiers; low may be `SKIPPED`.
       renormalise: bool[].
-      reuse_skipped: bool[].
+      reuse_skipped: bool[], False where nothing is left out.
       heavy_share: float32[].
       heavy_count: int32[].
       seed: uint32[].
@@ -200,7 +200,7 @@ class DyMoE:
             high=jnp.asarray(high, jnp.int32),
             low=jnp.asarray(low, jnp.int32),
             renormalise=jnp.asarray(self.renormalise),
-            reuse_skipped=jnp.asarray(self.reuse_skipped),
+            reuse_skipped=jnp.asarray(self.reuse_skipped and low == SKIPPED),
             heavy_share=jnp.asarray(self.heavy_share, jnp.float32),
             heavy_count=jnp.asarray(self.heavy_count, jnp.int32),
             seed=jnp.asarray(self.seed, jnp.uint32),
@@ -216,7 +216,7 @@ class DyMoE:
         ids, weights, layer = observation.ids, observation.weights, observation.layer
         is_critical = self._critical(state, observation)
         is_low = ~is_critical & observation.active[:, None]
-        reused = state.reuse_skipped & (state.low < 0) & observation.resident[state.high][ids]
+        reused = state.reuse_skipped & observation.resident[state.high][ids]
         tier = jnp.where(is_critical | reused, state.high, state.low)
         tier = jnp.where(observation.active[:, None], tier, SKIPPED)
         kept = jnp.where(tier >= 0, weights, 0.0)
@@ -238,11 +238,9 @@ class DyMoE:
 
     def rule(self, state: DyMoEState) -> Rule | None:
         """See `interface.rule_of`; of a token's experts the first by weight are critical."""
-        skips = self.low == SKIP
-        if self.selection == "random" or (self.renormalise and skips):
+        if self.selection == "random" or (self.renormalise and self.low == SKIP):
             return None
-        held = state.reuse_skipped if skips else jnp.zeros((), bool)
-        return Rule(state.decode, state.high, state.low, held, at_least=True)
+        return Rule(state.decode, state.high, state.low, state.reuse_skipped, at_least=True)
 
     def transfers(self, state: DyMoEState, resident: jax.Array) -> tuple[Requests, DyMoEState]:
         """See `Policy`."""

@@ -64,8 +64,9 @@ class Observation:
       predicted: float32[N, E], probabilities that the next layer's router gives this layer's
         hidden state (DyMoE eq. 6); None after the last layer, and where nobody looks ahead. Inside
         a loop over layers it is not None after the last one, and of no meaning there.
-      tables: int32[M, K], K >= E, where `resident` is of one tier and nobody has read it yet: the
-        slot of each expert of all layers, -1: none. None: `resident` is at hand.
+      tables: int32[M, K], K >= E, of a single tier the slot of each expert in all layers, -1: none.
+        It says what `resident` says, and a kernel that reads it saves the launch that makes that.
+        None: there is none.
       is_prefill: static.
     """
 
