@@ -127,6 +127,11 @@ CASES = {
             {"period": 3, "max_requests": 4, "retention": 0.6, "prefetch": 1},
         ),
     ),
+    "compose_leaves_out": Case(
+        "compose",
+        ({"parts": "dynaexq+dymoe", "low": "skip", "period": 4, "max_requests": 4, "prefetch": 0},),
+        phases=("decode",),
+    ),
     "dymoe_random": Case("dymoe", (FIGURE_3["random"], FIGURE_3["random"] | {"seed": 7})),
 }
 

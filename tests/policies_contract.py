@@ -24,6 +24,7 @@ from moejax.policies.interface import (
     Requests,
     rule_of,
 )
+from pallas_kernels.tiered_plan import Rule
 from pallas_kernels.tiered_plan.reference import wishes_of
 from tests.policies_cases import FIRST_CASES, A, Case, E
 
@@ -169,12 +170,17 @@ def check_layers_apart(case: Case, trace: Any) -> None:
             np.testing.assert_array_equal(together(state, elsewhere)[0].ahead, decisions.ahead)
 
 
-def check_rule(case: Case, trace: Any) -> None:
-    """What says a decode step's tiers, where a policy has it, says what its decisions ask for."""
-    policy, spec = case.policies[0], case.spec
+def check_rules(case: Case, trace: Any) -> int:
+    """What says a decode step's tiers says what the decisions ask for; of how many settings."""
+    found = [rule_of(policy, policy.init(case.spec)) for policy in case.policies]
+    for policy, rule in zip(case.policies, found, strict=True):
+        if rule is not None:
+            _check_rule(case.spec, policy, rule, trace)
+    return sum(rule is not None for rule in found)
+
+
+def _check_rule(spec: PolicySpec, policy: AnyPolicy, rule: Rule, trace: Any) -> None:
     state = policy.init(spec)
-    if (rule := rule_of(policy, state)) is None:
-        return
     for step in range(jax.tree.leaves(trace)[0].shape[0]):
         for layer in range(spec.num_layers):
             o = dataclasses.replace(at(trace, step, layer), is_prefill=False, importance=None)
@@ -189,6 +195,8 @@ def check_rule(case: Case, trace: Any) -> None:
                 np.asarray(by_rule.at_least)[runs], decision.at_least[runs]
             )
             assert decision.keep is None
+            if layer_axes(policy) is not None:
+                np.testing.assert_array_equal(decision.ids, o.ids)
             own = runs & (decision.ids == o.ids)
             np.testing.assert_array_equal(decision.weights[own], np.asarray(o.weights)[own])
 

@@ -79,6 +79,8 @@ class ResetTest(HostTestCase):
         memory.reset(dataclasses.replace(policy, retention=0.9))
         with self.assertRaisesRegex(ValueError, "renormalise=True.*has another rule"):
             memory.reset(dataclasses.replace(policy, renormalise=True))
+        _, asked = tiered_runner(dataclasses.replace(policy, renormalise=True), (4,), (4,))
+        asked.reset(policy)  # its programs ask the policy itself
 
 
 if __name__ == "__main__":

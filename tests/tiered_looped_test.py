@@ -38,7 +38,8 @@ CASES = {
     "on_demand": (make_policy("on_demand", prefetch=2), (16,), (3,), 2),
     "dymoe": (make_policy("dymoe", prefetch=2, **DYMOE), (4, 2), (3, 8), 2),
     "dymoe in two caches": (make_policy("dymoe", prefetch=0, **DYMOE), (4, 2), (3, 3), 0),
-    "dynaexq": (make_policy("dynaexq", choice="first", n_hot=3), (4, 2), (3, 8), 0),
+    "dynaexq": (make_policy("dynaexq", period=2), (4, 2), (3, 8), 0),
+    "dymoe ahead in two caches": (make_policy("dymoe", prefetch=2, **DYMOE), (4, 2), (4, 4), 2),
     "buddymoe": (BuddyMoe(lists=LISTS, rho=1), (4,), (4,), 0),
 }
 
@@ -93,10 +94,11 @@ class LoopTest(parameterized.TestCase):
 
 
 class OneLaunchTest(parameterized.TestCase):
-    @parameterized.parameters("dymoe", "dynaexq", "dymoe in two caches")
+    @parameterized.parameters(
+        "dymoe", "dynaexq", "dymoe in two caches", "dymoe ahead in two caches"
+    )
     def test_all_tiers_at_once_give_what_each_alone_gives(self, name):
-        slow.skip_unless_asked()
-        if name == "dynaexq":  # a whole tier, as of dymoe; nothing ahead, as in two caches
+        if name != "dynaexq":
             slow.skip_unless_asked()
         policy, bits, slots, ahead = CASES[name]
         runs = {"kernels": ops.Kernels(implementation="reference"), "experts_via": "grouped_kernel"}

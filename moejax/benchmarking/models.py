@@ -228,10 +228,12 @@ class ShapeModels:
         )  # fmt: skip
         assert isinstance(tiering.policy, str)
         by_profile = "buddymoe" in parts_of(tiering.policy, tiering.settings)
-        memories = []
+        memories, held = [], 0
         for bits, part in zip(self._bits, budget.tiers, strict=True):
-            cached = 0 < part.slots < self.config.num_experts
-            first = work.work.hottest(part.slots) if by_profile and cached else None
+            cached, first = 0 < part.slots < self.config.num_experts, None
+            if by_profile and cached:  # no expert in two tiers
+                end = min(held + part.slots, self.config.num_experts)
+                first, held = work.work.hottest(end)[:, held:], end
             is_full = part.slots == self.config.num_experts
             plan = self._memories.plan_of(bits, part, first=first, few_rows=is_full)
             memories.append(self._memories.tier_memory(plan))

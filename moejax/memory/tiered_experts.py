@@ -11,6 +11,7 @@ other pools leave, but for those of a pool that holds every expert.
 Axes: N tokens, A experts a token, M sparse layers, E experts, T tiers of falling fidelity.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
@@ -153,7 +154,7 @@ class TieredExperts:
         if at_once and not self._is_prefill:
             rule = rule_of(self.spec.policy, self._policy_state)
         if rule is not None and self._asks_later(layer):
-            self._seen.append(seen)
+            self._seen.append(dataclasses.replace(seen, predicted=None))
             asks = jnp.zeros(routing.ids.shape, jnp.int32)  # not looked at
             decision = Decision(routing.ids, asks, routing.weights, asks > 0)
             return self._at_once(layer, x, routing, token_mask, decision, rule)
@@ -176,15 +177,14 @@ class TieredExperts:
         return jnp.stack(rows) >= 0
 
     def _asks_later(self, layer: Index) -> bool:
-        """Whether the policy is asked about all layers of a step at its end: launches less.
+        """Whether a policy with a rule is told of all layers at the end of the step.
 
-        For what its rule says it is not asked, and nothing is brought ahead.
+        That takes fewer launches than layer by layer. The rule says its tiers; what it would bring
+        ahead is not known before the step's end.
         """
-        return (
-            isinstance(layer, int)
-            and not self.spec.policy.needs.predicted
-            and layer_axes(self.spec.policy) is not None
-        )
+        looks_ahead = any(run.most_ahead for run in self._runs)
+        has_axes = layer_axes(self.spec.policy) is not None
+        return isinstance(layer, int) and has_axes and not looks_ahead
 
     def _tell(self) -> None:
         """Asks the policy about the layers that it has only been shown."""

@@ -248,7 +248,8 @@ class TieredMemory:
                 jax.eval_shape(functools.partial(rule_of, one), self._state)
                 for one in (self.spec.policy, policy)
             )
-            if str(jax.tree.structure(own)) != str(jax.tree.structure(other)):
+            differ = str(jax.tree.structure(own)) != str(jax.tree.structure(other))
+            if own is not None and differ:
                 raise ValueError(f"{policy} has another rule than {self.spec.policy}: open it anew")
         with self._lock:
             self._begin_anew(policy)

@@ -105,9 +105,12 @@ class TieredPlacing:
                 pool.cache.banks,
                 pool.cache.slots == pool.cache.num_experts,
                 pool.is_complete,
-                _streams(pool),
-                i == 0 and pool.between_steps and pool.cache.slots > 0 and not pool.is_complete,
-                self.moves or any(better.prefetch for better in self.pools[:i]),
+                streams=_streams(pool),
+                is_fixed=i == 0
+                and pool.between_steps
+                and pool.cache.slots > 0
+                and not pool.is_complete,
+                is_fed=self.moves or any(better.prefetch for better in self.pools[:i]),
             )
             for i, pool in enumerate(self.pools)
         )

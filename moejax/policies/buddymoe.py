@@ -275,7 +275,7 @@ class BuddyMoe(ByContent):
         return decision, self._counted(state, o, found.replaced, dropped)
 
     def rule(self, state: BuddyState) -> Rule | None:
-        """See `interface.rule_of`; all pairs run where none is dropped and none leaves its own."""
+        """See `interface.rule_of`: all pairs run, unless some are dropped or merged."""
         del state
         if self.choose != "none" and (self.fall_back == "drop" or self.discount):
             return None

@@ -61,7 +61,9 @@ FIGURE_3 = {
 
 
 class DyMoEState(NamedTuple):
-    """What `decide` reads; all of it sweeps, and only `calls` changes.
+    """What `decide` reads; only `calls` changes.
+
+    All of it sweeps, but `renormalise` not in an engine whose policy has a rule.
 
     Attributes:
       decode: int32[M], t_l of eq. 5 with M = A.

@@ -209,7 +209,9 @@ def rule_of(policy: AnyPolicy, state: Any) -> Rule | None:
 
     A policy says so by a method `rule` of its state, of constant leaves alone: `decide` gives these
     tiers and `at_least`, no `keep`, and, where it leaves the router's ids, the router's weights.
-    Whoever follows the rule need not ask for them.
+    Whoever follows the rule need not ask for them. Where its layers do not depend on one another
+    (`Policy.layer_axes`) it may be told of them after the step: `decide` must then leave the
+    router's ids, and bring nothing ahead but by `Observation.predicted`.
     """
     found = getattr(policy, "rule", None)
     return found(state) if found is not None else None

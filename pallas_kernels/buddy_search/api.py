@@ -80,8 +80,10 @@ def search(
         reasons.append(f"ids are {ids.dtype}{ids.shape}, allowed {allowed.shape}")
     if lists.ndim != 3 or lists.dtype != jnp.int32 or not _is_of(resident, lists):
         reasons.append(f"lists are {lists.dtype}{lists.shape}, resident {resident.shape}")
-    if allowed.dtype != jnp.bool_ or resident.dtype != (jnp.bool_, jnp.int32)[resident.ndim - 1]:
-        reasons.append(f"allowed is {allowed.dtype}, resident {resident.dtype}, not bool")
+    if allowed.dtype != jnp.bool_:
+        reasons.append(f"allowed is {allowed.dtype}, not bool")
+    if resident.dtype != (jnp.int32 if resident.ndim == 2 else jnp.bool_):
+        reasons.append(f"resident is {resident.dtype}{resident.shape}, not bool[E] or int32[M, K]")
     counted = None if replaced is None else (replaced.shape, replaced.dtype)
     if counted not in (None, (lists.shape[:2], jnp.int32)):
         reasons.append(f"replaced is {counted}, not int32{lists.shape[:2]}")

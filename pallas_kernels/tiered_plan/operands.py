@@ -78,7 +78,8 @@ class Form:
       is_fixed: of the first tier alone: what its slots hold changes between steps only, and nobody
         asks for what they do not hold.
       is_fed: of a tier that is neither full nor the first: an expert that has a slot here may have
-        come to a tier of higher fidelity by other means than such plans.
+        come to a tier of higher fidelity by other means than such plans. If it has where this is
+        False, its copy here serves nobody, and stays until its slot is taken.
     """
 
     banks: int

@@ -78,7 +78,7 @@ def _change(
         gone = loaded.owned & some(matches(owner, jnp.where(fetched, pairs.ids, -2)), axis=1)
         if better is not None:
             gone |= loaded.owned & better
-        local = jnp.where(_gone(states, index, fetched), -1, local)
+        local = jnp.where(_gone(states, index, form, fetched), -1, local)
         released, unused = together(gone, gone & (loaded.ahead != 0))
         left = loaded._replace(
             owner=jnp.where(gone, -1, owner),
@@ -133,10 +133,10 @@ def _store(change: _Change, state: State, layer: jax.Array) -> None:
     vectors.store_jobs(of, of["rows"].shape[0], change.come, change.row, place)
 
 
-def _gone(states: Sequence[State], index: int, fetched: jax.Array) -> jax.Array:
+def _gone(states: Sequence[State], index: int, form: Form, fetched: jax.Array) -> jax.Array:
     """bool[P], the copy in a tier leaves: its expert comes in another, or is in a better one."""
     leaves = fetched
-    for state in states[:index]:
+    for state in states[:index] if form.is_fed else ():
         leaves |= state.local >= 0
     return leaves & (states[index].local >= 0)
 
@@ -153,7 +153,7 @@ def _all_read(interpret: bool) -> None:
 
 
 def _served(
-    state: State, form: Form, layer: jax.Array, pairs: Pairs, runs: jax.Array, columns: Columns,
+    state: State, layer: jax.Array, pairs: Pairs, runs: jax.Array, columns: Columns,
     interpret: bool,
 ) -> jax.Array:  # fmt: skip
     """A tier in which nothing moves: int32[P], the local slots of the pairs that run in it."""
@@ -215,7 +215,7 @@ def _moves(
     form, state, mask = forms[index], states[index], runs & fetched
     if form.is_full or len(states) == 1:
         return some(mask)
-    moves = some(mask | _gone(states, index, fetched))
+    moves = some(mask | _gone(states, index, form, fetched))
     for better, of in zip(states[:index], forms[:index], strict=True):
         if form.is_fed and not of.streams:
             owners = vectors.load_owners(better.of, layer)
@@ -277,7 +277,7 @@ def _body(
         if form.streams:
             local = _streamed(state, *common, columns, interpret)
         else:
-            found = functools.partial(_served, state, form, *common, columns, interpret)
+            found = functools.partial(_served, state, *common, columns, interpret)
             changed = functools.partial(
                 _changed, states, i, form, *common, fetched, columns, interpret
             )
