@@ -204,8 +204,9 @@ class Runner:
             static = (self._program, self._chunk_spec(batch, start, size, cache_length))
             inputs = self._put(chunk_of(prompts, start, size)), self._put(np.int32(start))
             cache, hidden = self._step(
-                since, steps.prefill_chunk, static, (cache, hidden), *inputs, device_lengths
-            )
+                since, batch * size, steps.prefill_chunk, static, (cache, hidden), *inputs,
+                device_lengths,
+            )  # fmt: skip
         all_greedy = all(row.temperature == 0 for row in by_row)
         sampling = sampling_of(by_row, self._put)
         ends = self._put(np.asarray(eos_ids or (-1,), np.int32))
@@ -236,6 +237,7 @@ class Runner:
         program = self._program._replace(top_logprobs=session.top_logprobs)
         session.state, session.emitted = self._step(
             session.since,
+            batch * num_steps,
             steps.decode,
             (program, spec, session.all_greedy, buffer_length, self._whole_calls and whole),
             (session.state,),
@@ -254,7 +256,9 @@ class Runner:
         for start, size in self._chunks(batch, length, cache_length):
             static = (self._program, self._chunk_spec(batch, start, size, cache_length))
             inputs = self._put(part_of(tokens, start, size)), self._put(np.int32(start))
-            cache, out = self._step(since, steps.chunk_logits, static, (cache,), *inputs)
+            cache, out = self._step(
+                since, batch * size, steps.chunk_logits, static, (cache,), *inputs
+            )
             with self.reading(since):
                 logits.append(np.asarray(out)[:, : length - start])
         return np.concatenate(logits, axis=1)
@@ -279,7 +283,7 @@ class Runner:
             places = scored_places(wanted)
             static = (self._program, self._chunk_spec(batch, start, size, cache_length))
             cache, nats = self._step(
-                since, steps.score_chunk, static, (cache,),
+                since, batch * size, steps.score_chunk, static, (cache,),
                 self._put(part_of(tokens, start, size)), self._put(np.int32(start)),
                 device_lengths, self._put(places), self._put(wanted[:, places]),
             )  # fmt: skip
@@ -299,7 +303,9 @@ class Runner:
             static = (self._program, self._chunk_spec(batch, start, size, cache_length))
             chunk = part_of(tokens, start, size)
             inputs = (self._put(a) for a in (chunk, np.int32(start), np.asarray(lengths, np.int32)))
-            cache, carried = self._step(since, function, static, (cache, carried), *inputs)
+            cache, carried = self._step(
+                since, batch * size, function, static, (cache, carried), *inputs
+            )
         with self.reading(since):
             return jax.block_until_ready(carried)
 
@@ -348,15 +354,15 @@ class Runner:
         return self._begin_session(), cache_length, self._fresh([0] * batch, cache_length)[0]
 
     def _step(
-        self, since: int, function: Any, static: tuple[Any, ...], donated: tuple[Any, ...],
-        *arguments: Any,
+        self, since: int, num_tokens: int, function: Any, static: tuple[Any, ...],
+        donated: tuple[Any, ...], *arguments: Any,
     ) -> Any:  # fmt: skip
         """A step through the layers: `_call` with the weights, and what holds moving experts."""
         self.programs.check_open()
         if (memory := self.memory) is None:
             found = self._call(function, static, (*donated, None), self.weights, None, *arguments)
         else:
-            with memory.step(since):
+            with memory.step(since, num_tokens):
                 held = (*donated, memory.pool)
                 found = self._call(function, static, held, self.weights, memory.store, *arguments)
                 memory.pool = found[len(donated)]

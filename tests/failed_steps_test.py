@@ -9,6 +9,7 @@ from absl.testing import absltest
 
 from moejax.errors import MoejaxError
 from moejax.memory.disk import DiskExperts
+from moejax.memory.tiered import Asked
 from moejax.memory.transfers import _State
 from moejax.policies.interface import Requests
 from moejax.policies.make import make_policy
@@ -75,10 +76,10 @@ class TiersTest(absltest.TestCase):
 
     def test_what_ran_behind_a_failed_step_is_asked_for_again(self):
         lost = Requests(*[Lost()] * len(Requests._fields))
-        self.memory._asked = (lost, lost)
+        self.memory._answer = Asked(lost, lost, Lost())
         with self.memory.step():
             pass
-        self.assertNotIsInstance(self.memory._asked[0].tier, Lost)
+        self.assertNotIsInstance(self.memory._answer.idle, Lost)
 
     def test_state_that_a_failed_step_made_is_not_used(self):
         for around in (self.memory.step, self.memory.reading):
@@ -89,7 +90,7 @@ class TiersTest(absltest.TestCase):
             pool = self.memory.pool
             new = jax.tree.leaves((pool.state, pool.gate))
             self.assertEmpty(old & {id(leaf) for leaf in new})
-            self.assertIsNone(self.memory._asked)
+            self.assertIsNone(self.memory._answer)
 
 
 class SettleTest(absltest.TestCase):

@@ -5,6 +5,7 @@ single calls, rows beside padding with rows alone, and carry transfers out by th
 `Requests`.
 """
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from moejax.policies.interface import (
     Observation,
     PolicySpec,
     Requests,
+    idle,
     rule_of,
 )
 from pallas_kernels.tiered_plan import Rule
@@ -308,6 +310,37 @@ def check_transfers(case: Case, trace: Any, setting: int = 0) -> Moves:
         again, _ = compiled("transfers", policy)(state, resident)
         assert not set(done) & set(entries(again)), "what was carried out is asked for again"
     return Moves(up, down, resident)
+
+
+def check_rest(case: Case, trace: Any, setting: int = 0) -> int:
+    """Asked only where it may ask for something, a policy asks for what it asks else.
+
+    A request is carried out a step, so that others wait. Returns in how many steps it rested.
+    """
+    spec, policy = case.spec, case.policies[setting]
+    always = rests = policy.init(spec)
+    resident, late = first_resident(spec), collections.deque[tuple[int, int, int]]()
+    said, passed, known, left_out = 0, 0, resident.copy(), 0
+    for step in range(jax.tree.leaves(trace)[0].shape[0]):
+        for layer in range(spec.num_layers):
+            observation = dataclasses.replace(at(trace, step, layer), resident=resident[layer])
+            _, always = compiled("decide", policy)(always, observation)
+            _, rests = compiled("decide", policy)(rests, observation)
+        passed += int(observation.active.sum())
+        requests, always = compiled("transfers", policy)(always, resident)
+        if passed >= said or (known != resident).any():
+            mine, rests = compiled("transfers", policy)(rests, resident)
+            known, passed = resident.copy(), 0
+            said = int(jax.jit(functools.partial(idle, policy))(rests, resident))
+            assert_same(mine, requests)
+            said = 0 if any(True for _ in entries(mine)) else said
+        else:
+            left_out += 1
+            assert not list(entries(requests)), f"step {step}: it rests, but asks"
+        if late:
+            carry_out(spec, resident, *late.popleft())
+        late.extend(entry for entry in entries(requests) if entry not in late)
+    return left_out
 
 
 def first_resident(spec: PolicySpec) -> np.ndarray:

@@ -79,6 +79,15 @@ class ContractTest(parameterized.TestCase):
             swaps = "dynaexq" in parts_of(case.name, case.settings[setting])
             self.assertEqual(moves.promotions > 0, swaps)
 
+    # Those with hotness rest between updates; buddies save up from one asking to the next.
+    @parameterized.parameters(*CASES)
+    def test_rest(self, name):
+        case, trace = CASES[name], trace_of(name, "decode", 40)
+        for setting in range(len(case.settings) if case.name == "dynaexq" else 1):
+            parts = parts_of(case.name, case.settings[setting])
+            left_out = contract.check_rest(case, trace, setting)
+            self.assertEqual(left_out > 0, "dynaexq" in parts and "buddymoe" not in parts)
+
     def test_several_sequences_decode_at_once(self):
         trace = random_trace(SPEC, 4, 4, prefill=False, seed=5)
         for name in ("on_demand", "dymoe_4_2"):

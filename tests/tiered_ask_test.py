@@ -59,9 +59,9 @@ class AskTest(HostTestCase, parameterized.TestCase):
         coming = np.zeros((len(CONFIG.moe_layers), 2, len(everyone)), bool)
         coming[:, COLD] = low_is_full  # the low tier has all of them, or will
         self.assertEqual(held.shape[0], len(CONFIG.moe_layers))
-        pool, found, ahead = ask(memory.spec, memory.pool, jnp.asarray(coming), jnp.int32(room))
-        self.assertEqual(ahead.layer.shape, (0,))
-        rows = np.stack([np.asarray(numbers) for numbers in found], axis=1).tolist()
+        pool, said = ask(memory.spec, memory.pool, jnp.asarray(coming), jnp.int32(room))
+        self.assertEqual(said.ahead.layer.shape, (0,))
+        rows = np.stack([np.asarray(numbers) for numbers in said.moved], axis=1).tolist()
         wanted = [list(row) for row in ASKED[:carried_out]] + [[-1] * 3] * (6 - carried_out)
         self.assertEqual(rows, wanted)
         hot = np.asarray(pool.pools[HOT].residency.table)[:, : len(everyone)] >= 0

@@ -3,6 +3,7 @@
 import math
 from unittest import mock
 
+import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 
@@ -235,16 +236,38 @@ class BetweenStepsTest(parameterized.TestCase):
         for _ in range(3):
             runner.logits(TOKENS)
         memory.settle()
-        pool, requests, _ = ask(memory.spec, memory.pool, memory._coming(), memory._room())
+        pool, said = ask(memory.spec, memory.pool, *memory._on_their_way())
         high = np.asarray(pool.state.high)
         hot = np.asarray(pool.pools[0].residency.slot_of) >= 0
         np.testing.assert_array_equal(hot, high)
         self.assertEqual(high.sum(), 3 * NUM_LAYERS)
-        self.assertTrue((np.asarray(requests.layer) < 0).all() or cold_slots < NUM_EXPERTS)
+        self.assertTrue((np.asarray(said.moved.layer) < 0).all() or cold_slots < NUM_EXPERTS)
         check_exclusive(
             self, memory, 2
         )  # the next step takes the copies of what came to the hot one
         self.assertGreater(memory.ledger.shares["int4"], 0.1)
+
+    def test_a_policy_that_rests_is_not_asked(self):
+        """The same tokens lead to the same places, whoever says how many a step has."""
+        policy = make_policy("dynaexq", period=5 * TOKENS.size, warmup=TOKENS.size, max_requests=32)
+        found, asked = {}, {}
+        for says in (True, False):
+            runner, memory = tiered_runner(policy, (4, 2), (3, NUM_EXPERTS), emulated=True, first=3)
+            step, get = memory.step, memory.programs.get
+            how = {} if says else {"side_effect": lambda since, _, step=step: step(since)}
+            with (
+                mock.patch.object(memory, "step", wraps=step, **how),
+                mock.patch.object(memory.programs, "get", wraps=get) as programs,
+            ):
+                for turn in range(12):
+                    runner.logits((TOKENS + turn) % runner.config.vocab_size)
+            asked[says] = sum(call.args[0] is ask for call in programs.call_args_list)
+            found[says] = memory.pool
+        self.assertEqual(asked[False], 12)
+        # First, when the warm-up is over, once more for what that led to; and so every period.
+        self.assertBetween(asked[True], 4, 7)
+        for a, b in zip(*map(jax.tree.leaves, found.values()), strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 if __name__ == "__main__":

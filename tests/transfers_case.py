@@ -50,6 +50,7 @@ class TransfersTestCase(SsdTestCase):
         end = time.monotonic() + SECONDS
         while True:
             self.pool = transfers.advance(self.pool)
+            transfers.send()
             jax.block_until_ready(self.pool)
             self.pool.residency.check(CACHE)
             self.assert_right_bytes()

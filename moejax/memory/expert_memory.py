@@ -115,7 +115,9 @@ class ExpertMemory:
             return self.failures
 
     @contextlib.contextmanager
-    def step(self, since: int | None = None) -> Iterator[None]:
+    def step(
+        self, since: int | None = None, num_tokens: int = 0, *, sends: bool = True
+    ) -> Iterator[None]:
         """Around the dispatch of a step, of which there is one at a time.
 
         What was read from the disk gets its rows of host memory first, and transfers go on. A pool
@@ -123,19 +125,30 @@ class ExpertMemory:
 
         Args:
           since: what `begin_session` returned; None: failures of the disk are the caller's to see.
+          num_tokens: that the step runs; does not matter here, see `TieredMemory.step`.
+          sends: what is ready to cross the link beside the step is put there; else the caller does
+            it by `send`.
 
         Raises:
           MoejaxError: a step since then could not read an expert.
         """
+        del num_tokens
         with self._lock:
             try:
                 self._before_step(since)
+                if sends:
+                    self.send()
                 yield
             except BaseException as error:
                 lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self.pool))
                 if lost or isinstance(error, jax.errors.JaxRuntimeError):
                     self.renew()
                 raise
+
+    def send(self) -> None:
+        """See `Transfers.send`."""
+        if self.transfers is not None:
+            self.transfers.send()
 
     def _before_step(self, since: int | None) -> None:
         self._forget_failed()

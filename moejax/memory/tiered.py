@@ -7,7 +7,7 @@ Axes: M sparse layers, E experts, T tiers of falling fidelity.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from moejax.policies.interface import (
     Requests,
     asks_again,
     foreseen,
+    idle,
     pairs_with_room,
 )
 
@@ -94,9 +95,23 @@ def released(pool: ExpertPool, layer: int | jax.Array, gone: jax.Array) -> Exper
     return dataclasses.replace(pool, residency=residency, counts=counts)
 
 
+class Asked(NamedTuple):
+    """What a policy said.
+
+    Attributes:
+      moved: the requests that are carried out, -1 in the place of the others.
+      ahead: what is to be read from the disk (`interface.foreseen`).
+      idle: int32[], see `interface.idle`; 0 also where something has been asked for.
+    """
+
+    moved: Requests
+    ahead: Requests
+    idle: jax.Array
+
+
 def ask(
     spec: TieredSpec, pool: TieredPool, coming: jax.Array, room: jax.Array
-) -> tuple[TieredPool, Requests, Requests]:
+) -> tuple[TieredPool, Asked]:
     """What the policy wants moved before the next step; a program of its own between steps.
 
     A demotion frees the slot of the higher tier here; what is to come is fetched by
@@ -112,27 +127,28 @@ def ask(
         policies' requests all are.
 
     Returns:
-      The pool; the requests that were carried out, -1 in the place of the others; and what is to
-      be read ahead (`interface.foreseen`).
+      The pool, and what the policy said.
     """
     num_experts = spec.cache.num_experts
     held = [p.residency.table[:, :num_experts] >= 0 for p in pool.pools]
     resident = jnp.stack(held, axis=1) | coming
     requests, state = spec.policy.transfers(pool.state, resident)
     ahead = foreseen(spec.policy, state, resident)
+    rests = idle(spec.policy, state, resident)
     if len(requests.layer) and asks_again(spec.policy):
         moves = (requests.layer >= 0) & ~resident[requests.layer, requests.tier, requests.expert]
         sets_out = pairs_with_room(moves, room)
         requests = Requests(*(jnp.where(sets_out, field, -1) for field in requests))
     if not len(requests.layer):
-        return dataclasses.replace(pool, state=state), requests, ahead
+        return dataclasses.replace(pool, state=state), Asked(requests, ahead, rests)
     pools = tuple(
         _without_better(p, i, requests) if not is_full and len(pool.pools) > 1 else p
         for i, (p, is_full) in enumerate(zip(pool.pools, spec.full, strict=True))
     )
     if any(of.emulated for of in spec.pools):
         pools = _all_landed(spec, pools, requests)
-    return dataclasses.replace(pool, pools=pools, state=state), requests, ahead
+    rests = jnp.where(jnp.any(requests.layer >= 0), 0, rests)
+    return dataclasses.replace(pool, pools=pools, state=state), Asked(requests, ahead, rests)
 
 
 def _without_better(pool: ExpertPool, tier: int, requests: Requests) -> ExpertPool:

@@ -18,10 +18,11 @@ from moejax.fidelity import TieredLedger
 from moejax.memory import residency
 from moejax.memory.expert_memory import ExpertMemory, check_failures
 from moejax.memory.expert_pool import ExpertPool, ExpertStore
+from moejax.memory.host_store import Expert
 from moejax.memory.landing import is_ready
 from moejax.memory.placing import Jobs
 from moejax.memory.pooled import PooledExperts
-from moejax.memory.tiered import TieredPool, TieredSpec, ask, no_gate
+from moejax.memory.tiered import Asked, TieredPool, TieredSpec, ask, no_gate
 from moejax.models.config import ModelConfig
 from moejax.policies.interface import (
     AnyPolicy,
@@ -32,6 +33,23 @@ from moejax.policies.interface import (
 )
 from moejax.policies.make import with_kernels
 from moejax.qtensor import Weight
+
+NOBODY_SAYS = 2**30  # tokens: more than any policy rests for
+
+
+@dataclasses.dataclass
+class _Rest:
+    """Since when the policy need not be asked.
+
+    Attributes:
+      pending: what was on its way when it was asked.
+      tokens: that may pass (`interface.idle`).
+      passed: at most so many have.
+    """
+
+    pending: Any = None
+    tokens: int = 0
+    passed: int = 0
 
 
 class TieredMemory:
@@ -76,12 +94,14 @@ class TieredMemory:
         self._state, self._gate = self._fresh()
         self.ledger = TieredLedger({n: t.ledger for n, t in zip(names, tiers, strict=True)})
         self.programs = CompiledPrograms()
-        self._asked: tuple[Requests, Requests] | None = None
-        moved, ahead = jax.eval_shape(
-            lambda *held: ask(self.spec, *held)[1:], self.pool, self._coming(), self._room()
-        )
-        self._asks = len(moved.layer) + len(ahead.layer) > 0
-        if len(ahead.layer) and not any(tier.disk and tier.disk.cache for tier in tiers):
+        self._answer: Asked | None = None
+        self._rest = _Rest()
+        self._coming: dict[Any, jax.Array] = {}
+        self._room: dict[int, jax.Array] = {}
+        held = self.pool, *self._on_their_way()
+        said = jax.eval_shape(functools.partial(ask, self.spec), *held)[1]
+        self._asks = len(said.moved.layer) + len(said.ahead.layer) > 0
+        if len(said.ahead.layer) and not any(tier.disk and tier.disk.cache for tier in tiers):
             logging.warning(
                 "the policy's foresight does nothing: no tier has experts on the disk and rows of "
                 "host memory to read them to"
@@ -129,14 +149,22 @@ class TieredMemory:
             return sum([tier.begin_session() for tier in self.tiers])
 
     @contextlib.contextmanager
-    def step(self, since: int | None = None) -> Iterator[None]:
-        """See `ExpertMemory.step`; a policy whose state a failed step took begins anew."""
+    def step(self, since: int | None = None, num_tokens: int = 0) -> Iterator[None]:
+        """See `ExpertMemory.step`; a policy whose state a failed step took begins anew.
+
+        Args:
+          since: as there.
+          num_tokens: that the step runs, padding too; 0: nobody says, and the policy is asked for
+            transfers before the next step.
+        """
         with self._lock, contextlib.ExitStack() as stack:
             for tier in self.tiers:  # each forgets what it may have wrong before one is raised
-                stack.enter_context(tier.step())
+                stack.enter_context(tier.step(sends=False))
             try:
                 check_failures(self, since)
-                self._before_step()
+                self._before_step(num_tokens or NOBODY_SAYS)
+                for tier in self.tiers:
+                    tier.send()
                 yield
             except BaseException as error:
                 leaves = jax.tree.leaves((self._state, self._gate))
@@ -172,24 +200,33 @@ class TieredMemory:
         for tier in self.tiers:
             tier.close()
 
-    def _before_step(self) -> None:
-        """Passes on what the policy asked for after an earlier step, and asks once more."""
+    def _before_step(self, num_tokens: int) -> None:
+        """Passes on what the policy asked for after an earlier step, and asks once more.
+
+        It is not asked while it has said that nothing would come of it.
+        """
         if not self._asks:
             return
-        if self._asked is not None:
-            if not is_ready(self._asked[0].tier):
+        rest = self._rest
+        if self._answer is not None:
+            if not is_ready(self._answer.idle):
+                rest.passed += num_tokens
                 return
-            asked, self._asked = self._asked, None
+            answer, self._answer = self._answer, None
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # of a step that failed
-                moved, ahead = jax.device_get(asked)
+                moved, ahead, idle = jax.device_get(answer)
                 self._request(moved)
                 self._read_ahead(ahead)
-        held = (self.pool, self._coming(), self._room())
-        program = self.programs.get(ask, (self.spec,), held, num_donated=1)
-        self.pool, *asked = program(*held)
-        self._asked = (asked[0], asked[1])
-        for numbers in jax.tree.leaves(self._asked):
-            numbers.copy_to_host_async()
+                rest.tokens = int(idle)
+        pending = self._pending()
+        if rest.passed >= rest.tokens or pending != rest.pending:
+            held = (self.pool, *self._on_their_way())
+            program = self.programs.get(ask, (self.spec,), held, num_donated=1)
+            self.pool, self._answer = program(*held)
+            for numbers in jax.tree.leaves(self._answer):
+                numbers.copy_to_host_async()
+            self._rest = rest = _Rest(pending)
+        rest.passed += num_tokens
 
     def _request(self, requests: Requests) -> None:
         rows = zip(*(np.asarray(numbers).tolist() for numbers in requests), strict=True)
@@ -205,19 +242,28 @@ class TieredMemory:
             if tier.disk is not None and found:
                 tier.disk.foresee([(layer, expert) for layer, expert in found])
 
-    def _room(self) -> jax.Array:
-        """int32[], experts that may set out before the next step."""
-        free = [tier.transfers.num_free for tier in self.tiers if tier.transfers]
-        return jax.device_put(np.int32(min(free, default=np.iinfo(np.int32).max)), self.device)
+    def _pending(self) -> tuple[tuple[Expert, ...], ...]:
+        """Of each tier what is on its way between steps."""
+        return tuple(tuple(tier.transfers.pending) if tier.transfers else () for tier in self.tiers)
 
-    def _coming(self) -> jax.Array:
-        """bool[M, T, E], what is on its way between steps."""
-        cache = self.spec.cache
-        coming = np.zeros((cache.num_layers, len(self.tiers), cache.num_experts), bool)
-        for i, tier in enumerate(self.tiers):
-            for layer, expert in tier.transfers.pending if tier.transfers else ():
-                coming[layer, i, expert] = True
-        return jax.device_put(coming, self.device)
+    def _on_their_way(self) -> tuple[jax.Array, jax.Array]:
+        """bool[M, T, E], what is; int32[], experts that may set out before the next step.
+
+        Copied to the device where they differ from those of the last time: a copy waits for the
+        step before, and what waits for it begins later.
+        """
+        free = [tier.transfers.num_free for tier in self.tiers if tier.transfers]
+        room, pending = min(free, default=np.iinfo(np.int32).max), self._pending()
+        if room not in self._room:
+            self._room = {room: jax.device_put(np.int32(room), self.device)}
+        if pending not in self._coming:
+            cache = self.spec.cache
+            coming = np.zeros((cache.num_layers, len(self.tiers), cache.num_experts), bool)
+            for i, experts in enumerate(pending):
+                for layer, expert in experts:
+                    coming[layer, i, expert] = True
+            self._coming = {pending: jax.device_put(coming, self.device)}
+        return self._coming[pending], self._room[room]
 
     def _fresh(self, policy: AnyPolicy | None = None) -> tuple[Any, jax.Array]:
         state = (policy or self.spec.policy).init(self._policy_spec)
@@ -229,7 +275,7 @@ class TieredMemory:
 
     def _begin_anew(self, policy: AnyPolicy | None = None) -> None:
         self._state, self._gate = self._fresh(policy)
-        self._asked = None
+        self._answer, self._rest = None, _Rest()
 
     def reset(self, policy: AnyPolicy | None = None, held: Sequence[np.ndarray] = ()) -> None:
         """As before any token.

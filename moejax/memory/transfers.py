@@ -2,6 +2,7 @@
 
     transfers.request(layer, experts)       # at any time, from any thread
     pool = transfers.advance(pool)          # before each step is dispatched: `ExpertMemory.step`
+    transfers.send()                        # after all else that the step waits for
 
 Each request passes through a pinned block of the host:
 
@@ -208,7 +209,7 @@ class Transfers:
         return cancelled
 
     def advance(self, pool: ExpertPool) -> ExpertPool:
-        """Goes on with all that can go on without waiting.
+        """Goes on with all that can go on without waiting, but for what `send` does.
 
         Args:
           pool: donated, where something lands; between two steps.
@@ -217,14 +218,28 @@ class Transfers:
             if self._is_closed or not (self._queue or self._moving):
                 return pool
             self._finish_landings()
-            ready = self._finish_copies()
             flying = self._in(_State.FLYING)
             batch = [t for t in flying if t.staged is not None and is_ready(t.staged)]
             batch = batch[: self._batch]
             started = self._start()
-            if not (ready or batch or started):
+            if not (batch or started):
                 return pool
-            return self._dispatch(pool, ready, batch, started)
+            return self._dispatch(pool, batch, started)
+
+    def send(self) -> None:
+        """Puts on the link what lies in its block.
+
+        The link does one put after the other, and a step waits for its own arguments: whatever is
+        put there for it ought to be before this, and the step is dispatched after it, or nothing of
+        what is sent crosses the link beside it.
+        """
+        with self._lock:
+            if self._is_closed or not (ready := self._finish_copies()):
+                return
+            put = jax.device_put([self._blocks[t.block].array for t in ready], self._place)
+            for transfer, words in zip(ready, put, strict=True):
+                transfer.staged, transfer.state, transfer.result = words, _State.FLYING, None
+            self.counters.moved += len(ready)
 
     def forget_steps(self) -> None:
         """After a step that failed, and took the pool with it: what ran behind it says nothing.
@@ -256,31 +271,23 @@ class Transfers:
             self._supply.give_back(transfer.expert)
 
     def _dispatch(
-        self,
-        pool: ExpertPool,
-        ready: list[_Transfer],
-        batch: list[_Transfer],
-        started: list[_Transfer],
+        self, pool: ExpertPool, batch: list[_Transfer], started: list[_Transfer]
     ) -> ExpertPool:
         """One put, one landing, one probe; each only where there is something for it."""
         landing = [(t.expert[0], -1 if t.cancelled else t.expert[1]) for t in batch]
-        sent = [self._blocks[t.block].array for t in ready]
         asked = []
         if landing:
             asked.append(padded(landing, size_of(len(landing), self._batch)))
         if started:
             asked.append(padded([t.expert for t in started], self._batch))
-        put = jax.device_put([*sent, *asked], self._place)
-        for transfer, words in zip(ready, put, strict=False):
-            transfer.staged, transfer.state, transfer.result = words, _State.FLYING, None
-        self.counters.moved += len(ready)
+        put = jax.device_put(asked, self._place)
         if started:
             found = self._program(probe, (), (pool, put[-1]), 0)(pool, put[-1])
             found.copy_to_host_async()
             for place, transfer in enumerate(started):
                 transfer.result = (found, place)
         if batch:
-            pool = self._land(pool, batch, put[len(sent)])
+            pool = self._land(pool, batch, put[0])
         return pool
 
     def _land(self, pool: ExpertPool, batch: list[_Transfer], what: jax.Array) -> ExpertPool:

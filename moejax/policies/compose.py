@@ -139,6 +139,12 @@ class Compose(ByContent):
         """See `interface.asks_again`; buddies count what they asked for."""
         return self.hotness is not None and self.buddies is None
 
+    def idle(self, state: ComposeState, resident: jax.Array) -> jax.Array:
+        """See `interface.idle`; buddies save up bytes from one asking to the next."""
+        if self.hotness is None or self.buddies is not None:
+            return jnp.zeros((), jnp.int32)
+        return self.hotness.idle(state.hotness, resident)
+
     def foreseen(self, state: ComposeState, resident: jax.Array) -> Requests:
         """See `interface.foreseen`."""
         if self.hotness is None:

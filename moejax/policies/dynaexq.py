@@ -269,6 +269,13 @@ class DynaExq(ByContent):
         )
         return Requests(*(jnp.where(state.warm, field, -1) for field in asked)), state
 
+    def idle(self, state: DynaExqState, resident: jax.Array) -> jax.Array:
+        """See `interface.idle`; nothing is asked for while the pools hold H, or in the warm-up."""
+        settings = state.settings
+        rests = ~state.warm | jnp.all(state.high == resident[:, settings.hot])
+        until = jnp.where(state.warm, settings.period, settings.warmup)
+        return jnp.where(rests, jnp.maximum(until - state.tokens, 0), 0)
+
     def foreseen(self, state: DynaExqState, resident: jax.Array) -> Requests:
         """See `interface.foreseen`; asks where `transfers` has just chosen H.
 

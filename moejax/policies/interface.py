@@ -195,6 +195,17 @@ def asks_again(policy: AnyPolicy) -> bool:
     return bool(getattr(policy, "asks_again", False))
 
 
+def idle(policy: AnyPolicy, state: Any, resident: jax.Array) -> jax.Array:
+    """int32[], before how many more tokens asking again leads to nothing; 0: it may at any time.
+
+    A policy says so by a method of this name, of the state that `transfers` has returned: until so
+    many active tokens have passed it asks for nothing and changes nothing of what it asks for
+    later, as long as `resident`, what is in slots or on its way, stays as it is.
+    """
+    found = getattr(policy, "idle", None)
+    return jnp.zeros((), jnp.int32) if found is None else found(state, resident)
+
+
 def tiers_between_steps(policy: AnyPolicy, spec: PolicySpec) -> tuple[int, ...]:
     """Tiers for which it asks where an expert is in a slot of theirs, and never else.
 
