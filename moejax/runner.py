@@ -235,16 +235,11 @@ class Runner:
             cached=cached_form(self._cached), tiers=self._tiers_via(batch),
         )  # fmt: skip
         program = self._program._replace(top_logprobs=session.top_logprobs)
+        static = (program, spec, session.all_greedy, buffer_length, self._whole_calls and whole)
         session.state, session.emitted = self._step(
-            session.since,
-            batch * num_steps,
-            steps.decode,
-            (program, spec, session.all_greedy, buffer_length, self._whole_calls and whole),
-            (session.state,),
-            session.sampling,
-            session.eos_ids,
-            self._put(np.int32(num_steps)),
-        )
+            session.since, batch * num_steps, steps.decode, static, (session.state,),
+            session.sampling, session.eos_ids, self._put(np.int32(num_steps)),
+        )  # fmt: skip
         session.next_position += num_steps
         return session.emitted.tokens
 

@@ -128,7 +128,7 @@ class TransfersTest(TransfersTestCase):
 
     def test_what_landed_in_a_pool_that_is_lost_is_dropped(self):
         transfers = self.transfers()
-        transfers.request(0, [3, 5])
+        transfers.request(0, [3])  # two may land one after the other
         self.advance(transfers, lambda: transfers._in(_State.LANDING))
         for transfer in transfers._moving.values():
             transfer.result = Lost(), 0
@@ -136,7 +136,7 @@ class TransfersTest(TransfersTestCase):
         self.assertEqual(transfers.num_pending, 0)
         transfers.request(2, [3, 5])
         self.drain(transfers)
-        self.assert_counters(transfers, requested=4, moved=4, landed=2, dropped=2)
+        self.assert_counters(transfers, requested=3, moved=3, landed=2, dropped=1)
 
     def test_a_thread_that_cannot_start_is_tried_again(self):
         reader = self.reader(self.source)

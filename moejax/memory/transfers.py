@@ -108,7 +108,7 @@ class Transfers:
           MoejaxError: memory for the blocks cannot be had.
         """
         if in_flight < 1 or queue_length < 1 or not cache.slots:
-            raise ValueError("transfers need a cache, a queue and one expert in flight at least")
+            raise ValueError("transfers need a cache, a queue and one expert in flight")
         self.counters = TransferCounters()
         self.programs = CompiledPrograms()
         self._cache, self._supply, self._queue_length = cache, supply, queue_length
@@ -162,10 +162,7 @@ class Transfers:
                 raise ValueError("the transfers are closed")
             for number in experts:
                 expert = (int(layer), int(number))
-                if not (
-                    0 <= expert[0] < self._cache.num_layers
-                    and 0 <= expert[1] < self._cache.num_experts
-                ):
+                if not self._cache.has(*expert):
                     raise ValueError(f"no expert {expert[1]} of sparse layer {expert[0]}")
                 if self._accepts(expert):
                     accepted.append(expert[1])
@@ -209,10 +206,9 @@ class Transfers:
         return cancelled
 
     def advance(self, pool: ExpertPool) -> ExpertPool:
-        """Goes on with all that can go on without waiting, but for what `send` does.
+        """Goes on with all that need not wait, but for what `send` does; between two steps.
 
-        Args:
-          pool: donated, where something lands; between two steps.
+        `pool` is donated where something lands.
         """
         with self._lock:
             if self._is_closed or not (self._queue or self._moving):
@@ -229,9 +225,8 @@ class Transfers:
     def send(self) -> None:
         """Puts on the link what lies in its block.
 
-        The link does one put after the other, and a step waits for its own arguments: whatever is
-        put there for it ought to be before this, and the step is dispatched after it, or nothing of
-        what is sent crosses the link beside it.
+        The link does one put after the other, and a step waits for its own arguments: those go
+        before this, and the step is dispatched after it, or nothing crosses beside the step.
         """
         with self._lock:
             if self._is_closed or not (ready := self._finish_copies()):
@@ -275,9 +270,7 @@ class Transfers:
     ) -> ExpertPool:
         """One put, one landing, one probe; each only where there is something for it."""
         landing = [(t.expert[0], -1 if t.cancelled else t.expert[1]) for t in batch]
-        asked = []
-        if landing:
-            asked.append(padded(landing, size_of(len(landing), self._batch)))
+        asked = [padded(landing, size_of(len(landing), self._batch))] if landing else []
         if started:
             asked.append(padded([t.expert for t in started], self._batch))
         put = jax.device_put(asked, self._place)

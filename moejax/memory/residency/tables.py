@@ -57,6 +57,10 @@ class CacheSpec:
         """ceil(M / banks) C."""
         return -(-self.num_layers // self.banks) * self.slots
 
+    def has(self, layer: int, expert: int) -> bool:
+        """Whether there is such an expert."""
+        return 0 <= layer < self.num_layers and 0 <= expert < self.num_experts
+
     def check(self) -> None:
         """Raises ValueError naming the size that is not possible."""
         if self.num_layers < 1 or self.num_experts < 1:
