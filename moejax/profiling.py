@@ -117,7 +117,7 @@ def _step(counting: Counting) -> Callable[..., tuple[KVCache, ExpertActivity, No
         mask = positions[None] < lengths[:, None]
         share = jnp.where(positions < counting.warmup, counting.warmup_weight, 1.0)
         counted = jnp.where(mask, share[None].astype(jnp.float32), 0.0).reshape(-1)
-        seen = _Inputs(model, spec)
+        seen = LayerInputs(model, spec)
         cache, _, routings = model.routed(
             tokens, jnp.broadcast_to(positions[None], tokens.shape), mask, cache, spec, seen
         )
@@ -136,7 +136,7 @@ def _step(counting: Counting) -> Callable[..., tuple[KVCache, ExpertActivity, No
     return profile_chunk
 
 
-class _Inputs:
+class LayerInputs:
     """Runs the experts that a model holds, as it would itself, and keeps what they were given."""
 
     def __init__(self, model: Transformer, spec: ChunkSpec):

@@ -7,7 +7,8 @@ DIR holds eval/wikitext2.test.raw.xz and valid/{books,textbooks,code,math,chines
 Sections: `dynaexq` (its Figure 4), `dymoe` (Table 2, Figures 3, 5 and 11), `buddymoe` (Tables 2 to
 4), `domains` (buddy lists of one domain, used on another), `shift` (prose, then code, then maths),
 `compose` (policies together against each alone, at equal memory: time of a token against KL),
-`foresight` (which promotions DynaExq saw coming).
+`foresight` (which promotions DynaExq saw coming), `stand_ins` (what of an absent expert's output
+another gives back).
 
 Runs are teacher-forced, through the engine's steps, with tables in place of slots
 (`scripts.quality_bench`); low precisions are HQQ in groups of 64. Prompts of DyMoE go one at a
@@ -32,7 +33,13 @@ from moejax.results import (
     package_versions,
     today,
 )
-from scripts import quality_compose, quality_foresight, quality_plots, quality_sections
+from scripts import (
+    quality_compose,
+    quality_foresight,
+    quality_plots,
+    quality_sections,
+    quality_stand_ins,
+)
 from scripts.quality_bench import DOMAINS, Model, Texts
 from scripts.quality_sections import Bench, Point
 
@@ -44,6 +51,7 @@ SECTIONS: dict[str, Callable[[Bench], Iterator[Point]]] = {
     "shift": quality_sections.shift,
     "compose": quality_compose.compose,
     "foresight": quality_foresight.foresight,
+    "stand_ins": quality_stand_ins.stand_ins,
 }
 
 _TEXTS = flags.DEFINE_string("texts", None, "folder of the texts", required=True)

@@ -16,6 +16,7 @@ AXES = {
     "buddymoe": "cache rate c",
     "domains": "cache rate c",
     "foresight": "experts of a layer that are named",
+    "stand_ins": "cache rate c",
 }
 
 
