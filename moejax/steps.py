@@ -97,12 +97,12 @@ def run_layers(
     watch = pooled.watch if is_prefill and isinstance(pooled, TieredExperts) else None
     if program.record is None:
         cache, hidden = model(tokens, positions, mask, cache, spec, pooled, watch)
-        return cache, pooled.pool if pooled else None, hidden, None
+        return cache, pooled.finish() if pooled else None, hidden, None
     experts = recording_experts(program.record, model, spec.experts, pooled)
     watch = experts.watching(watch, tokens.size) if is_prefill else None
     cache, hidden = model(tokens, positions, mask, cache, spec, experts, watch)
     recorded = experts.recorded(positions, mask)
-    return cache, pooled.pool if pooled else None, hidden, recorded
+    return cache, pooled.finish() if pooled else None, hidden, recorded
 
 
 def _pooled(

@@ -78,6 +78,10 @@ class PooledExperts:
         """See `models.run_experts.LoopedExperts`; a layer's bank is static."""
         return self.spec.cache.banks
 
+    def finish(self) -> ExpertPool:
+        """The pool, after the layers so far."""
+        return self.pool
+
     @property
     def state(self) -> ExpertPool:
         """The pool."""

@@ -82,13 +82,6 @@ def no_gate(num_layers: int, num_tiers: int) -> jax.Array:
     return jnp.zeros((num_layers, num_tiers + 3), jnp.float32)
 
 
-def moves_between_steps(spec: TieredSpec, state: Any) -> bool:
-    """Whether the policy, of whose state the shapes matter alone, may ask for transfers."""
-    of = spec.cache
-    resident = jax.ShapeDtypeStruct((of.num_layers, len(spec.pools), of.num_experts), bool)
-    return len(jax.eval_shape(spec.policy.transfers, state, resident)[0].layer) > 0
-
-
 def released(pool: ExpertPool, layer: int | jax.Array, gone: jax.Array) -> ExpertPool:
     """Experts, bool[E], leave their slots of a layer."""
     residency, counts = tables.release(pool.residency, layer, gone, pool.counts)

@@ -23,7 +23,7 @@ from moejax.memory.expert_pool import ExpertStore, in_place_of
 from moejax.memory.fetching import from_host_together
 from moejax.memory.placing import Placed
 from moejax.memory.pooled import PooledExperts
-from moejax.memory.tiered import TieredPool, TieredSpec, moves_between_steps, released
+from moejax.memory.tiered import TieredPool, TieredSpec, released
 from moejax.memory.tiered_placing import TieredPlacing
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import Experts, Pairs, combine, products_of_tiers
@@ -34,12 +34,18 @@ from moejax.ops import Index
 from moejax.policies import mixed_cache
 from moejax.policies.attention_importance import attention_received
 from moejax.policies.by_layer import decide_all, layer_axes
-from moejax.policies.interface import SKIPPED, Decision, Observation, rule_of
+from moejax.policies.interface import (
+    SKIPPED,
+    Decision,
+    Observation,
+    moves_between_steps,
+    rule_of,
+)
 from pallas_kernels.tiered_plan import Rule
 
 
 class TieredExperts:
-    """Runs the experts of one step's layers; `pool` is the state after the layers so far."""
+    """Runs the experts of one step's layers; `finish` is the state after them."""
 
     def __init__(
         self,
@@ -79,13 +85,13 @@ class TieredExperts:
         ]
         self._policy_state, self._gate = pool.state, pool.gate
         self._seen: list[Observation] = []  # of layers that the policy has not been asked about
-        moves = moves_between_steps(spec, pool.state)
+        dims = spec.cache.num_layers, len(spec.pools), spec.cache.num_experts
+        moves = moves_between_steps(spec.policy, pool.state, dims)
         self._placing = TieredPlacing(spec.pools, kernels.target, moves)
         self._replays: jax.Array | None = None  # which entry of a replay is this step's, once asked
 
-    @property
-    def pool(self) -> TieredPool:
-        """After the layers so far."""
+    def finish(self) -> TieredPool:
+        """After the layers so far; of those that the policy was only shown it is told here."""
         self._tell()
         return TieredPool(tuple(run.pool for run in self._runs), self._policy_state, self._gate)
 
@@ -97,7 +103,7 @@ class TieredExperts:
     @property
     def state(self) -> tuple[TieredPool, jax.Array | None]:
         """The pool; and the importance of tokens, where layers may have none of their own."""
-        return self.pool, self._importance if self._carries else None
+        return self.finish(), self._importance if self._carries else None
 
     def resume(self, state: tuple[TieredPool, jax.Array | None]) -> None:
         """Likewise."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from moejax import ops
@@ -26,7 +25,7 @@ from moejax.memory.ssd import check_waiting
 from moejax.memory.tiered_memory import TieredMemory, warm
 from moejax.models.config import ModelConfig
 from moejax.policies.attention_importance import importance_nbytes
-from moejax.policies.interface import AnyPolicy, PolicySpec, high_serves_low
+from moejax.policies.interface import AnyPolicy, PolicySpec, high_serves_low, moves_between_steps
 from moejax.qtensor import Weight
 from moejax.tiering import Chosen, StoredTier, Tiering, choose
 from pallas_kernels.target import target_of
@@ -173,14 +172,16 @@ def budget_of_tiers(
       MoejaxError: the policy refuses the tiers, or the limits are too tight.
     """
     _check_suits(policy, tiers, config)
-    asks, num_experts = _asks(policy, tiers, config), len(config.moe_layers) * config.num_experts
+    num_layers, num_experts = len(config.moe_layers), config.num_experts
+    state = jax.eval_shape(lambda: policy.init(_spec(tiers, config)))
+    asks = moves_between_steps(policy, state, (num_layers, len(tiers), num_experts))
     return make_tiered_budget(
         config,
         weights_nbytes,
         tiers,
         slots=slots,
         prefetch=limits.prefetch or _ahead(policy, config.experts_per_token),
-        bulk=limits.bulk or (min(BULK, num_experts) if asks else 0),
+        bulk=limits.bulk or (min(BULK, num_layers * num_experts) if asks else 0),
         batch=batch,
         context=context,
         chunk=chunk,
@@ -265,14 +266,6 @@ def _check_suits(policy: AnyPolicy, tiers: Sequence[Tier], config: Any) -> None:
         raise MoejaxError(
             f"{error} (tiers are named so: --config.policy.tiers=\"('int4', 'int2')\")"
         ) from error
-
-
-def _asks(policy: AnyPolicy, tiers: Sequence[Tier], config: Any) -> bool:
-    """Whether it has experts moved between steps."""
-    spec = _spec(tiers, config)
-    resident = jnp.zeros((spec.num_layers, len(tiers), spec.num_experts), bool)
-    requests = jax.eval_shape(lambda: policy.transfers(policy.init(spec), resident)[0])
-    return len(requests.layer) > 0
 
 
 def _policy_parts(

@@ -126,7 +126,7 @@ class Compose(ByContent):
         assert self.buddies is not None
         assert decision is not None
         somewhere = jnp.any(o.resident, axis=0, keepdims=True)
-        seen = dataclasses.replace(o, weights=decision.weights, resident=somewhere, tables=None)
+        seen = dataclasses.replace(o, weights=decision.weights, resident=somewhere)
         found, state = self.buddies.decide(state, seen, decision.tier != SKIPPED)
         # A buddy runs in the best tier that has it.
         best = jnp.argmax(o.resident, axis=0).astype(jnp.int32)[found.ids]

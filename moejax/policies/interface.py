@@ -206,6 +206,12 @@ def idle(policy: AnyPolicy, state: Any, resident: jax.Array) -> jax.Array:
     return jnp.zeros((), jnp.int32) if found is None else found(state, resident)
 
 
+def moves_between_steps(policy: AnyPolicy, state: Any, dims: tuple[int, int, int]) -> bool:
+    """Whether it may ask for transfers, by shapes alone: of its state, and of (M, tiers, E)."""
+    resident = jax.ShapeDtypeStruct(dims, bool)
+    return len(jax.eval_shape(policy.transfers, state, resident)[0].layer) > 0
+
+
 def tiers_between_steps(policy: AnyPolicy, spec: PolicySpec) -> tuple[int, ...]:
     """Tiers for which it asks where an expert is in a slot of theirs, and never else.
 
