@@ -52,7 +52,9 @@ class MemoryConfig(RunConfig):
         Limits.prefetch_in, "the steps that fetch ahead: both, prefill (of prompts) or decode"
     )
     bulk: int = option(
-        Limits.bulk, "experts that may be on their way to the accelerator between steps; 0: none"
+        Limits.bulk,
+        "experts that may be on their way to the accelerator between steps; 0: none, or what suits "
+        "a policy that asks for them (8 to 32, by their bytes)",
     )
 
     def limits(self) -> Limits:

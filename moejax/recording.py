@@ -5,6 +5,7 @@ A step that records has one output more; a step that does not is the program tha
 
 import collections
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import numpy as np
 
 from moejax import results
 from moejax.errors import MoejaxError
+from moejax.memory.tiered_memory import TieredMemory
 from moejax.models.attention import WatchAttention
 from moejax.models.config import ModelConfig
 from moejax.models.moe import ExpertsVia
@@ -23,7 +25,9 @@ from moejax.models.run_experts import HearsRouters, LoopedExperts, RunExperts
 from moejax.models.transformer import Transformer
 from moejax.ops import Index
 from moejax.policies.attention_importance import attention_received
-from moejax.traces import DECODE, PREFILL, TraceWriter, id_dtype
+from moejax.served import EXPERT_LEAVES
+from moejax.tiering import STORED
+from moejax.traces import DECODE, PREFILL, STEPS_PER_CALL, TIERS, TraceWriter, id_dtype
 
 _WAITING = 2  # calls whose records are left on the device, so that writing waits for no step
 
@@ -284,7 +288,7 @@ class Recorder:
         self.spec = spec
         self._writer = writer
         self._waiting: collections.deque[tuple[Recorded, bool, int]] = collections.deque()
-        self._num_steps = self._first_sequence = self._next_sequence = 0
+        self._num_steps = self._first_sequence = self._next_sequence = self._steps_per_call = 0
 
     def begin(self, batch: int) -> None:
         """What comes from now on is of `batch` new sequences."""
@@ -303,6 +307,8 @@ class Recorder:
         """Hands everything over; to be called before the writer is closed."""
         while self._waiting:
             self._write()
+        if self._steps_per_call:
+            self._writer.facts[STEPS_PER_CALL] = str(self._steps_per_call)
 
     def _write(self) -> None:
         recorded, is_decode, first_sequence = self._waiting.popleft()
@@ -313,6 +319,8 @@ class Recorder:
         }
         active = host.pop("active")
         batch, length = active.shape
+        if is_decode:
+            self._steps_per_call = max(self._steps_per_call, length)
         sequences = np.broadcast_to(first_sequence + np.arange(batch)[:, None], active.shape)
         steps = np.broadcast_to(np.arange(length) * is_decode, active.shape)
         # Step by step, then sequence by sequence.
@@ -343,6 +351,18 @@ def facts(model: str, text: str = "") -> dict[str, str]:
     }
 
 
+def stored_forms(runner: Any) -> str:
+    """Forms in which a runner's experts are kept and the bytes of one, as a trace says them."""
+    memory = runner.memory
+    if memory is None:
+        leaves = [runner.weights[name] for name in EXPERT_LEAVES]
+        sizes = [sum(leaf.nbytes for leaf in leaves) // math.prod(leaves[0].shape[:2])]
+    else:
+        sizes = [tier.ledger.expert_bytes for tier in memory.tiers]
+    names = memory.spec.names if isinstance(memory, TieredMemory) else (STORED,)
+    return ", ".join(f"{name}={nbytes}" for name, nbytes in zip(names, sizes, strict=True))
+
+
 @contextlib.contextmanager
 def recording(
     runner: Any, path: Path, spec: RecordSpec, about: dict[str, str] | None = None
@@ -363,6 +383,7 @@ def recording(
     config = runner.config
     if not config.moe_layers:
         raise MoejaxError("there is no routing to record: the model has no sparse layer")
+    about = {TIERS: stored_forms(runner)} | (about or {})
     with TraceWriter(path, config.num_experts, about) as writer:
         recorder = Recorder(spec, writer)
         with runner.recorded_by(recorder):

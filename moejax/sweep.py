@@ -41,7 +41,7 @@ def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
     if not config.trace:
         raise MoejaxError("trace='' must be a file: give --config.trace=FILE")
     grid = settings(config.grid)
-    chosen = machines(config)
+    chosen, bulk = machines(config), None if config.bulk < 0 else config.bulk
     path = cli.user_path(config.trace)
 
     import jax
@@ -52,20 +52,23 @@ def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
     from moejax.traces import read_trace
 
     trace = read_trace(path)
-    stored = dict(tier.split("=") for tier in config.tiers)
-    tiers = sweeping.Tiers(
-        names=tuple(stored), expert_bytes=tuple(int(size) for size in stored.values())
-    )
+    stored = {name: int(size) for name, size in (tier.split("=") for tier in config.tiers)}
+    if not (stored := stored or trace.tiers or {}):
+        raise MoejaxError(
+            f"{path} does not say in which forms its model's experts are stored: give "
+            "--config.tiers=\"('NAME=BYTES of an expert',)\", such as int4=2654208"
+        )
+    tiers = sweeping.Tiers(names=tuple(stored), expert_bytes=tuple(stored.values()))
     device = choose_device(config.platform)
     if config.recommend:
         with jax.default_device(device):
-            given = (config.device_gib, config.bulk, config.floor)
+            given = (config.device_gib, bulk, config.floor)
             print("\n".join(recommending.lines(trace, tiers, chosen, *given)))
         return
     start = time.perf_counter()
     with jax.default_device(device):
         policy = config.policy if config.policy == sweeping.LRU else of_grid(config.policy)
-        swept = sweeping.sweep(trace, policy, grid, tiers, config.bulk)
+        swept = sweeping.sweep(trace, policy, grid, tiers, bulk)
     spent = time.perf_counter() - start
     decoded = swept[0].traffic.steps
     about = (

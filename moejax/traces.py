@@ -16,7 +16,9 @@ Axes: N rows, M sparse layers, A experts a token, E experts, P experts that are 
 | `probabilities` | float16[N, M, E] | at will: the full softmax |
 | `importance` | float16[N, M] | at will: attention that a token received |
 
-Its metadata are strings: `format` "moejax-trace", `version` "1", `num_experts`, and facts for
+Its metadata are strings: `format` "moejax-trace", `version` "1", `num_experts`, at will
+`steps_per_call` (most decode steps of one call: between two, experts move) and `tiers` (forms of
+the experts of falling fidelity and the bytes of one, "int4=2654208, int2=1474560"), and facts for
 people: `model`, `text`, `date`, `versions`, `command`. Qwen3-30B-A3B takes 1.2 KB a token without
 the parts at will, which are there or not for the whole file.
 """
@@ -39,6 +41,8 @@ from moejax.errors import MoejaxError
 
 FORMAT, VERSION = "moejax-trace", "1"
 PREFILL, DECODE = 0, 1
+STEPS_PER_CALL, TIERS = "steps_per_call", "tiers"  # facts that the replay reads
+_MOST_STEPS = 2**16
 REQUIRED = ("step", "sequence", "position", "phase", "ids", "weights")
 OPTIONAL = ("predicted_ids", "predicted_probabilities", "probabilities", "importance")
 _STORED = {np.dtype("int32"): "I32", np.dtype("float16"): "F16", np.dtype("uint16"): "U16"}
@@ -95,6 +99,19 @@ class Trace:
         """Calls of the model."""
         return len(np.unique(self.step))
 
+    @property
+    def steps_per_call(self) -> int | None:
+        """Most decode steps of one call of the model; None: it is not known."""
+        return int(self.facts[STEPS_PER_CALL]) if STEPS_PER_CALL in self.facts else None
+
+    @property
+    def tiers(self) -> dict[str, int] | None:
+        """Bytes of an expert in each form, of falling fidelity; None: they are not known."""
+        if TIERS not in self.facts:
+            return None
+        pairs = (tier.partition("=") for tier in self.facts[TIERS].split(", "))
+        return {name: int(nbytes) for name, _, nbytes in pairs}
+
     def tensors(self) -> dict[str, np.ndarray]:
         """The arrays that are there, by name."""
         found = {name: getattr(self, name) for name in (*REQUIRED, *OPTIONAL)}
@@ -130,7 +147,17 @@ class Trace:
                 )
         if (self.predicted_ids is None) != (self.predicted_probabilities is None):
             raise MoejaxError("predicted_ids and predicted_probabilities go together")
+        self._check_facts()
         self._check_values()
+
+    def _check_facts(self) -> None:
+        per_call = self.facts.get(STEPS_PER_CALL, "1")
+        if not per_call.isdecimal() or not 1 <= int(per_call) <= _MOST_STEPS:
+            raise MoejaxError(f"{STEPS_PER_CALL} is {per_call!r}, no number of steps")
+        for tier in self.facts.get(TIERS, "stored=1").split(", "):
+            name, _, nbytes = tier.partition("=")
+            if not name or not nbytes.isdecimal() or not int(nbytes):
+                raise MoejaxError(f"{TIERS} has {tier!r}, which is not NAME=BYTES")
 
     def _check_values(self) -> None:
         if (np.diff(self.step) < 0).any():

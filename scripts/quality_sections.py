@@ -274,16 +274,24 @@ def _buddy_rows(
     section: str = "buddymoe",
     texts: Sequence[Windows] | None = None,
 ) -> Iterator[Point]:
-    """Buddies, and random ones where these replaced; the loss of the one over the other's."""
+    """Buddies, and what else may be done to the pairs that these replace; losses over random's.
+
+    Where gains scale buddies, the pairs are also left out, and given to random experts with gains.
+    """
     how = dict(given)
     gains = found.gains if how.pop("gains", False) else None
     if how.get("tae_tau") == "profile":
         how["tae_tau"] = found.tau
+    kinds: dict[str, tuple[str, np.ndarray | None]] = {
+        "buddies": ("buddies", gains), "random": ("matched_random", None)
+    }  # fmt: skip
+    if gains is not None:
+        kinds["random with gains"] = "matched_random", gains
+        kinds["left out"] = "buddies", np.zeros_like(gains)
     slots = held.shape[1]
     for windows in texts or bench.both:
         runs = {}
-        for choose in ("buddies", "matched_random"):
-            own = gains if choose == "buddies" else None
+        for kind, (choose, own) in kinds.items():
             policy = BuddyMoe(
                 lists=found.lists, choose=choose, gains=own, background_bytes=0.0, form="ranks",
                 **how,
@@ -294,17 +302,20 @@ def _buddy_rows(
             done = (policy, windows.name) if own is None else None
             if done not in made:
                 made[key].begin(policy, (held,))
-                runs[choose] = made[key].run(windows, BATCH)
+                runs[kind] = made[key].run(windows, BATCH)
                 if done is not None:
-                    made[done] = runs[choose]
+                    made[done] = runs[kind]
             else:
-                runs[choose] = made[done]
+                runs[kind] = made[done]
         base = exact[windows.name]
-        losses = {c: float(np.log(run.perplexity / base)) for c, run in runs.items()}
+        losses = {kind: float(np.log(run.perplexity / base)) for kind, run in runs.items()}
+        over = {kind: loss / losses["random"] for kind, loss in losses.items()}
         more = {
-            "random perplexity": runs["matched_random"].perplexity,
-            "loss over random's": losses["buddies"] / losses["matched_random"],
+            "random perplexity": runs["random"].perplexity,
+            "loss over random's": over["buddies"],
         }
+        if gains is not None:
+            more |= {f"loss over random's, {k}": over[k] for k in ("random with gains", "left out")}
         run = runs["buddies"]
         yield Point(section, windows.name, name, rate, run.perplexity, more | of_gate(run))
 

@@ -2,9 +2,14 @@
 
 Of each token, the lightest chosen expert that is not resident, alone: the squared error of the
 layer's output when something stands in for it, over that of leaving it out, summed over tokens and
-sparse layers. 1 is no better than nothing. What is fitted is fitted on the calibration text. The
-rows "in hindsight" see the missing output itself: no rule that puts one resident expert in its
-place, or a weighted sum of all of them, can be better. The last row is the expert itself in INT2.
+sparse layers; a layer of large outputs counts for more, the demo model's last one for about half.
+1 is no better than nothing. What is fitted is fitted on the calibration text. The rows "in
+hindsight" see the missing output itself: with one resident that the token has not chosen, as
+BuddyMoE's rule of uniqueness asks, the least error that any choice and any gain can have, and with
+a weighted sum of all residents. "The token's others" are taken as if they were there. The last row
+is the expert itself in INT2.
+
+These are errors of a layer, not losses: what they do to the text is in nats, section `buddymoe`.
 """
 
 import functools
@@ -265,6 +270,7 @@ def _mean(fitted: Fitted, *, gram: np.ndarray, of: int, with_mean: float, **_: A
 
 
 def _best(*, gram: np.ndarray, of: int, candidates: np.ndarray, **_: Any) -> float:
+    """One resident that the token has not chosen."""
     explained = gram[candidates, of] ** 2 / np.maximum(gram[candidates, candidates], 1e-30)
     return gram[of, of] - explained.max()
 

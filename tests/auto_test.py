@@ -169,7 +169,7 @@ class EngineTest(absltest.TestCase):
 class RecommendTest(absltest.TestCase):
     TRACE = random_trace(step_sizes=[9, *[1] * 60], num_layers=2, num_experts=16, width=4)
     TIERS = Tiers(names=("int4", "int2"), expert_bytes=(1800, 1000))
-    ROOM, BULK = 2 * 8 * 1800 / GIB + 1e-9, 64
+    ROOM, BULK = 2 * 8 * 1800 / GIB + 1e-9, None
 
     @classmethod
     def setUpClass(cls):

@@ -308,7 +308,7 @@ class MainTest(PlanCase):
         self.assertIn(said, self.run_plan(argument, status=1))
 
     @parameterized.parameters(
-        ("Qwen3-Next-80B-A3B", 48, ("int4", "int2"), 32, 45),
+        ("Qwen3-Next-80B-A3B", 48, ("int4", "int2"), 32, 44),
         ("Qwen3-Next-80B-A3B", 48, ("int4", "int2"), 48, 247),
         ("Qwen3-30B-A3B", 48, ("bf16", "int4"), 32, 25),
     )

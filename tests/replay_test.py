@@ -34,7 +34,7 @@ TIERS: dict[str, Any] = {"tiers": ("int4", "int2"), "expert_bytes": (20, 12)}
 
 def one_tier(slots: int, **settings: Any) -> Run:
     policy = make_policy("on_demand", **settings)
-    return Run(policy=policy, tiers=("int4",), expert_bytes=(20,), slots=(slots,))
+    return Run(policy=policy, tiers=("int4",), expert_bytes=(20,), slots=(slots,), bulk=64)
 
 
 def two_tiers(name: str, slots: tuple[int, int], bulk: int = 64, **settings: Any) -> Run:
@@ -55,7 +55,7 @@ def jitted(kind: type, num_tiers: int, selection: str | None) -> tuple[Any, Any]
 class PlainPools:
     """Of one run: in each layer and tier the experts, with their last use and a mark if unused."""
 
-    def __init__(self, trace: Trace, run: Run):
+    def __init__(self, trace: Trace, run: Run, delay: int = 0):
         self.trace, self.run, self.clock = trace, run, 1
         tiers = range(len(run.tiers))
         self.held: list[list[dict[int, tuple[int, bool]]]] = [
@@ -74,6 +74,9 @@ class PlainPools:
         self.events = np.zeros((2, len(EVENTS), len(run.tiers)), int)
         self.gate = np.zeros((2, len(run.tiers) + 3))
         self.state = run.policy.init(spec_of(trace, run))
+        self.delay = delay
+        # Layer, tier and expert of what is on its way, and the calls since it was asked for.
+        self.coming: dict[tuple[int, int, int], int] = {}
         self.decide, self.transfers = jitted(
             type(run.policy), len(run.tiers), getattr(run.policy, "selection", None)
         )
@@ -95,7 +98,7 @@ class PlainPools:
                     del held[expert]
 
     def admit(self, phase: int, layer: int, t: int, coming: set[int], safe: set[int],
-              mark: bool) -> set[int]:  # fmt: skip
+              mark: bool, between_steps: bool = False) -> set[int]:  # fmt: skip
         held, slots = self.held[layer][t], self.run.slots[t]
         victims = sorted((use, e, mark_) for e, (use, mark_) in held.items() if e not in safe)
         free = slots - len(held)
@@ -105,7 +108,7 @@ class PlainPools:
             self.count(phase, "evictions", t)
             self.count(phase, "prefetch_waste", t, int(unused))
         came = sorted(coming)[:num]
-        held.update(dict.fromkeys(came, (self.clock, mark)))
+        held.update(dict.fromkeys(came, (self.clock + between_steps, mark)))
         return set(came)
 
     def replay(self) -> None:
@@ -189,27 +192,38 @@ class PlainPools:
         return np.asarray(decision.ahead)
 
     def transfer(self, phase: int) -> None:
-        requests, self.state = self.transfers(self.state, jnp.asarray(self.resident()))
+        there = self.resident()
+        for layer, t, expert in self.coming:
+            there[layer, t, expert] = True
+        requests, self.state = self.transfers(self.state, jnp.asarray(there))
         rows = np.stack([np.asarray(field) for field in requests], axis=1)
-        left, done = self.run.bulk, []
+        left, done = self.run.bulk - len(self.coming), []
         for layer, expert, tier in rows[rows[:, 0] >= 0].tolist():
-            moves = expert not in self.held[layer][tier]
-            if left - moves < 0 or (not moves and left <= 0):
+            if left <= 0:
                 break
-            left -= moves
-            done.append((layer, expert, tier))
-        for layer, expert, tier in done:
+            left -= not there[layer, tier, expert]
+            done.append((layer, tier, expert))
+        for layer, tier, expert in done:
             for t in range(tier):
                 if not self.is_full[t]:
                     self.held[layer][t].pop(expert, None)
+        self.coming = {key: calls + 1 for key, calls in self.coming.items()}
+        for layer, tier, expert in done:
+            if expert not in self.held[layer][tier]:
+                self.coming.setdefault((layer, tier, expert), 0)
+        arrived = {key for key, calls in self.coming.items() if calls == self.delay}
         for layer, t in itertools.product(range(self.trace.num_layers), range(len(self.run.tiers))):
-            mine = {e for where, e, tier in done if (where, tier) == (layer, t)}
+            mine = {e for where, tier, e in arrived if (where, tier) == (layer, t)}
             new = mine - self.held[layer][t].keys()
-            came = self.admit(phase, layer, t, new, new, True)
+            came = self.admit(phase, layer, t, new, new, True, True)
             self.count(phase, "bulk", t, len(came))
-        for layer, expert, tier in done:
+        for layer, tier, expert in sorted(arrived | set(done)):
             if expert in self.held[layer][tier]:
-                self.leave_other_tiers(layer, tier, {expert})
+                for t in range(tier + 1, len(self.run.tiers)):
+                    if not self.is_full[t]:
+                        self.held[layer][t].pop(expert, None)
+        held = self.delay + (self.delay > 0)  # calls for which a copy's block is not free
+        self.coming = {key: calls for key, calls in self.coming.items() if calls < held}
 
 
 RUNS = {
@@ -236,14 +250,24 @@ class ReplayTest(parameterized.TestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        found = run_policies(TRACE, list(RUNS.values()))
+        found = run_policies(TRACE, list(RUNS.values()), delay=0)
         cls.found = dict(zip(RUNS, found, strict=True))
 
     @parameterized.parameters(*RUNS)
     def test_events_are_those_of_plain_python(self, name):
-        plain = PlainPools(TRACE, RUNS[name])
+        self.compare(self.found[name], PlainPools(TRACE, RUNS[name]))
+
+    @parameterized.parameters(1, 2)
+    def test_transfers_that_take_calls(self, delay):
+        names = [name for name in RUNS if name.startswith("dynaexq")]
+        found = run_policies(TRACE, [RUNS[name] for name in names], delay=delay)
+        for name, one in zip(names, found, strict=True):
+            self.compare(one, PlainPools(TRACE, RUNS[name], delay))
+            brought = one.events[:, EVENTS.index("bulk")].sum()
+            self.assertBetween(brought, 1, self.found[name].events[:, EVENTS.index("bulk")].sum())
+
+    def compare(self, found, plain):
         plain.replay()
-        found = self.found[name]
         for i, event in enumerate(EVENTS):
             np.testing.assert_array_equal(found.events[:, i], plain.events[:, i], event)
         np.testing.assert_allclose(found.gate, plain.gate, rtol=1e-4)
@@ -251,8 +275,10 @@ class ReplayTest(parameterized.TestCase):
     def test_layers_one_by_one_have_the_same_outcome(self):
         ahead = two_tiers("compose", (4, 12), period=4, selection="load", retention=0.6)
         names = list(RUNS) if slow.asked() else ["dymoe 4/2"]
-        together = [*(self.found[name] for name in names), *run_policies(TRACE, [ahead])]
-        apart = run_policies(TRACE, [*(RUNS[name] for name in names), ahead], one_by_one=True)
+        together = [*(self.found[name] for name in names), *run_policies(TRACE, [ahead], delay=0)]
+        apart = run_policies(
+            TRACE, [*(RUNS[name] for name in names), ahead], one_by_one=True, delay=0
+        )
         for found, expected in zip(together, apart, strict=True):
             for name in ("events", "steps", "fetches", "ahead"):
                 np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), name)

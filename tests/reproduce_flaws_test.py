@@ -86,7 +86,8 @@ class DocumentTest(absltest.TestCase):
         self.assertRegex(own[2], r"DeepSeek-V2-Lite's shape at batch 1: 7\.8 % ")
         self.assertRegex(own[2], r"Qwen3-30B-A3B's shape at batch 1: 11\.6 % ")
         (kept,) = (c for c in pages["DynaExq"].claims if c[0].startswith("retains"))
-        self.assertEqual(kept[3], MET)
+        self.assertEqual(kept[3], IN_PART)  # 83 % at batch 16 beside a pool
+        self.assertRegex(kept[2], r"of INT2 in a pool.* 83 % \[\d+\] at batch 16")
         self.assertRegex(kept[2], r"Qwen3-Next-80B-A3B 87 % \[\d+\] under 32 GiB")
 
     def test_what_ran_is_whole(self):

@@ -3,12 +3,15 @@
 import contextlib
 import io
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moejax import cli, evaluate, generate
+from moejax import Engine, cli, evaluate, generate
 from moejax.errors import MoejaxError
 from moejax.evaluation import fidelity
 from moejax.evaluation.perplexity import Windowing
@@ -24,6 +27,12 @@ from tests.tiny_engine import CONFIG
 
 PROMPT = list(range(40, 52))
 MADE = {"tiers": ("int4", "int2"), "quantizer": "rtn", "group_size": 16}
+
+
+def _slowly(engine: Engine, prompt: list[int], **settings: Any) -> None:
+    """A token a call, as large models take for one."""
+    for _ in engine.stream(prompt, **settings):
+        time.sleep(0.001)
 
 
 class EngineTest(parameterized.TestCase):
@@ -105,7 +114,7 @@ class EngineTest(parameterized.TestCase):
     def test_hit_rates_of_a_trace_are_those_of_the_engine(self, policy, settings, slots):
         if policy != "compose":  # of the one above every count is compared; both are in it
             slow.skip_unless_asked()
-        engine, tallied = self.replayed(policy, settings, slots, ("int4", "int2"))
+        engine, tallied = self.emulated(policy, settings, slots, ("int4", "int2"))
         events = dict(zip(EVENTS, tallied.events.sum(axis=0), strict=True))
         rate = events["hits"].sum() / events["needed"].sum()
         self.assertBetween(rate, 0.3, 0.97)
@@ -120,7 +129,7 @@ class EngineTest(parameterized.TestCase):
         )
         lists = buddy_lists(conditional_coactivation(counts), 0.9, 5)
         settings = {"lists": lists, "rho": 1, "form": "ranks", "max_requests": 2}
-        engine, tallied = self.replayed("buddymoe", settings, (4,), ("int4",))
+        engine, tallied = self.emulated("buddymoe", settings, (4,), ("int4",))
         events = dict(zip(EVENTS, tallied.events.sum(axis=0), strict=True))
         rate = events["hits"].sum() / events["needed"].sum()
         self.assertBetween(rate, 0.3, 0.99)
@@ -130,21 +139,44 @@ class EngineTest(parameterized.TestCase):
         self.assertGreater(replaced, 0.02)
         self.assertAlmostEqual(shares[-2] / shares[-1], replaced, delta=0.01)
 
-    def replayed(self, policy, settings, slots, tiers):
-        """An engine under a policy, and what the replay of its trace tallies."""
-        made = MADE | {"tiers": tiers}
-        engine = self.engine(policy=policy, settings=settings, slots=slots, emulate=True, **made)
-        path, rng = self.folder / f"trace of {policy} {slots}", np.random.default_rng(0)
+    def test_what_transfers_give_is_replayed_as_they_come(self):
+        settings = {"period": 16, "alpha": 0.5}
+        with mock.patch.object(Engine, "generate", _slowly):
+            engine, trace = self.recorded("dynaexq", settings, (3, 8), MADE["tiers"])
+        self.assertEqual(trace.steps_per_call, 1)
+        run = Run(
+            policy=make_policy("dynaexq", **settings), tiers=MADE["tiers"], expert_bytes=(2, 1),
+            slots=(3, 8),
+        )  # fmt: skip
+        found = run_policies(trace, [run]) + run_policies(trace, [run], delay=0)
+        (served, at_once) = (shares[0] / shares[-1] for shares in (f.gate.sum(0) for f in found))
+        # Copies come by the clock, some calls after they are asked for: each token is one here.
+        self.assertAlmostEqual(served, engine.ledger.shares["int4"], delta=0.03)
+        self.assertGreater(at_once, served + 0.04)
+        moved = found[0].events[:, EVENTS.index("bulk")].sum()
+        self.assertAlmostEqual(moved, engine.ledger.total("bulk"), delta=9)
+        self.assertGreater(moved, 60)
+
+    def emulated(self, policy, settings, slots, tiers):
+        """An engine under a policy in emulated slots, and what the replay of its trace tallies."""
+        engine, trace = self.recorded(policy, settings, slots, tiers, emulate=True)
+        run = Run(
+            policy=make_policy(policy, **settings), tiers=tiers, expert_bytes=(2, 1)[: len(tiers)],
+            slots=slots, bulk=64,
+        )  # fmt: skip
+        (tallied,) = run_policies(trace, [run], delay=0)
+        return engine, tallied
+
+    def recorded(self, policy, settings, slots, tiers, **how):
+        """An engine under a policy, and the trace of what it generated."""
+        made = MADE | {"tiers": tiers} | how
+        engine = self.engine(policy=policy, settings=settings, slots=slots, **made)
+        path, rng = self.folder / f"trace of {policy} {slots} {how}", np.random.default_rng(0)
         with engine.recording(path, probabilities=True, foreseen=CONFIG.num_experts):
             for _ in range(6):
                 prompt = rng.integers(3, CONFIG.vocab_size, 6).tolist()
                 engine.generate(prompt, max_new_tokens=120, temperature=1.0, ignore_eos=True)
-        run = Run(
-            policy=make_policy(policy, **settings), tiers=tiers, expert_bytes=(2, 1)[: len(tiers)],
-            slots=slots,
-        )  # fmt: skip
-        (tallied,) = run_policies(read_trace(path), [run])
-        return engine, tallied
+        return engine, read_trace(path)
 
     def test_a_tier_of_another_checkpoint(self):
         other = self.folder / "other"

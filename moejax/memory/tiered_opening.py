@@ -17,7 +17,14 @@ from moejax.compression.quantizers import Program
 from moejax.compression.recipe import Scheme
 from moejax.errors import MoejaxError
 from moejax.memory.allocator import check_room, limits_on
-from moejax.memory.budget import Budget, Limits, Tier, TieredBudget, make_tiered_budget
+from moejax.memory.budget import (
+    Budget,
+    Limits,
+    Tier,
+    TieredBudget,
+    default_bulk,
+    make_tiered_budget,
+)
 from moejax.memory.expert_memory import ExpertMemory
 from moejax.memory.opening import disk_source, load_experts
 from moejax.memory.pinned import check_pinned_limit
@@ -29,8 +36,6 @@ from moejax.policies.interface import AnyPolicy, PolicySpec, high_serves_low, mo
 from moejax.qtensor import Weight
 from moejax.tiering import Chosen, StoredTier, Tiering, choose
 from pallas_kernels.target import target_of
-
-BULK = 8  # experts on their way between steps, where a policy asks for them and no limit is given
 
 
 def open_tiered(
@@ -175,13 +180,14 @@ def budget_of_tiers(
     num_layers, num_experts = len(config.moe_layers), config.num_experts
     state = jax.eval_shape(lambda: policy.init(_spec(tiers, config)))
     asks = moves_between_steps(policy, state, (num_layers, len(tiers), num_experts))
+    bulk = default_bulk([tier.expert_nbytes for tier in tiers]) if asks else 0
     return make_tiered_budget(
         config,
         weights_nbytes,
         tiers,
         slots=slots,
         prefetch=limits.prefetch or _ahead(policy, config.experts_per_token),
-        bulk=limits.bulk or (min(BULK, num_layers * num_experts) if asks else 0),
+        bulk=limits.bulk or min(bulk, num_layers * num_experts),
         batch=batch,
         context=context,
         chunk=chunk,

@@ -113,7 +113,7 @@ def _divisions(room: int, first: int, last: int, trace: Trace) -> list[tuple[int
     return list(dict.fromkeys(found))
 
 
-def replayed(trace: Trace, chosen: Sequence[Candidate], bulk: int) -> list[Swept]:
+def replayed(trace: Trace, chosen: Sequence[Candidate], bulk: int | None) -> list[Swept]:
     """Of every candidate; those of one policy and tiers in one sweep."""
     groups: dict[Any, list[int]] = {}
     for i, one in enumerate(chosen):
@@ -160,7 +160,7 @@ def lines(
     tiers: Tiers,
     machines: Sequence[Machine],
     device_gib: float,
-    bulk: int,
+    bulk: int | None,
     floor: float,
 ) -> Iterator[str]:
     """Two for each machine: what is recommended and why, and how to run it."""

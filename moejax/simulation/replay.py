@@ -2,7 +2,8 @@
 
 The policy's own functions decide; around them stand pools of each tier under LRU (or the policy's
 `keep`), DyMoE's rules for an expert that is in several tiers (`policies.mixed_cache`), look-ahead a
-layer before, and bulk transfers between calls, of which so many experts come as the link carries.
+layer before, and bulk transfers between calls, which serve some calls after they were asked for
+(`DELAY`) and of which so many experts are on their way at once.
 Settings run side by side (`vmap`), and so do the layers of a step where the policy's do not depend
 on one another (`moejax.policies.by_layer`), with the same outcome; else one after the other.
 """
@@ -44,6 +45,13 @@ EVENTS = (
 )
 
 
+# Calls that run between the one after which a policy asks for an expert and the first that its copy
+# serves: the engine reads the answer before the next, then copies the row, sends it, and writes the
+# slot, each before a call of its own.
+DELAY = 4
+_HELD = 1  # calls for which the block of a copy is not free once it serves
+
+
 class Tally(NamedTuple):
     """Sums over steps and layers, by phase (prefill, decode).
 
@@ -62,10 +70,14 @@ class Tally(NamedTuple):
 
 
 class Running(NamedTuple):
-    """Of one setting: state of the policy, keys int32[M, T, E], clock int32[], sums."""
+    """Of one setting: state of the policy, keys int32[M, T, E], clock int32[], sums.
+
+    coming: int8[M, T, E], asked for so many calls ago, the last one is 1; 0 is not on its way.
+    """
 
     state: Any
     keys: jax.Array
+    coming: jax.Array
     clock: jax.Array
     tally: Tally
 
@@ -79,10 +91,12 @@ class Replay:
       foreseen: P, experts whose probability the trace foresees for a token; 0: nobody looks ahead.
       one_by_one: the layers of a step, whatever the policy says of them.
       on_gpu: what is fast there, is compiled.
+      delay: calls from asking to serving; 0: the next call is served.
     """
 
     policy: AnyPolicy
     foreseen: int
+    delay: int = DELAY
     one_by_one: bool = False
     on_gpu: bool = False
 
@@ -116,7 +130,8 @@ def begin(state: Any, slots: jax.Array, num_layers: int, num_experts: int) -> Ru
         jnp.zeros((2, num_tiers + 3), jnp.float32),
     )
     keys = jnp.broadcast_to(keys[None], (num_layers, *keys.shape))
-    return Running(state, keys, jnp.asarray(2, jnp.int32), tally)
+    coming = jnp.zeros(keys.shape, jnp.int8)
+    return Running(state, keys, coming, jnp.asarray(2, jnp.int32), tally)
 
 
 @functools.partial(jax.jit, static_argnames=("replay", "is_prefill"), donate_argnames=("running",))
@@ -134,7 +149,7 @@ def run_calls(
     Args:
       running: stacked, [K, ...]; donated.
       slots: int32[K, T].
-      bulk: int32[K], experts that a call's transfers bring at most.
+      bulk: int32[K], experts that are on their way at most.
       tokens: [calls, steps, ...].
       replay: static.
       is_prefill: static.
@@ -182,7 +197,7 @@ def _step(
         ahead=t.ahead.at[phase].add(times * ran),
         gate=t.gate.at[phase].add(jnp.sum(done.gate, axis=0)),
     )
-    return Running(state, done.keys, running.clock + 1, tally)
+    return Running(state, done.keys, running.coming, running.clock + 1, tally)
 
 
 def _one_by_one(
@@ -295,16 +310,18 @@ def _served(
 def _transfer(
     replay: Replay, slots: jax.Array, bulk: jax.Array, running: Running, phase: int
 ) -> Running:
-    """Asks the policy for transfers; the first `bulk` of those that move bytes arrive."""
+    """Asks the policy for transfers; what it asked for some calls ago arrives."""
     num_layers, num_tiers, num_experts = running.keys.shape
-    requests, state = replay.policy.transfers(running.state, running.keys > 0)
+    held, coming = (_HELD if replay.delay else 0), running.coming
+    requests, state = replay.policy.transfers(running.state, (running.keys > 0) | (coming > 0))
     if not len(requests.layer):
         return running._replace(state=state)
-    valid, moves = _moving(requests, running.keys)
+    room = jnp.maximum(bulk - jnp.sum(coming > 0, dtype=jnp.int32), 0)
+    valid, moves = _moving(requests, (running.keys > 0) | (coming > 0))
     if asks_again(replay.policy):
-        done = valid & pairs_with_room(moves, bulk)
+        done = valid & pairs_with_room(moves, room)
     else:
-        done = valid & (jnp.cumsum(moves, dtype=jnp.int32) - moves.astype(jnp.int32) < bulk)
+        done = valid & (jnp.cumsum(moves, dtype=jnp.int32) - moves.astype(jnp.int32) < room)
     place = tuple(
         jnp.where(done, index, size)
         for index, size in (
@@ -320,7 +337,9 @@ def _transfer(
     # As in the engine a copy of higher fidelity goes when its expert is asked for, and one of lower
     # fidelity when the better one is there: a demotion takes a slot of its own.
     keys = jnp.where((tier < target) & ~is_full, 0, running.keys)
-    new = wanted & (keys == 0)
+    coming = jnp.where(coming > 0, coming + 1, (wanted & (keys == 0)).astype(jnp.int8))
+    arrived = coming == replay.delay + 1
+    new = arrived & (keys == 0)
 
     how = replay.search(num_experts, num_experts)
 
@@ -328,8 +347,10 @@ def _transfer(
         return admit_each(key, coming, coming, slots, 2 * running.clock + 1, None, how)
 
     keys, moved = jax.vmap(of_layer)(keys, new)
-    better = jnp.any((keys > 0) & wanted, axis=1, keepdims=True)
-    keys = jnp.where(better & (tier > target) & ~is_full, 0, keys)
+    come = (keys > 0) & (arrived | wanted)
+    best = jnp.min(jnp.where(come, tier, num_tiers), axis=1, keepdims=True)
+    keys = jnp.where((tier > best) & ~is_full, 0, keys)
+    coming = jnp.where(coming > replay.delay + held, 0, coming)
     counts = {
         "bulk": moved.admitted,
         "evictions": moved.evictions,
@@ -338,11 +359,11 @@ def _transfer(
     zero = jnp.zeros_like(moved.admitted)
     row = jnp.stack([jnp.sum(counts.get(name, zero), axis=0) for name in EVENTS])
     tally = running.tally._replace(events=running.tally.events.at[phase].add(row))
-    return Running(state, keys, running.clock, tally)
+    return Running(state, keys, coming, running.clock, tally)
 
 
-def _moving(requests: Requests, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """bool[R], which ask for something, and which of them move bytes."""
+def _moving(requests: Requests, held: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """bool[R], which ask for something, and which of them move bytes; held bool[M, T, E]."""
     valid = requests.layer >= 0
-    there = keys[requests.layer, requests.tier, requests.expert] > 0
+    there = held[requests.layer, requests.tier, requests.expert]
     return valid, valid & ~there

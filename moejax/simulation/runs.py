@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.errors import MoejaxError
+from moejax.memory.budget import default_bulk
 from moejax.policies.interface import AnyPolicy, Needs, PolicySpec
 from moejax.simulation.formulas import Formulas
-from moejax.simulation.replay import Replay, Running, begin, run_calls
+from moejax.simulation.replay import DELAY, Replay, Running, begin, run_calls
 from moejax.simulation.segments import Segment, segments
 from moejax.traces import PREFILL, Trace
 
@@ -28,14 +29,15 @@ class Run:
       tiers: their names, of falling fidelity.
       expert_bytes: of one expert in each.
       slots: of a layer in each tier's pool.
-      bulk: experts that transfers bring between two calls at most.
+      bulk: experts that are on their way between calls at most, as the engine's `memory.bulk`;
+        None: as many as it takes where nothing is given.
     """
 
     policy: AnyPolicy
     tiers: tuple[str, ...]
     expert_bytes: tuple[int, ...]
     slots: tuple[int, ...]
-    bulk: int = 64
+    bulk: int | None = None
 
 
 class Tallied(NamedTuple):
@@ -49,7 +51,9 @@ class Tallied(NamedTuple):
     gate: np.ndarray
 
 
-def run_policies(trace: Trace, runs: Sequence[Run], *, one_by_one: bool = False) -> list[Tallied]:
+def run_policies(
+    trace: Trace, runs: Sequence[Run], *, one_by_one: bool = False, delay: int = DELAY
+) -> list[Tallied]:
     """Replays the trace under every run.
 
     Runs whose policies compute by one formula (`formulas`) are stacked, as many at a time as
@@ -59,6 +63,8 @@ def run_policies(trace: Trace, runs: Sequence[Run], *, one_by_one: bool = False)
       trace: checked.
       runs: in any order.
       one_by_one: the layers of a step too, whatever the policy says of them; to compare with.
+      delay: calls from asking for a transfer to the first that it serves; 0 as where slots are
+        emulated.
 
     Raises:
       MoejaxError: a policy looks at what the trace does not hold, or does not suit its tiers.
@@ -79,7 +85,7 @@ def run_policies(trace: Trace, runs: Sequence[Run], *, one_by_one: bool = False)
             # All blocks are of one size, so that they share a program: the last setting fills up.
             full = block + block[-1:] * (many - len(block))
             tally = _run_block(
-                trace, cut, [runs[i] for i in full], [states[i] for i in full], one_by_one
+                trace, cut, [runs[i] for i in full], [states[i] for i in full], one_by_one, delay
             )
             for k, i in enumerate(block):
                 found[i] = Tallied(runs[i], *(part[k] for part in tally))
@@ -137,6 +143,7 @@ def _run_block(
     runs: Sequence[Run],
     states: Sequence[Any],
     one_by_one: bool,
+    delay: int,
 ) -> Any:
     """`Tally` of arrays [K, ...], on the host."""
     policy = runs[0].policy
@@ -145,7 +152,8 @@ def _run_block(
     predicted = trace.predicted_ids
     foreseen = predicted.shape[2] if looks and predicted is not None else 0
     slots = jnp.asarray([run.slots for run in runs], jnp.int32)
-    bulk = jnp.asarray([run.bulk for run in runs], jnp.int32)
+    given = (default_bulk(run.expert_bytes) if run.bulk is None else run.bulk for run in runs)
+    bulk = jnp.asarray([*given], jnp.int32)
     # On the host: a program of a thousand operands takes long to compile.
     stacked = jax.tree.map(
         lambda *leaves: jnp.asarray(np.stack(leaves)), *(jax.device_get(s) for s in states)
@@ -153,7 +161,7 @@ def _run_block(
     start = jax.vmap(begin, in_axes=(0, 0, None, None))
     running: Running = start(stacked, slots, trace.num_layers, trace.num_experts)
     on_gpu = next(iter(slots.devices())).platform == "gpu"
-    replay = Replay(policy, foreseen, one_by_one=one_by_one, on_gpu=on_gpu)
+    replay = Replay(policy, foreseen, delay, one_by_one=one_by_one, on_gpu=on_gpu)
     for segment in cut:
         tokens = jax.tree.map(jnp.asarray, segment.tokens)
         running = run_calls(

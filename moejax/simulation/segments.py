@@ -10,7 +10,7 @@ import numpy as np
 
 from moejax.traces import DECODE, Trace
 
-CALL_STEPS = 16  # decode steps between two looks at a policy's transfers, as in the engine
+CALL_STEPS = 16  # decode steps of a call, where the trace does not know: those of the engine
 _LEAST_ROWS = 16  # tokens of a prompt's chunk are padded to a power of two from here on
 
 
@@ -67,7 +67,7 @@ def segments(trace: Trace) -> Iterator[Segment]:
     """The trace in order; what pads a call or a step is not active."""
     _, starts, sizes = np.unique(trace.step, return_index=True, return_counts=True)
     phases = trace.phase[starts]
-    layers = _layers(trace)
+    layers, per_call = _layers(trace), trace.steps_per_call or CALL_STEPS
 
     def kind(s: int) -> tuple[bool, int]:
         if phases[s] == DECODE:
@@ -76,7 +76,7 @@ def segments(trace: Trace) -> Iterator[Segment]:
 
     for (is_prefill, rows), group in itertools.groupby(range(len(starts)), kind):
         steps = list(group)
-        length = 1 if is_prefill else CALL_STEPS
+        length = 1 if is_prefill else per_call
         shape = (-(-len(steps) // length), length, rows)
         index = np.full((shape[0] * length, rows), -1, np.int64)
         for place, s in enumerate(steps):

@@ -25,7 +25,8 @@ class SweepConfig(RunConfig):
         "axes NAME=VALUES: slots=8:80:8, retention=0.5,0.75, of two tiers slots=24/104",
     )
     tiers: tuple[str, ...] = option(
-        ("int4=2654208",), "forms of falling fidelity, each NAME=BYTES of an expert"
+        (),
+        "forms of falling fidelity, each NAME=BYTES of an expert; (): those that the trace names",
     )
     recommend: bool = option(
         False, "no grid: the fastest policy in device_gib that keeps the floor, and how to run it"
@@ -34,7 +35,9 @@ class SweepConfig(RunConfig):
     floor: float = option(
         0.95, "recommend: share of the gate mass to be served as the first tier would"
     )
-    bulk: int = option(64, "experts that transfers bring between two calls of 16 steps at most")
+    bulk: int = option(
+        -1, "experts on their way between calls of 16 steps, as memory.bulk; -1: the engine's own"
+    )
     base_ms: float = option(0.0, "a decode step whose experts are all there")
     links: tuple[str, ...] = option(
         ("50", "12"), "GiB/s from host to device: PCIe 5 x16 about 50, PCIe 3 x16 about 12"
@@ -56,8 +59,8 @@ class SweepConfig(RunConfig):
 
     def check(self) -> None:
         """See `RunConfig.check`; trace, grid and machine are checked where they are read."""
-        if self.bulk < 0:
-            raise MoejaxError(f"bulk={self.bulk} must be 0 or a number of experts")
+        if self.bulk < -1:
+            raise MoejaxError(f"bulk={self.bulk} must be a number of experts, or -1: as the engine")
         if self.rows < 1:
             raise MoejaxError(f"rows={self.rows} must be at least 1")
         if not self.links and not self.calibration:
@@ -77,8 +80,6 @@ class SweepConfig(RunConfig):
             raise MoejaxError(f"tiers: {twice[0]!r} stands twice")
         if self.plot and not self.plot.lower().endswith(PICTURES):
             raise MoejaxError(f"plot={self.plot!r} must end in {', '.join(PICTURES)}")
-        if not self.tiers:
-            raise MoejaxError("tiers=() must name a form, such as int4=2654208")
 
     def speeds(self) -> list[float]:
         """Of the links, GiB/s."""

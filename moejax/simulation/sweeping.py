@@ -80,7 +80,7 @@ def sweep(
     policy: str | Callable[..., AnyPolicy],
     grid: Sequence[Mapping[str, Any]],
     tiers: Tiers,
-    bulk: int = 64,
+    bulk: int | None = None,
 ) -> list[Swept]:
     """Runs every setting of a grid over the trace; decode is what is told.
 
@@ -90,7 +90,8 @@ def sweep(
         makes a policy of its settings, such as the class of a policy of one's own.
       grid: settings: `slots` of a layer, a number or one of each tier, and those of the policy.
       tiers: of the experts.
-      bulk: experts that a policy's transfers bring between two calls at most.
+      bulk: experts that are on their way between calls at most, as the engine's `memory.bulk`;
+        None: as many as it takes where nothing is given.
 
     Raises:
       MoejaxError: a setting is not there or not allowed, or the trace lacks what it takes.
@@ -182,7 +183,7 @@ def _sweep_policy(
     grid: Sequence[Mapping[str, Any]],
     slots: Sequence[tuple[int, ...]],
     tiers: Tiers,
-    bulk: int,
+    bulk: int | None,
 ) -> list[Found]:
     make = functools.partial(make_policy, policy) if isinstance(policy, str) else policy
     runs = []

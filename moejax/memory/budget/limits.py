@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from moejax.errors import MoejaxError
 
@@ -13,6 +13,18 @@ _MOST_GIB = 1e9  # far beyond any machine, and of bytes that a float still count
 # contexts and sequences that the prompts may not need.
 AT_MOST = ("activations", "KV cache", "states", "reserve", "staging", "importance",
            "experts gathered", "experts on their way")  # how they begin  # fmt: skip
+
+
+_LEAST_BULK, _MOST_BULK, _BULK_BYTES = 8, 32, 128 * 2**20
+
+
+def default_bulk(expert_bytes: Sequence[int]) -> int:
+    """Experts on their way between steps where a policy asks for them and no limit is given.
+
+    A copy takes some calls from asking to serving, so that few at once follow a shift slowly: as
+    many as the bytes of the largest form allow.
+    """
+    return max(_LEAST_BULK, min(_MOST_BULK, _BULK_BYTES // max(1, *expert_bytes)))
 
 
 class BudgetError(MoejaxError):
