@@ -57,14 +57,12 @@ class Facts:
       width: A, experts of a token.
       all_fit: the model as it is stored fits the device.
       options: by falling preference; the last of one tier is what sweeps are asked about.
-      link_gib_per_s: from host to device.
     """
 
     num_experts: int
     width: int
     all_fit: bool
     options: tuple[Option, ...] = ()
-    link_gib_per_s: float = 50.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,11 +103,11 @@ def recommended(facts: Facts) -> Recommendation:
     if not alone:
         raise ValueError("no option of one tier")
     one = alone[-1]
-    row = nearest(facts.width / num_experts, one.slots[0] / num_experts, facts.link_gib_per_s)
+    row = nearest(facts.width / num_experts, one.slots[0] / num_experts)
     why = (
         f"the fastest at {100 * FLOOR:g} % of the gate mass in a sweep of {row['width']} of "
         f"{row['num_experts']} experts a token, {100 * row['share']:g} % of them there, at "
-        f"{row['link_gib_per_s']:g} GiB/s"
+        f"{table()['link_gib_per_s']:g} GiB/s"
     )
     return Recommendation(
         policy=row["policy"], tiers=one.tiers, settings=dict(row["settings"]), why=why
@@ -122,22 +120,18 @@ def hot_gate_mass(share: float) -> float:
     return float(np.interp(share, x, y))
 
 
-def nearest(sparsity: float, share: float, link_gib_per_s: float) -> Mapping[str, Any]:
-    """The row of one tier nearest in experts a token, then share that fits, then link.
+def nearest(sparsity: float, share: float) -> Mapping[str, Any]:
+    """The row of one tier nearest in experts a token, then share that fits.
 
     Args:
       sparsity: experts of a token, of all.
       share: of the experts that fit the device.
-      link_gib_per_s: from host to device.
     """
     rows = [row for row in table()["rows"] if len(row["tiers"]) == 1]
 
-    def apart(one: float, other: float) -> float:
-        return abs(float(np.log(one / other)))
-
-    def distance(row: Mapping[str, Any]) -> tuple[float, float, float]:
-        tokens = apart(row["width"] / row["num_experts"], sparsity)
-        return tokens, abs(row["share"] - share), apart(row["link_gib_per_s"], link_gib_per_s)
+    def distance(row: Mapping[str, Any]) -> tuple[float, float]:
+        tokens = abs(float(np.log(row["width"] / row["num_experts"] / sparsity)))
+        return tokens, abs(row["share"] - share)
 
     return min(rows, key=distance)
 
