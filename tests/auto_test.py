@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -13,7 +14,7 @@ from absl.testing import absltest, parameterized
 from moejax import Engine, cli, plan, sweep
 from moejax.config import MemoryConfig, PlanConfig
 from moejax.errors import MoejaxError
-from moejax.memory.budget import Limits, TieredBudget
+from moejax.memory.budget import BudgetError, Limits, TieredBudget
 from moejax.planning import tiered_budget
 from moejax.policies import auto
 from moejax.policies.auto import Facts, Option, hot_gate_mass, recommended
@@ -224,6 +225,26 @@ class PlannedTest(parameterized.TestCase):
                 self.assertLen(budget.tiers, 1)
                 self.assertGreaterEqual(budget.tiers[0].slots, least.tiers[0].slots * (not tiers))
         self.assertEqual(seen, {"dymoe", "resident"} | (set() if tiers else {"none", "dynaexq"}))
+
+    def test_too_little_names_the_mend(self):
+        for name, policy, part in (
+            ("auto", {}, r"\(batch 1, context 2048\);"),
+            (
+                "dymoe",
+                {"tiers": ("int4",), "low": "skip"},
+                "of which importance of tokens 0.0[0-9]+ GiB;",
+            ),
+        ):
+            said = (
+                "device_gib=0.1 is too little for experts in int4, even with no slots to cache "
+                rf"them: the smallest that would do is .* GiB .*{part} raise memory.device_gib to "
+                "that, or lower batch or context$"
+            )
+            with self.assertRaisesRegex(BudgetError, said) as caught:
+                self.planned(name, 0.1, **policy)
+            least = re.search("would do is ([0-9.]+) GiB", str(caught.exception))
+            assert least is not None
+            self.assertIsNotNone(self.planned(name, float(least[1]), **policy))
 
     def test_the_settings_of_the_row_are_all_there(self):
         budget, said = self.auto(0.145)
