@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -10,11 +11,10 @@ from unittest import mock
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moejax import cli, plan, sweep
-from moejax.config import PlanConfig
+from moejax import Engine, cli, plan, sweep
+from moejax.config import MemoryConfig, PlanConfig
 from moejax.errors import MoejaxError
-from moejax.memory import automatic, tiered_opening
-from moejax.memory.budget import Limits
+from moejax.memory.budget import BudgetError, Limits, TieredBudget
 from moejax.planning import tiered_budget
 from moejax.policies import auto
 from moejax.policies.auto import Facts, Option, hot_gate_mass, recommended
@@ -37,18 +37,26 @@ def facts(*options: Option, width: int = 8, all_fit: bool = False) -> Facts:
     return Facts(num_experts=128, width=width, all_fit=all_fit, options=options)
 
 
+def slots_said(budget: TieredBudget) -> str:
+    tiers = zip(budget.names, budget.tiers, strict=True)
+    return ", ".join(f"{tier.slots} in {name}" for name, tier in tiers)
+
+
 class RecommendedTest(parameterized.TestCase):
     def test_everything_fits(self):
         found = recommended(facts(all_fit=True))
         self.assertEqual((found.policy, found.tiers), ("", ()))
         whole = Option(tiers=("int4",), slots=(128,), low="int4")
-        self.assertEqual(recommended(facts(whole)).policy, "resident")
+        both = Option(tiers=("int4", "int2"), slots=(128, 128), low="int2")
+        for options in ((whole,), (both, ONE), (ONE, whole)):
+            found = recommended(facts(*options))
+            self.assertEqual((found.policy, found.tiers), ("resident", ("int4",)))
 
     def test_a_low_tier_that_fits_whole(self):
         good = Option(tiers=("stored", "int4"), slots=(20, 128), low="int4")
         found = recommended(facts(good, ONE))
         self.assertEqual((found.policy, found.tiers), ("dynaexq", ("stored", "int4")))
-        self.assertIn("int4 fits whole beside 20 of 128 experts", found.why)
+        self.assertIn("int4 fits whole, and experts in stored serve about 32 %", found.why)
         few = Option(tiers=("stored", "int4"), slots=(7, 128), low="int4")
         self.assertNotEqual(recommended(facts(few, ONE)).policy, "dynaexq")
 
@@ -61,18 +69,18 @@ class RecommendedTest(parameterized.TestCase):
     def test_else_what_sweeps_found(self, width, of_experts):
         found = recommended(facts(ONE, width=width))
         self.assertEqual(found, recommended(facts(ONE, width=width)))
-        row = auto.nearest(width / 128, 0.5, 50.0)
+        row = auto.nearest(width / 128, 0.5)
         self.assertEqual((row["share"], row["num_experts"]), (0.5, of_experts))
         self.assertEqual(found.policy, row["policy"])
-        self.assertEqual(found.settings["prefetch"], 0)
-        self.assertIn("64 of 128 experts fit in int4", found.why)
-        self.assertNotIn("\n", found.why)
+        self.assertEqual(found.settings, row["settings"])
+        self.assertEndsWith(found.why, " experts a token, 50 % of them there, at 50 GiB/s")
+        self.assertNotIn(" ms", found.why)  # times of a sweep are of the trace's layers
         make_policy(found.policy, **found.settings)
 
     def test_the_table_is_of_the_fastest(self):
         self.assertEqual(auto.table()["floor"], auto.FLOOR)
         for row in auto.table()["rows"]:
-            times = row["tpot_ms"]
+            times = row["link_ms"]
             self.assertEqual(next(iter(times)).split()[0], row["policy"])
             self.assertEqual(min(times.values()), next(iter(times.values())))
 
@@ -112,26 +120,28 @@ class EngineTest(absltest.TestCase):
         np.testing.assert_array_equal(engine.logits(tokens), self.plain.logits(tokens))
 
     def test_under_limits_it_runs_what_it_says(self):
-        config = {"policy": "dynaexq", "tiers": ("stored", "int4"), "slots": (2, 8)}
-        how = Tiering(**config, quantizer="rtn", group_size=16)
-        with_all = tiny_engine.load_tiny_engine(self.folder, limits=Limits(), policy=how)
-        room = with_all.budget.total_device / 2**30
-        # Of so small a model the buffers are larger than what slots save.
-        with mock.patch.object(automatic, "_all_fit", return_value=False):
-            engine, said = self.engine(Limits(device_gib=room))
-        self.assertIn("policy auto: dynaexq stored/int4", said)
-        self.assertEqual([tier.slots for tier in engine.budget.tiers][1], 8)
         less = Tiering(policy="on_demand", tiers=("int4",), slots=(4,), quantizer="rtn",
                        group_size=16)  # fmt: skip
         least = tiny_engine.load_tiny_engine(self.folder, limits=Limits(), policy=less)
-        room = least.budget.total_device / 2**30
-        # So is what importance takes.
-        with mock.patch.object(tiered_opening, "importance_nbytes", return_value=0):
-            engine, said = self.engine(Limits(device_gib=room))
+        engine, said = self.engine(Limits(device_gib=least.budget.total_device / 2**30))
         self.assertIn("policy auto: dymoe int4", said)
+        self.assertIn("; of 8 experts a layer fit 4 in int4; ", said)
         self.assertEqual([tier.slots for tier in engine.budget.tiers], [4])
         answer = engine.generate(list(range(40, 52)), max_new_tokens=4, ignore_eos=True)
         self.assertTrue(answer)
+
+    def test_the_demo_model_opens_in_what_it_says(self):
+        for gib, expected in ((0.145, "dymoe int4"), (0.175, "dynaexq stored/int4")):
+            with self.assertLogs(level="WARNING") as logs:
+                engine = Engine.from_pretrained(
+                    "demo", platform="cpu", limits=Limits(device_gib=gib), compilation_cache="",
+                    policy=Tiering(policy="auto", quantizer="rtn"),
+                )  # fmt: skip
+            (said,) = (line for line in logs.output if "policy auto: " in line)
+            self.assertIn(f"policy auto: {expected}", said)
+            self.assertIn(f"; of 32 experts a layer fit {slots_said(engine.budget)}; ", said)
+
+    def test_too_little(self):
         with self.assertRaisesRegex(MoejaxError, "is too little"):
             tiny_engine.load_tiny_engine(
                 self.folder, limits=Limits(device_gib=1e-6),
@@ -147,9 +157,6 @@ class EngineTest(absltest.TestCase):
         tiering = config.policy.tiering()
         assert tiering is not None
         self.assertIsNone(tiered_budget(config, tiering))  # all fit
-        with mock.patch.object(automatic, "_all_fit", return_value=False):
-            budget = tiered_budget(config, tiering)
-        self.assertEqual([tier.slots for tier in budget.tiers][1], 8)
         # Nothing of host memory is used, so any limit of it will do, as in the run.
         words = [
             f"--config.checkpoint={self.folder}", "--config.platform=cpu",
@@ -164,6 +171,107 @@ class EngineTest(absltest.TestCase):
         for given, said in (({"retention": "0.9"}, "retention"), ({"slots": ("3",)}, "slots")):
             with self.assertRaisesRegex(MoejaxError, f"{said} is for auto to choose"):
                 PolicyConfig(name="auto", **given).tiering()
+
+
+# GiB; the fine steps are where some of the demo model's INT4 experts fit.
+BUDGETS = {
+    "cpu": (*np.arange(0.1, 0.4, 0.02), *np.arange(0.1415, 0.153, 0.001)),
+    "gpu": (*np.arange(0.1, 0.4, 0.02), *np.arange(0.2025, 0.231, 0.001)),
+}
+
+
+class PlannedTest(parameterized.TestCase):
+    """Of the demo model, whose buffers are small beside its experts; nothing is loaded."""
+
+    def planned(self, name: str, gib: float, platform: str = "cpu", chunk: int = 0, **policy):
+        config = PlanConfig(
+            platform=platform, context=2048, chunk=chunk, memory=MemoryConfig(device_gib=gib),
+            policy=PolicyConfig(name=name, **policy),
+        )  # fmt: skip
+        tiering = config.policy.tiering()
+        assert tiering is not None
+        return tiered_budget(config, tiering)
+
+    def auto(self, gib: float, platform: str = "cpu", chunk: int = 0, **policy):
+        """A budget, None for no policy, and the line."""
+        with self.assertLogs(level="WARNING") as logs:
+            budget = self.planned("auto", gib, platform, chunk, **policy)
+        (said,) = logs.output
+        self.assertNotIn("\n", said)
+        return budget, said.removeprefix("WARNING:absl:policy auto: ")
+
+    @parameterized.product(platform=("cpu", "gpu"), tiers=((), ("int4", "int2")))
+    def test_it_refuses_nothing_that_on_demand_can_run(self, platform, tiers):
+        seen = set()
+        for gib in map(float, BUDGETS[platform]):
+            try:
+                least = self.planned("on_demand", gib, platform, tiers=tiers[:1] or ("int4",))
+            except MoejaxError:
+                with self.assertRaises(MoejaxError):
+                    self.planned("auto", gib, platform, tiers=tiers)
+                continue
+            budget, said = self.auto(gib, platform, tiers=tiers)
+            policy = said.split()[0].strip(";")
+            seen.add(policy)
+            if budget is None:
+                self.assertEqual(policy, "none")
+                continue
+            self.assertLessEqual(budget.total_device, gib * GIB)
+            self.assertIn(f"; of 32 experts a layer fit {slots_said(budget)}; ", said)
+            if policy == "dynaexq":
+                self.assertLess(budget.tiers[0].slots, 32)
+                self.assertEqual(budget.tiers[1].slots, 32)
+            else:
+                self.assertLen(budget.tiers, 1)
+                self.assertGreaterEqual(budget.tiers[0].slots, least.tiers[0].slots * (not tiers))
+        self.assertEqual(seen, {"dymoe", "resident"} | (set() if tiers else {"none", "dynaexq"}))
+
+    def test_too_little_names_the_mend(self):
+        for name, policy, part in (
+            ("auto", {}, r"\(batch 1, context 2048\);"),
+            (
+                "dymoe",
+                {"tiers": ("int4",), "low": "skip"},
+                "of which importance of tokens 0.0[0-9]+ GiB;",
+            ),
+        ):
+            said = (
+                "device_gib=0.1 is too little for experts in int4, even with no slots to cache "
+                rf"them: the smallest that would do is .* GiB .*{part} raise memory.device_gib to "
+                "that, or lower batch or context$"
+            )
+            with self.assertRaisesRegex(BudgetError, said) as caught:
+                self.planned(name, 0.1, **policy)
+            least = re.search("would do is ([0-9.]+) GiB", str(caught.exception))
+            assert least is not None
+            self.assertIsNotNone(self.planned(name, float(least[1]), **policy))
+
+    def test_the_settings_of_the_row_are_all_there(self):
+        budget, said = self.auto(0.145)
+        self.assertStartsWith(
+            said, "dymoe int4 retention=0.9 low=skip prefetch=0 selection=load; of 32 experts "
+        )  # fmt: skip
+        self.assertNotIn("importance of tokens", budget.device)
+
+    def test_experts_that_all_fit_in_the_first_tier_are_in_no_other(self):
+        budget, said = self.auto(0.23, "gpu")
+        self.assertEqual(budget.names, ("stored",))
+        self.assertEqual(said, "resident stored; of 32 experts a layer fit 32 in stored; nothing "
+                         "is waited for")  # fmt: skip
+
+    def test_on_demand_where_the_policy_takes_memory_from_slots(self):
+        rows = [row | {"settings": {"low": "skip"}} for row in auto.table()["rows"]]
+        attention = {**auto.table(), "rows": rows}
+        with mock.patch.object(auto, "table", return_value=attention):
+            refused, said = self.auto(0.145)
+            self.assertStartsWith(said, "on_demand int4; of 32 experts")
+            self.assertEndsWith(said, ", does not fit")
+            fewer, said_fewer = self.auto(0.044, chunk=16)
+        plain = {"tiers": ("int4",)}
+        self.assertEqual(refused, self.planned("on_demand", 0.145, **plain))
+        self.assertEqual(fewer, self.planned("on_demand", 0.044, chunk=16, **plain))
+        slots = self.planned("dymoe", 0.044, chunk=16, low="skip", **plain).tiers[0].slots
+        self.assertEndsWith(said_fewer, f", leaves {slots} slots a layer")
 
 
 class RecommendTest(absltest.TestCase):

@@ -5,7 +5,7 @@ Before anything is read, the tiers that could be had are planned byte by byte;
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from moejax.checkpoints.open import Checkpoint
 from moejax.checkpoints.sizes import checkpoint_sizes
 from moejax.errors import MoejaxError
 from moejax.memory.allocator import limits_on
-from moejax.memory.budget import Budget, Limits, TieredBudget, make_budget
+from moejax.memory.budget import Budget, BudgetError, Limits, TieredBudget, make_budget
 from moejax.memory.expert_memory import ExpertMemory
 from moejax.memory.opening import open_memory
 from moejax.memory.tiered_memory import TieredMemory
@@ -25,8 +25,9 @@ from moejax.policies.auto import AUTO, Facts, Option, Recommendation, recommende
 from moejax.qtensor import Weight
 from moejax.tiering import STORED, Tiering
 
-# Tiers that plain experts are tried in.
-_LADDER = ((STORED, "int4"), ("int4", "int2"), ("int4",))
+# Tiers that plain experts are tried in. Where INT4 beside a whole INT2 would serve the floor of the
+# gate mass, INT4 alone fits whole.
+_LADDER = ((STORED,), (STORED, "int4"), ("int4",))
 
 
 def open_under_policy(
@@ -84,20 +85,49 @@ def _chosen(
             options=options,
         )
     )
-    logging.warning("policy auto: %s", _said(found))
     if not found.policy:
+        logging.warning("policy auto: none; %s", found.why)
         return None
-    tiers = _as_given(tiering, found.tiers)
-    return dataclasses.replace(
-        tiering, policy=found.policy, settings=dict(found.settings), tiers=tiers
+
+    def asked(what: Recommendation) -> Tiering:
+        tiers = _as_given(tiering, what.tiers)
+        return dataclasses.replace(
+            tiering, policy=what.policy, settings=dict(what.settings), tiers=tiers
+        )
+
+    found, budget = _that_fits(
+        found, lambda what: plan_tiers(checkpoint, asked(what), limits, **sizes).budget
     )
+    logging.warning("policy auto: %s", _said(found, budget))
+    return asked(found)
 
 
-def _said(found: Recommendation) -> str:
-    if not found.policy:
-        return f"none; {found.why}"
+def _that_fits(
+    found: Recommendation, plan: Callable[[Recommendation], TieredBudget]
+) -> tuple[Recommendation, TieredBudget]:
+    """With its plan; the same tier on demand where the policy takes memory from the slots."""
+    if len(found.tiers) > 1:  # as it was planned
+        return found, plan(found)
+    plain = Recommendation(policy="on_demand", tiers=found.tiers, settings={}, why="")
+    least = plan(plain)
+    try:
+        budget = plan(found)
+        if budget.tiers[0].slots >= least.tiers[0].slots:
+            return found, budget
+        lacks = f"leaves {budget.tiers[0].slots} slots a layer"
+    except BudgetError:
+        lacks = "does not fit"
+    why = f"{found.policy}, which is {found.why}, {lacks}"
+    return dataclasses.replace(plain, why=why), least
+
+
+def _said(found: Recommendation, budget: TieredBudget) -> str:
     settings = "".join(f" {name}={value}" for name, value in found.settings.items())
-    return f"{found.policy} {'/'.join(found.tiers)}{settings}; {found.why}"
+    slots = ", ".join(
+        f"{tier.slots} in {name}" for name, tier in zip(budget.names, budget.tiers, strict=True)
+    )
+    fit = f"of {budget.tiers[0].num_experts} experts a layer fit {slots}"
+    return f"{found.policy} {'/'.join(found.tiers)}{settings}; {fit}; {found.why}"
 
 
 def _as_given(tiering: Tiering, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -135,11 +165,11 @@ def _options(
     """Tiers that memory has room for.
 
     Raises:
-      MoejaxError: none; what the last one lacked.
+      MoejaxError: none of one tier; what the last of these lacked.
     """
     ladder: tuple[tuple[str, ...], ...] = _LADDER
     if tiering.tiers:
-        ladder = (tiering.tiers, tiering.tiers[:1]) if len(tiering.tiers) > 1 else (tiering.tiers,)
+        ladder = tuple(dict.fromkeys((tiering.tiers[:1], tiering.tiers)))
     elif checkpoint.is_quantized:
         ladder = ((STORED,),)
     found, refusal = [], MoejaxError("auto found no tiers")
@@ -149,7 +179,8 @@ def _options(
         try:
             planned = plan_tiers(checkpoint, asked, limits, **sizes)
         except MoejaxError as error:
-            refusal = error
+            if len(tiers) == 1:
+                refusal = error
             continue
         slots = tuple(tier.slots for tier in planned.budget.tiers)
         names = tuple(tier.name for tier in planned.stored)

@@ -1,7 +1,7 @@
 """`auto`: a recommended policy for how sparse a model is and what its experts' memory holds.
 
 Measured or swept, not believed; the sources stand beside the numbers:
-  * Everything fits: no policy.
+  * Everything fits: no policy; in one tier: `resident`.
   * The low tier fits whole: DynaExq's hierarchy, which waits for nothing, where the low tier is
     INT4 or better, or where the hot slots serve `FLOOR` of the gate mass (`HOT_GATE_MASS`).
   * Else the cache that sweeps found fastest at `FLOOR` (`auto_table.json`, by
@@ -56,15 +56,13 @@ class Facts:
       num_experts: E, of a layer.
       width: A, experts of a token.
       all_fit: the model as it is stored fits the device.
-      options: by falling preference; one of them has one tier.
-      link_gib_per_s: from host to device.
+      options: by falling preference; the last of one tier is what sweeps are asked about.
     """
 
     num_experts: int
     width: int
     all_fit: bool
     options: tuple[Option, ...] = ()
-    link_gib_per_s: float = 50.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,35 +86,32 @@ def recommended(facts: Facts) -> Recommendation:
     num_experts = facts.num_experts
     for option in facts.options:
         hot, cold = option.slots[0], option.slots[-1]
+        if hot >= num_experts:
+            why = "nothing is waited for"
+            return Recommendation(policy="resident", tiers=option.tiers[:1], settings={}, why=why)
         if len(option.tiers) < 2 or cold < num_experts or hot < facts.width:
             continue
         served = hot_gate_mass(hot / num_experts)
         if option.low not in _AS_GOOD and served < FLOOR:
             continue
         why = (
-            f"{option.tiers[-1]} fits whole beside {hot} of {num_experts} experts in "
-            f"{option.tiers[0]}, which serve about {100 * served:.0f} % of the gate mass: nothing "
-            "is waited for"
+            f"{option.tiers[-1]} fits whole, and experts in {option.tiers[0]} serve about "
+            f"{100 * served:.0f} % of the gate mass: nothing is waited for"
         )
         return Recommendation(policy="dynaexq", tiers=option.tiers, settings={}, why=why)
-    one = next((option for option in facts.options if len(option.tiers) == 1), None)
-    if one is None:
+    alone = [option for option in facts.options if len(option.tiers) == 1]
+    if not alone:
         raise ValueError("no option of one tier")
-    if one.slots[0] >= num_experts:
-        why = f"all experts fit the device in {one.tiers[0]}"
-        return Recommendation(policy="resident", tiers=one.tiers, settings={}, why=why)
-    sparsity = facts.width / num_experts
-    row = nearest(sparsity, one.slots[0] / num_experts, facts.link_gib_per_s)
-    rest = ", ".join(f"{kind} {ms:.2f}" for kind, ms in row["tpot_ms"].items())
+    one = alone[-1]
+    row = nearest(facts.width / num_experts, one.slots[0] / num_experts)
     why = (
-        f"{one.slots[0]} of {num_experts} experts fit in {one.tiers[0]}; the fastest at "
-        f"{100 * FLOOR:g} % of the gate mass in a sweep of {row['width']} of "
+        f"the fastest at {100 * FLOOR:g} % of the gate mass in a sweep of {row['width']} of "
         f"{row['num_experts']} experts a token, {100 * row['share']:g} % of them there, at "
-        f"{row['link_gib_per_s']:g} GiB/s (ms a token: {rest})"
+        f"{table()['link_gib_per_s']:g} GiB/s"
     )
-    settings = dict(row["settings"])
-    settings.pop("selection", None)  # of a replay, which sees no attention
-    return Recommendation(policy=row["policy"], tiers=one.tiers, settings=settings, why=why)
+    return Recommendation(
+        policy=row["policy"], tiers=one.tiers, settings=dict(row["settings"]), why=why
+    )
 
 
 def hot_gate_mass(share: float) -> float:
@@ -125,22 +120,18 @@ def hot_gate_mass(share: float) -> float:
     return float(np.interp(share, x, y))
 
 
-def nearest(sparsity: float, share: float, link_gib_per_s: float) -> Mapping[str, Any]:
-    """The row of one tier nearest in experts a token, then share that fits, then link.
+def nearest(sparsity: float, share: float) -> Mapping[str, Any]:
+    """The row of one tier nearest in experts a token, then share that fits.
 
     Args:
       sparsity: experts of a token, of all.
       share: of the experts that fit the device.
-      link_gib_per_s: from host to device.
     """
     rows = [row for row in table()["rows"] if len(row["tiers"]) == 1]
 
-    def apart(one: float, other: float) -> float:
-        return abs(float(np.log(one / other)))
-
-    def distance(row: Mapping[str, Any]) -> tuple[float, float, float]:
-        tokens = apart(row["width"] / row["num_experts"], sparsity)
-        return tokens, abs(row["share"] - share), apart(row["link_gib_per_s"], link_gib_per_s)
+    def distance(row: Mapping[str, Any]) -> tuple[float, float]:
+        tokens = abs(float(np.log(row["width"] / row["num_experts"] / sparsity)))
+        return tokens, abs(row["share"] - share)
 
     return min(rows, key=distance)
 

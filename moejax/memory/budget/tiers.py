@@ -141,7 +141,7 @@ def make_tiered_budget(
     limit = limit_nbytes(limits.device_gib)
     if slots:
         _check(slots, names, num_experts)
-        return _within(made(slots), limit)
+        return _within(made(slots), limit, of_policy)
     if limit is None:
         first = num_experts if limits.slots < 0 else limits.slots
         return made([first] + [num_experts] * (len(tiers) - 1))
@@ -155,7 +155,7 @@ def make_tiered_budget(
         found = made(choice)
         if found.total_device <= limit:
             return found
-    return _within(found, limit)
+    return _within(found, limit, of_policy)
 
 
 def _check(slots: Sequence[int], names: Sequence[str], num_experts: int) -> None:
@@ -190,15 +190,23 @@ def _check_host(budgets: Sequence[Budget], limits: Limits) -> None:
         )
 
 
-def _within(budget: TieredBudget, limit: int | None) -> TieredBudget:
-    if limit is not None and budget.total_device > limit:
-        slots = ", ".join(str(tier.slots) for tier in budget.tiers)
-        raise BudgetError(
-            f"memory.device_gib={budget.limits.device_gib:g} is too little for {slots} slots a "
-            f"layer of {', '.join(budget.names)}: the smallest that would do is "
-            f"{gib_above(budget.total_device)}"
-        )
-    return budget
+def _within(
+    budget: TieredBudget, limit: int | None, of_policy: Mapping[str, int] | None
+) -> TieredBudget:
+    """Raises BudgetError unless it is within the limit; names what would do."""
+    if limit is None or budget.total_device <= limit:
+        return budget
+    slots, names = [tier.slots for tier in budget.tiers], ", ".join(budget.names)
+    what = f"{', '.join(map(str, slots))} slots a layer of {names}"
+    if not any(slots):  # there is nothing to spare
+        what = f"experts in {names}, even with no slots to cache them"
+    parts = (f", of which {part} {gib_above(n)}" for part, n in (of_policy or {}).items())
+    raise BudgetError(
+        f"memory.device_gib={budget.limits.device_gib:g} is too little for {what}: the smallest "
+        f"that would do is {gib_above(budget.total_device)} (batch {budget.batch}, context "
+        f"{budget.context}){''.join(parts)}; raise memory.device_gib to that, or lower batch or "
+        "context"
+    )
 
 
 def _together(names: Sequence[str], parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
