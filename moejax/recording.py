@@ -358,7 +358,7 @@ def stored_forms(runner: Any) -> str:
         leaves = [runner.weights[name] for name in EXPERT_LEAVES]
         sizes = [sum(leaf.nbytes for leaf in leaves) // math.prod(leaves[0].shape[:2])]
     else:
-        sizes = [tier.ledger.expert_bytes for tier in memory.tiers]
+        sizes = [tier.ledger.expert_bytes for tier in memory.tiers or (memory,)]
     names = memory.spec.names if isinstance(memory, TieredMemory) else (STORED,)
     return ", ".join(f"{name}={nbytes}" for name, nbytes in zip(names, sizes, strict=True))
 

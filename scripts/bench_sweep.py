@@ -30,14 +30,16 @@ from moejax.results import (
     package_versions,
     today,
 )
-from moejax.simulation.sweeping import LRU, Swept, Tiers, sweep
+from moejax.simulation.sweeping import Swept, sweep
 from moejax.traces import Trace
-from scripts.sweep_grids import POLICIES, grid_of
+from scripts.sweep_grids import POLICIES, grid_of, lists_of, tiers_of
 
 _DEVICE = flags.DEFINE_enum("device", "auto", ["auto", "cpu", "gpu"], "where")
 _SETTINGS = flags.DEFINE_integer("settings", 1000, "of a sweep", lower_bound=1)
 _TOKENS = flags.DEFINE_integer("tokens", 10_000, "of the trace, one a step", lower_bound=1)
-_POLICY = flags.DEFINE_list("policy", ["lru", "dynaexq", "dymoe"], f"among {', '.join(POLICIES)}")
+_POLICY = flags.DEFINE_list(
+    "policy", ["lru", "dynaexq", "dymoe", "buddymoe", "compose"], f"among {', '.join(POLICIES)}"
+)
 _LAYERS = flags.DEFINE_integer("layers", 48, "of the trace")
 _EXPERTS = flags.DEFINE_integer("experts", 128, "of a layer")
 _WIDTH = flags.DEFINE_integer("width", 8, "experts of a token")
@@ -45,10 +47,6 @@ _LIMIT = flags.DEFINE_float("limit", 0, "seconds that a sweep may take, compilin
 _WARM = flags.DEFINE_bool("warm", True, "a second sweep, to tell compiling from the rest")
 _NOTE = flags.DEFINE_string("note", "", "what else is to be known of the run")
 _OUTPUT = flags.DEFINE_string("output", "", "JSON Lines file that rows are appended to")
-
-# Bytes of an expert of Qwen3-30B-A3B, groups of 64.
-ONE = Tiers(names=("int4",), expert_bytes=(2_654_208,))
-TWO = Tiers(names=("int4", "int2"), expert_bytes=(2_654_208, 1_474_560))
 
 
 class Measured(NamedTuple):
@@ -62,11 +60,12 @@ class Measured(NamedTuple):
 
 def measure(trace: Trace, policy: str) -> Measured:
     """One policy's grid."""
-    grid = grid_of(policy, _SETTINGS.value, trace.num_experts)
+    lists = lists_of(trace) if policy in ("buddymoe", "compose") else None
+    grid = grid_of(policy, _SETTINGS.value, trace.num_experts, lists)
     seconds = []
     for _ in range(1 + _WARM.value):
         start, processor = time.perf_counter(), time.process_time()
-        found = sweep(trace, policy.removesuffix("_ahead"), grid, ONE if policy == LRU else TWO)
+        found = sweep(trace, policy.removesuffix("_ahead"), grid, tiers_of(policy))
         seconds.append(time.perf_counter() - start)
         processor = time.process_time() - processor
     return Measured(seconds[0], seconds[-1], processor, found)

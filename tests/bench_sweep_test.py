@@ -14,7 +14,7 @@ from tests.script_runs import run_module
 
 # In processes of their own: flags of several scripts have one name.
 TINY = ["--device=cpu", "--settings=5", "--tokens=40", "--layers=3", "--experts=16", "--width=2"]
-POLICY_NAMES = ["lru", "dynaexq", "dymoe", "dymoe_ahead"]
+POLICY_NAMES = ["lru", "dynaexq", "dymoe", "dymoe_ahead", "buddymoe", "compose"]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -43,7 +43,7 @@ class BenchSweepTest(absltest.TestCase):
 
     def test_settings_differ(self):
         for policy in POLICIES:
-            grid = grid_of(policy, 250, 128)
+            grid = grid_of(policy, 250, 128, None)
             self.assertLen({str(setting) for setting in grid}, 250)
 
     def test_the_trace_drifts(self):
