@@ -172,7 +172,7 @@ def _policies() -> Iterator[Job]:
         )
     yield section("BuddyMoE", 350, section="buddymoe")
     yield section("a miss's time", 120, section="latency")
-    yield section("a policy's own cost", 170, section="cost")
+    yield section("a policy's own cost", 190, section="cost")
     yield section("all together under 16 GiB", 200, "--gib=16", section="compose", gib=28)
     yield section("DynaExq, bf16 and INT4", 330, section="dynaexq_wide", gib=130)
     yield section(
@@ -185,7 +185,7 @@ def _policies() -> Iterator[Job]:
             f"--batch={batch}", section="buddymoe",
         )  # fmt: skip
     yield _job(
-        "policies", "sweep", 90, "scripts.bench_sweep", "--device=gpu", "--settings=1000",
+        "policies", "sweep", 220, "scripts.bench_sweep", "--device=gpu", "--settings=1000",
         "--nowarm", file="output - sweep",
     )  # fmt: skip
 

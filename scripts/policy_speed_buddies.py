@@ -183,7 +183,9 @@ def cost(run: Run) -> None:
 
     All run every expert in INT4 from the same LRU slots: on_demand says so, DyMoE has all experts
     critical (of one tier, and with INT2 beside it that nobody asks for), BuddyMoE may replace
-    nothing, DynaExq has nothing hot in the tier beside it, bf16 as in the paper or INT8.
+    nothing, or searches lists whole in which nobody is there (each expert stands in for itself),
+    DynaExq ranks by hotness, but has nothing hot in the tier beside it, bf16 as in the paper or
+    INT8.
     """
     lab, work = run.lab, run.workload()
     num_experts, width = lab.config.num_experts, lab.config.experts_per_token
@@ -196,13 +198,17 @@ def cost(run: Run) -> None:
     def other(bits: int) -> TierPlan:
         return TierPlan(bits=bits, slots=width, few_rows=True)
 
+    lists = run.buddies(work)
+    pivots = np.arange(num_experts, dtype=lists.ids.dtype)[None, :, None]
+    alone = lists._replace(ids=np.where(lists.ids < 0, lists.ids, pivots))
     policies: dict[str, tuple[AnyPolicy, list[TierPlan]]] = {
         "on_demand": (OnDemand(), [plan]),
         "dymoe, all critical, 4/0": (DyMoE(low="skip", retention=1.0, prefetch=0), [plan]),
         "dymoe, all critical, 4/2": (DyMoE(retention=1.0, prefetch=0), [plan, other(2)]),
         "buddymoe, rho 0": (
-            BuddyMoe(lists=run.buddies(work), rho=0, background_bytes=0.0), [plan],
+            BuddyMoe(lists=lists, rho=0, background_bytes=0.0), [plan],
         ),
+        "buddymoe, nobody there": (BuddyMoe(lists=alone, background_bytes=0.0), [plan]),
         "dynaexq, nothing hot": (DynaExq(n_hot=0), [other(16), plan]),
         "dynaexq, nothing hot, INT8 beside": (DynaExq(n_hot=0), [other(8), plan]),
     }  # fmt: skip

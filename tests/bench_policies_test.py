@@ -243,9 +243,9 @@ class SectionTest(absltest.TestCase):
 
     def test_cost(self):
         slow.skip_unless_asked()
-        rows = self.run_section("cost", only=("pool alone", "rho 0", "nothing hot"))
+        rows = self.run_section("cost", only=("pool alone", "rho 0", "nobody", "nothing hot"))
         moved = self.ends(rows, "cost of an offloaded step")
-        self.assertLen(moved, 2)
+        self.assertLen(moved, 4)
         for row in moved:
             self.assertEqual(row.baseline["moved_over_no_policy"], 1)
 
