@@ -58,7 +58,7 @@ class PlainPools:
     def __init__(self, trace: Trace, run: Run, delay: int = 0):
         self.trace, self.run, self.clock = trace, run, 1
         tiers = range(len(run.tiers))
-        self.held: list[list[dict[int, tuple[int, bool]]]] = [
+        self.held: list[list[dict[int, tuple[float, bool]]]] = [
             [{} for _ in tiers] for _ in range(trace.num_layers)
         ]
         everyone = range(trace.num_experts)
@@ -108,7 +108,7 @@ class PlainPools:
             self.count(phase, "evictions", t)
             self.count(phase, "prefetch_waste", t, int(unused))
         came = sorted(coming)[:num]
-        held.update(dict.fromkeys(came, (self.clock + between_steps, mark)))
+        held.update(dict.fromkeys(came, (self.clock + between_steps / 2, mark)))
         return set(came)
 
     def replay(self) -> None:
@@ -116,9 +116,9 @@ class PlainPools:
             phase = int(not segment.is_prefill)
             calls = segment.tokens.active.shape[0]
             for c, s in itertools.product(range(calls), range(segment.tokens.active.shape[1])):
-                self.step(phase, jax.tree.map(lambda a, c=c, s=s: a[c, s], segment.tokens))
-                if s == segment.tokens.active.shape[1] - 1:
+                if not s:
                     self.transfer(phase)
+                self.step(phase, jax.tree.map(lambda a, c=c, s=s: a[c, s], segment.tokens))
 
     def step(self, phase: int, tokens: Any) -> None:
         self.clock += 1

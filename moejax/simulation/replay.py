@@ -144,7 +144,7 @@ def run_calls(
     replay: Replay,
     is_prefill: bool,
 ) -> Running:
-    """Runs calls of several steps each, of K settings; after each call come bulk transfers.
+    """Runs calls of several steps each, of K settings; before each come bulk transfers.
 
     Args:
       running: stacked, [K, ...]; donated.
@@ -159,8 +159,8 @@ def run_calls(
         def step(running: Running, step: Tokens) -> tuple[Running, None]:
             return _step(replay, is_prefill, slots, running, step), None
 
-        running, _ = jax.lax.scan(step, running, now)
-        return _transfer(replay, slots, bulk, running, int(not is_prefill))
+        running = _transfer(replay, slots, bulk, running, int(not is_prefill))
+        return jax.lax.scan(step, running, now)[0]
 
     def calls(running: Running, now: Tokens) -> tuple[Running, None]:
         each = jax.vmap(call, in_axes=(0, None, 0, 0))
@@ -344,7 +344,8 @@ def _transfer(
     how = replay.search(num_experts, num_experts)
 
     def of_layer(key: jax.Array, coming: jax.Array) -> tuple[jax.Array, pools.Moved]:
-        return admit_each(key, coming, coming, slots, 2 * running.clock + 1, None, how)
+        # Later than what the last step used, and before what the next one does.
+        return admit_each(key, coming, coming, slots, 2 * running.clock - 1, None, how)
 
     keys, moved = jax.vmap(of_layer)(keys, new)
     come = (keys > 0) & (arrived | wanted)
