@@ -96,11 +96,12 @@ def machines(config: SweepConfig) -> list[Machine]:
     """
     base_ms, fetch_ms, found = config.base_ms, config.fetch_ms, []
     if config.calibration:
-        fitted = calibrate(measured_rows(cli.user_path(config.calibration)), config.overlap)
-        base_ms, fetch_ms, found = fitted.base_ms, fitted.fetch_ms, [fitted]
+        measured = measured_rows(cli.user_path(config.calibration))
+        fitted = calibrate(measured, config.overlap, fetch_ms)
+        base_ms, found = fitted.base_ms, [fitted]
         print(
-            f"calibrated: {base_ms:.3f} ms a step, {fitted.link_gib_per_s:.1f} GiB/s, "
-            f"{fetch_ms:.4f} ms a fetch",
+            f"calibrated by {len(measured)} measurements: {base_ms:.3f} ms a step, "
+            f"{fitted.link_gib_per_s:.1f} GiB/s",
             file=sys.stderr,
         )
     for speed in config.speeds():

@@ -119,28 +119,25 @@ class CostsTest(parameterized.TestCase):
         self.assertAlmostEqual(step_ms(machine, two), (20 + 4 * 10) / 10)
 
     def test_calibration_finds_the_machine(self):
-        true = Machine(base_ms=4.0, link_gib_per_s=44.0, fetch_ms=0.02)
+        true = Machine(base_ms=4.0, link_gib_per_s=44.0)
         rng = np.random.default_rng(0)
         measured = []
         for share in (0.05, 0.1, 0.3, 0.6, 1.0):
-            num_bytes, fetches = share * GIB, 48 * (1 - (1 - share) ** 8)
-            tpot = true.base_ms + true.fetch_ms * fetches + float(true.link_ms(num_bytes))
-            noisy = tpot * rng.normal(1, 0.002)
-            measured.append(Measured(tpot_ms=noisy, num_bytes=num_bytes, fetches=fetches))
-        found = calibrate(measured)
+            tpot = true.base_ms + float(true.link_ms(share * GIB))
+            measured.append(Measured(tpot_ms=tpot * rng.normal(1, 0.002), num_bytes=share * GIB))
+        found = calibrate(measured, fetch_ms=0.02)
         self.assertAlmostEqual(found.link_gib_per_s, 44, delta=1)
         self.assertAlmostEqual(found.base_ms, 4, delta=0.2)
-        self.assertAlmostEqual(found.fetch_ms, 0.02, delta=0.005)
+        self.assertEqual(found.fetch_ms, 0.02)
 
     def test_calibration_is_never_negative(self):
-        # More fetches went with less time, which no machine does.
-        measured = [
-            Measured(tpot_ms=5 + 20 * g, num_bytes=g * GIB, fetches=f)
-            for g, f in ((0.1, 48), (0.5, 20), (1.0, 10))
-        ]
+        # Twice the bytes took more than twice the time, which no machine does.
+        measured = [Measured(tpot_ms=20 * g - 1, num_bytes=g * GIB) for g in (0.1, 0.5, 1.0)]
         found = calibrate(measured)
-        self.assertGreaterEqual(found.fetch_ms, 0)
-        self.assertAlmostEqual(found.link_gib_per_s, 50, delta=0.1)
+        self.assertEqual(found.base_ms, 0)
+        relative = np.array([[g / (20 * g - 1)] for g in (0.1, 0.5, 1.0)])
+        (each,), *_ = np.linalg.lstsq(relative, np.ones(3), rcond=None)
+        self.assertAlmostEqual(1e3 / found.link_gib_per_s, each)
         for rows in (measured[:1], [measured[0]] * 3):
             with self.assertRaisesRegex(MoejaxError, "two settings"):
                 calibrate(rows)
@@ -287,8 +284,32 @@ class MainTest(parameterized.TestCase):
         ])  # fmt: skip
         self.assertLen(measured_rows(rows), 3)
         out, err = self.run_main(f"--config.calibration={rows}", "--config.grid=('slots=4',)")
-        self.assertIn("calibrated: 3.000 ms a step, 50.0 GiB/s", err)
+        self.assertIn("calibrated by 3 measurements: 3.000 ms a step, 50.0 GiB/s", err)
         self.assertIn("12 GiB/s", out)
+
+    def test_a_calibration_by_a_benchmark(self):
+        rows = self.folder / "benchmark.jsonl"
+        facts = {"baseline": {}, "device": "x", "versions": {}, "date": "x", "command": "x"}
+
+        def add(model, batch, gib, moved):
+            about = f"{model}, random weights, batch {batch}, {gib:g} GiB, 1 prompts; routing x"
+            for name, figure, unit in (
+                ("TPOT median", 3 + 20 * moved, "ms"), ("TPOT p99", 99.0, "ms"),
+                ("link bytes of a decode step", moved * GIB / 1e6, "MB"),
+            ):  # fmt: skip
+                append_rows(
+                    rows, [ResultRow(what=f"{name}, {about}", figure=figure, unit=unit, **facts)]
+                )
+
+        add("Qwen3", 1, 8, 0.5)
+        add("Qwen3", 1, 8.5, 0.25)
+        add("Qwen3", 4, 8, 2.0)  # one of its kind tells no speed
+        out, err = self.run_main(f"--config.calibration={rows}", "--config.grid=('slots=4',)")
+        self.assertIn("calibrated by 2 measurements: 3.000 ms a step, 50.0 GiB/s", err)
+        self.assertIn("12 GiB/s", out)
+        add("Qwen3", 4, 12, 1.0)
+        with self.assertRaisesRegex(MoejaxError, "has rows of 2 runs.*batch 1.*batch 4"):
+            measured_rows(rows)
 
     def test_help(self):
         out, _ = self.run_main("--help")

@@ -1,7 +1,6 @@
 """What a replay costs in time: a link, a compute time, and how much of the one hides the other."""
 
 import dataclasses
-import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,8 @@ from moejax.errors import MoejaxError
 from moejax.results import read_rows
 
 GIB = 2**30
+# What differs between the rows of one run.
+_BUDGET = re.compile(r"(?:pool, )?\d+ slots of \d+, ahead 0, TPOT, |, [\d.]+ GiB(?=,|$)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,64 +110,73 @@ def bandwidth_bound_ms(machine: Machine, num_bytes: float) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A measured setting, a step of decode: time, bytes over the link, layers that fetched."""
+    """A measured setting, a step of decode: time, and bytes over the link."""
 
     tpot_ms: float
     num_bytes: float
-    fetches: float = 0.0
 
 
-def calibrate(measured: Sequence[Measured], overlap: float = 0.0) -> Machine:
+def calibrate(measured: Sequence[Measured], overlap: float = 0.0, fetch_ms: float = 0.0) -> Machine:
     """The machine that explains measured steps: least squares of relative errors, none negative.
 
-        tpot = base_ms + fetch_ms x fetches + bytes / link
+        tpot = base_ms + bytes / link
 
     Args:
-      measured: settings of different traffic, on demand or LRU, without prefetch.
+      measured: settings of different traffic, without look-ahead.
       overlap: of the machine; it cannot be told from these.
+      fetch_ms: likewise.
 
     Raises:
       MoejaxError: they do not tell the speed of the link.
     """
     times = np.array([m.tpot_ms for m in measured])
-    columns = np.array([[1.0, m.fetches, m.num_bytes / GIB] for m in measured])
-    if len(measured) < 2 or np.ptp(columns[:, 2]) == 0:
+    gibs = np.array([m.num_bytes / GIB for m in measured])
+    if len(measured) < 2 or np.ptp(gibs) == 0:
         raise MoejaxError("a calibration needs two settings or more that move different bytes")
-    if np.cov(times, columns[:, 2])[0, 1] <= 0:
+    if np.cov(times, gibs)[0, 1] <= 0:
         raise MoejaxError("the measured settings do not take longer for more bytes")
-    best, least = {2: 0.0}, np.inf
-    for used in itertools.product((True, False), repeat=3):
-        chosen = np.flatnonzero(used)
-        if 2 not in chosen:
-            continue
-        part = columns[:, chosen]
-        found, *_ = np.linalg.lstsq(part / times[:, None], np.ones(len(times)), rcond=None)
-        error = float((((part @ found) / times - 1) ** 2).sum())
-        if (found >= 0).all() and found[-1] > 0 and error < least - 1e-12:
-            best, least = dict(zip(chosen.tolist(), found.tolist(), strict=True)), error
+    columns = np.stack([1 / times, gibs / times], axis=1)
+    (base, each), *_ = np.linalg.lstsq(columns, np.ones(len(times)), rcond=None)
+    if base < 0:
+        base, each = 0.0, columns[:, 1].sum() / (columns[:, 1] ** 2).sum()
     return Machine(
-        base_ms=best.get(0, 0.0),
-        fetch_ms=best.get(1, 0.0),
-        link_gib_per_s=1e3 / best[2],
+        base_ms=float(base),
+        link_gib_per_s=float(1e3 / each),
+        fetch_ms=fetch_ms,
         overlap=overlap,
     )
 
 
 def measured_rows(path: Path) -> list[Measured]:
-    """Rows of `scripts/bench_memory_gpu.py` without prefetch, as `calibrate` takes them.
+    """Rows of one model, device and batch size in several budgets.
+
+    Those of `moejax.benchmark` with `--config.budgets`, or of `scripts/bench_memory_gpu.py` without
+    look-ahead.
 
     Raises:
-      MoejaxError: there is no such file, or it holds other rows.
+      MoejaxError: there is no such file, it holds other rows, or those of several models.
     """
+    times: dict[tuple[str, str], float] = {}
+    moved: dict[tuple[str, str], float] = {}
     try:
-        return [
-            Measured(
-                tpot_ms=row.figure,
-                num_bytes=row.baseline["megabytes_a_token"] * 1e6,
-                fetches=row.baseline.get("fetches_a_token", 0.0),
-            )
-            for row in read_rows(path)
-            if re.search(r"slots of \d+, ahead 0, TPOT", row.what)
-        ]
+        for row in read_rows(path):
+            if re.search(r"slots of \d+, ahead 0, TPOT", row.what):
+                times[row.device, row.what] = row.figure
+                moved[row.device, row.what] = row.baseline["megabytes_a_token"]
+            for name, figures in (("TPOT median", times), ("link bytes of a decode step", moved)):
+                if row.what.startswith(f"{name}, "):
+                    figures[row.device, row.what.removeprefix(f"{name}, ")] = row.figure
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise MoejaxError(f"calibration {path} cannot be read: {error}") from error
+    found: dict[tuple[str, str], list[Measured]] = {}
+    for key, tpot_ms in times.items():
+        if key in moved:
+            run = (key[0], _BUDGET.sub("", key[1]))
+            found.setdefault(run, []).append(Measured(tpot_ms=tpot_ms, num_bytes=1e6 * moved[key]))
+    several = [f"{what} on {device}" for (device, what), rows in found.items() if len(rows) > 1]
+    if len(several) > 1:
+        raise MoejaxError(
+            f"calibration {path} has rows of {len(several)} runs, and is to have those of one: "
+            f"{'; '.join(several[:2])}"
+        )
+    return max(found.values(), key=len, default=[])

@@ -48,7 +48,7 @@ class SweepConfig(RunConfig):
     )
     calibration: str = option(
         "",
-        "rows of scripts/bench_memory_gpu.py that base_ms, fetch_ms and a first link fit; '': none",
+        "rows (.jsonl) of moejax.benchmark in several budgets: they say base_ms and a first link",
     )
     output: str = option("", "a JSON Lines file to which every setting is appended; '': none")
     plot: str = option("", "a picture of time against memory (.png); '': none")
