@@ -177,6 +177,10 @@ class CheckpointTest(Case):
             ({"prompt_tokens": 250}, "250 prompt tokens and new_tokens=9 do not fit .* 256"),
             ({"shape": "tiny", "trace": self.home / "none.trace"}, "there is no trace"),
             ({"output": self.home / "no" / "x.json"}, "output .* lies in"),
+            (
+                {"output": bad.rename(self.home / "bad.jsonl")},
+                "bad.jsonl is there and holds no rows",
+            ),
             ({"checkpoint": self.home / "nothing"}, "nothing"),
         ]
         for fields, said in cases:

@@ -130,6 +130,25 @@ class CliTest(parameterized.TestCase):
         self.assertEqual(self.config, expected)
         self.assertEqual(self.engine.asked, [([ord("a")], expected.request())])
 
+    def test_counts_that_there_are_none_of(self):
+        _, err = self.run_main("--prompt=a", "--stats")
+        self.assertIn("--stats: nothing to count, as all experts are on the device", err)
+
+    def test_before_a_model_is_loaded(self):
+        picture = self.folder / "x.png"
+        picture.write_bytes(b"a picture")
+        policy = ("--config.policy.name=dymoe", "--config.fidelity_share=0.5")
+        for arguments, said in (
+            ((f"--config.record_trace={picture}",), f"at {picture}: it is there and is no trace"),
+            ((f"--config.record_trace={self.folder}",), f"at {self.folder}: it is a directory"),
+            (("--config.record_trace=no/such/x",), "lies in no/such, which is missing"),
+            (("--config.record_trace=~nobody-here/x",), "no such place as ~nobody-here/x"),
+            (policy, "fidelity_share=0.5 is measured under --stats"),
+        ):
+            self.assert_fails(said, "--prompt=a", *arguments)
+            self.assertIsNone(self.config)
+        self.assertEqual(picture.read_bytes(), b"a picture")
+
     def test_config_file_then_override(self):
         self.run_main(f"--config={ROOT}/configs/qwen3_30b_a3b.py", "--config.top_k=5", "--prompt=a")
         self.assertEqual((self.config.checkpoint, self.config.top_k), ("Qwen/Qwen3-30B-A3B", 5))

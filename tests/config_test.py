@@ -120,6 +120,10 @@ class ConfigTest(parameterized.TestCase):
         ({"top_k": 1.5}, "top_k=1.5 must be of type int"),
         ({"top_k": True}, "top_k=True must be of type int"),
         ({"temperature": "hot"}, "temperature='hot' must be of type float"),
+        ({"record_importance": True}, "record_importance=True is of a trace, but none is recorded"),
+        ({"record_probabilities": True}, "record_probabilities=True is of a trace"),
+        ({"record_foreseen": 4}, "record_foreseen=4 is of a trace, but none is recorded: give rec"),
+        ({"fidelity_share": 0.5}, "fidelity_share=0.5 compares a policy with the exact model"),
         ({"add_special_tokens": 1}, "add_special_tokens=1 must be of type bool"),
     )
     def test_wrong_values_are_named(self, values, said):
