@@ -15,7 +15,7 @@ from unittest import mock
 import jax
 from absl.testing import absltest, parameterized
 
-from moejax import cli, generate
+from moejax import cli, generate, report
 from moejax.config import GenerateConfig, MemoryConfig
 from moejax.errors import MoejaxError
 from moejax.generation import Chunk, Generation, Timing
@@ -175,10 +175,11 @@ class CliTest(parameterized.TestCase):
             mock.patch.object(sys, "stdin", mock.Mock(isatty=lambda: True)),
             mock.patch("builtins.input", side_effect=["a", "b", EOFError]),
         ):
-            out, err = self.run_main("--chat")
+            out, err = self.run_main("--chat", "--stats")
         first = "<USER>A<ASSISTANT>"
         self.assertEqual(out, f"{first}\n<USER>A<ASSISTANT>{first}<USER>B<ASSISTANT>\n\n")
         self.assertEqual(err.count("new tokens"), 2)
+        self.assertEndsWith(err, f"{report.NO_COUNTS}\n")
 
     @parameterized.parameters(
         ([], "no prompt: give --prompt"),
