@@ -5,8 +5,8 @@
         cli.run(COMMAND)
 
 Exit status: 0 done; 1 a mistake in the input (MoejaxError, OSError); 2 flags that cannot be read;
-130 interrupted; 141 the reader of stdout has gone; 143 ended by SIGTERM. Tracebacks only with
-`--verbose`, but an error of another kind is a bug of ours and keeps its traceback.
+130 interrupted; 141 the reader of stdout has gone. Tracebacks only with `--verbose`, but an error
+of another kind is a bug of ours and keeps its traceback.
 """
 
 import dataclasses
@@ -14,7 +14,6 @@ import io
 import itertools
 import os
 import re
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -46,17 +45,6 @@ class Command(Generic[_Config]):
     body: Callable[[_Config, flags.FlagValues], None]
 
 
-class _Terminated(SystemExit):
-    """SIGTERM, which unwinds as Ctrl-C does, so that nothing half-made is left."""
-
-    STATUS = 128 + signal.SIGTERM
-
-
-def _terminate(*_: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # another one does not wait
-    raise _Terminated(_Terminated.STATUS)
-
-
 def run(command: Command[_Config]) -> NoReturn:
     """Runs a main on the process's arguments and ends the process."""
     if sys.stderr is None:  # closed by the caller, and print() would take stdout in its place
@@ -64,8 +52,6 @@ def run(command: Command[_Config]) -> NoReturn:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Where stdout is not UTF-8, a character that it lacks becomes a question mark.
         sys.stdout.reconfigure(errors="replace")
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _terminate)
     sys.exit(exit_status(command, sys.argv))
 
 
@@ -92,8 +78,6 @@ def exit_status(command: Command[_Config], argv: Sequence[str]) -> int:
         return _fail(_one_line(str(error)), 1, verbose)
     except KeyboardInterrupt:
         return _fail("interrupted", 130, verbose)
-    except _Terminated:
-        return _fail("terminated", _Terminated.STATUS, verbose)
     return 0
 
 

@@ -212,8 +212,8 @@ def _is_trace(path: Path) -> bool:
 class TraceWriter:
     """Appends rows to a file that is whole or not there.
 
-    Rows go to one file a tensor in a hidden folder beside the place; `close` joins them. Used as a
-    context, an exception leaves nothing behind, and no file.
+    Rows go to one file a tensor in a hidden folder beside the place (`folder`); `close` joins them.
+    Used as a context, an exception leaves nothing behind, and no file.
     """
 
     def __init__(self, path: Path, num_experts: int, facts: Mapping[str, str] | None = None):
@@ -230,7 +230,7 @@ class TraceWriter:
         check_place(path)
         self.path, self.num_experts, self.facts = path, num_experts, dict(facts or {})
         self.num_rows = 0
-        self._folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        self.folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
         self._files: dict[str, IO[bytes]] = {}
         self._kinds: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
 
@@ -253,7 +253,7 @@ class TraceWriter:
         self._kinds = kinds
         for name, array in arrays.items():
             if name not in self._files:
-                self._files[name] = (self._folder / name).open("wb")
+                self._files[name] = (self.folder / name).open("wb")
             self._files[name].write(array.data if array.size else b"")
         self.num_rows += len(arrays["step"])
 
@@ -268,12 +268,12 @@ class TraceWriter:
                 raise MoejaxError(f"nothing ran, so there is no trace for {self.path}")
             # Wide types first, so that every tensor is aligned.
             names = sorted(self._kinds, key=lambda name: -self._kinds[name][0].itemsize)
-            partial = self._folder / "whole"
+            partial = self.folder / "whole"
             with partial.open("wb") as file:
                 file.write(self._header(names))
                 for name in names:
                     self._files[name].close()
-                    with (self._folder / name).open("rb") as part:
+                    with (self.folder / name).open("rb") as part:
                         shutil.copyfileobj(part, file, 2**20)
                 file.flush()
                 os.fsync(file.fileno())
@@ -285,7 +285,7 @@ class TraceWriter:
         """Leaves nothing behind; does nothing after `close`."""
         for file in self._files.values():
             file.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _header(self, names: list[str]) -> bytes:
         facts = {"format": FORMAT, "version": VERSION, "num_experts": str(self.num_experts)}

@@ -30,6 +30,7 @@ from moejax.simulation.costs import (
     step_ms,
 )
 from moejax.simulation.grid import axis, described, settings
+from moejax.simulation.settings import PICTURES, check_picture
 from moejax.simulation.sweeping import Tiers
 from moejax.simulation.sweeping import sweep as sweep_over
 from moejax.traces import write_trace
@@ -173,6 +174,16 @@ class TableTest(absltest.TestCase):
                   point(1.5, 1, 0.5)]  # fmt: skip
         self.assertEqual(table.pareto(points), [0, 1, 5])
         self.assertEqual(table.spread(points, [0, 1, 5], 2), [1, 0])
+
+    def test_a_picture_of_each_kind_may_be_drawn_again(self):
+        point = {"tpot_ms": 2.0, "device_gib": 1.0, "gate_a": 1.0, "gate_substituted": 0.0}
+        with tempfile.TemporaryDirectory() as folder:
+            for kind in (*PICTURES, ".SVG"):
+                path = Path(folder) / f"x{kind}"
+                for _ in range(2):
+                    check_picture(path)
+                    self.assertEqual(table.draw(path, {12.0: [point]}, "title"), "")
+                self.assertGreater(path.stat().st_size, 1000)
 
 
 class OwnPolicyTest(absltest.TestCase):

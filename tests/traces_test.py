@@ -96,29 +96,6 @@ class FileTest(parameterized.TestCase):
             write_trace(self.path, trace)
         self.same(read_trace(self.path), trace)
 
-    def test_sigterm_leaves_nothing(self):
-        probe = (
-            "import pathlib, time; from moejax import cli, generate, traces\n"
-            "def body(config, values):\n"
-            "    with traces.TraceWriter(pathlib.Path(config.record_trace), 8):\n"
-            "        print('ready', flush=True); time.sleep(60)\n"
-            "command = cli.Command(doc='', default=generate.COMMAND.default,\n"
-            "                      define_flags=lambda values: None, body=body)\n"
-            "cli.run(command)"
-        )
-        process = subprocess.Popen(
-            [sys.executable, "-c", probe, f"--config.record_trace={self.path}"], text=True,
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
-        assert process.stdout is not None
-        process.stdout.readline()
-        self.assertLen(list(self.folder.iterdir()), 1)
-        process.send_signal(signal.SIGTERM)
-        _, err = process.communicate()
-        self.assertEqual((process.returncode, err), (143, "error: terminated\n"))
-        self.assertEmpty(list(self.folder.iterdir()))
-
     @parameterized.parameters(
         ((0, 3, 3), 16, "no tokens"), ((5, 0, 3), 16, "no layers"),
         ((5, 3, 0), 16, "no experts of a token"), ((5, 3, 3), 0, "no experts;"),
@@ -222,6 +199,25 @@ class RecordingTest(absltest.TestCase):
             raise KeyboardInterrupt
         engine.generate(prompts, **settings)  # recorded by nobody
         self.assertFalse(lost.exists())
+
+    def test_sigterm_leaves_nothing(self):
+        probe = (
+            "import pathlib, sys, time; from tests.tiny_engine import load_tiny_engine\n"
+            "folder = pathlib.Path(sys.argv[1])\n"
+            "with load_tiny_engine(folder / 'model').recording(folder / 'x.trace'):\n"
+            "    print('ready', flush=True); time.sleep(60)"
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-c", probe, str(self.folder)], text=True, stdout=subprocess.PIPE,
+            cwd=Path(__file__).parents[1],
+        )  # fmt: skip
+        assert process.stdout is not None
+        self.assertEqual(process.stdout.readline(), "ready\n")
+        self.assertLen(list(self.folder.glob(".x.trace.*")), 1)
+        process.send_signal(signal.SIGTERM)
+        process.communicate()
+        self.assertEqual(process.returncode, -signal.SIGTERM)
+        self.assertEqual([path.name for path in self.folder.iterdir()], ["model"])
 
     def check(self, engine: Any, trace: Trace, mine: np.ndarray, ids: list[int]) -> None:
         """The rows of a sequence are what the model says of it in one pass."""

@@ -10,6 +10,12 @@ from moejax.memory.budget import GIB, size_text
 
 _NO_MATPLOTLIB = "no plot: matplotlib is not installed (pip install '.[evaluation]' in a clone)"
 _MARKERS = "osD^vx"
+# What a picture of each kind would say of when and with what it was made.
+_UNSAID: dict[str, dict[str, None]] = {
+    ".png": {"Software": None},
+    ".pdf": {"CreationDate": None},
+    ".svg": {"Date": None},
+}
 
 
 def pareto(figures: Sequence[Mapping[str, float]]) -> list[int]:
@@ -111,5 +117,5 @@ def draw(path: Path, by_link: Mapping[float, Sequence[Mapping[str, float]]], tit
     for each in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         each("{x:g}")
     axes.legend(fontsize=8, title="dotted: no cache is faster")
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    figure.savefig(path, dpi=110, metadata=_UNSAID.get(path.suffix.lower()))
     return ""
