@@ -24,6 +24,7 @@ from moejax.policies.interface import (
     PolicySpec,
     Requests,
     idle,
+    replaces,
     rule_of,
 )
 from pallas_kernels.tiered_plan import Rule
@@ -156,7 +157,9 @@ def check_layers_apart(case: Case, trace: Any) -> None:
     policy = case.policies[0]
     axes = layer_axes(policy)
     if axes is None:
-        assert getattr(policy, "selection", "random") == "random", "only draws are numbered"
+        said = (getattr(policy, name, None) for name in ("choose", "selection", "bypass_bytes"))
+        of_all_layers = [word for word in said if word not in (None, "none", "buddies")]
+        assert of_all_layers, "only draws are numbered, and a budget of bytes is of all layers"
         return
     one, state = compiled("decide", policy), policy.init(case.spec)
     together = jax.jit(functools.partial(decide_all, policy, axes))
@@ -197,7 +200,7 @@ def _check_rule(spec: PolicySpec, policy: AnyPolicy, rule: Rule, trace: Any) -> 
                 np.asarray(by_rule.at_least)[runs], decision.at_least[runs]
             )
             assert decision.keep is None
-            if layer_axes(policy) is not None:
+            if not replaces(policy):
                 np.testing.assert_array_equal(decision.ids, o.ids)
             own = runs & (decision.ids == o.ids)
             np.testing.assert_array_equal(decision.weights[own], np.asarray(o.weights)[own])

@@ -39,6 +39,7 @@ from moejax.policies.interface import (
     Decision,
     Observation,
     moves_between_steps,
+    replaces,
     rule_of,
 )
 from pallas_kernels.tiered_plan import Rule
@@ -189,8 +190,9 @@ class TieredExperts:
         ahead is not known before the step's end.
         """
         looks_ahead = any(run.most_ahead for run in self._runs)
-        has_axes = layer_axes(self.spec.policy) is not None
-        return isinstance(layer, int) and has_axes and not looks_ahead
+        policy = self.spec.policy
+        may_wait = layer_axes(policy) is not None and not replaces(policy)
+        return isinstance(layer, int) and may_wait and not looks_ahead
 
     def _tell(self) -> None:
         """Asks the policy about the layers that it has only been shown."""

@@ -20,17 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.errors import MoejaxError
-from moejax.policies import buddy_gates, substitution
+from moejax.policies import buddy_gates, buddymoe_state, substitution
 from moejax.policies.buddy_lists import BuddyLists
 from moejax.policies.buddymoe_state import BuddyState, Settings, most_missed, with_missing
-from moejax.policies.interface import (
-    SKIPPED,
-    Decision,
-    Needs,
-    Observation,
-    PolicySpec,
-    Requests,
-)
+from moejax.policies.interface import SKIPPED, Decision, Needs, Observation, PolicySpec, Requests
 from moejax.policies.resident import always
 from moejax.policies.settings import (
     ByContent,
@@ -115,6 +108,7 @@ class BuddyMoe(ByContent):
     max_requests: int = 4
     form: Form = "table"
     seed: int = 0
+    replaces = True  # see `interface.replaces`
 
     def __post_init__(self) -> None:
         """Raises MoejaxError naming the first setting that is out of its range."""
@@ -159,6 +153,13 @@ class BuddyMoe(ByContent):
     def needs(self) -> Needs:
         """See `Policy`."""
         return Needs()
+
+    @property
+    def layer_axes(self) -> Any:
+        """See `Policy`; draws are numbered from layer to layer, and a budget of bytes is of all."""
+        if self.choose in ("random", "matched_random") or self.bypass_bytes is not None:
+            return None
+        return buddymoe_state.layer_axes(self.gains is not None)
 
     def init(self, spec: PolicySpec) -> BuddyState:
         """The state before any token.

@@ -4,13 +4,13 @@ Axes: M sparse layers, E experts of a layer, K places of a buddy list.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from moejax.policies import buddy_gates
-from moejax.policies.interface import Observation, Requests
+from moejax.policies.interface import Observation, Requests, state_of
 
 
 class Settings(NamedTuple):
@@ -88,6 +88,13 @@ class BuddyState:
     draws: jax.Array
     missing: jax.Array
     steps: jax.Array
+
+
+def layer_axes(has_gains: bool) -> BuddyState:
+    """See `interface.Policy`: of a state with gains, or without."""
+    rows = dict.fromkeys(("lists", "q", "replaced", "dropped", *("gains",) * has_gains), 0)
+    shared: dict[str, Any] = {field.name: None for field in dataclasses.fields(BuddyState)}
+    return BuddyState(**shared | rows | {"settings": state_of(Settings, tau=0)})
 
 
 def with_missing(state: BuddyState, o: Observation, asked: jax.Array) -> BuddyState:

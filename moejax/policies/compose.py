@@ -78,6 +78,11 @@ class Compose(ByContent):
         return ComposeState(*axes) if whole else None
 
     @property
+    def replaces(self) -> bool:
+        """See `interface.replaces`."""
+        return self.buddies is not None
+
+    @property
     def prefetch(self) -> int:
         """Experts of the next layer that the importance brings ahead; -1: as many as critical."""
         return self.importance.prefetch if self.importance else 0

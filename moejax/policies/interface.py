@@ -227,8 +227,8 @@ def rule_of(policy: AnyPolicy, state: Any) -> Rule | None:
     A policy says so by a method `rule` of its state, of constant leaves alone: `decide` gives these
     tiers and `at_least`, no `keep`, and, where it leaves the router's ids, the router's weights.
     Whoever follows the rule need not ask for them. Where its layers do not depend on one another
-    (`Policy.layer_axes`) it may be told of them after the step: `decide` must then leave the
-    router's ids, and bring nothing ahead but by `Observation.predicted`.
+    (`Policy.layer_axes`) and it replaces no expert (`replaces`) it may be told of them after the
+    step: `decide` must then bring nothing ahead but by `Observation.predicted`.
     """
     found = getattr(policy, "rule", None)
     return found(state) if found is not None else None
@@ -241,6 +241,14 @@ def most_ahead(policy: AnyPolicy, state: Any) -> int:
     """
     found = getattr(policy, "most_ahead", None)
     return int(found(state)) if found is not None else 0
+
+
+def replaces(policy: AnyPolicy) -> bool:
+    """Whether its decisions may name other experts than the router did.
+
+    It says so by an attribute of this name.
+    """
+    return bool(getattr(policy, "replaces", False))
 
 
 def high_serves_low(policy: AnyPolicy) -> bool:

@@ -20,7 +20,8 @@ from pallas_kernels.buddy_search import Gate
 # is arithmetic on bits: on a GPU a whole decision is 7 launches, of "ranks" 8 and a loop of A
 # rounds (16 layers, A = 8, H = 16, compiled for an H100 by XLA of jax 0.11.2, 2026-11-21).
 # "ranks": the loop, and on a CPU a twelfth of the work: a decision of a sweep over 100 settings
-# took 0.6 us against 6.9 (48 layers, 128 experts, two cores, jax 0.10.2, 2026-11-21).
+# took 0.6 us against 6.9 (48 layers, 128 experts, two cores, jax 0.10.2, 2026-11-21), so that
+# sweeps on a CPU search by it.
 # Lists of more places than a word has bits are searched by it whatever is asked for.
 # "kernel": one launch (`pallas_kernels.buddy_search`) where lists are in their order; else "table".
 Form = Literal["table", "ranks", "kernel"]

@@ -11,6 +11,7 @@ import numpy as np
 from moejax.errors import MoejaxError
 from moejax.memory.budget import default_bulk
 from moejax.policies.interface import AnyPolicy, Needs, PolicySpec, most_ahead
+from moejax.policies.make import side_by_side
 from moejax.simulation.formulas import Formulas
 from moejax.simulation.replay import DELAY, Replay, Running, begin, run_calls
 from moejax.simulation.segments import Segment, segments
@@ -175,8 +176,9 @@ def _run_block(
     )
     start = jax.vmap(begin, in_axes=(0, 0, None, None))
     running: Running = start(stacked, slots, trace.num_layers, trace.num_experts)
-    on_gpu = next(iter(slots.devices())).platform == "gpu"
-    replay = Replay(policy, foreseen, delay, one_by_one=one_by_one, on_gpu=on_gpu)
+    platform = next(iter(slots.devices())).platform
+    policy = side_by_side(policy, platform)
+    replay = Replay(policy, foreseen, delay, one_by_one=one_by_one, on_gpu=platform == "gpu")
     for segment in cut:
         tokens = jax.tree.map(jnp.asarray, segment.tokens)
         running = run_calls(
