@@ -21,6 +21,7 @@ from moejax.benchmarking.requests import read_prompt_file
 from moejax.errors import MoejaxError
 from moejax.evaluation.record import check_output
 from moejax.memory.machine import let_jax_pin
+from moejax.results import check_rows
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -33,6 +34,8 @@ def benchmark(config: BenchmarkConfig, values: flags.FlagValues) -> None:
     outputs = [cli.user_path(name) for name in config.outputs()]
     for path in outputs:
         check_output(path)
+        if path.suffix == ".jsonl":
+            check_rows(path)
     file = None
     if config.prompts:
         file = read_prompt_file(cli.user_path(config.prompts), config.split)

@@ -100,6 +100,12 @@ class RecordConfig(RunConfig):
         if self.record_foreseen < 0:
             said = f"record_foreseen={self.record_foreseen}"
             raise MoejaxError(f"{said} must be 0 (none) or a number of experts")
+        for field in () if self.record_trace else dataclasses.fields(RecordConfig):
+            if (value := getattr(self, field.name)) != field.default:
+                raise MoejaxError(
+                    f"{field.name}={value!r} is of a trace, but none is recorded: give "
+                    "record_trace=FILE, or leave it out"
+                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,6 +170,11 @@ class GenerateConfig(RecordConfig):
             raise MoejaxError(f"context={self.context} must be 0 (as needed) or a number of tokens")
         super().check()
         check_share(self.fidelity_share)
+        if self.fidelity_share and not self.policy.name:
+            raise MoejaxError(
+                f"fidelity_share={self.fidelity_share:g} compares a policy with the exact model: "
+                "name policy.name, or leave it out"
+            )
         if not 0 <= self.seed < 2**32:
             raise MoejaxError(f"seed={self.seed} must be from 0 to 2**32 - 1")
         GenerationSettings.of(**self.request())
@@ -342,6 +353,12 @@ class EvaluateConfig(RecordConfig):
         if self.batch_size < 1:
             raise MoejaxError(f"batch_size={self.batch_size} must be at least 1")
         check_share(self.fidelity_share)
+        is_given = self.fidelity_share not in (0, EvaluateConfig.fidelity_share)
+        if is_given and not (self.policy.name and self.task == PERPLEXITY):
+            raise MoejaxError(
+                f"fidelity_share={self.fidelity_share:g} compares a policy with the exact model on "
+                f"a text: name policy.name, with task={PERPLEXITY}, or leave it out"
+            )
         self.windowing().check()
 
     def _check_task(self) -> None:

@@ -20,7 +20,7 @@ benchmark.
 
 from absl import flags
 
-from moejax import cli
+from moejax import cli, report
 from moejax.config import PERPLEXITY, EvaluateConfig
 from moejax.evaluation.rows import read_rows
 from moejax.evaluation.texts import load_text
@@ -35,6 +35,7 @@ def evaluate(config: EvaluateConfig, values: flags.FlagValues) -> None:
     """Measures, prints lines, writes the JSON file."""
     del values
     output = cli.user_path(config.output) if config.output else None
+    report.check_recorded(config)
     if config.task == PERPLEXITY:
         text = load_text(str(cli.user_path(config.text)), config.join)
         # JAX is imported here: --help and mistakes need not wait for it.

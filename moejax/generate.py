@@ -44,26 +44,31 @@ def generate(config: GenerateConfig, values: flags.FlagValues) -> None:
     # Stdin is None where the caller closed it.
     if not prompts and not (values.chat and sys.stdin is not None and sys.stdin.isatty()):
         raise MoejaxError("no prompt: give --prompt, --prompt_file, or --chat on a terminal")
+    if config.fidelity_share and not (values.stats and prompts):
+        raise MoejaxError(
+            f"fidelity_share={config.fidelity_share:g} is measured under --stats, in answers to "
+            "--prompt or --prompt_file: give both, or leave it out"
+        )
+    report.check_recorded(config)
     engine = load_engine(config, max(1, len(prompts)))
     if engine.tokenizer is None:
         raise MoejaxError(f"{config.checkpoint} has no tokenizer.json, so it takes no text")
     request = config.request()
     request["add_special_tokens"] &= not values.chat  # the template writes them
-    if not prompts:
-        with report.tracing(config.trace_dir), report.recorded(engine, config):
-            return converse(engine, engine.tokenizer, request)
-    if values.chat:
+    if prompts and values.chat:
         chats = ([{"role": "user", "content": prompt}] for prompt in prompts)
         prompts = [engine.tokenizer.apply_chat_template(chat) for chat in chats]
     with report.tracing(config.trace_dir), report.recorded(engine, config):
-        if len(prompts) == 1:
+        if not prompts:
+            converse(engine, engine.tokenizer, request)
+        elif len(prompts) == 1:
             chunks = stream_answer(engine, engine.tokenizer, prompts[0], request)
             answers = [[chunk.token for chunk in chunks]]
         else:
             answers = print_answers(engine, prompts, request)
-    if values.stats and engine.ledger:
-        say(*engine.ledger.describe_layers())
-        if config.fidelity_share and config.policy.tiering():
+    if values.stats:
+        say(*(engine.ledger.describe_layers() if engine.ledger else [report.NO_COUNTS]))
+        if engine.ledger and config.fidelity_share and config.policy.tiering():
             special = request["add_special_tokens"]
             given = [engine.tokenizer.encode(of, add_special_tokens=special) for of in prompts]
             say(compared(config, engine, given, answers))

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moejax.memory.budget import size_text
+
 # Counts of experts, but for `steps`; the order is that of the columns of `Counts.events`.
 EVENTS = (
     "steps",  # times that the layer ran for some token; of a tier, that it served some pair
@@ -264,7 +266,7 @@ class Ledger:
                 f"{count('prefetch_hits')} used, {count('prefetch_waste')} wasted "
                 f"({_percent(self.prefetch_precision)} of those decided were used)"
             )
-        causes = [f"{name} {_size(n)}" for name, n in self.bytes_by_cause.items() if n]
+        causes = [f"{name} {size_text(n)}" for name, n in self.bytes_by_cause.items() if n]
         lines.append(f"moved: {', '.join(causes) or 'nothing'}")
         if self.stall_seconds():
             disk = f" and {1e3 * w:.3g} ms for the disk" if (w := self.disk_wait_seconds) else ""
@@ -312,13 +314,3 @@ def _or_none(rate: float) -> float | None:
 
 def _percent(share: float) -> str:
     return "n/a" if np.isnan(share) else f"{100 * share:.1f} %"
-
-
-def _size(num_bytes: int) -> str:
-    """Such as "1.25 GiB"."""
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GiB"

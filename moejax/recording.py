@@ -26,6 +26,7 @@ from moejax.models.transformer import Transformer
 from moejax.ops import Index
 from moejax.policies.attention_importance import attention_received
 from moejax.served import EXPERT_LEAVES
+from moejax.termination import removed_by_sigterm
 from moejax.tiering import STORED
 from moejax.traces import DECODE, PREFILL, STEPS_PER_CALL, TIERS, TraceWriter, id_dtype
 
@@ -384,7 +385,8 @@ def recording(
     if not config.moe_layers:
         raise MoejaxError("there is no routing to record: the model has no sparse layer")
     about = {TIERS: stored_forms(runner)} | (about or {})
-    with TraceWriter(path, config.num_experts, about) as writer:
+    writer = TraceWriter(path, config.num_experts, about)
+    with writer, removed_by_sigterm(writer.folder):
         recorder = Recorder(spec, writer)
         with runner.recorded_by(recorder):
             yield

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moejax import cli
 from moejax.memory.budget import TieredBudget
 
 if TYPE_CHECKING:
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from moejax.memory.budget import Budget
 
 _MIB = 2**20
+NO_COUNTS = (
+    "--stats: nothing to count, as all experts are on the device and no policy runs; under "
+    "memory.device_gib, memory.slots or policy.name there may be"
+)
 
 
 def closing_line(
@@ -50,6 +55,14 @@ def tracing(directory: str) -> contextlib.AbstractContextManager[Any]:
     return jax.profiler.trace(Path(directory).expanduser())
 
 
+def check_recorded(config: "GenerateConfig | EvaluateConfig") -> None:
+    """Raises MoejaxError where there can be no trace as the configuration says, before it runs."""
+    if config.record_trace:
+        from moejax.traces import check_place
+
+        check_place(cli.user_path(config.record_trace))
+
+
 def recorded(
     engine: "Engine", config: "GenerateConfig | EvaluateConfig", text: str = ""
 ) -> contextlib.AbstractContextManager[Any]:
@@ -65,7 +78,7 @@ def recorded(
     from moejax.recording import facts
 
     return engine.recording(
-        Path(config.record_trace).expanduser(),
+        cli.user_path(config.record_trace),
         about=facts(config.checkpoint, text),
         foreseen=config.record_foreseen,
         probabilities=config.record_probabilities,

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moejax.errors import MoejaxError
+
 if TYPE_CHECKING:
     import jax
 
@@ -57,6 +59,21 @@ def append_rows(path: Path, rows: Iterable[ResultRow]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.writelines(_line(row) for row in rows)
+
+
+def check_rows(path: Path) -> None:
+    """Raises MoejaxError for a file that holds anything else than whole rows of `append_rows`."""
+    if not path.is_file():
+        return
+    try:
+        whole = [row_fields(row) for row in read_rows(path)]
+        if whole and not path.read_bytes().endswith(b"\n"):
+            raise ValueError("the last row is not whole")
+    except (ValueError, TypeError) as error:
+        raise MoejaxError(
+            f"output {path} is there and holds no rows of results, to which more could be appended "
+            f"({error}); name another file"
+        ) from error
 
 
 def write_rows(path: Path, rows: Iterable[ResultRow]) -> None:

@@ -45,6 +45,6 @@ class ServeConfig(GenerateConfig):
         for name in ("deadline_s", "grace_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise MoejaxError(f"{name}={getattr(self, name)} must be 0 or a number of seconds")
-        for name in ("record_trace", "trace_dir"):
+        for name in ("record_trace", "trace_dir", "fidelity_share"):
             if getattr(self, name):
                 raise MoejaxError(f"{name} is not for a server: use moejax.generate")

@@ -14,20 +14,16 @@ the JSON Lines file and the plot.
 
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from absl import flags
 
-from moejax import cli
+from moejax import cli, results
 from moejax.errors import MoejaxError
+from moejax.evaluation.record import check_output
 from moejax.simulation.costs import Machine, calibrate, measured_rows
 from moejax.simulation.grid import described, settings
-from moejax.simulation.settings import SweepConfig
-
-if TYPE_CHECKING:  # it imports JAX, which --help and mistakes need not wait for
-    from moejax.simulation.sweeping import Swept
+from moejax.simulation.settings import SweepConfig, check_picture
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -40,6 +36,7 @@ def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
     del values
     if not config.trace:
         raise MoejaxError("trace='' must be a file: give --config.trace=FILE")
+    output, plot = places(config)
     grid = settings(config.grid)
     chosen, bulk = machines(config), None if config.bulk < 0 else config.bulk
     path = cli.user_path(config.trace)
@@ -47,7 +44,7 @@ def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
     import jax
 
     from moejax.devices import choose_device
-    from moejax.simulation import recommending, sweeping, table
+    from moejax.simulation import recommending, rows, sweeping, table
     from moejax.tiering import of_grid
     from moejax.traces import read_trace
 
@@ -82,10 +79,29 @@ def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
         best = table.pareto(found)
         print(f"\n{link:g} GiB/s; {len(best)} of {len(grid)} settings are beaten by no other one\n")
         print("\n".join(table.table(names, found, table.spread(found, best, config.rows))))
-    if config.output:
-        write(cli.user_path(config.output), config, names, swept, chosen)
-    if config.plot and (said := table.draw(cli.user_path(config.plot), figures, about)):
+    if output:
+        results.append_rows(output, rows.rows(config.policy, names, swept, chosen))
+    if plot and (said := table.draw(plot, figures, about)):
         print(said, file=sys.stderr)
+
+
+def places(config: SweepConfig) -> tuple[Path | None, Path | None]:
+    """Of the rows and the picture; None for none.
+
+    Raises:
+      MoejaxError: one cannot be written, or holds what is neither.
+    """
+    output = cli.user_path(config.output) if config.output else None
+    plot = cli.user_path(config.plot) if config.plot else None
+    if output:
+        check_output(output)
+        results.check_rows(output)
+    if plot:
+        check_output(plot, "plot")
+        check_picture(plot)
+    if plot and plot == output:
+        raise MoejaxError(f"output and plot are both {plot}: name two files")
+    return output, plot
 
 
 def machines(config: SweepConfig) -> list[Machine]:
@@ -110,36 +126,6 @@ def machines(config: SweepConfig) -> list[Machine]:
         )
         found.append(machine)
     return found
-
-
-def write(
-    path: Path,
-    config: SweepConfig,
-    names: Sequence[str],
-    swept: Sequence["Swept"],
-    chosen: Sequence[Machine],
-) -> None:
-    """Appends a row for each setting and speed of the link."""
-    from moejax import results
-
-    versions = results.package_versions("moejax", "jax")
-    today, command = results.today(), results.command_line()
-
-    def row(name: str, one: "Swept", machine: Machine) -> results.ResultRow:
-        found = one.figures(machine)
-        return results.ResultRow(
-            what=f"sweep, {config.policy}, {name}, {machine.link_gib_per_s:g} GiB/s, TPOT",
-            figure=found.pop("tpot_ms"),
-            unit="ms",
-            baseline=found,
-            device="simulated",
-            versions=versions,
-            date=today,
-            command=command,
-        )
-
-    pairs = ((n, one, m) for m in chosen for n, one in zip(names, swept, strict=True))
-    results.append_rows(path, (row(*pair) for pair in pairs))
 
 
 COMMAND = cli.Command(doc=__doc__, default=SweepConfig(), define_flags=define_flags, body=sweep)

@@ -65,7 +65,8 @@ class Trace:
 
     Invariants (`check`): the shapes and dtypes of the module's table; steps do not fall; the rows
     of a step are of one phase; ids are experts, and a token's are different from each other;
-    weights and probabilities are finite and not negative, and a token's weights not all 0.
+    weights, probabilities and importance are finite and not negative, and a token's weights not
+    all 0; there are tokens, layers and experts.
     """
 
     num_experts: int
@@ -124,6 +125,10 @@ class Trace:
                 f"ids have shape {self.ids.shape}, expected [tokens, layers, experts]"
             )
         rows, layers, width = self.ids.shape
+        names = ("tokens", "layers", "experts of a token", "experts")
+        for name, count in zip(names, (rows, layers, width, self.num_experts), strict=True):
+            if count < 1:
+                raise MoejaxError(f"there are no {name}; record it again")
         foreseen = (rows, layers - 1, None)
         shapes: dict[str, tuple[int | None, ...]] = {
             **dict.fromkeys(("step", "sequence", "position", "phase"), (rows,)),
@@ -166,7 +171,7 @@ class Trace:
             raise MoejaxError(f"phase {self.phase.max()} is neither 0 (prefill) nor 1 (decode)")
         if (np.diff(self.phase.astype(np.int8))[np.diff(self.step) == 0] != 0).any():
             raise MoejaxError("a step has rows of both phases")
-        for name in ("weights", "predicted_probabilities", "probabilities"):
+        for name in ("weights", *OPTIONAL[1:]):
             array = getattr(self, name)
             if array is not None and not (np.isfinite(array) & (array >= 0)).all():
                 raise MoejaxError(f"{name} hold numbers that are negative or not finite")
@@ -182,11 +187,33 @@ class Trace:
                 raise MoejaxError(f"{name} of a token hold an expert twice")
 
 
+def check_place(path: Path) -> None:
+    """Raises MoejaxError unless a trace may be written at `path`, or over the one that is there."""
+    if path.is_dir() or not path.parent.is_dir():
+        what = "is a directory" if path.is_dir() else f"lies in {path.parent}, which is missing"
+        raise MoejaxError(f"a trace at {path}: it {what}; name a file in a directory that exists")
+    if path.exists() and not _is_trace(path):
+        raise MoejaxError(f"a trace at {path}: it is there and is no trace; name another file")
+    if not os.access(path.parent, os.W_OK):
+        raise MoejaxError(f"a trace at {path}: it cannot be written: no permission")
+
+
+def _is_trace(path: Path) -> bool:
+    """By the header; an empty file is as good as none."""
+    if not path.is_file() or not path.stat().st_size:
+        return path.is_file()
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            return (file.metadata() or {}).get("format") == FORMAT
+    except safetensors.SafetensorError:
+        return False
+
+
 class TraceWriter:
     """Appends rows to a file that is whole or not there.
 
-    Rows go to one file a tensor in a hidden folder beside the place; `close` joins them. Used as a
-    context, an exception leaves nothing behind, and no file.
+    Rows go to one file a tensor in a hidden folder beside the place (`folder`); `close` joins them.
+    Used as a context, an exception leaves nothing behind, and no file.
     """
 
     def __init__(self, path: Path, num_experts: int, facts: Mapping[str, str] | None = None):
@@ -198,14 +225,12 @@ class TraceWriter:
           facts: for people, into the metadata.
 
         Raises:
-          MoejaxError: there can be no file at `path`.
+          MoejaxError: there can be no trace at `path` (`check_place`).
         """
-        if path.is_dir() or not path.parent.is_dir():
-            what = "is a directory" if path.is_dir() else f"lies in {path.parent}, which is missing"
-            raise MoejaxError(f"a trace at {path}: it {what}")
+        check_place(path)
         self.path, self.num_experts, self.facts = path, num_experts, dict(facts or {})
         self.num_rows = 0
-        self._folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        self.folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
         self._files: dict[str, IO[bytes]] = {}
         self._kinds: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
 
@@ -228,7 +253,7 @@ class TraceWriter:
         self._kinds = kinds
         for name, array in arrays.items():
             if name not in self._files:
-                self._files[name] = (self._folder / name).open("wb")
+                self._files[name] = (self.folder / name).open("wb")
             self._files[name].write(array.data if array.size else b"")
         self.num_rows += len(arrays["step"])
 
@@ -243,12 +268,12 @@ class TraceWriter:
                 raise MoejaxError(f"nothing ran, so there is no trace for {self.path}")
             # Wide types first, so that every tensor is aligned.
             names = sorted(self._kinds, key=lambda name: -self._kinds[name][0].itemsize)
-            partial = self._folder / "whole"
+            partial = self.folder / "whole"
             with partial.open("wb") as file:
                 file.write(self._header(names))
                 for name in names:
                     self._files[name].close()
-                    with (self._folder / name).open("rb") as part:
+                    with (self.folder / name).open("rb") as part:
                         shutil.copyfileobj(part, file, 2**20)
                 file.flush()
                 os.fsync(file.fileno())
@@ -260,7 +285,7 @@ class TraceWriter:
         """Leaves nothing behind; does nothing after `close`."""
         for file in self._files.values():
             file.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _header(self, names: list[str]) -> bytes:
         facts = {"format": FORMAT, "version": VERSION, "num_experts": str(self.num_experts)}
@@ -366,7 +391,9 @@ def replay_of_trace(trace: Trace, sequence: int | None = None) -> np.ndarray:
     if sequence is not None:
         chosen &= trace.sequence == sequence
     if not chosen.any():
-        raise MoejaxError("the trace holds no decoded token to replay")
+        raise MoejaxError(
+            "the trace holds no decoded token to replay; record one with moejax.generate"
+        )
     if (np.diff(trace.step[chosen]) == 0).any():
         raise MoejaxError("the trace decodes several sequences a step: name one of them")
     return trace.ids[chosen].astype(np.int32)

@@ -309,6 +309,8 @@ class RecommendTest(absltest.TestCase):
         self.assertEqual(exact.candidate.policy, "on_demand")
         with self.assertRaisesRegex(MoejaxError, "does not hold an expert of each layer"):
             list(recommending.candidates(self.TRACE, self.TIERS, 1e-9))
+        with self.assertRaisesRegex(MoejaxError, r"each layer: 2 of 1\.76 KiB$"):
+            list(recommending.candidates(self.TRACE, self.TIERS, 1e-9))
 
     def test_the_command(self):
         folder = Path(self.enter_context(tempfile.TemporaryDirectory()))

@@ -161,7 +161,8 @@ class CheckpointTest(Case):
     def test_an_answer_may_end(self):
         ends = self.home / "ends"
         tiny_engine.load_tiny_engine(ends, eos_ids=tuple(range(160)))
-        record, _ = self.record(checkpoint=ends, prompt_tokens=16, ignore_eos=False)
+        record, out = self.record("--stats", checkpoint=ends, prompt_tokens=16, ignore_eos=False)
+        self.assertIn("--stats: nothing to count, as all experts are on the device", out)
         [point] = record["points"]
         self.assertEqual(point["new_tokens"], 2)  # two runs of a token, which ends the answer
         self.assertNotIn("TPOT median", point["figures"])
@@ -169,6 +170,8 @@ class CheckpointTest(Case):
     def test_errors(self):
         bad = self.home / "bad.json"
         bad.write_text('[{"id": "q7", "conversations": [{"from": "human"}]}]')
+        rows = self.home / "foreign.jsonl"
+        rows.write_text('{"prompt": "mine"}\n')
         cases: list[tuple[dict[str, Any], str]] = [
             ({"prompts": bad}, r"bad.json, entry 0 \(id q7\): turn 0 needs"),
             ({"prompts": self.home / "none.txt"}, "there is no prompt file"),
@@ -177,6 +180,7 @@ class CheckpointTest(Case):
             ({"prompt_tokens": 250}, "250 prompt tokens and new_tokens=9 do not fit .* 256"),
             ({"shape": "tiny", "trace": self.home / "none.trace"}, "there is no trace"),
             ({"output": self.home / "no" / "x.json"}, "output .* lies in"),
+            ({"output": rows}, "foreign.jsonl is there and holds no rows of results"),
             ({"checkpoint": self.home / "nothing"}, "nothing"),
         ]
         for fields, said in cases:

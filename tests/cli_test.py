@@ -15,7 +15,7 @@ from unittest import mock
 import jax
 from absl.testing import absltest, parameterized
 
-from moejax import cli, generate
+from moejax import cli, generate, report
 from moejax.config import GenerateConfig, MemoryConfig
 from moejax.errors import MoejaxError
 from moejax.generation import Chunk, Generation, Timing
@@ -130,6 +130,25 @@ class CliTest(parameterized.TestCase):
         self.assertEqual(self.config, expected)
         self.assertEqual(self.engine.asked, [([ord("a")], expected.request())])
 
+    def test_counts_that_there_are_none_of(self):
+        _, err = self.run_main("--prompt=a", "--stats")
+        self.assertIn("--stats: nothing to count, as all experts are on the device", err)
+
+    def test_before_a_model_is_loaded(self):
+        picture = self.folder / "x.png"
+        picture.write_bytes(b"a picture")
+        policy = ("--config.policy.name=dymoe", "--config.fidelity_share=0.5")
+        for arguments, said in (
+            ((f"--config.record_trace={picture}",), f"at {picture}: it is there and is no trace"),
+            ((f"--config.record_trace={self.folder}",), f"at {self.folder}: it is a directory"),
+            (("--config.record_trace=no/such/x",), "lies in no/such, which is missing"),
+            (("--config.record_trace=~nobody-here/x",), "no such place as ~nobody-here/x"),
+            (policy, "fidelity_share=0.5 is measured under --stats"),
+        ):
+            self.assert_fails(said, "--prompt=a", *arguments)
+            self.assertIsNone(self.config)
+        self.assertEqual(picture.read_bytes(), b"a picture")
+
     def test_config_file_then_override(self):
         self.run_main(f"--config={ROOT}/configs/qwen3_30b_a3b.py", "--config.top_k=5", "--prompt=a")
         self.assertEqual((self.config.checkpoint, self.config.top_k), ("Qwen/Qwen3-30B-A3B", 5))
@@ -156,10 +175,11 @@ class CliTest(parameterized.TestCase):
             mock.patch.object(sys, "stdin", mock.Mock(isatty=lambda: True)),
             mock.patch("builtins.input", side_effect=["a", "b", EOFError]),
         ):
-            out, err = self.run_main("--chat")
+            out, err = self.run_main("--chat", "--stats")
         first = "<USER>A<ASSISTANT>"
         self.assertEqual(out, f"{first}\n<USER>A<ASSISTANT>{first}<USER>B<ASSISTANT>\n\n")
         self.assertEqual(err.count("new tokens"), 2)
+        self.assertEndsWith(err, f"{report.NO_COUNTS}\n")
 
     @parameterized.parameters(
         ([], "no prompt: give --prompt"),

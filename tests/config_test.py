@@ -1,5 +1,6 @@
 """Run configurations: defaults in one place, names and values checked."""
 
+import contextlib
 import dataclasses
 import pathlib
 
@@ -7,7 +8,7 @@ from absl.testing import absltest, parameterized
 from ml_collections import config_dict
 
 from moejax import cli, generate
-from moejax.config import GenerateConfig, MemoryConfig, PlanConfig
+from moejax.config import EvaluateConfig, GenerateConfig, MemoryConfig, PlanConfig
 from moejax.errors import MoejaxError
 from moejax.generation import GenerationSettings
 from moejax.memory.budget import Limits
@@ -91,6 +92,19 @@ class ConfigTest(parameterized.TestCase):
         config = from_config_dict(PlanConfig, values)
         self.assertEqual(config, PlanConfig(context=7, memory=MemoryConfig(slots=3)))
 
+    def test_what_is_compared_with_the_exact_model(self):
+        policy = PolicyConfig(name="dymoe")
+        for task, share, is_refused in (
+            ("perplexity", 0.5, False), ("gsm8k", 0.5, True), ("gsm8k", 0.0, False),
+            ("gsm8k", EvaluateConfig().fidelity_share, False),
+        ):  # fmt: skip
+            config = EvaluateConfig(
+                task=task, data="x", fewshot=0, policy=policy, fidelity_share=share
+            )
+            refused = self.assertRaisesRegex(MoejaxError, "on a text: .* with task=perplexity")
+            with refused if is_refused else contextlib.nullcontext():
+                config.check()
+
     @parameterized.parameters(
         ({"memory": {"device_gb": 1.0}}, "'memory.device_gb'; did you mean 'memory.device_gib'?"),
         ({"device_gib": 1.0}, "no config field 'device_gib'; did you mean 'memory.device_gib'?"),
@@ -120,6 +134,10 @@ class ConfigTest(parameterized.TestCase):
         ({"top_k": 1.5}, "top_k=1.5 must be of type int"),
         ({"top_k": True}, "top_k=True must be of type int"),
         ({"temperature": "hot"}, "temperature='hot' must be of type float"),
+        ({"record_importance": True}, "record_importance=True is of a trace, but none is recorded"),
+        ({"record_probabilities": True}, "record_probabilities=True is of a trace"),
+        ({"record_foreseen": 4}, "record_foreseen=4 is of a trace, but none is recorded: give rec"),
+        ({"fidelity_share": 0.5}, "fidelity_share=0.5 compares a policy with the exact model"),
         ({"add_special_tokens": 1}, "add_special_tokens=1 must be of type bool"),
     )
     def test_wrong_values_are_named(self, values, said):

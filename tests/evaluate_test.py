@@ -211,6 +211,9 @@ class EvaluateTest(parameterized.TestCase):
         ({"join": "x"}, "join='x' is not there; there are: none, wikitext"),
         ({"output": "no/such/x.json"}, "output no/such/x.json lies in no/such, which is not"),
         ({"checkpoint": "no/where"}, "no/where"),
+        ({"record_trace": __file__}, "it is there and is no trace; name another file"),
+        ({"record_foreseen": 4}, "record_foreseen=4 is of a trace, but none is recorded"),
+        ({"fidelity_share": 0.5}, "fidelity_share=0.5 compares a policy with the exact model on a"),
     )
     def test_what_is_refused(self, fields, said):
         if fields.get("text") == "." or "output" in fields or "text" in fields:

@@ -334,6 +334,28 @@ class ReplayTest(parameterized.TestCase):
         with self.assertRaisesRegex(MoejaxError, "selection='load'"):
             run_policies(TRACE, [two_tiers("dymoe", (3, 4))])
 
+    def test_more_experts_ahead_than_the_trace_foresees(self):
+        alike: dict[str, Any] = {"schedule": "equal", "selection": "load"}
+        said = r"looks at {} experts ahead, the trace foresees {}: .*record_foreseen={}, or set"
+        decodes = random_trace(
+            step_sizes=[1] * 4, num_layers=3, num_experts=NUM_EXPERTS, width=3, foreseen=2
+        )
+        prompts = dataclasses.replace(
+            TRACE, predicted_ids=TRACE.predicted_ids[..., :2],
+            predicted_probabilities=TRACE.predicted_probabilities[..., :2],
+        )  # fmt: skip
+        for trace, run, asked, has in (
+            (TRACE, two_tiers("dymoe", (8, 8), prefetch=5, **alike), 5, 4),
+            (TRACE, one_tier(8, prefetch=5), 5, 4),
+            (TRACE, two_tiers("compose", (8, 8), prefetch=6, **alike), 6, 4),
+            (decodes, two_tiers("dymoe", (8, 8), retention=1.0, **alike), 3, 2),
+            (prompts, one_tier(8, prefetch=1), 3, 2),  # a prompt's tokens ask for their top 3
+        ):
+            with self.assertRaisesRegex(MoejaxError, said.format(asked, has, asked)):
+                run_policies(trace, [run])
+        slots = two_tiers("dymoe", (2, 8), prefetch=5, **alike)  # no more than there are slots
+        run_policies(decodes, [slots])
+
     def test_segments_hold_every_token_once(self):
         cut = list(segments(TRACE))
         self.assertEqual([segment.is_prefill for segment in cut], [True, False, True, False])

@@ -148,6 +148,7 @@ class ConfigTest(parameterized.TestCase):
         ("--config.deadline_s=-1", "deadline_s=-1"),
         ("--config.host=", "host=''"),
         ("--config.record_trace=x.trace", "record_trace"),
+        ("--config.fidelity_share=0.5", "fidelity_share"),
         ("--config.hots=a", "did you mean 'host'"),
     )
     def test_a_bad_one_is_named(self, flag, said):

@@ -1,11 +1,14 @@
 """Sweeps: grids, the model of time, the front, and the main from a trace to rows and a picture."""
 
 import contextlib
+import dataclasses
 import io
 import itertools
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from absl.testing import absltest, parameterized
@@ -14,8 +17,8 @@ from moejax import cli, sweep
 from moejax.buddies import save_buddies
 from moejax.errors import MoejaxError
 from moejax.policies.on_demand import OnDemand
-from moejax.results import ResultRow, append_rows, read_rows
-from moejax.simulation import table
+from moejax.results import ResultRow, append_rows, read_rows, row_fields
+from moejax.simulation import sweeping, table
 from moejax.simulation.costs import (
     GIB,
     Machine,
@@ -27,12 +30,16 @@ from moejax.simulation.costs import (
     step_ms,
 )
 from moejax.simulation.grid import axis, described, settings
+from moejax.simulation.settings import PICTURES, check_picture
 from moejax.simulation.sweeping import Tiers
 from moejax.simulation.sweeping import sweep as sweep_over
 from moejax.traces import write_trace
 from tests.buddy_profiles import random_profile
 from tests.simulated_traces import random_trace
 
+FORMER = ResultRow(
+    what="TPOT", figure=1.0, unit="ms", baseline={}, device="x", versions={}, date="x", command="x"
+)
 MACHINE = Machine(base_ms=1.0, link_gib_per_s=10.0)
 
 
@@ -165,6 +172,16 @@ class TableTest(absltest.TestCase):
         self.assertEqual(table.pareto(points), [0, 1, 5])
         self.assertEqual(table.spread(points, [0, 1, 5], 2), [1, 0])
 
+    def test_a_picture_of_each_kind_may_be_drawn_again(self):
+        point = {"tpot_ms": 2.0, "device_gib": 1.0, "gate_a": 1.0, "gate_substituted": 0.0}
+        with tempfile.TemporaryDirectory() as folder:
+            for kind in (*PICTURES, ".SVG"):
+                path = Path(folder) / f"x{kind}"
+                for _ in range(2):
+                    check_picture(path)
+                    self.assertEqual(table.draw(path, {12.0: [point]}, "title"), "")
+                self.assertGreater(path.stat().st_size, 1000)
+
 
 class OwnPolicyTest(absltest.TestCase):
     def test_a_class_serves_as_its_name(self):
@@ -213,7 +230,7 @@ class MainTest(parameterized.TestCase):
         trace = random_trace(
             step_sizes=[9, *[1] * 40], num_layers=2, num_experts=16, width=2, foreseen=2
         )
-        write_trace(self.trace, trace)
+        write_trace(self.trace, dataclasses.replace(trace, facts={"tiers": "int4=1000000"}))
 
     def run_main(self, *arguments: str, status: int = 0) -> tuple[str, str]:
         out, err = io.StringIO(), io.StringIO()
@@ -225,6 +242,8 @@ class MainTest(parameterized.TestCase):
 
     def test_from_a_trace_to_rows_and_a_picture(self):
         rows, plot = self.folder / "rows.jsonl", self.folder / "plot.png"
+        append_rows(rows, [FORMER])
+        plot.write_bytes(b"\x89PNG of a former sweep")
         out, err = self.run_main(
             "--config.grid=('slots=0,2,4,8,16', 'prefetch=0,2')",
             "--config.tiers=('int4=1000000',)", "--config.base_ms=1.5",
@@ -236,7 +255,9 @@ class MainTest(parameterized.TestCase):
         self.assertIn("| slots=16 prefetch=", out)
         self.assertGreater(plot.stat().st_size, 10_000)
         found = read_rows(rows)
+        self.assertEqual(found.pop(0), FORMER)
         self.assertLen(found, 20)
+        self.assertRegex(out, r"\| 3\.81 MiB \| 3\.0 \|")  # 2 layers of 2 slots of 1 MB
         by_name = {row.what: row for row in found}
         none = by_name["sweep, lru, slots=0 prefetch=0, 12 GiB/s, TPOT"]
         # Every token of 2 layers fetches 2 experts of 1 MB.
@@ -315,6 +336,49 @@ class MainTest(parameterized.TestCase):
         out, _ = self.run_main("--help")
         self.assertIn("--config.grid", out)
 
+    def test_files_of_another_kind_are_kept(self):
+        row = json.dumps(row_fields(FORMER))
+        for name, field, content, said in (
+            ("x.trace", "output", None, "holds no rows of results"),
+            ("a.jsonl", "output", b'{"prompt": "mine"}\n', "holds no rows of results"),
+            ("b.jsonl", "output", f"{row}\n{row}".encode(), "the last row is not whole"),
+            ("c.jsonl", "output", b"\xff\xfe", "holds no rows of results"),
+            ("", "output", None, "is a directory"),
+            ("no/x.jsonl", "output", None, "lies in "),
+            ("a.png", "plot", b"%PDF-1.4", r"is no picture \(.png\)"),
+            ("a.pdf", "plot", b"mine", r"is no picture \(.pdf\)"),
+            ("a.svg", "plot", b"<html>", r"is no picture \(.svg\)"),
+            ("no/x.png", "plot", None, "lies in "),
+            ("d.png", "plot", "folder", "is a directory"),
+        ):
+            path = self.folder / name
+            if content == "folder":
+                path.mkdir()
+            elif content is not None:
+                path.write_bytes(content)
+            before = path.read_bytes() if path.is_file() else sorted(self.folder.iterdir())
+            with mock.patch.object(sweeping, "sweep") as never:
+                _, err = self.run_main(f"--config.{field}={path}", status=1)
+            self.assertRegex(err, rf"^error: {field} \S+ .*{said}.*\n\Z")
+            self.assertFalse(never.called)
+            after = path.read_bytes() if path.is_file() else sorted(self.folder.iterdir())
+            self.assertEqual(after, before)
+        both = self.folder / "both.png"
+        _, err = self.run_main(f"--config.output={both}", f"--config.plot={both}", status=1)
+        self.assertIn("name two files", err)
+
+    def test_a_trace_that_says_no_forms(self):
+        write_trace(self.trace, random_trace(step_sizes=[1], num_layers=2, num_experts=4, width=2))
+        _, err = self.run_main(status=1)
+        self.assertIn("does not say in which forms its model's experts are stored: give", err)
+
+    def test_a_trace_of_prompts_alone(self):
+        prompts = random_trace(step_sizes=[9, 7], num_layers=2, num_experts=16, width=2)
+        write_trace(self.trace, dataclasses.replace(prompts, facts={"tiers": "int4=1000"}))
+        for more in ([], ["--config.recommend=True", "--config.device_gib=1"]):
+            _, err = self.run_main(*more, status=1)
+            self.assertRegex(err, "^error: the trace holds no decoded token, .*moejax.generate\n")
+
     @parameterized.parameters(
         ("--config.trace=", "trace='' must be a file"),
         ("--config.trace=/no/such", "there is no trace /no/such"),
@@ -329,13 +393,15 @@ class MainTest(parameterized.TestCase):
         ("--config.grid=('slots=4', 'alpha=3')", "lru has no setting alpha"),
         ("--config.tiers=('int4',)", "is not NAME=BYTES"),
         ("--config.links=('0',)", "must be a speed"),
-        ("--config.policy=dymo", "there is no policy 'dymo'"),
+        ("--config.policy=dymo", "no policy 'dymo' to sweep over; known: lru, resident, on_demand"),
+        ("--config.policy=auto", "no policy 'auto' to sweep over"),
         ("--config.policy=buddymoe", "needs a profile: lists=FILE"),
         ("--config.calibration=/no/such", "cannot be read"),
+        ("--config.grid=('slots=4', 'prefetch=3')", "record it with --config.record_foreseen=3"),
     )
     def test_what_is_wrong_is_said(self, argument, said):
         arguments = [argument]
-        if "policy" in argument:
+        if "buddymoe" in argument:
             arguments.append("--config.grid=('slots=4',)")
         _, err = self.run_main(*arguments, status=1)
         self.assertIn(said, err)

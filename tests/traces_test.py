@@ -1,6 +1,10 @@
 """Traces: what is written is read, what is wrong is said, and what the engine ran is recorded."""
 
 import dataclasses
+import os
+import signal
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -76,6 +80,36 @@ class FileTest(parameterized.TestCase):
             TraceWriter(self.folder / "no" / "x", 16)
         self.assertEmpty(list(self.folder.iterdir()))
 
+    def test_only_a_former_trace_is_replaced(self):
+        trace = random_trace(step_sizes=[1, 1], **SHAPE)
+        other = self.folder / "weights"
+        safetensors.numpy.save_file(trace.tensors(), other)
+        text = self.folder / "text"
+        text.write_text("mine")
+        for path in (other, text, Path(os.devnull)):
+            before = path.read_bytes()
+            with self.assertRaisesRegex(MoejaxError, "is no trace; name another file"):
+                TraceWriter(path, 16)
+            self.assertEqual(path.read_bytes(), before)
+        self.path.touch()  # of which nothing is lost
+        for _ in range(2):
+            write_trace(self.path, trace)
+        self.same(read_trace(self.path), trace)
+
+    @parameterized.parameters(
+        ((0, 3, 3), 16, "no tokens"), ((5, 0, 3), 16, "no layers"),
+        ((5, 3, 0), 16, "no experts of a token"), ((5, 3, 3), 0, "no experts;"),
+    )  # fmt: skip
+    def test_what_is_empty(self, shape, num_experts, said):
+        facts = {"format": "moejax-trace", "version": "1", "num_experts": str(num_experts)}
+        rows = dict.fromkeys(("step", "sequence", "position"), np.zeros(shape[0], np.int32))
+        phase = np.ones(shape[0], np.uint8)
+        ids, weights = np.zeros(shape, np.uint8), np.ones(shape, np.float16)
+        arrays = {**rows, "phase": phase, "ids": ids, "weights": weights}
+        safetensors.numpy.save_file(arrays, self.path, facts)
+        with self.assertRaisesRegex(MoejaxError, f"x.safetensors: there are {said}"):
+            read_trace(self.path)
+
     @parameterized.parameters(
         ({"format": "other"}, {}, "no trace of routing"),
         ({"version": "2"}, {}, "of version 2; this reads 1"),
@@ -90,6 +124,8 @@ class FileTest(parameterized.TestCase):
         ({}, {"weights": np.full((13, 3, 3), np.nan, np.float16)}, "weights hold numbers that"),
         ({}, {"weights": np.full((13, 3, 3), -1, np.float16)}, "weights hold numbers that"),
         ({}, {"weights": np.zeros((13, 3, 3), np.float16)}, "weights of a token are all 0"),
+        ({}, {"importance": np.full((13, 3), np.nan, np.float16)}, "importance hold numbers that"),
+        ({}, {"importance": np.full((13, 3), -1, np.float16)}, "importance hold numbers that"),
         ({}, {"probabilities": np.full((13, 3, 16), np.inf, np.float16)}, "probabilities hold"),
     )
     def test_what_is_wrong_is_said(self, facts, tensors, said):
@@ -138,7 +174,9 @@ class RecordingTest(absltest.TestCase):
             engine.generate(prompts, **settings)
         self.assertEqual([a.tokens for a in answers], [a.tokens for a in plain])
         trace = read_trace(path)
-        self.assertEqual(trace.facts, {"model": "tiny"})
+        weights = 3 * CONFIG.model_dim * CONFIG.expert_dim  # of an expert, in float32
+        facts = {"model": "tiny", "steps_per_call": "16", "tiers": f"stored={4 * weights}"}
+        self.assertEqual(trace.facts, facts)
         # The last token of an answer never runs.
         self.assertEqual(len(trace), 2 * (20 + 7 + 2 * 5))
         self.assertEqual(trace.num_steps, 2 * (1 + 5))
@@ -161,6 +199,25 @@ class RecordingTest(absltest.TestCase):
             raise KeyboardInterrupt
         engine.generate(prompts, **settings)  # recorded by nobody
         self.assertFalse(lost.exists())
+
+    def test_sigterm_leaves_nothing(self):
+        probe = (
+            "import pathlib, sys, time; from tests.tiny_engine import load_tiny_engine\n"
+            "folder = pathlib.Path(sys.argv[1])\n"
+            "with load_tiny_engine(folder / 'model').recording(folder / 'x.trace'):\n"
+            "    print('ready', flush=True); time.sleep(60)"
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-c", probe, str(self.folder)], text=True, stdout=subprocess.PIPE,
+            cwd=Path(__file__).parents[1],
+        )  # fmt: skip
+        assert process.stdout is not None
+        self.assertEqual(process.stdout.readline(), "ready\n")
+        self.assertLen(list(self.folder.glob(".x.trace.*")), 1)
+        process.send_signal(signal.SIGTERM)
+        process.communicate()
+        self.assertEqual(process.returncode, -signal.SIGTERM)
+        self.assertEqual([path.name for path in self.folder.iterdir()], ["model"])
 
     def check(self, engine: Any, trace: Trace, mine: np.ndarray, ids: list[int]) -> None:
         """The rows of a sequence are what the model says of it in one pass."""

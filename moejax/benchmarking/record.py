@@ -14,6 +14,7 @@ from moejax.benchmarking.figures import Figure
 from moejax.benchmarking.measuring import Measured
 from moejax.benchmarking.running import Outcome, Point
 from moejax.options import to_config_dict
+from moejax.report import NO_COUNTS
 from moejax.results import ResultRow, row_fields
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy")
@@ -252,6 +253,8 @@ def _moved(point: Point, stats: bool) -> list[str]:
     for phase, ledger in point.measured.ledgers.items():
         found += [f"{phase}: {line}" for line in ledger.describe()]
         found += [f"{phase}: {line}" for line in (ledger.describe_layers() if stats else [])]
+    if stats and not point.measured.ledgers:
+        found.append(NO_COUNTS)
     late = point.measured.late_compile_s
     if late:
         found.append(f"{late:.2f} s of compiling fell into runs, and are in none of the times")

@@ -282,13 +282,13 @@ def summary(record: dict[str, Any]) -> str:
     )
 
 
-def check_output(path: Path) -> None:
-    """Raises MoejaxError unless a file can be written at `path`."""
+def check_output(path: Path, name: str = "output") -> None:
+    """Raises MoejaxError unless a file can be written at `path`, which the field `name` gives."""
     if path.is_dir() or not path.parent.is_dir():
         what = "is a directory" if path.is_dir() else f"lies in {path.parent}, which is not there"
-        raise MoejaxError(f"output {path} {what}; name a file in a directory that exists")
+        raise MoejaxError(f"{name} {path} {what}; name a file in a directory that exists")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise MoejaxError(f"output {path} cannot be written: no permission")
+        raise MoejaxError(f"{name} {path} cannot be written: no permission")
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:

@@ -102,6 +102,10 @@ class Compose(ByContent):
             buddies=self.buddies.init(one) if self.buddies else None,
         )
 
+    def most_ahead(self, state: ComposeState) -> int:
+        """See `interface.most_ahead`."""
+        return self.importance.most_ahead(state.importance) if self.importance else 0
+
     def decide(
         self, state: ComposeState, observation: Observation
     ) -> tuple[Decision, ComposeState]:

@@ -244,6 +244,10 @@ class DyMoE:
             return None
         return Rule(state.decode, state.high, state.low, state.reuse_skipped, at_least=True)
 
+    def most_ahead(self, state: DyMoEState) -> int:
+        """See `interface.most_ahead`."""
+        return int(state.ahead[0].max())
+
     def transfers(self, state: DyMoEState, resident: jax.Array) -> tuple[Requests, DyMoEState]:
         """See `Policy`."""
         return no_requests(), state

@@ -234,6 +234,15 @@ def rule_of(policy: AnyPolicy, state: Any) -> Rule | None:
     return found(state) if found is not None else None
 
 
+def most_ahead(policy: AnyPolicy, state: Any) -> int:
+    """Experts of the next layer that a decode step may bring ahead: 0 where it does not say so.
+
+    It says so by a method of this name, of the state that `init` has returned.
+    """
+    found = getattr(policy, "most_ahead", None)
+    return int(found(state)) if found is not None else 0
+
+
 def replaces(policy: AnyPolicy) -> bool:
     """Whether its decisions may name other experts than the router did.
 

@@ -95,6 +95,10 @@ class OnDemand:
         """See `interface.rule_of`."""
         return always(state.tier)
 
+    def most_ahead(self, state: OnDemandState) -> int:
+        """See `interface.most_ahead`."""
+        return int(state.limit.max())
+
     def transfers(
         self, state: OnDemandState, resident: jax.Array
     ) -> tuple[Requests, OnDemandState]:

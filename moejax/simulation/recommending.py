@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from moejax.errors import MoejaxError
+from moejax.memory.budget import size_text
 from moejax.policies.dymoe import SKIP
 from moejax.simulation.costs import GIB, Machine
 from moejax.simulation.grid import described
@@ -76,7 +77,7 @@ def candidates(trace: Trace, tiers: Tiers, device_gib: float) -> Iterator[Candid
     if alone < 1:
         raise MoejaxError(
             f"device_gib={device_gib:g} does not hold an expert of each layer: {trace.num_layers} "
-            f"of {first / 2**20:.1f} MiB"
+            f"of {size_text(first)}"
         )
     one = Tiers(names=tiers.names[:1], expert_bytes=(first,))
     yield Candidate(policy="on_demand", tiers=one, setting={"slots": alone})

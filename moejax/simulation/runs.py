@@ -10,7 +10,7 @@ import numpy as np
 
 from moejax.errors import MoejaxError
 from moejax.memory.budget import default_bulk
-from moejax.policies.interface import AnyPolicy, Needs, PolicySpec
+from moejax.policies.interface import AnyPolicy, Needs, PolicySpec, most_ahead
 from moejax.policies.make import side_by_side
 from moejax.simulation.formulas import Formulas
 from moejax.simulation.replay import DELAY, Replay, Running, begin, run_calls
@@ -76,6 +76,7 @@ def run_policies(
         _check_needs(trace, run)
         spec = spec_of(trace, run)
         states[i] = run.policy.init(spec)
+        _check_foreseen(trace, run, most_ahead(run.policy, states[i]))
         groups.setdefault(formulas.of(run.policy, states[i], spec), []).append(i)
     cut = list(segments(trace))
     found: dict[int, Tallied] = {}
@@ -120,6 +121,20 @@ def _check_needs(trace: Trace, run: Run) -> None:
         raise MoejaxError(
             f"{run.policy.name} weighs a prompt's tokens by the attention that they receive, which "
             "the trace lacks: record it with --config.record_importance, or set selection='load'"
+        )
+
+
+def _check_foreseen(trace: Trace, run: Run, ahead: int) -> None:
+    """Raises MoejaxError where `ahead` experts of the next layer would be fewer in the replay.
+
+    A prompt's tokens ask for the experts among their predicted top A (DyMoE eq. 7).
+    """
+    has = trace.num_experts if trace.predicted_ids is None else trace.predicted_ids.shape[2]
+    asked = max(ahead, trace.width) if ahead and (trace.phase == PREFILL).any() else ahead
+    if has < (asked := min(asked, trace.num_experts)):
+        raise MoejaxError(
+            f"{run.policy.name} looks at {asked} experts ahead, the trace foresees {has}: record "
+            f"it with --config.record_foreseen={asked}, or set a smaller prefetch, 0 for none"
         )
 
 

@@ -1,11 +1,16 @@
 """What `python -m moejax.sweep` runs."""
 
 import dataclasses
+from pathlib import Path
 
 from moejax.errors import MoejaxError
 from moejax.options import RunConfig, option
+from moejax.policy_config import NAMES
 
-PICTURES = (".png", ".pdf", ".svg", ".jpg")
+# By the name's end, what such a file begins with; an SVG may begin in several ways.
+PICTURES = {".png": b"\x89PNG", ".pdf": b"%PDF-", ".svg": b"<", ".jpg": b"\xff\xd8\xff"}
+LRU = "lru"  # the engine's own cache, to the last hit; the others are of `moejax.policies`
+POLICIES = (LRU, *(name for name in NAMES if name != "auto"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,7 +21,7 @@ class SweepConfig(RunConfig):
         "", "a trace (--config.record_trace of generate or evaluate); must be given"
     )
     policy: str = option(
-        "lru",
+        LRU,
         "lru (the engine's cache, to the last hit), or a policy: on_demand, dynaexq, dymoe, "
         "buddymoe (with an axis lists=FILE, a profile of moejax.profile_experts), compose",
     )
@@ -59,6 +64,9 @@ class SweepConfig(RunConfig):
 
     def check(self) -> None:
         """See `RunConfig.check`; trace, grid and machine are checked where they are read."""
+        if self.policy not in POLICIES:
+            known = ", ".join(POLICIES)
+            raise MoejaxError(f"there is no policy {self.policy!r} to sweep over; known: {known}")
         if self.bulk < -1:
             raise MoejaxError(f"bulk={self.bulk} must be a number of experts, or -1: as the engine")
         if self.rows < 1:
@@ -78,12 +86,31 @@ class SweepConfig(RunConfig):
         names = [tier.partition("=")[0] for tier in self.tiers]
         if twice := [name for name in names if names.count(name) > 1]:
             raise MoejaxError(f"tiers: {twice[0]!r} stands twice")
-        if self.plot and not self.plot.lower().endswith(PICTURES):
+        for name in ("output", "plot"):
+            if self.recommend and getattr(self, name):
+                raise MoejaxError(f"{name} is of a grid, which recommend has not: leave it out")
+        if self.plot and not self.plot.lower().endswith(tuple(PICTURES)):
             raise MoejaxError(f"plot={self.plot!r} must end in {', '.join(PICTURES)}")
 
     def speeds(self) -> list[float]:
         """Of the links, GiB/s."""
         return [_number("links", link) for link in self.links]
+
+
+def check_picture(path: Path) -> None:
+    """Raises MoejaxError for a file that is there and is no picture of the kind that it is named.
+
+    Args:
+      path: whose end is one of `PICTURES`.
+    """
+    if not path.is_file():
+        return
+    kind = path.suffix.lower()
+    with path.open("rb") as file:
+        head = file.read(1024)
+    is_svg = kind != ".svg" or b"<svg" in head
+    if head and not (head.startswith(PICTURES[kind]) and is_svg):
+        raise MoejaxError(f"plot {path} is there and is no picture ({kind}); name another file")
 
 
 def _number(name: str, text: str) -> float:

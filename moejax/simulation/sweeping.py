@@ -17,10 +17,10 @@ from moejax.simulation import caches, ceilings, replay
 from moejax.simulation.costs import GIB, Machine, Traffic, bandwidth_bound_ms, step_ms
 from moejax.simulation.grid import described
 from moejax.simulation.runs import Run, Tallied, run_policies
+from moejax.simulation.settings import LRU as LRU
 from moejax.simulation.workload import Workload, make_workload
 from moejax.traces import Trace
 
-LRU = "lru"  # the engine's own cache, to the last hit; the others are of `moejax.policies`
 DECODE_PHASE = 1
 
 
@@ -97,7 +97,10 @@ def sweep(
       MoejaxError: a setting is not there or not allowed, or the trace lacks what it takes.
     """
     if not (trace.phase == DECODE_PHASE).any():
-        raise MoejaxError("the trace holds no decoded token, so there is nothing to sweep over")
+        raise MoejaxError(
+            "the trace holds no decoded token, so there is nothing to sweep over: it is of prompts "
+            "alone, as moejax.evaluate scores them; record one with moejax.generate"
+        )
     slots = [_slots(setting, trace.num_experts, tiers) for setting in grid]
     if policy == LRU:
         found = _sweep_lru(trace, grid, slots, tiers)

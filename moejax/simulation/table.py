@@ -6,8 +6,16 @@ from typing import Any
 
 import numpy as np
 
+from moejax.memory.budget import GIB, size_text
+
 _NO_MATPLOTLIB = "no plot: matplotlib is not installed (pip install '.[evaluation]' in a clone)"
 _MARKERS = "osD^vx"
+# What a picture of each kind would say of when and with what it was made.
+_UNSAID: dict[str, dict[str, None]] = {
+    ".png": {"Software": None},
+    ".pdf": {"CreationDate": None},
+    ".svg": {"Date": None},
+}
 
 
 def pareto(figures: Sequence[Mapping[str, float]]) -> list[int]:
@@ -51,7 +59,7 @@ def table(
     """Lines of a Markdown table of the chosen settings, the fastest first; "-": no ceiling."""
     gates = [name for name in figures[0] if name.startswith("gate_")]
     moved = [name for name in figures[0] if name.endswith("_mb")]
-    heads = ["setting", "TPOT ms", "bound ms", "hits %", "best %", "device GiB"]
+    heads = ["setting", "TPOT ms", "bound ms", "hits %", "best %", "device"]
     heads += [name.replace("_mb", " MB/token") for name in moved]
     heads += [name.replace("gate_", "") + " %" for name in gates]
     lines = ["| " + " | ".join(heads) + " |", "| --- |" + " ---: |" * (len(heads) - 1)]
@@ -63,12 +71,17 @@ def table(
             f"{f['bound_ms']:.2f}" if "bound_ms" in f else "-",
             f"{100 * f['hit_rate']:.1f}",
             f"{100 * f['best_hit_rate']:.1f}" if "best_hit_rate" in f else "-",
-            f"{f['device_gib']:.2f}",
-            *(f"{f[name]:.1f}" for name in moved),
+            size_text(f["device_gib"] * GIB),
+            *(_megabytes(f[name]) for name in moved),
             *(f"{100 * f[name]:.1f}" for name in gates),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def _megabytes(amount: float) -> str:
+    """With digits that are not 0, of small experts too."""
+    return f"{amount:.1f}" if amount >= 1 or not amount else f"{amount:.2g}"
 
 
 def draw(path: Path, by_link: Mapping[float, Sequence[Mapping[str, float]]], title: str) -> str:
@@ -104,5 +117,5 @@ def draw(path: Path, by_link: Mapping[float, Sequence[Mapping[str, float]]], tit
     for each in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         each("{x:g}")
     axes.legend(fontsize=8, title="dotted: no cache is faster")
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    figure.savefig(path, dpi=110, metadata=_UNSAID.get(path.suffix.lower()))
     return ""

@@ -81,7 +81,8 @@ def make_workload(trace: Trace, most_foreseen: int = 0) -> Workload:
     has = 0 if trace.predicted_ids is None else trace.predicted_ids.shape[2]
     if has < min(most_foreseen, trace.num_experts):
         raise MoejaxError(
-            f"{most_foreseen} experts are to be brought ahead, the trace foresees {has}"
+            f"{most_foreseen} experts are to be brought ahead, the trace foresees {has}: record it "
+            f"with --config.record_foreseen={most_foreseen}, or lower prefetch"
         )
     num_experts, num_layers = trace.num_experts, trace.num_layers
     _, starts, sizes = np.unique(trace.step, return_index=True, return_counts=True)

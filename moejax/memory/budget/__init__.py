@@ -19,6 +19,7 @@ from moejax.memory.budget.limits import (
     gib_above,
     narrowed,
     require_room,
+    size_text,
 )
 from moejax.memory.budget.planned import Budget, Tier
 from moejax.memory.budget.precisions import n_hot
@@ -52,6 +53,7 @@ __all__ = [
     "n_hot",
     "narrowed",
     "require_room",
+    "size_text",
     "table_nbytes",
     "tier_warnings",
     "unused",

@@ -18,6 +18,16 @@ AT_MOST = ("activations", "KV cache", "states", "reserve", "staging", "importanc
 _LEAST_BULK, _MOST_BULK, _BULK_BYTES = 8, 32, 128 * 2**20
 
 
+def size_text(num_bytes: float) -> str:
+    """Such as "1.25 GiB", in the unit in which it has digits before the point."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
+
+
 def default_bulk(expert_bytes: Sequence[int]) -> int:
     """Experts on their way between steps where a policy asks for them and no limit is given.
 

@@ -1,6 +1,6 @@
 """A budget in lines, for people."""
 
-from moejax.memory.budget.limits import GIB
+from moejax.memory.budget.limits import GIB, size_text
 from moejax.memory.budget.planned import Budget
 from moejax.memory.budget.tiers import TieredBudget
 
@@ -11,7 +11,7 @@ LINK_GIB_S = 50  # PCIe 5 x16 by DMA, measured on an H200 with jax 0.11.2, 2026-
 def describe(budget: Budget) -> list[str]:
     """The table of all parts, then slots, shares, and what crosses the link."""
     c = f"batch {budget.batch}, context {budget.context}, prefill by {budget.chunk} tokens"
-    lines = [f"{c}, experts of {budget.tier.expert_nbytes / MIB:.2f} MiB"]
+    lines = [f"{c}, experts of {size_text(budget.tier.expert_nbytes)}"]
     for place, part, nbytes in budget.table():
         gib = f" = {nbytes / GIB:.3f} GiB{_of_limit(budget, place)}" if part == "total" else ""
         lines.append(f"  {place:<7}{part:<40}{nbytes / MIB:>12.2f} MiB{gib}")
@@ -33,7 +33,7 @@ def describe_tiers(budget: TieredBudget) -> list[str]:
             end = said if part == "total" else ""
             lines.append(f"  {place:<7}{part:<46}{nbytes / MIB:>12.2f} MiB{end}")
     return lines + [
-        f"{tier.tier.name}: experts of {tier.tier.expert_nbytes / MIB:.2f} MiB, "
+        f"{tier.tier.name}: experts of {size_text(tier.tier.expert_nbytes)}, "
         f"{tier.slots} of {tier.num_experts} cached a layer, {tier.transient} transient slots, "
         f"{tier.host_rows} of {tier.num_layers * tier.num_experts} in host memory"
         for tier in budget.tiers
@@ -63,7 +63,7 @@ def _speed(budget: Budget) -> list[str]:
     ):
         nbytes = budget.link_nbytes(num_tokens) / each
         lines.append(
-            f"over the link at worst: {nbytes / MIB:.1f} MiB {what}, "
+            f"over the link at worst: {size_text(nbytes)} {what}, "
             f"{1e3 * nbytes / (LINK_GIB_S * GIB):.2f} ms at {LINK_GIB_S} GiB/s"
         )
     return lines
