@@ -12,7 +12,7 @@ from moejax.results import read_rows
 
 GIB = 2**30
 # What differs between the rows of one run.
-_BUDGET = re.compile(r"(?:pool, )?\d+ slots of \d+, ahead 0, TPOT, |, [\d.]+ GiB(?=,|$)")
+_BUDGET = re.compile(r"\d+ slots of \d+|, [\d.]+ GiB(?=,|$)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
