@@ -1,13 +1,15 @@
 """Sections `buddymoe`, `latency` and `cost`: substitution, a miss's time, a policy's time."""
 
 import dataclasses
+import functools
+import statistics
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from moejax.benchmarking.shape_memory import Memory, TierPlan, release, tier_name
-from moejax.benchmarking.workloads import one_miss_workload
+from moejax.benchmarking.workloads import Workload, one_miss_workload
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
@@ -22,6 +24,7 @@ BITS = 4
 # Gains of BuddyMoE's best setting over original (Tables 2 to 4), percent; and fewer bytes.
 BARS = {0.75: 7.4, 0.5: 5.8, 0.375: 10.3}
 BYTES_BAR = 17.0
+POOL, ROUNDS = "no policy, the pool alone", 5  # cost: what others stand beside, and how often
 # Of `quality_sections.BUDDIES`, and the best of the paper's tables; the first one's program serves
 # all that differ in numbers alone.
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
@@ -185,15 +188,12 @@ def cost(run: Run) -> None:
     critical (of one tier, and with INT2 beside it that nobody asks for), BuddyMoE may replace
     nothing, or searches lists whole in which nobody is there (each expert stands in for itself),
     DynaExq ranks by hotness, but has nothing hot in the tier beside it, bf16 as in the paper or
-    INT8. A cost is of the medians of calls, which nobody else's work lengthens; the pool alone runs
-    before the policies and after them, and the faster one counts.
+    INT8. All are there at once and measured in turns, as a link is not always as fast: a cost is
+    the median over the rounds of what a round's median call takes longer than the pool's alone.
     """
     lab, work = run.lab, run.workload()
     num_experts, width = lab.config.num_experts, lab.config.experts_per_token
     plan = TierPlan(bits=BITS, slots=num_experts // 2, first=work.hottest(num_experts // 2))
-
-    def alone() -> Measured | None:
-        return run.measured("the pool alone", lambda: lab.tier_memory(plan), work, profile=True)
 
     def other(bits: int) -> TierPlan:
         return TierPlan(bits=bits, slots=width, few_rows=True)
@@ -212,28 +212,54 @@ def cost(run: Run) -> None:
         "dynaexq, nothing hot": (DynaExq(n_hot=0), [other(16), plan]),
         "dynaexq, nothing hot, INT8 beside": (DynaExq(n_hot=0), [other(8), plan]),
     }  # fmt: skip
-    bases = [alone()]
-    measured = {
-        name: run.measured(name, lambda: lab.tiered(policy, plans), work, profile=True)  # noqa: B023
-        for name, (policy, plans) in policies.items()
-    }
-    bases.append(alone())
-    those = [base for base in bases if base is not None]
-    if not those:
-        return
-    base = min(those, key=lambda one: one.median)
-    other = max(one.median for one in those)
-    run.tpot("no policy, the pool alone", base, other_median_ms=1e3 * other)
-    for name, found in measured.items():
-        if found is None:
+    makes: dict[str, Callable[[], Memory]] = {POOL: lambda: lab.tier_memory(plan)}
+    for name, (policy, plans) in policies.items():
+        makes[name] = functools.partial(lab.tiered, policy, plans)
+    runners: dict[str, Runner] = {}
+    try:
+        for name, make in makes.items():
+            if runner := run.attempt(name, lambda: _runner(run, make())):  # noqa: B023
+                runners[name] = runner
+        rounds = [_round(run, runners, work, i) for i in range(ROUNDS)]
+    finally:
+        for runner in runners.values():
+            release(runner.memory)
+    for name in runners:
+        pairs = [(one[name], one[POOL]) for one in rounds if name in one and POOL in one]
+        if not pairs:
             continue
-        run.tpot(name, found, no_policy_ms=1e3 * base.tpot)
-        more = 100 * (found.median / base.median - 1)
-        run.report.add(f"{name}: cost of an offloaded step", more, "%", bar=3.0,
-                       moved_over_no_policy=_ratio(found, base),
-                       no_policy_spread=100 * (other / base.median - 1))  # fmt: skip
-        launched = found.facts["launches_a_layer"] - base.facts["launches_a_layer"]
-        run.report.add(f"{name}: launches a layer over no policy", launched, "", bar=2.0)
+        by_median = sorted((found for found, _ in pairs), key=lambda found: found.median)
+        run.tpot(name, by_median[len(pairs) // 2], rounds=len(pairs))
+        if name == POOL:
+            continue
+        more = [100 * (found.median / base.median - 1) for found, base in pairs]
+        run.report.add(
+            f"{name}: cost of an offloaded step", statistics.median(more), "%", bar=3.0,
+            lowest_round=min(more), highest_round=max(more), moved_over_no_policy=_ratio(*pairs[0]),
+        )  # fmt: skip
+        counts = [one.facts["launches_a_layer"] for one in pairs[0]]
+        run.report.add(
+            f"{name}: launches a layer over no policy", counts[0] - counts[1], "", bar=2.0
+        )
+
+
+def _runner(run: Run, memory: Memory) -> Runner:
+    return Runner(run.lab.config, run.lab.dense, run.lab.device, memory=memory)
+
+
+def _round(
+    run: Run, runners: dict[str, Runner], work: Workload, number: int
+) -> dict[str, Measured]:
+    """Each once; launches are counted in the first round."""
+    found = {}
+    for name, runner in runners.items():
+        one = run.attempt(
+            f"{name}, round {number}",
+            lambda: run.lab.remeasure(runner, work, profile=number == 0),  # noqa: B023
+        )
+        if one is not None:
+            found[name] = one
+    return found
 
 
 def _ratio(found: Measured, base: Measured) -> float:
