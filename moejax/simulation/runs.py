@@ -17,7 +17,8 @@ from moejax.simulation.replay import DELAY, Replay, Running, begin, run_calls
 from moejax.simulation.segments import Segment, segments
 from moejax.traces import PREFILL, Trace
 
-BLOCK_BYTES = 4 * 2**30  # of settings that run side by side
+BLOCK_BYTES = 4 * 2**30  # of settings that run side by side, on a CPU
+BLOCK_SHARE = 1 / 8  # of the memory that JAX may take of an accelerator: the same
 _TEMPORARIES = 16  # arrays int32[M, T, E] of a setting that a step may hold at once
 
 
@@ -58,7 +59,7 @@ def run_policies(
     """Replays the trace under every run.
 
     Runs whose policies compute by one formula (`formulas`) are stacked, as many at a time as
-    `BLOCK_BYTES` holds.
+    `block_bytes` holds.
 
     Args:
       trace: checked.
@@ -138,8 +139,15 @@ def _check_foreseen(trace: Trace, run: Run, ahead: int) -> None:
         )
 
 
+def block_bytes() -> int:
+    """What settings that run side by side may take of JAX's default device."""
+    (device,) = jnp.zeros(()).devices()
+    limit = (device.memory_stats() or {}).get("bytes_limit", 0)
+    return int(limit * BLOCK_SHARE) if limit else BLOCK_BYTES
+
+
 def block_size(count: int, state: Any, trace: Trace, num_tiers: int) -> int:
-    """How many of so many settings run side by side: blocks of one size within `BLOCK_BYTES`.
+    """How many of so many settings run side by side: blocks of one size within `block_bytes`.
 
     Args:
       count: of settings.
@@ -149,7 +157,7 @@ def block_size(count: int, state: Any, trace: Trace, num_tiers: int) -> int:
     """
     own = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     each = _TEMPORARIES * 4 * trace.num_layers * num_tiers * trace.num_experts + 4 * own
-    num_blocks = -(-count * each // BLOCK_BYTES)
+    num_blocks = -(-count * each // block_bytes())
     return -(-count // min(count, num_blocks))
 
 
