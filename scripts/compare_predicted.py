@@ -144,7 +144,7 @@ def main(argv: list[str]) -> None:
                 device=measured_by["device"],
                 versions=measured_by["versions"] | package_versions("numpy"),
                 date=today(),
-                command=f"{measured_by['command']}; {command_line()}",
+                command=command_line(),
             )
         )  # fmt: skip
     if _OUTPUT.value:
