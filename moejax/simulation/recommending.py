@@ -150,7 +150,7 @@ def recommend(
     others = ", ".join(f"{kind} {ms:.2f}" for kind, ms in best.items() if kind != _kind(one))
     why = (
         f"{_kind(one)}, {described(one.setting)}: {of['tpot_ms']:.2f} ms a token at "
-        f"{machine.link_gib_per_s:g} GiB/s, {100 * fidelity(of):.1f} % of the gate mass in "
+        f"{machine.link_gib_per_s:.4g} GiB/s, {100 * fidelity(of):.1f} % of the gate mass in "
         f"{one.tiers.names[0]} (floor {100 * floor:g} %); the best of others: {others or 'none'}"
     )
     return Recommended(candidate=one, figures=of, best=best, why=why)

@@ -24,7 +24,7 @@ def rows(
         for name, one in zip(names, swept, strict=True):
             found = one.figures(machine)
             yield results.ResultRow(
-                what=f"sweep, {policy}, {name}, {machine.link_gib_per_s:g} GiB/s, TPOT",
+                what=f"sweep, {policy}, {name}, {machine.link_gib_per_s:.4g} GiB/s, TPOT",
                 figure=found.pop("tpot_ms"),
                 unit="ms",
                 baseline=found,

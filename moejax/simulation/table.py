@@ -109,7 +109,7 @@ def draw(path: Path, by_link: Mapping[float, Sequence[Mapping[str, float]]], tit
         beaten = np.array([i not in best for i in range(len(figures))])
         style = {"marker": marker, "color": color}
         axes.scatter(x[beaten], y[beaten], s=8, alpha=0.25, linewidths=0, **style)
-        axes.scatter(x[~beaten], y[~beaten], s=24, label=f"{link:g} GiB/s", **style)
+        axes.scatter(x[~beaten], y[~beaten], s=24, label=f"{link:.4g} GiB/s", **style)
         order = np.argsort(x, kind="stable")
         bound = np.array([f.get("bound_ms", np.nan) for f in figures])
         axes.plot(x[order], bound[order], color=color, linewidth=0.8, linestyle=":")
