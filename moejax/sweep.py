@@ -77,7 +77,8 @@ def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
     names = [described(one.setting) for one in swept]
     for link, found in figures.items():
         best = table.pareto(found)
-        print(f"\n{link:.4g} GiB/s; {len(best)} of {len(grid)} settings are beaten by no other one\n")
+        said = f"{len(best)} of {len(grid)} settings are beaten by no other one"
+        print(f"\n{link:.4g} GiB/s; {said}\n")
         print("\n".join(table.table(names, found, table.spread(found, best, config.rows))))
     if output:
         results.append_rows(output, rows.rows(config.policy, names, swept, chosen))
