@@ -210,6 +210,10 @@ class EngineTest(parameterized.TestCase):
         ({"policy": "dynaexq", "tiers": ("int4", "int2")}, "groups of 64 are longer"),
         ({"policy": "dynaexq", **MADE, "slots": (3,)}, "policy.slots has 1 numbers"),
         ({"policy": "dynaexq", **MADE, "slots": (3, 9)}, "policy.slots=3, 9 must be from 0 to"),
+        (
+            {"policy": "dynaexq", **MADE, "slots": (3, 8), "limits": Limits(slots=3)},
+            "memory.slots=3 and policy.slots=(3, 8) both say how many experts are cached",
+        ),
         ({"policy": "dynaexq", **MADE, "settings": {"n_hot": 9}}, "n_hot=9, but"),
         ({"policy": "buddymoe"}, "there is no profile of experts"),
         ({"policy": "dymo"}, "there is no policy 'dymo'; did you mean 'dymoe'"),

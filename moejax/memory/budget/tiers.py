@@ -141,6 +141,11 @@ def make_tiered_budget(
     limit = limit_nbytes(limits.device_gib)
     if slots:
         _check(slots, names, num_experts)
+        if limits.slots >= 0:
+            raise BudgetError(
+                f"memory.slots={limits.slots} and policy.slots={tuple(slots)} both say how many "
+                "experts are cached: leave memory.slots out"
+            )
         return _within(made(slots), limit, of_policy)
     if limit is None:
         first = num_experts if limits.slots < 0 else limits.slots
