@@ -1,7 +1,8 @@
 """What `--config.policy.name=auto` takes: the table that `moejax.policies.auto` reads, by sweeps.
 
     python -m moejax.generate --prompt="..." --config.temperature=1 --config.max_new_tokens=1500 \
-        --config.record_trace=demo.trace --config.record_probabilities=True
+        --config.context=2048 --config.record_trace=demo.trace --config.record_probabilities=True \
+        --config.record_foreseen=32
     python -m scripts.recommend_defaults --trace=demo.trace --out=moejax/policies/auto_table.json
 
 The demo model is of the family qwen3_moe, and its trace stands for it; with groups of its experts
@@ -48,7 +49,7 @@ def rows_of(family: str, trace: Trace) -> Iterator[dict[str, Any]]:
     for share in SHARES:
         room = share * trace.num_experts * trace.num_layers * high / GIB + 1e-9
         chosen = list(candidates(trace, tiers, room))
-        swept = replayed(trace, chosen, 64)
+        swept = replayed(trace, chosen, None)
         found = recommend(chosen, swept, Machine(base_ms=0, link_gib_per_s=LINK), FLOOR)
         settings = dict(found.candidate.setting)
         slots = settings.pop("slots")
