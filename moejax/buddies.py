@@ -209,7 +209,7 @@ def load_buddies(
     counted: dict[str, Any] = {name: arrays[name] for name in fields}
     activity = ExpertActivity(**counted)
     lists = BuddyLists(arrays["buddies"], arrays["q"])
-    _check_values(path, lists, arrays["tau"])
+    _check_values(path, lists, {name: arrays[name] for name in ("q", "tau", *sorted(fields))})
     return BuddyProfile(lists, arrays["tau"], activity, provenance)
 
 
@@ -217,7 +217,8 @@ def _check_origin(
     path: Path, provenance: Any, config: ModelConfig | None, directory: Path | None
 ) -> None:
     """Raises MoejaxError for a profile of another family; warns where config.json is another."""
-    if not isinstance(provenance, dict):
+    counting = provenance.get("counting", {}) if isinstance(provenance, dict) else None
+    if not isinstance(counting, dict):
         raise MoejaxError(f"{path} does not say where it comes from; {_MEND}")
     of, family = provenance.get("checkpoint"), provenance.get("family")
     if config is not None and family not in (None, config.family):
@@ -237,7 +238,7 @@ def _config_sha256(directory: Path) -> str | None:
     return hashlib.sha256(described.read_bytes()).hexdigest() if described.is_file() else None
 
 
-def _check_values(path: Path, lists: BuddyLists, tau: np.ndarray) -> None:
+def _check_values(path: Path, lists: BuddyLists, numbers: dict[str, np.ndarray]) -> None:
     """Raises MoejaxError where the invariants of `BuddyLists` do not hold, or a number is none."""
     ids, num_experts = lists.ids, lists.ids.shape[1]
     if ids.max(initial=-1) >= num_experts or ids.min(initial=-1) < -1:
@@ -247,9 +248,13 @@ def _check_values(path: Path, lists: BuddyLists, tau: np.ndarray) -> None:
         raise MoejaxError(f"{path}: buddies lists an expert twice; {_MEND}")
     if (ids == np.arange(num_experts)[None, :, None]).any():
         raise MoejaxError(f"{path}: buddies lists an expert as its own; {_MEND}")
-    for name, values in (("q", lists.q), ("tau", tau)):
+    for name, values in numbers.items():
         if not np.isfinite(values).all():
             raise MoejaxError(f"{path}: {name} holds numbers that are not finite; {_MEND}")
+        if name not in ("tau", "cosines") and (values < 0).any():
+            raise MoejaxError(f"{path}: {name} holds numbers below 0; {_MEND}")
+    if (np.diff(lists.q, axis=-1) > 0).any():
+        raise MoejaxError(f"{path}: q rises along a list; {_MEND}")
 
 
 def _check(path: Path, stored: dict[str, StoredTensor], config: ModelConfig | None) -> None:

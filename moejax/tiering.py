@@ -13,6 +13,7 @@ from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
 from moejax.policies.interface import AnyPolicy
 from moejax.policies.make import make_policy, parts_of
+from moejax.policies.settings import check_number
 
 MADE = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}  # tiers that can be made at load
 PLAIN = ("bf16", "bfloat16", "float16", "float32")  # names of experts that are in no codes
@@ -250,6 +251,7 @@ def of_grid(name: str) -> Callable[..., AnyPolicy]:
 def _take_temperature(given: dict[str, Any], profile: BuddyProfile) -> None:
     """Sets the temperature at which the profile found its tau, or raises MoejaxError."""
     found = profile.provenance.get("counting", {}).get("temperature", 1.0)
+    check_number("the profile's temperature", found, 0, above=True)
     if given.setdefault("tae_temperature", found) != found:
         raise MoejaxError(
             f"policy.tae_temperature={given['tae_temperature']}, but policy.tae_tau=profile is of "

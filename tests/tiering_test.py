@@ -58,6 +58,8 @@ class ProfileTest(parameterized.TestCase):
     @parameterized.parameters(
         ("tau", np.float32([0.5, np.nan]), "tau holds numbers that are not finite"),
         ("q", np.float32(np.inf), "q holds numbers that are not finite"),
+        ("q", np.float32(-1), "q holds numbers below 0"),
+        ("q", np.float32([0, 0, 0, 0.5]), "q rises along a list"),
         ("buddies", (3, 3, -1, -1), "buddies lists an expert twice"),
         ("buddies", (0, 3, -1, -1), "buddies lists an expert as its own"),
     )
@@ -88,6 +90,24 @@ class ProfileTest(parameterized.TestCase):
             named("buddymoe", {})
         with self.assertRaisesRegex(MoejaxError, "lists=None must be those of a profile"):
             named("buddymoe", {"lists": None})
+        for gains in (0.5, (1, 2)):
+            with self.assertRaisesRegex(MoejaxError, "gains=.* must be an array, as a profile"):
+                named("buddymoe", {"lists": str(self.path), "gains": gains})
+        with self.assertRaisesRegex(MoejaxError, "links=5 must be an array, as a profile"):
+            named("dynaexq", {"foresight": 2, "foresee_by": "links", "links": 5})
+
+    def test_what_a_profile_counted(self):
+        policy = {"tae_tau": "profile"}
+        with self.assertRaisesRegex(MoejaxError, "does not say where it comes from"):
+            self.chosen(profile(counting="x"), **policy)
+        with self.assertRaisesRegex(MoejaxError, "the profile's temperature='x' must be a number"):
+            self.chosen(profile(counting={"temperature": "x"}), **policy)
+        good = profile()
+        none = np.full((M, E), np.nan, np.float32)
+        bad = dataclasses.replace(good.activity, activations=none)
+        save_buddies(self.path, dataclasses.replace(good, activity=bad))
+        with self.assertRaisesRegex(MoejaxError, "activations holds numbers that are not finite"):
+            load_buddies(self.path)
 
 
 if __name__ == "__main__":

@@ -267,7 +267,7 @@ def _check_suits(policy: AnyPolicy, tiers: Sequence[Tier], config: Any) -> None:
     try:
         policy.init(_spec(tiers, config))
     except MoejaxError as error:
-        if len(tiers) > 1:
+        if len(tiers) > 1 or "tier" not in str(error):
             raise
         raise MoejaxError(
             f"{error} (tiers are named so: --config.policy.tiers=\"('int4', 'int2')\")"

@@ -120,7 +120,7 @@ class BuddyMoe(ByContent):
             check_choice(name, getattr(self, name), get_args(allowed))
         check_array("tae_tau", self.tae_tau)
         if self.gains is not None:
-            check_array("gains", self.gains)
+            check_array("gains", self.gains, of_profile=True)
         check_number("tae_margin", self.tae_margin, 0)
         for name in ("tae_temperature", "half_life"):
             check_number(name, getattr(self, name), 0, above=True)

@@ -160,7 +160,7 @@ class DynaExq(ByContent):
         if self.foresight and self.choice != "hot":
             raise MoejaxError(f"foresight={self.foresight} is for choice=hot: {self.choice} stays")
         if self.links is not None:
-            check_array("links", self.links)
+            check_array("links", self.links, of_profile=True)
         check_choice("choice", self.choice, CHOICES)
         check_number("seed", self.seed, 0, 2**32 - 1, integer=True)
 

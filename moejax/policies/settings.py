@@ -59,8 +59,11 @@ def check_numbers(name: str, values: object, low: float, *, integer: bool = Fals
         check_number(name, value, low, integer=integer)
 
 
-def check_array(name: str, values: object) -> None:
-    """Raises MoejaxError unless it is a finite number, or an array or a tuple of them."""
+def check_array(name: str, values: object, *, of_profile: bool = False) -> None:
+    """Raises MoejaxError unless it is a finite number, or an array or a tuple of them.
+
+    What is `of_profile` must be an array.
+    """
     try:
         found = np.asarray(values)
         finite = found.dtype.kind in "fiu" and bool(np.isfinite(found).all())
@@ -68,6 +71,8 @@ def check_array(name: str, values: object) -> None:
         finite = False
     if not finite:
         raise MoejaxError(f"{name}={values!r} must be finite numbers")
+    if of_profile and not hasattr(values, "shape"):
+        raise MoejaxError(f"{name}={values!r} must be an array, as a profile has it")
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
