@@ -149,7 +149,11 @@ class GenerateConfig(RecordConfig):
         "with a policy and --stats, of the answers' tokens in which it is compared with the exact "
         "model (KL), which is loaded beside it under the same limits; 0: none",
     )
-    seed: int = option(0, "of the sampling; the same seed gives the same text")
+    seed: int = option(
+        0,
+        "of the sampling; the same seed gives the same text, unless a policy moves experts between "
+        "steps and policy.emulate is off: copies come by the clock",
+    )
     stop: tuple[str, ...] = option(
         GenerationSettings.stop, "end before this string; may be repeated"
     )

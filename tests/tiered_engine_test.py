@@ -174,9 +174,7 @@ class EngineTest(parameterized.TestCase):
 
     def emulated(self, policy, settings, slots, tiers):
         """An engine under a policy in emulated slots, and what the replay of its trace tallies."""
-        # A policy whose last answer is not there yet is asked later, which the clock decides.
-        with mock.patch.object(tiered_memory, "is_ready", return_value=True):
-            engine, trace = self.recorded(policy, settings, slots, tiers, emulate=True)
+        engine, trace = self.recorded(policy, settings, slots, tiers, emulate=True)
         run = Run(
             policy=make_policy(policy, **settings), tiers=tiers, expert_bytes=(2, 1)[: len(tiers)],
             slots=slots, bulk=64,
@@ -194,6 +192,21 @@ class EngineTest(parameterized.TestCase):
                 prompt = rng.integers(3, CONFIG.vocab_size, 6).tolist()
                 engine.generate(prompt, max_new_tokens=120, temperature=1.0, ignore_eos=True)
         return engine, read_trace(path)
+
+    def test_the_clock_has_no_part_in_emulated_slots(self):
+        # Of slots that are there it has: a policy is not asked while its last answer is on its way.
+        how = {"policy": "dynaexq", "settings": {"period": 8}, "slots": (3, 8), **MADE}
+        said, moved = [], []
+        for ready in (False, True):
+            engine = self.engine(emulate=True, **how)
+            with mock.patch.object(tiered_memory, "is_ready", return_value=ready):
+                for prompt in (PROMPT, PROMPT[::-1]):
+                    said += engine.generate(prompt, max_new_tokens=60, ignore_eos=True)
+            moved.append(engine.ledger.total("bulk"))
+        self.assertGreater(moved[0], 3)
+        self.assertEqual(moved[0], moved[1])
+        tokens = [answer.tokens for answer in said]
+        self.assertEqual(tokens[:2], tokens[2:])
 
     def test_a_tier_of_another_checkpoint(self):
         other = self.folder / "other"

@@ -101,6 +101,7 @@ class TieredMemory:
         held = self.pool, *self._on_their_way()
         said = jax.eval_shape(functools.partial(ask, self.spec), *held)[1]
         self._asks = len(said.moved.layer) + len(said.ahead.layer) > 0
+        self._is_emulated = any(pool.emulated for pool in pools)
         if len(said.ahead.layer) and not any(tier.disk and tier.disk.cache for tier in tiers):
             logging.warning(
                 "the policy's foresight does nothing: no tier has experts on the disk and rows of "
@@ -209,7 +210,8 @@ class TieredMemory:
             return
         rest = self._rest
         if self._answer is not None:
-            if not is_ready(self._answer.idle):
+            # Emulated slots are for the outcome: when they change is not left to the clock.
+            if not (self._is_emulated or is_ready(self._answer.idle)):
                 rest.passed += num_tokens
                 return
             answer, self._answer = self._answer, None

@@ -326,5 +326,7 @@ class DynaExq(ByContent):
             )
         numbers = np.broadcast_to(np.asarray(wanted), spec.num_layers)
         if numbers.max() > slots:
+            if slots == spec.num_experts:
+                raise MoejaxError(f"n_hot={int(numbers.max())}, but a layer has {slots} experts")
             raise MoejaxError(f"n_hot={int(numbers.max())}, but the hot tier has {slots} slots")
         return numbers
