@@ -276,7 +276,7 @@ class Engine:
         length = self._cache_length(ids, wanted)
         builders = [self._builder(prompt, length, wanted) for prompt in ids]
         timing = Timing(0.0, 0.0, 0, 0.0)
-        run = self._runner.run(ids, length, wanted, self._ending(wanted), STEPS_PER_CALL)
+        run = self._runner.run(ids, length, wanted, self.eos_ids, STEPS_PER_CALL)
         for rows, timing in run:  # noqa: B007, the last timing is used below
             for builder, tokens in zip(builders, rows, strict=True):
                 for token in tokens:
@@ -306,7 +306,7 @@ class Engine:
     def _stream(
         self, ids: list[int], length: int, builder: AnswerBuilder, settings: GenerationSettings
     ) -> Iterator[Chunk]:
-        for rows, timing in self._runner.run([ids], length, settings, self._ending(settings), 1):
+        for rows, timing in self._runner.run([ids], length, settings, self.eos_ids, 1):
             for token in rows[0]:
                 text = builder.push(token)
                 yield Chunk(text, token, builder.finish_reason, timing)
@@ -379,6 +379,12 @@ class Engine:
             self.config.max_positions,
         )  # fmt: skip
 
+    @property
+    def longest_prompt(self) -> int:
+        """Most tokens of a prompt that leave room for an answer."""
+        planned = self.budget.context if self.budget else self.config.max_positions
+        return (self.context or planned) - 1
+
     def check_prompt(self, ids: list[int]) -> None:
         """Raises MoejaxError, which says the lengths, where a prompt leaves no room to answer."""
         self._cache_length([ids], GenerationSettings())
@@ -390,8 +396,7 @@ class Engine:
         rows = list(zip(prompts, settings, strict=True))
         length = max(self._cache_length([prompt], own) for prompt, own in rows)
         builders = [self._builder(prompt, length, own) for prompt, own in rows]
-        ends = self._ending(settings[0])
-        return LiveBatch(self._runner, prompts, settings, builders, length, ends, **how)
+        return LiveBatch(self._runner, prompts, settings, builders, length, self.eos_ids, **how)
 
     def _encode(self, prompt: Prompt, settings: GenerationSettings) -> list[int]:
         return token_ids_of(
