@@ -8,13 +8,13 @@ class for, is as the code beside DeepSeek-MoE-16B has it.
 from collections.abc import Mapping
 from typing import Any
 
-_SHARED: Mapping[str, Any] = {
+_SHARED: dict[str, Any] = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e4,
     "tie_word_embeddings": False,
 }
-_QWEN: Mapping[str, Any] = _SHARED | {
+_QWEN: dict[str, Any] = _SHARED | {
     "vocab_size": 151936,
     "hidden_size": 2048,
     "max_position_embeddings": 32768,
@@ -22,7 +22,7 @@ _QWEN: Mapping[str, Any] = _SHARED | {
     "decoder_sparse_step": 1,
     "mlp_only_layers": None,
 }
-_DEEPSEEK: Mapping[str, Any] = _SHARED | {
+_DEEPSEEK: dict[str, Any] = _SHARED | {
     "vocab_size": 102400,
     "hidden_size": 4096,
     "intermediate_size": 11008,
@@ -34,7 +34,7 @@ _DEEPSEEK: Mapping[str, Any] = _SHARED | {
     "norm_topk_prob": False,
     "num_experts_per_tok": None,
 }
-_LATENT: Mapping[str, Any] = {
+_LATENT: dict[str, Any] = {
     "q_lora_rank": 1536,
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 128,
@@ -156,6 +156,7 @@ def with_defaults(family: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
 def default_eos_id(fields: Mapping[str, Any], vocab_size: int) -> int | None:
     """The token that ends answers of a config.json's family, where there is one."""
     family = fields.get("model_type")
-    known = isinstance(family, str) and family in DEFAULTS
-    eos = DEFAULTS[family].get("eos_token_id") if known else None
+    if not isinstance(family, str) or family not in DEFAULTS:
+        return None
+    eos = DEFAULTS[family].get("eos_token_id")
     return eos if eos is not None and eos < vocab_size else None
