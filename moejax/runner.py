@@ -250,9 +250,10 @@ class Runner:
         logits = []
         for start, size in self._chunks(batch, length, cache_length):
             static = (self._program, self._chunk_spec(batch, start, size, cache_length))
-            inputs = part_of(tokens, start, size), np.int32(start), np.int32(length)
+            chunk, numbers = part_of(tokens, start, size), (np.int32(start), np.int32(length))
+            inputs = (self._put(chunk), *map(self._put, numbers))
             cache, out = self._step(
-                since, batch * size, steps.chunk_logits, static, (cache,), *map(self._put, inputs)
+                since, batch * size, steps.chunk_logits, static, (cache,), *inputs
             )
             with self.reading(since):
                 logits.append(np.asarray(out)[:, : length - start])

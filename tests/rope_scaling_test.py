@@ -162,10 +162,13 @@ class AnglesTest(parameterized.TestCase):
 def load(directory: Path, family: str, kind: str) -> tuple[Engine, ModelConfig, Path]:
     """An engine of a tiny checkpoint with a kind of rope, its config, and where it is."""
     pairs = {"qwen3_next": 2, "deepseek_v3": 3}.get(family, 4)
+    num_layers = {"qwen3_next": 2, "deepseek_v3": 2}.get(family, 1)
     fields = {
-        "num_hidden_layers": 2, "max_position_embeddings": LONGEST[kind],
+        "num_hidden_layers": num_layers, "max_position_embeddings": LONGEST[kind],
         "rope_parameters": scaling(kind, pairs),
     }  # fmt: skip
+    if family == "mixtral":
+        fields["head_dim"] = 8  # what transformers 5.23 cannot do without where rope is scaled
     path = directory / f"{family}_{kind}"
     write_random_checkpoint(TinyCheckpoint(family=family, fields=fields), path, seed=5)
     engine = Engine.from_pretrained(path, dtype="float32", platform="cpu", progress=False)
@@ -189,18 +192,19 @@ class LogitsTest(parameterized.TestCase):
                 run = model(torch.as_tensor(tokens), use_cache=True)
             found = engine.logits(tokens)
             self.assertLess(relative_errors(found, run.logits.numpy()).max(), RELATIVE_ERROR)
-            with mock.patch.object(chunks, "MAX_PREFILL_LENGTH", 16):
-                in_chunks = engine.logits(tokens)
-            self.assertLess(relative_errors(in_chunks, found).max(), RELATIVE_ERROR)
+            if length == LENGTHS[-1]:
+                with mock.patch.object(chunks, "MAX_PREFILL_LENGTH", 32):
+                    in_chunks = engine.logits(tokens)
+                self.assertLess(relative_errors(in_chunks, found).max(), RELATIVE_ERROR)
             self.compare_decode(engine, model, tokens, run.past_key_values)
 
     def compare_decode(self, engine: Engine, model: Any, tokens: np.ndarray, cache: Any) -> None:
         settings = GenerationSettings(max_new_tokens=NUM_DECODED, ignore_eos=True)
         runner, length = engine._runner, tokens.shape[1]
         session = runner.prefill(
-            tokens.tolist(), length + NUM_DECODED, settings, (), engine.config.vocab_size
+            tokens.tolist(), LENGTHS[-1] + NUM_DECODED, settings, (), engine.config.vocab_size
         )
-        token = np.asarray(session.emitted.tokens)
+        token = np.array(session.emitted.tokens)
         for step in range(NUM_DECODED - 1):
             with torch.no_grad():
                 run = model(
@@ -210,21 +214,19 @@ class LogitsTest(parameterized.TestCase):
             cache = run.past_key_values
             expected = run.logits[0, -1].log_softmax(-1).numpy()
             runner.decode(session, 1, 1)
-            token = np.asarray(session.emitted.tokens)
+            token = np.array(session.emitted.tokens)
             logprobs = session.emitted.logprobs
             found = np.zeros_like(expected)
             found[np.asarray(logprobs.top_ids)[0, 0]] = np.asarray(logprobs.top)[0, 0]
             self.assertLess(relative_errors(found, expected), RELATIVE_ERROR)
 
-    @parameterized.parameters(
-        ("qwen3_moe", "yarn"), ("qwen3_moe", "dynamic"), ("qwen3_next", "yarn"),
-    )  # fmt: skip
+    @parameterized.parameters(("qwen3_moe", "yarn"), ("qwen3_moe", "dynamic"))
     def test_logits_are_those_of_transformers(self, family, kind):
         self.compare(family, kind)
 
     @parameterized.parameters(
         ("qwen3_moe", "linear"), ("qwen3_moe", "llama3"), ("qwen3_moe", "longrope"),
-        ("qwen3_next", "dynamic"), ("qwen3_next", "linear"), ("mixtral", "yarn"),
+        ("qwen3_next", "yarn"), ("qwen3_next", "dynamic"), ("mixtral", "yarn"),
         ("mixtral", "dynamic"), ("deepseek_v3", "linear"), ("deepseek_v3", "dynamic"),
     )  # fmt: skip
     def test_other_kinds(self, family, kind):
