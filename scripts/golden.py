@@ -118,7 +118,6 @@ def _moving(run: Recording) -> None:
     """Long enough for a policy to move experts between steps, many times."""
     run.logits()
     run.stream(PROMPTS[0], 48)
-    run.generate(PROMPTS[:1])
 
 
 def _bulk(run: Recording) -> None:
@@ -198,12 +197,8 @@ def _policies() -> dict[str, Case]:
         cases[f"{name}_emulated"] = Case(policy=emulated, work=work)
     both = {"policy": "dymoe", "settings": {**dymoe, "prefetch": 2}, "slots": (3, 3), **MADE}
     cases["dymoe_prefetch"] = Case(policy=both, work=_streamed)
-    cases["dymoe_prefetch_emulated"] = Case(policy={**both, "emulate": True}, work=_streamed)
     cases["on_demand_prefetch"] = Case(
         policy={"policy": "on_demand", "settings": {"prefetch": 2}, "slots": (3,)}, work=_streamed
-    )
-    cases["on_demand_no_slots"] = Case(
-        policy={"policy": "on_demand", "slots": (0, 8), **MADE}, work=_streamed
     )
     cases["dymoe_disk"] = Case(
         policy=both, limits={"host_gib": 0.00006}, work=_streamed
@@ -219,7 +214,6 @@ def _policies() -> dict[str, Case]:
 
 CASES: dict[str, Case] = {
     "demo": Case(model="demo", work=_plain),
-    "demo_slots": Case(model="demo", limits={"slots": 8}, work=_plain),
     "demo_slots_prefetch": Case(model="demo", limits={"slots": 8, "prefetch": 2}, work=_plain),
     "resident": Case(work=_FULL_TRACE),
     "slots": Case(limits={"slots": 3}, work=_traced),
@@ -228,22 +222,15 @@ CASES: dict[str, Case] = {
     "disk": Case(limits={"slots": 3, "host_gib": 0.0001}, work=_streamed),
     "disk_bulk": Case(limits={"slots": 3, "host_gib": 0.00013, "bulk": 4}, work=_bulk),
     "bulk": Case(limits={"slots": 3, "bulk": 4}, work=_bulk),
-    "batch": Case(work=_mixed),
     "batch_slots": Case(limits={"slots": 3}, work=_mixed),
-    "chunks": Case(model="long", work=_chunked),
-    "chunks_slots": Case(model="long", limits={"slots": 3}, work=_chunked),
     "chunks_slots_prefetch": Case(
         model="long", limits={"slots": 3, "prefetch": 2}, work=_chunked
     ),
     "milo": Case(model="tiny_milo", work=_streamed),
     "milo_slots": Case(model="tiny_milo", limits={"slots": 3, "prefetch": 2}, work=_streamed),
-    "milo_on_demand": Case(
-        model="tiny_milo", policy={"policy": "on_demand", "slots": (3,)}, work=_streamed
-    ),
     **_policies(),
-    **{kind: Case(model=kind, work=_streamed) for kind in model_kinds.KINDS},
     **{
-        f"{kind}_slots": Case(model=kind, limits={"slots": 2, "prefetch": 1}, work=_streamed)
+        kind: Case(model=kind, limits={"slots": 2, "prefetch": 1}, work=_streamed)
         for kind in model_kinds.KINDS
     },
 }  # fmt: skip

@@ -51,7 +51,7 @@ def plain_python(workload: Workload, slots: int, prefetch: int) -> np.ndarray:
             if wanted:
                 model.predict(layer, wanted, limit)
             misses = model.counts[layer]["misses"]
-            model.plan(layer, set(np.flatnonzero(masks[s, layer]).tolist()), None)
+            model.plan(layer, set(np.flatnonzero(masks[s, layer]).tolist()))
             row = found[int(workload.is_decode[s]), layer]
             row[COUNTED.index("fetches")] += model.counts[layer]["misses"] > misses
             for i, name in enumerate(COUNTED[:-1]):

@@ -92,7 +92,6 @@ class Decision(NamedTuple):
       weights: float32[N, A], of the sum.
       at_least: bool[N, A], a tier of higher fidelity may serve the pair where one is resident
         (DyMoE's conservative reuse).
-      keep: float32[E], experts of least value leave a cache first; None for the least recent use.
       ahead: int32[E], the tier in which the next layer's experts are to be brought ahead, -1 for
         not; None for none.
     """
@@ -101,7 +100,6 @@ class Decision(NamedTuple):
     tier: jax.Array
     weights: jax.Array
     at_least: jax.Array
-    keep: jax.Array | None = None
     ahead: jax.Array | None = None
 
 
@@ -225,7 +223,7 @@ def rule_of(policy: AnyPolicy, state: Any) -> Rule | None:
     """What says the tiers that its decisions ask for in a step of decode, or None.
 
     A policy says so by a method `rule` of its state, of constant leaves alone: `decide` gives these
-    tiers and `at_least`, no `keep`, and, where it leaves the router's ids, the router's weights.
+    tiers and `at_least`, and, where it leaves the router's ids, the router's weights.
     Whoever follows the rule need not ask for them. Where its layers do not depend on one another
     (`Policy.layer_axes`) and it replaces no expert (`replaces`) it may be told of them after the
     step: `decide` must then bring nothing ahead but by `Observation.predicted`.
