@@ -139,7 +139,9 @@ class SkipUnwanted:
         seen = jnp.zeros((spec.num_layers, spec.num_experts))
         return SkipUnwantedState(seen, jnp.float32(self.decay), jnp.float32(self.least))
 
-    def decide(self, state: SkipUnwantedState, o: Observation) -> tuple[Decision, SkipUnwantedState]:
+    def decide(
+        self, state: SkipUnwantedState, o: Observation
+    ) -> tuple[Decision, SkipUnwantedState]:
         """Runs what the router chose, in the one tier there is."""
         weights = jnp.where(o.active[:, None], o.weights, 0.0)
         now = jnp.zeros(o.probabilities.shape[1]).at[o.ids].add(weights)
@@ -194,8 +196,8 @@ for name, one in sorted(swept, key=lambda pair: (pair[1].slots, pair[1].hit_rate
 
 # %% [markdown]
 # `on_demand` is LRU written as a policy; it may differ from `lru` a little, since the experts of
-# one step are equally recent, and the two break such ties otherwise. A setting that
-# skips more fetches less: the last column is the share of the router's weight that it pays for that.
+# one step are equally recent, and the two break such ties otherwise. A setting
+# that skips more fetches less: the last column is the share of the router's weight that it pays.
 
 # %%
 figure = Figure(figsize=(6, 4), layout="constrained")

@@ -30,7 +30,7 @@ from unittest import mock
 
 from scripts import quick_compile
 
-quick_compile.set_flags()
+os.environ["XLA_FLAGS"] = quick_compile.xla_flags()
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax

@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # first compiles; processes inherit it.
 from scripts import quick_compile
 
-quick_compile.set_flags()
+os.environ["XLA_FLAGS"] = quick_compile.xla_flags()
 
 import jax
 import pytest

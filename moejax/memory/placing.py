@@ -95,9 +95,7 @@ class Placing:
             return self._at_once(placed, num_pairs), changed(state, found)
         active = jnp.broadcast_to(token_mask[:, None], routing.ids.shape)
         needed = _marked(routing.ids, active, cache.num_experts)
-        plan, residency, counts = rules.plan(
-            cache, state[0], layer, needed, max_needed, state[1]
-        )
+        plan, residency, counts = rules.plan(cache, state[0], layer, needed, max_needed, state[1])
         mass = jnp.sum(jnp.where(active, routing.weights, 0.0)).reshape(1)
         counts = counts.add_gate_mass(layer, mass)
         experts = jnp.arange(cache.num_experts, dtype=jnp.int32)

@@ -56,9 +56,7 @@ def _released(
 ) -> Tables:
     """Without the experts `gone`, bool[E], of a layer."""
     row, slots = tables.table[layer], num_slots(tables.table, num_experts)
-    slot_of, owner, last_use, ahead = jnp.split(
-        row, [num_experts + i * slots for i in range(3)]
-    )
+    slot_of, owner, last_use, ahead = jnp.split(row, [num_experts + i * slots for i in range(3)])
     leaves = (owner >= 0) & gone[jnp.maximum(owner, 0)]
     waste = jnp.sum(leaves & (ahead != 0), dtype=jnp.int32)
     events = tables.events.at[layer, columns["evictions"]].add(jnp.sum(leaves, dtype=jnp.int32))

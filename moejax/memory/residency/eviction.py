@@ -11,9 +11,7 @@ import numpy as np
 from moejax.memory.residency.tables import Row
 
 
-def ordered_victims(
-    row: Row, clock: jax.Array, needed: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def ordered_victims(row: Row, clock: jax.Array, needed: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Which slots, bool[C], may be given to others, and each one's place in that order, int32[C].
 
     Free ones come first, then those of the oldest use, of the smallest expert.

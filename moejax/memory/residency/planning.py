@@ -67,10 +67,10 @@ def plan(
 ) -> tuple[Plan, Residency, Counts]:
     """Where each needed expert of a layer is computed, and what is fetched for that.
 
-    Misses, in order of id, take the victims: free slots, then those of experts that are not
-    needed, least recently used first, of one step the smaller id first. If the victims are too few, this is a scan of the layer, which evicts nothing: misses
-    take the free slots, and the rest is streamed through the transient slots, in waves. What was
-    used gets the clock, which then advances.
+    Misses, in order of id, take the victims: free slots, then those of experts that are not needed,
+    least recently used first, of one step the smaller id first. If the victims are too few, this is
+    a scan of the layer, which evicts nothing: misses take the free slots, and the rest is streamed
+    through the transient slots, in waves. What was used gets the clock, which then advances.
 
     Args:
       spec: the sizes.
