@@ -1,4 +1,4 @@
-"""What no cache can beat: Belady's choice, and LRU at every size from one pass."""
+"""Belady's choice, which no cache can beat."""
 
 from typing import Any, NamedTuple
 
