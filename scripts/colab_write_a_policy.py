@@ -45,13 +45,12 @@ from matplotlib.figure import Figure
 
 from moejax import Engine, Tiering
 from moejax.compression.calibration import shipped_text
-from moejax.policies.interface import (
+from moejax.policies.base import (
     SKIPPED,
     Decision,
-    Needs,
     Observation,
+    Policy,
     PolicySpec,
-    no_requests,
 )
 from moejax.simulation.sweeping import Swept, Tiers, sweep
 from moejax.traces import DECODE, read_trace
@@ -107,11 +106,9 @@ print(f"{trace.num_layers} layers, each chooses {trace.width} of {trace.num_expe
 #   (who was chosen, with which weights, who lies in a slot) and returns a `Decision`;
 # * `transfers` may ask for experts to be moved between steps. Ours does not.
 #
-# Ours remembers how much *weight* each expert got lately, $s \leftarrow \beta s + w$, and keeps
-# those with the most: an expert that is often wanted stays, even if it was not wanted just now.
-# And, if `least` is above 0, an expert that is not here and would get less weight than that is left
-# out. That loses a little of the answer (the *gate mass* that was skipped says how much), and saves
-# a fetch.
+# Ours remembers how much *weight* each expert got lately, $s \leftarrow \beta s + w$. If `least` is
+# above 0, an expert that is not here and has less than that is left out. That loses a little of the
+# answer (the *gate mass* that was skipped says how much), and saves a fetch.
 #
 # Settings that are to be swept belong into the state: then many of them run side by side.
 
@@ -126,13 +123,12 @@ class SkipUnwantedState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SkipUnwanted:
+class SkipUnwanted(Policy[SkipUnwantedState]):
     """Skips an expert that is not in the cache if it got little weight lately."""
 
+    name = "skip_unwanted"
     decay: float = 0.9
     least: float = 0.0
-    name = "skip_unwanted"
-    needs = Needs()  # no look-ahead, no attention
 
     def init(self, spec: PolicySpec) -> SkipUnwantedState:
         """Nothing was seen yet."""
@@ -151,10 +147,6 @@ class SkipUnwanted:
         tier = jnp.where(skip | ~o.active[:, None], SKIPPED, 0)
         decision = Decision(o.ids, tier, o.weights, jnp.zeros(o.ids.shape, bool))
         return decision, state._replace(seen=state.seen.at[o.layer].set(seen))
-
-    def transfers(self, state: SkipUnwantedState, resident: jax.Array):
-        """Nothing moves between steps."""
-        return no_requests(), state
 
 
 # %% [markdown]
