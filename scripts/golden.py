@@ -12,7 +12,6 @@ locations. Run both commands on one machine: XLA rounds differently for another 
 Transfers and disk reads that come by the clock are waited for after each step.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -35,6 +34,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import numpy as np
+from absl import app, flags
 from safetensors.numpy import load_file
 
 from moejax import Engine
@@ -60,6 +60,9 @@ SMALL: dict[str, Any] = {
     "model_dim": 32, "head_dim": 8, "num_experts": 8, "expert_dim": 16, "mlp_dim": 40,
 }  # fmt: skip
 LEDGER_TIMES = ("stall_seconds",)
+
+_ONLY = flags.DEFINE_string("only", "", "configurations whose name has this word; '': all")
+_MOST = flags.DEFINE_integer("most", 12, "lines of differences of each configuration")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,7 +183,7 @@ def _policies() -> dict[str, Case]:
     buddymoe = make_policy("buddymoe", lists=_buddies(), rho=2, tae_tau=-1.0)
     named: dict[str, dict[str, Any]] = {
         "on_demand": {"policy": "on_demand", "slots": (3,)},
-        "resident": {"policy": "resident", "slots": (8,), **MADE, "tiers": ("int4",)},
+        "resident_policy": {"policy": "resident", "slots": (8,), **MADE, "tiers": ("int4",)},
         "dymoe": {"policy": "dymoe", "settings": {**dymoe, "prefetch": 0}, "slots": (3, 8), **MADE},
         "dynaexq": {"policy": "dynaexq", "settings": dynaexq, "slots": (3, 8), **MADE},
         "buddymoe": {"policy": buddymoe, "slots": (5,), **MADE, "tiers": ("int4",)},
@@ -205,7 +208,7 @@ def _policies() -> dict[str, Case]:
     )  # fmt: skip
     foreseeing = {**dynaexq, "foresight": 4}
     cases["dynaexq_disk"] = Case(
-        policy={**named["dynaexq"], "settings": foreseeing}, limits={"host_gib": 0.00008},
+        policy={**named["dynaexq"], "settings": foreseeing}, limits={"host_gib": 0.00012},
         work=_moving,
     )  # fmt: skip
     cases["dymoe_batch"] = Case(policy=named["dymoe"], work=_mixed)
@@ -391,23 +394,18 @@ def _short(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Writes the record of each configuration, or compares it with one written before."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("command", choices=("write", "compare"))
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--only", default="", help="configurations whose name has this word")
-    parser.add_argument("--most", type=int, default=12, help="lines of differences of each")
-    given = parser.parse_args()
-    names = [name for name in CASES if given.only in name]
+    if len(argv) != 3 or argv[1] not in ("write", "compare"):
+        sys.exit("usage: python -m scripts.golden write|compare DIR [--only=WORD] [--most=N]")
+    command, directory = argv[1], Path(argv[2])
+    names = [name for name in CASES if _ONLY.value in name]
     if not names:
-        parser.error(f"no configuration has {given.only!r} in its name; there are {list(CASES)}")
-    if given.command == "compare" and not given.directory.is_dir():
-        parser.error(f"{given.directory} is no directory: write it first")
-    given.directory.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(given.directory / "xla"))
+        sys.exit(f"--only={_ONLY.value}: no configuration has it in its name; there are {[*CASES]}")
+    if command == "compare" and not directory.is_dir():
+        sys.exit(f"{directory} is no directory: write it first")
+    directory.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(directory / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     num_different = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -416,8 +414,8 @@ def main() -> None:
             start = time.monotonic()
             found = record(CASES[name], Path(folder))
             jax.clear_caches()
-            seconds, path = time.monotonic() - start, given.directory / f"{name}.json"
-            if given.command == "write":
+            seconds, path = time.monotonic() - start, directory / f"{name}.json"
+            if command == "write":
                 path.write_text(json.dumps(found, indent=1))
                 print(f"{name}: written ({seconds:.1f} s)", flush=True)
                 continue
@@ -425,14 +423,14 @@ def main() -> None:
             lines = differences(old, found)
             num_different += bool(lines)
             print(f"{name}: {len(lines) or 'no'} differences ({seconds:.1f} s)", flush=True)
-            for line in lines[: given.most]:
+            for line in lines[: _MOST.value]:
                 print(f"  {line}")
-            if len(lines) > given.most:
-                print(f"  and {len(lines) - given.most} more: --most={len(lines)} prints all")
-    if given.command == "compare":
+            if len(lines) > _MOST.value:
+                print(f"  and {len(lines) - _MOST.value} more: --most={len(lines)} prints all")
+    if command == "compare":
         print(f"{num_different} of {len(names)} configurations differ")
         sys.exit(num_different > 0)
 
 
 if __name__ == "__main__":
-    main()
+    app.run(main)
