@@ -2,8 +2,7 @@
 
     python -m tests.decode_programs Qwen3-Next-80B-A3B --layers=4 --batch=8
 
-Attention and experts in INT4, all else as the shape has it. Needs JAX's CUDA plugin, and no GPU;
-what CHANGELOG says was counted so is counted by this.
+Attention and experts in INT4, all else as the shape has it. Needs JAX's CUDA plugin and no GPU.
 """
 
 import argparse
