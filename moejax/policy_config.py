@@ -72,7 +72,6 @@ class PolicyConfig(RunConfig):
     renormalise: str = _setting("dymoe: weights of what is left sum to what all summed to")
     reuse_skipped: str = _setting("dymoe: experts to be left out run where their copy is there")
     lists: str = _setting("buddymoe: a profile of moejax.profile_experts; '': the checkpoint's")
-    choose: str = _setting("buddymoe: buddies; to compare with, none, random or matched_random")
     gains: str = _setting("buddymoe: profile scales a buddy's weight by how alike outputs are")
     tae_tau: str = _setting(
         "buddymoe: of eq. 1; profile takes the profile's percentile and temperature"
@@ -86,7 +85,6 @@ class PolicyConfig(RunConfig):
     eta: str = _setting("buddymoe: weight of the token's own logits in eq. 3")
     kappa: str = _setting("buddymoe: penalty of a hop in eq. 3")
     hops: str = _setting("buddymoe: partitions between each expert and the tokens")
-    discount: str = _setting("buddymoe: of a buddy's second use by a token; 0: never twice")
     rho: str = _setting("buddymoe: replacements of a token and layer at most")
     spend_on: str = _setting("buddymoe: which pairs rho goes to, first or last")
     depth: str = _setting("buddymoe: places of a list that are searched, H")

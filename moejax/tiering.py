@@ -241,8 +241,6 @@ def of_grid(name: str) -> Callable[..., AnyPolicy]:
     """Makes the policy of this name by settings as `simulation.grid` reads them."""
 
     def make(**settings: Any) -> AnyPolicy:
-        if settings.get("choose", "") is None:  # which of BuddyMoE's choices is the word itself
-            settings["choose"] = "none"
         return named(name, settings).policy
 
     return make
