@@ -14,7 +14,7 @@ import numpy as np
 from moejax import ops
 from moejax.checkpoints import open_checkpoint
 from moejax.chunks import MAX_PREFILL_LENGTH, Planned, cache_length, longest_chunk
-from moejax.devices import choose_device, enable_compilation_cache, plain_memory_errors
+from moejax.devices import check_dtype, choose_device, enable_compilation_cache, plain_memory_errors
 from moejax.errors import MoejaxError
 from moejax.evaluation.likelihood import PairScorer, Scored
 from moejax.fidelity import TieredLedger
@@ -128,6 +128,7 @@ class Engine:
           MoejaxError: with one line for every kind of bad input.
         """
         device = choose_device(platform)
+        check_dtype(dtype, device.platform)
         enable_compilation_cache(compilation_cache)
         start = time.perf_counter()
         checkpoint = open_checkpoint(str(path))

@@ -130,7 +130,7 @@ class ConfigTest(parameterized.TestCase):
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be"),
         ({"seed": -1}, "seed=-1 must be from 0"),
         ({"stop": ("",)}, "stop="),
-        ({"stop": (5,)}, "must be strings; quote a number"),
+        ({"stop": (5,)}, "must be a tuple of strings"),
         ({"top_k": 1.5}, "top_k=1.5 must be of type int"),
         ({"top_k": True}, "top_k=True must be of type int"),
         ({"temperature": "hot"}, "temperature='hot' must be of type float"),

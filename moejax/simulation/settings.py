@@ -17,6 +17,8 @@ POLICIES = (LRU, *(name for name in NAMES if name != "auto"))
 class SweepConfig(RunConfig):
     """A trace, a grid of settings, and the machine on which they are to be thought of."""
 
+    command = "moejax.sweep"
+
     trace: str = option(
         "", "a trace (--config.record_trace of generate or evaluate); must be given"
     )
@@ -26,8 +28,9 @@ class SweepConfig(RunConfig):
         "buddymoe (with an axis lists=FILE, a profile of moejax.profile_experts), compose",
     )
     grid: tuple[str, ...] = option(
-        ("slots=8:80:8", "prefetch=0"),
-        "axes NAME=VALUES: slots=8:80:8, retention=0.5,0.75, of two tiers slots=24/104",
+        (),
+        "axes NAME=VALUES: slots=8:80:8, retention=0.5,0.75, of two tiers slots=24/104; (): slots "
+        "of 1/8, 2/8, ... of the trace's experts, in every tier",
     )
     tiers: tuple[str, ...] = option(
         (),
@@ -75,7 +78,9 @@ class SweepConfig(RunConfig):
             raise MoejaxError("links=() must name a speed in GiB/s, or give a calibration")
         for link in self.links:
             _number("links", link)
-        if self.recommend and not self.device_gib > 0:
+        if not 0 <= self.device_gib < 1e6:
+            raise MoejaxError(f"device_gib={self.device_gib:g} must be a number of GiB")
+        if self.recommend and not self.device_gib:
             raise MoejaxError(f"device_gib={self.device_gib:g} must be above 0 to recommend for it")
         if not 0 <= self.floor <= 1:
             raise MoejaxError(f"floor={self.floor:g} must be from 0 to 1")
