@@ -15,7 +15,7 @@ import numpy as np
 from moejax import steps
 from moejax.cache import KVCache
 from moejax.memory import tiered
-from moejax.policies.interface import AnyPolicy
+from moejax.policies.base import AnyPolicy
 from moejax.runner import Runner
 from moejax.simulation.costs import Machine, Traffic, step_ms
 from moejax.simulation.segments import CALL_STEPS
