@@ -120,7 +120,8 @@ def options(config: RunConfig) -> list[Option]:
             parts = options(value)
             found += [dataclasses.replace(p, name=f"{field.name}.{p.name}") for p in parts]
         else:
-            found.append(Option(field.name, value, *map(field.metadata.get, ("help", "commas"))))
+            of = field.metadata
+            found.append(Option(field.name, value, of["help"], of["commas"]))
     return found
 
 
