@@ -34,6 +34,8 @@ from moejax.options import (
     check_field_name,
     check_fields,
     from_config_dict,
+    groups,
+    moved,
     options,
     to_config_dict,
     value_of,
@@ -118,7 +120,7 @@ def exit_status(command: Command[_Config], argv: Sequence[str]) -> int:
         config, values = parse(command, argv)
         verbose = values.verbose
         if values.help:
-            print(_help_text(command, values))
+            print(_help_text(command, values, config))
         else:
             command.body(config, values)
         sys.stdout.flush()
@@ -198,6 +200,8 @@ def _arguments(argv: Sequence[str], values: flags.FlagValues, default: RunConfig
         is_off = not flag and name.startswith("no")
         if is_off and (flag := _flag_of(name[2:], values, default)) not in booleans:
             flag = ""
+        if not flag and (new := moved(name, default)):
+            raise flags.Error(f"--{name} is now written {new}")
         if not flag:
             raise flags.Error(
                 f"there is no flag --{name}; did you mean {_near(name, values, default)}?"
@@ -290,7 +294,7 @@ def user_path(name: str) -> Path:
         raise MoejaxError(f"there is no such place as {name} ({error})") from error
 
 
-def _help_text(command: Command[_Config], values: flags.FlagValues) -> str:
+def _help_text(command: Command[_Config], values: flags.FlagValues, config: _Config) -> str:
     rows = [("--config=FILE", "a config file (see configs/); without it the defaults below")]
     rows += [(f"--{name}", " ".join(values[name].help.split())) for name in values]
     flag_lines = [f"  {name:<20} {said}" for name, said in rows if name != "--config"]
@@ -301,7 +305,9 @@ def _help_text(command: Command[_Config], values: flags.FlagValues) -> str:
     fields = (
         "Config (--FIELD=VALUE serves where no other flag or field has that name; lists a,b,c):"
     )
-    return "\n".join([command.doc.strip(), "\nFlags:", *flag_lines, f"\n{fields}", *field_lines])
+    more = [line for group in groups(config).values() for line in group.more_help()]
+    lines = [command.doc.strip(), "\nFlags:", *flag_lines, f"\n{fields}", *field_lines, *more]
+    return "\n".join(lines)
 
 
 def _fail(message: str, status: int, verbose: bool) -> int:

@@ -46,6 +46,15 @@ class RunConfig:
     def check(self) -> None:
         """Raises MoejaxError naming the first field whose value is not allowed, and the range."""
 
+    def moved(self, name: str) -> str:
+        """The flag that replaces a field of an earlier version; "" for none."""
+        del name
+        return ""
+
+    def more_help(self) -> list[str]:
+        """Lines that `--help` prints after the fields, for the values that were given."""
+        return []
+
 
 _Config = TypeVar("_Config", bound=RunConfig)
 
@@ -196,11 +205,26 @@ def _number(name: str, value: Any, kind: type) -> Any:
         raise MoejaxError(f"{name}={value!r} must be {said}") from error
 
 
+def groups(config: RunConfig) -> dict[str, RunConfig]:
+    """The groups of fields, by name."""
+    found = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {name: value for name, value in found.items() if isinstance(value, RunConfig)}
+
+
+def moved(name: str, config: RunConfig) -> str:
+    """The flag that replaces a former field, named with its group or without; "" for none."""
+    group, _, field = name.rpartition(".")
+    found = [part.moved(field) for key, part in groups(config).items() if group in ("", key)]
+    return next(filter(None, found), "")
+
+
 def check_field_name(name: str, config: RunConfig) -> None:
     """Raises MoejaxError naming the nearest field of `config`, unless `name` is one."""
     known = [option.name for option in options(config)]
     if name in known:
         return
+    if flag := moved(name, config):
+        raise MoejaxError(f"{name} is now written {flag}")
     if group := [option for option in known if option.startswith(f"{name}.")]:
         raise MoejaxError(f"{name} has no value of its own; it is a group: {', '.join(group)}")
     same = [option for option in known if option.rpartition(".")[2] == name]

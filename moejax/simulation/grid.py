@@ -15,6 +15,21 @@ _WORD = re.compile(r"[\w+./~-]*\w")
 MAX_SETTINGS = 100_000
 
 
+def single(text: str) -> dict[str, Any]:
+    """The settings of one policy, "retention=0.75,low=skip"; spaces divide them as commas do.
+
+    Raises:
+      MoejaxError: it cannot be read, or a setting has several values.
+    """
+    try:
+        found = settings(part for part in re.split(r"[,\s]+", text) if part)
+    except MoejaxError as error:
+        raise MoejaxError(str(error).removeprefix("grid: ")) from error
+    if len(found) > 1:
+        raise MoejaxError(f"{text!r} gives a setting several values; moejax.sweep takes those")
+    return found[0]
+
+
 def settings(axes: Iterable[str]) -> list[dict[str, Any]]:
     """Every combination of the values of some axes, the last axis fastest.
 

@@ -25,7 +25,8 @@ class SweepConfig(RunConfig):
     policy: str = option(
         LRU,
         "lru (the engine's cache, to the last hit), or a policy: on_demand, dynaexq, dymoe, "
-        "buddymoe (with an axis lists=FILE, a profile of moejax.profile_experts), compose",
+        "buddymoe (with an axis lists=FILE, a profile of moejax.profile_experts), compose, or "
+        "MODULE:CLASS of your own",
     )
     grid: tuple[str, ...] = option(
         (),
@@ -67,7 +68,7 @@ class SweepConfig(RunConfig):
 
     def check(self) -> None:
         """See `RunConfig.check`; trace, grid and machine are checked where they are read."""
-        if self.policy not in POLICIES:
+        if self.policy not in POLICIES and ":" not in self.policy:
             known = ", ".join(POLICIES)
             raise MoejaxError(f"there is no policy {self.policy!r} to sweep over; known: {known}")
         if self.bulk < -1:
