@@ -28,7 +28,7 @@ SETTINGS = {
     "hysteresis": "dynaexq: share by which a cold expert must exceed a hot one",
     "foresight": "dynaexq: experts of a layer read ahead from the disk, as likely hot; 0: none",
     "foresee_by": "dynaexq: what foretells them: scores, or links (the layer before)",
-    "links": "dynaexq: a profile's file, for foresee_by=links; not given: the checkpoint's",
+    "links": "dynaexq: a profile's file, for foresee_by=links; None: the checkpoint's",
     "choice": "dynaexq: hot; to compare with, random or first",
     "high": "dymoe: the tier of critical experts; '': the first",
     "low": "dymoe: the tier of the others; skip leaves them out; '': the last",

@@ -194,9 +194,7 @@ class PagesTest(absltest.TestCase):
     def test_every_setting_is_in_a_command_a_config_or_a_written_page(self):
         # The generated lists name all of them, and count for nothing.
         pages = "".join(
-            re.sub(
-                r"<!-- made: (\w+) -->\n.*?<!-- end -->", "", page.read_text("utf-8"), flags=re.S
-            )
+            re.sub(r"<!-- made: \w+ -->\n.*?<!-- end -->", "", page.read_text("utf-8"), flags=re.S)
             for page in make_documents.pages()
         )
         files = [*(ROOT / "configs").glob("*.py"), *(ROOT / "scripts").rglob("*.py")]
