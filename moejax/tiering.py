@@ -194,8 +194,6 @@ def named(
       MoejaxError: see `choose`.
     """
     given = dict(settings)
-    if given.get("choose", "") is None:  # read as no value, but it is a choice of BuddyMoE's
-        given["choose"] = "none"
     parts = parts_of(name, given)
     if "dynaexq" in parts and isinstance(given.get("links", ""), str):
         _take_links(given, directory, config)

@@ -24,7 +24,7 @@ from absl import app, flags
 
 from moejax.devices import choose_device
 from pallas_kernels import expert_fetch
-from pallas_kernels.grouped_dequant_matmul import Assignments, choose, moe_layer
+from pallas_kernels.grouped_dequant_matmul import OPERATION, Assignments, moe_layer
 from pallas_kernels.packed import PackedMatrices
 from scripts.bench_fetch_loops import Bench, microseconds, rate
 from scripts.bench_kernels_data import MOE, SMOKE_MOE, Moe, random_rows, random_stack
@@ -166,7 +166,7 @@ def main(argv: list[str]) -> None:
     for moe in SMOKE_MOE if _SMOKE.value else MOE:
         layer = make_layer(bench, moe)
         x = jax.ShapeDtypeStruct((1, moe.model_dim), jnp.bfloat16)
-        best = choose(x, moe.width, [layer.device[0]], [layer.device[1]])
+        best = OPERATION.choose(x, moe.width, [layer.device[0]], [layer.device[1]], ())
         print(f"{moe.name}: {best.describe()}", flush=True)
         for name in ["reference"] if _SMOKE.value else _KERNELS.value:
             for num_tokens in _TOKENS.value:

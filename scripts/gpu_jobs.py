@@ -1,4 +1,4 @@
-"""The jobs of `scripts.bench_gpu`: what stands in CHANGELOG under "Numbers", by command."""
+"""The jobs of `scripts.bench_gpu`: every row measured on a GPU, by command."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence

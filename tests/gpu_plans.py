@@ -77,8 +77,7 @@ def buddies(
     lists = leaf(num_layers, num_experts, places, dtype="int32")
 
     def function(*operands: Any, target: Target) -> Any:
-        del target  # the same for all
-        return buddy_triton.search_triton(*operands, last_first=False, interpret=False)
+        return buddy_triton.search_triton(*operands, last_first=False, target=target)
 
     real = functools.partial(leaf, dtype="float32")
     gate = buddy_search.Gate(real(1, num_experts), real(num_layers), real(), real())

@@ -17,7 +17,6 @@ from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
 from moejax.policies.on_demand import OnDemand
 from moejax.policies.resident import Resident
-from moejax.policies.substitution import Form
 
 # Each a frozen dataclass whose fields are the settings.
 POLICIES: Mapping[str, Callable[..., AnyPolicy]] = {
@@ -84,20 +83,12 @@ def make_policy(name: str, **settings: Any) -> AnyPolicy:
 
 def with_kernels(policy: AnyPolicy, platform: str) -> AnyPolicy:
     """The same decisions by kernels, where the platform is "gpu" and there are some."""
-    return _searching(policy, "kernel") if platform == "gpu" else policy
-
-
-def side_by_side(policy: AnyPolicy, platform: str) -> AnyPolicy:
-    """The same decisions by what is fast for many settings at once, without kernels."""
-    return policy if platform == "gpu" else _searching(policy, "ranks")
-
-
-def _searching(policy: AnyPolicy, form: Form) -> AnyPolicy:
-    """With buddies found so, unless a form was asked for."""
-    if isinstance(policy, BuddyMoe) and policy.form == "table":
-        return dataclasses.replace(policy, form=form)
+    if platform != "gpu":
+        return policy
+    if isinstance(policy, BuddyMoe):
+        return dataclasses.replace(policy, form="kernel")
     if isinstance(policy, Compose) and policy.buddies is not None:
-        buddies: Any = _searching(policy.buddies, form)
+        buddies = dataclasses.replace(policy.buddies, form="kernel")
         return dataclasses.replace(policy, buddies=buddies)
     return policy
 

@@ -76,7 +76,6 @@ def gate_up_mosaic(
     low_rank: Sequence[tuple[LowRank, ...]],
     tiles: Tiles | None,
     target: Target,
-    interpret: bool,
 ) -> jax.Array:
     """See `api.gate_up`."""
     tokens, width = assignments.slot.shape
@@ -94,7 +93,7 @@ def gate_up_mosaic(
         tuple(tiers),
         gated=True,
         tiles=tiles or stream.tiles_of_experts(x, list(tiers), pairs, True, target, low_rank),
-        interpret=interpret,
+        interpret=target.simulated,
         low_rank=tuple(low_rank),
     )
     return hidden.reshape(tokens, width, -1)
@@ -107,7 +106,6 @@ def down_mosaic(
     low_rank: Sequence[tuple[LowRank, ...]],
     tiles: Tiles | None,
     target: Target,
-    interpret: bool,
 ) -> jax.Array:
     """See `api.down_products`."""
     tokens, width = assignments.slot.shape
@@ -127,7 +125,7 @@ def down_mosaic(
         gated=False,
         tiles=tiles
         or stream.tiles_of_experts(rows[:tokens], list(tiers), pairs, False, target, low_rank),
-        interpret=interpret,
+        interpret=target.simulated,
         low_rank=tuple(low_rank),
     )
     return products.reshape(1, tokens, width, -1)
