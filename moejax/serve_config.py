@@ -16,6 +16,8 @@ class ServeConfig(GenerateConfig):
     The files under `configs/` for `moejax.generate` serve; what they lack keeps its default.
     """
 
+    command = "moejax.serve"
+
     max_new_tokens: int = option(
         512, "where a request does not say; an answer ends at the end of the context, too"
     )
