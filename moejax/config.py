@@ -135,35 +135,41 @@ class GenerateConfig(RecordConfig):
     generation_config: bool = option(
         True,
         "take what is None below from the checkpoint's generation_config.json, as transformers "
-        "does; where that says nothing, or this is off, the values in brackets count",
+        "does; off: take the defaults that are named there",
     )
     max_new_tokens: int | None = option(
-        None, f"end after so many tokens ({GenerationSettings.max_new_tokens})", kind=int
+        None,
+        f"end after so many tokens; None: the checkpoint's, or {GenerationSettings.max_new_tokens}",
+        kind=int,
     )
     temperature: float | None = option(
         None,
-        "0 is greedy; else logits are divided by it and sampled "
-        f"({GenerationSettings.temperature:g})",
+        "0 is greedy; else logits are divided by it and sampled; None: the checkpoint's, or "
+        f"{GenerationSettings.temperature:g}",
         kind=float,
     )
     top_k: int | None = option(
-        None, f"sample among the k likeliest tokens; 0: all ({GenerationSettings.top_k})", kind=int
+        None,
+        "sample among the k likeliest tokens; 0: all; None: the checkpoint's, or "
+        f"{GenerationSettings.top_k}",
+        kind=int,
     )
     top_p: float | None = option(
         None,
-        "sample among the likeliest tokens of this total probability "
-        f"({GenerationSettings.top_p:g})",
+        "sample among the likeliest tokens of this total probability; None: the checkpoint's, or "
+        f"{GenerationSettings.top_p:g}",
         kind=float,
     )
     min_p: float | None = option(
         None,
-        f"leave out tokens below this share of the likeliest one ({GenerationSettings.min_p:g})",
+        "leave out tokens below this share of the likeliest one; None: the checkpoint's, or "
+        f"{GenerationSettings.min_p:g}",
         kind=float,
     )
     repetition_penalty: float | None = option(
         None,
-        "above 1, tokens already in the text get rarer "
-        f"({GenerationSettings.repetition_penalty:g})",
+        "above 1, tokens already in the text get rarer; None: the checkpoint's, or "
+        f"{GenerationSettings.repetition_penalty:g}",
         kind=float,
     )
     fidelity_share: float = option(
@@ -177,7 +183,7 @@ class GenerateConfig(RecordConfig):
         "steps and policy.emulate is off: copies come by the clock",
     )
     stop: tuple[str, ...] = option(
-        (), "end before this string; may be repeated; none: as max_new_tokens", commas=False
+        (), "end before this string; may be repeated; none: the checkpoint's", commas=False
     )
     add_special_tokens: bool = option(
         GenerationSettings.add_special_tokens, "let the tokenizer add its own (such as bos)"

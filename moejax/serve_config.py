@@ -25,13 +25,14 @@ class ServeConfig(GenerateConfig):
 
     max_new_tokens: int | None = option(
         None,
-        "where a request does not say; an answer ends at the end of the context, too "
-        f"({SERVED['max_new_tokens']})",
+        "where a request does not say; an answer ends at the end of the context, too; None: the "
+        f"checkpoint's, or {SERVED['max_new_tokens']}",
         kind=int,
     )
     temperature: float | None = option(
         None,
-        f"where a request does not say; 0 is greedy ({SERVED['temperature']:g}, as OpenAI's API)",
+        "where a request does not say; 0 is greedy; None: the checkpoint's, or "
+        f"{SERVED['temperature']:g}, as OpenAI's API",
         kind=float,
     )
     seed: int = option(0, "where a request does not say; 0: one that nobody knows")
