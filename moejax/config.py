@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from moejax.chat_template import ChatSettings
 from moejax.errors import MoejaxError
 from moejax.evaluation.perplexity import PRESETS, Windowing
 from moejax.evaluation.problems import GenerationTask
@@ -23,6 +24,7 @@ from moejax.policy_config import PolicyConfig
 PERPLEXITY = "perplexity"
 EVALUATION_TASKS = (PERPLEXITY, *TASKS)
 SHAPE_BITS = (2, 3, 4, 8, 16)
+THINKING = {"auto": None, "on": True, "off": False}
 
 
 VERIFY = "first compare the files of checkpoints with the SHA-256 in their quantization.json"
@@ -160,6 +162,17 @@ class GenerateConfig(RecordConfig):
     add_special_tokens: bool = option(
         GenerationSettings.add_special_tokens, "let the tokenizer add its own (such as bos)"
     )
+    system_prompt: str = option(
+        "", "of conversations (--chat, the server) that begin without a system message; '': none"
+    )
+    thinking: str = option(
+        "auto",
+        "on or off: enable_thinking of the chat template, where it knows that; auto: its default",
+    )
+
+    def chat_settings(self) -> ChatSettings:
+        """What prompts of conversations are rendered with."""
+        return ChatSettings(self.system_prompt, THINKING[self.thinking])
 
     def request(self) -> dict[str, Any]:
         """The fields that `Engine.generate` and `Engine.stream` take."""
@@ -181,6 +194,8 @@ class GenerateConfig(RecordConfig):
             )
         if not 0 <= self.seed < 2**32:
             raise MoejaxError(f"seed={self.seed} must be from 0 to 2**32 - 1")
+        if self.thinking not in THINKING:
+            raise MoejaxError(f"thinking={self.thinking!r} is none of {', '.join(THINKING)}")
         GenerationSettings.of(**self.request())
 
 

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax import ops
+from moejax.chat_template import ChatSettings, checked_messages
 from moejax.checkpoints import open_checkpoint
 from moejax.chunks import MAX_PREFILL_LENGTH, Planned, cache_length, longest_chunk
+from moejax.compile_notice import CompileNotice
 from moejax.devices import choose_device, enable_compilation_cache, plain_memory_errors
 from moejax.errors import MoejaxError
 from moejax.evaluation.likelihood import PairScorer, Scored
@@ -118,7 +120,7 @@ class Engine:
           platform: "cpu", "gpu", or "auto".
           context: cache length, 0 for what each call needs.
           compilation_cache: directory of compiled programs, "auto", or "" for none.
-          progress: whether a bar is drawn on stderr.
+          progress: whether a bar is drawn on stderr, and compiling that takes long is said there.
           limits: of memory; experts that do not fit move while the model runs. None: all are on
             the device.
           policy: decides which experts run, in which stored form; None: those of the router.
@@ -154,6 +156,8 @@ class Engine:
             eos_ids=checkpoint.eos_ids, device=device, context=context, memory=memory,
         )  # fmt: skip
         engine.budget, engine._runner.planned = budget, sizes
+        if progress:
+            engine._runner.programs.announce = CompileNotice()
         engine.load_seconds = time.perf_counter() - start
         return engine
 
@@ -302,6 +306,43 @@ class Engine:
         length = self._cache_length([ids], wanted)
         builder = self._builder(ids, length, wanted)
         return self._stream(ids, length, builder, wanted)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        enable_thinking: bool | None = None,
+        **settings: Any,
+    ) -> Generation:
+        """Answers the last message of a conversation; arguments as of `chat_prompt`.
+
+        Args:
+          messages: each with "role" (system, user or assistant) and "content".
+          enable_thinking: see `chat_prompt`.
+          **settings: fields of `GenerationSettings`.
+        """
+        prompt = self.chat_prompt(messages, enable_thinking=enable_thinking)
+        [answer] = self.generate([prompt], **settings)
+        return answer
+
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], *, enable_thinking: bool | None = None
+    ) -> list[int]:
+        """Token ids of a conversation in the model's chat template, for `generate` and `stream`.
+
+        Args:
+          messages: each with "role" (system, user or assistant) and "content".
+          enable_thinking: of templates that know it, such as Qwen3's; None: their own default.
+
+        Raises:
+          MoejaxError: the messages are wrong, or the checkpoint has no tokenizer or no template.
+        """
+        checked = checked_messages(messages)
+        if self.tokenizer is None:
+            raise MoejaxError("this checkpoint has no tokenizer.json: it takes no messages")
+        variables = ChatSettings(thinking=enable_thinking).variables()
+        text = self.tokenizer.apply_chat_template(checked, **variables)
+        return self.tokenizer.encode(text, add_special_tokens=False)  # the template writes them
 
     def _stream(
         self, ids: list[int], length: int, builder: AnswerBuilder, settings: GenerationSettings

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from moejax.chat_template import ChatSettings
 from moejax.engine import Engine
 from moejax.generation import GenerationSettings
 from moejax.serving.answers import AnswerWriter, TokenTexts
@@ -75,6 +76,7 @@ class Api:
         max_body_bytes: int,
         queue_limit: int,
         access: Access,
+        chat: ChatSettings = ChatSettings(),  # noqa: B008, frozen
     ):
         """Answers once the batcher is ready.
 
@@ -86,6 +88,7 @@ class Api:
           max_body_bytes: longer bodies are refused.
           queue_limit: requests of more answers are refused.
           access: who may ask.
+          chat: of conversations whose request does not say.
         """
         self._batcher = batcher
         self._metrics = metrics
@@ -94,6 +97,7 @@ class Api:
         self._max_body_bytes = max_body_bytes
         self._queue_limit = queue_limit
         self._access = access
+        self._chat = chat
         self._texts: TokenTexts | None = None
         self._started = int(time.time())
 
@@ -177,7 +181,7 @@ class Api:
             raise unavailable("the model is being loaded")
         facts = ModelFacts(
             self._model_name, engine.tokenizer, engine.config.vocab_size, self._defaults,
-            engine.check_prompt, self._queue_limit,
+            engine.check_prompt, self._queue_limit, self._chat,
         )  # fmt: skip
         return await asyncio.to_thread(lambda: read(read_object(body), facts)), engine
 

@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from moejax.chat_template import ROLES, ChatSettings
 from moejax.errors import MoejaxError
 from moejax.generation import MAX_TEMPERATURE, NUM_SEEDS, GenerationSettings
 from moejax.prompts import token_ids_of
@@ -33,7 +34,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
 }
 IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +47,7 @@ class ModelFacts:
       defaults: of fields that a request does not say.
       check_prompt: raises MoejaxError where token ids leave no room to answer.
       most_answers: of a request.
+      chat: of conversations whose request does not say.
     """
 
     name: str
@@ -55,6 +56,7 @@ class ModelFacts:
     defaults: GenerationSettings
     check_prompt: Callable[[list[int]], None]
     most_answers: int = 2**31
+    chat: ChatSettings = ChatSettings()  # noqa: RUF009, frozen
 
     def check_count(self, num_prompts: int, count: int) -> None:
         """Raises an ApiError where there are more answers than may wait; before they cost time."""
@@ -142,7 +144,7 @@ def read_chat(body: Mapping[str, Any], model: ModelFacts) -> Request:
     fields = Fields(body)
     _check_model(fields, model)
     messages = _messages(fields)
-    template = dict(fields.mapping("chat_template_kwargs"))
+    template = {**model.chat.variables(), **fields.mapping("chat_template_kwargs")}
     for name in ("messages", "self", "add_generation_prompt"):
         if name in template:
             fields.refuse("chat_template_kwargs", f"{name} is not the caller's to set")
@@ -156,7 +158,7 @@ def read_chat(body: Mapping[str, Any], model: ModelFacts) -> Request:
     count, stream, include_usage = _shape(fields)
     model.check_count(1, count)
     try:
-        prompt = model.tokenizer.apply_chat_template(messages, **template)
+        prompt = model.tokenizer.apply_chat_template(model.chat.messages(messages), **template)
     except MoejaxError as error:
         raise ApiError(str(error), param="messages") from error
     ids = model.encode(prompt, "messages", add_special_tokens=False)  # the template writes them

@@ -89,6 +89,7 @@ def serve(config: ServeConfig, load: Callable[[], Engine], key: str = "") -> Non
         defaults=defaults, max_body_bytes=config.max_body_bytes,
         queue_limit=config.queue_limit,
         access=Access(config.host, config.allowed_hosts, config.cors_origins, key),
+        chat=config.chat_settings(),
     )  # fmt: skip
     host, port = listening.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
