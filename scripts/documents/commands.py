@@ -33,7 +33,7 @@ MARKS = {
 }
 _START = re.compile(
     r"(?:[A-Z_]+=\S+ )*(?:(?:\.venv/bin/)?python3? (?:-m (?:moejax|scripts|pytest|venv)|scripts/)"
-    r"|scripts/\w+\.sh|pip install|\.venv/bin/(?:pip|pre-commit))"
+    r"|scripts/\w+\.sh|pip install|hf download|\.venv/bin/(?:pip|pre-commit))"
 )
 _FENCE = re.compile(r"^( *)```(\w*)[ ]*(.*?)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"`([^`\n]+)`")
