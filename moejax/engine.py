@@ -14,7 +14,13 @@ import numpy as np
 from moejax import ops
 from moejax.chat_template import ChatSettings, checked_messages
 from moejax.checkpoints import open_checkpoint
-from moejax.chunks import MAX_PREFILL_LENGTH, Planned, cache_length, longest_chunk
+from moejax.chunks import (
+    MAX_PREFILL_LENGTH,
+    Planned,
+    cache_length,
+    least_cache_length,
+    longest_chunk,
+)
 from moejax.compile_notice import CompileNotice
 from moejax.devices import choose_device, enable_compilation_cache, plain_memory_errors
 from moejax.errors import MoejaxError
@@ -412,12 +418,18 @@ class Engine:
             max_tokens=min(settings.max_new_tokens, room),
         )  # fmt: skip
 
-    def _cache_length(self, prompts: list[list[int]], settings: GenerationSettings) -> int:
-        """S for a call: the engine's context, or a bucket that holds prompts and answers."""
+    def _cache_length(
+        self, prompts: list[list[int]], settings: GenerationSettings, batch_size: int = 0
+    ) -> int:
+        """S for a call: the engine's context, or a bucket that holds prompts and answers.
+
+        `batch_size`: sequences of the call; 0: as many as there are prompts.
+        """
         planned = self.budget.context if self.budget else self.config.max_positions
         return cache_length(
             max(map(len, prompts)), settings.max_new_tokens, self.context, planned,
             self.config.max_positions,
+            least_cache_length(self.config, batch_size or len(prompts), self.dtype.itemsize),
         )  # fmt: skip
 
     def check_prompt(self, ids: list[int]) -> None:
@@ -429,7 +441,8 @@ class Engine:
     ) -> LiveBatch:
         """Prompts that run as one batch, each with its own settings; `how` is of `LiveBatch`."""
         rows = list(zip(prompts, settings, strict=True))
-        length = max(self._cache_length([prompt], own) for prompt, own in rows)
+        size = max(len(rows), how.get("size", 0))
+        length = max(self._cache_length([prompt], own, size) for prompt, own in rows)
         builders = [self._builder(prompt, length, own) for prompt, own in rows]
         ends = self._ending(settings[0])
         return LiveBatch(self._runner, prompts, settings, builders, length, ends, **how)

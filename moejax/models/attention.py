@@ -228,6 +228,7 @@ class WritingAttention:
       scale: of the scores; None: 1 / sqrt(C).
       watch: who sees queries and keys; None: nobody.
       token_mask: bool[B, T], False for padding; with `watch` alone.
+      is_for_cpu: see `KVCache.write_chunk`.
     """
 
     cache: KVCache
@@ -239,6 +240,7 @@ class WritingAttention:
     scale: float | None = None
     watch: WatchAttention | None = None
     token_mask: jax.Array | None = None
+    is_for_cpu: bool = False
 
     def __call__(self, place: Place, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """See `Attend`."""
@@ -263,7 +265,9 @@ class WritingAttention:
         if k.shape[1] == 1:
             self.cache = self.cache.write_token(place.mixer, k, v, self.positions[:, 0])
         else:
-            self.cache = self.cache.write_chunk(place.mixer, k, v, self.positions[0, 0])
+            self.cache = self.cache.write_chunk(
+                place.mixer, k, v, self.positions[0, 0], is_for_cpu=self.is_for_cpu
+            )
 
     def show(self, place: Place, q: jax.Array, keys: jax.Array) -> None:
         """To who watches: q [B, T, H, C] and keys [B, S, K, C]."""
