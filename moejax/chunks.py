@@ -12,10 +12,8 @@ MIN_PREFILL_LENGTH = 16
 MAX_PREFILL_LENGTH = 1024  # longer prompts go chunk by chunk
 SCORE_BYTES = 2**30  # of the float32 attention scores of one chunk and layer
 MIN_KV_LENGTH = 256
-# On a CPU compiling takes seconds, and attention is little of a step: a short prompt goes through
-# one program, whatever its length, and so do the tokens of an answer and of those after it.
+# On a CPU compiling takes seconds: short prompts go through one program, whatever their length.
 CPU_CHUNK_LENGTH = 64
-CPU_KV_LENGTH = 1024
 # A cache has so many slots even where a call needs fewer, if all its sequences take no more bytes:
 # the next turns of a conversation then run the same programs.
 CACHE_LENGTH = 1024
@@ -30,12 +28,20 @@ def length_bucket(length: int, smallest: int, largest: int, factor: int = 2) -> 
     return min(bucket, largest)
 
 
-def kv_bucket(length: int, cache_length: int, smallest: int = MIN_KV_LENGTH) -> int:
+def kv_bucket(length: int, cache_length: int) -> int:
     """Slots that attention reads to see `length` of them.
 
     Coarse, since each bucket is a program: a decode of 2,048 tokens compiles three.
     """
-    return length_bucket(length, smallest, cache_length, factor=4)
+    return length_bucket(length, MIN_KV_LENGTH, cache_length, factor=4)
+
+
+def kv_buckets(cache_length: int) -> tuple[int, ...]:
+    """All of `kv_bucket`, rising, without the whole cache."""
+    found = [MIN_KV_LENGTH]
+    while found[-1] < cache_length:
+        found.append(4 * found[-1])
+    return tuple(found[:-1])
 
 
 def least_cache_length(config: ModelConfig, batch_size: int, itemsize: int) -> int:

@@ -13,13 +13,12 @@ from moejax import ops, served, steps
 from moejax.cache import KVCache
 from moejax.chunks import (
     CPU_CHUNK_LENGTH,
-    CPU_KV_LENGTH,
     MAX_PREFILL_LENGTH,
-    MIN_KV_LENGTH,
     MIN_PREFILL_LENGTH,
     Planned,
     chunk_of,
     kv_bucket,
+    kv_buckets,
     length_bucket,
     longest_chunk,
     part_of,
@@ -89,7 +88,7 @@ class Runner:
         self.device = device
         is_cpu = device.platform == "cpu"
         self._short_chunk = CPU_CHUNK_LENGTH if is_cpu else 0
-        self._least_kv_length = CPU_KV_LENGTH if is_cpu else MIN_KV_LENGTH
+        self._chooses_kv_length = is_cpu
         self._whole_calls = device.platform == "gpu" if whole_calls is None else whole_calls
         pools = memory.spec.pools if memory and device.platform == "gpu" else ()
         options = [compiler_options(pools, is_prefill) for is_prefill in (True, False)]
@@ -160,7 +159,7 @@ class Runner:
           prompts: token ids, none empty.
           cache_length: S, longer than every prompt.
           settings: how tokens are chosen.
-          eos_ids: tokens that end a row.
+          eos_ids: tokens that end a row, unless its settings ignore them.
           steps_per_call: decode steps of one compiled call.
         """
         started, compiled = time.perf_counter(), self.programs.seconds
@@ -217,15 +216,17 @@ class Runner:
             )  # fmt: skip
         all_greedy = all(row.temperature == 0 for row in by_row)
         sampling = sampling_of(by_row, self._put)
-        ends = self._put(np.asarray(eos_ids or (-1,), np.int32))
+        never = (-1,) * max(1, len(eos_ids))
+        ends = [(not row.ignore_eos and eos_ids) or never for row in by_row]
+        eos_by_row = self._put(np.asarray(ends, np.int32))
         program = self._program._replace(top_logprobs=top_logprobs)
         state, emitted = self._call(
             steps.first_token, (program, all_greedy),
             (cache, keys, seen_tokens(prompts, by_row, self.config, self._put)),
-            self.weights, hidden, device_lengths, sampling, ends,
+            self.weights, hidden, device_lengths, sampling, eos_by_row,
         )  # fmt: skip
         return Session(
-            state, sampling, ends, all_greedy, max(lengths), emitted, top_logprobs, since
+            state, sampling, eos_by_row, all_greedy, max(lengths), emitted, top_logprobs, since
         )
 
     def end_rows(self, session: Session, ended: np.ndarray) -> None:
@@ -242,6 +243,7 @@ class Runner:
             is_first=False,
             experts=self._recorded_via("decode", batch, batch), attention=self._attention,
             cached=cached_form(self._cached), tiers=self._tiers_via(batch),
+            kv_lengths=self._kv_lengths(cache_length),
         )  # fmt: skip
         program = self._program._replace(top_logprobs=session.top_logprobs)
         static = (program, spec, session.all_greedy, buffer_length, self._whole_calls and whole)
@@ -259,7 +261,8 @@ class Runner:
         logits = []
         for start, size in self._chunks(batch, length, cache_length):
             static = (self._program, self._chunk_spec(batch, start, size, cache_length))
-            inputs = self._put(part_of(tokens, start, size)), self._put(np.int32(start))
+            chunk, numbers = part_of(tokens, start, size), (np.int32(start), np.int32(length))
+            inputs = (self._put(chunk), *map(self._put, numbers))
             cache, out = self._step(
                 since, batch * size, steps.chunk_logits, static, (cache,), *inputs
             )
@@ -349,8 +352,15 @@ class Runner:
         return prefill_chunks(length, cache_length, longest, self._short_chunk)
 
     def kv_length(self, length: int, cache_length: int) -> int:
-        """See `chunks.kv_bucket`."""
-        return kv_bucket(length, cache_length, self._least_kv_length)
+        """Slots that attention may look at, to see `length` of them.
+
+        On a CPU all: a program chooses among `chunks.kv_buckets` itself, since compiling one for
+        each takes seconds.
+        """
+        return cache_length if self._chooses_kv_length else kv_bucket(length, cache_length)
+
+    def _kv_lengths(self, cache_length: int) -> tuple[int, ...]:
+        return kv_buckets(cache_length) if self._chooses_kv_length else ()
 
     def _fresh(self, seeds: list[int], cache_length: int) -> tuple[KVCache, jax.Array, jax.Array]:
         self.planned.check(len(seeds), cache_length)
@@ -364,7 +374,7 @@ class Runner:
 
     def _begin_windows(self, batch: int, length: int) -> tuple[int, int, KVCache]:
         """A session of its own, the length of its cache, and the cache."""
-        limit = max(length, self.planned.context or self.config.max_positions)
+        limit = max(length, self.planned.context or self.config.context_limit)
         cache_length = length_bucket(length, MIN_PREFILL_LENGTH, limit)
         return self._begin_session(), cache_length, self._fresh([0] * batch, cache_length)[0]
 
@@ -417,6 +427,7 @@ class Runner:
             is_first=is_first,
             experts=self._recorded_via("prefill", batch * size, batch),
             attention=self._attention, tiers=self._tiers_via(batch * size),
+            kv_lengths=() if is_first else self._kv_lengths(cache_length),
         )  # fmt: skip
 
     def _put(self, array: np.ndarray | np.generic) -> jax.Array:

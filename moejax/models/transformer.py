@@ -43,6 +43,7 @@ class ChunkSpec(NamedTuple):
     attention: AttentionVia
     cached: CachedVia = "xla"  # of one token a sequence; longer chunks read the cache by XLA
     tiers: tuple[ExpertsVia, ...] = ()  # the form of each, where experts are stored in several
+    kv_lengths: tuple[int, ...] = ()  # fewer slots, among which the step chooses by its positions
 
 
 class Transformer(nnx.Module):
@@ -215,6 +216,7 @@ class Transformer(nnx.Module):
         attend: Attend,
         experts: ExpertsVia,
         run: RunExperts | None = None,
+        lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, list[Routing]]:
         """Embedding and all layers; what attention sees is the caller's business.
 
@@ -225,11 +227,12 @@ class Transformer(nnx.Module):
           attend: what attention sees.
           experts: which form runs the experts.
           run: what runs those that the model does not hold.
+          lengths: int32[B], of `rope.model_angles`.
 
         Returns:
           The last layer's output [B, T, D], and the routing of each sparse layer.
         """
-        angles = model_angles(self.config, positions)
+        angles = model_angles(self.config, positions, lengths)
         x = ops.take_rows(self.embed[...], tokens, self.dtype)
         routings = []
         for place in places(self.config):
@@ -263,6 +266,7 @@ class Transformer(nnx.Module):
         spec: ChunkSpec,
         run: RunExperts | None = None,
         watch: WatchAttention | None = None,
+        lengths: jax.Array | None = None,
     ) -> tuple[KVCache, jax.Array]:
         """Runs T new tokens of each sequence, writing the cache.
 
@@ -280,16 +284,19 @@ class Transformer(nnx.Module):
           spec: static facts.
           run: what runs experts that the model does not hold.
           watch: who sees the queries and keys.
+          lengths: int32[B], of `rope.model_angles`.
 
         Returns:
           The cache and the last layer's output [B, T, D], before the last norm.
         """
         is_unrolled = tokens.shape[1] == 1 and not self._is_for_cpu
         if is_unrolled or not self.loops(spec.experts, run):
-            cache, hidden, _ = self.routed(tokens, positions, token_mask, cache, spec, run, watch)
+            cache, hidden, _ = self.routed(
+                tokens, positions, token_mask, cache, spec, run, watch, lengths
+            )
             return cache, hidden
         assert run is None or isinstance(run, LoopedExperts)
-        return self._looped(tokens, positions, token_mask, cache, spec, run, watch)
+        return self._looped(tokens, positions, token_mask, cache, spec, run, watch, lengths)
 
     @property
     def _is_for_cpu(self) -> bool:
@@ -313,10 +320,11 @@ class Transformer(nnx.Module):
         spec: ChunkSpec,
         run: LoopedExperts | None,
         watch: WatchAttention | None,
+        lengths: jax.Array | None,
     ) -> tuple[KVCache, jax.Array]:
         """As a call, layer numbers on the device; what no whole pass holds is unrolled."""
         c = self.config
-        angles = model_angles(c, positions)
+        angles = model_angles(c, positions, lengths)
         # Alone on a CPU layers gain nothing from one another, and each takes time to compile.
         layers_a_pass = 1 if self._is_for_cpu else LAYERS_A_PASS
         loop = loop_over(c, run.num_turns if run else 1, layers_a_pass)
@@ -357,8 +365,9 @@ class Transformer(nnx.Module):
         length = None if spec.is_first else spec.kv_length
         how = (length, self.config.sliding_window, spec.attention, spec.cached)
         scale = self.config.score_scale
-        is_for_cpu = self._is_for_cpu
-        return WritingAttention(cache, positions, *how, scale, watch, token_mask, is_for_cpu)
+        return WritingAttention(
+            cache, positions, *how, scale, watch, token_mask, self._is_for_cpu, spec.kv_lengths
+        )
 
     def routed(
         self,
@@ -369,6 +378,7 @@ class Transformer(nnx.Module):
         spec: ChunkSpec,
         run: RunExperts | None = None,
         watch: WatchAttention | None = None,
+        lengths: jax.Array | None = None,
     ) -> tuple[KVCache, jax.Array, list[Routing]]:
         """As a call, unrolled, with each sparse layer's routing; for those who count experts."""
         is_token = tokens.shape[1] == 1 and not spec.is_first
@@ -376,5 +386,5 @@ class Transformer(nnx.Module):
         if is_token and watch is None and serves_token_step(self.config, self.dtype, self.kernels):
             return token_layers(self, tokens, positions, token_mask, cache, spec, run)
         attend = self.attention_of(cache, positions, spec, watch, token_mask)
-        found = self.layers(tokens, positions, token_mask, attend, spec.experts, run)
+        found = self.layers(tokens, positions, token_mask, attend, spec.experts, run, lengths)
         return attend.cache, *found

@@ -17,7 +17,7 @@ PLAN = ("--config.shape=Qwen3-30B-A3B", "--config.bits=4", "--config.attention_b
         "--config.context=4096")  # fmt: skip
 RECIPE = ("--config.shape=Qwen3-30B-A3B", "--config.bits=4", "--config.attention_bits=4",
           "--config.memory.device_gib=11", "--config.context=4096")  # fmt: skip
-TIERED = ("--config.policy.name=dynaexq", "--config.policy.tiers=('int4','int2')",
+TIERED = ("--config.policy.name=dynaexq", "--config.policy.tiers=int4,int2",
           "--config.memory.device_gib=0.15", "--config.context=512", "--config.dtype=bfloat16",
           "--config.platform=gpu")  # fmt: skip
 
