@@ -274,7 +274,7 @@ class Transformer(nnx.Module):
         than one token a sequence does. (Kernels of Qwen3-30B's 48 layers took most of a minute.) A
         decode step stays unrolled there: its launches are few and short, and a loop adds to them.
         On a CPU both run in a loop, of models that hold their experts: the demo's step took no
-        longer, and compiling it 2.0 s of processor time, not 7.6 (jax 0.10.2, 2026-11-24).
+        longer, and compiling it 2.2 s of processor time, not 6.9 (jax 0.10.2, 2026-11-24).
 
         Args:
           tokens: int32[B, T].
