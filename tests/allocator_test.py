@@ -6,12 +6,14 @@ from pathlib import Path
 from unittest import mock
 
 import jax
+import pytest
 from absl import logging
 from absl.testing import absltest, parameterized
 
 from moejax import Engine, MoejaxError, Tiering
 from moejax.memory import allocator
 from moejax.memory.budget import GIB, BudgetError, Limits, narrowed, require_room
+from tests import slow
 from tests.tiny_engine import load_tiny_engine
 
 MIB = 2**20
@@ -106,6 +108,7 @@ class EngineTest(parameterized.TestCase):
             )  # fmt: skip
 
     @parameterized.parameters(None, Tiering(policy="on_demand"))
+    @pytest.mark.slow
     def test_a_plan_is_of_what_the_allocator_has(self, policy):
         stated = Limits(device_gib=16 * MIB / GIB)
         ample = self.load(None, stated, policy)
@@ -119,6 +122,7 @@ class EngineTest(parameterized.TestCase):
         with self.assertRaisesRegex(MoejaxError, "is too little for .* smallest that would do is"):
             self.load(1000, stated, policy)
 
+    @slow.repeats()
     @parameterized.parameters(
         (None, None), (Limits(), None), (None, Tiering(policy="on_demand")),
         (Limits(slots=8), None),

@@ -8,6 +8,7 @@ from absl.testing import absltest, parameterized
 from moejax.quantization.autoround import AutoRoundSettings, autoround
 from moejax.quantization.grid import Codes, Grid, dequantize
 from moejax.quantization.rtn import rtn
+from tests import slow
 
 K = 80
 
@@ -75,6 +76,7 @@ class AutoRoundTest(parameterized.TestCase):
     def _problem(self) -> tuple[np.ndarray, np.ndarray]:
         return self.rng.standard_normal((24, K)).astype(np.float32), hessian_of(self.rng)
 
+    @slow.repeats()
     @parameterized.parameters(
         (2, 32, "float"),
         (3, 32, "integer"),  # the last group holds 16

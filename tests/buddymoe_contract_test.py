@@ -12,10 +12,12 @@ from moejax.errors import MoejaxError
 from moejax.policies.base import Observation
 from moejax.policies.buddymoe import BuddyMoe, BuddyState
 from scripts.studies.buddymoe.controls import MatchedRandom, RandomExpert, SoftBuddies
+from tests import slow
 from tests.buddymoe_cases import EXPERTS, HOPS, LAYERS, LISTS, SPEC, TOKENS, observation, steps
 
 
 class ContractTest(parameterized.TestCase):
+    @slow.repeats()
     @parameterized.parameters(
         {"rho": 2, "beta": 0.8, "eta": 0.5, "tae_tau": 0.6},
         {
@@ -78,6 +80,7 @@ class ContractTest(parameterized.TestCase):
                 jax.tree.map(np.testing.assert_array_equal, mine, alone)
         self.assertGreater(len({int(state.replaced.sum()) for state in states}), 1)
 
+    @slow.repeats()
     @parameterized.parameters({}, {"choose": "random"}, {"beta": 0.7}, {"bypass_bytes": 9.0})
     def test_padding_changes_nothing(self, **settings):
         policy = BuddyMoe(lists=LISTS, **settings)

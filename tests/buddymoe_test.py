@@ -22,6 +22,7 @@ from moejax.policies.buddy_lists import (
 from moejax.policies.substitution import Candidates
 from scripts.studies.buddymoe import controls
 from tests import buddymoe_reference as paper
+from tests import slow
 from tests.buddymoe_cases import DEPTH, EXPERTS, LAYERS, TOKENS, WIDTH, as_lists, routed
 
 
@@ -44,6 +45,7 @@ randomly_found = jax.jit(controls.substitute_randomly)
 
 
 class GatesTest(parameterized.TestCase):
+    @slow.repeats()
     @parameterized.parameters(0.8, 1.0, 1.2)
     def test_entropy_and_margin_are_those_of_the_paper(self, temperature):
         probabilities, ids, _ = routed(np.random.default_rng(0), 40)

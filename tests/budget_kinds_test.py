@@ -120,6 +120,7 @@ class ContractTest(parameterized.TestCase):
     """What compiled programs take, beside what was planned for them."""
 
     # Latents, the delta rule, shared experts take the most.
+    @slow.where(lambda changes: changes)
     @parameterized.parameters(
         ("shared", {"shared_dim": 2048}, 64, 4),
         ("latent", {}, 256, 1),
@@ -130,8 +131,6 @@ class ContractTest(parameterized.TestCase):
     def test_programs_take_no_more_than_planned_and_not_much_less(
         self, name, changes, context, batch
     ):
-        if changes:
-            slow.skip_unless_asked()
         directory = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
         write_random_checkpoint(directory, **{**model_kinds.KINDS[name], **changes})
         engine = Engine.from_pretrained(

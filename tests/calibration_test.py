@@ -8,6 +8,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 import moejax
@@ -20,7 +21,7 @@ from moejax.qtensor import from_codes
 from moejax.quantization.grid import Grid
 from moejax.quantization.rtn import rtn
 from moejax.tokenizer import Tokenizer
-from tests import numpy_model
+from tests import numpy_model, slow
 from tests.host_test_case import HostTestCase
 from tests.models_test import CONFIGS, wide_weights
 
@@ -91,6 +92,7 @@ class LayerRunTest(HostTestCase):
         how = {"dtype": jnp.float32, "device": jax.devices("cpu")[0], **how}
         return LayerRun(CONFIGS[name], self.tokens, weights["embed"], **how)
 
+    @slow.repeats()
     @parameterized.parameters(sorted(CONFIGS))
     def test_equals_the_whole_model_and_float64_sums(self, name):
         config, weights = CONFIGS[name], wide_weights(CONFIGS[name])
@@ -124,6 +126,7 @@ class LayerRunTest(HostTestCase):
         numpy_model.assert_near(found.mean, mean_of(normed), factor=20)
         self.assertEqual(found.num_tokens, 45)
 
+    @pytest.mark.slow
     def test_chunks_of_experts_and_steps_change_nothing(self):
         weights = wide_weights(CONFIGS["all_parts"])
         of_layer = layer_weights(weights, CONFIGS["all_parts"], 0)
@@ -140,6 +143,7 @@ class LayerRunTest(HostTestCase):
         again = captured[1].hessian("moe.gate_up", 0)  # back to a chunk that was let go
         np.testing.assert_array_equal(again.mean, captured[0].hessian("moe.gate_up", 0).mean)
 
+    @pytest.mark.slow
     def test_goes_on_from_a_quantized_layer_to_the_last_bit(self):
         weights = wide_weights(CONFIGS["all_parts"])
         of_layer = layer_weights(weights, CONFIGS["all_parts"], 0)

@@ -9,6 +9,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from flax import nnx
 
@@ -26,7 +27,7 @@ from moejax.models.transformer import ChunkSpec, Transformer
 from pallas_kernels import decode_attention as package
 from pallas_kernels import op
 from pallas_kernels.target import Target
-from tests import gpu_targets
+from tests import gpu_targets, slow
 from tests.host_test_case import HostTestCase
 
 SMALL = dataclasses.replace(
@@ -70,6 +71,7 @@ class WiringTest(HostTestCase):
             with self.assertRaisesRegex(ValueError, "by the kernel: "):
                 choose(dtype, target, "kernel")
 
+    @slow.repeats()
     @parameterized.parameters(SMALL, LATENT)
     def test_the_model_gives_what_it_gave(self, config):
         model, cache, spec = decoding(config)
@@ -85,6 +87,7 @@ class WiringTest(HostTestCase):
         self.assertLess(np.linalg.norm(found - expected), 0.02 * np.linalg.norm(expected))
         self.assertGreater(np.abs(found - expected).max(), 0)  # it was the kernel
 
+    @pytest.mark.slow
     def test_layers_share_a_kernel_and_none_slices_the_cache(self):
         model, cache, spec = decoding()
         gpu = gpu_targets.GPUS["H100"]

@@ -8,13 +8,13 @@ from unittest import mock
 
 import jax
 import numpy as np
+import pytest
 from absl.testing import absltest
 
 from moejax import Engine, runner, steps
 from moejax.generation import GenerationSettings
 from moejax.policies.make import make_policy
 from moejax.runner import Runner
-from tests import slow
 from tests.pooled_test import QWEN, pooled_runner, random_weights
 from tests.tiered_case import tiered_runner
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
@@ -36,6 +36,7 @@ def random_tokens(length: int) -> list[int]:
 
 
 class WholeCallsTest(absltest.TestCase):
+    @pytest.mark.slow
     def test_steps_that_were_not_asked_for_change_nothing(self):
         prompts = [random_tokens(20), random_tokens(9)]
         settings = GenerationSettings(temperature=0.8, top_k=50, repetition_penalty=1.2, seed=3)
@@ -68,6 +69,7 @@ class WholeCallsTest(absltest.TestCase):
         runner.decode(session, 8, 8)
         self.assertEqual(memory.settle().total("steps") - first, 5 * QWEN.num_layers)
 
+    @pytest.mark.slow
     def test_an_answer_of_which_much_would_be_waste_is_not_run_whole(self):
         serving = Runner(ENGINE.config, ENGINE.weights, ENGINE.device, whole_calls=True)
         for num_new, expected in ((2, False), (4, False), (17, True), (20, True)):
@@ -80,8 +82,8 @@ class WholeCallsTest(absltest.TestCase):
 
 
 class WholeCallsOfPoliciesTest(absltest.TestCase):
+    @pytest.mark.slow
     def test_a_policy_that_draws_decides_as_without_them(self):
-        slow.skip_unless_asked()
         policy = make_policy("dymoe", retention=0.5, selection="random", prefetch=0)
         found = []
         for whole in (False, True):

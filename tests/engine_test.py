@@ -7,9 +7,11 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import Engine, MoejaxError
+from tests import slow
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
 
 CONTEXT = 256
@@ -53,6 +55,7 @@ class BatchTest(parameterized.TestCase):
             self.assertEqual(answers(prompt, max_new_tokens=20), [tokens])
             self.assertLen(tokens, 20)
 
+    @slow.repeats()
     @parameterized.parameters(({},), (SAMPLED,), ({"repetition_penalty": 1.4},))
     def test_sampled_tokens_are_those_of_each_prompt_alone(self, how):
         how = {"temperature": 1.0, "max_new_tokens": 20, **how}
@@ -64,6 +67,7 @@ class BatchTest(parameterized.TestCase):
         self.assertEqual(counted_up, answers(list(self.PROMPTS), seed=[5, 6], **how))
         self.assertNotEqual(counted_up, together)
 
+    @pytest.mark.slow
     def test_at_the_edge_of_the_context_a_long_prompt_does_not_cut_a_short_one(self):
         long, short = random_prompt(250), random_prompt(20)
         first, second = ENGINE.generate([long, short], max_new_tokens=40)
@@ -76,6 +80,7 @@ class BatchTest(parameterized.TestCase):
         logits = ENGINE.logits([long + first.tokens[:-1]])[0]
         np.testing.assert_array_equal(logits[249:].argmax(-1), first.tokens)
 
+    @pytest.mark.slow
     def test_a_small_context_ends_an_answer_and_changes_nothing_else(self):
         prompts = list(self.PROMPTS)
         whole = answers(prompts, max_new_tokens=40)
@@ -89,6 +94,7 @@ class BatchTest(parameterized.TestCase):
         logits = ENGINE.logits([prompt + tokens[:-1]])[0]
         np.testing.assert_array_equal(logits[len(prompt) - 1 :].argmax(-1), tokens)
 
+    @pytest.mark.slow
     def test_a_repetition_penalty_weighs_the_prompt_and_the_answer(self):
         prompt = self.PROMPTS[0]
         # Sampling from one token is greedy, by a program that other tests have compiled.

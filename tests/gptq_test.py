@@ -13,6 +13,7 @@ from moejax.quantization.hessian import damped, inverse_factor, mean_hessian, ou
 from moejax.quantization.hqq import hqq
 from moejax.quantization.least_squares import least_squares
 from moejax.quantization.rtn import rtn
+from tests import slow
 
 K = 96
 
@@ -103,6 +104,7 @@ class GptqTest(parameterized.TestCase):
         w = self.rng.standard_normal((40, K)).astype(np.float32)
         return w, hessian_of(correlated_inputs(self.rng, num_tokens)).astype(np.float32)
 
+    @slow.repeats()
     @parameterized.parameters(
         (2, 32, "float", {}),
         (3, 32, "integer", {}),
@@ -198,6 +200,7 @@ class GptqTest(parameterized.TestCase):
             output_error(w - plain, jnp.asarray(h)),
         )
 
+    @slow.repeats()
     @parameterized.parameters(
         ("float", "hqq", {}),
         ("integer", "hqq", {}),
@@ -224,6 +227,7 @@ class GptqTest(parameterized.TestCase):
             self.assertGreater(same.mean(), 0.97)  # see above for what makes a row differ
             np.testing.assert_allclose(found.codes.scales[i], expected.scales, rtol=0.05)
 
+    @slow.repeats()
     @parameterized.parameters(
         ("rtn", "integer", {}),
         ("hqq", "float", {}),
@@ -243,6 +247,7 @@ class GptqTest(parameterized.TestCase):
         np.testing.assert_allclose(found.zeros, expected.zeros, rtol=1e-5, atol=1e-5)
         self.assertGreater(np.mean(np.asarray(found.codes == expected.codes)), 0.995)
 
+    @slow.repeats()
     @parameterized.parameters(np.nan, np.inf)
     def test_a_hessian_that_is_not_finite_is_no_calibration(self, value):
         grid = Grid(bits=3, group_size=32, zero_kind="float")

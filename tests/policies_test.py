@@ -16,6 +16,7 @@ from moejax.policies.make import (
     with_kernels,
 )
 from tests import policies_contract as contract
+from tests import slow
 from tests.policies_cases import CASES, LISTS, SPEC, random_trace
 
 EVERY = [(name, phase) for name in CASES for phase in CASES[name].phases]
@@ -31,22 +32,27 @@ class ContractTest(parameterized.TestCase):
     def test_every_policy_has_a_case(self):
         self.assertEqual({case.name for case in CASES.values()}, set(POLICIES))
 
+    @slow.repeats(lambda name: CASES[name].name)
     @parameterized.parameters(*EVERY)
     def test_form(self, name, phase):
         contract.check_form(CASES[name], trace_of(name, phase))
 
+    @slow.repeats(lambda name: CASES[name].name)
     @parameterized.parameters(*EVERY)
     def test_values(self, name, phase):
         contract.check_values(CASES[name], trace_of(name, phase))
 
+    @slow.repeats(lambda name, phase: CASES[name].name if "dymoe" in name else None)
     @parameterized.parameters(*EVERY)
     def test_forms_agree(self, name, phase):
         contract.check_forms_agree(CASES[name], trace_of(name, phase))
 
+    @slow.repeats(lambda name: CASES[name].name)
     @parameterized.parameters(*EVERY)
     def test_layers_apart(self, name, phase):
         contract.check_layers_apart(CASES[name], trace_of(name, phase))
 
+    @slow.repeats(lambda name: CASES[name].name)
     @parameterized.parameters(*CASES)
     def test_rule(self, name):
         none = ("compose_buddies", "compose_skips", "dymoe_random")
@@ -59,10 +65,12 @@ class ContractTest(parameterized.TestCase):
             self.assertGreater(contract.check_rules(CASES[name], trace), 0)
 
     # Drawing random numbers takes what it takes.
+    @slow.repeats(lambda name: CASES[name].name)
     @parameterized.parameters(*[name for name in CASES if name != "dymoe_random"])
     def test_cost(self, name):
         contract.check_cost(CASES[name], trace_of(name, "decode"))
 
+    @slow.repeats(lambda name: CASES[name].name)
     @parameterized.parameters(*EVERY)
     def test_padding(self, name, phase):
         contract.check_padding(CASES[name], trace_of(name, phase))
@@ -71,6 +79,7 @@ class ContractTest(parameterized.TestCase):
     def test_nothing_active(self, name, phase):
         contract.check_nothing_active(CASES[name], trace_of(name, phase))
 
+    @slow.repeats(lambda name: CASES[name].name)
     @parameterized.parameters(*CASES)
     def test_transfers(self, name):
         case, trace = CASES[name], trace_of(name, "decode", 40)
@@ -80,6 +89,7 @@ class ContractTest(parameterized.TestCase):
             self.assertEqual(moves.promotions > 0, swaps)
 
     # Those with hotness rest between updates; buddies save up from one asking to the next.
+    @slow.where(lambda name: name not in ("buddymoe", "compose_leaves_out"))
     @parameterized.parameters(*CASES)
     def test_rest(self, name):
         case, trace = CASES[name], trace_of(name, "decode", 40)

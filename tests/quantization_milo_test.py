@@ -18,6 +18,7 @@ from moejax.quantization.grid import Grid, dequantize, relative_error
 from moejax.quantization.hqq import hqq
 from moejax.quantization.milo import MiloSettings, milo, milo_plus
 from moejax.quantization.rtn import rtn
+from tests import slow
 
 GRID = Grid(bits=3, group_size=64, zero_kind="float")
 
@@ -107,6 +108,7 @@ class MiloTest(parameterized.TestCase):
             self.assertTrue(np.all(errors[:count] > 0) and np.all(errors[count:] == 0))
             np.testing.assert_allclose(error * norm, errors[:count].min(), rtol=1e-4)
 
+    @slow.repeats()
     @parameterized.parameters("synthetic", "demo")
     def test_order_of_errors(self, source):
         if source == "synthetic":
@@ -125,6 +127,7 @@ class MiloTest(parameterized.TestCase):
         for worse, better, share in ((plain, half, 1.03), (half, small, 1.07), (small, plus, 1.1)):
             self.assertTrue(np.all(np.asarray(worse) > share * np.asarray(better)))
 
+    @slow.repeats()
     @parameterized.parameters("paper", "plus")
     def test_ranks_are_data(self, kind):
         weights = jnp.stack([weights_of((48, 128), s) for s in range(4)])
@@ -144,6 +147,7 @@ class MiloTest(parameterized.TestCase):
             np.testing.assert_array_equal(dequantize(got.u_codes, grids[0]), got.u.swapaxes(1, 2))
             np.testing.assert_array_equal(dequantize(got.v_codes, grids[1]), got.v)
 
+    @slow.repeats()
     @parameterized.parameters("paper", "plus")
     def test_vmap_is_loop_and_zeros_are_safe(self, kind):
         weights = jnp.stack([weights_of((48, 128), s) for s in range(3)] + [jnp.zeros((48, 128))])

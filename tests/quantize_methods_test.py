@@ -9,6 +9,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.checkpoints import load_weights, open_checkpoint
@@ -20,6 +21,7 @@ from moejax.quantization.gptq import GptqSettings, gptq
 from moejax.quantization.grid import Grid
 from pallas_kernels import layout, op
 from pallas_kernels.target import SIMULATED
+from tests import slow
 from tests.quantize_case import Killed, QuantizeTestCase, all_tensors, digests, stopped_after
 from tests.random_checkpoints import TINY, write_random_checkpoint, write_tokenizer
 
@@ -70,6 +72,7 @@ class MethodsTest(QuantizeTestCase):
         return np.mean([entry["relative_error"] for entry in manifest["tensors"].values()])
 
     @parameterized.parameters((8, "milo", "milo+"), (16, "milo"))
+    @pytest.mark.slow
     def test_milo(self, factor_bits, *methods):
         """Less error than HQQ, ranks as the policy says, bytes as the ranks say."""
         policy = "Dense-8 + Kurtosis-6"
@@ -99,6 +102,7 @@ class MethodsTest(QuantizeTestCase):
         self.assertLess(errors.get("milo+", 0), errors["milo"])
 
     @parameterized.parameters("milo", "milo+")
+    @pytest.mark.slow
     def test_surging_factors_are_kept_in_int8(self, method):
         def surges(weights, solution, program):
             del solution, program
@@ -143,6 +147,7 @@ class MethodsTest(QuantizeTestCase):
             words = all_tensors(plain)[f"{prefix}.words"]
             self.assertLess(np.mean(layout.unpack(words, 3, weights.shape[1]) == stored), 0.95)
 
+    @pytest.mark.slow
     def test_act_order_lowers_the_output_error_and_needs_no_permutation(self):
         orders = []
 
@@ -183,6 +188,7 @@ class MethodsTest(QuantizeTestCase):
         ({"method": "milo", "rank": "Dense-8 + Frequency-16"},),
         ({"method": "autoround", "zero_kind": "symmetric"},),
     )
+    @pytest.mark.slow
     def test_calibrated_run_that_was_killed(self, how):
         job = self.job(text=TEXT, output=self.directory / "undisturbed", **how)
         with mock.patch("os.fsync") as fsync:
@@ -196,6 +202,7 @@ class MethodsTest(QuantizeTestCase):
             self.assertGreater(quantize_checkpoint(job).shards_before, 0)
             self.assertEqual(digests(job.output), expected)
 
+    @pytest.mark.slow
     def test_frequency_gives_ranks_by_the_router(self):
         # A router that prefers some experts by more than ranks are rounded to.
         source = write_random_checkpoint(self.directory / "source", seed=1, **self.fields)
@@ -243,6 +250,7 @@ class MethodsTest(QuantizeTestCase):
             said += whole * entry["relative_error"] ** 2
         np.testing.assert_allclose(lost, said, rtol=1e-3)
 
+    @slow.repeats()
     @parameterized.parameters("integer", "symmetric")
     def test_formats_of_other_engines(self, zero_kind):
         loaded = []

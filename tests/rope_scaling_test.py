@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from absl.testing import absltest, parameterized
@@ -220,6 +221,7 @@ class LogitsTest(parameterized.TestCase):
             found[np.asarray(logprobs.top_ids)[0, 0]] = np.asarray(logprobs.top)[0, 0]
             self.assertLess(relative_errors(found, expected), RELATIVE_ERROR)
 
+    @slow.repeats()
     @parameterized.parameters(("qwen3_moe", "yarn"), ("qwen3_moe", "dynamic"))
     def test_logits_are_those_of_transformers(self, family, kind):
         self.compare(family, kind)
@@ -229,10 +231,11 @@ class LogitsTest(parameterized.TestCase):
         ("qwen3_next", "yarn"), ("qwen3_next", "dynamic"), ("mixtral", "yarn"),
         ("mixtral", "dynamic"), ("deepseek_v3", "linear"), ("deepseek_v3", "dynamic"),
     )  # fmt: skip
+    @pytest.mark.slow
     def test_other_kinds(self, family, kind):
-        slow.skip_unless_asked()
         self.compare(family, kind)
 
+    @pytest.mark.slow
     def test_other_rows_of_a_batch_change_nothing(self):
         engine, config, _ = type(self).load("qwen3_moe", "dynamic")
         rng = np.random.default_rng(1)

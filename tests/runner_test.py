@@ -12,6 +12,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import Engine, cache, chunks, steps
@@ -28,6 +29,7 @@ from moejax.memory.budget import workspace_nbytes
 from moejax.models.shapes import QWEN3_30B_A3B, SHAPES
 from moejax.runner import Runner
 from moejax.session import Session
+from tests import slow
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
 
 RELATIVE = 1e-5
@@ -124,6 +126,7 @@ class BucketTest(parameterized.TestCase):
 
 
 class ChunkTest(parameterized.TestCase):
+    @slow.repeats()
     @parameterized.parameters(16, 1)
     def test_logits_of_chunks_are_those_of_the_whole(self, largest):
         tokens = random_tokens(2, 32)
@@ -133,6 +136,7 @@ class ChunkTest(parameterized.TestCase):
             parts = ENGINE.logits(tokens)
         self.assertLess(relative_error(parts, whole), RELATIVE)
 
+    @pytest.mark.slow
     def test_a_cache_filled_in_chunks_or_by_decoding_is_the_same(self):
         serving = ENGINE._runner
         lengths, num_new = (25, 7), 16

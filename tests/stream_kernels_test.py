@@ -19,7 +19,7 @@ from pallas_kernels.stream.product import Lane, Stream
 from pallas_kernels.stream.simulate import Simulator
 from pallas_kernels.stream.tiles import StreamTiles
 from pallas_kernels.stream.walk import Totals
-from tests import packed_operands
+from tests import packed_operands, slow
 from tests.grouped_dequant_matmul_cases import CASES
 from tests.grouped_dequant_matmul_contract import expected_hidden, random_operands
 from tests.host_test_case import HostTestCase
@@ -218,6 +218,7 @@ class KernelTest(HostTestCase):
         expected = packed_operands.product(x, weights, 1)
         return packed_operands.violation(np.asarray(y), *expected, "bfloat16")
 
+    @slow.repeats()
     @parameterized.parameters(*BROKEN)
     def test_a_wrong_kernel_fails(self, owner, name, broken):
         x, weights = self.operands(packed_operands.Form(3), 9, (64, 2048))
@@ -235,6 +236,7 @@ class KernelTest(HostTestCase):
             self.assertIsNotNone(self.violation(x, weights, tiles))
         self.assertIsNone(self.violation(x, weights, tiles))
 
+    @slow.repeats(lambda form: form)
     @parameterized.product(
         form=KEPT_FORMS,
         tiles=(
@@ -259,6 +261,7 @@ class KernelTest(HostTestCase):
         tiles = StreamTiles(2, 1, 4, depth=2, span=2, kept=True, cluster=2)
         self.assertIsNone(self.violation(x, weights, tiles))
 
+    @slow.repeats()
     @parameterized.parameters(
         ("LOG2_E", 1.0),
         ("job_of_pair", one_pair_fewer),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import safetensors.numpy
 from absl.testing import absltest, parameterized
 
@@ -200,6 +201,7 @@ class RecordingTest(absltest.TestCase):
         engine.generate(prompts, **settings)  # recorded by nobody
         self.assertFalse(lost.exists())
 
+    @pytest.mark.slow
     def test_sigterm_leaves_nothing(self):
         probe = (
             "import pathlib, sys, time; from tests.tiny_engine import load_tiny_engine\n"

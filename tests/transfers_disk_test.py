@@ -9,6 +9,7 @@ from absl.testing import absltest, parameterized
 from moejax.errors import MoejaxError
 from moejax.memory.disk import DiskExperts
 from moejax.memory.host_store import HostStore
+from tests import slow
 from tests.ssd_source import SECONDS
 from tests.transfers_case import ASK, TransfersTestCase
 
@@ -108,6 +109,7 @@ class DiskTest(TransfersTestCase):
             self.step(disk, uses)
         self.assertEqual(disk.row_of[1, 5], 0)
 
+    @slow.repeats()
     @parameterized.parameters(OSError(5, "Input/output error"), MoejaxError("another checksum"))
     def test_a_disk_that_fails_leaves_experts_where_they_are(self, fault):
         disk = self.disk(0, retries=0)
