@@ -13,7 +13,6 @@ from absl.testing import absltest, parameterized
 from moejax import Engine, MoejaxError, Tiering
 from moejax.memory import allocator
 from moejax.memory.budget import GIB, BudgetError, Limits, narrowed, require_room
-from tests import slow
 from tests.tiny_engine import load_tiny_engine
 
 MIB = 2**20
@@ -122,11 +121,11 @@ class EngineTest(parameterized.TestCase):
         with self.assertRaisesRegex(MoejaxError, "is too little for .* smallest that would do is"):
             self.load(1000, stated, policy)
 
-    @slow.repeats()
     @parameterized.parameters(
         (None, None), (Limits(), None), (None, Tiering(policy="on_demand")),
         (Limits(slots=8), None),
     )  # fmt: skip
+    @pytest.mark.slow
     def test_a_model_that_cannot_fit_is_one_line_before_it_is_loaded(self, limits, policy):
         never = mock.patch("moejax.checkpoints.open.Checkpoint.load", side_effect=AssertionError)
         with never, self.assertRaises(MoejaxError) as caught:

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.quantization.autoround import AutoRoundSettings, autoround
@@ -110,6 +111,7 @@ class AutoRoundTest(parameterized.TestCase):
         np.testing.assert_allclose(lost[near], least[near], rtol=1e-3)
         np.testing.assert_allclose(lost.sum(), least.sum(), rtol=0.05)
 
+    @pytest.mark.slow
     def test_deterministic_and_the_same_eager_jitted_and_under_vmap(self):
         grid = Grid(bits=3, group_size=32, zero_kind="float")
         settings = AutoRoundSettings(iterations=20)

@@ -311,6 +311,7 @@ class MainsTest(absltest.TestCase):
         self.assertIn("2 configurations", done.stdout)
         self.assertIn("heuristic", done.stdout)
 
+    @pytest.mark.slow
     def test_tune_tiles_names_a_wrong_field(self):
         done = script(
             "tune_tiles", "--smoke", "--implementation=reference", "--shape=256x96",

@@ -190,6 +190,7 @@ class SectionTest(absltest.TestCase):
         self.assertAlmostEqual(ratio.figure, on_demand.figure / cache.figure)
         self.assertIn("cache over load on demand, 0.00395 GiB, TTFT", rows)
 
+    @pytest.mark.slow
     def test_dymoe_quantizes_and_leaves_out(self):
         rows = self.check_table(0.00619, ("4/2, prefetch, ", "4/0, prefetch, "))
         low, skips = self.ends(rows, "TPOT")

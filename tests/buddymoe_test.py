@@ -8,6 +8,7 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
@@ -296,6 +297,7 @@ class SubstitutionTest(parameterized.TestCase):
             self.assertEqual(found.ids.tolist(), [expected], discount)
             self.assertEqual(first_rank.tolist(), [first], discount)
 
+    @pytest.mark.slow
     def test_discount_0_is_the_hard_rule(self):
         rng = np.random.default_rng(7)
         for last_first in (False, True):

@@ -21,7 +21,7 @@ from moejax.qtensor import from_codes
 from moejax.quantization.grid import Grid
 from moejax.quantization.rtn import rtn
 from moejax.tokenizer import Tokenizer
-from tests import numpy_model, slow
+from tests import numpy_model
 from tests.host_test_case import HostTestCase
 from tests.models_test import CONFIGS, wide_weights
 
@@ -92,8 +92,8 @@ class LayerRunTest(HostTestCase):
         how = {"dtype": jnp.float32, "device": jax.devices("cpu")[0], **how}
         return LayerRun(CONFIGS[name], self.tokens, weights["embed"], **how)
 
-    @slow.repeats()
     @parameterized.parameters(sorted(CONFIGS))
+    @pytest.mark.slow
     def test_equals_the_whole_model_and_float64_sums(self, name):
         config, weights = CONFIGS[name], wide_weights(CONFIGS[name])
         run = self._run(name, weights, tokens_per_step=18, hessian_bytes=1)

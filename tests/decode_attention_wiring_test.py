@@ -27,7 +27,7 @@ from moejax.models.transformer import ChunkSpec, Transformer
 from pallas_kernels import decode_attention as package
 from pallas_kernels import op
 from pallas_kernels.target import Target
-from tests import gpu_targets, slow
+from tests import gpu_targets
 from tests.host_test_case import HostTestCase
 
 SMALL = dataclasses.replace(
@@ -71,8 +71,8 @@ class WiringTest(HostTestCase):
             with self.assertRaisesRegex(ValueError, "by the kernel: "):
                 choose(dtype, target, "kernel")
 
-    @slow.repeats()
     @parameterized.parameters(SMALL, LATENT)
+    @pytest.mark.slow
     def test_the_model_gives_what_it_gave(self, config):
         model, cache, spec = decoding(config)
         tokens, positions = jnp.array([[3], [5]], jnp.int32), jnp.array([[4], [9]], jnp.int32)

@@ -96,6 +96,7 @@ class WholeCallsOfPoliciesTest(absltest.TestCase):
 
 
 class TimingTest(absltest.TestCase):
+    @pytest.mark.slow
     def test_a_dispatch_that_waits_for_the_device_is_time_of_decoding(self):
         serving, delay = Runner(ENGINE.config, ENGINE.weights, ENGINE.device), 0.3
         clock = [0.0]  # a machine with other work takes as long as it likes

@@ -130,8 +130,8 @@ class ParityTest(parameterized.TestCase):
         model.write(path)
         self.check(path, model.logits)
 
-    @slow.repeats()
     @parameterized.parameters(False, True)
+    @pytest.mark.slow
     def test_transformers_reads_what_is_written(self, is_v3):
         config = sigmoid_router(TINY) if is_v3 else TINY
         path = self.directory / config.family
@@ -277,10 +277,10 @@ class ChunksTest(parameterized.TestCase):
         errors = relative_errors(np.asarray(found), np.asarray(expected))
         self.assertLess(errors.max(), RELATIVE_ERROR)
 
-    @slow.repeats()
     @parameterized.parameters(
         ((CHUNK,) * 3, True), ((CHUNK,) * 3, False), ((LENGTH - 4, 1, 1, 1, 1), True)
     )
+    @pytest.mark.slow
     def test_chunks_and_decode_are_a_prompt_at_once(self, sizes, expanded):
         found, cache = run_in_chunks(sizes, expanded=expanded)
         expected, whole = run_whole()

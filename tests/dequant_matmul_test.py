@@ -99,6 +99,7 @@ class KernelTestCase(parameterized.TestCase):
 class ContractTest(HostTestCase, KernelTestCase):
     """On the host; the interpreter fills outputs with NaN, so what is not written shows."""
 
+    @slow.where(lambda name: "whole" in name)
     @parameterized.parameters(sorted(HOST_CASES))
     def test_the_reference_has_the_value_of_float64(self, name):
         case = HOST_CASES[name]

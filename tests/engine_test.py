@@ -11,7 +11,6 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import Engine, MoejaxError
-from tests import slow
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
 
 CONTEXT = 256
@@ -55,8 +54,8 @@ class BatchTest(parameterized.TestCase):
             self.assertEqual(answers(prompt, max_new_tokens=20), [tokens])
             self.assertLen(tokens, 20)
 
-    @slow.repeats()
     @parameterized.parameters(({},), (SAMPLED,), ({"repetition_penalty": 1.4},))
+    @pytest.mark.slow
     def test_sampled_tokens_are_those_of_each_prompt_alone(self, how):
         how = {"temperature": 1.0, "max_new_tokens": 20, **how}
         seeds = [2**32 - 1, 7]
@@ -208,6 +207,7 @@ class LogitsTest(parameterized.TestCase):
 class EndTest(parameterized.TestCase):
     PROMPTS = BatchTest.PROMPTS
 
+    @pytest.mark.slow
     def test_any_of_several_eos_ends_a_row_and_only_that_row(self):
         free = answers(list(self.PROMPTS), max_new_tokens=40)
         # One eos from each answer, late enough that a call of 16 steps ends in between.

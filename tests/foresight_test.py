@@ -77,8 +77,8 @@ class PolicyTest(parameterized.TestCase):
         rows = np.stack([np.asarray(f) for f in policy.disk_prefetch(state, resident)], axis=1)
         return [tuple(row) for row in rows.tolist() if row[0] >= 0]
 
-    @slow.repeats()
     @parameterized.parameters("scores", "links")
+    @pytest.mark.slow
     def test_asks_once_when_the_hot_set_was_chosen(self, by):
         rng = np.random.default_rng(1)
         scores = rng.random((M, E), np.float32)

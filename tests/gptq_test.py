@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.quantization.gptq import GptqSettings, gptq
@@ -186,6 +187,7 @@ class GptqTest(parameterized.TestCase):
         np.testing.assert_array_equal(np.asarray(dequantize(found.codes, grid))[:, dead], 0)
         self.assertFalse(found.starved)
 
+    @pytest.mark.slow
     def test_damping_is_raised_until_the_hessian_factors(self):
         grid = Grid(bits=3, group_size=32, zero_kind="float")
         w, h = self._problem(num_tokens=20)  # of rank 20
@@ -200,12 +202,12 @@ class GptqTest(parameterized.TestCase):
             output_error(w - plain, jnp.asarray(h)),
         )
 
-    @slow.repeats()
     @parameterized.parameters(
         ("float", "hqq", {}),
         ("integer", "hqq", {}),
         ("float", "rtn", {"act_order": True}),
     )
+    @pytest.mark.slow
     def test_starved_experts_take_the_fallback_under_vmap(self, kind, fallback, how):
         grid = Grid(bits=3, group_size=32, zero_kind=kind)
         settings = GptqSettings(fallback=fallback, min_tokens_per_input=0.5, **how)

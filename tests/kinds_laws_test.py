@@ -138,8 +138,8 @@ class ChunksTest(parameterized.TestCase):
             found = resident(kind).logits(tokens)
         self.assertLess(relative_errors(found, expected).max(), RELATIVE_ERROR)
 
-    @slow.repeats()
     @parameterized.parameters(*KINDS)
+    @pytest.mark.slow
     def test_decode(self, kind):
         _, logits = whole_texts(kind)
         expected = np.asarray(jax.nn.log_softmax(jnp.asarray(logits)))

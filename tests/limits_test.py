@@ -231,6 +231,7 @@ class LimitsTest(parameterized.TestCase):
         self.assertEqual(engine.logits(three[:2]).shape, (2, 9, VOCAB_SIZE))
         self.assertEqual(tokens(engine), RESIDENT)
 
+    @pytest.mark.slow
     def test_a_closed_engine_holds_nothing_and_says_so(self):
         before = set(threading.enumerate())
         with limited(slots=2, transient=2, host_gib=17 * ROW_NBYTES / 2**30, bulk=1) as engine:

@@ -79,6 +79,7 @@ class PartsTest(HostTestCase):
         self.assertTrue(np.all(np.abs(np.asarray(cos) - np.cos(angle)) <= error))
         self.assertTrue(np.all(np.abs(np.asarray(sin) - np.sin(angle)) <= error))
 
+    @slow.repeats()
     @parameterized.product(
         window=(None, 1, 3, 100), heads=((1, "float32"), (2, "bfloat16"), (4, "float32"))
     )

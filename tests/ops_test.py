@@ -107,6 +107,7 @@ class LinearTest(HostTestCase):
 class KernelTest(HostTestCase):
     """The way to `pallas_kernels`, walked with its reference."""
 
+    @slow.repeats()
     @parameterized.product(name=FITS, rows=((2, 4), (1,)))
     def test_linear_and_product_equal_float64(self, name, rows):
         rng = rng_of(name)

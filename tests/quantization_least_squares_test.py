@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.quantization.grid import Grid, dequantize, relative_error
@@ -108,6 +109,7 @@ class LeastSquaresTest(parameterized.TestCase):
         np.testing.assert_allclose(got, weights, rtol=1e-5, atol=1e-7)
         np.testing.assert_array_equal(got[0], 0)
 
+    @pytest.mark.slow
     def test_vmap_is_loop(self):
         weights = jnp.asarray(gaussian((2, 8, 77), seed=5))
         grid = Grid(bits=3, group_size=32, zero_kind="float")

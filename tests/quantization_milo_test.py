@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  safetensors reads bfloat16 with it
 import numpy as np
+import pytest
 import torch
 from absl.testing import absltest, parameterized
 from safetensors import safe_open
@@ -108,8 +109,8 @@ class MiloTest(parameterized.TestCase):
             self.assertTrue(np.all(errors[:count] > 0) and np.all(errors[count:] == 0))
             np.testing.assert_allclose(error * norm, errors[:count].min(), rtol=1e-4)
 
-    @slow.repeats()
     @parameterized.parameters("synthetic", "demo")
+    @pytest.mark.slow
     def test_order_of_errors(self, source):
         if source == "synthetic":
             weights = jnp.stack([weights_of((64, 256), seed) for seed in range(4)])
@@ -147,8 +148,8 @@ class MiloTest(parameterized.TestCase):
             np.testing.assert_array_equal(dequantize(got.u_codes, grids[0]), got.u.swapaxes(1, 2))
             np.testing.assert_array_equal(dequantize(got.v_codes, grids[1]), got.v)
 
-    @slow.repeats()
     @parameterized.parameters("paper", "plus")
+    @pytest.mark.slow
     def test_vmap_is_loop_and_zeros_are_safe(self, kind):
         weights = jnp.stack([weights_of((48, 128), s) for s in range(3)] + [jnp.zeros((48, 128))])
         whole = milo(weights, GRID, LOOSE[kind], 6)
@@ -167,6 +168,7 @@ class MiloTest(parameterized.TestCase):
         base = milo(weights, GRID, MiloSettings(max_rank=4, max_passes=3, base="rtn"), 4)
         np.testing.assert_array_equal(got.codes.codes, base.codes.codes)
 
+    @pytest.mark.slow
     def test_no_rank_is_the_base_alone(self):
         weights = weights_of((16, 128))
         for settings in (MiloSettings(max_rank=0), milo_plus(0)):

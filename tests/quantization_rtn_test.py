@@ -67,8 +67,8 @@ class RtnTest(parameterized.TestCase):
         np.testing.assert_array_equal(np.where(tie, wanted, got.codes), wanted)
         self.assertLess(tie.mean(), 0.06)  # the largest of a symmetric group is one
 
-    @slow.repeats()
     @parameterized.parameters(*KINDS)
+    @pytest.mark.slow
     def test_dequantize_is_what_qtensor_does(self, kind):
         weights = jnp.asarray(weights_of((3, 8, 77)))
         grid = Grid(bits=3, group_size=32, zero_kind=kind)

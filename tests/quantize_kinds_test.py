@@ -193,8 +193,8 @@ class CalibrationTest(parameterized.TestCase):
             if layer in layers_of(config, name)
         }
 
-    @slow.repeats()
     @parameterized.parameters(*model_kinds.KINDS)
+    @pytest.mark.slow
     def test_layers_one_by_one_are_the_model(self, name):
         config = model_kinds.config_of(name)
         weights = self.weights(config)

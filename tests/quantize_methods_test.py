@@ -21,7 +21,6 @@ from moejax.quantization.gptq import GptqSettings, gptq
 from moejax.quantization.grid import Grid
 from pallas_kernels import layout, op
 from pallas_kernels.target import SIMULATED
-from tests import slow
 from tests.quantize_case import Killed, QuantizeTestCase, all_tensors, digests, stopped_after
 from tests.random_checkpoints import TINY, write_random_checkpoint, write_tokenizer
 
@@ -250,8 +249,8 @@ class MethodsTest(QuantizeTestCase):
             said += whole * entry["relative_error"] ** 2
         np.testing.assert_allclose(lost, said, rtol=1e-3)
 
-    @slow.repeats()
     @parameterized.parameters("integer", "symmetric")
+    @pytest.mark.slow
     def test_formats_of_other_engines(self, zero_kind):
         loaded = []
         for target in ("gptq", "compressed-tensors", "moejax"):
@@ -281,6 +280,7 @@ class MethodsTest(QuantizeTestCase):
         self.assertRegex(line, "^2 matrices were solved without the HQQ kernel.*group_size 48")
         self.assertEmpty(quantizers.kernel_remarks(matrices[2:]))
 
+    @pytest.mark.slow
     def test_own_format_with_embedding_head_and_router(self):
         job = self.job("embed, head, router: method=rtn bits=8")
         quantize_checkpoint(job)

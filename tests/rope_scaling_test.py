@@ -20,7 +20,6 @@ from moejax.generation import GenerationSettings
 from moejax.models.config import ModelConfig
 from moejax.models.hf_config import model_config, to_hf_config
 from moejax.models.rope import model_angles, scaled_frequencies
-from tests import slow
 from tests.hf_checkpoints import FAMILIES, TinyCheckpoint, reference_model, write_random_checkpoint
 from tests.hf_defaults_test import FULL
 from tests.transformers_parity_test import RELATIVE_ERROR, relative_errors
@@ -221,8 +220,8 @@ class LogitsTest(parameterized.TestCase):
             found[np.asarray(logprobs.top_ids)[0, 0]] = np.asarray(logprobs.top)[0, 0]
             self.assertLess(relative_errors(found, expected), RELATIVE_ERROR)
 
-    @slow.repeats()
     @parameterized.parameters(("qwen3_moe", "yarn"), ("qwen3_moe", "dynamic"))
+    @pytest.mark.slow
     def test_logits_are_those_of_transformers(self, family, kind):
         self.compare(family, kind)
 

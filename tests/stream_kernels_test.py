@@ -8,6 +8,7 @@ import itertools
 from unittest import mock
 
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from pallas_kernels import stream
@@ -229,6 +230,7 @@ class KernelTest(HostTestCase):
         self.assertIsNone(self.violation(x, weights, tiles))
 
     @parameterized.parameters(*BROKEN, *BROKEN_KEPT)
+    @pytest.mark.slow
     def test_a_wrong_kernel_of_two_column_tiles_fails(self, owner, name, broken):
         x, weights = self.operands(packed_operands.Form(3), 16, (64, 4096))
         tiles = StreamTiles(row_tiles=2, warps_n=1, warps_k=4, kept=True, cluster=2)
@@ -261,12 +263,12 @@ class KernelTest(HostTestCase):
         tiles = StreamTiles(2, 1, 4, depth=2, span=2, kept=True, cluster=2)
         self.assertIsNone(self.violation(x, weights, tiles))
 
-    @slow.repeats()
     @parameterized.parameters(
         ("LOG2_E", 1.0),
         ("job_of_pair", one_pair_fewer),
         ("addressed", zeros_for_scales),
     )
+    @pytest.mark.slow
     def test_a_wrong_kernel_of_experts_fails(self, name, broken):
         operands = random_operands(CASES["whole_one_expert_owns_all_rows"], seed(self.id()))
         pairs = (operands.tier.reshape(-1), operands.slot.reshape(-1), tuple(operands.gate_up))

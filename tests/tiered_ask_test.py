@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.memory.tiered import ask
@@ -49,8 +50,8 @@ class AskTest(HostTestCase, parameterized.TestCase):
     def test_pairs_set_out_while_there_is_room(self, room, carried_out, low_is_full=True):
         self.check(Asking(), room, carried_out, low_is_full)
 
-    @slow.repeats()
     @parameterized.parameters(0, 1)
+    @pytest.mark.slow
     def test_all_is_carried_out_of_a_policy_that_does_not_ask_again(self, room):
         self.check(Asking(repeats_requests=False), room, len(ASKED), True)
 

@@ -205,6 +205,7 @@ def check_exclusive(test, memory, most=1):
 
 
 class SubstitutionTest(parameterized.TestCase):
+    @pytest.mark.slow
     def test_buddymoe_runs_algorithm_1(self):
         rng = np.random.default_rng(3)
         counts = rng.integers(0, 9, (NUM_LAYERS, NUM_EXPERTS, NUM_EXPERTS))

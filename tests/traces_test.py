@@ -163,6 +163,7 @@ class RecordingTest(absltest.TestCase):
         super().setUp()
         self.folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
 
+    @pytest.mark.slow
     def test_what_the_routers_said(self):
         engine = load_tiny_engine(self.folder / "model")
         prompts = [list(range(20)), list(range(50, 57))]

@@ -4,12 +4,12 @@ import threading
 from unittest import mock
 
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.errors import MoejaxError
 from moejax.memory.disk import DiskExperts
 from moejax.memory.host_store import HostStore
-from tests import slow
 from tests.ssd_source import SECONDS
 from tests.transfers_case import ASK, TransfersTestCase
 
@@ -109,8 +109,8 @@ class DiskTest(TransfersTestCase):
             self.step(disk, uses)
         self.assertEqual(disk.row_of[1, 5], 0)
 
-    @slow.repeats()
     @parameterized.parameters(OSError(5, "Input/output error"), MoejaxError("another checksum"))
+    @pytest.mark.slow
     def test_a_disk_that_fails_leaves_experts_where_they_are(self, fault):
         disk = self.disk(0, retries=0)
         self.source.faults = [fault]

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from pallas_kernels.packed import plain
@@ -239,6 +240,7 @@ class LanesTest(parameterized.TestCase):
 
 class RunsTest(parameterized.TestCase):
     @parameterized.product(rows=(1, 4, 8), band=(1, 3), slots=((5,), (2, 7, 1)))
+    @pytest.mark.slow
     def test_blocks_cover_every_pair_that_runs_once(self, rows, band, slots):
         rng = np.random.default_rng(packed_operands.seed(self.id()))
         tier = rng.integers(-1, len(slots) + 1, (23, 3)).astype(np.int32)
