@@ -52,6 +52,7 @@ class WholeCallsTest(absltest.TestCase):
         counts = [(np.asarray(part) >= 0).sum(axis=1).tolist() for part in found[1][0]]
         self.assertEqual(counts, [[n, n] for n in (3, 8, 1, 5)])
 
+    @pytest.mark.slow
     def test_rows_that_rest_are_no_steps_of_the_ledger(self):
         runner = pooled_runner(QWEN, random_weights(QWEN), (4, 2, 0))
         runner._whole_calls, memory = True, runner.memory

@@ -138,6 +138,7 @@ class LimitsTest(parameterized.TestCase):
         self.assertGreaterEqual(engine.ledger.disk_wait_seconds, sum(pauses))
         self.assertRegex("\n".join(engine.ledger.describe()), r"stalls: .* ms for the disk\n")
 
+    @pytest.mark.slow
     def test_a_disk_that_fails_is_one_line_and_the_engine_goes_on(self):
         engine = limited(slots=2, transient=2, host_gib=11 * ROW_NBYTES / 2**30)
         gone = mock.patch.object(ExpertReader, "read", side_effect=MoejaxError("the disk is gone"))

@@ -62,6 +62,7 @@ class PartsTest(HostTestCase):
         )
         assert_near(rms_norm(x, weight, eps), expected, dtype)
 
+    @slow.repeats()
     @parameterized.product(dtype=sorted(TOLERANCE), head_dim=(2, 24))
     def test_rope(self, dtype, head_dim):
         rng = np.random.default_rng(2)

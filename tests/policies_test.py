@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.errors import MoejaxError
@@ -42,8 +43,8 @@ class ContractTest(parameterized.TestCase):
     def test_values(self, name, phase):
         contract.check_values(CASES[name], trace_of(name, phase))
 
-    @slow.repeats(lambda name, phase: CASES[name].name if "dymoe" in name else None)
     @parameterized.parameters(*EVERY)
+    @pytest.mark.slow
     def test_forms_agree(self, name, phase):
         contract.check_forms_agree(CASES[name], trace_of(name, phase))
 
@@ -89,8 +90,8 @@ class ContractTest(parameterized.TestCase):
             self.assertEqual(moves.promotions > 0, swaps)
 
     # Those with hotness rest between updates; buddies save up from one asking to the next.
-    @slow.where(lambda name: name not in ("buddymoe", "compose_leaves_out"))
     @parameterized.parameters(*CASES)
+    @pytest.mark.slow
     def test_rest(self, name):
         case, trace = CASES[name], trace_of(name, "decode", 40)
         for setting in range(len(case.settings) if case.name == "dynaexq" else 1):

@@ -69,6 +69,7 @@ class MiloTest(parameterized.TestCase):
             errors_of(weights, got) * np.linalg.norm(weights), min(wanted), rtol=2e-3
         )
 
+    @pytest.mark.slow
     def test_equals_the_recipe_of_its_authors(self):
         # hqq (shown equal to the library elsewhere) and torch.svd_lowrank, 20 passes. The order
         # of single small matrices is chance: exact decompositions differ by 1 % too.

@@ -137,6 +137,7 @@ class RefusedTest(QuantizeTestCase):
         self.assertNotIn("\n", str(caught.exception))
         self.assertEqual(digests(job.output), before)
 
+    @pytest.mark.slow
     def test_output_of_other_settings_or_another_model(self):
         job = self.job()
         quantize_checkpoint(job)

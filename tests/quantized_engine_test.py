@@ -188,6 +188,7 @@ class QuantizedEngineTest(parameterized.TestCase):
         self.assertEqual(events, [])
         self.assertEqual(packed.num_traces, traces)
 
+    @pytest.mark.slow
     def test_the_state_is_donated_and_no_stack_is_dequantized(self):
         config = dataclasses.replace(QWEN3, num_layers=3, num_experts=32, moe_layers=(0, 1, 2))
         config = dataclasses.replace(config, model_dim=64, expert_dim=64, num_heads=16, head_dim=32)

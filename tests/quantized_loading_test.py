@@ -10,6 +10,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 from absl import logging
 from absl.testing import absltest, parameterized
@@ -49,8 +50,8 @@ SHARED = ("shared.gate_up", "shared.down")
 class KindsTest(LoadingTestCase):
     """DeepSeek-V2 and Qwen3-Next as others' libraries quantize them: leaves, and logits."""
 
-    @slow.repeats()
     @parameterized.product(kind=("latent", "delta"), make=(Gptq, Awq))
+    @pytest.mark.slow
     def test_codes(self, kind, make):
         changes = {"num_layers": 2}
         if kind == "latent":
@@ -141,8 +142,8 @@ class ValuesTest(LoadingTestCase):
         self.assertGreater(len({c.first_row for c in gate_up.compensators}), 1)
         self.assertGreater(len(gate_up.compensators), 2)  # kinds of factors, apart
 
-    @slow.repeats()
     @parameterized.parameters("gptq", "fp8")
+    @pytest.mark.slow
     def test_staged_by_layer(self, name):
         store = Gptq(QWEN, act_order=True) if name == "gptq" else Fp8(WIDE)
         store.write(self.directory)

@@ -29,7 +29,6 @@ from moejax.memory.budget import workspace_nbytes
 from moejax.models.shapes import QWEN3_30B_A3B, SHAPES
 from moejax.runner import Runner
 from moejax.session import Session
-from tests import slow
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
 
 RELATIVE = 1e-5
@@ -126,8 +125,8 @@ class BucketTest(parameterized.TestCase):
 
 
 class ChunkTest(parameterized.TestCase):
-    @slow.repeats()
     @parameterized.parameters(16, 1)
+    @pytest.mark.slow
     def test_logits_of_chunks_are_those_of_the_whole(self, largest):
         tokens = random_tokens(2, 32)
         whole = ENGINE.logits(tokens)

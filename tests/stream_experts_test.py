@@ -234,8 +234,8 @@ class KernelTest(HostTestCase):
         with mock.patch.object(stream, "expert_tiles", few_processors):
             self.assertIsNone(violation(*layer(operands, None), operands))
 
-    @slow.repeats()
     @parameterized.parameters(*BROKEN)
+    @pytest.mark.slow
     def test_a_wrong_kernel_fails(self, owner, name, broken):
         case, tiles = CASES["ring_of_three_tiles"]
         operands = random_operands(case, seed(self.id()))

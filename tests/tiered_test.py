@@ -76,6 +76,7 @@ class OneTierTest(parameterized.TestCase):
 
 
 class MixtureTest(parameterized.TestCase):
+    @pytest.mark.slow
     def test_dynaexq_runs_what_is_hot_in_high_precision(self):
         policy = make_policy("dynaexq", choice="first", n_hot=3)
         runner, memory = tiered_runner(policy, (4, 2), (3, NUM_EXPERTS), first=3)

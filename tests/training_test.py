@@ -281,12 +281,12 @@ class OtherFamiliesTest(parameterized.TestCase):
 
 
 class TrainerTest(DirectoryTest):
-    @slow.where(lambda model, optimizer: model is MIXTRAL or optimizer.name == "adamw")
     @parameterized.named_parameters(
         ("muon", QWEN, MUON),
         ("adamw", QWEN, dataclasses.replace(MUON, name="adamw", learning_rate=0.01)),
         ("mixtral", MIXTRAL, MUON),
     )
+    @pytest.mark.slow
     def test_loss_falls_and_a_resumed_run_repeats(self, model, optimizer):
         config = step_config(model, optimizer, dropout=0.1)
         source = crop_source(small_corpus(), ["up", "down"], config.context + 1)

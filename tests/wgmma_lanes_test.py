@@ -10,7 +10,7 @@ from pallas_kernels.packed import plain
 from pallas_kernels.stream.simulate import KINDS, Simulator
 from pallas_kernels.wgmma import fragments, lanes, scatter
 from pallas_kernels.wgmma.runs import make_runs
-from tests import packed_operands
+from tests import packed_operands, slow
 from tests.packed_operands import Form
 
 ROWS, BLOCK = 64, 256
@@ -104,6 +104,7 @@ def warpgroup_rows(group: int, first_row: int, half: int | None) -> np.ndarray:
 
 
 class LanesTest(parameterized.TestCase):
+    @slow.repeats()
     @parameterized.product(form=FORMS, kind=("bf16", "f16"), half=(None, 192))
     def test_block_is_unpacked_to_the_left_operand(self, form, kind, half):
         rng = np.random.default_rng(packed_operands.seed(self.id()))
