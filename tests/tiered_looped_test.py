@@ -7,27 +7,30 @@ from unittest import mock
 
 import jax
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import ops
-from moejax.memory import tiered_placing
+from moejax.memory import placing
+from moejax.memory.placing import Placing
 from moejax.memory.tiered_experts import TieredExperts
-from moejax.memory.tiered_placing import TieredPlacing
 from moejax.models import expert_products
 from moejax.models.transformer import Transformer
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.make import make_policy
-from pallas_kernels import grouped_dequant_matmul, tiered_plan
-from tests import slow, tiny_engine
+from pallas_kernels import cache_plan, grouped_dequant_matmul
+from tests import tiny_engine
 from tests.pooled_test import PROMPTS, answers
 from tests.tiered_case import tiered_runner
+
+pytestmark = pytest.mark.slow
 
 TINY = tiny_engine.CONFIG
 TOKENS = np.random.default_rng(0).integers(0, TINY.vocab_size, (1, 16)).astype(np.int32)
 # An odd number: with two banks, one layer is left after the loop. Unrolled layers of two tiers are
 # the longest to compile.
-LAYERS = {"on_demand": 5, "dymoe": 5 if slow.asked() else 3, "buddymoe": 3}
+LAYERS = {"on_demand": 5, "dymoe": 5, "buddymoe": 3}
 SHAPE = (LAYERS["buddymoe"], TINY.num_experts, TINY.num_experts)
 LISTS = buddy_lists(
     conditional_coactivation(np.random.default_rng(3).integers(0, 9, SHAPE)), 0.7, 3
@@ -62,7 +65,6 @@ def outcome(runner: Any, memory: Any, *, of_chunk: bool = False) -> Any:
 class LoopTest(parameterized.TestCase):
     @parameterized.parameters("on_demand", "dymoe", "buddymoe")
     def test_bit_for_bit_what_it_is_unrolled(self, name):
-        slow.skip_unless_asked()
         policy, bits, slots, ahead = CASES[name]
         num_layers, found = LAYERS[name], []
         config = dataclasses.replace(
@@ -98,8 +100,6 @@ class OneLaunchTest(parameterized.TestCase):
         "dymoe", "dynaexq", "dymoe in two caches", "dymoe ahead in two caches"
     )
     def test_all_tiers_at_once_give_what_each_alone_gives(self, name):
-        if name != "dynaexq":
-            slow.skip_unless_asked()
         policy, bits, slots, ahead = CASES[name]
         runs = {"kernels": ops.Kernels(implementation="reference"), "experts_via": "grouped_kernel"}
         own, found, launched = grouped_dequant_matmul.moe_products, [], []
@@ -109,14 +109,20 @@ class OneLaunchTest(parameterized.TestCase):
             return own(x, assignments, tiers, *arguments, **options)
 
         def interpreted(*arguments, **options):
-            launched[-1].append("place")
-            return place(*arguments, **(options | {"interpret": True}))
+            if options["implementation"] == "triton":
+                launched[-1].append("plan")
+                options |= {"interpret": True}
+            return plan(*arguments, **options)
 
-        in_one, place = TieredExperts._in_one, tiered_plan.place
-        refusal = TieredPlacing.refusal
-        ways = ((lambda *_: False, refusal), (in_one, refusal), (in_one, lambda *_: None))
+        in_one, plan = TieredExperts._in_one, cache_plan.plan
+        refusal = Placing.refusal
+
+        def few(self, num_pairs):  # as if these were a GPU's
+            return "waves" if any(form.later_waves for form in self.forms(num_pairs)) else None
+
+        ways = ((lambda *_: False, refusal), (in_one, refusal), (in_one, few))
         for separate, refuses in ways:
-            for cache in (expert_products._grouped, tiered_placing._placed):
+            for cache in (expert_products._grouped, placing._planned):
                 cache.clear_cache()  # of traces, in which the calls are
             runner, memory = tiered_runner(
                 policy, bits, slots, prefetch=ahead, transient=8, runs=runs
@@ -124,17 +130,17 @@ class OneLaunchTest(parameterized.TestCase):
             launched.append([])
             with (
                 mock.patch.object(grouped_dequant_matmul, "moe_products", counted),
-                mock.patch.object(tiered_plan, "place", interpreted),
+                mock.patch.object(cache_plan, "plan", interpreted),
                 mock.patch.object(TieredExperts, "_in_one", separate),
-                mock.patch.object(TieredPlacing, "refusal", refuses),
+                mock.patch.object(Placing, "refusal", refuses),
             ):
                 found.append(outcome(runner, memory))
         for other in found[1:]:
             jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), found[0], other)
         self.assertEqual({number for _, number in launched[0]}, {1})
         self.assertIn((1, 2), launched[1])  # a chunk of these caches passes in waves
-        self.assertNotIn("place", launched[1])
-        self.assertIn("place", launched[2])
+        self.assertNotIn("plan", launched[1])
+        self.assertIn("plan", launched[2])
 
 
 if __name__ == "__main__":
