@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import MoejaxError, cli, evaluate
@@ -260,6 +261,7 @@ class MainTest(parameterized.TestCase):
         self.assertIn(f"choices: acc {right.mean():.4f} ± ", out)
         self.assertIn("  g0: acc", out)
 
+    @pytest.mark.slow
     def test_interrupted_and_resumed(self):
         self.assertEqual(self._run(output=self.folder / "whole.json", batch_size=1)[0], 0)
         output, choose, calls = self.folder / "cut.json", task_run.choose, []
@@ -305,6 +307,7 @@ class MainTest(parameterized.TestCase):
         self.assertEqual((status, load.called, notes.read_text()), (1, False, "mine"))
         self.assertIn("n.answers.jsonl is no file of answers; move it away", err)
 
+    @pytest.mark.slow
     def test_the_batch_size_is_of_the_run_under_a_policy_only(self):
         policy = {"policy.name": "on_demand", "policy.tiers": "('int4',)", "policy.slots": "('3',)",
                   "policy.quantizer": "rtn", "policy.group_size": 16}  # fmt: skip
