@@ -2,8 +2,9 @@
 
 import dataclasses
 import difflib
-from collections.abc import Iterator
-from typing import Any, TypeVar
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, TypeVar
 
 from ml_collections import config_dict
 
@@ -23,7 +24,12 @@ class RunConfig:
 
     A field whose default is a RunConfig is a group of fields, named `group.field` on the command
     line and in errors; groups hold no groups.
+
+    Attributes:
+      gone: fields of earlier versions, and what to do instead.
     """
+
+    gone: ClassVar[Mapping[str, str]] = types.MappingProxyType({})
 
     def check(self) -> None:
         """Raises MoejaxError naming the first field whose value is not allowed, and the range."""
@@ -101,6 +107,8 @@ def check_field_name(name: str, config: RunConfig) -> None:
     known = [option.name for option in options(config)]
     if name in known:
         return
+    if name in config.gone:
+        raise MoejaxError(f"there is no config field {name!r} any more: {config.gone[name]}")
     if group := [option for option in known if option.startswith(f"{name}.")]:
         raise MoejaxError(f"{name} has no value of its own; it is a group: {', '.join(group)}")
     same = [option for option in known if option.rpartition(".")[2] == name]
