@@ -6,7 +6,7 @@ from absl.testing import absltest, parameterized
 from pallas_kernels.stream import terms
 from pallas_kernels.stream.factor import Columns
 from pallas_kernels.stream.matrix import matrix_of
-from pallas_kernels.stream.simulate import Simulator
+from pallas_kernels.testing.simulator import Simulator
 from tests import packed_operands
 from tests.host_test_case import HostTestCase
 from tests.packed_operands import Form, seed

@@ -16,9 +16,9 @@ from pallas_kernels.stream import experts, fragments, product
 from pallas_kernels.stream.fragments import Form
 from pallas_kernels.stream.matrix import matrix_of, stage_parts, tile_bytes
 from pallas_kernels.stream.product import Lane, Stream
-from pallas_kernels.stream.simulate import Simulator
 from pallas_kernels.stream.tiles import StreamTiles
 from pallas_kernels.stream.walk import Totals
+from pallas_kernels.testing.simulator import Simulator
 from tests import packed_operands
 from tests.grouped_dequant_matmul_cases import CASES
 from tests.grouped_dequant_matmul_contract import expected_hidden, random_operands

@@ -6,7 +6,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from pallas_kernels.packed import plain
-from pallas_kernels.stream.simulate import KINDS, Simulator
+from pallas_kernels.testing.simulator import KINDS, Simulator
 from pallas_kernels.wgmma import fragments, lanes, scatter
 from pallas_kernels.wgmma.runs import make_runs
 from tests import packed_operands

@@ -7,8 +7,8 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import launch
-from pallas_kernels.stream import simulate
 from pallas_kernels.stream.emit import Mlir
+from pallas_kernels.testing import simulator
 
 WARP = 32
 
@@ -54,7 +54,7 @@ def launch_blocks(
         outputs = [np.empty(out.shape, out.dtype) for out in out_shapes]
         for out in outputs:
             out.view(np.uint8).fill(0xFF)  # NaN in every float type
-        simulate.run_blocks(
+        simulator.run_blocks(
             body, num_blocks, num_warps * WARP, [np.asarray(a) for a in arrays], outputs,
             [shared_floats], cluster,
         )  # fmt: skip
