@@ -296,7 +296,7 @@ class MainsTest(absltest.TestCase):
         out = folder(self) / "tiles.jsonl"
         done = script(
             "tune_tiles", "--smoke", "--implementation=reference", "--shape=256x96", "--m=1",
-            "--tiles=pallas_kernels.stream.tiles:StreamTiles",
+            "--tiles=pallas_kernels.mosaic_decode.tiles:StreamTiles",
             "--grid=row_tiles=1,2;warps_n=1", "--base=warps_k=4", f"--out={out}",
         )  # fmt: skip
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
@@ -306,7 +306,7 @@ class MainsTest(absltest.TestCase):
     def test_tune_tiles_names_a_wrong_field(self):
         done = script(
             "tune_tiles", "--smoke", "--implementation=reference", "--shape=256x96",
-            "--tiles=pallas_kernels.stream.tiles:StreamTiles", "--grid=rowtiles=1",
+            "--tiles=pallas_kernels.mosaic_decode.tiles:StreamTiles", "--grid=rowtiles=1",
         )  # fmt: skip
         self.assertNotEqual(done.returncode, 0)
         self.assertIn("StreamTiles has no rowtiles", done.stderr)

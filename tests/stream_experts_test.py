@@ -12,13 +12,13 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from pallas_kernels import grouped_dequant_matmul as grouped
-from pallas_kernels import stream
+from pallas_kernels import mosaic_decode
 from pallas_kernels.grouped_dequant_matmul import mosaic
-from pallas_kernels.stream import tiles
-from pallas_kernels.stream.jobs import JobList, Pairs
-from pallas_kernels.stream.product import Lane
-from pallas_kernels.stream.tiles import StreamTiles
-from pallas_kernels.stream.walk import _Walk
+from pallas_kernels.mosaic_decode import tiles
+from pallas_kernels.mosaic_decode.jobs import JobList, Pairs
+from pallas_kernels.mosaic_decode.product import Lane
+from pallas_kernels.mosaic_decode.tiles import StreamTiles
+from pallas_kernels.mosaic_decode.walk import _Walk
 from pallas_kernels.testing import simulator
 from pallas_kernels.testing.simulator import Simulator
 from tests import slow
@@ -235,7 +235,7 @@ class KernelTest(HostTestCase):
             del num_processors
             return tiles.expert_tiles(tiers, num_tokens, width, gated, 5, terms)
 
-        with mock.patch.object(stream, "expert_tiles", few_processors):
+        with mock.patch.object(mosaic_decode, "expert_tiles", few_processors):
             self.assertIsNone(violation(*layer(operands, None), operands))
 
     @parameterized.parameters(*BROKEN)

@@ -1,9 +1,9 @@
 """The same instructions carried out by numpy, for all threads of a block at once.
 
-A kernel body of `pallas_kernels.stream` runs here unchanged on a CPU: what its lanes load, keep and
-multiply is what they would on a GPU, but for two things. Threads run in step, so a barrier that is
-missing is not missed; and a product sums its 16 terms exactly before it rounds. Memory that nothing
-has written is NaN.
+A kernel body of `pallas_kernels.mosaic_decode` runs here unchanged on a CPU: what its lanes load,
+keep and multiply is what they would on a GPU, but for two things. Threads run in step, so a barrier
+that is missing is not missed; and a product sums its 16 terms exactly before it rounds. Memory that
+nothing has written is NaN.
 """
 # ruff: noqa: D102 -- `Simulator`'s methods are those of `emit.Mlir`, which says what they do.
 

@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from pallas_kernels.stream.jobs import JobList
-from pallas_kernels.stream.matrix import COLUMNS, Matrix, tile_bytes
-from pallas_kernels.stream.terms import Share, Term
-from pallas_kernels.stream.tiles import StreamTiles, expert_share
+from pallas_kernels.mosaic_decode.jobs import JobList
+from pallas_kernels.mosaic_decode.low_rank_spec import Share, Term
+from pallas_kernels.mosaic_decode.matrix import COLUMNS, Matrix, tile_bytes
+from pallas_kernels.mosaic_decode.tiles import StreamTiles, expert_share
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,14 +11,20 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.packed import LowRank, PackedMatrices
-from pallas_kernels.stream.dense import KINDS
-from pallas_kernels.stream.emit import Mlir, Value
-from pallas_kernels.stream.expert_plan import Plan
-from pallas_kernels.stream.jobs import Job, JobList, Pairs, Work, job_of_pair
-from pallas_kernels.stream.launching import launch_blocks
-from pallas_kernels.stream.low_rank import BlockTerms
-from pallas_kernels.stream.matrix import (
+from pallas_kernels.mosaic_decode.dense import KINDS
+from pallas_kernels.mosaic_decode.emit import Mlir, Value
+from pallas_kernels.mosaic_decode.expert_plan import Plan
+from pallas_kernels.mosaic_decode.jobs import Job, JobList, Pairs, Work, job_of_pair
+from pallas_kernels.mosaic_decode.launch_blocks import launch_blocks
+from pallas_kernels.mosaic_decode.low_rank import BlockTerms
+from pallas_kernels.mosaic_decode.low_rank_spec import (
+    Term,
+    operands_of,
+    suffix,
+    terms_of,
+    with_addresses,
+)
+from pallas_kernels.mosaic_decode.matrix import (
     COLUMNS,
     ROWS,
     Matrix,
@@ -26,10 +32,19 @@ from pallas_kernels.stream.matrix import (
     matrix_of,
     num_arrays,
 )
-from pallas_kernels.stream.product import BlockOfX, Lane, Stream
-from pallas_kernels.stream.terms import Term, operands_of, suffix, terms_of, with_addresses
-from pallas_kernels.stream.tiles import StreamTiles
-from pallas_kernels.stream.walk import Kept, Onward, Ring, Totals, hold, start, walk, walk_on
+from pallas_kernels.mosaic_decode.product import BlockOfX, Lane, Stream
+from pallas_kernels.mosaic_decode.tiles import StreamTiles
+from pallas_kernels.mosaic_decode.walk import (
+    NextItem,
+    Ring,
+    SharedAccumulators,
+    Totals,
+    hold,
+    start,
+    walk,
+    walk_on,
+)
+from pallas_kernels.packed import LowRank, PackedMatrices
 
 LOG2_E = 1.4426950408889634
 
@@ -200,7 +215,7 @@ class _Product:
         # Warps that share rows, and work on their own but for the terms, which are the block's.
         self.team_rows = ROWS * tiles.row_tiles
         self.pitch = tiles.team_pitch(self.plan.halves)
-        self.kept = Kept(None, here.of_x) if tiles.kept else None
+        self.kept = SharedAccumulators(None, here.of_x) if tiles.kept else None
         team = tiles.team_bytes(self.plan.columns, self.plan.halves)
         self.sums = e.add(here.sums, e.mul(here.warp_n, team))
 
@@ -254,7 +269,7 @@ class _Product:
                 later = e.add(item, 1)
                 follows = e.select(e.compare(later, "lt", work.end), 1, 0)
                 after = self.stream(*slot_of(e.smaller(later, e.sub(work.end, 1))))
-                onward = Onward(carried[0], after.rows[0], follows)
+                onward = NextItem(carried[0], after.rows[0], follows)
                 return [self.item(job, x, e.sub(item, base), held, onward)]
 
             first = e.select(e.compare(base, "lt", work.first), work.first, base)
@@ -272,7 +287,7 @@ class _Product:
 
     def item(
         self, job: Job, x: Sequence[Value], item: Value, held: list[BlockOfX] | None = None,
-        onward: Onward | None = None,
+        onward: NextItem | None = None,
     ) -> Value | None:  # fmt: skip
         """One item of a job; returns where the ring stands, if it goes on."""
         e, here, plan, tiles = self.e, self.here, self.plan, self.tiles

@@ -7,10 +7,10 @@ tile beyond them belong to another block and are not stored.
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from pallas_kernels.stream.emit import Value
-from pallas_kernels.wgmma import lanes
-from pallas_kernels.wgmma.emit import Emitter
-from pallas_kernels.wgmma.fragments import ROWS
+from pallas_kernels.mosaic_decode.emit import Value
+from pallas_kernels.mosaic_prefill import lanes
+from pallas_kernels.mosaic_prefill.emit import Emitter
+from pallas_kernels.mosaic_prefill.fragments import ROWS
 
 Columns = Sequence[Sequence[Value]]  # of `lanes.write_rounded`
 

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pallas_kernels import layout
+from pallas_kernels.mosaic_decode.emit import Value
+from pallas_kernels.mosaic_prefill.emit import BYTE_OFFSET, Emitter
 from pallas_kernels.packed import PackedMatrices
-from pallas_kernels.stream.emit import Value
-from pallas_kernels.wgmma.emit import BYTE_OFFSET, Emitter
 
 BLOCK = layout.BLOCK  # k that a lane unpacks words of at a time
 STAGE = 64  # k of one register operand: four instructions

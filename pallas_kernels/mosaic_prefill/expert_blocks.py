@@ -14,11 +14,11 @@ import numpy as np
 
 from pallas_kernels.packed import PackedMatrices
 
-SLOT, FIRST, END, BAND_FIRST, BAND_LENGTH = range(5)  # columns of `Runs.table`
+SLOT, FIRST, END, BAND_FIRST, BAND_LENGTH = range(5)  # columns of `ExpertBlocks.table`
 NUM_COLUMNS = 5
 
 
-class Runs(NamedTuple):
+class ExpertBlocks(NamedTuple):
     """Blocks of pairs of one matrix; device data of static shapes."""
 
     order: jax.Array  # int32[P]: pairs t A + a by tier and slot, those that are skipped last
@@ -33,9 +33,9 @@ def max_blocks(num_pairs: int, rows: int, num_matrices: int) -> int:
     return min(num_pairs, num_pairs // rows + num_matrices)
 
 
-def make_runs(
+def make_expert_blocks(
     tier: jax.Array, slot: jax.Array, tiers: Sequence[PackedMatrices], rows: int, band: int
-) -> Runs:
+) -> ExpertBlocks:
     """Sorts pairs by tier and slot, those of one matrix in their order.
 
     Args:
@@ -79,7 +79,7 @@ def make_runs(
         jnp.minimum(band, blocks[matrix] - banded),
     ]
     ends = jnp.concatenate([jnp.zeros(1, jnp.int32), after])
-    return Runs(order=order, table=jnp.stack(columns, axis=1), first_block=ends[before])
+    return ExpertBlocks(order=order, table=jnp.stack(columns, axis=1), first_block=ends[before])
 
 
 def _search(ordered: jax.Array, values: jax.Array, side: str) -> jax.Array:

@@ -7,7 +7,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import launch
-from pallas_kernels.stream.emit import Mlir
+from pallas_kernels.mosaic_decode.emit import Mlir
 from pallas_kernels.testing import simulator
 
 WARP = 32

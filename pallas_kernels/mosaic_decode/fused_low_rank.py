@@ -3,13 +3,13 @@
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from pallas_kernels.stream.emit import Value
-from pallas_kernels.stream.product import BlockOfX, Stream
+from pallas_kernels.mosaic_decode.emit import Value
+from pallas_kernels.mosaic_decode.product import BlockOfX, Stream
 
-Kept = TypeVar("Kept")
+_Totals = TypeVar("_Totals")
 
 
-class Joined(Generic[Kept]):
+class Joined(Generic[_Totals]):
     """A stream with tiles of another, as a warp copies and multiplies them.
 
     The others come after some of the stream's own, so that what their addresses wait for is known
@@ -18,7 +18,7 @@ class Joined(Generic[Kept]):
     """
 
     def __init__(
-        self, stream: Stream, make: Callable[[], Stream], count: int, after: int, totals: Kept,
+        self, stream: Stream, make: Callable[[], Stream], count: int, after: int, totals: _Totals,
         pause: Callable[[], None],
     ):  # fmt: skip
         """Takes no step yet.

@@ -10,12 +10,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import launch
+from pallas_kernels.mosaic_prefill import registers
+from pallas_kernels.mosaic_prefill.fragments import BLOCK, KINDS, ROWS, Form, form_of
+from pallas_kernels.mosaic_prefill.product import Item, pipeline, scratch, work
+from pallas_kernels.mosaic_prefill.tiles import WgmmaTiles, dense_tiles
 from pallas_kernels.packed import PLAIN_BITS, PackedMatrices
 from pallas_kernels.target import Target
-from pallas_kernels.wgmma import registers
-from pallas_kernels.wgmma.fragments import BLOCK, KINDS, ROWS, Form, form_of
-from pallas_kernels.wgmma.product import Item, pipeline, scratch, work
-from pallas_kernels.wgmma.tiles import WgmmaTiles, dense_tiles
 
 Operand = jax.Array | jax.ShapeDtypeStruct
 

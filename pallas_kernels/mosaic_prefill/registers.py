@@ -15,10 +15,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
-from pallas_kernels.stream.emit import Value, i32
-from pallas_kernels.wgmma import fragments, lanes
-from pallas_kernels.wgmma.emit import Emitter
-from pallas_kernels.wgmma.fragments import ROWS, STAGE, Form
+from pallas_kernels.mosaic_decode.emit import Value, i32
+from pallas_kernels.mosaic_prefill import fragments, lanes
+from pallas_kernels.mosaic_prefill.emit import Emitter
+from pallas_kernels.mosaic_prefill.fragments import ROWS, STAGE, Form
 
 WARPGROUP = 128  # threads
 _SCALAR = plgpu.Layout.WG_SPLAT(())

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 import jax
 
+from pallas_kernels.mosaic_decode.dense import dense as dense
+from pallas_kernels.mosaic_decode.experts import expert_products as expert_products
+from pallas_kernels.mosaic_decode.low_rank_spec import terms_of
+from pallas_kernels.mosaic_decode.matrix import matrix_of
+from pallas_kernels.mosaic_decode.support import KINDS
+from pallas_kernels.mosaic_decode.support import refusals as refusals
+from pallas_kernels.mosaic_decode.tiles import StreamTiles, dense_tiles, expert_tiles
 from pallas_kernels.packed import LowRank, PackedMatrices
-from pallas_kernels.stream.dense import dense as dense
-from pallas_kernels.stream.experts import expert_products as expert_products
-from pallas_kernels.stream.matrix import matrix_of
-from pallas_kernels.stream.support import KINDS
-from pallas_kernels.stream.support import refusals as refusals
-from pallas_kernels.stream.terms import terms_of
-from pallas_kernels.stream.tiles import StreamTiles, dense_tiles, expert_tiles
 from pallas_kernels.target import Target
 
 

@@ -11,13 +11,13 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
-from pallas_kernels.stream.emit import Mlir, Value
-from pallas_kernels.stream.factor import Columns
-from pallas_kernels.stream.joined import Joined
-from pallas_kernels.stream.matrix import ROWS
-from pallas_kernels.stream.product import Lane, Stream
-from pallas_kernels.stream.terms import Share, Term
-from pallas_kernels.stream.walk import Ring, Totals, walk
+from pallas_kernels.mosaic_decode.emit import Mlir, Value
+from pallas_kernels.mosaic_decode.fused_low_rank import Joined
+from pallas_kernels.mosaic_decode.low_rank_spec import Share, Term
+from pallas_kernels.mosaic_decode.matrix import ROWS
+from pallas_kernels.mosaic_decode.product import Lane, Stream
+from pallas_kernels.mosaic_decode.u_factor import Columns
+from pallas_kernels.mosaic_decode.walk import Ring, Totals, walk
 
 CHAINS = 4  # sums of these that do not wait for each other
 

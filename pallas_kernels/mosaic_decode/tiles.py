@@ -4,10 +4,10 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
+from pallas_kernels.mosaic_decode.fragments import Form
+from pallas_kernels.mosaic_decode.low_rank_spec import Share, Term
+from pallas_kernels.mosaic_decode.matrix import COLUMNS, ROWS, Matrix, tile_bytes, x_sums_bytes
 from pallas_kernels.packed import PLAIN_BITS
-from pallas_kernels.stream.fragments import Form
-from pallas_kernels.stream.matrix import COLUMNS, ROWS, Matrix, tile_bytes, x_sums_bytes
-from pallas_kernels.stream.terms import Share, Term
 
 
 @dataclasses.dataclass(frozen=True)

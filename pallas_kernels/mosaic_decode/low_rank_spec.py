@@ -7,9 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.packed import LowRank, PackedMatrices
-from pallas_kernels.stream.factor import row_words
-from pallas_kernels.stream.matrix import (
+from pallas_kernels.mosaic_decode.matrix import (
     ROWS,
     Matrix,
     addressed,
@@ -17,6 +15,8 @@ from pallas_kernels.stream.matrix import (
     num_arrays,
     tile_bytes,
 )
+from pallas_kernels.mosaic_decode.u_factor import row_words
+from pallas_kernels.packed import LowRank, PackedMatrices
 
 MAX_RANK = 64
 MAX_TERMS = 4  # of a matrix

@@ -13,11 +13,11 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import scf as _scf
 
-from pallas_kernels.stream.arithmetic import Arithmetic, arith, llvm
-from pallas_kernels.stream.arithmetic import Value as Value
-from pallas_kernels.stream.arithmetic import f32 as f32
-from pallas_kernels.stream.arithmetic import i32 as i32
-from pallas_kernels.stream.arithmetic import i64 as i64
+from pallas_kernels.mosaic_decode.arithmetic import Arithmetic, arith, llvm
+from pallas_kernels.mosaic_decode.arithmetic import Value as Value
+from pallas_kernels.mosaic_decode.arithmetic import f32 as f32
+from pallas_kernels.mosaic_decode.arithmetic import i32 as i32
+from pallas_kernels.mosaic_decode.arithmetic import i64 as i64
 
 scf: Any = _scf  # its stub is of the generated classes, which the module replaces
 

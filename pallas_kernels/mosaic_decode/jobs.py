@@ -9,8 +9,8 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
-from pallas_kernels.stream.emit import Mlir, Value
-from pallas_kernels.stream.product import Lane
+from pallas_kernels.mosaic_decode.emit import Mlir, Value
+from pallas_kernels.mosaic_decode.product import Lane
 
 WARP = 32
 

@@ -15,8 +15,8 @@ import dataclasses
 from typing import NamedTuple
 
 from pallas_kernels import layout
+from pallas_kernels.mosaic_decode.emit import Mlir, Value
 from pallas_kernels.packed import PLAIN_BITS
-from pallas_kernels.stream.emit import Mlir, Value
 
 STEP = 32  # k of a step: two m16n8k16
 MANTISSA = {"bf16": 7, "f16": 10}

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
-from pallas_kernels.stream.emit import Mlir, Value, f32, i32
+from pallas_kernels.mosaic_decode.emit import Mlir, Value, f32, i32
 
 BYTE_OFFSET = 32768.0  # of `byte_number`
 

@@ -13,10 +13,9 @@ so the scale meets float32, never a weight (MiLo section 3.3 scales weights in f
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from pallas_kernels.packed import PLAIN_BITS
-from pallas_kernels.stream.emit import Mlir, Value
-from pallas_kernels.stream.fragments import STEP, Form, pair, prepare, values
-from pallas_kernels.stream.matrix import (
+from pallas_kernels.mosaic_decode.emit import Mlir, Value
+from pallas_kernels.mosaic_decode.fragments import STEP, Form, pair, prepare, values
+from pallas_kernels.mosaic_decode.matrix import (
     HALF_LINE,
     ROWS,
     X_SUMS,
@@ -25,6 +24,7 @@ from pallas_kernels.stream.matrix import (
     stage_parts,
     tile_bytes,
 )
+from pallas_kernels.packed import PLAIN_BITS
 
 
 @dataclasses.dataclass(frozen=True)

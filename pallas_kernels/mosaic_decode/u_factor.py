@@ -8,9 +8,9 @@ import dataclasses
 from typing import NamedTuple
 
 from pallas_kernels import layout
+from pallas_kernels.mosaic_decode.emit import Mlir, Value
+from pallas_kernels.mosaic_decode.matrix import Matrix
 from pallas_kernels.packed import PLAIN_BITS
-from pallas_kernels.stream.emit import Mlir, Value
-from pallas_kernels.stream.matrix import Matrix
 
 WORD = 4  # bytes that a copy brings, the fewest there are
 LANES = 32

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.mosaic_decode.fragments import STEP, Form
+from pallas_kernels.mosaic_decode.low_rank_spec import MAX_RANK, MAX_TERMS
+from pallas_kernels.mosaic_decode.matrix import ROWS
 from pallas_kernels.packed import PLAIN_BITS, LowRank, PackedMatrices
-from pallas_kernels.stream.fragments import STEP, Form
-from pallas_kernels.stream.matrix import ROWS
-from pallas_kernels.stream.terms import MAX_RANK, MAX_TERMS
 from pallas_kernels.target import Target
 
 Operand = jax.Array | jax.ShapeDtypeStruct

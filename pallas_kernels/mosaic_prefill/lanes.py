@@ -6,9 +6,9 @@ rows read at one place meet all banks: piece c of a row lies at c ^ (row / rows 
 
 from collections.abc import Callable, Sequence
 
-from pallas_kernels.stream.emit import Value
-from pallas_kernels.wgmma.emit import Emitter
-from pallas_kernels.wgmma.fragments import BLOCK, ROWS, Form, lane_words, prepare
+from pallas_kernels.mosaic_decode.emit import Value
+from pallas_kernels.mosaic_prefill.emit import Emitter
+from pallas_kernels.mosaic_prefill.fragments import BLOCK, ROWS, Form, lane_words, prepare
 
 
 def place(e: Emitter) -> tuple[Value, Value, Value, Value]:

@@ -4,10 +4,10 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
-from pallas_kernels.stream.emit import Mlir, Value
-from pallas_kernels.stream.joined import Joined
-from pallas_kernels.stream.matrix import COLUMNS, ROWS, x_sums_bytes
-from pallas_kernels.stream.product import BlockOfX, Lane, Stream
+from pallas_kernels.mosaic_decode.emit import Mlir, Value
+from pallas_kernels.mosaic_decode.fused_low_rank import Joined
+from pallas_kernels.mosaic_decode.matrix import COLUMNS, ROWS, x_sums_bytes
+from pallas_kernels.mosaic_decode.product import BlockOfX, Lane, Stream
 
 Words = list[list[list[Value]]]  # of a block of x: column tiles, steps, 4 words
 UNROLLED = 1  # stages of a warp that are written out; above, a loop
@@ -56,7 +56,7 @@ class Totals:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class SharedAccumulators:
     """Shared memory of a warp for what else it would hold in registers."""
 
     totals: Totals | None  # None: in registers
@@ -64,7 +64,7 @@ class Kept:
 
 
 @dataclasses.dataclass(frozen=True)
-class Onward:
+class NextItem:
     """A walk that is one of a row: its first tiles are on their way, and it starts the next one's.
 
     All have as many row tiles and stages, one after a first row, and one ring.
@@ -80,7 +80,8 @@ class _Walk:
 
     def __init__(
         self, stream: Stream | Joined[Totals], first: Value, step: int, x: Sequence[Value],
-        ring: Ring, kept: Kept | None = None, onward: Onward | None = None, of_row: bool = False,
+        ring: Ring, kept: SharedAccumulators | None = None, onward: NextItem | None = None,
+        of_row: bool = False,
     ):  # fmt: skip
         e = stream.e
         self.e, self.stream, self.x, self.kept, self.onward = e, stream, x, kept, onward
@@ -303,7 +304,7 @@ class _Walk:
 
 def walk(
     stream: Stream | Joined[Totals], first: Value, step: int, x: Sequence[Value], ring: Ring,
-    meanwhile: Callable[[], None] = lambda: None, kept: Kept | None = None,
+    meanwhile: Callable[[], None] = lambda: None, kept: SharedAccumulators | None = None,
 ) -> list[Value]:  # fmt: skip
     """The products of stages first, first + step, ... of the matrix.
 
@@ -333,7 +334,7 @@ def walk(
 
 
 def hold(
-    stream: Stream, first: Value, step: int, x: Sequence[Value], kept: Kept | None
+    stream: Stream, first: Value, step: int, x: Sequence[Value], kept: SharedAccumulators | None
 ) -> list[BlockOfX] | None:
     """What walks along the same K and x need not load again: x of a warp with a single stage."""
     way = _Walk(stream, first, step, x, Ring(stream.e.const(0), 1), kept)
@@ -348,8 +349,8 @@ def start(stream: Stream, first: Value, step: int, ring: Ring) -> None:
 
 
 def walk_on(
-    stream: Stream, first: Value, step: int, x: Sequence[Value], ring: Ring, onward: Onward,
-    meanwhile: Callable[[], None], kept: Kept | None, held: list[BlockOfX] | None,
+    stream: Stream, first: Value, step: int, x: Sequence[Value], ring: Ring, onward: NextItem,
+    meanwhile: Callable[[], None], kept: SharedAccumulators | None, held: list[BlockOfX] | None,
 ) -> tuple[list[Value], Value]:  # fmt: skip
     """As `walk`, one of a row of walks through which the copies never pause.
 

@@ -6,12 +6,19 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.packed import LowRank, PackedMatrices
-from pallas_kernels.stream.emit import Mlir, Value
-from pallas_kernels.stream.joined import Joined
-from pallas_kernels.stream.launching import launch_blocks
-from pallas_kernels.stream.low_rank import BlockTerms
-from pallas_kernels.stream.matrix import (
+from pallas_kernels.mosaic_decode.emit import Mlir, Value
+from pallas_kernels.mosaic_decode.fused_low_rank import Joined
+from pallas_kernels.mosaic_decode.launch_blocks import launch_blocks
+from pallas_kernels.mosaic_decode.low_rank import BlockTerms
+from pallas_kernels.mosaic_decode.low_rank_spec import (
+    Share,
+    Term,
+    operands_of,
+    suffix,
+    terms_of,
+    with_addresses,
+)
+from pallas_kernels.mosaic_decode.matrix import (
     COLUMNS,
     ROWS,
     Matrix,
@@ -20,17 +27,10 @@ from pallas_kernels.stream.matrix import (
     num_arrays,
     x_sums_bytes,
 )
-from pallas_kernels.stream.product import Lane, Stream
-from pallas_kernels.stream.terms import (
-    Share,
-    Term,
-    operands_of,
-    suffix,
-    terms_of,
-    with_addresses,
-)
-from pallas_kernels.stream.tiles import StreamTiles, dense_share
-from pallas_kernels.stream.walk import Kept, Ring, Totals, walk
+from pallas_kernels.mosaic_decode.product import Lane, Stream
+from pallas_kernels.mosaic_decode.tiles import StreamTiles, dense_share
+from pallas_kernels.mosaic_decode.walk import Ring, SharedAccumulators, Totals, walk
+from pallas_kernels.packed import LowRank, PackedMatrices
 
 KINDS = {"bfloat16": "bf16", "float16": "f16"}
 
@@ -132,7 +132,7 @@ def _body(
     if tiles.kept:
         of_x = e.add(parts, tiles.sums_bytes(columns) + rings)
         of_x = e.add(of_x, e.mul(warp, tiles.span * x_sums_bytes(matrix, len(x))))
-        kept = Kept(sums, e.add(of_x, e.mul(lane.t, 16)))
+        kept = SharedAccumulators(sums, e.add(of_x, e.mul(lane.t, 16)))
     first, step = e.add(e.mul(warp_k, tiles.cluster), part), tiles.warps_k * tiles.cluster
     totals = walk(stream, first, step, x, Ring(ring, tiles.depth), begin, kept)
 

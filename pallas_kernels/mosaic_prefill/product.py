@@ -15,9 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.wgmma import registers
-from pallas_kernels.wgmma.fragments import BLOCK, KINDS, ROWS, STAGE, STAGES, Form
-from pallas_kernels.wgmma.tiles import WgmmaTiles
+from pallas_kernels.mosaic_prefill import registers
+from pallas_kernels.mosaic_prefill.fragments import BLOCK, KINDS, ROWS, STAGE, STAGES, Form
+from pallas_kernels.mosaic_prefill.tiles import WgmmaTiles
 
 COPIER_REGISTERS = 40
 PRODUCT_REGISTERS = 232

@@ -11,14 +11,21 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import launch
+from pallas_kernels.mosaic_prefill import registers, scatter
+from pallas_kernels.mosaic_prefill.dense import Operand, refusals
+from pallas_kernels.mosaic_prefill.expert_blocks import (
+    BAND_FIRST,
+    BAND_LENGTH,
+    END,
+    FIRST,
+    SLOT,
+    make_expert_blocks,
+)
+from pallas_kernels.mosaic_prefill.fragments import BLOCK, KINDS, ROWS, Form, form_of
+from pallas_kernels.mosaic_prefill.product import Item, pipeline, scratch, work
+from pallas_kernels.mosaic_prefill.tiles import WgmmaTiles, grouped_tiles, grouped_tokens
 from pallas_kernels.packed import PLAIN_BITS, PackedMatrices
 from pallas_kernels.target import Target
-from pallas_kernels.wgmma import registers, scatter
-from pallas_kernels.wgmma.dense import Operand, refusals
-from pallas_kernels.wgmma.fragments import BLOCK, KINDS, ROWS, Form, form_of
-from pallas_kernels.wgmma.product import Item, pipeline, scratch, work
-from pallas_kernels.wgmma.runs import BAND_FIRST, BAND_LENGTH, END, FIRST, SLOT, make_runs
-from pallas_kernels.wgmma.tiles import WgmmaTiles, grouped_tiles, grouped_tokens
 
 Tiers = Sequence[PackedMatrices]
 BAND_TOKENS = 2048  # of one matrix whose tiles are worked off together: their x stays in L2
@@ -117,7 +124,7 @@ class _Call:
         self.tiles = [tiles or grouped_tiles(tokens, weights.bits) for weights in tiers]
         self.tiers, self.target, self.paired = tiers, target, paired
         band = max(1, BAND_TOKENS // tokens)
-        self.runs = make_runs(assignments.tier, assignments.slot, tiers, tokens, band)
+        self.runs = make_expert_blocks(assignments.tier, assignments.slot, tiers, tokens, band)
         self.num_columns = tiers[0].num_outputs // (2 if paired else 1)
 
     def run(self, rows: jax.Array, dtype: Any) -> jax.Array:

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from pallas_kernels.mosaic_decode.fragments import Form
 from pallas_kernels.packed import PLAIN_BITS, PackedMatrices
-from pallas_kernels.stream.fragments import Form
 
 ROWS = 16  # of a row tile
 COLUMNS = 8  # of a column tile
