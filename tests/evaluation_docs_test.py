@@ -26,7 +26,7 @@ def commands(start: str) -> list[list[str]]:
 class DocsTest(absltest.TestCase):
     def test_flags_of_evaluate(self):
         found = commands("python -m moejax.evaluate")
-        self.assertGreater(len(found), 4)
+        self.assertGreater(len(found), 1)
         for words in found:
             config, _ = cli.parse(evaluate.COMMAND, words[2:])  # raises where a flag is wrong
             self.assertIsNotNone(config)

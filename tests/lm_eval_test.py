@@ -222,7 +222,8 @@ class ModelArgumentsTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
         ours = "moejax.evaluation.lm_eval_model"
-        names = ("lm_eval", "lm_eval.api", "lm_eval.api.model", "lm_eval.api.registry")
+        names = ("lm_eval", "lm_eval.models", "lm_eval.api", "lm_eval.api.model",
+                 "lm_eval.api.registry")  # fmt: skip
         kept = {name: sys.modules.pop(name, None) for name in (*names, ours)}
         self.addCleanup(self._put_back, kept)
         sys.modules.update({name: types.ModuleType(name) for name in names})
