@@ -21,6 +21,10 @@ from moejax.policy_config import PolicyConfig
 SHAPE_BITS = (2, 3, 4, 8, 16)
 
 
+_TASKS_BY_LM_EVAL = (
+    "python -m moejax.lm_eval --model moejax --model_args pretrained=CHECKPOINT --tasks NAME "
+    "--data FOLDER (moejax.evaluate measures perplexity alone)"
+)
 VERIFY = "first compare the files of checkpoints with the SHA-256 in their quantization.json"
 
 
@@ -108,6 +112,8 @@ class RecordConfig(RunConfig):
 class GenerateConfig(RecordConfig):
     """What `python -m moejax.generate` runs: a model, and one request's `GenerationSettings`."""
 
+    command = "moejax.generate"
+
     checkpoint: str = option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
     verify: bool = option(False, VERIFY)
     platform: str = option("auto", "auto (an accelerator if there is one), cpu or gpu")
@@ -151,7 +157,7 @@ class GenerateConfig(RecordConfig):
         "steps and policy.emulate is off: copies come by the clock",
     )
     stop: tuple[str, ...] = option(
-        GenerationSettings.stop, "end before this string; may be repeated"
+        GenerationSettings.stop, "end before this string; may be repeated", commas=False
     )
     add_special_tokens: bool = option(
         GenerationSettings.add_special_tokens, "let the tokenizer add its own (such as bos)"
@@ -188,6 +194,8 @@ class PlanConfig(GenerateConfig):
     change nothing here.
     """
 
+    command = "moejax.plan"
+
     shape: str = option("", f"in place of a checkpoint, a shape: {' or '.join(SHAPES)}")
     bits: int = option(4, "of a shape's experts and dense MLPs: 2, 3, 4, 8 or 16 (plain)")
     attention_bits: int = option(16, "the same of its attention, or what is in its place")
@@ -216,6 +224,8 @@ class PlanConfig(GenerateConfig):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizeConfig(RunConfig):
     """What `python -m moejax.quantize` runs; the recipe's values are checked where it is read."""
+
+    command = "moejax.quantize"
 
     checkpoint: str = option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
     output: str = option("", "a new directory for the quantized checkpoint; must be given")
@@ -267,11 +277,7 @@ class QuantizeConfig(RunConfig):
 class EvaluateConfig(RecordConfig):
     """What `python -m moejax.evaluate` runs; model and text are checked where they are read."""
 
-    gone = dict.fromkeys(
-        ("task", "data", "fewshot", "fewshot_data", "limit", "max_new_tokens", "execute"),
-        "moejax.evaluate measures perplexity; tasks are lm_eval's: python -m moejax.lm_eval "
-        "--model moejax --model_args pretrained=CHECKPOINT --tasks NAME --data FOLDER",
-    )
+    command = "moejax.evaluate"
 
     checkpoint: str = option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
     verify: bool = option(False, VERIFY)
@@ -310,6 +316,11 @@ class EvaluateConfig(RecordConfig):
     add_special_tokens: bool = option(
         GenerationSettings.add_special_tokens, "let the tokenizer add its own (such as bos)"
     )
+
+    def moved(self, name: str) -> str:
+        """See `RunConfig.moved`: lm_eval runs the tasks that this command had."""
+        gone = ("task", "data", "fewshot", "fewshot_data", "limit", "max_new_tokens", "execute")
+        return _TASKS_BY_LM_EVAL if name in gone else ""
 
     def windowing(self) -> Windowing:
         """Window and stride: the preset's where they are not given."""

@@ -3,7 +3,7 @@
     python -m moejax.evaluate --config.text=wiki.test.raw --config.join=wikitext
     python -m moejax.evaluate --config=configs/evaluate_wikitext2_2048_512.py
     python -m moejax.evaluate --config.checkpoint=DIR --config.text=mine.txt --config.output=x.json
-    python -m moejax.evaluate --config.policy.name=dymoe --config.policy.tiers="('int4', 'int2')"
+    python -m moejax.evaluate --config.policy.name=dymoe --config.policy.tiers=int4,int2
 
 Lines with the result go to stdout, a progress bar to stderr, everything that is needed to measure
 it again to the JSON file. Figures of different windows, strides, texts or tokenizers are not to be
@@ -39,8 +39,17 @@ def evaluate(config: EvaluateConfig, values: flags.FlagValues) -> None:
     perplexity_run.run(config, text, output)
 
 
+def resumes(config: EvaluateConfig) -> bool:
+    """Whether a run keeps what it measured so far, and the next one goes on from there."""
+    return bool(config.output) and not config.policy.name
+
+
 COMMAND = cli.Command(
-    doc=__doc__, default=EvaluateConfig(), define_flags=define_flags, body=evaluate
+    doc=__doc__,
+    default=EvaluateConfig(),
+    define_flags=define_flags,
+    body=evaluate,
+    resumes=resumes,
 )
 
 if __name__ == "__main__":

@@ -19,8 +19,14 @@ from moejax import cli
 from moejax.errors import MoejaxError
 
 
-def main() -> None:
-    """Registers the model and runs lm_eval's command line; our errors are one line on stderr."""
+def main(argv: list[str] | None = None) -> None:
+    """Registers the model and runs lm_eval's command line; our errors are one line on stderr.
+
+    Args:
+      argv: takes the place of the process's arguments, the program's name first; None: those.
+    """
+    if argv is not None:
+        sys.argv[:] = argv
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--data")
     ours, arguments = own.parse_known_args(sys.argv[1:])

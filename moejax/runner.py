@@ -130,8 +130,7 @@ class Runner:
         lines += [f"prefill: {line}" for line in served.remarks(prefill, expected)]
         lines += [f"decode: {line}" for line in served.plain_remarks(decode, expected)]
         if expected and self.memory:
-            spec = self.memory.spec
-            placing = Placing(spec.cache, spec.read is not None, self.kernels.target)
+            placing = Placing(self.memory.spec.pools, self.kernels.target)
             if reason := placing.refusal(self.config.experts_per_token):
                 lines.append(f"decode: experts are found and placed without their kernel: {reason}")
         return lines
@@ -154,7 +153,7 @@ class Runner:
           prompts: token ids, none empty.
           cache_length: S, longer than every prompt.
           settings: how tokens are chosen.
-          eos_ids: tokens that end a row.
+          eos_ids: tokens that end a row, unless its settings ignore them.
           steps_per_call: decode steps of one compiled call.
         """
         started, compiled = time.perf_counter(), self.programs.seconds
@@ -209,15 +208,17 @@ class Runner:
             )  # fmt: skip
         all_greedy = all(row.temperature == 0 for row in by_row)
         sampling = sampling_of(by_row, self._put)
-        ends = self._put(np.asarray(eos_ids or (-1,), np.int32))
+        never = (-1,) * max(1, len(eos_ids))
+        ends = [(not row.ignore_eos and eos_ids) or never for row in by_row]
+        eos_by_row = self._put(np.asarray(ends, np.int32))
         program = self._program._replace(top_logprobs=top_logprobs)
         state, emitted = self._call(
             steps.first_token, (program, all_greedy),
             (cache, keys, seen_tokens(prompts, by_row, self.config, self._put)),
-            self.weights, hidden, device_lengths, sampling, ends,
+            self.weights, hidden, device_lengths, sampling, eos_by_row,
         )  # fmt: skip
         return Session(
-            state, sampling, ends, all_greedy, max(lengths), emitted, top_logprobs, since
+            state, sampling, eos_by_row, all_greedy, max(lengths), emitted, top_logprobs, since
         )
 
     def end_rows(self, session: Session, ended: np.ndarray) -> None:
@@ -250,7 +251,8 @@ class Runner:
         logits = []
         for start, size in self._chunks(batch, length, cache_length):
             static = (self._program, self._chunk_spec(batch, start, size, cache_length))
-            inputs = self._put(part_of(tokens, start, size)), self._put(np.int32(start))
+            chunk, numbers = part_of(tokens, start, size), (np.int32(start), np.int32(length))
+            inputs = (self._put(chunk), *map(self._put, numbers))
             cache, out = self._step(
                 since, batch * size, steps.chunk_logits, static, (cache,), *inputs
             )
@@ -344,7 +346,7 @@ class Runner:
 
     def _begin_windows(self, batch: int, length: int) -> tuple[int, int, KVCache]:
         """A session of its own, the length of its cache, and the cache."""
-        limit = max(length, self.planned.context or self.config.max_positions)
+        limit = max(length, self.planned.context or self.config.context_limit)
         cache_length = length_bucket(length, MIN_PREFILL_LENGTH, limit)
         return self._begin_session(), cache_length, self._fresh([0] * batch, cache_length)[0]
 

@@ -89,18 +89,22 @@ def run_layers(
     cache: KVCache,
     pool: Pool,
     store: Store,
+    lengths: jax.Array | None = None,
 ) -> tuple[KVCache, Pool, jax.Array, Recorded | None]:
-    """The model, with experts of its own or pooled ones; what was recorded comes last."""
+    """The model, with experts of its own or pooled ones; what was recorded comes last.
+
+    `lengths`, int32[B], of the whole prompts, is what some kinds of rope turn tokens by.
+    """
     is_prefill = tokens.shape[1] > 1
     num_tokens = tokens.size if is_prefill else None
     pooled = _pooled(program, spec, model, num_tokens, pool, store)
     watch = pooled.watch if is_prefill and isinstance(pooled, TieredExperts) else None
     if program.record is None:
-        cache, hidden = model(tokens, positions, mask, cache, spec, pooled, watch)
+        cache, hidden = model(tokens, positions, mask, cache, spec, pooled, watch, lengths)
         return cache, pooled.finish() if pooled else None, hidden, None
     experts = recording_experts(program.record, model, spec.experts, pooled)
     watch = experts.watching(watch, tokens.size) if is_prefill else None
-    cache, hidden = model(tokens, positions, mask, cache, spec, experts, watch)
+    cache, hidden = model(tokens, positions, mask, cache, spec, experts, watch, lengths)
     recorded = experts.recorded(positions, mask)
     return cache, pooled.finish() if pooled else None, hidden, recorded
 
@@ -163,7 +167,7 @@ def prefill_chunk(
     positions = jnp.broadcast_to(start + steps, tokens.shape)
     mask = positions < lengths[:, None]
     cache, pool, hidden, recorded = run_layers(
-        program, spec, model, tokens, positions, mask, cache, pool, store
+        program, spec, model, tokens, positions, mask, cache, pool, store, lengths
     )
     last = lengths - 1 - start
     ends_here = (last >= 0) & (last < tokens.shape[1])
@@ -180,15 +184,17 @@ def chunk_logits(
     store: Store,
     tokens: jax.Array,
     start: jax.Array,
+    length: jax.Array,
 ) -> tuple[KVCache, Pool, jax.Array, Recorded | None]:
-    """As `prefill_chunk` without padding; the logits float32[B, T, V] of every position."""
+    """As `prefill_chunk` of rows of one length; the logits float32[B, T, V] of every position."""
     model = merge_weights(program.definition, weights)
     steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     positions = jnp.broadcast_to(start + steps, tokens.shape)
     mask = jnp.ones(tokens.shape, bool)
     cache, pool, hidden, recorded = run_layers(
-        program, spec, model, tokens, positions, mask, cache, pool, store
-    )
+        program, spec, model, tokens, positions, mask, cache, pool, store,
+        jnp.broadcast_to(length, len(tokens)),
+    )  # fmt: skip
     return cache, pool, model.project_to_vocab(hidden), recorded
 
 
@@ -230,7 +236,7 @@ def score_chunk(
     positions = jnp.broadcast_to(start + steps, tokens.shape)
     mask = positions < lengths[:, None]
     cache, pool, hidden, recorded = run_layers(
-        program, spec, model, tokens, positions, mask, cache, pool, store
+        program, spec, model, tokens, positions, mask, cache, pool, store, lengths
     )
     if not places.size:
         return cache, pool, jnp.zeros(len(tokens), jnp.float32), recorded
@@ -283,7 +289,7 @@ def first_token(
       last_hidden: [B, D], from `prefill_chunk`.
       lengths: int32[B].
       sampling: settings of each row.
-      eos_ids: int32[n], tokens that end a row; -1 matches none.
+      eos_ids: int32[B, n], tokens that end each row; -1 matches none.
 
     Returns:
       The state, and its tokens once more as int32[B, 1], which outlive its donation.
@@ -292,7 +298,7 @@ def first_token(
     tokens, keys, seen, logprobs = _next_tokens(
         model, last_hidden, keys, seen, sampling, all_greedy, program.top_logprobs
     )
-    done = jnp.any(tokens[:, None] == eos_ids[None], axis=1) | (lengths == 0)
+    done = jnp.any(tokens[:, None] == eos_ids, axis=1) | (lengths == 0)
     emitted = none_emitted(len(tokens), 1, program.top_logprobs)
     emitted = emitted.placed(jnp.int32(0), tokens, logprobs)
     return DecodeState(cache, tokens, lengths, done, keys, seen), emitted
@@ -342,7 +348,7 @@ def decode(
       weights: of the model.
       store: of the experts.
       sampling: settings of each row.
-      eos_ids: int32[n], tokens that end a row; -1 matches none.
+      eos_ids: int32[B, n], tokens that end each row; -1 matches none.
       num_steps: int32[], at most `buffer_length`; taken to be 1 where that is 1.
 
     Returns:
@@ -376,7 +382,7 @@ def decode(
         tokens = jnp.where(rests, state.tokens, tokens)
         emitted = emitted.placed(index, jnp.where(rests, -1, tokens), logprobs)
         positions = jnp.where(rests, state.positions, state.positions + 1)
-        done = state.done | jnp.any(tokens[:, None] == eos_ids[None], axis=1)
+        done = state.done | jnp.any(tokens[:, None] == eos_ids, axis=1)
         return DecodeState(cache, tokens, positions, done, keys, seen), pool, emitted, kept
 
     batch, kept = state.tokens.shape[0], None

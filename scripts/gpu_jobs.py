@@ -51,8 +51,8 @@ def _job(
 def _tests() -> Iterator[Job]:
     """Workers share a card: a kernel's test takes little of it, a whole engine's more."""
     kernels = (
-        "residual_norm", "router_topk", "buddy_search", "tiered_plan", "residency_plan",
-        "decode_attention", "host_rows", "qkv_to_cache", "dequant_matmul", "expert_mlp",
+        "residual_norm", "router_topk", "buddy_search", "cache_plan",
+        "decode_attention", "qkv_to_cache", "dequant_matmul", "expert_mlp",
         "grouped_dequant_matmul", "hqq_solve", "expert_fetch_device",
         "bench_kernels", "delta_step",
     )  # fmt: skip
@@ -127,7 +127,6 @@ def _kernels() -> Iterator[Job]:
     yield _job("kernels", "routers", 60, "scripts.bench_router", file="output - router")
     yield _job("kernels", "attention", 60, "scripts.bench_attention", file="output - attention")
     yield _job("kernels", "fetching", 120, "scripts.bench_fetch", file="output - fetch")
-    yield _job("kernels", "host rows", 60, "scripts.bench_host_rows", file="output - fetch")
 
 
 def _memory() -> Iterator[Job]:

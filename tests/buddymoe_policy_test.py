@@ -166,7 +166,7 @@ class DecisionTest(parameterized.TestCase):
             missing.append(away)
             requested.append(len(asked))
         rows = (np.asarray(a).reshape(-1, LAYERS) for a in (missing, requested))
-        exact = buddy_gates.beta_of_budget(*rows, 100, budget)
+        exact = paper.beta_of_budget(*rows, 100, budget)
         experts = buddy_gates.beta_within(state.missing / state.steps, jnp.float32(budget / 100))
         self.assertAlmostEqual(float(experts), exact, delta=2 / buddy_gates.DELTA_BINS)
         self.assertBetween(fetched / 75, 0.5 * budget, 1.25 * budget)  # of the second half

@@ -104,12 +104,12 @@ class GatesTest(parameterized.TestCase):
             return 100 * (missing * (delta >= beta)).sum() / 30
 
         for budget in (0.0, 50.0, 300.0, 900.0, 1e9):
-            beta = buddy_gates.beta_of_budget(missing, requested, 100, budget)
+            beta = paper.beta_of_budget(missing, requested, 100, budget)
             self.assertLessEqual(moved(beta), budget)
             if lower := [d for d in np.unique(delta) if d < beta]:
                 self.assertGreater(moved(max(lower)), budget)  # it is the least such beta
         self.assertEqual(beta, 0)
-        self.assertEqual(buddy_gates.beta_of_budget(requested, requested, 100, 10.0), math.inf)
+        self.assertEqual(paper.beta_of_budget(requested, requested, 100, 10.0), math.inf)
 
     @parameterized.parameters(10, 15, 20, 50, 100)
     def test_tau_is_the_percentile(self, percentile):

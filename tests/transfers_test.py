@@ -15,10 +15,11 @@ from absl.testing import absltest, parameterized
 from moejax import Engine
 from moejax.checkpoints.experts import ExpertReader
 from moejax.errors import MoejaxError
-from moejax.memory import landing, residency
+from moejax.memory import landing
 from moejax.memory.budget import Limits
 from moejax.memory.expert_pool import ExpertPool
 from moejax.memory.transfers import Transfers
+from tests.cache_plan_contract import predict_needed
 from tests.ssd_source import SECONDS
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
 from tests.transfers_case import ASK, CACHE, PROGRAMS, TransfersTestCase
@@ -76,7 +77,7 @@ class RequestTest(TransfersTestCase):
         transfers.request(1, [4])
         self.advance(transfers, lambda: transfers.counters.moved)
         wanted = jnp.zeros(8, bool).at[4].set(True)
-        fetch, tables, counts = residency.predict(
+        fetch, tables, counts = predict_needed(
             CACHE, self.pool.residency, 1, wanted, 1, self.pool.counts
         )
         slot = int(fetch.slots[0])
@@ -88,18 +89,16 @@ class RequestTest(TransfersTestCase):
         self.assertEqual(self.counts(), (1, 1, 0))
         self.assert_counters(transfers, requested=1, moved=1, dropped=1)
 
-    def test_pinned_experts_stay(self):
-        transfers = self.transfers()
-        transfers.request(3, [0, 1])
-        self.drain(transfers)
-        pins = jnp.zeros(8, bool).at[0].set(True)
-        pinned = residency.pin(CACHE, self.pool.residency, 3, pins)
-        self.pool = dataclasses.replace(self.pool, residency=pinned)
-        transfers.request(3, [2, 3])
-        self.drain(transfers)
-        self.assertLen(self.resident() & {(3, 2), (3, 3)}, 1)
-        self.assertIn((3, 0), self.resident())
-        self.assert_counters(transfers, requested=4, moved=4, landed=3, dropped=1)
+    def test_more_than_a_layer_has_slots_are_dropped(self):
+        layout = landing.BlobLayout.of(self.source.row)
+        blobs = (jnp.zeros(layout.num_words, jnp.uint32),) * 3
+        what = jnp.asarray(landing.padded([(3, 0), (3, 1), (3, 2)], 3))
+        land = jax.jit(landing.land, static_argnums=(0, 1))
+        self.pool, slots = land(CACHE, layout, self.pool, blobs, what)
+        self.pool.residency.check(CACHE)
+        self.assertEqual(self.resident(), {(3, 0), (3, 1)})
+        self.assertEqual(int(slots[2]), -1)
+        self.assertEqual(self.counts(), (3, 1, 0))
 
     def test_a_full_queue_refuses_and_repeats_are_no_requests(self):
         transfers = self.transfers()

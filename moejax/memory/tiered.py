@@ -79,12 +79,6 @@ def no_gate(num_layers: int, num_tiers: int) -> jax.Array:
     return jnp.zeros((num_layers, num_tiers + 3), jnp.float32)
 
 
-def released(pool: ExpertPool, layer: int | jax.Array, gone: jax.Array) -> ExpertPool:
-    """Experts, bool[E], leave their slots of a layer."""
-    residency, counts = tables.release(pool.residency, layer, gone, pool.counts)
-    return dataclasses.replace(pool, residency=residency, counts=counts)
-
-
 class Asked(NamedTuple):
     """What a policy said.
 
@@ -142,7 +136,7 @@ def ask(
 
 def _without_better(pool: ExpertPool, tier: int, requests: Requests) -> ExpertPool:
     """A tier's pool without the experts that are asked for in one of lower fidelity."""
-    shape = pool.residency.pinned.shape
+    shape = (len(pool.residency.table), pool.residency.num_experts)
     layer = jnp.where((requests.layer >= 0) & (requests.tier > tier), requests.layer, shape[0])
     gone = jnp.zeros(shape, bool).at[layer, requests.expert].set(True, mode="drop")
     residency, counts = tables.release_everywhere(pool.residency, gone, pool.counts)
@@ -170,7 +164,5 @@ def _landed(cache: CacheSpec, pool: ExpertPool, layer: jax.Array, experts: jax.A
     """Experts get slots as by `moejax.memory.landing.land`, without bytes."""
     if not cache.slots:
         return pool
-    sized = dataclasses.replace(cache, held=cache.slots)
-    slots, residency, counts = tables.reserve(sized, pool.residency, layer, experts, pool.counts)
-    residency, counts = tables.publish(sized, residency, layer, slots, counts)
+    _, residency, counts = tables.admit(cache, pool.residency, layer, experts, pool.counts)
     return dataclasses.replace(pool, residency=residency, counts=counts)

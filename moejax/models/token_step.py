@@ -60,7 +60,7 @@ def is_plain(config: ModelConfig) -> bool:
     Else the layers mix by `Transformer.mix`, whatever serves attention.
     """
     gated = config.attention_gate or config.zero_centred_norm
-    turned = config.rotary_dim != config.head_dim or config.interleaved_rope or config.yarn
+    turned = config.rotary_dim != config.head_dim or config.interleaved_rope
     return config.latent is None and not gated and not turned
 
 

@@ -35,7 +35,7 @@ from moejax.policies.settings import (
 )
 from moejax.policies.substitution import Candidates, Form, Substitution
 from pallas_kernels.buddy_search import Gate
-from pallas_kernels.tiered_plan import Rule
+from pallas_kernels.cache_plan import Rule
 
 FallBack = Literal["fetch", "drop"]
 
@@ -118,7 +118,7 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         check_number("tae_margin", self.tae_margin, 0)
         for name in ("tae_temperature", "half_life"):
             check_number(name, getattr(self, name), 0, above=True)
-        if self.beta not in (None, math.inf):  # `buddy_gates.beta_of_budget` may say infinity
+        if self.beta not in (None, math.inf):  # infinity: nothing bypasses
             check_number("beta", self.beta, 0)
         if self.bypass_bytes is not None:
             check_number("bypass_bytes", self.bypass_bytes, 0)

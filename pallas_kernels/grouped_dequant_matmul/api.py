@@ -104,9 +104,7 @@ def moe_layer(
     Args:
       x: [T, D] in bfloat16 or float16 (the reference takes float32 too).
       assignments: which tier and slot each of the A pairs of a token runs, and its weight.
-      gate_up_tiers: of each tier S matrices [2F, D], gate rows first. A tier may be a pool on the
-        device, or the rows of a host store, in pinned memory: the kernels read these in place
-        (Mosaic's of a few tokens; of many it refuses, and Triton serves).
+      gate_up_tiers: of each tier S matrices [2F, D], gate rows first.
       down_tiers: of each tier S matrices [D, F]; the same slots.
       gate_up_low_rank: of each tier its terms; None for none.
       down_low_rank: the same.

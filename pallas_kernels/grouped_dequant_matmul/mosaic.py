@@ -7,7 +7,6 @@ import jax
 from pallas_kernels import mosaic_decode, mosaic_prefill
 from pallas_kernels.grouped_dequant_matmul.reference import Assignments
 from pallas_kernels.grouped_dequant_matmul.tiles import Tiles, measured
-from pallas_kernels.host_rows import in_host_memory
 from pallas_kernels.mosaic_decode.tiles import StreamTiles
 from pallas_kernels.mosaic_prefill.tiles import WgmmaTiles
 from pallas_kernels.packed import LowRank, PackedMatrices
@@ -15,7 +14,6 @@ from pallas_kernels.target import Target
 
 Operand = jax.Array | jax.ShapeDtypeStruct
 Tiers = Sequence[PackedMatrices]
-NO_HOST_ROWS = "its kernel for many rows takes no rows of host memory"
 MOST_STREAMED = 64  # tokens that the streaming kernels serve, where an expert has few of them
 FEW_TOKENS = 32  # that they always serve
 MOST_PAIRS = 512  # that a block of threads lists
@@ -53,20 +51,12 @@ def refusal(
             found.append("its kernel for many rows has no interpret mode")
         if any(low_rank):
             found.append("its kernel for many rows takes no low-rank terms")
-        if _has_host_rows((*gate_up_tiers, *down_tiers)):
-            found.append(NO_HOST_ROWS)
     return "; ".join(found) or None
 
 
-def _has_host_rows(tiers: Tiers) -> bool:
-    return any(in_host_memory(leaf) for leaf in jax.tree.leaves(tuple(tiers)))
-
-
-def _fits_many_rows(tiers: Tiers, low_rank: Sequence[tuple[LowRank, ...]]) -> None:
+def _fits_many_rows(low_rank: Sequence[tuple[LowRank, ...]]) -> None:
     if any(low_rank):
         raise ValueError("tiles of the kernel for many rows, which takes no low-rank terms")
-    if _has_host_rows(tiers):
-        raise ValueError(f"tiles of the kernel for many rows: {NO_HOST_ROWS}")
 
 
 def gate_up_mosaic(
@@ -82,7 +72,7 @@ def gate_up_mosaic(
     if tiles is None and not any(low_rank):
         tiles = measured("gate_up", tokens, width, tiers, target, (StreamTiles, WgmmaTiles))
     if not streams(tokens, width, tiles):
-        _fits_many_rows(tiers, low_rank)
+        _fits_many_rows(low_rank)
         chosen = tiles if isinstance(tiles, WgmmaTiles) else None
         return mosaic_prefill.gate_up(x, assignments, tiers, chosen, target)
     pairs = tokens * width
@@ -113,7 +103,7 @@ def down_mosaic(
     if tiles is None and not any(low_rank):
         tiles = measured("down", tokens, width, tiers, target, (StreamTiles, WgmmaTiles))
     if not streams(tokens, width, tiles):
-        _fits_many_rows(tiers, low_rank)
+        _fits_many_rows(low_rank)
         chosen = tiles if isinstance(tiles, WgmmaTiles) else None
         return mosaic_prefill.products(hidden, assignments, tiers, chosen, target)[None]
     pairs = tokens * width
