@@ -22,6 +22,7 @@ from scripts import bench_kernels_data as data
 from scripts import bench_kernels_peers as peers
 from scripts import bench_kernels_run as run
 from scripts import bench_kernels_timing as timing
+from tests import slow
 from tests.script_runs import run_module
 
 ROOT = Path(__file__).parents[1]
@@ -88,6 +89,7 @@ class TimingTest(parameterized.TestCase):
             self.assertBetween(chain.num_calls * chain.num_rounds * seconds, 1e-3, 2e-2)
             self.assertLessEqual(chain.num_calls, timing.MAX_CALLS)
 
+    @pytest.mark.slow
     def test_chain_runs_every_call_on_its_slot(self):
         weights = data.random_stack(jnp.uint32(0), slots=3, rows=40, inputs=64, bits=3)
         x = data.random_rows(1, (2, 64))
@@ -138,6 +140,7 @@ class TimingTest(parameterized.TestCase):
 
 
 class DataTest(parameterized.TestCase):
+    @slow.repeats()
     @parameterized.parameters(2, 3, 4, 8, 16)
     def test_sample_is_the_product(self, bits):
         weights = data.random_stack(jnp.uint32(5), slots=2, rows=500, inputs=128, bits=bits)
@@ -155,6 +158,7 @@ class DataTest(parameterized.TestCase):
         whole[3, 7] = np.nan
         self.assertEqual(sample.error(whole), np.inf)
 
+    @slow.repeats()
     @parameterized.parameters(2, 3, 4, 8)
     def test_scales_and_zeros_are_exact_in_bf16(self, bits):
         weights = data.random_stack(jnp.uint32(5), slots=1, rows=64, inputs=256, bits=bits)
@@ -162,6 +166,7 @@ class DataTest(parameterized.TestCase):
             narrow = leaf.astype(jnp.bfloat16).astype(jnp.float16)
             np.testing.assert_array_equal(np.asarray(narrow), np.asarray(leaf))
 
+    @pytest.mark.slow
     def test_terms_are_seen(self):
         weights = data.random_stack(jnp.uint32(5), slots=2, rows=96, inputs=128, bits=3)
         terms = data.random_terms(weights)
@@ -269,6 +274,7 @@ def script(name: str, *arguments: str) -> subprocess.CompletedProcess:
 
 
 class MainsTest(absltest.TestCase):
+    @pytest.mark.slow
     def test_smoke(self):
         out = folder(self)
         rows_path = out / "rows.jsonl"
@@ -284,12 +290,14 @@ class MainsTest(absltest.TestCase):
         self.assertIn("### dense | 256x96 int3g64 float", plotted.stdout)
         self.assertGreater((out / "kernels_dense_256x96_int3g64_float.png").stat().st_size, 5000)
 
+    @pytest.mark.slow
     def test_unexpected_kernel_fails_the_run(self):
         done = script("bench_kernels", "--smoke", "--only=dense", "--bits=3", "--m=1",
                       "--expect=mosaic")  # fmt: skip
         self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
         self.assertIn("and not on mosaic", done.stdout)
 
+    @pytest.mark.slow
     def test_tune_tiles(self):
         out = folder(self) / "tiles.jsonl"
         done = script(
@@ -301,6 +309,7 @@ class MainsTest(absltest.TestCase):
         self.assertIn("2 configurations", done.stdout)
         self.assertIn("heuristic", done.stdout)
 
+    @pytest.mark.slow
     def test_tune_tiles_names_a_wrong_field(self):
         done = script(
             "tune_tiles", "--smoke", "--implementation=reference", "--shape=256x96",

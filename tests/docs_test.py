@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from absl.testing import absltest
 
 from moejax import benchmark, cli
@@ -21,7 +22,6 @@ from scripts import gpu_jobs, make_documents
 from scripts.documents import commands, config_tables, dry, messages
 from scripts.documents.config_tables import MAINS
 from scripts.policy_sections import SECTIONS
-from tests import slow
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "WORKSPACE.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -47,9 +47,9 @@ class CommandsTest(absltest.TestCase):
         self.assertGreater(len(found), 200)
         self.assertEqual(dry.check_all(found), [])
 
+    @pytest.mark.slow
     def test_they_run(self):
         """Those that run offline on a CPU are run, in one process."""
-        slow.skip_unless_asked()
         # Programs are kept beside those of the other tests.
         kept = os.environ.get("MOEJAX_DOCUMENTS_PROGRAMS")
         kept = kept or str(ROOT / ".pytest_cache/d/xla-documents")

@@ -7,12 +7,13 @@ from pallas_kernels.mosaic_decode import low_rank_spec
 from pallas_kernels.mosaic_decode.matrix import matrix_of
 from pallas_kernels.mosaic_decode.u_factor import Columns
 from pallas_kernels.testing.simulator import Simulator
-from tests import packed_operands
+from tests import packed_operands, slow
 from tests.host_test_case import HostTestCase
 from tests.packed_operands import Form, seed
 
 
 class ColumnsTest(HostTestCase):
+    @slow.repeats()
     @parameterized.product(
         bits=(2, 3, 4, 8, 16), zero_kind=("float", "integer", "symmetric"),
         length=(32, 300, 513, 700), group_size=(48, 33),

@@ -8,6 +8,7 @@ import itertools
 from unittest import mock
 
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from pallas_kernels import mosaic_decode
@@ -19,7 +20,7 @@ from pallas_kernels.mosaic_decode.tiles import StreamTiles
 from pallas_kernels.mosaic_decode.walk import Totals
 from pallas_kernels.packed import PackedMatrices
 from pallas_kernels.testing.simulator import Simulator
-from tests import packed_operands
+from tests import packed_operands, slow
 from tests.grouped_dequant_matmul_cases import CASES
 from tests.grouped_dequant_matmul_contract import expected_hidden, random_operands
 from tests.host_test_case import HostTestCase
@@ -219,6 +220,7 @@ class KernelTest(HostTestCase):
         expected = packed_operands.product(x, weights, 1)
         return packed_operands.violation(np.asarray(y), *expected, "bfloat16")
 
+    @slow.repeats()
     @parameterized.parameters(*BROKEN)
     def test_a_wrong_kernel_fails(self, owner, name, broken):
         x, weights = self.operands(packed_operands.Form(3), 9, (64, 2048))
@@ -229,6 +231,7 @@ class KernelTest(HostTestCase):
         self.assertIsNone(self.violation(x, weights, tiles))
 
     @parameterized.parameters(*BROKEN, *BROKEN_KEPT)
+    @pytest.mark.slow
     def test_a_wrong_kernel_of_two_column_tiles_fails(self, owner, name, broken):
         x, weights = self.operands(packed_operands.Form(3), 16, (64, 4096))
         tiles = StreamTiles(row_tiles=2, warps_n=1, warps_k=4, kept=True, cluster=2)
@@ -236,6 +239,7 @@ class KernelTest(HostTestCase):
             self.assertIsNotNone(self.violation(x, weights, tiles))
         self.assertIsNone(self.violation(x, weights, tiles))
 
+    @slow.repeats(lambda form: form)
     @parameterized.product(
         form=KEPT_FORMS,
         tiles=(
@@ -265,6 +269,7 @@ class KernelTest(HostTestCase):
         ("job_of_pair", one_pair_fewer),
         ("addressed", zeros_for_scales),
     )
+    @pytest.mark.slow
     def test_a_wrong_kernel_of_experts_fails(self, name, broken):
         operands = random_operands(CASES["whole_one_expert_owns_all_rows"], seed(self.id()))
         pairs = (operands.tier.reshape(-1), operands.slot.reshape(-1), tuple(operands.gate_up))

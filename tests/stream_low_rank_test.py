@@ -19,7 +19,7 @@ from pallas_kernels.mosaic_decode.tiles import SHARED_BYTES, StreamTiles, dense_
 from pallas_kernels.mosaic_decode.u_factor import Columns
 from pallas_kernels.packed import LowRank, PackedMatrices
 from pallas_kernels.target import SIMULATED
-from tests import packed_operands
+from tests import packed_operands, slow
 from tests.host_test_case import HostTestCase
 from tests.packed_operands import Form, seed
 
@@ -91,6 +91,7 @@ class DenseTest(KernelTestCase):
             self.violation(weights, (random_terms(self.rng, weights, u=Form(*form)),))
         )
 
+    @slow.repeats()
     @parameterized.parameters(FORMS)
     def test_v_of_every_form(self, *form):
         weights = self.weights((64, 1024))
@@ -124,6 +125,7 @@ class DenseTest(KernelTestCase):
         how = {"first_row": first_row, "num_rows": num_rows}
         self.assertIsNone(self.violation(weights, (random_terms(self.rng, weights, **how),)))
 
+    @slow.repeats()
     @parameterized.parameters((0, 96), (16, 32), (40, 24), (70, 20), (95, 1), (33, 63), (0, 160))
     def test_ranges_of_rows_in_clusters(self, first_row, num_rows):
         weights = self.weights((160, 1024))
@@ -142,6 +144,7 @@ class DenseTest(KernelTestCase):
         )
         self.assertIsNone(self.violation(weights, several, rows=9))
 
+    @slow.repeats(lambda tiles: tiles)
     @parameterized.product(
         tiles=(
             StreamTiles(1, 1, 4, depth=1), StreamTiles(2, 1, 16, depth=2), StreamTiles(3, 1, 8),
@@ -160,6 +163,7 @@ class DenseTest(KernelTestCase):
 class JoinedTest(KernelTestCase):
     """V among the matrix's own rows, shared out in clusters or not."""
 
+    @slow.repeats(lambda tiles: tiles)
     @parameterized.product(
         tiles=(
             StreamTiles(2, 1, 4, thin=2), StreamTiles(3, 1, 4, depth=2, thin=1, sharers=2),
@@ -191,6 +195,7 @@ class JoinedTest(KernelTestCase):
 
 
 class ExpertsTest(KernelTestCase):
+    @slow.repeats()
     @parameterized.product(gated=(True, False), pairs=(1, 19))
     def test_pairs_of_an_expert(self, gated, pairs):
         outputs = 64
@@ -263,6 +268,7 @@ BROKEN = (
 
 
 class WrongKernelTest(KernelTestCase):
+    @slow.repeats()
     @parameterized.parameters(*BROKEN)
     def test_a_wrong_kernel_fails(self, owner, name, broken):
         weights = self.weights((64, 1024))  # a block of K for each warp
