@@ -25,7 +25,7 @@ EVALUATION_TASKS = (PERPLEXITY, *TASKS)
 SHAPE_BITS = (2, 3, 4, 8, 16)
 
 
-VERIFY = "first compare the files of checkpoints with the SHA-256 in their quantization.json"
+VERIFY = "first compare the files of checkpoints with their SHA-256, or checksums, where known"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

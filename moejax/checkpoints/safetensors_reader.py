@@ -14,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from moejax.checksums import checksum, stored_checksums
 from moejax.errors import MoejaxError
 from moejax.models.hf_config import read_json
 
@@ -47,11 +48,32 @@ class StoredTensor:
     offset: int  # bytes from the start of the file
     shape: tuple[int, ...]
     dtype: np.dtype
+    checksum: int | None = None  # by the file's metadata; see `moejax.checksums`
 
     @property
     def num_bytes(self) -> int:
         """Size of the data."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def part(self, start: int, shape: tuple[int, ...]) -> "StoredTensor":
+        """Its part from index `start` of the first axis on, which has no checksum of its own."""
+        skipped = start * math.prod(self.shape[1:]) * self.dtype.itemsize
+        offset = self.offset + skipped
+        return dataclasses.replace(self, shape=shape, offset=offset, checksum=None)
+
+    def verify(self, content: np.ndarray) -> None:
+        """Raises MoejaxError unless `content` has the checksum of the metadata, if there is one."""
+        if self.checksum is not None:
+            self.compare(checksum([content]))
+
+    def compare(self, found: int) -> None:
+        """Raises MoejaxError unless `found` is the checksum of the metadata, if there is one."""
+        if self.checksum is not None and found != self.checksum:
+            raise MoejaxError(
+                f"{self.path}: {self.name} is not what was written (its checksum is {found:08x}, "
+                f"{self.checksum:08x} by the file's header): the file was changed, or the disk "
+                "fails; copy it again"
+            )
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -174,7 +196,11 @@ def read_array(tensor: StoredTensor) -> np.ndarray:
 
 
 def read_tensor(tensor: StoredTensor, destination: np.ndarray) -> None:
-    """Reads a tensor into contiguous memory of its own size and dtype."""
+    """Reads a tensor into contiguous memory of its own size and dtype.
+
+    Raises:
+      MoejaxError: the file ended early, or holds other bytes than its checksum is of.
+    """
     view = destination.reshape(-1).view(np.uint8).data
     with tensor.path.open("rb", buffering=0) as file:
         file.seek(tensor.offset)
@@ -184,6 +210,7 @@ def read_tensor(tensor: StoredTensor, destination: np.ndarray) -> None:
             if not count:
                 raise MoejaxError(f"{tensor.path} ended inside {tensor.name}; it was changed")
             done += count
+    tensor.verify(destination)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -202,14 +229,15 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         content = file.read(data_start - 8)
     try:
         header: dict[str, Any] = json.loads(content)
-        header.pop("__metadata__", None)
+        checksums = stored_checksums(header.pop("__metadata__", None))
         needed_bytes = data_start + _check_layout(header)
         if needed_bytes > file_bytes:
             raise _truncated(path, file_bytes, needed_bytes)
         if needed_bytes < file_bytes:
             raise ValueError(f"{file_bytes - needed_bytes} bytes follow the last tensor")
         return {
-            name: _stored_tensor(name, path, data_start, entry) for name, entry in header.items()
+            name: _stored_tensor(name, path, data_start, entry, checksums.get(name))
+            for name, entry in header.items()
         }
     except RecursionError as error:
         raise MoejaxError(f"{path} is not a safetensors file (header nested too deep)") from error
@@ -242,13 +270,16 @@ def _check_layout(header: dict[str, Any]) -> int:
     return covered
 
 
-def _stored_tensor(name: str, path: Path, base: int, entry: dict[str, Any]) -> StoredTensor:
+def _stored_tensor(
+    name: str, path: Path, base: int, entry: dict[str, Any], checksum: int | None
+) -> StoredTensor:
     if entry["dtype"] not in _DTYPES:
         raise MoejaxError(
             f"{path}: {name} is stored as {entry['dtype']}; supported are {', '.join(_DTYPES)}"
         )
     begin, end = entry["data_offsets"]
-    tensor = StoredTensor(name, path, base + begin, tuple(entry["shape"]), _DTYPES[entry["dtype"]])
+    shape, dtype = tuple(entry["shape"]), _DTYPES[entry["dtype"]]
+    tensor = StoredTensor(name, path, base + begin, shape, dtype, checksum)
     if tensor.num_bytes != end - begin:
         raise ValueError(f"{name} has {end - begin} bytes, its shape needs {tensor.num_bytes}")
     return tensor
