@@ -21,11 +21,11 @@ from moejax.fidelity import TieredLedger
 from moejax.generation import AnswerBuilder, Chunk, Generation, GenerationSettings, Timing
 from moejax.ledger import Ledger
 from moejax.live_batch import LiveBatch
-from moejax.memory.automatic import open_under_policy
 from moejax.memory.budget import Budget, Limits, TieredBudget
 from moejax.memory.expert_memory import ExpertMemory
 from moejax.memory.opening import load_whole, open_memory
 from moejax.memory.tiered_memory import TieredMemory
+from moejax.memory.tiered_opening import open_tiered
 from moejax.models.config import ModelConfig
 from moejax.prompts import Prompt, as_batch, check_length, check_tokens, token_ids_of
 from moejax.qtensor import Weight
@@ -77,9 +77,9 @@ class Engine:
           kernels: which may serve products with packed weights; None for what the device has.
           memory: what holds the experts, where `weights` lack them (`moejax.memory`).
         """
-        if not 0 <= context <= config.max_positions:
+        if not 0 <= context <= config.context_limit:
             raise MoejaxError(
-                f"context={context} must be from 0 (as needed) to {config.max_positions}, "
+                f"context={context} must be from 0 (as needed) to {config.context_limit}, "
                 f"the model's own"
             )
         self.config = config
@@ -138,11 +138,11 @@ class Engine:
             if limits is None and policy is None:
                 weights = load_whole(checkpoint, dtype=dtype, device=device, progress=progress)
             else:
-                planned = context or min(PLANNED_CONTEXT, checkpoint.config.max_positions)
+                planned = context or min(PLANNED_CONTEXT, checkpoint.config.context_limit)
                 chunk = min(planned, longest_chunk(checkpoint.config, batch, planned))
                 opens: Any = open_memory
                 if policy is not None:
-                    opens = functools.partial(open_under_policy, tiering=policy)
+                    opens = functools.partial(open_tiered, tiering=policy)
                 weights, memory, budget = opens(
                     checkpoint, limits=limits or Limits(), dtype=dtype, device=device, batch=batch,
                     context=planned, chunk=chunk, progress=progress,
@@ -330,7 +330,7 @@ class Engine:
             raise MoejaxError(f"logits takes token ids [B, T], not shape {tokens.shape}")
         if not np.issubdtype(tokens.dtype, np.integer):
             raise MoejaxError(f"logits takes token ids, not {tokens.dtype}")
-        check_length(tokens.shape[1], self.config.max_positions)
+        check_length(tokens.shape[1], self.config.context_limit)
         check_tokens(tokens, self.config.vocab_size)
         return self._runner.logits(tokens.astype(np.int32))
 
@@ -345,7 +345,7 @@ class Engine:
         Returns:
           float64[B], in nats, summed over each row.
         """
-        check_length(tokens.shape[1], self.config.max_positions, "windows of ")
+        check_length(tokens.shape[1], self.config.context_limit, "windows of ")
         check_tokens(tokens, self.config.vocab_size)
         check_tokens(targets[targets != -1], self.config.vocab_size)
         return self._runner.score(tokens, lengths, targets)
@@ -373,10 +373,10 @@ class Engine:
 
     def _cache_length(self, prompts: list[list[int]], settings: GenerationSettings) -> int:
         """S for a call: the engine's context, or a bucket that holds prompts and answers."""
-        planned = self.budget.context if self.budget else self.config.max_positions
+        planned = self.budget.context if self.budget else self.config.context_limit
         return cache_length(
             max(map(len, prompts)), settings.max_new_tokens, self.context, planned,
-            self.config.max_positions,
+            self.config.context_limit,
         )  # fmt: skip
 
     def check_prompt(self, ids: list[int]) -> None:

@@ -9,7 +9,7 @@ from moejax.options import RunConfig, option
 if TYPE_CHECKING:  # it imports JAX, which --help and mistakes need not wait for
     from moejax.tiering import Tiering
 
-NAMES = ("auto", "resident", "on_demand", "dynaexq", "dymoe", "buddymoe", "compose")
+NAMES = ("resident", "on_demand", "dynaexq", "dymoe", "buddymoe", "compose")
 # Fields that are not settings of a policy.
 OWN = ("name", "tiers", "slots", "quantizer", "group_size", "emulate")
 
@@ -25,8 +25,7 @@ class PolicyConfig(RunConfig):
 
     name: str = option(
         "",
-        f"{', '.join(NAMES)}; '': the router alone, one form of the experts; auto: what "
-        "moejax.policies.auto recommends for the model and its memory",
+        f"{', '.join(NAMES)}; '': the router alone, one form of the experts",
     )
     tiers: tuple[str, ...] = option(
         (),
@@ -73,7 +72,6 @@ class PolicyConfig(RunConfig):
     renormalise: str = _setting("dymoe: weights of what is left sum to what all summed to")
     reuse_skipped: str = _setting("dymoe: experts to be left out run where their copy is there")
     lists: str = _setting("buddymoe: a profile of moejax.profile_experts; '': the checkpoint's")
-    choose: str = _setting("buddymoe: buddies; to compare with, none, random or matched_random")
     gains: str = _setting("buddymoe: profile scales a buddy's weight by how alike outputs are")
     tae_tau: str = _setting(
         "buddymoe: of eq. 1; profile takes the profile's percentile and temperature"
@@ -87,7 +85,6 @@ class PolicyConfig(RunConfig):
     eta: str = _setting("buddymoe: weight of the token's own logits in eq. 3")
     kappa: str = _setting("buddymoe: penalty of a hop in eq. 3")
     hops: str = _setting("buddymoe: partitions between each expert and the tokens")
-    discount: str = _setting("buddymoe: of a buddy's second use by a token; 0: never twice")
     rho: str = _setting("buddymoe: replacements of a token and layer at most")
     spend_on: str = _setting("buddymoe: which pairs rho goes to, first or last")
     depth: str = _setting("buddymoe: places of a list that are searched, H")
@@ -114,17 +111,11 @@ class PolicyConfig(RunConfig):
         """
         if not self.name:
             return None
-        from moejax.policies.auto import AUTO
         from moejax.policies.make import check_settings
         from moejax.tiering import Tiering, parsed
 
         given: dict[str, Any] = {name: parsed(text) for name, text in self.settings().items()}
-        if self.name == AUTO:
-            given |= {"slots": self.slots} if self.slots else {}
-            for setting in given:
-                raise MoejaxError(f"{setting} is for auto to choose: name a policy to set it")
-        else:
-            check_settings(self.name, given)
+        check_settings(self.name, given)
         return Tiering(
             policy=self.name,
             settings=given,
@@ -137,6 +128,11 @@ class PolicyConfig(RunConfig):
 
     def check(self) -> None:
         """See `RunConfig.check`; settings are checked where the policy is made."""
+        if self.name == "auto":
+            raise MoejaxError(
+                "name='auto' is no longer a policy: moejax.sweep --config.trace=FILE "
+                "--config.recommend=True names the fastest one for a trace of your own"
+            )
         if self.name and self.name not in NAMES:
             raise MoejaxError(f"name={self.name!r} must be one of {', '.join(NAMES)}")
         if not self.name:

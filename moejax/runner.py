@@ -250,7 +250,8 @@ class Runner:
         logits = []
         for start, size in self._chunks(batch, length, cache_length):
             static = (self._program, self._chunk_spec(batch, start, size, cache_length))
-            inputs = self._put(part_of(tokens, start, size)), self._put(np.int32(start))
+            chunk, numbers = part_of(tokens, start, size), (np.int32(start), np.int32(length))
+            inputs = (self._put(chunk), *map(self._put, numbers))
             cache, out = self._step(
                 since, batch * size, steps.chunk_logits, static, (cache,), *inputs
             )
@@ -344,7 +345,7 @@ class Runner:
 
     def _begin_windows(self, batch: int, length: int) -> tuple[int, int, KVCache]:
         """A session of its own, the length of its cache, and the cache."""
-        limit = max(length, self.planned.context or self.config.max_positions)
+        limit = max(length, self.planned.context or self.config.context_limit)
         cache_length = length_bucket(length, MIN_PREFILL_LENGTH, limit)
         return self._begin_session(), cache_length, self._fresh([0] * batch, cache_length)[0]
 

@@ -89,18 +89,22 @@ def run_layers(
     cache: KVCache,
     pool: Pool,
     store: Store,
+    lengths: jax.Array | None = None,
 ) -> tuple[KVCache, Pool, jax.Array, Recorded | None]:
-    """The model, with experts of its own or pooled ones; what was recorded comes last."""
+    """The model, with experts of its own or pooled ones; what was recorded comes last.
+
+    `lengths`, int32[B], of the whole prompts, is what some kinds of rope turn tokens by.
+    """
     is_prefill = tokens.shape[1] > 1
     num_tokens = tokens.size if is_prefill else None
     pooled = _pooled(program, spec, model, num_tokens, pool, store)
     watch = pooled.watch if is_prefill and isinstance(pooled, TieredExperts) else None
     if program.record is None:
-        cache, hidden = model(tokens, positions, mask, cache, spec, pooled, watch)
+        cache, hidden = model(tokens, positions, mask, cache, spec, pooled, watch, lengths)
         return cache, pooled.finish() if pooled else None, hidden, None
     experts = recording_experts(program.record, model, spec.experts, pooled)
     watch = experts.watching(watch, tokens.size) if is_prefill else None
-    cache, hidden = model(tokens, positions, mask, cache, spec, experts, watch)
+    cache, hidden = model(tokens, positions, mask, cache, spec, experts, watch, lengths)
     recorded = experts.recorded(positions, mask)
     return cache, pooled.finish() if pooled else None, hidden, recorded
 
@@ -163,7 +167,7 @@ def prefill_chunk(
     positions = jnp.broadcast_to(start + steps, tokens.shape)
     mask = positions < lengths[:, None]
     cache, pool, hidden, recorded = run_layers(
-        program, spec, model, tokens, positions, mask, cache, pool, store
+        program, spec, model, tokens, positions, mask, cache, pool, store, lengths
     )
     last = lengths - 1 - start
     ends_here = (last >= 0) & (last < tokens.shape[1])
@@ -180,15 +184,17 @@ def chunk_logits(
     store: Store,
     tokens: jax.Array,
     start: jax.Array,
+    length: jax.Array,
 ) -> tuple[KVCache, Pool, jax.Array, Recorded | None]:
-    """As `prefill_chunk` without padding; the logits float32[B, T, V] of every position."""
+    """As `prefill_chunk` of rows of one length; the logits float32[B, T, V] of every position."""
     model = merge_weights(program.definition, weights)
     steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     positions = jnp.broadcast_to(start + steps, tokens.shape)
     mask = jnp.ones(tokens.shape, bool)
     cache, pool, hidden, recorded = run_layers(
-        program, spec, model, tokens, positions, mask, cache, pool, store
-    )
+        program, spec, model, tokens, positions, mask, cache, pool, store,
+        jnp.broadcast_to(length, len(tokens)),
+    )  # fmt: skip
     return cache, pool, model.project_to_vocab(hidden), recorded
 
 
@@ -230,7 +236,7 @@ def score_chunk(
     positions = jnp.broadcast_to(start + steps, tokens.shape)
     mask = positions < lengths[:, None]
     cache, pool, hidden, recorded = run_layers(
-        program, spec, model, tokens, positions, mask, cache, pool, store
+        program, spec, model, tokens, positions, mask, cache, pool, store, lengths
     )
     if not places.size:
         return cache, pool, jnp.zeros(len(tokens), jnp.float32), recorded

@@ -12,7 +12,7 @@ from moejax.checkpoints.open import Checkpoint, open_checkpoint
 from moejax.checkpoints.verify import verify_checkpoint
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
-from moejax.policies.interface import AnyPolicy
+from moejax.policies.base import AnyPolicy
 from moejax.policies.make import make_policy, parts_of
 from moejax.policies.settings import check_number
 
@@ -241,8 +241,6 @@ def of_grid(name: str) -> Callable[..., AnyPolicy]:
     """Makes the policy of this name by settings as `simulation.grid` reads them."""
 
     def make(**settings: Any) -> AnyPolicy:
-        if settings.get("choose", "") is None:  # which of BuddyMoE's choices is the word itself
-            settings["choose"] = "none"
         return named(name, settings).policy
 
     return make

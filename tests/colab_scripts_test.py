@@ -133,9 +133,9 @@ class OutputTest(parameterized.TestCase):
         skipped = {row["policy"]: float(row["skipped"].removesuffix(" %")) for row in rows}
         for share in hits.values():
             self.assertBetween(share, 0.01, 0.99)
-        exact, sparing = (f"keep_wanted decay=0.9 least={least}" for least in ("0", "0.2"))
-        self.assertNotIn(hits[exact], (hits["lru"], hits["on_demand"], hits[sparing]))
-        self.assertAlmostEqual(hits["lru"], hits["on_demand"], delta=0.02)
+        exact, sparing = (f"skip_unwanted decay=0.9 least={least}" for least in ("0", "0.2"))
+        self.assertEqual(hits[exact], hits["on_demand"])
+        self.assertNotEqual(hits[exact], hits[sparing])
         self.assertLessEqual(hits[exact], float(rows[0]["best"]))
         self.assertEqual(skipped[exact], 0)
         self.assertGreater(skipped[sparing], 0)

@@ -97,7 +97,7 @@ class CommandsTest(absltest.TestCase):
         every = "\n".join(asked)
         for section in SECTIONS:
             self.assertIn(f"--section={section} ", every)
-        for script in ("bench_quantizers_gpu", "bench_host_rows", "bench_host_store"):
+        for script in ("bench_quantizers_gpu", "bench_host_store"):
             self.assertIn(f"-m scripts.{script} ", every)
 
     def test_what_is_wrong_is_found(self):

@@ -25,7 +25,7 @@ from moejax.models.transformer import ChunkSpec
 from moejax.qtensor import QTensor
 from moejax.sampling import Sampling
 from moejax.served import EXPERT_LEAVES
-from pallas_kernels import layout
+from pallas_kernels import layout, op
 from tests.gpu_targets import GPUS, SKIP_CHECKS, described
 from tests.pooled_device_test import CONFIGS, CONTEXT
 
@@ -156,6 +156,7 @@ def main() -> None:
     os.environ[SKIP_CHECKS] = "1"
     from jax.experimental import topologies
 
+    mock.patch.object(op, "current_target", lambda: GPUS[GPU].target).start()
     for name in PACKAGES:
         api = importlib.import_module(f"pallas_kernels.{name}.api")
         if hasattr(api, "current_target"):

@@ -205,10 +205,10 @@ class MainTest(parameterized.TestCase):
         file = self.folder / "x.safetensors"
         save_buddies(file, random_profile(2, 16))
         out, _ = self.run_main(
-            "--config.policy=buddymoe", "--config.links=('25',)",  # choose=none compiles fast
-            f"--config.grid=('slots=8', 'lists={file}', 'tae_tau=profile', 'choose=none')",
+            "--config.policy=buddymoe", "--config.links=('25',)",
+            f"--config.grid=('slots=8', 'lists={file}', 'tae_tau=profile')",
         )  # fmt: skip
-        self.assertIn(f"slots=8 lists={file} tae_tau=profile choose=None |", out)
+        self.assertIn(f"slots=8 lists={file} tae_tau=profile |", out)
 
     def test_a_calibration(self):
         rows = self.folder / "measured.jsonl"

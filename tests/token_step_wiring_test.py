@@ -20,6 +20,7 @@ from moejax.models import attention, delta_net, moe, token_step
 from moejax.models.shapes import MIXTRAL_8X7B, QWEN3_30B_A3B
 from moejax.models.transformer import ChunkSpec, Transformer
 from moejax.runner import Runner
+from pallas_kernels import op
 from pallas_kernels.target import SIMULATED, Target
 from tests import gpu_targets, model_kinds, tiny_engine
 from tests.host_test_case import HostTestCase
@@ -237,10 +238,7 @@ class WiringTest(HostTestCase):
             with contextlib.ExitStack() as stack:
                 stack.enter_context(forgotten())
                 stack.enter_context(gpu_targets.described(gpu))
-                for module, _, _ in CALLS:
-                    stack.enter_context(
-                        mock.patch.object(module.api, "current_target", lambda: gpu.target)
-                    )
+                stack.enter_context(mock.patch.object(op, "current_target", lambda: gpu.target))
                 return step.trace(cache).lower(lowering_platforms=("cuda",)).as_text()
 
         text, plain = text_of(ops.Kernels(gpu.target)), text_of(ops.NO_KERNELS)

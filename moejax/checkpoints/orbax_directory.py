@@ -25,7 +25,7 @@ from moejax.tokenizer import TOKENIZER_FILES, read_eos_ids
 
 _DESCRIPTION = "moejax.json"
 _WEIGHTS = "weights"
-_FORMAT = 1
+_FORMAT = 2
 # Chunks are copied one by one; without a limit a leaf of many GiB is one chunk.
 _CHUNK_BYTES = 256 * 2**20
 

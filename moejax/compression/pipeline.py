@@ -310,7 +310,7 @@ def _calibration_tokens(
     return calibration_tokens(
         Tokenizer.from_directory(job.source),
         vocab_size=inventory.config.vocab_size,
-        max_positions=inventory.config.max_positions,
+        max_positions=inventory.config.context_limit,
         text=job.calibration_text,
         num_samples=job.calibration_samples or NUM_SAMPLES,
         length=job.calibration_length,

@@ -33,15 +33,13 @@ from moejax.models.routing import Routing, foreseen
 from moejax.ops import Index
 from moejax.policies import mixed_cache
 from moejax.policies.attention_importance import attention_received
-from moejax.policies.by_layer import decide_all, layer_axes
-from moejax.policies.interface import (
+from moejax.policies.base import (
     SKIPPED,
     Decision,
     Observation,
     moves_between_steps,
-    replaces,
-    rule_of,
 )
+from moejax.policies.by_layer import vmap_decide
 from pallas_kernels.tiered_plan import Rule
 
 
@@ -159,14 +157,14 @@ class TieredExperts:
         at_once = self.is_placed_at_once(routing.ids.size)
         rule = None
         if at_once and not self._is_prefill:
-            rule = rule_of(self.spec.policy, self._policy_state)
+            rule = self.spec.policy.decode_rule(self._policy_state)
         if rule is not None and self._asks_later(layer):
             self._seen.append(dataclasses.replace(seen, predicted=None))
             asks = jnp.zeros(routing.ids.shape, jnp.int32)  # not looked at
             decision = Decision(routing.ids, asks, routing.weights, asks > 0)
             return self._at_once(layer, x, routing, token_mask, decision, rule)
         decision, self._policy_state = self.spec.policy.decide(self._policy_state, seen)
-        if at_once and decision.keep is None:
+        if at_once:
             return self._at_once(layer, x, routing, token_mask, decision, rule)
         found = mixed_cache.served(resident, decision, token_mask)
         self._release(layer, copies, found.leaving)
@@ -191,16 +189,16 @@ class TieredExperts:
         """
         looks_ahead = any(run.most_ahead for run in self._runs)
         policy = self.spec.policy
-        may_wait = layer_axes(policy) is not None and not replaces(policy)
+        may_wait = policy.layer_axes is not None and not policy.substitutes
         return isinstance(layer, int) and may_wait and not looks_ahead
 
     def _tell(self) -> None:
         """Asks the policy about the layers that it has only been shown."""
         seen, self._seen = self._seen, []
         if len(seen) == self.spec.cache.num_layers:
-            policy, axes = self.spec.policy, layer_axes(self.spec.policy)
+            policy, axes = self.spec.policy, self.spec.policy.layer_axes
             together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *seen)
-            self._policy_state = decide_all(policy, axes, self._policy_state, together)[1]
+            self._policy_state = vmap_decide(policy, axes, self._policy_state, together)[1]
             return
         for of_layer in seen:
             _, self._policy_state = self.spec.policy.decide(self._policy_state, of_layer)
@@ -288,7 +286,7 @@ class TieredExperts:
         found = []
         for i, run in enumerate(self._runs):
             ahead = self._ahead(layer, i, decision.ahead)
-            found.append(run.products(layer, x, routing, tier == i, ahead, decision.keep))
+            found.append(run.products(layer, x, routing, tier == i, ahead))
         return _selected(found, tier)
 
     def _in_one(self, num_pairs: int) -> bool:
@@ -304,7 +302,7 @@ class TieredExperts:
         slot, tiers = tier, []
         for i, run in enumerate(self._runs):
             ahead = self._ahead(layer, i, decision.ahead)
-            plan = run.brought(layer, routing, tier == i, ahead, decision.keep)
+            plan = run.brought(layer, routing, tier == i, ahead)
             pairs, experts = run.placed(layer, routing, tier == i, plan)
             slot = jnp.where(tier == i, pairs.expert, slot)
             runs &= pairs.active | (tier != i)

@@ -16,7 +16,7 @@ from moejax.memory.expert_pool import PoolSpec
 from moejax.memory.placing import COLUMNS, Jobs, Placed, State, changed, tables_of
 from moejax.models.routing import Routing
 from moejax.ops import Index
-from moejax.policies.interface import Decision
+from moejax.policies.base import Decision
 from pallas_kernels import residency_plan, tiered_plan
 from pallas_kernels.target import Target
 from pallas_kernels.tiered_plan import Rule
@@ -86,12 +86,12 @@ class TieredPlacing:
           gate: as of `TieredPool`; donate it.
           layer: which.
           routing: of N tokens, the router's.
-          decision: the policy's, without `keep`.
+          decision: the policy's.
           rule: what says its tiers, which are then not looked at; None: they are.
           token_mask: bool[N], False for padding.
         """
         tiers = tuple(
-            tiered_plan.Tier(tables_of(state), state[0].pinned, rows)
+            tiered_plan.Tier(tables_of(state), rows)
             for state, rows in zip(states, rows_of, strict=True)
         )
         asked = tiered_plan.Asked(

@@ -1,6 +1,6 @@
 """Fields of a config.json: read and checked, each with the line that names what is wrong."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from moejax.errors import MoejaxError
@@ -9,36 +9,6 @@ from moejax.errors import MoejaxError
 LARGEST = 3e38
 # Where transformers 4 keeps what rope is, and where transformers 5 does, which reads both.
 ROPES = ("rope_scaling", "rope_parameters")
-
-
-def unsupported(
-    fields: Mapping[str, Any], *, ropes: Collection[str] = ("default",), partial: bool = False
-) -> list[str]:
-    """Every reason why the model cannot be run as transformers would run it.
-
-    Args:
-      fields: of config.json.
-      ropes: kinds of rotary embedding that its family is served with.
-      partial: whether heads that are rotated in part are.
-    """
-    reasons = []
-    for name in ROPES:
-        rope = object_field(fields, name)
-        if by_kind := [key for key, value in rope.items() if isinstance(value, dict)]:
-            reasons.append(f"{name} apart for {', '.join(by_kind)}")
-        elif (kind := rope_type(rope)) not in ropes:
-            reasons.append(f"{name} of type {kind!r} (without it, the model's own context works)")
-    rotated = rope_field(fields, "partial_rotary_factor")
-    if not partial and rotated not in (None, 1, 1.0):
-        reasons.append(f"partial_rotary_factor {rotated}")
-    if fields.get("hidden_act", "silu") != "silu":
-        reasons.append(f"hidden_act {fields['hidden_act']!r}, only 'silu' is")
-    return reasons
-
-
-def rope_type(rope: Mapping[str, Any]) -> Any:
-    """The kind that `rope_scaling` or `rope_parameters` asks for."""
-    return rope.get("rope_type", rope.get("type", "default"))
 
 
 def rope_field(fields: Mapping[str, Any], name: str) -> Any:
@@ -91,11 +61,13 @@ def integer(
     return value
 
 
-def number(fields: Mapping[str, Any], name: str, *, default: float) -> float:
+def number(fields: Mapping[str, Any], name: str, *, default: float | None = None) -> float:
     """A positive finite number."""
     value = fields.get(name)
     if value is None:
-        return default
+        value = default
+    if value is None:
+        raise MoejaxError(f"{name} is missing")
     if type(value) not in (int, float) or not 0 < value <= LARGEST:
         raise MoejaxError(f"{name} is {value!r}, expected a positive finite number")
     return float(value)
@@ -103,7 +75,7 @@ def number(fields: Mapping[str, Any], name: str, *, default: float) -> float:
 
 def sparse_layers(fields: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """Qwen3's: every `decoder_sparse_step`-th layer, save those named as MLP only."""
-    step = integer(fields, "decoder_sparse_step", default=1)
+    step = integer(fields, "decoder_sparse_step")
     dense = fields.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise MoejaxError(f"mlp_only_layers is {dense!r}, expected a list of layers")

@@ -10,22 +10,17 @@ from typing import Any
 
 from moejax.errors import MoejaxError
 from moejax.models.config import MOST_EXPERTS, MOST_LAYERS, ModelConfig
+from moejax.models.hf_defaults import DEFAULTS
 from moejax.models.hf_fields import (
     flag,
     integer,
     number,
     rope_field,
     sparse_layers,
-    unsupported,
 )
+from moejax.models.hf_rope import rope_fields, rope_scaling, rope_theta, unsupported
 from moejax.models.parts import DeltaNet
 
-# What transformers takes for a field that a config.json leaves out.
-_ROPE_THETA = 1e4
-_ROTATED = 0.25
-_NORM_EPS = 1e-6
-_MAX_POSITIONS = 32768
-_INTERVAL = 4
 _ATTENTION, _DELTA = "full_attention", "linear_attention"
 
 
@@ -55,12 +50,11 @@ def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
         expert_dim=integer(fields, "moe_intermediate_size"),
         mlp_dim=integer(fields, "intermediate_size"),
         moe_layers=sparse_layers(fields, num_layers),
-        norm_topk_prob=fields.get("norm_topk_prob") is None or flag(fields, "norm_topk_prob"),
-        norm_eps=number(fields, "rms_norm_eps", default=_NORM_EPS),
-        rope_theta=number(
-            {"rope_theta": rope_field(fields, "rope_theta")}, "rope_theta", default=_ROPE_THETA
-        ),
-        max_positions=integer(fields, "max_position_embeddings", default=_MAX_POSITIONS),
+        norm_topk_prob=flag(fields, "norm_topk_prob"),
+        norm_eps=number(fields, "rms_norm_eps"),
+        rope_theta=rope_theta(family, fields),
+        rope_scaling=rope_scaling(fields),
+        max_positions=integer(fields, "max_position_embeddings"),
         tied_embeddings=flag(fields, "tie_word_embeddings"),
         qk_norm=True,
         attention_bias=flag(fields, "attention_bias"),
@@ -88,11 +82,7 @@ def fields_of(config: ModelConfig) -> dict[str, Any]:
         "attention_bias": c.attention_bias,
         "use_sliding_window": False,
         "partial_rotary_factor": rotated,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": c.rope_theta,
-            "partial_rotary_factor": rotated,
-        },
+        **rope_fields(c, partial_rotary_factor=rotated),
         "layer_types": [
             _ATTENTION if layer in c.attention_layers else _DELTA for layer in range(c.num_layers)
         ],
@@ -109,9 +99,10 @@ def fields_of(config: ModelConfig) -> dict[str, Any]:
 
 
 def _rotated_dims(fields: Mapping[str, Any], head_dim: int) -> int:
-    """Dimensions of a head that are rotated; transformers rounds them down."""
+    """Dimensions of a head that are rotated, rounded down; all of them where the share is null."""
     name = "partial_rotary_factor"
-    share = number({name: rope_field(fields, name)}, name, default=_ROTATED)
+    default = 1.0 if name in fields else DEFAULTS["qwen3_next"][name]
+    share = number({name: rope_field(fields, name)}, name, default=default)
     if share > 1:
         raise MoejaxError(f"{name} is {share}, more than a whole head")
     return int(head_dim * share)
@@ -136,7 +127,7 @@ def _layer_types(fields: Mapping[str, Any], num_layers: int) -> list[str]:
     """What each layer mixes by."""
     kinds = fields.get("layer_types")
     if kinds is None:
-        interval = integer(fields, "full_attention_interval", default=_INTERVAL)
+        interval = integer(fields, "full_attention_interval")
         return [_DELTA if (i + 1) % interval else _ATTENTION for i in range(num_layers)]
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise MoejaxError(f"layer_types is {kinds!r}, expected a list of {num_layers}")

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from moejax.errors import MoejaxError
+from moejax.policies.base import AnyPolicy
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.compose import Compose
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
-from moejax.policies.interface import AnyPolicy
 from moejax.policies.on_demand import OnDemand
 from moejax.policies.resident import Resident
-from moejax.policies.substitution import Form
 
 # Each a frozen dataclass whose fields are the settings.
 POLICIES: Mapping[str, Callable[..., AnyPolicy]] = {
@@ -48,20 +47,12 @@ def make_policy(name: str, **settings: Any) -> AnyPolicy:
 
 def with_kernels(policy: AnyPolicy, platform: str) -> AnyPolicy:
     """The same decisions by kernels, where the platform is "gpu" and there are some."""
-    return _searching(policy, "kernel") if platform == "gpu" else policy
-
-
-def side_by_side(policy: AnyPolicy, platform: str) -> AnyPolicy:
-    """The same decisions by what is fast for many settings at once, without kernels."""
-    return policy if platform == "gpu" else _searching(policy, "ranks")
-
-
-def _searching(policy: AnyPolicy, form: Form) -> AnyPolicy:
-    """With buddies found so, unless a form was asked for."""
-    if isinstance(policy, BuddyMoe) and policy.form == "table":
-        return dataclasses.replace(policy, form=form)
+    if platform != "gpu":
+        return policy
+    if isinstance(policy, BuddyMoe):
+        return dataclasses.replace(policy, form="kernel")
     if isinstance(policy, Compose) and policy.buddies is not None:
-        buddies: Any = _searching(policy.buddies, form)
+        buddies = dataclasses.replace(policy.buddies, form="kernel")
         return dataclasses.replace(policy, buddies=buddies)
     return policy
 

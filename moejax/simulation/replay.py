@@ -1,9 +1,9 @@
 """A trace through any policy (`moejax.policies`): what runs where, and what crosses the link.
 
-The policy's own functions decide; around them stand pools of each tier under LRU (or the policy's
-`keep`), DyMoE's rules for an expert that is in several tiers (`policies.mixed_cache`), look-ahead a
-layer before, and bulk transfers between calls, which serve some calls after they were asked for
-(`DELAY`) and of which so many experts are on their way at once.
+The policy's own functions decide; around them stand pools of each tier under LRU, DyMoE's rules for
+an expert that is in several tiers (`policies.mixed_cache`), look-ahead a layer before, and bulk
+transfers between calls, which serve some calls after they were asked for (`DELAY`) and of which so
+many experts are on their way at once.
 Settings run side by side (`vmap`), and so do the layers of a step where the policy's do not depend
 on one another (`moejax.policies.by_layer`), with the same outcome; else one after the other.
 """
@@ -15,15 +15,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moejax.policies.by_layer import decide_all, layer_axes
-from moejax.policies.interface import (
+from moejax.policies.base import (
     AnyPolicy,
     Decision,
     Observation,
     Requests,
-    asks_again,
     pairs_with_room,
 )
+from moejax.policies.by_layer import vmap_decide
 from moejax.simulation import pools
 from moejax.simulation.layer_pools import admit_each, bring_ahead, serve
 from moejax.simulation.segments import LayerTokens, Tokens
@@ -103,7 +102,7 @@ class Replay:
     @property
     def axes(self) -> Any:
         """Of layers in the policy's state; None: one by one."""
-        return None if self.one_by_one else layer_axes(self.policy)
+        return None if self.one_by_one else self.policy.layer_axes
 
     def search(self, most: int, num_experts: int) -> pools.Search:
         """For at most so many who come."""
@@ -234,13 +233,13 @@ def _side_by_side(
     seen = jax.vmap(see)(keys, jnp.arange(num_layers, dtype=jnp.int32), tokens.by_layer())
     ahead = jnp.full((num_layers, num_experts), -1, jnp.int32)
     if replay.foreseen:  # what is brought ahead does not depend on what is there
-        decision, _ = decide_all(replay.policy, replay.axes, state, seen)
+        decision, _ = vmap_decide(replay.policy, replay.axes, state, seen)
         if decision.ahead is not None:
             ahead = jnp.concatenate([ahead[:1], decision.ahead[:-1]])
     bring = functools.partial(_brought, replay, slots, running.clock)
     keys, brought = jax.vmap(bring)(keys, ahead, seen)
     seen = dataclasses.replace(seen, resident=keys > 0)
-    decision, state = decide_all(replay.policy, replay.axes, state, seen)
+    decision, state = vmap_decide(replay.policy, replay.axes, state, seen)
     serve = functools.partial(_served, replay, slots, running.clock)
     return state, jax.vmap(serve)(keys, brought, decision, seen)
 
@@ -318,7 +317,7 @@ def _transfer(
         return running._replace(state=state)
     room = jnp.maximum(bulk - jnp.sum(coming > 0, dtype=jnp.int32), 0)
     valid, moves = _moving(requests, (running.keys > 0) | (coming > 0))
-    if asks_again(replay.policy):
+    if replay.policy.repeats_requests:
         done = valid & pairs_with_room(moves, room)
     else:
         done = valid & (jnp.cumsum(moves, dtype=jnp.int32) - moves.astype(jnp.int32) < room)
@@ -345,7 +344,7 @@ def _transfer(
 
     def of_layer(key: jax.Array, coming: jax.Array) -> tuple[jax.Array, pools.Moved]:
         # Later than what the last step used, and before what the next one does.
-        return admit_each(key, coming, coming, slots, 2 * running.clock - 1, None, how)
+        return admit_each(key, coming, coming, slots, 2 * running.clock - 1, how)
 
     keys, moved = jax.vmap(of_layer)(keys, new)
     come = (keys > 0) & (arrived | wanted)

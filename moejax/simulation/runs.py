@@ -10,8 +10,7 @@ import numpy as np
 
 from moejax.errors import MoejaxError
 from moejax.memory.budget import default_bulk
-from moejax.policies.interface import AnyPolicy, Needs, PolicySpec, most_ahead
-from moejax.policies.make import side_by_side
+from moejax.policies.base import AnyPolicy, Needs, PolicySpec
 from moejax.simulation.formulas import Formulas
 from moejax.simulation.replay import DELAY, Replay, Running, begin, run_calls
 from moejax.simulation.segments import Segment, segments
@@ -77,7 +76,7 @@ def run_policies(
         _check_needs(trace, run)
         spec = spec_of(trace, run)
         states[i] = run.policy.init(spec)
-        _check_foreseen(trace, run, most_ahead(run.policy, states[i]))
+        _check_foreseen(trace, run, run.policy.max_prefetch(states[i]))
         groups.setdefault(formulas.of(run.policy, states[i], spec), []).append(i)
     cut = list(segments(trace))
     found: dict[int, Tallied] = {}
@@ -185,7 +184,6 @@ def _run_block(
     start = jax.vmap(begin, in_axes=(0, 0, None, None))
     running: Running = start(stacked, slots, trace.num_layers, trace.num_experts)
     platform = next(iter(slots.devices())).platform
-    policy = side_by_side(policy, platform)
     replay = Replay(policy, foreseen, delay, one_by_one=one_by_one, on_gpu=platform == "gpu")
     for segment in cut:
         tokens = jax.tree.map(jnp.asarray, segment.tokens)
