@@ -75,6 +75,11 @@ class Tokenizer:
             raise MoejaxError(f"{path}: {error}; download it again") from error
         with _plain_errors(f"cannot read {path}"):
             encoder = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+            if (token := _vanishing_token(encoder)) is not None:
+                raise MoejaxError(
+                    f"{path}: its normalizer makes nothing of the added token {token!r}, which "
+                    "would be found everywhere; download it again"
+                )
         return cls(directory, encoder)
 
     def encode(
@@ -249,6 +254,15 @@ def _plain_errors(said: str) -> Iterator[None]:
             reason = " ".join(str(error).split())
             raise MoejaxError(f"{said}: {reason}; download tokenizer.json again") from error
         raise
+
+
+def _vanishing_token(encoder: tokenizers.Tokenizer) -> str | None:
+    """An added token that is looked for in normalized text and is empty there: encoding hangs."""
+    normalizer = encoder.normalizer
+    for token in encoder.get_added_tokens_decoder().values() if normalizer else ():
+        if token.normalized and not normalizer.normalize_str(token.content):
+            return token.content
+    return None
 
 
 def _num_behind(encoder: tokenizers.Tokenizer) -> int:

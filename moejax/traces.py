@@ -133,6 +133,8 @@ class Trace:
         for name, count in zip(names, (rows, layers, width, self.num_experts), strict=True):
             if count < 1:
                 raise MoejaxError(f"there are no {name}; record it again")
+        if self.num_experts > 2**16:
+            raise MoejaxError(f"there are {self.num_experts} experts; ids have 16 bits")
         foreseen = (rows, layers - 1, None)
         shapes: dict[str, tuple[int | None, ...]] = {
             **dict.fromkeys(("step", "sequence", "position", "phase"), (rows,)),

@@ -260,6 +260,8 @@ def template(*pieces, **special):
     return {"type": "TemplateProcessing", "single": pieces, "pair": [], "special_tokens": special}
 
 
+ADDED = {"id": 3, "single_word": False, "lstrip": False, "rstrip": False, "normalized": True}
+ADDED |= {"special": False}
 TEXT_A, TEXT_B = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
 MARK = {"SpecialToken": {"id": "[X]", "type_id": 0}}
 
@@ -306,6 +308,14 @@ class TokenizerTest(HostileTestCase):
         ),
         ({"added_tokens": [{"id": 3, "content": "a" * 10**6}]}, "of 1,000,000 characters"),
         ({"model": {"vocab": {"a": 0, "b": 1, "ab": 2, "a" * 10**6: 3}}}, "of 1,000,000 character"),
+        # This one never ends.
+        (
+            {
+                "normalizer": {"type": "Strip", "strip_left": True, "strip_right": True},
+                "added_tokens": [ADDED | {"content": "\n"}],
+            },
+            "its normalizer makes nothing of the added token '\\n'",
+        ),
         # These lack something, or are nothing.
         ({"model": {"unk_token": "<unk>"}}, "unknown token '<unk>' is not in its vocabulary"),
         (

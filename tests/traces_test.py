@@ -115,6 +115,7 @@ class FileTest(parameterized.TestCase):
         ({"version": "3"}, {}, "of version 3; this reads 1 and 2"),
         ({"version": "2"}, {}, "x.safetensors is not what was written .* none by its header"),
         ({"num_experts": "many"}, {}, "cannot be read"),
+        ({"num_experts": "4294967296"}, {}, "there are 4294967296 experts; ids have 16 bits"),
         ({}, {"weights": None}, "lacks weights"),
         ({}, {"phase": np.full(13, 2, np.uint8)}, "phase 2 is neither"),
         ({}, {"step": np.arange(13, 0, -1, dtype=np.int32)}, "smaller than the one before"),
