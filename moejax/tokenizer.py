@@ -72,7 +72,7 @@ class Tokenizer:
         try:
             check_tokenizer(fields)
         except MoejaxError as error:
-            raise MoejaxError(f"{path}: {error}; download it again") from error
+            raise MoejaxError(f"cannot read {path}: {error}; download it again") from error
         with _plain_errors(f"cannot read {path}"):
             encoder = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
             if (token := _vanishing_token(encoder)) is not None:

@@ -4,9 +4,11 @@ Tensors are read rather than memory-mapped: mapped pages would count as resident
 file that shrinks under a mapping kills the process.
 """
 
+import contextlib
 import dataclasses
+import gc
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,17 +123,30 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
                 f"{_MOST_HEADER_BYTES:,} bytes of headers, which no model does; download them again"
             )
     tensors: dict[str, StoredTensor] = {}
-    for path, header in headers.items():
-        found = _parse_header(path, header)
-        if twice := sorted(found.keys() & tensors.keys()):
-            raise MoejaxError(
-                f"{twice[0]} is in {tensors[twice[0]].path} and in {path.name} as well; remove "
-                "one of the files or download both again"
-            )
-        tensors |= found
+    with _collector_paused():
+        for path, header in headers.items():
+            found = _parse_header(path, header)
+            if twice := sorted(found.keys() & tensors.keys()):
+                raise MoejaxError(
+                    f"{twice[0]} is in {tensors[twice[0]].path} and in {path.name} as well; remove "
+                    "one of the files or download both again"
+                )
+            tensors |= found
     if not _is_there(directory / WEIGHTS_FILE):
         _check_index(directory / INDEX_FILE, _weight_map(directory), tensors)
     return tensors
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Python's collector off: it took half of the time of making tensors, which have no cycles."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _is_there(path: Path) -> bool:
