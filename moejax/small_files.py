@@ -32,14 +32,14 @@ def read_file(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     check_regular(path, path.stat().st_mode)  # first: opening some devices does something
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:
-        check_regular(path, os.fstat(descriptor).st_mode)
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise MoejaxError(
-            f"{path} has more than {most_bytes / 1e6:g} MB, which no such file needs; download it "
-            "again"
-        )
-    return content
+        found = os.fstat(descriptor)
+        check_regular(path, found.st_mode)
+        if found.st_size > most_bytes:
+            raise MoejaxError(
+                f"{path} has more than {most_bytes / 1e6:g} MB, which no such file needs; download "
+                "it again"
+            )
+        return file.read(found.st_size)
 
 
 def parse_json(content: bytes) -> Any:
