@@ -56,6 +56,7 @@ def profile_experts(config: ProfileConfig, values: flags.FlagValues) -> None:
             dtype=config.dtype,
             platform=config.platform,
             compilation_cache=config.compilation_cache,
+            generation_config=False,
         )
         window = config.window or min(WINDOW, engine.config.context_limit)
         if window > engine.config.context_limit:

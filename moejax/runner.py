@@ -154,7 +154,7 @@ class Runner:
           prompts: token ids, none empty.
           cache_length: S, longer than every prompt.
           settings: how tokens are chosen.
-          eos_ids: tokens that end a row.
+          eos_ids: tokens that end a row, unless its settings ignore them.
           steps_per_call: decode steps of one compiled call.
         """
         started, compiled = time.perf_counter(), self.programs.seconds
@@ -209,15 +209,17 @@ class Runner:
             )  # fmt: skip
         all_greedy = all(row.temperature == 0 for row in by_row)
         sampling = sampling_of(by_row, self._put)
-        ends = self._put(np.asarray(eos_ids or (-1,), np.int32))
+        never = (-1,) * max(1, len(eos_ids))
+        ends = [(not row.ignore_eos and eos_ids) or never for row in by_row]
+        eos_by_row = self._put(np.asarray(ends, np.int32))
         program = self._program._replace(top_logprobs=top_logprobs)
         state, emitted = self._call(
             steps.first_token, (program, all_greedy),
             (cache, keys, seen_tokens(prompts, by_row, self.config, self._put)),
-            self.weights, hidden, device_lengths, sampling, ends,
+            self.weights, hidden, device_lengths, sampling, eos_by_row,
         )  # fmt: skip
         return Session(
-            state, sampling, ends, all_greedy, max(lengths), emitted, top_logprobs, since
+            state, sampling, eos_by_row, all_greedy, max(lengths), emitted, top_logprobs, since
         )
 
     def end_rows(self, session: Session, ended: np.ndarray) -> None:

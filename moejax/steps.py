@@ -289,7 +289,7 @@ def first_token(
       last_hidden: [B, D], from `prefill_chunk`.
       lengths: int32[B].
       sampling: settings of each row.
-      eos_ids: int32[n], tokens that end a row; -1 matches none.
+      eos_ids: int32[B, n], tokens that end each row; -1 matches none.
 
     Returns:
       The state, and its tokens once more as int32[B, 1], which outlive its donation.
@@ -298,7 +298,7 @@ def first_token(
     tokens, keys, seen, logprobs = _next_tokens(
         model, last_hidden, keys, seen, sampling, all_greedy, program.top_logprobs
     )
-    done = jnp.any(tokens[:, None] == eos_ids[None], axis=1) | (lengths == 0)
+    done = jnp.any(tokens[:, None] == eos_ids, axis=1) | (lengths == 0)
     emitted = none_emitted(len(tokens), 1, program.top_logprobs)
     emitted = emitted.placed(jnp.int32(0), tokens, logprobs)
     return DecodeState(cache, tokens, lengths, done, keys, seen), emitted
@@ -348,7 +348,7 @@ def decode(
       weights: of the model.
       store: of the experts.
       sampling: settings of each row.
-      eos_ids: int32[n], tokens that end a row; -1 matches none.
+      eos_ids: int32[B, n], tokens that end each row; -1 matches none.
       num_steps: int32[], at most `buffer_length`; taken to be 1 where that is 1.
 
     Returns:
@@ -382,7 +382,7 @@ def decode(
         tokens = jnp.where(rests, state.tokens, tokens)
         emitted = emitted.placed(index, jnp.where(rests, -1, tokens), logprobs)
         positions = jnp.where(rests, state.positions, state.positions + 1)
-        done = state.done | jnp.any(tokens[:, None] == eos_ids[None], axis=1)
+        done = state.done | jnp.any(tokens[:, None] == eos_ids, axis=1)
         return DecodeState(cache, tokens, positions, done, keys, seen), pool, emitted, kept
 
     batch, kept = state.tokens.shape[0], None

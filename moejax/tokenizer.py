@@ -1,6 +1,7 @@
 """Text to token ids and back, over the tokenizer.json of a checkpoint; chat templates."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from moejax.models.hf_config import read_json
 from moejax.models.hf_defaults import default_eos_id
 from moejax.models.hf_fields import flag
 from moejax.small_files import check_depth, parse_json, read_file
+from moejax.token_bytes import most_token_bytes
 from moejax.tokenizer_check import check_tokenizer
 
 # Everything that `Tokenizer` reads, but for the eos tokens.
@@ -103,6 +105,11 @@ class Tokenizer:
             return [*self._before, *ids[: len(ids) - self._num_behind]]
         return [*self._before, *ids, *self._after]
 
+    @functools.cached_property
+    def most_token_bytes(self) -> int | None:
+        """Bytes of a text that a token stands for at most; None where there is no such limit."""
+        return most_token_bytes(self._encoder.to_str())
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids without a token are left out.
 
@@ -147,7 +154,9 @@ class Tokenizer:
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> tokenizers.Encoding:
         with _plain_errors(self._failure):
-            return self._encoder.encode(text, add_special_tokens=add_special_tokens)
+            # `encode` holds Python's lock, seconds for megabytes; this lets other threads run.
+            [found] = self._encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return found
 
     def _asked_for(self, directory: Path, name: str) -> list[int]:
         """The id of a special token that tokenizer_config.json asks for around a text, or none.

@@ -90,7 +90,8 @@ def decode_operands(
     state = steps.DecodeState(kv, each(jnp.int32), each(jnp.int32), each(bool), keys, None)
     f32 = each(jnp.float32)
     sampling = Sampling(f32, each(jnp.int32), f32, f32, f32)
-    return state, pool, weights, store, sampling, leaf_of((1,), jnp.int32), leaf_of((), jnp.int32)
+    ends, count = leaf_of((batch, 1), jnp.int32), leaf_of((), jnp.int32)
+    return state, pool, weights, store, sampling, ends, count
 
 
 def _program(config: ModelConfig, slots: int, ahead: int) -> steps.Program:

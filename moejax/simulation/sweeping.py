@@ -144,7 +144,10 @@ def _check_lru(grid: Sequence[Mapping[str, Any]], tiers: Tiers) -> None:
         if unknown := sorted(set(setting) - {"slots", "prefetch"}):
             raise MoejaxError(f"lru has no setting {', '.join(unknown)}; known: slots, prefetch")
     if len(tiers.names) != 1:
-        raise MoejaxError(f"lru has one tier, not {', '.join(tiers.names)}")
+        raise MoejaxError(
+            f"lru has one tier, not {', '.join(tiers.names)}: give --config.tiers=NAME=BYTES of "
+            "one, or another policy"
+        )
 
 
 def _sweep_policy(
@@ -206,10 +209,17 @@ def _slots(setting: Mapping[str, Any], num_experts: int, tiers: Tiers) -> tuple[
     given = setting.get("slots")
     row = given if isinstance(given, tuple) else (given,)
     if len(row) != len(tiers.names) or not all(type(size) is int for size in row):
-        form = "/".join(["N"] * len(tiers.names))
-        raise MoejaxError(f"grid: slots={given} must be {form}, of {', '.join(tiers.names)}")
+        said = described({"slots": given}) if given is not None else "no slots"
+        form = "/".join([str(num_experts // 4)] * len(tiers.names))
+        raise MoejaxError(
+            f"grid: {said}, but slots is a whole number for each tier ({', '.join(tiers.names)}), "
+            f"such as slots={form}"
+        )
     if not all(0 <= size <= num_experts for size in row):
-        raise MoejaxError(f"grid: slots={given} must be from 0 to {num_experts}, the experts")
+        raise MoejaxError(
+            f"grid: {described({'slots': given})} must be from 0 to {num_experts}, the experts of "
+            f"a layer of this trace, such as slots=1:{num_experts}"
+        )
     return row
 
 
