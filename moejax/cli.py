@@ -108,7 +108,7 @@ def run(command: Command[_Config], argv: Sequence[str] | None = None) -> NoRetur
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Where stdout is not UTF-8, a character that it lacks becomes a question mark.
         sys.stdout.reconfigure(errors="replace")
-    logging.get_absl_handler().addFilter(_escape)
+    logging.get_absl_logger().addFilter(_escape)
     sys.exit(exit_status(command, sys.argv if argv is None else argv))
 
 
