@@ -17,8 +17,8 @@ from moejax.models.shapes import SHAPES as MODELS
 from pallas_kernels import dequant_matmul as package
 from pallas_kernels import launch
 from pallas_kernels.dequant_matmul import mosaic
+from pallas_kernels.mosaic_decode import launch_blocks
 from pallas_kernels.packed import plain
-from pallas_kernels.stream import launching
 from pallas_kernels.target import SIMULATED, Target, current_target
 from tests import packed_operands, slow
 from tests.dequant_matmul_contract import (
@@ -231,12 +231,12 @@ class CheckTest(HostTestCase):
     def test_a_simulated_kernel_that_leaves_outputs_unwritten_fails(self):
         case = CASES["whole_int4g128_integer"]
         operands = random_operands(case, seed(self.id()))
-        launched = launching.simulate.run_blocks
+        launched = launch_blocks.simulate.run_blocks
 
         def one_fewer(body: Any, num_blocks: int, *rest: Any) -> None:
             launched(body, num_blocks - 1, *rest)
 
-        with mock.patch.object(launching.simulate, "run_blocks", one_fewer):
+        with mock.patch.object(launch_blocks.simulate, "run_blocks", one_fewer):
             found = run(operands, case, implementation="mosaic", interpret=True).block_until_ready()
         self.assertIn("nan from", violation(found, operands, case))
 

@@ -17,7 +17,7 @@ from moejax.options import options
 from moejax.policy_config import SETTINGS
 from pallas_kernels.dequant_matmul import mosaic as dense
 from pallas_kernels.grouped_dequant_matmul import mosaic as grouped
-from pallas_kernels.stream import terms
+from pallas_kernels.mosaic_decode import low_rank_spec
 from scripts import gpu_jobs, make_documents
 from scripts.documents import commands, config_tables, dry, messages
 from scripts.documents.config_tables import MAINS
@@ -177,7 +177,8 @@ class PagesTest(absltest.TestCase):
         for text in (
             f"up to {dense.MOST_STREAMED} rows of x and {grouped.FEW_TOKENS} tokens of experts",
             f"at most {grouped.MOST_STREAMED}, and at most {grouped.MOST_PAIRS} pairs",
-            f"up to {terms.MAX_TERMS} low-rank terms of a matrix, each up to rank {terms.MAX_RANK}",
+            f"up to {low_rank_spec.MAX_TERMS} low-rank terms of a matrix, "
+            f"each up to rank {low_rank_spec.MAX_RANK}",
         ):
             self.assertIn(text, page)
         for width, most in ((2, 32), (4, 40), (8, 64), (10, 51)):

@@ -16,8 +16,8 @@ from pallas_kernels import grouped_dequant_matmul as package
 from pallas_kernels import launch
 from pallas_kernels.grouped_dequant_matmul import mosaic
 from pallas_kernels.grouped_dequant_matmul.shapes import SHAPES
+from pallas_kernels.mosaic_decode import launch_blocks
 from pallas_kernels.packed import PackedMatrices, plain
-from pallas_kernels.stream import launching
 from pallas_kernels.target import SIMULATED, Target, current_target
 from tests import packed_operands, slow
 from tests.dequant_matmul_test import (
@@ -216,7 +216,7 @@ class CheckTest(HostTestCase):
     @parameterized.parameters("gate_up", "down")
     def test_a_simulated_kernel_that_leaves_outputs_unwritten_fails(self, launched):
         operands = random_operands(CASES["whole_one_token"], seed(self.id()))
-        run = launching.simulate.run_blocks
+        run = launch_blocks.simulate.run_blocks
         launches = []
 
         def one_fewer(body: Any, num_blocks: int, *rest: Any) -> None:
@@ -224,7 +224,7 @@ class CheckTest(HostTestCase):
             fewer = len(launches) == ("gate_up", "down").index(launched) + 1
             run(body, num_blocks - fewer, *rest)
 
-        with mock.patch.object(launching.simulate, "run_blocks", one_fewer):
+        with mock.patch.object(launch_blocks.simulate, "run_blocks", one_fewer):
             found = jax.device_get(program(implementation="mosaic", interpret=True)(operands))
         self.assertLen(launches, 2)
         self.assertIn("nan from", violation(*found, operands) or "")

@@ -13,14 +13,15 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from pallas_kernels import grouped_dequant_matmul as grouped
-from pallas_kernels import stream
+from pallas_kernels import mosaic_decode
 from pallas_kernels.grouped_dequant_matmul import mosaic
-from pallas_kernels.stream import simulate, tiles
-from pallas_kernels.stream.jobs import JobList, Pairs
-from pallas_kernels.stream.product import Lane
-from pallas_kernels.stream.simulate import Simulator
-from pallas_kernels.stream.tiles import StreamTiles
-from pallas_kernels.stream.walk import _Walk
+from pallas_kernels.mosaic_decode import tiles
+from pallas_kernels.mosaic_decode.jobs import JobList, Pairs
+from pallas_kernels.mosaic_decode.product import Lane
+from pallas_kernels.mosaic_decode.tiles import StreamTiles
+from pallas_kernels.mosaic_decode.walk import _Walk
+from pallas_kernels.testing import simulator
+from pallas_kernels.testing.simulator import Simulator
 from tests import slow
 from tests.grouped_dequant_matmul_cases import (
     INT2,
@@ -68,7 +69,7 @@ class Late(Simulator):
             mine = self.groups[thread]
             while len(mine) > pending:
                 for at, found in mine.pop(0):
-                    buffer, first = at >> simulate._BUFFER, at & (1 << simulate._BUFFER) - 1
+                    buffer, first = at >> simulator._BUFFER, at & (1 << simulator._BUFFER) - 1
                     self.memory[buffer][first : first + len(found)] = found
 
 
@@ -207,7 +208,7 @@ class KernelTest(HostTestCase):
     def test_late_copies_are_waited_for(self, name):
         case, tiles = CASES[name]
         operands = random_operands(case._replace(tokens=min(case.tokens, 4)), seed(name))
-        with mock.patch.object(simulate, "Simulator", Late):
+        with mock.patch.object(simulator, "Simulator", Late):
             self.assertIsNone(violation(*layer(operands, tiles), operands))
 
     @parameterized.parameters(11, 0)
@@ -231,7 +232,7 @@ class KernelTest(HostTestCase):
             del num_processors
             return tiles.expert_tiles(tiers, num_tokens, width, gated, 5, terms)
 
-        with mock.patch.object(stream, "expert_tiles", few_processors):
+        with mock.patch.object(mosaic_decode, "expert_tiles", few_processors):
             self.assertIsNone(violation(*layer(operands, None), operands))
 
     @parameterized.parameters(*BROKEN)
@@ -249,7 +250,7 @@ class KernelTest(HostTestCase):
         operands = random_operands(case, seed(self.id()))
         wait = Late.copies_wait
         with (
-            mock.patch.object(simulate, "Simulator", Late),
+            mock.patch.object(simulator, "Simulator", Late),
             mock.patch.object(Late, "copies_wait", lambda self, n: wait(self, n + 1)),
         ):
             self.assertIsNotNone(violation(*layer(operands, tiles), operands))

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
+from pallas_kernels.mosaic_prefill import fragments, lanes, scatter
+from pallas_kernels.mosaic_prefill.expert_blocks import make_expert_blocks
 from pallas_kernels.packed import plain
-from pallas_kernels.stream.simulate import KINDS, Simulator
-from pallas_kernels.wgmma import fragments, lanes, scatter
-from pallas_kernels.wgmma.runs import make_runs
+from pallas_kernels.testing.simulator import KINDS, Simulator
 from tests import packed_operands, slow
 from tests.packed_operands import Form
 
@@ -249,7 +249,9 @@ class RunsTest(parameterized.TestCase):
         limit = np.asarray([*slots, 0])[np.where(runs, tier, -1)]
         slot = np.where(runs, rng.integers(0, 1 << 20, tier.shape) % np.maximum(limit, 1), 1 << 20)
         tiers = [plain(np.zeros((count, 1, 1), ml_dtypes.bfloat16)) for count in slots]
-        made = make_runs(jnp.asarray(tier), jnp.asarray(slot, jnp.int32), tiers, rows, band)
+        made = make_expert_blocks(
+            jnp.asarray(tier), jnp.asarray(slot, jnp.int32), tiers, rows, band
+        )
         order, table, first_block = (np.asarray(part) for part in made)
         seen, row_tiles = [], 3
         for i in range(len(slots)):
