@@ -12,23 +12,27 @@ of another kind is a bug of ours and keeps its traceback.
 """
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import importlib
 import io
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from logging import LogRecord
 from pathlib import Path
+from types import FrameType
 from typing import Generic, NoReturn, TypeVar
 
-from absl import flags
+from absl import flags, logging
 from ml_collections import config_dict, config_flags
 
 from moejax import __version__
-from moejax.errors import MoejaxError
+from moejax.errors import MoejaxError, printable
 from moejax.options import (
     RunConfig,
     check_field_name,
@@ -101,13 +105,40 @@ def _overview() -> str:
 
 
 def run(command: Command[_Config], argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs a main on `argv`, by default the process's arguments, and ends the process."""
+    """Runs a main on `argv`, by default the process's arguments, and ends the process.
+
+    A process that Ctrl-C has interrupted, be it once in a conversation, ends without the
+    interpreter's own end: XLA may still be compiling, and that end waits for its threads and then
+    crashes on them (jax 0.10.2, 2026-11-24).
+    """
     if sys.stderr is None:  # closed by the caller, and print() would take stdout in its place
         sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115, used to the end
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Where stdout is not UTF-8, a character that it lacks becomes a question mark.
         sys.stdout.reconfigure(errors="replace")
-    sys.exit(exit_status(command, sys.argv if argv is None else argv))
+    logging.get_absl_logger().addFilter(_escape)
+    interrupts: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        interrupts.append(number)
+        signal.default_int_handler(number, frame)
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+    status = exit_status(command, sys.argv if argv is None else argv)
+    if not interrupts:
+        sys.exit(status)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+    os._exit(status)
+
+
+def _escape(record: LogRecord) -> bool:
+    """Makes one printable line of a log record, which may name what stands in a file."""
+    record.msg, record.args = printable(record.getMessage()).replace("\n", "\\n"), ()
+    return True
 
 
 def exit_status(command: Command[_Config], argv: Sequence[str]) -> int:
@@ -314,7 +345,7 @@ def _fail(message: str, status: int, verbose: bool) -> int:
     """Prints the error that is being handled as one line on stderr; returns `status`."""
     if verbose:
         traceback.print_exc()
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {printable(message)}", file=sys.stderr)
     return status
 
 

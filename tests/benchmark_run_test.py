@@ -21,7 +21,7 @@ from moejax.benchmarking.shapes import TINY
 from moejax.errors import MoejaxError
 from moejax.models.config import weight_shapes
 from moejax.traces import trace_of_replay, write_trace
-from tests import slow, tiny_engine
+from tests import tiny_engine
 
 
 def run(*flags: str, **fields: Any) -> tuple[int, str, str]:
@@ -56,9 +56,8 @@ class CheckpointTest(Case):
         tiny_engine.load_tiny_engine(cls.checkpoint)
 
     @parameterized.parameters(("dynaexq", "('int4','int2')", 0.001), ("on_demand", "()", 0))
+    @pytest.mark.slow
     def test_a_policy_is_compared_with_the_exact_model(self, name, tiers, least):
-        if least:  # `generate_test` compares one that is not exact
-            slow.skip_unless_asked()
         policy = {"policy.name": name, "policy.tiers": tiers, "policy.group_size": 16}
         record, out = self.record(
             checkpoint=self.checkpoint, prompt_tokens=24, fidelity_share=0.5, batches="(1,2)",
@@ -79,9 +78,8 @@ class CheckpointTest(Case):
     @parameterized.parameters(
         (models.CheckpointModels, "exact"), (exactness, "predicted"),
     )  # fmt: skip
+    @pytest.mark.slow
     def test_there_may_be_no_room_to_compare(self, of, name):
-        if of is exactness:
-            slow.skip_unless_asked()
         with mock.patch.object(of, name, side_effect=MoejaxError("no")):
             status, out, err = run(
                 checkpoint=self.checkpoint, prompt_tokens=9, fidelity_share=0.5, runs=1,
@@ -91,6 +89,7 @@ class CheckpointTest(Case):
         self.assertIn("the KL of the exact model was not measured: no", err)
         self.assertIn("TPOT", out)
 
+    @pytest.mark.slow
     def test_counts_and_times_of_prompts_of_a_file(self):
         lengths = [3, 40, 5, 17, 20]
         prompts = self.home / "prompts.txt"
@@ -138,6 +137,7 @@ class CheckpointTest(Case):
         ttft = next(row for row in record["rows"] if row["what"].startswith("TTFT median"))
         self.assertEqual(ttft["figure"], record["points"][0]["figures"]["TTFT median"]["value"])
 
+    @pytest.mark.slow
     def test_what_moves_is_told_by_phase(self):
         record, out = self.record(
             "--stats", checkpoint=self.checkpoint, prompt_tokens=16, batches="(2,)",
@@ -211,9 +211,8 @@ class ShapeTest(Case):
         self.assertIn("nothing is replayed", point["routing"])
 
     @parameterized.parameters(([0, 0, 0], 100.0), ([0, 1, 2], 0.0))
+    @pytest.mark.slow
     def test_decode_takes_the_experts_of_the_trace(self, turns, hit_rate):
-        if hit_rate:  # the other one says where the experts come from
-            slow.skip_unless_asked()
         pairs = np.array([[0, 1], [2, 3], [4, 5]])[np.resize(turns, 30)]
         trace = self.folder / "x.trace"
         write_trace(trace, trace_of_replay(pairs[:, None].repeat(2, axis=1), 8))
@@ -226,8 +225,8 @@ class ShapeTest(Case):
         self.assertEqual(figures["experts of a layer that a decode step reads"]["value"], 2)
         self.assertIn("trace x.trace, its own gates", out)
 
+    @pytest.mark.slow
     def test_a_batch_reads_what_its_sequences_choose(self):
-        slow.skip_unless_asked()
         ids = np.resize([0, 1, 2, 3], (32, 2, 2))  # always 0 and 1 in layer 0, 2 and 3 in layer 1
         trace = self.folder / "x.trace"
         write_trace(trace, trace_of_replay(ids, 8))
@@ -238,6 +237,7 @@ class ShapeTest(Case):
         self.assertEqual(figures["experts of a layer that a decode step reads"]["value"], 2)
         self.assertEqual(figures["hit rate of decode"]["value"], 100)
 
+    @pytest.mark.slow
     def test_a_refused_budget_is_a_row_and_the_least_will_do(self):
         sizes = {"shape": "tiny", "prompt_tokens": 16}
         lines = self.folder / "rows.jsonl"
@@ -267,6 +267,7 @@ class ShapeTest(Case):
         self.assertEqual(status, 1)
         self.assertRegex(err, f"error: .* the smallest that would do is {least[1]} GiB")
 
+    @pytest.mark.slow
     def test_a_policy_tells_its_gate_mass(self):
         record, out = self.record(
             "--stats", shape="tiny", prompt_tokens=16, new_tokens=65, skew="zipf:1.5",
@@ -302,8 +303,8 @@ class ShapeTest(Case):
             self.assertGreater(figures["link bytes of a decode step"]["value"], 0)
             self.assertBetween(figures["share of the byte floor"]["value"], 0.1, 100)
 
+    @pytest.mark.slow
     def test_buddies_are_those_of_the_replayed_routing(self):
-        slow.skip_unless_asked()
         record, _ = self.record(
             shape="tiny", prompt_tokens=16, **{"policy.name": "buddymoe", "policy.slots": "('4',)"}
         )

@@ -13,7 +13,9 @@ from unittest import mock
 
 import jax
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
+from safetensors.numpy import load_file, save_file
 
 from moejax import Engine, MoejaxError
 from moejax.checkpoints.experts import ExpertReader
@@ -24,7 +26,6 @@ from moejax.memory import pinned
 from moejax.memory.budget import PINNED_LIMIT, Limits
 from moejax.memory.disk import DiskExperts
 from moejax.memory.ssd import SsdReader
-from tests import slow
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
 
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB_SIZE, n).tolist() for n in (9, 21)]
@@ -64,8 +65,8 @@ class LimitsTest(parameterized.TestCase):
         self.assertIsNone(engine.ledger)
         self.assertEqual(tokens(engine), RESIDENT)
 
+    @pytest.mark.slow
     def test_residency_is_invisible_in_the_demo_model(self):
-        slow.skip_unless_asked()
         resident, half = (
             Engine.from_pretrained(
                 "demo", limits=Limits(slots=slots), dtype="float32", platform="cpu",
@@ -79,6 +80,7 @@ class LimitsTest(parameterized.TestCase):
         self.assertIsNone(resident.ledger)
         self.assertGreater(totals(half)["evictions"], 100)
 
+    @pytest.mark.slow
     def test_slots_and_transients_are_those_asked_for(self):
         engine = limited(slots=3, transient=2, prefetch=1)
         self.assertEqual(tokens(engine), RESIDENT)
@@ -110,6 +112,7 @@ class LimitsTest(parameterized.TestCase):
         self.assertGreater(first, 0)
         self.assertEqual(tokens(engine), RESIDENT)
 
+    @pytest.mark.slow
     def test_what_steps_wait_for_takes_what_was_planned_and_its_time_is_measured(self):
         sizes, pauses = [], []
         read, read_now = DiskExperts.read, SsdReader.read_now
@@ -136,6 +139,7 @@ class LimitsTest(parameterized.TestCase):
         self.assertGreaterEqual(engine.ledger.disk_wait_seconds, sum(pauses))
         self.assertRegex("\n".join(engine.ledger.describe()), r"stalls: .* ms for the disk\n")
 
+    @pytest.mark.slow
     def test_a_disk_that_fails_is_one_line_and_the_engine_goes_on(self):
         engine = limited(slots=2, transient=2, host_gib=11 * ROW_NBYTES / 2**30)
         gone = mock.patch.object(ExpertReader, "read", side_effect=MoejaxError("the disk is gone"))
@@ -167,20 +171,27 @@ class LimitsTest(parameterized.TestCase):
                 runner.decode(session, 9, STEPS_PER_CALL, False)
         self.assertEqual(tokens(engine), RESIDENT)
 
-    def test_a_file_that_changed_is_an_error_and_no_wrong_token(self):
-        engine = limited(slots=2, transient=2, host_gib=11 * ROW_NBYTES / 2**30)
-        self.assertEqual(tokens(engine), RESIDENT)
+    @parameterized.product(has_checksums=[True, False], was_read=[True, False])
+    def test_a_file_that_changed_is_an_error_and_no_wrong_token(self, has_checksums, was_read):
         (file,) = DIRECTORY.glob("*.safetensors")
+        written = file.read_bytes()
+        self.addCleanup(file.write_bytes, written)
+        if not has_checksums:
+            save_file(load_file(file), file)  # without metadata
         whole = file.read_bytes()
-        try:
-            with file.open("r+b") as opened:
-                opened.seek(len(whole) // 2)
-                opened.write(os.urandom(len(whole) // 2))
-            with self.assertRaisesRegex(MoejaxError, "CRC-32"):
+        engine = limited(slots=2, transient=2, host_gib=11 * ROW_NBYTES / 2**30)
+        if was_read:
+            self.assertEqual(tokens(engine), RESIDENT)
+        with file.open("r+b") as opened:
+            opened.seek(len(whole) // 2)
+            opened.write(os.urandom(len(whole) - len(whole) // 2))
+        for _ in range(2):
+            said = "checksum" if was_read or has_checksums else "written to while it was in use"
+            with self.assertRaisesRegex(MoejaxError, said):
                 tokens(engine)
-        finally:
-            file.write_bytes(whole)
-        self.assertEqual(tokens(engine), RESIDENT)
+        file.write_bytes(whole)  # at another time than it was opened with
+        for _ in range(8):
+            self.assertEqual(tokens(engine), RESIDENT)
 
     def test_a_disk_that_fails_later_leaves_a_whole_engine(self):
         engine = limited(slots=2, transient=2, host_gib=15 * ROW_NBYTES / 2**30)
@@ -202,6 +213,7 @@ class LimitsTest(parameterized.TestCase):
         self.assertEqual(found["disk_waits"], counted.waits)
         self.assertEqual(found["disk_trouble"], {"retries": 2, "errors": 1, "refused": 0})
 
+    @pytest.mark.slow
     def test_a_step_that_fails_leaves_a_whole_engine(self):
         engine = limited(slots=2, transient=2)
         with self.assertRaises(KeyboardInterrupt), engine._runner.memory.step():
@@ -210,6 +222,7 @@ class LimitsTest(parameterized.TestCase):
             raise KeyboardInterrupt
         self.assertEqual(tokens(engine), RESIDENT)
 
+    @pytest.mark.slow
     def test_a_call_that_was_not_planned_is_refused(self):
         engine = limited(device_gib=1)
         three, long = np.zeros((3, 9), np.int32), np.zeros((1, 65), np.int32)
@@ -227,6 +240,7 @@ class LimitsTest(parameterized.TestCase):
         self.assertEqual(engine.logits(three[:2]).shape, (2, 9, VOCAB_SIZE))
         self.assertEqual(tokens(engine), RESIDENT)
 
+    @pytest.mark.slow
     def test_a_closed_engine_holds_nothing_and_says_so(self):
         before = set(threading.enumerate())
         with limited(slots=2, transient=2, host_gib=17 * ROW_NBYTES / 2**30, bulk=1) as engine:

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import os
 import pathlib
 import shutil
 import sys
@@ -10,6 +11,7 @@ from unittest import mock
 
 import ml_dtypes
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from safetensors.numpy import load_file, save_file
 
@@ -93,6 +95,7 @@ class WrittenTest(QuantizeTestCase):
         self.assertFalse([line for line in report_lines(outcome) if line.startswith("plots")])
         self.assertTrue((outcome.output / "config.json").exists())
 
+    @pytest.mark.slow
     def test_fused_source_gives_the_same_files(self):
         fused = self.copy_of_source()
         tensors = all_tensors(fused)
@@ -111,6 +114,7 @@ class WrittenTest(QuantizeTestCase):
             del files["quantization.json"]  # which names the source
         self.assertEqual(found, expected)
 
+    @pytest.mark.slow
     def test_small_stacks_and_parts_of_rows_change_nothing(self):
         expected = all_tensors(quantize_checkpoint(self.job()).output)
         with (
@@ -134,6 +138,7 @@ class RefusedTest(QuantizeTestCase):
         self.assertNotIn("\n", str(caught.exception))
         self.assertEqual(digests(job.output), before)
 
+    @pytest.mark.slow
     def test_output_of_other_settings_or_another_model(self):
         job = self.job()
         quantize_checkpoint(job)
@@ -190,6 +195,9 @@ class RefusedTest(QuantizeTestCase):
         file.write_bytes(file.read_bytes()[:-100])
         self.assert_refused(self.job(source=damaged), "is truncated")
         shutil.copy(self.source / "model.safetensors", file)
+        os.mkfifo(damaged / "merges.txt")
+        self.assert_refused(self.job(source=damaged), "merges.txt is a FIFO, expected a regular")
+        (damaged / "merges.txt").unlink()
         config = json.loads((damaged / "config.json").read_text())
         (damaged / "config.json").write_text(json.dumps({**config, "moe_intermediate_size": 48}))
         self.assert_refused(self.job(source=damaged), "does not fit its config.json")
