@@ -91,6 +91,36 @@ def prefill_chunks(length: int, cache_length: int, longest: int) -> Iterator[tup
         start += size
 
 
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Positions `start`..`start + count` of given tokens; padding fills the program's `size`."""
+
+    start: int
+    count: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        """The first position after it."""
+        return self.start + self.count
+
+
+def next_chunk(start: int, length: int, cache_length: int, most: int) -> Chunk:
+    """The chunk from `start` on where at most `most` tokens may be read at once.
+
+    It takes what is left, or a power of two of tokens, so that few programs serve any `most`.
+    """
+    count = min(length - start, most)
+    if MIN_PREFILL_LENGTH < count < length - start:
+        count = 1 << (count.bit_length() - 1)
+    return Chunk(start, count, length_bucket(count, MIN_PREFILL_LENGTH, cache_length - start))
+
+
+def num_between(lengths: Sequence[int] | np.ndarray, start: int, size: int) -> int:
+    """Tokens of all sequences at positions `start`..`start + size`."""
+    return int(np.clip(np.asarray(lengths) - start, 0, size).sum())
+
+
 def cache_length(longest: int, num_new: int, context: int, planned: int, model_limit: int) -> int:
     """S that a prompt of `longest` tokens and an answer of `num_new` take, if the limits allow.
 

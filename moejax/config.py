@@ -296,7 +296,7 @@ class EvaluateConfig(RecordConfig):
         False, "humaneval: run what the model wrote, in a subprocess with limits (no prison)"
     )
     batch_size: int = option(
-        8, "sequences at once; without a policy the result does not depend on it"
+        8, "sequences at once; the result does not depend on it, and under a policy it is 1"
     )
     memory: MemoryConfig = option(  # noqa: RUF009 -- it is frozen
         MemoryConfig(), "limits, under which experts may move"
@@ -325,6 +325,10 @@ class EvaluateConfig(RecordConfig):
         preset = PRESETS[self.preset]
         window = self.window or preset.window
         return Windowing(window, self.stride or min(preset.stride, window))
+
+    def num_rows(self) -> int:
+        """Sequences at once: one under a policy, whose state a batch would share."""
+        return 1 if self.policy.name else self.batch_size
 
     def num_fewshot(self) -> int:
         """Examples before each document: the task's own where none are given."""

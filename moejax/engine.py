@@ -93,6 +93,7 @@ class Engine:
         self._open: Runner | None = Runner(
             config, self.weights, self.device, kernels=kernels, memory=memory
         )
+        self._open.one_stream = isinstance(memory, TieredMemory)
 
     @classmethod
     def from_pretrained(

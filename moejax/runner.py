@@ -14,17 +14,22 @@ from moejax.cache import KVCache
 from moejax.chunks import (
     MAX_PREFILL_LENGTH,
     MIN_PREFILL_LENGTH,
+    Chunk,
     Planned,
     chunk_of,
     kv_bucket,
     length_bucket,
     longest_chunk,
+    next_chunk,
+    num_between,
     part_of,
     prefill_chunks,
     scored_places,
 )
 from moejax.compiled import CompiledPrograms
 from moejax.devices import plain_memory_errors
+from moejax.emitted import NOT_FINITE
+from moejax.errors import MoejaxError
 from moejax.generation import GenerationSettings, Timing
 from moejax.memory.expert_memory import ExpertMemory
 from moejax.memory.expert_pool import compiler_options
@@ -54,6 +59,8 @@ class Runner:
       experts_used: which forms ran the experts so far.
       products: what served each product so far, by phase ("prefill", "decode") and name.
       planned: sizes of calls, where limits of the device's memory hold them.
+      one_stream: whether given tokens (`score`, `logits`, `fold`) are read one sequence at a time,
+        and what a policy wants moved is in its slots before the next chunk.
       programs: what was compiled, and how long that took.
     """
 
@@ -93,7 +100,7 @@ class Runner:
         definition = model_definition(config, self.kernels, holds_experts=memory is None)
         self._program = steps.Program(definition, memory.spec if memory else None)
         self._recorder: Recorder | None = None
-        self.memory, self.planned = memory, Planned()
+        self.memory, self.planned, self.one_stream = memory, Planned(), False
         norm = weights["final_norm"]
         assert not isinstance(norm, QTensor | Fp8Tensor)
         self.dtype = norm.dtype
@@ -156,6 +163,9 @@ class Runner:
           settings: how tokens are chosen.
           eos_ids: tokens that end a row.
           steps_per_call: decode steps of one compiled call.
+
+        Raises:
+          MoejaxError: a row's logits name no token; also as steps do.
         """
         started, compiled = time.perf_counter(), self.programs.seconds
 
@@ -164,7 +174,12 @@ class Runner:
 
         def read(tokens: jax.Array) -> list[list[int]]:
             with self.reading(session.since):
-                return [[t for t in row if t >= 0] for row in np.asarray(tokens).tolist()]
+                rows = np.asarray(tokens).tolist()
+            for i, row in enumerate(rows):
+                if NOT_FINITE in row:
+                    which = f"prompt {i + 1} of {len(rows)}: " if len(rows) > 1 else ""
+                    raise MoejaxError(which + self.not_finite())
+            return [[t for t in row if t >= 0] for row in rows]
 
         session = self.prefill(prompts, cache_length, settings, eos_ids)
         # An answer's last token is never written.
@@ -204,8 +219,8 @@ class Runner:
             static = (self._program, self._chunk_spec(batch, start, size, cache_length))
             inputs = self._put(chunk_of(prompts, start, size)), self._put(np.int32(start))
             cache, hidden = self._step(
-                since, batch * size, steps.prefill_chunk, static, (cache, hidden), *inputs,
-                device_lengths,
+                since, num_between(lengths, start, size), steps.prefill_chunk, static,
+                (cache, hidden), *inputs, device_lengths,
             )  # fmt: skip
         all_greedy = all(row.temperature == 0 for row in by_row)
         sampling = sampling_of(by_row, self._put)
@@ -218,6 +233,16 @@ class Runner:
         )  # fmt: skip
         return Session(
             state, sampling, ends, all_greedy, max(lengths), emitted, top_logprobs, since
+        )
+
+    def not_finite(self) -> str:
+        """The error of logits that name no token; a policy that saw them begins anew."""
+        if isinstance(self.memory, TieredMemory):
+            self.memory.reset()
+        return (
+            "the model's logits are NaN, infinite or all the same, so there is no next token: its "
+            f"weights hold such values or are too large, or {self.dtype} is too small for it (try "
+            "float32)"
         )
 
     def end_rows(self, session: Session, ended: np.ndarray) -> None:
@@ -246,16 +271,18 @@ class Runner:
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """int32[B, T] to float32[B, T, V] on the host, a chunk at a time."""
         batch, length = tokens.shape
+        if self.one_stream and batch > 1:
+            return np.concatenate([self.logits(row[None]) for row in tokens])
         since, cache_length, cache = self._begin_windows(batch, length)
-        logits = []
-        for start, size in self._chunks(batch, length, cache_length):
-            static = (self._program, self._chunk_spec(batch, start, size, cache_length))
-            inputs = self._put(part_of(tokens, start, size)), self._put(np.int32(start))
+        lengths, logits = np.full(batch, length), []
+        for chunk in self._read(since, tokens, lengths, cache_length):
+            static = (self._program, self._chunk_spec(batch, chunk.start, chunk.size, cache_length))
             cache, out = self._step(
-                since, batch * size, steps.chunk_logits, static, (cache,), *inputs
-            )
+                since, batch * chunk.count, steps.chunk_logits, static, (cache,),
+                *self._inputs(chunk, tokens, lengths),
+            )  # fmt: skip
             with self.reading(since):
-                logits.append(np.asarray(out)[:, : length - start])
+                logits.append(np.asarray(out)[:, : chunk.count])
         return np.concatenate(logits, axis=1)
 
     def score(self, tokens: np.ndarray, lengths: np.ndarray, targets: np.ndarray) -> np.ndarray:
@@ -269,22 +296,24 @@ class Runner:
         Returns:
           float64[B], nats.
         """
-        batch, length = tokens.shape
-        since, cache_length, cache = self._begin_windows(batch, length)
-        device_lengths = self._put(np.asarray(lengths, np.int32))
+        batch = len(tokens)
+        if self.one_stream and batch > 1:
+            rows = (slice(i, i + 1) for i in range(batch))
+            return np.concatenate([self.score(tokens[i], lengths[i], targets[i]) for i in rows])
+        since, cache_length, cache = self._begin_windows(*tokens.shape)
         parts = []
-        for start, size in self._chunks(batch, length, cache_length):
-            wanted = part_of(targets, start, size, -1)
+        for chunk in self._read(since, tokens, lengths, cache_length):
+            wanted = part_of(targets[:, : chunk.end], chunk.start, chunk.size, -1)
             places = scored_places(wanted)
-            static = (self._program, self._chunk_spec(batch, start, size, cache_length))
+            static = (self._program, self._chunk_spec(batch, chunk.start, chunk.size, cache_length))
             cache, nats = self._step(
-                since, batch * size, steps.score_chunk, static, (cache,),
-                self._put(part_of(tokens, start, size)), self._put(np.int32(start)),
-                device_lengths, self._put(places), self._put(wanted[:, places]),
+                since, num_between(lengths, chunk.start, chunk.count), steps.score_chunk, static,
+                (cache,), *self._inputs(chunk, tokens, lengths),
+                self._put(places), self._put(wanted[:, places]),
             )  # fmt: skip
             parts.append(nats)
         with self.reading(since):
-            return np.sum([np.asarray(nats, np.float64) for nats in parts], axis=0)
+            return np.sum([np.zeros(batch), *(np.asarray(nats, np.float64) for nats in parts)], 0)
 
     def fold(self, function: Any, carried: Any, tokens: np.ndarray, lengths: np.ndarray) -> Any:
         """Windows int32[B, T], padded at the end, through a step that carries what it counts.
@@ -292,15 +321,14 @@ class Runner:
         `function`: `steps.score_chunk` up to `lengths`, with `carried`, donated, after the cache.
         It waits for the end, or nobody would hear of a disk that failed the last step.
         """
-        batch, length = tokens.shape
-        since, cache_length, cache = self._begin_windows(batch, length)
-        for start, size in self._chunks(batch, length, cache_length):
-            static = (self._program, self._chunk_spec(batch, start, size, cache_length))
-            chunk = part_of(tokens, start, size)
-            inputs = (self._put(a) for a in (chunk, np.int32(start), np.asarray(lengths, np.int32)))
+        batch = len(tokens)
+        since, cache_length, cache = self._begin_windows(*tokens.shape)
+        for chunk in self._read(since, tokens, lengths, cache_length):
+            static = (self._program, self._chunk_spec(batch, chunk.start, chunk.size, cache_length))
             cache, carried = self._step(
-                since, batch * size, function, static, (cache, carried), *inputs
-            )
+                since, num_between(lengths, chunk.start, chunk.count), function, static,
+                (cache, carried), *self._inputs(chunk, tokens, lengths),
+            )  # fmt: skip
         with self.reading(since):
             return jax.block_until_ready(carried)
 
@@ -332,6 +360,29 @@ class Runner:
         longest = longest_chunk(self.config, batch, cache_length, self.planned)
         return prefill_chunks(length, cache_length, longest)
 
+    def _read(
+        self, since: int, tokens: np.ndarray, lengths: np.ndarray, cache_length: int
+    ) -> Iterator[Chunk]:
+        """Chunks of given tokens; before each, a policy's transfers are done (`one_stream`)."""
+        (batch, width), memory = tokens.shape, self.memory
+        if not (self.one_stream and isinstance(memory, TieredMemory) and memory.asks):
+            for start, size in self._chunks(batch, width, cache_length):
+                yield Chunk(start, min(size, width - start), size)
+            return
+        longest = longest_chunk(self.config, batch, cache_length, self.planned)
+        start, length = 0, int(max(lengths))
+        while start < length:
+            rests = memory.catch_up(since) or MIN_PREFILL_LENGTH  # as often as decode asks
+            chunk = next_chunk(start, length, cache_length, min(rests, longest))
+            yield chunk
+            start = chunk.end
+
+    def _inputs(self, chunk: Chunk, tokens: np.ndarray, lengths: np.ndarray) -> list[jax.Array]:
+        """A chunk's tokens, its start, and the lengths [B] of sequences that end with it."""
+        ended = np.minimum(lengths, chunk.end).astype(np.int32)
+        part = part_of(tokens, chunk.start, chunk.size)
+        return [self._put(array) for array in (part, np.int32(chunk.start), ended)]
+
     def _fresh(self, seeds: list[int], cache_length: int) -> tuple[KVCache, jax.Array, jax.Array]:
         self.planned.check(len(seeds), cache_length)
         if self._recorder is not None:
@@ -357,7 +408,7 @@ class Runner:
         if (memory := self.memory) is None:
             found = self._call(function, static, (*donated, None), self.weights, None, *arguments)
         else:
-            with memory.step(since, num_tokens):
+            with memory.step(since, max(1, num_tokens)):
                 held = (*donated, memory.pool)
                 found = self._call(function, static, held, self.weights, memory.store, *arguments)
                 memory.pool = found[len(donated)]

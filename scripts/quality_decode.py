@@ -60,7 +60,8 @@ def forced(
         cache, pool = carry
         token, position, exact = now
         cache, pool, logits, _ = steps.chunk_logits(
-            program, alone, cache, pool, weights, store, token[None, None], position
+            program, alone, cache, pool, weights, store, token[None, None], position,
+            position[None] + 1,
         )
         found = jax.nn.log_softmax(logits[0, 0].astype(jnp.float32))
         return (cache, pool), jnp.sum(jnp.exp(exact) * (exact - found))

@@ -305,7 +305,7 @@ class MainTest(parameterized.TestCase):
         self.assertEqual((status, load.called, notes.read_text()), (1, False, "mine"))
         self.assertIn("n.answers.jsonl is no file of answers; move it away", err)
 
-    def test_the_batch_size_is_of_the_run_under_a_policy_only(self):
+    def test_a_run_goes_on_with_another_batch_size(self):
         policy = {"policy.name": "on_demand", "policy.tiers": "('int4',)", "policy.slots": "('3',)",
                   "policy.quantizer": "rtn", "policy.group_size": 16}  # fmt: skip
         for name, how in (("exact", {}), ("tiered", policy)):
@@ -313,12 +313,10 @@ class MainTest(parameterized.TestCase):
             with mock.patch.object(record, "write_record", side_effect=KeyboardInterrupt):
                 self._run(output=output, limit=4, batch_size=2, **how)
             status, _, err = self._run(output=output, limit=4, batch_size=4, **how)
-            if how:
-                self.assertEqual(status, 1)
-                self.assertIn("holds answers of another run (batch_size differ)", err)
-            else:
-                self.assertEqual(status, 0, err)
-                self.assertEqual(json.loads(output.read_text())["protocol"]["batch_size"], 4)
+            self.assertEqual(status, 0, err)
+            written = json.loads(output.read_text())
+            self.assertEqual(written["protocol"]["batch_size"], 1 if how else 4)
+            self.assertEqual(written["resumed_documents"], 4)
 
     def test_under_a_policy(self):
         output = self.folder / "p.json"

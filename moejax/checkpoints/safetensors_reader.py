@@ -34,6 +34,14 @@ _DTYPES = _FLOATS | {
     "U8": np.dtype(np.uint8),
     "I8": np.dtype(np.int8),
 }
+# The bits that NaN and infinity alone have all set; E4M3 has no infinity.
+_NOT_FINITE_BITS: dict[np.dtype, tuple[type[np.unsignedinteger], int]] = {
+    _DTYPES["F32"]: (np.uint32, 0x7F800000),
+    _DTYPES["F16"]: (np.uint16, 0x7C00),
+    _DTYPES["BF16"]: (np.uint16, 0x7F80),
+    _DTYPES["F8_E4M3"]: (np.uint8, 0x7F),
+}
+_BLOCK = 2**18  # numbers looked at together, which a cache holds
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
@@ -184,6 +192,28 @@ def read_tensor(tensor: StoredTensor, destination: np.ndarray) -> None:
             if not count:
                 raise MoejaxError(f"{tensor.path} ended inside {tensor.name}; it was changed")
             done += count
+    check_finite(tensor, destination)
+
+
+def check_finite(tensor: StoredTensor, values: np.ndarray) -> None:
+    """Raises MoejaxError where a tensor, as it was read, holds NaN or infinity."""
+    if not is_finite(values):
+        raise MoejaxError(
+            f"{tensor.path}: {tensor.name} holds NaN or infinite values, so the model cannot run; "
+            "download it again, or convert it anew"
+        )
+
+
+def is_finite(values: np.ndarray) -> bool:
+    """Whether no number is NaN or infinite; by integers, several times faster than by floats."""
+    if values.dtype not in _NOT_FINITE_BITS:
+        return True
+    word, bits = _NOT_FINITE_BITS[values.dtype]
+    words = values.reshape(-1).view(word)
+    return all(
+        int((words[first : first + _BLOCK] & word(bits)).max()) != bits
+        for first in range(0, len(words), _BLOCK)
+    )
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

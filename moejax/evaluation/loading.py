@@ -30,6 +30,6 @@ def load_engine(config: EvaluateConfig, directory: Path, policy: "Tiering | None
         compilation_cache=config.compilation_cache,
         limits=config.memory.limits() if config.memory != MemoryConfig() else None,
         policy=policy,
-        batch=config.batch_size,
+        batch=config.num_rows(),
         context=config.window if config.window > PLANNED_CONTEXT else 0,
     )

@@ -171,25 +171,21 @@ def fingerprint(directory: Path) -> dict[str, Any]:
 
 
 def of_engine(
-    engine: "Engine", *, policy: PolicyConfig, memory: MemoryConfig, batch_size: int
+    engine: "Engine", *, policy: PolicyConfig, memory: MemoryConfig
 ) -> dict[str, Any]:
     """What of an engine decides scores, for the head of a file of answers.
 
-    Without a policy the batch size changes no score beyond rounding, so a run may go on with
-    another; a policy's state goes from batch to batch.
+    The batch size does not: a run may go on with another.
 
     Args:
       engine: that answers.
       policy: that decides about experts; without a name there is none.
       memory: the limits.
-      batch_size: sequences at once.
     """
-    decides = bool(policy.name)
     return {
         "dtype": str(engine.dtype),
         "device": engine.device.device_kind,
-        "policy": dataclasses.asdict(policy) if decides else None,
-        "batch_size": batch_size if decides else None,
+        "policy": dataclasses.asdict(policy) if policy.name else None,
         "memory": dataclasses.asdict(memory),
     }
 
@@ -270,12 +266,13 @@ def summary(record: dict[str, Any]) -> str:
     protocol, weights = record["protocol"], record["weights"]
     stored = weights["stored_bits_per_weight"]
     in_files = "" if stored is None else f", {stored:.3f} in the files"
+    alone = ", one at a time" if record["policy"] else ""
     stderr = record["perplexity_stderr"]
     error = "" if stderr is None else f" ± {stderr:.4f}"
     return (
         f"perplexity {record['perplexity']:.4f}{error}, {record['bits_per_byte']:.4f} bits a byte; "
         f"{record['tokens_scored']} of {record['tokens']} tokens scored, {record['bytes']} bytes "
-        f"of {record['text']['source']}; window {protocol['window']}, stride {protocol['stride']}, "
+        f"of {record['text']['source']}; window {protocol['window']}, stride {protocol['stride']}{alone}, "
         f"bos {protocol['bos'] or 'none'}; {weights['bits_per_weight']:.3f} bits a weight in memory"
         f"{in_files}; {record['dtype']}, experts by {_forms(record)}, "
         f"{record['seconds']['score']:.1f} s"

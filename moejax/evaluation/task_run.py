@@ -66,7 +66,7 @@ def run(config: EvaluateConfig, data: Rows, shots: Rows | None, output: Path | N
             seconds=seconds,
             ledger=ledger,
             figures=figures(task, chosen, answers.known),
-            batch_size=config.batch_size,
+            batch_size=config.num_rows(),
             num_resumed=answers.num_resumed,
         )
         if output:
@@ -95,9 +95,7 @@ def _head(
             "max_new_tokens": config.answer_length() if generated else 0,
         },
         "checkpoint": {"name": config.checkpoint, **record.fingerprint(directory)},
-        **record.of_engine(
-            engine, policy=config.policy, memory=config.memory, batch_size=config.batch_size
-        ),
+        **record.of_engine(engine, policy=config.policy, memory=config.memory),
     }
 
 
@@ -111,15 +109,16 @@ def answer_all(
     """Answers what is not known yet, the longest prompts first, under a progress bar."""
     missing = [document for document in chosen if document.index not in answers.known]
     missing.sort(key=lambda document: (-len(document.prompt), document.index))
-    size = BATCHES_PER_WRITE * config.batch_size
+    batch_size = config.num_rows()
+    size = BATCHES_PER_WRITE * batch_size
     bar = tqdm.tqdm(total=len(chosen), initial=len(chosen) - len(missing), desc=task.name)
     with contextlib.closing(bar):
         for first in range(0, len(missing), size):
             part = missing[first : first + size]
             if isinstance(task, ChoiceTask):
-                found = choose(engine, task, part, config.batch_size)
+                found = choose(engine, task, part, batch_size)
             else:
-                found = generate(engine, task, part, config.batch_size, config.answer_length())
+                found = generate(engine, task, part, batch_size, config.answer_length())
             answers.add(found)
             right = [answer[task.metrics[0]] for answer in answers.known.values()]
             bar.set_postfix_str(f"{task.metrics[0]} {sum(right) / len(right):.3f}", refresh=False)
