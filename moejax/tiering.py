@@ -11,7 +11,7 @@ from moejax.buddies import BuddyProfile, load_buddies
 from moejax.checkpoints.open import Checkpoint, open_checkpoint, verify_checkpoint
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
-from moejax.policies.interface import AnyPolicy
+from moejax.policies.base import AnyPolicy
 from moejax.policies.make import make_policy, parts_of
 from moejax.policies.settings import check_number
 

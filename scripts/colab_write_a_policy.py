@@ -45,13 +45,12 @@ from matplotlib.figure import Figure
 
 from moejax import Engine, Tiering
 from moejax.compression.calibration import shipped_text
-from moejax.policies.interface import (
+from moejax.policies.base import (
     SKIPPED,
     Decision,
-    Needs,
     Observation,
+    Policy,
     PolicySpec,
-    no_requests,
 )
 from moejax.simulation.sweeping import Swept, Tiers, sweep
 from moejax.traces import DECODE, read_trace
@@ -126,13 +125,12 @@ class KeepWantedState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KeepWanted:
+class KeepWanted(Policy[KeepWantedState]):
     """Keeps the experts that got the most weight lately; small ones that are not here may go."""
 
+    name = "keep_wanted"
     decay: float = 0.9
     least: float = 0.0
-    name = "keep_wanted"
-    needs = Needs()  # no look-ahead, no attention
 
     def init(self, spec: PolicySpec) -> KeepWantedState:
         """Nothing was seen yet."""
@@ -149,10 +147,6 @@ class KeepWanted:
         tier = jnp.where(skip | ~o.active[:, None], SKIPPED, 0)
         decision = Decision(o.ids, tier, o.weights, jnp.zeros(o.ids.shape, bool), keep=kept)
         return decision, state._replace(seen=state.seen.at[o.layer].set(kept))
-
-    def transfers(self, state: KeepWantedState, resident: jax.Array):
-        """Nothing moves between steps."""
-        return no_requests(), state
 
 
 # %% [markdown]

@@ -8,11 +8,11 @@ from typing import Any
 
 from moejax.benchmarking.shape_memory import Memory
 from moejax.memory.budget import BOTH, PREFILL
+from moejax.policies.base import AnyPolicy
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.compose import Compose
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
-from moejax.policies.interface import AnyPolicy
 from scripts.policy_run import Run
 from scripts.policy_timing import Measured
 

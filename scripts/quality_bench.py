@@ -33,7 +33,7 @@ from moejax.models.attention import causal_attention
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import Experts, Pairs, combine, products_by_block
 from moejax.models.routing import Routing
-from moejax.policies.interface import AnyPolicy, Decision, Observation, PolicySpec
+from moejax.policies.base import AnyPolicy, Decision, Observation, PolicySpec
 from moejax.runner import Runner
 from moejax.tokenizer import Tokenizer
 

@@ -15,7 +15,7 @@ import numpy as np
 from moejax import steps
 from moejax.cache import KVCache
 from moejax.memory import tiered
-from moejax.policies.interface import AnyPolicy
+from moejax.policies.base import AnyPolicy
 from moejax.runner import Runner
 from moejax.simulation.costs import Machine, Traffic, step_ms
 from moejax.simulation.segments import CALL_STEPS
@@ -60,7 +60,14 @@ def forced(
         cache, pool = carry
         token, position, exact = now
         cache, pool, logits, _ = steps.chunk_logits(
-            program, alone, cache, pool, weights, store, token[None, None], position,
+            program,
+            alone,
+            cache,
+            pool,
+            weights,
+            store,
+            token[None, None],
+            position,
             position[None] + 1,
         )
         found = jax.nn.log_softmax(logits[0, 0].astype(jnp.float32))

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moejax.policies.base import Observation, PolicySpec
 from moejax.policies.dynaexq import DynaExq
-from moejax.policies.interface import Observation, PolicySpec
 from moejax.recording import RecordSpec, recording
 from moejax.runner import Runner
 from moejax.traces import Trace, read_trace
@@ -81,7 +81,7 @@ def _seen(
             )  # fmt: skip
             _, state = policy.decide(state, observation)
         _, state = policy.transfers(state, resident)
-        return state, policy.foreseen(state, resident)
+        return state, policy.disk_prefetch(state, resident)
 
     state, named, hot = policy.init(spec), np.zeros((0, 3), int), None
     found, chance, promotions = dict.fromkeys(NAMED, 0.0), dict.fromkeys(NAMED, 0.0), 0

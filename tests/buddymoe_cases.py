@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
+from moejax.policies.base import Observation, PolicySpec
 from moejax.policies.buddy_lists import BuddyLists, buddy_lists, conditional_coactivation
-from moejax.policies.interface import Observation, PolicySpec
 
 TOKENS, WIDTH, EXPERTS, DEPTH, LAYERS = 6, 4, 12, 5, 2
 SPEC = PolicySpec(

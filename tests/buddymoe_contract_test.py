@@ -9,8 +9,8 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax.errors import MoejaxError
+from moejax.policies.base import Observation
 from moejax.policies.buddymoe import BuddyMoe, BuddyState
-from moejax.policies.interface import Observation
 from tests.buddymoe_cases import EXPERTS, HOPS, LAYERS, LISTS, SPEC, TOKENS, observation, steps
 
 

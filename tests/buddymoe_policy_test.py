@@ -8,9 +8,9 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax.policies import buddy_gates, substitution
+from moejax.policies.base import SKIPPED, Observation
 from moejax.policies.buddy_lists import BuddyLists
 from moejax.policies.buddymoe import BuddyMoe
-from moejax.policies.interface import SKIPPED, Observation
 from moejax.policies.substitution import Candidates
 from tests import buddymoe_reference as paper
 from tests.buddymoe_cases import (

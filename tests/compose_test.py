@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from moejax.policies.base import SKIPPED, Decision, Observation, PolicySpec
 from moejax.policies.buddy_lists import BuddyLists
-from moejax.policies.interface import SKIPPED, Decision, Observation, PolicySpec
 from moejax.policies.make import make_policy
 
 # A token's experts 0, 1 and 2 are missing; DyMoE leaves out 2, of the least weight.

@@ -12,9 +12,9 @@ from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
 from moejax.policies import expert_importance, lookahead, mixed_cache
+from moejax.policies.base import SKIPPED, Decision, Observation
 from moejax.policies.dymoe import FIGURE_3, DyMoE
 from moejax.policies.dymoe_schedule import critical_counts, retention_ratios
-from moejax.policies.interface import SKIPPED, Decision, Observation
 from tests import policies_contract as contract
 from tests.policies_cases import SPEC, A, E, M, random_trace
 

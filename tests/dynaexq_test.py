@@ -11,8 +11,8 @@ from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
 from moejax.policies import hotness
+from moejax.policies.base import Observation, PolicySpec
 from moejax.policies.dynaexq import DynaExq
-from moejax.policies.interface import Observation, PolicySpec
 from tests import policies_contract as contract
 from tests.policies_cases import SPEC, A, E, M, random_trace
 

@@ -11,7 +11,7 @@ from moejax.errors import MoejaxError
 from moejax.memory.disk import DiskExperts
 from moejax.memory.tiered import Asked
 from moejax.memory.transfers import _State
-from moejax.policies.interface import Requests
+from moejax.policies.base import Requests
 from moejax.policies.make import make_policy
 from tests.pooled_test import random_weights
 from tests.tiered_case import CONFIG, tier_memory, tiered_runner

@@ -16,7 +16,6 @@ from moejax.policies import foresight
 from moejax.policies.compose import Compose
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
-from moejax.policies.interface import foreseen
 from moejax.policies.on_demand import OnDemand
 from moejax.tiering import Tiering
 from tests import slow, tiny_engine
@@ -73,7 +72,7 @@ class PolicyTest(parameterized.TestCase):
         return state._replace(scores=jnp.asarray(scores), tokens=jnp.int32(tokens))
 
     def asked(self, policy, state, resident):
-        rows = np.stack([np.asarray(f) for f in foreseen(policy, state, resident)], axis=1)
+        rows = np.stack([np.asarray(f) for f in policy.disk_prefetch(state, resident)], axis=1)
         return [tuple(row) for row in rows.tolist() if row[0] >= 0]
 
     @parameterized.parameters("scores", "links")
@@ -107,7 +106,7 @@ class PolicyTest(parameterized.TestCase):
             Compose(importance=DyMoE(), hotness=DynaExq(period=1)),
         ):  # fmt: skip
             _, state = policy.transfers(policy.init(SPEC), resident)
-            self.assertEqual(foreseen(policy, state, resident).layer.shape, (0,))
+            self.assertEqual(policy.disk_prefetch(state, resident).layer.shape, (0,))
 
     def test_compose_passes_it_on(self):
         part, resident = DynaExq(period=1, foresight=1), jnp.zeros((M, 2, E), bool)

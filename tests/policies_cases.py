@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from moejax.policies.base import AnyPolicy, Decision, Observation, PolicySpec
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.dymoe import FIGURE_3
-from moejax.policies.interface import AnyPolicy, Decision, Observation, PolicySpec
 from moejax.policies.make import make_policy
 
 M, E, A = 3, 8, 3

@@ -15,18 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.policies.by_layer import decide_all, layer_axes
-from moejax.policies.interface import (
+from moejax.policies.base import (
     SKIPPED,
     AnyPolicy,
     Decision,
     Observation,
     PolicySpec,
     Requests,
-    idle,
-    replaces,
-    rule_of,
 )
+from moejax.policies.by_layer import vmap_decide
 from pallas_kernels.tiered_plan import Rule
 from pallas_kernels.tiered_plan.reference import wishes_of
 from tests.policies_cases import FIRST_CASES, A, Case, E
@@ -155,14 +152,14 @@ def check_forms_agree(case: Case, trace: Any) -> None:
 def check_layers_apart(case: Case, trace: Any) -> None:
     """Where layers are said not to depend on one another: all at once is one after the other."""
     policy = case.policies[0]
-    axes = layer_axes(policy)
+    axes = policy.layer_axes
     if axes is None:
         said = (getattr(policy, name, None) for name in ("choose", "selection", "bypass_bytes"))
         of_all_layers = [word for word in said if word not in (None, "none", "buddies")]
         assert of_all_layers, "only draws are numbered, and a budget of bytes is of all layers"
         return
     one, state = compiled("decide", policy), policy.init(case.spec)
-    together = jax.jit(functools.partial(decide_all, policy, axes))
+    together = jax.jit(functools.partial(vmap_decide, policy, axes))
     for step in range(jax.tree.leaves(trace)[0].shape[0]):
         seen = at(trace, step)
         decisions, after = jax.device_get(together(state, seen))
@@ -177,7 +174,7 @@ def check_layers_apart(case: Case, trace: Any) -> None:
 
 def check_rules(case: Case, trace: Any) -> int:
     """What says a decode step's tiers says what the decisions ask for; of how many settings."""
-    found = [rule_of(policy, policy.init(case.spec)) for policy in case.policies]
+    found = [policy.decode_rule(policy.init(case.spec)) for policy in case.policies]
     for policy, rule in zip(case.policies, found, strict=True):
         if rule is not None:
             _check_rule(case.spec, policy, rule, trace)
@@ -200,7 +197,7 @@ def _check_rule(spec: PolicySpec, policy: AnyPolicy, rule: Rule, trace: Any) -> 
                 np.asarray(by_rule.at_least)[runs], decision.at_least[runs]
             )
             assert decision.keep is None
-            if not replaces(policy):
+            if not policy.substitutes:
                 np.testing.assert_array_equal(decision.ids, o.ids)
             own = runs & (decision.ids == o.ids)
             np.testing.assert_array_equal(decision.weights[own], np.asarray(o.weights)[own])
@@ -334,7 +331,7 @@ def check_rest(case: Case, trace: Any, setting: int = 0) -> int:
         if passed >= said or (known != resident).any():
             mine, rests = compiled("transfers", policy)(rests, resident)
             known, passed = resident.copy(), 0
-            said = int(jax.jit(functools.partial(idle, policy))(rests, resident))
+            said = int(jax.jit(policy.tokens_until_change)(rests, resident))
             assert_same(mine, requests)
             said = 0 if any(True for _ in entries(mine)) else said
         else:

@@ -7,7 +7,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax.errors import MoejaxError
-from moejax.policies.interface import PolicySpec
+from moejax.policies.base import PolicySpec
 from moejax.policies.make import (
     POLICIES,
     make_policy,

@@ -84,12 +84,24 @@ def awq_words(codes: np.ndarray) -> np.ndarray:
     return words.view(np.int32)
 
 
+def gptq_v1_zeros(zeros: np.ndarray, bits: int) -> np.ndarray:
+    """Zero points [G, N] as GPTQModel writes them in version 1: int32[G, N bits / 32].
+
+    2, 4 and 8 bits are packed first and lowered as whole words, a borrow going on to the next
+    field; 3 bits field by field.
+    """
+    if bits == 3:
+        return stream((zeros - 1) % 8, 3)
+    ones = sum(1 << bit for bit in range(0, 32, bits))
+    return (stream(zeros, bits).view(np.uint32) - np.uint32(ones)).view(np.int32)
+
+
 def gptq(matrix: Matrix, bits: int, *, is_v1: bool, has_groups: bool = True) -> dict:
     """The tensors of a GPTQ module, without prefix."""
-    stored_zeros = (matrix.zeros - is_v1) % 2**bits
+    pack_zeros = gptq_v1_zeros if is_v1 else stream
     tensors = {
         "qweight": stream(matrix.codes, bits).T,
-        "qzeros": stream(stored_zeros.T, bits),
+        "qzeros": pack_zeros(matrix.zeros.T, bits),
         "scales": matrix.scales.T,
     }
     return tensors | ({"g_idx": matrix.groups} if has_groups else {})

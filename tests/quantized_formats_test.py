@@ -36,15 +36,15 @@ class GptqTest(FormatTestCase):
         bits=[2, 3, 4, 8], is_v1=[True, False], symmetric=[True, False], act_order=[True, False]
     )
     def test_values(self, bits, is_v1, symmetric, act_order):
-        zeros = (1, 2**bits - 1) if is_v1 else None
         stored = files.random_matrix(
             self.SHAPE,
             bits=bits,
             group_size=64,  # 160 inputs: the last group is shorter
             symmetric=symmetric,
             act_order=act_order,
-            zeros=zeros,
         )
+        if not symmetric:
+            self.assertEqual(stored.zeros.min(), 0)
         config = {
             "quant_method": "gptq",
             "bits": bits,
@@ -70,16 +70,32 @@ class GptqTest(FormatTestCase):
         np.testing.assert_array_equal(dequantized(matrix), stored.weights)
         self.assertEqual(matrix.zero_kind, "symmetric")
 
-    @parameterized.parameters((3, "integer"), (8, "float"))
-    def test_zero_points_of_v1_reach_one_beyond_the_codes(self, bits, zero_kind):
-        stored = files.random_matrix(
-            self.SHAPE, bits=bits, group_size=32, zeros=(2**bits - 1, 2**bits)
-        )
+    @parameterized.product(bits=[2, 3, 4, 8], runs=[[0], [0, 0, 1], [1, 0, 0]])
+    def test_borrows_of_v1_that_cross_fields(self, bits, runs):
+        stored = files.random_matrix(self.SHAPE, bits=bits, group_size=32)
+        stored.zeros[:] = np.resize(runs, stored.zeros.T.shape).T
         config = {"quant_method": "gptq", "bits": bits, "group_size": 32, "sym": False}
         matrix = self.read(config, files.gptq(stored, bits, is_v1=True), self.SHAPE)
         np.testing.assert_array_equal(dequantized(matrix), stored.weights)
-        self.assertEqual(matrix.zero_kind, zero_kind)
-        self.assertEqual(int(np.asarray(matrix.zeros).max()), 2**bits)
+
+    @parameterized.parameters(
+        ("gptqmodel:5.8.0", False, False),
+        (["gptqmodel:6.0.3", "x:1"], True, True),
+        (None, True, False),
+    )
+    def test_three_bits_of_older_gptqmodel(self, quantizer, symmetric, act_order):
+        stored = files.random_matrix(
+            self.SHAPE, bits=3, group_size=32, symmetric=symmetric, act_order=act_order
+        )
+        tensors = files.gptq(stored, 3, is_v1=False)
+        words = tensors["qzeros"].view(np.uint32)
+        for word, taken in enumerate((0x24924924, 0x92492492, 0x49249249)):
+            words[:, word::3] -= np.uint32(taken)
+        config = {"quant_method": "gptq", "bits": 3, "group_size": 32, "sym": symmetric}
+        config |= {"meta": {"quantizer": quantizer}} if quantizer else {}
+        matrix = self.read(config, tensors, self.SHAPE)
+        np.testing.assert_array_equal(dequantized(matrix), stored.weights)
+        self.assertEqual(matrix.zero_kind, "symmetric" if symmetric else "integer")
 
     def test_scales_in_bfloat16_are_kept(self):
         stored = files.random_matrix(
@@ -164,7 +180,6 @@ class AutoRoundTest(FormatTestCase):
             bits=bits,
             group_size=32,
             symmetric=symmetric,
-            zeros=(1, 2**bits - 1),
         )
         config = {
             "quant_method": method,

@@ -10,14 +10,18 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 from absl import logging
 from absl.testing import absltest, parameterized
 
 from moejax.checkpoints import load, open_checkpoint
 from moejax.errors import MoejaxError
+from moejax.models.hf_config import to_hf_config
 from moejax.qtensor import Fp8Tensor, QTensor, dense
 from moejax.runner import Runner
 from tests import model_kinds
+from tests import quantized_files as files
+from tests.hf_checkpoints import reference_model
 from tests.quantized_stores import (
     MIXTRAL,
     QWEN,
@@ -75,6 +79,23 @@ class KindsTest(LoadingTestCase):
         found, expected = (
             Runner(store.model, of, jax.devices("cpu")[0]).logits(tokens) for of in (weights, plain)
         )
+        self.assertLess(relative_errors(found, expected).max(), RELATIVE_ERROR)
+
+
+class GptqV1Test(LoadingTestCase):
+    @parameterized.parameters(2, 3, 4, 8)
+    def test_logits_with_zero_points_of_0_are_those_of_transformers(self, bits):
+        store = Gptq(QWEN, bits=bits)
+        store.write(self.directory)
+        tokens = np.random.default_rng(0).integers(0, QWEN.vocab_size, (1, 20), np.int32)
+        found = Runner(QWEN, self.load(store), jax.devices("cpu")[0]).logits(tokens)
+        plain = self.directory / "plain"
+        plain.mkdir()
+        files.write(plain / "model.safetensors", store.weights)
+        fields = to_hf_config(QWEN, dtype="float32")
+        (plain / "config.json").write_text(json.dumps(fields))
+        with torch.no_grad():
+            expected = reference_model(plain)(torch.as_tensor(tokens)).logits.numpy()
         self.assertLess(relative_errors(found, expected).max(), RELATIVE_ERROR)
 
 

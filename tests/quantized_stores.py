@@ -143,7 +143,6 @@ class Gptq(Store):
             group_size=min(32, shape[1]),
             symmetric=self.symmetric,
             act_order=self.act_order and ".1." not in prefix,
-            zeros=(1, 2**self.bits - 1),
             seed=seed_of(prefix),
             order_seed=seed_of(inputs),
         )

@@ -12,8 +12,8 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax.errors import MoejaxError
+from moejax.policies.base import SKIPPED, Observation
 from moejax.policies.dymoe import DyMoE
-from moejax.policies.interface import SKIPPED, Observation
 from moejax.policies.make import make_policy
 from moejax.simulation import runs
 from moejax.simulation.formulas import Formulas

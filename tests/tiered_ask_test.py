@@ -1,14 +1,15 @@
 """Between steps a policy's requests are carried out as far as experts may set out."""
 
 import dataclasses
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax.memory.tiered import ask
+from moejax.policies.base import Policy, Requests
 from moejax.policies.dymoe import DyMoE
-from moejax.policies.interface import Needs, Requests
 from moejax.policies.resident import as_routed
 from tests.host_test_case import HostTestCase
 from tests.tiered_case import CONFIG, tiered_runner
@@ -19,12 +20,11 @@ ASKED = [(0, 0, COLD), (0, 5, HOT), (1, 2, COLD), (1, 6, HOT), (1, 3, HOT), (1, 
 
 
 @dataclasses.dataclass(frozen=True)
-class Asking:
+class Asking(Policy[Any]):
     """Asks for the same again and again."""
 
-    name: str = "asking"
-    needs: Needs = dataclasses.field(default_factory=Needs)
-    asks_again: bool = True
+    name: ClassVar[str] = "asking"
+    repeats_requests: bool = True
 
     def init(self, spec):
         return jnp.zeros((), jnp.int32)
@@ -49,7 +49,7 @@ class AskTest(HostTestCase, parameterized.TestCase):
 
     @parameterized.parameters(0, 1)
     def test_all_is_carried_out_of_a_policy_that_does_not_ask_again(self, room):
-        self.check(Asking(asks_again=False), room, len(ASKED), True)
+        self.check(Asking(repeats_requests=False), room, len(ASKED), True)
 
     def check(self, policy, room, carried_out, low_is_full):
         first = 4 if low_is_full else 0

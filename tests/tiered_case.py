@@ -13,7 +13,7 @@ from moejax.memory.expert_pool import PoolSpec
 from moejax.memory.residency import CacheSpec
 from moejax.memory.tiered_memory import TieredMemory, warm
 from moejax.models.config import ModelConfig
-from moejax.policies.interface import AnyPolicy
+from moejax.policies.base import AnyPolicy
 from moejax.qtensor import QTensor, Weight
 from moejax.runner import Runner
 from tests.pooled_test import CPU, EXPERTS, QWEN, random_weights, rows_of, without_experts

@@ -16,18 +16,16 @@ from moejax.memory.expert_pool import PoolSpec
 from moejax.memory.residency import CacheSpec
 from moejax.memory.tiered_memory import TieredMemory, warm
 from moejax.models.config import ModelConfig
-from moejax.policies.dymoe import DyMoE
-from moejax.policies.dynaexq import DynaExq
-from moejax.policies.interface import (
+from moejax.policies.base import (
     SKIPPED,
     AnyPolicy,
     Decision,
-    Needs,
     Observation,
+    Policy,
     PolicySpec,
-    Requests,
-    no_requests,
 )
+from moejax.policies.dymoe import DyMoE
+from moejax.policies.dynaexq import DynaExq
 from moejax.policies.on_demand import OnDemand
 from moejax.policies.resident import as_routed
 from moejax.runner import Runner
@@ -37,12 +35,11 @@ from tests.pooled_device_test import CONFIGS, NUM_EXPERTS, answers, pinned_rows
 
 
 @dataclasses.dataclass(frozen=True)
-class ByNumber:
+class ByNumber(Policy[jax.Array]):
     """Expert e in tier e % T, every fifth left out: whatever is resident."""
 
+    name = "by_number"
     num_tiers: int
-    name: str = "by_number"
-    needs: Needs = dataclasses.field(default_factory=Needs)
 
     def init(self, spec: PolicySpec) -> jax.Array:
         return jnp.zeros((), jnp.int32)
@@ -51,9 +48,6 @@ class ByNumber:
         ids = observation.ids
         tier = jnp.where(ids % 5 == 4, SKIPPED, ids % self.num_tiers)
         return as_routed(observation, tier.astype(jnp.int32)), state
-
-    def transfers(self, state: jax.Array, resident: jax.Array) -> tuple[Requests, jax.Array]:
-        return no_requests(), state
 
 
 def memory_of(

@@ -18,7 +18,7 @@ from moejax.ledger import EVENTS, no_counts
 from moejax.memory import residency
 from moejax.memory.residency import CacheSpec
 from moejax.policies import mixed_cache
-from moejax.policies.interface import Decision
+from moejax.policies.base import Decision
 from pallas_kernels import residency_plan
 from pallas_kernels import tiered_plan as package
 

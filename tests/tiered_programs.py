@@ -28,9 +28,9 @@ from moejax.memory.tiered import TieredPool, TieredSpec, no_gate
 from moejax.models.assembly import model_definition
 from moejax.models.config import ModelConfig
 from moejax.models.transformer import ChunkSpec
+from moejax.policies.base import AnyPolicy, PolicySpec
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
-from moejax.policies.interface import AnyPolicy, PolicySpec, tiers_between_steps
 from moejax.policies.on_demand import OnDemand
 from tests.decode_programs import num_launches
 from tests.gpu_targets import GPUS, SKIP_CHECKS, described
@@ -114,7 +114,7 @@ def compiled(case: Case, replays: bool, sharding: Any) -> jax.stages.Compiled:
         width=config.experts_per_token, tiers=case.names, slots=tuple(n for _, n in case.tiers),
         expert_bytes=tuple(range(len(case.tiers), 0, -1)),
     )  # fmt: skip
-    between = tiers_between_steps(policy, about)
+    between = policy.transfer_tiers(about)
     specs = [dataclasses.replace(s, between_steps=i in between) for i, s in enumerate(specs)]
     spec = TieredSpec(policy, case.names, tuple(specs))
     pool = TieredPool(

@@ -25,8 +25,8 @@ from moejax.memory.tiered_memory import TieredMemory
 from moejax.memory.tiered_opening import budget_of_tiers
 from moejax.models.config import ModelConfig
 from moejax.policies.auto import AUTO
+from moejax.policies.base import AnyPolicy
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
-from moejax.policies.interface import AnyPolicy
 from moejax.policies.make import make_policy, parts_of
 from moejax.runner import Runner
 from moejax.tiering import Tiering, choose

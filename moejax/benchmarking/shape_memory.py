@@ -27,7 +27,7 @@ from moejax.memory.residency import CacheSpec
 from moejax.memory.tiered_memory import TieredMemory, warmed
 from moejax.memory.transfers import Transfers
 from moejax.models.config import ModelConfig, weight_shapes
-from moejax.policies.interface import AnyPolicy
+from moejax.policies.base import AnyPolicy
 from moejax.served import EXPERT_LEAVES
 from pallas_kernels import layout
 from pallas_kernels.target import target_of

@@ -170,9 +170,7 @@ def fingerprint(directory: Path) -> dict[str, Any]:
     return {"sha256": small, "files": large}
 
 
-def of_engine(
-    engine: "Engine", *, policy: PolicyConfig, memory: MemoryConfig
-) -> dict[str, Any]:
+def of_engine(engine: "Engine", *, policy: PolicyConfig, memory: MemoryConfig) -> dict[str, Any]:
     """What of an engine decides scores, for the head of a file of answers.
 
     The batch size does not: a run may go on with another.

@@ -38,7 +38,7 @@ class PoolSpec:
       is_complete: every expert is in its slot for ever, from before the first step on: nothing is
         fetched.
       between_steps: nobody asks for an expert that is not in a slot, as they come between steps
-        alone (`policies.interface.tiers_between_steps`): steps fetch nothing.
+        alone (`Policy.transfer_tiers`): steps fetch nothing.
       prefetch_in: the steps that bring experts ahead, one of `budget.limits.PHASES`.
     """
 

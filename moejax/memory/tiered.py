@@ -15,12 +15,9 @@ import jax.numpy as jnp
 from moejax.memory import residency as tables
 from moejax.memory.expert_pool import ExpertPool, PoolSpec
 from moejax.memory.residency import CacheSpec
-from moejax.policies.interface import (
+from moejax.policies.base import (
     AnyPolicy,
     Requests,
-    asks_again,
-    foreseen,
-    idle,
     pairs_with_room,
 )
 
@@ -93,8 +90,8 @@ class Asked(NamedTuple):
 
     Attributes:
       moved: the requests that are carried out, -1 in the place of the others.
-      ahead: what is to be read from the disk (`interface.foreseen`).
-      idle: int32[], see `interface.idle`; 0 also where something has been asked for.
+      ahead: what is to be read from the disk (`Policy.disk_prefetch`).
+      idle: int32[], see `Policy.tokens_until_change`; 0 also where something has been asked for.
     """
 
     moved: Requests
@@ -114,10 +111,9 @@ def ask(
       spec: static.
       pool: donated.
       coming: bool[M, T, E], on its way already.
-      room: int32[], experts that may set out now. Of a policy that asks again
-        (`interface.asks_again`) pairs of requests are carried out while there is room before them;
-        else a demotion would leave a slot empty for as long as its promotion waits. Other
-        policies' requests all are.
+      room: int32[], experts that may set out now. Pairs of requests that a policy repeats
+        (`Policy.repeats_requests`) are carried out while there is room before them; else a demotion
+        would leave a slot empty for as long as its promotion waits. Other requests all are.
 
     Returns:
       The pool, and what the policy said.
@@ -126,9 +122,9 @@ def ask(
     held = [p.residency.table[:, :num_experts] >= 0 for p in pool.pools]
     resident = jnp.stack(held, axis=1) | coming
     requests, state = spec.policy.transfers(pool.state, resident)
-    ahead = foreseen(spec.policy, state, resident)
-    rests = idle(spec.policy, state, resident)
-    if len(requests.layer) and asks_again(spec.policy):
+    ahead = spec.policy.disk_prefetch(state, resident)
+    rests = spec.policy.tokens_until_change(state, resident)
+    if len(requests.layer) and spec.policy.repeats_requests:
         moves = (requests.layer >= 0) & ~resident[requests.layer, requests.tier, requests.expert]
         sets_out = pairs_with_room(moves, room)
         requests = Requests(*(jnp.where(sets_out, field, -1) for field in requests))

@@ -33,15 +33,13 @@ from moejax.models.routing import Routing, foreseen
 from moejax.ops import Index
 from moejax.policies import mixed_cache
 from moejax.policies.attention_importance import attention_received
-from moejax.policies.by_layer import decide_all, layer_axes
-from moejax.policies.interface import (
+from moejax.policies.base import (
     SKIPPED,
     Decision,
     Observation,
     moves_between_steps,
-    replaces,
-    rule_of,
 )
+from moejax.policies.by_layer import vmap_decide
 from pallas_kernels.tiered_plan import Rule
 
 
@@ -159,7 +157,7 @@ class TieredExperts:
         at_once = self.is_placed_at_once(routing.ids.size)
         rule = None
         if at_once and not self._is_prefill:
-            rule = rule_of(self.spec.policy, self._policy_state)
+            rule = self.spec.policy.decode_rule(self._policy_state)
         if rule is not None and self._asks_later(layer):
             self._seen.append(dataclasses.replace(seen, predicted=None))
             asks = jnp.zeros(routing.ids.shape, jnp.int32)  # not looked at
@@ -191,16 +189,16 @@ class TieredExperts:
         """
         looks_ahead = any(run.most_ahead for run in self._runs)
         policy = self.spec.policy
-        may_wait = layer_axes(policy) is not None and not replaces(policy)
+        may_wait = policy.layer_axes is not None and not policy.substitutes
         return isinstance(layer, int) and may_wait and not looks_ahead
 
     def _tell(self) -> None:
         """Asks the policy about the layers that it has only been shown."""
         seen, self._seen = self._seen, []
         if len(seen) == self.spec.cache.num_layers:
-            policy, axes = self.spec.policy, layer_axes(self.spec.policy)
+            policy, axes = self.spec.policy, self.spec.policy.layer_axes
             together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *seen)
-            self._policy_state = decide_all(policy, axes, self._policy_state, together)[1]
+            self._policy_state = vmap_decide(policy, axes, self._policy_state, together)[1]
             return
         for of_layer in seen:
             _, self._policy_state = self.spec.policy.decide(self._policy_state, of_layer)

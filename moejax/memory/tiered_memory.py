@@ -25,13 +25,10 @@ from moejax.memory.placing import Jobs
 from moejax.memory.pooled import PooledExperts
 from moejax.memory.tiered import Asked, TieredPool, TieredSpec, ask, no_gate
 from moejax.models.config import ModelConfig
-from moejax.policies.interface import (
+from moejax.policies.base import (
     AnyPolicy,
     PolicySpec,
     Requests,
-    asks_again,
-    rule_of,
-    tiers_between_steps,
 )
 from moejax.policies.make import with_kernels
 from moejax.qtensor import Weight
@@ -46,7 +43,7 @@ class _Rest:
 
     Attributes:
       pending: what was on its way when it was asked.
-      tokens: that may pass (`interface.idle`).
+      tokens: that may pass (`Policy.tokens_until_change`).
       passed: at most so many have.
     """
 
@@ -89,7 +86,7 @@ class TieredMemory:
         policy = with_kernels(policy, self.device.platform)
         self.spec = TieredSpec(policy, tuple(names), pools)
         self._policy_spec = policy_spec(self.spec, tiers, width)
-        between = tiers_between_steps(policy, self._policy_spec)
+        between = policy.transfer_tiers(self._policy_spec)
         pools = tuple(
             dataclasses.replace(pool, between_steps=i in between) for i, pool in enumerate(pools)
         )
@@ -220,7 +217,7 @@ class TieredMemory:
           since: see `ExpertMemory.begin_session`.
 
         Returns:
-          Tokens before which it asks for nothing more (`interface.idle`); 0: any may be next.
+          Tokens before which it asks for nothing more (`Policy.tokens_until_change`); 0: any may be next.
         """
         with self._lock, self.reading(since):
             has_run, self._answer = self._rest.passed > 0, None
@@ -233,7 +230,7 @@ class TieredMemory:
                 self._request(moved)
                 self._read_ahead(ahead)
                 rows = np.stack(moved)
-                if rows.max(initial=-1) < 0 or not asks_again(self.spec.policy):
+                if rows.max(initial=-1) < 0 or not self.spec.policy.repeats_requests:
                     break
                 if np.array_equal(rows, last):
                     break  # what could not be moved
@@ -344,13 +341,12 @@ class TieredMemory:
             that are emulated: no bytes are moved for it.
 
         Raises:
-          ValueError: steps follow the rule of a policy (`interface.rule_of`) whose form is not the
+          ValueError: steps follow the rule of a policy (`Policy.decode_rule`) whose form is not the
             other one's.
         """
         if policy is not None and not any(tier.spec.emulated for tier in self.tiers):
             own, other = (
-                jax.eval_shape(functools.partial(rule_of, one), self._state)
-                for one in (self.spec.policy, policy)
+                jax.eval_shape(one.decode_rule, self._state) for one in (self.spec.policy, policy)
             )
             differ = str(jax.tree.structure(own)) != str(jax.tree.structure(other))
             if own is not None and differ:

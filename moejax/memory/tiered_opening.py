@@ -32,7 +32,7 @@ from moejax.memory.ssd import check_waiting
 from moejax.memory.tiered_memory import TieredMemory, warm
 from moejax.models.config import ModelConfig
 from moejax.policies.attention_importance import importance_nbytes
-from moejax.policies.interface import AnyPolicy, PolicySpec, high_serves_low, moves_between_steps
+from moejax.policies.base import AnyPolicy, PolicySpec, moves_between_steps
 from moejax.qtensor import Weight
 from moejax.tiering import Chosen, StoredTier, Tiering, choose
 from pallas_kernels.target import target_of
@@ -195,7 +195,7 @@ def budget_of_tiers(
         platform=device.platform,
         itemsize=itemsize,
         of_policy=_policy_parts(policy, config, batch, context, chunk, itemsize, device),
-        first_alone=not asks and high_serves_low(policy),
+        first_alone=not asks and policy.high_serves_low,
     )
 
 

@@ -16,7 +16,7 @@ from moejax.memory.expert_pool import PoolSpec
 from moejax.memory.placing import COLUMNS, Jobs, Placed, State, changed, tables_of
 from moejax.models.routing import Routing
 from moejax.ops import Index
-from moejax.policies.interface import Decision
+from moejax.policies.base import Decision
 from pallas_kernels import residency_plan, tiered_plan
 from pallas_kernels.target import Target
 from pallas_kernels.tiered_plan import Rule

@@ -13,7 +13,7 @@ Axes: N tokens, A experts a token, E experts of a layer, M sparse layers, K plac
 
 import dataclasses
 import math
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,9 @@ import numpy as np
 
 from moejax.errors import MoejaxError
 from moejax.policies import buddy_gates, buddymoe_state, substitution
+from moejax.policies.base import SKIPPED, Decision, Observation, Policy, PolicySpec, Requests
 from moejax.policies.buddy_lists import BuddyLists
 from moejax.policies.buddymoe_state import BuddyState, Settings, most_missed, with_missing
-from moejax.policies.interface import SKIPPED, Decision, Needs, Observation, PolicySpec, Requests
 from moejax.policies.resident import always
 from moejax.policies.settings import (
     ByContent,
@@ -47,7 +47,7 @@ NO_LISTS = BuddyLists(np.full((0, 0, 1), -1, np.int32), np.zeros((0, 0, 1), np.f
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class BuddyMoe(ByContent):
+class BuddyMoe(ByContent, Policy[BuddyState]):
     """The policy; of one tier.
 
     All numbers but `max_requests`, which is a shape, are leaves of the state, and may be swept
@@ -85,6 +85,9 @@ class BuddyMoe(ByContent):
       seed: of random choices.
     """
 
+    name: ClassVar[str] = "buddymoe"
+    substitutes: ClassVar[bool] = True
+
     lists: BuddyLists = NO_LISTS
     choose: Choose = "buddies"
     gains: np.ndarray | None = None
@@ -108,7 +111,6 @@ class BuddyMoe(ByContent):
     max_requests: int = 4
     form: Form = "table"
     seed: int = 0
-    replaces = True  # see `interface.replaces`
 
     def __post_init__(self) -> None:
         """Raises MoejaxError naming the first setting that is out of its range."""
@@ -143,16 +145,6 @@ class BuddyMoe(ByContent):
             check_number("background_bytes", self.background_bytes, 0)
         check_number("max_requests", self.max_requests, 0, 2**20, integer=True)
         check_number("seed", self.seed, 0, 2**32 - 1, integer=True)
-
-    @property
-    def name(self) -> str:
-        """As `--config.policy.name` has it."""
-        return "buddymoe"
-
-    @property
-    def needs(self) -> Needs:
-        """See `Policy`."""
-        return Needs()
 
     @property
     def layer_axes(self) -> Any:
@@ -275,8 +267,8 @@ class BuddyMoe(ByContent):
             state = with_missing(state, o, asked)
         return decision, self._counted(state, o, found.replaced, dropped)
 
-    def rule(self, state: BuddyState) -> Rule | None:
-        """See `interface.rule_of`: all pairs run, unless some are dropped or merged."""
+    def decode_rule(self, state: BuddyState) -> Rule | None:
+        """See `Policy`: all pairs run, unless some are dropped or merged."""
         del state
         if self.choose != "none" and (self.fall_back == "drop" or self.discount):
             return None

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.policies import buddy_gates
-from moejax.policies.interface import Observation, Requests, state_of
+from moejax.policies.base import Observation, Requests, layer_axes_of
 
 
 class Settings(NamedTuple):
@@ -91,10 +91,10 @@ class BuddyState:
 
 
 def layer_axes(has_gains: bool) -> BuddyState:
-    """See `interface.Policy`: of a state with gains, or without."""
+    """See `Policy`: of a state with gains, or without."""
     rows = dict.fromkeys(("lists", "q", "replaced", "dropped", *("gains",) * has_gains), 0)
     shared: dict[str, Any] = {field.name: None for field in dataclasses.fields(BuddyState)}
-    return BuddyState(**shared | rows | {"settings": state_of(Settings, tau=0)})
+    return BuddyState(**shared | rows | {"settings": layer_axes_of(Settings, tau=0)})
 
 
 def with_missing(state: BuddyState, o: Observation, asked: jax.Array) -> BuddyState:

@@ -1,7 +1,7 @@
 """A step's layers side by side, for policies whose layers do not depend on one another.
 
 `decide` is asked for every layer at once (`vmap`), each with a view of the state that holds its own
-rows alone, as the only layer of a model. The tree `layer_axes` (`moejax.policies.interface.Policy`)
+rows alone, as the only layer of a model. The tree `layer_axes` (`moejax.policies.base.Policy`)
 says which leaves have rows of layers; a leaf that it says to be shared and that a layer changes in
 its own way is an error of `vmap`, not a wrong result.
 
@@ -13,15 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moejax.policies.interface import AnyPolicy, Decision, Observation
+from moejax.policies.base import AnyPolicy, Decision, Observation
 
 
-def layer_axes(policy: AnyPolicy) -> Any:
-    """The policy's own, or None where it must be asked layer by layer."""
-    return getattr(policy, "layer_axes", None)
-
-
-def decide_all(
+def vmap_decide(
     policy: AnyPolicy, axes: Any, state: Any, observations: Observation
 ) -> tuple[Decision, Any]:
     """`decide` of all layers of a step, equal to asking in turn.

@@ -8,24 +8,25 @@ Axes: N tokens, A experts a token, E experts of a layer, M sparse layers, T tier
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from moejax.errors import MoejaxError
-from moejax.policies.buddymoe import BuddyMoe
-from moejax.policies.dymoe import DyMoE
-from moejax.policies.dynaexq import DynaExq
-from moejax.policies.interface import (
+from moejax.policies.base import (
     SKIPPED,
     Decision,
     Needs,
     Observation,
+    Policy,
     PolicySpec,
     Requests,
     no_requests,
 )
+from moejax.policies.buddymoe import BuddyMoe
+from moejax.policies.dymoe import DyMoE
+from moejax.policies.dynaexq import DynaExq
 from moejax.policies.settings import ByContent
 from pallas_kernels.tiered_plan import Rule
 
@@ -39,7 +40,7 @@ class ComposeState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Compose(ByContent):
+class Compose(ByContent, Policy[ComposeState]):
     """Two or three policies as one.
 
     Attributes:
@@ -51,6 +52,8 @@ class Compose(ByContent):
         not replaced.
     """
 
+    name: ClassVar[str] = "compose"
+
     hotness: DynaExq | None = None
     importance: DyMoE | None = None
     buddies: BuddyMoe | None = None
@@ -58,11 +61,6 @@ class Compose(ByContent):
     def __post_init__(self) -> None:
         if sum(part is not None for part in (self.hotness, self.importance, self.buddies)) < 2:
             raise MoejaxError("compose takes two parts or three: dynaexq, dymoe, buddymoe")
-
-    @property
-    def name(self) -> str:
-        """See `Policy`."""
-        return "compose"
 
     @property
     def needs(self) -> Needs:
@@ -73,13 +71,13 @@ class Compose(ByContent):
     def layer_axes(self) -> Any:
         """See `Policy`."""
         parts = (self.hotness, self.importance, self.buddies)
-        axes = [getattr(part, "layer_axes", None) for part in parts]
+        axes = [part.layer_axes if part is not None else None for part in parts]
         whole = all(a is not None for a, part in zip(axes, parts, strict=True) if part is not None)
         return ComposeState(*axes) if whole else None
 
     @property
-    def replaces(self) -> bool:
-        """See `interface.replaces`."""
+    def substitutes(self) -> bool:
+        """See `Policy`."""
         return self.buddies is not None
 
     @property
@@ -102,9 +100,9 @@ class Compose(ByContent):
             buddies=self.buddies.init(one) if self.buddies else None,
         )
 
-    def most_ahead(self, state: ComposeState) -> int:
-        """See `interface.most_ahead`."""
-        return self.importance.most_ahead(state.importance) if self.importance else 0
+    def max_prefetch(self, state: ComposeState) -> int:
+        """See `Policy`."""
+        return self.importance.max_prefetch(state.importance) if self.importance else 0
 
     def decide(
         self, state: ComposeState, observation: Observation
@@ -144,28 +142,28 @@ class Compose(ByContent):
         return decision._replace(ids=found.ids, tier=tier, weights=found.weights), state
 
     @property
-    def asks_again(self) -> bool:
-        """See `interface.asks_again`; buddies count what they asked for."""
+    def repeats_requests(self) -> bool:
+        """See `Policy`; buddies count what they asked for."""
         return self.hotness is not None and self.buddies is None
 
-    def idle(self, state: ComposeState, resident: jax.Array) -> jax.Array:
-        """See `interface.idle`; buddies save up bytes from one asking to the next."""
+    def tokens_until_change(self, state: ComposeState, resident: jax.Array) -> jax.Array:
+        """See `Policy`; buddies save up bytes from one asking to the next."""
         if self.hotness is None or self.buddies is not None:
             return jnp.zeros((), jnp.int32)
-        return self.hotness.idle(state.hotness, resident)
+        return self.hotness.tokens_until_change(state.hotness, resident)
 
-    def foreseen(self, state: ComposeState, resident: jax.Array) -> Requests:
-        """See `interface.foreseen`."""
+    def disk_prefetch(self, state: ComposeState, resident: jax.Array) -> Requests:
+        """See `Policy`."""
         if self.hotness is None:
             return no_requests()
-        return self.hotness.foreseen(state.hotness, resident)
+        return self.hotness.disk_prefetch(state.hotness, resident)
 
-    def rule(self, state: ComposeState) -> Rule | None:
-        """See `interface.rule_of`; of hotness and importance, whose high tiers are one."""
+    def decode_rule(self, state: ComposeState) -> Rule | None:
+        """See `Policy`; of hotness and importance, whose high tiers are one."""
         hotness, importance = self.hotness, self.importance
         if hotness is None or importance is None or self.buddies is not None:
             return None
-        rule = importance.rule(state.importance)
+        rule = importance.decode_rule(state.importance)
         if rule is None or hotness.hot != importance.high:
             return None
         # What is left out is so wherever a copy is, unless importance itself says otherwise.

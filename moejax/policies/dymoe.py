@@ -6,7 +6,7 @@ a copy of higher precision than asked for serves where it is there (`mixed_cache
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,16 @@ import numpy as np
 
 from moejax.errors import MoejaxError
 from moejax.policies.attention_importance import AGGREGATIONS
+from moejax.policies.base import (
+    SKIPPED,
+    Decision,
+    Needs,
+    Observation,
+    Policy,
+    PolicySpec,
+    layer_axes_of,
+    tier_id,
+)
 from moejax.policies.dymoe_schedule import (
     ROUNDINGS,
     SCHEDULES,
@@ -25,17 +35,6 @@ from moejax.policies.expert_importance import (
     critical_pairs,
     heavy_hitters,
     num_heavy,
-)
-from moejax.policies.interface import (
-    SKIPPED,
-    Decision,
-    Needs,
-    Observation,
-    PolicySpec,
-    Requests,
-    no_requests,
-    state_of,
-    tier_id,
 )
 from moejax.policies.lookahead import experts_ahead
 from moejax.policies.ordering import of_few, places
@@ -93,7 +92,7 @@ class DyMoEState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DyMoE:
+class DyMoE(Policy[DyMoEState]):
     """Mixed precision by importance.
 
     Attributes:
@@ -116,6 +115,9 @@ class DyMoE:
       prefetch: t of eq. 7 and 8; -1: t_(l+1), 0: none. Never more than the high tier has slots.
       seed: of `random`.
     """
+
+    name: ClassVar[str] = "dymoe"
+    high_serves_low: ClassVar[bool] = True
 
     high: str = ""
     low: str = ""
@@ -153,16 +155,6 @@ class DyMoE:
         check_number("seed", self.seed, 0, 2**32 - 1, integer=True)
 
     @property
-    def name(self) -> str:
-        """See `Policy`."""
-        return "dymoe"
-
-    @property
-    def high_serves_low(self) -> bool:
-        """See `interface.high_serves_low`."""
-        return True
-
-    @property
     def needs(self) -> Needs:
         """See `Policy`."""
         return Needs(
@@ -176,7 +168,7 @@ class DyMoE:
         """See `Policy`; draws are numbered from layer to layer."""
         if self.selection == "random":
             return None
-        return state_of(DyMoEState, decode=0, prefill=0, ahead=1)
+        return layer_axes_of(DyMoEState, decode=0, prefill=0, ahead=1)
 
     def counts(self, num_layers: int, num_requested: int) -> np.ndarray:
         """int64[L], t_l where a layer is asked for so many experts; their mean is printed."""
@@ -238,19 +230,15 @@ class DyMoE:
             state = state._replace(calls=state.calls + 1)
         return decision, state
 
-    def rule(self, state: DyMoEState) -> Rule | None:
-        """See `interface.rule_of`; of a token's experts the first by weight are critical."""
+    def decode_rule(self, state: DyMoEState) -> Rule | None:
+        """See `Policy`; of a token's experts the first by weight are critical."""
         if self.selection == "random" or (self.renormalise and self.low == SKIP):
             return None
         return Rule(state.decode, state.high, state.low, state.reuse_skipped, at_least=True)
 
-    def most_ahead(self, state: DyMoEState) -> int:
-        """See `interface.most_ahead`."""
-        return int(state.ahead[0].max())
-
-    def transfers(self, state: DyMoEState, resident: jax.Array) -> tuple[Requests, DyMoEState]:
+    def max_prefetch(self, state: DyMoEState) -> int:
         """See `Policy`."""
-        return no_requests(), state
+        return int(state.ahead[0].max())
 
     def _critical(self, state: DyMoEState, observation: Observation) -> jax.Array:
         """bool[N, A]."""

@@ -8,25 +8,25 @@ can be read from the disk to host memory ahead of that (section 3.3).
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from moejax.errors import MoejaxError
-from moejax.policies.foresight import expected, nearly_hot
-from moejax.policies.hotness import gate_means, hot_set, num_active, smoothed, swaps
-from moejax.policies.interface import (
+from moejax.policies.base import (
     Decision,
-    Needs,
     Observation,
+    Policy,
     PolicySpec,
     Requests,
+    layer_axes_of,
     no_requests,
-    state_of,
     tier_id,
 )
+from moejax.policies.foresight import expected, nearly_hot
+from moejax.policies.hotness import gate_means, hot_set, num_active, smoothed, swaps
 from moejax.policies.resident import as_routed
 from moejax.policies.settings import (
     ByContent,
@@ -92,7 +92,7 @@ class DynaExqState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class DynaExq(ByContent):
+class DynaExq(ByContent, Policy[DynaExqState]):
     """Two precisions, hot and cold; which expert has which follows the workload.
 
     The low tier always holds every expert where the spec gives it E slots a layer; then a demotion
@@ -121,6 +121,9 @@ class DynaExq(ByContent):
         is "hot" with a period that never ends, and an alpha of its own.)
       seed: of "random".
     """
+
+    name: ClassVar[str] = "dynaexq"
+    repeats_requests: ClassVar[bool] = True
 
     hot: str = ""
     cold: str = ""
@@ -165,27 +168,12 @@ class DynaExq(ByContent):
         check_number("seed", self.seed, 0, 2**32 - 1, integer=True)
 
     @property
-    def name(self) -> str:
-        """See `Policy`."""
-        return "dynaexq"
-
-    @property
-    def asks_again(self) -> bool:
-        """See `interface.asks_again`: swaps follow from what the pools hold."""
-        return True
-
-    @property
-    def needs(self) -> Needs:
-        """See `Policy`."""
-        return Needs()
-
-    @property
     def layer_axes(self) -> Any:
         """See `Policy`."""
-        return state_of(DynaExqState, scores=0)
+        return layer_axes_of(DynaExqState, scores=0)
 
-    def tiers_between_steps(self, spec: PolicySpec) -> tuple[int, ...]:
-        """See `interface.tiers_between_steps`: all but the cold one."""
+    def transfer_tiers(self, spec: PolicySpec) -> tuple[int, ...]:
+        """See `Policy`: all but the cold one."""
         cold = tier_id(spec, self.cold, -1)
         return tuple(tier for tier in range(len(spec.tiers)) if tier != cold)
 
@@ -238,8 +226,8 @@ class DynaExq(ByContent):
         decision = as_routed(observation, jnp.where(is_hot, settings.hot, settings.cold))
         return decision, state._replace(scores=scores, tokens=tokens)
 
-    def rule(self, state: DynaExqState) -> Rule:
-        """See `interface.rule_of`."""
+    def decode_rule(self, state: DynaExqState) -> Rule:
+        """See `Policy`."""
         return Rule(None, state.settings.hot, state.settings.cold, jnp.ones((), bool))
 
     def transfers(self, state: DynaExqState, resident: jax.Array) -> tuple[Requests, DynaExqState]:
@@ -269,15 +257,15 @@ class DynaExq(ByContent):
         )
         return Requests(*(jnp.where(state.warm, field, -1) for field in asked)), state
 
-    def idle(self, state: DynaExqState, resident: jax.Array) -> jax.Array:
-        """See `interface.idle`; nothing is asked for while the pools hold H, or in the warm-up."""
+    def tokens_until_change(self, state: DynaExqState, resident: jax.Array) -> jax.Array:
+        """See `Policy`; nothing is asked for while the pools hold H, or in the warm-up."""
         settings = state.settings
         rests = ~state.warm | jnp.all(state.high == resident[:, settings.hot])
         until = jnp.where(state.warm, settings.period, settings.warmup)
         return jnp.where(rests, jnp.maximum(until - state.tokens, 0), 0)
 
-    def foreseen(self, state: DynaExqState, resident: jax.Array) -> Requests:
-        """See `interface.foreseen`; asks where `transfers` has just chosen H.
+    def disk_prefetch(self, state: DynaExqState, resident: jax.Array) -> Requests:
+        """See `Policy`; asks where `transfers` has just chosen H.
 
         An expert that is in a slot still, and is to leave it, is likely to come back.
         """

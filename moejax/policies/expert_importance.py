@@ -6,7 +6,7 @@ Axes: N tokens, A experts a token, E experts of a layer.
 import jax
 import jax.numpy as jnp
 
-from moejax.policies.interface import Observation
+from moejax.policies.base import Observation
 from moejax.policies.ordering import chosen_by, places
 
 

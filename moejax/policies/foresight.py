@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.policies.interface import Requests
+from moejax.policies.base import Requests
 from moejax.policies.ordering import places
 
 

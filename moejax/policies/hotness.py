@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moejax.policies.interface import Observation, Requests
+from moejax.policies.base import Observation, Requests
 from moejax.policies.ordering import places
 
 

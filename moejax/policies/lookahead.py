@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from moejax.policies.interface import Observation
+from moejax.policies.base import Observation
 from moejax.policies.ordering import chosen_by, places
 
 

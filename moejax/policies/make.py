@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from moejax.errors import MoejaxError
+from moejax.policies.base import AnyPolicy
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.compose import Compose
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
-from moejax.policies.interface import AnyPolicy
 from moejax.policies.on_demand import OnDemand
 from moejax.policies.resident import Resident
 from moejax.policies.substitution import Form

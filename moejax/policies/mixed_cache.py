@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moejax.policies.interface import SKIPPED, Decision
+from moejax.policies.base import SKIPPED, Decision
 
 
 class Served(NamedTuple):

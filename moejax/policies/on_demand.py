@@ -4,19 +4,18 @@ Row 1 is this policy on a memory without cache slots, row 2 with them, row 3 wit
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from moejax.policies.interface import (
+from moejax.policies.base import (
     Decision,
     Needs,
     Observation,
+    Policy,
     PolicySpec,
-    Requests,
-    no_requests,
-    state_of,
+    layer_axes_of,
     tier_id,
 )
 from moejax.policies.lookahead import experts_ahead
@@ -38,7 +37,7 @@ class OnDemandState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OnDemand:
+class OnDemand(Policy[OnDemandState]):
     """What the router says, in one tier; what is missing is fetched when it is needed.
 
     Attributes:
@@ -46,6 +45,9 @@ class OnDemand:
       prefetch: t of DyMoE eq. 7 and 8, experts of the next layer that are brought ahead; at most
         as many as the layer has slots.
     """
+
+    name: ClassVar[str] = "on_demand"
+    high_serves_low: ClassVar[bool] = True
 
     tier: str = ""
     prefetch: int = 0
@@ -55,24 +57,14 @@ class OnDemand:
         check_number("prefetch", self.prefetch, 0, integer=True)
 
     @property
-    def name(self) -> str:
-        """See `Policy`."""
-        return "on_demand"
-
-    @property
-    def high_serves_low(self) -> bool:
-        """See `interface.high_serves_low`."""
-        return True
-
-    @property
     def needs(self) -> Needs:
         """See `Policy`."""
         return Needs(predicted=self.prefetch > 0)
 
     @property
     def layer_axes(self) -> Any:
-        """See `interface.Policy`."""
-        return state_of(OnDemandState, limit=0)
+        """See `Policy`."""
+        return layer_axes_of(OnDemandState, limit=0)
 
     def init(self, spec: PolicySpec) -> OnDemandState:
         """See `Policy`."""
@@ -91,16 +83,10 @@ class OnDemand:
             decision = decision._replace(ahead=jnp.where(ahead, state.tier, -1))
         return decision, state
 
-    def rule(self, state: OnDemandState) -> Rule:
-        """See `interface.rule_of`."""
+    def decode_rule(self, state: OnDemandState) -> Rule:
+        """See `Policy`."""
         return always(state.tier)
 
-    def most_ahead(self, state: OnDemandState) -> int:
-        """See `interface.most_ahead`."""
-        return int(state.limit.max())
-
-    def transfers(
-        self, state: OnDemandState, resident: jax.Array
-    ) -> tuple[Requests, OnDemandState]:
+    def max_prefetch(self, state: OnDemandState) -> int:
         """See `Policy`."""
-        return no_requests(), state
+        return int(state.limit.max())

@@ -1,20 +1,18 @@
 """The uniform baseline: every expert in one precision, wherever it lies."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from moejax.policies.interface import (
+from moejax.policies.base import (
     SKIPPED,
     Decision,
-    Needs,
     Observation,
+    Policy,
     PolicySpec,
-    Requests,
-    no_requests,
-    state_of,
+    layer_axes_of,
     tier_id,
 )
 from moejax.policies.settings import check_text
@@ -28,12 +26,14 @@ class ResidentState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Resident:
+class Resident(Policy[ResidentState]):
     """What the router says, in one tier, nothing brought ahead.
 
     Attributes:
       tier: its name; "": that of highest fidelity.
     """
+
+    name: ClassVar[str] = "resident"
 
     tier: str = ""
 
@@ -41,19 +41,9 @@ class Resident:
         check_text("tier", self.tier)
 
     @property
-    def name(self) -> str:
-        """See `Policy`."""
-        return "resident"
-
-    @property
-    def needs(self) -> Needs:
-        """See `Policy`."""
-        return Needs()
-
-    @property
     def layer_axes(self) -> Any:
         """See `Policy`."""
-        return state_of(ResidentState)
+        return layer_axes_of(ResidentState)
 
     def init(self, spec: PolicySpec) -> ResidentState:
         """See `Policy`."""
@@ -65,15 +55,9 @@ class Resident:
         """See `Policy`."""
         return as_routed(observation, state.tier), state
 
-    def rule(self, state: ResidentState) -> Rule:
-        """See `interface.rule_of`."""
-        return always(state.tier)
-
-    def transfers(
-        self, state: ResidentState, resident: jax.Array
-    ) -> tuple[Requests, ResidentState]:
+    def decode_rule(self, state: ResidentState) -> Rule:
         """See `Policy`."""
-        return no_requests(), state
+        return always(state.tier)
 
 
 def always(tier: jax.Array) -> Rule:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.policies.interface import AnyPolicy, Observation, PolicySpec
+from moejax.policies.base import AnyPolicy, Observation, PolicySpec
 
 _PLAIN = (bool, int, float, str, type(None), type)  # compared by value; other things by identity
 Path = tuple[str, ...]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.policies import mixed_cache
-from moejax.policies.interface import SKIPPED, Decision, Observation
+from moejax.policies.base import SKIPPED, Decision, Observation
 from moejax.simulation import pools
 
 

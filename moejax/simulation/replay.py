@@ -15,15 +15,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moejax.policies.by_layer import decide_all, layer_axes
-from moejax.policies.interface import (
+from moejax.policies.base import (
     AnyPolicy,
     Decision,
     Observation,
     Requests,
-    asks_again,
     pairs_with_room,
 )
+from moejax.policies.by_layer import vmap_decide
 from moejax.simulation import pools
 from moejax.simulation.layer_pools import admit_each, bring_ahead, serve
 from moejax.simulation.segments import LayerTokens, Tokens
@@ -103,7 +102,7 @@ class Replay:
     @property
     def axes(self) -> Any:
         """Of layers in the policy's state; None: one by one."""
-        return None if self.one_by_one else layer_axes(self.policy)
+        return None if self.one_by_one else self.policy.layer_axes
 
     def search(self, most: int, num_experts: int) -> pools.Search:
         """For at most so many who come."""
@@ -234,13 +233,13 @@ def _side_by_side(
     seen = jax.vmap(see)(keys, jnp.arange(num_layers, dtype=jnp.int32), tokens.by_layer())
     ahead = jnp.full((num_layers, num_experts), -1, jnp.int32)
     if replay.foreseen:  # what is brought ahead does not depend on what is there
-        decision, _ = decide_all(replay.policy, replay.axes, state, seen)
+        decision, _ = vmap_decide(replay.policy, replay.axes, state, seen)
         if decision.ahead is not None:
             ahead = jnp.concatenate([ahead[:1], decision.ahead[:-1]])
     bring = functools.partial(_brought, replay, slots, running.clock)
     keys, brought = jax.vmap(bring)(keys, ahead, seen)
     seen = dataclasses.replace(seen, resident=keys > 0)
-    decision, state = decide_all(replay.policy, replay.axes, state, seen)
+    decision, state = vmap_decide(replay.policy, replay.axes, state, seen)
     serve = functools.partial(_served, replay, slots, running.clock)
     return state, jax.vmap(serve)(keys, brought, decision, seen)
 
@@ -318,7 +317,7 @@ def _transfer(
         return running._replace(state=state)
     room = jnp.maximum(bulk - jnp.sum(coming > 0, dtype=jnp.int32), 0)
     valid, moves = _moving(requests, (running.keys > 0) | (coming > 0))
-    if asks_again(replay.policy):
+    if replay.policy.repeats_requests:
         done = valid & pairs_with_room(moves, room)
     else:
         done = valid & (jnp.cumsum(moves, dtype=jnp.int32) - moves.astype(jnp.int32) < room)

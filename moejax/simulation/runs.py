@@ -10,7 +10,7 @@ import numpy as np
 
 from moejax.errors import MoejaxError
 from moejax.memory.budget import default_bulk
-from moejax.policies.interface import AnyPolicy, Needs, PolicySpec, most_ahead
+from moejax.policies.base import AnyPolicy, Needs, PolicySpec
 from moejax.policies.make import side_by_side
 from moejax.simulation.formulas import Formulas
 from moejax.simulation.replay import DELAY, Replay, Running, begin, run_calls
@@ -77,7 +77,7 @@ def run_policies(
         _check_needs(trace, run)
         spec = spec_of(trace, run)
         states[i] = run.policy.init(spec)
-        _check_foreseen(trace, run, most_ahead(run.policy, states[i]))
+        _check_foreseen(trace, run, run.policy.max_prefetch(states[i]))
         groups.setdefault(formulas.of(run.policy, states[i], spec), []).append(i)
     cut = list(segments(trace))
     found: dict[int, Tallied] = {}

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.errors import MoejaxError
-from moejax.policies.interface import AnyPolicy
+from moejax.policies.base import AnyPolicy
 from moejax.policies.make import make_policy
 from moejax.simulation import caches, ceilings, replay
 from moejax.simulation.costs import GIB, Machine, Traffic, bandwidth_bound_ms, step_ms

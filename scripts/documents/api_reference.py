@@ -33,7 +33,7 @@ def reference() -> str:
         module, _, last = name.rpartition(".")
         lines += _section(name, _find(module, last))
     lines += ["## moejax.policies", ""]
-    lines += _module("moejax.policies.interface")
+    lines += _module("moejax.policies.base")
     lines += _section(
         "moejax.policies.make.make_policy", _find("moejax.policies.make", "make_policy")
     )

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from moejax.checkpoints.quantized import bitstream, settings
-from moejax.checkpoints.quantized.gptq import codes_matrix, read_permutation, zero_kind
+from moejax.checkpoints.quantized.gptq import codes_matrix, read_permutation
 from moejax.checkpoints.quantized.stored import (
     FLOATS,
     CodesKind,
@@ -95,11 +95,10 @@ class CompressedTensorsFormat:
         if not all(fits):
             return None
         order = digest(read_permutation(g_idx, group_size, tensors))
-        zeros = None if scheme.symmetric else _zeros(zero_point, bits, num_rows, tensors)
         kind = CodesKind(
             bits=bits,
             group_size=group_size,
-            zero_kind=zero_kind(zeros),
+            zero_kind="symmetric" if scheme.symmetric else "integer",
             scale_dtype=scale_dtype(tensors[scale]),
         )
 
@@ -188,8 +187,7 @@ def _dense(words: np.ndarray, bits: int, num_codes: int) -> np.ndarray:
 
 
 def _zeros(name: str, bits: int, num_rows: int, tensors: Tensors) -> np.ndarray:
-    """int32[N, G], offset as the codes are."""
+    """uint8[N, G], offset as the codes are."""
     words = np.ascontiguousarray(tensors.read(name).T)
     words = _dense(words, bits, num_rows)
-    codes = bitstream.from_stream(words, bits=bits, num_codes=num_rows)
-    return codes.T.astype(np.int32)
+    return bitstream.from_stream(words, bits=bits, num_codes=num_rows).T

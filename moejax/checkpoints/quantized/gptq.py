@@ -5,7 +5,12 @@
     PREFIX.scales   F16 [G, N]
     PREFIX.g_idx    I32 [K], the group of each input; absent: they follow each other
 
-    w = (q - zero) scale, zero in 0 .. 2^b.
+    w = (q - zero) scale, zero in 0 .. 2^b - 1.
+
+Version 1 at 2, 4 and 8 bits takes one from every field of a word by one subtraction: below a zero
+of 0 a borrow goes on to the next field, and the same sum gives all of them back. At 3 bits, where
+fields straddle words, each is lowered by itself, modulo 8. GPTQModel before version 7 subtracted
+three constants there that are no ones of fields; its files say which version wrote them.
 
 Files of symmetric weights tagged as v1 exist with zeros of both versions. There the constant tells:
 2^(b-1) - 1 is v1, 2^(b-1) is v2.
@@ -35,6 +40,10 @@ from moejax.qtensor import QTensor
 from pallas_kernels import layout
 
 _V1, _V2 = ("", "gptq"), ("gptq_v2",)
+# What version 1 takes from words, in turn.
+_TAKEN = {2: (0x55555555,), 4: (0x11111111,), 8: (0x01010101,)}
+_OLD_TAKEN = {3: (0x24924924, 0x92492492, 0x49249249)}
+_FIRST_MODULAR_GPTQMODEL = 7
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +70,7 @@ class GptqFormat:
 
     rules: Rules
     is_v1: bool  # what the config says of the zeros
+    is_old_gptqmodel: bool = False  # which wrote version 1 at 3 bits in a way of its own
 
     def extras(self, prefix: str) -> tuple[str, ...]:
         """A bias of zeros, which some writers give to every module."""
@@ -96,7 +106,7 @@ class GptqFormat:
         kind = CodesKind(
             bits=bits,
             group_size=group_size,
-            zero_kind=zero_kind(zeros),
+            zero_kind="symmetric" if zeros is None else "integer",
             scale_dtype=scale_dtype(tensors[scales]),
         )
 
@@ -118,21 +128,33 @@ class GptqFormat:
     def _zeros(
         self, name: str, bits: int, num_rows: int, symmetric: bool, tensors: Tensors
     ) -> np.ndarray | None:
-        """True zero points, int32[N, G]; None where all are 2^(bits - 1)."""
-        words = tensors.read(name)
-        middle = 2 ** (bits - 1)
+        """True zero points, uint8[N, G]; None where all are 2^(bits - 1) and the config says so."""
+        words = tensors.read(name).view(np.uint32)
         if symmetric and any(
-            (words == _constant(value, bits, num_rows)).all() for value in (middle - 1, middle)
+            (words == constant).all() for constant in _symmetric_words(bits, words.shape[1])
         ):
             return None
-        stored = bitstream.from_stream(words, bits=bits, num_codes=num_rows)
-        return stored.T.astype(np.int32) + np.int32(self.is_v1)
+        taken = _TAKEN | (_OLD_TAKEN if self.is_old_gptqmodel else {})
+        is_by_word = self.is_v1 and bits in taken
+        if is_by_word:
+            words = words + np.resize(np.array(taken[bits], np.uint32), words.shape[1])
+        zeros = bitstream.from_stream(words, bits=bits, num_codes=num_rows).T
+        if self.is_v1 and not is_by_word:
+            zeros = (zeros + np.uint8(1)) & np.uint8(2**bits - 1)
+        return None if symmetric and (zeros == 2 ** (bits - 1)).all() else zeros
 
 
 @functools.cache
-def _constant(value: int, bits: int, num_codes: int) -> np.ndarray:
-    """A bit stream [1, W] of one value."""
-    return bitstream.to_stream(np.full((1, num_codes), value, np.uint8), bits=bits)
+def _symmetric_words(bits: int, num_words: int) -> tuple[np.ndarray, ...]:
+    """uint32[num_words] of zeros 2^(bits - 1): versions 2 and 1, and GPTQModel's old one."""
+    num_codes = bitstream.WORD_BITS * num_words // bits
+    middle = np.full(num_codes, 2 ** (bits - 1), np.uint8)
+    v2, v1 = (
+        bitstream.to_stream(codes, bits=bits).view(np.uint32) for codes in (middle, middle - 1)
+    )
+    if bits not in _OLD_TAKEN:
+        return v2, v1
+    return v2, v1, v2 - np.resize(np.array(_OLD_TAKEN[bits], np.uint32), num_words)
 
 
 def parse_gptq(fields: Mapping[str, Any]) -> GptqFormat:
@@ -155,7 +177,14 @@ def parse_gptq(fields: Mapping[str, Any]) -> GptqFormat:
             overrides.append((pattern, changed))
     rules = Rules(default=fields, overrides=tuple(overrides))
     rules.of("")  # says what is not understood before anything is read
-    return GptqFormat(rules=rules, is_v1=version in _V1)
+    return GptqFormat(rules=rules, is_v1=version in _V1, is_old_gptqmodel=_is_old_gptqmodel(fields))
+
+
+def _is_old_gptqmodel(fields: Mapping[str, Any]) -> bool:
+    """Whether `meta.quantizer`, such as ["gptqmodel:5.8.0"], names one of before version 7."""
+    writers = str(settings.mapping(fields, "meta").get("quantizer"))
+    found = re.search(r"gptqmodel:(\d+)\.", writers)
+    return found is not None and int(found[1]) < _FIRST_MODULAR_GPTQMODEL
 
 
 def read_permutation(name: str, group_size: int, tensors: Tensors) -> np.ndarray | None:
@@ -177,13 +206,6 @@ def read_permutation(name: str, group_size: int, tensors: Tensors) -> np.ndarray
     if not np.array_equal(groups[order], expected):
         raise broken(tensors, name, f"has groups that are not of {group_size} inputs each")
     return order
-
-
-def zero_kind(zeros: np.ndarray | None) -> str:
-    """How QTensor holds integer zero points: as such if they fit a byte, else as floats."""
-    if zeros is None:
-        return "symmetric"
-    return "integer" if zeros.max() < 256 else "float"  # 256 is a zero point of 8 bits in v1
 
 
 def codes_matrix(

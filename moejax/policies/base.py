@@ -1,4 +1,4 @@
-"""What every policy is: three pure functions over a state of fixed shapes.
+"""The base class of every policy: pure functions over a state of fixed shapes.
 
     init(spec) -> state
     decide(state, observation) -> (decision, state)      once a sparse layer, inside the step
@@ -13,8 +13,9 @@ policy.
 Axes: N tokens, A experts a token, E experts of a layer, M sparse layers, T tiers.
 """
 
+import abc
 import dataclasses
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -140,133 +141,117 @@ class Needs:
     predicted: bool = False
 
 
-class Policy(Protocol, Generic[State]):
-    """A frozen dataclass of hyper-parameters.
+class Policy(abc.ABC, Generic[State]):
+    """Chooses, for every layer, which expert runs each pair and in which tier.
 
-    None of the methods may read a clock, log, or place an array on a device.
-
-    A property `layer_axes`, which not every policy has, says that the layers of a step do not
-    depend on one another (`moejax.policies.by_layer`): a tree of the state's form with the axis of
-    layers of each leaf that `decide` reads or writes by `Observation.layer`, at that index alone,
-    and None for a leaf that all layers share and change alike; None for all where they do depend.
-    It also says that `Decision.ahead` does not depend on what is resident.
+    A subclass is a frozen dataclass of its settings. It defines `name`, `init` and `decide`; every
+    other attribute has a default that suits a policy that asks for nothing more. No method reads a
+    clock, logs, or puts an array on a device.
     """
 
+    name: ClassVar[str]
+
     @property
-    def name(self) -> str:
-        """Such as "dynaexq"."""
-        ...
+    def repeats_requests(self) -> bool:
+        """Whether requests are pairs, a demotion and its promotion, made again until done.
+
+        Such pairs may wait for room. Any other request counts as done once it is made.
+        """
+        return False
+
+    @property
+    def substitutes(self) -> bool:
+        """Whether decisions may name experts that the router did not choose."""
+        return False
+
+    @property
+    def high_serves_low(self) -> bool:
+        """Whether a high copy may serve a pair that asks for a lower tier (DyMoE 4.4.2)."""
+        return False
 
     @property
     def needs(self) -> Needs:
-        """What the engine must compute for it."""
-        ...
+        """Costly parts of an `Observation` that this policy reads; none by default."""
+        return Needs()
 
+    @property
+    def layer_axes(self) -> Any:
+        """Axes of layers in the state, where the layers of a step are independent; else None.
+
+        A tree of the state's form. A leaf that `decide` reads and writes only at
+        `Observation.layer` has the axis of its layers; a leaf that all layers share and change
+        alike has None. With such a tree `Decision.ahead` must not depend on what is resident.
+        """
+        return None
+
+    @abc.abstractmethod
     def init(self, spec: PolicySpec) -> State:
-        """The state before any token; a pytree of arrays.
+        """Returns the state before any token; a pytree of arrays.
 
         Raises:
           MoejaxError: the settings do not suit the spec.
         """
-        ...
 
+    @abc.abstractmethod
     def decide(self, state: State, observation: Observation) -> tuple[Decision, State]:
-        """One layer of one step."""
-        ...
+        """Decides one layer of one step."""
 
     def transfers(self, state: State, resident: jax.Array) -> tuple[Requests, State]:
-        """Between steps; as often as suits the engine.
+        """Requests transfers between steps; none by default.
 
-        `resident` is bool[M, T, E] as it will be when what is on its way has arrived: a transfer
-        that was begun is not asked for again.
+        Args:
+          state: after the last step.
+          resident: bool[M, T, E] once everything in flight has arrived: a transfer that has begun
+            is not asked for again.
         """
-        ...
+        del resident
+        return no_requests(), state
+
+    def tokens_until_change(self, state: State, resident: jax.Array) -> jax.Array:
+        """int32[], active tokens before `transfers` can ask for anything new; 0: at any time.
+
+        Holds for the state that `transfers` has just returned, while `resident` stays the same.
+        """
+        del state, resident
+        return jnp.zeros((), jnp.int32)
+
+    def transfer_tiers(self, spec: PolicySpec) -> tuple[int, ...]:
+        """Tiers in which decisions name an expert only where a slot of that tier has it."""
+        del spec
+        return ()
+
+    def decode_rule(self, state: State) -> Rule | None:
+        """The tiers of every decode decision as a rule over constant leaves of the state, or None.
+
+        With a rule, `decide` gives these tiers and `at_least`, and keeps the router's weights where
+        it keeps the router's ids; the plan kernel then evaluates the rule itself. Where layers are
+        independent (`layer_axes`) and nothing is substituted, `decide` may run after the step, so
+        it must prefetch by `Observation.predicted` alone.
+        """
+        del state
+        return None
+
+    def max_prefetch(self, state: State) -> int:
+        """Experts of the next layer that a decode step may prefetch; `state` is from `init`."""
+        del state
+        return 0
+
+    def disk_prefetch(self, state: State, resident: jax.Array) -> Requests:
+        """Experts to read from the disk into host memory, most urgent first; none by default.
+
+        Called after `transfers`; changes nothing and moves nothing beyond host memory.
+        """
+        del state, resident
+        return no_requests()
 
 
 AnyPolicy = Policy[Any]
-
-
-def asks_again(policy: AnyPolicy) -> bool:
-    """Whether requests come in pairs, a demotion and its promotion, again and again until done.
-
-    Then they may be left undone for want of room. It says so by an attribute of this name; others
-    count what they asked for as done.
-    """
-    return bool(getattr(policy, "asks_again", False))
-
-
-def idle(policy: AnyPolicy, state: Any, resident: jax.Array) -> jax.Array:
-    """int32[], before how many more tokens asking again leads to nothing; 0: it may at any time.
-
-    A policy says so by a method of this name, of the state that `transfers` has returned: until so
-    many active tokens have passed it asks for nothing and changes nothing of what it asks for
-    later, as long as `resident`, what is in slots or on its way, stays as it is.
-    """
-    found = getattr(policy, "idle", None)
-    return jnp.zeros((), jnp.int32) if found is None else found(state, resident)
 
 
 def moves_between_steps(policy: AnyPolicy, state: Any, dims: tuple[int, int, int]) -> bool:
     """Whether it may ask for transfers, by shapes alone: of its state, and of (M, tiers, E)."""
     resident = jax.ShapeDtypeStruct(dims, bool)
     return len(jax.eval_shape(policy.transfers, state, resident)[0].layer) > 0
-
-
-def tiers_between_steps(policy: AnyPolicy, spec: PolicySpec) -> tuple[int, ...]:
-    """Tiers for which it asks where an expert is in a slot of theirs, and never else.
-
-    It says so by a method of this name that takes the spec; others may ask for any expert.
-    """
-    found = getattr(policy, "tiers_between_steps", None)
-    return tuple(found(spec)) if found is not None else ()
-
-
-def rule_of(policy: AnyPolicy, state: Any) -> Rule | None:
-    """What says the tiers that its decisions ask for in a step of decode, or None.
-
-    A policy says so by a method `rule` of its state, of constant leaves alone: `decide` gives these
-    tiers and `at_least`, no `keep`, and, where it leaves the router's ids, the router's weights.
-    Whoever follows the rule need not ask for them. Where its layers do not depend on one another
-    (`Policy.layer_axes`) and it replaces no expert (`replaces`) it may be told of them after the
-    step: `decide` must then bring nothing ahead but by `Observation.predicted`.
-    """
-    found = getattr(policy, "rule", None)
-    return found(state) if found is not None else None
-
-
-def most_ahead(policy: AnyPolicy, state: Any) -> int:
-    """Experts of the next layer that a decode step may bring ahead: 0 where it does not say so.
-
-    It says so by a method of this name, of the state that `init` has returned.
-    """
-    found = getattr(policy, "most_ahead", None)
-    return int(found(state)) if found is not None else 0
-
-
-def replaces(policy: AnyPolicy) -> bool:
-    """Whether its decisions may name other experts than the router did.
-
-    It says so by an attribute of this name.
-    """
-    return bool(getattr(policy, "replaces", False))
-
-
-def high_serves_low(policy: AnyPolicy) -> bool:
-    """Whether a copy of high fidelity may serve whom it gives a lower tier, as DyMoE's rules say.
-
-    It says so by an attribute of this name.
-    """
-    return bool(getattr(policy, "high_serves_low", False))
-
-
-def foreseen(policy: AnyPolicy, state: Any, resident: jax.Array) -> Requests:
-    """Experts whose bytes ought to be in host memory soon, the most urgent first; R of its own.
-
-    A policy says so by a method of this name, which is asked after `transfers` and changes nothing.
-    Where an entry's bytes are on the disk alone, they are read ahead; it is not moved further.
-    """
-    found = getattr(policy, "foreseen", None)
-    return found(state, resident) if found is not None else no_requests()
 
 
 def pairs_with_room(moves: jax.Array, room: jax.Array) -> jax.Array:
@@ -280,8 +265,8 @@ def pairs_with_room(moves: jax.Array, room: jax.Array) -> jax.Array:
     return jnp.repeat(jnp.cumsum(of_pair) - of_pair < room, 2)
 
 
-def state_of(kind: Any, **axes: int) -> Any:
-    """`layer_axes` of a state that is a NamedTuple: None of each field that is not named."""
+def layer_axes_of(kind: Any, **axes: int) -> Any:
+    """Returns `layer_axes` of a NamedTuple state; a field that is not named has None."""
     return kind(**(dict.fromkeys(kind._fields) | axes))
 
 
