@@ -16,7 +16,7 @@ from moejax.checkpoints.load import convert_floats
 from moejax.checkpoints.quantized.leaves import Part, code_arrays, common_kind, stored_zeros
 from moejax.checkpoints.quantized.load import dequantized
 from moejax.checkpoints.quantized.stored import CodesKind, Fp8Kind, as_leaf
-from moejax.checkpoints.safetensors_reader import StoredTensor, check_finite
+from moejax.checkpoints.safetensors_reader import StoredTensor, check_range
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.qtensor import QTensor
@@ -54,7 +54,7 @@ class TensorFiles:
             if not count:
                 raise MoejaxError(f"{tensor.path} ended inside {tensor.name}; it was changed")
             done += count
-        check_finite(tensor, destination)
+        check_range(tensor, destination)
 
 
 def _close(opened: dict[Path, int]) -> None:

@@ -22,7 +22,7 @@ from absl import logging
 from moejax.checkpoints.safetensors_reader import (
     StoredTensor,
     check_floats,
-    is_finite,
+    in_range,
     is_float,
     read_array,
     read_tensor,
@@ -212,7 +212,7 @@ def place_floats(tensor: StoredTensor, rows: np.ndarray) -> None:
     """Reads a tensor into `rows`, converting to its dtype.
 
     Raises:
-      MoejaxError: a value is NaN, infinite, or too large for the dtype.
+      MoejaxError: a value is NaN, infinite, huge, or too large for the dtype.
     """
     if tensor.dtype == rows.dtype:
         read_tensor(tensor, rows)
@@ -228,7 +228,7 @@ def convert_floats(name: str, values: np.ndarray, rows: np.ndarray) -> None:
     """
     with np.errstate(over="ignore"):
         np.copyto(rows, values, casting="unsafe")
-    if not is_finite(rows):
+    if not in_range(rows):
         mend = "bfloat16 or float32" if rows.dtype == np.float16 else "float32"
         raise MoejaxError(
             f"{name} does not fit {rows.dtype.name} (largest {abs(values).max()}); load as {mend}"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moejax import report, results
+from moejax.bits import describe_bits
 from moejax.checkpoints.safetensors_reader import stored_tensors
 from moejax.config import MemoryConfig
 from moejax.errors import MoejaxError
@@ -135,8 +136,9 @@ def _of_run(engine: "Engine", stored: int | None, seconds: dict[str, float]) -> 
         "kernels": engine.kernels,
         "weights": {
             "parameters": engine.num_weights,
-            "bytes": engine.weights_nbytes,
+            "bytes": engine.bits.nbytes,
             "bits_per_weight": engine.bits_per_weight,
+            "bits_per_weight_by_part": engine.bits.parts,
             "stored_bytes": stored,
             "stored_bits_per_weight": None if stored is None else 8 * stored / engine.num_weights,
         },
@@ -238,7 +240,7 @@ def task_summary(record: dict[str, Any]) -> list[str]:
     lines = [
         f"{record['task']}: {_metrics(record['metrics'])}; {record['documents']} documents of "
         f"{record['data']['source']}, {protocol['fewshot']} examples, {protocol['decoding']}{cut}; "
-        f"{record['weights']['bits_per_weight']:.3f} bits a weight in memory; {record['dtype']}, "
+        f"{_bits(record)} in memory; {record['dtype']}, "
         f"experts by {_forms(record)}, {record['seconds']['answer']:.1f} s"
     ]
     for group, found in record["groups"].items():
@@ -249,6 +251,11 @@ def task_summary(record: dict[str, Any]) -> list[str]:
 
 def _forms(record: dict[str, Any]) -> str:
     return "/".join(record["experts"]) or "none (nothing was left to run)"
+
+
+def _bits(record: dict[str, Any]) -> str:
+    weights = record["weights"]
+    return describe_bits(weights["bits_per_weight"], weights["bits_per_weight_by_part"], 3)
 
 
 def _metrics(metrics: dict[str, dict[str, float | None]]) -> str:
@@ -264,14 +271,14 @@ def summary(record: dict[str, Any]) -> str:
     protocol, weights = record["protocol"], record["weights"]
     stored = weights["stored_bits_per_weight"]
     in_files = "" if stored is None else f", {stored:.3f} in the files"
-    alone = ", one at a time" if record["policy"] else ""
+    stride = f"stride {protocol['stride']}" + (", one at a time" if record["policy"] else "")
     stderr = record["perplexity_stderr"]
     error = "" if stderr is None else f" ± {stderr:.4f}"
     return (
         f"perplexity {record['perplexity']:.4f}{error}, {record['bits_per_byte']:.4f} bits a byte; "
         f"{record['tokens_scored']} of {record['tokens']} tokens scored, {record['bytes']} bytes "
-        f"of {record['text']['source']}; window {protocol['window']}, stride {protocol['stride']}{alone}, "
-        f"bos {protocol['bos'] or 'none'}; {weights['bits_per_weight']:.3f} bits a weight in memory"
+        f"of {record['text']['source']}; window {protocol['window']}, {stride}, "
+        f"bos {protocol['bos'] or 'none'}; {_bits(record)} in memory"
         f"{in_files}; {record['dtype']}, experts by {_forms(record)}, "
         f"{record['seconds']['score']:.1f} s"
     )

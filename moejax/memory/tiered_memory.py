@@ -210,14 +210,14 @@ class TieredMemory:
     def catch_up(self, since: int | None = None) -> int:
         """Moves all that the policy wants moved now, and waits until it is in slots.
 
-        Between the chunks of a text that is scored: what a policy promotes, and when, is then not
-        left to the clock.
+        Called between the chunks of a text that is scored, so that what a policy promotes, and
+        when, is not left to the clock.
 
         Args:
           since: see `ExpertMemory.begin_session`.
 
         Returns:
-          Tokens before which it asks for nothing more (`Policy.tokens_until_change`); 0: any may be next.
+          Tokens before which it asks for nothing more (`Policy.tokens_until_change`).
         """
         with self._lock, self.reading(since):
             has_run, self._answer = self._rest.passed > 0, None
