@@ -22,11 +22,11 @@ from moejax.fidelity import TieredLedger
 from moejax.generation import AnswerBuilder, Chunk, Generation, GenerationSettings, Timing
 from moejax.ledger import Ledger
 from moejax.live_batch import LiveBatch
-from moejax.memory.automatic import open_under_policy
 from moejax.memory.budget import Budget, Limits, TieredBudget
 from moejax.memory.expert_memory import ExpertMemory
 from moejax.memory.opening import load_whole, open_memory
 from moejax.memory.tiered_memory import TieredMemory
+from moejax.memory.tiered_opening import open_tiered
 from moejax.models.config import ModelConfig
 from moejax.prompts import Prompt, as_batch, check_length, check_tokens, token_ids_of
 from moejax.qtensor import Weight
@@ -144,7 +144,7 @@ class Engine:
                 chunk = min(planned, longest_chunk(checkpoint.config, batch, planned))
                 opens: Any = open_memory
                 if policy is not None:
-                    opens = functools.partial(open_under_policy, tiering=policy)
+                    opens = functools.partial(open_tiered, tiering=policy)
                 weights, memory, budget = opens(
                     checkpoint, limits=limits or Limits(), dtype=dtype, device=device, batch=batch,
                     context=planned, chunk=chunk, progress=progress,

@@ -30,7 +30,8 @@ def plan(config: PlanConfig, values: flags.FlagValues) -> None:
     if config.platform not in PLATFORMS:
         raise MoejaxError(f"platform {config.platform!r} is none of {', '.join(PLATFORMS)}")
     tiering = config.policy.tiering()
-    if tiering and (tiered := tiered_budget(config, tiering)):
+    if tiering:
+        tiered = tiered_budget(config, tiering)
         if config.shape:
             print(f"{config.shape}, tiers without files, on a {platform_of(config)}")
         found = tier_warnings(tiered, this_machine(platform_of(config)))

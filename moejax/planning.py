@@ -16,19 +16,17 @@ from moejax.chunks import longest_chunk
 from moejax.config import PlanConfig
 from moejax.engine import PLANNED_CONTEXT
 from moejax.errors import MoejaxError
-from moejax.memory.automatic import plan_under_policy
 from moejax.memory.budget import Budget, Tier, TieredBudget, make_budget
 from moejax.memory.opening import disk_source
 from moejax.memory.ssd import check_waiting
-from moejax.memory.tiered_opening import budget_of_tiers
+from moejax.memory.tiered_opening import budget_of_tiers, plan_tiers
 from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
-from moejax.policies.auto import AUTO
 from moejax.tiering import STORED, Tiering, named
 
 
-def tiered_budget(config: PlanConfig, tiering: Tiering) -> TieredBudget | None:
-    """The budget of a configuration with a policy; None where auto takes none.
+def tiered_budget(config: PlanConfig, tiering: Tiering) -> TieredBudget:
+    """The budget of a configuration with a policy.
 
     Args:
       config: of the plan.
@@ -41,17 +39,17 @@ def tiered_budget(config: PlanConfig, tiering: Tiering) -> TieredBudget | None:
         return _budget_of_shape(config, tiering)
     checkpoint = open_checkpoint(config.checkpoint)
     context, chunk = _sizes(config, checkpoint.config)
-    planned = plan_under_policy(
+    planned = plan_tiers(
         checkpoint, tiering, config.memory.limits(), dtype=config.dtype, device=_device(config),
         batch=config.batch, context=context, chunk=chunk,
     )  # fmt: skip
-    return planned.budget if planned else None
+    return planned.budget
 
 
 def _budget_of_shape(config: PlanConfig, tiering: Tiering) -> TieredBudget:
     """The same of a named shape; tiers have the bits that their names say."""
-    if tiering.policy == AUTO or tiering.emulate:
-        raise MoejaxError("a shape takes neither policy.name=auto nor policy.emulate")
+    if tiering.emulate:
+        raise MoejaxError("a shape takes no policy.emulate")
     assert isinstance(tiering.policy, str)
     _, model, own, itemsize = model_of(config)
     tiers = []

@@ -9,7 +9,7 @@ from moejax.options import RunConfig, option
 if TYPE_CHECKING:  # it imports JAX, which --help and mistakes need not wait for
     from moejax.tiering import Tiering
 
-NAMES = ("auto", "resident", "on_demand", "dynaexq", "dymoe", "buddymoe", "compose")
+NAMES = ("resident", "on_demand", "dynaexq", "dymoe", "buddymoe", "compose")
 # Fields that are not settings of a policy.
 OWN = ("name", "tiers", "slots", "quantizer", "group_size", "emulate")
 
@@ -25,8 +25,7 @@ class PolicyConfig(RunConfig):
 
     name: str = option(
         "",
-        f"{', '.join(NAMES)}; '': the router alone, one form of the experts; auto: what "
-        "moejax.policies.auto recommends for the model and its memory",
+        f"{', '.join(NAMES)}; '': the router alone, one form of the experts",
     )
     tiers: tuple[str, ...] = option(
         (),
@@ -114,17 +113,11 @@ class PolicyConfig(RunConfig):
         """
         if not self.name:
             return None
-        from moejax.policies.auto import AUTO
         from moejax.policies.make import check_settings
         from moejax.tiering import Tiering, parsed
 
         given: dict[str, Any] = {name: parsed(text) for name, text in self.settings().items()}
-        if self.name == AUTO:
-            given |= {"slots": self.slots} if self.slots else {}
-            for setting in given:
-                raise MoejaxError(f"{setting} is for auto to choose: name a policy to set it")
-        else:
-            check_settings(self.name, given)
+        check_settings(self.name, given)
         return Tiering(
             policy=self.name,
             settings=given,
@@ -137,6 +130,11 @@ class PolicyConfig(RunConfig):
 
     def check(self) -> None:
         """See `RunConfig.check`; settings are checked where the policy is made."""
+        if self.name == "auto":
+            raise MoejaxError(
+                "name='auto' is no longer a policy: moejax.sweep --config.trace=FILE "
+                "--config.recommend=True names the fastest one for a trace of your own"
+            )
         if self.name and self.name not in NAMES:
             raise MoejaxError(f"name={self.name!r} must be one of {', '.join(NAMES)}")
         if not self.name:

@@ -16,7 +16,7 @@ from absl import flags
 
 from moejax import cli
 from moejax.errors import MoejaxError
-from moejax.serve_config import ServeConfig
+from moejax.serve_config import ServeConfig, check_key
 
 NEEDED = ("starlette", "uvicorn", "prometheus_client")
 
@@ -39,7 +39,26 @@ def serve(config: ServeConfig, values: flags.FlagValues) -> None:
     from moejax.loading import load_engine
     from moejax.serving import server
 
-    server.serve(config, lambda: load_engine(config, config.max_batch))
+    server.serve(config, lambda: load_engine(config, config.max_batch), read_key(config))
+
+
+def read_key(config: ServeConfig) -> str:
+    """The key that clients give, from the command line or its file; "" for none.
+
+    Raises:
+      MoejaxError: the file cannot be read, or holds no key.
+    """
+    if not config.api_key_file:
+        return config.api_key
+    path = cli.user_path(config.api_key_file)
+    try:
+        key = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise MoejaxError(f"api_key_file={path} cannot be read: {error}") from error
+    if not key:
+        raise MoejaxError(f"api_key_file={path} is empty: write the key into it")
+    check_key(key, f"the key in {path}")
+    return key
 
 
 COMMAND = cli.Command(doc=__doc__, default=ServeConfig(), define_flags=define_flags, body=serve)

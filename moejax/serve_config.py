@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 from moejax.config import GenerateConfig
 from moejax.errors import MoejaxError
@@ -22,6 +23,17 @@ class ServeConfig(GenerateConfig):
     seed: int = option(0, "where a request does not say; 0: one that nobody knows")
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all, for everybody")
     port: int = option(8000, "port to listen on; 0: any that is free, which is printed")
+    allowed_hosts: tuple[str, ...] = option(
+        (), "names in Host beside localhost and the address it listens on; '*': any"
+    )
+    cors_origins: tuple[str, ...] = option(
+        (), "origins of browser pages that may ask, such as 'https://chat.example'; '*': any"
+    )
+    api_key: str = option("", "what clients give as Authorization: Bearer; '': none is asked for")
+    api_key_file: str = option("", "a file that holds api_key, which other users can see in `ps`")
+    max_connections: int = option(
+        512, "open connections, at most; more get 503, or the longest idle one's place"
+    )
     model_name: str = option("", "as clients call the model; '': the checkpoint's (last) name")
     max_batch: int = option(8, "answers that are computed together, at most")
     queue_limit: int = option(128, "answers that may wait for their turn; more are refused (429)")
@@ -39,12 +51,24 @@ class ServeConfig(GenerateConfig):
             raise MoejaxError("host='' must be an address; 127.0.0.1 is this machine alone")
         if not 0 <= self.port < 2**16:
             raise MoejaxError(f"port={self.port} must be from 0 (any) to 65535")
-        for name in ("max_batch", "queue_limit", "max_body_bytes"):
+        for name in ("max_batch", "queue_limit", "max_body_bytes", "max_connections"):
             if getattr(self, name) < 1:
                 raise MoejaxError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.api_key and self.api_key_file:
+            raise MoejaxError("api_key and api_key_file exclude each other: give one of them")
+        check_key(self.api_key, "api_key")
+        for name in ("allowed_hosts", "cors_origins"):
+            if not all(getattr(self, name)):
+                raise MoejaxError(f"{name} holds an empty text: leave it out")
         for name in ("deadline_s", "grace_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise MoejaxError(f"{name}={getattr(self, name)} must be 0 or a number of seconds")
         for name in ("record_trace", "trace_dir", "fidelity_share"):
             if getattr(self, name):
                 raise MoejaxError(f"{name} is not for a server: use moejax.generate")
+
+
+def check_key(key: str, what: str) -> None:
+    """Raises MoejaxError for a key that no header can carry."""
+    if not re.fullmatch("[!-~]*", key):
+        raise MoejaxError(f"{what} must be letters, digits and signs of ASCII without spaces")

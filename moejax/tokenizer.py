@@ -9,6 +9,7 @@ import tokenizers
 from moejax.chat_template import find_chat_template, render_chat
 from moejax.errors import MoejaxError
 from moejax.models.hf_config import read_json
+from moejax.models.hf_defaults import default_eos_id
 from moejax.models.hf_fields import flag
 
 # Everything that `Tokenizer` reads, but for the eos tokens.
@@ -183,6 +184,8 @@ class TokenStream:
 def read_eos_ids(directory: Path, *, vocab_size: int) -> tuple[int, ...]:
     """The tokens that end an answer: by generation_config.json, else config.json, else by name.
 
+    A config.json that leaves them out means its family's own, as in transformers.
+
     Args:
       directory: a checkpoint's, with a tokenizer or without.
       vocab_size: the model's.
@@ -191,7 +194,8 @@ def read_eos_ids(directory: Path, *, vocab_size: int) -> tuple[int, ...]:
       MoejaxError: one of the files is broken, or names what is no token of the model.
     """
     for name in ("generation_config.json", "config.json"):
-        ids = _read_if_there(directory / name).get("eos_token_id")
+        fields = _read_if_there(directory / name)
+        ids = fields.get("eos_token_id", default_eos_id(fields, vocab_size))
         if ids is not None:
             ids = ids if isinstance(ids, list) else [ids]
             if not all(type(i) is int and 0 <= i < vocab_size for i in ids):

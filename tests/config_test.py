@@ -13,7 +13,6 @@ from moejax.errors import MoejaxError
 from moejax.generation import GenerationSettings
 from moejax.memory.budget import Limits
 from moejax.options import from_config_dict, options, to_config_dict
-from moejax.policies.auto import AUTO
 from moejax.policies.make import POLICIES, settings_of
 from moejax.policy_config import NAMES, OWN, PolicyConfig
 
@@ -78,7 +77,7 @@ class ConfigTest(parameterized.TestCase):
         self.assertLen(found, fields - len(groups))
 
     def test_settings_are_those_of_the_policies(self):
-        self.assertEqual(set(NAMES), {*POLICIES, AUTO})
+        self.assertEqual(set(NAMES), {*POLICIES})
         known = {setting for name in POLICIES for setting in settings_of(name)}
         fields = {field.name for field in dataclasses.fields(PolicyConfig)}
         self.assertEqual(fields - set(OWN), known)

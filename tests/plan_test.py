@@ -353,7 +353,7 @@ class MainTest(PlanCase):
         ),
         (("dynaexq",), ("int4=/a", "int2"), "a shape takes no checkpoint /a: int4 alone"),
         (("dynaexq",), ("high", "int2"), "'high' says no bits"),
-        (("auto",), (), "a shape takes neither policy.name=auto"),
+        (("auto",), (), "moejax.sweep --config.trace=FILE --config.recommend=True"),
     )
     def test_what_needs_files_is_refused_of_a_shape(self, policy, tiers, said):
         name, *settings = policy

@@ -56,7 +56,8 @@ def outcomes(server: Served, outcome: str) -> float:
 def begin(server: Served, **more: Any) -> http.client.HTTPConnection:
     """A request that is on its way; its answer is not read."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
-    connection.request("POST", "/v1/completions", json.dumps({**LONG, **more}))
+    body, kind = json.dumps({**LONG, **more}), {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", body, kind)
     return connection
 
 

@@ -93,7 +93,8 @@ class ProcessTest(parameterized.TestCase):
             self.assertEqual(health(port)[1]["model"], DIRECTORY.name)
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
             body = {"prompt": "the quick", "max_tokens": 200, "stream": True, "temperature": 0}
-            connection.request("POST", "/v1/completions", json.dumps(body))
+            kind = {"Content-Type": "application/json"}
+            connection.request("POST", "/v1/completions", json.dumps(body), kind)
             answer = connection.getresponse()
             first = answer.readline()
             server.send_signal(signal.SIGTERM)
@@ -147,6 +148,9 @@ class ConfigTest(parameterized.TestCase):
         ("--config.queue_limit=0", "queue_limit=0"),
         ("--config.deadline_s=-1", "deadline_s=-1"),
         ("--config.host=", "host=''"),
+        ("--config.max_connections=0", "max_connections=0"),
+        ("--config.api_key=two words", "api_key must be letters"),
+        ("--config.cors_origins=('',)", "cors_origins holds an empty text"),
         ("--config.record_trace=x.trace", "record_trace"),
         ("--config.fidelity_share=0.5", "fidelity_share"),
         ("--config.hots=a", "did you mean 'host'"),
@@ -154,6 +158,23 @@ class ConfigTest(parameterized.TestCase):
     def test_a_bad_one_is_named(self, flag, said):
         with self.assertRaisesRegex(MoejaxError, re.escape(said)):
             cli.parse(serve.COMMAND, ["serve", flag])
+
+    def test_a_key_in_a_file(self):
+        with tempfile.TemporaryDirectory() as place:
+            path = Path(place) / "key"
+            path.write_text("sk-one\n")
+            config = ServeConfig(api_key_file=str(path))
+            self.assertEqual(serve.read_key(config), "sk-one")
+            self.assertEqual(serve.read_key(ServeConfig(api_key="sk-two")), "sk-two")
+            for text, said in (("\n", "is empty"), ("a b", "must be letters")):
+                path.write_text(text)
+                with self.assertRaisesRegex(MoejaxError, f"{re.escape(str(path))} {said}"):
+                    serve.read_key(config)
+            path.unlink()
+            with self.assertRaisesRegex(MoejaxError, "api_key_file"):
+                serve.read_key(config)
+        with self.assertRaisesRegex(MoejaxError, "exclude each other"):
+            ServeConfig(api_key="a", api_key_file="b").check()
 
     def test_a_file(self):
         words = ["serve", f"--config={ROOT}/configs/serve_qwen3_30b_a3b.py", "--config.max_batch=4"]

@@ -16,10 +16,11 @@ import uvicorn
 
 from moejax import Engine
 from moejax.generation import GenerationSettings
-from moejax.serving.app import Api
+from moejax.serving.app import Access, Api
 from moejax.serving.batcher import Batcher
+from moejax.serving.connections import ConnectionLimits, Connections
 from moejax.serving.metrics import Metrics
-from moejax.serving.server import bind
+from moejax.serving.server import bind, uvicorn_config
 from moejax.tokenizer import Tokenizer
 from tests.tiny_engine import load_tiny_engine
 
@@ -54,20 +55,22 @@ class Served:
         url = f"http://127.0.0.1:{self.port}/v1"
         return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=WAIT_S)
 
-    def post(self, path: str, body: bytes | dict[str, Any]) -> tuple[int, Any, dict[str, str]]:
-        """Status, JSON and headers of a request."""
+    def post(
+        self, path: str, body: bytes | dict[str, Any], **more: str
+    ) -> tuple[int, Any, dict[str, str]]:
+        """Status, JSON and headers of a request; `more` are headers of its own."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
         with contextlib.closing(connection):
             sent = body if isinstance(body, bytes) else json.dumps(body).encode()
-            connection.request("POST", path, sent)
+            connection.request("POST", path, sent, {"Content-Type": "application/json", **more})
             answer = connection.getresponse()
             return answer.status, json.loads(answer.read()), dict(answer.headers)
 
-    def get(self, path: str) -> tuple[int, str]:
+    def get(self, path: str, **headers: str) -> tuple[int, str]:
         """Status and text."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
         with contextlib.closing(connection):
-            connection.request("GET", path)
+            connection.request("GET", path, headers=headers)
             answer = connection.getresponse()
             return answer.status, answer.read().decode()
 
@@ -77,18 +80,23 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(engine: Engine, **how: Any) -> Iterator[Served]:
+def served(
+    engine: Engine,
+    access: Access = Access("127.0.0.1"),  # noqa: B008, frozen
+    limits: ConnectionLimits = ConnectionLimits(100),  # noqa: B008
+    **how: Any,
+) -> Iterator[Served]:
     """A server of an engine, which outlives it; `how` replaces settings of the batcher."""
     settings = {"max_batch": 8, "queue_limit": 16, "deadline_s": 0.0, **how}
     metrics, ready = Metrics(), threading.Event()
     batcher = Batcher(lambda: engine, metrics, on_loaded=ready.set, **settings)
     api = Api(
         batcher, metrics, model_name=NAME, defaults=GenerationSettings(max_new_tokens=12),
-        max_body_bytes=100_000, queue_limit=settings["queue_limit"],
+        max_body_bytes=100_000, queue_limit=settings["queue_limit"], access=access,
     )  # fmt: skip
     with contextlib.closing(bind("127.0.0.1", 0)) as listening:
-        options: dict[str, Any] = {"log_level": "warning", "lifespan": "off", "ws": "none"}
-        server = uvicorn.Server(uvicorn.Config(api.application(), **options))
+        config = uvicorn_config(api.application(), Connections(limits))
+        server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, args=([listening],))
         batcher.start()
         thread.start()

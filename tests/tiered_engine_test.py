@@ -249,7 +249,7 @@ class EngineTest(parameterized.TestCase):
 class CommandTest(parameterized.TestCase):
     @parameterized.parameters(
         (["--config.policy.retention=0.9"], "policy.retention='0.9' is of a policy, but none"),
-        (["--config.policy.name=dymo"], "policy.name='dymo' must be one of auto"),
+        (["--config.policy.name=dymo"], "policy.name='dymo' must be one of resident"),
         (
             ["--config.policy.name=dymoe", "--config.policy.hot=int4"],
             "policy dymoe has no setting 'hot'",

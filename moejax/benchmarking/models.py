@@ -24,7 +24,6 @@ from moejax.memory.budget import Budget, Limits, Tier, TieredBudget, make_budget
 from moejax.memory.tiered_memory import TieredMemory
 from moejax.memory.tiered_opening import budget_of_tiers
 from moejax.models.config import ModelConfig
-from moejax.policies.auto import AUTO
 from moejax.policies.base import AnyPolicy
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.make import make_policy, parts_of
@@ -152,8 +151,8 @@ class ShapeModels:
         self._tiering = config.policy.tiering()
         if self._tiering is not None:
             self._bits = [tier.bits_of_shape(config.bits) for tier in self._tiering.stored()]
-            if self._tiering.policy == AUTO or self._tiering.emulate:
-                raise MoejaxError("a shape takes neither policy.name=auto nor policy.emulate")
+            if self._tiering.emulate:
+                raise MoejaxError("a shape takes no policy.emulate")
         self.config = with_layers(CONFIGS[config.shape], config.layers)
         self.tokenizer: Tokenizer | None = None
         self.eos_ids: tuple[int, ...] = ()

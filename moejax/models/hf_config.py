@@ -14,12 +14,13 @@ from typing import Any
 from moejax.errors import MoejaxError
 from moejax.models import hf_deepseek, hf_qwen3_next
 from moejax.models.config import ModelConfig
+from moejax.models.hf_defaults import with_defaults
 from moejax.models.hf_fields import (
     flag,
     integer,
     number,
     object_field,
-    rope_field,
+    rope_theta,
     sparse_layers,
     unsupported,
 )
@@ -34,12 +35,6 @@ ARCHITECTURES = {
 _READERS = dict.fromkeys(hf_deepseek.ARCHITECTURES, hf_deepseek.model_config)
 _READERS["qwen3_next"] = hf_qwen3_next.model_config
 _WRITERS = dict.fromkeys(hf_deepseek.ARCHITECTURES, hf_deepseek.config_fields)
-
-# What transformers takes for a field that a config.json leaves out.
-_DEFAULT_ROPE_THETA = {"mixtral": 1e6, "qwen3_moe": 1e4}
-_QWEN3_WINDOW = 4096  # of transformers, where a window is asked for and none is given
-_DEFAULT_NORM_EPS = {"mixtral": 1e-5, "qwen3_moe": 1e-6}
-_DEFAULT_MAX_POSITIONS = {"mixtral": 131072, "qwen3_moe": 32768}
 
 
 def read_model_config(directory: Path) -> ModelConfig:
@@ -90,6 +85,7 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
     """
     family = _family(fields)
     object_field(fields, "quantization_config")  # the weights' reader knows which ones it can read
+    fields = with_defaults(family, fields)
     if read := _READERS.get(family):
         return read(family, fields)
     if reasons := unsupported(fields):
@@ -99,8 +95,8 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
     model_dim = integer(fields, "hidden_size")
     mlp_dim = integer(fields, "intermediate_size")
     is_qwen3 = family == "qwen3_moe"
-    window = fields.get("sliding_window", _QWEN3_WINDOW if is_qwen3 else None)
-    windowed = window is not None and (not is_qwen3 or flag(fields, "use_sliding_window"))
+    windowed = fields["sliding_window"] is not None
+    windowed &= not is_qwen3 or flag(fields, "use_sliding_window")
     return ModelConfig(
         family=family,
         vocab_size=integer(fields, "vocab_size"),
@@ -115,15 +111,13 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
         mlp_dim=mlp_dim,
         moe_layers=sparse_layers(fields, num_layers) if is_qwen3 else tuple(range(num_layers)),
         norm_topk_prob=flag(fields, "norm_topk_prob") if is_qwen3 else True,
-        norm_eps=number(fields, "rms_norm_eps", default=_DEFAULT_NORM_EPS[family]),
-        rope_theta=_rope_theta(fields, family),
-        max_positions=integer(
-            fields, "max_position_embeddings", default=_DEFAULT_MAX_POSITIONS[family]
-        ),
+        norm_eps=number(fields, "rms_norm_eps"),
+        rope_theta=rope_theta(family, fields),
+        max_positions=integer(fields, "max_position_embeddings"),
         tied_embeddings=flag(fields, "tie_word_embeddings"),
         qk_norm=is_qwen3,
         attention_bias=flag(fields, "attention_bias") if is_qwen3 else False,
-        sliding_window=integer({"sliding_window": window}, "sliding_window") if windowed else None,
+        sliding_window=integer(fields, "sliding_window") if windowed else None,
     )
 
 
@@ -205,8 +199,3 @@ def _family(fields: Mapping[str, Any]) -> str:
         f"model_type {model_type!r} ({architectures}) is not supported; supported are "
         + " and ".join(f"{family!r} ({name})" for family, name in ARCHITECTURES.items())
     )
-
-
-def _rope_theta(fields: Mapping[str, Any], family: str) -> float:
-    theta = {"rope_theta": rope_field(fields, "rope_theta")}
-    return number(theta, "rope_theta", default=_DEFAULT_ROPE_THETA[family])

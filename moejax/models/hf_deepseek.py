@@ -19,6 +19,7 @@ from moejax.models.hf_fields import (
     number,
     object_field,
     rope_field,
+    rope_theta,
     rope_type,
     unsupported,
 )
@@ -30,23 +31,6 @@ ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 
-# What transformers, or the code of DeepSeek-MoE-16B, takes for a field that is left out.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "deepseek": {
-        "max_position_embeddings": 2048, "first_k_dense_replace": 0, "norm_topk_prob": False,
-    },
-    "deepseek_v2": {
-        "max_position_embeddings": 2048, "first_k_dense_replace": 0, "n_shared_experts": 2,
-        "routed_scaling_factor": 1.0, "q_lora_rank": 1536, "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "topk_method": "greedy",
-    },
-    "deepseek_v3": {
-        "max_position_embeddings": 4096, "first_k_dense_replace": 3, "n_shared_experts": 1,
-        "routed_scaling_factor": 2.5, "q_lora_rank": 1536, "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_group": 8,
-        "topk_group": 4, "norm_topk_prob": True, "rope_interleave": True,
-    },
-}  # fmt: skip
 _YARN_FIELDS = (
     "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
     "mscale_all_dim", "attention_factor",
@@ -61,7 +45,6 @@ def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
     Raises:
       MoejaxError: a field is missing or wrong, or asks for something that is not supported.
     """
-    fields = {**_DEFAULTS[family], **fields}
     if reasons := _unsupported(family, fields):
         raise MoejaxError("not supported: " + "; ".join(reasons))
     num_layers, num_heads = (
@@ -89,10 +72,8 @@ def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
         mlp_dim=integer(fields, "intermediate_size"),
         moe_layers=_sparse_layers(family, fields, num_layers),
         norm_topk_prob=_normalises(family, fields),
-        norm_eps=number(fields, "rms_norm_eps", default=1e-6),
-        rope_theta=number(
-            {"rope_theta": rope_field(fields, "rope_theta")}, "rope_theta", default=10000.0
-        ),
+        norm_eps=number(fields, "rms_norm_eps"),
+        rope_theta=rope_theta(family, fields),
         max_positions=max_positions,
         tied_embeddings=flag(fields, "tie_word_embeddings"),
         qk_norm=False,
@@ -204,7 +185,7 @@ def _normalises(family: str, fields: Mapping[str, Any]) -> bool:
 def _router(family: str, fields: Mapping[str, Any]) -> RouterRule:
     if family == "deepseek":
         return RouterRule()
-    scale = number(fields, "routed_scaling_factor", default=1.0)
+    scale = number(fields, "routed_scaling_factor")
     if family == "deepseek_v2" and fields["topk_method"] == _GREEDY:
         return RouterRule(scale=scale)
     num_groups, top_groups = (integer(fields, name) for name in ("n_group", "topk_group"))
@@ -221,7 +202,7 @@ def _sparse_layers(family: str, fields: Mapping[str, Any], num_layers: int) -> t
     first = fields["first_k_dense_replace"]
     if first != 0 or type(first) is not int:
         first = integer(fields, "first_k_dense_replace")
-    every = integer(fields, "moe_layer_freq", default=1) if family == "deepseek" else 1
+    every = integer(fields, "moe_layer_freq") if family == "deepseek" else 1
     return _layers(first, every, num_layers)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from moejax.errors import MoejaxError
+from moejax.models.hf_defaults import DEFAULTS
 
 # Numbers are computed with as float32.
 LARGEST = 3e38
@@ -17,7 +18,7 @@ def unsupported(
     """Every reason why the model cannot be run as transformers would run it.
 
     Args:
-      fields: of config.json.
+      fields: of config.json, completed.
       ropes: kinds of rotary embedding that its family is served with.
       partial: whether heads that are rotated in part are.
     """
@@ -31,7 +32,7 @@ def unsupported(
     rotated = rope_field(fields, "partial_rotary_factor")
     if not partial and rotated not in (None, 1, 1.0):
         reasons.append(f"partial_rotary_factor {rotated}")
-    if fields.get("hidden_act", "silu") != "silu":
+    if fields["hidden_act"] != "silu":
         reasons.append(f"hidden_act {fields['hidden_act']!r}, only 'silu' is")
     return reasons
 
@@ -45,6 +46,13 @@ def rope_field(fields: Mapping[str, Any], name: str) -> Any:
     """What all places that hold a rope field agree on: both objects, and the top level."""
     nested = {f"{rope}.{name}": object_field(fields, rope).get(name) for rope in ROPES}
     return agreed({**nested, name: fields.get(name)})
+
+
+def rope_theta(family: str, fields: Mapping[str, Any]) -> float:
+    """The base of rotary frequencies: the family's default where no place names it."""
+    default = None if "rope_theta" in fields else DEFAULTS[family]["rope_theta"]
+    found = {"rope_theta": rope_field(fields, "rope_theta")}
+    return number(found, "rope_theta", default=default)
 
 
 def object_field(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -87,11 +95,13 @@ def integer(fields: Mapping[str, Any], *names: str, default: int | None = None) 
     return value
 
 
-def number(fields: Mapping[str, Any], name: str, *, default: float) -> float:
+def number(fields: Mapping[str, Any], name: str, *, default: float | None = None) -> float:
     """A positive finite number."""
     value = fields.get(name)
     if value is None:
-        return default
+        value = default
+    if value is None:
+        raise MoejaxError(f"{name} is missing")
     if type(value) not in (int, float) or not 0 < value <= LARGEST:
         raise MoejaxError(f"{name} is {value!r}, expected a positive finite number")
     return float(value)
@@ -99,7 +109,7 @@ def number(fields: Mapping[str, Any], name: str, *, default: float) -> float:
 
 def sparse_layers(fields: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """Qwen3's: every `decoder_sparse_step`-th layer, save those named as MLP only."""
-    step = integer(fields, "decoder_sparse_step", default=1)
+    step = integer(fields, "decoder_sparse_step")
     dense = fields.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise MoejaxError(f"mlp_only_layers is {dense!r}, expected a list of layers")

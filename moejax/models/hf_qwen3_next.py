@@ -10,22 +10,18 @@ from typing import Any
 
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
+from moejax.models.hf_defaults import DEFAULTS
 from moejax.models.hf_fields import (
     flag,
     integer,
     number,
     rope_field,
+    rope_theta,
     sparse_layers,
     unsupported,
 )
 from moejax.models.parts import DeltaNet
 
-# What transformers takes for a field that a config.json leaves out.
-_ROPE_THETA = 1e4
-_ROTATED = 0.25
-_NORM_EPS = 1e-6
-_MAX_POSITIONS = 32768
-_INTERVAL = 4
 _ATTENTION, _DELTA = "full_attention", "linear_attention"
 
 
@@ -55,12 +51,10 @@ def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
         expert_dim=integer(fields, "moe_intermediate_size"),
         mlp_dim=integer(fields, "intermediate_size"),
         moe_layers=sparse_layers(fields, num_layers),
-        norm_topk_prob=fields.get("norm_topk_prob") is None or flag(fields, "norm_topk_prob"),
-        norm_eps=number(fields, "rms_norm_eps", default=_NORM_EPS),
-        rope_theta=number(
-            {"rope_theta": rope_field(fields, "rope_theta")}, "rope_theta", default=_ROPE_THETA
-        ),
-        max_positions=integer(fields, "max_position_embeddings", default=_MAX_POSITIONS),
+        norm_topk_prob=flag(fields, "norm_topk_prob"),
+        norm_eps=number(fields, "rms_norm_eps"),
+        rope_theta=rope_theta(family, fields),
+        max_positions=integer(fields, "max_position_embeddings"),
         tied_embeddings=flag(fields, "tie_word_embeddings"),
         qk_norm=True,
         attention_bias=flag(fields, "attention_bias"),
@@ -109,9 +103,10 @@ def fields_of(config: ModelConfig) -> dict[str, Any]:
 
 
 def _rotated_dims(fields: Mapping[str, Any], head_dim: int) -> int:
-    """Dimensions of a head that are rotated; transformers rounds them down."""
+    """Dimensions of a head that are rotated, rounded down; all of them where the share is null."""
     name = "partial_rotary_factor"
-    share = number({name: rope_field(fields, name)}, name, default=_ROTATED)
+    default = 1.0 if name in fields else DEFAULTS["qwen3_next"][name]
+    share = number({name: rope_field(fields, name)}, name, default=default)
     if share > 1:
         raise MoejaxError(f"{name} is {share}, more than a whole head")
     return int(head_dim * share)
@@ -136,7 +131,7 @@ def _layer_types(fields: Mapping[str, Any], num_layers: int) -> list[str]:
     """What each layer mixes by."""
     kinds = fields.get("layer_types")
     if kinds is None:
-        interval = integer(fields, "full_attention_interval", default=_INTERVAL)
+        interval = integer(fields, "full_attention_interval")
         return [_DELTA if (i + 1) % interval else _ATTENTION for i in range(num_layers)]
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise MoejaxError(f"layer_types is {kinds!r}, expected a list of {num_layers}")

@@ -1,6 +1,7 @@
 """The ASGI application: routes of OpenAI's API, health, metrics."""
 
 import asyncio
+import dataclasses
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -8,6 +9,8 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -21,11 +24,42 @@ from moejax.serving.batcher import Batcher
 from moejax.serving.errors import ApiError, unavailable
 from moejax.serving.exchange import ClientGone, Exchange, outcome_of
 from moejax.serving.fields import read_object
+from moejax.serving.guards import AccessGuard, HostGuard
 from moejax.serving.metrics import Metrics
 from moejax.serving.requests import ModelFacts, Request, read_chat, read_completion
+from moejax.serving.responses import error_response, json_response
 
+JSON = "application/json"
 BODY_SECONDS = 30.0  # a client may take to send its body
 Reader = Callable[[Mapping[str, Any], ModelFacts], Request]
+
+
+@dataclasses.dataclass(frozen=True)
+class Access:
+    """Clients that may ask.
+
+    Attributes:
+      bound_to: the address or name that the server listens on.
+      hosts: further names by which it is called; `*` is any.
+      origins: of a browser's pages that may ask; `*` is any.
+      key: what they all give; "" for none.
+    """
+
+    bound_to: str
+    hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+    key: str = ""
+
+    def middleware(self) -> list[Middleware]:
+        """Guards around the routes, the outermost first."""
+        guards = [Middleware(HostGuard, bound_to=self.bound_to, allowed=self.hosts)]
+        if self.origins:
+            cors = Middleware(
+                CORSMiddleware, allow_origins=self.origins, allow_methods=("GET", "POST"),
+                allow_headers=("*",),
+            )  # fmt: skip
+            guards.append(cors)
+        return [*guards, Middleware(AccessGuard, key=self.key, origins=self.origins)]
 
 
 class Api:
@@ -40,6 +74,7 @@ class Api:
         defaults: GenerationSettings,
         max_body_bytes: int,
         queue_limit: int,
+        access: Access,
     ):
         """Answers once the batcher is ready.
 
@@ -50,6 +85,7 @@ class Api:
           defaults: of fields that requests do not say.
           max_body_bytes: longer bodies are refused.
           queue_limit: requests of more answers are refused.
+          access: who may ask.
         """
         self._batcher = batcher
         self._metrics = metrics
@@ -57,6 +93,7 @@ class Api:
         self._defaults = defaults
         self._max_body_bytes = max_body_bytes
         self._queue_limit = queue_limit
+        self._access = access
         self._texts: TokenTexts | None = None
         self._started = int(time.time())
 
@@ -72,7 +109,8 @@ class Api:
             Route("/v1/completions", self._endpoint("completions", read_completion), methods=post),
             Route("/v1/chat/completions", self._endpoint("chat", read_chat), methods=post),
         ]
-        return Starlette(routes=routes, exception_handlers=handlers)
+        guards = self._access.middleware()
+        return Starlette(routes=routes, exception_handlers=handlers, middleware=guards)
 
     async def _health(self, request: HttpRequest) -> Response:
         engine = self._batcher.engine
@@ -130,6 +168,10 @@ class Api:
     async def _read(self, http: HttpRequest, read: Reader) -> tuple[Request, Engine]:
         """The checked request; in a thread, since long texts take their time."""
         engine = self._batcher.engine
+        if (kind := http.headers.get("content-type", "")).partition(";")[0].strip().lower() != JSON:
+            # A page of another site may send other types without asking this server first.
+            said = f"the Content-Type must be {JSON}, not {kind[:100]!r}"
+            raise ApiError(said, status=415, code="unsupported_media_type")
         body = await self._body(http)
         if engine is None or engine.tokenizer is None:
             raise unavailable("the model is being loaded")
@@ -233,19 +275,6 @@ class EventStream:
 def _event(chunk: Mapping[str, Any]) -> dict[str, Any]:
     body = b"data: " + json.dumps(chunk, allow_nan=False).encode() + b"\n\n"
     return {"type": "http.response.body", "body": body, "more_body": True}
-
-
-def json_response(
-    body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
-) -> Response:
-    """In ASCII: what clients sent may hold what UTF-8 cannot say."""
-    text = json.dumps(body, allow_nan=False)
-    return Response(text, status, dict(headers or {}), "application/json")
-
-
-def error_response(error: ApiError) -> Response:
-    """Of an error that the client is told."""
-    return json_response(error.body(), error.status, error.headers())
 
 
 async def _http_error(request: HttpRequest, error: Exception) -> Response:

@@ -45,6 +45,13 @@ class Metrics:
         self.generated_tokens = prometheus_client.Counter(
             "moejax_generated_tokens", "New tokens of answers.", registry=registry
         )
+        self.connections = prometheus_client.Gauge(
+            "moejax_connections", "Connections that are open.", registry=registry
+        )
+        self.connections_refused = prometheus_client.Gauge(
+            "moejax_connections_refused", "Connections that were one too many, since the start.",
+            registry=registry,
+        )  # fmt: skip
         self._programs = prometheus_client.Gauge(
             "moejax_programs", "Programs compiled since the start.", registry=registry
         )

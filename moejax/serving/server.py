@@ -2,24 +2,34 @@
 
 import asyncio
 import contextlib
+import functools
+import ipaddress
 import os
 import signal
 import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import uvicorn
+from starlette.applications import Starlette
 
 from moejax.engine import Engine
 from moejax.errors import MoejaxError
 from moejax.generation import GenerationSettings
 from moejax.serve_config import ServeConfig
-from moejax.serving.app import Api
+from moejax.serving.app import Access, Api
 from moejax.serving.batcher import Batcher, warm_up
+from moejax.serving.connections import (
+    BACKLOG,
+    ConnectionLimits,
+    Connections,
+    LimitedProtocol,
+    most_connections,
+)
 from moejax.serving.metrics import Metrics
 
-_BACKLOG = 2048
 _LATE_S = 2.0  # after the grace, to tell the clients
 
 
@@ -40,12 +50,13 @@ class _Server(uvicorn.Server):
         self._batcher.cut()
 
 
-def serve(config: ServeConfig, load: Callable[[], Engine]) -> None:
+def serve(config: ServeConfig, load: Callable[[], Engine], key: str = "") -> None:
     """Serves until SIGTERM or SIGINT.
 
     Args:
       config: of the run.
       load: gives the engine; called in a thread while the server already answers /health.
+      key: clients give it; "" for none.
 
     Raises:
       MoejaxError: the port is taken, or the model cannot be loaded or has no tokenizer.
@@ -77,14 +88,16 @@ def serve(config: ServeConfig, load: Callable[[], Engine]) -> None:
         batcher, metrics, model_name=_model_name(config),
         defaults=defaults, max_body_bytes=config.max_body_bytes,
         queue_limit=config.queue_limit,
+        access=Access(config.host, config.allowed_hosts, config.cors_origins, key),
     )  # fmt: skip
     host, port = listening.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     print(f"listening at {url}", file=sys.stderr, flush=True)
-    settings = uvicorn.Config(
-        api.application(), log_level="warning", access_log=False, lifespan="off", ws="none",
-        timeout_graceful_shutdown=int(config.grace_s + _LATE_S) + 1, backlog=_BACKLOG,
-        server_header=False,
+    if not key and not listens_here_alone(host):
+        print(f"there is no api_key: whoever reaches {url} may use it", file=sys.stderr, flush=True)
+    settings = uvicorn_config(
+        api.application(), connections(config.max_connections, metrics),
+        timeout_graceful_shutdown=int(config.grace_s + _LATE_S) + 1,
     )  # fmt: skip
     server = _Server(settings, batcher, config.grace_s)
 
@@ -107,6 +120,33 @@ def serve(config: ServeConfig, load: Callable[[], Engine]) -> None:
         batcher.engine.close()
 
 
+def connections(most: int, metrics: Metrics) -> Connections:
+    """Counts connections up to so many, or to what the process may open."""
+    if (may := most_connections(most)) < most:
+        said = f"max_connections={most} is {may} here, by the limit of open files (ulimit -n)"
+        print(said, file=sys.stderr, flush=True)
+    found = Connections(ConnectionLimits(may))
+    metrics.connections.set_function(lambda: len(found))
+    metrics.connections_refused.set_function(lambda: found.num_refused)
+    return found
+
+
+def uvicorn_config(application: Starlette, connections: Connections, **more: Any) -> uvicorn.Config:
+    """Settings of uvicorn; the same whatever loops and parsers are installed beside it."""
+    limits = connections.limits
+    protocol: Any = functools.partial(LimitedProtocol, all_connections=connections)
+    return uvicorn.Config(
+        application, log_level="error", access_log=False, lifespan="off", ws="none",
+        loop="asyncio", http=protocol, backlog=BACKLOG, server_header=False,
+        timeout_keep_alive=int(limits.idle_s), **more,
+    )  # fmt: skip
+
+
+def listens_here_alone(host: str) -> bool:
+    """Whether an address is of the loopback, which other machines do not reach."""
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
+
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket.
 
@@ -121,7 +161,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(kind[4])
-        listening.listen(_BACKLOG)
+        listening.listen(BACKLOG)
     except OSError as error:
         listening.close()
         said = f"cannot listen on {host}:{port}: {error.strerror}"

@@ -10,7 +10,7 @@ from moejax.policy_config import NAMES
 # By the name's end, what such a file begins with; an SVG may begin in several ways.
 PICTURES = {".png": b"\x89PNG", ".pdf": b"%PDF-", ".svg": b"<", ".jpg": b"\xff\xd8\xff"}
 LRU = "lru"  # the engine's own cache, to the last hit; the others are of `moejax.policies`
-POLICIES = (LRU, *(name for name in NAMES if name != "auto"))
+POLICIES = (LRU, *NAMES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,190 @@
+"""Limits on connections: their number, and the time for headers, between requests and to read.
+
+uvicorn has a time limit between requests alone. A client that connects and is silent, sends half a
+header, goes on with a body after its answer, or does not read, would keep its connection for ever.
+"""
+
+import asyncio
+import dataclasses
+import resource
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from moejax.serving.errors import ApiError, unavailable
+from moejax.serving.responses import raw_error
+
+BACKLOG = 256  # connections that the kernel keeps until they are accepted, many at a time
+MOST_REFUSED = 64  # connections over the limit that are told so; further ones are closed at once
+REFUSED_S = 1.0  # a refused client may take to send its request and read the answer
+OTHER_FILES = 256  # descriptors that checkpoints, logs and the event loop may take
+
+
+@dataclasses.dataclass(frozen=True)
+class ConnectionLimits:
+    """Limits of one server.
+
+    Attributes:
+      most: open connections.
+      header_s: seconds for the headers of a request, from connecting or from their first byte.
+      idle_s: seconds between two requests of a connection.
+      write_s: seconds for which a client may not read what it was sent.
+    """
+
+    most: int
+    header_s: float = 10.0
+    idle_s: float = 20.0
+    write_s: float = 60.0
+
+
+class Connections:
+    """Open connections of one server; the longest idle one makes room for a new one.
+
+    Attributes:
+      limits: see `ConnectionLimits`.
+      num_refused: connections that were over the limit so far.
+    """
+
+    def __init__(self, limits: ConnectionLimits):
+        self.limits = limits
+        self.num_refused = 0
+        self._open: set[LimitedProtocol] = set()
+        self._idle: dict[LimitedProtocol, None] = {}  # without a request, the longest first
+        self._refused: set[LimitedProtocol] = set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def admit(self, one: "LimitedProtocol") -> bool:
+        """Counts a new connection unless there are too many, all of them with a request."""
+        if len(self._open) >= self.limits.most and self._idle:
+            oldest = next(iter(self._idle))
+            self.forget(oldest)
+            oldest.transport.close()
+        if len(self._open) >= self.limits.most:
+            self.num_refused += 1
+            return False
+        self._open.add(one)
+        return True
+
+    def refuse(self, one: "LimitedProtocol") -> bool:
+        """Whether a connection over the limit is told so before it is closed."""
+        if len(self._refused) >= MOST_REFUSED:
+            return False
+        self._refused.add(one)
+        return True
+
+    def set_idle(self, one: "LimitedProtocol", is_idle: bool) -> None:
+        """Whether a connection is without a request."""
+        if not is_idle:
+            self._idle.pop(one, None)
+        elif one in self._open:
+            self._idle.setdefault(one)
+
+    def forget(self, one: "LimitedProtocol") -> None:
+        """A connection is closed."""
+        self._open.discard(one)
+        self._idle.pop(one, None)
+        self._refused.discard(one)
+
+    def abort(self) -> None:
+        """Ends all connections without a further word."""
+        for one in [*self._open, *self._refused]:
+            one.transport.abort()
+
+
+class LimitedProtocol(H11Protocol):
+    """HTTP/1.1 of uvicorn over one connection, within the limits of a server."""
+
+    def __init__(self, *arguments: Any, all_connections: Connections, **how: Any):
+        super().__init__(*arguments, **how)
+        self._all = all_connections
+        self._limits = all_connections.limits
+        self._is_refused = False
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See asyncio."""
+        super().connection_made(transport)
+        if self._all.admit(self):
+            self._watch()
+            return
+        self._is_refused = True
+        if self._all.refuse(self):
+            self._start("refused", REFUSED_S, transport.abort)
+        else:
+            transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio."""
+        if not self._is_refused:
+            super().data_received(data)
+            self._watch()
+        elif "told" not in self._timers:  # what still comes is not looked at
+            self._start("told", REFUSED_S, self.transport.close)
+            self.transport.write(raw_error(unavailable("there are too many connections")))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio."""
+        self._all.forget(self)
+        for name in list(self._timers):
+            self._stop(name)
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        """See uvicorn."""
+        super().on_response_complete()
+        self._watch()
+
+    def pause_writing(self) -> None:
+        """See asyncio."""
+        super().pause_writing()
+        self._start("write", self._limits.write_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """See asyncio."""
+        self._stop("write")
+        super().resume_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuses what is no HTTP request; within an answer there is nothing to be said."""
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            self.transport.write(raw_error(ApiError(msg, code="invalid_http")))
+        self.transport.close()
+
+    def _watch(self) -> None:
+        """Starts or ends the time for headers, by whether there is a request."""
+        is_idle = self.cycle is None or self.cycle.response_complete
+        self._all.set_idle(self, is_idle)
+        if not is_idle:
+            self._stop("header")
+        elif self.timeout_keep_alive_task is None and "header" not in self._timers:
+            self._start("header", self._limits.header_s, self._end_idle)
+
+    def _end_idle(self) -> None:
+        if self.conn.trailing_data[0] and not self.transport.is_closing():
+            said = f"the headers did not come within {self._limits.header_s:g} s"
+            error = ApiError(said, status=408, code="headers_too_slow")
+            self.transport.write(raw_error(error))
+        self.transport.close()
+
+    def _start(self, name: str, seconds: float, end: Any) -> None:
+        self._stop(name)
+        self._timers[name] = self.loop.call_later(seconds, end)
+
+    def _stop(self, name: str) -> None:
+        if (timer := self._timers.pop(name, None)) is not None:
+            timer.cancel()
+
+
+def most_connections(wanted: int) -> int:
+    """Connections that the process's limit of open files allows, raised where that may be."""
+    others = BACKLOG + MOST_REFUSED + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted + others:
+        may = hard if hard != resource.RLIM_INFINITY else wanted + others
+        soft = max(soft, min(may, wanted + others))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    return max(1, min(wanted, soft - others))
