@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,9 @@ POLICY = {"policy": "dymoe", "slots": (2, 8), "tiers": ("int4", "int2"), "quanti
           "group_size": 16}  # fmt: skip
 FLAGS = {"policy.name": "dymoe", "policy.slots": "('2','8')", "policy.tiers": "('int4','int2')",
          "policy.quantizer": "rtn", "policy.group_size": 16}  # fmt: skip
-# A scale and a zero, float16 each, for a group of 16.
-INT4, INT2 = 4 + 32 / 16, 2 + 32 / 16
+# A scale and a zero, float16 each, for a group of 16; in `down`, a third of the weights, rows of 16
+# numbers are padded to 32.
+INT4, INT2 = ((2 * (bits + 2) + 2 * bits + 2) / 3 for bits in (4, 2))
 EXPERTS = 2 * 8 * 3 * CONFIG.expert_dim * CONFIG.model_dim
 
 
@@ -47,6 +47,11 @@ class BitsTest(absltest.TestCase):
             self.assertEqual(cli.exit_status(command, ["x", *arguments, *flags]), 0, err.getvalue())
         return out.getvalue(), err.getvalue()
 
+    def assert_parts(self, found: dict[str, float]) -> None:
+        self.assertEqual(list(found), ["int4", "int2", "rest"])
+        for bits, expected in zip(found.values(), (INT4, INT2, 32), strict=True):
+            self.assertAlmostEqual(bits, expected)
+
     @property
     def said(self) -> str:
         """What people read."""
@@ -65,9 +70,9 @@ class BitsTest(absltest.TestCase):
         self.assertEqual(moving.bits_per_weight, 32)
         self.assertEqual(moving.bits.parts, {"stored": 32, "rest": 32})
         self.assertAlmostEqual(tiered.bits_per_weight, self.overall)
-        self.assertEqual(tiered.bits.parts, {"int4": INT4, "int2": INT2, "rest": 32})
+        self.assert_parts(tiered.bits.parts)
         self.assertIn(self.said, tiered.weights_summary)
-        self.assertIn("moe.gate_up in int4, moe.down in int4: INT4", tiered.weights_summary)
+        self.assertIn("moe.gate_up in int4: INT4 in groups of 16", tiered.weights_summary)
         self.assertNotIn("none packed", tiered.weights_summary)
 
     def test_generate_and_plan(self):
@@ -84,9 +89,7 @@ class BitsTest(absltest.TestCase):
         weights = json.loads(output.read_text())["weights"]
         self.assertEqual(weights["parameters"], self.parameters)
         self.assertAlmostEqual(weights["bits_per_weight"], self.overall)
-        self.assertEqual(
-            weights["bits_per_weight_by_part"], {"int4": INT4, "int2": INT2, "rest": 32}
-        )
+        self.assert_parts(weights["bits_per_weight_by_part"])
         self.assertEqual(weights["stored_bits_per_weight"], 32)
         self.assertEqual(8 * weights["bytes"], round(self.overall * self.parameters))
         self.assertIn(f"{self.overall:.3f} bits a weight (experts: int4 {INT4:.3f} and int2", out)
@@ -99,12 +102,10 @@ class BitsTest(absltest.TestCase):
         )
         self.assertIn(f"weights: {self.said}", out)
         figures = json.loads(output.read_text())["points"][0]["figures"]
-        found = {n: of["value"] for n, of in figures.items() if re.match("bits a weight", n)}
-        self.assertAlmostEqual(found.pop("bits a weight"), self.overall)
-        self.assertEqual(
-            found,
-            {"bits a weight, int4": INT4, "bits a weight, int2": INT2, "bits a weight, rest": 32},
-        )
+        said = "bits a weight"
+        self.assertAlmostEqual(figures[said]["value"], self.overall)
+        parts = ("int4", "int2", "rest")
+        self.assert_parts({part: figures[f"{said}, {part}"]["value"] for part in parts})
 
     def test_sums(self):
         bits = BitsPerWeight(100, 60, 80, {"a": 60, "b": 30})

@@ -81,7 +81,7 @@ class LoadTest(parameterized.TestCase):
 
     def test_experts_of_the_disk_are_refused_when_they_are_read(self):
         self.put("model.layers.1.mlp.experts.7.down_proj.weight", np.nan)
-        limits = Limits(slots=2, host_gib=15 * 6144 / 2**30)
+        limits = Limits(slots=2, transient=2, host_gib=15 * 6144 / 2**30)
         with self.assertRaisesRegex(MoejaxError, "experts.7.down_proj.weight holds NaN"):
             engine = Engine.from_pretrained(
                 self.folder, platform="cpu", progress=False, limits=limits

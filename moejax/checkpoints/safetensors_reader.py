@@ -43,7 +43,7 @@ _MAGNITUDES: dict[np.dtype, tuple[type[np.unsignedinteger], int, int]] = {
     _DTYPES["BF16"]: (np.uint16, 0x7FFF, 0x5F00),
     _DTYPES["F8_E4M3"]: (np.uint8, 0x7F, 0x7F),
 }
-_BLOCK = 2**18  # numbers looked at together, which a cache holds
+_BLOCK = 2**16  # numbers looked at together: their copy is small, and a cache holds it
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
