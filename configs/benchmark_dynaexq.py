@@ -3,7 +3,7 @@ r"""DynaExq's workload: 128 prompts of 2048 tokens, 256 new tokens each, batches
     python -m moejax.benchmark --config=configs/benchmark_dynaexq.py \
         --config.output=dynaexq.json  # gpu
     python -m moejax.benchmark --config=configs/benchmark_dynaexq.py --config.shape= \
-        --config.checkpoint=DIR --config.policy.tiers="('int4=DIR-INT4', 'int2=DIR-INT2')"  # gpu
+        --config.checkpoint=DIR --config.policy.tiers=int4=DIR-INT4,int2=DIR-INT2  # gpu
 
 Random weights of Qwen3-30B-A3B's shape under the policy: INT4 for the 32 hottest of a layer's 128
 experts, INT2 for all; the routing of decode steps is made up, as the output says. Name a

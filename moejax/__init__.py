@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from moejax.generation import Generation as Generation
     from moejax.tiering import Tiering as Tiering
 
+__version__ = "0.1.0"
+
 _HOMES = {
     "Chunk": "moejax.generation",
     "Engine": "moejax.engine",

@@ -2,9 +2,9 @@ r"""How fast a model answers: latencies, throughput, bytes moved, memory, share 
 
     python -m moejax.benchmark
     python -m moejax.benchmark --config.prompts=sharegpt.json --config.num_prompts=64 \
-        --config.batches="(1,4,16)" --config.output=x.json,x.csv
+        --config.batches=1,4,16 --config.output=x.json,x.csv
     python -m moejax.benchmark --config.shape=Qwen3-30B-A3B --config.bits=4 \
-        --config.budgets="(12,16,24,32)" --config.prompt_tokens=512 --config.skew=zipf:0.85
+        --config.budgets=12,16,24,32 --config.prompt_tokens=512 --config.skew=zipf:0.85
     python -m moejax.benchmark --config=configs/benchmark_dynaexq.py
 
 A checkpoint routes as it does. A shape has random weights: where its experts move, decode steps

@@ -19,6 +19,8 @@ MAX_BATCH = 1024
 class BenchmarkConfig(RunConfig):
     """A model, its requests, and the batches and budgets that they are measured at."""
 
+    command = "moejax.benchmark"
+
     checkpoint: str = option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
     shape: str = option(
         "", f"in place of a checkpoint, random weights of a shape: {', '.join(CONFIGS)}"

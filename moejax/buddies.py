@@ -25,6 +25,7 @@ from safetensors.numpy import save
 from moejax import results
 from moejax.checkpoints.safetensors_reader import StoredTensor, read_array, read_header
 from moejax.errors import MoejaxError
+from moejax.files import write_whole
 from moejax.models.config import ModelConfig
 from moejax.policies.buddy_gates import percentile_tau
 from moejax.policies.buddy_lists import BuddyLists, Source, buddy_lists, output_gains
@@ -170,9 +171,7 @@ def save_buddies(path: Path, profile: BuddyProfile) -> None:
     }
     metadata = {"format": FORMAT, "provenance": json.dumps(profile.provenance, ensure_ascii=False)}
     content = save({k: np.asarray(v, order="C") for k, v in tensors.items()}, metadata)
-    partial = path.with_name(path.name + ".part")
-    partial.write_bytes(content)
-    partial.replace(path)
+    write_whole(path, content)
 
 
 def load_buddies(
@@ -200,7 +199,7 @@ def load_buddies(
         raise MoejaxError(f"{path} is no profile of format {FORMAT!r} but {said!r}; {_MEND}")
     try:
         provenance = json.loads(metadata["provenance"])
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, RecursionError) as error:  # the last: nested too deeply
         raise MoejaxError(f"{path} does not say where it comes from; {_MEND}") from error
     _check(path, stored, config)
     _check_origin(path, provenance, config, directory)

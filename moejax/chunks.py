@@ -91,29 +91,19 @@ def prefill_chunks(length: int, cache_length: int, longest: int) -> Iterator[tup
         start += size
 
 
-@dataclasses.dataclass(frozen=True)
-class Chunk:
-    """Positions `start`..`start + count` of given tokens; padding fills the program's `size`."""
+def next_chunk(num_left: int, room: int, most: int) -> int:
+    """Size of the next chunk of given tokens of which at most `most` may be read at once.
 
-    start: int
-    count: int
-    size: int
+    It is a power of two, so that few programs serve any `most`; padding fills the last chunk alone.
 
-    @property
-    def end(self) -> int:
-        """The first position after it."""
-        return self.start + self.count
-
-
-def next_chunk(start: int, length: int, cache_length: int, most: int) -> Chunk:
-    """The chunk from `start` on where at most `most` tokens may be read at once.
-
-    It takes what is left, or a power of two of tokens, so that few programs serve any `most`.
+    Args:
+      num_left: tokens.
+      room: slots of the cache for them.
+      most: tokens.
     """
-    count = min(length - start, most)
-    if MIN_PREFILL_LENGTH < count < length - start:
-        count = 1 << (count.bit_length() - 1)
-    return Chunk(start, count, length_bucket(count, MIN_PREFILL_LENGTH, cache_length - start))
+    if num_left <= most:
+        return length_bucket(num_left, MIN_PREFILL_LENGTH, room)
+    return 1 << (most.bit_length() - 1)
 
 
 def num_between(lengths: Sequence[int] | np.ndarray, start: int, size: int) -> int:

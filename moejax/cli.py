@@ -4,14 +4,18 @@
     if __name__ == "__main__":
         cli.run(COMMAND)
 
+`moejax generate ...`, which pip installs, runs the same as `python -m moejax.generate ...`.
+
 Exit status: 0 done; 1 a mistake in the input (MoejaxError, OSError); 2 flags that cannot be read;
 130 interrupted; 141 the reader of stdout has gone. Tracebacks only with `--verbose`, but an error
 of another kind is a bug of ours and keeps its traceback.
 """
 
+import ast
 import dataclasses
+import difflib
+import importlib
 import io
-import itertools
 import os
 import re
 import sys
@@ -23,48 +27,100 @@ from typing import Generic, NoReturn, TypeVar
 from absl import flags
 from ml_collections import config_dict, config_flags
 
+from moejax import __version__
 from moejax.errors import MoejaxError
 from moejax.options import (
     RunConfig,
     check_field_name,
+    check_fields,
     from_config_dict,
+    groups,
+    moved,
     options,
     to_config_dict,
+    value_of,
 )
 
+# Commands of `moejax`, each a module of this package; the first line of its docstring describes it.
+MAINS = (
+    "generate", "serve", "plan", "quantize", "evaluate", "lm_eval", "benchmark", "profile_experts",
+    "sweep",
+)  # fmt: skip
 _Config = TypeVar("_Config", bound=RunConfig)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command(Generic[_Config]):
-    """One main: what it says of itself, its flags beside `--config`, its defaults and its body."""
+    """One main.
+
+    Attributes:
+      doc: its help text, before the flags.
+      default: the configuration without flags.
+      define_flags: defines the flags beside `--config`.
+      body: what it does.
+      resumes: whether the same command, run again after an interruption, goes on where it was.
+    """
 
     doc: str
     default: _Config
     define_flags: Callable[[flags.FlagValues], None]
     body: Callable[[_Config, flags.FlagValues], None]
+    resumes: Callable[[_Config], bool] = lambda config: False
 
 
-def run(command: Command[_Config]) -> NoReturn:
-    """Runs a main on the process's arguments and ends the process."""
+def main() -> NoReturn:
+    """Runs `moejax COMMAND ...`, and ends the process."""
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name in ("-h", "-help", "--help"):
+        print(_overview())
+        sys.exit(0)
+    if name in ("-version", "--version"):
+        print(f"moejax {__version__}")
+        sys.exit(0)
+    if name not in MAINS:
+        near = difflib.get_close_matches(name, MAINS, n=1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        known = ", ".join(MAINS)
+        print(f"error: moejax has no command {name!r}; {meant}commands: {known}", file=sys.stderr)
+        sys.exit(2)
+    module = importlib.import_module(f"moejax.{name}")
+    argv = [f"moejax {name}", *arguments]
+    if name == "lm_eval":  # the command line is lm_eval's own
+        module.main(argv)
+        sys.exit(0)
+    run(module.COMMAND, argv)
+
+
+def _overview() -> str:
+    lines = ["Mixture-of-Experts language models in JAX.", "", "moejax COMMAND [FLAGS]:"]
+    for name in MAINS:
+        source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+        said = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+        lines.append(f"  {name:<16} {said}")
+    return "\n".join([*lines, "", "moejax COMMAND --help lists its flags; moejax --version"])
+
+
+def run(command: Command[_Config], argv: Sequence[str] | None = None) -> NoReturn:
+    """Runs a main on `argv`, by default the process's arguments, and ends the process."""
     if sys.stderr is None:  # closed by the caller, and print() would take stdout in its place
         sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115, used to the end
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Where stdout is not UTF-8, a character that it lacks becomes a question mark.
         sys.stdout.reconfigure(errors="replace")
-    sys.exit(exit_status(command, sys.argv))
+    sys.exit(exit_status(command, sys.argv if argv is None else argv))
 
 
 def exit_status(command: Command[_Config], argv: Sequence[str]) -> int:
     """Runs a main on `argv` (the program's name first); prints its error if any; the status."""
     verbose = any(re.fullmatch("--?verbose(=(true|t|1|yes|y))?", arg, re.I) for arg in argv)
+    config: _Config | None = None
     try:
         if sys.stdout is None:
             raise MoejaxError("standard output is closed; send it to a file, or to /dev/null")
         config, values = parse(command, argv)
         verbose = values.verbose
         if values.help:
-            print(_help_text(command, values))
+            print(_help_text(command, values, config))
         else:
             command.body(config, values)
         sys.stdout.flush()
@@ -77,7 +133,8 @@ def exit_status(command: Command[_Config], argv: Sequence[str]) -> int:
     except (MoejaxError, OSError) as error:
         return _fail(_one_line(str(error)), 1, verbose)
     except KeyboardInterrupt:
-        return _fail("interrupted", 130, verbose)
+        again = config is not None and command.resumes(config)
+        return _fail(f"interrupted{'; run the same command again to resume' * again}", 130, verbose)
     return 0
 
 
@@ -85,40 +142,144 @@ def parse(command: Command[_Config], argv: Sequence[str]) -> tuple[_Config, flag
     """The checked run configuration and the other flags.
 
     `--config=FILE` names a file with a `get_config()`; without it the command's own defaults serve.
-    `--config.FIELD=VALUE`, after it, overrides one field.
+    `--config.FIELD=VALUE` overrides one field. `--FIELD=VALUE` does so too where no flag is named
+    so, and so does the last part of a field's name where one field alone ends so.
 
     Raises:
       MoejaxError: the file or a field is missing or wrong.
       flags.Error: a flag is unknown, malformed, or an argument is no flag.
     """
     values = flags.FlagValues()
-    flags.DEFINE_boolean("help", False, "print this and end", flag_values=values)
+    flags.DEFINE_boolean("help", False, "print this and end (-h)", flag_values=values)
     flags.DEFINE_boolean("verbose", False, "print the traceback of an error", flag_values=values)
     command.define_flags(values)
-    argv = _joined(argv, _takes_value(values, command.default))
-    read = list(itertools.takewhile(lambda arg: arg != "--", argv))
-    path = _config_file(read)
-    _check_overrides(read, command.default)
+    given = _arguments(argv, values, command.default)
+    rest = values(given.flags)
+    if len(rest) > 1:
+        raise flags.Error(f"{rest[1]!r} is no flag; quote a text that holds spaces")
+    config_class = type(command.default)
+    if given.file is None:
+        read = to_config_dict(command.default)
+    else:
+        read = _read_file(given.file, config_class)
+    known = {option.name: option for option in options(command.default)}
     try:
-        if path is None:
-            default = to_config_dict(command.default)
-            config_flags.DEFINE_config_dict("config", default, flag_values=values, sys_argv=read)
+        overrides = {name: value_of(known[name], texts) for name, texts in given.fields.items()}
+    except MoejaxError as error:
+        raise flags.IllegalFlagValueError(str(error)) from error
+    return from_config_dict(config_class, read, overrides), values
+
+
+@dataclasses.dataclass
+class _Arguments:
+    """A command line, sorted."""
+
+    flags: list[str]  # the program's name, and what absl reads
+    fields: dict[str, list[str]]  # texts of the configuration's fields, by their names
+    file: str | None = None  # of --config
+
+
+def _arguments(argv: Sequence[str], values: flags.FlagValues, default: RunConfig) -> _Arguments:
+    """Sorts a command line. `--flag value` is `--flag=value`, also where a value begins with "-".
+
+    Raises:
+      MoejaxError: `--config.FIELD` names no field.
+      flags.Error: a flag is unknown or ambiguous, or has no value.
+    """
+    found = _Arguments(list(argv[:1]), {})
+    booleans = {name for name in values if values[name].boolean}
+    booleans |= {f"config.{of.name}" for of in options(default) if isinstance(of.default, bool)}
+    rest = iter(argv[1:])
+    for arg in rest:
+        if arg in ("-", "--") or not arg.startswith("-"):
+            found.flags += [arg, *rest]
+            break
+        name, equals, value = arg.removeprefix("-").removeprefix("-").partition("=")
+        name = "help" if name == "h" else name
+        flag = _flag_of(name, values, default)
+        is_off = not flag and name.startswith("no")
+        if is_off and (flag := _flag_of(name[2:], values, default)) not in booleans:
+            flag = ""
+        if not flag and (new := moved(name, default)):
+            raise flags.Error(f"--{name} is now written {new}")
+        if not flag:
+            raise flags.Error(
+                f"there is no flag --{name}; did you mean {_near(name, values, default)}?"
+            )
+        if flag in booleans:
+            value = value if equals else str(not is_off)
+        elif not equals:
+            following = next(rest, None)
+            if following is None:
+                raise flags.Error(f"--{name} needs a value: --{name}=VALUE")
+            value = following
+        if flag == "config":
+            if found.file is not None:
+                raise flags.Error("--config names two files; give one")
+            found.file = value
+        elif flag in values:
+            found.flags.append(f"--{flag}={value}")
         else:
-            config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=read)
-        rest = values(argv)
+            found.fields.setdefault(flag.removeprefix("config."), []).append(value)
+    return found
+
+
+def _flag_of(name: str, values: flags.FlagValues, default: RunConfig) -> str:
+    """The flag that a name means, of a field "config.FIELD"; "" for none.
+
+    Raises:
+      MoejaxError: it is "config.FIELD" of no field.
+      flags.Error: it is the end of several fields' names.
+    """
+    if name == "config" or name in values:
+        return name
+    if name.startswith("config."):
+        check_field_name(name.removeprefix("config."), default)
+        return name
+    known = [option.name for option in options(default)]
+    meant = [name] if name in known else [of for of in known if of.rpartition(".")[2] == name]
+    if len(meant) > 1:
+        said = " or ".join(f"--config.{field}" for field in meant)
+        raise flags.Error(f"--{name} may mean several fields: write {said}")
+    return f"config.{meant[0]}" if meant else ""
+
+
+def _near(name: str, values: flags.FlagValues, default: RunConfig) -> str:
+    """The flag whose name, or the end of whose name, is nearest."""
+    words = {option.name.rpartition(".")[2]: f"config.{option.name}" for option in options(default)}
+    words |= {option.name: f"config.{option.name}" for option in options(default)}
+    words |= {flag: flag for flag in ("config", *values)}
+    return f"--{words[difflib.get_close_matches(name, words, n=1, cutoff=0.0)[0]]}"
+
+
+def _read_file(path: str, config_class: type[RunConfig]) -> config_dict.ConfigDict:
+    """What a config file's `get_config()` gives.
+
+    Raises:
+      MoejaxError: there is no such file, it fails, or it is another command's.
+    """
+    # What follows a colon is ml_collections' argument of get_config.
+    if not Path(path.split(":", 1)[0]).is_file():
+        raise MoejaxError(f"config file {path!r} does not exist")
+    values = flags.FlagValues()
+    argv = ["moejax", f"--config={path}"]
+    try:
+        config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
+        values(argv)
+        if not isinstance(values.config, config_dict.ConfigDict):
+            kind = type(values.config).__name__
+            raise MoejaxError(f"get_config() gave a {kind}, not a ConfigDict")
+        check_fields(values.config, config_class)
     except flags.Error as error:
         if str(error).startswith("flag --config="):  # a ValueError of the file's, wrapped by absl
             raise MoejaxError(_one_line(str(error)).removeprefix("flag ")) from error
         raise
+    except MoejaxError as error:
+        raise MoejaxError(f"config file {path}: {error}") from error
     except Exception as error:  # a config file is the user's code: whatever it raises is input
         said = f"{type(error).__name__}: {_one_line(str(error))}"
         raise MoejaxError(f"config file {path}: {said}") from error
-    if len(rest) > 1:
-        raise flags.Error(f"{rest[1]!r} is no flag; quote a text that holds spaces")
-    if not isinstance(values.config, config_dict.ConfigDict):
-        kind = type(values.config).__name__
-        raise MoejaxError(f"config file {path}: get_config() gave a {kind}, not a ConfigDict")
-    return from_config_dict(type(command.default), values.config), values
+    return values.config
 
 
 def user_path(name: str) -> Path:
@@ -133,48 +294,7 @@ def user_path(name: str) -> Path:
         raise MoejaxError(f"there is no such place as {name} ({error})") from error
 
 
-def _takes_value(values: flags.FlagValues, default: RunConfig) -> set[str]:
-    """The flags that take the next argument for their value where there is no `=`."""
-    fields = options(default)
-    named = {f"config.{field.name}" for field in fields if not isinstance(field.default, bool)}
-    return named | {"config"} | {name for name in values if not values[name].boolean}
-
-
-def _joined(argv: Sequence[str], takes_value: set[str]) -> list[str]:
-    """`--flag value` as `--flag=value`: no argument before `--` is then taken for another flag."""
-    joined = list(argv[:1])
-    rest = iter(argv[1:])
-    for arg in rest:
-        name = arg.removeprefix("-").removeprefix("-")
-        if arg == "--":
-            return [*joined, arg, *rest]
-        following = next(rest, None) if arg.startswith("-") and name in takes_value else None
-        joined.append(arg if following is None else f"{arg}={following}")
-    return joined
-
-
-def _config_file(argv: list[str]) -> str | None:
-    """The file that `--config` names, checked to be there; None without `--config`."""
-    for arg in argv[1:]:
-        match = re.fullmatch(r"--?config(?:=(.*))?", arg, re.DOTALL)
-        if match:
-            path = match[1] or ""
-            # What follows a colon is ml_collections' argument of get_config.
-            if not Path(path.split(":", 1)[0]).is_file():
-                raise MoejaxError(f"config file {path!r} does not exist")
-            return path
-    return None
-
-
-def _check_overrides(argv: list[str], default: RunConfig) -> None:
-    """Refuses `--config.FIELD` of a field that the run does not have, before flags are parsed."""
-    for arg in argv[1:]:
-        match = re.match(r"--?(?:no)?config\.([^=]*)", arg)
-        if match:
-            check_field_name(match[1], default)
-
-
-def _help_text(command: Command[_Config], values: flags.FlagValues) -> str:
+def _help_text(command: Command[_Config], values: flags.FlagValues, config: _Config) -> str:
     rows = [("--config=FILE", "a config file (see configs/); without it the defaults below")]
     rows += [(f"--{name}", " ".join(values[name].help.split())) for name in values]
     flag_lines = [f"  {name:<20} {said}" for name, said in rows if name != "--config"]
@@ -182,7 +302,12 @@ def _help_text(command: Command[_Config], values: flags.FlagValues) -> str:
         f"  --config.{field.name:<19} {field.meaning} (default {field.default!r})"
         for field in options(command.default)
     ]
-    return "\n".join([command.doc.strip(), "\nFlags:", *flag_lines, "\nConfig:", *field_lines])
+    fields = (
+        "Config (--FIELD=VALUE serves where no other flag or field has that name; lists a,b,c):"
+    )
+    more = [line for group in groups(config).values() for line in group.more_help()]
+    lines = [command.doc.strip(), "\nFlags:", *flag_lines, f"\n{fields}", *field_lines, *more]
+    return "\n".join(lines)
 
 
 def _fail(message: str, status: int, verbose: bool) -> int:

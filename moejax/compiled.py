@@ -73,15 +73,26 @@ class CompiledPrograms:
         program = self._programs.get(key)
         if program is None:
             start = time.perf_counter()
-            jitted = jax.jit(
-                lambda *args: function(*static, *args),
-                donate_argnums=tuple(range(num_donated)),
-                compiler_options=dict(self._options_of(function)) or None,
-            )
-            program = jitted.lower(*arguments).compile()
+            program = self.lower(function, static, arguments, num_donated=num_donated).compile()
             self._programs[key] = program
             spent = time.perf_counter() - start
             self.seconds += spent
             self.num_traces += 1
             self.history.append((function.__name__, spent))
         return program
+
+    def lower(
+        self,
+        function: Function,
+        static: tuple[Hashable, ...],
+        arguments: tuple[Any, ...],
+        *,
+        num_donated: int,
+    ) -> jax.stages.Lowered:
+        """Traces and lowers the program of `get`; arguments as there."""
+        jitted = jax.jit(
+            lambda *args: function(*static, *args),
+            donate_argnums=tuple(range(num_donated)),
+            compiler_options=dict(self._options_of(function)) or None,
+        )
+        return jitted.lower(*arguments)

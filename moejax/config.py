@@ -112,6 +112,8 @@ class RecordConfig(RunConfig):
 class GenerateConfig(RecordConfig):
     """What `python -m moejax.generate` runs: a model, and one request's `GenerationSettings`."""
 
+    command = "moejax.generate"
+
     checkpoint: str = option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
     verify: bool = option(False, VERIFY)
     platform: str = option("auto", "auto (an accelerator if there is one), cpu or gpu")
@@ -155,7 +157,7 @@ class GenerateConfig(RecordConfig):
         "steps and policy.emulate is off: copies come by the clock",
     )
     stop: tuple[str, ...] = option(
-        GenerationSettings.stop, "end before this string; may be repeated"
+        GenerationSettings.stop, "end before this string; may be repeated", commas=False
     )
     add_special_tokens: bool = option(
         GenerationSettings.add_special_tokens, "let the tokenizer add its own (such as bos)"
@@ -192,6 +194,8 @@ class PlanConfig(GenerateConfig):
     change nothing here.
     """
 
+    command = "moejax.plan"
+
     shape: str = option("", f"in place of a checkpoint, a shape: {' or '.join(SHAPES)}")
     bits: int = option(4, "of a shape's experts and dense MLPs: 2, 3, 4, 8 or 16 (plain)")
     attention_bits: int = option(16, "the same of its attention, or what is in its place")
@@ -220,6 +224,8 @@ class PlanConfig(GenerateConfig):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizeConfig(RunConfig):
     """What `python -m moejax.quantize` runs; the recipe's values are checked where it is read."""
+
+    command = "moejax.quantize"
 
     checkpoint: str = option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
     output: str = option("", "a new directory for the quantized checkpoint; must be given")
@@ -270,6 +276,8 @@ class QuantizeConfig(RunConfig):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(RecordConfig):
     """What `python -m moejax.evaluate` runs; model and text are checked where they are read."""
+
+    command = "moejax.evaluate"
 
     task: str = option(PERPLEXITY, f"what is measured: {', '.join(EVALUATION_TASKS)}")
     checkpoint: str = option("demo", "'demo', a directory, or a Hugging Face name (org/name)")

@@ -28,6 +28,15 @@ def choose_device(platform: str) -> jax.Device:
         raise MoejaxError(_why_none(platform, error)) from error
 
 
+def check_dtype(dtype: str, platform: str) -> None:
+    """Raises MoejaxError for a dtype in which the platform cannot multiply.
+
+    XLA on a CPU has no product of float16 that is summed in float32 (jaxlib 0.10.2).
+    """
+    if dtype == "float16" and platform == "cpu":
+        raise MoejaxError("dtype=float16 does not run on a CPU: take float32 or bfloat16")
+
+
 def _why_none(platform: str, error: Exception) -> str:
     """What was asked for, by our settings and by JAX's, and what there is."""
     asked = f"platform {platform!r} was asked for"
@@ -40,7 +49,10 @@ def _why_none(platform: str, error: Exception) -> str:
         return f"{asked}, but JAX has no device: {reason}"
     mend = "choose another platform"
     if platform == "gpu":
-        mend = "on an NVIDIA machine install moejax[cuda13] (or [cuda12]), or use platform 'cpu'"
+        mend = (
+            "on an NVIDIA machine pip install '.[cuda13]' (or '.[cuda12]') in a clone of this "
+            "repository, or use platform 'cpu'"
+        )
     return f"{asked}, but JAX sees only {seen}; {mend}"
 
 

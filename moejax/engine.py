@@ -15,11 +15,12 @@ from moejax import ops
 from moejax.bits import BitsPerWeight, bits_of
 from moejax.checkpoints import open_checkpoint
 from moejax.chunks import MAX_PREFILL_LENGTH, Planned, cache_length, longest_chunk
-from moejax.devices import choose_device, enable_compilation_cache, plain_memory_errors
+from moejax.devices import check_dtype, choose_device, enable_compilation_cache, plain_memory_errors
 from moejax.errors import MoejaxError
 from moejax.evaluation.likelihood import PairScorer, Scored
 from moejax.fidelity import TieredLedger
 from moejax.generation import AnswerBuilder, Chunk, Generation, GenerationSettings, Timing
+from moejax.generation_defaults import read_generation_defaults, with_defaults
 from moejax.ledger import Ledger
 from moejax.live_batch import LiveBatch
 from moejax.memory.budget import Budget, Limits, TieredBudget
@@ -50,6 +51,7 @@ class Engine:
       eos_ids: tokens that end an answer.
       device: where it runs.
       context: cache length of every call, or 0 to take what the prompts need.
+      defaults: of `GenerationSettings`, as the checkpoint has them.
       load_seconds: reading the checkpoint.
       budget: what was planned, where limits were given to `from_pretrained`.
     """
@@ -65,6 +67,7 @@ class Engine:
         context: int = 0,
         kernels: ops.Kernels | None = None,
         memory: ExpertMemory | TieredMemory | None = None,
+        defaults: Mapping[str, Any] | None = None,
     ):
         """Around weights that are on the device; `from_pretrained` reads them.
 
@@ -77,10 +80,11 @@ class Engine:
           context: cache length of every call, or 0.
           kernels: which may serve products with packed weights; None for what the device has.
           memory: what holds the experts, where `weights` lack them (`moejax.memory`).
+          defaults: fields of `GenerationSettings` in place of its own defaults.
         """
-        if not 0 <= context <= config.max_positions:
+        if not 0 <= context <= config.context_limit:
             raise MoejaxError(
-                f"context={context} must be from 0 (as needed) to {config.max_positions}, "
+                f"context={context} must be from 0 (as needed) to {config.context_limit}, "
                 f"the model's own"
             )
         self.config = config
@@ -89,6 +93,7 @@ class Engine:
         self.eos_ids = eos_ids
         self.device = device or choose_device("auto")
         self.context = context
+        self.defaults = dict(defaults or {})
         self.load_seconds = 0.0
         self.budget: Budget | TieredBudget | None = None
         self._open: Runner | None = Runner(
@@ -109,6 +114,7 @@ class Engine:
         limits: Limits | None = None,
         policy: Tiering | None = None,
         batch: int = 1,
+        generation_config: bool = True,
     ) -> "Engine":
         """Loads a checkpoint.
 
@@ -125,14 +131,18 @@ class Engine:
             the device.
           policy: decides which experts run, in which stored form; None: those of the router.
           batch: sequences at once that limits have to hold; more are an error of the device.
+          generation_config: whether settings that a call leaves out are those of the checkpoint's
+            generation_config.json; its eos tokens are taken either way.
 
         Raises:
           MoejaxError: with one line for every kind of bad input.
         """
         device = choose_device(platform)
+        check_dtype(dtype, device.platform)
         enable_compilation_cache(compilation_cache)
         start = time.perf_counter()
         checkpoint = open_checkpoint(str(path))
+        defaults = read_generation_defaults(checkpoint.directory) if generation_config else {}
         memory: Any = None
         budget: Budget | TieredBudget | None = None
         sizes = Planned()
@@ -140,7 +150,7 @@ class Engine:
             if limits is None and policy is None:
                 weights = load_whole(checkpoint, dtype=dtype, device=device, progress=progress)
             else:
-                planned = context or min(PLANNED_CONTEXT, checkpoint.config.max_positions)
+                planned = context or min(PLANNED_CONTEXT, checkpoint.config.context_limit)
                 chunk = min(planned, longest_chunk(checkpoint.config, batch, planned))
                 opens: Any = open_memory
                 if policy is not None:
@@ -154,6 +164,7 @@ class Engine:
         engine = cls(
             checkpoint.config, weights, tokenizer=Tokenizer.from_directory(checkpoint.directory),
             eos_ids=checkpoint.eos_ids, device=device, context=context, memory=memory,
+            defaults=defaults,
         )  # fmt: skip
         engine.budget, engine._runner.planned = budget, sizes
         engine.load_seconds = time.perf_counter() - start
@@ -272,7 +283,7 @@ class Engine:
 
         Args:
           prompts: texts or lists of token ids; a single one, or a list.
-          **settings: fields of `GenerationSettings`.
+          **settings: fields of `GenerationSettings`; `defaults` are taken for those left out.
 
         Returns:
           One answer a prompt, what the prompt alone with its own seed (`seed` + i) would have
@@ -280,14 +291,14 @@ class Engine:
           each other; in bfloat16 a batch of another size rounds differently, and near ties fall
           either way.
         """
-        wanted = GenerationSettings.of(**settings)
+        wanted = GenerationSettings.of(**with_defaults(self.defaults, settings))
         ids = [self._encode(prompt, wanted) for prompt in as_batch(prompts)]
         if not ids:
             return []
         length = self._cache_length(ids, wanted)
         builders = [self._builder(prompt, length, wanted) for prompt in ids]
         timing = Timing(0.0, 0.0, 0, 0.0)
-        run = self._runner.run(ids, length, wanted, self._ending(wanted), STEPS_PER_CALL)
+        run = self._runner.run(ids, length, wanted, self.eos_ids, STEPS_PER_CALL)
         for rows, timing in run:  # noqa: B007, the last timing is used below
             for builder, tokens in zip(builders, rows, strict=True):
                 for token in tokens:
@@ -308,7 +319,7 @@ class Engine:
 
     def stream(self, prompt: Prompt, **settings: Any) -> Iterator[Chunk]:
         """Answers one prompt, a token at a time; arguments as `generate`."""
-        wanted = GenerationSettings.of(**settings)
+        wanted = GenerationSettings.of(**with_defaults(self.defaults, settings))
         ids = self._encode(prompt, wanted)
         length = self._cache_length([ids], wanted)
         builder = self._builder(ids, length, wanted)
@@ -317,7 +328,7 @@ class Engine:
     def _stream(
         self, ids: list[int], length: int, builder: AnswerBuilder, settings: GenerationSettings
     ) -> Iterator[Chunk]:
-        for rows, timing in self._runner.run([ids], length, settings, self._ending(settings), 1):
+        for rows, timing in self._runner.run([ids], length, settings, self.eos_ids, 1):
             for token in rows[0]:
                 text = builder.push(token)
                 yield Chunk(text, token, builder.finish_reason, timing)
@@ -341,7 +352,7 @@ class Engine:
             raise MoejaxError(f"logits takes token ids [B, T], not shape {tokens.shape}")
         if not np.issubdtype(tokens.dtype, np.integer):
             raise MoejaxError(f"logits takes token ids, not {tokens.dtype}")
-        check_length(tokens.shape[1], self.config.max_positions)
+        check_length(tokens.shape[1], self.config.context_limit)
         check_tokens(tokens, self.config.vocab_size)
         return self._runner.logits(tokens.astype(np.int32))
 
@@ -356,7 +367,7 @@ class Engine:
         Returns:
           float64[B], in nats, summed over each row.
         """
-        check_length(tokens.shape[1], self.config.max_positions, "windows of ")
+        check_length(tokens.shape[1], self.config.context_limit, "windows of ")
         check_tokens(tokens, self.config.vocab_size)
         check_tokens(targets[targets != -1], self.config.vocab_size)
         return self._runner.score(tokens, lengths, targets)
@@ -384,11 +395,17 @@ class Engine:
 
     def _cache_length(self, prompts: list[list[int]], settings: GenerationSettings) -> int:
         """S for a call: the engine's context, or a bucket that holds prompts and answers."""
-        planned = self.budget.context if self.budget else self.config.max_positions
+        planned = self.budget.context if self.budget else self.config.context_limit
         return cache_length(
             max(map(len, prompts)), settings.max_new_tokens, self.context, planned,
-            self.config.max_positions,
+            self.config.context_limit,
         )  # fmt: skip
+
+    @property
+    def longest_prompt(self) -> int:
+        """Most tokens of a prompt that leave room for an answer."""
+        planned = self.budget.context if self.budget else self.config.max_positions
+        return (self.context or planned) - 1
 
     def check_prompt(self, ids: list[int]) -> None:
         """Raises MoejaxError, which says the lengths, where a prompt leaves no room to answer."""
@@ -401,8 +418,7 @@ class Engine:
         rows = list(zip(prompts, settings, strict=True))
         length = max(self._cache_length([prompt], own) for prompt, own in rows)
         builders = [self._builder(prompt, length, own) for prompt, own in rows]
-        ends = self._ending(settings[0])
-        return LiveBatch(self._runner, prompts, settings, builders, length, ends, **how)
+        return LiveBatch(self._runner, prompts, settings, builders, length, self.eos_ids, **how)
 
     def _encode(self, prompt: Prompt, settings: GenerationSettings) -> list[int]:
         return token_ids_of(

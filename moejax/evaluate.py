@@ -3,7 +3,7 @@ r"""What a model is worth: its perplexity on a text, or how well it answers.
     python -m moejax.evaluate --config.text=wiki.test.raw --config.join=wikitext
     python -m moejax.evaluate --config=configs/evaluate_wikitext2_2048_512.py
     python -m moejax.evaluate --config.checkpoint=DIR --config.text=mine.txt --config.output=x.json
-    python -m moejax.evaluate --config.policy.name=dymoe --config.policy.tiers="('int4', 'int2')"
+    python -m moejax.evaluate --config.policy.name=dymoe --config.policy.tiers=int4,int2
     python -m moejax.evaluate --config.task=arc_easy --config.data=arc_easy.test.jsonl.xz
     python -m moejax.evaluate --config.task=mmlu --config.data=mmlu.test.jsonl --config.fewshot=5 \
         --config.fewshot_data=mmlu.dev.jsonl --config.limit=500 --config.output=mmlu.json
@@ -50,8 +50,17 @@ def evaluate(config: EvaluateConfig, values: flags.FlagValues) -> None:
     task_run.run(config, data, shots, output)
 
 
+def resumes(config: EvaluateConfig) -> bool:
+    """Whether a run keeps what it measured so far, and the next one goes on from there."""
+    return bool(config.output) and not (config.task == PERPLEXITY and config.policy.name)
+
+
 COMMAND = cli.Command(
-    doc=__doc__, default=EvaluateConfig(), define_flags=define_flags, body=evaluate
+    doc=__doc__,
+    default=EvaluateConfig(),
+    define_flags=define_flags,
+    body=evaluate,
+    resumes=resumes,
 )
 
 if __name__ == "__main__":

@@ -68,11 +68,6 @@ class Counts:
         """float32[M], the gates of all (token, expert) pairs."""
         return self.gate[..., 0]
 
-    @property
-    def gate_mass_by_tier(self) -> jax.Array:
-        """float32[M, T], of the pairs that each tier served."""
-        return self.gate[..., 1:]
-
     def add(self, layer: int | jax.Array, **amounts: jax.Array | int) -> "Counts":
         """Adds to events of one layer.
 

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import numpy as np
 
 from moejax.emitted import NOT_FINITE, Emitted
-from moejax.errors import MoejaxError
 from moejax.generation import AnswerBuilder, FinishReason, GenerationSettings
 from moejax.runner import Runner
 
@@ -61,17 +60,12 @@ class LiveBatch:
           settings: of each prompt, with an integer seed.
           builders: of each answer.
           cache_length: S, longer than every prompt.
-          eos_ids: tokens that end a row.
+          eos_ids: tokens that end a row, unless its settings ignore them.
           size: rows that the programs have; the rest are empty. 0: as many as there are prompts.
           top_logprobs: likeliest tokens told with each new one, and its own logprob; 0: nothing is.
           steps_per_call: see the class.
           most_steps: its limit, for which the programs are compiled.
-
-        Raises:
-          MoejaxError: rows differ in `ignore_eos`, which a batch has in common.
         """
-        if len({row.ignore_eos for row in settings}) > 1:
-            raise MoejaxError("ignore_eos must be the same in all rows of a batch")
         rest = max(size, len(prompts)) - len(prompts)
         self._runner = runner
         self._prompts = prompts + [[]] * rest

@@ -13,8 +13,14 @@ import sys
 from moejax.errors import MoejaxError
 
 
-def main() -> None:
-    """Registers the model and runs lm_eval's command line; our errors are one line on stderr."""
+def main(argv: list[str] | None = None) -> None:
+    """Registers the model and runs lm_eval's command line; our errors are one line on stderr.
+
+    Args:
+      argv: takes the place of the process's arguments, the program's name first; None: those.
+    """
+    if argv is not None:
+        sys.argv[:] = argv
     try:
         importlib.import_module("moejax.evaluation.lm_eval_model")
         command_line = importlib.import_module("lm_eval.__main__")

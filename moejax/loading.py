@@ -69,7 +69,7 @@ def compared(
         own = [fidelity.predictions(engine.logits, sample) for sample in samples]
         with Engine.from_pretrained(
             config.checkpoint, dtype=config.dtype, platform=config.platform,
-            compilation_cache=config.compilation_cache, progress=False,
+            compilation_cache=config.compilation_cache, progress=False, generation_config=False,
             limits=config.memory.limits() if config.memory != MemoryConfig() else None,
         ) as exact:  # fmt: skip
             theirs = [fidelity.predictions(exact.logits, sample) for sample in samples]

@@ -151,7 +151,9 @@ def choose_product(
         return Choice(DEQUANTIZED, {"every kernel": "no target was named"})
     x = jax.ShapeDtypeStruct((num_rows, weight.shape[-1]), dtype)
     shapes = jax.eval_shape(operands, weight)
-    chosen = dequant_matmul.choose(x, shapes.weights, shapes.low_rank, kernels.target)
+    chosen = dequant_matmul.OPERATION.choose(
+        x, shapes.weights, shapes.low_rank, target=kernels.target
+    )
     return kernel_or_dequantized(chosen)
 
 
@@ -176,9 +178,9 @@ def _choose_plain(
     x = jax.ShapeDtypeStruct((num_rows, weight.shape[-1]), dtype)
     matrices = jax.eval_shape(operands, weight).weights
     if few and weight.shape[1] < MIN_KERNEL_OUTPUTS:
-        reason = dequant_matmul.refusal("triton", x, matrices, (), target)
+        reason = dequant_matmul.OPERATION.refusal("triton", x, matrices, (), target=target)
         return Choice(PLAIN, {"triton": reason}) if reason else Choice("triton", {})
-    chosen = dequant_matmul.choose(x, matrices, (), target)
+    chosen = dequant_matmul.OPERATION.choose(x, matrices, (), target=target)
     by_triton = chosen.implementation == "triton" and (few or steady)
     if by_triton or chosen.implementation == "mosaic":
         return chosen

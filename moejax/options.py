@@ -1,9 +1,11 @@
-"""Fields of run configurations: names, meanings, types; to and from `ml_collections`."""
+"""Fields of run configurations: names, meanings, types; to and from `ml_collections` and texts."""
 
+import ast
 import dataclasses
 import difflib
-from collections.abc import Iterator
-from typing import Any, TypeVar
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 from ml_collections import config_dict
 
@@ -11,10 +13,21 @@ from moejax.errors import MoejaxError
 
 _T = TypeVar("_T")
 
+_BOOLEANS = {
+    **dict.fromkeys(("true", "t", "yes", "y", "on", "1"), True),
+    **dict.fromkeys(("false", "f", "no", "n", "off", "0"), False),
+}
 
-def option(default: _T, meaning: str) -> _T:
-    """A dataclass field with the line that `--help` prints for it."""
-    return dataclasses.field(default=default, metadata={"help": meaning})
+
+def option(default: _T, meaning: str, *, commas: bool = True) -> _T:
+    """A dataclass field with the line that `--help` prints for it.
+
+    Args:
+      default: of the field.
+      meaning: the line.
+      commas: of a list, whether commas divide its items on the command line; else each flag is one.
+    """
+    return dataclasses.field(default=default, metadata={"help": meaning, "commas": commas})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,10 +36,24 @@ class RunConfig:
 
     A field whose default is a RunConfig is a group of fields, named `group.field` on the command
     line and in errors; groups hold no groups.
+
+    Attributes:
+      command: the command that runs it, "" of a group.
     """
+
+    command: ClassVar[str] = ""
 
     def check(self) -> None:
         """Raises MoejaxError naming the first field whose value is not allowed, and the range."""
+
+    def moved(self, name: str) -> str:
+        """The flag that replaces a field of an earlier version; "" for none."""
+        del name
+        return ""
+
+    def more_help(self) -> list[str]:
+        """Lines that `--help` prints after the fields, for the values that were given."""
+        return []
 
 
 _Config = TypeVar("_Config", bound=RunConfig)
@@ -37,8 +64,17 @@ def to_config_dict(config: RunConfig) -> config_dict.ConfigDict:
     return config_dict.ConfigDict(dataclasses.asdict(config)).lock()
 
 
-def from_config_dict(config_class: type[_Config], values: config_dict.ConfigDict) -> _Config:
+def from_config_dict(
+    config_class: type[_Config],
+    values: config_dict.ConfigDict,
+    overrides: Mapping[str, Any] | None = None,
+) -> _Config:
     """A checked `config_class` from a ConfigDict; fields that it lacks keep their defaults.
+
+    Args:
+      config_class: what is made.
+      values: the fields.
+      overrides: values by name ("memory.slots"), which win.
 
     Raises:
       MoejaxError: a field is unknown (the nearest real one is named), has another type than the
@@ -48,7 +84,7 @@ def from_config_dict(config_class: type[_Config], values: config_dict.ConfigDict
     defaults = {option.name: option.default for option in options(default)}
     typed: dict[str, Any] = {}
     groups: dict[str, dict[str, Any]] = {}
-    for name, value in _flat(values):
+    for name, value in itertools.chain(_flat(values), (overrides or {}).items()):
         check_field_name(name, default)
         group, _, field = name.rpartition(".")
         into = groups.setdefault(group, {}) if group else typed
@@ -81,6 +117,7 @@ class Option:
     name: str  # "seed", "memory.device_gib"
     default: Any
     meaning: str
+    commas: bool = True
 
 
 def options(config: RunConfig) -> list[Option]:
@@ -92,8 +129,93 @@ def options(config: RunConfig) -> list[Option]:
             parts = options(value)
             found += [dataclasses.replace(p, name=f"{field.name}.{p.name}") for p in parts]
         else:
-            found.append(Option(field.name, value, field.metadata["help"]))
+            of = field.metadata
+            found.append(Option(field.name, value, of["help"], of["commas"]))
     return found
+
+
+def check_fields(values: config_dict.ConfigDict, config_class: type[RunConfig]) -> None:
+    """Raises MoejaxError naming the command that values are for, or the first unknown field."""
+    names = [name for name, _ in _flat(values)]
+    default = config_class()
+    if set(names) <= {option.name for option in options(default)}:
+        return
+    fitting = []
+    for other in _descendants(RunConfig):
+        known = {option.name for option in options(other())} if other.command else set()
+        if known.issuperset(names):
+            fitting.append((len(known), other.command))
+    if fitting:
+        raise MoejaxError(f"made for {min(fitting)[1]}, not for {config_class.command}")
+    for name in names:
+        check_field_name(name, default)
+
+
+def _descendants(config_class: type[RunConfig]) -> Iterator[type[RunConfig]]:
+    for derived in config_class.__subclasses__():
+        yield derived
+        yield from _descendants(derived)
+
+
+def value_of(option: Option, texts: Sequence[str]) -> Any:
+    """The value that a command line gives a field.
+
+    Args:
+      option: the field.
+      texts: one for each time that its flag was given. The last one counts; of a list, all do. A
+        list may also be written as Python does: ('int4', 'int2').
+
+    Raises:
+      MoejaxError: a text is no value of the field's type.
+    """
+    name, default, text = option.name, option.default, texts[-1]
+    if isinstance(default, tuple):
+        items = [item for one in texts for item in _items(one, commas=option.commas)]
+        if default and not isinstance(default[0], str):
+            return tuple(_number(name, item, type(default[0])) for item in items)
+        return tuple(map(str, items))
+    if isinstance(default, bool):
+        if text.lower() not in _BOOLEANS:
+            raise MoejaxError(f"{name}={text!r} must be true or false")
+        return _BOOLEANS[text.lower()]
+    if isinstance(default, int | float):
+        return _number(name, text, type(default))
+    return text
+
+
+def _items(text: str, *, commas: bool) -> list[Any]:
+    """The items of a list in one flag."""
+    if text[:1] in ("(", "[", "'", '"'):
+        try:
+            value = ast.literal_eval(text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            value = None
+        if isinstance(value, str | tuple | list):
+            return [value] if isinstance(value, str) else list(value)
+    if not commas:
+        return [text]
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def _number(name: str, value: Any, kind: type) -> Any:
+    try:
+        return kind(value) if isinstance(value, str) else _as_type_of(name, value, kind())
+    except ValueError as error:
+        said = "a whole number" if kind is int else "a number"
+        raise MoejaxError(f"{name}={value!r} must be {said}") from error
+
+
+def groups(config: RunConfig) -> dict[str, RunConfig]:
+    """The groups of fields, by name."""
+    found = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {name: value for name, value in found.items() if isinstance(value, RunConfig)}
+
+
+def moved(name: str, config: RunConfig) -> str:
+    """The flag that replaces a former field, named with its group or without; "" for none."""
+    group, _, field = name.rpartition(".")
+    found = [part.moved(field) for key, part in groups(config).items() if group in ("", key)]
+    return next(filter(None, found), "")
 
 
 def check_field_name(name: str, config: RunConfig) -> None:
@@ -101,6 +223,8 @@ def check_field_name(name: str, config: RunConfig) -> None:
     known = [option.name for option in options(config)]
     if name in known:
         return
+    if flag := moved(name, config):
+        raise MoejaxError(f"{name} is now written {flag}")
     if group := [option for option in known if option.startswith(f"{name}.")]:
         raise MoejaxError(f"{name} has no value of its own; it is a group: {', '.join(group)}")
     same = [option for option in known if option.rpartition(".")[2] == name]
@@ -119,12 +243,11 @@ def _as_type_of(name: str, value: Any, default: Any) -> Any:
     if isinstance(default, tuple) and default and not isinstance(default[0], str):
         if isinstance(value, list | tuple):
             return tuple(_as_type_of(name, item, default[0]) for item in value)
-        raise MoejaxError(f'{name}={value!r} must be numbers: --config.{name}="(1, 2)"')
+        raise MoejaxError(f"{name}={value!r} must be a list of numbers: --config.{name}=1,2")
     if isinstance(default, tuple):
         if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
             return tuple(value)
-        quoted = f"--config.{name}=\"'5'\""
-        raise MoejaxError(f"{name}={value!r} must be strings; quote a number: {quoted}")
+        raise MoejaxError(f"{name}={value!r} must be a tuple of strings, such as ('a', '5')")
     if type(value) is not type(default):
         raise MoejaxError(f"{name}={value!r} must be of type {type(default).__name__}")
     return value

@@ -24,11 +24,12 @@ def plan(config: PlanConfig, values: flags.FlagValues) -> None:
     """Prints the table, what it means for speed, and the warnings."""
     del values
     # They import JAX, which --help and mistakes need not wait for.
-    from moejax.devices import PLATFORMS
+    from moejax.devices import PLATFORMS, check_dtype
     from moejax.planning import bits_line, budget_of, model_of, platform_of, tiered_budget
 
     if config.platform not in PLATFORMS:
         raise MoejaxError(f"platform {config.platform!r} is none of {', '.join(PLATFORMS)}")
+    check_dtype(config.dtype, platform_of(config))
     tiering = config.policy.tiering()
     if tiering:
         tiered = tiered_budget(config, tiering)

@@ -112,9 +112,9 @@ def bits_line(model: ModelConfig, sizes: Sizes, tiers: Sequence[Tier]) -> str:
 
 def _sizes(config: PlanConfig, model: ModelConfig) -> tuple[int, int]:
     """Slots of the KV cache, and tokens of a prefill chunk."""
-    context = config.context or min(PLANNED_CONTEXT, model.max_positions)
-    if context > model.max_positions:
-        raise MoejaxError(f"context={context} is beyond the model's own {model.max_positions}")
+    context = config.context or min(PLANNED_CONTEXT, model.context_limit)
+    if context > model.context_limit:
+        raise MoejaxError(f"context={context} is beyond the model's own {model.context_limit}")
     longest = min(context, longest_chunk(model, config.batch, context))
     return context, min(context, config.chunk or longest)
 

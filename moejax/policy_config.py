@@ -1,22 +1,70 @@
 """The group `policy` of run configurations: which policy, its settings, and the tiers."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+import re
+from typing import TYPE_CHECKING
 
 from moejax.errors import MoejaxError
 from moejax.options import RunConfig, option
+from moejax.simulation.grid import described, single
 
 if TYPE_CHECKING:  # it imports JAX, which --help and mistakes need not wait for
     from moejax.tiering import Tiering
 
 NAMES = ("resident", "on_demand", "dynaexq", "dymoe", "buddymoe", "compose")
-# Fields that are not settings of a policy.
-OWN = ("name", "tiers", "slots", "quantizer", "group_size", "emulate")
-
-
-def _setting(meaning: str) -> str:
-    """Of a policy; '' is the policy's own default, the only place where that is written."""
-    return option("", meaning)
+_OWN_CLASS = re.compile(r"[\w.]+:\w+")  # a policy of the user's own
+# What each setting is; its default stands in the policies' classes alone.
+SETTINGS = {
+    "parts": "compose: two or three of dynaexq+dymoe+buddymoe",
+    "tier": "resident, on_demand: the tier that runs; '': the first",
+    "prefetch": "on_demand, dymoe: experts of the next layer fetched ahead; 0: none; -1: by r",
+    "hot": "dynaexq: the tier of high precision; '': the first",
+    "cold": "dynaexq: the tier of low precision; '': the last",
+    "period": "dynaexq: tokens between updates, T",
+    "alpha": "dynaexq: share of the old mean of gates in the new one (eq. 2); None: 1 - 1/period",
+    "tau": "dynaexq: how long a token counts: fixed or moving",
+    "n_hot": "dynaexq: experts of a layer in high precision; None: as many as there are slots",
+    "warmup": "dynaexq: tokens before the first choice; 0: a period",
+    "hysteresis": "dynaexq: share by which a cold expert must exceed a hot one",
+    "foresight": "dynaexq: experts of a layer read ahead from the disk, as likely hot; 0: none",
+    "foresee_by": "dynaexq: what foretells them: scores, or links (the layer before)",
+    "links": "dynaexq: a profile's file, for foresee_by=links; None: the checkpoint's",
+    "choice": "dynaexq: hot; to compare with, random or first",
+    "high": "dymoe: the tier of critical experts; '': the first",
+    "low": "dymoe: the tier of the others; skip leaves them out; '': the last",
+    "retention": "dymoe: mean share of critical experts, r",
+    "schedule": "dymoe: that share over depth: cosine, linear, sensitivity or equal",
+    "sensitivity": "dymoe: of each layer, for schedule=sensitivity: 0.1/0.3/...",
+    "rounding": "dymoe: of the number of critical experts: diffused or ceil",
+    "selection": "dymoe: which experts are critical: critical, load or random",
+    "aggregation": "dymoe: of the attention that a prompt's token gets: mean, sum or last_query",
+    "heavy_share": "dymoe: share of a prompt's tokens that are heavy hitters",
+    "heavy_count": "dymoe: their number in place of the share; 0: the share",
+    "renormalise": "dymoe: weights of what is left sum to what all summed to",
+    "reuse_skipped": "dymoe: experts that would be left out run where a slot holds them",
+    "lists": "buddymoe: a file of moejax.profile_experts; not given: the checkpoint's",
+    "gains": "buddymoe: profile scales a buddy's weight by how alike outputs are; None: by 1",
+    "tae_tau": "buddymoe: threshold of eq. 1, or profile: the profile's; -1: off",
+    "tae_margin": "buddymoe: gamma of the same gate; 2: off",
+    "tae_temperature": "buddymoe: temperature of the same gate's softmax",
+    "beta": "buddymoe: threshold of eq. 2; None: off",
+    "bypass_bytes": "buddymoe: in place of beta, bytes that bypassed layers may fetch in a decode "
+    "step; None: beta decides",
+    "eta": "buddymoe: weight of the token's own logits in eq. 3",
+    "kappa": "buddymoe: penalty of a hop in eq. 3",
+    "hops": "buddymoe: partitions between each expert and the tokens: 0/1/...; (): all 0",
+    "rho": "buddymoe: replacements of a token and layer at most; None: no limit",
+    "spend_on": "buddymoe: which pairs rho goes to, first or last",
+    "depth": "buddymoe: places of a list that are searched, H; None: all",
+    "fall_back": "buddymoe: what becomes of a pair without a buddy: fetch or drop",
+    "in_prefill": "buddymoe: whether prompts are served by buddies too",
+    "background_bytes": "buddymoe: of background transfers a step; None: a quarter of an expert",
+    "half_life": "buddymoe: steps after which a miss counts half",
+    "least_misses": "buddymoe: misses from which on an expert is fetched in the background",
+    "form": "buddymoe: how Algorithm 1 is computed: table, ranks or kernel",
+    "max_requests": "dynaexq, buddymoe: transfers between two steps at most",
+    "seed": "of random choices",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +73,13 @@ class PolicyConfig(RunConfig):
 
     name: str = option(
         "",
-        f"{', '.join(NAMES)}; '': the router alone, one form of the experts",
+        f"{', '.join(NAMES)}, or MODULE:CLASS of your own; '': the router alone, one form of the "
+        "experts",
+    )
+    settings: str = option(
+        "",
+        "the policy's own, such as retention=0.75,low=skip; --help with policy.name lists them; "
+        "'': all have their defaults",
     )
     tiers: tuple[str, ...] = option(
         (),
@@ -42,68 +96,22 @@ class PolicyConfig(RunConfig):
         False, "keep all experts of all tiers and let slots be tables: quality without the traffic"
     )
 
-    parts: str = _setting("compose: two or three of dynaexq+dymoe+buddymoe")
-    tier: str = _setting("resident, on_demand: the tier that runs")
-    prefetch: str = _setting("on_demand, dymoe: experts of the next layer brought ahead")
-    hot: str = _setting("dynaexq: the tier of high precision")
-    cold: str = _setting("dynaexq: that of low precision")
-    period: str = _setting("dynaexq: tokens between updates, T")
-    alpha: str = _setting("dynaexq: of the mean of gates (eq. 2)")
-    tau: str = _setting("dynaexq: fixed or moving")
-    n_hot: str = _setting("dynaexq: experts of a layer in high precision")
-    warmup: str = _setting("dynaexq: tokens before the first choice")
-    hysteresis: str = _setting("dynaexq: share by which a cold expert must exceed a hot one")
-    foresight: str = _setting("dynaexq: experts of a layer read ahead from the disk, as likely hot")
-    foresee_by: str = _setting("dynaexq: what tells them, scores or links (the layer before)")
-    links: str = _setting("dynaexq: a profile for foresee_by=links; '': the checkpoint's")
-    choice: str = _setting("dynaexq: hot; to compare with, random or first")
-    high: str = _setting("dymoe: the tier of critical experts")
-    low: str = _setting("dymoe: that of the others; skip leaves them out")
-    retention: str = _setting("dymoe: r, mean share of critical experts")
-    schedule: str = _setting("dymoe: over depth: cosine, linear, sensitivity or equal")
-    sensitivity: str = _setting("dymoe: of each layer, for that schedule")
-    rounding: str = _setting("dymoe: diffused or ceil")
-    selection: str = _setting("dymoe: critical, load or random")
-    aggregation: str = _setting(
-        "dymoe: of the attention that a prompt's token receives: mean, sum or last_query"
-    )
-    heavy_share: str = _setting("dymoe: of a prompt's tokens that are heavy hitters")
-    heavy_count: str = _setting("dymoe: their number in place of the share")
-    renormalise: str = _setting("dymoe: weights of what is left sum to what all summed to")
-    reuse_skipped: str = _setting("dymoe: experts to be left out run where their copy is there")
-    lists: str = _setting("buddymoe: a profile of moejax.profile_experts; '': the checkpoint's")
-    choose: str = _setting("buddymoe: buddies; to compare with, none, random or matched_random")
-    gains: str = _setting("buddymoe: profile scales a buddy's weight by how alike outputs are")
-    tae_tau: str = _setting(
-        "buddymoe: of eq. 1; profile takes the profile's percentile and temperature"
-    )
-    tae_margin: str = _setting("buddymoe: gamma; 2 is off")
-    tae_temperature: str = _setting("buddymoe: of eq. 1")
-    beta: str = _setting("buddymoe: of eq. 2")
-    bypass_bytes: str = _setting(
-        "buddymoe: in place of beta, bytes that bypassed layers may fetch in a decode step"
-    )
-    eta: str = _setting("buddymoe: weight of the token's own logits in eq. 3")
-    kappa: str = _setting("buddymoe: penalty of a hop in eq. 3")
-    hops: str = _setting("buddymoe: partitions between each expert and the tokens")
-    discount: str = _setting("buddymoe: of a buddy's second use by a token; 0: never twice")
-    rho: str = _setting("buddymoe: replacements of a token and layer at most")
-    spend_on: str = _setting("buddymoe: which pairs rho goes to, first or last")
-    depth: str = _setting("buddymoe: places of a list that are searched, H")
-    fall_back: str = _setting("buddymoe: of a pair without a buddy, fetch or drop")
-    in_prefill: str = _setting("buddymoe: whether prompts are served by buddies too")
-    background_bytes: str = _setting("buddymoe: of background transfers, a step")
-    half_life: str = _setting("buddymoe: steps after which a miss counts half")
-    least_misses: str = _setting("buddymoe: from which on an expert is brought")
-    form: str = _setting("buddymoe: how Algorithm 1 is computed: table, ranks or kernel")
-    max_requests: str = _setting("dynaexq, buddymoe: transfers asked for after a step at most")
-    seed: str = _setting("of random choices")
+    def moved(self, name: str) -> str:
+        """See `RunConfig.moved`: each setting of a policy was a field once."""
+        return f"--config.policy.settings={name}=VALUE" if name in SETTINGS else ""
 
-    def settings(self) -> dict[str, str]:
-        """Those that are given, as texts."""
-        fields = (field.name for field in dataclasses.fields(self))
-        found = {name: getattr(self, name) for name in fields if name not in OWN}
-        return {name: value for name, value in found.items() if value}
+    def more_help(self) -> list[str]:
+        """See `RunConfig.more_help`: the settings of the policy that is named."""
+        if not self.name:
+            return []
+        from moejax.policies.make import settings_of
+
+        rows = [
+            f"  {described({name: default}):<24} {SETTINGS.get(name, '')}".rstrip()
+            for name, default in settings_of(self.name).items()
+            if name != "lists"
+        ]
+        return [f"\nSettings of {self.name} and their defaults, for policy.settings:", *rows]
 
     def tiering(self) -> "Tiering | None":
         """The policy and its tiers as an engine takes them; None for the router alone.
@@ -114,9 +122,9 @@ class PolicyConfig(RunConfig):
         if not self.name:
             return None
         from moejax.policies.make import check_settings
-        from moejax.tiering import Tiering, parsed
+        from moejax.tiering import Tiering
 
-        given: dict[str, Any] = {name: parsed(text) for name, text in self.settings().items()}
+        given = single(self.settings)
         check_settings(self.name, given)
         return Tiering(
             policy=self.name,
@@ -135,8 +143,14 @@ class PolicyConfig(RunConfig):
                 "name='auto' is no longer a policy: moejax.sweep --config.trace=FILE "
                 "--config.recommend=True names the fastest one for a trace of your own"
             )
-        if self.name and self.name not in NAMES:
-            raise MoejaxError(f"name={self.name!r} must be one of {', '.join(NAMES)}")
+        if self.name and self.name not in NAMES and not _OWN_CLASS.fullmatch(self.name):
+            raise MoejaxError(
+                f"name={self.name!r} must be one of {', '.join(NAMES)}, or MODULE:CLASS of your own"
+            )
+        try:
+            single(self.settings)
+        except MoejaxError as error:
+            raise MoejaxError(f"settings: {error}") from error
         if not self.name:
             default = PolicyConfig()
             for field in dataclasses.fields(self):

@@ -16,6 +16,8 @@ from moejax.policies.buddy_lists import Source, alpha_schedule
 class ProfileConfig(RunConfig):
     """A model, a text, and how buddy lists are made; model and text are checked where read."""
 
+    command = "moejax.profile_experts"
+
     checkpoint: str = option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
     text: str = option(
         "default", "default (the calibration text that ships), or a UTF-8 file (.txt, .xz, .gz)"

@@ -56,10 +56,11 @@ def profile_experts(config: ProfileConfig, values: flags.FlagValues) -> None:
             dtype=config.dtype,
             platform=config.platform,
             compilation_cache=config.compilation_cache,
+            generation_config=False,
         )
-        window = config.window or min(WINDOW, engine.config.max_positions)
-        if window > engine.config.max_positions:
-            longest = engine.config.max_positions
+        window = config.window or min(WINDOW, engine.config.context_limit)
+        if window > engine.config.context_limit:
+            longest = engine.config.context_limit
             raise MoejaxError(f"window={window} is beyond the model's context of {longest}")
         if engine.tokenizer is None:
             raise MoejaxError(f"{config.checkpoint} has no tokenizer.json, so it takes no text")

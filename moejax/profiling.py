@@ -118,9 +118,8 @@ def _step(counting: Counting) -> Callable[..., tuple[KVCache, ExpertActivity, No
         share = jnp.where(positions < counting.warmup, counting.warmup_weight, 1.0)
         counted = jnp.where(mask, share[None].astype(jnp.float32), 0.0).reshape(-1)
         seen = LayerInputs(model, spec)
-        cache, _, routings = model.routed(
-            tokens, jnp.broadcast_to(positions[None], tokens.shape), mask, cache, spec, seen
-        )
+        places = jnp.broadcast_to(positions[None], tokens.shape)
+        cache, _, routings = model.routed(tokens, places, mask, cache, spec, seen, lengths=lengths)
         for layer, routing in enumerate(routings):
             activity = with_layer(
                 activity, layer, routing.probabilities, routing.ids, counted, counting.temperature

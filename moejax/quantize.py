@@ -99,7 +99,11 @@ def read_text(name: str) -> str | None:
 
 
 COMMAND = cli.Command(
-    doc=__doc__, default=QuantizeConfig(), define_flags=define_flags, body=quantize
+    doc=__doc__,
+    default=QuantizeConfig(),
+    define_flags=define_flags,
+    body=quantize,
+    resumes=lambda config: bool(config.output),
 )
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moejax.errors import MoejaxError
+from moejax.files import append, write_whole
 
 if TYPE_CHECKING:
     import jax
@@ -57,8 +58,7 @@ def row_fields(row: ResultRow) -> dict[str, Any]:
 def append_rows(path: Path, rows: Iterable[ResultRow]) -> None:
     """Appends the rows to a JSON Lines file, which is made if it is not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(_line(row) for row in rows)
+    append(path, "".join(map(_line, rows)))
 
 
 def check_rows(path: Path) -> None:
@@ -69,7 +69,7 @@ def check_rows(path: Path) -> None:
         whole = [row_fields(row) for row in read_rows(path)]
         if whole and not path.read_bytes().endswith(b"\n"):
             raise ValueError("the last row is not whole")
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise MoejaxError(
             f"output {path} is there and holds no rows of results, to which more could be appended "
             f"({error}); name another file"
@@ -78,9 +78,7 @@ def check_rows(path: Path) -> None:
 
 def write_rows(path: Path, rows: Iterable[ResultRow]) -> None:
     """The rows instead of what a JSON Lines file has; all of them, or the file stays as it is."""
-    part = path.with_name(path.name + ".part")
-    part.write_text("".join(_line(row) for row in rows), encoding="utf-8")
-    part.replace(path)
+    write_whole(path, "".join(map(_line, rows)))
 
 
 def _line(row: ResultRow) -> str:
@@ -124,6 +122,8 @@ def command_line(argv: Sequence[str] | None = None) -> str:
     if argv is None and module is not None:
         return shlex.join(["python", "-m", module.name.removesuffix(".__main__"), *arguments])
     path = Path(program)
+    if path.name.split(" ")[0] == "moejax":  # the command that pip installs
+        return shlex.join([*path.name.split(" "), *arguments])
     if path.is_absolute() and path.is_relative_to(Path.cwd()):
         path = path.relative_to(Path.cwd())
     return shlex.join(["python", str(path), *arguments])

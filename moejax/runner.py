@@ -14,7 +14,6 @@ from moejax.cache import KVCache
 from moejax.chunks import (
     MAX_PREFILL_LENGTH,
     MIN_PREFILL_LENGTH,
-    Chunk,
     Planned,
     chunk_of,
     kv_bucket,
@@ -161,7 +160,7 @@ class Runner:
           prompts: token ids, none empty.
           cache_length: S, longer than every prompt.
           settings: how tokens are chosen.
-          eos_ids: tokens that end a row.
+          eos_ids: tokens that end a row, unless its settings ignore them.
           steps_per_call: decode steps of one compiled call.
 
         Raises:
@@ -224,15 +223,17 @@ class Runner:
             )  # fmt: skip
         all_greedy = all(row.temperature == 0 for row in by_row)
         sampling = sampling_of(by_row, self._put)
-        ends = self._put(np.asarray(eos_ids or (-1,), np.int32))
+        never = (-1,) * max(1, len(eos_ids))
+        ends = [(not row.ignore_eos and eos_ids) or never for row in by_row]
+        eos_by_row = self._put(np.asarray(ends, np.int32))
         program = self._program._replace(top_logprobs=top_logprobs)
         state, emitted = self._call(
             steps.first_token, (program, all_greedy),
             (cache, keys, seen_tokens(prompts, by_row, self.config, self._put)),
-            self.weights, hidden, device_lengths, sampling, ends,
+            self.weights, hidden, device_lengths, sampling, eos_by_row,
         )  # fmt: skip
         return Session(
-            state, sampling, ends, all_greedy, max(lengths), emitted, top_logprobs, since
+            state, sampling, eos_by_row, all_greedy, max(lengths), emitted, top_logprobs, since
         )
 
     def not_finite(self) -> str:
@@ -274,15 +275,16 @@ class Runner:
         if self.one_stream and batch > 1:
             return np.concatenate([self.logits(row[None]) for row in tokens])
         since, cache_length, cache = self._begin_windows(batch, length)
-        lengths, logits = np.full(batch, length), []
-        for chunk in self._read(since, tokens, lengths, cache_length):
-            static = (self._program, self._chunk_spec(batch, chunk.start, chunk.size, cache_length))
+        logits = []
+        for start, size in self._read(since, batch, length, cache_length):
+            static = (self._program, self._chunk_spec(batch, start, size, cache_length))
+            chunk, numbers = part_of(tokens, start, size), (np.int32(start), np.int32(length))
+            inputs = (self._put(chunk), *map(self._put, numbers))
             cache, out = self._step(
-                since, batch * chunk.count, steps.chunk_logits, static, (cache,),
-                *self._inputs(chunk, tokens, lengths),
-            )  # fmt: skip
+                since, batch * size, steps.chunk_logits, static, (cache,), *inputs
+            )
             with self.reading(since):
-                logits.append(np.asarray(out)[:, : chunk.count])
+                logits.append(np.asarray(out)[:, : length - start])
         return np.concatenate(logits, axis=1)
 
     def score(self, tokens: np.ndarray, lengths: np.ndarray, targets: np.ndarray) -> np.ndarray:
@@ -296,20 +298,23 @@ class Runner:
         Returns:
           float64[B], nats.
         """
-        batch = len(tokens)
+        batch, length = tokens.shape
         if self.one_stream and batch > 1:
             rows = (slice(i, i + 1) for i in range(batch))
             return np.concatenate([self.score(tokens[i], lengths[i], targets[i]) for i in rows])
+        if self.one_stream:
+            length = int(lengths[0])
         since, cache_length, cache = self._begin_windows(*tokens.shape)
+        device_lengths = self._put(np.asarray(lengths, np.int32))
         parts = []
-        for chunk in self._read(since, tokens, lengths, cache_length):
-            wanted = part_of(targets[:, : chunk.end], chunk.start, chunk.size, -1)
+        for start, size in self._read(since, batch, length, cache_length):
+            wanted = part_of(targets, start, size, -1)
             places = scored_places(wanted)
-            static = (self._program, self._chunk_spec(batch, chunk.start, chunk.size, cache_length))
+            static = (self._program, self._chunk_spec(batch, start, size, cache_length))
             cache, nats = self._step(
-                since, num_between(lengths, chunk.start, chunk.count), steps.score_chunk, static,
-                (cache,), *self._inputs(chunk, tokens, lengths),
-                self._put(places), self._put(wanted[:, places]),
+                since, num_between(lengths, start, size), steps.score_chunk, static, (cache,),
+                self._put(part_of(tokens, start, size)), self._put(np.int32(start)),
+                device_lengths, self._put(places), self._put(wanted[:, places]),
             )  # fmt: skip
             parts.append(nats)
         with self.reading(since):
@@ -321,13 +326,15 @@ class Runner:
         `function`: `steps.score_chunk` up to `lengths`, with `carried`, donated, after the cache.
         It waits for the end, or nobody would hear of a disk that failed the last step.
         """
-        batch = len(tokens)
-        since, cache_length, cache = self._begin_windows(*tokens.shape)
-        for chunk in self._read(since, tokens, lengths, cache_length):
-            static = (self._program, self._chunk_spec(batch, chunk.start, chunk.size, cache_length))
+        batch, length = tokens.shape
+        since, cache_length, cache = self._begin_windows(batch, length)
+        for start, size in self._read(since, batch, length, cache_length):
+            static = (self._program, self._chunk_spec(batch, start, size, cache_length))
+            chunk = part_of(tokens, start, size)
+            inputs = (self._put(a) for a in (chunk, np.int32(start), np.asarray(lengths, np.int32)))
             cache, carried = self._step(
-                since, num_between(lengths, chunk.start, chunk.count), function, static,
-                (cache, carried), *self._inputs(chunk, tokens, lengths),
+                since, num_between(lengths, start, size), function, static, (cache, carried),
+                *inputs,
             )  # fmt: skip
         with self.reading(since):
             return jax.block_until_ready(carried)
@@ -361,27 +368,20 @@ class Runner:
         return prefill_chunks(length, cache_length, longest)
 
     def _read(
-        self, since: int, tokens: np.ndarray, lengths: np.ndarray, cache_length: int
-    ) -> Iterator[Chunk]:
-        """Chunks of given tokens; before each, a policy's transfers are done (`one_stream`)."""
-        (batch, width), memory = tokens.shape, self.memory
+        self, since: int, batch: int, length: int, cache_length: int
+    ) -> Iterator[tuple[int, int]]:
+        """As `_chunks`, of given tokens; before each chunk a policy's transfers are done."""
+        memory = self.memory
         if not (self.one_stream and isinstance(memory, TieredMemory) and memory.asks):
-            for start, size in self._chunks(batch, width, cache_length):
-                yield Chunk(start, min(size, width - start), size)
+            yield from self._chunks(batch, length, cache_length)
             return
         longest = longest_chunk(self.config, batch, cache_length, self.planned)
-        start, length = 0, int(max(lengths))
+        start = 0
         while start < length:
             rests = memory.catch_up(since) or MIN_PREFILL_LENGTH  # as often as decode asks
-            chunk = next_chunk(start, length, cache_length, min(rests, longest))
-            yield chunk
-            start = chunk.end
-
-    def _inputs(self, chunk: Chunk, tokens: np.ndarray, lengths: np.ndarray) -> list[jax.Array]:
-        """A chunk's tokens, its start, and the lengths [B] of sequences that end with it."""
-        ended = np.minimum(lengths, chunk.end).astype(np.int32)
-        part = part_of(tokens, chunk.start, chunk.size)
-        return [self._put(array) for array in (part, np.int32(chunk.start), ended)]
+            size = next_chunk(length - start, cache_length - start, min(rests, longest))
+            yield start, size
+            start += size
 
     def _fresh(self, seeds: list[int], cache_length: int) -> tuple[KVCache, jax.Array, jax.Array]:
         self.planned.check(len(seeds), cache_length)
@@ -395,7 +395,7 @@ class Runner:
 
     def _begin_windows(self, batch: int, length: int) -> tuple[int, int, KVCache]:
         """A session of its own, the length of its cache, and the cache."""
-        limit = max(length, self.planned.context or self.config.max_positions)
+        limit = max(length, self.planned.context or self.config.context_limit)
         cache_length = length_bucket(length, MIN_PREFILL_LENGTH, limit)
         return self._begin_session(), cache_length, self._fresh([0] * batch, cache_length)[0]
 

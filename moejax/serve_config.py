@@ -16,6 +16,8 @@ class ServeConfig(GenerateConfig):
     The files under `configs/` for `moejax.generate` serve; what they lack keeps its default.
     """
 
+    command = "moejax.serve"
+
     max_new_tokens: int = option(
         512, "where a request does not say; an answer ends at the end of the context, too"
     )
@@ -37,6 +39,9 @@ class ServeConfig(GenerateConfig):
     model_name: str = option("", "as clients call the model; '': the checkpoint's (last) name")
     max_batch: int = option(8, "answers that are computed together, at most")
     queue_limit: int = option(128, "answers that may wait for their turn; more are refused (429)")
+    max_answers: int = option(
+        32, "answers that one request may want, n times its prompts; more are refused (400)"
+    )
     deadline_s: float = option(0.0, "seconds after which a request is ended (504); 0: none")
     max_body_bytes: int = option(4 * 2**20, "bytes of a request's body, at most (413)")
     warm_up: bool = option(
@@ -51,7 +56,8 @@ class ServeConfig(GenerateConfig):
             raise MoejaxError("host='' must be an address; 127.0.0.1 is this machine alone")
         if not 0 <= self.port < 2**16:
             raise MoejaxError(f"port={self.port} must be from 0 (any) to 65535")
-        for name in ("max_batch", "queue_limit", "max_body_bytes", "max_connections"):
+        counts = ("max_batch", "queue_limit", "max_answers", "max_body_bytes", "max_connections")
+        for name in counts:
             if getattr(self, name) < 1:
                 raise MoejaxError(f"{name}={getattr(self, name)} must be at least 1")
         if self.api_key and self.api_key_file:

@@ -22,7 +22,7 @@ class Session:
 
     state: steps.DecodeState
     sampling: Sampling
-    eos_ids: jax.Array
+    eos_ids: jax.Array  # int32[B, n]
     all_greedy: bool
     next_position: int  # largest position that the next step writes
     emitted: Emitted  # of the last call, at first int32[B, 1]; not waited for

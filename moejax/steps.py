@@ -89,18 +89,22 @@ def run_layers(
     cache: KVCache,
     pool: Pool,
     store: Store,
+    lengths: jax.Array | None = None,
 ) -> tuple[KVCache, Pool, jax.Array, Recorded | None]:
-    """The model, with experts of its own or pooled ones; what was recorded comes last."""
+    """The model, with experts of its own or pooled ones; what was recorded comes last.
+
+    `lengths`, int32[B], of the whole prompts, is what some kinds of rope turn tokens by.
+    """
     is_prefill = tokens.shape[1] > 1
     num_tokens = tokens.size if is_prefill else None
     pooled = _pooled(program, spec, model, num_tokens, pool, store)
     watch = pooled.watch if is_prefill and isinstance(pooled, TieredExperts) else None
     if program.record is None:
-        cache, hidden = model(tokens, positions, mask, cache, spec, pooled, watch)
+        cache, hidden = model(tokens, positions, mask, cache, spec, pooled, watch, lengths)
         return cache, pooled.finish() if pooled else None, hidden, None
     experts = recording_experts(program.record, model, spec.experts, pooled)
     watch = experts.watching(watch, tokens.size) if is_prefill else None
-    cache, hidden = model(tokens, positions, mask, cache, spec, experts, watch)
+    cache, hidden = model(tokens, positions, mask, cache, spec, experts, watch, lengths)
     recorded = experts.recorded(positions, mask)
     return cache, pooled.finish() if pooled else None, hidden, recorded
 
@@ -163,7 +167,7 @@ def prefill_chunk(
     positions = jnp.broadcast_to(start + steps, tokens.shape)
     mask = positions < lengths[:, None]
     cache, pool, hidden, recorded = run_layers(
-        program, spec, model, tokens, positions, mask, cache, pool, store
+        program, spec, model, tokens, positions, mask, cache, pool, store, lengths
     )
     last = lengths - 1 - start
     ends_here = (last >= 0) & (last < tokens.shape[1])
@@ -180,16 +184,17 @@ def chunk_logits(
     store: Store,
     tokens: jax.Array,
     start: jax.Array,
-    lengths: jax.Array,
+    length: jax.Array,
 ) -> tuple[KVCache, Pool, jax.Array, Recorded | None]:
-    """As `prefill_chunk`; the logits float32[B, T, V] of every position, of padding too."""
+    """As `prefill_chunk` of rows of one length; the logits float32[B, T, V] of every position."""
     model = merge_weights(program.definition, weights)
     steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     positions = jnp.broadcast_to(start + steps, tokens.shape)
-    mask = positions < lengths[:, None]
+    mask = positions < length
     cache, pool, hidden, recorded = run_layers(
-        program, spec, model, tokens, positions, mask, cache, pool, store
-    )
+        program, spec, model, tokens, positions, mask, cache, pool, store,
+        jnp.broadcast_to(length, len(tokens)),
+    )  # fmt: skip
     return cache, pool, model.project_to_vocab(hidden), recorded
 
 
@@ -231,7 +236,7 @@ def score_chunk(
     positions = jnp.broadcast_to(start + steps, tokens.shape)
     mask = positions < lengths[:, None]
     cache, pool, hidden, recorded = run_layers(
-        program, spec, model, tokens, positions, mask, cache, pool, store
+        program, spec, model, tokens, positions, mask, cache, pool, store, lengths
     )
     if not places.size:
         return cache, pool, jnp.zeros(len(tokens), jnp.float32), recorded
@@ -288,7 +293,7 @@ def first_token(
       last_hidden: [B, D], from `prefill_chunk`.
       lengths: int32[B].
       sampling: settings of each row.
-      eos_ids: int32[n], tokens that end a row; -1 matches none.
+      eos_ids: int32[B, n], tokens that end each row; -1 matches none.
 
     Returns:
       The state, and its tokens once more as int32[B, 1], which outlive its donation.
@@ -297,7 +302,7 @@ def first_token(
     tokens, keys, seen, logprobs = _next_tokens(
         model, last_hidden, keys, seen, sampling, all_greedy, program.top_logprobs
     )
-    done = jnp.any(tokens[:, None] == eos_ids[None], axis=1) | (lengths == 0) | (tokens < 0)
+    done = jnp.any(tokens[:, None] == eos_ids, axis=1) | (lengths == 0) | (tokens < 0)
     emitted = none_emitted(len(tokens), 1, program.top_logprobs)
     emitted = emitted.placed(jnp.int32(0), tokens, logprobs)
     tokens = jnp.maximum(tokens, 0)  # what a row that is done holds is a token, too
@@ -348,12 +353,12 @@ def decode(
       weights: of the model.
       store: of the experts.
       sampling: settings of each row.
-      eos_ids: int32[n], tokens that end a row; -1 matches none.
+      eos_ids: int32[B, n], tokens that end each row; -1 matches none.
       num_steps: int32[], at most `buffer_length`; taken to be 1 where that is 1.
 
     Returns:
-      The state, the pool, int32[B, buffer_length] new tokens, `NO_TOKEN` after a row's end and
-      beyond `num_steps`, and what was recorded.
+      The state, the pool, int32[B, buffer_length] new tokens, `NO_TOKEN` after a row's end
+      and beyond `num_steps`, and what was recorded.
     """
     model = merge_weights(program.definition, weights)
 
@@ -382,7 +387,7 @@ def decode(
         tokens = jnp.where(rests, state.tokens, tokens)
         emitted = emitted.placed(index, jnp.where(rests, NO_TOKEN, tokens), logprobs)
         positions = jnp.where(rests, state.positions, state.positions + 1)
-        done = state.done | jnp.any(tokens[:, None] == eos_ids[None], axis=1) | (tokens < 0)
+        done = state.done | jnp.any(tokens[:, None] == eos_ids, axis=1) | (tokens < 0)
         tokens = jnp.maximum(tokens, 0)
         return DecodeState(cache, tokens, positions, done, keys, seen), pool, emitted, kept
 

@@ -1,10 +1,10 @@
 """A trace of routing through thousands of settings, without weights.
 
     python -m moejax.generate --prompt="..." --config.record_trace=x.trace
-    python -m moejax.sweep --config.trace=x.trace --config.grid="('slots=4:32:4',)"
+    python -m moejax.sweep --config.trace=x.trace --config.grid=slots=4:32:4
     python -m moejax.sweep --config=configs/sweep_qwen3_lru.py --config.trace=x.trace
     python -m moejax.sweep --config.trace=x.trace --config.recommend=True --config.device_gib=6 \
-        --config.tiers="('int4=2654208', 'int2=1474560')"
+        --config.tiers=int4=2654208,int2=1474560
 
 For each setting: hits, bytes over the link by cause, gate mass by tier, the time of a decode step
 at each speed of the link, and two ceilings: Belady's cache in the same memory, and what the bytes
@@ -22,7 +22,7 @@ from moejax import cli, results
 from moejax.errors import MoejaxError
 from moejax.evaluation.record import check_output
 from moejax.simulation.costs import Machine, calibrate, measured_rows
-from moejax.simulation.grid import described, settings
+from moejax.simulation.grid import described, eighths, settings
 from moejax.simulation.settings import SweepConfig, check_picture
 
 
@@ -37,7 +37,7 @@ def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
     if not config.trace:
         raise MoejaxError("trace='' must be a file: give --config.trace=FILE")
     output, plot = places(config)
-    grid = settings(config.grid)
+    named = settings(config.grid) if config.grid else []
     chosen, bulk = machines(config), None if config.bulk < 0 else config.bulk
     path = cli.user_path(config.trace)
 
@@ -53,7 +53,7 @@ def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
     if not (stored := stored or trace.tiers or {}):
         raise MoejaxError(
             f"{path} does not say in which forms its model's experts are stored: give "
-            "--config.tiers=\"('NAME=BYTES of an expert',)\", such as int4=2654208"
+            "--config.tiers=NAME=BYTES, the bytes of an expert, such as int4=2654208"
         )
     tiers = sweeping.Tiers(names=tuple(stored), expert_bytes=tuple(stored.values()))
     device = choose_device(config.platform)
@@ -62,6 +62,7 @@ def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
             given = (config.device_gib, bulk, config.floor)
             print("\n".join(recommending.lines(trace, tiers, chosen, *given)))
         return
+    grid = named or eighths(trace.num_experts, len(tiers.names))
     start = time.perf_counter()
     with jax.default_device(device):
         policy = config.policy if config.policy == sweeping.LRU else of_grid(config.policy)

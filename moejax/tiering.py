@@ -1,6 +1,5 @@
 """A policy of a run, and the forms in which the experts are stored for it."""
 
-import ast
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
@@ -26,7 +25,7 @@ class Tiering:
     """What decides about experts, and in which forms they are stored.
 
     Attributes:
-      policy: its name, or the policy.
+      policy: its name, "module:Class", or the policy.
       settings: of a policy that is named; those not given have its defaults. Of buddymoe, `lists`
         is the path of a profile ("": beside the checkpoint), as `links` is of dynaexq, and `gains`
         and `tae_tau` may be "profile"; with such a tau, `tae_temperature` is the profile's.
@@ -186,7 +185,7 @@ def named(
     """A policy by name, whose profile is read where it has one.
 
     Args:
-      name: of `policies.make.POLICIES`.
+      name: of `policies.make.POLICIES`, or "module:Class".
       settings: see `Tiering`.
       directory: of the checkpoint, where a profile may lie; None: there is none.
       config: of the model; None: any.
@@ -210,7 +209,7 @@ def named(
         if isinstance(given.get(setting), str) and given[setting] == "profile":
             if value is None:
                 raise MoejaxError(
-                    f"policy.{setting}=profile, but the profile compared no outputs: make it with "
+                    f"{setting}=profile, but the profile compared no outputs: make it with "
                     "--config.outputs=True"
                 )
             given[setting] = value
@@ -241,8 +240,6 @@ def of_grid(name: str) -> Callable[..., AnyPolicy]:
     """Makes the policy of this name by settings as `simulation.grid` reads them."""
 
     def make(**settings: Any) -> AnyPolicy:
-        if settings.get("choose", "") is None:  # which of BuddyMoE's choices is the word itself
-            settings["choose"] = "none"
         return named(name, settings).policy
 
     return make
@@ -254,14 +251,6 @@ def _take_temperature(given: dict[str, Any], profile: BuddyProfile) -> None:
     check_number("the profile's temperature", found, 0, above=True)
     if given.setdefault("tae_temperature", found) != found:
         raise MoejaxError(
-            f"policy.tae_temperature={given['tae_temperature']}, but policy.tae_tau=profile is of "
+            f"tae_temperature={given['tae_temperature']}, but tae_tau=profile is of "
             f"temperature {found:g}: leave the setting out, or profile again"
         )
-
-
-def parsed(text: str) -> Any:
-    """A setting as the command line has it: a Python literal, or a word."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text

@@ -1,5 +1,6 @@
 """Text to token ids and back, over the tokenizer.json of a checkpoint; chat templates."""
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from moejax.errors import MoejaxError
 from moejax.models.hf_config import read_json
 from moejax.models.hf_defaults import default_eos_id
 from moejax.models.hf_fields import flag
+from moejax.token_bytes import most_token_bytes
 
 # Everything that `Tokenizer` reads, but for the eos tokens.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -75,12 +77,19 @@ class Tokenizer:
           goes_on: something follows, so that they are put before it and none behind it, neither
             by the post-processor nor by `add_eos_token`.
         """
-        ids = self._encoder.encode(text, add_special_tokens=add_special_tokens).ids
+        # `encode` holds Python's lock, seconds for megabytes; this lets other threads run.
+        [found] = self._encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids = found.ids
         if not add_special_tokens:
             return ids
         if goes_on:
             return [*self._before, *ids[: len(ids) - self._num_behind]]
         return [*self._before, *ids, *self._after]
+
+    @functools.cached_property
+    def most_token_bytes(self) -> int | None:
+        """Bytes of a text that a token stands for at most; None where there is no such limit."""
+        return most_token_bytes(self._encoder.to_str())
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids without a token are left out."""

@@ -23,6 +23,7 @@ people: `model`, `text`, `date`, `versions`, `command`. Qwen3-30B-A3B takes 1.2 
 the parts at will, which are there or not for the whole file.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -38,6 +39,7 @@ import numpy as np
 import safetensors
 
 from moejax.errors import MoejaxError
+from moejax.files import write_errors
 
 FORMAT, VERSION = "moejax-trace", "1"
 PREFILL, DECODE = 0, 1
@@ -230,7 +232,8 @@ class TraceWriter:
         check_place(path)
         self.path, self.num_experts, self.facts = path, num_experts, dict(facts or {})
         self.num_rows = 0
-        self.folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        with write_errors(path):
+            self.folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
         self._files: dict[str, IO[bytes]] = {}
         self._kinds: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
 
@@ -252,9 +255,10 @@ class TraceWriter:
             raise ValueError(f"rows of {kinds}, the trace has {self._kinds}")
         self._kinds = kinds
         for name, array in arrays.items():
-            if name not in self._files:
-                self._files[name] = (self.folder / name).open("wb")
-            self._files[name].write(array.data if array.size else b"")
+            with write_errors(self.path):
+                if name not in self._files:
+                    self._files[name] = (self.folder / name).open("wb")
+                self._files[name].write(array.data if array.size else b"")
         self.num_rows += len(arrays["step"])
 
     def close(self) -> None:
@@ -269,22 +273,24 @@ class TraceWriter:
             # Wide types first, so that every tensor is aligned.
             names = sorted(self._kinds, key=lambda name: -self._kinds[name][0].itemsize)
             partial = self.folder / "whole"
-            with partial.open("wb") as file:
-                file.write(self._header(names))
-                for name in names:
-                    self._files[name].close()
-                    with (self.folder / name).open("rb") as part:
-                        shutil.copyfileobj(part, file, 2**20)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(self.path)
+            with write_errors(self.path):
+                with partial.open("wb") as file:
+                    file.write(self._header(names))
+                    for name in names:
+                        self._files[name].close()
+                        with (self.folder / name).open("rb") as part:
+                            shutil.copyfileobj(part, file, 2**20)
+                    file.flush()
+                    os.fsync(file.fileno())
+                partial.replace(self.path)
         finally:
             self.discard()
 
     def discard(self) -> None:
         """Leaves nothing behind; does nothing after `close`."""
         for file in self._files.values():
-            file.close()
+            with contextlib.suppress(OSError):  # what it had still to write finds no room
+                file.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _header(self, names: list[str]) -> bytes:

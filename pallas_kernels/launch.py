@@ -1,13 +1,11 @@
 """The only caller of `pallas_call`: backend, interpret mode, names, version differences."""
 
-import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax._src.pallas import core as pallas_core  # for `renumbered`
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import triton as pltriton
@@ -55,22 +53,6 @@ def triton_call(
         )(*operands)
 
     return call
-
-
-@contextlib.contextmanager
-def renumbered(indices: Sequence[jax.Array], grid: Sequence[int]) -> Iterator[None]:
-    """A body traced inside finds itself program `indices` of `grid`, whatever the launch's is.
-
-    So one launch can give some of its programs to one body and some to another, neither of which
-    knows. It is what Pallas does itself in its interpreter; JAX has no public name for it.
-
-    Args:
-      indices: int32[] of each axis, what `pl.program_id` yields.
-      grid: their sizes, what `pl.num_programs` yields.
-    """
-    axes = [pallas_core.GridAxis(i, n) for i, n in zip(indices, grid, strict=True)]
-    with pallas_core.grid_env(axes):
-        yield
 
 
 def mosaic_call(

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import layout
-from pallas_kernels.host_rows import rows_on_device
 
 PLAIN_BITS = 16
 BITS = (*layout.BITS, PLAIN_BITS)
@@ -165,16 +164,16 @@ def dequantize(weights: PackedMatrices, slots: jax.Array) -> jax.Array:
 
     Slots outside 0..S - 1 are clipped, as JAX does.
     """
-    words = rows_on_device(weights.words, slots)
+    words = weights.words[slots]
     if weights.bits == PLAIN_BITS:
         return words.astype(jnp.float32)
     assert weights.scales is not None
     group = np.arange(weights.num_inputs) // weights.group_size
     codes = layout.unpack(words, weights.bits, weights.num_inputs).astype(jnp.float32)
-    scales = rows_on_device(weights.scales, slots).astype(jnp.float32)[..., group]
+    scales = weights.scales[slots].astype(jnp.float32)[..., group]
     if weights.zeros is None:
         return (codes - np.float32(2 ** (weights.bits - 1))) * scales
-    zeros = rows_on_device(weights.zeros, slots).astype(jnp.float32)[..., group]
+    zeros = weights.zeros[slots].astype(jnp.float32)[..., group]
     return (codes - zeros) * scales
 
 

@@ -1,52 +1,42 @@
-"""Fetches from pinned host memory: one launch of J jobs, beside DMA, and beside a product.
+"""Fetches from pinned host memory: one launch of J jobs, beside DMA.
 
     python scripts/bench_fetch.py --output=scripts/results/fetch_h200.jsonl
 
-Four questions, each a part:
+Three questions, each a part:
   * link: what does the link give? `jax.device_put` of pinned arrays of the same sizes (DMA, with
     the host's dispatch), and of 1 GiB.
   * fetch: what does the kernel take for J jobs of each size inside a jitted loop, and for jobs that
     are all skipped (a launch, nothing else)? Beside it XLA's way, a slice of the host array that is
     put on the device and inserted, one job after another.
   * tiles: how many programs, how large a block?
-  * fused: what does a product that reads 0.1 GiB of bf16 weights take alone, with a fetch after it,
-    and with the fetch in its launch? And the gate and up of one layer of Qwen3-30B-A3B in bf16 for
-    one token (8 experts, 50 MB)? The floor is the longer of the two alone.
 
 Every figure is a median; rows and slots change from one iteration to the next, stores and weights
 are larger than the L2, and what was fetched is compared bit for bit. `--smoke` tries the script on
-a CPU: the reference, and the fused kernel interpreted.
+a CPU by the reference.
 """
 
-import dataclasses
-import functools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
-from jax.experimental import pallas as pl
 
 from moejax.devices import choose_device
-from pallas_kernels import expert_fetch, launch
+from pallas_kernels import expert_fetch
 from pallas_kernels.expert_fetch import CopyTiles
-from pallas_kernels.expert_fetch.tiles import default_tiles, default_tiles_beside
-from pallas_kernels.expert_mlp import tiles as mlp_tiles
-from pallas_kernels.expert_mlp import triton as mlp
+from pallas_kernels.expert_fetch.tiles import default_tiles
 from scripts.bench_fetch_loops import Bench, Pools, Store, microseconds, rate
 from scripts.bench_report import Report
 
 _OUTPUT = flags.DEFINE_string("output", "", "JSON Lines file that rows are appended to")
 _SMOKE = flags.DEFINE_bool("smoke", False, "tiny shapes on the CPU, to try the script")
-_PARTS = flags.DEFINE_list("parts", "link,fetch,tiles,fused", "which parts to run")
+_PARTS = flags.DEFINE_list("parts", "link,fetch,tiles", "which parts to run")
 _SIZES = flags.DEFINE_multi_float("mb", [2.4, 5.0, 20.0, 80.0], "megabytes of a job")
 _JOBS = flags.DEFINE_multi_integer("jobs", [1, 2, 4, 8], "jobs of a launch")
-_PROGRAMS = flags.DEFINE_multi_integer("programs", [8, 16, 32, 64], "copying programs, fused")
 _REPEATS = flags.DEFINE_integer("repeats", 10, "timed runs; the median is taken")
 _TIME_LIMIT = flags.DEFINE_float("time_limit_s", 540.0, "no part begins a figure after so long")
 
@@ -158,132 +148,6 @@ def tiles(bench: Bench) -> None:
             bench.report.add(f"{what}, blocks of {choice.block_bytes}", spent, "us", gib_per_s=gib)
 
 
-def _product_body(slot_ref: Any, x_ref: Any, weights_ref: Any, y_ref: Any) -> None:
-    """Program n: 8 rows of W[slot] x, partial sums in registers."""
-    rows, columns = pl.ds(pl.program_id(0) * 8, 8), 512
-
-    def step(k: jax.Array, partial: jax.Array) -> jax.Array:
-        span = pl.ds(k * columns, columns)
-        weights = weights_ref[slot_ref[0], rows, span].astype(jnp.float32)
-        return partial + weights * x_ref[span][None, :]
-
-    zero = jnp.zeros((8, columns), jnp.float32)
-    partial = jax.lax.fori_loop(0, x_ref.shape[0] // columns, step, zero)
-    y_ref[rows] = jnp.sum(partial, axis=1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Product:
-    """A kernel that reads weights, as `triton_call` and `fused_call` take it."""
-
-    name: str
-    body: Callable[..., None]
-    grid: tuple[int, ...]
-    out_shape: jax.ShapeDtypeStruct
-    weights: jax.Array  # the last operand
-    before: Callable[[jax.Array], tuple[jax.Array, ...]]  # iteration -> operands before it
-    read_bytes: int
-
-    def launch(self, smoke: bool) -> dict[str, Any]:
-        """Arguments of the launch."""
-        return {
-            "name": self.name, "grid": self.grid, "out_shape": self.out_shape,
-            "num_warps": 4, "num_stages": 2, "interpret": smoke,
-        }  # fmt: skip
-
-
-def products(bench: Bench) -> Iterator[Product]:
-    """A matrix-vector product, and the gate and up of a layer for one token."""
-
-    def random(*shape: int) -> jax.Array:
-        bits = jax.random.bits(jax.random.key(0, impl="rbg"), shape, jnp.uint16)
-        return jax.device_put(((bits % 256).astype(jnp.bfloat16) - 128) / 4096, bench.device)
-
-    slots, rows, columns = (2, 16, 512) if bench.smoke else (8, 14336, 4096)
-    weights, x = random(slots, rows, columns), jnp.ones(columns, jnp.float32)
-    yield Product(
-        "product", _product_body, (rows // 8,), jax.ShapeDtypeStruct((rows,), jnp.float32), weights,
-        lambda i: ((i % slots)[None], x), weights.nbytes // slots,
-    )  # fmt: skip
-    del weights
-    experts, width, model, expert = (4, 2, 64, 16) if bench.smoke else (128, 8, 2048, 768)
-    shape = mlp_tiles.default_tiles(model, expert)
-    gate_up, token = random(1, experts, 2 * expert, model), jnp.ones((1, model), jnp.bfloat16)
-
-    def routed(i: jax.Array) -> tuple[jax.Array, ...]:
-        chosen = (i * width + jnp.arange(width, dtype=jnp.int32)) % experts
-        return chosen[None], token
-
-    yield Product(
-        "Qwen3-30B-A3B gate and up",
-        functools.partial(mlp._hidden_body, layer=0, tiles=shape),
-        (width, expert // shape.gate_up_rows),
-        jax.ShapeDtypeStruct((1, width, expert), jnp.float32), gate_up, routed,
-        gate_up.nbytes // experts * width,
-    )  # fmt: skip
-
-
-def fused(bench: Bench) -> None:
-    """A product alone, then a fetch after it, then in its launch."""
-    sizes = ((0.01, 2),) if bench.smoke else ((2.4, 1), (2.4, 4), (20.0, 4))
-    for product in products(bench):
-        for megabytes, num_jobs in sizes:
-            if not bench.in_time():
-                return
-            _fused_figures(bench, product, megabytes, num_jobs)
-
-
-def _fused_figures(bench: Bench, product: Product, megabytes: float, num_jobs: int) -> None:
-    how = product.launch(bench.smoke)
-    store = Store(bench, round(megabytes * 1e6 / 4))
-    # Before jax 0.11.2 the interpreter takes no operand in host memory.
-    hosts = bench.placed(store.on_host, "device") if bench.smoke else store.hosts
-    start = jnp.zeros(product.out_shape.shape, product.out_shape.dtype, device=bench.device)
-
-    def alone(i: jax.Array, y: jax.Array, operands: Any) -> jax.Array:
-        del y
-        weights, _ = operands
-        return launch.triton_call(product.body, **how)(*product.before(i), weights)
-
-    def copy(i: jax.Array, pools: Pools, operands: Any) -> Pools:
-        return expert_fetch.fetch(pools, operands[1], *store.jobs(i, num_jobs))
-
-    def after(i: jax.Array, carry: tuple[Pools, jax.Array], operands: Any) -> Any:
-        return copy(i, carry[0], operands), alone(i, carry[1], operands)
-
-    def together(i: jax.Array, carry: Any, operands: Any, choice: CopyTiles) -> Any:
-        beside = expert_fetch.fetch_beside(
-            carry[0], operands[1], *store.jobs(i, num_jobs), tiles=choice, interpret=bench.smoke
-        )
-        call = expert_fetch.fused_call(beside, product.body, **how)
-        return call(*product.before(i), operands[0])
-
-    operands = (product.weights, hosts)
-    product_us, y, _ = microseconds(bench, alone, start, operands)
-    copy_us, store.pools, _ = microseconds(bench, copy, store.pools, operands)
-    carry = (store.pools, y)
-    after_us, carry, _ = microseconds(bench, after, carry, operands)
-    about = f"{product.name}, {product.read_bytes / 1e6:.4g} MB, and {num_jobs} x {megabytes} MB"
-    for programs in [2] if bench.smoke else _PROGRAMS.value:
-        choice = dataclasses.replace(default_tiles_beside(), num_programs=programs)
-        spent, carry, count = microseconds(
-            bench, functools.partial(together, choice=choice), carry, operands
-        )
-        store.check(carry[0], num_jobs, count)
-        expected = jax.jit(alone)(jnp.int32(count - 1), carry[1], operands)
-        if not np.allclose(np.asarray(carry[1]), np.asarray(expected), rtol=1e-4, atol=1e-4):
-            raise RuntimeError(f"{product.name} beside a fetch is not the product")
-        bench.report.add(
-            f"{about}, {programs} programs",
-            spent,
-            "us",
-            product_alone=product_us,
-            copy_alone=copy_us,
-            one_after_the_other=after_us,
-            floor=max(product_us, copy_us),
-        )
-
-
 def main(argv: list[str]) -> None:
     """Runs the parts that were asked for; exits with 1 if one failed."""
     del argv
@@ -297,7 +161,7 @@ def main(argv: list[str]) -> None:
         repeats=2 if _SMOKE.value else _REPEATS.value,
         time_limit_s=_TIME_LIMIT.value,
     )
-    parts = {"link": link, "fetch": fetch, "tiles": tiles, "fused": fused}
+    parts = {"link": link, "fetch": fetch, "tiles": tiles}
     failed = []
     for name in _PARTS.value:
         print(f"{name}:", flush=True)

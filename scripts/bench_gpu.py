@@ -1,4 +1,4 @@
-"""What CHANGELOG says of a GPU, measured again: a list of jobs, one at a time on each card.
+"""Measures every GPU row again: a list of jobs, one at a time on each card.
 
     python -m scripts.bench_gpu results/                        # all; rows go to results/*.jsonl
     python -m scripts.bench_gpu results/ --part=models --part=memory

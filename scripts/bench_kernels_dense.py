@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.dequant_matmul import dequant_matmul
-from pallas_kernels.dequant_matmul.api import choose, refusal
+from pallas_kernels.dequant_matmul import OPERATION, dequant_matmul
 from pallas_kernels.packed import PLAIN_BITS, LowRank, PackedMatrices, dequantize
 from scripts.bench_kernels_data import (
     COMPENSATOR_BAR,
@@ -87,7 +86,7 @@ def bench_dense(
 def _one_case(product: Product, m: int) -> None:
     bench, weights = product.bench, product.weights
     x = random_rows(m, (m, product.shape.num_inputs))
-    choice = choose(x, weights)
+    choice = OPERATION.choose(x, weights, ())
     print(f"{product.label(m)}: {choice.describe()}", flush=True)
     bench.check_choice(product.label(m), choice, product.bits)
     chain = product.chain(m)
@@ -123,7 +122,7 @@ def _bar(product: Product, m: int) -> Bar | None:
 def _kernel(
     product: Product, name: str, x: jax.Array, chain: Chain, samples: Sequence[Sample]
 ) -> None:
-    reason = refusal(name, x, product.weights)
+    reason = OPERATION.refusal(name, x, product.weights, ())
     if reason:
         print(f"  {product.label(x.shape[0])} | {name}: refuses: {reason}", flush=True)
         return
@@ -212,7 +211,7 @@ def _with_and_without(
 ) -> None:
     bench, m, weights = product.bench, x.shape[0], product.weights
     what = f"compensator | {product.shape.name} {weights.describe()} | M {m}"
-    if reason := refusal(name, x, weights, (terms,)):
+    if reason := OPERATION.refusal(name, x, weights, (terms,)):
         print(f"  {what} | {name}: refuses: {reason}", flush=True)
         return
     num_bytes, operations = product.bytes_and_operations(m, weights)

@@ -10,8 +10,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.expert_mlp import expert_mlp
-from pallas_kernels.grouped_dequant_matmul import Assignments, choose, moe_layer
-from pallas_kernels.grouped_dequant_matmul.api import refusal
+from pallas_kernels.grouped_dequant_matmul import OPERATION, Assignments, moe_layer
 from pallas_kernels.packed import PackedMatrices, dequantize, plain
 from scripts.bench_kernels_data import (
     LAYER_ERROR_LIMIT,
@@ -160,7 +159,7 @@ def bench_grouped(bench: Bench, models: Sequence[Moe], tokens: Sequence[int]) ->
         for num_tokens in (t for t in moe.tokens if not tokens or t in tokens):
             label = layer.label(num_tokens)
             x = jax.ShapeDtypeStruct((num_tokens, moe.model_dim), jnp.bfloat16)
-            choice = choose(x, moe.width, [layer.gate_up], [layer.down])
+            choice = OPERATION.choose(x, moe.width, [layer.gate_up], [layer.down], ())
             print(f"{label}: {choice.describe()}", flush=True)
             bench.check_choice(label, choice, moe.bits)
             case = make_case(layer, num_tokens)
@@ -209,7 +208,7 @@ def _layer_call(case: Case, name: str) -> str | tuple[Callable[..., jax.Array], 
     implementation = name.removesuffix("_bf16")
     if name in BF16:
         gate_up, down = (plain(stack) for stack in layer.in_bf16)
-    if reason := refusal(implementation, x, layer.moe.width, [gate_up], [down]):
+    if reason := OPERATION.refusal(implementation, x, layer.moe.width, [gate_up], [down], ()):
         return reason
 
     def call(x: jax.Array, held: Any, i: int) -> jax.Array:

@@ -120,7 +120,7 @@ class Benchmark:
 
     def run(self, batch: int, prompt: int) -> None:
         """Checks what serves a configuration, and measures it."""
-        needed = length_bucket(prompt + _NEW.value, MIN_CONTEXT, self.config.max_positions)
+        needed = length_bucket(prompt + _NEW.value, MIN_CONTEXT, self.config.context_limit)
         context = _CONTEXT.value or needed
         by = self._check(batch, prompt, context)
         report = Report(self.device, f"{self.about}, {by}", _OUTPUT.value)

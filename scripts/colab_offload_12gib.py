@@ -26,9 +26,13 @@ import sys
 
 REPOSITORY = os.environ.get("MOEJAX_REPOSITORY", "")  # such as "git+https://.../moejax.git"
 
-if importlib.util.find_spec("moejax") is None:
+missing = [name for name in ("moejax", "matplotlib") if importlib.util.find_spec(name) is None]
+if missing:
     if not REPOSITORY:
-        raise SystemExit("moejax is not installed: set REPOSITORY above to where it lies")
+        raise SystemExit(
+            f"{' and '.join(missing)} not installed: pip install '.[evaluation]' in a clone of the "
+            "repository, or set REPOSITORY above to where it lies"
+        )
     wanted = f"moejax[evaluation] @ {REPOSITORY}"
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", wanted], check=True)
 

@@ -2,7 +2,7 @@
 
     python -m scripts.make_trace --shape=Qwen3-30B-A3B --tokens=256 --out=x.trace
     python -m moejax.benchmark --config.shape=Qwen3-30B-A3B --config.trace=x.trace \
-        --config.budgets="(6,8,10,12)" --config.prompt_tokens=16 --config.new_tokens=513 \
+        --config.budgets=6,8,10,12 --config.prompt_tokens=16 --config.new_tokens=513 \
         --config.output=measured.json
     python -m scripts.compare_predicted measured.json --trace=x.trace --output=rows.jsonl
 

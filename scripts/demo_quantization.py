@@ -98,7 +98,7 @@ class Bench:
         self.calibration_tokens = calibration_tokens(
             tokenizer,
             vocab_size=self.config.vocab_size,
-            max_positions=self.config.max_positions,
+            max_positions=self.config.context_limit,
             text=text,
             num_samples=_SAMPLES.value,
         )

@@ -1,4 +1,4 @@
-"""The jobs of `scripts.bench_gpu`: what stands in CHANGELOG under "Numbers", by command."""
+"""The jobs of `scripts.bench_gpu`: every row measured on a GPU, by command."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -52,7 +52,7 @@ def _tests() -> Iterator[Job]:
     """Workers share a card: a kernel's test takes little of it, a whole engine's more."""
     kernels = (
         "residual_norm", "router_topk", "buddy_search", "tiered_plan", "residency_plan",
-        "decode_attention", "host_rows", "qkv_to_cache", "dequant_matmul", "expert_mlp",
+        "decode_attention", "qkv_to_cache", "dequant_matmul", "expert_mlp",
         "grouped_dequant_matmul", "hqq_solve", "expert_fetch_device",
         "bench_kernels", "delta_step",
     )  # fmt: skip
@@ -127,7 +127,6 @@ def _kernels() -> Iterator[Job]:
     yield _job("kernels", "routers", 60, "scripts.bench_router", file="output - router")
     yield _job("kernels", "attention", 60, "scripts.bench_attention", file="output - attention")
     yield _job("kernels", "fetching", 120, "scripts.bench_fetch", file="output - fetch")
-    yield _job("kernels", "host rows", 60, "scripts.bench_host_rows", file="output - fetch")
 
 
 def _memory() -> Iterator[Job]:

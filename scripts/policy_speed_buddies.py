@@ -18,6 +18,7 @@ from moejax.policies.on_demand import OnDemand
 from moejax.runner import Runner
 from scripts.policy_run import Run
 from scripts.policy_timing import Measured
+from scripts.studies.buddymoe.controls import RandomExpert
 
 CACHE_RATES = (0.75, 0.5, 0.375)
 BITS = 4
@@ -28,7 +29,7 @@ POOL, ROUNDS = "no policy, the pool alone", 5  # cost: what others stand beside,
 # Of `quality_sections.BUDDIES`, and the best of the paper's tables; the first one's program serves
 # all that differ in numbers alone.
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
-    "random": {"random": {"choose": "random"}},
+    "random": {"random": {"made_of": RandomExpert}},
     "buddies": {
         "co-activation": {},
         "co-activation, 16 places, rho 3": {"depth": 16, "rho": 3},
@@ -79,7 +80,8 @@ def _at_rate(run: Run, batch: int, rate: float) -> None:
             how = dict(given)
             own = gains if how.pop("gains", False) else None
             how["depth"] = min(how.get("depth", depth), depth)
-            policies[said] = BuddyMoe(lists=lists, gains=own, **how)
+            made_of = how.pop("made_of", BuddyMoe)
+            policies[said] = made_of(lists=lists, gains=own, **how)
         background = dataclasses.replace(plan, bulk=run.options.bulk)
         run.attempt(
             f"{next(iter(group))}, {name}",

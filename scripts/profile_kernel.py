@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from absl import app, flags
 
 from moejax.devices import choose_device
-from pallas_kernels.dequant_matmul import choose, dequant_matmul
+from pallas_kernels.dequant_matmul import OPERATION, dequant_matmul
 from scripts.bench_kernels_data import random_rows, random_stack, random_terms
 
 LAUNCHES = 6
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> None:
     )  # fmt: skip
     low_rank = (random_terms(weights),) if _TERMS.value else ()
     x = random_rows(1, (_ROWS.value, _INPUTS.value))
-    name = _NAME.value or choose(x, weights, low_rank).implementation
+    name = _NAME.value or OPERATION.choose(x, weights, low_rank).implementation
     product = jax.jit(
         lambda x, weights, low_rank, slot: dequant_matmul(
             x, weights, slot=slot, low_rank=low_rank, implementation=name

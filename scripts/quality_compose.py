@@ -73,7 +73,7 @@ def policy_of(group: Group, setting: dict[str, Any], found: BuddyProfile) -> Any
         parts["importance"] = DyMoE(retention=setting["r"], low=low, prefetch=0)
     if "buddymoe" in names:
         parts["buddies"] = BuddyMoe(
-            lists=found.lists, gains=found.gains, rho=setting["rho"], spend_on="last", form="ranks"
+            lists=found.lists, gains=found.gains, rho=setting["rho"], spend_on="last"
         )
     return Compose(**parts) if len(parts) > 1 else next(iter(parts.values()))
 

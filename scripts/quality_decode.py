@@ -68,7 +68,7 @@ def forced(
             store,
             token[None, None],
             position,
-            position[None] + 1,
+            position + 1,
         )
         found = jax.nn.log_softmax(logits[0, 0].astype(jnp.float32))
         return (cache, pool), jnp.sum(jnp.exp(exact) * (exact - found))

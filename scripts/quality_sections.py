@@ -14,6 +14,7 @@ from moejax.policies.resident import Resident
 from moejax.profiling import Counting, profile
 from moejax.runner import Runner
 from scripts.quality_bench import EachToken, Measured, Model, Served, Texts, Windows
+from scripts.studies.buddymoe.controls import MatchedRandom
 
 PAIRS = (("int4", "int2"), ("bf16", "int4"))
 N_HOT = (4, 8, 12, 16, 24)
@@ -282,21 +283,18 @@ def _buddy_rows(
     gains = found.gains if how.pop("gains", False) else None
     if how.get("tae_tau") == "profile":
         how["tae_tau"] = found.tau
-    kinds: dict[str, tuple[str, np.ndarray | None]] = {
-        "buddies": ("buddies", gains), "random": ("matched_random", None)
+    kinds: dict[str, tuple[type[BuddyMoe], np.ndarray | None]] = {
+        "buddies": (BuddyMoe, gains), "random": (MatchedRandom, None)
     }  # fmt: skip
     if gains is not None:
-        kinds["random with gains"] = "matched_random", gains
-        kinds["left out"] = "buddies", np.zeros_like(gains)
+        kinds["random with gains"] = MatchedRandom, gains
+        kinds["left out"] = BuddyMoe, np.zeros_like(gains)
     slots = held.shape[1]
     for windows in texts or bench.both:
         runs = {}
-        for kind, (choose, own) in kinds.items():
-            policy = BuddyMoe(
-                lists=found.lists, choose=choose, gains=own, background_bytes=0.0, form="ranks",
-                **how,
-            )  # fmt: skip
-            key = (slots, choose, own is None, how.get("spend_on"), how.get("eta"))
+        for kind, (made_of, own) in kinds.items():
+            policy = made_of(lists=found.lists, gains=own, background_bytes=0.0, **how)
+            key = (slots, made_of, own is None, how.get("spend_on"), how.get("eta"))
             if key not in made:
                 made[key] = Served(bench.model, policy, ("bf16",), (slots,))
             done = (policy, windows.name) if own is None else None

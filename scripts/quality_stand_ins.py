@@ -129,7 +129,7 @@ def _collect(
     mask = positions[None] < lengths[:, None]
     seen = LayerInputs(model, spec)
     positions = jnp.broadcast_to(positions[None], tokens.shape)
-    cache, _, routings = model.routed(tokens, positions, mask, cache, spec, seen)
+    cache, _, routings = model.routed(tokens, positions, mask, cache, spec, seen, lengths=lengths)
     ids, chosen = ([getattr(r, name) for r in routings] for name in ("ids", "weights"))
     return cache, Routed(jnp.stack(seen.inputs), jnp.stack(ids), jnp.stack(chosen)), None
 

@@ -3,7 +3,7 @@
     python -m scripts.run_benchmarks --data=EVAL_DIR --limit=300 \
         --output=scripts/results/evaluation.jsonl
     python -m scripts.run_benchmarks --data=EVAL_DIR --tasks=mmlu -- --config.policy.name=dymoe \
-        --config.policy.tiers="('int4','int2')"
+        --config.policy.tiers=int4,int2
 
 What follows `--` goes to every run. `--keep=DIR` keeps results and answers: started again with the
 same folder, an interrupted run goes on. HumanEval runs programs that the model wrote, and is left

@@ -271,7 +271,7 @@ class ShapeTest(Case):
         record, out = self.record(
             "--stats", shape="tiny", prompt_tokens=16, new_tokens=65, skew="zipf:1.5",
             **{"policy.name": "dynaexq", "policy.tiers": "('int4','int2')",
-               "policy.slots": "('2','8')", "policy.period": "16"},
+               "policy.slots": "('2','8')", "policy.settings": "period=16"},
         )  # fmt: skip
         [point] = record["points"]
         shares = {

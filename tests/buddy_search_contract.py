@@ -46,7 +46,7 @@ CASES = {
 
 # One program for all seeds of a case: compiling is most of the time.
 SEARCH = jax.jit(package.search, static_argnames=("last_first", "implementation", "interpret"))
-SUBSTITUTE = jax.jit(substitution.substitute, static_argnames=("last_first", "form"))
+SUBSTITUTE = jax.jit(substitution.substitute, static_argnames="last_first")
 CANDIDATES = jax.jit(substitution.candidates_of)
 
 
@@ -111,9 +111,7 @@ def check(case: Case, seed: int, **how: Any) -> np.ndarray:
     given = (ids, lists, jnp.int32(layer), held, allowed, *limits, gate, jnp.asarray(counts))
     found = SEARCH(*given, last_first=case.last_first, **how)
     candidates = Candidates(CANDIDATES(ids, lists[layer], resident, limits[0]))
-    expected = SUBSTITUTE(
-        ids, candidates, wanted, limits[1], last_first=case.last_first, form="ranks"
-    )
+    expected = SUBSTITUTE(ids, candidates, wanted, limits[1], last_first=case.last_first)
     np.testing.assert_array_equal(found.ids, expected.ids)
     np.testing.assert_array_equal(found.searched, expected.searched)
     replaced = np.asarray(found.ids != ids)

@@ -5,7 +5,6 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from pallas_kernels import buddy_search
-from pallas_kernels.target import Target
 from tests import buddy_search_contract as contract
 from tests.buddy_search_contract import CASES
 
@@ -29,12 +28,6 @@ class DeviceContractTest(parameterized.TestCase):
 
 
 class ApiTest(absltest.TestCase):
-    def test_refusals(self):
-        gpu = Target("gpu", (9, 0))
-        self.assertIsNone(buddy_search.refusal("triton", 8, 16, gpu))
-        self.assertRegex(buddy_search.refusal("triton", 33, 300, gpu), "33 experts.*300 places")
-        self.assertIsNone(buddy_search.refusal("reference", 33, 300))
-
     def test_what_does_not_fit_is_named(self):
         ids, flags, number = jnp.zeros((2, 3), jnp.int32), jnp.zeros(2, bool), jnp.int32(1)
         lists = jnp.zeros((1, 4, 2), jnp.int32)

@@ -12,6 +12,12 @@ from moejax.policies.base import SKIPPED, Observation
 from moejax.policies.buddy_lists import BuddyLists
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.substitution import Candidates
+from scripts.studies.buddymoe.controls import (
+    MatchedRandom,
+    Original,
+    RandomExpert,
+    SoftBuddies,
+)
 from tests import buddymoe_reference as paper
 from tests.buddymoe_cases import (
     EXPERTS,
@@ -59,7 +65,6 @@ def expected_decision(
 
 class DecisionTest(parameterized.TestCase):
     @parameterized.parameters(
-        {"form": "table"},
         {"rho": 1},
         {"rho": 2, "spend_on": "last"},
         {"rho": 0},
@@ -75,7 +80,7 @@ class DecisionTest(parameterized.TestCase):
         {"eta": 0.2, "kappa": 0.6, "hops": HOPS},  # a hop of 2 is out
     )
     def test_as_the_papers_loops(self, **settings):
-        policy = BuddyMoe(lists=LISTS, **{"form": "ranks", **settings})
+        policy = BuddyMoe(lists=LISTS, **settings)
         tau = np.broadcast_to(policy.tae_tau, LAYERS)
         state, decide = policy.init(SPEC), jax.jit(policy.decide)
         counts = np.zeros((2, LAYERS, EXPERTS), int)
@@ -104,7 +109,7 @@ class DecisionTest(parameterized.TestCase):
         ids = np.full((LAYERS, EXPERTS, 2), -1, np.int32)
         ids[:, 0], ids[:, 1] = (4, 5), (4, 6)
         lists = BuddyLists(ids, np.where(ids >= 0, np.float32([0.8, 0.2]), 0).astype(np.float32))
-        policy = BuddyMoe(lists=lists, discount=0.5)
+        policy = SoftBuddies(lists=lists, discount=0.5)
         weights = jnp.float32([[0.1, 0.2, 0.3, 0.4]])
         resident = jnp.arange(EXPERTS)[None] >= 2
         o = Observation(
@@ -119,8 +124,8 @@ class DecisionTest(parameterized.TestCase):
 
     def test_baselines(self):
         total = {}
-        for choose in ("none", "buddies", "matched_random", "random"):
-            policy = BuddyMoe(lists=LISTS, choose=choose, rho=3, seed=5)
+        for of in (Original, BuddyMoe, MatchedRandom, RandomExpert):
+            policy = of(lists=LISTS, rho=3)
             state, decide = policy.init(SPEC), jax.jit(policy.decide)
             others = 0
             for o in steps(2, 30):
@@ -137,13 +142,13 @@ class DecisionTest(parameterized.TestCase):
                     int(b) not in policy.lists.ids[int(o.layer), i]
                     for i, b in zip(old[new], ids[new], strict=True)
                 )
-            total[choose] = (int(state.replaced.sum()), others)
-        self.assertEqual(total["none"], (0, 0))
-        self.assertEqual(total["buddies"][1], 0)
-        self.assertEqual(total["matched_random"][0], total["buddies"][0])
-        self.assertGreater(total["random"][0], total["buddies"][0])
-        for choose in ("matched_random", "random"):  # most are nobody's listed buddies
-            self.assertGreater(total[choose][1], 0.2 * total[choose][0])
+            total[of] = (int(state.replaced.sum()), others)
+        self.assertEqual(total[Original], (0, 0))
+        self.assertEqual(total[BuddyMoe][1], 0)
+        self.assertEqual(total[MatchedRandom][0], total[BuddyMoe][0])
+        self.assertGreater(total[RandomExpert][0], total[BuddyMoe][0])
+        for of in (MatchedRandom, RandomExpert):  # most are nobody's listed buddies
+            self.assertGreater(total[of][1], 0.2 * total[of][0])
 
     @parameterized.parameters("ranks", "kernel")
     def test_beta_follows_from_the_bytes_that_may_be_fetched(self, form):
@@ -161,17 +166,14 @@ class DecisionTest(parameterized.TestCase):
             missing.append(away)
             requested.append(len(asked))
         rows = (np.asarray(a).reshape(-1, LAYERS) for a in (missing, requested))
-        exact = buddy_gates.beta_of_budget(*rows, 100, budget)
+        exact = paper.beta_of_budget(*rows, 100, budget)
         experts = buddy_gates.beta_within(state.missing / state.steps, jnp.float32(budget / 100))
         self.assertAlmostEqual(float(experts), exact, delta=2 / buddy_gates.DELTA_BINS)
         self.assertBetween(fetched / 75, 0.5 * budget, 1.25 * budget)  # of the second half
 
-    def test_draws_match_soft_choices_too(self):
-        first, second = (
-            BuddyMoe(lists=LISTS, choose="matched_random", discount=0.5, seed=seed)
-            for seed in (5, 6)
-        )
-        decide = jax.jit(first.decide)  # the seed is a leaf of the state
+    def test_draws_follow_the_seed(self):
+        first, second = (MatchedRandom(lists=LISTS, seed=seed) for seed in (5, 6))
+        decide = jax.jit(first.decide)
         given, others = steps(2, 4), 0
         drawn = [np.asarray(decide(first.init(SPEC), o)[0].ids) for o in given]
         for ids, o in zip(drawn, given, strict=True):
@@ -182,6 +184,7 @@ class DecisionTest(parameterized.TestCase):
                 for i, b in zip(old[new], ids[new], strict=True)
             )
         self.assertGreater(others, 0)
+        decide = jax.jit(second.decide)
         anew = [np.asarray(decide(second.init(SPEC), o)[0].ids) for o in given]
         self.assertTrue(any((a != b).any() for a, b in zip(drawn, anew, strict=True)))
 
@@ -190,7 +193,7 @@ class DecisionTest(parameterized.TestCase):
         listed = jnp.tile(jnp.arange(2, 42, dtype=jnp.int32), (1, 2, 1))  # 40 places
         listed = listed.at[:, :, :35].set(-1)
         wanted, budget = jnp.ones((1, 2), bool), jnp.int32(2)
-        found = substitution.substitute(ids, Candidates(listed), wanted, budget, form="table")
+        found = substitution.substitute(ids, Candidates(listed), wanted, budget)
         self.assertEqual(found.ids.tolist(), [[37, 38]])
 
     def test_prompts_may_be_left_alone(self):
@@ -198,7 +201,7 @@ class DecisionTest(parameterized.TestCase):
         for in_prefill, is_prefill, changes in (
             (True, True, True), (False, True, False), (False, False, True)
         ):  # fmt: skip
-            policy = BuddyMoe(lists=LISTS, in_prefill=in_prefill, form="ranks")
+            policy = BuddyMoe(lists=LISTS, in_prefill=in_prefill)
             decision, _ = jax.jit(policy.decide)(
                 policy.init(SPEC), dataclasses.replace(o, is_prefill=is_prefill)
             )

@@ -29,6 +29,32 @@ def missing_share(requested: set[int], on_gpu: set[int]) -> float:
     return len(requested - on_gpu) / len(requested)
 
 
+def beta_of_budget(
+    missing: np.ndarray, requested: np.ndarray, expert_bytes: float, budget_bytes: float
+) -> float:
+    """The least beta that keeps the traffic of bypassed layers within a budget (section 3.1).
+
+    Over the steps of a trace the mean of n_cpu w over the layers with delta >= beta stays within B.
+
+    Args:
+      missing: int[steps, M], requested experts that are not on the device, without replacement.
+      requested: int[steps, M], distinct experts requested.
+      expert_bytes: w, of one expert.
+      budget_bytes: B, of one step.
+
+    Returns:
+      beta in [0, 1], or infinity where even delta = 1 must not bypass.
+    """
+    delta = (missing / np.maximum(requested, 1)).reshape(-1)
+    order = np.argsort(-delta, kind="stable")
+    bytes_down_to = np.cumsum(missing.reshape(-1)[order]) * expert_bytes / len(missing)
+    falling = delta[order]
+    # All entries of one delta come together: the sum that counts is the last one of each.
+    is_last = np.append(falling[1:] < falling[:-1], True)
+    affordable = falling[is_last & (bytes_down_to <= budget_bytes)]
+    return float(affordable[-1]) if len(affordable) else math.inf
+
+
 def coactivations(routed: list[list[int]], num_experts: int) -> np.ndarray:
     """M(i, j), tokens for which both are chosen."""
     counts = np.zeros((num_experts, num_experts))

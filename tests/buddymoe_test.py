@@ -20,26 +20,27 @@ from moejax.policies.buddy_lists import (
     output_similarity,
 )
 from moejax.policies.substitution import Candidates
+from scripts.studies.buddymoe import controls
 from tests import buddymoe_reference as paper
 from tests.buddymoe_cases import DEPTH, EXPERTS, LAYERS, TOKENS, WIDTH, as_lists, routed
 
 
-@functools.partial(jax.jit, static_argnames=("last_first", "form", "scored"))
+@functools.partial(jax.jit, static_argnames=("last_first", "scored"))
 def found_by(
     ids: Any, lists: Any, resident: Any, depth: Any, wanted: Any, budget: Any, scores: Any,
-    *, last_first: bool, form: substitution.Form, scored: bool,
+    *, last_first: bool, scored: bool,
 ) -> substitution.Substitution:  # fmt: skip
     """`substitute` with scores float32[N, E, E] by token, missing expert and buddy."""
     candidates = substitution.candidates_of(ids, lists, resident, depth)
     token = jnp.arange(len(ids), dtype=jnp.int32)[:, None, None]
     value = scores[token, ids[:, :, None], jnp.maximum(candidates, 0)] if scored else None
     return substitution.substitute(
-        ids, Candidates(candidates, value), wanted, budget, last_first=last_first, form=form
+        ids, Candidates(candidates, value), wanted, budget, last_first=last_first
     )
 
 
-soft_found = jax.jit(substitution.substitute_softly, static_argnames="last_first")
-randomly_found = jax.jit(substitution.substitute_randomly)
+soft_found = jax.jit(controls.substitute_softly, static_argnames="last_first")
+randomly_found = jax.jit(controls.substitute_randomly)
 
 
 class GatesTest(parameterized.TestCase):
@@ -103,12 +104,12 @@ class GatesTest(parameterized.TestCase):
             return 100 * (missing * (delta >= beta)).sum() / 30
 
         for budget in (0.0, 50.0, 300.0, 900.0, 1e9):
-            beta = buddy_gates.beta_of_budget(missing, requested, 100, budget)
+            beta = paper.beta_of_budget(missing, requested, 100, budget)
             self.assertLessEqual(moved(beta), budget)
             if lower := [d for d in np.unique(delta) if d < beta]:
                 self.assertGreater(moved(max(lower)), budget)  # it is the least such beta
         self.assertEqual(beta, 0)
-        self.assertEqual(buddy_gates.beta_of_budget(requested, requested, 100, 10.0), math.inf)
+        self.assertEqual(paper.beta_of_budget(requested, requested, 100, 10.0), math.inf)
 
     @parameterized.parameters(10, 15, 20, 50, 100)
     def test_tau_is_the_percentile(self, percentile):
@@ -227,13 +228,12 @@ class SubstitutionTest(parameterized.TestCase):
             scores=scores if scored else None,
         )  # fmt: skip
         wanted = may & ~resident[ids]
-        for form in ("table", "ranks"):
-            found = found_by(
-                ids, lists, resident, np.int32(depth), wanted, np.int32(budget), scores,
-                last_first=last_first, form=form, scored=scored,
-            )  # fmt: skip
-            for name, mine, theirs in zip(found._fields, found, expected, strict=True):
-                np.testing.assert_array_equal(mine, theirs, f"{name}, {form}")
+        found = found_by(
+            ids, lists, resident, np.int32(depth), wanted, np.int32(budget), scores,
+            last_first=last_first, scored=scored,
+        )  # fmt: skip
+        for name, mine, theirs in zip(found._fields, found, expected, strict=True):
+            np.testing.assert_array_equal(mine, theirs, name)
         served = np.asarray(found.ids)
         self.assertTrue(all(len(set(row)) == WIDTH for row in served.tolist()))
         replaced = np.asarray(found.replaced)
@@ -249,13 +249,11 @@ class SubstitutionTest(parameterized.TestCase):
             (False, 4, [4, 6, 2, 3]), (True, 4, [5, 4, 2, 3]),
             (False, 1, [4, 1, 2, 3]), (True, 1, [0, 4, 2, 3]), (False, 0, [0, 1, 2, 3]),
         ):  # fmt: skip
-            for form in ("table", "ranks"):
-                found = found_by(
-                    ids, lists, resident, np.int32(5), ~resident[ids], np.int32(budget),
-                    np.zeros((1, EXPERTS, EXPERTS), np.float32),
-                    last_first=last_first, form=form, scored=False,
-                )  # fmt: skip
-                self.assertEqual(found.ids.tolist(), [expected])
+            found = found_by(
+                ids, lists, resident, np.int32(5), ~resident[ids], np.int32(budget),
+                np.zeros((1, EXPERTS, EXPERTS), np.float32), last_first=last_first, scored=False,
+            )  # fmt: skip
+            self.assertEqual(found.ids.tolist(), [expected])
 
     def test_score(self):
         rng = np.random.default_rng(6)
@@ -268,7 +266,7 @@ class SubstitutionTest(parameterized.TestCase):
         z = (z - z.min(axis=1, keepdims=True)) / np.ptp(z, axis=1, keepdims=True)
         np.testing.assert_allclose(logits, z, atol=1e-5)
         for eta, kappa in ((0.0, 0.0), (0.3, 0.0), (0.0, 0.2), (0.5, 0.4)):
-            found = substitution.priority(
+            found = substitution.buddy_score(
                 candidates, q, logits, jnp.asarray(hops), jnp.float32(eta), jnp.float32(kappa)
             )
             for (n, a, h), j in np.ndenumerate(candidates):
@@ -289,9 +287,10 @@ class SubstitutionTest(parameterized.TestCase):
             (1.0, [4, 4, 6, 3], [-1, 0, -1, -1]),
             (0.3, [4, 6, 6, 3], [-1, -1, 1, -1]),
         ):
-            found, first_rank = soft_found(
+            found = soft_found(
                 ids, Candidates(listed, value), wanted, jnp.int32(4), jnp.float32(discount)
             )
+            first_rank = controls.first_ranks(found.ids, found.replaced, last_first=False)
             self.assertEqual(found.ids.tolist(), [expected], discount)
             self.assertEqual(first_rank.tolist(), [first], discount)
 
@@ -303,13 +302,14 @@ class SubstitutionTest(parameterized.TestCase):
             value = rng.integers(0, 5, listed.shape).astype(np.float32)
             wanted, budget = rng.random(ids.shape) < 0.7, jnp.int32(3)
             hard = substitution.substitute(
-                ids, Candidates(listed, value), wanted, budget, last_first=last_first, form="ranks"
+                ids, Candidates(listed, value), wanted, budget, last_first=last_first
             )
-            soft, first_rank = soft_found(
+            soft = soft_found(
                 ids, Candidates(listed, value), wanted, budget, jnp.float32(0),
                 last_first=last_first,
             )  # fmt: skip
             jax.tree.map(np.testing.assert_array_equal, hard, soft)
+            first_rank = controls.first_ranks(soft.ids, soft.replaced, last_first=last_first)
             self.assertEqual(int(first_rank.max()), -1)
 
     def test_random_is_uniform_over_resident_experts_that_do_not_serve_yet(self):

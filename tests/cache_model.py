@@ -6,7 +6,7 @@ from typing import Any
 from moejax.ledger import EVENTS
 from moejax.memory.residency import CacheSpec
 
-ROW = ("slot_of", "owner", "last_use", "prefetched", "arriving", "pinned")
+ROW = ("slot_of", "owner", "last_use", "prefetched")
 
 
 @dataclasses.dataclass(slots=True)
@@ -14,7 +14,6 @@ class Slot:
     owner: int = -1
     last_use: int = 0
     prefetched: bool = False
-    arriving: int = -1
 
 
 class CacheModel:
@@ -26,7 +25,6 @@ class CacheModel:
     def __init__(self, spec: CacheSpec, max_needed: int) -> None:
         self.spec, self.max_needed = spec, max_needed
         self.slots = [[Slot() for _ in range(spec.slots)] for _ in range(spec.num_layers)]
-        self.pins: list[set[int]] = [set() for _ in range(spec.num_layers)]
         self.clock = 1
         self.counts = [dict.fromkeys(EVENTS, 0) for _ in range(spec.num_layers)]
         self.pool: dict[int, tuple[int, int]] = {}
@@ -36,20 +34,14 @@ class CacheModel:
         assert len(found) <= 1
         return found[0] if found else None
 
-    def coming(self, layer: int) -> set[int]:
-        return {slot.arriving for slot in self.slots[layer] if slot.arriving >= 0}
-
-    def victims(self, layer: int, safe: set[int], keep: list[float] | None = None) -> list[int]:
+    def victims(self, layer: int, safe: set[int]) -> list[int]:
         """Local slots in the order in which they are given away."""
         free, used = [], []
         for c, slot in enumerate(self.slots[layer]):
-            if slot.arriving >= 0 or slot.owner in safe | self.pins[layer]:
-                continue
             if slot.owner < 0:
                 free.append(c)
-            else:
-                value = keep[slot.owner] if keep else 0.0
-                used.append((value, slot.last_use, slot.owner, c))
+            elif slot.owner not in safe:
+                used.append((slot.last_use, slot.owner, c))
         return free + [c for *_, c in sorted(used)]
 
     def free_up(self, layer: int, c: int) -> Slot:
@@ -60,10 +52,10 @@ class CacheModel:
         slot.owner, slot.last_use, slot.prefetched = -1, 0, False
         return slot
 
-    def plan(self, layer: int, needed: set[int], keep: list[float] | None) -> dict[str, Any]:
+    def plan(self, layer: int, needed: set[int]) -> dict[str, Any]:
         counts = self.counts[layer]
         misses = [e for e in sorted(needed) if self.where(layer, e) is None]
-        victims = self.victims(layer, needed, keep)
+        victims = self.victims(layer, needed)
         if len(misses) > len(victims):
             victims = [c for c in victims if self.slots[layer][c].owner < 0]
         hits = needed - set(misses)
@@ -95,9 +87,7 @@ class CacheModel:
         return layer * self.spec.slots + c
 
     def predict(self, layer: int, wanted: set[int], limit: int) -> list[tuple[int, int]]:
-        new = [e for e in sorted(wanted - self.coming(layer)) if self.where(layer, e) is None][
-            :limit
-        ]
+        new = [e for e in sorted(wanted) if self.where(layer, e) is None][:limit]
         made = []
         for e, c in zip(new, self.victims(layer, wanted), strict=False):
             slot = self.free_up(layer, c)
@@ -106,45 +96,19 @@ class CacheModel:
             made.append((e, self.place(layer, c)))
         return made
 
-    def reserve(self, layer: int, experts: list[int]) -> list[int]:
-        """Global slots, or -1, in the order of the experts."""
-        wanted = {e for e in experts if e >= 0}
-        victims, made = self.victims(layer, wanted), []
+    def admit(self, layer: int, experts: list[int]) -> list[int]:
+        """Global slots of experts that a transfer brought, or -1, in the order of the list."""
+        victims, made = self.victims(layer, {e for e in experts if e >= 0}), []
         for e in experts:
-            held = len(self.pins[layer]) + len(self.coming(layer))
-            known = e < 0 or e in self.coming(layer) or self.where(layer, e) is not None
-            if known or not victims or held >= self.spec.held:
+            if e < 0 or not victims or self.where(layer, e) is not None:
                 made.append(-1)
                 continue
             c = victims.pop(0)
-            self.free_up(layer, c).arriving = e
+            slot = self.free_up(layer, c)
+            slot.owner, slot.last_use, slot.prefetched = e, self.clock, True
+            self.counts[layer]["bulk"] += 1
             made.append(self.place(layer, c))
         return made
-
-    def arriving(self, layer: int, slots: list[int]) -> list[Slot]:
-        """Those of the global slots that are in the layer and wait for bytes, each once."""
-        return [
-            slot
-            for c, slot in enumerate(self.slots[layer])
-            if self.place(layer, c) in slots and slot.arriving >= 0
-        ]
-
-    def publish(self, layer: int, slots: list[int]) -> None:
-        for slot in self.arriving(layer, slots):
-            self.counts[layer]["bulk"] += 1
-            if self.where(layer, slot.arriving) is not None:
-                self.counts[layer]["prefetch_waste"] += 1
-            else:
-                slot.owner, slot.last_use, slot.prefetched = slot.arriving, self.clock, True
-            slot.arriving = -1
-
-    def cancel(self, layer: int, slots: list[int]) -> None:
-        for slot in self.arriving(layer, slots):
-            slot.arriving = -1
-
-    def pin(self, layer: int, experts: set[int]) -> None:
-        room = max(0, self.spec.held - len(self.coming(layer)))
-        self.pins[layer] = set(sorted(experts)[:room])
 
     def row(self, layer: int) -> list[int]:
         """The tables of a layer, one after the other, in the order of `ROW`, then its counts."""
@@ -153,7 +117,6 @@ class CacheModel:
         for c, slot in enumerate(slots):
             if slot.owner >= 0:
                 slot_of[slot.owner] = c
-        columns = [[s.owner, s.last_use, s.prefetched, s.arriving] for s in slots]
+        columns = [[s.owner, s.last_use, s.prefetched] for s in slots]
         flat = [value for column in zip(*columns, strict=True) for value in column]
-        pinned = [e in self.pins[layer] for e in experts]
-        return [*slot_of, *flat, *pinned, *self.counts[layer].values()]
+        return [*slot_of, *flat, *self.counts[layer].values()]

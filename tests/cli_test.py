@@ -1,6 +1,7 @@
 """The command line with an engine that only pretends: flags, streams, errors, exit statuses."""
 
 import contextlib
+import dataclasses
 import io
 import os
 import pathlib
@@ -8,17 +9,20 @@ import signal
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import jax
+from absl import flags
 from absl.testing import absltest, parameterized
 
-from moejax import cli, generate, report
+from moejax import __version__, benchmark, cli, evaluate, generate, plan, quantize, report
 from moejax.config import GenerateConfig, MemoryConfig
 from moejax.errors import MoejaxError
 from moejax.generation import Chunk, Generation, Timing
+from moejax.policy_config import PolicyConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
 TIMING = Timing(ttft_s=0.25, decode_s=1.5, num_decoded=3, compile_s=2.5)
@@ -153,6 +157,51 @@ class CliTest(parameterized.TestCase):
         self.run_main(f"--config={ROOT}/configs/qwen3_30b_a3b.py", "--config.top_k=5", "--prompt=a")
         self.assertEqual((self.config.checkpoint, self.config.top_k), ("Qwen/Qwen3-30B-A3B", 5))
 
+    def test_override_before_the_config_file(self):
+        self.run_main("--config.top_k=5", "--prompt=a", f"--config={ROOT}/configs/qwen3_30b_a3b.py")
+        self.assertEqual((self.config.checkpoint, self.config.top_k), ("Qwen/Qwen3-30B-A3B", 5))
+
+    def test_config_file_lacks_fields_that_another_command_has(self):
+        # A file of generate's serves plan, whose own fields it lacks.
+        argv = ["plan", f"--config={ROOT}/configs/demo.py", "--config.bits=8"]
+        config, _ = cli.parse(plan.COMMAND, argv)
+        self.assertEqual((config.checkpoint, config.bits), ("demo", 8))
+
+    @parameterized.parameters(
+        (["--max_new_tokens=5"], {"max_new_tokens": 5}),
+        (["--max_new_tokens", "5"], {"max_new_tokens": 5}),
+        (["-top_k=3", "--config.top_k=4"], {"top_k": 4}),
+        (["--seed=3"], {"seed": 3}),
+        (["--device_gib=2"], {"memory": MemoryConfig(device_gib=2.0)}),
+        (["--memory.slots=8"], {"memory": MemoryConfig(slots=8)}),
+        (["--verify"], {"verify": True}),
+        (["--verify=Yes", "--config.verify=0"], {"verify": False}),
+        (["--config.verify=on"], {"verify": True}),
+        (["--noadd_special_tokens"], {"add_special_tokens": False}),
+        (["--noconfig.add_special_tokens"], {"add_special_tokens": False}),
+        (["--policy.name=dymoe", "--tiers=int4,int2"], {"tiers": ("int4", "int2")}),
+        (["--policy.name=dymoe", "--tiers=('int4', 'int2')"], {"tiers": ("int4", "int2")}),
+        (["--policy.name=dymoe", "--config.policy.slots=8,32"], {"slots": ("8", "32")}),
+        (["--policy.name=dymoe", "--config.policy.slots=('8','32')"], {"slots": ("8", "32")}),
+        (["--policy.name=dymoe", "--config.policy.slots=8"], {"slots": ("8",)}),
+        (["--stop=a, b", "--stop='5'", "--stop=5"], {"stop": ("a, b", "5", "5")}),
+        (["--stop=(a"], {"stop": ("(a",)}),
+    )
+    def test_short_names_and_lists(self, arguments, expected):
+        self.run_main("--prompt=a", *arguments)
+        of_policy = {"tiers", "slots"} & set(expected)
+        policy = PolicyConfig(name="dymoe", **expected) if of_policy else PolicyConfig()
+        own = {} if of_policy else expected
+        self.assertEqual(self.config, GenerateConfig(policy=policy, **own))
+
+    def test_lists_of_numbers(self):
+        argv = ["benchmark", "--batches=1,4,16", "--config.budgets=(12, 16.5)"]
+        config, _ = cli.parse(benchmark.COMMAND, argv)
+        self.assertEqual((config.batches, config.budgets), ((1, 4, 16), (12.0, 16.5)))
+        for text in ("1,x", "(1, 2.5)", "1.5"):
+            with self.assertRaisesRegex(flags.Error, "batches=.* must be"):
+                cli.parse(benchmark.COMMAND, ["benchmark", f"--batches={text}"])
+
     def test_without_config_the_demo_runs(self):
         self.run_main("--prompt=a")
         self.assertEqual(self.config, GenerateConfig(checkpoint="demo"))
@@ -186,9 +235,12 @@ class CliTest(parameterized.TestCase):
         (["--chat"], "no prompt: give --prompt"),
         (["--prompt=a", "--config.temprature=1"], "did you mean 'temperature'?"),
         (["--prompt=a", "--config.temperature=-1"], "temperature=-1.0 must be"),
-        (["--prompt=a", "--config.stop=5"], "must be strings; quote a number"),
+        (
+            ["--prompt=a", f"--config={ROOT}/configs/quantize_demo.py"],
+            "made for moejax.quantize, not",
+        ),
         (["--prompt=a", "--config=no/such/file.py"], "config file 'no/such/file.py' does not"),
-        (["--prompt=a", "--config"], "config file '' does not exist"),
+        (["--prompt=a", "--config="], "config file '' does not exist"),
         (["--prompt=\udcff"], "--prompt is not UTF-8 at character 0"),
         (["--prompt_file=no/such"], "prompt file no/such: No such file"),
         (["--prompt="], "an empty prompt: --prompt needs a text"),
@@ -199,12 +251,19 @@ class CliTest(parameterized.TestCase):
         self.assert_fails(said, *arguments)
 
     @parameterized.parameters(
-        (["--promt=a"], "Did you mean: prompt"),
-        (["--config.temperature=hot"], "could not convert"),
-        (["--config.top_k=1.5"], "invalid literal"),
-        (["--prompt"], "Missing value"),
+        (["--promt=a"], "there is no flag --promt; did you mean --prompt?"),
+        (["--prompt=a", "--temprature=1"], "did you mean --config.temperature?"),
+        (["--prompt=a", "--device_gb=1"], "did you mean --config.memory.device_gib?"),
+        (["--prompt=a", "--slots=8"], "write --config.memory.slots or --config.policy.slots"),
+        (["--prompt=a", "--config.temperature=hot"], "temperature='hot' must be a number"),
+        (["--prompt=a", "--config.top_k=1.5"], "top_k='1.5' must be a whole number"),
+        (["--prompt=a", "--config.verify=maybe"], "verify='maybe' must be true or false"),
+        (["--prompt=a", "--config.top_k"], "--config.top_k needs a value: --config.top_k=VALUE"),
+        (["--prompt=a", "--notop_k"], "there is no flag --notop_k"),
+        (["--prompt=a", "--config"], "--config needs a value"),
+        (["--prompt"], "--prompt needs a value: --prompt=VALUE"),
         (["--prompt=two", "words"], "'words' is no flag"),
-        (["--config.seed=1", f"--config={ROOT}/configs/demo.py"], "before a value for --config"),
+        (["--config=a.py", "--config=b.py"], "--config names two files"),
     )
     def test_bad_flags(self, arguments, said):
         self.assert_fails(said, *arguments, status=2)
@@ -284,6 +343,23 @@ class CliTest(parameterized.TestCase):
         _, err = self.run_main("--promt=a", flag, status=2)
         self.assertStartsWith(err, "Traceback (most recent call last):")
 
+    def test_interrupted_commands_that_resume_say_so(self):
+        again = "error: interrupted; run the same command again to resume\n"
+        never = "error: interrupted\n"
+        for command, arguments, said in (
+            (quantize.COMMAND, ["--output=x"], again),
+            (evaluate.COMMAND, ["--output=x.json"], again),
+            (evaluate.COMMAND, [], never),
+            (evaluate.COMMAND, ["--output=x.json", "--policy.name=dymoe"], never),
+            (generate.COMMAND, [], never),
+        ):
+            body = mock.Mock(side_effect=KeyboardInterrupt)
+            err = io.StringIO()
+            with contextlib.redirect_stderr(err):
+                interrupted = dataclasses.replace(command, body=body)
+                self.assertEqual(cli.exit_status(interrupted, ["x", *arguments]), 130)
+            self.assertEqual(err.getvalue(), said)
+
     def test_a_bug_keeps_its_traceback(self):
         with (
             mock.patch.object(self.engine, "stream", side_effect=TypeError("bug")),
@@ -291,8 +367,9 @@ class CliTest(parameterized.TestCase):
         ):
             self.run_main("--prompt=a")
 
-    def test_help_lists_flags_and_every_field(self):
-        out, err = self.run_main("--help")
+    @parameterized.parameters("--help", "-h", "-help")
+    def test_help_lists_flags_and_every_field(self, flag):
+        out, err = self.run_main(flag)
         self.assertEqual(err, "")
         self.assertIsNone(self.config)
         for name in ("--prompt_file", "--chat", "--verbose", "--config.repetition_penalty"):
@@ -335,6 +412,38 @@ class ProcessTest(absltest.TestCase):
         for flag, said in (("--help", "0 False"), ("--config.temperature=-1", "1 False")):
             process = self.start("-c", probe, flag, stdout=subprocess.DEVNULL)
             self.assertStartsWith(process.communicate()[1].splitlines()[-1], said)
+
+    def test_the_installed_command(self):
+        def moejax(*arguments: str) -> tuple[int, str, str]:
+            process = self.start("-m", "moejax", *arguments, stdout=subprocess.PIPE)
+            out, err = process.communicate()
+            return process.returncode, out, err
+
+        entry = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["scripts"]
+        self.assertEqual(entry, {"moejax": "moejax.cli:main"})
+        self.assertEqual(moejax("--version"), (0, f"moejax {__version__}\n", ""))
+        status, out, _ = moejax("-h")
+        self.assertEqual(status, 0)
+        for name in cli.MAINS:
+            self.assertRegex(out, rf"\n  {name} +\S.*\n")
+            self.assertTrue((ROOT / "moejax" / f"{name}.py").is_file())
+        status, out, _ = moejax("generate", "-h")
+        self.assertEqual(status, 0)
+        self.assertIn("--config.max_new_tokens", out)
+        status, out, err = moejax("genrate")
+        self.assertEqual((status, out), (2, ""))
+        self.assertStartsWith(
+            err, "error: moejax has no command 'genrate'; did you mean 'generate'?"
+        )
+        status, _, err = moejax("plan", "--batch=0")
+        self.assertEqual((status, err), (1, "error: batch=0 must be at least 1\n"))
+
+    def test_every_main_is_a_command(self):
+        mains = {
+            path.stem for path in (ROOT / "moejax").glob("*.py")
+            if "\nif __name__ ==" in path.read_text("utf-8")
+        }  # fmt: skip
+        self.assertEqual(mains, {*cli.MAINS, "__main__"})
 
     def test_reader_that_goes_away(self):
         probe = (

@@ -9,7 +9,10 @@ from absl.testing import absltest, parameterized
 
 from moejax.policies.base import SKIPPED, Decision, Observation, PolicySpec
 from moejax.policies.buddy_lists import BuddyLists
-from moejax.policies.make import make_policy
+from moejax.policies.buddymoe import BuddyMoe
+from moejax.policies.compose import Compose
+from moejax.policies.dymoe import DyMoE
+from scripts.studies.buddymoe.controls import RandomExpert, SoftBuddies
 
 # A token's experts 0, 1 and 2 are missing; DyMoE leaves out 2, of the least weight.
 SPEC = PolicySpec(
@@ -26,15 +29,17 @@ def lists(*buddies: tuple[int, ...]) -> BuddyLists:
     return BuddyLists(ids, np.where(ids >= 0, np.float32(0.5), np.float32(0)))
 
 
-def decided(of: BuddyLists, first: int = 3, **settings: Any) -> tuple[Decision, list[int]]:
+def decided(
+    of: BuddyLists, first: int = 3, buddies: type[BuddyMoe] = BuddyMoe, **settings: Any
+) -> tuple[Decision, list[int]]:
     """The decision of DyMoE 4/0 with BuddyMoE, and the counts of what was replaced.
 
     Experts from `first` on are resident.
     """
-    policy = make_policy(
-        "compose", parts="dymoe+buddymoe", low="skip", schedule="equal", retention=0.67,
-        prefetch=0, lists=of, spend_on="last", **settings,
-    )  # fmt: skip
+    policy = Compose(
+        importance=DyMoE(low="skip", schedule="equal", retention=0.67, prefetch=0),
+        buddies=buddies(lists=of, spend_on="last", **settings),
+    )
     probabilities = jnp.array([[0.4, 0.24, 0.16, 0.1, 0.06, 0.04]], jnp.float32)
     o = Observation(
         jnp.int32(0), probabilities, jnp.array([[0, 1, 2]], jnp.int32),
@@ -45,31 +50,31 @@ def decided(of: BuddyLists, first: int = 3, **settings: Any) -> tuple[Decision, 
 
 
 class SkippedPairsTest(parameterized.TestCase):
-    @parameterized.parameters("table", "ranks", "kernel")
+    @parameterized.parameters("ranks", "kernel")
     def test_spend_no_replacement(self, form):
         decision, replaced = decided(lists((3,), (4,), (5,)), rho=1, form=form)
         self.assertEqual(decision.ids.tolist(), [[0, 4, 2]])
         self.assertEqual(decision.tier.tolist(), [[0, 0, SKIPPED]])
         self.assertEqual(replaced, [0, 1, 0, 0, 0, 0])
 
-    @parameterized.parameters("table", "ranks", "kernel")
+    @parameterized.parameters("ranks", "kernel")
     def test_take_no_buddy(self, form):
         decision, _ = decided(lists((), (3, 4), (3,)), form=form)
         self.assertEqual(decision.ids.tolist(), [[0, 3, 2]])
 
     def test_are_drawn_for_by_nobody(self):
-        decision, replaced = decided(lists((3,), (4,), (5,)), choose="random")
+        decision, replaced = decided(lists((3,), (4,), (5,)), buddies=RandomExpert)
         self.assertEqual(replaced, [1, 1, 0, 0, 0, 0])
         self.assertEqual(decision.ids[0, 2].item(), 2)
 
     def test_carry_no_weight_of_others(self):
-        decision, replaced = decided(lists((3,), (3,), (3,)), discount=0.5)
+        decision, replaced = decided(lists((3,), (3,), (3,)), buddies=SoftBuddies, discount=0.5)
         self.assertEqual(decision.ids.tolist(), [[0, 3, 2]])
         self.assertEqual(decision.tier.tolist(), [[SKIPPED, 0, SKIPPED]])
         np.testing.assert_allclose(decision.weights[0, 1], 0.8, rtol=1e-6)
         self.assertEqual(replaced, [1, 1, 0, 0, 0, 0])
 
-    @parameterized.parameters("table", "kernel")
+    @parameterized.parameters("ranks", "kernel")
     def test_ask_for_no_expert(self, form):
         of = lists((3,), (4,), (5,))
         # Expert 2 is resident. All that the others ask for is missing; of the three, 2 in 3.

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import pathlib
+import re
 
 from absl.testing import absltest, parameterized
 from ml_collections import config_dict
@@ -14,7 +15,8 @@ from moejax.generation import GenerationSettings
 from moejax.memory.budget import Limits
 from moejax.options import from_config_dict, options, to_config_dict
 from moejax.policies.make import POLICIES, settings_of
-from moejax.policy_config import NAMES, OWN, PolicyConfig
+from moejax.policy_config import NAMES, SETTINGS, PolicyConfig
+from scripts.documents.config_tables import MAINS
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 
@@ -77,14 +79,35 @@ class ConfigTest(parameterized.TestCase):
         self.assertLen(found, fields - len(groups))
 
     def test_settings_are_those_of_the_policies(self):
-        self.assertEqual(set(NAMES), {*POLICIES})
-        known = {setting for name in POLICIES for setting in settings_of(name)}
-        fields = {field.name for field in dataclasses.fields(PolicyConfig)}
-        self.assertEqual(fields - set(OWN), known)
-        for name in POLICIES:
-            for option in options(PolicyConfig()):
-                if option.meaning.startswith(f"{name}:"):
-                    self.assertIn(option.name, settings_of(name))
+        self.assertEqual(set(NAMES), set(POLICIES))
+        self.assertEqual(set(SETTINGS), {name for of in POLICIES for name in settings_of(of)})
+        for name, meaning in SETTINGS.items():
+            policies, colon, _ = meaning.partition(": ")
+            for policy in policies.split(", ") if colon else POLICIES:
+                if name != "seed":
+                    self.assertIn(name, settings_of(policy))
+
+    @parameterized.parameters(*POLICIES)
+    def test_help_shows_the_defaults_of_a_policy(self, name):
+        lines = PolicyConfig(name=name).more_help()
+        for setting, default in settings_of(name).items():
+            if setting == "lists":
+                continue
+            value = str(default) if default != () else ""
+            [line] = [of for of in lines if of.startswith(f"  {setting}=")]
+            self.assertRegex(line, rf"^  {setting}={re.escape(value)} ")
+            for special in ("None", "-1"):  # what they mean is said
+                if value.removesuffix(".0") == special:
+                    self.assertIn(f"{special}:", line)
+
+    def test_help_fits_two_screens(self):
+        self.assertLess(len(options(GenerateConfig())), 60)
+
+    def test_what_special_defaults_mean_is_said(self):
+        for config in MAINS.values():
+            for option in options(config):
+                if option.default in (None, -1) and not isinstance(option.default, bool):
+                    self.assertRegex(option.meaning, rf"(^|[ (,;]){option.default}\b", option.name)
 
     def test_a_plan_takes_the_configuration_of_a_run(self):
         values = to_config_dict(GenerateConfig(context=7, memory=MemoryConfig(slots=3)))
@@ -129,7 +152,7 @@ class ConfigTest(parameterized.TestCase):
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be"),
         ({"seed": -1}, "seed=-1 must be from 0"),
         ({"stop": ("",)}, "stop="),
-        ({"stop": (5,)}, "must be strings; quote a number"),
+        ({"stop": (5,)}, "must be a tuple of strings"),
         ({"top_k": 1.5}, "top_k=1.5 must be of type int"),
         ({"top_k": True}, "top_k=True must be of type int"),
         ({"temperature": "hot"}, "temperature='hot' must be of type float"),

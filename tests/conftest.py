@@ -1,8 +1,6 @@
 """Settings of every test: strict dtypes and ranks, no network, what a `gpu` test needs."""
 
 import gc
-import importlib.metadata
-import importlib.util
 import os
 from collections.abc import Iterator
 
@@ -13,22 +11,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # time of what runs tiny models of transformers. Read when they are imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Most of the time of tests on a CPU was XLA's, optimising programs that run once, for
-# milliseconds: without optimisation and with its older, plainer emitters it takes a third. What a
-# GPU runs is compiled as users compile it. Read when JAX first compiles; processes inherit it.
-if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
-    COMPILE_QUICKLY = [
-        "--xla_backend_optimization_level=0",
-        "--xla_llvm_disable_expensive_passes=true",
-    ]
-    # An unknown flag ends a process.
-    if importlib.metadata.version("jaxlib").startswith("0.10."):
-        COMPILE_QUICKLY.append("--xla_cpu_use_fusion_emitters=false")
-    if importlib.metadata.version("jaxlib").startswith(("0.10.", "0.11.")):
-        # As one module of LLVM's and not as 32: these are small, and each has a price.
-        COMPILE_QUICKLY.append("--xla_cpu_parallel_codegen_split_count=1")
-    # The last of a flag's values wins, so what the environment says already does.
-    os.environ["XLA_FLAGS"] = " ".join((*COMPILE_QUICKLY, os.environ.get("XLA_FLAGS", "")))
+# Most of the time of tests on a CPU was XLA's, optimising programs that run once. Read when JAX
+# first compiles; processes inherit it.
+from scripts import quick_compile
+
+os.environ["XLA_FLAGS"] = quick_compile.xla_flags()
 
 import jax
 import pytest

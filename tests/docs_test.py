@@ -12,11 +12,14 @@ from absl.testing import absltest
 from moejax import benchmark, cli
 from moejax.benchmarking.record import COLUMNS
 from moejax.models.hf_config import ARCHITECTURES
+from moejax.options import options
+from moejax.policy_config import SETTINGS
 from pallas_kernels.dequant_matmul import mosaic as dense
 from pallas_kernels.grouped_dequant_matmul import mosaic as grouped
 from pallas_kernels.stream import terms
 from scripts import gpu_jobs, make_documents
 from scripts.documents import commands, config_tables, dry, messages
+from scripts.documents.config_tables import MAINS
 from scripts.policy_sections import SECTIONS
 from tests import slow
 
@@ -97,7 +100,7 @@ class CommandsTest(absltest.TestCase):
         every = "\n".join(asked)
         for section in SECTIONS:
             self.assertIn(f"--section={section} ", every)
-        for script in ("bench_quantizers_gpu", "bench_host_rows", "bench_host_store"):
+        for script in ("bench_quantizers_gpu", "bench_host_store"):
             self.assertIn(f"-m scripts.{script} ", every)
 
     def test_what_is_wrong_is_found(self):
@@ -187,6 +190,18 @@ class PagesTest(absltest.TestCase):
         index = (ROOT / "docs/README.md").read_text(encoding="utf-8")
         for page in sorted((ROOT / "docs").glob("*.md")):
             self.assertTrue(page.name == "README.md" or f"]({page.name})" in index, page.name)
+
+    def test_every_setting_is_in_a_command_a_config_or_a_written_page(self):
+        # The generated lists name all of them, and count for nothing.
+        pages = "".join(
+            re.sub(r"<!-- made: \w+ -->\n.*?<!-- end -->", "", page.read_text("utf-8"), flags=re.S)
+            for page in make_documents.pages()
+        )
+        files = [*(ROOT / "configs").glob("*.py"), *(ROOT / "scripts").rglob("*.py")]
+        text = "\n".join([pages, *(path.read_text("utf-8") for path in files)])
+        names = {of.name.rpartition(".")[2] for main in MAINS.values() for of in options(main)}
+        for name in sorted(names | set(SETTINGS)):
+            self.assertRegex(text, rf"(?<![A-Za-z_]){name}\b", f"{name}: nothing uses it")
 
     def test_messages_are_in_the_source(self):
         page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")

@@ -23,7 +23,6 @@ BY_TOKENS = jax.jit(expert_importance.critical_by_tokens)
 PAIRS = jax.jit(expert_importance.critical_pairs)
 AHEAD = jax.jit(lookahead.experts_ahead)
 SERVED = jax.jit(mixed_cache.served)
-AFTER = jax.jit(mixed_cache.resident_after)
 
 
 def routed(ids, *, prefill: bool, weights=None, active=None, **more) -> Observation:
@@ -324,7 +323,8 @@ class CacheTest(parameterized.TestCase):
                 if found.fetched[expert]:
                     loads[names[asked]] += 1
             self.assertEqual(int((found.tier >= 0).sum()), 3)
-            resident = np.asarray(AFTER(resident, found))
+            comes = (found.tier == np.arange(2)[:, None]) & found.fetched
+            resident = (resident & ~found.leaving) | comes
             self.assertLessEqual(resident.sum(axis=0).max(), 1)
             for expert in range(E):
                 held = [names[t] for t in range(2) if resident[t, expert]]

@@ -13,8 +13,7 @@ import pytest
 from absl.testing import absltest, parameterized
 from jax.experimental import topologies
 
-from pallas_kernels import expert_fetch as package
-from pallas_kernels.expert_fetch import CopyTiles, api, fetch, triton
+from pallas_kernels.expert_fetch import CopyTiles, api, fetch
 from pallas_kernels.target import Target
 from tests.expert_fetch_contract import (
     GPU_CASES,
@@ -22,14 +21,6 @@ from tests.expert_fetch_contract import (
     Operands,
     random_operands,
     violation,
-)
-from tests.expert_fetch_products import (
-    HIDDEN,
-    hidden_body,
-    hidden_operands,
-    pool_operands,
-    pool_product,
-    product_violation,
 )
 from tests.expert_mlp_test import described_gpu
 
@@ -50,13 +41,6 @@ def abstract(num_slots: int, num_rows: int, num_jobs: int) -> Operands:
     return Operands(shapes(num_slots), shapes(num_rows), index, index)
 
 
-def step(operands: Operands, product: tuple[jax.Array, ...]) -> Any:
-    """A fetch, then a product beside another fetch into the same pools."""
-    pools = fetch(*operands)
-    beside = package.fetch_beside(pools, *operands[1:])
-    return package.fused_call(beside, hidden_body, interpret=False, **HIDDEN)(*product)
-
-
 class LoweringTest(parameterized.TestCase):
     """The program for CUDA, made without a GPU."""
 
@@ -64,21 +48,15 @@ class LoweringTest(parameterized.TestCase):
         super().setUp()
         self.enter_context(mock.patch.object(api, "current_target", lambda: HOPPER))
 
-    def test_two_launches_and_nothing_else(self):
-        operands, product = abstract(2048, 6144, 8), jax.eval_shape(hidden_operands)
-
-        def run(pools: Any, *rest: Any) -> Any:
-            return step(Operands(pools, *rest[:3]), rest[3])
-
+    def test_one_launch_and_nothing_else(self):
         with described_gpu():
-            traced = jax.jit(run, donate_argnums=0).trace(*operands, product)
+            traced = jax.jit(fetch, donate_argnums=0).trace(*abstract(2048, 6144, 8))
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
         operations = re.findall(r"= stablehlo\.(\w+)", text)
-        self.assertEqual(operations, ["custom_call", "custom_call"])
+        self.assertEqual(operations, ["custom_call"])
         self.assertIn("expert_fetch_6x8_128x16384", text)
-        self.assertIn("expert_gate_up_beside_fetch_6x8_16", text)
         aliased = re.findall(r"output_operand_alias<output_tuple_indices = \[(\d+)\]", text)
-        self.assertEqual(aliased, [*"012345"] * 2)
+        self.assertEqual(aliased, [*"012345"])
         donated = re.findall(r"tf\.aliasing_output = (\d+)", text)
         self.assertEqual(donated, [*"012345"])
 
@@ -137,27 +115,11 @@ class CompilationTest(parameterized.TestCase):
         return program.memory_analysis(), program.as_text()
 
     def test_the_pools_alias_and_nothing_is_copied(self):
-        operands, product = abstract(512, 1024, 8), jax.eval_shape(hidden_operands)
-
-        def run(pools: Any, *rest: Any) -> Any:
-            return step(Operands(pools, *rest[:3]), rest[3])
-
-        memory, text = self.compile(run, *operands, product)
+        operands = abstract(512, 1024, 8)
+        memory, text = self.compile(fetch, *operands)
         num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in operands.pools)
         self.assertEqual(memory.alias_size_in_bytes, num_bytes)
         self.assertLess(memory.temp_size_in_bytes, 4096)
-        self.assertNotRegex(text, COPY)
-
-    def test_a_pool_that_the_product_reads_is_not_copied(self):
-        operands, slots, x = jax.eval_shape(pool_operands)
-
-        def run(pools: Any, *rest: Any) -> Any:
-            return pool_product(Operands(pools, *rest[:3]), *rest[3:])
-
-        memory, text = self.compile(run, *operands, slots, x)
-        num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in operands.pools)
-        self.assertEqual(memory.alias_size_in_bytes, num_bytes)
-        self.assertEqual(memory.temp_size_in_bytes, 0)
         self.assertNotRegex(text, COPY)
 
 
@@ -214,37 +176,6 @@ class DeviceContractTest(parameterized.TestCase):
         wanted[np.asarray(dst)] = np.asarray(src) * 7 + 1
         np.testing.assert_array_equal(jnp.min(found, axis=1), wanted)
         np.testing.assert_array_equal(jnp.max(found, axis=1), wanted)
-
-    @parameterized.parameters("device", "pinned_host")
-    def test_a_product_beside_it(self, kind):
-        operands, slots, x = pool_operands()
-        placed = operands._replace(hosts=in_memory(operands.hosts, kind))
-        run = jax.jit(
-            lambda pools, hosts, src, dst, slots, x: pool_product(
-                Operands(pools, hosts, src, dst), slots, x
-            ),
-            donate_argnums=0,
-        )
-        for _ in range(2):
-            pools, found = run(
-                in_memory(operands.pools, "device"), placed.hosts, *operands[2:], slots, x
-            )
-            self.assertIsNone(violation(pools, operands))
-            self.assertIsNone(product_violation(found, operands, slots, x))
-
-    def test_the_product_of_experts_beside_it(self):
-        operands, product = random_operands(GPU_CASES["qwen3_30b"], seed=14), hidden_operands()
-        alone = triton.launch.triton_call(hidden_body, interpret=False, **HIDDEN)(*product)
-        hosts = in_memory(operands.hosts, "pinned_host")
-
-        @functools.partial(jax.jit, donate_argnums=0)
-        def together(pools: Any, hosts: Any, src: Any, dst: Any, product: Any) -> Any:
-            beside = package.fetch_beside(pools, hosts, src, dst)
-            return package.fused_call(beside, hidden_body, interpret=False, **HIDDEN)(*product)
-
-        pools, hidden = together(in_memory(operands.pools, "device"), hosts, *operands[2:], product)
-        self.assertIsNone(violation(pools, operands))
-        np.testing.assert_array_equal(hidden, alone)
 
 
 if __name__ == "__main__":

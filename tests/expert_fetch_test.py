@@ -13,12 +13,10 @@ from absl.testing import absltest, parameterized
 
 from pallas_kernels import expert_fetch as package
 from pallas_kernels.expert_fetch import (
-    CopyTiles,
     api,
     copying,
     fetch,
     fetch_all,
-    fused,
     triton,
 )
 from pallas_kernels.target import Target
@@ -30,14 +28,6 @@ from tests.expert_fetch_contract import (
     Operands,
     random_operands,
     violation,
-)
-from tests.expert_fetch_products import (
-    HIDDEN,
-    hidden_body,
-    hidden_operands,
-    pool_operands,
-    pool_product,
-    product_violation,
 )
 from tests.host_test_case import HostTestCase
 
@@ -179,44 +169,6 @@ class BrokenKernelTest(HostTestCase):
         self.assertIsNotNone(violation(broken(operands, CASES[name]), operands))
 
 
-class FusedTest(HostTestCase):
-    """A product and a fetch in one launch: neither is changed."""
-
-    @parameterized.parameters(*(("jobs_1", 1), ("jobs_17", 3), ("all_skipped", 3)))
-    def test_the_product_of_experts(self, name, num_programs):
-        operands, product = random_operands(CASES[name], seed=9), hidden_operands()
-        alone = triton.launch.triton_call(hidden_body, interpret=True, **HIDDEN)(*product)
-
-        @jax.jit
-        def together(operands: Operands, product: tuple[jax.Array, ...]) -> Any:
-            tiles = CopyTiles(num_programs, 64, 4)
-            beside = package.fetch_beside(*operands, tiles=tiles, interpret=True)
-            return package.fused_call(beside, hidden_body, interpret=True, **HIDDEN)(*product)
-
-        pools, hidden = together(operands, product)
-        self.assertIsNone(violation(pools, operands))
-        np.testing.assert_array_equal(hidden, alone)
-
-    def test_without_jobs_it_is_the_product(self):
-        product = hidden_operands()
-        alone = triton.launch.triton_call(hidden_body, interpret=True, **HIDDEN)(*product)
-        pools, found = package.fused_call(None, hidden_body, interpret=True, **HIDDEN)(*product)
-        self.assertEqual(pools, ())
-        np.testing.assert_array_equal(found, alone)
-
-    def test_a_product_with_slots_of_the_pool_that_is_written(self):
-        operands, slots, x = pool_operands()
-        pools, found = pool_product(operands, slots, x, interpret=True)
-        self.assertIsNone(violation(pools, operands))
-        self.assertIsNone(product_violation(found, operands, slots, x))
-
-    def test_a_body_that_is_numbered_wrongly_fails(self):
-        operands, slots, x = pool_operands()
-        with mock.patch.object(fused, "_unravel", lambda program, grid: [program % 3, program % 3]):
-            _, found = pool_product(operands, slots, x, interpret=True)
-        self.assertIsNotNone(product_violation(found, operands, slots, x))
-
-
 class RefusalTest(parameterized.TestCase):
     def shapes(self, count: int, *arrays: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         return tuple(jax.ShapeDtypeStruct((count, *row), dtype) for row, dtype in arrays)
@@ -251,9 +203,8 @@ class RefusalTest(parameterized.TestCase):
     def test_operands_that_do_not_fit(self, name, change, said):
         operands = random_operands(Case((((4,), "uint32"),)), seed=10)
         changed = operands._replace(**{name: change(getattr(operands, name))})
-        for call in (fetch, package.fetch_beside):
-            with self.assertRaisesRegex(ValueError, said):
-                call(*changed)
+        with self.assertRaisesRegex(ValueError, said):
+            fetch(*changed)
 
     def test_arrays_of_different_lengths(self):
         operands = random_operands(Case(), seed=11)
@@ -265,11 +216,11 @@ class RefusalTest(parameterized.TestCase):
         operands = random_operands(Case(), seed=12)
         with self.assertRaisesRegex(ValueError, "'cuda' is none of triton, reference"):
             fetch(*operands, implementation="cuda")
-        with mock.patch.object(api, "current_target", lambda: Target("cpu", None)):
-            with self.assertRaisesRegex(ValueError, "triton refuses: runs on a GPU"):
-                fetch(*operands, implementation="triton")
-            with self.assertRaisesRegex(ValueError, "triton refuses: runs on a GPU"):
-                package.fetch_beside(*operands)
+        with (
+            mock.patch.object(api, "current_target", lambda: Target("cpu", None)),
+            self.assertRaisesRegex(ValueError, "triton refuses: runs on a GPU"),
+        ):
+            fetch(*operands, implementation="triton")
 
 
 if __name__ == "__main__":

@@ -127,6 +127,10 @@ class TinyCheckpointTest(parameterized.TestCase):
         (["--config.checkpoint=/no/such/dir"], "no such directory"),
         (["--config.platform=tpu"], "platform 'tpu' is none of"),
         (["--config.dtype=int8"], "int8"),
+        (
+            ["--dtype=float16", "--platform=cpu"],
+            "dtype=float16 does not run on a CPU: take float32",
+        ),
         (["--config.context=100000"], "context=100000 must be"),
         (["--config.context=8", "--prompt=more than eight"], "leaves no room in the context of 8"),
         (["--prompt="], "an empty prompt"),
@@ -141,7 +145,7 @@ class TinyCheckpointTest(parameterized.TestCase):
         if jax.default_backend() != "cpu":
             self.skipTest("there is an accelerator")
         self.assert_one_line(
-            "JAX sees only cpu; on an NVIDIA machine install moejax[cuda13]",
+            "JAX sees only cpu; on an NVIDIA machine pip install '.[cuda13]' (or '.[cuda12]') in",
             f"--config.checkpoint={self.checkpoint}",
             "--config.platform=gpu",
             "--prompt=a",

@@ -34,7 +34,7 @@ def plan(
     def empty() -> list[Any]:
         states = [(residency.empty(spec), no_counts(num_layers)) for spec in specs]
         rows = jnp.zeros((num_layers, num_experts), jnp.int32)
-        return [tiered_plan.Tier(tables_of(state), state[0].pinned, rows) for state in states]
+        return [tiered_plan.Tier(tables_of(state), rows) for state in states]
 
     tiers = jax.eval_shape(empty)
     shape = tokens, pairs // tokens
@@ -44,7 +44,7 @@ def plan(
     def of_one(tier: Any, layer: Any, ids: Any, weights: Any, target: Target) -> Any:
         del target  # the same for all
         return plan_triton.plan_triton(
-            *tier, layer, ids, jnp.ones(tokens, bool), weights, None,
+            *tier, layer, ids, jnp.ones(tokens, bool), weights,
             waves=residency_plan.Waves(waves, 8), banks=1, columns=COLUMNS, num_warps=None,
             interpret=False,
         )  # fmt: skip
@@ -77,8 +77,7 @@ def buddies(
     lists = leaf(num_layers, num_experts, places, dtype="int32")
 
     def function(*operands: Any, target: Target) -> Any:
-        del target  # the same for all
-        return buddy_triton.search_triton(*operands, last_first=False, interpret=False)
+        return buddy_triton.search_triton(*operands, last_first=False, target=target)
 
     real = functools.partial(leaf, dtype="float32")
     gate = buddy_search.Gate(real(1, num_experts), real(num_layers), real(), real())

@@ -74,7 +74,7 @@ def dense(
 
     def function(x: Any, weights: Any, slot: Any, low_rank: Any, target: Target) -> Any:
         return dense_triton.dequant_matmul_triton(
-            x, weights, slot, low_rank, jnp.dtype("bfloat16"), None, target, False
+            x, weights, slot, low_rank, out_dtype=jnp.dtype("bfloat16"), target=target
         )
 
     operands = (leaf(rows, inputs, dtype="bfloat16"), weights, leaf(dtype="int32"), low_rank)
@@ -94,8 +94,8 @@ def layer(
     ]
 
     def function(x: Any, pairs: Any, gate_up: Any, down: Any, terms: Any, target: Target) -> Any:
-        hidden = grouped_triton.gate_up_triton(x, pairs, gate_up, terms[0], None, target, False)
-        return grouped_triton.down_triton(hidden, pairs, down, terms[1], None, target, False)
+        hidden = grouped_triton.gate_up_triton(x, pairs, gate_up, terms[0], None, target)
+        return grouped_triton.down_triton(hidden, pairs, down, terms[1], None, target)
 
     index, weight = (leaf(tokens, width, dtype=dtype) for dtype in ("int32", "float32"))
     pairs = Assignments(index, index, weight)
@@ -120,7 +120,7 @@ def attention(
     def function(q: Any, keys: Any, values: Any, index: Any, positions: Any, target: Target) -> Any:
         return attention_triton.decode_attention_triton(
             q, keys, values, index, positions, kv_length=kv_length, window=window,
-            scale=float(head_dim + more_dim) ** -0.5, tiles=None, target=target, interpret=False,
+            scale=float(head_dim + more_dim) ** -0.5, target=target,
         )  # fmt: skip
 
     values = latent if more_dim else cache(head_dim)
@@ -135,9 +135,8 @@ def router(
     """Softmax and top-k of a router's products; no weights."""
 
     def function(logits: Any, first: Any, target: Target) -> Any:
-        del target  # the same for all
         return router_triton.top_k_triton(
-            logits, first, k=chosen, normalise=normalise, interpret=False
+            logits, first, k=chosen, normalise=normalise, target=target
         )
 
     first = leaf(dtype="int32") if has_first else None
@@ -152,8 +151,7 @@ def norm(
     x = leaf(num_rows, width, dtype="bfloat16")
 
     def function(x: Any, delta: Any, scales: Any, layer: Any, target: Target) -> Any:
-        del target  # the same for all
-        how = {"eps": 1e-6, "zero_centred": zero_centred, "interpret": False}
+        how = {"eps": 1e-6, "zero_centred": zero_centred, "target": target}
         return norm_triton.residual_norm_triton(x, delta, scales, layer, **how)
 
     scales = leaf(num_layers, width, dtype="bfloat16")
@@ -172,10 +170,9 @@ def writing(
     index, positions = leaf(dtype="int32"), leaf(batch, dtype="int32")
 
     def function(*operands: Any, target: Target) -> Any:
-        del target  # the same for all
         *others, q_scales, k_scales = operands
         norms = HeadNorms(q_scales, k_scales, 1e-6) if has_norms else None
-        return writing_triton.qkv_to_cache_triton(*others, norms, interpret=False)
+        return writing_triton.qkv_to_cache_triton(*others, norms, target=target)
 
     qkv = leaf(batch, (num_heads + 2 * num_kv) * head_dim, dtype="bfloat16")
     operands = (qkv, cache, cache, index, positions, angles, angles, scales, scales)
@@ -194,8 +191,7 @@ def delta(batch: int, *, num_layers: int = 36) -> Program:
     )  # fmt: skip
 
     def function(*operands: Any, target: Target) -> Any:
-        del target  # the same for all
-        return delta_triton.delta_step_triton(*operands, eps=1e-6, floor=1e-6, interpret=False)
+        return delta_triton.delta_step_triton(*operands, eps=1e-6, floor=1e-6, target=target)
 
     states = wide(num_layers, batch, values, dim, dim)
     tails = bf16(num_layers, batch, taps - 1, channels)

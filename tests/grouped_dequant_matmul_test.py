@@ -14,7 +14,7 @@ from absl.testing import absltest, parameterized
 
 from pallas_kernels import grouped_dequant_matmul as package
 from pallas_kernels import launch
-from pallas_kernels.grouped_dequant_matmul import api, mosaic
+from pallas_kernels.grouped_dequant_matmul import mosaic
 from pallas_kernels.grouped_dequant_matmul.shapes import SHAPES
 from pallas_kernels.packed import PackedMatrices, plain
 from pallas_kernels.stream import launching
@@ -22,7 +22,6 @@ from pallas_kernels.target import SIMULATED, Target, current_target
 from tests import packed_operands, slow
 from tests.dequant_matmul_test import (
     CAPABILITIES,
-    HOPPER,
     compiled_quickly,
     leave_a_program_out,
 )
@@ -51,7 +50,7 @@ from tests.host_test_case import HostTestCase
 from tests.packed_operands import seed
 from tests.poisoned_outputs import after_nan
 
-KERNELS = tuple(api.REFUSALS)
+KERNELS = package.OPERATION.names[:-1]
 HOST_CASES = CASES | reduced(SHAPES)
 DEVICE_CASES = HOST_CASES | full(SHAPES)
 # Mosaic's kernels are not compiled but carried out by numpy, in a second or two each.
@@ -102,7 +101,9 @@ def layer(**how: Any) -> Callable[..., jax.Array]:
 def refusal(kernel: str, operands: Operands, target: Target) -> str | None:
     terms = [*operands.gate_up_low_rank, *operands.down_low_rank]
     width = operands.tier.shape[1]
-    return api.refusal(kernel, operands.x, width, operands.gate_up, operands.down, terms, target)
+    return package.OPERATION.refusal(
+        kernel, operands.x, width, operands.gate_up, operands.down, terms, target=target
+    )
 
 
 def rounded_once(weights: PackedMatrices, dtype: Any) -> PackedMatrices:
@@ -261,29 +262,6 @@ class ChoiceTest(parameterized.TestCase):
             operands.x, self.case.width, operands.gate_up, operands.down, terms, target
         )
 
-    def test_a_cpu_takes_the_reference_and_says_why(self):
-        choice = self.choose(Target("cpu", None))
-        self.assertEqual(choice.implementation, "reference")
-        self.assertEqual(list(choice.refusals), list(KERNELS))
-        self.assertTrue(choice.refusals["mosaic"])
-        self.assertIn("cpu", choice.refusals["triton"])
-
-    @parameterized.parameters(*CAPABILITIES)
-    def test_no_gpu_since_ampere_takes_the_reference(self, *capability):
-        choice = self.choose(Target("gpu", capability))
-        self.assertIn(choice.implementation, KERNELS)
-        if capability != (9, 0):
-            self.assertEqual(choice.implementation, "triton")
-            self.assertTrue(choice.refusals["mosaic"])
-
-    def test_hopper_takes_mosaic_first(self):
-        with mock.patch.dict(api.REFUSALS, mosaic=lambda *operands: None):
-            choice = self.choose(HOPPER)
-        self.assertEqual(choice.implementation, "mosaic")
-        self.assertEmpty(choice.refusals)
-        choice = self.choose(HOPPER)
-        self.assertTrue(choice.implementation == "mosaic" or choice.refusals["mosaic"])
-
     @parameterized.parameters(sorted(HOST_CASES))
     def test_triton_refuses_nothing_of_the_contract(self, name):
         operands = random_operands(HOST_CASES[name], seed(name))
@@ -298,14 +276,6 @@ class ChoiceTest(parameterized.TestCase):
             self.assertIn("no interpret mode", reason)
         else:
             self.assertIsNone(reason)
-
-    def test_every_reason_is_listed(self):
-        operands = random_operands(self.case, seed(self.id()))
-        wide = operands._replace(x=operands.x.astype(np.float32))
-        for kernel in KERNELS:
-            reason = refusal(kernel, wide, Target("cpu", None))
-            self.assertStartsWith(reason, "x is float32, not bfloat16 or float16; ")
-        self.assertIn("cpu", refusal("triton", wide, Target("cpu", None)))
 
     def test_what_does_not_fit_is_refused(self):
         operands = random_operands(self.case, seed(self.id()))

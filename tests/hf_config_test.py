@@ -159,9 +159,8 @@ class HfConfigTest(parameterized.TestCase):
     @parameterized.parameters(
         ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "'llama'.*'qwen3_moe'"),
         ({"model_type": None}, "supported are 'mixtral'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling of type 'yarn'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear'"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters of type 'llama3'"),
+        ({"rope_scaling": {"type": "mrope", "factor": 2.0}}, "rope_scaling of type 'mrope'"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "the factor of rope scaling of type 'llama"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"hidden_size": None}, "hidden_size is missing"),

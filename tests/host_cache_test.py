@@ -14,24 +14,19 @@ class ModelCache:
     def __init__(self, experts, num_rows):
         self.held, self.free = list(experts), num_rows - len(experts)
         self.reserved, self.pinned = [], set()
-        self.hits = self.misses = self.evictions = 0
+        self.evictions = 0
 
-    def look_up(self, expert):
-        if expert not in self.held:
-            self.misses += 1
-            return False
-        self.hits += 1
-        self.held.remove(expert)
-        self.held.append(expert)
-        return True
+    def touch(self, expert):
+        if expert in self.held:
+            self.held.remove(expert)
+            self.held.append(expert)
 
-    def reserve(self, expert, keep):
+    def reserve(self, expert):
         if not self.free:
             allowed = [held for held in self.held if held not in self.pinned]
             if not allowed:
                 return False
-            smallest = min(keep(held) for held in allowed)
-            self.held.remove(next(held for held in allowed if keep(held) == smallest))
+            self.held.remove(allowed[0])
             self.evictions += 1
         else:
             self.free -= 1
@@ -43,11 +38,11 @@ ACTIONS = ("use", "use", "use", "publish", "publish", "cancel", "pin", "unpin")
 
 
 class HostCacheTest(parameterized.TestCase):
-    def cache(self, num_rows, experts=(), **kwargs):
+    def cache(self, num_rows, experts=()):
         row_of = np.full((3, 4), -1, np.int32)
         for row, expert in enumerate(experts):
             row_of[expert] = row
-        return HostCache(row_of, num_rows, **kwargs)
+        return HostCache(row_of, num_rows)
 
     def fetch(self, cache, expert):
         self.assertIsNotNone(cache.reserve(expert))
@@ -56,37 +51,28 @@ class HostCacheTest(parameterized.TestCase):
     def test_least_recently_used(self):
         cache = self.cache(3, [(0, 0), (0, 1)])
         self.fetch(cache, (2, 3))
-        self.assertEqual(cache.look_up((0, 0)), 0)
-        self.assertEqual(cache.look_up((1, 1)), -1)
+        cache.touch((0, 0))
+        cache.touch((1, 1))  # in no row: nothing
         self.assertEqual(cache.reserve((1, 1)), 1)  # (0, 1), used before (2, 3) came
-        self.assertEqual(cache.look_up((0, 1)), -1)
-        self.assertEqual(cache.look_up((1, 1)), -1)  # its bytes are not there yet
+        self.assertEqual(cache.row_of[0, 1], -1)
+        self.assertEqual(cache.row_of[1, 1], -1)  # its bytes are not there yet
         cache.publish((1, 1))
-        self.assertEqual(cache.look_up((1, 1)), 1)
-        self.assertEqual((cache.hits, cache.misses, cache.evictions), (2, 3, 1))
-        self.assertEqual(cache.hit_rate, 0.4)
-        self.assertEqual(cache.num_held, 3)
+        self.assertEqual(cache.row_of[1, 1], 1)
+        self.assertEqual(cache.evictions, 1)
 
     def test_pins_and_reservations_are_no_victims(self):
         cache = self.cache(2, [(0, 0), (0, 1)])
         cache.pin((0, 0))
         self.assertEqual(cache.reserve((1, 0)), 1)
         self.assertIsNone(cache.reserve((1, 1)))
-        self.assertEqual(cache.look_up((0, 0)), 0)
+        cache.touch((0, 0))
         cache.cancel((1, 0))
         self.assertEqual(cache.reserve((1, 1)), 1)
         cache.unpin((0, 0))
         self.assertEqual(cache.reserve((1, 0)), 0)
 
-    def test_by_a_score(self):
-        score = {(0, 0): 2.0, (0, 1): 1.0, (0, 2): 1.0}
-        cache = self.cache(3, score, keep=score.__getitem__)
-        cache.look_up((0, 1))
-        self.assertEqual([cache.reserve((1, i)) for i in range(3)], [2, 1, 0])
-
     def test_misuse(self):
         cache = self.cache(2, [(0, 0)])
-        self.assertEqual(cache.hit_rate, 0)
         with self.assertRaisesRegex(ValueError, "has a row already"):
             cache.reserve((0, 0))
         cache.reserve((0, 1))
@@ -103,27 +89,25 @@ class HostCacheTest(parameterized.TestCase):
     @given(
         num_rows=st.integers(1, 8),
         num_held=st.integers(0, 8),
-        scored=st.booleans(),
         actions=st.lists(
             st.tuples(st.sampled_from(ACTIONS), st.integers(0, 2), st.integers(0, 3)), max_size=120
         ),
     )
-    def test_against_lists(self, num_rows, num_held, scored, actions):
+    def test_against_lists(self, num_rows, num_held, actions):
         experts = [(0, 3), (2, 1), (1, 1), (0, 0), (2, 2), (1, 0), (0, 1), (2, 0)]
         experts = experts[: min(num_held, num_rows)]
-        score = (lambda expert: expert[1] % 2) if scored else (lambda expert: 0)
-        cache = self.cache(num_rows, experts, keep=score if scored else None)
+        cache = self.cache(num_rows, experts)
         model = ModelCache(experts, num_rows)
         for action, *expert in actions:
             expert = tuple(expert)
             if action == "use":
                 if expert in model.reserved:
                     continue
-                found = model.look_up(expert)
-                self.assertEqual(cache.look_up(expert) >= 0, found)
-                if not found:
+                cache.touch(expert)
+                model.touch(expert)
+                if expert not in model.held:
                     row = cache.reserve(expert)
-                    self.assertEqual(row is not None, model.reserve(expert, score))
+                    self.assertEqual(row is not None, model.reserve(expert))
             elif action in ("publish", "cancel"):
                 if not model.reserved:
                     continue
@@ -144,8 +128,7 @@ class HostCacheTest(parameterized.TestCase):
         rows = cache.row_of[cache.row_of >= 0]
         self.assertLen(set(rows.tolist()), len(rows))
         self.assertTrue((rows < num_rows).all())
-        for name in ("hits", "misses", "evictions"):
-            self.assertEqual(getattr(cache, name), getattr(model, name))
+        self.assertEqual(cache.evictions, model.evictions)
 
 
 if __name__ == "__main__":

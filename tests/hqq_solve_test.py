@@ -15,7 +15,9 @@ from moejax.quantization.grid import Codes, Grid
 from moejax.quantization.kernel_hqq import kernel_hqq, kernel_refusal
 from moejax.quantization.milo import MiloSettings, milo
 from pallas_kernels import hqq_solve as package
+from pallas_kernels import op
 from pallas_kernels.hqq_solve import reference, settings, tiles, triton
+from pallas_kernels.target import SIMULATED, Target
 from tests.expert_mlp_test import described_gpu
 from tests.host_test_case import HostTestCase
 from tests.hqq_solve_contract import (
@@ -177,11 +179,12 @@ class SolverTest(HostTestCase):
         np.testing.assert_allclose(found.errors[:, :2], expected.errors[:, :2], rtol=1e-4)
 
     def test_other_grids_are_refused(self):
+        refusal = functools.partial(kernel_refusal, target=SIMULATED)
         weights = jax.ShapeDtypeStruct((4, 100), jnp.float32)
-        self.assertIsNone(kernel_refusal(jax.ShapeDtypeStruct((4, 128), jnp.float32), self.grid))
-        self.assertIn("K=100 is no multiple", kernel_refusal(weights, self.grid))
+        self.assertIsNone(refusal(jax.ShapeDtypeStruct((4, 128), jnp.float32), self.grid))
+        self.assertIn("K=100 is no multiple", refusal(weights, self.grid))
         symmetric = dataclasses.replace(self.grid, zero_kind="symmetric")
-        self.assertIn("'symmetric'", kernel_refusal(weights, symmetric))
+        self.assertIn("'symmetric'", refusal(weights, symmetric))
         with self.assertRaisesRegex(ValueError, "zero_kind is 'symmetric'"):
             kernel_hqq(weights, weights, weights, symmetric)
 
@@ -192,30 +195,10 @@ class RefusalTest(parameterized.TestCase):
         case = CASES[name]
         weights, low_rank = random_operands(case, seed=7)
         self.assertIsNone(
-            package.refusal(weights, low_rank, bits=case.bits, group_size=case.group_size)
+            package.OPERATION.refusal(
+                "triton", weights, low_rank, case.bits, case.group_size, target=SIMULATED
+            )
         )
-
-    def test_every_reason_is_listed(self):
-        weights = jax.ShapeDtypeStruct((4, 100), jnp.int32)
-        low_rank = (
-            jax.ShapeDtypeStruct((4, 3), jnp.float16),
-            jax.ShapeDtypeStruct((2, 100), jnp.float32),
-        )
-        reason = package.refusal(weights, low_rank, bits=9, group_size=64)
-        self.assertLen(reason.split("; "), 5)
-        for part in (
-            "K=100 is no multiple",
-            "bits 9",
-            "weights are int32",
-            "u has shape",
-            "u is f",
-        ):
-            self.assertIn(part, reason)
-
-    def test_a_call_raises(self):
-        case = Case(group_size=48)
-        with self.assertRaisesRegex(ValueError, "hqq_solve refuses: group_size 48 is none of 32"):
-            package.hqq_solve(jnp.zeros((4, 96)), case.settings)
 
     @parameterized.parameters((14336, 64), (4096, 128), (768, 32), (5, 64), (1, 32))
     def test_default_tiles_divide_the_rows(self, num_rows, group_size):
@@ -245,7 +228,8 @@ class LoweringTest(parameterized.TestCase):
                 weights, case.settings, low_rank=low_rank, steps=all_steps(case)
             )
 
-        with described_gpu():
+        hopper = mock.patch.object(op, "current_target", return_value=Target("gpu", (9, 0)))
+        with described_gpu(), hopper:
             lowered = jax.jit(run).trace(weights, low_rank).lower(lowering_platforms=("cuda",))
         lines = lowered.as_text().splitlines()
         calls = [line for line in lines if "stablehlo.custom_call" in line]

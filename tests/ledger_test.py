@@ -42,7 +42,7 @@ class CountsTest(parameterized.TestCase):
         counts = counts.add_gate_mass(1, jnp.array([0.5, 0.25, 0.0]))
         counts = counts.add_gate_mass(jnp.int32(1), jnp.array([0.5, 0.0, 0.25]))
         np.testing.assert_array_equal(counts.gate_mass, [0, 1.5])
-        np.testing.assert_array_equal(counts.gate_mass_by_tier, [[0, 0, 0], [1, 0.25, 0.25]])
+        np.testing.assert_array_equal(counts.gate[:, 1:], [[0, 0, 0], [1, 0.25, 0.25]])
 
     def test_refuses_what_it_does_not_count(self):
         with self.assertRaisesRegex(ValueError, "no events hit;"):

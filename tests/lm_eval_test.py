@@ -184,8 +184,8 @@ class ModelArgumentsTest(parameterized.TestCase):
 
     @parameterized.parameters(
         ({"dtpe": "float32"}, "did you mean 'dtype'"),
-        ({"memory.slots": "many"}, r"model arguments: flag --config.memory.slots=many"),
-        ({"batch_size": "auto:4"}, r"model arguments: flag --config.batch_size=auto:4"),
+        ({"memory.slots": "many"}, r"model arguments: memory.slots='many' must be"),
+        ({"batch_size": "auto:4"}, r"model arguments: batch_size='auto:4' must be"),
         ({"pretrained": "no/where"}, "no/where"),
         ({"max_gen_toks": "x"}, "max_gen_toks=x must be a number of tokens"),
         ({"config": "no/such.py"}, "config file 'no/such.py' does not exist"),

@@ -3,7 +3,7 @@
 from typing import Any
 
 from moejax.models.config import ModelConfig
-from moejax.models.parts import DeltaNet, LatentAttention, RouterRule, Yarn
+from moejax.models.parts import DeltaNet, LatentAttention, RopeScaling, RouterRule
 from tests.random_checkpoints import TINY
 
 # Standard attention; shared experts; the first layer dense.
@@ -15,7 +15,9 @@ SHARED: dict[str, Any] = {
 LATENT: dict[str, Any] = {
     **SHARED, "family": "deepseek_v2", "head_dim": 24, "interleaved_rope": True,
     "latent": LatentAttention(kv_rank=32, query_rank=48, nope_dim=16, rope_dim=8, value_dim=16),
-    "yarn": Yarn(factor=4.0, original_positions=64, mscale=1.0, mscale_all_dim=0.7),
+    "rope_scaling": RopeScaling(
+        kind="yarn", factor=4.0, original_positions=64, mscale=1.0, mscale_all_dim=0.7
+    ),
 }  # fmt: skip
 # One layer of four attends, with gates and a part of each head rotated.
 DELTA: dict[str, Any] = {

@@ -13,7 +13,7 @@ from absl.testing import absltest, parameterized
 from moejax import ops
 from moejax.models import grouped_experts, moe
 from moejax.qtensor import QTensor, Weight
-from pallas_kernels import dequant_matmul, grouped_dequant_matmul
+from pallas_kernels.op import Operation
 from pallas_kernels.target import Choice, Target
 from tests import numpy_model
 from tests.host_test_case import HostTestCase
@@ -179,7 +179,7 @@ class KernelTest(HostTestCase):
             ("mosaic", 4, "mosaic"), ("mosaic", 1024, "mosaic"),
             ("triton", 4, "triton"), ("triton", 1024, ops.PLAIN), ("reference", 4, ops.PLAIN),
         ):  # fmt: skip
-            with mock.patch.object(dequant_matmul, "choose", return_value=Choice(kernel, {})):
+            with mock.patch.object(Operation, "choose", return_value=Choice(kernel, {})):
                 choice = ops.choose_product(num_rows, bf16, stack, ops.Kernels(H200))
             self.assertEqual(choice.implementation, expected)
         router = jax.ShapeDtypeStruct((2, 128, 256), bf16)
@@ -187,7 +187,7 @@ class KernelTest(HostTestCase):
             ("mosaic", 1024, "mosaic"), ("triton", 1024, "triton"), ("mosaic", 4, "triton"),
             ("reference", 1024, ops.PLAIN),
         ):  # fmt: skip
-            with mock.patch.object(dequant_matmul, "choose", return_value=Choice(kernel, {})):
+            with mock.patch.object(Operation, "choose", return_value=Choice(kernel, {})):
                 choice = ops.choose_product(num_rows, bf16, router, ops.Kernels(H200), steady=True)
             self.assertEqual(choice.implementation, expected)
         found = ops.choose_product(4, bf16, stack, ops.Kernels(Target("gpu", (8, 0))))
@@ -209,10 +209,11 @@ class KernelTest(HostTestCase):
     def test_what_the_target_chooses_is_what_serves(self):
         weight, _ = draw(np.random.default_rng(0), (2, 20, 24), SPECS["int3_ranks"])
         choice = Choice("triton", {"mosaic": "it is Sunday"})
-        with mock.patch.object(dequant_matmul, "choose", return_value=choice) as choose:
+        with mock.patch.object(Operation, "choose", return_value=choice) as choose:
             found = ops.choose_product(7, jnp.dtype("bfloat16"), weight, ops.Kernels(H200))
         self.assertEqual(found, choice)
-        x, matrices, low_rank, target = choose.call_args.args
+        x, matrices, low_rank = choose.call_args.args
+        target = choose.call_args.kwargs["target"]
         self.assertEqual((x.shape, x.dtype, target), ((7, 24), jnp.bfloat16, H200))
         self.assertEqual((matrices.words.shape, matrices.bits), ((2, 20, 3), 3))
         self.assertEqual([terms.start.shape for terms in low_rank], [(2,)])
@@ -336,10 +337,11 @@ class ExpertsTest(HostTestCase):
         kernels = ops.Kernels(H200)
         choice = Choice("mosaic", {})
         for num_tokens in (1, 4000):
-            with mock.patch.object(grouped_dequant_matmul, "choose", return_value=choice) as choose:
+            with mock.patch.object(Operation, "choose", return_value=choice) as choose:
                 via = moe.default_experts_via(num_tokens, TINY, bf16, "gpu", experts, kernels)
             self.assertEqual(via, "grouped_kernel")
-            x, width, gate_up_tiers, down_tiers, low_rank, target = choose.call_args.args
+            x, width, gate_up_tiers, down_tiers, low_rank = choose.call_args.args
+            target = choose.call_args.kwargs["target"]
             self.assertEqual((x.shape, x.dtype), ((num_tokens, TINY.model_dim), bf16))
             self.assertEqual((width, target), (TINY.experts_per_token, H200))
             self.assertEqual(

@@ -347,7 +347,7 @@ class MainTest(PlanCase):
     @parameterized.parameters(
         (("buddymoe",), ("int4",), "buddymoe needs a profile: lists=FILE"),
         (
-            ("dynaexq", "foresight=1", "foresee_by=links"),
+            ("dynaexq", "settings=foresight=1,foresee_by=links"),
             ("int4", "int2"),
             "foresee_by=links needs a profile: links=FILE",
         ),

@@ -113,7 +113,6 @@ CASES = {
                 "low": "skip",
                 "rho": 1,
                 "spend_on": "last",
-                "discount": 0.5,
                 "prefetch": 0,
             },
         ),

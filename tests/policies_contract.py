@@ -94,11 +94,10 @@ def check_form(case: Case, trace: Any) -> None:
         "tier": (pairs, "int32"),
         "weights": (pairs, "float32"),
         "at_least": (pairs, "bool"),
-        "keep": (experts, "float32"),
         "ahead": (experts, "int32"),
     }
     for name, leaf in decision._asdict().items():
-        if leaf is None and name in ("keep", "ahead"):
+        if leaf is None and name == "ahead":
             continue
         assert (leaf.shape, leaf.dtype.name) == expected[name], f"{name} is {leaf}"
     assert len({leaf.shape for leaf in requests}) == 1, requests
@@ -196,7 +195,6 @@ def _check_rule(spec: PolicySpec, policy: AnyPolicy, rule: Rule, trace: Any) -> 
             np.testing.assert_array_equal(
                 np.asarray(by_rule.at_least)[runs], decision.at_least[runs]
             )
-            assert decision.keep is None
             if not policy.substitutes:
                 np.testing.assert_array_equal(decision.ids, o.ids)
             own = runs & (decision.ids == o.ids)

@@ -169,8 +169,6 @@ class MakeTest(parameterized.TestCase):
             self.assertIs(with_kernels(policy, "cpu"), policy)
             found = with_kernels(policy, "gpu")
             self.assertEqual(getattr(found, "buddies", found).form, "kernel")
-        asked = make_policy("buddymoe", lists=LISTS, form="ranks")
-        self.assertEqual(with_kernels(asked, "gpu"), asked)
 
     def test_what_the_engine_must_compute(self):
         needs = {name: make_policy(name).needs for name in POLICIES}

@@ -131,15 +131,15 @@ class PolicyScoringTest(parameterized.TestCase):
 
 class NextChunkTest(parameterized.TestCase):
     @parameterized.parameters(
-        (0, 100, 128, 1024, (100, 128)),  # what is left, padded
-        (0, 100, 128, 24, (16, 16)),  # a power of two
-        (16, 100, 128, 8, (8, 16)),
-        (88, 100, 128, 1024, (12, 16)),
-        (120, 128, 128, 1024, (8, 8)),  # padding does not reach past the cache
+        (100, 128, 1024, 128),  # what is left, padded
+        (100, 128, 24, 16),  # a power of two
+        (84, 112, 8, 8),
+        (9, 12, 1, 1),
+        (12, 40, 1024, 16),
+        (8, 8, 1024, 8),  # padding does not reach past the cache
     )
-    def test_tokens_and_size(self, start, length, cache_length, most, expected):
-        chunk = next_chunk(start, length, cache_length, most)
-        self.assertEqual((chunk.count, chunk.size), expected)
+    def test_size(self, num_left, room, most, expected):
+        self.assertEqual(next_chunk(num_left, room, most), expected)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from moejax.models.transformer import ChunkSpec
 from moejax.qtensor import QTensor
 from moejax.sampling import Sampling
 from moejax.served import EXPERT_LEAVES
-from pallas_kernels import layout
+from pallas_kernels import layout, op
 from tests.gpu_targets import GPUS, SKIP_CHECKS, described
 from tests.pooled_device_test import CONFIGS, CONTEXT
 
@@ -90,7 +90,8 @@ def decode_operands(
     state = steps.DecodeState(kv, each(jnp.int32), each(jnp.int32), each(bool), keys, None)
     f32 = each(jnp.float32)
     sampling = Sampling(f32, each(jnp.int32), f32, f32, f32)
-    return state, pool, weights, store, sampling, leaf_of((1,), jnp.int32), leaf_of((), jnp.int32)
+    ends, count = leaf_of((batch, 1), jnp.int32), leaf_of((), jnp.int32)
+    return state, pool, weights, store, sampling, ends, count
 
 
 def _program(config: ModelConfig, slots: int, ahead: int) -> steps.Program:
@@ -156,6 +157,7 @@ def main() -> None:
     os.environ[SKIP_CHECKS] = "1"
     from jax.experimental import topologies
 
+    mock.patch.object(op, "current_target", lambda: GPUS[GPU].target).start()
     for name in PACKAGES:
         api = importlib.import_module(f"pallas_kernels.{name}.api")
         if hasattr(api, "current_target"):

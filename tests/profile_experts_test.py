@@ -219,6 +219,7 @@ class ProfileTest(parameterized.TestCase):
 
         refused(r"no profile of format 'moejax buddies 1' but 'pt'; profile the", format="pt")
         refused("does not say where it comes from", provenance="{")
+        refused("does not say where it comes from", provenance="[" * 100_000)
         without = {name: good[name] for name in good if name not in ("q", "weighted")}
         refused("has no q, weighted; profile", without)
         refused(r"tau is float32\[3\], not float32\[2\]", good | {"tau": np.zeros(3, np.float32)})

@@ -18,7 +18,8 @@ from moejax.models.hf_config import read_model_config
 from moejax.qtensor import dense
 from moejax.quantization.gptq import GptqSettings, gptq
 from moejax.quantization.grid import Grid
-from pallas_kernels import layout
+from pallas_kernels import layout, op
+from pallas_kernels.target import SIMULATED
 from tests.quantize_case import Killed, QuantizeTestCase, all_tensors, digests, stopped_after
 from tests.random_checkpoints import TINY, write_random_checkpoint, write_tokenizer
 
@@ -267,6 +268,7 @@ class MethodsTest(QuantizeTestCase):
         served = dataclasses.replace(served, zero_kind="float")
         odd = dataclasses.replace(served, group_size=48)
         matrices = [((64, 96), odd), ((32, 96), odd), ((64, 128), served)]
+        self.enter_context(mock.patch.object(op, "current_target", lambda: SIMULATED))
         [line] = quantizers.kernel_remarks(matrices)
         self.assertRegex(line, "^2 matrices were solved without the HQQ kernel.*group_size 48")
         self.assertEmpty(quantizers.kernel_remarks(matrices[2:]))

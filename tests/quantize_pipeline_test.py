@@ -13,7 +13,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from safetensors.numpy import load_file, save_file
 
-from moejax.compression import pipeline, plots
+from moejax.compression import pipeline, plots, space
 from moejax.compression.pipeline import quantize_checkpoint
 from moejax.compression.report import report_lines
 from moejax.errors import MoejaxError
@@ -137,7 +137,7 @@ class RefusedTest(QuantizeTestCase):
     def test_output_of_other_settings_or_another_model(self):
         job = self.job()
         quantize_checkpoint(job)
-        self.refused_output(self.job(bits=4), "holds a model with bits=3, not 4", "another output")
+        self.refused_output(self.job(bits=4), "holds a model with bits=3, not 4", "a new directory")
         self.refused_output(self.job("experts: bits=4"), "rules=[], not ['experts: bits=4']")
         other = write_random_checkpoint(self.directory / "other", seed=1)
         self.refused_output(self.job(source=other), "of another source checkpoint")
@@ -214,7 +214,54 @@ class RefusedTest(QuantizeTestCase):
     def test_no_room_from_the_start(self):
         usage = shutil.disk_usage(self.directory)._replace(free=1000)
         with mock.patch.object(shutil, "disk_usage", return_value=usage):
-            self.assert_refused(self.job(), "the result takes", "make room")
+            self.assert_refused(self.job(), "the result takes up to", "make room")
+
+    @parameterized.parameters(
+        ({},),
+        ({"method": "milo", "factor_bits": 3, "rank": "Dense-25%"},),
+        ({"method": "milo", "factor_bits": 16, "rank": "Uniform-4"},),
+        ({"method": "gptq", "bits": 4, "act_order": True, "group_size": 8},),
+        ({"bits": 4, "zero_kind": "integer", "target": "gptq"},),
+        ({"bits": 4, "zero_kind": "symmetric", "target": "compressed-tensors"},),
+    )
+    def test_the_room_that_is_asked_for_is_enough(self, changes):
+        self.drawing.stop()
+        job, taken, asked = self.job(**changes), 0, []
+        written = pipeline.write_bytes
+
+        def measured(path, content):
+            nonlocal taken
+            taken = max(taken, sum(p.stat().st_size for p in job.output.rglob("*") if p.is_file()))
+            return written(path, content)
+
+        def noted(output, source, shards, tasks):
+            asked.append(space.most_bytes(source, shards, tasks))
+
+        with (
+            mock.patch.object(pipeline, "check_space", noted),
+            mock.patch.object(pipeline, "write_bytes", measured),  # config.json, the last
+        ):
+            quantize_checkpoint(job)
+        taken += (job.output / "config.json").stat().st_size
+        self.assertLess(taken, asked[0])
+        tensors = sum(t.nbytes for t in all_tensors(job.output).values())
+        names = list(all_tensors(self.source))
+        self.assertLess(asked[0], 1.5 * tensors + 4096 * len(names) + 2 * 2**20)
+
+    def test_a_model_folder_as_output_is_never_to_be_removed(self):
+        self.assert_kept(self.source, "is the source itself; give another directory")
+        self.assert_kept(self.copy_of_source(), "holds another model; give a new directory")
+        other = quantize_checkpoint(self.job(bits=4)).output
+        self.assert_kept(other, "give a new directory")
+        (other / "model.safetensors.index.json").unlink()
+        self.assert_kept(other, "give a new directory", bits=4)
+
+    def assert_kept(self, output, message, **changes):
+        before = digests(output)
+        with self.assertRaisesRegex(MoejaxError, message) as caught:
+            quantize_checkpoint(self.job(output=output, **changes))
+        self.assertNotIn("remove that", str(caught.exception))
+        self.assertEqual(digests(output), before)
 
     def test_scales_beyond_float16(self):
         damaged = self.copy_of_source()

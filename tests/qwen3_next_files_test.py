@@ -169,7 +169,7 @@ class FilesTest(parameterized.TestCase):
         ({"head_dim": 100}, "25 rotated dimensions of a head of 100"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling of type 'yarn'"),
+        ({"rope_scaling": {"type": "mrope", "factor": 4.0}}, "rope_scaling of type 'mrope'"),
         ({"num_experts": 0}, "num_experts is 0"),
     )
     def test_refused(self, changed, message):

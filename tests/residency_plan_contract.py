@@ -1,6 +1,6 @@
 """What every implementation of `pallas_kernels.residency_plan` must do: as the tables' own rules.
 
-Random steps of a cache, in one compiled loop: plans, predictions, pins and transfers. At each step
+Random steps of a cache, in one compiled loop: plans, predictions and transfers. At each step
 the tables of `moejax.memory.residency` are given to both, whose decisions must be equal, all
 integers to the bit.
 """
@@ -19,8 +19,8 @@ from moejax.memory.residency import CacheSpec, Residency
 from pallas_kernels import residency_plan as package
 
 COLUMNS = {name: i for i, name in enumerate(EVENTS)}
-KINDS = ("plan", "predict", "reserve", "publish", "cancel", "pin")
-LISTED = 3  # slots of a transfer
+KINDS = ("plan", "predict", "admit")
+LISTED = 3  # experts that a transfer brings
 START = 2**31 - 60  # of the clock: it wraps
 
 
@@ -31,7 +31,6 @@ class Case(NamedTuple):
     tokens: int
     width: int
     limit: int = 2  # of a prediction
-    keep: bool = False
     steps: int = 250
 
 
@@ -45,28 +44,22 @@ class Given(NamedTuple):
     weights: Any  # float32[N, A]
     ahead: Any  # int32[limit]
     listed: Any  # int32[LISTED], of transfers
-    keep: Any  # float32[E]
 
 
-def spec(
-    layers: int, experts: int, slots: int, transient: int, held: int = 0, banks: int = 1
-) -> CacheSpec:
+def spec(layers: int, experts: int, slots: int, transient: int, banks: int = 1) -> CacheSpec:
     return CacheSpec(
-        num_layers=layers, num_experts=experts, slots=slots, transient=transient, held=held,
-        banks=banks,
-    )  # fmt: skip
+        num_layers=layers, num_experts=experts, slots=slots, transient=transient, banks=banks
+    )
 
 
 CASES = {
     "decode": Case(spec(3, 9, 4, 2, banks=2), 1, 4),
-    "decode_by_score": Case(spec(3, 9, 4, 2), 1, 4, keep=True),
-    "transfers": Case(spec(2, 12, 7, 2, held=3), 1, 3, limit=4),
+    "decode_in_one_bank": Case(spec(2, 12, 7, 2), 1, 3, limit=4),
     "qwen": Case(spec(2, 128, 48, 8), 1, 8, limit=8, steps=200),
     "scan": Case(spec(2, 8, 3, 2), 4, 2),
-    "scan_with_transfers": Case(spec(2, 7, 4, 3, held=2, banks=2), 5, 3, limit=3, keep=True),
-    "all_held": Case(spec(1, 5, 3, 2, held=3), 3, 2),
+    "scan_in_banks": Case(spec(2, 7, 4, 3, banks=2), 5, 3, limit=3),
     "no_cache": Case(spec(2, 5, 0, 2), 2, 2),
-    "one_slot": Case(spec(2, 4, 1, 1, held=1), 1, 1),
+    "one_slot": Case(spec(2, 4, 1, 1), 1, 1),
     "all_fit": Case(spec(2, 6, 6, 1), 3, 2),
     "many_pairs": Case(spec(1, 40, 20, 7), 16, 4, limit=8, steps=150),
 }
@@ -75,14 +68,12 @@ CASES = {
 def random_steps(case: Case, seed: int) -> Given:
     """What a program might ask, some experts more than others, some tokens done."""
     rng, sizes, n = np.random.default_rng(seed), case.spec, case.steps
-    shares = np.array([10, 4, 3, 3, 1, 1])
+    shares = np.array([10, 4, 3])
     shares[1:] *= sizes.slots > 0
-    shares[2:] *= sizes.held > 0
     keys = rng.gumbel(size=(n, case.tokens, sizes.num_experts))
     keys -= rng.uniform(0, 1.5) * np.log(np.arange(1, sizes.num_experts + 1))
     ids = (-keys).argsort(2)[..., : case.width]
     ahead = (-keys[:, 0]).argsort(1)[:, 1 : 1 + case.limit]
-    keep = rng.integers(-1, 3, (n, sizes.num_experts)).astype(np.float32)
     return Given(
         rng.choice(len(KINDS), n, p=shares / shares.sum()).astype(np.int32),
         rng.integers(sizes.num_layers, size=n, dtype=np.int32),
@@ -91,7 +82,6 @@ def random_steps(case: Case, seed: int) -> Given:
         rng.integers(0, 9, (n, case.tokens, case.width)).astype(np.float32) / 8,
         np.where(rng.random(ahead.shape) < 0.2, -1, ahead).astype(np.int32),
         rng.integers(-1, sizes.num_experts, (n, LISTED), dtype=np.int32),
-        np.where(keep < 0, np.nan, keep),
     )
 
 
@@ -105,8 +95,7 @@ def by_tables(case: Case, given: Given, state: Residency, counts: Counts, row_of
     active = jnp.broadcast_to(given.active[:, None], given.ids.shape)
     needed = marked(given.ids, active, case.spec.num_experts)
     bound = min(given.ids.size, case.spec.num_experts)
-    keep = given.keep if case.keep else None
-    made, state, counts = residency.plan(case.spec, state, given.layer, needed, bound, counts, keep)
+    made, state, counts = residency.plan(case.spec, state, given.layer, needed, bound, counts)
     mass = jnp.sum(jnp.where(active, given.weights, 0.0)).reshape(1)
     counts = counts.add_gate_mass(given.layer, mass)
 
@@ -139,10 +128,9 @@ def by_package(case: Case, given: Given, state: Residency, counts: Counts, row_o
     tables = package.Tables(state.table, state.clock, counts.events, counts.gate)
     bound = min(given.ids.size, case.spec.num_experts)
     waves = package.Waves(residency.num_waves(case.spec, bound), case.spec.transient)
-    common = (tables, state.pinned, row_of, given.layer)
-    keep = given.keep if case.keep else None
+    common = (tables, row_of, given.layer)
     planned = package.plan(
-        *common, given.ids, given.active, given.weights, keep, waves=waves,
+        *common, given.ids, given.active, given.weights, waves=waves,
         banks=case.spec.banks, columns=COLUMNS, **how,
     )  # fmt: skip
     if not case.spec.slots:
@@ -169,17 +157,12 @@ def replay(case: Case, steps: Given, how: Any, row_of: jax.Array) -> Any:
             ahead = ahead_by_tables(case, given, state, counts, row_of)
             expected.append((tables_of(*ahead[1:]), ahead[0]))
             branches.append(lambda: ahead[1:])
+            listed = given.listed
+            branches.append(
+                lambda: residency.admit(case.spec, state, given.layer, listed, counts)[1:]
+            )
         else:
             expected.append(None)
-        if case.spec.held:
-            experts, listed = marked(given.ahead, True, case.spec.num_experts), given.listed
-            some = given.layer // case.spec.banks * case.spec.slots + listed
-            branches += [
-                lambda: residency.reserve(case.spec, state, given.layer, listed, counts)[1:],
-                lambda: residency.publish(case.spec, state, given.layer, some, counts),
-                lambda: (residency.cancel(case.spec, state, given.layer, some), counts),
-                lambda: (residency.pin(case.spec, state, given.layer, experts), counts),
-            ]
         found = by_package(case, given, state, counts, row_of, **dict(how))
         after = jax.lax.switch(jnp.minimum(given.kind, len(branches) - 1), branches)
         return tuple(after), (found, tuple(expected))

@@ -17,26 +17,22 @@ from tests.cache_model import ROW, CacheModel
 
 LENGTH = 240  # decisions of a sequence
 LIMIT = 2  # of what a prediction brings
-LISTED = 3  # entries of a list of experts or slots
-KINDS = ("plan", "plan_by_score", "predict", "reserve", "publish", "cancel", "pin")
+LISTED = 3  # experts that a transfer brings
+KINDS = ("plan", "predict", "admit")
 
 
-def spec(layers: int, experts: int, slots: int, transient: int, held: int = 0) -> CacheSpec:
-    return CacheSpec(
-        num_layers=layers, num_experts=experts, slots=slots, transient=transient, held=held
-    )
+def spec(layers: int, experts: int, slots: int, transient: int) -> CacheSpec:
+    return CacheSpec(num_layers=layers, num_experts=experts, slots=slots, transient=transient)
 
 
 # name: sizes, and how many experts a layer may need at once.
 SPECS = {
     "decode": (spec(3, 9, 4, 2), 4),
-    "decode_with_transfers": (spec(2, 9, 6, 2, held=3), 3),
+    "many_slots": (spec(2, 9, 6, 2), 3),
     "scan": (spec(2, 8, 3, 2), 8),
-    "scan_with_transfers": (spec(2, 7, 4, 3, held=2), 7),
-    "held_slots_may_be_needed": (spec(1, 6, 4, 1, held=2), 3),
-    "all_held": (spec(1, 5, 3, 2, held=3), 5),
+    "one_layer": (spec(1, 5, 3, 2), 5),
     "no_cache": (spec(2, 5, 0, 2), 5),
-    "one_slot": (spec(2, 4, 1, 1, held=1), 1),
+    "one_slot": (spec(2, 4, 1, 1), 1),
     "all_fit": (spec(2, 6, 6, 1), 6),
 }
 PER_SPEC = -(-100_000 // (LENGTH * len(SPECS)))  # sequences
@@ -48,8 +44,7 @@ class Decision(NamedTuple):
     kind: Any
     layer: Any
     experts: Any  # bool[E]
-    listed: Any  # int32[LISTED], experts or slots
-    keep: Any  # float32[E]
+    listed: Any  # int32[LISTED], experts
 
 
 class Outcome(NamedTuple):
@@ -71,9 +66,9 @@ def replay(spec: CacheSpec, max_needed: int, decisions: Decision) -> Any:
         none((LISTED,)),
     )
 
-    def plan(state, counts, given, keep=None):
+    def plan(state, counts, given):
         made, state, counts = residency.plan(
-            spec, state, given.layer, given.experts, max_needed, counts, keep
+            spec, state, given.layer, given.experts, max_needed, counts
         )
         return nothing._replace(plan=made), state, counts
 
@@ -83,25 +78,11 @@ def replay(spec: CacheSpec, max_needed: int, decisions: Decision) -> Any:
         )
         return nothing._replace(prefetch=made), state, counts
 
-    def reserve(state, counts, given):
-        if not spec.held:
-            return nothing, state, counts
-        made, state, counts = residency.reserve(spec, state, given.layer, given.listed, counts)
+    def admit(state, counts, given):
+        made, state, counts = residency.admit(spec, state, given.layer, given.listed, counts)
         return nothing._replace(slots=made), state, counts
 
-    def publish(state, counts, given):
-        return nothing, *residency.publish(spec, state, given.layer, given.listed, counts)
-
-    def cancel(state, counts, given):
-        return nothing, residency.cancel(spec, state, given.layer, given.listed), counts
-
-    def pin(state, counts, given):
-        return nothing, residency.pin(spec, state, given.layer, given.experts), counts
-
-    def by_score(state, counts, given):
-        return plan(state, counts, given, given.keep)
-
-    branches = (plan, by_score, predict, reserve, publish, cancel, pin)
+    branches = (plan, predict, admit)
 
     def decide(carry, given):
         outcome, *carry = jax.lax.switch(given.kind, branches, *carry, given)
@@ -114,9 +95,9 @@ def replay(spec: CacheSpec, max_needed: int, decisions: Decision) -> Any:
 def random_decisions(model: CacheModel, rng: np.random.Generator, skew: float) -> Decision:
     """A sequence as a program might make it, with calls now and then that none should make."""
     spec = model.spec
-    shares = np.array([8, 2, 3, 3, 2, 1, 1])[: len(KINDS) if spec.held else 3]
+    shares = np.array([8, 3, 3 * (spec.slots > 0)])
     kinds = rng.choice(len(shares), LENGTH, p=shares / shares.sum())
-    most = np.where(kinds < 2, model.max_needed, spec.num_experts)
+    most = np.where(kinds < 1, model.max_needed, spec.num_experts)
     number = rng.integers(most + 1)
     # The experts of the largest keys: a draw without replacement, popular ones more often.
     keys = rng.gumbel(size=(LENGTH, spec.num_experts))
@@ -127,17 +108,7 @@ def random_decisions(model: CacheModel, rng: np.random.Generator, skew: float) -
         rng.integers(spec.num_layers, size=LENGTH, dtype=np.int32),
         rank < number[:, None],
         rng.integers(-1, spec.num_experts, (LENGTH, LISTED), dtype=np.int32),
-        rng.integers(0, 3, (LENGTH, spec.num_experts)).astype(np.float32),
     )
-
-
-def draw_slots(model: CacheModel, given: Decision, i: int) -> None:
-    """Makes the list of decision i one of slots where something arrives, or of others."""
-    layer = int(given.layer[i])
-    slots = enumerate(model.slots[layer])
-    waiting = [model.place(layer, c) for c, slot in slots if slot.arriving >= 0]
-    choice = [*waiting, *waiting, -1, model.spec.num_slots - 1, 0]
-    given.listed[i] = [choice[k % len(choice)] for k in given.listed[i].tolist()]
 
 
 def blank(spec: CacheSpec, max_needed: int) -> dict[str, np.ndarray]:
@@ -151,7 +122,7 @@ def blank(spec: CacheSpec, max_needed: int) -> dict[str, np.ndarray]:
         "streamed": (waves * spec.transient,),
         "experts": (LIMIT,),
         "slots": (LIMIT,),
-        "reserved": (LISTED,),
+        "brought": (LISTED,),
     }
     return {name: np.full((LENGTH, *shape), -1) for name, shape in shapes.items()}
 
@@ -160,9 +131,8 @@ def decide(model: CacheModel, given: Decision, i: int, wanted: dict[str, np.ndar
     """Lets the model take decision i, and writes what the outcome should be."""
     layer, kind = int(given.layer[i]), KINDS[given.kind[i]]
     experts, listed = set(np.flatnonzero(given.experts[i]).tolist()), given.listed[i].tolist()
-    if kind in ("plan", "plan_by_score"):
-        keep = given.keep[i].tolist() if kind == "plan_by_score" else None
-        found = model.plan(layer, experts, keep)
+    if kind == "plan":
+        found = model.plan(layer, experts)
         for e, (wave, slot) in found["places"].items():
             wanted["wave"][i, e], wanted["slot"][i, e] = wave, slot
         for j, (e, slot) in enumerate(found["admitted"]):
@@ -171,18 +141,14 @@ def decide(model: CacheModel, given: Decision, i: int, wanted: dict[str, np.ndar
     elif kind == "predict":
         for j, (e, slot) in enumerate(model.predict(layer, experts, LIMIT)):
             wanted["experts"][i, j], wanted["slots"][i, j] = e, slot
-    elif kind == "reserve":
-        wanted["reserved"][i] = model.reserve(layer, listed)
-    elif kind == "pin":
-        model.pin(layer, experts)
     else:
-        (model.publish if kind == "publish" else model.cancel)(layer, listed)
+        wanted["brought"][i] = model.admit(layer, listed)
 
 
 def fields_of(outcome: Outcome) -> dict[str, np.ndarray]:
     """By the names of `expected`."""
     prefetch = {"experts": outcome.prefetch.experts, "slots": outcome.prefetch.slots}
-    return {**outcome.plan._asdict(), **prefetch, "reserved": outcome.slots}
+    return {**outcome.plan._asdict(), **prefetch, "brought": outcome.slots}
 
 
 def rows_of(state: Residency, counts: ledger.Counts) -> np.ndarray:
@@ -204,9 +170,8 @@ def follow_bytes(spec: CacheSpec, given: Decision, found: dict[str, np.ndarray])
     for i, (kind, layer) in enumerate(zip(given.kind.tolist(), given.layer.tolist(), strict=True)):
         one = {name: values[i] for name, values in lists.items()}
         fetch(layer, one["experts"], one["slots"])
-        # The bytes of a transfer come at any time before `publish`; at once is the worst.
-        fetch(layer, given.listed[i].tolist(), one["reserved"])
-        if kind > 1:
+        fetch(layer, given.listed[i].tolist(), one["brought"])
+        if KINDS[kind] != "plan":
             continue
         fetch(layer, one["admitted"], one["admitted_slots"])
         for wave, streamed in enumerate([[], *one["streamed"]]):
@@ -236,8 +201,6 @@ class StressTest(parameterized.TestCase):
         model, wanted, rows = CacheModel(spec, max_needed), blank(spec, max_needed), []
         given = random_decisions(model, rng, skew)
         for i in range(LENGTH):
-            if KINDS[given.kind[i]] in ("publish", "cancel"):
-                draw_slots(model, given, i)
             decide(model, given, i, wanted)
             rows.append(model.row(int(given.layer[i])))
         outcome, state, counts = jax.device_get(replay(spec, max_needed, given))

@@ -14,10 +14,8 @@ from moejax.memory import residency
 from moejax.memory.residency import CacheSpec
 
 
-def spec(layers: int, experts: int, slots: int, transient: int, held: int = 0) -> CacheSpec:
-    return CacheSpec(
-        num_layers=layers, num_experts=experts, slots=slots, transient=transient, held=held
-    )
+def spec(layers: int, experts: int, slots: int, transient: int) -> CacheSpec:
+    return CacheSpec(num_layers=layers, num_experts=experts, slots=slots, transient=transient)
 
 
 PLAN = jax.jit(residency.plan, static_argnums=(0, 4))
@@ -27,10 +25,10 @@ def mask(num_experts: int, *experts: int) -> jax.Array:
     return jnp.zeros(num_experts, bool).at[jnp.array(experts, jnp.int32)].set(True)
 
 
-def planned(spec, state, needed, max_needed=4, layer=0, counts=None, **options):
+def planned(spec, state, needed, max_needed=4, layer=0, counts=None):
     counts = counts or ledger.no_counts(spec.num_layers)
     needed = mask(spec.num_experts, *needed)
-    return PLAN(spec, state, layer, needed, max_needed, counts, **options)
+    return PLAN(spec, state, layer, needed, max_needed, counts)
 
 
 class RulesTest(parameterized.TestCase):
@@ -98,13 +96,6 @@ class RulesTest(parameterized.TestCase):
         np.testing.assert_array_equal(after.owner, [[3, 2, 0]])
         np.testing.assert_array_equal(plan.admitted, [0, 2, 3])
 
-    def test_least_kept_leave_first_and_nan_is_least(self):
-        one = spec(1, 6, 4, 1)
-        state = residency.seeded(one, np.array([[0, 1, 2, 3]]))
-        keep = jnp.array([3.0, jnp.nan, 1.0, 2.0, 9.0, 9.0])
-        _, after, _ = planned(one, state, (4, 5), keep=keep)
-        np.testing.assert_array_equal(after.owner, [[0, 4, 5, 3]])
-
     def test_recent_use_survives_a_clock_that_wraps(self):
         one = spec(1, 5, 3, 1)
         state = residency.seeded(one, np.array([[0, 1, 2]]))
@@ -145,10 +136,9 @@ class RulesTest(parameterized.TestCase):
         self.assertNotIn("stablehlo.sort", text)
         self.assertIn("stablehlo.reduce", text)
 
-    def test_waves_leave_room_for_held_slots(self):
-        for held, max_needed, waves in ((0, 6, 0), (0, 7, 4), (2, 4, 0), (2, 5, 3)):
-            found = residency.num_waves(spec(1, 9, 6, 2, held=held), max_needed)
-            self.assertEqual(found, waves)
+    def test_waves_are_for_more_than_there_are_slots(self):
+        for max_needed, waves in ((6, 0), (7, 4), (9, 5)):
+            self.assertEqual(residency.num_waves(spec(1, 9, 6, 2), max_needed), waves)
 
 
 class ChecksTest(parameterized.TestCase):
@@ -157,7 +147,6 @@ class ChecksTest(parameterized.TestCase):
         ({"slots": 9}, "9 slots for 8"),
         ({"slots": -1}, "-1 slots"),
         ({"transient": 0}, "0 transient"),
-        ({"held": 4}, "4 of 3 slots held"),
     )
     def test_impossible_sizes(self, change, said):
         with self.assertRaisesRegex(ValueError, said):
@@ -170,21 +159,12 @@ class ChecksTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, said):
             residency.seeded(spec(1, 8, 3, 2), np.array(experts))
 
-    def test_transfers_need_held_slots(self):
-        one = spec(1, 8, 3, 2)
-        with self.assertRaisesRegex(ValueError, "held"):
-            residency.reserve(
-                one, residency.empty(one), 0, jnp.zeros(1, jnp.int32), ledger.no_counts(1)
-            )
-
-    # Columns: 4 of slot_of, 2 each of owner, last_use, prefetched, arriving.
+    # Columns: 4 of slot_of, 2 each of owner, last_use, prefetched.
     @parameterized.parameters(
         ({0: 1}, "inverse"),
         ({4: 9}, "no expert"),
         ({5: 3}, "twice in owner"),
         ({9: 1}, "prefetched"),
-        ({10: 2}, "while a transfer"),
-        ({11: 2}, "1 pinned or arriving, 0 held"),
     )
     def test_broken_tables(self, change, said):
         one = spec(1, 4, 2, 1)
@@ -196,14 +176,11 @@ class ChecksTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, said):
             dataclasses.replace(state, table=jnp.asarray(table)).check(one)
 
-    def test_wrong_shapes_and_pins(self):
+    def test_wrong_shapes(self):
         one = spec(1, 4, 2, 1)
         state = residency.empty(one)
         with self.assertRaisesRegex(ValueError, "table is int32"):
             state.check(spec(1, 4, 1, 1))
-        pinned = dataclasses.replace(state, pinned=mask(4, 1)[None])
-        with self.assertRaisesRegex(ValueError, "1 pinned or arriving, 0 held"):
-            pinned.check(one)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from pallas_kernels import router_topk as package
 from pallas_kernels.router_topk import triton
-from pallas_kernels.target import SIMULATED, Target
 from tests import gpu_programs, gpu_targets
+from tests.broken_kernels import BrokenKernels
 from tests.host_test_case import HostTestCase
 from tests.router_topk_contract import (
     GPU_SHAPES,
@@ -186,15 +186,17 @@ BROKEN = (
 )  # fmt: skip
 
 
-class CheckTest(HostTestCase):
+class CheckTest(BrokenKernels, HostTestCase):
     """The check that accepts the kernel refuses every broken one."""
 
-    @parameterized.parameters([(broken,) for broken in BROKEN])
-    def test_a_broken_kernel_fails(self, broken):
+    broken = BROKEN
+
+    def sound(self):
         shape = SHAPES["odd"]
-        logits = random_logits(shape, seed=5)
-        self.assertIsNone(violation(traced_again(logits, shape), logits, shape))
-        self.assertIsNotNone(violation(broken(logits, shape), logits, shape))
+        return traced_again, random_logits(shape, seed=5), shape
+
+    def violation(self, found, operands, shape):
+        return violation(found, operands, shape)
 
     def test_wrong_dtypes_and_shapes_fail(self):
         shape = SHAPES["odd"]
@@ -209,21 +211,6 @@ class CheckTest(HostTestCase):
 
 
 class RefusalTest(HostTestCase):
-    def test_every_reason_is_listed(self):
-        reason = package.refusal("triton", jnp.zeros((1, 1025)), 33, Target("gpu", (7, 5)))
-        for part in ("sm_80", "1025 experts, more than 1024", "33 chosen, more than 32"):
-            self.assertIn(part, reason)
-        self.assertIsNone(package.refusal("triton", jnp.zeros((1, 1024)), 32, SIMULATED))
-
-    def test_a_cpu_takes_the_reference(self):
-        logits = jnp.zeros((2, 8))
-        choice = package.choose(logits, 2, Target("cpu", None))
-        self.assertEqual(choice.implementation, "reference")
-        self.assertIn("runs on GPUs", choice.refusals["triton"])
-        self.assertEqual(package.choose(logits, 2, SIMULATED), ("triton", {}))
-        with self.assertRaisesRegex(ValueError, "refuses: it runs on GPUs"):
-            package.top_k(logits, 2, True, implementation="triton")
-
     @parameterized.parameters(
         ({"k": 9}, r"k 9 is not in 1\.\.8"),
         ({"k": 0}, "k 0"),

@@ -22,8 +22,8 @@ from moejax.models.routing import Routing
 from moejax.models.shapes import MIXTRAL_8X7B, QWEN3_30B_A3B
 from moejax.models.transformer import Transformer
 from moejax.runner import Runner
+from pallas_kernels import op
 from pallas_kernels import router_topk as package
-from pallas_kernels.router_topk import api
 from pallas_kernels.target import SIMULATED, Target
 from tests import gpu_targets, tiny_engine
 from tests.host_test_case import HostTestCase
@@ -104,7 +104,7 @@ class WiringTest(HostTestCase):
             step = jax.jit(lambda tokens: forward(model, tokens))
             with (
                 gpu_targets.described(gpu),
-                mock.patch.object(api, "current_target", lambda: gpu.target),
+                mock.patch.object(op, "current_target", lambda: gpu.target),
             ):
                 return step.trace(tokens).lower(lowering_platforms=("cuda",)).as_text()
 

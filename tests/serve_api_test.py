@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import json
+import logging
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,41 @@ class CompletionsTest(parameterized.TestCase):
         self.assertEqual("".join(chunk.text for chunk in chunks), expected.text)
         self.assertGreater(len(chunks), 1)
         self.assertEqual([c.finish_reason for c in chunks], [None] * (len(chunks) - 1) + [reason])
+
+    def test_goes_on_after_an_end_of_sequence_where_that_is_ignored(self):
+        seed = next(
+            seed for seed in range(60)
+            if alone(PROMPT, temperature=1.0, seed=seed).finish_reason == "eos"
+        )  # fmt: skip
+        how: Any = {"model": NAME, "prompt": PROMPT, "max_tokens": 12, "temperature": 1.0}
+        with held_batches(ENGINE) as gate, concurrent.futures.ThreadPoolExecutor(3) as pool:
+            ask = SERVER.client.completions.create
+            before = SERVER.value("moejax_batch_size_count")
+            first = pool.submit(ask, model=NAME, prompt="a", max_tokens=1)
+            wait_until(lambda: SERVER.value("moejax_batch_size_count") > before, "a batch")
+            asked = [
+                pool.submit(ask, **how, seed=seed, extra_body={"ignore_eos": ignores})
+                for ignores in (True, False)
+            ]
+            wait_until(lambda: SERVER.batcher.num_waiting == 2, "both wait, for one batch")
+            gate.set()
+            goes_on, ends = [one.result() for one in asked]
+            first.result()
+        expected = alone(PROMPT, temperature=1.0, seed=seed, ignore_eos=True)
+        self.assertEqual(goes_on.choices[0].text, expected.text)
+        self.assertEqual(goes_on.usage.completion_tokens, 12)
+        self.assertEqual(ends.choices[0].text, alone(PROMPT, temperature=1.0, seed=seed).text)
+        self.assertLess(ends.usage.completion_tokens, 12)
+
+    def test_usage_in_each_chunk(self):
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        stream: Any = SERVER.client.completions.create(
+            model=NAME, prompt=PROMPT, max_tokens=12, temperature=0, stream=True,
+            extra_body={"stream_options": options, "n": 2},
+        )  # fmt: skip
+        counts = [chunk.usage.completion_tokens for chunk in stream]
+        self.assertEqual(counts, sorted(counts))
+        self.assertEqual((counts[0] > 0, counts[-1]), (True, 24))
 
     def test_stops_at_a_string(self):
         whole = alone(PROMPT, temperature=0.9, seed=3, max_new_tokens=40).text
@@ -152,6 +188,8 @@ class ChatTest(parameterized.TestCase):
     @parameterized.parameters(
         ({}, PROMPT),
         ({"enable_thinking": False}, "system: be kind user: hi think=False bot:"),
+        ({"reasoning_effort": "none"}, "system: be kind user: hi think=False bot:"),
+        ({"reasoning_effort": "low"}, "system: be kind user: hi effort=low bot:"),
         (
             {"chat_template_kwargs": {"enable_thinking": True}},
             "system: be kind user: hi think=True bot:",
@@ -257,6 +295,9 @@ class ErrorsTest(parameterized.TestCase):
         ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
         ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty"),
         ({"prompt": "a", "logit_bias": {"1": 2}}, "logit_bias"),
+        ({"prompt": "a", "min_tokens": 1}, "min_tokens"),
+        ({"prompt": "a", "grammar": "x"}, "grammar"),
+        ({"prompt": "a", "guided_json": {"type": "object"}}, "guided_json"),
         ({"prompt": "a", "best_of": 4}, "best_of"), ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "temprature": 1}, "temprature"), ({"prompt": "a", "model": 1}, "model"),
         ({"prompt": "a", "\ud800": 1}, "\ud800"),
@@ -279,6 +320,11 @@ class ErrorsTest(parameterized.TestCase):
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"top_logprobs": 2}, "top_logprobs"), ({"enable_thinking": "yes"}, "enable_thinking"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"reasoning_effort": 3}, "reasoning_effort"), ({"echo": True}, "echo"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"messages": [{"role": "user", "content": ""}] * 2049}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 2049}]},
+         "messages"),
     )  # fmt: skip
     def test_a_chat_is_refused(self, body, param):
         if "messages" not in body and param != "messages":
@@ -294,6 +340,22 @@ class ErrorsTest(parameterized.TestCase):
         chat = {"messages": [{"role": "developer", "content": parts}], "max_tokens": 1, "tools": []}
         self.assertEqual(SERVER.post("/v1/chat/completions", chat)[0], 200)
 
+    def test_what_other_servers_take_is_taken_or_logged_once(self):
+        body = {"prompt": "a", "max_tokens": 1, "ignore_eos": False, "min_tokens": 0}
+        body |= {"skip_special_tokens": True, "stop_token_ids": [], "use_beam_search": False}
+        body |= {"reasoning_effort": "low", "stream_options": {}, "cache_prompt": True}
+        chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "priority": 0}
+        chat |= {"skip_special_tokens": True, "add_generation_prompt": True, "echo": False}
+        with self.assertLogs("moejax.serving.app", "WARNING") as log:
+            logging.getLogger("moejax.serving.app").warning("so that there is a line")
+            for _ in range(2):
+                for path, sent in (("completions", body), ("chat/completions", chat)):
+                    status, said, _ = SERVER.post(f"/v1/{path}", sent)
+                    self.assertEqual(status, 200, said)
+        named = sorted(line.split("field ")[1].split()[0] for line in log.output[1:])
+        expected = ["cache_prompt", "priority", "reasoning_effort", "skip_special_tokens"]
+        self.assertEqual(named, expected)
+
     def test_by_the_client(self):
         with self.assertRaises(openai.NotFoundError) as caught:
             SERVER.client.completions.create(model="gpt-4", prompt="a")
@@ -301,7 +363,7 @@ class ErrorsTest(parameterized.TestCase):
         with self.assertRaises(openai.BadRequestError) as refused:
             SERVER.client.completions.create(model=NAME, prompt="x" * 300)
         self.assertEqual(refused.exception.code, "context_length_exceeded")
-        self.assertIn("a prompt of 300 tokens", str(refused.exception))
+        self.assertIn("a prompt of 300", str(refused.exception))
         self.assertIn("context of 256", str(refused.exception))
 
     def test_long_bodies(self):

@@ -29,7 +29,8 @@ NAME = "tiny"
 # Every role and the answer's beginning, and a word for `enable_thinking`.
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
-    "{% if enable_thinking is defined %}think={{ enable_thinking }} {% endif %}bot:"
+    "{% if enable_thinking is defined %}think={{ enable_thinking }} {% endif %}"
+    "{% if reasoning_effort in ['low'] %}effort={{ reasoning_effort }} {% endif %}bot:"
 )
 
 
@@ -84,6 +85,7 @@ def served(
     engine: Engine,
     access: Access = Access("127.0.0.1"),  # noqa: B008, frozen
     limits: ConnectionLimits = ConnectionLimits(100),  # noqa: B008
+    max_body_bytes: int = 100_000,
     **how: Any,
 ) -> Iterator[Served]:
     """A server of an engine, which outlives it; `how` replaces settings of the batcher."""
@@ -92,7 +94,7 @@ def served(
     batcher = Batcher(lambda: engine, metrics, on_loaded=ready.set, **settings)
     api = Api(
         batcher, metrics, model_name=NAME, defaults=GenerationSettings(max_new_tokens=12),
-        max_body_bytes=100_000, queue_limit=settings["queue_limit"], access=access,
+        max_body_bytes=max_body_bytes, most_answers=settings["queue_limit"], access=access,
     )  # fmt: skip
     with contextlib.closing(bind("127.0.0.1", 0)) as listening:
         config = uvicorn_config(api.application(), Connections(limits))

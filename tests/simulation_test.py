@@ -9,98 +9,103 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moejax.memory.budget import Limits
 from moejax.memory.residency import CacheSpec
-from moejax.simulation.caches import COUNTED, Outcome, Settings, simulate
-from moejax.simulation.ceilings import belady, lru_curve, next_uses
+from moejax.policies.on_demand import OnDemand
+from moejax.simulation.ceilings import belady, next_uses
+from moejax.simulation.replay import EVENTS
+from moejax.simulation.runs import Run, run_policies
 from moejax.simulation.workload import Workload, make_workload
-from moejax.traces import read_trace
+from moejax.tiering import Tiering
+from moejax.traces import PREFILL, Trace, read_trace
 from tests.cache_model import CacheModel
 from tests.simulated_traces import random_trace
 from tests.tiny_engine import load_tiny_engine
 
 # A prompt in two chunks, tokens one by one, a batch of three, another prompt, more tokens.
 STEPS = [40, 9, *[1] * 25, *[3] * 6, 30, *[1] * 25]
-SLOTS, PREFETCH = (0, 1, 2, 3, 5, 9, 16), (0, 1, 3)
-GRID = list(itertools.product(SLOTS, PREFETCH))
+GRID = ((0, 0), (1, 1), (3, 0), (5, 3), (9, 3), (16, 1))
+COUNTED = tuple(name for name in EVENTS if name not in ("reused", "bulk"))
 
 
-def settings_of(grid: list[tuple[int, int]]) -> Settings:
-    slots, prefetch = np.asarray(grid, np.int32).T
-    return Settings(jnp.asarray(slots), jnp.asarray(prefetch))
+def run_of(slots: int, prefetch: int) -> Run:
+    policy = OnDemand(prefetch=prefetch)
+    return Run(policy=policy, tiers=("stored",), expert_bytes=(1,), slots=(slots,))
 
 
 def on_device(workload: Workload) -> Workload:
     return jax.tree.map(jnp.asarray, workload)
 
 
-def plain_python(workload: Workload, slots: int, prefetch: int) -> np.ndarray:
-    """int[2, M, n] of one setting, one decision after the other."""
-    num_layers, num_experts = workload.num_layers, workload.num_experts
+def plain_python(trace: Trace, slots: int, prefetch: int) -> np.ndarray:
+    """int[2, n] of one setting by phase, one decision after the other, the layers in turn."""
+    num_layers, num_experts = trace.num_layers, trace.num_experts
     spec = CacheSpec(
         num_layers=num_layers, num_experts=num_experts, slots=slots, transient=num_experts
     )
-    model = CacheModel(spec, num_experts)
-    masks, found = workload.masks(), np.zeros((2, num_layers, len(COUNTED)), np.int64)
-    for s in range(workload.num_steps):
-        before = [dict(counts) for counts in model.counts]
+    model, limit = CacheModel(spec, num_experts), min(prefetch, slots)
+    if slots == num_experts:  # such pools hold everything from the start
+        for layer in model.slots:
+            for expert, slot in enumerate(layer):
+                slot.owner = expert
+    found = np.zeros((2, len(COUNTED)), np.int64)
+    for step in np.unique(trace.step):
+        rows = trace.step == step
+        before = np.sum([[of[name] for name in COUNTED] for of in model.counts], axis=0)
         for layer in range(num_layers):
-            limit = min(prefetch, slots)
-            near = workload.rank[s, layer] < limit
-            wanted = set(workload.foreseen[s, layer][near].tolist()) - {num_experts}
-            if wanted:
-                model.predict(layer, wanted, limit)
-            misses = model.counts[layer]["misses"]
-            model.plan(layer, set(np.flatnonzero(masks[s, layer]).tolist()), None)
-            row = found[int(workload.is_decode[s]), layer]
-            row[COUNTED.index("fetches")] += model.counts[layer]["misses"] > misses
-            for i, name in enumerate(COUNTED[:-1]):
-                row[i] += model.counts[layer][name] - before[layer][name]
+            if layer and limit:
+                model.predict(layer, foreseen(trace, rows, layer, limit), limit)
+            model.plan(layer, set(trace.ids[rows, layer].reshape(-1).tolist()))
+        after = np.sum([[of[name] for name in COUNTED] for of in model.counts], axis=0)
+        found[int(trace.phase[rows][0])] += after - before
     return found
 
 
-class CachesTest(parameterized.TestCase):
+def foreseen(trace: Trace, rows: np.ndarray, layer: int, limit: int) -> set[int]:
+    """DyMoE eq. 7 (prompts: how many tokens choose it) and eq. 8 (decode: its probability)."""
+    ids, mass = trace.predicted_ids[rows, layer - 1], trace.predicted_probabilities[rows, layer - 1]
+    demand = np.zeros(trace.num_experts, np.float32)
+    if trace.phase[rows][0] == PREFILL:
+        ids, mass = ids[:, : trace.width], np.ones((len(ids), trace.width))
+    np.add.at(demand, ids.reshape(-1), mass.reshape(-1))
+    first = np.argsort(-demand, kind="stable")[:limit].tolist()
+    return {expert for expert in first if demand[expert] > 0}
+
+
+class OnDemandTest(parameterized.TestCase):
+    """The replay of on_demand in one tier is the engine's cache, to the last count."""
+
     @parameterized.parameters(
-        ({"num_layers": 3, "num_experts": 16, "width": 3, "foreseen": 3}, 0),
-        (
-            {"num_layers": 2, "num_experts": 64, "width": 6, "foreseen": 3},
-            1,
-        ),  # steps that are sorted
+        {"num_layers": 3, "num_experts": 16, "width": 3, "foreseen": 3},
+        {"num_layers": 2, "num_experts": 64, "width": 6, "foreseen": 6},
     )
-    def test_counts_are_those_of_plain_python(self, shape, seed):
-        trace = random_trace(step_sizes=STEPS, seed=seed, **shape)
-        ahead = shape["foreseen"]
-        workload = make_workload(trace, ahead)
-        grid = [(slots, prefetch) for slots, prefetch in GRID if prefetch <= ahead]
-        outcome = simulate(on_device(workload), settings_of(grid), ahead)
-        counts = np.asarray(outcome.counts)
-        for k, (slots, prefetch) in enumerate(grid):
+    def test_counts_are_those_of_plain_python(self, **shape):
+        trace = random_trace(step_sizes=STEPS, seed=len(shape), **shape)
+        for slots, prefetch in GRID:
+            [tallied] = run_policies(trace, [run_of(slots, prefetch)])
+            events = [tallied.events[:, EVENTS.index(name), 0] for name in COUNTED]
             np.testing.assert_array_equal(
-                counts[..., k], plain_python(workload, slots, prefetch), str((slots, prefetch))
+                np.stack(events, axis=1),
+                plain_python(trace, slots, prefetch),
+                str((slots, prefetch)),
             )
-        if seed == 1:
-            self.assertGreater((workload.wide_at >= 0).sum(), 0)
 
     def test_counts_are_those_of_the_engine(self):
         slots, prefetch = 4, 2  # a prompt needs more experts than that, a token fewer
         folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
-        engine = load_tiny_engine(
-            folder, limits=Limits(slots=slots, prefetch=prefetch, transient=2)
-        )
+        policy = Tiering(policy=OnDemand(prefetch=prefetch), slots=(slots,))
+        engine = load_tiny_engine(folder, policy=policy)
         prompts = [list(range(20)), list(range(60, 160, 9))]
         with engine.recording(folder / "trace", foreseen=prefetch):
             for prompt in prompts:
                 engine.generate(prompt, max_new_tokens=30, ignore_eos=True)
         ledger = engine.ledger
         trace = read_trace(folder / "trace")
-        workload = make_workload(trace, prefetch)
-        outcome = simulate(on_device(workload), settings_of([(slots, prefetch)]), prefetch)
-        found = np.asarray(outcome.counts)[..., 0].sum(0)
-        for layer, events in enumerate(ledger.layers):
-            for name in COUNTED[:-1]:
-                self.assertEqual(found[layer, COUNTED.index(name)], events[name], name)
+        [tallied] = run_policies(trace, [run_of(slots, prefetch)])
+        found = tallied.events.sum(0)[..., 0]
+        for name in COUNTED:
+            self.assertEqual(found[EVENTS.index(name)], ledger.total(name), name)
         self.assertGreater(ledger.total("misses"), 0)
-        self.assertEqual(ledger.total("prefetched") > 0, prefetch > 0)
+        self.assertGreater(ledger.total("prefetched"), 0)
 
 
 class CeilingsTest(parameterized.TestCase):
@@ -128,29 +133,20 @@ class CeilingsTest(parameterized.TestCase):
                 is_decode = workload.is_decode
                 expected = [hits[~is_decode].sum(), hits[is_decode].sum()]
                 np.testing.assert_array_equal(found.hits[:, layer, k], expected)
-        outcome = simulate(on_device(workload), settings_of([(size, 0) for size in slots]), 0)
-        lru, best = total(outcome, "hits"), np.asarray(found.hits).sum((0, 1))
+        runs = run_policies(trace, [run_of(size, 0) for size in slots[:-1]])
+        lru = np.array([run.events[:, EVENTS.index("hits")].sum() for run in runs])
+        best = np.asarray(found.hits).sum((0, 1))[:-1]
         self.assertTrue((lru <= best).all())
         self.assertTrue((lru < best).any())
         needed = [masks[~workload.is_decode].sum(), masks[workload.is_decode].sum()]
         np.testing.assert_array_equal(found.needed[..., 0].sum(1), needed)
 
-    def test_one_pass_gives_lru_at_every_size(self):
+    def test_hits_are_those_of_a_list_in_order_of_use(self):
         trace = random_trace(step_sizes=[1] * 300, num_layers=2, num_experts=16, width=3)
-        workload = make_workload(trace)
-        curve = lru_curve(on_device(workload))
-        grid = [(slots, 0) for slots in range(3, 17)]
-        exact = total(simulate(on_device(workload), settings_of(grid), 0), "hits")
-        shares = np.asarray(curve.hits).sum((0, 1)) / np.asarray(curve.needed).sum((0, 1))
-        np.testing.assert_allclose(shares[3:], exact / (300 * 2 * 3), rtol=1e-6)
-        np.testing.assert_array_equal(
-            np.asarray(curve.hits)[1, :, [4, 9]], literal_lru(workload.masks(), (4, 9))
-        )
-
-
-def total(outcome: Outcome, name: str) -> np.ndarray:
-    """Of both phases and all layers, int[K]."""
-    return np.asarray(outcome.counts)[:, :, COUNTED.index(name)].sum((0, 1))
+        runs = run_policies(trace, [run_of(4, 0), run_of(9, 0)])
+        hits = [run.events[:, EVENTS.index("hits")].sum() for run in runs]
+        expected = literal_lru(make_workload(trace).masks(), (4, 9)).sum(axis=1)
+        np.testing.assert_array_equal(hits, expected)
 
 
 def most_hits(masks: np.ndarray, slots: int) -> int:

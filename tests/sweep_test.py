@@ -22,7 +22,7 @@ from moejax.simulation.costs import (
     Machine,
     measured_rows,
 )
-from moejax.simulation.grid import axis, described, settings
+from moejax.simulation.grid import axis, described, eighths, settings
 from moejax.simulation.settings import PICTURES, check_picture
 from moejax.simulation.sweeping import Tiers
 from moejax.simulation.sweeping import sweep as sweep_over
@@ -76,6 +76,11 @@ class GridTest(parameterized.TestCase):
             settings(["slots=1", "slots=2"])
         with self.assertRaisesRegex(MoejaxError, "at most"):
             settings(["a=1:1000", "b=1:1000"])
+        with self.assertRaisesRegex(MoejaxError, "10000000000 settings; at most"):
+            settings([f"{name}=1:100000" for name in "ab"])
+        self.assertEqual(
+            settings(["slots=4", "8", "prefetch=0", "2"]), settings(["slots=4,8", "prefetch=0,2"])
+        )
 
 
 class TableTest(absltest.TestCase):
@@ -156,6 +161,15 @@ class MainTest(parameterized.TestCase):
         self.assertEqual(got, status, err.getvalue())
         return out.getvalue(), err.getvalue()
 
+    def test_the_grid_follows_the_trace_where_none_is_given(self):
+        _, err = self.run_main("--links=50")
+        self.assertIn("lru: 8 settings over 40 decoded steps of 2 layers of 16 experts", err)
+        tiers = "--tiers=int4=1800,int2=1000"
+        _, err = self.run_main("--policy=dynaexq", tiers)
+        self.assertIn("dynaexq: 8 settings", err)
+        self.assertEqual(eighths(5, 2)[0], {"slots": (1, 1)})
+        self.assertEqual([of["slots"] for of in eighths(32, 1)], [4, 8, 12, 16, 20, 24, 28, 32])
+
     def test_from_a_trace_to_rows_and_a_picture(self):
         rows, plot = self.folder / "rows.jsonl", self.folder / "plot.png"
         append_rows(rows, [FORMER])
@@ -205,10 +219,10 @@ class MainTest(parameterized.TestCase):
         file = self.folder / "x.safetensors"
         save_buddies(file, random_profile(2, 16))
         out, _ = self.run_main(
-            "--config.policy=buddymoe", "--config.links=('25',)",  # choose=none compiles fast
-            f"--config.grid=('slots=8', 'lists={file}', 'tae_tau=profile', 'choose=none')",
+            "--config.policy=buddymoe", "--config.links=('25',)",
+            f"--config.grid=('slots=8', 'lists={file}', 'tae_tau=profile')",
         )  # fmt: skip
-        self.assertIn(f"slots=8 lists={file} tae_tau=profile choose=None |", out)
+        self.assertIn(f"slots=8 lists={file} tae_tau=profile |", out)
 
     def test_a_calibration(self):
         rows = self.folder / "measured.jsonl"
@@ -298,13 +312,15 @@ class MainTest(parameterized.TestCase):
     @parameterized.parameters(
         ("--config.trace=", "trace='' must be a file"),
         ("--config.trace=/no/such", "there is no trace /no/such"),
-        ("--config.grid=('slots=17',)", "from 0 to 16"),
-        ("--config.grid=('slots=2/2',)", "must be N, of int4"),
-        ("--config.grid=('slots=true',)", "must be N, of int4"),
+        ("--config.grid=('slots=17',)", "slots=17 must be from 0 to 16, the experts of a layer"),
+        ("--config.grid=('slots=2/2',)", "a whole number for each tier (int4), such as slots=4"),
+        ("--config.grid=('slots=true',)", "a whole number for each tier (int4), such as slots=4"),
         ("--config.grid=('slots=4', 'prefetch=true')", "prefetch=True must be"),
         ("--config.tiers=('a=1', 'a=2')", "tiers: 'a' stands twice"),
         ("--config.plot=x.foo", "plot='x.foo' must end in .png"),
-        ("--config.grid=('prefetch=1',)", "slots=None must be N"),
+        ("--config.grid=('prefetch=1',)", "no slots, but slots is a whole number for each tier"),
+        ("--config.grid=slots=1:1000000000:1", "1000000000 settings; at most 100000: take larger"),
+        ("--config.device_gib=inf", "device_gib=inf must be a number of GiB"),
         ("--config.grid=('slots=4', 'prefetch=3')", "the trace foresees 2"),
         ("--config.grid=('slots=4', 'alpha=3')", "lru has no setting alpha"),
         ("--config.tiers=('int4',)", "is not NAME=BYTES"),

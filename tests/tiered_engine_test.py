@@ -248,10 +248,11 @@ class EngineTest(parameterized.TestCase):
 
 class CommandTest(parameterized.TestCase):
     @parameterized.parameters(
-        (["--config.policy.retention=0.9"], "policy.retention='0.9' is of a policy, but none"),
+        (["--config.policy.settings=retention=0.9"], "policy.settings='retention=0.9' is of a pol"),
+        (["--config.policy.retention=0.9"], "is now written --config.policy.settings=retention=VA"),
         (["--config.policy.name=dymo"], "policy.name='dymo' must be one of resident"),
         (
-            ["--config.policy.name=dymoe", "--config.policy.hot=int4"],
+            ["--config.policy.name=dymoe", "--config.policy.settings=hot=int4"],
             "policy dymoe has no setting 'hot'",
         ),
         (
@@ -259,7 +260,7 @@ class CommandTest(parameterized.TestCase):
             "policy.slots: 'x' is not a number",
         ),
         (
-            ["--config.policy.name=dymoe", "--config.policy.retention=2"],
+            ["--config.policy.name=dymoe", "--config.policy.settings=retention=2"],
             "retention=2 must be a number, from 0.5 to 1",
         ),
         (["--config.fidelity_share=2"], "fidelity_share=2.0 must be from 0 to 1"),

@@ -235,10 +235,8 @@ def arrived(case: Case, given: Given, states: Any) -> Any:
         if not spec.slots:
             after.append((state, counts))
             continue
-        sized = dataclasses.replace(spec, held=spec.slots)
         coming = given.arrives[i][None]
-        slots, state, counts = residency.reserve(sized, state, given.layer, coming, counts)
-        after.append(residency.publish(sized, state, given.layer, slots, counts))
+        after.append(residency.admit(spec, state, given.layer, coming, counts)[1:])
     return after
 
 
@@ -250,7 +248,7 @@ def replay(case: Case, steps: Given, how: Any, row_of: jax.Array) -> Any:
         states = arrived(case, given, states)
         given = held_alone(case, given, states)
         after, gate, placed = by_rules(case, given, states, row_of)
-        tiers = [package.Tier(tables_of(*one), one[0].pinned, row_of) for one in states]
+        tiers = [package.Tier(tables_of(*one), row_of) for one in states]
         asked = package.Asked(
             given.ids,
             rule_of(case, given) if case.rule else package.Wishes(given.tier, given.at_least),

@@ -47,10 +47,10 @@ class DeviceContractTest(parameterized.TestCase):
 class ApiTest(parameterized.TestCase):
     def operands(self, gate: int = 4):
         tables = residency_plan.Tables(
-            jnp.full((2, 8 + 12), -1, jnp.int32), jnp.int32(1),
+            jnp.full((2, 8 + 9), -1, jnp.int32), jnp.int32(1),
             jnp.zeros((2, len(EVENTS)), jnp.int32), jnp.zeros((2, 2)),
         )  # fmt: skip
-        tier = tiered_plan.Tier(tables, jnp.zeros((2, 8), bool), jnp.zeros((2, 8), jnp.int32))
+        tier = tiered_plan.Tier(tables, jnp.zeros((2, 8), jnp.int32))
         pairs, weights = jnp.zeros((1, 2), jnp.int32), jnp.zeros((1, 2))
         asked = tiered_plan.Asked(pairs, tiered_plan.Wishes(pairs, pairs > 0), weights)
         return [tier], jnp.zeros((2, gate)), 0, asked, jnp.ones(1, bool)

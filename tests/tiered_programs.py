@@ -32,6 +32,7 @@ from moejax.policies.base import AnyPolicy, PolicySpec
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
 from moejax.policies.on_demand import OnDemand
+from pallas_kernels import op
 from tests.decode_programs import num_launches
 from tests.gpu_targets import GPUS, SKIP_CHECKS, described
 from tests.pooled_programs import CONTEXT, GPU, decode_operands, leaf_of, packed
@@ -146,6 +147,7 @@ def main() -> None:
     from jax.experimental import topologies
 
     os.environ[SKIP_CHECKS] = "1"
+    mock.patch.object(op, "current_target", lambda: GPUS[GPU].target).start()
     for package in pkgutil.iter_modules(pallas_kernels.__path__):
         if package.ispkg and package.name not in ("stream", "wgmma"):
             api = importlib.import_module(f"pallas_kernels.{package.name}.api")

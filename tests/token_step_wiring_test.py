@@ -17,9 +17,11 @@ from flax import nnx
 from moejax import Engine, ops, served
 from moejax.cache import KVCache, cache_shape, empty_cache
 from moejax.models import attention, delta_net, moe, token_step
+from moejax.models.parts import RopeScaling
 from moejax.models.shapes import MIXTRAL_8X7B, QWEN3_30B_A3B
 from moejax.models.transformer import ChunkSpec, Transformer
 from moejax.runner import Runner
+from pallas_kernels import op
 from pallas_kernels.target import SIMULATED, Target
 from tests import gpu_targets, model_kinds, tiny_engine
 from tests.host_test_case import HostTestCase
@@ -34,6 +36,9 @@ QWEN = dataclasses.replace(QWEN3_30B_A3B, **SMALL)
 MIXTRAL = dataclasses.replace(MIXTRAL_8X7B, **SMALL | {"moe_layers": (0, 1, 2)})
 NEXT = model_kinds.config_of("delta", num_layers=4, num_experts=4, head_dim=16)
 BIASED = dataclasses.replace(QWEN, attention_bias=True)
+SCALED = dataclasses.replace(
+    QWEN, rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_positions=16)
+)
 AMPERE = ops.Kernels(Target("gpu", (8, 6)))
 SPEC = ChunkSpec(kv_length=48, is_first=False, experts="dense", attention="xla", cached="kernel")
 # Module, function: each runs interpreted, in a jitted function whose traces are forgotten.
@@ -131,7 +136,7 @@ class WiringTest(HostTestCase):
         for reason in ("rows of 8200", "C=24"):
             self.assertIn(reason, found.refusals["triton"])
 
-    @parameterized.parameters(QWEN, MIXTRAL, BIASED)
+    @parameterized.parameters(QWEN, MIXTRAL, BIASED, SCALED)
     def test_the_model_gives_what_it_gave(self, config):
         model, plain = (small_model(config, k) for k in (ops.Kernels(SIMULATED), ops.NO_KERNELS))
         cache = expected_cache = filled_cache(config, 3)
@@ -237,10 +242,7 @@ class WiringTest(HostTestCase):
             with contextlib.ExitStack() as stack:
                 stack.enter_context(forgotten())
                 stack.enter_context(gpu_targets.described(gpu))
-                for module, _, _ in CALLS:
-                    stack.enter_context(
-                        mock.patch.object(module.api, "current_target", lambda: gpu.target)
-                    )
+                stack.enter_context(mock.patch.object(op, "current_target", lambda: gpu.target))
                 return step.trace(cache).lower(lowering_platforms=("cuda",)).as_text()
 
         text, plain = text_of(ops.Kernels(gpu.target)), text_of(ops.NO_KERNELS)

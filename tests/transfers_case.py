@@ -16,7 +16,7 @@ from moejax.memory.host_store import HeldRows
 from moejax.memory.transfers import Transfers
 from tests.ssd_source import SECONDS, Source, SsdTestCase
 
-CACHE = residency.CacheSpec(num_layers=4, num_experts=8, slots=2, transient=1, held=1, banks=2)
+CACHE = residency.CacheSpec(num_layers=4, num_experts=8, slots=2, transient=1, banks=2)
 PROGRAMS = CompiledPrograms()  # of all cases: compiling is what takes the time
 ASK = [(0, 3), (0, 5), (2, 3)]
 

@@ -88,18 +88,16 @@ class RequestTest(TransfersTestCase):
         self.assertEqual(self.counts(), (1, 1, 0))
         self.assert_counters(transfers, requested=1, moved=1, dropped=1)
 
-    def test_pinned_experts_stay(self):
-        transfers = self.transfers()
-        transfers.request(3, [0, 1])
-        self.drain(transfers)
-        pins = jnp.zeros(8, bool).at[0].set(True)
-        pinned = residency.pin(CACHE, self.pool.residency, 3, pins)
-        self.pool = dataclasses.replace(self.pool, residency=pinned)
-        transfers.request(3, [2, 3])
-        self.drain(transfers)
-        self.assertLen(self.resident() & {(3, 2), (3, 3)}, 1)
-        self.assertIn((3, 0), self.resident())
-        self.assert_counters(transfers, requested=4, moved=4, landed=3, dropped=1)
+    def test_more_than_a_layer_has_slots_are_dropped(self):
+        layout = landing.BlobLayout.of(self.source.row)
+        blobs = (jnp.zeros(layout.num_words, jnp.uint32),) * 3
+        what = jnp.asarray(landing.padded([(3, 0), (3, 1), (3, 2)], 3))
+        land = jax.jit(landing.land, static_argnums=(0, 1))
+        self.pool, slots = land(CACHE, layout, self.pool, blobs, what)
+        self.pool.residency.check(CACHE)
+        self.assertEqual(self.resident(), {(3, 0), (3, 1)})
+        self.assertEqual(int(slots[2]), -1)
+        self.assertEqual(self.counts(), (3, 1, 0))
 
     def test_a_full_queue_refuses_and_repeats_are_no_requests(self):
         transfers = self.transfers()

@@ -122,7 +122,7 @@ class CheckpointModels:
         engine = Engine.from_pretrained(
             self._checkpoint.directory, dtype=self._asked.dtype, platform=self._asked.platform,
             context=context, compilation_cache=self._asked.compilation_cache, limits=limits,
-            policy=self._tiering, batch=batch,
+            policy=self._tiering, batch=batch, generation_config=False,
         )  # fmt: skip
         if is_whole:
             self._whole = engine
@@ -137,6 +137,7 @@ class CheckpointModels:
         return Engine.from_pretrained(
             self._checkpoint.directory, dtype=self._asked.dtype, platform=self._asked.platform,
             context=context, compilation_cache=self._asked.compilation_cache, progress=False,
+            generation_config=False,
             limits=None if memory == type(memory)() else memory.limits(),
         )  # fmt: skip
 

@@ -13,6 +13,7 @@ from moejax.benchmark_config import BenchmarkConfig
 from moejax.benchmarking.figures import Figure
 from moejax.benchmarking.measuring import Measured
 from moejax.benchmarking.running import Outcome, Point
+from moejax.files import write_whole
 from moejax.options import to_config_dict
 from moejax.report import NO_COUNTS
 from moejax.results import ResultRow, row_fields
@@ -152,18 +153,12 @@ class Files:
             if path.suffix == ".jsonl":
                 results.append_rows(path, rows[self._num_appended :])
             elif path.suffix == ".csv":
-                _replace(path, csv_text(rows))
+                write_whole(path, csv_text(rows))
             else:
                 record = record_of(self._config, outcome, rows)
                 text = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)
-                _replace(path, text + "\n")
+                write_whole(path, text + "\n")
         self._num_appended = len(rows)
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(text, encoding="utf-8", newline="")
-    partial.replace(path)
 
 
 def csv_text(rows: Sequence[ResultRow]) -> str:

@@ -146,12 +146,12 @@ def _requests(
     config: BenchmarkConfig, models: Models, file: PromptFile | None, batch: int
 ) -> Requests:
     """What is asked in batches of so many."""
-    room = (config.context or models.config.max_positions) - config.new_tokens
+    room = (config.context or models.config.context_limit) - config.new_tokens
     length = config.prompt_tokens or PROMPT_TOKENS
     if room < 1 or (file is None and length > room):
         raise MoejaxError(
             f"{length} prompt tokens and new_tokens={config.new_tokens} do not fit a context of "
-            f"{config.context or models.config.max_positions}"
+            f"{config.context or models.config.context_limit}"
         )
     if file is not None:
         if models.tokenizer is None:
@@ -176,7 +176,7 @@ def _measured(
     bandwidth: Bandwidth, per_call: int,
 ) -> Point:  # fmt: skip
     longest = max(map(len, asked.prompts))
-    limit = models.config.max_positions
+    limit = models.config.context_limit
     context = config.context or length_bucket(longest + config.new_tokens, MIN_KV_LENGTH, limit)
     before = report.device_peak_bytes(models.device)
     loaded = models.load(batch, gib, context)

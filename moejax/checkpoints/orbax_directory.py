@@ -2,7 +2,7 @@
 
 moejax.json            the model's shape and the leaves' dtype; written last
 weights/               the leaves, by Orbax
-generation_config.json eos tokens; and the tokenizer's files
+generation_config.json eos tokens, and the sampling that it asks for; and the tokenizer's files
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from moejax.tokenizer import TOKENIZER_FILES, read_eos_ids
 
 _DESCRIPTION = "moejax.json"
 _WEIGHTS = "weights"
-_FORMAT = 1
+_FORMAT = 2
 # Chunks are copied one by one; without a limit a leaf of many GiB is one chunk.
 _CHUNK_BYTES = 256 * 2**20
 
@@ -73,7 +73,9 @@ def save_orbax(
             if (tokenizer_from / name).exists():
                 shutil.copyfile(tokenizer_from / name, directory / name)
         eos_ids = list(read_eos_ids(tokenizer_from, vocab_size=config.vocab_size))
-        _write_json(directory / "generation_config.json", {"eos_token_id": eos_ids})
+        settings = tokenizer_from / "generation_config.json"
+        fields = read_json(settings) if settings.exists() else {}
+        _write_json(directory / settings.name, fields | {"eos_token_id": eos_ids})
     description = {
         "format": _FORMAT,
         "dtype": str(plain["final_norm"].dtype),

@@ -25,7 +25,7 @@ from moejax.models.hf_config import read_json
 
 WORK_FOLDER = ".quantizing"
 _RUN_FILE = "run.json"
-_MEND = "give another output, or remove that directory"
+_MEND = "give a new directory as output"
 
 
 class Ledger:

@@ -7,7 +7,6 @@ settings alone, so a run that goes on after a kill ends with the same bytes.
 
 import dataclasses
 import hashlib
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from moejax.compression.plots import REPORT_FOLDER, draw_report
 from moejax.compression.quantizers import kernel_remarks
 from moejax.compression.recipe import CALIBRATED, COMPENSATED, Recipe, Scheme, schemes
 from moejax.compression.shard import ShardResult, quantize_shard
+from moejax.compression.space import check_space
 from moejax.compression.stacks import Programs, Task
 from moejax.compression.survey import (
     kurtosis_bytes,
@@ -42,9 +42,8 @@ from moejax.compression.writing import WrittenFile, json_bytes, write_bytes, wri
 from moejax.errors import MoejaxError
 from moejax.models.hf_config import read_json
 from moejax.qtensor import QTensor
-from moejax.quantization.ranks import RankPolicy, rank_bytes
+from moejax.quantization.ranks import RankPolicy
 from moejax.tokenizer import Tokenizer
-from pallas_kernels import layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,7 +182,7 @@ class _Run:
             if entry.name in self.chosen and self.chosen[entry.name].method != "none"
         }
         shards = self.inventory.shards
-        _check_space(self.job.output, shards[len(done) :], tasks)
+        check_space(self.job.output, self.job.source, shards[len(done) :], tasks)
         by_shard = [
             [tasks[entry.name] for entry in shard.entries if entry.name in tasks]
             for shard in shards
@@ -310,7 +309,7 @@ def _calibration_tokens(
     return calibration_tokens(
         Tokenizer.from_directory(job.source),
         vocab_size=inventory.config.vocab_size,
-        max_positions=inventory.config.max_positions,
+        max_positions=inventory.config.context_limit,
         text=job.calibration_text,
         num_samples=job.calibration_samples or NUM_SAMPLES,
         length=job.calibration_length,
@@ -345,28 +344,3 @@ def _quantized_bytes(shards: tuple[Shard, ...], chosen: Mapping[str, Scheme]) ->
         for entry in shard.entries
         if entry.name in chosen and chosen[entry.name].method != "none"
     )
-
-
-def _check_space(output: Path, shards: tuple[Shard, ...], tasks: Mapping[str, Task]) -> None:
-    """Raises MoejaxError where the disk has no room for what is still to be written."""
-    needed = 0
-    for entry in (entry for shard in shards for entry in shard.entries):
-        task = tasks.get(entry.name)
-        needed += entry.source.num_bytes if task is None else _packed_bytes(task)
-    free = shutil.disk_usage(output).free
-    if needed > free:
-        raise MoejaxError(
-            f"the result takes {needed / 1e6:,.1f} MB more, but {output} has room for "
-            f"{free / 1e6:,.1f} MB; make room or give another output"
-        )
-
-
-def _packed_bytes(task: Task) -> int:
-    """Bytes of a quantized matrix in the package's own format; others differ little."""
-    (num_rows, num_inputs), scheme = task.entry.shape, task.scheme
-    scale_bytes = 4 if scheme.scale_dtype == "float32" else 2
-    zero_bytes = {"float": scale_bytes, "integer": 1, "symmetric": 0}[scheme.zero_kind]
-    groups = layout.num_groups(num_inputs, scheme.group_size)
-    row_bytes = 4 * layout.num_words(num_inputs, scheme.bits) + groups * (scale_bytes + zero_bytes)
-    factor_bytes = task.rank * rank_bytes(num_rows, num_inputs, scheme.factor_bits)
-    return num_rows * row_bytes + factor_bytes

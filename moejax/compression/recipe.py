@@ -179,7 +179,7 @@ def _resolved(scheme: Scheme, entry: Entry, target: str) -> Scheme:
         )
     zero_kind = scheme.zero_kind
     if zero_kind == "auto" and scheme.method == "milo+":
-        zero_kind = "symmetric"  # the bytes of the zeros buy more as ranks (CHANGELOG, "Numbers")
+        zero_kind = "symmetric"  # the bytes of the zeros buy more as ranks
     elif zero_kind == "auto":
         zero_kind = "float" if target == "moejax" or scheme.method in _FLOAT_ONLY else "integer"
     resolved = dataclasses.replace(scheme, group_size=group_size, zero_kind=zero_kind)

@@ -11,8 +11,10 @@ from typing import Any
 from absl import logging
 
 from moejax.errors import MoejaxError
+from moejax.files import write_errors, write_whole
 
 Answer = dict[str, Any]
+_AGAIN = "make room, and run the same command again to resume from the answers in it"
 
 
 class AnswerFile:
@@ -102,16 +104,16 @@ class AnswerFile:
         if self._path is None:
             return
         if self._begun:
-            with self._path.open("a", encoding="utf-8") as file:
-                _write(file, lines)
+            with write_errors(self._path, _AGAIN), self._path.open("a", encoding="utf-8") as file:
+                file.write(_text(lines))
+                file.flush()
+                os.fsync(file.fileno())
             return
+        end = [line for line in lines if "end" in line]
+        content = _text([{"head": self._head}, *self.known.values(), *end])
         if self._aside:
             self._path.rename(_free_name(self._path))
-        partial = self._path.with_name(f".{self._path.name}.partial")
-        end = [line for line in lines if "end" in line]
-        with partial.open("w", encoding="utf-8") as file:
-            _write(file, [{"head": self._head}, *self.known.values(), *end])
-        partial.replace(self._path)
+        write_whole(self._path, content, _AGAIN)
         self._begun = True
 
 
@@ -171,10 +173,8 @@ def _is_answer(row: dict[str, Any], numbers: Sequence[str]) -> bool:
     return all(type(value) in (int, float) and abs(value) < math.inf for value in values)
 
 
-def _write(file: Any, rows: Sequence[dict[str, Any]]) -> None:
-    file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    file.flush()
-    os.fsync(file.fileno())
+def _text(rows: Sequence[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def _free_name(path: Path) -> Path:

@@ -138,7 +138,7 @@ def likelihood_chunk(
     positions = jnp.broadcast_to(start + offsets, tokens.shape)
     mask = positions < lengths[:, None]
     cache, pool, hidden, recorded = steps.run_layers(
-        program, spec, model, tokens, positions, mask, cache, pool, store
+        program, spec, model, tokens, positions, mask, cache, pool, store, lengths
     )
     return cache, places.looked_up(model, hidden, start), pool, recorded
 
@@ -161,7 +161,7 @@ class PairScorer:
 
     def __init__(self, runner: Runner, tokenizer: Tokenizer | None, eos_ids: Sequence[int]):
         self._runner, self._tokenizer = runner, tokenizer
-        self.max_length = runner.config.max_positions
+        self.max_length = runner.config.context_limit
         named = tokenizer.special_tokens if tokenizer else {}
         by_name = [named[name] for name in ("bos_token", "eos_token") if name in named]
         ids = [tokenizer.token_id(text) for text in by_name] if tokenizer else []

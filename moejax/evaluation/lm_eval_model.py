@@ -4,9 +4,10 @@ Model arguments are `pretrained`, `batch_size` and the fields of `moejax.evaluat
 that name a model and how it runs:
 
     --model_args pretrained=DIR,dtype=bfloat16,memory.device_gib=12
-    --model_args config=configs/mine.py,policy.retention=0.8
+    --model_args config=configs/mine.py,policy.settings=retention=0.8
 
-lm_eval splits them at commas, so a tuple (`policy.tiers`) is written with `+`: `int4+int2`. What
+lm_eval splits them at commas, so a tuple (`policy.tiers`) is written with `+`: `int4+int2`, and
+settings of a policy have spaces between them: `"policy.settings=retention=0.8 low=skip"`. What
 does not fit on a line goes to a config file with a `get_config()`, as for `moejax.evaluate`.
 """
 

@@ -31,5 +31,6 @@ def load_engine(config: EvaluateConfig, directory: Path, policy: "Tiering | None
         limits=config.memory.limits() if config.memory != MemoryConfig() else None,
         policy=policy,
         batch=config.num_rows(),
+        generation_config=False,
         context=config.window if config.window > PLANNED_CONTEXT else 0,
     )

@@ -122,7 +122,7 @@ def _compared(
 
 def check_window(engine: "Engine", windowing: Windowing) -> None:
     """Raises MoejaxError for a window longer than the model's context."""
-    longest = engine.config.max_positions
+    longest = engine.config.context_limit
     if windowing.window > longest:
         raise MoejaxError(
             f"window={windowing.window} is beyond the model's context of {longest}; set "

@@ -15,6 +15,7 @@ from moejax.errors import MoejaxError
 from moejax.evaluation.fidelity import Fidelity
 from moejax.evaluation.perplexity import RULE, STANDARD_ERROR, LogLikelihood
 from moejax.evaluation.texts import Text
+from moejax.files import ROOM, write_whole
 from moejax.policy_config import PolicyConfig
 
 if TYPE_CHECKING:
@@ -295,6 +296,5 @@ def check_output(path: Path, name: str = "output") -> None:
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
     """Writes JSON, whole or not at all."""
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    partial.replace(path)
+    text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
+    write_whole(path, text, f"{ROOM}, and run the same command again to resume")

@@ -156,7 +156,7 @@ def generate(
 
     A prompt that leaves no room for an answer is cut at its beginning.
     """
-    context = engine.budget.context if engine.budget else engine.config.max_positions
+    context = engine.budget.context if engine.budget else engine.config.context_limit
     room = context - max_new_tokens
     if room < 1:
         raise MoejaxError(

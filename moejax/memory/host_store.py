@@ -218,8 +218,6 @@ class HostCache:
 
     Attributes:
       row_of: int32[M, E]; the table that was given, changed in place.
-      hits: look-ups that found the expert.
-      misses: look-ups that did not.
       evictions: experts that left for another one.
     """
 
@@ -227,16 +225,12 @@ class HostCache:
         self,
         row_of: np.ndarray,
         num_rows: int,
-        *,
-        keep: Callable[[Expert], float] | None = None,
     ) -> None:
         """Over the rows of a store, with what they hold already.
 
         Args:
           row_of: int32[M, E] of a store.
           num_rows: R.
-          keep: of two experts the one with the smaller value is evicted, and of equal ones the one
-            that was used longer ago. None: by use alone (LRU).
 
         Raises:
           ValueError: the table names a row twice or one that is not there.
@@ -245,8 +239,7 @@ class HostCache:
         if used.size and (used.max() >= num_rows or np.unique(used).size < used.size):
             raise ValueError(f"the table names a row twice, or one that is not in 0..{num_rows}")
         self.row_of = row_of
-        self.hits = self.misses = self.evictions = 0
-        self._num_rows, self._keep = num_rows, keep
+        self.evictions = 0
         layers, experts = np.nonzero(row_of >= 0)
         held = [(int(layer), int(expert)) for layer, expert in zip(layers, experts, strict=True)]
         # The first is the one that was used longest ago; at the start, the one in the first row.
@@ -254,26 +247,6 @@ class HostCache:
         self._free = sorted(set(range(num_rows)) - set(used.tolist()), reverse=True)
         self._reserved: dict[Expert, int] = {}
         self._pinned: set[Expert] = set()
-
-    @property
-    def hit_rate(self) -> float:
-        """Hits over look-ups; 0 before the first."""
-        return self.hits / max(1, self.hits + self.misses)
-
-    @property
-    def num_held(self) -> int:
-        """Experts in rows."""
-        return len(self._held)
-
-    def look_up(self, expert: Expert) -> int:
-        """The row of an expert that is needed, which is a use of it; -1 if it is in none."""
-        row = int(self.row_of[expert])
-        if row < 0:
-            self.misses += 1
-            return -1
-        self.hits += 1
-        self._held.move_to_end(expert)
-        return row
 
     def touch(self, expert: Expert) -> None:
         """A use of an expert that somebody else saw, whether it is in a row or not."""
@@ -337,10 +310,7 @@ class HostCache:
         self._pinned.discard(expert)
 
     def _victim(self) -> Expert | None:
-        candidates = (expert for expert in self._held if expert not in self._pinned)
-        if self._keep is None:
-            return next(candidates, None)
-        return min(candidates, key=self._keep, default=None)  # of equal ones the first
+        return next((expert for expert in self._held if expert not in self._pinned), None)
 
 
 class RowSupply(Protocol):

@@ -127,15 +127,13 @@ def land(
     """
     layers, experts = what
     residency, counts = pool.residency, pool.counts
-    # Nothing is arriving while a step runs, so pins alone bound what a call may take.
-    sized = dataclasses.replace(spec, num_layers=1, banks=1, held=spec.slots)
+    sized = dataclasses.replace(spec, num_layers=1, banks=1)
     empty = no_counts(1, counts.gate.shape[1] - 1)
 
-    def one(table: jax.Array, pinned: jax.Array, mine: jax.Array) -> Any:
-        row = tables.Residency(table[None], pinned[None], residency.clock)
+    def one(table: jax.Array, mine: jax.Array) -> Any:
+        row = dataclasses.replace(residency, table=table[None])
         asked = jnp.where(mine, experts, -1)
-        found, row, events = tables.reserve(sized, row, 0, asked, empty)
-        row, events = tables.publish(sized, row, 0, found, events)
+        found, row, events = tables.admit(sized, row, 0, asked, empty)
         dropped = jnp.sum(mine & (found < 0), dtype=jnp.int32)
         events = events.add(0, bulk=dropped, prefetch_waste=dropped)
         return row.table[0], jnp.where(mine, found, -1), events.events[0]
@@ -146,9 +144,7 @@ def land(
     index = jnp.arange(len(layers), dtype=jnp.int32)
     leads = (jnp.argmax(same, axis=1) == index) & (layers >= 0)
     rows = jnp.maximum(layers, 0)
-    table, local, events = jax.vmap(one)(
-        residency.table[rows], residency.pinned[rows], same & leads[:, None]
-    )
+    table, local, events = jax.vmap(one)(residency.table[rows], same & leads[:, None])
     local = jnp.max(local, axis=0)
     slots = jnp.where(local >= 0, first_slot(spec, rows) + local, -1)
     places = jnp.where(leads, layers, spec.num_layers)

@@ -68,7 +68,6 @@ class Placing:
         layer: Index,
         routing: Routing,
         token_mask: jax.Array,
-        keep: jax.Array | None = None,
     ) -> tuple[Placed, State]:
         """Of a layer in one step.
 
@@ -78,17 +77,16 @@ class Placing:
           layer: which.
           routing: of N tokens.
           token_mask: bool[N], False for padding.
-          keep: see `residency.plan`; what the kernel does not know of.
         """
         cache, num_pairs = self.cache, routing.ids.size
         max_needed = min(num_pairs, cache.num_experts)
         waves = self.waves(num_pairs)
         transient = cache.first_transient + jnp.arange(cache.transient, dtype=jnp.int32)
         transient = jnp.broadcast_to(transient, tuple(waves))
-        if keep is None and self.by_kernel(num_pairs):
+        if self.by_kernel(num_pairs):
             found, made = _planned(
-                tables_of(state), state[0].pinned, row_of, jnp.int32(layer), routing.ids,
-                token_mask, routing.weights.astype(jnp.float32), waves=waves, banks=cache.banks,
+                tables_of(state), row_of, jnp.int32(layer), routing.ids, token_mask,
+                routing.weights.astype(jnp.float32), waves=waves, banks=cache.banks,
             )  # fmt: skip
             flat = (routing.ids.reshape(-1), made.slot.reshape(-1), made.wave.reshape(-1))
             admitted = Jobs(made.rows, made.slots, None)
@@ -97,9 +95,7 @@ class Placing:
             return self._at_once(placed, num_pairs), changed(state, found)
         active = jnp.broadcast_to(token_mask[:, None], routing.ids.shape)
         needed = _marked(routing.ids, active, cache.num_experts)
-        plan, residency, counts = rules.plan(
-            cache, state[0], layer, needed, max_needed, state[1], keep
-        )
+        plan, residency, counts = rules.plan(cache, state[0], layer, needed, max_needed, state[1])
         mass = jnp.sum(jnp.where(active, routing.weights, 0.0)).reshape(1)
         counts = counts.add_gate_mass(layer, mass)
         experts = jnp.arange(cache.num_experts, dtype=jnp.int32)
@@ -146,8 +142,7 @@ class Placing:
         cache, limit = self.cache, len(ids)
         if self.by_kernel(limit):
             found, made = _predicted(
-                tables_of(state), state[0].pinned, row_of, jnp.int32(layer), ids, token_mask,
-                banks=cache.banks,
+                tables_of(state), row_of, jnp.int32(layer), ids, token_mask, banks=cache.banks,
             )  # fmt: skip
             return Jobs(made.rows, made.slots, None), changed(state, found)
         wanted = _marked(ids, jnp.any(token_mask) & (ids >= 0), cache.num_experts)

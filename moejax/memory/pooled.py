@@ -122,7 +122,6 @@ class PooledExperts:
         routing: Routing,
         mask: jax.Array,
         ahead: Callable[[], jax.Array] | None,
-        keep: jax.Array | None = None,
     ) -> jax.Array:
         """What each expert gives for each token, [P, N, A, D]; fetches what is missing.
 
@@ -132,9 +131,8 @@ class PooledExperts:
           routing: which experts run; its weights are counted.
           mask: bool[N], tokens that are no padding; or bool[N, A], pairs.
           ahead: int32[L], experts that are to be brought for the next layer, -1 for none.
-          keep: float32[E], experts of least value leave first; None for the least recent use.
         """
-        plan = self.brought(layer, routing, mask, ahead, keep)
+        plan = self.brought(layer, routing, mask, ahead)
         active = mask if mask.ndim == 2 else jnp.broadcast_to(mask[:, None], routing.ids.shape)
         if not self.num_waves(active.size):
             return self._run(x, *self.placed(layer, routing, active, plan))
@@ -149,10 +147,9 @@ class PooledExperts:
         routing: Routing,
         mask: jax.Array,
         ahead: Callable[[], jax.Array] | None,
-        keep: jax.Array | None = None,
     ) -> Placed:
         """Finds and copies what a layer needs, but for waves; arguments as of `products`."""
-        plan = self._plan(layer, routing, mask, keep)
+        plan = self._plan(layer, routing, mask)
         self.bring(layer, plan, mask, None if self.num_waves(routing.ids.size) else ahead)
         return plan
 
@@ -190,15 +187,13 @@ class PooledExperts:
             pairs = Pairs(self.store.row_of[layer][routing.ids], active)
         return pairs, self._experts(layer, plan, 0)
 
-    def _plan(
-        self, layer: Index, routing: Routing, mask: jax.Array, keep: jax.Array | None
-    ) -> Placed:
+    def _plan(self, layer: Index, routing: Routing, mask: jax.Array) -> Placed:
         """Where the pairs run."""
         store, shape = self.store, routing.ids.shape
         if mask.ndim == 2:  # pairs of their own, as tokens of one expert each
             ids, weights = routing.ids.reshape(-1, 1), routing.weights.reshape(-1, 1)
             routing, mask = routing._replace(ids=ids, weights=weights), mask.reshape(-1)
-        plan, state = self._placing.plan(self.slots, store.row_of, layer, routing, mask, keep)
+        plan, state = self._placing.plan(self.slots, store.row_of, layer, routing, mask)
         if (used := self.pool.used) is not None:  # the host evicts by it
             needed, clock = plan.holders[1] >= 0, self.pool.residency.clock
             used = used.at[layer].set(jnp.where(needed, clock, used[layer]))

@@ -142,7 +142,7 @@ def ask(
 
 def _without_better(pool: ExpertPool, tier: int, requests: Requests) -> ExpertPool:
     """A tier's pool without the experts that are asked for in one of lower fidelity."""
-    shape = pool.residency.pinned.shape
+    shape = (len(pool.residency.table), pool.residency.num_experts)
     layer = jnp.where((requests.layer >= 0) & (requests.tier > tier), requests.layer, shape[0])
     gone = jnp.zeros(shape, bool).at[layer, requests.expert].set(True, mode="drop")
     residency, counts = tables.release_everywhere(pool.residency, gone, pool.counts)
@@ -170,7 +170,5 @@ def _landed(cache: CacheSpec, pool: ExpertPool, layer: jax.Array, experts: jax.A
     """Experts get slots as by `moejax.memory.landing.land`, without bytes."""
     if not cache.slots:
         return pool
-    sized = dataclasses.replace(cache, held=cache.slots)
-    slots, residency, counts = tables.reserve(sized, pool.residency, layer, experts, pool.counts)
-    residency, counts = tables.publish(sized, residency, layer, slots, counts)
+    _, residency, counts = tables.admit(cache, pool.residency, layer, experts, pool.counts)
     return dataclasses.replace(pool, residency=residency, counts=counts)

@@ -164,7 +164,7 @@ class TieredExperts:
             decision = Decision(routing.ids, asks, routing.weights, asks > 0)
             return self._at_once(layer, x, routing, token_mask, decision, rule)
         decision, self._policy_state = self.spec.policy.decide(self._policy_state, seen)
-        if at_once and decision.keep is None:
+        if at_once:
             return self._at_once(layer, x, routing, token_mask, decision, rule)
         found = mixed_cache.served(resident, decision, token_mask)
         self._release(layer, copies, found.leaving)
@@ -286,7 +286,7 @@ class TieredExperts:
         found = []
         for i, run in enumerate(self._runs):
             ahead = self._ahead(layer, i, decision.ahead)
-            found.append(run.products(layer, x, routing, tier == i, ahead, decision.keep))
+            found.append(run.products(layer, x, routing, tier == i, ahead))
         return _selected(found, tier)
 
     def _in_one(self, num_pairs: int) -> bool:
@@ -302,7 +302,7 @@ class TieredExperts:
         slot, tiers = tier, []
         for i, run in enumerate(self._runs):
             ahead = self._ahead(layer, i, decision.ahead)
-            plan = run.brought(layer, routing, tier == i, ahead, decision.keep)
+            plan = run.brought(layer, routing, tier == i, ahead)
             pairs, experts = run.placed(layer, routing, tier == i, plan)
             slot = jnp.where(tier == i, pairs.expert, slot)
             runs &= pairs.active | (tier != i)

@@ -270,7 +270,7 @@ def _check_suits(policy: AnyPolicy, tiers: Sequence[Tier], config: Any) -> None:
         if len(tiers) > 1 or "tier" not in str(error):
             raise
         raise MoejaxError(
-            f"{error} (tiers are named so: --config.policy.tiers=\"('int4', 'int2')\")"
+            f"{error} (tiers are named so: --config.policy.tiers=int4,int2)"
         ) from error
 
 

@@ -86,12 +86,12 @@ class TieredPlacing:
           gate: as of `TieredPool`; donate it.
           layer: which.
           routing: of N tokens, the router's.
-          decision: the policy's, without `keep`.
+          decision: the policy's.
           rule: what says its tiers, which are then not looked at; None: they are.
           token_mask: bool[N], False for padding.
         """
         tiers = tuple(
-            tiered_plan.Tier(tables_of(state), state[0].pinned, rows)
+            tiered_plan.Tier(tables_of(state), rows)
             for state, rows in zip(states, rows_of, strict=True)
         )
         asked = tiered_plan.Asked(

@@ -62,7 +62,7 @@ def choose_cached(
         width, more_dim = config.latent.kv_rank, key_dim
     q = jax.ShapeDtypeStruct((1, config.num_heads, width), dtype)
     keys = jax.ShapeDtypeStruct((*lead, width), dtype)
-    chosen = decode_attention.choose(q, keys, target, more_dim=more_dim)
+    chosen = decode_attention.OPERATION.choose(q, keys, more_dim, target=target)
     if chosen.implementation == "triton":
         return chosen
     if asked == "kernel":

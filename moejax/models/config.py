@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from moejax.models.parts import PLAIN_ROUTER, DeltaNet, LatentAttention, RouterRule, Yarn
+from moejax.models.parts import PLAIN_ROUTER, DeltaNet, LatentAttention, RopeScaling, RouterRule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,14 +47,14 @@ class ModelConfig:
     norm_topk_prob: bool  # divide the top-k weights by their sum
     norm_eps: float
     rope_theta: float
-    max_positions: int  # longest context that the model was made for
+    max_positions: int  # of its config.json; `context_limit` says what scaled rope makes of it
     tied_embeddings: bool
     qk_norm: bool  # RMSNorm over each query and key head (Qwen3)
     attention_bias: bool  # bias on q, k, v and o projections
     sliding_window: int | None  # tokens seen by a query, itself included; None: all
     rope_dim: int | None = None  # of a head, that are rotated; None: all, or `latent.rope_dim`
     interleaved_rope: bool = False  # pairs are neighbours, not halves
-    yarn: Yarn | None = None
+    rope_scaling: RopeScaling | None = None
     attention_gate: bool = False  # a head's output times the sigmoid of a projection of its own
     zero_centred_norm: bool = False  # norms multiply by 1 + weight
     latent: LatentAttention | None = None  # in place of `qkv_proj`
@@ -70,9 +70,8 @@ class ModelConfig:
         for name, kind in _PARTS.items():
             if given.get(name) is not None and not isinstance(given[name], kind):
                 part = dict(given[name])
-                if "layers" in part:
-                    part["layers"] = tuple(part["layers"])
-                given[name] = kind(**part)
+                lists = {n: tuple(of) for n, of in part.items() if isinstance(of, list | tuple)}
+                given[name] = kind(**part | lists)
         return cls(**given)
 
     def __post_init__(self) -> None:
@@ -106,8 +105,7 @@ class ModelConfig:
 
     def _check_parts(self) -> None:
         latent, delta, router = self.latent, self.delta_net, self.router
-        if self.yarn is not None and self.rope_theta <= 1:
-            raise ValueError(f"rope_theta {self.rope_theta} with YaRN, which takes its logarithm")
+        self._check_rope_scaling()
         if latent is not None and (
             self.num_kv_heads != self.num_heads
             or self.head_dim != latent.nope_dim + latent.rope_dim
@@ -142,6 +140,22 @@ class ModelConfig:
                 f"{self.experts_per_token} that a token takes"
             )
 
+    def _check_rope_scaling(self) -> None:
+        scaling, num_pairs = self.rope_scaling, self.rotary_dim // 2
+        if scaling is None:
+            return
+        if scaling.kind == "yarn" and self.rope_theta <= 1:
+            raise ValueError(f"rope_theta {self.rope_theta} with YaRN, which takes its logarithm")
+        if scaling.kind == "dynamic" and num_pairs < 2:
+            raise ValueError("dynamic rope scaling of a single pair, whose frequency is 1")
+        for name in ("short_factors", "long_factors"):
+            factors = getattr(scaling, name)
+            if scaling.kind == "longrope" and len(factors) != num_pairs:
+                raise ValueError(f"{len(factors)} {name} of longrope for {num_pairs} pairs")
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        if scaling.kind == "llama3" and (low is None or high is None or low == high):
+            raise ValueError(f"low_freq_factor {low} and high_freq_factor {high} are no ramp")
+
     @functools.cached_property
     def dense_layers(self) -> tuple[int, ...]:
         """The layers whose MLP is dense, in order."""
@@ -163,7 +177,19 @@ class ModelConfig:
     @property
     def score_scale(self) -> float:
         """What scores of attention are multiplied by."""
-        return self.head_dim**-0.5 * (self.yarn.score_scale if self.yarn else 1.0)
+        more = self.rope_scaling.score_scale if self.rope_scaling and self.latent else 1.0
+        return self.head_dim**-0.5 * more
+
+    @property
+    def context_limit(self) -> int:
+        """The longest context that a model is run with: the original one times a rope's factor.
+
+        Of "llama3" and "longrope" `max_positions` is the scaled one already.
+        """
+        scaling = self.rope_scaling
+        if scaling is None or scaling.kind in ("llama3", "longrope"):
+            return self.max_positions
+        return max(self.max_positions, int(scaling.factor * scaling.original_positions))
 
     @property
     def qkv_dim(self) -> int:
@@ -214,7 +240,8 @@ class ModelConfig:
 
 
 _PARTS: Mapping[str, Any] = {
-    "yarn": Yarn, "latent": LatentAttention, "delta_net": DeltaNet, "router": RouterRule,
+    "rope_scaling": RopeScaling, "latent": LatentAttention, "delta_net": DeltaNet,
+    "router": RouterRule,
 }  # fmt: skip
 
 # Leaves that stay float32 whatever the activations are: of biases that decide who is chosen, and of

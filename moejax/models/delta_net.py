@@ -51,7 +51,7 @@ def choose_delta_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernel
     size = (1, 1, of.num_value_heads, of.key_dim, of.value_dim)
     states = jax.ShapeDtypeStruct(size, jnp.float32)
     tails = jax.ShapeDtypeStruct((1, 1, of.conv_width - 1, of.conv_dim), dtype)
-    chosen = kernel.choose(states, tails, kernels.target)
+    chosen = kernel.OPERATION.choose(states, tails, target=kernels.target)
     return chosen if chosen.implementation == "triton" else Choice("xla", chosen.refusals)
 
 

@@ -96,12 +96,12 @@ def choose_for_tiers(
         return Choice(ops.DEQUANTIZED, {"every kernel": "no target was named"})
     x = jax.ShapeDtypeStruct((num_tokens, config.model_dim), dtype)
     shapes = [[jax.eval_shape(ops.operands, weight) for weight in experts] for experts in tiers]
-    chosen = grouped_dequant_matmul.choose(
+    chosen = grouped_dequant_matmul.OPERATION.choose(
         x,
         config.experts_per_token,
         [gate_up.weights for gate_up, _ in shapes],
         [down.weights for _, down in shapes],
         [operands.low_rank for experts in shapes for operands in experts],
-        kernels.target,
+        target=kernels.target,
     )
     return ops.kernel_or_dequantized(chosen)

@@ -20,10 +20,9 @@ from moejax.models.hf_fields import (
     integer,
     number,
     object_field,
-    rope_theta,
     sparse_layers,
-    unsupported,
 )
+from moejax.models.hf_rope import rope_fields, rope_scaling, rope_theta, unsupported
 
 ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
@@ -113,6 +112,7 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
         norm_topk_prob=flag(fields, "norm_topk_prob") if is_qwen3 else True,
         norm_eps=number(fields, "rms_norm_eps"),
         rope_theta=rope_theta(family, fields),
+        rope_scaling=rope_scaling(fields),
         max_positions=integer(fields, "max_position_embeddings"),
         tied_embeddings=flag(fields, "tie_word_embeddings"),
         qk_norm=is_qwen3,
@@ -148,8 +148,7 @@ def to_hf_config(config: ModelConfig, *, dtype: str, **token_ids: Any) -> dict[s
         "num_local_experts": c.num_experts,
         "hidden_act": "silu",
         "rms_norm_eps": c.norm_eps,
-        "rope_theta": c.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
+        **rope_fields(c),
         "max_position_embeddings": c.max_positions,
         "sliding_window": c.sliding_window,
         "tie_word_embeddings": c.tied_embeddings,

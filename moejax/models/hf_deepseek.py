@@ -13,17 +13,12 @@ from typing import Any
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
 from moejax.models.hf_fields import (
-    agreed,
     flag,
     integer,
     number,
-    object_field,
-    rope_field,
-    rope_theta,
-    rope_type,
-    unsupported,
 )
-from moejax.models.parts import LatentAttention, RouterRule, Yarn
+from moejax.models.hf_rope import KINDS, rope_fields, rope_scaling, rope_theta, unsupported
+from moejax.models.parts import LatentAttention, RouterRule
 
 ARCHITECTURES = {
     "deepseek": "DeepseekForCausalLM",
@@ -31,10 +26,6 @@ ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 
-_YARN_FIELDS = (
-    "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
-    "mscale_all_dim", "attention_factor",
-)  # fmt: skip
 # How V3 and V2 choose experts: of all, or of the best groups.
 _GREEDY, _BY_GROUPS, _BY_GROUPS_AND_BIAS = "greedy", "group_limited_greedy", "noaux_tc"
 
@@ -53,7 +44,6 @@ def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
     model_dim, expert_dim = (
         integer(fields, name) for name in ("hidden_size", "moe_intermediate_size")
     )
-    max_positions = integer(fields, "max_position_embeddings")
     latent = None if family == "deepseek" else _latent(fields)
     shared = fields.get("n_shared_experts")
     num_shared = 0 if shared in (None, 0) else integer(fields, "n_shared_experts")
@@ -74,13 +64,13 @@ def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
         norm_topk_prob=_normalises(family, fields),
         norm_eps=number(fields, "rms_norm_eps"),
         rope_theta=rope_theta(family, fields),
-        max_positions=max_positions,
+        max_positions=integer(fields, "max_position_embeddings"),
         tied_embeddings=flag(fields, "tie_word_embeddings"),
         qk_norm=False,
         attention_bias=False,
         sliding_window=None,
         interleaved_rope=flag(fields, "rope_interleave") or family == "deepseek_v2",
-        yarn=_yarn(fields, max_positions),
+        rope_scaling=rope_scaling(fields),
         latent=latent,
         shared_dim=num_shared * expert_dim,
         router=_router(family, fields),
@@ -113,7 +103,7 @@ def config_fields(config: ModelConfig) -> dict[str, Any]:
         "max_position_embeddings": c.max_positions,
         "tie_word_embeddings": c.tied_embeddings,
         "attention_bias": False,
-        **_rope_fields(c),
+        **rope_fields(c),
     }
     if c.latent is not None:
         fields |= {
@@ -134,14 +124,11 @@ def config_fields(config: ModelConfig) -> dict[str, Any]:
 
 def _unsupported(family: str, fields: Mapping[str, Any]) -> list[str]:
     """Every reason why the model cannot be run as transformers would run it."""
-    reasons = unsupported(fields, ropes=("default",) if family == "deepseek" else _ROPES)
+    reasons = unsupported(fields, ropes=("default",) if family == "deepseek" else KINDS)
     scoring = "sigmoid" if family == "deepseek_v3" else "softmax"
     if (asked := fields.get("scoring_func")) not in (None, scoring):
         reasons.append(f"scoring_func {asked!r}, only {scoring!r} is")
     reasons += [f"{name} true" for name in ("attention_bias", "mlp_bias") if flag(fields, name)]
-    ropes = [object_field(fields, name) for name in ("rope_scaling", "rope_parameters")]
-    if any(rope.get("truncate", True) is not True for rope in ropes):
-        reasons.append("rope scaling with truncate false")
     heads, keys = (fields.get(name) for name in ("num_attention_heads", "num_key_value_heads"))
     if family == "deepseek":
         model_dim = integer(fields, "hidden_size")
@@ -158,9 +145,6 @@ def _unsupported(family: str, fields: Mapping[str, Any]) -> list[str]:
     if not fields.get("n_shared_experts"):
         reasons.append(f"n_shared_experts {fields.get('n_shared_experts')}")
     return reasons
-
-
-_ROPES = ("default", "yarn")
 
 
 def _latent(fields: Mapping[str, Any]) -> LatentAttention:
@@ -208,59 +192,3 @@ def _sparse_layers(family: str, fields: Mapping[str, Any], num_layers: int) -> t
 
 def _layers(first: int, every: int, num_layers: int) -> tuple[int, ...]:
     return tuple(layer for layer in range(first, num_layers) if layer % every == 0)
-
-
-def _yarn(fields: Mapping[str, Any], max_positions: int) -> Yarn | None:
-    kinds = {
-        name: rope_type(object_field(fields, name))
-        for name in ("rope_scaling", "rope_parameters")
-        if object_field(fields, name)
-    }
-    if agreed(kinds) != "yarn":
-        return None
-    given = {name: rope_field(fields, name) for name in _YARN_FIELDS}
-    # Zeros of these are as if they were left out; one of `attention_factor` would be taken.
-    given = {name: of or (None if name != "attention_factor" else of) for name, of in given.items()}
-    positions = "original_max_position_embeddings"
-    if given["factor"] is None:
-        raise MoejaxError("the factor of rope scaling of type 'yarn' is missing")
-
-    def maybe(name: str) -> float | None:
-        return None if given[name] is None else number(given, name, default=1.0)
-
-    return Yarn(
-        factor=number(given, "factor", default=1.0),
-        original_positions=integer(given, positions, default=max_positions),
-        beta_fast=number(given, "beta_fast", default=32.0),
-        beta_slow=number(given, "beta_slow", default=1.0),
-        mscale=maybe("mscale"),
-        mscale_all_dim=maybe("mscale_all_dim"),
-        attention_factor=maybe("attention_factor"),
-    )
-
-
-def _rope_fields(c: ModelConfig) -> dict[str, Any]:
-    """In both spellings; transformers 5 takes `rope_scaling` whole where there is one."""
-    if c.yarn is None:
-        parameters = {"rope_type": "default", "rope_theta": c.rope_theta}
-        return {
-            "rope_theta": c.rope_theta, "rope_scaling": None, "rope_parameters": parameters,
-        }  # fmt: skip
-    of = c.yarn
-    values = {
-        "factor": of.factor,
-        "original_max_position_embeddings": of.original_positions,
-        "beta_fast": of.beta_fast,
-        "beta_slow": of.beta_slow,
-        "mscale": of.mscale,
-        "mscale_all_dim": of.mscale_all_dim,
-        "attention_factor": of.attention_factor,
-    }
-    scaling = {"type": "yarn", "rope_type": "yarn"} | {
-        name: value for name, value in values.items() if value is not None
-    }
-    return {
-        "rope_theta": c.rope_theta,
-        "rope_scaling": scaling,
-        "rope_parameters": {"rope_theta": c.rope_theta, **scaling},
-    }

@@ -1,10 +1,9 @@
 """Fields of a config.json: read and checked, each with the line that names what is wrong."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from moejax.errors import MoejaxError
-from moejax.models.hf_defaults import DEFAULTS
 
 # Numbers are computed with as float32.
 LARGEST = 3e38
@@ -12,47 +11,10 @@ LARGEST = 3e38
 ROPES = ("rope_scaling", "rope_parameters")
 
 
-def unsupported(
-    fields: Mapping[str, Any], *, ropes: Collection[str] = ("default",), partial: bool = False
-) -> list[str]:
-    """Every reason why the model cannot be run as transformers would run it.
-
-    Args:
-      fields: of config.json, completed.
-      ropes: kinds of rotary embedding that its family is served with.
-      partial: whether heads that are rotated in part are.
-    """
-    reasons = []
-    for name in ROPES:
-        rope = object_field(fields, name)
-        if by_kind := [key for key, value in rope.items() if isinstance(value, dict)]:
-            reasons.append(f"{name} apart for {', '.join(by_kind)}")
-        elif (kind := rope_type(rope)) not in ropes:
-            reasons.append(f"{name} of type {kind!r} (without it, the model's own context works)")
-    rotated = rope_field(fields, "partial_rotary_factor")
-    if not partial and rotated not in (None, 1, 1.0):
-        reasons.append(f"partial_rotary_factor {rotated}")
-    if fields["hidden_act"] != "silu":
-        reasons.append(f"hidden_act {fields['hidden_act']!r}, only 'silu' is")
-    return reasons
-
-
-def rope_type(rope: Mapping[str, Any]) -> Any:
-    """The kind that `rope_scaling` or `rope_parameters` asks for."""
-    return rope.get("rope_type", rope.get("type", "default"))
-
-
 def rope_field(fields: Mapping[str, Any], name: str) -> Any:
     """What all places that hold a rope field agree on: both objects, and the top level."""
     nested = {f"{rope}.{name}": object_field(fields, rope).get(name) for rope in ROPES}
     return agreed({**nested, name: fields.get(name)})
-
-
-def rope_theta(family: str, fields: Mapping[str, Any]) -> float:
-    """The base of rotary frequencies: the family's default where no place names it."""
-    default = None if "rope_theta" in fields else DEFAULTS[family]["rope_theta"]
-    found = {"rope_theta": rope_field(fields, "rope_theta")}
-    return number(found, "rope_theta", default=default)
 
 
 def object_field(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:

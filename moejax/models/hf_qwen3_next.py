@@ -16,10 +16,9 @@ from moejax.models.hf_fields import (
     integer,
     number,
     rope_field,
-    rope_theta,
     sparse_layers,
-    unsupported,
 )
+from moejax.models.hf_rope import rope_fields, rope_scaling, rope_theta, unsupported
 from moejax.models.parts import DeltaNet
 
 _ATTENTION, _DELTA = "full_attention", "linear_attention"
@@ -54,6 +53,7 @@ def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
         norm_topk_prob=flag(fields, "norm_topk_prob"),
         norm_eps=number(fields, "rms_norm_eps"),
         rope_theta=rope_theta(family, fields),
+        rope_scaling=rope_scaling(fields),
         max_positions=integer(fields, "max_position_embeddings"),
         tied_embeddings=flag(fields, "tie_word_embeddings"),
         qk_norm=True,
@@ -82,11 +82,7 @@ def fields_of(config: ModelConfig) -> dict[str, Any]:
         "attention_bias": c.attention_bias,
         "use_sliding_window": False,
         "partial_rotary_factor": rotated,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": c.rope_theta,
-            "partial_rotary_factor": rotated,
-        },
+        **rope_fields(c, partial_rotary_factor=rotated),
         "layer_types": [
             _ATTENTION if layer in c.attention_layers else _DELTA for layer in range(c.num_layers)
         ],

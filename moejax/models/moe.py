@@ -70,7 +70,7 @@ def choose_routing(num_tokens: int, config: ModelConfig, kernels: ops.Kernels) -
     if not config.router.is_plain:
         return Choice("xla", {"triton": "its experts are no top-k of one softmax"})
     logits = jax.ShapeDtypeStruct((num_tokens, config.num_experts), jnp.float32)
-    chosen = router_topk.choose(logits, config.experts_per_token, kernels.target)
+    chosen = router_topk.OPERATION.choose(logits, config.experts_per_token, target=kernels.target)
     return chosen if chosen.implementation == "triton" else Choice("xla", chosen.refusals)
 
 

@@ -61,7 +61,7 @@ def stacked_norm(
     """
     flat = x.reshape(-1, x.shape[-1])
     asked_for_none = kernels.implementation == ops.REFERENCE or kernels.target is None
-    if asked_for_none or residual_norm.refusal("triton", flat, kernels.target):
+    if asked_for_none or residual_norm.OPERATION.refusal("triton", flat, target=kernels.target):
         return rms_norm(x, scales[layer], eps, zero_centred=zero_centred)
     _, normed = norm_of_sum(
         flat, None, scales, jnp.int32(layer), eps=eps, zero_centred=zero_centred

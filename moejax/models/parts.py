@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Literal
 
+RopeKind = Literal["linear", "dynamic", "yarn", "llama3", "longrope"]
 Scoring = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2"]
 
@@ -56,26 +57,49 @@ class DeltaNet:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Yarn:
-    """Rope for longer contexts than a model was trained on (Peng et al., arXiv:2309.00071).
+class RopeScaling:
+    """Rope for longer contexts than a model was trained on, in the kinds of transformers.
 
-    Scores of attention are divided by a temperature (section 3.4), part of it in cosines and sines
-    (`rotation_scale`), part of it in the scores (`score_scale`): as a config says, 1 in either.
+    * "linear" divides all frequencies by the factor (Chen et al., arXiv:2306.15595);
+    * "dynamic" raises the base as a sequence grows beyond the original positions (NTK-aware);
+    * "yarn" divides those of slow pairs (Peng et al., arXiv:2309.00071) and scales scores of
+      attention (section 3.4), part of it in cosines and sines (`rotation_scale`), part of it in
+      the scores of latent attention (`score_scale`);
+    * "llama3" divides those of slow pairs along another ramp;
+    * "longrope" divides each by a number of its own (Ding et al., arXiv:2402.13753), by another
+      one in sequences that are longer than the original positions.
     """
 
+    kind: RopeKind
     factor: float  # how many times longer
     original_positions: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float | None = None
     mscale_all_dim: float | None = None
-    attention_factor: float | None = None  # in place of what the three before it give
+    attention_factor: float | None = None  # in place of what `rotation_scale` would be
+    truncate: bool = True  # whether YaRN's ramp begins and ends with a pair
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether frequencies change as a sequence grows."""
+        return self.kind in ("dynamic", "longrope")
 
     @property
     def rotation_scale(self) -> float:
         """Multiplies cosines and sines."""
+        if self.kind not in ("yarn", "longrope"):
+            return 1.0
         if self.attention_factor is not None:
             return self.attention_factor
+        if self.kind == "longrope":
+            if self.factor <= 1:
+                return 1.0
+            return math.sqrt(1 + math.log(self.factor) / math.log(self.original_positions))
         if self.mscale and self.mscale_all_dim:
             return self._scale(self.mscale) / self._scale(self.mscale_all_dim)
         return self._scale(1.0)

@@ -1,4 +1,4 @@
-"""Rotary position embedding, of pairs that are halves or neighbours, and YaRN."""
+"""Rotary position embedding, of pairs that are halves or neighbours, and its scaled kinds."""
 
 import math
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.models.config import ModelConfig
-from moejax.models.parts import Yarn
+from moejax.models.parts import RopeScaling
 
 Angles = tuple[jax.Array, jax.Array]  # cosines and sines, float32[B, T, R / 2]
 
@@ -24,45 +24,119 @@ def rotary_frequencies(head_dim: int, theta: float) -> np.ndarray:
       head_dim: C, even.
       theta: base of the frequencies.
     """
-    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    power = np.power(float(theta), exponent.astype(np.float64)).astype(np.float32)
-    return np.float32(1) / power
+    return np.float32(1) / _powers(head_dim, theta)
 
 
-def yarn_frequencies(head_dim: int, theta: float, yarn: Yarn) -> np.ndarray:
-    """`rotary_frequencies` for longer contexts (Peng et al., arXiv:2309.00071, section 3.2).
+def scaled_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None, *, is_long: bool = False
+) -> np.ndarray:
+    """float32[C / 2] of a kind, rounded as transformers rounds them.
 
-    Slow pairs, which turn less than `beta_slow` times in the original context, are interpolated;
-    fast ones, which turn more than `beta_fast` times, are kept; between them a ramp.
+    "dynamic" gives those of a sequence within the original positions, where nothing is scaled.
 
     Args:
       head_dim: C, even.
       theta: base of the frequencies.
-      yarn: of the model.
+      scaling: of the model; None for none.
+      is_long: of a sequence beyond the original positions, which "longrope" tells apart.
+    """
+    plain = rotary_frequencies(head_dim, theta)
+    if scaling is None or scaling.kind == "dynamic":
+        return plain
+    if scaling.kind == "linear":
+        return plain / np.float32(scaling.factor)
+    if scaling.kind == "yarn":
+        return _yarn(head_dim, theta, scaling)
+    if scaling.kind == "llama3":
+        return _llama3(plain, scaling)
+    factors = np.asarray(scaling.long_factors if is_long else scaling.short_factors, np.float32)
+    return np.float32(1) / (factors * _powers(head_dim, theta))
+
+
+def _powers(head_dim: int, theta: float) -> np.ndarray:
+    """theta^(2i/C), float32[C / 2]."""
+    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    return np.power(float(theta), exponent.astype(np.float64)).astype(np.float32)
+
+
+def _yarn(head_dim: int, theta: float, yarn: RopeScaling) -> np.ndarray:
+    """Frequencies by parts (Peng et al., arXiv:2309.00071, section 3.2).
+
+    Slow pairs, which turn less than `beta_slow` times in the original context, are interpolated;
+    fast ones, which turn more than `beta_fast` times, are kept; between them a ramp.
     """
 
     def pair_that_turns(times: float) -> float:
         wavelength = yarn.original_positions / (times * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(theta))
 
-    low = max(math.floor(pair_that_turns(yarn.beta_fast)), 0)
-    high = min(math.ceil(pair_that_turns(yarn.beta_slow)), head_dim - 1)
+    low, high = pair_that_turns(yarn.beta_fast), pair_that_turns(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
     width = np.float32(high - low if high != low else 0.001)
     pairs = np.arange(head_dim // 2, dtype=np.float32)
     kept = np.float32(1) - np.clip((pairs - np.float32(low)) / width, 0, 1)
-    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    power = np.power(float(theta), exponent.astype(np.float64)).astype(np.float32)
+    power = _powers(head_dim, theta)
     slow = np.float32(1) / (np.float32(yarn.factor) * power)
     return slow * (np.float32(1) - kept) + np.float32(1) / power * kept
 
 
-def model_angles(config: ModelConfig, positions: jax.Array) -> Angles:
-    """Cosine and sine of a model's rotations, [B, T, rotary_dim / 2], with YaRN's factor."""
-    width, yarn = config.rotary_dim, config.yarn
-    if yarn is None:
-        return rotary_angles(positions, width, config.rope_theta)
-    angle = _angle(positions, yarn_frequencies(width, config.rope_theta, yarn))
-    return jnp.cos(angle) * yarn.rotation_scale, jnp.sin(angle) * yarn.rotation_scale
+def _llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+    """Slows waves longer than L / low, keeps those shorter than L / high: Llama 3.1."""
+    assert scaling.low_freq_factor is not None and scaling.high_freq_factor is not None
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    length, factor = scaling.original_positions, np.float32(scaling.factor)
+    waves = np.float32(2 * math.pi) / plain
+    share = (np.float32(length) / waves - np.float32(low)) / np.float32(high - low)
+    between = (np.float32(1) - share) * plain / factor + share * plain
+    slowed = np.where(waves > length / low, plain / factor, between)
+    return np.where(waves < length / high, plain, slowed).astype(np.float32)
+
+
+def model_angles(
+    config: ModelConfig, positions: jax.Array, lengths: jax.Array | None = None
+) -> Angles:
+    """Cosine and sine of a model's rotations, [B, T, rotary_dim / 2], scaled as it asks.
+
+    "dynamic" and "longrope" turn a token by the length that its sequence has when the token is
+    seen: a prompt's tokens by the whole prompt's, however it is cut into chunks, and each later
+    one by its own position. Keys stay in the cache as they were turned. This is what transformers
+    does with one sequence in a fresh model; in a batch it takes the longest row's length for all.
+
+    Args:
+      config: of the model.
+      positions: int32[B, T].
+      lengths: int32[B], tokens of each sequence, those before and of this call, chunks to come
+        included; None where the last position is the last token.
+    """
+    width, theta, scaling = config.rotary_dim, config.rope_theta, config.rope_scaling
+    if scaling is None:
+        return rotary_angles(positions, width, theta)
+    frequency = jnp.asarray(scaled_frequencies(width, theta, scaling))[None, None]
+    if scaling.depends_on_length:
+        lengths = jnp.max(positions, axis=1) + 1 if lengths is None else lengths
+        frequency = _by_length(frequency, width, theta, scaling, lengths)
+    angle = positions.astype(jnp.float32)[..., None] * frequency
+    return jnp.cos(angle) * scaling.rotation_scale, jnp.sin(angle) * scaling.rotation_scale
+
+
+def _by_length(
+    short: jax.Array, width: int, theta: float, scaling: RopeScaling, lengths: jax.Array
+) -> jax.Array:
+    """float32[B, 1, R / 2], frequencies of sequences of some lengths.
+
+    "dynamic" multiplies the base by s^(R / (R - 2)) with s = factor length / original - factor + 1;
+    here frequency i is multiplied by s^(-2i / (R - 2)), in which the power of the base stays exact.
+    """
+    original = scaling.original_positions
+    if scaling.kind == "longrope":
+        long = jnp.asarray(scaled_frequencies(width, theta, scaling, is_long=True))[None, None]
+        return jnp.where(lengths[:, None, None] > original, long, short)
+    longer = jnp.maximum(lengths - original, 0).astype(jnp.float32)
+    stretch = jnp.log1p(longer * np.float32(scaling.factor / original))
+    exponent = np.arange(0, width, 2) / (width - 2)
+    return short * jnp.exp(-stretch[:, None, None] * exponent.astype(np.float32)[None, None])
 
 
 def rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> Angles:

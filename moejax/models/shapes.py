@@ -3,7 +3,7 @@
 import dataclasses
 
 from moejax.models.config import ModelConfig
-from moejax.models.parts import DeltaNet, LatentAttention, Yarn
+from moejax.models.parts import DeltaNet, LatentAttention, RopeScaling
 
 QWEN3_30B_A3B = ModelConfig(
     family="qwen3_moe",
@@ -83,7 +83,9 @@ DEEPSEEK_V2_LITE = dataclasses.replace(
     moe_layers=tuple(range(1, 27)),
     max_positions=163840,
     interleaved_rope=True,
-    yarn=Yarn(factor=40.0, original_positions=4096, mscale=0.707, mscale_all_dim=0.707),
+    rope_scaling=RopeScaling(
+        kind="yarn", factor=40.0, original_positions=4096, mscale=0.707, mscale_all_dim=0.707
+    ),
     latent=LatentAttention(kv_rank=512, query_rank=None, nope_dim=128, rope_dim=64, value_dim=128),
 )
 

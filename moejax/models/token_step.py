@@ -47,7 +47,7 @@ def choose_token_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernel
     if kernels.target is None:
         return Choice("xla", {"triton": "no target was named"})
     x = jax.ShapeDtypeStruct((1, config.model_dim), dtype)
-    found = [residual_norm.choose(x, kernels.target)]
+    found = [residual_norm.OPERATION.choose(x, target=kernels.target)]
     if is_plain(config):
         found.append(choose_cache_writes(config, dtype, kernels.target))
     reasons = dict.fromkeys(choice.refusals["triton"] for choice in found if choice.refusals)
@@ -60,7 +60,7 @@ def is_plain(config: ModelConfig) -> bool:
     Else the layers mix by `Transformer.mix`, whatever serves attention.
     """
     gated = config.attention_gate or config.zero_centred_norm
-    turned = config.rotary_dim != config.head_dim or config.interleaved_rope or config.yarn
+    turned = config.rotary_dim != config.head_dim or config.interleaved_rope
     return config.latent is None and not gated and not turned
 
 
@@ -74,7 +74,7 @@ def choose_cache_writes(config: ModelConfig, dtype: jnp.dtype, target: Target) -
     """
     qkv = jax.ShapeDtypeStruct((1, config.qkv_dim), dtype)
     keys = jax.ShapeDtypeStruct(cache_shape(config, 1, 1), dtype)
-    return qkv_to_cache.choose(qkv, keys, target)
+    return qkv_to_cache.OPERATION.choose(qkv, keys, target=target)
 
 
 def serves_token_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernels) -> bool:

@@ -214,6 +214,7 @@ class Transformer(nnx.Module):
         attend: Attend,
         experts: ExpertsVia,
         run: RunExperts | None = None,
+        lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, list[Routing]]:
         """Embedding and all layers; what attention sees is the caller's business.
 
@@ -224,11 +225,12 @@ class Transformer(nnx.Module):
           attend: what attention sees.
           experts: which form runs the experts.
           run: what runs those that the model does not hold.
+          lengths: int32[B], of `rope.model_angles`.
 
         Returns:
           The last layer's output [B, T, D], and the routing of each sparse layer.
         """
-        angles = model_angles(self.config, positions)
+        angles = model_angles(self.config, positions, lengths)
         x = ops.take_rows(self.embed[...], tokens, self.dtype)
         routings = []
         for place in places(self.config):
@@ -262,6 +264,7 @@ class Transformer(nnx.Module):
         spec: ChunkSpec,
         run: RunExperts | None = None,
         watch: WatchAttention | None = None,
+        lengths: jax.Array | None = None,
     ) -> tuple[KVCache, jax.Array]:
         """Runs T new tokens of each sequence, writing the cache.
 
@@ -278,15 +281,18 @@ class Transformer(nnx.Module):
           spec: static facts.
           run: what runs experts that the model does not hold.
           watch: who sees the queries and keys.
+          lengths: int32[B], of `rope.model_angles`.
 
         Returns:
           The cache and the last layer's output [B, T, D], before the last norm.
         """
         if tokens.shape[1] == 1 or not self.loops(spec.experts, run):
-            cache, hidden, _ = self.routed(tokens, positions, token_mask, cache, spec, run, watch)
+            cache, hidden, _ = self.routed(
+                tokens, positions, token_mask, cache, spec, run, watch, lengths
+            )
             return cache, hidden
         assert run is None or isinstance(run, LoopedExperts)
-        return self._looped(tokens, positions, token_mask, cache, spec, run, watch)
+        return self._looped(tokens, positions, token_mask, cache, spec, run, watch, lengths)
 
     def loops(self, experts: ExpertsVia, run: RunExperts | None) -> bool:
         """Whether the sparse layers of a chunk of tokens run in a loop: numbers serve."""
@@ -306,10 +312,11 @@ class Transformer(nnx.Module):
         spec: ChunkSpec,
         run: LoopedExperts | None,
         watch: WatchAttention | None,
+        lengths: jax.Array | None,
     ) -> tuple[KVCache, jax.Array]:
         """As a call, layer numbers on the device; what no whole pass holds is unrolled."""
         c = self.config
-        angles = model_angles(c, positions)
+        angles = model_angles(c, positions, lengths)
         loop = loop_over(c, run.num_turns if run else 1)
 
         def one(x: jax.Array, place: Place, cache: KVCache) -> tuple[jax.Array, KVCache]:
@@ -359,6 +366,7 @@ class Transformer(nnx.Module):
         spec: ChunkSpec,
         run: RunExperts | None = None,
         watch: WatchAttention | None = None,
+        lengths: jax.Array | None = None,
     ) -> tuple[KVCache, jax.Array, list[Routing]]:
         """As a call, unrolled, with each sparse layer's routing; for those who count experts."""
         is_token = tokens.shape[1] == 1 and not spec.is_first
@@ -366,5 +374,5 @@ class Transformer(nnx.Module):
         if is_token and watch is None and serves_token_step(self.config, self.dtype, self.kernels):
             return token_layers(self, tokens, positions, token_mask, cache, spec, run)
         attend = self.attention_of(cache, positions, spec, watch, token_mask)
-        found = self.layers(tokens, positions, token_mask, attend, spec.experts, run)
+        found = self.layers(tokens, positions, token_mask, attend, spec.experts, run, lengths)
         return attend.cache, *found

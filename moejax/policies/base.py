@@ -93,7 +93,6 @@ class Decision(NamedTuple):
       weights: float32[N, A], of the sum.
       at_least: bool[N, A], a tier of higher fidelity may serve the pair where one is resident
         (DyMoE's conservative reuse).
-      keep: float32[E], experts of least value leave a cache first; None for the least recent use.
       ahead: int32[E], the tier in which the next layer's experts are to be brought ahead, -1 for
         not; None for none.
     """
@@ -102,7 +101,6 @@ class Decision(NamedTuple):
     tier: jax.Array
     weights: jax.Array
     at_least: jax.Array
-    keep: jax.Array | None = None
     ahead: jax.Array | None = None
 
 

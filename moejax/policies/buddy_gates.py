@@ -110,40 +110,16 @@ def missing_share(requested: jax.Array, resident: jax.Array) -> jax.Array:
     return missing.astype(jnp.float32) / jnp.maximum(asked, 1).astype(jnp.float32)
 
 
-def beta_of_budget(
-    missing: np.ndarray, requested: np.ndarray, expert_bytes: float, budget_bytes: float
-) -> float:
-    """The least beta that keeps the traffic of bypassed layers within a budget (section 3.1).
-
-    The gate bypasses replacement where delta >= beta, and all that misses is then transferred: over
-    the steps of a trace the mean of n_cpu w over the layers with delta >= beta stays within B.
-
-    Args:
-      missing: int[steps, M], requested experts that are not on the device, without replacement.
-      requested: int[steps, M], distinct experts requested.
-      expert_bytes: w, of one expert.
-      budget_bytes: B, of one step.
-
-    Returns:
-      beta in [0, 1], or infinity where even delta = 1 must not bypass.
-    """
-    delta = (missing / np.maximum(requested, 1)).reshape(-1)
-    order = np.argsort(-delta, kind="stable")
-    bytes_down_to = np.cumsum(missing.reshape(-1)[order]) * expert_bytes / len(missing)
-    falling = delta[order]
-    # All entries of one delta come together: the sum that counts is the last one of each.
-    is_last = np.append(falling[1:] < falling[:-1], True)
-    affordable = falling[is_last & (bytes_down_to <= budget_bytes)]
-    return float(affordable[-1]) if len(affordable) else math.inf
-
-
 def delta_bin(delta: jax.Array) -> jax.Array:
     """int32[], the bin of `DELTA_BINS` + 1 of a delta; 1 has one of its own."""
     return jnp.floor(delta * DELTA_BINS).astype(jnp.int32)
 
 
 def beta_within(missing: jax.Array, budget: jax.Array) -> jax.Array:
-    """`beta_of_budget` of what was counted by `delta_bin`, to a bin.
+    """The least beta that keeps the traffic of bypassed layers within a budget (section 3.1).
+
+    The gate bypasses replacement where delta >= beta, and all that misses is then transferred: the
+    mean of n_cpu w over the layers with delta >= beta stays within B. Exact to a bin.
 
     Args:
       missing: float32[DELTA_BINS + 1], experts missing in a mean step, by delta of their layer.

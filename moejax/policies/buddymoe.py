@@ -37,9 +37,6 @@ from moejax.policies.substitution import Candidates, Form, Substitution
 from pallas_kernels.buddy_search import Gate
 from pallas_kernels.tiered_plan import Rule
 
-# "none" is the paper's baseline "original", "random" its other one; "matched_random" draws at
-# random exactly where buddies would have replaced: the two at one share of replaced pairs.
-Choose = Literal["buddies", "none", "random", "matched_random"]
 FallBack = Literal["fetch", "drop"]
 
 
@@ -51,12 +48,11 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
     """The policy; of one tier.
 
     All numbers but `max_requests`, which is a shape, are leaves of the state, and may be swept
-    there; eta and kappa, beta, and the discount only where they are not 0 (beta: not None) here,
-    which brings them into the program.
+    there; eta, kappa and beta only where they are not 0 (beta: not None) here, which brings them
+    into the program.
 
     Attributes:
       lists: of a profile (`python -m moejax.profile_experts`).
-      choose: who stands in.
       gains: float[M, E, E], what the weight of expert i is multiplied by where j serves, such as
         `buddy_lists.output_gains`; None is the paper's rule, 1. With buddies that are hardly alike
         the full weight does more harm than dropping the pair.
@@ -69,7 +65,6 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
       eta: of eq. 3; not 0 costs two launches a layer more.
       kappa: of eq. 3; the same.
       hops: [E], of eq. 3; () is 0 for all, one partition.
-      discount: of Psi for each use of a buddy by the same token; 0 is the hard rule of Algorithm 1.
       rho: replacements of a token and layer at most; None is no limit.
       spend_on: which pairs the budget goes to first, "first" ranks (Algorithm 1's order) or "last"
         ones, of the least gate weight.
@@ -81,15 +76,14 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
       half_life: such times after which a miss counts half.
       least_misses: an expert is brought from so many on.
       max_requests: of one step.
-      form: how Algorithm 1 is computed.
-      seed: of random choices.
+      form: how Algorithm 1 is computed; the engine takes "kernel" on a GPU.
     """
 
     name: ClassVar[str] = "buddymoe"
     substitutes: ClassVar[bool] = True
+    has_kernel: ClassVar[bool] = True  # a subclass with a `search` of its own has none
 
     lists: BuddyLists = NO_LISTS
-    choose: Choose = "buddies"
     gains: np.ndarray | None = None
     tae_tau: float | np.ndarray = -1.0
     tae_margin: float = 2.0
@@ -99,7 +93,6 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
     eta: float = 0.0
     kappa: float = 0.0
     hops: tuple[float, ...] = ()
-    discount: float = 0.0
     rho: int | None = None
     spend_on: Literal["first", "last"] = "first"
     depth: int | None = None
@@ -109,13 +102,12 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
     half_life: float = 256.0
     least_misses: float = 2.0
     max_requests: int = 4
-    form: Form = "table"
-    seed: int = 0
+    form: Form = "ranks"
 
     def __post_init__(self) -> None:
         """Raises MoejaxError naming the first setting that is out of its range."""
         spend_on = Literal["first", "last"]
-        options = {"choose": Choose, "spend_on": spend_on, "fall_back": FallBack, "form": Form}
+        options = {"spend_on": spend_on, "fall_back": FallBack, "form": Form}
         if not isinstance(self.lists, BuddyLists):
             raise MoejaxError(f"lists={self.lists!r} must be those of a profile")
         for name, allowed in options.items():
@@ -126,7 +118,7 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         check_number("tae_margin", self.tae_margin, 0)
         for name in ("tae_temperature", "half_life"):
             check_number(name, getattr(self, name), 0, above=True)
-        if self.beta not in (None, math.inf):  # `buddy_gates.beta_of_budget` may say infinity
+        if self.beta not in (None, math.inf):  # infinity: nothing bypasses
             check_number("beta", self.beta, 0)
         if self.bypass_bytes is not None:
             check_number("bypass_bytes", self.bypass_bytes, 0)
@@ -135,7 +127,6 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         for name in ("eta", "kappa", "least_misses"):
             check_number(name, getattr(self, name), 0)
         check_numbers("hops", self.hops, 0)
-        check_number("discount", self.discount, 0, 1)
         if self.rho is not None:
             check_number("rho", self.rho, 0, 2**30, integer=True)
         if self.depth is not None:
@@ -144,12 +135,11 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         if self.background_bytes is not None:
             check_number("background_bytes", self.background_bytes, 0)
         check_number("max_requests", self.max_requests, 0, 2**20, integer=True)
-        check_number("seed", self.seed, 0, 2**32 - 1, integer=True)
 
     @property
     def layer_axes(self) -> Any:
-        """See `Policy`; draws are numbered from layer to layer, and a budget of bytes is of all."""
-        if self.choose in ("random", "matched_random") or self.bypass_bytes is not None:
+        """See `Policy`; a budget of bytes is shared by all layers."""
+        if self.bypass_bytes is not None:
             return None
         return buddymoe_state.layer_axes(self.gains is not None)
 
@@ -190,7 +180,6 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
             missed=jnp.zeros(shape, jnp.float32),
             requested=zero,
             credit=jnp.zeros((), jnp.float32),
-            draws=zero,
             missing=jnp.zeros(buddy_gates.DELTA_BINS + 1, jnp.float32),
             steps=jnp.zeros((), jnp.float32),
         )
@@ -206,7 +195,6 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
             "bypass_bytes": self.bypass_bytes or 0,
             "eta": self.eta,
             "kappa": self.kappa,
-            "discount": self.discount,
             "background_bytes": background,
             "expert_bytes": spec.expert_bytes[0],
             "retention": 0.5 ** (1 / self.half_life),
@@ -219,7 +207,6 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         tau = np.broadcast_to(np.asarray(self.tae_tau, np.float32), spec.num_layers)
         return Settings(
             tau=jnp.asarray(tau),
-            seed=jnp.asarray(self.seed, jnp.uint32),
             **{name: jnp.asarray(value, jnp.float32) for name, value in real.items()},
             **{name: jnp.asarray(value, jnp.int32) for name, value in whole.items()},
         )
@@ -240,24 +227,20 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         asked = asked if runs is None else asked & runs
         tier = jnp.where(asked, 0, SKIPPED)
         served = Decision(o.ids, tier, o.weights, jnp.zeros(o.ids.shape, bool))
-        if self.choose == "none" or (o.is_prefill and not self.in_prefill):
+        if o.is_prefill and not self.in_prefill:
             return served, state
         resident = o.resident[0]
         if self._is_one_launch:
             given = o.active if runs is None else asked
             found, state = self._searched(state, o, resident, given)
-            first_rank = None
         else:
             missing = asked & ~resident.at[o.ids].get(mode="clip")
             wanted = missing & self._passes(state, o, resident, asked)[:, None]
-            found, first_rank = self._search(state, o, resident, wanted)
+            found = self.search(state, o, resident, wanted)
         ids, weights = found.ids, o.weights
         if state.gains is not None:
             gain = state.gains.at[o.layer, o.ids, ids].get(mode="clip")
             weights = jnp.where(found.replaced, weights * gain, weights)
-        if first_rank is not None:
-            ids = jnp.where(first_rank >= 0, o.ids, ids)
-            weights, tier = substitution.merged(weights, tier, first_rank, SKIPPED)
         dropped = jnp.zeros_like(found.replaced)
         if self.fall_back == "drop":
             dropped = found.searched & ~found.replaced
@@ -268,9 +251,9 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         return decision, self._counted(state, o, found.replaced, dropped)
 
     def decode_rule(self, state: BuddyState) -> Rule | None:
-        """See `Policy`: all pairs run, unless some are dropped or merged."""
+        """See `Policy`: all pairs run, unless some are dropped."""
         del state
-        if self.choose != "none" and (self.fall_back == "drop" or self.discount):
+        if self.fall_back == "drop":
             return None
         return always(jnp.zeros((), jnp.int32))
 
@@ -304,14 +287,14 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         return self.beta is not None or self.bypass_bytes is not None
 
     @property
-    def _is_scored(self) -> bool:
+    def is_scored(self) -> bool:
         """Whether candidates are not taken in the order of their lists."""
-        return bool(self.eta or self.kappa or self.discount)
+        return bool(self.eta or self.kappa)
 
     @property
     def _is_one_launch(self) -> bool:
         """Whether one kernel gates, searches and counts."""
-        return self.form == "kernel" and self.choose == "buddies" and not self._is_scored
+        return self.form == "kernel" and self.has_kernel and not self.is_scored
 
     def _searched(
         self, state: BuddyState, o: Observation, resident: jax.Array, allowed: jax.Array
@@ -329,39 +312,32 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         )  # fmt: skip
         return found, dataclasses.replace(state, replaced=replaced)
 
-    def _search(
-        self, state: BuddyState, o: Observation, resident: jax.Array, wanted: jax.Array
-    ) -> tuple[Substitution, jax.Array | None]:
-        """The substitution; and where buddies may serve twice, the ranks where weights meet."""
-        settings, last_first = state.settings, self.spend_on == "last"
-        if self.choose == "random":
-            return self._drawn(state, o, resident, wanted), None
-        ids = substitution.candidates_of(o.ids, state.lists[o.layer], resident, settings.depth)
-        value = None
-        if self._is_scored:
-            logits = substitution.normalized_logits(o.probabilities)
-            q, weights = state.q[o.layer][o.ids], (settings.eta, settings.kappa)
-            value = substitution.priority(ids, q, logits, state.hops, *weights)
-        given = (o.ids, Candidates(ids, value), wanted, settings.budget)
-        first_rank = None
-        if self.discount:
-            found, first_rank = substitution.substitute_softly(
-                *given, settings.discount, last_first=last_first
-            )
-        else:
-            form = "table" if self.form == "kernel" else self.form
-            found = substitution.substitute(*given, last_first=last_first, form=form)
-        if self.choose == "matched_random":  # all different: no weights meet
-            drawn = self._drawn(state, o, resident, found.replaced)
-            return drawn._replace(searched=found.searched), None
-        return found, first_rank
-
-    def _drawn(
+    def search(
         self, state: BuddyState, o: Observation, resident: jax.Array, wanted: jax.Array
     ) -> Substitution:
-        key = jax.random.fold_in(jax.random.key(state.settings.seed), state.draws)
-        budget = state.settings.budget
-        return substitution.substitute_randomly(o.ids, resident, wanted, budget, key)
+        """Algorithm 1 over the missing pairs of a layer.
+
+        Args:
+          state: with the lists and settings.
+          o: of the layer.
+          resident: bool[E].
+          wanted: bool[N, A], pairs that may be replaced.
+        """
+        settings = state.settings
+        return substitution.substitute(
+            o.ids, self.candidates(state, o, resident), wanted, settings.budget,
+            last_first=self.spend_on == "last",
+        )  # fmt: skip
+
+    def candidates(self, state: BuddyState, o: Observation, resident: jax.Array) -> Candidates:
+        """Resident buddies of every pair; with the score of eq. 3 where eta or kappa is not 0."""
+        settings = state.settings
+        ids = substitution.candidates_of(o.ids, state.lists[o.layer], resident, settings.depth)
+        if not self.is_scored:
+            return Candidates(ids)
+        logits = substitution.normalized_logits(o.probabilities)
+        q, weights = state.q[o.layer][o.ids], (settings.eta, settings.kappa)
+        return Candidates(ids, substitution.buddy_score(ids, q, logits, state.hops, *weights))
 
     def _counted(
         self, state: BuddyState, o: Observation, replaced: jax.Array, dropped: jax.Array
@@ -382,8 +358,6 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
             now["replaced"] = added(state.replaced, replaced)
         if self.fall_back == "drop":
             now["dropped"] = added(state.dropped, dropped)
-        if self.choose in ("random", "matched_random"):
-            now["draws"] = state.draws + 1
         return dataclasses.replace(state, **now)
 
     def transfers(self, state: BuddyState, resident: jax.Array) -> tuple[Requests, BuddyState]:

@@ -24,14 +24,12 @@ class Settings(NamedTuple):
       bypass_bytes: float32[], from which beta follows where it is used.
       eta: float32[], weight of the token's own logits in eq. 3.
       kappa: float32[], penalty of a hop in eq. 3.
-      discount: float32[], of a buddy's second use.
       budget: int32[], rho.
       depth: int32[], H.
       background_bytes: float32[], of background transfers, a step.
       expert_bytes: float32[], of one expert.
       retention: float32[], of the counts of misses, a step.
       least_misses: float32[], from which on an expert is brought.
-      seed: uint32[], of random choices.
     """
 
     tau: jax.Array
@@ -41,14 +39,12 @@ class Settings(NamedTuple):
     bypass_bytes: jax.Array
     eta: jax.Array
     kappa: jax.Array
-    discount: jax.Array
     budget: jax.Array
     depth: jax.Array
     background_bytes: jax.Array
     expert_bytes: jax.Array
     retention: jax.Array
     least_misses: jax.Array
-    seed: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -68,7 +64,6 @@ class BuddyState:
       missed: float32[M, E], pairs replaced or dropped since the expert was last asked for, fading.
       requested: int32[], experts that background transfers were asked for.
       credit: float32[], bytes of background transfers that are saved up.
-      draws: int32[], random choices so far.
       missing: float32[DELTA_BINS + 1], experts that decode steps asked for in vain, by the delta of
         their layer (`buddy_gates.delta_bin`), fading; 0 where beta does not follow from it.
       steps: float32[], the steps of that, fading alike.
@@ -85,7 +80,6 @@ class BuddyState:
     missed: jax.Array
     requested: jax.Array
     credit: jax.Array
-    draws: jax.Array
     missing: jax.Array
     steps: jax.Array
 

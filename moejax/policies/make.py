@@ -2,18 +2,21 @@
 
 import dataclasses
 import difflib
+import importlib
+import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from moejax.errors import MoejaxError
-from moejax.policies.base import AnyPolicy
+from moejax.policies.base import AnyPolicy, Policy
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.compose import Compose
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
 from moejax.policies.on_demand import OnDemand
 from moejax.policies.resident import Resident
-from moejax.policies.substitution import Form
 
 # Each a frozen dataclass whose fields are the settings.
 POLICIES: Mapping[str, Callable[..., AnyPolicy]] = {
@@ -29,11 +32,43 @@ PARTS = {"hotness": "dynaexq", "importance": "dymoe", "buddies": "buddymoe"}
 DEFAULT_PARTS = "dynaexq+dymoe"
 
 
+def class_of(name: str) -> Callable[..., AnyPolicy]:
+    """The class of a policy: one of `POLICIES`, or "module:Class" of the user's own.
+
+    The module is looked for where Python looks, and in the current directory.
+
+    Raises:
+      MoejaxError: there is none, or it is no policy.
+    """
+    if name in POLICIES:
+        return POLICIES[name]
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise MoejaxError(f"there is no policy {name!r}; {_meant(name, POLICIES)}")
+    here = str(Path.cwd())
+    if not {"", here} & set(sys.path):  # `moejax`, unlike `python -m moejax`, does not look there
+        sys.path.append(here)
+    try:
+        found: Any = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # the user's code: whatever it raises is input
+        said = f"{type(error).__name__}: {error}"
+        raise MoejaxError(f"policy {name} cannot be imported ({said})") from error
+    bases = inspect.getmro(found) if inspect.isclass(found) else ()
+    if Policy not in bases or not hasattr(found, "__dataclass_fields__"):
+        raise MoejaxError(
+            f"policy {name} is no dataclass that derives from moejax.policies.base.Policy"
+        )
+    if inspect.isabstract(found):
+        lacks = ", ".join(sorted(found.__abstractmethods__))
+        raise MoejaxError(f"policy {name} lacks {lacks}")
+    return found
+
+
 def make_policy(name: str, **settings: Any) -> AnyPolicy:
     """The policy of this name with these settings; those not given have their defaults.
 
     Args:
-      name: of `POLICIES`.
+      name: of `POLICIES`, or "module:Class".
       **settings: fields of that class; lists become tuples.
 
     Raises:
@@ -43,25 +78,17 @@ def make_policy(name: str, **settings: Any) -> AnyPolicy:
     given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
     if name == "compose":
         return _composed(**given)
-    return POLICIES[name](**given)
+    return class_of(name)(**given)
 
 
 def with_kernels(policy: AnyPolicy, platform: str) -> AnyPolicy:
     """The same decisions by kernels, where the platform is "gpu" and there are some."""
-    return _searching(policy, "kernel") if platform == "gpu" else policy
-
-
-def side_by_side(policy: AnyPolicy, platform: str) -> AnyPolicy:
-    """The same decisions by what is fast for many settings at once, without kernels."""
-    return policy if platform == "gpu" else _searching(policy, "ranks")
-
-
-def _searching(policy: AnyPolicy, form: Form) -> AnyPolicy:
-    """With buddies found so, unless a form was asked for."""
-    if isinstance(policy, BuddyMoe) and policy.form == "table":
-        return dataclasses.replace(policy, form=form)
+    if platform != "gpu":
+        return policy
+    if isinstance(policy, BuddyMoe):
+        return dataclasses.replace(policy, form="kernel")
     if isinstance(policy, Compose) and policy.buddies is not None:
-        buddies: Any = _searching(policy.buddies, form)
+        buddies = dataclasses.replace(policy.buddies, form="kernel")
         return dataclasses.replace(policy, buddies=buddies)
     return policy
 
@@ -93,8 +120,6 @@ def _composed(parts: str = DEFAULT_PARTS, **settings: Any) -> Compose:
 
 def check_settings(name: str, settings: Mapping[str, Any]) -> None:
     """Raises MoejaxError for a policy or a setting that there is not, or not in the parts."""
-    if name not in POLICIES:
-        raise MoejaxError(f"there is no policy {name!r}; {_meant(name, POLICIES)}")
     every, parts = settings_of(name), parts_of(name, settings)
     known = settings_of(name, parts)
     for setting in settings:
@@ -111,7 +136,7 @@ def settings_of(name: str, parts: Sequence[str] = tuple(PARTS.values())) -> dict
         for part in reversed(parts):
             found |= settings_of(part)
         return found
-    fields = dataclasses.fields(POLICIES[name])  # type: ignore[arg-type]
+    fields = dataclasses.fields(class_of(name))  # type: ignore[arg-type]
     return {field.name: field.default for field in fields}
 
 

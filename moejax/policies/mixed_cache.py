@@ -103,10 +103,3 @@ def served(resident: jax.Array, decision: Decision, active: jax.Array) -> Served
         reused=reused,
         leaving=resident & fetched[None],
     )
-
-
-def resident_after(resident: jax.Array, done: Served) -> jax.Array:
-    """bool[T, E], with what came and without what left; every expert in one tier at most."""
-    tier = jax.lax.iota(jnp.int32, len(resident))[:, None]
-    comes = (done.tier[None] == tier) & done.fetched[None]
-    return (resident & ~done.leaving) | comes

@@ -4,14 +4,17 @@ import jax
 
 from moejax.quantization.grid import Codes, Grid
 from moejax.quantization.hqq import HqqSettings
-from pallas_kernels.hqq_solve import SolveSettings, hqq_solve, refusal
+from pallas_kernels.hqq_solve import OPERATION, SolveSettings, hqq_solve
+from pallas_kernels.target import SIMULATED, Target
 
 
-def kernel_refusal(weights: jax.Array | jax.ShapeDtypeStruct, grid: Grid) -> str | None:
+def kernel_refusal(
+    weights: jax.Array | jax.ShapeDtypeStruct, grid: Grid, target: Target | None = None
+) -> str | None:
     """Why `kernel_hqq` cannot serve such weights, in one line, or None; `hqq` serves all."""
     if grid.zero_kind != "float":
         return f"hqq finds float zeros; zero_kind is {grid.zero_kind!r}"
-    return refusal(weights, None, bits=grid.bits, group_size=grid.group_size)
+    return OPERATION.refusal("triton", weights, None, grid.bits, grid.group_size, target=target)
 
 
 def kernel_hqq(
@@ -36,7 +39,7 @@ def kernel_hqq(
     Raises:
       ValueError: naming what the kernel cannot serve.
     """
-    if reason := kernel_refusal(weights, grid):
+    if reason := kernel_refusal(weights, grid, SIMULATED if interpret else None):
         raise ValueError(reason)
     solution = hqq_solve(
         weights,
@@ -49,6 +52,7 @@ def kernel_hqq(
             round_start=settings.round_start,
         ),
         low_rank=(u, v) if u.shape[-1] else None,
+        implementation="triton",
         interpret=interpret,
     )
     return Codes(solution.codes, solution.scales, solution.zeros)

@@ -132,6 +132,8 @@ class AnswerWriter:
             "finish_reason": finish_reason,
         }
         chunk = {**self._chunk_head(), "choices": [choice]}
+        if self._request.continuous_usage:
+            return {**chunk, "usage": self.usage()}
         return {**chunk, "usage": None} if self._request.include_usage else chunk
 
     def _logprobs(self, row: int, told: tuple[TokenLogprob, ...]) -> dict[str, Any] | None:

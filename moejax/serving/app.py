@@ -1,8 +1,8 @@
 """The ASGI application: routes of OpenAI's API, health, metrics."""
 
-import asyncio
 import dataclasses
 import json
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
@@ -21,6 +21,7 @@ from moejax.engine import Engine
 from moejax.generation import GenerationSettings
 from moejax.serving.answers import AnswerWriter, TokenTexts
 from moejax.serving.batcher import Batcher
+from moejax.serving.bodies import Bodies
 from moejax.serving.errors import ApiError, unavailable
 from moejax.serving.exchange import ClientGone, Exchange, outcome_of
 from moejax.serving.fields import read_object
@@ -29,8 +30,7 @@ from moejax.serving.metrics import Metrics
 from moejax.serving.requests import ModelFacts, Request, read_chat, read_completion
 from moejax.serving.responses import error_response, json_response
 
-JSON = "application/json"
-BODY_SECONDS = 30.0  # a client may take to send its body
+_LOG = logging.getLogger(__name__)
 Reader = Callable[[Mapping[str, Any], ModelFacts], Request]
 
 
@@ -73,7 +73,7 @@ class Api:
         model_name: str,
         defaults: GenerationSettings,
         max_body_bytes: int,
-        queue_limit: int,
+        most_answers: int,
         access: Access,
     ):
         """Answers once the batcher is ready.
@@ -84,15 +84,16 @@ class Api:
           model_name: as clients call the model.
           defaults: of fields that requests do not say.
           max_body_bytes: longer bodies are refused.
-          queue_limit: requests of more answers are refused.
+          most_answers: requests of more answers are refused.
           access: who may ask.
         """
         self._batcher = batcher
         self._metrics = metrics
         self._model_name = model_name
         self._defaults = defaults
-        self._max_body_bytes = max_body_bytes
-        self._queue_limit = queue_limit
+        self._bodies = Bodies(max_body_bytes)
+        self._most_answers = most_answers
+        self._told: set[str] = set()  # fields that were ignored so far
         self._access = access
         self._texts: TokenTexts | None = None
         self._started = int(time.time())
@@ -166,41 +167,20 @@ class Api:
         return answer
 
     async def _read(self, http: HttpRequest, read: Reader) -> tuple[Request, Engine]:
-        """The checked request; in a thread, since long texts take their time."""
+        """The checked request."""
         engine = self._batcher.engine
-        if (kind := http.headers.get("content-type", "")).partition(";")[0].strip().lower() != JSON:
-            # A page of another site may send other types without asking this server first.
-            said = f"the Content-Type must be {JSON}, not {kind[:100]!r}"
-            raise ApiError(said, status=415, code="unsupported_media_type")
-        body = await self._body(http)
-        if engine is None or engine.tokenizer is None:
-            raise unavailable("the model is being loaded")
-        facts = ModelFacts(
-            self._model_name, engine.tokenizer, engine.config.vocab_size, self._defaults,
-            engine.check_prompt, self._queue_limit,
-        )  # fmt: skip
-        return await asyncio.to_thread(lambda: read(read_object(body), facts)), engine
-
-    async def _body(self, http: HttpRequest) -> bytes:
-        """The body; raises an ApiError where it is too long, or too slow."""
-        limit = self._max_body_bytes
-        too_long = ApiError(
-            f"the body is longer than {limit} bytes", status=413, code="body_too_large"
-        )
-        length = http.headers.get("content-length", "")
-        if length.isdecimal() and int(length) > limit:
-            raise too_long
-        body = bytearray()
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                async for chunk in http.stream():
-                    body += chunk
-                    if len(body) > limit:
-                        raise too_long
-        except TimeoutError:
-            said = f"the body did not come within {BODY_SECONDS:g} s"
-            raise ApiError(said, status=408, code="body_too_slow") from None
-        return bytes(body)
+        async with self._bodies.received(http) as body:
+            if engine is None or engine.tokenizer is None:
+                raise unavailable("the model is being loaded")
+            facts = ModelFacts(
+                self._model_name, engine.tokenizer, engine.config.vocab_size, self._defaults,
+                engine.check_prompt, engine.longest_prompt, self._most_answers,
+            )  # fmt: skip
+            request = await self._bodies.parse(body, lambda body: read(read_object(body), facts))
+        for name in set(request.ignored) - self._told:
+            self._told.add(name)
+            _LOG.warning("ignored: the field %s of a request; said once", name)
+        return request, engine
 
     def _writer(self, request: Request, engine: Engine) -> AnswerWriter:
         if self._texts is None:

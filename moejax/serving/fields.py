@@ -117,14 +117,15 @@ class Fields:
             if value is not None and not any(_same(value, one) for one in allowed):
                 self.refuse(name, why)
 
-    def refuse_unknown(self, ignored: Collection[str] = ()) -> None:
-        """Refuses what nobody took, but for names that are `ignored`."""
+    def refuse_unknown(self, ignored: Collection[str] = ()) -> list[str]:
+        """Refuses what nobody took, but for names that are `ignored`; gives those."""
         known = self._known | set(ignored)
         for name in self._values:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 self.refuse(_short(name), f"there is no such field{hint}")
+        return [name for name in self._values if name not in self._known]
 
 
 def _same(value: Any, other: Any) -> bool:

@@ -14,6 +14,9 @@ from moejax.tokenizer import Tokenizer
 
 MOST_LOGPROBS = 20  # likeliest tokens beside each token, of OpenAI's API
 MOST_STOPS = 16
+MOST_MESSAGES = 2048  # of a chat, and parts of their contents: templates take their time for each
+EARLY_FACTOR = 8  # characters of a text for each token that fits, which are looked at first
+EARLY_CHARACTERS = 2**16  # shorter texts are read at once
 NOT_SUPPORTED = "this server does not support it"
 # What asks for nothing may be there: clients send such values on their own.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -22,6 +25,32 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "best_of": (1,),
     "suffix": ("",),
+    "min_tokens": (0,),
+    "stop_token_ids": ([],),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
+    "include_stop_str_in_output": (False,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "typical_p": (1,),
+    "mirostat": (0,),
+    "prompt_logprobs": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "documents": ([],),
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": ("",),
+    "guided_choice": ([],),
+    "guided_grammar": ("",),
+    "json_schema": ({},),
+    "grammar": ("",),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -33,6 +62,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
 }
 IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
+# Sent by clients of other servers, and without a meaning here: a line in the log says so.
+LOGGED = (
+    "skip_special_tokens", "spaces_between_special_tokens", "reasoning_effort", "verbosity",
+    "include_reasoning", "separate_reasoning", "priority", "request_id", "cache_prompt",
+    "cache_salt", "prompt_cache_retention", "keep_alive", "id_slot",
+)  # fmt: skip
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
@@ -46,6 +81,7 @@ class ModelFacts:
       vocab_size: V.
       defaults: of fields that a request does not say.
       check_prompt: raises MoejaxError where token ids leave no room to answer.
+      longest_prompt: tokens of a prompt that leaves room.
       most_answers: of a request.
     """
 
@@ -54,13 +90,14 @@ class ModelFacts:
     vocab_size: int
     defaults: GenerationSettings
     check_prompt: Callable[[list[int]], None]
+    longest_prompt: int
     most_answers: int = 2**31
 
     def check_count(self, num_prompts: int, count: int) -> None:
         """Raises an ApiError where there are more answers than may wait; before they cost time."""
         if (answers := num_prompts * count) > self.most_answers:
             field = "n" if count > 1 else "prompt"
-            said = f"{field}: {answers} answers are more than the {self.most_answers} that may wait"
+            said = f"{field}: {answers} answers are more than the {self.most_answers} of a request"
             raise ApiError(said, param=field)
 
     def encode(self, prompt: str | list[int], field: str, *, add_special_tokens: bool) -> list[int]:
@@ -70,6 +107,8 @@ class ModelFacts:
           ApiError: naming the field: it is empty, holds what is no token, or is too long.
         """
         code = None
+        if isinstance(prompt, str):
+            self._refuse_early(prompt, field)
         try:
             ids = token_ids_of(
                 prompt, self.tokenizer, self.vocab_size, add_special_tokens=add_special_tokens
@@ -79,6 +118,25 @@ class ModelFacts:
         except MoejaxError as error:
             raise ApiError(str(error), param=field, code=code) from error
         return ids
+
+    def _refuse_early(self, prompt: str, field: str) -> None:
+        """Refuses a text that is far too long: tokenizers take seconds and gigabytes for megabytes.
+
+        First by its bytes alone, where a token holds so many at most; then by the tokens of its
+        beginning. What follows a beginning changes the tokens of its last word, not a quarter of
+        them.
+        """
+        most, size, longest = self.tokenizer.most_token_bytes, len(prompt.encode()), None
+        if most is not None and size > most * self.longest_prompt:
+            longest = -(-size // most)
+        elif len(prompt) > max(EARLY_CHARACTERS, EARLY_FACTOR * self.longest_prompt):
+            begin = prompt[: EARLY_FACTOR * self.longest_prompt]
+            count = len(self.tokenizer.encode(begin, add_special_tokens=False))
+            longest = count if count > 1.25 * self.longest_prompt else None
+        if longest is not None:
+            said = f"a prompt of {size} bytes is {longest} tokens at least, and there is room for "
+            said += f"{self.longest_prompt}: shorten it"
+            raise ApiError(said, param=field, code="context_length_exceeded")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +151,9 @@ class Request:
       echo: texts that completions begin with; "" for none.
       stream: whether the answer is told as it comes.
       include_usage: whether a stream ends with the counts of tokens.
+      continuous_usage: whether each of its chunks has the counts so far.
       top_logprobs: likeliest tokens beside each token; None: no logprobs at all.
+      ignored: fields that the log is to name.
     """
 
     is_chat: bool
@@ -104,6 +164,8 @@ class Request:
     stream: bool
     include_usage: bool
     top_logprobs: int | None
+    continuous_usage: bool = False
+    ignored: tuple[str, ...] = ()
 
 
 def read_completion(body: Mapping[str, Any], model: ModelFacts) -> Request:
@@ -121,7 +183,7 @@ def read_completion(body: Mapping[str, Any], model: ModelFacts) -> Request:
     echoes = fields.boolean("echo", False)
     if echoes and top_logprobs is not None:
         fields.refuse("echo", "logprobs of prompts are not supported")
-    count, stream, include_usage = _shape(fields)
+    count, how = _shape(fields)
     model.check_count(len(given), count)
     ids = [model.encode(p, "prompt", add_special_tokens=add_special_tokens) for p in given]
     echo = [model.tokenizer.decode(p) if isinstance(p, list) else p for p in given]
@@ -131,9 +193,8 @@ def read_completion(body: Mapping[str, Any], model: ModelFacts) -> Request:
         sum(map(len, ids)),
         _by_choice(settings, len(ids) * count),
         [text if echoes else "" for text in echo for _ in range(count)],
-        stream,
-        include_usage,
-        top_logprobs,
+        top_logprobs=top_logprobs,
+        **how,
     )
 
 
@@ -153,7 +214,12 @@ def read_chat(body: Mapping[str, Any], model: ModelFacts) -> Request:
     top_logprobs = fields.integer("top_logprobs", 0, 0, MOST_LOGPROBS)
     if top_logprobs and not wants:
         fields.refuse("top_logprobs", "needs logprobs=true")
-    count, stream, include_usage = _shape(fields)
+    if effort := fields.text("reasoning_effort", ""):
+        if effort == "none":
+            template.setdefault("enable_thinking", False)
+        template.setdefault("reasoning_effort", effort)
+    fields.refuse_but({"echo": (False,)}, NOT_SUPPORTED)
+    count, how = _shape(fields)
     model.check_count(1, count)
     try:
         prompt = model.tokenizer.apply_chat_template(messages, **template)
@@ -161,8 +227,8 @@ def read_chat(body: Mapping[str, Any], model: ModelFacts) -> Request:
         raise ApiError(str(error), param="messages") from error
     ids = model.encode(prompt, "messages", add_special_tokens=False)  # the template writes them
     return Request(
-        True, [ids] * count, len(ids), _by_choice(settings, count), [""] * count, stream,
-        include_usage, top_logprobs if wants else None,
+        True, [ids] * count, len(ids), _by_choice(settings, count), [""] * count,
+        top_logprobs=top_logprobs if wants else None, **how,
     )  # fmt: skip
 
 
@@ -202,6 +268,10 @@ def _messages(fields: Fields) -> list[dict[str, str]]:
         fields.refuse("messages", "at least one must be given")
     if not isinstance(given, list):
         fields.wrong_type("messages", given, "a list of messages")
+    num_parts = sum(len(m["content"]) for m in given if _has_parts(m))
+    if max(len(given), num_parts) > MOST_MESSAGES:
+        said = f"{len(given)} messages of {num_parts} parts; at most {MOST_MESSAGES} of each"
+        fields.refuse("messages", said)
     found = []
     for i, message in enumerate(given):
         if not isinstance(message, dict):
@@ -219,6 +289,10 @@ def _messages(fields: Fields) -> list[dict[str, str]]:
         own.refuse_but({"tool_calls": ([],)}, NOT_SUPPORTED)
         own.refuse_unknown(("name", "refusal", "annotations"))
     return found
+
+
+def _has_parts(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("content"), list)
 
 
 def _part_text(message: Fields, part: Any) -> str:
@@ -250,6 +324,7 @@ def _settings(
             "repetition_penalty", defaults.repetition_penalty, 1e-3, 1e3
         ),
         seed=_seed(fields, defaults),
+        ignore_eos=fields.boolean("ignore_eos", False),
         stop=tuple(stops),
     )
 
@@ -260,8 +335,8 @@ def _seed(fields: Fields, defaults: GenerationSettings) -> int:
     return fields.integer("seed", default, -(2**63), 2**63 - 1) % NUM_SEEDS
 
 
-def _shape(fields: Fields) -> tuple[int, bool, bool]:
-    """The choices of a prompt, whether it streams, whether that ends with the usage."""
+def _shape(fields: Fields) -> tuple[int, dict[str, Any]]:
+    """The choices of a prompt; how the answer is told, as `Request` has it."""
     count = fields.integer("n", 1, 1, 128)
     stream = fields.boolean("stream", False)
     options = fields.mapping("stream_options")
@@ -269,10 +344,14 @@ def _shape(fields: Fields) -> tuple[int, bool, bool]:
         fields.refuse("stream_options", "needs stream=true")
     own = Fields(options, "stream_options.")
     include_usage = own.boolean("include_usage", False)
+    continuous_usage = own.boolean("continuous_usage_stats", False)
     own.refuse_unknown(("include_obfuscation",))
     fields.refuse_but(NEUTRAL, NOT_SUPPORTED)
-    fields.refuse_unknown(IGNORED)
-    return count, stream, include_usage
+    ignored = fields.refuse_unknown((*IGNORED, *LOGGED))
+    return count, {
+        "stream": stream, "include_usage": include_usage, "continuous_usage": continuous_usage,
+        "ignored": tuple(name for name in ignored if name in LOGGED),
+    }  # fmt: skip
 
 
 def _by_choice(settings: GenerationSettings, count: int) -> list[GenerationSettings]:

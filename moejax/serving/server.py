@@ -69,6 +69,7 @@ def serve(config: ServeConfig, load: Callable[[], Engine], key: str = "") -> Non
         engine = load()
         if engine.tokenizer is None:
             raise MoejaxError(f"{config.checkpoint} has no tokenizer.json, so it takes no text")
+        engine.tokenizer.most_token_bytes  # noqa: B018, found now, not while a client waits
         if config.warm_up:
             warm_up(engine, defaults, config.max_batch)
         return engine
@@ -87,7 +88,7 @@ def serve(config: ServeConfig, load: Callable[[], Engine], key: str = "") -> Non
     api = Api(
         batcher, metrics, model_name=_model_name(config),
         defaults=defaults, max_body_bytes=config.max_body_bytes,
-        queue_limit=config.queue_limit,
+        most_answers=min(config.max_answers, config.queue_limit),
         access=Access(config.host, config.allowed_hosts, config.cors_origins, key),
     )  # fmt: skip
     host, port = listening.getsockname()[:2]

@@ -1,4 +1,4 @@
-"""What no cache can beat: Belady's choice, and LRU at every size from one pass."""
+"""Belady's choice, which no cache can beat."""
 
 from typing import Any, NamedTuple
 
@@ -118,43 +118,6 @@ def _bound_by_sorting(ranked: jax.Array, excess: jax.Array) -> jax.Array:
     place = jnp.clip(excess - 1, 0, ranked.shape[1] - 1)[:, None]
     found = jnp.take_along_axis(falling, place, axis=1)[:, 0]
     return jnp.where(excess > 0, found, NEVER)
-
-
-@jax.jit
-def lru_curve(workload: Workload) -> Needed:
-    """Hits of LRU caches of 0, 1, ..., E slots (K = E + 1), all from one pass.
-
-    An expert hits where fewer than C others were used since its last use (Mattson et al., 1970):
-    a cache holds what smaller ones hold. True of caches that admit every miss, so of C from the
-    most experts of a step on. Of the experts of one step the smaller id is the older one, as in the
-    engine.
-    """
-    num_layers, num_experts = workload.num_layers, workload.num_experts
-
-    def step(
-        carry: tuple[jax.Array, Needed], now: tuple[Any, ...]
-    ) -> tuple[tuple[jax.Array, Needed], None]:
-        depth, so_far = carry  # int32[M, E], place in the order of last use; E if never used
-        needed, is_decode, wide_at = now
-        mask = _needs(workload, needed, wide_at)
-        size = jnp.arange(num_experts + 1, dtype=jnp.int32)[None, None]
-        there = mask[:, :, None] & (depth[:, :, None] < size)
-        hits = there.sum(axis=1, dtype=jnp.int32)
-        count = mask.sum(axis=1, dtype=jnp.int32)[:, None]
-        # Those deeper than a needed expert stay where they are, the others make room for it.
-        deeper = mask[:, None] & (depth[:, None] > depth[:, :, None])
-        moved = jnp.minimum(depth + deeper.sum(axis=2, dtype=jnp.int32), num_experts)
-        ones = mask.astype(jnp.int32)
-        depth = jnp.where(mask, count - jnp.cumsum(ones, axis=1), moved)
-        phase = is_decode.astype(jnp.int32)
-        count = jnp.broadcast_to(count, hits.shape)
-        so_far = Needed(so_far.needed.at[phase].add(count), so_far.hits.at[phase].add(hits))
-        return (depth, so_far), None
-
-    zeros = jnp.zeros((2, num_layers, num_experts + 1), jnp.int32)
-    start = (jnp.full((num_layers, num_experts), num_experts, jnp.int32), Needed(zeros, zeros))
-    w = workload
-    return jax.lax.scan(step, start, (w.needed, w.is_decode, w.wide_at))[0][1]
 
 
 def _needs(workload: Workload, needed: jax.Array, wide_at: jax.Array) -> jax.Array:

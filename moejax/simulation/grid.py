@@ -1,6 +1,7 @@
 """Grids of settings as people write them: "slots=8:80:8", "retention=0.5,0.75", "slots=24/104"."""
 
 import itertools
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,24 +15,49 @@ _WORD = re.compile(r"[\w+./~-]*\w")
 MAX_SETTINGS = 100_000
 
 
+def single(text: str) -> dict[str, Any]:
+    """The settings of one policy, "retention=0.75,low=skip"; spaces divide them as commas do.
+
+    Raises:
+      MoejaxError: it cannot be read, or a setting has several values.
+    """
+    try:
+        found = settings(part for part in re.split(r"[,\s]+", text) if part)
+    except MoejaxError as error:
+        raise MoejaxError(str(error).removeprefix("grid: ")) from error
+    if len(found) > 1:
+        raise MoejaxError(f"{text!r} gives a setting several values; moejax.sweep takes those")
+    return found[0]
+
+
 def settings(axes: Iterable[str]) -> list[dict[str, Any]]:
     """Every combination of the values of some axes, the last axis fastest.
 
     Args:
-      axes: "name=values", see `axis`.
+      axes: "name=values", see `axis`; a text without "=" is one more value of the axis before it.
 
     Raises:
       MoejaxError: an axis cannot be read, stands twice, or the grid is too large.
     """
-    read = [axis(text) for text in axes]
+    joined: list[str] = []
+    for text in axes:
+        if joined and "=" not in text:
+            joined[-1] += f",{text}"
+        else:
+            joined.append(text)
+    read = [axis(text) for text in joined]
     names = [name for name, _ in read]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise MoejaxError(f"grid: {', '.join(twice)} stands twice")
-    size = int(np.prod([len(values) for _, values in read], dtype=np.float64))
-    if size > MAX_SETTINGS:
-        raise MoejaxError(f"grid: {size} settings; at most {MAX_SETTINGS}")
+    _check_size(math.prod(len(values) for _, values in read))
     found = itertools.product(*(values for _, values in read))
     return [dict(zip(names, values, strict=True)) for values in found]
+
+
+def eighths(num_experts: int, num_tiers: int) -> list[dict[str, Any]]:
+    """The settings where none are named: slots of 1/8, 2/8, ... of the experts, in every tier."""
+    sizes = sorted({max(1, num_experts * part // 8) for part in range(1, 9)})
+    return [{"slots": size if num_tiers == 1 else (size,) * num_tiers} for size in sizes]
 
 
 def axis(text: str) -> tuple[str, list[Any]]:
@@ -61,9 +87,15 @@ def _range(text: str, part: str) -> list[Any]:
     if not np.isfinite(numbers).all() or step <= 0 or last < first:
         raise MoejaxError(f"grid: {text!r}: {part!r} holds no number")
     count = int(np.floor((last - first) / step + 1e-9)) + 1
+    _check_size(count)
     values = [round(first + i * step, 12) for i in range(count)]
     whole = all(number == int(number) for number in (first, step))
     return [int(value) for value in values] if whole else values
+
+
+def _check_size(count: int) -> None:
+    if count > MAX_SETTINGS:
+        raise MoejaxError(f"grid: {count} settings; at most {MAX_SETTINGS}: take larger steps")
 
 
 def _value(text: str, part: str) -> Any:

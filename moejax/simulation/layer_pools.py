@@ -22,7 +22,7 @@ def bring_ahead(
     there = key > 0
     served = jnp.stack([jnp.any(there[: t + 1], axis=0) for t in range(num_tiers)])
     new = wanted & ~served
-    keys, moved = admit_each(key, new, wanted, slots, 2 * clock + 1, None, how)
+    keys, moved = admit_each(key, new, wanted, slots, 2 * clock + 1, how)
     came = new & (keys > 0)
     leaving = jnp.any(came, axis=0)[None] & ~came & (slots[:, None] < num_experts)
     counts = {
@@ -58,7 +58,7 @@ def serve(
         "prefetch_hits": _num(hits & (key & 1 == 1)),
     }
     key = jnp.where(hits, 2 * clock, key)
-    key, sums = admit_each(key, misses, runs, slots, 2 * clock, decision.keep, how)
+    key, sums = admit_each(key, misses, runs, slots, 2 * clock, how)
     events |= {
         "admitted": sums.admitted,
         "streamed": sums.streamed,
@@ -82,7 +82,6 @@ def admit_each(
     protected: jax.Array,
     slots: jax.Array,
     stamp: jax.Array,
-    keep: jax.Array | None,
     how: pools.Search,
 ) -> tuple[jax.Array, pools.Moved]:
     """`pools.admit` of every tier; the first four have its axis."""
@@ -90,7 +89,7 @@ def admit_each(
     def admit(
         key: jax.Array, coming: jax.Array, protected: jax.Array, slots: jax.Array
     ) -> tuple[jax.Array, pools.Moved]:
-        return pools.admit(key, coming, protected, slots, stamp, keep, how)
+        return pools.admit(key, coming, protected, slots, stamp, how)
 
     return jax.vmap(admit)(key, coming, protected, slots)
 

@@ -62,7 +62,6 @@ def admit(
     protected: jax.Array,
     slots: jax.Array,
     stamp: jax.Array,
-    keep: jax.Array | None,
     how: Search,
 ) -> tuple[jax.Array, Moved]:
     """Slots of one tier for those who come: free ones, then victims as in `residency.plan`.
@@ -73,7 +72,6 @@ def admit(
       protected: bool[E], who stays.
       slots: int32[].
       stamp: int32[], key of those who come.
-      keep: float32[E], those of least value leave first; None for the least recent use.
       how: static.
 
     Returns:
@@ -101,9 +99,6 @@ def admit(
     num_gone = jnp.maximum(room - free, 0)
     stride = 1 << (num_experts - 1).bit_length()
     order = (key >> 1) * stride + expert  # whether it was brought ahead is no reason to stay
-    if keep is not None:
-        by = jnp.lexsort((order, jnp.where(jnp.isnan(keep), -jnp.inf, keep)))
-        order = jnp.zeros_like(order).at[by].set(expert)
     ranked = jnp.where(victims, order, _LAST)
     if how.by_pairs:
         gone = victims & (_num(ranked[None] < ranked[:, None], axis=1) < num_gone)

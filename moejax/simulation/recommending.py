@@ -37,10 +37,11 @@ class Candidate:
         slots = slots if isinstance(slots, tuple) else (slots,)
         said = [f"--config.policy.name={self.policy}"]
         for name, values in (("tiers", names), ("slots", slots)):
-            listed = ",".join(f"'{value}'" for value in values)
-            said.append(f'--config.policy.{name}="({listed},)"')
+            said.append(f"--config.policy.{name}={','.join(map(str, values))}")
         known = {k: v for k, v in self.setting.items() if k != "slots"}
-        return " ".join([*said, *(f"--config.policy.{k}={v}" for k, v in known.items())])
+        if known:
+            said.append(f"--config.policy.settings={described(known).replace(' ', ',')}")
+        return " ".join(said)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

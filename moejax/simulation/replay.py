@@ -1,9 +1,9 @@
 """A trace through any policy (`moejax.policies`): what runs where, and what crosses the link.
 
-The policy's own functions decide; around them stand pools of each tier under LRU (or the policy's
-`keep`), DyMoE's rules for an expert that is in several tiers (`policies.mixed_cache`), look-ahead a
-layer before, and bulk transfers between calls, which serve some calls after they were asked for
-(`DELAY`) and of which so many experts are on their way at once.
+The policy's own functions decide; around them stand pools of each tier under LRU, DyMoE's rules for
+an expert that is in several tiers (`policies.mixed_cache`), look-ahead a layer before, and bulk
+transfers between calls, which serve some calls after they were asked for (`DELAY`) and of which so
+many experts are on their way at once.
 Settings run side by side (`vmap`), and so do the layers of a step where the policy's do not depend
 on one another (`moejax.policies.by_layer`), with the same outcome; else one after the other.
 """
@@ -344,7 +344,7 @@ def _transfer(
 
     def of_layer(key: jax.Array, coming: jax.Array) -> tuple[jax.Array, pools.Moved]:
         # Later than what the last step used, and before what the next one does.
-        return admit_each(key, coming, coming, slots, 2 * running.clock - 1, None, how)
+        return admit_each(key, coming, coming, slots, 2 * running.clock - 1, how)
 
     keys, moved = jax.vmap(of_layer)(keys, new)
     come = (keys > 0) & (arrived | wanted)

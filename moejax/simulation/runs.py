@@ -11,7 +11,6 @@ import numpy as np
 from moejax.errors import MoejaxError
 from moejax.memory.budget import default_bulk
 from moejax.policies.base import AnyPolicy, Needs, PolicySpec
-from moejax.policies.make import side_by_side
 from moejax.simulation.formulas import Formulas
 from moejax.simulation.replay import DELAY, Replay, Running, begin, run_calls
 from moejax.simulation.segments import Segment, segments
@@ -185,7 +184,6 @@ def _run_block(
     start = jax.vmap(begin, in_axes=(0, 0, None, None))
     running: Running = start(stacked, slots, trace.num_layers, trace.num_experts)
     platform = next(iter(slots.devices())).platform
-    policy = side_by_side(policy, platform)
     replay = Replay(policy, foreseen, delay, one_by_one=one_by_one, on_gpu=platform == "gpu")
     for segment in cut:
         tokens = jax.tree.map(jnp.asarray, segment.tokens)

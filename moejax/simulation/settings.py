@@ -9,7 +9,7 @@ from moejax.policy_config import NAMES
 
 # By the name's end, what such a file begins with; an SVG may begin in several ways.
 PICTURES = {".png": b"\x89PNG", ".pdf": b"%PDF-", ".svg": b"<", ".jpg": b"\xff\xd8\xff"}
-LRU = "lru"  # the engine's own cache, to the last hit; the others are of `moejax.policies`
+LRU = "lru"  # `on_demand` in one tier, which is the engine's cache without a policy
 POLICIES = (LRU, *NAMES)
 
 
@@ -17,17 +17,21 @@ POLICIES = (LRU, *NAMES)
 class SweepConfig(RunConfig):
     """A trace, a grid of settings, and the machine on which they are to be thought of."""
 
+    command = "moejax.sweep"
+
     trace: str = option(
         "", "a trace (--config.record_trace of generate or evaluate); must be given"
     )
     policy: str = option(
         LRU,
         "lru (the engine's cache, to the last hit), or a policy: on_demand, dynaexq, dymoe, "
-        "buddymoe (with an axis lists=FILE, a profile of moejax.profile_experts), compose",
+        "buddymoe (with an axis lists=FILE, a profile of moejax.profile_experts), compose, or "
+        "MODULE:CLASS of your own",
     )
     grid: tuple[str, ...] = option(
-        ("slots=8:80:8", "prefetch=0"),
-        "axes NAME=VALUES: slots=8:80:8, retention=0.5,0.75, of two tiers slots=24/104",
+        (),
+        "axes NAME=VALUES: slots=8:80:8, retention=0.5,0.75, of two tiers slots=24/104; (): slots "
+        "of 1/8, 2/8, ... of the trace's experts, in every tier",
     )
     tiers: tuple[str, ...] = option(
         (),
@@ -64,7 +68,7 @@ class SweepConfig(RunConfig):
 
     def check(self) -> None:
         """See `RunConfig.check`; trace, grid and machine are checked where they are read."""
-        if self.policy not in POLICIES:
+        if self.policy not in POLICIES and ":" not in self.policy:
             known = ", ".join(POLICIES)
             raise MoejaxError(f"there is no policy {self.policy!r} to sweep over; known: {known}")
         if self.bulk < -1:
@@ -75,7 +79,9 @@ class SweepConfig(RunConfig):
             raise MoejaxError("links=() must name a speed in GiB/s, or give a calibration")
         for link in self.links:
             _number("links", link)
-        if self.recommend and not self.device_gib > 0:
+        if not 0 <= self.device_gib < 1e6:
+            raise MoejaxError(f"device_gib={self.device_gib:g} must be a number of GiB")
+        if self.recommend and not self.device_gib:
             raise MoejaxError(f"device_gib={self.device_gib:g} must be above 0 to recommend for it")
         if not 0 <= self.floor <= 1:
             raise MoejaxError(f"floor={self.floor:g} must be from 0 to 1")

@@ -13,7 +13,7 @@ import numpy as np
 from moejax.errors import MoejaxError
 from moejax.policies.base import AnyPolicy
 from moejax.policies.make import make_policy
-from moejax.simulation import caches, ceilings, replay
+from moejax.simulation import ceilings, replay
 from moejax.simulation.costs import GIB, Machine, Traffic, bandwidth_bound_ms, step_ms
 from moejax.simulation.grid import described
 from moejax.simulation.runs import Run, Tallied, run_policies
@@ -41,7 +41,7 @@ class Swept:
       slots: of a layer in each tier.
       traffic: what moved.
       hit_rate: experts found in a slot.
-      gate: share of gate mass by tier, "skipped" and "substituted"; of LRU, 1 in its one tier.
+      gate: share of gate mass by tier, "skipped" and "substituted".
       device_bytes: of the pools.
       best_hit_rate: of Belady's cache, where all these bytes hold experts of the cheapest tier, and
         nothing is brought ahead. nan where pairs were skipped or replaced, which needs fewer
@@ -86,7 +86,7 @@ def sweep(
 
     Args:
       trace: with decoded tokens.
-      policy: `LRU`, whose settings are slots and prefetch, a name of `policies.make`, or what
+      policy: `LRU`, the policy "on_demand" in one tier; a name of `policies.make`, or what
         makes a policy of its settings, such as the class of a policy of one's own.
       grid: settings: `slots` of a layer, a number or one of each tier, and those of the policy.
       tiers: of the experts.
@@ -103,15 +103,15 @@ def sweep(
         )
     slots = [_slots(setting, trace.num_experts, tiers) for setting in grid]
     if policy == LRU:
-        found = _sweep_lru(trace, grid, slots, tiers)
-    else:
-        found = _sweep_policy(trace, policy, grid, slots, tiers, bulk)
+        _check_lru(grid, tiers)
+        policy = "on_demand"
+    found = _sweep_policy(trace, policy, grid, slots, tiers, bulk)
     cheapest = min(tiers.expert_bytes)
     sizes = [sum(map(_times, row, tiers.expert_bytes)) for row in slots]
     best = _belady(make_workload(trace), [size // cheapest for size in sizes])
-    if policy != LRU:  # pools that hold all experts do so from the start (`pools.initial`)
-        all_there = [sum(row) >= trace.num_experts for row in slots]
-        best = [(n, n if whole else h) for (n, h), whole in zip(best, all_there, strict=True)]
+    # Pools that hold all experts do so from the start (`pools.initial`).
+    all_there = [sum(row) >= trace.num_experts for row in slots]
+    best = [(n, n if whole else h) for (n, h), whole in zip(best, all_there, strict=True)]
     steps = int(found[0][0].steps)
     return [
         Swept(
@@ -138,46 +138,16 @@ def _needs_all(gate: Mapping[str, float]) -> bool:
 Found = tuple[Traffic, float, Mapping[str, float]]
 
 
-def _sweep_lru(
-    trace: Trace,
-    grid: Sequence[Mapping[str, Any]],
-    slots: Sequence[tuple[int, ...]],
-    tiers: Tiers,
-) -> list[Found]:
+def _check_lru(grid: Sequence[Mapping[str, Any]], tiers: Tiers) -> None:
+    """Raises MoejaxError for what the engine's own cache does not have."""
     for setting in grid:
         if unknown := sorted(set(setting) - {"slots", "prefetch"}):
             raise MoejaxError(f"lru has no setting {', '.join(unknown)}; known: slots, prefetch")
     if len(tiers.names) != 1:
-        raise MoejaxError(f"lru has one tier, not {', '.join(tiers.names)}")
-    ahead = [_whole(setting, "prefetch", 0) for setting in grid]
-    most = min(max(ahead), trace.num_experts)
-    workload = make_workload(trace, most)
-    if workload.num_steps > caches.max_steps(trace.num_experts):
-        raise MoejaxError(f"a trace of {workload.num_steps} steps is too long")
-    outcome = caches.simulate(
-        on_device(workload),
-        caches.Settings(jnp.asarray([row[0] for row in slots]), jnp.asarray(ahead)),
-        most,
-    )
-    counts = np.asarray(outcome.counts)[DECODE_PHASE].sum(axis=0)  # [n, K]
-    times = np.asarray(outcome.ahead)[DECODE_PHASE]
-    event = dict(zip(caches.COUNTED, counts, strict=True))
-    return [
-        (
-            Traffic(
-                num_layers=trace.num_layers,
-                steps=int(event["steps"][k]) // trace.num_layers,
-                fetches=int(event["fetches"][k]),
-                misses=event["misses"][[k]],
-                ahead=times[:, [k]],
-                bulk=np.zeros(1, np.int64),
-                expert_bytes=np.asarray(tiers.expert_bytes),
-            ),
-            float(event["hits"][k] / event["needed"][k]),
-            {tiers.names[0]: 1.0, "skipped": 0.0, "substituted": 0.0},
+        raise MoejaxError(
+            f"lru has one tier, not {', '.join(tiers.names)}: give --config.tiers=NAME=BYTES of "
+            "one, or another policy"
         )
-        for k in range(len(grid))
-    ]
 
 
 def _sweep_policy(
@@ -239,18 +209,18 @@ def _slots(setting: Mapping[str, Any], num_experts: int, tiers: Tiers) -> tuple[
     given = setting.get("slots")
     row = given if isinstance(given, tuple) else (given,)
     if len(row) != len(tiers.names) or not all(type(size) is int for size in row):
-        form = "/".join(["N"] * len(tiers.names))
-        raise MoejaxError(f"grid: slots={given} must be {form}, of {', '.join(tiers.names)}")
+        said = described({"slots": given}) if given is not None else "no slots"
+        form = "/".join([str(num_experts // 4)] * len(tiers.names))
+        raise MoejaxError(
+            f"grid: {said}, but slots is a whole number for each tier ({', '.join(tiers.names)}), "
+            f"such as slots={form}"
+        )
     if not all(0 <= size <= num_experts for size in row):
-        raise MoejaxError(f"grid: slots={given} must be from 0 to {num_experts}, the experts")
+        raise MoejaxError(
+            f"grid: {described({'slots': given})} must be from 0 to {num_experts}, the experts of "
+            f"a layer of this trace, such as slots=1:{num_experts}"
+        )
     return row
-
-
-def _whole(setting: Mapping[str, Any], name: str, default: int) -> int:
-    value = setting.get(name, default)
-    if type(value) is not int or value < 0:
-        raise MoejaxError(f"grid: {name}={value} must be 0 or a number of experts")
-    return value
 
 
 def _times(count: int, size: int) -> int:

@@ -1,11 +1,13 @@
 """What a sweep found, for people: who is beaten by nobody, a table, a picture."""
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from moejax.files import write_whole
 from moejax.memory.budget import GIB, size_text
 
 _NO_MATPLOTLIB = "no plot: matplotlib is not installed (pip install '.[evaluation]' in a clone)"
@@ -117,5 +119,7 @@ def draw(path: Path, by_link: Mapping[float, Sequence[Mapping[str, float]]], tit
     for each in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         each("{x:g}")
     axes.legend(fontsize=8, title="dotted: no cache is faster")
-    figure.savefig(path, dpi=110, metadata=_UNSAID.get(path.suffix.lower()))
+    picture, kind = io.BytesIO(), path.suffix.lower()
+    figure.savefig(picture, dpi=110, format=kind.removeprefix("."), metadata=_UNSAID.get(kind))
+    write_whole(path, picture.getvalue())
     return ""

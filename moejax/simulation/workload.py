@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from moejax.errors import MoejaxError
 from moejax.traces import DECODE, Trace
 
 # Steps that need more experts of a layer are sorted instead of searched.
@@ -16,14 +15,12 @@ MAX_NARROW = 32
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Steps in order; W experts at most are needed in a narrow step, P are foreseen.
+    """Steps in order; W experts at most are needed in a narrow step.
 
     Invariants: a row of `needed` rises; E stands for none; a step is in `wide` or has `needed`.
 
     Attributes:
       needed: int32[S, M, W], experts that a narrow step's tokens were routed to.
-      foreseen: int32[S, M, P], experts that the layer before foresaw, rising; layer 0 has none.
-      rank: int32[S, M, P], their places by falling probability.
       is_decode: bool[S].
       wide_at: int32[S], index into `wide`, -1 for a narrow step.
       wide: bool[S', M, E], experts that the other steps need.
@@ -31,8 +28,6 @@ class Workload:
     """
 
     needed: Any
-    foreseen: Any
-    rank: Any
     is_decode: Any
     wide_at: Any
     wide: Any
@@ -53,11 +48,6 @@ class Workload:
         """Whether any step is wide; static: a branch in a GPU's program waits for the host."""
         return len(self.wide) > 0
 
-    @property
-    def most_foreseen(self) -> int:
-        """P."""
-        return self.foreseen.shape[2]
-
     def masks(self) -> np.ndarray:
         """bool[S, M, E], what each step needs."""
         grid = np.zeros((*self.needed.shape[:2], self.num_experts + 1), bool)
@@ -68,22 +58,8 @@ class Workload:
         return masks
 
 
-def make_workload(trace: Trace, most_foreseen: int = 0) -> Workload:
-    """The steps of a trace.
-
-    Args:
-      trace: checked.
-      most_foreseen: P, the most experts that any setting brings ahead.
-
-    Raises:
-      MoejaxError: the trace does not foresee so many.
-    """
-    has = 0 if trace.predicted_ids is None else trace.predicted_ids.shape[2]
-    if has < min(most_foreseen, trace.num_experts):
-        raise MoejaxError(
-            f"{most_foreseen} experts are to be brought ahead, the trace foresees {has}: record it "
-            f"with --config.record_foreseen={most_foreseen}, or lower prefetch"
-        )
+def make_workload(trace: Trace) -> Workload:
+    """Collects the steps of a checked trace."""
     num_experts, num_layers = trace.num_experts, trace.num_layers
     _, starts, sizes = np.unique(trace.step, return_index=True, return_counts=True)
     num_steps = len(starts)
@@ -108,9 +84,8 @@ def make_workload(trace: Trace, most_foreseen: int = 0) -> Workload:
     wide = np.zeros((len(wide_steps), num_layers, num_experts), bool)
     for place, s in enumerate(wide_steps):
         wide[place] = experts[s]
-    foreseen, rank = _foreseen(trace, starts, sizes, min(most_foreseen, num_experts))
     is_decode = trace.phase[starts] == DECODE
-    return Workload(needed, foreseen, rank, is_decode, wide_at, wide, num_experts)
+    return Workload(needed, is_decode, wide_at, wide, num_experts)
 
 
 def _marked(ids: np.ndarray, num_experts: int) -> np.ndarray:
@@ -119,27 +94,3 @@ def _marked(ids: np.ndarray, num_experts: int) -> np.ndarray:
     for layer in range(ids.shape[1]):
         found[layer, ids[:, layer].reshape(-1)] = True
     return found
-
-
-def _foreseen(
-    trace: Trace, starts: np.ndarray, sizes: np.ndarray, most: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Experts int32[S, M, P] and their ranks, of the largest mass over a step's tokens."""
-    shape = (len(starts), trace.num_layers, most)
-    experts = np.full(shape, trace.num_experts, np.int32)
-    rank = np.broadcast_to(np.arange(most, dtype=np.int32), shape)
-    if not most or trace.num_layers == 1:
-        return experts, np.ascontiguousarray(rank)
-    assert trace.predicted_ids is not None
-    assert trace.predicted_probabilities is not None
-    single = sizes == 1
-    experts[single, 1:] = trace.predicted_ids[starts[single], :, :most]
-    for s in np.flatnonzero(~single):
-        rows = slice(starts[s], starts[s] + sizes[s])
-        ids, mass = trace.predicted_ids[rows], trace.predicted_probabilities[rows]
-        for layer in range(trace.num_layers - 1):
-            total = np.zeros(trace.num_experts, np.float32)
-            np.add.at(total, ids[:, layer].reshape(-1), mass[:, layer].reshape(-1))
-            experts[s, layer + 1] = np.argsort(-total, kind="stable")[:most]
-    order = np.argsort(experts, axis=-1, kind="stable")
-    return np.take_along_axis(experts, order, -1), order.astype(np.int32)

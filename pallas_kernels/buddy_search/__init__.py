@@ -1,6 +1,6 @@
 """Who stands in for experts that are missing: the search of BuddyMoE's Algorithm 1."""
 
-from pallas_kernels.buddy_search.api import refusal as refusal
+from pallas_kernels.buddy_search.api import OPERATION as OPERATION
 from pallas_kernels.buddy_search.api import search as search
 from pallas_kernels.buddy_search.reference import Found as Found
 from pallas_kernels.buddy_search.reference import Gate as Gate

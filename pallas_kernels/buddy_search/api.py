@@ -1,29 +1,19 @@
-"""The public calls: which implementation runs, and why one is refused."""
+"""The public call, and the operation behind it."""
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.buddy_search import triton
 from pallas_kernels.buddy_search.reference import Found, Gate, search_reference
-from pallas_kernels.target import SIMULATED, Target, current_target
+from pallas_kernels.op import Implementation, Operation
 
-IMPLEMENTATIONS = ("triton", "reference")  # in order of preference; the reference refuses nothing
-
-
-def refusal(
-    implementation: str, width: int, places: int, target: Target | None = None
-) -> str | None:
-    """Why an implementation cannot serve on a target, or None.
-
-    Args:
-      implementation: one of `IMPLEMENTATIONS`.
-      width: A, experts a token.
-      places: H, of a list.
-      target: None for the default device.
-    """
-    if implementation == "reference":
-        return None
-    return triton.refusal(width, places, target or current_target())
+# A choice is for A, experts a token, and H, places of a list.
+OPERATION = Operation(
+    "buddy_search",
+    kernels=(Implementation("triton", triton.refusal, triton.search_triton),),
+    reference=search_reference,
+    abstract=lambda ids, lists, *_, **__: (ids.shape[1], lists.shape[2]),
+)
 
 
 def search(
@@ -61,7 +51,7 @@ def search(
       replaced: int32[M, E], counts to which the replaced pairs of each expert are added; donate it.
         None: nothing is counted.
       last_first: ranks are visited from the least weight on.
-      implementation: "triton" or "reference"; None for the kernel where it does not refuse.
+      implementation: "triton" or "reference"; None for the first that does not refuse.
       interpret: runs the kernel on the CPU, for tests.
 
     Raises:
@@ -94,18 +84,11 @@ def search(
             reasons.append(f"the gate is {found}, not float32{shapes}")
     if reasons:
         raise ValueError(f"buddy_search: {'; '.join(reasons)}")
-    target = SIMULATED if interpret else current_target()
-    refused = refusal("triton", ids.shape[1], lists.shape[2], target)
-    chosen = implementation or ("reference" if refused else "triton")
-    if chosen not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation {chosen!r} is none of {', '.join(IMPLEMENTATIONS)}")
-    if chosen == "triton" and refused:
-        raise ValueError(f"buddy_search by triton refuses: {refused}")
     index = jnp.asarray(layer, jnp.int32)
     given = (ids, lists, index, resident, allowed, depth, budget, gate, replaced)
-    if chosen == "reference":
-        return search_reference(*given, last_first=last_first)
-    return triton.search_triton(*given, last_first=last_first, interpret=interpret)
+    return OPERATION(
+        *given, last_first=last_first, implementation=implementation, interpret=interpret
+    )
 
 
 def _is_of(resident: jax.Array, lists: jax.Array) -> bool:

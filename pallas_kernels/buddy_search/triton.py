@@ -24,7 +24,7 @@ NOBODY = np.int32(-2)  # equals no listed expert, nor the -1 that pads lists
 
 
 def refusal(width: int, places: int, target: Target) -> str | None:
-    """Why this implementation cannot serve, or None; see `api.refusal`."""
+    """Why this implementation cannot serve, or None."""
     reasons = [platform_refusal(target)]
     if width > MAX_WIDTH:
         reasons.append(f"{width} experts a token, more than {MAX_WIDTH}")
@@ -146,7 +146,7 @@ def search_triton(
     replaced: jax.Array | None,
     *,
     last_first: bool,
-    interpret: bool,
+    target: Target,
 ) -> Found:
     """See `api.search`."""
     operands = {
@@ -168,7 +168,7 @@ def search_triton(
         out_shape=list(results.values()),
         num_warps=NUM_WARPS,
         num_stages=1,
-        interpret=interpret,
+        interpret=target.simulated,
         aliases={len(operands): 2} if changed else {},
     )(*operands.values(), *changed.values())
     found = dict(zip(results, outputs, strict=True))

@@ -1,4 +1,6 @@
-"""The public call: which implementation runs, and why one is refused."""
+"""The public call, and the operation behind it."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -6,47 +8,34 @@ import jax.numpy as jnp
 from pallas_kernels.decode_attention import triton
 from pallas_kernels.decode_attention.reference import Latent, decode_attention_reference
 from pallas_kernels.decode_attention.tiles import AttentionTiles
-from pallas_kernels.target import SIMULATED, Choice, Target, current_target
+from pallas_kernels.op import Implementation, Operation, not_half
 
 Operand = jax.Array | jax.ShapeDtypeStruct
-IMPLEMENTATIONS = ("triton", "reference")  # in order of preference; the reference refuses nothing
 
 
-def refusal(
-    implementation: str,
-    q: Operand,
-    keys: Operand,
-    target: Target | None = None,
-    *,
-    more_dim: int = 0,
-) -> str | None:
-    """Why an implementation cannot serve operands of these shapes on a target, or None.
+def _abstract(
+    q: jax.Array, keys: jax.Array, values: jax.Array | Latent, *_: Any, **__: Any
+) -> tuple[jax.Array, jax.Array, int]:
+    return q, keys, values.q.shape[2] if isinstance(values, Latent) else 0
 
-    Args:
-      implementation: one of `IMPLEMENTATIONS`.
-      q: [B, H, C].
-      keys: [L, B, K, S, C]; values are like them.
-      target: None for the default device.
-      more_dim: P of `Latent`; 0: there are values.
-    """
-    if implementation == "reference":
-        return None
-    reasons = [
-        f"{name} {of.dtype}, not bfloat16 or float16"
-        for name, of in (("q is", q), ("the cache is", keys))
-        if of.dtype not in (jnp.bfloat16, jnp.float16)
-    ]
+
+def _shared_refusals(q: Operand, keys: Operand, more_dim: int) -> list[str]:
+    del more_dim
+    reasons = not_half(("q is", q.dtype), ("the cache is", keys.dtype))
     if not reasons and q.dtype != keys.dtype:
         reasons.append(f"q is {q.dtype}, the cache {keys.dtype}")
-    if found := triton.refusal(q, keys, more_dim, target or current_target()):
-        reasons.append(found)
-    return "; ".join(reasons) or None
+    return reasons
 
 
-def choose(q: Operand, keys: Operand, target: Target | None = None, *, more_dim: int = 0) -> Choice:
-    """The kernel, or the reference and why the kernel refuses; arguments as of `refusal`."""
-    reason = refusal("triton", q, keys, target, more_dim=more_dim)
-    return Choice("triton", {}) if reason is None else Choice("reference", {"triton": reason})
+# A choice is for q [B, H, C], keys [L, B, K, S, C], whose values are like them, and P of `Latent`;
+# P is 0 where there are values.
+OPERATION = Operation(
+    "decode_attention",
+    kernels=(Implementation("triton", triton.refusal, triton.decode_attention_triton),),
+    reference=decode_attention_reference,
+    abstract=_abstract,
+    shared_refusals=_shared_refusals,
+)
 
 
 def decode_attention(
@@ -81,7 +70,7 @@ def decode_attention(
       kv_length: slots looked at, at most S; static.
       window: tokens that a query sees, itself included; None: all. Static.
       scale: of the scores; None: 1 / sqrt(C), with a latent 1 / sqrt(C + P). Static.
-      implementation: "triton" or "reference"; None for `choose`'s.
+      implementation: "triton" or "reference"; None for the first that does not refuse.
       tiles: None for the heuristic's; only with the kernel.
       interpret: runs the kernel on the CPU, for tests.
 
@@ -93,20 +82,11 @@ def decode_attention(
     """
     _check(q, keys, values, positions, kv_length, window)
     more_dim = values.q.shape[2] if isinstance(values, Latent) else 0
-    chosen = implementation or choose(q, keys, more_dim=more_dim).implementation
-    if chosen not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation {chosen!r} is none of {', '.join(IMPLEMENTATIONS)}")
-    index = jnp.asarray(layer, jnp.int32)
     scale = float(q.shape[2] + more_dim) ** -0.5 if scale is None else scale
-    if chosen == "reference":
-        static = (kv_length, window, scale)
-        return decode_attention_reference(q, keys, values, index, positions, *static)
-    target = SIMULATED if interpret else current_target()
-    if reason := refusal(chosen, q, keys, target, more_dim=more_dim):
-        raise ValueError(f"decode_attention by {chosen} refuses: {reason}")
-    return triton.decode_attention_triton(
-        q, keys, values, index, positions, kv_length=kv_length, window=window, scale=scale,
-        tiles=tiles, target=target, interpret=interpret,
+    return OPERATION(
+        q, keys, values, jnp.asarray(layer, jnp.int32), positions, kv_length=kv_length,
+        window=window, scale=scale, implementation=implementation, tiles=tiles,
+        interpret=interpret,
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ COMBINE_WARPS = 4
 
 
 def refusal(q: Operand, keys: Operand, more_dim: int, target: Target) -> str | None:
-    """Why this implementation cannot serve, or None; see `api.refusal`."""
+    """Why this implementation cannot serve, or None."""
     reasons = [platform_refusal(target)]
     head_dim, group = q.shape[2], q.shape[1] // keys.shape[2]
     most = MAX_LATENT_DIM if more_dim else MAX_HEAD_DIM
@@ -166,9 +166,8 @@ def decode_attention_triton(
     kv_length: int,
     window: int | None,
     scale: float,
-    tiles: AttentionTiles | None,
     target: Target,
-    interpret: bool,
+    tiles: AttentionTiles | None = None,
 ) -> jax.Array:
     """See `api.decode_attention`; one launch of one split, else two."""
     batch, num_heads, head_dim = q.shape
@@ -192,7 +191,7 @@ def decode_attention_triton(
         out_shape=[out_shape] if tiles.splits == 1 else parts,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        interpret=interpret,
+        interpret=target.simulated,
     )
     found = attend(q, keys, *others, layer, positions)
     if tiles.splits == 1:
@@ -204,5 +203,5 @@ def decode_attention_triton(
         out_shape=out_shape,
         num_warps=COMBINE_WARPS,
         num_stages=1,
-        interpret=interpret,
+        interpret=target.simulated,
     )(*found, positions)

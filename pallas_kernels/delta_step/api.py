@@ -1,4 +1,4 @@
-"""The public call: which implementation runs, and why one is refused."""
+"""The public call, and the operation behind it."""
 
 import jax
 import jax.numpy as jnp
@@ -10,37 +10,17 @@ from pallas_kernels.delta_step.reference import (
     delta_step_reference,
     widths_of,
 )
-from pallas_kernels.target import SIMULATED, Choice, Target, current_target
+from pallas_kernels.op import Implementation, Operation, not_half
 
-Operand = jax.Array | jax.ShapeDtypeStruct
-IMPLEMENTATIONS = ("triton", "reference")  # in order of preference; the reference refuses nothing
-
-
-def refusal(
-    implementation: str, states: Operand, tails: Operand, target: Target | None = None
-) -> str | None:
-    """Why an implementation cannot serve operands of these shapes on a target, or None.
-
-    Args:
-      implementation: one of `IMPLEMENTATIONS`.
-      states: [G, B, H, key dim, value dim].
-      tails: [G, B, W - 1, channels], the dtype of the activations.
-      target: None for the default device.
-    """
-    if implementation == "reference":
-        return None
-    reasons = []
-    if tails.dtype not in (jnp.bfloat16, jnp.float16):
-        reasons.append(f"tails are {tails.dtype}, not bfloat16 or float16")
-    if found := triton.refusal(states, tails, target or current_target()):
-        reasons.append(found)
-    return "; ".join(reasons) or None
-
-
-def choose(states: Operand, tails: Operand, target: Target | None = None) -> Choice:
-    """The kernel, or the reference and why the kernel refuses."""
-    reason = refusal("triton", states, tails, target)
-    return Choice("triton", {}) if reason is None else Choice("reference", {"triton": reason})
+# A choice is for states [G, B, H, key dim, value dim] and tails [G, B, W - 1, channels], which are
+# of the dtype of the activations.
+OPERATION = Operation(
+    "delta_step",
+    kernels=(Implementation("triton", triton.refusal, triton.delta_step_triton),),
+    reference=delta_step_reference,
+    abstract=lambda projection, states, tails, *_, **__: (states, tails),
+    shared_refusals=lambda states, tails: not_half(("tails are", tails.dtype)),
+)
 
 
 def delta_step(
@@ -76,7 +56,7 @@ def delta_step(
       active: bool[B]; a sequence that is not keeps state and tail, and its result means nothing.
       eps: added to the mean square of o; static.
       floor: added to the sum of squares of queries and keys; static.
-      implementation: "triton" or "reference"; None for `choose`'s.
+      implementation: "triton" or "reference"; None for the first that does not refuse.
       interpret: runs the kernel on the CPU, for tests.
 
     Returns:
@@ -86,16 +66,10 @@ def delta_step(
       ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
     """
     _check(projection, states, tails, weights, active)
-    chosen = implementation or choose(states, tails).implementation
-    if chosen not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation {chosen!r} is none of {', '.join(IMPLEMENTATIONS)}")
     operands = (projection, states, tails, weights, jnp.asarray(layer, jnp.int32), active)
-    if chosen == "reference":
-        return delta_step_reference(*operands, eps=eps, floor=floor)
-    target = SIMULATED if interpret else current_target()
-    if reason := refusal(chosen, states, tails, target):
-        raise ValueError(f"delta_step by {chosen} refuses: {reason}")
-    return triton.delta_step_triton(*operands, eps=eps, floor=floor, interpret=interpret)
+    return OPERATION(
+        *operands, eps=eps, floor=floor, implementation=implementation, interpret=interpret
+    )
 
 
 def _check(

@@ -25,7 +25,7 @@ MIXING_WARPS = 2
 
 
 def refusal(states: Operand, tails: Operand, target: Target) -> str | None:
-    """Why this implementation cannot serve, or None; see `api.refusal`."""
+    """Why this implementation cannot serve, or None."""
     num_heads, key_dim, value_dim = states.shape[2:]
     reasons = [platform_refusal(target)]
     # The channels are K (2 key dim) + H value dim.
@@ -124,7 +124,7 @@ def delta_step_triton(
     *,
     eps: float,
     floor: float,
-    interpret: bool,
+    target: Target,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `api.delta_step`; two launches."""
     (rows, b_and_a), of = projection, widths_of(projection, states)
@@ -142,7 +142,7 @@ def delta_step_triton(
         ],
         num_warps=MIXING_WARPS,
         num_stages=1,
-        interpret=interpret,
+        interpret=target.simulated,
         aliases={len(mixing): 1},
     )(*mixing, tails)
     operands = (
@@ -158,7 +158,7 @@ def delta_step_triton(
         ],
         num_warps=min(16, max(1, of.key_dim * of.value_dim // STATE_WARP_VALUES)),
         num_stages=1,
-        interpret=interpret,
+        interpret=target.simulated,
         aliases={len(operands): 1},
     )(*operands, states)
     return opened, states, tails

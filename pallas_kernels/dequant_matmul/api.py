@@ -1,6 +1,4 @@
-"""The public call: which implementation runs, and why others refuse."""
-
-from collections.abc import Callable
+"""The public call, and the operation behind it."""
 
 import jax
 import jax.numpy as jnp
@@ -8,61 +6,20 @@ import jax.numpy as jnp
 from pallas_kernels.dequant_matmul import mosaic, triton
 from pallas_kernels.dequant_matmul.reference import dequant_matmul_reference
 from pallas_kernels.dequant_matmul.tiles import Tiles
+from pallas_kernels.op import Implementation, Operation, not_half
 from pallas_kernels.packed import LowRank, PackedMatrices
-from pallas_kernels.target import SIMULATED, Choice, Target, current_target
 
-Operand = jax.Array | jax.ShapeDtypeStruct
-ACTIVATIONS = (jnp.bfloat16, jnp.float16)
-
-# In order of preference. The reference serves every platform and is the last.
-REFUSALS: dict[str, Callable[..., str | None]] = {
-    "mosaic": mosaic.refusal,
-    "triton": triton.refusal,
-}
-IMPLEMENTATIONS = (*REFUSALS, "reference")
-
-
-def refusal(
-    implementation: str,
-    x: Operand,
-    weights: PackedMatrices,
-    low_rank: tuple[LowRank, ...] = (),
-    target: Target | None = None,
-) -> str | None:
-    """Why an implementation cannot serve operands of these shapes on a target, or None.
-
-    Args:
-      implementation: one of `IMPLEMENTATIONS`.
-      x: [M, K].
-      weights: arrays or their shapes.
-      low_rank: as in `dequant_matmul`.
-      target: None for the default device.
-    """
-    if implementation == "reference":
-        return None
-    reasons = []
-    if x.dtype not in ACTIVATIONS:
-        reasons.append(f"x is {x.dtype}, not bfloat16 or float16")
-    found = REFUSALS[implementation](x, weights, low_rank, target or current_target())
-    if found:
-        reasons.append(found)
-    return "; ".join(reasons) or None
-
-
-def choose(
-    x: Operand,
-    weights: PackedMatrices,
-    low_rank: tuple[LowRank, ...] = (),
-    target: Target | None = None,
-) -> Choice:
-    """The first implementation in the order of preference that does not refuse."""
-    refusals: dict[str, str] = {}
-    for name in IMPLEMENTATIONS:
-        reason = refusal(name, x, weights, low_rank, target)
-        if reason is None:
-            return Choice(name, refusals)
-        refusals[name] = reason
-    raise AssertionError("the reference refuses nothing")
+# A choice is for x [M, K], the matrices and their low-rank terms.
+OPERATION = Operation(
+    "dequant_matmul",
+    kernels=(
+        Implementation("mosaic", mosaic.refusal, mosaic.dequant_matmul_mosaic),
+        Implementation("triton", triton.refusal, triton.dequant_matmul_triton),
+    ),
+    reference=dequant_matmul_reference,
+    abstract=lambda x, weights, slot, low_rank, **_: (x, weights, low_rank),
+    shared_refusals=lambda x, *_: not_half(("x is", x.dtype)),
+)
 
 
 def dequant_matmul(
@@ -88,7 +45,7 @@ def dequant_matmul(
         the stack is copied.
       low_rank: terms of the matrices, any number of row ranges.
       out_dtype: None for `x.dtype`.
-      implementation: "mosaic", "triton" or "reference"; None for `choose`'s.
+      implementation: "mosaic", "triton" or "reference"; None for the first that does not refuse.
       tiles: None for the measured or the heuristic ones; only with a kernel.
       interpret: runs the kernel on the CPU, for tests.
 
@@ -103,15 +60,8 @@ def dequant_matmul(
         terms.check(weights)
     if x.ndim != 2 or x.shape[1] != weights.num_inputs:
         raise ValueError(f"x is {x.shape}, expected [M, {weights.num_inputs}]")
-    chosen = implementation or choose(x, weights, low_rank).implementation
-    if chosen not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation {chosen!r} is none of {', '.join(IMPLEMENTATIONS)}")
-    dtype = jnp.dtype(out_dtype or x.dtype)
-    index = jnp.asarray(slot, jnp.int32)
-    if chosen == "reference":
-        return dequant_matmul_reference(x, weights, index, low_rank, dtype)
-    target = SIMULATED if interpret else current_target()
-    if reason := refusal(chosen, x, weights, low_rank, target):
-        raise ValueError(f"dequant_matmul by {chosen} refuses: {reason}")
-    run = {"mosaic": mosaic.dequant_matmul_mosaic, "triton": triton.dequant_matmul_triton}[chosen]
-    return run(x, weights, index, low_rank, dtype, tiles, target, interpret)
+    return OPERATION(
+        x, weights, jnp.asarray(slot, jnp.int32), low_rank,
+        out_dtype=jnp.dtype(out_dtype or x.dtype), implementation=implementation, tiles=tiles,
+        interpret=interpret,
+    )  # fmt: skip

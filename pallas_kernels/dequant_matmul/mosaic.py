@@ -45,10 +45,10 @@ def dequant_matmul_mosaic(
     weights: PackedMatrices,
     slot: jax.Array,
     low_rank: tuple[LowRank, ...],
+    *,
     out_dtype: jnp.dtype,
-    tiles: Tiles | None,
     target: Target,
-    interpret: bool,
+    tiles: Tiles | None = None,
 ) -> jax.Array:
     """See `api.dequant_matmul`."""
     if tiles is None and not low_rank:
@@ -57,7 +57,8 @@ def dequant_matmul_mosaic(
         chosen = tiles if isinstance(tiles, StreamTiles) else None
         return stream.dense(
             x, weights, slot, out_dtype,
-            chosen or stream.tiles_of_dense(x, weights, target, low_rank), interpret, low_rank,
+            chosen or stream.tiles_of_dense(x, weights, target, low_rank),
+            target.simulated, low_rank,
         )  # fmt: skip
     if low_rank:
         raise ValueError("tiles of the kernel for many rows, which takes no low-rank terms")

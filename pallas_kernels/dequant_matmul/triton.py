@@ -34,7 +34,7 @@ THIN_WARPS = 2
 def refusal(
     x: Any, weights: PackedMatrices, low_rank: tuple[LowRank, ...], target: Target
 ) -> str | None:
-    """Why this implementation cannot serve, or None; see `api.refusal`."""
+    """Why this implementation cannot serve, or None."""
     del x
     reasons = [platform_refusal(target), triton_product.refusal(weights)]
     reasons.append(triton_low_rank.refusal(low_rank))
@@ -179,12 +179,13 @@ def dequant_matmul_triton(
     weights: PackedMatrices,
     slot: jax.Array,
     low_rank: tuple[LowRank, ...],
+    *,
     out_dtype: jnp.dtype,
-    tiles: Tiles | None,
     target: Target,
-    interpret: bool,
+    tiles: Tiles | None = None,
 ) -> jax.Array:
     """See `api.dequant_matmul`."""
+    interpret = target.simulated
     if tiles is None:
         tiles = triton_tiles(x.shape[0], weights, target, has_terms=bool(low_rank))
     if isinstance(tiles, RowTiles):

@@ -4,8 +4,5 @@ from pallas_kernels.expert_fetch.api import Job as Job
 from pallas_kernels.expert_fetch.api import choose as choose
 from pallas_kernels.expert_fetch.api import fetch as fetch
 from pallas_kernels.expert_fetch.api import fetch_all as fetch_all
-from pallas_kernels.expert_fetch.api import fetch_beside as fetch_beside
-from pallas_kernels.expert_fetch.fused import Beside as Beside
-from pallas_kernels.expert_fetch.fused import fused_call as fused_call
 from pallas_kernels.expert_fetch.tiles import CopyTiles as CopyTiles
 from pallas_kernels.expert_fetch.tiles import default_tiles_beside as default_tiles_beside

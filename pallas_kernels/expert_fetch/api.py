@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.expert_fetch import triton
-from pallas_kernels.expert_fetch.fused import Beside
 from pallas_kernels.expert_fetch.reference import fetch_reference
-from pallas_kernels.expert_fetch.tiles import CopyTiles, default_tiles, default_tiles_beside
+from pallas_kernels.expert_fetch.tiles import CopyTiles, default_tiles
 from pallas_kernels.target import Choice, Target, current_target
 
 Arrays = TypeVar("Arrays")  # a pytree of arrays
@@ -143,36 +142,6 @@ def fetch_all(
 def _chosen(jobs: Sequence[Job]) -> str:
     each = {choose(job.pools, job.hosts).implementation for job in jobs}
     return "reference" if "reference" in each else "triton"
-
-
-def fetch_beside(
-    pools: Arrays,
-    hosts: Arrays,
-    src: jax.Array,
-    dst: jax.Array,
-    *,
-    tiles: CopyTiles | None = None,
-    interpret: bool = False,
-) -> Beside:
-    """The same jobs for `fused_call`: in another kernel's launch, while that computes.
-
-    Args:
-      pools: as in `fetch`; the call returns them as a tuple of their leaves.
-      hosts: as in `fetch`.
-      src: likewise.
-      dst: likewise.
-      tiles: None for the default ones of a fused launch; `num_warps` is the other kernel's.
-      interpret: whether that launch is interpreted.
-
-    Raises:
-      ValueError: operands that do not fit, or the reasons why the kernel refuses them.
-    """
-    pool_leaves, host_leaves = _check(pools, hosts, src, dst)
-    reason = refusal("triton", pools, hosts, _target(interpret))
-    if reason:
-        raise ValueError(f"triton refuses: {reason}")
-    tiles = tiles or default_tiles_beside()
-    return Beside(tuple(pool_leaves), tuple(host_leaves), src, dst, tiles)
 
 
 def _target(interpret: bool) -> Target:

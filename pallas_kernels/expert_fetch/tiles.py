@@ -13,7 +13,7 @@ class CopyTiles:
 
     num_programs: int
     block_bytes: int  # of one array; a power of two
-    num_warps: int  # of a program; in the fused form the product's own count stands
+    num_warps: int
 
 
 def default_tiles() -> CopyTiles:

@@ -1,6 +1,6 @@
 """Experts of a MoE layer with packed weights: gate, up and SwiGLU; down and weighted combine."""
 
-from pallas_kernels.grouped_dequant_matmul.api import choose as choose
+from pallas_kernels.grouped_dequant_matmul.api import OPERATION as OPERATION
 from pallas_kernels.grouped_dequant_matmul.api import down as down
 from pallas_kernels.grouped_dequant_matmul.api import gate_up as gate_up
 from pallas_kernels.grouped_dequant_matmul.api import moe_layer as moe_layer

@@ -1,9 +1,9 @@
-"""The public calls: which implementation runs, and why others refuse."""
+"""The public calls, and the operation behind them."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.grouped_dequant_matmul import mosaic, triton
 from pallas_kernels.grouped_dequant_matmul.reference import (
@@ -13,71 +13,78 @@ from pallas_kernels.grouped_dequant_matmul.reference import (
     gate_up_reference,
 )
 from pallas_kernels.grouped_dequant_matmul.tiles import Tiles
+from pallas_kernels.op import REFERENCE, Implementation, Operation, not_half
 from pallas_kernels.packed import LowRank, PackedMatrices
-from pallas_kernels.target import SIMULATED, Choice, Target, current_target
+from pallas_kernels.target import SIMULATED, Target, current_target
 
-Operand = jax.Array | jax.ShapeDtypeStruct
-ACTIVATIONS = (jnp.bfloat16, jnp.float16)
 Tiers = Sequence[PackedMatrices]
 LowRanks = Sequence[tuple[LowRank, ...]]
-
-# In order of preference. The reference serves every platform and is the last.
-REFUSALS: dict[str, Callable[..., str | None]] = {
-    "mosaic": mosaic.refusal,
-    "triton": triton.refusal,
+GATE_UP: dict[str, Callable[..., jax.Array]] = {
+    "mosaic": mosaic.gate_up_mosaic,
+    "triton": triton.gate_up_triton,
 }
-IMPLEMENTATIONS = (*REFUSALS, "reference")
+DOWN: dict[str, Callable[..., jax.Array]] = {
+    "mosaic": mosaic.down_mosaic,
+    "triton": triton.down_triton,
+}
 
 
-def refusal(
-    implementation: str,
-    x: Operand,
-    width: int,
+def _run(name: str) -> Callable[..., jax.Array]:
+    """Returns both products of a layer by one kernel."""
+
+    def products(
+        x: jax.Array,
+        assignments: Assignments,
+        gate_up_tiers: Tiers,
+        down_tiers: Tiers,
+        gate_up_terms: LowRanks,
+        down_terms: LowRanks,
+        *,
+        target: Target,
+        tiles: Tiles | None = None,
+    ) -> jax.Array:
+        hidden = GATE_UP[name](x, assignments, gate_up_tiers, gate_up_terms, tiles, target)
+        return DOWN[name](hidden, assignments, down_tiers, down_terms, tiles, target)
+
+    return products
+
+
+def _reference(
+    x: jax.Array,
+    assignments: Assignments,
     gate_up_tiers: Tiers,
     down_tiers: Tiers,
-    low_rank: LowRanks = (),
-    target: Target | None = None,
-) -> str | None:
-    """Why an implementation cannot serve a MoE layer of these shapes on a target, or None.
-
-    Args:
-      implementation: one of `IMPLEMENTATIONS`.
-      x: [T, D].
-      width: A, experts a token.
-      gate_up_tiers: of each tier S matrices [2F, D], arrays or their shapes.
-      down_tiers: of each tier S matrices [D, F].
-      low_rank: all terms of both, in any order.
-      target: None for the default device.
-    """
-    if implementation == "reference":
-        return None
-    reasons = []
-    if x.dtype not in ACTIVATIONS:
-        reasons.append(f"x is {x.dtype}, not bfloat16 or float16")
-    found = REFUSALS[implementation](
-        x, width, gate_up_tiers, down_tiers, low_rank, target or current_target()
-    )
-    if found:
-        reasons.append(found)
-    return "; ".join(reasons) or None
+    gate_up_terms: LowRanks,
+    down_terms: LowRanks,
+) -> jax.Array:
+    hidden = gate_up_reference(x, assignments, gate_up_tiers, gate_up_terms)
+    return down_reference(hidden, assignments, down_tiers, down_terms)
 
 
-def choose(
-    x: Operand,
-    width: int,
+def _abstract(
+    x: jax.Array,
+    assignments: Assignments,
     gate_up_tiers: Tiers,
     down_tiers: Tiers,
-    low_rank: LowRanks = (),
-    target: Target | None = None,
-) -> Choice:
-    """The first implementation in the order of preference that does not refuse."""
-    refusals: dict[str, str] = {}
-    for name in IMPLEMENTATIONS:
-        reason = refusal(name, x, width, gate_up_tiers, down_tiers, low_rank, target)
-        if reason is None:
-            return Choice(name, refusals)
-        refusals[name] = reason
-    raise AssertionError("the reference refuses nothing")
+    gate_up_terms: LowRanks,
+    down_terms: LowRanks,
+) -> tuple[Any, ...]:
+    terms = [*gate_up_terms, *down_terms]
+    return x, assignments.slot.shape[1], gate_up_tiers, down_tiers, terms
+
+
+# A choice is for x [T, D], A experts a token, each tier's matrices of both products, and all
+# low-rank terms, in any order.
+OPERATION = Operation(
+    "grouped_dequant_matmul",
+    kernels=(
+        Implementation("mosaic", mosaic.refusal, _run("mosaic")),
+        Implementation("triton", triton.refusal, _run("triton")),
+    ),
+    reference=_reference,
+    abstract=_abstract,
+    shared_refusals=lambda x, *_: not_half(("x is", x.dtype)),
+)
 
 
 def moe_layer(
@@ -97,13 +104,11 @@ def moe_layer(
     Args:
       x: [T, D] in bfloat16 or float16 (the reference takes float32 too).
       assignments: which tier and slot each of the A pairs of a token runs, and its weight.
-      gate_up_tiers: of each tier S matrices [2F, D], gate rows first. A tier may be a pool on the
-        device, or the rows of a host store, in pinned memory: the kernels read these in place
-        (Mosaic's of a few tokens; of many it refuses, and Triton serves).
+      gate_up_tiers: of each tier S matrices [2F, D], gate rows first.
       down_tiers: of each tier S matrices [D, F]; the same slots.
       gate_up_low_rank: of each tier its terms; None for none.
       down_low_rank: the same.
-      implementation: "mosaic", "triton" or "reference"; None for `choose`'s.
+      implementation: "mosaic", "triton" or "reference"; None for the first that does not refuse.
       tiles: None for the measured or the heuristic ones; only with a kernel.
       interpret: runs the kernels on the CPU, for tests.
 
@@ -141,20 +146,13 @@ def moe_products(
     Returns:
       float32[P, T, A, D], P parts of each product; anything where a pair is skipped.
     """
-    terms = [*(gate_up_low_rank or ()), *(down_low_rank or ())]
-    layer = (x, assignments.slot.shape[1], gate_up_tiers, down_tiers, terms)
-    chosen = implementation or choose(*layer).implementation
-    if chosen not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation {chosen!r} is none of {', '.join(IMPLEMENTATIONS)}")
-    if reason := refusal(chosen, *layer, target=_target(interpret)):
-        raise ValueError(f"grouped_dequant_matmul by {chosen} refuses: {reason}")
-    hidden = gate_up(
-        x, assignments, gate_up_tiers, low_rank=gate_up_low_rank, implementation=chosen,
-        tiles=tiles, interpret=interpret,
-    )  # fmt: skip
-    return down_products(
-        hidden, assignments, down_tiers, low_rank=down_low_rank, implementation=chosen,
-        tiles=tiles, interpret=interpret,
+    gate_up_terms = _check(x, assignments, gate_up_tiers, gate_up_low_rank)
+    hidden_shape = (*assignments.slot.shape, gate_up_tiers[0].num_outputs // 2)
+    hidden = jax.ShapeDtypeStruct(hidden_shape, x.dtype)
+    down_terms = _check(hidden, assignments, down_tiers, down_low_rank)
+    return OPERATION(
+        x, assignments, gate_up_tiers, down_tiers, gate_up_terms, down_terms,
+        implementation=implementation, tiles=tiles, interpret=interpret,
     )  # fmt: skip
 
 
@@ -174,13 +172,10 @@ def gate_up(
     interpret: bool = False,
 ) -> jax.Array:
     """silu(gate_e x_t) * up_e x_t: [T, D] to [T, A, F]; arguments as in `moe_layer`."""
-    num_inputs, terms = _check(x.shape[-1], assignments, tiers, low_rank)
-    if x.shape != (assignments.slot.shape[0], num_inputs):
-        raise ValueError(f"x is {x.shape}, expected {(assignments.slot.shape[0], num_inputs)}")
-    if implementation == "reference":
+    terms = _check(x, assignments, tiers, low_rank)
+    if implementation == REFERENCE:
         return gate_up_reference(x, assignments, tiers, terms)
-    run = {"mosaic": mosaic.gate_up_mosaic, "triton": triton.gate_up_triton}[implementation]
-    return run(x, assignments, tiers, terms, tiles, _target(interpret), interpret)
+    return GATE_UP[implementation](x, assignments, tiers, terms, tiles, _target(interpret))
 
 
 def down(
@@ -212,14 +207,10 @@ def down_products(
     interpret: bool = False,
 ) -> jax.Array:
     """down_e hidden[t, a]: [T, A, F] to float32[P, T, A, D]; see `moe_products`."""
-    num_inputs, terms = _check(hidden.shape[-1], assignments, tiers, low_rank)
-    if hidden.shape != (*assignments.slot.shape, num_inputs):
-        expected = (*assignments.slot.shape, num_inputs)
-        raise ValueError(f"hidden is {hidden.shape}, expected {expected}")
-    if implementation == "reference":
+    terms = _check(hidden, assignments, tiers, low_rank)
+    if implementation == REFERENCE:
         return down_reference(hidden, assignments, tiers, terms)
-    run = {"mosaic": mosaic.down_mosaic, "triton": triton.down_triton}[implementation]
-    return run(hidden, assignments, tiers, terms, tiles, _target(interpret), interpret)
+    return DOWN[implementation](hidden, assignments, tiers, terms, tiles, _target(interpret))
 
 
 def _target(interpret: bool) -> Target:
@@ -227,9 +218,12 @@ def _target(interpret: bool) -> Target:
 
 
 def _check(
-    num_inputs: int, assignments: Assignments, tiers: Tiers, low_rank: LowRanks | None
-) -> tuple[int, LowRanks]:
-    """K of the tiers and the terms of each; raises ValueError for what does not fit."""
+    rows: jax.Array | jax.ShapeDtypeStruct,
+    assignments: Assignments,
+    tiers: Tiers,
+    low_rank: LowRanks | None,
+) -> LowRanks:
+    """Returns the low-rank terms of each tier; raises ValueError for what does not fit."""
     if not tiers:
         raise ValueError("no tiers")
     terms = [()] * len(tiers) if low_rank is None else low_rank
@@ -238,10 +232,14 @@ def _check(
     for weights, of_tier in zip(tiers, terms, strict=True):
         weights.check()
         shape = (weights.num_outputs, weights.num_inputs)
-        if shape != (tiers[0].num_outputs, num_inputs):
-            raise ValueError(f"a tier of matrices {shape}, expected {num_inputs} inputs")
+        if shape != (tiers[0].num_outputs, rows.shape[-1]):
+            raise ValueError(f"a tier of matrices {shape}, expected {rows.shape[-1]} inputs")
         for term in of_tier:
             term.check(weights)
     if not assignments.tier.shape == assignments.slot.shape == assignments.weight.shape:
         raise ValueError("assignments of different shapes")
-    return num_inputs, terms
+    lead = assignments.slot.shape[: rows.ndim - 1]
+    if rows.shape[:-1] != lead:
+        name = "x" if rows.ndim == 2 else "hidden"
+        raise ValueError(f"{name} is {rows.shape}, expected {(*lead, rows.shape[-1])}")
+    return terms

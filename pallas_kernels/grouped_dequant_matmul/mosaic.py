@@ -7,7 +7,6 @@ import jax
 from pallas_kernels import stream, wgmma
 from pallas_kernels.grouped_dequant_matmul.reference import Assignments
 from pallas_kernels.grouped_dequant_matmul.tiles import Tiles, measured
-from pallas_kernels.host_rows import in_host_memory
 from pallas_kernels.packed import LowRank, PackedMatrices
 from pallas_kernels.stream.tiles import StreamTiles
 from pallas_kernels.target import Target
@@ -15,7 +14,6 @@ from pallas_kernels.wgmma.tiles import WgmmaTiles
 
 Operand = jax.Array | jax.ShapeDtypeStruct
 Tiers = Sequence[PackedMatrices]
-NO_HOST_ROWS = "its kernel for many rows takes no rows of host memory"
 MOST_STREAMED = 64  # tokens that the streaming kernels serve, where an expert has few of them
 FEW_TOKENS = 32  # that they always serve
 MOST_PAIRS = 512  # that a block of threads lists
@@ -53,20 +51,12 @@ def refusal(
             found.append("its kernel for many rows has no interpret mode")
         if any(low_rank):
             found.append("its kernel for many rows takes no low-rank terms")
-        if _has_host_rows((*gate_up_tiers, *down_tiers)):
-            found.append(NO_HOST_ROWS)
     return "; ".join(found) or None
 
 
-def _has_host_rows(tiers: Tiers) -> bool:
-    return any(in_host_memory(leaf) for leaf in jax.tree.leaves(tuple(tiers)))
-
-
-def _fits_many_rows(tiers: Tiers, low_rank: Sequence[tuple[LowRank, ...]]) -> None:
+def _fits_many_rows(low_rank: Sequence[tuple[LowRank, ...]]) -> None:
     if any(low_rank):
         raise ValueError("tiles of the kernel for many rows, which takes no low-rank terms")
-    if _has_host_rows(tiers):
-        raise ValueError(f"tiles of the kernel for many rows: {NO_HOST_ROWS}")
 
 
 def gate_up_mosaic(
@@ -76,14 +66,13 @@ def gate_up_mosaic(
     low_rank: Sequence[tuple[LowRank, ...]],
     tiles: Tiles | None,
     target: Target,
-    interpret: bool,
 ) -> jax.Array:
     """See `api.gate_up`."""
     tokens, width = assignments.slot.shape
     if tiles is None and not any(low_rank):
         tiles = measured("gate_up", tokens, width, tiers, target, (StreamTiles, WgmmaTiles))
     if not streams(tokens, width, tiles):
-        _fits_many_rows(tiers, low_rank)
+        _fits_many_rows(low_rank)
         chosen = tiles if isinstance(tiles, WgmmaTiles) else None
         return wgmma.gate_up(x, assignments, tiers, chosen, target)
     pairs = tokens * width
@@ -94,7 +83,7 @@ def gate_up_mosaic(
         tuple(tiers),
         gated=True,
         tiles=tiles or stream.tiles_of_experts(x, list(tiers), pairs, True, target, low_rank),
-        interpret=interpret,
+        interpret=target.simulated,
         low_rank=tuple(low_rank),
     )
     return hidden.reshape(tokens, width, -1)
@@ -107,14 +96,13 @@ def down_mosaic(
     low_rank: Sequence[tuple[LowRank, ...]],
     tiles: Tiles | None,
     target: Target,
-    interpret: bool,
 ) -> jax.Array:
     """See `api.down_products`."""
     tokens, width = assignments.slot.shape
     if tiles is None and not any(low_rank):
         tiles = measured("down", tokens, width, tiers, target, (StreamTiles, WgmmaTiles))
     if not streams(tokens, width, tiles):
-        _fits_many_rows(tiers, low_rank)
+        _fits_many_rows(low_rank)
         chosen = tiles if isinstance(tiles, WgmmaTiles) else None
         return wgmma.products(hidden, assignments, tiers, chosen, target)[None]
     pairs = tokens * width
@@ -127,7 +115,7 @@ def down_mosaic(
         gated=False,
         tiles=tiles
         or stream.tiles_of_experts(rows[:tokens], list(tiers), pairs, False, target, low_rank),
-        interpret=interpret,
+        interpret=target.simulated,
         low_rank=tuple(low_rank),
     )
     return products.reshape(1, tokens, width, -1)

@@ -36,7 +36,7 @@ EXTRA_PROGRAMS = 128  # of prefill, beyond those that full blocks take; more blo
 def refusal(
     x: Any, width: int, gate_up_tiers: Tiers, down_tiers: Tiers, low_rank: LowRanks, target: Target
 ) -> str | None:
-    """Why this implementation cannot serve, or None; see `api.refusal`."""
+    """Why this implementation cannot serve, or None."""
     del x, width
     reasons = [platform_refusal(target)]
     reasons += [triton_product.refusal(weights) for weights in (*gate_up_tiers, *down_tiers)]
@@ -291,12 +291,11 @@ def gate_up_triton(
     low_rank: LowRanks,
     tiles: Tiles | None,
     target: Target,
-    interpret: bool,
 ) -> jax.Array:
     """See `api.gate_up`."""
     num_tokens, width = assignments.slot.shape
     tiles = _checked(tiles or rules.gate_up_tiles(num_tokens, width, tiers, target), tiers)
-    call = _Call(x, assignments, tiers, low_rank, tiles, width, interpret)
+    call = _Call(x, assignments, tiers, low_rank, tiles, width, target.simulated)
     call.add_thin("gate_up")
     num_hidden = tiers[0].num_outputs // 2
     hidden = call.run(
@@ -313,13 +312,12 @@ def down_triton(
     low_rank: LowRanks,
     tiles: Tiles | None,
     target: Target,
-    interpret: bool,
 ) -> jax.Array:
     """See `api.down_products`."""
     num_tokens, width = assignments.slot.shape
     tiles = _checked(tiles or rules.down_tiles(num_tokens, width, tiers, target), tiers)
     rows = hidden.reshape(num_tokens * width, -1)
-    call = _Call(rows, assignments, tiers, low_rank, tiles, 1, interpret)
+    call = _Call(rows, assignments, tiers, low_rank, tiles, 1, target.simulated)
     call.add_thin("down")
     num_outputs = tiers[0].num_outputs
     parts = call.run(

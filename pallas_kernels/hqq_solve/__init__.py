@@ -1,7 +1,7 @@
 """A whole half-quadratic (HQQ) solve of every quantization group in one pass over the weights."""
 
+from pallas_kernels.hqq_solve.api import OPERATION as OPERATION
 from pallas_kernels.hqq_solve.api import HqqSolution as HqqSolution
 from pallas_kernels.hqq_solve.api import hqq_solve as hqq_solve
-from pallas_kernels.hqq_solve.api import refusal as refusal
 from pallas_kernels.hqq_solve.api import steps_until_stop as steps_until_stop
 from pallas_kernels.hqq_solve.settings import SolveSettings as SolveSettings

@@ -1,13 +1,17 @@
-"""The public call: shapes it serves, reasons for refusal, and the library's stop rule."""
+"""The public call, the operation behind it, and the library's stop rule."""
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dequant_matmul.triton import platform_refusal
+from pallas_kernels.hqq_solve.reference import hqq_solve_reference
 from pallas_kernels.hqq_solve.settings import SolveSettings
-from pallas_kernels.hqq_solve.tiles import Tiles, default_tiles
+from pallas_kernels.hqq_solve.tiles import Tiles
 from pallas_kernels.hqq_solve.triton import hqq_solve_triton
+from pallas_kernels.op import Implementation, Operation
+from pallas_kernels.target import Target
 
 GROUP_SIZES = (32, 64, 128)
 
@@ -23,22 +27,14 @@ class HqqSolution(NamedTuple):
     errors: jax.Array  # float32[..., max_steps]: mean |error| before each step that was taken; or 0
 
 
-def refusal(
+def _refusal(
     weights: Operand,
     low_rank: tuple[Operand, Operand] | None,
-    *,
     bits: int,
     group_size: int,
+    target: Target,
 ) -> str | None:
-    """Why the kernel cannot serve operands of these shapes and dtypes, in one line, or None.
-
-    Args:
-      weights: [..., N, K].
-      low_rank: None, or u [..., N, R] and v [..., R, K].
-      bits: of a code.
-      group_size: weights that share a scale.
-    """
-    reasons = []
+    reasons = [reason] if (reason := platform_refusal(target)) else []
     if group_size not in GROUP_SIZES:
         reasons.append(f"group_size {group_size} is none of {', '.join(map(str, GROUP_SIZES))}")
     elif weights.shape[-1] % group_size:
@@ -59,12 +55,28 @@ def refusal(
     return "; ".join(reasons) or None
 
 
+# A choice is for weights [..., N, K], low-rank factors u [..., N, R] and v [..., R, K] or None, the
+# bits of a code and the weights that share a scale.
+OPERATION = Operation(
+    "hqq_solve",
+    kernels=(Implementation("triton", _refusal, hqq_solve_triton),),
+    reference=hqq_solve_reference,
+    abstract=lambda weights, low_rank, steps, settings: (
+        weights,
+        low_rank,
+        settings.bits,
+        settings.group_size,
+    ),
+)
+
+
 def hqq_solve(
     weights: jax.Array,
     settings: SolveSettings,
     *,
     low_rank: tuple[jax.Array, jax.Array] | None = None,
     steps: jax.Array | None = None,
+    implementation: str | None = None,
     tiles: Tiles | None = None,
     interpret: bool = False,
 ) -> HqqSolution:
@@ -82,25 +94,30 @@ def hqq_solve(
       low_rank: u float32[..., N, R] and v float32[..., R, K], whose product is taken off the
         weights in float32 inside the kernel; components that are zero change nothing.
       steps: int32[...], how many to take, up to `settings.max_steps`; None for the stop rule.
-      tiles: None for the heuristic's.
+      implementation: "triton" or "reference"; None for the first that does not refuse.
+      tiles: None for the heuristic's; only with the kernel.
       interpret: runs the kernel on the CPU, for tests.
 
     Raises:
-      ValueError: naming every reason why the kernel cannot serve.
+      ValueError: the asked implementation refuses; with all reasons.
     """
-    reason = refusal(weights, low_rank, bits=settings.bits, group_size=settings.group_size)
-    if reason:
-        raise ValueError(f"hqq_solve refuses: {reason}")
     *lead, num_rows, num_inputs = weights.shape
     flat = weights.reshape(-1, num_rows, num_inputs)
     if low_rank is not None:
         u, v = low_rank
         low_rank = u.reshape(-1, num_rows, u.shape[-1]), v.reshape(-1, v.shape[-2], num_inputs)
-    tiles = tiles or default_tiles(num_rows, settings.group_size)
 
     def solve(steps: jax.Array) -> HqqSolution:
         return HqqSolution(
-            *hqq_solve_triton(flat, low_rank, steps, settings, tiles=tiles, interpret=interpret)
+            *OPERATION(
+                flat,
+                low_rank,
+                steps,
+                settings,
+                implementation=implementation,
+                tiles=tiles,
+                interpret=interpret,
+            )
         )
 
     if steps is None:

@@ -22,7 +22,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import launch
 from pallas_kernels.hqq_solve.settings import MAX_INVERSE_SCALE, MIN_RANGE, SolveSettings
-from pallas_kernels.hqq_solve.tiles import Tiles
+from pallas_kernels.hqq_solve.tiles import Tiles, default_tiles
+from pallas_kernels.target import Target
 
 Ref = Any
 Step = Callable[[jax.Array], jax.Array]
@@ -135,14 +136,15 @@ def hqq_solve_triton(
     steps: jax.Array,
     settings: SolveSettings,
     *,
-    tiles: Tiles,
-    interpret: bool,
+    target: Target,
+    tiles: Tiles | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """See `api.hqq_solve`, with one leading axis; one launch.
 
     The kernel writes scales and zeros as [B, G, N], so that a program's lie side by side.
     """
     num_matrices, num_rows, num_inputs = weights.shape
+    tiles = tiles or default_tiles(num_rows, settings.group_size)
     num_groups = num_inputs // settings.group_size
     grid = (num_groups, num_rows // tiles.rows, num_matrices)
     rank = 0 if low_rank is None else low_rank[1].shape[1]
@@ -162,7 +164,7 @@ def hqq_solve_triton(
         ),
         num_warps=tiles.num_warps,
         num_stages=1,
-        interpret=interpret,
+        interpret=target.simulated,
     )(steps, weights, *factors)
     means = jnp.sum(errors, axis=1)[:, : settings.max_steps] / (num_rows * num_inputs)
     return codes, scales.swapaxes(1, 2), zeros.swapaxes(1, 2), means

@@ -1,46 +1,31 @@
-"""The public call: which implementation runs, and why one is refused."""
+"""The public call, and the operation behind it."""
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.op import Implementation, Operation, not_half
 from pallas_kernels.qkv_to_cache import triton
 from pallas_kernels.qkv_to_cache.reference import HeadNorms, qkv_to_cache_reference
-from pallas_kernels.target import SIMULATED, Choice, Target, current_target
 
 Operand = jax.Array | jax.ShapeDtypeStruct
 Found = tuple[jax.Array, jax.Array, jax.Array]
-IMPLEMENTATIONS = ("triton", "reference")  # in order of preference; the reference refuses nothing
 
 
-def refusal(
-    implementation: str, qkv: Operand, keys: Operand, target: Target | None = None
-) -> str | None:
-    """Why an implementation cannot serve operands of these shapes on a target, or None.
-
-    Args:
-      implementation: one of `IMPLEMENTATIONS`.
-      qkv: [B, (H + 2 K) C].
-      keys: [L, B, K, S, C]; values are like them.
-      target: None for the default device.
-    """
-    if implementation == "reference":
-        return None
-    reasons = [
-        f"{name} {of.dtype}, not bfloat16 or float16"
-        for name, of in (("qkv is", qkv), ("the cache is", keys))
-        if of.dtype not in (jnp.bfloat16, jnp.float16)
-    ]
+def _shared_refusals(qkv: Operand, keys: Operand) -> list[str]:
+    reasons = not_half(("qkv is", qkv.dtype), ("the cache is", keys.dtype))
     if not reasons and qkv.dtype != keys.dtype:
         reasons.append(f"qkv is {qkv.dtype}, the cache {keys.dtype}")
-    if found := triton.refusal(keys, target or current_target()):
-        reasons.append(found)
-    return "; ".join(reasons) or None
+    return reasons
 
 
-def choose(qkv: Operand, keys: Operand, target: Target | None = None) -> Choice:
-    """The kernel, or the reference and why the kernel refuses."""
-    reason = refusal("triton", qkv, keys, target)
-    return Choice("triton", {}) if reason is None else Choice("reference", {"triton": reason})
+# A choice is for qkv [B, (H + 2 K) C] and keys [L, B, K, S, C]; values are like keys.
+OPERATION = Operation(
+    "qkv_to_cache",
+    kernels=(Implementation("triton", triton.refusal, triton.qkv_to_cache_triton),),
+    reference=qkv_to_cache_reference,
+    abstract=lambda qkv, keys, *_: (qkv, keys),
+    shared_refusals=_shared_refusals,
+)
 
 
 def qkv_to_cache(
@@ -74,7 +59,7 @@ def qkv_to_cache(
       cos: float32[B, C / 2], of each token's angles.
       sin: like cos.
       norms: of heads; None for none.
-      implementation: "triton" or "reference"; None for `choose`'s.
+      implementation: "triton" or "reference"; None for the first that does not refuse.
       interpret: runs the kernel on the CPU, for tests.
 
     Returns:
@@ -84,17 +69,9 @@ def qkv_to_cache(
       ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
     """
     _check(qkv, keys, values, positions, cos, sin, norms)
-    chosen = implementation or choose(qkv, keys).implementation
-    if chosen not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation {chosen!r} is none of {', '.join(IMPLEMENTATIONS)}")
     index = jnp.asarray(layer, jnp.int32)
     operands = (qkv, keys, values, index, positions, cos, sin, norms)
-    if chosen == "reference":
-        return qkv_to_cache_reference(*operands)
-    target = SIMULATED if interpret else current_target()
-    if reason := refusal(chosen, qkv, keys, target):
-        raise ValueError(f"qkv_to_cache by {chosen} refuses: {reason}")
-    return triton.qkv_to_cache_triton(*operands, interpret=interpret)
+    return OPERATION(*operands, implementation=implementation, interpret=interpret)
 
 
 def _check(

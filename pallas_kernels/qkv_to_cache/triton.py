@@ -23,8 +23,9 @@ MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 NUM_WARPS = 1
 
 
-def refusal(keys: Operand, target: Target) -> str | None:
-    """Why this implementation cannot serve, or None; see `api.refusal`."""
+def refusal(qkv: Operand, keys: Operand, target: Target) -> str | None:
+    """Why this implementation cannot serve, or None."""
+    del qkv
     reasons, head_dim = [platform_refusal(target)], keys.shape[4]
     if head_dim & (head_dim - 1) or not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
         reasons.append(f"C={head_dim} is no power of two in {MIN_HEAD_DIM}..{MAX_HEAD_DIM}")
@@ -83,7 +84,7 @@ def qkv_to_cache_triton(
     sin: jax.Array,
     norms: HeadNorms | None,
     *,
-    interpret: bool,
+    target: Target,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `api.qkv_to_cache`; one launch."""
     batch, num_kv, _, head_dim = keys.shape[1:]
@@ -98,7 +99,7 @@ def qkv_to_cache_triton(
         out_shape=[jax.ShapeDtypeStruct((batch, num_heads, head_dim), qkv.dtype), cache, cache],
         num_warps=NUM_WARPS,
         num_stages=1,
-        interpret=interpret,
+        interpret=target.simulated,
         aliases={len(operands): 1, len(operands) + 1: 2},
     )(*operands, keys, values)
     return q, keys, values

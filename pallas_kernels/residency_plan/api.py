@@ -38,13 +38,11 @@ def refusal(
 
 def plan(
     tables: Tables,
-    pinned: jax.Array,
     row_of: jax.Array,
     layer: int | jax.Array,
     ids: jax.Array,
     active: jax.Array,
     weights: jax.Array,
-    keep: jax.Array | None = None,
     *,
     waves: Waves,
     banks: int = 1,
@@ -55,21 +53,19 @@ def plan(
 ) -> tuple[Tables, Placed]:
     """Where each expert that a layer needs is computed, and what is fetched for that.
 
-    Misses, in order of id, take the victims: free slots, then those of experts that are neither
-    needed nor pinned, of least `keep`, then of longest ago, then of least number. With waves, where
-    there are fewer victims than misses, misses take the free slots alone and the rest is streamed
-    (a scan evicts nothing). What was used gets the clock, which then advances.
+    Misses, in order of id, take the victims: free slots, then those of experts that are not needed,
+    of longest ago, then of least number. With waves, where there are fewer victims than misses,
+    misses take the free slots alone and the rest is streamed (a scan evicts nothing). What was used
+    gets the clock, which then advances.
 
     Args:
       tables: donate them.
-      pinned: bool[M, E], never evicted.
       row_of: int32[M, E], rows of the host store; -1: none.
       layer: int or int32[] in 0..M - 1; an array lets all layers share a trace.
       ids: int32[N, A], in 0..E - 1; those of a token differ.
       active: bool[N], tokens that count.
       weights: float32[N, A], of the pairs; their sum is added to `gate`, of all and of the first
         tier.
-      keep: float32[E], experts of least value leave first; NaN is the least. None: LRU.
       waves: how many, and their width.
       banks: arrays in which layers have their slots in turn; a slot's number counts within one.
       columns: of `events`, by the names of `PLAN_EVENTS`.
@@ -83,20 +79,18 @@ def plan(
     Raises:
       ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
     """
-    reasons = _misfits(tables, pinned, row_of, active)
+    reasons = _misfits(tables, row_of, active)
     if ids.ndim != 2 or ids.shape[0] != active.shape[0] or ids.dtype != jnp.int32:
         reasons.append(f"ids are {ids.dtype}{ids.shape}, active {active.shape}")
     if weights.shape != ids.shape or weights.dtype != jnp.float32:
         reasons.append(f"weights are {weights.dtype}{weights.shape}, ids {ids.shape}")
-    if keep is not None and (keep.shape != pinned.shape[1:] or keep.dtype != jnp.float32):
-        reasons.append(f"keep is {keep.dtype}{keep.shape}, not float32[{pinned.shape[1]}]")
     if waves.num < 0 or waves.transient < 1:
         reasons.append(f"{waves.num} waves of {waves.transient}")
     if missing := sorted(set(PLAN_EVENTS) - set(columns)):
         reasons.append(f"no column for {', '.join(missing)}")
-    chosen = _chosen("plan", reasons, implementation, pinned.shape[1], ids.size, interpret)
+    chosen = _chosen("plan", reasons, implementation, row_of.shape[-1], ids.size, interpret)
     layer = jnp.asarray(layer, jnp.int32)
-    given = (tables, pinned, row_of, layer, ids, active, weights, keep)
+    given = (tables, row_of, layer, ids, active, weights)
     if chosen == "reference":
         return plan_reference(*given, waves=waves, banks=banks, columns=columns)
     return triton.plan_triton(
@@ -106,7 +100,6 @@ def plan(
 
 def predict(
     tables: Tables,
-    pinned: jax.Array,
     row_of: jax.Array,
     layer: int | jax.Array,
     ids: jax.Array,
@@ -120,12 +113,11 @@ def predict(
 ) -> tuple[Tables, Fetch]:
     """Admits experts that a layer to come will probably need, ahead of its `plan`.
 
-    Those that are neither resident nor arriving, in order of id, take victims as in `plan`, never
-    one that is itself listed. The clock stands, and nothing is added to `gate`.
+    Those that are not resident, in order of id, take victims as in `plan`, never one that is itself
+    listed. The clock stands, and nothing is added to `gate`.
 
     Args:
       tables: donate them; C > 0.
-      pinned: as in `plan`.
       row_of: as in `plan`.
       layer: the layer to come.
       ids: int32[L], experts; -1: none.
@@ -142,15 +134,15 @@ def predict(
     Raises:
       ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
     """
-    reasons = _misfits(tables, pinned, row_of, active)
+    reasons = _misfits(tables, row_of, active)
     if ids.ndim != 1 or ids.dtype != jnp.int32:
         reasons.append(f"ids are {ids.dtype}{ids.shape}, not int32[L]")
-    if not reasons and not num_slots(tables.table, pinned.shape[1]):
+    if not reasons and not num_slots(tables.table, row_of.shape[1]):
         reasons.append("there are no slots")
     if missing := sorted(set(PREDICT_EVENTS) - set(columns)):
         reasons.append(f"no column for {', '.join(missing)}")
-    chosen = _chosen("predict", reasons, implementation, pinned.shape[1], ids.size, interpret)
-    given = (tables, pinned, row_of, jnp.asarray(layer, jnp.int32), ids, active)
+    chosen = _chosen("predict", reasons, implementation, row_of.shape[-1], ids.size, interpret)
+    given = (tables, row_of, jnp.asarray(layer, jnp.int32), ids, active)
     if chosen == "reference":
         return predict_reference(*given, banks=banks, columns=columns)
     return triton.predict_triton(
@@ -158,21 +150,19 @@ def predict(
     )
 
 
-def _misfits(tables: Tables, pinned: jax.Array, row_of: jax.Array, active: jax.Array) -> list[str]:
-    """What of the operands that both calls take does not fit."""
-    if pinned.ndim != 2 or pinned.dtype != jnp.bool_:
-        return [f"pinned is {pinned.dtype}{pinned.shape}, not bool[M, E]"]
-    (num_layers, num_experts), reasons = pinned.shape, []
+def _misfits(tables: Tables, row_of: jax.Array, active: jax.Array) -> list[str]:
+    """Reasons why the operands that both calls take do not fit."""
+    if row_of.ndim != 2:
+        return [f"row_of is {row_of.dtype}{row_of.shape}, not int32[M, E]"]
+    (num_layers, num_experts), reasons = row_of.shape, []
     extra = tables.table.shape[-1] - num_experts
-    if tables.table.ndim != 2 or len(tables.table) != num_layers or extra < 0 or extra % 4:
-        reasons.append(f"table is {tables.table.shape}, pinned {pinned.shape}")
+    if tables.table.ndim != 2 or len(tables.table) != num_layers or extra < 0 or extra % 3:
+        reasons.append(f"table is {tables.table.shape}, row_of {row_of.shape}")
     for name, of, ndim in (("events", tables.events, 2), ("gate", tables.gate, 2)):
         if of.ndim != ndim or of.shape[0] != num_layers:
             reasons.append(f"{name} is {of.shape}, of {num_layers} layers")
     if tables.gate.shape[-1] < 2:
         reasons.append(f"gate is {tables.gate.shape}, without a tier")
-    if row_of.shape != pinned.shape:
-        reasons.append(f"row_of is {row_of.shape}, pinned {pinned.shape}")
     for name, of, dtype in (
         ("table", tables.table, jnp.int32), ("clock", tables.clock, jnp.int32),
         ("events", tables.events, jnp.int32), ("gate", tables.gate, jnp.float32),

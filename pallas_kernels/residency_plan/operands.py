@@ -20,10 +20,9 @@ class Tables(NamedTuple):
     Axes: M layers, E experts of a layer, C cache slots of a layer; -1 stands for none.
 
     Attributes:
-      table: int32[M, E + 4 C], columns of a layer: the local slot of each expert, [E]; of each slot
-        its owner, the clock of its last use, whether it was brought ahead and not used yet, and the
-        expert of a transfer on its way into it, each [C]. Slots of experts and owners are inverse
-        to each other.
+      table: int32[M, E + 3 C], columns of a layer: the local slot of each expert, [E]; of each slot
+        its owner, the clock of its last use, and whether it was brought ahead and not used yet,
+        each [C]. Slots of experts and owners are inverse to each other.
       clock: int32[], may wrap.
       events: int32[M, K], counts.
       gate: float32[M, 1 + T], gate mass of all, then of T tiers.
@@ -78,7 +77,7 @@ def first_transient(num_layers: int, slots: int, banks: int) -> int:
 
 def num_slots(table: jax.Array | jax.ShapeDtypeStruct, num_experts: int) -> int:
     """C."""
-    return (table.shape[1] - num_experts) // 4
+    return (table.shape[1] - num_experts) // 3
 
 
 def num_jobs(num_pairs: int, num_experts: int, slots: int) -> int:

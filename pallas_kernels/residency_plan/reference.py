@@ -25,29 +25,23 @@ class _Row(NamedTuple):
     owner: jax.Array
     last_use: jax.Array
     ahead: jax.Array
-    arriving: jax.Array
 
 
 def _row(table: jax.Array, layer: jax.Array, num_experts: int) -> _Row:
     row, slots = table[layer], num_slots(table, num_experts)
-    bounds = [num_experts + i * slots for i in range(4)]
+    bounds = [num_experts + i * slots for i in range(3)]
     return _Row(*jnp.split(row, bounds))
 
 
-def _order(
-    row: _Row, clock: jax.Array, safe: jax.Array, keep: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
+def _order(row: _Row, clock: jax.Array, safe: jax.Array) -> tuple[jax.Array, jax.Array]:
     """bool[C], which slots may be given away, and int32[C], the place of each in that order."""
     owned, index = row.owner >= 0, jnp.arange(len(row.owner), dtype=jnp.int32)
     owner = jnp.maximum(row.owner, 0)
-    victim = (row.arriving < 0) & ~(owned & safe[owner])
+    victim = ~(owned & safe[owner])
     # Modulo 2^32, 2^32 - 1 less the age.
     youth = (row.last_use - clock).astype(jnp.uint32) - np.uint32(1)
     youth = jnp.where(owned, youth, 0)
     keys = [jnp.where(owned, len(index) + owner, index), youth]  # of one use the smaller id
-    if keep is not None:
-        value = jnp.where(owned & ~jnp.isnan(keep[owner]), keep[owner], -jnp.inf)
-        keys.append(value)
     first = jnp.lexsort((*keys, ~victim))  # the last key is the first one
     return victim, jnp.zeros_like(index).at[first].set(index)
 
@@ -87,29 +81,26 @@ def _jobs(
 
 def plan_reference(
     tables: Tables,
-    pinned: jax.Array,
     row_of: jax.Array,
     layer: jax.Array,
     ids: jax.Array,
     active: jax.Array,
     weights: jax.Array,
-    keep: jax.Array | None,
     *,
     waves: Waves,
     banks: int,
     columns: Columns,
 ) -> tuple[Tables, Placed]:
     """See `api.plan`."""
-    (num_layers, num_experts), clock = pinned.shape, tables.clock
+    (num_layers, num_experts), clock = row_of.shape, tables.clock
     row = _row(tables.table, layer, num_experts)
     slots, rows = len(row.owner), row_of[layer]
     chosen = jnp.where(active[:, None], ids, num_experts)
     needed = jnp.zeros(num_experts, bool).at[chosen.reshape(-1)].set(True, mode="drop")
     hit, miss = needed & (row.slot_of >= 0), needed & (row.slot_of < 0)
-    victim, place = _order(row, clock, needed | pinned[layer], keep)
+    victim, place = _order(row, clock, needed)
     if waves.num:
-        free = (row.owner < 0) & (row.arriving < 0)
-        victim &= (_num(miss) <= _num(victim)) | free
+        victim &= (_num(miss) <= _num(victim)) | (row.owner < 0)
     coming = _given(miss, victim, place)
     owner = jnp.where(coming >= 0, coming, row.owner)
     slot_of = _inverse(owner, num_experts)
@@ -131,9 +122,7 @@ def plan_reference(
     )  # fmt: skip
     used = (owner >= 0) & needed[jnp.maximum(owner, 0)]
     last_use, ahead = jnp.where(used, clock, row.last_use), jnp.where(used, 0, row.ahead)
-    table = tables.table.at[layer].set(
-        jnp.concatenate([slot_of, owner, last_use, ahead, row.arriving])
-    )
+    table = tables.table.at[layer].set(jnp.concatenate([slot_of, owner, last_use, ahead]))
     mass = jnp.sum(jnp.where(active[:, None], weights, 0.0))
     tables = Tables(table, clock + 1, events, tables.gate.at[layer, :2].add(mass))
 
@@ -152,7 +141,6 @@ def plan_reference(
 
 def predict_reference(
     tables: Tables,
-    pinned: jax.Array,
     row_of: jax.Array,
     layer: jax.Array,
     ids: jax.Array,
@@ -162,13 +150,12 @@ def predict_reference(
     columns: Columns,
 ) -> tuple[Tables, Fetch]:
     """See `api.predict`."""
-    num_experts, clock = pinned.shape[1], tables.clock
+    num_experts, clock = row_of.shape[1], tables.clock
     row = _row(tables.table, layer, num_experts)
     chosen = jnp.where((ids >= 0) & jnp.any(active), ids, num_experts)
     wanted = jnp.zeros(num_experts, bool).at[chosen].set(True, mode="drop")
     new = wanted & (row.slot_of < 0)
-    new &= ~(row.arriving[:, None] == jnp.arange(num_experts)[None]).any(axis=0)
-    coming = _given(new, *_order(row, clock, wanted | pinned[layer], None))
+    coming = _given(new, *_order(row, clock, wanted))
     came = coming >= 0
     owner = jnp.where(came, coming, row.owner)
     slot_of = _inverse(owner, num_experts)
@@ -178,9 +165,7 @@ def predict_reference(
         prefetch_waste=_num(gone & (row.ahead[jnp.maximum(row.slot_of, 0)] != 0)),
     )  # fmt: skip
     last_use, ahead = jnp.where(came, clock, row.last_use), jnp.where(came, 1, row.ahead)
-    table = tables.table.at[layer].set(
-        jnp.concatenate([slot_of, owner, last_use, ahead, row.arriving])
-    )
+    table = tables.table.at[layer].set(jnp.concatenate([slot_of, owner, last_use, ahead]))
     places = layer // banks * len(owner) + slot_of
     fetch = Fetch(*_jobs(come, row_of[layer], places, len(ids)))
     return tables._replace(table=table, events=events), fetch

@@ -32,9 +32,7 @@ class Loaded(NamedTuple):
     owned: jax.Array
     last_use: jax.Array
     ahead: jax.Array
-    arriving: jax.Array
-    pinned: jax.Array  # the owner is
-    value: jax.Array | None  # what its owner is kept for
+    inside: jax.Array  # not beyond the end
 
 
 class Slots(NamedTuple):
@@ -102,8 +100,8 @@ def order_of(new: jax.Array, ids: jax.Array) -> jax.Array:
 
 def load_owners(of: Refs, layer: jax.Array) -> jax.Array:
     """int32[C], of slots of a layer, -1: none."""
-    num_experts = of["pinned"].shape[1]
-    slots = (of["table"].shape[1] - num_experts) // 4
+    num_experts = of["row_of"].shape[1]
+    slots = (of["table"].shape[1] - num_experts) // 3
     number = iota(slots)
     place = of["table"].at[layer, num_experts + number]
     return pltriton.load(place, mask=number < slots, other=-1)
@@ -111,8 +109,8 @@ def load_owners(of: Refs, layer: jax.Array) -> jax.Array:
 
 def load_slots(of: Refs, layer: jax.Array) -> Loaded:
     """The slots of a layer, C > 0."""
-    num_experts = of["pinned"].shape[1]
-    slots = (of["table"].shape[1] - num_experts) // 4
+    num_experts = of["row_of"].shape[1]
+    slots = (of["table"].shape[1] - num_experts) // 3
     number = iota(slots)
     inside = number < slots
 
@@ -120,21 +118,14 @@ def load_slots(of: Refs, layer: jax.Array) -> Loaded:
         place = num_experts + i * slots + number
         return pltriton.load(of["table"].at[layer, place], mask=inside, other=other)
 
-    owner, last_use, ahead = column(0, -1), column(1, 0), column(2, 0)
-    arriving = column(3, num_experts)  # beyond the end an expert that there is not
-    owned = owner >= 0
-    expert, value = jnp.maximum(owner, 0), None
-    pinned = pltriton.load(of["pinned"].at[layer, expert], mask=owned, other=False)
-    if "keep" in of:
-        value = pltriton.load(of["keep"].at[expert], mask=owned, other=-jnp.inf)
-        value = jnp.where(value == value, value, -jnp.inf)  # NaN is the least: an order must be one
-    return Loaded(number, owner, owned, last_use, ahead, arriving, pinned, value)
+    owner = column(0, -1)
+    return Loaded(number, owner, owner >= 0, column(1, 0), column(2, 0), inside)
 
 
 def candidates(loaded: Loaded, clock: jax.Array, ids: jax.Array) -> Slots:
-    """Victims are those slots whose owner is neither asked for nor pinned, nothing arriving."""
+    """Victims are those slots whose owner is not asked for."""
     wanted = loaded.owned & some(matches(loaded.owner, ids), axis=1)
-    victim = (loaded.arriving < 0) & ~(wanted | (loaded.owned & loaded.pinned))
+    victim = loaded.inside & ~wanted
     # Modulo 2^32 and with the first bit turned, so that signed numbers have the order of unsigned.
     age = (clock - loaded.last_use) ^ np.int32(-(2**31))
     return Slots(loaded, wanted, victim, jnp.where(loaded.owned, age, OLDEST))
@@ -145,7 +136,7 @@ def taken(
 ) -> tuple[jax.Array, jax.Array]:
     """Victims for those who come, one after the other.
 
-    Free slots come first, then those of least `keep`, of the oldest use, of the smallest expert.
+    Free slots come first, then those of the oldest use, of the smallest expert.
 
     Args:
       slots: of a layer.
@@ -156,14 +147,12 @@ def taken(
     Returns:
       int32[C], the order of who takes a slot, or -1; int32[P], the slot that each takes, or -1.
     """
-    index, value = slots.loaded.number, slots.loaded.value
+    index = slots.loaded.number
     tie = jnp.where(slots.loaded.owned, len(index) + slots.loaded.owner, index)
 
     def take(n: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         taker, local = found
         left = victim & (taker < 0)
-        if value is not None:
-            left &= value == jnp.min(jnp.where(left, value, jnp.inf))
         left &= slots.age == jnp.max(jnp.where(left, slots.age, -OLDEST - 1))
         left &= tie == jnp.min(jnp.where(left, tie, OLDEST))
         slot = jnp.min(jnp.where(left, index, OLDEST))
@@ -173,14 +162,9 @@ def taken(
     return jax.lax.fori_loop(0, number, take, none)
 
 
-def arrives(slots: Slots, ids: jax.Array) -> jax.Array:
-    """bool[P], whether a transfer is bringing the expert."""
-    return some(matches(slots.loaded.arriving, ids), axis=0)
-
-
 def store_owners(of: Refs, layer: jax.Array, slots: Slots, coming: jax.Array) -> None:
     """Makes experts [C] (-1: none) the owners of their slots, in both directions."""
-    table, num_experts = of["table"], of["pinned"].shape[1]
+    table, num_experts = of["table"], of["row_of"].shape[1]
     came, beyond = coming >= 0, table.shape[1]
     leaves = came & slots.loaded.owned
     # Who leaves is not asked for and who comes is: no column is written twice. A masked element's
@@ -198,8 +182,8 @@ def store_use(
     of: Refs, layer: jax.Array, slots: Slots, used: jax.Array, clock: jax.Array, ahead: int
 ) -> None:
     """The clock of last use, and whether it was brought ahead, of slots."""
-    num_experts = of["pinned"].shape[1]
-    num_slots = (of["table"].shape[1] - num_experts) // 4
+    num_experts = of["row_of"].shape[1]
+    num_slots = (of["table"].shape[1] - num_experts) // 3
     place = num_experts + num_slots + slots.loaded.number
     now = jnp.zeros_like(slots.loaded.number) + clock
     pltriton.store(of["table"].at[layer, place], now, mask=used)
@@ -212,8 +196,8 @@ def use_of(of: Refs, layer: jax.Array, local: jax.Array, column: int) -> Any:
 
     Where there is none the place is beyond the end, which no other element has.
     """
-    table, num_experts = of["table"], of["pinned"].shape[1]
-    first = num_experts + (1 + column) * ((table.shape[1] - num_experts) // 4)
+    table, num_experts = of["table"], of["row_of"].shape[1]
+    first = num_experts + (1 + column) * ((table.shape[1] - num_experts) // 3)
     return table.at[layer, jnp.where(local >= 0, first + local, table.shape[1])]
 
 

@@ -57,7 +57,7 @@ def _plan_body(
     # The outputs come last: of the tables, they take the place of the operands.
     of = dict(zip(names, refs, strict=True))
     layer, clock = of["layer"][()], of["clock"][()]
-    num_layers, num_experts = of["pinned"].shape
+    num_layers, num_experts = of["row_of"].shape
     num_pairs, slots = of["ids"].shape[0], num_slots(of["table"], num_experts)
     width = num_pairs // of["active"].shape[0]
     pairs = iota(num_pairs)
@@ -166,7 +166,7 @@ def _predict_body(
     of = dict(zip(names, refs, strict=True))
     layer, clock = of["layer"][()], of["clock"][()]
     size, tokens = of["ids"].shape[0], of["active"].shape[0]
-    slots = num_slots(of["table"], of["pinned"].shape[1])
+    slots = num_slots(of["table"], of["row_of"].shape[1])
     wanted, lanes = iota(size), iota(tokens)
     mask = pltriton.load(of["active"].at[lanes], mask=lanes < tokens, other=False)
     mask = (wanted < size) & vectors.some(mask & (lanes < tokens))
@@ -175,7 +175,7 @@ def _predict_body(
     loaded, local = vectors.load_slots(of, layer), vectors.load_local(of, layer, ids)
     row, events = vectors.load_rows(of, layer, ids), vectors.load_events(of, layer)
     table = vectors.candidates(loaded, clock, ids)
-    new = (ids >= 0) & (local < 0) & ~vectors.arrives(table, ids)
+    new = (ids >= 0) & (local < 0)
     order = vectors.order_of(vectors.leads(ids) & new, ids)
     num_new, who = vectors.count(vectors.leads(ids) & new), jnp.where(new, order, -2)
     number = jnp.minimum(num_new, vectors.count(table.victim))
@@ -197,13 +197,11 @@ def _predict_body(
 
 def plan_triton(
     tables: Tables,
-    pinned: jax.Array,
     row_of: jax.Array,
     layer: jax.Array,
     ids: jax.Array,
     active: jax.Array,
     weights: jax.Array,
-    keep: jax.Array | None,
     *,
     waves: Waves,
     banks: int,
@@ -212,14 +210,12 @@ def plan_triton(
     interpret: bool,
 ) -> tuple[Tables, Placed]:
     """See `api.plan`."""
-    num_experts, slots = pinned.shape[1], num_slots(tables.table, pinned.shape[1])
+    num_experts, slots = row_of.shape[1], num_slots(tables.table, row_of.shape[1])
     jobs, streamed = num_jobs(ids.size, num_experts, slots), waves.num * waves.transient
     operands = {
         "layer": layer, "ids": ids.reshape(-1), "active": active, "weights": weights.reshape(-1),
-        "pinned": pinned, "row_of": row_of,
+        "row_of": row_of,
     }  # fmt: skip
-    if keep is not None:
-        operands["keep"] = keep
     sizes = {"slot": ids.size, "wave": ids.size, "rows": jobs, "slots": jobs, "streamed": streamed}
     num_warps = num_warps or default_num_warps(slots, ids.size)
     body = functools.partial(
@@ -239,7 +235,6 @@ def plan_triton(
 
 def predict_triton(
     tables: Tables,
-    pinned: jax.Array,
     row_of: jax.Array,
     layer: jax.Array,
     ids: jax.Array,
@@ -252,15 +247,14 @@ def predict_triton(
 ) -> tuple[Tables, Fetch]:
     """See `api.predict`."""
     operands = {
-        "layer": layer, "ids": ids, "active": active, "pinned": pinned, "row_of": row_of,
-        "clock": tables.clock,
+        "layer": layer, "ids": ids, "active": active, "row_of": row_of, "clock": tables.clock,
     }  # fmt: skip
     changed = {"table": tables.table, "events": tables.events}
     sizes = {"rows": len(ids), "slots": len(ids)}
-    slots = num_slots(tables.table, pinned.shape[1])
+    slots = num_slots(tables.table, row_of.shape[1])
     num_warps = num_warps or default_num_warps(slots, len(ids))
     body = functools.partial(_predict_body, banks=banks, columns=columns, interpret=interpret)
-    name = f"residency_predict_{len(ids)}_of_{pinned.shape[1]}"
+    name = f"residency_predict_{len(ids)}_of_{row_of.shape[1]}"
     found = _launch(body, name, operands, changed, sizes, num_warps, interpret)
     tables = tables._replace(table=found["table"], events=found["events"])
     return tables, Fetch(found["rows"], found["slots"])

@@ -1,38 +1,20 @@
-"""The public call: which implementation runs, and why one is refused."""
+"""The public call, and the operation behind it."""
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.op import Implementation, Operation, not_half
 from pallas_kernels.residual_norm import triton
 from pallas_kernels.residual_norm.reference import residual_norm_reference
-from pallas_kernels.target import SIMULATED, Choice, Target, current_target
 
-Operand = jax.Array | jax.ShapeDtypeStruct
-IMPLEMENTATIONS = ("triton", "reference")  # in order of preference; the reference refuses nothing
-
-
-def refusal(implementation: str, x: Operand, target: Target | None = None) -> str | None:
-    """Why an implementation cannot serve operands of these shapes on a target, or None.
-
-    Args:
-      implementation: one of `IMPLEMENTATIONS`.
-      x: [N, D]; what is added and the scales are of its dtype.
-      target: None for the default device.
-    """
-    if implementation == "reference":
-        return None
-    reasons = []
-    if x.dtype not in (jnp.bfloat16, jnp.float16):
-        reasons.append(f"x is {x.dtype}, not bfloat16 or float16")
-    if found := triton.refusal(x, target or current_target()):
-        reasons.append(found)
-    return "; ".join(reasons) or None
-
-
-def choose(x: Operand, target: Target | None = None) -> Choice:
-    """The kernel, or the reference and why the kernel refuses."""
-    reason = refusal("triton", x, target)
-    return Choice("triton", {}) if reason is None else Choice("reference", {"triton": reason})
+# A choice is for x [N, D]; delta and the scales are of its dtype.
+OPERATION = Operation(
+    "residual_norm",
+    kernels=(Implementation("triton", triton.refusal, triton.residual_norm_triton),),
+    reference=residual_norm_reference,
+    abstract=lambda x, *_, **__: (x,),
+    shared_refusals=lambda x: not_half(("x is", x.dtype)),
+)
 
 
 def residual_norm(
@@ -58,7 +40,7 @@ def residual_norm(
       layer: int or int32[] in 0..L - 1; an array lets all layers share a trace.
       eps: added to the mean square; static.
       zero_centred: scales are added to one, and rounding comes last (Qwen3-Next); static.
-      implementation: "triton" or "reference"; None for `choose`'s.
+      implementation: "triton" or "reference"; None for the first that does not refuse.
       interpret: runs the kernel on the CPU, for tests.
 
     Returns:
@@ -68,18 +50,10 @@ def residual_norm(
       ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
     """
     _check(x, delta, scales)
-    chosen = implementation or choose(x).implementation
-    if chosen not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation {chosen!r} is none of {', '.join(IMPLEMENTATIONS)}")
-    index = jnp.asarray(layer, jnp.int32)
-    if chosen == "reference":
-        return residual_norm_reference(x, delta, scales, index, eps, zero_centred)
-    target = SIMULATED if interpret else current_target()
-    if reason := refusal(chosen, x, target):
-        raise ValueError(f"residual_norm by {chosen} refuses: {reason}")
-    return triton.residual_norm_triton(
-        x, delta, scales, index, eps=eps, zero_centred=zero_centred, interpret=interpret
-    )
+    return OPERATION(
+        x, delta, scales, jnp.asarray(layer, jnp.int32), eps=eps, zero_centred=zero_centred,
+        implementation=implementation, interpret=interpret,
+    )  # fmt: skip
 
 
 def _check(x: jax.Array, delta: jax.Array | None, scales: jax.Array) -> None:

@@ -20,7 +20,7 @@ MAX_WARPS = 16
 
 
 def refusal(x: Operand, target: Target) -> str | None:
-    """Why this implementation cannot serve, or None; see `api.refusal`."""
+    """Why this implementation cannot serve, or None."""
     reasons = [platform_refusal(target)]
     if x.shape[1] > MAX_WIDTH:
         reasons.append(f"rows of {x.shape[1]}, more than {MAX_WIDTH}")
@@ -66,7 +66,7 @@ def residual_norm_triton(
     *,
     eps: float,
     zero_centred: bool,
-    interpret: bool,
+    target: Target,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.residual_norm`; one launch."""
     num_rows, width = x.shape
@@ -81,6 +81,6 @@ def residual_norm_triton(
         out_shape=[out_shape] * len(operands),
         num_warps=min(MAX_WARPS, max(1, _padded(width) // (32 * THREAD_VALUES))),
         num_stages=1,
-        interpret=interpret,
+        interpret=target.simulated,
     )(layer, scales, *operands)
     return (x if delta is None else found[0]), found[-1]

@@ -1,37 +1,21 @@
-"""The public call: which implementation runs, and why one is refused."""
+"""The public call, and the operation behind it."""
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.op import Implementation, Operation
 from pallas_kernels.router_topk import triton
 from pallas_kernels.router_topk.reference import top_k_reference
-from pallas_kernels.target import SIMULATED, Choice, Target, current_target
 
-Operand = jax.Array | jax.ShapeDtypeStruct
 Found = tuple[jax.Array, jax.Array, jax.Array]
-IMPLEMENTATIONS = ("triton", "reference")  # in order of preference; the reference refuses nothing
 
-
-def refusal(
-    implementation: str, logits: Operand, k: int, target: Target | None = None
-) -> str | None:
-    """Why an implementation cannot serve operands of these shapes on a target, or None.
-
-    Args:
-      implementation: one of `IMPLEMENTATIONS`.
-      logits: [N, E].
-      k: how many are chosen.
-      target: None for the default device.
-    """
-    if implementation == "reference":
-        return None
-    return triton.refusal(logits, k, target or current_target())
-
-
-def choose(logits: Operand, k: int, target: Target | None = None) -> Choice:
-    """The kernel, or the reference and why the kernel refuses."""
-    reason = refusal("triton", logits, k, target)
-    return Choice("triton", {}) if reason is None else Choice("reference", {"triton": reason})
+# A choice is for logits [N, E] and k.
+OPERATION = Operation(
+    "router_topk",
+    kernels=(Implementation("triton", triton.refusal, triton.top_k_triton),),
+    reference=lambda logits, first, k, normalise: top_k_reference(logits, k, normalise, first),
+    abstract=lambda logits, first, k, normalise: (logits, k),
+)
 
 
 def top_k(
@@ -55,7 +39,7 @@ def top_k(
       normalise: the weights are divided by their sum; static.
       first: int32[], the id of the first expert, such as its place among all layers' experts; None
         for 0.
-      implementation: "triton" or "reference"; None for `choose`'s.
+      implementation: "triton" or "reference"; None for the first that does not refuse.
       interpret: runs the kernel on the CPU, for tests.
 
     Returns:
@@ -66,15 +50,10 @@ def top_k(
       ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
     """
     _check(logits, k)
-    chosen = implementation or choose(logits, k).implementation
-    if chosen not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation {chosen!r} is none of {', '.join(IMPLEMENTATIONS)}")
-    if chosen == "reference":
-        return top_k_reference(logits, k, normalise, first)
-    target = SIMULATED if interpret else current_target()
-    if reason := refusal(chosen, logits, k, target):
-        raise ValueError(f"router_topk by {chosen} refuses: {reason}")
-    return triton.top_k_triton(logits, first, k=k, normalise=normalise, interpret=interpret)
+    return OPERATION(
+        logits, first, k=k, normalise=normalise, implementation=implementation,
+        interpret=interpret,
+    )  # fmt: skip
 
 
 def _check(logits: jax.Array, k: int) -> None:

@@ -27,7 +27,7 @@ TAKEN = np.int32(-1)  # the key of what may not be chosen (again), below that of
 
 
 def refusal(logits: Operand, k: int, target: Target) -> str | None:
-    """Why this implementation cannot serve, or None; see `api.refusal`."""
+    """Why this implementation cannot serve, or None."""
     reasons = [platform_refusal(target)]
     if logits.shape[1] > MAX_EXPERTS:
         reasons.append(f"{logits.shape[1]} experts, more than {MAX_EXPERTS}")
@@ -89,7 +89,7 @@ def top_k_triton(
     *,
     k: int,
     normalise: bool,
-    interpret: bool,
+    target: Target,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `api.top_k`; one launch."""
     num_rows, num_experts = logits.shape
@@ -105,6 +105,6 @@ def top_k_triton(
         ],
         num_warps=NUM_WARPS,
         num_stages=1,
-        interpret=interpret,
+        interpret=target.simulated,
     )(logits, *(() if first is None else (first,)))
     return probabilities, weights, ids

@@ -86,7 +86,7 @@ def place(
     if reasons:
         raise ValueError(f"tiered_plan.place: {'; '.join(reasons)}")
     target = SIMULATED if interpret else current_target()
-    refused = refusal("triton", tiers[0].pinned.shape[1], asked.ids.size, len(tiers), target)
+    refused = refusal("triton", tiers[0].row_of.shape[1], asked.ids.size, len(tiers), target)
     chosen = implementation or ("reference" if refused else "triton")
     if chosen not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {chosen!r} is none of {', '.join(IMPLEMENTATIONS)}")
@@ -110,14 +110,14 @@ def _misfits(
     reasons = []
     if not tiers or len(forms) != len(tiers):
         return [f"{len(forms)} forms of {len(tiers)} tiers"]
-    num_layers, num_experts = tiers[0].pinned.shape
+    num_layers, num_experts = tiers[0].row_of.shape
     for i, (tier, form) in enumerate(zip(tiers, forms, strict=True)):
-        shape, table = tier.pinned.shape, tier.tables.table
+        shape, table = tier.row_of.shape, tier.tables.table
         slots = num_slots(table, num_experts)
-        if shape != (num_layers, num_experts) or tier.row_of.shape != shape:
-            reasons.append(f"tier {i} is of {shape} and rows {tier.row_of.shape}")
+        if shape != (num_layers, num_experts):
+            reasons.append(f"tier {i} is of {shape}")
         either = (slots > 0) != (form.streams > 0)
-        if table.shape != (num_layers, num_experts + 4 * slots) or not either:
+        if table.shape != (num_layers, num_experts + 3 * slots) or not either:
             reasons.append(f"the table of tier {i} is {table.shape}; it has slots or streams")
         if form.streams and form.streams < min(asked.ids.size, num_experts):
             reasons.append(f"tier {i} streams {form.streams} experts, fewer than may be asked for")

@@ -109,12 +109,10 @@ class Tier(NamedTuple):
 
     Attributes:
       tables: changed in place.
-      pinned: bool[M, E], never evicted.
       row_of: int32[M, E], rows of the host store; -1: none.
     """
 
     tables: Tables
-    pinned: jax.Array
     row_of: jax.Array
 
 

@@ -56,16 +56,14 @@ def _released(
 ) -> Tables:
     """Without the experts `gone`, bool[E], of a layer."""
     row, slots = tables.table[layer], num_slots(tables.table, num_experts)
-    slot_of, owner, last_use, ahead, arriving = jnp.split(
-        row, [num_experts + i * slots for i in range(4)]
-    )
+    slot_of, owner, last_use, ahead = jnp.split(row, [num_experts + i * slots for i in range(3)])
     leaves = (owner >= 0) & gone[jnp.maximum(owner, 0)]
     waste = jnp.sum(leaves & (ahead != 0), dtype=jnp.int32)
     events = tables.events.at[layer, columns["evictions"]].add(jnp.sum(leaves, dtype=jnp.int32))
     events = events.at[layer, columns["prefetch_waste"]].add(waste)
     columns_of_row = (
         jnp.where(gone, -1, slot_of), jnp.where(leaves, -1, owner),
-        jnp.where(leaves, 0, last_use), jnp.where(leaves, 0, ahead), arriving,
+        jnp.where(leaves, 0, last_use), jnp.where(leaves, 0, ahead),
     )  # fmt: skip
     table = tables.table.at[layer].set(jnp.concatenate(columns_of_row))
     return tables._replace(table=table, events=events)
@@ -92,7 +90,7 @@ def place_reference(
     columns: Columns,
 ) -> tuple[tuple[Tables, ...], jax.Array, Placed]:
     """See `api.place`."""
-    num_experts, num_tiers = tiers[0].pinned.shape[1], len(tiers)
+    num_experts, num_tiers = tiers[0].row_of.shape[1], len(tiers)
     resident = jnp.stack([tier.tables.table[layer, :num_experts] >= 0 for tier in tiers])
     # A copy that leaves because a better one is there serves nobody.
     held = [
@@ -113,8 +111,8 @@ def place_reference(
             tables = _released(tables, layer, gone, columns, num_experts)
         mine = chosen == i
         after, placed = plan_reference(
-            tables, tier.pinned, tier.row_of, layer, asked.ids.reshape(-1, 1), mine.reshape(-1),
-            asked.weights.reshape(-1, 1), None, banks=form.banks, columns=columns,
+            tables, tier.row_of, layer, asked.ids.reshape(-1, 1), mine.reshape(-1),
+            asked.weights.reshape(-1, 1), banks=form.banks, columns=columns,
             waves=Waves(1, form.streams) if form.streams else Waves(0, 1),
         )  # fmt: skip
         slot = jnp.where(mine, placed.slot.reshape(slot.shape), slot)

@@ -113,7 +113,7 @@ def _change(
 def _store(change: _Change, state: State, layer: jax.Array) -> None:
     """Writes a tier's slots and jobs."""
     of, table, coming = state.of, change.table, change.coming
-    num_experts, beyond = of["pinned"].shape[1], of["table"].shape[1]
+    num_experts, beyond = of["row_of"].shape[1], of["table"].shape[1]
     slots = num_slots(of["table"], num_experts)
     if change.gone is not None:
         # An expert that comes again has its new slot written below: no column is written twice.
@@ -143,7 +143,7 @@ def _gone(states: Sequence[State], index: int, form: Form, fetched: jax.Array) -
 
 def _first_slot(state: State, form: Form, layer: jax.Array) -> jax.Array:
     """int32[], of a layer, global in its bank."""
-    return quotient(layer, form.banks) * num_slots(state.of["table"], state.of["pinned"].shape[1])
+    return quotient(layer, form.banks) * num_slots(state.of["table"], state.of["row_of"].shape[1])
 
 
 def _all_read(interpret: bool) -> None:
@@ -304,7 +304,7 @@ def place_triton(
     interpret: bool,
 ) -> tuple[tuple[Tables, ...], jax.Array, Placed]:
     """See `api.place`."""
-    num_pairs, num_experts = asked.ids.size, tiers[0].pinned.shape[1]
+    num_pairs, num_experts = asked.ids.size, tiers[0].row_of.shape[1]
     operands = {"layer": layer, "active": active}
     by_pair = {"ids": asked.ids, "weights": asked.weights, "routed_ids": asked.routed_ids}
     at_least = False
@@ -317,7 +317,7 @@ def place_triton(
     operands |= {name: of.reshape(-1) for name, of in by_pair.items() if of is not None}
     changed, sizes, most = {"mass": gate}, {"runs": num_pairs, "slot": num_pairs}, 1
     for i, (tier, form) in enumerate(zip(tiers, forms, strict=True)):
-        operands |= {f"pinned{i}": tier.pinned, f"row_of{i}": tier.row_of}
+        operands |= {f"row_of{i}": tier.row_of}
         slots = num_slots(tier.tables.table, num_experts)
         if form.changes or form.is_fixed:
             changed[f"table{i}"] = tier.tables.table

@@ -81,6 +81,8 @@ def _package(folder: Path) -> list[str]:
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
+                if alias.name.isupper():  # a constant, which has no signature and no docstring
+                    continue
                 found = _find(node.module, alias.name)
                 lines += _section(f"{module}.{alias.name}", found, level=4)
     return lines

@@ -1,7 +1,7 @@
 r"""The commands of the documents: where they stand, and what becomes of each.
 
-A command is a line of a fence of bash, a line of a docstring that begins with `python` or a script,
-or a span of a sentence or a table that does. What becomes of it, its mark says:
+A command is a line of a fence of bash, a line of a docstring that begins with `python`, `moejax` or
+a script, or a span of a sentence or a table that does. What becomes of it, its mark says:
 
     ```bash             each command is run by the tests
     ```bash gpu         none is; flags are parsed and the configuration is made
@@ -19,6 +19,8 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+from moejax.cli import MAINS
+
 ROOT = Path(__file__).parents[2]
 
 RUN, DRY_RUN = "run", "dry"
@@ -33,6 +35,7 @@ MARKS = {
 }
 _START = re.compile(
     r"(?:[A-Z_]+=\S+ )*(?:(?:\.venv/bin/)?python3? (?:-m (?:moejax|scripts|pytest|venv)|scripts/)"
+    rf"|(?:\.venv/bin/)?moejax (?:{'|'.join(MAINS)})\b"
     r"|scripts/\w+\.sh|pip install|\.venv/bin/(?:pip|pre-commit))"
 )
 _FENCE = re.compile(r"^( *)```(\w*)[ ]*(.*?)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)

@@ -10,7 +10,7 @@ from moejax.config import (
 )
 from moejax.options import Option, RunConfig, options
 from moejax.policies.make import POLICIES, settings_of
-from moejax.policy_config import OWN, PolicyConfig
+from moejax.policy_config import SETTINGS, PolicyConfig
 from moejax.profile_config import ProfileConfig
 from moejax.serve_config import ServeConfig
 from moejax.simulation.settings import SweepConfig
@@ -36,13 +36,13 @@ def tables() -> str:
     for name, config in MAINS.items():
         lines += ["", f"## moejax.{name}", "", *_of_main(name, config)]
     lines += ["", "## memory.*", "", *_rows(options(GROUPS["memory"]), "memory.")]
-    lines += ["", "## policy.*", "", *_rows(_own_of_policies(), "policy.")]
+    lines += ["", "## policy.*", "", *_rows(options(GROUPS["policy"]), "policy.")]
     lines += [
         "",
-        "The settings of the policies themselves; with no value each has its policy's own default,",
-        "the last column. [policies.md](policies.md) says what they mean.",
+        "What `policy.settings` may hold: the settings of the policies themselves; one that is not",
+        "given has its policy's own default. [policies.md](policies.md) says what they mean.",
         "",
-        "| field | of which policy, what | default |",
+        "| setting | of which policy, what | default |",
         "| --- | --- | --- |",
         *_settings(),
     ]
@@ -70,28 +70,22 @@ def _rows(fields: list[Option], prefix: str = "") -> list[str]:
     return [*_HEAD, *(f"| {' | '.join(row)} |" for row in rows)]
 
 
-def _own_of_policies() -> list[Option]:
-    return [of for of in options(GROUPS["policy"]) if of.name in OWN]
-
-
 def _settings() -> list[str]:
     rows = []
-    for of in options(GROUPS["policy"]):
-        if of.name in OWN:
-            continue
+    for setting, meaning in SETTINGS.items():
         defaults: dict[str, list[str]] = {}
         for name in POLICIES:
             known = settings_of(name)
-            if of.name in known and (name != "compose" or of.name == "parts"):
-                defaults.setdefault(_value(known[of.name]), []).append(name)
-        if of.name == "lists":
+            if setting in known and (name != "compose" or setting == "parts"):
+                defaults.setdefault(_value(known[setting]), []).append(name)
+        if setting == "lists":
             defaults = {"the checkpoint's": ["buddymoe"]}
         several = len(defaults) > 1
         said = ", ".join(
             f"{value} ({', '.join(names)})" if several else value
             for value, names in defaults.items()
         )
-        rows.append(f"| `policy.{of.name}` | {_cell(of.meaning)} | {said} |")
+        rows.append(f"| `{setting}` | {_cell(meaning)} | {said} |")
     return rows
 
 

@@ -35,6 +35,8 @@ def check(command: Command) -> None:
 
 def module_of(words: Sequence[str]) -> tuple[str, list[str]] | None:
     """What Python would run, as a module, and its arguments; None where Python runs nothing."""
+    if words[0].rpartition("/")[2] == "moejax":
+        return f"moejax.{words[1]}", list(words[2:])
     if not _PYTHON.fullmatch(words[0]):
         return None
     if words[1] == "-m":

@@ -15,7 +15,7 @@ PLAN = ("--config.shape=Qwen3-30B-A3B", "--config.bits=4", "--config.attention_b
         "--config.memory.device_gib=8", "--config.memory.host_gib=12",
         "--config.memory.prefetch=8", "--config.memory.bulk=4",
         "--config.context=4096")  # fmt: skip
-TIERED = ("--config.policy.name=dynaexq", "--config.policy.tiers=('int4','int2')",
+TIERED = ("--config.policy.name=dynaexq", "--config.policy.tiers=int4,int2",
           "--config.memory.device_gib=0.15", "--config.context=512", "--config.dtype=bfloat16",
           "--config.platform=gpu")  # fmt: skip
 

@@ -122,7 +122,7 @@ class Workspace:
         """Makes what a command reads and is not there; removes the folder that it is to write."""
         text = " ".join(word for word in words if not word.startswith("--config.output="))
         for output in re.findall(r"--config\.output=(\S+)", " ".join(words)):
-            if words[2:3] == ["moejax.quantize"]:
+            if (dry.module_of(words) or ("",))[0] == "moejax.quantize":
                 _remove(self.folder / output)
         for name, make in _MAKERS:
             for found in re.findall(rf"(?<![\w/.-]){name}(?![\w.-])", text):

@@ -7,7 +7,7 @@ from scripts.reproducing.published import Published
 from scripts.reproducing.rows import Found, Results
 
 HQQ, FULL = "INT3 hqq", "unquantized"
-NOISE = 0.2  # of a perplexity of the demo model between runs and programs (CHANGELOG.md)
+NOISE = 0.2  # of a perplexity of the demo model between runs and programs
 CONVERGED = 1e-3  # the last pass of twenty changes the error by less: our reading of "nearly"
 S1 = "INT3 milo, Dense-25% + Kurtosis-8, INT3 factors"
 S2 = "INT3 milo, Dense-50% + Sparse-16, INT3 factors"

@@ -51,8 +51,8 @@ def table_nbytes(
       num_tiers: of the gate mass that is counted.
       last_uses: with the table of them, by which host memory evicts.
     """
-    columns = 4 * (num_experts + 4 * slots)  # slot of an expert; owner, use and flags of a slot
-    residency = num_layers * (columns + num_experts) + 4  # and pins; the clock
+    # The slot of an expert; owner, last use and flag of a slot. And the clock.
+    residency = num_layers * 4 * (num_experts + 3 * slots) + 4
     rows = num_layers * num_experts * 4
     counters = num_layers * 4 * (NUM_EVENTS + 1 + num_tiers)
     return residency + rows + counters + (rows if last_uses else 0)

@@ -8,12 +8,9 @@ transient slot b is M C + b. -1 stands for none.
 from moejax.memory.residency.planning import Plan, Prefetch, num_waves, plan, predict
 from moejax.memory.residency.tables import CacheSpec, Counter, Residency, empty, seeded
 from moejax.memory.residency.transfers import (
-    cancel,
-    pin,
-    publish,
+    admit,
     release,
     release_everywhere,
-    reserve,
 )
 
 __all__ = [
@@ -22,15 +19,12 @@ __all__ = [
     "Plan",
     "Prefetch",
     "Residency",
-    "cancel",
+    "admit",
     "empty",
     "num_waves",
-    "pin",
     "plan",
     "predict",
-    "publish",
     "release",
     "release_everywhere",
-    "reserve",
     "seeded",
 ]

@@ -11,27 +11,20 @@ import numpy as np
 from moejax.memory.residency.tables import Row
 
 
-def ordered_victims(
-    row: Row, clock: jax.Array, needed: jax.Array, keep: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
+def ordered_victims(row: Row, clock: jax.Array, needed: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Which slots, bool[C], may be given to others, and each one's place in that order, int32[C].
 
-    Free ones come first, then those of least `keep`, of the oldest use, of the smallest expert.
+    Free ones come first, then those of the oldest use, of the smallest expert.
     Places are right for victims only.
     """
     owned = row.owner >= 0
-    victim = (row.arriving < 0) & ~(owned & at(needed | row.pinned, row.owner))
+    victim = ~(owned & at(needed, row.owner))
     # Modulo 2^32, so that a wrapped clock does no harm.
     age = jax.lax.bitcast_convert_type(clock - row.last_use, jnp.uint32)
     age = jnp.where(owned, age, np.uint32(2**32 - 1))
     # Of one use the smaller id first, in whatever slot: what is hit says nothing of slots.
     tie = jnp.where(owned, len(age) + row.owner, iota(len(age)))
     before = (age[None] > age[:, None]) | ((age[None] == age[:, None]) & (tie[None] < tie[:, None]))
-    if keep is not None:
-        # NaN is the least value: an order must be one.
-        value = jnp.where(owned, at(keep, row.owner), -jnp.inf)
-        value = jnp.where(jnp.isnan(value), -jnp.inf, value)
-        before = (value[None] < value[:, None]) | ((value[None] == value[:, None]) & before)
     return victim, num(victim[None] & before, axis=1)
 
 
@@ -56,11 +49,6 @@ def found(values: jax.Array, wanted: jax.Array) -> jax.Array:
 def inverse(owner: jax.Array, num_experts: int) -> jax.Array:
     """int32[E], the inverse of a layer's `owner`."""
     return found(owner, iota(num_experts))
-
-
-def arrives(row: Row, num_experts: int) -> jax.Array:
-    """bool[E]."""
-    return (row.arriving[None] == iota(num_experts)[:, None]).any(axis=1)
 
 
 def departures(row: Row, slot_of: jax.Array) -> dict[str, jax.Array]:

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from moejax.memory.residency.eviction import (
-    arrives,
     at,
     departures,
     found,
@@ -55,7 +54,7 @@ class Prefetch(NamedTuple):
 
 def num_waves(spec: CacheSpec, max_needed: int) -> int:
     """W, transient waves for a layer that needs up to `max_needed` experts."""
-    return 0 if max_needed <= spec.slots - spec.held else -(-max_needed // spec.transient)
+    return 0 if max_needed <= spec.slots else -(-max_needed // spec.transient)
 
 
 def plan(
@@ -65,15 +64,13 @@ def plan(
     needed: jax.Array,
     max_needed: int,
     counts: Counts,
-    keep: jax.Array | None = None,
 ) -> tuple[Plan, Residency, Counts]:
     """Where each needed expert of a layer is computed, and what is fetched for that.
 
-    Misses, in order of id, take the victims: free slots, then those of experts that are neither
-    needed nor pinned, least kept first, least recently used first, of one step the smaller id
-    first. If the victims are too few, this is a scan of the layer, which evicts nothing: misses
-    take the free slots, and the rest is streamed through the transient slots, in waves. What was
-    used gets the clock, which then advances.
+    Misses, in order of id, take the victims: free slots, then those of experts that are not needed,
+    least recently used first, of one step the smaller id first. If the victims are too few, this is
+    a scan of the layer, which evicts nothing: misses take the free slots, and the rest is streamed
+    through the transient slots, in waves. What was used gets the clock, which then advances.
 
     Args:
       spec: the sizes.
@@ -84,7 +81,6 @@ def plan(
       counts: gets steps (if anything is needed), needed, hits, misses, admitted, streamed,
         evictions, prefetch hits and waste, and the unserved, of which there are none as long as
         `max_needed` holds and `Residency.check` passes.
-      keep: float32[E], experts of least value leave first, whatever their last use; None for LRU.
 
     Returns:
       The plan, and residency and counts after the step.
@@ -93,10 +89,10 @@ def plan(
     size, waves = min(max_needed, spec.slots), num_waves(spec, max_needed)
     hit, miss = needed & (row.slot_of >= 0), needed & (row.slot_of < 0)
     order = order_of(miss)
-    victim, place = ordered_victims(row, clock, needed, keep)
+    victim, place = ordered_victims(row, clock, needed)
     if waves:
         fits = num(miss) <= num(victim)
-        victim &= fits | row.free
+        victim &= fits | (row.owner < 0)
     coming = takers(miss & (order < size), order, victim, place)
     owner = jnp.where(coming >= 0, coming, row.owner)
     slot_of = inverse(owner, spec.num_experts)
@@ -152,8 +148,8 @@ def predict(
 ) -> tuple[Prefetch, Residency, Counts]:
     """Admits experts that a layer to come will probably need, ahead of its `plan`.
 
-    Those of them that are neither resident nor arriving, in order of id, take victims as in
-    `plan`, never one that is itself wanted. The caller fetches them before that layer's products.
+    Those of them that are not resident, in order of id, take victims as in `plan`, never one that
+    is itself wanted. The caller fetches them before that layer's products.
 
     Args:
       spec: the sizes.
@@ -167,9 +163,9 @@ def predict(
       What to fetch, and residency and counts after it.
     """
     row, clock = read_row(residency, layer), residency.clock
-    new = wanted & (row.slot_of < 0) & ~arrives(row, spec.num_experts)
+    new = wanted & (row.slot_of < 0)
     order = order_of(new)
-    victim, place = ordered_victims(row, clock, wanted, None)
+    victim, place = ordered_victims(row, clock, wanted)
     coming = takers(new & (order < limit), order, victim, place)
     owner = jnp.where(coming >= 0, coming, row.owner)
     slot_of = inverse(owner, spec.num_experts)

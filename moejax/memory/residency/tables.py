@@ -29,9 +29,6 @@ Counts = TypeVar("Counts", bound=Counter)
 class CacheSpec:
     """Static sizes.
 
-    `held`: slots of a layer that pins and bulk transfers may take from eviction. A layer that needs
-    at most C - held experts is served by its cache alone (`num_waves`).
-
     `banks`: arrays that the layers' slots lie in, layer l in bank l mod `banks`. A slot's global
     number counts within its bank, which has the same number of slots as the others: with two, what
     is copied into the next layer's slots touches no array that this layer's products read.
@@ -41,7 +38,6 @@ class CacheSpec:
     num_experts: int  # E
     slots: int  # C, 0 for no cache
     transient: int  # B
-    held: int = 0
     banks: int = 1
 
     def __post_init__(self) -> None:
@@ -69,8 +65,6 @@ class CacheSpec:
             raise ValueError(f"{self.slots} slots for {self.num_experts} experts of a layer")
         if self.transient < 1:
             raise ValueError(f"{self.transient} transient slots; at least 1")
-        if not 0 <= self.held <= self.slots:
-            raise ValueError(f"{self.held} of {self.slots} slots held")
         if self.banks < 1:
             raise ValueError(f"{self.banks} banks; at least 1")
 
@@ -80,18 +74,16 @@ class CacheSpec:
 class Residency:
     """What is in the slots of every layer; donated through steps with the pools.
 
-    `table` int32[M, E + 4 C] has, of each layer, the columns that the properties of these names
-    return; `pinned` bool[M, E] are experts that are never evicted; `clock` int32[] counts the
-    steps of layers from 1 on and may wrap.
+    `table` int32[M, E + 3 C] has, of each layer, the columns that the properties of these names
+    return; `clock` int32[] counts the steps of layers from 1 on and may wrap; `num_experts` is E.
 
-    Invariants (`check`): `slot_of` and `owner` are inverse to each other; a slot into which a
-    bulk transfer is arriving has no owner; no two transfers bring the same expert; a slot without
-    an owner is not `prefetched`; pinned experts and arriving ones are at most `spec.held` a layer.
+    Invariants (`check`): `slot_of` and `owner` are inverse to each other; a slot without an owner
+    is not `prefetched`.
     """
 
     table: jax.Array
-    pinned: jax.Array
     clock: jax.Array
+    num_experts: int = dataclasses.field(metadata={"static": True})
 
     @property
     def slot_of(self) -> jax.Array:
@@ -100,7 +92,7 @@ class Residency:
 
     @property
     def owner(self) -> jax.Array:
-        """int32[M, C], expert of a slot; -1 if it is free or arriving."""
+        """int32[M, C], expert of a slot; -1 if it is free."""
         return self._rows.owner
 
     @property
@@ -114,20 +106,14 @@ class Residency:
         return self._rows.prefetched
 
     @property
-    def arriving(self) -> jax.Array:
-        """int32[M, C], expert of a bulk transfer on its way: serves nobody, is not a victim."""
-        return self._rows.arriving
-
-    @property
     def _rows(self) -> "Row":
-        return Row.of(self.table, self.pinned)
+        return Row.of(self.table, self.num_experts)
 
     def check(self, spec: CacheSpec) -> None:
         """Raises ValueError naming the invariant that does not hold; for concrete arrays."""
         num_layers, num_experts, slots = spec.num_layers, spec.num_experts, spec.slots
         shapes = {
-            "table": (np.int32, (num_layers, num_experts + 4 * slots)),
-            "pinned": (np.bool_, (num_layers, num_experts)),
+            "table": (np.int32, (num_layers, num_experts + 3 * slots)),
             "clock": (np.int32, ()),
         }
         for name, (dtype, shape) in shapes.items():
@@ -135,27 +121,20 @@ class Residency:
             if leaf.dtype != dtype or leaf.shape != shape:
                 wanted = f"{np.dtype(dtype).name}{shape}"
                 raise ValueError(f"{name} is {leaf.dtype}{leaf.shape}, expected {wanted}")
-        state = Residency(*(np.asarray(leaf) for leaf in jax.tree.leaves(self)))  # type: ignore[arg-type]
-        owner, arriving = np.asarray(state.owner), np.asarray(state.arriving)
+        owner, slots_of, prefetched = map(np.asarray, (self.owner, self.slot_of, self.prefetched))
         for layer in range(num_layers):
-            for name, held in (("owner", owner[layer]), ("arriving", arriving[layer])):
-                experts = held[held != -1]
-                if len(set(experts.tolist())) != len(experts):
-                    raise ValueError(f"layer {layer}: an expert is twice in {name}")
-                if len(experts) and not 0 <= experts.min() <= experts.max() < num_experts:
-                    raise ValueError(f"layer {layer}: {name} has no expert of the layer")
+            experts = owner[layer][owner[layer] != -1]
+            if len(set(experts.tolist())) != len(experts):
+                raise ValueError(f"layer {layer}: an expert is twice in owner")
+            if len(experts) and not 0 <= experts.min() <= experts.max() < num_experts:
+                raise ValueError(f"layer {layer}: owner has no expert of the layer")
             slot_of = np.full(num_experts, -1)
             used = owner[layer] >= 0
             slot_of[owner[layer][used]] = np.flatnonzero(used)
-            if not np.array_equal(slot_of, state.slot_of[layer]):
+            if not np.array_equal(slot_of, slots_of[layer]):
                 raise ValueError(f"layer {layer}: slot_of is not the inverse of owner")
-            if (used & (arriving[layer] >= 0)).any():
-                raise ValueError(f"layer {layer}: a slot has an owner while a transfer arrives")
-            if (~used & np.asarray(state.prefetched[layer])).any():
+            if (~used & prefetched[layer]).any():
                 raise ValueError(f"layer {layer}: a slot without an owner is prefetched")
-            num_held = int(state.pinned[layer].sum()) + int((arriving[layer] >= 0).sum())
-            if num_held > spec.held:
-                raise ValueError(f"layer {layer}: {num_held} pinned or arriving, {spec.held} held")
 
 
 def empty(spec: CacheSpec) -> Residency:
@@ -188,38 +167,26 @@ def seeded(spec: CacheSpec, experts: np.ndarray | jax.Array) -> Residency:
     slots = np.broadcast_to(np.arange(given.shape[1], dtype=np.int32), given.shape)
     np.put_along_axis(slot_of, given.astype(np.int64), slots, axis=1)
     unset = np.zeros_like(owner)
-    table = np.concatenate([slot_of, owner, unset, unset, np.full_like(owner, -1)], axis=1)
-    return Residency(
-        table=jnp.asarray(table),
-        pinned=jnp.zeros((spec.num_layers, spec.num_experts), bool),
-        clock=jnp.asarray(1, jnp.int32),
-    )
+    table = np.concatenate([slot_of, owner, unset, unset], axis=1)
+    return Residency(jnp.asarray(table), jnp.asarray(1, jnp.int32), spec.num_experts)
 
 
 class Row(NamedTuple):
     """The tables of one layer, or of all of them; see the properties of `Residency`."""
 
     slot_of: jax.Array
-    pinned: jax.Array
     owner: jax.Array
     last_use: jax.Array
     prefetched: jax.Array
-    arriving: jax.Array
 
     @classmethod
-    def of(cls, table: jax.Array, pinned: jax.Array) -> "Row":
-        """The columns of a table [..., E + 4 C], with pins [..., E]."""
-        experts = pinned.shape[-1]
-        slots = (table.shape[-1] - experts) // 4
-        owner, last_use, prefetched, arriving = (
-            table[..., experts + i * slots : experts + (i + 1) * slots] for i in range(4)
+    def of(cls, table: jax.Array, num_experts: int) -> "Row":
+        """The columns of a table [..., E + 3 C]."""
+        slots = (table.shape[-1] - num_experts) // 3
+        owner, last_use, prefetched = (
+            table[..., num_experts + i * slots : num_experts + (i + 1) * slots] for i in range(3)
         )
-        return cls(table[..., :experts], pinned, owner, last_use, prefetched != 0, arriving)
-
-    @property
-    def free(self) -> jax.Array:
-        """bool[C]."""
-        return (self.owner < 0) & (self.arriving < 0)
+        return cls(table[..., :num_experts], owner, last_use, prefetched != 0)
 
 
 def first_slot(spec: CacheSpec, layer: Layer) -> jax.Array:
@@ -234,17 +201,16 @@ def read_row(residency: Residency, layer: Layer) -> Row:
     # One copy of the row, or XLA copies columns one by one, and at times the whole table, before
     # it overwrites the row in place.
     row = jax.lax.optimization_barrier(row)
-    return Row.of(row, read(residency.pinned, layer, keepdims=False))
+    return Row.of(row, residency.num_experts)
 
 
 def written(residency: Residency, layer: Layer, row: Row) -> Residency:
-    """The residency with a layer's tables, but for its pins, replaced by these."""
+    """The residency with a layer's tables replaced by these."""
     table = jax.lax.dynamic_update_index_in_dim(residency.table, columns_of(row), layer, 0)
     return dataclasses.replace(residency, table=table)
 
 
 def columns_of(row: Row) -> jax.Array:
-    """int32[..., E + 4 C], the part of `Residency.table` that `Row.of` reads."""
+    """int32[..., E + 3 C], the part of `Residency.table` that `Row.of` reads."""
     flags = row.prefetched.astype(jnp.int32)
-    columns = (row.slot_of, row.owner, row.last_use, flags, row.arriving)
-    return jnp.concatenate(columns, axis=-1)
+    return jnp.concatenate((row.slot_of, row.owner, row.last_use, flags), axis=-1)

@@ -1,0 +1,70 @@
+"""Bytes of text that one token stands for at most: a text's tokens are counted from below by it."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_NFC_SHRINKS = 3  # U+1FEF has three bytes in UTF-8 and is a grave accent, of one
+
+
+def most_token_bytes(serialized: str) -> int | None:
+    """Bytes of a text that a token holds at most; None where there is no such limit.
+
+    Args:
+      serialized: the JSON of a tokenizer. There is a limit for BPE over bytes, or with all bytes to
+        fall back on, whose normalizers and splits leave nothing of a text out.
+    """
+    parts = json.loads(serialized)
+    normalizers = list(_flat(parts["normalizer"], "normalizers"))
+    splits = list(_flat(parts["pre_tokenizer"], "pretokenizers"))
+    shrinks = 1
+    for one in normalizers:
+        if (times := _shrinks(one)) is None:
+            return None
+        shrinks *= times
+    model, added = parts["model"], parts["added_tokens"]
+    if model["type"] != "BPE" or any(token["lstrip"] or token["rstrip"] for token in added):
+        return None  # a stripping token takes any number of spaces
+    if not all(map(_keeps_all, splits)):
+        return None
+    vocab = model["vocab"]
+    if any(one["type"] == "ByteLevel" for one in (*normalizers, *splits)):
+        if sum(len(token) == 1 for token in vocab) < 256:
+            return None  # bytes that are no token are left out
+        longest = max(map(len, vocab))  # a byte is a character
+    elif model["byte_fallback"] and all(f"<0x{byte:02X}>" in vocab for byte in range(256)):
+        longest = max(len(token.encode()) for token in vocab)
+    else:
+        return None
+    return shrinks * max(longest, *(len(token["content"].encode()) for token in added), 1)
+
+
+def _flat(part: Mapping[str, Any] | None, name: str) -> Iterator[Mapping[str, Any]]:
+    """The parts of a sequence, a single one, or none."""
+    if part is None:
+        return
+    if part["type"] != "Sequence":
+        yield part
+        return
+    for one in part[name]:
+        yield from _flat(one, name)
+
+
+def _shrinks(normalizer: Mapping[str, Any]) -> int | None:
+    """Factor by which the normalizer can make a text shorter; None where there is no limit."""
+    kind = normalizer["type"]
+    if kind == "NFC":
+        return _NFC_SHRINKS
+    if kind == "Replace" and "String" in normalizer["pattern"]:
+        is_shorter = len(normalizer["content"].encode()) < len(
+            normalizer["pattern"]["String"].encode()
+        )
+        return None if is_shorter else 1
+    return 1 if kind in ("ByteLevel", "Prepend") else None
+
+
+def _keeps_all(split: Mapping[str, Any]) -> bool:
+    """Whether all of a text is in what the split gives."""
+    if split["type"] in ("Split", "Punctuation"):
+        return split["behavior"] != "Removed"
+    return split["type"] in ("ByteLevel", "Digits", "Metaspace")

@@ -1,0 +1,121 @@
+"""An operation: its implementations in order of preference, their refusals, and the choice."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from pallas_kernels.target import SIMULATED, Choice, Target, current_target
+
+REFERENCE = "reference"  # the implementation that serves every platform
+
+
+class Implementation(NamedTuple):
+    """A kernel of an operation."""
+
+    name: str  # such as "triton"
+    refusal: Callable[..., str | None]  # takes what `Operation.abstract` gives, then the target
+    run: Callable[..., Any]  # takes the operands; by name `target`, static arguments and any tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """Kernels that compute one thing, and a reference in plain JAX that computes it anywhere.
+
+    Attributes:
+      name: what errors call it.
+      kernels: the best first.
+      reference: takes the operands and the static arguments; it refuses nothing.
+      abstract: takes the same; returns what refusals depend on, arrays or their shapes.
+      shared_refusals: reasons that hold for every kernel; takes what `abstract` gives.
+    """
+
+    name: str
+    kernels: tuple[Implementation, ...]
+    reference: Callable[..., Any]
+    abstract: Callable[..., tuple[Any, ...]]
+    shared_refusals: Callable[..., list[str]] = lambda *_: []
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Implementations in order of preference; the reference is the last."""
+        return (*(kernel.name for kernel in self.kernels), REFERENCE)
+
+    def refusal(
+        self, implementation: str, *abstract: Any, target: Target | None = None
+    ) -> str | None:
+        """Why an implementation cannot serve, all reasons in one line, or None.
+
+        Args:
+          implementation: one of `names`.
+          abstract: as the attribute gives it.
+          target: None for the default device.
+
+        Raises:
+          ValueError: there is no such implementation.
+        """
+        if implementation == REFERENCE:
+            return None
+        kernel = self._kernel(implementation)
+        reasons = self.shared_refusals(*abstract)
+        if found := kernel.refusal(*abstract, target or current_target()):
+            reasons = [*reasons, found]
+        return "; ".join(reasons) or None
+
+    def choose(self, *abstract: Any, target: Target | None = None) -> Choice:
+        """The first implementation that does not refuse, and why those before it do."""
+        refusals: dict[str, str] = {}
+        for kernel in self.kernels:
+            reason = self.refusal(kernel.name, *abstract, target=target)
+            if reason is None:
+                return Choice(kernel.name, refusals)
+            refusals[kernel.name] = reason
+        return Choice(REFERENCE, refusals)
+
+    def __call__(
+        self,
+        *operands: Any,
+        implementation: str | None = None,
+        tiles: Any = None,
+        interpret: bool = False,
+        **static: Any,
+    ) -> Any:
+        """Computes the operation.
+
+        Args:
+          operands: of the operation.
+          implementation: one of `names`; None for the one that `choose` names.
+          tiles: of a kernel; None for its own. The reference has none.
+          interpret: runs a kernel on the CPU, for tests.
+          static: arguments that a program is compiled for.
+
+        Raises:
+          ValueError: there is no such implementation, or it refuses; with all reasons.
+        """
+        target = SIMULATED if interpret else current_target()
+        abstract = self.abstract(*operands, **static)
+        chosen = implementation or self.choose(*abstract, target=target).implementation
+        if chosen == REFERENCE:
+            return self.reference(*operands, **static)
+        kernel = self._kernel(chosen)
+        if reason := self.refusal(chosen, *abstract, target=target):
+            raise ValueError(f"{self.name} by {chosen} refuses: {reason}")
+        if tiles is not None:
+            static = {**static, "tiles": tiles}
+        return kernel.run(*operands, target=target, **static)
+
+    def _kernel(self, name: str) -> Implementation:
+        for kernel in self.kernels:
+            if kernel.name == name:
+                return kernel
+        raise ValueError(f"implementation {name!r} is none of {', '.join(self.names)}")
+
+
+def not_half(*operands: tuple[str, Any]) -> list[str]:
+    """A reason for each operand, such as ("x is", its dtype), in other than 16-bit floats."""
+    return [
+        f"{name} {dtype}, not bfloat16 or float16"
+        for name, dtype in operands
+        if dtype not in (jnp.bfloat16, jnp.float16)
+    ]

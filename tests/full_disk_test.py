@@ -1,0 +1,150 @@
+"""A disk that is full: the error names the file, and nothing is left beside what was there."""
+
+import contextlib
+import io
+import json
+import pathlib
+import tempfile
+from collections.abc import Iterator
+from unittest import mock
+
+from absl.testing import absltest
+
+from moejax import cli, files, generate
+from moejax.errors import MoejaxError
+from moejax.evaluation import record
+from moejax.evaluation.answers import AnswerFile
+from moejax.results import ResultRow, append_rows, read_rows, write_rows
+from moejax.traces import TraceWriter, write_trace
+from tests.simulated_traces import random_trace
+
+FULL = pathlib.Path("/dev/full")
+ROW = ResultRow(
+    what="TPOT", figure=1.0, unit="ms", baseline={}, device="x", versions={}, date="x", command="x"
+)
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """Files are made, but what is written to them finds no room."""
+    own = pathlib.Path.open
+
+    def opened(path: pathlib.Path, mode: str = "r", *arguments, **how):
+        if "w" not in mode and "a" not in mode:
+            return own(path, mode, *arguments, **how)
+        own(path, mode, *arguments, **how).close()
+        return own(FULL, mode, *arguments, **how)
+
+    with mock.patch.object(pathlib.Path, "open", opened):
+        yield
+
+
+@absltest.skipUnless(FULL.exists(), "this system has no /dev/full")
+class FullDiskTest(absltest.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+        self.path = self.folder / "x.out"
+
+    def assert_left(self, *names: str) -> None:
+        self.assertEqual(sorted(path.name for path in self.folder.iterdir()), sorted(names))
+
+    @contextlib.contextmanager
+    def refused(self, *more: str) -> Iterator[None]:
+        with full_disk(), self.assertRaises(MoejaxError) as caught:
+            yield
+        said = str(caught.exception)
+        for part in (f"{self.path}: No space left on device; make room", *more):
+            self.assertIn(part, said)
+        self.assertNotIn("\n", said)
+
+    def test_traces(self):
+        trace = random_trace(step_sizes=[1] * 4, num_layers=2, num_experts=4, width=2)
+        with self.refused():
+            write_trace(self.path, trace)
+        self.assert_left()
+        # What stays in a buffer until the file is closed, and fails then a second time.
+        writer = TraceWriter(self.path, 4)
+        with self.refused():
+            writer.append(**trace.tensors())
+            writer.close()
+        self.assert_left()
+        writer = TraceWriter(self.path, 4)
+        with full_disk():
+            writer.append(**trace.tensors())
+            writer.discard()
+        self.assert_left()
+
+    def test_results_replace_what_was_there_or_nothing(self):
+        with self.refused("run the same command again to resume"):
+            record.write_record(self.path, {"a": 1})
+        self.assert_left()
+        record.write_record(self.path, {"a": 1})
+        with self.refused():
+            record.write_record(self.path, {"a": 2})
+        self.assert_left("x.out")
+        self.assertEqual(json.loads(self.path.read_text()), {"a": 1})
+
+    def test_rows_are_appended_whole_or_not_at_all(self):
+        with self.refused():
+            append_rows(self.path, [ROW])
+        self.assert_left()
+        append_rows(self.path, [ROW])
+        with self.refused():
+            append_rows(self.path, [ROW])
+        with self.refused():
+            write_rows(self.path, [ROW, ROW])
+        self.assert_left("x.out")
+        self.assertEqual(read_rows(self.path), [ROW])
+
+    def test_what_was_appended_in_part_is_taken_back(self):
+        files.append(self.path, "before\n")
+
+        own = pathlib.Path.open
+
+        class Short(io.FileIO):
+            """Takes three bytes, then no more."""
+
+            def write(self, content) -> int:
+                if self.tell() > 7:
+                    raise OSError(28, "No space left on device")
+                return super().write(content[:3])
+
+        def opened(path: pathlib.Path, mode: str = "r", **how):
+            return Short(path, "ab") if "a" in mode else own(path, mode, **how)
+
+        with (
+            mock.patch.object(pathlib.Path, "open", opened),
+            self.assertRaisesRegex(MoejaxError, "No space left"),
+        ):
+            files.append(self.path, "after\n")
+        self.assertEqual(self.path.read_text(), "before\n")
+
+    def test_answers_stay_and_are_gone_on_from(self):
+        answers = AnswerFile(self.path, {"task": "x"})
+        with self.refused("run the same command again to resume"):
+            answers.add([{"index": 0}])
+        self.assert_left()
+        answers.add([{"index": 0}])
+        with self.refused("run the same command again to resume"):
+            answers.add([{"index": 1}])
+        self.assert_left("x.out")
+        self.assertEqual(AnswerFile(self.path, {"task": "x"}).known, {0: {"index": 0}})
+
+    def test_the_command(self):
+        err = io.StringIO()
+        arguments = ["--prompt=Hi", "--max_new_tokens=2", f"--record_trace={self.path}"]
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(err),
+            full_disk(),
+        ):
+            status = cli.exit_status(generate.COMMAND, ["generate", *arguments])
+        self.assertEqual(status, 1)
+        said = f"error: {self.path}: No space left on device; make room, or name a place that has"
+        self.assertIn(said, err.getvalue().splitlines()[-1])
+        self.assert_left()
+
+
+if __name__ == "__main__":
+    absltest.main()

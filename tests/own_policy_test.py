@@ -1,0 +1,153 @@
+"""A policy of one's own, `policy.name=module:Class`: the page's example, in every main."""
+
+import contextlib
+import io
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from absl import flags
+from absl.testing import absltest, parameterized
+
+from moejax import benchmark, cli, evaluate, generate, plan, serve, sweep
+from moejax.errors import MoejaxError
+from moejax.evaluation.lm_eval_model import read_arguments
+from moejax.policies.base import Policy
+from moejax.policies.make import class_of, make_policy, settings_of
+from moejax.results import read_rows
+from moejax.tiering import Tiering
+from moejax.traces import write_trace
+from tests import tiny_engine
+from tests.simulated_traces import random_trace
+
+PAGE = (Path(__file__).parents[1] / "docs/policies.md").read_text("utf-8")
+[SOURCE] = [
+    text
+    for text in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    if "class FirstHigh" in text
+]
+BROKEN = """
+
+class NoPolicy:
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Undecided(Policy):
+    name: ClassVar[str] = "undecided"
+
+    def init(self, spec):
+        return None
+"""
+NAME = "own_policy_of_a_test:FirstHigh"
+
+
+class OwnPolicyTest(parameterized.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.folder = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        (cls.folder / "own_policy_of_a_test.py").write_text(SOURCE + BROKEN)
+        (cls.folder / "broken_policy_of_a_test.py").write_text("1 / 0")
+
+    def setUp(self):
+        super().setUp()
+        # As the command that pip installs: the current directory is not on the path.
+        path = [place for place in sys.path if place and Path(place) != Path.cwd()]
+        self.enterContext(contextlib.chdir(self.folder))
+        self.addCleanup(sys.path.__setitem__, slice(None), list(sys.path))
+        sys.path[:] = path
+        self.addCleanup(sys.modules.pop, "own_policy_of_a_test", None)
+
+    @parameterized.named_parameters(
+        (main.__name__.rpartition(".")[2], main)
+        for main in (generate, plan, evaluate, serve, benchmark)
+    )
+    def test_every_main_takes_it(self, main):
+        argv = ["x", f"--policy.name={NAME}", "--policy.settings=count=2", "--tiers=int4,int2"]
+        config, _ = cli.parse(main.COMMAND, argv)
+        tiering = config.policy.tiering()
+        self.assertEqual(tiering.settings, {"count": 2})
+        made = make_policy(tiering.policy, **tiering.settings)
+        self.assertIsInstance(made, Policy)
+        self.assertEqual((made.name, made.count), ("first_high", 2))
+
+    def test_lm_eval_takes_it(self):
+        config = read_arguments({"policy.name": NAME, "policy.settings": "count=2"})
+        self.assertEqual(config.policy.tiering().settings, {"count": 2})
+
+    def test_the_engine_runs_it(self):
+        model = tiny_engine.CONFIG
+        for count, high in ((0, 0.0), (model.experts_per_token, 1.0)):
+            engine = tiny_engine.load_tiny_engine(
+                self.folder / "model",
+                policy=Tiering(
+                    policy=NAME, settings={"count": count}, tiers=("int4", "int2"),
+                    slots=(model.num_experts,) * 2, quantizer="rtn", group_size=16,
+                ),
+            )  # fmt: skip
+            engine.logits(np.arange(12)[None])
+            self.assertEqual(engine.ledger.shares["int4"], high)
+            engine.close()
+
+    def test_a_sweep_replays_it(self):
+        trace = random_trace(step_sizes=[5, *[1] * 12], num_layers=2, num_experts=8, width=2)
+        write_trace(self.folder / "x.trace", trace)
+        rows = self.folder / "rows.jsonl"
+        argv = ["sweep", "--trace=x.trace", f"--policy={NAME}", "--tiers=int4=1800,int2=1000",
+                "--grid=slots=8/8,count=0:2", f"--output={rows}", "--links=50"]  # fmt: skip
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            self.assertEqual(cli.exit_status(sweep.COMMAND, argv), 0)
+        shares = [row.baseline["gate_int4"] for row in read_rows(rows)]
+        first = np.asarray(trace.weights, np.float64)[trace.phase == 1]
+        middle = (first[..., 0] / first.sum(-1)).mean() if len(first) else 0.0
+        self.assertEqual((shares[0], shares[2]), (0.0, 1.0))
+        self.assertGreater(shares[1], 0)
+        self.assertLess(abs(shares[1] - middle), 0.2)
+
+    def test_settings_are_its_fields(self):
+        self.assertEqual(settings_of(NAME), {"count": 1})
+        config, _ = cli.parse(generate.COMMAND, ["generate", f"--policy.name={NAME}"])
+        self.assertIn("  count=1", config.policy.more_help()[1])
+
+    @parameterized.parameters(
+        ("own_policy_of_a_test:Nothing", "cannot be imported .*no attribute 'Nothing'"),
+        ("own_policy_of_a_test:NoPolicy", "is no dataclass that derives from moejax.policies.base"),
+        ("own_policy_of_a_test:dataclasses", "is no dataclass that derives from"),
+        ("own_policy_of_a_test:Undecided", "lacks decide"),
+        ("broken_policy_of_a_test:X", "cannot be imported .ZeroDivisionError: division by zero"),
+        ("no_such_module_of_a_test:X", "cannot be imported .ModuleNotFoundError: No module named"),
+        ("first_high", "there is no policy 'first_high'"),
+    )
+    def test_what_is_none(self, name, said):
+        with self.assertRaisesRegex(MoejaxError, said) as caught:
+            class_of(name)
+        self.assertNotIn("\n", str(caught.exception))
+
+    def test_mistakes_in_settings(self):
+        config, _ = cli.parse(
+            generate.COMMAND, ["generate", f"--policy.name={NAME}", "--settings=cuont=2"]
+        )
+        with self.assertRaisesRegex(MoejaxError, "no setting 'cuont'; did you mean 'count'"):
+            config.policy.tiering()
+
+    @parameterized.parameters(
+        ("--policy.settings=count", "policy.settings: 'count' is not NAME=VALUE"),
+        ("--policy.settings=count=1,2", "policy.settings: .* gives a setting several values"),
+        ("--policy.settings=count=1,count=2", "policy.settings: count stands twice"),
+        ("--config.policy.retention=0.75", "now written --config.policy.settings=retention=VALUE"),
+    )
+    def test_settings_that_cannot_be_read(self, flag, said):
+        with self.assertRaisesRegex(MoejaxError, said):
+            cli.parse(generate.COMMAND, ["generate", "--policy.name=dymoe", flag])
+
+    def test_a_former_flag_by_its_short_name(self):
+        said = "--retention is now written --config.policy.settings=retention=VALUE"
+        with self.assertRaisesRegex(flags.Error, said):
+            cli.parse(generate.COMMAND, ["generate", "--retention=0.75"])
+
+
+if __name__ == "__main__":
+    absltest.main()
