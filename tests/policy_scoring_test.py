@@ -109,7 +109,7 @@ class PolicyScoringTest(parameterized.TestCase):
             output = self.folder / f"{batch_size}.json"
             out, _ = self.run_main(
                 evaluate.COMMAND, text=self.text, window=64, batch_size=batch_size,
-                fidelity_share=0, output=output, **{"policy.period": 32},
+                fidelity_share=0, output=output, **{"policy.settings": "period=32"},
             )  # fmt: skip
             record = json.loads(output.read_text())
             self.assertEqual(record["protocol"]["batch_size"], 1)
