@@ -136,8 +136,7 @@ class Runner:
         lines += [f"prefill: {line}" for line in served.remarks(prefill, expected)]
         lines += [f"decode: {line}" for line in served.plain_remarks(decode, expected)]
         if expected and self.memory:
-            spec = self.memory.spec
-            placing = Placing(spec.cache, spec.read is not None, self.kernels.target)
+            placing = Placing(self.memory.spec.pools, self.kernels.target)
             if reason := placing.refusal(self.config.experts_per_token):
                 lines.append(f"decode: experts are found and placed without their kernel: {reason}")
         return lines

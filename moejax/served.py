@@ -199,7 +199,7 @@ def plain_remarks(served: Mapping[str, Served], expected: str | None) -> list[st
     Products with plain matrices of a stack should run by `pallas_kernels.dequant_matmul`, plain
     experts by `expert_mlp`, attention by `decode_attention`, routing by `router_topk`, norms by
     `residual_norm`, cache writes by `qkv_to_cache`, delta rules by `delta_step`. (Experts that move
-    are planned by `residency_plan`: `moejax.memory.placing.Placing.refusal`.)
+    are planned by `cache_plan`: `moejax.memory.placing.Placing.refusal`.)
     """
     parts = ("experts", "attention", "norms and writes", "delta rule", "routing", *LINEAR_LEAVES)
     found = {name: served[name] for name in parts if expected and name in served}

@@ -51,7 +51,7 @@ def _job(
 def _tests() -> Iterator[Job]:
     """Workers share a card: a kernel's test takes little of it, a whole engine's more."""
     kernels = (
-        "residual_norm", "router_topk", "buddy_search", "tiered_plan", "residency_plan",
+        "residual_norm", "router_topk", "buddy_search", "cache_plan",
         "decode_attention", "qkv_to_cache", "dequant_matmul", "expert_mlp",
         "grouped_dequant_matmul", "hqq_solve", "expert_fetch_device",
         "bench_kernels", "delta_step",

@@ -11,10 +11,11 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
-from moejax.policies import expert_importance, lookahead, mixed_cache
+from moejax.policies import expert_importance, lookahead
 from moejax.policies.base import SKIPPED, Decision, Observation
 from moejax.policies.dymoe import FIGURE_3, DyMoE
 from moejax.policies.dymoe_schedule import critical_counts, retention_ratios
+from pallas_kernels import cache_plan
 from tests import policies_contract as contract
 from tests.policies_cases import SPEC, A, E, M, random_trace
 
@@ -22,7 +23,13 @@ HEAVY = jax.jit(expert_importance.heavy_hitters)
 BY_TOKENS = jax.jit(expert_importance.critical_by_tokens)
 PAIRS = jax.jit(expert_importance.critical_pairs)
 AHEAD = jax.jit(lookahead.experts_ahead)
-SERVED = jax.jit(mixed_cache.served)
+
+
+@jax.jit
+def served(resident, decision, active):
+    """The rules of the cache, of a policy's decision."""
+    wishes = cache_plan.Wishes(decision.tier, decision.at_least)
+    return cache_plan.serve(resident, decision.ids, wishes, active)
 
 
 def routed(ids, *, prefill: bool, weights=None, active=None, **more) -> Observation:
@@ -313,7 +320,7 @@ class CacheTest(parameterized.TestCase):
             tier = (np.arange(3) >= num_high).astype(np.int32)[None]
             ids = np.asarray(order[:3], np.int32)[None]
             decision = Decision(ids, tier, np.ones((1, 3), np.float32), tier == 1)
-            found = jax.device_get(SERVED(resident, decision, np.ones(1, bool)))
+            found = jax.device_get(served(resident, decision, np.ones(1, bool)))
             for expert, asked in zip(ids[0].tolist(), tier[0].tolist(), strict=True):
                 had, before = cache.stored.get(expert), cache.loads.total()
                 self.assertEqual(names[found.tier[expert]], cache.request(expert, names[asked]))
@@ -337,10 +344,10 @@ class CacheTest(parameterized.TestCase):
             np.int32([[0, 1, 2]]), np.int32([[1, 1, SKIPPED]]), np.ones((1, 3), np.float32),
             np.array([[False, True, False]]),
         )  # fmt: skip
-        found = SERVED(resident, decision, np.ones(1, bool))
+        found = served(resident, decision, np.ones(1, bool))
         np.testing.assert_array_equal(found.tier[:3], [1, 0, -1])
         np.testing.assert_array_equal(found.fetched[:3], [True, False, False])
-        idle = SERVED(resident, decision, np.zeros(1, bool))
+        idle = served(resident, decision, np.zeros(1, bool))
         np.testing.assert_array_equal(idle.tier, -1)
 
 

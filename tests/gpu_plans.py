@@ -10,11 +10,10 @@ from moejax.ledger import no_counts
 from moejax.memory import residency
 from moejax.memory.placing import COLUMNS, tables_of
 from moejax.memory.residency import CacheSpec
-from pallas_kernels import buddy_search, residency_plan, tiered_plan
+from pallas_kernels import buddy_search, cache_plan
 from pallas_kernels.buddy_search import triton as buddy_triton
-from pallas_kernels.residency_plan import triton as plan_triton
+from pallas_kernels.cache_plan import triton as plan_triton
 from pallas_kernels.target import Target
-from pallas_kernels.tiered_plan import triton as tiered_triton
 from tests.gpu_targets import Program, leaf
 
 
@@ -34,39 +33,35 @@ def plan(
     def empty() -> list[Any]:
         states = [(residency.empty(spec), no_counts(num_layers)) for spec in specs]
         rows = jnp.zeros((num_layers, num_experts), jnp.int32)
-        return [tiered_plan.Tier(tables_of(state), rows) for state in states]
+        return [cache_plan.Tier(tables_of(state), rows) for state in states]
 
     tiers = jax.eval_shape(empty)
     shape = tokens, pairs // tokens
     ids, weights = (leaf(*shape, dtype=dtype) for dtype in ("int32", "float32"))
     layer = leaf(dtype="int32")
 
-    def of_one(tier: Any, layer: Any, ids: Any, weights: Any, target: Target) -> Any:
+    def function(tiers: Any, layer: Any, ids: Any, weights: Any, target: Target) -> Any:
         del target  # the same for all
-        return plan_triton.plan_triton(
-            *tier, layer, ids, jnp.ones(tokens, bool), weights,
-            waves=residency_plan.Waves(waves, 8), banks=1, columns=COLUMNS, num_warps=None,
-            interpret=False,
-        )  # fmt: skip
-
-    def of_tiers(tiers: Any, layer: Any, ids: Any, weights: Any, target: Target) -> Any:
-        del target
-        full = [(size == num_experts,) * 2 + (0 if size else pairs,) for size in slots]
-        forms = tuple(tiered_plan.Form(1, *of, is_fed=not by_rule) for of in full)
-        gate = jnp.zeros((num_layers, len(slots) + 3), jnp.float32)
-        wishes: Any = tiered_plan.Wishes(ids % len(slots), ids > 0)
+        forms = [
+            cache_plan.Form(
+                slots=size, transient=8 if waves else pairs, waves=waves if size else 1,
+                is_full=size == num_experts, is_complete=size == num_experts, is_fed=not by_rule,
+            )
+            for size in slots
+        ]  # fmt: skip
+        gate, by, routed = None, None, None
+        if len(slots) > 1:
+            gate, routed = jnp.zeros((num_layers, len(slots) + 3), jnp.float32), ids
+            by = cache_plan.Wishes(ids % len(slots), ids > 0)
         if by_rule:
             critical, low = jnp.zeros(num_layers, jnp.int32), jnp.int32(len(slots) - 1)
-            wishes = tiered_plan.Rule(critical, low - low, low, low > 1, at_least=True)
-        asked = tiered_plan.Asked(ids, wishes, weights, ids)
-        return tiered_triton.place_triton(
-            tuple(tiers), gate, layer, asked, jnp.ones(tokens, bool), forms=forms, columns=COLUMNS,
-            num_warps=None, interpret=False,
+            by = cache_plan.Rule(critical, low - low, low, low > 1, at_least=True)
+        return plan_triton.plan_triton(
+            tuple(tiers), gate, layer, cache_plan.Asked(ids, weights, by, routed),
+            jnp.ones(tokens, bool), forms=forms, columns=COLUMNS, num_warps=None, interpret=False,
         )  # fmt: skip
 
-    if len(slots) == 1:
-        return Program(of_one, (tiers[0], layer, ids, weights), (), 1)
-    return Program(of_tiers, (tiers, layer, ids, weights), (), 1)
+    return Program(function, (tiers, layer, ids, weights), (), 1)
 
 
 def buddies(

@@ -24,8 +24,8 @@ from moejax.policies.base import (
     Requests,
 )
 from moejax.policies.by_layer import vmap_decide
-from pallas_kernels.tiered_plan import Rule
-from pallas_kernels.tiered_plan.reference import wishes_of
+from pallas_kernels.cache_plan import Rule
+from pallas_kernels.cache_plan.reference import wishes_of
 from tests.policies_cases import FIRST_CASES, A, Case, E
 
 # A product or sum in another order: a few units of the last place of float32.

@@ -31,7 +31,7 @@ from tests.pooled_device_test import CONFIGS, CONTEXT
 
 GPU = "H100"
 PACKAGES = (
-    "residency_plan", "expert_fetch", "grouped_dequant_matmul", "dequant_matmul", "router_topk",
+    "cache_plan", "expert_fetch", "grouped_dequant_matmul", "dequant_matmul", "router_topk",
     "decode_attention", "residual_norm", "qkv_to_cache", "delta_step",
 )  # fmt: skip
 # Slots of a layer, experts ahead, sequences: served by the cache alone, and in waves.

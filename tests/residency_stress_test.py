@@ -14,6 +14,7 @@ from moejax import ledger
 from moejax.memory import residency
 from moejax.memory.residency import CacheSpec, Residency
 from tests.cache_model import ROW, CacheModel
+from tests.cache_plan_contract import ByExpert, form_of, plan_needed, predict_needed
 
 LENGTH = 240  # decisions of a sequence
 LIMIT = 2  # of what a prediction brings
@@ -48,35 +49,35 @@ class Decision(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    plan: residency.Plan
-    prefetch: residency.Prefetch
+    plan: ByExpert
+    prefetch: tuple[jax.Array, jax.Array]  # experts, slots
     slots: jax.Array
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def replay(spec: CacheSpec, max_needed: int, decisions: Decision) -> Any:
     """Outcome, residency and counts after each decision of a sequence, all stacked."""
-    size = min(max_needed, spec.slots)
+    size = form_of(spec, max_needed).num_jobs(max_needed, spec.num_experts)
     none = functools.partial(jnp.full, fill_value=-1, dtype=jnp.int32)
-    shape = (residency.num_waves(spec, max_needed), spec.transient)
+    shape = (form_of(spec, max_needed).later_waves, spec.transient)
     experts = (spec.num_experts,)
     nothing = Outcome(
-        residency.Plan(none(experts), none(experts), none((size,)), none((size,)), none(shape)),
-        residency.Prefetch(none((LIMIT,)), none((LIMIT,))),
+        ByExpert(none(experts), none(experts), none((size,)), none((size,)), none(shape)),
+        (none((LIMIT,)), none((LIMIT,))),
         none((LISTED,)),
     )
 
     def plan(state, counts, given):
-        made, state, counts = residency.plan(
+        made, state, counts = plan_needed(
             spec, state, given.layer, given.experts, max_needed, counts
         )
         return nothing._replace(plan=made), state, counts
 
     def predict(state, counts, given):
-        made, state, counts = residency.predict(
-            spec, state, given.layer, given.experts, LIMIT, counts
-        )
-        return nothing._replace(prefetch=made), state, counts
+        if not spec.slots:
+            return nothing, state, counts
+        made, state, counts = predict_needed(spec, state, given.layer, given.experts, LIMIT, counts)
+        return nothing._replace(prefetch=(made.experts, made.slots)), state, counts
 
     def admit(state, counts, given):
         made, state, counts = residency.admit(spec, state, given.layer, given.listed, counts)
@@ -113,7 +114,8 @@ def random_decisions(model: CacheModel, rng: np.random.Generator, skew: float) -
 
 def blank(spec: CacheSpec, max_needed: int) -> dict[str, np.ndarray]:
     """The fields of `LENGTH` outcomes, by name, all -1."""
-    size, waves = min(max_needed, spec.slots), residency.num_waves(spec, max_needed)
+    form = form_of(spec, max_needed)
+    size, waves = form.num_jobs(max_needed, spec.num_experts), form.later_waves
     shapes = {
         "slot": (spec.num_experts,),
         "wave": (spec.num_experts,),
@@ -147,7 +149,7 @@ def decide(model: CacheModel, given: Decision, i: int, wanted: dict[str, np.ndar
 
 def fields_of(outcome: Outcome) -> dict[str, np.ndarray]:
     """By the names of `expected`."""
-    prefetch = {"experts": outcome.prefetch.experts, "slots": outcome.prefetch.slots}
+    prefetch = dict(zip(("experts", "slots"), outcome.prefetch, strict=True))
     return {**outcome.plan._asdict(), **prefetch, "brought": outcome.slots}
 
 

@@ -10,15 +10,15 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax import ops
-from moejax.memory import tiered_placing
+from moejax.memory import placing
+from moejax.memory.placing import Placing
 from moejax.memory.tiered_experts import TieredExperts
-from moejax.memory.tiered_placing import TieredPlacing
 from moejax.models import expert_products
 from moejax.models.transformer import Transformer
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.make import make_policy
-from pallas_kernels import grouped_dequant_matmul, tiered_plan
+from pallas_kernels import cache_plan, grouped_dequant_matmul
 from tests import slow, tiny_engine
 from tests.pooled_test import PROMPTS, answers
 from tests.tiered_case import tiered_runner
@@ -109,14 +109,20 @@ class OneLaunchTest(parameterized.TestCase):
             return own(x, assignments, tiers, *arguments, **options)
 
         def interpreted(*arguments, **options):
-            launched[-1].append("place")
-            return place(*arguments, **(options | {"interpret": True}))
+            if options["implementation"] == "triton":
+                launched[-1].append("plan")
+                options |= {"interpret": True}
+            return plan(*arguments, **options)
 
-        in_one, place = TieredExperts._in_one, tiered_plan.place
-        refusal = TieredPlacing.refusal
-        ways = ((lambda *_: False, refusal), (in_one, refusal), (in_one, lambda *_: None))
+        in_one, plan = TieredExperts._in_one, cache_plan.plan
+        refusal = Placing.refusal
+
+        def few(self, num_pairs):  # as if these were a GPU's
+            return "waves" if any(form.later_waves for form in self.forms(num_pairs)) else None
+
+        ways = ((lambda *_: False, refusal), (in_one, refusal), (in_one, few))
         for separate, refuses in ways:
-            for cache in (expert_products._grouped, tiered_placing._placed):
+            for cache in (expert_products._grouped, placing._planned):
                 cache.clear_cache()  # of traces, in which the calls are
             runner, memory = tiered_runner(
                 policy, bits, slots, prefetch=ahead, transient=8, runs=runs
@@ -124,17 +130,17 @@ class OneLaunchTest(parameterized.TestCase):
             launched.append([])
             with (
                 mock.patch.object(grouped_dequant_matmul, "moe_products", counted),
-                mock.patch.object(tiered_plan, "place", interpreted),
+                mock.patch.object(cache_plan, "plan", interpreted),
                 mock.patch.object(TieredExperts, "_in_one", separate),
-                mock.patch.object(TieredPlacing, "refusal", refuses),
+                mock.patch.object(Placing, "refusal", refuses),
             ):
                 found.append(outcome(runner, memory))
         for other in found[1:]:
             jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), found[0], other)
         self.assertEqual({number for _, number in launched[0]}, {1})
         self.assertIn((1, 2), launched[1])  # a chunk of these caches passes in waves
-        self.assertNotIn("place", launched[1])
-        self.assertIn("place", launched[2])
+        self.assertNotIn("plan", launched[1])
+        self.assertIn("plan", launched[2])
 
 
 if __name__ == "__main__":

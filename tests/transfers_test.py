@@ -15,10 +15,11 @@ from absl.testing import absltest, parameterized
 from moejax import Engine
 from moejax.checkpoints.experts import ExpertReader
 from moejax.errors import MoejaxError
-from moejax.memory import landing, residency
+from moejax.memory import landing
 from moejax.memory.budget import Limits
 from moejax.memory.expert_pool import ExpertPool
 from moejax.memory.transfers import Transfers
+from tests.cache_plan_contract import predict_needed
 from tests.ssd_source import SECONDS
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
 from tests.transfers_case import ASK, CACHE, PROGRAMS, TransfersTestCase
@@ -76,7 +77,7 @@ class RequestTest(TransfersTestCase):
         transfers.request(1, [4])
         self.advance(transfers, lambda: transfers.counters.moved)
         wanted = jnp.zeros(8, bool).at[4].set(True)
-        fetch, tables, counts = residency.predict(
+        fetch, tables, counts = predict_needed(
             CACHE, self.pool.residency, 1, wanted, 1, self.pool.counts
         )
         slot = int(fetch.slots[0])

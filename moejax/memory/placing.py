@@ -1,23 +1,23 @@
-"""Where a layer's experts are computed, by pairs of a token and an expert: tables to copies.
+"""The plan of a layer, of one tier or several: by one launch on a GPU, else in plain jnp.
 
-One launch on a GPU (`pallas_kernels.residency_plan`), else `moejax.memory.residency`, whose rules
-these are. Axes as in `moejax.memory.expert_pool`.
+`pallas_kernels.cache_plan` states the rule. Axes as in `moejax.memory.expert_pool`; T tiers.
 """
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from moejax.ledger import EVENTS, Counts
-from moejax.memory import residency as rules
-from moejax.memory.residency import CacheSpec, Residency
-from moejax.models.routing import Routing
+from moejax.memory.expert_pool import PoolSpec
+from moejax.memory.residency import Residency
 from moejax.ops import Index
 from moejax.qtensor import Compensator
-from pallas_kernels import residency_plan
+from pallas_kernels import cache_plan
+from pallas_kernels.cache_plan import Asked, Form, LayerPlan, Tables, Tier
 from pallas_kernels.target import Target
 
 COLUMNS = {name: column for column, name in enumerate(EVENTS)}
@@ -36,15 +36,14 @@ class Jobs(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """A plan of a layer, by pairs of a token and an expert."""
+    """One tier's part of a plan, by all pairs: those of other tiers are in no wave of it."""
 
     slot: jax.Array  # int32[N, A]
-    wave: jax.Array  # int32[N, A]
+    wave: jax.Array  # int32[N, A]; -1 for pairs that do not run in this tier
     admitted: Jobs  # [J]
     streamed: Jobs  # [W, B]
-    # int32[n] each: experts that are among these, an expert maybe twice, with their slots and waves
+    # int32[N A] each: experts, an expert maybe several times, with their slots and waves
     holders: tuple[jax.Array, jax.Array, jax.Array]
-    is_by_kernel: bool = False  # which says of pairs that are not active that they are in wave -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,121 +51,125 @@ class Placing:
     """Static facts.
 
     Attributes:
-      cache: layers, experts and slots.
-      reads_disk: whether experts may be on the disk alone, so that their ids are needed.
+      pools: of the tiers.
       target: whose kernels may plan; None: none.
+      moves: whether somebody moves experts between steps.
     """
 
-    cache: CacheSpec
-    reads_disk: bool
+    pools: tuple[PoolSpec, ...]
     target: Target | None
+    moves: bool = True
+
+    def refusal(self, num_asked: int) -> str | None:
+        """Why one launch does not plan for so many pairs, or None."""
+        if self.target is None:
+            return "no kernels are wanted"
+        if any(pool.read is not None for pool in self.pools):
+            return "experts may be on the disk alone, and the step asks the host for them by id"
+        if any(pool.emulated for pool in self.pools):
+            return "a tier has no slots"
+        if len(self.pools) > 1 and any(form.later_waves for form in self.forms(num_asked)):
+            return "of several tiers one streams experts in waves"
+        num_experts = self.pools[0].cache.num_experts
+        return cache_plan.refusal("triton", num_experts, num_asked, len(self.pools), self.target)
+
+    def forms(self, num_pairs: int) -> tuple[Form, ...]:
+        """Static facts of each tier, of a layer that so many pairs may need."""
+        return tuple(
+            Form(
+                slots=pool.cache.slots,
+                banks=pool.cache.banks,
+                transient=pool.cache.transient,
+                waves=self.num_waves(i, num_pairs),
+                is_full=pool.cache.slots == pool.cache.num_experts,
+                is_complete=pool.is_complete,
+                is_fixed=i == 0
+                and pool.between_steps
+                and pool.cache.slots > 0
+                and not pool.is_complete,
+                is_fed=self.moves or any(better.prefetch for better in self.pools[:i]),
+            )
+            for i, pool in enumerate(self.pools)
+        )
+
+    def num_waves(self, tier: int, num_pairs: int) -> int:
+        """Through a tier's transient slots, of a layer that so many pairs may need."""
+        pool, cache = self.pools[tier], self.pools[tier].cache
+        if cache.slots and (pool.is_complete or pool.between_steps):
+            return 0
+        most = min(num_pairs, cache.num_experts)
+        return cache_plan.num_waves(most, cache.slots, cache.transient)
 
     def plan(
         self,
-        state: State,
-        row_of: jax.Array,
+        states: Sequence[State],
+        rows_of: Sequence[jax.Array],
+        gate: jax.Array | None,
         layer: Index,
-        routing: Routing,
+        asked: Asked,
         token_mask: jax.Array,
-    ) -> tuple[Placed, State]:
-        """Of a layer in one step.
+    ) -> tuple[LayerPlan, list[Placed], jax.Array | None, list[State]]:
+        """Where the pairs of a layer run in one step, and what is fetched for that.
 
         Args:
-          state: what is in the slots, and the counts; donate them.
-          row_of: int32[M, E], rows of the host store; -1: none.
+          states: of each tier what is in its slots, and the counts; donate them.
+          rows_of: of each int32[M, E], rows of the host store; -1: none.
+          gate: as of `TieredPool`, donated; None: it is not counted.
           layer: which.
-          routing: of N tokens.
+          asked: of N tokens.
           token_mask: bool[N], False for padding.
+
+        Returns:
+          The plan, each tier's part of it, and `gate` and `states` after it.
         """
-        cache, num_pairs = self.cache, routing.ids.size
-        max_needed = min(num_pairs, cache.num_experts)
-        waves = self.waves(num_pairs)
-        transient = cache.first_transient + jnp.arange(cache.transient, dtype=jnp.int32)
-        transient = jnp.broadcast_to(transient, tuple(waves))
-        if self.by_kernel(num_pairs):
-            found, made = _planned(
-                tables_of(state), row_of, jnp.int32(layer), routing.ids, token_mask,
-                routing.weights.astype(jnp.float32), waves=waves, banks=cache.banks,
-            )  # fmt: skip
-            flat = (routing.ids.reshape(-1), made.slot.reshape(-1), made.wave.reshape(-1))
-            admitted = Jobs(made.rows, made.slots, None)
-            streamed = Jobs(made.streamed, transient, None)
-            placed = Placed(made.slot, made.wave, admitted, streamed, flat, True)
-            return self._at_once(placed, num_pairs), changed(state, found)
-        active = jnp.broadcast_to(token_mask[:, None], routing.ids.shape)
-        needed = _marked(routing.ids, active, cache.num_experts)
-        plan, residency, counts = rules.plan(cache, state[0], layer, needed, max_needed, state[1])
-        mass = jnp.sum(jnp.where(active, routing.weights, 0.0)).reshape(1)
-        counts = counts.add_gate_mass(layer, mass)
-        experts = jnp.arange(cache.num_experts, dtype=jnp.int32)
-        placed = Placed(
-            plan.slot[routing.ids],
-            plan.wave[routing.ids],
-            _jobs(row_of[layer], plan.admitted, plan.admitted_slots),
-            _jobs(row_of[layer], plan.streamed, transient),
-            (experts, plan.slot, plan.wave),
+        tiers = tuple(Tier(tables_of(s), rows) for s, rows in zip(states, rows_of, strict=True))
+        forms = self.forms(asked.ids.size)
+        by_kernel = self.refusal(asked.ids.size) is None
+        tables, gate, found = _planned(
+            tiers, gate, jnp.int32(layer), asked, token_mask, forms=forms, by_kernel=by_kernel
         )
-        return self._at_once(placed, num_pairs), (residency, counts)
-
-    def _at_once(self, placed: Placed, num_pairs: int) -> Placed:
-        """With what streams as what is admitted, where that is all in one wave."""
-        if not self.streams_at_once(num_pairs):
-            return placed
-        experts, slot, wave = placed.holders
-        first = jax.tree.map(lambda jobs: jobs[0], placed.streamed)
-        wave_of = jnp.where(placed.wave == 1, 0, placed.wave)
-        holders = (experts, slot, jnp.where(wave == 1, 0, wave))
-        return placed._replace(wave=wave_of, admitted=first, holders=holders)
-
-    def streams_at_once(self, num_pairs: int) -> bool:
-        """Whether a layer has no slots, and the transient ones hold all that it may need."""
-        return not self.cache.slots and self.waves(num_pairs).num == 1
+        ids, slot = asked.ids.reshape(-1), found.slot.reshape(-1)
+        parts = []
+        for i, form in enumerate(forms):
+            wave = found.tier if found.wave is None else found.wave
+            if len(forms) > 1:
+                wave = jnp.where(found.tier == i, 0 if found.wave is None else wave, -1)
+            admitted, streamed = _jobs(found.fetch[i]), _jobs(found.streamed[i])
+            if not form.later_waves:
+                streamed = jax.tree.map(lambda of: of.reshape(0, 1), _no_jobs())
+            parts.append(
+                Placed(found.slot, wave, admitted, streamed, (ids, slot, wave.reshape(-1)))
+            )
+        after = [_changed(state, new) for state, new in zip(states, tables, strict=True)]
+        return found, parts, gate, after
 
     def expect(
         self,
+        tier: int,
         state: State,
         row_of: jax.Array,
         layer: Index,
         ids: jax.Array,
         token_mask: jax.Array,
     ) -> tuple[Jobs, State]:
-        """What to bring for a layer to come.
+        """Experts of a layer to come to fetch ahead.
 
         Args:
+          tier: whose slots.
           state: as in `plan`.
           row_of: likewise.
           layer: the one to come.
           ids: int32[L], experts that it will probably need; -1: none.
           token_mask: as in `plan`.
         """
-        cache, limit = self.cache, len(ids)
-        if self.by_kernel(limit):
-            found, made = _predicted(
-                tables_of(state), row_of, jnp.int32(layer), ids, token_mask, banks=cache.banks,
-            )  # fmt: skip
-            return Jobs(made.rows, made.slots, None), changed(state, found)
-        wanted = _marked(ids, jnp.any(token_mask) & (ids >= 0), cache.num_experts)
-        if self.reads_disk:  # nobody waits for the disk on a guess
-            wanted &= row_of[layer] >= 0
-        made, residency, counts = rules.predict(cache, state[0], layer, wanted, limit, state[1])
-        return _jobs(row_of[layer], made.experts, made.slots), (residency, counts)
-
-    def waves(self, num_pairs: int) -> residency_plan.Waves:
-        """Through the transient slots, of a layer that so many pairs may need."""
-        most = min(num_pairs, self.cache.num_experts)
-        return residency_plan.Waves(rules.num_waves(self.cache, most), self.cache.transient)
-
-    def by_kernel(self, num_asked: int) -> bool:
-        """Whether one launch plans for so many pairs."""
-        return self.refusal(num_asked) is None
-
-    def refusal(self, num_asked: int) -> str | None:
-        """Why one launch does not plan for so many pairs, or None."""
-        if self.target is None:
-            return "no kernels are wanted"
-        if self.reads_disk:
-            return "experts may be on the disk alone, and the step asks the host for them by id"
-        return residency_plan.refusal("triton", self.cache.num_experts, num_asked, self.target)
+        alone = Placing((self.pools[tier],), self.target)
+        if self.pools[tier].read is not None:  # nobody waits for the disk on a guess
+            ids = jnp.where(row_of[layer, jnp.maximum(ids, 0)] >= 0, ids, -1)
+        tables, found = _predicted(
+            Tier(tables_of(state), row_of), jnp.int32(layer), ids, token_mask,
+            form=self.forms(1)[tier], by_kernel=alone.refusal(len(ids)) is None,
+        )  # fmt: skip
+        return _jobs(found), _changed(state, tables)
 
 
 def terms_by_slot(
@@ -181,14 +184,13 @@ def terms_by_slot(
     return dataclasses.replace(term, start=by_slot(term.start), rank=by_slot(term.rank))
 
 
-def tables_of(state: State) -> residency_plan.Tables:
-    """What a kernel changes."""
+def tables_of(state: State) -> Tables:
+    """The arrays that a plan changes."""
     residency, counts = state
-    return residency_plan.Tables(residency.table, residency.clock, counts.events, counts.gate)
+    return Tables(residency.table, residency.clock, counts.events, counts.gate)
 
 
-def changed(state: State, found: residency_plan.Tables) -> State:
-    """With what a kernel changed."""
+def _changed(state: State, found: Tables) -> State:
     residency, counts = state
     return (
         dataclasses.replace(residency, table=found.table, clock=found.clock),
@@ -196,31 +198,29 @@ def changed(state: State, found: residency_plan.Tables) -> State:
     )
 
 
-def _jobs(row_of: jax.Array, experts: jax.Array, slots: jax.Array) -> Jobs:
-    """For experts of a layer, -1: none."""
-    if not experts.size:
-        return Jobs(experts, experts, experts)
-    rows = row_of[jnp.maximum(experts, 0)]
-    return Jobs(jnp.where(experts >= 0, rows, -1), slots, experts)
+def _no_jobs() -> Jobs:
+    none = jnp.full(0, -1, jnp.int32)
+    return Jobs(none, none, none)
 
 
-# Jitted, with the layer an operand: all layers share a trace and the kernels.
-@functools.partial(jax.jit, static_argnames=("waves", "banks"))
+def _jobs(fetch: cache_plan.Fetch | None) -> Jobs:
+    return _no_jobs() if fetch is None else Jobs(*fetch)
+
+
+def _by(by_kernel: bool) -> str:
+    return "triton" if by_kernel else "reference"
+
+
+# Jitted, with the layer an operand: all layers share a trace and the kernel.
+@functools.partial(jax.jit, static_argnames=("forms", "by_kernel"))
 def _planned(
-    *operands: Any, waves: residency_plan.Waves, banks: int
-) -> tuple[residency_plan.Tables, residency_plan.Placed]:
-    return residency_plan.plan(
-        *operands, waves=waves, banks=banks, columns=COLUMNS, implementation="triton"
-    )
+    *operands: Any, forms: tuple[Form, ...], by_kernel: bool
+) -> tuple[tuple[Tables, ...], jax.Array | None, LayerPlan]:
+    how = _by(by_kernel)
+    return cache_plan.plan(*operands, forms=forms, columns=COLUMNS, implementation=how)
 
 
-@functools.partial(jax.jit, static_argnames="banks")
-def _predicted(*operands: Any, banks: int) -> tuple[residency_plan.Tables, residency_plan.Fetch]:
-    return residency_plan.predict(*operands, banks=banks, columns=COLUMNS, implementation="triton")
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _marked(ids: jax.Array, active: jax.Array, num_experts: int) -> jax.Array:
-    """bool[E]: those among the ids that are active."""
-    places = jnp.where(active, ids, num_experts).reshape(-1)
-    return jnp.zeros(num_experts, bool).at[places].set(True, mode="drop")
+@functools.partial(jax.jit, static_argnames=("form", "by_kernel"))
+def _predicted(*operands: Any, form: Form, by_kernel: bool) -> tuple[Tables, cache_plan.Fetch]:
+    how = _by(by_kernel)
+    return cache_plan.predict(*operands, form=form, columns=COLUMNS, implementation=how)

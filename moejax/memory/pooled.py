@@ -1,7 +1,7 @@
 """Experts that are not all on the device: found, fetched and run inside the compiled step.
 
-For each sparse layer: the router says which experts are needed; `residency.plan` says which of them
-are in slots, and where the others go; one launch copies those from the host store; the pairs are
+For each sparse layer: the router says which experts are needed; the plan says which of them are in
+slots, and where the others go; one launch copies those from the host store; the pairs are
 multiplied by what lies in the slots. Where a layer can need more experts than it has slots, the
 rest passes through the transient slots in waves, and the products of all waves are combined in the
 order of the router's choice: residency is invisible in the result. The host is never asked, except
@@ -40,6 +40,7 @@ from moejax.models.moe import STEP_BYTES, ExpertsVia
 from moejax.models.routing import Routing, foreseen
 from moejax.ops import Index
 from moejax.qtensor import Compensator, QTensor, Weight
+from pallas_kernels.cache_plan import Asked
 
 
 class PooledExperts:
@@ -71,7 +72,7 @@ class PooledExperts:
         self.spec, self.config, self.pool, self.store = spec, config, pool, store
         self._via, self._kernels = via, kernels
         self._turn = -1  # of the layer that runs: its number, but for a multiple of the banks
-        self._placing = Placing(spec.cache, spec.read is not None, kernels.target)
+        self._placing = Placing((spec,), kernels.target)
 
     @property
     def num_turns(self) -> int:
@@ -111,54 +112,47 @@ class PooledExperts:
             assert ahead is not None
             return self._expected(layer, ahead(), token_mask)
 
-        products = self.products(layer, x, routing, token_mask, expected if ahead else None)
+        asked = Asked(routing.ids, routing.weights.astype(jnp.float32))
+        _, [plan], _, [state] = self._placing.plan(
+            [self.slots], [self.store.row_of], None, layer, asked, token_mask
+        )
+        self.set_slots(state)
+        self.fill(layer, plan.admitted)
         active = jnp.broadcast_to(token_mask[:, None], routing.ids.shape)
+        self.note_uses(layer, routing.ids, active)
+        wanted = expected if ahead else None
+        if not self.num_waves(active.size):
+            self.look_ahead(layer, token_mask, wanted)
+        products = self.products(layer, x, routing.ids, active, plan, token_mask, wanted)
         return combine(products, Pairs(routing.ids, active), routing.weights, x.dtype)
 
     def products(
         self,
         layer: Index,
         x: jax.Array,
-        routing: Routing,
+        ids: jax.Array,
+        active: jax.Array,
+        plan: Placed,
         mask: jax.Array,
         ahead: Callable[[], jax.Array] | None,
     ) -> jax.Array:
-        """What each expert gives for each token, [P, N, A, D]; fetches what is missing.
+        """The outputs of each expert for each token, [P, N, A, D]; waves fetch what they need.
 
         Args:
           layer: index among the sparse layers; int32[] inside a loop.
           x: [N, D], normed.
-          routing: which experts run; its weights are counted.
-          mask: bool[N], tokens that are no padding; or bool[N, A], pairs.
-          ahead: int32[L], experts that are to be brought for the next layer, -1 for none.
+          ids: int32[N, A], experts.
+          active: bool[N, A], pairs that run here.
+          plan: of the layer; the experts of wave 0 are fetched.
+          mask: bool[N], tokens that are no padding.
+          ahead: int32[L], experts to bring for the next layer after waves; -1 for none.
         """
-        plan = self.brought(layer, routing, mask, ahead)
-        active = mask if mask.ndim == 2 else jnp.broadcast_to(mask[:, None], routing.ids.shape)
         if not self.num_waves(active.size):
-            return self._run(x, *self.placed(layer, routing, active, plan))
+            return self._run(x, *self.placed(layer, ids, active, plan))
         in_turns = self.spec.cache.banks > 1 and not isinstance(layer, int)  # as only chunks are
         products = (self._in_turns if in_turns else self._in_waves)(layer, x, plan, active)
         self.look_ahead(layer, mask, ahead)  # what waits for slots of a wave would be copied
         return products
-
-    def brought(
-        self,
-        layer: Index,
-        routing: Routing,
-        mask: jax.Array,
-        ahead: Callable[[], jax.Array] | None,
-    ) -> Placed:
-        """Finds and copies what a layer needs, but for waves; arguments as of `products`."""
-        plan = self._plan(layer, routing, mask)
-        self.bring(layer, plan, mask, None if self.num_waves(routing.ids.size) else ahead)
-        return plan
-
-    def bring(
-        self, layer: Index, plan: Placed, mask: jax.Array, ahead: Callable[[], jax.Array] | None
-    ) -> None:
-        """As `brought`, of a plan that the slots know of."""
-        self.fill(layer, plan.admitted)
-        self.look_ahead(layer, mask, ahead)
 
     def begin(self, layer: Index) -> None:
         """What is brought from here on is of this layer and those after it."""
@@ -174,32 +168,25 @@ class PooledExperts:
     def num_waves(self, num_pairs: int) -> int:
         """How many follow what `bring` copies."""
         still = self.spec.emulated or self.spec.between_steps
-        still |= self._placing.streams_at_once(num_pairs)
-        return 0 if still else self._placing.waves(num_pairs).num
+        return 0 if still else self._placing.forms(num_pairs)[0].later_waves
 
     def placed(
-        self, layer: Index, routing: Routing, active: jax.Array, plan: Placed
+        self, layer: Index, ids: jax.Array, active: jax.Array, plan: Placed
     ) -> tuple[Pairs, Experts]:
-        """What runs where there are no waves."""
-        tier = plan.wave if plan.is_by_kernel else None  # which knows of wave 0 and of none alone
-        pairs = Pairs(plan.slot, active & (plan.wave == 0), tier)
+        """The pairs and their experts where there are no waves."""
+        pairs = Pairs(plan.slot, active & (plan.wave == 0), plan.wave)
         if self.spec.emulated:
-            pairs = Pairs(self.store.row_of[layer][routing.ids], active)
+            pairs = Pairs(self.store.row_of[layer][ids], active)
         return pairs, self._experts(layer, plan, 0)
 
-    def _plan(self, layer: Index, routing: Routing, mask: jax.Array) -> Placed:
-        """Where the pairs run."""
-        store, shape = self.store, routing.ids.shape
-        if mask.ndim == 2:  # pairs of their own, as tokens of one expert each
-            ids, weights = routing.ids.reshape(-1, 1), routing.weights.reshape(-1, 1)
-            routing, mask = routing._replace(ids=ids, weights=weights), mask.reshape(-1)
-        plan, state = self._placing.plan(self.slots, store.row_of, layer, routing, mask)
-        if (used := self.pool.used) is not None:  # the host evicts by it
-            needed, clock = plan.holders[1] >= 0, self.pool.residency.clock
-            used = used.at[layer].set(jnp.where(needed, clock, used[layer]))
-            self.pool = dataclasses.replace(self.pool, used=used)
-        self.set_slots(state)
-        return plan._replace(slot=plan.slot.reshape(shape), wave=plan.wave.reshape(shape))
+    def note_uses(self, layer: Index, ids: jax.Array, active: jax.Array) -> None:
+        """Notes the clock of experts that a layer used, by which host memory evicts."""
+        if (used := self.pool.used) is not None:
+            places = jnp.where(active, ids, self.spec.cache.num_experts)
+            clock = self.pool.residency.clock - 1  # which the plan has advanced
+            self.pool = dataclasses.replace(
+                self.pool, used=used.at[layer, places].set(clock, mode="drop")
+            )
 
     def _in_waves(self, layer: Index, x: jax.Array, plan: Placed, active: jax.Array) -> jax.Array:
         """[P, N, A, D] of all waves; what a wave needs is copied when the one before is through."""
@@ -329,7 +316,9 @@ class PooledExperts:
         mask, following = mask.reshape(-1), self.following(layer)
         if not isinstance(layer, int):
             mask &= layer + 1 < self.spec.cache.num_layers
-        jobs, state = self._placing.expect(self.slots, self.store.row_of, following, wanted, mask)
+        jobs, state = self._placing.expect(
+            0, self.slots, self.store.row_of, following, wanted, mask
+        )
         self.set_slots(state)
         self._bring(following, jobs, 1, beside=True)
 

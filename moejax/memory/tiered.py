@@ -79,12 +79,6 @@ def no_gate(num_layers: int, num_tiers: int) -> jax.Array:
     return jnp.zeros((num_layers, num_tiers + 3), jnp.float32)
 
 
-def released(pool: ExpertPool, layer: int | jax.Array, gone: jax.Array) -> ExpertPool:
-    """Experts, bool[E], leave their slots of a layer."""
-    residency, counts = tables.release(pool.residency, layer, gone, pool.counts)
-    return dataclasses.replace(pool, residency=residency, counts=counts)
-
-
 class Asked(NamedTuple):
     """What a policy said.
 

@@ -5,7 +5,7 @@ decides which expert runs each pair, in which tier, with which weight. Each pool
 fetches what its own pairs need, one grouped launch multiplies the pairs of all tiers where that is
 their form (else each pool runs its own), and the products are combined once, in the order of the
 router's choice. Where an expert is that is asked for in several tiers, DyMoE's rules say
-(`moejax.policies.mixed_cache`): a miss comes in the tier that was asked for, and its copies in
+(`pallas_kernels.cache_plan.serve`): a miss comes in the tier that was asked for, and its copies in
 other pools leave, but for those of a pool that holds every expert.
 
 Axes: N tokens, A experts a token, M sparse layers, E experts, T tiers of falling fidelity.
@@ -21,17 +21,15 @@ import jax.numpy as jnp
 from moejax import ops
 from moejax.memory.expert_pool import ExpertStore, in_place_of
 from moejax.memory.fetching import from_host_together
-from moejax.memory.placing import Placed
+from moejax.memory.placing import Placed, Placing
 from moejax.memory.pooled import PooledExperts
-from moejax.memory.tiered import TieredPool, TieredSpec, released
-from moejax.memory.tiered_placing import TieredPlacing
+from moejax.memory.tiered import TieredPool, TieredSpec
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import Experts, Pairs, combine, products_of_tiers
 from moejax.models.grouped_experts import choose_for_tiers
 from moejax.models.moe import ExpertsVia
 from moejax.models.routing import Routing, foreseen
 from moejax.ops import Index
-from moejax.policies import mixed_cache
 from moejax.policies.attention_importance import attention_received
 from moejax.policies.base import (
     SKIPPED,
@@ -40,7 +38,8 @@ from moejax.policies.base import (
     moves_between_steps,
 )
 from moejax.policies.by_layer import vmap_decide
-from pallas_kernels.tiered_plan import Rule
+from pallas_kernels import cache_plan
+from pallas_kernels.cache_plan import Asked, LayerPlan, Rule, Wishes
 
 
 class TieredExperts:
@@ -86,7 +85,7 @@ class TieredExperts:
         self._seen: list[Observation] = []  # of layers that the policy has not been asked about
         dims = spec.cache.num_layers, len(spec.pools), spec.cache.num_experts
         moves = moves_between_steps(spec.policy, pool.state, dims)
-        self._placing = TieredPlacing(spec.pools, kernels.target, moves)
+        self._placing = Placing(spec.pools, kernels.target, moves)
         self._replays: jax.Array | None = None  # which entry of a replay is this step's, once asked
 
     def finish(self) -> TieredPool:
@@ -151,29 +150,18 @@ class TieredExperts:
         ahead: Callable[[], Routing] | None,
     ) -> jax.Array:
         """See `models.run_experts.RunExperts`."""
-        copies = self._copies(layer)
-        resident = mixed_cache.serving(copies, self.spec.full)
+        resident = cache_plan.serving(self._copies(layer), self.spec.full)
         seen = self._observed(layer, routing, token_mask, ahead, resident)
-        at_once = self.is_placed_at_once(routing.ids.size)
         rule = None
-        if at_once and not self._is_prefill:
+        if self.is_placed_at_once(routing.ids.size) and not self._is_prefill:
             rule = self.spec.policy.decode_rule(self._policy_state)
         if rule is not None and self._asks_later(layer):
             self._seen.append(dataclasses.replace(seen, predicted=None))
             asks = jnp.zeros(routing.ids.shape, jnp.int32)  # not looked at
             decision = Decision(routing.ids, asks, routing.weights, asks > 0)
-            return self._at_once(layer, x, routing, token_mask, decision, rule)
-        decision, self._policy_state = self.spec.policy.decide(self._policy_state, seen)
-        if at_once:
-            return self._at_once(layer, x, routing, token_mask, decision, rule)
-        found = mixed_cache.served(resident, decision, token_mask)
-        self._release(layer, copies, found.leaving)
-        runs = token_mask[:, None] & (decision.tier != SKIPPED)
-        tier = jnp.where(runs, found.tier[decision.ids], SKIPPED)
-        self._count(layer, routing, token_mask, tier, decision.ids)
-        chosen = routing._replace(ids=decision.ids)
-        products = self._products(layer, x, chosen, tier, decision)
-        return combine(products, Pairs(decision.ids, runs), decision.weights, x.dtype)
+        else:
+            decision, self._policy_state = self.spec.policy.decide(self._policy_state, seen)
+        return self._run(layer, x, routing, token_mask, decision, rule)
 
     def _copies(self, layer: Index) -> jax.Array:
         """bool[T, E], where experts are."""
@@ -245,69 +233,10 @@ class TieredExperts:
         """The next layer; on the device the last one is its own, and asks for nothing."""
         return layer + 1 if isinstance(layer, int) else self._runs[0].following(layer)
 
-    def _release(self, layer: Index, copies: jax.Array, leaving: jax.Array) -> None:
-        """Copies leave whose expert comes in another tier, or is in a better one by now."""
-        for tier, is_full in enumerate(self.spec.full):
-            if is_full or len(self._runs) == 1:
-                continue
-            gone = leaving[tier] | (copies[tier] & jnp.any(copies[:tier], axis=0))
-            run = self._runs[tier]
-            run.pool = released(run.pool, layer, gone)
-
-    def _count(
-        self,
-        layer: Index,
-        routing: Routing,
-        token_mask: jax.Array,
-        tier: jax.Array,
-        ids: jax.Array,
-    ) -> None:
-        """Adds the router's gate mass by what became of it."""
-        weights = jnp.where(token_mask[:, None], routing.weights, 0.0)
-        index = jnp.arange(len(self.spec.pools), dtype=jnp.int32)[:, None, None]
-        masks = jnp.concatenate(
-            [
-                tier[None] == index,
-                (tier == SKIPPED)[None],
-                ((tier != SKIPPED) & (ids != routing.ids))[None],
-                jnp.ones((1, *tier.shape), bool),
-            ]
-        )
-        mass = jnp.sum(jnp.where(masks, weights[None], 0.0), axis=(1, 2))
-        row = self._gate[layer] + mass
-        self._gate = jax.lax.dynamic_update_index_in_dim(self._gate, row, layer, 0)
-
-    def _products(
-        self, layer: Index, x: jax.Array, routing: Routing, tier: jax.Array, decision: Decision
-    ) -> jax.Array:
-        """[P, N, A, D] of the pairs of all tiers, each in its own place."""
-        if self._in_one(tier.size):
-            return self._grouped(layer, x, routing, tier, decision)
-        found = []
-        for i, run in enumerate(self._runs):
-            ahead = self._ahead(layer, i, decision.ahead)
-            found.append(run.products(layer, x, routing, tier == i, ahead))
-        return _selected(found, tier)
-
     def _in_one(self, num_pairs: int) -> bool:
         """Whether one launch multiplies the pairs of all tiers."""
         has_form = all(via == "grouped_kernel" for via in self._via)
         return has_form and not any(run.num_waves(num_pairs) for run in self._runs)
-
-    def _grouped(
-        self, layer: Index, x: jax.Array, routing: Routing, tier: jax.Array, decision: Decision
-    ) -> jax.Array:
-        """Likewise, all in one launch of gates and ups and one of downs."""
-        runs = tier != SKIPPED
-        slot, tiers = tier, []
-        for i, run in enumerate(self._runs):
-            ahead = self._ahead(layer, i, decision.ahead)
-            plan = run.brought(layer, routing, tier == i, ahead)
-            pairs, experts = run.placed(layer, routing, tier == i, plan)
-            slot = jnp.where(tier == i, pairs.expert, slot)
-            runs &= pairs.active | (tier != i)
-            tiers.append(experts)
-        return self._of_tiers(x, jnp.where(runs, tier, SKIPPED), slot, tiers)
 
     def _of_tiers(
         self, x: jax.Array, tier: jax.Array, slot: jax.Array, tiers: Sequence[Experts]
@@ -322,7 +251,7 @@ class TieredExperts:
         """Whether one launch finds a place for so many pairs."""
         return self._in_one(num_pairs) and self._placing.refusal(num_pairs) is None
 
-    def _at_once(
+    def _run(
         self,
         layer: Index,
         x: jax.Array,
@@ -331,25 +260,61 @@ class TieredExperts:
         decision: Decision,
         rule: Rule | None,
     ) -> jax.Array:
-        """As a call, from the decision on: what else is small launches is one."""
+        """Plans, fetches and multiplies as decided; [N, D].
+
+        `rule` says the decision's tiers, which are then not looked at; None: they are.
+        """
         weights = decision.weights
         if rule is not None and decision.ids is routing.ids:
             weights = routing.weights
-        rows_of = [store.row_of for store in self._store]
-        before = [run.slots for run in self._runs]
-        found, after = self._placing.place(
-            before, rows_of, self._gate, layer, routing, decision, rule, token_mask
+        asked = Asked(
+            decision.ids,
+            routing.weights.astype(jnp.float32),
+            rule or Wishes(decision.tier, decision.at_least),
+            None if decision.ids is routing.ids else routing.ids,
         )
-        self._gate, tiers = found.gate, []
-        for run, slots in zip(self._runs, after, strict=True):
+        rows_of, before = [store.row_of for store in self._store], [run.slots for run in self._runs]
+        found, plans, gate, after = self._placing.plan(
+            before, rows_of, self._gate, layer, asked, token_mask
+        )
+        assert gate is not None
+        self._gate = gate
+        for i, (run, slots) in enumerate(zip(self._runs, after, strict=True)):
             run.set_slots(slots)
-        self._bring(layer, found.plans)
-        for i, (run, plan) in enumerate(zip(self._runs, found.plans, strict=True)):
-            run.look_ahead(layer, token_mask, self._ahead(layer, i, decision.ahead))
-            tiers.append(run.placed(layer, routing, found.tier == i, plan)[1])
-        products = self._of_tiers(x, found.tier, found.slot, tiers)
+            run.note_uses(layer, decision.ids, found.tier == i)
+        self._bring(layer, plans)
+        run_all = self._grouped if self._in_one(decision.ids.size) else self._one_by_one
+        products = run_all(layer, x, token_mask, decision, found, plans)
         pairs = Pairs(decision.ids, found.tier != SKIPPED)
         return combine(products, pairs, weights, x.dtype)
+
+    def _grouped(
+        self, layer: Index, x: jax.Array, token_mask: jax.Array, decision: Decision,
+        found: LayerPlan, plans: Sequence[Placed],
+    ) -> jax.Array:  # fmt: skip
+        """[P, N, A, D], one launch of gates and ups and one of downs for the pairs of all tiers."""
+        slot, tiers = found.slot, []
+        for i, (run, plan) in enumerate(zip(self._runs, plans, strict=True)):
+            run.look_ahead(layer, token_mask, self._ahead(layer, i, decision.ahead))
+            pairs, experts = run.placed(layer, decision.ids, found.tier == i, plan)
+            tiers.append(experts)
+            if run.spec.emulated:
+                slot = jnp.where(found.tier == i, pairs.expert, slot)
+        return self._of_tiers(x, found.tier, slot, tiers)
+
+    def _one_by_one(
+        self, layer: Index, x: jax.Array, token_mask: jax.Array, decision: Decision,
+        found: LayerPlan, plans: Sequence[Placed],
+    ) -> jax.Array:  # fmt: skip
+        """Likewise, each tier by itself."""
+        products = []
+        for i, (run, plan) in enumerate(zip(self._runs, plans, strict=True)):
+            ahead = self._ahead(layer, i, decision.ahead)
+            if not run.num_waves(decision.ids.size):
+                run.look_ahead(layer, token_mask, ahead)
+            mine = found.tier == i
+            products.append(run.products(layer, x, decision.ids, mine, plan, token_mask, ahead))
+        return _selected(products, found.tier)
 
     def _bring(self, layer: Index, plans: Sequence[Placed]) -> None:
         """Copies what a layer needs into the slots of each tier, by one launch where it can be."""

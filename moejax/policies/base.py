@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.errors import MoejaxError
-from pallas_kernels.tiered_plan import Rule
+from pallas_kernels.cache_plan import Rule
 
 State = TypeVar("State")
 SKIPPED = -1  # a tier: the pair is not computed

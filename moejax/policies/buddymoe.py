@@ -35,7 +35,7 @@ from moejax.policies.settings import (
 )
 from moejax.policies.substitution import Candidates, Form, Substitution
 from pallas_kernels.buddy_search import Gate
-from pallas_kernels.tiered_plan import Rule
+from pallas_kernels.cache_plan import Rule
 
 FallBack = Literal["fetch", "drop"]
 

@@ -28,7 +28,7 @@ from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
 from moejax.policies.settings import ByContent
-from pallas_kernels.tiered_plan import Rule
+from pallas_kernels.cache_plan import Rule
 
 
 class ComposeState(NamedTuple):

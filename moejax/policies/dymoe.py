@@ -2,7 +2,7 @@
 
 For each layer a number of critical experts (`dymoe_schedule`, eq. 4 and 5) is chosen by importance
 (`expert_importance`, eq. 1 to 3), the next layer's are brought ahead (`lookahead`, eq. 6 to 8), and
-a copy of higher precision than asked for serves where it is there (`mixed_cache`).
+a copy of higher precision than asked for serves where it is there (`cache_plan.serve`).
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ from moejax.policies.settings import (
     check_numbers,
     check_text,
 )
-from pallas_kernels.tiered_plan import Rule
+from pallas_kernels.cache_plan import Rule
 
 SKIP = "skip"  # the name of 0 bits
 SELECTIONS = ("critical", "load", "random")

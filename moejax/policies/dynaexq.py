@@ -36,7 +36,7 @@ from moejax.policies.settings import (
     check_numbers,
     check_text,
 )
-from pallas_kernels.tiered_plan import Rule
+from pallas_kernels.cache_plan import Rule
 
 CHOICES = ("hot", "random", "first")
 FORESEE_BY = ("scores", "links")

@@ -21,7 +21,7 @@ from moejax.policies.base import (
 from moejax.policies.lookahead import experts_ahead
 from moejax.policies.resident import always, as_routed
 from moejax.policies.settings import check_number, check_text
-from pallas_kernels.tiered_plan import Rule
+from pallas_kernels.cache_plan import Rule
 
 
 class OnDemandState(NamedTuple):

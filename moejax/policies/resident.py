@@ -16,7 +16,7 @@ from moejax.policies.base import (
     tier_id,
 )
 from moejax.policies.settings import check_text
-from pallas_kernels.tiered_plan import Rule
+from pallas_kernels.cache_plan import Rule
 
 
 class ResidentState(NamedTuple):

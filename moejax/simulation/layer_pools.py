@@ -6,9 +6,10 @@ Axes: T tiers of falling fidelity, E experts.
 import jax
 import jax.numpy as jnp
 
-from moejax.policies import mixed_cache
 from moejax.policies.base import SKIPPED, Decision, Observation
 from moejax.simulation import pools
+from pallas_kernels import cache_plan
+from pallas_kernels.cache_plan import Wishes
 
 
 def bring_ahead(
@@ -44,7 +45,8 @@ def serve(
     """Keys after a layer ran as decided, counts [T] by name, gate mass float32[T + 3]."""
     num_tiers, num_experts = key.shape
     active = observation.active
-    found = mixed_cache.served(key > 0, decision, active)
+    wishes = Wishes(decision.tier, decision.at_least)
+    found = cache_plan.serve(key > 0, decision.ids, wishes, active)
     tier = jnp.arange(num_tiers, dtype=jnp.int32)[:, None]
     runs = found.tier[None] == tier  # bool[T, E]
     misses = runs & found.fetched[None]

@@ -64,7 +64,7 @@ def admit(
     stamp: jax.Array,
     how: Search,
 ) -> tuple[jax.Array, Moved]:
-    """Slots of one tier for those who come: free ones, then victims as in `residency.plan`.
+    """Slots of one tier for those who come: free ones, then victims as in `cache_plan.plan`.
 
     Args:
       key: int32[E], after copies that go for other reasons have gone.

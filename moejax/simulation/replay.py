@@ -1,7 +1,7 @@
 """A trace through any policy (`moejax.policies`): what runs where, and what crosses the link.
 
 The policy's own functions decide; around them stand pools of each tier under LRU, DyMoE's rules for
-an expert that is in several tiers (`policies.mixed_cache`), look-ahead a layer before, and bulk
+an expert that is in several tiers (`cache_plan.serve`), look-ahead a layer before, and bulk
 transfers between calls, which serve some calls after they were asked for (`DELAY`) and of which so
 many experts are on their way at once.
 Settings run side by side (`vmap`), and so do the layers of a step where the policy's do not depend

@@ -43,7 +43,7 @@ def search(
       lists: int32[M, E, H], of every expert of M layers, the best first; -1 pads.
       layer: int or int32[] in 0..M - 1.
       resident: bool[E], of that layer; or int32[M, K], K >= E, of all layers what is not negative
-        where an expert is resident, such as `residency_plan.Tables.table`.
+        where an expert is resident, such as `cache_plan.Tables.table`.
       allowed: bool[N] or bool[N, A], tokens or pairs whose missing experts may be replaced.
       depth: int32[], how far lists are searched.
       budget: int32[], rho, replacements of a token at most.

@@ -5,26 +5,18 @@ layers share, S = M C + B slots of the device pool. The slot of (layer l, local 
 transient slot b is M C + b. -1 stands for none.
 """
 
-from moejax.memory.residency.planning import Plan, Prefetch, num_waves, plan, predict
 from moejax.memory.residency.tables import CacheSpec, Counter, Residency, empty, seeded
 from moejax.memory.residency.transfers import (
     admit,
-    release,
     release_everywhere,
 )
 
 __all__ = [
     "CacheSpec",
     "Counter",
-    "Plan",
-    "Prefetch",
     "Residency",
     "admit",
     "empty",
-    "num_waves",
-    "plan",
-    "predict",
-    "release",
     "release_everywhere",
     "seeded",
 ]

@@ -1,11 +1,13 @@
 """The tables of a cache: sizes, what is in every slot, and one layer's rows of it."""
 
 import dataclasses
-from typing import NamedTuple, Protocol, Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels.cache_plan.reference import Row
 
 Layer = int | jax.Array  # int or int32[], 0 <= layer < M
 
@@ -106,7 +108,7 @@ class Residency:
         return self._rows.prefetched
 
     @property
-    def _rows(self) -> "Row":
+    def _rows(self) -> Row:
         return Row.of(self.table, self.num_experts)
 
     def check(self, spec: CacheSpec) -> None:
@@ -171,46 +173,6 @@ def seeded(spec: CacheSpec, experts: np.ndarray | jax.Array) -> Residency:
     return Residency(jnp.asarray(table), jnp.asarray(1, jnp.int32), spec.num_experts)
 
 
-class Row(NamedTuple):
-    """The tables of one layer, or of all of them; see the properties of `Residency`."""
-
-    slot_of: jax.Array
-    owner: jax.Array
-    last_use: jax.Array
-    prefetched: jax.Array
-
-    @classmethod
-    def of(cls, table: jax.Array, num_experts: int) -> "Row":
-        """The columns of a table [..., E + 3 C]."""
-        slots = (table.shape[-1] - num_experts) // 3
-        owner, last_use, prefetched = (
-            table[..., num_experts + i * slots : num_experts + (i + 1) * slots] for i in range(3)
-        )
-        return cls(table[..., :num_experts], owner, last_use, prefetched != 0)
-
-
 def first_slot(spec: CacheSpec, layer: Layer) -> jax.Array:
     """int32[], the global slot of a layer's local slot 0."""
     return jnp.asarray(layer, jnp.int32) // spec.banks * spec.slots
-
-
-def read_row(residency: Residency, layer: Layer) -> Row:
-    """The tables of a layer."""
-    read = jax.lax.dynamic_index_in_dim
-    row = read(residency.table, layer, keepdims=False)
-    # One copy of the row, or XLA copies columns one by one, and at times the whole table, before
-    # it overwrites the row in place.
-    row = jax.lax.optimization_barrier(row)
-    return Row.of(row, residency.num_experts)
-
-
-def written(residency: Residency, layer: Layer, row: Row) -> Residency:
-    """The residency with a layer's tables replaced by these."""
-    table = jax.lax.dynamic_update_index_in_dim(residency.table, columns_of(row), layer, 0)
-    return dataclasses.replace(residency, table=table)
-
-
-def columns_of(row: Row) -> jax.Array:
-    """int32[..., E + 3 C], the part of `Residency.table` that `Row.of` reads."""
-    flags = row.prefetched.astype(jnp.int32)
-    return jnp.concatenate((row.slot_of, row.owner, row.last_use, flags), axis=-1)

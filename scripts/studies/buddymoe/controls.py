@@ -16,7 +16,7 @@ from moejax.policies.base import SKIPPED, Decision, Observation
 from moejax.policies.buddymoe import BuddyMoe, BuddyState
 from moejax.policies.settings import check_number
 from moejax.policies.substitution import Candidates, Substitution
-from pallas_kernels.tiered_plan import Rule
+from pallas_kernels.cache_plan import Rule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.residency_plan.operands import Columns
+from pallas_kernels.cache_plan.operands import Columns
 
 Ref = Any
 Refs = Mapping[str, Ref]

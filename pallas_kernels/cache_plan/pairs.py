@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.residency_plan import slots as vectors
-from pallas_kernels.residency_plan.slots import Refs, iota, matches, some
-from pallas_kernels.tiered_plan.operands import Form
+from pallas_kernels.cache_plan import slots as vectors
+from pallas_kernels.cache_plan.operands import Form
+from pallas_kernels.cache_plan.slots import Refs, iota, matches, some
 from pallas_kernels.triton_elements import quotient, remainder
 
 MAX_TIERS = 4
@@ -66,6 +66,8 @@ def load(
     if "high" in of:
         tier, strict = _by_rule(of, layer, ids, states, at_least)
         asks = active & (tier >= 0)
+    elif "tier" not in of:  # all in the first, of one
+        tier, strict, asks = jnp.zeros_like(ids), ids >= 0, active
     else:
         tier = pltriton.load(of["tier"].at[number], mask=inside, other=-1)
         allows = pltriton.load(of["at_least"].at[number], mask=inside, other=False)
@@ -106,6 +108,9 @@ def _by_rule(
 
 def serve(pairs: Pairs, states: Sequence[State]) -> tuple[jax.Array, jax.Array]:
     """int32[P], in which tier each pair's expert runs, or -1; whether it is fetched for it."""
+    if len(states) == 1:  # whatever is asked for, the one tier serves
+        asks = pairs.ids >= 0
+        return jnp.where(asks, 0, -1), asks & ~states[0].serves
     exact, there = pairs.ids < -1, jnp.full_like(pairs.ids, -1)
     for i, state in enumerate(states):
         exact |= state.serves & (pairs.tier == i)

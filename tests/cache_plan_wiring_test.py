@@ -20,7 +20,7 @@ from moejax.memory.residency import CacheSpec, empty
 from moejax.models.routing import routing_of
 from moejax.runner import Runner
 from moejax.served import EXPERT_LEAVES
-from pallas_kernels import expert_fetch, residency_plan
+from pallas_kernels import cache_plan, expert_fetch
 from pallas_kernels.target import Target
 from tests import tiny_engine
 
@@ -35,12 +35,12 @@ def interpreted() -> Any:
 
     def run(name: str, call: Any, *args: Any, **options: Any) -> Any:
         calls.append(name)
-        return call(*args, **options, interpret=True)
+        return call(*args, **options, interpret=options.get("implementation") != "reference")
 
     patches = [
         mock.patch.object(package, name, functools.partial(run, name, getattr(package, name)))
         for package, name in (
-            (residency_plan, "plan"), (residency_plan, "predict"), (expert_fetch, "fetch")
+            (cache_plan, "plan"), (cache_plan, "predict"), (expert_fetch, "fetch")
         )
     ]  # fmt: skip
     caches = (placing._planned, placing._predicted)
@@ -119,7 +119,7 @@ class WiringTest(parameterized.TestCase):
         def serves(spec: PoolSpec, kernels: ops.Kernels, pairs: int) -> bool:
             nothing: Any = None
             experts = PooledExperts(spec, CONFIG, nothing, nothing, "row", kernels)
-            return experts._placing.by_kernel(pairs)
+            return experts._placing.refusal(pairs) is None
 
         self.assertTrue(serves(PoolSpec(cache), gpu, 256))
         self.assertFalse(serves(PoolSpec(cache), gpu, 257))

@@ -1,0 +1,243 @@
+"""The public calls: which implementation runs, and why one is refused."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.cache_plan import triton
+from pallas_kernels.cache_plan.operands import (
+    PLAN_EVENTS,
+    PREDICT_EVENTS,
+    Asked,
+    Columns,
+    Fetch,
+    Form,
+    LayerPlan,
+    Rule,
+    Tables,
+    Tier,
+    Wishes,
+)
+from pallas_kernels.cache_plan.reference import plan_reference, predict_reference
+from pallas_kernels.target import SIMULATED, Target, current_target
+
+IMPLEMENTATIONS = ("triton", "reference")  # in order of preference; the reference refuses nothing
+
+
+def refusal(
+    implementation: str,
+    num_experts: int,
+    num_asked: int,
+    num_tiers: int = 1,
+    target: Target | None = None,
+) -> str | None:
+    """Why an implementation cannot serve on a target, or None.
+
+    Args:
+      implementation: one of `IMPLEMENTATIONS`.
+      num_experts: E.
+      num_asked: pairs of a plan, N A, or experts of a prediction, L.
+      num_tiers: T.
+      target: None for the default device.
+    """
+    if implementation == "reference":
+        return None
+    return triton.refusal(num_experts, num_asked, num_tiers, target or current_target())
+
+
+def plan(
+    tiers: Sequence[Tier],
+    gate: jax.Array | None,
+    layer: int | jax.Array,
+    asked: Asked,
+    active: jax.Array,
+    *,
+    forms: Sequence[Form],
+    columns: Columns,
+    implementation: str | None = None,
+    num_warps: int | None = None,
+    interpret: bool = False,
+) -> tuple[tuple[Tables, ...], jax.Array | None, LayerPlan]:
+    """Where each pair of a layer runs, and what is fetched for that.
+
+    Of several tiers `reference.serve` says which one serves an expert. A copy leaves a tier that is
+    not full when its expert comes in another one, or is in a better one. Then in each tier misses,
+    in order of id, take the victims: free slots, then those of experts that are not needed, of
+    longest ago, then of least number. With waves, where there are fewer victims than misses, misses
+    take the free slots alone and the rest is streamed (a scan evicts nothing). What was used gets
+    the clock, which then advances.
+
+    Args:
+      tiers: of falling fidelity; donate their tables.
+      gate: float32[M, T + 3], donated: the router's gate mass that each tier served, that was
+        skipped, that another expert served, and of all. None: only the tiers' own is counted.
+      layer: int or int32[] in 0..M - 1; an array lets all layers share a trace.
+      asked: of N tokens; wishes, or a rule by which the call itself finds them: a launch less.
+      active: bool[N], tokens that count.
+      forms: static facts of each tier.
+      columns: of `Tables.events`, by the names of `PLAN_EVENTS`.
+      implementation: "triton" or "reference"; None for the kernel where it does not refuse.
+      num_warps: of the kernel; None for a number that goes with the sizes.
+      interpret: runs the kernel on the CPU, for tests.
+
+    Returns:
+      The tables of each tier and the gate mass, in the same places in memory if they were donated,
+      and the plan.
+
+    Raises:
+      ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
+    """
+    reasons = _misfits(tiers, gate, asked, active, forms)
+    if missing := sorted(set(PLAN_EVENTS) - set(columns)):
+        reasons.append(f"no column for {', '.join(missing)}")
+    sizes = (tiers[0].row_of.shape[-1], asked.ids.size, len(tiers)) if tiers else (0, 0, 0)
+    chosen = _chosen("plan", reasons, implementation, sizes, interpret)
+    given = (tuple(tiers), gate, jnp.asarray(layer, jnp.int32), asked, active)
+    if chosen == "reference":
+        return plan_reference(*given, forms=forms, columns=columns)
+    return triton.plan_triton(
+        *given, forms=forms, columns=columns, num_warps=num_warps, interpret=interpret
+    )
+
+
+def predict(
+    tier: Tier,
+    layer: int | jax.Array,
+    ids: jax.Array,
+    active: jax.Array,
+    *,
+    form: Form,
+    columns: Columns,
+    implementation: str | None = None,
+    num_warps: int | None = None,
+    interpret: bool = False,
+) -> tuple[Tables, Fetch]:
+    """Admits experts that a layer to come will probably need, ahead of its `plan`.
+
+    Those that are not resident, in order of id, take victims as in `plan`, never one that is itself
+    listed. The clock stands, and nothing is added to `gate`.
+
+    Args:
+      tier: donate its tables; C > 0.
+      layer: the layer to come.
+      ids: int32[L], experts; -1: none.
+      active: bool[N]; nothing is admitted if no token is.
+      form: static facts of the tier.
+      columns: of `Tables.events`, by the names of `PREDICT_EVENTS`.
+      implementation: as in `plan`.
+      num_warps: as in `plan`.
+      interpret: as in `plan`.
+
+    Returns:
+      The tables, and what to fetch before that layer's products.
+
+    Raises:
+      ValueError: operands that do not fit, or the reasons why the asked implementation refuses.
+    """
+    reasons = _misfits_of_tier(0, tier, form, tier.row_of.shape)
+    if ids.ndim != 1 or ids.dtype != jnp.int32:
+        reasons.append(f"ids are {ids.dtype}{ids.shape}, not int32[L]")
+    if not form.slots:
+        reasons.append("there are no slots")
+    if missing := sorted(set(PREDICT_EVENTS) - set(columns)):
+        reasons.append(f"no column for {', '.join(missing)}")
+    sizes = (tier.row_of.shape[-1], ids.size, 1)
+    chosen = _chosen("predict", reasons, implementation, sizes, interpret)
+    given = (tier, jnp.asarray(layer, jnp.int32), ids, active)
+    if chosen == "reference":
+        return predict_reference(*given, form=form, columns=columns)
+    return triton.predict_triton(
+        *given, form=form, columns=columns, num_warps=num_warps, interpret=interpret
+    )
+
+
+def _chosen(
+    call: str, reasons: list[str], asked: str | None, sizes: tuple[int, int, int], interpret: bool
+) -> str:
+    """The implementation; raises ValueError for what does not fit, or is refused."""
+    if reasons:
+        raise ValueError(f"cache_plan.{call}: {'; '.join(reasons)}")
+    refused = refusal("triton", *sizes, SIMULATED if interpret else current_target())
+    chosen = asked or ("reference" if refused else "triton")
+    if chosen not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation {chosen!r} is none of {', '.join(IMPLEMENTATIONS)}")
+    if chosen == "triton" and refused:
+        raise ValueError(f"cache_plan.{call} by triton refuses: {refused}")
+    return chosen
+
+
+def _misfits_of_tier(i: int, tier: Tier, form: Form, shape: tuple[int, ...]) -> list[str]:
+    if len(shape) != 2:
+        return [f"row_of of tier {i} is {tier.row_of.shape}, not [M, E]"]
+    (num_layers, num_experts), reasons = shape, []
+    table, clock, events, gate = tier.tables
+    if tier.row_of.shape != shape:
+        reasons.append(f"tier {i} is of {tier.row_of.shape}, the first of {shape}")
+    if table.ndim != 2 or table.shape != (num_layers, num_experts + 3 * form.slots):
+        reasons.append(f"the table of tier {i} is {table.shape}, of {form.slots} slots")
+    for name, of in (("events", events), ("gate", gate)):
+        if of.ndim != 2 or of.shape[0] != num_layers:
+            reasons.append(f"{name} of tier {i} is {of.shape}, of {num_layers} layers")
+    if clock.shape or gate.shape[-1] < 2:
+        reasons.append(f"tier {i}: clock is {clock.shape}, gate {gate.shape}")
+    for name, of, dtype in (
+        ("table", table, jnp.int32), ("clock", clock, jnp.int32), ("events", events, jnp.int32),
+        ("gate", gate, jnp.float32), ("row_of", tier.row_of, jnp.int32),
+    ):  # fmt: skip
+        if of.dtype != dtype:
+            reasons.append(f"{name} of tier {i} is {of.dtype}, not {jnp.dtype(dtype).name}")
+    return reasons
+
+
+def _misfits(
+    tiers: Sequence[Tier],
+    gate: jax.Array | None,
+    asked: Asked,
+    active: jax.Array,
+    forms: Sequence[Form],
+) -> list[str]:
+    reasons = []
+    if not tiers or len(forms) != len(tiers):
+        return [f"{len(forms)} forms of {len(tiers)} tiers"]
+    shape = tiers[0].row_of.shape
+    if len(tiers) > 1 and asked.by is None:
+        reasons.append(f"{len(tiers)} tiers, and nobody says which")
+    for i, (tier, form) in enumerate(zip(tiers, forms, strict=True)):
+        reasons += _misfits_of_tier(i, tier, form, shape)
+        if form.waves < 0 or form.transient < 1 or (form.streams and not form.waves):
+            reasons.append(f"tier {i}: {form.slots} slots, {form.waves} waves of {form.transient}")
+        if form.is_fixed and (i or not form.slots):
+            reasons.append(f"tier {i} is fixed: the first one may be, with slots")
+        if (form.is_full or form.is_complete) and form.slots < shape[-1]:
+            reasons.append(f"tier {i} is not full: it has {form.slots} slots")
+    wanted = (shape[0], len(tiers) + 3)
+    if gate is not None and (gate.shape != wanted or gate.dtype != jnp.float32):
+        reasons.append(f"gate is {gate.dtype}{gate.shape}, of {len(tiers)} tiers")
+    arrays = {"ids": (asked.ids, jnp.int32), "weights": (asked.weights, jnp.float32)}
+    if asked.routed_ids is not None:
+        arrays["routed_ids"] = asked.routed_ids, jnp.int32
+    if isinstance(asked.by, Wishes):
+        arrays |= {"tier": (asked.by.tier, jnp.int32), "at_least": (asked.by.at_least, jnp.bool_)}
+    for name, (of, dtype) in arrays.items():
+        if of.ndim != 2 or of.shape[:1] != active.shape or of.dtype != dtype:
+            reasons.append(f"{name} is {of.dtype}{of.shape}, active {active.shape}")
+        elif of.shape != asked.ids.shape:
+            reasons.append(f"{name} is {of.shape}, ids {asked.ids.shape}")
+    if active.dtype != jnp.bool_:
+        reasons.append(f"active is {active.dtype}, not bool")
+    if isinstance(asked.by, Rule):
+        reasons += _misfits_of_rule(asked.by, shape[0])
+    return reasons
+
+
+def _misfits_of_rule(rule: Rule, num_layers: int) -> list[str]:
+    numbers = {
+        "critical": (rule.critical, jnp.int32, (num_layers,)), "high": (rule.high, jnp.int32, ()),
+        "low": (rule.low, jnp.int32, ()), "held": (rule.held, jnp.bool_, ()),
+    }  # fmt: skip
+    return [
+        f"{name} is {of.dtype}{of.shape}, not {jnp.dtype(dtype).name}{shape}"
+        for name, (of, dtype, shape) in numbers.items()
+        if of is not None and (of.dtype != dtype or of.shape != shape)
+    ]

@@ -1,0 +1,201 @@
+"""The arrays of a plan, and the static facts of its tiers.
+
+Axes: N tokens, A pairs of a token, E experts of a layer, M layers, T tiers of falling fidelity, C
+cache slots of a layer, B transient slots of a bank, J jobs; -1 stands for none.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+
+Columns = Mapping[str, int]  # of the counts that a call adds to, where each is in `Tables.events`
+
+PLAN_EVENTS = (
+    "steps", "needed", "hits", "misses", "admitted", "streamed", "unserved", "evictions",
+    "prefetch_hits", "prefetch_waste",
+)  # fmt: skip
+PREDICT_EVENTS = ("prefetched", "evictions", "prefetch_waste")
+
+
+class Tables(NamedTuple):
+    """One tier's state, changed in place; donate it, or XLA copies it.
+
+    Attributes:
+      table: int32[M, E + 3 C], columns of a layer: the local slot of each expert, [E]; of each slot
+        its owner, the clock of its last use, and whether it was brought ahead and not used yet,
+        each [C]. Slots of experts and owners are inverse to each other.
+      clock: int32[], may wrap.
+      events: int32[M, K], counts.
+      gate: float32[M, 1 + K'], gate mass of all, then of K' tiers; of which the first counts.
+    """
+
+    table: jax.Array
+    clock: jax.Array
+    events: jax.Array
+    gate: jax.Array
+
+
+class Tier(NamedTuple):
+    """One of T; its `Form` is given apart.
+
+    Attributes:
+      tables: changed in place.
+      row_of: int32[M, E], rows of the host store; -1: none.
+    """
+
+    tables: Tables
+    row_of: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Form:
+    """Static facts of a tier.
+
+    Attributes:
+      slots: C; 0: it has transient slots alone.
+      banks: arrays in which layers have their slots in turn; a slot's number counts within one.
+      transient: B, slots of a bank after those of the layers.
+      waves: W, in which experts that find no slot pass through the transient ones; 0: slots serve
+        whatever a layer needs. One wave without slots of layers is fetched as admitted experts are.
+      is_full: it has a slot for every expert, and no copy leaves it for that the expert is in
+        another tier.
+      is_complete: every expert is in its slot for ever: nothing is fetched, and its table stays.
+      is_fixed: the first tier alone: its slots change between steps only, and nobody asks for what
+        they do not hold.
+      is_fed: a tier that is neither full nor the first: an expert that has a slot here may have
+        come to a tier of higher fidelity by other means than such plans. If it has where this is
+        False, its copy here serves nobody, and stays until its slot is taken.
+    """
+
+    slots: int
+    banks: int = 1
+    transient: int = 1
+    waves: int = 0
+    is_full: bool = False
+    is_complete: bool = False
+    is_fixed: bool = False
+    is_fed: bool = True
+
+    @property
+    def streams(self) -> bool:
+        """Whether it has transient slots alone."""
+        return not self.slots
+
+    @property
+    def changes(self) -> bool:
+        """Whether a step changes who has its slots of layers."""
+        return not (self.is_complete or self.streams or self.is_fixed)
+
+    @property
+    def fetches(self) -> bool:
+        """Whether a step may copy experts to it."""
+        return not (self.is_complete or self.is_fixed)
+
+    @property
+    def later_waves(self) -> int:
+        """Waves that are fetched after the products of wave 0."""
+        return 0 if self.streams and self.waves == 1 else self.waves
+
+    def num_jobs(self, num_pairs: int, num_experts: int) -> int:
+        """J, of wave 0."""
+        at_once = self.transient if self.streams and self.waves == 1 else self.slots
+        return min(num_pairs, num_experts, at_once)
+
+    def first_transient(self, num_layers: int) -> int:
+        """Global slot at which a bank's transient ones begin: ceil(M / banks) C."""
+        return -(-num_layers // self.banks) * self.slots
+
+
+class Wishes(NamedTuple):
+    """The tier that a policy asks for, of every pair.
+
+    Attributes:
+      tier: int32[N, A]; -1: it is skipped.
+      at_least: bool[N, A], a tier of higher fidelity serves too.
+    """
+
+    tier: jax.Array
+    at_least: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """The wishes of all pairs by the rank of their expert and what is in slots.
+
+    A pair is critical if its expert is among the first of some active token; it asks for `high`.
+    The others ask for `low`, or with `held` for `high` where that tier has a copy that serves.
+
+    Attributes:
+      critical: int32[M], how many of a token's experts are critical; None: none.
+      high: int32[], a tier.
+      low: int32[], a tier, or -1: skipped.
+      held: bool[].
+      at_least: static; a tier of higher fidelity serves too those that are not critical.
+    """
+
+    critical: jax.Array | None
+    high: jax.Array
+    low: jax.Array
+    held: jax.Array
+    at_least: bool = dataclasses.field(default=False, metadata={"static": True})
+
+
+class Asked(NamedTuple):
+    """The experts that a layer runs.
+
+    Attributes:
+      ids: int32[N, A], in 0..E - 1; those of a token differ. Under a rule of critical ones by
+        falling importance.
+      weights: float32[N, A], the router's gate mass, counted by what became of it.
+      by: in which tiers; None: all in the first, of one.
+      routed_ids: int32[N, A], experts that the router chose; None: `ids`.
+    """
+
+    ids: jax.Array
+    weights: jax.Array
+    by: Wishes | Rule | None = None
+    routed_ids: jax.Array | None = None
+
+
+class Fetch(NamedTuple):
+    """Rows of the host store to copy into global slots, both int32[J], padded with -1.
+
+    `experts` are whose rows they are; None where a kernel planned.
+    """
+
+    rows: jax.Array
+    slots: jax.Array
+    experts: jax.Array | None = None
+
+
+class LayerPlan(NamedTuple):
+    """Where the pairs of a layer run.
+
+    Attributes:
+      tier: int32[N, A], in which a pair runs; -1 where it does not.
+      slot: int32[N, A], the global slot of its expert in that tier; -1.
+      wave: int32[N, A], 0 resident or fetched before the products, 1 + w in wave w, -1 where it
+        does not run; None where no tier has waves.
+      fetch: of each tier what to copy before its products; None of one that never fetches.
+      streamed: of each tier the copies of its later waves, int32[W, B], of which the slots are not
+        padded; None where there are none.
+    """
+
+    tier: jax.Array
+    slot: jax.Array
+    wave: jax.Array | None
+    fetch: tuple[Fetch | None, ...]
+    streamed: tuple[Fetch | None, ...]
+
+
+def num_waves(max_needed: int, slots: int, transient: int) -> int:
+    """W, waves of a layer that needs up to `max_needed` experts."""
+    return 0 if max_needed <= slots else -(-max_needed // transient)
+
+
+def num_slots(table: jax.Array | jax.ShapeDtypeStruct, num_experts: int) -> int:
+    """C."""
+    return (table.shape[1] - num_experts) // 3

@@ -1,0 +1,394 @@
+"""The cache's rule in plain jnp: what every implementation must do, and what a CPU runs.
+
+A layer's row of the tables is handled by comparisons of all pairs: on a GPU each small operation
+costs 1 to 2 us, and XLA fuses these comparisons into a few reductions, which sorts, prefix sums and
+scatters it does not.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.cache_plan.operands import (
+    Asked,
+    Columns,
+    Fetch,
+    Form,
+    LayerPlan,
+    Rule,
+    Tables,
+    Tier,
+    Wishes,
+    num_slots,
+)
+
+
+class Row(NamedTuple):
+    """The tables of one layer, or of all of them.
+
+    Attributes:
+      slot_of: int32[..., E], local slot of an expert.
+      owner: int32[..., C], expert of a slot; -1 if it is free.
+      last_use: int32[..., C], clock of the last use; 0 never.
+      prefetched: bool[..., C], brought ahead and not used yet.
+    """
+
+    slot_of: jax.Array
+    owner: jax.Array
+    last_use: jax.Array
+    prefetched: jax.Array
+
+    @classmethod
+    def of(cls, table: jax.Array, num_experts: int) -> "Row":
+        """The columns of a table [..., E + 3 C]."""
+        slots = (table.shape[-1] - num_experts) // 3
+        owner, last_use, prefetched = (
+            table[..., num_experts + i * slots : num_experts + (i + 1) * slots] for i in range(3)
+        )
+        return cls(table[..., :num_experts], owner, last_use, prefetched != 0)
+
+    @property
+    def columns(self) -> jax.Array:
+        """int32[..., E + 3 C], the part of a table that `of` reads."""
+        flags = self.prefetched.astype(jnp.int32)
+        return jnp.concatenate((self.slot_of, self.owner, self.last_use, flags), axis=-1)
+
+
+def read_row(table: jax.Array, layer: int | jax.Array, num_experts: int) -> Row:
+    """The row of a layer."""
+    row = jax.lax.dynamic_index_in_dim(table, layer, keepdims=False)
+    # One copy of the row, or XLA copies columns one by one, and at times the whole table, before
+    # it overwrites the row in place.
+    return Row.of(jax.lax.optimization_barrier(row), num_experts)
+
+
+def write_row(table: jax.Array, layer: int | jax.Array, row: Row) -> jax.Array:
+    """The table with a layer's row replaced."""
+    return jax.lax.dynamic_update_index_in_dim(table, row.columns, layer, 0)
+
+
+def ordered_victims(row: Row, clock: jax.Array, needed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Which slots, bool[C], may be given to others, and each one's place in that order, int32[C].
+
+    Free ones come first, then those of the oldest use, of the smallest expert. Places are right for
+    victims only.
+    """
+    owned = row.owner >= 0
+    victim = ~(owned & _at(needed, row.owner))
+    # Modulo 2^32, so that a wrapped clock does no harm.
+    age = jax.lax.bitcast_convert_type(clock - row.last_use, jnp.uint32)
+    age = jnp.where(owned, age, np.uint32(2**32 - 1))
+    # Of one use the smaller id first, in whatever slot: what is hit says nothing of slots.
+    tie = jnp.where(owned, len(age) + row.owner, _iota(len(age)))
+    before = (age[None] > age[:, None]) | ((age[None] == age[:, None]) & (tie[None] < tie[:, None]))
+    return victim, _num(victim[None] & before, axis=1)
+
+
+def order_of(mask: jax.Array) -> jax.Array:
+    """int32[n], how many before each element are set."""
+    index = _iota(len(mask))
+    return _num(mask[None] & (index[None] < index[:, None]), axis=1)
+
+
+def assigned(
+    row: Row, new: jax.Array, order: jax.Array, victim: jax.Array, place: jax.Array
+) -> tuple[jax.Array, Row]:
+    """The n-th new expert takes the n-th victim: int32[C] who takes each slot, and the row after.
+
+    Uses and flags of the slots are as before.
+    """
+    coming = index_of(jnp.where(new, order, -2), jnp.where(victim, place, -1))
+    owner = jnp.where(coming >= 0, coming, row.owner)
+    return coming, row._replace(owner=owner, slot_of=index_of(owner, _iota(len(new))))
+
+
+def index_of(values: jax.Array, wanted: jax.Array) -> jax.Array:
+    """int32[n], for each wanted value the largest index i of which values[i] equals it, or -1."""
+    index = jnp.where(values[None] == wanted[:, None], _iota(len(values))[None], -1)
+    # Not `max(initial=-1)`, which is one operation more.
+    return jax.lax.reduce(index, np.int32(-1), jax.lax.max, (1,))
+
+
+def without(row: Row, experts: jax.Array) -> Row:
+    """The row without experts, bool[E], whose slots are free from now on."""
+    gone = (row.owner >= 0) & _at(experts, row.owner)
+    owner = jnp.where(gone, -1, row.owner)
+    return Row(
+        slot_of=index_of(owner, _iota(len(row.slot_of))),
+        owner=owner,
+        last_use=jnp.where(gone, 0, row.last_use),
+        prefetched=row.prefetched & ~gone,
+    )
+
+
+def departures(before: Row, after: Row) -> dict[str, jax.Array]:
+    """Counts of the experts that have left their slots."""
+    gone = (before.slot_of >= 0) & (after.slot_of < 0)
+    return {
+        "evictions": _num(gone),
+        "prefetch_waste": _num(gone & _at(before.prefetched, before.slot_of)),
+    }
+
+
+class Served(NamedTuple):
+    """What becomes of a layer's experts in a step.
+
+    Attributes:
+      tier: int32[E], in which an expert runs; -1 where nobody asks for it.
+      fetched: bool[E], it is a miss, and comes in that tier.
+      reused: bool[E], a hit in a tier of higher fidelity than was asked for.
+      leaving: bool[T, E], copies that go because their expert comes in another tier.
+    """
+
+    tier: jax.Array
+    fetched: jax.Array
+    reused: jax.Array
+    leaving: jax.Array
+
+
+def serving(copies: jax.Array, full: Sequence[bool]) -> jax.Array:
+    """bool[T, E], copies that may serve: none that leaves because a better one has come.
+
+    Look-ahead and transfers bring an expert while it is still in a tier of lower fidelity; that
+    copy leaves when its layer runs next.
+
+    Args:
+      copies: bool[T, E], where experts are.
+      full: static, of each tier whether it holds every expert for ever.
+    """
+    rows = [
+        row if is_full else row & ~jnp.any(copies[:tier], axis=0)
+        for tier, (row, is_full) in enumerate(zip(copies, full, strict=True))
+    ]
+    return jnp.stack(rows)
+
+
+def serve(resident: jax.Array, ids: jax.Array, wishes: Wishes, active: jax.Array) -> Served:
+    """Which tier serves each expert, by the rules of DyMoE's mixed-precision cache (section 4.4.2).
+
+      * No duplication: an expert is stored in one format only.
+      * Precision promotion: low precision is there, high is asked for: a miss; the high copy is
+        loaded and the low one leaves.
+      * Conservative reuse: high precision is there, low is asked for: a hit, the high copy serves.
+
+    Args:
+      resident: bool[T, E], of `serving`.
+      ids: int32[N, A].
+      wishes: of each pair. A copy of higher fidelity serves where all active pairs of the tier
+        that an expert is asked for in allow it (`at_least`).
+      active: bool[N].
+
+    Returns:
+      See `Served`; no expert is both reused and fetched.
+    """
+    num_tiers, num_experts = resident.shape
+    expert, tier = _iota(num_experts), _iota(num_tiers)[:, None]
+    asks = active[:, None] & (wishes.tier >= 0)
+    pairs = (ids[None] == expert[:, None, None]) & asks[None]
+    best = jnp.min(jnp.where(pairs, wishes.tier[None], num_tiers), axis=(1, 2))
+    asked = jnp.where(best == num_tiers, -1, best)
+    strict = pairs & (wishes.tier[None] == asked[:, None, None]) & ~wishes.at_least[None]
+    better = resident & (tier < asked[None]) & ~jnp.any(strict, axis=(1, 2))[None]
+    exact = jnp.any(resident & (tier == asked[None]), axis=0)
+    reused = jnp.any(better, axis=0) & ~exact
+    there = jnp.max(jnp.where(better, tier, -1), axis=0)
+    fetched = (asked >= 0) & ~exact & ~reused
+    return Served(jnp.where(reused, there, asked), fetched, reused, resident & fetched[None])
+
+
+def wishes_of(
+    rule: Rule, ids: jax.Array, active: jax.Array, layer: jax.Array, resident: jax.Array
+) -> Wishes:
+    """The wishes of a rule; `resident` bool[T, E], of `serving`."""
+    num_experts, width = resident.shape[1], ids.shape[1]
+    critical = jnp.zeros(num_experts, bool)
+    if rule.critical is not None:
+        first = active[:, None] & (_iota(width)[None] < rule.critical[layer])
+        critical = marked(ids, first, num_experts)
+    high = critical | (rule.held & resident[rule.high])
+    return Wishes(jnp.where(high[ids], rule.high, rule.low), ~critical[ids] & rule.at_least)
+
+
+def marked(ids: jax.Array, mask: jax.Array, num_experts: int) -> jax.Array:
+    """bool[E]: those among the ids where the mask is set."""
+    places = jnp.where(mask, ids, num_experts).reshape(-1)
+    return jnp.zeros(num_experts, bool).at[places].set(True, mode="drop")
+
+
+class _OneTier(NamedTuple):
+    """A tier's part of a plan; slot and wave int32[E], -1 where an expert does not run."""
+
+    tables: Tables
+    slot: jax.Array
+    wave: jax.Array
+    fetch: Fetch
+    streamed: Fetch | None
+
+
+def _plan_one(
+    tier: Tier, layer: jax.Array, needed: jax.Array, size: int, form: Form, columns: Columns
+) -> _OneTier:
+    """Slots for the experts of one tier that a layer needs, bool[E]; at most `size` of them."""
+    tables, row_of = tier
+    (num_layers, num_experts), clock = row_of.shape, tables.clock
+    before = read_row(tables.table, layer, num_experts)
+    hit, miss = needed & (before.slot_of >= 0), needed & (before.slot_of < 0)
+    order, jobs = order_of(miss), min(size, form.slots)
+    victim, place = ordered_victims(before, clock, needed)
+    if form.waves:
+        fits = _num(miss) <= _num(victim)
+        victim &= fits | (before.owner < 0)
+    _, row = assigned(before, miss & (order < jobs), order, victim, place)
+    cached, come = needed & (row.slot_of >= 0), miss & (row.slot_of >= 0)
+    width, index = form.transient, jnp.full_like(order, -1)
+    if form.waves:
+        index = jnp.where(needed & ~cached, order - _num(victim), -1)
+        index = jnp.where(index < form.waves * width, index, -1)
+    streams = index >= 0
+    first = form.first_transient(num_layers)
+    places = jnp.asarray(layer, jnp.int32) // form.banks * form.slots + row.slot_of
+    slot = jnp.where(cached, places, jnp.where(streams, first + index % width, -1))
+    at_once = form.waves and not form.later_waves
+    wave = jnp.where(cached, 0, jnp.where(streams, 0 if at_once else 1 + index // width, -1))
+    streamed = index_of(index, _iota(form.waves * width)).reshape(form.waves, width)
+    admitted = index_of(jnp.where(come, order, -1), _iota(jobs))
+    if at_once:
+        admitted = streamed[0, : form.num_jobs(size, num_experts)]
+    used = (row.owner >= 0) & _at(needed, row.owner)
+    row = row._replace(
+        last_use=jnp.where(used, clock, row.last_use), prefetched=row.prefetched & ~used
+    )
+    events = _counted(
+        tables.events, layer, columns, steps=jnp.any(needed), needed=_num(needed), hits=_num(hit),
+        misses=_num(miss), admitted=_num(come), streamed=_num(streams),
+        unserved=_num(needed & ~cached & ~streams),
+        prefetch_hits=_num(hit & _at(before.prefetched, before.slot_of)),
+        **departures(before, row),
+    )  # fmt: skip
+    table = tables.table if form.is_complete else write_row(tables.table, layer, row)
+    rows, later = row_of[layer], None
+    if form.later_waves:
+        transient = jnp.broadcast_to(first + _iota(width), streamed.shape)
+        later = _fetch(rows, streamed, transient)._replace(slots=transient)
+    tables = tables._replace(table=table, clock=clock + 1, events=events)
+    return _OneTier(tables, slot, wave, _fetch(rows, admitted, _at(slot, admitted)), later)
+
+
+def plan_reference(
+    tiers: Sequence[Tier],
+    gate: jax.Array | None,
+    layer: jax.Array,
+    asked: Asked,
+    active: jax.Array,
+    *,
+    forms: Sequence[Form],
+    columns: Columns,
+) -> tuple[tuple[Tables, ...], jax.Array | None, LayerPlan]:
+    """See `api.plan`."""
+    ids, weights = asked.ids, asked.weights
+    num_experts, num_tiers = tiers[0].row_of.shape[1], len(tiers)
+    size = min(ids.size, num_experts)
+    chosen, gone = jnp.where(active[:, None], 0, jnp.full_like(ids, -1)), None
+    if asked.by is not None:
+        copies = jnp.stack([tier.tables.table[layer, :num_experts] >= 0 for tier in tiers])
+        resident = serving(copies, [form.is_full for form in forms])
+        wishes = asked.by
+        if isinstance(wishes, Rule):
+            wishes = wishes_of(wishes, ids, active, layer, resident)
+        found = serve(resident, ids, wishes, active)
+        chosen = jnp.where(active[:, None] & (wishes.tier >= 0), found.tier[ids], -1)
+        better = [jnp.any(copies[:i], axis=0) for i in range(num_tiers)]
+        gone = [copies[i] & (found.fetched | better[i]) for i in range(num_tiers)]
+    slot, wave, after, fetch, streamed = jnp.full_like(ids, -1), jnp.full_like(ids, -1), [], [], []
+    for i, (tier, form) in enumerate(zip(tiers, forms, strict=True)):
+        if gone is not None and num_tiers > 1 and not (form.is_full or form.is_fixed):
+            tier = tier._replace(tables=_released(tier.tables, layer, gone[i], columns))
+        mine = chosen == i
+        made = _plan_one(tier, layer, marked(ids, mine, num_experts), size, form, columns)
+        slot = jnp.where(mine, made.slot[ids], slot)
+        wave = jnp.where(mine, made.wave[ids], wave)
+        mass = jnp.sum(jnp.where(mine, weights, 0.0))
+        after.append(made.tables._replace(gate=made.tables.gate.at[layer, :2].add(mass)))
+        fetch.append(made.fetch if form.fetches else None)
+        streamed.append(made.streamed)
+    if gate is not None:
+        routed = ids if asked.routed_ids is None else asked.routed_ids
+        index = _iota(num_tiers)[:, None, None]
+        other = (chosen >= 0) & (ids != routed)
+        kinds = [chosen[None] == index, (chosen < 0)[None], other[None], jnp.ones_like(other)[None]]
+        mass = jnp.where(active[:, None], weights, 0.0)
+        sums = jnp.sum(jnp.where(jnp.concatenate(kinds), mass[None], 0.0), axis=(1, 2))
+        gate = jax.lax.dynamic_update_index_in_dim(gate, gate[layer] + sums, layer, 0)
+    waves = wave if any(form.later_waves for form in forms) else None
+    runs = jnp.where(slot >= 0, chosen, -1)
+    return tuple(after), gate, LayerPlan(runs, slot, waves, tuple(fetch), tuple(streamed))
+
+
+def predict_reference(
+    tier: Tier, layer: jax.Array, ids: jax.Array, active: jax.Array, *, form: Form, columns: Columns
+) -> tuple[Tables, Fetch]:
+    """See `api.predict`."""
+    tables, num_experts = tier.tables, tier.row_of.shape[1]
+    before = read_row(tables.table, layer, num_experts)
+    wanted = marked(ids, (ids >= 0) & jnp.any(active), num_experts)
+    new = wanted & (before.slot_of < 0)
+    order = order_of(new)
+    coming, row = assigned(before, new, order, *ordered_victims(before, tables.clock, wanted))
+    come = new & (row.slot_of >= 0)
+    row = row._replace(
+        last_use=jnp.where(coming >= 0, tables.clock, row.last_use),
+        prefetched=row.prefetched | (coming >= 0),
+    )
+    events = _counted(
+        tables.events, layer, columns, prefetched=_num(come), **departures(before, row)
+    )
+    places = jnp.asarray(layer, jnp.int32) // form.banks * form.slots + row.slot_of
+    experts = index_of(jnp.where(come, order, -1), _iota(len(ids)))
+    tables = tables._replace(table=write_row(tables.table, layer, row), events=events)
+    return tables, _fetch(tier.row_of[layer], experts, _at(places, experts))
+
+
+def _released(tables: Tables, layer: jax.Array, gone: jax.Array, columns: Columns) -> Tables:
+    """Without the experts `gone`, bool[E], of a layer."""
+    if not num_slots(tables.table, len(gone)):
+        return tables
+    before = read_row(tables.table, layer, len(gone))
+    row = without(before, gone)
+    events = _counted(tables.events, layer, columns, **departures(before, row))
+    return tables._replace(table=write_row(tables.table, layer, row), events=events)
+
+
+def _fetch(row_of: jax.Array, experts: jax.Array, slots: jax.Array) -> Fetch:
+    """The copies of experts of a layer, -1 for none, into slots."""
+    some = experts >= 0
+    return Fetch(jnp.where(some, _at(row_of, experts), -1), jnp.where(some, slots, -1), experts)
+
+
+def _counted(
+    events: jax.Array, layer: jax.Array, columns: Columns, **amounts: jax.Array
+) -> jax.Array:
+    """The counts with amounts added to a layer, by one operation."""
+    zero = jnp.zeros((), jnp.int32)
+    by_column = {columns[name]: jnp.asarray(amount, jnp.int32) for name, amount in amounts.items()}
+    row = jnp.stack([by_column.get(i, zero) for i in range(events.shape[1])])
+    return events.at[layer].add(row)
+
+
+def _at(values: jax.Array, index: jax.Array) -> jax.Array:
+    """values[index], of indices that may be outside, where anything is returned."""
+    if not len(values):
+        return jnp.zeros(index.shape, values.dtype)
+    return values.at[index].get(mode="clip")
+
+
+def _num(mask: jax.Array, axis: int | None = None) -> jax.Array:
+    """int32, how many are set."""
+    return mask.sum(axis=axis, dtype=jnp.int32)
+
+
+def _iota(size: int) -> jax.Array:
+    """int32[size], 0, 1, ..."""
+    return jax.lax.iota(jnp.int32, size)

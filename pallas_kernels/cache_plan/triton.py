@@ -1,0 +1,518 @@
+"""The Pallas-Triton implementation: one launch of one program, in place on all tiers' tables."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels import launch
+from pallas_kernels.cache_plan import slots as vectors
+from pallas_kernels.cache_plan.operands import (
+    Asked,
+    Columns,
+    Fetch,
+    Form,
+    LayerPlan,
+    Rule,
+    Tables,
+    Tier,
+    Wishes,
+)
+from pallas_kernels.cache_plan.pairs import MAX_TIERS, Pairs, State, load, serve
+from pallas_kernels.cache_plan.slots import (
+    Ref,
+    Refs,
+    iota,
+    matches,
+    pick,
+    power_of_two,
+    some,
+    together,
+)
+from pallas_kernels.dequant_matmul.triton import platform_refusal
+from pallas_kernels.target import Target
+from pallas_kernels.triton_elements import quotient, remainder
+
+MAX_PAIRS = 256
+MAX_EXPERTS = 512
+ELEMENTS = 32  # of the largest comparison of pairs, a thread's: with 64 registers spill
+
+
+def refusal(num_experts: int, num_pairs: int, num_tiers: int, target: Target) -> str | None:
+    """Why this implementation cannot serve, or None; see `api.refusal`."""
+    reasons = [platform_refusal(target)]
+    if num_experts > MAX_EXPERTS:
+        reasons.append(f"{num_experts} experts a layer, more than {MAX_EXPERTS}")
+    if not 1 <= num_pairs <= MAX_PAIRS:
+        reasons.append(f"{num_pairs} experts are asked for, not 1..{MAX_PAIRS}")
+    if num_tiers > MAX_TIERS:
+        reasons.append(f"{num_tiers} tiers, more than {MAX_TIERS}")
+    return "; ".join(filter(None, reasons)) or None
+
+
+def default_num_warps(slots: int, num_pairs: int, num_tiers: int = 1) -> int:
+    """For all pairs of what is asked for, and of it and the slots.
+
+    Of several tiers, where even 32 warps spill fewer spill less: of 256 pairs in a hot tier and one
+    of all experts 8 warps spill 0.1 KB of registers a thread, 32 2.5 KB; in two caches 2.4 and
+    10 KB (compiled for an H100, not timed).
+    """
+    if num_tiers > 1 and num_pairs > 128:
+        return 8
+    asked = power_of_two(num_pairs)
+    most = asked * max(asked, power_of_two(slots))
+    return min(32, max(4, most // (32 * ELEMENTS)))
+
+
+class _Moved(NamedTuple):
+    """The outcome of a tier, of either branch.
+
+    Attributes:
+      local: int32[P], local slots of the pairs that run in it, -1: none.
+      stream: int32[P], number among the experts that stream; -1.
+      admitted: int32[], and the counts after it likewise.
+    """
+
+    local: jax.Array
+    stream: jax.Array
+    admitted: jax.Array
+    streamed: jax.Array
+    evictions: jax.Array
+    waste: jax.Array
+
+
+class _Tier(NamedTuple):
+    """A tier in the kernel: what its branches read."""
+
+    states: Sequence[State]
+    number: int
+    form: Form
+    layer: jax.Array
+    pairs: Pairs
+    runs: jax.Array  # bool[P], the pairs that run in it
+    fetched: jax.Array  # bool[P], experts that any tier fetches
+    num_misses: jax.Array
+    interpret: bool
+
+    @property
+    def state(self) -> State:
+        return self.states[self.number]
+
+    @property
+    def first_slot(self) -> jax.Array:
+        """int32[], the global slot of the layer's local slot 0."""
+        return quotient(self.layer, self.form.banks) * self.form.slots
+
+    @property
+    def releases(self) -> bool:
+        """Whether copies leave it because their expert is in another tier."""
+        return not self.form.is_full and len(self.states) > 1
+
+    def wait(self) -> None:
+        """What the tables held has been read, by every thread, before any writes."""
+        if not self.interpret:
+            pltriton.debug_barrier()
+
+
+def _leaving(tier: _Tier) -> jax.Array:
+    """bool[P], the copy in a tier leaves: its expert comes in another, or is in a better one."""
+    leaves = tier.fetched
+    for state in tier.states[: tier.number] if tier.form.is_fed else ():
+        leaves |= state.local >= 0
+    return leaves & (tier.state.local >= 0)
+
+
+def _has_better(tier: _Tier, loaded: vectors.Loaded) -> jax.Array | None:
+    """bool[C], owners that are in a tier of higher fidelity; None where none can be."""
+    if not tier.number or not tier.form.is_fed:
+        return None
+    expert, better = jnp.maximum(loaded.owner, 0), loaded.owner < -1
+    for state in tier.states[: tier.number]:
+        place = state.of["table"].at[tier.layer, expert]
+        better |= pltriton.load(place, mask=loaded.owned, other=-1) >= 0
+    return better
+
+
+def _moves(tier: _Tier, forms: Sequence[Form]) -> jax.Array:
+    """bool[], whether experts come to a tier, or copies leave it."""
+    if not tier.releases:
+        return tier.num_misses > 0
+    moves = some((tier.runs & tier.fetched) | _leaving(tier))
+    for better, of in zip(tier.states[: tier.number], forms[: tier.number], strict=True):
+        if tier.form.is_fed and not of.streams:
+            owners = vectors.load_owners(better.of, tier.layer)
+            moves |= some(vectors.load_local(tier.state.of, tier.layer, owners) >= 0)
+    return moves
+
+
+def _still(tier: _Tier) -> _Moved:
+    """A tier in which nothing moves."""
+    state = tier.state
+    used = jnp.where(tier.runs & tier.pairs.leads, state.local, -1)
+    tier.wait()
+    if state.ahead is not None:
+        vectors.store_use_at(state.of, tier.layer, used, state.clock)
+    names = ("rows", "slots", "streamed")
+    vectors.store_none(*(state.of[name] for name in names if name in state.of))
+    local = jnp.where(tier.runs, state.local, -1)
+    none = jnp.minimum(tier.num_misses, 0)  # 0: a branch must not return a literal
+    return _Moved(local, jnp.minimum(local, -1), none, none, none, none)
+
+
+def _transient(tier: _Tier) -> _Moved:
+    """A tier without slots of layers: all that runs in it streams."""
+    form, leads = tier.form, tier.runs & tier.pairs.leads
+    row = vectors.load_rows(tier.state.of, tier.layer, tier.pairs.ids)
+    index = jnp.where(tier.runs, vectors.order_of(leads, tier.pairs.ids), -1)
+    index = jnp.where(index < form.waves * form.transient, index, -1)
+    streamed = vectors.count(leads & (index >= 0))
+    tier.wait()
+    _store_streamed(tier, index, row)
+    none = jnp.minimum(tier.num_misses, 0)
+    return _Moved(jnp.full_like(index, -1), index, none, streamed, none, none)
+
+
+def _store_streamed(tier: _Tier, index: jax.Array, row: jax.Array) -> None:
+    """Writes the copies of what streams: in waves, or all at once."""
+    of, form = tier.state.of, tier.form
+    if form.later_waves:
+        jobs = iota(of["streamed"].shape[0])
+        rows = pick(matches(jobs, index), row[None, :], 1)
+        pltriton.store(of["streamed"].at[jobs], rows, mask=jobs < of["streamed"].shape[0])
+    elif form.streams:
+        first = form.first_transient(of["row_of"].shape[0])
+        vectors.store_jobs(of, of["rows"].shape[0], index, row, first + index)
+
+
+def _changed(tier: _Tier) -> _Moved:
+    """A tier to which experts come, or which copies leave."""
+    state, form, layer, pairs = tier.state, tier.form, tier.layer, tier.pairs
+    of, local = state.of, state.local
+    loaded, row = vectors.load_slots(of, layer), vectors.load_rows(of, layer, pairs.ids)
+    ids, left, gone = jnp.where(tier.runs, pairs.ids, -1), loaded, None
+    released = unused = jnp.minimum(tier.num_misses, 0)
+    if tier.releases:
+        comes = jnp.where(tier.fetched, pairs.ids, -2)
+        gone = loaded.owned & some(matches(loaded.owner, comes), axis=1)
+        if (better := _has_better(tier, loaded)) is not None:
+            gone |= loaded.owned & better
+        local = jnp.where(_leaving(tier), -1, local)
+        released, unused = together(gone, gone & (loaded.ahead != 0))
+        left = loaded._replace(
+            owner=jnp.where(gone, -1, loaded.owner),
+            owned=loaded.owned & ~gone,
+            last_use=jnp.where(gone, 0, loaded.last_use),
+            ahead=jnp.where(gone, 0, loaded.ahead),
+        )
+    table = vectors.candidates(left, state.clock, ids)
+    lead, miss = tier.runs & pairs.leads, (ids >= 0) & (local < 0)
+    order, victim = vectors.order_of(lead & miss, ids), table.victim
+    if form.waves:
+        victims, num_free = together(victim, victim & ~left.owned)
+        # A pass over more experts than there is room for is a scan: it evicts nothing.
+        fits = tier.num_misses <= victims
+        victim &= ~left.owned | fits
+        victims = jnp.where(fits, victims, num_free)
+    else:
+        victims = vectors.count(victim)
+    who = jnp.where(miss, order, -2)
+    number = jnp.minimum(tier.num_misses, victims)
+    taker, took = vectors.taken(table, victim, number, who)
+    coming = pick(matches(taker, who), ids[None, :], 1)
+    local = jnp.maximum(jnp.where(ids >= 0, local, -1), took)
+    came = coming >= 0
+    admitted, evictions, waste = together(
+        came, came & left.owned, came & left.owned & (left.ahead != 0)
+    )
+    index, streamed = jnp.minimum(local, -1), jnp.minimum(tier.num_misses, 0)
+    if form.waves:
+        index = jnp.where(miss & (local < 0), order - victims, -1)
+        index = jnp.where(index < form.waves * form.transient, index, -1)
+        streamed = vectors.count(lead & (index >= 0))
+    come = jnp.where(miss & (local >= 0), order, -1)
+    tier.wait()
+    if gone is not None:
+        _store_released(tier, loaded, gone, coming, jnp.where(come >= 0, ids, -2))
+    vectors.store_owners(of, layer, table, coming)
+    vectors.store_use(of, layer, table, table.wanted | came, state.clock, 0)
+    vectors.store_jobs(of, of["rows"].shape[0], come, row, tier.first_slot + local)
+    if form.waves:
+        _store_streamed(tier, index, row)
+    return _Moved(local, index, admitted, streamed, evictions + released, waste + unused)
+
+
+def _store_released(
+    tier: _Tier, loaded: vectors.Loaded, gone: jax.Array, coming: jax.Array, again: jax.Array
+) -> None:
+    """Frees the slots of copies that leave; `again` int32[P], experts that come to a slot here."""
+    of, slots = tier.state.of, tier.form.slots
+    num_experts, beyond = of["row_of"].shape[1], of["table"].shape[1]
+    # An expert that comes again has its new slot written later: no column is written twice.
+    leaves = gone & ~some(matches(loaded.owner, again), axis=1)
+    none = jnp.full_like(coming, -1)
+    place = jnp.where(leaves, loaded.owner, beyond)
+    pltriton.store(of["table"].at[tier.layer, place], none, mask=leaves)
+    empty = gone & (coming < 0)
+    number = loaded.number + num_experts
+    pltriton.store(of["table"].at[tier.layer, number], none, mask=empty)
+    pltriton.store(of["table"].at[tier.layer, number + slots], none + 1, mask=empty)
+    pltriton.store(of["table"].at[tier.layer, number + 2 * slots], none + 1, mask=empty)
+
+
+def _load_gate(of: Refs, layer: jax.Array) -> jax.Array:
+    num = of["mass"].shape[1]
+    lanes = iota(num)
+    return pltriton.load(of["mass"].at[layer, lanes], mask=lanes < num, other=0.0)
+
+
+def _store_gate(
+    of: Refs, states: Sequence[State], layer: jax.Array, pairs: Pairs, tier: jax.Array,
+    total: jax.Array, weights: jax.Array, routed: jax.Array | None,
+) -> None:  # fmt: skip
+    """Adds the router's mass by what became of it; and to each tier's own count."""
+    num, lanes = len(states), iota(of["mass"].shape[1])
+    mass, lane = jnp.where(pairs.active, weights, 0.0), lanes[:, None]
+    kinds = (tier[None, :] == lane) | ((tier < 0)[None, :] & (lane == num)) | (lane == num + 2)
+    if routed is not None:
+        kinds |= ((tier >= 0) & (pairs.ids != routed))[None, :] & (lane == num + 1)
+    sums = jnp.sum(jnp.where(kinds, mass[None, :], 0.0), axis=1)
+    inside = lanes < of["mass"].shape[1]
+    pltriton.store(of["mass"].at[layer, lanes], total + sums, mask=inside)
+    for i, state in enumerate(states):
+        for column, before in enumerate(state.mass):
+            # Of the one lane that is stored; the others' places are beyond the end.
+            place = state.of["gate"].at[layer, jnp.where(lanes == i, column, lanes + 2)]
+            pltriton.store(place, before + sums, mask=lanes == i)
+
+
+def _plan_body(
+    *refs: Ref, names: tuple[str, ...], forms: tuple[Form, ...], columns: Columns, at_least: bool,
+    interpret: bool,
+) -> None:  # fmt: skip
+    # The outputs come last: of what changes, they take the place of the operands.
+    of = dict(zip(names, refs, strict=True))
+    layer, number = of["layer"][()], len(forms)
+    tiers = [
+        {name[:-1]: ref for name, ref in of.items() if name.endswith(str(i))} for i in range(number)
+    ]
+    # All loads come first: they wait for each other nowhere else but in the addresses.
+    pairs, states = load(of, tiers, forms, layer, at_least)
+    weights = pltriton.load(of["weights"].at[pairs.number], mask=pairs.inside, other=0.0)
+    total, routed = _load_gate(of, layer) if "mass" in of else None, None
+    if "routed_ids" in of:
+        routed = pltriton.load(of["routed_ids"].at[pairs.number], mask=pairs.inside, other=-1)
+    tier, fetched = serve(pairs, states)
+    parts, counts, moves = [], [], []
+    for i, (state, form) in enumerate(zip(states, forms, strict=True)):
+        runs = tier == i
+        leads, misses = runs & pairs.leads, runs & pairs.leads & fetched
+        masks = [leads, misses]
+        if state.ahead is not None:
+            masks.append(leads & ~fetched & state.ahead)
+        needed, num_misses, *ahead = together(*masks)
+        counts.append((needed, num_misses, *ahead))
+        part = _Tier(states, i, form, layer, pairs, runs, fetched, num_misses, interpret)
+        parts.append(part)
+        moves.append(_moves(part, forms) if form.changes else None)
+    slot, wave = jnp.full_like(tier, -1), jnp.full_like(tier, -1) if "wave" in of else None
+    # Of falling fidelity the last first: what leaves a tier is told by the tables of better ones.
+    for i in reversed(range(number)):
+        part, form = parts[i], forms[i]
+        if form.streams:
+            done = _transient(part)
+        elif moves[i] is None:
+            done = _still(part)
+        else:
+            changed, still = functools.partial(_changed, part), functools.partial(_still, part)
+            done = jax.lax.cond(moves[i], changed, still)
+        is_placed = part.runs & (done.local >= 0)
+        slot = jnp.where(is_placed, part.first_slot + done.local, slot)
+        wave = None if wave is None else jnp.where(is_placed, 0, wave)
+        if form.waves:
+            first, streams = form.first_transient(of["row_of0"].shape[0]), done.stream >= 0
+            slot = jnp.where(streams, first + remainder(done.stream, form.transient), slot)
+            if wave is not None:
+                later = 1 + quotient(done.stream, form.transient) if form.later_waves else 0
+                wave = jnp.where(streams, later, wave)
+        needed, misses, *ahead = counts[i]
+        amounts = {
+            "steps": jnp.minimum(needed, 1), "needed": needed, "hits": needed - misses,
+            "misses": misses, "admitted": done.admitted, "streamed": done.streamed,
+            "unserved": misses - done.admitted - done.streamed, "evictions": done.evictions,
+            "prefetch_waste": done.waste,
+        }  # fmt: skip
+        amounts |= {"prefetch_hits": ahead[0]} if ahead else {}
+        vectors.store_events(part.state.of, layer, part.state.events, columns, amounts)
+    for state in states:
+        state.of["clock"][()] = state.clock + 1
+    if total is not None:
+        _store_gate(of, states, layer, pairs, tier, total, weights, routed)
+    else:
+        # To the mass of all and of the first tier.
+        mass = jnp.sum(jnp.where(tier >= 0, weights, 0.0))
+        for column, before in enumerate(states[0].mass):
+            states[0].of["gate"][layer, column] = before + mass
+    runs = jnp.where(slot >= 0, tier, -1)
+    for name, values in (("runs", runs), ("slot", slot), ("wave", wave)):
+        if values is not None:
+            pltriton.store(of[name].at[pairs.number], values, mask=pairs.inside)
+
+
+def _predict_body(
+    *refs: Ref, names: tuple[str, ...], form: Form, columns: Columns, interpret: bool
+) -> None:
+    of = dict(zip(names, refs, strict=True))
+    layer, clock = of["layer"][()], of["clock"][()]
+    size, tokens = of["ids"].shape[0], of["active"].shape[0]
+    wanted, lanes = iota(size), iota(tokens)
+    mask = pltriton.load(of["active"].at[lanes], mask=lanes < tokens, other=False)
+    mask = (wanted < size) & some(mask & (lanes < tokens))
+    ids = pltriton.load(of["ids"].at[wanted], mask=wanted < size, other=-1)
+    ids = jnp.where(mask, ids, -1)
+    loaded, local = vectors.load_slots(of, layer), vectors.load_local(of, layer, ids)
+    row, events = vectors.load_rows(of, layer, ids), vectors.load_events(of, layer)
+    table = vectors.candidates(loaded, clock, ids)
+    new = (ids >= 0) & (local < 0)
+    leads = vectors.leads(ids) & new
+    order = vectors.order_of(leads, ids)
+    who = jnp.where(new, order, -2)
+    number = jnp.minimum(vectors.count(leads), vectors.count(table.victim))
+    taker, took = vectors.taken(table, table.victim, number, who)
+    coming = pick(matches(taker, who), ids[None, :], 1)
+    came = coming >= 0
+    prefetched, evictions, waste = together(
+        came, came & loaded.owned, came & loaded.owned & (loaded.ahead != 0)
+    )
+    amounts = {"prefetched": prefetched, "evictions": evictions, "prefetch_waste": waste}
+    if not interpret:
+        pltriton.debug_barrier()  # as in `_Tier.wait`
+    vectors.store_owners(of, layer, table, coming)
+    vectors.store_use(of, layer, table, came, clock, 1)
+    come = jnp.where(took >= 0, order, -1)
+    vectors.store_jobs(of, size, come, row, quotient(layer, form.banks) * form.slots + took)
+    vectors.store_events(of, layer, events, columns, amounts)
+
+
+def plan_triton(
+    tiers: Sequence[Tier],
+    gate: jax.Array | None,
+    layer: jax.Array,
+    asked: Asked,
+    active: jax.Array,
+    *,
+    forms: Sequence[Form],
+    columns: Columns,
+    num_warps: int | None,
+    interpret: bool,
+) -> tuple[tuple[Tables, ...], jax.Array | None, LayerPlan]:
+    """See `api.plan`."""
+    num_pairs, num_experts = asked.ids.size, tiers[0].row_of.shape[1]
+    operands = {"layer": layer, "active": active}
+    by_pair = {"ids": asked.ids, "weights": asked.weights, "routed_ids": asked.routed_ids}
+    at_least = False
+    if isinstance(asked.by, Rule):
+        rule, at_least = asked.by, asked.by.at_least
+        operands |= {"high": rule.high, "low": rule.low, "held": rule.held}
+        operands |= {} if rule.critical is None else {"critical": rule.critical}
+    elif isinstance(asked.by, Wishes):
+        by_pair |= asked.by._asdict()
+    operands |= {name: of.reshape(-1) for name, of in by_pair.items() if of is not None}
+    changed = {} if gate is None else {"mass": gate}
+    sizes, most = {"runs": num_pairs, "slot": num_pairs}, 1
+    if has_waves := any(form.later_waves for form in forms):
+        sizes["wave"] = num_pairs
+    for i, (tier, form) in enumerate(zip(tiers, forms, strict=True)):
+        operands[f"row_of{i}"] = tier.row_of
+        if form.changes or form.is_fixed:
+            changed[f"table{i}"] = tier.tables.table
+            most = max(most, form.slots) if form.changes else most
+        else:
+            operands[f"table{i}"] = tier.tables.table
+        if form.fetches:
+            jobs = form.num_jobs(num_pairs, num_experts)
+            sizes |= {f"rows{i}": jobs, f"slots{i}": jobs}
+            sizes[f"streamed{i}"] = form.later_waves * form.transient
+        rest = tier.tables._asdict()
+        changed |= {f"{name}{i}": rest[name] for name in ("clock", "events", "gate")}
+    body = functools.partial(
+        _plan_body, forms=tuple(forms), columns=columns, at_least=at_least, interpret=interpret
+    )
+    name = f"cache_plan_{num_pairs}_of_{num_experts}_in_{'_'.join(str(f.slots) for f in forms)}"
+    num_warps = num_warps or default_num_warps(most, num_pairs, len(tiers))
+    found = operands | _launch(body, name, operands, changed, sizes, num_warps, interpret)
+    tables, fetch, streamed = [], [], []
+    for i, form in enumerate(forms):
+        tables.append(Tables(*(found[f"{field}{i}"] for field in Tables._fields)))
+        fetch.append(Fetch(found[f"rows{i}"], found[f"slots{i}"]) if form.fetches else None)
+        later = None
+        if form.fetches and form.later_waves:
+            rows = found[f"streamed{i}"].reshape(form.later_waves, form.transient)
+            first = form.first_transient(tiers[i].row_of.shape[0])
+            places = first + jnp.arange(form.transient, dtype=jnp.int32)
+            later = Fetch(rows, jnp.broadcast_to(places, rows.shape))
+        streamed.append(later)
+    shape = asked.ids.shape
+    made = LayerPlan(
+        found["runs"].reshape(shape),
+        found["slot"].reshape(shape),
+        found["wave"].reshape(shape) if has_waves else None,
+        tuple(fetch),
+        tuple(streamed),
+    )
+    return tuple(tables), found.get("mass"), made
+
+
+def predict_triton(
+    tier: Tier,
+    layer: jax.Array,
+    ids: jax.Array,
+    active: jax.Array,
+    *,
+    form: Form,
+    columns: Columns,
+    num_warps: int | None,
+    interpret: bool,
+) -> tuple[Tables, Fetch]:
+    """See `api.predict`."""
+    tables, row_of = tier
+    operands = {
+        "layer": layer, "ids": ids, "active": active, "row_of": row_of, "clock": tables.clock,
+    }  # fmt: skip
+    changed = {"table": tables.table, "events": tables.events}
+    sizes = {"rows": len(ids), "slots": len(ids)}
+    num_warps = num_warps or default_num_warps(form.slots, len(ids))
+    body = functools.partial(_predict_body, form=form, columns=columns, interpret=interpret)
+    name = f"cache_predict_{len(ids)}_of_{row_of.shape[1]}"
+    found = _launch(body, name, operands, changed, sizes, num_warps, interpret)
+    tables = tables._replace(table=found["table"], events=found["events"])
+    return tables, Fetch(found["rows"], found["slots"])
+
+
+def _launch(
+    body: Callable[..., None],
+    name: str,
+    operands: dict[str, jax.Array],
+    changed: dict[str, jax.Array],
+    sizes: dict[str, int],
+    num_warps: int,
+    interpret: bool,
+) -> dict[str, Any]:
+    """One program; what is changed in place, and int32 vectors of these sizes, by name."""
+    made = [field for field, size in sizes.items() if size]
+    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in changed.values()]
+    shapes += [jax.ShapeDtypeStruct((sizes[field],), jnp.int32) for field in made]
+    found = launch.triton_call(
+        functools.partial(body, names=(*operands, *changed, *changed, *made)),
+        name=name,
+        grid=(1,),
+        out_shape=shapes,
+        num_warps=num_warps,
+        num_stages=1,
+        interpret=interpret,
+        aliases={len(operands) + i: i for i in range(len(changed))},
+    )(*operands.values(), *changed.values())
+    none = {field: jnp.zeros(0, jnp.int32) for field in sizes}
+    return none | dict(zip((*changed, *made), found, strict=True))

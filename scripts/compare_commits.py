@@ -1,0 +1,126 @@
+"""Times two trees of this repository on one GPU, turn by turn, and compares their rows.
+
+    git worktree add old COMMIT                          # or unpack `git archive COMMIT` into old/
+    python -m scripts.compare_commits --old=old --new=.
+    python -m scripts.compare_commits --old=old --new=. --only=mixtral --turns=3
+
+Each job is one of the benchmark scripts with small settings: TPOT of a resident Qwen3-30B in INT4,
+of the same with 24 slots a layer, of Mixtral under 24 GiB, and of DynaExq, DyMoE and BuddyMoE. The
+trees take turns (old, new, new, old, ...), each in a process of its own, so that a drift of the
+clocks falls on both. A row is compared by the median over turns; times of whole processes, which
+compile without a cache, are printed beside. Exits with 1 where a time is longer by more than
+`--most_percent`.
+"""
+
+import dataclasses
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from absl import app, flags
+
+from moejax.results import read_rows
+
+_OLD = flags.DEFINE_string("old", None, "folder of the old tree", required=True)
+_NEW = flags.DEFINE_string("new", ".", "folder of the new tree")
+_ONLY = flags.DEFINE_string("only", "", "jobs whose name has this word; '': all")
+_TURNS = flags.DEFINE_integer("turns", 2, "runs of each tree", lower_bound=1)
+_MOST = flags.DEFINE_float("most_percent", 2.0, "a time may be longer by so much")
+
+TIMES = ("ms", "us", "s")  # units of rows in which less is better
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A benchmark of one tree: `python -m module words`, rows to the file that `output` names."""
+
+    module: str
+    words: tuple[str, ...]
+    output: str = "--out"
+
+
+_MODEL = ("--shape=Qwen3-30B-A3B", "--bits=4", "--decode_only", "--prompt=512", "--context=1024",
+          "--steps_per_call=16", "--noprofile")  # fmt: skip
+_POLICY = ("--host_gib=4", "--nottft")
+JOBS: Mapping[str, Job] = {
+    "resident": Job("scripts.bench_model_gpu", _MODEL, "--output"),
+    "slots": Job(
+        "scripts.bench_memory_gpu", ("--slots=24", "--nottft", "--nosingle", "--noresident")
+    ),
+    "mixtral": Job(
+        "scripts.bench_memory_gpu",
+        ("--model=Mixtral-8x7B", "--gib=24", "--host_gib=4", "--nottft", "--nosingle"),
+    ),
+    "dynaexq": Job("scripts.bench_policies_gpu", ("--section=dynaexq", "--host_gib=4")),
+    "dymoe": Job("scripts.bench_policies_gpu", ("--section=dymoe", "--gib=24", *_POLICY)),
+    "buddymoe": Job(
+        "scripts.bench_policies_gpu", ("--section=buddymoe", "--cache_rate=0.75", *_POLICY)
+    ),
+    "cost": Job("scripts.bench_policies_gpu", ("--section=cost", "--host_gib=4")),
+}
+
+
+def run(tree: Path, job: Job) -> dict[str, float]:
+    """The times of a job's rows by what they say, and of the whole process; a failure ends all."""
+    with tempfile.TemporaryDirectory() as folder:
+        rows, start = Path(folder) / "rows.jsonl", time.monotonic()
+        command = [sys.executable, "-m", job.module, *job.words, f"{job.output}={rows}"]
+        env = {**os.environ, "PYTHONPATH": str(tree.resolve())}
+        done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(
+                f"{tree}: {' '.join(command)} failed:\n{done.stdout[-800:]}{done.stderr[-800:]}"
+            )
+        found = {row.what: row.figure for row in read_rows(rows) if row.unit in TIMES}
+    return found | {"the whole process, s": time.monotonic() - start}
+
+
+def compared(
+    old: Sequence[Mapping[str, float]], new: Sequence[Mapping[str, float]]
+) -> dict[str, tuple[float, float]]:
+    """Medians over turns of what both trees measured, old and new."""
+    names = [name for name in old[0] if all(name in turn for turn in (*old, *new))]
+    return {
+        name: (
+            statistics.median(turn[name] for turn in old),
+            statistics.median(turn[name] for turn in new),
+        )
+        for name in names
+    }
+
+
+def main(argv: list[str]) -> None:
+    """Runs the jobs and prints a table of each."""
+    del argv
+    names = [name for name in JOBS if _ONLY.value in name]
+    if not names:
+        sys.exit(f"--only={_ONLY.value}: no job has it in its name; there are {', '.join(JOBS)}")
+    trees = {"old": Path(_OLD.value), "new": Path(_NEW.value)}
+    for tree in trees.values():
+        if not (tree / "scripts").is_dir():
+            sys.exit(f"{tree} is no tree of this repository: it has no folder scripts")
+    slower = []
+    print("| job | row | old | new | change |\n| --- | --- | --- | --- | --- |", flush=True)
+    for name in names:
+        turns: dict[str, list[dict[str, float]]] = {"old": [], "new": []}
+        for turn in range(_TURNS.value):
+            for which in ("old", "new") if turn % 2 == 0 else ("new", "old"):
+                turns[which].append(run(trees[which], JOBS[name]))
+        for what, (before, after) in compared(turns["old"], turns["new"]).items():
+            percent = 100 * (after / before - 1)
+            print(
+                f"| {name} | {what} | {before:.4g} | {after:.4g} | {percent:+.1f} % |", flush=True
+            )
+            if percent > _MOST.value:
+                slower.append(f"{name}, {what}: {percent:+.1f} %")
+    if slower:
+        sys.exit("slower:\n" + "\n".join(slower))
+
+
+if __name__ == "__main__":
+    app.run(main)

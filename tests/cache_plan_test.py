@@ -1,0 +1,111 @@
+"""The plan of a layer by one kernel: equal to the reference, to the bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+
+from moejax.ledger import EVENTS
+from pallas_kernels import cache_plan
+from pallas_kernels.target import Target
+from tests import cache_plan_contract as contract
+from tests import slow
+from tests.cache_plan_contract import CASES
+
+
+class ContractTest(parameterized.TestCase):
+    @parameterized.parameters(*CASES)
+    def test_the_kernel_decides_as_the_reference(self, case):
+        for seed in range(2 if slow.asked() else 1):
+            tables, _, made = contract.check(
+                CASES[case], seed, implementation="triton", interpret=True
+            )
+            events = [np.asarray(one.events).sum((0, 1)) for one in tables]
+            names = dict(zip(EVENTS, np.sum(events, axis=0), strict=True))
+            if not CASES[case].policy:
+                self.assertGreater(names["misses"], 0)
+                continue
+            self.assertGreater(names["hits"], 0)
+            still = case in ("one_of_all", "fixed") or CASES[case].rule == "held"
+            if not still:  # something moves within a step
+                self.assertGreater(min(names["admitted"], names["evictions"]), 0)
+            unasked = {0} if case == "held_in_the_second" else set()
+            every = set(range(-1, len(tables)))
+            self.assertEqual(set(np.unique(made.tier)), every - unasked)
+
+    @parameterized.parameters(*(name for name, case in CASES.items() if case.rule))
+    def test_a_rule_of_the_reference_is_its_wishes(self, case):
+        contract.check(CASES[case], 3, implementation="reference")
+
+
+@pytest.mark.gpu
+class DeviceContractTest(parameterized.TestCase):
+    @parameterized.parameters(*CASES)
+    def test_the_compiled_kernel_decides_as_the_reference(self, case):
+        for seed in range(2):
+            contract.check(CASES[case], seed, implementation="triton")
+
+
+class ApiTest(parameterized.TestCase):
+    def operands(self, gate: int = 4, slots: int = 3):
+        tables = cache_plan.Tables(
+            jnp.full((2, 8 + 3 * slots), -1, jnp.int32), jnp.int32(1),
+            jnp.zeros((2, len(EVENTS)), jnp.int32), jnp.zeros((2, 2)),
+        )  # fmt: skip
+        tier = cache_plan.Tier(tables, jnp.zeros((2, 8), jnp.int32))
+        pairs, weights = jnp.zeros((1, 2), jnp.int32), jnp.zeros((1, 2))
+        asked = cache_plan.Asked(pairs, weights, cache_plan.Wishes(pairs, pairs > 0))
+        return [tier], jnp.zeros((2, gate)), 0, asked, jnp.ones(1, bool)
+
+    def plan(self, *operands, form=None, **how):
+        form = form or cache_plan.Form(slots=3)
+        return cache_plan.plan(*operands, forms=[form], columns=contract.COLUMNS, **how)
+
+    def test_operands_that_do_not_fit_are_named(self):
+        with self.assertRaisesRegex(ValueError, "gate is float32.*of 1 tiers"):
+            self.plan(*self.operands(gate=5))
+        with self.assertRaisesRegex(ValueError, "tier 0 is not full: it has 3 slots"):
+            self.plan(*self.operands(), form=cache_plan.Form(slots=3, is_full=True))
+        (tier,), *rest = self.operands(gate=5)
+        with self.assertRaisesRegex(ValueError, "tier 1 is fixed: the first one may be"):
+            forms = [cache_plan.Form(slots=3), cache_plan.Form(slots=3, is_fixed=True)]
+            cache_plan.plan([tier, tier], *rest, forms=forms, columns=contract.COLUMNS)
+        with self.assertRaisesRegex(ValueError, "table of tier 0 is .*of 2 slots"):
+            self.plan(*self.operands(), form=cache_plan.Form(slots=2))
+        with self.assertRaisesRegex(ValueError, "0 slots, 0 waves of 1"):
+            self.plan(*self.operands(slots=0), form=cache_plan.Form(slots=0))
+        tiers, gate, layer, asked, active = self.operands(gate=5)
+        with self.assertRaisesRegex(ValueError, "2 tiers, and nobody says which"):
+            forms = [cache_plan.Form(slots=3)] * 2
+            given = (tiers * 2, gate, layer, asked._replace(by=None), active)
+            cache_plan.plan(*given, forms=forms, columns=contract.COLUMNS)
+        with self.assertRaisesRegex(ValueError, "none of triton, reference"):
+            self.plan(*self.operands(), implementation="mosaic")
+        with self.assertRaisesRegex(ValueError, "there are no slots"):
+            cache_plan.predict(
+                self.operands(slots=0)[0][0], 0, jnp.zeros(2, jnp.int32), active,
+                form=cache_plan.Form(slots=0, waves=1), columns=contract.COLUMNS,
+            )  # fmt: skip
+
+    def test_refusals(self):
+        gpu = Target("gpu", (9, 0))
+        self.assertIsNone(cache_plan.refusal("triton", 128, 8, 2, gpu))
+        self.assertRegex(cache_plan.refusal("triton", 128, 8, 5, gpu), "5 tiers")
+        self.assertRegex(cache_plan.refusal("triton", 1024, 300, 1, gpu), "1024 experts.*300")
+        self.assertIsNotNone(cache_plan.refusal("triton", 8, 8, 1, Target("cpu", None)))
+        self.assertIsNone(cache_plan.refusal("reference", 1024, 300, 9))
+
+    def test_nothing_else_is_written(self):
+        operands = self.operands()
+        tables, gate, made = jax.jit(
+            lambda: self.plan(*operands, implementation="triton", interpret=True)
+        )()
+        self.assertEqual(int(tables[0].events[1].sum()), 0)
+        np.testing.assert_array_equal(tables[0].table[1], operands[0][0].tables.table[1])
+        np.testing.assert_array_equal(gate, 0)
+        self.assertGreaterEqual(int(made.slot.min()), 0)
+
+
+if __name__ == "__main__":
+    absltest.main()

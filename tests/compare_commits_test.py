@@ -1,0 +1,45 @@
+"""Two trees are timed turn by turn: fake ones, whose benchmark writes a row."""
+
+import tempfile
+from pathlib import Path
+
+from absl.testing import absltest
+
+from scripts import compare_commits
+from tests.script_runs import run_module
+
+BENCH = """
+import json, pathlib, sys
+out = next(word for word in sys.argv if word.startswith("--out=")).removeprefix("--out=")
+row = {row!r}
+pathlib.Path(out).write_text(json.dumps(row) + "\\n")
+"""
+
+
+class CompareTest(absltest.TestCase):
+    def tree(self, name: str, figure: float) -> Path:
+        folder = Path(self.enter_context(tempfile.TemporaryDirectory())) / name
+        (folder / "scripts").mkdir(parents=True)
+        row = {
+            "what": "TPOT", "figure": figure, "unit": "ms", "baseline": {}, "device": "none",
+            "date": "2026-11-24", "command": "bench", "versions": {},
+        }  # fmt: skip
+        (folder / "scripts/bench_memory_gpu.py").write_text(BENCH.replace("{row!r}", repr(row)))
+        return folder
+
+    def test_a_slower_tree_is_told(self):
+        old, new = self.tree("old", 2.0), self.tree("new", 2.5)
+        how = ("--only=slots", "--turns=1", "--most_percent=2")
+        done = run_module("scripts.compare_commits", f"--old={old}", f"--new={new}", *how)
+        self.assertEqual(done.returncode, 1, done.stderr)
+        self.assertIn("| slots | TPOT | 2 | 2.5 | +25.0 % |", done.stdout)
+        self.assertIn("slots, TPOT: +25.0 %", done.stderr)
+
+    def test_medians_of_what_both_have(self):
+        old = [{"a": 1.0, "b": 5.0}, {"a": 3.0, "b": 5.0}, {"a": 2.0}]
+        found = compare_commits.compared(old, [{"a": 4.0, "b": 1.0, "c": 1.0}])
+        self.assertEqual(found, {"a": (2.0, 4.0)})
+
+
+if __name__ == "__main__":
+    absltest.main()
