@@ -132,19 +132,45 @@ class GenerateConfig(RecordConfig):
     trace_dir: str = option(
         "", "a directory for a profiler trace of the answers (TensorBoard, Perfetto); '': none"
     )
-    max_new_tokens: int = option(GenerationSettings.max_new_tokens, "end after so many tokens")
-    temperature: float = option(
-        GenerationSettings.temperature, "0 is greedy; else logits are divided by it and sampled"
+    generation_config: bool = option(
+        True,
+        "take what is None below from the checkpoint's generation_config.json, as transformers "
+        "does; off: take the defaults that are named there",
     )
-    top_k: int = option(GenerationSettings.top_k, "sample among the k likeliest tokens; 0: all")
-    top_p: float = option(
-        GenerationSettings.top_p, "sample among the likeliest tokens of this total probability"
+    max_new_tokens: int | None = option(
+        None,
+        f"end after so many tokens; None: the checkpoint's, or {GenerationSettings.max_new_tokens}",
+        kind=int,
     )
-    min_p: float = option(
-        GenerationSettings.min_p, "leave out tokens below this share of the likeliest one"
+    temperature: float | None = option(
+        None,
+        "0 is greedy; else logits are divided by it and sampled; None: the checkpoint's, or "
+        f"{GenerationSettings.temperature:g}",
+        kind=float,
     )
-    repetition_penalty: float = option(
-        GenerationSettings.repetition_penalty, "above 1, tokens already in the text get rarer"
+    top_k: int | None = option(
+        None,
+        "sample among the k likeliest tokens; 0: all; None: the checkpoint's, or "
+        f"{GenerationSettings.top_k}",
+        kind=int,
+    )
+    top_p: float | None = option(
+        None,
+        "sample among the likeliest tokens of this total probability; None: the checkpoint's, or "
+        f"{GenerationSettings.top_p:g}",
+        kind=float,
+    )
+    min_p: float | None = option(
+        None,
+        "leave out tokens below this share of the likeliest one; None: the checkpoint's, or "
+        f"{GenerationSettings.min_p:g}",
+        kind=float,
+    )
+    repetition_penalty: float | None = option(
+        None,
+        "above 1, tokens already in the text get rarer; None: the checkpoint's, or "
+        f"{GenerationSettings.repetition_penalty:g}",
+        kind=float,
     )
     fidelity_share: float = option(
         0.0,
@@ -157,16 +183,17 @@ class GenerateConfig(RecordConfig):
         "steps and policy.emulate is off: copies come by the clock",
     )
     stop: tuple[str, ...] = option(
-        GenerationSettings.stop, "end before this string; may be repeated", commas=False
+        (), "end before this string; may be repeated; none: the checkpoint's", commas=False
     )
     add_special_tokens: bool = option(
         GenerationSettings.add_special_tokens, "let the tokenizer add its own (such as bos)"
     )
 
     def request(self) -> dict[str, Any]:
-        """The fields that `Engine.generate` and `Engine.stream` take."""
+        """The fields that `Engine.generate` and `Engine.stream` take, as far as they are given."""
         names = {field.name for field in dataclasses.fields(GenerationSettings)}
-        return {name: value for name, value in dataclasses.asdict(self).items() if name in names}
+        given = {name: value for name, value in dataclasses.asdict(self).items() if name in names}
+        return {name: value for name, value in given.items() if value not in (None, ())}
 
     def check(self) -> None:
         """See `RunConfig.check`; the engine checks `platform` and `dtype`, which are its own."""

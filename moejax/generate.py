@@ -84,7 +84,7 @@ def stream_answer(
         chunks.append(chunk)
         print(chunk.text, end="", flush=True)
     print(flush=True)
-    _close(engine, chunks[-1].timing, len(token_ids), len(chunks))
+    _close(engine, request, chunks[-1].timing, len(token_ids), len(chunks))
     return chunks
 
 
@@ -100,7 +100,7 @@ def print_answers(
     for i, answer in enumerate(answers, start=1):
         print(f"=== {i} of {len(answers)} ===\n{answer.text}", flush=True)
     counts = ((answer.num_prompt_tokens, len(answer.tokens)) for answer in answers)
-    _close(engine, answers[0].timing, *map(sum, zip(*counts, strict=True)))
+    _close(engine, request, answers[0].timing, *map(sum, zip(*counts, strict=True)))
     return [list(answer.tokens) for answer in answers]
 
 
@@ -120,12 +120,21 @@ def converse(engine: "Engine", tokenizer: "Tokenizer", request: dict[str, Any]) 
         messages.append({"role": "assistant", "content": answer})
 
 
-def _close(engine: "Engine", timing: "Timing", prompt_tokens: int, new_tokens: int) -> None:
+def _close(
+    engine: "Engine",
+    request: dict[str, Any],
+    timing: "Timing",
+    prompt_tokens: int,
+    new_tokens: int,
+) -> None:
+    from moejax.generation_defaults import describe_defaults
+
     figures = report.closing_line(
         timing,
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,
         device_peak_bytes=report.device_peak_bytes(engine.device),
+        settings=describe_defaults(engine.defaults, request),
     )
     say(figures, *(engine.ledger.describe() if engine.ledger else []))
 

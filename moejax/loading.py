@@ -35,6 +35,7 @@ def load_engine(config: GenerateConfig, num_prompts: int = 1) -> "Engine":
     engine = Engine.from_pretrained(
         config.checkpoint, dtype=config.dtype, platform=config.platform, context=config.context,
         compilation_cache=config.compilation_cache, policy=tiering, batch=num_prompts,
+        generation_config=config.generation_config,
         limits=config.memory.limits() if config.memory != MemoryConfig() else None,
     )  # fmt: skip
     say(

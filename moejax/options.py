@@ -19,15 +19,19 @@ _BOOLEANS = {
 }
 
 
-def option(default: _T, meaning: str, *, commas: bool = True) -> _T:
+def option(
+    default: _T, meaning: str, *, commas: bool = True, kind: type[int | float] | None = None
+) -> _T:
     """A dataclass field with the line that `--help` prints for it.
 
     Args:
       default: of the field.
       meaning: the line.
       commas: of a list, whether commas divide its items on the command line; else each flag is one.
+      kind: type of a number that may be None, which says that it is not given.
     """
-    return dataclasses.field(default=default, metadata={"help": meaning, "commas": commas})
+    metadata = {"help": meaning, "commas": commas, "kind": kind}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,14 +85,14 @@ def from_config_dict(
         default, or has a value that is not allowed.
     """
     default = config_class()
-    defaults = {option.name: option.default for option in options(default)}
+    by_name = {option.name: option for option in options(default)}
     typed: dict[str, Any] = {}
     groups: dict[str, dict[str, Any]] = {}
     for name, value in itertools.chain(_flat(values), (overrides or {}).items()):
         check_field_name(name, default)
         group, _, field = name.rpartition(".")
         into = groups.setdefault(group, {}) if group else typed
-        into[field] = _as_type_of(name, value, defaults[name])
+        into[field] = _as_value_of(by_name[name], value)
     for group, fields in groups.items():
         part = type(getattr(default, group))(**fields)
         try:
@@ -118,6 +122,7 @@ class Option:
     default: Any
     meaning: str
     commas: bool = True
+    kind: type[int | float] | None = None  # of a number that may be None
 
 
 def options(config: RunConfig) -> list[Option]:
@@ -130,7 +135,7 @@ def options(config: RunConfig) -> list[Option]:
             found += [dataclasses.replace(p, name=f"{field.name}.{p.name}") for p in parts]
         else:
             of = field.metadata
-            found.append(Option(field.name, value, of["help"], of["commas"]))
+            found.append(Option(field.name, value, of["help"], of["commas"], of["kind"]))
     return found
 
 
@@ -169,6 +174,8 @@ def value_of(option: Option, texts: Sequence[str]) -> Any:
       MoejaxError: a text is no value of the field's type.
     """
     name, default, text = option.name, option.default, texts[-1]
+    if option.kind is not None:
+        return None if text.lower() == "none" else _number(name, text, option.kind)
     if isinstance(default, tuple):
         items = [item for one in texts for item in _items(one, commas=option.commas)]
         if default and not isinstance(default[0], str):
@@ -231,6 +238,13 @@ def check_field_name(name: str, config: RunConfig) -> None:
     nearest = same or difflib.get_close_matches(name, known, n=1, cutoff=0.0)
     meant = " or ".join(map(repr, nearest))
     raise MoejaxError(f"there is no config field {name!r}; did you mean {meant}?")
+
+
+def _as_value_of(option: Option, value: Any) -> Any:
+    """A value that Python code gives a field, in the field's type."""
+    if option.kind is None:
+        return _as_type_of(option.name, value, option.default)
+    return None if value is None else _as_type_of(option.name, value, option.kind())
 
 
 def _as_type_of(name: str, value: Any, default: Any) -> Any:

@@ -26,7 +26,12 @@ NO_COUNTS = (
 
 
 def closing_line(
-    timing: "Timing", *, prompt_tokens: int, new_tokens: int, device_peak_bytes: int | None
+    timing: "Timing",
+    *,
+    prompt_tokens: int,
+    new_tokens: int,
+    device_peak_bytes: int | None,
+    settings: str = "",
 ) -> str:
     """The figures of a request, or of a batch of them, for people.
 
@@ -35,6 +40,7 @@ def closing_line(
       prompt_tokens: of all prompts.
       new_tokens: of all answers; tokens/s is these over the whole time, prefill included.
       device_peak_bytes: see the function of this name.
+      settings: of the answer, as far as nobody gave them; "" for none.
     """
     total_s = timing.ttft_s + timing.decode_s
     tpot = "n/a" if math.isnan(timing.tpot_s) else f"{1e3 * timing.tpot_s:.2f} ms"
@@ -42,7 +48,7 @@ def closing_line(
         f"prompt tokens {prompt_tokens}, new tokens {new_tokens}, "
         f"TTFT {1e3 * timing.ttft_s:.1f} ms, TPOT {tpot}, {new_tokens / total_s:.1f} tokens/s, "
         f"peak memory: device {_mib(device_peak_bytes)}, host {_mib(host_peak_bytes())}; "
-        f"compile {timing.compile_s:.2f} s (in none of the times)"
+        f"compile {timing.compile_s:.2f} s (in none of the times){settings and f'; {settings}'}"
     )
 
 

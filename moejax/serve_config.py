@@ -3,10 +3,15 @@
 import dataclasses
 import math
 import re
+from typing import Any
 
 from moejax.config import GenerateConfig
 from moejax.errors import MoejaxError
+from moejax.generation import GenerationSettings
 from moejax.options import option
+
+# Where neither a request nor the server's settings nor the checkpoint say.
+SERVED: dict[str, Any] = {"max_new_tokens": 512, "temperature": 1.0}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,10 +23,18 @@ class ServeConfig(GenerateConfig):
 
     command = "moejax.serve"
 
-    max_new_tokens: int = option(
-        512, "where a request does not say; an answer ends at the end of the context, too"
+    max_new_tokens: int | None = option(
+        None,
+        "where a request does not say; an answer ends at the end of the context, too; None: the "
+        f"checkpoint's, or {SERVED['max_new_tokens']}",
+        kind=int,
     )
-    temperature: float = option(1.0, "where a request does not say, as OpenAI's API; 0 is greedy")
+    temperature: float | None = option(
+        None,
+        "where a request does not say; 0 is greedy; None: the checkpoint's, or "
+        f"{SERVED['temperature']:g}, as OpenAI's API",
+        kind=float,
+    )
     seed: int = option(0, "where a request does not say; 0: one that nobody knows")
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all, for everybody")
     port: int = option(8000, "port to listen on; 0: any that is free, which is printed")
@@ -48,6 +61,10 @@ class ServeConfig(GenerateConfig):
         False, "compile for batches of every size before it is ready, streams and logprobs included"
     )
     grace_s: float = option(10.0, "seconds that answers may go on after SIGTERM")
+
+    def settings(self, defaults: dict[str, Any]) -> GenerationSettings:
+        """What a request that says nothing is answered with; `defaults` are the checkpoint's."""
+        return GenerationSettings.of(**SERVED | defaults | self.request())
 
     def check(self) -> None:
         """See `RunConfig.check`."""

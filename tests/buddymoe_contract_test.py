@@ -78,9 +78,9 @@ class ContractTest(parameterized.TestCase):
                 jax.tree.map(np.testing.assert_array_equal, mine, alone)
         self.assertGreater(len({int(state.replaced.sum()) for state in states}), 1)
 
-    @parameterized.parameters({}, {"choose": "random"}, {"beta": 0.7}, {"bypass_bytes": 9.0})
-    def test_padding_changes_nothing(self, **settings):
-        policy = BuddyMoe(lists=LISTS, **settings)
+    @parameterized.parameters({}, {"of": RandomExpert}, {"beta": 0.7}, {"bypass_bytes": 9.0})
+    def test_padding_changes_nothing(self, of=BuddyMoe, **settings):
+        policy = of(lists=LISTS, **settings)
         o = observation(np.random.default_rng(6))
 
         def padded(leaf: jax.Array) -> jax.Array:
@@ -183,7 +183,6 @@ class RefusalTest(parameterized.TestCase):
         ({"half_life": "x"}, "half_life='x' must be a number, above 0"),
         ({"least_misses": -1}, "least_misses=-1 must be a number, 0 or more"),
         ({"max_requests": 1.5}, "max_requests=1.5 must be an integer"),
-        ({"seed": "x", "choose": "random"}, "seed='x' must be an integer"),
         ({"tae_tau": "off"}, "tae_tau='off' must be finite numbers"),
         ({"tae_tau": float("nan")}, "tae_tau=nan must be finite numbers"),
         ({"tae_tau": np.float32([0.5, np.nan])}, "tae_tau=.* must be finite numbers"),
@@ -194,6 +193,12 @@ class RefusalTest(parameterized.TestCase):
     def test_settings(self, settings, said):
         with self.assertRaisesRegex(MoejaxError, said):
             BuddyMoe(lists=LISTS, **settings)
+
+    def test_settings_of_controls(self):
+        with self.assertRaisesRegex(MoejaxError, "seed='x' must be an integer"):
+            RandomExpert(lists=LISTS, seed="x")
+        with self.assertRaisesRegex(MoejaxError, "discount=1.5 must be a number, from 0 to 1"):
+            SoftBuddies(lists=LISTS, discount=1.5)
 
     @parameterized.parameters(
         ({"num_layers": 3}, "lists are of 2 layers of 12 experts, the model has 3 of 12"),

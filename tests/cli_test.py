@@ -45,6 +45,7 @@ class FakeEngine:
         self.tokenizer: FakeTokenizer | None = FakeTokenizer()
         self.device = jax.devices("cpu")[0]
         self.ledger = None
+        self.defaults: dict[str, Any] = {}
         self.asked: list[tuple[Any, dict[str, Any]]] = []
 
     def stream(self, prompt: list[int], **request: Any) -> Iterator[Chunk]:
@@ -97,6 +98,19 @@ class CliTest(parameterized.TestCase):
             r"\Aprompt tokens 4, new tokens 4, TTFT 250\.0 ms, TPOT 500\.00 ms, 2\.3 tokens/s, "
             r"peak memory: device n/a, host \d+ MiB; compile 2\.50 s [^\n]*\n\Z",
         )
+
+    def test_settings_of_the_checkpoint_are_named(self):
+        self.engine.defaults = {"temperature": 0.6, "top_k": 20}
+        self.assertIsNone(GenerateConfig().temperature)
+        for arguments, said in (
+            ([], "; by generation_config.json: temperature 0.6, top_k 20\n"),
+            (["--config.top_k=5"], "; by generation_config.json: temperature 0.6\n"),
+            (["--config.top_k=None"], "; by generation_config.json: temperature 0.6, top_k 20\n"),
+            (["--config.temperature=0"], " (in none of the times)\n"),
+        ):
+            self.assertTrue(self.run_main("--prompt=a", *arguments)[1].endswith(said), arguments)
+        self.run_main("--prompt=a", "--config.generation_config=false")
+        self.assertFalse(self.config.generation_config)  # `load_engine` hands it on
 
     def test_answer_comes_while_it_is_made(self):
         seen = []

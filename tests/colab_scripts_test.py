@@ -120,7 +120,7 @@ class CellsTest(parameterized.TestCase):
 
     def test_the_policy_is_short(self):
         tree = ast.parse(SCRIPTS["colab_write_a_policy"].read_text(encoding="utf-8"))
-        [own] = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "KeepWanted"]
+        [own] = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "SkipUnwanted"]
         self.assertLessEqual(own.end_lineno - own.lineno + 1, 30)
 
 

@@ -16,6 +16,7 @@ from moejax.memory.budget import Limits
 from moejax.options import from_config_dict, options, to_config_dict
 from moejax.policies.make import POLICIES, settings_of
 from moejax.policy_config import NAMES, SETTINGS, PolicyConfig
+from moejax.serve_config import ServeConfig
 from scripts.documents.config_tables import MAINS
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
@@ -46,8 +47,21 @@ class ConfigTest(parameterized.TestCase):
         settings = GenerationSettings.of(**GenerateConfig(top_k=7, stop=("x",)).request())
         self.assertEqual(settings, GenerationSettings(top_k=7, stop=("x",)))
         # Only what has no place on a command line is left to the engine's own callers.
-        names = {field.name for field in dataclasses.fields(GenerationSettings)}
-        self.assertEqual(names - set(GenerateConfig().request()), {"ignore_eos"})
+        plain = dataclasses.asdict(GenerationSettings(stop=("x",)))
+        every = {name: value for name, value in plain.items() if name != "ignore_eos"}
+        self.assertEqual(GenerateConfig(**every).request(), every)
+        # What is not given is left to the checkpoint.
+        self.assertEqual(set(GenerateConfig().request()), {"seed", "add_special_tokens"})
+
+    def test_what_a_server_answers_with(self):
+        of_checkpoint = {"temperature": 0.6, "top_k": 20}
+        plain = GenerationSettings(max_new_tokens=512, temperature=1.0)
+        self.assertEqual(ServeConfig().settings({}), plain)
+        by_checkpoint = dataclasses.replace(plain, **of_checkpoint)
+        self.assertEqual(ServeConfig().settings(of_checkpoint), by_checkpoint)
+        given = ServeConfig(temperature=0.0, max_new_tokens=7)
+        expected = GenerationSettings(max_new_tokens=7, top_k=20)
+        self.assertEqual(given.settings(of_checkpoint), expected)
 
     def test_names_are_locked(self):
         with self.assertRaises(AttributeError):

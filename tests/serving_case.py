@@ -93,7 +93,7 @@ def served(
     metrics, ready = Metrics(), threading.Event()
     batcher = Batcher(lambda: engine, metrics, on_loaded=ready.set, **settings)
     api = Api(
-        batcher, metrics, model_name=NAME, defaults=GenerationSettings(max_new_tokens=12),
+        batcher, metrics, model_name=NAME, defaults=lambda _: GenerationSettings(max_new_tokens=12),
         max_body_bytes=max_body_bytes, most_answers=settings["queue_limit"], access=access,
     )  # fmt: skip
     with contextlib.closing(bind("127.0.0.1", 0)) as listening:

@@ -71,7 +71,7 @@ class Api:
         metrics: Metrics,
         *,
         model_name: str,
-        defaults: GenerationSettings,
+        defaults: Callable[[Engine], GenerationSettings],
         max_body_bytes: int,
         most_answers: int,
         access: Access,
@@ -82,7 +82,7 @@ class Api:
           batcher: runs the requests.
           metrics: told how they end.
           model_name: as clients call the model.
-          defaults: of fields that requests do not say.
+          defaults: gives the settings of fields that requests do not say.
           max_body_bytes: longer bodies are refused.
           most_answers: requests of more answers are refused.
           access: who may ask.
@@ -173,8 +173,9 @@ class Api:
             if engine is None or engine.tokenizer is None:
                 raise unavailable("the model is being loaded")
             facts = ModelFacts(
-                self._model_name, engine.tokenizer, engine.config.vocab_size, self._defaults,
-                engine.check_prompt, engine.longest_prompt, self._most_answers,
+                self._model_name, engine.tokenizer, engine.config.vocab_size,
+                self._defaults(engine), engine.check_prompt, engine.longest_prompt,
+                self._most_answers,
             )  # fmt: skip
             request = await self._bodies.parse(body, lambda body: read(read_object(body), facts))
         for name in set(request.ignored) - self._told:

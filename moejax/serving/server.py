@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 
 from moejax.engine import Engine
 from moejax.errors import MoejaxError
-from moejax.generation import GenerationSettings
+from moejax.generation_defaults import describe_defaults
 from moejax.serve_config import ServeConfig
 from moejax.serving.app import Access, Api
 from moejax.serving.batcher import Batcher, warm_up
@@ -62,7 +62,7 @@ def serve(config: ServeConfig, load: Callable[[], Engine], key: str = "") -> Non
       MoejaxError: the port is taken, or the model cannot be loaded or has no tokenizer.
     """
     listening = bind(config.host, config.port)
-    metrics, defaults = Metrics(), GenerationSettings.of(**config.request())
+    metrics = Metrics()
     server: _Server | None = None
 
     def checked_load() -> Engine:
@@ -71,7 +71,7 @@ def serve(config: ServeConfig, load: Callable[[], Engine], key: str = "") -> Non
             raise MoejaxError(f"{config.checkpoint} has no tokenizer.json, so it takes no text")
         engine.tokenizer.most_token_bytes  # noqa: B018, found now, not while a client waits
         if config.warm_up:
-            warm_up(engine, defaults, config.max_batch)
+            warm_up(engine, config.settings(engine.defaults), config.max_batch)
         return engine
 
     def loaded() -> None:
@@ -79,7 +79,12 @@ def serve(config: ServeConfig, load: Callable[[], Engine], key: str = "") -> Non
             assert server is not None
             server.should_exit = True
         else:
-            print(f"ready: {_model_name(config)} at {url}", file=sys.stderr, flush=True)
+            assert batcher.engine is not None
+            said = describe_defaults(batcher.engine.defaults, config.request())
+            print(
+                f"ready: {_model_name(config)} at {url}{said and f'; {said}'}",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
 
     batcher = Batcher(
         checked_load, metrics, max_batch=config.max_batch, queue_limit=config.queue_limit,
@@ -87,7 +92,8 @@ def serve(config: ServeConfig, load: Callable[[], Engine], key: str = "") -> Non
     )  # fmt: skip
     api = Api(
         batcher, metrics, model_name=_model_name(config),
-        defaults=defaults, max_body_bytes=config.max_body_bytes,
+        defaults=lambda engine: config.settings(engine.defaults),
+        max_body_bytes=config.max_body_bytes,
         most_answers=min(config.max_answers, config.queue_limit),
         access=Access(config.host, config.allowed_hosts, config.cors_origins, key),
     )  # fmt: skip
