@@ -10,8 +10,6 @@ from typing import Any
 
 from moejax.errors import MoejaxError
 from moejax.evaluation.perplexity import PRESETS, Windowing
-from moejax.evaluation.problems import GenerationTask
-from moejax.evaluation.tasks import TASKS
 from moejax.evaluation.texts import JOINS
 from moejax.generation import GenerationSettings
 from moejax.memory.budget import Limits, check_gib, check_phase
@@ -20,11 +18,13 @@ from moejax.options import RunConfig, option
 from moejax.options import to_config_dict as to_config_dict
 from moejax.policy_config import PolicyConfig
 
-PERPLEXITY = "perplexity"
-EVALUATION_TASKS = (PERPLEXITY, *TASKS)
 SHAPE_BITS = (2, 3, 4, 8, 16)
 
 
+_TASKS_BY_LM_EVAL = (
+    "python -m moejax.lm_eval --model moejax --model_args pretrained=CHECKPOINT --tasks NAME "
+    "--data FOLDER (moejax.evaluate measures perplexity alone)"
+)
 VERIFY = "first compare the files of checkpoints with the SHA-256 in their quantization.json"
 
 
@@ -306,7 +306,6 @@ class EvaluateConfig(RecordConfig):
 
     command = "moejax.evaluate"
 
-    task: str = option(PERPLEXITY, f"what is measured: {', '.join(EVALUATION_TASKS)}")
     checkpoint: str = option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
     verify: bool = option(False, VERIFY)
     text: str = option(
@@ -319,17 +318,7 @@ class EvaluateConfig(RecordConfig):
     window: int = option(0, "tokens that a prediction sees at most; 0: the preset's")
     stride: int = option(0, "tokens that windows advance by; 0: the preset's, at most the window")
     max_tokens: int = option(0, "score no more than the first so many tokens; 0: all")
-    data: str = option("", "of tasks but perplexity: their rows, JSON Lines (.jsonl, .xz, .gz)")
-    fewshot: int = option(-1, "examples before each of them; -1: 5 of gsm8k, else none")
-    fewshot_data: str = option("", "the rows that examples are taken from, the first ones")
-    limit: int = option(0, "rows that are taken, a random sample; 0: all")
-    seed: int = option(
-        0, "of that sample; of perplexity, of the tokens that are compared with the exact model"
-    )
-    max_new_tokens: int = option(0, "of an answer that is generated; 0: the task's")
-    execute: bool = option(
-        False, "humaneval: run what the model wrote, in a subprocess with limits (no prison)"
-    )
+    seed: int = option(0, "draws the tokens that are compared with the exact model")
     batch_size: int = option(
         8, "sequences at once; the result does not depend on it, and under a policy it is 1"
     )
@@ -355,6 +344,11 @@ class EvaluateConfig(RecordConfig):
         GenerationSettings.add_special_tokens, "let the tokenizer add its own (such as bos)"
     )
 
+    def moved(self, name: str) -> str:
+        """See `RunConfig.moved`: lm_eval runs the tasks that this command had."""
+        gone = ("task", "data", "fewshot", "fewshot_data", "limit", "max_new_tokens", "execute")
+        return _TASKS_BY_LM_EVAL if name in gone else ""
+
     def windowing(self) -> Windowing:
         """Window and stride: the preset's where they are not given."""
         preset = PRESETS[self.preset]
@@ -365,22 +359,8 @@ class EvaluateConfig(RecordConfig):
         """Sequences at once: one under a policy, whose state a batch would share."""
         return 1 if self.policy.name else self.batch_size
 
-    def num_fewshot(self) -> int:
-        """Examples before each document: the task's own where none are given."""
-        return self.fewshot if self.fewshot >= 0 else TASKS[self.task].fewshot
-
-    def answer_length(self) -> int:
-        """Most tokens of a generated answer: the task's own where none are given."""
-        task = TASKS[self.task]
-        own = task.max_new_tokens if isinstance(task, GenerationTask) else 0
-        return self.max_new_tokens or own
-
     def check(self) -> None:
         """See `RunConfig.check`."""
-        if self.task not in EVALUATION_TASKS:
-            raise MoejaxError(f"task={self.task!r} is not there; {_listed(EVALUATION_TASKS)}")
-        if self.task in TASKS:
-            self._check_task()
         if not self.checkpoint:
             raise MoejaxError("checkpoint='' must be a name or a directory")
         if not self.text:
@@ -397,32 +377,12 @@ class EvaluateConfig(RecordConfig):
             raise MoejaxError(f"batch_size={self.batch_size} must be at least 1")
         check_share(self.fidelity_share)
         is_given = self.fidelity_share not in (0, EvaluateConfig.fidelity_share)
-        if is_given and not (self.policy.name and self.task == PERPLEXITY):
+        if is_given and not self.policy.name:
             raise MoejaxError(
-                f"fidelity_share={self.fidelity_share:g} compares a policy with the exact model on "
-                f"a text: name policy.name, with task={PERPLEXITY}, or leave it out"
+                f"fidelity_share={self.fidelity_share:g} compares a policy with the exact model: "
+                "name policy.name, or leave it out"
             )
         self.windowing().check()
-
-    def _check_task(self) -> None:
-        task = TASKS[self.task]
-        if not self.data:
-            raise MoejaxError(f"task={self.task} needs data=FILE, its rows in JSON Lines")
-        if self.fewshot < -1:
-            raise MoejaxError(f"fewshot={self.fewshot} must be -1 (the task's) or a number")
-        if self.num_fewshot() and not self.fewshot_data:
-            raise MoejaxError(
-                f"task={self.task} with fewshot={self.num_fewshot()} needs fewshot_data=FILE, the "
-                "rows that examples are taken from; or set fewshot=0"
-            )
-        for name in ("limit", "max_new_tokens"):
-            if getattr(self, name) < 0:
-                raise MoejaxError(f"{name}={getattr(self, name)} must be 0 or a number")
-        if isinstance(task, GenerationTask) and task.executes and not self.execute:
-            raise MoejaxError(
-                f"task={self.task} runs programs that the model wrote; where that can do no harm "
-                "(a container without network), allow it: --config.execute=True"
-            )
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -222,6 +222,8 @@ def moved(name: str, config: RunConfig) -> str:
     """The flag that replaces a former field, named with its group or without; "" for none."""
     group, _, field = name.rpartition(".")
     found = [part.moved(field) for key, part in groups(config).items() if group in ("", key)]
+    if group in ("", "config"):
+        found.append(config.moved(field))
     return next(filter(None, found), "")
 
 

@@ -2,7 +2,7 @@
 
     git worktree add old COMMIT                          # or unpack `git archive COMMIT` into old/
     python -m scripts.compare_commits --old=old --new=.
-    python -m scripts.compare_commits --old=old --new=. --only=mixtral --turns=3
+    python -m scripts.compare_commits --old=old --new=. --job=mixtral --turns=3
 
 Each job is one of the benchmark scripts with small settings: TPOT of a resident Qwen3-30B in INT4,
 of the same with 24 slots a layer, of Mixtral under 24 GiB, and of DynaExq, DyMoE and BuddyMoE. The
@@ -28,7 +28,7 @@ from moejax.results import read_rows
 
 _OLD = flags.DEFINE_string("old", None, "folder of the old tree", required=True)
 _NEW = flags.DEFINE_string("new", ".", "folder of the new tree")
-_ONLY = flags.DEFINE_string("only", "", "jobs whose name has this word; '': all")
+_JOB = flags.DEFINE_string("job", "", "jobs whose name has this word; '': all")
 _TURNS = flags.DEFINE_integer("turns", 2, "runs of each tree", lower_bound=1)
 _MOST = flags.DEFINE_float("most_percent", 2.0, "a time may be longer by so much")
 
@@ -97,9 +97,9 @@ def compared(
 def main(argv: list[str]) -> None:
     """Runs the jobs and prints a table of each."""
     del argv
-    names = [name for name in JOBS if _ONLY.value in name]
+    names = [name for name in JOBS if _JOB.value in name]
     if not names:
-        sys.exit(f"--only={_ONLY.value}: no job has it in its name; there are {', '.join(JOBS)}")
+        sys.exit(f"--job={_JOB.value}: no job has it in its name; there are {', '.join(JOBS)}")
     trees = {"old": Path(_OLD.value), "new": Path(_NEW.value)}
     for tree in trees.values():
         if not (tree / "scripts").is_dir():

@@ -9,8 +9,6 @@ moonshots of `bench_kernels_data.py` beside our best. Of a row that was measured
 counts.
 """
 
-import hashlib
-import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -24,7 +22,6 @@ from moejax.results import ResultRow, read_rows
 _ROWS = flags.DEFINE_string("rows", "scripts/results/kernels_h200.jsonl", "JSON Lines file")
 _OUTPUT = flags.DEFINE_string("output", "", "folder of the plots; '': only the tables")
 
-DIGEST = "Digest"  # of a PNG's texts: `digest` of what it shows
 OURS = ("mosaic", "triton")
 # Told apart by marker and line as well, for paper without colour; ours in black.
 STYLES: dict[str, dict[str, str]] = {
@@ -145,19 +142,6 @@ def stem(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", f"kernels {name}".lower())
 
 
-def digest(name: str, sizes: Mapping[int, Rows]) -> str:
-    """Of all numbers and names that a plot shows, which its file carries: is the plot current?
-
-    Pictures of the same numbers differ between versions of matplotlib, this does not.
-    """
-    shown = [
-        (size, key, f"{row.figure:.6g}", *(f"{bound:.6g}" for bound in _bounds(row)))
-        for size, rows in sizes.items()
-        for key, row in rows.items()
-    ]
-    return hashlib.sha256(json.dumps([name, shown]).encode()).hexdigest()
-
-
 def draw(name: str, sizes: Mapping[int, Rows], path: Path) -> None:
     """Time against size, both logarithmic, with the bounds of the packed form."""
     import matplotlib
@@ -185,7 +169,7 @@ def draw(name: str, sizes: Mapping[int, Rows], path: Path) -> None:
     panel.set_ylim(bottom=least / 2)
     panel.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    about = {"Software": None, DIGEST: digest(name, sizes)}
+    about = {"Software": None}
     figure.savefig(path, dpi=100, metadata=about)
     pyplot.close(figure)
     print(f"{path}: {path.stat().st_size / 1e3:.0f} KB")

@@ -1,13 +1,19 @@
 #!/usr/bin/env bash
 # Lint, types and tests, in a virtual environment that it makes and keeps under .venv.
 #
-#   scripts/run_tests.sh                 # everything, as CI runs it
-#   scripts/run_tests.sh -n 0 -k engine  # arguments go to pytest
+#   scripts/run_tests.sh                 # the fast tests, as CI runs them
+#   scripts/run_tests.sh --all           # and those marked slow
+#   scripts/run_tests.sh -n 0 -k engine  # other arguments go to pytest
 #   PYTHON=python3.12 scripts/run_tests.sh
 #
 # The environment is made again when pyproject.toml or the interpreter has changed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+
+if [ "${1:-}" = --all ]; then
+  shift
+  set -- -m '' "$@"  # in place of "not slow", which pyproject.toml says
+fi
 
 python=${PYTHON:-python3}
 venv=.venv

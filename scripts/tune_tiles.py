@@ -1,7 +1,7 @@
 """Times tile configurations of one kernel and says which is best, for the table in its tiles.py.
 
     python -m scripts.tune_tiles --op=dense --shape=4096x14336 --bits=3 --m=1,16 \
-        --implementation=mosaic --tiles=pallas_kernels.stream.tiles:StreamTiles \
+        --implementation=mosaic --tiles=pallas_kernels.mosaic_decode.tiles:StreamTiles \
         --grid="row_tiles=1,2;warps_n=1,2;warps_k=4,8;depth=2,3" --out=tiles.jsonl
     python -m scripts.tune_tiles --op=gate_up --shape=qwen3-30b --m=1 --implementation=triton \
         --tiles=pallas_kernels.grouped_dequant_matmul.tiles:TritonTiles --grid="block_n=32,64,128"

@@ -6,6 +6,7 @@ from pathlib import Path
 from unittest import mock
 
 import jax
+import pytest
 from absl import logging
 from absl.testing import absltest, parameterized
 
@@ -106,6 +107,7 @@ class EngineTest(parameterized.TestCase):
             )  # fmt: skip
 
     @parameterized.parameters(None, Tiering(policy="on_demand"))
+    @pytest.mark.slow
     def test_a_plan_is_of_what_the_allocator_has(self, policy):
         stated = Limits(device_gib=16 * MIB / GIB)
         ample = self.load(None, stated, policy)
@@ -123,6 +125,7 @@ class EngineTest(parameterized.TestCase):
         (None, None), (Limits(), None), (None, Tiering(policy="on_demand")),
         (Limits(slots=8), None),
     )  # fmt: skip
+    @pytest.mark.slow
     def test_a_model_that_cannot_fit_is_one_line_before_it_is_loaded(self, limits, policy):
         never = mock.patch("moejax.checkpoints.open.Checkpoint.load", side_effect=AssertionError)
         with never, self.assertRaises(MoejaxError) as caught:

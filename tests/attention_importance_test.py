@@ -8,6 +8,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax.policies.attention_importance import attention_received, importance_nbytes
+from tests import slow
 
 
 def exact_attention(q, k, positions, active, window):
@@ -24,6 +25,7 @@ def exact_attention(q, k, positions, active, window):
 
 
 class AttentionTest(parameterized.TestCase):
+    @slow.repeats()
     @parameterized.product(
         block=(1, 3, None), aggregation=("mean", "sum", "last_query"), window=(None, 4)
     )

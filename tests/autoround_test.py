@@ -3,11 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.quantization.autoround import AutoRoundSettings, autoround
 from moejax.quantization.grid import Codes, Grid, dequantize
 from moejax.quantization.rtn import rtn
+from tests import slow
 
 K = 80
 
@@ -75,6 +77,7 @@ class AutoRoundTest(parameterized.TestCase):
     def _problem(self) -> tuple[np.ndarray, np.ndarray]:
         return self.rng.standard_normal((24, K)).astype(np.float32), hessian_of(self.rng)
 
+    @slow.repeats()
     @parameterized.parameters(
         (2, 32, "float"),
         (3, 32, "integer"),  # the last group holds 16
@@ -108,6 +111,7 @@ class AutoRoundTest(parameterized.TestCase):
         np.testing.assert_allclose(lost[near], least[near], rtol=1e-3)
         np.testing.assert_allclose(lost.sum(), least.sum(), rtol=0.05)
 
+    @pytest.mark.slow
     def test_deterministic_and_the_same_eager_jitted_and_under_vmap(self):
         grid = Grid(bits=3, group_size=32, zero_kind="float")
         settings = AutoRoundSettings(iterations=20)

@@ -26,7 +26,6 @@ from scripts.accelerate_models import (
 )
 from scripts.accelerate_plan import Plan, layer_places, make_plan
 from scripts.bench_accelerate import cache_kept
-from tests import slow
 from tests.script_runs import run_module
 
 CPU = torch.device("cpu")
@@ -167,8 +166,8 @@ class PlanTest(absltest.TestCase):
 
 
 class ScriptTest(absltest.TestCase):
+    @pytest.mark.slow
     def test_it_runs_on_a_cpu(self):
-        slow.skip_unless_asked()
         with tempfile.TemporaryDirectory() as directory:
             out = Path(directory) / "rows.jsonl"
             done = run_module(

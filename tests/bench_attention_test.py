@@ -3,6 +3,7 @@
 import tempfile
 from pathlib import Path
 
+import pytest
 from absl.testing import absltest
 
 from moejax.models.shapes import SHAPES
@@ -11,6 +12,7 @@ from tests.script_runs import run_module
 
 
 class SmokeTest(absltest.TestCase):
+    @pytest.mark.slow
     def test_every_shape_writes_rows(self):
         output = Path(self.enter_context(tempfile.TemporaryDirectory())) / "rows.jsonl"
         command = ["scripts.bench_attention", "--smoke", "--repeats=2", "--tiles=16x2w4p2"]

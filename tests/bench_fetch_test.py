@@ -3,6 +3,7 @@
 import tempfile
 from pathlib import Path
 
+import pytest
 from absl.testing import absltest
 
 from moejax.results import read_rows
@@ -10,6 +11,7 @@ from tests.script_runs import run_module
 
 
 class SmokeTest(absltest.TestCase):
+    @pytest.mark.slow
     def test_every_part_writes_rows(self):
         output = Path(self.enter_context(tempfile.TemporaryDirectory())) / "rows.jsonl"
         done = run_module("scripts.bench_fetch", "--smoke", f"--output={output}")

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
+import pytest
 from absl import flags
 from absl.testing import absltest, flagsaver
 
@@ -116,6 +117,7 @@ class RunTest(absltest.TestCase):
         self.assertEqual(error, "")
         self.assertEqual(said.count("begins"), 1)
 
+    @pytest.mark.slow
     def test_cards_work_side_by_side_on_one_job_each(self):
         waits = SAYS.format("X") + "; import time; time.sleep(1)"
         found = [job(f"job {i}", waits, seconds=10 + i) for i in range(4)]
@@ -126,6 +128,7 @@ class RunTest(absltest.TestCase):
         self.assertEqual(sorted(log[0] for log in self.logs().values()), ["0", "0", "3", "3"])
         self.assertLess(said.index("job 3 | begins"), said.index("job 0 | begins"))
 
+    @pytest.mark.slow
     def test_no_job_begins_that_would_not_end_and_a_long_one_is_interrupted(self):
         slow = (
             "import time, sys\ntry:\n  print('began', flush=True)\n  time.sleep(60)\n"

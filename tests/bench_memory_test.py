@@ -4,6 +4,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.benchmarking.synthetic_traces import (
@@ -13,7 +14,6 @@ from moejax.benchmarking.synthetic_traces import (
     scaled_trace,
 )
 from moejax.results import read_rows
-from tests import slow
 from tests.script_runs import run_module
 
 
@@ -63,8 +63,8 @@ class TraceTest(parameterized.TestCase):
 
 
 class ScriptTest(absltest.TestCase):
+    @pytest.mark.slow
     def test_it_runs_on_a_cpu(self):
-        slow.skip_unless_asked()
         with tempfile.TemporaryDirectory() as directory:
             out = Path(directory) / "rows.jsonl"
             done = run_module(

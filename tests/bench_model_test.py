@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.benchmarking.random_weights import Packing, random_weights
@@ -17,7 +18,6 @@ from moejax.benchmarking.step_cost import bytes_per_step
 from moejax.models.config import weight_shapes
 from moejax.models.shapes import MIXTRAL_8X7B, QWEN3_30B_A3B
 from moejax.qtensor import QTensor, dense
-from tests import slow
 from tests.host_test_case import HostTestCase
 from tests.numpy_model import TINY
 from tests.packed_weights import num_bytes
@@ -38,6 +38,7 @@ class WeightsTest(HostTestCase):
         (3, "float"), (3, "symmetric"), (4, "integer"), (4, "symmetric"),
         (8, "float"), (8, "integer"), (16, "float"),
     )  # fmt: skip
+    @pytest.mark.slow
     def test_they_are_as_wide_as_their_inputs_ask(self, bits, zero_kind):
         packing = Packing(
             bits=bits, group_size=32, zero_kind=zero_kind, attention_bits=bits, head_bits=bits
@@ -72,6 +73,7 @@ class WeightsTest(HostTestCase):
         found = bytes_per_step(config, sized, batch, 544, distinct)
         self.assertAlmostEqual(found / expected, 1, delta=0.01)
 
+    @pytest.mark.slow
     def test_bytes_of_packed_weights_are_those_of_the_arrays(self):
         packing = Packing(bits=3, group_size=32, attention_bits=4)
         weights = random_weights(CONFIG, packing, jax.devices("cpu")[0])
@@ -100,6 +102,7 @@ class _Sized:
 
 
 class ScriptTest(parameterized.TestCase):
+    @pytest.mark.slow
     def test_it_measures_and_says_what_ran(self):
         with tempfile.TemporaryDirectory() as directory:
             output = Path(directory) / "rows.jsonl"
@@ -121,9 +124,8 @@ class ScriptTest(parameterized.TestCase):
         self.assertIn("decode of 2 tokens, head: reference, int8g", done.stdout)
 
     @parameterized.parameters("prefill", "decode")
+    @pytest.mark.slow
     def test_prompts_or_decode_alone_say_what_their_programs_take(self, phase):
-        if phase == "decode":
-            slow.skip_unless_asked()
         with tempfile.TemporaryDirectory() as directory:
             output = Path(directory) / "rows.jsonl"
             done = run(
@@ -147,6 +149,7 @@ class ScriptTest(parameterized.TestCase):
         self.assertEqual(parts["cache_gib"] * 2**30, 2 * numbers)  # bfloat16
         self.assertEqual("batch 2 prompt 90 TTFT" in found, phase == "prefill")
 
+    @pytest.mark.slow
     def test_an_unexpected_kernel_ends_it(self):
         done = run("--bits=4", "--expect=mosaic", "--expect_prefill=any")
         self.assertNotEqual(done.returncode, 0)

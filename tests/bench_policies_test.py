@@ -8,6 +8,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.benchmarking.shapes import TINY
@@ -19,7 +20,6 @@ from scripts.policy_memories import Lab
 from scripts.policy_run import Options, Run
 from scripts.policy_sections import SECTIONS
 from scripts.policy_timing import Sizes
-from tests import slow
 
 FEW_LAYERS = {
     name: dataclasses.replace(config, num_layers=3, moe_layers=(0, 1, 2))
@@ -135,6 +135,7 @@ class SectionTest(absltest.TestCase):
     def ends(self, rows: dict[str, Any], ending: str) -> list[Any]:
         return [row for what, row in rows.items() if what.endswith(ending)]
 
+    @pytest.mark.slow
     def test_dynaexq(self):
         rows = self.run_section("dynaexq")
         resident, pool, found = self.ends(rows, "TPOT")
@@ -150,8 +151,8 @@ class SectionTest(absltest.TestCase):
         (over, _) = [row for what, row in rows.items() if "throughput over" in what]
         self.assertAlmostEqual(over.figure, 100 * pool.figure / found.figure)
 
+    @pytest.mark.slow
     def test_dynaexq_wide(self):
-        slow.skip_unless_asked()
         rows = self.run_section(
             "dynaexq_wide", gibs=(0.01,), split="2,8", only=("uniform", "GiB"), ttft=True
         )
@@ -178,6 +179,7 @@ class SectionTest(absltest.TestCase):
     def check_table(self, gib: float, only: Sequence[str], ttft: bool = False) -> dict[str, Any]:
         return self.run_section("dymoe", gibs=(gib,), only=only, ttft=ttft)
 
+    @pytest.mark.slow
     def test_dymoe_loads_and_caches(self):
         rows = self.check_table(0.00395, ("load on demand", "cache, 0"), ttft=True)
         on_demand, cache = self.ends(rows, "TPOT")[:2]
@@ -188,6 +190,7 @@ class SectionTest(absltest.TestCase):
         self.assertAlmostEqual(ratio.figure, on_demand.figure / cache.figure)
         self.assertIn("cache over load on demand, 0.00395 GiB, TTFT", rows)
 
+    @pytest.mark.slow
     def test_dymoe_quantizes_and_leaves_out(self):
         rows = self.check_table(0.00619, ("4/2, prefetch, ", "4/0, prefetch, "))
         low, skips = self.ends(rows, "TPOT")
@@ -195,8 +198,8 @@ class SectionTest(absltest.TestCase):
             self.assertBetween(row.baseline[name], 0.01, 0.5)
         self.assertGreater(low.baseline["prefetched_a_step"], 0)
 
+    @pytest.mark.slow
     def test_dymoe_spends_slots_best_on_high_precision(self):
-        slow.skip_unless_asked()
         sizes, moved = Sizes(context=256, prompt=16, steps=64, per_call=4), []
         with mock.patch.object(self.lab, "sizes", sizes):
             for split in ("4,0", "3,2"):
@@ -206,13 +209,14 @@ class SectionTest(absltest.TestCase):
                 moved.append(self.ends(rows, "TPOT")[0].baseline["megabytes_a_step"])
         self.assertAlmostEqual(moved[0] / moved[1], 0.81, delta=0.05)
 
+    @pytest.mark.slow
     def test_buddymoe(self):
         rows = self.run_section(
             "buddymoe", only=("original", "co-activation, c"), bits=2, batches=(2,),
-            ttft=slow.asked(),
+            ttft=True,
         )  # fmt: skip
         prompted = [row.what.split(",")[0] for row in self.ends(rows, "TTFT")]
-        self.assertEqual(prompted, ["original", "co-activation"] if slow.asked() else [])
+        self.assertEqual(prompted, ["original", "co-activation"])
         original, found = self.ends(rows, "TPOT")[:2]
         self.assertAlmostEqual(original.baseline["tokens_per_s"], 2e3 / original.figure)
         self.assertEqual(found.baseline["original_ms"], original.figure)
@@ -222,8 +226,8 @@ class SectionTest(absltest.TestCase):
         moved = found.baseline["megabytes_a_step"], original.baseline["megabytes_a_step"]
         self.assertAlmostEqual(fewer.figure, 100 * (1 - moved[0] / moved[1]))
 
+    @pytest.mark.slow
     def test_latency(self):
-        slow.skip_unless_asked()
         rows = self.run_section("latency")
         layers = 2
         misses = {
@@ -241,16 +245,16 @@ class SectionTest(absltest.TestCase):
         self.assertEqual(rows["one layer, buddy miss"].baseline["replaced_a_layer"], 1)
         self.assertEqual(rows["one layer, prefetch miss"].baseline["prefetched_a_step"], 1)
 
+    @pytest.mark.slow
     def test_cost(self):
-        slow.skip_unless_asked()
         rows = self.run_section("cost", only=("pool alone", "rho 0", "nobody", "nothing hot"))
         moved = self.ends(rows, "cost of an offloaded step")
         self.assertLen(moved, 4)
         for row in moved:
             self.assertEqual(row.baseline["moved_over_no_policy"], 1)
 
+    @pytest.mark.slow
     def test_compose(self):
-        slow.skip_unless_asked()
         rows = self.run_section("compose", gibs=(0.0062,), only=("cache", "dynaexq+dymoe+buddymoe"))
         cache, found = self.ends(rows, "TPOT")
         self.assertEqual(found.baseline["cache_ms"], cache.figure)

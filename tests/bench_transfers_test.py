@@ -3,6 +3,7 @@
 import tempfile
 from pathlib import Path
 
+import pytest
 from absl.testing import absltest
 
 from moejax.results import read_rows
@@ -10,6 +11,7 @@ from tests.script_runs import run_module
 
 
 class ScriptTest(absltest.TestCase):
+    @pytest.mark.slow
     def test_it_runs_on_a_cpu(self):
         with tempfile.TemporaryDirectory() as directory:
             out = Path(directory) / "rows.jsonl"

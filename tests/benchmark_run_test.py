@@ -55,10 +55,9 @@ class CheckpointTest(Case):
         cls.checkpoint = cls.home / "tiny"
         tiny_engine.load_tiny_engine(cls.checkpoint)
 
+    @slow.where(lambda least: least)  # `generate_test` compares one that is not exact
     @parameterized.parameters(("dynaexq", "('int4','int2')", 0.001), ("on_demand", "()", 0))
     def test_a_policy_is_compared_with_the_exact_model(self, name, tiers, least):
-        if least:  # `generate_test` compares one that is not exact
-            slow.skip_unless_asked()
         policy = {"policy.name": name, "policy.tiers": tiers, "policy.group_size": 16}
         record, out = self.record(
             checkpoint=self.checkpoint, prompt_tokens=24, fidelity_share=0.5, batches="(1,2)",
@@ -76,12 +75,11 @@ class CheckpointTest(Case):
                 self.assertLess(abs(kl["value"]), 1e-6)
                 self.assertEqual(same["value"], 100)
 
+    @slow.where(lambda of: of is exactness)
     @parameterized.parameters(
         (models.CheckpointModels, "exact"), (exactness, "predicted"),
     )  # fmt: skip
     def test_there_may_be_no_room_to_compare(self, of, name):
-        if of is exactness:
-            slow.skip_unless_asked()
         with mock.patch.object(of, name, side_effect=MoejaxError("no")):
             status, out, err = run(
                 checkpoint=self.checkpoint, prompt_tokens=9, fidelity_share=0.5, runs=1,
@@ -210,10 +208,9 @@ class ShapeTest(Case):
         self.assertEqual(figures["experts of a layer that a decode step reads"]["value"], 2)
         self.assertIn("nothing is replayed", point["routing"])
 
+    @slow.where(lambda hit_rate: hit_rate)  # the other one says where the experts come from
     @parameterized.parameters(([0, 0, 0], 100.0), ([0, 1, 2], 0.0))
     def test_decode_takes_the_experts_of_the_trace(self, turns, hit_rate):
-        if hit_rate:  # the other one says where the experts come from
-            slow.skip_unless_asked()
         pairs = np.array([[0, 1], [2, 3], [4, 5]])[np.resize(turns, 30)]
         trace = self.folder / "x.trace"
         write_trace(trace, trace_of_replay(pairs[:, None].repeat(2, axis=1), 8))
@@ -226,8 +223,8 @@ class ShapeTest(Case):
         self.assertEqual(figures["experts of a layer that a decode step reads"]["value"], 2)
         self.assertIn("trace x.trace, its own gates", out)
 
+    @pytest.mark.slow
     def test_a_batch_reads_what_its_sequences_choose(self):
-        slow.skip_unless_asked()
         ids = np.resize([0, 1, 2, 3], (32, 2, 2))  # always 0 and 1 in layer 0, 2 and 3 in layer 1
         trace = self.folder / "x.trace"
         write_trace(trace, trace_of_replay(ids, 8))
@@ -302,8 +299,8 @@ class ShapeTest(Case):
             self.assertGreater(figures["link bytes of a decode step"]["value"], 0)
             self.assertBetween(figures["share of the byte floor"]["value"], 0.1, 100)
 
+    @pytest.mark.slow
     def test_buddies_are_those_of_the_replayed_routing(self):
-        slow.skip_unless_asked()
         record, _ = self.record(
             shape="tiny", prompt_tokens=16, **{"policy.name": "buddymoe", "policy.slots": "('4',)"}
         )

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
+
 Kernel = Callable[[Any, Any], Any]  # takes operands and a shape
 
 
@@ -23,6 +25,7 @@ class BrokenKernels:
         """Returns what the contract's check says."""
         raise NotImplementedError
 
+    @pytest.mark.slow
     def test_a_broken_kernel_fails(self) -> None:
         kernel, operands, shape = self.sound()
         assert self.broken

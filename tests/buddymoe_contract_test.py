@@ -6,12 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.errors import MoejaxError
 from moejax.policies.base import Observation
 from moejax.policies.buddymoe import BuddyMoe, BuddyState
 from scripts.studies.buddymoe.controls import MatchedRandom, RandomExpert, SoftBuddies
+from tests import slow
 from tests.buddymoe_cases import EXPERTS, HOPS, LAYERS, LISTS, SPEC, TOKENS, observation, steps
 
 
@@ -28,6 +30,7 @@ class ContractTest(parameterized.TestCase):
         {"of": RandomExpert, "rho": 2},
         {"of": MatchedRandom},
     )
+    @pytest.mark.slow
     def test_jit_is_eager_and_scan_is_a_loop(self, of=BuddyMoe, **settings):
         policy = of(lists=LISTS, **settings)
         start, given = policy.init(SPEC), steps(4, 3)
@@ -78,6 +81,7 @@ class ContractTest(parameterized.TestCase):
                 jax.tree.map(np.testing.assert_array_equal, mine, alone)
         self.assertGreater(len({int(state.replaced.sum()) for state in states}), 1)
 
+    @slow.repeats()
     @parameterized.parameters({}, {"of": RandomExpert}, {"beta": 0.7}, {"bypass_bytes": 9.0})
     def test_padding_changes_nothing(self, of=BuddyMoe, **settings):
         policy = of(lists=LISTS, **settings)

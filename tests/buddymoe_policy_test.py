@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.policies import buddy_gates, substitution
@@ -19,6 +20,7 @@ from scripts.studies.buddymoe.controls import (
     SoftBuddies,
 )
 from tests import buddymoe_reference as paper
+from tests import slow
 from tests.buddymoe_cases import (
     EXPERTS,
     HOPS,
@@ -64,6 +66,7 @@ def expected_decision(
 
 
 class DecisionTest(parameterized.TestCase):
+    @slow.repeats()
     @parameterized.parameters(
         {"rho": 1},
         {"rho": 2, "spend_on": "last"},
@@ -122,6 +125,7 @@ class DecisionTest(parameterized.TestCase):
         np.testing.assert_allclose(decision.weights, [[0.3, 0, 0.3, 0.4]], rtol=1e-6)
         self.assertEqual(state.replaced[1, :2].tolist(), [1, 1])
 
+    @pytest.mark.slow
     def test_baselines(self):
         total = {}
         for of in (Original, BuddyMoe, MatchedRandom, RandomExpert):
@@ -150,6 +154,7 @@ class DecisionTest(parameterized.TestCase):
         for of in (MatchedRandom, RandomExpert):  # most are nobody's listed buddies
             self.assertGreater(total[of][1], 0.2 * total[of][0])
 
+    @slow.repeats()
     @parameterized.parameters("ranks", "kernel")
     def test_beta_follows_from_the_bytes_that_may_be_fetched(self, form):
         budget = 250.0  # of experts of 100 bytes

@@ -8,6 +8,7 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ from moejax.policies.buddy_lists import (
 from moejax.policies.substitution import Candidates
 from scripts.studies.buddymoe import controls
 from tests import buddymoe_reference as paper
+from tests import slow
 from tests.buddymoe_cases import DEPTH, EXPERTS, LAYERS, TOKENS, WIDTH, as_lists, routed
 
 
@@ -44,6 +46,7 @@ randomly_found = jax.jit(controls.substitute_randomly)
 
 
 class GatesTest(parameterized.TestCase):
+    @slow.repeats()
     @parameterized.parameters(0.8, 1.0, 1.2)
     def test_entropy_and_margin_are_those_of_the_paper(self, temperature):
         probabilities, ids, _ = routed(np.random.default_rng(0), 40)
@@ -294,6 +297,7 @@ class SubstitutionTest(parameterized.TestCase):
             self.assertEqual(found.ids.tolist(), [expected], discount)
             self.assertEqual(first_rank.tolist(), [first], discount)
 
+    @pytest.mark.slow
     def test_discount_0_is_the_hard_rule(self):
         rng = np.random.default_rng(7)
         for last_first in (False, True):

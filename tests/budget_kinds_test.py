@@ -8,6 +8,7 @@ import tempfile
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import Engine
@@ -24,7 +25,7 @@ from moejax.models.config import weight_shapes
 from moejax.models.leaf_kinds import kind_of
 from moejax.models.shapes import SHAPES
 from moejax.policies.attention_importance import importance_nbytes
-from tests import model_kinds, slow
+from tests import model_kinds
 from tests.random_checkpoints import TINY, write_random_checkpoint
 
 NAMES = ("DeepSeek-V2-Lite", "DeepSeek-MoE-16B", "Qwen3-Next-80B-A3B")
@@ -127,11 +128,10 @@ class ContractTest(parameterized.TestCase):
             model_kinds.DELTA["delta_net"], num_key_heads=4, num_value_heads=8, key_dim=64,
             value_dim=64)}, 256, 1),
     )  # fmt: skip
+    @pytest.mark.slow
     def test_programs_take_no_more_than_planned_and_not_much_less(
         self, name, changes, context, batch
     ):
-        if changes:
-            slow.skip_unless_asked()
         directory = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
         write_random_checkpoint(directory, **{**model_kinds.KINDS[name], **changes})
         engine = Engine.from_pretrained(

@@ -15,25 +15,24 @@ from tests.cache_plan_contract import CASES
 
 
 class ContractTest(parameterized.TestCase):
-    @parameterized.parameters(*CASES)
-    def test_the_kernel_decides_as_the_reference(self, case):
-        for seed in range(2 if slow.asked() else 1):
-            tables, _, made = contract.check(
-                CASES[case], seed, implementation="triton", interpret=True
-            )
-            events = [np.asarray(one.events).sum((0, 1)) for one in tables]
-            names = dict(zip(EVENTS, np.sum(events, axis=0), strict=True))
-            if not CASES[case].policy:
-                self.assertGreater(names["misses"], 0)
-                continue
-            self.assertGreater(names["hits"], 0)
-            still = case in ("one_of_all", "fixed") or CASES[case].rule == "held"
-            if not still:  # something moves within a step
-                self.assertGreater(min(names["admitted"], names["evictions"]), 0)
-            unasked = {0} if case == "held_in_the_second" else set()
-            every = set(range(-1, len(tables)))
-            self.assertEqual(set(np.unique(made.tier)), every - unasked)
+    @slow.repeats(lambda case: (CASES[case].policy, CASES[case].rule))
+    @parameterized.product(case=tuple(CASES), seed=(0, 1))
+    def test_the_kernel_decides_as_the_reference(self, case, seed):
+        tables, _, made = contract.check(CASES[case], seed, implementation="triton", interpret=True)
+        events = [np.asarray(one.events).sum((0, 1)) for one in tables]
+        names = dict(zip(EVENTS, np.sum(events, axis=0), strict=True))
+        if not CASES[case].policy:
+            self.assertGreater(names["misses"], 0)
+            return
+        self.assertGreater(names["hits"], 0)
+        still = case in ("one_of_all", "fixed") or CASES[case].rule == "held"
+        if not still:  # something moves within a step
+            self.assertGreater(min(names["admitted"], names["evictions"]), 0)
+        unasked = {0} if case == "held_in_the_second" else set()
+        every = set(range(-1, len(tables)))
+        self.assertEqual(set(np.unique(made.tier)), every - unasked)
 
+    @slow.repeats()
     @parameterized.parameters(*(name for name, case in CASES.items() if case.rule))
     def test_a_rule_of_the_reference_is_its_wishes(self, case):
         contract.check(CASES[case], 3, implementation="reference")

@@ -22,7 +22,7 @@ from moejax.runner import Runner
 from moejax.served import EXPERT_LEAVES
 from pallas_kernels import cache_plan, expert_fetch
 from pallas_kernels.target import Target
-from tests import tiny_engine
+from tests import slow, tiny_engine
 
 CONFIG = tiny_engine.CONFIG
 NUM_LAYERS, NUM_EXPERTS, WIDTH = 2, CONFIG.num_experts, 16
@@ -97,6 +97,7 @@ def steps(slots: int, ahead: int, tokens: int, kernels: ops.Kernels) -> Any:
 
 
 class WiringTest(parameterized.TestCase):
+    @slow.repeats()
     @parameterized.parameters((6, 0, 1), (4, 2, 1), (3, 2, 4), (0, 0, 2), (8, 2, 5))
     def test_a_layer_gives_what_it_gave(self, slots, ahead, tokens):
         expected = steps(slots, ahead, tokens, ops.NO_KERNELS)

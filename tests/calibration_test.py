@@ -8,6 +8,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 import moejax
@@ -92,6 +93,7 @@ class LayerRunTest(HostTestCase):
         return LayerRun(CONFIGS[name], self.tokens, weights["embed"], **how)
 
     @parameterized.parameters(sorted(CONFIGS))
+    @pytest.mark.slow
     def test_equals_the_whole_model_and_float64_sums(self, name):
         config, weights = CONFIGS[name], wide_weights(CONFIGS[name])
         run = self._run(name, weights, tokens_per_step=18, hessian_bytes=1)
@@ -124,6 +126,7 @@ class LayerRunTest(HostTestCase):
         numpy_model.assert_near(found.mean, mean_of(normed), factor=20)
         self.assertEqual(found.num_tokens, 45)
 
+    @pytest.mark.slow
     def test_chunks_of_experts_and_steps_change_nothing(self):
         weights = wide_weights(CONFIGS["all_parts"])
         of_layer = layer_weights(weights, CONFIGS["all_parts"], 0)
@@ -140,6 +143,7 @@ class LayerRunTest(HostTestCase):
         again = captured[1].hessian("moe.gate_up", 0)  # back to a chunk that was let go
         np.testing.assert_array_equal(again.mean, captured[0].hessian("moe.gate_up", 0).mean)
 
+    @pytest.mark.slow
     def test_goes_on_from_a_quantized_layer_to_the_last_bit(self):
         weights = wide_weights(CONFIGS["all_parts"])
         of_layer = layer_weights(weights, CONFIGS["all_parts"], 0)

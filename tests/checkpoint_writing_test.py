@@ -22,6 +22,7 @@ from moejax.checkpoints import (
 )
 from moejax.errors import MoejaxError
 from moejax.qtensor import from_codes
+from tests import slow
 from tests.hf_checkpoints import CHECKPOINTS, reference_model, write_checkpoint
 
 
@@ -129,6 +130,7 @@ class HuggingFaceTest(WritingTest):
 
 
 class OrbaxTest(WritingTest):
+    @slow.repeats()
     @parameterized.product(
         name=["qwen3_sparse_step2", "mixtral_gqa1_tied_fp16"], dtype=["float32", "bfloat16"]
     )

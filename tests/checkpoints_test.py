@@ -21,6 +21,7 @@ from moejax.checkpoints import load, load_weights, open_checkpoint, stored_dtype
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.hf_config import read_model_config
 from moejax.models.hf_names import Spelling, find_spelling, placements, published_spelling
+from tests import slow
 from tests.hf_checkpoints import CHECKPOINTS, reference_model, write_checkpoint
 
 
@@ -89,6 +90,7 @@ class LoadTest(parameterized.TestCase):
     def test_values_in_other_dtypes(self, name, dtype):
         self._assert_loads(write_checkpoint(name, self.directory), dtype)
 
+    @slow.repeats()
     @parameterized.parameters("qwen3_sparse_step2", "qwen3_fused", "mixtral_gqa1_tied_fp16")
     def test_values_staged_by_layer(self, name):
         path = write_checkpoint(name, self.directory)
@@ -183,6 +185,7 @@ class HostMemoryTest(parameterized.TestCase):
             [memory.ctypes.data for memory in filled],
         )
 
+    @slow.repeats()
     @parameterized.parameters(True, False)
     def test_peak_is_model_and_one_tensor(self, is_host):
         with tempfile.TemporaryDirectory() as parent:

@@ -8,9 +8,9 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
+import pytest
 from absl.testing import absltest, parameterized
 
-from tests import slow
 from tests.script_runs import ROOT, run_file
 
 SCRIPTS = {path.stem: path for path in sorted((ROOT / "scripts").glob("colab_*.py"))}
@@ -125,6 +125,7 @@ class CellsTest(parameterized.TestCase):
 
 
 class OutputTest(parameterized.TestCase):
+    @pytest.mark.slow
     def test_first_steps(self):
         printed = ran("colab_first_steps")
         first, _, again = re.findall(r"^seed \d: (.*)$", printed, re.MULTILINE)
@@ -135,8 +136,8 @@ class OutputTest(parameterized.TestCase):
         self.assertLen(shares, 10)
         self.assertEqual(shares, sorted(shares, reverse=True))
 
+    @pytest.mark.slow
     def test_quantized_is_smaller_and_worse(self):
-        slow.skip_unless_asked()
         [rows] = tables(ran("colab_quantize_and_compare"))
         by_name = {row["form"]: row for row in rows}
         plain, int4, int3 = (by_name[name] for name in ("plain", "rtn INT4", "rtn INT3"))
@@ -145,8 +146,8 @@ class OutputTest(parameterized.TestCase):
             self.assertEqual(values, sorted(values), figure)
             self.assertLen(set(values), 3, figure)
 
+    @pytest.mark.slow
     def test_the_own_policy(self):
-        slow.skip_unless_asked()
         printed = ran("colab_write_a_policy")
         [rows] = tables(printed)
         hits = {row["policy"]: float(row["hits"]) for row in rows}
@@ -165,8 +166,8 @@ class OutputTest(parameterized.TestCase):
         self.assertLen(by_engine, 2)
         self.assertGreater(by_engine[1], by_engine[0])
 
+    @pytest.mark.slow
     def test_offload(self):
-        slow.skip_unless_asked()
         printed = ran("colab_offload_12gib")
         by_bits, demo = tables(printed)
         self.assertEqual([row["bits"] for row in by_bits], ["16", "8", "4", "3", "2"])
@@ -181,6 +182,7 @@ class OutputTest(parameterized.TestCase):
             self.assertBetween(float(row["hits"]), 0, 1)
             self.assertGreater(float(row["fetched MiB a token"]), 0)
 
+    @pytest.mark.slow
     def test_experts(self):
         printed = ran("colab_look_at_experts")
         self.assertEqual(re.findall(r"^(\w+): \d+ tokens", printed, re.MULTILINE), KINDS)

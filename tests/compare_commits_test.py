@@ -29,7 +29,7 @@ class CompareTest(absltest.TestCase):
 
     def test_a_slower_tree_is_told(self):
         old, new = self.tree("old", 2.0), self.tree("new", 2.5)
-        how = ("--only=slots", "--turns=1", "--most_percent=2")
+        how = ("--job=slots", "--turns=1", "--most_percent=2")
         done = run_module("scripts.compare_commits", f"--old={old}", f"--new={new}", *how)
         self.assertEqual(done.returncode, 1, done.stderr)
         self.assertIn("| slots | TPOT | 2 | 2.5 | +25.0 % |", done.stdout)

@@ -13,6 +13,7 @@ from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.compose import Compose
 from moejax.policies.dymoe import DyMoE
 from scripts.studies.buddymoe.controls import RandomExpert, SoftBuddies
+from tests import slow
 
 # A token's experts 0, 1 and 2 are missing; DyMoE leaves out 2, of the least weight.
 SPEC = PolicySpec(
@@ -50,6 +51,7 @@ def decided(
 
 
 class SkippedPairsTest(parameterized.TestCase):
+    @slow.repeats()
     @parameterized.parameters("ranks", "kernel")
     def test_spend_no_replacement(self, form):
         decision, replaced = decided(lists((3,), (4,), (5,)), rho=1, form=form)
@@ -74,6 +76,7 @@ class SkippedPairsTest(parameterized.TestCase):
         np.testing.assert_allclose(decision.weights[0, 1], 0.8, rtol=1e-6)
         self.assertEqual(replaced, [1, 1, 0, 0, 0, 0])
 
+    @slow.repeats()
     @parameterized.parameters("ranks", "kernel")
     def test_ask_for_no_expert(self, form):
         of = lists((3,), (4,), (5,))

@@ -9,6 +9,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from flax import nnx
 
@@ -71,6 +72,7 @@ class WiringTest(HostTestCase):
                 choose(dtype, target, "kernel")
 
     @parameterized.parameters(SMALL, LATENT)
+    @pytest.mark.slow
     def test_the_model_gives_what_it_gave(self, config):
         model, cache, spec = decoding(config)
         tokens, positions = jnp.array([[3], [5]], jnp.int32), jnp.array([[4], [9]], jnp.int32)
@@ -85,6 +87,7 @@ class WiringTest(HostTestCase):
         self.assertLess(np.linalg.norm(found - expected), 0.02 * np.linalg.norm(expected))
         self.assertGreater(np.abs(found - expected).max(), 0)  # it was the kernel
 
+    @pytest.mark.slow
     def test_layers_share_a_kernel_and_none_slices_the_cache(self):
         model, cache, spec = decoding()
         gpu = gpu_targets.GPUS["H100"]

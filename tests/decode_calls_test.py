@@ -8,13 +8,13 @@ from unittest import mock
 
 import jax
 import numpy as np
+import pytest
 from absl.testing import absltest
 
 from moejax import Engine, runner, steps
 from moejax.generation import GenerationSettings
 from moejax.policies.make import make_policy
 from moejax.runner import Runner
-from tests import slow
 from tests.pooled_test import QWEN, pooled_runner, random_weights
 from tests.tiered_case import tiered_runner
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
@@ -36,6 +36,7 @@ def random_tokens(length: int) -> list[int]:
 
 
 class WholeCallsTest(absltest.TestCase):
+    @pytest.mark.slow
     def test_steps_that_were_not_asked_for_change_nothing(self):
         prompts = [random_tokens(20), random_tokens(9)]
         settings = GenerationSettings(temperature=0.8, top_k=50, repetition_penalty=1.2, seed=3)
@@ -51,6 +52,7 @@ class WholeCallsTest(absltest.TestCase):
         counts = [(np.asarray(part) >= 0).sum(axis=1).tolist() for part in found[1][0]]
         self.assertEqual(counts, [[n, n] for n in (3, 8, 1, 5)])
 
+    @pytest.mark.slow
     def test_rows_that_rest_are_no_steps_of_the_ledger(self):
         runner = pooled_runner(QWEN, random_weights(QWEN), (4, 2, 0))
         runner._whole_calls, memory = True, runner.memory
@@ -68,6 +70,7 @@ class WholeCallsTest(absltest.TestCase):
         runner.decode(session, 8, 8)
         self.assertEqual(memory.settle().total("steps") - first, 5 * QWEN.num_layers)
 
+    @pytest.mark.slow
     def test_an_answer_of_which_much_would_be_waste_is_not_run_whole(self):
         serving = Runner(ENGINE.config, ENGINE.weights, ENGINE.device, whole_calls=True)
         for num_new, expected in ((2, False), (4, False), (17, True), (20, True)):
@@ -80,8 +83,8 @@ class WholeCallsTest(absltest.TestCase):
 
 
 class WholeCallsOfPoliciesTest(absltest.TestCase):
+    @pytest.mark.slow
     def test_a_policy_that_draws_decides_as_without_them(self):
-        slow.skip_unless_asked()
         policy = make_policy("dymoe", retention=0.5, selection="random", prefetch=0)
         found = []
         for whole in (False, True):
@@ -94,6 +97,7 @@ class WholeCallsOfPoliciesTest(absltest.TestCase):
 
 
 class TimingTest(absltest.TestCase):
+    @pytest.mark.slow
     def test_a_dispatch_that_waits_for_the_device_is_time_of_decoding(self):
         serving, delay = Runner(ENGINE.config, ENGINE.weights, ENGINE.device), 0.3
         clock = [0.0]  # a machine with other work takes as long as it likes

@@ -11,6 +11,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 from absl.testing import absltest, parameterized
 from safetensors.numpy import load_file, save_file
@@ -115,23 +116,22 @@ class ParityTest(parameterized.TestCase):
         super().setUpClass()
         cls.directory = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
 
+    @slow.where(lambda name: name in ("v2_odd_sizes", "v2_wide_values_tied", "v3_halves"))
     @parameterized.parameters(*DEEPSEEK_CHECKPOINTS)
     def test_transformers(self, name):
-        if name in ("v2_odd_sizes", "v2_wide_values_tied", "v3_halves"):
-            slow.skip_unless_asked()
         path = write_checkpoint(name, self.directory)
         self.check(path, of_transformers(reference_model(path)))
 
+    @slow.repeats()
     @parameterized.parameters(*MOE_16B)
     def test_deepseek_moe(self, name):
-        if sorted(MOE_16B).index(name) > 2:
-            slow.skip_unless_asked()
         model = DeepseekMoe(MOE_16B[name], seed=10 + sorted(MOE_16B).index(name))
         path = self.directory / name
         model.write(path)
         self.check(path, model.logits)
 
     @parameterized.parameters(False, True)
+    @pytest.mark.slow
     def test_transformers_reads_what_is_written(self, is_v3):
         config = sigmoid_router(TINY) if is_v3 else TINY
         path = self.directory / config.family
@@ -247,6 +247,7 @@ class FurtherLayersTest(parameterized.TestCase):
         scores = np.take_along_axis(np.asarray(found.probabilities), np.asarray(found.ids), 1)
         self.assertTrue((np.diff(scores) <= 0).all())
 
+    @slow.repeats()
     @parameterized.parameters("softmax", "sigmoid")
     def test_what_is_foreseen_is_what_would_be_chosen(self, scoring):
         rule = RouterRule(
@@ -279,6 +280,7 @@ class ChunksTest(parameterized.TestCase):
     @parameterized.parameters(
         ((CHUNK,) * 3, True), ((CHUNK,) * 3, False), ((LENGTH - 4, 1, 1, 1, 1), True)
     )
+    @pytest.mark.slow
     def test_chunks_and_decode_are_a_prompt_at_once(self, sizes, expanded):
         found, cache = run_in_chunks(sizes, expanded=expanded)
         expected, whole = run_whole()
@@ -296,6 +298,7 @@ class ChunksTest(parameterized.TestCase):
             found, _ = run_in_chunks((LENGTH,))
         self.check_near(found, run_whole()[0])
 
+    @pytest.mark.slow
     def test_without_a_cache(self):
         tokens = np.random.default_rng(5).integers(0, TINY.vocab_size, (2, LENGTH), np.int32)
         model = merge_weights(model_definition(TINY), tiny_weights())
@@ -343,6 +346,7 @@ class FormsTest(parameterized.TestCase):
         np.testing.assert_allclose(*received, rtol=1e-4, atol=1e-6)
         self.assertEqual(one[0], 2)
 
+    @pytest.mark.slow
     def test_both_round_as_far(self):
         _, exact = self.shown_and_attended(True)
         for expanded in (True, False):

@@ -6,10 +6,12 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
 from moejax.models.delta_rule import CHUNK_LENGTH, Tokens, causal_convolution, delta_rule
+from tests import slow
 
 # Float32 against float64: a token's update passes the errors of those before it on, at most whole.
 TOLERANCE = 2e-5
@@ -84,6 +86,7 @@ class DeltaRuleTest(parameterized.TestCase):
         np.testing.assert_allclose(read, expected, atol=TOLERANCE, rtol=TOLERANCE)
         np.testing.assert_allclose(after, expected_state, atol=TOLERANCE, rtol=TOLERANCE)
 
+    @slow.repeats()
     @parameterized.parameters(1, 40, 100)
     def test_tokens_that_are_not_active_leave_the_state_bit_for_bit(self, length):
         tokens, state = draw(np.random.default_rng(0), 2, length, 2, 2, 8, 8, 0.1)
@@ -92,6 +95,7 @@ class DeltaRuleTest(parameterized.TestCase):
 
     @hypothesis.settings(max_examples=10, deadline=None, derandomize=True)
     @hypothesis.given(st.lists(st.sampled_from([1, 7, 16, 64, 90]), min_size=2, max_size=4))
+    @pytest.mark.slow
     def test_a_cut_makes_no_difference(self, sizes):
         rng, length = np.random.default_rng(len(sizes)), sum(sizes)
         tokens, state = draw(rng, 2, length, 1, 2, 8, 8, 0.05)
@@ -122,6 +126,7 @@ class ConvolutionTest(parameterized.TestCase):
     @hypothesis.given(
         st.integers(1, 5), st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 99)
     )
+    @pytest.mark.slow
     def test_is_a_loop_over_taps_however_it_is_cut(self, width, sizes, seed):
         rng, length = np.random.default_rng(seed), sum(sizes)
         x = rng.standard_normal((3, length, 2)).astype(np.float32)

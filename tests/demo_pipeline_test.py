@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 import transformers
 from absl.testing import absltest
@@ -16,7 +17,6 @@ from moejax.checkpoints import load_weights
 from moejax.models.assembly import forward, merge_weights, model_definition
 from moejax.models.hf_config import read_model_config
 from moejax.training import wikitext
-from tests import slow
 from tests.script_runs import ROOT, run_file
 
 ARTICLE = (
@@ -119,8 +119,8 @@ class WikitextTest(absltest.TestCase):
 
 
 class PipelineTest(absltest.TestCase):
+    @pytest.mark.slow
     def test_from_text_to_a_directory_that_transformers_loads(self):
-        slow.skip_unless_asked()
         work = Path(self.enterContext(tempfile.TemporaryDirectory()))
         write_source(work / "text")
         data, run, out = str(work / "data"), str(work / "run"), work / "demo"

@@ -17,10 +17,10 @@ from moejax.models.shapes import SHAPES as MODELS
 from pallas_kernels import dequant_matmul as package
 from pallas_kernels import launch
 from pallas_kernels.dequant_matmul import mosaic
+from pallas_kernels.mosaic_decode import launch_blocks
 from pallas_kernels.packed import plain
-from pallas_kernels.stream import launching
 from pallas_kernels.target import SIMULATED, Target, current_target
-from tests import packed_operands
+from tests import packed_operands, slow
 from tests.dequant_matmul_contract import (
     BROKEN,
     CASES,
@@ -51,6 +51,12 @@ INTERPRETED = sorted(
     for kernel, name in itertools.product(KERNELS, HOST_CASES)
     if kernel == "mosaic" or name not in NOT_INTERPRETED
 )
+
+# Triton's kernels are compiled, each anew; others run where slow tests do.
+FAST = (
+    "int2grow_float", "int3g128_float", "int4grow_symmetric", "int8grow_float", "low_rank_plain",
+    "plain_bfloat16", "plain_float16", "rows_of_a_router", "rows_of_several_a_program",
+)  # fmt: skip
 
 
 def compiled_quickly(call: Callable[..., Any], interpret: bool = False, **how: Any) -> Any:
@@ -93,6 +99,7 @@ class KernelTestCase(parameterized.TestCase):
 class ContractTest(HostTestCase, KernelTestCase):
     """On the host; the interpreter fills outputs with NaN, so what is not written shows."""
 
+    @slow.where(lambda name: "whole" in name)
     @parameterized.parameters(sorted(HOST_CASES))
     def test_the_reference_has_the_value_of_float64(self, name):
         case = HOST_CASES[name]
@@ -100,6 +107,7 @@ class ContractTest(HostTestCase, KernelTestCase):
         found = run(operands, case, implementation="reference")
         self.assertIsNone(violation(found, operands, case))
 
+    @slow.where(lambda kernel, name: kernel == "triton" and name not in FAST)
     @parameterized.parameters(INTERPRETED)
     def test_a_kernel_has_the_value_of_float64(self, kernel, name):
         case = HOST_CASES[name]
@@ -107,6 +115,7 @@ class ContractTest(HostTestCase, KernelTestCase):
         found = self.interpreted(kernel, operands, case)
         self.assertIsNone(violation(found, operands, case))
 
+    @slow.repeats()
     @parameterized.parameters(*KERNELS)
     def test_the_same_bits_every_time(self, kernel):
         case = CASES["whole_int3g128_float" if kernel == "mosaic" else "int3g128_float"]
@@ -116,6 +125,7 @@ class ContractTest(HostTestCase, KernelTestCase):
         )
         self.assertEqual(first, second)
 
+    @slow.repeats()
     @parameterized.parameters(("reference", 40, 288), ("triton", 40, 288), ("mosaic", 48, 512))
     def test_zero_rows_yield_zero(self, name, outputs, inputs):
         case = Case(Form(3), rows=2, outputs=outputs, inputs=inputs)
@@ -126,6 +136,7 @@ class ContractTest(HostTestCase, KernelTestCase):
         np.testing.assert_array_equal(np.asarray(found[1]).astype(np.float32), 0)
         self.assertIsNone(violation(found, operands, case))
 
+    @slow.repeats()
     @parameterized.parameters((2, 300), (3, 300), (4, 300), (8, 300), (3, 36))
     def test_rows_of_no_whole_words_are_right_or_refused(self, bits, inputs):
         case = Case(Form(bits, 32), inputs=inputs)
@@ -198,6 +209,7 @@ def leave_a_program_out(
 class CheckTest(HostTestCase):
     """The check that accepts a right kernel refuses every broken one."""
 
+    @slow.repeats()
     @parameterized.parameters(list(BROKEN))
     def test_a_broken_operation_fails(self, broken):
         case = CASES[BROKEN[broken]]
@@ -219,12 +231,12 @@ class CheckTest(HostTestCase):
     def test_a_simulated_kernel_that_leaves_outputs_unwritten_fails(self):
         case = CASES["whole_int4g128_integer"]
         operands = random_operands(case, seed(self.id()))
-        launched = launching.simulate.run_blocks
+        launched = launch_blocks.simulate.run_blocks
 
         def one_fewer(body: Any, num_blocks: int, *rest: Any) -> None:
             launched(body, num_blocks - 1, *rest)
 
-        with mock.patch.object(launching.simulate, "run_blocks", one_fewer):
+        with mock.patch.object(launch_blocks.simulate, "run_blocks", one_fewer):
             found = run(operands, case, implementation="mosaic", interpret=True).block_until_ready()
         self.assertIn("nan from", violation(found, operands, case))
 

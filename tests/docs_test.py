@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from absl.testing import absltest
 
 from moejax import benchmark, cli
@@ -16,12 +17,11 @@ from moejax.options import options
 from moejax.policy_config import SETTINGS
 from pallas_kernels.dequant_matmul import mosaic as dense
 from pallas_kernels.grouped_dequant_matmul import mosaic as grouped
-from pallas_kernels.stream import terms
+from pallas_kernels.mosaic_decode import low_rank_spec
 from scripts import gpu_jobs, make_documents
 from scripts.documents import commands, config_tables, dry, messages
 from scripts.documents.config_tables import MAINS
 from scripts.policy_sections import SECTIONS
-from tests import slow
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "WORKSPACE.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -47,9 +47,9 @@ class CommandsTest(absltest.TestCase):
         self.assertGreater(len(found), 200)
         self.assertEqual(dry.check_all(found), [])
 
+    @pytest.mark.slow
     def test_they_run(self):
         """Those that run offline on a CPU are run, in one process."""
-        slow.skip_unless_asked()
         # Programs are kept beside those of the other tests.
         kept = os.environ.get("MOEJAX_DOCUMENTS_PROGRAMS")
         kept = kept or str(ROOT / ".pytest_cache/d/xla-documents")
@@ -160,7 +160,8 @@ class PagesTest(absltest.TestCase):
         for text in (
             f"up to {dense.MOST_STREAMED} rows of x and {grouped.FEW_TOKENS} tokens of experts",
             f"at most {grouped.MOST_STREAMED}, and at most {grouped.MOST_PAIRS} pairs",
-            f"up to {terms.MAX_TERMS} low-rank terms of a matrix, each up to rank {terms.MAX_RANK}",
+            f"up to {low_rank_spec.MAX_TERMS} low-rank terms of a matrix, "
+            f"each up to rank {low_rank_spec.MAX_RANK}",
         ):
             self.assertIn(text, page)
         for width, most in ((2, 32), (4, 40), (8, 64), (10, 51)):

@@ -14,6 +14,7 @@ from moejax.policies import hotness
 from moejax.policies.base import Observation, PolicySpec
 from moejax.policies.dynaexq import DynaExq
 from tests import policies_contract as contract
+from tests import slow
 from tests.policies_cases import SPEC, A, E, M, random_trace
 
 HOT_SET = jax.jit(hotness.hot_set)
@@ -110,6 +111,7 @@ class Run:
 
 
 class AlgorithmTest(parameterized.TestCase):
+    @slow.repeats()
     @parameterized.product(tau=("fixed", "moving"), warmup=(4, 7), n_hot=(1, 3))
     def test_decode_is_algorithm_1(self, tau, warmup, n_hot):
         trace = drifting(32)

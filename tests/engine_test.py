@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import Engine, MoejaxError
@@ -54,6 +55,7 @@ class BatchTest(parameterized.TestCase):
             self.assertLen(tokens, 20)
 
     @parameterized.parameters(({},), (SAMPLED,), ({"repetition_penalty": 1.4},))
+    @pytest.mark.slow
     def test_sampled_tokens_are_those_of_each_prompt_alone(self, how):
         how = {"temperature": 1.0, "max_new_tokens": 20, **how}
         seeds = [2**32 - 1, 7]
@@ -64,6 +66,7 @@ class BatchTest(parameterized.TestCase):
         self.assertEqual(counted_up, answers(list(self.PROMPTS), seed=[5, 6], **how))
         self.assertNotEqual(counted_up, together)
 
+    @pytest.mark.slow
     def test_at_the_edge_of_the_context_a_long_prompt_does_not_cut_a_short_one(self):
         long, short = random_prompt(250), random_prompt(20)
         first, second = ENGINE.generate([long, short], max_new_tokens=40)
@@ -76,6 +79,7 @@ class BatchTest(parameterized.TestCase):
         logits = ENGINE.logits([long + first.tokens[:-1]])[0]
         np.testing.assert_array_equal(logits[249:].argmax(-1), first.tokens)
 
+    @pytest.mark.slow
     def test_a_small_context_ends_an_answer_and_changes_nothing_else(self):
         prompts = list(self.PROMPTS)
         whole = answers(prompts, max_new_tokens=40)
@@ -89,6 +93,7 @@ class BatchTest(parameterized.TestCase):
         logits = ENGINE.logits([prompt + tokens[:-1]])[0]
         np.testing.assert_array_equal(logits[len(prompt) - 1 :].argmax(-1), tokens)
 
+    @pytest.mark.slow
     def test_a_repetition_penalty_weighs_the_prompt_and_the_answer(self):
         prompt = self.PROMPTS[0]
         # Sampling from one token is greedy, by a program that other tests have compiled.
@@ -202,6 +207,7 @@ class LogitsTest(parameterized.TestCase):
 class EndTest(parameterized.TestCase):
     PROMPTS = BatchTest.PROMPTS
 
+    @pytest.mark.slow
     def test_any_of_several_eos_ends_a_row_and_only_that_row(self):
         free = answers(list(self.PROMPTS), max_new_tokens=40)
         # One eos from each answer, late enough that a call of 16 steps ends in between.

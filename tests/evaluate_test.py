@@ -207,14 +207,15 @@ class EvaluateTest(parameterized.TestCase):
         ({"stride": 33}, "stride=33 must be from 1 to 32, the window"),
         ({"window": -1}, "window=-1 must be 0 or a number"),
         ({"batch_size": 0}, "batch_size=0 must be at least 1"),
-        ({"task": "mmlus"}, "task='mmlus' is not there; there are: perplexity, arc_easy"),
+        ({"task": "mmlu"}, "task is now written python -m moejax.lm_eval --model moejax "),
+        ({"data": "x"}, "data is now written python -m moejax.lm_eval --model moejax "),
         ({"preset": "1"}, "preset='1' is not there; there are: 2048/2048, 2048/512"),
         ({"join": "x"}, "join='x' is not there; there are: none, wikitext"),
         ({"output": "no/such/x.json"}, "output no/such/x.json lies in no/such, which is not"),
         ({"checkpoint": "no/where"}, "no/where"),
         ({"record_trace": __file__}, "it is there and is no trace; name another file"),
         ({"record_foreseen": 4}, "record_foreseen=4 is of a trace, but none is recorded"),
-        ({"fidelity_share": 0.5}, "fidelity_share=0.5 compares a policy with the exact model on a"),
+        ({"fidelity_share": 0.5}, "fidelity_share=0.5 compares a policy with the exact model: "),
     )
     def test_what_is_refused(self, fields, said):
         if fields.get("text") == "." or "output" in fields or "text" in fields:

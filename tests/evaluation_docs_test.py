@@ -26,10 +26,8 @@ def commands(start: str) -> list[list[str]]:
 class DocsTest(absltest.TestCase):
     def test_flags_of_evaluate(self):
         found = commands("python -m moejax.evaluate")
-        self.assertGreater(len(found), 12)
+        self.assertGreater(len(found), 1)
         for words in found:
-            if "--config.task=NAME" in words:
-                continue
             config, _ = cli.parse(evaluate.COMMAND, words[2:])  # raises where a flag is wrong
             self.assertIsNotNone(config)
 

@@ -20,6 +20,7 @@ from pallas_kernels.expert_fetch import (
     triton,
 )
 from pallas_kernels.target import Target
+from tests import slow
 from tests.expert_fetch_contract import (
     CASES,
     QWEN3,
@@ -46,6 +47,7 @@ def interpreted(operands: Operands, case: Case) -> tuple[jax.Array, ...]:
 
 
 class ContractTest(HostTestCase):
+    @slow.repeats(lambda run, name: name if run is in_plain_jnp else run)
     @parameterized.product(run=(in_plain_jnp, interpreted), name=sorted(CASES))
     def test_pools_are_those_of_numpy(self, run, name):
         operands = random_operands(CASES[name], seed=len(name))
@@ -69,6 +71,7 @@ class ContractTest(HostTestCase):
         placed = operands._replace(hosts=jax.device_put(operands.hosts, pinned))
         self.assertIsNone(violation(interpreted(placed, Case()), operands))
 
+    @slow.repeats()
     @parameterized.parameters("reference", "triton")
     def test_a_tree_keeps_its_form(self, implementation):
         operands = random_operands(Case(), seed=3)
@@ -84,6 +87,7 @@ class ContractTest(HostTestCase):
         self.assertEqual(jax.tree.structure(found), jax.tree.structure(pools))
         self.assertIsNone(violation([found["a"][name] for name in names], operands))
 
+    @slow.repeats()
     @parameterized.product(
         how=("reference", "triton"), sizes=(("one_element", "jobs_17"), ("whole_blocks",) * 3)
     )
@@ -157,6 +161,7 @@ def without_the_last_part(operands: Operands, case: Case) -> tuple[jax.Array, ..
 
 
 class BrokenKernelTest(HostTestCase):
+    @slow.repeats()
     @parameterized.parameters(
         (one_program_too_few, "three_axes"),
         (the_next_row, "a_row_twice"),

@@ -7,13 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moejax.models import expert_products, grouped_experts, moe, routing
 from pallas_kernels import expert_mlp
-from tests import numpy_model
+from tests import numpy_model, slow
 from tests.host_test_case import HostTestCase
 from tests.numpy_model import TINY, assert_near
 
@@ -121,6 +122,7 @@ class ExpertsTest(HostTestCase):
         found = RUN(via, *operands, layer=LAYER, mask=jnp.ones(NUM_TOKENS, bool))
         assert_near(found, self._expected(*operands), dtype)
 
+    @slow.repeats()
     @parameterized.parameters("row", "block", "kernel")
     def test_an_expert_without_rows_is_not_read(self, via):
         x, routing, gate_up, down = self._operands(ROUTINGS["one_expert_owns_all_rows"])
@@ -154,6 +156,7 @@ class ExpertsTest(HostTestCase):
         expected = np.where(np.asarray(mask)[:, None], self._expected(*operands), 0)
         assert_near(found, expected)
 
+    @slow.repeats()
     @parameterized.parameters(1, 3, 150)
     def test_blocks_of_other_sizes(self, num_tokens):
         ids = np.random.default_rng(7).integers(0, NUM_EXPERTS, (num_tokens, 2))
@@ -161,6 +164,7 @@ class ExpertsTest(HostTestCase):
         found = RUN("block", *operands, layer=LAYER, mask=jnp.ones(num_tokens, bool))
         assert_near(found, self._expected(*operands))
 
+    @pytest.mark.slow
     def test_weights_gathered_in_several_steps(self):
         operands = self._operands(ROUTINGS["drawn"])
         expert_bytes = 4 * (32 * 24 + 24 * 16)

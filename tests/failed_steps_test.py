@@ -5,6 +5,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+import pytest
 from absl.testing import absltest
 
 from moejax.errors import MoejaxError
@@ -138,6 +139,7 @@ class TransfersTest(TransfersTestCase):
         self.drain(transfers)
         self.assert_counters(transfers, requested=3, moved=3, landed=2, dropped=1)
 
+    @pytest.mark.slow
     def test_a_thread_that_cannot_start_is_tried_again(self):
         reader = self.reader(self.source)
         disk = DiskExperts(

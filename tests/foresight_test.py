@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.buddies import FILE_NAME, save_buddies
@@ -49,6 +50,7 @@ class FunctionsTest(parameterized.TestCase):
             mean = sum(float(scores[layer, i]) * links[layer + 1, i, j] for i in range(E))
             np.testing.assert_allclose(found[layer + 1, j], mean, rtol=1e-5)
 
+    @slow.repeats()
     @parameterized.parameters(1, 3, E)
     def test_the_best_of_those_that_are_not_settled(self, count):
         worth = self.rng.random((M, E), np.float32)
@@ -76,6 +78,7 @@ class PolicyTest(parameterized.TestCase):
         return [tuple(row) for row in rows.tolist() if row[0] >= 0]
 
     @parameterized.parameters("scores", "links")
+    @pytest.mark.slow
     def test_asks_once_when_the_hot_set_was_chosen(self, by):
         rng = np.random.default_rng(1)
         scores = rng.random((M, E), np.float32)
@@ -158,9 +161,8 @@ class EngineTest(parameterized.TestCase):
         )
 
     @parameterized.parameters("scores", "links")
+    @pytest.mark.slow
     def test_the_disk_is_read_ahead(self, by):
-        if by == "links":  # which asks for others, by the same calls
-            slow.skip_unless_asked()
         profile = random_profile(LAYERS, EXPERTS)
         following = np.random.default_rng(3).random((LAYERS, EXPERTS, EXPERTS)).astype(np.float32)
         activity = dataclasses.replace(profile.activity, following=following)

@@ -91,20 +91,20 @@ class TinyCheckpointTest(parameterized.TestCase):
         _, together, _ = run_in_process(*common, "--prompt=a b c d e f", "--prompt=xy")
         self.assertEqual(together, f"=== 1 of 2 ===\n{alone[0]}=== 2 of 2 ===\n{alone[1]}")
 
-    def test_an_answer_is_compared_with_the_exact_models(self):
+    @slow.where(lambda tiers: tiers == "()")
+    @parameterized.parameters(("('int2',)", 1e-3, 10), ("()", -1e-6, 1e-6))
+    def test_an_answer_is_compared_with_the_exact_models(self, tiers, least, most):
         common = (
             f"--config.checkpoint={self.checkpoint}", "--config.max_new_tokens=8", "--prompt=abc",
             "--config.policy.name=resident", "--config.policy.quantizer=rtn", "--stats",
             "--config.policy.group_size=16",
         )  # fmt: skip
         kl = r"KL of the exact model to this one (-?[\d.]+) nats a token .* of 4 tokens\n"
-        exact = [("", -1e-6, 1e-6)] if slow.asked() else []
-        for tiers, least, most in [("('int2',)", 1e-3, 10), *exact]:
-            status, _, err = run_in_process(
-                *common, f"--config.policy.tiers={tiers or '()'}", "--config.fidelity_share=0.5"
-            )
-            self.assertEqual(status, 0, err)
-            self.assertBetween(float(re.search(kl, err)[1]), least, most)
+        status, _, err = run_in_process(
+            *common, f"--config.policy.tiers={tiers}", "--config.fidelity_share=0.5"
+        )
+        self.assertEqual(status, 0, err)
+        self.assertBetween(float(re.search(kl, err)[1]), least, most)
         status, _, err = run_in_process(*common, "--config.fidelity_share=2")
         self.assertEqual((status, err), (1, "error: fidelity_share=2.0 must be from 0 to 1\n"))
 

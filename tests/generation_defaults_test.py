@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from absl import logging
@@ -130,6 +131,7 @@ class EngineTest(parameterized.TestCase):
         off = self.load(fields, generation_config=False)
         self.assertEqual(off.generate(prompt, max_new_tokens=40)[0].tokens, plain)
 
+    @pytest.mark.slow
     def test_sampling_of_the_file_and_what_wins_over_it(self):
         engine = self.load({"do_sample": True, "temperature": 3.0, "top_k": 30})
         prompt = [5, 6, 7]

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.quantization.gptq import GptqSettings, gptq
@@ -13,6 +14,7 @@ from moejax.quantization.hessian import damped, inverse_factor, mean_hessian, ou
 from moejax.quantization.hqq import hqq
 from moejax.quantization.least_squares import least_squares
 from moejax.quantization.rtn import rtn
+from tests import slow
 
 K = 96
 
@@ -103,6 +105,7 @@ class GptqTest(parameterized.TestCase):
         w = self.rng.standard_normal((40, K)).astype(np.float32)
         return w, hessian_of(correlated_inputs(self.rng, num_tokens)).astype(np.float32)
 
+    @slow.repeats()
     @parameterized.parameters(
         (2, 32, "float", {}),
         (3, 32, "integer", {}),
@@ -184,6 +187,7 @@ class GptqTest(parameterized.TestCase):
         np.testing.assert_array_equal(np.asarray(dequantize(found.codes, grid))[:, dead], 0)
         self.assertFalse(found.starved)
 
+    @pytest.mark.slow
     def test_damping_is_raised_until_the_hessian_factors(self):
         grid = Grid(bits=3, group_size=32, zero_kind="float")
         w, h = self._problem(num_tokens=20)  # of rank 20
@@ -203,6 +207,7 @@ class GptqTest(parameterized.TestCase):
         ("integer", "hqq", {}),
         ("float", "rtn", {"act_order": True}),
     )
+    @pytest.mark.slow
     def test_starved_experts_take_the_fallback_under_vmap(self, kind, fallback, how):
         grid = Grid(bits=3, group_size=32, zero_kind=kind)
         settings = GptqSettings(fallback=fallback, min_tokens_per_input=0.5, **how)
@@ -224,6 +229,7 @@ class GptqTest(parameterized.TestCase):
             self.assertGreater(same.mean(), 0.97)  # see above for what makes a row differ
             np.testing.assert_allclose(found.codes.scales[i], expected.scales, rtol=0.05)
 
+    @slow.repeats()
     @parameterized.parameters(
         ("rtn", "integer", {}),
         ("hqq", "float", {}),
@@ -243,6 +249,7 @@ class GptqTest(parameterized.TestCase):
         np.testing.assert_allclose(found.zeros, expected.zeros, rtol=1e-5, atol=1e-5)
         self.assertGreater(np.mean(np.asarray(found.codes == expected.codes)), 0.995)
 
+    @slow.repeats()
     @parameterized.parameters(np.nan, np.inf)
     def test_a_hessian_that_is_not_finite_is_no_calibration(self, value):
         grid = Grid(bits=3, group_size=32, zero_kind="float")

@@ -16,8 +16,8 @@ from pallas_kernels import grouped_dequant_matmul as package
 from pallas_kernels import launch
 from pallas_kernels.grouped_dequant_matmul import mosaic
 from pallas_kernels.grouped_dequant_matmul.shapes import SHAPES
+from pallas_kernels.mosaic_decode import launch_blocks
 from pallas_kernels.packed import PackedMatrices, plain
-from pallas_kernels.stream import launching
 from pallas_kernels.target import SIMULATED, Target, current_target
 from tests import packed_operands, slow
 from tests.dequant_matmul_test import (
@@ -59,13 +59,19 @@ INTERPRETED = sorted(
     for kernel, name in itertools.product(KERNELS, HOST_CASES)
     if kernel == "mosaic" or name not in NOT_INTERPRETED
 )
-# Each long, of a kind of which another stays; all run on a device.
-SLOW = (
-    ("mosaic", "whole_8_experts_of_a_token"), ("mosaic", "whole_int4_32_tokens"),
-    ("mosaic", "whole_one_expert_owns_all_rows"), ("triton", "low_rank_17_tokens"),
-    ("mosaic", "whole_longer_rows"), ("triton", "qwen3_30b_a3b"),
-    ("reference", "whole_prefill"), ("reference", "whole_prefill_tiers"),
-    ("triton", "deepseek_v2_lite"), ("triton", "qwen3_next_80b_a3b"),
+# Of each kind and width one, of those that take least; all run on a device.
+FAST = (
+    ("mosaic", "qwen3_next_80b_a3b"), ("mosaic", "whole_a_tier_without_a_pair"),
+    ("mosaic", "whole_all_is_skipped"), ("mosaic", "whole_an_expert_twice_for_a_token"),
+    ("mosaic", "whole_int3_and_plain"), ("mosaic", "whole_int3_by_row"),
+    ("mosaic", "whole_int4_int2_and_skipped"), ("mosaic", "whole_int8"),
+    ("mosaic", "whole_low_rank_and_plain"), ("mosaic", "whole_one_token"),
+    ("triton", "all_is_skipped"), ("triton", "an_expert_twice_for_a_token"), ("triton", "int8"),
+    ("triton", "int4_int2_and_skipped"), ("triton", "one_token"), ("triton", "plain"),
+)  # fmt: skip
+SLOW_REFERENCE = (
+    "prefill_tiers_and_terms", "three_tiers_with_terms", "whole_longer_rows", "whole_low_rank",
+    "whole_prefill", "whole_prefill_tiers",
 )  # fmt: skip
 
 
@@ -131,22 +137,21 @@ class KernelTestCase(parameterized.TestCase):
 class ContractTest(HostTestCase, KernelTestCase):
     """On the host; the interpreter fills outputs with NaN, so what is not written shows."""
 
+    @slow.where(lambda name: "whole" in name or name in SLOW_REFERENCE)
     @parameterized.parameters(sorted(HOST_CASES))
     def test_the_reference_has_the_values_of_float64(self, name):
-        if ("reference", name) in SLOW:
-            slow.skip_unless_asked()
         operands = random_operands(HOST_CASES[name], seed(name))
         found = program(implementation="reference")(operands)
         self.assertIsNone(violation(*found, operands))
 
+    @slow.where(lambda kernel, name: (kernel, name) not in FAST)
     @parameterized.parameters(INTERPRETED)
     def test_a_kernel_has_the_values_of_float64(self, kernel, name):
-        if (kernel, name) in SLOW:
-            slow.skip_unless_asked()
         operands = random_operands(HOST_CASES[name], seed(kernel + name))
         found = self.interpreted(kernel, operands)
         self.assertIsNone(violation(*found, operands))
 
+    @slow.repeats()
     @parameterized.parameters(
         ("reference", "int4_int2_and_skipped"),
         ("reference", "prefill"),
@@ -164,6 +169,7 @@ class ContractTest(HostTestCase, KernelTestCase):
         self.assertIsNone(layer_violation(found, operands))
         self.assertEqual(np.asarray(found).tobytes(), np.asarray(again).tobytes())
 
+    @slow.repeats()
     @parameterized.parameters("reference", *KERNELS)
     def test_a_token_without_an_expert_yields_zero(self, kernel):
         whole = "whole_" if kernel == "mosaic" else ""
@@ -180,6 +186,7 @@ class ContractTest(HostTestCase, KernelTestCase):
 class CheckTest(HostTestCase):
     """The check that accepts a right kernel refuses every broken one."""
 
+    @slow.repeats()
     @parameterized.parameters(list(BROKEN))
     def test_a_broken_operation_fails(self, broken):
         operands = random_operands(CASES[BROKEN[broken]], seed(broken.__name__))
@@ -189,6 +196,7 @@ class CheckTest(HostTestCase):
         for rounds_weights in (False, True):
             self.assertIsNotNone(violation(*found, operands, rounds_weights))
 
+    @slow.repeats()
     @parameterized.product(name=("one_token", "prefill"), launched=("gate_up", "down"))
     def test_a_kernel_that_leaves_outputs_unwritten_fails(self, name, launched):
         several_tiles = CASES[name]._replace(model_dim=160, expert_dim=160)
@@ -208,7 +216,7 @@ class CheckTest(HostTestCase):
     @parameterized.parameters("gate_up", "down")
     def test_a_simulated_kernel_that_leaves_outputs_unwritten_fails(self, launched):
         operands = random_operands(CASES["whole_one_token"], seed(self.id()))
-        run = launching.simulate.run_blocks
+        run = launch_blocks.simulate.run_blocks
         launches = []
 
         def one_fewer(body: Any, num_blocks: int, *rest: Any) -> None:
@@ -216,12 +224,13 @@ class CheckTest(HostTestCase):
             fewer = len(launches) == ("gate_up", "down").index(launched) + 1
             run(body, num_blocks - fewer, *rest)
 
-        with mock.patch.object(launching.simulate, "run_blocks", one_fewer):
+        with mock.patch.object(launch_blocks.simulate, "run_blocks", one_fewer):
             found = jax.device_get(program(implementation="mosaic", interpret=True)(operands))
         self.assertLen(launches, 2)
         self.assertIn("nan from", violation(*found, operands) or "")
 
     # In float16 the hidden values' rounding hides that of the weights.
+    @slow.repeats()
     @parameterized.parameters(("whole_prefill", False), ("whole_prefill_tiers", True))
     def test_weights_rounded_once_pass_where_a_kernel_rounds_them(self, name, seen):
         operands = random_operands(CASES[name], seed(self.id()))
@@ -235,6 +244,7 @@ class CheckTest(HostTestCase):
         self.assertIsNone(layer_violation(found[1], operands, rounds_weights=True))
         self.assertEqual(violation(*found, operands) is not None, seen)
 
+    @pytest.mark.slow
     def test_a_layer_of_which_a_part_is_left_out_fails(self):
         operands = random_operands(CASES["low_rank"], seed(self.id()))
         for broken in (skips_one_more, terms_of_gate_alone, no_terms_of_down):

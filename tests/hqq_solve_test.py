@@ -18,6 +18,7 @@ from pallas_kernels import hqq_solve as package
 from pallas_kernels import op
 from pallas_kernels.hqq_solve import reference, settings, tiles, triton
 from pallas_kernels.target import SIMULATED, Target
+from tests import slow
 from tests.expert_mlp_test import described_gpu
 from tests.host_test_case import HostTestCase
 from tests.hqq_solve_contract import (
@@ -67,12 +68,14 @@ def compiled(operands: Operands, case: Case) -> package.HqqSolution:
 class ContractTest(HostTestCase):
     """On the host; the interpreter fills outputs with NaN, so what is not written shows."""
 
+    @slow.repeats(lambda run, name: name if run is in_plain_jnp else run)
     @parameterized.product(run=(in_plain_jnp, interpreted), name=sorted(CASES))
     def test_value_is_that_of_float64(self, run, name):
         case = CASES[name]
         operands = random_operands(case, seed=len(name))
         self.assertIsNone(violation(run(operands, case), operands, case))
 
+    @slow.repeats()
     @parameterized.parameters((8, 8, 1), (2, 32, 2))
     def test_tiles_do_not_change_the_value(self, rows, columns, num_warps):
         case = CASES["low_rank"]
@@ -97,6 +100,7 @@ def half_off(place: jax.Array, top: float) -> jax.Array:
 
 
 class BrokenKernelTest(HostTestCase):
+    @slow.repeats()
     @parameterized.parameters(
         ("_nearest", unrounded, "int3_narrow"),
         ("_nearest", half_off, "int3_wide"),
@@ -171,6 +175,7 @@ class SolverTest(HostTestCase):
         self.assertGreaterEqual(equal.mean(), SHARE_OF_EQUAL_CODES)
         np.testing.assert_allclose(found.scales, expected.scales, rtol=1e-6)
 
+    @pytest.mark.slow
     def test_milo_takes_it(self):
         weights = random_operands(Case(shape=(2, 64, 128)), seed=9).weights
         plain = MiloSettings(max_rank=4, max_passes=2)

@@ -5,8 +5,8 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from pallas_kernels import dequant_matmul, layout
+from pallas_kernels.mosaic_prefill import tiles as wgmma_tiles
 from pallas_kernels.packed import PackedMatrices
-from pallas_kernels.wgmma import tiles as wgmma_tiles
 from tests.host_test_case import HostTestCase
 from tests.model_products import DENSE_SHAPES
 from tests.packed_operands import seed

@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from absl.testing import absltest, parameterized
 
+from tests import slow
 from tests.gpu_programs import PROGRAMS
 from tests.gpu_targets import GPUS, SKIP_CHECKS, Program
 
@@ -44,6 +46,7 @@ def stacks_touched(text: str, program: Program) -> set[str]:
 class LoweringTest(parameterized.TestCase):
     """The program for CUDA, made without a GPU."""
 
+    @slow.where(lambda gpu, name: gpu != "H100" or name not in EVERYWHERE)
     @parameterized.parameters(pairs_of_gpu_and_program())
     def test_launches_read_the_weights_where_they_lie(self, gpu, name):
         program = PROGRAMS[name]()
@@ -63,6 +66,7 @@ class CompilingTest(parameterized.TestCase):
     """XLA and Triton down to machine code, by JAX's CUDA plugin; in a process of its own."""
 
     @parameterized.parameters(sorted(GPUS))
+    @pytest.mark.slow
     def test_every_program_compiles(self, gpu):
         if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
             self.skipTest("JAX's CUDA plugin is not installed")

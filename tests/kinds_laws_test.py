@@ -1,6 +1,6 @@
 """Laws that hold for every kind of model: residency is invisible, chunks and decode are a prompt.
 
-A kind costs few programs by default; what is between others runs where slow tests are asked for.
+A kind costs few programs by default; the others are slow tests.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import runner
@@ -91,15 +92,19 @@ def whole_texts(kind: str) -> tuple[np.ndarray, np.ndarray]:
     return tokens.astype(np.int32), resident(kind).logits(tokens.astype(np.int32))
 
 
+AHEAD = "25 % and prefetch", 16
+
+
 class ResidencyTest(parameterized.TestCase):
     """Where the experts are is not seen: no bit of tokens, probabilities and caches differs."""
 
+    @slow.where(
+        lambda kind, policy, bits: (kind, policy, bits) != ("delta", "25 % and prefetch", 16)
+    )
     @parameterized.product(
         kind=KINDS, policy=("25 % and prefetch", "25 %", "50 %", "no cache"), bits=(16, 3)
     )
     def test_answers_are_those_of_a_resident_model(self, kind, policy, bits):
-        if policy != "25 % and prefetch" or bits != 16:
-            slow.skip_unless_asked()
         weights, how = weights_of(kind, bits), pooled_test.POLICIES[policy]
         pooled = pooled_test.pooled_runner(config_of(kind), weights, how)
         found, expected = answers_of(pooled), resident_answers(kind, bits)
@@ -113,8 +118,8 @@ class ResidencyTest(parameterized.TestCase):
         self.assertEqual(events["prefetched"] > 0, "prefetch" in policy)
 
     @parameterized.parameters(*KINDS)
+    @pytest.mark.slow
     def test_logits_of_chunks_are_those_of_a_resident_model(self, kind):
-        slow.skip_unless_asked()
         how = pooled_test.POLICIES["25 % and prefetch"]
         pooled = pooled_test.pooled_runner(config_of(kind), weights_of(kind), how)
         tokens, _ = whole_texts(kind)
@@ -125,16 +130,16 @@ class ResidencyTest(parameterized.TestCase):
 class ChunksTest(parameterized.TestCase):
     """A text by chunks, and token by token, has the logits of the text at once."""
 
+    @slow.where(lambda kind, chunk: (kind, chunk) != ("shared", CHUNK))
     @parameterized.product(kind=KINDS, chunk=(CHUNK, 1))
     def test_chunks(self, kind, chunk):
-        if chunk == 1 or kind in ("latent", "delta"):  # which their own files cut into chunks
-            slow.skip_unless_asked()
         tokens, expected = whole_texts(kind)
         with mock.patch.object(runner, "longest_chunk", lambda *_: chunk):
             found = resident(kind).logits(tokens)
         self.assertLess(relative_errors(found, expected).max(), RELATIVE_ERROR)
 
     @parameterized.parameters(*KINDS)
+    @pytest.mark.slow
     def test_decode(self, kind):
         _, logits = whole_texts(kind)
         expected = np.asarray(jax.nn.log_softmax(jnp.asarray(logits)))

@@ -6,6 +6,7 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from absl.testing import absltest, parameterized
 
@@ -51,7 +52,9 @@ class TransformersTest(parameterized.TestCase):
                 ids.append(int(self.model(torch.tensor([ids])).logits[0, -1].argmax()))
         return ids[len(context) :]
 
-    def test_each_pair_as_alone(self):
+    @slow.where(lambda batch_size: batch_size == 1)
+    @parameterized.parameters(4, 1)
+    def test_each_pair_as_alone(self, batch_size):
         rng = np.random.default_rng(3)
 
         def tokens(count: int) -> list[int]:
@@ -63,16 +66,16 @@ class TransformersTest(parameterized.TestCase):
         pairs += [(shared, [stem[0]]), (shared + stem[:2], stem[2:4])]
         likely = tokens(10)
         pairs += [(likely, self._greedy(likely, 4)), (likely, [*self._greedy(likely, 3), 7])]
-        for batch_size in (1, 4) if slow.asked() else (4,):
-            found = self.engine.scorer.of_tokens(pairs, batch_size=batch_size)
-            for pair, scored in zip(pairs, found, strict=True):
-                total, greedy = reference(self.model, *pair)
-                self.assertAlmostEqual(scored.log_likelihood, total, delta=1e-3)
-                self.assertEqual(scored.is_greedy, greedy)
-                self.assertEqual(scored.num_tokens, len(pair[1]))
-            self.assertTrue(found[-2].is_greedy)
-            self.assertFalse(found[-1].is_greedy)
+        found = self.engine.scorer.of_tokens(pairs, batch_size=batch_size)
+        for pair, scored in zip(pairs, found, strict=True):
+            total, greedy = reference(self.model, *pair)
+            self.assertAlmostEqual(scored.log_likelihood, total, delta=1e-3)
+            self.assertEqual(scored.is_greedy, greedy)
+            self.assertEqual(scored.num_tokens, len(pair[1]))
+        self.assertTrue(found[-2].is_greedy)
+        self.assertFalse(found[-1].is_greedy)
 
+    @pytest.mark.slow
     def test_chunk_by_chunk(self):
         """A continuation that begins in one chunk of a prompt and ends in another."""
         rng = np.random.default_rng(6)
@@ -84,6 +87,7 @@ class TransformersTest(parameterized.TestCase):
             total, _ = reference(self.model, *pair)
             self.assertAlmostEqual(scored.log_likelihood, total, delta=1e-3)
 
+    @pytest.mark.slow
     def test_no_retrace_and_progress(self):
         rng = np.random.default_rng(4)
         pairs = [(rng.integers(0, 160, 9).tolist(), rng.integers(0, 160, 3).tolist())] * 2
@@ -95,6 +99,7 @@ class TransformersTest(parameterized.TestCase):
         self.assertEqual(sum(done), len(pairs))
         self.assertGreater(len(done), 1)
 
+    @pytest.mark.slow
     def test_a_continuation_longer_than_the_context(self):
         ids = np.random.default_rng(5).integers(0, 160, 150).tolist()
         [scored] = self.engine.scorer.of_tokens([([9, 8], ids)], batch_size=2)

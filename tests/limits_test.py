@@ -13,6 +13,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import Engine, MoejaxError
@@ -24,7 +25,6 @@ from moejax.memory import pinned
 from moejax.memory.budget import PINNED_LIMIT, Limits
 from moejax.memory.disk import DiskExperts
 from moejax.memory.ssd import SsdReader
-from tests import slow
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
 
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB_SIZE, n).tolist() for n in (9, 21)]
@@ -64,8 +64,8 @@ class LimitsTest(parameterized.TestCase):
         self.assertIsNone(engine.ledger)
         self.assertEqual(tokens(engine), RESIDENT)
 
+    @pytest.mark.slow
     def test_residency_is_invisible_in_the_demo_model(self):
-        slow.skip_unless_asked()
         resident, half = (
             Engine.from_pretrained(
                 "demo", limits=Limits(slots=slots), dtype="float32", platform="cpu",
@@ -79,6 +79,7 @@ class LimitsTest(parameterized.TestCase):
         self.assertIsNone(resident.ledger)
         self.assertGreater(totals(half)["evictions"], 100)
 
+    @pytest.mark.slow
     def test_slots_and_transients_are_those_asked_for(self):
         engine = limited(slots=3, transient=2, prefetch=1)
         self.assertEqual(tokens(engine), RESIDENT)
@@ -110,6 +111,7 @@ class LimitsTest(parameterized.TestCase):
         self.assertGreater(first, 0)
         self.assertEqual(tokens(engine), RESIDENT)
 
+    @pytest.mark.slow
     def test_what_steps_wait_for_takes_what_was_planned_and_its_time_is_measured(self):
         sizes, pauses = [], []
         read, read_now = DiskExperts.read, SsdReader.read_now
@@ -136,6 +138,7 @@ class LimitsTest(parameterized.TestCase):
         self.assertGreaterEqual(engine.ledger.disk_wait_seconds, sum(pauses))
         self.assertRegex("\n".join(engine.ledger.describe()), r"stalls: .* ms for the disk\n")
 
+    @pytest.mark.slow
     def test_a_disk_that_fails_is_one_line_and_the_engine_goes_on(self):
         engine = limited(slots=2, transient=2, host_gib=11 * ROW_NBYTES / 2**30)
         gone = mock.patch.object(ExpertReader, "read", side_effect=MoejaxError("the disk is gone"))
@@ -202,6 +205,7 @@ class LimitsTest(parameterized.TestCase):
         self.assertEqual(found["disk_waits"], counted.waits)
         self.assertEqual(found["disk_trouble"], {"retries": 2, "errors": 1, "refused": 0})
 
+    @pytest.mark.slow
     def test_a_step_that_fails_leaves_a_whole_engine(self):
         engine = limited(slots=2, transient=2)
         with self.assertRaises(KeyboardInterrupt), engine._runner.memory.step():
@@ -210,6 +214,7 @@ class LimitsTest(parameterized.TestCase):
             raise KeyboardInterrupt
         self.assertEqual(tokens(engine), RESIDENT)
 
+    @pytest.mark.slow
     def test_a_call_that_was_not_planned_is_refused(self):
         engine = limited(device_gib=1)
         three, long = np.zeros((3, 9), np.int32), np.zeros((1, 65), np.int32)
@@ -227,6 +232,7 @@ class LimitsTest(parameterized.TestCase):
         self.assertEqual(engine.logits(three[:2]).shape, (2, 9, VOCAB_SIZE))
         self.assertEqual(tokens(engine), RESIDENT)
 
+    @pytest.mark.slow
     def test_a_closed_engine_holds_nothing_and_says_so(self):
         before = set(threading.enumerate())
         with limited(slots=2, transient=2, host_gib=17 * ROW_NBYTES / 2**30, bulk=1) as engine:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax import MoejaxError, lm_eval
@@ -27,13 +28,13 @@ needs_lm_eval = unittest.skipUnless(
 
 
 def samples() -> dict[str, list[dict[str, Any]]]:
-    """Rows of each file that scripts/compare_lm_eval.py reads."""
+    """Rows of the files of a data folder; ARC's are of the form without AI2's labels."""
     arc, hellaswag, piqa, mmlu, gsm8k = [], [], [], [], []
     for i in range(7):
         a, b, c, d = WORDS[i : i + 4]
         arc.append({"query": f"Question: {a} {b}?", "choices": [c, d, a], "gold": i % 3})
         hellaswag.append(
-            {"activity_label": a, "ctx_a": f"{b} [title] {c}.", "ctx_b": d,
+            {"activity_label": a, "ctx_a": f"{b} [title] {c}.", "ctx_b": d, "ctx": f"{b} {c}. {d}",
              "endings": [f"{a} {c}.", f"[step] {d}", b, f"{c} {b} {a}"], "label": str(i % 4)}
         )  # fmt: skip
         piqa.append({"goal": f"{a} {b}", "sol1": f"{c} {d}", "sol2": d, "label": i % 2})
@@ -43,6 +44,9 @@ def samples() -> dict[str, list[dict[str, Any]]]:
         )  # fmt: skip
         gsm8k.append({"question": f"{a} {i}?", "answer": f"{b} {i} #### {i}"})
     return {
+        "arc_easy.train": arc,
+        "hellaswag.train": hellaswag,
+        "piqa.train": piqa,
         "arc_easy.test": arc,
         "arc_challenge.test": arc,
         "hellaswag.validation": hellaswag,
@@ -75,44 +79,92 @@ class LmEvalTest(absltest.TestCase):
             text = "".join(json.dumps(row) + "\n" for row in rows)
             (cls.folder / f"{name}.jsonl").write_text(text)
 
-    @needs_lm_eval
-    def test_three_ways_to_the_same_scores(self):
-        output = self.folder / "rows.jsonl"
-        done = python(
-            "-m", "scripts.compare_lm_eval", f"--data={self.folder}", "--documents=7",
-            f"--checkpoint={self.checkpoint}", f"--output={output}", "--batch_size=3",
+    def run_tasks(self, model: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        """Runs the command on the checkpoint; everything is float32 on the CPU."""
+        of_model = f"pretrained={self.checkpoint},dtype=float32"
+        return python(
+            "-m", "moejax.lm_eval", "--model", model, "--model_args", of_model, "--device", "cpu",
+            "--batch_size", "3", *arguments,
         )  # fmt: skip
-        self.assertEqual(done.returncode, 0, done.stderr[-3000:])
-        rows = [json.loads(line) for line in output.read_text().split("\n")[:-1]]
-        far = [row["figure"] for row in rows if row["unit"].startswith("nats")]
-        self.assertLen(far, 11)  # two ways of five tasks, and whole texts
-        self.assertLess(max(far), 1e-3)
-        same = [row["figure"] for row in rows if row["what"].startswith("same text")]
-        self.assertEqual(same, [1.0, 1.0])
-        self.assertLen([row for row in rows if row["what"].startswith("acc")], 9)
 
     @needs_lm_eval
-    def test_the_command(self):
-        task = {
-            "task": "local_piqa",
-            "dataset_path": "json",
-            "dataset_kwargs": {"data_files": {"test": str(self.folder / "piqa.validation.jsonl")}},
-            "output_type": "multiple_choice",
-            "test_split": "test",
-            "doc_to_text": "Question: {{goal}}\nAnswer:",
-            "doc_to_target": "label",
-            "doc_to_choice": "{{[sol1, sol2]}}",
-        }
-        (self.folder / "piqa.yaml").write_text(json.dumps(task))  # JSON is YAML
-        output = self.folder / "out"
+    def test_the_scores_are_those_of_hugging_face_models(self):
+        tasks = ("arc_easy", "hellaswag", "piqa", "mmlu_high_school_geography", "gsm8k")
+        found = {}
+        for model in ("moejax", "hf"):
+            output = self.folder / model
+            done = self.run_tasks(
+                model, "--tasks", ",".join(tasks), "--data", str(self.folder), "--num_fewshot", "2",
+                "--gen_kwargs", "max_gen_toks=8", "--log_samples", "--output_path", str(output),
+            )  # fmt: skip
+            self.assertEqual(done.returncode, 0, done.stderr[-3000:])
+            for task in tasks:
+                [path] = output.rglob(f"samples_{task}_*.jsonl")
+                rows = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+                rows = [row for row in rows if row["filter"] in ("none", "strict-match")]
+                self.assertLen(rows, 7)
+                found[model, task] = sorted(rows, key=lambda row: row["doc_id"])
+        for task in tasks:
+            for ours, theirs in zip(found["moejax", task], found["hf", task], strict=True):
+                self.assertEqual(ours["arguments"], theirs["arguments"])
+                if task == "gsm8k":
+                    self.assertEqual(ours["resps"], theirs["resps"])
+                    continue
+                nats = [[float(resp[0][0]) for resp in of["resps"]] for of in (ours, theirs)]
+                np.testing.assert_allclose(*nats, atol=1e-3)
+                self.assertEqual(ours["acc"], theirs["acc"])
+
+    @needs_lm_eval
+    def test_the_command_under_limits(self):
         done = python(
-            "-m", "moejax.lm_eval", "--model", "moejax", "--tasks", "local_piqa",
+            "-m", "moejax.lm_eval", "--model", "moejax", "--tasks", "piqa", "--limit", "2",
             "--model_args", f"pretrained={self.checkpoint},platform=cpu,memory.slots=4",
-            "--include_path", str(self.folder), "--output_path", str(output),
+            "--data", str(self.folder),
         )  # fmt: skip
         self.assertEqual(done.returncode, 0, done.stderr[-3000:])
-        [written] = output.rglob("results*.json")
-        self.assertIn("local_piqa", json.loads(written.read_text())["results"])
+        self.assertRegex(done.stdout, r"piqa .*\|acc ")
+
+    @needs_lm_eval
+    def test_what_a_data_folder_lacks_is_named(self):
+        lacks = "error: arc_challenge takes 3 examples .* 'train', .* no arc_challenge.train.jsonl"
+        for arguments, said in (
+            (("--tasks", "arc_challenge", "--num_fewshot", "3", "--data", str(self.folder)), lacks),
+            (("--tasks", "sciq", "--data", str(self.folder)), "error: sciq asks .* 'test'"),
+            (("--tasks", "piqa", "--data", "no/where"), "error: --data no/where is no folder"),
+        ):
+            done = self.run_tasks("moejax", *arguments)
+            self.assertEqual(done.returncode, 1)
+            self.assertRegex(done.stderr.splitlines()[-1], said)
+
+    @needs_lm_eval
+    def test_files_of_a_data_set(self):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from moejax.evaluation.local_data import LocalData
+
+        def task(name: str, path: str, part: str | None = None, **changed: Any) -> Any:
+            known = {"test_split": "test", "validation_split": None, "training_split": None}
+            shots = types.SimpleNamespace(split="dev")
+            return types.SimpleNamespace(
+                task=name, dataset_path=path, dataset_name=part, num_fewshot=None,
+                fewshot_config=shots, **(known | changed),
+            )  # fmt: skip
+
+        data = LocalData(self.folder)
+        arc = data.splits(task("arc_easy", "allenai/ai2_arc", "ARC-Easy"))["test"][1]
+        self.assertEqual(
+            arc,
+            {"question": "quick brown?", "answerKey": "B",
+             "choices": {"label": ["A", "B", "C"], "text": ["fox", "jumps", "quick"]}},
+        )  # fmt: skip
+        mmlu = task("mmlu_x", "cais/mmlu", "high_school_geography")
+        splits = LocalData(self.folder, 5).splits(mmlu)
+        self.assertEqual({name: len(of) for name, of in splits.items()}, {"dev": 7, "test": 7})
+        self.assertLen(splits["train"], 0)  # a split that is not there has no rows
+        with self.assertRaisesRegex(MoejaxError, "no rows whose subject is 'anatomy'"):
+            data.splits(task("mmlu_anatomy", "cais/mmlu", "anatomy"))
+        with self.assertRaisesRegex(MoejaxError, "gsm8k asks the questions of the split 'val'"):
+            data.splits(task("gsm8k", "openai/gsm8k", "main", test_split="val"))
 
     @needs_lm_eval
     def test_arguments(self):
@@ -143,6 +195,7 @@ class LmEvalTest(absltest.TestCase):
         missing = {"lm_eval": None, "moejax.evaluation.lm_eval_model": None}
         with (
             mock.patch.dict(sys.modules, missing),
+            mock.patch.object(sys, "argv", ["lm_eval"]),
             self.assertRaisesRegex(SystemExit, r"lm_eval is not installed .* '\.\[evaluation"),
         ):
             lm_eval.main()
@@ -154,7 +207,9 @@ class LmEvalTest(absltest.TestCase):
         fake = types.SimpleNamespace(cli_evaluate=cli_evaluate)
         known = {"lm_eval": fake, "lm_eval.__main__": fake}
         known["moejax.evaluation.lm_eval_model"] = fake
-        with mock.patch.dict(sys.modules, known), self.assertRaises(SystemExit) as ended:
+        ended = self.assertRaises(SystemExit)
+        argv = mock.patch.object(sys, "argv", ["lm_eval"])
+        with argv, mock.patch.dict(sys.modules, known), ended as ended:
             lm_eval.main()
         self.assertEqual(
             ended.exception.code, "error: config.dtpe is not there; did you mean 'dtype'?"
@@ -167,7 +222,8 @@ class ModelArgumentsTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
         ours = "moejax.evaluation.lm_eval_model"
-        names = ("lm_eval", "lm_eval.api", "lm_eval.api.model", "lm_eval.api.registry")
+        names = ("lm_eval", "lm_eval.models", "lm_eval.api", "lm_eval.api.model",
+                 "lm_eval.api.registry")  # fmt: skip
         kept = {name: sys.modules.pop(name, None) for name in (*names, ours)}
         self.addCleanup(self._put_back, kept)
         sys.modules.update({name: types.ModuleType(name) for name in names})

@@ -8,6 +8,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import steps
@@ -129,6 +130,7 @@ def no_loop(*_: Any) -> bool:
 
 
 class LoopTest(parameterized.TestCase):
+    @slow.where(lambda place, records: place != "resident" or not records)
     @parameterized.parameters(
         ("qwen3_moe", "plain", jnp.bfloat16, "resident", False),
         ("mixtral", "int3_ranks", jnp.float32, "resident", True),
@@ -138,8 +140,6 @@ class LoopTest(parameterized.TestCase):
         ("qwen3_moe", "plain", jnp.bfloat16, "ahead", False),
     )
     def test_bit_for_bit_what_it_is_unrolled(self, name, kind, dtype, place, records):
-        if not records or place == "ahead":  # the others have these weights, and these places
-            slow.skip_unless_asked()
         config = CONFIGS[name]
         what = RecordSpec(foreseen=2, probabilities=True, importance=place == "resident")
         record = what if records else None
@@ -163,9 +163,8 @@ class LoopTest(parameterized.TestCase):
             self.assertEqual(isinstance(found, LoopedExperts), loops)
 
     @parameterized.product(place=("ahead", "waves"), dtype=(jnp.bfloat16, jnp.float32))
+    @pytest.mark.slow
     def test_where_the_experts_are_makes_no_difference(self, place, dtype):
-        if dtype == jnp.bfloat16 or place == "waves":  # fewer differences, or a simpler step
-            slow.skip_unless_asked()
         config, kind = CONFIGS["five"], "int4_int4_ranks"
         record = RecordSpec(foreseen=2, probabilities=True)
         resident, _ = two_chunks(config, kind, dtype, "resident", record, True)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from flax import nnx
 
@@ -16,7 +17,7 @@ from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.norm import rms_norm
 from moejax.models.rope import rotary_angles, rotate
 from moejax.models.transformer import Transformer
-from tests import numpy_model
+from tests import numpy_model, slow
 from tests.host_test_case import HostTestCase
 from tests.numpy_model import TINY, TOLERANCE, assert_near
 
@@ -61,6 +62,7 @@ class PartsTest(HostTestCase):
         )
         assert_near(rms_norm(x, weight, eps), expected, dtype)
 
+    @slow.repeats()
     @parameterized.product(dtype=sorted(TOLERANCE), head_dim=(2, 24))
     def test_rope(self, dtype, head_dim):
         rng = np.random.default_rng(2)
@@ -78,6 +80,7 @@ class PartsTest(HostTestCase):
         self.assertTrue(np.all(np.abs(np.asarray(cos) - np.cos(angle)) <= error))
         self.assertTrue(np.all(np.abs(np.asarray(sin) - np.sin(angle)) <= error))
 
+    @slow.repeats()
     @parameterized.product(
         window=(None, 1, 3, 100), heads=((1, "float32"), (2, "bfloat16"), (4, "float32"))
     )
@@ -88,6 +91,7 @@ class PartsTest(HostTestCase):
         found = CAUSAL(q, k, v, window, "xla")
         assert_near(found, self._expected(q, k, v, positions, window), dtype)
 
+    @slow.repeats()
     @parameterized.product(
         window=(None, 1, 3, 100), heads=((1, "float32"), (2, "bfloat16"), (4, "float32"))
     )
@@ -149,6 +153,7 @@ class TransformerTest(HostTestCase):
         hidden, routing = forward(model, jnp.asarray(self.tokens, jnp.int32), experts=experts)
         return model.project_to_vocab(hidden), routing
 
+    @slow.repeats()
     @parameterized.product(name=sorted(CONFIGS), experts=("dense", "block"))
     def test_forward_equals_float64(self, name, experts):
         weights = wide_weights(CONFIGS[name])
@@ -161,6 +166,7 @@ class TransformerTest(HostTestCase):
         self.assertEqual(routing.ids.shape, (num_moe, num_tokens, 2))
         self.assertEqual(routing.weights.shape, (num_moe, num_tokens, 2))
 
+    @slow.repeats()
     @parameterized.parameters(sorted(CONFIGS))
     def test_gradient_equals_finite_differences_in_float64(self, name):
         config, weights = CONFIGS[name], wide_weights(CONFIGS[name])
@@ -203,6 +209,7 @@ class TransformerTest(HostTestCase):
         for key, leaf in weights.items():
             self.assertIs(back[key], leaf)
 
+    @pytest.mark.slow
     def test_first_weights(self):
         config = dataclasses.replace(TINY, model_dim=64, num_layers=2, moe_layers=(1,))
         model = Transformer(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)

@@ -8,6 +8,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import ops
@@ -15,7 +16,7 @@ from moejax.models import grouped_experts, moe
 from moejax.qtensor import QTensor, Weight
 from pallas_kernels.op import Operation
 from pallas_kernels.target import Choice, Target
-from tests import numpy_model
+from tests import numpy_model, slow
 from tests.host_test_case import HostTestCase
 from tests.numpy_model import TINY, assert_near
 from tests.packed_weights import SPECS, Spec, draw
@@ -35,6 +36,7 @@ def rng_of(name: str) -> np.random.Generator:
 
 
 class LinearTest(HostTestCase):
+    @slow.repeats()
     @parameterized.parameters(sorted(SPECS))
     def test_linear_and_matrix(self, name):
         rng = rng_of(name)
@@ -46,6 +48,7 @@ class LinearTest(HostTestCase):
         assert_near(matrix, values[1])
         assert_near(y, np.einsum("btk,nk->btn", x.astype(np.float64), values[1]))
 
+    @slow.repeats()
     @parameterized.parameters("fp8", "int3_permuted", "int2_int8_ranks", "int4_symmetric")
     def test_a_large_matrix_is_taken_in_blocks_of_rows(self, name):
         rng = rng_of(name)
@@ -64,6 +67,7 @@ class LinearTest(HostTestCase):
         expected = np.asarray(x).astype(np.float64) @ values[0].T
         assert_near(jax.jit(ops.linear, static_argnums=2)(x, weight, 0), expected, "bfloat16")
 
+    @slow.repeats()
     @parameterized.parameters(sorted(SPECS))
     def test_rows(self, name):
         rng = rng_of(name)
@@ -88,6 +92,7 @@ class LinearTest(HostTestCase):
         self.assertEqual((rows.shape, rows.dtype), ((2, 4), jnp.bfloat16))
         self.assertIsNone(ops.packing(weight))
 
+    @slow.repeats()
     @parameterized.parameters(
         ("int3_ranks", "INT3 in groups of 8, float zeros, low-rank terms"),
         ("int4_symmetric", "INT4 in one group a row, symmetric"),
@@ -102,6 +107,7 @@ class LinearTest(HostTestCase):
 class KernelTest(HostTestCase):
     """The way to `pallas_kernels`, walked with its reference."""
 
+    @slow.repeats()
     @parameterized.product(name=FITS, rows=((2, 4), (1,)))
     def test_linear_and_product_equal_float64(self, name, rows):
         rng = rng_of(name)
@@ -136,6 +142,7 @@ class KernelTest(HostTestCase):
         self.assertEqual(text.count("func.func private @_kernel_product"), 1)
         self.assertEqual(text.count("call @_kernel_product"), 3)
 
+    @slow.repeats()
     @parameterized.parameters(
         ("fp8", "FP8 in blocks"),
         ("int4_permuted", "permuted (act-order)"),
@@ -262,16 +269,19 @@ def operands(
 
 
 class ExpertsTest(HostTestCase):
+    @slow.repeats()
     @parameterized.product(via=("dense", "row"), name=("int3", "int2_int8_ranks", "fp8"))
     def test_other_ways_equal_float64(self, via, name):
         args, expected = operands(name)
         assert_near(RUN(via, *args), expected)
 
+    @slow.repeats()
     @parameterized.parameters(sorted(SPECS))
     def test_blocks_equal_float64(self, name):
         args, expected = operands(name)
         assert_near(RUN("block", *args), expected)
 
+    @slow.repeats()
     @parameterized.parameters(FITS)
     def test_grouped_equals_float64(self, name):
         args, expected = operands(name)
@@ -286,6 +296,7 @@ class ExpertsTest(HostTestCase):
         assert_near(found[:1], expected[:1])
         np.testing.assert_array_equal(found[1], 0)
 
+    @pytest.mark.slow
     def test_grouped_takes_plain_experts_too(self):
         args, _ = operands("int3")
         x, routing, *packed = args
@@ -299,6 +310,7 @@ class ExpertsTest(HostTestCase):
         with self.assertRaisesRegex(ValueError, r"refuses: .*permuted \(act-order\)"):
             RUN("grouped", *args)
 
+    @slow.repeats()
     @parameterized.parameters("row", "block", "grouped")
     def test_an_expert_without_rows_is_not_read(self, via):
         (x, routing, gate_up, down), expected = operands("int3_ranks")
@@ -309,6 +321,7 @@ class ExpertsTest(HostTestCase):
 
         assert_near(RUN(via, x, routing, spoiled(gate_up), spoiled(down)), expected)
 
+    @slow.repeats()
     @parameterized.parameters(("row", 2 * 2), ("block", 2 * 2), ("dense", 64))
     def test_no_expert_is_dequantized_that_is_not_used(self, via, num_at_once):
         args, _ = operands("int3", num_experts=64, model_dim=64, expert_dim=64)

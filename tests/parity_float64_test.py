@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 import transformers
 from absl.testing import absltest, parameterized
@@ -22,7 +23,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbed
 from moejax import Engine
 from moejax.models.config import ModelConfig
 from moejax.models.rope import rotary_angles
-from tests import numpy_model, slow
+from tests import numpy_model
 from tests.hf_checkpoints import TinyCheckpoint, reference_model, write_random_checkpoint
 from tests.host_test_case import HostTestCase
 
@@ -116,9 +117,8 @@ def in_doubt(probabilities: np.ndarray, config: ModelConfig, shape: tuple[int, i
 
 class Float64ParityTest(HostTestCase):
     @parameterized.parameters(*CASES)
+    @pytest.mark.slow
     def test_long_logits_are_as_near_to_float64_as_those_of_transformers(self, name):
-        if name != "mixtral_window_700":  # the hardest
-            slow.skip_unless_asked()
         case = CASES[name]
         spec = TinyCheckpoint(
             family=case.family, fields={"max_position_embeddings": 4096, **case.fields}

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 from absl.testing import absltest, parameterized
 
@@ -22,7 +23,7 @@ from moejax.evaluation.perplexity import (
 )
 from moejax.models.assembly import merge_weights, model_definition
 from moejax.models.transformer import Transformer
-from tests import numpy_model
+from tests import numpy_model, slow
 from tests.hf_checkpoints import reference_model, write_checkpoint
 from tests.models_test import wide_weights
 from tests.numpy_model import TINY
@@ -168,11 +169,13 @@ class TransformersTest(parameterized.TestCase):
         self.assertLess(abs(found.perplexity / expected - 1), 1e-4)
         return found.perplexity
 
+    @pytest.mark.slow
     def test_both_presets(self):
         engine, ids = self._engine("qwen3"), random_ids(2600)
         figures = [self._check(engine, "qwen3", ids, PRESETS[key]) for key in sorted(PRESETS)]
         self.assertGreater(abs(figures[0] / figures[1] - 1), 1e-3)  # another protocol, another one
 
+    @slow.repeats()
     @parameterized.parameters((60, 60), (60, 7))
     def test_small_windows(self, window, stride):
         self._check(self._engine("mixtral"), "mixtral", random_ids(190), Windowing(window, stride))

@@ -177,12 +177,11 @@ class ContractTest(PlanCase):
         self.check_programs(engine)
 
     # Chunks of a whole prompt and of part of one.
+    @slow.where(lambda batch: batch > 1)  # the whole prompt takes most
     @parameterized.parameters(
         (WIDE_ATTENTION, 1, 256), (WIDE_ATTENTION, 2, 64), (MANY_PRODUCTS, 4, 128)
     )
     def test_a_policy_that_weighs_tokens_by_attention(self, shape, batch, longest):
-        if batch > 1:  # the whole prompt takes most
-            slow.skip_unless_asked()
         policy = Tiering(policy="dymoe", tiers=("int4", "int2"), quantizer="rtn", group_size=16)
         with mock.patch.object(chunks, "MAX_PREFILL_LENGTH", longest):
             engine = self.engine(Limits(), shape, batch, policy)

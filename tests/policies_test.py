@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.errors import MoejaxError
@@ -16,6 +17,7 @@ from moejax.policies.make import (
     with_kernels,
 )
 from tests import policies_contract as contract
+from tests import slow
 from tests.policies_cases import CASES, LISTS, SPEC, random_trace
 
 EVERY = [(name, phase) for name in CASES for phase in CASES[name].phases]
@@ -31,22 +33,27 @@ class ContractTest(parameterized.TestCase):
     def test_every_policy_has_a_case(self):
         self.assertEqual({case.name for case in CASES.values()}, set(POLICIES))
 
+    @slow.repeats(lambda name: CASES[name].name)
     @parameterized.parameters(*EVERY)
     def test_form(self, name, phase):
         contract.check_form(CASES[name], trace_of(name, phase))
 
+    @slow.repeats(lambda name: CASES[name].name)
     @parameterized.parameters(*EVERY)
     def test_values(self, name, phase):
         contract.check_values(CASES[name], trace_of(name, phase))
 
     @parameterized.parameters(*EVERY)
+    @pytest.mark.slow
     def test_forms_agree(self, name, phase):
         contract.check_forms_agree(CASES[name], trace_of(name, phase))
 
+    @slow.repeats(lambda name: CASES[name].name)
     @parameterized.parameters(*EVERY)
     def test_layers_apart(self, name, phase):
         contract.check_layers_apart(CASES[name], trace_of(name, phase))
 
+    @slow.repeats(lambda name: CASES[name].name)
     @parameterized.parameters(*CASES)
     def test_rule(self, name):
         none = ("compose_buddies", "compose_skips", "dymoe_random")
@@ -59,10 +66,12 @@ class ContractTest(parameterized.TestCase):
             self.assertGreater(contract.check_rules(CASES[name], trace), 0)
 
     # Drawing random numbers takes what it takes.
+    @slow.repeats(lambda name: CASES[name].name)
     @parameterized.parameters(*[name for name in CASES if name != "dymoe_random"])
     def test_cost(self, name):
         contract.check_cost(CASES[name], trace_of(name, "decode"))
 
+    @slow.repeats(lambda name: CASES[name].name)
     @parameterized.parameters(*EVERY)
     def test_padding(self, name, phase):
         contract.check_padding(CASES[name], trace_of(name, phase))
@@ -71,6 +80,7 @@ class ContractTest(parameterized.TestCase):
     def test_nothing_active(self, name, phase):
         contract.check_nothing_active(CASES[name], trace_of(name, phase))
 
+    @slow.repeats(lambda name: CASES[name].name)
     @parameterized.parameters(*CASES)
     def test_transfers(self, name):
         case, trace = CASES[name], trace_of(name, "decode", 40)
@@ -81,6 +91,7 @@ class ContractTest(parameterized.TestCase):
 
     # Those with hotness rest between updates; buddies save up from one asking to the next.
     @parameterized.parameters(*CASES)
+    @pytest.mark.slow
     def test_rest(self, name):
         case, trace = CASES[name], trace_of(name, "decode", 40)
         for setting in range(len(case.settings) if case.name == "dynaexq" else 1):

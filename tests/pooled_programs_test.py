@@ -6,11 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from absl.testing import absltest
 
 from tests.gpu_targets import SKIP_CHECKS
 from tests.pooled_programs import CASES, CHUNKS, CONFIGS
 from tests.tiered_programs import LAYERS, MOST_BYTES, NO_POLICY, POLICIES
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import steps
@@ -102,15 +103,15 @@ def of_resident(
 
 
 class InvisibleTest(parameterized.TestCase):
+    @slow.where(lambda name, policy: (name, policy) != ("qwen3_moe", "25 % and prefetch"))
     @parameterized.parameters(
         *(("qwen3_moe", policy) for policy in POLICIES if policy not in ("25 %", "50 %")),
         ("mixtral", "25 % and prefetch"),
     )
     def test_tokens_and_logits_are_those_of_a_resident_model(self, name, policy):
-        if policy not in ("25 % and prefetch", "no cache"):  # between others, or less than they
-            slow.skip_unless_asked()
         self.check(CONFIGS[name], 16, policy)
 
+    @pytest.mark.slow
     def test_packed_experts_too(self):
         self.check(QWEN, 3, "25 %")
 
@@ -118,8 +119,7 @@ class InvisibleTest(parameterized.TestCase):
         tokens, logits, (one, four) = of_resident(config, bits)
         runner = pooled_runner(config, random_weights(config, bits), POLICIES[policy])
         np.testing.assert_array_equal(runner.logits(tokens), logits)
-        if config == QWEN or slow.asked():
-            self.assertEqual(answers(runner, PROMPTS[:1]), one)
+        self.assertEqual(answers(runner, PROMPTS[:1]), one)
         self.assertEqual(answers(runner, PROMPTS), four)
         events = runner.memory.settle().as_dict()["totals"]
         self.assertEqual(events["unserved"], 0)
@@ -129,6 +129,7 @@ class InvisibleTest(parameterized.TestCase):
         self.assertEqual(events["prefetched"] > 0, prefetch > 0)
 
     @parameterized.parameters("prefill", "decode")
+    @pytest.mark.slow
     def test_one_phase_alone_looks_ahead(self, phase):
         config, policy = CONFIGS["qwen3_moe"], POLICIES["50 % and prefetch"]
         runner = pooled_runner(config, random_weights(config), policy)
@@ -145,6 +146,7 @@ class InvisibleTest(parameterized.TestCase):
         self.assertEqual(came[2] > came[0], phase == "decode")
         self.assertEqual(answers(runner, PROMPTS[:1]), of_resident(config)[2][0])
 
+    @pytest.mark.slow
     def test_a_step_neither_retraces_nor_copies_the_pool(self):
         runner = pooled_runner(QWEN, random_weights(QWEN), POLICIES["50 % and prefetch"])
         self.assertEqual(answers(runner, PROMPTS), of_resident(QWEN)[2][1])
@@ -168,9 +170,8 @@ class DiskTest(parameterized.TestCase):
     """Experts that no host row holds: the step waits for them, and says how often."""
 
     @parameterized.parameters((None, 5), ("25 % and prefetch", 0))
+    @pytest.mark.slow
     def test_the_waiting_mode_is_invisible(self, policy, num_rows):
-        if policy:  # tests of transfers have a cache and a disk
-            slow.skip_unless_asked()
         weights = random_weights(QWEN)
         slots, transient, prefetch = POLICIES[policy] if policy else (0, 1, 0)
         rows = [rows_of(weights[name]) for name in EXPERTS]

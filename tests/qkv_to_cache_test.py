@@ -16,7 +16,7 @@ from moejax.models.norm import rms_norm
 from moejax.models.rope import rotate
 from pallas_kernels import qkv_to_cache as package
 from pallas_kernels.qkv_to_cache import triton
-from tests import gpu_programs, gpu_targets
+from tests import gpu_programs, gpu_targets, slow
 from tests.broken_kernels import BrokenKernels
 from tests.host_test_case import HostTestCase
 from tests.qkv_to_cache_contract import (
@@ -59,12 +59,16 @@ def traced_again(of: Operands, shape: Shape) -> Any:
 class ContractTest(HostTestCase):
     """On the host: the reference, and the kernel interpreted."""
 
+    @slow.repeats(
+        lambda call, name, dtype: (name, dtype) if call is in_plain_jnp else (call, dtype)
+    )
     @parameterized.product(call=(in_plain_jnp, interpreted), name=sorted(SHAPES), dtype=DTYPES)
     def test_value_is_that_of_float64(self, call, name, dtype):
         shape = SHAPES[name]
         of = random_operands(shape, dtype, seed=len(name))
         self.assertIsNone(violation(call(of, shape), of, shape))
 
+    @slow.repeats()
     @parameterized.parameters("qwen3_30b_1", "mixtral_1", "demo")
     def test_it_rounds_as_the_model_does(self, name):
         shape = SHAPES[name]

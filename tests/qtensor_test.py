@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
 from moejax.qtensor import ZERO_KINDS, Compensator, Fp8Tensor, QTensor, dense, from_codes
+from tests import slow
 
 
 def random_parts(rng, lead, rows, inputs, bits, group_size, zero_kind):
@@ -90,11 +92,13 @@ class QTensorTest(parameterized.TestCase):
         self.assertEqual(tensor.nbytes, sum(np.asarray(x).nbytes for x in jax.tree.leaves(tensor)))
         self.assertEqual(tensor.bits_per_weight, expected)
 
+    @pytest.mark.slow
     def test_index_of_leading_axes_inside_jit(self):
         tensor = random_tensor(np.random.default_rng(1), (2, 3), 5, 100)
         one = jax.jit(lambda t, i, j: t[i, j].dequantize())(tensor, jnp.int32(1), jnp.int32(2))
         np.testing.assert_array_equal(one, tensor.dequantize()[1, 2])
 
+    @pytest.mark.slow
     def test_permutation_says_which_input_a_code_belongs_to(self):
         rng = np.random.default_rng(2)
         plain = random_tensor(rng, (3,), 4, 96)
@@ -165,6 +169,7 @@ class CompensatorTest(parameterized.TestCase):
         plain = random_tensor(rng, (4,), 6, 128)
         return plain, dataclasses.replace(plain, compensators=(compensator,)), ranks
 
+    @slow.repeats()
     @parameterized.parameters(0, 3, 4, 8)
     def test_each_matrix_gets_its_own_terms(self, factor_bits):
         plain, tensor, ranks = self.with_ragged_ranks(factor_bits)
@@ -225,6 +230,7 @@ def compensator_pools(tensor: QTensor):
 
 
 class Fp8TensorTest(parameterized.TestCase):
+    @slow.repeats()
     @parameterized.parameters((128, 256), (130, 64), (300, 129))
     def test_blocks(self, rows, inputs):
         rng = np.random.default_rng(6)

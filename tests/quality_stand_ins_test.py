@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest
 
 from moejax.models.assembly import merge_weights, model_definition
@@ -118,6 +119,7 @@ class StandInsTest(absltest.TestCase):
 
 
 class RoutedTest(absltest.TestCase):
+    @pytest.mark.slow
     def test_the_chosen_experts_make_the_layer(self):
         """The demo model's outputs by weight are what its first sparse layer adds."""
         model = Model("demo", jax.devices("cpu")[0], "rtn")

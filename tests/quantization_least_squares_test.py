@@ -3,12 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.quantization.grid import Grid, dequantize, relative_error
 from moejax.quantization.hqq import hqq
 from moejax.quantization.least_squares import LeastSquaresSettings, least_squares
 from moejax.quantization.rtn import rtn
+from tests import slow
 
 
 def gaussian(shape, seed=0, scale=0.05):
@@ -29,6 +31,7 @@ def alternate(group, bits, iterations):
 
 
 class LeastSquaresTest(parameterized.TestCase):
+    @slow.repeats()
     @parameterized.parameters((2, 4), (3, 1), (3, 4), (4, 2))
     def test_steps_in_float64(self, bits, iterations):
         weights = gaussian((16, 150)) + np.float32(0.02)
@@ -64,6 +67,7 @@ class LeastSquaresTest(parameterized.TestCase):
         usual = relative_error(jnp.asarray(weights), dequantize(least_squares(weights, grid), grid))
         self.assertLess(float(usual), 1.01 * float(best))
 
+    @slow.repeats()
     @parameterized.parameters(
         (2, "float"), (4, "float"), (8, "float"), (2, "integer"), (4, "integer"), (3, "symmetric")
     )
@@ -94,6 +98,7 @@ class LeastSquaresTest(parameterized.TestCase):
         self.assertGreater(errors[0], 1.02 * errors[1])
         self.assertGreater(errors[1], 1.08 * errors[2])
 
+    @slow.repeats()
     @parameterized.parameters("float", "integer", "symmetric")
     def test_groups_of_one_value(self, kind):
         weights = np.zeros((3, 70), np.float32)
@@ -104,6 +109,7 @@ class LeastSquaresTest(parameterized.TestCase):
         np.testing.assert_allclose(got, weights, rtol=1e-5, atol=1e-7)
         np.testing.assert_array_equal(got[0], 0)
 
+    @pytest.mark.slow
     def test_vmap_is_loop(self):
         weights = jnp.asarray(gaussian((2, 8, 77), seed=5))
         grid = Grid(bits=3, group_size=32, zero_kind="float")

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  safetensors reads bfloat16 with it
 import numpy as np
+import pytest
 import torch
 from absl.testing import absltest, parameterized
 from safetensors import safe_open
@@ -18,6 +19,7 @@ from moejax.quantization.grid import Grid, dequantize, relative_error
 from moejax.quantization.hqq import hqq
 from moejax.quantization.milo import MiloSettings, milo, milo_plus
 from moejax.quantization.rtn import rtn
+from tests import slow
 
 GRID = Grid(bits=3, group_size=64, zero_kind="float")
 
@@ -67,6 +69,7 @@ class MiloTest(parameterized.TestCase):
             errors_of(weights, got) * np.linalg.norm(weights), min(wanted), rtol=2e-3
         )
 
+    @pytest.mark.slow
     def test_equals_the_recipe_of_its_authors(self):
         # hqq (shown equal to the library elsewhere) and torch.svd_lowrank, 20 passes. The order
         # of single small matrices is chance: exact decompositions differ by 1 % too.
@@ -108,6 +111,7 @@ class MiloTest(parameterized.TestCase):
             np.testing.assert_allclose(error * norm, errors[:count].min(), rtol=1e-4)
 
     @parameterized.parameters("synthetic", "demo")
+    @pytest.mark.slow
     def test_order_of_errors(self, source):
         if source == "synthetic":
             weights = jnp.stack([weights_of((64, 256), seed) for seed in range(4)])
@@ -125,6 +129,7 @@ class MiloTest(parameterized.TestCase):
         for worse, better, share in ((plain, half, 1.03), (half, small, 1.07), (small, plus, 1.1)):
             self.assertTrue(np.all(np.asarray(worse) > share * np.asarray(better)))
 
+    @slow.repeats()
     @parameterized.parameters("paper", "plus")
     def test_ranks_are_data(self, kind):
         weights = jnp.stack([weights_of((48, 128), s) for s in range(4)])
@@ -145,6 +150,7 @@ class MiloTest(parameterized.TestCase):
             np.testing.assert_array_equal(dequantize(got.v_codes, grids[1]), got.v)
 
     @parameterized.parameters("paper", "plus")
+    @pytest.mark.slow
     def test_vmap_is_loop_and_zeros_are_safe(self, kind):
         weights = jnp.stack([weights_of((48, 128), s) for s in range(3)] + [jnp.zeros((48, 128))])
         whole = milo(weights, GRID, LOOSE[kind], 6)
@@ -163,6 +169,7 @@ class MiloTest(parameterized.TestCase):
         base = milo(weights, GRID, MiloSettings(max_rank=4, max_passes=3, base="rtn"), 4)
         np.testing.assert_array_equal(got.codes.codes, base.codes.codes)
 
+    @pytest.mark.slow
     def test_no_rank_is_the_base_alone(self):
         weights = weights_of((16, 128))
         for settings in (MiloSettings(max_rank=0), milo_plus(0)):

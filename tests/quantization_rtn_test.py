@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import qtensor
@@ -10,6 +11,7 @@ from moejax.quantization import factors
 from moejax.quantization.grid import Codes, Grid, dequantize, nearest_codes, relative_error
 from moejax.quantization.least_squares import least_squares
 from moejax.quantization.rtn import rtn
+from tests import slow
 
 KINDS = ("float", "integer", "symmetric")
 
@@ -66,6 +68,7 @@ class RtnTest(parameterized.TestCase):
         self.assertLess(tie.mean(), 0.06)  # the largest of a symmetric group is one
 
     @parameterized.parameters(*KINDS)
+    @pytest.mark.slow
     def test_dequantize_is_what_qtensor_does(self, kind):
         weights = jnp.asarray(weights_of((3, 8, 77)))
         grid = Grid(bits=3, group_size=32, zero_kind=kind)
@@ -106,6 +109,7 @@ class RtnTest(parameterized.TestCase):
         zeros = rtn(-weights, Grid(bits=4, group_size=16, zero_kind="integer")).zeros
         np.testing.assert_array_equal(zeros, 15)
 
+    @pytest.mark.slow
     def test_vmap_is_loop_and_jit_is_eager(self):
         weights = jnp.asarray(weights_of((3, 8, 77)))
         grid = Grid(bits=3, group_size=32, zero_kind="float")
@@ -155,6 +159,7 @@ class FactorsTest(parameterized.TestCase):
             np.testing.assert_array_equal(np.where(tie, wanted, codes), wanted)
             self.assertLess(np.abs(codes - wanted).max(), 2)
 
+    @slow.repeats()
     @parameterized.product(bits=(3, 4, 8), scale=factors.SCALES)
     def test_zero_groups_stay_zero(self, bits, scale):
         x = weights_of((3, 130), seed=2)
@@ -164,6 +169,7 @@ class FactorsTest(parameterized.TestCase):
         self.assertTrue(np.all(np.isfinite(got)))
         np.testing.assert_array_equal(got[x == 0], 0)
 
+    @slow.repeats()
     @parameterized.parameters(3, 4, 8)
     def test_order_of_errors(self, bits):
         x = jnp.asarray(np.random.default_rng(3).normal(size=(16, 512)).astype(np.float32))

@@ -7,6 +7,7 @@ import tempfile
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import Engine
@@ -94,13 +95,12 @@ class QuantizeKindsTest(QuantizeTestCase):
         write_tokenizer(source, 160)
         return source
 
+    @slow.where(lambda name, method: (name, method) != ("latent", "rtn"))
     @parameterized.parameters(
         ("shared", "rtn"), ("latent", "rtn"), ("delta", "rtn"), ("latent", "gptq"),
         ("delta", "gptq"), ("shared", "milo"), ("delta", "milo"),
     )  # fmt: skip
     def test_written_and_loaded(self, name, method):
-        if (name, method) not in (("shared", "milo"), ("latent", "gptq"), ("delta", "rtn")):
-            slow.skip_unless_asked()
         source = self.source_of(name)
         output = self.directory / method
         outcome = quantize_checkpoint(
@@ -148,6 +148,7 @@ class QuantizeKindsTest(QuantizeTestCase):
         ("latent", ("kv_b_proj",), "attention.kv_b"),
         ("delta", ("in_proj_ba", "shared_expert_gate"), "shared.gate"),
     )
+    @pytest.mark.slow
     def test_other_engines_are_told_what_is_plain(self, name, projections, plain):
         source, output = self.source_of(name), self.directory / "out"
         target = "compressed-tensors"
@@ -193,9 +194,8 @@ class CalibrationTest(parameterized.TestCase):
         }
 
     @parameterized.parameters(*model_kinds.KINDS)
+    @pytest.mark.slow
     def test_layers_one_by_one_are_the_model(self, name):
-        if name == "shared":
-            slow.skip_unless_asked()
         config = model_kinds.config_of(name)
         weights = self.weights(config)
         run = LayerRun(
@@ -223,6 +223,7 @@ class CalibrationTest(parameterized.TestCase):
                              config.shared_dim)  # fmt: skip
 
     # D is as wide as what the output projection reads.
+    @slow.repeats()
     @parameterized.parameters(
         ("shared", "attention.o_proj"), ("latent", "attention.o_proj"), ("delta", "delta.o_proj"),
         ("gate", "attention.o_proj"),

@@ -9,6 +9,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.checkpoints import load_weights, open_checkpoint
@@ -70,6 +71,7 @@ class MethodsTest(QuantizeTestCase):
         return np.mean([entry["relative_error"] for entry in manifest["tensors"].values()])
 
     @parameterized.parameters((8, "milo", "milo+"), (16, "milo"))
+    @pytest.mark.slow
     def test_milo(self, factor_bits, *methods):
         """Less error than HQQ, ranks as the policy says, bytes as the ranks say."""
         policy = "Dense-8 + Kurtosis-6"
@@ -99,6 +101,7 @@ class MethodsTest(QuantizeTestCase):
         self.assertLess(errors.get("milo+", 0), errors["milo"])
 
     @parameterized.parameters("milo", "milo+")
+    @pytest.mark.slow
     def test_surging_factors_are_kept_in_int8(self, method):
         def surges(weights, solution, program):
             del solution, program
@@ -143,6 +146,7 @@ class MethodsTest(QuantizeTestCase):
             words = all_tensors(plain)[f"{prefix}.words"]
             self.assertLess(np.mean(layout.unpack(words, 3, weights.shape[1]) == stored), 0.95)
 
+    @pytest.mark.slow
     def test_act_order_lowers_the_output_error_and_needs_no_permutation(self):
         orders = []
 
@@ -183,6 +187,7 @@ class MethodsTest(QuantizeTestCase):
         ({"method": "milo", "rank": "Dense-8 + Frequency-16"},),
         ({"method": "autoround", "zero_kind": "symmetric"},),
     )
+    @pytest.mark.slow
     def test_calibrated_run_that_was_killed(self, how):
         job = self.job(text=TEXT, output=self.directory / "undisturbed", **how)
         with mock.patch("os.fsync") as fsync:
@@ -196,6 +201,7 @@ class MethodsTest(QuantizeTestCase):
             self.assertGreater(quantize_checkpoint(job).shards_before, 0)
             self.assertEqual(digests(job.output), expected)
 
+    @pytest.mark.slow
     def test_frequency_gives_ranks_by_the_router(self):
         # A router that prefers some experts by more than ranks are rounded to.
         source = write_random_checkpoint(self.directory / "source", seed=1, **self.fields)
@@ -244,6 +250,7 @@ class MethodsTest(QuantizeTestCase):
         np.testing.assert_allclose(lost, said, rtol=1e-3)
 
     @parameterized.parameters("integer", "symmetric")
+    @pytest.mark.slow
     def test_formats_of_other_engines(self, zero_kind):
         loaded = []
         for target in ("gptq", "compressed-tensors", "moejax"):
@@ -273,6 +280,7 @@ class MethodsTest(QuantizeTestCase):
         self.assertRegex(line, "^2 matrices were solved without the HQQ kernel.*group_size 48")
         self.assertEmpty(quantizers.kernel_remarks(matrices[2:]))
 
+    @pytest.mark.slow
     def test_own_format_with_embedding_head_and_router(self):
         job = self.job("embed, head, router: method=rtn bits=8")
         quantize_checkpoint(job)

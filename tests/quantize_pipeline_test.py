@@ -10,6 +10,7 @@ from unittest import mock
 
 import ml_dtypes
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from safetensors.numpy import load_file, save_file
 
@@ -93,6 +94,7 @@ class WrittenTest(QuantizeTestCase):
         self.assertFalse([line for line in report_lines(outcome) if line.startswith("plots")])
         self.assertTrue((outcome.output / "config.json").exists())
 
+    @pytest.mark.slow
     def test_fused_source_gives_the_same_files(self):
         fused = self.copy_of_source()
         tensors = all_tensors(fused)
@@ -111,6 +113,7 @@ class WrittenTest(QuantizeTestCase):
             del files["quantization.json"]  # which names the source
         self.assertEqual(found, expected)
 
+    @pytest.mark.slow
     def test_small_stacks_and_parts_of_rows_change_nothing(self):
         expected = all_tensors(quantize_checkpoint(self.job()).output)
         with (
@@ -134,6 +137,7 @@ class RefusedTest(QuantizeTestCase):
         self.assertNotIn("\n", str(caught.exception))
         self.assertEqual(digests(job.output), before)
 
+    @pytest.mark.slow
     def test_output_of_other_settings_or_another_model(self):
         job = self.job()
         quantize_checkpoint(job)

@@ -10,6 +10,7 @@ import sys
 from unittest import mock
 
 import jax
+import pytest
 from absl.testing import absltest
 
 from moejax.compression import pipeline
@@ -58,6 +59,7 @@ class ResumeTest(QuantizeTestCase):
         self.assertGreater(outcome.shards_before, 0)
         self.assertEqual(done.call_count, outcome.num_shards - outcome.shards_before)
 
+    @pytest.mark.slow
     def test_a_real_kill(self):
         self.drawing.stop()
         expected, count = self.undisturbed()

@@ -7,6 +7,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import Engine, chunks, ops, runner, served, steps
@@ -15,7 +16,7 @@ from moejax.models.assembly import merge_weights, model_definition
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.qtensor import QTensor
 from pallas_kernels.target import Target
-from tests import tiny_engine
+from tests import slow, tiny_engine
 from tests.packed_weights import SPECS, draw, num_bytes
 from tests.runner_test import counted_compilations, recorded_programs, relative_error
 
@@ -77,6 +78,7 @@ def prompt(length: int) -> list[int]:
 
 class QuantizedEngineTest(parameterized.TestCase):
     @parameterized.parameters(sorted(MIXES))
+    @pytest.mark.slow
     def test_logits_are_those_of_the_plain_weights(self, name):
         packed, plain = engines(name)
         tokens = np.asarray([prompt(32), prompt(32)[::-1]])
@@ -86,6 +88,7 @@ class QuantizedEngineTest(parameterized.TestCase):
             with mock.patch.object(chunks, "MAX_PREFILL_LENGTH", 16):
                 self.assertLess(relative_error(packed.logits(tokens), expected), 1e-5)
 
+    @slow.repeats()
     @parameterized.parameters(sorted(MIXES))
     def test_greedy_tokens_are_those_of_the_plain_weights(self, name):
         packed, plain = engines(name)
@@ -98,6 +101,7 @@ class QuantizedEngineTest(parameterized.TestCase):
         self.assertEqual(plain.experts_used, ["block_in_cache", "row"])
 
     @parameterized.parameters(sorted(MIXES))
+    @pytest.mark.slow
     def test_tokens_by_the_kernels_are_the_same(self, name):
         packed, plain = engines(name)
         by_kernels = Engine(
@@ -139,6 +143,7 @@ class QuantizedEngineTest(parameterized.TestCase):
         self.assertEqual(plain.kernels["prefill attention"], "xla, float32")
         self.assertEqual(packed._runner.remarks(), [])  # a CPU: nothing better was expected
 
+    @pytest.mark.slow
     def test_a_gpu_without_the_expected_kernel_is_remarked_on(self):
         packed, _ = engines("mixtral")
         on_gpu = ops.Kernels(target=Target("gpu", (9, 0)))
@@ -167,6 +172,7 @@ class QuantizedEngineTest(parameterized.TestCase):
         ):
             self.assertEqual(served.expected_kernel(target), expected)
 
+    @pytest.mark.slow
     def test_scores_as_well(self):
         packed, plain = engines("mixtral")
         tokens = np.asarray([prompt(33)])
@@ -182,6 +188,7 @@ class QuantizedEngineTest(parameterized.TestCase):
         self.assertEqual(events, [])
         self.assertEqual(packed.num_traces, traces)
 
+    @pytest.mark.slow
     def test_the_state_is_donated_and_no_stack_is_dequantized(self):
         config = dataclasses.replace(QWEN3, num_layers=3, num_experts=32, moe_layers=(0, 1, 2))
         config = dataclasses.replace(config, model_dim=64, expert_dim=64, num_heads=16, head_dim=32)
@@ -209,6 +216,7 @@ class QuantizedEngineTest(parameterized.TestCase):
             # The experts of one layer, let alone the stack, would be more than everything there is.
             self.assertLess(memory.temp_size_in_bytes, 0.8 * layer_bytes, str(function))
 
+    @pytest.mark.slow
     def test_bytes_are_those_of_the_arrays(self):
         packed, plain = engines("qwen3")
         self.assertEqual(plain.weights_nbytes, 4 * plain.num_weights)
@@ -222,6 +230,7 @@ class QuantizedEngineTest(parameterized.TestCase):
         self.assertIn("head: FP8 in blocks of 128 x 128", packed.weights_summary)
         self.assertIn("dequantized for each product", packed.weights_summary)
 
+    @pytest.mark.slow
     def test_the_norms_say_what_the_activations_are(self):
         config, _ = MIXES["mixtral"]
         packed, _ = engines("mixtral")

@@ -10,6 +10,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 from absl import logging
 from absl.testing import absltest, parameterized
@@ -19,7 +20,7 @@ from moejax.errors import MoejaxError
 from moejax.models.hf_config import to_hf_config
 from moejax.qtensor import Fp8Tensor, QTensor, dense
 from moejax.runner import Runner
-from tests import model_kinds
+from tests import model_kinds, slow
 from tests import quantized_files as files
 from tests.hf_checkpoints import reference_model
 from tests.quantized_stores import (
@@ -50,6 +51,7 @@ class KindsTest(LoadingTestCase):
     """DeepSeek-V2 and Qwen3-Next as others' libraries quantize them: leaves, and logits."""
 
     @parameterized.product(kind=("latent", "delta"), make=(Gptq, Awq))
+    @pytest.mark.slow
     def test_codes(self, kind, make):
         changes = {"num_layers": 2}
         if kind == "latent":
@@ -83,6 +85,7 @@ class KindsTest(LoadingTestCase):
 
 
 class GptqV1Test(LoadingTestCase):
+    @slow.repeats()
     @parameterized.parameters(2, 3, 4, 8)
     def test_logits_with_zero_points_of_0_are_those_of_transformers(self, bits):
         store = Gptq(QWEN, bits=bits)
@@ -124,6 +127,7 @@ class ValuesTest(LoadingTestCase):
         store.write(self.directory)
         self.assert_loads(store, Fp8Tensor, (*ATTENTION, *EXPERTS, *MLP))
 
+    @slow.repeats()
     @parameterized.parameters(True, False)
     def test_own_format(self, is_host):
         store = Own(QWEN)
@@ -139,6 +143,7 @@ class ValuesTest(LoadingTestCase):
         self.assertGreater(len(gate_up.compensators), 2)  # kinds of factors, apart
 
     @parameterized.parameters("gptq", "fp8")
+    @pytest.mark.slow
     def test_staged_by_layer(self, name):
         store = Gptq(QWEN, act_order=True) if name == "gptq" else Fp8(WIDE)
         store.write(self.directory)
@@ -274,6 +279,7 @@ class HostMemoryTest(LoadingTestCase):
         for leaf in (down.words, down.scales, down.zeros, weights["attention.norm"]):
             self.assertIn(leaf.unsafe_buffer_pointer(), pointers)
 
+    @slow.repeats()
     @parameterized.parameters(True, False)
     def test_peak_is_model_and_one_tensor(self, is_host):
         model = dataclasses.replace(

@@ -10,6 +10,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 from absl.testing import absltest, parameterized
 
@@ -74,10 +75,9 @@ def prompts_of(lengths: tuple[int, ...]) -> list[list[int]]:
 
 
 class ParityTest(Qwen3NextTestCase):
+    @slow.repeats()
     @parameterized.parameters(*QWEN3_NEXT)
     def test_logits_and_greedy_tokens_are_those_of_transformers(self, name):
-        if name in ("next_heads1_conv2_tied", "next_dense_shared24_fused"):
-            slow.skip_unless_asked()
         engine, model = self.load(name), self.reference(name)
         tokens = random_tokens(2, 80)
         with torch.no_grad():
@@ -90,6 +90,7 @@ class ParityTest(Qwen3NextTestCase):
             self.assertGreater(sure, NUM_GREEDY / 2)
             self.assertEqual(answer.tokens[:sure], expected[:sure])
 
+    @pytest.mark.slow
     def test_perplexity(self):
         engine, ids, windowing = self.load(), random_tokens(150), Windowing(60, 25)
         found = log_likelihood(ids, windowing, engine.score, batch_size=2)
@@ -97,6 +98,7 @@ class ParityTest(Qwen3NextTestCase):
         self.assertEqual(found.num_scored, 149)
         self.assertLess(abs(found.perplexity / np.exp(nats / 149) - 1), 1e-4)
 
+    @pytest.mark.slow
     def test_half_precision_is_near_and_keeps_what_decays(self):
         engine, tokens = self.load(dtype="bfloat16"), random_tokens(2, 40)
         self.assertEqual(engine.weights["delta.a_log"].dtype, jnp.float32)
@@ -105,6 +107,7 @@ class ParityTest(Qwen3NextTestCase):
         self.assertLess(np.median(errors), 0.1)
         self.assertLen(engine.generate([5, 6, 7], max_new_tokens=5, ignore_eos=True)[0].tokens, 5)
 
+    @pytest.mark.slow
     def test_a_decay_that_is_off_is_noticed(self):
         engine, model, tokens = self.load(), self.reference(), random_tokens(1, 40)
         with torch.no_grad():
@@ -114,6 +117,7 @@ class ParityTest(Qwen3NextTestCase):
 
 
 class CacheTest(Qwen3NextTestCase):
+    @pytest.mark.slow
     def test_a_prompt_in_chunks_is_the_prompt_whole(self):
         engine, tokens = self.load(), random_tokens(2, 72)
         whole = engine.logits(tokens)
@@ -121,6 +125,7 @@ class CacheTest(Qwen3NextTestCase):
             cut = engine.logits(tokens)
         self.assertLess(relative_errors(cut, whole).max(), RELATIVE_ERROR)
 
+    @pytest.mark.slow
     def test_unequal_prompts_in_chunks(self):
         engine, prompts = self.load(), prompts_of((41, 5, 70))
         how = {"max_new_tokens": 12, "ignore_eos": True}
@@ -129,6 +134,7 @@ class CacheTest(Qwen3NextTestCase):
             together = engine.generate(prompts, **how)
         self.assertEqual([answer.tokens for answer in together], alone)
 
+    @pytest.mark.slow
     def test_token_by_token_is_the_whole_at_once(self):
         engine = self.load("next_dense_shared24_fused")
         tokens, num_first = random_tokens(2, 24), 15
@@ -158,6 +164,7 @@ class CacheTest(Qwen3NextTestCase):
         found = np.concatenate(parts, axis=1)
         self.assertLess(relative_errors(found, np.asarray(whole)).max(), RELATIVE_ERROR)
 
+    @pytest.mark.slow
     def test_rows_that_end_early_change_nothing(self):
         engine, prompts = self.load(), prompts_of((9, 30, 4))
         free = engine.generate(prompts, max_new_tokens=40, ignore_eos=True)
@@ -210,6 +217,7 @@ def compiled_chunk(
 
 
 class MemoryTest(Qwen3NextTestCase):
+    @pytest.mark.slow
     def test_memory_of_a_long_prompt_is_linear(self):
         """Of a chunk of 1,024 tokens, and what a sequence of the cache's length takes."""
         temporaries = {}
@@ -224,6 +232,7 @@ class MemoryTest(Qwen3NextTestCase):
         # Scores of the chunk and probabilities, of every head, and little more.
         self.assertLess(temporaries[8192], 4 * (4 * TWO_LAYERS.num_heads * 1024 * 8192))
 
+    @slow.repeats()
     @parameterized.parameters(1, 3)
     def test_a_decode_step_does_not_copy_the_states(self, batch):
         of = dataclasses.replace(TWO_LAYERS.delta_net, layers=(0, 1, 2))
@@ -235,8 +244,8 @@ class MemoryTest(Qwen3NextTestCase):
         copies = [line for line in text.splitlines() if f"= {states}" in line and "copy(" in line]
         self.assertEmpty(copies)
 
+    @pytest.mark.slow
     def test_a_prompt_of_8192_tokens(self):
-        slow.skip_unless_asked()
         engine = self.load()
         config = dataclasses.replace(engine.config, max_positions=16384)
         engine = Engine(config, engine.weights, device=engine.device)

@@ -9,6 +9,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.errors import MoejaxError
@@ -253,11 +254,13 @@ class ReplayTest(parameterized.TestCase):
         found = run_policies(TRACE, list(RUNS.values()), delay=0)
         cls.found = dict(zip(RUNS, found, strict=True))
 
+    @slow.where(lambda name: name not in tuple(RUNS)[:4])
     @parameterized.parameters(*RUNS)
     def test_events_are_those_of_plain_python(self, name):
         self.compare(self.found[name], PlainPools(TRACE, RUNS[name]))
 
     @parameterized.parameters(1, 2)
+    @pytest.mark.slow
     def test_transfers_that_take_calls(self, delay):
         names = [name for name in RUNS if name.startswith("dynaexq")]
         found = run_policies(TRACE, [RUNS[name] for name in names], delay=delay)
@@ -272,9 +275,10 @@ class ReplayTest(parameterized.TestCase):
             np.testing.assert_array_equal(found.events[:, i], plain.events[:, i], event)
         np.testing.assert_allclose(found.gate, plain.gate, rtol=1e-4)
 
+    @pytest.mark.slow
     def test_layers_one_by_one_have_the_same_outcome(self):
         ahead = two_tiers("compose", (4, 12), period=4, selection="load", retention=0.6)
-        names = list(RUNS) if slow.asked() else ["dymoe 4/2"]
+        names = list(RUNS)
         together = [*(self.found[name] for name in names), *run_policies(TRACE, [ahead], delay=0)]
         apart = run_policies(
             TRACE, [*(RUNS[name] for name in names), ahead], one_by_one=True, delay=0
@@ -284,6 +288,7 @@ class ReplayTest(parameterized.TestCase):
                 np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), name)
             np.testing.assert_allclose(found.gate, expected.gate, rtol=1e-6)
 
+    @pytest.mark.slow
     def test_blocks_of_settings_have_the_same_outcome(self):
         chosen = [run for run in RUNS.values() if isinstance(run.policy, DyMoE)]
         whole = run_policies(TRACE, chosen)

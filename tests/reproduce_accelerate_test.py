@@ -13,6 +13,7 @@ from scripts import reproduce_dymoe
 from scripts.reproducing import accelerate, dymoe_claims
 from scripts.reproducing.page import OURS
 from scripts.reproducing.rows import Results, read_checked
+from tests import slow
 
 ROWS = Path(__file__).parents[1] / "scripts" / "results"
 CLAIM = "times as fast as accelerate (Mixtral-8x7B)"
@@ -78,6 +79,7 @@ class AccelerateTest(parameterized.TestCase):
         self.assertLen(before, 2 + 8 + 4)
         self.assertEqual(list(map(without_runs, before)), list(map(without_runs, after)))
 
+    @slow.repeats()
     @parameterized.product(share=(90, 97), hosting=("pageable", "pinned, cache kept"))
     def test_printed_ratios_are_those_of_the_rows(self, share, hosting):
         about = "Mixtral-8x7B, 32 layers, INT4 g128, experts are modules, attention INT4"

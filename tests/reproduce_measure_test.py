@@ -5,13 +5,13 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest
 
 from moejax.models.assembly import forward, merge_weights, model_definition
 from scripts.quality_bench import DOMAINS, Windows
 from scripts.reproducing import coactivation, routing, weights
 from scripts.reproducing.demo import WIKI, Demo
-from tests import slow
 
 WINDOW, COUNT = 40, 4
 
@@ -51,6 +51,7 @@ class ReproduceMeasureTest(absltest.TestCase):
         ids = self.routings[name].ids[layer]
         return np.bincount(ids.ravel(), minlength=self.demo.config.num_experts)
 
+    @pytest.mark.slow
     def test_routing(self):
         found = {one.what: one for one in routing.measure(self.demo)}
         json.dumps([one.more for one in found.values()])
@@ -76,6 +77,7 @@ class ReproduceMeasureTest(absltest.TestCase):
             # By chance an eighth of the experts would be foreseen.
             self.assertBetween(one.more["recall of the next layer's experts"], 0.25, 1.0)
 
+    @pytest.mark.slow
     def test_coactivation(self):
         found = {one.what: one for one in coactivation.measure(self.demo)}
         json.dumps([one.more for one in found.values()])
@@ -95,8 +97,8 @@ class ReproduceMeasureTest(absltest.TestCase):
         )
         self.assertLess(short, long)
 
+    @pytest.mark.slow
     def test_weights(self):
-        slow.skip_unless_asked()
         found = {one.what: one for one in weights.measure(self.demo)}
         json.dumps([one.more for one in found.values()])
         stacks = {one.name: one for one in weights.stacks(self.demo)}

@@ -5,6 +5,7 @@ import re
 import tempfile
 from pathlib import Path
 
+import pytest
 from absl.testing import absltest, parameterized
 from matplotlib.figure import Figure
 
@@ -205,6 +206,7 @@ class DocumentTest(absltest.TestCase):
             shown = [text.get_text() for text in panel.get_legend().get_texts()]
             self.assertEqual(shown, ["original", "random"])
 
+    @pytest.mark.slow
     def test_pictures_are_drawn(self):
         pages = whole.build(Results(ROWS))
         with tempfile.TemporaryDirectory() as folder:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from moejax import ledger
 from moejax.memory import residency
 from moejax.memory.residency import CacheSpec, Residency
+from tests import slow
 from tests.cache_model import ROW, CacheModel
 from tests.cache_plan_contract import ByExpert, form_of, plan_needed, predict_needed
 
@@ -187,6 +188,7 @@ def follow_bytes(spec: CacheSpec, given: Decision, found: dict[str, np.ndarray])
 
 
 class StressTest(parameterized.TestCase):
+    @slow.where(lambda name: name != "scan")
     @parameterized.named_parameters(*((name, name) for name in SPECS))
     def test_100_000_random_decisions_in_all(self, name):
         @settings(max_examples=PER_SPEC, deadline=None, derandomize=True, database=None)

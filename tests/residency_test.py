@@ -7,12 +7,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import ledger
 from moejax.memory import residency
 from moejax.memory.residency import CacheSpec
 from pallas_kernels import cache_plan
+from tests import slow
 from tests.cache_plan_contract import form_of, plan_needed, predict_needed
 
 
@@ -34,6 +36,7 @@ def planned(spec, state, needed, max_needed=4, layer=0, counts=None):
 
 
 class RulesTest(parameterized.TestCase):
+    @slow.repeats()
     @parameterized.parameters(1, 3, 8)
     def test_one_expert_at_a_time_is_the_textbook_lru(self, slots):
         one = spec(1, 12, slots, 1)
@@ -115,6 +118,7 @@ class RulesTest(parameterized.TestCase):
         _, state, _ = planned(one, state, (3,), 3)
         np.testing.assert_array_equal(state.owner, [[0, 3, 2]])
 
+    @pytest.mark.slow
     def test_eager_equals_jit_and_a_layer_may_be_traced(self):
         two, needed = spec(2, 6, 3, 2), mask(6, 1, 4)
         state = residency.seeded(two, np.array([[0, 1], [2, 3]]))

@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from absl.testing import absltest, parameterized
@@ -19,7 +20,6 @@ from moejax.generation import GenerationSettings
 from moejax.models.config import ModelConfig
 from moejax.models.hf_config import model_config, to_hf_config
 from moejax.models.rope import model_angles, scaled_frequencies
-from tests import slow
 from tests.hf_checkpoints import FAMILIES, TinyCheckpoint, reference_model, write_random_checkpoint
 from tests.hf_defaults_test import FULL
 from tests.transformers_parity_test import RELATIVE_ERROR, relative_errors
@@ -221,6 +221,7 @@ class LogitsTest(parameterized.TestCase):
             self.assertLess(relative_errors(found, expected), RELATIVE_ERROR)
 
     @parameterized.parameters(("qwen3_moe", "yarn"), ("qwen3_moe", "dynamic"))
+    @pytest.mark.slow
     def test_logits_are_those_of_transformers(self, family, kind):
         self.compare(family, kind)
 
@@ -229,10 +230,11 @@ class LogitsTest(parameterized.TestCase):
         ("qwen3_next", "yarn"), ("qwen3_next", "dynamic"), ("mixtral", "yarn"),
         ("mixtral", "dynamic"), ("deepseek_v3", "linear"), ("deepseek_v3", "dynamic"),
     )  # fmt: skip
+    @pytest.mark.slow
     def test_other_kinds(self, family, kind):
-        slow.skip_unless_asked()
         self.compare(family, kind)
 
+    @pytest.mark.slow
     def test_other_rows_of_a_batch_change_nothing(self):
         engine, config, _ = type(self).load("qwen3_moe", "dynamic")
         rng = np.random.default_rng(1)

@@ -11,6 +11,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from flax import nnx
 
@@ -70,6 +71,7 @@ class WiringTest(HostTestCase):
         self.assertEqual(found, ("xla", {"triton": "1025 experts, more than 1024"}))
 
     @parameterized.parameters(True, False)
+    @pytest.mark.slow
     def test_the_model_routes_as_it_did(self, normalised):
         config = dataclasses.replace(CONFIG, norm_topk_prob=normalised)
         tokens = jnp.asarray(np.random.default_rng(1).integers(0, 32, (2, 9)), jnp.int32)
@@ -115,6 +117,7 @@ class WiringTest(HostTestCase):
         self.assertNotIn("top_k", text.replace("router_topk", ""))
         self.assertIn("top_k", plain)  # it is seen where it is done
 
+    @pytest.mark.slow
     def test_experts_that_move_are_routed_alike(self):
         x = jax.random.normal(jax.random.key(0), (2, 3, CONFIG.model_dim))
         mask, seen = jnp.ones((2, 3), bool), []

@@ -12,6 +12,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import Engine, cache, chunks, steps
@@ -125,6 +126,7 @@ class BucketTest(parameterized.TestCase):
 
 class ChunkTest(parameterized.TestCase):
     @parameterized.parameters(16, 1)
+    @pytest.mark.slow
     def test_logits_of_chunks_are_those_of_the_whole(self, largest):
         tokens = random_tokens(2, 32)
         whole = ENGINE.logits(tokens)
@@ -133,6 +135,7 @@ class ChunkTest(parameterized.TestCase):
             parts = ENGINE.logits(tokens)
         self.assertLess(relative_error(parts, whole), RELATIVE)
 
+    @pytest.mark.slow
     def test_a_cache_filled_in_chunks_or_by_decoding_is_the_same(self):
         serving = ENGINE._runner
         lengths, num_new = (25, 7), 16

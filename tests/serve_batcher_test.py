@@ -196,10 +196,9 @@ class FaultTest(absltest.TestCase):
 
 
 class WarmUpTest(parameterized.TestCase):
+    @slow.where(lambda like_a_gpu: like_a_gpu)  # more programs, warmed up by the same calls
     @parameterized.named_parameters(("cpu", False), ("programs_of_a_gpu", True))
     def test_requests_after_it_trace_nothing(self, like_a_gpu: bool):
-        if like_a_gpu:  # more programs, warmed up by the same calls
-            slow.skip_unless_asked()
         with contextlib.ExitStack() as stack:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             engine = stack.enter_context(tiny_chat_engine(directory))

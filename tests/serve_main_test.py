@@ -16,6 +16,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import cli, serve
@@ -25,7 +26,6 @@ from moejax.ledger import Ledger
 from moejax.serve_config import ServeConfig
 from moejax.serving import requests
 from moejax.serving.metrics import Metrics
-from tests import slow
 from tests.serving_case import tiny_chat_engine
 
 ROOT = Path(__file__).parents[1]
@@ -126,8 +126,8 @@ class ProcessTest(parameterized.TestCase):
         self.assertStartsWith(said.splitlines()[-1], "error: ")
         self.assertNotIn("Traceback", said)
 
+    @pytest.mark.slow
     def test_the_stress_finds_nothing(self):
-        slow.skip_unless_asked()
         words = (
             f"--checkpoint={DIRECTORY}", "--seconds=3", "--clients=6", "--warm_up=0", "--cases=10",
             "--max_batch=4", "--queue_limit=4", "--results=", "--growth=200",

@@ -7,6 +7,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import ops, served
@@ -23,7 +24,7 @@ from moejax.models.shapes import DEEPSEEK_V2_LITE
 from moejax.qtensor import QTensor
 from moejax.runner import Runner
 from pallas_kernels.target import Target
-from tests import slow, tiny_engine
+from tests import tiny_engine
 from tests.packed_weights import Spec, draw
 from tests.script_runs import run_module
 
@@ -68,6 +69,7 @@ class LatentTest(absltest.TestCase):
         decode = self.of(weight, AMPERE, 2)
         self.assertEqual(decode, served.Served(ops.PLAIN, "bfloat16", False, {}))
 
+    @pytest.mark.slow
     def test_that_is_what_runs(self):
         """The kernel's product is traced in prompts alone, `ops.matrix` at decode alone."""
         weights = {name: jnp.asarray(a) for name, a in tiny_engine.random_weights(LATENT).items()}
@@ -182,9 +184,8 @@ class ScriptsTest(parameterized.TestCase):
     @parameterized.parameters(
         ("bench_policies_gpu", "--section=buddymoe"), ("bench_memory_gpu", "--slots=2")
     )
+    @pytest.mark.slow
     def test_an_unexpected_kernel_ends_it(self, script, *what):
-        if script == "bench_policies_gpu":  # by the same function
-            slow.skip_unless_asked()
         tiny = ("--model=tiny", "--device=cpu", "--context=64", "--prompt=16")
         done = run_module(f"scripts.{script}", *tiny, *what, "--expect=any")
         self.assertNotEqual(done.returncode, 0)

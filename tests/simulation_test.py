@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.memory.residency import CacheSpec
@@ -78,6 +79,7 @@ class OnDemandTest(parameterized.TestCase):
         {"num_layers": 3, "num_experts": 16, "width": 3, "foreseen": 3},
         {"num_layers": 2, "num_experts": 64, "width": 6, "foreseen": 6},
     )
+    @pytest.mark.slow
     def test_counts_are_those_of_plain_python(self, **shape):
         trace = random_trace(step_sizes=STEPS, seed=len(shape), **shape)
         for slots, prefetch in GRID:
@@ -89,6 +91,7 @@ class OnDemandTest(parameterized.TestCase):
                 str((slots, prefetch)),
             )
 
+    @pytest.mark.slow
     def test_counts_are_those_of_the_engine(self):
         slots, prefetch = 4, 2  # a prompt needs more experts than that, a token fewer
         folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
@@ -121,6 +124,7 @@ class CeilingsTest(parameterized.TestCase):
                 best = most_hits(workload.masks()[:, layer], slots[k])
                 self.assertEqual(int(found.hits[1, layer, k]), best)
 
+    @pytest.mark.slow
     def test_belady_is_a_literal_version_and_beats_lru(self):
         trace = random_trace(step_sizes=STEPS, num_layers=2, num_experts=64, width=6)
         workload, slots = make_workload(trace), (0, 3, 8, 20, 40, 64)

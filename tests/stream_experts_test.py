@@ -9,17 +9,19 @@ from unittest import mock
 
 import jax
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from pallas_kernels import grouped_dequant_matmul as grouped
-from pallas_kernels import stream
+from pallas_kernels import mosaic_decode
 from pallas_kernels.grouped_dequant_matmul import mosaic
-from pallas_kernels.stream import simulate, tiles
-from pallas_kernels.stream.jobs import JobList, Pairs
-from pallas_kernels.stream.product import Lane
-from pallas_kernels.stream.simulate import Simulator
-from pallas_kernels.stream.tiles import StreamTiles
-from pallas_kernels.stream.walk import _Walk
+from pallas_kernels.mosaic_decode import tiles
+from pallas_kernels.mosaic_decode.jobs import JobList, Pairs
+from pallas_kernels.mosaic_decode.product import Lane
+from pallas_kernels.mosaic_decode.tiles import StreamTiles
+from pallas_kernels.mosaic_decode.walk import _Walk
+from pallas_kernels.testing import simulator
+from pallas_kernels.testing.simulator import Simulator
 from tests import slow
 from tests.grouped_dequant_matmul_cases import (
     INT2,
@@ -67,7 +69,7 @@ class Late(Simulator):
             mine = self.groups[thread]
             while len(mine) > pending:
                 for at, found in mine.pop(0):
-                    buffer, first = at >> simulate._BUFFER, at & (1 << simulate._BUFFER) - 1
+                    buffer, first = at >> simulator._BUFFER, at & (1 << simulator._BUFFER) - 1
                     self.memory[buffer][first : first + len(found)] = found
 
 
@@ -188,42 +190,38 @@ BROKEN = (
 
 
 # Each of a kind of which another stays.
-SLOW = (
-    "a_warp_has_several_stages", "outputs_that_tiles_do_not_divide", "ring_of_three_tiles",
-    "stages_of_two_blocks", "sums_of_x_kept_of_few_tokens", "terms_of_12_tokens",
-    "two_column_tiles", "warps_without_a_stage",
-)  # fmt: skip
+FAST = ("all_is_skipped", "few_experts", "several_tiers", "terms_of_12_tokens")
 
 
 class KernelTest(HostTestCase):
+    @slow.where(lambda name: name not in FAST)
     @parameterized.parameters(sorted(CASES))
     def test_value_is_that_of_float64(self, name):
-        if name in SLOW:
-            slow.skip_unless_asked()
         case, tiles = CASES[name]
         operands = random_operands(case, seed(name))
         self.assertIsNone(violation(*layer(operands, tiles), operands))
 
+    @slow.repeats()
     @parameterized.parameters(
         "few_experts", "ring_of_three_tiles", "warps_without_a_stage", "terms",
     )  # fmt: skip
     def test_late_copies_are_waited_for(self, name):
-        if name in ("ring_of_three_tiles", "warps_without_a_stage"):
-            slow.skip_unless_asked()
         case, tiles = CASES[name]
         operands = random_operands(case._replace(tokens=min(case.tokens, 4)), seed(name))
-        with mock.patch.object(simulate, "Simulator", Late):
+        with mock.patch.object(simulator, "Simulator", Late):
             self.assertIsNone(violation(*layer(operands, tiles), operands))
 
-    def test_who_does_the_work_changes_no_bit(self):
+    @parameterized.parameters(11, 0)
+    @pytest.mark.slow
+    def test_who_does_the_work_changes_no_bit(self, workers):
         case, tiles = CASES["few_experts"]
         operands = random_operands(case, seed(self.id()))
         found = layer(operands, tiles)
-        for workers in (0, 11) if slow.asked() else (11,):
-            again = layer(operands, dataclasses.replace(tiles, workers=workers))
-            for mine, other in zip(found, again, strict=True):
-                np.testing.assert_array_equal(mine, other)
+        again = layer(operands, dataclasses.replace(tiles, workers=workers))
+        for mine, other in zip(found, again, strict=True):
+            np.testing.assert_array_equal(mine, other)
 
+    @slow.repeats()
     @parameterized.parameters((16, 2), (64, 7))
     def test_heuristic_tiles_have_the_value(self, tokens, width):
         experts = (alike(INT4, 12),)
@@ -234,25 +232,25 @@ class KernelTest(HostTestCase):
             del num_processors
             return tiles.expert_tiles(tiers, num_tokens, width, gated, 5, terms)
 
-        with mock.patch.object(stream, "expert_tiles", few_processors):
+        with mock.patch.object(mosaic_decode, "expert_tiles", few_processors):
             self.assertIsNone(violation(*layer(operands, None), operands))
 
     @parameterized.parameters(*BROKEN)
+    @pytest.mark.slow
     def test_a_wrong_kernel_fails(self, owner, name, broken):
-        if broken not in (next_item_stays_behind, one_pair_fewer, one_item_fewer):
-            slow.skip_unless_asked()  # one of each class's two
         case, tiles = CASES["ring_of_three_tiles"]
         operands = random_operands(case, seed(self.id()))
         self.assertIsNone(violation(*layer(operands, tiles), operands))
         with mock.patch.object(owner, name, broken):
             self.assertIsNotNone(violation(*layer(operands, tiles), operands))
 
+    @pytest.mark.slow
     def test_a_wait_for_too_few_copies_fails(self):
         case, tiles = CASES["few_experts"]
         operands = random_operands(case, seed(self.id()))
         wait = Late.copies_wait
         with (
-            mock.patch.object(simulate, "Simulator", Late),
+            mock.patch.object(simulator, "Simulator", Late),
             mock.patch.object(Late, "copies_wait", lambda self, n: wait(self, n + 1)),
         ):
             self.assertIsNotNone(violation(*layer(operands, tiles), operands))
@@ -291,6 +289,7 @@ class JobListTest(parameterized.TestCase):
             blocks.append(([[int(part[0]) for part in work] for work in works], records))
         return blocks
 
+    @slow.repeats(lambda slots, workers: (slots, workers))
     @parameterized.product(
         tokens=(1, 17, 64), weights=((1,), (4, 7), (4, 32, 5)), slots=(1, 9, 128), workers=(1, 7)
     )

@@ -3,16 +3,17 @@
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from pallas_kernels.stream import terms
-from pallas_kernels.stream.factor import Columns
-from pallas_kernels.stream.matrix import matrix_of
-from pallas_kernels.stream.simulate import Simulator
-from tests import packed_operands
+from pallas_kernels.mosaic_decode import low_rank_spec
+from pallas_kernels.mosaic_decode.matrix import matrix_of
+from pallas_kernels.mosaic_decode.u_factor import Columns
+from pallas_kernels.testing.simulator import Simulator
+from tests import packed_operands, slow
 from tests.host_test_case import HostTestCase
 from tests.packed_operands import Form, seed
 
 
 class ColumnsTest(HostTestCase):
+    @slow.repeats()
     @parameterized.product(
         bits=(2, 3, 4, 8, 16), zero_kind=("float", "integer", "symmetric"),
         length=(32, 300, 513, 700), group_size=(48, 33),
@@ -31,7 +32,7 @@ class ColumnsTest(HostTestCase):
         for first, count in ((-16, 32), (0, 32), (96, 48), (250, 112), (length // 2 * 2 - 4, 16)):
             e = Simulator(0, 64, [*buffers, shared], len(buffers))
             addresses = [e.address(i) for i in range(len(buffers))]
-            matrix = terms.addressed(matrix_of(weights, "bf16"), addresses)
+            matrix = low_rank_spec.addressed(matrix_of(weights, "bf16"), addresses)
             columns = Columns(e, matrix, e.const(first), count)
             at, warp, lane = e.shared_address(len(buffers)), e.threads // 32, e.threads % 32
             columns.bring(e.const(1), at, e.const(rows - 1), e.const(rows), warp, 2, lane)

@@ -8,18 +8,19 @@ import itertools
 from unittest import mock
 
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
-from pallas_kernels import stream
+from pallas_kernels import mosaic_decode
+from pallas_kernels.mosaic_decode import experts, fragments, product
+from pallas_kernels.mosaic_decode.fragments import Form
+from pallas_kernels.mosaic_decode.matrix import matrix_of, stage_parts, tile_bytes
+from pallas_kernels.mosaic_decode.product import Lane, Stream
+from pallas_kernels.mosaic_decode.tiles import StreamTiles
+from pallas_kernels.mosaic_decode.walk import Totals
 from pallas_kernels.packed import PackedMatrices
-from pallas_kernels.stream import experts, fragments, product
-from pallas_kernels.stream.fragments import Form
-from pallas_kernels.stream.matrix import matrix_of, stage_parts, tile_bytes
-from pallas_kernels.stream.product import Lane, Stream
-from pallas_kernels.stream.simulate import Simulator
-from pallas_kernels.stream.tiles import StreamTiles
-from pallas_kernels.stream.walk import Totals
-from tests import packed_operands
+from pallas_kernels.testing.simulator import Simulator
+from tests import packed_operands, slow
 from tests.grouped_dequant_matmul_cases import CASES
 from tests.grouped_dequant_matmul_contract import expected_hidden, random_operands
 from tests.host_test_case import HostTestCase
@@ -214,10 +215,12 @@ class KernelTest(HostTestCase):
         return packed_operands.random_activations(rng, (rows, shape[1]), "bfloat16"), weights
 
     def violation(self, x: np.ndarray, weights: PackedMatrices, tiles: StreamTiles) -> str | None:
-        y = stream.dense(x, weights, np.int32(1), np.dtype(np.float32), tiles, interpret=True)
+        dtype = np.dtype(np.float32)
+        y = mosaic_decode.dense(x, weights, np.int32(1), dtype, tiles, interpret=True)
         expected = packed_operands.product(x, weights, 1)
         return packed_operands.violation(np.asarray(y), *expected, "bfloat16")
 
+    @slow.repeats()
     @parameterized.parameters(*BROKEN)
     def test_a_wrong_kernel_fails(self, owner, name, broken):
         x, weights = self.operands(packed_operands.Form(3), 9, (64, 2048))
@@ -228,6 +231,7 @@ class KernelTest(HostTestCase):
         self.assertIsNone(self.violation(x, weights, tiles))
 
     @parameterized.parameters(*BROKEN, *BROKEN_KEPT)
+    @pytest.mark.slow
     def test_a_wrong_kernel_of_two_column_tiles_fails(self, owner, name, broken):
         x, weights = self.operands(packed_operands.Form(3), 16, (64, 4096))
         tiles = StreamTiles(row_tiles=2, warps_n=1, warps_k=4, kept=True, cluster=2)
@@ -235,6 +239,7 @@ class KernelTest(HostTestCase):
             self.assertIsNotNone(self.violation(x, weights, tiles))
         self.assertIsNone(self.violation(x, weights, tiles))
 
+    @slow.repeats(lambda form: form)
     @parameterized.product(
         form=KEPT_FORMS,
         tiles=(
@@ -264,13 +269,14 @@ class KernelTest(HostTestCase):
         ("job_of_pair", one_pair_fewer),
         ("addressed", zeros_for_scales),
     )
+    @pytest.mark.slow
     def test_a_wrong_kernel_of_experts_fails(self, name, broken):
         operands = random_operands(CASES["whole_one_expert_owns_all_rows"], seed(self.id()))
         pairs = (operands.tier.reshape(-1), operands.slot.reshape(-1), tuple(operands.gate_up))
         tiles = StreamTiles(row_tiles=2, warps_n=2, warps_k=2)
 
         def wrong() -> str | None:
-            hidden = stream.expert_products(
+            hidden = mosaic_decode.expert_products(
                 operands.x, *pairs, gated=True, tiles=tiles, interpret=True
             )
             found = np.asarray(hidden).reshape(*operands.tier.shape, -1)

@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from pallas_kernels import stream
+from pallas_kernels import mosaic_decode
+from pallas_kernels.mosaic_decode import low_rank_spec, support
+from pallas_kernels.mosaic_decode.low_rank import BlockTerms
+from pallas_kernels.mosaic_decode.matrix import matrix_of, tile_bytes
+from pallas_kernels.mosaic_decode.product import Stream
+from pallas_kernels.mosaic_decode.tiles import SHARED_BYTES, StreamTiles, dense_share, expert_share
+from pallas_kernels.mosaic_decode.u_factor import Columns
 from pallas_kernels.packed import LowRank, PackedMatrices
-from pallas_kernels.stream import support, terms
-from pallas_kernels.stream.factor import Columns
-from pallas_kernels.stream.low_rank import BlockTerms
-from pallas_kernels.stream.matrix import matrix_of, tile_bytes
-from pallas_kernels.stream.product import Stream
-from pallas_kernels.stream.tiles import SHARED_BYTES, StreamTiles, dense_share, expert_share
 from pallas_kernels.target import SIMULATED
-from tests import packed_operands
+from tests import packed_operands, slow
 from tests.host_test_case import HostTestCase
 from tests.packed_operands import Form, seed
 
@@ -74,7 +74,9 @@ class KernelTestCase(HostTestCase):
         shape = (rows, weights.num_inputs)
         x = packed_operands.random_activations(self.rng, shape, "bfloat16")
         dtype = np.dtype(np.float32)
-        y = stream.dense(x, weights, np.int32(1), dtype, tiles, interpret=True, low_rank=low_rank)
+        y = mosaic_decode.dense(
+            x, weights, np.int32(1), dtype, tiles, interpret=True, low_rank=low_rank
+        )
         expected = packed_operands.product(x, weights, 1, low_rank)
         return packed_operands.violation(np.asarray(y), *expected, "bfloat16")
 
@@ -89,6 +91,7 @@ class DenseTest(KernelTestCase):
             self.violation(weights, (random_terms(self.rng, weights, u=Form(*form)),))
         )
 
+    @slow.repeats()
     @parameterized.parameters(FORMS)
     def test_v_of_every_form(self, *form):
         weights = self.weights((64, 1024))
@@ -122,6 +125,7 @@ class DenseTest(KernelTestCase):
         how = {"first_row": first_row, "num_rows": num_rows}
         self.assertIsNone(self.violation(weights, (random_terms(self.rng, weights, **how),)))
 
+    @slow.repeats()
     @parameterized.parameters((0, 96), (16, 32), (40, 24), (70, 20), (95, 1), (33, 63), (0, 160))
     def test_ranges_of_rows_in_clusters(self, first_row, num_rows):
         weights = self.weights((160, 1024))
@@ -140,6 +144,7 @@ class DenseTest(KernelTestCase):
         )
         self.assertIsNone(self.violation(weights, several, rows=9))
 
+    @slow.repeats(lambda tiles: tiles)
     @parameterized.product(
         tiles=(
             StreamTiles(1, 1, 4, depth=1), StreamTiles(2, 1, 16, depth=2), StreamTiles(3, 1, 8),
@@ -158,6 +163,7 @@ class DenseTest(KernelTestCase):
 class JoinedTest(KernelTestCase):
     """V among the matrix's own rows, shared out in clusters or not."""
 
+    @slow.repeats(lambda tiles: tiles)
     @parameterized.product(
         tiles=(
             StreamTiles(2, 1, 4, thin=2), StreamTiles(3, 1, 4, depth=2, thin=1, sharers=2),
@@ -189,6 +195,7 @@ class JoinedTest(KernelTestCase):
 
 
 class ExpertsTest(KernelTestCase):
+    @slow.repeats()
     @parameterized.product(gated=(True, False), pairs=(1, 19))
     def test_pairs_of_an_expert(self, gated, pairs):
         outputs = 64
@@ -198,7 +205,7 @@ class ExpertsTest(KernelTestCase):
         last = random_terms(self.rng, weights, u=FORMS[3], first_row=matrix_rows - 48, rank=3)
         x = packed_operands.random_activations(self.rng, (pairs, 512), "bfloat16")
         tiles = StreamTiles(1, 2, 2, column_tiles=2)
-        found = stream.expert_products(
+        found = mosaic_decode.expert_products(
             x, np.zeros(pairs, np.int32), np.ones(pairs, np.int32), (weights,), gated=gated,
             tiles=tiles, interpret=True, low_rank=((both, last),),
         )  # fmt: skip
@@ -261,6 +268,7 @@ BROKEN = (
 
 
 class WrongKernelTest(KernelTestCase):
+    @slow.repeats()
     @parameterized.parameters(*BROKEN)
     def test_a_wrong_kernel_fails(self, owner, name, broken):
         weights = self.weights((64, 1024))  # a block of K for each warp
@@ -294,7 +302,7 @@ def shaped_terms(form: Form, slots: int, rows: int, inputs: int, first_row: int 
     whole = jax.ShapeDtypeStruct((slots,), jnp.int32)
     u, v = (shaped(form, 1, 999, length) for length in (rows, inputs))
     return LowRank(
-        u=u, v=v, start=whole, rank=whole, first_row=first_row, max_rank=terms.MAX_RANK
+        u=u, v=v, start=whole, rank=whole, first_row=first_row, max_rank=low_rank_spec.MAX_RANK
     )  # fmt: skip
 
 
@@ -306,7 +314,7 @@ class SupportTest(parameterized.TestCase):
                 weights = shaped(form, 2, outputs, inputs)
                 low_rank = (shaped_terms(factors, 2, outputs, inputs),) * several
                 x: Any = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16)
-                tiles = stream.tiles_of_dense(x, weights, SIMULATED, low_rank)
+                tiles = mosaic_decode.tiles_of_dense(x, weights, SIMULATED, low_rank)
                 share = dense_share(tiles, rows, outputs)
                 self.check(tiles, share, weights, low_rank)
             both = shaped(form, 2, 2 * outputs, inputs)
@@ -314,7 +322,7 @@ class SupportTest(parameterized.TestCase):
             low_rank = (gate, dataclasses.replace(gate, first_row=outputs))
             for tokens in (1, 32):
                 x = jax.ShapeDtypeStruct((tokens, inputs), jnp.bfloat16)
-                tiles = stream.tiles_of_experts(
+                tiles = mosaic_decode.tiles_of_experts(
                     x, [both], 8 * tokens, True, SIMULATED, [low_rank]
                 )  # fmt: skip
                 self.check(tiles, expert_share(tiles, True, outputs), both, low_rank)
@@ -322,7 +330,7 @@ class SupportTest(parameterized.TestCase):
     def check(self, tiles: StreamTiles, share: Any, weights: PackedMatrices, low_rank: Any) -> None:
         matrix = matrix_of(weights, "bf16")
         each = tile_bytes(matrix, tiles.span_of(matrix.form))
-        room = share.room(terms.terms_of(low_rank, "bf16"))
+        room = share.room(low_rank_spec.terms_of(low_rank, "bf16"))
         self.assertLessEqual(tiles.num_warps * tiles.depth * each + room, SHARED_BYTES)
         self.assertEqual(tiles.num_warps % 4, 0)
 
@@ -333,7 +341,7 @@ class SupportTest(parameterized.TestCase):
         low_rank = (dataclasses.replace(terms_of_all, max_rank=rank, **how),)
         x: Any = jax.ShapeDtypeStruct((1, 4096), jnp.bfloat16)
         target = SIMULATED._replace(num_processors=132)
-        return stream.tiles_of_dense(x, weights, target, low_rank)
+        return mosaic_decode.tiles_of_dense(x, weights, target, low_rank)
 
     def test_v_joins_the_rows_of_a_matrix_of_its_form(self):
         for rank, thin, sharers in ((8, 1, 1), (16, 1, 1), (17, 1, 2), (32, 1, 2), (64, 2, 2)):

@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from pallas_kernels.stream.simulate import KINDS, Simulator, run_blocks
+from pallas_kernels.testing.simulator import KINDS, Simulator, run_blocks
 from tests.packed_operands import seed
 
 THREADS = 64  # two warps

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from absl.testing import absltest, parameterized
 
 from moejax.models.shapes import SHAPES
-from pallas_kernels import dequant_matmul, grouped_dequant_matmul, layout, stream
+from pallas_kernels import dequant_matmul, grouped_dequant_matmul, layout, mosaic_decode
 from pallas_kernels.dequant_matmul import shapes as dense_shapes
 from pallas_kernels.grouped_dequant_matmul import shapes as grouped_shapes
+from pallas_kernels.mosaic_decode.matrix import matrix_of, tile_bytes
+from pallas_kernels.mosaic_decode.tiles import MOST_KEPT, SHARED_BYTES, StreamTiles, fitted
 from pallas_kernels.packed import PackedMatrices
-from pallas_kernels.stream.matrix import matrix_of, tile_bytes
-from pallas_kernels.stream.tiles import MOST_KEPT, SHARED_BYTES, StreamTiles, fitted
 from pallas_kernels.target import SIMULATED
 from tests.grouped_dequant_matmul_cases import CASES
 from tests.grouped_dequant_matmul_contract import random_operands
@@ -64,7 +64,7 @@ class TilesTest(parameterized.TestCase):
             asked.append(how)
             return [jnp.zeros(out.shape, out.dtype) for out in how["out_shapes"]]
 
-        place = importlib.import_module(f"pallas_kernels.stream.{module}")
+        place = importlib.import_module(f"pallas_kernels.mosaic_decode.{module}")
         with mock.patch.object(place, "launch_blocks", record):
             jax.eval_shape(call, *operands)
         return asked
@@ -84,10 +84,10 @@ class TilesTest(parameterized.TestCase):
         slot = jax.ShapeDtypeStruct((), jnp.int32)
         for rows in (1, 8, 9, dequant_matmul.mosaic.MOST_STREAMED):
             x: Any = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16)
-            tiles = stream.tiles_of_dense(x, weights, SIMULATED)
+            tiles = mosaic_decode.tiles_of_dense(x, weights, SIMULATED)
 
             def call(x, weights, slot, tiles=tiles):
-                return stream.dense.__wrapped__(x, weights, slot, jnp.float32, tiles)
+                return mosaic_decode.dense.__wrapped__(x, weights, slot, jnp.float32, tiles)
 
             [how] = self.launches("dense", call, x, weights, slot)
             self.check(how, tiles, outputs)
@@ -108,10 +108,10 @@ class TilesTest(parameterized.TestCase):
     def one_product(self, tiers: Any, tokens: int, width: int, gated: bool) -> None:
         pairs: Any = jax.ShapeDtypeStruct((tokens * width,), jnp.int32)
         x: Any = jax.ShapeDtypeStruct((tokens, tiers[0].num_inputs), jnp.bfloat16)
-        tiles = stream.tiles_of_experts(x, list(tiers), tokens * width, gated, SIMULATED)
+        tiles = mosaic_decode.tiles_of_experts(x, list(tiers), tokens * width, gated, SIMULATED)
 
         def call(x, tier, slot, tiers):
-            run = stream.expert_products.__wrapped__
+            run = mosaic_decode.expert_products.__wrapped__
             return run(x, tier, slot, tiers, gated=gated, tiles=tiles)
 
         [how] = self.launches("experts", call, x, pairs, pairs, tiers)
@@ -123,7 +123,7 @@ class TilesTest(parameterized.TestCase):
             weights = shape_of(bits, group, outputs, inputs)
             for rows in (1, 8, 9, 16, 17):
                 x: Any = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16)
-                tiles = stream.tiles_of_dense(x, weights, SIMULATED)
+                tiles = mosaic_decode.tiles_of_dense(x, weights, SIMULATED)
                 if bits == 16 or not 9 <= rows <= 16:
                     self.assertFalse(tiles.kept)
                 if not tiles.kept:
@@ -135,7 +135,7 @@ class TilesTest(parameterized.TestCase):
     def test_long_rows_are_shared_out_in_clusters(self):
         weights = shape_of(3, 64, 4096, 14336)
         x: Any = jax.ShapeDtypeStruct((16, 14336), jnp.bfloat16)
-        tiles = stream.tiles_of_dense(x, weights, SIMULATED)
+        tiles = mosaic_decode.tiles_of_dense(x, weights, SIMULATED)
         self.assertEqual((tiles.row_tiles, tiles.cluster, tiles.outputs), (4, 2, 32))
 
     def test_tiles_that_no_kernel_has_are_refused(self):
@@ -146,7 +146,9 @@ class TilesTest(parameterized.TestCase):
         pairs = (operands.tier.reshape(-1), operands.slot.reshape(-1), tuple(operands.gate_up))
         tiles = StreamTiles(1, 1, 4, cluster=2)
         with self.assertRaisesRegex(ValueError, "products with one matrix"):
-            stream.expert_products(operands.x, *pairs, gated=True, tiles=tiles, interpret=True)
+            mosaic_decode.expert_products(
+                operands.x, *pairs, gated=True, tiles=tiles, interpret=True
+            )
 
     def test_rings_are_no_deeper_than_shared_memory(self):
         matrix = matrix_of(shape_of(8, 32, 4096, 4096), "bf16")
@@ -162,7 +164,7 @@ class TilesTest(parameterized.TestCase):
             weights = shape_of(bits, 64, outputs, inputs)
             for rows in (1, 9):
                 x: Any = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16)
-                tiles = stream.tiles_of_dense(x, weights, SIMULATED)
+                tiles = mosaic_decode.tiles_of_dense(x, weights, SIMULATED)
                 self.assertLessEqual(tiles.rows, outputs)
                 self.assertEqual(tiles.num_warps % 4, 0)
 

@@ -6,11 +6,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 from absl.testing import absltest, parameterized
 
 from scripts.stress_cases import NUM_TOP, TOLERANCE, Case, Choice, add_told, make_cases
-from tests import slow
 from tests.serving_case import Served, served, tiny_chat_engine
+
+pytestmark = pytest.mark.slow  # what a server answers is asked of it in `serve_api_test`
 
 OPEN = contextlib.ExitStack()
 with_fields = dataclasses.replace
@@ -19,7 +21,6 @@ CASES: list[Case]
 
 
 def setUpModule():
-    slow.skip_unless_asked()  # what a server answers is asked of it in `serve_api_test`
     global SERVER, CASES
     directory = Path(OPEN.enter_context(tempfile.TemporaryDirectory()))
     engine = OPEN.enter_context(tiny_chat_engine(directory))

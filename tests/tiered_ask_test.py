@@ -5,12 +5,14 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.memory.tiered import ask
 from moejax.policies.base import Policy, Requests
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.resident import as_routed
+from tests import slow
 from tests.host_test_case import HostTestCase
 from tests.tiered_case import CONFIG, tiered_runner
 
@@ -41,6 +43,7 @@ class Asking(Policy[Any]):
 
 class AskTest(HostTestCase, parameterized.TestCase):
     # Promotions of two pairs move bytes; where nothing is in any slot, all of them, and demotions.
+    @slow.repeats()
     @parameterized.parameters(
         (0, 0), (1, 2), (2, 4), (9, 6), (1, 2, False), (2, 2, False), (3, 4, False), (5, 6, False),
     )  # fmt: skip
@@ -48,6 +51,7 @@ class AskTest(HostTestCase, parameterized.TestCase):
         self.check(Asking(), room, carried_out, low_is_full)
 
     @parameterized.parameters(0, 1)
+    @pytest.mark.slow
     def test_all_is_carried_out_of_a_policy_that_does_not_ask_again(self, room):
         self.check(Asking(repeats_requests=False), room, len(ASKED), True)
 

@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import Engine, cli, evaluate, generate
@@ -97,10 +98,9 @@ class EngineTest(parameterized.TestCase):
         np.testing.assert_allclose(emulated.logits(tokens), real.logits(tokens), rtol=0, atol=1e-5)
         self.assertEqual(real.ledger.layers, emulated.ledger.layers)
 
+    @slow.where(lambda prefetch: not prefetch)  # the other one counts more
     @parameterized.parameters(((3, 8), 0), ((3, 4), 2))
     def test_a_trace_through_the_policy_gives_the_counts_of_the_engine(self, slots, prefetch):
-        if not prefetch:  # the other one counts more
-            slow.skip_unless_asked()
         settings = {"selection": "load", "prefetch": prefetch, "retention": 0.5}
         engine = self.engine(policy="dymoe", settings=settings, slots=slots, emulate=True, **MADE)
         path = self.folder / f"trace {prefetch}"
@@ -121,14 +121,15 @@ class EngineTest(parameterized.TestCase):
         self.assertGreater(engine.ledger.total("misses"), 10)
         self.assertEqual(engine.ledger.total("prefetched") > 0, prefetch > 0)
 
+    @slow.where(
+        lambda policy: policy != "compose"
+    )  # of the one above every count is compared; both are in it
     @parameterized.parameters(
         ("dynaexq", {"period": 8, "max_requests": 8}, (3, 4)),
         ("dymoe", {"selection": "load", "prefetch": 0, "retention": 0.75}, (3, 4)),
         ("compose", {"selection": "load", "prefetch": 0, "period": 8}, (3, 8)),
     )
     def test_hit_rates_of_a_trace_are_those_of_the_engine(self, policy, settings, slots):
-        if policy != "compose":  # of the one above every count is compared; both are in it
-            slow.skip_unless_asked()
         engine, tallied = self.emulated(policy, settings, slots, ("int4", "int2"))
         events = dict(zip(EVENTS, tallied.events.sum(axis=0), strict=True))
         rate = events["hits"].sum() / events["needed"].sum()
@@ -137,8 +138,8 @@ class EngineTest(parameterized.TestCase):
         shares = tallied.gate.sum(axis=0)
         self.assertAlmostEqual(shares[0] / shares[-1], engine.ledger.shares["int4"], delta=0.01)
 
+    @pytest.mark.slow
     def test_buddies_of_a_trace_are_those_of_the_engine(self):
-        slow.skip_unless_asked()
         counts = np.random.default_rng(1).integers(
             0, 9, (2, CONFIG.num_experts, CONFIG.num_experts)
         )

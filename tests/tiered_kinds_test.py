@@ -8,6 +8,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.memory import tiered_experts
@@ -84,6 +85,7 @@ class ImportanceTest(parameterized.TestCase):
         memory.settle()
         return told, computed
 
+    @pytest.mark.slow
     def test_layers_without_attention_have_that_of_the_last_which_attended(self):
         told, computed = self.seen(FOUR)
         self.assertLen(told, 4)
@@ -95,6 +97,7 @@ class ImportanceTest(parameterized.TestCase):
         self.assertIsNot(first, second)
         self.assertIsNot(second, third)
 
+    @pytest.mark.slow
     def test_scores_are_the_models_own(self):
         config = model_kinds.config_of("latent")
         told, computed = self.seen(config, aggregation="last_query")
@@ -103,6 +106,7 @@ class ImportanceTest(parameterized.TestCase):
         self.assertEqual([one["scale"] for one in computed], [config.score_scale] * 2)
         self.assertNotAlmostEqual(config.score_scale, config.head_dim**-0.5)
 
+    @pytest.mark.slow
     def test_a_trace_holds_that_of_the_last_layer_which_attended(self):
         weights = random_weights(THREE)
         trace = recorded(Runner(THREE, weights, CPU), TOKENS[:, :13].tolist(), 2)
@@ -112,8 +116,8 @@ class ImportanceTest(parameterized.TestCase):
         np.testing.assert_array_equal(last, between)
         self.assertFalse(trace.importance[trace.phase == DECODE].any())
 
+    @pytest.mark.slow
     def test_a_trace_through_the_policy_gives_the_counts_of_the_engine(self):
-        slow.skip_unless_asked()
         policy = make_policy("dymoe", **DYMOE)
         runner, memory = tiered_runner(policy, (4, 2), (3, 8), config=THREE, emulated=True)
         prompts = np.random.default_rng(1).integers(0, 160, (8, 13)).tolist()
@@ -132,8 +136,8 @@ class ImportanceTest(parameterized.TestCase):
         alike = dataclasses.replace(trace, importance=np.ones_like(trace.importance))
         self.assertTrue((counts(alike) != events).any())  # what is recorded decides
 
+    @pytest.mark.slow
     def test_recorded_in_a_loop_as_unrolled(self):
-        slow.skip_unless_asked()
         found = []
         for loops in (False, True):
             runner, _ = runner_of(FOUR)
@@ -144,8 +148,8 @@ class ImportanceTest(parameterized.TestCase):
         self.assertGreater(np.abs(found[0][:, 3] - found[0][:, 2]).max(), 0.01)
         np.testing.assert_allclose(found[1], found[0], rtol=1e-3)
 
+    @pytest.mark.slow
     def test_in_a_loop_as_unrolled(self):
-        slow.skip_unless_asked()
         found = []
         for loops in (False, True):
             runner, memory = runner_of(FOUR)
@@ -163,9 +167,8 @@ class PoliciesTest(parameterized.TestCase):
     """Each policy on each kind of model, experts of several precisions, prompts and decode."""
 
     @parameterized.product(kind=tuple(model_kinds.KINDS), name=("dynaexq", "buddymoe", "dymoe"))
+    @pytest.mark.slow
     def test_it_decides_and_its_ledger_is_whole(self, kind, name):
-        if (kind, name) != ("sigmoid", "dymoe"):
-            slow.skip_unless_asked()
         config = model_kinds.config_of(kind)
         num_layers, num_experts = len(config.moe_layers), config.num_experts
         settings, bits, slots, how = POLICIES[name]
@@ -189,6 +192,7 @@ class PoliciesTest(parameterized.TestCase):
 
 
 class WeightsTest(parameterized.TestCase):
+    @slow.repeats()
     @parameterized.parameters(
         (RouterRule(), True),
         (RouterRule(scale=2.5), False),
@@ -208,6 +212,7 @@ class WeightsTest(parameterized.TestCase):
         else:
             self.assertGreater(abs(total - 1).min(), 1e-3)
 
+    @pytest.mark.slow
     def test_gate_mass_of_weights_that_do_not_sum_to_one(self):
         config = model_kinds.config_of("shared", router=SCALED)
         runner, memory = runner_of(config)

@@ -7,6 +7,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import ops
@@ -19,15 +20,17 @@ from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.make import make_policy
 from pallas_kernels import cache_plan, grouped_dequant_matmul
-from tests import slow, tiny_engine
+from tests import tiny_engine
 from tests.pooled_test import PROMPTS, answers
 from tests.tiered_case import tiered_runner
+
+pytestmark = pytest.mark.slow
 
 TINY = tiny_engine.CONFIG
 TOKENS = np.random.default_rng(0).integers(0, TINY.vocab_size, (1, 16)).astype(np.int32)
 # An odd number: with two banks, one layer is left after the loop. Unrolled layers of two tiers are
 # the longest to compile.
-LAYERS = {"on_demand": 5, "dymoe": 5 if slow.asked() else 3, "buddymoe": 3}
+LAYERS = {"on_demand": 5, "dymoe": 5, "buddymoe": 3}
 SHAPE = (LAYERS["buddymoe"], TINY.num_experts, TINY.num_experts)
 LISTS = buddy_lists(
     conditional_coactivation(np.random.default_rng(3).integers(0, 9, SHAPE)), 0.7, 3
@@ -62,7 +65,6 @@ def outcome(runner: Any, memory: Any, *, of_chunk: bool = False) -> Any:
 class LoopTest(parameterized.TestCase):
     @parameterized.parameters("on_demand", "dymoe", "buddymoe")
     def test_bit_for_bit_what_it_is_unrolled(self, name):
-        slow.skip_unless_asked()
         policy, bits, slots, ahead = CASES[name]
         num_layers, found = LAYERS[name], []
         config = dataclasses.replace(
@@ -98,8 +100,6 @@ class OneLaunchTest(parameterized.TestCase):
         "dymoe", "dynaexq", "dymoe in two caches", "dymoe ahead in two caches"
     )
     def test_all_tiers_at_once_give_what_each_alone_gives(self, name):
-        if name != "dynaexq":
-            slow.skip_unless_asked()
         policy, bits, slots, ahead = CASES[name]
         runs = {"kernels": ops.Kernels(implementation="reference"), "experts_via": "grouped_kernel"}
         own, found, launched = grouped_dequant_matmul.moe_products, [], []

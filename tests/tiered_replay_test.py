@@ -6,13 +6,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest
 
 from moejax.policies.make import make_policy
 from moejax.policies.on_demand import OnDemand
-from tests import slow
 from tests.pooled_test import PROMPTS, answers, pooled_runner, random_weights
 from tests.tiered_case import CONFIG, tiered_runner
+
+pytestmark = pytest.mark.slow
 
 NUM_LAYERS, NUM_EXPERTS = len(CONFIG.moe_layers), CONFIG.num_experts
 WIDTH, STEPS, TOKENS = CONFIG.experts_per_token, 5, 9
@@ -75,8 +77,6 @@ class ReplayTest(absltest.TestCase):
         runner, memory = tiered_runner(make_policy("on_demand"), (16,), (slots,), **how)
         self.assertEqual(replayed(runner, memory.tiers, given), expected)
         self.assertEqual(memory.settle().layers, plain.memory.settle().layers)
-        if not slow.asked():
-            return
         routed = answers(pooled_runner(CONFIG, random_weights(CONFIG), (slots, 2, 0)), PROMPTS[:1])
         self.assertNotEqual(expected[0], routed[0][:TOKENS])
         again, second = tiered_runner(make_policy("on_demand"), (16,), (slots,), **how)
@@ -84,7 +84,6 @@ class ReplayTest(absltest.TestCase):
         self.assertEqual(second.settle().layers, memory.ledger.layers)
 
     def test_a_policy_sees_the_replayed_probabilities(self):
-        slow.skip_unless_asked()
         given = replays(True)
         runner, memory = tiered_runner(Looking(prefetch=2), (4, 2), (3, 3), prefetch=2)
         replayed(runner, memory.tiers[:1], given)

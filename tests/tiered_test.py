@@ -5,6 +5,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.memory import tiered_memory
@@ -58,6 +59,7 @@ class OneTierTest(parameterized.TestCase):
         self.assertIs(memory.spec.policy, kernels)
         self.assertEqual([call.args[1] for call in asked.call_args_list], ["cpu"])
 
+    @pytest.mark.slow
     def test_on_demand_is_the_cache_to_the_bit(self):
         slots, transient, prefetch = POLICIES["25 % and prefetch"]
         plain = pooled_runner(CONFIG, random_weights(CONFIG), (slots, transient, prefetch))
@@ -65,8 +67,7 @@ class OneTierTest(parameterized.TestCase):
         runner, memory = tiered_runner(
             policy, (16,), (slots,), transient=transient, prefetch=prefetch
         )
-        if slow.asked():  # engines' are compared in `tiered_engine_test`
-            np.testing.assert_array_equal(runner.logits(TOKENS), plain.logits(TOKENS))
+        np.testing.assert_array_equal(runner.logits(TOKENS), plain.logits(TOKENS))
         self.assertEqual(answers(runner, PROMPTS[:1]), answers(plain, PROMPTS[:1]))
         counted, found = plain.memory.settle(), memory.settle()
         self.assertEqual(found.layers, counted.layers)
@@ -75,6 +76,7 @@ class OneTierTest(parameterized.TestCase):
 
 
 class MixtureTest(parameterized.TestCase):
+    @pytest.mark.slow
     def test_dynaexq_runs_what_is_hot_in_high_precision(self):
         policy = make_policy("dynaexq", choice="first", n_hot=3)
         runner, memory = tiered_runner(policy, (4, 2), (3, NUM_EXPERTS), first=3)
@@ -91,6 +93,7 @@ class MixtureTest(parameterized.TestCase):
         self.assertAlmostEqual(shares["int4"] + shares["int2"], 1, places=5)
 
     @parameterized.parameters(NUM_EXPERTS, 3)
+    @pytest.mark.slow
     def test_dynaexq_fetches_for_no_tier_that_fills_between_steps(self, cold_slots):
         runner, memory = tiered_runner(
             make_policy("dynaexq", choice="first", n_hot=3), (4, 2), (3, cold_slots), first=3
@@ -101,6 +104,7 @@ class MixtureTest(parameterized.TestCase):
         self.assertGreater(memory.settle().shares["int4"], 0)
 
     @parameterized.product(low=("", "skip"), slots=((8, 8), (3, 2)))
+    @pytest.mark.slow
     def test_dymoe_weighs_tokens_by_attention(self, low, slots):
         policy = make_policy(
             "dymoe", low=low, retention=0.5, schedule="equal", heavy_count=3, prefetch=0
@@ -125,6 +129,7 @@ class MixtureTest(parameterized.TestCase):
         self.assertGreater(ledger.shares["skipped" if low else "int2"], 0.05)
         check_exclusive(self, memory)
 
+    @pytest.mark.slow
     def test_dymoe_decodes_by_the_gate(self):
         policy = make_policy("dymoe", retention=0.5, schedule="equal", prefetch=2, heavy_count=2)
         runner, memory = tiered_runner(policy, (4, 2), (3, NUM_EXPERTS), prefetch=2)
@@ -146,6 +151,7 @@ class MixtureTest(parameterized.TestCase):
         self.assertGreater(ledger.tiers["int4"].total("prefetched"), 0)
         check_exclusive(self, memory)
 
+    @pytest.mark.slow
     def test_decode_is_watched_by_nobody(self):  # or kernels of a token's step would not run
         policy = make_policy("dymoe", retention=0.5, schedule="equal", heavy_count=2, prefetch=0)
         runner, memory = tiered_runner(policy, (4, 2), (3, NUM_EXPERTS))
@@ -162,6 +168,7 @@ class MixtureTest(parameterized.TestCase):
         self.assertGreater(min(length for _, length in seen), 1)
         self.assertGreater(memory.settle().total("needed"), 0)
 
+    @pytest.mark.slow
     def test_dymoe_keeps_one_copy_of_an_expert(self):
         policy = make_policy("dymoe", retention=0.5, schedule="equal", prefetch=0)
         runner, memory = tiered_runner(policy, (4, 2), (3, 3))
@@ -199,6 +206,7 @@ def check_exclusive(test, memory, most=1):
 
 
 class SubstitutionTest(parameterized.TestCase):
+    @pytest.mark.slow
     def test_buddymoe_runs_algorithm_1(self):
         rng = np.random.default_rng(3)
         counts = rng.integers(0, 9, (NUM_LAYERS, NUM_EXPERTS, NUM_EXPERTS))
@@ -226,6 +234,7 @@ class SubstitutionTest(parameterized.TestCase):
 
 
 class BetweenStepsTest(parameterized.TestCase):
+    @slow.repeats()
     @parameterized.parameters(NUM_EXPERTS, NUM_EXPERTS - 3)
     def test_promotions_and_demotions_move_the_tables(self, cold_slots):
         policy = make_policy("dynaexq", period=16, max_requests=32)
@@ -247,6 +256,7 @@ class BetweenStepsTest(parameterized.TestCase):
         )  # the next step takes the copies of what came to the hot one
         self.assertGreater(memory.ledger.shares["int4"], 0.1)
 
+    @pytest.mark.slow
     def test_a_policy_that_rests_is_not_asked(self):
         """The same tokens lead to the same places, whoever says how many a step has."""
         policy = make_policy("dynaexq", period=5 * TOKENS.size, warmup=TOKENS.size, max_requests=32)

@@ -11,6 +11,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from flax import nnx
 
@@ -23,7 +24,7 @@ from moejax.models.transformer import ChunkSpec, Transformer
 from moejax.runner import Runner
 from pallas_kernels import op
 from pallas_kernels.target import SIMULATED, Target
-from tests import gpu_targets, model_kinds, tiny_engine
+from tests import gpu_targets, model_kinds, slow, tiny_engine
 from tests.host_test_case import HostTestCase
 
 HALF = jnp.dtype("bfloat16")
@@ -136,6 +137,7 @@ class WiringTest(HostTestCase):
         for reason in ("rows of 8200", "C=24"):
             self.assertIn(reason, found.refusals["triton"])
 
+    @slow.repeats()
     @parameterized.parameters(QWEN, MIXTRAL, BIASED, SCALED)
     def test_the_model_gives_what_it_gave(self, config):
         model, plain = (small_model(config, k) for k in (ops.Kernels(SIMULATED), ops.NO_KERNELS))
@@ -162,6 +164,7 @@ class WiringTest(HostTestCase):
         once = dict.fromkeys(("qkv_to_cache", "decode_attention", "top_k"), 1)
         self.assertEqual(counts, {"residual_norm": 2, "delta_step": 0, **once})
 
+    @pytest.mark.slow
     def test_states_of_a_delta_rule_are_what_they_were(self):
         model, plain = (small_model(NEXT, k) for k in (ops.Kernels(SIMULATED), ops.NO_KERNELS))
         cache = expected_cache = empty_cache(NEXT, 3, 64, HALF)
@@ -185,6 +188,7 @@ class WiringTest(HostTestCase):
         for dtype, kernels in ((jnp.dtype("float32"), AMPERE), (HALF, ops.NO_KERNELS)):
             self.assertNotEmpty(choose(dtype, kernels).refusals["triton"])
 
+    @pytest.mark.slow
     def test_experts_that_move_see_what_they_saw(self):
         positions, tokens = jnp.array([[4], [9]], jnp.int32), jnp.array([[3], [5]], jnp.int32)
 

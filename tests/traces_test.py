@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import safetensors.numpy
 from absl.testing import absltest, parameterized
 
@@ -162,6 +163,7 @@ class RecordingTest(absltest.TestCase):
         super().setUp()
         self.folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
 
+    @pytest.mark.slow
     def test_what_the_routers_said(self):
         engine = load_tiny_engine(self.folder / "model")
         prompts = [list(range(20)), list(range(50, 57))]
@@ -200,6 +202,7 @@ class RecordingTest(absltest.TestCase):
         engine.generate(prompts, **settings)  # recorded by nobody
         self.assertFalse(lost.exists())
 
+    @pytest.mark.slow
     def test_sigterm_leaves_nothing(self):
         probe = (
             "import pathlib, sys, time; from tests.tiny_engine import load_tiny_engine\n"

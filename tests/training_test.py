@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from flax import nnx
 
@@ -141,6 +142,7 @@ class LossesTest(parameterized.TestCase):
         np.testing.assert_allclose(balance_loss(one_hot, collapsed), 4.0)
         np.testing.assert_array_equal(expert_share(collapsed, 4), [[0, 0, 1, 0]])
 
+    @slow.where(lambda config: config is not ONE_DENSE)
     @parameterized.parameters(QWEN, MIXTRAL, ONE_DENSE)
     def test_training_forward_is_the_models(self, config):
         model = Transformer(config, rngs=nnx.Rngs(0))
@@ -157,6 +159,7 @@ class LossesTest(parameterized.TestCase):
         )
         self.assertGreater(float(jnp.max(jnp.abs(dropped - expected))), 1e-3)
 
+    @pytest.mark.slow
     def test_unknown_words_do_not_count(self):
         weights = flat_weights(Transformer(QWEN, rngs=nnx.Rngs(0)))
         crops = jnp.asarray([[5, 6, corpus_lib.UNKNOWN_ID, 7]], jnp.int32)
@@ -185,6 +188,7 @@ class OptimizerTest(parameterized.TestCase):
         heads = views["attention.qkv_proj"][0]  # queries, then keys, then values
         np.testing.assert_array_equal(heads[-1], weights["attention.qkv_proj"][0, -8:])
 
+    @pytest.mark.slow
     def test_muon_moves_every_matrix_by_a_near_orthogonal_step(self):
         optimizer = make_optimizer(dataclasses.replace(MUON, weight_decay=0.0), QWEN)
         views = to_views(flat_weights(Transformer(QWEN, rngs=nnx.Rngs(0))), QWEN)
@@ -282,9 +286,8 @@ class TrainerTest(DirectoryTest):
         ("adamw", QWEN, dataclasses.replace(MUON, name="adamw", learning_rate=0.01)),
         ("mixtral", MIXTRAL, MUON),
     )
+    @pytest.mark.slow
     def test_loss_falls_and_a_resumed_run_repeats(self, model, optimizer):
-        if model is MIXTRAL or optimizer.name == "adamw":
-            slow.skip_unless_asked()
         config = step_config(model, optimizer, dropout=0.1)
         source = crop_source(small_corpus(), ["up", "down"], config.context + 1)
         store = CheckpointStore(self.directory())

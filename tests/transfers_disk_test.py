@@ -4,6 +4,7 @@ import threading
 from unittest import mock
 
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.errors import MoejaxError
@@ -109,6 +110,7 @@ class DiskTest(TransfersTestCase):
         self.assertEqual(disk.row_of[1, 5], 0)
 
     @parameterized.parameters(OSError(5, "Input/output error"), MoejaxError("another checksum"))
+    @pytest.mark.slow
     def test_a_disk_that_fails_leaves_experts_where_they_are(self, fault):
         disk = self.disk(0, retries=0)
         self.source.faults = [fault]

@@ -10,6 +10,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import Engine
@@ -286,6 +287,7 @@ class InvisibleTest(parameterized.TestCase):
         self.assertEqual(self.tokens(self.engine), self.expected)
         memory.pool.residency.check(memory.spec.cache)
 
+    @pytest.mark.slow
     def test_nor_on_a_disk_that_fails_in_the_background(self):
         rng, read = np.random.default_rng(1), ExpertReader.read
         failed = []

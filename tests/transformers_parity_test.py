@@ -17,13 +17,9 @@ RELATIVE_ERROR = 1e-4
 MIN_GAP = 1e-5  # below it the order of two logits, or of two router weights, is rounding
 NUM_GREEDY = 64
 PROMPT_LENGTHS = (3, 17, 9, 30)
-# Others of their kind stay.
-SLOW = (
-    "mixtral_gqa1_tied_fp16", "qwen3_bf16_sharded", "qwen3_fused", "qwen3_gqa1_tied",
-    "qwen3_old_config", "qwen3_sparse_step2", "qwen3_unnormalized",
-)  # fmt: skip
+FAST = ("mixtral", "qwen3")
 # Each compiles four more programs.
-ALSO_ALONE = ("mixtral", *(("demo", "qwen3", "qwen3_mlp_only") if slow.asked() else ()))
+ALSO_ALONE = ("mixtral", "demo", "qwen3", "qwen3_mlp_only")
 
 
 def relative_errors(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
@@ -79,10 +75,9 @@ class TransformersParityTest(parameterized.TestCase):
         engine = Engine.from_pretrained(path, dtype="float32", platform="cpu", progress=False)
         return engine, reference_model(path)
 
+    @slow.where(lambda name: name not in FAST)
     @parameterized.parameters(*sorted(CHECKPOINTS), "demo")
     def test_logits_and_greedy_tokens_are_those_of_transformers(self, name):
-        if name in SLOW:
-            slow.skip_unless_asked()
         engine, model = self._load(name)
         rng = np.random.default_rng(0)
         tokens = rng.integers(0, engine.config.vocab_size, (2, 40))

@@ -3,13 +3,14 @@
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
+from pallas_kernels.mosaic_prefill import fragments, lanes, scatter
+from pallas_kernels.mosaic_prefill.expert_blocks import make_expert_blocks
 from pallas_kernels.packed import plain
-from pallas_kernels.stream.simulate import KINDS, Simulator
-from pallas_kernels.wgmma import fragments, lanes, scatter
-from pallas_kernels.wgmma.runs import make_runs
-from tests import packed_operands
+from pallas_kernels.testing.simulator import KINDS, Simulator
+from tests import packed_operands, slow
 from tests.packed_operands import Form
 
 ROWS, BLOCK = 64, 256
@@ -103,6 +104,7 @@ def warpgroup_rows(group: int, first_row: int, half: int | None) -> np.ndarray:
 
 
 class LanesTest(parameterized.TestCase):
+    @slow.repeats()
     @parameterized.product(form=FORMS, kind=("bf16", "f16"), half=(None, 192))
     def test_block_is_unpacked_to_the_left_operand(self, form, kind, half):
         rng = np.random.default_rng(packed_operands.seed(self.id()))
@@ -239,6 +241,7 @@ class LanesTest(parameterized.TestCase):
 
 class RunsTest(parameterized.TestCase):
     @parameterized.product(rows=(1, 4, 8), band=(1, 3), slots=((5,), (2, 7, 1)))
+    @pytest.mark.slow
     def test_blocks_cover_every_pair_that_runs_once(self, rows, band, slots):
         rng = np.random.default_rng(packed_operands.seed(self.id()))
         tier = rng.integers(-1, len(slots) + 1, (23, 3)).astype(np.int32)
@@ -246,7 +249,9 @@ class RunsTest(parameterized.TestCase):
         limit = np.asarray([*slots, 0])[np.where(runs, tier, -1)]
         slot = np.where(runs, rng.integers(0, 1 << 20, tier.shape) % np.maximum(limit, 1), 1 << 20)
         tiers = [plain(np.zeros((count, 1, 1), ml_dtypes.bfloat16)) for count in slots]
-        made = make_runs(jnp.asarray(tier), jnp.asarray(slot, jnp.int32), tiers, rows, band)
+        made = make_expert_blocks(
+            jnp.asarray(tier), jnp.asarray(slot, jnp.int32), tiers, rows, band
+        )
         order, table, first_block = (np.asarray(part) for part in made)
         seen, row_tiles = [], 3
         for i in range(len(slots)):

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import lm_eval.models  # noqa: F401 -- lm_eval registers its own only while it knows none
 import tqdm
 from absl import flags
 from lm_eval.api.model import TemplateLM

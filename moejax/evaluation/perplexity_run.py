@@ -1,4 +1,4 @@
-"""Perplexity of a text: the task of `moejax.evaluate` that needs no questions."""
+"""Perplexity of a text: what `moejax.evaluate` runs."""
 
 import contextlib
 import dataclasses
@@ -92,7 +92,7 @@ def _head(
 ) -> dict[str, Any]:
     """What is measured, of what, how: windows serve only a run with the same."""
     return {
-        "task": config.task,
+        "task": "perplexity",
         "text": {"source": text.source, "sha256": text.sha256},
         "tokens": len(stream.ids),
         "protocol": {

@@ -191,65 +191,6 @@ def of_engine(engine: "Engine", *, policy: PolicyConfig, memory: MemoryConfig) -
     }
 
 
-def task_record(
-    engine: "Engine",
-    head: dict[str, Any],
-    *,
-    checkpoint: str,
-    stored: int | None,
-    seconds: float,
-    ledger: "Ledger | TieredLedger | None",
-    figures: dict[str, Any],
-    batch_size: int,
-    num_resumed: int,
-) -> dict[str, Any]:
-    """The result of a task as JSON.
-
-    Args:
-      engine: that answered.
-      head: what was measured, of what, how (`answers.AnswerFile`).
-      checkpoint: as the user named it.
-      stored: bytes of the checkpoint's tensors, None if not known.
-      seconds: of answering, compiling left out.
-      ledger: of experts that moved in this run.
-      figures: the result.
-      batch_size: of this run.
-      num_resumed: documents whose answers an earlier run left; times and ledger are without them.
-    """
-    return {
-        "task": head["task"],
-        "checkpoint": checkpoint,
-        **figures,
-        "data": head["data"],
-        "protocol": {
-            **head["protocol"],
-            "batch_size": batch_size,
-            "files": head["checkpoint"],
-        },
-        "policy": head["policy"],
-        "limits": head["memory"],
-        "ledger": None if ledger is None else ledger.as_dict(),
-        "resumed_documents": num_resumed,
-        **_of_run(engine, stored, {"answer": seconds}),
-    }
-
-
-def task_summary(record: dict[str, Any]) -> list[str]:
-    """The result in lines: all documents, then the groups."""
-    protocol = record["protocol"]
-    cut = f", {record['cut_documents']} prompts cut" if record["cut_documents"] else ""
-    lines = [
-        f"{record['task']}: {_metrics(record['metrics'])}; {record['documents']} documents of "
-        f"{record['data']['source']}, {protocol['fewshot']} examples, {protocol['decoding']}{cut}; "
-        f"{_bits(record)} in memory; {record['dtype']}, "
-        f"experts by {_forms(record)}, {record['seconds']['answer']:.1f} s"
-    ]
-    for group, found in record["groups"].items():
-        metrics = {name: value for name, value in found.items() if name != "documents"}
-        lines.append(f"  {group}: {_metrics(metrics)}; {found['documents']} documents")
-    return lines
-
-
 def _forms(record: dict[str, Any]) -> str:
     return "/".join(record["experts"]) or "none (nothing was left to run)"
 
@@ -257,14 +198,6 @@ def _forms(record: dict[str, Any]) -> str:
 def _bits(record: dict[str, Any]) -> str:
     weights = record["weights"]
     return describe_bits(weights["bits_per_weight"], weights["bits_per_weight_by_part"], 3)
-
-
-def _metrics(metrics: dict[str, dict[str, float | None]]) -> str:
-    said = []
-    for name, found in metrics.items():
-        error = "" if found["stderr"] is None else f" ± {found['stderr']:.4f}"
-        said.append(f"{name} {found['value']:.4f}{error}")
-    return ", ".join(said)
 
 
 def summary(record: dict[str, Any]) -> str:

@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import stream, wgmma
+from pallas_kernels import mosaic_decode, mosaic_prefill
 from pallas_kernels.dequant_matmul.tiles import Tiles, measured
+from pallas_kernels.mosaic_decode.tiles import StreamTiles
+from pallas_kernels.mosaic_prefill.tiles import WgmmaTiles
 from pallas_kernels.packed import LowRank, PackedMatrices
-from pallas_kernels.stream.tiles import StreamTiles
 from pallas_kernels.target import Target
-from pallas_kernels.wgmma.tiles import WgmmaTiles
 
 Operand = jax.Array | jax.ShapeDtypeStruct
 # Rows of x up to which the streaming kernel is the faster one.
@@ -29,9 +29,9 @@ def refusal(
 ) -> str | None:
     """Why it cannot serve, or None."""
     if streams(x, None):
-        found = stream.refusals(x, [weights], target, [low_rank])
+        found = mosaic_decode.refusals(x, [weights], target, [low_rank])
     else:
-        reason = wgmma.refusal_dense(x, weights, target)
+        reason = mosaic_prefill.refusal_dense(x, weights, target)
         found = [reason] if reason else []
         if target.simulated:
             found.append("its kernel for many rows has no interpret mode")
@@ -55,13 +55,13 @@ def dequant_matmul_mosaic(
         tiles = measured(x.shape[0], weights, target, (StreamTiles, WgmmaTiles))
     if streams(x, tiles):
         chosen = tiles if isinstance(tiles, StreamTiles) else None
-        return stream.dense(
+        return mosaic_decode.dense(
             x, weights, slot, out_dtype,
-            chosen or stream.tiles_of_dense(x, weights, target, low_rank),
+            chosen or mosaic_decode.tiles_of_dense(x, weights, target, low_rank),
             target.simulated, low_rank,
         )  # fmt: skip
     if low_rank:
         raise ValueError("tiles of the kernel for many rows, which takes no low-rank terms")
-    return wgmma.dense(
+    return mosaic_prefill.dense(
         x, weights, slot, out_dtype, tiles if isinstance(tiles, WgmmaTiles) else None, target
     )

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import jax
 
-from pallas_kernels import stream, wgmma
+from pallas_kernels import mosaic_decode, mosaic_prefill
 from pallas_kernels.grouped_dequant_matmul.reference import Assignments
 from pallas_kernels.grouped_dequant_matmul.tiles import Tiles, measured
+from pallas_kernels.mosaic_decode.tiles import StreamTiles
+from pallas_kernels.mosaic_prefill.tiles import WgmmaTiles
 from pallas_kernels.packed import LowRank, PackedMatrices
-from pallas_kernels.stream.tiles import StreamTiles
 from pallas_kernels.target import Target
-from pallas_kernels.wgmma.tiles import WgmmaTiles
 
 Operand = jax.Array | jax.ShapeDtypeStruct
 Tiers = Sequence[PackedMatrices]
@@ -40,12 +40,12 @@ def refusal(
 ) -> str | None:
     """Why it cannot serve, or None."""
     if streams(x.shape[0], width, None):
-        found = stream.refusals(x, gate_up_tiers, target, low_rank)
-        found += [r for r in stream.refusals(x, down_tiers, target) if r not in found]
+        found = mosaic_decode.refusals(x, gate_up_tiers, target, low_rank)
+        found += [r for r in mosaic_decode.refusals(x, down_tiers, target) if r not in found]
         if any(weights.num_outputs % 32 for weights in gate_up_tiers):
             found.append(f"F {gate_up_tiers[0].num_outputs // 2} is no multiple of 16")
     else:
-        reason = wgmma.refusal_grouped(x, width, gate_up_tiers, down_tiers, target)
+        reason = mosaic_prefill.refusal_grouped(x, width, gate_up_tiers, down_tiers, target)
         found = [reason] if reason else []
         if target.simulated:
             found.append("its kernel for many rows has no interpret mode")
@@ -74,15 +74,16 @@ def gate_up_mosaic(
     if not streams(tokens, width, tiles):
         _fits_many_rows(low_rank)
         chosen = tiles if isinstance(tiles, WgmmaTiles) else None
-        return wgmma.gate_up(x, assignments, tiers, chosen, target)
+        return mosaic_prefill.gate_up(x, assignments, tiers, chosen, target)
     pairs = tokens * width
-    hidden = stream.expert_products(
+    hidden = mosaic_decode.expert_products(
         x,
         assignments.tier.reshape(pairs),
         assignments.slot.reshape(pairs),
         tuple(tiers),
         gated=True,
-        tiles=tiles or stream.tiles_of_experts(x, list(tiers), pairs, True, target, low_rank),
+        tiles=tiles
+        or mosaic_decode.tiles_of_experts(x, list(tiers), pairs, True, target, low_rank),
         interpret=target.simulated,
         low_rank=tuple(low_rank),
     )
@@ -104,17 +105,19 @@ def down_mosaic(
     if not streams(tokens, width, tiles):
         _fits_many_rows(low_rank)
         chosen = tiles if isinstance(tiles, WgmmaTiles) else None
-        return wgmma.products(hidden, assignments, tiers, chosen, target)[None]
+        return mosaic_prefill.products(hidden, assignments, tiers, chosen, target)[None]
     pairs = tokens * width
     rows = hidden.reshape(pairs, -1)
-    products = stream.expert_products(
+    products = mosaic_decode.expert_products(
         rows,
         assignments.tier.reshape(pairs),
         assignments.slot.reshape(pairs),
         tuple(tiers),
         gated=False,
         tiles=tiles
-        or stream.tiles_of_experts(rows[:tokens], list(tiers), pairs, False, target, low_rank),
+        or mosaic_decode.tiles_of_experts(
+            rows[:tokens], list(tiers), pairs, False, target, low_rank
+        ),
         interpret=target.simulated,
         low_rank=tuple(low_rank),
     )

@@ -12,10 +12,10 @@ from pallas_kernels.dequant_matmul.tiles import (
     prefill_tiles,
     split_to_fill,
 )
+from pallas_kernels.mosaic_decode.tiles import StreamTiles
+from pallas_kernels.mosaic_prefill.tiles import WgmmaTiles
 from pallas_kernels.packed import PackedMatrices
-from pallas_kernels.stream.tiles import StreamTiles
 from pallas_kernels.target import Target
-from pallas_kernels.wgmma.tiles import WgmmaTiles
 
 MAX_DECODE_PAIRS = 256  # up to which programs find the pairs of their matrix by themselves
 MAX_BLOCK_ROWS = 128

@@ -40,6 +40,7 @@ def reference() -> str:
     lines += ["## pallas_kernels", ""]
     lines += _module("pallas_kernels.layout")
     lines += _module("pallas_kernels.packed")
+    lines += _module("pallas_kernels.op")
     for folder in sorted((ROOT / "pallas_kernels").glob("*/api.py")):
         lines += _package(folder.parent)
     return "\n".join(lines).rstrip()
@@ -74,7 +75,7 @@ def _module(module: str) -> list[str]:
 
 
 def _package(folder: Path) -> list[str]:
-    """What a folder of a kernel exports."""
+    """Functions and classes that a folder of a kernel exports; each has an `OPERATION` beside."""
     module = f"pallas_kernels.{folder.name}"
     tree = ast.parse((folder / "__init__.py").read_text("utf-8"))
     lines = [f"### {module}", "", *_prose(ast.get_docstring(tree) or ""), ""]

@@ -1,0 +1,90 @@
+"""Static facts of a launch of the experts' kernels."""
+
+import dataclasses
+
+from pallas_kernels.mosaic_decode.jobs import JobList
+from pallas_kernels.mosaic_decode.low_rank_spec import Share, Term
+from pallas_kernels.mosaic_decode.matrix import COLUMNS, Matrix, tile_bytes
+from pallas_kernels.mosaic_decode.tiles import StreamTiles, expert_share
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Static facts of a launch."""
+
+    tiers: tuple[Matrix, ...]
+    terms: tuple[tuple[Term, ...], ...]  # of each tier
+    tiles: StreamTiles
+    kind: str  # of x and of the hidden values
+    num_pairs: int
+    width: int  # pairs that share a row of x
+    num_outputs: int  # of a pair
+    num_slots: int  # the most of a tier
+    gated: bool  # rows n and num_outputs + n of a matrix are gate and up of output n
+
+    @property
+    def columns(self) -> int:
+        """Rows of x at a time."""
+        return COLUMNS * self.tiles.column_tiles
+
+    @property
+    def halves(self) -> int:
+        """Matrix rows of an output."""
+        return 2 if self.gated else 1
+
+    @property
+    def ring_bytes(self) -> int:
+        """Shared memory of all rings."""
+        tiles = self.tiles
+        stage = max(tile_bytes(matrix, tiles.span_of(matrix.form)) for matrix in self.tiers)
+        return tiles.num_warps * tiles.depth * stage
+
+    @property
+    def of_x_bytes(self) -> int:
+        """Of a warp's sums of x, where they are kept."""
+        return self.tiles.expert_x_bytes(self.tiers)
+
+    @property
+    def main_bytes(self) -> int:
+        """Shared memory of everything but the terms."""
+        beside = self.tiles.expert_bytes(self.tiers, self.halves)
+        return self.jobs_bytes + self.ring_bytes + beside
+
+    @property
+    def sums_bytes(self) -> int:
+        """Of all warps' sums."""
+        return self.tiles.warps_n * self.tiles.team_bytes(self.columns, self.halves)
+
+    @property
+    def share(self) -> Share:
+        """Of a thread block, for the terms."""
+        return expert_share(self.tiles, self.gated, self.num_outputs)
+
+    @property
+    def num_items(self) -> int:
+        """Tiles of outputs."""
+        return -(-self.num_outputs // self.tiles.rows)
+
+    @property
+    def jobs(self) -> JobList:
+        """Of thread blocks that share out all of them."""
+        return JobList(
+            num_pairs=self.num_pairs,
+            columns=self.columns,
+            weights=self.weights,
+            num_slots=self.num_slots,
+            num_items=self.num_items,
+            workers=self.tiles.workers,
+            num_warps=self.tiles.num_warps,
+        )
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """Of the tiers' items: about their bytes, and 1 of a single tier."""
+        sizes = [matrix.row_bytes for matrix in self.tiers]
+        return tuple(round(4 * size / min(sizes)) if len(sizes) > 1 else 1 for size in sizes)
+
+    @property
+    def jobs_bytes(self) -> int:
+        """Shared memory of the jobs, a multiple of 16."""
+        return self.jobs.num_bytes if self.tiles.workers else 4 * self.columns

@@ -1,0 +1,150 @@
+"""Packed words to operands of the matrix units, in registers: no value ever moves between lanes.
+
+A warp takes 16 rows and a block of K. In every full block the codes of 32 consecutive k (a step)
+lie at one position of 16 words (`layout`); lane (g, t) reads words 4t..4t+3 of rows g and g + 8, in
+16 bytes each. Halves of word 4t+i are k = 8t + 2i and 8t + 2i + 1 of the step. So with the order of
+k within a step that gives a lane its words 0, 1 in the first m16n8k16 and 2, 3 in the second, a
+mask makes the operand, and x in its natural order, 16 bytes a lane at k = 8t, is the other one.
+
+A field of w bits at bit i of a half, put under the bits of 2^m (m the stored bits of the mantissa),
+is the number 2^m + q 2^i exactly: 128 + q 2^i in bf16, 1024 + q in fp16. The product
+takes x 2^-i for it, and the offset leaves through a sum of x that the matrix units make too.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+from pallas_kernels import layout
+from pallas_kernels.mosaic_decode.emit import Mlir, Value
+from pallas_kernels.packed import PLAIN_BITS
+
+STEP = 32  # k of a step: two m16n8k16
+MANTISSA = {"bf16": 7, "f16": 10}
+MAGIC = {"bf16": 0x4300, "f16": 0x6400}  # 128 and 1024
+ONE = {"bf16": 0x3F80, "f16": 0x3C00}
+
+
+class Field(NamedTuple):
+    """Where a step's codes lie: field of `chunk` after a shift, in place at bit `exponent`."""
+
+    chunk: int  # which 4 words of the lane
+    shift: int  # to the right, of the whole word
+    exponent: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What the kernel needs to know of a stored form; `kind` is "bf16" or "f16", that of x."""
+
+    bits: int
+    kind: str
+
+    @property
+    def block(self) -> int:
+        """k that a lane loads at once."""
+        return 64 if self.bits == PLAIN_BITS else layout.BLOCK
+
+    @property
+    def steps(self) -> int:
+        """Steps of a block."""
+        return self.block // STEP
+
+    @property
+    def chunks(self) -> int:
+        """16-byte loads of a row's block, but for INT3's second plane."""
+        return {2: 1, 3: 1, 4: 2, 8: 4, PLAIN_BITS: 2}[self.bits]
+
+    @property
+    def planes(self) -> int:
+        """Of a row."""
+        return 2 if self.bits == 3 else 1
+
+    @property
+    def longest_span(self) -> int:
+        """Blocks of a stage of which a row has 256 bytes, the most that a warp's copy takes."""
+        width = 2 if self.bits == 3 else self.bits
+        return max(1, 256 * 8 // (self.block * width))
+
+    @property
+    def num_raw(self) -> int:
+        """Registers that a row's block takes as loaded."""
+        return 4 * (self.chunks + (self.bits == 3))
+
+    @property
+    def offset(self) -> int:
+        """What every value has too much."""
+        exact = self.bits == PLAIN_BITS or (self.bits == 8 and self.kind == "bf16")
+        return 0 if exact else 1 << MANTISSA[self.kind]
+
+    def field(self, step: int) -> Field:
+        """The place of a step's codes (of INT3: in the nibbles that `prepare` makes).
+
+        For fp16 every field is moved to bit 0: x 2^-i would leave fp16's normal numbers where x is
+        small (5 bits of exponent), which bf16 does not.
+        """
+        if self.bits in (PLAIN_BITS, 8):
+            position, chunk = divmod(step, self.chunks)
+            return Field(chunk, 8 * position if self.bits == 8 else 0, 0)
+        if self.bits == 3:
+            nibble = step // 2
+            if self.kind == "f16":
+                return Field(step % 2, 4 * nibble, 0)
+            return Field(step % 2, 8 * (nibble // 2), 4 * (nibble % 2))
+        position, chunk = divmod(step, self.chunks)
+        # Positions that one shift serves.
+        in_place = 1 if self.kind == "f16" else MANTISSA[self.kind] // self.bits
+        stage, within = divmod(position, in_place)
+        return Field(chunk, self.bits * in_place * stage, self.bits * within)
+
+
+def pair(kind: str, power: int, negative: bool = False) -> int:
+    """The word whose halves are both +-2^power."""
+    half = ONE[kind] + (power << MANTISSA[kind]) | (0x8000 if negative else 0)
+    return half * 0x10001
+
+
+def prepare(e: Mlir, form: Form, raw: list[Value], high: Value) -> list[Value]:
+    """A row's registers as `values` takes them; only INT3's change.
+
+    Words of INT3's planes are merged into nibbles: first the even positions of the two-bit plane,
+    then the odd ones. Bit 2p of the one-bit plane's word j is the lowest bit of position p of word
+    j, bit 2p + 1 that of word j + 8, which lanes with t >= 2 hold.
+
+    Args:
+      e: the instructions.
+      form: of the words.
+      raw: as loaded.
+      high: i32, 1 in lanes with t >= 2, else 0.
+    """
+    if form.bits != 3:
+        return raw
+    even, odd = [], []
+    later = e.add(high, 2)
+    for two, one in zip(raw[:4], raw[4:], strict=True):
+        # The fourth bit of each nibble is left as it comes: no field takes it.
+        even.append(e.merge(e.shl(two, 1), 0x66666666, e.shr(one, high), "select"))
+        odd.append(e.merge(e.shr(two, 1), 0x66666666, e.shr(one, later), "select"))
+    return even + odd
+
+
+def values(e: Mlir, form: Form, prepared: list[Value], step: int) -> list[Value]:
+    """Four words of pairs: offset + q 2^exponent (`Form.field`), or the plain weights."""
+    field = form.field(step)
+    words = prepared[4 * field.chunk : 4 * field.chunk + 4]
+    if form.bits == PLAIN_BITS:
+        return words
+    shifted = [e.shr(word, field.shift) for word in words]
+    if form.bits == 8 and form.kind == "bf16":
+        return [_byte_pairs(e, word) for word in shifted]
+    mask = ((1 << form.bits) - 1 << field.exponent) * 0x10001
+    magic = MAGIC[form.kind] * 0x10001
+    return [e.merge(word, mask, magic, "or") for word in shifted]
+
+
+def _byte_pairs(e: Mlir, word: Value) -> Value:
+    """bf16 pairs of 8-bit codes, which no mantissa of 7 bits holds under 128: 16 high + low."""
+    low = e.merge(word, 0x000F000F, 0x43004300, "or")  # 128 + low
+    high = e.merge(e.shr(word, 4), 0x000F000F, 0x43004300, "or")  # 128 + high
+    # 16 (128 + high) - 2176 = 16 high - 128, then + 128 + low: every step is exact.
+    moved = e.fma_pair("bf16", high, 0x41804180, 0xC508C508)
+    return e.fma_pair("bf16", low, 0x3F803F80, moved)

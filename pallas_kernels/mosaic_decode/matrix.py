@@ -1,0 +1,154 @@
+"""One matrix as a streaming kernel sees it; how 16 of its rows lie in shared memory."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from pallas_kernels.mosaic_decode.fragments import Form
+from pallas_kernels.packed import PLAIN_BITS, PackedMatrices
+
+ROWS = 16  # of a row tile
+COLUMNS = 8  # of a column tile
+MAX_ROW_BYTES = 256  # of a stage, so that a warp copies two rows at once or more
+X_SUMS = 64  # bytes of the sums of x of a group and column tile: four float32 of each t
+HALF_LINE = 64  # bytes that four lanes read of a row
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """One matrix [N, K] as a kernel sees it: static facts, and addresses of the operands."""
+
+    form: Form
+    num_rows: int
+    num_inputs: int
+    num_words: int  # of a row (plain: pairs)
+    group: int  # k that share a scale within a block
+    group_size: int
+    num_groups: int
+    scale_bytes: int
+    zero_kind: str
+    second_plane: int  # bytes from a row's start to INT3's second plane
+    words: Any = None
+    scales: Any = None
+    zeros: Any = None
+
+    @property
+    def num_blocks(self) -> int:
+        """Of K."""
+        return self.num_inputs // self.form.block
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row's words, scales and zeros."""
+        of_zero = {"float": self.scale_bytes, "integer": 1}.get(self.zero_kind, 0)
+        return 4 * self.num_words + self.num_groups * (self.scale_bytes + of_zero)
+
+    @property
+    def groups_per_block(self) -> int:
+        """Scales that a block of a row needs."""
+        return self.form.block // self.group
+
+
+def matrix_of(weights: PackedMatrices, kind: str) -> Matrix:
+    """The static facts; the addresses come when the kernel is lowered."""
+    form = Form(weights.bits, kind)
+    width = weights.words.shape[2]
+    return Matrix(
+        form=form,
+        num_rows=weights.num_outputs,
+        num_inputs=weights.num_inputs,
+        num_words=width // 2 if weights.bits == PLAIN_BITS else width,
+        group=min(weights.group_size, form.block),
+        group_size=weights.group_size,
+        num_groups=weights.num_groups,
+        scale_bytes=0 if weights.scales is None else weights.scales.dtype.itemsize,
+        zero_kind=weights.zero_kind,
+        second_plane=weights.num_inputs * 2 // 8,
+    )
+
+
+def num_arrays(matrix: Matrix) -> int:
+    """Operands that its form has: words, scales, zeros."""
+    return 1 + (matrix.num_groups > 0) + (matrix.zero_kind in ("float", "integer"))
+
+
+def addressed(matrix: Matrix, addresses: Sequence[Any]) -> Matrix:
+    """The matrix with the addresses of its operands, as many as its form has."""
+    words, scales, zeros = [*addresses, None, None][:3]
+    return dataclasses.replace(matrix, words=words, scales=scales, zeros=zeros)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One kind of bytes of a stage of 16 rows: where they are, and how a warp copies them."""
+
+    of: str  # "words", "second" (INT3's other plane), "scales" or "zeros"
+    matrix_row_bytes: int  # from row to row of the matrix
+    imm: int  # bytes from a row's start
+    row_bytes: int  # of a stage
+    pitch: int  # from row to row in shared memory
+    at: int  # in the tile
+    copied: bool  # or read where it lies
+    swapped: bool  # odd rows have the 64-byte halves of their 128 bytes exchanged
+
+    @property
+    def piece(self) -> int:
+        """Bytes that a lane copies at once."""
+        return min(16, self.row_bytes)
+
+    @property
+    def lanes_per_row(self) -> int:
+        """At most 32."""
+        return self.row_bytes // self.piece
+
+    @property
+    def rows_per_pass(self) -> int:
+        """Rows that a warp's copy covers."""
+        return min(ROWS, 32 // self.lanes_per_row)
+
+    @property
+    def passes(self) -> int:
+        """Copies of a lane."""
+        return ROWS // self.rows_per_pass
+
+
+def stage_parts(matrix: Matrix, span: int) -> list[Part]:
+    """The parts of a stage of `span` blocks, one after the other in shared memory.
+
+    Constants of fewer than 4 bytes a row, or that do not change with every block, are not copied.
+    """
+    m, form = matrix, matrix.form
+    words = m.num_words * 4
+    width = 2 if form.bits == 3 else form.bits
+    kinds = [("words", words, 0, form.block * width // 8, 0, True)]
+    if form.bits == 3:
+        kinds.append(("second", words, m.second_plane, form.block // 8, 32, True))
+    sizes = {"float": m.scale_bytes, "integer": 1}
+    for of, size in (("scales", m.scale_bytes), ("zeros", sizes.get(m.zero_kind, 0))):
+        if size:
+            each = m.groups_per_block * size
+            copied = each % 4 == 0 and m.group_size <= form.block
+            kinds.append((of, m.num_groups * size, 0, each, 16, copied))
+    found, at = [], 0
+    for of, row, imm, each, spread, copied in kinds:
+        # Two rows' reads of one phase must not meet on a bank, as at distance 0 modulo 128 bytes.
+        row_bytes = each * span
+        if copied and (row_bytes > MAX_ROW_BYTES or row_bytes & (row_bytes - 1)):
+            raise ValueError(f"{of} of {row_bytes} bytes a row and stage: span {span} is too long")
+        whole = row_bytes % (2 * HALF_LINE) == 0
+        swapped = whole and of == "words"
+        pitch = row_bytes + (spread if whole and not swapped else 0)
+        found.append(Part(of, row, imm, row_bytes, pitch, at, copied, swapped))
+        at += -(-pitch * ROWS // 16) * 16 if copied else 0
+    return found
+
+
+def tile_bytes(matrix: Matrix, span: int) -> int:
+    """Shared memory that a stage of 16 rows takes."""
+    last = [part for part in stage_parts(matrix, span) if part.copied][-1]
+    return last.at + -(-last.pitch * ROWS // 16) * 16
+
+
+def x_sums_bytes(matrix: Matrix, column_tiles: int) -> int:
+    """Shared memory that the sums of a block of x take, where they are not in registers."""
+    return X_SUMS * column_tiles * (0 if matrix.zero_kind == "plain" else matrix.groups_per_block)

@@ -1,0 +1,343 @@
+"""A warp's part of x W^T: tiles of 16 rows, columns of x in tiles of 8, some blocks of K.
+
+Words, scales and zeros are copied into shared memory while earlier ones are multiplied; a warp has
+a ring of its own there and waits for no other. x comes straight from the caches. For a group of K
+
+    sums[m] = sum of -offset x 2^-i and of x      (two rows of one product with a constant operand)
+    acc     = -offset sum - zero sums[m], then += (offset + q 2^i) (x 2^-i)       the matrix units
+    total  += scale acc
+
+so the scale meets float32, never a weight (MiLo section 3.3 scales weights in fp16).
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from pallas_kernels.mosaic_decode.emit import Mlir, Value
+from pallas_kernels.mosaic_decode.fragments import STEP, Form, pair, prepare, values
+from pallas_kernels.mosaic_decode.matrix import (
+    HALF_LINE,
+    ROWS,
+    X_SUMS,
+    Matrix,
+    Part,
+    stage_parts,
+    tile_bytes,
+)
+from pallas_kernels.packed import PLAIN_BITS
+
+
+@dataclasses.dataclass(frozen=True)
+class Lane:
+    """Where a thread stands: g and t of its lane, and 1 in `high` where t >= 2."""
+
+    g: Value
+    t: Value
+    high: Value
+    index: Value
+
+    @staticmethod
+    def here(e: Mlir, lane: Value) -> "Lane":
+        """Of a lane's index in its warp."""
+        t = e.band(lane, 3)
+        return Lane(e.shr(lane, 2), t, e.shr(t, 1), lane)
+
+
+MAX_IMMEDIATE = 2**22  # bytes from a row to a part, within 24 bits of an instruction
+
+
+class Stream:
+    """The blocks of some row tiles of one matrix, as a warp copies and multiplies them.
+
+    A stage is `span` neighbouring blocks of all the tiles. It lies in shared memory tile by tile:
+    words, INT3's second plane, scales, zeros, each row by row as in the matrix, so that copies read
+    whole cache lines. Rows are spaced so that the lanes' reads fall on different banks.
+    """
+
+    def __init__(
+        self, e: Mlir, matrix: Matrix, slot: Value, first_rows: Sequence[Value], lane: Lane,
+        span: int, wanted: Sequence[Value] | None = None, tiles_at: Sequence[int] = (0,),
+    ):  # fmt: skip
+        """Computes the addresses that this lane copies from.
+
+        Args:
+          e: the instructions.
+          matrix: with its addresses.
+          slot: i32, which of the stack.
+          first_rows: i32 each, where a row tile begins, or some of them; a multiple of 16. At most
+            2^32 rows of all slots have an address.
+          lane: of this thread.
+          span: blocks of a stage; divides those of a row.
+          wanted: i32 for each tile, 0 to take zeros for it; None for all.
+          tiles_at: rows from each of `first_rows` to the row tiles that share its addresses.
+        """
+        self.wanted, self.tiles_at = wanted, tiles_at
+        self.e, self.matrix, self.lane, self.span = e, matrix, lane, span
+        self.parts = stage_parts(matrix, span)
+        self.tile_bytes = tile_bytes(matrix, span)
+        self.num_tiles = len(first_rows) * len(tiles_at)
+        self.rows = [e.add(e.mul(slot, matrix.num_rows), first) for first in first_rows]
+        bases = {"scales": matrix.scales, "zeros": matrix.zeros}
+        self.bases = [bases.get(part.of, matrix.words) for part in self.parts]
+        pairs = zip(self.parts, self.bases, strict=True)
+        self.sources = [self._source(*pair) for pair in pairs if pair[0].copied]
+        if self._paired():
+            upper, zeros = e.compare(lane.index, "ge", ROWS), self.sources.pop()
+            self.sources[-1] = e.select(upper, zeros, self.sources[-1])
+
+    def _source(self, part: Part, base: Value) -> Value:
+        """i64: what this lane copies in the first pass over a part of row 0.., stage 0."""
+        e = self.e
+        at = e.offset(base, self._row_in_pass(part), part.matrix_row_bytes)
+        return e.offset(at, e.rem(self.lane.index, part.lanes_per_row), part.piece)
+
+    def _row_in_pass(self, part: Part) -> Value:
+        row = self.e.div(self.lane.index, part.lanes_per_row)
+        return self.e.band(row, ROWS - 1)  # a part of few bytes is copied twice, to one place
+
+    def fetch(
+        self, tile: int, stage: Value, present: Value, to: Value, row: Value | None = None
+    ) -> None:
+        """Starts copying a tile's stage into shared memory; zeros where `present` (i32) is 0.
+
+        Args:
+          tile: static.
+          stage: its index.
+          present: i32.
+          to: i32, shared memory.
+          row: i32, of all slots' rows, in place of the first of `rows`.
+        """
+        e, copied = self.e, [part for part in self.parts if part.copied]
+        if self.wanted is not None:
+            present = e.band(present, self.wanted[tile])
+        pieces = [(part, *self._place(part)) for part in copied]
+        if self._paired():  # one copy brings scales by half of the lanes, zeros by the other
+            (scales, place, column), (zeros, _, _) = pieces[-2:]
+            upper = e.compare(self.lane.index, "ge", ROWS)
+            column = e.add(column, e.select(upper, zeros.at - scales.at, 0))
+            pieces = [*pieces[:-2], (scales, place, column)]
+        number, among = divmod(tile, len(self.tiles_at))
+        row = self.rows[number] if row is None else row
+        for (part, place, column), base in zip(pieces, self.sources, strict=True):
+            place = e.add(to, e.add(e.mul(place, part.pitch), column))
+            source = e.offset(base, row, part.matrix_row_bytes)
+            below = self.tiles_at[among] * part.matrix_row_bytes
+            if below >= MAX_IMMEDIATE:
+                source, below = e.offset(source, below), 0
+            source = e.offset(source, stage, part.row_bytes)
+            for number in range(part.passes):
+                rows = number * part.rows_per_pass
+                imm = part.imm + below + rows * part.matrix_row_bytes
+                e.copy_async(
+                    place, part.at + rows * part.pitch, source, imm, present, part.piece
+                )  # fmt: skip
+        e.copies_commit()
+
+    def _place(self, part: Part) -> tuple[Value, Value]:
+        """Row and byte in the row that this lane copies in the first pass over a part."""
+        e, row = self.e, self._row_in_pass(part)
+        column = e.mul(e.rem(self.lane.index, part.lanes_per_row), part.piece)
+        if part.swapped:
+            column = e.bxor(column, e.mul(e.band(row, 1), HALF_LINE))
+        return row, column
+
+    def _paired(self) -> bool:
+        last = [part for part in self.parts if part.copied][-2:]
+        alike = len({part.row_bytes for part in last}) == 1
+        return (
+            alike
+            and [part.of for part in last] == ["scales", "zeros"]
+            and (last[0].lanes_per_row == 1)
+        )
+
+    def _words(self, at: Value, block: int) -> list[list[Value]]:
+        """The registers of rows g and g + 8 of a block of the stage."""
+        e, form, lane = self.e, self.matrix.form, self.lane
+        rows: list[list[Value]] = [[], []]
+        for part in self.parts[: form.planes]:
+            second = part.of == "second"
+            column = e.mul(e.band(lane.t, 1) if second else lane.t, 16)
+            place = e.add(at, e.add(e.mul(lane.g, part.pitch), column))
+            swap = e.mul(e.band(lane.g, 1), HALF_LINE) if part.swapped else 0
+            places = [e.add(place, swap), e.sub(place, swap)]
+            first = block * (part.row_bytes // self.span)
+            imm = part.at
+            for half in range(2):
+                for chunk in range(1 if second else form.chunks):
+                    where = first + HALF_LINE * chunk
+                    place = places[where // HALF_LINE % 2 if part.swapped else 0]
+                    where += imm + 8 * half * part.pitch
+                    rows[half] += e.load_shared_words(place, where, 4)
+        return rows
+
+    def _constants(self, tile: int, at: Value, stage: Value, block: int) -> list[list[list[Value]]]:
+        """Words of scales and of zeros, of rows g and g + 8 of a block of the stage."""
+        e, m, found = self.e, self.matrix, []
+        for i, part in enumerate(self.parts):
+            if part.of not in ("scales", "zeros"):
+                continue
+            width = part.row_bytes // self.span
+            halves: list[list[Value]] = [[], []]
+            for half in range(2):
+                if part.copied:
+                    place = e.add(at, e.mul(self.lane.g, part.pitch))
+                    imm = part.at + 8 * half * part.pitch + block * width
+                    count = width // 4
+                    for piece in range(0, count, 4):
+                        number = min(4, count - piece)
+                        halves[half] += e.load_shared_words(place, imm + 4 * piece, number)
+                else:
+                    k = e.mul(e.add(e.mul(stage, self.span), block), m.form.block)
+                    number, among = divmod(tile, len(self.tiles_at))
+                    row = e.add(self.lane.g, self.tiles_at[among] + 8 * half)
+                    row = e.add(self.rows[number], row)
+                    source = e.offset(self.bases[i], row, part.matrix_row_bytes)
+                    size = width // m.groups_per_block
+                    source = e.offset(source, e.div(k, m.group_size), size)
+                    halves[half].append(e.load_small(source, 0, width))
+            found.append(halves)
+        return found
+
+    def operands(
+        self, x: Sequence[Value], block: Value, in_order: bool = False
+    ) -> list[list[list[Value]]]:
+        """Issues the loads of a block of x: of each column tile and step four words of pairs.
+
+        Args:
+          x: i64 for each column tile: this lane's column, plus 16 t bytes.
+          block: i32, of K.
+          in_order: with the copies; else as soon as a compiler likes, or as late.
+        """
+        e, form = self.e, self.matrix.form
+        pointers = [e.offset(pointer, block, 2 * form.block) for pointer in x]
+        return [
+            [e.load(p, 2 * STEP * s, 4, in_order=in_order) for s in range(form.steps)]
+            for p in pointers
+        ]
+
+    def prepare_x(self, words: list[list[list[Value]]], sums_at: Value | None = None) -> "BlockOfX":
+        """x of a block, scaled, and its sums of every group.
+
+        Args:
+          words: of `operands`.
+          sums_at: i32, shared memory for the sums (`x_sums_bytes`) plus 16 t; None for registers. A
+            warp barrier has to come before they are read.
+        """
+        e, columns = self.e, len(words)
+        if self.matrix.form.bits == PLAIN_BITS:
+            return BlockOfX(words, lambda group, column: [])
+        words = [[self._scaled(part, step) for step, part in enumerate(c)] for c in words]
+        sums = [[self._sums(s, column) for column in words] for s in self._spans()]
+        if sums_at is None:
+            return BlockOfX(words, lambda group, column: sums[group][column])
+        for group, of_group in enumerate(sums):
+            for column, four in enumerate(of_group):
+                e.store_shared_floats(sums_at, X_SUMS * (columns * group + column), four)
+
+        def load(group: int, column: int) -> list[Value]:
+            at = X_SUMS * (columns * group + column)
+            return [e.f32_of_bits(word) for word in e.load_shared_words(sums_at, at, 4)]
+
+        return BlockOfX(words, load)
+
+    def _spans(self) -> list[range]:
+        """The steps of each group of a block."""
+        steps = self.matrix.group // STEP
+        return [range(g * steps, (g + 1) * steps) for g in range(self.matrix.groups_per_block)]
+
+    def multiply(
+        self, tile: int, at: Value, stage: Value, block: int, x: "BlockOfX", totals: list[Value]
+    ) -> list[Value]:
+        """totals + the product of a block of one tile.
+
+        Args:
+          tile: static.
+          at: where its stage lies in shared memory.
+          stage: its index.
+          block: static, in 0..span - 1.
+          x: `prepare_x`.
+          totals: of the tile: float32, 4 a column tile, as c of `mma`.
+        """
+        e, m, form = self.e, self.matrix, self.matrix.form
+        totals = list(totals)
+        raw = self._words(at, block)
+        if form.bits == PLAIN_BITS:
+            return _products(e, form, raw, range(form.steps), x.words, totals)
+        constants = self._constants(tile, at, stage, block)
+        rows = [prepare(e, form, words, self.lane.high) for words in raw]
+        for group, span in enumerate(self._spans()):
+            scale = [_value(e, words, group, m.scale_bytes) for words in constants[0]]
+            zero = self._zeros(constants, group)
+            acc = []
+            for j in range(len(x.words)):
+                of_x = x.sums(group, j)
+                acc += [e.fma(zero[c // 2], of_x[2 + c % 2], of_x[c % 2]) for c in range(4)]
+            acc = _products(e, form, rows, span, x.words, acc)
+            both = zip(acc, totals, strict=True)
+            totals = [e.fma(scale[i % 4 // 2], a, b) for i, (a, b) in enumerate(both)]
+        return totals
+
+    def _zeros(self, constants: list[list[list[Value]]], group: int) -> list[Value]:
+        m = self.matrix
+        if m.zero_kind == "symmetric":
+            return [float(2 ** (m.form.bits - 1))] * 2
+        size = m.scale_bytes if m.zero_kind == "float" else 1
+        return [_value(self.e, words, group, size) for words in constants[1]]
+
+    def _scaled(self, words: list[Value], step: int) -> list[Value]:
+        """x 2^-i of a step."""
+        form = self.matrix.form
+        exponent = form.field(step).exponent
+        if not exponent:
+            return words
+        factor = pair(form.kind, -exponent)
+        return [self.e.fma_pair(form.kind, word, factor, 0x80008000) for word in words]
+
+    def _sums(self, span: range, column: list[list[Value]]) -> list[Value]:
+        """-offset times the sum of x 2^-i, twice, and minus the sum of x, twice: of a group."""
+        form = self.matrix.form
+        sums: list[Value] = [0.0] * 4
+        power = form.offset.bit_length() - 1
+        top = pair(form.kind, power, negative=True) if form.offset else 0
+        for step in span:
+            bottom = pair(form.kind, form.field(step).exponent, negative=True)
+            for half in range(2):
+                part = column[step][2 * half : 2 * half + 2]
+                sums = self.e.mma(form.kind, [top, bottom, top, bottom], part, sums)
+        return sums
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockOfX:
+    """A block of x in registers."""
+
+    words: list[list[list[Value]]]  # column tiles, steps, 4 words
+    sums: Callable[[int, int], list[Value]]  # of a group and column tile: `Stream._sums`
+
+
+def _value(e: Mlir, words: list[Value], index: int, size: int) -> Value:
+    """float32 of one scale or zero of a row."""
+    word, within = divmod(index * size, 4)
+    found = words[word]
+    if size == 4:
+        return e.f32_of_bits(found)
+    return e.byte_to_f32(found, within) if size == 1 else e.half_to_f32(found, within // 2)
+
+
+def _products(
+    e: Mlir, form: Form, rows: list[list[Value]], steps: range, x: list[list[list[Value]]],
+    acc: list[Value],
+) -> list[Value]:  # fmt: skip
+    """acc + the products of some steps with every column tile; rows are those of g and g + 8.
+
+    Step by step, so that few unpacked weights are in registers at a time.
+    """
+    acc = list(acc)
+    for step in steps:
+        low, high = (values(e, form, row, step) for row in rows)
+        for i in (0, 2):
+            a = [low[i], high[i], low[i + 1], high[i + 1]]
+            for j, column in enumerate(x):
+                mine = slice(4 * j, 4 * j + 4)
+                acc[mine] = e.mma(form.kind, a, column[step][i : i + 2], acc[mine])
+    return acc

@@ -1,0 +1,312 @@
+"""How the streaming kernels share out their work."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+from pallas_kernels.mosaic_decode.fragments import Form
+from pallas_kernels.mosaic_decode.low_rank_spec import Share, Term
+from pallas_kernels.mosaic_decode.matrix import COLUMNS, ROWS, Matrix, tile_bytes, x_sums_bytes
+from pallas_kernels.packed import PLAIN_BITS
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamTiles:
+    """A thread block has warps_n x warps_k warps; a warp owns row_tiles x 16 rows."""
+
+    row_tiles: int  # of 16 rows, of a warp
+    warps_n: int  # along the rows
+    warps_k: int  # along K
+    depth: int = 3  # row tiles of a warp in shared memory, on their way or there
+    span: int = 1  # blocks of K of each
+    column_tiles: int = 1  # of 8 rows of x at a time, in the experts' kernels
+    kept: bool = False  # sums of x in shared memory, not in registers; of one matrix totals too
+    cluster: int = 1  # thread blocks that share out K of the same rows (one matrix)
+    workers: int = 0  # thread blocks that share out all work; 0: one for each piece (experts)
+    thin: int = 0  # row tiles of a low-rank term's V among a warp's own; 0: V apart (one matrix)
+    sharers: int = 1  # thread blocks of a cluster that share out V's row tiles
+
+    @property
+    def rows(self) -> int:
+        """Outputs of a thread block or cluster."""
+        return 16 * self.row_tiles * self.warps_n
+
+    @property
+    def outputs(self) -> int:
+        """Those that each block of a cluster adds up."""
+        return self.rows // self.cluster
+
+    @property
+    def num_warps(self) -> int:
+        """Of a thread block; a multiple of 4."""
+        return self.warps_n * self.warps_k
+
+    def check(self, num_outputs: int, matrices: Sequence[Matrix]) -> None:
+        """Raises ValueError where they do not fit the outputs or the blocks of K."""
+        for matrix in matrices:
+            if matrix.num_blocks % (span := self.span_of(matrix.form)):
+                raise ValueError(f"stages of {span} blocks do not divide {matrix.num_blocks}")
+        if self.rows > num_outputs:
+            raise ValueError(f"tiles {self.describe()} have {self.rows} rows of {num_outputs}")
+        if self.launched not in (1, 2, 4, 8):
+            raise ValueError(f"clusters of {self.launched} thread blocks, not of 1, 2, 4 or 8")
+        if self.thin and (self.cluster > 1 or self.warps_n > 1):
+            raise ValueError(f"tiles {self.describe()} have V among rows that warps share")
+        if self.num_warps % 4:
+            raise ValueError(f"tiles {self.describe()} have {self.num_warps} warps, not 4, 8, ...")
+
+    def span_of(self, form: Form) -> int:
+        """`span`, but no more than a stage of the form may have."""
+        return min(self.span, form.longest_span)
+
+    def describe(self) -> str:
+        """Such as "r2n2k4d3s1c1"."""
+        warps = f"r{self.row_tiles}n{self.warps_n}k{self.warps_k}"
+        more = f"x{self.cluster}" if self.cluster > 1 else ""
+        more += "kept" if self.kept else ""
+        more += f"v{self.thin}x{self.sharers}" if self.thin else ""
+        more += f"w{self.workers}" if self.workers else ""
+        return f"{warps}d{self.depth}s{self.span}c{self.column_tiles}{more}"
+
+    @property
+    def launched(self) -> int:
+        """Thread blocks of a cluster, whatever they share."""
+        return self.cluster * self.sharers
+
+    @property
+    def pitch(self) -> int:
+        """Floats of a column of sums; the four more spread a warp's columns over all banks."""
+        return self.rows + 4
+
+    def sums_bytes(self, columns: int) -> int:
+        """Shared memory of the sums of one matrix's product: every warp's part along K."""
+        return 4 * self.warps_k * columns * self.pitch
+
+    def team_pitch(self, halves: int) -> int:
+        """As `pitch`, of the experts' kernels: of the warps that share rows."""
+        return 16 * self.row_tiles * halves + 4
+
+    def team_bytes(self, columns: int, halves: int) -> int:
+        """Shared memory of the sums of the warps that share rows: every warp's part along K."""
+        return 4 * self.warps_k * columns * self.team_pitch(halves)
+
+    def expert_bytes(self, matrices: Sequence[Matrix], halves: int) -> int:
+        """Shared memory of the experts' kernels beside rings, jobs and terms."""
+        sums = self.warps_n * self.team_bytes(COLUMNS * self.column_tiles, halves)
+        return sums + self.num_warps * self.expert_x_bytes(matrices)
+
+    def expert_x_bytes(self, matrices: Sequence[Matrix]) -> int:
+        """The part of a warp's sums of x, where they are kept."""
+        each = [self.span_of(m.form) * x_sums_bytes(m, self.column_tiles) for m in matrices]
+        return max(each) if self.kept else 0
+
+    def dense_bytes(self, matrix: Matrix, columns: int) -> int:
+        """Shared memory of one matrix's product without its terms, a multiple of 16.
+
+        Rings and then, in their place, sums; or both and the sums of x, where they are kept.
+        """
+        sums, beside = self.sums_bytes(columns), self.beside_rings(matrix, columns)
+        rings = self.num_warps * self.depth * tile_bytes(matrix, self.span)
+        return rings + beside if self.kept else max(rings, sums)
+
+    def beside_rings(self, matrix: Matrix, columns: int) -> int:
+        """The part that takes no place of the rings."""
+        of_x = self.num_warps * self.span * x_sums_bytes(matrix, columns // COLUMNS)
+        return self.sums_bytes(columns) + of_x if self.kept else 0
+
+
+# Shared memory of a block of threads, less what Mosaic takes (bytes, Hopper).
+SHARED_BYTES = 225 * 1024
+MOST_TILES = 7  # row tiles of a warp; more do not fit its registers
+MOST_KEPT = 8  # the same where totals are in shared memory
+MOST_CLUSTER = 2  # blocks of a cluster; more do not fit every group of processors
+FEW_COLUMNS = 8  # rows of x that one column tile holds
+JOBS_BYTES = 8 * 1024  # of shared memory, more than the list of 512 pairs' jobs takes
+
+
+def dense_tiles(
+    matrix: Matrix, num_x: int, num_processors: int, terms: Sequence[Term] = ()
+) -> StreamTiles:
+    """Blocks of threads of equal work, in as few full waves as the registers allow.
+
+    16 warps along K are best with one column tile, and with two where totals lie in shared memory:
+    K 4096, N 14336 and 16 rows of x take 15.7 us in place of 17.2 in INT3, and in INT4 17.4 either
+    way (H200, jax 0.11.2, 2026-11-21).
+    """
+    columns = -(-num_x // COLUMNS)
+
+    def beside(tiles: StreamTiles) -> int:
+        of_terms = dense_share(tiles, num_x, matrix.num_rows).room(terms)
+        return of_terms + tiles.beside_rings(matrix, COLUMNS * columns)
+
+    def of_warps(warps: int, kept: bool) -> StreamTiles:
+        row_blocks = matrix.num_rows // ROWS
+        warps_k, warps_n = share_out(matrix.num_blocks, warps, row_blocks)
+        row_tiles = even_tiles(row_blocks, warps_n, num_processors, columns, MOST_TILES)
+        depth = 2 if warps == 16 else 3
+        tiles = StreamTiles(row_tiles, warps_n, warps_k, depth, kept=kept)
+        tiles = with_less_x(tiles, matrix, num_x) if kept else tiles
+        return fitted(with_v(tiles, matrix, terms), [matrix], beside)
+
+    if matrix.form.bits < PLAIN_BITS and columns == 2:
+        tiles = of_warps(16, kept=True)
+        if tiles.depth > 1:  # else no copies are under way while a warp multiplies
+            return tiles
+    few = matrix.form.bits < PLAIN_BITS and columns == 1
+    return of_warps(16 if few else 8, kept=False)
+
+
+def with_less_x(tiles: StreamTiles, matrix: Matrix, num_x: int) -> StreamTiles:
+    """Clusters that share out K, where blocks would each read more bytes of x than of words.
+
+    They have as many more rows, so there are as many blocks as before and each does as much.
+    """
+    while (
+        16 * num_x > matrix.form.bits * tiles.rows
+        and 2 * tiles.row_tiles <= MOST_KEPT
+        and 2 * tiles.rows <= matrix.num_rows
+        and 2 * tiles.cluster * tiles.warps_k <= matrix.num_blocks
+        and tiles.cluster < MOST_CLUSTER
+    ):
+        row_tiles, cluster = 2 * tiles.row_tiles, 2 * tiles.cluster
+        tiles = dataclasses.replace(tiles, row_tiles=row_tiles, cluster=cluster)
+    return tiles
+
+
+def with_v(tiles: StreamTiles, matrix: Matrix, terms: Sequence[Term]) -> StreamTiles:
+    """With V of the one term of all rows among the warps' own rows, if x serves both alike.
+
+    V's rows are shared out in clusters of two, since every block needs all of V x.
+    """
+    if len(terms) != 1 or tiles.warps_n * tiles.cluster > 1:
+        return tiles
+    (term,) = terms
+    alike = term.v.form == matrix.form and term.v.group == matrix.group
+    fits = tile_bytes(term.v, tiles.span) <= tile_bytes(matrix, tiles.span)
+    if not (alike and fits and term.covers(0, matrix.num_rows)):
+        return tiles
+    several = term.num_tiles > 1 and tiles.rows < matrix.num_rows
+    sharers = MOST_CLUSTER if several else 1
+    return dataclasses.replace(tiles, thin=-(-term.num_tiles // sharers), sharers=sharers)
+
+
+def expert_tiles(
+    tiers: Sequence[Matrix],
+    num_tokens: int,
+    width: int,
+    gated: bool,
+    num_processors: int,
+    terms: Sequence[Sequence[Term]] = (),
+) -> StreamTiles:
+    """The same for experts of a few tokens; rows count outputs, of a gate and an up row each."""
+    matrix = tiers[0]
+    halves = 2 if gated else 1
+    outputs = matrix.num_rows // halves
+    if num_tokens <= FEW_COLUMNS:
+        blocks = min(tier.num_blocks for tier in tiers)
+        warps_k, warps_n = share_out(blocks, 8, outputs // ROWS)
+        pairs, most = num_tokens * width, MOST_TILES // halves
+        row_tiles = even_tiles(outputs // ROWS, warps_n, num_processors, 1, most, pairs)
+        tiles = StreamTiles(row_tiles, warps_n, warps_k, depth=3)
+    else:
+        tiles = sharing_tiles(tiers, halves, num_processors)
+
+    def room(tiles: StreamTiles) -> int:
+        share = expert_share(tiles, gated, outputs)
+        of_terms = max((share.room(of_tier) for of_tier in terms), default=0)
+        return of_terms + JOBS_BYTES + tiles.expert_bytes(tiers, halves)
+
+    return fitted(tiles, tiers, room)
+
+
+def sharing_tiles(tiers: Sequence[Matrix], halves: int, num_processors: int) -> StreamTiles:
+    """One block of threads for each multiprocessor, which goes through a share of the work.
+
+    Where the blocks of K are as many as warps along K may be, a warp has one block, and keeps x of
+    an expert's tokens for all of its outputs. An expert of more than 8 tokens is read again: with
+    two column tiles only 8 warps fit, and Mixtral's gate and up of 32 tokens took 256 us in place
+    of 174 (INT3, H200, jax 0.11.2, 2026-11-21).
+    """
+    blocks = min(tier.num_blocks for tier in tiers)
+    tiles_of_pair = tiers[0].num_rows // halves // ROWS
+    warps = next((w for w in (16, 12) if w % blocks == 0), 16)
+    warps_k = math.gcd(warps, blocks)
+    while warps // warps_k > tiles_of_pair:
+        warps_k *= 2
+    warps_n = warps // warps_k
+    # As many as fit a warp's registers: of halves, gate and up, each.
+    few = (halves == 2 and warps_n > 1) or 2 * warps_n > tiles_of_pair
+    return StreamTiles(1 if few else 2, warps_n, warps_k, workers=num_processors)
+
+
+def share_out(blocks: int, warps: int, row_tiles: int) -> tuple[int, int]:
+    """Warps along K and along the rows, of which there are at most as many as row tiles."""
+    warps_k = warps
+    while warps_k > blocks and 2 * warps // warps_k <= row_tiles:
+        warps_k //= 2
+    return warps_k, warps // warps_k
+
+
+def even_tiles(
+    tiles: int, warps_n: int, num_processors: int, column_tiles: int, most: int, copies: int = 1
+) -> int:
+    """Row tiles of a warp that take the fewest steps: waves of blocks times tiles of a warp.
+
+    A warp's x costs it about as much as a row tile for each column tile, whatever its tiles.
+
+    Args:
+      tiles: of 16 rows, of a matrix.
+      warps_n: warps along the rows.
+      num_processors: blocks of a wave.
+      column_tiles: of x.
+      most: row tiles of a warp that its registers hold.
+      copies: matrices.
+    """
+
+    def steps(row_tiles: int) -> int:
+        blocks = copies * -(-tiles // (row_tiles * warps_n))
+        return -(-blocks // num_processors) * (row_tiles + column_tiles)
+
+    fitting = [r for r in range(1, most + 1) if r * warps_n <= tiles]
+    return min(fitting or [1], key=lambda r: (steps(r), -r))
+
+
+def dense_share(tiles: StreamTiles, num_x: int, num_outputs: int) -> Share:
+    """What a thread block of one matrix does."""
+    columns = -(-num_x // COLUMNS) * COLUMNS
+    return Share(tiles.num_warps, columns, tiles.outputs, 1, num_outputs, num_x, tiles.thin)
+
+
+def expert_share(tiles: StreamTiles, gated: bool, num_outputs: int) -> Share:
+    """The same of experts; outputs are those of a pair."""
+    columns = COLUMNS * tiles.column_tiles
+    halves = 2 if gated else 1
+    return Share(tiles.num_warps, columns, tiles.rows, halves, num_outputs, columns)
+
+
+def fitted(
+    tiles: StreamTiles,
+    matrices: Sequence[Matrix],
+    beside: Callable[[StreamTiles], int] = lambda tiles: 0,
+) -> StreamTiles:
+    """With rings no deeper, and then no more warps and rows, than shared memory allows.
+
+    Args:
+      tiles: wanted.
+      matrices: of the launch.
+      beside: bytes that low-rank terms, and what else is beside the rings, take with given tiles.
+    """
+    each = max(tile_bytes(m, tiles.span_of(m.form)) for m in matrices)
+    while True:
+        room = SHARED_BYTES - beside(tiles)
+        depth = max(1, min(tiles.depth, room // (each * tiles.num_warps)))
+        tiles = dataclasses.replace(tiles, depth=depth)
+        if each * tiles.num_warps * depth <= room:
+            return tiles
+        if tiles.num_warps > 4 and tiles.warps_k > 1:
+            fewer = 2 * tiles.warps_k // 3 if tiles.num_warps == 12 else tiles.warps_k // 2
+            tiles = dataclasses.replace(tiles, warps_k=fewer)
+        elif tiles.row_tiles > 1:
+            tiles = dataclasses.replace(tiles, row_tiles=tiles.row_tiles - 1)
+        else:
+            return tiles

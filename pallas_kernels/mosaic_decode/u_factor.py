@@ -1,0 +1,244 @@
+"""Neighbouring values of a pool's rows, for factors whose rows are read across.
+
+Their words come to shared memory while other work goes on, and become float32 later: reading single
+values where they lie would make threads wait for global memory.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+from pallas_kernels import layout
+from pallas_kernels.mosaic_decode.emit import Mlir, Value
+from pallas_kernels.mosaic_decode.matrix import Matrix
+from pallas_kernels.packed import PLAIN_BITS
+
+WORD = 4  # bytes that a copy brings, the fewest there are
+LANES = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What is brought of one array: of every row `count` words, each with one entry or more."""
+
+    of: str  # "words", "scales" or "zeros"
+    row_bytes: int
+    first: int  # byte of the row that has the first entry
+    each: int  # bytes from entry to entry: of words 4
+    count: int
+    at: int  # the first one's place among the words of a row
+    plane: layout.Plane | None = None
+
+    def low(self, e: Mlir, row: Value, byte: Value) -> Value:
+        """A row's byte in the array, but for a multiple of 4 that is the same for all the row."""
+        if self.row_bytes % WORD == 0:
+            return byte
+        return e.add(e.mul(row, self.row_bytes), byte)
+
+
+def pieces(matrix: Matrix, count: int) -> list[Piece]:
+    """Of `count` neighbouring values of a row, wherever they begin."""
+    m, found, at = matrix, [], 0
+    if m.form.bits == PLAIN_BITS:
+        return [Piece("words", 2 * m.num_inputs, 0, WORD, count // 2 + 1, 0)]
+    blocks = -(-(count - 1) // layout.BLOCK) + 1
+    for plane in layout.planes(m.num_inputs, m.form.bits):
+        words = min(plane.num_words, blocks * layout.BLOCK * plane.width // layout.WORD_BITS)
+        row, first = WORD * m.num_words, WORD * plane.first_word
+        found.append(Piece("words", row, first, WORD, words, at, plane))
+        at += words
+    groups = min(m.num_groups, -(-(count - 1) // m.group_size) + 1)
+    sizes = {"float": m.scale_bytes, "integer": 1}
+    for of, size in (("scales", m.scale_bytes), ("zeros", sizes.get(m.zero_kind, 0))):
+        if size:
+            found.append(Piece(of, size * m.num_groups, 0, size, groups, at))
+            at += groups
+    return found
+
+
+def row_words(matrix: Matrix, count: int) -> int:
+    """Words of a row that are brought; odd, so that rows begin at different banks."""
+    last = pieces(matrix, count)[-1]
+    return (last.at + last.count) | 1
+
+
+def end_of(piece: Piece, matrix: Matrix) -> int:
+    """Bytes of a piece's array."""
+    return piece.row_bytes * matrix.num_rows
+
+
+class Place(NamedTuple):
+    """Where a pair of values lies among the words that are brought of a row."""
+
+    index: Value  # of the first
+    planes: list[tuple[Value, Value, layout.Plane]]  # byte, and bit of the first
+    groups: list[Value]  # of both; one where they always share it
+
+
+class Columns:
+    """Values first .. first + count of a pool's rows, two neighbours at a time.
+
+    An array's bytes are counted in 32 bits with a sign.
+    """
+
+    def __init__(self, e: Mlir, matrix: Matrix, first: Value, count: int):
+        """`first` is i32, even, and may lie outside a row: then values are missing."""
+        self.e, self.matrix, self.pieces = e, matrix, pieces(matrix, count)
+        inside = e.select(e.compare(first, "gt", 0), first, 0)
+        self.first = e.smaller(inside, matrix.num_inputs - 1)
+        self.pitch = WORD * row_words(matrix, count)
+
+    def _first_byte(self, piece: Piece) -> Value:
+        """Of a row, where the first entry lies that is brought."""
+        e = self.e
+        if piece.of != "words":
+            return e.mul(e.div(self.first, self.matrix.group_size), piece.each)
+        if piece.plane is None:
+            return e.mul(self.first, 2)
+        words = layout.BLOCK * piece.plane.width // layout.WORD_BITS
+        return e.add(e.mul(e.div(self.first, layout.BLOCK), WORD * words), piece.first)
+
+    def bring(
+        self, row: Value, to: Value, rows: Value, places: Value, warp: Value, num_warps: int,
+        lane: Value,
+    ) -> None:  # fmt: skip
+        """Starts copying a warp's share: rows warp, warp + num_warps, ... Ends no group of copies.
+
+        Args:
+          row: i32, the first of the pool's.
+          to: i32, shared memory, `pitch` bytes a row.
+          rows: i32, how many there are.
+          places: i32, how many to fill: after `rows` with zeros, whose values are 0.
+          warp: i32, in 0..num_warps - 1.
+          num_warps: of the block.
+          lane: i32, in the warp.
+        """
+        e, m = self.e, self.matrix
+        bases = {"words": m.words, "scales": m.scales, "zeros": m.zeros}
+        count, chunks = self.pieces[-1].at + self.pieces[-1].count, []
+        for start in range(0, count, LANES):
+            slot = e.smaller(e.add(lane, start), count - 1)
+            source: list[Value] = []
+            for piece in self.pieces:
+                if start < piece.at + piece.count and piece.at < start + LANES:
+                    mine = self._source(piece, slot, bases[piece.of])
+                    here = e.compare(slot, "ge", piece.at)
+                    both = zip(mine, source or mine, strict=True)
+                    source = [e.select(here, a, b) for a, b in both]
+            chunks.append((e.add(to, e.mul(slot, WORD)), source))
+        whole = all(end_of(piece, m) % WORD == 0 for piece in self.pieces)
+
+        last = e.sub(rows, 1)
+
+        def one(r: Value, _: list[Value]) -> list[Value]:
+            for place, (base, row_bytes, byte, total) in chunks:
+                at = e.add(e.mul(e.add(row, e.smaller(r, last)), row_bytes), byte)
+                at = e.band(at, 0xFFFFFFFF - (WORD - 1))
+                there, source = e.add(place, e.mul(r, self.pitch)), e.offset(base, at)
+                present = e.select(e.compare(r, "lt", rows), 1, 0)
+                if whole:
+                    e.copy_async(there, 0, source, 0, present, WORD)
+                else:
+                    size = e.smaller(e.sub(total, at), WORD)  # no bytes beyond the array
+                    e.copy_word_async(there, source, e.mul(size, present))
+            return []
+
+        e.loop(warp, places, num_warps, [], one)
+
+    def _source(self, piece: Piece, slot: Value, base: Value) -> list[Value]:
+        """Of a piece: its array, bytes of a row, a slot's first byte in one, bytes of all."""
+        e = self.e
+        byte = e.add(self._first_byte(piece), e.mul(e.sub(slot, piece.at), piece.each))
+        end = piece.row_bytes
+        if piece.plane is not None:
+            end = piece.first + WORD * piece.plane.num_words
+        byte = e.smaller(byte, end - (2 if self._plain else piece.each))
+        return [base, e.const(piece.row_bytes), byte, e.const(end_of(piece, self.matrix))]
+
+    @property
+    def _plain(self) -> bool:
+        return self.matrix.form.bits == PLAIN_BITS
+
+    def place(self, index: Value) -> Place:
+        """Of values index and index + 1; the first is even and among those brought."""
+        e, planes = self.e, []
+        for piece in self.pieces:
+            if piece.plane is not None:
+                word, bit = self._place(piece.plane, index)
+                byte = e.sub(e.add(e.mul(word, WORD), piece.first), self._first_byte(piece))
+                planes.append((e.add(byte, WORD * piece.at), bit, piece.plane))
+        shared = self.matrix.group_size % 2 == 0
+        after = e.smaller(e.add(index, 1), self.matrix.num_inputs - 1)
+        both = [] if self._plain else [index] if shared else [index, after]
+        return Place(index, planes, [e.div(i, self.matrix.group_size) for i in both])
+
+    def _place(self, plane: layout.Plane, index: Value) -> tuple[Value, Value]:
+        """Word of the plane and bit where its part of an even code begins, by `layout`."""
+        e, width = self.e, plane.width
+        block, k = e.div(index, layout.BLOCK), e.rem(index, layout.BLOCK)
+        length = layout.padded_length(self.matrix.num_inputs)
+        full, rest = divmod(length, layout.BLOCK)
+
+        def within(codes: int) -> tuple[Value, Value]:
+            each = codes * width // 16  # of a position
+            return e.div(k, each), e.shr(e.rem(k, each), 1)
+
+        position, word = within(layout.BLOCK if full else rest)
+        if full and rest:
+            short = e.compare(block, "eq", full)
+            pairs = zip(within(rest), (position, word), strict=True)
+            position, word = (e.select(short, a, b) for a, b in pairs)
+        word = e.add(word, e.mul(block, layout.BLOCK * width // layout.WORD_BITS))
+        return word, e.mul(position, width)
+
+    def values(self, place: Place, row: Value, at: Value) -> list[Value]:
+        """float32 of the two, of one row.
+
+        Args:
+          place: of the pair.
+          row: i32, of the pool's.
+          at: i32, shared memory, where the row's words are.
+        """
+        e = self.e
+        if self._plain:
+            return [self._plain_value(e.add(place.index, i), row, at) for i in range(2)]
+        codes = e.const(0)  # in the halves of a word
+        for byte, bit, plane in place.planes:
+            word = e.shr(e.load_shared(e.add(at, byte), 0, "b32"), bit)
+            part = e.band(word, ((1 << plane.width) - 1) * 0x10001)
+            codes = e.bor(codes, e.shl(part, plane.shift))
+        # 1024 + code, and from it 1024 and a zero point that is whole: exact in fp16.
+        symmetric = self.matrix.zero_kind == "symmetric"
+        less = (0xE400 + symmetric * 2 ** (self.matrix.form.bits - 1)) * 0x10001
+        exact = e.fma_pair("f16", e.bor(codes, 0x64006400), 0x3C003C00, less)
+        constants = [self._constants(group, row, at) for group in place.groups]
+        values = []
+        for half, (scale, *zero) in enumerate([constants[0], constants[-1]]):
+            number = e.half_to_f32(exact, half)
+            for of_group in zero:
+                number = e.fma(of_group, -1.0, number)
+            values.append(e.fmul(number, scale))
+        return values
+
+    def _plain_value(self, index: Value, row: Value, at: Value) -> Value:
+        e, (piece,) = self.e, self.pieces
+        first, mine = (piece.low(e, row, e.mul(i, 2)) for i in (self.first, index))
+        word = e.sub(e.shr(mine, 2), e.shr(first, 2))
+        found = e.load_shared(e.add(at, e.mul(word, WORD)), 0, "b32")
+        found = e.band(e.shr(found, e.mul(e.band(mine, 2), 8)), 0xFFFF)
+        return e.f32_of_16(self.matrix.form.kind, found)
+
+    def _constants(self, group: Value, row: Value, at: Value) -> list[Value]:
+        """float32: the scale, and the zero point where one is stored."""
+        e, m, found = self.e, self.matrix, []
+        for piece in self.pieces:
+            if piece.of == "words":
+                continue
+            among = e.sub(group, e.div(self.first, m.group_size))
+            word = e.load_shared(e.add(at, e.mul(among, WORD)), WORD * piece.at, "b32")
+            low = e.band(piece.low(e, row, e.mul(group, piece.each)), WORD - 1)
+            word = word if piece.each == WORD else e.shr(word, e.mul(low, 8))
+            if piece.each == WORD:
+                found.append(e.f32_of_bits(word))
+            else:
+                found.append(e.half_to_f32(word, 0) if piece.each == 2 else e.byte_to_f32(word, 0))
+        return found

@@ -1,0 +1,377 @@
+"""A warp's way along K: its ring of stages in shared memory, and where it keeps its totals."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+from pallas_kernels.mosaic_decode.emit import Mlir, Value
+from pallas_kernels.mosaic_decode.fused_low_rank import Joined
+from pallas_kernels.mosaic_decode.matrix import COLUMNS, ROWS, x_sums_bytes
+from pallas_kernels.mosaic_decode.product import BlockOfX, Lane, Stream
+
+Words = list[list[list[Value]]]  # of a block of x: column tiles, steps, 4 words
+UNROLLED = 1  # stages of a warp that are written out; above, a loop
+# The same with totals in shared memory: stages times row tiles, of 250 to 400 instructions each.
+UNROLLED_KEPT = 14
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Shared memory of one warp: the stages of `depth` tiles, on their way or there."""
+
+    at: Value
+    depth: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """A warp's totals in shared memory: float32[columns, rows], of which a lane has its own."""
+
+    at: Value  # i32: of row g of the first tile and column 2 t
+    pitch: int  # floats from column to column
+
+    @staticmethod
+    def here(e: Mlir, first: Value, lane: Lane, pitch: int) -> "Totals":
+        """Of this lane; `first` is where column 0 of the warp's first row lies."""
+        place = e.add(lane.g, e.mul(lane.t, 2 * pitch))
+        return Totals(e.add(first, e.mul(place, 4)), pitch)
+
+    def _places(self, tile: int, count: int) -> list[int]:
+        """Bytes to each of a tile's totals: 4 a column tile, as c of `Mlir.mma`."""
+        found = []
+        for number in range(count):
+            j, c = divmod(number, 4)
+            row, column = ROWS * tile + 8 * (c // 2), COLUMNS * j + c % 2
+            found.append(4 * (column * self.pitch + row))
+        return found
+
+    def store(self, e: Mlir, tile: int, totals: Sequence[Value]) -> None:
+        """Of one row tile."""
+        for place, value in zip(self._places(tile, len(totals)), totals, strict=True):
+            e.store_shared(self.at, place, e.const_f32(value))
+
+    def load(self, e: Mlir, tile: int, count: int) -> list[Value]:
+        """`count` of one row tile."""
+        return [e.load_shared(self.at, place) for place in self._places(tile, count)]
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedAccumulators:
+    """Shared memory of a warp for what else it would hold in registers."""
+
+    totals: Totals | None  # None: in registers
+    sums_at: Value  # i32: of x (`Stream.prepare_x`), a stage's, plus 16 t
+
+
+@dataclasses.dataclass(frozen=True)
+class NextItem:
+    """A walk that is one of a row: its first tiles are on their way, and it starts the next one's.
+
+    All have as many row tiles and stages, one after a first row, and one ring.
+    """
+
+    at: Value  # i32, where its first tile lies
+    row: Value  # i32, of all slots' rows, where the next one's begin
+    present: Value  # i32, 0 if it is the last
+
+
+class _Walk:
+    """The warp's stages first, first + step, ... of a stream."""
+
+    def __init__(
+        self, stream: Stream | Joined[Totals], first: Value, step: int, x: Sequence[Value],
+        ring: Ring, kept: SharedAccumulators | None = None, onward: NextItem | None = None,
+        of_row: bool = False,
+    ):  # fmt: skip
+        e = stream.e
+        self.e, self.stream, self.x, self.kept, self.onward = e, stream, x, kept, onward
+        self.first, self.step, self.ring_at = first, step, ring.at
+        self.stages = stream.matrix.num_blocks // stream.span
+        self.rounds = -(-self.stages // step)
+        self.stored = None if kept is None else kept.totals
+        self.whole = self.stages % step == 0  # every warp has as many
+        # A ring holds tiles of this walk and the next, whose warps may have a stage fewer.
+        fewest = self.rounds - (of_row and self.rounds > UNROLLED and not self.whole)
+        self.depth = min(ring.depth, fewest * stream.num_tiles)
+        self.end = e.add(ring.at, self.depth * stream.tile_bytes)
+        # Where the walk begins in the ring is known, and so where each of its tiles lies.
+        even = self.rounds * stream.num_tiles % self.depth == 0
+        self.fixed = self.rounds <= UNROLLED and (even or not of_row)
+        self.each = 4 * len(x)  # totals of a tile
+        self.later: Callable[[], None] | None = None
+
+    def place(self, unit: int) -> Value:
+        """Of the warp's tile `unit` in the ring."""
+        return self.e.add(self.ring_at, unit % self.depth * self.stream.tile_bytes)
+
+    def start(self) -> None:
+        """Fills the ring."""
+        for unit in range(self.depth):
+            self.fetch(unit, self.first, self.place(unit))
+
+    def fetch(self, unit: int, base: Value, to: Value) -> None:
+        """Tile `unit` of the stages that begin with `base`, or of the next walk's first ones."""
+        e, stream, next_walk = self.e, self.stream, self.onward
+        later, tile = divmod(unit, stream.num_tiles)
+        stage, present, row = e.add(base, later * self.step), None, None
+        if next_walk is not None:
+            (row,) = stream.rows
+            if self.rounds <= UNROLLED:  # then `base` is the first
+                if later >= self.rounds:
+                    stage = e.sub(stage, self.rounds * self.step)
+                    present, row = next_walk.present, next_walk.row
+            else:
+                beyond = e.compare(stage, "ge", self.stages)
+                stage = e.select(beyond, e.sub(stage, self.passed), stage)
+                present = e.select(beyond, next_walk.present, 1)
+                row = e.select(beyond, next_walk.row, row)
+        if next_walk is None or not self.whole:
+            inside = e.select(e.compare(stage, "lt", self.stages), 1, 0)
+            present = inside if present is None else e.band(inside, present)
+            stage = e.smaller(stage, self.stages - 1)
+        stream.fetch(tile, stage, 1 if present is None else present, to, row)
+
+    @functools.cached_property
+    def passed(self) -> Value:
+        """From this walk's stages to the next one's: `step` times its own number of them."""
+        e = self.e
+        if self.whole:
+            return e.const(self.rounds * self.step)
+        left = e.sub(self.stages + self.step - 1, self.first)
+        return e.mul(e.div(left, self.step), self.step)
+
+    def following(self, at: Value, unit: int | None) -> Value:
+        """The next place in the ring; `unit` is the tile's here, where known."""
+        e = self.e
+        if unit is not None:
+            return self.place(unit + 1)
+        moved = e.add(at, self.stream.tile_bytes)
+        return e.select(e.compare(moved, "eq", self.end), self.ring_at, moved)
+
+    def load_x(self, stage: Value, in_order: bool = False) -> list[Words]:
+        """x of each block of a stage."""
+        e, span, found = self.e, self.stream.span, []
+        for number in range(span):
+            block = e.add(e.mul(stage, span), number)
+            found.append(self.stream.operands(self.x, block, in_order))
+        return found
+
+    def prepare_x(self, words: list[Words]) -> list[BlockOfX]:
+        """The same as operands."""
+        if self.kept is None:
+            return [self.stream.prepare_x(of_block) for of_block in words]
+        each = x_sums_bytes(self.stream.matrix, len(self.x))
+        places = [self.e.add(self.kept.sums_at, i * each) for i in range(len(words))]
+        return [self.stream.prepare_x(*pair) for pair in zip(words, places, strict=True)]
+
+    def one_stage(
+        self, stage: Value, at: Value, totals: list[Value], left: int | None,
+        x: list[Words] | None = None, held: list[BlockOfX] | None = None,
+    ) -> tuple[list[Value], Value]:  # fmt: skip
+        """A stage's products.
+
+        Args:
+          stage: i32, its index.
+          at: i32, where its first tile lies in the ring.
+          totals: in registers.
+          left: stages after this one, or None if not known; then it is one of the matrix.
+          x: of `load_x`, if loaded.
+          held: of `hold`, if there.
+
+        Returns:
+          The totals, and where the next stage's first tile lies.
+        """
+        e, stream, tiles = self.e, self.stream, self.stream.num_tiles
+        totals, stage_id = list(totals), e.smaller(stage, self.stages - 1)  # absent: reads inside
+        sure = self.stored is not None or left is None or left > 0 or self.whole
+        parts = held or self.prepare_x(x or self.load_x(stage_id))
+        for tile in range(tiles):
+            after = tiles * (left + 1) - 1 - tile if left is not None else self.depth
+            if self.onward is not None:
+                after = self.depth  # there are always more
+            e.copies_wait(min(self.depth - 1, after))
+            e.warp_barrier()
+            before = self.totals_of(tile, totals, left)
+            mine = before
+            for block in range(stream.span):
+                mine = stream.multiply(tile, at, stage_id, block, parts[block], mine)
+            if not sure:
+                keep = e.compare(stage, "lt", self.stages)
+                mine = [e.select(keep, a, b) for a, b in zip(mine, before, strict=True)]
+            self.put(tile, totals, mine)
+            if self.later is not None:
+                self.later()
+                self.later = None
+            if after >= self.depth:
+                e.warp_barrier()  # all lanes have read what is now overwritten
+                self.fetch(tile + self.depth, stage, at)
+            if isinstance(stream, Joined) and self.rounds == 1 and self.whole:
+                stream.between(tile, self.depth)
+            unit = None
+            if self.fixed and left is not None:
+                unit = tiles * (self.rounds - left - 1) + tile
+            at = self.following(at, unit)
+        return totals, at
+
+    def totals_of(self, tile: int, totals: list[Value], left: int | None) -> list[Value]:
+        """Those of a tile so far; `left` as in `one_stage`."""
+        stored, number = self.kept_at(tile)
+        if stored is None:
+            return totals[self.each * number : self.each * (number + 1)]
+        if left == self.rounds - 1:
+            return [0.0] * self.each
+        return stored.load(self.e, number, self.each)
+
+    def put(self, tile: int, totals: list[Value], mine: list[Value]) -> None:
+        """Takes a tile's new totals."""
+        stored, number = self.kept_at(tile)
+        if stored is None:
+            totals[self.each * number : self.each * (number + 1)] = mine
+        else:
+            stored.store(self.e, number, mine)
+
+    def kept_at(self, tile: int) -> tuple[Totals | None, int]:
+        """Where a tile's totals are, None for registers, and its number there."""
+        if not isinstance(self.stream, Joined):
+            return self.stored, tile
+        other, number = self.stream.number(tile)
+        return self.stream.totals if other else self.stored, number
+
+    def clear(self) -> None:
+        """Sets the totals in shared memory to zero."""
+        for tile in range(self.stream.num_tiles):
+            if self.kept_at(tile)[0] is not None:
+                self.put(tile, [], [0.0] * self.each)
+
+    def do(self, meanwhile: Callable[[], None]) -> None:
+        """At once, or after the first tile, where what it waits for is sure to be known."""
+        if isinstance(self.stream, Joined) and self.rounds == 1 and self.whole:
+            self.later = meanwhile
+            if self.stored is None:  # else there is a branch, as `run_kept` says
+                self.e.warp_barrier()  # compilers move no load that it waits for beyond this
+        else:
+            meanwhile()
+
+    def run(
+        self, totals: list[Value], held: list[BlockOfX] | None = None
+    ) -> tuple[list[Value], Value]:
+        """Every stage; the totals that are in registers, and where the ring stands."""
+        e, at = self.e, self.ring_at if self.onward is None or self.fixed else self.onward.at
+        if self.rounds <= UNROLLED:
+            for i in range(self.rounds):
+                stage = e.add(self.first, i * self.step)
+                left = self.rounds - 1 - i
+                totals, at = self.one_stage(stage, at, totals, left, held=held)
+            return totals, at
+
+        def body(stage: Value, carried: list[Value]) -> list[Value]:
+            added, at = self.one_stage(stage, carried[-1], carried[:-1], None)
+            return [*added, at]
+
+        start = [e.const_f32(total) for total in totals]
+        *totals, at = e.loop(self.first, self.stages, self.step, [*start, at], body)
+        return totals, at
+
+    def run_kept(self, meanwhile: Callable[[], None]) -> None:
+        """Every stage, with totals in shared memory.
+
+        Stages that are written out are in branches, although all warps may take them: no compiler
+        then moves products, which wait for x, before the first copies, which need not.
+        """
+        e, stored, tiles = self.e, self.stored, self.stream.num_tiles
+        assert stored is not None
+        loop = self.rounds * tiles > UNROLLED_KEPT
+        x = None if loop else self.load_x(e.smaller(self.first, self.stages - 1), in_order=True)
+        self.start()
+        self.do(meanwhile)
+        if loop or self.stages < self.step:  # the first stage adds to them, or there is none
+            self.clear()
+        if loop:
+            _ignore(self.run([]))
+            return
+        for i in range(self.rounds):
+            stage, words = e.add(self.first, i * self.step), None if i else x
+
+            def one(i: int = i, stage: Value = stage, words: list[Words] | None = words) -> None:
+                if i:
+                    e.warp_barrier()  # all lanes have read the sums that are now overwritten
+                _ignore(
+                    self.one_stage(stage, self.place(i * tiles), [], self.rounds - 1 - i, words)
+                )
+
+            e.when(e.compare(stage, "lt", self.stages), one)
+
+
+def walk(
+    stream: Stream | Joined[Totals], first: Value, step: int, x: Sequence[Value], ring: Ring,
+    meanwhile: Callable[[], None] = lambda: None, kept: SharedAccumulators | None = None,
+) -> list[Value]:  # fmt: skip
+    """The products of stages first, first + step, ... of the matrix.
+
+    Args:
+      stream: the rows.
+      first: i32 in 0..step - 1.
+      step: static.
+      x: i64 for each column tile: this lane's column of x, plus 16 t bytes.
+      ring: 1 or more tiles deep.
+      meanwhile: done once the first copies have started; may wait for later ones of its own.
+      kept: shared memory for sums of x and maybe the totals; None for registers.
+
+    Returns:
+      float32, 4 a row tile and column tile, row tiles outermost, as c of `mma`; none if
+      these are kept.
+    """
+    way = _Walk(stream, first, step, x, ring, kept)
+    if way.stored is not None:
+        way.run_kept(meanwhile)
+        return []
+    way.start()
+    way.do(meanwhile)
+    if way.rounds > UNROLLED:
+        way.clear()
+    own = stream.own_tiles if isinstance(stream, Joined) else stream.num_tiles
+    return way.run([0.0] * (way.each * own))[0]
+
+
+def hold(
+    stream: Stream, first: Value, step: int, x: Sequence[Value], kept: SharedAccumulators | None
+) -> list[BlockOfX] | None:
+    """What walks along the same K and x need not load again: x of a warp with a single stage."""
+    way = _Walk(stream, first, step, x, Ring(stream.e.const(0), 1), kept)
+    if way.rounds > 1:
+        return None
+    return way.prepare_x(way.load_x(stream.e.smaller(first, way.stages - 1)))
+
+
+def start(stream: Stream, first: Value, step: int, ring: Ring) -> None:
+    """Starts the copies of the first of a row of walks; see `walk_on`."""
+    _Walk(stream, first, step, [], ring, of_row=True).start()
+
+
+def walk_on(
+    stream: Stream, first: Value, step: int, x: Sequence[Value], ring: Ring, onward: NextItem,
+    meanwhile: Callable[[], None], kept: SharedAccumulators | None, held: list[BlockOfX] | None,
+) -> tuple[list[Value], Value]:  # fmt: skip
+    """As `walk`, one of a row of walks through which the copies never pause.
+
+    Args:
+      stream: the rows.
+      first: as in `walk`, the same for all of the row.
+      step: static.
+      x: as in `walk`.
+      ring: of all.
+      onward: where this one stands, and the next.
+      meanwhile: as in `walk`.
+      kept: for sums of x; None for registers.
+      held: of `hold`.
+
+    Returns:
+      The totals, and where the next one's first tile lies.
+    """
+    way = _Walk(stream, first, step, x, ring, kept, onward, of_row=True)
+    meanwhile()
+    return way.run([0.0] * (way.each * stream.num_tiles), held)
+
+
+def _ignore(_: object) -> None:
+    return None

@@ -1,0 +1,159 @@
+"""x W^T of many rows of x: the kernel."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import launch
+from pallas_kernels.mosaic_prefill import registers
+from pallas_kernels.mosaic_prefill.fragments import BLOCK, KINDS, ROWS, Form, form_of
+from pallas_kernels.mosaic_prefill.product import Item, pipeline, scratch, work
+from pallas_kernels.mosaic_prefill.tiles import WgmmaTiles, dense_tiles
+from pallas_kernels.packed import PLAIN_BITS, PackedMatrices
+from pallas_kernels.target import Target
+
+Operand = jax.Array | jax.ShapeDtypeStruct
+
+
+def refusal_dense(x: Operand, weights: PackedMatrices, target: Target) -> str | None:
+    """Why `dense` cannot serve operands of these shapes on a target, or None."""
+    reasons = refusals(x, weights, target)
+    return "; ".join(reasons) or None
+
+
+def refusals(x: Operand, weights: PackedMatrices, target: Target) -> list[str]:
+    """Every reason against one form of matrices."""
+    found = []
+    if jax.__version_info__ < (0, 11, 2):
+        found.append(f"jax {jax.__version__} is older than 0.11.2")
+    if target.platform != "gpu" or target.capability != (9, 0):
+        found.append(f"wgmma needs a gpu sm_90, this is {target.describe()}")
+    if x.dtype.name not in KINDS:
+        found.append(f"x is {x.dtype}, not bfloat16 or float16")
+    if weights.num_inputs % BLOCK:
+        found.append(f"K {weights.num_inputs} is no multiple of {BLOCK}")
+    if weights.num_outputs % ROWS:
+        found.append(f"N {weights.num_outputs} is no multiple of {ROWS}")
+    if weights.bits == PLAIN_BITS:
+        if weights.words.dtype != x.dtype:
+            found.append(f"plain weights are {weights.words.dtype} and x {x.dtype}")
+        return found
+    group = weights.group_size
+    if group < weights.num_inputs and (group % 16 or (BLOCK % group and group % BLOCK)):
+        found.append(f"groups of {group}: not 16, 32, 64, 128, a multiple of {BLOCK} or a row")
+    return found
+
+
+def dense(
+    x: jax.Array,
+    weights: PackedMatrices,
+    slot: jax.Array,
+    out_dtype: jnp.dtype,
+    tiles: WgmmaTiles | None,
+    target: Target,
+) -> jax.Array:
+    """[M, N]: x times one matrix; see `dequant_matmul.api`.
+
+    Every weight is rounded once, from float32 to x's dtype; products and sums are float32.
+
+    Args:
+      x: [M, K] in bfloat16 or float16.
+      weights: S matrices [N, K].
+      slot: int32[], which of them.
+      out_dtype: bfloat16, float16 or float32.
+      tiles: None for the heuristic ones.
+      target: the GPU.
+    """
+    num_tokens, num_inputs = x.shape
+    num_rows = weights.num_outputs
+    tiles = tiles or dense_tiles(
+        num_tokens, num_rows, num_inputs, weights.bits, target.num_processors
+    )
+    form = None if weights.bits == PLAIN_BITS else form_of(weights, KINDS[x.dtype.name])
+    operands = [a for a in (weights.words, weights.scales, weights.zeros) if a is not None]
+    num_items = -(-num_rows // tiles.rows) * -(-num_tokens // tiles.tokens) * tiles.splits
+    summed = tiles.splits > 1 or jnp.dtype(out_dtype).name not in KINDS
+    rooms = scratch(form, tiles, x.dtype)
+    if summed:
+        out = jax.ShapeDtypeStruct((tiles.splits, num_tokens, num_rows), jnp.float32)
+    else:
+        out = jax.ShapeDtypeStruct((num_tokens, num_rows), out_dtype)
+        shape = (tiles.warpgroups, 2, tiles.chunk, ROWS)
+        rooms["out_room"] = plgpu.SMEM(shape, out_dtype, transforms=(registers.ROW_OF_128,))
+    call = launch.mosaic_pipeline_call(
+        functools.partial(
+            _body, form=form, tiles=tiles, num_items=num_items, num_blocks=num_inputs // BLOCK
+        ),
+        name=f"dequant_matmul_{weights.describe().replace(' ', '_')}_{tiles.describe()}",
+        num_blocks=min(num_items, target.num_processors),
+        out_shape=out,
+        scratch=rooms,
+        num_warpgroups=tiles.warpgroups + 1,
+    )  # fmt: skip
+    found = call(slot.reshape(1), x, *operands)
+    if not summed:
+        return found
+    return (found[0] if tiles.splits == 1 else found.sum(axis=0)).astype(out_dtype)
+
+
+def _body(
+    slot_ref: Any, x: Any, weights: Any, *rest: Any,
+    form: Form | None, tiles: WgmmaTiles, num_items: int, num_blocks: int, **rooms: Any,
+) -> None:  # fmt: skip
+    *constants, out = rest
+    parts = pipeline(form, tiles, x, weights, constants, rooms)
+    num_tokens, num_rows = out.shape[-2:]
+    row_tiles = -(-num_rows // tiles.rows)
+    token_tiles = -(-num_tokens // tiles.tokens)
+    slot = slot_ref[0]
+
+    def item_of(index: jax.Array) -> Item:
+        tile, split = (
+            lax.div(index, jnp.int32(tiles.splits)),
+            lax.rem(index, jnp.int32(tiles.splits)),
+        )
+        band = lax.div(tile, jnp.int32(row_tiles * tiles.band))
+        inside = lax.rem(tile, jnp.int32(row_tiles * tiles.band))
+        width = lax.min(jnp.int32(tiles.band), token_tiles - band * tiles.band)
+        first = lax.div(split * num_blocks, jnp.int32(tiles.splits))
+        after = lax.div((split + 1) * num_blocks, jnp.int32(tiles.splits))
+        return Item(
+            row=lax.div(inside, width) * tiles.rows,
+            token=(band * tiles.band + lax.rem(inside, width)) * tiles.tokens,
+            slot=slot, block=first, num_blocks=after - first, split=split,
+        )  # fmt: skip
+
+    def store(item: Item, sums: jax.Array) -> None:
+        if "out_room" not in rooms:
+            part = out.at[item.split]
+            registers.store_sums(sums, item.row, item.token, part, (num_tokens, num_rows))
+            return
+        store_rounded(tiles, item.row, item.token, sums, rooms["out_room"], out)
+
+    work(parts, jnp.int32(num_items), item_of, store)
+
+
+def store_rounded(
+    tiles: WgmmaTiles, row: jax.Array, token: jax.Array, sums: jax.Array, room: Any, out: Any
+) -> None:
+    """A warpgroup's sums [64, tokens], rounded, to their places in `out` [M, N].
+
+    Rows and tokens beyond `out` are left out by the copy.
+    """
+    warpgroup = lax.axis_index("warpgroup")
+    kind = KINDS[out.dtype.name]
+    for i, first in enumerate(range(0, tiles.tokens, tiles.chunk)):
+        count = min(tiles.chunk, tiles.tokens - first)
+        place = room.at[warpgroup, i % 2, pl.ds(0, count)]
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        registers.store_rounded(kind, sums, place, first)
+        plgpu.commit_smem()
+        target = out.at[pl.ds(token + first, count), pl.ds(row + warpgroup * ROWS, ROWS)]
+        plgpu.copy_smem_to_gmem(place, target)
+    # The room is written again for the next item.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,0 +1,268 @@
+"""Packed words to the register operand of Hopper's m64nNk16: no value ever moves between lanes.
+
+Four warps take 64 rows, 16 each; lane (g, t) = (lane / 4, lane mod 4) of a warp holds of rows g and
+g + 8 the pairs k = 2t, 2t + 1 and 2t + 8, 2t + 9 of every 16 k. In `layout` such a pair is one bit
+position of both halves of one word, and 16 consecutive k are one position of 8 consecutive words,
+so the lane needs words t and t + 4 of these and x keeps its natural order.
+
+A field of w bits at bit e of a half, put under the bits 0x4300, is 128 + q 2^e in bf16. As float32,
+the low half alone (shifted up) is that number exactly; the whole word is the high half's number and
+a small rest that the low half leaves, below 0.27 with a spread under 3e-4 (of a step of 2^e). So
+one fused multiply-add each, with the offsets in its constant term, makes the weight in float32 and
+one rounding the operand:
+
+    w = (128 + q 2^e) (s 2^-e) - (128 2^-e + z) s
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pallas_kernels import layout
+from pallas_kernels.mosaic_decode.emit import Value
+from pallas_kernels.mosaic_prefill.emit import BYTE_OFFSET, Emitter
+from pallas_kernels.packed import PackedMatrices
+
+BLOCK = layout.BLOCK  # k that a lane unpacks words of at a time
+STAGE = 64  # k of one register operand: four instructions
+SLICE = 16  # k of an instruction
+STAGES = BLOCK // STAGE
+ROWS = 64  # of four warps
+
+KINDS = {"bfloat16": "bf16", "float16": "f16"}
+_MAGIC = 0x43004300  # both halves 128 in bf16
+# What the low half adds to the whole word read as float32: 0x4300 of its last places.
+_REST = 0x4300 * 2.0**-16
+
+
+class Tile(NamedTuple):
+    """Consecutive words of a block's row that one copy brings into shared memory."""
+
+    first_word: int  # of the row, for block 0
+    num_words: int  # 8, 16 or 32: the length of a swizzled row in shared memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """Static facts of packed matrices [N, K] of 2, 3, 4 or 8 bits."""
+
+    bits: int
+    kind: str  # of x and of the operand: "bf16" or "f16"
+    num_rows: int
+    num_inputs: int
+    group_size: int
+    num_groups: int
+    scale_bytes: int
+    zero_kind: str
+    paired: bool = False  # tiles take the matrix's halves alternately, eight rows each
+
+    @property
+    def num_blocks(self) -> int:
+        """Of K."""
+        return self.num_inputs // BLOCK
+
+    @property
+    def groups_per_block(self) -> int:
+        """Scales that a block of a row has."""
+        return max(1, BLOCK // self.group_size)
+
+    @property
+    def tiles(self) -> tuple[Tile, ...]:
+        """What a block's row consists of, at most 32 words (128 bytes) each."""
+        found = []
+        for plane in layout.planes(self.num_inputs, self.bits):
+            words = BLOCK * plane.width // 32
+            size = min(words, 32)
+            found += [Tile(plane.first_word + i, size) for i in range(0, words, size)]
+        return tuple(found)
+
+    @property
+    def words_per_block(self) -> int:
+        """Words of a block's row."""
+        return BLOCK * self.bits // 32
+
+    @property
+    def num_raw(self) -> int:
+        """Registers of a lane that the words of a block take, of both rows."""
+        return 2 * self.words_per_block // 4
+
+    @property
+    def zero_bytes(self) -> int:
+        """Of one zero point in memory."""
+        return {"float": self.scale_bytes, "integer": 1, "symmetric": 0}[self.zero_kind]
+
+    @property
+    def num_constants(self) -> int:
+        """Registers of a lane that the scales and zeros of a block take."""
+        return 2 * (self._registers(self.scale_bytes) + self._registers(self.zero_bytes))
+
+    def _registers(self, size: int) -> int:
+        return -(-self.groups_per_block * size // 4)
+
+    def constant(
+        self, e: Emitter, constants: Sequence[Value], row: int, group: int
+    ) -> tuple[Value, Value]:
+        """float32 scale and zero of row g (0) or g + 8 (1) in a group of the block.
+
+        Args:
+          e: the instructions.
+          constants: of the block: scales of both rows, then zeros of both rows.
+          row: 0 or 1.
+          group: in the block.
+        """
+        per_row = self._registers(self.scale_bytes)
+        scale = _number(e, constants[row * per_row :], group, self.scale_bytes)
+        if self.zero_kind == "symmetric":
+            return scale, float(2 ** (self.bits - 1))
+        rest = constants[2 * per_row + row * self._registers(self.zero_bytes) :]
+        return scale, _number(e, rest, group, self.zero_bytes)
+
+
+def form_of(weights: PackedMatrices, kind: str, paired: bool = False) -> Form:
+    """The static facts of packed (not plain) matrices."""
+    assert weights.scales is not None
+    return Form(
+        bits=weights.bits,
+        kind=kind,
+        num_rows=weights.num_outputs,
+        num_inputs=weights.num_inputs,
+        group_size=weights.group_size,
+        num_groups=weights.num_groups,
+        scale_bytes=weights.scales.dtype.itemsize,
+        zero_kind=weights.zero_kind,
+        paired=paired,
+    )
+
+
+def _number(e: Emitter, words: Sequence[Value], index: int, size: int) -> Value:
+    """float32 of a scale or zero of `size` bytes among words in memory order."""
+    word, within = divmod(index * size, 4)
+    if size == 4:
+        return e.f32_of_bits(words[word])
+    if size == 1:
+        return e.byte_to_f32(words[word], within)
+    return e.half_to_f32(words[word], within // 2)
+
+
+def lane_words(form: Form) -> list[tuple[int, int, int]]:
+    """(row 0 or 1, tile, first word) of the words that a lane loads; it takes the t-th from there.
+
+    The order is that of `prepare`: rows outermost.
+    """
+    return [
+        (row, i, first)
+        for row in range(2)
+        for i, tile in enumerate(form.tiles)
+        for first in range(0, tile.num_words, 4)
+    ]
+
+
+def prepare(e: Emitter, form: Form, raw: Sequence[Value]) -> list[Value]:
+    """A block's words as `operand` takes them: only INT3's change, to nibbles.
+
+    Word j of the one-bit plane serves words j and j + 8 of the two-bit plane: its bit 2p the
+    position p of the former, bit 2p + 1 that of the latter. Even positions become the nibbles of
+    one word, odd ones those of another; the fourth bit of a nibble is left as it comes.
+
+    Returns:
+      For INT3: of each row the even nibbles of its four words, then the odd ones.
+    """
+    if form.bits != 3:
+        return list(raw)
+    found = []
+    for row in range(2):
+        two, one = raw[6 * row : 6 * row + 4], raw[6 * row + 4 : 6 * row + 6]
+        for odd in range(2):
+            for i, word in enumerate(two):
+                high = e.shr(word, 1) if odd else e.shl(word, 1)
+                low = e.shr(one[i % 2], 2 * odd + i // 2)
+                found.append(e.merge(high, 0x66666666, low, "select"))
+    return found
+
+
+class _Field(NamedTuple):
+    """Where a slice's codes lie in a lane's prepared words of one row."""
+
+    word: int  # of the first pair; the second pair is in the next one
+    shift: int  # to the right, of the whole word
+    exponent: int  # of the lowest bit then
+
+
+def field(form: Form, piece: int) -> _Field:
+    """The place of the 16 k number `piece` of a block."""
+    if form.bits == 3:
+        position, part = divmod(piece, 2)
+        nibble = position // 2
+        return _Field(4 * (position % 2) + 2 * part, 8 * (nibble // 2), 4 * (nibble % 2))
+    position, part = divmod(piece, form.bits)  # 16 w k, or w pieces, at a position
+    if form.bits == 8:
+        return _Field(2 * part, 8 * position, 0)
+    in_place = 7 // form.bits  # fields that the mantissa holds at once
+    stage, within = divmod(position, in_place)
+    return _Field(2 * part, form.bits * in_place * stage, form.bits * within)
+
+
+def operand(
+    e: Emitter, form: Form, words: Sequence[Value], constants: Sequence[Value], stage: int
+) -> list[Value]:
+    """The register operand of 64 k: 16 words of pairs.
+
+    Args:
+      e: the instructions.
+      form: of the matrix.
+      words: of the block, as `prepare` gives them.
+      constants: of the block.
+      stage: 0..3, which 64 k of the block.
+
+    Returns:
+      For each 16 k: pairs of rows g and g + 8 at k 2t, 2t + 1, then both at k 2t + 8, 2t + 9.
+    """
+    per_row = len(words) // 2
+    factors: dict[tuple[int, int, int], tuple[Value, Value, Value]] = {}
+    found = []
+    for piece in range(stage * STAGES, (stage + 1) * STAGES):
+        where = field(form, piece)
+        group = piece * SLICE // form.group_size if form.group_size < BLOCK else 0
+        for pair in range(2):
+            for row in range(2):
+                key = (row, group, where.exponent)
+                if key not in factors:
+                    factors[key] = _factors(
+                        e, form, *form.constant(e, constants, row, group), key[2]
+                    )
+                word = words[row * per_row + where.word + pair]
+                found.append(_pair(e, form, word, where, factors[key]))
+    return found
+
+
+def _factors(
+    e: Emitter, form: Form, scale: Value, zero: Value, exponent: int
+) -> tuple[Value, Value, Value]:
+    """float32: what multiplies a code's number, and what is then added in the low and high half."""
+    step = 2.0**-exponent
+    if form.bits == 8:
+        low = high = BYTE_OFFSET
+    else:
+        low = 128 * step
+        high = (128 + _REST) * step + (2**form.bits - 1) / 2 * 2.0**-16
+    minus = e.fmul(scale, -1.0)
+    added = [e.fmul(e.fadd(zero, offset), minus) for offset in (low, high)]
+    return (e.fmul(scale, step) if exponent else scale), added[0], added[1]
+
+
+def _pair(
+    e: Emitter, form: Form, word: Value, where: _Field, factors: tuple[Value, Value, Value]
+) -> Value:
+    scale, low_term, high_term = factors
+    if form.bits == 8:
+        first = where.shift // 8
+        low, high = (e.byte_number(word, first + 2 * half) for half in range(2))
+    else:
+        mask = ((1 << form.bits) - 1 << where.exponent) * 0x10001
+        high = e.merge(e.shr(word, where.shift), mask, _MAGIC, "or")
+        low = e.shl(high, 16)
+    numbers = [
+        e.fma(e.f32_of_bits(bits), scale, term)
+        for bits, term in ((low, low_term), (high, high_term))
+    ]
+    return e.pack_pair(form.kind, numbers[0], numbers[1])

@@ -1,0 +1,223 @@
+"""Each row of x by its own matrix: gate, up and SwiGLU; down and the weighted combine."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import launch
+from pallas_kernels.mosaic_prefill import registers, scatter
+from pallas_kernels.mosaic_prefill.dense import Operand, refusals
+from pallas_kernels.mosaic_prefill.expert_blocks import (
+    BAND_FIRST,
+    BAND_LENGTH,
+    END,
+    FIRST,
+    SLOT,
+    make_expert_blocks,
+)
+from pallas_kernels.mosaic_prefill.fragments import BLOCK, KINDS, ROWS, Form, form_of
+from pallas_kernels.mosaic_prefill.product import Item, pipeline, scratch, work
+from pallas_kernels.mosaic_prefill.tiles import WgmmaTiles, grouped_tiles, grouped_tokens
+from pallas_kernels.packed import PLAIN_BITS, PackedMatrices
+from pallas_kernels.target import Target
+
+Tiers = Sequence[PackedMatrices]
+BAND_TOKENS = 2048  # of one matrix whose tiles are worked off together: their x stays in L2
+
+
+class Assignments(Protocol):
+    """`grouped_dequant_matmul.Assignments`, which cannot be imported from below."""
+
+    @property
+    def tier(self) -> jax.Array:
+        """int32[T, A]; outside 0 .. tiers - 1 for pairs that are skipped."""
+
+    @property
+    def slot(self) -> jax.Array:
+        """int32[T, A]."""
+
+    @property
+    def weight(self) -> jax.Array:
+        """float32[T, A]."""
+
+
+def refusal_grouped(
+    x: Operand, width: int, gate_up_tiers: Tiers, down_tiers: Tiers, target: Target
+) -> str | None:
+    """Why `gate_up` and `down` cannot serve a layer of these shapes on a target, or None."""
+    del width
+    reasons = [
+        reason
+        for weights in (*gate_up_tiers, *down_tiers)
+        for reason in refusals(x, weights, target)
+    ]
+    return "; ".join(dict.fromkeys(reasons)) or None
+
+
+def gate_up(
+    x: jax.Array,
+    assignments: Assignments,
+    tiers: Tiers,
+    tiles: WgmmaTiles | None,
+    target: Target,
+) -> jax.Array:
+    """[T, A, F]: silu(gate x_t) * up x_t of each pair's matrix; see `grouped_dequant_matmul.api`.
+
+    Args:
+      x: [T, D] in bfloat16 or float16.
+      assignments: of the T A pairs.
+      tiers: of each tier S matrices [2F, D], gate rows first.
+      tiles: None for the heuristic ones.
+      target: the GPU.
+    """
+    call = _Call(assignments, tiers, tiles, target, paired=True)
+    hidden = call.run(x[call.runs.order // assignments.slot.shape[1]], x.dtype)
+    return _zero_where_skipped(hidden, assignments, tiers)
+
+
+def products(
+    rows: jax.Array,
+    assignments: Assignments,
+    tiers: Tiers,
+    tiles: WgmmaTiles | None,
+    target: Target,
+    dtype: Any = jnp.float32,
+) -> jax.Array:
+    """[T, A, N]: each pair's row times its matrix [N, K]; anything where the pair is skipped.
+
+    Args:
+      rows: [T, A, K], or [T, K] where the pairs of a token share a row.
+      assignments: of the T A pairs.
+      tiers: of each tier S matrices [N, K].
+      tiles: None for the heuristic ones.
+      target: the GPU.
+      dtype: of the result: float32, or that of the rows.
+    """
+    call = _Call(assignments, tiers, tiles, target, paired=False)
+    order, width = call.runs.order, assignments.slot.shape[1]
+    flat = rows.reshape(-1, rows.shape[-1])
+    found = call.run(flat[order if rows.ndim == 3 else order // width], dtype)
+    return found.reshape(*assignments.slot.shape, -1)
+
+
+def _zero_where_skipped(found: jax.Array, assignments: Assignments, tiers: Tiers) -> jax.Array:
+    ran = (assignments.tier >= 0) & (assignments.tier < len(tiers))
+    found = found.reshape(*ran.shape, -1)
+    return jnp.where(ran[..., None], found, jnp.zeros((), found.dtype))
+
+
+class _Call:
+    """One product of a layer: a launch for each tier, whose blocks it finds in device memory."""
+
+    def __init__(
+        self, assignments: Assignments, tiers: Tiers, tiles: WgmmaTiles | None, target: Target,
+        paired: bool,
+    ) -> None:  # fmt: skip
+        num_tokens, width = assignments.slot.shape
+        tokens = tiles.tokens if tiles else grouped_tokens(num_tokens, width, tiers)
+        self.tiles = [tiles or grouped_tiles(tokens, weights.bits) for weights in tiers]
+        self.tiers, self.target, self.paired = tiers, target, paired
+        band = max(1, BAND_TOKENS // tokens)
+        self.runs = make_expert_blocks(assignments.tier, assignments.slot, tiers, tokens, band)
+        self.num_columns = tiers[0].num_outputs // (2 if paired else 1)
+
+    def run(self, rows: jax.Array, dtype: Any) -> jax.Array:
+        """[P, columns] in the order of the pairs, from rows [P, K] in the sorted order."""
+        out = jax.ShapeDtypeStruct((rows.shape[0], self.num_columns), dtype)
+        found = None
+        for tier, (weights, tiles) in enumerate(zip(self.tiers, self.tiles, strict=True)):
+            found = self._launch(tier, weights, tiles, rows, out, found)
+        assert found is not None
+        return found
+
+    def _launch(
+        self, tier: int, weights: PackedMatrices, tiles: WgmmaTiles, rows: jax.Array,
+        out: jax.ShapeDtypeStruct, before: jax.Array | None,
+    ) -> jax.Array:  # fmt: skip
+        """The rows of one tier, written to `before`, which holds those of the tiers before it."""
+        packed = weights.bits != PLAIN_BITS
+        form = form_of(weights, KINDS[rows.dtype.name], self.paired) if packed else None
+        rooms = scratch(form, tiles, rows.dtype, self.paired)
+        if out.dtype.name in KINDS:
+            shape = (tiles.warpgroups, 2, tiles.chunk, ROWS // 2 if self.paired else ROWS)
+            rooms["out_room"] = plgpu.SMEM(shape, out.dtype)
+        constants = [a for a in (weights.scales, weights.zeros) if a is not None]
+        operands = [*self.runs, rows, weights.words, *constants]
+        what = "gate_up" if self.paired else "down"
+        call = launch.mosaic_pipeline_call(
+            functools.partial(
+                _body, tier=tier, form=form, tiles=tiles, paired=self.paired,
+                num_constants=len(constants),
+            ),
+            name=f"grouped_{what}_{weights.describe().replace(' ', '_')}_{tiles.describe()}",
+            num_blocks=self.target.num_processors,
+            out_shape=out,
+            scratch=rooms,
+            num_warpgroups=tiles.warpgroups + 1,
+            alias=None if before is None else len(operands),
+        )  # fmt: skip
+        found: jax.Array = call(*operands) if before is None else call(*operands, before)
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Item(Item):
+    """One tile of one block of pairs."""
+
+    end: Any  # of the block's span, which begins with `token`
+
+
+def _body(
+    order: Any, table: Any, first_block: Any, x: Any, weights: Any, *rest: Any,
+    tier: int, form: Form | None, tiles: WgmmaTiles, paired: bool, num_constants: int, **rooms: Any,
+) -> None:  # fmt: skip
+    constants, out = rest[:num_constants], rest[-1]
+    parts = pipeline(form, tiles, x, weights, constants, rooms, paired)
+    rows = tiles.rows // (2 if paired else 1)
+    row_tiles = -(-out.shape[1] // rows)
+    first, after = first_block[tier], first_block[tier + 1]
+
+    def item_of(index: jax.Array) -> _Item:
+        known = first + lax.div(index, jnp.int32(row_tiles))  # a block of the same band
+        band, length = table[known, BAND_FIRST], table[known, BAND_LENGTH]
+        inside = index - (band - first) * row_tiles
+        block = band + lax.rem(inside, length)
+        return _Item(
+            row=lax.div(inside, length) * rows, token=table[block, FIRST],
+            slot=table[block, SLOT], block=jnp.int32(0),
+            num_blocks=jnp.int32(x.shape[1] // BLOCK), split=jnp.int32(0),
+            end=table[block, END],
+        )  # fmt: skip
+
+    def store(item: Item, sums: jax.Array) -> None:
+        assert isinstance(item, _Item)
+        emit = _stored(tiles, paired, out)
+        places, refs = [item.row, item.token, item.end], [order, out]
+        if "out_room" in rooms:
+            room = rooms["out_room"].at[lax.axis_index("warpgroup")]
+            refs = [room.at[0], room.at[1], *refs]
+        registers.store_pairs(emit, sums, places, refs)
+
+    work(parts, (after - first) * row_tiles, item_of, store)
+
+
+def _stored(tiles: WgmmaTiles, paired: bool, out: Any) -> Any:
+    """The instructions that store a tile."""
+    kind, num_columns = KINDS.get(out.dtype.name), out.shape[1]
+
+    def emit(e: Any, sums: Any, row: Any, first: Any, end: Any, *refs: Any) -> None:
+        place = scatter.Place(row, first, end)
+        if kind is None:
+            scatter.scatter_sums(e, sums, place, num_columns, refs)
+        elif paired:
+            scatter.scatter_hidden(e, kind, sums, place, tiles.chunk, num_columns, refs)
+        else:
+            scatter.scatter_rounded(e, kind, sums, place, tiles.chunk, num_columns, refs)
+
+    return emit

@@ -1,0 +1,221 @@
+"""What lanes read, unpack and write as functions for the body of a Pallas kernel.
+
+Words and constants travel through a kernel's loops as arrays of which every lane holds its own
+registers and no lane ever sees another's.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, vector
+
+from pallas_kernels.mosaic_decode.emit import Value, i32
+from pallas_kernels.mosaic_prefill import fragments, lanes
+from pallas_kernels.mosaic_prefill.emit import Emitter
+from pallas_kernels.mosaic_prefill.fragments import ROWS, STAGE, Form
+
+WARPGROUP = 128  # threads
+_SCALAR = plgpu.Layout.WG_SPLAT(())
+ROW_OF_128 = plgpu.SwizzleTransform(128)
+
+
+def load_words(form: Form, tiles: Sequence[Any]) -> jax.Array:
+    """The lane's words of a block, as `unpack` takes them.
+
+    Args:
+      form: of the matrix.
+      tiles: of each of `form.tiles` a reference to shared memory, uint32[rows, num_words].
+    """
+    count = _num_words(form)
+
+    def load(_: Any, *refs: Value) -> mgpu.FragmentedArray:
+        return _joined(lanes.read_words(Emitter(), form, refs, tiles[0].shape[0]))
+
+    return _inline(
+        load, tuple(plgpu.RefType((swizzle(tile.num_words),)) for tile in form.tiles), _type(count)
+    )(*tiles)
+
+
+def load_constants(
+    form: Form, slot: jax.Array, first_row: jax.Array, block: jax.Array, operands: Sequence[Any]
+) -> jax.Array:
+    """The lane's scales and zeros of a block, as `unpack` takes them.
+
+    Args:
+      form: of the matrix.
+      slot: int32[], which matrix of the stack.
+      first_row: int32[], of the thread block.
+      block: int32[], of K.
+      operands: whole scales and, where there are any, zeros, in device memory.
+    """
+
+    def load(_: Any, *given: Any) -> mgpu.FragmentedArray:
+        slot, first_row, block = (_scalar(value) for value in given[:3])
+        e = Emitter()
+        return _joined(lanes.read_constants(e, form, slot, first_row, block, given[3:]))
+
+    return _inline(
+        load, (_SCALAR,) * 3 + (plgpu.RefType(),) * len(operands), _type(form.num_constants)
+    )(slot, first_row, block, *operands)
+
+
+def unpack(form: Form, words: jax.Array, constants: jax.Array, stage: int) -> jax.Array:
+    """wgmma's register operand [64, 64] of one stage of a block.
+
+    Args:
+      form: of the matrix.
+      words: of the block, by `load_words`.
+      constants: of the block, by `load_constants`.
+      stage: which 64 k of the block.
+    """
+
+    def make(_: Any, words: Any, constants: Any) -> mgpu.FragmentedArray:
+        e = Emitter()
+        pairs = fragments.operand(e, form, _parts(e, words), _parts(e, constants), stage)
+        return _operand(pairs, form.kind)
+
+    layouts = (_layout(_num_words(form)), _layout(form.num_constants))
+    return _inline(make, layouts, _operand_type(form.kind))(words, constants)
+
+
+def load_plain(kind: str, tile: Any) -> jax.Array:
+    """The same of plain weights, paired: `tile` is a reference to shared memory [rows, 64]."""
+
+    def load(_: Any, ref: Value) -> mgpu.FragmentedArray:
+        return _operand(lanes.read_plain(Emitter(), ref, tile.shape[0]), kind)
+
+    return _inline(load, (plgpu.RefType((ROW_OF_128,)),), _operand_type(kind))(tile)
+
+
+def store_rounded(kind: str, sums: jax.Array, out: Any, first: int) -> None:
+    """Columns of sums, transposed and rounded, to shared memory.
+
+    Args:
+      kind: of the result: "bf16" or "f16".
+      sums: float32[64, N] in wgmma's layout.
+      out: reference to shared memory [n, 64] of 16 bits, swizzled over 128 bytes.
+      first: of the n columns; a multiple of 16.
+    """
+    span = slice(first // 8, (first + out.shape[0]) // 8)
+
+    def store(_: Any, sums: Any, ref: Value) -> None:
+        e = Emitter()
+        lanes.write_rounded(e, kind, _columns(e, sums)[span], ref)
+
+    _inline(store, (plgpu.Layout.WGMMA, plgpu.RefType((ROW_OF_128,))), None)(sums, out)
+
+
+def store_sums(
+    sums: jax.Array, first_row: jax.Array, first_token: jax.Array, out: Any, shape: tuple[int, int]
+) -> None:
+    """Sums [64, n], in wgmma's layout, to float32 `out` in device memory; see `write_sums`."""
+
+    def store(_: Any, sums: Any, first_row: Any, first_token: Any, ref: Value) -> None:
+        e = Emitter()
+        places = (_scalar(first_row), _scalar(first_token))
+        lanes.write_sums(e, _columns(e, sums), *places, ref, shape)
+
+    _inline(store, (plgpu.Layout.WGMMA, _SCALAR, _SCALAR, plgpu.RefType()), None)(
+        sums, first_row, first_token, out
+    )
+
+
+def store_pairs(
+    make: Callable[..., None], sums: jax.Array, scalars: Sequence[jax.Array], refs: Sequence[Any]
+) -> None:
+    """Emits a function of `scatter` for the sums of a warpgroup.
+
+    Args:
+      make: takes the instructions, the sums as in `lanes.write_rounded`, scalars and references.
+      sums: float32[64, n] in wgmma's layout.
+      scalars: int32[] each.
+      refs: arrays in device memory, or rooms in shared memory without transforms.
+    """
+
+    def store(_: Any, sums: Any, *rest: Any) -> None:
+        e = Emitter()
+        places = [_scalar(value) for value in rest[: len(scalars)]]
+        make(e, _columns(e, sums), *places, *rest[len(scalars) :])
+
+    types = (plgpu.Layout.WGMMA,) + (_SCALAR,) * len(scalars) + (plgpu.RefType(),) * len(refs)
+    _inline(store, types, None)(sums, *scalars, *refs)
+
+
+def _inline(
+    function: Callable[..., Any], arg_types: tuple[Any, ...], return_type: Any
+) -> Callable[..., Any]:
+    inlined: Callable[..., Any] = plgpu.inline_mgpu(arg_types=arg_types, return_type=return_type)(
+        function
+    )
+    return inlined
+
+
+def swizzle(num_words: int) -> Any:
+    """How copies arrange rows of so many words in shared memory."""
+    return plgpu.SwizzleTransform(4 * num_words)
+
+
+def _dtype(kind: str) -> Any:
+    return {"bf16": jnp.bfloat16, "f16": jnp.float16}[kind]
+
+
+def _operand_type(kind: str) -> Any:
+    return plgpu.ShapeDtypeStruct((ROWS, STAGE), _dtype(kind), layout=plgpu.Layout.WGMMA)
+
+
+def _operand(pairs: Sequence[Value], kind: str) -> mgpu.FragmentedArray:
+    of = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(jnp.dtype(_dtype(kind))))
+    shape = mgpu.WGMMA_LAYOUT.registers_shape((ROWS, STAGE))
+    return mgpu.FragmentedArray(
+        _registers=_objects([llvm.bitcast(of, pair) for pair in pairs]).reshape(shape),
+        _layout=mgpu.WGMMA_LAYOUT,
+        _is_signed=None,
+    )
+
+
+def _num_words(form: Form) -> int:
+    return 16 if form.bits == 3 else form.num_raw
+
+
+def _layout(count: int) -> Any:
+    return plgpu.Layout.WG_STRIDED((count * WARPGROUP,), vec_size=1)
+
+
+def _type(count: int) -> Any:
+    return plgpu.ShapeDtypeStruct((count * WARPGROUP,), jnp.int32, layout=_layout(count))
+
+
+def _objects(values: Sequence[Value]) -> np.ndarray:
+    found = np.empty(len(values), object)
+    found[:] = values
+    return found
+
+
+def _joined(values: Sequence[Value]) -> mgpu.FragmentedArray:
+    of = ir.VectorType.get((1,), i32())
+    layout = mgpu.WGStridedFragLayout(shape=(len(values) * WARPGROUP,), vec_size=1)
+    registers = _objects([vector.broadcast(of, value) for value in values])
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
+
+
+def _parts(e: Emitter, words: mgpu.FragmentedArray) -> list[Value]:
+    return [llvm.extractelement(register, e.const(0)) for register in words.registers.flat]
+
+
+def _columns(e: Emitter, sums: mgpu.FragmentedArray) -> list[list[Value]]:
+    """For each 8 columns: row g at columns 2t, 2t + 1, then row g + 8."""
+    return [
+        [llvm.extractelement(register, e.const(i)) for register in rows for i in range(2)]
+        for rows in sums.registers.reshape(-1, 2)
+    ]
+
+
+def _scalar(value: mgpu.FragmentedArray) -> Value:
+    (register,) = value.registers.flat
+    return register

@@ -1,7 +1,0 @@
-"""Products of many rows with packed weights unpacked in registers (Mosaic GPU, Hopper's wgmma)."""
-
-from pallas_kernels.wgmma.dense import dense as dense
-from pallas_kernels.wgmma.dense import refusal_dense as refusal_dense
-from pallas_kernels.wgmma.grouped import gate_up as gate_up
-from pallas_kernels.wgmma.grouped import products as products
-from pallas_kernels.wgmma.grouped import refusal_grouped as refusal_grouped
