@@ -1,20 +1,29 @@
-"""Chat templates: Jinja sources of a checkpoint, rendered in a sandbox as transformers does."""
+"""Chat templates: Jinja sources of a checkpoint, rendered by a process with limits."""
 
-import datetime
-import functools
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
-
+from moejax import chat_worker
 from moejax.errors import MoejaxError
 from moejax.models.hf_config import read_json
+from moejax.small_files import read_file
+
+_MOST_BYTES = 1_000_000  # of a template; published ones have up to 20,000
+# A text repeats its messages once, if at all; more is for the words around them.
+_MOST_COPIES, _MOST_AROUND = 4, 1_000_000
+_START_S = 60.0
+_WALL_S = 10.0  # of a template that waits, or on a machine that does; see `chat_worker.CPU_S`
 
 
 def find_chat_template(directory: Path) -> str | None:
@@ -26,7 +35,7 @@ def find_chat_template(directory: Path) -> str | None:
     jinja_path, json_path = directory / "chat_template.jinja", directory / "tokenizer_config.json"
     if jinja_path.exists():
         try:
-            return jinja_path.read_text(encoding="utf-8")
+            return read_file(jinja_path, _MOST_BYTES).decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise MoejaxError(f"cannot read {jinja_path}: {error}") from error
     template = read_json(json_path).get("chat_template") if json_path.exists() else None
@@ -49,54 +58,109 @@ def _is_named_template(entry: Any) -> bool:
     )
 
 
-def render_chat(
-    template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
-) -> str:
-    """The text of a conversation.
+class ChatRenderer:
+    """Renders conversations in a process of its own, which starts with the first of them.
 
-    Raises:
-      MoejaxError: the template is broken, or refuses the messages.
+    A template that takes more than `chat_worker` allows ends that process, never this one; the next
+    conversation starts another. Methods may be called by any thread.
     """
-    given = {"messages": messages, "tools": None, "documents": None, **variables}
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._worker: _Worker | None = None
+
+    def render(
+        self, template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
+        """The text of a conversation, as transformers renders it.
+
+        Args:
+          template: Jinja source.
+          messages: each with "role" and "content".
+          variables: further ones of the template; all are values as JSON has them.
+
+        Raises:
+          MoejaxError: the template is broken, refuses the messages, or takes too much time or
+            memory.
+        """
+        given = {"messages": list(messages), "tools": None, "documents": None, **variables}
+        try:
+            content = json.dumps(given)
+            most = _MOST_COPIES * len(content) + _MOST_AROUND
+            request = json.dumps({"template": template, "variables": given, "most": most})
+        except (TypeError, ValueError, RecursionError) as error:
+            said = f"the chat template takes values as JSON has them: {error}"
+            raise MoejaxError(said) from error
+        with self._lock:
+            if self._worker is None:
+                self._worker = _Worker()
+            try:
+                answer = self._worker.ask(request.encode())
+            except MoejaxError:
+                self._worker.end()
+                self._worker = None
+                raise
+        if "error" in answer:
+            raise MoejaxError(f"the chat template failed: {answer['error']}")
+        return answer["text"]
+
+
+class _Worker:
+    """A process of `chat_worker`."""
+
+    def __init__(self) -> None:
+        self._connection, theirs = Pipe()
+        with theirs, _plain_start():
+            self._process = subprocess.Popen(
+                # Not from its folder, in which modules have names like those of other packages.
+                [sys.executable, "-P", chat_worker.__file__, str(theirs.fileno())],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C in a terminal is not for it
+            )
+        self.end = weakref.finalize(self, _end, self._process, self._connection)
+        self._receive(_START_S)
+
+    def ask(self, request: bytes) -> dict[str, str]:
+        """The answer to a request.
+
+        Raises:
+          MoejaxError: there is none; the process is of no use any more.
+        """
+        try:
+            self._connection.send_bytes(request)
+        except OSError as error:
+            raise MoejaxError(f"the process of chat templates has ended: {error}") from error
+        return json.loads(self._receive(_WALL_S))
+
+    def _receive(self, seconds: float) -> bytes:
+        try:
+            if self._connection.poll(seconds):
+                return self._connection.recv_bytes()
+        except (EOFError, OSError) as error:
+            status = self._process.wait()
+            if status == -signal.SIGXCPU:
+                raise MoejaxError(
+                    f"the chat template failed: it computes for more than {chat_worker.CPU_S} s"
+                ) from error
+            raise MoejaxError(
+                f"the chat template failed: its process ended with status {status}"
+            ) from error
+        raise MoejaxError(f"the chat template failed: no answer in {seconds:g} s")
+
+
+@contextlib.contextmanager
+def _plain_start() -> Iterator[None]:
     try:
-        return _compile(template).render(given)
-    except Exception as error:  # a template is somebody's program: it may raise anything
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise MoejaxError(f"the chat template failed: {reason}") from error
+        yield
+    except OSError as error:
+        raise MoejaxError(f"no process for chat templates can be started: {error}") from error
 
 
-class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training; here it only encloses them."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """The nodes between the tags."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-@functools.lru_cache(maxsize=8)
-def _compile(template: str) -> jinja2.Template:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(template)
-
-
-def _to_json(value: Any, *, ensure_ascii: bool = False, **options: Any) -> str:
-    """Jinja's own filter escapes HTML, which prompts do not want."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)
+def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
+    connection.close()
+    process.kill()
+    process.wait()

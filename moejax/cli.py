@@ -21,14 +21,15 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from logging import LogRecord
 from pathlib import Path
 from typing import Generic, NoReturn, TypeVar
 
-from absl import flags
+from absl import flags, logging
 from ml_collections import config_dict, config_flags
 
 from moejax import __version__
-from moejax.errors import MoejaxError
+from moejax.errors import MoejaxError, printable
 from moejax.options import (
     RunConfig,
     check_field_name,
@@ -107,7 +108,14 @@ def run(command: Command[_Config], argv: Sequence[str] | None = None) -> NoRetur
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Where stdout is not UTF-8, a character that it lacks becomes a question mark.
         sys.stdout.reconfigure(errors="replace")
+    logging.get_absl_logger().addFilter(_escape)
     sys.exit(exit_status(command, sys.argv if argv is None else argv))
+
+
+def _escape(record: LogRecord) -> bool:
+    """Makes one printable line of a log record, which may name what stands in a file."""
+    record.msg, record.args = printable(record.getMessage()).replace("\n", "\\n"), ()
+    return True
 
 
 def exit_status(command: Command[_Config], argv: Sequence[str]) -> int:
@@ -314,7 +322,7 @@ def _fail(message: str, status: int, verbose: bool) -> int:
     """Prints the error that is being handled as one line on stderr; returns `status`."""
     if verbose:
         traceback.print_exc()
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {printable(message)}", file=sys.stderr)
     return status
 
 

@@ -25,7 +25,7 @@ _TASKS_BY_LM_EVAL = (
     "python -m moejax.lm_eval --model moejax --model_args pretrained=CHECKPOINT --tasks NAME "
     "--data FOLDER (moejax.evaluate measures perplexity alone)"
 )
-VERIFY = "first compare the files of checkpoints with the SHA-256 in their quantization.json"
+VERIFY = "first compare the files of checkpoints with their SHA-256, or checksums, where known"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -142,6 +142,7 @@ class Engine:
         enable_compilation_cache(compilation_cache)
         start = time.perf_counter()
         checkpoint = open_checkpoint(str(path))
+        tokenizer = Tokenizer.from_directory(checkpoint.directory)  # before weights take minutes
         defaults = read_generation_defaults(checkpoint.directory) if generation_config else {}
         memory: Any = None
         budget: Budget | TieredBudget | None = None
@@ -162,9 +163,8 @@ class Engine:
                 if budget is not None and budget.limits.device_gib:
                     sizes = Planned(batch, planned, chunk)
         engine = cls(
-            checkpoint.config, weights, tokenizer=Tokenizer.from_directory(checkpoint.directory),
-            eos_ids=checkpoint.eos_ids, device=device, context=context, memory=memory,
-            defaults=defaults,
+            checkpoint.config, weights, tokenizer=tokenizer, eos_ids=checkpoint.eos_ids,
+            device=device, context=context, memory=memory, defaults=defaults,
         )  # fmt: skip
         engine.budget, engine._runner.planned = budget, sizes
         engine.load_seconds = time.perf_counter() - start

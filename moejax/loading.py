@@ -31,7 +31,7 @@ def load_engine(config: GenerateConfig, num_prompts: int = 1) -> "Engine":
     if moves and (said := let_jax_pin(config.platform)):
         say(said)
     if config.verify:
-        verify_all(config.checkpoint, config.memory.disk_path, tiering)
+        say(*verify_all(config.checkpoint, config.memory.disk_path, tiering))
     engine = Engine.from_pretrained(
         config.checkpoint, dtype=config.dtype, platform=config.platform, context=config.context,
         compilation_cache=config.compilation_cache, policy=tiering, batch=num_prompts,

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from moejax.buddies import BuddyProfile, load_buddies
-from moejax.checkpoints.open import Checkpoint, open_checkpoint, verify_checkpoint
+from moejax.checkpoints.open import Checkpoint, open_checkpoint
+from moejax.checkpoints.verify import verify_checkpoint
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
 from moejax.policies.base import AnyPolicy
@@ -139,7 +140,7 @@ class StoredTier:
         return found
 
 
-def verify_all(checkpoint: str, disk_path: str, tiering: "Tiering | None") -> None:
+def verify_all(checkpoint: str, disk_path: str, tiering: "Tiering | None") -> list[str]:
     """`verify_checkpoint` of all that a run reads: its own, the copy on the disk, and the tiers'.
 
     Args:
@@ -148,8 +149,7 @@ def verify_all(checkpoint: str, disk_path: str, tiering: "Tiering | None") -> No
       tiering: None for none.
     """
     names = [checkpoint, disk_path, *(t.source for t in (tiering.stored() if tiering else ()))]
-    for name in dict.fromkeys(filter(None, names)):
-        verify_checkpoint(name)
+    return [verify_checkpoint(name) for name in dict.fromkeys(filter(None, names))]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,18 +1,21 @@
 """Text to token ids and back, over the tokenizer.json of a checkpoint; chat templates."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from moejax.chat_template import find_chat_template, render_chat
+from moejax.chat_template import ChatRenderer, find_chat_template
 from moejax.errors import MoejaxError
 from moejax.models.hf_config import read_json
 from moejax.models.hf_defaults import default_eos_id
 from moejax.models.hf_fields import flag
+from moejax.small_files import check_depth, parse_json, read_file
 from moejax.token_bytes import most_token_bytes
+from moejax.tokenizer_check import check_tokenizer
 
 # Everything that `Tokenizer` reads, but for the eos tokens.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -41,14 +44,16 @@ class Tokenizer:
     def __init__(self, directory: Path, encoder: tokenizers.Tokenizer):
         encoder.no_truncation()  # a file may carry the settings of somebody's training run
         encoder.no_padding()
-        self._encoder = encoder
+        self._encoder, self._failure = encoder, f"the tokenizer of {directory} failed"
         self.special_tokens = _special_tokens(directory)
-        own = encoder.encode("").ids  # of the post-processor alone
+        own = self._encode("", add_special_tokens=True).ids  # of the post-processor alone
         bos, eos = (self._asked_for(directory, name) for name in ("bos_token", "eos_token"))
         self._before = [i for i in bos if i not in own]
         self._after = [i for i in eos if i not in own]
-        self._num_behind = _num_behind(encoder)
+        with _plain_errors(self._failure):
+            self._num_behind = _num_behind(encoder)
         self.chat_template = find_chat_template(directory)
+        self._renderer = ChatRenderer()
 
     @classmethod
     def from_directory(cls, directory: Path) -> "Tokenizer | None":
@@ -61,9 +66,22 @@ class Tokenizer:
         if not path.exists() and not path.is_symlink():
             return None
         try:
-            encoder = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the Rust side raises nothing narrower
+            content = read_file(path)
+            fields = parse_json(content)
+            check_depth(fields)
+        except (OSError, ValueError) as error:
             raise MoejaxError(f"cannot read {path}: {error}; download it again") from error
+        try:
+            check_tokenizer(fields)
+        except MoejaxError as error:
+            raise MoejaxError(f"cannot read {path}: {error}; download it again") from error
+        with _plain_errors(f"cannot read {path}"):
+            encoder = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+            if (token := _vanishing_token(encoder)) is not None:
+                raise MoejaxError(
+                    f"{path}: its normalizer makes nothing of the added token {token!r}, which "
+                    "would be found everywhere; download it again"
+                )
         return cls(directory, encoder)
 
     def encode(
@@ -76,10 +94,11 @@ class Tokenizer:
           add_special_tokens: whether any are put around it.
           goes_on: something follows, so that they are put before it and none behind it, neither
             by the post-processor nor by `add_eos_token`.
+
+        Raises:
+          MoejaxError: the tokenizer fails on it.
         """
-        # `encode` holds Python's lock, seconds for megabytes; this lets other threads run.
-        [found] = self._encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids = found.ids
+        ids = self._encode(text, add_special_tokens=add_special_tokens).ids
         if not add_special_tokens:
             return ids
         if goes_on:
@@ -92,8 +111,13 @@ class Tokenizer:
         return most_token_bytes(self._encoder.to_str())
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids; ids without a token are left out."""
-        return self._encoder.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        """Text of token ids; ids without a token are left out.
+
+        Raises:
+          MoejaxError: the tokenizer fails on them.
+        """
+        with _plain_errors(self._failure):
+            return self._encoder.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its text, such as "<s>"; None where there is none."""
@@ -126,7 +150,13 @@ class Tokenizer:
                 "tokenizer_config.json); prompt it with plain text"
             )
         given = {**self.special_tokens, "add_generation_prompt": add_generation_prompt}
-        return render_chat(self.chat_template, messages, {**given, **variables})
+        return self._renderer.render(self.chat_template, messages, {**given, **variables})
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> tokenizers.Encoding:
+        with _plain_errors(self._failure):
+            # `encode` holds Python's lock, seconds for megabytes; this lets other threads run.
+            [found] = self._encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return found
 
     def _asked_for(self, directory: Path, name: str) -> list[int]:
         """The id of a special token that tokenizer_config.json asks for around a text, or none.
@@ -221,6 +251,27 @@ def read_eos_ids(directory: Path, *, vocab_size: int) -> tuple[int, ...]:
         raise MoejaxError(
             f"{directory / 'tokenizer.json'}: added_tokens must be objects with id and content"
         ) from error
+
+
+@contextlib.contextmanager
+def _plain_errors(said: str) -> Iterator[None]:
+    """Makes one line of what the Rust side raises: plain `Exception`, or a panic, which is none."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is Exception or type(error).__name__ == "PanicException":
+            reason = " ".join(str(error).split())
+            raise MoejaxError(f"{said}: {reason}; download tokenizer.json again") from error
+        raise
+
+
+def _vanishing_token(encoder: tokenizers.Tokenizer) -> str | None:
+    """An added token that is looked for in normalized text and is empty there: encoding hangs."""
+    normalizer = encoder.normalizer
+    for token in encoder.get_added_tokens_decoder().values() if normalizer else ():
+        if token.normalized and not normalizer.normalize_str(token.content):
+            return token.content
+    return None
 
 
 def _num_behind(encoder: tokenizers.Tokenizer) -> int:

@@ -1,6 +1,6 @@
 """Routing traces: what the routers said while a model ran, in a file that is small.
 
-A trace is a safetensors file of version 1. Its rows are tokens, in the order in which they ran.
+A trace is a safetensors file of version 2. Its rows are tokens, in the order in which they ran.
 Axes: N rows, M sparse layers, A experts a token, E experts, P experts that are foreseen.
 
 | tensor | dtype, shape | what |
@@ -16,7 +16,8 @@ Axes: N rows, M sparse layers, A experts a token, E experts, P experts that are 
 | `probabilities` | float16[N, M, E] | at will: the full softmax |
 | `importance` | float16[N, M] | at will: attention that a token received |
 
-Its metadata are strings: `format` "moejax-trace", `version` "1", `num_experts`, at will
+Its metadata are strings: `format` "moejax-trace", `version` "2", `num_experts`, `checksum` of the
+header and all tensors (version 1 has none and is read too), at will
 `steps_per_call` (most decode steps of one call: between two, experts move) and `tiers` (forms of
 the experts of falling fidelity and the bytes of one, "int4=2654208, int2=1474560"), and facts for
 people: `model`, `text`, `date`, `versions`, `command`. Qwen3-30B-A3B takes 1.2 KB a token without
@@ -31,6 +32,7 @@ import shutil
 import struct
 import tempfile
 import types
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Self
@@ -38,10 +40,12 @@ from typing import IO, Self
 import numpy as np
 import safetensors
 
+from moejax.checksums import Checksum, checksum
 from moejax.errors import MoejaxError
 from moejax.files import write_errors
 
-FORMAT, VERSION = "moejax-trace", "1"
+FORMAT, VERSION = "moejax-trace", "2"
+WITHOUT_CHECKSUM = "1"  # a version that is read still
 PREFILL, DECODE = 0, 1
 STEPS_PER_CALL, TIERS = "steps_per_call", "tiers"  # facts that the replay reads
 _MOST_STEPS = 2**16
@@ -131,6 +135,8 @@ class Trace:
         for name, count in zip(names, (rows, layers, width, self.num_experts), strict=True):
             if count < 1:
                 raise MoejaxError(f"there are no {name}; record it again")
+        if self.num_experts > 2**16:
+            raise MoejaxError(f"there are {self.num_experts} experts; ids have 16 bits")
         foreseen = (rows, layers - 1, None)
         shapes: dict[str, tuple[int | None, ...]] = {
             **dict.fromkeys(("step", "sequence", "position", "phase"), (rows,)),
@@ -189,6 +195,12 @@ class Trace:
                 raise MoejaxError(f"{name} of a token hold an expert twice")
 
 
+def _seal(facts: Mapping[str, str], tensors: Mapping[str, tuple[str, list[int], int]]) -> str:
+    """The checksum of metadata, and of each tensor's name, dtype, shape and bytes."""
+    said = json.dumps([sorted(facts.items()), sorted(tensors.items())])
+    return f"{zlib.crc32(said.encode()):08x}"
+
+
 def check_place(path: Path) -> None:
     """Raises MoejaxError unless a trace may be written at `path`, or over the one that is there."""
     if path.is_dir() or not path.parent.is_dir():
@@ -236,6 +248,7 @@ class TraceWriter:
             self.folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
         self._files: dict[str, IO[bytes]] = {}
         self._kinds: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
+        self._checksums: dict[str, Checksum] = {}
 
     def append(self, **rows: np.ndarray) -> None:
         """Appends rows: every tensor of the first call, as in the module's table, casts made.
@@ -255,6 +268,7 @@ class TraceWriter:
             raise ValueError(f"rows of {kinds}, the trace has {self._kinds}")
         self._kinds = kinds
         for name, array in arrays.items():
+            self._checksums.setdefault(name, Checksum()).update(array)
             with write_errors(self.path):
                 if name not in self._files:
                     self._files[name] = (self.folder / name).open("wb")
@@ -295,7 +309,12 @@ class TraceWriter:
 
     def _header(self, names: list[str]) -> bytes:
         facts = {"format": FORMAT, "version": VERSION, "num_experts": str(self.num_experts)}
-        header: dict[str, object] = {"__metadata__": {**self.facts, **facts}}
+        facts = {**self.facts, **facts}
+        sealed = {
+            name: (str(dtype), [self.num_rows, *shape], self._checksums[name].value)
+            for name, (dtype, shape) in self._kinds.items()
+        }
+        header: dict[str, object] = {"__metadata__": {**facts, "checksum": _seal(facts, sealed)}}
         end = 0
         for name in names:
             dtype, shape = self._kinds[name]
@@ -336,23 +355,37 @@ def read_trace(path: Path) -> Trace:
     """Reads and checks a trace.
 
     Raises:
-      MoejaxError: the file is missing, is no trace, is of another version, or breaks an invariant.
+      MoejaxError: the file is missing, is no trace, is of another version, is not what was written,
+        or breaks an invariant.
     """
     if not path.is_file():
         raise MoejaxError(f"there is no trace {path}")
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
             facts = dict(file.metadata() or {})
-            if facts.pop("format", None) != FORMAT:
+            if facts.get("format") != FORMAT:
                 raise MoejaxError(f"{path} is a safetensors file, but no trace of routing")
-            if (version := facts.pop("version", "?")) != VERSION:
-                raise MoejaxError(f"{path} is a trace of version {version}; this reads {VERSION}")
+            version, said = facts.get("version", "?"), facts.pop("checksum", "none")
+            if version not in (WITHOUT_CHECKSUM, VERSION):
+                raise MoejaxError(
+                    f"{path} is a trace of version {version}; this reads {WITHOUT_CHECKSUM} and "
+                    f"{VERSION}"
+                )
             names = set(file.keys())
             if missing := [name for name in REQUIRED if name not in names]:
                 raise MoejaxError(f"trace {path} lacks {', '.join(missing)}")
             tensors = {n: file.get_tensor(n) for n in (*REQUIRED, *OPTIONAL) if n in names}
+        if version == VERSION:
+            found = {n: (str(a.dtype), list(a.shape), checksum([a])) for n, a in tensors.items()}
+            if _seal(facts, found) != said:
+                raise MoejaxError(
+                    f"trace {path} is not what was written (its checksum is {_seal(facts, found)}, "
+                    f"{said} by its header): the file was changed, or the disk fails; copy or "
+                    "record it again"
+                )
+        del facts["format"], facts["version"]
         trace = Trace(num_experts=int(facts.pop("num_experts", "")), facts=facts, **tensors)
-    except (safetensors.SafetensorError, ValueError) as error:
+    except (safetensors.SafetensorError, ValueError, TypeError) as error:
         raise MoejaxError(f"{path} cannot be read as a trace: {error}") from error
     try:
         trace.check()

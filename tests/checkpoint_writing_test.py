@@ -201,7 +201,7 @@ class OrbaxTest(WritingTest):
 
     def test_other_format(self):
         self._describe({**self._saved(), "format": 9})
-        with self.assertRaisesRegex(MoejaxError, "has format 9, this version reads 1; save it"):
+        with self.assertRaisesRegex(MoejaxError, "has format 9, this version reads 2; save it"):
             load_orbax(self.written)
 
     @parameterized.parameters({"num_heads": 3}, {"colour": "red"}, {"moe_layers": 3})

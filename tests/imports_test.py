@@ -19,7 +19,7 @@ PURE_PARTS = (
     "moejax.memory.residency",
 )
 # What a pure part may import of moejax beside itself: plain data, and operations on plain arrays.
-SHARED = ("moejax.errors", "moejax.qtensor", "moejax.ops", "moejax.cache")
+SHARED = ("moejax.errors", "moejax.small_files", "moejax.qtensor", "moejax.ops", "moejax.cache")
 # `jaxlib` has the MLIR dialects in which Mosaic GPU takes what it has no primitive for.
 KERNELS_MAY_IMPORT = ("jax", "jaxlib", "numpy", "pallas_kernels", *sys.stdlib_module_names)
 # A policy may not read clocks, log or put arrays on devices; without these modules it cannot.

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
+from safetensors.numpy import load_file, save_file
 
 from moejax import Engine, MoejaxError
 from moejax.checkpoints.experts import ExpertReader
@@ -170,20 +171,27 @@ class LimitsTest(parameterized.TestCase):
                 runner.decode(session, 9, STEPS_PER_CALL, False)
         self.assertEqual(tokens(engine), RESIDENT)
 
-    def test_a_file_that_changed_is_an_error_and_no_wrong_token(self):
-        engine = limited(slots=2, transient=2, host_gib=11 * ROW_NBYTES / 2**30)
-        self.assertEqual(tokens(engine), RESIDENT)
+    @parameterized.product(has_checksums=[True, False], was_read=[True, False])
+    def test_a_file_that_changed_is_an_error_and_no_wrong_token(self, has_checksums, was_read):
         (file,) = DIRECTORY.glob("*.safetensors")
+        written = file.read_bytes()
+        self.addCleanup(file.write_bytes, written)
+        if not has_checksums:
+            save_file(load_file(file), file)  # without metadata
         whole = file.read_bytes()
-        try:
-            with file.open("r+b") as opened:
-                opened.seek(len(whole) // 2)
-                opened.write(os.urandom(len(whole) // 2))
-            with self.assertRaisesRegex(MoejaxError, "CRC-32"):
+        engine = limited(slots=2, transient=2, host_gib=11 * ROW_NBYTES / 2**30)
+        if was_read:
+            self.assertEqual(tokens(engine), RESIDENT)
+        with file.open("r+b") as opened:
+            opened.seek(len(whole) // 2)
+            opened.write(os.urandom(len(whole) - len(whole) // 2))
+        for _ in range(2):
+            said = "checksum" if was_read or has_checksums else "written to while it was in use"
+            with self.assertRaisesRegex(MoejaxError, said):
                 tokens(engine)
-        finally:
-            file.write_bytes(whole)
-        self.assertEqual(tokens(engine), RESIDENT)
+        file.write_bytes(whole)  # at another time than it was opened with
+        for _ in range(8):
+            self.assertEqual(tokens(engine), RESIDENT)
 
     def test_a_disk_that_fails_later_leaves_a_whole_engine(self):
         engine = limited(slots=2, transient=2, host_gib=15 * ROW_NBYTES / 2**30)

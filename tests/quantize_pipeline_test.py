@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import os
 import pathlib
 import shutil
 import sys
@@ -194,6 +195,9 @@ class RefusedTest(QuantizeTestCase):
         file.write_bytes(file.read_bytes()[:-100])
         self.assert_refused(self.job(source=damaged), "is truncated")
         shutil.copy(self.source / "model.safetensors", file)
+        os.mkfifo(damaged / "merges.txt")
+        self.assert_refused(self.job(source=damaged), "merges.txt is a FIFO, expected a regular")
+        (damaged / "merges.txt").unlink()
         config = json.loads((damaged / "config.json").read_text())
         (damaged / "config.json").write_text(json.dumps({**config, "moe_intermediate_size": 48}))
         self.assert_refused(self.job(source=damaged), "does not fit its config.json")

@@ -10,7 +10,7 @@ import transformers
 from absl.testing import absltest, parameterized
 
 from moejax import Engine
-from moejax.chat_template import render_chat
+from moejax.chat_template import ChatRenderer
 from moejax.errors import MoejaxError
 from moejax.models.config import weight_shapes
 from moejax.models.hf_config import model_config, read_model_config, to_hf_config
@@ -208,7 +208,7 @@ class FilesTest(parameterized.TestCase):
         reference = transformers.utils.chat_template_utils.render_jinja_template(
             [CONVERSATION], chat_template=CHATML, **variables
         )[0][0]
-        self.assertEqual(render_chat(CHATML, CONVERSATION, variables), reference)
+        self.assertEqual(ChatRenderer().render(CHATML, CONVERSATION, variables), reference)
         self.assertIn("<|im_start|>user\nAnd 6 x 8?<|im_end|>\n", reference)
 
 

@@ -113,8 +113,10 @@ class FileTest(parameterized.TestCase):
 
     @parameterized.parameters(
         ({"format": "other"}, {}, "no trace of routing"),
-        ({"version": "2"}, {}, "of version 2; this reads 1"),
+        ({"version": "3"}, {}, "of version 3; this reads 1 and 2"),
+        ({"version": "2"}, {}, "x.safetensors is not what was written .* none by its header"),
         ({"num_experts": "many"}, {}, "cannot be read"),
+        ({"num_experts": "4294967296"}, {}, "there are 4294967296 experts; ids have 16 bits"),
         ({}, {"weights": None}, "lacks weights"),
         ({}, {"phase": np.full(13, 2, np.uint8)}, "phase 2 is neither"),
         ({}, {"step": np.arange(13, 0, -1, dtype=np.int32)}, "smaller than the one before"),
@@ -136,6 +138,36 @@ class FileTest(parameterized.TestCase):
         safetensors.numpy.save_file(arrays, self.path, metadata)
         with self.assertRaisesRegex(MoejaxError, said):
             read_trace(self.path)
+
+    def test_old_traces_are_read(self):
+        trace = random_trace(step_sizes=[9, 1, 1, 2], **SHAPE)
+        facts = {"format": "moejax-trace", "version": "1", "num_experts": "16", "model": "random"}
+        safetensors.numpy.save_file(trace.tensors(), self.path, facts)
+        self.same(read_trace(self.path), trace)
+        self.assertEqual(read_trace(self.path).facts, {"model": "random"})
+
+    def test_flipped_bits_are_seen(self):
+        trace = random_trace(step_sizes=[9, 1, 1, 2], **SHAPE)
+        with TraceWriter(self.path, 16, {"model": "random", "tiers": "a=9"}) as writer:
+            for rows in (slice(0, 4), slice(4, 13)):
+                writer.append(**{n: array[rows] for n, array in trace.tensors().items()})
+        self.same(read_trace(self.path), trace)
+        whole = self.path.read_bytes()
+        header = 8 + int.from_bytes(whole[:8], "little")
+        draw = np.random.default_rng(0)
+        bits = [*range(0, 8 * header, 5), *draw.integers(8 * header, 8 * len(whole), 200).tolist()]
+        loaded = []
+        for bit in bits:
+            content = bytearray(whole)
+            content[bit // 8] ^= 1 << (bit % 8)
+            self.path.write_bytes(content)
+            try:
+                read_trace(self.path)
+            except MoejaxError as error:
+                self.assertNotIn("\n", str(error))
+            else:
+                loaded.append((bit // 8, whole[bit // 8 : bit // 8 + 1]))
+        self.assertEmpty(loaded)
 
     def test_no_file_and_no_safetensors(self):
         with self.assertRaisesRegex(MoejaxError, "there is no trace"):

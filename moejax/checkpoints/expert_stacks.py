@@ -21,11 +21,16 @@ from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.qtensor import QTensor
 
+_NUM_SAMPLES, _PAGE_BYTES = 16, 4096
 Template = jax.ShapeDtypeStruct | QTensor
 
 
 class TensorFiles:
-    """Open files of a checkpoint."""
+    """Open files of a checkpoint.
+
+    A file that is written to while it is open may hold anything. `are_as_opened` sees that by the
+    time of the last write; by samples of the content it sees that a file was put back as it was.
+    """
 
     def __init__(self, directory: Path, paths: Iterable[Path]) -> None:
         self.directory = directory
@@ -38,13 +43,15 @@ class TensorFiles:
             except OSError as error:
                 self.close()
                 raise MoejaxError(f"{path} cannot be opened: {error.strerror}") from error
+        self._stamps = {path: _stamp(opened) for path, opened in self._opened.items()}
+        self._samples = {path: _sample(opened) for path, opened in self._opened.items()}
 
     def close(self) -> None:
         """Closes all, once."""
         self._finalizer()
 
     def read(self, tensor: StoredTensor, destination: np.ndarray) -> None:
-        """Reads a tensor into contiguous memory of its size and dtype."""
+        """Reads a tensor into contiguous memory of its size and dtype; raises as `read_tensor`."""
         if not self._finalizer.alive:
             raise ValueError(f"the files of {self.directory} are closed")
         view, descriptor = bytes_of(destination), self._opened[tensor.path]
@@ -54,7 +61,36 @@ class TensorFiles:
             if not count:
                 raise MoejaxError(f"{tensor.path} ended inside {tensor.name}; it was changed")
             done += count
+        tensor.verify(destination)
         check_range(tensor, destination)
+
+    def are_as_opened(self) -> bool:
+        """Whether no file was written to since it was opened, or since it was put back.
+
+        One that was written to and holds the samples that it held is as opened from the next call
+        on, as this one may follow a read of what it held in between.
+        """
+        as_opened = True
+        for path, descriptor in self._opened.items():
+            stamp = _stamp(descriptor)
+            if stamp != self._stamps[path]:
+                as_opened = False
+                if _sample(descriptor) == self._samples[path]:
+                    self._stamps[path] = stamp
+        return as_opened
+
+
+def _stamp(descriptor: int) -> tuple[int, int]:
+    """Size and time of the last write."""
+    found = os.fstat(descriptor)
+    return found.st_size, found.st_mtime_ns
+
+
+def _sample(descriptor: int) -> list[bytes]:
+    """Pages of a file, evenly spaced, the first and the last among them."""
+    last = max(0, os.fstat(descriptor).st_size - _PAGE_BYTES)
+    starts = {last * i // (_NUM_SAMPLES - 1) for i in range(_NUM_SAMPLES)}
+    return [os.pread(descriptor, _PAGE_BYTES, start) for start in sorted(starts)]
 
 
 def _close(opened: dict[Path, int]) -> None:
@@ -112,9 +148,7 @@ class PlainStack(Stack):
         if (layer,) in self.parts:  # one tensor holds all experts of the layer
             for part in self.parts[layer,]:
                 fused = self.tensors[part.placement.name]
-                whole = dataclasses.replace(fused, shape=fused.shape[1:])
-                at = fused.offset + expert * whole.num_bytes
-                self._place(dataclasses.replace(whole, offset=at), matrix)
+                self._place(fused.part(expert, fused.shape[1:]), matrix)
             return
         for part in self.parts[layer, expert]:
             rows = part.placement.rows(matrix)

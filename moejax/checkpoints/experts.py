@@ -9,7 +9,6 @@ count as resident memory, and a file that shrinks under a mapping kills the proc
 """
 
 import threading
-import zlib
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -17,13 +16,14 @@ import jax
 import numpy as np
 import tqdm
 
-from moejax.checkpoints.expert_stacks import Stack, TensorFiles, bytes_of, make_stack
+from moejax.checkpoints.expert_stacks import Stack, TensorFiles, make_stack
 from moejax.checkpoints.load import EXPERT_LEAVES, plan_leaves
 from moejax.checkpoints.open import Checkpoint
 from moejax.checkpoints.quantized.leaves import Part, fill_compensators
 from moejax.checkpoints.quantized.load import plan_parts
 from moejax.checkpoints.quantized.stored import Tensors
 from moejax.checkpoints.safetensors_reader import stored_tensors
+from moejax.checksums import checksum
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
 from moejax.qtensor import Compensator
@@ -51,14 +51,16 @@ class ExpertReader:
         gate_up: Stack,
         down: Stack,
         files: TensorFiles,
+        has_checksums: bool,
     ) -> None:
         self._stacks, self._files = (gate_up, down), files
+        self._has_checksums = has_checksums
         self.num_layers, self.num_experts = len(config.moe_layers), config.num_experts
         self.gate_up, self.down = gate_up.template, down.template
         self.row = (*gate_up.row, *down.row)
         self.row_nbytes = sum(array.size * array.dtype.itemsize for array in self.row)
         self.uses_jax = gate_up.uses_jax or down.uses_jax
-        self._checksums: dict[tuple[int, int], int] = {}
+        self._checksums: dict[tuple[int, int], int] = {}  # of rows that were read
         self._lock = threading.Lock()
 
     def __enter__(self) -> "ExpertReader":
@@ -89,12 +91,13 @@ class ExpertReader:
           layer: index among the sparse layers.
           expert: of that layer.
           into: arrays of `row`'s shapes and dtypes, contiguous; undefined after an error.
-          check: compute the row's checksum and compare it with that of the first checked read. An
-            expert that is read only once needs none.
+          check: compute the row's checksum and compare it with that of the first checked read of
+            files that nobody wrote to. An expert that is read only once needs none.
 
         Raises:
-          MoejaxError: a file cannot be read or ended early; a value does not fit float16; the
-            checksum is another than before.
+          MoejaxError: a file cannot be read or ended early; a value does not fit float16; a
+            tensor has not the checksum that its file says; where files say none, the row's is
+            another than before, or it was not read before and a file was written to since.
           ValueError: there is no such expert, or `into` is not a row.
         """
         if not (0 <= layer < self.num_layers and 0 <= expert < self.num_experts):
@@ -115,7 +118,7 @@ class ExpertReader:
             self._compare(layer, expert, row_checksum(into))
 
     def checksum(self, layer: int, expert: int) -> int:
-        """CRC-32 of an expert's row as it was first read; reads it if it was not.
+        """The checksum of an expert's row as it was first read; reads it if it was not.
 
         Raises:
           MoejaxError: as `read`.
@@ -165,11 +168,19 @@ class ExpertReader:
 
     def _compare(self, layer: int, expert: int, found: int) -> None:
         with self._lock:
+            known = self._checksums.get((layer, expert))
+        if known is None and not self._has_checksums and not self._files.are_as_opened():
+            raise MoejaxError(
+                f"{self._files.directory}: a file was written to while it was in use, and expert "
+                f"{expert} of sparse layer {layer} was not read before, so nothing says that it is "
+                "the one that was meant: put the file back as it was, or start again"
+            )
+        with self._lock:
             known = self._checksums.setdefault((layer, expert), found)
         if known != found:
             raise MoejaxError(
                 f"{self._files.directory}: expert {expert} of sparse layer {layer} is not what was "
-                f"read before (CRC-32 {found:08x}, it was {known:08x}): the file was changed, or "
+                f"read before (checksum {found:08x}, it was {known:08x}): the file was changed, or "
                 "the disk fails"
             )
 
@@ -211,12 +222,11 @@ def open_experts(
     except BaseException:
         files.close()
         raise
-    return ExpertReader(config, gate_up, down, files)
+    is_fused = any(len(part.index) < 2 for leaf in EXPERT_LEAVES for part in parts[leaf])
+    has_checksums = not is_fused and all(t.checksum is not None for t in tensors.values())
+    return ExpertReader(config, gate_up, down, files, has_checksums)
 
 
 def row_checksum(row: Sequence[np.ndarray]) -> int:
-    """CRC-32 of a row's bytes."""
-    found = 0
-    for array in row:
-        found = zlib.crc32(bytes_of(array), found)
-    return found
+    """The checksum of a row's bytes."""
+    return checksum(row)

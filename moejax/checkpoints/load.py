@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -42,6 +42,7 @@ from moejax.models.hf_names import (
 
 # The XLA CPU client takes over host memory without a copy only at this alignment.
 _ALIGNMENT_BYTES = 64
+_MOST_MISSING = 20_000  # tensors that are listed though they are not there
 EXPERT_LEAVES = ("moe.gate_up", "moe.down")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -261,6 +262,26 @@ def _with_layer(leaf: jax.Array, slab: jax.Array, layer: jax.Array) -> jax.Array
     return jax.lax.dynamic_update_index_in_dim(leaf, slab, layer, 0)
 
 
+def expected_placements(
+    directory: Path, config: ModelConfig, names: Collection[str]
+) -> Iterator[Placement]:
+    """The placements of a checkpoint with tensors of these names.
+
+    Raises:
+      MoejaxError: config.json asks for so many more tensors that listing them would take long.
+    """
+    spelling = find_spelling(config.family, names)
+    experts = 0 if spelling.fused else 3 * config.num_experts
+    least = 2 * config.num_layers + experts * len(config.moe_layers)  # each layer has two norms
+    if least > len(names) + _MOST_MISSING:
+        raise MoejaxError(
+            f"{directory} does not fit its config.json: {config.num_layers:,} layers of "
+            f"{config.num_experts:,} experts take at least {least:,} tensors, and the files hold "
+            f"{len(names):,}; download it again or mend config.json"
+        )
+    return placements(config, spelling)
+
+
 def checked_placements(
     directory: Path, config: ModelConfig, tensors: dict[str, StoredTensor]
 ) -> list[Placement]:
@@ -269,7 +290,7 @@ def checked_placements(
     Raises:
       MoejaxError: tensors are missing, unexpected or wrongly shaped.
     """
-    expected = list(placements(config, find_spelling(config.family, tensors)))
+    expected = list(expected_placements(directory, config, tensors))
     left_out = ignored(config, tensors)
     by_name = {placement.name: placement for placement in expected}
     faults = Faults(

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from absl import logging
 
 from moejax.checkpoints.load import load_weights, stored_dtype
 from moejax.checkpoints.orbax_directory import (
@@ -16,7 +15,6 @@ from moejax.checkpoints.orbax_directory import (
 )
 from moejax.checkpoints.quantized.formats import open_format, quantization_fields
 from moejax.checkpoints.quantized.load import load_quantized_weights
-from moejax.checkpoints.quantized.manifest import METHOD
 from moejax.checkpoints.resolve import resolve_checkpoint
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
@@ -94,22 +92,6 @@ class Checkpoint:
         if self.is_orbax:
             return read_orbax_description(self.directory)[1]
         return stored_dtype(self.directory, is_quantized=self.is_quantized)
-
-
-def verify_checkpoint(name: str) -> None:
-    """Reads every file of a checkpoint and compares it with the SHA-256 in its manifest.
-
-    What has no manifest, which is what others wrote, is not verified, and a line says so.
-
-    Raises:
-      MoejaxError: the checkpoint is not there, or a file is not what was written.
-    """
-    directory = resolve_checkpoint(name)
-    fields = None if is_orbax_directory(directory) else quantization_fields(directory)
-    if fields is None or fields.get("quant_method") != METHOD:
-        logging.warning("%s is not verified: it has no manifest with checksums", directory)
-        return
-    open_format(directory, fields, verify_checksums=True)
 
 
 def open_checkpoint(name: str) -> Checkpoint:

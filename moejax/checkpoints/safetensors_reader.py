@@ -4,21 +4,29 @@ Tensors are read rather than memory-mapped: mapped pages would count as resident
 file that shrinks under a mapping kills the process.
 """
 
+import contextlib
 import dataclasses
-import json
+import gc
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from moejax.checksums import checksum, stored_checksums
 from moejax.errors import MoejaxError
 from moejax.models.hf_config import read_json
+from moejax.small_files import check_regular, parse_json
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+# DeepSeek-V3 in GPTQ's format has 180,000 of them, a model of a trillion weights 280,000.
+MOST_TENSORS = 2**19
+_OFFSETS = b'"data_offsets"'  # once a tensor
+_MOST_FILES = 10_000
+_MOST_HEADER_BYTES = 100_000_000  # the safetensors library's limit too
 
 _FLOATS: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
@@ -48,7 +56,7 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class StoredTensor:
     """Where a tensor lies in a file."""
 
@@ -57,11 +65,32 @@ class StoredTensor:
     offset: int  # bytes from the start of the file
     shape: tuple[int, ...]
     dtype: np.dtype
+    checksum: int | None = None  # by the file's metadata; see `moejax.checksums`
 
     @property
     def num_bytes(self) -> int:
         """Size of the data."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def part(self, start: int, shape: tuple[int, ...]) -> "StoredTensor":
+        """Its part from index `start` of the first axis on, which has no checksum of its own."""
+        skipped = start * math.prod(self.shape[1:]) * self.dtype.itemsize
+        offset = self.offset + skipped
+        return dataclasses.replace(self, shape=shape, offset=offset, checksum=None)
+
+    def verify(self, content: np.ndarray) -> None:
+        """Raises MoejaxError unless `content` has the checksum of the metadata, if there is one."""
+        if self.checksum is not None:
+            self.compare(checksum([content]))
+
+    def compare(self, found: int) -> None:
+        """Raises MoejaxError unless `found` is the checksum of the metadata, if there is one."""
+        if self.checksum is not None and found != self.checksum:
+            raise MoejaxError(
+                f"{self.path}: {self.name} is not what was written (its checksum is {found:08x}, "
+                f"{self.checksum:08x} by the file's header): the file was changed, or the disk "
+                "fails; copy it again"
+            )
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -91,20 +120,43 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 
     Raises:
       MoejaxError: a file is missing, truncated, or no safetensors file; two files hold the same
-        tensor, or not what the index says.
+        tensor, or not what the index says; there are more than `MOST_TENSORS`.
     """
-    tensors: dict[str, StoredTensor] = {}
+    headers, num_bytes, num_tensors = {}, 0, 0
     for path in weight_files(directory):
-        found = read_header(path)
-        if twice := sorted(found.keys() & tensors.keys()):
+        headers[path] = header = _read_header(path)
+        num_bytes += len(header)
+        num_tensors += header.count(_OFFSETS)
+        if num_tensors > MOST_TENSORS or num_bytes > _MOST_HEADER_BYTES:
             raise MoejaxError(
-                f"{twice[0]} is in {tensors[twice[0]].path} and in {path.name} as well; remove "
-                "one of the files or download both again"
+                f"the files in {directory} hold more than {MOST_TENSORS:,} tensors, or "
+                f"{_MOST_HEADER_BYTES:,} bytes of headers, which no model does; download them again"
             )
-        tensors |= found
+    tensors: dict[str, StoredTensor] = {}
+    with _collector_paused():
+        for path, header in headers.items():
+            found = _parse_header(path, header)
+            if twice := sorted(found.keys() & tensors.keys()):
+                raise MoejaxError(
+                    f"{twice[0]} is in {tensors[twice[0]].path} and in {path.name} as well; remove "
+                    "one of the files or download both again"
+                )
+            tensors |= found
     if not _is_there(directory / WEIGHTS_FILE):
         _check_index(directory / INDEX_FILE, _weight_map(directory), tensors)
     return tensors
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Python's collector off: it took half of the time of making tensors, which have no cycles."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _is_there(path: Path) -> bool:
@@ -134,9 +186,20 @@ def _weight_map(directory: Path) -> dict[str, str]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise MoejaxError(f"{index} has no weight_map")
+    if len(weight_map) > MOST_TENSORS:
+        raise MoejaxError(
+            f"{index} has more than {MOST_TENSORS:,} tensors, which no model does; download it "
+            "again"
+        )
+    known: set[str] = set()
     for name, file in weight_map.items():
+        if isinstance(file, str) and file in known:
+            continue
         if not isinstance(file, str) or file != Path(file).name:
             raise MoejaxError(f"{index}: weight_map has {file!r} for {name}, expected a file name")
+        known.add(file)
+    if len(known) > _MOST_FILES:
+        raise MoejaxError(f"{index} has more than {_MOST_FILES:,} files; download it again")
     return weight_map
 
 
@@ -184,7 +247,11 @@ def read_array(tensor: StoredTensor) -> np.ndarray:
 
 
 def read_tensor(tensor: StoredTensor, destination: np.ndarray) -> None:
-    """Reads a tensor into contiguous memory of its own size and dtype."""
+    """Reads a tensor into contiguous memory of its own size and dtype.
+
+    Raises:
+      MoejaxError: the file ended early, or holds other bytes than its checksum is of.
+    """
     view = destination.reshape(-1).view(np.uint8).data
     with tensor.path.open("rb", buffering=0) as file:
         file.seek(tensor.offset)
@@ -194,6 +261,7 @@ def read_tensor(tensor: StoredTensor, destination: np.ndarray) -> None:
             if not count:
                 raise MoejaxError(f"{tensor.path} ended inside {tensor.name}; it was changed")
             done += count
+    tensor.verify(destination)
     check_range(tensor, destination)
 
 
@@ -222,8 +290,17 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of one file by name.
 
     Format: 8 bytes little-endian header length, JSON header, data without gaps.
+
+    Raises:
+      MoejaxError: the file is truncated or no safetensors file.
     """
-    file_bytes = path.stat().st_size
+    return _parse_header(path, _read_header(path))
+
+
+def _read_header(path: Path) -> bytes:
+    found = path.stat()
+    check_regular(path, found.st_mode)
+    file_bytes = found.st_size
     with path.open("rb") as file:
         start = file.read(8)
         data_start = 8 + int.from_bytes(start, "little")
@@ -231,19 +308,29 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             raise MoejaxError(f"{path} is a Git LFS pointer, not the weights; run git lfs pull")
         if len(start) < 8 or data_start > file_bytes:
             raise _truncated(path, file_bytes, max(8, data_start))
-        content = file.read(data_start - 8)
+        if data_start - 8 > _MOST_HEADER_BYTES:
+            raise MoejaxError(
+                f"{path} is not a safetensors file (its header has {data_start - 8:,} bytes, at "
+                f"most {_MOST_HEADER_BYTES:,} are allowed)"
+            )
+        return file.read(data_start - 8)
+
+
+def _parse_header(path: Path, content: bytes) -> dict[str, StoredTensor]:
+    data_start, file_bytes = 8 + len(content), path.stat().st_size
     try:
-        header: dict[str, Any] = json.loads(content)
-        header.pop("__metadata__", None)
+        header: dict[str, Any] = parse_json(content)
+        checksums = stored_checksums(header.pop("__metadata__", None))
         needed_bytes = data_start + _check_layout(header)
         if needed_bytes > file_bytes:
             raise _truncated(path, file_bytes, needed_bytes)
         if needed_bytes < file_bytes:
             raise ValueError(f"{file_bytes - needed_bytes} bytes follow the last tensor")
         return {
-            name: _stored_tensor(name, path, data_start, entry) for name, entry in header.items()
+            name: _stored_tensor(name, path, data_start, entry, checksums.get(name))
+            for name, entry in header.items()
         }
-    except RecursionError as error:
+    except RecursionError as error:  # where a value is printed
         raise MoejaxError(f"{path} is not a safetensors file (header nested too deep)") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
@@ -259,9 +346,7 @@ def _check_layout(header: dict[str, Any]) -> int:
     for name, entry in header.items():
         for field in ("data_offsets", "shape"):
             numbers = entry[field]
-            if not isinstance(numbers, list) or not all(
-                type(number) is int and number >= 0 for number in numbers
-            ):
+            if type(numbers) is not list or [n for n in numbers if type(n) is not int or n < 0]:
                 raise ValueError(f"{name} has {field} {numbers}, expected integers from 0")
         if len(entry["data_offsets"]) != 2:
             raise ValueError(f"{name} has data_offsets {entry['data_offsets']}, expected two")
@@ -274,13 +359,16 @@ def _check_layout(header: dict[str, Any]) -> int:
     return covered
 
 
-def _stored_tensor(name: str, path: Path, base: int, entry: dict[str, Any]) -> StoredTensor:
+def _stored_tensor(
+    name: str, path: Path, base: int, entry: dict[str, Any], checksum: int | None
+) -> StoredTensor:
     if entry["dtype"] not in _DTYPES:
         raise MoejaxError(
             f"{path}: {name} is stored as {entry['dtype']}; supported are {', '.join(_DTYPES)}"
         )
     begin, end = entry["data_offsets"]
-    tensor = StoredTensor(name, path, base + begin, tuple(entry["shape"]), _DTYPES[entry["dtype"]])
+    shape, dtype = tuple(entry["shape"]), _DTYPES[entry["dtype"]]
+    tensor = StoredTensor(name, path, base + begin, shape, dtype, checksum)
     if tensor.num_bytes != end - begin:
         raise ValueError(f"{name} has {end - begin} bytes, its shape needs {tensor.num_bytes}")
     return tensor

@@ -18,6 +18,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from moejax.checkpoints.safetensors_reader import INDEX_FILE, WEIGHTS_FILE
+from moejax.checksums import checksum, checksum_fields
 from moejax.models.config import ModelConfig, leaf_dtype
 from moejax.models.hf_config import to_hf_config
 from moejax.models.hf_names import Placement, placements, published_spelling
@@ -101,7 +102,8 @@ def _save_file(tensors: dict[str, np.ndarray], path: Path) -> None:
     """A safetensors file with the permissions of any new file; the library gives it 0600."""
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
-    save_file(tensors, path, metadata={"format": "pt"})
+    checksums = {name: checksum([tensor]) for name, tensor in tensors.items()}
+    save_file(tensors, path, metadata={"format": "pt", **checksum_fields(checksums)})
     path.chmod(mode)
 
 

@@ -136,7 +136,9 @@ def _entries(
         tensor = tensors[placement.name]
         if placement.leaf in EXPERT_LEAVES and len(placement.shape) == 3:
             for expert in range(placement.shape[0]):
-                sources[placement.leaf, (*placement.index, expert), 0] = _rows(tensor, expert)
+                sources[placement.leaf, (*placement.index, expert), 0] = tensor.part(
+                    expert, tensor.shape[1:]
+                )
         else:
             sources[placement.leaf, placement.index, placement.start] = tensor
     return [
@@ -153,7 +155,7 @@ def _entry(
     leaf, index, start = placement.leaf, placement.index, placement.start
     source = sources.get((leaf, index, start)) or sources[leaf, index, 0]
     if source.shape != placement.shape:
-        source = _part(source, start, placement.shape)
+        source = source.part(start, placement.shape)
     return Entry(
         name=placement.name,
         kind=kind_of(leaf),
@@ -163,16 +165,3 @@ def _entry(
         expert=index[1] if len(index) > 1 else None,
         source=dataclasses.replace(source, name=placement.name),
     )
-
-
-def _rows(tensor: StoredTensor, expert: int) -> StoredTensor:
-    """Matrix `expert` of a fused tensor [E, N, K]."""
-    shape = tensor.shape[1:]
-    skipped = expert * math.prod(shape) * tensor.dtype.itemsize
-    return dataclasses.replace(tensor, shape=shape, offset=tensor.offset + skipped)
-
-
-def _part(tensor: StoredTensor, start: int, shape: tuple[int, ...]) -> StoredTensor:
-    """Rows `start`.. of a matrix."""
-    skipped = start * math.prod(shape[1:]) * tensor.dtype.itemsize
-    return dataclasses.replace(tensor, shape=shape, offset=tensor.offset + skipped)

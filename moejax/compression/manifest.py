@@ -11,6 +11,7 @@ from moejax.checkpoints.safetensors_reader import INDEX_FILE
 from moejax.compression.writing import WrittenFile, write_bytes, write_json
 from moejax.models.hf_config import read_json
 from moejax.models.leaf_kinds import KINDS
+from moejax.small_files import check_regular
 from moejax.tokenizer import TOKENIZER_FILES
 from pallas_kernels import layout
 
@@ -28,6 +29,13 @@ COPIED_FILES = (
 )
 
 Record = Mapping[str, Any]
+
+
+def check_other_files(source: Path) -> None:
+    """Raises MoejaxError for one of `COPIED_FILES` that is there and no regular file."""
+    for name in COPIED_FILES:
+        if (source / name).exists():
+            check_regular(source / name, (source / name).stat().st_mode)
 
 
 def copy_other_files(source: Path, output: Path) -> dict[str, WrittenFile]:

@@ -84,6 +84,7 @@ def quantize_checkpoint(job: Job) -> Outcome:
         is full, a weight cannot be quantized, or a file of a finished output has changed.
     """
     inventory = take_inventory(job.source)
+    manifest.check_other_files(job.source)
     if job.output.resolve() == job.source.resolve():
         raise MoejaxError(f"output {job.output} is the source itself; give another directory")
     chosen = schemes(job.recipe, inventory)

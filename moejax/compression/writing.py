@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from moejax.checkpoints.safetensors_reader import StoredTensor
+from moejax.checksums import Checksum, checksum, checksum_fields
 from moejax.errors import MoejaxError
 
 PARTIAL = ".partial"
@@ -59,7 +60,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
     """
     # Wide types first, so that every tensor is aligned, as the library has them.
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    checksums = {name: checksum(_pieces(tensor)) for name, tensor in tensors.items()}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **checksum_fields(checksums)}}
     end = 0
     for name, tensor in tensors.items():
         begin, end = end, end + _num_bytes(tensor)
@@ -116,8 +118,10 @@ def read_finite(
       num_rows: how many are wanted; None: all.
 
     Raises:
-      MoejaxError: the file ends too soon, or a value is NaN or infinite.
+      MoejaxError: the file ends too soon, a value is NaN or infinite, or the whole was read and has
+        not the checksum that the file says.
     """
+    found = Checksum()
     width = math.prod(tensor.shape[1:])
     num_values = (tensor.shape[0] if num_rows is None else num_rows) * width
     step = _PIECE_BYTES // tensor.dtype.itemsize
@@ -133,8 +137,11 @@ def read_finite(
                 if not count:
                     raise MoejaxError(f"{tensor.path} ended inside {tensor.name}; it was changed")
                 done += count
+            found.update(piece)
             check_finite(tensor, piece, start + first)
             yield piece
+    if num_values == math.prod(tensor.shape):
+        tensor.compare(found.value)
 
 
 def read_matrix(
@@ -183,10 +190,17 @@ def check_finite(tensor: StoredTensor, values: np.ndarray, first: int = 0) -> No
 def _contents(header: bytes, tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
     yield memoryview(header)
     for tensor in tensors.values():
-        pieces = [tensor.reshape(-1)] if isinstance(tensor, np.ndarray) else read_finite(tensor)
-        for piece in pieces:
+        for piece in _pieces(tensor):
             if piece.size:
-                yield np.ascontiguousarray(piece).view(np.uint8).data
+                yield piece.view(np.uint8).data
+
+
+def _pieces(tensor: Tensor) -> Iterator[np.ndarray]:
+    """Its values, flat; what is another file's is read anew."""
+    if isinstance(tensor, StoredTensor):
+        yield from read_finite(tensor)
+    else:
+        yield np.ascontiguousarray(tensor).reshape(-1)
 
 
 def _write(path: Path, pieces: Iterator[memoryview]) -> WrittenFile:

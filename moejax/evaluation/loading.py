@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from absl import logging
 
 from moejax.config import EvaluateConfig, MemoryConfig
+from moejax.loading import say
 from moejax.memory.machine import let_jax_pin
 
 if TYPE_CHECKING:  # importing the engine imports JAX, which --help and mistakes need not wait for
@@ -22,7 +23,7 @@ def load_engine(config: EvaluateConfig, directory: Path, policy: "Tiering | None
     if moves and (said := let_jax_pin(config.platform)):
         logging.warning("%s", said)
     if config.verify:
-        verify_all(str(directory), config.memory.disk_path, policy)
+        say(*verify_all(str(directory), config.memory.disk_path, policy))
     return Engine.from_pretrained(
         directory,
         dtype=config.dtype,

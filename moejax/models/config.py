@@ -16,12 +16,17 @@ import numpy as np
 
 from moejax.models.parts import PLAIN_ROUTER, DeltaNet, LatentAttention, RopeScaling, RouterRule
 
+# Far beyond every model: whoever asks for more has a broken config.json, and memory is made by it.
+MOST_LAYERS = 10_000
+MOST_EXPERTS = 2**16  # of a layer
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Static description of a Mixture-of-Experts decoder; hashable, usable as a static argument.
 
     Invariants (`check` raises ValueError when one is broken):
+      * at most `MOST_LAYERS` layers, and `MOST_EXPERTS` experts in each;
       * `num_heads` is a multiple of `num_kv_heads`;
       * `1 <= experts_per_token <= num_experts`;
       * `moe_layers` is strictly increasing, each in `[0, num_layers)`; the other layers are dense
@@ -79,6 +84,11 @@ class ModelConfig:
 
     def check(self) -> None:
         """Raises ValueError when an invariant does not hold."""
+        if self.num_layers > MOST_LAYERS or self.num_experts > MOST_EXPERTS:
+            raise ValueError(
+                f"{self.num_layers} layers of {self.num_experts} experts, expected at most "
+                f"{MOST_LAYERS} and {MOST_EXPERTS}"
+            )
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}"
@@ -159,7 +169,8 @@ class ModelConfig:
     @functools.cached_property
     def dense_layers(self) -> tuple[int, ...]:
         """The layers whose MLP is dense, in order."""
-        return tuple(i for i in range(self.num_layers) if i not in set(self.moe_layers))
+        sparse = set(self.moe_layers)
+        return tuple(i for i in range(self.num_layers) if i not in sparse)
 
     @functools.cached_property
     def attention_layers(self) -> tuple[int, ...]:

@@ -6,14 +6,13 @@ Two spellings are read: that of the published checkpoints (transformers 4: `num_
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from moejax.errors import MoejaxError
 from moejax.models import hf_deepseek, hf_qwen3_next
-from moejax.models.config import ModelConfig
+from moejax.models.config import MOST_EXPERTS, MOST_LAYERS, ModelConfig
 from moejax.models.hf_defaults import with_defaults
 from moejax.models.hf_fields import (
     flag,
@@ -23,6 +22,7 @@ from moejax.models.hf_fields import (
     sparse_layers,
 )
 from moejax.models.hf_rope import rope_fields, rope_scaling, rope_theta, unsupported
+from moejax.small_files import check_depth, parse_json, read_file
 
 ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
@@ -60,7 +60,8 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.parent.is_dir():
         raise MoejaxError(f"no such directory: {path.parent}")
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = parse_json(read_file(path))
+        check_depth(fields)
     except FileNotFoundError as error:
         if path.is_symlink():
             raise MoejaxError(
@@ -69,7 +70,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise MoejaxError(
             f"no {path.name} in {path.parent}; a Hugging Face checkpoint directory has one"
         ) from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise MoejaxError(f"cannot read {path}: {error}") from error
     if not isinstance(fields, dict):
         raise MoejaxError(f"{path} holds a {type(fields).__name__}, expected a JSON object")
@@ -89,7 +90,7 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
         return read(family, fields)
     if reasons := unsupported(fields):
         raise MoejaxError("not supported: " + "; ".join(reasons))
-    num_layers = integer(fields, "num_hidden_layers")
+    num_layers = integer(fields, "num_hidden_layers", most=MOST_LAYERS)
     num_heads = integer(fields, "num_attention_heads")
     model_dim = integer(fields, "hidden_size")
     mlp_dim = integer(fields, "intermediate_size")
@@ -104,7 +105,7 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=integer(fields, "num_key_value_heads", default=num_heads),
         head_dim=integer(fields, "head_dim", default=model_dim // num_heads),
-        num_experts=integer(fields, "num_local_experts", "num_experts"),
+        num_experts=integer(fields, "num_local_experts", "num_experts", most=MOST_EXPERTS),
         experts_per_token=integer(fields, "num_experts_per_tok"),
         expert_dim=integer(fields, "moe_intermediate_size") if is_qwen3 else mlp_dim,
         mlp_dim=mlp_dim,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moejax.errors import MoejaxError
-from moejax.models.config import ModelConfig
+from moejax.models.config import MOST_EXPERTS, MOST_LAYERS, ModelConfig
 from moejax.models.hf_fields import (
     flag,
     integer,
@@ -38,9 +38,8 @@ def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
     """
     if reasons := _unsupported(family, fields):
         raise MoejaxError("not supported: " + "; ".join(reasons))
-    num_layers, num_heads = (
-        integer(fields, name) for name in ("num_hidden_layers", "num_attention_heads")
-    )
+    num_layers = integer(fields, "num_hidden_layers", most=MOST_LAYERS)
+    num_heads = integer(fields, "num_attention_heads")
     model_dim, expert_dim = (
         integer(fields, name) for name in ("hidden_size", "moe_intermediate_size")
     )
@@ -56,7 +55,9 @@ def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=integer(fields, "num_key_value_heads", default=num_heads),
         head_dim=head_dim,
-        num_experts=integer(fields, "num_local_experts", "num_experts", "n_routed_experts"),
+        num_experts=integer(
+            fields, "num_local_experts", "num_experts", "n_routed_experts", most=MOST_EXPERTS
+        ),
         experts_per_token=integer(fields, "num_experts_per_tok"),
         expert_dim=expert_dim,
         mlp_dim=integer(fields, "intermediate_size"),

@@ -45,8 +45,10 @@ def agreed(spellings: Mapping[str, Any]) -> Any:
     return values[0] if values else None
 
 
-def integer(fields: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """What all of `names` that are set agree on, a positive integer."""
+def integer(
+    fields: Mapping[str, Any], *names: str, default: int | None = None, most: int | None = None
+) -> int:
+    """What all of `names` that are set agree on, a positive integer up to `most`."""
     value = agreed({name: fields.get(name) for name in names})
     if value is None:
         value = default
@@ -54,6 +56,8 @@ def integer(fields: Mapping[str, Any], *names: str, default: int | None = None) 
         raise MoejaxError(f"{names[-1]} is missing")
     if type(value) is not int or value < 1:
         raise MoejaxError(f"{names[-1]} is {value!r}, expected a positive integer")
+    if most is not None and value > most:
+        raise MoejaxError(f"{names[-1]} is {value}, expected at most {most}")
     return value
 
 
@@ -75,4 +79,5 @@ def sparse_layers(fields: Mapping[str, Any], num_layers: int) -> tuple[int, ...]
     dense = fields.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise MoejaxError(f"mlp_only_layers is {dense!r}, expected a list of layers")
-    return tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
+    left_out = set(dense)
+    return tuple(i for i in range(num_layers) if i not in left_out and (i + 1) % step == 0)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moejax.errors import MoejaxError
-from moejax.models.config import ModelConfig
+from moejax.models.config import MOST_EXPERTS, MOST_LAYERS, ModelConfig
 from moejax.models.hf_defaults import DEFAULTS
 from moejax.models.hf_fields import (
     flag,
@@ -35,7 +35,7 @@ def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
         reasons.append("use_sliding_window, which Qwen3-Next has no layers for")
     if reasons:
         raise MoejaxError("not supported: " + "; ".join(reasons))
-    num_layers = integer(fields, "num_hidden_layers")
+    num_layers = integer(fields, "num_hidden_layers", most=MOST_LAYERS)
     head_dim = integer(fields, "head_dim")
     return ModelConfig(
         family=family,
@@ -45,7 +45,7 @@ def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
         num_heads=integer(fields, "num_attention_heads"),
         num_kv_heads=integer(fields, "num_key_value_heads"),
         head_dim=head_dim,
-        num_experts=integer(fields, "num_local_experts", "num_experts"),
+        num_experts=integer(fields, "num_local_experts", "num_experts", most=MOST_EXPERTS),
         experts_per_token=integer(fields, "num_experts_per_tok"),
         expert_dim=integer(fields, "moe_intermediate_size"),
         mlp_dim=integer(fields, "intermediate_size"),

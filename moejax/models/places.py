@@ -51,14 +51,14 @@ def places(config: ModelConfig) -> tuple[Place, ...]:
     """All layers, in order."""
     found, counts = [], {"attention": 0, "delta": 0, "sparse": 0, "dense": 0}
     deltas = set(config.delta_net.layers) if config.delta_net else set()
-    sparse = config.moe_layers
+    sparse, sparse_layers = set(config.moe_layers), config.moe_layers
     for layer in range(config.num_layers):
         mixer = "delta" if layer in deltas else "attention"
         mlp = "sparse" if layer in sparse else "dense"
         index = counts[mlp]
         following = None
-        if mlp == "sparse" and index + 1 < len(sparse):
-            following = Following(sparse[index + 1], index + 1)
+        if mlp == "sparse" and index + 1 < len(sparse_layers):
+            following = Following(sparse_layers[index + 1], index + 1)
         found.append(
             Place(layer, counts[mixer], index, mixer == "delta", mlp == "sparse", following)
         )

@@ -20,6 +20,7 @@ from moejax.checkpoints.load import (
     by_layer,
     check_tied,
     convert_floats,
+    expected_placements,
     is_tied_head,
     log_multi_token,
     place_floats,
@@ -33,7 +34,7 @@ from moejax.checkpoints.safetensors_reader import stored_tensors
 from moejax.devices import choose_device
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
-from moejax.models.hf_names import find_spelling, ignored, placements
+from moejax.models.hf_names import ignored
 from moejax.qtensor import Fp8Tensor, QTensor, Weight
 
 
@@ -173,7 +174,7 @@ def _plan(
     plan: dict[str, list[Part]] = defaultdict(list)
     used: set[str] = set()
     extras: set[str] = set()
-    for placement in placements(config, find_spelling(config.family, tensors.stored)):
+    for placement in expected_placements(directory, config, tensors.stored):
         prefix, matrix = placement.name.removesuffix(".weight"), None
         num_faults = tensors.faults.count
         if len(placement.shape) > 1:

@@ -83,6 +83,23 @@ def read_manifest(directory: Path, config: Mapping[str, Any]) -> Manifest:
     )
 
 
+def read_files(directory: Path) -> Manifest | None:
+    """The manifest's files alone, of weights in any format that `moejax.quantize` writes.
+
+    Returns:
+      None where there is no manifest.
+
+    Raises:
+      MoejaxError: it is broken.
+    """
+    path = directory / MANIFEST_FILE
+    if not path.exists():
+        return None
+    files = _object(path, read_json(path), "files")
+    entries = {name: _file_entry(path, name, entry) for name, entry in files.items()}
+    return Manifest(path=path, matrices={}, files=entries)
+
+
 def check_files(manifest: Manifest, *, checksums: bool) -> None:
     """Compares the files beside a manifest with what it says of them.
 
@@ -106,7 +123,7 @@ def check_files(manifest: Manifest, *, checksums: bool) -> None:
                 f"{path} has {path.stat().st_size:,} bytes, {size:,} by {manifest.path.name}; copy "
                 "the whole checkpoint again"
             )
-        if checksums and _sha256(path) != sha256:
+        if checksums and file_sha256(path) != sha256:
             raise MoejaxError(
                 f"{path} is not what was written (its SHA-256 is not that of "
                 f"{manifest.path.name}); copy it again"
@@ -149,7 +166,8 @@ def _object(path: Path, fields: Mapping[str, Any], name: str) -> dict[str, Any]:
     return value
 
 
-def _sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while piece := file.read(_PIECE_BYTES):

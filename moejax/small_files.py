@@ -1,0 +1,79 @@
+"""Small files that others wrote: read whole, after checking that reading them can do no harm."""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from moejax.errors import MoejaxError
+
+MOST_BYTES = 48_000_000  # of tokenizer.json, of an index, of a manifest; Gemma's tokenizer has 33
+# Of JSON: commas and opening brackets, which are about as many as its values. One takes up to 200
+# bytes as a Python object.
+MOST_VALUES = 2_000_000
+_MOST_DEPTH = 64
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a directory",
+}
+
+
+def read_file(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
+    """The content of a regular file, or of one that a link leads to.
+
+    Raises:
+      MoejaxError: it is no regular file, which might never end, or it is too large.
+      OSError: it cannot be read; FileNotFoundError where it is not there.
+    """
+    check_regular(path, path.stat().st_mode)  # first: opening some devices does something
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        check_regular(path, found.st_mode)
+        if found.st_size > most_bytes:
+            raise MoejaxError(
+                f"{path} has more than {most_bytes / 1e6:g} MB, which no such file needs; download "
+                "it again"
+            )
+        return file.read(found.st_size)
+
+
+def parse_json(content: bytes) -> Any:
+    """A JSON value of bounded size.
+
+    Raises:
+      ValueError: it is no JSON, or too large, or deeper than Python reads.
+    """
+    num_values = sum(map(content.count, (b",", b"[", b"{")))
+    if num_values > MOST_VALUES:
+        raise ValueError(f"it holds {num_values:,} values, expected at most {MOST_VALUES:,}")
+    try:
+        return json.loads(content.decode("utf-8"))
+    except RecursionError as error:
+        raise ValueError(f"it is nested more than {_MOST_DEPTH} deep") from error
+
+
+def check_depth(value: Any) -> None:
+    """Raises ValueError for a JSON value that is nested so deep that printing it might fail."""
+    level = [value]
+    for _ in range(_MOST_DEPTH):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, (list, dict))
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return
+    raise ValueError(f"it is nested more than {_MOST_DEPTH} deep")
+
+
+def check_regular(path: Path, mode: int) -> None:
+    """Raises MoejaxError unless `mode`, of what a path leads to, is a regular file's."""
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "a special file")
+        raise MoejaxError(f"{path} is {kind}, expected a regular file; download it again")
