@@ -60,7 +60,13 @@ class KVCache:
                 raise ValueError(f"states are {self.states.dtype}, not float32")
 
     def write_chunk(
-        self, layer: int | jax.Array, keys: jax.Array, values: jax.Array, start: jax.Array
+        self,
+        layer: int | jax.Array,
+        keys: jax.Array,
+        values: jax.Array,
+        start: jax.Array,
+        *,
+        is_for_cpu: bool = False,
     ) -> "KVCache":
         """Writes T consecutive positions from `start` on, the same for all sequences.
 
@@ -69,12 +75,13 @@ class KVCache:
           keys: [B, T, K, C]; `start + T <= S`, or XLA would move the write.
           values: [B, T, K, C].
           start: int32[].
+          is_for_cpu: XLA writes in place there as it stands (jax 0.10.2).
         """
         zero = jnp.zeros_like(start)
 
         def write(cache: jax.Array, new: jax.Array) -> jax.Array:
             block = new.swapaxes(1, 2)[None].astype(cache.dtype)
-            if isinstance(layer, int):
+            if isinstance(layer, int) or is_for_cpu:
                 return jax.lax.dynamic_update_slice(cache, block, (layer, zero, zero, start, zero))
             # Slots and their numbers as one axis: in a loop over layers XLA would else choose a
             # layout in which the block needs no transposing, and copy the cache into it and back.

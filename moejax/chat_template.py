@@ -1,6 +1,7 @@
 """Chat templates: Jinja sources of a checkpoint, rendered by a process with limits."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -24,6 +25,50 @@ _MOST_BYTES = 1_000_000  # of a template; published ones have up to 20,000
 _MOST_COPIES, _MOST_AROUND = 4, 1_000_000
 _START_S = 60.0
 _WALL_S = 10.0  # of a template that waits, or on a machine that does; see `chat_worker.CPU_S`
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatSettings:
+    """What a conversation's prompts are rendered with, beside its messages.
+
+    Attributes:
+      system: the system prompt of conversations that begin without one; "": none.
+      thinking: what templates such as Qwen3's read as `enable_thinking`; None: their own default.
+    """
+
+    system: str = ""
+    thinking: bool | None = None
+
+    def messages(self, given: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+        """The messages, after the system prompt where they begin without one."""
+        if self.system and (not given or given[0].get("role") != "system"):
+            return [{"role": "system", "content": self.system}, *given]
+        return list(given)
+
+    def variables(self) -> dict[str, Any]:
+        """Variables of the template."""
+        return {} if self.thinking is None else {"enable_thinking": self.thinking}
+
+
+def checked_messages(given: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """The messages of a conversation, as templates take them.
+
+    Raises:
+      MoejaxError: there is none, or one lacks a known role or a text.
+    """
+    if isinstance(given, str | Mapping) or not given:
+        raise MoejaxError("messages must be a list with at least one message")
+    found = []
+    for i, message in enumerate(given):
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if role not in ROLES:
+            raise MoejaxError(f"messages[{i}]: role {role!r} is none of {', '.join(ROLES)}")
+        if not isinstance(content := message.get("content"), str):
+            raise MoejaxError(f"messages[{i}]: content must be a text, not {content!r}")
+        found.append({"role": ROLES[role], "content": content})
+    return found
 
 
 def find_chat_template(directory: Path) -> str | None:

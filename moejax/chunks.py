@@ -12,6 +12,12 @@ MIN_PREFILL_LENGTH = 16
 MAX_PREFILL_LENGTH = 1024  # longer prompts go chunk by chunk
 SCORE_BYTES = 2**30  # of the float32 attention scores of one chunk and layer
 MIN_KV_LENGTH = 256
+# On a CPU compiling takes seconds: short prompts go through one program, whatever their length.
+CPU_CHUNK_LENGTH = 64
+# A cache has so many slots even where a call needs fewer, if all its sequences take no more bytes:
+# the next turns of a conversation then run the same programs.
+CACHE_LENGTH = 1024
+CACHE_BYTES = 2**28
 
 
 def length_bucket(length: int, smallest: int, largest: int, factor: int = 2) -> int:
@@ -28,6 +34,23 @@ def kv_bucket(length: int, cache_length: int) -> int:
     Coarse, since each bucket is a program: a decode of 2,048 tokens compiles three.
     """
     return length_bucket(length, MIN_KV_LENGTH, cache_length, factor=4)
+
+
+def kv_buckets(cache_length: int) -> tuple[int, ...]:
+    """All of `kv_bucket`, rising, without the whole cache."""
+    found = [MIN_KV_LENGTH]
+    while found[-1] < cache_length:
+        found.append(4 * found[-1])
+    return tuple(found[:-1])
+
+
+def least_cache_length(config: ModelConfig, batch_size: int, itemsize: int) -> int:
+    """Slots of a sequence's cache that cost little; see `CACHE_LENGTH`."""
+    least = CACHE_LENGTH
+    slot_bytes = batch_size * config.cached_values * itemsize
+    while least > MIN_KV_LENGTH and least * slot_bytes > CACHE_BYTES:
+        least //= 2
+    return least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,12 +104,23 @@ def part_of(tokens: np.ndarray, start: int, size: int, fill: int = 0) -> np.ndar
     return np.pad(part, ((0, 0), (0, size - part.shape[1])), constant_values=fill)
 
 
-def prefill_chunks(length: int, cache_length: int, longest: int) -> Iterator[tuple[int, int]]:
-    """(start, size) of the prefill chunks of `length` positions; none reaches past the cache."""
+def prefill_chunks(
+    length: int, cache_length: int, longest: int, short: int = 0
+) -> Iterator[tuple[int, int]]:
+    """(start, size) of the prefill chunks of `length` positions; none reaches past the cache.
+
+    Args:
+      length: of the longest prompt.
+      cache_length: S.
+      longest: positions of a chunk at most.
+      short: positions of all chunks of what is no longer than four of them; 0: of none.
+    """
     start = 0
     while start < length:
         largest = min(longest, cache_length - start)
         size = length_bucket(length - start, MIN_PREFILL_LENGTH, largest)
+        if length - start <= 4 * short:
+            size = min(short, largest)
         yield start, size
         start += size
 
@@ -111,7 +145,9 @@ def num_between(lengths: Sequence[int] | np.ndarray, start: int, size: int) -> i
     return int(np.clip(np.asarray(lengths) - start, 0, size).sum())
 
 
-def cache_length(longest: int, num_new: int, context: int, planned: int, model_limit: int) -> int:
+def cache_length(
+    longest: int, num_new: int, context: int, planned: int, model_limit: int, least: int
+) -> int:
     """S that a prompt of `longest` tokens and an answer of `num_new` take, if the limits allow.
 
     Args:
@@ -120,6 +156,7 @@ def cache_length(longest: int, num_new: int, context: int, planned: int, model_l
       context: S of every call; 0: what is needed.
       planned: the most that memory was planned for.
       model_limit: the model's own.
+      least: slots that there are in any case, where the limits allow.
 
     Raises:
       MoejaxError: the prompt leaves no room for an answer.
@@ -132,7 +169,7 @@ def cache_length(longest: int, num_new: int, context: int, planned: int, model_l
         raise MoejaxError(
             f"a prompt of {longest} tokens leaves no room in the context of {limit}: {mend}"
         )
-    return context or length_bucket(longest + num_new, MIN_KV_LENGTH, planned)
+    return context or length_bucket(longest + num_new, min(least, planned), planned)
 
 
 def chunk_of(prompts: Sequence[Sequence[int]], start: int, size: int) -> np.ndarray:

@@ -12,17 +12,20 @@ of another kind is a bug of ours and keeps its traceback.
 """
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import importlib
 import io
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from logging import LogRecord
 from pathlib import Path
+from types import FrameType
 from typing import Generic, NoReturn, TypeVar
 
 from absl import flags, logging
@@ -102,14 +105,34 @@ def _overview() -> str:
 
 
 def run(command: Command[_Config], argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs a main on `argv`, by default the process's arguments, and ends the process."""
+    """Runs a main on `argv`, by default the process's arguments, and ends the process.
+
+    A process that Ctrl-C has interrupted, be it once in a conversation, ends without the
+    interpreter's own end: XLA may still be compiling, and that end waits for its threads and then
+    crashes on them (jax 0.10.2, 2026-11-24).
+    """
     if sys.stderr is None:  # closed by the caller, and print() would take stdout in its place
         sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115, used to the end
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Where stdout is not UTF-8, a character that it lacks becomes a question mark.
         sys.stdout.reconfigure(errors="replace")
     logging.get_absl_logger().addFilter(_escape)
-    sys.exit(exit_status(command, sys.argv if argv is None else argv))
+    interrupts: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        interrupts.append(number)
+        signal.default_int_handler(number, frame)
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+    status = exit_status(command, sys.argv if argv is None else argv)
+    if not interrupts:
+        sys.exit(status)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+    os._exit(status)
 
 
 def _escape(record: LogRecord) -> bool:

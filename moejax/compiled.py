@@ -1,7 +1,9 @@
 """Programs compiled once for a shape and kept, with the time that compiling took."""
 
+import contextlib
 import time
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -9,6 +11,12 @@ import jax
 from moejax.errors import MoejaxError
 
 Function = Callable[..., Any]
+Announce = Callable[[str], AbstractContextManager[None]]
+
+
+def _silently(name: str) -> AbstractContextManager[None]:
+    del name
+    return contextlib.nullcontext()
 
 
 def _no_options(function: Function) -> Mapping[str, str]:
@@ -25,6 +33,7 @@ class CompiledPrograms:
       seconds: spent in tracing, lowering and compiling so far.
       num_traces: programs built so far; constant after warm-up.
       history: function name and seconds of each, in order.
+      announce: gives what is entered around compiling a program of a name.
     """
 
     def __init__(self, options_of: Callable[[Function], Mapping[str, str]] = _no_options) -> None:
@@ -34,6 +43,7 @@ class CompiledPrograms:
         self.seconds = 0.0
         self.num_traces = 0
         self.history: list[tuple[str, float]] = []
+        self.announce: Announce = _silently
         self._is_closed = False
 
     def close(self) -> None:
@@ -73,7 +83,9 @@ class CompiledPrograms:
         program = self._programs.get(key)
         if program is None:
             start = time.perf_counter()
-            program = self.lower(function, static, arguments, num_donated=num_donated).compile()
+            with self.announce(function.__name__.replace("_", " ")):
+                lowered = self.lower(function, static, arguments, num_donated=num_donated)
+                program = lowered.compile()
             self._programs[key] = program
             spent = time.perf_counter() - start
             self.seconds += spent

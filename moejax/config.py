@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from moejax.chat_template import ChatSettings
 from moejax.errors import MoejaxError
 from moejax.evaluation.perplexity import PRESETS, Windowing
 from moejax.evaluation.texts import JOINS
@@ -19,6 +20,7 @@ from moejax.options import to_config_dict as to_config_dict
 from moejax.policy_config import PolicyConfig
 
 SHAPE_BITS = (2, 3, 4, 8, 16)
+THINKING = {"auto": None, "on": True, "off": False}
 
 
 _TASKS_BY_LM_EVAL = (
@@ -188,6 +190,17 @@ class GenerateConfig(RecordConfig):
     add_special_tokens: bool = option(
         GenerationSettings.add_special_tokens, "let the tokenizer add its own (such as bos)"
     )
+    system_prompt: str = option(
+        "", "of conversations (--chat, the server) that begin without a system message; '': none"
+    )
+    thinking: str = option(
+        "auto",
+        "on or off: enable_thinking of the chat template, where it knows that; auto: its default",
+    )
+
+    def chat_settings(self) -> ChatSettings:
+        """What prompts of conversations are rendered with."""
+        return ChatSettings(self.system_prompt, THINKING[self.thinking])
 
     def request(self) -> dict[str, Any]:
         """The fields that `Engine.generate` and `Engine.stream` take, as far as they are given."""
@@ -210,6 +223,8 @@ class GenerateConfig(RecordConfig):
             )
         if not 0 <= self.seed < 2**32:
             raise MoejaxError(f"seed={self.seed} must be from 0 to 2**32 - 1")
+        if self.thinking not in THINKING:
+            raise MoejaxError(f"thinking={self.thinking!r} is none of {', '.join(THINKING)}")
         GenerationSettings.of(**self.request())
 
 

@@ -13,8 +13,16 @@ import numpy as np
 
 from moejax import ops
 from moejax.bits import BitsPerWeight, bits_of
+from moejax.chat_template import ChatSettings, checked_messages
 from moejax.checkpoints import open_checkpoint
-from moejax.chunks import MAX_PREFILL_LENGTH, Planned, cache_length, longest_chunk
+from moejax.chunks import (
+    MAX_PREFILL_LENGTH,
+    Planned,
+    cache_length,
+    least_cache_length,
+    longest_chunk,
+)
+from moejax.compile_notice import CompileNotice
 from moejax.devices import check_dtype, choose_device, enable_compilation_cache, plain_memory_errors
 from moejax.errors import MoejaxError
 from moejax.evaluation.likelihood import PairScorer, Scored
@@ -126,7 +134,7 @@ class Engine:
           platform: "cpu", "gpu", or "auto".
           context: cache length, 0 for what each call needs.
           compilation_cache: directory of compiled programs, "auto", or "" for none.
-          progress: whether a bar is drawn on stderr.
+          progress: whether a bar is drawn on stderr, and compiling that takes long is said there.
           limits: of memory; experts that do not fit move while the model runs. None: all are on
             the device.
           policy: decides which experts run, in which stored form; None: those of the router.
@@ -167,6 +175,8 @@ class Engine:
             device=device, context=context, memory=memory, defaults=defaults,
         )  # fmt: skip
         engine.budget, engine._runner.planned = budget, sizes
+        if progress:
+            engine._runner.programs.announce = CompileNotice()
         engine.load_seconds = time.perf_counter() - start
         return engine
 
@@ -325,6 +335,43 @@ class Engine:
         builder = self._builder(ids, length, wanted)
         return self._stream(ids, length, builder, wanted)
 
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        enable_thinking: bool | None = None,
+        **settings: Any,
+    ) -> Generation:
+        """Answers the last message of a conversation; arguments as of `chat_prompt`.
+
+        Args:
+          messages: each with "role" (system, user or assistant) and "content".
+          enable_thinking: see `chat_prompt`.
+          **settings: fields of `GenerationSettings`.
+        """
+        prompt = self.chat_prompt(messages, enable_thinking=enable_thinking)
+        [answer] = self.generate([prompt], **settings)
+        return answer
+
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], *, enable_thinking: bool | None = None
+    ) -> list[int]:
+        """Token ids of a conversation in the model's chat template, for `generate` and `stream`.
+
+        Args:
+          messages: each with "role" (system, user or assistant) and "content".
+          enable_thinking: of templates that know it, such as Qwen3's; None: their own default.
+
+        Raises:
+          MoejaxError: the messages are wrong, or the checkpoint has no tokenizer or no template.
+        """
+        checked = checked_messages(messages)
+        if self.tokenizer is None:
+            raise MoejaxError("this checkpoint has no tokenizer.json: it takes no messages")
+        variables = ChatSettings(thinking=enable_thinking).variables()
+        text = self.tokenizer.apply_chat_template(checked, **variables)
+        return self.tokenizer.encode(text, add_special_tokens=False)  # the template writes them
+
     def _stream(
         self, ids: list[int], length: int, builder: AnswerBuilder, settings: GenerationSettings
     ) -> Iterator[Chunk]:
@@ -393,12 +440,18 @@ class Engine:
             max_tokens=min(settings.max_new_tokens, room),
         )  # fmt: skip
 
-    def _cache_length(self, prompts: list[list[int]], settings: GenerationSettings) -> int:
-        """S for a call: the engine's context, or a bucket that holds prompts and answers."""
+    def _cache_length(
+        self, prompts: list[list[int]], settings: GenerationSettings, batch_size: int = 0
+    ) -> int:
+        """S for a call: the engine's context, or a bucket that holds prompts and answers.
+
+        `batch_size`: sequences of the call; 0: as many as there are prompts.
+        """
         planned = self.budget.context if self.budget else self.config.context_limit
         return cache_length(
             max(map(len, prompts)), settings.max_new_tokens, self.context, planned,
             self.config.context_limit,
+            least_cache_length(self.config, batch_size or len(prompts), self.dtype.itemsize),
         )  # fmt: skip
 
     @property
@@ -416,7 +469,8 @@ class Engine:
     ) -> LiveBatch:
         """Prompts that run as one batch, each with its own settings; `how` is of `LiveBatch`."""
         rows = list(zip(prompts, settings, strict=True))
-        length = max(self._cache_length([prompt], own) for prompt, own in rows)
+        size = max(len(rows), how.get("size", 0))
+        length = max(self._cache_length([prompt], own, size) for prompt, own in rows)
         builders = [self._builder(prompt, length, own) for prompt, own in rows]
         return LiveBatch(self._runner, prompts, settings, builders, length, self.eos_ids, **how)
 

@@ -7,6 +7,8 @@ The new text goes to stdout as it comes; all else goes to stderr, a line of figu
 several prompts the answers are computed as one batch and printed in order, each under a heading.
 """
 
+import functools
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from moejax import cli, report
+from moejax.chat_template import ChatSettings
 from moejax.config import GenerateConfig
+from moejax.conversation import converse, read_turns, thinking_remarks
 from moejax.errors import MoejaxError
 from moejax.loading import compared, load_engine, say
 from moejax.prompts import read_prompts
@@ -22,18 +26,22 @@ from moejax.prompts import read_prompts
 if TYPE_CHECKING:  # importing the engine imports JAX, which --help and mistakes need not wait for
     from moejax.engine import Engine
     from moejax.generation import Chunk, Timing
-    from moejax.tokenizer import Tokenizer
+
+MOST_ECHOED = 1000  # characters of a prompt
 
 
 def define_flags(values: flags.FlagValues) -> None:
     """The flags beside `--config`."""
     flags.DEFINE_boolean("stats", False, "a line of counts for each layer", flag_values=values)
     flags.DEFINE_multi_string("prompt", [], "a text to continue", flag_values=values)
-    flags.DEFINE_multi_string("prompt_file", [], "a UTF-8 file, one prompt", flag_values=values)
+    flags.DEFINE_multi_string(
+        "prompt_file", [], "a UTF-8 file, one prompt; - is standard input", flag_values=values
+    )
     flags.DEFINE_boolean(
         "chat",
         False,
-        "each prompt is a user's message in the model's chat template; without a prompt, talk",
+        "each prompt is a user's message in the model's chat template; without a prompt, talk: on "
+        "a terminal, or each line of standard input is a turn",
         flag_values=values,
     )
 
@@ -41,9 +49,14 @@ def define_flags(values: flags.FlagValues) -> None:
 def generate(config: GenerateConfig, values: flags.FlagValues) -> None:
     """Loads the model and answers every prompt, or talks."""
     prompts = read_prompts(values.prompt, values.prompt_file)
-    # Stdin is None where the caller closed it.
-    if not prompts and not (values.chat and sys.stdin is not None and sys.stdin.isatty()):
-        raise MoejaxError("no prompt: give --prompt, --prompt_file, or --chat on a terminal")
+    turns = read_turns() if values.chat and not prompts else None
+    if not prompts and turns is None:
+        raise MoejaxError(
+            "no prompt: give --prompt, --prompt_file, or --chat on a terminal or with lines on "
+            "standard input"
+        )
+    if not values.chat and config.chat_settings() != ChatSettings():
+        raise MoejaxError("system_prompt and thinking are of conversations: give --chat, too")
     if config.fidelity_share and not (values.stats and prompts):
         raise MoejaxError(
             f"fidelity_share={config.fidelity_share:g} is measured under --stats, in answers to "
@@ -55,69 +68,88 @@ def generate(config: GenerateConfig, values: flags.FlagValues) -> None:
         raise MoejaxError(f"{config.checkpoint} has no tokenizer.json, so it takes no text")
     request = config.request()
     request["add_special_tokens"] &= not values.chat  # the template writes them
-    if prompts and values.chat:
-        chats = ([{"role": "user", "content": prompt}] for prompt in prompts)
-        prompts = [engine.tokenizer.apply_chat_template(chat) for chat in chats]
+    chat, given = config.chat_settings(), prompts
+    if values.chat:
+        say(*thinking_remarks(chat, engine.tokenizer))
+        chats = (chat.messages([{"role": "user", "content": prompt}]) for prompt in prompts)
+        prompts = [engine.tokenizer.apply_chat_template(of, **chat.variables()) for of in chats]
     with report.tracing(config.trace_dir), report.recorded(engine, config):
-        if not prompts:
-            converse(engine, engine.tokenizer, request)
+        if turns is not None:
+            answer = functools.partial(stream_answer, engine, request)
+            converse(turns, engine.tokenizer, chat, answer)
         elif len(prompts) == 1:
-            chunks = stream_answer(engine, engine.tokenizer, prompts[0], request)
+            chunks: list[Chunk] = []
+            shown = echoed(given[0], ends_line=values.chat)
+            stream_answer(engine, request, prompts[0], chunks, shown)
             answers = [[chunk.token for chunk in chunks]]
         else:
-            answers = print_answers(engine, prompts, request)
+            shown_all = [echoed(text, ends_line=values.chat) for text in given]
+            answers = print_answers(engine, prompts, request, shown_all)
     if values.stats:
         say(*(engine.ledger.describe_layers() if engine.ledger else [report.NO_COUNTS]))
         if engine.ledger and config.fidelity_share and config.policy.tiering():
             special = request["add_special_tokens"]
-            given = [engine.tokenizer.encode(of, add_special_tokens=special) for of in prompts]
-            say(compared(config, engine, given, answers))
+            ids = [engine.tokenizer.encode(of, add_special_tokens=special) for of in prompts]
+            say(compared(config, engine, ids, answers))
 
 
 def stream_answer(
-    engine: "Engine", tokenizer: "Tokenizer", prompt: str, request: dict[str, Any]
-) -> list["Chunk"]:
-    """Prints the answer as it comes, then the closing line; returns the answer's chunks."""
-    token_ids = tokenizer.encode(prompt, add_special_tokens=request["add_special_tokens"])
-    chunks = []
+    engine: "Engine",
+    request: dict[str, Any],
+    prompt: str,
+    chunks: list["Chunk"],
+    shown: str = "",
+) -> None:
+    """Prints the answer while it is made, then the closing line.
+
+    Args:
+      engine: with a tokenizer.
+      request: settings of the answer.
+      prompt: a text.
+      chunks: those of the answer are added, at once.
+      shown: printed before the answer.
+    """
+    assert engine.tokenizer is not None
+    special = request["add_special_tokens"]
+    token_ids = engine.tokenizer.encode(prompt, add_special_tokens=special)
     for chunk in engine.stream(token_ids, **request):
+        print(chunk.text if chunks else shown + chunk.text, end="", flush=True)
         chunks.append(chunk)
-        print(chunk.text, end="", flush=True)
     print(flush=True)
     _close(engine, request, chunks[-1].timing, len(token_ids), len(chunks))
-    return chunks
+
+
+def echoed(prompt: str, *, ends_line: bool) -> str:
+    """The end of a prompt, faint, where stdout is a terminal; else nothing.
+
+    Args:
+      prompt: as the user gave it.
+      ends_line: whether the answer begins a line of its own.
+    """
+    if not sys.stdout.isatty():
+        return ""
+    shown = prompt if len(prompt) <= MOST_ECHOED else f"...{prompt[-MOST_ECHOED:]}"
+    if os.environ.get("TERM") != "dumb":
+        shown = f"\x1b[2m{shown}\x1b[0m"
+    return f"{shown}\n" if ends_line else shown
 
 
 def print_answers(
-    engine: "Engine", prompts: Sequence[str], request: dict[str, Any]
+    engine: "Engine", prompts: Sequence[str], request: dict[str, Any], shown: Sequence[str]
 ) -> list[list[int]]:
     """Answers the prompts as one batch; prints the answers in order, then the closing line.
+
+    `shown[i]` is printed before the i-th answer.
 
     Returns:
       The tokens of each.
     """
     answers = engine.generate(prompts, **request)
-    for i, answer in enumerate(answers, start=1):
-        print(f"=== {i} of {len(answers)} ===\n{answer.text}", flush=True)
+    for i, (answer, before) in enumerate(zip(answers, shown, strict=True), start=1):
+        print(f"=== {i} of {len(answers)} ===\n{before}{answer.text}", flush=True)
     counts = ((answer.num_prompt_tokens, len(answer.tokens)) for answer in answers)
     _close(engine, request, answers[0].timing, *map(sum, zip(*counts, strict=True)))
     return [list(answer.tokens) for answer in answers]
-
-
-def converse(engine: "Engine", tokenizer: "Tokenizer", request: dict[str, Any]) -> None:
-    """Talks on the terminal until end of input; every turn sees the whole conversation."""
-    say("end with Ctrl-D")
-    messages: list[dict[str, str]] = []
-    while True:
-        try:
-            messages.append({"role": "user", "content": input("> ")})
-        except EOFError:
-            print()
-            return
-        prompt = tokenizer.apply_chat_template(messages)
-        chunks = stream_answer(engine, tokenizer, prompt, request)
-        answer = "".join(chunk.text for chunk in chunks)
-        messages.append({"role": "assistant", "content": answer})
 
 
 def _close(

@@ -1,6 +1,7 @@
 """Prompts as the command line and callers give them."""
 
 import operator
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,35 +19,46 @@ Prompt = str | Sequence[int]
 def read_prompts(texts: Sequence[str], files: Sequence[str]) -> list[str]:
     """The texts, then the whole text of each file, line ends included, a byte order mark not.
 
+    Args:
+      texts: of the command line.
+      files: their paths; "-" is standard input.
+
     Raises:
       MoejaxError: a file cannot be read, or a text or a file is empty or not UTF-8.
     """
-    return [*map(_valid_text, texts), *(_whole_text(Path(file)) for file in files)]
+    if not all(texts):
+        raise MoejaxError("an empty prompt: --prompt needs a text")
+    return [*(valid_text(text, "--prompt") for text in texts), *map(_whole_text, files)]
 
 
-def _whole_text(path: Path) -> str:
+def _whole_text(file: str) -> str:
+    name = "standard input (prompt file -)" if file == "-" else f"prompt file {Path(file)}"
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        if file == "-":
+            if sys.stdin is None:
+                raise MoejaxError(f"{name} is closed")
+            found = sys.stdin.buffer.read()
+        else:
+            found = Path(file).read_bytes()
+        text = found.decode("utf-8-sig")
     except OSError as error:
-        raise MoejaxError(f"prompt file {path}: {error.strerror}") from error
+        raise MoejaxError(f"{name}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise MoejaxError(f"prompt file {path} is not UTF-8 at byte {error.start}") from error
+        raise MoejaxError(f"{name} is not UTF-8 at byte {error.start}") from error
     if not text:
-        raise MoejaxError(f"prompt file {path} is empty")
+        raise MoejaxError(f"{name} is empty")
     return text
 
 
-def _valid_text(text: str) -> str:
-    """The text, unless it is empty or the shell handed over bytes that are none.
+def valid_text(text: str, what: str) -> str:
+    """The text, unless the shell or a terminal handed over bytes that are none.
 
-    Such bytes are lone surrogates here.
+    Such bytes are lone surrogates here; `what` is the text's name in the error.
     """
-    if not text:
-        raise MoejaxError("an empty prompt: --prompt needs a text")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise MoejaxError(f"--prompt is not UTF-8 at character {error.start}") from error
+        raise MoejaxError(f"{what} is not UTF-8 at character {error.start}") from error
     return text
 
 

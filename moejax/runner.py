@@ -12,11 +12,13 @@ from absl import logging
 from moejax import ops, served, steps
 from moejax.cache import KVCache
 from moejax.chunks import (
+    CPU_CHUNK_LENGTH,
     MAX_PREFILL_LENGTH,
     MIN_PREFILL_LENGTH,
     Planned,
     chunk_of,
     kv_bucket,
+    kv_buckets,
     length_bucket,
     longest_chunk,
     next_chunk,
@@ -90,6 +92,9 @@ class Runner:
         self.config = config
         self.weights = weights
         self.device = device
+        is_cpu = device.platform == "cpu"
+        self._short_chunk = CPU_CHUNK_LENGTH if is_cpu else 0
+        self._chooses_kv_length = is_cpu
         self._whole_calls = device.platform == "gpu" if whole_calls is None else whole_calls
         pools = memory.spec.pools if memory and device.platform == "gpu" else ()
         options = [compiler_options(pools, is_prefill) for is_prefill in (True, False)]
@@ -213,8 +218,10 @@ class Runner:
         by_row, since = settings_by_row(settings, batch), self._begin_session()
         cache, hidden, keys = self._fresh(seeds_of(by_row), cache_length)
         device_lengths = self._put(np.asarray(lengths, np.int32))
-        for start, size in self._chunks(batch, max(lengths), cache_length):
-            static = (self._program, self._chunk_spec(batch, start, size, cache_length))
+        for start, size in self.prompt_chunks(batch, max(lengths), cache_length):
+            is_first = start == 0 and size != self._short_chunk
+            spec = self._chunk_spec(batch, start, size, cache_length, is_first)
+            static = (self._program, spec)
             inputs = self._put(chunk_of(prompts, start, size)), self._put(np.int32(start))
             cache, hidden = self._step(
                 since, num_between(lengths, start, size), steps.prefill_chunk, static,
@@ -255,9 +262,11 @@ class Runner:
         """Dispatches decode steps (see `steps.decode`); int32[B, buffer_length], not waited for."""
         batch, cache_length = session.state.cache.batch_size, session.state.cache.length
         spec = ChunkSpec(
-            kv_length=kv_bucket(session.next_position + num_steps, cache_length), is_first=False,
+            kv_length=self.kv_length(session.next_position + num_steps, cache_length),
+            is_first=False,
             experts=self._recorded_via("decode", batch, batch), attention=self._attention,
             cached=cached_form(self._cached), tiers=self._tiers_via(batch),
+            kv_lengths=self._kv_lengths(cache_length),
         )  # fmt: skip
         program = self._program._replace(top_logprobs=session.top_logprobs)
         static = (program, spec, session.all_greedy, buffer_length, self._whole_calls and whole)
@@ -382,6 +391,24 @@ class Runner:
             yield start, size
             start += size
 
+    def prompt_chunks(
+        self, batch: int, length: int, cache_length: int
+    ) -> Iterator[tuple[int, int]]:
+        """(start, size) of the chunks of prompts, the longest of `length` tokens."""
+        longest = longest_chunk(self.config, batch, cache_length, self.planned)
+        return prefill_chunks(length, cache_length, longest, self._short_chunk)
+
+    def kv_length(self, length: int, cache_length: int) -> int:
+        """Slots that attention may look at, to see `length` of them.
+
+        On a CPU all: a program chooses among `chunks.kv_buckets` itself, since compiling one for
+        each takes seconds.
+        """
+        return cache_length if self._chooses_kv_length else kv_bucket(length, cache_length)
+
+    def _kv_lengths(self, cache_length: int) -> tuple[int, ...]:
+        return kv_buckets(cache_length) if self._chooses_kv_length else ()
+
     def _fresh(self, seeds: list[int], cache_length: int) -> tuple[KVCache, jax.Array, jax.Array]:
         self.planned.check(len(seeds), cache_length)
         if self._recorder is not None:
@@ -437,12 +464,17 @@ class Runner:
             program = self.programs.get(function, static, arguments, num_donated=len(donated))
             return program(*arguments)
 
-    def _chunk_spec(self, batch: int, start: int, size: int, cache_length: int) -> ChunkSpec:
+    def _chunk_spec(
+        self, batch: int, start: int, size: int, cache_length: int, is_first: bool | None = None
+    ) -> ChunkSpec:
+        """`is_first`: whether it attends to itself alone; None: where it starts at 0."""
+        is_first = start == 0 if is_first is None else is_first
         return ChunkSpec(
-            kv_length=0 if start == 0 else kv_bucket(start + size, cache_length),
-            is_first=start == 0,
+            kv_length=0 if is_first else self.kv_length(start + size, cache_length),
+            is_first=is_first,
             experts=self._recorded_via("prefill", batch * size, batch),
             attention=self._attention, tiers=self._tiers_via(batch * size),
+            kv_lengths=() if is_first else self._kv_lengths(cache_length),
         )  # fmt: skip
 
     def _put(self, array: np.ndarray | np.generic) -> jax.Array:

@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 from absl.testing import absltest
 
 from moejax.benchmarking.synthetic_traces import drifting_trace
@@ -22,6 +23,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 class BenchSweepTest(absltest.TestCase):
+    @pytest.mark.slow
     def test_a_row_of_each_policy(self):
         path = Path(self.enter_context(tempfile.TemporaryDirectory())) / "rows.jsonl"
         policies = ",".join(POLICY_NAMES)
@@ -35,6 +37,7 @@ class BenchSweepTest(absltest.TestCase):
             self.assertAlmostEqual(row.baseline["settings_x_tokens_a_second"] * row.figure, 200)
             self.assertEqual(row.baseline["note"], "of a test")
 
+    @pytest.mark.slow
     def test_a_limit(self):
         for policy, said in (("lru", "lru: .* the limit is 1e-06"), ("lur", "is none of lru")):
             done = run(f"--policy={policy}", "--limit=1e-6", "--nowarm")

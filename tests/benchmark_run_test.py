@@ -21,7 +21,7 @@ from moejax.benchmarking.shapes import TINY
 from moejax.errors import MoejaxError
 from moejax.models.config import weight_shapes
 from moejax.traces import trace_of_replay, write_trace
-from tests import slow, tiny_engine
+from tests import tiny_engine
 
 
 def run(*flags: str, **fields: Any) -> tuple[int, str, str]:
@@ -55,8 +55,8 @@ class CheckpointTest(Case):
         cls.checkpoint = cls.home / "tiny"
         tiny_engine.load_tiny_engine(cls.checkpoint)
 
-    @slow.where(lambda least: least)  # `generate_test` compares one that is not exact
     @parameterized.parameters(("dynaexq", "('int4','int2')", 0.001), ("on_demand", "()", 0))
+    @pytest.mark.slow
     def test_a_policy_is_compared_with_the_exact_model(self, name, tiers, least):
         policy = {"policy.name": name, "policy.tiers": tiers, "policy.group_size": 16}
         record, out = self.record(
@@ -75,10 +75,10 @@ class CheckpointTest(Case):
                 self.assertLess(abs(kl["value"]), 1e-6)
                 self.assertEqual(same["value"], 100)
 
-    @slow.where(lambda of: of is exactness)
     @parameterized.parameters(
         (models.CheckpointModels, "exact"), (exactness, "predicted"),
     )  # fmt: skip
+    @pytest.mark.slow
     def test_there_may_be_no_room_to_compare(self, of, name):
         with mock.patch.object(of, name, side_effect=MoejaxError("no")):
             status, out, err = run(
@@ -89,6 +89,7 @@ class CheckpointTest(Case):
         self.assertIn("the KL of the exact model was not measured: no", err)
         self.assertIn("TPOT", out)
 
+    @pytest.mark.slow
     def test_counts_and_times_of_prompts_of_a_file(self):
         lengths = [3, 40, 5, 17, 20]
         prompts = self.home / "prompts.txt"
@@ -136,6 +137,7 @@ class CheckpointTest(Case):
         ttft = next(row for row in record["rows"] if row["what"].startswith("TTFT median"))
         self.assertEqual(ttft["figure"], record["points"][0]["figures"]["TTFT median"]["value"])
 
+    @pytest.mark.slow
     def test_what_moves_is_told_by_phase(self):
         record, out = self.record(
             "--stats", checkpoint=self.checkpoint, prompt_tokens=16, batches="(2,)",
@@ -208,8 +210,8 @@ class ShapeTest(Case):
         self.assertEqual(figures["experts of a layer that a decode step reads"]["value"], 2)
         self.assertIn("nothing is replayed", point["routing"])
 
-    @slow.where(lambda hit_rate: hit_rate)  # the other one says where the experts come from
     @parameterized.parameters(([0, 0, 0], 100.0), ([0, 1, 2], 0.0))
+    @pytest.mark.slow
     def test_decode_takes_the_experts_of_the_trace(self, turns, hit_rate):
         pairs = np.array([[0, 1], [2, 3], [4, 5]])[np.resize(turns, 30)]
         trace = self.folder / "x.trace"
@@ -235,6 +237,7 @@ class ShapeTest(Case):
         self.assertEqual(figures["experts of a layer that a decode step reads"]["value"], 2)
         self.assertEqual(figures["hit rate of decode"]["value"], 100)
 
+    @pytest.mark.slow
     def test_a_refused_budget_is_a_row_and_the_least_will_do(self):
         sizes = {"shape": "tiny", "prompt_tokens": 16}
         lines = self.folder / "rows.jsonl"
@@ -264,6 +267,7 @@ class ShapeTest(Case):
         self.assertEqual(status, 1)
         self.assertRegex(err, f"error: .* the smallest that would do is {least[1]} GiB")
 
+    @pytest.mark.slow
     def test_a_policy_tells_its_gate_mass(self):
         record, out = self.record(
             "--stats", shape="tiny", prompt_tokens=16, new_tokens=65, skew="zipf:1.5",

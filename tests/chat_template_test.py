@@ -5,13 +5,13 @@ import time
 from pathlib import Path
 
 import hypothesis
+import pytest
 from absl.testing import absltest, parameterized
 from hypothesis import strategies
 
 from moejax import chat_worker
 from moejax.chat_template import ChatRenderer
 from moejax.errors import MoejaxError
-from tests import slow
 from tests.tokenizer_test import CONVERSATION, MIXTRAL_LIKE, QWEN3_LIKE
 
 # As DeepSeek-V3's: a namespace, system messages first, several kinds of message in one loop.
@@ -204,9 +204,9 @@ class FuzzTest(absltest.TestCase):
     def test_no_template_takes_more(self):
         self._fuzz(40)
 
+    @pytest.mark.slow
     def test_no_template_takes_more_at_length(self):
-        slow.skip_unless_asked()
-        self._fuzz(2000)
+        self._fuzz(500)
 
 
 if __name__ == "__main__":

@@ -34,8 +34,13 @@ class FakeTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return [*([1] if add_special_tokens else []), *map(ord, text)]
 
-    def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> str:
-        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+    chat_template = "with enable_thinking"
+
+    def apply_chat_template(
+        self, messages: Sequence[dict[str, str]], *, enable_thinking: bool | None = None
+    ) -> str:
+        thinks = "" if enable_thinking is None else f"<{enable_thinking}>"
+        return thinks + "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
 
 
 class FakeEngine:
@@ -240,13 +245,14 @@ class CliTest(parameterized.TestCase):
         ):
             out, err = self.run_main("--chat", "--stats")
         first = "<USER>A<ASSISTANT>"
-        self.assertEqual(out, f"{first}\n<USER>A<ASSISTANT>{first}<USER>B<ASSISTANT>\n\n")
+        self.assertEqual(out, f"{first}\n<USER>A<ASSISTANT>{first}<USER>B<ASSISTANT>\n")
         self.assertEqual(err.count("new tokens"), 2)
         self.assertEndsWith(err, f"{report.NO_COUNTS}\n")
 
     @parameterized.parameters(
         ([], "no prompt: give --prompt"),
-        (["--chat"], "no prompt: give --prompt"),
+        (["--prompt=a", "--config.thinking=yes"], "thinking='yes' is none of auto, on, off"),
+        (["--prompt=a", "--config.thinking=on"], "are of conversations: give --chat, too"),
         (["--prompt=a", "--config.temprature=1"], "did you mean 'temperature'?"),
         (["--prompt=a", "--config.temperature=-1"], "temperature=-1.0 must be"),
         (
@@ -488,7 +494,8 @@ class ProcessTest(absltest.TestCase):
             (
                 "<&-",
                 "",
-                "error: no prompt: give --prompt, --prompt_file, or --chat on a terminal\n",
+                "error: no prompt: give --prompt, --prompt_file, or --chat on a terminal or with "
+                "lines on standard input\n",
             ),
         ):
             done = subprocess.run(

@@ -85,6 +85,23 @@ class CommandsTest(absltest.TestCase):
             made |= set(written)
         self.assertLessEqual({"demo-int4", "buddies.safetensors", "x.trace"}, made)
 
+    def test_what_a_newcomer_types_names_what_is_there(self):
+        """Files and folders of README and the recipe: in the clone, or made by a line above."""
+        named = re.compile(
+            r"--(?:prompt_file|config\.text|config\.checkpoint)=(?!DIR|path/)([\w./-]+)"
+        )
+        count = 0
+        for name in ("README.md", "docs/recipe_qwen3_30b_12gb.md"):
+            made = {"demo", "-"}
+            for command in commands.of_page(name, (ROOT / name).read_text(encoding="utf-8")):
+                for file in named.findall(command.text):
+                    self.assertTrue(file in made or (ROOT / file).is_file(), command)
+                    count += 1
+                if command.fate != commands.DRY_RUN:
+                    writes = r"(?:> |--config\.output=|--local-dir )([\w./-]+)"
+                    made |= set(re.findall(writes, command.text))
+        self.assertGreater(count, 5)
+
     def test_commands_of_all_that_is_measured_on_a_gpu(self):
         """The jobs of `scripts.bench_gpu`."""
         asked = []

@@ -15,6 +15,7 @@ import types
 from typing import Any
 from unittest import mock
 
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import cli, evaluate
@@ -146,6 +147,7 @@ class EvaluateTest(parameterized.TestCase):
         self.assertEqual((status, score.called), (0, False), err)
         self.assertIn("experts by none (nothing was left to run)", out)
 
+    @pytest.mark.slow
     def test_under_a_policy_and_with_a_trace_it_begins_anew(self):
         policy = {"policy.name": "on_demand", "policy.tiers": "('int4',)", "policy.slots": "('3',)",
                   "policy.quantizer": "rtn", "policy.group_size": 16,

@@ -12,6 +12,7 @@ import sys
 import tempfile
 
 import jax
+import pytest
 import safetensors.numpy
 import tokenizers
 from absl.testing import absltest, parameterized
@@ -85,6 +86,7 @@ class TinyCheckpointTest(parameterized.TestCase):
         self.assertRegex(err.splitlines()[-1], r"^prompt tokens 12, new tokens 20, TTFT [\d.]+ ms")
         self.assertRegex(err, rf"loaded {re.escape(str(self.checkpoint))} on \S+ in [\d.]+ s\n")
 
+    @pytest.mark.slow
     def test_batch_gives_each_prompt_what_it_gets_alone(self):
         common = (f"--config.checkpoint={self.checkpoint}", "--config.max_new_tokens=8")
         alone = [run_in_process(*common, f"--prompt={p}")[1] for p in ("a b c d e f", "xy")]
@@ -108,6 +110,7 @@ class TinyCheckpointTest(parameterized.TestCase):
         status, _, err = run_in_process(*common, "--config.fidelity_share=2")
         self.assertEqual((status, err), (1, "error: fidelity_share=2.0 must be from 0 to 1\n"))
 
+    @pytest.mark.slow
     def test_chat_template_is_applied(self):
         common = (f"--config.checkpoint={self.checkpoint}", "--config.max_new_tokens=8")
         self.assertEqual(
@@ -115,6 +118,7 @@ class TinyCheckpointTest(parameterized.TestCase):
             run_in_process(*common, "--prompt=hi!")[1],
         )
 
+    @pytest.mark.slow
     def test_stop_string_ends_the_text(self):
         common = (f"--config.checkpoint={self.checkpoint}", "--prompt=abc")
         _, whole, _ = run_in_process(*common, "--config.max_new_tokens=16")
@@ -210,6 +214,7 @@ class TinyCheckpointTest(parameterized.TestCase):
         self.assertLen(done.stdout, len("1234\n"))
         self.assertIn(f"compilation cache: {jax.config.jax_compilation_cache_dir}\n", done.stderr)
 
+    @pytest.mark.slow
     def test_process_that_fails(self):
         done = run_process("--config.checkpoint=/no", "--prompt=a", cwd=str(self.folder))
         self.assertEqual((done.returncode, done.stdout), (1, ""))
@@ -228,6 +233,7 @@ class DemoTest(absltest.TestCase):
         sizes = [path.stat().st_size for path in DEMO_DIRECTORY.rglob("*") if path.is_file()]
         self.assertLess(sum(sizes), 30e6)
 
+    @pytest.mark.slow
     def test_wheel_answers_away_from_the_repository(self):
         folder = self.enter_context(tempfile.TemporaryDirectory())
         build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder]

@@ -11,6 +11,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import Engine, Tiering, chunks, cli, plan, planning
@@ -158,6 +159,7 @@ class ContractTest(PlanCase):
         self.check_programs(engine)
 
     # With waves and wide experts, XLA on a CPU copies the slots around the loop over blocks.
+    @slow.repeats()
     @parameterized.parameters((3, WIDE_ATTENTION, 4), (8, WIDE_EXPERTS, 1))
     def test_pooled_runs_allocate_and_take_what_was_planned(self, slots, shape, batch):
         engine = self.engine(Limits(slots=slots, transient=2), shape, batch)
@@ -177,10 +179,10 @@ class ContractTest(PlanCase):
         self.check_programs(engine)
 
     # Chunks of a whole prompt and of part of one.
-    @slow.where(lambda batch: batch > 1)  # the whole prompt takes most
     @parameterized.parameters(
         (WIDE_ATTENTION, 1, 256), (WIDE_ATTENTION, 2, 64), (MANY_PRODUCTS, 4, 128)
     )
+    @pytest.mark.slow
     def test_a_policy_that_weighs_tokens_by_attention(self, shape, batch, longest):
         policy = Tiering(policy="dymoe", tiers=("int4", "int2"), quantizer="rtn", group_size=16)
         with mock.patch.object(chunks, "MAX_PREFILL_LENGTH", longest):

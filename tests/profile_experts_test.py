@@ -14,6 +14,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from safetensors.numpy import load_file, save_file
 
@@ -266,6 +267,7 @@ class ProfileTest(parameterized.TestCase):
         Engine.from_pretrained(self.checkpoint, platform="cpu", progress=False)  # still loads
         self.assertEqual(json.loads(json.dumps(of)), of)
 
+    @pytest.mark.slow
     def test_the_shipped_text_and_outputs_elsewhere(self):
         path = self.folder / "else.safetensors"
         status, out, err = self.run_main(

@@ -26,6 +26,7 @@ from moejax.chunks import (
 )
 from moejax.generation import GenerationSettings
 from moejax.memory.budget import workspace_nbytes
+from moejax.models.config import weight_shapes
 from moejax.models.shapes import QWEN3_30B_A3B, SHAPES
 from moejax.runner import Runner
 from moejax.session import Session
@@ -223,6 +224,58 @@ def recorded_programs(serving: Runner) -> Iterator[dict[Any, Any]]:
         yield programs
 
 
+class FewProgramsTest(parameterized.TestCase):
+    """On a CPU, where compiling takes seconds."""
+
+    def setUp(self):
+        super().setUp()
+        if ENGINE.device.platform != "cpu":
+            self.skipTest("a GPU's programs are others")
+
+    def test_the_next_turns_of_a_conversation_compile_nothing(self):
+        config = dataclasses.replace(ENGINE.config, max_positions=4096)
+        engine = Engine(config, ENGINE.weights, device=ENGINE.device)
+        engine.generate(random_tokens(9).tolist(), max_new_tokens=40, ignore_eos=True)
+        num_programs = engine.num_traces
+        for length, new in ((64, 100), (190, 60), (256, 128)):
+            prompt = random_tokens(length).tolist()
+            engine.generate(prompt, max_new_tokens=new, ignore_eos=True)
+            self.assertEqual(engine.num_traces, num_programs)
+
+    def test_programs_do_not_grow_with_the_layers(self):
+        lines = {}
+        for num_layers in (2, 6):
+            config = dataclasses.replace(
+                ENGINE.config, num_layers=num_layers, moe_layers=tuple(range(num_layers))
+            )
+            weights = {
+                name: jnp.zeros(shape, jnp.float32) for name, shape in weight_shapes(config).items()
+            }
+            serving = Runner(config, weights, ENGINE.device)
+            with recorded_programs(serving) as programs:
+                serving.decode(start(serving, [[1, 2, 3]]), 1, 16)
+            for function in (steps.prefill_chunk, steps.decode):
+                text = programs[function].as_text()
+                lines.setdefault(function, []).append(text.count("\n"))
+        for few, more in lines.values():
+            self.assertLess(more, 1.1 * few)
+
+    def test_slots_that_a_step_chooses_are_those_of_a_fixed_number(self):
+        """Past the first bucket of a cache, and to the bit."""
+        prompt, states = random_tokens(250).tolist(), []
+        for chooses in (True, False):
+            config = dataclasses.replace(ENGINE.config, max_positions=4096)
+            serving = Runner(config, ENGINE.weights, ENGINE.device)
+            with mock.patch.object(serving, "_chooses_kv_length", chooses):
+                session = start(serving, [prompt], 1024)
+                for _ in range(12):
+                    serving.decode(session, 1, 1)
+            states.append(session.state)
+        for a, b in zip(*map(jax.tree.leaves, states), strict=True):
+            if a.dtype == jnp.float32:
+                np.testing.assert_array_equal(a, b)
+
+
 class MemoryTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
@@ -235,6 +288,8 @@ class MemoryTest(parameterized.TestCase):
         return 2 * int(np.prod(shape)) * 4
 
     def test_the_cache_is_donated_and_unused_slots_cost_nothing(self):
+        # As on a GPU: where a step chooses how many slots it reads, it has room for all.
+        self.enter_context(mock.patch.object(self.runner, "_chooses_kv_length", False))
         temporary = {}
         for length in (256, 2048):
             with recorded_programs(self.runner) as programs:
@@ -256,6 +311,12 @@ class MemoryTest(parameterized.TestCase):
             unused = self._cache_bytes(2048) - self._cache_bytes(256)
             self.assertLess(grown, unused / ENGINE.config.num_layers / 2 / 10)
         self.assertLess(temporary[steps.decode, 2048], self._cache_bytes(256))
+
+    def test_a_step_that_chooses_its_slots_copies_no_cache(self):
+        with recorded_programs(self.runner) as programs:
+            self.runner.decode(start(self.runner, self.prompts, 8192), 4, 16)
+        memory = programs[steps.decode].memory_analysis()
+        self.assertLess(memory.temp_size_in_bytes, self._cache_bytes(8192))
 
     def test_the_buffers_stay_where_they_are(self):
         session = start(self.runner, self.prompts)

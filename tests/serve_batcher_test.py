@@ -11,6 +11,7 @@ from unittest import mock
 
 import numpy as np
 import openai
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import Engine
@@ -252,6 +253,7 @@ def streamed_text(server: Served, body: dict[str, Any]) -> str:
 
 
 class LedgerTest(absltest.TestCase):
+    @pytest.mark.slow
     def test_metrics_tell_the_ledger(self):
         with contextlib.ExitStack() as stack:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))

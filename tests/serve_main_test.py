@@ -107,6 +107,7 @@ class ProcessTest(parameterized.TestCase):
             with self.assertRaises(OSError):
                 health(port)
 
+    @pytest.mark.slow
     def test_one_line_errors(self):
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import cli, sweep
@@ -93,6 +94,7 @@ class TableTest(absltest.TestCase):
         self.assertEqual(table.pareto(points), [0, 1, 5])
         self.assertEqual(table.spread(points, [0, 1, 5], 2), [1, 0])
 
+    @pytest.mark.slow
     def test_a_picture_of_each_kind_may_be_drawn_again(self):
         point = {"tpot_ms": 2.0, "device_gib": 1.0, "gate_a": 1.0, "gate_substituted": 0.0}
         with tempfile.TemporaryDirectory() as folder:

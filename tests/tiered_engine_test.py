@@ -24,7 +24,7 @@ from moejax.simulation.replay import EVENTS
 from moejax.simulation.runs import Run, run_policies
 from moejax.tiering import Tiering
 from moejax.traces import read_trace
-from tests import slow, tiny_engine
+from tests import tiny_engine
 from tests.tiny_engine import CONFIG
 
 PROMPT = list(range(40, 52))
@@ -48,6 +48,7 @@ class EngineTest(parameterized.TestCase):
             self.folder / "model", limits=limits, policy=Tiering(**tiering)
         )
 
+    @pytest.mark.slow
     def test_stored_experts_under_on_demand_are_the_model(self):
         plain = tiny_engine.load_tiny_engine(self.folder / "model")
         served = self.engine(policy="on_demand", slots=(3,))
@@ -56,6 +57,7 @@ class EngineTest(parameterized.TestCase):
         self.assertEqual(served.ledger.shares["stored"], 1.0)
         self.assertGreater(served.ledger.link_bytes, 0)
 
+    @pytest.mark.slow
     def test_promotions_arrive_between_steps(self):
         engine = self.engine(
             policy="dynaexq", settings={"period": 8, "warmup": 8}, slots=(3, 8), **MADE
@@ -98,8 +100,8 @@ class EngineTest(parameterized.TestCase):
         np.testing.assert_allclose(emulated.logits(tokens), real.logits(tokens), rtol=0, atol=1e-5)
         self.assertEqual(real.ledger.layers, emulated.ledger.layers)
 
-    @slow.where(lambda prefetch: not prefetch)  # the other one counts more
     @parameterized.parameters(((3, 8), 0), ((3, 4), 2))
+    @pytest.mark.slow
     def test_a_trace_through_the_policy_gives_the_counts_of_the_engine(self, slots, prefetch):
         settings = {"selection": "load", "prefetch": prefetch, "retention": 0.5}
         engine = self.engine(policy="dymoe", settings=settings, slots=slots, emulate=True, **MADE)
@@ -121,14 +123,12 @@ class EngineTest(parameterized.TestCase):
         self.assertGreater(engine.ledger.total("misses"), 10)
         self.assertEqual(engine.ledger.total("prefetched") > 0, prefetch > 0)
 
-    @slow.where(
-        lambda policy: policy != "compose"
-    )  # of the one above every count is compared; both are in it
     @parameterized.parameters(
         ("dynaexq", {"period": 8, "max_requests": 8}, (3, 4)),
         ("dymoe", {"selection": "load", "prefetch": 0, "retention": 0.75}, (3, 4)),
         ("compose", {"selection": "load", "prefetch": 0, "period": 8}, (3, 8)),
     )
+    @pytest.mark.slow
     def test_hit_rates_of_a_trace_are_those_of_the_engine(self, policy, settings, slots):
         engine, tallied = self.emulated(policy, settings, slots, ("int4", "int2"))
         events = dict(zip(EVENTS, tallied.events.sum(axis=0), strict=True))
@@ -155,6 +155,7 @@ class EngineTest(parameterized.TestCase):
         self.assertGreater(replaced, 0.02)
         self.assertAlmostEqual(shares[-2] / shares[-1], replaced, delta=0.01)
 
+    @pytest.mark.slow
     def test_what_transfers_give_is_replayed_as_they_come(self):
         settings = {"period": 16, "alpha": 0.5}
         with mock.patch.object(Engine, "generate", _slowly):
@@ -194,6 +195,7 @@ class EngineTest(parameterized.TestCase):
                 engine.generate(prompt, max_new_tokens=120, temperature=1.0, ignore_eos=True)
         return engine, read_trace(path)
 
+    @pytest.mark.slow
     def test_the_clock_has_no_part_in_emulated_slots(self):
         # Of slots that are there it has: a policy is not asked while its last answer is on its way.
         how = {"policy": "dynaexq", "settings": {"period": 8}, "slots": (3, 8), **MADE}

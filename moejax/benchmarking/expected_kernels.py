@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 
 from moejax import ops
 from moejax.benchmarking.shapes import CONFIGS
-from moejax.chunks import longest_chunk, prefill_chunks
 from moejax.errors import MoejaxError
 from moejax.models.config import weight_shapes
 from moejax.models.leaf_kinds import leaves_of
@@ -93,8 +92,7 @@ def phases(
       prompt: tokens of each prompt; 0: none is run.
       context: slots of the cache; no matter without a prompt.
     """
-    longest = longest_chunk(runner.config, batch, context, runner.planned)
-    for size in sorted({size for _, size in prefill_chunks(prompt, context, longest)}):
+    for size in sorted({size for _, size in runner.prompt_chunks(batch, prompt, context)}):
         yield "prefill", batch * size, runner.serves(batch * size, batch)
     yield "decode", batch, runner.serves(batch, batch)
 

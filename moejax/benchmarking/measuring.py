@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from moejax.benchmarking.step_cost import distinct_experts
-from moejax.chunks import kv_bucket, longest_chunk, prefill_chunks
 from moejax.fidelity import TieredLedger
 from moejax.generation import GenerationSettings
 from moejax.ledger import Ledger
@@ -189,15 +188,15 @@ class Bench:
 
     def _programs(self, batch: Prompts) -> set[Any]:
         size, longest = len(batch), max(map(len, batch))
-        chunk = longest_chunk(self.runner.config, size, self.context, self.runner.planned)
-        found: set[Any] = {(size, *part) for part in prefill_chunks(longest, self.context, chunk)}
+        parts = self.runner.prompt_chunks(size, longest, self.context)
+        found: set[Any] = {(size, *part) for part in parts}
         # As `Runner.run` dispatches them.
         left = min(self.settings.max_new_tokens - 1, self.context - min(map(len, batch)))
         whole = 4 * (-left % self._per_call) <= left
         while left > 0:
             steps = min(self._per_call, left)
             left, longest = left - steps, longest + steps
-            found.add((size, kv_bucket(longest, self.context), whole))
+            found.add((size, self.runner.kv_length(longest, self.context), whole))
         return found
 
     def _distinct(self, prompts: Prompts, count: bool) -> float:
@@ -210,7 +209,7 @@ class Bench:
             return config.num_experts * (1 - missed)
         session = runner.prefill(prompts, self.context, self.settings, ())
         spec = ChunkSpec(
-            kv_length=kv_bucket(session.next_position + 1, self.context), is_first=False,
+            kv_length=runner.kv_length(session.next_position + 1, self.context), is_first=False,
             experts=runner.experts_via(batch), attention="xla",
         )  # fmt: skip
         return distinct_experts(runner, session, spec)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol
 
 import jax
@@ -228,6 +229,8 @@ class WritingAttention:
       scale: of the scores; None: 1 / sqrt(C).
       watch: who sees queries and keys; None: nobody.
       token_mask: bool[B, T], False for padding; with `watch` alone.
+      is_for_cpu: see `KVCache.write_chunk`.
+      kv_lengths: fewer slots than `kv_length`, rising, among which the positions choose.
     """
 
     cache: KVCache
@@ -239,6 +242,8 @@ class WritingAttention:
     scale: float | None = None
     watch: WatchAttention | None = None
     token_mask: jax.Array | None = None
+    is_for_cpu: bool = False
+    kv_lengths: tuple[int, ...] = ()
 
     def __call__(self, place: Place, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """See `Attend`."""
@@ -255,15 +260,34 @@ class WritingAttention:
                 q, self.cache.keys, self.cache.values, jnp.int32(place.mixer), self.positions,
                 kv_length=self.kv_length, sliding_window=self.window, scale=self.scale,
             )  # fmt: skip
-        keys, values = self.cache.read(place.mixer, self.kv_length)
-        return cached_attention(q, keys, values, self.positions, self.window, self.scale)
+
+        def attended(kv_length: int) -> jax.Array:
+            keys, values = self.cache.read(place.mixer, kv_length)
+            return cached_attention(q, keys, values, self.positions, self.window, self.scale)
+
+        return self.over_slots(attended)
+
+    def over_slots(self, attended: Callable[[int], jax.Array]) -> jax.Array:
+        """What `attended` gives for the fewest slots that hold the positions.
+
+        Who watches sees `kv_length` of them in any case.
+        """
+        assert self.kv_length is not None
+        if not self.kv_lengths or self.watch is not None:
+            return attended(self.kv_length)
+        lengths = jnp.asarray(self.kv_lengths, self.positions.dtype)
+        index = jnp.sum(jnp.max(self.positions) >= lengths, dtype=jnp.int32)
+        every = (*self.kv_lengths, self.kv_length)
+        return jax.lax.switch(index, [functools.partial(attended, length) for length in every])
 
     def write(self, place: Place, k: jax.Array, v: jax.Array) -> None:
         """What the cache keeps of the new tokens of a layer, two [B, T, K, ...]."""
         if k.shape[1] == 1:
             self.cache = self.cache.write_token(place.mixer, k, v, self.positions[:, 0])
         else:
-            self.cache = self.cache.write_chunk(place.mixer, k, v, self.positions[0, 0])
+            self.cache = self.cache.write_chunk(
+                place.mixer, k, v, self.positions[0, 0], is_for_cpu=self.is_for_cpu
+            )
 
     def show(self, place: Place, q: jax.Array, keys: jax.Array) -> None:
         """To who watches: q [B, T, H, C] and keys [B, S, K, C]."""

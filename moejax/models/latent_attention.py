@@ -269,22 +269,33 @@ class LatentAttention(nnx.Module):
         """[B, T, H, V], the tokens written to the cache."""
         c, layer = self.config, place.mixer
         attend.write(place, new.key[:, :, None], new.latent[:, :, None])
-        seen = new
         if attend.kv_length is not None and attend.cached == "kernel" and new.key.shape[1] == 1:
             return self._token(queries, place, attend, attend.kv_length)
         if attend.kv_length is not None:
-            read = attend.cache.read(layer, attend.kv_length)
-            seen = Latents(*(part[:, 0].astype(new.key.dtype) for part in read))
-            batch, length, slots = *new.key.shape[:2], attend.kv_length
-            if not is_expanded(
-                self.widths, c.num_heads, batch=batch, length=length, slots=slots,
-                itemsize=new.key.dtype.itemsize,
-            ):  # fmt: skip
-                return self._absorbed(queries, seen, place, attend)
-        q, k, v = self.expand(queries, seen, layer)
+            return attend.over_slots(
+                lambda slots: self._over_slots(queries, new.key.dtype, place, attend, slots)
+            )
+        q, k, v = self.expand(queries, new, layer)
         attend.show(place, q, k)
-        if attend.kv_length is None and attend.via == "cudnn":
+        if attend.via == "cudnn":
             return causal_attention(q, k, v, attend.window, attend.via, c.score_scale)
+        return expanded_attention(q, k, v, attend.positions, attend.window, c.score_scale)
+
+    def _over_slots(
+        self, queries: Queries, dtype: jnp.dtype, place: Place, attend: WritingAttention, slots: int
+    ) -> jax.Array:
+        """[B, T, H, V] of the first slots of the cache."""
+        c = self.config
+        read = attend.cache.read(place.mixer, slots)
+        seen = Latents(*(part[:, 0].astype(dtype) for part in read))
+        batch, length = queries.nope.shape[:2]
+        if not is_expanded(
+            self.widths, c.num_heads, batch=batch, length=length, slots=slots,
+            itemsize=dtype.itemsize,
+        ):  # fmt: skip
+            return self._absorbed(queries, seen, place, attend)
+        q, k, v = self.expand(queries, seen, place.mixer)
+        attend.show(place, q, k)
         return expanded_attention(q, k, v, attend.positions, attend.window, c.score_scale)
 
     def _token(

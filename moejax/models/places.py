@@ -67,7 +67,7 @@ def places(config: ModelConfig) -> tuple[Place, ...]:
     return tuple(found)
 
 
-def loop_over(config: ModelConfig, num_turns: int) -> Loop:
+def loop_over(config: ModelConfig, num_turns: int, layers_a_pass: int = LAYERS_A_PASS) -> Loop:
     """The passes of a loop that a model's layers allow; none where fewer than two would remain.
 
     A loop begins after the last dense layer, and a pass has a multiple of the period in which
@@ -77,12 +77,13 @@ def loop_over(config: ModelConfig, num_turns: int) -> Loop:
     Args:
       config: of the model.
       num_turns: of which a pass has a multiple.
+      layers_a_pass: likewise.
     """
     first = max(config.dense_layers, default=-1) + 1
     kinds = [place.is_delta for place in places(config)[first:]]
     lengths = range(1, len(kinds) + 1)
     period = next((n for n in lengths if kinds[n:] == kinds[: len(kinds) - n]), 1)
-    num_turns = math.lcm(LAYERS_A_PASS, period, num_turns)
+    num_turns = math.lcm(layers_a_pass, period, num_turns)
     num_passes = len(kinds) // num_turns
     return Loop(first, num_turns, num_passes if num_passes > 1 else 0)
 

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from moejax.chat_template import ChatSettings
 from moejax.engine import Engine
 from moejax.generation import GenerationSettings
 from moejax.serving.answers import AnswerWriter, TokenTexts
@@ -75,6 +76,7 @@ class Api:
         max_body_bytes: int,
         most_answers: int,
         access: Access,
+        chat: ChatSettings = ChatSettings(),  # noqa: B008, frozen
     ):
         """Answers once the batcher is ready.
 
@@ -86,6 +88,7 @@ class Api:
           max_body_bytes: longer bodies are refused.
           most_answers: requests of more answers are refused.
           access: who may ask.
+          chat: of conversations whose request does not say.
         """
         self._batcher = batcher
         self._metrics = metrics
@@ -95,6 +98,7 @@ class Api:
         self._most_answers = most_answers
         self._told: set[str] = set()  # fields that were ignored so far
         self._access = access
+        self._chat = chat
         self._texts: TokenTexts | None = None
         self._started = int(time.time())
 
@@ -175,7 +179,7 @@ class Api:
             facts = ModelFacts(
                 self._model_name, engine.tokenizer, engine.config.vocab_size,
                 self._defaults(engine), engine.check_prompt, engine.longest_prompt,
-                self._most_answers,
+                self._most_answers, self._chat,
             )  # fmt: skip
             request = await self._bodies.parse(body, lambda body: read(read_object(body), facts))
         for name in set(request.ignored) - self._told:

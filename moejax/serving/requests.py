@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from moejax.chat_template import ROLES, ChatSettings
 from moejax.errors import MoejaxError
 from moejax.generation import MAX_TEMPERATURE, NUM_SEEDS, GenerationSettings
 from moejax.prompts import token_ids_of
@@ -68,7 +69,6 @@ LOGGED = (
     "include_reasoning", "separate_reasoning", "priority", "request_id", "cache_prompt",
     "cache_salt", "prompt_cache_retention", "keep_alive", "id_slot",
 )  # fmt: skip
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +83,7 @@ class ModelFacts:
       check_prompt: raises MoejaxError where token ids leave no room to answer.
       longest_prompt: tokens of a prompt that leaves room.
       most_answers: of a request.
+      chat: of conversations whose request does not say.
     """
 
     name: str
@@ -92,6 +93,7 @@ class ModelFacts:
     check_prompt: Callable[[list[int]], None]
     longest_prompt: int
     most_answers: int = 2**31
+    chat: ChatSettings = ChatSettings()  # noqa: RUF009, frozen
 
     def check_count(self, num_prompts: int, count: int) -> None:
         """Raises an ApiError where there are more answers than may wait; before they cost time."""
@@ -203,7 +205,7 @@ def read_chat(body: Mapping[str, Any], model: ModelFacts) -> Request:
     fields = Fields(body)
     _check_model(fields, model)
     messages = _messages(fields)
-    template = dict(fields.mapping("chat_template_kwargs"))
+    template = {**model.chat.variables(), **fields.mapping("chat_template_kwargs")}
     for name in ("messages", "self", "add_generation_prompt"):
         if name in template:
             fields.refuse("chat_template_kwargs", f"{name} is not the caller's to set")
@@ -222,7 +224,7 @@ def read_chat(body: Mapping[str, Any], model: ModelFacts) -> Request:
     count, how = _shape(fields)
     model.check_count(1, count)
     try:
-        prompt = model.tokenizer.apply_chat_template(messages, **template)
+        prompt = model.tokenizer.apply_chat_template(model.chat.messages(messages), **template)
     except MoejaxError as error:
         raise ApiError(str(error), param="messages") from error
     ids = model.encode(prompt, "messages", add_special_tokens=False)  # the template writes them

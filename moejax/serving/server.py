@@ -96,6 +96,7 @@ def serve(config: ServeConfig, load: Callable[[], Engine], key: str = "") -> Non
         max_body_bytes=config.max_body_bytes,
         most_answers=min(config.max_answers, config.queue_limit),
         access=Access(config.host, config.allowed_hosts, config.cors_origins, key),
+        chat=config.chat_settings(),
     )  # fmt: skip
     host, port = listening.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

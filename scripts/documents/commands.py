@@ -36,7 +36,7 @@ MARKS = {
 _START = re.compile(
     r"(?:[A-Z_]+=\S+ )*(?:(?:\.venv/bin/)?python3? (?:-m (?:moejax|scripts|pytest|venv)|scripts/)"
     rf"|(?:\.venv/bin/)?moejax (?:{'|'.join(MAINS)})\b"
-    r"|scripts/\w+\.sh|pip install|\.venv/bin/(?:pip|pre-commit))"
+    r"|scripts/\w+\.sh|pip install|hf download|\.venv/bin/(?:pip|pre-commit))"
 )
 _FENCE = re.compile(r"^( *)```(\w*)[ ]*(.*?)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"`([^`\n]+)`")

@@ -79,7 +79,7 @@ def _check_words(words: list[str]) -> None:
 
 
 def _check_tool(words: list[str]) -> None:
-    """pip, pre-commit, jupytext, curl, source, shell scripts."""
+    """pip, pre-commit, jupytext, echo, curl, source, hf, mkdir, shell scripts."""
     tool = words[0].rpartition("/")[2]
     if tool == "pip":
         project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -91,7 +91,10 @@ def _check_tool(words: list[str]) -> None:
         _require_file(words[0])
     elif tool == "jupytext":
         _require_file(next(w for w in words if w.startswith("scripts/")).replace(".ipynb", ".py"))
-    elif tool not in ("pre-commit", "curl", "source"):
+    elif tool == "echo":
+        if words[-2:-1] != [">"] or len(words) != 4:
+            raise ValueError("echo makes a file here: echo TEXT > FILE")
+    elif tool not in ("pre-commit", "curl", "source", "hf", "mkdir"):
         raise ValueError(f"{tool} is not known here: scripts/documents/dry.py")
 
 

@@ -15,6 +15,8 @@ PLAN = ("--config.shape=Qwen3-30B-A3B", "--config.bits=4", "--config.attention_b
         "--config.memory.device_gib=8", "--config.memory.host_gib=12",
         "--config.memory.prefetch=8", "--config.memory.bulk=4",
         "--config.context=4096")  # fmt: skip
+RECIPE = ("--config.shape=Qwen3-30B-A3B", "--config.bits=4", "--config.attention_bits=4",
+          "--config.memory.device_gib=11", "--config.context=4096")  # fmt: skip
 TIERED = ("--config.policy.name=dynaexq", "--config.policy.tiers=int4,int2",
           "--config.memory.device_gib=0.15", "--config.context=512", "--config.dtype=bfloat16",
           "--config.platform=gpu")  # fmt: skip
@@ -81,6 +83,35 @@ def a_plan() -> str:
     return "\n".join([whole, "", *said])
 
 
+def recipe_plan() -> str:
+    """The plan of the recipe's model, from its shape alone."""
+    config, _ = cli.parse(plan.COMMAND, ["plan", *RECIPE])
+    _, model, sizes, itemsize = model_of(config)
+    lines = describe(budget_of(config, model, sizes, itemsize))
+    kept = [line for line in lines if re.match(r" +\w+ +total|slots|host|over the link", line)]
+    return "\n".join([*_command(RECIPE), "", "```text", *kept, "```"])
+
+
+def recipe_times() -> str:
+    """What the recipe's model took under 12 GiB, by the newest row of each kind."""
+    rows = read_rows(RESULTS / "memory_h200.jsonl")
+    tail = ", Qwen3-30B-A3B, 48 layers, INT4 g64 float, attention INT4, head bf16, 12 GiB, batch 1"
+    lines = ["| what | figure |", "| --- | ---: |"]
+    found = []
+    for pattern, said in (
+        (r"cache, prompt of 512, TTFT", "first token of a prompt of 512 tokens"),
+        (r"cache, \d+ slots of 128, ahead 0, TPOT", "a token after it"),
+        (r"load on demand, .*0 slots of 128, ahead 0, TPOT", "the same where no expert is cached"),
+        (r"cache, peak of the device", "peak on the device"),
+    ):
+        row = [row for row in rows if re.fullmatch(pattern + re.escape(tail), row.what)][-1]
+        hits = row.baseline.get("hit_rate")
+        more = f" ({100 * hits:.0f} % of the experts found in the cache)" if hits else ""
+        lines.append(f"| {said}{more} | {row.figure:.1f} {row.unit} |")
+        found.append(row)
+    return "\n".join([*lines, "", f"{_of_whom(found)[:-1]}: `scripts/results/memory_h200.jsonl`."])
+
+
 def _command(arguments: tuple[str, ...]) -> list[str]:
     quoted = [re.sub(r"=(\(.*)", r'="\1"', word) for word in arguments]
     lines, line = [], "python -m moejax.plan"
@@ -110,4 +141,6 @@ REGIONS: dict[str, Callable[[], str]] = {
     "small kernels": small_kernel_tables,
     "memory": memory_table,
     "plan": a_plan,
+    "recipe plan": recipe_plan,
+    "recipe times": recipe_times,
 }

@@ -61,7 +61,7 @@ class Workspace:
     folder: Path
 
     def __post_init__(self) -> None:
-        for name in ("configs", "scripts", "moejax", "pallas_kernels"):
+        for name in ("configs", "scripts", "moejax", "pallas_kernels", "README.md"):
             (self.folder / name).symlink_to(ROOT / name)
 
     def run(self, command: Command, *, shorter: bool = True) -> None:
@@ -74,6 +74,9 @@ class Workspace:
             self._execute(command)
             return
         for words in command.parts:
+            if words[0] == "echo":  # echo TEXT > FILE
+                (self.folder / words[3]).write_text(f"{words[1]}\n", encoding="utf-8")
+                continue
             self._make(words)
             found = dry.module_of(words)
             if found is None or not found[0].startswith(("moejax.", "scripts.")):
@@ -187,7 +190,7 @@ _Maker = Callable[[Workspace, Path], None]
 _MAKERS: list[tuple[str, _Maker]] = [
     (r"DIR(?:-\w+)?|path/to/hugging_face_directory", _demo),
     (r"demo-(?:milo|int4)", _quantized),
-    (r"wiki\.test\.raw|mine\.txt|letter\.txt", _text),
+    (r"wiki\.test\.raw", _text),
     (r"(?:gsm8k)\.\w+\.jsonl(?:\.xz)?", functools.partial(_rows, _PROBLEM)),
     (r"(?:humaneval)\.\w+\.jsonl(?:\.xz)?", functools.partial(_rows, _PROGRAM)),
     (r"(?:arc_\w+|mmlu|hellaswag|piqa)(?:\.\w+)?\.jsonl(?:\.xz)?",

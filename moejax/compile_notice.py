@@ -1,0 +1,56 @@
+"""A line on stderr while a program compiles: what, and for how long so far."""
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import TextIO
+
+_TERMINAL_S = 0.5  # a terminal's line comes after so long, and is renewed as often
+_LINE_S = 5.0  # elsewhere one line is printed, once compiling takes longer than this
+# Behind what stands on the line, an answer's first words for instance: the cursor's place is kept,
+# and what does not fit the line is cut off, since a line more could scroll that place away.
+_BEGIN, _AGAIN, _END = "\x1b7\x1b[?7l", "\x1b8\x1b[K", "\x1b8\x1b[K\x1b[?7h"
+
+
+class CompileNotice:
+    """Tells people why nothing happens; a program that compiles quickly is not mentioned."""
+
+    def __init__(self, stream: TextIO | None = None):
+        """`stream` is None for stderr as it is when a program is compiled."""
+        self._stream = stream
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Around compiling a program of this name."""
+        stream, ended = self._stream or sys.stderr, threading.Event()
+        thread = threading.Thread(target=_tell, args=(stream, name, ended), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+
+def _tell(stream: TextIO, name: str, ended: threading.Event) -> None:
+    start = time.monotonic()
+
+    def line() -> str:
+        return f"compiling {name}, {time.monotonic() - start:.0f} s so far"
+
+    with contextlib.suppress(OSError, ValueError):  # stderr was closed
+        if not stream.isatty():
+            if not ended.wait(_LINE_S):
+                print(f"{line()}; compiled programs are kept for the next run", file=stream)
+            return
+        if ended.wait(_TERMINAL_S):
+            return
+        stream.write(_BEGIN)
+        while not ended.is_set():
+            stream.write(f"{_AGAIN}[{line()}]")
+            stream.flush()
+            ended.wait(_TERMINAL_S)
+        stream.write(_END)
+        stream.flush()

@@ -1,0 +1,219 @@
+"""Conversations: on a real terminal, in a pipe, from Python; Ctrl-C while XLA compiles."""
+
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from typing import Any
+
+import jax
+import transformers
+from absl.testing import absltest
+
+from moejax.engine import Engine
+from moejax.errors import MoejaxError
+from tests.generate_test import run_in_process, write_tokenizer
+from tests.hf_checkpoints import write_checkpoint
+
+ROOT = pathlib.Path(__file__).parents[1]
+# Says what it is given: the system prompt, the roles, and whether the model is to think.
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}!{% endfor %}"
+    "{% if enable_thinking is defined %}[{{ enable_thinking }}]{% endif %}"
+)
+SPAWN = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+WAIT_S = 120.0
+
+
+class Terminal:
+    """A process of the command on a pseudo-terminal, typed at and read."""
+
+    def __init__(self, *arguments: str, **environment: str):
+        command = [sys.executable, "-c", SPAWN, sys.executable, "-m", "moejax.generate", *arguments]
+        env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+        self.process = subprocess.Popen(
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=0
+        )
+        self.seen = ""
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        while text := os.read(self.process.stdout.fileno(), 4096).decode(errors="replace"):
+            self.seen += text
+
+    @property
+    def shown(self) -> str:
+        """What is left of it: lines about compiling take themselves away."""
+        return re.sub(r"\x1b7.*?\x1b\[\?7h", "", self.seen, flags=re.DOTALL)
+
+    def type(self, text: str) -> None:
+        assert self.process.stdin is not None
+        os.write(self.process.stdin.fileno(), text.encode())
+
+    def wait_for(self, pattern: str, after: int = 0) -> int:
+        """Where a pattern that was seen behind a place ends."""
+        end = time.monotonic() + WAIT_S
+        while time.monotonic() < end:
+            if found := re.compile(pattern).search(self.seen, after):
+                return found.end()
+            time.sleep(0.01)
+        raise AssertionError(f"no {pattern!r} in {self.seen[after:]!r}")
+
+    def status(self) -> int:
+        """The exit status, once the process has ended; nothing is left open."""
+        self._thread.join(WAIT_S)
+        with self.process as process:
+            return process.wait(WAIT_S)
+
+
+class ConversationTest(absltest.TestCase):
+    def terminal(self, *arguments: str, **environment: str) -> Terminal:
+        """A process that does not outlive the test; what ends with it is hung up."""
+        terminal = Terminal(*self.common, *arguments, **environment)
+        self.addCleanup(terminal.status)
+        self.addCleanup(terminal.process.kill)
+        return terminal
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        cls.checkpoint = write_checkpoint("qwen3", cls.folder)
+        write_tokenizer(cls.checkpoint)
+        (cls.checkpoint / "chat_template.jinja").write_text(TEMPLATE)
+        cls.common = (f"--config.checkpoint={cls.checkpoint}", "--config.max_new_tokens=6")
+
+    def piped(self, text: bytes, *arguments: str) -> "subprocess.CompletedProcess[bytes]":
+        kept = jax.config.jax_compilation_cache_dir or ""
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": kept}
+        command = [sys.executable, "-m", "moejax.generate", *self.common, *arguments]
+        return subprocess.run(command, input=text, env=env, capture_output=True, check=False)
+
+    def answer(self, prompt: str) -> str:
+        status, out, err = run_in_process(*self.common, f"--prompt={prompt}")
+        self.assertEqual(status, 0, err)
+        return out.removesuffix("\n")
+
+    def test_piped_lines_are_turns(self):
+        lines = "ab\n\n/no_think\n/nothing\ncd\n/reset\nef\n/exit\nnever\n"
+        done = self.piped(lines.encode(), "--chat", "--config.system_prompt=Be brief")
+        first = self.answer("s:Be brief!u:ab!")
+        second = self.answer(f"s:Be brief!u:ab!a:{first}!u:cd![False]")
+        third = self.answer("s:Be brief!u:ef![False]")
+        self.assertEqual(done.stdout.decode(), f"{first}\n{second}\n{third}\n")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        said = done.stderr.decode()
+        self.assertIn("there is no command /nothing: /help, /reset,", said)
+        self.assertEqual(said.count("new tokens 6"), 3)
+        self.assertNotIn("> ", said + done.stdout.decode())
+
+    def test_what_is_piped_may_be_wrong(self):
+        for text, arguments, said in (
+            (b"ab\nc\xe9\n", ("--chat",), "error: standard input is not UTF-8 in line 2"),
+            (b"\n \n", ("--chat",), "or with lines on standard input"),
+            (b"", ("--prompt_file=-",), "standard input (prompt file -) is empty"),
+            (b"x" * 600 + b"\ny\n", ("--chat",), "leaves no room"),
+        ):
+            done = self.piped(text, *arguments)
+            self.assertEqual(done.returncode, 1)
+            self.assertIn(said, done.stderr.decode().splitlines()[-1])
+
+    def test_a_prompt_from_standard_input(self):
+        done = self.piped(b"abc", "--prompt_file=-")
+        self.assertEqual(done.stdout.decode(), f"{self.answer('abc')}\n", done.stderr)
+
+    def test_on_a_terminal(self):
+        """Ctrl-C ends an answer that is still being compiled, and at the prompt the session."""
+        terminal = self.terminal("--chat", "--config.compilation_cache=", XLA_FLAGS="")
+        terminal.wait_for("> ", terminal.wait_for("end with Ctrl-D"))
+        terminal.type("/help\n")
+        terminal.wait_for("/no_think  the opposite")
+        terminal.type("ab\n")
+        place = terminal.wait_for(r"\x1b8\x1b\[K\[compiling [a-z ]+, \d+ s so far")
+        terminal.type("\x03")
+        place = terminal.wait_for("interrupted; Ctrl-C once more, or Ctrl-D", place)
+        place = terminal.wait_for("> ", place)
+        terminal.type("ab\n")
+        place = terminal.wait_for("new tokens 6", place)
+        self.assertIn(f"\n{self.answer('u:ab!')}\r\n", terminal.shown)  # the first is forgotten
+        place = terminal.wait_for("> ", place)
+        terminal.type("\x03")
+        terminal.wait_for("error: interrupted", place)
+        self.assertEqual(terminal.status(), 130)
+
+    def test_a_prompt_is_shown_on_a_terminal(self):
+        kept = jax.config.jax_compilation_cache_dir or ""
+        terminal = self.terminal("--prompt=abc", JAX_COMPILATION_CACHE_DIR=kept)
+        self.assertEqual(terminal.status(), 0)
+        self.assertIn(f"\x1b[2mabc\x1b[0m{self.answer('abc')}\r\n", terminal.shown)
+
+    def test_from_python(self):
+        messages = [{"role": "system", "content": "x"}, {"role": "user", "content": "hi"}]
+        reference = transformers.PreTrainedTokenizerFast(
+            tokenizer_file=str(self.checkpoint / "tokenizer.json"), chat_template=TEMPLATE
+        )
+        with Engine.from_pretrained(self.checkpoint, progress=False) as engine:
+            for thinking in (None, True):
+                variables: dict[str, Any] = {} if thinking is None else {"enable_thinking": True}
+                expected = reference.apply_chat_template(messages, tokenize=False, **variables)
+                ids = reference.encode(expected)
+                prompt = engine.chat_prompt(messages, enable_thinking=thinking)
+                self.assertEqual(prompt, ids)
+                answer = engine.chat(messages, enable_thinking=thinking, max_new_tokens=5)
+                [same] = engine.generate([ids], max_new_tokens=5)
+                self.assertEqual(answer.tokens, same.tokens)
+            for wrong, said in (
+                ([], "at least one message"),
+                ("hi", "must be a list"),
+                ([{"role": "robot", "content": "x"}], "role 'robot' is none of system,"),
+                ([{"role": "user", "content": 5}], "content must be a text, not 5"),
+            ):
+                with self.assertRaisesRegex(MoejaxError, said):
+                    engine.chat(wrong)
+
+
+class CtrlCTest(absltest.TestCase):
+    def test_while_xla_compiles(self):
+        """A program of many sorts, which takes most of a minute; JAX alone crashes in the end."""
+        probe = (
+            "import signal, sys, jax, jax.numpy as jnp; from moejax import cli, generate\n"
+            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+            "def many(x):\n"
+            "    for i in range(60):\n"
+            "        x = jnp.sort(jnp.sin(x @ x), axis=i % 2) * i\n"
+            "    return x\n"
+            "def body(config, values):\n"
+            "    lowered = jax.jit(many).lower(jnp.ones((64, 64)))\n"
+            "    try:\n"
+            "        print('compiling', flush=True); lowered.compile(); print('compiled')\n"
+            "    finally:\n"
+            "        print('cleaned up')\n"
+            "cli.run(cli.Command(doc='', default=generate.COMMAND.default,\n"
+            "                    define_flags=lambda values: None, body=body))"
+        )
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+        process = subprocess.Popen(
+            [sys.executable, "-c", probe], env=env, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(0.5)
+        start = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=WAIT_S)
+        self.assertLess(time.monotonic() - start, 1.5)
+        self.assertEqual(
+            (process.returncode, out, err), (130, "cleaned up\n", "error: interrupted\n")
+        )
+
+
+if __name__ == "__main__":
+    absltest.main()
