@@ -125,6 +125,26 @@ def prefill_chunks(
         start += size
 
 
+def next_chunk(num_left: int, room: int, most: int) -> int:
+    """Size of the next chunk of given tokens of which at most `most` may be read at once.
+
+    It is a power of two, so that few programs serve any `most`; padding fills the last chunk alone.
+
+    Args:
+      num_left: tokens.
+      room: slots of the cache for them.
+      most: tokens.
+    """
+    if num_left <= most:
+        return length_bucket(num_left, MIN_PREFILL_LENGTH, room)
+    return 1 << (most.bit_length() - 1)
+
+
+def num_between(lengths: Sequence[int] | np.ndarray, start: int, size: int) -> int:
+    """Tokens of all sequences at positions `start`..`start + size`."""
+    return int(np.clip(np.asarray(lengths) - start, 0, size).sum())
+
+
 def cache_length(
     longest: int, num_new: int, context: int, planned: int, model_limit: int, least: int
 ) -> int:

@@ -126,8 +126,13 @@ def run(command: Command[_Config], argv: Sequence[str] | None = None) -> NoRetur
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
     status = exit_status(command, sys.argv if argv is None else argv)
-    if not interrupts:
-        sys.exit(status)
+    if interrupts:
+        end_at_once(status)
+    sys.exit(status)
+
+
+def end_at_once(status: int) -> NoReturn:
+    """Ends the process with what was printed, and without the interpreter's own end; see `run`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more

@@ -335,7 +335,7 @@ class EvaluateConfig(RecordConfig):
     max_tokens: int = option(0, "score no more than the first so many tokens; 0: all")
     seed: int = option(0, "draws the tokens that are compared with the exact model")
     batch_size: int = option(
-        8, "sequences at once; without a policy the result does not depend on it"
+        8, "sequences at once; the result does not depend on it, and under a policy it is 1"
     )
     memory: MemoryConfig = option(  # noqa: RUF009 -- it is frozen
         MemoryConfig(), "limits, under which experts may move"
@@ -369,6 +369,10 @@ class EvaluateConfig(RecordConfig):
         preset = PRESETS[self.preset]
         window = self.window or preset.window
         return Windowing(window, self.stride or min(preset.stride, window))
+
+    def num_rows(self) -> int:
+        """Sequences at once: one under a policy, whose state a batch would share."""
+        return 1 if self.policy.name else self.batch_size
 
     def check(self) -> None:
         """See `RunConfig.check`."""

@@ -7,6 +7,9 @@ import jax.numpy as jnp
 
 from moejax.sampling import Logprobs
 
+NO_TOKEN = -1  # in the place of a token: the row has ended, or rests
+NOT_FINITE = -2  # the row's logits named none, and it ends here
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +19,7 @@ class Emitted:
     Invariant: the leading axes of all arrays are those of `tokens`.
     """
 
-    tokens: jax.Array  # int32[B, n], -1 where there is none
+    tokens: jax.Array  # int32[B, n], NO_TOKEN or NOT_FINITE where there is none
     logprobs: Logprobs | None  # None where the program tells none
 
     def placed(self, index: jax.Array, tokens: jax.Array, logprobs: Logprobs | None) -> "Emitted":
@@ -28,6 +31,16 @@ class Emitted:
         return jax.tree.map(place, self, Emitted(tokens, logprobs))
 
 
+def names_a_token(logits: jax.Array) -> jax.Array:
+    """bool[B], whether logits [B, V] are finite and not all the same.
+
+    They are the same where weights are so large that a norm's sum of squares overflows: what it
+    divides by that is zero.
+    """
+    spread = jnp.max(logits, axis=-1) - jnp.min(logits, axis=-1)  # NaN of any NaN
+    return (spread > 0) & (spread < jnp.inf)
+
+
 def none_emitted(batch: int, length: int, top_logprobs: int) -> Emitted:
     """For `length` tokens of each row, none of which is there yet.
 
@@ -36,7 +49,7 @@ def none_emitted(batch: int, length: int, top_logprobs: int) -> Emitted:
       length: n.
       top_logprobs: N, likeliest tokens told beside each; 0: no logprobs at all.
     """
-    tokens = jnp.full((batch, length), -1, jnp.int32)
+    tokens = jnp.full((batch, length), NO_TOKEN, jnp.int32)
     if not top_logprobs:
         return Emitted(tokens, None)
     top = jnp.zeros((batch, length, top_logprobs), jnp.float32)

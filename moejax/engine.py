@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax import ops
+from moejax.bits import BitsPerWeight, bits_of
 from moejax.chat_template import ChatSettings, checked_messages
 from moejax.checkpoints import open_checkpoint
 from moejax.chunks import (
@@ -106,6 +107,7 @@ class Engine:
         self._open: Runner | None = Runner(
             config, self.weights, self.device, kernels=kernels, memory=memory
         )
+        self._open.one_stream = isinstance(memory, TieredMemory)
 
     @classmethod
     def from_pretrained(
@@ -227,19 +229,28 @@ class Engine:
 
     @property
     def num_weights(self) -> int:
-        """Parameters of the model; tied ones count once."""
-        return sum(leaf.size for leaf in self.weights.values())
+        """Parameters of the model, its experts wherever they are; tied ones count once."""
+        return self.bits.num_weights
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits of `weights_nbytes` a parameter, those that stayed plain included."""
-        return 8 * self.weights_nbytes / self.num_weights
+        """Bits a parameter of all that is stored: every tier, and what stayed plain."""
+        return self.bits.overall
+
+    @property
+    def bits(self) -> BitsPerWeight:
+        """Bits a weight by part, and their bytes."""
+        return bits_of(self.config, self.weights, self._runner.memory)
 
     @property
     def weights_summary(self) -> str:
         """The size of the weights and how they are packed, in one line."""
-        size = f"{self.weights_nbytes / 1e6:.1f} MB, {self.bits_per_weight:.2f} bits a weight"
-        return size + describe_packing(self.weights, self._products())
+        bits, stored = self.bits, dict(self.weights)
+        if memory := self._runner.memory:
+            for name, tier in zip(bits.experts_nbytes, memory.tiers or (memory,), strict=True):
+                stored |= {f"{leaf} in {name}": stack for leaf, stack in tier.stacks().items()}
+        packing = describe_packing(stored, self._products())
+        return f"{bits.nbytes / 1e6:.1f} MB, {bits.describe()}{packing}"
 
     @property
     def kernels(self) -> dict[str, str]:

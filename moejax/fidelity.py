@@ -19,10 +19,12 @@ class TieredLedger:
       tiers: of each tier by name, of falling fidelity.
       gate: float64[M, T + 3]: the router's gate mass that each tier served, that was skipped, that
         another expert than the router's served (which is in its tier's too), and of all.
+      asked: how often the policy was asked between steps what to move; None: it moves nothing then.
     """
 
     tiers: dict[str, Ledger]
     gate: np.ndarray | None = None
+    asked: int | None = None
 
     def add(self, gate: np.ndarray) -> None:
         """Adds float64[M, T + 3] of a call.
@@ -78,6 +80,7 @@ class TieredLedger:
         """Everything, for JSON."""
         return {
             "tiers": {name: tier.as_dict() for name, tier in self.tiers.items()},
+            "asked": self.asked,
             "hit_rate": None if np.isnan(self.hit_rate) else self.hit_rate,
             "gate_shares": {n: None if np.isnan(s) else s for n, s in self.shares.items()},
             "gate_shares_by_layer": self.shares_by_layer,
@@ -93,6 +96,10 @@ class TieredLedger:
         for name, tier in better:
             arrived = sum(map(tier.total, ("admitted", "prefetched", "bulk")))
             lines.append(f"promotions to {name} {arrived}, demotions {tier.total('evictions')}")
+        if self.asked is not None:
+            lines.append(f"between steps the policy was asked {self.asked} times what to move")
+        if self.asked == 0:
+            lines[-1] = f"WARNING: {lines[-1]}, so it moved nothing: the run was too short for it"
         return [*lines, "gate mass: " + _percents(self.shares)]
 
     def describe_layers(self) -> list[str]:

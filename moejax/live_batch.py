@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moejax.emitted import Emitted
+from moejax.emitted import NOT_FINITE, Emitted
 from moejax.generation import AnswerBuilder, FinishReason, GenerationSettings
 from moejax.runner import Runner
 
@@ -19,12 +19,13 @@ class TokenLogprob(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What a call added to a row's answer."""
+    """What a call added to a row's answer; `error` says why it ended without a finish reason."""
 
     text: str
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]  # () where none are told
     finish_reason: FinishReason | None
+    error: str = ""
 
 
 class LiveBatch:
@@ -129,9 +130,11 @@ class LiveBatch:
             if self._ended[row]:
                 pieces.append(None)
                 continue
-            text, kept, logprobs = "", [], []
+            text, kept, logprobs, error = "", [], [], ""
             for i, token in enumerate(tokens[row]):
                 if token < 0 or builder.finish_reason:
+                    is_lost = token == NOT_FINITE and not builder.finish_reason
+                    error = self._runner.not_finite() if is_lost else ""
                     break
                 text += builder.push(token)
                 kept.append(token)
@@ -139,7 +142,7 @@ class LiveBatch:
                     chosen, top, top_ids = (value[row, i].tolist() for value in values)
                     pairs = tuple(zip(top_ids, top, strict=True))
                     logprobs.append(TokenLogprob(token, chosen, pairs))
-            if builder.finish_reason:
+            if builder.finish_reason or error:
                 self.end(row)
-            pieces.append(Piece(text, tuple(kept), tuple(logprobs), builder.finish_reason))
+            pieces.append(Piece(text, tuple(kept), tuple(logprobs), builder.finish_reason, error))
         return pieces

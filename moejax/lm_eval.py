@@ -42,6 +42,9 @@ def main(argv: list[str] | None = None) -> None:
     try:
         with _data_of(ours.data, arguments):
             command_line.cli_evaluate()
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        cli.end_at_once(130)
     except MoejaxError as error:  # model arguments, a checkpoint, limits, requests, data files
         sys.exit(f"error: {' '.join(str(error).split())}")
     except (ConnectionError, FileNotFoundError) as error:

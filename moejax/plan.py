@@ -25,7 +25,7 @@ def plan(config: PlanConfig, values: flags.FlagValues) -> None:
     del values
     # They import JAX, which --help and mistakes need not wait for.
     from moejax.devices import PLATFORMS, check_dtype
-    from moejax.planning import budget_of, model_of, platform_of, tiered_budget
+    from moejax.planning import bits_line, budget_of, model_of, platform_of, tiered_budget
 
     if config.platform not in PLATFORMS:
         raise MoejaxError(f"platform {config.platform!r} is none of {', '.join(PLATFORMS)}")
@@ -36,7 +36,9 @@ def plan(config: PlanConfig, values: flags.FlagValues) -> None:
         if config.shape:
             print(f"{config.shape}, tiers without files, on a {platform_of(config)}")
         found = tier_warnings(tiered, this_machine(platform_of(config)))
-        print("\n".join([*describe_tiers(tiered), *_warned(found, config, tiered.context)]))
+        _, model, sizes, _ = model_of(config)
+        lines = [*describe_tiers(tiered), bits_line(model, sizes, [t.tier for t in tiered.tiers])]
+        print("\n".join([*lines, *_warned(found, config, tiered.context)]))
         return
     name, model, sizes, itemsize = model_of(config)
     budget = budget_of(config, model, sizes, itemsize)
@@ -44,7 +46,8 @@ def plan(config: PlanConfig, values: flags.FlagValues) -> None:
         raise MoejaxError(f"the experts do not fit and cannot move: {sizes.refusal}")
     print(f"{name}, experts of {sizes.tier.name}, on a {platform_of(config)}")
     found = warnings(budget, this_machine(platform_of(config)))
-    for line in [*describe(budget), *_warned(found, config, budget.context)]:
+    bits = bits_line(model, sizes, [sizes.tier])
+    for line in [*describe(budget), bits, *_warned(found, config, budget.context)]:
         print(line)
 
 

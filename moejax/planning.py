@@ -1,11 +1,13 @@
 """From a configuration of `moejax.plan` to a budget."""
 
 import types
+from collections.abc import Sequence
 from typing import cast
 
 import jax
 import numpy as np
 
+from moejax.bits import bits_of_sizes
 from moejax.checkpoints.experts import open_experts
 from moejax.checkpoints.open import open_checkpoint
 from moejax.checkpoints.quantized.stored import CodesKind
@@ -93,6 +95,19 @@ def budget_of(config: PlanConfig, model: ModelConfig, sizes: Sizes, itemsize: in
         with open_experts(source, dtype=config.dtype, device=_device(config)) as reader:
             check_waiting(reader, _device(config), str(source.directory))
     return budget
+
+
+def bits_line(model: ModelConfig, sizes: Sizes, tiers: Sequence[Tier]) -> str:
+    """Bits a weight of the experts in each tier, of the rest, and overall.
+
+    Args:
+      model: its shape.
+      sizes: of its weights.
+      tiers: forms of its experts.
+    """
+    num_experts = len(model.moe_layers) * model.num_experts
+    experts = {tier.name: num_experts * tier.expert_nbytes for tier in tiers if num_experts}
+    return f"weights: {bits_of_sizes(model, sizes.weights_nbytes, experts).describe()}"
 
 
 def _sizes(config: PlanConfig, model: ModelConfig) -> tuple[int, int]:

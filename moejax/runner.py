@@ -21,12 +21,16 @@ from moejax.chunks import (
     kv_buckets,
     length_bucket,
     longest_chunk,
+    next_chunk,
+    num_between,
     part_of,
     prefill_chunks,
     scored_places,
 )
 from moejax.compiled import CompiledPrograms
 from moejax.devices import plain_memory_errors
+from moejax.emitted import NOT_FINITE
+from moejax.errors import MoejaxError
 from moejax.generation import GenerationSettings, Timing
 from moejax.memory.expert_memory import ExpertMemory
 from moejax.memory.expert_pool import compiler_options
@@ -56,6 +60,8 @@ class Runner:
       experts_used: which forms ran the experts so far.
       products: what served each product so far, by phase ("prefill", "decode") and name.
       planned: sizes of calls, where limits of the device's memory hold them.
+      one_stream: whether given tokens (`score`, `logits`, `fold`) are read one sequence at a time,
+        and what a policy wants moved is in its slots before the next chunk.
       programs: what was compiled, and how long that took.
     """
 
@@ -98,7 +104,7 @@ class Runner:
         definition = model_definition(config, self.kernels, holds_experts=memory is None)
         self._program = steps.Program(definition, memory.spec if memory else None)
         self._recorder: Recorder | None = None
-        self.memory, self.planned = memory, Planned()
+        self.memory, self.planned, self.one_stream = memory, Planned(), False
         norm = weights["final_norm"]
         assert not isinstance(norm, QTensor | Fp8Tensor)
         self.dtype = norm.dtype
@@ -160,6 +166,9 @@ class Runner:
           settings: how tokens are chosen.
           eos_ids: tokens that end a row, unless its settings ignore them.
           steps_per_call: decode steps of one compiled call.
+
+        Raises:
+          MoejaxError: a row's logits name no token; also as steps do.
         """
         started, compiled = time.perf_counter(), self.programs.seconds
 
@@ -168,7 +177,12 @@ class Runner:
 
         def read(tokens: jax.Array) -> list[list[int]]:
             with self.reading(session.since):
-                return [[t for t in row if t >= 0] for row in np.asarray(tokens).tolist()]
+                rows = np.asarray(tokens).tolist()
+            for i, row in enumerate(rows):
+                if NOT_FINITE in row:
+                    which = f"prompt {i + 1} of {len(rows)}: " if len(rows) > 1 else ""
+                    raise MoejaxError(which + self.not_finite())
+            return [[t for t in row if t >= 0] for row in rows]
 
         session = self.prefill(prompts, cache_length, settings, eos_ids)
         # An answer's last token is never written.
@@ -210,8 +224,8 @@ class Runner:
             static = (self._program, spec)
             inputs = self._put(chunk_of(prompts, start, size)), self._put(np.int32(start))
             cache, hidden = self._step(
-                since, batch * size, steps.prefill_chunk, static, (cache, hidden), *inputs,
-                device_lengths,
+                since, num_between(lengths, start, size), steps.prefill_chunk, static,
+                (cache, hidden), *inputs, device_lengths,
             )  # fmt: skip
         all_greedy = all(row.temperature == 0 for row in by_row)
         sampling = sampling_of(by_row, self._put)
@@ -226,6 +240,16 @@ class Runner:
         )  # fmt: skip
         return Session(
             state, sampling, eos_by_row, all_greedy, max(lengths), emitted, top_logprobs, since
+        )
+
+    def not_finite(self) -> str:
+        """The error of logits that name no token; a policy that saw them begins anew."""
+        if isinstance(self.memory, TieredMemory):
+            self.memory.reset()
+        return (
+            "the model's logits are NaN, infinite or all the same, so there is no next token: its "
+            f"weights hold such values or are too large, or {self.dtype} is too small for it (try "
+            "float32)"
         )
 
     def end_rows(self, session: Session, ended: np.ndarray) -> None:
@@ -256,9 +280,11 @@ class Runner:
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """int32[B, T] to float32[B, T, V] on the host, a chunk at a time."""
         batch, length = tokens.shape
+        if self.one_stream and batch > 1:
+            return np.concatenate([self.logits(row[None]) for row in tokens])
         since, cache_length, cache = self._begin_windows(batch, length)
         logits = []
-        for start, size in self._chunks(batch, length, cache_length):
+        for start, size in self._read(since, batch, length, cache_length):
             static = (self._program, self._chunk_spec(batch, start, size, cache_length))
             chunk, numbers = part_of(tokens, start, size), (np.int32(start), np.int32(length))
             inputs = (self._put(chunk), *map(self._put, numbers))
@@ -281,21 +307,26 @@ class Runner:
           float64[B], nats.
         """
         batch, length = tokens.shape
-        since, cache_length, cache = self._begin_windows(batch, length)
+        if self.one_stream and batch > 1:
+            rows = (slice(i, i + 1) for i in range(batch))
+            return np.concatenate([self.score(tokens[i], lengths[i], targets[i]) for i in rows])
+        if self.one_stream:
+            length = int(lengths[0])
+        since, cache_length, cache = self._begin_windows(*tokens.shape)
         device_lengths = self._put(np.asarray(lengths, np.int32))
         parts = []
-        for start, size in self._chunks(batch, length, cache_length):
+        for start, size in self._read(since, batch, length, cache_length):
             wanted = part_of(targets, start, size, -1)
             places = scored_places(wanted)
             static = (self._program, self._chunk_spec(batch, start, size, cache_length))
             cache, nats = self._step(
-                since, batch * size, steps.score_chunk, static, (cache,),
+                since, num_between(lengths, start, size), steps.score_chunk, static, (cache,),
                 self._put(part_of(tokens, start, size)), self._put(np.int32(start)),
                 device_lengths, self._put(places), self._put(wanted[:, places]),
             )  # fmt: skip
             parts.append(nats)
         with self.reading(since):
-            return np.sum([np.asarray(nats, np.float64) for nats in parts], axis=0)
+            return np.sum([np.zeros(batch), *(np.asarray(nats, np.float64) for nats in parts)], 0)
 
     def fold(self, function: Any, carried: Any, tokens: np.ndarray, lengths: np.ndarray) -> Any:
         """Windows int32[B, T], padded at the end, through a step that carries what it counts.
@@ -305,13 +336,14 @@ class Runner:
         """
         batch, length = tokens.shape
         since, cache_length, cache = self._begin_windows(batch, length)
-        for start, size in self._chunks(batch, length, cache_length):
+        for start, size in self._read(since, batch, length, cache_length):
             static = (self._program, self._chunk_spec(batch, start, size, cache_length))
             chunk = part_of(tokens, start, size)
             inputs = (self._put(a) for a in (chunk, np.int32(start), np.asarray(lengths, np.int32)))
             cache, carried = self._step(
-                since, batch * size, function, static, (cache, carried), *inputs
-            )
+                since, num_between(lengths, start, size), function, static, (cache, carried),
+                *inputs,
+            )  # fmt: skip
         with self.reading(since):
             return jax.block_until_ready(carried)
 
@@ -342,6 +374,22 @@ class Runner:
     def _chunks(self, batch: int, length: int, cache_length: int) -> Iterator[tuple[int, int]]:
         longest = longest_chunk(self.config, batch, cache_length, self.planned)
         return prefill_chunks(length, cache_length, longest)
+
+    def _read(
+        self, since: int, batch: int, length: int, cache_length: int
+    ) -> Iterator[tuple[int, int]]:
+        """As `_chunks`, of given tokens; before each chunk a policy's transfers are done."""
+        memory = self.memory
+        if not (self.one_stream and isinstance(memory, TieredMemory) and memory.asks):
+            yield from self._chunks(batch, length, cache_length)
+            return
+        longest = longest_chunk(self.config, batch, cache_length, self.planned)
+        start = 0
+        while start < length:
+            rests = memory.catch_up(since) or MIN_PREFILL_LENGTH  # as often as decode asks
+            size = next_chunk(length - start, cache_length - start, min(rests, longest))
+            yield start, size
+            start += size
 
     def prompt_chunks(
         self, batch: int, length: int, cache_length: int
@@ -386,7 +434,7 @@ class Runner:
         if (memory := self.memory) is None:
             found = self._call(function, static, (*donated, None), self.weights, None, *arguments)
         else:
-            with memory.step(since, num_tokens):
+            with memory.step(since, max(1, num_tokens)):
                 held = (*donated, memory.pool)
                 found = self._call(function, static, held, self.weights, memory.store, *arguments)
                 memory.pool = found[len(donated)]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.cache import KVCache, empty_cache
-from moejax.emitted import Emitted, none_emitted
+from moejax.emitted import NO_TOKEN, NOT_FINITE, Emitted, names_a_token, none_emitted
 from moejax.memory.expert_pool import ExpertPool, ExpertStore, PoolSpec
 from moejax.memory.pooled import PooledExperts
 from moejax.memory.tiered import TieredPool, TieredSpec
@@ -190,7 +190,7 @@ def chunk_logits(
     model = merge_weights(program.definition, weights)
     steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     positions = jnp.broadcast_to(start + steps, tokens.shape)
-    mask = jnp.ones(tokens.shape, bool)
+    mask = positions < length
     cache, pool, hidden, recorded = run_layers(
         program, spec, model, tokens, positions, mask, cache, pool, store,
         jnp.broadcast_to(length, len(tokens)),
@@ -253,14 +253,18 @@ def _next_tokens(
     all_greedy: bool,
     top_logprobs: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, Logprobs | None]:
-    """[B, D] to the next tokens int32[B]; the keys, the seen tokens and [B, ...] after them."""
+    """[B, D] to the next tokens int32[B]; the keys, the seen tokens and [B, ...] after them.
+
+    `NOT_FINITE` stands where the logits name no token.
+    """
     logits = own = model.project_to_vocab(hidden)
     if seen is not None:
         logits = penalized(logits, seen, sampling.repetition_penalty)
     tokens, keys = draw(logits, keys, sampling, all_greedy=all_greedy)
     if seen is not None:
         seen = seen.at[jnp.arange(tokens.shape[0]), tokens].set(True)
-    return tokens, keys, seen, logprobs_of(own, tokens, top_logprobs) if top_logprobs else None
+    logprobs = logprobs_of(own, tokens, top_logprobs) if top_logprobs else None
+    return jnp.where(names_a_token(own), tokens, NOT_FINITE), keys, seen, logprobs
 
 
 def first_token(
@@ -298,9 +302,10 @@ def first_token(
     tokens, keys, seen, logprobs = _next_tokens(
         model, last_hidden, keys, seen, sampling, all_greedy, program.top_logprobs
     )
-    done = jnp.any(tokens[:, None] == eos_ids, axis=1) | (lengths == 0)
+    done = jnp.any(tokens[:, None] == eos_ids, axis=1) | (lengths == 0) | (tokens < 0)
     emitted = none_emitted(len(tokens), 1, program.top_logprobs)
     emitted = emitted.placed(jnp.int32(0), tokens, logprobs)
+    tokens = jnp.maximum(tokens, 0)  # what a row that is done holds is a token, too
     return DecodeState(cache, tokens, lengths, done, keys, seen), emitted
 
 
@@ -352,8 +357,8 @@ def decode(
       num_steps: int32[], at most `buffer_length`; taken to be 1 where that is 1.
 
     Returns:
-      The state, the pool, int32[B, buffer_length] new tokens, -1 after a row's end and beyond
-      `num_steps`, and what was recorded.
+      The state, the pool, int32[B, buffer_length] new tokens, `NO_TOKEN` after a row's end
+      and beyond `num_steps`, and what was recorded.
     """
     model = merge_weights(program.definition, weights)
 
@@ -380,9 +385,10 @@ def decode(
             if seen is not None and state.seen is not None:
                 seen = jnp.where(index < num_steps, seen, state.seen)
         tokens = jnp.where(rests, state.tokens, tokens)
-        emitted = emitted.placed(index, jnp.where(rests, -1, tokens), logprobs)
+        emitted = emitted.placed(index, jnp.where(rests, NO_TOKEN, tokens), logprobs)
         positions = jnp.where(rests, state.positions, state.positions + 1)
-        done = state.done | jnp.any(tokens[:, None] == eos_ids, axis=1)
+        done = state.done | jnp.any(tokens[:, None] == eos_ids, axis=1) | (tokens < 0)
+        tokens = jnp.maximum(tokens, 0)
         return DecodeState(cache, tokens, positions, done, keys, seen), pool, emitted, kept
 
     batch, kept = state.tokens.shape[0], None

@@ -7,13 +7,16 @@ import logging
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import openai
+import tokenizers
 from absl.testing import absltest, parameterized
 
 from moejax import Engine
 from tests.serving_case import NAME, Served, held_batches, served, tiny_chat_engine, wait_until
+from tests.tiny_engine import tokenizer_json
 
 ENGINE: Engine
 SERVER: Served
@@ -272,6 +275,30 @@ class TogetherTest(absltest.TestCase):
 
 
 class ErrorsTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ("{{ 'a' * 10**10 }}", "the chat template failed: it takes more than 512 MiB"),
+        ("{{ raise_exception('no') }}", "the chat template failed: no"),
+    )
+    def test_a_chat_template_that_fails(self, template, said):
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        tokenizer = ENGINE.tokenizer
+        with mock.patch.object(tokenizer, "chat_template", template):
+            status, answer, _ = SERVER.post("/v1/chat/completions", body)
+        self.assertEqual((status, answer["error"]["message"]), (400, said))
+
+    def test_a_tokenizer_that_panics(self):
+        fields = json.loads(tokenizer_json())
+        text_b = [{"Sequence": {"id": "B", "type_id": 0}}]
+        fields["post_processor"] = {
+            "type": "TemplateProcessing", "single": text_b, "pair": [], "special_tokens": {},
+        }  # fmt: skip
+        panics = tokenizers.Tokenizer.from_str(json.dumps(fields))
+        with mock.patch.object(ENGINE.tokenizer, "_encoder", panics):
+            status, answer, _ = SERVER.post("/v1/completions", {"prompt": "a"})
+        self.assertEqual(status, 400)
+        self.assertRegex(answer["error"]["message"], "^the tokenizer of .* failed: [^\n]*$")
+        self.assertEqual(SERVER.post("/v1/completions", {"prompt": "a"})[0], 200)
+
     @parameterized.parameters(
         (b"", None), (b"{", None), (b"[]", None), (b"\xff", None), (b'{"prompt": NaN}', None),
         (b"[" * 90_000, None),

@@ -11,6 +11,7 @@ import numpy as np
 from moejax.benchmarking.bandwidth import Bandwidth
 from moejax.benchmarking.measuring import BatchTimes, Measured
 from moejax.benchmarking.step_cost import floor_bytes
+from moejax.bits import BitsPerWeight
 from moejax.fidelity import TieredLedger
 from moejax.ledger import Ledger
 from moejax.runner import Runner
@@ -178,6 +179,12 @@ def of_cost(
         "compile": Figure(measured.compile_s, "s"),
         "warm-up": Figure(measured.warmup_s, "s"),
     }
+
+
+def of_bits(bits: BitsPerWeight) -> Figures:
+    """Bits a weight overall, of the experts in each tier, and of the rest."""
+    found = {"bits a weight": Figure(bits.overall, "bits")}
+    return found | {f"bits a weight, {n}": Figure(of, "bits") for n, of in bits.parts.items()}
 
 
 def _by_tier(ledger: Any) -> list[Ledger]:

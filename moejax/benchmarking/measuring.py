@@ -126,6 +126,7 @@ class Bench:
             walls.append(time.perf_counter() - start)
         for ledger in self._ledgers.values():
             forget_requests(ledger)
+        _say_asked_once(self._ledgers)
         return Measured(
             found, walls, self._ledgers, distinct, warmup_s, programs.seconds - compiled,
             programs.seconds - early,
@@ -241,6 +242,14 @@ def forget_requests(ledger: Any) -> None:
     """Without what became of transfers that were asked for: it is counted since the beginning."""
     for tier in ledger.tiers.values() if isinstance(ledger, TieredLedger) else (ledger,):
         tier.bulk_requests = {}
+
+
+def _say_asked_once(ledgers: dict[str, Any]) -> None:
+    """How often a policy was asked is of the whole: prompts alone may be too short for it."""
+    asked = [getattr(ledger, "asked", None) for ledger in ledgers.values()]
+    if any(count is not None for count in asked):
+        ledgers["prefill"].asked = None
+        ledgers["decode"].asked = sum(filter(None, asked))
 
 
 def install(memory: Any, ledger: Any) -> None:

@@ -17,6 +17,7 @@ from moejax.benchmarking.figures import Figures
 from moejax.benchmarking.measuring import Bench, Measured
 from moejax.benchmarking.models import CheckpointModels, Loaded, Models, models_of
 from moejax.benchmarking.requests import PromptFile, Requests
+from moejax.bits import bits_of
 from moejax.chunks import MIN_KV_LENGTH, length_bucket
 from moejax.compression.calibration import shipped_text
 from moejax.devices import plain_memory_errors
@@ -224,6 +225,8 @@ def _point(
     found |= figures.of_cost(
         measured, load_s=loaded.load_s, device_peak=peak, host_peak=report.host_peak_bytes()
     )
+    bits = bits_of(runner.config, runner.weights, runner.memory)
+    found |= figures.of_bits(bits)
     if loaded.budget is not None:
         found["planned device memory"] = figures.Figure(loaded.budget.total_device / 2**30, "GiB")
     about = asked.about + (f", {asked.num_cut} of them cut" if asked.num_cut else "")
@@ -234,6 +237,7 @@ def _point(
     }
     return Point(
         batch, gib, figures=found, requests=about, context=context, routing=loaded.routing,
-        placement=tuple(report.placement(loaded.budget)), measured=measured, kernels=kernels,
+        placement=(f"weights: {bits.describe()}", *report.placement(loaded.budget)),
+        measured=measured, kernels=kernels,
         peak_is_older=peak is not None and peak == peak_before,
     )  # fmt: skip

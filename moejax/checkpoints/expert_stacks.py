@@ -16,7 +16,7 @@ from moejax.checkpoints.load import convert_floats
 from moejax.checkpoints.quantized.leaves import Part, code_arrays, common_kind, stored_zeros
 from moejax.checkpoints.quantized.load import dequantized
 from moejax.checkpoints.quantized.stored import CodesKind, Fp8Kind, as_leaf
-from moejax.checkpoints.safetensors_reader import StoredTensor
+from moejax.checkpoints.safetensors_reader import StoredTensor, check_range
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.qtensor import QTensor
@@ -62,6 +62,7 @@ class TensorFiles:
                 raise MoejaxError(f"{tensor.path} ended inside {tensor.name}; it was changed")
             done += count
         tensor.verify(destination)
+        check_range(tensor, destination)
 
     def are_as_opened(self) -> bool:
         """Whether no file was written to since it was opened, or since it was put back.
@@ -202,7 +203,7 @@ class CodesStack(Stack):
             else:
                 values = np.empty(tensor.shape, tensor.dtype)
                 self.files.read(tensor, values)
-                memory[...] = values
+                convert_floats(tensor.name, values, memory)
 
 
 def make_stack(

@@ -22,6 +22,7 @@ from absl import logging
 from moejax.checkpoints.safetensors_reader import (
     StoredTensor,
     check_floats,
+    in_range,
     is_float,
     read_array,
     read_tensor,
@@ -212,7 +213,7 @@ def place_floats(tensor: StoredTensor, rows: np.ndarray) -> None:
     """Reads a tensor into `rows`, converting to its dtype.
 
     Raises:
-      MoejaxError: a value is too large for float16.
+      MoejaxError: a value is NaN, infinite, huge, or too large for the dtype.
     """
     if tensor.dtype == rows.dtype:
         read_tensor(tensor, rows)
@@ -224,14 +225,14 @@ def convert_floats(name: str, values: np.ndarray, rows: np.ndarray) -> None:
     """Copies `values` into `rows`, converting to its dtype.
 
     Raises:
-      MoejaxError: a value is too large for float16.
+      MoejaxError: a value is too large for that.
     """
     with np.errstate(over="ignore"):
         np.copyto(rows, values, casting="unsafe")
-    if rows.dtype == np.float16 and np.isinf(rows).any():
+    if not in_range(rows):
+        mend = "bfloat16 or float32" if rows.dtype == np.float16 else "float32"
         raise MoejaxError(
-            f"{name} does not fit float16 (largest {abs(values).max()}); "
-            "load as bfloat16 or float32"
+            f"{name} does not fit {rows.dtype.name} (largest {abs(values).max()}); load as {mend}"
         )
 
 

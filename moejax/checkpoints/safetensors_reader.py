@@ -42,6 +42,16 @@ _DTYPES = _FLOATS | {
     "U8": np.dtype(np.uint8),
     "I8": np.dtype(np.int8),
 }
+# Of a number without its sign, as an integer: the largest there is, and the first that no step can
+# compute with. That is 2^63, whose square, summed in a norm, overflows float32; infinity in types
+# that end before it; NaN in E4M3, which has no infinity.
+_MAGNITUDES: dict[np.dtype, tuple[type[np.unsignedinteger], int, int]] = {
+    _DTYPES["F32"]: (np.uint32, 0x7FFFFFFF, 0x5F000000),
+    _DTYPES["F16"]: (np.uint16, 0x7FFF, 0x7C00),
+    _DTYPES["BF16"]: (np.uint16, 0x7FFF, 0x5F00),
+    _DTYPES["F8_E4M3"]: (np.uint8, 0x7F, 0x7F),
+}
+_BLOCK = 2**16  # numbers looked at together: their copy is small, and a cache holds it
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
@@ -252,6 +262,28 @@ def read_tensor(tensor: StoredTensor, destination: np.ndarray) -> None:
                 raise MoejaxError(f"{tensor.path} ended inside {tensor.name}; it was changed")
             done += count
     tensor.verify(destination)
+    check_range(tensor, destination)
+
+
+def check_range(tensor: StoredTensor, values: np.ndarray) -> None:
+    """Raises MoejaxError where a tensor, as it was read, holds NaN, infinity or huge numbers."""
+    if not in_range(values):
+        raise MoejaxError(
+            f"{tensor.path}: {tensor.name} holds NaN, infinite or huge values (2^63 or more), with "
+            "which nothing can be computed; download it again, or convert it anew"
+        )
+
+
+def in_range(values: np.ndarray) -> bool:
+    """Whether no number is NaN, infinite or huge; as integers, several times faster than floats."""
+    if values.dtype not in _MAGNITUDES:
+        return True
+    word, largest, first_wrong = _MAGNITUDES[values.dtype]
+    words = values.reshape(-1).view(word)
+    return all(
+        int((words[first : first + _BLOCK] & word(largest)).max()) < first_wrong
+        for first in range(0, len(words), _BLOCK)
+    )
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

@@ -12,6 +12,7 @@ and prompts go on, and of continuations and whole texts only their own tokens ar
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -178,8 +179,8 @@ class PairScorer:
 
         Args:
           pairs: (context, continuation); the context may be empty.
-          batch_size: rows at once. Pairs of one context whose continuations differ in their last
-            token only share a row.
+          batch_size: rows at once; under a policy one. Pairs of one context whose continuations
+            differ in their last token only share a row.
           on_done: is told how many pairs a batch finished.
 
         Raises:
@@ -199,6 +200,9 @@ class PairScorer:
 
         A context that does not fit is cut at its beginning; a continuation longer than the
         model's context is scored in windows (`token_windows`).
+
+        Raises:
+          MoejaxError: a pair has nothing to score, or no finite log-likelihood.
         """
         owners: list[int] = []
         windows: list[TokenPair] = []
@@ -211,12 +215,15 @@ class PairScorer:
                 parts = list(token_windows(continuation, context[-1], self.max_length))
             windows += parts
             owners += [index] * len(parts)
+        batch_size = 1 if self._runner.one_stream else batch_size
         totals = [Scored(0.0, True, 0)] * len(pairs)
         left = np.bincount(owners, minlength=len(pairs))
         for batch in self._batches(windows, batch_size):
             finished = 0
             for window, scored in self._run(batch, batch_size):
                 owner = owners[window]
+                if not math.isfinite(scored.log_likelihood):
+                    raise MoejaxError(f"pair {owner}: {self._runner.not_finite()}")
                 totals[owner] = totals[owner].and_then(scored)
                 left[owner] -= 1
                 finished += not left[owner]

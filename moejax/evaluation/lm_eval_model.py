@@ -147,7 +147,7 @@ class MoejaxLM(TemplateLM):
     @property
     def batch_size(self) -> int:
         """Sequences at once."""
-        return self._config.batch_size
+        return self._config.num_rows()
 
     @property
     def tokenizer_name(self) -> str:

@@ -31,7 +31,7 @@ def load_engine(config: EvaluateConfig, directory: Path, policy: "Tiering | None
         compilation_cache=config.compilation_cache,
         limits=config.memory.limits() if config.memory != MemoryConfig() else None,
         policy=policy,
-        batch=config.batch_size,
+        batch=config.num_rows(),
         generation_config=False,
         context=config.window if config.window > PLANNED_CONTEXT else 0,
     )

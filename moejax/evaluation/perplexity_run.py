@@ -46,7 +46,7 @@ def run(config: EvaluateConfig, text: Text, output: Path | None) -> None:
         answers = AnswerFile(place, head, numbers=("nats", "tokens"), anew=begins_anew(config))
         started, compiled = time.perf_counter(), engine.compile_seconds
         with report.recorded(engine, config, config.text):
-            measured = measure(engine, stream.ids, windowing, config.batch_size, answers)
+            measured = measure(engine, stream.ids, windowing, config.num_rows(), answers)
         seconds = time.perf_counter() - started - (engine.compile_seconds - compiled)
         ledger = engine.ledger
 
@@ -58,7 +58,7 @@ def run(config: EvaluateConfig, text: Text, output: Path | None) -> None:
                 num_bytes=text.num_bytes,
                 stored=record.stored_bytes(directory),
                 seconds=seconds,
-                batch_size=config.batch_size,
+                batch_size=config.num_rows(),
                 seed=config.seed,
                 num_resumed=answers.num_resumed,
                 ledger=ledger,
@@ -102,9 +102,7 @@ def _head(
             "tokenizer_sha256": stream.tokenizer_sha256,
         },
         "checkpoint": {"name": config.checkpoint, **record.fingerprint(directory)},
-        **record.of_engine(
-            engine, policy=config.policy, memory=config.memory, batch_size=config.batch_size
-        ),
+        **record.of_engine(engine, policy=config.policy, memory=config.memory),
     }
 
 

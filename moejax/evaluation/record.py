@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moejax import report, results
+from moejax.bits import describe_bits
 from moejax.checkpoints.safetensors_reader import stored_tensors
 from moejax.config import MemoryConfig
 from moejax.errors import MoejaxError
@@ -136,8 +137,9 @@ def _of_run(engine: "Engine", stored: int | None, seconds: dict[str, float]) -> 
         "kernels": engine.kernels,
         "weights": {
             "parameters": engine.num_weights,
-            "bytes": engine.weights_nbytes,
+            "bytes": engine.bits.nbytes,
             "bits_per_weight": engine.bits_per_weight,
+            "bits_per_weight_by_part": engine.bits.parts,
             "stored_bytes": stored,
             "stored_bits_per_weight": None if stored is None else 8 * stored / engine.num_weights,
         },
@@ -171,26 +173,20 @@ def fingerprint(directory: Path) -> dict[str, Any]:
     return {"sha256": small, "files": large}
 
 
-def of_engine(
-    engine: "Engine", *, policy: PolicyConfig, memory: MemoryConfig, batch_size: int
-) -> dict[str, Any]:
+def of_engine(engine: "Engine", *, policy: PolicyConfig, memory: MemoryConfig) -> dict[str, Any]:
     """What of an engine decides scores, for the head of a file of answers.
 
-    Without a policy the batch size changes no score beyond rounding, so a run may go on with
-    another; a policy's state goes from batch to batch.
+    The batch size does not: a run may go on with another.
 
     Args:
       engine: that answers.
       policy: that decides about experts; without a name there is none.
       memory: the limits.
-      batch_size: sequences at once.
     """
-    decides = bool(policy.name)
     return {
         "dtype": str(engine.dtype),
         "device": engine.device.device_kind,
-        "policy": dataclasses.asdict(policy) if decides else None,
-        "batch_size": batch_size if decides else None,
+        "policy": dataclasses.asdict(policy) if policy.name else None,
         "memory": dataclasses.asdict(memory),
     }
 
@@ -199,18 +195,24 @@ def _forms(record: dict[str, Any]) -> str:
     return "/".join(record["experts"]) or "none (nothing was left to run)"
 
 
+def _bits(record: dict[str, Any]) -> str:
+    weights = record["weights"]
+    return describe_bits(weights["bits_per_weight"], weights["bits_per_weight_by_part"], 3)
+
+
 def summary(record: dict[str, Any]) -> str:
     """The result in one line, with its protocol."""
     protocol, weights = record["protocol"], record["weights"]
     stored = weights["stored_bits_per_weight"]
     in_files = "" if stored is None else f", {stored:.3f} in the files"
+    stride = f"stride {protocol['stride']}" + (", one at a time" if record["policy"] else "")
     stderr = record["perplexity_stderr"]
     error = "" if stderr is None else f" ± {stderr:.4f}"
     return (
         f"perplexity {record['perplexity']:.4f}{error}, {record['bits_per_byte']:.4f} bits a byte; "
         f"{record['tokens_scored']} of {record['tokens']} tokens scored, {record['bytes']} bytes "
-        f"of {record['text']['source']}; window {protocol['window']}, stride {protocol['stride']}, "
-        f"bos {protocol['bos'] or 'none'}; {weights['bits_per_weight']:.3f} bits a weight in memory"
+        f"of {record['text']['source']}; window {protocol['window']}, {stride}, "
+        f"bos {protocol['bos'] or 'none'}; {_bits(record)} in memory"
         f"{in_files}; {record['dtype']}, experts by {_forms(record)}, "
         f"{record['seconds']['score']:.1f} s"
     )

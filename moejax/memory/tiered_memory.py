@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ from moejax.policies.make import with_kernels
 from moejax.qtensor import Weight
 
 NOBODY_SAYS = 2**30  # tokens: more than any policy rests for
+POLL_S = 2e-4  # between looks at transfers that are waited for
 
 
 @dataclasses.dataclass
@@ -93,6 +95,8 @@ class TieredMemory:
         self.ledger = TieredLedger({n: t.ledger for n, t in zip(names, tiers, strict=True)})
         self.programs = CompiledPrograms()
         self._answer: Asked | None = None
+        self._counts = False  # whether tokens had run when that was asked
+        self._num_asked = 0  # since the last `settle`
         self._rest = _Rest()
         self._coming: dict[Any, jax.Array] = {}
         self._room: dict[int, jax.Array] = {}
@@ -100,6 +104,7 @@ class TieredMemory:
         said = jax.eval_shape(functools.partial(ask, self.spec), *held)[1]
         self._asks = len(said.moved.layer) + len(said.ahead.layer) > 0
         self._is_emulated = any(pool.emulated for pool in pools)
+        self.ledger.asked = 0 if self._asks else None
         if len(said.ahead.layer) and not any(tier.disk and tier.disk.cache for tier in tiers):
             logging.warning(
                 "the policy's foresight does nothing: no tier has experts on the disk and rows of "
@@ -192,12 +197,62 @@ class TieredMemory:
                 tier.settle()
             self.ledger.add(np.asarray(jax.device_get(self._gate), np.float64))
             self._gate = jax.device_put(np.zeros(self._gate.shape, np.float32), self.device)
+            if self._asks:
+                self.ledger.asked = (self.ledger.asked or 0) + self._num_asked
+                self._num_asked = 0
         return self.ledger
 
     def close(self) -> None:
         """See `ExpertMemory.close`."""
         for tier in self.tiers:
             tier.close()
+
+    def catch_up(self, since: int | None = None) -> int:
+        """Moves all that the policy wants moved now, and waits until it is in slots.
+
+        Called between the chunks of a text that is scored, so that what a policy promotes, and
+        when, is not left to the clock.
+
+        Args:
+          since: see `ExpertMemory.begin_session`.
+
+        Returns:
+          Tokens before which it asks for nothing more (`Policy.tokens_until_change`).
+        """
+        with self._lock, self.reading(since):
+            has_run, self._answer = self._rest.passed > 0, None
+            self._num_asked += has_run
+            last: Any = None
+            while True:
+                self._arrive(since)
+                self.pool, answer = self._ask()
+                moved, ahead, idle = jax.device_get(answer)
+                self._request(moved)
+                self._read_ahead(ahead)
+                rows = np.stack(moved)
+                if rows.max(initial=-1) < 0 or not self.spec.policy.repeats_requests:
+                    break
+                if np.array_equal(rows, last):
+                    break  # what could not be moved
+                last = rows
+            self._arrive(since)
+            self._rest = _Rest(self._pending(), max(1, int(idle)))
+            return int(idle)
+
+    def _arrive(self, since: int | None) -> None:
+        """Waits for the transfers that are on their way."""
+        moving = [tier for tier in self.tiers if tier.transfers is not None]
+        while any(tier.transfers and tier.transfers.num_pending for tier in moving):
+            for tier in moving:
+                with tier.step(since):
+                    pass
+            time.sleep(POLL_S)
+
+    def _ask(self) -> tuple[TieredPool, Asked]:
+        """Dispatches the question what the policy wants moved."""
+        held = (self.pool, *self._on_their_way())
+        program = self.programs.get(ask, (self.spec,), held, num_donated=1)
+        return program(*held)
 
     def _before_step(self, num_tokens: int) -> None:
         """Passes on what the policy asked for after an earlier step, and asks once more.
@@ -213,6 +268,7 @@ class TieredMemory:
                 rest.passed += num_tokens
                 return
             answer, self._answer = self._answer, None
+            self._num_asked += self._counts
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # of a step that failed
                 moved, ahead, idle = jax.device_get(answer)
                 self._request(moved)
@@ -220,11 +276,10 @@ class TieredMemory:
                 rest.tokens = int(idle)
         pending = self._pending()
         if rest.passed >= rest.tokens or pending != rest.pending:
-            held = (self.pool, *self._on_their_way())
-            program = self.programs.get(ask, (self.spec,), held, num_donated=1)
-            self.pool, self._answer = program(*held)
+            self.pool, self._answer = self._ask()
             for numbers in jax.tree.leaves(self._answer):
                 numbers.copy_to_host_async()
+            self._counts = rest.passed > 0
             self._rest = rest = _Rest(pending)
         rest.passed += num_tokens
 

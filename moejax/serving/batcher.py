@@ -136,9 +136,7 @@ class Batcher:
                 else:
                     _LOG.exception("a batch failed")
                 for row in rows:
-                    row.fail(
-                        ApiError(f"the engine failed: {said}", status=500, code="engine_error")
-                    )
+                    row.fail(_engine_failed(said))
 
     def _next_rows(self) -> list[Row]:
         """The rows of the next batch, when there are some; [] at the end."""
@@ -188,7 +186,7 @@ class Batcher:
                 for i, piece in enumerate(pieces):
                     if piece is not None and i in left:
                         self._tell(rows[i], piece)
-                        if piece.finish_reason:
+                        if piece.finish_reason or piece.error:
                             left.discard(i)
                 self._end_rows(live, rows, left)
                 going = [rows[i] for i in left]
@@ -215,6 +213,8 @@ class Batcher:
         self._metrics.generated_tokens.inc(len(piece.tokens))
         told = piece.logprobs if row.wants_logprobs else ()
         row.tell(Part(row.index, piece.text, len(piece.tokens), told, piece.finish_reason))
+        if piece.error:
+            row.fail(_engine_failed(piece.error))
         if piece.finish_reason and row.num_tokens > 1 and row.first_token_at is not None:
             self._metrics.tpot.observe((now - row.first_token_at) / (row.num_tokens - 1))
 
@@ -247,6 +247,10 @@ def warm_up(engine: Engine, defaults: GenerationSettings, max_batch: int) -> Non
             for number, _ in enumerate(live.run()):
                 if number or len(prompts) > 1:  # one ends while the other goes on
                     live.end(min(number, len(prompts) - 1))
+
+
+def _engine_failed(why: str) -> ApiError:
+    return ApiError(f"the engine failed: {why}", status=500, code="engine_error")
 
 
 def _most_steps(engine: Engine, streams: bool) -> int:

@@ -1,0 +1,236 @@
+"""Weights and logits that are NaN, infinite or huge: one error, and other rows live on."""
+
+import concurrent.futures
+import contextlib
+import io
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import safetensors.numpy
+from absl.testing import absltest, parameterized
+
+from moejax import Engine, benchmark, cli, evaluate, generate
+from moejax.checkpoints import save_hf_checkpoint
+from moejax.checkpoints.safetensors_reader import in_range, stored_tensors
+from moejax.emitted import names_a_token
+from moejax.errors import MoejaxError
+from moejax.generation import GenerationSettings
+from moejax.memory.budget import Limits
+from moejax.tiering import Tiering
+from tests import tiny_engine
+from tests.serving_case import served, tiny_chat_engine
+
+NO_TOKEN = "the model's logits are NaN, infinite or all the same"
+PROMPT = list(range(40, 52))
+BAD = 5  # a token whose embedding is wrong
+TENSORS = (
+    "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight",
+    "model.layers.0.input_layernorm.weight", "model.layers.1.post_attention_layernorm.weight",
+    "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.o_proj.weight",
+    "model.layers.0.self_attn.k_norm.weight", "model.layers.1.mlp.gate.weight",
+    "model.layers.0.mlp.experts.3.gate_proj.weight", "model.layers.1.mlp.experts.0.up_proj.weight",
+    "model.layers.1.mlp.experts.7.down_proj.weight",
+)  # fmt: skip
+
+
+def poisoned(engine: Engine, value: float) -> Engine:
+    """The engine with another embedding of one token."""
+    engine.weights["embed"] = engine.weights["embed"].at[BAD].set(value)
+    engine._runner.weights = engine.weights
+    return engine
+
+
+class LoadTest(parameterized.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.folder = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+        tiny_engine.load_tiny_engine(cls.folder)
+        cls.file = cls.folder / "model.safetensors"
+        tensors = safetensors.numpy.load_file(cls.file)  # saved by others, without checksums
+        safetensors.numpy.save_file(tensors, cls.file)
+        cls.content = cls.file.read_bytes()
+
+    def setUp(self):
+        super().setUp()
+        self.file.write_bytes(self.content)
+
+    def put(self, name: str, value: float, place: int = -1) -> None:
+        """One number of a tensor, in place."""
+        tensor = stored_tensors(self.folder)[name]
+        content = bytearray(self.content)
+        numbers = np.frombuffer(content, tensor.dtype, tensor.num_bytes // 4, tensor.offset)
+        numbers[place] = value
+        self.file.write_bytes(content)
+
+    def run_main(self, command: cli.Command, *arguments: str, **fields: Any) -> tuple[int, str]:
+        flags = [f"--config.{n}={v}" for n, v in {"checkpoint": self.folder, **fields}.items()]
+        err = io.StringIO()
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
+            return cli.exit_status(command, ["x", *arguments, *flags]), err.getvalue()
+
+    @parameterized.product(name=TENSORS, value=(np.nan, -np.inf, 1e30))
+    def test_a_checkpoint_is_refused_by_the_tensors_name(self, name, value):
+        self.put(name, value)
+        whole: dict[str, Any] = {}
+        for how in (whole, {"limits": Limits(slots=3)}):
+            with self.assertRaisesRegex(MoejaxError, f"{name} holds NaN, infinite or huge values"):
+                Engine.from_pretrained(self.folder, platform="cpu", progress=False, **how)
+
+    def test_experts_of_the_disk_are_refused_when_they_are_read(self):
+        self.put("model.layers.1.mlp.experts.7.down_proj.weight", np.nan)
+        limits = Limits(slots=2, transient=2, host_gib=15 * 6144 / 2**30)
+        with self.assertRaisesRegex(MoejaxError, "experts.7.down_proj.weight holds NaN"):
+            engine = Engine.from_pretrained(
+                self.folder, platform="cpu", progress=False, limits=limits
+            )
+            engine.generate([PROMPT], max_new_tokens=30, ignore_eos=True)
+
+    def test_commands_end_with_one_line(self):
+        """Logits overflow, of weights each of which is small enough to be computed with."""
+        weights = tiny_engine.random_weights(tiny_engine.CONFIG)
+        weights["final_norm"] = np.full_like(weights["final_norm"], 9e18)
+        weights["head"] = np.where(weights["head"] > 0, 9e18, -9e18).astype(np.float32)
+        files = {"tokenizer.json": tiny_engine.tokenizer_json()}
+        save_hf_checkpoint(
+            self.folder, tiny_engine.CONFIG, weights, dtype=np.dtype(np.float32), extra_files=files
+        )
+        text = self.folder / "text.txt"
+        text.write_text("the quick brown fox")
+        for command, arguments, fields in (
+            (generate.COMMAND, ("--prompt=the fox",), {}),
+            (generate.COMMAND, ("--prompt=the fox", "--prompt=a dog"), {}),
+            (benchmark.COMMAND, (), {"prompt_tokens": 8, "new_tokens": 4}),
+            (evaluate.COMMAND, (), {"text": text, "window": 16}),
+        ):
+            status, err = self.run_main(command, *arguments, **fields)
+            self.assertEqual(status, 1)
+            last = err.strip().splitlines()[-1]
+            self.assertRegex(last, r"^error: .*(logits are NaN|gives nan nats|gives inf nats)")
+            self.assertIn("try float32", last)
+
+    @parameterized.parameters("float32", "float16", "bfloat16", "float8_e4m3fn")
+    def test_every_code_of_small_floats(self, name):
+        dtype = np.dtype(getattr(ml_dtypes, name, name))
+        word = np.dtype(f"uint{8 * dtype.itemsize}")
+        codes = np.arange(2 ** min(16, 8 * dtype.itemsize)).astype(word)
+        codes = codes << (16 if dtype.itemsize == 4 else 0)
+        values = codes.view(dtype)
+        for value in values[:: 1 if dtype.itemsize == 1 else 37]:
+            exact = float(value)
+            self.assertEqual(in_range(np.full(3, value)), abs(exact) < 2**63, exact)
+        self.assertTrue(in_range(np.zeros((0, 3), dtype)))
+        self.assertTrue(in_range(np.full(3, 2**31 - 1, np.int32)))
+
+
+class LogitsTest(parameterized.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.folder = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+
+    def engine(self, **how: Any) -> Engine:
+        engine = tiny_engine.load_tiny_engine(self.folder, **how)
+        self.addCleanup(engine.close)
+        return engine
+
+    @parameterized.parameters(
+        ([0.5, -1.0, 3e38], True),
+        ([0.5, np.nan, 1.0], False),
+        ([np.inf, 0.0, 1.0], False),
+        ([-np.inf, 0.0, 1.0], False),
+        ([-np.inf, -np.inf, -np.inf], False),
+        ([0.0, 0.0, 0.0], False),
+    )
+    def test_flag(self, logits, expected):
+        self.assertEqual(bool(jax.jit(names_a_token)(jnp.asarray([logits]))[0]), expected)
+
+    @parameterized.product(value=(np.nan, np.inf, 1e30), temperature=(0.0, 1.0))
+    def test_generate_and_stream_raise(self, value, temperature):
+        engine = poisoned(self.engine(), value)
+        how = {"max_new_tokens": 3, "temperature": temperature}
+        with self.assertRaisesRegex(MoejaxError, f"^{NO_TOKEN}"):
+            engine.generate([[*PROMPT, BAD]], **how)
+        with self.assertRaisesRegex(MoejaxError, f"^prompt 2 of 2: {NO_TOKEN}"):
+            engine.generate([PROMPT, [*PROMPT, BAD]], **how)
+        with self.assertRaisesRegex(MoejaxError, NO_TOKEN):
+            list(engine.stream([*PROMPT, BAD], **how))
+        self.assertLen(engine.generate([PROMPT], **how)[0].tokens, 3)
+
+    def test_an_answer_that_meets_such_a_token_ends_there(self):
+        plain = self.engine().generate([PROMPT], max_new_tokens=8, ignore_eos=True)[0].tokens
+        engine = self.engine()
+        place = next(i for i, token in enumerate(plain) if token not in PROMPT)
+        engine.weights["embed"] = engine.weights["embed"].at[plain[place]].set(np.nan)
+        answer = engine.stream(PROMPT, max_new_tokens=8, ignore_eos=True)
+        self.assertEqual([next(answer).token for _ in plain[: place + 1]], plain[: place + 1])
+        with self.assertRaisesRegex(MoejaxError, NO_TOKEN):
+            next(answer)
+
+    def test_log_likelihoods_raise(self):
+        engine = poisoned(self.engine(), np.nan)
+        with self.assertRaisesRegex(MoejaxError, f"pair 1: {NO_TOKEN}"):
+            engine.scorer.of_tokens([(PROMPT, [1, 2]), ([*PROMPT, BAD], [3])])
+
+    @parameterized.parameters(None, "dynaexq")
+    def test_other_rows_of_a_batch_live_on(self, policy):
+        how: dict[str, Any] = {}
+        if policy:
+            how["policy"] = Tiering(
+                policy=policy, settings={"period": 8}, slots=(3, 8), emulate=True,
+                tiers=("int4", "int2"), quantizer="rtn", group_size=16,
+            )  # fmt: skip
+        settings = GenerationSettings(max_new_tokens=20, temperature=0.0, seed=0, ignore_eos=True)
+        engine = poisoned(self.engine(**how), np.nan)
+        pieces: list[list[Any]] = [[], []]
+        for told in engine.live_batch([PROMPT, [*PROMPT, BAD]], [settings] * 2).run():
+            for row, piece in zip(pieces, told, strict=True):
+                row += [piece] if piece else []
+        self.assertLen(pieces[1], 1)
+        self.assertRegex(pieces[1][0].error, NO_TOKEN)
+        self.assertEqual(sum(len(piece.tokens) for piece in pieces[0]), 20)
+        self.assertEqual(pieces[0][-1].finish_reason, "length")
+        if policy:  # it knows nothing of what it saw
+            state = jax.tree.leaves(engine._runner.memory.pool.state)
+            self.assertTrue(all(np.isfinite(np.asarray(leaf)).all() for leaf in state))
+            self.assertTrue(np.isfinite(engine.ledger.gate).all())
+        else:
+            [alone] = self.engine().generate([PROMPT], max_new_tokens=20, ignore_eos=True)
+            self.assertEqual([t for piece in pieces[0] for t in piece.tokens], list(alone.tokens))
+
+
+class ServerTest(absltest.TestCase):
+    def test_one_request_gets_the_error_and_its_neighbours_their_answers(self):
+        folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        engine = tiny_chat_engine(folder)
+        self.addCleanup(engine.close)
+        bad = engine.tokenizer.decode([BAD])
+        body = {"max_tokens": 8, "temperature": 0}
+        with served(engine) as server:
+            status, alone, _ = server.post("/v1/completions", {"prompt": "the fox", **body})
+            self.assertEqual(status, 200)
+            poisoned(engine, np.nan)
+            prompts = ["the fox", f"the fox{bad}", "the fox"]
+            with concurrent.futures.ThreadPoolExecutor(3) as pool:
+                posts = [
+                    pool.submit(server.post, "/v1/completions", {"prompt": prompt, **body})
+                    for prompt in prompts
+                ]
+                found = [post.result() for post in posts]
+            self.assertEqual([status for status, _, _ in found], [200, 500, 200])
+            error = found[1][1]["error"]
+            self.assertEqual(error["code"], "engine_error")
+            self.assertIn(NO_TOKEN, error["message"])
+            for place in (0, 2):
+                text = found[place][1]["choices"][0]["text"]
+                self.assertEqual(text, alone["choices"][0]["text"])
+            self.assertEqual(server.get("/health")[0], 200)
+
+
+if __name__ == "__main__":
+    absltest.main()
