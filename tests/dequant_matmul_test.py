@@ -231,12 +231,12 @@ class CheckTest(HostTestCase):
     def test_a_simulated_kernel_that_leaves_outputs_unwritten_fails(self):
         case = CASES["whole_int4g128_integer"]
         operands = random_operands(case, seed(self.id()))
-        launched = launch_blocks.simulate.run_blocks
+        launched = launch_blocks.simulator.run_blocks
 
         def one_fewer(body: Any, num_blocks: int, *rest: Any) -> None:
             launched(body, num_blocks - 1, *rest)
 
-        with mock.patch.object(launch_blocks.simulate, "run_blocks", one_fewer):
+        with mock.patch.object(launch_blocks.simulator, "run_blocks", one_fewer):
             found = run(operands, case, implementation="mosaic", interpret=True).block_until_ready()
         self.assertIn("nan from", violation(found, operands, case))
 

@@ -216,7 +216,7 @@ class CheckTest(HostTestCase):
     @parameterized.parameters("gate_up", "down")
     def test_a_simulated_kernel_that_leaves_outputs_unwritten_fails(self, launched):
         operands = random_operands(CASES["whole_one_token"], seed(self.id()))
-        run = launch_blocks.simulate.run_blocks
+        run = launch_blocks.simulator.run_blocks
         launches = []
 
         def one_fewer(body: Any, num_blocks: int, *rest: Any) -> None:
@@ -224,7 +224,7 @@ class CheckTest(HostTestCase):
             fewer = len(launches) == ("gate_up", "down").index(launched) + 1
             run(body, num_blocks - fewer, *rest)
 
-        with mock.patch.object(launch_blocks.simulate, "run_blocks", one_fewer):
+        with mock.patch.object(launch_blocks.simulator, "run_blocks", one_fewer):
             found = jax.device_get(program(implementation="mosaic", interpret=True)(operands))
         self.assertLen(launches, 2)
         self.assertIn("nan from", violation(*found, operands) or "")

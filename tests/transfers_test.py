@@ -153,7 +153,8 @@ class RequestTest(TransfersTestCase):
         transfers.request(0, [1])
         self.advance(transfers, lambda: transfers.counters.moved)
         transfers.request(0, [2])
-        lost = mock.patch("moejax.memory.transfers.land", side_effect=RuntimeError("no memory"))
+        failing = mock.Mock(side_effect=RuntimeError("no memory"), __name__="land")
+        lost = mock.patch("moejax.memory.transfers.land", failing)
         with lost, self.assertRaisesRegex(RuntimeError, "no memory"):
             self.advance(transfers)
         self.drain(transfers)
