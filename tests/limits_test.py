@@ -187,7 +187,7 @@ class LimitsTest(parameterized.TestCase):
             opened.write(os.urandom(len(whole) - len(whole) // 2))
         for _ in range(2):
             said = "checksum" if was_read or has_checksums else "written to while it was in use"
-            with self.assertRaisesRegex(MoejaxError, f"{said}|holds NaN, infinite"):
+            with self.assertRaisesRegex(MoejaxError, said):
                 tokens(engine)
         file.write_bytes(whole)  # at another time than it was opened with
         for _ in range(8):

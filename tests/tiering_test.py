@@ -56,8 +56,8 @@ class ProfileTest(parameterized.TestCase):
             self.chosen(counted, tae_tau="profile", tae_temperature=1.0)
 
     @parameterized.parameters(
-        ("tau", np.float32([0.5, np.nan]), "tau holds NaN, infinite or huge values"),
-        ("q", np.float32(np.inf), "q holds NaN, infinite or huge values"),
+        ("tau", np.float32([0.5, np.nan]), "tau holds numbers that are not finite"),
+        ("q", np.float32(np.inf), "q holds numbers that are not finite"),
         ("q", np.float32(-1), "q holds numbers below 0"),
         ("q", np.float32([0, 0, 0, 0.5]), "q rises along a list"),
         ("buddies", (3, 3, -1, -1), "buddies lists an expert twice"),
@@ -106,7 +106,7 @@ class ProfileTest(parameterized.TestCase):
         none = np.full((M, E), np.nan, np.float32)
         bad = dataclasses.replace(good.activity, activations=none)
         save_buddies(self.path, dataclasses.replace(good, activity=bad))
-        with self.assertRaisesRegex(MoejaxError, "activations holds NaN, infinite or huge values"):
+        with self.assertRaisesRegex(MoejaxError, "activations holds numbers that are not finite"):
             load_buddies(self.path)
 
 

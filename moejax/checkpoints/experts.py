@@ -22,7 +22,7 @@ from moejax.checkpoints.open import Checkpoint
 from moejax.checkpoints.quantized.leaves import Part, fill_compensators
 from moejax.checkpoints.quantized.load import plan_parts
 from moejax.checkpoints.quantized.stored import Tensors
-from moejax.checkpoints.safetensors_reader import stored_tensors
+from moejax.checkpoints.safetensors_reader import OutOfRangeError, stored_tensors
 from moejax.checksums import checksum
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
@@ -114,6 +114,10 @@ class ExpertReader:
                 f"expert {expert} of sparse layer {layer} cannot be read from "
                 f"{self._files.directory}: {error.strerror or error}"
             ) from error
+        except OutOfRangeError:
+            if check:
+                self._check_unchanged(layer, expert)
+            raise
         if check:
             self._compare(layer, expert, row_checksum(into))
 
@@ -167,22 +171,34 @@ class ExpertReader:
                 raise ValueError("an array is not contiguous or cannot be written")
 
     def _compare(self, layer: int, expert: int, found: int) -> None:
+        """Raises MoejaxError unless a row's checksum is that of its first read."""
         with self._lock:
-            known = self._checksums.get((layer, expert))
-        if known is None and not self._has_checksums and not self._files.are_as_opened():
+            is_known = (layer, expert) in self._checksums
+        if not is_known:
+            self._check_unchanged(layer, expert)
+        with self._lock:
+            known = self._checksums.setdefault((layer, expert), found)
+        if known != found:
+            raise self._changed(layer, expert)
+
+    def _check_unchanged(self, layer: int, expert: int) -> None:
+        """Raises MoejaxError where the file of a bad or first read may have changed."""
+        with self._lock:
+            is_known = (layer, expert) in self._checksums
+        if is_known:
+            raise self._changed(layer, expert)
+        if not self._has_checksums and not self._files.are_as_opened():
             raise MoejaxError(
                 f"{self._files.directory}: a file was written to while it was in use, and expert "
                 f"{expert} of sparse layer {layer} was not read before, so nothing says that it is "
                 "the one that was meant: put the file back as it was, or start again"
             )
-        with self._lock:
-            known = self._checksums.setdefault((layer, expert), found)
-        if known != found:
-            raise MoejaxError(
-                f"{self._files.directory}: expert {expert} of sparse layer {layer} is not what was "
-                f"read before (checksum {found:08x}, it was {known:08x}): the file was changed, or "
-                "the disk fails"
-            )
+
+    def _changed(self, layer: int, expert: int) -> MoejaxError:
+        return MoejaxError(
+            f"{self._files.directory}: expert {expert} of sparse layer {layer} has not the "
+            "checksum of its first read: the file was changed, or the disk fails"
+        )
 
 
 def open_experts(

@@ -22,6 +22,7 @@ from absl import logging
 from moejax.checkpoints.safetensors_reader import (
     StoredTensor,
     check_floats,
+    check_range,
     in_range,
     is_float,
     read_array,
@@ -217,8 +218,11 @@ def place_floats(tensor: StoredTensor, rows: np.ndarray) -> None:
     """
     if tensor.dtype == rows.dtype:
         read_tensor(tensor, rows)
+        check_range(tensor, rows)
         return
-    convert_floats(tensor.name, read_array(tensor), rows)
+    values = read_array(tensor)
+    check_range(tensor, values)
+    convert_floats(tensor.name, values, rows)
 
 
 def convert_floats(name: str, values: np.ndarray, rows: np.ndarray) -> None:

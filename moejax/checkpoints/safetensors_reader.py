@@ -56,6 +56,10 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
+class OutOfRangeError(MoejaxError):
+    """Weights with which nothing can be computed; the file may have been changed."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredTensor:
     """Where a tensor lies in a file."""
@@ -262,13 +266,12 @@ def read_tensor(tensor: StoredTensor, destination: np.ndarray) -> None:
                 raise MoejaxError(f"{tensor.path} ended inside {tensor.name}; it was changed")
             done += count
     tensor.verify(destination)
-    check_range(tensor, destination)
 
 
 def check_range(tensor: StoredTensor, values: np.ndarray) -> None:
-    """Raises MoejaxError where a tensor, as it was read, holds NaN, infinity or huge numbers."""
+    """Raises OutOfRangeError where a weight, as it was read, is NaN, infinite or huge."""
     if not in_range(values):
-        raise MoejaxError(
+        raise OutOfRangeError(
             f"{tensor.path}: {tensor.name} holds NaN, infinite or huge values (2^63 or more), with "
             "which nothing can be computed; download it again, or convert it anew"
         )

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from moejax.checkpoints.load import Faults, misshaped
-from moejax.checkpoints.safetensors_reader import StoredTensor, read_array
+from moejax.checkpoints.safetensors_reader import StoredTensor, check_range, read_array
 from moejax.errors import MoejaxError
 from moejax.qtensor import Compensator, Fp8Tensor, QTensor
 
@@ -76,8 +76,14 @@ class Tensors:
         return self.stored[name]
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor of the file."""
-        return read_array(self.stored[name])
+        """A tensor of the file.
+
+        Raises:
+          MoejaxError: as `read_array`, or a value is NaN, infinite or huge.
+        """
+        values = read_array(self.stored[name])
+        check_range(self.stored[name], values)
+        return values
 
     def fits(self, name: str, shape: Sequence[int], dtypes: Sequence[str]) -> bool:
         """Whether a tensor is there in that shape; what is wrong is kept in `faults`.
