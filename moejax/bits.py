@@ -32,7 +32,7 @@ class BitsPerWeight:
 
     @property
     def nbytes(self) -> int:
-        """Of everything, with a copy of each expert in every form."""
+        """Bytes of all weights, a copy of each expert in every form included."""
         return self.rest_nbytes + sum(self.experts_nbytes.values())
 
     @property
@@ -49,12 +49,12 @@ class BitsPerWeight:
         return found | {"rest": 8 * self.rest_nbytes / (self.num_weights - self.num_expert_weights)}
 
     def describe(self, digits: int = 2) -> str:
-        """See `describe_bits`."""
+        """Describes itself in words, by `describe_bits`."""
         return describe_bits(self.overall, self.parts, digits)
 
 
 def describe_bits(overall: float, parts: Mapping[str, float], digits: int = 2) -> str:
-    """Such as "9.36 bits a weight (experts: int4 4.50 and int2 2.50 together; the rest 32.00)".
+    """Describes sizes, such as "9.36 bits a weight (experts: int4 4.50 and int2 2.50 together; the rest 32.00)".
 
     Args:
       overall: see `BitsPerWeight`.

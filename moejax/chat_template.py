@@ -31,7 +31,7 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 
 @dataclasses.dataclass(frozen=True)
 class ChatSettings:
-    """What a conversation's prompts are rendered with, beside its messages.
+    """Settings that render a conversation's prompts, beside its messages.
 
     Attributes:
       system: the system prompt of conversations that begin without one; "": none.

@@ -49,7 +49,7 @@ class Checksum:
 
 
 def checksum(pieces: Iterable[np.ndarray]) -> int:
-    """That of contiguous arrays, one after the other."""
+    """Computes the checksum of contiguous arrays, one after the other."""
     whole = Checksum()
     for piece in pieces:
         whole.update(piece)

@@ -289,7 +289,7 @@ def _near(name: str, values: flags.FlagValues, default: RunConfig) -> str:
 
 
 def _read_file(path: str, config_class: type[RunConfig]) -> config_dict.ConfigDict:
-    """What a config file's `get_config()` gives.
+    """Runs a config file's `get_config()`.
 
     Raises:
       MoejaxError: there is no such file, it fails, or it is another command's.

@@ -23,7 +23,7 @@ class CompileNotice:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Around compiling a program of this name."""
+        """Draws a notice while a program of this name compiles."""
         stream, ended = self._stream or sys.stderr, threading.Event()
         thread = threading.Thread(target=_tell, args=(stream, name, ended), daemon=True)
         thread.start()

@@ -199,7 +199,7 @@ class GenerateConfig(RecordConfig):
     )
 
     def chat_settings(self) -> ChatSettings:
-        """What prompts of conversations are rendered with."""
+        """The settings that render a conversation's prompts."""
         return ChatSettings(self.system_prompt, THINKING[self.thinking])
 
     def request(self) -> dict[str, Any]:

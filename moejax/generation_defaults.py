@@ -84,7 +84,7 @@ def read_generation_defaults(directory: Path) -> dict[str, Any]:
 
 
 def describe_defaults(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> str:
-    """What of a checkpoint's defaults an answer is made with, for people; "" for nothing.
+    """Names the checkpoint's defaults that an answer takes, for people; "" for none.
 
     Args:
       defaults: of `read_generation_defaults`.

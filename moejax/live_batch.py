@@ -19,7 +19,7 @@ class TokenLogprob(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What a call added to a row's answer; `error` says why it ended without a finish reason."""
+    """One call's addition to a row's answer; `error` says why a row ended without a reason."""
 
     text: str
     tokens: tuple[int, ...]

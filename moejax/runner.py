@@ -378,7 +378,7 @@ class Runner:
     def _read(
         self, since: int, batch: int, length: int, cache_length: int
     ) -> Iterator[tuple[int, int]]:
-        """As `_chunks`, of given tokens; before each chunk a policy's transfers are done."""
+        """Yields `_chunks` of given tokens; a policy's transfers finish before each chunk."""
         memory = self.memory
         if not (self.one_stream and isinstance(memory, TieredMemory) and memory.asks):
             yield from self._chunks(batch, length, cache_length)

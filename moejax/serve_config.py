@@ -63,7 +63,7 @@ class ServeConfig(GenerateConfig):
     grace_s: float = option(10.0, "seconds that answers may go on after SIGTERM")
 
     def settings(self, defaults: dict[str, Any]) -> GenerationSettings:
-        """What a request that says nothing is answered with; `defaults` are the checkpoint's."""
+        """Settings of a request that names none; `defaults` are the checkpoint's."""
         return GenerationSettings.of(**SERVED | defaults | self.request())
 
     def check(self) -> None:

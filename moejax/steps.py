@@ -186,7 +186,7 @@ def chunk_logits(
     start: jax.Array,
     length: jax.Array,
 ) -> tuple[KVCache, Pool, jax.Array, Recorded | None]:
-    """As `prefill_chunk` of rows of one length; the logits float32[B, T, V] of every position."""
+    """Runs a chunk of rows of one length; returns logits float32[B, T, V] of every position."""
     model = merge_weights(program.definition, weights)
     steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     positions = jnp.broadcast_to(start + steps, tokens.shape)

@@ -54,7 +54,7 @@ class BitsTest(absltest.TestCase):
 
     @property
     def said(self) -> str:
-        """What people read."""
+        """Text for people."""
         return (
             f"{self.overall:.2f} bits a weight (experts: int4 {INT4:.2f} and int2 {INT2:.2f} "
             "together; the rest 32.00)"

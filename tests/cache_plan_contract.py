@@ -92,7 +92,7 @@ CASES = {
 
 
 class Given(NamedTuple):
-    """Of one step."""
+    """Operands of one layer's plan."""
 
     is_plan: Any  # else a prediction
     layer: Any
@@ -129,7 +129,7 @@ def forms(case: Case) -> tuple[package.Form, ...]:
 
 
 def held_alone(case: Case, given: Given, tables: Any) -> Given:
-    """Of a tier that is fixed nobody asks for what it does not hold."""
+    """Moves requests for experts that a fixed first tier does not hold to the next tier."""
     if not case.fixed:
         return given
     absent = tables[0].table[given.layer, : case.experts][given.ids] < 0

@@ -145,7 +145,7 @@ class LimitsTest(parameterized.TestCase):
 
 
 def expressions() -> strategies.SearchStrategy[str]:
-    """Of Jinja: texts, numbers and lists, and whatever makes more of them."""
+    """Jinja expressions: texts, numbers, lists, and operations that make more of them."""
     numbers = strategies.sampled_from(["0", "1", "3", "1000", "10**5", "10**10", "-1"])
     words = strategies.sampled_from(["'a'", "'%9d'", "'{:>99}'", "messages[0].content", "[1]", "x"])
 

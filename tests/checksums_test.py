@@ -27,7 +27,7 @@ WEIGHTS = "model.safetensors"
 
 
 def by_hand(content: bytes) -> int:
-    """As the module says, with Python's integers."""
+    """Computes the checksum with Python's integers."""
     padded = content + bytes(-len(content) % (8 * 509))
     sums = [0] * 509
     for at in range(0, len(padded), 8):

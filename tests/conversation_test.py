@@ -50,7 +50,7 @@ class Terminal:
 
     @property
     def shown(self) -> str:
-        """What is left of it: lines about compiling take themselves away."""
+        """Returns the text that stays; lines about compiling are erased."""
         return re.sub(r"\x1b7.*?\x1b\[\?7h", "", self.seen, flags=re.DOTALL)
 
     def type(self, text: str) -> None:

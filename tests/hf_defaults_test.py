@@ -78,7 +78,7 @@ Found = ModelConfig | str
 
 
 def ours(family: str, fields: dict[str, Any]) -> Found:
-    """What is read, or "refused"."""
+    """Returns the config that is read, or "refused"."""
     try:
         return model_config({"model_type": family, **json.loads(json.dumps(fields))})
     except (MoejaxError, ValueError):
@@ -86,7 +86,7 @@ def ours(family: str, fields: dict[str, Any]) -> Found:
 
 
 def theirs(family: str, fields: dict[str, Any]) -> Found:
-    """What is read of a config that transformers completed, or "refused" by either."""
+    """Returns the config read from one that transformers completed, or "refused"."""
     try:
         whole = FAMILIES[family][0](**json.loads(json.dumps(fields))).to_dict()
     except (StrictDataclassError, TypeError, ValueError):
@@ -115,7 +115,7 @@ class DefaultsTest(parameterized.TestCase):
 
     @parameterized.parameters(*FULL)
     def test_nulls_are_as_transformers_has_them(self, family):
-        """What it refuses is refused, but for a flag, which is false, and the number of KV heads.
+        """Refused alike, but for a flag, which is false, and the number of KV heads.
 
         transformers 4 took this from the query heads, as 5 still does where it lets a null pass.
         """

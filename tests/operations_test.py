@@ -42,7 +42,7 @@ class Case(NamedTuple):
     on_hopper: tuple[tuple[dict[int, Any], tuple[str, ...]], ...] = ()
 
     def abstract(self, changed: dict[int, Any] | None = None) -> tuple[Any, ...]:
-        """What refusals depend on."""
+        """Facts on which refusals depend."""
         given = [(changed or {}).get(i, operand) for i, operand in enumerate(self.operands)]
         return self.operation.abstract(*given, **self.static)
 

@@ -65,7 +65,7 @@ class PrintableTest(parameterized.TestCase):
 
 
 def tensors_like_the_demo():
-    """Its tensors, but for what numpy has no type for."""
+    """Returns the tensors of a file for which numpy has a type."""
     header = json.loads(_header(DEMO_DIRECTORY / "model.safetensors"))
     del header["__metadata__"]
     return {name: np.zeros(entry["shape"], np.float16) for name, entry in header.items()}

@@ -267,7 +267,7 @@ def asked() -> dict[str, Any]:
 
 
 def options(server: Served, origin: str) -> tuple[int, dict[str, str]]:
-    """What a browser asks before it lets a page ask."""
+    """Answers the question that a browser asks before a page's request."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
     with contextlib.closing(connection):
         headers = {

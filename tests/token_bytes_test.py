@@ -32,7 +32,7 @@ def byte_level(*normal: normalizers.Normalizer, longest: str = "ĠĠĠĠ") -> to
 
 
 def sentencepiece() -> tokenizers.Tokenizer:
-    """As Llama's: spaces are written out, unknown characters are bytes."""
+    """Makes a tokenizer of Llama's form: written spaces, bytes for unknown characters."""
     vocab = {"<unk>": 0, "▁": 1, "a": 2, "▁a": 3}
     vocab |= {f"<0x{byte:02X}>": 4 + byte for byte in range(256)}
     model = models.BPE(vocab, [("▁", "a")], unk_token="<unk>", byte_fallback=True, fuse_unk=True)

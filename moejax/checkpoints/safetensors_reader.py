@@ -77,7 +77,7 @@ class StoredTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def part(self, start: int, shape: tuple[int, ...]) -> "StoredTensor":
-        """Its part from index `start` of the first axis on, which has no checksum of its own."""
+        """Returns the part from index `start` of the first axis on, without a checksum."""
         skipped = start * math.prod(self.shape[1:]) * self.dtype.itemsize
         offset = self.offset + skipped
         return dataclasses.replace(self, shape=shape, offset=offset, checksum=None)

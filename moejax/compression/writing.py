@@ -196,7 +196,7 @@ def _contents(header: bytes, tensors: Mapping[str, Tensor]) -> Iterator[memoryvi
 
 
 def _pieces(tensor: Tensor) -> Iterator[np.ndarray]:
-    """Its values, flat; what is another file's is read anew."""
+    """Yields the values of a tensor, flat; one of another file is read anew."""
     if isinstance(tensor, StoredTensor):
         yield from read_finite(tensor)
     else:

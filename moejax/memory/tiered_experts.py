@@ -306,7 +306,7 @@ class TieredExperts:
         self, layer: Index, x: jax.Array, token_mask: jax.Array, decision: Decision,
         found: LayerPlan, plans: Sequence[Placed],
     ) -> jax.Array:  # fmt: skip
-        """Likewise, each tier by itself."""
+        """Runs each tier by itself."""
         products = []
         for i, (run, plan) in enumerate(zip(self._runs, plans, strict=True)):
             ahead = self._ahead(layer, i, decision.ahead)

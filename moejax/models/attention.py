@@ -268,7 +268,7 @@ class WritingAttention:
         return self.over_slots(attended)
 
     def over_slots(self, attended: Callable[[int], jax.Array]) -> jax.Array:
-        """What `attended` gives for the fewest slots that hold the positions.
+        """Calls `attended` with the fewest slots that hold the positions.
 
         Who watches sees `kv_length` of them in any case.
         """

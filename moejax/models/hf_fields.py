@@ -48,7 +48,7 @@ def agreed(spellings: Mapping[str, Any]) -> Any:
 def integer(
     fields: Mapping[str, Any], *names: str, default: int | None = None, most: int | None = None
 ) -> int:
-    """What all of `names` that are set agree on, a positive integer up to `most`."""
+    """Returns the positive integer, up to `most`, on which all set `names` agree."""
     value = agreed({name: fields.get(name) for name in names})
     if value is None:
         value = default

@@ -80,7 +80,7 @@ class Bodies:
         self._room += _counted(len(body))
 
     async def parse(self, body: bytes, read: Callable[[bytes], _T]) -> _T:
-        """What `read` makes of a body, in a thread."""
+        """Reads a body with `read`, in a thread."""
         threads = self._large if len(body) > LARGE_BYTES else self._small
         return await asyncio.get_running_loop().run_in_executor(threads, read, body)
 

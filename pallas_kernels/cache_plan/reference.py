@@ -134,7 +134,7 @@ def departures(before: Row, after: Row) -> dict[str, jax.Array]:
 
 
 class Served(NamedTuple):
-    """What becomes of a layer's experts in a step.
+    """Tiers, misses and reuse of a layer's experts in a step.
 
     Attributes:
       tier: int32[E], in which an expert runs; -1 where nobody asks for it.

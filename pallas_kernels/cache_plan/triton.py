@@ -112,7 +112,7 @@ class _Tier(NamedTuple):
         return not self.form.is_full and len(self.states) > 1
 
     def wait(self) -> None:
-        """What the tables held has been read, by every thread, before any writes."""
+        """Every thread has read the tables before any writes."""
         if not self.interpret:
             pltriton.debug_barrier()
 

@@ -93,7 +93,7 @@ def recipe_plan() -> str:
 
 
 def recipe_times() -> str:
-    """What the recipe's model took under 12 GiB, by the newest row of each kind."""
+    """The recipe's model under 12 GiB, by the newest row of each kind."""
     rows = read_rows(RESULTS / "memory_h200.jsonl")
     tail = ", Qwen3-30B-A3B, 48 layers, INT4 g64 float, attention INT4, head bf16, 12 GiB, batch 1"
     lines = ["| what | figure |", "| --- | ---: |"]
