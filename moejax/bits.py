@@ -54,7 +54,9 @@ class BitsPerWeight:
 
 
 def describe_bits(overall: float, parts: Mapping[str, float], digits: int = 2) -> str:
-    """Describes sizes, such as "9.36 bits a weight (experts: int4 4.50 and int2 2.50 together; the rest 32.00)".
+    """Describes sizes in a line.
+
+    Such as "9.36 bits a weight (experts: int4 4.50 and int2 2.50 together; the rest 32.00)".
 
     Args:
       overall: see `BitsPerWeight`.
