@@ -1,9 +1,7 @@
 """The commands of docs/evaluation.md: their flags are there, and lm_eval has their tasks."""
 
-import importlib.util
 import re
 import shlex
-import unittest
 import warnings
 from pathlib import Path
 
@@ -37,7 +35,6 @@ class DocsTest(absltest.TestCase):
         for words in found:
             self.assertTrue((ROOT / (words[2].replace(".", "/") + ".py")).is_file(), words[2])
 
-    @unittest.skipUnless(importlib.util.find_spec("lm_eval"), "needs lm_eval")
     def test_tasks_of_lm_eval(self):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

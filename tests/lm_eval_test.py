@@ -1,14 +1,12 @@
 """moejax behind lm_eval: arguments, and the same scores as lm_eval's Hugging Face class."""
 
 import importlib
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import types
-import unittest
 import warnings
 from pathlib import Path
 from typing import Any
@@ -22,9 +20,6 @@ from tests import tiny_engine
 
 ROOT = Path(__file__).parents[1]
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "then", "rests"]
-needs_lm_eval = unittest.skipUnless(
-    importlib.util.find_spec("lm_eval"), "needs lm_eval: pip install '.[evaluation]'"
-)
 
 
 def samples() -> dict[str, list[dict[str, Any]]]:
@@ -87,7 +82,6 @@ class LmEvalTest(absltest.TestCase):
             "--batch_size", "3", *arguments,
         )  # fmt: skip
 
-    @needs_lm_eval
     def test_the_scores_are_those_of_hugging_face_models(self):
         tasks = ("arc_easy", "hellaswag", "piqa", "mmlu_high_school_geography", "gsm8k")
         found = {}
@@ -114,7 +108,6 @@ class LmEvalTest(absltest.TestCase):
                 np.testing.assert_allclose(*nats, atol=1e-3)
                 self.assertEqual(ours["acc"], theirs["acc"])
 
-    @needs_lm_eval
     def test_the_command_under_limits(self):
         done = python(
             "-m", "moejax.lm_eval", "--model", "moejax", "--tasks", "piqa", "--limit", "2",
@@ -124,7 +117,6 @@ class LmEvalTest(absltest.TestCase):
         self.assertEqual(done.returncode, 0, done.stderr[-3000:])
         self.assertRegex(done.stdout, r"piqa .*\|acc ")
 
-    @needs_lm_eval
     def test_what_a_data_folder_lacks_is_named(self):
         lacks = "error: arc_challenge takes 3 examples .* 'train', .* no arc_challenge.train.jsonl"
         for arguments, said in (
@@ -136,7 +128,6 @@ class LmEvalTest(absltest.TestCase):
             self.assertEqual(done.returncode, 1)
             self.assertRegex(done.stderr.splitlines()[-1], said)
 
-    @needs_lm_eval
     def test_files_of_a_data_set(self):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -166,7 +157,6 @@ class LmEvalTest(absltest.TestCase):
         with self.assertRaisesRegex(MoejaxError, "gsm8k asks the questions of the split 'val'"):
             data.splits(task("gsm8k", "openai/gsm8k", "main", test_split="val"))
 
-    @needs_lm_eval
     def test_arguments(self):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -11,6 +11,7 @@ count as resident memory, and a file that shrinks under a mapping kills the proc
 import threading
 from collections.abc import Sequence
 from types import TracebackType
+from typing import NoReturn
 
 import jax
 import numpy as np
@@ -179,14 +180,14 @@ class ExpertReader:
         with self._lock:
             known = self._checksums.setdefault((layer, expert), found)
         if known != found:
-            raise self._changed(layer, expert)
+            self._refuse_changed(layer, expert)
 
     def _check_unchanged(self, layer: int, expert: int) -> None:
         """Raises MoejaxError where the file of a bad or first read may have changed."""
         with self._lock:
             is_known = (layer, expert) in self._checksums
         if is_known:
-            raise self._changed(layer, expert)
+            self._refuse_changed(layer, expert)
         if not self._has_checksums and not self._files.are_as_opened():
             raise MoejaxError(
                 f"{self._files.directory}: a file was written to while it was in use, and expert "
@@ -194,10 +195,10 @@ class ExpertReader:
                 "the one that was meant: put the file back as it was, or start again"
             )
 
-    def _changed(self, layer: int, expert: int) -> MoejaxError:
-        return MoejaxError(
-            f"{self._files.directory}: expert {expert} of sparse layer {layer} has not the "
-            "checksum of its first read: the file was changed, or the disk fails"
+    def _refuse_changed(self, layer: int, expert: int) -> NoReturn:
+        raise MoejaxError(
+            f"{self._files.directory}: expert {expert} of sparse layer {layer} is not what was "
+            "read before: the file was changed, or the disk fails"
         )
 
 

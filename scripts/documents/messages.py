@@ -7,12 +7,12 @@ from moejax.models.hf_config import ARCHITECTURES
 from scripts.documents.commands import ROOT
 
 OPEN = "…"  # what differs from case to case
-_ERRORS = ("MoejaxError", "BudgetError")
+_ERRORS = ("MoejaxError", "BudgetError", "OutOfRangeError")
 _QUOTED = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
 
 
 def templates() -> dict[str, list[str]]:
-    """Messages of `MoejaxError` and `BudgetError` that a user can meet, by the file of the package.
+    """Messages of `MoejaxError` and its kinds that a user can meet, by the file of the package.
 
     What begins with nothing but a value, or is one, is left out: it is another message's text.
     """
