@@ -463,8 +463,7 @@ class ProcessTest(absltest.TestCase):
             path.stem for path in (ROOT / "moejax").glob("*.py")
             if "\nif __name__ ==" in path.read_text("utf-8")
         }  # fmt: skip
-        # The last one is no command, but the process that renders chat templates.
-        self.assertEqual(mains, {*cli.MAINS, "__main__", "chat_worker"})
+        self.assertEqual(mains, {*cli.MAINS, "__main__"})
 
     def test_reader_that_goes_away(self):
         probe = (

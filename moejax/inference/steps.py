@@ -3,7 +3,8 @@
 Plain functions over a flat dict of weights; the engine jits them. What is donated is returned
 first, in the order of the arguments (jax#39625). Where experts are pooled
 (`moejax.experts.pooled`), the pool goes through every step and the store is read; else both are
-None. What a step recorded of its routing (`moejax.routing.recorder`) is its last output; None where nothing is recorded.
+None. What a step recorded of its routing (`moejax.routing.recorder`) is its last output; None where
+nothing is recorded.
 """
 
 import dataclasses
