@@ -16,12 +16,10 @@ from moejax.devices import check_dtype, choose_device, enable_compilation_cache,
 from moejax.errors import MoejaxError
 from moejax.experts.bits import BitsPerWeight, bits_of
 from moejax.experts.budget import Budget, Limits, TieredBudget
-from moejax.experts.expert_memory import ExpertMemory
-from moejax.experts.gate_mass import TieredLedger
+from moejax.experts.cache import ExpertMemory
 from moejax.experts.ledger import Ledger
 from moejax.experts.load import load_whole, open_memory
 from moejax.experts.load_tiers import open_tiered
-from moejax.experts.tiered_memory import TieredMemory
 from moejax.experts.tiering import Tiering
 from moejax.inference.chunking import (
     MAX_PREFILL_LENGTH,
@@ -74,7 +72,7 @@ class Engine:
         device: jax.Device | None = None,
         context: int = 0,
         kernels: ops.Kernels | None = None,
-        memory: ExpertMemory | TieredMemory | None = None,
+        memory: ExpertMemory | None = None,
         defaults: Mapping[str, Any] | None = None,
     ):
         """Around weights that are on the device; `from_pretrained` reads them.
@@ -107,7 +105,7 @@ class Engine:
         self._open: Runner | None = Runner(
             config, self.weights, self.device, kernels=kernels, memory=memory
         )
-        self._open.one_stream = isinstance(memory, TieredMemory)
+        self._open.one_stream = memory is not None and memory.spec.policy is not None
 
     @classmethod
     def from_pretrained(
@@ -207,7 +205,7 @@ class Engine:
         return self._open
 
     @property
-    def ledger(self) -> Ledger | TieredLedger | None:
+    def ledger(self) -> Ledger | None:
         """What moving experts did so far; None where all experts are among the weights."""
         memory = self._runner.memory
         return memory.settle() if memory else None
@@ -247,7 +245,7 @@ class Engine:
         """The size of the weights and how they are packed, in one line."""
         bits, stored = self.bits, dict(self.weights)
         if memory := self._runner.memory:
-            for name, tier in zip(bits.experts_nbytes, memory.tiers or (memory,), strict=True):
+            for name, tier in zip(bits.experts_nbytes, memory.tiers, strict=True):
                 stored |= {f"{leaf} in {name}": stack for leaf, stack in tier.stacks().items()}
         packing = describe_packing(stored, self._products())
         return f"{bits.nbytes / 1e6:.1f} MB, {bits.describe()}{packing}"

@@ -61,11 +61,10 @@ def main(argv: list[str]) -> None:
         )  # fmt: skip
         if memory is None:
             raise SystemExit(f"--device_gib={_DEVICE_GIB.value:g} holds the whole model")
-        jax.block_until_ready(memory.store.row_of)
+        (store,) = memory.store
+        jax.block_until_ready(store.row_of)
         spent = time.perf_counter() - start
-        nbytes = sum(
-            leaf.nbytes for leaf in jax.tree.leaves((memory.store.gate_up, memory.store.down))
-        )
+        nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves((store.gate_up, store.down)))
         report.add("from files to pinned host memory, dense weights on the device", spent, "s",
                    host_gib=nbytes / 2**30, gib_per_s=nbytes / spent / 2**30,
                    planned_host_gib=budget.total_host / 2**30)  # fmt: skip

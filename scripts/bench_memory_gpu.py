@@ -45,7 +45,7 @@ from moejax.benchmarking.synthetic_traces import (
 from moejax.devices import choose_device, enable_compilation_cache
 from moejax.experts.allocator import limits_on
 from moejax.experts.budget import BOTH, PREFILL, Limits, Tier, make_budget
-from moejax.experts.expert_memory import ExpertMemory
+from moejax.experts.cache import ExpertMemory, TierMemory
 from moejax.experts.expert_pool import PoolSpec
 from moejax.experts.residency import CacheSpec
 from moejax.inference.chunking import longest_chunk
@@ -136,20 +136,22 @@ class Model:
     def memory(self, spec: PoolSpec, batch: int) -> ExpertMemory:
         """A pool whose decode steps take the experts of the made-up trace."""
         gate_up, down = self.rows.stacks
-        memory = ExpertMemory.of_rows(spec, gate_up, down, self.rows.row_of, self.device)
+        tier = TierMemory.of_rows(spec, gate_up, down, self.rows.row_of, self.device)
+        memory = ExpertMemory([tier])
         self.replay(memory, self.traces[""], batch)
         return memory
 
     def replay(self, memory: ExpertMemory, trace: np.ndarray, batch: int) -> None:
         """From now on decode steps take the experts of this trace, repeated to a fixed length."""
-        length, width = REPLAYED * _STEPS.value, max(1, memory.spec.prefetch)
+        (tier,) = memory.tiers
+        length, width = REPLAYED * _STEPS.value, max(1, tier.spec.prefetch)
         trace = np.resize(trace, (length, *trace.shape[1:]))
         expected = expectations(trace, self.config.num_experts, width, _RECALL.value)
         places = [np.roll(trace, -place * length // batch, axis=0) for place in range(batch)]
-        ahead = expected if memory.spec.prefetch and batch == 1 else None
+        ahead = expected if tier.spec.prefetch and batch == 1 else None
         said = logits_of(np.stack(places, axis=2), self.config.num_experts)
         put = jax.device_put((said, ahead), self.device)
-        memory.store = dataclasses.replace(memory.store, replay=put[0], replay_ahead=put[1])
+        tier.store = dataclasses.replace(tier.store, replay=put[0], replay_ahead=put[1])
 
     def spec(self, slots: int, transient: int, prefetch: int) -> PoolSpec:
         """Of a pool for this shape."""
@@ -213,7 +215,8 @@ class Loop:
             self._decode(session, per_call)
         if memory is not None:
             memory.settle()
-            memory.ledger = dataclasses.replace(memory.ledger, layers=[], gate_mass={})
+            for tier in memory.tiers:
+                tier.ledger.layers, tier.ledger.gate_mass = [], 0.0
         calls = np.asarray([self._decode(session, per_call) for _ in range(num_calls)]) / per_call
         if memory is not None:
             memory.settle()
@@ -298,11 +301,11 @@ def report_decode(
     trace: np.ndarray, baseline: dict[str, float],
 ) -> None:  # fmt: skip
     """The row of a decode loop."""
-    ledger, cache = memory.ledger, memory.spec.cache
+    ledger, cache, prefetch = memory.ledger, memory.spec.cache, memory.spec.pools[0].prefetch
     totals = ledger.as_dict()["totals"]
     moved = ledger.link_bytes / _STEPS.value
     report.add(
-        f"{label}, {cache.slots} slots of {cache.num_experts}, ahead {memory.spec.prefetch}, TPOT",
+        f"{label}, {cache.slots} slots of {cache.num_experts}, ahead {prefetch}, TPOT",
         1e3 * found.tpot, "ms", tokens_per_s=batch / found.tpot, **baseline,
         slowest_ms=1e3 * found.slowest, **single(found),
         dispatch_ms=1e3 * found.dispatch, hit_rate=ledger.hit_rate,

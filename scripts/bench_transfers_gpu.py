@@ -23,7 +23,7 @@ from moejax.benchmarking.shapes import CONFIGS, with_layers
 from moejax.benchmarking.synthetic_rows import SyntheticRows
 from moejax.benchmarking.synthetic_traces import HIT_RATES, lru_trace
 from moejax.devices import choose_device, enable_compilation_cache
-from moejax.experts.expert_memory import ExpertMemory
+from moejax.experts.cache import ExpertMemory, TierMemory
 from moejax.experts.expert_pool import PoolSpec
 from moejax.experts.host_store import HeldRows
 from moejax.experts.residency import CacheSpec
@@ -62,10 +62,10 @@ def make_runner(config: ModelConfig, packing: Packing, device: jax.Device) -> Ru
         num_layers=len(config.moe_layers), num_experts=config.num_experts, slots=_SLOTS.value,
         transient=config.experts_per_token,
     )  # fmt: skip
-    memory = ExpertMemory.of_rows(PoolSpec(cache), *rows.stacks, rows.row_of, device)
+    tier = TierMemory.of_rows(PoolSpec(cache), *rows.stacks, rows.row_of, device)
     supply = HeldRows(rows.row_of, rows.store.rows)
-    memory.transfers = Transfers(cache, memory.pool, supply, device, in_flight=_IN_FLIGHT.value)
-    return Runner(config, weights, device, memory=memory)
+    tier.transfers = Transfers(cache, tier.pool, supply, device, in_flight=_IN_FLIGHT.value)
+    return Runner(config, weights, device, memory=ExpertMemory([tier]))
 
 
 class Requests:
@@ -105,7 +105,8 @@ def call_times(runner: Runner, session: Session, per_call: int, requests: Reques
 def measure(report: Report, runner: Runner, routing: str, per_call: int) -> None:
     """A loop without requests, then one of each rate."""
     assert runner.memory is not None
-    transfers = runner.memory.transfers
+    (tier,) = runner.memory.tiers
+    transfers = tier.transfers
     assert transfers is not None
     baseline: dict[str, float] = {}
     for rate in (0.0, *_RATE.value):
@@ -119,7 +120,7 @@ def measure(report: Report, runner: Runner, routing: str, per_call: int) -> None
         spent = time.perf_counter() - started
         moved = since(before, transfers.counters)
         median, slowest = (1e3 * float(np.quantile(times, q)) for q in (0.5, 0.99))
-        nbytes = runner.memory.ledger.expert_bytes
+        nbytes = tier.ledger.expert_bytes
         label = f"{routing}, {_SLOTS.value} slots, calls of {per_call}"
         label += f", {rate:g} experts a step asked for" if rate else ", no requests"
         report.add(f"{label}, median step", median, "ms", **baseline)
@@ -161,7 +162,8 @@ def main(argv: list[str]) -> None:
     for routing in _ROUTING.value:
         taken = trace[:1] if routing == "resting" else trace
         replay = jax.device_put(taken[:, :, None], device)
-        runner.memory.store = dataclasses.replace(runner.memory.store, replay=replay)
+        (tier,) = runner.memory.tiers
+        tier.store = dataclasses.replace(tier.store, replay=replay)
         for per_call in _PER_CALL.value:
             measure(report, runner, routing, per_call)
     runner.memory.close()

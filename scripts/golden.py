@@ -127,7 +127,7 @@ def _bulk(run: Recording) -> None:
     """Somebody asks for experts between calls."""
     memory: Any = run.engine._runner.memory
     for layer, experts in ((0, (3, 1)), (1, (0, 7, 5)), (0, (6,))):
-        memory.transfers.request(layer, experts)
+        memory.tiers[0].transfers.request(layer, experts)
     _streamed(run)
 
 
@@ -294,13 +294,12 @@ def _ledger(ledger: Any) -> Any:
     """All that is not a time; of one tier or of several in one form."""
     if ledger is None:
         return None
-    tiers = list(getattr(ledger, "tiers", ()).values()) if hasattr(ledger, "gate") else [ledger]
     found: dict[str, Any] = {}
-    for i, tier in enumerate(tiers):
+    for i, tier in enumerate(ledger.tiers.values()):
         said = tier.as_dict()
         found[f"tier {i}"] = {name: said[name] for name in said if name not in LEDGER_TIMES}
         found[f"tier {i}"]["gate_mass"] = [mass.hex() for mass in said["gate_mass"].values()]
-    if hasattr(ledger, "gate"):
+    if ledger.gate is not None:
         found["gate"] = [[mass.hex() for mass in row] for row in ledger.gate.tolist()]
     return found
 
@@ -348,7 +347,7 @@ def _waiting_steps() -> Iterator[None]:
     def waiting(self: Any, *arguments: Any) -> Any:
         found = step(self, *arguments)
         if self.memory is not None:
-            for tier in getattr(self.memory, "tiers", ()) or (self.memory,):
+            for tier in self.memory.tiers:
                 _finish(tier)
         return found
 
@@ -361,8 +360,8 @@ def _finish(tier: Any) -> None:
     end = time.monotonic() + 30
     jax.block_until_ready(tier.pool)
     while (tier.transfers is not None and tier.transfers.num_pending) or _reads(tier.disk):
-        with tier.step():
-            pass
+        tier.advance()
+        tier.send()
         jax.block_until_ready(tier.pool)
         if time.monotonic() > end:
             raise RuntimeError("transfers do not end")

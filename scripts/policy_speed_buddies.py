@@ -68,7 +68,7 @@ def _at_rate(run: Run, batch: int, rate: float) -> None:
     )  # fmt: skip
     name = f"c {rate:g}, {slots} slots of {num_experts} in {tier_name(bits)}, batch {batch}"
     original = run.measured(
-        f"original, {name}", lambda: lab.tier_memory(plan), work, batch, ttft=run.options.ttft
+        f"original, {name}", lambda: lab.one_tier(plan), work, batch, ttft=run.options.ttft
     )
     if original is None:
         return
@@ -144,11 +144,11 @@ def latency(run: Run) -> None:
     policy = BuddyMoe(lists=lists, background_bytes=0.0)
     cases: list[tuple[Callable[[], Memory], dict[str, Any]]] = [
         (
-            lambda: lab.tier_memory(plan),
+            lambda: lab.one_tier(plan),
             {"all on the device": work(False), "on demand": work(True)},
         ),
         (
-            lambda: lab.tier_memory(dataclasses.replace(plan, prefetch=1)),
+            lambda: lab.one_tier(dataclasses.replace(plan, prefetch=1)),
             {"prefetch hit": work(True), "prefetch miss": work(True, False)},
         ),
         (
@@ -214,7 +214,7 @@ def cost(run: Run) -> None:
         "dynaexq, nothing hot": (DynaExq(n_hot=0), [other(16), plan]),
         "dynaexq, nothing hot, INT8 beside": (DynaExq(n_hot=0), [other(8), plan]),
     }  # fmt: skip
-    makes: dict[str, Callable[[], Memory]] = {POOL: lambda: lab.tier_memory(plan)}
+    makes: dict[str, Callable[[], Memory]] = {POOL: lambda: lab.one_tier(plan)}
     for name, (policy, plans) in policies.items():
         makes[name] = functools.partial(lab.tiered, policy, plans)
     runners: dict[str, Runner] = {}

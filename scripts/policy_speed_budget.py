@@ -49,7 +49,7 @@ def _table_3(run: Run, gib: float) -> None:
     ) -> tuple[Callable[[], Memory], int]:
         budget = lab.budget((4,), gib, slots=slots, prefetch=prefetch, prefetch_in=where)
         plan = lab.plan_of(4, budget.tiers[0])
-        return lambda: lab.tier_memory(plan), budget.total_device
+        return lambda: lab.one_tier(plan), budget.total_device
 
     def quantized(low: str, prefetch: int, where: str = BOTH) -> tuple[Callable[[], Memory], int]:
         policy = DyMoE(low=low, retention=retention, prefetch=prefetch)
@@ -119,7 +119,7 @@ def compose(run: Run) -> None:
     buddies = BuddyMoe(lists=run.buddies(work), rho=1, spend_on="last")
     budget = run.lab.budget((4,), gib)
     plan = run.lab.plan_of(4, budget.tiers[0])
-    cache = run.measured("cache", lambda: run.lab.tier_memory(plan), work)
+    cache = run.measured("cache", lambda: run.lab.one_tier(plan), work)
     if cache is None:
         return
     run.tpot(f"cache, {gib:g} GiB", cache)

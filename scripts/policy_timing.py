@@ -9,9 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from moejax.experts.gate_mass import TieredLedger
 from moejax.experts.ledger import Ledger
-from moejax.experts.tiered_memory import TieredMemory
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.runner import Runner
 from moejax.inference.session import Session
@@ -78,12 +76,12 @@ class Measured:
         return {f"{name}_ms": 1e3 * value for name, value in times.items()} | self.facts
 
 
-def facts_of(ledger: Ledger | TieredLedger, steps: int) -> dict[str, float]:
+def facts_of(ledger: Ledger, steps: int) -> dict[str, float]:
     """Hit rate and MB a step over the link; of tiers also the share of experts and of gate mass."""
     facts = {"hit_rate": ledger.hit_rate, "megabytes_a_step": ledger.link_bytes / steps / 1e6}
     for name in ("misses", "admitted", "streamed", "prefetched", "bulk"):
         facts[f"{name}_a_step"] = ledger.total(name) / steps
-    if isinstance(ledger, TieredLedger):
+    if ledger.gate is not None:
         needed = ledger.total("needed")
         for name, share in ledger.shares.items():
             facts[f"gate_{name}"] = share
@@ -148,7 +146,7 @@ class Loop:
 
     def _counted(self) -> dict[str, float]:
         memory = self._runner.memory
-        if not isinstance(memory, TieredMemory):
+        if memory is None:
             return {}
         state = memory.pool.state
         state = getattr(state, "buddies", state)  # of `compose`
@@ -174,12 +172,9 @@ class Loop:
         memory.settle()
         if not fresh:
             return
-        if isinstance(memory, TieredMemory):
-            memory.ledger.gate = None
-            for tier in memory.tiers:
-                tier.ledger.layers, tier.ledger.gate_mass = [], {}
-        else:
-            memory.ledger.layers, memory.ledger.gate_mass = [], {}
+        memory.ledger.gate = None
+        for tier in memory.tiers:
+            tier.ledger.layers, tier.ledger.gate_mass = [], 0.0
 
     def _prefill(self, seed: int) -> tuple[Session, float]:
         rng = np.random.default_rng(seed)

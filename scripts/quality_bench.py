@@ -18,11 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.checkpoints.open import open_checkpoint
-from moejax.experts.expert_memory import ExpertMemory
+from moejax.experts.cache import ExpertMemory, TierMemory
 from moejax.experts.expert_pool import PoolSpec
-from moejax.experts.gate_mass import TieredLedger
+from moejax.experts.ledger import Ledger
 from moejax.experts.residency import CacheSpec
-from moejax.experts.tiered_memory import TieredMemory
 from moejax.inference.runner import Runner
 from moejax.models.assembly import merge_weights, model_definition
 from moejax.models.attention import causal_attention
@@ -151,7 +150,7 @@ class Measured:
     Attributes:
       nats: of each window.
       num_targets: tokens that were scored.
-      shares: of the gate mass, what became of it (`TieredLedger.shares`).
+      shares: of the gate mass, what became of it (`Ledger.shares`).
       promoted: experts that bulk transfers brought since the run began.
     """
 
@@ -181,11 +180,11 @@ class Served:
                 transient=1,
             )  # fmt: skip
             spec = PoolSpec(cache, emulated=True)
-            made = ExpertMemory.of_rows(spec, *model.experts[name], places, model.device)
+            made = TierMemory.of_rows(spec, *model.experts[name], places, model.device)
             made.ledger.expert_bytes = model.nbytes(name)
             memories.append(made)
         width = config.experts_per_token
-        self.memory = TieredMemory(policy, tiers, memories, width=width)
+        self.memory = ExpertMemory(memories, tiers, policy, width=width)
         self.runner = Runner(
             config, model.dense, model.device, kernels=ops.NO_KERNELS, memory=self.memory
         )
@@ -201,7 +200,7 @@ class Served:
         self.memory.settle()
         self.memory.reset(policy, content)
         names = dict.fromkeys(self.tiers)
-        self.memory.ledger = TieredLedger(
+        self.memory.ledger = Ledger(
             {n: t.ledger for n, t in zip(names, self.memory.tiers, strict=True)}
         )
         for tier in self.memory.tiers:

@@ -50,7 +50,7 @@ def forced(
     """A step for `Runner.fold`: a window int32[1, T], T a multiple of 16, token by token."""
     del start, lengths
     alone = spec._replace(is_first=False, kv_length=cache.length)
-    assert isinstance(program.pool, tiered.TieredSpec)
+    assert isinstance(program.pool, tiered.ExpertCacheSpec)
     no_coming = jnp.zeros(
         (program.pool.cache.num_layers, len(program.pool.pools), program.pool.cache.num_experts),
         bool,

@@ -11,7 +11,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax.experts import cache_plan as placing
-from moejax.experts.expert_memory import ExpertMemory
+from moejax.experts.cache import ExpertMemory, TierMemory
 from moejax.experts.expert_pool import ExpertPool, ExpertStore, PoolSpec
 from moejax.experts.ledger import no_counts
 from moejax.experts.pooled import PooledExperts
@@ -137,7 +137,8 @@ class WiringTest(parameterized.TestCase):
         cache = CacheSpec(num_layers=2, num_experts=NUM_EXPERTS, slots=3, transient=2)
 
         def lines(kernels: ops.Kernels, read: Any) -> list[str]:
-            memory = ExpertMemory.of_rows(PoolSpec(cache, 0, read), *hosts, row_of, cpu)
+            tier = TierMemory.of_rows(PoolSpec(cache, 0, read), *hosts, row_of, cpu)
+            memory = ExpertMemory([tier])
             remarks = Runner(CONFIG, weights, cpu, kernels=kernels, memory=memory).remarks()
             return [line for line in remarks if "found and placed" in line]
 

@@ -9,6 +9,7 @@ import pytest
 from absl.testing import absltest
 
 from moejax.errors import MoejaxError
+from moejax.experts.cache import ExpertMemory
 from moejax.experts.disk_cache import DiskExperts
 from moejax.experts.tiered import Asked
 from moejax.experts.transfers import _State
@@ -35,7 +36,7 @@ class Lost:
 
 
 class BadDisk:
-    """Of an `ExpertMemory`: what failed so far."""
+    """The disk of a tier that counts its failures."""
 
     failures, error = 0, "a bad sector"
 
@@ -96,8 +97,8 @@ class TiersTest(absltest.TestCase):
 
 class SettleTest(absltest.TestCase):
     def test_no_step_starts_between_reading_counts_and_clearing_them(self):
-        memory = tier_memory(CONFIG, random_weights(CONFIG), 2)
-        stepped, add = threading.Event(), memory.ledger.add
+        tier = tier_memory(CONFIG, random_weights(CONFIG), 2)
+        memory, stepped, add = ExpertMemory([tier]), threading.Event(), tier.ledger.add
 
         def step():
             with memory.step():
@@ -110,7 +111,7 @@ class SettleTest(absltest.TestCase):
             self.assertFalse(stepped.wait(0.05))
             add(*counts, **disk)
 
-        memory.ledger.add = added
+        tier.ledger.add = added
         memory.settle()
         other.join()
         self.assertTrue(stepped.is_set())

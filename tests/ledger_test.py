@@ -9,7 +9,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax.experts import ledger
-from moejax.experts.ledger import EVENTS, Counts, Ledger
+from moejax.experts.ledger import EVENTS, Counts, TierLedger
 
 MIB = 2**20
 
@@ -63,7 +63,7 @@ class CountsTest(parameterized.TestCase):
 class LedgerTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
-        self.book = Ledger(expert_bytes=MIB)
+        self.book = TierLedger(expert_bytes=MIB)
 
     def test_sums_calls_and_multiplies_by_bytes(self):
         self.book.add(jax.device_get(example()))
@@ -145,18 +145,16 @@ class LedgerTest(parameterized.TestCase):
         self.book.bulk_requests = {"requested": 3, "refused": 0, "landed": 2}
         self.assertEqual(self.book.describe()[-1], "bulk requests: requested 3, landed 2")
 
-    def test_gate_mass_by_tier(self):
-        book = Ledger(expert_bytes=1, tiers=("int4", "int2"))
-        book.add(ledger.no_counts(1, 2).add_gate_mass(0, jnp.array([3.0, 1.0])))
-        self.assertEqual(book.gate_mass, {"int4": 3.0, "int2": 1.0})
-        self.assertEqual(book.describe()[-1], "gate mass: int4 75.0 %, int2 25.0 %")
+    def test_gate_mass(self):
+        for _ in range(2):
+            self.book.add(ledger.no_counts(1).add_gate_mass(0, jnp.array([3.0])))
+        self.assertEqual(self.book.gate_mass, 6.0)
+        self.assertEqual(self.book.as_dict()["gate_mass"], {"resident": 6.0})
 
     def test_refuses(self):
         self.book.add(example())
         with self.assertRaisesRegex(ValueError, "3 layers, the ledger has 2"):
             self.book.add(ledger.no_counts(3))
-        with self.assertRaisesRegex(ValueError, "2 tiers"):
-            self.book.add(ledger.no_counts(2, 2))
         with self.assertRaisesRegex(ValueError, "negative"):
             self.book.add(example().add(0, needed=2**31 - 1))
         self.assertEqual(self.book.total("needed"), 20)

@@ -84,13 +84,13 @@ class LimitsTest(parameterized.TestCase):
     def test_slots_and_transients_are_those_asked_for(self):
         engine = limited(slots=3, transient=2, prefetch=1)
         self.assertEqual(tokens(engine), RESIDENT)
-        slots = jax.tree.leaves(engine._runner.memory.pool.banks)
+        slots = jax.tree.leaves(engine._runner.memory.tiers[0].pool.banks)
         self.assertEqual({leaf.shape[0] for leaf in slots}, {1 * 3 + 2})  # of two banks
         self.assertEqual(totals(engine)["waits"], 0)
 
     def test_planned_bytes_are_allocated_bytes(self):
         engine = limited(slots=3, transient=2)
-        memory = engine._runner.memory
+        (memory,) = engine._runner.memory.tiers
         pool = sum(leaf.nbytes for leaf in jax.tree.leaves(memory.pool.banks))
         self.assertEqual(pool, 8 * ROW_NBYTES)
         planned = engine.budget.device
@@ -136,7 +136,7 @@ class LimitsTest(parameterized.TestCase):
         self.assertEqual(planned, max(sizes) + ROW_NBYTES)  # and what it read last
         self.assertEqual(max(sizes), 3 * ROW_NBYTES)
         self.assertGreater(len(pauses), 3)
-        self.assertGreaterEqual(engine.ledger.disk_wait_seconds, sum(pauses))
+        self.assertGreaterEqual(engine.ledger.tiers["stored"].disk_wait_seconds, sum(pauses))
         self.assertRegex("\n".join(engine.ledger.describe()), r"stalls: .* ms for the disk\n")
 
     @pytest.mark.slow
@@ -145,10 +145,10 @@ class LimitsTest(parameterized.TestCase):
         gone = mock.patch.object(ExpertReader, "read", side_effect=MoejaxError("the disk is gone"))
         with gone, self.assertRaisesRegex(MoejaxError, "the disk is gone"):
             tokens(engine)
-        assert engine.ledger is not None
-        self.assertLessEqual(engine.ledger.disk_waits, engine.ledger.disk_reads)
+        ledger = engine.ledger.tiers["stored"]
+        self.assertLessEqual(ledger.disk_waits, ledger.disk_reads)
         self.assertEqual(tokens(engine), RESIDENT)
-        self.assertBetween(engine.ledger.host_hit_rate, 0, 1)
+        self.assertBetween(engine.ledger.tiers["stored"].host_hit_rate, 0, 1)
         with self.assertRaises(KeyboardInterrupt), engine._runner.memory.step():
             session = engine._runner.prefill(PROMPTS, 64, GREEDY, ())
             jax.block_until_ready(session.first_tokens)
@@ -156,7 +156,7 @@ class LimitsTest(parameterized.TestCase):
                 leaf.delete()  # its counts are lost
             raise KeyboardInterrupt
         self.assertEqual(tokens(engine), RESIDENT)
-        self.assertBetween(engine.ledger.host_hit_rate, 0, 1)
+        self.assertBetween(engine.ledger.tiers["stored"].host_hit_rate, 0, 1)
 
         # All that ran at the time of a failure is told of it, whoever looks first; nobody else is.
         runner = engine._runner
@@ -208,7 +208,8 @@ class LimitsTest(parameterized.TestCase):
         ):
             tokens(engine)
         self.assertEqual(tokens(engine), RESIDENT)
-        found, counted = engine.ledger.as_dict(), engine._runner.memory.disk.reader.counters
+        (tier,) = engine._runner.memory.tiers
+        found, counted = engine.ledger.as_dict(), tier.disk.reader.counters
         self.assertGreater(found["disk_reads"], 0)
         self.assertEqual(found["disk_waits"], counted.waits)
         self.assertEqual(found["disk_trouble"], {"retries": 2, "errors": 1, "refused": 0})
@@ -245,7 +246,7 @@ class LimitsTest(parameterized.TestCase):
         before = set(threading.enumerate())
         with limited(slots=2, transient=2, host_gib=17 * ROW_NBYTES / 2**30, bulk=1) as engine:
             memory = engine._runner.memory
-            memory.transfers.request(1, list(range(8)))
+            memory.tiers[0].transfers.request(1, list(range(8)))
             self.assertEqual(tokens(engine), RESIDENT)
             self.assertNotEmpty(set(threading.enumerate()) - before)
             held = [weakref.ref(leaf) for leaf in jax.tree.leaves((memory.pool, memory.store))]

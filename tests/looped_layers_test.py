@@ -14,6 +14,7 @@ from absl.testing import absltest, parameterized
 from moejax.experts.expert_pool import ExpertPool, ExpertStore, PoolSpec
 from moejax.experts.ledger import no_counts
 from moejax.experts.residency import CacheSpec, empty
+from moejax.experts.tiered import ExpertCache, ExpertCacheSpec
 from moejax.inference import steps
 from moejax.models.assembly import model_definition
 from moejax.models.config import ModelConfig, weight_shapes
@@ -64,7 +65,7 @@ def random_weights(config: ModelConfig, kind: str, dtype: Any) -> dict[str, Weig
 
 def pool_and_store(
     config: ModelConfig, weights: dict[str, Weight], place: tuple[int, int, int]
-) -> tuple[PoolSpec, ExpertPool, ExpertStore]:
+) -> tuple[ExpertCacheSpec, ExpertCache, tuple[ExpertStore]]:
     slots, transient, ahead = place
     num_layers, num_experts = config.num_layers, config.num_experts
     cache = CacheSpec(
@@ -86,7 +87,9 @@ def pool_and_store(
         empty(cache), no_counts(num_layers),
     )  # fmt: skip
     row_of = jnp.arange(num_layers * num_experts, dtype=jnp.int32).reshape(num_layers, -1)
-    return PoolSpec(cache, ahead), pool, ExpertStore(*rows, row_of, (terms[0], terms[1]))
+    spec = ExpertCacheSpec(None, ("stored",), (PoolSpec(cache, ahead),))
+    store = ExpertStore(*rows, row_of, (terms[0], terms[1]))
+    return spec, ExpertCache((pool,), (), None), (store,)
 
 
 @functools.cache
@@ -121,7 +124,9 @@ def two_chunks(
         found.append((hidden, recorded))
     if spec is not None:
         end = spec.cache.first_transient
-        pool = dataclasses.replace(pool, banks=jax.tree.map(lambda a: a[:end], pool.banks))
+        (tier,) = pool.pools
+        tier = dataclasses.replace(tier, banks=jax.tree.map(lambda a: a[:end], tier.banks))
+        pool = dataclasses.replace(pool, pools=(tier,))
     return (cache, pool, found), num_routers
 
 

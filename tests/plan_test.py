@@ -169,7 +169,7 @@ class ContractTest(PlanCase):
         planned = dict(engine.budget.device)
         for name, leaf in engine.weights.items():
             self.assertEqual(planned.pop(f"weights {name}"), leaf.nbytes)
-        memory = engine._runner.memory
+        (memory,) = engine._runner.memory.tiers
         pool, store = memory.pool, memory.store
         size = planned.pop("expert slots") + planned.pop("transient slots")
         self.assertEqual(_nbytes(pool.banks), size)

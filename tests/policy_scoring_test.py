@@ -13,7 +13,7 @@ from absl.testing import absltest, parameterized
 
 from moejax import Engine, cli, evaluate, generate
 from moejax.evaluation.perplexity import Windowing, log_likelihood
-from moejax.experts.tiered_memory import TieredMemory
+from moejax.experts.cache import ExpertMemory
 from moejax.experts.tiering import Tiering
 from moejax.inference.chunking import next_chunk
 from tests import tiny_engine
@@ -55,13 +55,13 @@ class PolicyScoringTest(parameterized.TestCase):
 
     def test_promotions_between_chunks_of_the_period(self):
         engine, counts = self.engine(**DYNAEXQ), []
-        step = TieredMemory.step
+        step = ExpertMemory.step
 
-        def counting(memory: TieredMemory, since: Any = None, num_tokens: int = 0) -> Any:
+        def counting(memory: ExpertMemory, since: Any = None, num_tokens: int = 0) -> Any:
             counts.append(num_tokens)
             return step(memory, since, num_tokens)
 
-        with mock.patch.object(TieredMemory, "step", counting):
+        with mock.patch.object(ExpertMemory, "step", counting):
             self.nats(engine, 8)
         ends = np.cumsum(counts).tolist()
         self.assertEqual(ends[-1], 400)

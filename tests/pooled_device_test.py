@@ -9,7 +9,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.benchmarking.random_weights import Packing, random_weights
-from moejax.experts.expert_memory import ExpertMemory
+from moejax.experts.cache import ExpertMemory, TierMemory
 from moejax.experts.expert_pool import PoolSpec
 from moejax.experts.residency import CacheSpec
 from moejax.inference import steps
@@ -79,10 +79,11 @@ class InvisibleTest(parameterized.TestCase):
             transient=transient, banks=2 if prefetch else 1,
         )  # fmt: skip
         row_of = np.arange(config.num_layers * NUM_EXPERTS).reshape(-1, NUM_EXPERTS)
-        memory = ExpertMemory.of_rows(PoolSpec(cache, prefetch), *hosts, row_of, device)
+        tier = TierMemory.of_rows(PoolSpec(cache, prefetch), *hosts, row_of, device)
+        memory = ExpertMemory([tier])
         resident = Runner(config, weights, device)
         runner = Runner(config, dense, device, memory=memory)
-        places = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(memory.pool.banks)]
+        places = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(tier.pool.banks)]
         np.testing.assert_array_equal(runner.logits(tokens), resident.logits(tokens))
         for batch in (prompts[:1], prompts):
             self.assertEqual(answers(runner, batch), answers(resident, batch))
@@ -90,7 +91,7 @@ class InvisibleTest(parameterized.TestCase):
         self.assertEqual(events["unserved"], 0)
         self.assertEqual(events["streamed"] > 0, slots < NUM_EXPERTS)
         self.assertEqual(events["prefetched"] > 0, prefetch > 0)
-        found = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(memory.pool.banks)]
+        found = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(tier.pool.banks)]
         self.assertEqual(found, places)
         self.check_memory(runner)
 
@@ -122,7 +123,8 @@ class InvisibleTest(parameterized.TestCase):
         row_of = np.where(number < held, number, -1).reshape(-1, NUM_EXPERTS)
         hosts = [jax.tree.map(lambda leaf: leaf[:held], stack) for stack in rows]
         hosts = [pinned_rows(jax.tree.map(lambda leaf: leaf[None], host), device) for host in hosts]
-        memory = ExpertMemory.of_rows(PoolSpec(cache, prefetch, read), *hosts, row_of, device)
+        tier = TierMemory.of_rows(PoolSpec(cache, prefetch, read), *hosts, row_of, device)
+        memory = ExpertMemory([tier])
         rng = np.random.default_rng(0)
         prompts = [rng.integers(0, config.vocab_size, n).tolist() for n in (9, 70)]
         resident = Runner(config, weights, device)
@@ -138,7 +140,7 @@ class InvisibleTest(parameterized.TestCase):
 
         Of plain attention matrices that no kernel serves XLA copies each layer's out of the stack.
         """
-        pool_bytes = sum(x.nbytes for x in jax.tree.leaves(runner.memory.pool.banks))
+        pool_bytes = sum(x.nbytes for x in jax.tree.leaves(runner.memory.tiers[0].pool.banks))
         attention = [leaf for name, leaf in runner.weights.items() if name in ATTENTION]
         served = [ops.choose_product(1, runner.dtype, w, runner.kernels) for w in attention]
         copied = [

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from moejax.experts.expert_pool import ExpertPool, ExpertStore, PoolSpec, compiler_options
 from moejax.experts.ledger import no_counts
 from moejax.experts.residency import CacheSpec, empty
+from moejax.experts.tiered import ExpertCache, ExpertCacheSpec
 from moejax.inference import steps
 from moejax.inference.sampling import Sampling
 from moejax.models.assembly import model_definition
@@ -92,7 +93,8 @@ def decode_operands(
     f32 = each(jnp.float32)
     sampling = Sampling(f32, each(jnp.int32), f32, f32, f32)
     ends, count = leaf_of((batch, 1), jnp.int32), leaf_of((), jnp.int32)
-    return state, pool, weights, store, sampling, ends, count
+    cached = ExpertCache((pool,), (), None)
+    return state, cached, weights, (store,), sampling, ends, count
 
 
 def _program(config: ModelConfig, slots: int, ahead: int) -> steps.Program:
@@ -102,11 +104,12 @@ def _program(config: ModelConfig, slots: int, ahead: int) -> steps.Program:
     )  # fmt: skip
     kernels = ops.Kernels(GPUS[GPU].target)
     definition = model_definition(config, kernels, holds_experts=False)
-    return steps.Program(definition, PoolSpec(cache, ahead))
+    spec = ExpertCacheSpec(None, ("stored",), (PoolSpec(cache, ahead),))
+    return steps.Program(definition, spec)
 
 
 def _compiled(
-    step: Callable[..., Any], operands: Any, donated: tuple[int, ...], spec: PoolSpec,
+    step: Callable[..., Any], operands: Any, donated: tuple[int, ...], spec: ExpertCacheSpec,
     sharding: Any, is_prefill: bool,
 ) -> jax.stages.Compiled:  # fmt: skip
     """As `Runner` compiles it."""
@@ -116,7 +119,7 @@ def _compiled(
     with described(GPUS[GPU]):
         traced = jax.jit(step, donate_argnums=donated).trace(*operands)
         lowered = traced.lower(lowering_platforms=("cuda",))
-    return lowered.compile(compiler_options=compiler_options([spec], is_prefill))
+    return lowered.compile(compiler_options=compiler_options(spec.pools, is_prefill))
 
 
 def compiled_decode(
@@ -127,7 +130,7 @@ def compiled_decode(
     program = _program(config, slots, ahead)
     assert program.pool is not None
     chunk = ChunkSpec(CONTEXT, False, "grouped_kernel", "xla", "kernel")
-    operands = decode_operands(config, program.pool, batch, plain_attention)
+    operands = decode_operands(config, program.pool.pools[0], batch, plain_attention)
     step = functools.partial(steps.decode, program, chunk, True, 8, True)
     return _compiled(step, operands, (0, 1), program.pool, sharding, False), _num_bytes(operands[1])
 
@@ -139,14 +142,14 @@ def compiled_prefill(
     program = _program(config, slots, ahead)
     assert program.pool is not None
     chunk = ChunkSpec(0 if is_first else CONTEXT, is_first, "grouped_kernel", "xla")
-    state, pool, weights, store, *_ = decode_operands(config, program.pool, 1)
+    state, pool, weights, store, *_ = decode_operands(config, program.pool.pools[0], 1)
     operands = (
         state.cache, leaf_of((1, config.model_dim)), pool, weights, store,
         leaf_of((1, CHUNK), jnp.int32), leaf_of((), jnp.int32), leaf_of((1,), jnp.int32),
     )  # fmt: skip
     step = functools.partial(steps.prefill_chunk, program, chunk)
     compiled = _compiled(step, operands, (0, 1, 2), program.pool, sharding, True)
-    return compiled, _num_bytes((state.cache, pool)), _num_bytes(pool.banks[0])
+    return compiled, _num_bytes((state.cache, pool)), _num_bytes(pool.pools[0].banks[0])
 
 
 def _num_bytes(tree: Any) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax.experts.expert_memory import ExpertMemory
+from moejax.experts.cache import ExpertMemory, TierMemory
 from moejax.experts.expert_pool import PoolSpec
 from moejax.experts.residency import CacheSpec
 from moejax.inference import steps
@@ -75,11 +75,11 @@ def pooled_runner(config: ModelConfig, weights: dict[str, Weight], policy: Any) 
         num_layers=num_layers, num_experts=num_experts, slots=min(slots, num_experts),
         transient=transient, banks=2 if prefetch else 1,
     )  # fmt: skip
-    memory = ExpertMemory.of_rows(
+    tier = TierMemory.of_rows(
         PoolSpec(cache, prefetch), *(rows_of(weights[name]) for name in EXPERTS),
         np.arange(num_layers * num_experts).reshape(num_layers, num_experts), CPU,
     )  # fmt: skip
-    return Runner(config, without_experts(weights), CPU, memory=memory)
+    return Runner(config, without_experts(weights), CPU, memory=ExpertMemory([tier]))
 
 
 def answers(runner: Runner, prompts: list[list[int]], num_tokens: int = 12) -> list[list[int]]:
@@ -134,7 +134,8 @@ class InvisibleTest(parameterized.TestCase):
         config, policy = CONFIGS["qwen3_moe"], POLICIES["50 % and prefetch"]
         runner = pooled_runner(config, random_weights(config), policy)
         memory = runner.memory
-        memory.spec = dataclasses.replace(memory.spec, prefetch_in=phase)
+        pool = dataclasses.replace(memory.spec.pools[0], prefetch_in=phase)
+        memory.spec = dataclasses.replace(memory.spec, pools=(pool,))
         runner = Runner(config, runner.weights, CPU, memory=memory)
         settings, came = GenerationSettings.of(max_new_tokens=9), []
         session = runner.prefill(PROMPTS[:1], 64, settings, ())
@@ -150,16 +151,15 @@ class InvisibleTest(parameterized.TestCase):
     def test_a_step_neither_retraces_nor_copies_the_pool(self):
         runner = pooled_runner(QWEN, random_weights(QWEN), POLICIES["50 % and prefetch"])
         self.assertEqual(answers(runner, PROMPTS), of_resident(QWEN)[2][1])
-        places = [
-            leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(runner.memory.pool.banks)
-        ]
+        (tier,) = runner.memory.tiers
+        places = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tier.pool.banks)]
         num_traces = runner.programs.num_traces
         for _ in range(3):
             answers(runner, PROMPTS)
-        found = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(runner.memory.pool.banks)]
+        found = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tier.pool.banks)]
         self.assertEqual(found, places)
         self.assertEqual(runner.programs.num_traces, num_traces)
-        pool_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.memory.pool.banks))
+        pool_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(tier.pool.banks))
         programs = runner.programs._programs
         (decode,) = [programs[key] for key in programs if key[0] is steps.decode]
         memory = decode.memory_analysis()
@@ -190,9 +190,10 @@ class DiskTest(parameterized.TestCase):
             banks=2 if prefetch else 1,
         )
         row_of = np.where(np.arange(16) < num_rows, np.arange(16), -1).reshape(2, 8)
-        memory = ExpertMemory.of_rows(
+        tier = TierMemory.of_rows(
             PoolSpec(cache, prefetch, read), *(row[:num_rows] for row in rows), row_of, CPU
         )
+        memory = ExpertMemory([tier])
         runner = Runner(QWEN, without_experts(weights), CPU, memory=memory)
         _, _, (_, expected) = of_resident(QWEN)
         self.assertEqual(answers(runner, PROMPTS), expected)

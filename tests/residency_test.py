@@ -144,7 +144,7 @@ class RulesTest(parameterized.TestCase):
         counts = ledger.Counts(after.events, after.gate)
         self.assertEqual(int(counts.unserved[0]), 2)
         with self.assertRaisesRegex(RuntimeError, "2 needed experts had no slot"):
-            ledger.Ledger(expert_bytes=1).add(counts)
+            ledger.TierLedger(expert_bytes=1).add(counts)
 
     def test_tables_are_updated_in_place(self):
         one = spec(48, 128, 80, 16)

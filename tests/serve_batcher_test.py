@@ -18,8 +18,7 @@ from moejax import Engine
 from moejax.engine import STEPS_PER_CALL
 from moejax.errors import MoejaxError
 from moejax.experts.budget import Limits
-from moejax.experts.gate_mass import TieredLedger
-from moejax.experts.ledger import Ledger
+from moejax.experts.ledger import Ledger, TierLedger
 from moejax.inference.generation import GenerationSettings
 from moejax.serving import batcher as batcher_module
 from moejax.serving.metrics import Metrics
@@ -265,15 +264,15 @@ class LedgerTest(absltest.TestCase):
             said = server.post("/v1/completions", body)[1]
             self.assertEqual(said["choices"][0]["text"], expected.text)
             name = "moejax_expert_events_total"
-            wait_until(lambda: server.value(name, tier="resident", event="steps"), "the ledger")
+            wait_until(lambda: server.value(name, tier="stored", event="steps"), "the ledger")
             ledger = engine.ledger
             for event in ("needed", "hits", "misses", "evictions"):
                 self.assertEqual(
-                    server.value(name, tier="resident", event=event), ledger.total(event), event
+                    server.value(name, tier="stored", event=event), ledger.total(event), event
                 )
             self.assertGreater(ledger.total("misses"), 0)
-            moved = server.value("moejax_expert_bytes_total", tier="resident", cause="demand")
-            self.assertEqual(moved, ledger.bytes_by_cause["demand"])
+            moved = server.value("moejax_expert_bytes_total", tier="stored", cause="demand")
+            self.assertEqual(moved, ledger.tiers["stored"].bytes_by_cause["demand"])
             self.assertGreater(moved, 0)
 
             # Rows that only fill a batch are not counted.
@@ -302,7 +301,7 @@ class LedgerTest(absltest.TestCase):
             self.assertLess(needed[1], 0.7 * needed[0])
 
     def test_gate_mass_by_tier(self):
-        ledger = TieredLedger({"high": Ledger(10), "low": Ledger(4)})
+        ledger = Ledger({"high": TierLedger(10), "low": TierLedger(4)})
         ledger.add(np.asarray([[3.0, 1.0, 0.5, 0.25, 4.5], [2.0, 2.0, 0.0, 0.0, 4.0]]))
         metrics = Metrics()
         metrics.ledger(ledger)

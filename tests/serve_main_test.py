@@ -22,8 +22,7 @@ from absl.testing import absltest, parameterized
 from moejax import cli, serve
 from moejax.config.serve import ServeConfig
 from moejax.errors import MoejaxError
-from moejax.experts.gate_mass import TieredLedger
-from moejax.experts.ledger import Ledger
+from moejax.experts.ledger import Ledger, TierLedger
 from moejax.serving import requests
 from moejax.serving.metrics import Metrics
 from tests.serving_case import tiny_chat_engine
@@ -202,7 +201,7 @@ class DocsTest(absltest.TestCase):
     def test_names(self):
         text = (ROOT / "docs/server.md").read_text()
         metrics = Metrics()
-        ledger = TieredLedger({"high": Ledger(10)})
+        ledger = Ledger({"high": TierLedger(10)})
         ledger.add(np.ones((1, 4)) * [1, 0, 0, 1])
         metrics.ledger(ledger)
         names = {family.name for family in metrics.registry.collect()}

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.experts.expert_memory import ExpertMemory
+from moejax.experts.cache import ExpertMemory, TierMemory, preload
 from moejax.experts.expert_pool import PoolSpec
 from moejax.experts.residency import CacheSpec
-from moejax.experts.tiered_memory import TieredMemory, warm
 from moejax.inference.runner import Runner
 from moejax.models.config import ModelConfig
 from moejax.policies.base import AnyPolicy
@@ -35,7 +34,7 @@ def tier_memory(
     prefetch: int = 0,
     emulated: bool = False,
     first: int = -1,
-) -> ExpertMemory:
+) -> TierMemory:
     """One tier's; `first` experts of a layer are there from the start (-1: all, if all fit)."""
     num_layers, num_experts = len(config.moe_layers), config.num_experts
     cache = CacheSpec(
@@ -43,14 +42,14 @@ def tier_memory(
         banks=2 if prefetch else 1,
     )  # fmt: skip
     places = np.arange(num_layers * num_experts).reshape(num_layers, num_experts)
-    memory = ExpertMemory.of_rows(
+    memory = TierMemory.of_rows(
         PoolSpec(cache, prefetch, emulated=emulated),
         *(rows_of(weights[name]) for name in EXPERTS), places, CPU,
     )  # fmt: skip
     count = (num_experts if slots == num_experts else 0) if first < 0 else first
     if count:
         experts = np.tile(np.arange(count, dtype=np.int32), (num_layers, 1))
-        warm(memory, config, ops.NO_KERNELS, experts)
+        preload(memory, config, ops.NO_KERNELS, experts)
     return memory
 
 
@@ -62,7 +61,7 @@ def tiered_runner(
     config: ModelConfig = CONFIG,
     runs: Mapping[str, Any] | None = None,
     **how: Any,
-) -> tuple[Runner, TieredMemory]:
+) -> tuple[Runner, ExpertMemory]:
     """A runner, with options `runs`, of random weights whose experts are stored in these widths."""
     stored = [random_weights(config, width) for width in bits]
     tiers = [
@@ -70,6 +69,6 @@ def tiered_runner(
         for weights, size in zip(stored, slots, strict=True)
     ]
     names = [f"int{width}" for width in bits]
-    memory = TieredMemory(policy, names, tiers, width=config.experts_per_token)
+    memory = ExpertMemory(tiers, names, policy, width=config.experts_per_token)
     runner = Runner(config, without_experts(stored[0]), CPU, memory=memory, **(runs or {}))
     return runner, memory

@@ -10,10 +10,9 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.benchmarking.random_weights import Packing, random_weights
-from moejax.experts.expert_memory import ExpertMemory
+from moejax.experts.cache import ExpertMemory, TierMemory, preload
 from moejax.experts.expert_pool import PoolSpec
 from moejax.experts.residency import CacheSpec
-from moejax.experts.tiered_memory import TieredMemory, warm
 from moejax.inference import steps
 from moejax.inference.runner import Runner
 from moejax.models.config import ModelConfig
@@ -58,7 +57,7 @@ def memory_of(
     slots: tuple[int, ...],
     weights: list[dict[str, Any]],
     prefetch: int = 0,
-) -> TieredMemory:
+) -> ExpertMemory:
     """Tiers with so many slots of a layer; one that has room for all holds all from the start."""
     device = jax.devices("gpu")[0]
     row_of = np.arange(config.num_layers * NUM_EXPERTS).reshape(-1, NUM_EXPERTS)
@@ -69,13 +68,13 @@ def memory_of(
             banks=2 if prefetch else 1,
         )  # fmt: skip
         hosts = [pinned_rows(stored[leaf], device) for leaf in EXPERT_LEAVES]
-        memory = ExpertMemory.of_rows(PoolSpec(cache, prefetch), *hosts, row_of, device)
+        memory = TierMemory.of_rows(PoolSpec(cache, prefetch), *hosts, row_of, device)
         if size == NUM_EXPERTS:
             everyone = np.tile(np.arange(NUM_EXPERTS, dtype=np.int32), (config.num_layers, 1))
-            warm(memory, config, ops.Kernels(target_of(device)), everyone)
+            preload(memory, config, ops.Kernels(target_of(device)), everyone)
         tiers.append(memory)
     names = [f"int{width}" for width in bits]
-    return TieredMemory(policy, names, tiers, width=config.experts_per_token)
+    return ExpertMemory(tiers, names, policy, width=config.experts_per_token)
 
 
 def random_tiers(config: ModelConfig, bits: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -86,7 +85,7 @@ def random_tiers(config: ModelConfig, bits: tuple[int, ...]) -> list[dict[str, A
 
 @pytest.mark.gpu
 class DeviceTiersTest(parameterized.TestCase):
-    def runner(self, config: ModelConfig, memory: TieredMemory, weights: Any) -> Runner:
+    def runner(self, config: ModelConfig, memory: ExpertMemory, weights: Any) -> Runner:
         dense = {leaf: array for leaf, array in weights.items() if leaf not in EXPERT_LEAVES}
         return Runner(config, dense, jax.devices("gpu")[0], memory=memory)
 

@@ -16,7 +16,7 @@ from moejax import Engine, cli, evaluate, generate
 from moejax.errors import MoejaxError
 from moejax.evaluation import fidelity
 from moejax.evaluation.perplexity import Windowing
-from moejax.experts import tiered_memory
+from moejax.experts import cache
 from moejax.experts.budget import BudgetError, Limits, Tier, make_tiered_budget
 from moejax.experts.tiering import Tiering
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
@@ -202,7 +202,7 @@ class EngineTest(parameterized.TestCase):
         said, moved = [], []
         for ready in (False, True):
             engine = self.engine(emulate=True, **how)
-            with mock.patch.object(tiered_memory, "is_ready", return_value=ready):
+            with mock.patch.object(cache, "is_ready", return_value=ready):
                 for prompt in (PROMPT, PROMPT[::-1]):
                     said += engine.generate(prompt, max_new_tokens=60, ignore_eos=True)
             moved.append(engine.ledger.total("bulk"))

@@ -24,7 +24,7 @@ from moejax.benchmarking.shapes import CONFIGS, with_layers
 from moejax.experts.expert_pool import ExpertPool, ExpertStore, PoolSpec, compiler_options
 from moejax.experts.ledger import no_counts
 from moejax.experts.residency import CacheSpec, empty
-from moejax.experts.tiered import TieredPool, TieredSpec, no_gate
+from moejax.experts.tiered import ExpertCache, ExpertCacheSpec, no_gate
 from moejax.inference import steps
 from moejax.models.assembly import model_definition
 from moejax.models.config import ModelConfig
@@ -119,8 +119,8 @@ def compiled(case: Case, replays: bool, sharding: Any) -> jax.stages.Compiled:
     )  # fmt: skip
     between = policy.transfer_tiers(about)
     specs = [dataclasses.replace(s, between_steps=i in between) for i, s in enumerate(specs)]
-    spec = TieredSpec(policy, case.names, tuple(specs))
-    pool = TieredPool(
+    spec = ExpertCacheSpec(policy, case.names, tuple(specs))
+    pool = ExpertCache(
         pools,
         jax.eval_shape(lambda: policy.init(about)),
         jax.eval_shape(lambda: no_gate(config.num_layers, len(case.tiers))),

@@ -73,7 +73,7 @@ class ReplayTest(absltest.TestCase):
     def test_the_replayed_experts_run_and_are_counted_as_without_a_policy(self):
         given, slots, how = replays(False), 3, {"transient": 2, "prefetch": 0}
         plain = pooled_runner(CONFIG, random_weights(CONFIG), (slots, 2, 0))
-        expected = replayed(plain, [plain.memory], given)
+        expected = replayed(plain, plain.memory.tiers, given)
         runner, memory = tiered_runner(make_policy("on_demand"), (16,), (slots,), **how)
         self.assertEqual(replayed(runner, memory.tiers, given), expected)
         self.assertEqual(memory.settle().layers, plain.memory.settle().layers)

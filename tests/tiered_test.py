@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax.experts import tiered_memory
+from moejax.experts import cache
 from moejax.experts.tiered import ask
 from moejax.experts.tiered_experts import TieredExperts
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
@@ -54,7 +54,7 @@ def expected(stored, decide, tokens=TOKENS):
 class OneTierTest(parameterized.TestCase):
     def test_policies_run_by_the_kernels_of_their_device(self):
         kernels = make_policy("on_demand", prefetch=1)
-        with mock.patch.object(tiered_memory, "with_kernels", return_value=kernels) as asked:
+        with mock.patch.object(cache, "with_kernels", return_value=kernels) as asked:
             _, memory = tiered_runner(make_policy("on_demand"), (4,), (4,), prefetch=1)
         self.assertIs(memory.spec.policy, kernels)
         self.assertEqual([call.args[1] for call in asked.call_args_list], ["cpu"])

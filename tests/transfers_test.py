@@ -195,7 +195,7 @@ class InvisibleTest(parameterized.TestCase):
             directory, dtype="float32", platform="cpu", progress=False, context=64,
             limits=Limits(slots=3, transient=2, host_gib=19.5 * ROW_NBYTES / 2**30, bulk=4),
         )  # fmt: skip
-        cls.memory = cls.engine._runner.memory
+        (cls.memory,) = cls.engine._runner.memory.tiers
         cls.addClassCleanup(cls.memory.close)
 
     def setUp(self):
@@ -252,7 +252,7 @@ class InvisibleTest(parameterized.TestCase):
         self.assertEqual(self.engine.num_traces, num_traces)
         found = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(self.memory.pool.banks)]
         self.assertEqual(found, places)
-        ledger = self.engine.ledger
+        ledger = self.engine.ledger.tiers["stored"]
         counters = ledger.bulk_requests
         self.assertGreater(counters["landed"], before.landed + 10)
         self.assertEqual(counters["failed"], before.failed)

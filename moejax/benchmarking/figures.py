@@ -4,7 +4,6 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -12,8 +11,6 @@ from moejax.benchmarking.bandwidth import Bandwidth
 from moejax.benchmarking.measuring import BatchTimes, Measured
 from moejax.benchmarking.step_cost import floor_bytes
 from moejax.experts.bits import BitsPerWeight
-from moejax.experts.gate_mass import TieredLedger
-from moejax.experts.ledger import Ledger
 from moejax.inference.runner import Runner
 from moejax.models.kernel_choice import EXPERT_LEAVES
 
@@ -96,8 +93,7 @@ def of_ledgers(measured: Measured) -> Figures:
         (prefill.link_bytes + decode.link_bytes) / len(measured.runs) / 1e6, "MB"
     )
     for phase, ledger in measured.ledgers.items():
-        shares = ledger.shares if isinstance(ledger, TieredLedger) else {}
-        for name, share in shares.items():
+        for name, share in ledger.shares.items():
             if not math.isnan(share):
                 found[f"gate mass of {phase}, {name}"] = Figure(100 * share, "%")
     return {name: figure for name, figure in found.items() if not math.isnan(figure.value)}
@@ -121,7 +117,7 @@ def of_floor(measured: Measured, runner: Runner, bandwidth: Bandwidth) -> Figure
     if measured.ledgers:
         experts_nbytes = sum(
             ledger.total("needed") * ledger.expert_bytes
-            for ledger in _by_tier(measured.ledgers["decode"])
+            for ledger in measured.ledgers["decode"].tiers.values()
         ) / steps  # fmt: skip
         needed = measured.ledgers["decode"].total("needed")
         distinct = needed / steps / len(config.moe_layers)
@@ -185,10 +181,6 @@ def of_bits(bits: BitsPerWeight) -> Figures:
     """Bits a weight overall, of the experts in each tier, and of the rest."""
     found = {"bits a weight": Figure(bits.overall, "bits")}
     return found | {f"bits a weight, {n}": Figure(of, "bits") for n, of in bits.parts.items()}
-
-
-def _by_tier(ledger: Any) -> list[Ledger]:
-    return list(ledger.tiers.values()) if isinstance(ledger, TieredLedger) else [ledger]
 
 
 def _ttfts(run: Sequence[BatchTimes]) -> list[float]:

@@ -8,15 +8,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from moejax.benchmarking.step_cost import distinct_experts
-from moejax.experts.gate_mass import TieredLedger
-from moejax.experts.ledger import Ledger
-from moejax.experts.tiered_memory import TieredMemory
+from moejax.experts.ledger import Ledger, TierLedger
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.runner import Runner
 from moejax.models.transformer import ChunkSpec
 
 Prompts = list[list[int]]
-AnyLedger = Ledger | TieredLedger
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +71,7 @@ class Measured:
 
     runs: list[list[BatchTimes]]
     wall_s: list[float]
-    ledgers: dict[str, AnyLedger]
+    ledgers: dict[str, Ledger]
     distinct: float | None
     warmup_s: float
     compile_s: float
@@ -99,7 +96,7 @@ class Bench:
         """
         self.runner, self.context, self.settings = runner, context, settings
         self._eos_ids, self._per_call = eos_ids, steps_per_call
-        self._ledgers: dict[str, AnyLedger] = {}
+        self._ledgers: dict[str, Ledger] = {}
 
     def measure(self, batches: Sequence[Prompts], *, runs: int, count: bool) -> Measured:
         """Warms up on batches that have each program, then runs all of them several times.
@@ -231,30 +228,27 @@ class _Clock:
         return self._since - before
 
 
-def fresh_ledger(ledger: Any) -> Any:
-    """One of the same form that has seen nothing."""
-    if isinstance(ledger, TieredLedger):
-        return TieredLedger({name: fresh_ledger(tier) for name, tier in ledger.tiers.items()})
-    return Ledger(ledger.expert_bytes, ledger.tiers)
+def fresh_ledger(ledger: Ledger) -> Ledger:
+    """An empty ledger of the same tiers."""
+    return Ledger({name: TierLedger(tier.expert_bytes) for name, tier in ledger.tiers.items()})
 
 
-def forget_requests(ledger: Any) -> None:
-    """Without what became of transfers that were asked for: it is counted since the beginning."""
-    for tier in ledger.tiers.values() if isinstance(ledger, TieredLedger) else (ledger,):
+def forget_requests(ledger: Ledger) -> None:
+    """Drops counts of transfer requests, which are of the time since the beginning."""
+    for tier in ledger.tiers.values():
         tier.bulk_requests = {}
 
 
-def _say_asked_once(ledgers: dict[str, Any]) -> None:
+def _say_asked_once(ledgers: dict[str, Ledger]) -> None:
     """How often a policy was asked is of the whole: prompts alone may be too short for it."""
-    asked = [getattr(ledger, "asked", None) for ledger in ledgers.values()]
+    asked = [ledger.asked for ledger in ledgers.values()]
     if any(count is not None for count in asked):
         ledgers["prefill"].asked = None
         ledgers["decode"].asked = sum(filter(None, asked))
 
 
-def install(memory: Any, ledger: Any) -> None:
-    """What is settled from now on is added to this ledger."""
+def install(memory: Any, ledger: Ledger) -> None:
+    """Sets the ledger that counts are added to from now on."""
     memory.ledger = ledger
-    if isinstance(memory, TieredMemory):
-        for tier, own in zip(memory.tiers, ledger.tiers.values(), strict=True):
-            tier.ledger = own
+    for tier, own in zip(memory.tiers, ledger.tiers.values(), strict=True):
+        tier.ledger = own

@@ -11,7 +11,7 @@ import jax
 
 from moejax.benchmarking import routing
 from moejax.benchmarking.random_weights import Packing, random_weights
-from moejax.benchmarking.shape_memory import Memory, ShapeMemories, release, replay
+from moejax.benchmarking.shape_memory import ShapeMemories, release, replay
 from moejax.benchmarking.shapes import CONFIGS, with_layers
 from moejax.checkpoints import open_checkpoint
 from moejax.config.benchmark import BenchmarkConfig
@@ -20,8 +20,8 @@ from moejax.engine import Engine
 from moejax.errors import MoejaxError
 from moejax.experts.allocator import limits_on, room_nbytes
 from moejax.experts.budget import Budget, Limits, Tier, TieredBudget, make_budget, require_room
+from moejax.experts.cache import ExpertMemory
 from moejax.experts.load_tiers import budget_of_tiers
-from moejax.experts.tiered_memory import TieredMemory
 from moejax.experts.tiering import Tiering, choose
 from moejax.inference.chunking import longest_chunk
 from moejax.inference.runner import Runner
@@ -198,7 +198,7 @@ class ShapeModels:
         )  # fmt: skip
         if budget.pooled:
             plan = self._memories.plan_of(self._packing.bits, budget)
-            return self._moving(self._memories.tier_memory(plan), work, batch, budget)
+            return self._moving(self._memories.one_tier(plan), work, batch, budget)
         room = room_nbytes(self.device, sum(self._dense_nbytes.values()))
         if not limits.device_gib:
             require_room(budget.device, room)
@@ -237,11 +237,12 @@ class ShapeModels:
             is_full = part.slots == self.config.num_experts
             plan = self._memories.plan_of(bits, part, first=first, few_rows=is_full)
             memories.append(self._memories.tier_memory(plan))
-        memory = TieredMemory(policy, names, memories, width=self.config.experts_per_token)
+        width = self.config.experts_per_token
+        memory = ExpertMemory(memories, names, policy, width=width)
         return self._moving(memory, work, batch, budget)
 
     def _moving(
-        self, memory: Memory, work: routing.Routing, batch: int, budget: Budget | TieredBudget
+        self, memory: ExpertMemory, work: routing.Routing, batch: int, budget: Budget | TieredBudget
     ) -> Loaded:
         replay(memory, work.work, batch, self.device)
         runner = Runner(self.config, self._memories.dense, self.device, memory=memory)

@@ -19,11 +19,10 @@ from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.benchmarking.synthetic_rows import SyntheticRows
 from moejax.benchmarking.workloads import Workload
 from moejax.experts.budget import BOTH, Budget
-from moejax.experts.expert_memory import ExpertMemory
+from moejax.experts.cache import ExpertMemory, TierMemory, preloaded_pool
 from moejax.experts.expert_pool import PoolSpec
 from moejax.experts.host_store import HeldRows
 from moejax.experts.residency import CacheSpec
-from moejax.experts.tiered_memory import TieredMemory, warmed
 from moejax.experts.transfers import Transfers
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.kernel_choice import EXPERT_LEAVES
@@ -33,7 +32,6 @@ from pallas_kernels import layout
 from pallas_kernels.target import target_of
 
 FEW_GIB = 4.0
-Memory = ExpertMemory | TieredMemory
 
 
 def tier_name(bits: int) -> str:
@@ -123,8 +121,8 @@ class ShapeMemories:
               f"GiB, in {spent:.1f} s", file=sys.stderr, flush=True)  # fmt: skip
         return made
 
-    def tier_memory(self, plan: TierPlan) -> ExpertMemory:
-        """A pool of one precision."""
+    def tier_memory(self, plan: TierPlan) -> TierMemory:
+        """Slots of one precision."""
         num_experts, rows = self.config.num_experts, self.rows(plan.bits, plan.few_rows)
         is_full = plan.slots == num_experts
         transient = plan.transient or (1 if is_full else self.config.experts_per_token)
@@ -133,12 +131,14 @@ class ShapeMemories:
             transient=transient, banks=2 if plan.prefetch else 1,
         )  # fmt: skip
         spec = PoolSpec(cache, plan.prefetch, prefetch_in=plan.prefetch_in)
-        memory = ExpertMemory.of_rows(spec, *rows.stacks, rows.row_of, self.device)
+        memory = TierMemory.of_rows(spec, *rows.stacks, rows.row_of, self.device)
         first = plan.first
         if is_full:
             first = np.tile(np.arange(num_experts, dtype=np.int32), (self.num_layers, 1))
         if first is not None and first.shape[1]:
-            memory.pool = warmed(memory, self.config, ops.Kernels(target_of(self.device)), first)
+            memory.pool = preloaded_pool(
+                memory, self.config, ops.Kernels(target_of(self.device)), first
+            )
         if is_full:  # as an engine's knows
             memory.spec = dataclasses.replace(memory.spec, is_complete=True)
         if plan.bulk:
@@ -148,9 +148,13 @@ class ShapeMemories:
             )
         return memory
 
+    def one_tier(self, plan: TierPlan) -> ExpertMemory:
+        """A memory of one precision without a policy."""
+        return ExpertMemory([self.tier_memory(plan)])
+
     def tiered(
-        self, policy: AnyPolicy, plans: Sequence[TierPlan | ExpertMemory], names: Sequence[str] = ()
-    ) -> TieredMemory:
+        self, policy: AnyPolicy, plans: Sequence[TierPlan | TierMemory], names: Sequence[str] = ()
+    ) -> ExpertMemory:
         """A memory under a policy, of tiers of falling fidelity.
 
         Args:
@@ -165,7 +169,8 @@ class ShapeMemories:
                 tiers.append(self.tier_memory(plan))
             else:
                 tiers.append(plan)
-        return TieredMemory(policy, names or said, tiers, width=self.config.experts_per_token)
+        width = self.config.experts_per_token
+        return ExpertMemory(tiers, names or said, policy, width=width)
 
     def plan_of(self, bits: int, budget: Budget, **more: Any) -> TierPlan:
         """What a budget says of a tier."""
@@ -176,7 +181,7 @@ class ShapeMemories:
         )  # fmt: skip
 
 
-def replay(memory: Memory, workload: Workload, batch: int, device: jax.Device) -> None:
+def replay(memory: ExpertMemory, workload: Workload, batch: int, device: jax.Device) -> None:
     """From now on decode steps of so many sequences take what the workload says."""
     if workload.ids.shape[2] != batch:
         raise ValueError(f"a workload of {workload.ids.shape[2]} sequences, not {batch}")
@@ -188,23 +193,20 @@ def replay(memory: Memory, workload: Workload, batch: int, device: jax.Device) -
         return kept(np.log(np.maximum(probabilities, np.finfo(np.float32).tiny)))
 
     said = logits(workload.probabilities)
-    if isinstance(memory, TieredMemory):
-        looks = memory.spec.policy.needs.predicted
-        first, *others = memory.tiers
-        first.store = dataclasses.replace(
-            first.store, replay=said, replay_ahead=None,
-            replay_predicted=logits(workload.predicted) if looks else None,
-        )  # fmt: skip
-        for tier in others:
-            tier.store = dataclasses.replace(tier.store, replay=None, replay_ahead=None)
-        return
-    ahead = None
-    if memory.spec.prefetch:
-        ahead = kept(workload.expected(memory.spec.prefetch))
-    memory.store = dataclasses.replace(memory.store, replay=said, replay_ahead=ahead)
+    first, *others = memory.tiers
+    policy, ahead, predicted = memory.spec.policy, None, None
+    if policy is None and first.spec.prefetch:
+        ahead = kept(workload.expected(first.spec.prefetch))
+    if policy is not None and policy.needs.predicted:
+        predicted = logits(workload.predicted)
+    first.store = dataclasses.replace(
+        first.store, replay=said, replay_ahead=ahead, replay_predicted=predicted
+    )
+    for tier in others:
+        tier.store = dataclasses.replace(tier.store, replay=None, replay_ahead=None)
 
 
-def release(memory: Memory | None) -> None:
+def release(memory: ExpertMemory | None) -> None:
     """Gives back what a memory has on the device, but not the host's rows."""
     if memory is None:
         return

@@ -21,7 +21,6 @@ from moejax.text.corpus import Text
 
 if TYPE_CHECKING:
     from moejax.engine import Engine
-    from moejax.experts.gate_mass import TieredLedger
     from moejax.experts.ledger import Ledger
     from moejax.text.tokenizer import Tokenizer
 
@@ -80,7 +79,7 @@ def perplexity_record(
     batch_size: int,
     seed: int,
     num_resumed: int,
-    ledger: "Ledger | TieredLedger | None" = None,
+    ledger: "Ledger | None" = None,
     fidelity: Fidelity | None = None,
 ) -> dict[str, Any]:
     """The result as JSON.

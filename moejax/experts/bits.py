@@ -7,9 +7,7 @@ from collections.abc import Mapping
 import jax
 
 from moejax.checkpoints.load import EXPERT_LEAVES
-from moejax.experts.expert_memory import ExpertMemory
-from moejax.experts.tiered_memory import TieredMemory
-from moejax.experts.tiering import STORED
+from moejax.experts.cache import ExpertMemory
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.weights.qtensor import Weight
 
@@ -74,7 +72,7 @@ def describe_bits(overall: float, parts: Mapping[str, float], digits: int = 2) -
 def bits_of(
     config: ModelConfig,
     weights: Mapping[str, Weight],
-    memory: ExpertMemory | TieredMemory | None = None,
+    memory: ExpertMemory | None = None,
 ) -> BitsPerWeight:
     """Sizes of a model that is loaded.
 
@@ -83,11 +81,7 @@ def bits_of(
       weights: flat dict of leaves.
       memory: of the experts, where `weights` lack them.
     """
-    tiers: dict[str, ExpertMemory] = {}
-    if isinstance(memory, TieredMemory):
-        tiers = dict(zip(memory.spec.names, memory.tiers, strict=True))
-    elif memory is not None:
-        tiers = {STORED: memory}
+    tiers = dict(zip(memory.spec.names, memory.tiers, strict=True)) if memory else {}
     num_experts = len(config.moe_layers) * config.num_experts
     experts = {
         name: num_experts * tier.ledger.expert_bytes

@@ -114,7 +114,7 @@ class Placing:
         Args:
           states: of each tier what is in its slots, and the counts; donate them.
           rows_of: of each int32[M, E], rows of the host store; -1: none.
-          gate: as of `TieredPool`, donated; None: it is not counted.
+          gate: as of `ExpertCache`, donated; None: it is not counted.
           layer: which.
           asked: of N tokens.
           token_mask: bool[N], False for padding.

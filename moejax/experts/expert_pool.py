@@ -55,11 +55,6 @@ class PoolSpec:
         return self.prefetch > 0 and self.prefetch_in in (BOTH, PREFILL if is_prefill else DECODE)
 
     @property
-    def pools(self) -> tuple["PoolSpec"]:
-        """As `TieredSpec.pools`."""
-        return (self,)
-
-    @property
     def is_still(self) -> bool:
         """Whether no step copies anything to the slots."""
         return self.emulated or self.is_complete or self.between_steps

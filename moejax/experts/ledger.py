@@ -1,6 +1,7 @@
-"""The ledger: what the experts' memory did, counted on the device and summed on the host.
+"""The ledger: what the expert cache did, counted on the device and summed on the host.
 
-Axes: M sparse layers, T tiers. A report of speed stands beside its ledger.
+`Ledger` has a `TierLedger` of each tier and, under a policy, what that made of the router's gate
+mass. Axes: M sparse layers, T tiers. A report of speed stands beside its ledger.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ EVENTS = (
     "misses",  # of them, those that were not: admitted, streamed or unserved
     "admitted",  # misses fetched into a slot of the cache
     "streamed",  # misses fetched into a transient slot
-    "unserved",  # misses for which there was no slot: a broken contract, see `Ledger.add`
+    "unserved",  # misses for which there was no slot: a broken contract, see `TierLedger.add`
     "evictions",  # experts that left a slot for another one
     "prefetched",  # experts that a prediction brought
     "bulk",  # experts that a bulk transfer brought
@@ -105,14 +106,13 @@ def no_counts(num_layers: int, num_tiers: int = 1) -> Counts:
 
 
 @dataclasses.dataclass
-class Ledger:
-    """Sums of `Counts` over calls, in Python's integers and floats, and in bytes.
+class TierLedger:
+    """Sums of one tier's `Counts` over calls, in Python's integers and floats, and in bytes.
 
     Attributes:
       expert_bytes: of one expert as it crosses the link.
-      tiers: their names, T of them.
       layers: for each of the M layers a sum by the names of `EVENTS`.
-      gate_mass: of all, by tier, of all layers.
+      gate_mass: of the router, of all layers.
       disk_bytes: read from the disk, told by the reader.
       disk_reads: experts, likewise.
       disk_waits: of them, those that a step waited for.
@@ -126,9 +126,8 @@ class Ledger:
     """
 
     expert_bytes: int
-    tiers: tuple[str, ...] = ("resident",)
     layers: list[dict[str, int]] = dataclasses.field(default_factory=list)
-    gate_mass: dict[str, float] = dataclasses.field(default_factory=dict)
+    gate_mass: float = 0.0
     disk_bytes: int = 0
     disk_reads: int = 0
     disk_waits: int = 0
@@ -146,13 +145,11 @@ class Ledger:
           disk: what was counted of the disk for the call (`DiskExperts.read_since`), by name.
 
         Raises:
-          ValueError: counts of another number of layers or tiers, or a negative one (overflow).
+          ValueError: counts of another number of layers, or a negative one (overflow).
           RuntimeError: an expert was needed and had no slot, so that the tokens are wrong: more
             experts were needed than `max_needed` said or more slots pinned than the spec allows.
         """
-        events, gate = np.asarray(counts.events), np.asarray(counts.gate, np.float64)
-        if gate.shape[1] != 1 + len(self.tiers):
-            raise ValueError(f"counts of {gate.shape[1] - 1} tiers, the ledger has {self.tiers}")
+        events = np.asarray(counts.events)
         if self.layers and len(self.layers) != len(events):
             raise ValueError(f"counts of {len(events)} layers, the ledger has {len(self.layers)}")
         if events.min(initial=0) < 0:
@@ -161,8 +158,7 @@ class Ledger:
         for total, row in zip(self.layers, events.tolist(), strict=True):
             for name, amount in zip(EVENTS, row, strict=True):
                 total[name] += amount
-        for tier, mass in zip(self.tiers, gate[:, 1:].sum(0).tolist(), strict=True):
-            self.gate_mass[tier] = self.gate_mass.get(tier, 0.0) + mass
+        self.gate_mass += float(np.asarray(counts.gate_mass, np.float64).sum())
         told = disk or {}
         self.disk_bytes += int(told.get("bytes", 0))
         self.disk_reads += int(told.get("reads", 0))
@@ -176,7 +172,7 @@ class Ledger:
             raise RuntimeError(f"{int(counts.unserved.sum())} needed experts had no slot")
 
     def total(self, event: str) -> int:
-        """Of one of `EVENTS`, over all layers."""
+        """Total count of one of `EVENTS` over all layers."""
         return sum(layer[event] for layer in self.layers)
 
     @property
@@ -237,7 +233,7 @@ class Ledger:
             "prefetch_precision": _or_none(self.prefetch_precision),
             "host_hit_rate": _or_none(self.host_hit_rate),
             "bytes": self.bytes_by_cause,
-            "gate_mass": dict(self.gate_mass),
+            "gate_mass": {"resident": self.gate_mass},
             "disk_reads": self.disk_reads,
             "disk_waits": self.disk_waits,
             "disk_ahead": self.disk_ahead,
@@ -283,10 +279,6 @@ class Ledger:
         if any(self.bulk_requests.values()):
             said = (f"{name} {n}" for name, n in self.bulk_requests.items() if n)
             lines.append(f"bulk requests: {', '.join(said)}")
-        mass = sum(self.gate_mass.values())
-        if mass and len(self.tiers) > 1:
-            shares = (f"{tier} {_percent(self.gate_mass[tier] / mass)}" for tier in self.tiers)
-            lines.append(f"gate mass: {', '.join(shares)}")
         if count("unserved"):
             lines.append(f"WRONG: {count('unserved')} needed experts had no slot")
         return lines
@@ -297,6 +289,117 @@ class Ledger:
             f"layer {i}: needed {row['needed']}, hits {row['hits']}, misses {row['misses']}"
             for i, row in enumerate(self.layers)
         ]
+
+
+@dataclasses.dataclass
+class Ledger:
+    """Sums over calls: a ledger of each tier, and a policy's gate mass.
+
+    Attributes:
+      tiers: by name, of falling fidelity.
+      gate: float64[M, T + 3]: the router's gate mass that each tier served, that was skipped, that
+        another expert than the router's served (which is in its tier's too), and of all; None: no
+        policy decides.
+      asked: how often the policy was asked between steps what to move; None: it moves nothing then.
+    """
+
+    tiers: dict[str, TierLedger]
+    gate: np.ndarray | None = None
+    asked: int | None = None
+
+    def add(self, gate: np.ndarray) -> None:
+        """Adds float64[M, T + 3] of a call.
+
+        Raises:
+          RuntimeError: mass is missing: a pair was neither served nor skipped.
+        """
+        self.gate = gate if self.gate is None else self.gate + gate
+        served, total = gate[:, : len(self.tiers) + 1].sum(axis=1), gate[:, -1]
+        if not np.allclose(served, total, rtol=1e-3, atol=1e-3):
+            raise RuntimeError(f"gate mass {total.tolist()}, of which {served.tolist()} is known")
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Shares of the gate mass by tier, "skipped", "substituted"; NaN before any token."""
+        return self._shares(None if self.gate is None else self.gate.sum(axis=0))
+
+    @property
+    def shares_by_layer(self) -> list[dict[str, float]]:
+        """Shares of each layer's gate mass."""
+        return [] if self.gate is None else [self._shares(row) for row in self.gate]
+
+    def _shares(self, row: np.ndarray | None) -> dict[str, float]:
+        names = [*self.tiers, "skipped", "substituted"]
+        if row is None or not row[-1]:
+            return dict.fromkeys(names, float("nan"))
+        return dict(zip(names, (row[:-1] / row[-1]).tolist(), strict=True))
+
+    @property
+    def layers(self) -> list[dict[str, int]]:
+        """Counts of each layer by the names of `EVENTS`, over all tiers."""
+        return [
+            {name: sum(one[name] for one in of_layer) for name in of_layer[0]}
+            for of_layer in zip(*(tier.layers for tier in self.tiers.values()), strict=True)
+        ]
+
+    def total(self, event: str) -> int:
+        """Total count of one of `EVENTS` over all layers and tiers."""
+        return sum(tier.total(event) for tier in self.tiers.values())
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of needed experts that were in a slot of their tier; NaN before any."""
+        needed = self.total("needed")
+        return self.total("hits") / needed if needed else float("nan")
+
+    @property
+    def link_bytes(self) -> int:
+        """Bytes from host to device, for whatever cause."""
+        return sum(tier.link_bytes for tier in self.tiers.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, for JSON; without a policy that of the only tier."""
+        if self.gate is None and len(self.tiers) == 1:
+            (only,) = self.tiers.values()
+            return only.as_dict()
+        return {
+            "tiers": {name: tier.as_dict() for name, tier in self.tiers.items()},
+            "asked": self.asked,
+            "hit_rate": None if np.isnan(self.hit_rate) else self.hit_rate,
+            "gate_shares": {n: None if np.isnan(s) else s for n, s in self.shares.items()},
+            "gate_shares_by_layer": self.shares_by_layer,
+        }
+
+    def describe(self) -> list[str]:
+        """Lines of a report."""
+        lines = []
+        for name, tier in self.tiers.items():
+            prefix = f"{name}: " if len(self.tiers) > 1 else ""
+            lines += [prefix + line for line in tier.describe()]
+        if self.gate is None:
+            return lines
+        *better, _ = self.tiers.items()
+        for name, tier in better:
+            arrived = sum(map(tier.total, ("admitted", "prefetched", "bulk")))
+            lines.append(f"promotions to {name} {arrived}, demotions {tier.total('evictions')}")
+        if self.asked is not None:
+            lines.append(f"between steps the policy was asked {self.asked} times what to move")
+        if self.asked == 0:
+            lines[-1] = f"WARNING: {lines[-1]}, so it moved nothing: the run was too short for it"
+        return [*lines, "gate mass: " + _percents(self.shares)]
+
+    def describe_layers(self) -> list[str]:
+        """A line for each layer."""
+        if self.gate is None:
+            return [line for tier in self.tiers.values() for line in tier.describe_layers()]
+        shares = self.shares_by_layer
+        return [f"layer {i}: {_percents(row)}" for i, row in enumerate(shares)]
+
+
+def _percents(shares: dict[str, float]) -> str:
+    """The tiers, and what else there is any of."""
+    kept = {n: s for n, s in shares.items() if n not in ("skipped", "substituted") or s}
+    return ", ".join(f"{name} {100 * share:.2f} %" for name, share in kept.items())
 
 
 def _share(part: int, whole: int) -> float:

@@ -15,9 +15,9 @@ from moejax.errors import MoejaxError
 from moejax.experts.allocator import check_room, limits_on, room_nbytes
 from moejax.experts.budget import Budget, Limits, make_budget, unused
 from moejax.experts.budget.tables import RING_BLOCKS
+from moejax.experts.cache import ExpertMemory, TierMemory
 from moejax.experts.disk_cache import DiskExperts
 from moejax.experts.disk_reader import SsdReader, check_waiting
-from moejax.experts.expert_memory import ExpertMemory
 from moejax.experts.expert_pool import PoolSpec
 from moejax.experts.host_store import HeldRows, HostStore, RowSupply
 from moejax.experts.pinned_memory import check_pinned_limit
@@ -84,7 +84,7 @@ def open_memory(
     check_pinned_limit(budget.total_host, device)  # of all allocations, before the first
     weights = checkpoint.load(dtype=dtype, device=device, progress=progress, experts=False)
     memory = load_experts(checkpoint, budget, dtype=dtype, device=device, progress=progress)
-    return weights, memory, budget
+    return weights, ExpertMemory([memory]), budget
 
 
 def load_whole(
@@ -127,7 +127,7 @@ def load_experts(
     device: jax.Device,
     progress: bool,
     packed: Callable[[ExpertReader], Any] | None = None,
-) -> ExpertMemory:
+) -> TierMemory:
     """The host's rows, filled; the pool, empty; the disk, open where rows are too few.
 
     Args:
@@ -178,7 +178,7 @@ def load_experts(
     limits = budget.limits
     read = disk.read if disk else None
     spec = PoolSpec(cache, limits.prefetch, read, prefetch_in=limits.prefetch_in)
-    memory = ExpertMemory.of_rows(spec, gate_up, down, row_of, device, terms)
+    memory = TierMemory.of_rows(spec, gate_up, down, row_of, device, terms)
     memory.disk = disk
     if budget.limits.bulk:
         supply: RowSupply

@@ -21,11 +21,10 @@ from moejax.experts.budget import (
     default_bulk,
     make_tiered_budget,
 )
+from moejax.experts.cache import ExpertMemory, TierMemory, preload
 from moejax.experts.disk_reader import check_waiting
-from moejax.experts.expert_memory import ExpertMemory
 from moejax.experts.load import disk_source, load_experts
 from moejax.experts.pinned_memory import check_pinned_limit
-from moejax.experts.tiered_memory import TieredMemory, warm
 from moejax.experts.tiering import Chosen, StoredTier, Tiering, choose
 from moejax.models.config import ModelConfig
 from moejax.policies.attention_importance import importance_nbytes
@@ -49,7 +48,7 @@ def open_tiered(
     context: int,
     chunk: int,
     progress: bool,
-) -> tuple[Mapping[str, Weight], TieredMemory, TieredBudget]:
+) -> tuple[Mapping[str, Weight], ExpertMemory, TieredBudget]:
     """Loads a model whose experts move under a policy.
 
     Args:
@@ -86,11 +85,11 @@ def open_tiered(
             memory = emulated(memory, device)
         if (first := _first(chosen, part, memory, held)) is not None:
             held += first.shape[1]
-            warm(memory, config, ops.Kernels(target_of(device)), first)
+            preload(memory, config, ops.Kernels(target_of(device)), first)
         memories.append(memory)
     width = config.experts_per_token
     names = [tier.name for tier in stored]
-    return weights, TieredMemory(chosen.policy, names, memories, width=width), budget
+    return weights, ExpertMemory(memories, names, chosen.policy, width=width), budget
 
 
 class Planned(NamedTuple):
@@ -199,7 +198,7 @@ def budget_of_tiers(
     )
 
 
-def emulated(memory: ExpertMemory, device: jax.Device) -> ExpertMemory:
+def emulated(memory: TierMemory, device: jax.Device) -> TierMemory:
     """The same with all rows on the device, and slots that are tables only.
 
     Raises:
@@ -212,7 +211,7 @@ def emulated(memory: ExpertMemory, device: jax.Device) -> ExpertMemory:
     kind = jax.sharding.SingleDeviceSharding(device, memory_kind=device.default_memory().kind)
     gate_up, down = jax.device_put((memory.store.gate_up, memory.store.down), kind)
     spec = dataclasses.replace(memory.spec, emulated=True, read=None)
-    return ExpertMemory.of_rows(spec, gate_up, down, row_of, device, memory.store.terms)
+    return TierMemory.of_rows(spec, gate_up, down, row_of, device, memory.store.terms)
 
 
 def _quantized(reader: ExpertReader, *, tier: StoredTier, tiering: Tiering) -> QuantizedRows:
@@ -300,7 +299,7 @@ def _ahead(policy: AnyPolicy, width: int) -> int:
     return asked if asked >= 0 else width
 
 
-def _first(chosen: Chosen, budget: Budget, memory: ExpertMemory, held: int) -> np.ndarray | None:
+def _first(chosen: Chosen, budget: Budget, memory: TierMemory, held: int) -> np.ndarray | None:
     """int32[M, n], what is in the slots before any token; None: nothing.
 
     Every expert where there is room for all; else those that the policy's profile saw most, but for

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from moejax.experts.cache_plan import Jobs, Placed, Placing, State, terms_by_slot
 from moejax.experts.expert_pool import ExpertPool, ExpertStore, PoolSpec, in_place_of
 from moejax.experts.fetch import Fetching, Slots
+from moejax.experts.tiered import ExpertCache
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import (
     Experts,
@@ -80,9 +81,9 @@ class PooledExperts:
         """See `models.run_experts.LoopedExperts`; a layer's bank is static."""
         return self.spec.cache.banks
 
-    def finish(self) -> ExpertPool:
-        """The pool, after the layers so far."""
-        return self.pool
+    def finish(self) -> ExpertCache:
+        """The cache, after the layers so far."""
+        return ExpertCache((self.pool,), (), None)
 
     @property
     def state(self) -> ExpertPool:

@@ -1,6 +1,6 @@
-"""Experts in several tiers under a policy: what steps share, and what moves between them.
+"""The expert cache of T >= 1 tiers: what steps share, and what moves between them.
 
-What a step does is in `moejax.experts.tiered_experts`. Between steps `ask` hands over what the
+What a step does is in `moejax.experts.tiered_experts`. Between steps `ask` hands over what a
 policy wants moved in bulk.
 
 Axes: M sparse layers, E experts, T tiers of falling fidelity.
@@ -21,20 +21,20 @@ from moejax.policies.base import (
     pairs_with_room,
 )
 
-SKIPPED_MASS, SUBSTITUTED_MASS, ALL_MASS = 0, 1, 2  # columns of `TieredPool.gate` after the tiers'
+SKIPPED_MASS, SUBSTITUTED_MASS, ALL_MASS = 0, 1, 2  # columns of `ExpertCache.gate` after the tiers'
 
 
 @dataclasses.dataclass(frozen=True)
-class TieredSpec:
+class ExpertCacheSpec:
     """Static facts.
 
     Attributes:
-      policy: who decides.
+      policy: who decides; None: the router alone, of one tier.
       names: of the tiers, of falling fidelity.
       pools: one for each, of the same layers and experts.
     """
 
-    policy: AnyPolicy
+    policy: AnyPolicy | None
     names: tuple[str, ...]
     pools: tuple[PoolSpec, ...]
 
@@ -56,26 +56,27 @@ class TieredSpec:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class TieredPool:
-    """The pools of all tiers and the policy's state; donated through every step.
+class ExpertCache:
+    """The slots of all tiers and the policy's state; donated through every step.
 
     Invariants: shapes never change; an expert is in at most one of the pools that are not `full`
     while a layer runs.
 
     Attributes:
       pools: of the tiers.
-      state: of the policy.
+      state: of the policy; () without one.
       gate: float32[M, T + 3], the router's gate mass that each tier served, that was skipped, that
         another expert served (which is in its tier's too), and of all; since it was last taken.
+        None without a policy.
     """
 
     pools: tuple[ExpertPool, ...]
     state: Any
-    gate: jax.Array
+    gate: jax.Array | None
 
 
 def no_gate(num_layers: int, num_tiers: int) -> jax.Array:
-    """`TieredPool.gate` before any token."""
+    """`ExpertCache.gate` before any token."""
     return jnp.zeros((num_layers, num_tiers + 3), jnp.float32)
 
 
@@ -94,8 +95,8 @@ class Asked(NamedTuple):
 
 
 def ask(
-    spec: TieredSpec, pool: TieredPool, coming: jax.Array, room: jax.Array
-) -> tuple[TieredPool, Asked]:
+    spec: ExpertCacheSpec, pool: ExpertCache, coming: jax.Array, room: jax.Array
+) -> tuple[ExpertCache, Asked]:
     """What the policy wants moved before the next step; a program of its own between steps.
 
     A demotion frees the slot of the higher tier here; what is to come is fetched by
@@ -112,6 +113,7 @@ def ask(
     Returns:
       The pool, and what the policy said.
     """
+    assert spec.policy is not None
     num_experts = spec.cache.num_experts
     held = [p.residency.table[:, :num_experts] >= 0 for p in pool.pools]
     resident = jnp.stack(held, axis=1) | coming
@@ -144,7 +146,7 @@ def _without_better(pool: ExpertPool, tier: int, requests: Requests) -> ExpertPo
 
 
 def _all_landed(
-    spec: TieredSpec, pools: tuple[ExpertPool, ...], requests: Requests
+    spec: ExpertCacheSpec, pools: tuple[ExpertPool, ...], requests: Requests
 ) -> tuple[ExpertPool, ...]:
     """With what is asked for in the slots of emulated pools, in the order of asking."""
 

@@ -22,7 +22,7 @@ from moejax.experts.cache_plan import Placed, Placing
 from moejax.experts.expert_pool import ExpertStore, in_place_of
 from moejax.experts.fetch import from_host_together
 from moejax.experts.pooled import PooledExperts
-from moejax.experts.tiered import TieredPool, TieredSpec
+from moejax.experts.tiered import ExpertCache, ExpertCacheSpec
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import Experts, Pairs, combine, products_of_tiers
 from moejax.models.grouped_experts import choose_for_tiers
@@ -47,9 +47,9 @@ class TieredExperts:
 
     def __init__(
         self,
-        spec: TieredSpec,
+        spec: ExpertCacheSpec,
         config: ModelConfig,
-        pool: TieredPool,
+        pool: ExpertCache,
         store: Sequence[ExpertStore],
         via: Sequence[ExpertsVia],
         kernels: ops.Kernels,
@@ -67,7 +67,8 @@ class TieredExperts:
           kernels: which may serve packed experts.
           num_prefilled: tokens of a step of prompts, padding too; None in a step of decode.
         """
-        self.spec, self.config = spec, config
+        assert spec.policy is not None
+        self.spec, self.config, self._policy = spec, config, spec.policy
         self._store, self._via, self._kernels = tuple(store), tuple(via), kernels
         self._is_prefill = num_prefilled is not None
         # float32[N], of the layer that comes next.
@@ -88,10 +89,10 @@ class TieredExperts:
         self._placing = Placing(spec.pools, kernels.target, moves)
         self._replays: jax.Array | None = None  # which entry of a replay is this step's, once asked
 
-    def finish(self) -> TieredPool:
+    def finish(self) -> ExpertCache:
         """After the layers so far; of those that the policy was only shown it is told here."""
         self._tell()
-        return TieredPool(tuple(run.pool for run in self._runs), self._policy_state, self._gate)
+        return ExpertCache(tuple(run.pool for run in self._runs), self._policy_state, self._gate)
 
     @property
     def num_turns(self) -> int:
@@ -99,11 +100,11 @@ class TieredExperts:
         return math.lcm(*(run.num_turns for run in self._runs))
 
     @property
-    def state(self) -> tuple[TieredPool, jax.Array | None]:
+    def state(self) -> tuple[ExpertCache, jax.Array | None]:
         """The pool; and the importance of tokens, where layers may have none of their own."""
         return self.finish(), self._importance if self._carries else None
 
-    def resume(self, state: tuple[TieredPool, jax.Array | None]) -> None:
+    def resume(self, state: tuple[ExpertCache, jax.Array | None]) -> None:
         """Likewise."""
         pools, self._importance = state
         for run, pool in zip(self._runs, pools.pools, strict=True):
@@ -129,13 +130,13 @@ class TieredExperts:
 
         Layers without attention have that of the last one before them that attends.
         """
-        if not (self._is_prefill and self.spec.policy.needs.importance):
+        if not (self._is_prefill and self._policy.needs.importance):
             return
         c = self.config
         if not self._carries and isinstance(layer, int) and layer not in c.moe_layers:
             return
         received = attention_received(
-            q, keys, positions, token_mask, aggregation=self.spec.policy.needs.aggregation,
+            q, keys, positions, token_mask, aggregation=self._policy.needs.aggregation,
             sliding_window=c.sliding_window, scale=c.score_scale,
         )  # fmt: skip
         places = jnp.minimum(positions, received.shape[1] - 1)
@@ -154,13 +155,13 @@ class TieredExperts:
         seen = self._observed(layer, routing, token_mask, ahead, resident)
         rule = None
         if self.is_placed_at_once(routing.ids.size) and not self._is_prefill:
-            rule = self.spec.policy.decode_rule(self._policy_state)
+            rule = self._policy.decode_rule(self._policy_state)
         if rule is not None and self._asks_later(layer):
             self._seen.append(dataclasses.replace(seen, predicted=None))
             asks = jnp.zeros(routing.ids.shape, jnp.int32)  # not looked at
             decision = Decision(routing.ids, asks, routing.weights, asks > 0)
         else:
-            decision, self._policy_state = self.spec.policy.decide(self._policy_state, seen)
+            decision, self._policy_state = self._policy.decide(self._policy_state, seen)
         return self._run(layer, x, routing, token_mask, decision, rule)
 
     def _copies(self, layer: Index) -> jax.Array:
@@ -176,7 +177,7 @@ class TieredExperts:
         ahead is not known before the step's end.
         """
         looks_ahead = any(run.most_ahead for run in self._runs)
-        policy = self.spec.policy
+        policy = self._policy
         may_wait = policy.layer_axes is not None and not policy.substitutes
         return isinstance(layer, int) and may_wait and not looks_ahead
 
@@ -184,12 +185,12 @@ class TieredExperts:
         """Asks the policy about the layers that it has only been shown."""
         seen, self._seen = self._seen, []
         if len(seen) == self.spec.cache.num_layers:
-            policy, axes = self.spec.policy, self.spec.policy.layer_axes
+            policy, axes = self._policy, self._policy.layer_axes
             together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *seen)
             self._policy_state = vmap_decide(policy, axes, self._policy_state, together)[1]
             return
         for of_layer in seen:
-            _, self._policy_state = self.spec.policy.decide(self._policy_state, of_layer)
+            _, self._policy_state = self._policy.decide(self._policy_state, of_layer)
 
     def _observed(
         self,
@@ -199,7 +200,7 @@ class TieredExperts:
         ahead: Callable[[], Routing] | None,
         resident: jax.Array,
     ) -> Observation:
-        looks = self.spec.policy.needs.predicted and ahead is not None
+        looks = self._policy.needs.predicted and ahead is not None
         observation = Observation(
             layer=jnp.asarray(layer, jnp.int32),
             probabilities=routing.probabilities,

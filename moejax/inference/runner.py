@@ -11,10 +11,9 @@ from absl import logging
 
 from moejax.devices import plain_memory_errors
 from moejax.errors import MoejaxError
+from moejax.experts.cache import ExpertMemory
 from moejax.experts.cache_plan import Placing
-from moejax.experts.expert_memory import ExpertMemory
 from moejax.experts.expert_pool import compiler_options
-from moejax.experts.tiered_memory import TieredMemory
 from moejax.inference import steps
 from moejax.inference.chunking import (
     CPU_CHUNK_LENGTH,
@@ -75,7 +74,7 @@ class Runner:
         *,
         kernels: ops.Kernels | None = None,
         experts_via: ExpertsVia | None = None,
-        memory: ExpertMemory | TieredMemory | None = None,
+        memory: ExpertMemory | None = None,
         cached_via: CachedVia | None = None,
         whole_calls: bool | None = None,
     ):
@@ -246,7 +245,7 @@ class Runner:
 
     def not_finite(self) -> str:
         """The error of logits that name no token; a policy that saw them begins anew."""
-        if isinstance(self.memory, TieredMemory):
+        if self.memory is not None:
             self.memory.reset()
         return (
             "the model's logits are NaN, infinite or all the same, so there is no next token: its "
@@ -382,7 +381,7 @@ class Runner:
     ) -> Iterator[tuple[int, int]]:
         """Yields `_chunks` of given tokens; a policy's transfers finish before each chunk."""
         memory = self.memory
-        if not (self.one_stream and isinstance(memory, TieredMemory) and memory.asks):
+        if not (self.one_stream and memory is not None and memory.asks):
             yield from self._chunks(batch, length, cache_length)
             return
         longest = longest_chunk(self.config, batch, cache_length, self.planned)

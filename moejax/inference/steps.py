@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax.experts.expert_pool import ExpertPool, ExpertStore, PoolSpec
+from moejax.experts.expert_pool import ExpertStore
 from moejax.experts.pooled import PooledExperts
-from moejax.experts.tiered import TieredPool, TieredSpec
+from moejax.experts.tiered import ExpertCache, ExpertCacheSpec
 from moejax.experts.tiered_experts import TieredExperts
 from moejax.inference.sampling import Logprobs, Sampling, draw, logprobs_of, penalized
 from moejax.inference.step_output import NO_TOKEN, NOT_FINITE, Emitted, names_a_token, none_emitted
@@ -30,15 +30,15 @@ from moejax.weights.qtensor import Weight
 
 Weights = Mapping[str, Weight]
 
-Pool = ExpertPool | TieredPool | None
-Store = ExpertStore | tuple[ExpertStore, ...] | None
+Pool = ExpertCache | None
+Store = tuple[ExpertStore, ...] | None
 
 
 class Program(NamedTuple):
     """What all steps of a model share; static."""
 
     definition: nnx.GraphDef[Transformer]
-    pool: PoolSpec | TieredSpec | None = None  # None: the weights hold all experts
+    pool: ExpertCacheSpec | None = None  # None: the weights hold all experts
     record: RecordSpec | None = None  # None: nothing is recorded
     top_logprobs: int = 0  # likeliest tokens told beside each token, with its own; 0: nothing is
 
@@ -119,15 +119,14 @@ def _pooled(
     store: Store,
 ) -> PooledExperts | TieredExperts | None:
     """What runs experts that the model does not hold; None where it holds them."""
-    if isinstance(program.pool, PoolSpec):
-        assert isinstance(pool, ExpertPool) and isinstance(store, ExpertStore)
-        return PooledExperts(
-            program.pool, model.config, pool, store, spec.experts, model.kernels,
-            is_prefill=num_prefilled is not None,
-        )  # fmt: skip
     if program.pool is None:
         return None
-    assert isinstance(pool, TieredPool) and isinstance(store, tuple)
+    assert pool is not None and store is not None
+    if program.pool.policy is None:
+        return PooledExperts(
+            program.pool.pools[0], model.config, pool.pools[0], store[0], spec.experts,
+            model.kernels, is_prefill=num_prefilled is not None,
+        )  # fmt: skip
     return TieredExperts(
         program.pool, model.config, pool, store, spec.tiers, model.kernels,
         num_prefilled=num_prefilled,
@@ -380,7 +379,7 @@ def decode(
         )
         if runs_whole:
             keys = jnp.where(index < num_steps, keys, state.keys)
-            if isinstance(pool, TieredPool) and isinstance(before, TieredPool):
+            if pool is not None and before is not None:
                 held = _chosen(index < num_steps, pool.state, before.state)
                 pool = dataclasses.replace(pool, state=held)
             if seen is not None and state.seen is not None:

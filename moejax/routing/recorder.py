@@ -6,7 +6,7 @@ A step that records has one output more; a step that does not is the program tha
 import collections
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.errors import MoejaxError
-from moejax.experts.tiered_memory import TieredMemory
 from moejax.experts.tiering import STORED
 from moejax.files import result_rows as results
 from moejax.files.termination import removed_by_sigterm
@@ -356,11 +355,12 @@ def stored_forms(runner: Any) -> str:
     """Forms in which a runner's experts are kept and the bytes of one, as a trace says them."""
     memory = runner.memory
     if memory is None:
+        names: Sequence[str] = (STORED,)
         leaves = [runner.weights[name] for name in EXPERT_LEAVES]
         sizes = [sum(leaf.nbytes for leaf in leaves) // math.prod(leaves[0].shape[:2])]
     else:
-        sizes = [tier.ledger.expert_bytes for tier in memory.tiers or (memory,)]
-    names = memory.spec.names if isinstance(memory, TieredMemory) else (STORED,)
+        names = memory.spec.names
+        sizes = [tier.ledger.expert_bytes for tier in memory.tiers]
     return ", ".join(f"{name}={nbytes}" for name, nbytes in zip(names, sizes, strict=True))
 
 

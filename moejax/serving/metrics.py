@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, Metric
 
-from moejax.experts.gate_mass import TieredLedger
 from moejax.experts.ledger import EVENTS, Ledger
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -66,7 +65,7 @@ class Metrics:
         self._programs.set(count)
         self._compile_seconds.set(seconds)
 
-    def ledger(self, ledger: Ledger | TieredLedger | None) -> None:
+    def ledger(self, ledger: Ledger | None) -> None:
         """Sets what is told of the experts' memory; None where all are among the weights."""
         self._ledger = list(ledger_metrics(ledger)) if ledger is not None else []
 
@@ -83,23 +82,22 @@ class Metrics:
         return prometheus_client.generate_latest(self.registry)
 
 
-def ledger_metrics(ledger: Ledger | TieredLedger) -> Iterator[Metric]:
+def ledger_metrics(ledger: Ledger) -> Iterator[Metric]:
     """Events (`moejax.experts.ledger.EVENTS`), bytes and gate mass of each tier."""
-    tiers = ledger.tiers if isinstance(ledger, TieredLedger) else {"resident": ledger}
     events = CounterMetricFamily(
         "moejax_expert_events", "Experts by what became of them.", labels=("tier", "event")
     )
     moved = CounterMetricFamily(
         "moejax_expert_bytes", "Bytes of experts that moved, by cause.", labels=("tier", "cause")
     )
-    for name, tier in tiers.items():
+    for name, tier in ledger.tiers.items():
         for event in EVENTS:
             events.add_metric((name, event), tier.total(event))
         for cause, amount in tier.bytes_by_cause.items():
             moved.add_metric((name, cause), amount)
     yield events
     yield moved
-    if isinstance(ledger, TieredLedger) and ledger.gate is not None:
+    if ledger.gate is not None:
         served = CounterMetricFamily(
             "moejax_gate_mass",
             "The router's gate mass by the tier that served it, left out (skipped), served by "

@@ -18,7 +18,7 @@ _TAKEN = (
     "moejax.inference.generation.Timing",
     "moejax.experts.budget.Limits",
     "moejax.experts.ledger.Ledger",
-    "moejax.experts.gate_mass.TieredLedger",
+    "moejax.experts.ledger.TierLedger",
 )
 _SECTIONS = re.compile(r"^(Args|Returns|Raises|Yields|Attributes):$")
 _Found = ast.ClassDef | ast.FunctionDef

@@ -1,0 +1,623 @@
+"""The expert cache as an engine holds it between steps: slots, the host's rows, a policy's state.
+
+`ExpertMemory` has one `TierMemory` for each stored form of the experts. Without a policy there is
+one tier, and what a step needs is fetched on demand.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from moejax.errors import MoejaxError
+from moejax.experts import residency
+from moejax.experts.cache_plan import Jobs
+from moejax.experts.disk_cache import DiskExperts
+from moejax.experts.expert_pool import ExpertPool, ExpertStore, PoolSpec
+from moejax.experts.host_store import Expert
+from moejax.experts.ledger import Ledger, TierLedger, no_counts
+from moejax.experts.pooled import PooledExperts
+from moejax.experts.tiered import Asked, ExpertCache, ExpertCacheSpec, ask, no_gate
+from moejax.experts.tiering import STORED
+from moejax.experts.transfer_programs import is_ready, last_uses
+from moejax.experts.transfers import Transfers
+from moejax.models.config import ModelConfig
+from moejax.policies.base import AnyPolicy, PolicySpec, Requests
+from moejax.policies.make import with_kernels
+from moejax.programs import CompiledPrograms
+from moejax.weights import linear as ops
+from moejax.weights.qtensor import Compensator, Weight
+
+UNKNOWN_TOKENS = 2**30  # more than any policy rests for
+POLL_S = 2e-4  # between looks at transfers that are waited for
+
+
+@dataclasses.dataclass
+class TierMemory:
+    """Experts of one model in one stored form; `ExpertMemory` guards it by its lock.
+
+    Attributes:
+      spec: static facts, part of every compiled step.
+      pool: the device's state; replaced after each step, to which it is donated.
+      store: operands of the steps.
+      ledger: sums of what the steps counted, as of the last `ExpertMemory.settle`.
+      disk: of experts that the store lacks; None where it has all.
+      transfers: who is asked for experts between steps; None where that is not planned for.
+      fill: gives a new pool its first experts; None: it starts empty.
+    """
+
+    spec: PoolSpec
+    pool: ExpertPool
+    store: ExpertStore
+    ledger: TierLedger
+    disk: DiskExperts | None = None
+    transfers: Transfers | None = None
+    fill: Callable[["TierMemory"], ExpertPool] | None = None
+    _forgotten: int = 0  # failures of the disk of which nothing is cached any more
+
+    @classmethod
+    def of_rows(
+        cls,
+        spec: PoolSpec,
+        gate_up: Weight,
+        down: Weight,
+        row_of: np.ndarray,
+        device: jax.Device,
+        terms: tuple[tuple[Compensator, ...], tuple[Compensator, ...]] = ((), ()),
+    ) -> "TierMemory":
+        """Around a store that is there; allocates the pool, empty, on the device.
+
+        Args:
+          spec: of the pool.
+          gate_up: [R, 2F, D], rows of the host store, without low-rank terms.
+          down: [R, D, F].
+          row_of: int32[M, E], row of each expert; -1 for what is on the disk alone.
+          device: of the pool.
+          terms: low-rank terms of gate and up, and of down, on the device, starts and ranks [M, E].
+        """
+        pool = _empty_pool(spec, (gate_up, down), device)
+        rows = jax.device_put(np.asarray(row_of, np.int32), device)
+        expert_bytes = sum(
+            math.prod(leaf.shape[1:]) * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(pool.banks[0])
+        )
+        return cls(spec, pool, ExpertStore(gate_up, down, rows, terms), TierLedger(expert_bytes))
+
+    def stacks(self) -> dict[str, Weight]:
+        """A bank as the leaves [1, S, ...] that it stands for, with low-rank terms; shapes."""
+        found = {}
+        names = ("moe.gate_up", "moe.down")
+        for name, slots, terms in zip(names, self.pool.banks[0], self.store.terms, strict=True):
+            stack = jax.eval_shape(lambda s: jax.tree.map(lambda leaf: leaf[None], s), slots)
+            if terms:
+                num_slots = self.spec.cache.num_slots
+                placed = [
+                    dataclasses.replace(
+                        jax.eval_shape(lambda t: t, term),
+                        start=jax.ShapeDtypeStruct((1, num_slots), "int32"),
+                        rank=jax.ShapeDtypeStruct((1, num_slots), "int32"),
+                    )
+                    for term in terms
+                ]
+                stack = dataclasses.replace(stack, compensators=tuple(placed))
+            found[name] = stack
+        return found
+
+    @property
+    def failures(self) -> int:
+        """Times that the disk failed a step so far."""
+        return self.disk.failures if self.disk else 0
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a failed step took the slots with it."""
+        return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.pool))
+
+    def advance(self) -> None:
+        """Gives what the disk read its rows of host memory, and goes on with transfers."""
+        if self.disk is not None and self.disk.advance(lambda: _last_uses(self.pool)):
+            place = self.store.row_of.sharding
+            row_of = jax.device_put(self.disk.row_of.copy(), place)
+            self.store = dataclasses.replace(self.store, row_of=row_of)
+        if self.transfers is not None:
+            self.pool = self.transfers.advance(self.pool)
+
+    def send(self) -> None:
+        """See `Transfers.send`."""
+        if self.transfers is not None:
+            self.transfers.send()
+
+    def forget_failed(self) -> None:
+        """Empties the slots if the disk failed a step since the last call: they may be wrong."""
+        if self.failures == self._forgotten:
+            return
+        try:
+            self.pool.residency.clock.block_until_ready()  # no step is left that could fail too
+        except jax.errors.JaxRuntimeError:
+            self.reallocate()
+        self._forgotten = self.failures
+        empty = residency.empty(self.spec.cache)
+        place = self.pool.residency.clock.sharding
+        used = None if self.pool.used is None else np.zeros(self.pool.used.shape, np.int32)
+        residency_, used = jax.device_put((empty, used), place)
+        self.pool = dataclasses.replace(self.pool, residency=residency_, used=used)
+
+    def reallocate(self) -> None:
+        """Makes a new pool, with what `fill` says; counts that were not read yet are lost."""
+        if self.transfers is not None:
+            self.transfers.forget_steps()
+        if self.disk is not None:
+            self.disk.read_since()  # what steps read whose counts are lost
+        for leaf in jax.tree.leaves(self.pool):
+            if not leaf.is_deleted():
+                leaf.delete()  # there may be no room for two
+        device = self.store.row_of.device
+        self.pool = _empty_pool(self.spec, (self.store.gate_up, self.store.down), device)
+        if self.fill is not None:
+            self.pool = self.fill(self)
+
+    def settle(self) -> None:
+        """Adds the counts of all steps so far to the ledger; waits for them."""
+        counts = jax.device_get(self.pool.counts)
+        place = self.pool.counts.events.sharding
+        fresh = no_counts(self.spec.cache.num_layers, counts.gate.shape[1] - 1)
+        # First: what is added may be an error, and is not to be added again.
+        self.pool = dataclasses.replace(self.pool, counts=jax.device_put(fresh, place))
+        if self.transfers is not None:
+            self.ledger.bulk_requests = dataclasses.asdict(self.transfers.counters)
+        self.ledger.add(counts, disk=self.disk.read_since() if self.disk else {})
+
+    def close(self) -> None:
+        """Ends transfers and reading; a step that needs the disk afterwards is an error."""
+        if self.transfers is not None:
+            self.transfers.close()
+        if self.disk is not None:
+            self.disk.close()
+
+
+_last_uses = jax.jit(last_uses)
+
+
+@dataclasses.dataclass
+class _PollingBackoff:
+    """How long the policy need not be asked.
+
+    Attributes:
+      in_flight: what was when it was asked.
+      tokens: that may pass (`Policy.tokens_until_change`).
+      passed: at most so many have.
+    """
+
+    in_flight: Any = None
+    tokens: int = 0
+    passed: int = 0
+
+
+class ExpertMemory:
+    """Experts of one model in T tiers, a policy's state, and what it asks for between steps.
+
+    Attributes:
+      spec: static facts, part of every compiled step.
+      tiers: of falling fidelity; their pools are those of `pool`.
+      ledger: sums of what the steps counted, as of the last `settle`.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[TierMemory],
+        names: Sequence[str] = (STORED,),
+        policy: AnyPolicy | None = None,
+        *,
+        width: int = 0,
+    ):
+        """Around memories of the tiers, all of one model; the policy's state is as before a token.
+
+        Args:
+          tiers: their memories.
+          names: of the tiers.
+          policy: who decides; on a GPU by its kernels (`with_kernels`). None: the router alone, of
+            one tier.
+          width: A, experts a token; for the policy.
+
+        Raises:
+          MoejaxError: the policy's settings do not suit the tiers.
+        """
+        if policy is None and len(tiers) != 1:
+            raise ValueError(f"{len(tiers)} tiers and no policy that chooses among them")
+        pools = tuple(tier.spec for tier in tiers)
+        self.tiers = tuple(tiers)
+        self.device: jax.Device = next(iter(tiers[0].store.row_of.devices()))
+        if policy is not None:
+            policy = with_kernels(policy, self.device.platform)
+            self._policy_spec = policy_spec(names, tiers, width)
+            between = policy.transfer_tiers(self._policy_spec)
+            pools = tuple(
+                dataclasses.replace(pool, between_steps=i in between)
+                for i, pool in enumerate(pools)
+            )
+        self.spec = ExpertCacheSpec(policy, tuple(names), pools)
+        self._state, self._gate = self._init_policy(policy)
+        self.ledger = Ledger({n: t.ledger for n, t in zip(names, tiers, strict=True)})
+        self.programs = CompiledPrograms()
+        self._answer: Asked | None = None
+        self._counts = False  # whether tokens had run when that was asked
+        self._num_asked = 0  # since the last `settle`
+        self._backoff = _PollingBackoff()
+        self._in_flight_on_device: dict[Any, jax.Array] = {}
+        self._room: dict[int, jax.Array] = {}
+        self._lock = threading.RLock()
+        self.asks, self._is_emulated = False, any(pool.emulated for pool in pools)
+        if policy is None:
+            return
+        operands = self.pool, *self._in_flight_and_room()
+        said = jax.eval_shape(functools.partial(ask, self.spec), *operands)[1]
+        self.asks = len(said.moved.layer) + len(said.ahead.layer) > 0
+        self.ledger.asked = 0 if self.asks else None
+        if len(said.ahead.layer) and not any(tier.disk and tier.disk.cache for tier in tiers):
+            logging.warning(
+                "the policy's foresight does nothing: no tier has experts on the disk and rows of "
+                "host memory to read them to"
+            )
+
+    @property
+    def pool(self) -> ExpertCache:
+        """The device's state; replaced after each step, to which it is donated."""
+        return ExpertCache(tuple(tier.pool for tier in self.tiers), self._state, self._gate)
+
+    @pool.setter
+    def pool(self, pool: ExpertCache) -> None:
+        for tier, own in zip(self.tiers, pool.pools, strict=True):
+            tier.pool = own
+        self._state, self._gate = pool.state, pool.gate
+
+    @property
+    def store(self) -> tuple[ExpertStore, ...]:
+        """Operands of the steps."""
+        return tuple(tier.store for tier in self.tiers)
+
+    def stacks(self) -> dict[str, Weight]:
+        """See `TierMemory.stacks`; of the first tier."""
+        return self.tiers[0].stacks()
+
+    @property
+    def failures(self) -> int:
+        """Times that the disk failed a step so far."""
+        return sum(tier.failures for tier in self.tiers)
+
+    def begin_session(self) -> int:
+        """`failures` as of now, for `step` and `reading`; what failed before is none of its own."""
+        with self._lock:
+            for tier in self.tiers:
+                tier.forget_failed()
+            return self.failures
+
+    def check_failures(self, since: int | None) -> None:
+        """Raises MoejaxError if the disk failed after `begin_session` gave `since`."""
+        if since is not None and self.failures != since:
+            raise MoejaxError(next(t.disk.error for t in self.tiers if t.disk and t.failures))
+
+    @contextlib.contextmanager
+    def step(self, since: int | None = None, num_tokens: int = 0) -> Iterator[None]:
+        """Around the dispatch of a step, of which there is one at a time.
+
+        What was read from the disk gets its rows of host memory first, and transfers go on. What a
+        failed step took with it is replaced: slots by empty ones, the policy's state by its first.
+
+        Args:
+          since: what `begin_session` returned; None: failures of the disk are the caller's to see.
+          num_tokens: that the step runs, padding too; 0: nobody says, and the policy is asked for
+            transfers before the next step.
+
+        Raises:
+          MoejaxError: a step since then could not read an expert.
+        """
+        with self._lock, self._replacing_lost():
+            self._advance(since)
+            self._ask_policy(num_tokens or UNKNOWN_TOKENS)
+            for tier in self.tiers:
+                tier.send()
+            yield
+
+    def _advance(self, since: int | None) -> None:
+        for tier in self.tiers:  # each, before one is raised
+            tier.forget_failed()
+        self.check_failures(since)
+        for tier in self.tiers:
+            tier.advance()
+
+    @contextlib.contextmanager
+    def _replacing_lost(self) -> Iterator[None]:
+        """Makes anew what was donated to a step that raised."""
+        try:
+            yield
+        except BaseException as error:
+            has_failed = isinstance(error, jax.errors.JaxRuntimeError)
+            for tier in self.tiers:
+                if has_failed or tier.is_lost:
+                    tier.reallocate()
+            leaves = jax.tree.leaves((self._state, self._gate))
+            if has_failed or any(leaf.is_deleted() for leaf in leaves):
+                self._reset_policy()
+            raise
+
+    @contextlib.contextmanager
+    def reading(self, since: int | None = None) -> Iterator[None]:
+        """Around the host's reading of results, which it may use only if this raises nothing.
+
+        Args:
+          since: as of `step`.
+
+        Raises:
+          MoejaxError: an expert could not be read from the disk since then; the next step starts
+            with an empty cache.
+        """
+        try:
+            yield
+        except jax.errors.JaxRuntimeError:
+            with self._lock:  # all at once: a step of another thread takes all of them
+                for tier in self.tiers:
+                    tier.reallocate()
+                self._reset_policy()
+            raise
+        self.check_failures(since)
+
+    def settle(self) -> Ledger:
+        """The ledger after all steps so far, for which it waits."""
+        with self._lock, self.reading():  # a step of another thread would take the pool, or be lost
+            for tier in self.tiers:
+                tier.settle()
+            if self._gate is not None:
+                self.ledger.add(np.asarray(jax.device_get(self._gate), np.float64))
+                self._gate = jax.device_put(np.zeros(self._gate.shape, np.float32), self.device)
+            if self.asks:
+                self.ledger.asked = (self.ledger.asked or 0) + self._num_asked
+                self._num_asked = 0
+        return self.ledger
+
+    def close(self) -> None:
+        """Ends transfers and reading; a step that needs the disk afterwards is an error."""
+        with self._lock:
+            for tier in self.tiers:
+                tier.close()
+
+    def catch_up(self, since: int | None = None) -> int:
+        """Moves all that the policy wants moved now, and waits until it is in slots.
+
+        Called between the chunks of a text that is scored, so that what a policy promotes, and
+        when, is not left to the clock.
+
+        Args:
+          since: see `begin_session`.
+
+        Returns:
+          Tokens before which it asks for nothing more (`Policy.tokens_until_change`).
+        """
+        with self._lock, self.reading(since):
+            has_run, self._answer = self._backoff.passed > 0, None
+            self._num_asked += has_run
+            last: Any = None
+            while True:
+                self._wait_for_transfers(since)
+                self.pool, answer = self._dispatch_question()
+                moved, ahead, idle = jax.device_get(answer)
+                self._request(moved)
+                self._read_ahead(ahead)
+                rows = np.stack(moved)
+                if rows.max(initial=-1) < 0 or not self._policy.repeats_requests:
+                    break
+                if np.array_equal(rows, last):
+                    break  # what could not be moved
+                last = rows
+            self._wait_for_transfers(since)
+            self._backoff = _PollingBackoff(self._in_flight(), max(1, int(idle)))
+            return int(idle)
+
+    @property
+    def _policy(self) -> AnyPolicy:
+        assert self.spec.policy is not None
+        return self.spec.policy
+
+    def _wait_for_transfers(self, since: int | None) -> None:
+        """Waits for the transfers that are on their way."""
+        moving = [tier for tier in self.tiers if tier.transfers is not None]
+        while any(tier.transfers and tier.transfers.num_pending for tier in moving):
+            with self._replacing_lost():
+                self._advance(since)
+                for tier in moving:
+                    tier.send()
+            time.sleep(POLL_S)
+
+    def _dispatch_question(self) -> tuple[ExpertCache, Asked]:
+        """Asks what the policy wants moved; waits for nothing."""
+        operands = (self.pool, *self._in_flight_and_room())
+        program = self.programs.get(ask, (self.spec,), operands, num_donated=1)
+        return program(*operands)
+
+    def _ask_policy(self, num_tokens: int) -> None:
+        """Passes on what the policy asked for after an earlier step, and asks once more.
+
+        It is not asked while it has said that nothing would come of it.
+        """
+        if not self.asks:
+            return
+        backoff = self._backoff
+        if self._answer is not None:
+            # Emulated slots are for the outcome: when they change is not left to the clock.
+            if not (self._is_emulated or is_ready(self._answer.idle)):
+                backoff.passed += num_tokens
+                return
+            answer, self._answer = self._answer, None
+            self._num_asked += self._counts
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # of a step that failed
+                moved, ahead, idle = jax.device_get(answer)
+                self._request(moved)
+                self._read_ahead(ahead)
+                backoff.tokens = int(idle)
+        in_flight = self._in_flight()
+        if backoff.passed >= backoff.tokens or in_flight != backoff.in_flight:
+            self.pool, self._answer = self._dispatch_question()
+            for numbers in jax.tree.leaves(self._answer):
+                numbers.copy_to_host_async()
+            self._counts = backoff.passed > 0
+            self._backoff = backoff = _PollingBackoff(in_flight)
+        backoff.passed += num_tokens
+
+    def _request(self, requests: Requests) -> None:
+        rows = zip(*(np.asarray(numbers).tolist() for numbers in requests), strict=True)
+        for layer, expert, tier in rows:
+            if layer >= 0 and (transfers := self.tiers[tier].transfers) is not None:
+                transfers.request(layer, [expert])
+
+    def _read_ahead(self, requests: Requests) -> None:
+        """Passes what the policy foresees on to the disk, if there is any."""
+        rows = np.stack([np.asarray(numbers) for numbers in requests], axis=1)
+        for i, tier in enumerate(self.tiers):
+            found = rows[(rows[:, 0] >= 0) & (rows[:, 2] == i), :2].tolist()
+            if tier.disk is not None and found:
+                tier.disk.foresee([(layer, expert) for layer, expert in found])
+
+    def _in_flight(self) -> tuple[tuple[Expert, ...], ...]:
+        """Experts of each tier that are between host and slots."""
+        return tuple(tuple(tier.transfers.pending) if tier.transfers else () for tier in self.tiers)
+
+    def _in_flight_and_room(self) -> tuple[jax.Array, jax.Array]:
+        """bool[M, T, E], what is in flight; int32[], experts that may set out before the next step.
+
+        Copied to the device where they differ from those of the last time: a copy waits for the
+        step before, and what waits for it begins later.
+        """
+        free = [tier.transfers.num_free for tier in self.tiers if tier.transfers]
+        room, in_flight = min(free, default=np.iinfo(np.int32).max), self._in_flight()
+        if room not in self._room:
+            self._room = {room: jax.device_put(np.int32(room), self.device)}
+        if in_flight not in self._in_flight_on_device:
+            cache = self.spec.cache
+            mask = np.zeros((cache.num_layers, len(self.tiers), cache.num_experts), bool)
+            for i, experts in enumerate(in_flight):
+                for layer, expert in experts:
+                    mask[layer, i, expert] = True
+            self._in_flight_on_device = {in_flight: jax.device_put(mask, self.device)}
+        return self._in_flight_on_device[in_flight], self._room[room]
+
+    def _init_policy(self, policy: AnyPolicy | None) -> tuple[Any, jax.Array | None]:
+        """A policy's state and gate mass before any token; nothing without a policy."""
+        if policy is None:
+            return (), None
+        state = jax.device_put(policy.init(self._policy_spec), self.device)
+        # Leaves of their own: a state may name one array twice, which cannot be donated.
+        state = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(state)
+        gate = no_gate(self.spec.cache.num_layers, len(self.tiers))
+        return state, jax.device_put(gate, self.device)
+
+    def _reset_policy(self, policy: AnyPolicy | None = None) -> None:
+        self._state, self._gate = self._init_policy(policy or self.spec.policy)
+        self._answer, self._backoff = None, _PollingBackoff()
+
+    def reset(self, policy: AnyPolicy | None = None, held: Sequence[np.ndarray] = ()) -> None:
+        """Returns the policy to its state before any token.
+
+        Args:
+          policy: another one that the same programs serve: it differs in settings that sweep.
+          held: int32[M, n] of each tier, what its slots hold; () for what they hold now. Of tiers
+            that are emulated: no bytes are moved for it.
+
+        Raises:
+          ValueError: steps follow the rule of a policy (`Policy.decode_rule`) whose form is not the
+            other one's.
+        """
+        if policy is not None and not any(tier.spec.emulated for tier in self.tiers):
+            own, other = (
+                jax.eval_shape(one.decode_rule, self._state) for one in (self._policy, policy)
+            )
+            differ = str(jax.tree.structure(own)) != str(jax.tree.structure(other))
+            if own is not None and differ:
+                raise ValueError(f"{policy} has another rule than {self.spec.policy}: open it anew")
+        with self._lock:
+            self._reset_policy(policy)
+            for tier, experts in zip(self.tiers, held, strict=len(held) > 0):
+                assert tier.spec.emulated
+                content = residency.seeded(tier.spec.cache, experts)
+                content = jax.device_put(content, self.device)
+                tier.pool = dataclasses.replace(tier.pool, residency=content)
+
+
+def policy_spec(names: Sequence[str], tiers: Sequence[TierMemory], width: int) -> PolicySpec:
+    """Facts that a policy may know."""
+    cache = tiers[0].spec.cache
+    return PolicySpec(
+        num_layers=cache.num_layers,
+        num_experts=cache.num_experts,
+        width=width,
+        tiers=tuple(names),
+        expert_bytes=tuple(tier.ledger.expert_bytes for tier in tiers),
+        slots=tuple(tier.spec.cache.slots for tier in tiers),
+    )
+
+
+def preload(
+    memory: TierMemory, config: ModelConfig, kernels: ops.Kernels, experts: np.ndarray
+) -> None:
+    """Fills the pool as `preloaded_pool`, and again whenever it is lost.
+
+    A pool that holds every expert from now on is complete (`PoolSpec.is_complete`): to be called
+    before the spec is used.
+    """
+    memory.pool = preloaded_pool(memory, config, kernels, experts)
+    memory.fill = lambda lost: preloaded_pool(lost, config, kernels, experts)
+    if experts.shape[1] == memory.spec.cache.num_experts and not memory.spec.emulated:
+        memory.spec = dataclasses.replace(memory.spec, is_complete=True)
+
+
+def preloaded_pool(
+    memory: TierMemory, config: ModelConfig, kernels: ops.Kernels, experts: np.ndarray
+) -> ExpertPool:
+    """The pool with experts in its slots, as they lie before any token.
+
+    Args:
+      memory: empty, and of host rows that have these experts.
+      config: of the model.
+      kernels: which may copy.
+      experts: int32[M, n], n at most the slots of a layer, different ones in a row.
+    """
+    spec, store = dataclasses.replace(memory.spec, is_complete=False), memory.store
+    cache = spec.cache
+    content = jax.device_put(residency.seeded(cache, experts), next(iter(store.row_of.devices())))
+
+    def fill(pool: ExpertPool, store: ExpertStore) -> ExpertPool:
+        runs = PooledExperts(spec, config, pool, store, "block", kernels, is_prefill=False)
+        for bank in range(cache.banks if not spec.emulated else 0):
+            layers = np.arange(bank, cache.num_layers, cache.banks)
+            first = layers[:, None] // cache.banks * cache.slots
+            slots = (first + np.arange(experts.shape[1])[None]).reshape(-1).astype(np.int32)
+            rows = store.row_of[layers[:, None], experts[layers]].reshape(-1)
+            if slots.size:
+                runs.fill(bank, Jobs(rows, jnp.asarray(slots), None))
+        return runs.pool
+
+    pool = jax.jit(fill, donate_argnums=0)(memory.pool, store)
+    return dataclasses.replace(pool, residency=content)
+
+
+def _empty_pool(spec: PoolSpec, rows: tuple[Weight, Weight], device: jax.Device) -> ExpertPool:
+    def slots(row: Any) -> jax.Array:
+        return jnp.zeros((spec.cache.num_slots, *row.shape[1:]), row.dtype, device=device)
+
+    used = None
+    if spec.read is not None:
+        size = (spec.cache.num_layers, spec.cache.num_experts)
+        used = jnp.zeros(size, jnp.int32, device=device)
+    return ExpertPool(
+        tuple(jax.tree.map(slots, rows) for _ in range(spec.cache.banks)),
+        jax.device_put(residency.empty(spec.cache), device),
+        jax.device_put(no_counts(spec.cache.num_layers), device),
+        used,
+    )
