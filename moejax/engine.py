@@ -1,7 +1,6 @@
 """The engine: prompts in, text out."""
 
 import contextlib
-import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,11 +14,10 @@ from moejax.checkpoints import open_checkpoint
 from moejax.devices import check_dtype, choose_device, enable_compilation_cache, plain_memory_errors
 from moejax.errors import MoejaxError
 from moejax.experts.bits import BitsPerWeight, bits_of
-from moejax.experts.budget import Budget, Limits, TieredBudget
+from moejax.experts.budget import Budget, Limits
 from moejax.experts.cache import ExpertMemory
 from moejax.experts.ledger import Ledger
-from moejax.experts.load import load_whole, open_memory
-from moejax.experts.load_tiers import open_tiered
+from moejax.experts.load import load_limited, load_whole
 from moejax.experts.tiering import Tiering
 from moejax.inference.chunking import (
     MAX_PREFILL_LENGTH,
@@ -101,7 +99,7 @@ class Engine:
         self.context = context
         self.defaults = dict(defaults or {})
         self.load_seconds = 0.0
-        self.budget: Budget | TieredBudget | None = None
+        self.budget: Budget | None = None
         self._open: Runner | None = Runner(
             config, self.weights, self.device, kernels=kernels, memory=memory
         )
@@ -150,8 +148,8 @@ class Engine:
         checkpoint = open_checkpoint(str(path))
         tokenizer = Tokenizer.from_directory(checkpoint.directory)  # before weights take minutes
         defaults = read_generation_defaults(checkpoint.directory) if generation_config else {}
-        memory: Any = None
-        budget: Budget | TieredBudget | None = None
+        memory: ExpertMemory | None = None
+        budget: Budget | None = None
         sizes = Planned()
         with plain_memory_errors(device):
             if limits is None and policy is None:
@@ -159,14 +157,11 @@ class Engine:
             else:
                 planned = context or min(PLANNED_CONTEXT, checkpoint.config.context_limit)
                 chunk = min(planned, longest_chunk(checkpoint.config, batch, planned))
-                opens: Any = open_memory
-                if policy is not None:
-                    opens = functools.partial(open_tiered, tiering=policy)
-                weights, memory, budget = opens(
-                    checkpoint, limits=limits or Limits(), dtype=dtype, device=device, batch=batch,
-                    context=planned, chunk=chunk, progress=progress,
+                weights, memory, budget = load_limited(
+                    checkpoint, limits or Limits(), policy, dtype=dtype, device=device,
+                    batch=batch, context=planned, chunk=chunk, progress=progress,
                 )  # fmt: skip
-                if budget is not None and budget.limits.device_gib:
+                if budget.limits.device_gib:
                     sizes = Planned(batch, planned, chunk)
         engine = cls(
             checkpoint.config, weights, tokenizer=tokenizer, eos_ids=checkpoint.eos_ids,

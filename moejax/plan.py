@@ -12,7 +12,7 @@ from absl import flags
 from moejax import cli
 from moejax.config.commands import PlanConfig
 from moejax.errors import MoejaxError
-from moejax.experts.budget import describe, describe_tiers, tier_warnings, warnings
+from moejax.experts.budget import describe, warnings
 from moejax.experts.machine import this_machine
 
 
@@ -35,9 +35,9 @@ def plan(config: PlanConfig, values: flags.FlagValues) -> None:
         tiered = tiered_budget(config, tiering)
         if config.shape:
             print(f"{config.shape}, tiers without files, on a {platform_of(config)}")
-        found = tier_warnings(tiered, this_machine(platform_of(config)))
+        found = warnings(tiered, this_machine(platform_of(config)))
         _, model, sizes, _ = model_of(config)
-        lines = [*describe_tiers(tiered), bits_line(model, sizes, [t.tier for t in tiered.tiers])]
+        lines = [*describe(tiered), bits_line(model, sizes, [t.tier for t in tiered.tiers])]
         print("\n".join([*lines, *_warned(found, config, tiered.context)]))
         return
     name, model, sizes, itemsize = model_of(config)

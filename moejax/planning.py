@@ -15,17 +15,16 @@ from moejax.config.commands import PlanConfig
 from moejax.engine import PLANNED_CONTEXT
 from moejax.errors import MoejaxError
 from moejax.experts.bits import bits_of_sizes
-from moejax.experts.budget import Budget, Tier, TieredBudget, make_budget
+from moejax.experts.budget import Budget, Tier, make_budget
 from moejax.experts.disk_reader import check_waiting
-from moejax.experts.load import disk_source
-from moejax.experts.load_tiers import budget_of_tiers, plan_tiers
+from moejax.experts.load import budget_of_tiers, disk_source, plan_experts
 from moejax.experts.tiering import STORED, Tiering, named
 from moejax.inference.chunking import longest_chunk
 from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
 
 
-def tiered_budget(config: PlanConfig, tiering: Tiering) -> TieredBudget:
+def tiered_budget(config: PlanConfig, tiering: Tiering) -> Budget:
     """The budget of a configuration with a policy.
 
     Args:
@@ -39,14 +38,14 @@ def tiered_budget(config: PlanConfig, tiering: Tiering) -> TieredBudget:
         return _budget_of_shape(config, tiering)
     checkpoint = open_checkpoint(config.checkpoint)
     context, chunk = _sizes(config, checkpoint.config)
-    planned = plan_tiers(
-        checkpoint, tiering, config.memory.limits(), dtype=config.dtype, device=_device(config),
+    planned = plan_experts(
+        checkpoint, config.memory.limits(), tiering, dtype=config.dtype, device=_device(config),
         batch=config.batch, context=context, chunk=chunk,
     )  # fmt: skip
     return planned.budget
 
 
-def _budget_of_shape(config: PlanConfig, tiering: Tiering) -> TieredBudget:
+def _budget_of_shape(config: PlanConfig, tiering: Tiering) -> Budget:
     """The same of a named shape; tiers have the bits that their names say."""
     if tiering.emulate:
         raise MoejaxError("a shape takes no policy.emulate")
@@ -83,7 +82,7 @@ def budget_of(config: PlanConfig, model: ModelConfig, sizes: Sizes, itemsize: in
     budget = make_budget(
         model,
         sizes.weights_nbytes,
-        sizes.tier,
+        [sizes.tier],
         batch=config.batch,
         context=context,
         chunk=chunk,
@@ -91,7 +90,7 @@ def budget_of(config: PlanConfig, model: ModelConfig, sizes: Sizes, itemsize: in
         platform=platform_of(config),
         itemsize=itemsize,
     )
-    if source is not None and budget.host_share < 1:
+    if source is not None and budget.tiers[0].host_share < 1:
         with open_experts(source, dtype=config.dtype, device=_device(config)) as reader:
             check_waiting(reader, _device(config), str(source.directory))
     return budget

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moejax import cli
-from moejax.experts.budget import TieredBudget
 
 if TYPE_CHECKING:
     import jax
@@ -92,7 +91,7 @@ def recorded(
     )
 
 
-def placement(budget: "Budget | TieredBudget | None") -> list[str]:
+def placement(budget: "Budget | None") -> list[str]:
     """Where the experts are, a line; nothing without a budget.
 
     Args:
@@ -101,15 +100,16 @@ def placement(budget: "Budget | TieredBudget | None") -> list[str]:
     if budget is None:
         return []
     total = f"{budget.total_device / 2**30:.2f} GiB planned on the device"
-    if isinstance(budget, TieredBudget):
+    if len(budget.tiers) > 1:
         slots = (f"{tier.slots} of {tier.num_experts} in {tier.tier.name}" for tier in budget.tiers)
         return [f"memory: experts of a layer cached: {', '.join(slots)}; {total}"]
     if not budget.pooled:
         return [f"memory: all experts are on the device, {total}"]
+    (tier,) = budget.tiers
     return [
-        f"memory: {budget.slots} of {budget.num_experts} experts of a layer cached, "
-        f"{budget.transient} transient slots, {budget.host_rows} of "
-        f"{budget.num_layers * budget.num_experts} experts in host memory, {total}"
+        f"memory: {tier.slots} of {tier.num_experts} experts of a layer cached, "
+        f"{tier.transient} transient slots, {tier.host_rows} of "
+        f"{tier.num_layers * tier.num_experts} experts in host memory, {total}"
     ]
 
 

@@ -18,7 +18,7 @@ from absl import app, flags
 from moejax.checkpoints import open_checkpoint
 from moejax.devices import choose_device
 from moejax.experts.budget import Limits
-from moejax.experts.load import open_memory
+from moejax.experts.load import load_limited
 from scripts.bench_report import Report
 from scripts.random_checkpoints import write_random
 
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> None:
         report.add("files read by one thread", spent, "s", gib_per_s=total / spent / 2**30)
         limits = Limits(device_gib=_DEVICE_GIB.value, host_gib=_HOST_GIB.value)
         start = time.perf_counter()
-        _, memory, budget = open_memory(
+        _, memory, budget = load_limited(
             open_checkpoint(str(directory)), limits, dtype="bfloat16", device=device, batch=1,
             context=512, chunk=128, progress=False,
         )  # fmt: skip

@@ -167,7 +167,7 @@ class Model:
         sizes = {name: leaf.nbytes for name, leaf in self.dense.items()}
         limits = Limits(device_gib=_GIB.value, slots=slots, prefetch=prefetch)
         budget = make_budget(
-            self.config, sizes, Tier(name="experts", expert_nbytes=self.rows.row_nbytes),
+            self.config, sizes, [Tier(name="experts", expert_nbytes=self.rows.row_nbytes)],
             batch=batch, context=_CONTEXT.value,
             chunk=longest_chunk(self.config, batch, _CONTEXT.value),
             limits=limits_on(self.device, limits, planned_nbytes=sum(sizes.values())),
@@ -175,7 +175,8 @@ class Model:
         )  # fmt: skip
         if not budget.pooled:
             raise SystemExit(f"--gib={_GIB.value:g} holds the whole model")
-        return self.spec(budget.slots, budget.transient, prefetch), budget.total_device
+        (tier,) = budget.tiers
+        return self.spec(tier.slots, tier.transient, prefetch), budget.total_device
 
 
 class Loop:

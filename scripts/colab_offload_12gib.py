@@ -176,9 +176,10 @@ ran = [(total / 2**20, 100.0, 0.0)]
 for share in SMALLER:
     answer, budget, ledger = run((total - (1 - share) * in_experts) / GIB)
     moved = ledger.link_bytes / 2**20 / (answer.num_prompt_tokens + len(answer.tokens) - 1)
+    (tier,) = budget.tiers
     ran.append((budget.total_device / 2**20, 100 * ledger.hit_rate, moved))
     print(
-        f"| {budget.total_device / 2**20:.1f} | {budget.slots} of {budget.num_experts} "
+        f"| {budget.total_device / 2**20:.1f} | {tier.slots} of {tier.num_experts} "
         f"| {ledger.hit_rate:.4f} | {moved:.2f} | {answer.tokens == everything.tokens} |"
     )
 

@@ -8,7 +8,6 @@ import jax
 from moejax.benchmarking.expected_kernels import require_kernels
 from moejax.benchmarking.random_weights import Packing
 from moejax.benchmarking.shape_memory import (
-    Memory,
     ShapeMemories,
     replay,
     tier_name,
@@ -16,12 +15,14 @@ from moejax.benchmarking.shape_memory import (
 from moejax.benchmarking.workloads import Workload
 from moejax.experts.budget import (
     BOTH,
+    Budget,
     BudgetError,
     Limits,
+    PolicyDemands,
     Tier,
-    TieredBudget,
-    make_tiered_budget,
+    make_budget,
 )
+from moejax.experts.cache import ExpertMemory
 from moejax.inference.chunking import longest_chunk
 from moejax.inference.runner import Runner
 from moejax.models.config import ModelConfig
@@ -58,25 +59,26 @@ class Lab(ShapeMemories):
     def budget(
         self, bits: Sequence[int], gib: float, *, batch: int = 1, prefetch: int = 0, bulk: int = 0,
         slots: Sequence[int] = (), prefetch_in: str = BOTH,
-    ) -> TieredBudget:  # fmt: skip
+    ) -> Budget:  # fmt: skip
         """What `moejax.experts` makes of so many GiB, for tiers of these precisions."""
         config, context = self.config, self.sizes.context
         tiers = [Tier(name=tier_name(b), expert_nbytes=self.expert_nbytes(b)) for b in bits]
-        return make_tiered_budget(
-            config, {name: leaf.nbytes for name, leaf in self.dense.items()}, tiers, slots=slots,
-            prefetch=prefetch, bulk=bulk, batch=batch, context=context,
+        return make_budget(
+            config, {name: leaf.nbytes for name, leaf in self.dense.items()}, tiers,
+            policy=PolicyDemands(slots=slots, prefetch=prefetch, bulk=bulk),
+            batch=batch, context=context,
             chunk=longest_chunk(config, batch, context),
             limits=Limits(device_gib=gib, prefetch_in=prefetch_in),
             platform=self.device.platform,
         )  # fmt: skip
 
-    def split(self, bits: Sequence[int], gib: float, how: str, **more: Any) -> TieredBudget:
+    def split(self, bits: Sequence[int], gib: float, how: str, **more: Any) -> Budget:
         """The budget of two tiers whose slots are shared out by a rule, or as they say.
 
         Args:
           bits: of the tiers.
           gib: of device memory.
-          how: "rule", as `make_tiered_budget` does it; "high": the first tier has as many slots as
+          how: "rule", as `make_budget` does it; "high": the first tier has as many slots as
             there is room for, the second one what is left; or the numbers, as "4,0".
           **more: as of `budget`.
         """
@@ -102,7 +104,7 @@ class Lab(ShapeMemories):
         return found
 
     def measure(
-        self, memory: Memory | None, workload: Workload, batch: int = 1, *,
+        self, memory: ExpertMemory | None, workload: Workload, batch: int = 1, *,
         weights: Any = None, ttft: bool = False, profile: bool = False,
     ) -> Measured:  # fmt: skip
         """Compiles, and times decoding on a workload, from its first step on if there is no prompt.

@@ -5,8 +5,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from moejax.benchmarking.shape_memory import Memory, release
+from moejax.benchmarking.shape_memory import release
 from moejax.benchmarking.workloads import EXPONENTS, Workload, describe, make_workload
+from moejax.experts.cache import ExpertMemory
 from moejax.policies.buddy_lists import BuddyLists, buddy_lists, conditional_coactivation
 from scripts.bench_report import Report
 from scripts.policy_memories import Lab
@@ -93,7 +94,12 @@ class Run:
         return found
 
     def measured(
-        self, what: str, make: Callable[[], Memory], workload: Workload, batch: int = 1, **how: Any
+        self,
+        what: str,
+        make: Callable[[], ExpertMemory],
+        workload: Workload,
+        batch: int = 1,
+        **how: Any,
     ) -> Measured | None:
         """Of a memory that is made for it and given back; see `Lab.measure`, and `attempt`."""
 

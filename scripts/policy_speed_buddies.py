@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from moejax.benchmarking.shape_memory import Memory, TierPlan, release, tier_name
+from moejax.benchmarking.shape_memory import TierPlan, release, tier_name
 from moejax.benchmarking.workloads import Workload, one_miss_workload
+from moejax.experts.cache import ExpertMemory
 from moejax.inference.runner import Runner
 from moejax.policies.base import AnyPolicy
 from moejax.policies.buddymoe import BuddyMoe
@@ -142,7 +143,7 @@ def latency(run: Run) -> None:
 
     lists = run.buddies(run.workload(), alpha=1.0, most=31)
     policy = BuddyMoe(lists=lists, background_bytes=0.0)
-    cases: list[tuple[Callable[[], Memory], dict[str, Any]]] = [
+    cases: list[tuple[Callable[[], ExpertMemory], dict[str, Any]]] = [
         (
             lambda: lab.one_tier(plan),
             {"all on the device": work(False), "on demand": work(True)},
@@ -168,7 +169,7 @@ def latency(run: Run) -> None:
 
 
 def _of_one_program(
-    run: Run, make: Callable[[], Memory], works: dict[str, Any]
+    run: Run, make: Callable[[], ExpertMemory], works: dict[str, Any]
 ) -> dict[str, Measured]:
     """Workloads on one memory, in their order."""
 
@@ -214,7 +215,7 @@ def cost(run: Run) -> None:
         "dynaexq, nothing hot": (DynaExq(n_hot=0), [other(16), plan]),
         "dynaexq, nothing hot, INT8 beside": (DynaExq(n_hot=0), [other(8), plan]),
     }  # fmt: skip
-    makes: dict[str, Callable[[], Memory]] = {POOL: lambda: lab.one_tier(plan)}
+    makes: dict[str, Callable[[], ExpertMemory]] = {POOL: lambda: lab.one_tier(plan)}
     for name, (policy, plans) in policies.items():
         makes[name] = functools.partial(lab.tiered, policy, plans)
     runners: dict[str, Runner] = {}
@@ -245,7 +246,7 @@ def cost(run: Run) -> None:
         )
 
 
-def _runner(run: Run, memory: Memory) -> Runner:
+def _runner(run: Run, memory: ExpertMemory) -> Runner:
     return Runner(run.lab.config, run.lab.dense, run.lab.device, memory=memory)
 
 

@@ -6,8 +6,8 @@ XLA_CLIENT_MEM_FRACTION keeps JAX to it from outside; the peak stands beside the
 from collections.abc import Callable
 from typing import Any
 
-from moejax.benchmarking.shape_memory import Memory
 from moejax.experts.budget import BOTH, PREFILL
+from moejax.experts.cache import ExpertMemory
 from moejax.policies.base import AnyPolicy
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.compose import Compose
@@ -46,17 +46,19 @@ def _table_3(run: Run, gib: float) -> None:
 
     def plain(
         slots: tuple[int, ...], prefetch: int, where: str = BOTH
-    ) -> tuple[Callable[[], Memory], int]:
+    ) -> tuple[Callable[[], ExpertMemory], int]:
         budget = lab.budget((4,), gib, slots=slots, prefetch=prefetch, prefetch_in=where)
         plan = lab.plan_of(4, budget.tiers[0])
         return lambda: lab.one_tier(plan), budget.total_device
 
-    def quantized(low: str, prefetch: int, where: str = BOTH) -> tuple[Callable[[], Memory], int]:
+    def quantized(
+        low: str, prefetch: int, where: str = BOTH
+    ) -> tuple[Callable[[], ExpertMemory], int]:
         policy = DyMoE(low=low, retention=retention, prefetch=prefetch)
         bits, ahead = (4,) if low else (4, 2), width if prefetch else 0
         return _policy(run, policy, bits, gib, prefetch=ahead, prefetch_in=where)
 
-    table: dict[str, Callable[[], tuple[Callable[[], Memory], int]]] = {
+    table: dict[str, Callable[[], tuple[Callable[[], ExpertMemory], int]]] = {
         "load on demand": lambda: plain((0,), 0),
         "cache": lambda: plain((), 0),
         "cache, prefetch": lambda: plain((), width),
@@ -99,7 +101,7 @@ def _ratios(run: Run, gib: float, base: str, name: str, rows: dict[str, Measured
 
 def _policy(
     run: Run, policy: AnyPolicy, bits: tuple[int, ...], gib: float, **more: Any
-) -> tuple[Callable[[], Memory], int]:
+) -> tuple[Callable[[], ExpertMemory], int]:
     """What makes the memory of a policy, and its planned bytes."""
     budget = run.lab.split(bits, gib, run.options.split, **more)
     plans = [run.lab.plan_of(b, tier) for b, tier in zip(bits, budget.tiers, strict=True)]

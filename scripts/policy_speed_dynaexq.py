@@ -8,6 +8,7 @@ import jax
 from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.benchmarking.shape_memory import TierPlan, release, tier_name
 from moejax.benchmarking.step_cost import bytes_per_step
+from moejax.experts.cache import ExpertMemory
 from moejax.inference.runner import Runner
 from moejax.policies.dynaexq import DynaExq
 from scripts.policy_run import Run
@@ -28,7 +29,7 @@ def dynaexq(run: Run) -> None:
     packing = Packing(bits=low, attention_bits=lab.attention_bits)
     resident = Runner(lab.config, random_weights(lab.config, packing, lab.device), lab.device)
     full = lab.tier_memory(TierPlan(bits=low, slots=num_experts, few_rows=True))
-    uniform = Runner(lab.config, lab.dense, lab.device, memory=full)
+    uniform = Runner(lab.config, lab.dense, lab.device, memory=ExpertMemory([full]))
     for batch in run.options.batches or (1, 4, 16):
         work = run.workload(batch, shifts=True)
         name = f"batch {batch}"
@@ -157,7 +158,7 @@ def _resident(run: Run, bits: int, work: Any) -> Measured | None:
 def _end(run: Run, bits: int, full: Any, work: Any) -> Measured | None:
     """A pool of one precision that holds every expert."""
     name = f"uniform {tier_name(bits)}, a pool of all experts"
-    runner = Runner(run.lab.config, run.lab.dense, run.lab.device, memory=full)
+    runner = Runner(run.lab.config, run.lab.dense, run.lab.device, memory=ExpertMemory([full]))
     found = run.attempt(name, lambda: run.lab.remeasure(runner, work, ttft=run.options.ttft))
     if found is not None:
         run.tpot(name, found)

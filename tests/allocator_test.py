@@ -115,8 +115,7 @@ class EngineTest(parameterized.TestCase):
         engine = self.load(room, stated, policy)
         self.assertEqual(engine.budget.limits.device_gib, room / GIB)
         self.assertLessEqual(engine.budget.total_device, room)
-        tier = engine.budget if policy is None else engine.budget.tiers[0]
-        self.assertLess(tier.slots, 8)
+        self.assertLess(engine.budget.tiers[0].slots, 8)
         self.assertEqual(engine.generate(PROMPT, max_new_tokens=5)[0].tokens, self.answer)
         with self.assertRaisesRegex(MoejaxError, "is too little for .* smallest that would do is"):
             self.load(1000, stated, policy)

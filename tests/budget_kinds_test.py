@@ -18,7 +18,7 @@ from moejax.benchmarking.step_cost import bytes_per_step
 from moejax.checkpoints.formats.interfaces import CodesKind
 from moejax.checkpoints.sizes import shape_sizes
 from moejax.errors import MoejaxError
-from moejax.experts.budget import GIB, BudgetError, Limits, make_budget
+from moejax.experts.budget import GIB, BudgetError, Limits, plan_tier
 from moejax.experts.budget.allocation import STATES
 from moejax.models.config import weight_shapes
 from moejax.models.kv_cache import empty_cache
@@ -36,7 +36,7 @@ BF16 = np.dtype(np.float16)  # of its size
 def budget_of(name, *, batch=1, context=4096, chunk=1024, kind=INT4, **limits):
     config = SHAPES[name]
     sizes = shape_sizes(config, BF16, expert_kind=kind)
-    return make_budget(
+    return plan_tier(
         config, sizes.weights_nbytes, sizes.tier, batch=batch, context=context, chunk=chunk,
         limits=Limits(**limits), platform="gpu",
     )  # fmt: skip

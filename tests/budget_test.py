@@ -19,6 +19,7 @@ from moejax.experts.budget import (
     gib_above,
     make_budget,
     n_hot,
+    plan_tier,
     table_nbytes,
     warnings,
 )
@@ -48,17 +49,26 @@ def int4(config):
     return Tier(name="int4", expert_nbytes=weights // 2 + weights // 64 * 4)
 
 
-def budget_of(config=QWEN, *, batch=1, context=4096, chunk=1024, platform="gpu", **limits):
+def run_budget(config=QWEN, *, batch=1, context=4096, chunk=1024, platform="gpu", **limits):
+    """A run without a policy."""
     return make_budget(
         config,
         weights_nbytes(config),
-        int4(config),
+        [int4(config)],
         batch=batch,
         context=context,
         chunk=chunk,
         limits=Limits(**limits),
         platform=platform,
     )
+
+
+def budget_of(config=QWEN, **how):
+    """The only tier of `run_budget`, which has all parts."""
+    budget = run_budget(config, **how)
+    (tier,) = budget.tiers
+    assert (budget.device, budget.host, budget.disk) == (tier.device, tier.host, tier.disk)
+    return tier
 
 
 class PartsTest(parameterized.TestCase):
@@ -86,7 +96,7 @@ class PartsTest(parameterized.TestCase):
     def test_low_rank_factors_stay_on_the_device(self):
         weights = {**weights_nbytes(QWEN), f"moe{LOW_RANK}": 1000}
         limits = Limits(slots=2)
-        budget = make_budget(
+        budget = plan_tier(
             QWEN, weights, int4(QWEN), batch=1, context=64, chunk=16, limits=limits, platform="gpu"
         )
         self.assertEqual(budget.device["low-rank factors of experts"], 1000)
@@ -98,7 +108,8 @@ class PartsTest(parameterized.TestCase):
         self.assertEqual((budget.slots, budget.transient, budget.num_slots), (128, 0, 0))
         self.assertEqual(budget.device["experts"], 48 * 128 * int4(QWEN).expert_nbytes)
         self.assertEqual((budget.total_host, budget.link_nbytes(10)), (0, 0))
-        self.assertEmpty(warnings(budget, Machine(host_nbytes=0, pinned_nbytes=0)))
+        machine = Machine(host_nbytes=0, pinned_nbytes=0)
+        self.assertEmpty(warnings(run_budget(), machine))
 
     def test_all_experts_may_have_slots(self):
         budget = budget_of(slots=128)
@@ -114,13 +125,13 @@ class PartsTest(parameterized.TestCase):
     def test_a_model_without_experts(self):
         config = dataclasses.replace(QWEN, moe_layers=())
         budget = make_budget(
-            config, weights_nbytes(config), Tier(name="none", expert_nbytes=0), batch=1,
+            config, weights_nbytes(config), [Tier(name="none", expert_nbytes=0)], batch=1,
             context=64, chunk=16, limits=Limits(device_gib=40), platform="gpu",
         )  # fmt: skip
         self.assertFalse(budget.pooled)
         self.assertIn("no sparse layer", describe(budget)[-1])
         with self.assertRaisesRegex(BudgetError, "no experts to move"):
-            make_budget(
+            plan_tier(
                 config, weights_nbytes(config), Tier(name="none", expert_nbytes=0), batch=1,
                 context=64, chunk=16, limits=Limits(device_gib=1), platform="gpu",
             )  # fmt: skip
@@ -295,20 +306,20 @@ class AdviceTest(parameterized.TestCase):
         ),
     )
     def test_what_hurts_is_said(self, limits, machine, said):
-        found = warnings(budget_of(**limits), dataclasses.replace(MACHINE, **machine))
+        found = warnings(run_budget(**limits), dataclasses.replace(MACHINE, **machine))
         self.assertLen(found, 1)
         self.assertIn(said, found[0])
 
     def test_what_prompts_alone_fetch_ahead_evicts_nothing_that_decode_needs(self):
-        found = warnings(budget_of(slots=9, prefetch=4, prefetch_in="prefill"), MACHINE)
+        found = warnings(run_budget(slots=9, prefetch=4, prefetch_in="prefill"), MACHINE)
         self.assertEqual(found, [])
 
     def test_what_is_well_is_not_spoken_of(self):
-        self.assertEmpty(warnings(budget_of(slots=60), MACHINE))
-        self.assertEmpty(warnings(budget_of(slots=60), Machine()))
+        self.assertEmpty(warnings(run_budget(slots=60), MACHINE))
+        self.assertEmpty(warnings(run_budget(slots=60), Machine()))
 
     def test_described_totals_are_the_sums(self):
-        budget = budget_of(MIXTRAL, device_gib=16, host_gib=20)
+        budget = run_budget(MIXTRAL, device_gib=16, host_gib=20)
         text = "\n".join(describe(budget))
         self.assertIn(f"= {budget.total_device / GIB:.3f} GiB of 16", text)
         self.assertIn(f"= {budget.total_host / GIB:.3f} GiB of 20", text)

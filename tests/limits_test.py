@@ -106,7 +106,7 @@ class LimitsTest(parameterized.TestCase):
     def test_experts_on_the_disk_are_waited_for_and_then_kept(self):
         # The ring takes eight blocks of it, a step that waits three.
         engine = limited(slots=2, transient=2, host_gib=15 * ROW_NBYTES / 2**30)
-        self.assertEqual(engine.budget.host_rows, 4)
+        self.assertEqual(engine.budget.tiers[0].host_rows, 4)
         self.assertEqual(tokens(engine), RESIDENT)
         first = totals(engine)["waits"]
         self.assertGreater(first, 0)
@@ -131,7 +131,7 @@ class LimitsTest(parameterized.TestCase):
         self.enter_context(mock.patch.object(SsdReader, "read_now", slow))
         engine = limited(slots=3, transient=1, host_gib=15 * ROW_NBYTES / 2**30)
         self.assertEqual(tokens(engine), RESIDENT)
-        self.assertEqual(engine.budget.host_rows, 15 - 8 - 4)
+        self.assertEqual(engine.budget.tiers[0].host_rows, 15 - 8 - 4)
         planned = engine.budget.host["experts that a step waits for"]
         self.assertEqual(planned, max(sizes) + ROW_NBYTES)  # and what it read last
         self.assertEqual(max(sizes), 3 * ROW_NBYTES)

@@ -21,7 +21,7 @@ from moejax.checkpoints.sizes import checkpoint_sizes, shape_sizes
 from moejax.config.commands import MemoryConfig, PlanConfig
 from moejax.config.policy import PolicyConfig
 from moejax.experts import machine
-from moejax.experts.budget import LOW_RANK, Limits, Machine, describe_tiers
+from moejax.experts.budget import LOW_RANK, Limits, Machine, describe
 from moejax.inference import chunking as chunks
 from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
@@ -197,7 +197,7 @@ class ContractTest(PlanCase):
             num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, itemsize=4, platform="cpu",
         )  # fmt: skip
         self.assertEqual(budget.device["importance of tokens"], importance)
-        self.assertIn("importance of tokens", "\n".join(describe_tiers(budget)))
+        self.assertIn("importance of tokens", "\n".join(describe(budget)))
         self.check_programs(engine)
 
 

@@ -17,7 +17,7 @@ from moejax.errors import MoejaxError
 from moejax.evaluation import fidelity
 from moejax.evaluation.perplexity import Windowing
 from moejax.experts import cache
-from moejax.experts.budget import BudgetError, Limits, Tier, make_tiered_budget
+from moejax.experts.budget import BudgetError, Limits, PolicyDemands, Tier, make_budget
 from moejax.experts.tiering import Tiering
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.make import make_policy
@@ -282,9 +282,9 @@ class CommandTest(parameterized.TestCase):
 class BudgetTest(parameterized.TestCase):
     def budget(self, gib: float, slots=(), names=("int4", "int2"), nbytes=(2**26, 2**25)):
         tiers = [Tier(name=n, expert_nbytes=b) for n, b in zip(names, nbytes, strict=True)]
-        return make_tiered_budget(
-            CONFIG, {"embed": 1000}, tiers, slots=slots, prefetch=0, bulk=2, batch=1, context=64,
-            chunk=16, limits=Limits(device_gib=gib), platform="cpu",
+        return make_budget(
+            CONFIG, {"embed": 1000}, tiers, policy=PolicyDemands(slots=slots, bulk=2), batch=1,
+            context=64, chunk=16, limits=Limits(device_gib=gib), platform="cpu",
         )  # fmt: skip
 
     def test_the_low_tier_is_whole_where_the_first_has_what_a_token_needs(self):

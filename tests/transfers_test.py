@@ -229,7 +229,7 @@ class InvisibleTest(parameterized.TestCase):
 
     def test_planned_bytes_are_allocated_bytes(self):
         planned, memory = self.engine.budget, self.memory
-        self.assertEqual(planned.host_rows, 3)
+        self.assertEqual(planned.tiers[0].host_rows, 3)
         blocks = [block.array.nbytes for block in memory.transfers._blocks]
         self.assertEqual(blocks, [ROW_NBYTES] * 4)
         room = planned.host["blocks of transfers between steps"]

@@ -19,9 +19,9 @@ from moejax.devices import choose_device, enable_compilation_cache, plain_memory
 from moejax.engine import Engine
 from moejax.errors import MoejaxError
 from moejax.experts.allocator import limits_on, room_nbytes
-from moejax.experts.budget import Budget, Limits, Tier, TieredBudget, make_budget, require_room
+from moejax.experts.budget import Budget, Limits, Tier, make_budget, require_room
 from moejax.experts.cache import ExpertMemory
-from moejax.experts.load_tiers import budget_of_tiers
+from moejax.experts.load import budget_of_tiers
 from moejax.experts.tiering import Tiering, choose
 from moejax.inference.chunking import longest_chunk
 from moejax.inference.runner import Runner
@@ -56,7 +56,7 @@ class Loaded:
     """
 
     runner: Runner
-    budget: Budget | TieredBudget | None
+    budget: Budget | None
     routing: str
     load_s: float
     close: Callable[[], None]
@@ -193,11 +193,11 @@ class ShapeModels:
         ahead = 4 * limits.prefetch * work.work.ids[..., 0, 0].size
         parts = self._dense_nbytes | {REPLAYED: work.work.probabilities.nbytes + ahead}
         budget = make_budget(
-            self.config, parts, Tier(name="experts", expert_nbytes=nbytes), limits=limits,
+            self.config, parts, [Tier(name="experts", expert_nbytes=nbytes)], limits=limits,
             **self._sizes(batch, context),
         )  # fmt: skip
         if budget.pooled:
-            plan = self._memories.plan_of(self._packing.bits, budget)
+            plan = self._memories.plan_of(self._packing.bits, budget.tiers[0])
             return self._moving(self._memories.one_tier(plan), work, batch, budget)
         room = room_nbytes(self.device, sum(self._dense_nbytes.values()))
         if not limits.device_gib:
@@ -242,7 +242,7 @@ class ShapeModels:
         return self._moving(memory, work, batch, budget)
 
     def _moving(
-        self, memory: ExpertMemory, work: routing.Routing, batch: int, budget: Budget | TieredBudget
+        self, memory: ExpertMemory, work: routing.Routing, batch: int, budget: Budget
     ) -> Loaded:
         replay(memory, work.work, batch, self.device)
         runner = Runner(self.config, self._memories.dense, self.device, memory=memory)

@@ -18,7 +18,7 @@ import numpy as np
 from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.benchmarking.synthetic_rows import SyntheticRows
 from moejax.benchmarking.workloads import Workload
-from moejax.experts.budget import BOTH, Budget
+from moejax.experts.budget import BOTH, TierBudget
 from moejax.experts.cache import ExpertMemory, TierMemory, preloaded_pool
 from moejax.experts.expert_pool import PoolSpec
 from moejax.experts.host_store import HeldRows
@@ -172,7 +172,7 @@ class ShapeMemories:
         width = self.config.experts_per_token
         return ExpertMemory(tiers, names or said, policy, width=width)
 
-    def plan_of(self, bits: int, budget: Budget, **more: Any) -> TierPlan:
+    def plan_of(self, bits: int, budget: TierBudget, **more: Any) -> TierPlan:
         """What a budget says of a tier."""
         limits = budget.limits
         return TierPlan(
@@ -206,7 +206,7 @@ def replay(memory: ExpertMemory, workload: Workload, batch: int, device: jax.Dev
         tier.store = dataclasses.replace(tier.store, replay=None, replay_ahead=None)
 
 
-def release(memory: ExpertMemory | None) -> None:
+def release(memory: ExpertMemory | TierMemory | None) -> None:
     """Gives back what a memory has on the device, but not the host's rows."""
     if memory is None:
         return

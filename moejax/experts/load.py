@@ -1,7 +1,9 @@
-"""From a checkpoint and limits to weights and experts that move."""
+"""From a checkpoint, limits and a policy to weights and experts that move."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,24 +15,43 @@ from moejax.checkpoints.open import Checkpoint, open_checkpoint
 from moejax.checkpoints.sizes import checkpoint_sizes
 from moejax.errors import MoejaxError
 from moejax.experts.allocator import check_room, limits_on, room_nbytes
-from moejax.experts.budget import Budget, Limits, make_budget, unused
+from moejax.experts.budget import (
+    Budget,
+    Limits,
+    PolicyDemands,
+    Tier,
+    TierBudget,
+    default_bulk,
+    make_budget,
+    unused,
+)
 from moejax.experts.budget.tables import RING_BLOCKS
-from moejax.experts.cache import ExpertMemory, TierMemory
+from moejax.experts.cache import ExpertMemory, TierMemory, preload
 from moejax.experts.disk_cache import DiskExperts
 from moejax.experts.disk_reader import SsdReader, check_waiting
 from moejax.experts.expert_pool import PoolSpec
 from moejax.experts.host_store import HeldRows, HostStore, RowSupply
 from moejax.experts.pinned_memory import check_pinned_limit
 from moejax.experts.residency import CacheSpec
+from moejax.experts.tiering import STORED, StoredTier, Tiering, choose
 from moejax.experts.transfers import Transfers
+from moejax.models.config import ModelConfig
+from moejax.policies.attention_importance import importance_nbytes
+from moejax.policies.base import AnyPolicy, PolicySpec, moves_between_steps
+from moejax.quantization.pipeline.expert_rows import QuantizedRows
+from moejax.quantization.pipeline.quantizers import Program
+from moejax.quantization.pipeline.recipe import Scheme
+from moejax.weights import linear as ops
 from moejax.weights.qtensor import Weight
+from pallas_kernels.target import target_of
 
 QUEUE_LENGTH = 64  # requests of a reader that wait
 
 
-def open_memory(
+def load_limited(
     checkpoint: Checkpoint,
     limits: Limits,
+    tiering: Tiering | None = None,
     *,
     dtype: str,
     device: jax.Device,
@@ -39,11 +60,12 @@ def open_memory(
     chunk: int,
     progress: bool,
 ) -> tuple[Mapping[str, Weight], ExpertMemory | None, Budget]:
-    """Loads a model under limits: whole if it fits, else its experts to host memory or not at all.
+    """Loads a model under limits and a policy: whole if it fits and no policy decides.
 
     Args:
-      checkpoint: any; an Orbax directory only if it fits.
+      checkpoint: any; an Orbax directory only if it fits and no policy decides.
       limits: of memory.
+      tiering: the policy and the tiers; None: the router decides, of one tier.
       dtype: of plain weights and activations, or "auto".
       device: of the model.
       batch: sequences at once.
@@ -55,42 +77,46 @@ def open_memory(
       The weights, what holds the experts that they lack (None: they lack none), and the budget.
 
     Raises:
-      MoejaxError: the limits are too tight (the text names the least that would do), or the
-        checkpoint cannot be read.
+      MoejaxError: the limits are too tight (the text names the least that would do), the
+        checkpoint or a tier cannot be read, or the policy's settings do not suit the tiers.
     """
-    limits = limits_on(device, limits)
-    chosen = np.dtype(checkpoint.choose_dtype(dtype, device))
-    sizes = checkpoint_sizes(checkpoint, chosen)
-    disk_source(checkpoint, limits)  # what is wrong with it is said before anything is read
-    budget = make_budget(
-        checkpoint.config,
-        sizes.weights_nbytes,
-        sizes.tier,
-        batch=batch,
-        context=context,
+    config, limits = checkpoint.config, limits_on(device, limits)
+    policy, activations, stored, sources, budget = plan_experts(
+        checkpoint, limits, tiering, dtype=dtype, device=device, batch=batch, context=context,
         chunk=chunk,
-        limits=limits,
-        platform=device.platform,
-        itemsize=chosen.itemsize,
-    )
+    )  # fmt: skip
     check_room(device, limits, budget.device)
     for line in unused(budget):
         logging.warning("%s", line)
     if not budget.pooled:
         weights = checkpoint.load(dtype=dtype, device=device, progress=progress)
         return weights, None, budget
-    if sizes.refusal:
-        raise MoejaxError(f"the experts do not fit and cannot move: {sizes.refusal}")
     check_pinned_limit(budget.total_host, device)  # of all allocations, before the first
     weights = checkpoint.load(dtype=dtype, device=device, progress=progress, experts=False)
-    memory = load_experts(checkpoint, budget, dtype=dtype, device=device, progress=progress)
-    return weights, ExpertMemory([memory]), budget
+    memories, held = [], 0
+    for tier, source, part in zip(stored, sources, budget.tiers, strict=True):
+        packed = None
+        if tiering is not None and tier.bits:
+            packed = functools.partial(_quantized, tier=tier, tiering=tiering)
+        memory = load_experts(
+            source, part, dtype=dtype, device=device, progress=progress, packed=packed
+        )
+        memories.append(memory)
+        if tiering is None:
+            continue
+        if tiering.emulate:
+            memories[-1] = memory = emulated(memory, device)
+        if (first := _initial_experts(activations, part, memory, held)) is not None:
+            held += first.shape[1]
+            preload(memory, config, ops.Kernels(target_of(device)), first)
+    names, width = [tier.name for tier in stored], config.experts_per_token
+    return weights, ExpertMemory(memories, names, policy, width=width), budget
 
 
 def load_whole(
     checkpoint: Checkpoint, *, dtype: str, device: jax.Device, progress: bool
 ) -> Mapping[str, Weight]:
-    """Loads a model to the device, of which nothing is planned; arguments as of `open_memory`.
+    """Loads a model to the device, of which nothing is planned; arguments as of `load_limited`.
 
     Raises:
       MoejaxError: the device's allocator cannot hold the weights, or they cannot be read.
@@ -119,9 +145,134 @@ def disk_source(checkpoint: Checkpoint, limits: Limits) -> Checkpoint:
     return source
 
 
+class Planned(NamedTuple):
+    """Facts of a run before anything is read."""
+
+    policy: AnyPolicy | None
+    activations: Any  # int[M, E], how often the policy's profile chose each expert; None without
+    stored: tuple[StoredTier, ...]
+    sources: list[Checkpoint]
+    budget: Budget
+
+
+def plan_experts(
+    checkpoint: Checkpoint,
+    limits: Limits,
+    tiering: Tiering | None,
+    *,
+    dtype: str,
+    device: jax.Device,
+    batch: int,
+    context: int,
+    chunk: int,
+) -> Planned:
+    """The policy, the tiers and every byte; arguments and errors as of `load_limited`."""
+    config = checkpoint.config
+    chosen = np.dtype(checkpoint.choose_dtype(dtype, device))
+    own = checkpoint_sizes(checkpoint, chosen)
+    sizes: dict[str, Any] = {
+        "batch": batch, "context": context, "chunk": chunk, "itemsize": chosen.itemsize,
+    }  # fmt: skip
+    if tiering is None:
+        source = disk_source(checkpoint, limits)  # what is wrong with it is said first
+        budget = make_budget(
+            config, own.weights_nbytes, [own.tier], limits=limits, platform=device.platform, **sizes
+        )
+        if budget.pooled and own.refusal:
+            raise MoejaxError(f"the experts do not fit and cannot move: {own.refusal}")
+        if budget.tiers[0].host_share < 1:
+            with open_experts(source, dtype=dtype, device=device) as reader:
+                check_waiting(reader, device, str(source.directory))
+        return Planned(None, None, (StoredTier(STORED, ""),), [checkpoint], budget)
+    if not config.moe_layers:
+        raise MoejaxError(f"{checkpoint.directory}: the model has no experts for a policy")
+    if tiering.emulate and limits.device_gib:
+        raise MoejaxError(
+            "policy.emulate keeps every expert on the device, which memory.device_gib would bound: "
+            "leave one of them out"
+        )
+    stored = tiering.stored()
+    policy, activations = choose(tiering, checkpoint.directory, config)
+    sources = [tier.checkpoint(checkpoint) for tier in stored]
+    for source in sources:
+        disk_source(source, limits)
+    tiers = [
+        _sizes(tier, source, tiering, dtype, device)
+        for tier, source in zip(stored, sources, strict=True)
+    ]
+    budget = budget_of_tiers(
+        policy, config, own.weights_nbytes, tiers, slots=tiering.slots, limits=limits,
+        device=device, **sizes,
+    )  # fmt: skip
+    for tier, source, part in zip(stored, sources, budget.tiers, strict=True):
+        if part.host_share < 1:
+            with open_experts(disk_source(source, limits), dtype=dtype, device=device) as reader:
+                rows = _quantized(reader, tier=tier, tiering=tiering) if tier.bits else reader
+                check_waiting(rows, device, f"tier {tier.name}")
+    return Planned(policy, activations, stored, sources, budget)
+
+
+def budget_of_tiers(
+    policy: AnyPolicy,
+    config: ModelConfig,
+    weights_nbytes: Mapping[str, int],
+    tiers: Sequence[Tier],
+    *,
+    slots: Sequence[int],
+    limits: Limits,
+    batch: int,
+    context: int,
+    chunk: int,
+    itemsize: int,
+    device: jax.Device,
+) -> Budget:
+    """`make_budget` with what a policy asks for: look-ahead, transfers, parts of its own.
+
+    Args:
+      policy: who decides.
+      config: of the model; the rest is as of `make_budget`.
+      weights_nbytes: likewise.
+      tiers: likewise.
+      slots: likewise.
+      limits: likewise; what they say of look-ahead and transfers goes before the policy's.
+      batch: likewise.
+      context: likewise.
+      chunk: likewise.
+      itemsize: likewise.
+      device: of the run.
+
+    Raises:
+      MoejaxError: the policy refuses the tiers, or the limits are too tight.
+    """
+    _check_suits(policy, tiers, config)
+    num_layers, num_experts = len(config.moe_layers), config.num_experts
+    state = jax.eval_shape(lambda: policy.init(_spec(tiers, config)))
+    asks = moves_between_steps(policy, state, (num_layers, len(tiers), num_experts))
+    bulk = default_bulk([tier.expert_nbytes for tier in tiers]) if asks else 0
+    demands = PolicyDemands(
+        slots=slots,
+        prefetch=limits.prefetch or _ahead(policy, config.experts_per_token),
+        bulk=limits.bulk or min(bulk, num_layers * num_experts),
+        device=_policy_parts(policy, config, batch, context, chunk, itemsize, device),
+        first_alone=not asks and policy.high_serves_low,
+    )
+    return make_budget(
+        config,
+        weights_nbytes,
+        tiers,
+        batch=batch,
+        context=context,
+        chunk=chunk,
+        limits=limits,
+        platform=device.platform,
+        itemsize=itemsize,
+        policy=demands,
+    )
+
+
 def load_experts(
     checkpoint: Checkpoint,
-    budget: Budget,
+    budget: TierBudget,
     *,
     dtype: str,
     device: jax.Device,
@@ -133,7 +284,7 @@ def load_experts(
     Args:
       checkpoint: its experts are read here, or from `budget.limits.disk_path` where that is given.
       budget: a pooled one.
-      dtype: as in `open_memory`.
+      dtype: as in `load_limited`.
       device: likewise.
       progress: likewise.
       packed: what reads rows of another form from a reader of the checkpoint's.
@@ -191,3 +342,123 @@ def load_experts(
             cache, memory.pool, supply, device, in_flight=budget.limits.bulk
         )
     return memory
+
+
+def emulated(memory: TierMemory, device: jax.Device) -> TierMemory:
+    """The same with all rows on the device, and slots that are tables only.
+
+    Raises:
+      MoejaxError: rows are missing.
+    """
+    row_of = np.asarray(memory.store.row_of)
+    if (row_of < 0).any():
+        raise MoejaxError("policy.emulate holds every expert: set memory.host_gib=0")
+    memory.close()
+    kind = jax.sharding.SingleDeviceSharding(device, memory_kind=device.default_memory().kind)
+    gate_up, down = jax.device_put((memory.store.gate_up, memory.store.down), kind)
+    spec = dataclasses.replace(memory.spec, emulated=True, read=None)
+    return TierMemory.of_rows(spec, gate_up, down, row_of, device, memory.store.terms)
+
+
+def _quantized(reader: ExpertReader, *, tier: StoredTier, tiering: Tiering) -> QuantizedRows:
+    assert tier.bits is not None
+    scheme = Scheme(
+        method=tiering.quantizer,
+        bits=tier.bits,
+        group_size=tiering.group_size,
+        zero_kind="float",
+        scale_dtype="float16",
+        factor_bits=8,
+    )
+    return QuantizedRows(reader, Program(scheme=scheme, max_rank=0, passes=1))
+
+
+def _sizes(
+    tier: StoredTier, source: Checkpoint, tiering: Tiering, dtype: str, device: jax.Device
+) -> Tier:
+    """Bytes of an expert of a tier.
+
+    Raises:
+      MoejaxError: it has no form in which experts move.
+    """
+    if tier.bits:
+        with open_experts(source, dtype=dtype, device=device) as reader:
+            rows = _quantized(reader, tier=tier, tiering=tiering)
+            return Tier(name=tier.name, expert_nbytes=rows.row_nbytes)
+    sizes = checkpoint_sizes(source, np.dtype(source.choose_dtype(dtype, device)))
+    if sizes.refusal:
+        raise MoejaxError(f"tier {tier.name} cannot move: {sizes.refusal}")
+    return Tier(name=tier.name, expert_nbytes=sizes.tier.expert_nbytes)
+
+
+def _spec(tiers: Sequence[Tier], config: Any) -> PolicySpec:
+    """As if all were resident."""
+    return PolicySpec(
+        num_layers=len(config.moe_layers),
+        num_experts=config.num_experts,
+        width=config.experts_per_token,
+        tiers=tuple(tier.name for tier in tiers),
+        expert_bytes=tuple(tier.expert_nbytes for tier in tiers),
+        slots=(config.num_experts,) * len(tiers),
+    )
+
+
+def _check_suits(policy: AnyPolicy, tiers: Sequence[Tier], config: Any) -> None:
+    """Raises MoejaxError before anything is read, if the policy refuses the tiers."""
+    nbytes = [tier.expert_nbytes for tier in tiers]
+    if sorted(nbytes, reverse=True) != nbytes:
+        said = ", ".join(f"{tier.name} {tier.expert_nbytes}" for tier in tiers)
+        raise MoejaxError(f"policy.tiers must be of falling fidelity; bytes of an expert: {said}")
+    try:
+        policy.init(_spec(tiers, config))
+    except MoejaxError as error:
+        if len(tiers) > 1 or "tier" not in str(error):
+            raise
+        raise MoejaxError(
+            f"{error} (tiers are named so: --config.policy.tiers=int4,int2)"
+        ) from error
+
+
+def _policy_parts(
+    policy: AnyPolicy, c: ModelConfig, batch: int, context: int, chunk: int, itemsize: int,
+    device: jax.Device,
+) -> dict[str, int]:  # fmt: skip
+    """Bytes by part that steps take on the device because the policy asks for it."""
+    if not policy.needs.importance:
+        return {}
+    nbytes = max(
+        importance_nbytes(
+            batch=batch, length=chunk, num_keys=context, num_heads=c.num_heads,
+            num_kv_heads=num_kv_heads, head_dim=head_dim, itemsize=itemsize,
+            platform=device.platform,
+        )
+        for num_kv_heads, head_dim in c.watched_heads
+    )  # fmt: skip
+    return {"importance of tokens": nbytes}
+
+
+def _ahead(policy: AnyPolicy, width: int) -> int:
+    """Experts of the next layer that a step of decode may bring ahead."""
+    if not policy.needs.predicted:
+        return 0
+    asked = int(getattr(policy, "prefetch", -1))
+    return asked if asked >= 0 else width
+
+
+def _initial_experts(
+    activations: Any, budget: TierBudget, memory: TierMemory, held: int
+) -> np.ndarray | None:
+    """int32[M, n], what is in the slots before any token; None: nothing.
+
+    Every expert where there is room for all; else those that the policy's profile saw most, but for
+    the first `held`, which are in tiers of higher fidelity.
+    """
+    if (np.asarray(memory.store.row_of) < 0).any() or not budget.slots:
+        return None
+    num_layers, num_experts = budget.num_layers, budget.num_experts
+    if budget.slots == num_experts:
+        return np.tile(np.arange(num_experts, dtype=np.int32), (num_layers, 1))
+    if activations is None:
+        return None
+    order = np.argsort(-np.asarray(activations), axis=1, kind="stable")
+    return np.sort(order[:, held : held + budget.slots], axis=1).astype(np.int32)

@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moejax.checkpoints.open import Checkpoint, open_checkpoint
 from moejax.checkpoints.verify import verify_checkpoint
@@ -33,7 +33,7 @@ class Tiering:
       tiers: of falling fidelity, each NAME=CHECKPOINT, another checkpoint of the same model; or
         NAME alone: int8, int4, int3 and int2 are made of the model's own plain experts while they
         are read, any other name is the checkpoint as it is. (): the checkpoint as it is.
-      slots: experts of a layer that each tier caches; (): see `budget.make_tiered_budget`.
+      slots: experts of a layer that each tier caches; (): see `budget.make_budget`.
       quantizer: of tiers that are made: rtn, hqq or least_squares.
       group_size: of the same.
       emulate: every expert of every tier stays on the device, and the slots are tables only: the
@@ -152,8 +152,7 @@ def verify_all(checkpoint: str, disk_path: str, tiering: "Tiering | None") -> li
     return [verify_checkpoint(name) for name in dict.fromkeys(filter(None, names))]
 
 
-@dataclasses.dataclass(frozen=True)
-class Chosen:
+class Chosen(NamedTuple):
     """A policy, and how often its profile chose each expert, int[M, E]; None without one."""
 
     policy: AnyPolicy

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 
 from moejax import cli, plan
-from moejax.experts.budget import describe, describe_tiers
+from moejax.experts.budget import describe
 from moejax.files.result_rows import ResultRow, read_rows
 from moejax.planning import budget_of, model_of, tiered_budget
 from scripts import plot_kernels
@@ -78,7 +78,7 @@ def a_plan() -> str:
     assert tiering is not None
     tiered = tiered_budget(config, tiering)
     assert tiered is not None
-    tiers = describe_tiers(tiered)
+    tiers = describe(tiered)
     said = ["And of two tiers under a policy:", "", *_command(TIERED), "", "```text", *tiers, "```"]
     return "\n".join([whole, "", *said])
 

@@ -4,8 +4,8 @@ Axes as in `moejax.models.config`, and C slots of each sparse layer that cache e
 slots that all layers share, R rows of the host store.
 """
 
-from moejax.experts.budget.advice import PINNED_LIMIT, Machine, tier_warnings, unused, warnings
-from moejax.experts.budget.allocation import LOW_RANK, make_budget
+from moejax.experts.budget.advice import PINNED_LIMIT, Machine, unused, warnings
+from moejax.experts.budget.allocation import LOW_RANK, plan_tier
 from moejax.experts.budget.limits import (
     BOTH,
     GIB,
@@ -21,11 +21,11 @@ from moejax.experts.budget.limits import (
     require_room,
     size_text,
 )
-from moejax.experts.budget.planned import Budget, Tier
+from moejax.experts.budget.planned import Budget, Tier, TierBudget
 from moejax.experts.budget.precisions import n_hot
-from moejax.experts.budget.table import describe, describe_tiers
+from moejax.experts.budget.table import describe
 from moejax.experts.budget.tables import table_nbytes
-from moejax.experts.budget.tiers import TieredBudget, make_tiered_budget
+from moejax.experts.budget.tiers import PolicyDemands, make_budget
 from moejax.experts.budget.workspace import Model, workspace_nbytes
 
 __all__ = [
@@ -40,22 +40,21 @@ __all__ = [
     "Limits",
     "Machine",
     "Model",
+    "PolicyDemands",
     "Tier",
-    "TieredBudget",
+    "TierBudget",
     "check_gib",
     "check_phase",
     "default_bulk",
     "describe",
-    "describe_tiers",
     "gib_above",
     "make_budget",
-    "make_tiered_budget",
     "n_hot",
     "narrowed",
+    "plan_tier",
     "require_room",
     "size_text",
     "table_nbytes",
-    "tier_warnings",
     "unused",
     "warnings",
     "workspace_nbytes",

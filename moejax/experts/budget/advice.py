@@ -3,9 +3,8 @@
 import dataclasses
 
 from moejax.experts.budget.limits import PREFILL, Limits, gib_above
-from moejax.experts.budget.planned import Budget
+from moejax.experts.budget.planned import Budget, TierBudget
 from moejax.experts.budget.tables import bulk_nbytes
-from moejax.experts.budget.tiers import TieredBudget
 
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
@@ -19,20 +18,13 @@ class Machine:
 
 
 def warnings(budget: Budget, machine: Machine) -> list[str]:
-    """A line for each thing that will hurt, worst first."""
-    return [
-        *_host(budget, machine),
-        *_disk(budget),
-        *_slots(budget),
-        *unused(budget),
-    ]
+    """A line for each thing that will hurt, worst first.
 
-
-def tier_warnings(budget: TieredBudget, machine: Machine) -> list[str]:
-    """The same of experts in tiers; what a policy makes of slots is not foreseen."""
+    How a policy uses slots of several tiers is not foreseen.
+    """
     found = _host(budget, machine)
     if len(budget.tiers) == 1:
-        return [*found, *_disk(budget.tiers[0]), *_slots(budget.tiers[0])]
+        return [*found, *_disk(budget.tiers[0]), *_slots(budget.tiers[0]), *unused(budget)]
     total = sum(tier.tier.expert_nbytes for tier in budget.tiers)  # shares are by these bytes
     least = max(-(-(_all_nbytes(t) + 1) * total // t.tier.expert_nbytes) for t in budget.tiers)
     for tier in budget.tiers:
@@ -65,7 +57,7 @@ def unused(budget: Budget) -> list[str]:
     ]
 
 
-def _host(budget: Budget | TieredBudget, machine: Machine) -> list[str]:
+def _host(budget: Budget, machine: Machine) -> list[str]:
     found = []
     total = budget.total_host
     if machine.host_nbytes is not None and total > machine.host_nbytes:
@@ -83,7 +75,7 @@ def _host(budget: Budget | TieredBudget, machine: Machine) -> list[str]:
     return found
 
 
-def _disk(budget: Budget) -> list[str]:
+def _disk(budget: TierBudget) -> list[str]:
     if budget.host_share == 1:
         return []
     # Experts that hold a slot may be any, so the chance is that of one that has neither.
@@ -108,14 +100,14 @@ def _disk(budget: Budget) -> list[str]:
     return [said]
 
 
-def _all_nbytes(budget: Budget) -> int:
+def _all_nbytes(budget: TierBudget) -> int:
     """Of host memory that has every expert, and what transfers take."""
     nbytes = budget.tier.expert_nbytes
     experts = budget.num_layers * budget.num_experts * nbytes
     return experts + bulk_nbytes(nbytes, budget.limits.bulk)
 
 
-def _slots(budget: Budget) -> list[str]:
+def _slots(budget: TierBudget) -> list[str]:
     if not budget.pooled:
         return []
     found = []

@@ -12,7 +12,7 @@ from moejax.experts.budget.limits import (
     limit_nbytes,
     num_banks,
 )
-from moejax.experts.budget.planned import Budget, Tier
+from moejax.experts.budget.planned import Tier, TierBudget
 from moejax.experts.budget.tables import (
     RING_BLOCKS,
     blocks_from_disk,
@@ -35,7 +35,7 @@ WAITED = "experts that a step waits for"  # a part of the host's
 LOW_RANK = ".low_rank"  # ends the names of low-rank factors, which stay on the device
 
 
-def make_budget(
+def plan_tier(
     config: Model,
     weights_nbytes: Mapping[str, int],
     tier: Tier,
@@ -47,8 +47,8 @@ def make_budget(
     platform: str,
     itemsize: int = 2,
     num_tiers: int = 1,
-) -> Budget:
-    """Where every byte of a run goes, and how many experts get a slot.
+) -> TierBudget:
+    """Where every byte of a run of one tier goes, and how many experts get a slot.
 
     C = floor((limit - rest) / (M expert_nbytes)), at most E, where the rest holds B transient
     slots. If everything fits, experts are not pooled, unless `limits.slots` asks for it.
@@ -86,7 +86,7 @@ def make_budget(
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """The arguments of `make_budget`."""
+    """The arguments of `plan_tier`."""
 
     config: Model
     weights_nbytes: Mapping[str, int]
@@ -214,7 +214,7 @@ class _Run:
         return bulk_nbytes(self.tier.expert_nbytes, self.limits.bulk)
 
     def at_once(self, slots: int, transient: int) -> int:
-        """See `Budget.at_once`."""
+        """See `TierBudget.at_once`."""
         num_pairs = self.batch * self.chunk * self.config.experts_per_token
         return most_at_once(self.num_experts, num_pairs, slots, transient)
 
@@ -269,7 +269,7 @@ class _Run:
 
     def budget(
         self, *, pooled: bool, slots: int, transient: int, device: Mapping[str, int]
-    ) -> Budget:
+    ) -> TierBudget:
         """The device's part is given; adds the host's and the disk's."""
         num_experts = self.num_layers * self.num_experts
         nbytes = self.tier.expert_nbytes
@@ -286,7 +286,7 @@ class _Run:
                 waited = blocks_from_disk(self.at_once(slots, transient)) - RING_BLOCKS
                 host[WAITED] = waited * nbytes
                 disk["experts"] = num_experts * nbytes
-        return Budget(
+        return TierBudget(
             limits=self.limits,
             tier=self.tier,
             batch=self.batch,

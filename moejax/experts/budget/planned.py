@@ -16,8 +16,8 @@ class Tier:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Budget:
-    """Where every byte goes.
+class TierBudget:
+    """Where every byte of a run goes that has one tier alone.
 
     Invariants: with `pooled`, experts lie in `banks` of ceil(M / banks) C + B slots and R rows;
     without, all are on the device as the other weights are, C is E, and B and R are 0.
@@ -89,6 +89,55 @@ class Budget:
         needed = min(self.num_experts, num_tokens * self.experts_per_token)
         misses = min(needed, self.num_experts - self.slots)
         return self.num_layers * misses * self.tier.expert_nbytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Where every byte goes, of all tiers.
+
+    Attributes:
+      tiers: a budget of each as if it were alone, with its slots and host rows.
+      limits: of all together.
+      device: bytes by part; of several tiers each one's parts end in its name.
+      host: likewise.
+      disk: likewise; of the tiers that are not in host memory as a whole.
+    """
+
+    tiers: tuple[TierBudget, ...]
+    limits: Limits
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+    disk: Mapping[str, int]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tiers, of falling fidelity."""
+        return tuple(tier.tier.name for tier in self.tiers)
+
+    @property
+    def pooled(self) -> bool:
+        """Whether experts are in slots, and not among the weights."""
+        return self.tiers[0].pooled
+
+    @property
+    def batch(self) -> int:
+        """Sequences at once."""
+        return self.tiers[0].batch
+
+    @property
+    def context(self) -> int:
+        """Slots of the KV cache of each."""
+        return self.tiers[0].context
+
+    @property
+    def total_device(self) -> int:
+        """Bytes on the accelerator at the peak."""
+        return sum(self.device.values())
+
+    @property
+    def total_host(self) -> int:
+        """Bytes of host memory for experts; pinned on a GPU, but for what steps wait for."""
+        return sum(self.host.values())
 
     def table(self) -> list[tuple[str, str, int]]:
         """(place, part, bytes) of every part, each place's total last."""

@@ -1,37 +1,23 @@
 """A budget in lines, for people."""
 
 from moejax.experts.budget.limits import GIB, size_text
-from moejax.experts.budget.planned import Budget
-from moejax.experts.budget.tiers import TieredBudget
+from moejax.experts.budget.planned import Budget, TierBudget
 
 MIB = 2**20
 LINK_GIB_S = 50  # PCIe 5 x16 by DMA, measured on an H200 with jax 0.11.2, 2026-11-20
 
 
 def describe(budget: Budget) -> list[str]:
-    """The table of all parts, then slots, shares, and what crosses the link."""
-    c = f"batch {budget.batch}, context {budget.context}, prefill by {budget.chunk} tokens"
-    lines = [f"{c}, experts of {size_text(budget.tier.expert_nbytes)}"]
+    """The table of all parts, then slots; of one tier also shares and what crosses the link."""
+    first, is_alone = budget.tiers[0], len(budget.tiers) == 1
+    head = f"batch {budget.batch}, context {budget.context}, prefill by {first.chunk} tokens"
+    lines = [f"{head}, experts of {size_text(first.tier.expert_nbytes)}" if is_alone else head]
+    width = 40 if is_alone else 46  # a tier's name ends its parts
     for place, part, nbytes in budget.table():
         gib = f" = {nbytes / GIB:.3f} GiB{_of_limit(budget, place)}" if part == "total" else ""
-        lines.append(f"  {place:<7}{part:<40}{nbytes / MIB:>12.2f} MiB{gib}")
-    return lines + _speed(budget)
-
-
-def describe_tiers(budget: TieredBudget) -> list[str]:
-    """The table of all parts, then the slots of each tier."""
-    first = budget.tiers[0]
-    lines = [f"batch {budget.batch}, context {budget.context}, prefill by {first.chunk} tokens"]
-    for place, parts, gib in (
-        ("device", budget.device, budget.limits.device_gib),
-        ("host", budget.host, budget.limits.host_gib),
-        ("disk", budget.disk, 0),
-    ):
-        rows = [*parts.items(), ("total", sum(parts.values()))] if parts or place != "disk" else []
-        for part, nbytes in rows:
-            said = f" = {nbytes / GIB:.3f} GiB" + (f" of {gib:g}" if gib else "")
-            end = said if part == "total" else ""
-            lines.append(f"  {place:<7}{part:<46}{nbytes / MIB:>12.2f} MiB{end}")
+        lines.append(f"  {place:<7}{part:<{width}}{nbytes / MIB:>12.2f} MiB{gib}")
+    if is_alone:
+        return lines + _speed(first)
     return lines + [
         f"{tier.tier.name}: experts of {size_text(tier.tier.expert_nbytes)}, "
         f"{tier.slots} of {tier.num_experts} cached a layer, {tier.transient} transient slots, "
@@ -46,7 +32,7 @@ def _of_limit(budget: Budget, place: str) -> str:
     return f" of {gib:g}" if gib else ""
 
 
-def _speed(budget: Budget) -> list[str]:
+def _speed(budget: TierBudget) -> list[str]:
     if not budget.num_layers:
         return ["the model has no sparse layer, so no experts"]
     if not budget.pooled:
