@@ -12,10 +12,11 @@ from absl.testing import absltest, parameterized
 
 from moejax.experts import cache_plan as placing
 from moejax.experts.cache import ExpertMemory, TierMemory
+from moejax.experts.cache_step import CachedExperts, TierStep
 from moejax.experts.expert_pool import ExpertPool, ExpertStore, PoolSpec
 from moejax.experts.ledger import no_counts
-from moejax.experts.pooled import PooledExperts
 from moejax.experts.residency import CacheSpec, empty
+from moejax.experts.tiered import ExpertCache, ExpertCacheSpec
 from moejax.inference.runner import Runner
 from moejax.models.kernel_choice import EXPERT_LEAVES
 from moejax.models.routing import routing_of
@@ -73,13 +74,15 @@ def steps(slots: int, ahead: int, tokens: int, kernels: ops.Kernels) -> Any:
 
     @jax.jit
     def step(pool: ExpertPool, x: jax.Array, logits: jax.Array, mask: jax.Array) -> Any:
-        experts, outputs = PooledExperts(spec, CONFIG, pool, store, "row", kernels), []
+        cached, outputs = ExpertCacheSpec(None, ("stored",), (spec,)), []
+        cache = ExpertCache((pool,), (), None)
+        experts = CachedExperts(cached, CONFIG, cache, (store,), ("row",), kernels)
         routings = [routing_of(layer, CONFIG) for layer in logits]
         for layer, routing in enumerate(routings):
             ahead = (lambda: routings[1]) if layer == 0 else None
             found = experts(layer, x, routing, mask, ahead)
             outputs.append(jnp.where(mask[:, None], found, 0.0))
-        return experts.pool, outputs
+        return experts.finish().pools[0], outputs
 
     pool = ExpertPool(
         tuple(
@@ -119,8 +122,8 @@ class WiringTest(parameterized.TestCase):
 
         def serves(spec: PoolSpec, kernels: ops.Kernels, pairs: int) -> bool:
             nothing: Any = None
-            experts = PooledExperts(spec, CONFIG, nothing, nothing, "row", kernels)
-            return experts._placing.refusal(pairs) is None
+            tier = TierStep(spec, CONFIG, nothing, "row", kernels)
+            return tier.placing.refusal(pairs) is None
 
         self.assertTrue(serves(PoolSpec(cache), gpu, 256))
         self.assertFalse(serves(PoolSpec(cache), gpu, 257))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax.experts import tiered_experts
+from moejax.experts import cache_step
 from moejax.inference.runner import Runner
 from moejax.models.parts import RouterRule
 from moejax.models.routing import routing_of, weights_of
@@ -65,7 +65,7 @@ class ImportanceTest(parameterized.TestCase):
     def seen(self, config, **settings):
         """What each layer's decision was told of the tokens' importance, and what was computed."""
         told, computed = [], []
-        decide, received = DyMoE.decide, tiered_experts.attention_received
+        decide, received = DyMoE.decide, cache_step.attention_received
 
         def spied(self, state, observation):
             told.append(observation.importance)
@@ -79,7 +79,7 @@ class ImportanceTest(parameterized.TestCase):
         with (
             mock.patch.object(Transformer, "loops", lambda *_: False),
             mock.patch.object(DyMoE, "decide", spied),
-            mock.patch.object(tiered_experts, "attention_received", counted),
+            mock.patch.object(cache_step, "attention_received", counted),
         ):
             runner.logits(TOKENS)
         memory.settle()

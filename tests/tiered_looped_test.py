@@ -12,7 +12,7 @@ from absl.testing import absltest, parameterized
 
 from moejax.experts import cache_plan as placing
 from moejax.experts.cache_plan import Placing
-from moejax.experts.tiered_experts import TieredExperts
+from moejax.experts.cache_step import CacheStep
 from moejax.models import expert_products
 from moejax.models.transformer import Transformer
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
@@ -114,7 +114,7 @@ class OneLaunchTest(parameterized.TestCase):
                 options |= {"interpret": True}
             return plan(*arguments, **options)
 
-        in_one, plan = TieredExperts._in_one, cache_plan.plan
+        in_one, plan = CacheStep.is_grouped, cache_plan.plan
         refusal = Placing.refusal
 
         def few(self, num_pairs):  # as if these were a GPU's
@@ -131,7 +131,7 @@ class OneLaunchTest(parameterized.TestCase):
             with (
                 mock.patch.object(grouped_dequant_matmul, "moe_products", counted),
                 mock.patch.object(cache_plan, "plan", interpreted),
-                mock.patch.object(TieredExperts, "_in_one", separate),
+                mock.patch.object(CacheStep, "is_grouped", separate),
                 mock.patch.object(Placing, "refusal", refuses),
             ):
                 found.append(outcome(runner, memory))

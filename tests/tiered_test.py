@@ -9,8 +9,8 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.experts import cache
+from moejax.experts.cache_step import CachedExperts
 from moejax.experts.tiered import ask
-from moejax.experts.tiered_experts import TieredExperts
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.make import make_policy
@@ -161,8 +161,8 @@ class MixtureTest(parameterized.TestCase):
             seen.append((layer, q.shape[1]))
             return own(experts, layer, q, *arguments)
 
-        own = TieredExperts.watch
-        with mock.patch.object(TieredExperts, "watch", watch):
+        own = CachedExperts.watch
+        with mock.patch.object(CachedExperts, "watch", watch):
             answers(runner, PROMPTS[:1], 3)
         self.assertEqual([layer for layer, _ in seen], list(range(CONFIG.num_layers)))
         self.assertGreater(min(length for _, length in seen), 1)

@@ -21,11 +21,11 @@ from absl import logging
 from moejax.errors import MoejaxError
 from moejax.experts import residency
 from moejax.experts.cache_plan import Jobs
+from moejax.experts.cache_step import TierStep
 from moejax.experts.disk_cache import DiskExperts
 from moejax.experts.expert_pool import ExpertPool, ExpertStore, PoolSpec
 from moejax.experts.host_store import Expert
 from moejax.experts.ledger import Ledger, TierLedger, no_counts
-from moejax.experts.pooled import PooledExperts
 from moejax.experts.tiered import Asked, ExpertCache, ExpertCacheSpec, ask, no_gate
 from moejax.experts.tiering import STORED
 from moejax.experts.transfer_programs import is_ready, last_uses
@@ -593,15 +593,15 @@ def preloaded_pool(
     content = jax.device_put(residency.seeded(cache, experts), next(iter(store.row_of.devices())))
 
     def fill(pool: ExpertPool, store: ExpertStore) -> ExpertPool:
-        runs = PooledExperts(spec, config, pool, store, "block", kernels, is_prefill=False)
+        tier = TierStep(spec, config, store, "block", kernels)
         for bank in range(cache.banks if not spec.emulated else 0):
             layers = np.arange(bank, cache.num_layers, cache.banks)
             first = layers[:, None] // cache.banks * cache.slots
             slots = (first + np.arange(experts.shape[1])[None]).reshape(-1).astype(np.int32)
             rows = store.row_of[layers[:, None], experts[layers]].reshape(-1)
             if slots.size:
-                runs.fill(bank, Jobs(rows, jnp.asarray(slots), None))
-        return runs.pool
+                pool = tier.copy_rows(pool, bank, bank, Jobs(rows, jnp.asarray(slots), None))
+        return pool
 
     pool = jax.jit(fill, donate_argnums=0)(memory.pool, store)
     return dataclasses.replace(pool, residency=content)

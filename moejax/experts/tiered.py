@@ -1,6 +1,6 @@
 """The expert cache of T >= 1 tiers: what steps share, and what moves between them.
 
-What a step does is in `moejax.experts.tiered_experts`. Between steps `ask` hands over what a
+What a step does is in `moejax.experts.cache_step`. Between steps `ask` hands over what a
 policy wants moved in bulk.
 
 Axes: M sparse layers, E experts, T tiers of falling fidelity.

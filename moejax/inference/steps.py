@@ -2,7 +2,7 @@
 
 Plain functions over a flat dict of weights; the engine jits them. What is donated is returned
 first, in the order of the arguments (jax#39625). Where experts are pooled
-(`moejax.experts.pooled`), the pool goes through every step and the store is read; else both are
+(`moejax.experts.cache_step`), the pool goes through every step and the store is read; else both are
 None. What a step recorded of its routing (`moejax.routing.recorder`) is its last output; None where
 nothing is recorded.
 """
@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from moejax.experts.cache_step import CachedExperts
 from moejax.experts.expert_pool import ExpertStore
-from moejax.experts.pooled import PooledExperts
 from moejax.experts.tiered import ExpertCache, ExpertCacheSpec
-from moejax.experts.tiered_experts import TieredExperts
 from moejax.inference.sampling import Logprobs, Sampling, draw, logprobs_of, penalized
 from moejax.inference.step_output import NO_TOKEN, NOT_FINITE, Emitted, names_a_token, none_emitted
 from moejax.models.assembly import merge_weights
@@ -99,7 +98,7 @@ def run_layers(
     is_prefill = tokens.shape[1] > 1
     num_tokens = tokens.size if is_prefill else None
     pooled = _pooled(program, spec, model, num_tokens, pool, store)
-    watch = pooled.watch if is_prefill and isinstance(pooled, TieredExperts) else None
+    watch = pooled.watch if is_prefill and pooled is not None and pooled.spec.policy else None
     if program.record is None:
         cache, hidden = model(tokens, positions, mask, cache, spec, pooled, watch, lengths)
         return cache, pooled.finish() if pooled else None, hidden, None
@@ -117,18 +116,13 @@ def _pooled(
     num_prefilled: int | None,
     pool: Pool,
     store: Store,
-) -> PooledExperts | TieredExperts | None:
+) -> CachedExperts | None:
     """What runs experts that the model does not hold; None where it holds them."""
     if program.pool is None:
         return None
     assert pool is not None and store is not None
-    if program.pool.policy is None:
-        return PooledExperts(
-            program.pool.pools[0], model.config, pool.pools[0], store[0], spec.experts,
-            model.kernels, is_prefill=num_prefilled is not None,
-        )  # fmt: skip
-    return TieredExperts(
-        program.pool, model.config, pool, store, spec.tiers, model.kernels,
+    return CachedExperts(
+        program.pool, model.config, pool, store, spec.tiers or (spec.experts,), model.kernels,
         num_prefilled=num_prefilled,
     )  # fmt: skip
 

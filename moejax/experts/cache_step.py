@@ -1,0 +1,709 @@
+"""The expert cache inside the compiled step: planned, filled and multiplied, a layer at a time.
+
+For each sparse layer: the router says which experts are needed and, under a policy, that decides
+which expert runs each pair, in which tier, with which weight. The plan says which experts are in
+slots, and where the others go; one launch copies those from the host store; the pairs are
+multiplied by what lies in the slots, and the products are combined once, in the order of the
+router's choice: residency is invisible in the result. Where an expert is that is asked for in
+several tiers, DyMoE's rules say (`pallas_kernels.cache_plan.serve`). The host is never asked,
+except for experts that are on the disk alone (`PoolSpec.read`).
+
+`run_layer` takes the cache and returns it. `CachedExperts` carries it from layer to layer, and a
+policy's observations with it.
+
+With prefetch, layers take turns between two banks of slots: what is copied for the next layer
+writes one array while this layer's products read the other, and where XLA runs the step as a CUDA
+graph whose order is that of its buffers (`expert_pool.compiler_options`), the two overlap. Where a
+layer can need more experts than it has slots, the rest passes through the transient slots in
+waves; the waves of a chunk take turns between the transient slots of both banks for the same end.
+
+Axes: N tokens, A experts a token, P parts of a product, M sparse layers, E experts, T tiers of
+falling fidelity; the rest as in `moejax.experts.expert_pool`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moejax.experts.cache_plan import Jobs, Placed, Placing, State, terms_by_slot
+from moejax.experts.expert_pool import ExpertPool, ExpertStore, PoolSpec, in_place_of
+from moejax.experts.fetch import Fetching, Slots, from_host_together
+from moejax.experts.tiered import ExpertCache, ExpertCacheSpec
+from moejax.models.config import ModelConfig
+from moejax.models.expert_products import (
+    Experts,
+    Pairs,
+    combine,
+    products_by_block,
+    products_by_row,
+    products_grouped,
+    products_of_tiers,
+)
+from moejax.models.grouped_experts import choose_for_tiers, choose_grouped
+from moejax.models.moe import STEP_BYTES, ExpertsVia
+from moejax.models.routing import Routing, foreseen
+from moejax.policies.attention_importance import attention_received
+from moejax.policies.base import (
+    SKIPPED,
+    AnyPolicy,
+    Decision,
+    Observation,
+    moves_between_steps,
+)
+from moejax.policies.by_layer import vmap_decide
+from moejax.weights import linear as ops
+from moejax.weights.linear import Index
+from moejax.weights.qtensor import Compensator, QTensor, Weight
+from pallas_kernels import cache_plan
+from pallas_kernels.cache_plan import Asked, Rule, Wishes
+
+Wanted = Callable[[], jax.Array]  # int32[L], experts to prefetch for the next layer; -1: none
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TierStep:
+    """One tier's part of a step: functions from its slots to its slots, in one trace.
+
+    `turn` is the number of the layer that runs, but for a multiple of the banks; its bank is that
+    of `after` 0, the next layer's that of 1.
+
+    Attributes:
+      spec: static.
+      config: of the model.
+      store: the host's rows.
+      via: "row", "block", "block_in_cache" or "grouped_kernel".
+      kernels: which may serve packed experts.
+      is_prefill: whether the step is one of prompts.
+    """
+
+    spec: PoolSpec
+    config: ModelConfig
+    store: ExpertStore
+    via: ExpertsVia
+    kernels: ops.Kernels
+    is_prefill: bool = False
+
+    @property
+    def fetching(self) -> Fetching:
+        """What copies its experts."""
+        return Fetching(self.spec, self.store, self.kernels)
+
+    @property
+    def placing(self) -> Placing:
+        """What plans its slots alone."""
+        return Placing((self.spec,), self.kernels.target)
+
+    @property
+    def most_ahead(self) -> int:
+        """Experts of the next layer that a layer prefetches at most."""
+        if not self.spec.looks_ahead(self.is_prefill):
+            return 0
+        cache = self.spec.cache
+        return min(self.spec.prefetch, cache.slots, cache.num_experts)
+
+    def num_waves(self, num_pairs: int) -> int:
+        """How many follow what is fetched first."""
+        still = self.spec.emulated or self.spec.between_steps
+        return 0 if still else self.placing.forms(num_pairs)[0].later_waves
+
+    def bank(self, pool: ExpertPool, turn: int, after: int = 0) -> Slots:
+        """The slots of a layer's bank."""
+        return pool.banks[(turn + after) % len(pool.banks)]
+
+    def with_bank(self, pool: ExpertPool, turn: int, bank: Slots, after: int = 0) -> ExpertPool:
+        """The pool with other slots in a layer's bank."""
+        banks = list(pool.banks)
+        banks[(turn + after) % len(banks)] = bank
+        return dataclasses.replace(pool, banks=tuple(banks))
+
+    def copy_rows(
+        self, pool: ExpertPool, turn: int, layer: Index, jobs: Jobs, after: int = 0,
+        beside: bool = False,
+    ) -> ExpertPool:  # fmt: skip
+        """Copies experts of a layer into slots, from host memory or from the disk.
+
+        Args:
+          pool: donated.
+          turn: of the layer that runs.
+          layer: whose experts they are.
+          jobs: which.
+          after: of the bank.
+          beside: products that read the other bank, once what these wait for is there.
+        """
+        other = self.bank(pool, turn, 1 - after) if beside else None
+        slots = self.fetching.from_host(self.bank(pool, turn, after), jobs, other)
+        return self.finish_fetch(pool, turn, layer, slots, jobs, after)
+
+    def finish_fetch(
+        self, pool: ExpertPool, turn: int, layer: Index, slots: Slots, jobs: Jobs, after: int = 0
+    ) -> ExpertPool:
+        """Puts slots with what host memory had in their bank, and reads the rest from the disk."""
+        slots, waits = self.fetching.from_disk(slots, layer, jobs)
+        if waits is not None:
+            pool = dataclasses.replace(pool, counts=pool.counts.add(layer, waits=waits))
+        return self.with_bank(pool, turn, slots, after)
+
+    def note_uses(
+        self, pool: ExpertPool, layer: Index, ids: jax.Array, active: jax.Array
+    ) -> ExpertPool:
+        """Notes the clock of experts that a layer used, by which host memory evicts."""
+        if (used := pool.used) is None:
+            return pool
+        places = jnp.where(active, ids, self.spec.cache.num_experts)
+        clock = pool.residency.clock - 1  # which the plan has advanced
+        return dataclasses.replace(pool, used=used.at[layer, places].set(clock, mode="drop"))
+
+    def next_layer(self, layer: Index) -> Index:
+        """The next layer; in a loop the last one asks too, for nothing, and is its own."""
+        last = self.spec.cache.num_layers - 1
+        return layer + 1 if isinstance(layer, int) else jnp.minimum(layer + 1, last)
+
+    def prefetch(
+        self, pool: ExpertPool, turn: int, layer: Index, mask: jax.Array, wanted: Wanted | None
+    ) -> ExpertPool:
+        """Fetches what the next layer is expected to need, beside the products of this one."""
+        if not (wanted and self.most_ahead):
+            return pool
+        ids, following = wanted(), self.next_layer(layer)
+        mask = mask.reshape(-1)
+        if not isinstance(layer, int):
+            mask &= layer + 1 < self.spec.cache.num_layers
+        state: State = (pool.residency, pool.counts)
+        jobs, state = self.placing.expect(0, state, self.store.row_of, following, ids, mask)
+        pool = dataclasses.replace(pool, residency=state[0], counts=state[1])
+        return self.copy_rows(pool, turn, following, jobs, 1, beside=True)
+
+    def products(
+        self, pool: ExpertPool, turn: int, layer: Index, x: jax.Array, ids: jax.Array,
+        active: jax.Array, plan: Placed, mask: jax.Array, wanted: Wanted | None,
+    ) -> tuple[jax.Array, ExpertPool]:  # fmt: skip
+        """The outputs of each expert for each token, [P, N, A, D]; waves fetch what they need.
+
+        Args:
+          pool: donated.
+          turn: of the layer.
+          layer: index among the sparse layers; int32[] inside a loop.
+          x: [N, D], normed.
+          ids: int32[N, A], experts.
+          active: bool[N, A], pairs that run here.
+          plan: of the layer; the experts of wave 0 are fetched.
+          mask: bool[N], tokens that are no padding.
+          wanted: to prefetch after waves.
+        """
+        if not self.num_waves(active.size):
+            return self._multiply(
+                x, *self.pairs_and_slots(pool, turn, layer, ids, active, plan)
+            ), pool
+        # As only chunks are in a loop.
+        double = self.spec.cache.banks > 1 and not isinstance(layer, int)
+        run = self._stream_waves_double_buffered if double else self._stream_waves
+        products, pool = run(pool, turn, layer, x, plan, active)
+        # What waits for slots of a wave would be copied.
+        return products, self.prefetch(pool, turn, layer, mask, wanted)
+
+    def pairs_and_slots(
+        self, pool: ExpertPool, turn: int, layer: Index, ids: jax.Array, active: jax.Array,
+        plan: Placed,
+    ) -> tuple[Pairs, Experts]:  # fmt: skip
+        """The pairs and their experts where there are no waves."""
+        pairs = Pairs(plan.slot, active & (plan.wave == 0), plan.wave)
+        if self.spec.emulated:
+            pairs = Pairs(self.store.row_of[layer][ids], active)
+        return pairs, self._experts(pool, turn, layer, plan, 0)
+
+    def _stream_waves(
+        self, pool: ExpertPool, turn: int, layer: Index, x: jax.Array, plan: Placed,
+        active: jax.Array,
+    ) -> tuple[jax.Array, ExpertPool]:  # fmt: skip
+        """[P, N, A, D] of all waves; what a wave needs is copied when the one before is through."""
+        now = active & (plan.wave == 0)
+        products = self._multiply(
+            x, Pairs(plan.slot, now), self._experts(pool, turn, layer, plan, 0)
+        )
+        outside = pool
+
+        def one(number: jax.Array, carried: Any) -> Any:
+            # Of the banks this layer's alone: a loop that carries both makes XLA copy them, unless
+            # each copy is ordered behind what reads its array (`_stream_waves_double_buffered`).
+            bank, counts, products = carried
+            pool = self.with_bank(dataclasses.replace(outside, counts=counts), turn, bank)
+            products, pool = self._after(pool, turn, products)
+            jobs = jax.tree.map(lambda jobs: jobs[number], plan.streamed)
+            pool = self.copy_rows(pool, turn, layer, jobs)
+            mine = active & (plan.wave == number + 1)
+            experts = self._experts(pool, turn, layer, plan, number + 1)
+            found = self._multiply(x, Pairs(plan.slot, mine), experts)
+            products = jnp.where(mine[None, :, :, None], found, products)
+            return self.bank(pool, turn), pool.counts, products
+
+        carried = (self.bank(pool, turn), outside.counts, products)
+        num_waves = len(plan.streamed.rows)
+        bank, counts, products = jax.lax.fori_loop(0, num_waves, one, carried)
+        pool = dataclasses.replace(outside, counts=counts)
+        return products, self.with_bank(pool, turn, bank)
+
+    def _stream_waves_double_buffered(
+        self, pool: ExpertPool, turn: int, layer: Index, x: jax.Array, plan: Placed,
+        active: jax.Array,
+    ) -> tuple[jax.Array, ExpertPool]:  # fmt: skip
+        """[P, N, A, D] of all waves; experts of a wave are copied beside the products of the last.
+
+        Waves take turns between the transient slots of this layer's bank, in which those of wave 0
+        are, and of the other one. In a CUDA graph a copy waits for the products that read the array
+        which it overwrites, and for the copy before it, but not for those that read the other one.
+        """
+        num_waves = len(plan.streamed.rows)
+        beyond = (0, 1 + num_waves % 2), (0, 0)
+        streamed = jax.tree.map(lambda a: jnp.pad(a, beyond, constant_values=-1), plan.streamed)
+
+        def stage(
+            pool: ExpertPool, wave: Index, bank: int, products: jax.Array | None
+        ) -> tuple[jax.Array, ExpertPool]:
+            jobs = jax.tree.map(lambda jobs: jobs[wave], streamed)
+            pool = self.copy_rows(pool, turn, layer, jobs, 1 - bank, True)
+            mine, inputs = active & (plan.wave == wave), x
+            if products is not None:  # one after another, or XLA gathers the inputs of two waves
+                inputs, products = jax.lax.optimization_barrier((x, products))
+            experts = self._experts(pool, turn, layer, plan, wave, bank)
+            found = self._multiply(inputs, Pairs(plan.slot, mine), experts)
+            if products is not None:
+                found = jnp.where(mine[None, :, :, None], found, products)
+            return self._after(pool, turn, found, bank)
+
+        products, pool = stage(pool, 0, 0, None)
+        outside = pool
+
+        def two(number: jax.Array, carried: Any) -> Any:
+            banks, counts, products = carried
+            pool = dataclasses.replace(outside, banks=banks, counts=counts)
+            products, pool = stage(pool, 2 * number + 1, 1, products)
+            products, pool = stage(pool, 2 * number + 2, 0, products)
+            return pool.banks, pool.counts, products
+
+        carried = (outside.banks, outside.counts, products)
+        banks, counts, products = jax.lax.fori_loop(0, (num_waves + 1) // 2, two, carried)
+        return products, dataclasses.replace(outside, banks=banks, counts=counts)
+
+    def _after(
+        self, pool: ExpertPool, turn: int, products: jax.Array, bank: int = 0
+    ) -> tuple[jax.Array, ExpertPool]:
+        """The products; what is copied from here on waits for them.
+
+        They read the slots that the copy may overwrite, and XLA would copy the pool instead.
+        """
+        products, read = jax.lax.optimization_barrier((products, self.bank(pool, turn, bank)))
+        return products, self.with_bank(pool, turn, read, bank)
+
+    def _multiply(self, x: jax.Array, pairs: Pairs, experts: Experts) -> jax.Array:
+        """[P, N, A, D] of the active pairs."""
+        match self.via:
+            case "row":
+                return products_by_row(x, pairs, experts)
+            case "block" | "block_in_cache":
+                size = STEP_BYTES[self.via]
+                return products_by_block(x, pairs, experts, self.spec.cache.num_experts, size)
+            case "grouped_kernel":
+                stacks = (experts.gate_up, experts.down)
+                chosen = choose_grouped(len(x), self.config, x.dtype, stacks, self.kernels)
+                return products_grouped(x, pairs, experts, chosen.implementation)
+        raise ValueError(f"experts of a cache do not run via {self.via!r}")
+
+    def _experts(
+        self, pool: ExpertPool, turn: int, layer: Index, plan: Placed, wave: Index, bank: int = 0
+    ) -> Experts:
+        """The slots as stacks, with the low-rank terms of the experts that are in them."""
+        experts, slot, wave_of = plan.holders
+        held, num_slots = self.bank(pool, turn, bank), self.spec.cache.num_slots
+        if self.spec.emulated:
+            held, num_slots = (self.store.gate_up, self.store.down), self.store.gate_up.shape[0]
+            slot, wave_of = self.store.row_of[layer][experts], jnp.zeros_like(wave_of)
+        places = jnp.where(wave_of == wave, slot, num_slots)
+
+        def stack(weight: Weight, terms: tuple[Compensator, ...]) -> Weight:
+            stacked: Weight = jax.tree.map(lambda leaf: leaf[None], weight)
+            if not isinstance(stacked, QTensor) or not terms:
+                return stacked
+            placed = tuple(terms_by_slot(term, layer, experts, places, num_slots) for term in terms)
+            return dataclasses.replace(stacked, compensators=placed)
+
+        (gate_up, down), (of_gate_up, of_down) = held, self.store.terms
+        return Experts(stack(gate_up, of_gate_up), stack(down, of_down), 0)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CacheStep:
+    """Facts of one trace that all layers share.
+
+    Attributes:
+      spec: static.
+      config: of the model.
+      tiers: each one's part.
+      placing: what plans the slots of all of them.
+      kernels: which may serve packed experts.
+    """
+
+    spec: ExpertCacheSpec
+    config: ModelConfig
+    tiers: tuple[TierStep, ...]
+    placing: Placing
+    kernels: ops.Kernels
+
+    def is_grouped(self, num_pairs: int) -> bool:
+        """Whether one launch multiplies the pairs of all tiers."""
+        has_form = all(tier.via == "grouped_kernel" for tier in self.tiers)
+        return has_form and not any(tier.num_waves(num_pairs) for tier in self.tiers)
+
+    def has_fused_plan(self, num_pairs: int) -> bool:
+        """Whether one launch finds a slot for so many pairs."""
+        return self.is_grouped(num_pairs) and self.placing.refusal(num_pairs) is None
+
+
+def run_layer(
+    step: CacheStep,
+    cache: ExpertCache,
+    turn: int,
+    layer: Index,
+    x: jax.Array,
+    routing: Routing,
+    token_mask: jax.Array,
+    decision: Decision | None,
+    rule: Rule | None,
+    wanted: Callable[[int, Sequence[ExpertPool]], Wanted | None],
+) -> tuple[jax.Array, ExpertCache]:
+    """Plans, fetches and multiplies; [N, D] and the cache after it.
+
+    Args:
+      step: of the trace.
+      cache: donated.
+      turn: see `TierStep`.
+      layer: index among the sparse layers; int32[] inside a loop.
+      x: [N, D], normed.
+      routing: of the router.
+      token_mask: bool[N], False for padding.
+      decision: a policy's; None: the router's choice is run as it is, and no gate mass is counted.
+      rule: says the decision's tiers, which are then not looked at; None: they are.
+      wanted: of a tier the experts of the next layer to prefetch, by what is in all pools then.
+    """
+    gates = routing.weights.astype(jnp.float32)
+    if decision is None:
+        ids, weights, asked = routing.ids, routing.weights, Asked(routing.ids, gates)
+    else:
+        ids, weights = decision.ids, decision.weights
+        is_routed = ids is routing.ids
+        if rule is not None and is_routed:
+            weights = routing.weights
+        wishes = rule or Wishes(decision.tier, decision.at_least)
+        asked = Asked(ids, gates, wishes, None if is_routed else routing.ids)
+    tiers, pools = step.tiers, list(cache.pools)
+    found, plans, gate, states = step.placing.plan(
+        [(pool.residency, pool.counts) for pool in pools],
+        [tier.store.row_of for tier in tiers], cache.gate, layer, asked, token_mask,
+    )  # fmt: skip
+    for i, (residency, counts) in enumerate(states):
+        pools[i] = dataclasses.replace(pools[i], residency=residency, counts=counts)
+    served = [found.tier == i for i in range(len(tiers))] if decision is not None else []
+    banks = [tier.bank(pool, turn) for tier, pool in zip(tiers, pools, strict=True)]
+    jobs = [plan.admitted for plan in plans]
+    fetched = from_host_together([tier.fetching for tier in tiers], banks, jobs)
+    for i, tier in enumerate(tiers):
+        pools[i] = tier.finish_fetch(pools[i], turn, layer, fetched[i], jobs[i])
+    if decision is None:
+        served = [jnp.broadcast_to(token_mask[:, None], ids.shape)]
+    for i, tier in enumerate(tiers):
+        pools[i] = tier.note_uses(pools[i], layer, ids, served[i])
+    num_pairs, products = ids.size, []
+    if decision is not None and step.is_grouped(num_pairs):
+        slot, stacks = found.slot, []
+        for i, tier in enumerate(tiers):
+            pools[i] = tier.prefetch(pools[i], turn, layer, token_mask, wanted(i, pools))
+            pairs, experts = tier.pairs_and_slots(
+                pools[i], turn, layer, ids, found.tier == i, plans[i]
+            )
+            stacks.append(experts)
+            if tier.spec.emulated:
+                slot = jnp.where(found.tier == i, pairs.expert, slot)
+        total = _products_of_tiers(step, x, found.tier, slot, stacks)
+    else:
+        for i, tier in enumerate(tiers):
+            ahead = wanted(i, pools)
+            if not tier.num_waves(num_pairs):
+                pools[i] = tier.prefetch(pools[i], turn, layer, token_mask, ahead)
+            mine = served[0] if decision is None else found.tier == i
+            own, pools[i] = tier.products(
+                pools[i], turn, layer, x, ids, mine, plans[i], token_mask, ahead
+            )
+            products.append(own)
+        total = _selected(products, found.tier)
+    runs = served[0] if decision is None else found.tier != SKIPPED
+    out = combine(total, Pairs(ids, runs), weights, x.dtype)
+    return out, dataclasses.replace(cache, pools=tuple(pools), gate=gate)
+
+
+def _products_of_tiers(
+    step: CacheStep, x: jax.Array, tier: jax.Array, slot: jax.Array, tiers: Sequence[Experts]
+) -> jax.Array:
+    """[P, N, A, D], one launch of gates and ups and one of downs for the pairs of all tiers."""
+    stacks = [(experts.gate_up, experts.down) for experts in tiers]
+    chosen = choose_for_tiers(len(x), step.config, x.dtype, stacks, step.kernels)
+    if chosen.implementation == ops.DEQUANTIZED:
+        raise ValueError(f"the grouped kernel refuses the tiers: {chosen.describe()}")
+    return products_of_tiers(x, tier, slot, tiers, chosen.implementation)
+
+
+def _selected(products: Sequence[jax.Array], tier: jax.Array) -> jax.Array:
+    """Of each pair the product of its tier; [P, N, A, D], P the largest of the tiers'."""
+    if len(products) == 1:
+        return products[0]
+    wide = jnp.result_type(*products)
+    parts = max(len(one) for one in products)
+    chosen = jnp.zeros((parts, *products[0].shape[1:]), wide)
+    for i, one in enumerate(products):
+        filled = jnp.pad(one.astype(wide), ((0, parts - len(one)), (0, 0), (0, 0), (0, 0), (0, 0)))
+        chosen = jnp.where((tier == i)[None, :, :, None], filled, chosen)
+    return chosen
+
+
+class CachedExperts:
+    """Runs the experts of one step's layers; carries the cache from one to the next."""
+
+    def __init__(
+        self,
+        spec: ExpertCacheSpec,
+        config: ModelConfig,
+        cache: ExpertCache,
+        store: Sequence[ExpertStore],
+        via: Sequence[ExpertsVia],
+        kernels: ops.Kernels,
+        *,
+        num_prefilled: int | None = None,
+    ):
+        """For one trace.
+
+        Args:
+          spec: static.
+          config: of the model.
+          cache: the slots of all tiers.
+          store: the host's rows of each.
+          via: the form that runs the experts of each.
+          kernels: which may serve packed experts.
+          num_prefilled: tokens of a step of prompts, padding too; None in a step of decode.
+        """
+        self.spec, self.config, self.cache = spec, config, cache
+        self._store, self._is_prefill = tuple(store), num_prefilled is not None
+        self._turn = -1  # of the layer that runs, see `TierStep`
+        self._importance: jax.Array | None = None  # float32[N], of the layer that comes next
+        self._seen: list[Observation] = []  # of layers that the policy has not been asked about
+        self._replays: jax.Array | None = None  # which entry of a replay is this step's, once asked
+        policy, moves = spec.policy, True
+        if policy is not None:
+            dims = spec.cache.num_layers, len(spec.pools), spec.cache.num_experts
+            moves = moves_between_steps(policy, cache.state, dims)
+        self._weighs = policy is not None and self._is_prefill and policy.needs.importance
+        self._carries = self._weighs and config.delta_net is not None
+        if self._carries:  # nobody has attended yet: all are alike
+            self._importance = jnp.ones(num_prefilled, jnp.float32)
+        tiers = tuple(
+            TierStep(pool, config, rows, form, kernels, self._is_prefill)
+            for pool, rows, form in zip(spec.pools, store, via, strict=True)
+        )
+        placing = Placing(spec.pools, kernels.target, moves)
+        self.step = CacheStep(spec, config, tiers, placing, kernels)
+
+    def finish(self) -> ExpertCache:
+        """The cache after the layers so far, with the policy's deferred updates."""
+        self._apply_deferred_updates()
+        return self.cache
+
+    @property
+    def num_turns(self) -> int:
+        """See `models.run_experts.LoopedExperts`; a layer's banks are static."""
+        return math.lcm(*(pool.cache.banks for pool in self.spec.pools))
+
+    @property
+    def state(self) -> tuple[ExpertCache, jax.Array | None]:
+        """The cache; and the importance of tokens, where layers may have none of their own."""
+        return self.finish(), self._importance if self._carries else None
+
+    def resume(self, state: tuple[ExpertCache, jax.Array | None]) -> None:
+        """See `models.run_experts.LoopedExperts`."""
+        self.cache, self._importance = state
+        self._turn, self._replays = -1, None
+
+    def kept(self) -> None:
+        """Nothing; see `models.run_experts.LoopedExperts`."""
+
+    def keep(self, kept: None) -> None:
+        """Takes nothing; see `models.run_experts.LoopedExperts`."""
+
+    def watch(
+        self,
+        layer: Index,
+        q: jax.Array,
+        keys: jax.Array,
+        positions: jax.Array,
+        token_mask: jax.Array,
+    ) -> None:
+        """See `models.attention.WatchAttention`; keeps the importance of the layer's tokens.
+
+        Layers without attention have that of the last one before them that attends.
+        """
+        if not self._weighs:
+            return
+        c, needs = self.config, self._policy.needs
+        if not self._carries and isinstance(layer, int) and layer not in c.moe_layers:
+            return
+        received = attention_received(
+            q, keys, positions, token_mask, aggregation=needs.aggregation,
+            sliding_window=c.sliding_window, scale=c.score_scale,
+        )  # fmt: skip
+        places = jnp.minimum(positions, received.shape[1] - 1)
+        self._importance = jnp.take_along_axis(received, places, axis=1).reshape(-1)
+
+    def __call__(
+        self,
+        layer: Index,
+        x: jax.Array,
+        routing: Routing,
+        token_mask: jax.Array,
+        ahead: Callable[[], Routing] | None,
+    ) -> jax.Array:
+        """See `models.run_experts.RunExperts`."""
+        self._turn = layer if isinstance(layer, int) else self._turn + 1
+        if self.spec.policy is None:
+            decision = rule = None
+        else:
+            decision, rule = self._decide(layer, routing, token_mask, ahead)
+
+        def wanted(tier: int, pools: Sequence[ExpertPool]) -> Wanted | None:
+            if decision is not None:
+                return self._candidates(layer, tier, decision.ahead, pools)
+            return (lambda: self._predicted(layer, ahead(), token_mask)) if ahead else None
+
+        out, self.cache = run_layer(
+            self.step, self.cache, self._turn, layer, x, routing, token_mask, decision, rule, wanted
+        )
+        return out
+
+    @property
+    def _policy(self) -> AnyPolicy:
+        assert self.spec.policy is not None
+        return self.spec.policy
+
+    def _decide(
+        self, layer: Index, routing: Routing, token_mask: jax.Array,
+        ahead: Callable[[], Routing] | None,
+    ) -> tuple[Decision, Rule | None]:  # fmt: skip
+        """What the policy makes of the routing; with a rule that says its tiers, if it has one."""
+        resident = cache_plan.serving(self._resident(self.cache.pools, layer), self.spec.full)
+        seen = self._observed(layer, routing, token_mask, ahead, resident)
+        rule = None
+        if self.step.has_fused_plan(routing.ids.size) and not self._is_prefill:
+            rule = self._policy.decode_rule(self.cache.state)
+        if rule is not None and self._defers_update(layer):
+            self._seen.append(dataclasses.replace(seen, predicted=None))
+            tiers = jnp.zeros(routing.ids.shape, jnp.int32)  # not looked at
+            return Decision(routing.ids, tiers, routing.weights, tiers > 0), rule
+        decision, state = self._policy.decide(self.cache.state, seen)
+        self.cache = dataclasses.replace(self.cache, state=state)
+        return decision, rule
+
+    def _resident(self, pools: Sequence[ExpertPool], layer: Index) -> jax.Array:
+        """bool[T, E], where experts are."""
+        num_experts = self.config.num_experts
+        rows = [pool.residency.table[layer, :num_experts] for pool in pools]
+        return jnp.stack(rows) >= 0
+
+    def _defers_update(self, layer: Index) -> bool:
+        """Whether a policy with a rule is told of all layers at the end of the step.
+
+        That takes fewer launches than layer by layer. The rule says its tiers; what it would
+        prefetch is not known before the step's end.
+        """
+        looks_ahead = any(tier.most_ahead for tier in self.step.tiers)
+        may_wait = self._policy.layer_axes is not None and not self._policy.substitutes
+        return isinstance(layer, int) and may_wait and not looks_ahead
+
+    def _apply_deferred_updates(self) -> None:
+        """Asks the policy about the layers that it has only been shown."""
+        seen, self._seen, state = self._seen, [], self.cache.state
+        if not seen:
+            return
+        if len(seen) == self.spec.cache.num_layers:
+            together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *seen)
+            _, state = vmap_decide(self._policy, self._policy.layer_axes, state, together)
+        else:
+            for of_layer in seen:
+                _, state = self._policy.decide(state, of_layer)
+        self.cache = dataclasses.replace(self.cache, state=state)
+
+    def _observed(
+        self,
+        layer: Index,
+        routing: Routing,
+        token_mask: jax.Array,
+        ahead: Callable[[], Routing] | None,
+        resident: jax.Array,
+    ) -> Observation:
+        looks = self._policy.needs.predicted and ahead is not None
+        pools = self.cache.pools
+        observation = Observation(
+            layer=jnp.asarray(layer, jnp.int32),
+            probabilities=routing.probabilities,
+            ids=routing.ids,
+            weights=routing.weights,
+            active=token_mask,
+            resident=resident,
+            importance=self._importance,
+            predicted=foreseen(ahead(), self.config) if looks and ahead else None,
+            tables=pools[0].residency.table if len(pools) == 1 else None,
+            is_prefill=self._is_prefill,
+        )
+        if not self._carries:
+            self._importance = None
+        return observation
+
+    def heard(self, layer: Index, logits: jax.Array, *, is_ahead: bool) -> jax.Array:
+        """See `models.run_experts.HearsRouters`; by what the first tier's store replays."""
+        store = self._store[0]
+        replay = store.replay_predicted if is_ahead else store.replay
+        if replay is None or self._is_prefill or logits.shape != replay.shape[2:]:
+            return logits
+        if self._replays is None:
+            # A pool's clock counts its layers from 1 on, those of prompts too. Read once a step:
+            # whoever reads it after a layer has it copied before the next one counts.
+            step = (self.cache.pools[0].residency.clock - 1) // self.spec.cache.num_layers
+            self._replays = step % len(replay)
+        return in_place_of(replay[self._replays, layer], logits)
+
+    def _predicted(self, layer: Index, predicted: Routing, token_mask: jax.Array) -> jax.Array:
+        """What the next layer's router is expected to choose (DyMoE eq. 6-8)."""
+        store, tier = self._store[0], self.step.tiers[0]
+        scores = jnp.where(token_mask[:, None], foreseen(predicted, self.config), 0.0)
+        said = jax.lax.top_k(jnp.sum(scores, axis=0), tier.most_ahead)[1]
+        if store.replay_ahead is None or self._replays is None:
+            return said
+        row = store.replay_ahead[self._replays, tier.next_layer(layer), : tier.most_ahead]
+        return in_place_of(row, said[: len(row)])
+
+    def _candidates(
+        self, layer: Index, tier: int, ahead: jax.Array | None, pools: Sequence[ExpertPool]
+    ) -> Wanted | None:
+        """Experts that a tier should hold for the next layer, of which no better copy is there."""
+        limit = self.step.tiers[tier].most_ahead
+        if ahead is None or not limit:
+            return None
+        following = self.step.tiers[0].next_layer(layer)
+        if isinstance(following, int) and following >= self.spec.cache.num_layers:
+            return None
+
+        def wanted() -> jax.Array:
+            # Those that it holds already too: what comes takes no slot of theirs.
+            better = jnp.any(self._resident(pools, following)[:tier], axis=0)
+            some, ids = jax.lax.top_k(((ahead == tier) & ~better).astype(jnp.int32), limit)
+            return jnp.where(some > 0, ids, -1)
+
+        return wanted
