@@ -18,7 +18,7 @@ from moejax.checkpoints.safetensors_reader import MOST_TENSORS
 from moejax.checkpoints.sizes import checkpoint_sizes
 from moejax.demo import DEMO_DIRECTORY
 from moejax.errors import MoejaxError
-from moejax.tokenizer import Tokenizer
+from moejax.text.tokenizer import Tokenizer
 from tests.hf_checkpoints import write_checkpoint
 from tests.quantized_stores import QWEN, Gptq, Own
 

@@ -4,9 +4,9 @@ import re
 from collections.abc import Callable
 
 from moejax import cli, plan
-from moejax.memory.budget import describe, describe_tiers
+from moejax.experts.budget import describe, describe_tiers
+from moejax.files.result_rows import ResultRow, read_rows
 from moejax.planning import budget_of, model_of, tiered_budget
-from moejax.results import ResultRow, read_rows
 from scripts import plot_kernels
 from scripts.documents.commands import ROOT
 

@@ -1,0 +1,56 @@
+"""What a compiled step gives the host: new tokens, and their log-probabilities where asked for."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from moejax.inference.sampling import Logprobs
+
+NO_TOKEN = -1  # in the place of a token: the row has ended, or rests
+NOT_FINITE = -2  # the row's logits named none, and it ends here
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Emitted:
+    """The new tokens of a call of n steps.
+
+    Invariant: the leading axes of all arrays are those of `tokens`.
+    """
+
+    tokens: jax.Array  # int32[B, n], NO_TOKEN or NOT_FINITE where there is none
+    logprobs: Logprobs | None  # None where the program tells none
+
+    def placed(self, index: jax.Array, tokens: jax.Array, logprobs: Logprobs | None) -> "Emitted":
+        """With what step `index`, int32[], gave: int32[B] and its logprobs, None as here."""
+
+        def place(old: jax.Array, new: jax.Array) -> jax.Array:
+            return old.at[:, index].set(new)
+
+        return jax.tree.map(place, self, Emitted(tokens, logprobs))
+
+
+def names_a_token(logits: jax.Array) -> jax.Array:
+    """bool[B], whether logits [B, V] are finite and not all the same.
+
+    They are the same where weights are so large that a norm's sum of squares overflows: what it
+    divides by that is zero.
+    """
+    spread = jnp.max(logits, axis=-1) - jnp.min(logits, axis=-1)  # NaN of any NaN
+    return (spread > 0) & (spread < jnp.inf)
+
+
+def none_emitted(batch: int, length: int, top_logprobs: int) -> Emitted:
+    """For `length` tokens of each row, none of which is there yet.
+
+    Args:
+      batch: B.
+      length: n.
+      top_logprobs: N, likeliest tokens told beside each; 0: no logprobs at all.
+    """
+    tokens = jnp.full((batch, length), NO_TOKEN, jnp.int32)
+    if not top_logprobs:
+        return Emitted(tokens, None)
+    top = jnp.zeros((batch, length, top_logprobs), jnp.float32)
+    return Emitted(tokens, Logprobs(top[..., 0], top, jnp.zeros(top.shape, jnp.int32)))
