@@ -21,12 +21,15 @@ from pathlib import Path
 import jax
 from absl import app, flags
 
-from moejax import results
+from moejax.files import result_rows as results
 from scripts.stress_process import Server, running_server
 
 _ANSWERS = flags.DEFINE_integer("answers", 128, "n of the long request", lower_bound=1)
 _TOKENS = flags.DEFINE_integer("tokens", 500, "of each of its answers", lower_bound=1)
 _MAX_BATCH = flags.DEFINE_integer("max_batch", 8, "of the server")
+_FIFO = flags.DEFINE_float(
+    "fifo_s", None, "of the first short answer where rows came first in, first out; a baseline"
+)
 _RESULTS = flags.DEFINE_string("results", "scripts/results/server.jsonl", "rows go here; '': none")
 
 TIMEOUT_S = 900.0
@@ -82,6 +85,7 @@ def main(argv: list[str]) -> None:
         print(f"{name:<40}{figure:>9.2f} s")
     print(f"short answers meanwhile: {len(took)}")
     if _RESULTS.value:
+        fifo = {} if _FIFO.value is None else {"first in, first out": _FIFO.value}
         load = f"n={_ANSWERS.value} of {_TOKENS.value} tokens, demo, float32"
         load += f", batches up to {_MAX_BATCH.value}"
         rows = [
@@ -89,7 +93,7 @@ def main(argv: list[str]) -> None:
                 what=f"server in turns, {name}: {load}; 8 tokens of another client",
                 figure=float(f"{figure:.4g}"),
                 unit="s",
-                baseline={},
+                baseline=fifo if name.endswith("the first") else {},
                 device=results.describe_device(jax.devices("cpu")[0]),
                 versions=results.package_versions("jax", "uvicorn", "starlette"),
                 date=results.today(),

@@ -4,7 +4,7 @@ import random
 
 from absl.testing import absltest
 
-from moejax.generation import GenerationSettings
+from moejax.inference.generation import GenerationSettings
 from moejax.serving.fair_queue import FairQueue
 from moejax.serving.rows import Row
 
