@@ -1,4 +1,4 @@
-"""The engine of a configuration, and the exact one beside it; JAX is imported when needed."""
+"""Loads a configuration's engine, and the exact one; imports JAX when needed."""
 
 import sys
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def say(*lines: str) -> None:
-    """Lines to stderr."""
+    """Prints lines to stderr."""
     for line in lines:
         print(line, file=sys.stderr)
 
 
 def load_engine(config: GenerateConfig, num_prompts: int = 1) -> "Engine":
-    """The engine of a configuration; says on stderr where compiled programs are kept."""
+    """Loads a configuration's engine; prints to stderr where compiled programs are kept."""
     import jax
 
     from moejax.engine import Engine
@@ -53,7 +53,7 @@ def compared(
     prompts: Sequence[list[int]],
     answers: Sequence[list[int]],
 ) -> str:
-    """The KL of the exact model to this one on some tokens of its answers, read as prompts."""
+    """KL of the exact model from this one on some tokens of its answers, read as prompts."""
     import numpy as np
 
     from moejax.engine import Engine

@@ -1,4 +1,4 @@
-"""The engine of an evaluation."""
+"""Loads the engine of an evaluation."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # importing the engine imports JAX, which --help and mistakes
 
 
 def load_engine(config: EvaluateConfig, directory: Path, policy: "Tiering | None") -> "Engine":
-    """The engine of a configuration; without a policy, the exact one."""
+    """Loads a configuration's engine; without a policy, the exact one."""
     from moejax.engine import PLANNED_CONTEXT, Engine
     from moejax.experts.tiering import verify_all
 

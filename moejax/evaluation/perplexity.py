@@ -33,7 +33,7 @@ STANDARD_ERROR = (
 
 @dataclasses.dataclass(frozen=True)
 class Windowing:
-    """How a stream is cut: `stride` from 1 to `window`, which is all that a prediction sees."""
+    """How a stream is cut: `stride` is 1 to `window`, all that a prediction sees."""
 
     window: int
     stride: int
@@ -49,7 +49,7 @@ class Windowing:
             )
 
     def num_windows(self, num_tokens: int) -> int:
-        """Windows that cover the `num_tokens` - 1 targets of a stream."""
+        """Number of windows that cover the `num_tokens` - 1 targets of a stream."""
         return 1 + max(0, -(-(num_tokens - 1 - self.window) // self.stride))
 
 
@@ -66,13 +66,13 @@ class WindowScore(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LogLikelihood:
-    """What was measured: nats over `num_scored` tokens, in `num_windows` windows.
+    """Measured likelihood: nats over `num_scored` tokens, in `num_windows` windows.
 
     Attributes:
       nats: sum over all scored tokens.
       num_scored: tokens.
       num_windows: windows.
-      stderr: of `nats` / `num_scored`, by `STANDARD_ERROR`; None of a single window.
+      stderr: of `nats` / `num_scored`, by `STANDARD_ERROR`; None for a single window.
     """
 
     nats: float
@@ -82,7 +82,7 @@ class LogLikelihood:
 
     @classmethod
     def of(cls, scores: Sequence[WindowScore]) -> "LogLikelihood":
-        """Of all windows, in any order."""
+        """Sums the scores of all windows, in any order."""
         nats = math.fsum(score.nats for score in scores)
         num_scored, count = sum(score.num_scored for score in scores), len(scores)
         if count < 2:
@@ -94,32 +94,31 @@ class LogLikelihood:
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean negative log-likelihood; infinite where that overflows."""
+        """Perplexity: exp of the mean negative log-likelihood, infinite if that overflows."""
         mean = self.nats / self.num_scored
         return math.exp(mean) if mean < 700 else math.inf
 
     @property
     def perplexity_stderr(self) -> float | None:
-        """The standard error of `perplexity`; None where one of the two is not there."""
+        """Standard error of `perplexity`; None if either is unknown."""
         if self.stderr is None or math.isinf(self.perplexity):
             return None
         return self.perplexity * self.stderr
 
     def bits_per_byte(self, num_bytes: int) -> float:
-        """Bits over all bytes of the text, those of an unscored first token included."""
+        """Bits per byte of the whole text, an unscored first token included."""
         return self.nats / math.log(2) / num_bytes
 
 
 def windows(
     ids: np.ndarray, windowing: Windowing, batch_size: int, chosen: Sequence[int] | None = None
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Batches of one shape: inputs, their number, and the target after each.
+    """Yields batches of one shape: inputs, their number, and the target after each.
 
     Args:
       ids: integer[n], at least two.
-      windowing: how they are cut.
       batch_size: windows of a batch; the last batch is filled with empty ones.
-      chosen: the windows that are wanted, by index; None: all.
+      chosen: indices of the windows; None: all.
 
     Yields:
       tokens int32[B, T], lengths int32[B], targets int32[B, T] with -1 for "not scored"; T is the
@@ -154,19 +153,16 @@ def log_likelihood(
 ) -> LogLikelihood:
     """Scores a stream.
 
-    The result is the same to the bit whether windows were known or are scored now, where their
-    batches are the same.
+    Known windows and windows scored now give equal bits if their batches are equal.
 
     Args:
       ids: token ids, at least two.
-      windowing: how they are cut.
       score: of a model, such as `Engine.score`.
-      batch_size: windows at once.
-      known: windows that are not scored again, by index.
-      on_batch: is given the scores of each batch, by index.
+      known: scores of earlier windows, by index.
+      on_batch: called with the scores of each batch, by index.
 
     Raises:
-      MoejaxError: fewer than two tokens, or a model that gives no finite likelihood.
+      MoejaxError: fewer than two tokens, or a likelihood that is not finite.
     """
     stream = np.asarray(ids)
     if len(stream) < 2:
