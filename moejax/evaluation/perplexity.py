@@ -41,13 +41,13 @@ class WindowScore(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LogLikelihood:
-    """What was measured: nats over `num_scored` tokens, in `num_windows` windows.
+    """Measured likelihood: nats over `num_scored` tokens, in `num_windows` windows.
 
     Attributes:
       nats: sum over all scored tokens.
       num_scored: tokens.
       num_windows: windows.
-      stderr: of `nats` / `num_scored`, by `STANDARD_ERROR`; None of a single window.
+      stderr: of `nats` / `num_scored`, by `STANDARD_ERROR`; None for a single window.
     """
 
     nats: float
@@ -57,7 +57,7 @@ class LogLikelihood:
 
     @classmethod
     def of(cls, scores: Sequence[WindowScore]) -> "LogLikelihood":
-        """Of all windows, in any order."""
+        """Sums the scores of all windows, in any order."""
         nats = math.fsum(score.nats for score in scores)
         num_scored, count = sum(score.num_scored for score in scores), len(scores)
         if count < 2:
@@ -69,19 +69,19 @@ class LogLikelihood:
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean negative log-likelihood; infinite where that overflows."""
+        """Perplexity: exp of the mean negative log-likelihood, infinite if that overflows."""
         mean = self.nats / self.num_scored
         return math.exp(mean) if mean < 700 else math.inf
 
     @property
     def perplexity_stderr(self) -> float | None:
-        """The standard error of `perplexity`; None where one of the two is not there."""
+        """Standard error of `perplexity`; None if either is unknown."""
         if self.stderr is None or math.isinf(self.perplexity):
             return None
         return self.perplexity * self.stderr
 
     def bits_per_byte(self, num_bytes: int) -> float:
-        """Bits over all bytes of the text, those of an unscored first token included."""
+        """Bits per byte of the whole text, an unscored first token included."""
         return self.nats / math.log(2) / num_bytes
 
 
@@ -96,19 +96,16 @@ def log_likelihood(
 ) -> LogLikelihood:
     """Scores a stream.
 
-    The result is the same to the bit whether windows were known or are scored now, where their
-    batches are the same.
+    Known windows and windows scored now give equal bits if their batches are equal.
 
     Args:
       ids: token ids, at least two.
-      windowing: how they are cut.
       score: of a model, such as `Engine.score`.
-      batch_size: windows at once.
-      known: windows that are not scored again, by index.
-      on_batch: is given the scores of each batch, by index.
+      known: scores of earlier windows, by index.
+      on_batch: called with the scores of each batch, by index.
 
     Raises:
-      MoejaxError: fewer than two tokens, or a model that gives no finite likelihood.
+      MoejaxError: fewer than two tokens, or a likelihood that is not finite.
     """
     stream = np.asarray(ids)
     if len(stream) < 2:

@@ -1,4 +1,4 @@
-"""Perplexity of a text: what `moejax.evaluate` runs."""
+"""Perplexity of a text: the run of `moejax.evaluate`."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def run(config: EvaluateConfig, text: Text, output: Path | None) -> None:
-    """Measures, prints a line, writes the JSON file and beside it the nats of each window."""
+    """Measures, prints a line, writes the JSON file and each window's nats beside it."""
     if output:
         record.check_output(output)
         check_place(beside(output))
@@ -79,7 +79,7 @@ def run(config: EvaluateConfig, text: Text, output: Path | None) -> None:
 
 
 def begins_anew(config: EvaluateConfig) -> str:
-    """Why a run takes no windows over from an interrupted one; "" where it does."""
+    """Reason why a run reuses no windows of an interrupted one; "" if it does."""
     if config.policy.name:
         return "a policy's state goes from window to window, so the run begins anew"
     if config.record_trace:
@@ -90,7 +90,7 @@ def begins_anew(config: EvaluateConfig) -> str:
 def _head(
     config: EvaluateConfig, text: Text, stream: Stream, directory: Path, engine: "Engine"
 ) -> dict[str, Any]:
-    """What is measured, of what, how: windows serve only a run with the same."""
+    """Identity of a measurement: windows are reused only by a run with an equal one."""
     return {
         "task": "perplexity",
         "text": {"source": text.source, "sha256": text.sha256},
@@ -109,7 +109,7 @@ def _head(
 def _compared(
     config: EvaluateConfig, directory: Path, engine: "Engine", ids: list[int]
 ) -> fidelity.Fidelity | None:
-    """The exact model beside this one; None, and said so, where there is no room for it."""
+    """Compares with the exact model; logs an error and returns None if it does not fit."""
     chosen = fidelity.sample(ids, config.windowing(), config.fidelity_share, config.seed)
     own = fidelity.predictions(engine.logits, chosen)
     try:
@@ -133,7 +133,7 @@ def check_window(engine: "Engine", windowing: Windowing) -> None:
 def measure(
     engine: "Engine", ids: list[int], windowing: Windowing, batch_size: int, answers: AnswerFile
 ) -> LogLikelihood:
-    """Scores the tokens of windows that have no answer yet, under a progress bar."""
+    """Scores the windows that have no answer yet, under a progress bar."""
     known = {i: WindowScore(of["nats"], of["tokens"]) for i, of in answers.known.items()}
     nats = sum(of.nats for of in known.values())
     num_scored = sum(of.num_scored for of in known.values())

@@ -1,7 +1,7 @@
 """One new token of each sequence through all layers by few launches, on a GPU in half precision.
 
-What lies between the products of a layer is small: XLA's kernels for it take longer to start than
-to run. Here a residual sum goes into the launch of the norm that follows it, and one launch
+The operations between the products of a layer are small: XLA's kernels for it take longer to start
+than to run. Here a residual sum goes into the launch of the norm that follows it, and one launch
 takes queries, keys and values from their product to attention and the cache.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def choose_token_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernels) -> Choice:
-    """What serves norms, rotation and cache writes of a token, and why the kernels do not if so.
+    """Chooses norms, rotation and cache writes of a decode step, with refusals.
 
     Where one kernel takes queries, keys and values to the cache depends on attention
     (`choose_cache_writes`); layers by a delta rule and latent attention write for themselves.
@@ -31,7 +31,7 @@ def choose_token_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernel
     Args:
       config: of the model.
       dtype: of the activations and the cache.
-      kernels: which may serve; a reference that is asked for is XLA's here.
+      kernels: the permitted implementations; a reference means XLA here.
 
     Returns:
       "triton", all that the model needs, or "xla".
@@ -49,7 +49,7 @@ def choose_token_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernel
 
 
 def is_plain(config: ModelConfig) -> bool:
-    """Whether attention is of the form that `qkv_to_cache` takes to the cache.
+    """Whether `qkv_to_cache` supports the model's attention.
 
     Else the layers mix by `Transformer.mix`, whatever serves attention.
     """
@@ -59,7 +59,7 @@ def is_plain(config: ModelConfig) -> bool:
 
 
 def choose_cache_writes(config: ModelConfig, dtype: jnp.dtype, target: Target) -> Choice:
-    """What takes queries, keys and values from their product to attention and the cache.
+    """Chooses the implementation that splits a qkv product into queries and cache writes.
 
     Args:
       config: of a model whose attention is plain.
@@ -72,7 +72,7 @@ def choose_cache_writes(config: ModelConfig, dtype: jnp.dtype, target: Target) -
 
 
 def serves_token_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernels) -> bool:
-    """Whether `token_layers` may run; arguments as of `choose_token_step`."""
+    """Whether `token_layers` may run."""
     return choose_token_step(config, dtype, kernels).implementation == "triton"
 
 

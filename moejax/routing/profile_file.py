@@ -1,4 +1,4 @@
-"""The file of a profile: buddy lists, what they were made of, and where they come from.
+"""Profile file: buddy lists, the counts they were made from, and their provenance.
 
 `buddies.safetensors`, beside a checkpoint, holds
 
@@ -38,12 +38,12 @@ _MEND = "profile the model again (python -m moejax.profile_experts)"
 
 @dataclasses.dataclass(frozen=True)
 class BuddyProfile:
-    """What BuddyMoE knows of a model.
+    """Profile of a model for BuddyMoE: buddy lists, thresholds and counts.
 
     Attributes:
       lists: for `policies.buddymoe.BuddyMoe`.
-      tau: float32[M], for the same.
-      activity: on the host; lists and tau with other options are made of it by `profile_of`.
+      tau: float32[M], for `policies.buddymoe.BuddyMoe` too.
+      activity: counts, on the host; `profile_of` makes lists and tau with other options from them.
       provenance: model, text, options, versions, date, command.
     """
 
@@ -54,13 +54,13 @@ class BuddyProfile:
 
     @property
     def links(self) -> np.ndarray | None:
-        """float32[M, E, E] for `policies.dynaexq.DynaExq`; None of a profile that lacks them."""
+        """Links float32[M, E, E] for `policies.dynaexq.DynaExq`; None if the profile lacks them."""
         following = self.activity.following
         return None if following is None else links_of(np.asarray(following))
 
     @property
     def gains(self) -> np.ndarray | None:
-        """float64[M, E, E] for the same, of outputs; None where they were not compared."""
+        """Gains float64[M, E, E] of outputs for BuddyMoE; None if outputs were not compared."""
         if self.activity.cosines is None:
             return None
         cosines, tokens = self.activity.cosines, self.activity.activations
@@ -77,16 +77,17 @@ def profile_of(
     max_buddies: int,
     percentile: float,
 ) -> BuddyProfile:
-    """Lists and tau of what was counted.
+    """Makes lists and tau from counts.
 
     Args:
       activity: on the host.
-      provenance: as far as it goes; the options are added to it.
-      source: of q. By co-activations the list of an expert that was never chosen is empty.
+      provenance: without the options, which are added.
+      source: where q comes from. By co-activations, an expert that was never chosen has an empty
+        list.
       smoothing: epsilon of Laplace, for co-activations.
-      alpha: CFT, of all layers or [M].
+      alpha: CFT, one for all layers or [M].
       max_buddies: K_max.
-      percentile: of TAE, for tau; 0 is off.
+      percentile: percentile of TAE, for tau; 0 is off.
     """
     q = shares(activity, source, smoothing)
     if source != "outputs":  # of an expert that was never chosen smoothing alone would tell
@@ -104,7 +105,7 @@ def profile_of(
 
 
 def summary(profile: BuddyProfile, output: Path) -> str:
-    """The result in one line, with the sizes of the lists that section 3.3 reports."""
+    """Summarises the profile in one line, with the list sizes of section 3.3."""
     sizes, activity, of = profile.lists.sizes(), profile.activity, profile.provenance
     never = int((np.asarray(activity.activations) == 0).sum())
     least, most = sizes.min(), sizes.max()
@@ -122,7 +123,7 @@ def summary(profile: BuddyProfile, output: Path) -> str:
 
 
 def save_buddies(path: Path, profile: BuddyProfile) -> None:
-    """Writes the file, whole or not at all."""
+    """Writes the profile, whole or not at all."""
     counted = dataclasses.asdict(profile.activity)
     tensors = {
         "buddies": profile.lists.ids,
@@ -138,16 +139,15 @@ def save_buddies(path: Path, profile: BuddyProfile) -> None:
 def load_buddies(
     path: Path, config: ModelConfig | None = None, directory: Path | None = None
 ) -> BuddyProfile:
-    """Reads a profile; one of another config.json of the model's family is warned about.
+    """Reads a profile; warns if it comes from another config.json of the model's family.
 
     Args:
-      path: the file, or the directory of a checkpoint that it lies in.
-      config: of the model that it is to serve.
+      path: the file, or the checkpoint directory that holds it.
+      config: the model that will use it.
       directory: of that model's checkpoint.
 
     Raises:
-      MoejaxError: there is no such file, it is no profile or a broken one, or it is of another
-        model.
+      MoejaxError: the file is missing, is not a profile, is broken, or belongs to another model.
     """
     path = path / FILE_NAME if path.is_dir() else path
     if not path.is_file():
@@ -176,7 +176,7 @@ def load_buddies(
 def _check_origin(
     path: Path, provenance: Any, config: ModelConfig | None, directory: Path | None
 ) -> None:
-    """Raises MoejaxError for a profile of another family; warns where config.json is another."""
+    """Raises MoejaxError for a profile of another family; warns of another config.json."""
     counting = provenance.get("counting", {}) if isinstance(provenance, dict) else None
     if not isinstance(counting, dict):
         raise MoejaxError(f"{path} does not say where it comes from; {_MEND}")
@@ -200,7 +200,7 @@ def config_sha256(directory: Path) -> str | None:
 
 
 def _check_values(path: Path, lists: BuddyLists, numbers: dict[str, np.ndarray]) -> None:
-    """Raises MoejaxError where the invariants of `BuddyLists` do not hold, or a number is none."""
+    """Raises MoejaxError if `BuddyLists` breaks an invariant, or a number is NaN."""
     ids, num_experts = lists.ids, lists.ids.shape[1]
     if ids.max(initial=-1) >= num_experts or ids.min(initial=-1) < -1:
         raise MoejaxError(f"{path}: buddies names an expert that there is not; {_MEND}")
@@ -219,7 +219,7 @@ def _check_values(path: Path, lists: BuddyLists, numbers: dict[str, np.ndarray])
 
 
 def _check(path: Path, stored: dict[str, StoredTensor], config: ModelConfig | None) -> None:
-    """Raises MoejaxError for tensors that are missing, or not as large as they should be."""
+    """Raises MoejaxError for tensors that are missing or have another size."""
     optional = ("cosines", "following")
     names = [field.name for field in dataclasses.fields(ExpertActivity)]
     needed = [name for name in names if name not in optional]

@@ -10,7 +10,7 @@ from moejax.errors import MoejaxError
 
 @dataclasses.dataclass(frozen=True)
 class Windowing:
-    """How a stream is cut: `stride` from 1 to `window`, which is all that a prediction sees."""
+    """How a stream is cut: `stride` is 1 to `window`, all that a prediction sees."""
 
     window: int
     stride: int
@@ -26,7 +26,7 @@ class Windowing:
             )
 
     def num_windows(self, num_tokens: int) -> int:
-        """Windows that cover the `num_tokens` - 1 targets of a stream."""
+        """Number of windows that cover the `num_tokens` - 1 targets of a stream."""
         return 1 + max(0, -(-(num_tokens - 1 - self.window) // self.stride))
 
 
@@ -37,13 +37,12 @@ PRESETS = {"2048/2048": Windowing(2048, 2048), "2048/512": Windowing(2048, 512)}
 def windows(
     ids: np.ndarray, windowing: Windowing, batch_size: int, chosen: Sequence[int] | None = None
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Batches of one shape: inputs, their number, and the target after each.
+    """Yields batches of one shape: inputs, their number, and the target after each.
 
     Args:
       ids: integer[n], at least two.
-      windowing: how they are cut.
       batch_size: windows of a batch; the last batch is filled with empty ones.
-      chosen: the windows that are wanted, by index; None: all.
+      chosen: indices of the windows; None: all.
 
     Yields:
       tokens int32[B, T], lengths int32[B], targets int32[B, T] with -1 for "not scored"; T is the
