@@ -3,11 +3,11 @@
 import dataclasses
 import re
 
-from moejax.benchmarking.shapes import CONFIGS
 from moejax.config.commands import SHAPE_BITS, MemoryConfig, check_share
 from moejax.config.options import RunConfig, option
 from moejax.config.policy import PolicyConfig
 from moejax.errors import MoejaxError
+from moejax.models.shapes import CONFIGS
 
 PROMPT_TOKENS = 512  # where neither a file nor a length says it
 SPLITS = ("lines", "paragraphs")

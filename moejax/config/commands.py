@@ -12,12 +12,12 @@ from moejax.config.options import RunConfig, option
 from moejax.config.options import to_config_dict as to_config_dict
 from moejax.config.policy import PolicyConfig
 from moejax.errors import MoejaxError
-from moejax.evaluation.perplexity import PRESETS, Windowing
 from moejax.experts.budget import Limits, check_gib, check_phase
 from moejax.inference.generation import GenerationSettings
 from moejax.models.shapes import SHAPES
 from moejax.text.chat_template import ChatSettings
 from moejax.text.corpus import JOINS
+from moejax.text.windows import PRESETS, Windowing
 
 SHAPE_BITS = (2, 3, 4, 8, 16)
 THINKING = {"auto": None, "on": True, "off": False}

@@ -4,9 +4,9 @@ import dataclasses
 import re
 from typing import TYPE_CHECKING
 
+from moejax.config.grid import described, single
 from moejax.config.options import RunConfig, option
 from moejax.errors import MoejaxError
-from moejax.routing.simulate.grid import described, single
 
 if TYPE_CHECKING:  # it imports JAX, which --help and mistakes need not wait for
     from moejax.experts.tiering import Tiering

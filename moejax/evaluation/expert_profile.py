@@ -4,13 +4,15 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from moejax.errors import MoejaxError
-from moejax.evaluation.perplexity import Windowing, windows
+from moejax.files import result_rows as results
 from moejax.inference import steps
 from moejax.inference.runner import Runner
 from moejax.models.assembly import merge_weights
@@ -26,7 +28,13 @@ from moejax.policies.expert_activity import (
     with_layer,
     with_outputs,
 )
+from moejax.routing.profile_file import config_sha256
+from moejax.text.corpus import Stream, Text
+from moejax.text.windows import Windowing, windows
 from moejax.weights import linear as ops
+
+if TYPE_CHECKING:
+    from moejax.engine import Engine
 
 # Tokens whose outputs of all experts are compared at a time: bounds their memory.
 COMPARED_TOKENS = 16
@@ -180,3 +188,28 @@ def _compared(
 
     parts = jax.tree.map(lambda a: a.reshape(-1, size, *a.shape[1:]), (x, ids, counted))
     return jax.lax.scan(add, activity, parts)[0]
+
+
+def provenance(
+    checkpoint: str, directory: Path, engine: "Engine", text: Text, stream: Stream
+) -> dict[str, Any]:
+    """Records the checkpoint, text, devices and versions of a profile."""
+    config = engine.config
+    return {
+        "checkpoint": checkpoint,
+        "config_sha256": config_sha256(directory),
+        "family": config.family,
+        "sparse_layers": list(config.moe_layers),
+        "experts": config.num_experts,
+        "experts_per_token": config.experts_per_token,
+        "bits_per_weight": engine.bits_per_weight,
+        "dtype": str(engine.dtype),
+        "text": {"source": text.source, "sha256": text.sha256, "bytes": text.num_bytes},
+        "tokens": len(stream.ids),
+        "bos": stream.bos,
+        "tokenizer_sha256": stream.tokenizer_sha256,
+        "device": results.describe_device(engine.device),
+        "versions": results.package_versions("jax", "jaxlib", "flax", "numpy", "tokenizers"),
+        "date": results.today(),
+        "command": results.command_line(),
+    }

@@ -3,11 +3,16 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moejax.evaluation.perplexity import Windowing
+from moejax.config.commands import GenerateConfig, MemoryConfig
+from moejax.errors import MoejaxError
+from moejax.text.windows import Windowing
+
+if TYPE_CHECKING:
+    from moejax.engine import Engine
 
 POSITIONS = 64  # of a window, at most
 
@@ -102,3 +107,32 @@ def compare(exact: np.ndarray, policy: np.ndarray) -> Fidelity:
     kl = np.sum(np.exp(exact) * (exact - policy), axis=-1)
     same = exact.argmax(axis=-1) == policy.argmax(axis=-1)
     return Fidelity(float(kl.mean()), float(kl.max()), float(same.mean()), len(kl))
+
+
+def kl_from_exact(
+    config: GenerateConfig,
+    engine: "Engine",
+    prompts: Sequence[list[int]],
+    answers: Sequence[list[int]],
+) -> str:
+    """KL of the exact model from this one on some tokens of its answers, read as prompts."""
+    from moejax.engine import Engine
+
+    samples = [
+        sample_answer([*prompt, *answer], len(prompt), config.fidelity_share, seed)
+        for seed, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+        if len(prompt) + len(answer) > 1
+    ]
+    if not samples:
+        return "the KL of the exact model was not measured: there is no token before the answer's"
+    try:  # the exact model stands beside this one: there may be no room
+        own = [predictions(engine.logits, sample) for sample in samples]
+        with Engine.from_pretrained(
+            config.checkpoint, dtype=config.dtype, platform=config.platform,
+            compilation_cache=config.compilation_cache, progress=False, generation_config=False,
+            limits=config.memory.limits() if config.memory != MemoryConfig() else None,
+        ) as exact:  # fmt: skip
+            theirs = [predictions(exact.logits, sample) for sample in samples]
+    except MoejaxError as error:
+        return f"the KL of the exact model was not measured: {error}"
+    return compare(np.concatenate(theirs), np.concatenate(own)).describe()

@@ -22,14 +22,21 @@ from absl import flags
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 
-from moejax import cli, evaluate
+from moejax import cli
 from moejax.checkpoints import resolve_checkpoint
 from moejax.config.commands import EvaluateConfig
 from moejax.config.options import options
 from moejax.errors import MoejaxError
-from moejax.evaluation.loading import load_engine
 from moejax.inference.likelihood import TokenPair
+from moejax.loading import load_scoring_engine
 
+# Read like flags, but no main.
+_ARGUMENTS = cli.Command(
+    doc=__doc__ or "",
+    default=EvaluateConfig(),
+    define_flags=lambda values: None,
+    body=lambda config, values: None,
+)
 # Of the arguments of a generation, by lm_eval's names and by ours.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
@@ -55,7 +62,7 @@ def read_arguments(arguments: dict[str, Any]) -> EvaluateConfig:
             value = tuple(value.split("+"))
         argv.append(f"--config.{field}={value}")
     try:
-        config, _ = cli.parse(evaluate.COMMAND, argv)
+        config, _ = cli.parse(_ARGUMENTS, argv)
     except flags.Error as error:
         raise MoejaxError(f"model arguments: {error}") from error
     return config
@@ -103,7 +110,7 @@ class MoejaxLM(TemplateLM):
         self._config = config
         self._max_gen_toks = max_gen_toks
         with self._exact():
-            self.engine = load_engine(
+            self.engine = load_scoring_engine(
                 config, resolve_checkpoint(config.checkpoint), config.policy.tiering()
             )
         if self.engine.tokenizer is None:

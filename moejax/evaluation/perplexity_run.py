@@ -10,15 +10,15 @@ import jax
 import tqdm
 from absl import logging
 
-from moejax import report
 from moejax.checkpoints import resolve_checkpoint
 from moejax.config.commands import EvaluateConfig
 from moejax.errors import MoejaxError
 from moejax.evaluation import fidelity, record
 from moejax.evaluation.answers import AnswerFile, beside, check_place
-from moejax.evaluation.loading import load_engine
-from moejax.evaluation.perplexity import LogLikelihood, Windowing, WindowScore, log_likelihood
-from moejax.text.corpus import Text
+from moejax.evaluation.perplexity import LogLikelihood, WindowScore, log_likelihood
+from moejax.loading import load_scoring_engine, recorded
+from moejax.text.corpus import Stream, Text, beginning, encode
+from moejax.text.windows import Windowing
 
 if TYPE_CHECKING:
     from moejax.engine import Engine
@@ -33,19 +33,19 @@ def run(config: EvaluateConfig, text: Text, output: Path | None) -> None:
     # Float32 is float32 on every device; on a GPU the default would shorten its products.
     with jax.default_matmul_precision("highest"):
         tiering = config.policy.tiering()
-        engine = load_engine(config, directory, tiering)
+        engine = load_scoring_engine(config, directory, tiering)
         windowing = config.windowing()
         check_window(engine, windowing)
         if engine.tokenizer is None:
             raise MoejaxError(f"{config.checkpoint} has no tokenizer.json, so it takes no text")
-        stream = record.encode(engine.tokenizer, directory, text, special=config.add_special_tokens)
+        stream = encode(engine.tokenizer, directory, text, special=config.add_special_tokens)
         if config.max_tokens and len(stream.ids) > config.max_tokens:
-            stream, text = record.beginning(engine.tokenizer, stream, text, config.max_tokens)
+            stream, text = beginning(engine.tokenizer, stream, text, config.max_tokens)
         head = _head(config, text, stream, directory, engine)
         place = beside(output) if output else None
         answers = AnswerFile(place, head, numbers=("nats", "tokens"), anew=begins_anew(config))
         started, compiled = time.perf_counter(), engine.compile_seconds
-        with report.recorded(engine, config, config.text):
+        with recorded(engine, config, config.text):
             measured = measure(engine, stream.ids, windowing, config.num_rows(), answers)
         seconds = time.perf_counter() - started - (engine.compile_seconds - compiled)
         ledger = engine.ledger
@@ -88,7 +88,7 @@ def begins_anew(config: EvaluateConfig) -> str:
 
 
 def _head(
-    config: EvaluateConfig, text: Text, stream: record.Stream, directory: Path, engine: "Engine"
+    config: EvaluateConfig, text: Text, stream: Stream, directory: Path, engine: "Engine"
 ) -> dict[str, Any]:
     """Identity of a measurement: windows are reused only by a run with an equal one."""
     return {
@@ -113,7 +113,7 @@ def _compared(
     chosen = fidelity.sample(ids, config.windowing(), config.fidelity_share, config.seed)
     own = fidelity.predictions(engine.logits, chosen)
     try:
-        exact = load_engine(config, directory, None)
+        exact = load_scoring_engine(config, directory, None)
         return fidelity.compare(fidelity.predictions(exact.logits, chosen), own)
     except MoejaxError as error:
         logging.error("the KL of the exact model was not measured: %s", error)

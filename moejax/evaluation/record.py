@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moejax import report
 from moejax.checkpoints.safetensors_reader import stored_tensors
 from moejax.config.commands import MemoryConfig
 from moejax.config.policy import PolicyConfig
@@ -17,41 +16,12 @@ from moejax.evaluation.perplexity import RULE, STANDARD_ERROR, LogLikelihood
 from moejax.experts.bits import describe_bits
 from moejax.files import result_rows as results
 from moejax.files.whole import ROOM, write_whole
-from moejax.text.corpus import Text
+from moejax.inference import report
 
 if TYPE_CHECKING:
     from moejax.engine import Engine
     from moejax.experts.gate_mass import TieredLedger
     from moejax.experts.ledger import Ledger
-    from moejax.text.tokenizer import Tokenizer
-
-
-@dataclasses.dataclass(frozen=True)
-class Stream:
-    """A text as tokens."""
-
-    ids: list[int]
-    bos: str | None  # the special token that the tokenizer put first
-    tokenizer_sha256: str
-
-
-def encode(tokenizer: "Tokenizer", directory: Path, text: Text, *, special: bool) -> Stream:
-    """Encodes a text, and records the tokens put before it."""
-    ids = tokenizer.encode(text.content, add_special_tokens=special)
-    bos = None
-    if special and (added := tokenizer.encode("", add_special_tokens=True)) and ids:
-        bos = tokenizer.decode(added[:1], skip_special_tokens=False) if ids[0] == added[0] else None
-    sha256 = hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest()
-    return Stream(ids, bos, sha256)
-
-
-def beginning(
-    tokenizer: "Tokenizer", stream: Stream, text: Text, num_tokens: int
-) -> tuple[Stream, Text]:
-    """First `num_tokens` tokens, and the text that they spell."""
-    ids = stream.ids[:num_tokens]
-    spelt = Text(tokenizer.decode(ids), f"{text.source}, the first {num_tokens} tokens")
-    return dataclasses.replace(stream, ids=ids), spelt
 
 
 def stored_bytes(directory: Path) -> int | None:

@@ -12,20 +12,14 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from moejax.models.attention import Attention, WritingAttention, token_attention
 from moejax.models.config import ModelConfig
 from moejax.models.kv_cache import KVCache, cache_shape
-from moejax.models.layer_index import Place, places
-from moejax.models.norm import norm_of_sum
-from moejax.models.rope import Angles, model_angles
-from moejax.models.routing import Routing
 from moejax.weights import linear as ops
 from pallas_kernels import qkv_to_cache, residual_norm
 from pallas_kernels.target import Choice, Target
 
 if TYPE_CHECKING:
-    from moejax.models.run_experts import RunExperts
-    from moejax.models.transformer import ChunkSpec, Transformer
+    pass
 
 
 def choose_token_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernels) -> Choice:
@@ -101,63 +95,3 @@ def queries_and_cache(
         implementation="triton",
     )  # fmt: skip
     return q, dataclasses.replace(cache, keys=keys, values=values)
-
-
-def token_layers(
-    model: "Transformer",
-    tokens: jax.Array,
-    positions: jax.Array,
-    token_mask: jax.Array,
-    cache: KVCache,
-    spec: "ChunkSpec",
-    run: "RunExperts | None",
-) -> tuple[KVCache, jax.Array, list[Routing]]:
-    """`Transformer.routed` of one token a sequence where `choose_token_step` says "triton"."""
-    c = model.config
-    angles = model_angles(c, positions)
-    x = ops.take_rows(model.embed[...], tokens[:, 0], model.dtype)
-    delta: jax.Array | None = None  # what the layer before adds to x
-    attend = model.attention_of(cache, positions, spec, None, token_mask)
-    norm = functools.partial(norm_of_sum, eps=c.norm_eps, zero_centred=c.zero_centred_norm)
-    routings = []
-    for place in places(c):
-        index = jnp.int32(place.layer)
-        x, normed = norm(x, delta, model.attention.norm[...], index)
-        if is_plain(c) and not place.is_delta:
-            delta = _attended(model, normed, place, positions, angles, spec, attend)
-        else:
-            delta = model.mix(normed[:, None], place, angles, token_mask, attend)[:, 0]
-        x, normed = norm(x, delta, model.mlp_norm[...], index)
-        out, routing = model.mlp_block(
-            x[:, None], place, token_mask, spec.experts, run, normed=normed
-        )
-        delta = out[:, 0]
-        if routing is not None:
-            routings.append(routing)
-    hidden = x if delta is None else x + delta
-    return attend.cache, hidden[:, None], routings
-
-
-def _attended(
-    model: "Transformer",
-    normed: jax.Array,
-    place: Place,
-    positions: jax.Array,
-    angles: Angles,
-    spec: "ChunkSpec",
-    attend: WritingAttention,
-) -> jax.Array:
-    """Runs attention on [B, D]; one launch writes the tokens to the cache."""
-    c, attention, index = model.config, model.attention, jnp.int32(place.mixer)
-    assert isinstance(attention, Attention)
-    scales = (attention.q_norm[...], attention.k_norm[...]) if c.qk_norm else None
-    cos, sin = (of[:, 0] for of in angles)
-    qkv = attention.product(normed[:, None], place.mixer)[:, 0]
-    q, attend.cache = queries_and_cache(
-        qkv, attend.cache, index, positions[:, 0], cos, sin, scales, eps=c.norm_eps
-    )
-    attended = token_attention(
-        q[:, None], attend.cache.keys, attend.cache.values, index, positions,
-        kv_length=spec.kv_length, sliding_window=c.sliding_window, scale=c.score_scale,
-    )  # fmt: skip
-    return attention.output(attended, place.mixer)[:, 0]

@@ -15,7 +15,7 @@ import dataclasses
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from absl import logging
@@ -24,18 +24,12 @@ from safetensors.numpy import save
 
 from moejax.checkpoints.safetensors_reader import StoredTensor, read_array, read_header
 from moejax.errors import MoejaxError
-from moejax.files import result_rows as results
 from moejax.files.whole import write_whole
 from moejax.models.config import ModelConfig
 from moejax.policies.buddy_gates import percentile_tau
 from moejax.policies.buddy_lists import BuddyLists, Source, buddy_lists, output_gains
 from moejax.policies.expert_activity import ExpertActivity, shares
 from moejax.policies.foresight import links_of
-
-if TYPE_CHECKING:
-    from moejax.engine import Engine
-    from moejax.evaluation.record import Stream
-    from moejax.text.corpus import Text
 
 FILE_NAME = "buddies.safetensors"
 FORMAT = "moejax buddies 1"
@@ -108,31 +102,6 @@ def profile_of(
     }
     tau = percentile_tau(np.asarray(activity.entropies), percentile)
     return BuddyProfile(lists, tau, activity, {**provenance, "lists": options})
-
-
-def provenance(
-    checkpoint: str, directory: Path, engine: "Engine", text: "Text", stream: "Stream"
-) -> dict[str, Any]:
-    """Records the checkpoint, text, devices and versions of a profile."""
-    config = engine.config
-    return {
-        "checkpoint": checkpoint,
-        "config_sha256": _config_sha256(directory),
-        "family": config.family,
-        "sparse_layers": list(config.moe_layers),
-        "experts": config.num_experts,
-        "experts_per_token": config.experts_per_token,
-        "bits_per_weight": engine.bits_per_weight,
-        "dtype": str(engine.dtype),
-        "text": {"source": text.source, "sha256": text.sha256, "bytes": text.num_bytes},
-        "tokens": len(stream.ids),
-        "bos": stream.bos,
-        "tokenizer_sha256": stream.tokenizer_sha256,
-        "device": results.describe_device(engine.device),
-        "versions": results.package_versions("jax", "jaxlib", "flax", "numpy", "tokenizers"),
-        "date": results.today(),
-        "command": results.command_line(),
-    }
 
 
 def summary(profile: BuddyProfile, output: Path) -> str:
@@ -218,13 +187,14 @@ def _check_origin(
         )
     hashed, found = (
         provenance.get("config_sha256"),
-        _config_sha256(directory) if directory else None,
+        config_sha256(directory) if directory else None,
     )
     if None not in (hashed, found) and hashed != found:
         logging.warning("%s is of %s, whose config.json is not this model's", path, of)
 
 
-def _config_sha256(directory: Path) -> str | None:
+def config_sha256(directory: Path) -> str | None:
+    """SHA-256 of the checkpoint's config.json; None where there is none."""
     described = directory / "config.json"
     return hashlib.sha256(described.read_bytes()).hexdigest() if described.is_file() else None
 

@@ -8,8 +8,12 @@ import lzma
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moejax.errors import MoejaxError
+
+if TYPE_CHECKING:
+    from moejax.text.tokenizer import Tokenizer
 
 WIKITEXT2 = "wikitext2"
 _HUB_NAME, _HUB_SUBSET = "Salesforce/wikitext", "wikitext-2-raw-v1"
@@ -56,6 +60,34 @@ def load_text(name: str, join: str) -> Text:
     if not content.strip():
         raise MoejaxError(f"{path} holds no text")
     return Text(content, path.name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """A text as tokens."""
+
+    ids: list[int]
+    bos: str | None  # the special token that the tokenizer put first
+    tokenizer_sha256: str
+
+
+def encode(tokenizer: "Tokenizer", directory: Path, text: Text, *, special: bool) -> Stream:
+    """Encodes a text, and records the tokens put before it."""
+    ids = tokenizer.encode(text.content, add_special_tokens=special)
+    bos = None
+    if special and (added := tokenizer.encode("", add_special_tokens=True)) and ids:
+        bos = tokenizer.decode(added[:1], skip_special_tokens=False) if ids[0] == added[0] else None
+    sha256 = hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest()
+    return Stream(ids, bos, sha256)
+
+
+def beginning(
+    tokenizer: "Tokenizer", stream: Stream, text: Text, num_tokens: int
+) -> tuple[Stream, Text]:
+    """First `num_tokens` tokens, and the text that they spell."""
+    ids = stream.ids[:num_tokens]
+    spelt = Text(tokenizer.decode(ids), f"{text.source}, the first {num_tokens} tokens")
+    return dataclasses.replace(stream, ids=ids), spelt
 
 
 def joined_rows(content: str) -> str:

@@ -8,11 +8,11 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from moejax.config.grid import described
 from moejax.errors import MoejaxError
 from moejax.experts.budget import size_text
 from moejax.policies.dymoe import SKIP
 from moejax.routing.simulate.costs import GIB, Machine
-from moejax.routing.simulate.grid import described
 from moejax.routing.simulate.sweeping import Swept, Tiers, sweep
 from moejax.routing.simulate.table import fidelity
 from moejax.routing.trace import Trace

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moejax.config.grid import described
 from moejax.config.sweep import LRU as LRU
 from moejax.errors import MoejaxError
 from moejax.policies.base import AnyPolicy
 from moejax.policies.make import make_policy
 from moejax.routing.simulate import ceilings, replay
 from moejax.routing.simulate.costs import GIB, Machine, Traffic, bandwidth_bound_ms, step_ms
-from moejax.routing.simulate.grid import described
 from moejax.routing.simulate.runs import Run, Tallied, run_policies
 from moejax.routing.simulate.workload import Workload, make_workload
 from moejax.routing.trace import Trace
