@@ -24,7 +24,7 @@ from moejax.text.corpus import load_text
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """No flags beside `--config`."""
+    """Defines no flags beside `--config`."""
     del values
 
 
@@ -41,7 +41,7 @@ def evaluate(config: EvaluateConfig, values: flags.FlagValues) -> None:
 
 
 def resumes(config: EvaluateConfig) -> bool:
-    """Whether a run keeps what it measured so far, and the next one goes on from there."""
+    """Whether a run keeps its measurements so far, and the next one resumes from them."""
     return bool(config.output) and not config.policy.name
 
 
