@@ -163,8 +163,8 @@ class KernelTest(HostTestCase):
         (terms,) = weight.compensators
         wide = dataclasses.replace(terms, v=terms.v.astype(jnp.float32))
         wide = dataclasses.replace(weight, compensators=(wide,))
-        self.assertIsNone(ops.unfit(weight))
-        self.assertIn("a low-rank factor is float32", ops.unfit(wide))
+        self.assertIsNone(ops.kernel_refusal(weight))
+        self.assertIn("a low-rank factor is float32", ops.kernel_refusal(wide))
 
     def test_where_every_kernel_refuses_it_is_dequantized(self):
         weight, _ = draw(np.random.default_rng(0), (2, 20, 24), SPECS["int3"])
@@ -195,7 +195,9 @@ class KernelTest(HostTestCase):
             ("reference", 1024, ops.PLAIN),
         ):  # fmt: skip
             with mock.patch.object(Operation, "choose", return_value=Choice(kernel, {})):
-                choice = ops.choose_product(num_rows, bf16, router, ops.Kernels(H200), steady=True)
+                choice = ops.choose_product(
+                    num_rows, bf16, router, ops.Kernels(H200), always_kernel=True
+                )
             self.assertEqual(choice.implementation, expected)
         found = ops.choose_product(4, bf16, stack, ops.Kernels(Target("gpu", (8, 0))))
         self.assertEqual(found.implementation, "triton")

@@ -12,7 +12,7 @@ from moejax.models.attention import Attend, WritingAttention
 from moejax.models.config import ModelConfig
 from moejax.models.delta_rule import Tokens, causal_convolution, delta_rule
 from moejax.models.kv_cache import KVCache
-from moejax.models.layer_index import Place
+from moejax.models.layer_index import LayerIndex
 from moejax.models.parameter import stacked_parameter
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
@@ -100,7 +100,7 @@ class DeltaNet(nnx.Module):
         self.o_proj = stacked_parameter("delta.o_proj", config, rngs, dtype)
 
     def __call__(
-        self, normed: jax.Array, place: Place, token_mask: jax.Array, attend: Attend
+        self, normed: jax.Array, index: LayerIndex, token_mask: jax.Array, attend: Attend
     ) -> jax.Array:
         """Mixes tokens: [B, T, D] to the layer's addition to the residual stream, [B, T, D].
 
@@ -110,7 +110,7 @@ class DeltaNet(nnx.Module):
             state and tail as they are.
           attend: a `WritingAttention` has the cache.
         """
-        layer = place.mixer
+        layer = index.mixer
         cached = attend if isinstance(attend, WritingAttention) else None
         if cached and normed.shape[1] == 1:
             chosen = choose_delta_step(self.config, normed.dtype, self.kernels)
@@ -143,7 +143,7 @@ class DeltaNet(nnx.Module):
         """Projects [B, T, D] to queries, keys, values and gates, and to float32 b and a."""
         rows = ops.linear(normed, self.qkvz_proj[...], layer, kernels=self.kernels)
         wide = jnp.dtype(jnp.float32)
-        ba = ops.linear(normed, self.ba_proj[...], layer, wide, self.kernels, steady=True)
+        ba = ops.linear(normed, self.ba_proj[...], layer, wide, self.kernels, always_kernel=True)
         return rows, ba
 
     def project(self, rows: jax.Array, ba: jax.Array) -> Projected:

@@ -17,7 +17,7 @@ from moejax.models.config import ModelConfig
 from moejax.models.decode_layers import choose_token_step, is_plain
 from moejax.models.delta_net import choose_delta_step
 from moejax.models.grouped_experts import choose_for_tiers, choose_grouped
-from moejax.models.leaf_kinds import STEADY_LEAVES, leaves_of
+from moejax.models.leaf_kinds import ALWAYS_KERNEL_LEAVES, leaves_of
 from moejax.models.moe import ExpertsVia, choose_routing, kernel_refusal
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import Weight
@@ -49,7 +49,7 @@ def form(weight: Weight) -> str:
     """How a weight is stored, in a few words."""
     if isinstance(weight, jax.Array):
         return str(weight.dtype)
-    if ops.unfit(weight):
+    if ops.kernel_refusal(weight):
         return ops.packing(weight) or str(weight)
     of = jax.eval_shape(ops.operands, weight)
     ranks = "".join(f" + U V {terms.v.describe()}" for terms in of.low_rank)
@@ -87,8 +87,10 @@ def served_products(
     for name, num_rows in rows.items():
         if name in weights:
             weight = weights[name]
-            steady = name in STEADY_LEAVES
-            choice = ops.choose_product(num_rows, dtype, weight, kernels, steady=steady)
+            always_kernel = name in ALWAYS_KERNEL_LEAVES
+            choice = ops.choose_product(
+                num_rows, dtype, weight, kernels, always_kernel=always_kernel
+            )
             is_packed = ops.packing(weight) is not None
             if name == EXPANDING_LEAF and num_tokens == num_sequences:
                 absorbed = Choice(ops.DEQUANTIZED, {"every kernel": ABSORBED})

@@ -260,7 +260,7 @@ class SparseMoe(nnx.Module):
           heard: replaces the router's logits, float32[N, E], to replay a trace; None keeps them.
         """
         wide = jnp.dtype(jnp.float32)
-        logits = ops.linear(x, self.router[...], layer, wide, self.kernels, steady=True)
+        logits = ops.linear(x, self.router[...], layer, wide, self.kernels, always_kernel=True)
         if heard is not None:
             logits = heard(logits)
         c = self.config
