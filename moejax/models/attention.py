@@ -21,13 +21,13 @@ from pallas_kernels import decode_attention
 from pallas_kernels.decode_attention import Latent
 from pallas_kernels.target import Choice, Target
 
-AttentionVia = Literal["xla", "cudnn"]  # of the tokens of a chunk to one another
-CachedVia = Literal["xla", "kernel"]  # of one new token of each sequence to the cache
+AttentionImpl = Literal["xla", "cudnn"]  # of the tokens of a chunk to one another
+DecodeAttentionImpl = Literal["xla", "kernel"]  # of one new token of each sequence to the cache
 
 CUDNN_MAX_HEAD_DIM = 128
 
 
-def default_attention_via(config: ModelConfig, dtype: jnp.dtype, platform: str) -> AttentionVia:
+def default_attention_impl(config: ModelConfig, dtype: jnp.dtype, platform: str) -> AttentionImpl:
     """Causal attention on `platform`: cuDNN for half precision on a GPU, else XLA.
 
     `jax.nn.dot_product_attention` never picks cuDNN by itself.
@@ -39,7 +39,7 @@ def default_attention_via(config: ModelConfig, dtype: jnp.dtype, platform: str) 
 
 
 def choose_cached(
-    config: ModelConfig, dtype: jnp.dtype, target: Target, asked: CachedVia | None = None
+    config: ModelConfig, dtype: jnp.dtype, target: Target, asked: DecodeAttentionImpl | None = None
 ) -> Choice:
     """Chooses decode attention over the cache, with the kernel's refusals.
 
@@ -68,7 +68,7 @@ def choose_cached(
     return Choice("xla", chosen.refusals)
 
 
-def cached_form(choice: Choice) -> CachedVia:
+def decode_impl(choice: Choice) -> DecodeAttentionImpl:
     """Translates a choice to the value of `ChunkSpec.cached`."""
     return "kernel" if choice.implementation == "triton" else "xla"
 
@@ -78,7 +78,7 @@ def causal_attention(
     k: jax.Array,
     v: jax.Array,
     sliding_window: int | None,
-    via: AttentionVia,
+    impl: AttentionImpl,
     scale: float | None = None,
 ) -> jax.Array:
     """Each token attends to itself and to those before it, within the window.
@@ -96,7 +96,7 @@ def causal_attention(
     window = None if sliding_window is None else (sliding_window - 1, 0)
     with jax.numpy_dtype_promotion("standard"):  # it mixes weak and strong types inside
         return jax.nn.dot_product_attention(
-            q, k, v, is_causal=True, local_window_size=window, implementation=via, scale=scale
+            q, k, v, is_causal=True, local_window_size=window, implementation=impl, scale=scale
         )
 
 
@@ -181,7 +181,7 @@ def token_attention(
     return attended[:, None]
 
 
-class WatchAttention(Protocol):
+class AttentionObserver(Protocol):
     """Observes the queries and keys of a chunk, for a policy that weighs tokens."""
 
     def __call__(
@@ -203,7 +203,7 @@ class WatchAttention(Protocol):
         """
 
 
-class Attend(Protocol):
+class AttentionFn(Protocol):
     """Attends from a layer's new tokens to the keys that its implementation provides."""
 
     def __call__(self, index: LayerIndex, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -212,7 +212,7 @@ class Attend(Protocol):
 
 
 @dataclasses.dataclass
-class WritingAttention:
+class CachedAttention:
     """Attention of new tokens to the cache, which it also writes.
 
     Attributes:
@@ -220,7 +220,7 @@ class WritingAttention:
       positions: int32[B, T].
       kv_length: slots that are looked at; None: the tokens see one another alone.
       window: see `causal_attention`.
-      via: implementation among the new tokens.
+      impl: implementation among the new tokens.
       cached: implementation of decode attention over the cache.
       scale: factor on the scores; None: 1 / sqrt(C).
       watch: observes queries and keys; None: no observer.
@@ -233,24 +233,24 @@ class WritingAttention:
     positions: jax.Array
     kv_length: int | None
     window: int | None
-    via: AttentionVia
-    cached: CachedVia
+    impl: AttentionImpl
+    cached: DecodeAttentionImpl
     scale: float | None = None
-    watch: WatchAttention | None = None
+    watch: AttentionObserver | None = None
     token_mask: jax.Array | None = None
     is_for_cpu: bool = False
     kv_lengths: tuple[int, ...] = ()
 
     def __call__(self, index: LayerIndex, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """See `Attend`."""
+        """See `AttentionFn`."""
         self.write(index, k, v)
         if self.watch is not None:
             seen = k
             if self.kv_length is not None:
                 seen = self.cache.read(index.mixer, self.kv_length)[0].swapaxes(1, 2)
-            self.show(index, q, seen)
+            self.notify(index, q, seen)
         if self.kv_length is None:
-            return causal_attention(q, k, v, self.window, self.via, self.scale)
+            return causal_attention(q, k, v, self.window, self.impl, self.scale)
         if self.cached == "kernel" and q.shape[1] == 1:
             return token_attention(
                 q, self.cache.keys, self.cache.values, jnp.int32(index.mixer), self.positions,
@@ -285,7 +285,7 @@ class WritingAttention:
                 index.mixer, k, v, self.positions[0, 0], is_for_cpu=self.is_for_cpu
             )
 
-    def show(self, index: LayerIndex, q: jax.Array, keys: jax.Array) -> None:
+    def notify(self, index: LayerIndex, q: jax.Array, keys: jax.Array) -> None:
         """Passes q [B, T, H, C] and keys [B, S, K, C] to the observer, if there is one."""
         if self.watch is not None:
             assert self.token_mask is not None
@@ -330,7 +330,7 @@ class Attention(nnx.Module):
             self.o_bias = stacked_parameter("attention.o_bias", config, rngs, dtype)
 
     def __call__(
-        self, normed: jax.Array, index: LayerIndex, angles: Angles, attend: Attend
+        self, normed: jax.Array, index: LayerIndex, angles: Angles, attend: AttentionFn
     ) -> jax.Array:
         """Mixes tokens: [B, T, D] to the layer's addition to the residual stream, [B, T, D].
 

@@ -15,8 +15,8 @@ from flax import nnx
 
 from moejax.models import parts
 from moejax.models.attention import (
-    Attend,
-    WritingAttention,
+    AttentionFn,
+    CachedAttention,
     causal_attention,
     token_attention,
     visible_slots,
@@ -193,19 +193,19 @@ class LatentAttention(nnx.Module):
         self.o_proj = stacked_parameter("attention.o_proj", config, rngs, dtype)
 
     def __call__(
-        self, normed: jax.Array, index: LayerIndex, angles: Angles, attend: Attend
+        self, normed: jax.Array, index: LayerIndex, angles: Angles, attend: AttentionFn
     ) -> jax.Array:
         """Mixes tokens: [B, T, D] to the layer's addition to the residual stream, [B, T, D].
 
         Args:
           normed: [B, T, D].
           angles: from `rope.model_angles`.
-          attend: what the tokens see; a `WritingAttention` has a cache.
+          attend: what the tokens see; a `CachedAttention` has a cache.
         """
         layer = index.mixer
         queries = self.queries(normed, layer, *angles)
         new = self.latents(normed, layer, *angles)
-        if isinstance(attend, WritingAttention):
+        if isinstance(attend, CachedAttention):
             attended = self._with_cache(queries, new, index, attend)
         else:
             attended = self._by(attend, index, *self.expand(queries, new, layer))
@@ -253,15 +253,15 @@ class LatentAttention(nnx.Module):
         return jnp.concatenate(queries, axis=-1), keys, values
 
     def _by(
-        self, attend: Attend, index: LayerIndex, q: jax.Array, k: jax.Array, v: jax.Array
+        self, attend: AttentionFn, index: LayerIndex, q: jax.Array, k: jax.Array, v: jax.Array
     ) -> jax.Array:
-        """Calls an `Attend`, padding queries, keys and values with zeros to one width."""
+        """Calls an `AttentionFn`, padding queries, keys and values with zeros to one width."""
         width, value_dim = max(q.shape[-1], v.shape[-1]), v.shape[-1]
         q, k, v = (jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[-1])]) for x in (q, k, v))
         return attend(index, q, k, v)[..., :value_dim]
 
     def _with_cache(
-        self, queries: Queries, new: Latents, index: LayerIndex, attend: WritingAttention
+        self, queries: Queries, new: Latents, index: LayerIndex, attend: CachedAttention
     ) -> jax.Array:
         """Writes the tokens to the cache and attends: [B, T, H, V]."""
         c, layer = self.config, index.mixer
@@ -273,9 +273,9 @@ class LatentAttention(nnx.Module):
                 lambda slots: self._over_slots(queries, new.key.dtype, index, attend, slots)
             )
         q, k, v = self.expand(queries, new, layer)
-        attend.show(index, q, k)
-        if attend.via == "cudnn":
-            return causal_attention(q, k, v, attend.window, attend.via, c.score_scale)
+        attend.notify(index, q, k)
+        if attend.impl == "cudnn":
+            return causal_attention(q, k, v, attend.window, attend.impl, c.score_scale)
         return expanded_attention(q, k, v, attend.positions, attend.window, c.score_scale)
 
     def _over_slots(
@@ -283,7 +283,7 @@ class LatentAttention(nnx.Module):
         queries: Queries,
         dtype: jnp.dtype,
         index: LayerIndex,
-        attend: WritingAttention,
+        attend: CachedAttention,
         slots: int,
     ) -> jax.Array:
         """Attends to the first slots of the cache: [B, T, H, V]."""
@@ -297,11 +297,11 @@ class LatentAttention(nnx.Module):
         ):  # fmt: skip
             return self._absorbed(queries, seen, index, attend)
         q, k, v = self.expand(queries, seen, index.mixer)
-        attend.show(index, q, k)
+        attend.notify(index, q, k)
         return expanded_attention(q, k, v, attend.positions, attend.window, c.score_scale)
 
     def _token(
-        self, queries: Queries, index: LayerIndex, attend: WritingAttention, kv_length: int
+        self, queries: Queries, index: LayerIndex, attend: CachedAttention, kv_length: int
     ) -> jax.Array:
         """Attends from one token per sequence by the kernel, reading cached latents in place."""
         to_keys, to_values = self._to_heads(index.mixer, queries.nope.dtype)
@@ -321,7 +321,7 @@ class LatentAttention(nnx.Module):
         return to_keys, to_values
 
     def _absorbed(
-        self, queries: Queries, seen: Latents, index: LayerIndex, attend: WritingAttention
+        self, queries: Queries, seen: Latents, index: LayerIndex, attend: CachedAttention
     ) -> jax.Array:
         c = self.config
         to_keys, to_values = self._to_heads(index.mixer, seen.latent.dtype)
@@ -329,7 +329,7 @@ class LatentAttention(nnx.Module):
         if attend.watch is not None:  # one key for all heads, of another width but the same scores
             q = jnp.concatenate([absorbed, queries.rope], axis=-1)
             keys = jnp.concatenate([seen.latent, seen.key], axis=-1)
-            attend.show(index, q, keys[:, :, None])
+            attend.notify(index, q, keys[:, :, None])
         mixed = absorbed_attention(
             Queries(absorbed, queries.rope), seen, attend.positions, attend.window, c.score_scale
         )

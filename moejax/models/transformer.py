@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.models.attention import (
-    Attend,
     Attention,
-    AttentionVia,
-    CachedVia,
-    WatchAttention,
-    WritingAttention,
+    AttentionFn,
+    AttentionImpl,
+    AttentionObserver,
+    CachedAttention,
+    DecodeAttentionImpl,
     token_attention,
 )
 from moejax.models.config import ModelConfig
@@ -30,7 +30,7 @@ from moejax.models.layer_index import (
     scan_plan,
     scanned_layer,
 )
-from moejax.models.moe import ExpertsVia, SparseMoe
+from moejax.models.moe import ExpertImpl, SparseMoe
 from moejax.models.norm import norm_of_sum, rounded, stacked_norm
 from moejax.models.parameter import stacked_parameter
 from moejax.models.rope import Angles, model_angles
@@ -46,10 +46,12 @@ class ChunkSpec(NamedTuple):
 
     kv_length: int  # slots that attention reads; at least every position of the chunk plus one
     is_first: bool  # the chunk starts at position 0: attend within it, read no cache
-    experts: ExpertsVia
-    attention: AttentionVia
-    cached: CachedVia = "xla"  # of one token a sequence; longer chunks read the cache by XLA
-    tiers: tuple[ExpertsVia, ...] = ()  # the form of each, where experts are stored in several
+    experts: ExpertImpl
+    attention: AttentionImpl
+    cached: DecodeAttentionImpl = (
+        "xla"  # of one token a sequence; longer chunks read the cache by XLA
+    )
+    tiers: tuple[ExpertImpl, ...] = ()  # the form of each, where experts are stored in several
     kv_lengths: tuple[int, ...] = ()  # fewer slots, among which the step chooses by its positions
 
 
@@ -97,7 +99,7 @@ class Transformer(nnx.Module):
         index: LayerIndex,
         angles: Angles,
         token_mask: jax.Array,
-        attend: Attend,
+        attend: AttentionFn,
     ) -> jax.Array:
         """Runs a layer's attention or delta rule; returns its residual addition, [B, T, D].
 
@@ -119,7 +121,7 @@ class Transformer(nnx.Module):
         x: jax.Array,
         index: LayerIndex,
         token_mask: jax.Array,
-        via: ExpertsVia,
+        impl: ExpertImpl,
         run: RunExperts | None = None,
         *,
         normed: jax.Array | None = None,
@@ -137,7 +139,7 @@ class Transformer(nnx.Module):
             return self.mlp(flat, index.mlp).reshape(x.shape), None
         mask = token_mask.reshape(-1)
         if run is None:
-            out, routing = self.moe(flat, index.mlp, mask, via)
+            out, routing = self.moe(flat, index.mlp, mask, impl)
         else:
             routing = self._route(flat, index.mlp, run)
             out = run(index.mlp, flat, routing, mask, self._ahead(x, index, run))
@@ -218,8 +220,8 @@ class Transformer(nnx.Module):
         tokens: jax.Array,
         positions: jax.Array,
         token_mask: jax.Array,
-        attend: Attend,
-        experts: ExpertsVia,
+        attend: AttentionFn,
+        experts: ExpertImpl,
         run: RunExperts | None = None,
         lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, list[Routing]]:
@@ -250,8 +252,8 @@ class Transformer(nnx.Module):
         index: LayerIndex,
         angles: Angles,
         token_mask: jax.Array,
-        attend: Attend,
-        experts: ExpertsVia,
+        attend: AttentionFn,
+        experts: ExpertImpl,
         run: RunExperts | None,
     ) -> tuple[jax.Array, Routing | None]:
         """Runs [B, T, D] through one layer."""
@@ -268,7 +270,7 @@ class Transformer(nnx.Module):
         cache: KVCache,
         spec: ChunkSpec,
         run: RunExperts | None = None,
-        watch: WatchAttention | None = None,
+        watch: AttentionObserver | None = None,
         lengths: jax.Array | None = None,
     ) -> tuple[KVCache, jax.Array]:
         """Runs T new tokens of each sequence, writing the cache.
@@ -306,7 +308,7 @@ class Transformer(nnx.Module):
         target = self.kernels.target
         return target is not None and target.platform != "gpu"
 
-    def loops(self, experts: ExpertsVia, run: RunExperts | None) -> bool:
+    def loops(self, experts: ExpertImpl, run: RunExperts | None) -> bool:
         """Whether a chunk's sparse layers run in a loop; their indices may be on the device."""
         if experts == "kernel":  # whose layer is static
             return False
@@ -322,7 +324,7 @@ class Transformer(nnx.Module):
         cache: KVCache,
         spec: ChunkSpec,
         run: LoopedExperts | None,
-        watch: WatchAttention | None,
+        watch: AttentionObserver | None,
         lengths: jax.Array | None,
     ) -> tuple[KVCache, jax.Array]:
         """Runs `__call__` with layers in a loop; layers outside whole passes are unrolled."""
@@ -362,13 +364,13 @@ class Transformer(nnx.Module):
 
     def attention_of(
         self, cache: KVCache, positions: jax.Array, spec: ChunkSpec,
-        watch: WatchAttention | None, token_mask: jax.Array,
-    ) -> WritingAttention:  # fmt: skip
+        watch: AttentionObserver | None, token_mask: jax.Array,
+    ) -> CachedAttention:  # fmt: skip
         """Builds the attention of a chunk's tokens to one another and to a cache."""
         length = None if spec.is_first else spec.kv_length
         how = (length, self.config.sliding_window, spec.attention, spec.cached)
         scale = self.config.score_scale
-        return WritingAttention(
+        return CachedAttention(
             cache, positions, *how, scale, watch, token_mask, self._is_for_cpu, spec.kv_lengths
         )
 
@@ -380,20 +382,20 @@ class Transformer(nnx.Module):
         cache: KVCache,
         spec: ChunkSpec,
         run: RunExperts | None = None,
-        watch: WatchAttention | None = None,
+        watch: AttentionObserver | None = None,
         lengths: jax.Array | None = None,
     ) -> tuple[KVCache, jax.Array, list[Routing]]:
         """Runs `__call__` unrolled and returns each sparse layer's routing."""
         is_token = tokens.shape[1] == 1 and not spec.is_first
         is_token &= spec.cached == "kernel" or not is_plain(self.config)
         if is_token and watch is None and serves_token_step(self.config, self.dtype, self.kernels):
-            return token_layers(self, tokens, positions, token_mask, cache, spec, run)
+            return decode_layers(self, tokens, positions, token_mask, cache, spec, run)
         attend = self.attention_of(cache, positions, spec, watch, token_mask)
         found = self.layers(tokens, positions, token_mask, attend, spec.experts, run, lengths)
         return attend.cache, *found
 
 
-def token_layers(
+def decode_layers(
     model: Transformer,
     tokens: jax.Array,
     positions: jax.Array,
@@ -435,7 +437,7 @@ def _attended(
     positions: jax.Array,
     angles: Angles,
     spec: ChunkSpec,
-    attend: WritingAttention,
+    attend: CachedAttention,
 ) -> jax.Array:
     """Runs attention on [B, D]; one launch writes the tokens to the cache."""
     c, attention, mixer = model.config, model.attention, jnp.int32(index.mixer)

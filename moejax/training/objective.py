@@ -10,7 +10,7 @@ from flax import nnx
 
 from moejax.errors import MoejaxError
 from moejax.models.assembly import merge_weights
-from moejax.models.attention import Attention, AttentionVia, Heads, causal_attention
+from moejax.models.attention import Attention, AttentionImpl, Heads, causal_attention
 from moejax.models.config import ModelConfig
 from moejax.models.layer_index import LayerIndex, layer_indices
 from moejax.models.norm import rms_norm
@@ -28,7 +28,7 @@ class Objective:
     """Static choices of the loss."""
 
     dtype: jnp.dtype  # of activations and of the weights as used; masters are float32
-    attention: AttentionVia
+    attention: AttentionImpl
     dropout: float  # rate on the embedding's and every block's output
     balance_coefficient: float
     z_coefficient: float
@@ -66,7 +66,7 @@ def training_forward(
     model: Transformer,
     embedded: jax.Array,
     *,
-    attention: AttentionVia,
+    attention: AttentionImpl,
     dropout: float,
     dropout_key: jax.Array | None,
 ) -> tuple[jax.Array, Routing]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax.models.attention import Attention, AttentionVia, causal_attention
+from moejax.models.attention import Attention, AttentionImpl, causal_attention
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.delta_net import DeltaNet
 from moejax.models.dense_mlp import DenseMlp, SharedExpert
@@ -21,7 +21,7 @@ from moejax.models.expert_products import block_size, swiglu
 from moejax.models.latent_attention import LatentAttention
 from moejax.models.layer_index import LayerIndex, layer_indices
 from moejax.models.leaf_kinds import kind_of
-from moejax.models.moe import ExpertsVia, SparseMoe
+from moejax.models.moe import ExpertImpl, SparseMoe
 from moejax.models.norm import rms_norm
 from moejax.models.rope import model_angles
 from moejax.models.routing import Routing, route
@@ -55,8 +55,8 @@ def layer_step(
     weights: Weights,
     x: jax.Array,
     config: ModelConfig,
-    experts: ExpertsVia,
-    attention: AttentionVia,
+    experts: ExpertImpl,
+    attention: AttentionImpl,
 ) -> jax.Array:
     """Runs the whole layer, [B, T, D] to [B, T, D], like `Transformer.layers`."""
     x = x + _mixed(weights, x, config, attention)
@@ -76,7 +76,7 @@ def attention_step(
     x: jax.Array,
     totals: dict[str, jax.Array],
     config: ModelConfig,
-    attention: AttentionVia,
+    attention: AttentionImpl,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Runs the first half of the layer, attention or a delta rule.
 
@@ -179,7 +179,7 @@ def _mixed(
     weights: Weights,
     x: jax.Array,
     config: ModelConfig,
-    via: AttentionVia,
+    impl: AttentionImpl,
     sums: _Sums | None = None,
 ) -> jax.Array:
     """Residual addition of attention or the delta rule for [B, T, D]."""
@@ -189,7 +189,7 @@ def _mixed(
 
     def attend(index: LayerIndex, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         del index
-        return causal_attention(q, k, v, config.sliding_window, via, config.score_scale)
+        return causal_attention(q, k, v, config.sliding_window, impl, config.score_scale)
 
     if index.is_delta:
         mask = jnp.ones(x.shape[:2], bool)
