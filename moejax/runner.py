@@ -247,7 +247,7 @@ class Runner:
         if isinstance(self.memory, TieredMemory):
             self.memory.reset()
         return (
-            "the model's logits are NaN, infinite or all the same, so there is no next token: its "
+            "the model's logits are NaN or infinite, so there is no next token: its "
             f"weights hold such values or are too large, or {self.dtype} is too small for it (try "
             "float32)"
         )
