@@ -24,7 +24,7 @@ from moejax.errors import MoejaxError
 from moejax.fidelity import TieredLedger
 from moejax.ledger import Ledger
 from moejax.serve_config import ServeConfig
-from moejax.serving import requests
+from moejax.serving import foreign_fields
 from moejax.serving.metrics import Metrics
 from tests.serving_case import tiny_chat_engine
 
@@ -212,7 +212,7 @@ class DocsTest(absltest.TestCase):
         for name in re.findall(r"moejax_\w+", text):
             self.assertIn(name.removesuffix("_total"), names)
         tools = {"function_call", "tool_choice", "parallel_tool_calls", "service_tier"}
-        for name in {*requests.NEUTRAL, *requests.IGNORED} - tools:
+        for name in {*foreign_fields.NEUTRAL, *foreign_fields.IGNORED} - tools:
             self.assertIn(f"`{name}`", text)
 
 
