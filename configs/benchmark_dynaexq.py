@@ -13,9 +13,9 @@ since 128 requests spread enough; with `--config.num_prompts=32` it takes a quar
 
 from ml_collections import config_dict
 
-from moejax.benchmark_config import BenchmarkConfig
-from moejax.options import to_config_dict
-from moejax.policy_config import PolicyConfig
+from moejax.config.benchmark import BenchmarkConfig
+from moejax.config.options import to_config_dict
+from moejax.config.policy import PolicyConfig
 
 
 def get_config() -> config_dict.ConfigDict:

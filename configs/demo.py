@@ -8,7 +8,7 @@ a few seconds, nearly all of it importing JAX and, the first time, compiling.
 
 from ml_collections import config_dict
 
-from moejax.config import GenerateConfig, to_config_dict
+from moejax.config.commands import GenerateConfig, to_config_dict
 
 
 def get_config() -> config_dict.ConfigDict:

@@ -10,7 +10,7 @@ protocol are not to be compared with those of 2048/512.
 
 from ml_collections import config_dict
 
-from moejax.config import EvaluateConfig, to_config_dict
+from moejax.config.commands import EvaluateConfig, to_config_dict
 
 
 def get_config() -> config_dict.ConfigDict:

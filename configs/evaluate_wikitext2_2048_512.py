@@ -9,7 +9,7 @@ token (MiLo, table 1).
 
 from ml_collections import config_dict
 
-from moejax.config import EvaluateConfig, to_config_dict
+from moejax.config.commands import EvaluateConfig, to_config_dict
 
 
 def get_config() -> config_dict.ConfigDict:

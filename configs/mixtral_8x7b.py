@@ -10,7 +10,7 @@ to chat: `--chat --config.checkpoint=mistralai/Mixtral-8x7B-Instruct-v0.1`.
 
 from ml_collections import config_dict
 
-from moejax.config import GenerateConfig, to_config_dict
+from moejax.config.commands import GenerateConfig, to_config_dict
 
 
 def get_config() -> config_dict.ConfigDict:

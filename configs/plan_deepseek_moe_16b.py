@@ -19,7 +19,7 @@ Experts of a layer in slots:
 
 from ml_collections import config_dict
 
-from moejax.config import MemoryConfig, PlanConfig, to_config_dict
+from moejax.config.commands import MemoryConfig, PlanConfig, to_config_dict
 
 
 def get_config() -> config_dict.ConfigDict:

@@ -19,7 +19,7 @@ the link, which is 50 ms at 50 GiB/s. The cache keeps a latent of 512 numbers an
 
 from ml_collections import config_dict
 
-from moejax.config import MemoryConfig, PlanConfig, to_config_dict
+from moejax.config.commands import MemoryConfig, PlanConfig, to_config_dict
 
 
 def get_config() -> config_dict.ConfigDict:

@@ -10,7 +10,7 @@ link, which is 118 ms at 50 GiB/s. With 20 GiB of host memory, 81 % of the exper
 
 from ml_collections import config_dict
 
-from moejax.config import MemoryConfig, PlanConfig, to_config_dict
+from moejax.config.commands import MemoryConfig, PlanConfig, to_config_dict
 
 
 def get_config() -> config_dict.ConfigDict:

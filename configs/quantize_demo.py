@@ -8,7 +8,7 @@ These are the defaults. On two CPU cores it takes 15 s, compiling included; the 
 
 from ml_collections import config_dict
 
-from moejax.config import QuantizeConfig, to_config_dict
+from moejax.config.commands import QuantizeConfig, to_config_dict
 
 
 def get_config() -> config_dict.ConfigDict:

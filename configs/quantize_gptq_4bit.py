@@ -8,7 +8,7 @@ Calibration is the text that ships, 128 samples of 2048 tokens or what there is 
 
 from ml_collections import config_dict
 
-from moejax.config import QuantizeConfig, to_config_dict
+from moejax.config.commands import QuantizeConfig, to_config_dict
 
 
 def get_config() -> config_dict.ConfigDict:

@@ -10,7 +10,7 @@ is read at a time.
 
 from ml_collections import config_dict
 
-from moejax.config import QuantizeConfig, to_config_dict
+from moejax.config.commands import QuantizeConfig, to_config_dict
 
 
 def get_config() -> config_dict.ConfigDict:

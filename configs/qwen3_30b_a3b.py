@@ -9,7 +9,7 @@ card recommends for thinking.
 
 from ml_collections import config_dict
 
-from moejax.config import GenerateConfig, to_config_dict
+from moejax.config.commands import GenerateConfig, to_config_dict
 
 
 def get_config() -> config_dict.ConfigDict:

@@ -9,8 +9,8 @@ not say, is what the model's card recommends for thinking.
 
 from ml_collections import config_dict
 
-from moejax.config import to_config_dict
-from moejax.serve_config import ServeConfig
+from moejax.config.commands import to_config_dict
+from moejax.config.serve import ServeConfig
 
 
 def get_config() -> config_dict.ConfigDict:

@@ -11,8 +11,8 @@ selection=load: no attention was recorded, so that a prompt's tokens count alike
 
 from ml_collections import config_dict
 
-from moejax.config import to_config_dict
-from moejax.simulation.settings import SweepConfig
+from moejax.config.commands import to_config_dict
+from moejax.config.sweep import SweepConfig
 
 
 def get_config() -> config_dict.ConfigDict:

@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from moejax.engine import Engine as Engine
     from moejax.errors import MoejaxError as MoejaxError
-    from moejax.generation import Chunk as Chunk
-    from moejax.generation import Generation as Generation
-    from moejax.tiering import Tiering as Tiering
+    from moejax.experts.tiering import Tiering as Tiering
+    from moejax.inference.generation import Chunk as Chunk
+    from moejax.inference.generation import Generation as Generation
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Chunk": "moejax.generation",
+    "Chunk": "moejax.inference.generation",
     "Engine": "moejax.engine",
-    "Generation": "moejax.generation",
+    "Generation": "moejax.inference.generation",
     "MoejaxError": "moejax.errors",
-    "Tiering": "moejax.tiering",
+    "Tiering": "moejax.experts.tiering",
 }
 
 

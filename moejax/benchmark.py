@@ -16,12 +16,12 @@ smallest that would do. docs/benchmark.md defines each figure.
 from absl import flags, logging
 
 from moejax import cli
-from moejax.benchmark_config import BenchmarkConfig
 from moejax.benchmarking.requests import read_prompt_file
+from moejax.config.benchmark import BenchmarkConfig
 from moejax.errors import MoejaxError
 from moejax.evaluation.record import check_output
-from moejax.memory.machine import let_jax_pin
-from moejax.results import check_rows
+from moejax.experts.machine import let_jax_pin
+from moejax.files.result_rows import check_rows
 
 
 def define_flags(values: flags.FlagValues) -> None:

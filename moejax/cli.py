@@ -32,8 +32,7 @@ from absl import flags, logging
 from ml_collections import config_dict, config_flags
 
 from moejax import __version__
-from moejax.errors import MoejaxError, printable
-from moejax.options import (
+from moejax.config.options import (
     RunConfig,
     check_field_name,
     check_fields,
@@ -44,6 +43,7 @@ from moejax.options import (
     to_config_dict,
     value_of,
 )
+from moejax.errors import MoejaxError, printable
 
 # Commands of `moejax`, each a module of this package; the first line of its docstring describes it.
 MAINS = (

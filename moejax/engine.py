@@ -11,39 +11,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax import ops
-from moejax.bits import BitsPerWeight, bits_of
-from moejax.chat_template import ChatSettings, checked_messages
 from moejax.checkpoints import open_checkpoint
-from moejax.chunks import (
+from moejax.devices import check_dtype, choose_device, enable_compilation_cache, plain_memory_errors
+from moejax.errors import MoejaxError
+from moejax.experts.bits import BitsPerWeight, bits_of
+from moejax.experts.budget import Budget, Limits, TieredBudget
+from moejax.experts.expert_memory import ExpertMemory
+from moejax.experts.gate_mass import TieredLedger
+from moejax.experts.ledger import Ledger
+from moejax.experts.load import load_whole, open_memory
+from moejax.experts.load_tiers import open_tiered
+from moejax.experts.tiered_memory import TieredMemory
+from moejax.experts.tiering import Tiering
+from moejax.inference.chunking import (
     MAX_PREFILL_LENGTH,
     Planned,
     cache_length,
     least_cache_length,
     longest_chunk,
 )
-from moejax.compile_notice import CompileNotice
-from moejax.devices import check_dtype, choose_device, enable_compilation_cache, plain_memory_errors
-from moejax.errors import MoejaxError
-from moejax.evaluation.likelihood import PairScorer, Scored
-from moejax.fidelity import TieredLedger
-from moejax.generation import AnswerBuilder, Chunk, Generation, GenerationSettings, Timing
-from moejax.generation_defaults import read_generation_defaults, with_defaults
-from moejax.ledger import Ledger
-from moejax.live_batch import LiveBatch
-from moejax.memory.budget import Budget, Limits, TieredBudget
-from moejax.memory.expert_memory import ExpertMemory
-from moejax.memory.opening import load_whole, open_memory
-from moejax.memory.tiered_memory import TieredMemory
-from moejax.memory.tiered_opening import open_tiered
+from moejax.inference.compile_notice import CompileNotice
+from moejax.inference.generation import AnswerBuilder, Chunk, Generation, GenerationSettings, Timing
+from moejax.inference.generation_defaults import read_generation_defaults, with_defaults
+from moejax.inference.likelihood import PairScorer, Scored
+from moejax.inference.live_batch import LiveBatch
+from moejax.inference.runner import Runner
 from moejax.models.config import ModelConfig
-from moejax.prompts import Prompt, as_batch, check_length, check_tokens, token_ids_of
-from moejax.qtensor import Weight
-from moejax.recording import RecordSpec, recording
-from moejax.runner import Runner
-from moejax.served import Served, describe_packing
-from moejax.tiering import Tiering
-from moejax.tokenizer import Tokenizer
+from moejax.models.kernel_choice import Served, describe_packing
+from moejax.routing.recorder import RecordSpec, recording
+from moejax.text.chat_template import ChatSettings, checked_messages
+from moejax.text.prompts import Prompt, as_batch, check_length, check_tokens, token_ids_of
+from moejax.text.tokenizer import Tokenizer
+from moejax.weights import linear as ops
+from moejax.weights.qtensor import Weight
 
 PLANNED_CONTEXT = 4096  # under limits of memory, where the context is left to the prompts
 STEPS_PER_CALL = 16  # decode steps of one call when nobody is streaming
@@ -87,7 +87,7 @@ class Engine:
           device: None for JAX's default one.
           context: cache length of every call, or 0.
           kernels: which may serve products with packed weights; None for what the device has.
-          memory: what holds the experts, where `weights` lack them (`moejax.memory`).
+          memory: what holds the experts, where `weights` lack them (`moejax.experts`).
           defaults: fields of `GenerationSettings` in place of its own defaults.
         """
         if not 0 <= context <= config.context_limit:

@@ -18,8 +18,8 @@ docs/evaluation.md has a command for each.
 from absl import flags
 
 from moejax import cli, report
-from moejax.config import EvaluateConfig
-from moejax.evaluation.texts import load_text
+from moejax.config.commands import EvaluateConfig
+from moejax.text.corpus import load_text
 
 
 def define_flags(values: flags.FlagValues) -> None:

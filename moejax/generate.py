@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from moejax import cli, report
-from moejax.chat_template import ChatSettings
-from moejax.config import GenerateConfig
-from moejax.conversation import converse, read_turns, thinking_remarks
+from moejax.config.commands import GenerateConfig
+from moejax.config.loading import compared, load_engine, say
 from moejax.errors import MoejaxError
-from moejax.loading import compared, load_engine, say
-from moejax.prompts import read_prompts
+from moejax.inference.conversation import converse, read_turns, thinking_remarks
+from moejax.text.chat_template import ChatSettings
+from moejax.text.prompts import read_prompts
 
 if TYPE_CHECKING:  # importing the engine imports JAX, which --help and mistakes need not wait for
     from moejax.engine import Engine
-    from moejax.generation import Chunk, Timing
+    from moejax.inference.generation import Chunk, Timing
 
 MOST_ECHOED = 1000  # characters of a prompt
 
@@ -159,7 +159,7 @@ def _close(
     prompt_tokens: int,
     new_tokens: int,
 ) -> None:
-    from moejax.generation_defaults import describe_defaults
+    from moejax.inference.generation_defaults import describe_defaults
 
     figures = report.closing_line(
         timing,

@@ -10,10 +10,10 @@ table goes to stdout. What cannot run is refused, with the smallest budget that 
 from absl import flags
 
 from moejax import cli
-from moejax.config import PlanConfig
+from moejax.config.commands import PlanConfig
 from moejax.errors import MoejaxError
-from moejax.memory.budget import describe, describe_tiers, tier_warnings, warnings
-from moejax.memory.machine import this_machine
+from moejax.experts.budget import describe, describe_tiers, tier_warnings, warnings
+from moejax.experts.machine import this_machine
 
 
 def define_flags(values: flags.FlagValues) -> None:

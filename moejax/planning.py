@@ -7,22 +7,22 @@ from typing import cast
 import jax
 import numpy as np
 
-from moejax.bits import bits_of_sizes
 from moejax.checkpoints.experts import open_experts
+from moejax.checkpoints.formats.interfaces import CodesKind
 from moejax.checkpoints.open import open_checkpoint
-from moejax.checkpoints.quantized.stored import CodesKind
 from moejax.checkpoints.sizes import Sizes, checkpoint_sizes, shape_sizes
-from moejax.chunks import longest_chunk
-from moejax.config import PlanConfig
+from moejax.config.commands import PlanConfig
 from moejax.engine import PLANNED_CONTEXT
 from moejax.errors import MoejaxError
-from moejax.memory.budget import Budget, Tier, TieredBudget, make_budget
-from moejax.memory.opening import disk_source
-from moejax.memory.ssd import check_waiting
-from moejax.memory.tiered_opening import budget_of_tiers, plan_tiers
+from moejax.experts.bits import bits_of_sizes
+from moejax.experts.budget import Budget, Tier, TieredBudget, make_budget
+from moejax.experts.disk_reader import check_waiting
+from moejax.experts.load import disk_source
+from moejax.experts.load_tiers import budget_of_tiers, plan_tiers
+from moejax.experts.tiering import STORED, Tiering, named
+from moejax.inference.chunking import longest_chunk
 from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
-from moejax.tiering import STORED, Tiering, named
 
 
 def tiered_budget(config: PlanConfig, tiering: Tiering) -> TieredBudget:

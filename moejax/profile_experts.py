@@ -19,10 +19,10 @@ import tqdm
 from absl import flags
 
 from moejax import cli
+from moejax.config.profile import ProfileConfig
 from moejax.errors import MoejaxError
-from moejax.evaluation.texts import Text, load_text
 from moejax.policies.buddy_lists import Source
-from moejax.profile_config import ProfileConfig
+from moejax.text.corpus import Text, load_text
 
 WINDOW = 2048
 
@@ -39,12 +39,12 @@ def profile_experts(config: ProfileConfig, values: flags.FlagValues) -> None:
 
     import jax
 
-    from moejax import buddies
     from moejax.checkpoints import resolve_checkpoint
     from moejax.engine import Engine
     from moejax.evaluation import record
-    from moejax.profiling import Counting, profile
-    from moejax.runner import Runner
+    from moejax.evaluation.expert_profile import Counting, profile
+    from moejax.inference.runner import Runner
+    from moejax.routing import profile_file as buddies
 
     directory = resolve_checkpoint(config.checkpoint)
     output = cli.user_path(config.output) if config.output else directory / buddies.FILE_NAME
@@ -102,7 +102,7 @@ def profile_experts(config: ProfileConfig, values: flags.FlagValues) -> None:
 def _text(config: ProfileConfig) -> Text:
     if config.text != "default":
         return load_text(str(cli.user_path(config.text)), config.join)
-    from moejax.compression.calibration import shipped_text
+    from moejax.quantization.pipeline.calibration import shipped_text
 
     return Text(shipped_text(), "the calibration text that ships")
 

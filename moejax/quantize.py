@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from moejax import cli
-from moejax.config import QuantizeConfig
+from moejax.config.commands import QuantizeConfig
 from moejax.errors import MoejaxError
 
 if TYPE_CHECKING:  # it imports JAX
-    from moejax.compression.pipeline import Outcome
+    from moejax.quantization.pipeline.run import Outcome
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -30,7 +30,7 @@ def quantize(config: QuantizeConfig, values: flags.FlagValues) -> None:
     """Quantizes the checkpoint and prints the report."""
     del values
     outcome = run(config)
-    from moejax.compression.report import report_lines
+    from moejax.quantization.pipeline.report import report_lines
 
     for line in report_lines(outcome):
         print(line)
@@ -49,9 +49,9 @@ def run(config: QuantizeConfig, *, progress: bool = True) -> "Outcome":
     config.check()
     # Importing these imports JAX, which --help and mistakes need not wait for.
     from moejax.checkpoints import resolve_checkpoint
-    from moejax.compression.pipeline import Job, quantize_checkpoint
-    from moejax.compression.recipe import FORMATS, Recipe, Scheme, parse_rules
     from moejax.devices import choose_device, enable_compilation_cache
+    from moejax.quantization.pipeline.recipe import FORMATS, Recipe, Scheme, parse_rules
+    from moejax.quantization.pipeline.run import Job, quantize_checkpoint
 
     if not config.output:
         raise MoejaxError("output='' must be a directory: give --config.output=DIR")

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moejax import cli
-from moejax.memory.budget import TieredBudget
+from moejax.experts.budget import TieredBudget
 
 if TYPE_CHECKING:
     import jax
 
-    from moejax.config import EvaluateConfig, GenerateConfig
+    from moejax.config.commands import EvaluateConfig, GenerateConfig
     from moejax.engine import Engine
-    from moejax.generation import Timing
-    from moejax.memory.budget import Budget
+    from moejax.experts.budget import Budget
+    from moejax.inference.generation import Timing
 
 _MIB = 2**20
 NO_COUNTS = (
@@ -64,7 +64,7 @@ def tracing(directory: str) -> contextlib.AbstractContextManager[Any]:
 def check_recorded(config: "GenerateConfig | EvaluateConfig") -> None:
     """Raises MoejaxError where there can be no trace as the configuration says, before it runs."""
     if config.record_trace:
-        from moejax.traces import check_place
+        from moejax.routing.trace import check_place
 
         check_place(cli.user_path(config.record_trace))
 
@@ -81,7 +81,7 @@ def recorded(
     """
     if not config.record_trace:
         return contextlib.nullcontext()
-    from moejax.recording import facts
+    from moejax.routing.recorder import facts
 
     return engine.recording(
         cli.user_path(config.record_trace),

@@ -15,8 +15,8 @@ import importlib.util
 from absl import flags
 
 from moejax import cli
+from moejax.config.serve import ServeConfig, check_key
 from moejax.errors import MoejaxError
-from moejax.serve_config import ServeConfig, check_key
 
 NEEDED = ("starlette", "uvicorn", "prometheus_client")
 
@@ -36,7 +36,7 @@ def serve(config: ServeConfig, values: flags.FlagValues) -> None:
             "repository"
         )
     # JAX is imported here: --help and mistakes need not wait for it.
-    from moejax.loading import load_engine
+    from moejax.config.loading import load_engine
     from moejax.serving import server
 
     server.serve(config, lambda: load_engine(config, config.max_batch), read_key(config))

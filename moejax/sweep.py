@@ -18,12 +18,13 @@ from pathlib import Path
 
 from absl import flags
 
-from moejax import cli, results
+from moejax import cli
+from moejax.config.sweep import SweepConfig, check_picture
 from moejax.errors import MoejaxError
 from moejax.evaluation.record import check_output
-from moejax.simulation.costs import Machine, calibrate, measured_rows
-from moejax.simulation.grid import described, eighths, settings
-from moejax.simulation.settings import SweepConfig, check_picture
+from moejax.files import result_rows as results
+from moejax.routing.simulate.costs import Machine, calibrate, measured_rows
+from moejax.routing.simulate.grid import described, eighths, settings
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -44,9 +45,10 @@ def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
     import jax
 
     from moejax.devices import choose_device
-    from moejax.simulation import recommending, rows, sweeping, table
-    from moejax.tiering import of_grid
-    from moejax.traces import read_trace
+    from moejax.experts.tiering import of_grid
+    from moejax.routing.simulate import recommend as recommending
+    from moejax.routing.simulate import rows, sweeping, table
+    from moejax.routing.trace import read_trace
 
     trace = read_trace(path)
     stored = {name: int(size) for name, size in (tier.split("=") for tier in config.tiers)}

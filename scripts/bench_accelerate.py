@@ -37,7 +37,7 @@ import torch
 import transformers
 from absl import app, flags
 
-from moejax.results import describe_device
+from moejax.files.result_rows import describe_device
 from scripts.accelerate_models import (
     SHAPES,
     Form,

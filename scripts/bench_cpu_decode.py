@@ -23,8 +23,9 @@ import torch
 import transformers
 from absl import app, flags
 
-from moejax import Engine, results
+from moejax import Engine
 from moejax.checkpoints import resolve_checkpoint
+from moejax.files import result_rows as results
 from moejax.models.config import ModelConfig, weight_shapes
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", "demo", "as moejax.generate takes it")

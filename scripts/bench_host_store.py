@@ -17,8 +17,8 @@ from absl import app, flags
 
 from moejax.checkpoints import open_checkpoint
 from moejax.devices import choose_device
-from moejax.memory.budget import Limits
-from moejax.memory.opening import open_memory
+from moejax.experts.budget import Limits
+from moejax.experts.load import open_memory
 from scripts.bench_report import Report
 from scripts.random_checkpoints import write_random
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from moejax.results import (
+from moejax.files.result_rows import (
     ResultRow,
     append_rows,
     command_line,

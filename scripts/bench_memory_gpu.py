@@ -4,7 +4,7 @@
     XLA_CLIENT_MEM_FRACTION=0.115 python -m scripts.bench_memory_gpu --model=Mixtral-8x7B --gib=16
 
 With `--slots`, a measurement for each number of slots a layer, after one of the resident model.
-With `--gib`, the rows of DyMoE's Table 3 under a budget of that size, whose slots `moejax.memory`
+With `--gib`, the rows of DyMoE's Table 3 under a budget of that size, whose slots `moejax.experts`
 chooses: load on demand, cache, cache and prefetch; XLA_CLIENT_MEM_FRACTION makes JAX keep to it.
 TTFT of a prompt; TPOT in calls of several steps and of one; the hit rate of the ledger beside the
 trace's own; bytes over the link; the peak of the device beside the budget.
@@ -42,18 +42,18 @@ from moejax.benchmarking.synthetic_traces import (
     lru_trace,
     scaled_trace,
 )
-from moejax.chunks import longest_chunk
 from moejax.devices import choose_device, enable_compilation_cache
-from moejax.generation import GenerationSettings
-from moejax.memory.allocator import limits_on
-from moejax.memory.budget import BOTH, PREFILL, Limits, Tier, make_budget
-from moejax.memory.expert_memory import ExpertMemory
-from moejax.memory.expert_pool import PoolSpec
-from moejax.memory.residency import CacheSpec
+from moejax.experts.allocator import limits_on
+from moejax.experts.budget import BOTH, PREFILL, Limits, Tier, make_budget
+from moejax.experts.expert_memory import ExpertMemory
+from moejax.experts.expert_pool import PoolSpec
+from moejax.experts.residency import CacheSpec
+from moejax.inference.chunking import longest_chunk
+from moejax.inference.generation import GenerationSettings
+from moejax.inference.runner import Runner
+from moejax.inference.session import Session
 from moejax.models.config import ModelConfig
-from moejax.runner import Runner
-from moejax.session import Session
-from moejax.traces import read_trace, replay_of_trace
+from moejax.routing.trace import read_trace, replay_of_trace
 from scripts.bench_report import Report, turn
 from scripts.model_profile import launches, session_without_prefill
 
@@ -161,7 +161,7 @@ class Model:
         return PoolSpec(cache, prefetch)
 
     def budget_spec(self, slots: int, prefetch: int, batch: int) -> tuple[PoolSpec, int]:
-        """What `moejax.memory` makes of --gib, and the bytes that it plans."""
+        """What `moejax.experts` makes of --gib, and the bytes that it plans."""
         sizes = {name: leaf.nbytes for name, leaf in self.dense.items()}
         limits = Limits(device_gib=_GIB.value, slots=slots, prefetch=prefetch)
         budget = make_budget(

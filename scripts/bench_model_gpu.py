@@ -30,21 +30,21 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from moejax import ops
 from moejax.benchmarking.bandwidth import read_bandwidth
 from moejax.benchmarking.expected_kernels import EXPECTATIONS, allowed, wrong_kernels
 from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.benchmarking.shapes import CONFIGS, with_layers
 from moejax.benchmarking.step_cost import bytes_per_step, distinct_experts
-from moejax.chunks import kv_bucket, length_bucket, longest_chunk, prefill_chunks
 from moejax.devices import choose_device, enable_compilation_cache
 from moejax.engine import STEPS_PER_CALL
-from moejax.generation import GenerationSettings, Timing
+from moejax.inference.chunking import kv_bucket, length_bucket, longest_chunk, prefill_chunks
+from moejax.inference.generation import GenerationSettings, Timing
+from moejax.inference.runner import Runner
+from moejax.inference.session import Session
 from moejax.models.config import ModelConfig
 from moejax.models.leaf_kinds import leaves_of
 from moejax.models.transformer import ChunkSpec
-from moejax.runner import Runner
-from moejax.session import Session
+from moejax.weights import linear as ops
 from pallas_kernels import layout
 from pallas_kernels.target import target_of
 from scripts.bench_report import Report

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from moejax.results import (
+from moejax.files.result_rows import (
     ResultRow,
     append_rows,
     command_line,

@@ -22,7 +22,7 @@ from absl import app, flags
 
 from moejax.benchmarking.synthetic_traces import drifting_trace
 from moejax.devices import choose_device
-from moejax.results import (
+from moejax.files.result_rows import (
     ResultRow,
     append_rows,
     command_line,
@@ -30,8 +30,8 @@ from moejax.results import (
     package_versions,
     today,
 )
-from moejax.simulation.sweeping import Swept, sweep
-from moejax.traces import Trace
+from moejax.routing.simulate.sweeping import Swept, sweep
+from moejax.routing.trace import Trace
 from scripts.sweep_grids import POLICIES, grid_of, lists_of, tiers_of
 
 _DEVICE = flags.DEFINE_enum("device", "auto", ["auto", "cpu", "gpu"], "where")

@@ -3,7 +3,7 @@
     python -m scripts.bench_transfers_gpu --model=Qwen3-30B-A3B --slots=24 --rate=1 --rate=4
 
 Random weights, experts in host memory, a pool of `--slots` a layer. Between the calls of a decode
-loop so many experts a step are asked for (`moejax.memory.transfers`), as a policy asks for
+loop so many experts a step are asked for (`moejax.experts.transfers`), as a policy asks for
 promotions; a call is dispatched before the last one is waited for, and a call's time is that from
 one end to the next. The median and the 99th percentile beside those of the same loop without
 requests, and what was moved. Each step takes the same experts (`--routing=resting`: nothing but
@@ -23,15 +23,15 @@ from moejax.benchmarking.shapes import CONFIGS, with_layers
 from moejax.benchmarking.synthetic_rows import SyntheticRows
 from moejax.benchmarking.synthetic_traces import HIT_RATES, lru_trace
 from moejax.devices import choose_device, enable_compilation_cache
-from moejax.generation import GenerationSettings
-from moejax.memory.expert_memory import ExpertMemory
-from moejax.memory.expert_pool import PoolSpec
-from moejax.memory.host_store import HeldRows
-from moejax.memory.residency import CacheSpec
-from moejax.memory.transfers import TransferCounters, Transfers
+from moejax.experts.expert_memory import ExpertMemory
+from moejax.experts.expert_pool import PoolSpec
+from moejax.experts.host_store import HeldRows
+from moejax.experts.residency import CacheSpec
+from moejax.experts.transfers import TransferCounters, Transfers
+from moejax.inference.generation import GenerationSettings
+from moejax.inference.runner import Runner
+from moejax.inference.session import Session
 from moejax.models.config import ModelConfig
-from moejax.runner import Runner
-from moejax.session import Session
 from scripts.bench_report import Report
 from scripts.model_profile import session_without_prefill
 

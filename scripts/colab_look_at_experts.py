@@ -43,8 +43,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from moejax import Engine
-from moejax.compression.calibration import shipped_text
-from moejax.traces import Trace, read_trace
+from moejax.quantization.pipeline.calibration import shipped_text
+from moejax.routing.trace import Trace, read_trace
 
 QUICK = os.environ.get("MOEJAX_QUICK") == "1"  # smaller numbers everywhere, for a test
 PICTURES = Path(os.environ.get("MOEJAX_PICTURES") or tempfile.mkdtemp(prefix="moejax_"))

@@ -45,8 +45,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from moejax import Engine, MoejaxError
-from moejax.config import MemoryConfig, PlanConfig
-from moejax.memory.budget import GIB, Limits, describe
+from moejax.config.commands import MemoryConfig, PlanConfig
+from moejax.experts.budget import GIB, Limits, describe
 from moejax.planning import budget_of, model_of
 
 QUICK = os.environ.get("MOEJAX_QUICK") == "1"  # smaller numbers everywhere, for a test

@@ -45,9 +45,9 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from moejax import Engine
-from moejax.compression.calibration import shipped_text
-from moejax.config import QuantizeConfig
+from moejax.config.commands import QuantizeConfig
 from moejax.evaluation.perplexity import Windowing, log_likelihood
+from moejax.quantization.pipeline.calibration import shipped_text
 from moejax.quantize import run as quantize
 
 QUICK = os.environ.get("MOEJAX_QUICK") == "1"  # smaller numbers everywhere, for a test

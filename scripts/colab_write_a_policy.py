@@ -48,7 +48,6 @@ import jax.numpy as jnp
 from matplotlib.figure import Figure
 
 from moejax import Engine, Tiering
-from moejax.compression.calibration import shipped_text
 from moejax.policies.base import (
     SKIPPED,
     Decision,
@@ -56,8 +55,9 @@ from moejax.policies.base import (
     Policy,
     PolicySpec,
 )
-from moejax.simulation.sweeping import Swept, Tiers, sweep
-from moejax.traces import DECODE, read_trace
+from moejax.quantization.pipeline.calibration import shipped_text
+from moejax.routing.simulate.sweeping import Swept, Tiers, sweep
+from moejax.routing.trace import DECODE, read_trace
 
 QUICK = os.environ.get("MOEJAX_QUICK") == "1"  # smaller numbers everywhere, for a test
 PICTURES = Path(os.environ.get("MOEJAX_PICTURES") or tempfile.mkdtemp(prefix="moejax_"))

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from absl import app, flags
 
-from moejax.results import read_rows
+from moejax.files.result_rows import read_rows
 
 _OLD = flags.DEFINE_string("old", None, "folder of the old tree", required=True)
 _NEW = flags.DEFINE_string("new", ".", "folder of the new tree")

@@ -19,7 +19,8 @@ import torch
 import transformers
 from absl import app, flags
 
-from moejax import cli, evaluate, results
+from moejax import cli, evaluate
+from moejax.files import result_rows as results
 
 _TEXT = flags.DEFINE_string("text", None, "WikiText's raw rows, plain or .xz", required=True)
 _CHECKPOINT = flags.DEFINE_string("checkpoint", "moejax/demo", "a Hugging Face directory")

@@ -24,10 +24,10 @@ import numpy as np
 from absl import app, flags
 
 from moejax.errors import MoejaxError
-from moejax.results import ResultRow, append_rows, command_line, package_versions, today
-from moejax.simulation.costs import Machine, Measured, calibrate, step_ms
-from moejax.simulation.sweeping import LRU, Tiers, sweep
-from moejax.traces import DECODE, Trace, read_trace, replay_of_trace, trace_of_replay
+from moejax.files.result_rows import ResultRow, append_rows, command_line, package_versions, today
+from moejax.routing.simulate.costs import Machine, Measured, calibrate, step_ms
+from moejax.routing.simulate.sweeping import LRU, Tiers, sweep
+from moejax.routing.trace import DECODE, Trace, read_trace, replay_of_trace, trace_of_replay
 
 _TRACE = flags.DEFINE_string("trace", None, "that the benchmark replayed", required=True)
 _OUTPUT = flags.DEFINE_string("output", "", "JSON Lines file that rows are appended to")

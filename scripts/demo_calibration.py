@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.compression.forward import LayerRun
-from moejax.compression.quantizers import Calibration
 from moejax.models.config import ModelConfig
+from moejax.quantization.pipeline.forward import LayerRun
+from moejax.quantization.pipeline.quantizers import Calibration
 from scripts.demo_methods import Stack
 
 

@@ -17,19 +17,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.compression.quantizers import (
+from moejax.models.config import ModelConfig
+from moejax.models.hf.names import Placement, placements, published_spelling
+from moejax.quantization import ranks as ranks_lib
+from moejax.quantization.pipeline.quantizers import (
     Calibration,
     Factors,
     Program,
     QuantizedStack,
     quantize_stack,
 )
-from moejax.compression.recipe import CALIBRATED, COMPENSATED, Scheme
-from moejax.models.config import ModelConfig
-from moejax.models.hf_names import Placement, placements, published_spelling
-from moejax.qtensor import Compensator, Factor
-from moejax.quantization import ranks as ranks_lib
+from moejax.quantization.pipeline.recipe import CALIBRATED, COMPENSATED, Scheme
 from moejax.quantization.statistics import excess_kurtosis
+from moejax.weights.qtensor import Compensator, Factor
 
 KINDS = {"attention": "attention", "moe": "experts", "mlp": "mlp"}  # by a leaf's first name
 # Matrices of smaller ranks are solved by one program, whose sketches of 24 + 8 rows are what
@@ -41,7 +41,7 @@ SHARED_RANK = 24
 class Recipe:
     """One row of the table."""
 
-    method: str  # "fp", or one of `moejax.compression.recipe.METHODS`
+    method: str  # "fp", or one of `moejax.quantization.pipeline.recipe.METHODS`
     bits: int = 3
     group_size: int = 64
     zero_kind: str = "float"

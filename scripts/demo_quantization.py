@@ -28,11 +28,8 @@ from absl import app, flags
 
 from moejax.checkpoints.load import load_weights
 from moejax.checkpoints.open import open_checkpoint
-from moejax.compression.calibration import calibration_tokens
 from moejax.devices import choose_device, enable_compilation_cache
-from moejax.quantization.grid import Grid
-from moejax.quantization.milo import MiloSettings, milo
-from moejax.results import (
+from moejax.files.result_rows import (
     ResultRow,
     append_rows,
     command_line,
@@ -40,7 +37,10 @@ from moejax.results import (
     package_versions,
     today,
 )
-from moejax.tokenizer import Tokenizer
+from moejax.quantization.grid import Grid
+from moejax.quantization.milo import MiloSettings, milo
+from moejax.quantization.pipeline.calibration import calibration_tokens
+from moejax.text.tokenizer import Tokenizer
 from moejax.training.evaluation import (
     Windows,
     cut_windows,

@@ -39,16 +39,16 @@ from safetensors.numpy import load_file
 
 from moejax import Engine
 from moejax.checkpoints import save_hf_checkpoint
-from moejax.compiled import CompiledPrograms
-from moejax.compression.pipeline import Job, quantize_checkpoint
-from moejax.compression.recipe import Recipe, Scheme
-from moejax.generation import GenerationSettings
-from moejax.memory.budget import Limits
+from moejax.experts.budget import Limits
+from moejax.experts.tiering import Tiering
+from moejax.inference.generation import GenerationSettings
+from moejax.inference.runner import Runner
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.policies.buddy_lists import BuddyLists
 from moejax.policies.make import make_policy
-from moejax.runner import Runner
-from moejax.tiering import Tiering
+from moejax.programs import CompiledPrograms
+from moejax.quantization.pipeline.recipe import Recipe, Scheme
+from moejax.quantization.pipeline.run import Job, quantize_checkpoint
 from tests import model_kinds
 from tests.random_checkpoints import TINY
 
@@ -260,7 +260,7 @@ def write_models(folder: Path) -> None:
         calibration_text=None, calibration_samples=4, calibration_length=32,
         device=jax.devices("cpu")[0], progress=False,
     )  # fmt: skip
-    with mock.patch("moejax.compression.pipeline.draw_report"):
+    with mock.patch("moejax.quantization.pipeline.run.draw_report"):
         quantize_checkpoint(job)
 
 

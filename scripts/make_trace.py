@@ -12,7 +12,7 @@ from absl import app, flags
 
 from moejax.benchmarking.synthetic_traces import HIT_RATES, lru_trace
 from moejax.models.shapes import SHAPES
-from moejax.traces import trace_of_replay, write_trace
+from moejax.routing.trace import trace_of_replay, write_trace
 
 _SHAPE = flags.DEFINE_enum("shape", "Qwen3-30B-A3B", sorted(SHAPES), "whose routing")
 _TOKENS = flags.DEFINE_integer("tokens", 10_000, "decoded, one a step", lower_bound=1)

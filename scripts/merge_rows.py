@@ -14,7 +14,7 @@ from pathlib import Path
 
 from absl import app, flags
 
-from moejax.results import ResultRow, read_rows, write_rows
+from moejax.files.result_rows import ResultRow, read_rows, write_rows
 
 _INTO = flags.DEFINE_string("into", "scripts/results", "folder of JSON Lines files")
 _SUFFIX = flags.DEFINE_string("suffix", "_h200", "of their names, before .jsonl: of the device")

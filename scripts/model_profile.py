@@ -13,9 +13,9 @@ from unittest import mock
 
 import jax
 
-from moejax.generation import GenerationSettings
-from moejax.runner import Runner
-from moejax.session import Session
+from moejax.inference.generation import GenerationSettings
+from moejax.inference.runner import Runner
+from moejax.inference.session import Session
 
 
 def session_without_prefill(

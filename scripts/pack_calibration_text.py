@@ -13,7 +13,7 @@ import json
 import lzma
 from pathlib import Path
 
-from moejax.compression.calibration import TEXT_PATH
+from moejax.quantization.pipeline.calibration import TEXT_PATH
 
 EXCERPT_BYTES = 7_000  # about one sample of 2048 tokens
 # Source: how many excerpts. All are in the public domain, CC0, MIT or Apache-2.0; see the README.
@@ -43,7 +43,7 @@ def _excerpt(text: str) -> str:
 
 
 def main() -> None:
-    """Writes moejax/compression/calibration_text/text.xz."""
+    """Writes moejax/quantization/pipeline/calibration_text/text.xz."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--documents", type=Path, required=True)
     folder = parser.parse_args().documents

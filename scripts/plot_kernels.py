@@ -17,7 +17,7 @@ from typing import Any
 
 from absl import app, flags
 
-from moejax.results import ResultRow, read_rows
+from moejax.files.result_rows import ResultRow, read_rows
 
 _ROWS = flags.DEFINE_string("rows", "scripts/results/kernels_h200.jsonl", "JSON Lines file")
 _OUTPUT = flags.DEFINE_string("output", "", "folder of the plots; '': only the tables")

@@ -14,7 +14,7 @@ from typing import Any
 
 from absl import app, flags
 
-from moejax.results import read_rows
+from moejax.files.result_rows import read_rows
 
 _ROWS = flags.DEFINE_string("rows", "scripts/results/demo_quantization.jsonl", "JSON Lines file")
 _OUTPUT = flags.DEFINE_string("output", "", "folder of the plots; '': only the tables")

@@ -14,8 +14,7 @@ from moejax.benchmarking.shape_memory import (
     tier_name,
 )
 from moejax.benchmarking.workloads import Workload
-from moejax.chunks import longest_chunk
-from moejax.memory.budget import (
+from moejax.experts.budget import (
     BOTH,
     BudgetError,
     Limits,
@@ -23,8 +22,9 @@ from moejax.memory.budget import (
     TieredBudget,
     make_tiered_budget,
 )
+from moejax.inference.chunking import longest_chunk
+from moejax.inference.runner import Runner
 from moejax.models.config import ModelConfig
-from moejax.runner import Runner
 from scripts.policy_timing import Loop, Measured, Sizes
 
 
@@ -59,7 +59,7 @@ class Lab(ShapeMemories):
         self, bits: Sequence[int], gib: float, *, batch: int = 1, prefetch: int = 0, bulk: int = 0,
         slots: Sequence[int] = (), prefetch_in: str = BOTH,
     ) -> TieredBudget:  # fmt: skip
-        """What `moejax.memory` makes of so many GiB, for tiers of these precisions."""
+        """What `moejax.experts` makes of so many GiB, for tiers of these precisions."""
         config, context = self.config, self.sizes.context
         tiers = [Tier(name=tier_name(b), expert_nbytes=self.expert_nbytes(b)) for b in bits]
         return make_tiered_budget(

@@ -10,12 +10,12 @@ import numpy as np
 
 from moejax.benchmarking.shape_memory import Memory, TierPlan, release, tier_name
 from moejax.benchmarking.workloads import Workload, one_miss_workload
+from moejax.inference.runner import Runner
 from moejax.policies.base import AnyPolicy
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
 from moejax.policies.on_demand import OnDemand
-from moejax.runner import Runner
 from scripts.policy_run import Run
 from scripts.policy_timing import Measured
 from scripts.studies.buddymoe.controls import RandomExpert

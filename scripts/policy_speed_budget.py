@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moejax.benchmarking.shape_memory import Memory
-from moejax.memory.budget import BOTH, PREFILL
+from moejax.experts.budget import BOTH, PREFILL
 from moejax.policies.base import AnyPolicy
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.compose import Compose

@@ -8,8 +8,8 @@ import jax
 from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.benchmarking.shape_memory import TierPlan, release, tier_name
 from moejax.benchmarking.step_cost import bytes_per_step
+from moejax.inference.runner import Runner
 from moejax.policies.dynaexq import DynaExq
-from moejax.runner import Runner
 from scripts.policy_run import Run
 from scripts.policy_timing import Measured
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from moejax.fidelity import TieredLedger
-from moejax.generation import GenerationSettings
-from moejax.ledger import Ledger
-from moejax.memory.tiered_memory import TieredMemory
-from moejax.runner import Runner
-from moejax.session import Session
+from moejax.experts.gate_mass import TieredLedger
+from moejax.experts.ledger import Ledger
+from moejax.experts.tiered_memory import TieredMemory
+from moejax.inference.generation import GenerationSettings
+from moejax.inference.runner import Runner
+from moejax.inference.session import Session
 from scripts.model_profile import (
     held_gib,
     largest_memory,

@@ -17,25 +17,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax import ops
 from moejax.checkpoints.open import open_checkpoint
-from moejax.compression.calibration import shipped_text
-from moejax.compression.quantizers import Program, quantize_stack
-from moejax.compression.recipe import Scheme
-from moejax.evaluation.texts import joined_rows
-from moejax.fidelity import TieredLedger
-from moejax.memory.expert_memory import ExpertMemory
-from moejax.memory.expert_pool import PoolSpec
-from moejax.memory.residency import CacheSpec
-from moejax.memory.tiered_memory import TieredMemory
+from moejax.experts.expert_memory import ExpertMemory
+from moejax.experts.expert_pool import PoolSpec
+from moejax.experts.gate_mass import TieredLedger
+from moejax.experts.residency import CacheSpec
+from moejax.experts.tiered_memory import TieredMemory
+from moejax.inference.runner import Runner
 from moejax.models.assembly import merge_weights, model_definition
 from moejax.models.attention import causal_attention
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import Experts, Pairs, combine, products_by_block
 from moejax.models.routing import Routing
 from moejax.policies.base import AnyPolicy, Decision, Observation, PolicySpec
-from moejax.runner import Runner
-from moejax.tokenizer import Tokenizer
+from moejax.quantization.pipeline.calibration import shipped_text
+from moejax.quantization.pipeline.quantizers import Program, quantize_stack
+from moejax.quantization.pipeline.recipe import Scheme
+from moejax.text.corpus import joined_rows
+from moejax.text.tokenizer import Tokenizer
+from moejax.weights import linear as ops
 
 EXPERTS = ("moe.gate_up", "moe.down")
 DOMAINS = ("books", "textbooks", "code", "math", "chinese")

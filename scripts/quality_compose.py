@@ -9,12 +9,12 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from moejax.buddies import BuddyProfile
 from moejax.policies.base import AnyPolicy
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.compose import Compose
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
+from moejax.routing.profile_file import BuddyProfile
 from scripts.quality_decode import Decoded, Decoding, Exact
 from scripts.quality_sections import Bench, Point, profiled
 

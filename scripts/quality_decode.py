@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax import steps
-from moejax.cache import KVCache
-from moejax.memory import tiered
+from moejax.experts import tiered
+from moejax.inference import steps
+from moejax.inference.runner import Runner
+from moejax.models.kv_cache import KVCache
 from moejax.policies.base import AnyPolicy
-from moejax.runner import Runner
-from moejax.simulation.costs import Machine, Traffic, step_ms
-from moejax.simulation.segments import CALL_STEPS
+from moejax.routing.simulate.costs import Machine, Traffic, step_ms
+from moejax.routing.simulate.segments import CALL_STEPS
 from scripts.quality_bench import Model, Served, Windows
 
 # A model whose routing is the demo's, of the size of Qwen3-30B-A3B: bytes of its experts for a

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from moejax.buddies import BuddyProfile, profile_of
+from moejax.evaluation.expert_profile import Counting, profile
+from moejax.inference.runner import Runner
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.dymoe import FIGURE_3, DyMoE
 from moejax.policies.dynaexq import DynaExq
 from moejax.policies.resident import Resident
-from moejax.profiling import Counting, profile
-from moejax.runner import Runner
+from moejax.routing.profile_file import BuddyProfile, profile_of
 from scripts.quality_bench import EachToken, Measured, Model, Served, Texts, Windows
 from scripts.studies.buddymoe.controls import MatchedRandom
 

@@ -20,13 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax import steps
-from moejax.cache import KVCache
+from moejax.evaluation.expert_profile import LayerInputs
+from moejax.inference import steps
+from moejax.inference.runner import Runner
 from moejax.models.assembly import merge_weights
 from moejax.models.expert_products import swiglu
+from moejax.models.kv_cache import KVCache
 from moejax.models.transformer import ChunkSpec
-from moejax.profiling import LayerInputs
-from moejax.runner import Runner
 from scripts.quality_bench import Model, Windows
 from scripts.quality_sections import CACHE_RATES, Bench, Point
 

@@ -19,7 +19,7 @@ import jax
 from absl import app, flags
 
 from moejax.devices import choose_device, enable_compilation_cache
-from moejax.results import (
+from moejax.files.result_rows import (
     ResultRow,
     append_rows,
     command_line,

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from moejax import Engine
-from moejax.generation import NUM_SEEDS, GenerationSettings
-from moejax.prompts import token_ids_of
+from moejax.inference.generation import NUM_SEEDS, GenerationSettings
 from moejax.serving.answers import TokenTexts
+from moejax.text.prompts import token_ids_of
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 TEXTS = (

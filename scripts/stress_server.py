@@ -30,7 +30,8 @@ from pathlib import Path
 import psutil
 from absl import app, flags
 
-from moejax import Engine, results
+from moejax import Engine
+from moejax.files import result_rows as results
 from scripts.stress_cases import Case, make_cases
 from scripts.stress_clients import Client, Tally
 

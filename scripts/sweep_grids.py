@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 from moejax.policies.buddy_lists import BuddyLists, buddy_lists, conditional_coactivation
-from moejax.simulation.sweeping import LRU, Tiers
-from moejax.traces import Trace
+from moejax.routing.simulate.sweeping import LRU, Tiers
+from moejax.routing.trace import Trace
 
 POLICIES = (LRU, "dynaexq", "dymoe", "dymoe_ahead", "buddymoe", "compose")
 # Bytes of an expert of Qwen3-30B-A3B, groups of 64.

@@ -29,7 +29,7 @@ import numpy as np
 from absl import app, flags
 
 from moejax.devices import choose_device, enable_compilation_cache
-from moejax.results import describe_device, today
+from moejax.files.result_rows import describe_device, today
 from pallas_kernels.dequant_matmul import dequant_matmul
 from pallas_kernels.grouped_dequant_matmul import down, gate_up
 from pallas_kernels.target import current_target

@@ -11,8 +11,8 @@ from absl import logging
 from absl.testing import absltest, parameterized
 
 from moejax import Engine, MoejaxError, Tiering
-from moejax.memory import allocator
-from moejax.memory.budget import GIB, BudgetError, Limits, narrowed, require_room
+from moejax.experts import allocator
+from moejax.experts.budget import GIB, BudgetError, Limits, narrowed, require_room
 from tests.tiny_engine import load_tiny_engine
 
 MIB = 2**20
@@ -99,7 +99,7 @@ class EngineTest(parameterized.TestCase):
     def load(self, room, limits=None, policy=None):
         with (
             mock.patch.object(allocator, "room_nbytes", lambda device, planned_nbytes=0: room),
-            mock.patch("moejax.memory.opening.room_nbytes", lambda device: room),
+            mock.patch("moejax.experts.load.room_nbytes", lambda device: room),
         ):
             return Engine.from_pretrained(
                 self.directory, dtype="float32", platform="cpu", progress=False, context=64,

@@ -13,7 +13,7 @@ pytest.importorskip("accelerate", reason="the baseline of accelerate needs it")
 import accelerate.utils.modeling as accelerate_modeling
 import torch
 
-from moejax.results import read_rows
+from moejax.files.result_rows import read_rows
 from scripts.accelerate_models import (
     TINY,
     Form,

@@ -11,7 +11,7 @@ import pytest
 from absl import flags
 from absl.testing import absltest, flagsaver
 
-from moejax.results import ResultRow, append_rows, read_rows
+from moejax.files.result_rows import ResultRow, append_rows, read_rows
 from scripts import bench_gpu, merge_rows
 from scripts.gpu_jobs import PARTS, Job, jobs
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax.results import ResultRow, read_rows
+from moejax.files.result_rows import ResultRow, read_rows
 from pallas_kernels.dequant_matmul import dequant_matmul
 from pallas_kernels.packed import dequantize
 from pallas_kernels.target import Choice, Target

@@ -13,7 +13,7 @@ from moejax.benchmarking.synthetic_traces import (
     lru_trace,
     scaled_trace,
 )
-from moejax.results import read_rows
+from moejax.files.result_rows import read_rows
 from tests.script_runs import run_module
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from absl.testing import absltest
 
+from moejax.files.result_rows import read_rows
 from moejax.models.shapes import SHAPES
-from moejax.results import read_rows
 from tests.script_runs import run_module
 
 

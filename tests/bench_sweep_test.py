@@ -9,7 +9,7 @@ import pytest
 from absl.testing import absltest
 
 from moejax.benchmarking.synthetic_traces import drifting_trace
-from moejax.results import read_rows
+from moejax.files.result_rows import read_rows
 from scripts.sweep_grids import POLICIES, grid_of
 from tests.script_runs import run_module
 

@@ -9,13 +9,13 @@ import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moejax.benchmark_config import BenchmarkConfig
 from moejax.benchmarking import bandwidth, figures, routing
 from moejax.benchmarking.measuring import BatchTimes, Bench, Measured
 from moejax.benchmarking.shapes import TINY
+from moejax.config.benchmark import BenchmarkConfig
 from moejax.errors import MoejaxError
-from moejax.generation import GenerationSettings, Timing
-from moejax.traces import Trace, trace_of_replay
+from moejax.inference.generation import GenerationSettings, Timing
+from moejax.routing.trace import Trace, trace_of_replay
 
 
 def measured(*runs: list[BatchTimes]) -> Measured:

@@ -10,9 +10,9 @@ from typing import Any
 from absl.testing import absltest
 
 from moejax import benchmark, cli, evaluate, generate, plan
-from moejax.bits import BitsPerWeight
-from moejax.memory.budget import Limits
-from moejax.tiering import Tiering
+from moejax.experts.bits import BitsPerWeight
+from moejax.experts.budget import Limits
+from moejax.experts.tiering import Tiering
 from tests import tiny_engine
 
 CONFIG = tiny_engine.CONFIG

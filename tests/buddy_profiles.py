@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from moejax.buddies import BuddyProfile, profile_of
 from moejax.policies.expert_activity import ExpertActivity
+from moejax.routing.profile_file import BuddyProfile, profile_of
 
 
 def random_profile(

@@ -15,13 +15,13 @@ from moejax import Engine
 from moejax.benchmarking.random_weights import Packing
 from moejax.benchmarking.shapes import with_layers
 from moejax.benchmarking.step_cost import bytes_per_step
-from moejax.cache import empty_cache
-from moejax.checkpoints.quantized.stored import CodesKind
+from moejax.checkpoints.formats.interfaces import CodesKind
 from moejax.checkpoints.sizes import shape_sizes
 from moejax.errors import MoejaxError
-from moejax.memory.budget import GIB, BudgetError, Limits, make_budget
-from moejax.memory.budget.allocation import STATES
+from moejax.experts.budget import GIB, BudgetError, Limits, make_budget
+from moejax.experts.budget.allocation import STATES
 from moejax.models.config import weight_shapes
+from moejax.models.kv_cache import empty_cache
 from moejax.models.leaf_kinds import kind_of
 from moejax.models.shapes import SHAPES
 from moejax.policies.attention_importance import importance_nbytes

@@ -8,9 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moejax.cache import empty_cache
-from moejax.ledger import no_counts
-from moejax.memory.budget import (
+from moejax.experts.budget import (
     GIB,
     LOW_RANK,
     BudgetError,
@@ -24,9 +22,11 @@ from moejax.memory.budget import (
     table_nbytes,
     warnings,
 )
-from moejax.memory.budget.tables import RING_BLOCKS
-from moejax.memory.residency import CacheSpec, empty
+from moejax.experts.budget.tables import RING_BLOCKS
+from moejax.experts.ledger import no_counts
+from moejax.experts.residency import CacheSpec, empty
 from moejax.models.config import weight_shapes
+from moejax.models.kv_cache import empty_cache
 from moejax.models.shapes import SHAPES
 
 QWEN, MIXTRAL = SHAPES["Qwen3-30B-A3B"], SHAPES["Mixtral-8x7B"]

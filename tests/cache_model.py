@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any
 
-from moejax.ledger import EVENTS
-from moejax.memory.residency import CacheSpec
+from moejax.experts.ledger import EVENTS
+from moejax.experts.residency import CacheSpec
 
 ROW = ("slot_of", "owner", "last_use", "prefetched")
 
@@ -17,7 +17,7 @@ class Slot:
 
 
 class CacheModel:
-    """Follows the documents of `moejax.memory.residency`, and moves the bytes that it is told of.
+    """Follows the documents of `moejax.experts.residency`, and moves the bytes that it is told of.
 
     `pool` says for every global slot whose bytes lie there, as (layer, expert).
     """

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.ledger import EVENTS, Counts, no_counts
-from moejax.memory import residency
-from moejax.memory.residency import CacheSpec, Residency
+from moejax.experts import residency
+from moejax.experts.ledger import EVENTS, Counts, no_counts
+from moejax.experts.residency import CacheSpec, Residency
 from pallas_kernels import cache_plan as package
 
 COLUMNS = {name: i for i, name in enumerate(EVENTS)}

@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moejax import ops
-from moejax.ledger import no_counts
-from moejax.memory import placing
-from moejax.memory.expert_memory import ExpertMemory
-from moejax.memory.expert_pool import ExpertPool, ExpertStore, PoolSpec
-from moejax.memory.pooled import PooledExperts
-from moejax.memory.residency import CacheSpec, empty
+from moejax.experts import cache_plan as placing
+from moejax.experts.expert_memory import ExpertMemory
+from moejax.experts.expert_pool import ExpertPool, ExpertStore, PoolSpec
+from moejax.experts.ledger import no_counts
+from moejax.experts.pooled import PooledExperts
+from moejax.experts.residency import CacheSpec, empty
+from moejax.inference.runner import Runner
+from moejax.models.kernel_choice import EXPERT_LEAVES
 from moejax.models.routing import routing_of
-from moejax.runner import Runner
-from moejax.served import EXPERT_LEAVES
+from moejax.weights import linear as ops
 from pallas_kernels import cache_plan, expert_fetch
 from pallas_kernels.target import Target
 from tests import slow, tiny_engine

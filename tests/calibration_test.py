@@ -12,15 +12,15 @@ import pytest
 from absl.testing import absltest, parameterized
 
 import moejax
-from moejax.compression.calibration import TEXT_PATH, calibration_tokens, shipped_text
-from moejax.compression.forward import LayerRun, file_backed
 from moejax.errors import MoejaxError
 from moejax.models.assembly import forward, merge_weights, model_definition
 from moejax.models.config import ModelConfig
-from moejax.qtensor import from_codes
 from moejax.quantization.grid import Grid
+from moejax.quantization.pipeline.calibration import TEXT_PATH, calibration_tokens, shipped_text
+from moejax.quantization.pipeline.forward import LayerRun, file_backed
 from moejax.quantization.rtn import rtn
-from moejax.tokenizer import Tokenizer
+from moejax.text.tokenizer import Tokenizer
+from moejax.weights.qtensor import from_codes
 from tests import numpy_model
 from tests.host_test_case import HostTestCase
 from tests.models_test import CONFIGS, wide_weights

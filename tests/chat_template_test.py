@@ -9,9 +9,9 @@ import pytest
 from absl.testing import absltest, parameterized
 from hypothesis import strategies
 
-from moejax import chat_worker
-from moejax.chat_template import ChatRenderer
 from moejax.errors import MoejaxError
+from moejax.text import chat_worker
+from moejax.text.chat_template import ChatRenderer
 from tests.tokenizer_test import CONVERSATION, MIXTRAL_LIKE, QWEN3_LIKE
 
 # As DeepSeek-V3's: a namespace, system messages first, several kinds of message in one loop.
@@ -96,7 +96,7 @@ class LimitsTest(parameterized.TestCase):
         renderer.render("a", [], {})
         process = renderer._worker._process
         process.send_signal(signal.SIGSTOP)
-        with absltest.mock.patch("moejax.chat_template._WALL_S", 0.2):
+        with absltest.mock.patch("moejax.text.chat_template._WALL_S", 0.2):
             self.assertRegex(failure(renderer, "b"), "no answer in 0.2 s")
         self.assertEqual(process.returncode, -signal.SIGKILL)
         self.assertEqual(renderer.render("c", [], {}), "c")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from moejax.checkpoints import load_weights, open_checkpoint, resolve_checkpoint, stored_dtype
 from moejax.demo import DEMO_DIRECTORY
 from moejax.errors import MoejaxError
-from moejax.models.hf_config import read_model_config
+from moejax.models.hf.config import read_model_config
 from tests.hf_checkpoints import write_checkpoint
 
 

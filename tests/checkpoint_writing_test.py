@@ -21,7 +21,7 @@ from moejax.checkpoints import (
     save_orbax,
 )
 from moejax.errors import MoejaxError
-from moejax.qtensor import from_codes
+from moejax.weights.qtensor import from_codes
 from tests import slow
 from tests.hf_checkpoints import CHECKPOINTS, reference_model, write_checkpoint
 

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from moejax.checkpoints import load, load_weights, open_checkpoint, stored_dtype
 from moejax.models.config import ModelConfig, weight_shapes
-from moejax.models.hf_config import read_model_config
-from moejax.models.hf_names import Spelling, find_spelling, placements, published_spelling
+from moejax.models.hf.config import read_model_config
+from moejax.models.hf.names import Spelling, find_spelling, placements, published_spelling
 from tests import slow
 from tests.hf_checkpoints import CHECKPOINTS, reference_model, write_checkpoint
 

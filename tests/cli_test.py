@@ -19,10 +19,10 @@ from absl import flags
 from absl.testing import absltest, parameterized
 
 from moejax import __version__, benchmark, cli, evaluate, generate, plan, quantize, report
-from moejax.config import GenerateConfig, MemoryConfig
+from moejax.config.commands import GenerateConfig, MemoryConfig
+from moejax.config.policy import PolicyConfig
 from moejax.errors import MoejaxError
-from moejax.generation import Chunk, Generation, Timing
-from moejax.policy_config import PolicyConfig
+from moejax.inference.generation import Chunk, Generation, Timing
 
 ROOT = pathlib.Path(__file__).parents[1]
 TIMING = Timing(ttft_s=0.25, decode_s=1.5, num_decoded=3, compile_s=2.5)
@@ -463,8 +463,7 @@ class ProcessTest(absltest.TestCase):
             path.stem for path in (ROOT / "moejax").glob("*.py")
             if "\nif __name__ ==" in path.read_text("utf-8")
         }  # fmt: skip
-        # The last one is no command, but the process that renders chat templates.
-        self.assertEqual(mains, {*cli.MAINS, "__main__", "chat_worker"})
+        self.assertEqual(mains, {*cli.MAINS, "__main__"})
 
     def test_reader_that_goes_away(self):
         probe = (

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 from absl.testing import absltest
 
-from moejax.results import read_rows
-from moejax.simulation.costs import GIB
-from moejax.traces import trace_of_replay, write_trace
+from moejax.files.result_rows import read_rows
+from moejax.routing.simulate.costs import GIB
+from moejax.routing.trace import trace_of_replay, write_trace
 from tests.script_runs import run_module
 
 BASE_MS, GIB_PER_S, EXPERT_BYTES, STEPS = 3.0, 50.0, 2_000_000, 240

@@ -9,14 +9,14 @@ from absl.testing import absltest, parameterized
 from ml_collections import config_dict
 
 from moejax import cli, generate
-from moejax.config import EvaluateConfig, GenerateConfig, MemoryConfig, PlanConfig
+from moejax.config.commands import EvaluateConfig, GenerateConfig, MemoryConfig, PlanConfig
+from moejax.config.options import from_config_dict, options, to_config_dict
+from moejax.config.policy import NAMES, SETTINGS, PolicyConfig
+from moejax.config.serve import ServeConfig
 from moejax.errors import MoejaxError
-from moejax.generation import GenerationSettings
-from moejax.memory.budget import Limits
-from moejax.options import from_config_dict, options, to_config_dict
+from moejax.experts.budget import Limits
+from moejax.inference.generation import GenerationSettings
 from moejax.policies.make import POLICIES, settings_of
-from moejax.policy_config import NAMES, SETTINGS, PolicyConfig
-from moejax.serve_config import ServeConfig
 from scripts.documents.config_tables import MAINS
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"

@@ -6,7 +6,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax.errors import MoejaxError
-from moejax.simulation.costs import (
+from moejax.routing.simulate.costs import (
     GIB,
     Machine,
     Measured,

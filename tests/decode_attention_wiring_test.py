@@ -13,9 +13,9 @@ import pytest
 from absl.testing import absltest, parameterized
 from flax import nnx
 
-from moejax.cache import KVCache, empty_cache
 from moejax.models import attention
 from moejax.models.config import ModelConfig
+from moejax.models.kv_cache import KVCache, empty_cache
 from moejax.models.parts import LatentAttention
 from moejax.models.shapes import (
     DEEPSEEK_V2_LITE,

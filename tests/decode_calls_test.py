@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from absl.testing import absltest
 
-from moejax import Engine, runner, steps
-from moejax.generation import GenerationSettings
+from moejax import Engine
+from moejax.inference import runner, steps
+from moejax.inference.generation import GenerationSettings
+from moejax.inference.runner import Runner
 from moejax.policies.make import make_policy
-from moejax.runner import Runner
 from tests.pooled_test import QWEN, pooled_runner, random_weights
 from tests.tiered_case import tiered_runner
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine

@@ -15,14 +15,15 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from moejax import ops, steps
 from moejax.benchmarking.shapes import CONFIGS, with_layers
-from moejax.cache import empty_cache
+from moejax.inference import steps
+from moejax.inference.sampling import Sampling
 from moejax.models.assembly import model_definition
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
+from moejax.models.kv_cache import empty_cache
 from moejax.models.leaf_kinds import leaves_of
 from moejax.models.transformer import ChunkSpec
-from moejax.sampling import Sampling
+from moejax.weights import linear as ops
 from pallas_kernels import op
 from tests.gpu_targets import GPUS, SKIP_CHECKS, described
 from tests.pooled_programs import leaf_of, packed
@@ -35,7 +36,7 @@ LAUNCH = re.compile(
 
 
 def operands(config: ModelConfig, batch: int) -> tuple[Any, ...]:
-    """Shapes of what `moejax.steps.decode` takes."""
+    """Shapes of what `moejax.inference.steps.decode` takes."""
     half = jnp.dtype("bfloat16")
     weights = {
         leaf: packed(shape) if leaf in PACKED else leaf_of(shape, leaf_dtype(leaf, half))

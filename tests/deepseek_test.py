@@ -18,24 +18,24 @@ from absl.testing import absltest, parameterized
 from safetensors.numpy import load_file, save_file
 
 from moejax import Engine, cli, quantize
-from moejax.cache import KVCache, empty_cache
 from moejax.checkpoints import save_hf_checkpoint
 from moejax.checkpoints.load import load_weights
 from moejax.errors import MoejaxError
+from moejax.inference.runner import Runner
 from moejax.models import latent_attention
 from moejax.models.assembly import forward, merge_weights, model_definition
 from moejax.models.config import ModelConfig
+from moejax.models.kv_cache import KVCache, empty_cache
 from moejax.models.latent_attention import is_expanded
+from moejax.models.layer_index import places
 from moejax.models.parts import LatentAttention as Widths
 from moejax.models.parts import RopeScaling, RouterRule
-from moejax.models.places import places
 from moejax.models.rope import model_angles
 from moejax.models.routing import foreseen, routing_of
 from moejax.models.shapes import DEEPSEEK_V2_LITE
 from moejax.models.transformer import ChunkSpec, Transformer
 from moejax.policies.attention_importance import attention_received
-from moejax.qtensor import Weight
-from moejax.runner import Runner
+from moejax.weights.qtensor import Weight
 from tests import pooled_test, slow, tiny_engine
 from tests.deepseek_moe_torch import DeepseekMoe, Shape
 from tests.hf_checkpoints import DEEPSEEK_CHECKPOINTS, reference_model, write_checkpoint

@@ -19,11 +19,11 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import cli, evaluate
-from moejax.config import EvaluateConfig, MemoryConfig
+from moejax.config.commands import EvaluateConfig, MemoryConfig
 from moejax.engine import Engine
 from moejax.evaluation import record
 from moejax.evaluation.perplexity import Windowing, log_likelihood
-from moejax.evaluation.texts import joined_rows, load_text
+from moejax.text.corpus import joined_rows, load_text
 from tests import tiny_engine
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 4

@@ -16,9 +16,9 @@ from absl.testing import absltest, parameterized
 
 from moejax.checkpoints import load, open_checkpoint, save_orbax
 from moejax.checkpoints.experts import open_experts, row_checksum
-from moejax.checkpoints.quantized.stored import Tensors
+from moejax.checkpoints.formats.interfaces import Tensors
 from moejax.errors import MoejaxError
-from moejax.qtensor import QTensor
+from moejax.weights.qtensor import QTensor
 from tests.expert_stores import STORES, MixedBits, Plain, plain
 from tests.quantized_stores import QWEN, WIDE, Fp8, Gptq, Own
 

@@ -8,8 +8,8 @@ import json
 import ml_dtypes
 import numpy as np
 
-from moejax.models.hf_config import to_hf_config
-from moejax.qtensor import from_codes
+from moejax.models.hf.config import to_hf_config
+from moejax.weights.qtensor import from_codes
 from tests.quantized_stores import (
     MIXTRAL,
     QWEN,

@@ -9,9 +9,9 @@ import pytest
 from absl.testing import absltest
 
 from moejax.errors import MoejaxError
-from moejax.memory.disk import DiskExperts
-from moejax.memory.tiered import Asked
-from moejax.memory.transfers import _State
+from moejax.experts.disk_cache import DiskExperts
+from moejax.experts.tiered import Asked
+from moejax.experts.transfers import _State
 from moejax.policies.base import Requests
 from moejax.policies.make import make_policy
 from tests.pooled_test import random_weights

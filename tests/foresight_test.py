@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax.buddies import FILE_NAME, save_buddies
 from moejax.errors import MoejaxError
-from moejax.memory.budget import Limits
+from moejax.experts.budget import Limits
+from moejax.experts.tiering import Tiering
 from moejax.policies import foresight
 from moejax.policies.compose import Compose
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
 from moejax.policies.on_demand import OnDemand
-from moejax.tiering import Tiering
+from moejax.routing.profile_file import FILE_NAME, save_buddies
 from tests import slow, tiny_engine
 from tests.buddy_profiles import random_profile
 from tests.policies_cases import SPEC, E, M

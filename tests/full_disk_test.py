@@ -10,12 +10,13 @@ from unittest import mock
 
 from absl.testing import absltest
 
-from moejax import cli, files, generate
+from moejax import cli, generate
 from moejax.errors import MoejaxError
 from moejax.evaluation import record
 from moejax.evaluation.answers import AnswerFile
-from moejax.results import ResultRow, append_rows, read_rows, write_rows
-from moejax.traces import TraceWriter, write_trace
+from moejax.files import whole as files
+from moejax.files.result_rows import ResultRow, append_rows, read_rows, write_rows
+from moejax.routing.trace import TraceWriter, write_trace
 from tests.simulated_traces import random_trace
 
 FULL = pathlib.Path("/dev/full")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from moejax.errors import MoejaxError
-from moejax.generation import AnswerBuilder, GenerationSettings, Timing
-from moejax.tokenizer import Tokenizer
+from moejax.inference.generation import AnswerBuilder, GenerationSettings, Timing
+from moejax.text.tokenizer import Tokenizer
 
 EOS = 999
 

@@ -10,7 +10,7 @@ from absl.testing import absltest, parameterized
 
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig, weight_shapes
-from moejax.models.hf_config import model_config, read_model_config, to_hf_config
+from moejax.models.hf.config import model_config, read_model_config, to_hf_config
 from tests.hf_checkpoints import CHECKPOINTS, write_checkpoint
 
 # The fields, that bear on the model, of two published config.json files.

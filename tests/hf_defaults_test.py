@@ -11,11 +11,11 @@ from absl.testing import absltest, parameterized
 from huggingface_hub.errors import StrictDataclassError
 
 from moejax.errors import MoejaxError
-from moejax.models import hf_config
 from moejax.models.config import ModelConfig
-from moejax.models.hf_config import model_config
-from moejax.models.hf_defaults import DEFAULTS, with_defaults
-from moejax.tokenizer import read_eos_ids
+from moejax.models.hf import config as hf_config
+from moejax.models.hf.config import model_config
+from moejax.models.hf.defaults import DEFAULTS, with_defaults
+from moejax.text.tokenizer import read_eos_ids
 from tests.hf_checkpoints import FAMILIES
 
 _SIZES = {

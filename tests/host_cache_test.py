@@ -5,7 +5,7 @@ from absl.testing import absltest, parameterized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moejax.memory.host_store import HostCache
+from moejax.experts.host_store import HostCache
 
 
 class ModelCache:

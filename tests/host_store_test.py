@@ -14,9 +14,10 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.errors import MoejaxError
-from moejax.memory import host_store, machine, pinned
-from moejax.memory.budget import PINNED_LIMIT
-from moejax.memory.host_store import HostStore
+from moejax.experts import host_store, machine
+from moejax.experts import pinned_memory as pinned
+from moejax.experts.budget import PINNED_LIMIT
+from moejax.experts.host_store import HostStore
 
 PARTS = (
     jax.ShapeDtypeStruct((6, 4), np.uint32),

@@ -18,11 +18,11 @@ from safetensors import safe_open
 from moejax.checkpoints import open_checkpoint, safetensors_reader
 from moejax.checkpoints.safetensors_reader import MOST_TENSORS, read_header
 from moejax.checkpoints.sizes import checkpoint_sizes
-from moejax.checksums import checksum_fields
 from moejax.demo import DEMO_DIRECTORY
 from moejax.errors import MoejaxError
-from moejax.small_files import MOST_VALUES
-from moejax.tokenizer import Tokenizer
+from moejax.files.checksums import checksum_fields
+from moejax.files.small import MOST_VALUES
+from moejax.text.tokenizer import Tokenizer
 from tests import slow
 from tests.hf_checkpoints import write_checkpoint
 from tests.quantized_stores import QWEN, Gptq, Own

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax import runner
-from moejax.generation import GenerationSettings
+from moejax.inference import runner
+from moejax.inference.generation import GenerationSettings
+from moejax.inference.runner import Runner
 from moejax.models.config import ModelConfig
 from moejax.models.parts import RouterRule
-from moejax.qtensor import Weight
-from moejax.runner import Runner
+from moejax.weights.qtensor import Weight
 from tests import model_kinds, pooled_test, slow
 from tests.transformers_parity_test import RELATIVE_ERROR, relative_errors
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moejax import ledger
-from moejax.ledger import EVENTS, Counts, Ledger
+from moejax.experts import ledger
+from moejax.experts.ledger import EVENTS, Counts, Ledger
 
 MIB = 2**20
 

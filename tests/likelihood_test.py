@@ -10,8 +10,9 @@ import pytest
 import torch
 from absl.testing import absltest, parameterized
 
-from moejax import Engine, MoejaxError, chunks
-from moejax.evaluation.likelihood import token_windows
+from moejax import Engine, MoejaxError
+from moejax.inference import chunking as chunks
+from moejax.inference.likelihood import token_windows
 from tests import slow, tiny_engine
 from tests.hf_checkpoints import reference_model, write_checkpoint
 

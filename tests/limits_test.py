@@ -21,11 +21,11 @@ from moejax import Engine, MoejaxError
 from moejax.checkpoints.experts import ExpertReader
 from moejax.checkpoints.open import Checkpoint
 from moejax.engine import STEPS_PER_CALL
-from moejax.generation import GenerationSettings
-from moejax.memory import pinned
-from moejax.memory.budget import PINNED_LIMIT, Limits
-from moejax.memory.disk import DiskExperts
-from moejax.memory.ssd import SsdReader
+from moejax.experts import pinned_memory as pinned
+from moejax.experts.budget import PINNED_LIMIT, Limits
+from moejax.experts.disk_cache import DiskExperts
+from moejax.experts.disk_reader import SsdReader
+from moejax.inference.generation import GenerationSettings
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
 
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB_SIZE, n).tolist() for n in (9, 21)]

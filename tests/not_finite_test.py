@@ -19,11 +19,11 @@ from absl.testing import absltest, parameterized
 from moejax import Engine, benchmark, cli, evaluate, generate
 from moejax.checkpoints import save_hf_checkpoint
 from moejax.checkpoints.safetensors_reader import in_range, stored_tensors
-from moejax.emitted import names_a_token
 from moejax.errors import MoejaxError
-from moejax.generation import GenerationSettings
-from moejax.memory.budget import Limits
-from moejax.tiering import Tiering
+from moejax.experts.budget import Limits
+from moejax.experts.tiering import Tiering
+from moejax.inference.generation import GenerationSettings
+from moejax.inference.step_output import names_a_token
 from tests import tiny_engine
 from tests.serving_case import served, tiny_chat_engine
 

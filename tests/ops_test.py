@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax import ops
 from moejax.models import grouped_experts, moe
-from moejax.qtensor import QTensor, Weight
+from moejax.weights import linear as ops
+from moejax.weights.qtensor import QTensor, Weight
 from pallas_kernels.op import Operation
 from pallas_kernels.target import Choice, Target
 from tests import numpy_model, slow

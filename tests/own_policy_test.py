@@ -14,11 +14,11 @@ from absl.testing import absltest, parameterized
 from moejax import benchmark, cli, evaluate, generate, plan, serve, sweep
 from moejax.errors import MoejaxError
 from moejax.evaluation.lm_eval_model import read_arguments
+from moejax.experts.tiering import Tiering
+from moejax.files.result_rows import read_rows
 from moejax.policies.base import Policy
 from moejax.policies.make import class_of, make_policy, settings_of
-from moejax.results import read_rows
-from moejax.tiering import Tiering
-from moejax.traces import write_trace
+from moejax.routing.trace import write_trace
 from tests import tiny_engine
 from tests.simulated_traces import random_trace
 

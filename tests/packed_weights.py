@@ -3,7 +3,7 @@
     packed, values = draw(rng, (2, 8, 32, 16), SPECS["int3_ranks"])
 
 `values` (float64) come from the codes, scales and factors before they are packed, by the definition
-alone; nothing of `moejax.qtensor` computes them.
+alone; nothing of `moejax.weights.qtensor` computes them.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from moejax.qtensor import FP8_BLOCK, Compensator, Fp8Tensor, QTensor, Weight, from_codes
+from moejax.weights.qtensor import FP8_BLOCK, Compensator, Fp8Tensor, QTensor, Weight, from_codes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

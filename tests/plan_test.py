@@ -14,17 +14,18 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax import Engine, Tiering, chunks, cli, plan, planning
+from moejax import Engine, Tiering, cli, plan, planning
 from moejax.checkpoints import open_checkpoint, safetensors_reader
-from moejax.checkpoints.quantized.stored import CodesKind
+from moejax.checkpoints.formats.interfaces import CodesKind
 from moejax.checkpoints.sizes import checkpoint_sizes, shape_sizes
-from moejax.config import MemoryConfig, PlanConfig
-from moejax.memory import machine
-from moejax.memory.budget import LOW_RANK, Limits, Machine, describe_tiers
+from moejax.config.commands import MemoryConfig, PlanConfig
+from moejax.config.policy import PolicyConfig
+from moejax.experts import machine
+from moejax.experts.budget import LOW_RANK, Limits, Machine, describe_tiers
+from moejax.inference import chunking as chunks
 from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
 from moejax.policies.attention_importance import importance_nbytes
-from moejax.policy_config import PolicyConfig
 from tests import quantized_stores as stores
 from tests import slow
 from tests.random_checkpoints import TINY, write_random_checkpoint

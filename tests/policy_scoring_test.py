@@ -12,10 +12,10 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax import Engine, cli, evaluate, generate
-from moejax.chunks import next_chunk
 from moejax.evaluation.perplexity import Windowing, log_likelihood
-from moejax.memory.tiered_memory import TieredMemory
-from moejax.tiering import Tiering
+from moejax.experts.tiered_memory import TieredMemory
+from moejax.experts.tiering import Tiering
+from moejax.inference.chunking import next_chunk
 from tests import tiny_engine
 
 TEXT = "".join(f"the {a} fox jumps over {b} dogs. " for a in "abcdefgh" for b in "xyz")

@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax import ops, steps
 from moejax.benchmarking.random_weights import Packing, random_weights
-from moejax.generation import GenerationSettings
-from moejax.memory.expert_memory import ExpertMemory
-from moejax.memory.expert_pool import PoolSpec
-from moejax.memory.residency import CacheSpec
+from moejax.experts.expert_memory import ExpertMemory
+from moejax.experts.expert_pool import PoolSpec
+from moejax.experts.residency import CacheSpec
+from moejax.inference import steps
+from moejax.inference.generation import GenerationSettings
+from moejax.inference.runner import Runner
+from moejax.models.kernel_choice import EXPERT_LEAVES
 from moejax.models.shapes import SHAPES
-from moejax.qtensor import Weight
-from moejax.runner import Runner
-from moejax.served import EXPERT_LEAVES
+from moejax.weights import linear as ops
+from moejax.weights.qtensor import Weight
 
 NUM_EXPERTS, CONTEXT = 16, 512
 QWEN = dataclasses.replace(

@@ -14,17 +14,18 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from moejax import ops, steps
-from moejax.cache import empty_cache
-from moejax.ledger import no_counts
-from moejax.memory.expert_pool import ExpertPool, ExpertStore, PoolSpec, compiler_options
-from moejax.memory.residency import CacheSpec, empty
+from moejax.experts.expert_pool import ExpertPool, ExpertStore, PoolSpec, compiler_options
+from moejax.experts.ledger import no_counts
+from moejax.experts.residency import CacheSpec, empty
+from moejax.inference import steps
+from moejax.inference.sampling import Sampling
 from moejax.models.assembly import model_definition
 from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.kernel_choice import EXPERT_LEAVES
+from moejax.models.kv_cache import empty_cache
 from moejax.models.transformer import ChunkSpec
-from moejax.qtensor import QTensor
-from moejax.sampling import Sampling
-from moejax.served import EXPERT_LEAVES
+from moejax.weights import linear as ops
+from moejax.weights.qtensor import QTensor
 from pallas_kernels import layout, op
 from tests.gpu_targets import GPUS, SKIP_CHECKS, described
 from tests.pooled_device_test import CONFIGS, CONTEXT
@@ -59,7 +60,7 @@ def packed(shape: tuple[int, ...], bits: int = 4) -> QTensor:
 def decode_operands(
     config: ModelConfig, spec: PoolSpec, batch: int, plain_attention: bool = False
 ) -> tuple[Any, ...]:
-    """Shapes of what `moejax.steps.decode` takes, experts and, unless plain, attention in INT4."""
+    """Shapes of what `steps.decode` takes; experts and, unless plain, attention in INT4."""
 
     def is_packed(leaf: str, shape: tuple[int, ...]) -> bool:
         return leaf.startswith("attention.") and len(shape) == 3 and not plain_attention

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax import steps
-from moejax.generation import GenerationSettings
-from moejax.memory.expert_memory import ExpertMemory
-from moejax.memory.expert_pool import PoolSpec
-from moejax.memory.residency import CacheSpec
+from moejax.experts.expert_memory import ExpertMemory
+from moejax.experts.expert_pool import PoolSpec
+from moejax.experts.residency import CacheSpec
+from moejax.inference import steps
+from moejax.inference.generation import GenerationSettings
+from moejax.inference.runner import Runner
 from moejax.models.config import ModelConfig
-from moejax.qtensor import Weight, from_codes
 from moejax.quantization.grid import Grid
 from moejax.quantization.rtn import rtn
-from moejax.runner import Runner
+from moejax.weights.qtensor import Weight, from_codes
 from tests import slow, tiny_engine
 
 QWEN = tiny_engine.CONFIG

@@ -18,17 +18,19 @@ import pytest
 from absl.testing import absltest, parameterized
 from safetensors.numpy import load_file, save_file
 
-from moejax import buddies, chunks, cli, profile_experts
-from moejax.buddies import load_buddies, profile_of, save_buddies
+from moejax import cli, profile_experts
+from moejax.config.profile import ProfileConfig
 from moejax.engine import Engine
 from moejax.errors import MoejaxError
+from moejax.evaluation.expert_profile import Counting, profile
+from moejax.inference import chunking as chunks
+from moejax.inference.runner import Runner
 from moejax.models.assembly import forward, merge_weights, model_definition
 from moejax.policies.buddy_gates import ENTROPY_BINS
 from moejax.policies.buddy_lists import alpha_schedule
 from moejax.policies.expert_activity import ExpertActivity
-from moejax.profile_config import ProfileConfig
-from moejax.profiling import Counting, profile
-from moejax.runner import Runner
+from moejax.routing import profile_file as buddies
+from moejax.routing.profile_file import load_buddies, profile_of, save_buddies
 from tests import buddymoe_reference as paper
 from tests import tiny_engine
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax.cache import KVCache
+from moejax.models.kv_cache import KVCache
 from moejax.models.norm import rms_norm
 from moejax.models.rope import rotate
 from pallas_kernels import qkv_to_cache as package

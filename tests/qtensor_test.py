@@ -11,7 +11,7 @@ import pytest
 from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
-from moejax.qtensor import ZERO_KINDS, Compensator, Fp8Tensor, QTensor, dense, from_codes
+from moejax.weights.qtensor import ZERO_KINDS, Compensator, Fp8Tensor, QTensor, dense, from_codes
 from tests import slow
 
 

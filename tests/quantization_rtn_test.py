@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax import qtensor
 from moejax.quantization import factors
 from moejax.quantization.grid import Codes, Grid, dequantize, nearest_codes, relative_error
 from moejax.quantization.least_squares import least_squares
 from moejax.quantization.rtn import rtn
+from moejax.weights import qtensor
 from tests import slow
 
 KINDS = ("float", "integer", "symmetric")

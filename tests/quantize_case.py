@@ -13,10 +13,10 @@ import numpy as np
 from absl.testing import parameterized
 from safetensors.numpy import load_file
 
-from moejax.compression import pipeline
-from moejax.compression.pipeline import Job, quantize_checkpoint
-from moejax.compression.recipe import Recipe, Scheme, parse_rules
 from moejax.errors import MoejaxError
+from moejax.quantization.pipeline import run as pipeline
+from moejax.quantization.pipeline.recipe import Recipe, Scheme, parse_rules
+from moejax.quantization.pipeline.run import Job, quantize_checkpoint
 from tests.random_checkpoints import TINY, write_random_checkpoint, write_tokenizer
 
 

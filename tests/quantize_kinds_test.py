@@ -13,14 +13,14 @@ from absl.testing import absltest, parameterized
 from moejax import Engine
 from moejax.checkpoints import open_checkpoint
 from moejax.checkpoints.sizes import checkpoint_sizes
-from moejax.compression.forward import LayerRun
-from moejax.compression.inventory import take_inventory
-from moejax.compression.layer_steps import one_layer
-from moejax.compression.pipeline import quantize_checkpoint
 from moejax.models.assembly import forward, merge_weights, model_definition
 from moejax.models.config import leaf_dtype, weight_shapes
 from moejax.models.leaf_kinds import KIND_OF_LEAF, KINDS, NEVER_PACKED, kind_of, layers_of
-from moejax.qtensor import QTensor, dense
+from moejax.quantization.pipeline.forward import LayerRun
+from moejax.quantization.pipeline.inventory import take_inventory
+from moejax.quantization.pipeline.layer_steps import one_layer
+from moejax.quantization.pipeline.run import quantize_checkpoint
+from moejax.weights.qtensor import QTensor, dense
 from tests import model_kinds, numpy_model, slow
 from tests.quantize_case import QuantizeTestCase
 from tests.random_checkpoints import write_random_checkpoint, write_tokenizer

@@ -10,7 +10,7 @@ import tempfile
 from absl.testing import absltest, parameterized
 
 from moejax import cli, quantize
-from moejax.config import QuantizeConfig
+from moejax.config.commands import QuantizeConfig
 from moejax.errors import MoejaxError
 from tests.random_checkpoints import write_random_checkpoint
 

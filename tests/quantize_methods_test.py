@@ -13,12 +13,13 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.checkpoints import load_weights, open_checkpoint
-from moejax.compression import carry, quantizers
-from moejax.compression.pipeline import quantize_checkpoint
-from moejax.models.hf_config import read_model_config
-from moejax.qtensor import dense
+from moejax.models.hf.config import read_model_config
 from moejax.quantization.gptq import GptqSettings, gptq
 from moejax.quantization.grid import Grid
+from moejax.quantization.pipeline import calibration_pass as carry
+from moejax.quantization.pipeline import quantizers
+from moejax.quantization.pipeline.run import quantize_checkpoint
+from moejax.weights.qtensor import dense
 from pallas_kernels import layout, op
 from pallas_kernels.target import SIMULATED
 from tests.quantize_case import Killed, QuantizeTestCase, all_tensors, digests, stopped_after

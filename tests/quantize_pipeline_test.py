@@ -18,10 +18,12 @@ from safetensors.numpy import load_file, save_file
 
 from moejax.checkpoints import open_checkpoint
 from moejax.checkpoints.verify import verify_checkpoint
-from moejax.compression import pipeline, plots, space
-from moejax.compression.pipeline import quantize_checkpoint
-from moejax.compression.report import report_lines
 from moejax.errors import MoejaxError
+from moejax.quantization.pipeline import disk_space as space
+from moejax.quantization.pipeline import plots
+from moejax.quantization.pipeline import run as pipeline
+from moejax.quantization.pipeline.report import report_lines
+from moejax.quantization.pipeline.run import quantize_checkpoint
 from pallas_kernels import layout
 from tests.quantize_case import Killed, QuantizeTestCase, all_tensors, digests, stopped_after
 from tests.random_checkpoints import write_random_checkpoint
@@ -140,8 +142,8 @@ class WrittenTest(QuantizeTestCase):
     def test_small_stacks_and_parts_of_rows_change_nothing(self):
         expected = all_tensors(quantize_checkpoint(self.job()).output)
         with (
-            mock.patch("moejax.compression.stacks.STACK_BYTES", 3 * 4 * 32 * 64),
-            mock.patch("moejax.compression.stacks.MATRIX_BYTES", 4 * 20 * 64),
+            mock.patch("moejax.quantization.pipeline.batches.STACK_BYTES", 3 * 4 * 32 * 64),
+            mock.patch("moejax.quantization.pipeline.batches.MATRIX_BYTES", 4 * 20 * 64),
         ):
             job = self.job("head: method=none", output=self.directory / "small")
             found = all_tensors(quantize_checkpoint(job).output)

@@ -13,9 +13,9 @@ import jax
 import pytest
 from absl.testing import absltest
 
-from moejax.compression import pipeline
-from moejax.compression.pipeline import quantize_checkpoint
 from moejax.errors import MoejaxError
+from moejax.quantization.pipeline import run as pipeline
+from moejax.quantization.pipeline.run import quantize_checkpoint
 from tests.quantize_case import Killed, QuantizeTestCase, digests, stopped_after
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -67,8 +67,8 @@ class ResumeTest(QuantizeTestCase):
         program = f"""
 import dataclasses, os, pathlib, signal, jax
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-from moejax.compression.pipeline import Job, quantize_checkpoint
-from moejax.compression.recipe import Recipe, Scheme
+from moejax.quantization.pipeline.run import Job, quantize_checkpoint
+from moejax.quantization.pipeline.recipe import Recipe, Scheme
 calls, real = iter(range({count // 2})), os.fsync
 def fsync(handle):
     real(handle)

@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax import Engine, chunks, ops, runner, served, steps
+from moejax import Engine
+from moejax.inference import chunking as chunks
+from moejax.inference import runner, steps
+from moejax.models import kernel_choice as served
 from moejax.models import moe
 from moejax.models.assembly import merge_weights, model_definition
 from moejax.models.config import ModelConfig, weight_shapes
-from moejax.qtensor import QTensor
+from moejax.weights import linear as ops
+from moejax.weights.qtensor import QTensor
 from pallas_kernels.target import Target
 from tests import slow, tiny_engine
 from tests.packed_weights import SPECS, draw, num_bytes

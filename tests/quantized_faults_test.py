@@ -8,11 +8,11 @@ from absl.testing import absltest, parameterized
 
 from moejax import Tiering, generate
 from moejax.checkpoints import load, open_checkpoint
-from moejax.config import EvaluateConfig, GenerateConfig
+from moejax.config.commands import EvaluateConfig, GenerateConfig
 from moejax.errors import MoejaxError
 from moejax.evaluation import loading
-from moejax.qtensor import QTensor
-from moejax.tiering import verify_all
+from moejax.experts.tiering import verify_all
+from moejax.weights.qtensor import QTensor
 from tests import quantized_files as files
 from tests.quantized_stores import QWEN, Awq, Gptq, Hqq, LoadingTestCase, Own
 

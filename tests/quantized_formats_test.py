@@ -7,8 +7,8 @@ import ml_dtypes
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moejax.checkpoints.quantized.formats import open_format
-from moejax.checkpoints.quantized.stored import Tensors
+from moejax.checkpoints.formats.interfaces import Tensors
+from moejax.checkpoints.formats.registry import open_format
 from moejax.checkpoints.safetensors_reader import stored_tensors
 from moejax.errors import MoejaxError
 from tests import quantized_files as files

@@ -17,9 +17,9 @@ from absl.testing import absltest, parameterized
 
 from moejax.checkpoints import load, open_checkpoint
 from moejax.errors import MoejaxError
-from moejax.models.hf_config import to_hf_config
-from moejax.qtensor import Fp8Tensor, QTensor, dense
-from moejax.runner import Runner
+from moejax.inference.runner import Runner
+from moejax.models.hf.config import to_hf_config
+from moejax.weights.qtensor import Fp8Tensor, QTensor, dense
 from tests import model_kinds, slow
 from tests import quantized_files as files
 from tests.hf_checkpoints import reference_model

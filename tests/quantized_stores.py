@@ -19,20 +19,20 @@ import ml_dtypes
 import numpy as np
 from absl.testing import parameterized
 
-from moejax.checkpoints.quantized import (
+from moejax.checkpoints.formats import (
     load_quantized_weights,
     matrix_tensors,
     quantization_config,
 )
-from moejax.checkpoints.quantized.formats import open_format
-from moejax.checkpoints.quantized.own import whole_compensator
-from moejax.checkpoints.quantized.stored import Tensors
+from moejax.checkpoints.formats.interfaces import Tensors
+from moejax.checkpoints.formats.native import whole_compensator
+from moejax.checkpoints.formats.registry import open_format
 from moejax.checkpoints.safetensors_reader import stored_tensors
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig, weight_shapes
-from moejax.models.hf_config import to_hf_config
-from moejax.models.hf_names import Spelling, placements, published_spelling
-from moejax.qtensor import QTensor, dense, from_codes
+from moejax.models.hf.config import to_hf_config
+from moejax.models.hf.names import Spelling, placements, published_spelling
+from moejax.weights.qtensor import QTensor, dense, from_codes
 from tests import quantized_files as files
 
 QWEN = ModelConfig(

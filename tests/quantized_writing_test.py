@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moejax.checkpoints.quantized import (
+from moejax.checkpoints.formats import (
     ExportedKind,
     compressed_tensors_config,
     compressed_tensors_tensors,
@@ -16,10 +16,10 @@ from moejax.checkpoints.quantized import (
     matrix_from_tensors,
     matrix_tensors,
 )
-from moejax.checkpoints.quantized.formats import open_format
-from moejax.checkpoints.quantized.own import whole_compensator
+from moejax.checkpoints.formats.native import whole_compensator
+from moejax.checkpoints.formats.registry import open_format
 from moejax.errors import MoejaxError
-from moejax.qtensor import from_codes
+from moejax.weights.qtensor import from_codes
 from tests import quantized_files as files
 from tests.quantized_stores import FormatTestCase, dequantized
 

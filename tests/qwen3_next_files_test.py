@@ -10,11 +10,11 @@ import transformers
 from absl.testing import absltest, parameterized
 
 from moejax import Engine
-from moejax.chat_template import ChatRenderer
 from moejax.errors import MoejaxError
 from moejax.models.config import weight_shapes
-from moejax.models.hf_config import model_config, read_model_config, to_hf_config
+from moejax.models.hf.config import model_config, read_model_config, to_hf_config
 from moejax.models.shapes import QWEN3_NEXT_80B_A3B
+from moejax.text.chat_template import ChatRenderer
 from tests.hf_checkpoints import QWEN3_NEXT, write_checkpoint
 
 # The published config.json of Qwen3-Next-80B-A3B-Instruct, in the fields that bear on the model.

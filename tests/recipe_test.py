@@ -6,9 +6,9 @@ import tempfile
 
 from absl.testing import absltest, parameterized
 
-from moejax.compression.inventory import take_inventory
-from moejax.compression.recipe import Recipe, Scheme, parse_rules, schemes
 from moejax.errors import MoejaxError
+from moejax.quantization.pipeline.inventory import take_inventory
+from moejax.quantization.pipeline.recipe import Recipe, Scheme, parse_rules, schemes
 from tests.hf_checkpoints import write_checkpoint
 
 DEFAULT = Scheme(

@@ -16,12 +16,12 @@ from moejax.errors import MoejaxError
 from moejax.policies.base import SKIPPED, Observation
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.make import make_policy
-from moejax.simulation import runs
-from moejax.simulation.formulas import Formulas
-from moejax.simulation.replay import EVENTS
-from moejax.simulation.runs import Run, Tallied, run_policies, spec_of
-from moejax.simulation.segments import CALL_STEPS, segments
-from moejax.traces import Trace
+from moejax.routing.simulate import runs
+from moejax.routing.simulate.program_keys import Formulas
+from moejax.routing.simulate.replay import EVENTS
+from moejax.routing.simulate.runs import Run, Tallied, run_policies, spec_of
+from moejax.routing.simulate.segments import CALL_STEPS, segments
+from moejax.routing.trace import Trace
 from tests import slow
 from tests.simulated_traces import random_trace
 

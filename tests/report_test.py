@@ -10,8 +10,9 @@ import jax
 import psutil
 from absl.testing import absltest
 
-from moejax import report, results
-from moejax.generation import Timing
+from moejax import report
+from moejax.files import result_rows as results
+from moejax.inference.generation import Timing
 
 
 class ReportTest(absltest.TestCase):

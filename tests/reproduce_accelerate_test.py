@@ -8,7 +8,7 @@ from pathlib import Path
 
 from absl.testing import absltest, parameterized
 
-from moejax.results import row_fields
+from moejax.files.result_rows import row_fields
 from scripts import reproduce_dymoe
 from scripts.reproducing import accelerate, dymoe_claims
 from scripts.reproducing.page import OURS

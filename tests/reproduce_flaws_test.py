@@ -8,7 +8,7 @@ from pathlib import Path
 
 from absl.testing import absltest, parameterized
 
-from moejax.results import ResultRow, append_rows, read_rows
+from moejax.files.result_rows import ResultRow, append_rows, read_rows
 from scripts.reproducing import document
 from scripts.reproducing.page import (
     IN_PART,

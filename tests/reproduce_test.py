@@ -176,6 +176,15 @@ class DocumentTest(absltest.TestCase):
         self.assertEqual(shown, set((ROOT / "docs" / "figures").glob("*_figure_*.png")))
         self.assertLess(sum(path.stat().st_size for path in shown), MOST_IMAGE_BYTES)
 
+    def test_the_summary_is_of_these_claims(self):
+        """Its decimals stand in the claims of the same paper."""
+        pages = whole.build(Results(ROWS))
+        self.assertEqual(set(whole.SUMMARY), set(pages))
+        for name, cells in whole.SUMMARY.items():
+            claims = " ".join(" ".join(claim[:3]) for claim in pages[name].claims)
+            for number in re.findall(r"\d+\.\d+", " ".join(cells)):
+                self.assertRegex(claims, rf"(?<![\d.]){re.escape(number)}0?(?!\d)", name)
+
     def test_tables_of_ours_say_what_differs(self):
         text = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
         found = re.findall(r"^(\|.*\|)\n\| --- ", text, re.MULTILINE)

@@ -10,9 +10,8 @@ from absl.testing import absltest, parameterized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moejax import ledger
-from moejax.memory import residency
-from moejax.memory.residency import CacheSpec, Residency
+from moejax.experts import ledger, residency
+from moejax.experts.residency import CacheSpec, Residency
 from tests import slow
 from tests.cache_model import ROW, CacheModel
 from tests.cache_plan_contract import ByExpert, form_of, plan_needed, predict_needed

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax import ledger
-from moejax.memory import residency
-from moejax.memory.residency import CacheSpec
+from moejax.experts import ledger, residency
+from moejax.experts.residency import CacheSpec
 from pallas_kernels import cache_plan
 from tests import slow
 from tests.cache_plan_contract import form_of, plan_needed, predict_needed

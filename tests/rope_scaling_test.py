@@ -14,11 +14,12 @@ import transformers
 from absl.testing import absltest, parameterized
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from moejax import Engine, chunks
+from moejax import Engine
 from moejax.errors import MoejaxError
-from moejax.generation import GenerationSettings
+from moejax.inference import chunking as chunks
+from moejax.inference.generation import GenerationSettings
 from moejax.models.config import ModelConfig
-from moejax.models.hf_config import model_config, to_hf_config
+from moejax.models.hf.config import model_config, to_hf_config
 from moejax.models.rope import model_angles, scaled_frequencies
 from tests.hf_checkpoints import FAMILIES, TinyCheckpoint, reference_model, write_random_checkpoint
 from tests.hf_defaults_test import FULL

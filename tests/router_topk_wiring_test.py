@@ -15,14 +15,16 @@ import pytest
 from absl.testing import absltest, parameterized
 from flax import nnx
 
-from moejax import Engine, ops, served
+from moejax import Engine
+from moejax.inference.runner import Runner
+from moejax.models import kernel_choice as served
 from moejax.models import moe
 from moejax.models.assembly import forward
-from moejax.models.places import places
+from moejax.models.layer_index import places
 from moejax.models.routing import Routing
 from moejax.models.shapes import MIXTRAL_8X7B, QWEN3_30B_A3B
 from moejax.models.transformer import Transformer
-from moejax.runner import Runner
+from moejax.weights import linear as ops
 from pallas_kernels import op
 from pallas_kernels import router_topk as package
 from pallas_kernels.target import SIMULATED, Target

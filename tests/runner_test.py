@@ -15,8 +15,11 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax import Engine, cache, chunks, steps
-from moejax.chunks import (
+from moejax import Engine
+from moejax.experts.budget import workspace_nbytes
+from moejax.inference import chunking as chunks
+from moejax.inference import steps
+from moejax.inference.chunking import (
     MIN_PREFILL_LENGTH,
     Planned,
     kv_bucket,
@@ -24,12 +27,12 @@ from moejax.chunks import (
     longest_chunk,
     prefill_chunks,
 )
-from moejax.generation import GenerationSettings
-from moejax.memory.budget import workspace_nbytes
+from moejax.inference.generation import GenerationSettings
+from moejax.inference.runner import Runner
+from moejax.inference.session import Session
+from moejax.models import kv_cache as cache
 from moejax.models.config import weight_shapes
 from moejax.models.shapes import QWEN3_30B_A3B, SHAPES
-from moejax.runner import Runner
-from moejax.session import Session
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
 
 RELATIVE = 1e-5

@@ -17,10 +17,10 @@ from absl.testing import absltest, parameterized
 from moejax import Engine
 from moejax.engine import STEPS_PER_CALL
 from moejax.errors import MoejaxError
-from moejax.fidelity import TieredLedger
-from moejax.generation import GenerationSettings
-from moejax.ledger import Ledger
-from moejax.memory.budget import Limits
+from moejax.experts.budget import Limits
+from moejax.experts.gate_mass import TieredLedger
+from moejax.experts.ledger import Ledger
+from moejax.inference.generation import GenerationSettings
 from moejax.serving import batcher as batcher_module
 from moejax.serving.metrics import Metrics
 from tests import slow

@@ -20,10 +20,10 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import cli, serve
+from moejax.config.serve import ServeConfig
 from moejax.errors import MoejaxError
-from moejax.fidelity import TieredLedger
-from moejax.ledger import Ledger
-from moejax.serve_config import ServeConfig
+from moejax.experts.gate_mass import TieredLedger
+from moejax.experts.ledger import Ledger
 from moejax.serving import foreign_fields
 from moejax.serving.metrics import Metrics
 from tests.serving_case import tiny_chat_engine

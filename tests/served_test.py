@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax import ops, served
 from moejax.benchmarking.expected_kernels import (
     allowed,
     refuse_dequantized,
@@ -18,11 +17,13 @@ from moejax.benchmarking.expected_kernels import (
     wrong_kernels,
 )
 from moejax.errors import MoejaxError
-from moejax.generation import GenerationSettings
+from moejax.inference.generation import GenerationSettings
+from moejax.inference.runner import Runner
+from moejax.models import kernel_choice as served
 from moejax.models.parts import LatentAttention
 from moejax.models.shapes import DEEPSEEK_V2_LITE
-from moejax.qtensor import QTensor
-from moejax.runner import Runner
+from moejax.weights import linear as ops
+from moejax.weights.qtensor import QTensor
 from pallas_kernels.target import Target
 from tests import tiny_engine
 from tests.packed_weights import Spec, draw

@@ -15,13 +15,13 @@ import openai
 import uvicorn
 
 from moejax import Engine
-from moejax.generation import GenerationSettings
+from moejax.inference.generation import GenerationSettings
 from moejax.serving.app import Access, Api
 from moejax.serving.batcher import Batcher
 from moejax.serving.connections import ConnectionLimits, Connections
 from moejax.serving.metrics import Metrics
 from moejax.serving.server import bind, uvicorn_config
-from moejax.tokenizer import Tokenizer
+from moejax.text.tokenizer import Tokenizer
 from tests.tiny_engine import load_tiny_engine
 
 WAIT_S = 30.0

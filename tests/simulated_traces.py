@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from moejax.traces import DECODE, PREFILL, Trace, id_dtype
+from moejax.routing.trace import DECODE, PREFILL, Trace, id_dtype
 
 
 def random_trace(

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax.memory.residency import CacheSpec
+from moejax.experts.residency import CacheSpec
+from moejax.experts.tiering import Tiering
 from moejax.policies.on_demand import OnDemand
-from moejax.simulation.ceilings import belady, next_uses
-from moejax.simulation.replay import EVENTS
-from moejax.simulation.runs import Run, run_policies
-from moejax.simulation.workload import Workload, make_workload
-from moejax.tiering import Tiering
-from moejax.traces import PREFILL, Trace, read_trace
+from moejax.routing.simulate.ceilings import belady, next_uses
+from moejax.routing.simulate.replay import EVENTS
+from moejax.routing.simulate.runs import Run, run_policies
+from moejax.routing.simulate.workload import Workload, make_workload
+from moejax.routing.trace import PREFILL, Trace, read_trace
 from tests.cache_model import CacheModel
 from tests.simulated_traces import random_trace
 from tests.tiny_engine import load_tiny_engine

@@ -14,7 +14,7 @@ from moejax.checkpoints import open_checkpoint
 from moejax.checkpoints.expert_stacks import TensorFiles
 from moejax.checkpoints.experts import open_experts
 from moejax.errors import MoejaxError
-from moejax.memory.ssd import State
+from moejax.experts.disk_reader import State
 from tests.quantized_stores import QWEN, Gptq, Own
 from tests.ssd_source import MOMENT, SECONDS, Source, SsdTestCase
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from absl.testing import parameterized
 
-from moejax.memory.ssd import SsdReader
+from moejax.experts.disk_reader import SsdReader
 
 SECONDS = 20.0  # for what must happen
 MOMENT = 0.05  # for what must not

@@ -12,8 +12,8 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.errors import MoejaxError
-from moejax.memory import pinned
-from moejax.memory.ssd import SsdReader, State, check_waiting
+from moejax.experts import pinned_memory as pinned
+from moejax.experts.disk_reader import SsdReader, State, check_waiting
 from tests.ssd_source import MOMENT, PARTS, SECONDS, Source, SsdTestCase
 
 

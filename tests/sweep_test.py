@@ -13,21 +13,21 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import cli, sweep
-from moejax.buddies import save_buddies
+from moejax.config.sweep import PICTURES, check_picture
 from moejax.errors import MoejaxError
+from moejax.files.result_rows import ResultRow, append_rows, read_rows, row_fields
 from moejax.policies.on_demand import OnDemand
-from moejax.results import ResultRow, append_rows, read_rows, row_fields
-from moejax.simulation import sweeping, table
-from moejax.simulation.costs import (
+from moejax.routing.profile_file import save_buddies
+from moejax.routing.simulate import sweeping, table
+from moejax.routing.simulate.costs import (
     GIB,
     Machine,
     measured_rows,
 )
-from moejax.simulation.grid import axis, described, eighths, settings
-from moejax.simulation.settings import PICTURES, check_picture
-from moejax.simulation.sweeping import Tiers
-from moejax.simulation.sweeping import sweep as sweep_over
-from moejax.traces import write_trace
+from moejax.routing.simulate.grid import axis, described, eighths, settings
+from moejax.routing.simulate.sweeping import Tiers
+from moejax.routing.simulate.sweeping import sweep as sweep_over
+from moejax.routing.trace import write_trace
 from tests.buddy_profiles import random_profile
 from tests.simulated_traces import random_trace
 

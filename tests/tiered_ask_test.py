@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax.memory.tiered import ask
+from moejax.experts.tiered import ask
 from moejax.policies.base import Policy, Requests
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.resident import as_routed

@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax import ops
-from moejax.memory.expert_memory import ExpertMemory
-from moejax.memory.expert_pool import PoolSpec
-from moejax.memory.residency import CacheSpec
-from moejax.memory.tiered_memory import TieredMemory, warm
+from moejax.experts.expert_memory import ExpertMemory
+from moejax.experts.expert_pool import PoolSpec
+from moejax.experts.residency import CacheSpec
+from moejax.experts.tiered_memory import TieredMemory, warm
+from moejax.inference.runner import Runner
 from moejax.models.config import ModelConfig
 from moejax.policies.base import AnyPolicy
-from moejax.qtensor import QTensor, Weight
-from moejax.runner import Runner
+from moejax.weights import linear as ops
+from moejax.weights.qtensor import QTensor, Weight
 from tests.pooled_test import CPU, EXPERTS, QWEN, random_weights, rows_of, without_experts
 
 CONFIG = QWEN

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax import ops, steps
 from moejax.benchmarking.random_weights import Packing, random_weights
-from moejax.memory.expert_memory import ExpertMemory
-from moejax.memory.expert_pool import PoolSpec
-from moejax.memory.residency import CacheSpec
-from moejax.memory.tiered_memory import TieredMemory, warm
+from moejax.experts.expert_memory import ExpertMemory
+from moejax.experts.expert_pool import PoolSpec
+from moejax.experts.residency import CacheSpec
+from moejax.experts.tiered_memory import TieredMemory, warm
+from moejax.inference import steps
+from moejax.inference.runner import Runner
 from moejax.models.config import ModelConfig
+from moejax.models.kernel_choice import EXPERT_LEAVES
 from moejax.policies.base import (
     SKIPPED,
     AnyPolicy,
@@ -28,8 +30,7 @@ from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
 from moejax.policies.on_demand import OnDemand
 from moejax.policies.resident import as_routed
-from moejax.runner import Runner
-from moejax.served import EXPERT_LEAVES
+from moejax.weights import linear as ops
 from pallas_kernels.target import target_of
 from tests.pooled_device_test import CONFIGS, NUM_EXPERTS, answers, pinned_rows
 

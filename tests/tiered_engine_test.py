@@ -16,14 +16,14 @@ from moejax import Engine, cli, evaluate, generate
 from moejax.errors import MoejaxError
 from moejax.evaluation import fidelity
 from moejax.evaluation.perplexity import Windowing
-from moejax.memory import tiered_memory
-from moejax.memory.budget import BudgetError, Limits, Tier, make_tiered_budget
+from moejax.experts import tiered_memory
+from moejax.experts.budget import BudgetError, Limits, Tier, make_tiered_budget
+from moejax.experts.tiering import Tiering
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.make import make_policy
-from moejax.simulation.replay import EVENTS
-from moejax.simulation.runs import Run, run_policies
-from moejax.tiering import Tiering
-from moejax.traces import read_trace
+from moejax.routing.simulate.replay import EVENTS
+from moejax.routing.simulate.runs import Run, run_policies
+from moejax.routing.trace import read_trace
 from tests import tiny_engine
 from tests.tiny_engine import CONFIG
 

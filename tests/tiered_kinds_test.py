@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax.memory import tiered_experts
+from moejax.experts import tiered_experts
+from moejax.inference.runner import Runner
 from moejax.models.parts import RouterRule
 from moejax.models.routing import routing_of, weights_of
 from moejax.models.transformer import Transformer
 from moejax.policies.buddy_lists import BuddyLists
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.make import make_policy
-from moejax.recording import RecordSpec, recording
-from moejax.runner import Runner
-from moejax.simulation.replay import EVENTS
-from moejax.simulation.runs import Run, run_policies
-from moejax.traces import DECODE, PREFILL, Trace, read_trace
+from moejax.routing.recorder import RecordSpec, recording
+from moejax.routing.simulate.replay import EVENTS
+from moejax.routing.simulate.runs import Run, run_policies
+from moejax.routing.trace import DECODE, PREFILL, Trace, read_trace
 from tests import model_kinds, slow
 from tests.pooled_test import CPU, answers, random_weights
 from tests.tiered_case import tiered_runner

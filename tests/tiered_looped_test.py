@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax import ops
-from moejax.memory import placing
-from moejax.memory.placing import Placing
-from moejax.memory.tiered_experts import TieredExperts
+from moejax.experts import cache_plan as placing
+from moejax.experts.cache_plan import Placing
+from moejax.experts.tiered_experts import TieredExperts
 from moejax.models import expert_products
 from moejax.models.transformer import Transformer
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.make import make_policy
+from moejax.weights import linear as ops
 from pallas_kernels import cache_plan, grouped_dequant_matmul
 from tests import tiny_engine
 from tests.pooled_test import PROMPTS, answers

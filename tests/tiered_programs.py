@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from moejax import ops, steps
 from moejax.benchmarking.shapes import CONFIGS, with_layers
-from moejax.ledger import no_counts
-from moejax.memory.expert_pool import ExpertPool, ExpertStore, PoolSpec, compiler_options
-from moejax.memory.residency import CacheSpec, empty
-from moejax.memory.tiered import TieredPool, TieredSpec, no_gate
+from moejax.experts.expert_pool import ExpertPool, ExpertStore, PoolSpec, compiler_options
+from moejax.experts.ledger import no_counts
+from moejax.experts.residency import CacheSpec, empty
+from moejax.experts.tiered import TieredPool, TieredSpec, no_gate
+from moejax.inference import steps
 from moejax.models.assembly import model_definition
 from moejax.models.config import ModelConfig
 from moejax.models.transformer import ChunkSpec
@@ -33,6 +33,7 @@ from moejax.policies.base import AnyPolicy, PolicySpec
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.dynaexq import DynaExq
 from moejax.policies.on_demand import OnDemand
+from moejax.weights import linear as ops
 from pallas_kernels import op
 from tests.decode_programs import num_launches
 from tests.gpu_targets import GPUS, SKIP_CHECKS, described

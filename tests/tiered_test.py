@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax.memory import tiered_memory
-from moejax.memory.tiered import ask
-from moejax.memory.tiered_experts import TieredExperts
+from moejax.experts import tiered_memory
+from moejax.experts.tiered import ask
+from moejax.experts.tiered_experts import TieredExperts
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.make import make_policy

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moejax.buddies import BuddyProfile, load_buddies, save_buddies
 from moejax.errors import MoejaxError
+from moejax.experts.tiering import Tiering, choose, named
 from moejax.policies.buddymoe import BuddyMoe
 from moejax.policies.compose import Compose
-from moejax.tiering import Tiering, choose, named
+from moejax.routing.profile_file import BuddyProfile, load_buddies, save_buddies
 from tests import tiny_engine
 from tests.buddy_profiles import random_profile
 

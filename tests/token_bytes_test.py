@@ -12,8 +12,8 @@ from absl.testing import absltest, parameterized
 from hypothesis import strategies
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from moejax.token_bytes import most_token_bytes
-from moejax.tokenizer import Tokenizer
+from moejax.text.token_bytes import most_token_bytes
+from moejax.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).parents[1] / "moejax/demo"
 

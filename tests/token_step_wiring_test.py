@@ -15,13 +15,16 @@ import pytest
 from absl.testing import absltest, parameterized
 from flax import nnx
 
-from moejax import Engine, ops, served
-from moejax.cache import KVCache, cache_shape, empty_cache
-from moejax.models import attention, delta_net, moe, token_step
+from moejax import Engine
+from moejax.inference.runner import Runner
+from moejax.models import attention, delta_net, moe
+from moejax.models import decode_layers as token_step
+from moejax.models import kernel_choice as served
+from moejax.models.kv_cache import KVCache, cache_shape, empty_cache
 from moejax.models.parts import RopeScaling
 from moejax.models.shapes import MIXTRAL_8X7B, QWEN3_30B_A3B
 from moejax.models.transformer import ChunkSpec, Transformer
-from moejax.runner import Runner
+from moejax.weights import linear as ops
 from pallas_kernels import op
 from pallas_kernels.target import SIMULATED, Target
 from tests import gpu_targets, model_kinds, slow, tiny_engine
@@ -270,7 +273,7 @@ class WiringTest(HostTestCase):
         self.assertNotIn("prefill norms and writes", engine.kernels)
         half = {name: of.astype(HALF) for name, of in weights.items()}
         name = "norms and writes"
-        with mock.patch("moejax.runner.target_of", lambda _: AMPERE.target):
+        with mock.patch("moejax.inference.runner.target_of", lambda _: AMPERE.target):
             on_gpu = Runner(config, half, cpu, kernels=AMPERE)
             self.assertEqual(
                 on_gpu.serves(1, 1)[name], served.Served("triton", "bfloat16", False, {})

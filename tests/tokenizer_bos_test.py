@@ -18,10 +18,10 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from moejax.benchmarking.requests import RawPrompt, encoded
 from moejax.errors import MoejaxError
 from moejax.evaluation import record
-from moejax.evaluation.likelihood import PairScorer
-from moejax.evaluation.texts import Text
-from moejax.prompts import token_ids_of
-from moejax.tokenizer import Tokenizer
+from moejax.inference.likelihood import PairScorer
+from moejax.text.corpus import Text
+from moejax.text.prompts import token_ids_of
+from moejax.text.tokenizer import Tokenizer
 
 BEGIN, END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 LETTERS = "helowrd"

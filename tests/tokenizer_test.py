@@ -10,9 +10,9 @@ import transformers
 from absl.testing import absltest, parameterized
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from moejax.chat_template import find_chat_template
 from moejax.errors import MoejaxError
-from moejax.tokenizer import Tokenizer, read_eos_ids
+from moejax.text.chat_template import find_chat_template
+from moejax.text.tokenizer import Tokenizer, read_eos_ids
 
 TEXTS = (
     "The quick brown fox jumps over the lazy dog. It's 1234 times faster, isn't it?",

@@ -15,7 +15,7 @@ import safetensors.numpy
 from absl.testing import absltest, parameterized
 
 from moejax.errors import MoejaxError
-from moejax.traces import (
+from moejax.routing.trace import (
     DECODE,
     PREFILL,
     Trace,

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.compiled import CompiledPrograms
-from moejax.ledger import no_counts
-from moejax.memory import residency
-from moejax.memory.expert_pool import ExpertPool
-from moejax.memory.host_store import HeldRows
-from moejax.memory.transfers import Transfers
+from moejax.experts import residency
+from moejax.experts.expert_pool import ExpertPool
+from moejax.experts.host_store import HeldRows
+from moejax.experts.ledger import no_counts
+from moejax.experts.transfers import Transfers
+from moejax.programs import CompiledPrograms
 from tests.ssd_source import SECONDS, Source, SsdTestCase
 
 CACHE = residency.CacheSpec(num_layers=4, num_experts=8, slots=2, transient=1, banks=2)
@@ -24,7 +24,7 @@ ASK = [(0, 3), (0, 5), (2, 3)]
 class TransfersTestCase(SsdTestCase):
     def setUp(self):
         super().setUp()
-        shared = mock.patch("moejax.memory.transfers.CompiledPrograms", return_value=PROGRAMS)
+        shared = mock.patch("moejax.experts.transfers.CompiledPrograms", return_value=PROGRAMS)
         self.enter_context(shared)
         self.source = Source()
         part, other = ((CACHE.num_slots, *part.shape) for part in self.source.row)

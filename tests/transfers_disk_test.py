@@ -8,8 +8,8 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.errors import MoejaxError
-from moejax.memory.disk import DiskExperts
-from moejax.memory.host_store import HostStore
+from moejax.experts.disk_cache import DiskExperts
+from moejax.experts.host_store import HostStore
 from tests.ssd_source import SECONDS
 from tests.transfers_case import ASK, TransfersTestCase
 

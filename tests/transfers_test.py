@@ -16,16 +16,16 @@ from absl.testing import absltest, parameterized
 from moejax import Engine
 from moejax.checkpoints.experts import ExpertReader
 from moejax.errors import MoejaxError
-from moejax.memory import landing
-from moejax.memory.budget import Limits
-from moejax.memory.expert_pool import ExpertPool
-from moejax.memory.transfers import Transfers
+from moejax.experts import transfer_programs as landing
+from moejax.experts.budget import Limits
+from moejax.experts.expert_pool import ExpertPool
+from moejax.experts.transfers import Transfers
 from tests.cache_plan_contract import predict_needed
 from tests.ssd_source import SECONDS
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
 from tests.transfers_case import ASK, CACHE, PROGRAMS, TransfersTestCase
 
-COPY = "moejax.memory.transfers.copy_row"
+COPY = "moejax.experts.transfers.copy_row"
 
 
 class RequestTest(TransfersTestCase):
@@ -56,7 +56,7 @@ class RequestTest(TransfersTestCase):
         transfers = self.transfers()
         transfers.request(0, [3, 5])
         self.drain(transfers)
-        with mock.patch("moejax.memory.transfers.is_ready", return_value=False):
+        with mock.patch("moejax.experts.transfers.is_ready", return_value=False):
             transfers.request(0, [6, 7])
             for _ in range(5):
                 self.advance(transfers)
@@ -154,7 +154,7 @@ class RequestTest(TransfersTestCase):
         self.advance(transfers, lambda: transfers.counters.moved)
         transfers.request(0, [2])
         failing = mock.Mock(side_effect=RuntimeError("no memory"), __name__="land")
-        lost = mock.patch("moejax.memory.transfers.land", failing)
+        lost = mock.patch("moejax.experts.transfers.land", failing)
         with lost, self.assertRaisesRegex(RuntimeError, "no memory"):
             self.advance(transfers)
         self.drain(transfers)

@@ -8,8 +8,8 @@ from absl.testing import absltest
 from safetensors.numpy import load_file, save_file
 
 from moejax.checkpoints.verify import verify_checkpoint
-from moejax.compression.writing import write_safetensors
 from moejax.errors import MoejaxError
+from moejax.quantization.pipeline.atomic_files import write_safetensors
 from tests.hf_checkpoints import write_checkpoint
 from tests.quantized_stores import QWEN, Gptq
 

@@ -2,8 +2,8 @@
 
 from absl.testing import absltest, parameterized
 
-from moejax.chunks import longest_chunk
-from moejax.memory.budget import workspace_nbytes
+from moejax.experts.budget import workspace_nbytes
+from moejax.inference.chunking import longest_chunk
 from moejax.models.shapes import QWEN3_30B_A3B
 
 CONTEXT = 4096  # of `configs/benchmark_dynaexq.py`: what 2,048 and 256 tokens get

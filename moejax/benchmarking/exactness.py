@@ -8,7 +8,7 @@ import numpy as np
 from moejax.benchmarking.figures import Figure, Figures
 from moejax.errors import MoejaxError
 from moejax.evaluation import fidelity
-from moejax.runner import Runner
+from moejax.inference.runner import Runner
 
 MAX_PROMPTS = 4  # whose predictions are kept: a float32 a token and word of the vocabulary
 

@@ -12,13 +12,13 @@ before it measures. What is expected, in words:
 
 from collections.abc import Iterator, Mapping
 
-from moejax import ops
 from moejax.benchmarking.shapes import CONFIGS
 from moejax.errors import MoejaxError
+from moejax.inference.runner import Runner
 from moejax.models.config import weight_shapes
+from moejax.models.kernel_choice import Served, expected_kernel
 from moejax.models.leaf_kinds import leaves_of
-from moejax.runner import Runner
-from moejax.served import Served, expected_kernel
+from moejax.weights import linear as ops
 from pallas_kernels.dequant_matmul.triton import MIN_CAPABILITY
 from pallas_kernels.layout import BLOCK
 from pallas_kernels.target import Target

@@ -11,11 +11,11 @@ import numpy as np
 from moejax.benchmarking.bandwidth import Bandwidth
 from moejax.benchmarking.measuring import BatchTimes, Measured
 from moejax.benchmarking.step_cost import floor_bytes
-from moejax.bits import BitsPerWeight
-from moejax.fidelity import TieredLedger
-from moejax.ledger import Ledger
-from moejax.runner import Runner
-from moejax.served import EXPERT_LEAVES
+from moejax.experts.bits import BitsPerWeight
+from moejax.experts.gate_mass import TieredLedger
+from moejax.experts.ledger import Ledger
+from moejax.inference.runner import Runner
+from moejax.models.kernel_choice import EXPERT_LEAVES
 
 
 @dataclasses.dataclass(frozen=True)

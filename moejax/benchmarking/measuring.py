@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from moejax.benchmarking.step_cost import distinct_experts
-from moejax.fidelity import TieredLedger
-from moejax.generation import GenerationSettings
-from moejax.ledger import Ledger
-from moejax.memory.tiered_memory import TieredMemory
+from moejax.experts.gate_mass import TieredLedger
+from moejax.experts.ledger import Ledger
+from moejax.experts.tiered_memory import TieredMemory
+from moejax.inference.generation import GenerationSettings
+from moejax.inference.runner import Runner
 from moejax.models.transformer import ChunkSpec
-from moejax.runner import Runner
 
 Prompts = list[list[int]]
 AnyLedger = Ledger | TieredLedger

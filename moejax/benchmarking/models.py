@@ -9,28 +9,28 @@ from typing import Any, Protocol
 
 import jax
 
-from moejax.benchmark_config import BenchmarkConfig
 from moejax.benchmarking import routing
 from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.benchmarking.shape_memory import Memory, ShapeMemories, release, replay
 from moejax.benchmarking.shapes import CONFIGS, with_layers
 from moejax.checkpoints import open_checkpoint
-from moejax.chunks import longest_chunk
+from moejax.config.benchmark import BenchmarkConfig
 from moejax.devices import choose_device, enable_compilation_cache, plain_memory_errors
 from moejax.engine import Engine
 from moejax.errors import MoejaxError
-from moejax.memory.allocator import limits_on, room_nbytes
-from moejax.memory.budget import Budget, Limits, Tier, TieredBudget, make_budget, require_room
-from moejax.memory.tiered_memory import TieredMemory
-from moejax.memory.tiered_opening import budget_of_tiers
+from moejax.experts.allocator import limits_on, room_nbytes
+from moejax.experts.budget import Budget, Limits, Tier, TieredBudget, make_budget, require_room
+from moejax.experts.load_tiers import budget_of_tiers
+from moejax.experts.tiered_memory import TieredMemory
+from moejax.experts.tiering import Tiering, choose
+from moejax.inference.chunking import longest_chunk
+from moejax.inference.runner import Runner
 from moejax.models.config import ModelConfig
 from moejax.policies.base import AnyPolicy
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.make import make_policy, parts_of
-from moejax.runner import Runner
-from moejax.tiering import Tiering, choose
-from moejax.tokenizer import Tokenizer
-from moejax.traces import Trace, read_trace
+from moejax.routing.trace import Trace, read_trace
+from moejax.text.tokenizer import Tokenizer
 
 OWN_ROUTING = "the model's own"
 NEAR_UNIFORM = (

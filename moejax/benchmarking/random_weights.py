@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from moejax.models.config import FLOAT32_LEAVES, ModelConfig, leaf_dtype, weight_shapes
+from moejax.models.kernel_choice import EXPERT_LEAVES
 from moejax.models.leaf_kinds import kind_of
-from moejax.qtensor import QTensor, Weight
-from moejax.served import EXPERT_LEAVES
+from moejax.weights.qtensor import QTensor, Weight
 from pallas_kernels import layout
 
 

@@ -1,4 +1,4 @@
-"""What a benchmark writes: a table, rows of `moejax.results`, JSON, CSV."""
+"""What a benchmark writes: a table, rows of `moejax.files.result_rows`, JSON, CSV."""
 
 import csv
 import dataclasses
@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moejax import results
-from moejax.benchmark_config import BenchmarkConfig
 from moejax.benchmarking.figures import Figure
 from moejax.benchmarking.measuring import Measured
 from moejax.benchmarking.running import Outcome, Point
-from moejax.files import write_whole
-from moejax.options import to_config_dict
+from moejax.config.benchmark import BenchmarkConfig
+from moejax.config.options import to_config_dict
+from moejax.files import result_rows as results
+from moejax.files.result_rows import ResultRow, row_fields
+from moejax.files.whole import write_whole
 from moejax.report import NO_COUNTS
-from moejax.results import ResultRow, row_fields
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 REFUSED = "GiB, refused"  # unit of a row that says what did not run; its figure is the limit

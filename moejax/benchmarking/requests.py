@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moejax.errors import MoejaxError
-from moejax.evaluation.texts import decoded, unpacked
+from moejax.text.corpus import decoded, unpacked
 
 if TYPE_CHECKING:
-    from moejax.tokenizer import Tokenizer
+    from moejax.text.tokenizer import Tokenizer
 
 Message = dict[str, str]
 HUMAN = ("human", "user")  # who speaks first in ShareGPT's conversations

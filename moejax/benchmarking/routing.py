@@ -8,7 +8,7 @@ from moejax.benchmarking.synthetic_traces import scaled_trace
 from moejax.benchmarking.workloads import EXPONENTS, Workload, make_workload, predictions
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
-from moejax.traces import DECODE, Trace, replay_of_trace
+from moejax.routing.trace import DECODE, Trace, replay_of_trace
 
 # Steps after which what is replayed begins again, and tokens in them at most.
 MOST_STEPS, LEAST_STEPS, MOST_TOKENS = 256, 32, 2048

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from moejax import report
-from moejax.benchmark_config import PROMPT_TOKENS, BenchmarkConfig
 from moejax.benchmarking import exactness, figures, requests
 from moejax.benchmarking.bandwidth import Bandwidth, bandwidth_of
 from moejax.benchmarking.expected_kernels import refuse_dequantized
@@ -17,15 +16,16 @@ from moejax.benchmarking.figures import Figures
 from moejax.benchmarking.measuring import Bench, Measured
 from moejax.benchmarking.models import CheckpointModels, Loaded, Models, models_of
 from moejax.benchmarking.requests import PromptFile, Requests
-from moejax.bits import bits_of
-from moejax.chunks import MIN_KV_LENGTH, length_bucket
-from moejax.compression.calibration import shipped_text
+from moejax.config.benchmark import PROMPT_TOKENS, BenchmarkConfig
 from moejax.devices import plain_memory_errors
 from moejax.engine import STEPS_PER_CALL
 from moejax.errors import MoejaxError
-from moejax.generation import GenerationSettings
-from moejax.memory.budget import BudgetError
-from moejax.runner import Runner
+from moejax.experts.bits import bits_of
+from moejax.experts.budget import BudgetError
+from moejax.inference.chunking import MIN_KV_LENGTH, length_bucket
+from moejax.inference.generation import GenerationSettings
+from moejax.inference.runner import Runner
+from moejax.quantization.pipeline.calibration import shipped_text
 
 NO_MEMORY = "is out of memory"  # of `devices.plain_memory_errors`
 

@@ -15,20 +15,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from moejax import ops
 from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.benchmarking.synthetic_rows import SyntheticRows
 from moejax.benchmarking.workloads import Workload
-from moejax.memory.budget import BOTH, Budget
-from moejax.memory.expert_memory import ExpertMemory
-from moejax.memory.expert_pool import PoolSpec
-from moejax.memory.host_store import HeldRows
-from moejax.memory.residency import CacheSpec
-from moejax.memory.tiered_memory import TieredMemory, warmed
-from moejax.memory.transfers import Transfers
+from moejax.experts.budget import BOTH, Budget
+from moejax.experts.expert_memory import ExpertMemory
+from moejax.experts.expert_pool import PoolSpec
+from moejax.experts.host_store import HeldRows
+from moejax.experts.residency import CacheSpec
+from moejax.experts.tiered_memory import TieredMemory, warmed
+from moejax.experts.transfers import Transfers
 from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.kernel_choice import EXPERT_LEAVES
 from moejax.policies.base import AnyPolicy
-from moejax.served import EXPERT_LEAVES
+from moejax.weights import linear as ops
 from pallas_kernels import layout
 from pallas_kernels.target import target_of
 

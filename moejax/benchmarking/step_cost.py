@@ -6,14 +6,14 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from moejax import steps
+from moejax.inference import steps
+from moejax.inference.runner import Runner
+from moejax.inference.session import Session
 from moejax.models.assembly import merge_weights, model_definition
 from moejax.models.config import ModelConfig
+from moejax.models.kernel_choice import EXPERT_LEAVES
 from moejax.models.transformer import ChunkSpec
-from moejax.qtensor import Weight
-from moejax.runner import Runner
-from moejax.served import EXPERT_LEAVES
-from moejax.session import Session
+from moejax.weights.qtensor import Weight
 
 
 def floor_bytes(

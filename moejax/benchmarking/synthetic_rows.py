@@ -9,16 +9,16 @@ import numpy as np
 
 from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.benchmarking.shapes import one_layer_of
-from moejax.memory.host_store import HostStore
+from moejax.experts.host_store import HostStore
 from moejax.models.config import ModelConfig
-from moejax.qtensor import Weight
-from moejax.served import EXPERT_LEAVES
+from moejax.models.kernel_choice import EXPERT_LEAVES
+from moejax.weights.qtensor import Weight
 
 NUM_DRAWN = 8  # different experts; the others are copies, in memory of their own
 
 
 class SyntheticRows:
-    """All experts of a shape in host memory; a `moejax.memory.host_store.RowSource`."""
+    """All experts of a shape in host memory; a `moejax.experts.host_store.RowSource`."""
 
     def __init__(
         self, config: ModelConfig, packing: Packing, device: jax.Device, num_rows: int = 0, *,

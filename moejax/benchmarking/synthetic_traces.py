@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from moejax.traces import DECODE, Trace, id_dtype
+from moejax.routing.trace import DECODE, Trace, id_dtype
 
 # Of 128 experts a layer, slots under LRU and the share of hits: a published curve of Qwen3-30B-A3B.
 QWEN3_HIT_RATES = {8: 0.37, 24: 0.74, 48: 0.89, 80: 0.96}

@@ -12,14 +12,14 @@ import jax
 import numpy as np
 from absl import logging
 
+from moejax.checkpoints.formats.interfaces import CodesKind, Fp8Kind, as_leaf
+from moejax.checkpoints.formats.leaves import Part, code_arrays, common_kind, stored_zeros
+from moejax.checkpoints.formats.load import dequantized
 from moejax.checkpoints.load import convert_floats
-from moejax.checkpoints.quantized.leaves import Part, code_arrays, common_kind, stored_zeros
-from moejax.checkpoints.quantized.load import dequantized
-from moejax.checkpoints.quantized.stored import CodesKind, Fp8Kind, as_leaf
 from moejax.checkpoints.safetensors_reader import StoredTensor, check_range
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig, weight_shapes
-from moejax.qtensor import QTensor
+from moejax.weights.qtensor import QTensor
 
 _NUM_SAMPLES, _PAGE_BYTES = 16, 4096
 Template = jax.ShapeDtypeStruct | QTensor

@@ -18,16 +18,16 @@ import numpy as np
 import tqdm
 
 from moejax.checkpoints.expert_stacks import Stack, TensorFiles, make_stack
+from moejax.checkpoints.formats.interfaces import Tensors
+from moejax.checkpoints.formats.leaves import Part, fill_compensators
+from moejax.checkpoints.formats.load import plan_parts
 from moejax.checkpoints.load import EXPERT_LEAVES, plan_leaves
 from moejax.checkpoints.open import Checkpoint
-from moejax.checkpoints.quantized.leaves import Part, fill_compensators
-from moejax.checkpoints.quantized.load import plan_parts
-from moejax.checkpoints.quantized.stored import Tensors
 from moejax.checkpoints.safetensors_reader import OutOfRangeError, stored_tensors
-from moejax.checksums import checksum
 from moejax.errors import MoejaxError
+from moejax.files.checksums import checksum
 from moejax.models.config import ModelConfig
-from moejax.qtensor import Compensator
+from moejax.weights.qtensor import Compensator
 
 
 class ExpertReader:

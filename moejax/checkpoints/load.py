@@ -33,8 +33,8 @@ from moejax.checkpoints.safetensors_reader import (
 from moejax.devices import choose_device
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
-from moejax.models.hf_config import read_json
-from moejax.models.hf_names import (
+from moejax.models.hf.config import read_json
+from moejax.models.hf.names import (
     Placement,
     find_spelling,
     ignored,

@@ -7,20 +7,20 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from moejax.checkpoints.formats.load import load_quantized_weights
+from moejax.checkpoints.formats.registry import open_format, quantization_fields
 from moejax.checkpoints.load import load_weights, stored_dtype
 from moejax.checkpoints.orbax_directory import (
     is_orbax_directory,
     load_orbax,
     read_orbax_description,
 )
-from moejax.checkpoints.quantized.formats import open_format, quantization_fields
-from moejax.checkpoints.quantized.load import load_quantized_weights
 from moejax.checkpoints.resolve import resolve_checkpoint
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
-from moejax.models.hf_config import read_model_config
-from moejax.qtensor import Weight
-from moejax.tokenizer import read_eos_ids
+from moejax.models.hf.config import read_model_config
+from moejax.text.tokenizer import read_eos_ids
+from moejax.weights.qtensor import Weight
 
 DTYPES = ("float32", "bfloat16", "float16")
 

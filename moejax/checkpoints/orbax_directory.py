@@ -19,9 +19,9 @@ import orbax.checkpoint as ocp
 from moejax.devices import choose_device
 from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
-from moejax.models.hf_config import read_json
-from moejax.qtensor import Weight
-from moejax.tokenizer import TOKENIZER_FILES, read_eos_ids
+from moejax.models.hf.config import read_json
+from moejax.text.tokenizer import TOKENIZER_FILES, read_eos_ids
+from moejax.weights.qtensor import Weight
 
 _DESCRIPTION = "moejax.json"
 _WEIGHTS = "weights"

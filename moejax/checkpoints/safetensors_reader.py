@@ -15,10 +15,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from moejax.checksums import checksum, stored_checksums
 from moejax.errors import MoejaxError
-from moejax.models.hf_config import read_json
-from moejax.small_files import MOST_VALUES, check_link, check_regular, parse_json
+from moejax.files.checksums import checksum, stored_checksums
+from moejax.files.small import MOST_VALUES, check_link, check_regular, parse_json
+from moejax.models.hf.config import read_json
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -71,7 +71,7 @@ class StoredTensor:
     offset: int  # bytes from the start of the file
     shape: tuple[int, ...]
     dtype: np.dtype
-    checksum: int | None = None  # by the file's metadata; see `moejax.checksums`
+    checksum: int | None = None  # by the file's metadata; see `moejax.files.checksums`
 
     @property
     def num_bytes(self) -> int:

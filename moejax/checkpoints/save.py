@@ -18,10 +18,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from moejax.checkpoints.safetensors_reader import INDEX_FILE, WEIGHTS_FILE
-from moejax.checksums import checksum, checksum_fields
+from moejax.files.checksums import checksum, checksum_fields
 from moejax.models.config import ModelConfig, leaf_dtype
-from moejax.models.hf_config import to_hf_config
-from moejax.models.hf_names import Placement, placements, published_spelling
+from moejax.models.hf.config import to_hf_config
+from moejax.models.hf.names import Placement, placements, published_spelling
 
 _PARTIAL = ".partial"
 _CONFIG_FILE = "config.json"

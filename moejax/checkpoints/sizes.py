@@ -6,23 +6,23 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from moejax.checkpoints.formats.interfaces import CodesKind, FactorsKind, Fp8Kind, Tensors
+from moejax.checkpoints.formats.leaves import Part, code_arrays, common_kind
+from moejax.checkpoints.formats.load import plan_parts
+from moejax.checkpoints.formats.native_reader import BF16_BITS
 from moejax.checkpoints.load import EXPERT_LEAVES
 from moejax.checkpoints.open import Checkpoint
-from moejax.checkpoints.quantized.leaves import Part, code_arrays, common_kind
-from moejax.checkpoints.quantized.load import plan_parts
-from moejax.checkpoints.quantized.own_reader import BF16_BITS
-from moejax.checkpoints.quantized.stored import CodesKind, FactorsKind, Fp8Kind, Tensors
 from moejax.checkpoints.safetensors_reader import stored_tensors
-from moejax.memory.budget import LOW_RANK, Tier
+from moejax.experts.budget import LOW_RANK, Tier
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
 from moejax.models.leaf_kinds import leaves_of
-from moejax.qtensor import FP8_BLOCK
+from moejax.weights.qtensor import FP8_BLOCK
 from pallas_kernels import layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of a model's weights, as `moejax.memory.budget.make_budget` takes them."""
+    """Of a model's weights, as `moejax.experts.budget.make_budget` takes them."""
 
     weights_nbytes: Mapping[str, int]  # of what stays on the device, by leaf
     tier: Tier  # of the experts; of 0 bytes where there are none

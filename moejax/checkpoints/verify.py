@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
+from moejax.checkpoints.formats.manifest import check_files, file_sha256, read_files
 from moejax.checkpoints.orbax_directory import is_orbax_directory
-from moejax.checkpoints.quantized.manifest import check_files, file_sha256, read_files
 from moejax.checkpoints.resolve import resolve_checkpoint
 from moejax.checkpoints.safetensors_reader import read_array, stored_tensors, weight_files
 from moejax.errors import MoejaxError
@@ -16,7 +16,7 @@ def verify_checkpoint(name: str) -> str:
     """Reads every weight file and compares it with a SHA-256 or with checksums, if there are any.
 
     A SHA-256 is looked for in quantization.json, then in the names of the hub's cache, which keeps
-    a large file under its own; checksums are those of `moejax.checksums`.
+    a large file under its own; checksums are those of `moejax.files.checksums`.
 
     Returns:
       One line: by which of them the checkpoint was verified, or that nothing could be compared.

@@ -11,7 +11,7 @@ from typing import Any
 from absl import logging
 
 from moejax.errors import MoejaxError
-from moejax.files import write_errors, write_whole
+from moejax.files.whole import write_errors, write_whole
 
 Answer = dict[str, Any]
 _AGAIN = "make room, and run the same command again to resume from the answers in it"

@@ -24,11 +24,11 @@ from lm_eval.api.registry import register_model
 
 from moejax import cli, evaluate
 from moejax.checkpoints import resolve_checkpoint
-from moejax.config import EvaluateConfig
+from moejax.config.commands import EvaluateConfig
+from moejax.config.options import options
 from moejax.errors import MoejaxError
-from moejax.evaluation.likelihood import TokenPair
 from moejax.evaluation.loading import load_engine
-from moejax.options import options
+from moejax.inference.likelihood import TokenPair
 
 # Of the arguments of a generation, by lm_eval's names and by ours.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -67,7 +67,7 @@ class MoejaxLM(TemplateLM):
 
     Tokens, truncation and stop strings follow lm_eval's Hugging Face class, so that figures of the
     two can be set side by side; the tokenizers for which they differ are those of
-    `moejax.evaluation.likelihood`.
+    `moejax.inference.likelihood`.
 
     Attributes:
       engine: that answers.

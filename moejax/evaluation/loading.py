@@ -5,19 +5,19 @@ from typing import TYPE_CHECKING
 
 from absl import logging
 
-from moejax.config import EvaluateConfig, MemoryConfig
-from moejax.loading import say
-from moejax.memory.machine import let_jax_pin
+from moejax.config.commands import EvaluateConfig, MemoryConfig
+from moejax.config.loading import say
+from moejax.experts.machine import let_jax_pin
 
 if TYPE_CHECKING:  # importing the engine imports JAX, which --help and mistakes need not wait for
     from moejax.engine import Engine
-    from moejax.tiering import Tiering
+    from moejax.experts.tiering import Tiering
 
 
 def load_engine(config: EvaluateConfig, directory: Path, policy: "Tiering | None") -> "Engine":
     """The engine of a configuration; without a policy, the exact one."""
     from moejax.engine import PLANNED_CONTEXT, Engine
-    from moejax.tiering import verify_all
+    from moejax.experts.tiering import verify_all
 
     moves = policy is not None or config.memory != MemoryConfig()
     if moves and (said := let_jax_pin(config.platform)):

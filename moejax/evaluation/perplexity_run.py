@@ -12,13 +12,13 @@ from absl import logging
 
 from moejax import report
 from moejax.checkpoints import resolve_checkpoint
-from moejax.config import EvaluateConfig
+from moejax.config.commands import EvaluateConfig
 from moejax.errors import MoejaxError
 from moejax.evaluation import fidelity, record
 from moejax.evaluation.answers import AnswerFile, beside, check_place
 from moejax.evaluation.loading import load_engine
 from moejax.evaluation.perplexity import LogLikelihood, Windowing, WindowScore, log_likelihood
-from moejax.evaluation.texts import Text
+from moejax.text.corpus import Text
 
 if TYPE_CHECKING:
     from moejax.engine import Engine

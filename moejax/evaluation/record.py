@@ -7,22 +7,23 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moejax import report, results
-from moejax.bits import describe_bits
+from moejax import report
 from moejax.checkpoints.safetensors_reader import stored_tensors
-from moejax.config import MemoryConfig
+from moejax.config.commands import MemoryConfig
+from moejax.config.policy import PolicyConfig
 from moejax.errors import MoejaxError
 from moejax.evaluation.fidelity import Fidelity
 from moejax.evaluation.perplexity import RULE, STANDARD_ERROR, LogLikelihood
-from moejax.evaluation.texts import Text
-from moejax.files import ROOM, write_whole
-from moejax.policy_config import PolicyConfig
+from moejax.experts.bits import describe_bits
+from moejax.files import result_rows as results
+from moejax.files.whole import ROOM, write_whole
+from moejax.text.corpus import Text
 
 if TYPE_CHECKING:
     from moejax.engine import Engine
-    from moejax.fidelity import TieredLedger
-    from moejax.ledger import Ledger
-    from moejax.tokenizer import Tokenizer
+    from moejax.experts.gate_mass import TieredLedger
+    from moejax.experts.ledger import Ledger
+    from moejax.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)

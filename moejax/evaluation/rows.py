@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moejax.errors import MoejaxError
-from moejax.evaluation.texts import decoded, unpacked
+from moejax.text.corpus import decoded, unpacked
 
 Row = dict[str, Any]
 

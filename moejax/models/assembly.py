@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax import ops
 from moejax.models.attention import AttentionVia, causal_attention
 from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.layer_index import Place
 from moejax.models.moe import ExpertsVia
-from moejax.models.places import Place
 from moejax.models.routing import Routing
 from moejax.models.transformer import Transformer
-from moejax.qtensor import Weight
+from moejax.weights import linear as ops
+from moejax.weights.qtensor import Weight
 
 
 def forward(

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax import ops
-from moejax.cache import KVCache, cache_shape
 from moejax.models.config import ModelConfig
+from moejax.models.kv_cache import KVCache, cache_shape
+from moejax.models.layer_index import Place
 from moejax.models.norm import stacked_norm
 from moejax.models.parameter import stacked_parameter
-from moejax.models.places import Place
 from moejax.models.rope import Angles, rotate
-from moejax.ops import Index
+from moejax.weights import linear as ops
+from moejax.weights.linear import Index
 from pallas_kernels import decode_attention
 from pallas_kernels.decode_attention import Latent
 from pallas_kernels.target import Choice, Target

@@ -1,6 +1,6 @@
 """The shape of a model: one frozen dataclass for every family.
 
-Axis letters, used in every docstring of `moejax.models`, `moejax.cache` and `moejax.engine`:
+Axis letters, used in every docstring of `moejax.models` and `moejax.engine`:
 B batch, T query tokens, S cache length, D model width, H query heads, K key/value heads,
 C head width, L layers, M sparse (MoE) layers, N dense (MLP-only) layers, E experts,
 A experts per token, F expert width, I dense MLP width, V vocabulary. Where not all layers are

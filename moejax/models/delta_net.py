@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax import ops
-from moejax.cache import KVCache
 from moejax.models.attention import Attend, WritingAttention
 from moejax.models.config import ModelConfig
 from moejax.models.delta_rule import Tokens, causal_convolution, delta_rule
+from moejax.models.kv_cache import KVCache
+from moejax.models.layer_index import Place
 from moejax.models.parameter import stacked_parameter
-from moejax.models.places import Place
-from moejax.ops import Index
+from moejax.weights import linear as ops
+from moejax.weights.linear import Index
 from pallas_kernels import delta_step as kernel
 from pallas_kernels.target import Choice
 

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax import ops
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import swiglu
 from moejax.models.parameter import stacked_parameter
-from moejax.ops import Index
+from moejax.weights import linear as ops
+from moejax.weights.linear import Index
 
 
 class DenseMlp(nnx.Module):

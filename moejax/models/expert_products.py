@@ -14,9 +14,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moejax import ops
-from moejax.ops import Index
-from moejax.qtensor import Weight
+from moejax.weights import linear as ops
+from moejax.weights.linear import Index
+from moejax.weights.qtensor import Weight
 from pallas_kernels import grouped_dequant_matmul
 
 

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from moejax import ops
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import Experts, Pairs, combine, products_grouped
-from moejax.ops import Index
-from moejax.qtensor import Weight
+from moejax.weights import linear as ops
+from moejax.weights.linear import Index
+from moejax.weights.qtensor import Weight
 from pallas_kernels import grouped_dequant_matmul
 from pallas_kernels.target import Choice
 

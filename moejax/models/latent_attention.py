@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax import ops
 from moejax.models import parts
 from moejax.models.attention import (
     Attend,
@@ -23,10 +22,11 @@ from moejax.models.attention import (
     visible_slots,
 )
 from moejax.models.config import ModelConfig
+from moejax.models.layer_index import Place
 from moejax.models.norm import stacked_norm
 from moejax.models.parameter import stacked_parameter
-from moejax.models.places import Place
 from moejax.models.rope import Angles, rotate
+from moejax.weights import linear as ops
 from pallas_kernels.decode_attention import Latent
 
 # Of the norms of latents, whatever `ModelConfig.norm_eps` says: transformers and the published code

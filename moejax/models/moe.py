@@ -11,7 +11,8 @@ whole layer-stacked arrays and a layer index, so that no layer's slab is ever co
   * `experts_grouped`: `pallas_kernels.grouped_dequant_matmul`, which reads weights as they are
     packed. For decode and prefill on a GPU, of packed weights (and plain ones, when asked by name).
 
-Where weights are packed, the first three take from `moejax.ops` the matrices that they use.
+Where weights are packed, the first three take the matrices that they use from
+`moejax.weights.linear`.
 """
 
 import functools
@@ -22,7 +23,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax import ops
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.expert_products import (
     Experts,
@@ -34,8 +34,9 @@ from moejax.models.expert_products import (
 from moejax.models.grouped_experts import choose_grouped, experts_grouped
 from moejax.models.parameter import stacked_parameter
 from moejax.models.routing import Routing, routing_of, scaled
-from moejax.ops import Index
-from moejax.qtensor import Weight
+from moejax.weights import linear as ops
+from moejax.weights.linear import Index
+from moejax.weights.qtensor import Weight
 from pallas_kernels import expert_mlp, router_topk
 from pallas_kernels.target import Choice
 

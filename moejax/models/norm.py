@@ -5,8 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from moejax import ops
-from moejax.ops import Index
+from moejax.weights import linear as ops
+from moejax.weights.linear import Index
 from pallas_kernels import residual_norm
 
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 from moejax.models.routing import Routing
-from moejax.ops import Index
+from moejax.weights.linear import Index
 
 
 class RunExperts(Protocol):

@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax import ops
-from moejax.cache import KVCache
 from moejax.models.attention import (
     Attend,
     Attention,
@@ -19,19 +17,21 @@ from moejax.models.attention import (
     WritingAttention,
 )
 from moejax.models.config import ModelConfig
+from moejax.models.decode_layers import is_plain, serves_token_step, token_layers
 from moejax.models.delta_net import DeltaNet
 from moejax.models.dense_mlp import DenseMlp, SharedExpert
+from moejax.models.kv_cache import KVCache
 from moejax.models.latent_attention import LatentAttention
+from moejax.models.layer_index import LAYERS_A_PASS, Place, in_loop, loop_over, places
 from moejax.models.moe import ExpertsVia, SparseMoe
 from moejax.models.norm import rounded, stacked_norm
 from moejax.models.parameter import stacked_parameter
-from moejax.models.places import LAYERS_A_PASS, Place, in_loop, loop_over, places
 from moejax.models.rope import Angles, model_angles
 from moejax.models.routing import Routing
 from moejax.models.run_experts import HearsRouters, LoopedExperts, RunExperts
-from moejax.models.token_step import is_plain, serves_token_step, token_layers
-from moejax.ops import Index
-from moejax.qtensor import Weight
+from moejax.weights import linear as ops
+from moejax.weights.linear import Index
+from moejax.weights.qtensor import Weight
 
 
 class ChunkSpec(NamedTuple):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.qtensor import ZERO_KINDS
+from moejax.weights.qtensor import ZERO_KINDS
 from pallas_kernels import layout
 
 

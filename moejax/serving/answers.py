@@ -5,10 +5,10 @@ import secrets
 import time
 from typing import Any
 
-from moejax.live_batch import TokenLogprob
+from moejax.inference.live_batch import TokenLogprob
 from moejax.serving.requests import Request
 from moejax.serving.rows import Part
-from moejax.tokenizer import Tokenizer
+from moejax.text.tokenizer import Tokenizer
 
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 _LEAST = -9999.0  # JSON has no infinity; OpenAI's API writes this

@@ -17,9 +17,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from moejax.chat_template import ChatSettings
 from moejax.engine import Engine
-from moejax.generation import GenerationSettings
+from moejax.inference.generation import GenerationSettings
 from moejax.serving.answers import AnswerWriter, TokenTexts
 from moejax.serving.batcher import Batcher
 from moejax.serving.bodies import Bodies
@@ -30,6 +29,7 @@ from moejax.serving.guards import AccessGuard, HostGuard
 from moejax.serving.metrics import Metrics
 from moejax.serving.requests import ModelFacts, Request, read_chat, read_completion
 from moejax.serving.responses import error_response, json_response
+from moejax.text.chat_template import ChatSettings
 
 _LOG = logging.getLogger(__name__)
 Reader = Callable[[Mapping[str, Any], ModelFacts], Request]

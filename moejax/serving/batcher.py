@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 
 from moejax.engine import STEPS_PER_CALL, Engine
 from moejax.errors import MoejaxError
-from moejax.generation import GenerationSettings
-from moejax.live_batch import LiveBatch, Piece
+from moejax.inference.generation import GenerationSettings
+from moejax.inference.live_batch import LiveBatch, Piece
 from moejax.serving.errors import ApiError, deadline_passed, queue_full, unavailable
 from moejax.serving.metrics import Metrics
 from moejax.serving.requests import MOST_LOGPROBS

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, Metric
 
-from moejax.fidelity import TieredLedger
-from moejax.ledger import EVENTS, Ledger
+from moejax.experts.gate_mass import TieredLedger
+from moejax.experts.ledger import EVENTS, Ledger
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -84,7 +84,7 @@ class Metrics:
 
 
 def ledger_metrics(ledger: Ledger | TieredLedger) -> Iterator[Metric]:
-    """Events, bytes and gate mass of each tier; events by the names of `moejax.ledger.EVENTS`."""
+    """Events (`moejax.experts.ledger.EVENTS`), bytes and gate mass of each tier."""
     tiers = ledger.tiers if isinstance(ledger, TieredLedger) else {"resident": ledger}
     events = CounterMetricFamily(
         "moejax_expert_events", "Experts by what became of them.", labels=("tier", "event")

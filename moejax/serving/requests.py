@@ -5,10 +5,8 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from moejax.chat_template import ROLES, ChatSettings
 from moejax.errors import MoejaxError
-from moejax.generation import MAX_TEMPERATURE, NUM_SEEDS, GenerationSettings
-from moejax.prompts import token_ids_of
+from moejax.inference.generation import MAX_TEMPERATURE, NUM_SEEDS, GenerationSettings
 from moejax.serving.errors import ApiError
 from moejax.serving.fields import Fields
 from moejax.serving.foreign_fields import (
@@ -21,7 +19,9 @@ from moejax.serving.foreign_fields import (
     PENALTY_WINDOWS,
     PROMPT_LIMITS,
 )
-from moejax.tokenizer import Tokenizer
+from moejax.text.chat_template import ROLES, ChatSettings
+from moejax.text.prompts import token_ids_of
+from moejax.text.tokenizer import Tokenizer
 
 MOST_LOGPROBS = 20  # likeliest tokens beside each token, of OpenAI's API
 MOST_STOPS = 16

@@ -15,10 +15,10 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 
+from moejax.config.serve import ServeConfig
 from moejax.engine import Engine
 from moejax.errors import MoejaxError
-from moejax.generation_defaults import describe_defaults
-from moejax.serve_config import ServeConfig
+from moejax.inference.generation_defaults import describe_defaults
 from moejax.serving.app import Access, Api
 from moejax.serving.batcher import Batcher, warm_up
 from moejax.serving.connections import (

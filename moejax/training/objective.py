@@ -12,8 +12,8 @@ from moejax.errors import MoejaxError
 from moejax.models.assembly import merge_weights
 from moejax.models.attention import Attention, AttentionVia, Heads, causal_attention
 from moejax.models.config import ModelConfig
+from moejax.models.layer_index import Place, places
 from moejax.models.norm import rms_norm
-from moejax.models.places import Place, places
 from moejax.models.rope import model_angles
 from moejax.models.routing import Routing
 from moejax.models.transformer import Transformer

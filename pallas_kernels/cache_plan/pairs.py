@@ -10,7 +10,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.cache_plan import slots as vectors
 from pallas_kernels.cache_plan.operands import Form
 from pallas_kernels.cache_plan.slots import Refs, iota, matches, some
-from pallas_kernels.triton_elements import quotient, remainder
+from pallas_kernels.triton.elements import quotient, remainder
 
 MAX_TIERS = 4
 NO_TIER = MAX_TIERS  # in a least, where nothing is asked for

@@ -34,7 +34,7 @@ from pallas_kernels.cache_plan.slots import (
 )
 from pallas_kernels.dequant_matmul.triton import platform_refusal
 from pallas_kernels.target import Target
-from pallas_kernels.triton_elements import quotient, remainder
+from pallas_kernels.triton.elements import quotient, remainder
 
 MAX_PAIRS = 256
 MAX_EXPERTS = 512

@@ -22,7 +22,7 @@ from pallas_kernels.decode_attention.reference import Latent
 from pallas_kernels.decode_attention.tiles import AttentionTiles, default_tiles
 from pallas_kernels.dequant_matmul.triton import platform_refusal
 from pallas_kernels.target import Target
-from pallas_kernels.triton_elements import quotient, remainder
+from pallas_kernels.triton.elements import quotient, remainder
 
 Ref = Any
 Operand = jax.Array | jax.ShapeDtypeStruct

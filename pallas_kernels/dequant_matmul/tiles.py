@@ -3,12 +3,12 @@
 import dataclasses
 from collections.abc import Sequence
 
-from pallas_kernels import triton_product
 from pallas_kernels.layout import BLOCK
 from pallas_kernels.mosaic_decode.tiles import StreamTiles
 from pallas_kernels.mosaic_prefill.tiles import WgmmaTiles
 from pallas_kernels.packed import PLAIN_BITS, PackedMatrices
 from pallas_kernels.target import Target
+from pallas_kernels.triton import product as triton_product
 
 MAX_DECODE_ROWS = 32  # rows of x up to which one tile holds them all
 MAX_ROW_OUTPUTS = 1023  # of products by `RowTiles`; more outputs fill a device with large tiles

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels import launch, triton_low_rank, triton_product
+from pallas_kernels import launch
 from pallas_kernels.dequant_matmul.tiles import (
     RowTiles,
     Tiles,
@@ -23,7 +23,9 @@ from pallas_kernels.dequant_matmul.tiles import (
 )
 from pallas_kernels.packed import PLAIN_BITS, LowRank, PackedMatrices
 from pallas_kernels.target import Target
-from pallas_kernels.triton_product import Columns, Span
+from pallas_kernels.triton import low_rank as triton_low_rank
+from pallas_kernels.triton import product as triton_product
+from pallas_kernels.triton.product import Columns, Span
 
 Ref = Any
 MIN_CAPABILITY = (8, 0)

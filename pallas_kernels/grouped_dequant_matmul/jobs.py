@@ -14,8 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.grouped_dequant_matmul.blocks import Blocks
-from pallas_kernels.triton_elements import quotient, remainder
-from pallas_kernels.triton_product import Columns
+from pallas_kernels.triton.elements import quotient, remainder
+from pallas_kernels.triton.product import Columns
 
 Ref = Any
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels import launch, triton_low_rank, triton_product
+from pallas_kernels import launch
 from pallas_kernels.dequant_matmul.tiles import TritonTiles
 from pallas_kernels.dequant_matmul.triton import platform_refusal
 from pallas_kernels.grouped_dequant_matmul import tiles as rules
@@ -24,8 +24,10 @@ from pallas_kernels.grouped_dequant_matmul.reference import Assignments
 from pallas_kernels.grouped_dequant_matmul.tiles import Tiles
 from pallas_kernels.packed import LowRank, PackedMatrices
 from pallas_kernels.target import Target
-from pallas_kernels.triton_elements import quotient
-from pallas_kernels.triton_product import Columns, Span
+from pallas_kernels.triton import low_rank as triton_low_rank
+from pallas_kernels.triton import product as triton_product
+from pallas_kernels.triton.elements import quotient
+from pallas_kernels.triton.product import Columns, Span
 
 Ref = Any
 Tiers = Sequence[PackedMatrices]

@@ -14,11 +14,11 @@ from scripts.documents.commands import ROOT
 
 # What the public names take and give beside what they define.
 _TAKEN = (
-    "moejax.generation.GenerationSettings",
-    "moejax.generation.Timing",
-    "moejax.memory.budget.Limits",
-    "moejax.ledger.Ledger",
-    "moejax.fidelity.TieredLedger",
+    "moejax.inference.generation.GenerationSettings",
+    "moejax.inference.generation.Timing",
+    "moejax.experts.budget.Limits",
+    "moejax.experts.ledger.Ledger",
+    "moejax.experts.gate_mass.TieredLedger",
 )
 _SECTIONS = re.compile(r"^(Args|Returns|Raises|Yields|Attributes):$")
 _Found = ast.ClassDef | ast.FunctionDef

@@ -1,19 +1,19 @@
 """docs/configs.md: every field of every main's configuration, from the dataclasses themselves."""
 
-from moejax.benchmark_config import BenchmarkConfig
-from moejax.config import (
+from moejax.config.benchmark import BenchmarkConfig
+from moejax.config.commands import (
     EvaluateConfig,
     GenerateConfig,
     MemoryConfig,
     PlanConfig,
     QuantizeConfig,
 )
-from moejax.options import Option, RunConfig, options
+from moejax.config.options import Option, RunConfig, options
+from moejax.config.policy import SETTINGS, PolicyConfig
+from moejax.config.profile import ProfileConfig
+from moejax.config.serve import ServeConfig
+from moejax.config.sweep import SweepConfig
 from moejax.policies.make import POLICIES, settings_of
-from moejax.policy_config import SETTINGS, PolicyConfig
-from moejax.profile_config import ProfileConfig
-from moejax.serve_config import ServeConfig
-from moejax.simulation.settings import SweepConfig
 
 # In the order in which a reader meets them. `moejax.plan` takes what generate takes, and more.
 MAINS: dict[str, RunConfig] = {

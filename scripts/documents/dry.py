@@ -12,9 +12,9 @@ from typing import Any
 from absl import flags
 
 from moejax import cli
+from moejax.config.options import options
+from moejax.config.policy import PolicyConfig
 from moejax.errors import MoejaxError
-from moejax.options import options
-from moejax.policy_config import PolicyConfig
 from scripts.documents.commands import ROOT, Command
 
 _PYTHON = re.compile(r"(?:\S*/)?python3?(?:\.\d+)?")

@@ -4,9 +4,9 @@ import re
 from collections.abc import Callable
 
 from moejax import cli, plan
-from moejax.memory.budget import describe, describe_tiers
+from moejax.experts.budget import describe, describe_tiers
+from moejax.files.result_rows import ResultRow, read_rows
 from moejax.planning import budget_of, model_of, tiered_budget
-from moejax.results import ResultRow, read_rows
 from scripts import plot_kernels
 from scripts.documents.commands import ROOT
 
@@ -84,12 +84,24 @@ def a_plan() -> str:
 
 
 def recipe_plan() -> str:
-    """The plan of the recipe's model, from its shape alone."""
-    config, _ = cli.parse(plan.COMMAND, ["plan", *RECIPE])
-    _, model, sizes, itemsize = model_of(config)
-    lines = describe(budget_of(config, model, sizes, itemsize))
-    kept = [line for line in lines if re.match(r" +\w+ +total|slots|host|over the link", line)]
-    return "\n".join([*_command(RECIPE), "", "```text", *kept, "```"])
+    """Plans of the recipe's model under its own budget and under the measured one."""
+    rows = ["| plan | `memory.device_gib=11` | `memory.device_gib=12` |", "| --- | ---: | ---: |"]
+    plans = []
+    for gib in ("11", "12"):
+        words = [*RECIPE, f"--config.memory.device_gib={gib}"]
+        config, _ = cli.parse(plan.COMMAND, ["plan", *words])
+        _, model, sizes, itemsize = model_of(config)
+        plans.append("\n".join(describe(budget_of(config, model, sizes, itemsize))))
+    for said, pattern in (
+        ("device memory", r"device total .*= (.*) of \d+"),
+        ("host memory for experts", r"host   total .*= (.*)"),
+        ("slots of a layer, of 128", r"slots: (\d+) of"),
+        ("over the link at worst, a token", r"worst: (.*?) a token"),
+        ("over the link at worst, a prefill chunk of 1024", r"worst: (.*?) a full"),
+    ):
+        cells = [match[1] for one in plans if (match := re.search(pattern, one))]
+        rows.append(f"| {said} | {' | '.join(cells)} |")
+    return "\n".join([*_command(RECIPE), "", *rows])
 
 
 def recipe_times() -> str:
@@ -100,13 +112,16 @@ def recipe_times() -> str:
     found = []
     for pattern, said in (
         (r"cache, prompt of 512, TTFT", "first token of a prompt of 512 tokens"),
-        (r"cache, \d+ slots of 128, ahead 0, TPOT", "a token after it"),
-        (r"load on demand, .*0 slots of 128, ahead 0, TPOT", "the same where no expert is cached"),
+        (r"cache, \d+ slots of 128, ahead 0, TPOT", "a later token, made-up routing"),
+        (r"cache, the demo model's routing, \d+ slots of 128, ahead 0, TPOT",
+         "a later token, the demo model's routing"),
+        (r"load on demand, the demo.*0 slots of 128, ahead 0, TPOT",
+         "a later token where no expert is cached"),
         (r"cache, peak of the device", "peak on the device"),
-    ):
+    ):  # fmt: skip
         row = [row for row in rows if re.fullmatch(pattern + re.escape(tail), row.what)][-1]
         hits = row.baseline.get("hit_rate")
-        more = f" ({100 * hits:.0f} % of the experts found in the cache)" if hits else ""
+        more = f", {100 * hits:.0f} % hits" if hits else ""
         lines.append(f"| {said}{more} | {row.figure:.1f} {row.unit} |")
         found.append(row)
     return "\n".join([*lines, "", f"{_of_whom(found)[:-1]}: `scripts/results/memory_h200.jsonl`."])

@@ -3,7 +3,7 @@
 import ast
 import re
 
-from moejax.models.hf_config import ARCHITECTURES
+from moejax.models.hf.config import ARCHITECTURES
 from scripts.documents.commands import ROOT
 
 OPEN = "…"  # what differs from case to case

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from moejax import cli
+from moejax.config.options import options
 from moejax.demo import DEMO_DIRECTORY
-from moejax.options import options
 from scripts.documents import dry
 from scripts.documents.commands import ROOT, Command
 

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from moejax.evaluation.expert_profile import Counting, profile
+from moejax.inference.runner import Runner
 from moejax.policies.buddy_lists import (
     buddy_lists,
     conditional_coactivation,
     output_similarity,
 )
-from moejax.profiling import Counting, profile
-from moejax.runner import Runner
 from scripts.reproducing.demo import WIKI, Demo, Finding, listed
 
 ALPHAS = (0.5, 0.75, 0.95, 0.99)

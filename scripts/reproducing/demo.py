@@ -8,7 +8,7 @@ import numpy as np
 
 from moejax.checkpoints.open import open_checkpoint
 from moejax.models.config import ModelConfig
-from moejax.tokenizer import Tokenizer
+from moejax.text.tokenizer import Tokenizer
 from scripts.quality_bench import DOMAINS, Texts, Windows
 
 WIKI = "wikitext-2"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moejax.results import ResultRow
+from moejax.files.result_rows import ResultRow
 
 # Of rows that say the same and have the same date these came first.
 FIRST_RUNS = ("earlier_h200.jsonl", "policies_h200.jsonl")

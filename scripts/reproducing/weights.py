@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.compression.quantizers import Program, QuantizedStack, quantize_stack
-from moejax.compression.recipe import Scheme
-from moejax.qtensor import QTensor
+from moejax.quantization.pipeline.quantizers import Program, QuantizedStack, quantize_stack
+from moejax.quantization.pipeline.recipe import Scheme
 from moejax.quantization.statistics import excess_kurtosis
+from moejax.weights.qtensor import QTensor
 from scripts.reproducing.demo import Demo, Finding, listed
 
 GROUP_SIZE = 64

@@ -1,0 +1,139 @@
+"""What the readers of quantized formats are written against.
+
+A matrix is stored in several tensors of a checkpoint: how it is found, compared with others, read.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from moejax.checkpoints.load import Faults, misshaped
+from moejax.checkpoints.safetensors_reader import StoredTensor, check_range, read_array
+from moejax.errors import MoejaxError
+from moejax.weights.qtensor import Compensator, Fp8Tensor, QTensor
+
+FLOATS = ("float16", "bfloat16", "float32")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CodesKind:
+    """What matrices of codes must have in common to lie in one stack."""
+
+    bits: int
+    group_size: int
+    zero_kind: str
+    scale_dtype: str  # "float16" | "float32"
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Kind:
+    """FP8 values in blocks of 128 x 128."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FactorsKind:
+    """What the compensators of matrices must have in common to lie in one pool."""
+
+    bits: int  # 16 is BF16
+    u_group_size: int  # 0 for BF16, as the others
+    v_group_size: int
+    scale_dtype: str
+
+
+Kind = CodesKind | Fp8Kind
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredMatrix:
+    """A quantized matrix of a checkpoint, not yet read."""
+
+    names: tuple[str, ...]  # of all its tensors
+    kind: Kind
+    read: Callable[[], QTensor | Fp8Tensor]  # with numpy leaves
+    factors: FactorsKind | None = None  # of its compensator
+    rank: int = 0
+    order: bytes = b""  # digest of its permutation, if any
+    # The tensors of `words`, `scales` and `zeros` where they lie in the file as a QTensor has them.
+    as_held: Mapping[str, str] | None = None
+    # The compensator alone, where `rank` is not 0.
+    read_factors: Callable[[], Compensator] | None = None
+
+
+class Tensors:
+    """The tensors of a checkpoint, and what was found to be wrong with them."""
+
+    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
+        self.stored = stored
+        self.faults = Faults()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.stored
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        return self.stored[name]
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor of the file.
+
+        Raises:
+          MoejaxError: as `read_array`, or a value is NaN, infinite or huge.
+        """
+        values = read_array(self.stored[name])
+        check_range(self.stored[name], values)
+        return values
+
+    def fits(self, name: str, shape: Sequence[int], dtypes: Sequence[str]) -> bool:
+        """Whether a tensor is there in that shape; what is wrong is kept in `faults`.
+
+        Raises:
+          MoejaxError: it is of another type.
+        """
+        if name not in self.stored:
+            self.faults.missing.append(f"{name} {list(shape)}")
+            return False
+        tensor = self.stored[name]
+        if tensor.shape != tuple(shape):
+            self.faults.misshaped.append(misshaped(name, tensor.shape, shape))
+            return False
+        if tensor.dtype.name not in dtypes:
+            raise MoejaxError(
+                f"{tensor.path}: {name} is {tensor.dtype.name}, expected {' or '.join(dtypes)}"
+            )
+        return True
+
+
+class Format(Protocol):
+    """A quantized format with the settings of one checkpoint."""
+
+    def find(self, prefix: str, shape: tuple[int, ...], tensors: Tensors) -> StoredMatrix | None:
+        """The matrix `prefix` [N, K] if it is quantized; faults go to `tensors.faults`.
+
+        Raises:
+          MoejaxError: it is stored in a way that cannot be read.
+        """
+
+    def extras(self, prefix: str) -> tuple[str, ...]:
+        """Tensors that may lie beside the matrix `prefix` and say nothing that is needed."""
+
+
+def digest(permutation: np.ndarray | None) -> bytes:
+    """Equal for equal permutations; empty for none."""
+    return b"" if permutation is None else hashlib.sha256(permutation.tobytes()).digest()
+
+
+def scale_dtype(tensor: StoredTensor) -> str:
+    """The type that holds stored scales exactly: bfloat16 has a wider range than float16."""
+    return "float16" if tensor.dtype == np.float16 else "float32"
+
+
+def broken(tensors: Tensors, name: str, reason: str) -> MoejaxError:
+    """An error about the values of a tensor."""
+    return MoejaxError(f"{tensors[name].path}: {name} {reason}")
+
+
+def as_leaf(array: Any) -> Any:
+    """Numpy leaves stand where the types say jax.Array; nothing is copied to a device."""
+    return array

@@ -1,0 +1,175 @@
+"""quantization.json of the package's own format: what each matrix is, and what each file holds.
+
+    {"layout": LAYOUT,
+     "tensors": {"PREFIX.weight": {"shape": [N, K], "method": ..., "bits": ..., "group_size": ...,
+                                   "zero_kind": ..., "scale_dtype": ..., "rank": r,
+                                   "factor_bits": ..., "factor_group_size": 64,
+                                   "relative_error": ..., "bytes": ...}, ...},
+     "files": {"model-00001-of-00025.safetensors": {"size": bytes, "sha256": hex}, ...},
+     "totals": {...}}
+
+A reader needs `bits`, `group_size` and, where factors are packed in other groups than 64,
+`factor_group_size`; it checks `layout`, `shape`, `zero_kind` and the files. The rest is for people.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moejax.checkpoints.formats.native import FACTOR_GROUP_SIZE
+from moejax.errors import MoejaxError
+from moejax.models.hf.config import read_json
+from moejax.weights.qtensor import ZERO_KINDS
+from pallas_kernels import layout
+
+MANIFEST_FILE = "quantization.json"
+METHOD = "moejax"  # the quant_method of config.json
+_PIECE_BYTES = 16 * 2**20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MatrixEntry:
+    """What the manifest says of a matrix, as far as a reader needs it."""
+
+    shape: tuple[int, ...]
+    bits: int
+    group_size: int
+    zero_kind: str
+    factor_group_size: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The manifest of a checkpoint."""
+
+    path: Path
+    matrices: Mapping[str, MatrixEntry]  # by Hugging Face name, with ".weight"
+    files: Mapping[str, tuple[int, str]]  # size in bytes and SHA-256 by file name
+
+
+def quantization_config() -> dict[str, str]:
+    """The quantization_config that config.json of such a checkpoint has."""
+    return {"quant_method": METHOD, "layout": layout.LAYOUT, "manifest": MANIFEST_FILE}
+
+
+def read_manifest(directory: Path, config: Mapping[str, Any]) -> Manifest:
+    """The manifest that `config`, the quantization_config, names.
+
+    Raises:
+      MoejaxError: it is missing or broken, or its layout is not this version's.
+    """
+    name = config.get("manifest", MANIFEST_FILE)
+    if not isinstance(name, str) or name != Path(name).name:
+        raise MoejaxError(f"quantization_config has manifest {name!r}, expected a file name")
+    path = directory / name
+    if not path.exists():
+        raise MoejaxError(f"no {name} in {directory}; copy the whole checkpoint again")
+    fields = read_json(path)
+    for place, said in (("config.json", config), (name, fields)):
+        tag = said.get("layout")
+        if tag != layout.LAYOUT:
+            raise MoejaxError(
+                f"{directory / place}: the weights have layout {tag!r}, this version reads "
+                f"{layout.LAYOUT!r}; quantize the model again"
+            )
+    matrices = _object(path, fields, "tensors")
+    files = _object(path, fields, "files")
+    return Manifest(
+        path=path,
+        matrices={name: _matrix_entry(path, name, entry) for name, entry in matrices.items()},
+        files={name: _file_entry(path, name, entry) for name, entry in files.items()},
+    )
+
+
+def read_files(directory: Path) -> Manifest | None:
+    """The manifest's files alone, of weights in any format that `moejax.quantize` writes.
+
+    Returns:
+      None where there is no manifest.
+
+    Raises:
+      MoejaxError: it is broken.
+    """
+    path = directory / MANIFEST_FILE
+    if not path.exists():
+        return None
+    files = _object(path, read_json(path), "files")
+    entries = {name: _file_entry(path, name, entry) for name, entry in files.items()}
+    return Manifest(path=path, matrices={}, files=entries)
+
+
+def check_files(manifest: Manifest, *, checksums: bool) -> None:
+    """Compares the files beside a manifest with what it says of them.
+
+    Args:
+      manifest: of a checkpoint.
+      checksums: read all files whole and compare SHA-256 too. Else only sizes are compared, and
+        only of the weights: who mends config.json or a tokenizer need not write a new manifest.
+
+    Raises:
+      MoejaxError: a file is missing, or of another size or content.
+    """
+    directory = manifest.path.parent
+    for name, (size, sha256) in manifest.files.items():
+        path = directory / name
+        if not checksums and path.suffix != ".safetensors":
+            continue
+        if not path.is_file():
+            raise MoejaxError(f"{path} is missing, {manifest.path.name} lists it; copy it again")
+        if path.stat().st_size != size:
+            raise MoejaxError(
+                f"{path} has {path.stat().st_size:,} bytes, {size:,} by {manifest.path.name}; copy "
+                "the whole checkpoint again"
+            )
+        if checksums and file_sha256(path) != sha256:
+            raise MoejaxError(
+                f"{path} is not what was written (its SHA-256 is not that of "
+                f"{manifest.path.name}); copy it again"
+            )
+
+
+def _matrix_entry(path: Path, name: str, entry: Any) -> MatrixEntry:
+    try:
+        found = MatrixEntry(
+            shape=tuple(entry["shape"]),
+            bits=entry["bits"],
+            group_size=entry["group_size"],
+            zero_kind=entry["zero_kind"],
+            factor_group_size=entry.get("factor_group_size") or FACTOR_GROUP_SIZE,
+        )
+        sizes = (*found.shape, found.group_size, found.factor_group_size)
+        is_whole = all(type(size) is int and size > 0 for size in sizes) and len(found.shape) == 2
+    except (KeyError, TypeError, AttributeError) as error:
+        raise MoejaxError(f"{path}: the entry of {name} is broken ({error!r})") from error
+    if not is_whole or found.bits not in layout.BITS or found.zero_kind not in ZERO_KINDS:
+        raise MoejaxError(f"{path}: the entry of {name} is not understood: {entry}")
+    return found
+
+
+def _file_entry(path: Path, name: str, entry: Any) -> tuple[int, str]:
+    if (
+        name != Path(name).name
+        or not isinstance(entry, dict)
+        or type(entry.get("size")) is not int
+        or not isinstance(entry.get("sha256"), str)
+    ):
+        raise MoejaxError(f"{path}: the entry of file {name} is not understood: {entry}")
+    return entry["size"], entry["sha256"]
+
+
+def _object(path: Path, fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = fields.get(name)
+    if not isinstance(value, dict):
+        raise MoejaxError(f"{path} has no object {name!r}; copy it again")
+    return value
+
+
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()

@@ -1,0 +1,111 @@
+"""From a checkpoint's quantization_config to the reader of its format."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from moejax.checkpoints.formats import config_fields as settings
+from moejax.checkpoints.formats.awq import parse_awq
+from moejax.checkpoints.formats.compressed_tensors import parse_compressed_tensors
+from moejax.checkpoints.formats.fp8 import parse_fp8
+from moejax.checkpoints.formats.gptq import GptqFormat, Rules, parse_gptq
+from moejax.checkpoints.formats.hqq import parse_hqq
+from moejax.checkpoints.formats.interfaces import Format
+from moejax.checkpoints.formats.manifest import METHOD, check_files, read_manifest
+from moejax.checkpoints.formats.native_reader import OwnFormat
+from moejax.errors import MoejaxError
+from moejax.models.hf.config import read_json
+
+_AUTOROUND = ("auto-round", "auto_round", "autoround", "intel/auto-round")
+_PARSERS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
+    "gptq": parse_gptq,
+    "awq": parse_awq,
+    "compressed-tensors": parse_compressed_tensors,
+    "fp8": parse_fp8,
+    "hqq": parse_hqq,
+}
+# Where GPTQ and AWQ kept their settings before config.json had a place for them.
+_OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+SUPPORTED = (METHOD, *_PARSERS, "auto-round")
+
+
+def quantization_fields(directory: Path) -> dict[str, Any] | None:
+    """The quantization_config of a checkpoint; None where it is not quantized.
+
+    Raises:
+      MoejaxError: config.json is missing or broken, or the field is no object.
+    """
+    fields = read_json(directory / "config.json").get("quantization_config")
+    if fields is None:
+        for name, method in _OLD_FILES.items():
+            if (directory / name).is_file():
+                return _old_fields(read_json(directory / name), method)
+        return None
+    if not isinstance(fields, dict):
+        raise MoejaxError(
+            f"{directory / 'config.json'}: quantization_config is {fields!r}, expected an object"
+        )
+    return fields
+
+
+def open_format(
+    directory: Path, fields: Mapping[str, Any], *, verify_checksums: bool = False
+) -> Format:
+    """The reader of a checkpoint's format.
+
+    Args:
+      directory: of the checkpoint.
+      fields: its quantization_config.
+      verify_checksums: of the package's own format: read every file whole and compare its SHA-256
+        with the manifest's. Sizes are always compared. The other formats have no checksums.
+
+    Raises:
+      MoejaxError: the format, or something that it has, cannot be read; a file is not what the
+        manifest says.
+    """
+    method = settings.text(fields, "quant_method")
+    if method == METHOD:
+        manifest = read_manifest(directory, fields)
+        check_files(manifest, checksums=verify_checksums)
+        return OwnFormat(manifest=manifest)
+    try:
+        if method in _AUTOROUND:
+            return _parse_autoround(fields)
+        if method in _PARSERS:
+            return _PARSERS[method](fields)
+    except MoejaxError as error:
+        raise MoejaxError(f"{directory / 'config.json'}: {error}") from error
+    raise MoejaxError(
+        f"{directory / 'config.json'}: quantization_config has quant_method "
+        f"{fields.get('quant_method')!r}; supported are {', '.join(SUPPORTED)}"
+    )
+
+
+def _parse_autoround(fields: Mapping[str, Any]) -> Format:
+    """AutoRound packs as GPTQ or AWQ does; its own packing is GPTQ's with true zero points."""
+    packing = settings.text(fields, "packing_format", "backend", default="auto_round:auto_gptq")
+    if settings.text(fields, "data_type", default="int") != "int":
+        raise MoejaxError(
+            f"quantization_config.data_type is {fields['data_type']!r}, only 'int' is"
+        )
+    if "awq" in packing:
+        return parse_awq({**fields, "version": "gemm"})
+    if "gptq" not in packing and packing.partition(":")[0] not in _AUTOROUND:
+        raise MoejaxError(
+            f"quantization_config has packing_format {packing!r}; of auto-round, those of gptq and "
+            "awq can be read"
+        )
+    overrides = []
+    for name, changed in settings.mapping(fields, "extra_config").items():
+        if isinstance(changed, dict):
+            # Names of modules; where they hold more than that, expressions.
+            expression = f"(?:{name})$"
+            overrides.append((settings.pattern("extra_config", expression), changed))
+    rules = Rules(default=fields, overrides=tuple(overrides))
+    rules.of("")
+    return GptqFormat(rules=rules, is_v1="gptq" in packing)
+
+
+def _old_fields(fields: dict[str, Any], method: str) -> dict[str, Any]:
+    renamed = {"w_bit": "bits", "q_group_size": "group_size"}
+    return {"quant_method": method} | {renamed.get(k, k): v for k, v in fields.items()}

@@ -1,0 +1,1 @@
+"""Configurations of the commands: dataclasses, read from files and flags."""

@@ -1,0 +1,405 @@
+"""Run configurations: frozen dataclasses, each the only place where its defaults are written.
+
+A main reads an `ml_collections` config (a file under `configs/`, flags, or neither), turns it at
+once into one of these with `from_config_dict`, and nothing below the mains sees a ConfigDict.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from moejax.config.options import RunConfig, option
+from moejax.config.options import to_config_dict as to_config_dict
+from moejax.config.policy import PolicyConfig
+from moejax.errors import MoejaxError
+from moejax.evaluation.perplexity import PRESETS, Windowing
+from moejax.experts.budget import Limits, check_gib, check_phase
+from moejax.inference.generation import GenerationSettings
+from moejax.models.shapes import SHAPES
+from moejax.text.chat_template import ChatSettings
+from moejax.text.corpus import JOINS
+
+SHAPE_BITS = (2, 3, 4, 8, 16)
+THINKING = {"auto": None, "on": True, "off": False}
+
+
+_TASKS_BY_LM_EVAL = (
+    "python -m moejax.lm_eval --model moejax --model_args pretrained=CHECKPOINT --tasks NAME "
+    "--data FOLDER (moejax.evaluate measures perplexity alone)"
+)
+VERIFY = "first compare the files of checkpoints with their SHA-256, or checksums, where known"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryConfig(RunConfig):
+    """The group `memory`: what a model may take, and where its experts may lie."""
+
+    device_gib: float = option(
+        Limits.device_gib, "GiB on the accelerator, for weights, caches and work; 0: no limit"
+    )
+    host_gib: float = option(
+        Limits.host_gib, "GiB of host memory for experts; 0: no limit; the rest is read from disk"
+    )
+    disk_path: str = option(
+        Limits.disk_path, "a copy of the checkpoint that experts are read from; '': itself"
+    )
+    slots: int = option(
+        Limits.slots, "experts of a layer that the accelerator caches; -1: as many as fit"
+    )
+    transient: int = option(
+        Limits.transient, "slots through which the others stream; 0: what keeps the link busy"
+    )
+    prefetch: int = option(Limits.prefetch, "experts of the next layer that are fetched ahead")
+    prefetch_in: str = option(
+        Limits.prefetch_in, "the steps that fetch ahead: both, prefill (of prompts) or decode"
+    )
+    bulk: int = option(
+        Limits.bulk,
+        "experts that may be on their way to the accelerator between steps; 0: none, or what suits "
+        "a policy that asks for them (8 to 32, by their bytes)",
+    )
+
+    def limits(self) -> Limits:
+        """As `moejax.experts.budget` takes them."""
+        return Limits(**dataclasses.asdict(self))
+
+    def check(self) -> None:
+        """See `RunConfig.check`; `make_budget` checks them with the model at hand."""
+        check_gib(self.device_gib, self.host_gib, "")
+        if self.slots < -1:
+            raise MoejaxError(f"slots={self.slots} must be -1 (as many as fit) or a number")
+        for name in ("transient", "prefetch", "bulk"):
+            if getattr(self, name) < 0:
+                raise MoejaxError(f"{name}={getattr(self, name)} must be 0 or a number of experts")
+        check_phase(self.prefetch_in, "")
+
+
+def check_share(share: float) -> None:
+    """Raises MoejaxError for a `fidelity_share` that is no share."""
+    if not 0 <= share <= 1:
+        raise MoejaxError(f"fidelity_share={share} must be from 0 to 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecordConfig(RunConfig):
+    """What a run records of its routing (`moejax.routing.trace`)."""
+
+    record_trace: str = option(
+        "", "a file for a trace of the routing, which moejax.sweep replays; '': none"
+    )
+    record_foreseen: int = option(
+        8, "experts of the next layer that a trace foresees, for look-ahead; 0: none"
+    )
+    record_probabilities: bool = option(
+        False, "whether a trace holds every router's whole softmax, which some policies need"
+    )
+    record_importance: bool = option(
+        False, "whether it holds the attention that a prompt's tokens receive, which dymoe weighs"
+    )
+
+    def check(self) -> None:
+        """See `RunConfig.check`."""
+        if self.record_foreseen < 0:
+            said = f"record_foreseen={self.record_foreseen}"
+            raise MoejaxError(f"{said} must be 0 (none) or a number of experts")
+        for field in () if self.record_trace else dataclasses.fields(RecordConfig):
+            if (value := getattr(self, field.name)) != field.default:
+                raise MoejaxError(
+                    f"{field.name}={value!r} is of a trace, but none is recorded: give "
+                    "record_trace=FILE, or leave it out"
+                )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateConfig(RecordConfig):
+    """What `python -m moejax.generate` runs: a model, and one request's `GenerationSettings`."""
+
+    command = "moejax.generate"
+
+    checkpoint: str = option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
+    verify: bool = option(False, VERIFY)
+    platform: str = option("auto", "auto (an accelerator if there is one), cpu or gpu")
+    dtype: str = option(
+        "auto",
+        "auto (float32 on CPU, the file's on an accelerator), float32, bfloat16 or float16",
+    )
+    context: int = option(0, "tokens that the KV cache holds; 0: what the prompts need")
+    memory: MemoryConfig = option(  # noqa: RUF009 -- it is frozen
+        MemoryConfig(), "limits, under which experts may move"
+    )
+    policy: PolicyConfig = option(PolicyConfig(), "what decides about experts")  # noqa: RUF009
+    compilation_cache: str = option(
+        "auto", "where compiled programs are kept: auto (the user's cache), a directory, '' (off)"
+    )
+    trace_dir: str = option(
+        "", "a directory for a profiler trace of the answers (TensorBoard, Perfetto); '': none"
+    )
+    generation_config: bool = option(
+        True,
+        "take what is None below from the checkpoint's generation_config.json, as transformers "
+        "does; off: take the defaults that are named there",
+    )
+    max_new_tokens: int | None = option(
+        None,
+        f"end after so many tokens; None: the checkpoint's, or {GenerationSettings.max_new_tokens}",
+        kind=int,
+    )
+    temperature: float | None = option(
+        None,
+        "0 is greedy; else logits are divided by it and sampled; None: the checkpoint's, or "
+        f"{GenerationSettings.temperature:g}",
+        kind=float,
+    )
+    top_k: int | None = option(
+        None,
+        "sample among the k likeliest tokens; 0: all; None: the checkpoint's, or "
+        f"{GenerationSettings.top_k}",
+        kind=int,
+    )
+    top_p: float | None = option(
+        None,
+        "sample among the likeliest tokens of this total probability; None: the checkpoint's, or "
+        f"{GenerationSettings.top_p:g}",
+        kind=float,
+    )
+    min_p: float | None = option(
+        None,
+        "leave out tokens below this share of the likeliest one; None: the checkpoint's, or "
+        f"{GenerationSettings.min_p:g}",
+        kind=float,
+    )
+    repetition_penalty: float | None = option(
+        None,
+        "above 1, tokens already in the text get rarer; None: the checkpoint's, or "
+        f"{GenerationSettings.repetition_penalty:g}",
+        kind=float,
+    )
+    fidelity_share: float = option(
+        0.0,
+        "with a policy and --stats, of the answers' tokens in which it is compared with the exact "
+        "model (KL), which is loaded beside it under the same limits; 0: none",
+    )
+    seed: int = option(
+        0,
+        "of the sampling; the same seed gives the same text, unless a policy moves experts between "
+        "steps and policy.emulate is off: copies come by the clock",
+    )
+    stop: tuple[str, ...] = option(
+        (), "end before this string; may be repeated; none: the checkpoint's", commas=False
+    )
+    add_special_tokens: bool = option(
+        GenerationSettings.add_special_tokens, "let the tokenizer add its own (such as bos)"
+    )
+    system_prompt: str = option(
+        "", "of conversations (--chat, the server) that begin without a system message; '': none"
+    )
+    thinking: str = option(
+        "auto",
+        "on or off: enable_thinking of the chat template, where it knows that; auto: its default",
+    )
+
+    def chat_settings(self) -> ChatSettings:
+        """The settings that render a conversation's prompts."""
+        return ChatSettings(self.system_prompt, THINKING[self.thinking])
+
+    def request(self) -> dict[str, Any]:
+        """The fields that `Engine.generate` and `Engine.stream` take, as far as they are given."""
+        names = {field.name for field in dataclasses.fields(GenerationSettings)}
+        given = {name: value for name, value in dataclasses.asdict(self).items() if name in names}
+        return {name: value for name, value in given.items() if value not in (None, ())}
+
+    def check(self) -> None:
+        """See `RunConfig.check`; the engine checks `platform` and `dtype`, which are its own."""
+        if not self.checkpoint:
+            raise MoejaxError("checkpoint='' must be a name or a directory")
+        if self.context < 0:
+            raise MoejaxError(f"context={self.context} must be 0 (as needed) or a number of tokens")
+        super().check()
+        check_share(self.fidelity_share)
+        if self.fidelity_share and not self.policy.name:
+            raise MoejaxError(
+                f"fidelity_share={self.fidelity_share:g} compares a policy with the exact model: "
+                "name policy.name, or leave it out"
+            )
+        if not 0 <= self.seed < 2**32:
+            raise MoejaxError(f"seed={self.seed} must be from 0 to 2**32 - 1")
+        if self.thinking not in THINKING:
+            raise MoejaxError(f"thinking={self.thinking!r} is none of {', '.join(THINKING)}")
+        GenerationSettings.of(**self.request())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanConfig(GenerateConfig):
+    """What `python -m moejax.plan` looks at: a run of `moejax.generate`, or a shape without files.
+
+    The files under `configs/` for `moejax.generate` serve; of their fields, those of the request
+    change nothing here.
+    """
+
+    command = "moejax.plan"
+
+    shape: str = option("", f"in place of a checkpoint, a shape: {' or '.join(SHAPES)}")
+    bits: int = option(4, "of a shape's experts and dense MLPs: 2, 3, 4, 8 or 16 (plain)")
+    attention_bits: int = option(16, "the same of its attention, or what is in its place")
+    shared_bits: int = option(16, "the same of experts that every token takes")
+    group_size: int = option(64, "inputs that share a scale, where a shape is packed")
+    batch: int = option(1, "sequences at once")
+    chunk: int = option(0, "tokens of a prompt that a prefill step takes; 0: as the engine does")
+
+    def check(self) -> None:
+        """See `RunConfig.check`."""
+        super().check()
+        if self.shape and self.shape not in SHAPES:
+            raise MoejaxError(f"shape={self.shape!r} is not there; {_listed(SHAPES)}")
+        for name in ("bits", "attention_bits", "shared_bits"):
+            if getattr(self, name) not in SHAPE_BITS:
+                said = ", ".join(map(str, SHAPE_BITS))
+                raise MoejaxError(f"{name}={getattr(self, name)} must be one of {said}")
+        if self.group_size < 1:
+            raise MoejaxError(f"group_size={self.group_size} must be at least 1")
+        if self.batch < 1:
+            raise MoejaxError(f"batch={self.batch} must be at least 1")
+        if self.chunk < 0:
+            raise MoejaxError(f"chunk={self.chunk} must be 0 (the engine's) or a number of tokens")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizeConfig(RunConfig):
+    """What `python -m moejax.quantize` runs; the recipe's values are checked where it is read."""
+
+    command = "moejax.quantize"
+
+    checkpoint: str = option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
+    output: str = option("", "a new directory for the quantized checkpoint; must be given")
+    format: str = option("moejax", "moejax, gptq or compressed-tensors: who can read the result")
+    method: str = option(
+        "milo",
+        "none, rtn, hqq, least_squares, gptq, autoround, milo or milo+: of attention and MLPs",
+    )
+    bits: int = option(3, "2, 3, 4 or 8")
+    group_size: int = option(64, "inputs that share a scale; 0: all of a row (per channel)")
+    zero_kind: str = option("auto", "auto (what method and format take), float, integer, symmetric")
+    scale_dtype: str = option("float16", "float16 or float32, of scales and float zero points")
+    rank: str = option(
+        "Dense-25% + Kurtosis-6.25%",
+        "of compensators: a sum of Uniform-, Dense-, Sparse-, Kurtosis-, Frequency-r or -r%, "
+        "perhaps 'within 200 MB', or a set of the paper's such as mixtral-s1",
+    )
+    factor_bits: int = option(3, "of milo's compensators: 3, 4, 8 or 16 (bfloat16)")
+    passes: int = option(20, "milo stops after so many passes at the latest")
+    act_order: bool = option(
+        False, "gptq visits inputs by falling importance, in groups that are fixed beforehand"
+    )
+    calibration: str = option(
+        "default", "what gptq, autoround and Frequency-r look at: the text that ships, or a file"
+    )
+    calibration_samples: int = option(0, "samples of that text; 0: 128, or what there is")
+    calibration_length: int = option(0, "tokens of a sample; 0: 2048 or the model's context")
+    rules: str = option(
+        "", "'PATTERN: KEY=VALUE ...; ...', such as 'head: method=rtn bits=8; *.o_proj: bits=4'"
+    )
+    platform: str = option("auto", "auto (an accelerator if there is one), cpu or gpu")
+    compilation_cache: str = option(
+        "auto", "where compiled programs are kept: auto (the user's cache), a directory, '' (off)"
+    )
+
+    def check(self) -> None:
+        """See `RunConfig.check`; the recipe's fields are checked with the model at hand."""
+        if not self.checkpoint:
+            raise MoejaxError("checkpoint='' must be a name or a directory")
+        if not self.calibration:
+            raise MoejaxError("calibration='' must be 'default' or a text file")
+        if min(self.calibration_samples, self.calibration_length) < 0:
+            raise MoejaxError("calibration_samples and calibration_length must be 0 or positive")
+        if self.passes < 1:
+            raise MoejaxError(f"passes={self.passes} must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateConfig(RecordConfig):
+    """What `python -m moejax.evaluate` runs; model and text are checked where they are read."""
+
+    command = "moejax.evaluate"
+
+    checkpoint: str = option("demo", "'demo', a directory, or a Hugging Face name (org/name)")
+    verify: bool = option(False, VERIFY)
+    text: str = option(
+        "wikitext2", "a UTF-8 file (.txt, .xz, .gz), or wikitext2: the test rows from the Hub"
+    )
+    join: str = option(
+        "none", "none (a file as it stands), or wikitext (its lines joined as papers join the rows)"
+    )
+    preset: str = option("2048/2048", f"window/stride: {' or '.join(PRESETS)}")
+    window: int = option(0, "tokens that a prediction sees at most; 0: the preset's")
+    stride: int = option(0, "tokens that windows advance by; 0: the preset's, at most the window")
+    max_tokens: int = option(0, "score no more than the first so many tokens; 0: all")
+    seed: int = option(0, "draws the tokens that are compared with the exact model")
+    batch_size: int = option(
+        8, "sequences at once; the result does not depend on it, and under a policy it is 1"
+    )
+    memory: MemoryConfig = option(  # noqa: RUF009 -- it is frozen
+        MemoryConfig(), "limits, under which experts may move"
+    )
+    policy: PolicyConfig = option(PolicyConfig(), "what decides about experts")  # noqa: RUF009
+    fidelity_share: float = option(
+        0.05,
+        "with a policy, of the windows in which it is compared with the exact model (KL), which is "
+        "loaded beside it under the same limits; 0: none",
+    )
+    output: str = option("", "a JSON file for the result; '': none")
+    platform: str = option("auto", "auto (an accelerator if there is one), cpu or gpu")
+    dtype: str = option(
+        "auto",
+        "auto (float32 on CPU, the file's on an accelerator), float32, bfloat16 or float16",
+    )
+    compilation_cache: str = option(
+        "auto", "where compiled programs are kept: auto (the user's cache), a directory, '' (off)"
+    )
+    add_special_tokens: bool = option(
+        GenerationSettings.add_special_tokens, "let the tokenizer add its own (such as bos)"
+    )
+
+    def moved(self, name: str) -> str:
+        """See `RunConfig.moved`: lm_eval runs the tasks that this command had."""
+        gone = ("task", "data", "fewshot", "fewshot_data", "limit", "max_new_tokens", "execute")
+        return _TASKS_BY_LM_EVAL if name in gone else ""
+
+    def windowing(self) -> Windowing:
+        """Window and stride: the preset's where they are not given."""
+        preset = PRESETS[self.preset]
+        window = self.window or preset.window
+        return Windowing(window, self.stride or min(preset.stride, window))
+
+    def num_rows(self) -> int:
+        """Sequences at once: one under a policy, whose state a batch would share."""
+        return 1 if self.policy.name else self.batch_size
+
+    def check(self) -> None:
+        """See `RunConfig.check`."""
+        if not self.checkpoint:
+            raise MoejaxError("checkpoint='' must be a name or a directory")
+        if not self.text:
+            raise MoejaxError("text='' must be a file, or wikitext2")
+        if self.join not in JOINS:
+            raise MoejaxError(f"join={self.join!r} is not there; {_listed(JOINS)}")
+        if self.preset not in PRESETS:
+            raise MoejaxError(f"preset={self.preset!r} is not there; {_listed(PRESETS)}")
+        for name in ("window", "stride", "max_tokens"):
+            if getattr(self, name) < 0:
+                raise MoejaxError(f"{name}={getattr(self, name)} must be 0 or a number of tokens")
+        super().check()
+        if self.batch_size < 1:
+            raise MoejaxError(f"batch_size={self.batch_size} must be at least 1")
+        check_share(self.fidelity_share)
+        is_given = self.fidelity_share not in (0, EvaluateConfig.fidelity_share)
+        if is_given and not self.policy.name:
+            raise MoejaxError(
+                f"fidelity_share={self.fidelity_share:g} compares a policy with the exact model: "
+                "name policy.name, or leave it out"
+            )
+        self.windowing().check()
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    return f"there {'is' if len(names) == 1 else 'are'}: {', '.join(names)}"

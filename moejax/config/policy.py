@@ -1,0 +1,162 @@
+"""The group `policy` of run configurations: which policy, its settings, and the tiers."""
+
+import dataclasses
+import re
+from typing import TYPE_CHECKING
+
+from moejax.config.options import RunConfig, option
+from moejax.errors import MoejaxError
+from moejax.routing.simulate.grid import described, single
+
+if TYPE_CHECKING:  # it imports JAX, which --help and mistakes need not wait for
+    from moejax.experts.tiering import Tiering
+
+NAMES = ("resident", "on_demand", "dynaexq", "dymoe", "buddymoe", "compose")
+_OWN_CLASS = re.compile(r"[\w.]+:\w+")  # a policy of the user's own
+# What each setting is; its default stands in the policies' classes alone.
+SETTINGS = {
+    "parts": "compose: two or three of dynaexq+dymoe+buddymoe",
+    "tier": "resident, on_demand: the tier that runs; '': the first",
+    "prefetch": "on_demand, dymoe: experts of the next layer fetched ahead; 0: none; -1: by r",
+    "hot": "dynaexq: the tier of high precision; '': the first",
+    "cold": "dynaexq: the tier of low precision; '': the last",
+    "period": "dynaexq: tokens between updates, T",
+    "alpha": "dynaexq: share of the old mean of gates in the new one (eq. 2); None: 1 - 1/period",
+    "tau": "dynaexq: how long a token counts: fixed or moving",
+    "n_hot": "dynaexq: experts of a layer in high precision; None: as many as there are slots",
+    "warmup": "dynaexq: tokens before the first choice; 0: a period",
+    "hysteresis": "dynaexq: share by which a cold expert must exceed a hot one",
+    "foresight": "dynaexq: experts of a layer read ahead from the disk, as likely hot; 0: none",
+    "foresee_by": "dynaexq: what foretells them: scores, or links (the layer before)",
+    "links": "dynaexq: a profile's file, for foresee_by=links; None: the checkpoint's",
+    "choice": "dynaexq: hot; to compare with, random or first",
+    "high": "dymoe: the tier of critical experts; '': the first",
+    "low": "dymoe: the tier of the others; skip leaves them out; '': the last",
+    "retention": "dymoe: mean share of critical experts, r",
+    "schedule": "dymoe: that share over depth: cosine, linear, sensitivity or equal",
+    "sensitivity": "dymoe: of each layer, for schedule=sensitivity: 0.1/0.3/...",
+    "rounding": "dymoe: of the number of critical experts: diffused or ceil",
+    "selection": "dymoe: which experts are critical: critical, load or random",
+    "aggregation": "dymoe: of the attention that a prompt's token gets: mean, sum or last_query",
+    "heavy_share": "dymoe: share of a prompt's tokens that are heavy hitters",
+    "heavy_count": "dymoe: their number in place of the share; 0: the share",
+    "renormalise": "dymoe: weights of what is left sum to what all summed to",
+    "reuse_skipped": "dymoe: experts that would be left out run where a slot holds them",
+    "lists": "buddymoe: a file of moejax.profile_experts; not given: the checkpoint's",
+    "gains": "buddymoe: profile scales a buddy's weight by how alike outputs are; None: by 1",
+    "tae_tau": "buddymoe: threshold of eq. 1, or profile: the profile's; -1: off",
+    "tae_margin": "buddymoe: gamma of the same gate; 2: off",
+    "tae_temperature": "buddymoe: temperature of the same gate's softmax",
+    "beta": "buddymoe: threshold of eq. 2; None: off",
+    "bypass_bytes": "buddymoe: in place of beta, bytes that bypassed layers may fetch in a decode "
+    "step; None: beta decides",
+    "eta": "buddymoe: weight of the token's own logits in eq. 3",
+    "kappa": "buddymoe: penalty of a hop in eq. 3",
+    "hops": "buddymoe: partitions between each expert and the tokens: 0/1/...; (): all 0",
+    "rho": "buddymoe: replacements of a token and layer at most; None: no limit",
+    "spend_on": "buddymoe: which pairs rho goes to, first or last",
+    "depth": "buddymoe: places of a list that are searched, H; None: all",
+    "fall_back": "buddymoe: what becomes of a pair without a buddy: fetch or drop",
+    "in_prefill": "buddymoe: whether prompts are served by buddies too",
+    "background_bytes": "buddymoe: of background transfers a step; None: a quarter of an expert",
+    "half_life": "buddymoe: steps after which a miss counts half",
+    "least_misses": "buddymoe: misses from which on an expert is fetched in the background",
+    "form": "buddymoe: how Algorithm 1 is computed: table, ranks or kernel",
+    "max_requests": "dynaexq, buddymoe: transfers between two steps at most",
+    "seed": "of random choices",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyConfig(RunConfig):
+    """What decides which experts run, in which precision; `moejax.policies` says more of each."""
+
+    name: str = option(
+        "",
+        f"{', '.join(NAMES)}, or MODULE:CLASS of your own; '': the router alone, one form of the "
+        "experts",
+    )
+    settings: str = option(
+        "",
+        "the policy's own, such as retention=0.75,low=skip; --help with policy.name lists them; "
+        "'': all have their defaults",
+    )
+    tiers: tuple[str, ...] = option(
+        (),
+        "forms of the experts by falling fidelity, NAME=CHECKPOINT of the same model each; int8, "
+        "int4, int3, int2 alone are made of the checkpoint's plain experts at load, any other name "
+        "is the checkpoint as it is; (): only that",
+    )
+    slots: tuple[str, ...] = option(
+        (), "experts of a layer that the accelerator caches in each tier; (): as memory allows"
+    )
+    quantizer: str = option("hqq", "of tiers that are made at load: rtn, hqq or least_squares")
+    group_size: int = option(64, "inputs that share a scale in them")
+    emulate: bool = option(
+        False, "keep all experts of all tiers and let slots be tables: quality without the traffic"
+    )
+
+    def moved(self, name: str) -> str:
+        """See `RunConfig.moved`: each setting of a policy was a field once."""
+        return f"--config.policy.settings={name}=VALUE" if name in SETTINGS else ""
+
+    def more_help(self) -> list[str]:
+        """See `RunConfig.more_help`: the settings of the policy that is named."""
+        if not self.name:
+            return []
+        from moejax.policies.make import settings_of
+
+        rows = [
+            f"  {described({name: default}):<24} {SETTINGS.get(name, '')}".rstrip()
+            for name, default in settings_of(self.name).items()
+            if name != "lists"
+        ]
+        return [f"\nSettings of {self.name} and their defaults, for policy.settings:", *rows]
+
+    def tiering(self) -> "Tiering | None":
+        """The policy and its tiers as an engine takes them; None for the router alone.
+
+        Raises:
+          MoejaxError: there is no such policy or setting, or a value is not allowed.
+        """
+        if not self.name:
+            return None
+        from moejax.experts.tiering import Tiering
+        from moejax.policies.make import check_settings
+
+        given = single(self.settings)
+        check_settings(self.name, given)
+        return Tiering(
+            policy=self.name,
+            settings=given,
+            tiers=self.tiers,
+            slots=tuple(int(count) for count in self.slots),
+            quantizer=self.quantizer,
+            group_size=self.group_size,
+            emulate=self.emulate,
+        )
+
+    def check(self) -> None:
+        """See `RunConfig.check`; settings are checked where the policy is made."""
+        if self.name == "auto":
+            raise MoejaxError(
+                "name='auto' is no longer a policy: moejax.sweep --config.trace=FILE "
+                "--config.recommend=True names the fastest one for a trace of your own"
+            )
+        if self.name and self.name not in NAMES and not _OWN_CLASS.fullmatch(self.name):
+            raise MoejaxError(
+                f"name={self.name!r} must be one of {', '.join(NAMES)}, or MODULE:CLASS of your own"
+            )
+        try:
+            single(self.settings)
+        except MoejaxError as error:
+            raise MoejaxError(f"settings: {error}") from error
+        if not self.name:
+            default = PolicyConfig()
+            for field in dataclasses.fields(self):
+                if getattr(self, field.name) != getattr(default, field.name):
+                    said = f"{field.name}={getattr(self, field.name)!r}"
+                    raise MoejaxError(f"{said} is of a policy, but none is named: give policy.name")
+        for count in self.slots:
+            if not count.isdigit():
+                raise MoejaxError(f"slots: {count!r} is not a number of experts")

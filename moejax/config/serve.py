@@ -1,0 +1,97 @@
+"""What `python -m moejax.serve` runs."""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+from moejax.config.commands import GenerateConfig
+from moejax.config.options import option
+from moejax.errors import MoejaxError
+from moejax.inference.generation import GenerationSettings
+
+# Where neither a request nor the server's settings nor the checkpoint say.
+SERVED: dict[str, Any] = {"max_new_tokens": 512, "temperature": 1.0}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeConfig(GenerateConfig):
+    """A model and who may ask it; the request's fields are defaults for what clients leave out.
+
+    The files under `configs/` for `moejax.generate` serve; what they lack keeps its default.
+    """
+
+    command = "moejax.serve"
+
+    max_new_tokens: int | None = option(
+        None,
+        "where a request does not say; an answer ends at the end of the context, too; None: the "
+        f"checkpoint's, or {SERVED['max_new_tokens']}",
+        kind=int,
+    )
+    temperature: float | None = option(
+        None,
+        "where a request does not say; 0 is greedy; None: the checkpoint's, or "
+        f"{SERVED['temperature']:g}, as OpenAI's API",
+        kind=float,
+    )
+    seed: int = option(0, "where a request does not say; 0: one that nobody knows")
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all, for everybody")
+    port: int = option(8000, "port to listen on; 0: any that is free, which is printed")
+    allowed_hosts: tuple[str, ...] = option(
+        (), "names in Host beside localhost and the address it listens on; '*': any"
+    )
+    cors_origins: tuple[str, ...] = option(
+        (), "origins of browser pages that may ask, such as 'https://chat.example'; '*': any"
+    )
+    api_key: str = option("", "what clients give as Authorization: Bearer; '': none is asked for")
+    api_key_file: str = option("", "a file that holds api_key, which other users can see in `ps`")
+    max_connections: int = option(
+        512, "open connections, at most; more get 503, or the longest idle one's place"
+    )
+    model_name: str = option("", "as clients call the model; '': the checkpoint's (last) name")
+    max_batch: int = option(8, "answers that are computed together, at most")
+    queue_limit: int = option(128, "answers that may wait for their turn; more are refused (429)")
+    max_answers: int = option(
+        32, "answers that one request may want, n times its prompts; more are refused (400)"
+    )
+    deadline_s: float = option(0.0, "seconds after which a request is ended (504); 0: none")
+    max_body_bytes: int = option(4 * 2**20, "bytes of a request's body, at most (413)")
+    warm_up: bool = option(
+        False, "compile for batches of every size before it is ready, streams and logprobs included"
+    )
+    grace_s: float = option(10.0, "seconds that answers may go on after SIGTERM")
+
+    def settings(self, defaults: dict[str, Any]) -> GenerationSettings:
+        """Settings of a request that names none; `defaults` are the checkpoint's."""
+        return GenerationSettings.of(**SERVED | defaults | self.request())
+
+    def check(self) -> None:
+        """See `RunConfig.check`."""
+        super().check()
+        if not self.host:
+            raise MoejaxError("host='' must be an address; 127.0.0.1 is this machine alone")
+        if not 0 <= self.port < 2**16:
+            raise MoejaxError(f"port={self.port} must be from 0 (any) to 65535")
+        counts = ("max_batch", "queue_limit", "max_answers", "max_body_bytes", "max_connections")
+        for name in counts:
+            if getattr(self, name) < 1:
+                raise MoejaxError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.api_key and self.api_key_file:
+            raise MoejaxError("api_key and api_key_file exclude each other: give one of them")
+        check_key(self.api_key, "api_key")
+        for name in ("allowed_hosts", "cors_origins"):
+            if not all(getattr(self, name)):
+                raise MoejaxError(f"{name} holds an empty text: leave it out")
+        for name in ("deadline_s", "grace_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise MoejaxError(f"{name}={getattr(self, name)} must be 0 or a number of seconds")
+        for name in ("record_trace", "trace_dir", "fidelity_share"):
+            if getattr(self, name):
+                raise MoejaxError(f"{name} is not for a server: use moejax.generate")
+
+
+def check_key(key: str, what: str) -> None:
+    """Raises MoejaxError for a key that no header can carry."""
+    if not re.fullmatch("[!-~]*", key):
+        raise MoejaxError(f"{what} must be letters, digits and signs of ASCII without spaces")

@@ -1,0 +1,129 @@
+"""What `python -m moejax.sweep` runs."""
+
+import dataclasses
+from pathlib import Path
+
+from moejax.config.options import RunConfig, option
+from moejax.config.policy import NAMES
+from moejax.errors import MoejaxError
+
+# By the name's end, what such a file begins with; an SVG may begin in several ways.
+PICTURES = {".png": b"\x89PNG", ".pdf": b"%PDF-", ".svg": b"<", ".jpg": b"\xff\xd8\xff"}
+LRU = "lru"  # `on_demand` in one tier, which is the engine's cache without a policy
+POLICIES = (LRU, *NAMES)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SweepConfig(RunConfig):
+    """A trace, a grid of settings, and the machine on which they are to be thought of."""
+
+    command = "moejax.sweep"
+
+    trace: str = option(
+        "", "a trace (--config.record_trace of generate or evaluate); must be given"
+    )
+    policy: str = option(
+        LRU,
+        "lru (the engine's cache, to the last hit), or a policy: on_demand, dynaexq, dymoe, "
+        "buddymoe (with an axis lists=FILE, a profile of moejax.profile_experts), compose, or "
+        "MODULE:CLASS of your own",
+    )
+    grid: tuple[str, ...] = option(
+        (),
+        "axes NAME=VALUES: slots=8:80:8, retention=0.5,0.75, of two tiers slots=24/104; (): slots "
+        "of 1/8, 2/8, ... of the trace's experts, in every tier",
+    )
+    tiers: tuple[str, ...] = option(
+        (),
+        "forms of falling fidelity, each NAME=BYTES of an expert; (): those that the trace names",
+    )
+    recommend: bool = option(
+        False, "no grid: the fastest policy in device_gib that keeps the floor, and how to run it"
+    )
+    device_gib: float = option(0.0, "recommend: of the accelerator's memory, for experts")
+    floor: float = option(
+        0.95, "recommend: share of the gate mass to be served as the first tier would"
+    )
+    bulk: int = option(
+        -1, "experts on their way between calls of 16 steps, as memory.bulk; -1: the engine's own"
+    )
+    base_ms: float = option(0.0, "a decode step whose experts are all there")
+    links: tuple[str, ...] = option(
+        ("50", "12"), "GiB/s from host to device: PCIe 5 x16 about 50, PCIe 3 x16 about 12"
+    )
+    fetch_ms: float = option(0.0, "what a launch that fetches takes beside its bytes")
+    overlap: float = option(
+        0.0, "share of a layer's time behind which prefetch hides: 0 the engine's, 1 ideal"
+    )
+    calibration: str = option(
+        "",
+        "rows (.jsonl) of moejax.benchmark in several budgets: they say base_ms and a first link",
+    )
+    output: str = option("", "a JSON Lines file to which every setting is appended; '': none")
+    plot: str = option("", "a picture of time against memory (.png); '': none")
+    rows: int = option(
+        40, "most settings in the printed table, spread over those that no other one beats"
+    )
+    platform: str = option("auto", "auto (an accelerator if there is one), cpu or gpu")
+
+    def check(self) -> None:
+        """See `RunConfig.check`; trace, grid and machine are checked where they are read."""
+        if self.policy not in POLICIES and ":" not in self.policy:
+            known = ", ".join(POLICIES)
+            raise MoejaxError(f"there is no policy {self.policy!r} to sweep over; known: {known}")
+        if self.bulk < -1:
+            raise MoejaxError(f"bulk={self.bulk} must be a number of experts, or -1: as the engine")
+        if self.rows < 1:
+            raise MoejaxError(f"rows={self.rows} must be at least 1")
+        if not self.links and not self.calibration:
+            raise MoejaxError("links=() must name a speed in GiB/s, or give a calibration")
+        for link in self.links:
+            _number("links", link)
+        if not 0 <= self.device_gib < 1e6:
+            raise MoejaxError(f"device_gib={self.device_gib:g} must be a number of GiB")
+        if self.recommend and not self.device_gib:
+            raise MoejaxError(f"device_gib={self.device_gib:g} must be above 0 to recommend for it")
+        if not 0 <= self.floor <= 1:
+            raise MoejaxError(f"floor={self.floor:g} must be from 0 to 1")
+        for tier in self.tiers:
+            name, _, size = tier.partition("=")
+            if not name or not size.isdigit() or not int(size):
+                raise MoejaxError(f"tiers: {tier!r} is not NAME=BYTES, such as int4=2654208")
+        names = [tier.partition("=")[0] for tier in self.tiers]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise MoejaxError(f"tiers: {twice[0]!r} stands twice")
+        for name in ("output", "plot"):
+            if self.recommend and getattr(self, name):
+                raise MoejaxError(f"{name} is of a grid, which recommend has not: leave it out")
+        if self.plot and not self.plot.lower().endswith(tuple(PICTURES)):
+            raise MoejaxError(f"plot={self.plot!r} must end in {', '.join(PICTURES)}")
+
+    def speeds(self) -> list[float]:
+        """Of the links, GiB/s."""
+        return [_number("links", link) for link in self.links]
+
+
+def check_picture(path: Path) -> None:
+    """Raises MoejaxError for a file that is there and is no picture of the kind that it is named.
+
+    Args:
+      path: whose end is one of `PICTURES`.
+    """
+    if not path.is_file():
+        return
+    kind = path.suffix.lower()
+    with path.open("rb") as file:
+        head = file.read(1024)
+    is_svg = kind != ".svg" or b"<svg" in head
+    if head and not (head.startswith(PICTURES[kind]) and is_svg):
+        raise MoejaxError(f"plot {path} is there and is no picture ({kind}); name another file")
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise MoejaxError(f"{name}: {text!r} must be a speed in GiB/s")
+    return value

@@ -1,0 +1,182 @@
+"""A model over text with an eye on its router: what BuddyMoE's lists are made of."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.errors import MoejaxError
+from moejax.evaluation.perplexity import Windowing, windows
+from moejax.inference import steps
+from moejax.inference.runner import Runner
+from moejax.models.assembly import merge_weights
+from moejax.models.expert_products import swiglu
+from moejax.models.kv_cache import KVCache
+from moejax.models.moe import SparseMoe
+from moejax.models.routing import Routing
+from moejax.models.transformer import ChunkSpec, Transformer
+from moejax.policies.expert_activity import (
+    ExpertActivity,
+    no_activity,
+    with_following,
+    with_layer,
+    with_outputs,
+)
+from moejax.weights import linear as ops
+
+# Tokens whose outputs of all experts are compared at a time: bounds their memory.
+COMPARED_TOKENS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting:
+    """How tokens are counted; static.
+
+    Attributes:
+      warmup: first tokens of a window, which have seen little of the text.
+      warmup_weight: what one of them counts (BuddyMoE section 3.3), 0 to 1.
+      temperature: of TAE.
+      outputs: whether the outputs of all experts are compared: each runs on every token.
+    """
+
+    warmup: int = 0
+    warmup_weight: float = 1.0
+    temperature: float = 1.0
+    outputs: bool = False
+
+
+def profile(
+    runner: Runner,
+    ids: np.ndarray,
+    window: int,
+    batch_size: int,
+    counting: Counting,
+    on_batch: Callable[[int], None] = lambda num_tokens: None,
+) -> ExpertActivity:
+    """Counts the routing of a stream of tokens, in windows that do not overlap.
+
+    Args:
+      runner: of a model that holds its experts.
+      ids: integer[n], at least two; the last one is not fed, since nothing follows it.
+      window: tokens that see each other.
+      batch_size: windows at once.
+      counting: how.
+      on_batch: is told how many tokens each batch had.
+
+    Returns:
+      What was counted, on the host.
+
+    Raises:
+      MoejaxError: the model has no experts, too few tokens, or none that counts.
+    """
+    config = runner.config
+    if not config.moe_layers:
+        raise MoejaxError("the model has no sparse layers, so there are no experts to profile")
+    if len(ids) < 2:
+        raise MoejaxError(f"the text has {len(ids)} tokens; two are the least to profile")
+    activity = jax.device_put(
+        no_activity(len(config.moe_layers), config.num_experts, outputs=counting.outputs),
+        runner.device,
+    )
+    count = _step(counting)
+    for tokens, lengths, _ in windows(np.asarray(ids), Windowing(window, window), batch_size):
+        activity = runner.fold(count, activity, tokens, lengths)
+        on_batch(int(lengths.sum()))
+    if not float(activity.tokens) > 0:
+        raise MoejaxError(
+            f"nothing is counted: warmup={counting.warmup} of weight "
+            f"{counting.warmup_weight:g} is all of every window of {window} tokens"
+        )
+    return jax.device_get(activity)
+
+
+@functools.cache
+def _step(counting: Counting) -> Callable[..., tuple[KVCache, ExpertActivity, None]]:
+    """A step for `Runner.fold`; one object a setting, since programs are kept by function."""
+
+    def profile_chunk(
+        program: steps.Program,
+        spec: ChunkSpec,
+        cache: KVCache,
+        activity: ExpertActivity,
+        pool: steps.Pool,
+        weights: steps.Weights,
+        store: steps.Store,
+        tokens: jax.Array,
+        start: jax.Array,
+        lengths: jax.Array,
+    ) -> tuple[KVCache, ExpertActivity, None]:
+        del pool, store
+        if program.pool is not None:
+            raise ValueError("a profile needs a model that holds all its experts")
+        model = merge_weights(program.definition, weights)
+        positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        mask = positions[None] < lengths[:, None]
+        share = jnp.where(positions < counting.warmup, counting.warmup_weight, 1.0)
+        counted = jnp.where(mask, share[None].astype(jnp.float32), 0.0).reshape(-1)
+        seen = LayerInputs(model, spec)
+        places = jnp.broadcast_to(positions[None], tokens.shape)
+        cache, _, routings = model.routed(tokens, places, mask, cache, spec, seen, lengths=lengths)
+        for layer, routing in enumerate(routings):
+            activity = with_layer(
+                activity, layer, routing.probabilities, routing.ids, counted, counting.temperature
+            )
+            if layer > 0:
+                before = routings[layer - 1].ids
+                activity = with_following(activity, layer - 1, before, routing.ids, counted)
+            if counting.outputs:
+                x = seen.inputs[layer]
+                activity = _compared(activity, model.moe, layer, x, routing.ids, counted)
+        return cache, dataclasses.replace(activity, tokens=activity.tokens + counted.sum()), None
+
+    return profile_chunk
+
+
+class LayerInputs:
+    """Runs the experts that a model holds, as it would itself, and keeps what they were given."""
+
+    def __init__(self, model: Transformer, spec: ChunkSpec):
+        self._model, self._spec = model, spec
+        self.inputs: list[jax.Array] = []  # [N, D] of each sparse layer
+
+    def __call__(
+        self,
+        layer: ops.Index,
+        x: jax.Array,
+        routing: Routing,
+        token_mask: jax.Array,
+        ahead: Callable[[], Routing] | None,
+    ) -> jax.Array:
+        """See `models.run_experts.RunExperts`."""
+        del routing, ahead
+        self.inputs.append(x)
+        return self._model.moe(x, layer, token_mask, self._spec.experts)[0]
+
+
+def _compared(
+    activity: ExpertActivity,
+    moe: SparseMoe,
+    layer: int,
+    x: jax.Array,
+    ids: jax.Array,
+    counted: jax.Array,
+) -> ExpertActivity:
+    """Adds the cosines of all experts' outputs on the tokens [N, D], a few tokens at a time."""
+    gate_up = ops.matrix(moe.gate_up[...], (layer,), x.dtype)
+    down = ops.matrix(moe.down[...], (layer,), x.dtype)
+    size = math.gcd(len(x), COMPARED_TOKENS)
+
+    def add(
+        activity: ExpertActivity, part: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[ExpertActivity, None]:
+        x, ids, counted = part
+        hidden = swiglu(jnp.einsum("nd,ekd->enk", x, gate_up))
+        outputs = jnp.einsum("enf,edf->end", hidden, down)
+        return with_outputs(activity, layer, outputs, ids, counted), None
+
+    parts = jax.tree.map(lambda a: a.reshape(-1, size, *a.shape[1:]), (x, ids, counted))
+    return jax.lax.scan(add, activity, parts)[0]

@@ -1,0 +1,58 @@
+"""What a device's allocator still gives: where a plan meets it."""
+
+from collections.abc import Mapping
+
+import jax
+from absl import logging
+
+from moejax.experts.budget import Limits, narrowed, require_room
+
+
+def room_nbytes(device: jax.Device, planned_nbytes: int = 0) -> int | None:
+    """Bytes that JAX can still allocate on a device; None where it does not say (CPU).
+
+    Less than what XLA_CLIENT_MEM_FRACTION seems to give: the fraction is of what CUDA's own context
+    leaves, and rounded down.
+
+    Args:
+      device: any.
+      planned_nbytes: of what is in use, those that the plan counts itself.
+    """
+    stats = device.memory_stats() or {}
+    limit = stats.get("bytes_limit")
+    if limit is None:
+        return None
+    return limit - max(0, stats.get("bytes_in_use", 0) - planned_nbytes)
+
+
+def limits_on(device: jax.Device, limits: Limits, planned_nbytes: int = 0) -> Limits:
+    """The limits that hold on a device; says so in a line where its allocator is the tighter one.
+
+    Args:
+      device: of the run.
+      limits: as stated.
+      planned_nbytes: as in `room_nbytes`.
+    """
+    found = narrowed(limits, room_nbytes(device, planned_nbytes))
+    if found.device_gib != limits.device_gib:
+        logging.warning(
+            "memory.device_gib=%g, but the allocator of %s has %.3f GiB left "
+            "(XLA_CLIENT_MEM_FRACTION, what is in use): planning for that",
+            limits.device_gib, device, found.device_gib,
+        )  # fmt: skip
+    return found
+
+
+def check_room(device: jax.Device, limits: Limits, parts: Mapping[str, int]) -> None:
+    """Refuses, before anything is loaded, what a device without a stated limit cannot hold.
+
+    Args:
+      device: of the run.
+      limits: of the run; under a limit of the device the plan holds what `limits_on` gave.
+      parts: bytes on the device by part.
+
+    Raises:
+      BudgetError: see `budget.require_room`.
+    """
+    if not limits.device_gib:
+        require_room(parts, room_nbytes(device))

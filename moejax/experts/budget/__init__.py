@@ -1,0 +1,62 @@
+"""Every byte of a run before anything is allocated: numbers in, numbers out.
+
+Axes as in `moejax.models.config`, and C slots of each sparse layer that cache experts, B transient
+slots that all layers share, R rows of the host store.
+"""
+
+from moejax.experts.budget.advice import PINNED_LIMIT, Machine, tier_warnings, unused, warnings
+from moejax.experts.budget.allocation import LOW_RANK, make_budget
+from moejax.experts.budget.limits import (
+    BOTH,
+    GIB,
+    PHASES,
+    PREFILL,
+    BudgetError,
+    Limits,
+    check_gib,
+    check_phase,
+    default_bulk,
+    gib_above,
+    narrowed,
+    require_room,
+    size_text,
+)
+from moejax.experts.budget.planned import Budget, Tier
+from moejax.experts.budget.precisions import n_hot
+from moejax.experts.budget.table import describe, describe_tiers
+from moejax.experts.budget.tables import table_nbytes
+from moejax.experts.budget.tiers import TieredBudget, make_tiered_budget
+from moejax.experts.budget.workspace import Model, workspace_nbytes
+
+__all__ = [
+    "BOTH",
+    "GIB",
+    "LOW_RANK",
+    "PHASES",
+    "PINNED_LIMIT",
+    "PREFILL",
+    "Budget",
+    "BudgetError",
+    "Limits",
+    "Machine",
+    "Model",
+    "Tier",
+    "TieredBudget",
+    "check_gib",
+    "check_phase",
+    "default_bulk",
+    "describe",
+    "describe_tiers",
+    "gib_above",
+    "make_budget",
+    "make_tiered_budget",
+    "n_hot",
+    "narrowed",
+    "require_room",
+    "size_text",
+    "table_nbytes",
+    "tier_warnings",
+    "unused",
+    "warnings",
+    "workspace_nbytes",
+]

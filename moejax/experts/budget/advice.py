@@ -1,0 +1,143 @@
+"""What a budget will make slow, or fail, on a given machine."""
+
+import dataclasses
+
+from moejax.experts.budget.limits import PREFILL, Limits, gib_above
+from moejax.experts.budget.planned import Budget
+from moejax.experts.budget.tables import bulk_nbytes
+from moejax.experts.budget.tiers import TieredBudget
+
+PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What is known of a machine; of what is None, nothing is said."""
+
+    host_nbytes: int | None = None  # memory that processes can still take
+    pinned_nbytes: int | None = None  # that XLA lets JAX pin
+
+
+def warnings(budget: Budget, machine: Machine) -> list[str]:
+    """A line for each thing that will hurt, worst first."""
+    return [
+        *_host(budget, machine),
+        *_disk(budget),
+        *_slots(budget),
+        *unused(budget),
+    ]
+
+
+def tier_warnings(budget: TieredBudget, machine: Machine) -> list[str]:
+    """The same of experts in tiers; what a policy makes of slots is not foreseen."""
+    found = _host(budget, machine)
+    if len(budget.tiers) == 1:
+        return [*found, *_disk(budget.tiers[0]), *_slots(budget.tiers[0])]
+    total = sum(tier.tier.expert_nbytes for tier in budget.tiers)  # shares are by these bytes
+    least = max(-(-(_all_nbytes(t) + 1) * total // t.tier.expert_nbytes) for t in budget.tiers)
+    for tier in budget.tiers:
+        if tier.host_share < 1:
+            found.append(
+                f"{100 * (1 - tier.host_share):.0f} % of the experts of {tier.tier.name} are not "
+                "in host memory: a step in which one of them is needed and has no slot waits for "
+                f"the disk; raise memory.host_gib to {gib_above(least)}"
+            )
+    return found
+
+
+def _ahead_in_decode(limits: Limits) -> bool:
+    return limits.prefetch > 0 and limits.prefetch_in != PREFILL
+
+
+def unused(budget: Budget) -> list[str]:
+    """Options that say how experts move, where none does."""
+    if budget.pooled:
+        return []
+    names = ("prefetch", "prefetch_in", "bulk", "transient", "host_gib", "disk_path")
+    asked = {name: getattr(budget.limits, name) for name in names}
+    plain = dataclasses.asdict(Limits())
+    said = [f"memory.{name}={value}" for name, value in asked.items() if value != plain[name]]
+    if not said:
+        return []
+    return [
+        f"{', '.join(said)} is without effect: every expert stays on the device; state "
+        "memory.device_gib or memory.slots"
+    ]
+
+
+def _host(budget: Budget | TieredBudget, machine: Machine) -> list[str]:
+    found = []
+    total = budget.total_host
+    if machine.host_nbytes is not None and total > machine.host_nbytes:
+        found.append(
+            f"host memory for experts is {gib_above(total)}, but this machine has "
+            f"{gib_above(machine.host_nbytes)} left: lower memory.host_gib"
+        )
+    if machine.pinned_nbytes is not None and total > machine.pinned_nbytes:
+        needed = -(-total // 2**30) + 1
+        found.append(
+            f"{gib_above(total)} of pinned memory are over the limit of "
+            f"{gib_above(machine.pinned_nbytes)}: set {PINNED_LIMIT}={needed} before JAX starts, "
+            "or lower memory.host_gib"
+        )
+    return found
+
+
+def _disk(budget: Budget) -> list[str]:
+    if budget.host_share == 1:
+        return []
+    # Experts that hold a slot may be any, so the chance is that of one that has neither.
+    absent = max(0.0, 1 - budget.host_share)
+    least = gib_above(_all_nbytes(budget))
+
+    def waited(num_tokens: int, share_cached: float) -> tuple[float, int]:
+        each = min(budget.num_experts, num_tokens * budget.experts_per_token)
+        return absent * (1 - share_cached) * budget.num_layers * each, budget.num_layers * each
+
+    cold, needed = waited(budget.batch, 0.0)
+    warm, _ = waited(budget.batch, budget.resident_share)
+    chunk, _ = waited(budget.batch * budget.chunk, budget.resident_share)
+    said = (
+        f"{100 * absent:.0f} % of the experts are not in host memory: a step in which one of them "
+        f"is needed and has no slot waits for the disk (with even routing and an empty cache, "
+        f"{cold:.0f} of the {needed} experts of a decode step; with a full one {warm:.0f}, and "
+        f"{chunk:.0f} in a full prefill chunk); raise memory.host_gib to {least}"
+    )
+    if warm >= 1:
+        said += "; every decode step is expected to wait"
+    return [said]
+
+
+def _all_nbytes(budget: Budget) -> int:
+    """Of host memory that has every expert, and what transfers take."""
+    nbytes = budget.tier.expert_nbytes
+    experts = budget.num_layers * budget.num_experts * nbytes
+    return experts + bulk_nbytes(nbytes, budget.limits.bulk)
+
+
+def _slots(budget: Budget) -> list[str]:
+    if not budget.pooled:
+        return []
+    found = []
+    needed = min(budget.num_experts, budget.batch * budget.experts_per_token)
+    if budget.slots == 0:
+        found.append("no expert is cached: every one that a step needs crosses the link")
+    elif budget.slots < needed:
+        found.append(
+            f"a layer caches {budget.slots} experts, but a decode step can need {needed}: the "
+            "others stream through the transient slots, and such a pass evicts nothing"
+        )
+    elif _ahead_in_decode(budget.limits) and budget.slots < needed + budget.limits.prefetch:
+        found.append(
+            f"a layer caches {budget.slots} experts: {budget.limits.prefetch} that are fetched "
+            f"ahead evict some of the {needed} that a step can need"
+        )
+    spare = budget.spare_device
+    if spare is not None and budget.slots < budget.num_experts:
+        layer_of_slots = budget.num_layers * budget.tier.expert_nbytes
+        if spare > 0.05 * (budget.total_device + spare):
+            found.append(
+                f"{gib_above(spare)} of memory.device_gib stay free: one more slot in each layer "
+                f"takes {gib_above(layer_of_slots)}"
+            )
+    return found

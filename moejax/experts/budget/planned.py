@@ -1,0 +1,101 @@
+"""What a plan says: every part of a run in bytes, and the slots and rows of experts."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from moejax.experts.budget.limits import Limits, limit_nbytes, num_banks
+from moejax.experts.budget.tables import most_at_once
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tier:
+    """One stored form of the experts."""
+
+    name: str  # "bf16", "int4", ...
+    expert_nbytes: int  # of one expert: what a slot holds, and a row of the host store
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Where every byte goes.
+
+    Invariants: with `pooled`, experts lie in `banks` of ceil(M / banks) C + B slots and R rows;
+    without, all are on the device as the other weights are, C is E, and B and R are 0.
+    """
+
+    limits: Limits
+    tier: Tier
+    batch: int  # sequences at once
+    context: int  # slots of the KV cache of each
+    chunk: int  # tokens of each in a prefill step
+    num_layers: int  # M
+    num_experts: int  # E
+    experts_per_token: int  # A
+    pooled: bool
+    slots: int  # C
+    transient: int  # B
+    host_rows: int  # R
+    device: Mapping[str, int]  # bytes by part
+    host: Mapping[str, int]
+    disk: Mapping[str, int]
+
+    @property
+    def num_slots(self) -> int:
+        """Of all banks; 0 where there is no pool."""
+        layers = -(-self.num_layers // self.banks)
+        return self.banks * (layers * self.slots + self.transient) if self.pooled else 0
+
+    @property
+    def banks(self) -> int:
+        """Arrays of slots that layers take turns in; two where the next layer looks ahead."""
+        return num_banks(self.limits)
+
+    @property
+    def total_device(self) -> int:
+        """Bytes on the accelerator at the peak."""
+        return sum(self.device.values())
+
+    @property
+    def total_host(self) -> int:
+        """Bytes of host memory for experts; pinned on a GPU, but for what steps wait for."""
+        return sum(self.host.values())
+
+    @property
+    def spare_device(self) -> int | None:
+        """Bytes of the limit that nothing takes; None without a limit."""
+        limit = limit_nbytes(self.limits.device_gib)
+        return None if limit is None else limit - self.total_device
+
+    @property
+    def at_once(self) -> int:
+        """Experts that a step brings to a layer at once, most of them in a prefill chunk."""
+        num_pairs = self.batch * self.chunk * self.experts_per_token
+        return most_at_once(self.num_experts, num_pairs, self.slots, self.transient)
+
+    @property
+    def resident_share(self) -> float:
+        """Of the experts, those that have a slot of their layer."""
+        return self.slots / self.num_experts
+
+    @property
+    def host_share(self) -> float:
+        """Of the experts, those that a step finds without the disk."""
+        if not self.pooled:
+            return 1.0
+        return min(1.0, self.host_rows / (self.num_layers * self.num_experts))
+
+    def link_nbytes(self, num_tokens: int) -> int:
+        """Bytes that cross the link in a step of so many tokens, when every expert is a miss."""
+        needed = min(self.num_experts, num_tokens * self.experts_per_token)
+        misses = min(needed, self.num_experts - self.slots)
+        return self.num_layers * misses * self.tier.expert_nbytes
+
+    def table(self) -> list[tuple[str, str, int]]:
+        """(place, part, bytes) of every part, each place's total last."""
+        rows = []
+        for place in ("device", "host", "disk"):
+            parts: Mapping[str, int] = getattr(self, place)
+            rows += [(place, part, nbytes) for part, nbytes in parts.items()]
+            if parts:
+                rows.append((place, "total", sum(parts.values())))
+        return rows

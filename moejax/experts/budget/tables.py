@@ -1,0 +1,58 @@
+"""Bytes of what the device knows of its slots."""
+
+NUM_EVENTS = 13  # that `moejax.experts.ledger` counts in each layer
+
+
+RING_BLOCKS = 8  # pinned, each of an expert on its way from the disk
+_BLOB_PADDING = 64  # more than the padding of an expert's arrays to full words
+
+
+def bulk_nbytes(expert_nbytes: int, bulk: int) -> int:
+    """Of so many experts between steps; arrays are sent in full words, odd 16-bit scales too."""
+    return bulk * (expert_nbytes + _BLOB_PADDING)
+
+
+def most_at_once(num_experts: int, num_pairs: int, slots: int, transient: int) -> int:
+    """Experts that a step brings to a layer at once: to its slots, or in a wave.
+
+    Args:
+      num_experts: E.
+      num_pairs: of tokens and experts, of the largest step.
+      slots: C.
+      transient: B.
+    """
+    return max(min(num_experts, num_pairs, slots), transient)
+
+
+def blocks_from_disk(at_once: int) -> int:
+    """Experts in host memory that have no row of their own, where some are on the disk alone.
+
+    The ring's; what a callback returns to a step that waits; and the one that it reads to copy it
+    there.
+    """
+    return RING_BLOCKS + at_once + 1
+
+
+def least_host_nbytes(expert_nbytes: int, num_experts: int, bulk: int, at_once: int) -> int:
+    """Below it there is no room for what is on its way from the disk, nor for all experts."""
+    least = min(blocks_from_disk(at_once), num_experts)
+    return least * expert_nbytes + bulk_nbytes(expert_nbytes, bulk)
+
+
+def table_nbytes(
+    num_layers: int, num_experts: int, slots: int, num_tiers: int = 1, *, last_uses: bool = False
+) -> int:
+    """Bytes of the residency tables, of the counters and of the table of rows on the device.
+
+    Args:
+      num_layers: M.
+      num_experts: E.
+      slots: C.
+      num_tiers: of the gate mass that is counted.
+      last_uses: with the table of them, by which host memory evicts.
+    """
+    # The slot of an expert; owner, last use and flag of a slot. And the clock.
+    residency = num_layers * 4 * (num_experts + 3 * slots) + 4
+    rows = num_layers * num_experts * 4
+    counters = num_layers * 4 * (NUM_EVENTS + 1 + num_tiers)
+    return residency + rows + counters + (rows if last_uses else 0)

@@ -1,0 +1,224 @@
+"""Bytes and slots of experts that are stored in several tiers at once."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from moejax.experts.budget.allocation import make_budget
+from moejax.experts.budget.limits import BudgetError, Limits, check_gib, gib_above, limit_nbytes
+from moejax.experts.budget.planned import Budget, Tier
+from moejax.experts.budget.tables import least_host_nbytes
+from moejax.experts.budget.workspace import Model
+
+# Parts of a budget that each tier has of its own.
+OWN_PARTS = ("expert", "transient", "residency", "low-rank", "blocks", "ring")  # how they begin
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TieredBudget:
+    """Where every byte goes, of all tiers.
+
+    Attributes:
+      names: of the tiers, of falling fidelity.
+      tiers: a budget of each as if it were alone, with its slots and host rows.
+      limits: of all together.
+      device: bytes by part; parts of a tier end in its name.
+      host: likewise.
+      disk: likewise; of the tiers that are not in host memory as a whole.
+    """
+
+    names: tuple[str, ...]
+    tiers: tuple[Budget, ...]
+    limits: Limits
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+    disk: Mapping[str, int]
+
+    @property
+    def batch(self) -> int:
+        """Sequences at once."""
+        return self.tiers[0].batch
+
+    @property
+    def context(self) -> int:
+        """Slots of the KV cache of each."""
+        return self.tiers[0].context
+
+    @property
+    def total_device(self) -> int:
+        """Bytes on the accelerator at the peak."""
+        return sum(self.device.values())
+
+    @property
+    def total_host(self) -> int:
+        """Bytes of host memory for experts."""
+        return sum(self.host.values())
+
+
+def make_tiered_budget(
+    config: Model,
+    weights_nbytes: Mapping[str, int],
+    tiers: Sequence[Tier],
+    *,
+    slots: Sequence[int] = (),
+    prefetch: int,
+    bulk: int,
+    batch: int,
+    context: int,
+    chunk: int,
+    limits: Limits,
+    platform: str,
+    itemsize: int = 2,
+    of_policy: Mapping[str, int] | None = None,
+    first_alone: bool = False,
+) -> TieredBudget:
+    """Where every byte goes, and how many experts of each tier get a slot.
+
+    Unless `slots` says it: without a limit every tier has room for all experts (the first one for
+    `limits.slots`, if that is given). Under a limit the lower tiers have, if that leaves the first
+    one as many slots as a token needs experts, and it gets what is left; else all tiers have the
+    same number, or the first one has them all (`first_alone`).
+
+    Args:
+      config: the model's shape.
+      weights_nbytes: as in `make_budget`.
+      tiers: of falling fidelity.
+      slots: of a layer in each tier; () for the rule above.
+      prefetch: experts of the next layer that each tier which lacks some brings ahead at most.
+      bulk: experts of such a tier on their way between steps at once.
+      batch: as in `make_budget`.
+      context: likewise.
+      chunk: likewise.
+      limits: of all tiers together; host memory is shared by their bytes.
+      platform: "gpu" or "cpu".
+      itemsize: as in `make_budget`.
+      of_policy: bytes by part that the steps take on the device for the policy's sake; None: none.
+      first_alone: a copy of the first tier serves whoever asks for a lower one, and nothing is
+        brought to the lower ones between steps, so slots are best spent on the first (experts
+        drawn evenly: four slots of INT4 move 0.81 of the bytes that three of INT4 and two of INT2
+        do; `tests/bench_policies_test.py`).
+
+    Raises:
+      BudgetError: it does not fit, or slots are not possible; the text names what would do.
+    """
+    num_experts, names = config.num_experts, tuple(tier.name for tier in tiers)
+    total_nbytes = sum(tier.expert_nbytes for tier in tiers)
+
+    def alone(chosen: Sequence[int], host_gib: float) -> list[Budget]:
+        budgets = []
+        for tier, count in zip(tiers, chosen, strict=True):
+            cached = 0 < count < num_experts
+            own = dataclasses.replace(
+                limits,
+                device_gib=0.0,
+                host_gib=host_gib * tier.expert_nbytes / total_nbytes,
+                slots=count,
+                transient=1 if count == num_experts else limits.transient,
+                prefetch=min(prefetch, count) if cached else 0,
+                bulk=bulk if cached else 0,
+            )
+            budget = make_budget(
+                config, weights_nbytes, tier, batch=batch, context=context, chunk=chunk,
+                limits=own, platform=platform, itemsize=itemsize, num_tiers=len(tiers),
+            )  # fmt: skip
+            budgets.append(budget)
+        return budgets
+
+    def made(chosen: Sequence[int]) -> TieredBudget:
+        budgets = alone(chosen, 0.0)
+        if limits.host_gib:
+            _check_host(budgets, limits)
+            budgets = alone(chosen, limits.host_gib)
+        return TieredBudget(
+            names=names,
+            tiers=tuple(budgets),
+            limits=limits,
+            device=_together(names, [b.device for b in budgets]) | dict(of_policy or {}),
+            host=_together(names, [b.host for b in budgets]),
+            disk=_together(names, [b.disk for b in budgets]),
+        )
+
+    check_gib(limits.device_gib, limits.host_gib)
+    limit = limit_nbytes(limits.device_gib)
+    if slots:
+        _check(slots, names, num_experts)
+        if limits.slots >= 0:
+            raise BudgetError(
+                f"memory.slots={limits.slots} and policy.slots={tuple(slots)} both say how many "
+                "experts are cached: leave memory.slots out"
+            )
+        return _within(made(slots), limit, of_policy)
+    if limit is None:
+        first = num_experts if limits.slots < 0 else limits.slots
+        return made([first] + [num_experts] * (len(tiers) - 1))
+    firsts = range(num_experts, config.experts_per_token - 1, -1)
+    choices = [[count] + [num_experts] * (len(tiers) - 1) for count in firsts]
+    choices += [
+        [count] + [0 if first_alone else count] * (len(tiers) - 1)
+        for count in range(num_experts, -1, -1)
+    ]
+    for choice in choices:
+        found = made(choice)
+        if found.total_device <= limit:
+            return found
+    return _within(found, limit, of_policy)
+
+
+def _check(slots: Sequence[int], names: Sequence[str], num_experts: int) -> None:
+    if len(slots) != len(names):
+        raise BudgetError(
+            f"policy.slots has {len(slots)} numbers, but there are {len(names)} tiers: "
+            f"{', '.join(names)}"
+        )
+    if not all(0 <= count <= num_experts for count in slots):
+        said = ", ".join(map(str, slots))
+        raise BudgetError(f"policy.slots={said} must be from 0 to the {num_experts} of a layer")
+
+
+def _check_host(budgets: Sequence[Budget], limits: Limits) -> None:
+    """Raises BudgetError where a tier's share of host memory is too little; names the whole."""
+    tiers = [budget.tier for budget in budgets]
+    total = sum(tier.expert_nbytes for tier in tiers)
+    least = 0
+    for budget, tier in zip(budgets, tiers, strict=True):
+        needed = least_host_nbytes(
+            tier.expert_nbytes, budget.num_layers * budget.num_experts, budget.limits.bulk,
+            budget.at_once,
+        )  # fmt: skip
+        # Shares are rounded down.
+        least = max(least, -(-(needed + 1) * total // tier.expert_nbytes))
+    limit = limit_nbytes(limits.host_gib)
+    if limit is not None and limit < least:
+        raise BudgetError(
+            f"memory.host_gib={limits.host_gib:g} is too little for experts of "
+            f"{', '.join(tier.name for tier in tiers)} on their way from the disk: the smallest "
+            f"that would do is {gib_above(least)}"
+        )
+
+
+def _within(
+    budget: TieredBudget, limit: int | None, of_policy: Mapping[str, int] | None
+) -> TieredBudget:
+    """Raises BudgetError unless it is within the limit; names what would do."""
+    if limit is None or budget.total_device <= limit:
+        return budget
+    slots, names = [tier.slots for tier in budget.tiers], ", ".join(budget.names)
+    what = f"{', '.join(map(str, slots))} slots a layer of {names}"
+    if not any(slots):  # there is nothing to spare
+        what = f"experts in {names}, even with no slots to cache them"
+    parts = (f", of which {part} {gib_above(n)}" for part, n in (of_policy or {}).items())
+    raise BudgetError(
+        f"memory.device_gib={budget.limits.device_gib:g} is too little for {what}: the smallest "
+        f"that would do is {gib_above(budget.total_device)} (batch {budget.batch}, context "
+        f"{budget.context}){''.join(parts)}; raise memory.device_gib to that, or lower batch or "
+        "context"
+    )
+
+
+def _together(names: Sequence[str], parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """All parts once, those that a tier has of its own under its name; of others the largest."""
+    found: dict[str, int] = {}
+    for name, own in zip(names, parts, strict=True):
+        for part, nbytes in own.items():
+            said = f"{part}, {name}" if part.startswith(OWN_PARTS) else part
+            found[said] = max(nbytes, found.get(said, 0))
+    return found

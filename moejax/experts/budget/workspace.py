@@ -1,0 +1,283 @@
+"""A bound on what the compiled steps take beside weights, pools and cache."""
+
+# ruff: noqa: D102 -- the members of `Model` are explained in `ModelConfig`.
+
+from typing import NamedTuple, Protocol
+
+# As in `moejax.models.moe`, of the forms that run experts on a CPU.
+CPU_UNROLLED = 32
+CPU_STEP_BYTES = 2**20
+# As in `moejax.inference.chunking`; a context that is no multiple of it leaves shorter ones.
+MIN_CHUNK = 16
+# Tokens of a block of the chunked delta rule, as in `moejax.models.delta_rule`.
+DELTA_BLOCK = 64
+# Of float32 scores at once, and of keys and values that are expanded for a later chunk, as in
+# `moejax.models.latent_attention`.
+LATENT_SCORE_BYTES = 256 * 2**20
+LATENT_EXPANDED_BYTES = 2**30
+
+
+class Latent(Protocol):
+    """What is read of a `moejax.models.parts.LatentAttention`."""
+
+    @property
+    def kv_rank(self) -> int: ...
+    @property
+    def query_rank(self) -> int | None: ...
+    @property
+    def nope_dim(self) -> int: ...
+    @property
+    def rope_dim(self) -> int: ...
+    @property
+    def value_dim(self) -> int: ...
+
+
+class Delta(Protocol):
+    """What is read of a `moejax.models.parts.DeltaNet`."""
+
+    @property
+    def num_value_heads(self) -> int: ...
+    @property
+    def key_dim(self) -> int: ...
+    @property
+    def value_dim(self) -> int: ...
+    @property
+    def value_width(self) -> int: ...
+    @property
+    def conv_dim(self) -> int: ...
+
+
+class Model(Protocol):
+    """What is read of a `moejax.models.config.ModelConfig`."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def model_dim(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def rotary_dim(self) -> int: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def experts_per_token(self) -> int: ...
+    @property
+    def expert_dim(self) -> int: ...
+    @property
+    def mlp_dim(self) -> int: ...
+    @property
+    def moe_layers(self) -> tuple[int, ...]: ...
+    @property
+    def shared_dim(self) -> int: ...
+    @property
+    def attention_layers(self) -> tuple[int, ...]: ...
+    @property
+    def qkv_dim(self) -> int: ...
+    @property
+    def cached_heads(self) -> int: ...
+    @property
+    def cached_dims(self) -> tuple[int, int]: ...
+    @property
+    def cached_values(self) -> int: ...
+    @property
+    def state_values(self) -> tuple[int, int]: ...
+    @property
+    def latent(self) -> Latent | None: ...
+    @property
+    def delta_net(self) -> Delta | None: ...
+
+
+def workspace_nbytes(
+    config: Model,
+    *,
+    batch: int,
+    context: int,
+    chunk: int,
+    itemsize: int,
+    platform: str,
+    num_turns: int = 1,
+    num_tiers: int = 1,
+    is_packed: bool = False,
+) -> int:
+    """At the peak of a prefill chunk or of a decode step, whichever takes more, in bytes.
+
+    Of any call of at most so many sequences, positions and tokens a chunk: where fewer tokens take
+    more, as plain experts do on a CPU, they count.
+
+    Layers take the memory that those before them have left, and experts that of attention; but XLA
+    on a CPU keeps what attention reads of the cache for all layers. There, numbers of two bytes are
+    not served as such: the weights are widened, which is not counted.
+
+    While a program is compiled, a GPU's XLA runs its products to choose a form for each: of the
+    largest, attention's scores, it has two results at once, beside all that stays. That is more
+    than the chunk takes where the cache is long (16.7 GiB where 16.5 were planned without it,
+    Qwen3-30B at 4,096 slots; H200, jax 0.11.2, 2026-11-23).
+
+    Compiled for an H100 without one (jax 0.11.2, 2026-11-21), prefill of Qwen3-30B and Mixtral
+    shapes with INT4 experts took 0.61 to 0.97 of this, and decode 0.17 to 0.97.
+
+    Args:
+      config: of the model.
+      batch: B, sequences at once.
+      context: S, slots of the KV cache.
+      chunk: T, tokens of each sequence in a prefill step.
+      itemsize: bytes of a number of the activations.
+      platform: "gpu" or "cpu".
+      num_tiers: in which experts are stored; a layer has the products of all of them at once.
+      num_turns: arrays in which layers have their slots in turn (`Budget.banks`); where there are
+        two, XLA gives some of what products take and give a place of its own for each.
+      is_packed: whether the experts are stored in codes; a CPU never unrolls the products of such.
+    """
+    steps = _Steps(
+        config, batch, context, itemsize, platform == "cpu", num_turns, num_tiers, is_packed
+    )
+    # Six arrays like the logits: penalized, sorted with their places, summed.
+    sampling = 6 * 4 * batch * config.vocab_size
+    return max(steps.nbytes(chunk), steps.tried(chunk), steps.nbytes(1) + sampling)
+
+
+class _Steps(NamedTuple):
+    """Steps of `tokens` tokens a sequence; bytes."""
+
+    config: Model
+    batch: int
+    context: int
+    itemsize: int
+    is_cpu: bool
+    num_turns: int
+    num_tiers: int
+    is_packed: bool
+
+    def nbytes(self, tokens: int) -> int:
+        """Of all layers."""
+        # The residual stream, what a norm gives, what a layer adds; sines and cosines.
+        c, num_tokens = self.config, self.batch * tokens
+        stream = num_tokens * (4 * c.model_dim * self.itemsize + 4 * c.rotary_dim)
+        apart = stream + self._values(tokens) + self._hidden(tokens) // 3
+        more = (self.num_turns - 1) * apart if tokens > 1 else 0
+        most = max(self._attention(tokens), self._delta_rule(tokens), self._experts(tokens))
+        return stream + more + self._reads(tokens) + most
+
+    def tried(self, tokens: int) -> int:
+        """Of the largest product of a chunk, while its program is compiled: two float32 results."""
+        return 0 if self.is_cpu else 2 * 4 * self._scores(tokens) + self._values(tokens)
+
+    def _reads(self, tokens: int) -> int:
+        """Keys and values of a layer, out of the cache; for one query a GPU widens them as well."""
+        c = self.config
+        position = c.cached_heads * sum(c.cached_dims) * self.itemsize
+        read = self.batch * self.context * position
+        if self.is_cpu:
+            return read * len(c.attention_layers)
+        return 3 * read if tokens == 1 else read
+
+    def _attention(self, tokens: int) -> int:
+        c = self.config
+        if not c.attention_layers:
+            return 0
+        # Products in float32 and what the softmax gives; on a CPU its parts are not fused.
+        score_nbytes = 4 + self.itemsize + (4 if self.is_cpu else 0)
+        expanded = self._expanded(c.latent, tokens) if c.latent else 0
+        return self._values(tokens) + self._scores(tokens) * score_nbytes + expanded
+
+    def _scores(self, tokens: int) -> int:
+        """Numbers of them at once."""
+        c = self.config
+        if not c.attention_layers:
+            return 0
+        row = self.batch * c.num_heads * self.context
+        # Of latents a block of queries after another.
+        most = max(LATENT_SCORE_BYTES // 4, row) if c.latent else tokens * row
+        return min(tokens * row, most)
+
+    def _values(self, tokens: int) -> int:
+        c = self.config
+        if c.latent:
+            return self._latent_values(c.latent, tokens)
+        values = 2 * c.qkv_dim + c.num_heads * c.head_dim
+        return self.batch * tokens * values * self.itemsize
+
+    def _latent_values(self, of: Latent, tokens: int) -> int:
+        """Queries, latents, and the keys and values of all heads that tokens see of one another.
+
+        Of one token there are none: queries go to the latents' width instead, and what is attended
+        to comes from there.
+        """
+        c = self.config
+        latents = 2 * (of.kv_rank + of.rope_dim) + 2 * (of.query_rank or 0)
+        queries = 2 * c.num_heads * c.head_dim
+        heads = c.num_heads * (2 * of.nope_dim + of.rope_dim + 3 * of.value_dim)
+        if tokens == 1:
+            heads = c.num_heads * (2 * of.kv_rank + of.rope_dim + of.value_dim)
+        return self.batch * tokens * (latents + queries + heads) * self.itemsize
+
+    def _expanded(self, of: Latent, tokens: int) -> int:
+        """Of the cache's latents, for a later chunk of a prompt; a token reads them as they are."""
+        if tokens == 1:
+            return 0
+        c = self.config
+        slot = c.num_heads * (2 * of.nope_dim + of.rope_dim + of.value_dim)
+        expanded = min(self.batch * self.context * slot * self.itemsize, LATENT_EXPANDED_BYTES)
+        absorbed = tokens * c.num_heads * (2 * of.kv_rank + of.rope_dim)
+        return max(expanded, self.batch * absorbed * self.itemsize)
+
+    def _delta_rule(self, tokens: int) -> int:
+        """A layer's projections, what goes through the convolution, and the rule in float32."""
+        of = self.config.delta_net
+        if of is None:
+            return 0
+        blocks = -(-tokens // DELTA_BLOCK)
+        length = blocks * DELTA_BLOCK if tokens > 1 else 1
+        projected = 2 * (of.conv_dim + of.value_width) * self.itemsize + 2 * 4 * of.conv_dim
+        # Keys and values; both times the strength of writing; what the triangular system makes of
+        # them; queries and keys with their decays; what is read.
+        rule = 4 * of.num_value_heads * (5 * of.key_dim + 5 * of.value_dim)
+        pairs = 4 * 4 * of.num_value_heads * DELTA_BLOCK if tokens > 1 else 0
+        states = 3 * 4 * of.num_value_heads * of.key_dim * of.value_dim
+        return self.batch * (length * (projected + rule + pairs) + states)
+
+    def _hidden(self, tokens: int) -> int:
+        c = self.config
+        return self.batch * tokens * c.experts_per_token * 3 * c.expert_dim * self.itemsize
+
+    def _experts(self, tokens: int) -> int:
+        c = self.config
+        num_tokens = self.batch * tokens
+        pairs = num_tokens * c.experts_per_token
+        routing = 3 * 4 * num_tokens * c.num_experts
+        hidden = self._hidden(tokens)
+        # Of the pairs so far, of a further wave, and weighted. Of a further tier its own, and those
+        # of the tiers up to it.
+        products = pairs * c.model_dim * (2 * self.itemsize + 4 + 8 * (self.num_tiers - 1))
+        sparse = routing + hidden + products + (self._matrices(tokens) if self.is_cpu else 0)
+        if c.shared_dim:  # XLA may run it before, between or after the experts' products
+            # Gates and ups, and their product; a CPU has the gates once more.
+            width = (4 if self.is_cpu else 3) * c.shared_dim + c.model_dim
+            sparse += num_tokens * width * self.itemsize
+        dense = num_tokens * 3 * c.mlp_dim * self.itemsize
+        has_dense = len(c.moe_layers) < c.num_layers
+        return max(sparse if c.moe_layers else 0, dense if has_dense else 0)
+
+    def _matrices(self, tokens: int) -> int:
+        """Plain experts that XLA copies out of their stack; what packed ones are dequantized to.
+
+        Few pairs are unrolled, and the copies of all of them live at once; more go by blocks, some
+        experts at a time. Of the calls of at most so many tokens, one that is just unrolled takes
+        the most: of the chunks of a prompt (none is shorter than `MIN_CHUNK` where that divides the
+        context), or of the decode steps of fewer sequences.
+        """
+        c, num_tokens = self.config, self.batch * tokens
+        expert = 3 * c.model_dim * c.expert_dim * self.itemsize
+        few = CPU_UNROLLED // c.experts_per_token
+        is_some_unrolled = min(tokens, few) >= MIN_CHUNK or tokens < MIN_CHUNK
+        is_some_unrolled |= self.context % MIN_CHUNK > 0
+        unrolled = 0
+        if is_some_unrolled and not self.is_packed:
+            unrolled = min(few, num_tokens) * c.experts_per_token * expert
+        blocks = max(CPU_STEP_BYTES, expert) if num_tokens > few or self.is_packed else 0
+        return max(unrolled, blocks)

@@ -1,0 +1,46 @@
+"""Experts that are on the disk alone, in the step that needs them now: it waits for the host."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import io_callback
+
+from moejax.weights.linear import Index
+
+Pools = TypeVar("Pools")  # a pytree of arrays [S, ...]
+
+
+def with_disk_rows(
+    pools: Pools,
+    read_rows: Callable[[Any, Any], tuple[Any, ...]],
+    layer: Index,
+    experts: jax.Array,
+    slots: jax.Array,
+    absent: jax.Array,
+) -> Pools:
+    """The pools with experts in their slots; nobody waits where none is absent.
+
+    Args:
+      pools: a pytree of arrays [S, ...]; donate them.
+      read_rows: see `PoolSpec.read`.
+      layer: whose experts.
+      experts: int32[J].
+      slots: int32[J].
+      absent: bool[J], which of them are read.
+    """
+    leaves, tree = jax.tree.flatten(pools)
+    shapes = [jax.ShapeDtypeStruct((len(experts), *p.shape[1:]), p.dtype) for p in leaves]
+
+    def read() -> list[jax.Array]:
+        asked = jnp.where(absent, experts, -1)
+        return list(io_callback(read_rows, tuple(shapes), jnp.int32(layer), asked))
+
+    def nothing() -> list[jax.Array]:
+        return [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
+
+    found = jax.lax.cond(jnp.any(absent), read, nothing)
+    places = jnp.where(absent, slots, len(leaves[0]))
+    filled = [p.at[places].set(new, mode="drop") for p, new in zip(leaves, found, strict=True)]
+    return jax.tree.unflatten(tree, filled)

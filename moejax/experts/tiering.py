@@ -1,0 +1,256 @@
+"""A policy of a run, and the forms in which the experts are stored for it."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from moejax.checkpoints.open import Checkpoint, open_checkpoint
+from moejax.checkpoints.verify import verify_checkpoint
+from moejax.errors import MoejaxError
+from moejax.models.config import ModelConfig
+from moejax.policies.base import AnyPolicy
+from moejax.policies.make import make_policy, parts_of
+from moejax.policies.settings import check_number
+from moejax.routing.profile_file import BuddyProfile, load_buddies
+
+MADE = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}  # tiers that can be made at load
+PLAIN = ("bf16", "bfloat16", "float16", "float32")  # names of experts that are in no codes
+STORED = "stored"  # the name of the only tier where none are named
+QUANTIZERS = ("rtn", "hqq", "least_squares")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiering:
+    """What decides about experts, and in which forms they are stored.
+
+    Attributes:
+      policy: its name, "module:Class", or the policy.
+      settings: of a policy that is named; those not given have its defaults. Of buddymoe, `lists`
+        is the path of a profile ("": beside the checkpoint), as `links` is of dynaexq, and `gains`
+        and `tae_tau` may be "profile"; with such a tau, `tae_temperature` is the profile's.
+      tiers: of falling fidelity, each NAME=CHECKPOINT, another checkpoint of the same model; or
+        NAME alone: int8, int4, int3 and int2 are made of the model's own plain experts while they
+        are read, any other name is the checkpoint as it is. (): the checkpoint as it is.
+      slots: experts of a layer that each tier caches; (): see `budget.make_tiered_budget`.
+      quantizer: of tiers that are made: rtn, hqq or least_squares.
+      group_size: of the same.
+      emulate: every expert of every tier stays on the device, and the slots are tables only: the
+        tokens of the policy, not its times.
+    """
+
+    policy: str | AnyPolicy = "on_demand"
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tiers: tuple[str, ...] = ()
+    slots: tuple[int, ...] = ()
+    quantizer: str = "hqq"
+    group_size: int = 64
+    emulate: bool = False
+
+    def __post_init__(self) -> None:
+        if self.quantizer not in QUANTIZERS:
+            said = ", ".join(QUANTIZERS)
+            raise MoejaxError(f"policy.quantizer={self.quantizer!r} must be one of {said}")
+        if self.group_size < 1:
+            raise MoejaxError(f"policy.group_size={self.group_size} must be at least 1")
+        names = [tier.name for tier in self.stored()]
+        if len(set(names)) < len(names):
+            raise MoejaxError(f"policy.tiers: {', '.join(names)} has a name twice")
+
+    def stored(self) -> tuple["StoredTier", ...]:
+        """The tiers.
+
+        Raises:
+          MoejaxError: an entry is neither NAME nor NAME=CHECKPOINT.
+        """
+        found = []
+        for entry in self.tiers or (STORED,):
+            name, _, source = entry.partition("=")
+            if not name or (not source and "=" in entry):
+                raise MoejaxError(
+                    f"policy.tiers: {entry!r} is neither NAME=CHECKPOINT nor one of "
+                    f"{', '.join(MADE)} to be made at load"
+                )
+            like_made = re.fullmatch(r"int\d*", name) or not name.isidentifier()
+            if not source and like_made and name not in MADE:
+                raise MoejaxError(
+                    f"policy.tiers: {entry!r} cannot be made at load: {', '.join(MADE)} can; "
+                    "another form is NAME=CHECKPOINT, and several are ('int4','int2')"
+                )
+            found.append(StoredTier(name, source))
+        if sum(not tier.source and tier.bits is None for tier in found) > 1:
+            bare = ", ".join(t.name for t in found if not t.source and t.bits is None)
+            raise MoejaxError(
+                f"policy.tiers: {bare} all mean the checkpoint as it is; {', '.join(MADE)} can be "
+                "made at load, another form is NAME=CHECKPOINT"
+            )
+        return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTier:
+    """One form of the experts; `source` is a checkpoint, "" for the run's own."""
+
+    name: str
+    source: str
+
+    @property
+    def bits(self) -> int | None:
+        """Of codes that are made at load; None: the experts are as they are stored."""
+        return None if self.source else MADE.get(self.name)
+
+    def bits_of_shape(self, stored: int) -> int:
+        """Of a weight, where there are no files: by the tier's name.
+
+        Args:
+          stored: of a tier that stands for the checkpoint as it is.
+
+        Raises:
+          MoejaxError: it is of a checkpoint, or its name says no bits.
+        """
+        if self.source:
+            raise MoejaxError(
+                f"policy.tiers: a shape takes no checkpoint {self.source}: {self.name} alone"
+            )
+        named = {**MADE, **dict.fromkeys(PLAIN, 16), STORED: stored}
+        if self.name not in named:
+            raise MoejaxError(
+                f"policy.tiers: {self.name!r} says no bits, which a shape's tiers do by their "
+                f"names: {PLAIN[0]}, {', '.join(MADE)}, or {STORED} for the shape's own"
+            )
+        return named[self.name]
+
+    def checkpoint(self, own: Checkpoint) -> Checkpoint:
+        """Where it is read from.
+
+        Args:
+          own: the run's.
+
+        Raises:
+          MoejaxError: it cannot be opened, or is of another model.
+        """
+        if not self.source:
+            return own
+        found = open_checkpoint(self.source)
+        if found.config != own.config:
+            raise MoejaxError(
+                f"policy.tiers: {self.source} holds another model than {own.directory}"
+            )
+        return found
+
+
+def verify_all(checkpoint: str, disk_path: str, tiering: "Tiering | None") -> list[str]:
+    """`verify_checkpoint` of all that a run reads: its own, the copy on the disk, and the tiers'.
+
+    Args:
+      checkpoint: a name.
+      disk_path: likewise; "" for none.
+      tiering: None for none.
+    """
+    names = [checkpoint, disk_path, *(t.source for t in (tiering.stored() if tiering else ()))]
+    return [verify_checkpoint(name) for name in dict.fromkeys(filter(None, names))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """A policy, and how often its profile chose each expert, int[M, E]; None without one."""
+
+    policy: AnyPolicy
+    activations: Any = None
+
+
+def choose(tiering: Tiering, directory: Path, config: ModelConfig) -> Chosen:
+    """The policy of a run.
+
+    Args:
+      tiering: names it.
+      directory: of the checkpoint, where a profile may lie.
+      config: of the model.
+
+    Raises:
+      MoejaxError: the policy, a setting, or the profile that it needs is not there.
+    """
+    if not isinstance(tiering.policy, str):
+        return Chosen(tiering.policy)
+    return named(tiering.policy, tiering.settings, directory, config)
+
+
+def named(
+    name: str,
+    settings: Mapping[str, Any],
+    directory: Path | None = None,
+    config: ModelConfig | None = None,
+) -> Chosen:
+    """A policy by name, whose profile is read where it has one.
+
+    Args:
+      name: of `policies.make.POLICIES`, or "module:Class".
+      settings: see `Tiering`.
+      directory: of the checkpoint, where a profile may lie; None: there is none.
+      config: of the model; None: any.
+
+    Raises:
+      MoejaxError: see `choose`.
+    """
+    given = dict(settings)
+    parts = parts_of(name, given)
+    if "dynaexq" in parts and isinstance(given.get("links", ""), str):
+        _take_links(given, directory, config)
+    if "buddymoe" not in parts or not isinstance(given.get("lists", ""), str):
+        return Chosen(make_policy(name, **given))
+    path = Path(given.pop("lists", "")).expanduser()
+    if not path.name and directory is None:
+        raise MoejaxError("buddymoe needs a profile: lists=FILE of moejax.profile_experts")
+    profile = load_buddies(path if path.name else directory or path, config, directory)
+    if isinstance(given.get("tae_tau"), str) and given["tae_tau"] == "profile":
+        _take_temperature(given, profile)
+    for setting, value in (("gains", profile.gains), ("tae_tau", profile.tau)):
+        if isinstance(given.get(setting), str) and given[setting] == "profile":
+            if value is None:
+                raise MoejaxError(
+                    f"{setting}=profile, but the profile compared no outputs: make it with "
+                    "--config.outputs=True"
+                )
+            given[setting] = value
+    policy = make_policy(name, lists=profile.lists, **given)
+    return Chosen(policy, profile.activity.activations)
+
+
+def _take_links(given: dict[str, Any], directory: Path | None, config: ModelConfig | None) -> None:
+    """Puts a profile's cross-layer shares in the place of its path, where they are looked at."""
+    text = given.pop("links", "")
+    path = Path(text).expanduser()
+    if not given.get("foresight") or given.get("foresee_by") != "links":
+        if text:
+            raise MoejaxError(f"links={path} is for foresight above 0 with foresee_by=links")
+        return
+    if not text and directory is None:
+        raise MoejaxError("foresee_by=links needs a profile: links=FILE of moejax.profile_experts")
+    links = load_buddies(path if text else directory or path, config, directory).links
+    if links is None:
+        raise MoejaxError(
+            f"{path if text else directory}: the profile does not say which experts follow "
+            "which; profile the model again (python -m moejax.profile_experts)"
+        )
+    given["links"] = links
+
+
+def of_grid(name: str) -> Callable[..., AnyPolicy]:
+    """Makes the policy of this name by settings as `simulation.grid` reads them."""
+
+    def make(**settings: Any) -> AnyPolicy:
+        return named(name, settings).policy
+
+    return make
+
+
+def _take_temperature(given: dict[str, Any], profile: BuddyProfile) -> None:
+    """Sets the temperature at which the profile found its tau, or raises MoejaxError."""
+    found = profile.provenance.get("counting", {}).get("temperature", 1.0)
+    check_number("the profile's temperature", found, 0, above=True)
+    if given.setdefault("tae_temperature", found) != found:
+        raise MoejaxError(
+            f"tae_temperature={given['tae_temperature']}, but tae_tau=profile is of "
+            f"temperature {found:g}: leave the setting out, or profile again"
+        )

@@ -1,0 +1,187 @@
+"""Bulk transfers on the device: what a host block becomes, and the small programs between steps.
+
+An expert crosses the link as ONE array of words, so that a transfer costs one `jax.device_put`
+whatever the number of arrays that an expert has. Its slot is chosen when its bytes are there, in
+the program that writes them (`land`): up to then the slot's old owner serves, and no step ever sees
+a slot of which the bytes are on their way.
+
+Axes: n experts of one call, W words of an expert, C slots of a layer, S slots of the pool.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.experts import residency as tables
+from moejax.experts.expert_pool import ExpertPool
+from moejax.experts.ledger import no_counts
+from moejax.experts.residency import CacheSpec
+from moejax.experts.residency.tables import first_slot
+
+WORD_NBYTES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class BlobLayout:
+    """Where the arrays of one expert lie in its words: one after the other, each from a full word.
+
+    Attributes:
+      row: (shape, name of the dtype) of each array.
+    """
+
+    row: tuple[tuple[tuple[int, ...], str], ...]
+
+    @classmethod
+    def of(cls, row: Sequence[Any]) -> "BlobLayout":
+        """Of arrays, or of their shapes and dtypes.
+
+        Raises:
+          ValueError: an array of numbers that are not of 1, 2 or 4 bytes.
+        """
+        found = cls(tuple((tuple(part.shape), str(np.dtype(part.dtype))) for part in row))
+        for _, dtype in found.row:
+            if jnp.dtype(dtype).itemsize not in (1, 2, 4):
+                raise ValueError(f"experts of {dtype} do not go into words of {WORD_NBYTES} bytes")
+        return found
+
+    @property
+    def num_words(self) -> int:
+        """W."""
+        return sum(_num_words(shape, dtype) for shape, dtype in self.row)
+
+    def views(self, memory: np.ndarray) -> list[np.ndarray]:
+        """The arrays of an expert in words of the host, uint32[W]; to be written to."""
+        views, start = [], 0
+        for shape, dtype in self.row:
+            end = start + _num_words(shape, dtype)
+            flat = memory[start:end].view(jnp.dtype(dtype))
+            views.append(flat[: math.prod(shape)].reshape(shape))
+            start = end
+        return views
+
+    def parts(self, blob: jax.Array) -> list[jax.Array]:
+        """The arrays of an expert out of its words on the device, uint32[W]."""
+        parts, start = [], 0
+        for shape, dtype in self.row:
+            end = start + _num_words(shape, dtype)
+            numbers = jax.lax.bitcast_convert_type(blob[start:end], jnp.dtype(dtype))
+            parts.append(numbers.reshape(-1)[: math.prod(shape)].reshape(shape))
+            start = end
+        return parts
+
+
+def _num_words(shape: tuple[int, ...], dtype: str) -> int:
+    return -(-math.prod(shape) * jnp.dtype(dtype).itemsize // WORD_NBYTES)
+
+
+def probe(pool: ExpertPool, what: jax.Array) -> jax.Array:
+    """bool[n], whether experts are in a slot.
+
+    Args:
+      pool: not donated.
+      what: int32[2, n], layers and experts; -1 for none.
+    """
+    layers, experts = jnp.maximum(what, 0)
+    return (pool.residency.slot_of[layers, experts] >= 0) & (what[0] >= 0)
+
+
+def size_of(number: int, largest: int) -> int:
+    """Of the program that lands so many experts: few take less time than many."""
+    return min(1 << (number - 1).bit_length(), largest)
+
+
+def padded(experts: Sequence[tuple[int, int]], size: int) -> np.ndarray:
+    """int32[2, size], layers and experts, filled up with -1."""
+    what = np.full((2, size), -1, np.int32)
+    what[:, : len(experts)] = np.asarray(experts, np.int32).reshape(-1, 2).T
+    return what
+
+
+def land(
+    spec: CacheSpec,
+    layout: BlobLayout,
+    pool: ExpertPool,
+    blobs: tuple[jax.Array, ...],
+    what: jax.Array,
+) -> tuple[ExpertPool, jax.Array]:
+    """Experts whose bytes have arrived get slots, evicting by the rule of every step, and serve.
+
+    What has meanwhile come to a slot of its own, and what finds no victim, is dropped: bytes that
+    crossed the link for nothing, counted as `bulk` and as `prefetch_waste`.
+
+    Args:
+      spec: static, of the pool.
+      layout: static, of the blobs.
+      pool: donated.
+      blobs: n of uint32[W].
+      what: int32[2, n], layers and experts, no expert twice. Layer -1: no such transfer, its blob
+        is any; expert -1: the transfer was cancelled on its way, and is counted alone.
+
+    Returns:
+      The pool, and int32[n] global slots, -1 where nothing landed.
+    """
+    layers, experts = what
+    residency, counts = pool.residency, pool.counts
+    sized = dataclasses.replace(spec, num_layers=1, banks=1)
+    empty = no_counts(1, counts.gate.shape[1] - 1)
+
+    def one(table: jax.Array, mine: jax.Array) -> Any:
+        row = dataclasses.replace(residency, table=table[None])
+        asked = jnp.where(mine, experts, -1)
+        found, row, events = tables.admit(sized, row, 0, asked, empty)
+        dropped = jnp.sum(mine & (found < 0), dtype=jnp.int32)
+        events = events.add(0, bulk=dropped, prefetch_waste=dropped)
+        return row.table[0], jnp.where(mine, found, -1), events.events[0]
+
+    # Each layer by the first of its experts, for all of them, so that none takes another one's
+    # slot; and all layers at once: one after the other took longer than the step beside it.
+    same = (layers[:, None] == layers[None]) & (layers >= 0)[None]
+    index = jnp.arange(len(layers), dtype=jnp.int32)
+    leads = (jnp.argmax(same, axis=1) == index) & (layers >= 0)
+    rows = jnp.maximum(layers, 0)
+    table, local, events = jax.vmap(one)(residency.table[rows], same & leads[:, None])
+    local = jnp.max(local, axis=0)
+    slots = jnp.where(local >= 0, first_slot(spec, rows) + local, -1)
+    places = jnp.where(leads, layers, spec.num_layers)
+    table = residency.table.at[places].set(table, mode="drop")
+    residency = dataclasses.replace(residency, table=table)
+    events = counts.events.at[places].add(events, mode="drop")
+    counts = dataclasses.replace(counts, events=events)
+    banks = []
+    for number, bank in enumerate(pool.banks):
+        here = (slots >= 0) & (layers % len(pool.banks) == number)
+        places = jnp.where(here, slots, spec.num_slots)
+        leaves, tree = jax.tree.flatten(bank)
+        for i, blob in enumerate(blobs):
+            parts = layout.parts(blob)
+            leaves = [
+                leaf.at[places[i]].set(part, mode="drop")
+                for leaf, part in zip(leaves, parts, strict=True)
+            ]
+        banks.append(jax.tree.unflatten(tree, leaves))
+    pool = dataclasses.replace(pool, banks=tuple(banks), residency=residency, counts=counts)
+    return pool, slots
+
+
+def last_uses(pool: ExpertPool) -> jax.Array:
+    """A copy of `pool.used`, int32[M, E]; ready when every step so far is over. Not donated."""
+    assert pool.used is not None
+    return jnp.copy(pool.used)
+
+
+def is_found(found: jax.Array, place: int) -> bool:
+    """What `probe` said; where it ran behind a step that failed: no, for the pool is lost."""
+    try:
+        return bool(jax.device_get(found)[place])
+    except jax.errors.JaxRuntimeError:
+        return False
+
+
+def is_ready(array: jax.Array) -> bool:
+    """Whether an array is computed, so that reading it waits for nothing."""
+    return bool(array.is_ready())  # type: ignore[attr-defined]

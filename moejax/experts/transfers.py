@@ -1,0 +1,407 @@
+"""Bulk transfers between steps: experts that somebody asks for, on the device a few steps later.
+
+    transfers.request(layer, experts)       # at any time, from any thread
+    pool = transfers.advance(pool)          # before each step is dispatched: `ExpertMemory.step`
+    transfers.send()                        # after all else that the step waits for
+
+Each request passes through a pinned block of the host:
+
+1. a thread copies the expert's row into a block, while steps run; where no row has it, the disk is
+   asked first (`RowSupply`);
+2. before a step, the block is put on the device: one DMA that overlaps that step, since a put waits
+   for what was enqueued before it and overlaps what is enqueued after (`probe` has told by then
+   whether the expert is in a slot already, for which nothing crosses the link);
+3. before a later step, once the bytes are there, `landing.land` chooses a slot, writes it and
+   publishes it, in one program. Until then the slot's old owner serves.
+
+The host never waits. A call costs a step at most three dispatches, and none without requests.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import enum
+import itertools
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from moejax.errors import MoejaxError
+from moejax.experts.expert_pool import ExpertPool
+from moejax.experts.host_store import Expert, RowSupply, copy_row
+from moejax.experts.pinned_memory import allocate_blocks
+from moejax.experts.residency import CacheSpec
+from moejax.experts.transfer_programs import (
+    BlobLayout,
+    is_found,
+    is_ready,
+    land,
+    padded,
+    probe,
+    size_of,
+)
+from moejax.programs import CompiledPrograms
+
+QUEUE_LENGTH = 1024  # requests that wait
+LANDING = 8  # experts that land in one call
+_LOOKED_AT = 64  # requests, of those that wait, before a step
+
+
+@dataclasses.dataclass(kw_only=True)
+class TransferCounters:
+    """Requests of experts, and what became of them; sums."""
+
+    requested: int = 0  # accepted
+    refused: int = 0  # that found the queue full
+    repeated: int = 0  # of what is on its way already
+    cancelled: int = 0  # before they had a slot
+    needless: int = 0  # of what was in a slot before anything crossed the link
+    failed: int = 0  # of which the bytes could not be read
+    moved: int = 0  # experts that were sent over the link
+    landed: int = 0  # of them, those that got a slot
+    dropped: int = 0  # of them, those that did not: by then in one, or every slot was pinned
+
+
+class _State(enum.Enum):
+    COPYING = "being copied to a block"
+    FLYING = "on the link"
+    LANDING = "being written to a slot"
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class _Transfer:
+    expert: Expert
+    state: _State = _State.COPYING  # once it has a block
+    cancelled: bool = False
+    block: int = -1
+    copied: concurrent.futures.Future[None] | None = None
+    staged: jax.Array | None = None  # the block's words on the device
+    result: tuple[jax.Array, int] | None = None  # of `probe`, then of `land`, and the place in it
+
+
+class Transfers:
+    """The requests of one model. `request` and `cancel` may be called by any thread.
+
+    Attributes:
+      counters: of requests and transfers.
+      programs: `probe` and some sizes of `land`, compiled by the constructor.
+    """
+
+    def __init__(
+        self,
+        cache: CacheSpec,
+        pool: ExpertPool,
+        supply: RowSupply,
+        device: jax.Device,
+        *,
+        in_flight: int,
+        queue_length: int = QUEUE_LENGTH,
+    ) -> None:
+        """Allocates the blocks and compiles what runs between steps.
+
+        Args:
+          cache: of the pool; it has slots.
+          pool: for its shapes.
+          supply: of rows.
+          device: of the pool.
+          in_flight: experts at once between their row and their slot: so many blocks of host
+            memory, and at most so many experts on the device beside the pool.
+          queue_length: requests that wait; more are refused.
+
+        Raises:
+          MoejaxError: memory for the blocks cannot be had.
+        """
+        if in_flight < 1 or queue_length < 1 or not cache.slots:
+            raise ValueError("transfers need a cache, a queue and one expert in flight")
+        self.counters = TransferCounters()
+        self.programs = CompiledPrograms()
+        self._cache, self._supply, self._queue_length = cache, supply, queue_length
+        rows = [jax.ShapeDtypeStruct(p.shape[1:], p.dtype) for p in jax.tree.leaves(pool.banks[0])]
+        self._layout = BlobLayout.of(rows)
+        words = jax.ShapeDtypeStruct((self._layout.num_words,), np.uint32)
+        blocks = allocate_blocks([words], in_flight, device, "set memory.bulk=0")
+        self._blocks = [block for (block,) in blocks]
+        self._free = list(range(in_flight))
+        self._batch = min(in_flight, LANDING)
+        # Of the device's own memory: of a pinned array a put by device alone might move nothing.
+        kind = device.default_memory().kind
+        self._place = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
+        self._queue: dict[Expert, _Transfer] = {}  # in order of the requests
+        self._moving: dict[Expert, _Transfer] = {}  # those that have a block
+        self._lock = threading.Lock()
+        self._copier = _copier()
+        self._is_closed = False
+        self._compile(pool)
+
+    @property
+    def num_pending(self) -> int:
+        """Requests that are accepted and not over."""
+        with self._lock:
+            return len(self._queue) + len(self._moving)
+
+    @property
+    def num_free(self) -> int:
+        """Experts that could set out at once."""
+        return max(0, len(self._blocks) - self.num_pending)
+
+    @property
+    def pending(self) -> list[Expert]:
+        """Those that are accepted and not over, nor cancelled."""
+        with self._lock:
+            both = [*self._queue.values(), *self._moving.values()]
+            return [transfer.expert for transfer in both if not transfer.cancelled]
+
+    def request(self, layer: int, experts: Iterable[int]) -> list[int]:
+        """Asks for experts of a layer, the most urgent first.
+
+        Returns:
+          Those that are on their way after this; the others are refused, since the queue is full.
+
+        Raises:
+          ValueError: there is no such expert, or the transfers are closed.
+        """
+        accepted = []
+        with self._lock:
+            if self._is_closed:
+                raise ValueError("the transfers are closed")
+            for number in experts:
+                expert = (int(layer), int(number))
+                if not self._cache.has(*expert):
+                    raise ValueError(f"no expert {expert[1]} of sparse layer {expert[0]}")
+                if self._accepts(expert):
+                    accepted.append(expert[1])
+        return accepted
+
+    def _accepts(self, expert: Expert) -> bool:
+        found = self._queue.get(expert) or self._moving.get(expert)
+        if found is not None and not found.cancelled:
+            self.counters.repeated += 1
+            return True
+        if found is not None and found.state is not _State.LANDING:
+            found.cancelled = False
+        elif found is not None or len(self._queue) >= self._queue_length:
+            self.counters.refused += 1
+            return False
+        else:
+            self._queue[expert] = _Transfer(expert=expert)
+        self.counters.requested += 1
+        return True
+
+    def cancel(self, layer: int, experts: Iterable[int]) -> list[int]:
+        """Takes requests back; what is on the link is dropped when it arrives.
+
+        Returns:
+          Those that will not get a slot by an earlier request.
+        """
+        cancelled = []
+        with self._lock:
+            for number in experts:
+                expert = (int(layer), int(number))
+                transfer = self._queue.pop(expert, None)
+                if transfer is not None:
+                    self._supply.forget(expert)
+                else:
+                    transfer = self._moving.get(expert)
+                    if transfer is None or transfer.cancelled or transfer.state is _State.LANDING:
+                        continue
+                    transfer.cancelled = True
+                self.counters.cancelled += 1
+                cancelled.append(expert[1])
+        return cancelled
+
+    def advance(self, pool: ExpertPool) -> ExpertPool:
+        """Goes on with all that need not wait, but for what `send` does; between two steps.
+
+        `pool` is donated where something lands.
+        """
+        with self._lock:
+            if self._is_closed or not (self._queue or self._moving):
+                return pool
+            self._finish_landings()
+            flying = self._in(_State.FLYING)
+            batch = [t for t in flying if t.staged is not None and is_ready(t.staged)]
+            batch = batch[: self._batch]
+            started = self._start()
+            if not (batch or started):
+                return pool
+            return self._dispatch(pool, batch, started)
+
+    def send(self) -> None:
+        """Puts on the link what lies in its block.
+
+        The link does one put after the other, and a step waits for its own arguments: those go
+        before this, and the step is dispatched after it, or nothing crosses beside the step.
+        """
+        with self._lock:
+            if self._is_closed or not (ready := self._finish_copies()):
+                return
+            put = jax.device_put([self._blocks[t.block].array for t in ready], self._place)
+            for transfer, words in zip(ready, put, strict=True):
+                transfer.staged, transfer.state, transfer.result = words, _State.FLYING, None
+            self.counters.moved += len(ready)
+
+    def forget_steps(self) -> None:
+        """After a step that failed, and took the pool with it: what ran behind it says nothing.
+
+        What was landing is over, as if it had found no slot. What is not on the link yet is sent.
+        """
+        with self._lock:
+            for transfer in self._in(_State.LANDING):
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    jax.block_until_ready(transfer.result)  # it may read the block until then
+                self._end(transfer)
+                self.counters.dropped += not transfer.cancelled
+            for transfer in self._in(_State.COPYING):
+                transfer.result = None
+
+    def close(self) -> None:
+        """Forgets all requests; waits for a copy that runs. A second call does nothing."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            queue, self._queue = self._queue, {}
+            copying = self._in(_State.COPYING)
+            self._moving = {}
+        self._copier.shutdown(wait=True, cancel_futures=True)
+        for expert in queue:
+            self._supply.forget(expert)
+        for transfer in copying:
+            self._supply.give_back(transfer.expert)
+
+    def _dispatch(
+        self, pool: ExpertPool, batch: list[_Transfer], started: list[_Transfer]
+    ) -> ExpertPool:
+        """One put, one landing, one probe; each only where there is something for it."""
+        landing = [(t.expert[0], -1 if t.cancelled else t.expert[1]) for t in batch]
+        asked = [padded(landing, size_of(len(landing), self._batch))] if landing else []
+        if started:
+            asked.append(padded([t.expert for t in started], self._batch))
+        put = jax.device_put(asked, self._place)
+        if started:
+            found = self._program(probe, (), (pool, put[-1]), 0)(pool, put[-1])
+            found.copy_to_host_async()
+            for place, transfer in enumerate(started):
+                transfer.result = (found, place)
+        if batch:
+            pool = self._land(pool, batch, put[0])
+        return pool
+
+    def _land(self, pool: ExpertPool, batch: list[_Transfer], what: jax.Array) -> ExpertPool:
+        blobs = [transfer.staged for transfer in batch]
+        blobs += [blobs[0]] * (what.shape[1] - len(blobs))  # of layer -1: nothing is read of them
+        arguments = (pool, tuple(blobs), what)
+        try:
+            pool, slots = self._program(land, (self._cache, self._layout), arguments, 1)(*arguments)
+        except BaseException:
+            for transfer in batch:
+                self._end(transfer)
+            raise
+        slots.copy_to_host_async()
+        for place, transfer in enumerate(batch):
+            transfer.state, transfer.result = _State.LANDING, (slots, place)
+        return pool
+
+    def _finish_landings(self) -> None:
+        """Frees the blocks of what has landed: they, and their copies, are read no more."""
+        for transfer in self._in(_State.LANDING):
+            assert transfer.result is not None
+            slots, place = transfer.result
+            if not is_ready(slots):
+                continue
+            try:
+                slot = jax.device_get(slots)[place]
+            except jax.errors.JaxRuntimeError:  # the pool is lost with it
+                for other in self._in(_State.LANDING):
+                    self._end(other)
+                raise
+            self._end(transfer)
+            if slot >= 0:
+                self.counters.landed += 1
+            elif not transfer.cancelled:
+                self.counters.dropped += 1
+
+    def _finish_copies(self) -> list[_Transfer]:
+        """What is in its block and not in a slot, to be put on the device."""
+        ready = []
+        for transfer in self._in(_State.COPYING):
+            assert transfer.copied is not None
+            # Without a probe, whose dispatch failed, it is sent.
+            found, place = transfer.result or (None, 0)
+            if not (transfer.copied.done() and (found is None or is_ready(found))):
+                continue
+            self._supply.give_back(transfer.expert)
+            error = transfer.copied.exception()
+            is_there = found is not None and is_found(found, place)
+            if not (error or transfer.cancelled or is_there):
+                ready.append(transfer)
+                continue
+            self._end(transfer)
+            if error is not None:
+                self._report(transfer.expert, error)
+            elif not transfer.cancelled:
+                self.counters.needless += 1
+        return ready
+
+    def _start(self) -> list[_Transfer]:
+        """Gives blocks to requests of which the bytes are in host memory."""
+        started: list[_Transfer] = []
+        for transfer in list(itertools.islice(self._queue.values(), _LOOKED_AT)):
+            if not self._free or len(started) == self._batch:
+                break
+            try:
+                row = self._supply.borrow(transfer.expert)
+            except MoejaxError as error:
+                del self._queue[transfer.expert]
+                self._report(transfer.expert, error)
+                continue
+            if row is None:
+                continue
+            memory = self._blocks[self._free[-1]].view
+            assert memory is not None
+            try:
+                transfer.copied = self._copier.submit(copy_row, self._layout.views(memory), row)
+            except RuntimeError:  # no thread: it waits where it was, and this copy must never run
+                self._copier = _copier()
+                self._supply.give_back(transfer.expert)
+                raise
+            self._moving[transfer.expert] = self._queue.pop(transfer.expert)
+            transfer.state, transfer.block = _State.COPYING, self._free.pop()
+            started.append(transfer)
+        return started
+
+    def _report(self, expert: Expert, error: BaseException) -> None:
+        self.counters.failed += 1
+        logging.error("expert %d of sparse layer %d stays: %s", expert[1], expert[0], error)
+
+    def _end(self, transfer: _Transfer) -> None:
+        """Its block is another's, from now on."""
+        del self._moving[transfer.expert]
+        self._free.append(transfer.block)
+
+    def _in(self, state: _State) -> list[_Transfer]:
+        """Of those that have a block."""
+        return [transfer for transfer in self._moving.values() if transfer.state is state]
+
+    def _compile(self, pool: ExpertPool) -> None:
+        """Both programs, or the first request would make a step wait for them."""
+
+        def shape(dims: tuple[int, ...], dtype: Any) -> Any:
+            return jax.ShapeDtypeStruct(dims, dtype, sharding=self._place)
+
+        self._program(probe, (), (pool, shape((2, self._batch), np.int32)), 0)
+        blob = shape((self._layout.num_words,), np.uint32)
+        for size in sorted({size_of(n, self._batch) for n in range(1, self._batch + 1)}):
+            arguments = (pool, (blob,) * size, shape((2, size), np.int32))
+            self._program(land, (self._cache, self._layout), arguments, 1)
+
+    def _program(self, function: Any, static: tuple[Any, ...], inputs: Any, donated: int) -> Any:
+        return self.programs.get(function, static, inputs, num_donated=donated)
+
+
+def _copier() -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(1, "moejax-transfers")

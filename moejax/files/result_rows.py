@@ -1,0 +1,134 @@
+"""Measured results as rows of JSON, one a line: a later run stands beside an earlier one."""
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moejax.errors import MoejaxError
+from moejax.files.whole import append, write_whole
+
+if TYPE_CHECKING:
+    import jax
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResultRow:
+    """One figure, with all that is needed to measure it again.
+
+    Attributes:
+      what: the quantity and what it is of, such as "TPOT, demo, float32, batch 1".
+      figure: its value, in `unit`.
+      unit: "ms", "tokens/s", "GB/s", "x" (a ratio) ...
+      baseline: the same quantity of what it stands beside, by name, in the same unit.
+      device: the chip, and how much of it (`describe_device`).
+      versions: of the packages that matter (`package_versions`).
+      date: the day, ISO 8601.
+      command: what to type to measure it again (`command_line`).
+      flaw: what is known to be wrong with the figure, found after it was measured; a row without
+        one is written without the field.
+    """
+
+    what: str
+    figure: float
+    unit: str
+    baseline: Mapping[str, float]
+    device: str
+    versions: Mapping[str, str]
+    date: str
+    command: str
+    flaw: str = ""
+
+
+def row_fields(row: ResultRow) -> dict[str, Any]:
+    """A row as a file has it: without the flaw where none is known."""
+    fields = dataclasses.asdict(row)
+    if not row.flaw:
+        del fields["flaw"]
+    return fields
+
+
+def append_rows(path: Path, rows: Iterable[ResultRow]) -> None:
+    """Appends the rows to a JSON Lines file, which is made if it is not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    append(path, "".join(map(_line, rows)))
+
+
+def check_rows(path: Path) -> None:
+    """Raises MoejaxError for a file that holds anything else than whole rows of `append_rows`."""
+    if not path.is_file():
+        return
+    try:
+        whole = [row_fields(row) for row in read_rows(path)]
+        if whole and not path.read_bytes().endswith(b"\n"):
+            raise ValueError("the last row is not whole")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise MoejaxError(
+            f"output {path} is there and holds no rows of results, to which more could be appended "
+            f"({error}); name another file"
+        ) from error
+
+
+def write_rows(path: Path, rows: Iterable[ResultRow]) -> None:
+    """The rows instead of what a JSON Lines file has; all of them, or the file stays as it is."""
+    write_whole(path, "".join(map(_line, rows)))
+
+
+def _line(row: ResultRow) -> str:
+    return json.dumps(row_fields(row), ensure_ascii=False) + "\n"
+
+
+def read_rows(path: Path) -> list[ResultRow]:
+    """The rows of a file that `append_rows` wrote, oldest first."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [ResultRow(**json.loads(line)) for line in lines]
+
+
+def describe_device(device: "jax.Device") -> str:
+    """The name of an accelerator; of a CPU the model and the cores this process may use."""
+    if device.platform != "cpu":
+        return device.device_kind
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{_cpu_model()}, {cores} cores"
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def package_versions(*packages: str) -> dict[str, str]:
+    """Python's version and those of installed distributions."""
+    versions = {"python": platform.python_version()}
+    return versions | {name: importlib.metadata.version(name) for name in packages}
+
+
+def command_line(argv: Sequence[str] | None = None) -> str:
+    """The command of this process as one would type it in the repository's root."""
+    program, *arguments = sys.argv if argv is None else argv
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    if argv is None and module is not None:
+        return shlex.join(["python", "-m", module.name.removesuffix(".__main__"), *arguments])
+    path = Path(program)
+    if path.name.split(" ")[0] == "moejax":  # the command that pip installs
+        return shlex.join([*path.name.split(" "), *arguments])
+    if path.is_absolute() and path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    return shlex.join(["python", str(path), *arguments])
+
+
+def today() -> str:
+    """The day, ISO 8601, in UTC."""
+    return datetime.datetime.now(datetime.UTC).date().isoformat()

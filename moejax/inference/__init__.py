@@ -1,0 +1,1 @@
+"""One batch through compiled steps: chunks of prompts, decoding, sampling, likelihood."""

@@ -1,0 +1,146 @@
+"""A conversation on the terminal, or of lines that are piped in: each line is a turn."""
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from moejax.config.loading import say
+from moejax.errors import MoejaxError
+from moejax.text.chat_template import ChatSettings
+from moejax.text.prompts import valid_text
+
+if TYPE_CHECKING:
+    from moejax.inference.generation import Chunk
+    from moejax.text.tokenizer import Tokenizer
+
+HELP = (
+    "/help      print these commands",
+    "/reset     forget the conversation, but for the system prompt",
+    "/think     let the model think before it answers, where its template knows of it",
+    "/no_think  the opposite",
+    "/exit      end; so does Ctrl-D. Ctrl-C ends an answer, and at the prompt the conversation",
+)
+COMMANDS = tuple(line.split()[0] for line in HELP)
+
+# Answers a prompt: prints the text and adds the chunks to the list while they come.
+Answer = Callable[[str, list["Chunk"]], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """Where the user's words come from.
+
+    Attributes:
+      lines: one a turn, without line ends.
+      is_terminal: whether somebody types them.
+    """
+
+    lines: Iterator[str]
+    is_terminal: bool
+
+
+def read_turns() -> Turns | None:
+    """The lines of standard input; None where there are none.
+
+    Where nobody types them the first is read at once: a mistake is told before a model is loaded.
+    """
+    if sys.stdin is None:  # the caller closed it
+        return None
+    if sys.stdin.isatty():
+        return Turns(_typed_lines(), True)
+    lines = _piped_lines()
+    first = next(lines, None)
+    return None if first is None else Turns(_after(first, lines), False)
+
+
+def converse(turns: Turns, tokenizer: "Tokenizer", chat: ChatSettings, answer: Answer) -> None:
+    """Answers every turn with the whole conversation in view, until the lines end.
+
+    Ctrl-C ends an answer; what was said of it stays in the conversation. A turn without an answer,
+    because of Ctrl-C or an error, is forgotten. Where nobody types, both end the run.
+
+    Args:
+      turns: of the user.
+      tokenizer: with a chat template.
+      chat: what the prompts are rendered with at first.
+      answer: see `Answer`.
+    """
+    if turns.is_terminal:
+        say("/help lists the commands; end with Ctrl-D")
+    messages: list[dict[str, str]] = []
+    for line in turns.lines:
+        word = line.strip()
+        if word == "/exit":
+            return
+        if word == "/reset":
+            messages = []
+        elif word in ("/think", "/no_think"):
+            chat = dataclasses.replace(chat, thinking=word == "/think")
+            say(*thinking_remarks(chat, tokenizer))
+        elif word == "/help":
+            say(*HELP)
+        elif word.startswith("/") and word[1:].replace("_", "").isalpha():
+            say(f"there is no command {word}: {', '.join(COMMANDS)}")
+        elif word:
+            messages.append({"role": "user", "content": line})
+            said: list[Chunk] = []
+            try:
+                rendered = chat.messages(messages)
+                answer(tokenizer.apply_chat_template(rendered, **chat.variables()), said)
+            except KeyboardInterrupt:
+                if not turns.is_terminal:
+                    raise
+                print(flush=True)
+                say("interrupted; Ctrl-C once more, or Ctrl-D, ends the conversation")
+            except MoejaxError as error:
+                if not turns.is_terminal:
+                    raise
+                say(f"error: {error}")
+            if text := "".join(chunk.text for chunk in said):
+                messages.append({"role": "assistant", "content": text})
+            else:
+                messages.pop()
+
+
+def thinking_remarks(chat: ChatSettings, tokenizer: "Tokenizer") -> list[str]:
+    """A line where a setting of thinking means nothing to the model's template."""
+    if chat.thinking is None or "enable_thinking" in (tokenizer.chat_template or ""):
+        return []
+    return ["the model's chat template has no enable_thinking: the setting changes nothing"]
+
+
+def _typed_lines() -> Iterator[str]:
+    with contextlib.suppress(ImportError):  # gives `input` a line editor and a history
+        import readline  # noqa: F401
+    while True:
+        try:
+            if sys.stdout.isatty():
+                line = input("> ")
+            else:  # the prompt is not part of what is kept of stdout
+                print("> ", end="", file=sys.stderr, flush=True)
+                line = input()
+        except EOFError:
+            print(file=sys.stderr)
+            return
+        try:
+            yield valid_text(line, "the line") if line else line
+        except MoejaxError as error:
+            say(f"error: {error}")
+
+
+def _piped_lines() -> Iterator[str]:
+    """The lines that are not blank."""
+    for number, line in enumerate(sys.stdin.buffer, start=1):
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise MoejaxError(f"standard input is not UTF-8 in line {number}") from error
+        if text.strip():
+            yield text
+
+
+def _after(first: str, rest: Iterator[str]) -> Iterator[str]:
+    yield first
+    yield from rest

@@ -1,0 +1,194 @@
+"""What a caller asks of a generation and what comes back."""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from moejax.errors import MoejaxError
+from moejax.text.tokenizer import Tokenizer
+
+FinishReason = Literal["eos", "stop", "length"]
+
+MAX_TEMPERATURE = 1e6  # uniform to float32 long before
+NUM_SEEDS = 2**32
+_INTEGER: tuple[type, ...] = (int, np.integer)
+_NUMBER: tuple[type, ...] = (*_INTEGER, float, np.floating)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationSettings:
+    """How new tokens are chosen and when they end; the one place of these defaults."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | Sequence[int] = 0  # prompt i draws from seed + i, or from the i-th of a sequence
+    stop: tuple[str, ...] = ()  # strings that end the text, and are not part of it
+    ignore_eos: bool = False
+    add_special_tokens: bool = True  # of text prompts, as the tokenizer's template says
+
+    @classmethod
+    def of(cls, **fields: Any) -> "GenerationSettings":
+        """Settings by name, checked; a wrong name is answered with the nearest right one."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in fields:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1)
+                hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(names)}"
+                raise MoejaxError(f"unknown generation setting {name}{hint}")
+        stop = fields.get("stop", ())
+        if isinstance(stop, str) or not isinstance(stop, Sequence):
+            stop = (stop,)
+        fields["stop"] = tuple(stop)
+        settings = cls(**fields)
+        settings.check()
+        return settings
+
+    def check(self) -> None:
+        """Raises MoejaxError naming the field, its value and what is allowed."""
+        for name in ("max_new_tokens", "top_k"):
+            if not isinstance(getattr(self, name), _INTEGER):
+                raise MoejaxError(f"{name}={getattr(self, name)!r} must be an integer")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            if not isinstance(getattr(self, name), _NUMBER):
+                raise MoejaxError(f"{name}={getattr(self, name)!r} must be a number")
+        seeds: Any = [self.seed] if isinstance(self.seed, _INTEGER) else self.seed
+        allowed: dict[str, tuple[bool, str]] = {
+            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
+            "temperature": (
+                0 <= self.temperature <= MAX_TEMPERATURE,
+                f"0 (greedy) or a positive number up to {MAX_TEMPERATURE:g}",
+            ),
+            "top_k": (0 <= self.top_k < 2**31, "0 (off) or a count below 2**31"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
+            "min_p": (0 <= self.min_p <= 1, "from 0 (off) to 1"),
+            "repetition_penalty": (
+                math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
+                "a positive number; 1 is off",
+            ),
+            "seed": (
+                isinstance(seeds, Sequence) and all(map(_is_seed, seeds)),
+                f"an integer from 0 to {NUM_SEEDS - 1}, or a list of them, one a prompt",
+            ),
+            "stop": (
+                all(isinstance(stop, str) and stop for stop in self.stop),
+                "strings that are not empty",
+            ),
+        }
+        for name, (valid, expected) in allowed.items():
+            if not valid:
+                raise MoejaxError(f"{name}={getattr(self, name)!r} must be {expected}")
+
+    def seeds(self, num_prompts: int) -> list[int]:
+        """The seed of each prompt."""
+        if isinstance(self.seed, int | np.integer):
+            return [(int(self.seed) + i) % NUM_SEEDS for i in range(num_prompts)]
+        if len(self.seed) != num_prompts:
+            raise MoejaxError(f"{len(self.seed)} seeds for {num_prompts} prompts: give one each")
+        return list(self.seed)
+
+
+def _is_seed(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and bool(0 <= value < NUM_SEEDS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Wall time of a call, compiling excluded."""
+
+    ttft_s: float  # until the first token was on the host
+    decode_s: float  # from then to the last token
+    num_decoded: int  # tokens a sequence after the first, of the longest one
+    compile_s: float
+
+    @property
+    def tpot_s(self) -> float:
+        """Seconds a decode step; nan without one."""
+        return self.decode_s / self.num_decoded if self.num_decoded else math.nan
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """One prompt's answer."""
+
+    text: str | None  # None without a tokenizer
+    tokens: list[int]  # the new ones; a closing end-of-sequence token is among them
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    timing: Timing  # of the whole batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """One step of a stream; `text` may lag behind `token` by a few characters."""
+
+    text: str
+    token: int
+    finish_reason: FinishReason | None  # set on the last
+    timing: Timing
+
+
+class AnswerBuilder:
+    """Collects one answer's tokens; decides what text may be shown and when it ends.
+
+    Text is held back while it could be the beginning of a stop string or half a character.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        stop: tuple[str, ...],
+        eos_ids: tuple[int, ...],
+        max_tokens: int,
+    ):
+        if stop and tokenizer is None:
+            raise MoejaxError("stop strings need a tokenizer, and this checkpoint has none")
+        self._stream = tokenizer.stream() if tokenizer else None
+        self._stop = stop
+        self._eos_ids = eos_ids
+        self._max_tokens = max_tokens
+        self._held = ""
+        self.text = ""
+        self.tokens: list[int] = []
+        self.finish_reason: FinishReason | None = None
+
+    def push(self, token: int) -> str:
+        """Adds a token; returns the text that it releases. Not to be called once finished."""
+        self.tokens.append(token)
+        if self._stream is not None and token not in self._eos_ids:
+            self._held += self._stream.push(token)
+        if token in self._eos_ids:
+            self.finish_reason = "eos"
+        elif len(self.tokens) >= self._max_tokens:
+            self.finish_reason = "length"
+        if self.finish_reason and self._stream is not None:
+            self._held += self._stream.flush()
+        hits = [self._held.find(stop) for stop in self._stop if stop in self._held]
+        if hits:
+            self.finish_reason = "stop"
+            released, self._held = self._held[: min(hits)], ""
+        else:
+            keep = 0 if self.finish_reason else _possible_stop_length(self._held, self._stop)
+            released = self._held[: len(self._held) - keep]
+            self._held = self._held[len(self._held) - keep :]
+        self.text += released
+        return released
+
+
+def _possible_stop_length(text: str, stops: tuple[str, ...]) -> int:
+    """Length of the longest end of `text` that begins a stop string."""
+    longest = 0
+    for stop in stops:
+        for length in range(min(len(stop) - 1, len(text)), longest, -1):
+            if text.endswith(stop[:length]):
+                longest = length
+                break
+    return longest

@@ -1,0 +1,347 @@
+"""Log-likelihoods of continuations after contexts: what multiple choice is scored by.
+
+Texts become tokens as in the Hugging Face model class of EleutherAI's lm_eval, so that figures can
+be set side by side: context and continuation are encoded as one text, and the tokens after those
+of the context alone are the continuation's; white space at the end of a context belongs to the
+continuation; what stands for an empty context is the bos token, or eos where there is none.
+
+One thing differs. A tokenizer may put an eos behind texts (`add_eos_token`, or its post-processor).
+That class takes what the tokenizer gives: the context ends with the eos, and as many tokens fewer
+of the continuation are scored, then the eos behind it. Here no token is put behind a text: contexts
+and prompts go on, and of continuations and whole texts only their own tokens are scored.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.errors import MoejaxError
+from moejax.inference import steps
+from moejax.inference.chunking import MIN_PREFILL_LENGTH, length_bucket
+from moejax.inference.runner import Runner
+from moejax.models.assembly import merge_weights
+from moejax.models.kv_cache import KVCache
+from moejax.models.transformer import ChunkSpec, Transformer
+from moejax.routing.recorder import Recorded
+from moejax.text.tokenizer import Tokenizer
+
+MIN_PLACES = 8  # scored positions of a row, in buckets of four times as many
+MAX_ALTERNATIVES = 16  # continuations that share one row's input
+
+TokenPair = tuple[Sequence[int], Sequence[int]]  # context, continuation
+
+
+class Scored(NamedTuple):
+    """Of one continuation."""
+
+    log_likelihood: float  # in nats, the sum over its tokens
+    is_greedy: bool  # whether each of its tokens is the model's likeliest
+    num_tokens: int
+
+    def and_then(self, following: "Scored") -> "Scored":
+        """Of this text and one that follows it."""
+        return Scored(
+            self.log_likelihood + following.log_likelihood,
+            self.is_greedy and following.is_greedy,
+            self.num_tokens + following.num_tokens,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """What is looked up in a batch of rows, and what was found so far; donated.
+
+    Attributes:
+      positions: int32[B, P] of the inputs, of which what comes next is scored.
+      targets: int32[B, P, N], the tokens that may come there, of N continuations of one input; -1
+        for none.
+      log_probabilities: float32[B, P, N].
+      likeliest: bool[B, P, N], whether the target is the model's first choice.
+    """
+
+    positions: jax.Array
+    targets: jax.Array
+    log_probabilities: jax.Array
+    likeliest: jax.Array
+
+    def looked_up(self, model: Transformer, hidden: jax.Array, start: jax.Array) -> "Places":
+        """With what a chunk says: `hidden` [B, T, D] of the positions from `start` on."""
+        length = hidden.shape[1]
+        relative = self.positions - start
+        here = (relative >= 0) & (relative < length)
+        wanted = jnp.where(here[..., None], self.targets, -1)
+        index = jnp.clip(relative, 0, length - 1)[..., None]
+
+        def found() -> "Places":
+            scores, first = _scores(model, jnp.take_along_axis(hidden, index, axis=1), wanted)
+            return Places(
+                self.positions,
+                self.targets,
+                jnp.where(wanted >= 0, scores, self.log_probabilities),
+                jnp.where(wanted >= 0, first, self.likeliest),
+            )
+
+        return jax.lax.cond(jnp.any(wanted >= 0), found, lambda: self)
+
+
+def _scores(
+    model: Transformer, hidden: jax.Array, wanted: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """log p(wanted) and whether it is the largest, [B, P, N], of hidden [B, P, D].
+
+    The logits exist `steps.SCORED_BYTES` at a time.
+    """
+    batch, num_places, _ = wanted.shape
+    size = steps.SCORED_BYTES // (4 * batch * model.config.vocab_size)
+    size = max(1, min(num_places, size))
+    missing = -num_places % size
+    hidden = jnp.pad(hidden, ((0, 0), (0, missing), (0, 0)))
+    wanted = jnp.pad(wanted, ((0, 0), (0, missing), (0, 0)), constant_values=-1)
+
+    def part(first: jax.Array) -> tuple[jax.Array, jax.Array]:
+        here = jax.lax.dynamic_slice_in_dim(hidden, first, size, axis=1)
+        tokens = jax.lax.dynamic_slice_in_dim(wanted, first, size, axis=1)
+        logits = model.project_to_vocab(here)
+        picked = jnp.take_along_axis(logits, jnp.maximum(tokens, 0), axis=-1)
+        total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        best = jnp.argmax(logits, axis=-1, keepdims=True).astype(tokens.dtype)
+        return picked - total, tokens == best
+
+    def joined(parts: jax.Array) -> jax.Array:  # [slices, B, size, N]
+        return jnp.moveaxis(parts, 0, 1).reshape(batch, -1, wanted.shape[2])[:, :num_places]
+
+    scores, first = jax.lax.map(part, jnp.arange(0, num_places + missing, size, dtype=jnp.int32))
+    return joined(scores), joined(first)
+
+
+def likelihood_chunk(
+    program: steps.Program,
+    spec: ChunkSpec,
+    cache: KVCache,
+    places: Places,
+    pool: steps.Pool,
+    weights: steps.Weights,
+    store: steps.Store,
+    tokens: jax.Array,
+    start: jax.Array,
+    lengths: jax.Array,
+) -> tuple[KVCache, Places, steps.Pool, Recorded | None]:
+    """A step for `Runner.fold`: the model over a chunk, and the places that lie in it."""
+    model = merge_weights(program.definition, weights)
+    offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    positions = jnp.broadcast_to(start + offsets, tokens.shape)
+    mask = positions < lengths[:, None]
+    cache, pool, hidden, recorded = steps.run_layers(
+        program, spec, model, tokens, positions, mask, cache, pool, store, lengths
+    )
+    return cache, places.looked_up(model, hidden, start), pool, recorded
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """One input, and the continuations that it is the input of: (index, tokens)."""
+
+    inputs: tuple[int, ...]
+    wanted: list[tuple[int, Sequence[int]]]
+
+
+class PairScorer:
+    """Scores continuations with one model.
+
+    Attributes:
+      prefix_id: stands for an empty context: bos, or eos; None where the model has neither.
+      max_length: most tokens that a prediction sees.
+    """
+
+    def __init__(self, runner: Runner, tokenizer: Tokenizer | None, eos_ids: Sequence[int]):
+        self._runner, self._tokenizer = runner, tokenizer
+        self.max_length = runner.config.context_limit
+        named = tokenizer.special_tokens if tokenizer else {}
+        by_name = [named[name] for name in ("bos_token", "eos_token") if name in named]
+        ids = [tokenizer.token_id(text) for text in by_name] if tokenizer else []
+        known = [i for i in (*ids, *eos_ids) if i is not None]
+        self.prefix_id = known[0] if known else None
+
+    def of_texts(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        *,
+        batch_size: int = 8,
+        on_done: Callable[[int], None] = lambda count: None,
+    ) -> list[Scored]:
+        """Scores each continuation after its context.
+
+        Args:
+          pairs: (context, continuation); the context may be empty.
+          batch_size: rows at once; under a policy one. Pairs of one context whose continuations
+            differ in their last token only share a row.
+          on_done: is told how many pairs a batch finished.
+
+        Raises:
+          MoejaxError: the model has no tokenizer, or a continuation no tokens.
+        """
+        tokens = [self.encode_pair(*pair) for pair in pairs]
+        return self.of_tokens(tokens, batch_size=batch_size, on_done=on_done)
+
+    def of_tokens(
+        self,
+        pairs: Sequence[TokenPair],
+        *,
+        batch_size: int = 8,
+        on_done: Callable[[int], None] = lambda count: None,
+    ) -> list[Scored]:
+        """As `of_texts`, of token ids; no context is empty.
+
+        A context that does not fit is cut at its beginning; a continuation longer than the
+        model's context is scored in windows (`token_windows`).
+
+        Raises:
+          MoejaxError: a pair has nothing to score, or no finite log-likelihood.
+        """
+        owners: list[int] = []
+        windows: list[TokenPair] = []
+        for index, (context, continuation) in enumerate(pairs):
+            if not context or not continuation:
+                missing = "context" if continuation else "continuation"
+                raise MoejaxError(f"pair {index} has a {missing} without tokens: there is nothing")
+            parts = [(context, continuation)]
+            if len(continuation) > self.max_length:
+                parts = list(token_windows(continuation, context[-1], self.max_length))
+            windows += parts
+            owners += [index] * len(parts)
+        batch_size = 1 if self._runner.one_stream else batch_size
+        totals = [Scored(0.0, True, 0)] * len(pairs)
+        left = np.bincount(owners, minlength=len(pairs))
+        for batch in self._batches(windows, batch_size):
+            finished = 0
+            for window, scored in self._run(batch, batch_size):
+                owner = owners[window]
+                if not math.isfinite(scored.log_likelihood):
+                    raise MoejaxError(f"pair {owner}: {self._runner.not_finite()}")
+                totals[owner] = totals[owner].and_then(scored)
+                left[owner] -= 1
+                finished += not left[owner]
+            on_done(finished)
+        return totals
+
+    def of_whole_texts(
+        self,
+        texts: Sequence[str],
+        *,
+        batch_size: int = 8,
+        on_done: Callable[[int], None] = lambda count: None,
+    ) -> list[Scored]:
+        """Every token of each text, in windows that do not overlap but in the last.
+
+        lm_eval's rolling log-likelihood: the first token follows `prefix_id`, and each is scored
+        once. A text without tokens scores nothing.
+        """
+        ids = [self.encode(text) for text in texts]
+        pairs = [([self._prefix()], tokens) for tokens in ids if tokens]
+        found = iter(self.of_tokens(pairs, batch_size=batch_size, on_done=on_done))
+        return [next(found) if tokens else Scored(0.0, True, 0) for tokens in ids]
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Tokens of a text, with those that the tokenizer puts before it if `special`.
+
+        A text that brings its own bos (or what serves for it) gets no second one. None gets an
+        eos; see the module.
+        """
+        if self._tokenizer is None:
+            raise MoejaxError("this checkpoint has no tokenizer.json: give token ids")
+        if special and self.prefix_id is not None:
+            bos = self._tokenizer.decode([self.prefix_id], skip_special_tokens=False)
+            special = not (bos and text.startswith(bos))
+        return self._tokenizer.encode(text, add_special_tokens=special, goes_on=True)
+
+    def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """The tokens of both; see the module."""
+        if not context:
+            prefix, ids = self._prefix(), self.encode(continuation, special=False)
+            return (ids[:1], ids[1:]) if ids[:1] == [prefix] else ([prefix], ids)
+        stem = context.rstrip()
+        continuation = context[len(stem) :] + continuation
+        first = self.encode(stem)
+        whole = self.encode(stem + continuation)
+        return first, whole[len(first) :]
+
+    def _prefix(self) -> int:
+        if self.prefix_id is None:
+            raise MoejaxError("an empty context needs a bos or eos token, and the model has none")
+        return self.prefix_id
+
+    def _batches(self, pairs: Sequence[TokenPair], batch_size: int) -> Iterator[list[_Row]]:
+        """Rows of like length, the longest first."""
+        rows: dict[tuple[int, ...], list[_Row]] = {}
+        vocab_size = self._runner.config.vocab_size
+        for index, (context, continuation) in enumerate(pairs):
+            whole = (*context, *continuation)[-(self.max_length + 1) :]
+            wrong = [token for token in whole if not 0 <= token < vocab_size]
+            if wrong:
+                raise MoejaxError(f"token id {wrong[0]} is outside the vocabulary of {vocab_size}")
+            same = rows.setdefault(whole[:-1], [])
+            if not same or len(same[-1].wanted) == MAX_ALTERNATIVES:
+                same.append(_Row(whole[:-1], []))
+            same[-1].wanted.append((index, continuation))
+        ordered = sorted((row for same in rows.values() for row in same), key=_by_length)
+        for first in range(0, len(ordered), batch_size):
+            yield ordered[first : first + batch_size]
+
+    def _run(self, rows: Sequence[_Row], batch_size: int) -> Iterator[tuple[int, Scored]]:
+        """Each pair of a batch and its score; rows that are missing are empty."""
+        longest = max(len(row.inputs) for row in rows)
+        num_places = max(len(tokens) for row in rows for _, tokens in row.wanted)
+        num_places = length_bucket(num_places, MIN_PLACES, self.max_length, factor=4)
+        shared = max(len(row.wanted) for row in rows)
+        shared = length_bucket(shared, 1, MAX_ALTERNATIVES, factor=4)
+        size = length_bucket(longest, MIN_PREFILL_LENGTH, self.max_length)
+        tokens, lengths = np.zeros((batch_size, size), np.int32), np.zeros(batch_size, np.int32)
+        positions = np.zeros((batch_size, num_places), np.int32)
+        targets = np.full((batch_size, num_places, shared), -1, np.int32)
+        for i, row in enumerate(rows):
+            lengths[i] = len(row.inputs)
+            tokens[i, : lengths[i]] = row.inputs
+            positions[i] = np.arange(lengths[i] - num_places, lengths[i])
+            for n, (_, wanted) in enumerate(row.wanted):
+                targets[i, num_places - len(wanted) :, n] = wanted
+        empty = np.zeros(targets.shape, np.float32), np.zeros(targets.shape, bool)
+        places = Places(*jax.device_put((positions, targets, *empty), self._runner.device))
+        places = self._runner.fold(likelihood_chunk, places, tokens, lengths)
+        scores = np.asarray(places.log_probabilities).astype(np.float64)
+        likeliest = np.asarray(places.likeliest)
+        for i, row in enumerate(rows):
+            for n, (index, wanted) in enumerate(row.wanted):
+                last = slice(num_places - len(wanted), None)
+                total, greedy = float(scores[i, last, n].sum()), bool(likeliest[i, last, n].all())
+                yield index, Scored(total, greedy, len(wanted))
+
+
+def _by_length(row: _Row) -> tuple[int, tuple[int, ...]]:
+    return -len(row.inputs), row.inputs
+
+
+def token_windows(
+    ids: Sequence[int], before: int, max_length: int
+) -> Iterator[tuple[list[int], list[int]]]:
+    """(context, continuation) pairs that score each of the tokens once.
+
+    The first window predicts `max_length` tokens after `before`, later ones as many after the
+    token before them; the last, where it is not full, sees as much before it as fits (lm_eval's
+    rolling windows).
+
+    Args:
+      ids: at least one.
+      before: what the first one follows.
+      max_length: tokens that a prediction may see.
+    """
+    stream = [before, *ids]
+    for first in range(1, len(stream), max_length):
+        end = min(first + max_length, len(stream))
+        begin = max(0, end - 1 - max_length) if first > 1 else 0
+        yield stream[begin:first], stream[first:end]

@@ -1,0 +1,483 @@
+"""Dispatches the compiled steps of one model: prefill in chunks, decode, logits."""
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from moejax.devices import plain_memory_errors
+from moejax.errors import MoejaxError
+from moejax.experts.cache_plan import Placing
+from moejax.experts.expert_memory import ExpertMemory
+from moejax.experts.expert_pool import compiler_options
+from moejax.experts.tiered_memory import TieredMemory
+from moejax.inference import steps
+from moejax.inference.chunking import (
+    CPU_CHUNK_LENGTH,
+    MAX_PREFILL_LENGTH,
+    MIN_PREFILL_LENGTH,
+    Planned,
+    chunk_of,
+    kv_bucket,
+    kv_buckets,
+    length_bucket,
+    longest_chunk,
+    next_chunk,
+    num_between,
+    part_of,
+    prefill_chunks,
+    scored_places,
+)
+from moejax.inference.generation import GenerationSettings, Timing
+from moejax.inference.session import Session, sampling_of, seeds_of, seen_tokens, settings_by_row
+from moejax.inference.step_output import NOT_FINITE
+from moejax.models import kernel_choice as served
+from moejax.models.assembly import model_definition
+from moejax.models.attention import CachedVia, cached_form, choose_cached, default_attention_via
+from moejax.models.config import ModelConfig
+from moejax.models.kernel_choice import EXPERT_LEAVES, Served
+from moejax.models.kv_cache import KVCache
+from moejax.models.moe import ExpertsVia, default_experts_via
+from moejax.models.transformer import ChunkSpec
+from moejax.programs import CompiledPrograms
+from moejax.routing.recorder import Recorded, Recorder
+from moejax.weights import linear as ops
+from moejax.weights.qtensor import Fp8Tensor, QTensor, Weight
+from pallas_kernels.target import Choice, target_of
+
+
+class Runner:
+    """A model's weights on a device, and the programs that run them.
+
+    Attributes:
+      config: the model's shape.
+      weights: flat dict of layer-stacked leaves, plain or packed, on `device`.
+      device: where it runs.
+      dtype: of the activations and the cache; that of the norms, which are never packed.
+      kernels: which may serve products with packed weights.
+      experts_used: which forms ran the experts so far.
+      products: what served each product so far, by phase ("prefill", "decode") and name.
+      planned: sizes of calls, where limits of the device's memory hold them.
+      one_stream: whether given tokens (`score`, `logits`, `fold`) are read one sequence at a time,
+        and what a policy wants moved is in its slots before the next chunk.
+      programs: what was compiled, and how long that took.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: steps.Weights,
+        device: jax.Device,
+        *,
+        kernels: ops.Kernels | None = None,
+        experts_via: ExpertsVia | None = None,
+        memory: ExpertMemory | TieredMemory | None = None,
+        cached_via: CachedVia | None = None,
+        whole_calls: bool | None = None,
+    ):
+        """Compiles nothing yet; logs what packed weights do not run on the expected kernel.
+
+        Args:
+          config: the model's shape.
+          weights: flat dict of layer-stacked leaves, on `device`.
+          device: where it runs.
+          kernels: None for what the device has.
+          experts_via: the form that runs the experts of any number of tokens; None: the default.
+          memory: of experts that `weights` lack; None where it has them all.
+          cached_via: what serves attention of decode; None for the kernel where it can.
+          whole_calls: see `steps.decode` on `runs_whole`; None for what suits the device.
+        """
+        self.config = config
+        self.weights = weights
+        self.device = device
+        is_cpu = device.platform == "cpu"
+        self._short_chunk = CPU_CHUNK_LENGTH if is_cpu else 0
+        self._chooses_kv_length = is_cpu
+        self._whole_calls = device.platform == "gpu" if whole_calls is None else whole_calls
+        pools = memory.spec.pools if memory and device.platform == "gpu" else ()
+        options = [compiler_options(pools, is_prefill) for is_prefill in (True, False)]
+        self.programs = CompiledPrograms(lambda function: options[function is steps.decode])
+        self.kernels = kernels or ops.Kernels(target_of(device))
+        self._asked_via = experts_via
+        definition = model_definition(config, self.kernels, holds_experts=memory is None)
+        self._program = steps.Program(definition, memory.spec if memory else None)
+        self._recorder: Recorder | None = None
+        self.memory, self.planned, self.one_stream = memory, Planned(), False
+        norm = weights["final_norm"]
+        assert not isinstance(norm, QTensor | Fp8Tensor)
+        self.dtype = norm.dtype
+        self.experts_used: set[ExpertsVia] = set()
+        self._attention = default_attention_via(config, self.dtype, device.platform)
+        self._cached = choose_cached(config, self.dtype, target_of(device), cached_via)
+        self._stored = dict(weights) | (memory.stacks() if memory else {})
+        self._experts = [self._stored[name] for name in EXPERT_LEAVES if name in self._stored]
+        self._tiers = [[*tier.stacks().values()] for tier in (memory.tiers if memory else ())]
+        self._tier_forms: dict[int, tuple[ExpertsVia, ...]] = {}
+        self.products: dict[str, dict[str, Served]] = {}
+        self._forms: dict[tuple[str, int, int], ExpertsVia] = {}  # of calls so far
+        for line in self.remarks():
+            logging.warning("%s", line)
+
+    def serves(self, num_tokens: int, num_sequences: int) -> dict[str, Served]:
+        """What serves each product of a call; `served.served_products` says more."""
+        products = served.served_products(
+            self.config, self._stored, self.dtype, self.kernels, num_tokens=num_tokens,
+            num_sequences=num_sequences, experts_via=self.experts_via(num_tokens),
+            tiers=self._tiers, tiers_via=self._tiers_via(num_tokens),
+        )  # fmt: skip
+        is_token = num_tokens == num_sequences
+        attention = self._cached if is_token else Choice(self._attention, {})
+        return products | served.served_attention(
+            attention, self.config, self.dtype, self.kernels, is_token=is_token
+        )
+
+    def remarks(self) -> list[str]:
+        """Of a batch of one: a line for all that runs without the kernel it should have."""
+        decode, prefill = self.serves(1, 1), self.serves(MAX_PREFILL_LENGTH, 1)
+        expected = served.expected_kernel(self.kernels.target)
+        lines = [f"decode: {line}" for line in served.remarks(decode, expected)]
+        lines += [f"prefill: {line}" for line in served.remarks(prefill, expected)]
+        lines += [f"decode: {line}" for line in served.plain_remarks(decode, expected)]
+        if expected and self.memory:
+            placing = Placing(self.memory.spec.pools, self.kernels.target)
+            if reason := placing.refusal(self.config.experts_per_token):
+                lines.append(f"decode: experts are found and placed without their kernel: {reason}")
+        return lines
+
+    def run(
+        self,
+        prompts: list[list[int]],
+        cache_length: int,
+        settings: GenerationSettings,
+        eos_ids: tuple[int, ...],
+        steps_per_call: int,
+    ) -> Iterator[tuple[list[list[int]], Timing]]:
+        """Yields the new tokens of each row as they come, until all have ended.
+
+        A row ends by an end-of-sequence token; at `max_new_tokens` or the end of the cache the
+        caller stops listening. The first token is read before decoding is dispatched: the time is
+        its own. Later, a call is dispatched before the last one's tokens are read.
+
+        Args:
+          prompts: token ids, none empty.
+          cache_length: S, longer than every prompt.
+          settings: how tokens are chosen.
+          eos_ids: tokens that end a row, unless its settings ignore them.
+          steps_per_call: decode steps of one compiled call.
+
+        Raises:
+          MoejaxError: a row's logits name no token; also as steps do.
+        """
+        started, compiled = time.perf_counter(), self.programs.seconds
+
+        def elapsed() -> float:  # compiling excluded
+            return time.perf_counter() - started - (self.programs.seconds - compiled)
+
+        def read(tokens: jax.Array) -> list[list[int]]:
+            with self.reading(session.since):
+                rows = np.asarray(tokens).tolist()
+            for i, row in enumerate(rows):
+                if NOT_FINITE in row:
+                    which = f"prompt {i + 1} of {len(rows)}: " if len(rows) > 1 else ""
+                    raise MoejaxError(which + self.not_finite())
+            return [[t for t in row if t >= 0] for row in rows]
+
+        session = self.prefill(prompts, cache_length, settings, eos_ids)
+        # An answer's last token is never written.
+        budget = min(settings.max_new_tokens - 1, cache_length - min(map(len, prompts)))
+        whole = 4 * (-budget % steps_per_call) <= budget  # else much would be waste
+
+        def dispatch() -> jax.Array | None:
+            nonlocal budget
+            num_steps = min(steps_per_call, budget)
+            budget -= num_steps
+            return self.decode(session, num_steps, steps_per_call, whole) if num_steps > 0 else None
+
+        rows, ttft, decoded = read(session.first_tokens), elapsed(), 0  # the time after the read
+        yield rows, Timing(ttft, 0.0, 0, self.programs.seconds - compiled)
+        pending = dispatch()
+        while pending is not None and any(rows):
+            following = dispatch()
+            rows = read(pending)
+            decoded += max(map(len, rows))
+            yield rows, Timing(ttft, elapsed() - ttft, decoded, self.programs.seconds - compiled)
+            pending = following
+
+    def prefill(
+        self,
+        prompts: list[list[int]],
+        cache_length: int,
+        settings: GenerationSettings | Sequence[GenerationSettings],
+        eos_ids: tuple[int, ...],
+        top_logprobs: int = 0,
+    ) -> Session:
+        """Runs the prompts ([] fills a batch), chooses a first token each; waits for nothing."""
+        batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
+        by_row, since = settings_by_row(settings, batch), self._begin_session()
+        cache, hidden, keys = self._fresh(seeds_of(by_row), cache_length)
+        device_lengths = self._put(np.asarray(lengths, np.int32))
+        for start, size in self.prompt_chunks(batch, max(lengths), cache_length):
+            is_first = start == 0 and size != self._short_chunk
+            spec = self._chunk_spec(batch, start, size, cache_length, is_first)
+            static = (self._program, spec)
+            inputs = self._put(chunk_of(prompts, start, size)), self._put(np.int32(start))
+            cache, hidden = self._step(
+                since, num_between(lengths, start, size), steps.prefill_chunk, static,
+                (cache, hidden), *inputs, device_lengths,
+            )  # fmt: skip
+        all_greedy = all(row.temperature == 0 for row in by_row)
+        sampling = sampling_of(by_row, self._put)
+        never = (-1,) * max(1, len(eos_ids))
+        ends = [(not row.ignore_eos and eos_ids) or never for row in by_row]
+        eos_by_row = self._put(np.asarray(ends, np.int32))
+        program = self._program._replace(top_logprobs=top_logprobs)
+        state, emitted = self._call(
+            steps.first_token, (program, all_greedy),
+            (cache, keys, seen_tokens(prompts, by_row, self.config, self._put)),
+            self.weights, hidden, device_lengths, sampling, eos_by_row,
+        )  # fmt: skip
+        return Session(
+            state, sampling, eos_by_row, all_greedy, max(lengths), emitted, top_logprobs, since
+        )
+
+    def not_finite(self) -> str:
+        """The error of logits that name no token; a policy that saw them begins anew."""
+        if isinstance(self.memory, TieredMemory):
+            self.memory.reset()
+        return (
+            "the model's logits are NaN or infinite, so there is no next token: its "
+            f"weights hold such values or are too large, or {self.dtype} is too small for it (try "
+            "float32)"
+        )
+
+    def end_rows(self, session: Session, ended: np.ndarray) -> None:
+        """The rows of bool[B] rest from the next call on."""
+        session.state = self._call(steps.end_rows, (), (session.state,), self._put(ended))
+
+    def decode(
+        self, session: Session, num_steps: int, buffer_length: int, whole: bool = True
+    ) -> jax.Array:
+        """Dispatches decode steps (see `steps.decode`); int32[B, buffer_length], not waited for."""
+        batch, cache_length = session.state.cache.batch_size, session.state.cache.length
+        spec = ChunkSpec(
+            kv_length=self.kv_length(session.next_position + num_steps, cache_length),
+            is_first=False,
+            experts=self._recorded_via("decode", batch, batch), attention=self._attention,
+            cached=cached_form(self._cached), tiers=self._tiers_via(batch),
+            kv_lengths=self._kv_lengths(cache_length),
+        )  # fmt: skip
+        program = self._program._replace(top_logprobs=session.top_logprobs)
+        static = (program, spec, session.all_greedy, buffer_length, self._whole_calls and whole)
+        session.state, session.emitted = self._step(
+            session.since, batch * num_steps, steps.decode, static, (session.state,),
+            session.sampling, session.eos_ids, self._put(np.int32(num_steps)),
+        )  # fmt: skip
+        session.next_position += num_steps
+        return session.emitted.tokens
+
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        """int32[B, T] to float32[B, T, V] on the host, a chunk at a time."""
+        batch, length = tokens.shape
+        if self.one_stream and batch > 1:
+            return np.concatenate([self.logits(row[None]) for row in tokens])
+        since, cache_length, cache = self._begin_windows(batch, length)
+        logits = []
+        for start, size in self._read(since, batch, length, cache_length):
+            static = (self._program, self._chunk_spec(batch, start, size, cache_length))
+            chunk, numbers = part_of(tokens, start, size), (np.int32(start), np.int32(length))
+            inputs = (self._put(chunk), *map(self._put, numbers))
+            cache, out = self._step(
+                since, batch * size, steps.chunk_logits, static, (cache,), *inputs
+            )
+            with self.reading(since):
+                logits.append(np.asarray(out)[:, : length - start])
+        return np.concatenate(logits, axis=1)
+
+    def score(self, tokens: np.ndarray, lengths: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        """Negative log-likelihood of what follows each input, summed over each window.
+
+        Args:
+          tokens: int32[B, T], inputs, padded at the end.
+          lengths: int32[B], inputs of each window.
+          targets: int32[B, T], the token after each input; -1 does not count.
+
+        Returns:
+          float64[B], nats.
+        """
+        batch, length = tokens.shape
+        if self.one_stream and batch > 1:
+            rows = (slice(i, i + 1) for i in range(batch))
+            return np.concatenate([self.score(tokens[i], lengths[i], targets[i]) for i in rows])
+        if self.one_stream:
+            length = int(lengths[0])
+        since, cache_length, cache = self._begin_windows(*tokens.shape)
+        device_lengths = self._put(np.asarray(lengths, np.int32))
+        parts = []
+        for start, size in self._read(since, batch, length, cache_length):
+            wanted = part_of(targets, start, size, -1)
+            places = scored_places(wanted)
+            static = (self._program, self._chunk_spec(batch, start, size, cache_length))
+            cache, nats = self._step(
+                since, num_between(lengths, start, size), steps.score_chunk, static, (cache,),
+                self._put(part_of(tokens, start, size)), self._put(np.int32(start)),
+                device_lengths, self._put(places), self._put(wanted[:, places]),
+            )  # fmt: skip
+            parts.append(nats)
+        with self.reading(since):
+            return np.sum([np.zeros(batch), *(np.asarray(nats, np.float64) for nats in parts)], 0)
+
+    def fold(self, function: Any, carried: Any, tokens: np.ndarray, lengths: np.ndarray) -> Any:
+        """Windows int32[B, T], padded at the end, through a step that carries what it counts.
+
+        `function`: `steps.score_chunk` up to `lengths`, with `carried`, donated, after the cache.
+        It waits for the end, or nobody would hear of a disk that failed the last step.
+        """
+        batch, length = tokens.shape
+        since, cache_length, cache = self._begin_windows(batch, length)
+        for start, size in self._read(since, batch, length, cache_length):
+            static = (self._program, self._chunk_spec(batch, start, size, cache_length))
+            chunk = part_of(tokens, start, size)
+            inputs = (self._put(a) for a in (chunk, np.int32(start), np.asarray(lengths, np.int32)))
+            cache, carried = self._step(
+                since, num_between(lengths, start, size), function, static, (cache, carried),
+                *inputs,
+            )  # fmt: skip
+        with self.reading(since):
+            return jax.block_until_ready(carried)
+
+    def experts_via(self, num_tokens: int, experts: Sequence[Weight] | None = None) -> ExpertsVia:
+        """The form that runs experts (None: the model's, of its first tier) of so many tokens."""
+        experts = self._experts if experts is None else experts
+        return self._asked_via or default_experts_via(
+            num_tokens, self.config, self.dtype, self.device.platform, experts, self.kernels,
+            pooled=self.memory is not None,
+        )  # fmt: skip
+
+    def _tiers_via(self, num_tokens: int) -> tuple[ExpertsVia, ...]:
+        """The same of each tier; () where experts are not in tiers."""
+        if num_tokens not in self._tier_forms:
+            forms = [self.experts_via(num_tokens, stacks) for stacks in self._tiers]
+            self._tier_forms[num_tokens] = tuple(forms)
+        return self._tier_forms[num_tokens]
+
+    def _recorded_via(self, phase: str, num_tokens: int, num_sequences: int) -> ExpertsVia:
+        """The form that runs the experts of a call, which goes on record."""
+        key = (phase, num_tokens, num_sequences)
+        if (via := self._forms.get(key)) is None:
+            via = self._forms[key] = self.experts_via(num_tokens)
+            self.products.setdefault(phase, {}).update(self.serves(num_tokens, num_sequences))
+        self.experts_used.add(via)
+        return via
+
+    def _chunks(self, batch: int, length: int, cache_length: int) -> Iterator[tuple[int, int]]:
+        longest = longest_chunk(self.config, batch, cache_length, self.planned)
+        return prefill_chunks(length, cache_length, longest)
+
+    def _read(
+        self, since: int, batch: int, length: int, cache_length: int
+    ) -> Iterator[tuple[int, int]]:
+        """Yields `_chunks` of given tokens; a policy's transfers finish before each chunk."""
+        memory = self.memory
+        if not (self.one_stream and isinstance(memory, TieredMemory) and memory.asks):
+            yield from self._chunks(batch, length, cache_length)
+            return
+        longest = longest_chunk(self.config, batch, cache_length, self.planned)
+        start = 0
+        while start < length:
+            rests = memory.catch_up(since) or MIN_PREFILL_LENGTH  # as often as decode asks
+            size = next_chunk(length - start, cache_length - start, min(rests, longest))
+            yield start, size
+            start += size
+
+    def prompt_chunks(
+        self, batch: int, length: int, cache_length: int
+    ) -> Iterator[tuple[int, int]]:
+        """(start, size) of the chunks of prompts, the longest of `length` tokens."""
+        longest = longest_chunk(self.config, batch, cache_length, self.planned)
+        return prefill_chunks(length, cache_length, longest, self._short_chunk)
+
+    def kv_length(self, length: int, cache_length: int) -> int:
+        """Slots that attention may look at, to see `length` of them.
+
+        On a CPU all: a program chooses among `chunks.kv_buckets` itself, since compiling one for
+        each takes seconds.
+        """
+        return cache_length if self._chooses_kv_length else kv_bucket(length, cache_length)
+
+    def _kv_lengths(self, cache_length: int) -> tuple[int, ...]:
+        return kv_buckets(cache_length) if self._chooses_kv_length else ()
+
+    def _fresh(self, seeds: list[int], cache_length: int) -> tuple[KVCache, jax.Array, jax.Array]:
+        self.planned.check(len(seeds), cache_length)
+        if self._recorder is not None:
+            self._recorder.begin(len(seeds))
+        static = (self.config, cache_length, self.dtype)
+        return self._call(steps.fresh, static, (), self._put(np.asarray(seeds, np.uint32)))
+
+    def _begin_session(self) -> int:
+        return self.memory.begin_session() if self.memory else 0
+
+    def _begin_windows(self, batch: int, length: int) -> tuple[int, int, KVCache]:
+        """A session of its own, the length of its cache, and the cache."""
+        limit = max(length, self.planned.context or self.config.context_limit)
+        cache_length = length_bucket(length, MIN_PREFILL_LENGTH, limit)
+        return self._begin_session(), cache_length, self._fresh([0] * batch, cache_length)[0]
+
+    def _step(
+        self, since: int, num_tokens: int, function: Any, static: tuple[Any, ...],
+        donated: tuple[Any, ...], *arguments: Any,
+    ) -> Any:  # fmt: skip
+        """A step through the layers: `_call` with the weights, and what holds moving experts."""
+        self.programs.check_open()
+        if (memory := self.memory) is None:
+            found = self._call(function, static, (*donated, None), self.weights, None, *arguments)
+        else:
+            with memory.step(since, max(1, num_tokens)):
+                held = (*donated, memory.pool)
+                found = self._call(function, static, held, self.weights, memory.store, *arguments)
+                memory.pool = found[len(donated)]
+        if self._recorder is not None and isinstance(found[-1], Recorded):
+            self._recorder.add(found[-1], is_decode=function is steps.decode)
+        return (*found[: len(donated)], *found[len(donated) + 1 : -1])
+
+    @contextlib.contextmanager
+    def recorded_by(self, recorder: Recorder) -> Iterator[None]:
+        """Around calls of which a recorder gets the routing; other programs serve them."""
+        plain = self._program
+        self._program, self._recorder = plain._replace(record=recorder.spec), recorder
+        try:
+            yield
+        finally:
+            self._program, self._recorder = plain, None
+
+    def reading(self, since: int) -> contextlib.AbstractContextManager[None]:
+        """Around reading results of steps; `since`: see `ExpertMemory.begin_session`."""
+        return self.memory.reading(since) if self.memory else contextlib.nullcontext()
+
+    def _call(
+        self, function: Any, static: tuple[Any, ...], donated: tuple[Any, ...], *arguments: Any
+    ) -> Any:
+        arguments = (*donated, *arguments)
+        with plain_memory_errors(self.device):
+            program = self.programs.get(function, static, arguments, num_donated=len(donated))
+            return program(*arguments)
+
+    def _chunk_spec(
+        self, batch: int, start: int, size: int, cache_length: int, is_first: bool | None = None
+    ) -> ChunkSpec:
+        """`is_first`: whether it attends to itself alone; None: where it starts at 0."""
+        is_first = start == 0 if is_first is None else is_first
+        return ChunkSpec(
+            kv_length=0 if is_first else self.kv_length(start + size, cache_length),
+            is_first=is_first,
+            experts=self._recorded_via("prefill", batch * size, batch),
+            attention=self._attention, tiers=self._tiers_via(batch * size),
+            kv_lengths=() if is_first else self._kv_lengths(cache_length),
+        )  # fmt: skip
+
+    def _put(self, array: np.ndarray | np.generic) -> jax.Array:
+        return jax.device_put(array, self.device)

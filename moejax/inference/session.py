@@ -1,0 +1,76 @@
+"""One batch on its way, and what of its settings the steps take."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from moejax.inference import steps
+from moejax.inference.generation import GenerationSettings
+from moejax.inference.sampling import Sampling
+from moejax.inference.step_output import Emitted
+from moejax.models.config import ModelConfig
+
+Put = Callable[[Any], jax.Array]  # an array of the host to the device
+
+
+@dataclasses.dataclass
+class Session:
+    """One batch on its way: device state, and what the host knows of it without asking."""
+
+    state: steps.DecodeState
+    sampling: Sampling
+    eos_ids: jax.Array  # int32[B, n]
+    all_greedy: bool
+    next_position: int  # largest position that the next step writes
+    emitted: Emitted  # of the last call, at first int32[B, 1]; not waited for
+    top_logprobs: int = 0  # see `steps.Program`
+    since: int = 0  # see `ExpertMemory.begin_session`
+
+    @property
+    def first_tokens(self) -> jax.Array:
+        """int32[B, 1], before anything was decoded."""
+        return self.emitted.tokens
+
+
+def settings_by_row(
+    settings: GenerationSettings | Sequence[GenerationSettings], batch: int
+) -> list[GenerationSettings]:
+    """One a row, with a seed of its own."""
+    if not isinstance(settings, GenerationSettings):
+        return list(settings)
+    return [dataclasses.replace(settings, seed=seed) for seed in settings.seeds(batch)]
+
+
+def seeds_of(rows: Sequence[GenerationSettings]) -> list[int]:
+    """The seed of each row."""
+    return [row.seeds(1)[0] for row in rows]
+
+
+def seen_tokens(
+    prompts: list[list[int]], rows: Sequence[GenerationSettings], config: ModelConfig, put: Put
+) -> jax.Array | None:
+    """bool[B, V], the tokens of each prompt; None where no penalty asks for them."""
+    if all(row.repetition_penalty == 1.0 for row in rows):
+        return None
+    seen = np.zeros((len(prompts), config.vocab_size), bool)
+    for row, prompt in enumerate(prompts):
+        seen[row, prompt] = True
+    return put(seen)
+
+
+def sampling_of(rows: Sequence[GenerationSettings], put: Put) -> Sampling:
+    """The settings of every sequence as arrays."""
+
+    def column(name: str, dtype: type[np.generic]) -> jax.Array:
+        return put(np.asarray([getattr(row, name) for row in rows], dtype))
+
+    return Sampling(
+        temperature=column("temperature", np.float32),
+        top_k=column("top_k", np.int32),
+        top_p=column("top_p", np.float32),
+        min_p=column("min_p", np.float32),
+        repetition_penalty=column("repetition_penalty", np.float32),
+    )

@@ -1,0 +1,56 @@
+"""What a compiled step gives the host: new tokens, and their log-probabilities where asked for."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from moejax.inference.sampling import Logprobs
+
+NO_TOKEN = -1  # in the place of a token: the row has ended, or rests
+NOT_FINITE = -2  # the row's logits named none, and it ends here
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Emitted:
+    """The new tokens of a call of n steps.
+
+    Invariant: the leading axes of all arrays are those of `tokens`.
+    """
+
+    tokens: jax.Array  # int32[B, n], NO_TOKEN or NOT_FINITE where there is none
+    logprobs: Logprobs | None  # None where the program tells none
+
+    def placed(self, index: jax.Array, tokens: jax.Array, logprobs: Logprobs | None) -> "Emitted":
+        """With what step `index`, int32[], gave: int32[B] and its logprobs, None as here."""
+
+        def place(old: jax.Array, new: jax.Array) -> jax.Array:
+            return old.at[:, index].set(new)
+
+        return jax.tree.map(place, self, Emitted(tokens, logprobs))
+
+
+def names_a_token(logits: jax.Array) -> jax.Array:
+    """bool[B], whether a softmax of logits [B, V] is a distribution.
+
+    It is none of a NaN, of +inf, or of -inf alone; -inf beside a finite logit masks its token.
+    """
+    # XLA's maximum on a CPU loses a NaN (jax 0.10.2, 2026-11-24).
+    numbers = jnp.where(jnp.isnan(logits), jnp.inf, logits)
+    return jnp.isfinite(jnp.max(numbers, axis=-1))
+
+
+def none_emitted(batch: int, length: int, top_logprobs: int) -> Emitted:
+    """For `length` tokens of each row, none of which is there yet.
+
+    Args:
+      batch: B.
+      length: n.
+      top_logprobs: N, likeliest tokens told beside each; 0: no logprobs at all.
+    """
+    tokens = jnp.full((batch, length), NO_TOKEN, jnp.int32)
+    if not top_logprobs:
+        return Emitted(tokens, None)
+    top = jnp.zeros((batch, length, top_logprobs), jnp.float32)
+    return Emitted(tokens, Logprobs(top[..., 0], top, jnp.zeros(top.shape, jnp.int32)))

@@ -1,0 +1,1 @@
+"""config.json and tensor names of Hugging Face checkpoints, family by family."""

@@ -1,0 +1,198 @@
+"""config.json of a Hugging Face checkpoint to `ModelConfig`, and back.
+
+Two spellings are read: that of the published checkpoints (transformers 4: `num_experts`,
+`rope_theta`, `torch_dtype`) and that of transformers 5 (`num_local_experts`, `rope_parameters`,
+`dtype`). What the models here would compute differently from transformers is refused by name.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moejax.errors import MoejaxError
+from moejax.files.small import check_depth, parse_json, read_file
+from moejax.models.config import MOST_EXPERTS, MOST_LAYERS, ModelConfig
+from moejax.models.hf import deepseek as hf_deepseek
+from moejax.models.hf import qwen3_next as hf_qwen3_next
+from moejax.models.hf.defaults import with_defaults
+from moejax.models.hf.fields import (
+    flag,
+    integer,
+    number,
+    object_field,
+    sparse_layers,
+)
+from moejax.models.hf.rope import rope_fields, rope_scaling, rope_theta, unsupported
+
+ARCHITECTURES = {
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    **hf_deepseek.ARCHITECTURES,
+}
+# Families with a module of their own; the others are read and written here.
+_READERS = dict.fromkeys(hf_deepseek.ARCHITECTURES, hf_deepseek.model_config)
+_READERS["qwen3_next"] = hf_qwen3_next.model_config
+_WRITERS = dict.fromkeys(hf_deepseek.ARCHITECTURES, hf_deepseek.config_fields)
+
+
+def read_model_config(directory: Path) -> ModelConfig:
+    """The shape of the model in `directory`.
+
+    Raises:
+      MoejaxError: config.json is missing, is not JSON, lacks a field, is of another architecture,
+        or asks for something that is not supported.
+    """
+    path = directory / "config.json"
+    fields = read_json(path)
+    try:
+        return model_config(fields)
+    except (MoejaxError, ValueError) as error:
+        raise MoejaxError(f"{path}: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+      MoejaxError: the directory or the file is missing, or it holds no JSON object.
+    """
+    if not path.parent.is_dir():
+        raise MoejaxError(f"no such directory: {path.parent}")
+    try:
+        fields = parse_json(read_file(path))
+        check_depth(fields)
+    except FileNotFoundError as error:
+        raise MoejaxError(
+            f"no {path.name} in {path.parent}; a Hugging Face checkpoint directory has one"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise MoejaxError(f"cannot read {path}: {error}") from error
+    if not isinstance(fields, dict):
+        raise MoejaxError(f"{path} holds a {type(fields).__name__}, expected a JSON object")
+    return fields
+
+
+def model_config(fields: Mapping[str, Any]) -> ModelConfig:
+    """`ModelConfig` from the fields of a config.json in either spelling.
+
+    Raises:
+      MoejaxError: as in `read_model_config`, without the file's name.
+    """
+    family = _family(fields)
+    object_field(fields, "quantization_config")  # the weights' reader knows which ones it can read
+    fields = with_defaults(family, fields)
+    if read := _READERS.get(family):
+        return read(family, fields)
+    if reasons := unsupported(fields):
+        raise MoejaxError("not supported: " + "; ".join(reasons))
+    num_layers = integer(fields, "num_hidden_layers", most=MOST_LAYERS)
+    num_heads = integer(fields, "num_attention_heads")
+    model_dim = integer(fields, "hidden_size")
+    mlp_dim = integer(fields, "intermediate_size")
+    is_qwen3 = family == "qwen3_moe"
+    windowed = fields["sliding_window"] is not None
+    windowed &= not is_qwen3 or flag(fields, "use_sliding_window")
+    return ModelConfig(
+        family=family,
+        vocab_size=integer(fields, "vocab_size"),
+        model_dim=model_dim,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=integer(fields, "num_key_value_heads", default=num_heads),
+        head_dim=integer(fields, "head_dim", default=model_dim // num_heads),
+        num_experts=integer(fields, "num_local_experts", "num_experts", most=MOST_EXPERTS),
+        experts_per_token=integer(fields, "num_experts_per_tok"),
+        expert_dim=integer(fields, "moe_intermediate_size") if is_qwen3 else mlp_dim,
+        mlp_dim=mlp_dim,
+        moe_layers=sparse_layers(fields, num_layers) if is_qwen3 else tuple(range(num_layers)),
+        norm_topk_prob=flag(fields, "norm_topk_prob") if is_qwen3 else True,
+        norm_eps=number(fields, "rms_norm_eps"),
+        rope_theta=rope_theta(family, fields),
+        rope_scaling=rope_scaling(fields),
+        max_positions=integer(fields, "max_position_embeddings"),
+        tied_embeddings=flag(fields, "tie_word_embeddings"),
+        qk_norm=is_qwen3,
+        attention_bias=flag(fields, "attention_bias") if is_qwen3 else False,
+        sliding_window=integer(fields, "sliding_window") if windowed else None,
+    )
+
+
+def to_hf_config(config: ModelConfig, *, dtype: str, **token_ids: Any) -> dict[str, Any]:
+    """The fields of a config.json that transformers 4 and 5 both read, in both spellings.
+
+    Args:
+      config: what is to be described.
+      dtype: name of the stored type, for instance "bfloat16".
+      **token_ids: `bos_token_id`, `eos_token_id`, `pad_token_id`, as they are to be written.
+
+    Raises:
+      ValueError: the family cannot express the config (a Mixtral with biases, for instance).
+    """
+    c = config
+    head: dict[str, Any] = {"architectures": [ARCHITECTURES[c.family]], "model_type": c.family}
+    if write := _WRITERS.get(c.family):
+        fields = head | write(c) | {"dtype": dtype, "torch_dtype": dtype, **token_ids}
+        return _checked(fields, c)
+    fields = head | {
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.model_dim,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_dim,
+        "num_experts_per_tok": c.experts_per_token,
+        "num_local_experts": c.num_experts,
+        "hidden_act": "silu",
+        "rms_norm_eps": c.norm_eps,
+        **rope_fields(c),
+        "max_position_embeddings": c.max_positions,
+        "sliding_window": c.sliding_window,
+        "tie_word_embeddings": c.tied_embeddings,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        **token_ids,
+    }
+    if c.family == "qwen3_next":
+        fields |= hf_qwen3_next.fields_of(c)
+    elif c.family == "qwen3_moe":
+        fields |= {
+            "num_experts": c.num_experts,
+            "intermediate_size": c.mlp_dim,
+            "moe_intermediate_size": c.expert_dim,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(c.dense_layers),
+            "norm_topk_prob": c.norm_topk_prob,
+            "attention_bias": c.attention_bias,
+            "use_sliding_window": c.sliding_window is not None,
+        }
+    else:
+        fields["intermediate_size"] = c.expert_dim
+    # Mixtral has no dense layers, so the width of one does not come back.
+    mlp_dim = c.mlp_dim if c.dense_layers else fields["intermediate_size"]
+    return _checked(fields, dataclasses.replace(c, mlp_dim=mlp_dim))
+
+
+def _checked(fields: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
+    """The fields, where they are read as `config`."""
+    try:
+        found = model_config(fields)
+    except MoejaxError:
+        found = None
+    if found != config:
+        raise ValueError(f"a {config.family} config.json cannot express {config}")
+    return fields
+
+
+def _family(fields: Mapping[str, Any]) -> str:
+    model_type = fields.get("model_type")
+    if isinstance(model_type, str) and model_type in ARCHITECTURES:
+        return model_type
+    architectures = fields.get("architectures") or "no architecture"
+    if isinstance(architectures, list):
+        architectures = ", ".join(map(str, architectures))
+    raise MoejaxError(
+        f"model_type {model_type!r} ({architectures}) is not supported; supported are "
+        + " and ".join(f"{family!r} ({name})" for family, name in ARCHITECTURES.items())
+    )

@@ -1,0 +1,195 @@
+"""config.json of DeepSeek's families to `ModelConfig`, and back.
+
+"deepseek" is DeepSeek-MoE-16B (standard attention), which transformers has no class for: it is read
+as the code beside its checkpoint reads it. Where that of "deepseek_v2" and "deepseek_v3" differs
+from transformers, what is done here is what transformers does:
+  * V2 never divides the chosen weights by their sum, whatever `norm_topk_prob` says;
+  * YaRN scales cosines and sines by its default where one of `mscale` and `mscale_all_dim` is 0.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from moejax.errors import MoejaxError
+from moejax.models.config import MOST_EXPERTS, MOST_LAYERS, ModelConfig
+from moejax.models.hf.fields import (
+    flag,
+    integer,
+    number,
+)
+from moejax.models.hf.rope import KINDS, rope_fields, rope_scaling, rope_theta, unsupported
+from moejax.models.parts import LatentAttention, RouterRule
+
+ARCHITECTURES = {
+    "deepseek": "DeepseekForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
+
+# How V3 and V2 choose experts: of all, or of the best groups.
+_GREEDY, _BY_GROUPS, _BY_GROUPS_AND_BIAS = "greedy", "group_limited_greedy", "noaux_tc"
+
+
+def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
+    """`ModelConfig` from the fields of a config.json of one of `ARCHITECTURES`.
+
+    Raises:
+      MoejaxError: a field is missing or wrong, or asks for something that is not supported.
+    """
+    if reasons := _unsupported(family, fields):
+        raise MoejaxError("not supported: " + "; ".join(reasons))
+    num_layers = integer(fields, "num_hidden_layers", most=MOST_LAYERS)
+    num_heads = integer(fields, "num_attention_heads")
+    model_dim, expert_dim = (
+        integer(fields, name) for name in ("hidden_size", "moe_intermediate_size")
+    )
+    latent = None if family == "deepseek" else _latent(fields)
+    shared = fields.get("n_shared_experts")
+    num_shared = 0 if shared in (None, 0) else integer(fields, "n_shared_experts")
+    head_dim = model_dim // num_heads if latent is None else latent.nope_dim + latent.rope_dim
+    return ModelConfig(
+        family=family,
+        vocab_size=integer(fields, "vocab_size"),
+        model_dim=model_dim,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=integer(fields, "num_key_value_heads", default=num_heads),
+        head_dim=head_dim,
+        num_experts=integer(
+            fields, "num_local_experts", "num_experts", "n_routed_experts", most=MOST_EXPERTS
+        ),
+        experts_per_token=integer(fields, "num_experts_per_tok"),
+        expert_dim=expert_dim,
+        mlp_dim=integer(fields, "intermediate_size"),
+        moe_layers=_sparse_layers(family, fields, num_layers),
+        norm_topk_prob=_normalises(family, fields),
+        norm_eps=number(fields, "rms_norm_eps"),
+        rope_theta=rope_theta(family, fields),
+        max_positions=integer(fields, "max_position_embeddings"),
+        tied_embeddings=flag(fields, "tie_word_embeddings"),
+        qk_norm=False,
+        attention_bias=False,
+        sliding_window=None,
+        interleaved_rope=flag(fields, "rope_interleave") or family == "deepseek_v2",
+        rope_scaling=rope_scaling(fields),
+        latent=latent,
+        shared_dim=num_shared * expert_dim,
+        router=_router(family, fields),
+    )
+
+
+def config_fields(config: ModelConfig) -> dict[str, Any]:
+    """The fields of a config.json, without those that say what the file is."""
+    c, rule = config, config.router
+    first = min(c.moe_layers, default=c.num_layers)
+    every = (n for n in range(1, c.num_layers) if c.moe_layers == _layers(first, n, c.num_layers))
+    frequency = next(every, 1)
+    fields: dict[str, Any] = {
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.model_dim,
+        "intermediate_size": c.mlp_dim,
+        "moe_intermediate_size": c.expert_dim,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "n_routed_experts": c.num_experts,
+        "n_shared_experts": c.shared_dim // c.expert_dim or None,
+        "num_experts_per_tok": c.experts_per_token,
+        "first_k_dense_replace": first,
+        "moe_layer_freq": frequency,
+        "norm_topk_prob": c.norm_topk_prob,
+        "scoring_func": rule.scoring,
+        "hidden_act": "silu",
+        "rms_norm_eps": c.norm_eps,
+        "max_position_embeddings": c.max_positions,
+        "tie_word_embeddings": c.tied_embeddings,
+        "attention_bias": False,
+        **rope_fields(c),
+    }
+    if c.latent is not None:
+        fields |= {
+            "q_lora_rank": c.latent.query_rank,
+            "kv_lora_rank": c.latent.kv_rank,
+            "qk_nope_head_dim": c.latent.nope_dim,
+            "qk_rope_head_dim": c.latent.rope_dim,
+            "v_head_dim": c.latent.value_dim,
+            "routed_scaling_factor": rule.scale,
+            "n_group": rule.num_groups,
+            "topk_group": rule.top_groups,
+            "topk_method": _BY_GROUPS if rule.num_groups > 1 else _GREEDY,
+        }
+    if c.family == "deepseek_v3":
+        fields |= {"topk_method": _BY_GROUPS_AND_BIAS, "rope_interleave": c.interleaved_rope}
+    return fields
+
+
+def _unsupported(family: str, fields: Mapping[str, Any]) -> list[str]:
+    """Every reason why the model cannot be run as transformers would run it."""
+    reasons = unsupported(fields, ropes=("default",) if family == "deepseek" else KINDS)
+    scoring = "sigmoid" if family == "deepseek_v3" else "softmax"
+    if (asked := fields.get("scoring_func")) not in (None, scoring):
+        reasons.append(f"scoring_func {asked!r}, only {scoring!r} is")
+    reasons += [f"{name} true" for name in ("attention_bias", "mlp_bias") if flag(fields, name)]
+    heads, keys = (fields.get(name) for name in ("num_attention_heads", "num_key_value_heads"))
+    if family == "deepseek":
+        model_dim = integer(fields, "hidden_size")
+        if model_dim % integer(fields, "num_attention_heads"):
+            reasons.append(f"hidden_size {model_dim} is no multiple of {heads} heads")
+        return reasons
+    if keys not in (None, heads):
+        reasons.append(f"num_key_value_heads {keys} of {heads} heads, which share a latent")
+    if (frequency := fields.get("moe_layer_freq")) not in (None, 1):
+        reasons.append(f"moe_layer_freq {frequency}")
+    methods = (_GREEDY, _BY_GROUPS) if family == "deepseek_v2" else (_BY_GROUPS_AND_BIAS, None)
+    if (method := fields.get("topk_method")) not in methods:
+        reasons.append(f"topk_method {method!r}")
+    if not fields.get("n_shared_experts"):
+        reasons.append(f"n_shared_experts {fields.get('n_shared_experts')}")
+    return reasons
+
+
+def _latent(fields: Mapping[str, Any]) -> LatentAttention:
+    has_latent_queries = fields["q_lora_rank"] is not None
+    return LatentAttention(
+        kv_rank=integer(fields, "kv_lora_rank"),
+        query_rank=integer(fields, "q_lora_rank") if has_latent_queries else None,
+        nope_dim=integer(fields, "qk_nope_head_dim"),
+        rope_dim=integer(fields, "qk_rope_head_dim"),
+        value_dim=integer(fields, "v_head_dim"),
+    )
+
+
+def _normalises(family: str, fields: Mapping[str, Any]) -> bool:
+    """DeepSeekMoE's code leaves the weight of a single expert as it is, V3's does not."""
+    asked = flag(fields, "norm_topk_prob")  # read of V2 too: a wrong type is refused
+    if family == "deepseek" and integer(fields, "num_experts_per_tok") == 1:
+        return False
+    return asked and family != "deepseek_v2"
+
+
+def _router(family: str, fields: Mapping[str, Any]) -> RouterRule:
+    if family == "deepseek":
+        return RouterRule()
+    scale = number(fields, "routed_scaling_factor")
+    if family == "deepseek_v2" and fields["topk_method"] == _GREEDY:
+        return RouterRule(scale=scale)
+    num_groups, top_groups = (integer(fields, name) for name in ("n_group", "topk_group"))
+    if family == "deepseek_v2":
+        return RouterRule(scale=scale, num_groups=num_groups, top_groups=top_groups)
+    return RouterRule(
+        scoring="sigmoid", scale=scale, num_groups=num_groups, top_groups=top_groups,
+        group_score="top2", has_bias=True,
+    )  # fmt: skip
+
+
+def _sparse_layers(family: str, fields: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Those after the dense ones, of "deepseek" every `moe_layer_freq`-th."""
+    first = fields["first_k_dense_replace"]
+    if first != 0 or type(first) is not int:
+        first = integer(fields, "first_k_dense_replace")
+    every = integer(fields, "moe_layer_freq") if family == "deepseek" else 1
+    return _layers(first, every, num_layers)
+
+
+def _layers(first: int, every: int, num_layers: int) -> tuple[int, ...]:
+    return tuple(layer for layer in range(first, num_layers) if layer % every == 0)

@@ -1,0 +1,218 @@
+"""Which Hugging Face tensor fills which part of which weight leaf; the name tables of each family.
+
+Experts are stored under two spellings. Published checkpoints hold one tensor an expert and
+projection (`mlp.experts.3.gate_proj.weight`; Mixtral: `block_sparse_moe.experts.3.w1.weight`);
+transformers 5 may also write its own fused form (`mlp.experts.gate_up_proj`, [E, 2F, D]).
+"""
+
+import dataclasses
+import re
+from collections.abc import Collection, Iterator
+
+import numpy as np
+
+from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.layer_index import places
+
+_DENSE = ("gate_proj", "up_proj", "down_proj")
+_EXPERT_PROJECTIONS = {"mixtral": ("w1", "w3", "w2")}  # the others': _DENSE
+_MOE_MODULE = {"mixtral": "block_sparse_moe"}  # the others': "mlp"
+_SHARED_MODULE = {"qwen3_next": "shared_expert"}  # the others': "shared_experts"
+# Buffers that transformers recomputes and that old checkpoints hold nevertheless.
+_IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
+# The head that predicts further tokens at once (Qwen3-Next), which decoding here does not use.
+_MULTI_TOKEN = re.compile(r"^mtp\.")
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+_FURTHER = re.compile(r"\.(enorm|hnorm|eh_proj)\.")  # what such a layer of DeepSeek-V3 has alone
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """One tensor of a checkpoint: it fills `weights[leaf][index][start : start + shape[0]]`."""
+
+    name: str
+    leaf: str
+    index: tuple[int, ...]  # leading positions: layer, then expert
+    start: int  # first row
+    shape: tuple[int, ...]
+
+    def rows(self, part: np.ndarray) -> np.ndarray:
+        """The rows of `part`, which is `weights[leaf][index]`, that the tensor fills; a view."""
+        return part[self.start : self.start + self.shape[0]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Spelling:
+    """How a checkpoint names its experts."""
+
+    moe_module: str  # "mlp" | "block_sparse_moe"
+    fused: bool  # one tensor for all experts of a layer
+
+
+def published_spelling(family: str) -> Spelling:
+    """That of the checkpoints of the model's makers, which every reader knows."""
+    return Spelling(moe_module=_MOE_MODULE.get(family, "mlp"), fused=False)
+
+
+def find_spelling(family: str, names: Collection[str]) -> Spelling:
+    """That of a checkpoint with tensors of these `names`."""
+    modules = {
+        module
+        for module in ("mlp", "block_sparse_moe")
+        if any(f".{module}.experts." in name for name in names)
+    }
+    published = _MOE_MODULE.get(family, "mlp")
+    return Spelling(
+        moe_module="mlp" if modules == {"mlp"} else published,
+        fused=any(name.endswith(".experts.gate_up_proj") for name in names),
+    )
+
+
+def ignored(config: ModelConfig, names: Collection[str]) -> set[str]:
+    """Those of a checkpoint's tensors that no model here needs."""
+    return {name for name in names if _IGNORED.search(name)} | set(multi_token(config, names))
+
+
+def multi_token(config: ModelConfig, names: Collection[str]) -> list[str]:
+    """Those of a checkpoint's tensors that predict further tokens at once.
+
+    In DeepSeek-V3's they are layers after the last one, which are told from a decoder's by norms
+    of their own: a config that says a layer too few does not lose it.
+    """
+    if config.family == "qwen3_next":
+        return [name for name in names if _MULTI_TOKEN.match(name)]
+    if config.family != "deepseek_v3":
+        return []
+    layers = {name: int(found[1]) for name in names if (found := _LAYER.match(name))}
+    marked = {layer for name, layer in layers.items() if _FURTHER.search(name)}
+    end = config.num_layers
+    while end in marked:
+        end += 1
+    return [name for name, layer in layers.items() if config.num_layers <= layer < end]
+
+
+def placements(config: ModelConfig, spelling: Spelling) -> Iterator[Placement]:
+    """Every tensor of a checkpoint, layer by layer; together they fill every leaf exactly once."""
+    c = config
+    yield Placement("model.embed_tokens.weight", "embed", (), 0, (c.vocab_size, c.model_dim))
+    for place in places(config):
+        assert isinstance(place.layer, int)
+        assert isinstance(place.mixer, int) and isinstance(place.mlp, int)
+        layer = (place.layer,)
+        prefix = f"model.layers.{place.layer}"
+        yield Placement(
+            f"{prefix}.input_layernorm.weight", "attention.norm", layer, 0, (c.model_dim,)
+        )
+        if place.is_delta:
+            yield from _delta_net(c, place.mixer, f"{prefix}.linear_attn")
+        elif c.latent:
+            yield from _latent_attention(c, place.mixer, f"{prefix}.self_attn")
+        else:
+            yield from _attention(c, place.mixer, f"{prefix}.self_attn")
+        yield Placement(
+            f"{prefix}.post_attention_layernorm.weight", "mlp_norm", layer, 0, (c.model_dim,)
+        )
+        at = (place.mlp,)
+        if place.is_sparse:
+            moe_prefix = f"{prefix}.{spelling.moe_module}"
+            yield from _experts(c, spelling, place.mlp, moe_prefix)
+            yield from _shared_expert(c, at, moe_prefix)
+        else:
+            yield from _gated_mlp(f"{prefix}.mlp", "mlp", at, _DENSE, c.mlp_dim, c.model_dim)
+    yield Placement("model.norm.weight", "final_norm", (), 0, (c.model_dim,))
+    if not c.tied_embeddings:
+        yield Placement("lm_head.weight", "head", (), 0, (c.vocab_size, c.model_dim))
+
+
+def _attention(c: ModelConfig, i: int, prefix: str) -> Iterator[Placement]:
+    """Queries, keys and values one below the other in `qkv_proj`; norms and biases if any."""
+    at = (i,)
+    kv_dim, attended = c.num_kv_heads * c.head_dim, c.num_heads * c.head_dim
+    query_dim = c.qkv_dim - 2 * kv_dim  # with gates
+    rows = {"q": (0, query_dim), "k": (query_dim, kv_dim), "v": (query_dim + kv_dim, kv_dim)}
+    for x, (start, size) in rows.items():
+        shape = (size, c.model_dim)
+        yield Placement(f"{prefix}.{x}_proj.weight", "attention.qkv_proj", at, start, shape)
+        if c.attention_bias:
+            yield Placement(f"{prefix}.{x}_proj.bias", "attention.qkv_bias", at, start, (size,))
+    yield Placement(f"{prefix}.o_proj.weight", "attention.o_proj", at, 0, (c.model_dim, attended))
+    if c.attention_bias:
+        yield Placement(f"{prefix}.o_proj.bias", "attention.o_bias", at, 0, (c.model_dim,))
+    if c.qk_norm:
+        for x in ("q_norm", "k_norm"):
+            yield Placement(f"{prefix}.{x}.weight", f"attention.{x}", at, 0, (c.head_dim,))
+
+
+def _latent_attention(c: ModelConfig, i: int, prefix: str) -> Iterator[Placement]:
+    """Projections to latents and from them, and the latents' norms."""
+    shapes = weight_shapes(c)
+    names = {
+        "q_proj": "q_proj", "q_a": "q_a_proj", "q_a_norm": "q_a_layernorm", "q_b": "q_b_proj",
+        "kv_a": "kv_a_proj_with_mqa", "kv_a_norm": "kv_a_layernorm", "kv_b": "kv_b_proj",
+        "o_proj": "o_proj",
+    }  # fmt: skip
+    for leaf, name in names.items():
+        if (shape := shapes.get(f"attention.{leaf}")) is not None:
+            yield Placement(f"{prefix}.{name}.weight", f"attention.{leaf}", (i,), 0, shape[1:])
+
+
+def _delta_net(c: ModelConfig, i: int, prefix: str) -> Iterator[Placement]:
+    """Projections, convolution, decays and the norm of the output."""
+    shapes = weight_shapes(c)
+    names = {
+        "qkvz_proj": "in_proj_qkvz.weight", "ba_proj": "in_proj_ba.weight",
+        "conv": "conv1d.weight", "dt_bias": "dt_bias", "a_log": "A_log", "norm": "norm.weight",
+        "o_proj": "out_proj.weight",
+    }  # fmt: skip
+    for leaf, name in names.items():
+        shape = shapes[f"delta.{leaf}"][1:]
+        yield Placement(f"{prefix}.{name}", f"delta.{leaf}", (i,), 0, shape)
+
+
+def _shared_expert(c: ModelConfig, at: tuple[int, ...], prefix: str) -> Iterator[Placement]:
+    """What every token takes, and the gate in front of it."""
+    if not c.shared_dim:
+        return
+    module = f"{prefix}.{_SHARED_MODULE.get(c.family, 'shared_experts')}"
+    yield from _gated_mlp(module, "shared", at, _DENSE, c.shared_dim, c.model_dim)
+    if c.shared_gate:
+        yield Placement(f"{module}_gate.weight", "shared.gate", at, 0, (1, c.model_dim))
+
+
+def _experts(c: ModelConfig, spelling: Spelling, i: int, prefix: str) -> Iterator[Placement]:
+    """Router and experts of the `i`-th sparse layer."""
+    router = (c.num_experts, c.model_dim)
+    yield Placement(f"{prefix}.gate.weight", "moe.router", (i,), 0, router)
+    if c.router.has_bias:
+        bias = (c.num_experts,)
+        yield Placement(f"{prefix}.gate.e_score_correction_bias", "moe.router_bias", (i,), 0, bias)
+    if spelling.fused:
+        gate_up = (c.num_experts, 2 * c.expert_dim, c.model_dim)
+        down = (c.num_experts, c.model_dim, c.expert_dim)
+        yield Placement(f"{prefix}.experts.gate_up_proj", "moe.gate_up", (i,), 0, gate_up)
+        yield Placement(f"{prefix}.experts.down_proj", "moe.down", (i,), 0, down)
+        return
+    for expert in range(c.num_experts):
+        yield from _gated_mlp(
+            f"{prefix}.experts.{expert}",
+            "moe",
+            (i, expert),
+            _EXPERT_PROJECTIONS.get(c.family, _DENSE),
+            c.expert_dim,
+            c.model_dim,
+        )
+
+
+def _gated_mlp(
+    prefix: str,
+    leaf: str,
+    index: tuple[int, ...],
+    projections: tuple[str, str, str],
+    width: int,
+    model_dim: int,
+) -> Iterator[Placement]:
+    """Gate above up in `gate_up`, and down."""
+    gate, up, down = (f"{prefix}.{projection}.weight" for projection in projections)
+    yield Placement(gate, f"{leaf}.gate_up", index, 0, (width, model_dim))
+    yield Placement(up, f"{leaf}.gate_up", index, width, (width, model_dim))
+    yield Placement(down, f"{leaf}.down", index, 0, (model_dim, width))

@@ -1,0 +1,137 @@
+"""config.json of Qwen3-Next to `ModelConfig`, and back.
+
+The published files are transformers 4's: `full_attention_interval` says which layers attend, and
+`rope_theta` and `partial_rotary_factor` stand at the top. Transformers 5 writes `layer_types` and
+`rope_parameters`. Where both are there, `layer_types` counts, as it does in transformers.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from moejax.errors import MoejaxError
+from moejax.models.config import MOST_EXPERTS, MOST_LAYERS, ModelConfig
+from moejax.models.hf.defaults import DEFAULTS
+from moejax.models.hf.fields import (
+    flag,
+    integer,
+    number,
+    rope_field,
+    sparse_layers,
+)
+from moejax.models.hf.rope import rope_fields, rope_scaling, rope_theta, unsupported
+from moejax.models.parts import DeltaNet
+
+_ATTENTION, _DELTA = "full_attention", "linear_attention"
+
+
+def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
+    """`ModelConfig` from the fields of a config.json in either spelling.
+
+    Raises:
+      MoejaxError: a field is missing or wrong, or asks for something that is not supported.
+    """
+    reasons = unsupported(fields, partial=True)
+    if flag(fields, "use_sliding_window"):  # transformers would not look at it either
+        reasons.append("use_sliding_window, which Qwen3-Next has no layers for")
+    if reasons:
+        raise MoejaxError("not supported: " + "; ".join(reasons))
+    num_layers = integer(fields, "num_hidden_layers", most=MOST_LAYERS)
+    head_dim = integer(fields, "head_dim")
+    return ModelConfig(
+        family=family,
+        vocab_size=integer(fields, "vocab_size"),
+        model_dim=integer(fields, "hidden_size"),
+        num_layers=num_layers,
+        num_heads=integer(fields, "num_attention_heads"),
+        num_kv_heads=integer(fields, "num_key_value_heads"),
+        head_dim=head_dim,
+        num_experts=integer(fields, "num_local_experts", "num_experts", most=MOST_EXPERTS),
+        experts_per_token=integer(fields, "num_experts_per_tok"),
+        expert_dim=integer(fields, "moe_intermediate_size"),
+        mlp_dim=integer(fields, "intermediate_size"),
+        moe_layers=sparse_layers(fields, num_layers),
+        norm_topk_prob=flag(fields, "norm_topk_prob"),
+        norm_eps=number(fields, "rms_norm_eps"),
+        rope_theta=rope_theta(family, fields),
+        rope_scaling=rope_scaling(fields),
+        max_positions=integer(fields, "max_position_embeddings"),
+        tied_embeddings=flag(fields, "tie_word_embeddings"),
+        qk_norm=True,
+        attention_bias=flag(fields, "attention_bias"),
+        sliding_window=None,
+        rope_dim=_rotated_dims(fields, head_dim),
+        attention_gate=True,
+        zero_centred_norm=True,
+        delta_net=_delta_net(fields, num_layers),
+        shared_dim=integer(fields, "shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+
+
+def fields_of(config: ModelConfig) -> dict[str, Any]:
+    """What its config.json says beside the fields of every family, or in their place."""
+    c, rotated = config, config.rotary_dim / config.head_dim
+    fields = {
+        "num_experts": c.num_experts,
+        "intermediate_size": c.mlp_dim,
+        "moe_intermediate_size": c.expert_dim,
+        "shared_expert_intermediate_size": c.shared_dim,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(c.dense_layers),
+        "norm_topk_prob": c.norm_topk_prob,
+        "attention_bias": c.attention_bias,
+        "use_sliding_window": False,
+        "partial_rotary_factor": rotated,
+        **rope_fields(c, partial_rotary_factor=rotated),
+        "layer_types": [
+            _ATTENTION if layer in c.attention_layers else _DELTA for layer in range(c.num_layers)
+        ],
+    }
+    if c.delta_net is not None:
+        fields |= {
+            "linear_num_key_heads": c.delta_net.num_key_heads,
+            "linear_num_value_heads": c.delta_net.num_value_heads,
+            "linear_key_head_dim": c.delta_net.key_dim,
+            "linear_value_head_dim": c.delta_net.value_dim,
+            "linear_conv_kernel_dim": c.delta_net.conv_width,
+        }
+    return fields
+
+
+def _rotated_dims(fields: Mapping[str, Any], head_dim: int) -> int:
+    """Dimensions of a head that are rotated, rounded down; all of them where the share is null."""
+    name = "partial_rotary_factor"
+    default = 1.0 if name in fields else DEFAULTS["qwen3_next"][name]
+    share = number({name: rope_field(fields, name)}, name, default=default)
+    if share > 1:
+        raise MoejaxError(f"{name} is {share}, more than a whole head")
+    return int(head_dim * share)
+
+
+def _delta_net(fields: Mapping[str, Any], num_layers: int) -> DeltaNet | None:
+    """The layers with a state; None where all attend."""
+    layers = tuple(i for i, kind in enumerate(_layer_types(fields, num_layers)) if kind == _DELTA)
+    if not layers:
+        return None
+    return DeltaNet(
+        layers=layers,
+        num_key_heads=integer(fields, "linear_num_key_heads"),
+        num_value_heads=integer(fields, "linear_num_value_heads"),
+        key_dim=integer(fields, "linear_key_head_dim"),
+        value_dim=integer(fields, "linear_value_head_dim"),
+        conv_width=integer(fields, "linear_conv_kernel_dim"),
+    )
+
+
+def _layer_types(fields: Mapping[str, Any], num_layers: int) -> list[str]:
+    """What each layer mixes by."""
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        interval = integer(fields, "full_attention_interval")
+        return [_DELTA if (i + 1) % interval else _ATTENTION for i in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise MoejaxError(f"layer_types is {kinds!r}, expected a list of {num_layers}")
+    others = [kind for kind in kinds if kind not in (_ATTENTION, _DELTA)]
+    if others:
+        raise MoejaxError(f"not supported: layer_types with {others[0]!r}")
+    return kinds

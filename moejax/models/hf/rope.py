@@ -1,0 +1,131 @@
+"""Rotary embedding in a config.json: `rope_scaling` of transformers 4, `rope_parameters` of 5.
+
+transformers 5 takes `rope_scaling` whole where it is there. Here both may be there and must agree.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any, get_args
+
+from moejax.errors import MoejaxError
+from moejax.models.config import ModelConfig
+from moejax.models.hf.defaults import DEFAULTS
+from moejax.models.hf.fields import ROPES, agreed, flag, integer, number, object_field, rope_field
+from moejax.models.parts import RopeKind, RopeScaling
+
+KINDS = ("default", *get_args(RopeKind))
+# Names of the fields of `RopeScaling` in an object, and the kinds that read them.
+_FIELDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "factor": ("factor", get_args(RopeKind)),
+    "original_positions": ("original_max_position_embeddings", ("yarn", "llama3", "longrope")),
+    "beta_fast": ("beta_fast", ("yarn",)),
+    "beta_slow": ("beta_slow", ("yarn",)),
+    "mscale": ("mscale", get_args(RopeKind)),
+    "mscale_all_dim": ("mscale_all_dim", get_args(RopeKind)),
+    "attention_factor": ("attention_factor", ("yarn", "longrope")),
+    "truncate": ("truncate", ("yarn",)),
+    "low_freq_factor": ("low_freq_factor", ("llama3",)),
+    "high_freq_factor": ("high_freq_factor", ("llama3",)),
+    "short_factors": ("short_factor", ("longrope",)),
+    "long_factors": ("long_factor", ("longrope",)),
+}
+_REQUIRED: Mapping[tuple[str, ...], tuple[str, ...]] = {
+    ("linear", "dynamic", "yarn", "llama3"): ("factor",),
+    ("llama3",): ("low_freq_factor", "high_freq_factor"),
+    ("longrope",): ("short_factors", "long_factors"),
+}
+
+
+def unsupported(
+    fields: Mapping[str, Any], *, ropes: Collection[str] = KINDS, partial: bool = False
+) -> list[str]:
+    """Every reason why the model cannot be run as transformers would run it.
+
+    Args:
+      fields: of config.json, completed.
+      ropes: kinds of rotary embedding that its family is served with.
+      partial: whether heads that are rotated in part are.
+    """
+    reasons = []
+    for name in ROPES:
+        rope = object_field(fields, name)
+        if by_kind := [key for key, value in rope.items() if isinstance(value, dict)]:
+            reasons.append(f"{name} apart for {', '.join(by_kind)}")
+        elif (kind := rope_type(rope)) not in ropes:
+            reasons.append(f"{name} of type {kind!r} (without it, the model's own context works)")
+    rotated = rope_field(fields, "partial_rotary_factor")
+    if not partial and rotated not in (None, 1, 1.0):
+        reasons.append(f"partial_rotary_factor {rotated}")
+    if fields["hidden_act"] != "silu":
+        reasons.append(f"hidden_act {fields['hidden_act']!r}, only 'silu' is")
+    return reasons
+
+
+def rope_theta(family: str, fields: Mapping[str, Any]) -> float:
+    """The base of rotary frequencies: the family's default where no place names it."""
+    default = None if "rope_theta" in fields else DEFAULTS[family]["rope_theta"]
+    found = {"rope_theta": rope_field(fields, "rope_theta")}
+    return number(found, "rope_theta", default=default)
+
+
+def rope_scaling(fields: Mapping[str, Any]) -> RopeScaling | None:
+    """The scaling of rotary frequencies that a config asks for; None for none.
+
+    Raises:
+      MoejaxError: a field is missing or wrong, or the places that hold it disagree.
+    """
+    kinds = {name: rope_type(of) for name in ROPES if (of := object_field(fields, name))}
+    kind = agreed(kinds)
+    if kind in (None, "default"):
+        return None
+    longest = integer(fields, "max_position_embeddings")
+    values: dict[str, Any] = {"original_positions": longest}
+    for ours, (name, readers) in _FIELDS.items():
+        if kind in readers and (value := _value(fields, name)) is not None:
+            values[ours] = value
+    if kind == "longrope":
+        values.setdefault("factor", longest / values["original_positions"])
+    required = [name for kinds, names in _REQUIRED.items() if kind in kinds for name in names]
+    if missing := [_FIELDS[ours][0] for ours in required if ours not in values]:
+        raise MoejaxError(f"the {missing[0]} of rope scaling of type {kind!r} is missing")
+    return RopeScaling(kind=kind, **values)
+
+
+def _value(fields: Mapping[str, Any], name: str) -> Any:
+    """A field of rope scaling, as `RopeScaling` has it; None where it is left out."""
+    value = rope_field(fields, name)
+    # Zeros are as if they were left out; one of `attention_factor` would be taken.
+    if value is None or (type(value) in (int, float) and not value and name != "attention_factor"):
+        return None
+    given = {name: value}
+    if name == "truncate":
+        return flag(given, name)
+    if name == "original_max_position_embeddings":
+        return integer(given, name)
+    if name not in ("short_factor", "long_factor"):
+        return number(given, name)
+    if not isinstance(value, list):
+        raise MoejaxError(f"{name} is {value!r}, expected a list of numbers")
+    return tuple(number({name: of}, name) for of in value)
+
+
+def rope_type(rope: Mapping[str, Any]) -> Any:
+    """The kind that `rope_scaling` or `rope_parameters` asks for."""
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def rope_fields(config: ModelConfig, **more: Any) -> dict[str, Any]:
+    """Fields of a config.json in both spellings; `more` belongs inside of the objects."""
+    theta = {"rope_theta": config.rope_theta}
+    if config.rope_scaling is None:
+        return {**theta, "rope_parameters": {"rope_type": "default", **theta, **more}}
+    kind = config.rope_scaling.kind
+    scaling: dict[str, Any] = {"type": kind, "rope_type": kind}
+    for ours, (name, readers) in _FIELDS.items():
+        value = getattr(config.rope_scaling, ours)
+        if kind in readers and value is not None:
+            scaling[name] = list(value) if isinstance(value, tuple) else value
+    return {
+        **theta,
+        "rope_scaling": {**scaling, **more},
+        "rope_parameters": {**theta, **scaling, **more},
+    }

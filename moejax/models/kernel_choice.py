@@ -1,0 +1,232 @@
+"""Which implementation serves each product with stored matrices, for the record.
+
+What is said here is computed by the functions that choose while a program is traced
+(`ops.choose_product`, `models.grouped_experts.choose_grouped`, `models.moe.choose_routing`,
+`models.token_step.choose_token_step`, `models.delta_net.choose_delta_step`), from the same shapes.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moejax.models.attention import cached_form
+from moejax.models.config import ModelConfig
+from moejax.models.decode_layers import choose_token_step, is_plain
+from moejax.models.delta_net import choose_delta_step
+from moejax.models.grouped_experts import choose_for_tiers, choose_grouped
+from moejax.models.leaf_kinds import STEADY_LEAVES, leaves_of
+from moejax.models.moe import ExpertsVia, choose_routing, kernel_refusal
+from moejax.weights import linear as ops
+from moejax.weights.qtensor import Weight
+from pallas_kernels.target import Choice, Target
+
+EXPERT_LEAVES = leaves_of("experts")
+# Of one product with all tokens; "kept" ones too, for other engines' checkpoints may pack them.
+LINEAR_LEAVES = leaves_of("attention", "shared_experts", "mlp", "router", "kept")
+# At one token a sequence heads take what it packs apart (`LatentAttention._to_heads`).
+EXPANDING_LEAF = "attention.kv_b"
+ABSORBED = "one token's heads take its rows apart, which is no product with rows of outputs"
+
+
+class Served(NamedTuple):
+    """What serves one product."""
+
+    implementation: str  # of `pallas_kernels`, `ops.DEQUANTIZED`, `ops.PLAIN`, or a form of experts
+    form: str  # of the stored matrices: "int4g64 float", "bfloat16", "FP8 ..."
+    packed: bool
+    refusals: Mapping[str, str]  # of the implementations that come before it
+
+    def describe(self) -> str:
+        """Such as "mosaic, int4g64 float" or "dequantized, int3g64 float (mosaic: ...)"."""
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in self.refusals.items())
+        return f"{self.implementation}, {self.form}" + (f" ({reasons})" if reasons else "")
+
+
+def form(weight: Weight) -> str:
+    """How a weight is stored, in a few words."""
+    if isinstance(weight, jax.Array):
+        return str(weight.dtype)
+    if ops.unfit(weight):
+        return ops.packing(weight) or str(weight)
+    of = jax.eval_shape(ops.operands, weight)
+    ranks = "".join(f" + U V {terms.v.describe()}" for terms in of.low_rank)
+    return of.weights.describe() + ranks
+
+
+def served_products(
+    config: ModelConfig,
+    weights: Mapping[str, Weight],
+    dtype: jnp.dtype,
+    kernels: ops.Kernels,
+    *,
+    num_tokens: int,
+    num_sequences: int,
+    experts_via: ExpertsVia,
+    tiers: Sequence[Sequence[Weight]] = (),
+    tiers_via: Sequence[ExpertsVia] = (),
+) -> dict[str, Served]:
+    """By the name of a leaf, or "experts" for both of theirs; "routing" is softmax and top-k.
+
+    "experts" are those of the first tier where they are stored in several precisions, those of the
+    others "experts, tier 2" and so on.
+
+    Args:
+      config: of the model.
+      weights: all of the model's.
+      dtype: of the activations.
+      kernels: which may serve.
+      num_tokens: rows of every product but the head's. `EXPANDING_LEAF` is that of a prompt's first
+        chunk, or of one token a sequence; a later chunk may take either way.
+      num_sequences: rows of the head's.
+      experts_via: the form that runs the experts.
+      tiers: of each its `moe.gate_up` and `moe.down`; (): experts are stored in one form.
+      tiers_via: the form that runs each; a launch serves all where each is "grouped_kernel".
+    """
+    found = {}
+    head = "embed" if config.tied_embeddings else "head"
+    rows = {**dict.fromkeys(LINEAR_LEAVES, num_tokens), head: num_sequences}
+    for name, num_rows in rows.items():
+        if name in weights:
+            weight = weights[name]
+            steady = name in STEADY_LEAVES
+            choice = ops.choose_product(num_rows, dtype, weight, kernels, steady=steady)
+            is_packed = ops.packing(weight) is not None
+            if name == EXPANDING_LEAF and num_tokens == num_sequences:
+                absorbed = Choice(ops.DEQUANTIZED, {"every kernel": ABSORBED})
+                choice = absorbed if is_packed else Choice(ops.PLAIN, {})
+            found[name] = Served(choice.implementation, form(weight), is_packed, choice.refusals)
+    if "moe.router" in weights:
+        routing = choose_routing(num_tokens, config, kernels)
+        found["routing"] = Served(routing.implementation, "float32", False, routing.refusals)
+    experts = [weights[name] for name in EXPERT_LEAVES if name in weights]
+    if experts:
+        found["experts"] = _served_experts(config, experts, dtype, kernels, num_tokens, experts_via)
+    together = all(via == "grouped_kernel" for via in tiers_via)
+    for number, (stacks, via) in enumerate(zip(tiers, tiers_via, strict=True), 1):
+        name = "experts" if number == 1 else f"experts, tier {number}"
+        found[name] = _served_experts(config, stacks, dtype, kernels, num_tokens, via)
+        if together and len(tiers) > 1:
+            choice = choose_for_tiers(num_tokens, config, dtype, tiers, kernels)
+            found[name] = found[name]._replace(
+                implementation=choice.implementation, refusals=choice.refusals
+            )
+    return found
+
+
+def served_attention(
+    attention: Choice,
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    kernels: ops.Kernels,
+    *,
+    is_token: bool,
+) -> dict[str, Served]:
+    """Attention, and of one token a sequence what lies around the products.
+
+    That is "norms and writes" and, in models that have layers of it, the "delta rule".
+
+    Args:
+      attention: what serves it.
+      config: of the model.
+      dtype: of queries, keys and values.
+      kernels: which may serve.
+      is_token: each sequence has one new token.
+    """
+    found = {"attention": attention}
+    if is_token and (cached_form(attention) == "kernel" or not is_plain(config)):
+        found["norms and writes"] = choose_token_step(config, dtype, kernels)
+    elif is_token:  # their kernels come with that of attention
+        found["norms and writes"] = Choice("xla", attention.refusals)
+    if is_token and config.delta_net:
+        found["delta rule"] = choose_delta_step(config, dtype, kernels)
+    return {
+        name: Served(choice.implementation, str(dtype), False, choice.refusals)
+        for name, choice in found.items()
+    }
+
+
+def _served_experts(
+    config: ModelConfig,
+    experts: Sequence[Weight],
+    dtype: jnp.dtype,
+    kernels: ops.Kernels,
+    num_tokens: int,
+    via: ExpertsVia,
+) -> Served:
+    forms = " and ".join(dict.fromkeys(map(form, experts)))
+    is_packed = any(ops.packing(weight) for weight in experts)
+    if via == "kernel":
+        return Served("expert_mlp", forms, is_packed, {})
+    choice = choose_grouped(num_tokens, config, dtype, experts, kernels)
+    if via == "grouped_kernel":
+        return Served(choice.implementation, forms, is_packed, choice.refusals)
+    if is_packed:
+        return Served(ops.DEQUANTIZED, f"{forms}, {via}", is_packed, choice.refusals)
+    refusal = kernel_refusal(config, dtype, experts)
+    return Served(via, forms, is_packed, {"expert_mlp": refusal} if refusal else {})
+
+
+def expected_kernel(target: Target | None) -> str | None:
+    """The implementation that packed weights should run on; None where there is none (a CPU)."""
+    if target is None or target.platform != "gpu":
+        return None
+    return "mosaic" if target.capability == (9, 0) else "triton"
+
+
+def unexpected(served: Mapping[str, Served], expected: str | None) -> dict[str, Served]:
+    """Packed weights that another implementation serves; none where nothing is expected."""
+    if expected is None:
+        return {}
+    return {name: of for name, of in served.items() if of.packed and of.implementation != expected}
+
+
+def remarks(served: Mapping[str, Served], expected: str | None) -> list[str]:
+    """A line for each kind of packed weight that the expected kernel does not serve."""
+    lines: dict[str, list[str]] = {}
+    for name, of in unexpected(served, expected).items():
+        lines.setdefault(of.describe(), []).append(name)
+    return [
+        f"packed weights do not run on the {expected} kernel: {', '.join(names)}: {said}"
+        for said, names in lines.items()
+    ]
+
+
+def plain_remarks(served: Mapping[str, Served], expected: str | None) -> list[str]:
+    """A line for each part of a decode step, not packed, that runs without the kernel it should.
+
+    Products with plain matrices of a stack should run by `pallas_kernels.dequant_matmul`, plain
+    experts by `expert_mlp`, attention by `decode_attention`, routing by `router_topk`, norms by
+    `residual_norm`, cache writes by `qkv_to_cache`, delta rules by `delta_step`. (Experts that move
+    are planned by `cache_plan`: `moejax.experts.cache_plan.Placing.refusal`.)
+    """
+    parts = ("experts", "attention", "norms and writes", "delta rule", "routing", *LINEAR_LEAVES)
+    found = {name: served[name] for name in parts if expected and name in served}
+    return [
+        f"{name} run without their kernel: {of.describe()}"
+        for name, of in found.items()
+        if not of.packed and of.refusals
+    ]
+
+
+def describe_packing(
+    weights: Mapping[str, Weight], products: Mapping[str, Mapping[str, Served]]
+) -> str:
+    """How weights are packed and what serves them, to follow their size in a line.
+
+    Args:
+      weights: flat dict of leaves.
+      products: what serves each product, by phase.
+    """
+    packed = {name: ops.packing(leaf) for name, leaf in weights.items()}
+    kinds = {kind: [n for n in packed if packed[n] == kind] for kind in packed.values() if kind}
+    if not kinds:
+        return ", none packed"
+    said = "; ".join(f"{', '.join(names)}: {kind}" for kind, names in kinds.items())
+    runs = []
+    for phase, found in products.items():
+        used = sorted({of.implementation for of in found.values() if of.packed})
+        how = "dequantized for each product" if used == [ops.DEQUANTIZED] else ", ".join(used)
+        runs.append(f"{phase}: {how}")
+    return f" ({said}); {'; '.join(runs)}"

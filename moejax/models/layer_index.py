@@ -1,0 +1,102 @@
+"""Where a layer stands among those of its kind, as a number or, inside a loop, on the device."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moejax.models.config import ModelConfig
+from moejax.weights.linear import Index
+
+# Of the loop over a chunk's layers: the same wherever experts are. XLA on a CPU (jax 0.11.2) may
+# end a float32 sum in another last bit where a pass ends than between two layers of one.
+LAYERS_A_PASS = 2
+
+
+class Following(NamedTuple):
+    """The next sparse layer."""
+
+    layer: Index  # among all
+    mlp: Index  # among the sparse ones
+
+
+class Place(NamedTuple):
+    """One layer; the numbers are int32[] inside a loop over layers, the kinds are static."""
+
+    layer: Index  # among all
+    mixer: Index  # among those that attend, or those by a delta rule
+    mlp: Index  # among the sparse layers, or the dense ones
+    is_delta: bool
+    is_sparse: bool
+    following: Following | None  # None after the last sparse layer; in a loop that one itself
+
+
+class Loop(NamedTuple):
+    """Layers first .. first + num_turns * num_passes - 1, `num_turns` of them a pass."""
+
+    first: int
+    num_turns: int
+    num_passes: int
+
+    @property
+    def end(self) -> int:
+        """The first layer after it."""
+        return self.first + self.num_turns * self.num_passes
+
+
+@functools.cache
+def places(config: ModelConfig) -> tuple[Place, ...]:
+    """All layers, in order."""
+    found, counts = [], {"attention": 0, "delta": 0, "sparse": 0, "dense": 0}
+    deltas = set(config.delta_net.layers) if config.delta_net else set()
+    sparse, sparse_layers = set(config.moe_layers), config.moe_layers
+    for layer in range(config.num_layers):
+        mixer = "delta" if layer in deltas else "attention"
+        mlp = "sparse" if layer in sparse else "dense"
+        index = counts[mlp]
+        following = None
+        if mlp == "sparse" and index + 1 < len(sparse_layers):
+            following = Following(sparse_layers[index + 1], index + 1)
+        found.append(
+            Place(layer, counts[mixer], index, mixer == "delta", mlp == "sparse", following)
+        )
+        counts[mixer] += 1
+        counts[mlp] += 1
+    return tuple(found)
+
+
+def loop_over(config: ModelConfig, num_turns: int, layers_a_pass: int = LAYERS_A_PASS) -> Loop:
+    """The passes of a loop that a model's layers allow; none where fewer than two would remain.
+
+    A loop begins after the last dense layer, and a pass has a multiple of the period in which
+    kinds of layers come back: only numbers differ between passes. (Of a loop of one pass XLA
+    copies the cache.)
+
+    Args:
+      config: of the model.
+      num_turns: of which a pass has a multiple.
+      layers_a_pass: likewise.
+    """
+    first = max(config.dense_layers, default=-1) + 1
+    kinds = [place.is_delta for place in places(config)[first:]]
+    lengths = range(1, len(kinds) + 1)
+    period = next((n for n in lengths if kinds[n:] == kinds[: len(kinds) - n]), 1)
+    num_turns = math.lcm(layers_a_pass, period, num_turns)
+    num_passes = len(kinds) // num_turns
+    return Loop(first, num_turns, num_passes if num_passes > 1 else 0)
+
+
+def in_loop(config: ModelConfig, loop: Loop, turn: int, number: jax.Array) -> Place:
+    """Layer `turn` of pass `number`, int32[], of a loop."""
+    start, pattern = places(config)[loop.first + turn], places(config)[loop.first :]
+    alike = sum(place.is_delta == start.is_delta for place in pattern[: loop.num_turns])
+    layer = start.layer + number * loop.num_turns
+    mlp = start.mlp + number * loop.num_turns
+    following = Following(
+        jnp.minimum(layer + 1, config.num_layers - 1),
+        jnp.minimum(mlp + 1, len(config.moe_layers) - 1),
+    )
+    mixer = start.mixer + number * alike
+    return Place(layer, mixer, mlp, start.is_delta, start.is_sparse, following)

@@ -1,0 +1,193 @@
+"""The matrices of a shard in stacks of one shape and scheme, of a bounded size.
+
+Every stack of a program holds the same number of matrices (the last one is filled up with zeros),
+so that a program is compiled once. What is in a stack depends on the model and the recipe alone:
+a run that goes on after a kill forms the same stacks.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from moejax.quantization.pipeline.atomic_files import read_matrix
+from moejax.quantization.pipeline.inventory import Entry
+from moejax.quantization.pipeline.quantizers import Program
+from moejax.quantization.pipeline.recipe import COMPENSATED, Scheme
+
+STACK_BYTES = 64 * 2**20  # of float32 weights, unless a single matrix has more
+# A matrix of more bytes than this is cut into parts of its rows where its method allows that.
+MATRIX_BYTES = 256 * 2**20
+# Methods to which a row is a problem of its own; hqq's stop is then the part's own.
+_BY_ROWS = ("rtn", "hqq", "least_squares")
+_LEAST_RANK = 8  # of a program with compensators
+_MANY_MATRICES = 64  # fewer of a rank do not get a program of their own
+_CALL_MATRICES = 2  # a call costs as much as so many matrices
+
+Key = tuple[tuple[int, ...], Scheme]  # shape; scheme without its rank
+
+
+class Task(NamedTuple):
+    """One matrix and what is to become of it."""
+
+    entry: Entry
+    scheme: Scheme
+    rank: int
+
+
+class Piece(NamedTuple):
+    """Rows of a matrix, all of them unless it is very large."""
+
+    task: Task
+    first_row: int
+    num_rows: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stack:
+    """Pieces that go through one compiled program together."""
+
+    program: Program
+    num_matrices: int  # C; pieces may be fewer
+    num_rows: int  # N of the program; pieces may have fewer
+    pieces: tuple[Piece, ...]
+
+    def read(self) -> np.ndarray:
+        """float32[C, N, K], zeros where there is no piece.
+
+        Raises:
+          MoejaxError: a file was cut short, or a value is NaN or infinite.
+        """
+        num_inputs = self.pieces[0].task.entry.shape[1]
+        weights = np.empty((self.num_matrices, self.num_rows, num_inputs), np.float32)
+        for piece, rows in zip(self.pieces, weights, strict=False):
+            rows[piece.num_rows :] = 0
+            read_matrix(piece.task.entry.source, rows[: piece.num_rows], piece.first_row)
+        weights[len(self.pieces) :] = 0
+        return weights
+
+    def ranks(self) -> np.ndarray:
+        """Of the compensators: int32[C]."""
+        ranks = np.zeros(self.num_matrices, np.int32)
+        ranks[: len(self.pieces)] = [piece.task.rank for piece in self.pieces]
+        return ranks
+
+
+class Programs:
+    """The compiled programs that a model needs, chosen once for all of its shards.
+
+    Compiling takes seconds, and a matrix takes the time of its program's rank and stack: matrices
+    of one shape and scheme share few ranks, and one size of stack serves all shards.
+
+    Args:
+      shards: the matrices of each shard that are quantized.
+      passes: cap of MiLo's iteration.
+      use_kernel: solve HQQ by the GPU kernel.
+    """
+
+    def __init__(
+        self, shards: Sequence[Sequence[Task]], passes: int, *, use_kernel: bool = False
+    ) -> None:
+        self._passes, self._use_kernel = passes, use_kernel
+        ranks: dict[Key, list[int]] = defaultdict(list)
+        for task in (task for shard in shards for task in shard):
+            ranks[_key(task)].append(task.rank if task.scheme.method in COMPENSATED else 0)
+        self._ranks = {key: _shared_ranks(found) for key, found in ranks.items()}
+        needed: dict[tuple[tuple[int, ...], Program], list[int]] = defaultdict(list)
+        for shard in shards:
+            for place, members in self._grouped(shard).items():
+                needed[place].append(len(_pieces(place[1], members)))
+        self._sizes = {
+            (shape, program): _stack_size(counts, 4 * _rows(shape, program) * shape[1])
+            for (shape, program), counts in needed.items()
+        }
+
+    def stacks(self, tasks: Sequence[Task]) -> list[Stack]:
+        """All stacks of a shard, in the order of their first matrices."""
+        found = []
+        for (shape, program), members in self._grouped(tasks).items():
+            pieces, size = _pieces(program, members), self._sizes[shape, program]
+            found += [
+                Stack(
+                    program=program,
+                    num_matrices=size,
+                    num_rows=_rows(shape, program),
+                    pieces=tuple(pieces[first : first + size]),
+                )
+                for first in range(0, len(pieces), size)
+            ]
+        return found
+
+    def _grouped(self, tasks: Sequence[Task]) -> dict[tuple[tuple[int, ...], Program], list[Task]]:
+        """By shape and program, in the order of the first of each."""
+        found: dict[tuple[tuple[int, ...], Program], list[Task]] = defaultdict(list)
+        for task in tasks:
+            key = _key(task)
+            rank = task.rank if task.scheme.method in COMPENSATED else 0
+            program = Program(
+                scheme=key[1],
+                max_rank=next(shared for shared in self._ranks[key] if rank <= shared),
+                passes=self._passes,
+                use_kernel=self._use_kernel,
+            )
+            found[task.entry.shape, program].append(task)
+        return found
+
+
+def _shared_ranks(ranks: Sequence[int]) -> list[int]:
+    """Ranks of programs, rising; a matrix takes the first that is not below its own.
+
+    Powers of 4 times 8, without those that serve few matrices; the last is the largest rank. Rank 0
+    needs no compensator and has a program of its own.
+    """
+    found, waiting, below, bound = [0] if 0 in ranks else [], 0, 0, _LEAST_RANK
+    while bound < max(ranks):
+        waiting += sum(below < rank <= bound for rank in ranks)
+        if waiting >= _MANY_MATRICES:
+            found.append(bound)
+            waiting = 0
+        below, bound = bound, 4 * bound
+    return [*found, max(ranks)] if max(ranks) else found
+
+
+def _stack_size(counts: Sequence[int], matrix_bytes: int) -> int:
+    """How many matrices a stack holds: the least work over all shards within `STACK_BYTES`.
+
+    Args:
+      counts: matrices of each shard.
+      matrix_bytes: of one.
+    """
+    most = max(1, STACK_BYTES // matrix_bytes)
+    candidates = {-(-count // parts) for count in counts for parts in (1, 2, 3, 4, 6, 8)}
+    candidates |= {-(-count // -(-count // most)) for count in counts} | {1}
+
+    def work(size: int) -> tuple[int, int]:
+        stacks = sum(-(-count // size) for count in counts)
+        return stacks * (size + _CALL_MATRICES), -size
+
+    return min((size for size in candidates if size <= most), key=work)
+
+
+def _rows(shape: tuple[int, ...], program: Program) -> int:
+    """Rows of a piece: all, unless the matrix is very large."""
+    num_rows, num_inputs = shape
+    parts = 1
+    if program.scheme.method in _BY_ROWS:
+        parts = -(-4 * num_rows * num_inputs // MATRIX_BYTES)
+    return -(-num_rows // parts)
+
+
+def _pieces(program: Program, tasks: Sequence[Task]) -> list[Piece]:
+    shape = tasks[0].entry.shape
+    step = _rows(shape, program)
+    return [
+        Piece(task, first, min(step, shape[0] - first))
+        for task in tasks
+        for first in range(0, shape[0], step)
+    ]
+
+
+def _key(task: Task) -> Key:
+    return task.entry.shape, dataclasses.replace(task.scheme, rank=None)

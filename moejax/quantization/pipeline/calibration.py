@@ -1,0 +1,80 @@
+"""The text that calibrated quantizers look at: what ships, and how a text becomes samples."""
+
+import lzma
+from pathlib import Path
+
+import numpy as np
+
+from moejax.errors import MoejaxError
+from moejax.text.tokenizer import Tokenizer
+
+TEXT_PATH = Path(__file__).parent / "calibration_text" / "text.xz"
+NUM_SAMPLES, SAMPLE_LENGTH = 128, 2048  # as GPTQ's authors take them
+
+
+def shipped_text() -> str:
+    """Prose, code, maths and Chinese, of free licences (`calibration_text/README.md`)."""
+    return lzma.decompress(TEXT_PATH.read_bytes()).decode()
+
+
+def calibration_tokens(
+    tokenizer: Tokenizer | None,
+    *,
+    vocab_size: int,
+    max_positions: int,
+    text: str | None = None,
+    num_samples: int = NUM_SAMPLES,
+    length: int = 0,
+) -> np.ndarray:
+    """Samples at even distances in a text.
+
+    Args:
+      tokenizer: of the checkpoint.
+      vocab_size: of the model.
+      max_positions: of the model.
+      text: a user's own, which must suffice for all samples; None: what ships, which gives as
+        many as it has, at least one.
+      num_samples: S.
+      length: T; 0: SAMPLE_LENGTH, or the model's context if that is shorter.
+
+    Returns:
+      int32[S, T]; of the text that ships perhaps fewer, whole rows.
+
+    Raises:
+      MoejaxError: no tokenizer or not the model's, a text that is too short, or samples that do
+        not fit the model.
+    """
+    if tokenizer is None:
+        raise MoejaxError(
+            "calibration needs a tokenizer.json beside the checkpoint; add the file, or take a "
+            "method without calibration (milo, hqq, rtn)"
+        )
+    if num_samples < 1 or length < 0:
+        raise MoejaxError(
+            f"calibration of {num_samples} samples of {length} tokens; give at least one sample"
+        )
+    length = length or min(SAMPLE_LENGTH, max_positions)
+    if length > max_positions:
+        raise MoejaxError(
+            f"calibration samples of {length} tokens do not fit the model's context of "
+            f"{max_positions}; make them shorter"
+        )
+    is_own = text is not None
+    chosen = shipped_text() if text is None else text
+    ids = np.asarray(tokenizer.encode(chosen, add_special_tokens=False), np.int64)
+    available = len(ids) // length
+    if available < (num_samples if is_own else 1):
+        needed = num_samples * length if is_own else length
+        what = "the calibration text" if is_own else "the calibration text that ships"
+        raise MoejaxError(
+            f"{what} has {len(ids)} tokens, {num_samples if is_own else 1} x {length} = {needed} "
+            "are needed; give a longer text, or fewer or shorter samples"
+        )
+    if wrong := ids[ids >= vocab_size].tolist():
+        raise MoejaxError(
+            f"tokenizer.json gives token {wrong[0]}, outside the model's vocabulary of "
+            f"{vocab_size}; it is not the model's tokenizer"
+        )
+    count = min(num_samples, available)
+    starts = np.arange(count) * len(ids) // count
+    return ids[starts[:, None] + np.arange(length)].astype(np.int32)

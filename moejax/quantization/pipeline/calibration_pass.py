@@ -1,0 +1,129 @@
+"""Calibration text on its way through the layers while they are quantized.
+
+Each layer sees what the quantized layers before it give, as GPTQ's authors do. After a kill the
+text is sent through the layers that are done, read back from their files, which is the same to the
+last bit as having them at hand.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.devices import plain_memory_errors
+from moejax.models.config import leaf_dtype, weight_shapes
+from moejax.quantization.pipeline.atomic_files import read_matrix
+from moejax.quantization.pipeline.forward import CapturedLayer, LayerRun
+from moejax.quantization.pipeline.inventory import Entry, Inventory, Shard
+from moejax.quantization.pipeline.progress import Meter
+from moejax.quantization.pipeline.quantizers import Calibration
+from moejax.weights.qtensor import QTensor
+
+# On a host, where nothing else is to be held, and on an accelerator.
+_HESSIAN_BYTES = {"cpu": 512 * 2**20}
+_DEVICE_HESSIAN_BYTES = 4 * 2**30
+
+
+class CalibrationRun:
+    """The text before the layer that comes next.
+
+    Args:
+      inventory: the model.
+      tokens: int32[S, T].
+      device: where layers run, in float32 on a CPU and bfloat16 elsewhere.
+      meter: is told of seconds.
+    """
+
+    def __init__(
+        self, inventory: Inventory, tokens: np.ndarray, *, device: jax.Device, meter: Meter
+    ) -> None:
+        self._inventory, self._device, self._meter = inventory, device, meter
+        self._dtype = np.dtype(jnp.float32 if device.platform == "cpu" else jnp.bfloat16)
+        embed = next(entry for entry in inventory.entries if entry.kind == "embed")
+        self._run = LayerRun(
+            inventory.config,
+            tokens,
+            read_matrix(embed.source).astype(self._dtype),
+            dtype=self._dtype,
+            device=device,
+            hessian_bytes=_HESSIAN_BYTES.get(device.platform, _DEVICE_HESSIAN_BYTES),
+        )
+
+    def capture(self, shard: Shard) -> "Captured":
+        """What the matrices of the layer that comes next are given; it stays the next."""
+        with self._meter.phase("calibrate"), plain_memory_errors(self._device):
+            weights = self._layer_weights(shard, {})
+            return Captured(self._run.capture(weights), self._meter)
+
+    def advance(self, shard: Shard, matrices: Mapping[str, QTensor]) -> None:
+        """Sends the text through the next layer.
+
+        Args:
+          shard: that layer.
+          matrices: what it has become, by name; the rest is as it was.
+        """
+        with self._meter.phase("calibrate"), plain_memory_errors(self._device):
+            self._run.advance(self._layer_weights(shard, matrices))
+
+    def _layer_weights(
+        self, shard: Shard, matrices: Mapping[str, QTensor]
+    ) -> dict[str, np.ndarray]:
+        """The leaves of one layer without the layers' axis."""
+        shapes = weight_shapes(self._inventory.config)
+        leaves: dict[str, np.ndarray] = {}
+        for entry in shard.entries:
+            if entry.leaf not in leaves:
+                dtype = leaf_dtype(entry.leaf, self._dtype)
+                leaves[entry.leaf] = np.empty(shapes[entry.leaf][1:], dtype)
+            leaf = leaves[entry.leaf]
+            part = leaf if entry.expert is None else leaf[entry.expert]
+            rows = part[entry.start : entry.start + entry.shape[0]]
+            if entry.name in matrices:
+                placed = jax.device_put(matrices[entry.name], self._device)
+                rows[...] = np.asarray(_dequantized(placed))
+            else:
+                rows[...] = read_matrix(entry.source)
+        return leaves
+
+
+class Captured:
+    """What the matrices of one layer are given."""
+
+    def __init__(self, layer: CapturedLayer, meter: Meter) -> None:
+        self._layer, self._meter = layer, meter
+
+    @property
+    def expert_tokens(self) -> np.ndarray | None:
+        """Tokens that the router sends to each expert, int[E]; None in a dense layer."""
+        return self._layer.expert_tokens
+
+    def calibrate(self, entries: Sequence[Entry]) -> Calibration:
+        """Hessians and token counts of matrices, in their order."""
+        with self._meter.phase("calibrate"):
+            found = [self._layer.hessian(entry.leaf, entry.expert) for entry in entries]
+            hessians = jnp.stack([hessian.mean for hessian in found])
+        return Calibration(hessians, jnp.asarray([h.num_tokens for h in found], jnp.int32))
+
+
+def router_frequencies(inventory: Inventory, run: CalibrationRun) -> dict[tuple[int, int], float]:
+    """Share of its layer's assignments that each expert gets, by (layer, expert).
+
+    Args:
+      inventory: the model.
+      run: at the first layer; it is at the end afterwards.
+    """
+    found: dict[tuple[int, int], float] = {}
+    for shard in inventory.shards:
+        if shard.layer is None:
+            continue
+        counts: Any = run.capture(shard).expert_tokens
+        if counts is not None:
+            shares = np.asarray(counts, np.float64) / max(1, int(np.sum(counts)))
+            found |= {(shard.layer, i): float(share) for i, share in enumerate(shares)}
+        run.advance(shard, {})
+    return found
+
+
+_dequantized = jax.jit(lambda matrix: matrix.dequantize())

@@ -1,0 +1,84 @@
+"""Experts of a plain checkpoint as packed rows, quantized one at a time while they are read."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.checkpoints.experts import ExpertReader
+from moejax.errors import MoejaxError
+from moejax.quantization.pipeline.quantizers import Program, quantize_stack
+from moejax.weights.qtensor import QTensor, Weight
+
+
+class QuantizedRows:
+    """A `host_store.RowSource` over a reader of plain experts; its methods are thread-safe.
+
+    Attributes:
+      num_layers: M.
+      num_experts: E, of a layer.
+      gate_up: the form of what rows hold of the gates and ups, with leaves [M, E, ...] of shapes.
+      down: that of the downs.
+      row: the arrays of one expert.
+      row_nbytes: their bytes.
+      uses_jax: True: rows are computed, so that no disk can stand for host memory.
+    """
+
+    def __init__(self, reader: ExpertReader, program: Program):
+        """Reads nothing yet.
+
+        Args:
+          reader: of the plain experts; closed by whoever opened it.
+          program: how both matrices of an expert are quantized, without compensators.
+
+        Raises:
+          MoejaxError: the experts are packed already, or groups are longer than their rows.
+        """
+        plain = (reader.gate_up, reader.down)
+        if any(isinstance(part, QTensor) for part in plain):
+            raise MoejaxError(
+                "experts that are packed already cannot be quantized once more: name a checkpoint "
+                "for each tier"
+            )
+        self._reader, self._program = reader, program
+        self.num_layers, self.num_experts = reader.num_layers, reader.num_experts
+        self._plain_row = reader.row
+        self.gate_up, self.down = (self._form(part.shape) for part in plain)
+        leaves = jax.tree.leaves((self.gate_up, self.down))
+        self.row = tuple(jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype) for leaf in leaves)
+        self.row_nbytes = sum(part.size * part.dtype.itemsize for part in self.row)
+        self.uses_jax = True
+
+    def _form(self, shape: Sequence[int]) -> Weight:
+        group = self._program.scheme.group_size
+        if group > shape[-1]:
+            raise MoejaxError(f"groups of {group} are longer than an expert's row of {shape[-1]}")
+        stack = jax.ShapeDtypeStruct((shape[0] * shape[1], *shape[2:]), jnp.float32)
+        form = jax.eval_shape(lambda w: _packed(w, self._program), stack)
+        lead = tuple(shape[:2])
+        form_: QTensor = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((*lead, *leaf.shape[1:]), leaf.dtype), form
+        )
+        return form_
+
+    def read(
+        self, layer: int, expert: int, into: Sequence[np.ndarray], *, check: bool = True
+    ) -> None:
+        """Fills one row; see `ExpertReader.read`."""
+        plain = [np.empty(part.shape, part.dtype) for part in self._plain_row]
+        self._reader.read(layer, expert, plain, check=check)
+        cpu = jax.devices("cpu")[0]
+        stacks = [jax.device_put(part[None].astype(np.float32), cpu) for part in plain]
+        packed = [_packed(stack, self._program) for stack in stacks]
+        for view, leaf in zip(into, jax.tree.leaves(packed), strict=True):
+            np.copyto(view, np.asarray(leaf)[0])
+
+    def close(self) -> None:
+        """Closes the reader."""
+        self._reader.close()
+
+
+def _packed(stack: jax.Array, program: Program) -> QTensor:
+    """[C, N, K] in codes."""
+    return quantize_stack(stack, jnp.zeros(stack.shape[0], jnp.int32), None, program).tensor

@@ -1,0 +1,269 @@
+"""The model over calibration text, a layer at a time: what each matrix's inputs look like.
+
+    run = LayerRun(config, tokens, embed, dtype=jnp.float32, device=device)
+    for layer in range(config.num_layers):
+        captured = run.capture(layer_weights(layer))
+        h, count = captured.hessian("moe.down", expert=3)   # for gptq, autoround
+        run.advance(quantized_layer)                        # or the originals
+
+Held at a time: hidden states of all tokens twice (a layer's input, and what its MLP reads) in
+temporary files, whose pages the system may take back; one layer's weights on the device, the
+Hessians of its attention, and those of as many experts as `hessian_bytes` allows. A run that goes
+on after a kill calls `advance` alone for the layers that are done: with the same weights it arrives
+at the same hidden states, bit for bit.
+
+Weights of one layer are named as in `weight_shapes`, without the layers' axis.
+"""
+
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.models.attention import AttentionVia, default_attention_via
+from moejax.models.config import ModelConfig, leaf_dtype
+from moejax.models.moe import default_experts_via
+from moejax.models.norm import rms_norm
+from moejax.quantization.hessian import add_outer_products, mean_hessian
+from moejax.quantization.pipeline.layer_steps import (
+    attention_step,
+    expert_step,
+    layer_step,
+    mlp_step,
+    one_layer,
+    watched_leaves,
+)
+from moejax.weights.qtensor import Weight, dense
+
+TOKENS_PER_STEP = 4096  # of whole sequences that run together; one sequence at least
+HESSIAN_BYTES = 4 * 2**30  # of experts, held at a time
+
+
+class Hessian(NamedTuple):
+    """What a matrix's inputs were."""
+
+    mean: jax.Array  # float32[K, K], mean of 2 x x^T
+    num_tokens: int
+
+
+class LayerRun:
+    """Hidden states of the calibration text on their way through the layers.
+
+    Attributes:
+      layer: the one that comes next.
+      hidden: [S, T, D] in a file of the host's, its input.
+
+    Args:
+      config: the model's.
+      tokens: int32[S, T], whole sequences of one length.
+      embed: [V, D].
+      dtype: of the activations and of the weights that meet them.
+      device: where layers run.
+      tokens_per_step: see TOKENS_PER_STEP.
+      hessian_bytes: see HESSIAN_BYTES; one expert's is always held.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tokens: np.ndarray,
+        embed: Weight | np.ndarray,
+        *,
+        dtype: Any,
+        device: jax.Device,
+        tokens_per_step: int = TOKENS_PER_STEP,
+        hessian_bytes: int = HESSIAN_BYTES,
+    ):
+        self.config = config
+        self.layer = 0
+        self._dtype = jnp.dtype(dtype)
+        self._device = device
+        self._hessian_bytes = hessian_bytes
+        self._attention = default_attention_via(config, self._dtype, device.platform)
+        num_sequences, length = tokens.shape
+        self._step = _sequences_per_step(num_sequences, max(1, tokens_per_step // length))
+        table = embed if isinstance(embed, np.ndarray) else np.asarray(dense(embed, self._dtype))
+        self.hidden = file_backed((*tokens.shape, table.shape[1]), self._dtype)
+        for part, ids in zip(
+            _steps(self.hidden, self._step), _steps(tokens, self._step), strict=True
+        ):
+            part[...] = table[ids].astype(self._dtype)
+
+    def capture(self, weights: Mapping[str, Any]) -> "CapturedLayer":
+        """Runs layer `self.layer` and keeps what its matrices were given; does not move on.
+
+        Args:
+          weights: of the layer.
+        """
+        return CapturedLayer(
+            self._one_layer(),
+            self._placed(weights),
+            self.hidden,
+            step=self._step,
+            device=self._device,
+            attention=self._attention,
+            hessian_bytes=self._hessian_bytes,
+        )
+
+    def advance(self, weights: Mapping[str, Any]) -> None:
+        """Moves the hidden states through layer `self.layer`, with any weights.
+
+        Args:
+          weights: of the layer: the originals, or what quantization made of them.
+        """
+        config, placed = self._one_layer(), self._placed(weights)
+        num_tokens = self._step * self.hidden.shape[1]
+        experts = default_experts_via(num_tokens, config, self._dtype, self._device.platform)
+        for part in _steps(self.hidden, self._step):
+            x = jax.device_put(part, self._device)
+            part[...] = np.asarray(layer_step(placed, x, config, experts, self._attention))
+        self.layer += 1
+
+    def head_hessian(self, final_norm: Any) -> Hessian:
+        """Of the head's input; after the last layer.
+
+        Args:
+          final_norm: [D].
+        """
+        if self.layer != self.config.num_layers:
+            raise ValueError(f"layer {self.layer} comes next, the head does after the last")
+        norm = self._placed({"norm": final_norm})["norm"]
+        width = self.config.model_dim
+        total = jnp.zeros((width, width), jnp.float32, device=self._device)
+        for part in _steps(self.hidden, self._step):
+            x = rms_norm(
+                jax.device_put(part, self._device), norm, self.config.norm_eps,
+                zero_centred=self.config.zero_centred_norm,
+            )  # fmt: skip
+            total = add_outer_products(total, x.reshape(-1, width))
+        return _mean(total, self.hidden.shape[0] * self.hidden.shape[1])
+
+    def _one_layer(self) -> ModelConfig:
+        if self.layer >= self.config.num_layers:
+            raise ValueError(f"the model has no layer {self.layer}")
+        return one_layer(self.config, self.layer)
+
+    def _placed(self, weights: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """Plain arrays on the run's device, of the dtype that a model of the run's has them in."""
+
+        def place(name: str, weight: Any) -> jax.Array:
+            weight = jax.device_put(weight, self._device)
+            dtype = jnp.dtype(leaf_dtype(name, self._dtype))
+            return dense(weight, dtype).astype(dtype)
+
+        return {name: place(name, weight) for name, weight in weights.items()}
+
+
+class CapturedLayer:
+    """Hessians of one layer's matrices, named by leaf; experts' are computed when asked for.
+
+    Attributes:
+      num_tokens: behind every Hessian but the experts'.
+      expert_tokens: int[E], tokens routed to each expert; None in a dense layer.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, jax.Array],
+        hidden: np.ndarray,
+        *,
+        step: int,
+        device: jax.Device,
+        attention: AttentionVia,
+        hessian_bytes: int,
+    ):
+        self._config, self._weights, self._device = config, weights, device
+        self._hessian_bytes, self._step = hessian_bytes, step
+        self._chunks: dict[str, tuple[int, jax.Array]] = {}  # leaf: first expert, float32[e, K, K]
+        self.num_tokens = hidden.shape[0] * hidden.shape[1]
+        self.expert_tokens: np.ndarray | None = None
+        self._mlp_hidden = file_backed(hidden.shape, hidden.dtype)
+        self._totals = self._run(hidden, attention)
+
+    def hessian(self, leaf: str, expert: int | None = None) -> Hessian:
+        """Of one matrix's inputs; ask for experts in their order, neighbours share a pass.
+
+        Args:
+          leaf: one of `layer_steps.watched_leaves`, "moe.gate_up" or "moe.down".
+          expert: for "moe.gate_up" and "moe.down".
+        """
+        if leaf in self._totals:
+            return _mean(self._totals[leaf], self.num_tokens)
+        if leaf not in ("moe.gate_up", "moe.down") or self.expert_tokens is None:
+            raise ValueError(f"no Hessian of {leaf}; there are {', '.join(self._totals)}")
+        if expert is None or not 0 <= expert < self._config.num_experts:
+            raise ValueError(f"{leaf} of expert {expert}, not in 0..{self._config.num_experts - 1}")
+        first, totals = self._chunks.get(leaf, (0, None))
+        if totals is None or not first <= expert < first + len(totals):
+            first, totals = self._chunks[leaf] = self._expert_chunk(leaf, expert)
+        return _mean(totals[expert - first], int(self.expert_tokens[expert]))
+
+    def _run(self, hidden: np.ndarray, attention: AttentionVia) -> dict[str, jax.Array]:
+        """Attention and router over all tokens: fills `_mlp_hidden`, counts, and sums x x^T."""
+        c = self._config
+        is_sparse = bool(c.moe_layers)
+        with jax.default_device(self._device):
+            widths = watched_leaves(c).items()
+            totals = {leaf: jnp.zeros((k, k), jnp.float32) for leaf, k in widths}
+            counts = jnp.zeros(c.num_experts, jnp.int32)
+        for part, out in zip(
+            _steps(hidden, self._step), _steps(self._mlp_hidden, self._step), strict=True
+        ):
+            x = jax.device_put(part, self._device)
+            x, totals = attention_step(self._weights, x, totals, c, attention)
+            out[...] = np.asarray(x)
+            totals, counts = mlp_step(self._weights, x, totals, counts, c)
+        if is_sparse:
+            self.expert_tokens = np.asarray(counts)
+        return totals
+
+    def _expert_chunk(self, leaf: str, expert: int) -> tuple[int, jax.Array]:
+        """First expert and sums float32[e, K, K] of the chunk that holds `expert`."""
+        c = self._config
+        width = c.model_dim if leaf == "moe.gate_up" else c.expert_dim
+        self._chunks.pop(leaf, None)  # before its successor is allocated
+        at_once = min(c.num_experts, max(1, self._hessian_bytes // 2 // (4 * width * width)))
+        at_once = -(-c.num_experts // -(-c.num_experts // at_once))
+        # The last chunk overlaps the one before it: one shape, one program.
+        first = min(expert // at_once * at_once, c.num_experts - at_once)
+        totals = jnp.zeros((at_once, width, width), jnp.float32, device=self._device)
+        start = jax.device_put(np.int32(first), self._device)
+        for part in _steps(self._mlp_hidden, self._step):
+            x = jax.device_put(part, self._device)
+            totals = expert_step(self._weights, x, totals, start, c, leaf)
+        return first, totals
+
+
+def _mean(total: jax.Array, num_tokens: int) -> Hessian:
+    return Hessian(mean_hessian(total, jnp.int32(num_tokens)), num_tokens)
+
+
+def _sequences_per_step(num_sequences: int, most: int) -> int:
+    """At most `most`; a divisor of the whole if one is near, so that no step is shorter."""
+    most = min(most, num_sequences)
+    divisors = [n for n in range(max(1, most // 2), most + 1) if num_sequences % n == 0]
+    return divisors[-1] if divisors else most
+
+
+def file_backed(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Zeros in a temporary file ($TMPDIR) that goes when they do.
+
+    Raises:
+      OSError: the disk has no room; asked for at once, since a page without room kills the process.
+    """
+    with tempfile.TemporaryFile() as file:
+        num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+        return np.asarray(np.memmap(file, dtype, "w+", shape=shape))
+
+
+def _steps(hidden: np.ndarray, step: int) -> list[np.ndarray]:
+    """Views of `step` sequences each; the last may have fewer."""
+    return [hidden[first : first + step] for first in range(0, len(hidden), step)]

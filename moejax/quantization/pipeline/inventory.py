@@ -1,0 +1,167 @@
+"""What a Hugging Face checkpoint holds: every tensor, its class, and the shard it goes to.
+
+Tensors carry their published names, one an expert and projection, whatever the source's spelling:
+a matrix of transformers' fused experts is a slice of the source's file.
+"""
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from moejax.checkpoints.load import EXPERT_LEAVES, checked_placements, log_multi_token
+from moejax.checkpoints.orbax_directory import is_orbax_directory
+from moejax.checkpoints.safetensors_reader import StoredTensor, check_floats, stored_tensors
+from moejax.errors import MoejaxError
+from moejax.models.config import ModelConfig
+from moejax.models.hf.config import read_json, read_model_config
+from moejax.models.hf.names import Placement, placements, published_spelling
+from moejax.models.leaf_kinds import kind_of, layers_of
+
+# Of the model's size in bytes: enough to tell a fine-tuned model from its base.
+_SAMPLE_BYTES = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One tensor of the model."""
+
+    name: str  # published, with ".weight" where it has that
+    kind: str  # one of `leaf_kinds.KINDS`
+    leaf: str  # of `weight_shapes` that it is part of, from row `start` on
+    start: int
+    layer: int | None
+    expert: int | None
+    source: StoredTensor  # under the published name; of fused experts the slice
+
+    @property
+    def prefix(self) -> str:
+        """The name without ".weight"."""
+        return self.name.removesuffix(".weight")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(N, K) of a matrix."""
+        return self.source.shape
+
+    @property
+    def num_weights(self) -> int:
+        """N K."""
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shard:
+    """What one output file holds: a layer, or all that belongs to none."""
+
+    file: str
+    title: str  # "layer 3"
+    layer: int | None
+    entries: tuple[Entry, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inventory:
+    """A checkpoint that is to be quantized."""
+
+    directory: Path
+    config: ModelConfig
+    shards: tuple[Shard, ...]  # layers in order, the rest last
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """All tensors."""
+        return tuple(entry for shard in self.shards for entry in shard.entries)
+
+
+def take_inventory(directory: Path) -> Inventory:
+    """Every tensor of the checkpoint in `directory`, from its headers alone.
+
+    Raises:
+      MoejaxError: the checkpoint is broken, no Hugging Face directory, or quantized already.
+    """
+    if is_orbax_directory(directory):
+        raise MoejaxError(f"{directory} holds Orbax weights; give the Hugging Face directory")
+    quantization = read_json(directory / "config.json").get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise MoejaxError(
+            f"{directory} is quantized already (quant_method {method!r}); give the checkpoint that "
+            "it was made from"
+        )
+    config = read_model_config(directory)
+    tensors = stored_tensors(directory)
+    log_multi_token(directory, config, tensors)
+    check_floats(tensors.values())
+    checked = checked_placements(directory, config, tensors)
+    entries = _entries(config, checked, tensors)
+    layers: list[int | None] = [*range(config.num_layers), None]
+    shards = tuple(
+        Shard(
+            file=f"model-{i:05}-of-{len(layers):05}.safetensors",
+            title="embedding, head and norm" if layer is None else f"layer {layer}",
+            layer=layer,
+            entries=tuple(entry for entry in entries if entry.layer == layer),
+        )
+        for i, layer in enumerate(layers, start=1)
+    )
+    return Inventory(directory=directory, config=config, shards=shards)
+
+
+def source_fingerprint(inventory: Inventory) -> str:
+    """Hex digest of config.json and of names, shapes, types and some bytes of all tensors."""
+    digest = hashlib.sha256((inventory.directory / "config.json").read_bytes())
+    by_file: dict[Path, list[StoredTensor]] = {}
+    for entry in inventory.entries:
+        tensor = entry.source
+        digest.update(f"{tensor.name} {tensor.shape} {tensor.dtype}\n".encode())
+        by_file.setdefault(tensor.path, []).append(tensor)
+    for path in sorted(by_file):
+        with path.open("rb") as file:
+            for tensor in sorted(by_file[path], key=lambda tensor: tensor.offset):
+                # The middle: the beginning of an embedding may be the same in two models.
+                file.seek(tensor.offset + max(0, tensor.num_bytes // 2 - _SAMPLE_BYTES // 2))
+                digest.update(file.read(min(_SAMPLE_BYTES, tensor.num_bytes)))
+    return digest.hexdigest()
+
+
+def _entries(
+    config: ModelConfig, checked: Sequence[Placement], tensors: dict[str, StoredTensor]
+) -> list[Entry]:
+    """The published tensors, each with where its rows lie in the source."""
+    # What fills which place of the leaves, in the source's spelling.
+    sources: dict[tuple[str, tuple[int, ...], int], StoredTensor] = {}
+    for placement in checked:
+        tensor = tensors[placement.name]
+        if placement.leaf in EXPERT_LEAVES and len(placement.shape) == 3:
+            for expert in range(placement.shape[0]):
+                sources[placement.leaf, (*placement.index, expert), 0] = tensor.part(
+                    expert, tensor.shape[1:]
+                )
+        else:
+            sources[placement.leaf, placement.index, placement.start] = tensor
+    return [
+        _entry(config, placement, sources)
+        for placement in placements(config, published_spelling(config.family))
+    ]
+
+
+def _entry(
+    config: ModelConfig,
+    placement: Placement,
+    sources: dict[tuple[str, tuple[int, ...], int], StoredTensor],
+) -> Entry:
+    leaf, index, start = placement.leaf, placement.index, placement.start
+    source = sources.get((leaf, index, start)) or sources[leaf, index, 0]
+    if source.shape != placement.shape:
+        source = source.part(start, placement.shape)
+    return Entry(
+        name=placement.name,
+        kind=kind_of(leaf),
+        leaf=leaf,
+        start=start,
+        layer=layers_of(config, leaf)[index[0]] if index else None,
+        expert=index[1] if len(index) > 1 else None,
+        source=dataclasses.replace(source, name=placement.name),
+    )

@@ -1,0 +1,242 @@
+"""Compiled steps of one layer over some sequences, and sums of x x^T of what its matrices read.
+
+All take the weights of one layer, named as in `weight_shapes` without the layers' axis, and
+`config` of that one layer (`one_layer`), so that all layers of a kind share one program.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moejax.models.attention import Attention, AttentionVia, causal_attention
+from moejax.models.config import ModelConfig, weight_shapes
+from moejax.models.delta_net import DeltaNet
+from moejax.models.dense_mlp import DenseMlp, SharedExpert
+from moejax.models.expert_products import block_size, swiglu
+from moejax.models.latent_attention import LatentAttention
+from moejax.models.layer_index import Place, places
+from moejax.models.leaf_kinds import kind_of
+from moejax.models.moe import ExpertsVia, SparseMoe
+from moejax.models.norm import rms_norm
+from moejax.models.rope import model_angles
+from moejax.models.routing import Routing, route
+from moejax.quantization.hessian import add_outer_products
+from moejax.weights.qtensor import Watched
+
+Weights = Mapping[str, jax.Array]
+
+# Whose inputs are the same for all of a layer's tokens; those of experts are `expert_step`'s.
+_WATCHED_KINDS = ("attention", "shared_experts", "mlp", "router")
+
+
+def one_layer(config: ModelConfig, layer: int) -> ModelConfig:
+    """The configuration of one layer as a model of its own."""
+    delta = config.delta_net
+    if delta is not None:
+        is_delta = layer in delta.layers
+        delta = dataclasses.replace(delta, layers=(0,)) if is_delta else None
+    moe_layers = (0,) if layer in config.moe_layers else ()
+    return dataclasses.replace(config, num_layers=1, moe_layers=moe_layers, delta_net=delta)
+
+
+def watched_leaves(config: ModelConfig) -> dict[str, int]:
+    """The leaves of one layer (`one_layer`) whose inputs are summed, and K of each."""
+    shapes = weight_shapes(config)
+    return {leaf: shapes[leaf][-1] for leaf in shapes if kind_of(leaf) in _WATCHED_KINDS}
+
+
+@functools.partial(jax.jit, static_argnames=("config", "experts", "attention"))
+def layer_step(
+    weights: Weights,
+    x: jax.Array,
+    config: ModelConfig,
+    experts: ExpertsVia,
+    attention: AttentionVia,
+) -> jax.Array:
+    """The whole layer: [B, T, D] to [B, T, D], as `Transformer.layers` runs it."""
+    x = x + _mixed(weights, x, config, attention)
+    flat = _mlp_input(weights, x, config)
+    if not config.moe_layers:
+        return x + _module(DenseMlp, "mlp.", weights, config)(flat, 0).reshape(x.shape)
+    mask = jnp.ones(len(flat), bool)
+    out, _ = _module(SparseMoe, "moe.", weights, config)(flat, 0, mask, experts)
+    if config.shared_dim:
+        out = out + _module(SharedExpert, "shared.", weights, config)(flat, 0)
+    return x + out.reshape(x.shape)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "attention"), donate_argnames="totals")
+def attention_step(
+    weights: Weights,
+    x: jax.Array,
+    totals: dict[str, jax.Array],
+    config: ModelConfig,
+    attention: AttentionVia,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The first half of the layer, by attention or a delta rule.
+
+    Args:
+      weights: of the layer.
+      x: [B, T, D], the residual stream.
+      totals: sums of x x^T by leaf; donated.
+      config: of the layer.
+      attention: which implementation runs.
+
+    Returns:
+      [B, T, D] behind attention, and the sums.
+    """
+    sums = _Sums(totals)
+    x = x + _mixed(weights, x, config, attention, sums)
+    return x, sums.totals
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnames=("totals", "counts"))
+def mlp_step(
+    weights: Weights,
+    x: jax.Array,
+    totals: dict[str, jax.Array],
+    counts: jax.Array,
+    config: ModelConfig,
+) -> tuple[dict[str, jax.Array], jax.Array]:
+    """What the MLP's matrices read, the experts' excepted, and how many tokens each expert gets.
+
+    Args:
+      weights: of the layer.
+      x: [B, T, D] behind attention.
+      totals: sums of x x^T by leaf; donated.
+      counts: int32[E]; donated.
+      config: of the layer.
+    """
+    flat, sums = _mlp_input(weights, x, config), _Sums(totals)
+    if not config.moe_layers:
+        _module(DenseMlp, "mlp.", weights, config, sums)(flat, 0)
+        return sums.totals, counts
+    ids = _module(SparseMoe, "moe.", weights, config, sums).route(flat, 0).ids
+    if config.shared_dim:
+        _module(SharedExpert, "shared.", weights, config, sums)(flat, 0)
+    return sums.totals, counts + jnp.bincount(ids.reshape(-1), length=config.num_experts)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "leaf"), donate_argnames="totals")
+def expert_step(
+    weights: Weights,
+    x: jax.Array,
+    totals: jax.Array,
+    first: jax.Array,
+    config: ModelConfig,
+    leaf: str,
+) -> jax.Array:
+    """What experts `first`.. read, each of the tokens that are routed to it.
+
+    Assignments are sorted by expert; an expert's are taken in blocks, as many as it has.
+
+    Args:
+      weights: of the layer.
+      x: [B, T, D] behind attention.
+      totals: float32[e, K, K], sums of x x^T; donated.
+      first: int32[].
+      config: of the layer.
+      leaf: "moe.gate_up" (K = D) or "moe.down" (K = F).
+    """
+    flat = _mlp_input(weights, x, config)
+    ids = _routing(weights, flat, config).ids
+    num_rows, width = ids.size, ids.shape[1]
+    size = block_size(num_rows, config.num_experts)
+    order = jnp.argsort(ids.reshape(-1), stable=True).astype(jnp.int32)
+    token = jnp.pad(order // width, (0, size))
+    counts = jnp.bincount(ids.reshape(-1), length=config.num_experts)
+    starts = jnp.cumsum(counts) - counts
+    within = jnp.arange(size, dtype=jnp.int32)
+
+    def expert(i: jax.Array, totals: jax.Array) -> jax.Array:
+        start, count = starts[first + i], counts[first + i]
+
+        def block(j: jax.Array, total: jax.Array) -> jax.Array:
+            rows = jax.lax.dynamic_slice_in_dim(token, start + j * size, size)
+            inputs = jnp.where((within + j * size < count)[:, None], flat[rows], 0)
+            if leaf == "moe.down":
+                gate_up = weights["moe.gate_up"][first + i]
+                inputs = swiglu(jnp.einsum("nd,fd->nf", inputs, gate_up))
+            return add_outer_products(total, inputs)
+
+        total = jax.lax.fori_loop(0, -(-count // size), block, totals[i])
+        return totals.at[i].set(total)
+
+    return jax.lax.fori_loop(0, len(totals), expert, totals)
+
+
+class _Sums:
+    """Sums of x x^T by leaf, to which a trace adds."""
+
+    def __init__(self, totals: Mapping[str, jax.Array]):
+        self.totals = dict(totals)
+
+    def add(self, leaf: str, inputs: jax.Array) -> None:
+        """Rows [..., K] that the matrix of a leaf reads."""
+        rows = inputs.reshape(-1, inputs.shape[-1])
+        self.totals[leaf] = add_outer_products(self.totals[leaf], rows)
+
+
+def _mixed(
+    weights: Weights,
+    x: jax.Array,
+    config: ModelConfig,
+    via: AttentionVia,
+    sums: _Sums | None = None,
+) -> jax.Array:
+    """What attention or the delta rule adds to [B, T, D]."""
+    (place,) = places(config)
+    scales, centred = weights["attention.norm"], config.zero_centred_norm
+    normed = rms_norm(x, scales, config.norm_eps, zero_centred=centred)
+
+    def attend(place: Place, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        del place
+        return causal_attention(q, k, v, config.sliding_window, via, config.score_scale)
+
+    if place.is_delta:
+        mask = jnp.ones(x.shape[:2], bool)
+        return _module(DeltaNet, "delta.", weights, config, sums)(normed, place, mask, attend)
+    positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
+    kind = LatentAttention if config.latent else Attention
+    module = _module(kind, "attention.", weights, config, sums)
+    return module(normed, place, model_angles(config, positions), attend)
+
+
+def _mlp_input(weights: Weights, x: jax.Array, config: ModelConfig) -> jax.Array:
+    """[B T, D], normed."""
+    centred = config.zero_centred_norm
+    normed = rms_norm(x, weights["mlp_norm"], config.norm_eps, zero_centred=centred)
+    return normed.reshape(-1, config.model_dim)
+
+
+def _routing(weights: Weights, flat: jax.Array, config: ModelConfig) -> Routing:
+    """Of rows [N, D], normed."""
+    return route(flat, weights["moe.router"], config, weights.get("moe.router_bias"))
+
+
+def _module(
+    kind: Any, prefix: str, weights: Weights, config: ModelConfig, sums: _Sums | None = None
+) -> Any:
+    """A module of `moejax.models` around the layer's weights, which tell `sums` what they read."""
+
+    def param(leaf: str) -> Any:
+        stacked = weights[leaf][None]
+        if sums is None or kind_of(leaf) not in _WATCHED_KINDS:
+            return nnx.Param(stacked)
+        return nnx.Param(Watched(stacked, functools.partial(sums.add, leaf)))
+
+    leaves: dict[Any, Any] = {
+        (leaf.removeprefix(prefix),): param(leaf) for leaf in weights if leaf.startswith(prefix)
+    }
+    return nnx.merge(_definition(kind, config), nnx.from_flat_state(leaves))
+
+
+@functools.cache
+def _definition(kind: Any, config: ModelConfig) -> nnx.GraphDef:
+    abstract = nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0), dtype=jnp.float32))
+    return nnx.split(abstract)[0]

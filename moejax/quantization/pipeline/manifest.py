@@ -1,0 +1,148 @@
+"""What stands beside the quantized weights: quantization.json, the index, config.json."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from moejax.checkpoints.formats.manifest import MANIFEST_FILE
+from moejax.checkpoints.safetensors_reader import INDEX_FILE
+from moejax.files.small import check_regular
+from moejax.models.hf.config import read_json
+from moejax.models.leaf_kinds import KINDS
+from moejax.quantization.pipeline.atomic_files import WrittenFile, write_bytes, write_json
+from moejax.text.tokenizer import TOKENIZER_FILES
+from pallas_kernels import layout
+
+CONFIG_FILE = "config.json"
+# What Hugging Face directories have beside the weights, as far as other engines read it too.
+COPIED_FILES = (
+    *TOKENIZER_FILES,
+    "generation_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.json",
+)
+
+Record = Mapping[str, Any]
+
+
+def check_other_files(source: Path) -> None:
+    """Raises MoejaxError for one of `COPIED_FILES` that is there and no regular file."""
+    for name in COPIED_FILES:
+        if (source / name).exists():
+            check_regular(source / name, (source / name).stat().st_mode)
+
+
+def copy_other_files(source: Path, output: Path) -> dict[str, WrittenFile]:
+    """Copies the tokenizer and the generation settings; their sizes and digests by name."""
+    return {
+        name: write_bytes(output / name, (source / name).read_bytes())
+        for name in COPIED_FILES
+        if (source / name).is_file()
+    }
+
+
+def write_index(output: Path, weight_map: Mapping[str, str], num_bytes: int) -> WrittenFile:
+    """Writes which file holds which tensor.
+
+    Args:
+      output: holds the shards.
+      weight_map: file's name by tensor's name.
+      num_bytes: of all tensors.
+    """
+    fields = {"metadata": {"total_size": num_bytes}, "weight_map": dict(weight_map)}
+    return write_json(output / INDEX_FILE, fields)
+
+
+def config_fields(source: Path, quantization: Mapping[str, Any]) -> dict[str, Any]:
+    """The source's config.json with a quantization_config."""
+    return {**read_json(source / CONFIG_FILE), "quantization_config": dict(quantization)}
+
+
+def totals(records: Mapping[str, Record]) -> dict[str, Any]:
+    """Counts over the whole model.
+
+    Args:
+      records: by name, of all tensors; those that are not quantized have no "bits".
+
+    Returns:
+      weights, quantized weights and their share, bytes, bits per weight with everything counted, of
+      all tensors and of the quantized ones; weights and bytes by class; how many matrices had
+      surging factors or starved.
+    """
+    by_class: dict[str, dict[str, int]] = defaultdict(lambda: {"weights": 0, "bytes": 0})
+    for record in records.values():
+        of_class = by_class[record["class"]]
+        of_class["weights"] += _num_weights(record)
+        of_class["bytes"] += record["bytes"]
+    quantized = [record for record in records.values() if "bits" in record]
+    all_weights, all_bytes = _sums(records.values())
+    some_weights, some_bytes = _sums(quantized)
+    return {
+        "weights": all_weights,
+        "quantized_weights": some_weights,
+        "quantized_share": some_weights / all_weights,
+        "bytes": all_bytes,
+        "bits_per_weight": 8 * all_bytes / all_weights,
+        "quantized_bytes": some_bytes,
+        "quantized_bits_per_weight": 8 * some_bytes / max(1, some_weights),
+        "classes": {kind: by_class[kind] for kind in KINDS if kind in by_class},
+        "surged_matrices": sum(record.get("surged", False) for record in quantized),
+        "starved_matrices": sum(record.get("starved", False) for record in quantized),
+    }
+
+
+def write_manifest(
+    output: Path,
+    *,
+    made_of: Mapping[str, Any],
+    records: Mapping[str, Record],
+    files: Mapping[str, WrittenFile],
+) -> None:
+    """Writes quantization.json, a line for each tensor and file.
+
+    Args:
+      output: the directory.
+      made_of: the settings, the source and the versions.
+      records: by name, of all tensors.
+      files: every file but this one.
+    """
+    quantized = {name: record for name, record in records.items() if "bits" in record}
+    plain = {name: record for name, record in records.items() if "bits" not in record}
+    sizes = {name: file._asdict() for name, file in files.items()}
+    parts = [
+        f'"layout": {_json(layout.LAYOUT)}',
+        f'"totals": {_json(totals(records))}',
+        f'"made_of": {_json(made_of)}',
+        *(
+            f'"{title}": {{\n{_lines(entries)}\n}}'
+            for title, entries in (("files", sizes), ("tensors", quantized), ("plain", plain))
+        ),
+    ]
+    write_bytes(output / MANIFEST_FILE, ("{\n" + ",\n".join(parts) + "\n}\n").encode())
+
+
+def _lines(entries: Mapping[str, Record]) -> str:
+    return ",\n".join(f" {_json(name)}: {_json(entry)}" for name, entry in entries.items())
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, allow_nan=False, ensure_ascii=False)
+
+
+def _num_weights(record: Record) -> int:
+    count = 1
+    for size in record["shape"]:
+        count *= size
+    return count
+
+
+def _sums(records: Iterable[Record]) -> tuple[int, int]:
+    """Weights and bytes."""
+    counted = [(_num_weights(record), record["bytes"]) for record in records]
+    return sum(weights for weights, _ in counted), sum(num_bytes for _, num_bytes in counted)

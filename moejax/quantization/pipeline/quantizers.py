@@ -1,0 +1,301 @@
+"""One stack of matrices through one quantizer: a compiled program for each shape and scheme."""
+
+import dataclasses
+import functools
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moejax.checkpoints.formats.native import FACTOR_GROUP_SIZE
+from moejax.quantization.autoround import autoround
+from moejax.quantization.factors import MAX_GAIN_LOST, factor_grid, gain_lost, quantize_factor
+from moejax.quantization.gptq import GptqSettings, gptq
+from moejax.quantization.grid import Codes, Grid, dequantize
+from moejax.quantization.hqq import hqq
+from moejax.quantization.kernel_hqq import kernel_hqq, kernel_refusal
+from moejax.quantization.least_squares import least_squares
+from moejax.quantization.milo import BASES, MiloSettings, milo, milo_plus
+from moejax.quantization.pipeline.recipe import CALIBRATED, COMPENSATED, Scheme
+from moejax.quantization.rtn import rtn
+from moejax.weights.qtensor import QTensor, from_codes
+
+# What a matrix whose INT3 factors surge is given in their place (MiLo 4.2).
+SAFE_FACTOR_BITS = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """All that is static about a stack's quantization; one compiled program for each."""
+
+    scheme: Scheme  # resolved; its rank is of no account here
+    max_rank: int  # of the stack's compensators; 0: none
+    passes: int  # cap of MiLo's iteration
+    use_kernel: bool = False  # solve HQQ by the GPU kernel where that serves the shape
+
+    @property
+    def grid(self) -> Grid:
+        """Of the codes."""
+        s = self.scheme
+        return Grid(bits=s.bits, group_size=s.group_size, zero_kind=s.zero_kind)
+
+    @property
+    def surges(self) -> bool:
+        """Whether factors may lose so much that they are kept in more bits."""
+        compensated = self.scheme.method in COMPENSATED and self.max_rank > 0
+        return compensated and self.scheme.factor_bits < SAFE_FACTOR_BITS
+
+
+class Calibration(NamedTuple):
+    """What calibrated methods know of a stack's inputs."""
+
+    hessians: jax.Array  # float32[C, K, K]
+    num_tokens: jax.Array  # int32[C]
+
+
+class Factors(NamedTuple):
+    """Compensators of a stack; rows beyond a matrix's rank are zero."""
+
+    u: jax.Array | QTensor  # [C, R, N], U transposed
+    v: jax.Array | QTensor  # [C, R, K]
+
+
+class QuantizedStack(NamedTuple):
+    """C matrices, quantized."""
+
+    tensor: QTensor  # [C, N, K], without compensators
+    factors: Factors | None
+    safe_factors: Factors | None  # in `SAFE_FACTOR_BITS`, for the matrices that surged
+    surged: jax.Array  # bool[C]
+    starved: jax.Array  # bool[C]: saw too little text, and took the fallback
+    is_storable: jax.Array  # bool[C]: scales and zeros are finite in the scheme's type
+    lost: jax.Array  # float32[C], sum of squared errors, everything counted
+    whole: jax.Array  # float32[C], sum of squared weights
+
+
+class _Solution(NamedTuple):
+    """Codes, and factors to which they may have been fitted."""
+
+    codes: Codes
+    factors: Factors
+    lost: jax.Array  # float32[C], with these factors
+    free_lost: jax.Array | None  # with unquantized ones; None where codes are fitted to factors
+
+
+def kernel_remarks(matrices: Iterable[tuple[tuple[int, ...], Scheme]]) -> list[str]:
+    """A line for each reason why the GPU kernel leaves HQQ solves to the loop, for people.
+
+    Args:
+      matrices: shape [N, K] and resolved scheme of each.
+    """
+    reasons: dict[str, int] = defaultdict(int)
+    for shape, scheme in matrices:
+        if scheme.method in ("hqq", "milo"):
+            grid = Program(scheme=scheme, max_rank=0, passes=1).grid
+            if reason := kernel_refusal(jax.ShapeDtypeStruct(shape, jnp.float32), grid):
+                reasons[reason] += 1
+    return [
+        f"{count} matrices were solved without the HQQ kernel, which refuses: {reason}"
+        for reason, count in reasons.items()
+    ]
+
+
+@functools.partial(jax.jit, static_argnames="program")
+def quantize_stack(
+    weights: jax.Array,
+    ranks: jax.Array,
+    calibration: Calibration | None,
+    program: Program,
+) -> QuantizedStack:
+    """Quantizes and packs C matrices, and measures what was lost.
+
+    Args:
+      weights: float32[C, N, K], finite.
+      ranks: int32[C], of the compensators, at most `program.max_rank`.
+      calibration: for calibrated methods.
+      program: what to do.
+    """
+    method = program.scheme.method
+    starved = surged = jnp.zeros(weights.shape[0], bool)
+    permutation = factors = safe_factors = None
+    if method in CALIBRATED:
+        assert calibration is not None
+        codes, permutation, starved = _calibrated(weights, calibration, program)
+    elif method in COMPENSATED and program.max_rank:
+        codes, factors, safe_factors, surged = _compensated(weights, ranks, program)
+    else:
+        codes = _plain(weights, program)
+    tensor = _pack(codes, program)
+    if permutation is not None:
+        tensor = dataclasses.replace(tensor, permutation=permutation)
+    values = tensor.dequantize()
+    if factors is not None:
+        product = _product(factors)
+        if safe_factors is not None:
+            product = jnp.where(surged[:, None, None], _product(safe_factors), product)
+        values += product
+    return QuantizedStack(
+        tensor=tensor,
+        factors=factors,
+        safe_factors=safe_factors,
+        surged=surged,
+        starved=starved,
+        is_storable=_is_storable(tensor),
+        lost=_squares(weights - values),
+        whole=_squares(weights),
+    )
+
+
+def _plain(weights: jax.Array, program: Program) -> Codes:
+    """Without calibration or compensators; milo and milo+ of rank 0 are their bases."""
+    method = program.scheme.method
+    if method in ("hqq", "milo"):
+        if program.use_kernel and kernel_refusal(weights, program.grid) is None:
+            num_matrices, num_rows, num_inputs = weights.shape
+            u = jnp.zeros((num_matrices, num_rows, 0), jnp.float32)
+            return kernel_hqq(weights, u, jnp.zeros((num_matrices, 0, num_inputs)), program.grid)
+        return hqq(weights, program.grid)
+    if method == "milo+":
+        return BASES["least_squares"](weights, program.grid)
+    return (rtn if method == "rtn" else least_squares)(weights, program.grid)
+
+
+def _calibrated(
+    weights: jax.Array, calibration: Calibration, program: Program
+) -> tuple[Codes, jax.Array | None, jax.Array]:
+    """Codes, GPTQ's permutation if any, and which matrices are starved."""
+    grid = program.grid
+    if program.scheme.method == "autoround":
+        codes = jax.vmap(lambda w, h: autoround(w, h, grid))(weights, calibration.hessians)
+        return codes, None, calibration.num_tokens == 0
+    # Groups that are fixed beforehand need no permutation at run time, and every format holds them.
+    ordered = program.scheme.act_order
+    settings = GptqSettings(act_order=ordered, static_groups=ordered)
+    found = jax.vmap(lambda w, h, n: gptq(w, h, grid, settings, num_tokens=n))(
+        weights, calibration.hessians, calibration.num_tokens
+    )
+    return found.codes, found.permutation, found.starved
+
+
+def _compensated(
+    weights: jax.Array, ranks: jax.Array, program: Program
+) -> tuple[Codes, Factors, Factors | None, jax.Array]:
+    """Codes, factors, factors of more bits, and for which matrices these are to be taken."""
+    solution = _solve(weights, ranks, program, program.scheme.factor_bits)
+    if not program.surges:
+        nothing = jnp.zeros(weights.shape[0], bool)
+        return solution.codes, solution.factors, None, nothing
+    surged = (ranks > 0) & _has_surged(weights, solution, program)
+
+    # Solved again, since codes may be fitted to their factors, but only where it happened at all.
+    def solve() -> tuple[Codes, Factors]:
+        found = _solve(weights, ranks, program, SAFE_FACTOR_BITS)
+        return found.codes, found.factors
+
+    def nothing_to_solve() -> tuple[Codes, Factors]:
+        zeros = lambda leaf: jnp.zeros(leaf.shape, leaf.dtype)  # noqa: E731
+        found: tuple[Codes, Factors] = jax.tree.map(zeros, jax.eval_shape(solve))
+        return found
+
+    safe_codes, safe_factors = jax.lax.cond(jnp.any(surged), solve, nothing_to_solve)
+    pairs = zip(safe_codes, solution.codes, strict=True)
+    codes = Codes(*(jnp.where(surged[:, None, None], *pair) for pair in pairs))
+    return codes, solution.factors, safe_factors, surged
+
+
+def _has_surged(weights: jax.Array, solution: _Solution, program: Program) -> jax.Array:
+    """bool[C]: the factors' codes lose most of what unquantized factors gain, or all of it."""
+    bare = _squares(weights - dequantize(_plain(weights, program), program.grid))
+    if solution.free_lost is None:
+        return solution.lost >= bare
+    return gain_lost(bare, solution.free_lost, solution.lost) > MAX_GAIN_LOST
+
+
+def _solve(weights: jax.Array, ranks: jax.Array, program: Program, factor_bits: int) -> _Solution:
+    grid, is_plus = program.grid, program.scheme.method == "milo+"
+    by_kernel = program.use_kernel and not is_plus and kernel_refusal(weights, grid) is None
+    if is_plus and factor_bits < 16:
+        settings = milo_plus(program.max_rank, factor_bits, program.passes)
+    else:
+        settings = MiloSettings(
+            max_rank=program.max_rank,
+            max_passes=program.passes,
+            base="least_squares" if is_plus else "hqq",
+            solver=kernel_hqq if by_kernel else None,
+        )
+    settings = dataclasses.replace(settings, factor_group_size=FACTOR_GROUP_SIZE)
+    found = milo(weights, grid, settings, ranks)
+    parts = (jnp.swapaxes(found.u, -1, -2), found.v)
+    left = weights - dequantize(found.codes, grid)
+    if factor_bits == 16:
+        factors = Factors(*(part.astype(jnp.bfloat16) for part in parts))
+    elif settings.refit:
+        assert found.u_codes is not None and found.v_codes is not None
+        coded = (found.u_codes, found.v_codes)
+        factors = _packed_factors(coded, parts, factor_bits)
+    else:
+        coded = tuple(quantize_factor(part, factor_bits, FACTOR_GROUP_SIZE) for part in parts)
+        factors = _packed_factors(coded, parts, factor_bits)
+    lost, free_lost = _squares(left - _product(factors)), None
+    if not settings.refit:
+        free_lost = _squares(left - _product(Factors(*parts)))
+    return _Solution(found.codes, factors, lost, free_lost)
+
+
+def _packed_factors(
+    coded: tuple[Codes, ...], parts: tuple[jax.Array, ...], factor_bits: int
+) -> Factors:
+    return Factors(
+        *(
+            _pack_factor(codes, part.shape[-1], factor_bits)
+            for codes, part in zip(coded, parts, strict=True)
+        )
+    )
+
+
+def _pack_factor(codes: Codes, length: int, factor_bits: int) -> QTensor:
+    return from_codes(
+        codes.codes,
+        codes.scales,
+        None,
+        bits=factor_bits,
+        group_size=factor_grid(factor_bits, length, FACTOR_GROUP_SIZE).group_size,
+        zero_kind="symmetric",
+    )
+
+
+def _product(factors: Factors) -> jax.Array:
+    """U V: float32[C, N, K]."""
+    u, v = (
+        factor.dequantize() if isinstance(factor, QTensor) else factor.astype(jnp.float32)
+        for factor in factors
+    )
+    return jnp.einsum("crn,crk->cnk", u, v, precision="highest")
+
+
+def _pack(codes: Codes, program: Program) -> QTensor:
+    scheme = program.scheme
+    return from_codes(
+        *codes,
+        bits=scheme.bits,
+        group_size=scheme.group_size,
+        zero_kind=scheme.zero_kind,
+        scale_dtype=jnp.dtype(scheme.scale_dtype),
+    )
+
+
+def _is_storable(tensor: QTensor) -> jax.Array:
+    """Whether scales and zeros are finite: bool[C]."""
+    parts = [tensor.scales]
+    if tensor.zero_kind == "float":
+        assert tensor.zeros is not None
+        parts.append(tensor.zeros)
+    finite = [jnp.all(jnp.isfinite(part), axis=(-2, -1)) for part in parts]
+    return functools.reduce(jnp.logical_and, finite)
+
+
+def _squares(x: jax.Array) -> jax.Array:
+    """float32[C] of [C, N, K]."""
+    return jnp.sum(jnp.square(x), axis=(-2, -1))

@@ -1,0 +1,139 @@
+"""What is asked of the whole model before its first layer is quantized: the rank of each matrix."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from moejax.errors import MoejaxError
+from moejax.quantization import ranks
+from moejax.quantization.pipeline.atomic_files import read_matrix
+from moejax.quantization.pipeline.batches import STACK_BYTES
+from moejax.quantization.pipeline.inventory import Entry, Inventory
+from moejax.quantization.pipeline.progress import Meter
+from moejax.quantization.pipeline.recipe import COMPENSATED, Scheme
+from moejax.quantization.statistics import excess_kurtosis
+
+# Share of the router's assignments in its layer that an expert got, by (layer, expert).
+Frequencies = Mapping[tuple[int, int], float]
+
+
+def needs_kurtosis(policy: ranks.RankPolicy) -> bool:
+    """Whether a policy looks at the weights."""
+    return any(term.policy == "kurtosis" for term in policy.terms)
+
+
+def needs_frequency(policy: ranks.RankPolicy) -> bool:
+    """Whether a policy looks at what the router does with text."""
+    return any(term.policy == "frequency" for term in policy.terms)
+
+
+def read_policy(text: str) -> ranks.RankPolicy:
+    """The policy of a string.
+
+    Raises:
+      MoejaxError: it cannot be read.
+    """
+    try:
+        return ranks.parse_policy(text)
+    except ValueError as error:
+        raise MoejaxError(str(error)) from error
+
+
+def kurtosis_bytes(inventory: Inventory, schemes: Mapping[str, Scheme]) -> int:
+    """Bytes that `measure_kurtosis` reads."""
+    return sum(entry.source.num_bytes for entry in _sparse(inventory, schemes))
+
+
+def measure_kurtosis(
+    inventory: Inventory, schemes: Mapping[str, Scheme], *, device: jax.Device, meter: Meter
+) -> dict[str, float]:
+    """Excess kurtosis of every routed expert's matrix that gets a compensator, by name."""
+    found: dict[str, float] = {}
+    by_shape: dict[tuple[int, ...], list[Entry]] = {}
+    for entry in _sparse(inventory, schemes):
+        by_shape.setdefault(entry.shape, []).append(entry)
+    compute = jax.jit(excess_kurtosis)
+    for shape, entries in by_shape.items():
+        count = max(1, min(len(entries), STACK_BYTES // (4 * shape[0] * shape[1])))
+        for first in range(0, len(entries), count):
+            members = entries[first : first + count]
+            weights = np.zeros((count, *shape), np.float32)
+            with meter.phase("survey"):
+                for entry, matrix in zip(members, weights, strict=False):
+                    read_matrix(entry.source, matrix)
+                measured = np.asarray(compute(jax.device_put(weights, device)))
+            named = zip(members, measured, strict=False)
+            found |= {entry.name: float(value) for entry, value in named}
+            meter.advance(sum(entry.source.num_bytes for entry in members))
+    return found
+
+
+def plan_ranks(
+    policy: ranks.RankPolicy,
+    inventory: Inventory,
+    schemes: Mapping[str, Scheme],
+    *,
+    factor_bits: int,
+    kurtosis: Mapping[str, float],
+    frequencies: Frequencies,
+) -> dict[str, Any]:
+    """The rank of every matrix that gets a compensator.
+
+    Args:
+      policy: says how ranks are chosen.
+      inventory: the model.
+      schemes: by name; one with a rank of its own is left out of the policy's averages.
+      factor_bits: of the factors, for policies that count bytes.
+      kurtosis: of `measure_kurtosis`, if needed.
+      frequencies: of the router, if needed.
+
+    Returns:
+      "ranks" by name, and "capped": the names for which the policy said more than min(N, K).
+
+    Raises:
+      MoejaxError: the policy does not fit the model.
+    """
+    compensated = _compensated(inventory, schemes)
+    fixed = {
+        entry.name: min(rank, *entry.shape)
+        for entry in compensated
+        if (rank := schemes[entry.name].rank) is not None
+    }
+    others = [entry for entry in compensated if entry.name not in fixed]
+    if not others:
+        return {"ranks": fixed, "capped": []}
+    matrices = [_matrix(entry, kurtosis, frequencies) for entry in others]
+    try:
+        plan = ranks.assign_ranks(policy, matrices, factor_bits=factor_bits)
+    except ValueError as error:
+        raise MoejaxError(f"rank policy: {error}") from error
+    chosen = {entry.name: rank for entry, rank in zip(others, plan.ranks, strict=True)}
+    return {"ranks": {**chosen, **fixed}, "capped": list(plan.capped)}
+
+
+def _compensated(inventory: Inventory, schemes: Mapping[str, Scheme]) -> Sequence[Entry]:
+    return [
+        entry
+        for entry in inventory.entries
+        if entry.name in schemes and schemes[entry.name].method in COMPENSATED
+    ]
+
+
+def _sparse(inventory: Inventory, schemes: Mapping[str, Scheme]) -> Sequence[Entry]:
+    return [entry for entry in _compensated(inventory, schemes) if entry.kind == "experts"]
+
+
+def _matrix(entry: Entry, kurtosis: Mapping[str, float], frequencies: Frequencies) -> ranks.Matrix:
+    at = None if entry.layer is None or entry.expert is None else (entry.layer, entry.expert)
+    return ranks.Matrix(
+        name=entry.name,
+        kind=entry.kind,
+        num_rows=entry.shape[0],
+        num_inputs=entry.shape[1],
+        layer=entry.layer,
+        expert=entry.expert,
+        kurtosis=kurtosis.get(entry.name),
+        frequency=None if at is None else frequencies.get(at),
+    )

@@ -1,0 +1,266 @@
+"""What is to become of each matrix: a default scheme, and ordered rules that change it.
+
+    PATTERN[, PATTERN ...]: KEY=VALUE KEY=VALUE ...
+
+A pattern is a class ("experts", "attention", "shared_experts", "mlp", "router", "embed", "head"), a
+glob on Hugging Face names ("model.layers.0.*", "*.o_proj"), or a regular expression after "re:".
+Rules apply in order, so a later one wins. Attention (or what a layer has in its place), experts,
+shared experts and dense MLPs begin with the default scheme; router, embedding and head stay as they
+are stored unless a rule gives them a method; what is `leaf_kinds.NEVER_PACKED` stays in any case.
+"""
+
+import dataclasses
+import fnmatch
+import re
+
+from moejax.errors import MoejaxError
+from moejax.models.leaf_kinds import KINDS, NEVER_PACKED
+from moejax.quantization.pipeline.inventory import Entry, Inventory
+from pallas_kernels import layout
+
+METHODS = ("none", "rtn", "hqq", "least_squares", "gptq", "autoround", "milo", "milo+")
+CALIBRATED = ("gptq", "autoround")
+COMPENSATED = ("milo", "milo+")
+ZERO_KINDS = ("auto", "float", "integer", "symmetric")
+SCALE_DTYPES = ("float16", "float32")
+FACTOR_BITS = (3, 4, 8, 16)
+FORMATS = ("moejax", "gptq", "compressed-tensors")
+MATRIX_KINDS = tuple(kind for kind in KINDS if kind not in NEVER_PACKED)
+# These solve for a float zero point, so they have no other.
+_FLOAT_ONLY = ("hqq", "milo")
+_QUANTIZED_KINDS = ("attention", "experts", "shared_experts", "mlp")
+_SPELLINGS = {
+    "method": "method",
+    "bits": "bits",
+    "group": "group_size",
+    "group_size": "group_size",
+    "zero": "zero_kind",
+    "zero_kind": "zero_kind",
+    "scale": "scale_dtype",
+    "scale_dtype": "scale_dtype",
+    "rank": "rank",
+    "factor_bits": "factor_bits",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """How one matrix is quantized."""
+
+    method: str  # one of `METHODS`
+    bits: int
+    group_size: int  # 0: per channel
+    zero_kind: str  # one of `ZERO_KINDS`; "auto" is what the method and the format take
+    scale_dtype: str  # "float16" | "float32"
+    factor_bits: int  # of the compensator; 16 is bfloat16
+    rank: int | None = None  # None: what the rank policy says
+    act_order: bool = False  # gptq visits inputs by falling Hessian, in groups fixed beforehand
+
+    def check(self) -> None:
+        """Raises MoejaxError naming the first field whose value is not allowed."""
+        for name, known in (
+            ("method", METHODS),
+            ("bits", layout.BITS),
+            ("zero_kind", ZERO_KINDS),
+            ("scale_dtype", SCALE_DTYPES),
+            ("factor_bits", FACTOR_BITS),
+        ):
+            value = getattr(self, name)
+            if value not in known:
+                raise MoejaxError(f"{name}={value} is none of {', '.join(map(str, known))}")
+        if self.group_size < 0:
+            raise MoejaxError(f"group_size={self.group_size} must be 0 (per channel) or positive")
+        if self.rank is not None and self.rank < 0:
+            raise MoejaxError(f"rank={self.rank} must be 0 or positive")
+        if self.method in _FLOAT_ONLY and self.zero_kind not in ("auto", "float"):
+            raise MoejaxError(
+                f"method={self.method} solves for a float zero point; zero_kind={self.zero_kind} "
+                "goes with rtn, least_squares, milo+, gptq and autoround"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One rule of a recipe."""
+
+    text: str
+    patterns: tuple[str, ...]
+    changes: dict[str, str | int]
+
+    def matches(self, entry: Entry) -> bool:
+        """Whether it concerns a tensor."""
+        return any(_matches(pattern, entry) for pattern in self.patterns)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A default scheme and the rules that change it."""
+
+    default: Scheme
+    rules: tuple[Rule, ...]
+    format: str
+
+
+def parse_rules(text: str) -> tuple[Rule, ...]:
+    """The rules of a string, with ";" or line ends between them.
+
+    Raises:
+      MoejaxError: a rule cannot be read, naming the rule and what is known.
+    """
+    parts = [part.strip() for line in text.splitlines() for part in line.split(";")]
+    return tuple(_parse_rule(part) for part in parts if part)
+
+
+def schemes(recipe: Recipe, inventory: Inventory) -> dict[str, Scheme]:
+    """The resolved scheme of every tensor by its name; what stays as it is has method "none".
+
+    "auto" zero kinds are resolved, and group size 0 is K.
+
+    Raises:
+      MoejaxError: a rule matches nothing that is ever quantized; a group size does not fit its
+        matrix; a method cannot be had for a tensor, or the format cannot hold it.
+    """
+    recipe.default.check()
+    used: set[str] = set()
+    found = {
+        entry.name: _scheme_of(recipe, entry, used)
+        for entry in inventory.entries
+        if entry.kind not in NEVER_PACKED
+    }
+    for rule in recipe.rules:
+        if rule.text not in used:
+            raise _useless(rule, inventory)
+    by_name = {entry.name: entry for entry in inventory.entries}
+    if all(scheme.method == "none" for scheme in found.values()):
+        raise MoejaxError("the recipe leaves every matrix as it is; nothing is to be done")
+    if recipe.default.act_order and all(scheme.method != "gptq" for scheme in found.values()):
+        raise MoejaxError("act_order is gptq's, and no matrix takes method=gptq")
+    return {name: _resolved(scheme, by_name[name], recipe.format) for name, scheme in found.items()}
+
+
+def _scheme_of(recipe: Recipe, entry: Entry, used: set[str]) -> Scheme:
+    scheme = recipe.default
+    if entry.kind not in _QUANTIZED_KINDS:
+        scheme = dataclasses.replace(scheme, method="none")
+    for rule in recipe.rules:
+        if not rule.matches(entry):
+            continue
+        used.add(rule.text)
+        scheme = dataclasses.replace(scheme, **rule.changes)  # type: ignore[arg-type]
+        try:
+            scheme.check()
+        except MoejaxError as error:
+            raise MoejaxError(f"rule {rule.text!r}, {entry.prefix}: {error}") from error
+        if scheme.method == "none" and set(rule.changes) - {"method"}:
+            raise MoejaxError(
+                f"rule {rule.text!r} concerns {entry.prefix}, which is not quantized; give the "
+                "rule a method too, such as method=rtn"
+            )
+    return scheme
+
+
+def _resolved(scheme: Scheme, entry: Entry, target: str) -> Scheme:
+    """With its zero kind and group size spelled out."""
+    if scheme.method == "none":
+        return scheme
+    if scheme.method in CALIBRATED and entry.kind in ("embed", "head", "router"):
+        raise MoejaxError(
+            f"{entry.prefix}: method={scheme.method} sees the inputs of attention, experts and "
+            f"MLPs only; take rtn or hqq for {entry.kind}"
+        )
+    num_inputs = entry.shape[-1]
+    group_size = scheme.group_size or num_inputs
+    fitting = [str(size) for size in (32, 64, 128) if size <= num_inputs]
+    fitting.append(f"0 (per channel, one group of {num_inputs})")
+    if group_size > num_inputs:
+        raise MoejaxError(
+            f"{entry.prefix}: group_size {group_size} does not fit K = {num_inputs}; what fits is "
+            f"any size up to {num_inputs}, for instance {', '.join(fitting)}"
+        )
+    zero_kind = scheme.zero_kind
+    if zero_kind == "auto" and scheme.method == "milo+":
+        zero_kind = "symmetric"  # the bytes of the zeros buy more as ranks
+    elif zero_kind == "auto":
+        zero_kind = "float" if target == "moejax" or scheme.method in _FLOAT_ONLY else "integer"
+    resolved = dataclasses.replace(scheme, group_size=group_size, zero_kind=zero_kind)
+    if target != "moejax" and (reason := _unfit(resolved, entry, target)):
+        raise MoejaxError(f"{entry.prefix}: the {target} format {reason}; take format=moejax")
+    return resolved
+
+
+def _unfit(scheme: Scheme, entry: Entry, target: str) -> str | None:
+    """Why the formats of other engines cannot hold what a scheme makes; None where they can."""
+    num_rows, num_inputs = entry.shape
+    if entry.kind == "embed":
+        return "quantizes linear layers only"
+    if scheme.method in COMPENSATED:
+        return f"has no place for the compensators of {scheme.method}"
+    if scheme.zero_kind == "float":
+        return f"has no float zero points ({scheme.method})"
+    if num_inputs % scheme.group_size:
+        return f"has no shorter last group (K = {num_inputs}, group_size {scheme.group_size})"
+    if target == "gptq" and (num_rows % 32 or num_inputs % 32):
+        return f"packs 32 inputs or outputs at a time (N = {num_rows}, K = {num_inputs})"
+    if target == "gptq" and scheme.scale_dtype != "float16":
+        return "has scales in float16 only"
+    return None
+
+
+def _parse_rule(text: str) -> Rule:
+    # A regular expression may hold colons; what follows the pattern never does.
+    pattern_text, colon, changes_text = text.rpartition(":")
+    words = changes_text.split()
+    patterns = (
+        (pattern_text.strip(),)
+        if pattern_text.startswith("re:")
+        else tuple(part.strip() for part in pattern_text.split(","))
+    )
+    if not colon or not words or not all(patterns):
+        raise MoejaxError(
+            f"rule {text!r} is not of the form PATTERN: KEY=VALUE ..., such as "
+            "'head: method=rtn bits=8'"
+        )
+    changes: dict[str, str | int] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or key not in _SPELLINGS:
+            raise MoejaxError(f"rule {text!r}: {word!r} is none of {'=, '.join(_SPELLINGS)}=")
+        field = _SPELLINGS[key]
+        if field in ("method", "zero_kind", "scale_dtype"):
+            changes[field] = value
+        elif value.isdigit():
+            changes[field] = int(value)
+        else:
+            raise MoejaxError(f"rule {text!r}: {key}={value} must be a number")
+    for pattern in patterns:
+        if pattern.startswith("re:"):
+            try:
+                re.compile(pattern[3:])
+            except re.error as error:
+                raise MoejaxError(f"rule {text!r}: {pattern[3:]!r}: {error}") from error
+    return Rule(text=text, patterns=patterns, changes=changes)
+
+
+def _matches(pattern: str, entry: Entry) -> bool:
+    if pattern in KINDS:
+        return entry.kind == pattern
+    if pattern.startswith("re:"):
+        return re.fullmatch(pattern[3:], entry.prefix) is not None
+    names = (entry.prefix, entry.name)
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
+
+
+def _useless(rule: Rule, inventory: Inventory) -> MoejaxError:
+    if any(rule.matches(entry) for entry in inventory.entries):
+        return MoejaxError(
+            f"rule {rule.text!r} concerns norms or biases, or projections that are kept as they "
+            "are, never quantized"
+        )
+    there = {entry.kind for entry in inventory.entries}
+    kinds = ", ".join(kind for kind in MATRIX_KINDS if kind in there)
+    example = next(e.prefix for e in inventory.entries if e.kind in _QUANTIZED_KINDS)
+    tied = "" if "head" in there else " (its head is the embedding)"
+    return MoejaxError(
+        f"rule {rule.text!r} matches nothing; the model has the classes {kinds}{tied}, and names "
+        f"such as {example}"
+    )

@@ -1,0 +1,1 @@
+"""Routing: traces of it, their recorder, profiles made from it, and replays."""

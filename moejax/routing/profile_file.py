@@ -1,0 +1,285 @@
+"""The file of a profile: buddy lists, what they were made of, and where they come from.
+
+`buddies.safetensors`, beside a checkpoint, holds
+
+    buddies                 int32[M, E, K]   lists, the best buddy first, -1 pads
+    q                       float32[M, E, K] shares (BuddyMoE eq. 4)
+    tau                     float32[M]       of the TAE gate, at the percentile of the profile
+    tokens, activations, coactivations, weighted, entropies, following and perhaps cosines:
+                            `ExpertActivity`
+
+and in its metadata `format` and `provenance`, which is JSON.
+"""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from absl import logging
+from safetensors import safe_open
+from safetensors.numpy import save
+
+from moejax.checkpoints.safetensors_reader import StoredTensor, read_array, read_header
+from moejax.errors import MoejaxError
+from moejax.files import result_rows as results
+from moejax.files.whole import write_whole
+from moejax.models.config import ModelConfig
+from moejax.policies.buddy_gates import percentile_tau
+from moejax.policies.buddy_lists import BuddyLists, Source, buddy_lists, output_gains
+from moejax.policies.expert_activity import ExpertActivity, shares
+from moejax.policies.foresight import links_of
+
+if TYPE_CHECKING:
+    from moejax.engine import Engine
+    from moejax.evaluation.record import Stream
+    from moejax.text.corpus import Text
+
+FILE_NAME = "buddies.safetensors"
+FORMAT = "moejax buddies 1"
+_MEND = "profile the model again (python -m moejax.profile_experts)"
+
+
+@dataclasses.dataclass(frozen=True)
+class BuddyProfile:
+    """What BuddyMoE knows of a model.
+
+    Attributes:
+      lists: for `policies.buddymoe.BuddyMoe`.
+      tau: float32[M], for the same.
+      activity: on the host; lists and tau with other options are made of it by `profile_of`.
+      provenance: model, text, options, versions, date, command.
+    """
+
+    lists: BuddyLists
+    tau: np.ndarray
+    activity: ExpertActivity
+    provenance: dict[str, Any]
+
+    @property
+    def links(self) -> np.ndarray | None:
+        """float32[M, E, E] for `policies.dynaexq.DynaExq`; None of a profile that lacks them."""
+        following = self.activity.following
+        return None if following is None else links_of(np.asarray(following))
+
+    @property
+    def gains(self) -> np.ndarray | None:
+        """float64[M, E, E] for the same, of outputs; None where they were not compared."""
+        if self.activity.cosines is None:
+            return None
+        cosines, tokens = self.activity.cosines, self.activity.activations
+        return output_gains(np.asarray(cosines), np.asarray(tokens))
+
+
+def profile_of(
+    activity: ExpertActivity,
+    provenance: dict[str, Any],
+    *,
+    source: Source,
+    smoothing: float,
+    alpha: float | np.ndarray,
+    max_buddies: int,
+    percentile: float,
+) -> BuddyProfile:
+    """Lists and tau of what was counted.
+
+    Args:
+      activity: on the host.
+      provenance: as far as it goes; the options are added to it.
+      source: of q. By co-activations the list of an expert that was never chosen is empty.
+      smoothing: epsilon of Laplace, for co-activations.
+      alpha: CFT, of all layers or [M].
+      max_buddies: K_max.
+      percentile: of TAE, for tau; 0 is off.
+    """
+    q = shares(activity, source, smoothing)
+    if source != "outputs":  # of an expert that was never chosen smoothing alone would tell
+        q = np.where(np.asarray(activity.activations)[:, :, None] > 0, q, 0.0)
+    lists = buddy_lists(q, alpha, max_buddies)
+    options = {
+        "source": source,
+        "smoothing": smoothing,
+        "alpha": np.asarray(alpha).tolist(),
+        "max_buddies": max_buddies,
+        "percentile": percentile,
+    }
+    tau = percentile_tau(np.asarray(activity.entropies), percentile)
+    return BuddyProfile(lists, tau, activity, {**provenance, "lists": options})
+
+
+def provenance(
+    checkpoint: str, directory: Path, engine: "Engine", text: "Text", stream: "Stream"
+) -> dict[str, Any]:
+    """What was profiled, on what, with what, when.
+
+    Args:
+      checkpoint: as the user named it.
+      directory: where it is.
+      engine: that holds it.
+      text: what was counted on.
+      stream: its tokens.
+    """
+    config = engine.config
+    return {
+        "checkpoint": checkpoint,
+        "config_sha256": _config_sha256(directory),
+        "family": config.family,
+        "sparse_layers": list(config.moe_layers),
+        "experts": config.num_experts,
+        "experts_per_token": config.experts_per_token,
+        "bits_per_weight": engine.bits_per_weight,
+        "dtype": str(engine.dtype),
+        "text": {"source": text.source, "sha256": text.sha256, "bytes": text.num_bytes},
+        "tokens": len(stream.ids),
+        "bos": stream.bos,
+        "tokenizer_sha256": stream.tokenizer_sha256,
+        "device": results.describe_device(engine.device),
+        "versions": results.package_versions("jax", "jaxlib", "flax", "numpy", "tokenizers"),
+        "date": results.today(),
+        "command": results.command_line(),
+    }
+
+
+def summary(profile: BuddyProfile, output: Path) -> str:
+    """The result in one line, with the sizes of the lists that section 3.3 reports."""
+    sizes, activity, of = profile.lists.sizes(), profile.activity, profile.provenance
+    never = int((np.asarray(activity.activations) == 0).sum())
+    least, most = sizes.min(), sizes.max()
+    options = of["lists"]
+    empty = ", whose lists are empty" if never and options["source"] != "outputs" else ""
+    tau = f"tau {profile.tau.min():.3f} to {profile.tau.max():.3f}"
+    how = f"by {options['source']}, alpha {options['alpha']}"
+    by_layer = ", ".join(f"{mean:.1f}" for mean in sizes.mean(axis=1))
+    return (
+        f"{sizes.shape[0]} layers of {sizes.shape[1]} experts, {of['tokens']} tokens of "
+        f"{of['text']['source']}; {never} experts never chosen{empty}; lists {how}, "
+        f"of {least} to {most} buddies, by layer {by_layer}; {tau} "
+        f"(percentile {options['percentile']:g}); written to {output}"
+    )
+
+
+def save_buddies(path: Path, profile: BuddyProfile) -> None:
+    """Writes the file, whole or not at all."""
+    counted = dataclasses.asdict(profile.activity)
+    tensors = {
+        "buddies": profile.lists.ids,
+        "q": profile.lists.q,
+        "tau": profile.tau,
+        **{name: np.asarray(value) for name, value in counted.items() if value is not None},
+    }
+    metadata = {"format": FORMAT, "provenance": json.dumps(profile.provenance, ensure_ascii=False)}
+    content = save({k: np.asarray(v, order="C") for k, v in tensors.items()}, metadata)
+    write_whole(path, content)
+
+
+def load_buddies(
+    path: Path, config: ModelConfig | None = None, directory: Path | None = None
+) -> BuddyProfile:
+    """Reads a profile; one of another config.json of the model's family is warned about.
+
+    Args:
+      path: the file, or the directory of a checkpoint that it lies in.
+      config: of the model that it is to serve.
+      directory: of that model's checkpoint.
+
+    Raises:
+      MoejaxError: there is no such file, it is no profile or a broken one, or it is of another
+        model.
+    """
+    path = path / FILE_NAME if path.is_dir() else path
+    if not path.is_file():
+        raise MoejaxError(f"there is no profile of experts {path}; {_MEND.replace(' again', '')}")
+    stored = read_header(path)
+    with safe_open(path, framework="np") as file:
+        metadata = file.metadata() or {}
+    if metadata.get("format") != FORMAT:
+        said = metadata.get("format", "none")
+        raise MoejaxError(f"{path} is no profile of format {FORMAT!r} but {said!r}; {_MEND}")
+    try:
+        provenance = json.loads(metadata["provenance"])
+    except (KeyError, ValueError, RecursionError) as error:  # the last: nested too deeply
+        raise MoejaxError(f"{path} does not say where it comes from; {_MEND}") from error
+    _check(path, stored, config)
+    _check_origin(path, provenance, config, directory)
+    arrays = {name: read_array(tensor) for name, tensor in stored.items()}
+    fields = {field.name for field in dataclasses.fields(ExpertActivity)} & arrays.keys()
+    counted: dict[str, Any] = {name: arrays[name] for name in fields}
+    activity = ExpertActivity(**counted)
+    lists = BuddyLists(arrays["buddies"], arrays["q"])
+    _check_values(path, lists, {name: arrays[name] for name in ("q", "tau", *sorted(fields))})
+    return BuddyProfile(lists, arrays["tau"], activity, provenance)
+
+
+def _check_origin(
+    path: Path, provenance: Any, config: ModelConfig | None, directory: Path | None
+) -> None:
+    """Raises MoejaxError for a profile of another family; warns where config.json is another."""
+    counting = provenance.get("counting", {}) if isinstance(provenance, dict) else None
+    if not isinstance(counting, dict):
+        raise MoejaxError(f"{path} does not say where it comes from; {_MEND}")
+    of, family = provenance.get("checkpoint"), provenance.get("family")
+    if config is not None and family not in (None, config.family):
+        raise MoejaxError(
+            f"{path} is of {of}, a {family} model, and this is a {config.family} one; {_MEND}"
+        )
+    hashed, found = (
+        provenance.get("config_sha256"),
+        _config_sha256(directory) if directory else None,
+    )
+    if None not in (hashed, found) and hashed != found:
+        logging.warning("%s is of %s, whose config.json is not this model's", path, of)
+
+
+def _config_sha256(directory: Path) -> str | None:
+    described = directory / "config.json"
+    return hashlib.sha256(described.read_bytes()).hexdigest() if described.is_file() else None
+
+
+def _check_values(path: Path, lists: BuddyLists, numbers: dict[str, np.ndarray]) -> None:
+    """Raises MoejaxError where the invariants of `BuddyLists` do not hold, or a number is none."""
+    ids, num_experts = lists.ids, lists.ids.shape[1]
+    if ids.max(initial=-1) >= num_experts or ids.min(initial=-1) < -1:
+        raise MoejaxError(f"{path}: buddies names an expert that there is not; {_MEND}")
+    ordered = np.sort(ids, axis=-1)
+    if ((np.diff(ordered, axis=-1) == 0) & (ordered[..., 1:] >= 0)).any():
+        raise MoejaxError(f"{path}: buddies lists an expert twice; {_MEND}")
+    if (ids == np.arange(num_experts)[None, :, None]).any():
+        raise MoejaxError(f"{path}: buddies lists an expert as its own; {_MEND}")
+    for name, values in numbers.items():
+        if not np.isfinite(values).all():
+            raise MoejaxError(f"{path}: {name} holds numbers that are not finite; {_MEND}")
+        if name not in ("tau", "cosines") and (values < 0).any():
+            raise MoejaxError(f"{path}: {name} holds numbers below 0; {_MEND}")
+    if (np.diff(lists.q, axis=-1) > 0).any():
+        raise MoejaxError(f"{path}: q rises along a list; {_MEND}")
+
+
+def _check(path: Path, stored: dict[str, StoredTensor], config: ModelConfig | None) -> None:
+    """Raises MoejaxError for tensors that are missing, or not as large as they should be."""
+    optional = ("cosines", "following")
+    names = [field.name for field in dataclasses.fields(ExpertActivity)]
+    needed = [name for name in names if name not in optional]
+    if missing := [name for name in ("buddies", "q", "tau", *needed) if name not in stored]:
+        raise MoejaxError(f"{path} has no {', '.join(missing)}; {_MEND}")
+    lists = stored["buddies"].shape
+    if len(lists) != 3:
+        raise MoejaxError(f"{path}: buddies is of shape {list(lists)}, not [M, E, K]; {_MEND}")
+    num_layers, num_experts, places = lists
+    if config and (num_layers, num_experts) != (len(config.moe_layers), config.num_experts):
+        raise MoejaxError(
+            f"{path} is of a model with {num_layers} sparse layers of {num_experts} experts, this "
+            f"one has {len(config.moe_layers)} of {config.num_experts}; {_MEND}"
+        )
+    pairs = (num_layers, num_experts, num_experts)
+    shapes = {
+        "buddies": lists, "q": (num_layers, num_experts, places), "tau": (num_layers,),
+        "tokens": (), "activations": pairs[:2], "coactivations": pairs, "weighted": pairs,
+        "cosines": pairs, "following": pairs,
+    }  # fmt: skip
+    for name, shape in shapes.items():
+        kind = np.dtype(np.int32 if name == "buddies" else np.float32)
+        if name in stored and (stored[name].shape != shape or stored[name].dtype != kind):
+            found = f"{stored[name].dtype}{list(stored[name].shape)}"
+            raise MoejaxError(f"{path}: {name} is {found}, not {kind}{list(shape)}; {_MEND}")

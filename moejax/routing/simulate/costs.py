@@ -1,0 +1,182 @@
+"""What a replay costs in time: a link, a compute time, and how much of the one hides the other."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from moejax.errors import MoejaxError
+from moejax.files.result_rows import read_rows
+
+GIB = 2**30
+# What differs between the rows of one run.
+_BUDGET = re.compile(r"\d+ slots of \d+|, [\d.]+ GiB(?=,|$)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A model of a decode step, in milliseconds.
+
+    Attributes:
+      base_ms: a step whose experts are all there.
+      link_gib_per_s: from host to device; 1 GiB is 2^30 bytes.
+      fetch_ms: what each launch that fetches takes beside its bytes.
+      overlap: share of a layer's own time behind which experts that are brought ahead can hide: 0
+        where the engine copies between its launches, 1 where a copy engine works beside them.
+    """
+
+    base_ms: float
+    link_gib_per_s: float
+    fetch_ms: float = 0.0
+    overlap: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raises MoejaxError naming the number that cannot be."""
+        for name in ("base_ms", "fetch_ms"):
+            if not 0 <= getattr(self, name) < np.inf:
+                raise MoejaxError(f"{name}={getattr(self, name)} must be 0 or more milliseconds")
+        if not self.link_gib_per_s > 0:
+            raise MoejaxError(f"link_gib_per_s={self.link_gib_per_s} must be above 0")
+        if not 0 <= self.overlap <= 1:
+            raise MoejaxError(f"overlap={self.overlap} must be from 0 to 1")
+
+    def link_ms(self, num_bytes: np.ndarray | float) -> np.ndarray:
+        """Of so many bytes."""
+        return np.asarray(num_bytes, np.float64) / (self.link_gib_per_s * GIB) * 1e3
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Of one setting in one phase, summed over steps and layers; T tiers.
+
+    Attributes:
+      num_layers: M.
+      steps: of the model.
+      fetches: times that a layer fetched what it needed.
+      misses: int[T].
+      ahead: int[n, T], how often a layer brought 0, 1, ... experts ahead.
+      bulk: int[T], experts brought between steps.
+      expert_bytes: int[T].
+    """
+
+    num_layers: int
+    steps: int
+    fetches: int
+    misses: np.ndarray
+    ahead: np.ndarray
+    bulk: np.ndarray
+    expert_bytes: np.ndarray
+
+    @property
+    def bytes_by_cause(self) -> dict[str, float]:
+        """Bytes a step that crossed the link, names as in `moejax.experts.ledger`."""
+        brought = np.arange(len(self.ahead)) @ self.ahead
+        found = {"demand": self.misses, "prefetch": brought, "bulk": self.bulk}
+        return {
+            cause: float(count @ self.expert_bytes) / max(1, self.steps)
+            for cause, count in found.items()
+        }
+
+
+def step_ms(machine: Machine, traffic: Traffic) -> float:
+    """Milliseconds a step: compute, then what is waited for.
+
+    A layer waits for all that it needs and lacks; for what it brings ahead beyond `overlap` of its
+    own time. Bulk transfers share the link and are waited for where it has no time left.
+
+    Args:
+      machine: the model.
+      traffic: of decode; of prefill with that phase's base.
+    """
+    if not traffic.steps:
+        return float("nan")
+    steps, layer_ms = traffic.steps, machine.base_ms / traffic.num_layers
+    demand = traffic.fetches * machine.fetch_ms
+    demand += float(machine.link_ms(traffic.misses @ traffic.expert_bytes))
+    many = np.arange(len(traffic.ahead))[:, None]
+    each = machine.link_ms(many * traffic.expert_bytes) + np.where(many > 0, machine.fetch_ms, 0.0)
+    waited = float((traffic.ahead * np.maximum(0.0, each - machine.overlap * layer_ms)).sum())
+    total = machine.base_ms + (demand + waited) / steps
+    carried = float(machine.link_ms(sum(traffic.bytes_by_cause.values())))
+    return max(total, carried)
+
+
+def bandwidth_bound_ms(machine: Machine, num_bytes: float) -> float:
+    """What no overlap beats: the longer of compute and of so many bytes a step over the link."""
+    return max(machine.base_ms, float(machine.link_ms(num_bytes)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A measured setting, a step of decode: time, and bytes over the link."""
+
+    tpot_ms: float
+    num_bytes: float
+
+
+def calibrate(measured: Sequence[Measured], overlap: float = 0.0, fetch_ms: float = 0.0) -> Machine:
+    """The machine that explains measured steps: least squares of relative errors, none negative.
+
+        tpot = base_ms + bytes / link
+
+    Args:
+      measured: settings of different traffic, without look-ahead.
+      overlap: of the machine; it cannot be told from these.
+      fetch_ms: likewise.
+
+    Raises:
+      MoejaxError: they do not tell the speed of the link.
+    """
+    times = np.array([m.tpot_ms for m in measured])
+    gibs = np.array([m.num_bytes / GIB for m in measured])
+    if len(measured) < 2 or np.ptp(gibs) == 0:
+        raise MoejaxError("a calibration needs two settings or more that move different bytes")
+    if np.cov(times, gibs)[0, 1] <= 0:
+        raise MoejaxError("the measured settings do not take longer for more bytes")
+    columns = np.stack([1 / times, gibs / times], axis=1)
+    (base, each), *_ = np.linalg.lstsq(columns, np.ones(len(times)), rcond=None)
+    if base < 0:
+        base, each = 0.0, columns[:, 1].sum() / (columns[:, 1] ** 2).sum()
+    return Machine(
+        base_ms=float(base),
+        link_gib_per_s=float(1e3 / each),
+        fetch_ms=fetch_ms,
+        overlap=overlap,
+    )
+
+
+def measured_rows(path: Path) -> list[Measured]:
+    """Rows of one model, device and batch size in several budgets.
+
+    Those of `moejax.benchmark` with `--config.budgets`, or of `scripts/bench_memory_gpu.py` without
+    look-ahead.
+
+    Raises:
+      MoejaxError: there is no such file, it holds other rows, or those of several models.
+    """
+    times: dict[tuple[str, str], float] = {}
+    moved: dict[tuple[str, str], float] = {}
+    try:
+        for row in read_rows(path):
+            if re.search(r"slots of \d+, ahead 0, TPOT", row.what):
+                times[row.device, row.what] = row.figure
+                moved[row.device, row.what] = row.baseline["megabytes_a_token"]
+            for name, figures in (("TPOT median", times), ("link bytes of a decode step", moved)):
+                if row.what.startswith(f"{name}, "):
+                    figures[row.device, row.what.removeprefix(f"{name}, ")] = row.figure
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise MoejaxError(f"calibration {path} cannot be read: {error}") from error
+    found: dict[tuple[str, str], list[Measured]] = {}
+    for key, tpot_ms in times.items():
+        if key in moved:
+            run = (key[0], _BUDGET.sub("", key[1]))
+            found.setdefault(run, []).append(Measured(tpot_ms=tpot_ms, num_bytes=1e6 * moved[key]))
+    several = [f"{what} on {device}" for (device, what), rows in found.items() if len(rows) > 1]
+    if len(several) > 1:
+        raise MoejaxError(
+            f"calibration {path} has rows of {len(several)} runs, and is to have those of one: "
+            f"{'; '.join(several[:2])}"
+        )
+    return max(found.values(), key=len, default=[])

@@ -1,0 +1,179 @@
+"""Which policy a trace speaks for: the fastest at a floor of fidelity, within a device's memory.
+
+Candidates are the cache of one tier, DynaExq, DyMoE (two tiers, or leaving experts out) and DynaExq
+with DyMoE, each at several settings and divisions of the memory; all are replayed over the trace.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from moejax.errors import MoejaxError
+from moejax.experts.budget import size_text
+from moejax.policies.dymoe import SKIP
+from moejax.routing.simulate.costs import GIB, Machine
+from moejax.routing.simulate.grid import described
+from moejax.routing.simulate.sweeping import Swept, Tiers, sweep
+from moejax.routing.simulate.table import fidelity
+from moejax.routing.trace import Trace
+
+RETENTIONS = (0.5, 0.625, 0.75, 0.9)
+PERIODS = (64, 256)
+SHARES = (0.25, 0.5, 0.75)  # of the memory that goes to the first tier where all of it is divided
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A policy, the tiers that it runs on, and its setting with `slots`."""
+
+    policy: str
+    tiers: Tiers
+    setting: Mapping[str, Any]
+
+    def flags(self) -> str:
+        """As one types it to run a model so."""
+        names = self.tiers.names
+        slots = self.setting["slots"]
+        slots = slots if isinstance(slots, tuple) else (slots,)
+        said = [f"--config.policy.name={self.policy}"]
+        for name, values in (("tiers", names), ("slots", slots)):
+            said.append(f"--config.policy.{name}={','.join(map(str, values))}")
+        known = {k: v for k, v in self.setting.items() if k != "slots"}
+        if known:
+            said.append(f"--config.policy.settings={described(known).replace(' ', ',')}")
+        return " ".join(said)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recommended:
+    """What a trace speaks for at one machine, and the other candidates' best.
+
+    Attributes:
+      candidate: chosen.
+      figures: its own (`Swept.figures`).
+      best: TPOT in ms of the fastest of each policy that reaches the floor.
+      why: a line.
+    """
+
+    candidate: Candidate
+    figures: Mapping[str, float]
+    best: Mapping[str, float]
+    why: str
+
+
+def candidates(trace: Trace, tiers: Tiers, device_gib: float) -> Iterator[Candidate]:
+    """What fits in so much memory for experts.
+
+    Args:
+      trace: whose shape and contents say what can be replayed.
+      tiers: of falling fidelity; the first one and the last one are used.
+      device_gib: for the slots of all layers.
+
+    Raises:
+      MoejaxError: not even a slot a layer fits.
+    """
+    room = int(device_gib * GIB) // trace.num_layers
+    first, last = tiers.expert_bytes[0], tiers.expert_bytes[-1]
+    alone = min(room // first, trace.num_experts)
+    if alone < 1:
+        raise MoejaxError(
+            f"device_gib={device_gib:g} does not hold an expert of each layer: {trace.num_layers} "
+            f"of {size_text(first)}"
+        )
+    one = Tiers(names=tiers.names[:1], expert_bytes=(first,))
+    yield Candidate(policy="on_demand", tiers=one, setting={"slots": alone})
+    # A prompt's tokens count alike: attention is seldom in a trace.
+    plain = {"prefetch": 0} | ({} if trace.importance is not None else {"selection": "load"})
+    for r in RETENTIONS:
+        setting = {"slots": alone, "retention": r, "low": SKIP} | plain
+        yield Candidate(policy="dymoe", tiers=one, setting=setting)
+    if len(tiers.names) < 2:
+        return
+    two = Tiers(names=(tiers.names[0], tiers.names[-1]), expert_bytes=(first, last))
+    for slots in _divisions(room, first, last, trace):
+        for period in PERIODS:
+            setting = {"slots": slots, "period": period}
+            yield Candidate(policy="dynaexq", tiers=two, setting=setting)
+        for r in RETENTIONS:
+            setting = {"slots": slots, "retention": r} | plain
+            yield Candidate(policy="dymoe", tiers=two, setting=setting)
+            together = {"slots": slots, "retention": r, "period": 64} | plain
+            yield Candidate(policy="compose", tiers=two, setting=together)
+
+
+def _divisions(room: int, first: int, last: int, trace: Trace) -> list[tuple[int, int]]:
+    """Slots of both tiers: at several shares, and with the low tier whole."""
+    found = []
+    whole = (room - trace.num_experts * last) // first
+    if whole > 0:
+        found.append((min(whole, trace.num_experts), trace.num_experts))
+    for share in SHARES:
+        high = int(share * room) // first
+        low = min((room - high * first) // last, trace.num_experts)
+        if 0 < high < trace.num_experts and low > 0:
+            found.append((high, low))
+    return list(dict.fromkeys(found))
+
+
+def replayed(trace: Trace, chosen: Sequence[Candidate], bulk: int | None) -> list[Swept]:
+    """Of every candidate; those of one policy and tiers in one sweep."""
+    groups: dict[Any, list[int]] = {}
+    for i, one in enumerate(chosen):
+        groups.setdefault((one.policy, one.tiers), []).append(i)
+    found: dict[int, Swept] = {}
+    for (policy, tiers), members in groups.items():
+        grid = [chosen[i].setting for i in members]
+        found |= dict(zip(members, sweep(trace, policy, grid, tiers, bulk), strict=True))
+    return [found[i] for i in range(len(chosen))]
+
+
+def recommend(
+    chosen: Sequence[Candidate], swept: Sequence[Swept], machine: Machine, floor: float
+) -> Recommended:
+    """The fastest that serves at least `floor` of the gate mass as the first tier would.
+
+    Of equally fast ones the most faithful, then the first. The cache of the first tier reaches
+    every floor.
+
+    Args:
+      chosen: the candidates.
+      swept: what replay found of each.
+      machine: of the times.
+      floor: share of the router's gate mass.
+    """
+    figures = [one.figures(machine) for one in swept]
+    enough = [i for i, of in enumerate(figures) if fidelity(of) >= floor - 1e-9]
+    order = sorted(enough, key=lambda i: (round(figures[i]["tpot_ms"], 6), -fidelity(figures[i])))
+    best: dict[str, float] = {}
+    for i in order:
+        best.setdefault(_kind(chosen[i]), figures[i]["tpot_ms"])
+    one, of = chosen[order[0]], figures[order[0]]
+    others = ", ".join(f"{kind} {ms:.2f}" for kind, ms in best.items() if kind != _kind(one))
+    why = (
+        f"{_kind(one)}, {described(one.setting)}: {of['tpot_ms']:.2f} ms a token at "
+        f"{machine.link_gib_per_s:.4g} GiB/s, {100 * fidelity(of):.1f} % of the gate mass in "
+        f"{one.tiers.names[0]} (floor {100 * floor:g} %); the best of others: {others or 'none'}"
+    )
+    return Recommended(candidate=one, figures=of, best=best, why=why)
+
+
+def lines(
+    trace: Trace,
+    tiers: Tiers,
+    machines: Sequence[Machine],
+    device_gib: float,
+    bulk: int | None,
+    floor: float,
+) -> Iterator[str]:
+    """Two for each machine: what is recommended and why, and how to run it."""
+    chosen = list(candidates(trace, tiers, device_gib))
+    swept = replayed(trace, chosen, bulk)
+    for machine in machines:
+        best = recommend(chosen, swept, machine, floor)
+        yield best.why
+        yield f"    {best.candidate.flags()}"
+
+
+def _kind(one: Candidate) -> str:
+    forms = "/".join(one.tiers.names)
+    return f"{one.policy} {forms}" + (" or left out" if SKIP in one.setting.values() else "")

@@ -1,0 +1,198 @@
+"""Many settings of policies over one trace: those of one formula run side by side."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.errors import MoejaxError
+from moejax.experts.budget import default_bulk
+from moejax.policies.base import AnyPolicy, Needs, PolicySpec
+from moejax.routing.simulate.program_keys import Formulas
+from moejax.routing.simulate.replay import DELAY, Replay, Running, begin, run_calls
+from moejax.routing.simulate.segments import Segment, segments
+from moejax.routing.trace import PREFILL, Trace
+
+BLOCK_BYTES = 4 * 2**30  # of settings that run side by side, on a CPU
+BLOCK_SHARE = 1 / 8  # of the memory that JAX may take of an accelerator: the same
+_TEMPORARIES = 16  # arrays int32[M, T, E] of a setting that a step may hold at once
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """One setting.
+
+    Attributes:
+      policy: with its own settings.
+      tiers: their names, of falling fidelity.
+      expert_bytes: of one expert in each.
+      slots: of a layer in each tier's pool.
+      bulk: experts that are on their way between calls at most, as the engine's `memory.bulk`;
+        None: as many as it takes where nothing is given.
+    """
+
+    policy: AnyPolicy
+    tiers: tuple[str, ...]
+    expert_bytes: tuple[int, ...]
+    slots: tuple[int, ...]
+    bulk: int | None = None
+
+
+class Tallied(NamedTuple):
+    """What a run did; `moejax.routing.simulate.replay.Tally` of numpy arrays, and its tiers."""
+
+    run: Run
+    events: np.ndarray
+    steps: np.ndarray
+    fetches: np.ndarray
+    ahead: np.ndarray
+    gate: np.ndarray
+
+
+def run_policies(
+    trace: Trace, runs: Sequence[Run], *, one_by_one: bool = False, delay: int = DELAY
+) -> list[Tallied]:
+    """Replays the trace under every run.
+
+    Runs whose policies compute by one formula (`formulas`) are stacked, as many at a time as
+    `block_bytes` holds.
+
+    Args:
+      trace: checked.
+      runs: in any order.
+      one_by_one: the layers of a step too, whatever the policy says of them; to compare with.
+      delay: calls from asking for a transfer to the first that it serves; 0 as where slots are
+        emulated.
+
+    Raises:
+      MoejaxError: a policy looks at what the trace does not hold, or does not suit its tiers.
+    """
+    groups: dict[Any, list[int]] = {}
+    states, formulas = {}, Formulas()
+    for i, run in enumerate(runs):
+        _check_needs(trace, run)
+        spec = spec_of(trace, run)
+        states[i] = run.policy.init(spec)
+        _check_foreseen(trace, run, run.policy.max_prefetch(states[i]))
+        groups.setdefault(formulas.of(run.policy, states[i], spec), []).append(i)
+    cut = list(segments(trace))
+    found: dict[int, Tallied] = {}
+    for members in groups.values():
+        many = block_size(len(members), states[members[0]], trace, len(runs[members[0]].tiers))
+        for first in range(0, len(members), many):
+            block = members[first : first + many]
+            # All blocks are of one size, so that they share a program: the last setting fills up.
+            full = block + block[-1:] * (many - len(block))
+            tally = _run_block(
+                trace, cut, [runs[i] for i in full], [states[i] for i in full], one_by_one, delay
+            )
+            for k, i in enumerate(block):
+                found[i] = Tallied(runs[i], *(part[k] for part in tally))
+    return [found[i] for i in range(len(runs))]
+
+
+def spec_of(trace: Trace, run: Run) -> PolicySpec:
+    """What a policy may know of the trace's model."""
+    return PolicySpec(
+        num_layers=trace.num_layers,
+        num_experts=trace.num_experts,
+        width=trace.width,
+        tiers=run.tiers,
+        expert_bytes=run.expert_bytes,
+        slots=run.slots,
+    )
+
+
+def _check_needs(trace: Trace, run: Run) -> None:
+    needs = getattr(run.policy, "needs", Needs())
+    if needs.predicted and trace.predicted_ids is None:
+        raise MoejaxError(
+            f"{run.policy.name} looks ahead, and the trace foresees nothing: record it with "
+            "--config.record_foreseen, or set prefetch=0"
+        )
+    if needs.importance and trace.importance is not None and needs.aggregation != "mean":
+        raise MoejaxError(
+            f"aggregation={needs.aggregation}, but a trace holds the mean of the attention"
+        )
+    if needs.importance and trace.importance is None and (trace.phase == PREFILL).any():
+        raise MoejaxError(
+            f"{run.policy.name} weighs a prompt's tokens by the attention that they receive, which "
+            "the trace lacks: record it with --config.record_importance, or set selection='load'"
+        )
+
+
+def _check_foreseen(trace: Trace, run: Run, ahead: int) -> None:
+    """Raises MoejaxError where `ahead` experts of the next layer would be fewer in the replay.
+
+    A prompt's tokens ask for the experts among their predicted top A (DyMoE eq. 7).
+    """
+    has = trace.num_experts if trace.predicted_ids is None else trace.predicted_ids.shape[2]
+    asked = max(ahead, trace.width) if ahead and (trace.phase == PREFILL).any() else ahead
+    if has < (asked := min(asked, trace.num_experts)):
+        raise MoejaxError(
+            f"{run.policy.name} looks at {asked} experts ahead, the trace foresees {has}: record "
+            f"it with --config.record_foreseen={asked}, or set a smaller prefetch, 0 for none"
+        )
+
+
+def block_bytes() -> int:
+    """What settings that run side by side may take of JAX's default device."""
+    (device,) = jnp.zeros(()).devices()
+    limit = (device.memory_stats() or {}).get("bytes_limit", 0)
+    return int(limit * BLOCK_SHARE) if limit else BLOCK_BYTES
+
+
+def block_size(count: int, state: Any, trace: Trace, num_tiers: int) -> int:
+    """How many of so many settings run side by side: blocks of one size within `block_bytes`.
+
+    Args:
+      count: of settings.
+      state: of one.
+      trace: of the run.
+      num_tiers: T.
+    """
+    own = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    each = _TEMPORARIES * 4 * trace.num_layers * num_tiers * trace.num_experts + 4 * own
+    num_blocks = -(-count * each // block_bytes())
+    return -(-count // min(count, num_blocks))
+
+
+def _run_block(
+    trace: Trace,
+    cut: Sequence[Segment],
+    runs: Sequence[Run],
+    states: Sequence[Any],
+    one_by_one: bool,
+    delay: int,
+) -> Any:
+    """`Tally` of arrays [K, ...], on the host."""
+    policy = runs[0].policy
+    # Those of a group that do not look ahead have a limit of 0 in their state.
+    looks = any(getattr(run.policy, "needs", Needs()).predicted for run in runs)
+    predicted = trace.predicted_ids
+    foreseen = predicted.shape[2] if looks and predicted is not None else 0
+    slots = jnp.asarray([run.slots for run in runs], jnp.int32)
+    given = (default_bulk(run.expert_bytes) if run.bulk is None else run.bulk for run in runs)
+    bulk = jnp.asarray([*given], jnp.int32)
+    # On the host: a program of a thousand operands takes long to compile.
+    stacked = jax.tree.map(
+        lambda *leaves: jnp.asarray(np.stack(leaves)), *(jax.device_get(s) for s in states)
+    )
+    start = jax.vmap(begin, in_axes=(0, 0, None, None))
+    running: Running = start(stacked, slots, trace.num_layers, trace.num_experts)
+    platform = next(iter(slots.devices())).platform
+    replay = Replay(policy, foreseen, delay, one_by_one=one_by_one, on_gpu=platform == "gpu")
+    for segment in cut:
+        tokens = jax.tree.map(jnp.asarray, segment.tokens)
+        running = run_calls(
+            running, slots, bulk, tokens, replay=replay, is_prefill=segment.is_prefill
+        )
+    return jax.device_get(running.tally)
+
+
+def by_name(tallied: Tallied, phase: int, events: Sequence[str]) -> Mapping[str, np.ndarray]:
+    """int[T] of each event of a phase."""
+    return {name: tallied.events[phase, i] for i, name in enumerate(events)}

@@ -1,0 +1,227 @@
+"""A grid of settings over one trace: traffic of each, the ceilings, and what that costs."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.config.sweep import LRU as LRU
+from moejax.errors import MoejaxError
+from moejax.policies.base import AnyPolicy
+from moejax.policies.make import make_policy
+from moejax.routing.simulate import ceilings, replay
+from moejax.routing.simulate.costs import GIB, Machine, Traffic, bandwidth_bound_ms, step_ms
+from moejax.routing.simulate.grid import described
+from moejax.routing.simulate.runs import Run, Tallied, run_policies
+from moejax.routing.simulate.workload import Workload, make_workload
+from moejax.routing.trace import Trace
+
+DECODE_PHASE = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiers:
+    """Stored forms: names of falling fidelity, and bytes of an expert in each."""
+
+    names: tuple[str, ...]
+    expert_bytes: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Swept:
+    """One setting's decode; shares are of experts needed, or of the router's gate mass.
+
+    Attributes:
+      setting: as in the grid.
+      slots: of a layer in each tier.
+      traffic: what moved.
+      hit_rate: experts found in a slot.
+      gate: share of gate mass by tier, "skipped" and "substituted".
+      device_bytes: of the pools.
+      best_hit_rate: of Belady's cache, where all these bytes hold experts of the cheapest tier, and
+        nothing is brought ahead. nan where pairs were skipped or replaced, which needs fewer
+        experts than the trace says.
+      least_bytes: over the link a step, of such a cache; nan as well.
+    """
+
+    setting: Mapping[str, Any]
+    slots: tuple[int, ...]
+    traffic: Traffic
+    hit_rate: float
+    gate: Mapping[str, float]
+    device_bytes: int
+    best_hit_rate: float
+    least_bytes: float
+
+    def figures(self, machine: Machine) -> dict[str, float]:
+        """Numbers for a table and a file, at the speeds of a machine; no ceilings that are nan."""
+        moved = self.traffic.bytes_by_cause
+        ceilings = {
+            "bound_ms": bandwidth_bound_ms(machine, self.least_bytes),
+            "best_hit_rate": self.best_hit_rate,
+        }
+        return {
+            "tpot_ms": step_ms(machine, self.traffic),
+            "hit_rate": self.hit_rate,
+            **({} if math.isnan(self.least_bytes) else ceilings),
+            "device_gib": self.device_bytes / GIB,
+            **{f"{cause}_mb": amount / 1e6 for cause, amount in moved.items()},
+            **{f"gate_{name}": share for name, share in self.gate.items()},
+        }
+
+
+def sweep(
+    trace: Trace,
+    policy: str | Callable[..., AnyPolicy],
+    grid: Sequence[Mapping[str, Any]],
+    tiers: Tiers,
+    bulk: int | None = None,
+) -> list[Swept]:
+    """Runs every setting of a grid over the trace; decode is what is told.
+
+    Args:
+      trace: with decoded tokens.
+      policy: `LRU`, the policy "on_demand" in one tier; a name of `policies.make`, or what
+        makes a policy of its settings, such as the class of a policy of one's own.
+      grid: settings: `slots` of a layer, a number or one of each tier, and those of the policy.
+      tiers: of the experts.
+      bulk: experts that are on their way between calls at most, as the engine's `memory.bulk`;
+        None: as many as it takes where nothing is given.
+
+    Raises:
+      MoejaxError: a setting is not there or not allowed, or the trace lacks what it takes.
+    """
+    if not (trace.phase == DECODE_PHASE).any():
+        raise MoejaxError(
+            "the trace holds no decoded token, so there is nothing to sweep over: it is of prompts "
+            "alone, as moejax.evaluate scores them; record one with moejax.generate"
+        )
+    slots = [_slots(setting, trace.num_experts, tiers) for setting in grid]
+    if policy == LRU:
+        _check_lru(grid, tiers)
+        policy = "on_demand"
+    found = _sweep_policy(trace, policy, grid, slots, tiers, bulk)
+    cheapest = min(tiers.expert_bytes)
+    sizes = [sum(map(_times, row, tiers.expert_bytes)) for row in slots]
+    best = _belady(make_workload(trace), [size // cheapest for size in sizes])
+    # Pools that hold all experts do so from the start (`pools.initial`).
+    all_there = [sum(row) >= trace.num_experts for row in slots]
+    best = [(n, n if whole else h) for (n, h), whole in zip(best, all_there, strict=True)]
+    steps = int(found[0][0].steps)
+    return [
+        Swept(
+            setting=setting,
+            slots=row,
+            traffic=traffic,
+            hit_rate=hit_rate,
+            gate=gate,
+            device_bytes=size * trace.num_layers,
+            best_hit_rate=hits / needed if _needs_all(gate) else math.nan,
+            least_bytes=(needed - hits) * cheapest / steps if _needs_all(gate) else math.nan,
+        )
+        for setting, row, (traffic, hit_rate, gate), size, (needed, hits) in zip(
+            grid, slots, found, sizes, best, strict=True
+        )
+    ]
+
+
+def _needs_all(gate: Mapping[str, float]) -> bool:
+    """Whether every expert ran that the router chose."""
+    return not gate["skipped"] and not gate["substituted"]
+
+
+Found = tuple[Traffic, float, Mapping[str, float]]
+
+
+def _check_lru(grid: Sequence[Mapping[str, Any]], tiers: Tiers) -> None:
+    """Raises MoejaxError for what the engine's own cache does not have."""
+    for setting in grid:
+        if unknown := sorted(set(setting) - {"slots", "prefetch"}):
+            raise MoejaxError(f"lru has no setting {', '.join(unknown)}; known: slots, prefetch")
+    if len(tiers.names) != 1:
+        raise MoejaxError(
+            f"lru has one tier, not {', '.join(tiers.names)}: give --config.tiers=NAME=BYTES of "
+            "one, or another policy"
+        )
+
+
+def _sweep_policy(
+    trace: Trace,
+    policy: str | Callable[..., AnyPolicy],
+    grid: Sequence[Mapping[str, Any]],
+    slots: Sequence[tuple[int, ...]],
+    tiers: Tiers,
+    bulk: int | None,
+) -> list[Found]:
+    make = functools.partial(make_policy, policy) if isinstance(policy, str) else policy
+    runs = []
+    for setting, row in zip(grid, slots, strict=True):
+        given = {key: value for key, value in setting.items() if key != "slots"}
+        try:
+            made = make(**given)
+        except MoejaxError as error:
+            raise MoejaxError(f"{described(setting) or policy}: {error}") from error
+        runs.append(
+            Run(policy=made, tiers=tiers.names, expert_bytes=tiers.expert_bytes, slots=row,
+                bulk=bulk)
+        )  # fmt: skip
+    return [_found(trace, tallied) for tallied in run_policies(trace, runs)]
+
+
+def _found(trace: Trace, tallied: Tallied) -> Found:
+    event = dict(zip(replay.EVENTS, tallied.events[DECODE_PHASE], strict=True))
+    gate = tallied.gate[DECODE_PHASE]
+    names = (*tallied.run.tiers, "skipped", "substituted")
+    traffic = Traffic(
+        num_layers=trace.num_layers,
+        steps=int(tallied.steps[DECODE_PHASE]),
+        fetches=int(tallied.fetches[DECODE_PHASE]),
+        misses=event["misses"],
+        ahead=tallied.ahead[DECODE_PHASE],
+        bulk=event["bulk"],
+        expert_bytes=np.asarray(tallied.run.expert_bytes),
+    )
+    shares = {name: float(mass / gate[-1]) for name, mass in zip(names, gate[:-1], strict=True)}
+    return traffic, float(event["hits"].sum() / max(1, event["needed"].sum())), shares
+
+
+def _belady(workload: Workload, slots: Sequence[int]) -> list[tuple[int, int]]:
+    """(needed, hits) in decode of the best cache of so many slots a layer."""
+    sizes = sorted({min(size, workload.num_experts) for size in slots})
+    coming = jax.tree.map(jnp.asarray, ceilings.next_uses(workload))
+    found = ceilings.belady(on_device(workload), coming, jnp.asarray(sizes, jnp.int32))
+    needed, hits = (np.asarray(part)[DECODE_PHASE].sum(axis=0) for part in found)
+    places = [sizes.index(min(size, workload.num_experts)) for size in slots]
+    return [(int(needed[k]), int(hits[k])) for k in places]
+
+
+def on_device(workload: Workload) -> Workload:
+    """With arrays of JAX."""
+    return jax.tree.map(jnp.asarray, workload)
+
+
+def _slots(setting: Mapping[str, Any], num_experts: int, tiers: Tiers) -> tuple[int, ...]:
+    given = setting.get("slots")
+    row = given if isinstance(given, tuple) else (given,)
+    if len(row) != len(tiers.names) or not all(type(size) is int for size in row):
+        said = described({"slots": given}) if given is not None else "no slots"
+        form = "/".join([str(num_experts // 4)] * len(tiers.names))
+        raise MoejaxError(
+            f"grid: {said}, but slots is a whole number for each tier ({', '.join(tiers.names)}), "
+            f"such as slots={form}"
+        )
+    if not all(0 <= size <= num_experts for size in row):
+        raise MoejaxError(
+            f"grid: {described({'slots': given})} must be from 0 to {num_experts}, the experts of "
+            f"a layer of this trace, such as slots=1:{num_experts}"
+        )
+    return row
+
+
+def _times(count: int, size: int) -> int:
+    return count * size

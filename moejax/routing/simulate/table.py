@@ -1,0 +1,125 @@
+"""What a sweep found, for people: who is beaten by nobody, a table, a picture."""
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moejax.experts.budget import GIB, size_text
+from moejax.files.whole import write_whole
+
+_NO_MATPLOTLIB = "no plot: matplotlib is not installed (pip install '.[evaluation]' in a clone)"
+_MARKERS = "osD^vx"
+# What a picture of each kind would say of when and with what it was made.
+_UNSAID: dict[str, dict[str, None]] = {
+    ".png": {"Software": None},
+    ".pdf": {"CreationDate": None},
+    ".svg": {"Date": None},
+}
+
+
+def pareto(figures: Sequence[Mapping[str, float]]) -> list[int]:
+    """The settings that no other one beats: in time, in device memory, or in fidelity.
+
+    Fidelity is the gate mass of the first tier that is neither skipped nor substituted. Of equal
+    settings the first one stays.
+
+    Args:
+      figures: of `Swept.figures`, at one machine.
+    """
+    points = np.array([[f["tpot_ms"], f["device_gib"], -fidelity(f)] for f in figures])
+    points = np.round(points, 9)
+    kept = []
+    for i, point in enumerate(points):
+        no_worse = (points <= point).all(axis=1)
+        better = no_worse & (points < point).any(axis=1)
+        same_before = (points[:i] == point).all(axis=1)
+        if not better.any() and not same_before.any():
+            kept.append(i)
+    return kept
+
+
+def spread(figures: Sequence[Mapping[str, float]], chosen: Sequence[int], most: int) -> list[int]:
+    """At most so many of the chosen settings, spread over their order of time, both ends in."""
+    order = sorted(chosen, key=lambda i: figures[i]["tpot_ms"])
+    if len(order) <= most:
+        return order
+    return [order[round(n * (len(order) - 1) / max(1, most - 1))] for n in range(most)]
+
+
+def fidelity(figures: Mapping[str, float]) -> float:
+    """Share of gate mass served in the first tier by the expert that the router chose."""
+    first = next(share for name, share in figures.items() if name.startswith("gate_"))
+    return first - figures["gate_substituted"]
+
+
+def table(
+    settings: Sequence[str], figures: Sequence[Mapping[str, float]], chosen: Sequence[int]
+) -> list[str]:
+    """Lines of a Markdown table of the chosen settings, the fastest first; "-": no ceiling."""
+    gates = [name for name in figures[0] if name.startswith("gate_")]
+    moved = [name for name in figures[0] if name.endswith("_mb")]
+    heads = ["setting", "TPOT ms", "bound ms", "hits %", "best %", "device"]
+    heads += [name.replace("_mb", " MB/token") for name in moved]
+    heads += [name.replace("gate_", "") + " %" for name in gates]
+    lines = ["| " + " | ".join(heads) + " |", "| --- |" + " ---: |" * (len(heads) - 1)]
+    for i in sorted(chosen, key=lambda i: figures[i]["tpot_ms"]):
+        f = figures[i]
+        cells = [
+            settings[i],
+            f"{f['tpot_ms']:.2f}",
+            f"{f['bound_ms']:.2f}" if "bound_ms" in f else "-",
+            f"{100 * f['hit_rate']:.1f}",
+            f"{100 * f['best_hit_rate']:.1f}" if "best_hit_rate" in f else "-",
+            size_text(f["device_gib"] * GIB),
+            *(_megabytes(f[name]) for name in moved),
+            *(f"{100 * f[name]:.1f}" for name in gates),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _megabytes(amount: float) -> str:
+    """With digits that are not 0, of small experts too."""
+    return f"{amount:.1f}" if amount >= 1 or not amount else f"{amount:.2g}"
+
+
+def draw(path: Path, by_link: Mapping[float, Sequence[Mapping[str, float]]], title: str) -> str:
+    """Draws time against device memory, a colour a link; what is missing, if anything, is returned.
+
+    Filled: beaten by nobody; lines: the bandwidth bound under Belady's cache.
+
+    Args:
+      path: of the picture.
+      by_link: figures of all settings at each speed of the link, GiB/s.
+      title: of the picture.
+    """
+    try:
+        from matplotlib.figure import Figure  # not pyplot, which is the process's own
+    except ImportError:
+        return _NO_MATPLOTLIB
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes: Any = figure.subplots()
+    greys = np.linspace(0.0, 0.65, len(by_link))
+    for n, (link, figures) in enumerate(by_link.items()):
+        color, marker = str(greys[n]), _MARKERS[n % len(_MARKERS)]
+        best = set(pareto(figures))
+        x = np.array([f["device_gib"] for f in figures])
+        y = np.array([f["tpot_ms"] for f in figures])
+        beaten = np.array([i not in best for i in range(len(figures))])
+        style = {"marker": marker, "color": color}
+        axes.scatter(x[beaten], y[beaten], s=8, alpha=0.25, linewidths=0, **style)
+        axes.scatter(x[~beaten], y[~beaten], s=24, label=f"{link:.4g} GiB/s", **style)
+        order = np.argsort(x, kind="stable")
+        bound = np.array([f.get("bound_ms", np.nan) for f in figures])
+        axes.plot(x[order], bound[order], color=color, linewidth=0.8, linestyle=":")
+    axes.set(xlabel="GiB of experts on the device", ylabel="TPOT, ms", title=title, yscale="log")
+    for each in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        each("{x:g}")
+    axes.legend(fontsize=8, title="dotted: no cache is faster")
+    picture, kind = io.BytesIO(), path.suffix.lower()
+    figure.savefig(picture, dpi=110, format=kind.removeprefix("."), metadata=_UNSAID.get(kind))
+    write_whole(path, picture.getvalue())
+    return ""

@@ -1,0 +1,1 @@
+"""Text: tokenizer, chat template, prompts, and the texts that evaluations read."""

@@ -1,0 +1,297 @@
+"""Text to token ids and back, over the tokenizer.json of a checkpoint; chat templates."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from moejax.errors import MoejaxError
+from moejax.files.small import check_depth, parse_json, read_file
+from moejax.models.hf.config import read_json
+from moejax.models.hf.defaults import default_eos_id
+from moejax.models.hf.fields import flag
+from moejax.text.chat_template import ChatRenderer, find_chat_template
+from moejax.text.token_bytes import most_token_bytes
+from moejax.text.tokenizer_check import check_tokenizer
+
+# Everything that `Tokenizer` reads, but for the eos tokens.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoders write it for half a character
+# Classes of transformers 4 that read two fields of tokenizer_config.json, and the fields' defaults.
+_LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast", "DeepseekTokenizerFast")
+_LLAMA_ADDS = {"add_bos_token": True, "add_eos_token": False}
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint directory.
+
+    Special tokens around a text are those of tokenizer.json's post-processor and, as in
+    transformers 4, those that tokenizer_config.json asks for by `add_bos_token` (true where it is
+    left out) and `add_eos_token` (false) if its `tokenizer_class` is LlamaTokenizer(Fast) or
+    DeepSeek's subclass of it; DeepSeek's files have a post-processor that adds nothing. Of other
+    classes, such as Qwen2Tokenizer, the two fields mean nothing. A token that the post-processor
+    adds is neither added twice nor, where its field is false, taken away, as transformers 4 would.
+    transformers 5 reads neither field beside a tokenizer.json: it gives DeepSeek's prompts no bos.
+
+    Attributes:
+      special_tokens: text of "bos_token", "eos_token" and the like, for chat templates.
+      chat_template: Jinja source, or None.
+    """
+
+    def __init__(self, directory: Path, encoder: tokenizers.Tokenizer):
+        encoder.no_truncation()  # a file may carry the settings of somebody's training run
+        encoder.no_padding()
+        self._encoder, self._failure = encoder, f"the tokenizer of {directory} failed"
+        self.special_tokens = _special_tokens(directory)
+        own = self._encode("", add_special_tokens=True).ids  # of the post-processor alone
+        bos, eos = (self._asked_for(directory, name) for name in ("bos_token", "eos_token"))
+        self._before = [i for i in bos if i not in own]
+        self._after = [i for i in eos if i not in own]
+        with _plain_errors(self._failure):
+            self._num_behind = _num_behind(encoder)
+        self.chat_template = find_chat_template(directory)
+        self._renderer = ChatRenderer()
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> "Tokenizer | None":
+        """The tokenizer of a checkpoint, or None if it has no tokenizer.json.
+
+        Raises:
+          MoejaxError: the file, or one that belongs to it, is broken.
+        """
+        path = directory / "tokenizer.json"
+        if not path.exists() and not path.is_symlink():
+            return None
+        try:
+            content = read_file(path)
+            fields = parse_json(content)
+            check_depth(fields)
+        except (OSError, ValueError) as error:
+            raise MoejaxError(f"cannot read {path}: {error}; download it again") from error
+        try:
+            check_tokenizer(fields)
+        except MoejaxError as error:
+            raise MoejaxError(f"cannot read {path}: {error}; download it again") from error
+        with _plain_errors(f"cannot read {path}"):
+            encoder = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+            if (token := _vanishing_token(encoder)) is not None:
+                raise MoejaxError(
+                    f"{path}: its normalizer makes nothing of the added token {token!r}, which "
+                    "would be found everywhere; download it again"
+                )
+        return cls(directory, encoder)
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, goes_on: bool = False
+    ) -> list[int]:
+        """Token ids of `text`, with the special tokens around it; see the class.
+
+        Args:
+          text: to be encoded.
+          add_special_tokens: whether any are put around it.
+          goes_on: something follows, so that they are put before it and none behind it, neither
+            by the post-processor nor by `add_eos_token`.
+
+        Raises:
+          MoejaxError: the tokenizer fails on it.
+        """
+        ids = self._encode(text, add_special_tokens=add_special_tokens).ids
+        if not add_special_tokens:
+            return ids
+        if goes_on:
+            return [*self._before, *ids[: len(ids) - self._num_behind]]
+        return [*self._before, *ids, *self._after]
+
+    @functools.cached_property
+    def most_token_bytes(self) -> int | None:
+        """Bytes of a text that a token stands for at most; None where there is no such limit."""
+        return most_token_bytes(self._encoder.to_str())
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; ids without a token are left out.
+
+        Raises:
+          MoejaxError: the tokenizer fails on them.
+        """
+        with _plain_errors(self._failure):
+            return self._encoder.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its text, such as "<s>"; None where there is none."""
+        return self._encoder.token_to_id(token)
+
+    def stream(self) -> "TokenStream":
+        """Decodes one token after the other."""
+        return TokenStream(self.decode)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[dict[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The prompt for a conversation; encode it with `add_special_tokens=False`.
+
+        Args:
+          messages: each with "role" and "content".
+          add_generation_prompt: end with the words that begin an answer.
+          **variables: further variables of the template, `enable_thinking` for instance.
+
+        Raises:
+          MoejaxError: the checkpoint has no template, or the template refuses the messages.
+        """
+        if self.chat_template is None:
+            raise MoejaxError(
+                "this checkpoint has no chat template (chat_template.jinja, or chat_template in "
+                "tokenizer_config.json); prompt it with plain text"
+            )
+        given = {**self.special_tokens, "add_generation_prompt": add_generation_prompt}
+        return self._renderer.render(self.chat_template, messages, {**given, **variables})
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> tokenizers.Encoding:
+        with _plain_errors(self._failure):
+            # `encode` holds Python's lock, seconds for megabytes; this lets other threads run.
+            [found] = self._encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return found
+
+    def _asked_for(self, directory: Path, name: str) -> list[int]:
+        """The id of a special token that tokenizer_config.json asks for around a text, or none.
+
+        Raises:
+          MoejaxError: a field has the wrong type, or names what is no token.
+        """
+        path = directory / "tokenizer_config.json"
+        fields = _LLAMA_ADDS | _read_if_there(path)
+        if fields.get("tokenizer_class") not in _LLAMA_CLASSES:
+            return []
+        try:
+            is_asked = flag(fields, f"add_{name}")
+        except MoejaxError as error:
+            raise MoejaxError(f"{path}: {error}") from error
+        token = self.special_tokens.get(name)
+        if not is_asked or token is None:
+            return []
+        if (token_id := self.token_id(token)) is None:
+            raise MoejaxError(
+                f"{path}: {name} {token!r} is to be put around texts (add_{name}), and "
+                "tokenizer.json has no such token; download both again"
+            )
+        return [token_id]
+
+
+class TokenStream:
+    """Text of a growing sequence of tokens, never half a character.
+
+    Invariant: what was returned so far, `flush()` included, is `decode()` of what was pushed, as
+    long as the tokens spell valid UTF-8.
+
+    A decoder looks at a token's neighbours (the first space of a text is dropped, bytes make up a
+    character), so each piece is the difference of two decodings that begin at the same token: the
+    first of the piece before.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]):
+        self._decode = decode
+        self._ids: list[int] = []  # of the last piece, then those not yet returned
+        self._num_returned = 0
+
+    def push(self, token_id: int) -> str:
+        """The text that has become certain with this token, often one word, perhaps none."""
+        self._ids.append(token_id)
+        piece = self._pending()
+        if not piece or piece.endswith(_REPLACEMENT):
+            return ""
+        del self._ids[: self._num_returned]
+        self._num_returned = len(self._ids)
+        return piece
+
+    def flush(self) -> str:
+        """What is left at the end: nothing, or an incomplete character's replacement."""
+        piece = self._pending()
+        self._num_returned = len(self._ids)
+        return piece
+
+    def _pending(self) -> str:
+        returned = self._decode(self._ids[: self._num_returned])
+        return self._decode(self._ids)[len(returned) :]
+
+
+def read_eos_ids(directory: Path, *, vocab_size: int) -> tuple[int, ...]:
+    """The tokens that end an answer: by generation_config.json, else config.json, else by name.
+
+    A config.json that leaves them out means its family's own, as in transformers.
+
+    Args:
+      directory: a checkpoint's, with a tokenizer or without.
+      vocab_size: the model's.
+
+    Raises:
+      MoejaxError: one of the files is broken, or names what is no token of the model.
+    """
+    for name in ("generation_config.json", "config.json"):
+        fields = _read_if_there(directory / name)
+        ids = fields.get("eos_token_id", default_eos_id(fields, vocab_size))
+        if ids is not None:
+            ids = ids if isinstance(ids, list) else [ids]
+            if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
+                raise MoejaxError(
+                    f"{directory / name}: eos_token_id {ids} must be token ids below {vocab_size}, "
+                    "the size of the vocabulary"
+                )
+            return tuple(ids)
+    eos = _special_tokens(directory).get("eos_token")
+    added = _read_if_there(directory / "tokenizer.json").get("added_tokens") or []
+    try:
+        return tuple(token["id"] for token in added if token["content"] == eos)
+    except (TypeError, KeyError) as error:
+        raise MoejaxError(
+            f"{directory / 'tokenizer.json'}: added_tokens must be objects with id and content"
+        ) from error
+
+
+@contextlib.contextmanager
+def _plain_errors(said: str) -> Iterator[None]:
+    """Makes one line of what the Rust side raises: plain `Exception`, or a panic, which is none."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is Exception or type(error).__name__ == "PanicException":
+            reason = " ".join(str(error).split())
+            raise MoejaxError(f"{said}: {reason}; download tokenizer.json again") from error
+        raise
+
+
+def _vanishing_token(encoder: tokenizers.Tokenizer) -> str | None:
+    """An added token that is looked for in normalized text and is empty there: encoding hangs."""
+    normalizer = encoder.normalizer
+    for token in encoder.get_added_tokens_decoder().values() if normalizer else ():
+        if token.normalized and not normalizer.normalize_str(token.content):
+            return token.content
+    return None
+
+
+def _num_behind(encoder: tokenizers.Tokenizer) -> int:
+    """Tokens that the post-processor puts behind every text."""
+    for token in encoder.get_added_tokens_decoder().values():  # any text that has a token
+        is_added = encoder.encode(token.content).special_tokens_mask
+        if 0 in is_added:
+            return is_added[::-1].index(0)
+    return 0
+
+
+def _special_tokens(directory: Path) -> dict[str, str]:
+    """The `*_token` fields of tokenizer_config.json, where a token is text or an object."""
+    tokens = {}
+    for name, value in _read_if_there(directory / "tokenizer_config.json").items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            tokens[name] = content
+    return tokens
+
+
+def _read_if_there(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() or path.is_symlink() else {}

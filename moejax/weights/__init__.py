@@ -1,0 +1,1 @@
+"""Stored matrices, and products with them."""

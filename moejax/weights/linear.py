@@ -1,0 +1,406 @@
+"""Products with weights of any kind: plain arrays, packed codes, FP8 blocks.
+
+The one place where a kernel for packed weights is chosen (`choose_product`). Where every kernel
+refuses, packed matrices are dequantized in float32, cast to the dtype of the activations and
+multiplied as plain ones: only the matrices (or rows) that a call uses, never a whole stack. Plain
+arrays go through untouched.
+
+Axes: N outputs (rows), K inputs; leading axes are layers, then experts.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.weights.qtensor import (
+    FP8_BLOCK,
+    Compensator,
+    Factor,
+    Fp8Tensor,
+    QTensor,
+    Watched,
+    Weight,
+)
+from pallas_kernels import dequant_matmul, packed
+from pallas_kernels.target import Choice, Target
+
+Index = int | jax.Array
+
+DEQUANTIZED = "dequantized"  # in place of a kernel's name in a `Choice`
+PLAIN = "plain"  # the same, of a weight that is not packed
+REFERENCE = "reference"  # what `pallas_kernels` chooses where its kernels refuse
+
+# A packed matrix of more bytes than this when plain is multiplied a block of rows at a time: XLA on
+# a CPU dequantizes whole ones of all layers at once, for they wait for nothing (jax 0.10.2).
+BLOCK_BYTES = 2**23
+MIN_KERNEL_OUTPUTS = 1024  # of a plain matrix; smaller ones are too few blocks of large tiles
+MIN_ROW_OUTPUTS = 8  # of a plain matrix for whole rows a program; XLA fuses fewer with what follows
+MAX_TRITON_ROWS = 32  # of x, times a plain matrix
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """Which kernels may serve products with packed weights; static.
+
+    Attributes:
+      target: where the program runs; None: nowhere that is known, so no kernel serves.
+      implementation: the one of `pallas_kernels` that serves whatever can be given to it; None:
+        the first that does not refuse on `target`.
+    """
+
+    target: Target | None = None
+    implementation: str | None = None
+
+
+NO_KERNELS = Kernels()
+
+
+class Operands(NamedTuple):
+    """A weight as `pallas_kernels` takes it."""
+
+    weights: packed.PackedMatrices
+    low_rank: tuple[packed.LowRank, ...]
+
+
+def packing(weight: Weight) -> str | None:
+    """How a weight is packed, in words: "INT3 in groups of 64, float zeros"; None if it is not."""
+    if isinstance(weight, Fp8Tensor):
+        return f"FP8 in blocks of {FP8_BLOCK} x {FP8_BLOCK}"
+    if isinstance(weight, QTensor):
+        whole_row = weight.group_size == weight.num_inputs
+        groups = "one group a row" if whole_row else f"groups of {weight.group_size}"
+        zeros = "symmetric" if weight.zeros is None else f"{weight.zero_kind} zeros"
+        low_rank = ", low-rank terms" if weight.compensators else ""
+        return f"INT{weight.bits} in {groups}, {zeros}{low_rank}"
+    return None
+
+
+def unfit(weight: Weight) -> str | None:
+    """Why a weight has no form that a kernel takes, or None."""
+    if isinstance(weight, Fp8Tensor):
+        return f"it is {packing(weight)}"
+    if isinstance(weight, QTensor):
+        if weight.permutation is not None:
+            return "its inputs are permuted (act-order)"
+        factors = [factor for c in weight.compensators for factor in (c.u, c.v)]
+    else:
+        factors = [weight]
+    for factor in factors:
+        if isinstance(factor, QTensor) or factor.dtype in (jnp.bfloat16, jnp.float16):
+            continue
+        part = "a low-rank factor" if isinstance(weight, QTensor) else "it"
+        return f"{part} is {factor.dtype}, not bfloat16 or float16"
+    return None
+
+
+def operands(weight: Weight) -> Operands:
+    """The leading axes as one of S slots; nothing is copied.
+
+    Args:
+      weight: [..., N, K], for which `unfit` has no reason.
+    """
+    assert not isinstance(weight, Fp8Tensor)
+    if not isinstance(weight, QTensor):
+        return Operands(_matrices(weight), ())
+    terms = tuple(
+        packed.LowRank(
+            u=_matrices(c.u[None]),
+            v=_matrices(c.v[None]),
+            start=c.start.reshape(-1),
+            rank=c.rank.reshape(-1),
+            first_row=c.first_row,
+            max_rank=c.max_rank,
+        )
+        for c in weight.compensators
+        if c.max_rank
+    )
+    return Operands(_matrices(weight), terms)
+
+
+def _matrices(weight: Factor) -> packed.PackedMatrices:
+    def flat(array: jax.Array) -> jax.Array:
+        return array.reshape(math.prod(array.shape[:-2]), *array.shape[-2:])
+
+    if not isinstance(weight, QTensor):
+        return packed.plain(flat(weight))
+    return packed.PackedMatrices(
+        words=flat(weight.words),
+        scales=flat(weight.scales),
+        zeros=None if weight.zeros is None else flat(weight.zeros),
+        num_inputs=weight.num_inputs,
+        bits=weight.bits,
+        group_size=weight.group_size,
+    )
+
+
+def choose_product(
+    num_rows: int, dtype: jnp.dtype, weight: Weight, kernels: Kernels, *, steady: bool = False
+) -> Choice:
+    """What serves x [num_rows, K] of a dtype times matrices [..., N, K].
+
+    `steady` as in `linear`.
+
+    Returns:
+      An implementation of `pallas_kernels.dequant_matmul`, `PLAIN`, or `DEQUANTIZED` with the
+      reasons why no kernel serves.
+    """
+    if not isinstance(weight, QTensor | Fp8Tensor):
+        return _choose_plain(num_rows, dtype, weight, kernels, steady)
+    if reason := unfit(weight):
+        return Choice(DEQUANTIZED, {"every kernel": reason})
+    if kernels.implementation:
+        return Choice(kernels.implementation, {})
+    if kernels.target is None:
+        return Choice(DEQUANTIZED, {"every kernel": "no target was named"})
+    x = jax.ShapeDtypeStruct((num_rows, weight.shape[-1]), dtype)
+    shapes = jax.eval_shape(operands, weight)
+    chosen = dequant_matmul.OPERATION.choose(
+        x, shapes.weights, shapes.low_rank, target=kernels.target
+    )
+    return kernel_or_dequantized(chosen)
+
+
+def _choose_plain(
+    num_rows: int, dtype: jnp.dtype, weight: jax.Array, kernels: Kernels, steady: bool
+) -> Choice:
+    """Of plain weights: kernels that take a layer's matrix out of the stack in place.
+
+    XLA copies it first, two more passes over it a step; under look-ahead the copies of all layers
+    live at once. Mosaic's take as long as cuBLAS without the copy: 30.8 us at [14336, 4096] and 1
+    row (32.4), 179 at 1,024 rows (168; H200, jax 0.11.2, 2026-11-21). Triton's serve where the
+    weights are most of the work. Few outputs, a router's, are one launch of Triton's (`RowTiles`)
+    where XLA's are a copy, the parts of a sum over K, and their sum.
+    """
+    target, few = kernels.target, num_rows <= MAX_TRITON_ROWS
+    least = MIN_ROW_OUTPUTS if few else 1 if steady else MIN_KERNEL_OUTPUTS
+    fits = weight.ndim == 3 and weight.shape[1] >= least
+    if target is None or target.platform != "gpu" or kernels.implementation or not fits:
+        return Choice(PLAIN, {})
+    if reason := unfit(weight):
+        return Choice(PLAIN, {"every kernel": reason})
+    x = jax.ShapeDtypeStruct((num_rows, weight.shape[-1]), dtype)
+    matrices = jax.eval_shape(operands, weight).weights
+    if few and weight.shape[1] < MIN_KERNEL_OUTPUTS:
+        reason = dequant_matmul.OPERATION.refusal("triton", x, matrices, (), target=target)
+        return Choice(PLAIN, {"triton": reason}) if reason else Choice("triton", {})
+    chosen = dequant_matmul.OPERATION.choose(x, matrices, (), target=target)
+    by_triton = chosen.implementation == "triton" and (few or steady)
+    if by_triton or chosen.implementation == "mosaic":
+        return chosen
+    return Choice(PLAIN, chosen.refusals if chosen.implementation == REFERENCE else {})
+
+
+def kernel_or_dequantized(choice: Choice) -> Choice:
+    """A choice of `pallas_kernels`, whose reference never runs a model: ours is faster."""
+    if choice.implementation == REFERENCE:
+        return Choice(DEQUANTIZED, choice.refusals)
+    return choice
+
+
+@functools.partial(jax.jit, static_argnames=("out_dtype", "implementation"))
+def _kernel_product(
+    x: jax.Array,
+    slot: jax.Array,
+    of: Operands,
+    *,
+    out_dtype: jnp.dtype | None,
+    implementation: str,
+) -> jax.Array:
+    """[M, N]; jitted, with the slot an operand, so that all layers share a trace and a kernel."""
+    return dequant_matmul.dequant_matmul(
+        x, of.weights, slot=slot, low_rank=of.low_rank, out_dtype=out_dtype,
+        implementation=implementation,
+    )  # fmt: skip
+
+
+def matrix(weight: Weight, index: tuple[Index, ...], dtype: jnp.dtype) -> jax.Array:
+    """The matrices at an index of a weight's leading axes, plain.
+
+    Args:
+      weight: [..., N, K].
+      index: one integer or integer[z] for each of the first axes, such as (layer,) or
+        (layer, expert_ids); () for all there is.
+      dtype: of the result where the weight is packed; a plain one keeps its own.
+
+    Returns:
+      [N, K], or [z, N, K] for integers[z], and what axes are left before N.
+    """
+    if index:
+        weight = weight[index]
+    return weight.dequantize(dtype) if isinstance(weight, QTensor | Fp8Tensor) else weight
+
+
+def expert_matrix(
+    stacked: Weight, layer: Index, expert_id: jax.Array, dtype: jnp.dtype
+) -> jax.Array:
+    """[N, K], the matrix of one expert that is known on the device only.
+
+    Args:
+      stacked: [M, E, N, K].
+      layer: index among the sparse layers.
+      expert_id: int32[], in 0..E - 1.
+      dtype: as in `matrix`.
+    """
+    if isinstance(stacked, QTensor | Fp8Tensor):
+        return matrix(stacked, (layer, expert_id), dtype)
+    zero = jnp.zeros_like(expert_id)
+    start = (jnp.full_like(expert_id, layer), expert_id, zero, zero)
+    return jax.lax.dynamic_slice(stacked, start, (1, 1, *stacked.shape[2:]))[0, 0]
+
+
+def linear(
+    x: jax.Array,
+    weight: Weight | Watched,
+    layer: Index,
+    out_dtype: jnp.dtype | None = None,
+    kernels: Kernels = NO_KERNELS,
+    *,
+    steady: bool = False,
+) -> jax.Array:
+    """x W^T with one layer's matrix.
+
+    Args:
+      x: [..., K].
+      weight: [L, N, K].
+      layer: index into L.
+      out_dtype: as in `product`.
+      kernels: which may serve.
+      steady: many rows go by a kernel, however small the matrix; XLA's tiles hang on what is near.
+
+    Returns:
+      [..., N].
+    """
+    if isinstance(weight, Watched):
+        weight.tell(x)
+        weight = weight.weight
+    y = _by_kernel(x, weight, layer, out_dtype, kernels, steady)
+    return _product(x, weight[layer], out_dtype) if y is None else y
+
+
+def product(
+    x: jax.Array, weight: Weight, out_dtype: jnp.dtype | None = None, kernels: Kernels = NO_KERNELS
+) -> jax.Array:
+    """x W^T with one matrix.
+
+    Args:
+      x: [..., K].
+      weight: [N, K].
+      out_dtype: of the result and its sums; None: `x.dtype`.
+      kernels: which may serve.
+
+    Returns:
+      [..., N].
+    """
+    y = _by_kernel(x, weight, 0, out_dtype, kernels)
+    return _product(x, weight, out_dtype) if y is None else y
+
+
+def _by_kernel(
+    x: jax.Array, weight: Weight, slot: Index, out_dtype: jnp.dtype | None, kernels: Kernels,
+    steady: bool = False,
+) -> jax.Array | None:  # fmt: skip
+    """[..., N], or None where no kernel serves."""
+    num_rows = math.prod(x.shape[:-1])
+    chosen = choose_product(num_rows, x.dtype, weight, kernels, steady=steady).implementation
+    if chosen in (PLAIN, DEQUANTIZED):
+        return None
+    y = _kernel_product(
+        x.reshape(num_rows, -1), jnp.int32(slot), operands(weight), out_dtype=out_dtype,
+        implementation=chosen,
+    )  # fmt: skip
+    return y.reshape(*x.shape[:-1], -1)
+
+
+def _product(x: jax.Array, weight: Weight, out_dtype: jnp.dtype | None) -> jax.Array:
+    """See `product`; a packed matrix is dequantized."""
+
+    def times(x: jax.Array, plain: jax.Array) -> jax.Array:
+        return jnp.einsum("...k,nk->...n", x, plain, preferred_element_type=out_dtype)
+
+    if not isinstance(weight, QTensor | Fp8Tensor):
+        return times(x, weight)
+    num_rows, num_inputs = weight.shape
+    size = max(1, BLOCK_BYTES // (x.dtype.itemsize * num_inputs * FP8_BLOCK)) * FP8_BLOCK
+    if size >= num_rows:
+        return times(x, weight.dequantize(x.dtype))
+    if isinstance(weight, QTensor) and weight.permutation is not None:
+        x = jnp.take(x, weight.permutation, axis=-1)  # in place of every block's columns
+        weight = dataclasses.replace(weight, permutation=None)
+    full = num_rows // size
+    _, blocks = jax.lax.scan(
+        lambda _, first: (None, times(x, _row_block(weight, first, size, x.dtype))),
+        None,
+        jnp.arange(full, dtype=jnp.int32) * size,
+    )
+    y = jnp.moveaxis(blocks, 0, -2).reshape(*x.shape[:-1], full * size)
+    if full * size == num_rows:
+        return y
+    last = _row_block(weight, jnp.int32(full * size), num_rows - full * size, x.dtype)
+    return jnp.concatenate([y, times(x, last)], axis=-1)
+
+
+def _row_block(
+    weight: QTensor | Fp8Tensor, first: jax.Array, size: int, dtype: jnp.dtype
+) -> jax.Array:
+    """[size, K]: rows of one matrix from `first` on, a multiple of `FP8_BLOCK`."""
+
+    def rows(array: jax.Array, first: jax.Array = first, size: int = size) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(array, first, size)
+
+    if isinstance(weight, Fp8Tensor):
+        scales = rows(weight.scales, first // FP8_BLOCK, -(-size // FP8_BLOCK))
+        return Fp8Tensor(values=rows(weight.values), scales=scales).dequantize(dtype)
+    block = dataclasses.replace(
+        weight,
+        words=rows(weight.words),
+        scales=rows(weight.scales),
+        zeros=None if weight.zeros is None else rows(weight.zeros),
+        compensators=(),
+    ).dequantize()
+    for compensator in weight.compensators:
+        block = block + _compensated_rows(compensator, first + jnp.arange(size, dtype=jnp.int32))
+    return block.astype(dtype)
+
+
+def take_rows(weight: Weight, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Rows of one matrix, for embeddings; no other row is dequantized.
+
+    Args:
+      weight: [N, K].
+      ids: int32[...], in 0..N - 1.
+      dtype: as in `matrix`.
+
+    Returns:
+      [..., K].
+    """
+    if isinstance(weight, Fp8Tensor):
+        inputs = np.arange(weight.shape[1]) // FP8_BLOCK
+        scales = weight.scales[ids // FP8_BLOCK][..., inputs]
+        return (weight.values[ids].astype(jnp.float32) * scales).astype(dtype)
+    if isinstance(weight, QTensor):
+        flat = ids.reshape(-1)
+        rows = dataclasses.replace(
+            weight,
+            words=weight.words[flat],
+            scales=weight.scales[flat],
+            zeros=None if weight.zeros is None else weight.zeros[flat],
+            compensators=(),
+        ).dequantize()
+        for compensator in weight.compensators:
+            rows = rows + _compensated_rows(compensator, flat)
+        return rows.reshape(*ids.shape, -1).astype(dtype)
+    return weight[ids]
+
+
+def _compensated_rows(compensator: Compensator, ids: jax.Array) -> jax.Array:
+    """float32[n, K]: what a compensator adds to rows `ids`, int32[n], of its one matrix."""
+    u, v = compensator.factors()
+    place = ids - compensator.first_row
+    inside = (place >= 0) & (place < compensator.num_rows)
+    u = jnp.where(inside[None], u[:, jnp.clip(place, 0, compensator.num_rows - 1)], 0.0)
+    return jnp.einsum("rn,rk->nk", u, v, precision="highest")

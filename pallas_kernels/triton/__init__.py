@@ -1,0 +1,1 @@
+"""Parts of the Triton kernels: unpacking codes, products, low-rank terms."""

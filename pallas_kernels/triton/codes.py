@@ -1,0 +1,141 @@
+"""Blocks of packed codes unpacked in the registers of a Triton program.
+
+Two codes lie side by side in a word once a shift and a mask have taken one position of it, and an
+`or` makes floating point numbers of both: 0x4300 + q is the bfloat16 128 + q, 0x5400 + 16 q the
+float16 64 + q. Nothing moves between threads.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import layout
+from pallas_kernels.packed import PackedMatrices
+from pallas_kernels.triton.elements import Int
+
+Ref = Any
+MAX_WORDS = 32  # of a row, held at a time
+
+
+def position_codes(bits: int) -> int:
+    """Consecutive k that one position of a block's words holds; INT3: two positions."""
+    return 64 if bits == 3 else layout.BLOCK * bits // 16
+
+
+class Codes:
+    """Codes of one packed matrix, taken in steps of `step` consecutive k.
+
+    A step is cut into pieces, each of consecutive k of one quantization group; a product takes a
+    piece at a time. `offset` is what comes added to each code.
+    """
+
+    def __init__(self, weights: PackedMatrices, slot: Int, step: int, dtype: Any) -> None:
+        self.weights, self.slot, self.step, self.dtype = weights, slot, step, dtype
+        # Where a code lies in its half, the exponent that is set above it, and what that adds. With
+        # 1024 for short codes as well, sums in float32 lost four bits more.
+        self.place, self.magic, self.offset = 0, 0x4300, 128
+        self.two_values = weights.bits == 8 and dtype != jnp.float16
+        if self.two_values:
+            self.offset = 256  # bfloat16 has 7 bits of mantissa, see `values`
+        elif dtype == jnp.float16:
+            self.place, self.magic, self.offset = (0, 0x6400, 1024)
+            if weights.bits < 8:
+                self.place, self.magic, self.offset = (4, 0x5400, 64)
+        self.by_row = weights.num_groups == 1
+
+    def words(self, tiles: Sequence[jax.Array], block: Int) -> list[list[list[jax.Array]]]:
+        """[tile][plane][chunk] uint32[rows, words] of a block, of int32[rows] of each tile."""
+        weights = self.weights
+        found = []
+        for rows in tiles:
+            planes = []
+            for plane in layout.planes(weights.num_inputs, weights.bits):
+                count = layout.BLOCK * plane.width // layout.WORD_BITS
+                first = plane.first_word + block * count
+                width = self._chunk(count)
+                planes.append([
+                    _load_2d(weights.words, self.slot, rows, first + begin, width)
+                    for begin in range(0, count, width)
+                ])  # fmt: skip
+            found.append(planes)
+        return found
+
+    def _chunk(self, count: int) -> int:
+        """Words loaded together: their codes of a position lie in one group."""
+        if self.weights.bits == 3:
+            return 8
+        codes = 2 * count
+        if not self.by_row:
+            codes = math.gcd(codes, self.weights.group_size)
+        return min(codes // 2, MAX_WORDS)
+
+    def pieces(self) -> list[tuple[int, int, int]]:
+        """(first k in the step, codes, id) of all that one product with x takes, by k."""
+        bits = self.weights.bits
+        if bits == 3:
+            return [(k, 16, k // 16 % 4 + k // 64 * 4) for k in range(0, self.step, 16)]
+        count = layout.BLOCK * bits // layout.WORD_BITS
+        width = 2 * self._chunk(count)
+        return [(k, width, i) for i, k in enumerate(range(0, self.step, width))]
+
+    def _pairs(self, planes: list[list[jax.Array]], piece: int, first_position: Int) -> jax.Array:
+        """uint32[rows, words]: two codes a word, `place` bits up in its halves."""
+        bits = self.weights.bits
+        if bits == 3:
+            high, low = planes
+            position, odd, chunk = piece // 4, piece // 2 % 2, piece % 2
+            word, bit = high[chunk], low[0]
+            if odd:
+                word = (word >> _u32(1)) & _u32(0x66666666)
+            else:
+                word = (word & _u32(0x33333333)) << _u32(1)
+            word = word | ((bit >> _u32(2 * odd + chunk)) & _u32(0x11111111))
+            return _field(word, first_position + position, 4, self.place)
+        chunks = planes[0]
+        at = first_position + piece // len(chunks)
+        return _field(chunks[piece % len(chunks)], at, bits, self.place)
+
+    def values(
+        self, planes: list[list[jax.Array]], piece: int, first_position: Int
+    ) -> list[jax.Array]:
+        """[rows, k] of x's dtype, whose sum is offset + q, of one piece.
+
+        Args:
+          planes: of one tile, from `words`.
+          piece: its id.
+          first_position: int32[] in the block, where the step begins.
+        """
+        codes = self._pairs(planes, piece, first_position)
+        magic = _u32(self.magic * 0x10001)
+        if not self.two_values:
+            return [self._floats(codes | magic)]
+        # 128 + the low 7 bits; and 128 (1 + bit 7), which is the exponent's last bit.
+        low, high = codes & _u32(0x007F007F), codes & _u32(0x00800080)
+        return [self._floats(low | magic), self._floats(high | magic)]
+
+    def _floats(self, pairs: jax.Array) -> jax.Array:
+        halves = (pairs.astype(jnp.uint16), (pairs >> _u32(16)).astype(jnp.uint16))
+        even, odd = (jax.lax.bitcast_convert_type(half, self.dtype) for half in halves)
+        return jnp.stack([even, odd], axis=-1).reshape(pairs.shape[0], 2 * pairs.shape[1])
+
+
+def _u32(value: int) -> jax.Array:
+    return jnp.uint32(value)
+
+
+def _field(word: jax.Array, position: Int, width: int, place: int) -> jax.Array:
+    """The `width` bits at a position of both halves, moved to bit `place` of them."""
+    mask = ((1 << width) - 1) * 0x10001
+    if isinstance(position, int):
+        shift = position * width - place
+        moved = word >> _u32(shift) if shift >= 0 else word << _u32(-shift)
+        return moved & _u32(mask << place)
+    return ((word >> (position * width).astype(jnp.uint32)) & _u32(mask)) << _u32(place)
+
+
+def _load_2d(ref: Ref, slot: Int, rows: jax.Array, first: Int, count: int) -> jax.Array:
+    steps = first + jax.lax.broadcasted_iota(jnp.int32, (count,), 0)
+    return ref[slot, rows[:, None], steps[None, :]]

@@ -1,0 +1,172 @@
+"""Low-rank terms in Triton: thin products x V^T by one launch, U in the epilogue of the main one.
+
+The thin products lie in float32 [parts, M, R'], where the terms of a matrix follow each other, each
+padded to a multiple of `TILE`; parts are those of K, added in order where they are used.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels import layout
+from pallas_kernels.packed import LowRank
+from pallas_kernels.triton import product as triton_product
+from pallas_kernels.triton.elements import Int, element_values
+from pallas_kernels.triton.product import Columns, Span
+
+Ref = Any
+MAX_SPLIT_COLUMNS = 32
+TILE = 32  # rows of V a program multiplies; a multiple of what a dot takes
+
+
+def refusal(low_rank: Sequence[LowRank]) -> str | None:
+    """Why terms of these forms cannot be added, or None."""
+    reasons = [triton_product.refusal(terms.v) for terms in low_rank]
+    return "; ".join(f"V: {reason}" for reason in dict.fromkeys(filter(None, reasons))) or None
+
+
+def thin_rows(low_rank: Sequence[LowRank]) -> int:
+    """R', of terms of one matrix."""
+    return sum(_padded(terms) for terms in low_rank)
+
+
+def thin_parts(low_rank: Sequence[LowRank], num_columns: int) -> int:
+    """Parts of K: few enough to add them in every program, many enough to fill the device.
+
+    Args:
+      low_rank: terms of one matrix.
+      num_columns: rows of x; where they are many, they fill it alone.
+    """
+    if num_columns > MAX_SPLIT_COLUMNS:
+        return 1
+    blocks = min(terms.v.num_inputs for terms in low_rank) // layout.BLOCK
+    return max(1, min(8, blocks // 2))
+
+
+def thin_products(
+    columns: Columns,
+    low_rank: Sequence[LowRank],
+    slot: Int,
+    tile: Int,
+    part: Int,
+    parts: int,
+    *,
+    num_columns: int,
+    store: Any,
+    interpret: bool,
+) -> None:
+    """Program (tile, part): `TILE` rows of V of the matrix `slot`, times x over a part of K.
+
+    Args:
+      columns: x.
+      low_rank: with refs in place of arrays.
+      slot: int32[].
+      tile: int32[], of R' / TILE.
+      part: int32[], of `parts`.
+      parts: of K.
+      num_columns: of x.
+      store: called with float32[TILE, columns].
+      interpret: no inline assembly.
+    """
+    first_tile, step = 0, layout.BLOCK
+    for terms in low_rank:
+        num_tiles = _padded(terms) // TILE
+        local = tile - first_tile
+        steps = triton_product.split(triton_product.num_steps(terms.v, step), parts, part)
+        span = Span(*steps, part == parts - 1)
+
+        def run(terms: LowRank = terms, local: Int = local, span: Span = span) -> None:
+            start = terms.start[slot] + local * TILE
+            rows = triton_product.rows_from(start, TILE, terms.v.num_outputs)
+            [acc] = triton_product.product(
+                columns, terms.v, 0, [rows], span,
+                num_columns=num_columns, step=step, interpret=interpret,
+            )  # fmt: skip
+            store(acc)
+
+        pl.when((local >= 0) & (local * TILE < terms.rank[slot]) & (local < num_tiles))(run)
+        first_tile += num_tiles
+
+
+def add_terms(
+    acc: jax.Array,
+    low_rank: Sequence[LowRank],
+    slot: Int,
+    rows: jax.Array,
+    thin: Ref,
+    columns: jax.Array,
+    columns_mask: jax.Array,
+    *,
+    within: tuple[int, int],
+    interpret: bool,
+) -> jax.Array:
+    """acc + U (V x): the epilogue of a tile.
+
+    Args:
+      acc: float32[rows, columns].
+      low_rank: with refs in place of arrays.
+      slot: int32[].
+      rows: int32[rows], outputs of the tile.
+      thin: ref of the thin products.
+      columns: int32[columns], rows of `thin`.
+      columns_mask: bool[columns].
+      within: outputs first .. last of all such tiles; terms of others are passed over.
+      interpret: a precision that the CPU has.
+    """
+    first = 0
+    for terms in low_rank:
+        if within[0] < terms.first_row + terms.num_rows and terms.first_row < within[1]:
+            acc = _add_term(acc, terms, slot, rows, thin, columns, columns_mask, first, interpret)
+        first += _padded(terms)
+    return acc
+
+
+def _padded(terms: LowRank) -> int:
+    return math.ceil(terms.max_rank / TILE) * TILE
+
+
+def _add_term(
+    acc: jax.Array,
+    terms: LowRank,
+    slot: Int,
+    rows: jax.Array,
+    thin: Ref,
+    columns: jax.Array,
+    columns_mask: jax.Array,
+    first: int,
+    interpret: bool,
+) -> jax.Array:
+    local = rows - terms.first_row
+    inside = (local >= 0) & (local < terms.num_rows)
+    local = jnp.clip(local, 0, terms.num_rows - 1)
+    rank, start = terms.rank[slot], terms.start[slot]
+    parts = thin.shape[0]
+    steps = jax.lax.broadcasted_iota(jnp.int32, (TILE,), 0)
+
+    def add(acc: jax.Array, tile: int) -> jax.Array:
+        r = tile * TILE + steps
+        used = r < rank
+        pool_rows = start + jnp.where(used, r, 0)
+        u = element_values(terms.u, 0, pool_rows[None, :], local[:, None])
+        u = jnp.where(inside[:, None] & used[None, :], u, 0.0)
+        mask = used[:, None] & columns_mask[None, :]
+        total = jnp.zeros((TILE, columns.shape[0]), jnp.float32)
+        for part in range(parts):
+            view = thin.at[part, columns[None, :], (first + r)[:, None]]
+            total = total + pltriton.load(view, mask=mask, other=0.0)
+        # Three products of bfloat16 parts: what they drop is 2^-16 of the term.
+        three = jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3
+        precision = jax.lax.Precision.HIGHEST if interpret else three
+        return acc + pltriton.dot(u, total, precision=precision)
+
+    # Not a loop: Triton would keep several of its turns in shared memory.
+    for tile in range(_padded(terms) // TILE):
+        run = functools.partial(add, tile=tile)
+        acc = jax.lax.cond(tile * TILE < rank, run, lambda acc: acc, acc)
+    return acc
