@@ -1,13 +1,13 @@
 """Which experts are alike: the buddy lists of `moejax.policies.buddymoe`, from a model and a text.
 
-    python -m moejax.profile_experts --config.text=mine.txt
+    python -m moejax.profile_experts
     python -m moejax.profile_experts --config.checkpoint=DIR --config.source=outputs
     python -m moejax.profile_experts --config.checkpoint=DIR --config.output=elsewhere.safetensors
 
 Counts over the text which experts the routers choose, alone and together, and writes the lists
 (BuddyMoE eq. 4 to 6) beside the checkpoint, with all that is needed to make them again. The text
-should be of the domain that will be served, and none that is evaluated on. One line with the
-result goes to stdout, a progress bar to stderr.
+is one that ships, or that of `--config.text=FILE`; it should be of the domain that will be served,
+and none that is evaluated on. One line with the result goes to stdout, a progress bar to stderr.
 """
 
 import contextlib

@@ -400,7 +400,7 @@ class ErrorsTest(parameterized.TestCase):
             "mirostat_eta": 0.1, "custom_token_bans": "", "banned_strings": [], "nsigma": 0,
             "top_n_sigma": 0, "min_keep": 0, "xtc_threshold": 0.1, "xtc_probability": 0,
             "grammar_string": "", "json_schema": None, "guidance_scale": 1, "negative_prompt": "",
-            "n_predict": 4, "num_predict": 4, "num_ctx": 200, "repeat_penalty": 1, "tfs_z": 1,
+            "n_predict": 4, "num_predict": -1, "num_ctx": 200, "repeat_penalty": 1, "tfs_z": 1,
             "repeat_last_n": 64, "repetition_penalty_range": 0, "mirostat": 0,
             "encoder_repetition_penalty": 1, "no_repeat_ngram_size": 0, "penalty_alpha": 0,
             "dynamic_temperature": False, "dynatemp_range": 0, "dynatemp_exponent": 1,

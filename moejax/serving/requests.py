@@ -305,7 +305,8 @@ def _check_other_names(fields: Fields, settings: GenerationSettings) -> None:
     }
     for other, name in OTHER_NAMES.items():
         value = fields.take(other)
-        if value is not None and value != own[name]:
+        is_no_limit = name == "max_tokens" and value == -1
+        if value is not None and value != own[name] and not is_no_limit:
             fields.refuse(other, f"{NOT_SUPPORTED}; {name} is its name here")
     for name in PENALTY_WINDOWS:
         window = fields.integer(name, -1, -1, 2**31 - 1)
