@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import difflib
 import importlib
+import importlib.metadata
 import io
 import os
 import re
@@ -31,7 +32,6 @@ from typing import Generic, NoReturn, TypeVar
 from absl import flags, logging
 from ml_collections import config_dict, config_flags
 
-from moejax import __version__
 from moejax.config.options import (
     RunConfig,
     check_field_name,
@@ -79,7 +79,7 @@ def main() -> NoReturn:
         print(_overview())
         sys.exit(0)
     if name in ("-version", "--version"):
-        print(f"moejax {__version__}")
+        print(f"moejax {importlib.metadata.version('moejax')}")
         sys.exit(0)
     if name not in MAINS:
         near = difflib.get_close_matches(name, MAINS, n=1)

@@ -35,10 +35,10 @@ from moejax.inference.generation import AnswerBuilder, Chunk, Generation, Genera
 from moejax.inference.generation_defaults import read_generation_defaults, with_defaults
 from moejax.inference.likelihood import PairScorer, Scored
 from moejax.inference.live_batch import LiveBatch
+from moejax.inference.recorder import RecordSpec, recording
 from moejax.inference.runner import Runner
 from moejax.models.config import ModelConfig
 from moejax.models.kernel_choice import Served, describe_packing
-from moejax.routing.recorder import RecordSpec, recording
 from moejax.text.chat_template import ChatSettings, checked_messages
 from moejax.text.prompts import Prompt, as_batch, check_length, check_tokens, token_ids_of
 from moejax.text.tokenizer import Tokenizer

@@ -1,6 +1,7 @@
 """The errors that a user can cause and mend; the mains print their text as one line."""
 
 import re
+import sys
 
 _MOST_CHARACTERS = 4000
 # Control characters but tab and newline, and those that turn the direction of text.
@@ -13,6 +14,12 @@ def printable(text: str) -> str:
         half = _MOST_CHARACTERS // 2
         text = f"{text[:half]} ... ({len(text):,} characters) ... {text[-half:]}"
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def print_stderr(*lines: str) -> None:
+    """Prints lines to stderr, where users look for what is no result."""
+    for line in lines:
+        print(line, file=sys.stderr)
 
 
 class MoejaxError(Exception):

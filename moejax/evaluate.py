@@ -18,9 +18,10 @@ docs/evaluation.md has a command for each.
 
 from absl import flags
 
-from moejax import cli, report
+from moejax import cli
 from moejax.config.commands import EvaluateConfig
 from moejax.evaluation.answers import beside, is_unfinished
+from moejax.loading import check_recorded
 from moejax.text.corpus import load_text
 
 
@@ -33,7 +34,7 @@ def evaluate(config: EvaluateConfig, values: flags.FlagValues) -> None:
     """Measures, prints lines, writes the JSON file."""
     del values
     output = cli.user_path(config.output) if config.output else None
-    report.check_recorded(config)
+    check_recorded(config)
     text = load_text(str(cli.user_path(config.text)), config.join)
     # JAX is imported here: --help and mistakes need not wait for it.
     from moejax.evaluation import perplexity_run

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
-from moejax import cli, report
+from moejax import cli
 from moejax.config.commands import GenerateConfig
-from moejax.config.loading import compared, load_engine, say
-from moejax.errors import MoejaxError
+from moejax.errors import MoejaxError, print_stderr
+from moejax.inference import report
 from moejax.inference.conversation import converse, read_turns, thinking_remarks
+from moejax.loading import check_recorded, load_engine, recorded
 from moejax.text.chat_template import ChatSettings
 from moejax.text.prompts import read_prompts
 
@@ -62,7 +63,7 @@ def generate(config: GenerateConfig, values: flags.FlagValues) -> None:
             f"fidelity_share={config.fidelity_share:g} is measured under --stats, in answers to "
             "--prompt or --prompt_file: give both, or leave it out"
         )
-    report.check_recorded(config)
+    check_recorded(config)
     engine = load_engine(config, max(1, len(prompts)))
     if engine.tokenizer is None:
         raise MoejaxError(f"{config.checkpoint} has no tokenizer.json, so it takes no text")
@@ -70,10 +71,10 @@ def generate(config: GenerateConfig, values: flags.FlagValues) -> None:
     request["add_special_tokens"] &= not values.chat  # the template writes them
     chat, given = config.chat_settings(), prompts
     if values.chat:
-        say(*thinking_remarks(chat, engine.tokenizer))
+        print_stderr(*thinking_remarks(chat, engine.tokenizer))
         chats = (chat.messages([{"role": "user", "content": prompt}]) for prompt in prompts)
         prompts = [engine.tokenizer.apply_chat_template(of, **chat.variables()) for of in chats]
-    with report.tracing(config.trace_dir), report.recorded(engine, config):
+    with report.tracing(config.trace_dir), recorded(engine, config):
         if turns is not None:
             answer = functools.partial(stream_answer, engine, request)
             converse(turns, engine.tokenizer, chat, answer)
@@ -86,11 +87,13 @@ def generate(config: GenerateConfig, values: flags.FlagValues) -> None:
             shown_all = [echoed(text, ends_line=values.chat) for text in given]
             answers = print_answers(engine, prompts, request, shown_all)
     if values.stats:
-        say(*(engine.ledger.describe_layers() if engine.ledger else [report.NO_COUNTS]))
+        print_stderr(*(engine.ledger.describe_layers() if engine.ledger else [report.NO_COUNTS]))
         if engine.ledger and config.fidelity_share and config.policy.tiering():
+            from moejax.evaluation.fidelity import kl_from_exact
+
             special = request["add_special_tokens"]
             ids = [engine.tokenizer.encode(of, add_special_tokens=special) for of in prompts]
-            say(compared(config, engine, ids, answers))
+            print_stderr(kl_from_exact(config, engine, ids, answers))
 
 
 def stream_answer(
@@ -168,7 +171,7 @@ def _close(
         device_peak_bytes=report.device_peak_bytes(engine.device),
         settings=describe_defaults(engine.defaults, request),
     )
-    say(figures, *(engine.ledger.describe() if engine.ledger else []))
+    print_stderr(figures, *(engine.ledger.describe() if engine.ledger else []))
 
 
 COMMAND = cli.Command(

@@ -22,7 +22,7 @@ from moejax import cli
 from moejax.config.profile import ProfileConfig
 from moejax.errors import MoejaxError
 from moejax.policies.buddy_lists import Source
-from moejax.text.corpus import Text, load_text
+from moejax.text.corpus import Text, beginning, encode, load_text
 
 WINDOW = 2048
 
@@ -41,14 +41,14 @@ def profile_experts(config: ProfileConfig, values: flags.FlagValues) -> None:
 
     from moejax.checkpoints import resolve_checkpoint
     from moejax.engine import Engine
-    from moejax.evaluation import record
-    from moejax.evaluation.expert_profile import Counting, profile
+    from moejax.evaluation.expert_profile import Counting, profile, provenance
+    from moejax.evaluation.record import check_output
     from moejax.inference.runner import Runner
     from moejax.routing import profile_file as buddies
 
     directory = resolve_checkpoint(config.checkpoint)
     output = cli.user_path(config.output) if config.output else directory / buddies.FILE_NAME
-    record.check_output(output)
+    check_output(output)
     # Float32 is float32 on every device: a rounded router chooses other experts.
     with jax.default_matmul_precision("highest"):
         engine = Engine.from_pretrained(
@@ -64,9 +64,9 @@ def profile_experts(config: ProfileConfig, values: flags.FlagValues) -> None:
             raise MoejaxError(f"window={window} is beyond the model's context of {longest}")
         if engine.tokenizer is None:
             raise MoejaxError(f"{config.checkpoint} has no tokenizer.json, so it takes no text")
-        stream = record.encode(engine.tokenizer, directory, text, special=config.add_special_tokens)
+        stream = encode(engine.tokenizer, directory, text, special=config.add_special_tokens)
         if config.max_tokens and len(stream.ids) > config.max_tokens:
-            stream, text = record.beginning(engine.tokenizer, stream, text, config.max_tokens)
+            stream, text = beginning(engine.tokenizer, stream, text, config.max_tokens)
         counting = Counting(
             config.warmup,
             config.warmup_weight,
@@ -87,7 +87,7 @@ def profile_experts(config: ProfileConfig, values: flags.FlagValues) -> None:
             )
     found = buddies.profile_of(
         activity,
-        buddies.provenance(config.checkpoint, directory, engine, text, stream)
+        provenance(config.checkpoint, directory, engine, text, stream)
         | {"window": window, "counting": dataclasses.asdict(counting)},
         source=cast(Source, config.source),
         smoothing=config.smoothing,

@@ -36,7 +36,7 @@ def serve(config: ServeConfig, values: flags.FlagValues) -> None:
             "repository"
         )
     # JAX is imported here: --help and mistakes need not wait for it.
-    from moejax.config.loading import load_engine
+    from moejax.loading import load_engine
     from moejax.serving import server
 
     server.serve(config, lambda: load_engine(config, config.max_batch), read_key(config))

@@ -19,12 +19,12 @@ from pathlib import Path
 from absl import flags
 
 from moejax import cli
+from moejax.config.grid import described, eighths, settings
 from moejax.config.sweep import SweepConfig, check_picture
 from moejax.errors import MoejaxError
 from moejax.evaluation.record import check_output
 from moejax.files import result_rows as results
 from moejax.routing.simulate.costs import Machine, calibrate, measured_rows
-from moejax.routing.simulate.grid import described, eighths, settings
 
 
 def define_flags(values: flags.FlagValues) -> None:

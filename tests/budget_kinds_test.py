@@ -13,7 +13,6 @@ from absl.testing import absltest, parameterized
 
 from moejax import Engine
 from moejax.benchmarking.random_weights import Packing
-from moejax.benchmarking.shapes import with_layers
 from moejax.benchmarking.step_cost import bytes_per_step
 from moejax.checkpoints.formats.interfaces import CodesKind
 from moejax.checkpoints.sizes import shape_sizes
@@ -23,7 +22,7 @@ from moejax.experts.budget.allocation import STATES
 from moejax.models.config import weight_shapes
 from moejax.models.kv_cache import empty_cache
 from moejax.models.leaf_kinds import kind_of
-from moejax.models.shapes import SHAPES
+from moejax.models.shapes import SHAPES, with_layers
 from moejax.policies.attention_importance import importance_nbytes
 from tests import model_kinds
 from tests.random_checkpoints import TINY, write_random_checkpoint

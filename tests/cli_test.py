@@ -18,10 +18,11 @@ import jax
 from absl import flags
 from absl.testing import absltest, parameterized
 
-from moejax import __version__, benchmark, cli, evaluate, generate, plan, quantize, report
+from moejax import __version__, benchmark, cli, evaluate, generate, plan, quantize
 from moejax.config.commands import GenerateConfig, MemoryConfig
 from moejax.config.policy import PolicyConfig
 from moejax.errors import MoejaxError
+from moejax.inference import report
 from moejax.inference.generation import Chunk, Generation, Timing
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -15,12 +15,12 @@ from moejax.experts.expert_pool import ExpertPool, ExpertStore, PoolSpec
 from moejax.experts.ledger import no_counts
 from moejax.experts.residency import CacheSpec, empty
 from moejax.inference import steps
+from moejax.inference.recorder import RecordSpec, recording_experts
 from moejax.models.assembly import model_definition
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.kv_cache import empty_cache
 from moejax.models.run_experts import LoopedExperts
 from moejax.models.transformer import ChunkSpec, Transformer
-from moejax.routing.recorder import RecordSpec, recording_experts
 from moejax.weights.qtensor import QTensor, Weight
 from tests import packed_weights, slow, tiny_engine
 from tests.pooled_test import EXPERTS, rows_of, without_experts

@@ -17,9 +17,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from moejax.benchmarking.requests import RawPrompt, encoded
 from moejax.errors import MoejaxError
-from moejax.evaluation import record
 from moejax.inference.likelihood import PairScorer
-from moejax.text.corpus import Text
+from moejax.text.corpus import Text, encode
 from moejax.text.prompts import token_ids_of
 from moejax.text.tokenizer import Tokenizer
 
@@ -183,9 +182,7 @@ class UseTest(BosTestCase):
     def test_perplexity_and_profiles_name_it(self, shape, expected):
         tokenizer = self.tokenizer(shape)
         for special in (True, False):
-            found = record.encode(
-                tokenizer, self.directory, Text("hello world", "here"), special=special
-            )
+            found = encode(tokenizer, self.directory, Text("hello world", "here"), special=special)
             self.assertEqual(found.bos, expected if special else None)
             self.assertEqual(found.ids[0] == 0, special and expected is not None)
 

@@ -7,14 +7,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moejax import cli
 from moejax.experts.budget import TieredBudget
 
 if TYPE_CHECKING:
     import jax
 
-    from moejax.config.commands import EvaluateConfig, GenerateConfig
-    from moejax.engine import Engine
     from moejax.experts.budget import Budget
     from moejax.inference.generation import Timing
 
@@ -59,37 +56,6 @@ def tracing(directory: str) -> contextlib.AbstractContextManager[Any]:
     import jax
 
     return jax.profiler.trace(Path(directory).expanduser())
-
-
-def check_recorded(config: "GenerateConfig | EvaluateConfig") -> None:
-    """Raises MoejaxError where there can be no trace as the configuration says, before it runs."""
-    if config.record_trace:
-        from moejax.routing.trace import check_place
-
-        check_place(cli.user_path(config.record_trace))
-
-
-def recorded(
-    engine: "Engine", config: "GenerateConfig | EvaluateConfig", text: str = ""
-) -> contextlib.AbstractContextManager[Any]:
-    """Records the routing of what runs inside, where the configuration says so.
-
-    Args:
-      engine: of the run.
-      config: names the file and what is in it.
-      text: what runs, for people who read the trace.
-    """
-    if not config.record_trace:
-        return contextlib.nullcontext()
-    from moejax.routing.recorder import facts
-
-    return engine.recording(
-        cli.user_path(config.record_trace),
-        about=facts(config.checkpoint, text),
-        foreseen=config.record_foreseen,
-        probabilities=config.record_probabilities,
-        importance=config.record_importance,
-    )
 
 
 def placement(budget: "Budget | TieredBudget | None") -> list[str]:
