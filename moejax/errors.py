@@ -1,4 +1,4 @@
-"""The errors that a user can cause and mend; the mains print their text as one line."""
+"""Errors that a user can cause and mend; the mains print their text as one line."""
 
 import re
 import sys
@@ -9,7 +9,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]"
 
 
 def printable(text: str) -> str:
-    r"""A text for terminals and logs, whatever file it names: ESC is written \x1b; bounded."""
+    r"""Escapes a text for terminals and logs: ESC is written \x1b; bounded in length."""
     if len(text) > _MOST_CHARACTERS:
         half = _MOST_CHARACTERS // 2
         text = f"{text[:half]} ... ({len(text):,} characters) ... {text[-half:]}"
@@ -23,7 +23,7 @@ def print_stderr(*lines: str) -> None:
 
 
 class MoejaxError(Exception):
-    """A mistake in the input, said in one line that names the thing and the mend."""
+    """A mistake in the input; one line names the thing and the mend."""
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))

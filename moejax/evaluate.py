@@ -26,7 +26,7 @@ from moejax.text.corpus import load_text
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """No flags beside `--config`."""
+    """Defines no flags beside `--config`."""
     del values
 
 
@@ -43,7 +43,7 @@ def evaluate(config: EvaluateConfig, values: flags.FlagValues) -> None:
 
 
 def resumes(config: EvaluateConfig) -> bool:
-    """Whether a run that is interrupted has kept windows, and the next one takes them over."""
+    """Whether an interrupted run has kept windows, and the next one resumes from them."""
     if not config.output or config.begins_anew():
         return False
     return is_unfinished(beside(cli.user_path(config.output)))

@@ -1,10 +1,11 @@
-"""Text in, text out.
+"""Generates text from prompts, or talks in a conversation.
 
     python -m moejax.generate --prompt="Once upon a time"
     python -m moejax.generate --config=configs/qwen3_30b_a3b.py --chat
 
-The new text goes to stdout as it comes; all else goes to stderr, a line of figures last. With
-several prompts the answers are computed as one batch and printed in order, each under a heading.
+The new text goes to stdout as it is generated; all else goes to stderr, a line of figures last.
+With several prompts the answers are computed as one batch and printed in order, each under a
+heading.
 """
 
 import functools
@@ -32,7 +33,7 @@ MOST_ECHOED = 1000  # characters of a prompt
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """The flags beside `--config`."""
+    """Defines the flags beside `--config`."""
     flags.DEFINE_boolean("stats", False, "a line of counts for each layer", flag_values=values)
     flags.DEFINE_multi_string("prompt", [], "a text to continue", flag_values=values)
     flags.DEFINE_multi_string(
@@ -103,13 +104,12 @@ def stream_answer(
     chunks: list["Chunk"],
     shown: str = "",
 ) -> None:
-    """Prints the answer while it is made, then the closing line.
+    """Prints the answer while it is generated, then the closing line.
 
     Args:
-      engine: with a tokenizer.
-      request: settings of the answer.
-      prompt: a text.
-      chunks: those of the answer are added, at once.
+      engine: has a tokenizer.
+      request: the answer's settings.
+      chunks: each chunk is appended as it is generated.
       shown: printed before the answer.
     """
     assert engine.tokenizer is not None
@@ -123,10 +123,9 @@ def stream_answer(
 
 
 def echoed(prompt: str, *, ends_line: bool) -> str:
-    """The end of a prompt, faint, where stdout is a terminal; else nothing.
+    """Returns the end of a prompt, faint, if stdout is a terminal; else nothing.
 
     Args:
-      prompt: as the user gave it.
       ends_line: whether the answer begins a line of its own.
     """
     if not sys.stdout.isatty():
@@ -145,7 +144,7 @@ def print_answers(
     `shown[i]` is printed before the i-th answer.
 
     Returns:
-      The tokens of each.
+      Each answer's tokens.
     """
     answers = engine.generate(prompts, **request)
     for i, (answer, before) in enumerate(zip(answers, shown, strict=True), start=1):

@@ -1,13 +1,13 @@
-"""Which experts are alike: the buddy lists of `moejax.policies.buddymoe`, from a model and a text.
+"""Profiles a model on a text: buddy lists of similar experts for `moejax.policies.buddymoe`.
 
     python -m moejax.profile_experts
     python -m moejax.profile_experts --config.checkpoint=DIR --config.source=outputs
     python -m moejax.profile_experts --config.checkpoint=DIR --config.output=elsewhere.safetensors
 
 Counts over the text which experts the routers choose, alone and together, and writes the lists
-(BuddyMoE eq. 4 to 6) beside the checkpoint, with all that is needed to make them again. The text
-is one that ships, or that of `--config.text=FILE`; it should be of the domain that will be served,
-and none that is evaluated on. One line with the result goes to stdout, a progress bar to stderr.
+(BuddyMoE eq. 4 to 6) beside the checkpoint, with all that is needed to make them again. Use a text
+of the domain to be served (`--config.text=FILE`; one ships), and not one that is evaluated on. One
+line with the result goes to stdout, a progress bar to stderr.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ WINDOW = 2048
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """No flags beside `--config`."""
+    """Defines no flags beside `--config`."""
     del values
 
 

@@ -22,7 +22,7 @@ NEEDED = ("starlette", "uvicorn", "prometheus_client")
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """No flags beside `--config`."""
+    """Defines no flags beside `--config`."""
     del values
 
 
@@ -43,7 +43,7 @@ def serve(config: ServeConfig, values: flags.FlagValues) -> None:
 
 
 def read_key(config: ServeConfig) -> str:
-    """The key that clients give, from the command line or its file; "" for none.
+    """Reads the clients' key from the command line or its file; "" for none.
 
     Raises:
       MoejaxError: the file cannot be read, or holds no key.

@@ -51,7 +51,7 @@ class PartsTest(parameterized.TestCase):
         self.assertEqual(found, [_nbytes(part) for part in kept])
 
     def test_by_hand(self):
-        """Of the papers and the published configs."""
+        """Figures come from the papers and the published configs."""
         # 27 layers of 512 + 64 numbers: MLA caches a fraction of what 16 heads of 128 would.
         cache = budget_of("DeepSeek-V2-Lite").device["KV cache"]
         self.assertEqual(cache, 27 * 576 * 2 * 4096)
@@ -117,7 +117,7 @@ class PartsTest(parameterized.TestCase):
 
 
 class ContractTest(parameterized.TestCase):
-    """What compiled programs take, beside what was planned for them."""
+    """Compiled programs take no more than the plan reserves for them."""
 
     # Latents, the delta rule, shared experts take the most.
     @parameterized.parameters(

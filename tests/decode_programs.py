@@ -74,7 +74,7 @@ def compiled(config: ModelConfig, batch: int) -> jax.stages.Compiled:
 
 
 def num_launches(text: str) -> int:
-    """Of the computation that has most: the step, which a loop runs."""
+    """Launches of the largest computation: the step, which a loop runs."""
     computations = re.split(r"\n(?=\S[^\n]*\{\n)", text)
     return max(sum(bool(LAUNCH.search(line)) for line in of.split("\n")) for of in computations)
 

@@ -61,7 +61,7 @@ LAYERS = (
 
 
 def breaches(path: str, source: str) -> list[str]:
-    """What is against the rules in one file.
+    """Lists the breaches of the rules in one file.
 
     Args:
       path: relative to the repository, such as "moejax/models/moe.py".

@@ -93,7 +93,7 @@ def pool_and_store(
 def two_chunks(
     config: ModelConfig, kind: str, dtype: Any, place: str, record: RecordSpec | None, loops: bool
 ) -> tuple[Any, list[int]]:
-    """What two chunks leave, and how often each program mentions a router's choice.
+    """Runs two chunks; returns the cache, and each program's mentions of routing.
 
     Transient slots are left out: nothing is in them between layers.
     """

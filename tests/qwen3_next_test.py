@@ -221,7 +221,7 @@ def compiled_chunk(
 class MemoryTest(Qwen3NextTestCase):
     @pytest.mark.slow
     def test_memory_of_a_long_prompt_is_linear(self):
-        """Of a chunk of 1,024 tokens, and what a sequence of the cache's length takes."""
+        """Covers a chunk of 1,024 tokens, and the cache's length of one sequence."""
         temporaries = {}
         for num_slots in (2048, 4096, 8192):
             memory = compiled_chunk(TWO_LAYERS, 1024, num_slots).memory_analysis()

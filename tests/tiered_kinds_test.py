@@ -63,7 +63,7 @@ def recorded(runner, prompts, num_tokens) -> Trace:
 
 class ImportanceTest(parameterized.TestCase):
     def seen(self, config, **settings):
-        """What each layer's decision was told of the tokens' importance, and what was computed."""
+        """Importance that each layer's decision received, and importance that was computed."""
         told, computed = [], []
         decide, received = DyMoE.decide, tiered_experts.attention_received
 

@@ -103,7 +103,7 @@ def tier(
 
 
 def with_replay(store: ExpertStore, config: ModelConfig) -> ExpertStore:
-    """As `benchmarking.shape_memory.replay` has it."""
+    """Adds a replay like `benchmarking.shape_memory.replay`."""
     said = leaf_of((REPLAYED, config.num_layers, 1, config.num_experts), jnp.float32)
     return dataclasses.replace(store, replay=said, replay_predicted=said)
 
