@@ -124,7 +124,7 @@ class Runner:
             logging.warning("%s", line)
 
     def serves(self, num_tokens: int, num_sequences: int) -> dict[str, Served]:
-        """What serves each product of a call; `served.served_products` says more."""
+        """Chooses the kernel of each product of a call; see `kernel_choice.served_products`."""
         products = served.served_products(
             self.config, self._stored, self.dtype, self.kernels, num_tokens=num_tokens,
             num_sequences=num_sequences, experts_via=self.experts_via(num_tokens),
@@ -137,7 +137,7 @@ class Runner:
         )
 
     def remarks(self) -> list[str]:
-        """Of a batch of one: a line for all that runs without the kernel it should have."""
+        """Warnings for a batch of one, one per part that runs without its kernel."""
         decode, prefill = self.serves(1, 1), self.serves(MAX_PREFILL_LENGTH, 1)
         expected = served.expected_kernel(self.kernels.target)
         lines = [f"decode: {line}" for line in served.remarks(decode, expected)]
@@ -256,7 +256,7 @@ class Runner:
         )
 
     def end_rows(self, session: Session, ended: np.ndarray) -> None:
-        """The rows of bool[B] rest from the next call on."""
+        """Ends the rows of bool[B] from the next call on."""
         session.state = self._call(steps.end_rows, (), (session.state,), self._put(ended))
 
     def decode(
@@ -366,7 +366,7 @@ class Runner:
         )  # fmt: skip
 
     def _tiers_via(self, num_tokens: int) -> tuple[ExpertsVia, ...]:
-        """The same of each tier; () where experts are not in tiers."""
+        """Forms that run the experts of each tier; () without tiers."""
         if num_tokens not in self._tier_forms:
             forms = [self.experts_via(num_tokens, stacks) for stacks in self._tiers]
             self._tier_forms[num_tokens] = tuple(forms)
@@ -450,7 +450,7 @@ class Runner:
 
     @contextlib.contextmanager
     def recorded_by(self, recorder: Recorder) -> Iterator[None]:
-        """Around calls of which a recorder gets the routing; other programs serve them."""
+        """Records routing with a recorder inside this context, by other programs."""
         plain = self._program
         self._program, self._recorder = plain._replace(record=recorder.spec), recorder
         try:
@@ -459,7 +459,7 @@ class Runner:
             self._program, self._recorder = plain, None
 
     def reading(self, since: int) -> contextlib.AbstractContextManager[None]:
-        """Around reading results of steps; `since`: see `ExpertMemory.begin_session`."""
+        """Context for reading results of steps; `since`: see `ExpertMemory.begin_session`."""
         return self.memory.reading(since) if self.memory else contextlib.nullcontext()
 
     def _call(

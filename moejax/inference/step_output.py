@@ -1,4 +1,4 @@
-"""What a compiled step gives the host: new tokens, and their log-probabilities where asked for."""
+"""Output of a compiled step: new tokens, and log-probabilities on request."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ class Emitted:
     logprobs: Logprobs | None  # None where the program tells none
 
     def placed(self, index: jax.Array, tokens: jax.Array, logprobs: Logprobs | None) -> "Emitted":
-        """With what step `index`, int32[], gave: int32[B] and its logprobs, None as here."""
+        """Writes the result of step `index`, int32[]: int32[B] and its logprobs or None."""
 
         def place(old: jax.Array, new: jax.Array) -> jax.Array:
             return old.at[:, index].set(new)
@@ -42,7 +42,7 @@ def names_a_token(logits: jax.Array) -> jax.Array:
 
 
 def none_emitted(batch: int, length: int, top_logprobs: int) -> Emitted:
-    """For `length` tokens of each row, none of which is there yet.
+    """Empty output for `length` tokens of each row.
 
     Args:
       batch: B.

@@ -121,7 +121,6 @@ class ChatRenderer:
         """Renders a conversation to text, like transformers.
 
         Args:
-          messages: each with "role" and "content".
           variables: further variables of the template; JSON values.
 
         Raises:
