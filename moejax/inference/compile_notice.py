@@ -43,7 +43,8 @@ def _tell(stream: TextIO, name: str, ended: threading.Event) -> None:
     with contextlib.suppress(OSError, ValueError):  # stderr was closed
         if not stream.isatty():
             if not ended.wait(_LINE_S):
-                print(f"{line()}; compiled programs are kept for the next run", file=stream)
+                # In a log an answer's first words may stand before it.
+                print(f"\n{line()}; compiled programs are kept for the next run", file=stream)
             return
         if ended.wait(_TERMINAL_S):
             return

@@ -70,6 +70,7 @@ class Runner:
       one_stream: whether given tokens (`score`, `logits`, `fold`) are read one sequence at a time,
         and what a policy wants moved is in its slots before the next chunk.
       programs: what was compiled, and how long that took.
+      short_chunk: positions of the chunks of short prompts; see `prefill_chunks`.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Runner:
         self.weights = weights
         self.device = device
         is_cpu = device.platform == "cpu"
-        self._short_chunk = CPU_CHUNK_LENGTH if is_cpu else 0
+        self.short_chunk = CPU_CHUNK_LENGTH if is_cpu else 0
         self._chooses_kv_length = is_cpu
         self._whole_calls = device.platform == "gpu" if whole_calls is None else whole_calls
         pools = memory.spec.pools if memory and device.platform == "gpu" else ()
@@ -225,8 +226,8 @@ class Runner:
         by_row, since = settings_by_row(settings, batch), self._begin_session()
         cache, hidden, keys = self._fresh(seeds_of(by_row), cache_length)
         device_lengths = self._put(np.asarray(lengths, np.int32))
-        for start, size in self.prompt_chunks(batch, max(lengths), cache_length):
-            is_first = start == 0 and size != self._short_chunk
+        for start, size in self.chunks(batch, max(lengths), cache_length, self.short_chunk):
+            is_first = start == 0 and size != self.short_chunk
             spec = self._chunk_spec(batch, start, size, cache_length, is_first)
             static = (self._program, spec)
             inputs = self._put(chunk_of(prompts, start, size)), self._put(np.int32(start))
@@ -254,7 +255,7 @@ class Runner:
         if isinstance(self.memory, TieredMemory):
             self.memory.reset()
         return (
-            "the model's logits are NaN, infinite or all the same, so there is no next token: its "
+            "the model's logits are NaN or infinite, so there is no next token: its "
             f"weights hold such values or are too large, or {self.dtype} is too small for it (try "
             "float32)"
         )
@@ -339,10 +340,17 @@ class Runner:
         """Windows int32[B, T], padded at the end, through a step that carries what it counts.
 
         `function`: `steps.score_chunk` up to `lengths`, with `carried`, donated, after the cache.
+        Under `one_stream` it gets windows one at a time: what it carries has no axis of several.
         It waits for the end, or nobody would hear of a disk that failed the last step.
         """
         batch, length = tokens.shape
-        since, cache_length, cache = self._begin_windows(batch, length)
+        if self.one_stream and batch > 1:
+            for row, own_length in zip(tokens, lengths, strict=True):
+                carried = self.fold(function, carried, row[None], own_length[None])
+            return carried
+        if self.one_stream:
+            length = int(lengths[0])
+        since, cache_length, cache = self._begin_windows(*tokens.shape)
         for start, size in self._read(since, batch, length, cache_length):
             static = (self._program, self._chunk_spec(batch, start, size, cache_length))
             chunk = part_of(tokens, start, size)
@@ -378,17 +386,13 @@ class Runner:
         self.experts_used.add(impl)
         return impl
 
-    def _chunks(self, batch: int, length: int, cache_length: int) -> Iterator[tuple[int, int]]:
-        longest = longest_chunk(self.config, batch, cache_length, self.planned)
-        return prefill_chunks(length, cache_length, longest)
-
     def _read(
         self, since: int, batch: int, length: int, cache_length: int
     ) -> Iterator[tuple[int, int]]:
-        """Yields `_chunks` of given tokens; a policy's transfers finish before each chunk."""
+        """Yields `chunks` of given tokens; a policy's transfers finish before each chunk."""
         memory = self.memory
         if not (self.one_stream and isinstance(memory, TieredMemory) and memory.asks):
-            yield from self._chunks(batch, length, cache_length)
+            yield from self.chunks(batch, length, cache_length)
             return
         longest = longest_chunk(self.config, batch, cache_length, self.planned)
         start = 0
@@ -398,12 +402,12 @@ class Runner:
             yield start, size
             start += size
 
-    def prompt_chunks(
-        self, batch: int, length: int, cache_length: int
+    def chunks(
+        self, batch: int, length: int, cache_length: int, short: int = 0
     ) -> Iterator[tuple[int, int]]:
-        """(start, size) of the chunks of prompts, the longest of `length` tokens."""
+        """(start, size) of chunks of `length` positions; `short` is of `prefill_chunks`."""
         longest = longest_chunk(self.config, batch, cache_length, self.planned)
-        return prefill_chunks(length, cache_length, longest, self._short_chunk)
+        return prefill_chunks(length, cache_length, longest, short)
 
     def kv_length(self, length: int, cache_length: int) -> int:
         """Slots that attention may look at, to see `length` of them.

@@ -32,13 +32,13 @@ class Emitted:
 
 
 def names_a_token(logits: jax.Array) -> jax.Array:
-    """bool[B], whether logits [B, V] are finite and not all the same.
+    """bool[B], whether a softmax of logits [B, V] is a distribution.
 
-    They are the same where weights are so large that a norm's sum of squares overflows: what it
-    divides by that is zero.
+    It is none of a NaN, of +inf, or of -inf alone; -inf beside a finite logit masks its token.
     """
-    spread = jnp.max(logits, axis=-1) - jnp.min(logits, axis=-1)  # NaN of any NaN
-    return (spread > 0) & (spread < jnp.inf)
+    # XLA's maximum on a CPU loses a NaN (jax 0.10.2, 2026-11-24).
+    numbers = jnp.where(jnp.isnan(logits), jnp.inf, logits)
+    return jnp.isfinite(jnp.max(numbers, axis=-1))
 
 
 def none_emitted(batch: int, length: int, top_logprobs: int) -> Emitted:
