@@ -14,16 +14,11 @@ than --growth percent.
 """
 
 import contextlib
-import dataclasses
-import re
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +29,7 @@ from moejax import Engine
 from moejax.files import result_rows as results
 from scripts.stress_cases import Case, make_cases
 from scripts.stress_clients import Client, Tally
+from scripts.stress_process import Server, running_server
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", "demo", "as moejax.serve takes it")
 _SECONDS = flags.DEFINE_float("seconds", 300.0, "of the load that is measured", lower_bound=1)
@@ -49,48 +45,6 @@ _SEED = flags.DEFINE_integer("seed", 0, "of cases and clients")
 _RESULTS = flags.DEFINE_string("results", "scripts/results/server.jsonl", "rows go here; '': none")
 
 QUIET_S = 15.0  # without a new program, the warm-up is over
-START_S = 120.0
-
-
-@dataclasses.dataclass
-class Server:
-    """A server's process, and what it says of itself."""
-
-    process: subprocess.Popen[bytes]
-    port: int
-
-    def metric(self, name: str) -> float:
-        """The sum of a metric's samples; 0 where there is none yet."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics") as response:
-            text = response.read().decode()
-        found = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
-        return sum(map(float, found))
-
-
-@contextlib.contextmanager
-def running_server(log: Path) -> Iterator[Server]:
-    """A server that is ready; ended by SIGTERM, after which its status must be 0."""
-    command = [
-        sys.executable, "-m", "moejax.serve", f"--config.checkpoint={_CHECKPOINT.value}",
-        "--config.platform=cpu", "--config.dtype=float32", "--config.port=0",
-        f"--config.max_batch={_MAX_BATCH.value}", f"--config.queue_limit={_QUEUE_LIMIT.value}",
-    ]  # fmt: skip
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, stderr=file)
-    try:
-        started = time.monotonic()
-        while not (found := re.search(r"^ready: .*:(\d+)$", log.read_text(), re.MULTILINE)):
-            if process.poll() is not None or time.monotonic() - started > START_S:
-                raise RuntimeError(f"the server did not start: {log.read_text()[-500:]}")
-            time.sleep(0.1)
-        yield Server(process, int(found[1]))
-        process.send_signal(signal.SIGTERM)
-        if status := process.wait(timeout=60):
-            raise RuntimeError(f"the server ended with status {status}")
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
 
 
 def run_clients(server: Server, cases: list[Case], tally: Tally, seconds: float, seed: int) -> None:
@@ -154,7 +108,12 @@ def main(argv: list[str]) -> None:
         device = results.describe_device(engine.device)
     print(f"{len(cases)} cases; starting the server", flush=True)
     tally, mib = Tally(), list[float]()
-    with tempfile.TemporaryDirectory() as place, running_server(Path(place) / "log") as server:
+    settings = (
+        f"--config.checkpoint={_CHECKPOINT.value}", f"--config.max_batch={_MAX_BATCH.value}",
+        f"--config.queue_limit={_QUEUE_LIMIT.value}",
+    )  # fmt: skip
+    place = tempfile.TemporaryDirectory()
+    with place as folder, running_server(Path(folder) / "log", *settings) as server:
         if _WARM_UP.value > 0:
             print(f"warmed up for {warm_up(server, cases):.0f} s", flush=True)
         names = ("moejax_programs", "moejax_batch_size_sum", "moejax_batch_size_count")
@@ -168,7 +127,7 @@ def main(argv: list[str]) -> None:
         )
         time.sleep(1.0)
         left = server.metric("moejax_running") + server.metric("moejax_queue_length")
-        cancelled = _cancelled(server)
+        cancelled = server.metric("moejax_requests_total", outcome="cancelled")
     told = tally.outcomes["with log-probabilities"]
     figures = {
         "requests answered": (tally.outcomes["answered"], "requests"),
@@ -205,13 +164,6 @@ def main(argv: list[str]) -> None:
     for line in faults[:20]:
         print(f"FAULT {line}")
     sys.exit(1 if faults else 0)
-
-
-def _cancelled(server: Server) -> float:
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics") as response:
-        text = response.read().decode()
-    pattern = r'^moejax_requests_total{.*outcome="cancelled"} (\S+)$'
-    return sum(map(float, re.findall(pattern, text, re.MULTILINE)))
 
 
 def percentile(values: list[float], percent: int) -> float:

@@ -55,18 +55,18 @@ def decoding(config: ModelConfig = SMALL) -> Any:
 
 
 class WiringTest(HostTestCase):
-    """What the model does with it."""
+    """The model runs the kernel that it chose."""
 
     @parameterized.parameters(QWEN3_30B_A3B, MIXTRAL_8X7B, DEEPSEEK_V2_LITE, QWEN3_NEXT_80B_A3B)
     def test_what_serves_decode(self, config):
         gpu, half = Target("gpu", (8, 6)), jnp.dtype("bfloat16")
         choose = functools.partial(attention.choose_cached, config)
         self.assertEqual(choose(half, gpu), ("triton", {}))
-        self.assertEqual(attention.cached_form(choose(half, gpu)), "kernel")
+        self.assertEqual(attention.decode_impl(choose(half, gpu)), "kernel")
         self.assertEqual(choose(half, gpu, "xla"), ("xla", {}))
         for dtype, target in ((jnp.dtype("float32"), gpu), (half, Target("cpu", None))):
             found = choose(dtype, target)
-            self.assertEqual(attention.cached_form(found), "xla")
+            self.assertEqual(attention.decode_impl(found), "xla")
             self.assertNotEmpty(found.refusals["triton"])
             with self.assertRaisesRegex(ValueError, "by the kernel: "):
                 choose(dtype, target, "kernel")

@@ -53,9 +53,11 @@ def outcomes(server: Served, outcome: str) -> float:
     return server.value("moejax_requests_total", endpoint="completions", outcome=outcome)
 
 
-def begin(server: Served, **more: Any) -> http.client.HTTPConnection:
-    """A request that is on its way; its answer is not read."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
+def begin(server: Served, address: str = "127.0.0.1", **more: Any) -> http.client.HTTPConnection:
+    """A request that is on its way from an address; its answer is not read."""
+    connection = http.client.HTTPConnection(
+        "127.0.0.1", server.port, timeout=WAIT_S, source_address=(address, 0)
+    )
     body, kind = json.dumps({**LONG, **more}), {"Content-Type": "application/json"}
     connection.request("POST", "/v1/completions", body, kind)
     return connection
@@ -82,6 +84,36 @@ class QueueTest(absltest.TestCase):
             self.assertEqual(outcomes(server, "ok"), 4)
             # The first alone, then the two that fit, then the last.
             self.assertEqual(server.value("moejax_batch_size_count"), 3)
+
+    def test_a_short_request_has_its_turn_beside_a_long_one(self):
+        """16 rows of 100 tokens in batches of 4, then one of 2 tokens: it is in the next batch."""
+        with served(ENGINE, max_batch=4, queue_limit=64) as server, held_batches(ENGINE) as gate:
+            many = begin(server, n=16, max_tokens=100)
+            wait_until(lambda: server.value("moejax_batch_size_count") == 1, "the first batch")
+            short = begin(server, max_tokens=2)
+            wait_until(lambda: server.batcher.num_waiting == 13, "all wait")
+            gate.set()
+            self.assertEqual(short.getresponse().status, 200)
+            self.assertLessEqual(server.value("moejax_batch_size_count"), 3)
+            said = json.loads(many.getresponse().read())
+            self.assertLen(said["choices"], 16)
+            many.close()
+            short.close()
+
+    def test_a_client_that_fills_the_queue_leaves_room_for_another(self):
+        with served(ENGINE, max_batch=1, queue_limit=4) as server, held_batches(ENGINE) as gate:
+            first = begin(server, max_tokens=1)
+            wait_until(lambda: server.value("moejax_batch_size_count") == 1, "a batch")
+            waits = begin(server, n=4, max_tokens=1)
+            wait_until(lambda: server.batcher.num_waiting == 4, "the queue is full")
+            self.assertEqual(server.post("/v1/completions", LONG)[0], 429)
+            other = begin(server, "127.0.0.2", max_tokens=1)
+            wait_until(lambda: server.batcher.num_waiting == 5, "the other waits, too")
+            self.assertEqual(server.post("/v1/completions", LONG)[0], 429)
+            gate.set()
+            for one in (first, waits, other):
+                self.assertEqual(one.getresponse().status, 200)
+                one.close()
 
     def test_a_deadline_ends_what_waits_and_what_runs(self):
         with served(ENGINE, max_batch=1, deadline_s=0.6) as server, slow_steps(ENGINE, 0.05):

@@ -111,7 +111,7 @@ def relative(found: Any, expected: Any) -> float:
 
 
 class WiringTest(HostTestCase):
-    """What the model does with them; products of its tiny matrices stay XLA's."""
+    """The model runs the kernels that it chose; products of its tiny matrices stay XLA's."""
 
     def setUp(self):
         super().setUp()
@@ -280,7 +280,7 @@ class WiringTest(HostTestCase):
             )
             self.assertNotIn(name, on_gpu.serves(256, 1))
             self.assertEmpty([line for line in on_gpu.remarks() if name in line])
-            by_xla = Runner(config, half, cpu, kernels=AMPERE, cached_via="xla")
+            by_xla = Runner(config, half, cpu, kernels=AMPERE, decode_impl="xla")
             self.assertEqual(by_xla.serves(1, 1)[name].describe(), "xla, bfloat16")
             self.assertEmpty([line for line in by_xla.remarks() if name in line])
             with mock.patch.object(token_step.residual_norm.triton, "MAX_WIDTH", 16):

@@ -44,7 +44,7 @@ from moejax.models.expert_products import (
     products_of_tiers,
 )
 from moejax.models.grouped_experts import choose_for_tiers, choose_grouped
-from moejax.models.moe import STEP_BYTES, ExpertsVia
+from moejax.models.moe import STEP_BYTES, ExpertImpl
 from moejax.models.routing import Routing, foreseen
 from moejax.policies.attention_importance import attention_received
 from moejax.policies.base import (
@@ -75,7 +75,7 @@ class TierStep:
       spec: static.
       config: of the model.
       store: the host's rows.
-      via: "row", "block", "block_in_cache" or "grouped_kernel".
+      impl: "row", "block", "block_in_cache" or "grouped_kernel".
       kernels: which may serve packed experts.
       is_prefill: whether the step is one of prompts.
     """
@@ -83,7 +83,7 @@ class TierStep:
     spec: PoolSpec
     config: ModelConfig
     store: ExpertStore
-    via: ExpertsVia
+    impl: ExpertImpl
     kernels: ops.Kernels
     is_prefill: bool = False
 
@@ -300,17 +300,17 @@ class TierStep:
 
     def _multiply(self, x: jax.Array, pairs: Pairs, experts: Experts) -> jax.Array:
         """[P, N, A, D] of the active pairs."""
-        match self.via:
+        match self.impl:
             case "row":
                 return products_by_row(x, pairs, experts)
             case "block" | "block_in_cache":
-                size = STEP_BYTES[self.via]
+                size = STEP_BYTES[self.impl]
                 return products_by_block(x, pairs, experts, self.spec.cache.num_experts, size)
             case "grouped_kernel":
                 stacks = (experts.gate_up, experts.down)
                 chosen = choose_grouped(len(x), self.config, x.dtype, stacks, self.kernels)
                 return products_grouped(x, pairs, experts, chosen.implementation)
-        raise ValueError(f"experts of a cache do not run via {self.via!r}")
+        raise ValueError(f"experts of a cache cannot run by {self.impl!r}")
 
     def _experts(
         self, pool: ExpertPool, turn: int, layer: Index, plan: Placed, wave: Index, bank: int = 0
@@ -354,7 +354,7 @@ class CacheStep:
 
     def is_grouped(self, num_pairs: int) -> bool:
         """Whether one launch multiplies the pairs of all tiers."""
-        has_form = all(tier.via == "grouped_kernel" for tier in self.tiers)
+        has_form = all(tier.impl == "grouped_kernel" for tier in self.tiers)
         return has_form and not any(tier.num_waves(num_pairs) for tier in self.tiers)
 
     def has_fused_plan(self, num_pairs: int) -> bool:
@@ -476,7 +476,7 @@ class CachedExperts:
         config: ModelConfig,
         cache: ExpertCache,
         store: Sequence[ExpertStore],
-        via: Sequence[ExpertsVia],
+        impl: Sequence[ExpertImpl],
         kernels: ops.Kernels,
         *,
         num_prefilled: int | None = None,
@@ -488,7 +488,7 @@ class CachedExperts:
           config: of the model.
           cache: the slots of all tiers.
           store: the host's rows of each.
-          via: the form that runs the experts of each.
+          impl: the form that runs the experts of each.
           kernels: which may serve packed experts.
           num_prefilled: tokens of a step of prompts, padding too; None in a step of decode.
         """
@@ -508,7 +508,7 @@ class CachedExperts:
             self._importance = jnp.ones(num_prefilled, jnp.float32)
         tiers = tuple(
             TierStep(pool, config, rows, form, kernels, self._is_prefill)
-            for pool, rows, form in zip(spec.pools, store, via, strict=True)
+            for pool, rows, form in zip(spec.pools, store, impl, strict=True)
         )
         placing = Placing(spec.pools, kernels.target, moves)
         self.step = CacheStep(spec, config, tiers, placing, kernels)
@@ -547,7 +547,7 @@ class CachedExperts:
         positions: jax.Array,
         token_mask: jax.Array,
     ) -> None:
-        """See `models.attention.WatchAttention`; keeps the importance of the layer's tokens.
+        """See `models.attention.AttentionObserver`; keeps the importance of the layer's tokens.
 
         Layers without attention have that of the last one before them that attends.
         """

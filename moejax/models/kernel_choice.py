@@ -1,8 +1,9 @@
 """Which implementation serves each product with stored matrices, for the record.
 
-What is said here is computed by the functions that choose while a program is traced
-(`ops.choose_product`, `models.grouped_experts.choose_grouped`, `models.moe.choose_routing`,
-`models.token_step.choose_token_step`, `models.delta_net.choose_delta_step`), from the same shapes.
+The record is computed by the functions that choose while a program is traced (`ops.choose_product`,
+`models.grouped_experts.choose_grouped`, `models.moe.choose_routing`,
+`models.decode_layers.choose_token_step`, `models.delta_net.choose_delta_step`), from the same
+shapes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,13 +12,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moejax.models.attention import cached_form
+from moejax.models.attention import decode_impl
 from moejax.models.config import ModelConfig
 from moejax.models.decode_layers import choose_token_step, is_plain
 from moejax.models.delta_net import choose_delta_step
 from moejax.models.grouped_experts import choose_for_tiers, choose_grouped
-from moejax.models.leaf_kinds import STEADY_LEAVES, leaves_of
-from moejax.models.moe import ExpertsVia, choose_routing, kernel_refusal
+from moejax.models.leaf_kinds import ALWAYS_KERNEL_LEAVES, leaves_of
+from moejax.models.moe import ExpertImpl, choose_routing, kernel_refusal
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import Weight
 from pallas_kernels.target import Choice, Target
@@ -31,7 +32,7 @@ ABSORBED = "one token's heads take its rows apart, which is no product with rows
 
 
 class Served(NamedTuple):
-    """What serves one product."""
+    """The implementation chosen for one product."""
 
     implementation: str  # of `pallas_kernels`, `ops.DEQUANTIZED`, `ops.PLAIN`, or a form of experts
     form: str  # of the stored matrices: "int4g64 float", "bfloat16", "FP8 ..."
@@ -39,7 +40,7 @@ class Served(NamedTuple):
     refusals: Mapping[str, str]  # of the implementations that come before it
 
     def describe(self) -> str:
-        """Such as "mosaic, int4g64 float" or "dequantized, int3g64 float (mosaic: ...)"."""
+        """Describes the choice: "mosaic, int4g64 float", "dequantized, ... (mosaic: ...)"."""
         reasons = "; ".join(f"{name}: {reason}" for name, reason in self.refusals.items())
         return f"{self.implementation}, {self.form}" + (f" ({reasons})" if reasons else "")
 
@@ -48,7 +49,7 @@ def form(weight: Weight) -> str:
     """How a weight is stored, in a few words."""
     if isinstance(weight, jax.Array):
         return str(weight.dtype)
-    if ops.unfit(weight):
+    if ops.kernel_refusal(weight):
         return ops.packing(weight) or str(weight)
     of = jax.eval_shape(ops.operands, weight)
     ranks = "".join(f" + U V {terms.v.describe()}" for terms in of.low_rank)
@@ -63,26 +64,22 @@ def served_products(
     *,
     num_tokens: int,
     num_sequences: int,
-    experts_via: ExpertsVia,
+    expert_impl: ExpertImpl,
     tiers: Sequence[Sequence[Weight]] = (),
-    tiers_via: Sequence[ExpertsVia] = (),
+    tier_impls: Sequence[ExpertImpl] = (),
 ) -> dict[str, Served]:
-    """By the name of a leaf, or "experts" for both of theirs; "routing" is softmax and top-k.
+    """Kernel choices by leaf; "experts" for both of theirs, "routing" for softmax and top-k.
 
-    "experts" are those of the first tier where they are stored in several precisions, those of the
-    others "experts, tier 2" and so on.
+    Experts stored in several precisions are "experts" (the first tier), "experts, tier 2" and so
+    on.
 
     Args:
-      config: of the model.
       weights: all of the model's.
-      dtype: of the activations.
-      kernels: which may serve.
       num_tokens: rows of every product but the head's. `EXPANDING_LEAF` is that of a prompt's first
         chunk, or of one token a sequence; a later chunk may take either way.
       num_sequences: rows of the head's.
-      experts_via: the form that runs the experts.
-      tiers: of each its `moe.gate_up` and `moe.down`; (): experts are stored in one form.
-      tiers_via: the form that runs each; a launch serves all where each is "grouped_kernel".
+      tiers: `moe.gate_up` and `moe.down` of each tier; (): experts have one precision.
+      tier_impls: the form that runs each; one launch runs all tiers if each is "grouped_kernel".
     """
     found = {}
     head = "embed" if config.tied_embeddings else "head"
@@ -90,8 +87,10 @@ def served_products(
     for name, num_rows in rows.items():
         if name in weights:
             weight = weights[name]
-            steady = name in STEADY_LEAVES
-            choice = ops.choose_product(num_rows, dtype, weight, kernels, steady=steady)
+            always_kernel = name in ALWAYS_KERNEL_LEAVES
+            choice = ops.choose_product(
+                num_rows, dtype, weight, kernels, always_kernel=always_kernel
+            )
             is_packed = ops.packing(weight) is not None
             if name == EXPANDING_LEAF and num_tokens == num_sequences:
                 absorbed = Choice(ops.DEQUANTIZED, {"every kernel": ABSORBED})
@@ -102,11 +101,11 @@ def served_products(
         found["routing"] = Served(routing.implementation, "float32", False, routing.refusals)
     experts = [weights[name] for name in EXPERT_LEAVES if name in weights]
     if experts:
-        found["experts"] = _served_experts(config, experts, dtype, kernels, num_tokens, experts_via)
-    together = all(via == "grouped_kernel" for via in tiers_via)
-    for number, (stacks, via) in enumerate(zip(tiers, tiers_via, strict=True), 1):
+        found["experts"] = _served_experts(config, experts, dtype, kernels, num_tokens, expert_impl)
+    together = all(impl == "grouped_kernel" for impl in tier_impls)
+    for number, (stacks, impl) in enumerate(zip(tiers, tier_impls, strict=True), 1):
         name = "experts" if number == 1 else f"experts, tier {number}"
-        found[name] = _served_experts(config, stacks, dtype, kernels, num_tokens, via)
+        found[name] = _served_experts(config, stacks, dtype, kernels, num_tokens, impl)
         if together and len(tiers) > 1:
             choice = choose_for_tiers(num_tokens, config, dtype, tiers, kernels)
             found[name] = found[name]._replace(
@@ -123,19 +122,16 @@ def served_attention(
     *,
     is_token: bool,
 ) -> dict[str, Served]:
-    """Attention, and of one token a sequence what lies around the products.
+    """Kernel choices of attention and, in a decode step, of norms, writes and delta rule.
 
-    That is "norms and writes" and, in models that have layers of it, the "delta rule".
+    A decode step adds "norms and writes" and, in models that have such layers, the "delta rule".
 
     Args:
-      attention: what serves it.
-      config: of the model.
+      attention: the choice made for it.
       dtype: of queries, keys and values.
-      kernels: which may serve.
-      is_token: each sequence has one new token.
     """
     found = {"attention": attention}
-    if is_token and (cached_form(attention) == "kernel" or not is_plain(config)):
+    if is_token and (decode_impl(attention) == "kernel" or not is_plain(config)):
         found["norms and writes"] = choose_token_step(config, dtype, kernels)
     elif is_token:  # their kernels come with that of attention
         found["norms and writes"] = Choice("xla", attention.refusals)
@@ -153,19 +149,19 @@ def _served_experts(
     dtype: jnp.dtype,
     kernels: ops.Kernels,
     num_tokens: int,
-    via: ExpertsVia,
+    impl: ExpertImpl,
 ) -> Served:
     forms = " and ".join(dict.fromkeys(map(form, experts)))
     is_packed = any(ops.packing(weight) for weight in experts)
-    if via == "kernel":
+    if impl == "kernel":
         return Served("expert_mlp", forms, is_packed, {})
     choice = choose_grouped(num_tokens, config, dtype, experts, kernels)
-    if via == "grouped_kernel":
+    if impl == "grouped_kernel":
         return Served(choice.implementation, forms, is_packed, choice.refusals)
     if is_packed:
-        return Served(ops.DEQUANTIZED, f"{forms}, {via}", is_packed, choice.refusals)
+        return Served(ops.DEQUANTIZED, f"{forms}, {impl}", is_packed, choice.refusals)
     refusal = kernel_refusal(config, dtype, experts)
-    return Served(via, forms, is_packed, {"expert_mlp": refusal} if refusal else {})
+    return Served(impl, forms, is_packed, {"expert_mlp": refusal} if refusal else {})
 
 
 def expected_kernel(target: Target | None) -> str | None:
@@ -176,14 +172,14 @@ def expected_kernel(target: Target | None) -> str | None:
 
 
 def unexpected(served: Mapping[str, Served], expected: str | None) -> dict[str, Served]:
-    """Packed weights that another implementation serves; none where nothing is expected."""
+    """Choices in which packed weights do not run on the expected implementation."""
     if expected is None:
         return {}
     return {name: of for name, of in served.items() if of.packed and of.implementation != expected}
 
 
 def remarks(served: Mapping[str, Served], expected: str | None) -> list[str]:
-    """A line for each kind of packed weight that the expected kernel does not serve."""
+    """Warnings, one per kind of packed weight that misses the expected kernel."""
     lines: dict[str, list[str]] = {}
     for name, of in unexpected(served, expected).items():
         lines.setdefault(of.describe(), []).append(name)
@@ -194,7 +190,7 @@ def remarks(served: Mapping[str, Served], expected: str | None) -> list[str]:
 
 
 def plain_remarks(served: Mapping[str, Served], expected: str | None) -> list[str]:
-    """A line for each part of a decode step, not packed, that runs without the kernel it should.
+    """Warnings, one per unpacked part of a decode step that misses its kernel.
 
     Products with plain matrices of a stack should run by `pallas_kernels.dequant_matmul`, plain
     experts by `expert_mlp`, attention by `decode_attention`, routing by `router_topk`, norms by
@@ -213,11 +209,11 @@ def plain_remarks(served: Mapping[str, Served], expected: str | None) -> list[st
 def describe_packing(
     weights: Mapping[str, Weight], products: Mapping[str, Mapping[str, Served]]
 ) -> str:
-    """How weights are packed and what serves them, to follow their size in a line.
+    """Describes packing and kernel choices, to follow the weights' size in a line.
 
     Args:
       weights: flat dict of leaves.
-      products: what serves each product, by phase.
+      products: kernel choices, by phase.
     """
     packed = {name: ops.packing(leaf) for name, leaf in weights.items()}
     kinds = {kind: [n for n in packed if packed[n] == kind] for kind in packed.values() if kind}

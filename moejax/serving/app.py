@@ -53,7 +53,7 @@ class Access:
 
     def middleware(self) -> list[Middleware]:
         """Guards around the routes, the outermost first."""
-        guards = [Middleware(HostGuard, bound_to=self.bound_to, allowed=self.hosts)]
+        guards = [Middleware(HostGuard, bound_to=self.bound_to, allowed=self.hosts, key=self.key)]
         if self.origins:
             cors = Middleware(
                 CORSMiddleware, allow_origins=self.origins, allow_methods=("GET", "POST"),
@@ -151,8 +151,8 @@ class Api:
             try:
                 request, engine = await self._read(http, read)
                 if request.stream:
-                    return EventStream(self._stream(request, engine, http.receive, name))
-                async with Exchange(request, self._batcher, http.receive) as exchange:
+                    return EventStream(self._stream(request, engine, http, name))
+                async with self._exchange(request, http) as exchange:
                     parts = await exchange.answers()
                 return json_response(self._writer(request, engine).whole(parts))
             except ApiError as refused:
@@ -187,6 +187,11 @@ class Api:
             _LOG.warning("ignored: the field %s of a request; said once", name)
         return request, engine
 
+    def _exchange(self, request: Request, http: HttpRequest) -> Exchange:
+        """Takes an address for a client: all share one key, and other names can be made up."""
+        client = http.client.host if http.client else ""
+        return Exchange(request, self._batcher, http.receive, client)
+
     def _writer(self, request: Request, engine: Engine) -> AnswerWriter:
         if self._texts is None:
             assert engine.tokenizer is not None
@@ -194,13 +199,13 @@ class Api:
         return AnswerWriter(request, self._model_name, self._texts, engine.eos_ids)
 
     async def _stream(
-        self, request: Request, engine: Engine, receive: Receive, name: str
+        self, request: Request, engine: Engine, http: HttpRequest, name: str
     ) -> AsyncIterator[dict[str, Any]]:
         """The chunks of an answer; an error of which nothing was told yet is raised."""
         writer, has_begun = self._writer(request, engine), False
         error: BaseException | None = None
         try:
-            async with Exchange(request, self._batcher, receive) as exchange:
+            async with self._exchange(request, http) as exchange:
                 async for part in exchange.parts():
                     for chunk in writer.chunks(part):
                         has_begun = True

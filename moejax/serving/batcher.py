@@ -1,12 +1,12 @@
 """The thread that owns the engine: rows wait in a queue, and those that wait together run together.
 
-A batch takes the first rows of the queue, as many as it holds; who comes later waits until all of
-its rows have ended. Rows of a batch may differ in everything that a request can say: temperature,
-filters, penalty, seed, stop strings, length, whether log-probabilities are told. Programs are
-compiled for batches of 1, 2, 4, ... rows, and empty rows fill what is left.
+A batch takes rows of the queue, as many as it holds, in turns of clients and of their requests; who
+comes later waits until all of its rows have ended. Rows of a batch may differ in everything that a
+request can say: temperature, filters, penalty, seed, stop strings, length, whether
+log-probabilities are told. Programs are compiled for batches of 1, 2, 4, ... rows, and empty rows
+fill what is left.
 """
 
-import collections
 import dataclasses
 import logging
 import math
@@ -19,12 +19,14 @@ from moejax.errors import MoejaxError
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.live_batch import LiveBatch, Piece
 from moejax.serving.errors import ApiError, deadline_passed, queue_full, unavailable
+from moejax.serving.fair_queue import FairQueue
 from moejax.serving.metrics import Metrics
 from moejax.serving.requests import MOST_LOGPROBS
 from moejax.serving.rows import Part, Row
 
 _LOG = logging.getLogger(__name__)
 ENDING = "the server is shutting down"
+RESERVE = 4  # this part of the queue's limit is kept beyond it for clients of whom nothing waits
 
 
 class Batcher:
@@ -61,7 +63,7 @@ class Batcher:
         self._queue_limit = queue_limit
         self._deadline_s = deadline_s
         self._on_loaded = on_loaded
-        self._waiting: collections.deque[Row] = collections.deque()
+        self._waiting = FairQueue()
         self._changed = threading.Condition()
         self._is_draining = False
         self._is_cut = False
@@ -94,13 +96,15 @@ class Batcher:
         with self._changed:
             if not self.is_ready:
                 raise unavailable(ENDING if self._is_draining else "the model is being loaded")
-            self._forget_ended()
-            waiting = len(self._waiting)
-            if waiting + len(rows) > self._queue_limit:
+            self._waiting.drop(self._is_over)
+            waiting, limit = len(self._waiting), self._queue_limit
+            if not self._waiting.has(rows[0].client):
+                limit += limit // RESERVE
+            if waiting + len(rows) > limit:
                 batches = 1 + waiting / self._max_batch
                 retry_s = max(1, math.ceil(self._batch_s * batches))
-                raise queue_full(len(rows), waiting, self._queue_limit, retry_s)
-            self._waiting.extend(rows)
+                raise queue_full(len(rows), waiting, limit, retry_s)
+            self._waiting.add(rows)
             self._changed.notify()
 
     def drain(self) -> None:
@@ -142,19 +146,12 @@ class Batcher:
         """The rows of the next batch, when there are some; [] at the end."""
         with self._changed:
             while True:
-                self._forget_ended()
-                if self._waiting:
-                    count = min(self._max_batch, len(self._waiting))
-                    return [self._waiting.popleft() for _ in range(count)]
+                self._waiting.drop(self._is_over)
+                if rows := self._waiting.take(self._max_batch):
+                    return rows
                 if self._is_draining:
                     return []
                 self._changed.wait(timeout=0.5 if self._deadline_s else None)
-
-    def _forget_ended(self) -> None:
-        """Takes rows out of the queue that nobody waits for, or that may not wait any more."""
-        kept = [row for row in self._waiting if not self._is_over(row)]
-        if len(kept) < len(self._waiting):
-            self._waiting = collections.deque(kept)
 
     def _is_over(self, row: Row) -> bool:
         """Whether a row is to end now; its client is told why."""

@@ -18,13 +18,14 @@ class ClientGone(Exception):
 class Exchange:
     """The parts of a request's answers; leaving its context cancels what still runs."""
 
-    def __init__(self, request: Request, batcher: Batcher, receive: Any):
+    def __init__(self, request: Request, batcher: Batcher, receive: Any, client: str):
         """Submits nothing yet.
 
         Args:
           request: what is asked.
           batcher: who runs it.
           receive: of ASGI, after the body was read: it tells when the client goes.
+          client: who asks; see `FairQueue`.
         """
         self._loop = asyncio.get_running_loop()
         self._parts: asyncio.Queue[Part | None] = asyncio.Queue()  # None: the client is gone
@@ -32,11 +33,14 @@ class Exchange:
         self._receive = receive
         self._watch: asyncio.Task[None] | None = None
         self._rows = [
-            Row(i, prompt, settings, request.top_logprobs is not None, request.stream, self._tell)
+            Row(
+                i, prompt, settings, request.top_logprobs is not None, request.stream, self._tell,
+                client,
+            )
             for i, (prompt, settings) in enumerate(
                 zip(request.prompts, request.settings, strict=True)
             )
-        ]
+        ]  # fmt: skip
 
     async def __aenter__(self) -> "Exchange":
         """Puts the rows in the queue; raises an ApiError where there is no room."""

@@ -35,6 +35,7 @@ class Row:
       wants_logprobs: whether parts tell them.
       stream: whether parts are told as they come; else one at the end.
       deliver: takes parts, in the batcher's thread.
+      client: whose row it is, in whose turn it runs.
       cancelled: set from any thread: nobody listens any more.
       arrived: seconds of `time.monotonic`.
     """
@@ -45,6 +46,7 @@ class Row:
     wants_logprobs: bool
     stream: bool
     deliver: Callable[[Part], None]
+    client: str = ""
     cancelled: bool = False
     arrived: float = dataclasses.field(default_factory=time.monotonic)
     first_token_at: float | None = None

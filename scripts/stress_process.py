@@ -1,0 +1,60 @@
+"""A server's process, as the scripts that load it start and end it."""
+
+import contextlib
+import dataclasses
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+START_S = 600.0  # programs are compiled before it is ready
+
+
+@dataclasses.dataclass
+class Server:
+    """A server's process, and what it says of itself."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples with these labels; 0 where there is none yet."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=60) as answer:
+            text = answer.read().decode()
+        found = re.findall(rf"^{re.escape(name)}({{.*}})? (\S+)$", text, re.MULTILINE)
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        return sum(float(value) for said, value in found if all(one in said for one in wanted))
+
+
+@contextlib.contextmanager
+def running_server(log: Path, *flags: str) -> Iterator[Server]:
+    """A server that is ready; ended by SIGTERM, after which its status must be 0.
+
+    Args:
+      log: gets its stderr.
+      *flags: of `moejax.serve`.
+    """
+    command = [
+        sys.executable, "-m", "moejax.serve", "--config.platform=cpu", "--config.dtype=float32",
+        "--config.port=0", *flags,
+    ]  # fmt: skip
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stderr=file)
+    try:
+        started = time.monotonic()
+        while not (found := re.search(r"^ready: .*:(\d+)\b", log.read_text(), re.MULTILINE)):
+            if process.poll() is not None or time.monotonic() - started > START_S:
+                raise RuntimeError(f"the server did not start: {log.read_text()[-500:]}")
+            time.sleep(0.1)
+        yield Server(process, int(found[1]))
+        process.send_signal(signal.SIGTERM)
+        if status := process.wait(timeout=60):
+            raise RuntimeError(f"the server ended with status {status}: {log.read_text()[-500:]}")
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()

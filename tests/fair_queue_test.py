@@ -1,0 +1,82 @@
+"""Turns of clients and of their requests."""
+
+import random
+
+from absl.testing import absltest
+
+from moejax.inference.generation import GenerationSettings
+from moejax.serving.fair_queue import FairQueue
+from moejax.serving.rows import Row
+
+
+def row(client: str, seed: int = 0) -> Row:
+    settings = GenerationSettings(seed=seed)
+    return Row(seed, [1], settings, False, False, lambda part: None, client)
+
+
+def filled(**requests: list[int]) -> FairQueue:
+    """A queue of requests with so many rows by client; seeds count a client's rows."""
+    queue = FairQueue()
+    for client, counts in requests.items():
+        number = 0
+        for count in counts:
+            queue.add([row(client, number + i) for i in range(count)])
+            number += count
+    return queue
+
+
+def taken(queue: FairQueue, count: int) -> list[str]:
+    return [f"{one.client}{one.index}" for one in queue.take(count)]
+
+
+class FairQueueTest(absltest.TestCase):
+    def test_rows_of_one_request_keep_their_order(self):
+        queue = filled(a=[5])
+        self.assertLen(queue, 5)
+        self.assertEqual(taken(queue, 3), ["a0", "a1", "a2"])
+        self.assertEqual(taken(queue, 3), ["a3", "a4"])
+        self.assertEqual(taken(queue, 3), [])
+        self.assertEmpty(queue)
+
+    def test_clients_take_turns_from_batch_to_batch(self):
+        queue = filled(a=[100], b=[1], c=[3])
+        self.assertEqual(taken(queue, 4), ["a0", "b0", "c0", "a1"])
+        self.assertEqual(taken(queue, 4), ["c1", "a2", "c2", "a3"])
+        queue.add([row("d")])
+        self.assertIn("d0", taken(queue, 2))
+
+    def test_a_client_gets_no_more_turns_for_more_requests(self):
+        queue = filled(a=[1] * 20, b=[4])
+        self.assertEqual(taken(queue, 6), ["a0", "b0", "a1", "b1", "a2", "b2"])
+
+    def test_requests_of_a_client_take_turns(self):
+        queue = filled(a=[50, 1, 2])  # seeds 0 to 49, 50, 51 and 52
+        self.assertEqual(taken(queue, 5), ["a0", "a50", "a51", "a1", "a52"])
+
+    def test_what_is_over_goes_and_nobody_loses_a_turn(self):
+        queue = filled(a=[2], b=[2, 1], c=[1])
+        queue.drop(lambda one: one.client == "a" or one.index == 1)
+        self.assertLen(queue, 3)
+        self.assertEqual([queue.has(client) for client in "abc"], [False, True, True])
+        self.assertEqual(taken(queue, 9), ["b0", "c0", "b2"])
+        self.assertFalse(queue.has("b"))
+
+    def test_no_client_waits_longer_than_a_row_of_every_other(self):
+        """Random arrivals: between two turns of a client that waits, others have one each."""
+        rng, queue = random.Random(0), FairQueue()
+        clients, since = "abcdef", dict.fromkeys("abcdef", 0)
+        for _ in range(300):
+            if rng.random() < 0.6:
+                client = rng.choice(clients)
+                if not queue.has(client):
+                    since[client] = 0
+                queue.add([row(client)] * rng.randrange(1, 30))
+            for one in queue.take(rng.randrange(4)):
+                for other in clients:
+                    since[other] += queue.has(other)
+                self.assertLess(since[one.client], len(clients) + 1)
+                since[one.client] = 0
+
+
+if __name__ == "__main__":
+    absltest.main()
