@@ -245,7 +245,7 @@ class BetweenStepsTest(parameterized.TestCase):
         for _ in range(3):
             runner.logits(TOKENS)
         memory.settle()
-        pool, said = ask(memory.spec, memory.pool, *memory._on_their_way())
+        pool, said = ask(memory.spec, memory.pool, *memory._in_flight_and_room())
         high = np.asarray(pool.state.high)
         hot = np.asarray(pool.pools[0].residency.slot_of) >= 0
         np.testing.assert_array_equal(hot, high)
