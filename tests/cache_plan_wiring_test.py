@@ -12,7 +12,8 @@ from absl.testing import absltest, parameterized
 
 from moejax.experts import cache_plan as placing
 from moejax.experts.cache import ExpertMemory, TierMemory
-from moejax.experts.cache_step import CachedExperts, TierStep
+from moejax.experts.cache_step import TierStep
+from moejax.experts.cached_experts import CachedExperts
 from moejax.experts.expert_pool import ExpertPool, ExpertStore, PoolSpec
 from moejax.experts.ledger import no_counts
 from moejax.experts.residency import CacheSpec, empty

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax.experts import cache_step
+from moejax.experts import cached_experts
 from moejax.inference.recorder import RecordSpec, recording
 from moejax.inference.runner import Runner
 from moejax.models.parts import RouterRule
@@ -65,7 +65,7 @@ class ImportanceTest(parameterized.TestCase):
     def seen(self, config, **settings):
         """Importance that each layer's decision received, and importance that was computed."""
         told, computed = [], []
-        decide, received = DyMoE.decide, cache_step.attention_received
+        decide, received = DyMoE.decide, cached_experts.attention_received
 
         def spied(self, state, observation):
             told.append(observation.importance)
@@ -79,7 +79,7 @@ class ImportanceTest(parameterized.TestCase):
         with (
             mock.patch.object(Transformer, "loops", lambda *_: False),
             mock.patch.object(DyMoE, "decide", spied),
-            mock.patch.object(cache_step, "attention_received", counted),
+            mock.patch.object(cached_experts, "attention_received", counted),
         ):
             runner.logits(TOKENS)
         memory.settle()

@@ -9,7 +9,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.experts import cache
-from moejax.experts.cache_step import CachedExperts
+from moejax.experts.cached_experts import CachedExperts
 from moejax.experts.tiered import ask
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.buddymoe import BuddyMoe

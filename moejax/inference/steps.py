@@ -2,8 +2,8 @@
 
 Plain functions over a flat dict of weights; the engine jits them. What is donated is returned
 first, in the order of the arguments (jax#39625). Where experts are pooled
-(`moejax.experts.cache_step`), the pool goes through every step and the store is read; else both are
-None. What a step recorded of its routing (`moejax.inference.recorder`) is its last output; None
+(`moejax.experts.cached_experts`), the pool goes through every step and the store is read; else both
+are None. What a step recorded of its routing (`moejax.inference.recorder`) is its last output; None
 where nothing is recorded.
 """
 
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax.experts.cache_step import CachedExperts
+from moejax.experts.cached_experts import CachedExperts
 from moejax.experts.expert_pool import ExpertStore
 from moejax.experts.tiered import ExpertCache, ExpertCacheSpec
 from moejax.inference.recorder import Recorded, RecordSpec, none_recorded, recording_experts
