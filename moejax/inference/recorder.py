@@ -109,8 +109,6 @@ class RecordingExperts:
 
         Args:
           spec: what is kept.
-          model: whose experts they are.
-          via: which form runs experts that the model holds.
           run: runs experts that it does not hold.
         """
         self._spec, self._model, self._via, self._run = spec, model, via, run
@@ -373,7 +371,6 @@ def recording(
     If anything fails there is no file. Steps recorded before the context are not in it.
 
     Args:
-      runner: of the model.
       path: where to write the trace.
       spec: parts to record beside ids and weights.
       about: `facts`, for the file's metadata.

@@ -27,10 +27,7 @@ def forward(
     """Runs whole sequences without a cache, differentiably: for training and analysis.
 
     Args:
-      model: any Transformer.
       tokens: int32[B, T].
-      experts: which form runs the experts.
-      attention: which implementation runs causal attention.
 
     Returns:
       The last layer's output [B, T, D], before the last norm (`project_to_vocab` follows), and the
@@ -55,8 +52,6 @@ def model_definition(
     """Builds the graph of a Transformer without weights; allocates nothing.
 
     Args:
-      config: of the model.
-      kernels: which may serve products with packed weights.
       holds_experts: False where its experts come from elsewhere (`RunExperts`).
     """
 
@@ -73,7 +68,7 @@ def merge_weights(
     """Builds a Transformer from a flat dict of weights, inside a jitted function.
 
     Args:
-      definition: of `model_definition`.
+      definition: from `model_definition`.
       weights: named and shaped as `weight_shapes`; matrices may be packed.
     """
     leaves: dict[Any, Any] = {

@@ -44,9 +44,6 @@ def choose_cached(
     """Chooses decode attention over the cache, with the kernel's refusals.
 
     Args:
-      config: of the model.
-      dtype: of the activations and the cache.
-      target: where the program runs.
       asked: an implementation by name; None takes the kernel unless it refuses.
 
     Returns:
@@ -91,8 +88,7 @@ def causal_attention(
       k: [B, T, K, C], H a multiple of K.
       v: [B, T, K, C].
       sliding_window: tokens that a query sees, itself included; None: all.
-      via: which implementation runs.
-      scale: of the scores; None: 1 / sqrt(C).
+      scale: factor on the scores; None: 1 / sqrt(C).
 
     Returns:
       [B, T, H, C] in `q.dtype`.
@@ -123,7 +119,7 @@ def cached_attention(
       values: [B, K, S, C].
       positions: int32[B, T].
       sliding_window: tokens that a query sees, itself included; None: all.
-      scale: of the scores; None: 1 / sqrt(C).
+      scale: factor on the scores; None: 1 / sqrt(C).
 
     Returns:
       [B, T, H, C] in `q.dtype`; scores and softmax are float32.
@@ -173,7 +169,7 @@ def token_attention(
       positions: int32[B, 1].
       kv_length: slots that may be looked at; those beyond a position are not.
       sliding_window: tokens that a query sees, itself included; None: all.
-      scale: of the scores; None: as in `decode_attention`.
+      scale: factor on the scores; None: as in `decode_attention`.
 
     Returns:
       [B, 1, H, C] in `q.dtype`.
@@ -224,10 +220,10 @@ class WritingAttention:
       positions: int32[B, T].
       kv_length: slots that are looked at; None: the tokens see one another alone.
       window: see `causal_attention`.
-      via: of the tokens to one another.
-      cached: of one token of each sequence to the cache.
-      scale: of the scores; None: 1 / sqrt(C).
-      watch: who sees queries and keys; None: nobody.
+      via: implementation among the new tokens.
+      cached: implementation of decode attention over the cache.
+      scale: factor on the scores; None: 1 / sqrt(C).
+      watch: observes queries and keys; None: no observer.
       token_mask: bool[B, T], False for padding; with `watch` alone.
       is_for_cpu: see `KVCache.write_chunk`.
       kv_lengths: fewer slots than `kv_length`, rising, among which the positions choose.
@@ -340,9 +336,8 @@ class Attention(nnx.Module):
 
         Args:
           normed: [B, T, D].
-          place: of the layer.
-          angles: of `rope.model_angles`.
-          attend: what the tokens see.
+          angles: from `rope.model_angles`.
+          attend: attends to the keys that the tokens see.
         """
         q, k, v, gate = self.project(normed, place.mixer, *angles)
         return self.output(attend(place, q, k, v), place.mixer, gate)

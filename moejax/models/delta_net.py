@@ -35,8 +35,6 @@ def choose_delta_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernel
     """Chooses the delta rule's implementation in a decode step.
 
     Args:
-      config: of a model with such layers.
-      dtype: of the activations.
       kernels: the permitted implementations; a reference means XLA here.
 
     Returns:
@@ -108,7 +106,6 @@ class DeltaNet(nnx.Module):
 
         Args:
           normed: [B, T, D].
-          place: of the layer.
           token_mask: bool[B, T], False for padding, which comes after a row's tokens; it leaves
             state and tail as they are.
           attend: a `WritingAttention` has the cache.

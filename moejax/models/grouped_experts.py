@@ -34,7 +34,7 @@ def experts_grouped(
       down: [M, E, D, F].
       layer: index among the sparse layers.
       token_mask: bool[N], False for padding, which costs nothing and yields zero.
-      implementation: of the kernels' own; see `choose_grouped`.
+      implementation: a kernel's name; see `choose_grouped`.
 
     Returns:
       [N, D] in `x.dtype`.
@@ -61,7 +61,6 @@ def choose_grouped(
 
     Args:
       experts: `moe.gate_up` and `moe.down`.
-      kernels: which may serve.
 
     Returns:
       `ops.DEQUANTIZED` with the reasons where none serves.

@@ -74,14 +74,10 @@ def served_products(
     on.
 
     Args:
-      config: of the model.
       weights: all of the model's.
-      dtype: of the activations.
-      kernels: which may serve.
       num_tokens: rows of every product but the head's. `EXPANDING_LEAF` is that of a prompt's first
         chunk, or of one token a sequence; a later chunk may take either way.
       num_sequences: rows of the head's.
-      experts_via: the form that runs the experts.
       tiers: `moe.gate_up` and `moe.down` of each tier; (): experts have one precision.
       tiers_via: the form that runs each; one launch runs all tiers if each is "grouped_kernel".
     """
@@ -130,10 +126,7 @@ def served_attention(
 
     Args:
       attention: the choice made for it.
-      config: of the model.
       dtype: of queries, keys and values.
-      kernels: which may serve.
-      is_token: each sequence has one new token.
     """
     found = {"attention": attention}
     if is_token and (cached_form(attention) == "kernel" or not is_plain(config)):

@@ -94,7 +94,6 @@ def expanded_attention(
       v: [B, S, H, V], of another width than keys.
       positions: int32[B, T].
       window: tokens that a query sees, itself included; None: all.
-      scale: of the scores.
 
     Returns:
       [B, T, H, V] in `v.dtype`; scores and softmax are float32.
@@ -122,7 +121,6 @@ def absorbed_attention(
       seen: of positions 0..S - 1.
       positions: int32[B, T].
       window: tokens that a query sees, itself included; None: all.
-      scale: of the scores.
 
     Returns:
       [B, T, H, R], mixed latents, in their dtype; scores and softmax are float32.
@@ -201,8 +199,7 @@ class LatentAttention(nnx.Module):
 
         Args:
           normed: [B, T, D].
-          place: of the layer.
-          angles: of `rope.model_angles`.
+          angles: from `rope.model_angles`.
           attend: what the tokens see; a `WritingAttention` has a cache.
         """
         layer = place.mixer

@@ -75,7 +75,6 @@ def loop_over(config: ModelConfig, num_turns: int, layers_a_pass: int = LAYERS_A
     pass.)
 
     Args:
-      config: of the model.
       num_turns: a pass has a multiple of so many layers.
       layers_a_pass: and of so many.
     """

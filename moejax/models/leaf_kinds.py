@@ -56,7 +56,6 @@ def layers_of(config: ModelConfig, leaf: str) -> tuple[int, ...]:
     """Layers that the entries along a stacked leaf's first axis belong to.
 
     Args:
-      config: of the model.
       leaf: a name in `weight_shapes(config)` that is stacked over layers.
     """
     module, _, name = leaf.partition(".")

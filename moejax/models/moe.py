@@ -57,7 +57,6 @@ def choose_routing(num_tokens: int, config: ModelConfig, kernels: ops.Kernels) -
 
     Args:
       num_tokens: N of a call.
-      config: of the model.
       kernels: the permitted implementations; a reference means XLA here.
 
     Returns:
@@ -100,7 +99,6 @@ def experts_dense(
 
     Args:
       x: [N, D].
-      routing: of the N tokens.
       gate_up: [M, E, 2F, D].
       down: [M, E, D, F].
       layer: index among the sparse layers.
@@ -142,12 +140,11 @@ def experts_by_block(
 
     Args:
       x: [N, D].
-      routing: of the N tokens.
       gate_up: [M, E, 2F, D].
       down: [M, E, D, F].
       layer: index among the sparse layers.
       token_mask: bool[N], False for padding, which costs nothing and yields zero.
-      step_bytes: of the weights gathered for one step of the scan; at least one block is.
+      step_bytes: bytes of weights gathered per scan step; at least one block's.
 
     Returns:
       [N, D] in `x.dtype`.
@@ -174,8 +171,6 @@ def kernel_refusal(
     """Reason why `pallas_kernels.expert_mlp` cannot run a model's experts, or None.
 
     Args:
-      config: of the model.
-      dtype: of the activations.
       experts: `moe.gate_up` and `moe.down`; (): plain ones in `dtype`.
     """
     shapes = weight_shapes(config)
@@ -206,11 +201,8 @@ def default_experts_via(
 
     Args:
       num_tokens: N of a call.
-      config: of the model.
-      dtype: of the activations.
       platform: "cpu" or "gpu".
       experts: as in `kernel_refusal`.
-      kernels: which may serve packed experts.
       pooled: the experts are slots of a pool, which `pallas_kernels.expert_mlp` does not read.
     """
     if experts:
@@ -289,7 +281,6 @@ class SparseMoe(nnx.Module):
           x: [N, D], normed.
           layer: index among the sparse layers.
           token_mask: bool[N], False for padding.
-          via: which of the five forms runs the experts.
 
         Returns:
           [N, D] and the routing.

@@ -97,10 +97,8 @@ class Transformer(nnx.Module):
 
         Args:
           normed: [B, T, D].
-          place: of the layer.
-          angles: of `rope.model_angles`.
+          angles: from `rope.model_angles`.
           token_mask: bool[B, T], False for padding, which does not change states.
-          attend: attends to the chunk itself or, a `WritingAttention`, to a cache.
         """
         if place.is_delta:
             return self.delta(normed, place, token_mask, attend)
@@ -124,9 +122,7 @@ class Transformer(nnx.Module):
 
         Args:
           x: [B, T, D].
-          place: of the layer.
           token_mask: bool[B, T], False for padding.
-          via: which form runs experts that the model holds.
           run: runs experts that it does not hold.
           normed: [N, D], x after the norm, where that is done.
         """

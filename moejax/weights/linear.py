@@ -244,7 +244,6 @@ def expert_matrix(
       stacked: [M, E, N, K].
       layer: index among the sparse layers.
       expert_id: int32[], in 0..E - 1.
-      dtype: as in `matrix`.
     """
     if isinstance(stacked, QTensor | Fp8Tensor):
         return matrix(stacked, (layer, expert_id), dtype)
@@ -268,8 +267,6 @@ def linear(
       x: [..., K].
       weight: [L, N, K].
       layer: index into L.
-      out_dtype: as in `product`.
-      kernels: which may serve.
       steady: many rows use a kernel, however small the matrix: XLA's tiles depend on the rest of
         the program.
 
@@ -292,7 +289,6 @@ def product(
       x: [..., K].
       weight: [N, K].
       out_dtype: of the result and its sums; None: `x.dtype`.
-      kernels: which may serve.
 
     Returns:
       [..., N].
@@ -374,7 +370,6 @@ def take_rows(weight: Weight, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
     Args:
       weight: [N, K].
       ids: int32[...], in 0..N - 1.
-      dtype: as in `matrix`.
 
     Returns:
       [..., K].

@@ -59,11 +59,9 @@ class LayerRun:
       hidden: [S, T, D], its input, in a temporary file.
 
     Args:
-      config: the model's.
       tokens: int32[S, T], whole sequences of one length.
       embed: [V, D].
       dtype: of the activations and of the weights that meet them.
-      device: where layers run.
       tokens_per_step: see TOKENS_PER_STEP.
       hessian_bytes: see HESSIAN_BYTES; at least one expert's.
     """

@@ -81,11 +81,8 @@ def attention_step(
     """Runs the first half of the layer, attention or a delta rule.
 
     Args:
-      weights: of the layer.
       x: [B, T, D], the residual stream.
       totals: sums of x x^T by leaf; donated.
-      config: of the layer.
-      attention: which implementation runs.
 
     Returns:
       [B, T, D] after attention, and the sums.
@@ -106,11 +103,9 @@ def mlp_step(
     """Sums the inputs of the MLP's matrices but the experts', and counts experts' tokens.
 
     Args:
-      weights: of the layer.
       x: [B, T, D] after attention.
       totals: sums of x x^T by leaf; donated.
       counts: int32[E]; donated.
-      config: of the layer.
     """
     flat, sums = _mlp_input(weights, x, config), _Sums(totals)
     if not config.moe_layers:
@@ -136,11 +131,9 @@ def expert_step(
     Assignments are sorted by expert and processed in blocks of one expert.
 
     Args:
-      weights: of the layer.
       x: [B, T, D] after attention.
       totals: float32[e, K, K], sums of x x^T; donated.
       first: int32[].
-      config: of the layer.
       leaf: "moe.gate_up" (K = D) or "moe.down" (K = F).
     """
     flat = _mlp_input(weights, x, config)

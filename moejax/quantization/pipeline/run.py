@@ -275,6 +275,7 @@ def _finish(
     missing = draw_report(job.output, records, histograms)
     quantization = config_of(job.recipe.format, records)
     config = json_bytes(manifest.config_fields(job.source, quantization))
+    files[manifest.CONFIG_FILE] = WrittenFile(len(config), hashlib.sha256(config).hexdigest())
     made_of = {name: value for name, value in ledger.identity.items() if name != "versions"}
     manifest.write_manifest(job.output, made_of=made_of, records=records, files=files)
     write_bytes(job.output / manifest.CONFIG_FILE, config)
