@@ -50,8 +50,8 @@ class LatentTest(absltest.TestCase):
 
     def of(self, weight: ops.Weight, target: Target, num_tokens: int) -> kernel_choice.KernelChoice:
         return kernel_choice.kernel_choices(
-            LATENT, {kernel_choice.EXPANDING_LEAF: weight}, jnp.dtype("bfloat16"), ops.Kernels(target),
-            num_tokens=num_tokens, num_sequences=2, expert_impl="dense",
+            LATENT, {kernel_choice.EXPANDING_LEAF: weight}, jnp.dtype("bfloat16"),
+            ops.Kernels(target), num_tokens=num_tokens, num_sequences=2, expert_impl="dense",
         )[kernel_choice.EXPANDING_LEAF]  # fmt: skip
 
     def test_packed_it_is_dequantized_at_decode(self):
