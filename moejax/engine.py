@@ -25,7 +25,7 @@ from moejax.experts.tiered_memory import TieredMemory
 from moejax.experts.tiering import Tiering
 from moejax.inference.chunking import (
     MAX_PREFILL_LENGTH,
-    Planned,
+    PlannedSizes,
     cache_length,
     least_cache_length,
     longest_chunk,
@@ -154,7 +154,7 @@ class Engine:
         defaults = read_generation_defaults(checkpoint.directory) if generation_config else {}
         memory: Any = None
         budget: Budget | TieredBudget | None = None
-        sizes = Planned()
+        sizes = PlannedSizes()
         with plain_memory_errors(device):
             if limits is None and policy is None:
                 weights = load_whole(checkpoint, dtype=dtype, device=device, progress=progress)
@@ -169,7 +169,7 @@ class Engine:
                     context=planned, chunk=chunk, progress=progress,
                 )  # fmt: skip
                 if budget is not None and budget.limits.device_gib:
-                    sizes = Planned(batch, planned, chunk)
+                    sizes = PlannedSizes(batch, planned, chunk)
         engine = cls(
             checkpoint.config, weights, tokenizer=tokenizer, eos_ids=checkpoint.eos_ids,
             device=device, context=context, memory=memory, defaults=defaults,
