@@ -20,7 +20,7 @@ from moejax.experts.expert_pool import ExpertPool, ExpertStore, in_place_of
 from moejax.experts.tiered import ExpertCache, ExpertCacheSpec
 from moejax.models.config import ModelConfig
 from moejax.models.moe import ExpertImpl
-from moejax.models.routing import Routing, foreseen
+from moejax.models.routing import Routing, prefetch_scores
 from moejax.policies.attention_importance import attention_received
 from moejax.policies.base import AnyPolicy, Decision, Observation, moves_between_steps
 from moejax.policies.by_layer import vmap_decide
@@ -221,7 +221,7 @@ class CachedExperts:
             active=token_mask,
             resident=resident,
             importance=self._importance,
-            predicted=foreseen(ahead(), self.config) if looks and ahead else None,
+            predicted=prefetch_scores(ahead(), self.config) if looks and ahead else None,
             tables=pools[0].residency.table if len(pools) == 1 else None,
             is_prefill=self._is_prefill,
         )
@@ -245,7 +245,7 @@ class CachedExperts:
     def _predicted(self, layer: Index, predicted: Routing, token_mask: jax.Array) -> jax.Array:
         """What the next layer's router is expected to choose (DyMoE eq. 6-8)."""
         store, tier = self._store[0], self.step.tiers[0]
-        scores = jnp.where(token_mask[:, None], foreseen(predicted, self.config), 0.0)
+        scores = jnp.where(token_mask[:, None], prefetch_scores(predicted, self.config), 0.0)
         said = jax.lax.top_k(jnp.sum(scores, axis=0), tier.most_ahead)[1]
         if store.replay_ahead is None or self._replays is None:
             return said
