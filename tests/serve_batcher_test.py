@@ -195,7 +195,7 @@ class CancelTest(absltest.TestCase):
                 self.assertEqual(after.result()[0], 200)
             self.assertEqual(first.getresponse().status, 200)
             first.close()
-            # What nobody waited for was not run.
+            # An abandoned request was not run.
             self.assertEqual(server.value("moejax_batch_size_sum"), 2)
 
 
@@ -268,7 +268,7 @@ class WarmUpTest(parameterized.TestCase):
                 lengths = [len(one.result()) for one in asked]
             self.assertGreater(lengths[1], lengths[2])
             self.assertEqual(engine.num_traces, traced, engine._runner.programs.history[traced:])
-            # What it does not cover is compiled, so that the count above means something.
+            # Uncovered programs are compiled, so that the count above means something.
             body = {"prompt": "a", "max_tokens": 17, "temperature": 0.9}
             self.assertEqual(server.post("/v1/completions", body)[0], 200)
             self.assertGreater(engine.num_traces, traced)

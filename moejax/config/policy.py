@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # it imports JAX, which --help and mistakes need not wait for
 
 NAMES = ("resident", "on_demand", "dynaexq", "dymoe", "buddymoe", "compose")
 _OWN_CLASS = re.compile(r"[\w.]+:\w+")  # a policy of the user's own
-# What each setting is; its default stands in the policies' classes alone.
+# Meaning of each setting; the policies' classes alone have the defaults.
 SETTINGS = {
     "parts": "compose: two or three of dynaexq+dymoe+buddymoe",
     "tier": "resident, on_demand: the tier that runs; '': the first",
