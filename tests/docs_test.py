@@ -30,7 +30,7 @@ _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 def anchor_of(heading: str) -> str:
-    """As GitHub makes it."""
+    """Makes a heading's anchor like GitHub."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
@@ -49,7 +49,7 @@ class CommandsTest(absltest.TestCase):
 
     @pytest.mark.slow
     def test_they_run(self):
-        """Those that run offline on a CPU are run, in one process."""
+        """Commands that run offline on a CPU are run, in one process."""
         # Programs are kept beside those of the other tests.
         kept = os.environ.get("MOEJAX_DOCUMENTS_PROGRAMS")
         kept = kept or str(ROOT / ".pytest_cache/d/xla-documents")
@@ -86,14 +86,21 @@ class CommandsTest(absltest.TestCase):
         self.assertLessEqual({"demo-int4", "buddies.safetensors", "x.trace"}, made)
 
     def test_what_a_newcomer_types_names_what_is_there(self):
-        """Files and folders of README and the recipe: in the clone, or made by a line above."""
+        """Files that README, the recipe and docstrings of mains name: there, or made above."""
         named = re.compile(
             r"--(?:prompt_file|config\.text|config\.checkpoint)=(?!DIR|path/)([\w./-]+)"
         )
         count = 0
-        for name in ("README.md", "docs/recipe_qwen3_30b_12gb.md"):
+        pages = {
+            name: commands.of_page(name, (ROOT / name).read_text(encoding="utf-8"))
+            for name in ("README.md", "docs/recipe_qwen3_30b_12gb.md")
+        }
+        for path in (ROOT / "moejax").glob("*.py"):
+            source = path.read_text(encoding="utf-8")
+            pages[path.name] = commands.of_docstring(path.name, source, commands.RUN)
+        for found in pages.values():
             made = {"demo", "-"}
-            for command in commands.of_page(name, (ROOT / name).read_text(encoding="utf-8")):
+            for command in found:
                 for file in named.findall(command.text):
                     self.assertTrue(file in made or (ROOT / file).is_file(), command)
                     count += 1

@@ -13,6 +13,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import cli, sweep
+from moejax.config.grid import axis, described, eighths, settings
 from moejax.config.sweep import PICTURES, check_picture
 from moejax.errors import MoejaxError
 from moejax.files.result_rows import ResultRow, append_rows, read_rows, row_fields
@@ -24,7 +25,6 @@ from moejax.routing.simulate.costs import (
     Machine,
     measured_rows,
 )
-from moejax.routing.simulate.grid import axis, described, eighths, settings
 from moejax.routing.simulate.sweeping import Tiers
 from moejax.routing.simulate.sweeping import sweep as sweep_over
 from moejax.routing.trace import write_trace
@@ -322,6 +322,7 @@ class MainTest(parameterized.TestCase):
         ("--config.plot=x.foo", "plot='x.foo' must end in .png"),
         ("--config.grid=('prefetch=1',)", "no slots, but slots is a whole number for each tier"),
         ("--config.grid=slots=1:1000000000:1", "1000000000 settings; at most 100000: take larger"),
+        ("--config.recommend", "recommend needs --config.device_gib=GIB"),
         ("--config.device_gib=inf", "device_gib=inf must be a number of GiB"),
         ("--config.grid=('slots=4', 'prefetch=3')", "the trace foresees 2"),
         ("--config.grid=('slots=4', 'alpha=3')", "lru has no setting alpha"),

@@ -11,6 +11,7 @@ from absl.testing import absltest, parameterized
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from moejax.errors import MoejaxError
+from moejax.text.chat_template import find_chat_template
 from moejax.text.tokenizer import Tokenizer, read_eos_ids
 
 TEXTS = (
@@ -86,7 +87,7 @@ CONVERSATION = [
 
 
 def byte_level_tokenizer() -> tokenizers.Tokenizer:
-    """As Qwen's: bytes, no token before a text."""
+    """Makes a tokenizer like Qwen's: bytes, no token before a text."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -101,7 +102,7 @@ def byte_level_tokenizer() -> tokenizers.Tokenizer:
 
 
 def byte_fallback_tokenizer() -> tokenizers.Tokenizer:
-    """As Mixtral's: words begin with a mark for the space, rare characters are bytes, bos."""
+    """Makes a tokenizer like Mixtral's: space marks, rare characters as bytes, bos."""
     tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<|pad|>"))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -290,8 +291,14 @@ class EosTest(TokenizerTestCase):
         with self.assertRaisesRegex(MoejaxError, "is a link to nowhere, which is not there"):
             read_eos_ids(self.directory, vocab_size=11)
         (self.directory / "tokenizer.json").symlink_to("nowhere")
-        with self.assertRaisesRegex(MoejaxError, "cannot read .*tokenizer.json"):
+        with self.assertRaisesRegex(MoejaxError, "tokenizer.json is a link to nowhere, which is"):
             Tokenizer.from_directory(self.directory)
+        for name in ("tokenizer_config.json", "chat_template.jinja"):  # the latter comes first
+            (self.directory / name).symlink_to("nowhere")
+            with self.assertRaisesRegex(
+                MoejaxError, f"^[^\n]*{name} is a link to nowhere, [^\n]*$"
+            ):
+                find_chat_template(self.directory)
 
 
 class ChatTemplateTest(TokenizerTestCase):

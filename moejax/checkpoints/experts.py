@@ -153,7 +153,7 @@ class ExpertReader:
         """
         gate_up, down = self._stacks
         total = len(gate_up.terms) + len(down.terms)
-        with tqdm.tqdm(total=total, desc="low-rank terms", disable=not progress) as bar:
+        with tqdm.tqdm(total=total, desc="low-rank terms", disable=not (progress and total)) as bar:
             return tuple(  # type: ignore[return-value]
                 fill_compensators(stack.shape, stack.terms, device, lambda _: bar.update())
                 for stack in (gate_up, down)

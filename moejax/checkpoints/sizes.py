@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -42,9 +43,10 @@ def checkpoint_sizes(checkpoint: Checkpoint, dtype: np.dtype) -> Sizes:
     config, directory = checkpoint.config, checkpoint.directory
     if not checkpoint.is_quantized:
         refusal = str(checkpoint.orbax_is_whole()) if checkpoint.is_orbax else None
-        return _sizes(config, {}, {}, dtype, refusal)
+        return _sizes(config, {}, {}, _form(None, dtype), dtype, refusal)
     parts = plan_parts(directory, config, Tensors(stored_tensors(directory)))
     packed, low_rank, refusals = {}, {}, []
+    forms: list[str] = []
     for leaf, shape in weight_shapes(config).items():
         found = _packed_nbytes(shape, parts[leaf])
         if found is not None:
@@ -52,8 +54,10 @@ def checkpoint_sizes(checkpoint: Checkpoint, dtype: np.dtype) -> Sizes:
             low_rank[leaf] = _factors_nbytes(shape, parts[leaf])
             if leaf in EXPERT_LEAVES and reason:
                 refusals.append(f"{leaf} is {reason}")
+        if leaf in EXPERT_LEAVES:
+            forms.append(_form(common_kind(parts[leaf]) if found else None, dtype))
     refusal = f"{directory}: {' and '.join(refusals)}" if refusals else None
-    return _sizes(config, packed, low_rank, dtype, refusal)
+    return _sizes(config, packed, low_rank, " and ".join(dict.fromkeys(forms)), dtype, refusal)
 
 
 def shape_sizes(
@@ -82,7 +86,7 @@ def shape_sizes(
         for leaf, kind in kinds.items()
         if kind is not None and leaf in shapes
     }
-    return _sizes(config, packed, {}, dtype, None)
+    return _sizes(config, packed, {}, _form(expert_kind, dtype), dtype, None)
 
 
 def codes_nbytes(shape: Sequence[int], kind: CodesKind) -> int:
@@ -96,6 +100,7 @@ def _sizes(
     config: ModelConfig,
     packed: Mapping[str, int],
     low_rank: Mapping[str, int],
+    form: str,
     dtype: np.dtype,
     refusal: str | None,
 ) -> Sizes:
@@ -111,11 +116,17 @@ def _sizes(
         nbytes[f"moe{LOW_RANK}"] = terms
     num_experts = len(config.moe_layers) * config.num_experts
     expert_nbytes = experts // num_experts if num_experts else 0
-    weights = len(config.moe_layers) and 3 * config.model_dim * config.expert_dim
-    name = f"{8 * expert_nbytes / weights:.2f} bits a weight" if weights else "none"
+    name = form if num_experts else "none"
     return Sizes(
         weights_nbytes=nbytes, tier=Tier(name=name, expert_nbytes=expert_nbytes), refusal=refusal
     )
+
+
+def _form(kind: Any, dtype: np.dtype) -> str:
+    """How experts are stored, such as "int4"; `dtype` where they are plain."""
+    if isinstance(kind, CodesKind):
+        return f"int{kind.bits}"
+    return "fp8" if isinstance(kind, Fp8Kind) else f"{8 * dtype.itemsize}-bit floats"
 
 
 def _packed_nbytes(shape: tuple[int, ...], parts: Sequence[Part]) -> tuple[int, str | None] | None:

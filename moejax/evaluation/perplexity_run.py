@@ -1,7 +1,8 @@
-"""Perplexity of a text: what `moejax.evaluate` runs."""
+"""Perplexity of a text: the run of `moejax.evaluate`."""
 
 import contextlib
 import dataclasses
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,22 +11,22 @@ import jax
 import tqdm
 from absl import logging
 
-from moejax import report
 from moejax.checkpoints import resolve_checkpoint
 from moejax.config.commands import EvaluateConfig
 from moejax.errors import MoejaxError
 from moejax.evaluation import fidelity, record
 from moejax.evaluation.answers import AnswerFile, beside, check_place
-from moejax.evaluation.loading import load_engine
-from moejax.evaluation.perplexity import LogLikelihood, Windowing, WindowScore, log_likelihood
-from moejax.text.corpus import Text
+from moejax.evaluation.perplexity import LogLikelihood, WindowScore, log_likelihood
+from moejax.loading import load_scoring_engine, recorded
+from moejax.text.corpus import Stream, Text, beginning, encode
+from moejax.text.windows import Windowing
 
 if TYPE_CHECKING:
     from moejax.engine import Engine
 
 
 def run(config: EvaluateConfig, text: Text, output: Path | None) -> None:
-    """Measures, prints a line, writes the JSON file and beside it the nats of each window."""
+    """Measures, prints a line, writes the JSON file and each window's nats beside it."""
     if output:
         record.check_output(output)
         check_place(beside(output))
@@ -33,19 +34,22 @@ def run(config: EvaluateConfig, text: Text, output: Path | None) -> None:
     # Float32 is float32 on every device; on a GPU the default would shorten its products.
     with jax.default_matmul_precision("highest"):
         tiering = config.policy.tiering()
-        engine = load_engine(config, directory, tiering)
+        engine = load_scoring_engine(config, directory, tiering)
         windowing = config.windowing()
         check_window(engine, windowing)
         if engine.tokenizer is None:
             raise MoejaxError(f"{config.checkpoint} has no tokenizer.json, so it takes no text")
-        stream = record.encode(engine.tokenizer, directory, text, special=config.add_special_tokens)
+        stream = encode(engine.tokenizer, directory, text, special=config.add_special_tokens)
         if config.max_tokens and len(stream.ids) > config.max_tokens:
-            stream, text = record.beginning(engine.tokenizer, stream, text, config.max_tokens)
+            stream, text = beginning(engine.tokenizer, stream, text, config.max_tokens)
         head = _head(config, text, stream, directory, engine)
         place = beside(output) if output else None
-        answers = AnswerFile(place, head, numbers=("nats", "tokens"), anew=begins_anew(config))
+        answers = AnswerFile(place, head, numbers=("nats", "tokens"), anew=config.begins_anew())
+        if answers.num_resumed:
+            count = f"{answers.num_resumed} of {windowing.num_windows(len(stream.ids))} windows"
+            _tell(f"{count} are taken over from {place}")
         started, compiled = time.perf_counter(), engine.compile_seconds
-        with report.recorded(engine, config, config.text):
+        with recorded(engine, config, config.text):
             measured = measure(engine, stream.ids, windowing, config.num_rows(), answers)
         seconds = time.perf_counter() - started - (engine.compile_seconds - compiled)
         ledger = engine.ledger
@@ -68,29 +72,34 @@ def run(config: EvaluateConfig, text: Text, output: Path | None) -> None:
                 record.write_record(output, result)
             return result
 
-        result, found = written(None), None
+        result = written(None)
         answers.finish()
+        print(
+            "\n".join([record.summary(result), *(ledger.describe() if ledger else [])]), flush=True
+        )
         if tiering and config.fidelity_share:
-            found = _compared(config, directory, engine, stream.ids)
-            result = written(found) if found else result
-    print(record.summary(result))
-    for line in [*(ledger.describe() if ledger else []), *([found.describe()] if found else [])]:
-        print(line)
+            chosen = fidelity.sample(stream.ids, windowing, config.fidelity_share, config.seed)
+            # Both models read these windows; the exact one is loaded first.
+            reading = 2 * seconds * chosen.tokens.size / max(1, measured.num_scored)
+            _tell(
+                f"comparing with the exact model on {chosen.num_tokens} tokens: about "
+                f"{engine.load_seconds + reading:.0f} s and compiling; "
+                "--config.fidelity_share=0 leaves it out"
+            )
+            if found := _compared(config, directory, engine, chosen):
+                written(found)
+                print(found.describe())
 
 
-def begins_anew(config: EvaluateConfig) -> str:
-    """Why a run takes no windows over from an interrupted one; "" where it does."""
-    if config.policy.name:
-        return "a policy's state goes from window to window, so the run begins anew"
-    if config.record_trace:
-        return "a trace holds every window of a run, so the run begins anew"
-    return ""
+def _tell(line: str) -> None:
+    """Prints a line for people, beside the result."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _head(
-    config: EvaluateConfig, text: Text, stream: record.Stream, directory: Path, engine: "Engine"
+    config: EvaluateConfig, text: Text, stream: Stream, directory: Path, engine: "Engine"
 ) -> dict[str, Any]:
-    """What is measured, of what, how: windows serve only a run with the same."""
+    """Identity of a measurement: windows are reused only by a run with an equal one."""
     return {
         "task": "perplexity",
         "text": {"source": text.source, "sha256": text.sha256},
@@ -107,13 +116,12 @@ def _head(
 
 
 def _compared(
-    config: EvaluateConfig, directory: Path, engine: "Engine", ids: list[int]
+    config: EvaluateConfig, directory: Path, engine: "Engine", chosen: fidelity.Sample
 ) -> fidelity.Fidelity | None:
-    """The exact model beside this one; None, and said so, where there is no room for it."""
-    chosen = fidelity.sample(ids, config.windowing(), config.fidelity_share, config.seed)
+    """Compares with the exact model; logs an error and returns None if it does not fit."""
     own = fidelity.predictions(engine.logits, chosen)
     try:
-        exact = load_engine(config, directory, None)
+        exact = load_scoring_engine(config, directory, None)
         return fidelity.compare(fidelity.predictions(exact.logits, chosen), own)
     except MoejaxError as error:
         logging.error("the KL of the exact model was not measured: %s", error)
@@ -133,7 +141,7 @@ def check_window(engine: "Engine", windowing: Windowing) -> None:
 def measure(
     engine: "Engine", ids: list[int], windowing: Windowing, batch_size: int, answers: AnswerFile
 ) -> LogLikelihood:
-    """Scores the tokens of windows that have no answer yet, under a progress bar."""
+    """Scores the windows that have no answer yet, under a progress bar."""
     known = {i: WindowScore(of["nats"], of["tokens"]) for i, of in answers.known.items()}
     nats = sum(of.nats for of in known.values())
     num_scored = sum(of.num_scored for of in known.values())

@@ -1,4 +1,4 @@
-"""A conversation on the terminal, or of lines that are piped in: each line is a turn."""
+"""Conversation on the terminal, or from piped lines: each line is a turn."""
 
 import contextlib
 import dataclasses
@@ -6,8 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from moejax.config.loading import say
-from moejax.errors import MoejaxError
+from moejax.errors import MoejaxError, print_stderr
 from moejax.text.chat_template import ChatSettings
 from moejax.text.prompts import valid_text
 
@@ -30,10 +29,10 @@ Answer = Callable[[str, list["Chunk"]], None]
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """Where the user's words come from.
+    """Source of the user's words.
 
     Attributes:
-      lines: one a turn, without line ends.
+      lines: one per turn, without line ends.
       is_terminal: whether somebody types them.
     """
 
@@ -42,9 +41,10 @@ class Turns:
 
 
 def read_turns() -> Turns | None:
-    """The lines of standard input; None where there are none.
+    """Reads the lines of standard input; None if there are none.
 
-    Where nobody types them the first is read at once: a mistake is told before a model is loaded.
+    If nobody types them the first is read at once, so that a mistake is reported before a model is
+    loaded.
     """
     if sys.stdin is None:  # the caller closed it
         return None
@@ -58,17 +58,17 @@ def read_turns() -> Turns | None:
 def converse(turns: Turns, tokenizer: "Tokenizer", chat: ChatSettings, answer: Answer) -> None:
     """Answers every turn with the whole conversation in view, until the lines end.
 
-    Ctrl-C ends an answer; what was said of it stays in the conversation. A turn without an answer,
+    Ctrl-C ends an answer; its text so far stays in the conversation. A turn without an answer,
     because of Ctrl-C or an error, is forgotten. Where nobody types, both end the run.
 
     Args:
-      turns: of the user.
+      turns: the user's.
       tokenizer: with a chat template.
-      chat: what the prompts are rendered with at first.
+      chat: the first settings that render prompts.
       answer: see `Answer`.
     """
     if turns.is_terminal:
-        say("/help lists the commands; end with Ctrl-D")
+        print_stderr("/help lists the commands; end with Ctrl-D")
     messages: list[dict[str, str]] = []
     for line in turns.lines:
         word = line.strip()
@@ -78,11 +78,11 @@ def converse(turns: Turns, tokenizer: "Tokenizer", chat: ChatSettings, answer: A
             messages = []
         elif word in ("/think", "/no_think"):
             chat = dataclasses.replace(chat, thinking=word == "/think")
-            say(*thinking_remarks(chat, tokenizer))
+            print_stderr(*thinking_remarks(chat, tokenizer))
         elif word == "/help":
-            say(*HELP)
+            print_stderr(*HELP)
         elif word.startswith("/") and word[1:].replace("_", "").isalpha():
-            say(f"there is no command {word}: {', '.join(COMMANDS)}")
+            print_stderr(f"there is no command {word}: {', '.join(COMMANDS)}")
         elif word:
             messages.append({"role": "user", "content": line})
             said: list[Chunk] = []
@@ -93,11 +93,11 @@ def converse(turns: Turns, tokenizer: "Tokenizer", chat: ChatSettings, answer: A
                 if not turns.is_terminal:
                     raise
                 print(flush=True)
-                say("interrupted; Ctrl-C once more, or Ctrl-D, ends the conversation")
+                print_stderr("interrupted; Ctrl-C once more, or Ctrl-D, ends the conversation")
             except MoejaxError as error:
                 if not turns.is_terminal:
                     raise
-                say(f"error: {error}")
+                print_stderr(f"error: {error}")
             if text := "".join(chunk.text for chunk in said):
                 messages.append({"role": "assistant", "content": text})
             else:
@@ -105,7 +105,7 @@ def converse(turns: Turns, tokenizer: "Tokenizer", chat: ChatSettings, answer: A
 
 
 def thinking_remarks(chat: ChatSettings, tokenizer: "Tokenizer") -> list[str]:
-    """A line where a setting of thinking means nothing to the model's template."""
+    """A remark if a setting of thinking has no effect on the model's template."""
     if chat.thinking is None or "enable_thinking" in (tokenizer.chat_template or ""):
         return []
     return ["the model's chat template has no enable_thinking: the setting changes nothing"]
@@ -127,11 +127,11 @@ def _typed_lines() -> Iterator[str]:
         try:
             yield valid_text(line, "the line") if line else line
         except MoejaxError as error:
-            say(f"error: {error}")
+            print_stderr(f"error: {error}")
 
 
 def _piped_lines() -> Iterator[str]:
-    """The lines that are not blank."""
+    """Yields the lines that are not blank."""
     for number, line in enumerate(sys.stdin.buffer, start=1):
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")

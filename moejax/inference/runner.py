@@ -34,6 +34,7 @@ from moejax.inference.chunking import (
     scored_places,
 )
 from moejax.inference.generation import GenerationSettings, Timing
+from moejax.inference.recorder import Recorded, Recorder
 from moejax.inference.session import Session, sampling_of, seeds_of, seen_tokens, settings_by_row
 from moejax.inference.step_output import NOT_FINITE
 from moejax.models import kernel_choice as served
@@ -45,7 +46,6 @@ from moejax.models.kv_cache import KVCache
 from moejax.models.moe import ExpertsVia, default_experts_via
 from moejax.models.transformer import ChunkSpec
 from moejax.programs import CompiledPrograms
-from moejax.routing.recorder import Recorded, Recorder
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import Fp8Tensor, QTensor, Weight
 from pallas_kernels.target import Choice, target_of
@@ -67,6 +67,7 @@ class Runner:
       one_stream: whether given tokens (`score`, `logits`, `fold`) are read one sequence at a time,
         and what a policy wants moved is in its slots before the next chunk.
       programs: what was compiled, and how long that took.
+      short_chunk: positions of the chunks of short prompts; see `prefill_chunks`.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Runner:
         self.weights = weights
         self.device = device
         is_cpu = device.platform == "cpu"
-        self._short_chunk = CPU_CHUNK_LENGTH if is_cpu else 0
+        self.short_chunk = CPU_CHUNK_LENGTH if is_cpu else 0
         self._chooses_kv_length = is_cpu
         self._whole_calls = device.platform == "gpu" if whole_calls is None else whole_calls
         pools = memory.spec.pools if memory and device.platform == "gpu" else ()
@@ -126,7 +127,7 @@ class Runner:
             logging.warning("%s", line)
 
     def serves(self, num_tokens: int, num_sequences: int) -> dict[str, Served]:
-        """What serves each product of a call; `served.served_products` says more."""
+        """Chooses the kernel of each product of a call; see `kernel_choice.served_products`."""
         products = served.served_products(
             self.config, self._stored, self.dtype, self.kernels, num_tokens=num_tokens,
             num_sequences=num_sequences, experts_via=self.experts_via(num_tokens),
@@ -139,7 +140,7 @@ class Runner:
         )
 
     def remarks(self) -> list[str]:
-        """Of a batch of one: a line for all that runs without the kernel it should have."""
+        """Warnings for a batch of one, one per part that runs without its kernel."""
         decode, prefill = self.serves(1, 1), self.serves(MAX_PREFILL_LENGTH, 1)
         expected = served.expected_kernel(self.kernels.target)
         lines = [f"decode: {line}" for line in served.remarks(decode, expected)]
@@ -227,8 +228,8 @@ class Runner:
         by_row, since = settings_by_row(settings, batch), self._begin_session()
         cache, hidden, keys = self._fresh(seeds_of(by_row), cache_length)
         device_lengths = self._put(np.asarray(lengths, np.int32))
-        for start, size in self.prompt_chunks(batch, max(lengths), cache_length):
-            is_first = start == 0 and size != self._short_chunk and not self.fixed
+        for start, size in self._prompt_chunks(batch, max(lengths), cache_length):
+            is_first = start == 0 and size != self.short_chunk and not self.fixed
             spec = self._chunk_spec(batch, start, size, cache_length, is_first)
             static = (self._program, spec)
             inputs = self._put(chunk_of(prompts, start, size)), self._put(np.int32(start))
@@ -257,7 +258,7 @@ class Runner:
         if isinstance(self.memory, TieredMemory):
             self.memory.reset()
         return (
-            "the model's logits are NaN, infinite or all the same, so there is no next token: its "
+            "the model's logits are NaN or infinite, so there is no next token: its "
             f"weights hold such values or are too large, or {self.dtype} is too small for it (try "
             "float32)"
         )
@@ -268,7 +269,7 @@ class Runner:
         return self._whole_calls
 
     def end_rows(self, session: Session, ended: np.ndarray) -> None:
-        """The rows of bool[B] rest from the next call on."""
+        """Ends the rows of bool[B] from the next call on."""
         session.state = self._call(steps.end_rows, (), (session.state,), self._put(ended))
 
     def decode(
@@ -347,10 +348,17 @@ class Runner:
         """Windows int32[B, T], padded at the end, through a step that carries what it counts.
 
         `function`: `steps.score_chunk` up to `lengths`, with `carried`, donated, after the cache.
+        Under `one_stream` it gets windows one at a time: what it carries has no axis of several.
         It waits for the end, or nobody would hear of a disk that failed the last step.
         """
         batch, length = tokens.shape
-        since, cache_length, cache = self._begin_windows(batch, length)
+        if self.one_stream and batch > 1:
+            for row, own_length in zip(tokens, lengths, strict=True):
+                carried = self.fold(function, carried, row[None], own_length[None])
+            return carried
+        if self.one_stream:
+            length = int(lengths[0])
+        since, cache_length, cache = self._begin_windows(*tokens.shape)
         for start, size in self._read(since, batch, length, cache_length):
             static = (self._program, self._chunk_spec(batch, start, size, cache_length))
             chunk = part_of(tokens, start, size)
@@ -371,7 +379,7 @@ class Runner:
         )  # fmt: skip
 
     def _tiers_via(self, num_tokens: int) -> tuple[ExpertsVia, ...]:
-        """The same of each tier; () where experts are not in tiers."""
+        """Forms that run the experts of each tier; () without tiers."""
         if num_tokens not in self._tier_forms:
             forms = [self.experts_via(num_tokens, stacks) for stacks in self._tiers]
             self._tier_forms[num_tokens] = tuple(forms)
@@ -386,17 +394,13 @@ class Runner:
         self.experts_used.add(via)
         return via
 
-    def _chunks(self, batch: int, length: int, cache_length: int) -> Iterator[tuple[int, int]]:
-        longest = longest_chunk(self.config, batch, cache_length, self.planned)
-        return prefill_chunks(length, cache_length, longest)
-
     def _read(
         self, since: int, batch: int, length: int, cache_length: int
     ) -> Iterator[tuple[int, int]]:
-        """Yields `_chunks` of given tokens; a policy's transfers finish before each chunk."""
+        """Yields `chunks` of given tokens; a policy's transfers finish before each chunk."""
         memory = self.memory
         if not (self.one_stream and isinstance(memory, TieredMemory) and memory.asks):
-            yield from self._chunks(batch, length, cache_length)
+            yield from self.chunks(batch, length, cache_length)
             return
         longest = longest_chunk(self.config, batch, cache_length, self.planned)
         start = 0
@@ -406,14 +410,19 @@ class Runner:
             yield start, size
             start += size
 
-    def prompt_chunks(
+    def _prompt_chunks(
         self, batch: int, length: int, cache_length: int
     ) -> Iterator[tuple[int, int]]:
-        """(start, size) of the chunks of prompts, the longest of `length` tokens."""
         if self.fixed:
             return self.fixed.prompt_chunks(length)
+        return self.chunks(batch, length, cache_length, self.short_chunk)
+
+    def chunks(
+        self, batch: int, length: int, cache_length: int, short: int = 0
+    ) -> Iterator[tuple[int, int]]:
+        """(start, size) of chunks of `length` positions; `short` is of `prefill_chunks`."""
         longest = longest_chunk(self.config, batch, cache_length, self.planned)
-        return prefill_chunks(length, cache_length, longest, self._short_chunk)
+        return prefill_chunks(length, cache_length, longest, short)
 
     def kv_length(self, length: int, cache_length: int) -> int:
         """Slots that attention may look at, to see `length` of them.
@@ -465,7 +474,7 @@ class Runner:
 
     @contextlib.contextmanager
     def recorded_by(self, recorder: Recorder) -> Iterator[None]:
-        """Around calls of which a recorder gets the routing; other programs serve them."""
+        """Records routing with a recorder inside this context, by other programs."""
         plain = self._program
         self._program, self._recorder = plain._replace(record=recorder.spec), recorder
         try:
@@ -474,7 +483,7 @@ class Runner:
             self._program, self._recorder = plain, None
 
     def reading(self, since: int) -> contextlib.AbstractContextManager[None]:
-        """Around reading results of steps; `since`: see `ExpertMemory.begin_session`."""
+        """Context for reading results of steps; `since`: see `ExpertMemory.begin_session`."""
         return self.memory.reading(since) if self.memory else contextlib.nullcontext()
 
     def _call(

@@ -24,13 +24,10 @@ def forward(
     experts: ExpertsVia = "dense",
     attention: AttentionVia = "xla",
 ) -> tuple[jax.Array, Routing]:
-    """Whole sequences without a cache, differentiable: for training and analysis.
+    """Runs whole sequences without a cache, differentiably: for training and analysis.
 
     Args:
-      model: any Transformer.
       tokens: int32[B, T].
-      experts: which form runs the experts.
-      attention: which implementation runs causal attention.
 
     Returns:
       The last layer's output [B, T, D], before the last norm (`project_to_vocab` follows), and the
@@ -52,11 +49,9 @@ def forward(
 def model_definition(
     config: ModelConfig, kernels: ops.Kernels = ops.NO_KERNELS, *, holds_experts: bool = True
 ) -> nnx.GraphDef[Transformer]:
-    """The graph of a Transformer without weights; nothing is allocated.
+    """Builds the graph of a Transformer without weights; allocates nothing.
 
     Args:
-      config: of the model.
-      kernels: which may serve products with packed weights.
       holds_experts: False where its experts come from elsewhere (`RunExperts`).
     """
 
@@ -70,10 +65,10 @@ def model_definition(
 def merge_weights(
     definition: nnx.GraphDef[Transformer], weights: Mapping[str, Weight]
 ) -> Transformer:
-    """A Transformer around a flat dict of weights; to be called inside a jitted function.
+    """Builds a Transformer from a flat dict of weights, inside a jitted function.
 
     Args:
-      definition: of `model_definition`.
+      definition: from `model_definition`.
       weights: named and shaped as `weight_shapes`; matrices may be packed.
     """
     leaves: dict[Any, Any] = {

@@ -24,7 +24,6 @@ def refusal(
     Args:
       implementation: one of `IMPLEMENTATIONS`.
       pools: as in `fetch`, arrays or their shapes.
-      hosts: likewise.
       target: None for the default device.
     """
     if implementation == "reference":
@@ -86,7 +85,7 @@ def fetch(
 
 
 class Job(NamedTuple):
-    """What `fetch` copies between one store and its pool; fields as its arguments."""
+    """Copies of `fetch` between one store and its pool; fields are its arguments."""
 
     pools: Any
     hosts: Any
@@ -102,14 +101,11 @@ def fetch_all(
     after: Any = (),
     interpret: bool = False,
 ) -> list[Any]:
-    """As `fetch` of each, all in one launch: experts of several precisions, say.
+    """Runs `fetch` for all jobs in one launch, such as for experts of several precisions.
 
     Args:
       jobs: of pools that are all different; one without indices leaves its pools as they are.
       implementation: as in `fetch`, and so are the rest; None for "triton" where none refuses.
-      tiles: likewise.
-      after: likewise.
-      interpret: likewise.
 
     Returns:
       The pools of each.

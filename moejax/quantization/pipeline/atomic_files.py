@@ -18,7 +18,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from moejax.checkpoints.safetensors_reader import StoredTensor
+from moejax.checkpoints.safetensors_reader import StoredTensor, without_masks
 from moejax.errors import MoejaxError
 from moejax.files.checksums import Checksum, checksum, checksum_fields
 
@@ -167,13 +167,14 @@ def read_matrix(
 
 
 def check_finite(tensor: StoredTensor, values: np.ndarray, first: int = 0) -> None:
-    """Raises MoejaxError naming the first value that is NaN or infinite.
+    """Raises MoejaxError naming the first value that is NaN or infinite, but for `without_masks`.
 
     Args:
       tensor: where they are from.
       values: float[n], values `first`.. of it.
       first: how many of its values are before these.
     """
+    values = without_masks(tensor.name, values)
     # One pass without a mask of the size of the values: a sum is finite only if all are.
     with np.errstate(over="ignore", invalid="ignore"):
         if np.isfinite(values.sum(dtype=np.float32)):
