@@ -85,8 +85,8 @@ _TURN = flags.DEFINE_string("turn", "", "a file that processes lock while they m
 _LIMIT = flags.DEFINE_float("time_limit_s", 0, "no configuration is begun later; 0: none")
 _PLATFORM = flags.DEFINE_string("platform", "gpu", "gpu; cpu only tries the script")
 _KERNEL = flags.DEFINE_string("implementation", "", "force one of pallas_kernels; empty: choose")
-_VIA = flags.DEFINE_string("experts_via", "", "force a form of the experts; empty: choose")
-_CACHED = flags.DEFINE_enum("cached_via", None, ["xla", "kernel"], "force attention of decode")
+_VIA = flags.DEFINE_string("expert_impl", "", "force a form of the experts; empty: choose")
+_CACHED = flags.DEFINE_enum("decode_impl", None, ["xla", "kernel"], "force attention of decode")
 _EXPECT = flags.DEFINE_enum("expect", "auto", EXPECTATIONS, "what must serve decode")
 _EXPECT_PREFILL = flags.DEFINE_enum("expect_prefill", "auto", EXPECTATIONS, "the same of prefill")
 
@@ -112,8 +112,8 @@ class Benchmark:
         print(f"read bandwidth of a plain sum: {self.bandwidth / 1e12:.2f} TB/s", flush=True)
         self.kernels = ops.Kernels(target_of(device), _KERNEL.value or None)
         self.runner = Runner(
-            config, weights, device, kernels=self.kernels, experts_via=_VIA.value or None,
-            cached_via=_CACHED.value,
+            config, weights, device, kernels=self.kernels, expert_impl=_VIA.value or None,
+            decode_impl=_CACHED.value,
         )  # fmt: skip
         self.about = f"{_SHAPE.value}, {config.num_layers} layers, {packing.describe()}"
         self.rng = np.random.default_rng(0)
@@ -333,7 +333,7 @@ class Benchmark:
         spec = ChunkSpec(
             kv_length=kv_bucket(session.next_position + 1, context),
             is_first=False,
-            experts=self.runner.experts_via(batch),
+            experts=self.runner.expert_impl(batch),
             attention="xla",
         )
         return distinct_experts(self.runner, session, spec)

@@ -27,7 +27,7 @@ from moejax.models.assembly import forward, merge_weights, model_definition
 from moejax.models.config import ModelConfig
 from moejax.models.kv_cache import KVCache, empty_cache
 from moejax.models.latent_attention import is_expanded
-from moejax.models.layer_index import places
+from moejax.models.layer_index import layer_indices
 from moejax.models.parts import LatentAttention as Widths
 from moejax.models.parts import RopeScaling, RouterRule
 from moejax.models.rope import model_angles
@@ -363,9 +363,9 @@ class FormsTest(parameterized.TestCase):
         normed = as_dtype(rng.standard_normal((2, 5, TINY.model_dim)))
         spec, mask = ChunkSpec(SLOTS, False, "dense", "xla"), jnp.ones((2, 5), bool)
         attend = model.attention_of(cache, positions, spec, lambda *of: shown.append(of), mask)
-        place, angles = places(TINY)[2], model_angles(TINY, positions)
+        index, angles = layer_indices(TINY)[2], model_angles(TINY, positions)
         with mock.patch.object(latent_attention, "is_expanded", lambda *_, **__: expanded):
-            return shown, model.attention(normed, place, angles, attend)
+            return shown, model.attention(normed, index, angles, attend)
 
     def test_absorbed_is_expanded(self):
         (one,), expected = self.shown_and_attended(True)

@@ -210,7 +210,7 @@ class Bench:
         session = runner.prefill(prompts, self.context, self.settings, ())
         spec = ChunkSpec(
             kv_length=runner.kv_length(session.next_position + 1, self.context), is_first=False,
-            experts=runner.experts_via(batch), attention="xla",
+            experts=runner.expert_impl(batch), attention="xla",
         )  # fmt: skip
         return distinct_experts(runner, session, spec)
 

@@ -39,11 +39,16 @@ from moejax.inference.session import Session, sampling_of, seeds_of, seen_tokens
 from moejax.inference.step_output import NOT_FINITE
 from moejax.models import kernel_choice as served
 from moejax.models.assembly import model_definition
-from moejax.models.attention import CachedVia, cached_form, choose_cached, default_attention_via
+from moejax.models.attention import (
+    DecodeAttentionImpl,
+    choose_cached,
+    decode_impl,
+    default_attention_impl,
+)
 from moejax.models.config import ModelConfig
 from moejax.models.kernel_choice import EXPERT_LEAVES, Served
 from moejax.models.kv_cache import KVCache
-from moejax.models.moe import ExpertsVia, default_experts_via
+from moejax.models.moe import ExpertImpl, default_expert_impl
 from moejax.models.transformer import ChunkSpec
 from moejax.programs import CompiledPrograms
 from moejax.weights import linear as ops
@@ -77,9 +82,9 @@ class Runner:
         device: jax.Device,
         *,
         kernels: ops.Kernels | None = None,
-        experts_via: ExpertsVia | None = None,
+        expert_impl: ExpertImpl | None = None,
         memory: ExpertMemory | TieredMemory | None = None,
-        cached_via: CachedVia | None = None,
+        decode_impl: DecodeAttentionImpl | None = None,
         whole_calls: bool | None = None,
     ):
         """Compiles nothing yet; logs what packed weights do not run on the expected kernel.
@@ -89,9 +94,9 @@ class Runner:
           weights: flat dict of layer-stacked leaves, on `device`.
           device: where it runs.
           kernels: None for what the device has.
-          experts_via: the form that runs the experts of any number of tokens; None: the default.
+          expert_impl: the form that runs the experts of any number of tokens; None: the default.
           memory: of experts that `weights` lack; None where it has them all.
-          cached_via: what serves attention of decode; None for the kernel where it can.
+          decode_impl: what serves attention of decode; None for the kernel where it can.
           whole_calls: see `steps.decode` on `runs_whole`; None for what suits the device.
         """
         self.config = config
@@ -105,7 +110,7 @@ class Runner:
         options = [compiler_options(pools, is_prefill) for is_prefill in (True, False)]
         self.programs = CompiledPrograms(lambda function: options[function is steps.decode])
         self.kernels = kernels or ops.Kernels(target_of(device))
-        self._asked_via = experts_via
+        self._asked_via = expert_impl
         definition = model_definition(config, self.kernels, holds_experts=memory is None)
         self._program = steps.Program(definition, memory.spec if memory else None)
         self._recorder: Recorder | None = None
@@ -114,15 +119,15 @@ class Runner:
         norm = weights["final_norm"]
         assert not isinstance(norm, QTensor | Fp8Tensor)
         self.dtype = norm.dtype
-        self.experts_used: set[ExpertsVia] = set()
-        self._attention = default_attention_via(config, self.dtype, device.platform)
-        self._cached = choose_cached(config, self.dtype, target_of(device), cached_via)
+        self.experts_used: set[ExpertImpl] = set()
+        self._attention = default_attention_impl(config, self.dtype, device.platform)
+        self._cached = choose_cached(config, self.dtype, target_of(device), decode_impl)
         self._stored = dict(weights) | (memory.stacks() if memory else {})
         self._experts = [self._stored[name] for name in EXPERT_LEAVES if name in self._stored]
         self._tiers = [[*tier.stacks().values()] for tier in (memory.tiers if memory else ())]
-        self._tier_forms: dict[int, tuple[ExpertsVia, ...]] = {}
+        self._tier_forms: dict[int, tuple[ExpertImpl, ...]] = {}
         self.products: dict[str, dict[str, Served]] = {}
-        self._forms: dict[tuple[str, int, int], ExpertsVia] = {}  # of calls so far
+        self._forms: dict[tuple[str, int, int], ExpertImpl] = {}  # of calls so far
         for line in self.remarks():
             logging.warning("%s", line)
 
@@ -130,8 +135,8 @@ class Runner:
         """Chooses the kernel of each product of a call; see `kernel_choice.served_products`."""
         products = served.served_products(
             self.config, self._stored, self.dtype, self.kernels, num_tokens=num_tokens,
-            num_sequences=num_sequences, experts_via=self.experts_via(num_tokens),
-            tiers=self._tiers, tiers_via=self._tiers_via(num_tokens),
+            num_sequences=num_sequences, expert_impl=self.expert_impl(num_tokens),
+            tiers=self._tiers, tier_impls=self._tier_impls(num_tokens),
         )  # fmt: skip
         is_token = num_tokens == num_sequences
         attention = self._cached if is_token else Choice(self._attention, {})
@@ -280,8 +285,8 @@ class Runner:
         spec = ChunkSpec(
             kv_length=self.kv_length(session.next_position + num_steps, cache_length),
             is_first=False,
-            experts=self._recorded_via("decode", batch, batch), attention=self._attention,
-            cached=cached_form(self._cached), tiers=self._tiers_via(batch),
+            experts=self._record_expert_impl("decode", batch, batch), attention=self._attention,
+            cached=decode_impl(self._cached), tiers=self._tier_impls(batch),
             kv_lengths=self._kv_lengths(cache_length),
         )  # fmt: skip
         program = self._program._replace(top_logprobs=session.top_logprobs)
@@ -370,29 +375,29 @@ class Runner:
         with self.reading(since):
             return jax.block_until_ready(carried)
 
-    def experts_via(self, num_tokens: int, experts: Sequence[Weight] | None = None) -> ExpertsVia:
+    def expert_impl(self, num_tokens: int, experts: Sequence[Weight] | None = None) -> ExpertImpl:
         """The form that runs experts (None: the model's, of its first tier) of so many tokens."""
         experts = self._experts if experts is None else experts
-        return self._asked_via or default_experts_via(
+        return self._asked_via or default_expert_impl(
             num_tokens, self.config, self.dtype, self.device.platform, experts, self.kernels,
             pooled=self.memory is not None,
         )  # fmt: skip
 
-    def _tiers_via(self, num_tokens: int) -> tuple[ExpertsVia, ...]:
+    def _tier_impls(self, num_tokens: int) -> tuple[ExpertImpl, ...]:
         """Forms that run the experts of each tier; () without tiers."""
         if num_tokens not in self._tier_forms:
-            forms = [self.experts_via(num_tokens, stacks) for stacks in self._tiers]
+            forms = [self.expert_impl(num_tokens, stacks) for stacks in self._tiers]
             self._tier_forms[num_tokens] = tuple(forms)
         return self._tier_forms[num_tokens]
 
-    def _recorded_via(self, phase: str, num_tokens: int, num_sequences: int) -> ExpertsVia:
+    def _record_expert_impl(self, phase: str, num_tokens: int, num_sequences: int) -> ExpertImpl:
         """The form that runs the experts of a call, which goes on record."""
         key = (phase, num_tokens, num_sequences)
-        if (via := self._forms.get(key)) is None:
-            via = self._forms[key] = self.experts_via(num_tokens)
+        if (impl := self._forms.get(key)) is None:
+            impl = self._forms[key] = self.expert_impl(num_tokens)
             self.products.setdefault(phase, {}).update(self.serves(num_tokens, num_sequences))
-        self.experts_used.add(via)
-        return via
+        self.experts_used.add(impl)
+        return impl
 
     def _read(
         self, since: int, batch: int, length: int, cache_length: int
@@ -502,8 +507,8 @@ class Runner:
         return ChunkSpec(
             kv_length=0 if is_first else self.kv_length(start + size, cache_length),
             is_first=is_first,
-            experts=self._recorded_via("prefill", batch * size, batch),
-            attention=self._attention, tiers=self._tiers_via(batch * size),
+            experts=self._record_expert_impl("prefill", batch * size, batch),
+            attention=self._attention, tiers=self._tier_impls(batch * size),
             kv_lengths=() if is_first else self._kv_lengths(cache_length),
         )  # fmt: skip
 

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax.models.attention import AttentionVia, causal_attention
+from moejax.models.attention import AttentionImpl, causal_attention
 from moejax.models.config import ModelConfig, weight_shapes
-from moejax.models.layer_index import Place
-from moejax.models.moe import ExpertsVia
+from moejax.models.layer_index import LayerIndex
+from moejax.models.moe import ExpertImpl
 from moejax.models.routing import Routing
 from moejax.models.transformer import Transformer
 from moejax.weights import linear as ops
@@ -21,8 +21,8 @@ def forward(
     model: Transformer,
     tokens: jax.Array,
     *,
-    experts: ExpertsVia = "dense",
-    attention: AttentionVia = "xla",
+    experts: ExpertImpl = "dense",
+    attention: AttentionImpl = "xla",
 ) -> tuple[jax.Array, Routing]:
     """Runs whole sequences without a cache, differentiably: for training and analysis.
 
@@ -37,8 +37,8 @@ def forward(
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     mask = jnp.ones(tokens.shape, bool)
 
-    def attend(place: Place, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        del place
+    def attend(index: LayerIndex, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        del index
         c = model.config
         return causal_attention(q, k, v, c.sliding_window, attention, c.score_scale)
 

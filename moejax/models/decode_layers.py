@@ -64,7 +64,7 @@ def choose_cache_writes(config: ModelConfig, dtype: jnp.dtype, target: Target) -
 
 
 def serves_token_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernels) -> bool:
-    """Whether `token_layers` may run."""
+    """Whether `decode_layers` may run."""
     return choose_token_step(config, dtype, kernels).implementation == "triton"
 
 

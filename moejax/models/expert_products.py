@@ -140,7 +140,7 @@ def products_grouped(
 
     Args:
       x: [N, D].
-      experts: for which `ops.unfit` has no reason.
+      experts: for which `ops.kernel_refusal` has no reason.
       implementation: a kernel's name; see `grouped_experts.choose_grouped`.
     """
     tier = pairs.tier
@@ -162,7 +162,7 @@ def products_of_tiers(
       x: [N, D].
       tier: int32[N, A], which of the tiers a pair runs in; -1: it is not active.
       expert: int32[N, A], along the second axis of its tier's stacks.
-      tiers: for which `ops.unfit` has no reason.
+      tiers: for which `ops.kernel_refusal` has no reason.
       implementation: see `grouped_experts.choose_for_tiers`.
     """
     return _grouped(

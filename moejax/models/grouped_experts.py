@@ -39,15 +39,15 @@ def experts_grouped(
     Returns:
       [N, D] in `x.dtype`.
     """
-    if (reason := _unfit((gate_up, down))) is not None:
+    if (reason := _kernel_refusal((gate_up, down))) is not None:
         raise ValueError(f"the grouped kernel refuses: {reason}")
     pairs = Pairs(ids, jnp.broadcast_to(token_mask[:, None], ids.shape))
     products = products_grouped(x, pairs, Experts(gate_up, down, layer), implementation)
     return combine(products, pairs, weights, x.dtype)
 
 
-def _unfit(experts: Sequence[Weight]) -> str | None:
-    return "; ".join(dict.fromkeys(filter(None, map(ops.unfit, experts)))) or None
+def _kernel_refusal(experts: Sequence[Weight]) -> str | None:
+    return "; ".join(dict.fromkeys(filter(None, map(ops.kernel_refusal, experts)))) or None
 
 
 def choose_grouped(
@@ -80,7 +80,7 @@ def choose_for_tiers(
     Args:
       tiers: `moe.gate_up` and `moe.down` of each tier.
     """
-    if reason := _unfit([weight for experts in tiers for weight in experts]):
+    if reason := _kernel_refusal([weight for experts in tiers for weight in experts]):
         return Choice(ops.DEQUANTIZED, {"every kernel": reason})
     if kernels.implementation:
         return Choice(kernels.implementation, {})

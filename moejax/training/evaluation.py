@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.models.assembly import forward, merge_weights, model_definition
-from moejax.models.attention import AttentionVia
+from moejax.models.attention import AttentionImpl
 from moejax.models.config import ModelConfig
 from moejax.models.norm import rms_norm
 from moejax.training.corpus import END_OF_TEXT_ID, UNKNOWN_ID
@@ -59,7 +59,7 @@ def cut_windows(ids: np.ndarray, context: int, stride: int) -> Windows:
     return Windows(tokens, scored)
 
 
-def make_scorer(config: ModelConfig, dtype: jnp.dtype, attention: AttentionVia) -> Scorer:
+def make_scorer(config: ModelConfig, dtype: jnp.dtype, attention: AttentionImpl) -> Scorer:
     """Compiles (weights, tokens int32[B, T + 1], scored bool[B, T]) -> (nats, counts[M, E])."""
     require_trainable(config)
     definition = model_definition(config)

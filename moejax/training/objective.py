@@ -10,9 +10,9 @@ from flax import nnx
 
 from moejax.errors import MoejaxError
 from moejax.models.assembly import merge_weights
-from moejax.models.attention import Attention, AttentionVia, Heads, causal_attention
+from moejax.models.attention import Attention, AttentionImpl, Heads, causal_attention
 from moejax.models.config import ModelConfig
-from moejax.models.layer_index import Place, places
+from moejax.models.layer_index import LayerIndex, layer_indices
 from moejax.models.norm import rms_norm
 from moejax.models.rope import model_angles
 from moejax.models.routing import Routing
@@ -28,7 +28,7 @@ class Objective:
     """Static choices of the loss."""
 
     dtype: jnp.dtype  # of activations and of the weights as used; masters are float32
-    attention: AttentionVia
+    attention: AttentionImpl
     dropout: float  # rate on the embedding's and every block's output
     balance_coefficient: float
     z_coefficient: float
@@ -66,7 +66,7 @@ def training_forward(
     model: Transformer,
     embedded: jax.Array,
     *,
-    attention: AttentionVia,
+    attention: AttentionImpl,
     dropout: float,
     dropout_key: jax.Array | None,
 ) -> tuple[jax.Array, Routing]:
@@ -96,22 +96,22 @@ def training_forward(
     # arrays of the step, and the step is bound by memory traffic.
     keep_products = jax.checkpoint_policies.dots_saveable
 
-    def mlp(place: Place, x: jax.Array) -> tuple[jax.Array, Routing | None]:
-        return model.mlp_block(x, place, mask, "dense")
+    def mlp(index: LayerIndex, x: jax.Array) -> tuple[jax.Array, Routing | None]:
+        return model.mlp_block(x, index, mask, "dense")
 
-    def project(place: Place, x: jax.Array) -> Heads:
-        return mixer.project(model.mix_norm(x, place), place.mixer, cos, sin)
+    def project(index: LayerIndex, x: jax.Array) -> Heads:
+        return mixer.project(model.mix_norm(x, index), index.mixer, cos, sin)
 
     mlp = jax.checkpoint(mlp, policy=keep_products, static_argnums=0)
     project = jax.checkpoint(project, policy=keep_products, static_argnums=0)
     x = _dropout(embedded, dropout, keys[-1])
     routings = []
-    for layer, place in enumerate(places(c)):
-        q, k, v, gate = project(place, x)
+    for layer, index in enumerate(layer_indices(c)):
+        q, k, v, gate = project(index, x)
         attended = causal_attention(q, k, v, c.sliding_window, attention, c.score_scale)
         mixed = mixer.output(attended, layer, gate)
         x = x + _dropout(mixed, dropout, keys[2 * layer])
-        out, routing = mlp(place, x)
+        out, routing = mlp(index, x)
         x = x + _dropout(out, dropout, keys[2 * layer + 1])
         if routing is not None:
             routings.append(routing)
