@@ -7,7 +7,7 @@ import numpy as np
 
 from moejax.inference.generation import AnswerBuilder, FinishReason, GenerationSettings
 from moejax.inference.runner import Runner
-from moejax.inference.step_output import NOT_FINITE, Emitted
+from moejax.inference.step_output import NOT_FINITE, StepOutput
 
 
 class TokenLogprob(NamedTuple):
@@ -104,7 +104,7 @@ class LiveBatch:
         )  # fmt: skip
         num_steps = 1  # whose tokens were asked for
 
-        def dispatch() -> Emitted | None:
+        def dispatch() -> StepOutput | None:
             nonlocal num_steps
             live = [room for room, ended in zip(self._room, self._ended, strict=False) if not ended]
             left = max(live, default=0) - num_steps
@@ -127,7 +127,7 @@ class LiveBatch:
             yield self._read(pending, session.since)
             pending = following
 
-    def _read(self, emitted: Emitted, since: int) -> list[Piece | None]:
+    def _read(self, emitted: StepOutput, since: int) -> list[Piece | None]:
         with self._runner.reading(since):
             tokens = np.asarray(emitted.tokens).tolist()
             told = emitted.logprobs
