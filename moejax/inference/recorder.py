@@ -23,7 +23,7 @@ from moejax.models.attention import AttentionObserver
 from moejax.models.config import ModelConfig
 from moejax.models.kernel_choice import EXPERT_LEAVES
 from moejax.models.moe import ExpertImpl
-from moejax.models.routing import Routing, foreseen
+from moejax.models.routing import Routing, prefetch_scores
 from moejax.models.run_experts import HearsRouters, LoopedExperts, RunExperts
 from moejax.models.transformer import Transformer
 from moejax.policies.attention_importance import attention_received
@@ -173,7 +173,7 @@ class RecordingExperts:
             self._importance.append(none if self._received is None else self._received)
         if self._spec.foreseen and ahead is not None:
             limit = min(self._spec.foreseen, routing.probabilities.shape[1])
-            scores = foreseen(ahead(), self._model.config)
+            scores = prefetch_scores(ahead(), self._model.config)
             self._foreseen.append(jax.lax.top_k(scores, limit))
         if self._run is not None:
             return self._run(layer, x, routing, token_mask, ahead)
