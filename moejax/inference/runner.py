@@ -19,6 +19,7 @@ from moejax.inference.chunking import (
     CPU_CHUNK_LENGTH,
     MAX_PREFILL_LENGTH,
     MIN_PREFILL_LENGTH,
+    FixedSizes,
     PlannedSizes,
     kv_bucket,
     kv_buckets,
@@ -66,6 +67,7 @@ class Runner:
       experts_used: which forms ran the experts so far.
       products: what served each product so far, by phase ("prefill", "decode") and name.
       planned: sizes of calls, where limits of the device's memory hold them.
+      fixed: the sizes to which prompts and decode steps are padded; None: buckets of `chunking`.
       one_stream: whether given tokens (`score`, `logits`, `scan_windows`) are read one sequence at
         a time, and a policy's transfers finish before the next chunk.
       programs: what was compiled, and how long that took.
@@ -112,6 +114,7 @@ class Runner:
         self._program = steps.Program(definition, memory.spec if memory else None)
         self._recorder: Recorder | None = None
         self.memory, self.planned, self.one_stream = memory, PlannedSizes(), False
+        self.fixed: FixedSizes | None = None
         norm = weights["final_norm"]
         assert not isinstance(norm, QTensor | Fp8Tensor)
         self.dtype = norm.dtype
@@ -221,14 +224,18 @@ class Runner:
         settings: GenerationSettings | Sequence[GenerationSettings],
         eos_ids: tuple[int, ...],
         top_logprobs: int = 0,
+        any_settings: bool = False,
     ) -> Session:
-        """Runs the prompts ([] fills a batch), chooses a first token each; waits for nothing."""
+        """Runs the prompts ([] fills a batch), chooses a first token each; waits for nothing.
+
+        `any_settings`: take the programs that sample and penalize, whether these rows ask or not.
+        """
         batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
         by_row, since = settings_by_row(settings, batch), self._begin_session()
         cache, hidden, keys = self._fresh(seeds_of(by_row), cache_length)
         device_lengths = self._put(np.asarray(lengths, np.int32))
-        for start, size in self.chunks(batch, max(lengths), cache_length, self.short_chunk):
-            is_first = start == 0 and size != self.short_chunk
+        for start, size in self._prompt_chunks(batch, max(lengths), cache_length):
+            is_first = start == 0 and size != self.short_chunk and not self.fixed
             spec = self._chunk_spec(batch, start, size, cache_length, is_first)
             static = (self._program, spec)
             inputs = self._put(slice_prompts(prompts, start, size)), self._put(np.int32(start))
@@ -236,7 +243,9 @@ class Runner:
                 since, num_between(lengths, start, size), steps.prefill_chunk, static,
                 (cache, hidden), *inputs, device_lengths,
             )  # fmt: skip
-        all_greedy = all(row.temperature == 0 for row in by_row)
+        all_greedy = not any_settings and all(row.temperature == 0 for row in by_row)
+        penalizes = any_settings or any(row.repetition_penalty != 1 for row in by_row)
+        seen = seen_tokens(prompts, self.config, self._put) if penalizes else None
         sampling = sampling_of(by_row, self._put)
         never = (-1,) * max(1, len(eos_ids))
         ends = [(not row.ignore_eos and eos_ids) or never for row in by_row]
@@ -244,8 +253,7 @@ class Runner:
         program = self._program._replace(top_logprobs=top_logprobs)
         state, emitted = self._call(
             steps.first_token, (program, all_greedy),
-            (cache, keys, seen_tokens(prompts, by_row, self.config, self._put)),
-            self.weights, hidden, device_lengths, sampling, eos_by_row,
+            (cache, keys, seen), self.weights, hidden, device_lengths, sampling, eos_by_row,
         )  # fmt: skip
         return Session(
             state, sampling, eos_by_row, all_greedy, max(lengths), emitted, top_logprobs, since
@@ -260,6 +268,11 @@ class Runner:
             f"weights hold such values or are too large, or {self.dtype} is too small for it (try "
             "float32)"
         )
+
+    @property
+    def runs_whole_calls(self) -> bool:
+        """Whether decode programs of several steps run them all, however few are wanted."""
+        return self._whole_calls
 
     def end_rows(self, session: Session, ended: np.ndarray) -> None:
         """Ends the rows of bool[B] from the next call on."""
@@ -407,6 +420,13 @@ class Runner:
             yield start, size
             start += size
 
+    def _prompt_chunks(
+        self, batch: int, length: int, cache_length: int
+    ) -> Iterator[tuple[int, int]]:
+        if self.fixed:
+            return self.fixed.prompt_chunks(length)
+        return self.chunks(batch, length, cache_length, self.short_chunk)
+
     def chunks(
         self, batch: int, length: int, cache_length: int, short: int = 0
     ) -> Iterator[tuple[int, int]]:
@@ -420,7 +440,11 @@ class Runner:
         On a CPU all: a program chooses among `chunks.kv_buckets` itself, since compiling one for
         each takes seconds.
         """
-        return cache_length if self._chooses_kv_length else kv_bucket(length, cache_length)
+        if self._chooses_kv_length:
+            return cache_length
+        if self.fixed:
+            return min(self.fixed.kv_length(length), cache_length)
+        return kv_bucket(length, cache_length)
 
     def _kv_lengths(self, cache_length: int) -> tuple[int, ...]:
         return kv_buckets(cache_length) if self._chooses_kv_length else ()
