@@ -455,6 +455,6 @@ def _selected(products: Sequence[jax.Array], tier: jax.Array) -> jax.Array:
     parts = max(len(one) for one in products)
     chosen = jnp.zeros((parts, *products[0].shape[1:]), wide)
     for i, one in enumerate(products):
-        filled = jnp.pad(one.astype(wide), ((0, parts - len(one)), (0, 0), (0, 0), (0, 0), (0, 0)))
+        filled = jnp.pad(one.astype(wide), ((0, parts - len(one)), (0, 0), (0, 0), (0, 0)))
         chosen = jnp.where((tier == i)[None, :, :, None], filled, chosen)
     return chosen
