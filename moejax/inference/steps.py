@@ -3,7 +3,8 @@
 Plain functions over a flat dict of weights; the engine jits them. Donated operands are returned
 first, in the order of the arguments (jax#39625). Where experts are pooled
 (`moejax.experts.cached_experts`), the pool goes through every step and the store is read; else both
-are None. The recorded routing (`moejax.inference.recorder`) is the last output; None without recording.
+are None. The recorded routing (`moejax.inference.recorder`) is the last output; None without
+recording.
 """
 
 import dataclasses
