@@ -80,6 +80,49 @@ class PlannedSizes:
             )
 
 
+@dataclasses.dataclass(frozen=True)
+class FixedSizes:
+    """The few sizes to which a server pads its calls, so that few programs serve all requests.
+
+    Attributes:
+      chunks: positions of prefill chunks, rising.
+      kv_lengths: slots of the cache that a call reads, rising; the last is S.
+    """
+
+    chunks: tuple[int, ...]
+    kv_lengths: tuple[int, ...]
+
+    def prompt_chunks(self, length: int) -> Iterator[tuple[int, int]]:
+        """(start, size) of the chunks of `length` positions; none reaches past the cache.
+
+        A chunk that would be empty for the most part gives way to smaller ones.
+        """
+        start = 0
+        while start < length:
+            room, left = self.kv_lengths[-1] - start, length - start
+            fitting = [size for size in self.chunks if size <= room] or [room]
+            size = next((size for size in reversed(fitting) if 2 * left > size), fitting[0])
+            yield start, size
+            start += size
+
+    def kv_length(self, length: int) -> int:
+        """Slots that a call reads to see `length` of them."""
+        return next((kv for kv in self.kv_lengths if kv >= length), self.kv_lengths[-1])
+
+    def probes(self) -> list[int]:
+        """Lengths of prompts that together run a chunk and a decode step of every program."""
+        found: list[int] = []
+        seen: set[tuple[int, int]] = set()
+        for length in range(1, self.kv_lengths[-1]):
+            needs = {
+                (size, self.kv_length(start + size)) for start, size in self.prompt_chunks(length)
+            } | {(1, self.kv_length(length + 1))}
+            if needs - seen:
+                found.append(length)
+                seen |= needs
+        return found
+
+
 def longest_chunk(
     config: ModelConfig, batch_size: int, cache_length: int, planned: PlannedSizes | None = None
 ) -> int:

@@ -20,6 +20,7 @@ from moejax.inference.chunking import (
     CPU_CHUNK_LENGTH,
     MAX_PREFILL_LENGTH,
     MIN_PREFILL_LENGTH,
+    FixedSizes,
     PlannedSizes,
     kv_bucket,
     kv_buckets,
@@ -67,6 +68,7 @@ class Runner:
       experts_used: which forms ran the experts so far.
       products: what served each product so far, by phase ("prefill", "decode") and name.
       planned: sizes of calls, where limits of the device's memory hold them.
+      fixed: the sizes to which prompts and decode steps are padded; None: buckets of `chunking`.
       one_stream: whether given tokens (`score`, `logits`, `scan_windows`) are read one sequence at
         a time, and a policy's transfers finish before the next chunk.
       programs: what was compiled, and how long that took.
@@ -113,6 +115,7 @@ class Runner:
         self._program = steps.Program(definition, memory.spec if memory else None)
         self._recorder: Recorder | None = None
         self.memory, self.planned, self.one_stream = memory, PlannedSizes(), False
+        self.fixed: FixedSizes | None = None
         norm = weights["final_norm"]
         assert not isinstance(norm, QTensor | Fp8Tensor)
         self.dtype = norm.dtype
@@ -167,7 +170,7 @@ class Runner:
         """Yields the new tokens of each row as they come, until all have ended.
 
         A row ends by an end-of-sequence token; at `max_new_tokens` or the end of the cache the
-        caller stops listening. The first token is read before decoding is dispatched: the time is
+        caller stops iterating. The first token is read before decoding is dispatched: the time is
         its own. Later, a call is dispatched before the last one's tokens are read.
 
         Args:
@@ -222,14 +225,18 @@ class Runner:
         settings: GenerationSettings | Sequence[GenerationSettings],
         eos_ids: tuple[int, ...],
         top_logprobs: int = 0,
+        any_settings: bool = False,
     ) -> Session:
-        """Runs the prompts ([] fills a batch), chooses a first token each; waits for nothing."""
+        """Runs prompts ([] pads a batch) and chooses first tokens; does not wait.
+
+        `any_settings`: take the programs that sample and penalize, whether these rows ask or not.
+        """
         batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
         by_row, since = settings_by_row(settings, batch), self._begin_session()
         cache, hidden, keys = self._fresh(seeds_of(by_row), cache_length)
         device_lengths = self._put(np.asarray(lengths, np.int32))
-        for start, size in self.chunks(batch, max(lengths), cache_length, self.short_chunk):
-            is_first = start == 0 and size != self.short_chunk
+        for start, size in self._prompt_chunks(batch, max(lengths), cache_length):
+            is_first = start == 0 and size != self.short_chunk and not self.fixed
             spec = self._chunk_spec(batch, start, size, cache_length, is_first)
             static = (self._program, spec)
             inputs = self._put(slice_prompts(prompts, start, size)), self._put(np.int32(start))
@@ -237,7 +244,9 @@ class Runner:
                 since, num_between(lengths, start, size), steps.prefill_chunk, static,
                 (cache, hidden), *inputs, device_lengths,
             )  # fmt: skip
-        all_greedy = all(row.temperature == 0 for row in by_row)
+        all_greedy = not any_settings and all(row.temperature == 0 for row in by_row)
+        penalizes = any_settings or any(row.repetition_penalty != 1 for row in by_row)
+        seen = seen_tokens(prompts, self.config, self._put) if penalizes else None
         sampling = sampling_of(by_row, self._put)
         never = (-1,) * max(1, len(eos_ids))
         ends = [(not row.ignore_eos and eos_ids) or never for row in by_row]
@@ -245,15 +254,14 @@ class Runner:
         program = self._program._replace(top_logprobs=top_logprobs)
         state, emitted = self._call(
             steps.first_token, (program, all_greedy),
-            (cache, keys, seen_tokens(prompts, by_row, self.config, self._put)),
-            self.weights, hidden, device_lengths, sampling, eos_by_row,
+            (cache, keys, seen), self.weights, hidden, device_lengths, sampling, eos_by_row,
         )  # fmt: skip
         return Session(
             state, sampling, eos_by_row, all_greedy, max(lengths), emitted, top_logprobs, since
         )
 
     def not_finite(self) -> str:
-        """The error of logits that name no token; a policy that saw them begins anew."""
+        """Error for logits that name no token; resets a policy that saw them."""
         if isinstance(self.memory, TieredMemory):
             self.memory.reset()
         return (
@@ -261,6 +269,11 @@ class Runner:
             f"weights hold such values or are too large, or {self.dtype} is too small for it (try "
             "float32)"
         )
+
+    @property
+    def runs_whole_calls(self) -> bool:
+        """Whether decode programs of several steps run them all, however few are wanted."""
+        return self._whole_calls
 
     def end_rows(self, session: Session, ended: np.ndarray) -> None:
         """Ends the rows of bool[B] from the next call on."""
@@ -341,11 +354,11 @@ class Runner:
     def scan_windows(
         self, function: Any, carried: Any, tokens: np.ndarray, lengths: np.ndarray
     ) -> Any:
-        """Windows int32[B, T], padded at the end, through a step that carries what it counts.
+        """Runs windows int32[B, T], padded at the end, through a step with a carry.
 
         `function`: `steps.score_chunk` up to `lengths`, with `carried`, donated, after the cache.
-        Under `one_stream` it gets windows one at a time: what it carries has no axis of several.
-        It waits for the end, or nobody would hear of a disk that failed the last step.
+        Under `one_stream` it gets windows one at a time: what it carries has no axis of several. It
+        waits for the end, so that a disk failure in the last step is reported.
         """
         batch, length = tokens.shape
         if self.one_stream and batch > 1:
@@ -367,7 +380,7 @@ class Runner:
             return jax.block_until_ready(carried)
 
     def expert_impl(self, num_tokens: int, experts: Sequence[Weight] | None = None) -> ExpertImpl:
-        """The form that runs experts (None: the model's, of its first tier) of so many tokens."""
+        """Form that runs experts of so many tokens; None: the model's, first tier."""
         experts = self._experts if experts is None else experts
         return self._asked_via or default_expert_impl(
             num_tokens, self.config, self.dtype, self.device.platform, experts, self.kernels,
@@ -382,7 +395,7 @@ class Runner:
         return self._tier_forms[num_tokens]
 
     def _record_expert_impl(self, phase: str, num_tokens: int, num_sequences: int) -> ExpertImpl:
-        """The form that runs the experts of a call, which goes on record."""
+        """Form that runs the experts of a call, which is recorded."""
         key = (phase, num_tokens, num_sequences)
         if (impl := self._forms.get(key)) is None:
             impl = self._forms[key] = self.expert_impl(num_tokens)
@@ -408,6 +421,13 @@ class Runner:
             yield start, size
             start += size
 
+    def _prompt_chunks(
+        self, batch: int, length: int, cache_length: int
+    ) -> Iterator[tuple[int, int]]:
+        if self.fixed:
+            return self.fixed.prompt_chunks(length)
+        return self.chunks(batch, length, cache_length, self.short_chunk)
+
     def chunks(
         self, batch: int, length: int, cache_length: int, short: int = 0
     ) -> Iterator[tuple[int, int]]:
@@ -421,7 +441,11 @@ class Runner:
         On a CPU all: a program chooses among `chunks.kv_buckets` itself, since compiling one for
         each takes seconds.
         """
-        return cache_length if self._chooses_kv_length else kv_bucket(length, cache_length)
+        if self._chooses_kv_length:
+            return cache_length
+        if self.fixed:
+            return min(self.fixed.kv_length(length), cache_length)
+        return kv_bucket(length, cache_length)
 
     def _kv_lengths(self, cache_length: int) -> tuple[int, ...]:
         return kv_buckets(cache_length) if self._chooses_kv_length else ()

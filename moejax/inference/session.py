@@ -49,12 +49,8 @@ def seeds_of(rows: Sequence[GenerationSettings]) -> list[int]:
     return [row.seeds(1)[0] for row in rows]
 
 
-def seen_tokens(
-    prompts: list[list[int]], rows: Sequence[GenerationSettings], config: ModelConfig, put: Put
-) -> jax.Array | None:
-    """Tokens of each prompt, bool[B, V]; None if no penalty needs them."""
-    if all(row.repetition_penalty == 1.0 for row in rows):
-        return None
+def seen_tokens(prompts: list[list[int]], config: ModelConfig, put: Put) -> jax.Array:
+    """bool[B, V], the tokens of each prompt, for the repetition penalty."""
     seen = np.zeros((len(prompts), config.vocab_size), bool)
     for row, prompt in enumerate(prompts):
         seen[row, prompt] = True
