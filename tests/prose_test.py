@@ -15,7 +15,7 @@ NOT_DONE: tuple[str, ...] = (
     "moejax/benchmarking",
     "moejax/checkpoints",
     "moejax/experts",
-    "moejax/inference/live_batch.py",
+    "moejax/inference/batch.py",
     "moejax/quantization/pipeline/atomic_files.py",
     "moejax/quantization/pipeline/inventory.py",
     "moejax/serving",
