@@ -18,6 +18,7 @@ from moejax.models.kernel_choice import EXPERT_LEAVES
 from moejax.models.shapes import SHAPES
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import Weight
+from tests import tiny_engine
 
 NUM_EXPERTS, CONTEXT = 16, 512
 QWEN = dataclasses.replace(
