@@ -27,7 +27,7 @@ from moejax.inference.batch import Batch, RowDelta
 from moejax.inference.chunking import (
     MAX_PREFILL_LENGTH,
     FixedSizes,
-    Planned,
+    PlannedSizes,
     cache_length,
     least_cache_length,
     longest_chunk,
@@ -40,7 +40,7 @@ from moejax.inference.recorder import RecordSpec, recording
 from moejax.inference.runner import Runner
 from moejax.inference.session import settings_by_row
 from moejax.models.config import ModelConfig
-from moejax.models.kernel_choice import Served, describe_packing
+from moejax.models.kernel_choice import KernelChoice, describe_packing
 from moejax.text.chat_template import ChatSettings, checked_messages
 from moejax.text.prompts import Prompt, as_batch, check_length, check_tokens, token_ids_of
 from moejax.text.tokenizer import Tokenizer
@@ -156,7 +156,7 @@ class Engine:
         defaults = read_generation_defaults(checkpoint.directory) if generation_config else {}
         memory: Any = None
         budget: Budget | TieredBudget | None = None
-        sizes = Planned()
+        sizes = PlannedSizes()
         with plain_memory_errors(device):
             if limits is None and policy is None:
                 weights = load_whole(checkpoint, dtype=dtype, device=device, progress=progress)
@@ -171,7 +171,7 @@ class Engine:
                     context=planned, chunk=chunk, progress=progress,
                 )  # fmt: skip
                 if budget is not None and budget.limits.device_gib:
-                    sizes = Planned(batch, planned, chunk)
+                    sizes = PlannedSizes(batch, planned, chunk)
         engine = cls(
             checkpoint.config, weights, tokenizer=tokenizer, eos_ids=checkpoint.eos_ids,
             device=device, context=context, memory=memory, defaults=defaults,
@@ -272,10 +272,10 @@ class Engine:
             for name, of in found.items()
         }
 
-    def _products(self) -> dict[str, dict[str, Served]]:
+    def _products(self) -> dict[str, dict[str, KernelChoice]]:
         first = {
-            "prefill": self._runner.serves(MAX_PREFILL_LENGTH, 1),
-            "decode": self._runner.serves(1, 1),
+            "prefill": self._runner.kernel_choices(MAX_PREFILL_LENGTH, 1),
+            "decode": self._runner.kernel_choices(1, 1),
         }
         return first | self._runner.products
 

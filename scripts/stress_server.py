@@ -45,7 +45,9 @@ _QUEUE_LIMIT = flags.DEFINE_integer(
 )
 _GROWTH = flags.DEFINE_float("growth", 3.0, "percent that resident memory may grow by")
 _SEED = flags.DEFINE_integer("seed", 0, "of cases and clients")
-_RESULTS = flags.DEFINE_string("results", "scripts/results/server.jsonl", "rows go here; '': none")
+_RESULTS = flags.DEFINE_string(
+    "results", "scripts/studies/server/server.jsonl", "rows go here; '': none"
+)
 
 
 def run_clients(server: Server, cases: list[Case], tally: Tally, seconds: float, seed: int) -> None:

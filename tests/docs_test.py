@@ -21,10 +21,10 @@ from pallas_kernels.mosaic_decode import low_rank_spec
 from scripts import gpu_jobs, make_documents
 from scripts.documents import commands, config_tables, dry, messages
 from scripts.documents.config_tables import MAINS
-from scripts.policy_sections import SECTIONS
+from scripts.studies.speed.sections import SECTIONS
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", ROOT / "WORKSPACE.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = commands.pages()
 # Links of two kinds: [text](target) and, of a picture, ![text](target).
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -124,8 +124,7 @@ class CommandsTest(absltest.TestCase):
         every = "\n".join(asked)
         for section in SECTIONS:
             self.assertIn(f"--section={section} ", every)
-        for script in ("bench_quantizers_gpu", "bench_host_store"):
-            self.assertIn(f"-m scripts.{script} ", every)
+        self.assertIn("-m scripts.studies.quantizers.bench_quantizers ", every)
 
     def test_what_is_wrong_is_found(self):
         """A flag, a file, a shell's fence, a mark, an extra, a script's flag that there are not."""
@@ -134,7 +133,7 @@ class CommandsTest(absltest.TestCase):
             "python -m moejax.generate --config=configs/nowhere.py",
             "python -m moejax.evaluate --config.policy.name=dymo",
             "python -m moejax.lm_eval --model moejax --model_args pretrained=x,slots=3",
-            "python -m scripts.bench_kernels --no_such_flag=1",
+            "python -m scripts.studies.kernels.bench_kernels --no_such_flag=1",
             "python -m scripts.make_trace --tokens=many",
             "python -m scripts.make_trace results/",
             "python -m scripts.bench_gpu results/ --no_such_flag",

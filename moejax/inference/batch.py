@@ -8,7 +8,7 @@ import numpy as np
 
 from moejax.inference.generation import AnswerBuilder, FinishReason, GenerationSettings, Timing
 from moejax.inference.runner import Runner
-from moejax.inference.step_output import NOT_FINITE, Emitted
+from moejax.inference.step_output import NOT_FINITE, StepOutput
 from moejax.text.tokenizer import Tokenizer
 
 
@@ -113,7 +113,7 @@ class Batch:
         num_steps, ttft_s, decoded = 1, 0.0, 0
         whole = runs_whole(max(self._room) - 1, self._most_steps)
 
-        def dispatch() -> Emitted | None:
+        def dispatch() -> StepOutput | None:
             nonlocal num_steps
             live = [room for room, ended in zip(self._room, self._ended, strict=False) if not ended]
             left = max(live, default=0) - num_steps
@@ -146,7 +146,7 @@ class Batch:
             yield deltas
             pending = following
 
-    def _read(self, emitted: Emitted, since: int) -> list[RowDelta | None]:
+    def _read(self, emitted: StepOutput, since: int) -> list[RowDelta | None]:
         with self._runner.reading(since):
             tokens = np.asarray(emitted.tokens).tolist()
             told = emitted.logprobs

@@ -54,7 +54,7 @@ def least_cache_length(config: ModelConfig, batch_size: int, itemsize: int) -> i
 
 
 @dataclasses.dataclass(frozen=True)
-class Planned:
+class PlannedSizes:
     """Call sizes that the memory limits were planned for; 0: any.
 
     Attributes:
@@ -124,7 +124,7 @@ class FixedSizes:
 
 
 def longest_chunk(
-    config: ModelConfig, batch_size: int, cache_length: int, planned: Planned | None = None
+    config: ModelConfig, batch_size: int, cache_length: int, planned: PlannedSizes | None = None
 ) -> int:
     """Positions of a prefill chunk, a power of two.
 
@@ -141,7 +141,7 @@ def longest_chunk(
     return longest
 
 
-def part_of(tokens: np.ndarray, start: int, size: int, fill: int = 0) -> np.ndarray:
+def slice_tokens(tokens: np.ndarray, start: int, size: int, fill: int = 0) -> np.ndarray:
     """Slices [B, T] from `start` on to int32[B, size], padded by `fill`."""
     part = tokens[:, start : start + size].astype(np.int32)
     return np.pad(part, ((0, 0), (0, size - part.shape[1])), constant_values=fill)
@@ -215,7 +215,7 @@ def cache_length(
     return context or length_bucket(longest + num_new, min(least, planned), planned)
 
 
-def chunk_of(prompts: Sequence[Sequence[int]], start: int, size: int) -> np.ndarray:
+def slice_prompts(prompts: Sequence[Sequence[int]], start: int, size: int) -> np.ndarray:
     """Takes `size` tokens of each prompt from `start` on, int32[B, T], padded with zeros."""
     tokens = np.zeros((len(prompts), size), np.int32)
     for row, prompt in enumerate(prompts):
@@ -224,7 +224,7 @@ def chunk_of(prompts: Sequence[Sequence[int]], start: int, size: int) -> np.ndar
     return tokens
 
 
-def scored_places(targets: np.ndarray) -> np.ndarray:
+def scored_columns(targets: np.ndarray) -> np.ndarray:
     """Last P columns of int32[B, T] from the first scored one, int32[P]; P is a bucket."""
     counted = np.flatnonzero((targets >= 0).any(axis=0))
     length = targets.shape[1]

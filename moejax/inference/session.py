@@ -10,7 +10,7 @@ import numpy as np
 from moejax.inference import steps
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.sampling import Sampling
-from moejax.inference.step_output import Emitted
+from moejax.inference.step_output import StepOutput
 from moejax.models.config import ModelConfig
 
 Put = Callable[[Any], jax.Array]  # an array of the host to the device
@@ -25,7 +25,7 @@ class Session:
     eos_ids: jax.Array  # int32[B, n]
     all_greedy: bool
     next_position: int  # largest position that the next step writes
-    emitted: Emitted  # of the last call, at first int32[B, 1]; not waited for
+    emitted: StepOutput  # of the last call, at first int32[B, 1]; not waited for
     top_logprobs: int = 0  # see `steps.Program`
     since: int = 0  # see `ExpertMemory.begin_session`
 

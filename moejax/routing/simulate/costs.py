@@ -11,7 +11,7 @@ from moejax.errors import MoejaxError
 from moejax.files.result_rows import read_rows
 
 GIB = 2**30
-# What differs between the rows of one run.
+# Parts of a row's name that differ within one run.
 _BUDGET = re.compile(r"\d+ slots of \d+|, [\d.]+ GiB(?=,|$)")
 
 
@@ -149,8 +149,7 @@ def calibrate(measured: Sequence[Measured], overlap: float = 0.0, fetch_ms: floa
 def measured_rows(path: Path) -> list[Measured]:
     """Reads rows of one model, device and batch size under several budgets.
 
-    They come from `moejax.benchmark` with `--config.budgets`, or from `scripts/bench_memory_gpu.py`
-    without prefetch.
+    They come from `moejax.benchmark` with `--config.budgets`, without prefetch.
 
     Raises:
       MoejaxError: the file is missing, or holds other rows, or rows of several models.

@@ -1,0 +1,236 @@
+"""Recorded kernel choices of each product, and those that a benchmark refuses."""
+
+import dataclasses
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+
+from moejax.benchmarking.expected_kernels import (
+    allowed,
+    refuse_dequantized,
+    require_kernels,
+    wrong_kernels,
+)
+from moejax.errors import MoejaxError
+from moejax.inference.generation import GenerationSettings
+from moejax.inference.runner import Runner
+from moejax.models import kernel_choice
+from moejax.models.parts import LatentAttention
+from moejax.models.shapes import DEEPSEEK_V2_LITE
+from moejax.weights import linear as ops
+from moejax.weights.qtensor import QTensor
+from pallas_kernels.target import Target
+from tests import tiny_engine
+from tests.packed_weights import Spec, draw
+from tests.script_runs import run_module
+
+HOPPER, AMPERE = Target("gpu", (9, 0)), Target("gpu", (8, 0))
+# Heads whose `kv_b` [H (n + v), R] kernels take.
+LATENT = dataclasses.replace(
+    DEEPSEEK_V2_LITE, vocab_size=64, model_dim=32, num_layers=2, num_heads=8, num_kv_heads=8,
+    head_dim=70, num_experts=4, experts_per_token=2, expert_dim=16, moe_layers=(1,),
+    shared_dim=16, mlp_dim=16,
+    latent=LatentAttention(kv_rank=256, query_rank=None, nope_dim=64, rope_dim=6, value_dim=64),
+)  # fmt: skip
+
+
+class LatentTest(absltest.TestCase):
+    """The matrix that expands latents: a product in prompts, taken apart at decode."""
+
+    def packed(self) -> QTensor:
+        shape = (LATENT.num_layers, 8 * 128, 256)
+        weight, _ = draw(np.random.default_rng(0), shape, Spec(bits=4, group_size=64))
+        assert isinstance(weight, QTensor)
+        return weight
+
+    def of(self, weight: ops.Weight, target: Target, num_tokens: int) -> kernel_choice.KernelChoice:
+        return kernel_choice.kernel_choices(
+            LATENT, {kernel_choice.EXPANDING_LEAF: weight}, jnp.dtype("bfloat16"),
+            ops.Kernels(target), num_tokens=num_tokens, num_sequences=2, expert_impl="dense",
+        )[kernel_choice.EXPANDING_LEAF]  # fmt: skip
+
+    def test_packed_it_is_dequantized_at_decode(self):
+        weight = self.packed()
+        for target, kernel in ((HOPPER, "mosaic"), (AMPERE, "triton")):
+            self.assertIn(self.of(weight, target, 64).implementation, ("mosaic", "triton"))
+            decode = self.of(weight, target, 2)
+            self.assertEqual(decode.implementation, ops.DEQUANTIZED)
+            self.assertRegex(decode.describe(), "^dequantized, int4g64 .*take its rows apart")
+            (line,) = kernel_choice.kernel_warnings(
+                {"kv_b": decode}, kernel_choice.expected_kernel(target)
+            )
+            self.assertIn(f"do not run on the {kernel} kernel: kv_b: dequantized", line)
+
+    def test_plain_it_is_plain_at_decode(self):
+        weight = jnp.zeros((LATENT.num_layers, 8 * 128, 256), jnp.bfloat16)
+        self.assertEqual(self.of(weight, AMPERE, 16).implementation, "triton")
+        decode = self.of(weight, AMPERE, 2)
+        self.assertEqual(decode, kernel_choice.KernelChoice(ops.PLAIN, "bfloat16", False, {}))
+
+    @pytest.mark.slow
+    def test_that_is_what_runs(self):
+        """The kernel's product is traced in prompts alone, `ops.matrix` at decode alone."""
+        weights = {name: jnp.asarray(a) for name, a in tiny_engine.random_weights(LATENT).items()}
+        weights[kernel_choice.EXPANDING_LEAF] = self.packed()
+        by_kernels = ops.Kernels(implementation="reference")
+        runner = Runner(LATENT, weights, jax.devices("cpu")[0], kernels=by_kernels)
+        expanded, taken, phase = set(), set(), "prefill"
+        product, matrix = ops._by_kernel, ops.matrix
+
+        def is_it(weight: ops.Weight) -> bool:
+            return isinstance(weight, QTensor) and weight.shape[-2:] == (8 * 128, 256)
+
+        def by_kernel(x, weight, *rest):
+            done = product(x, weight, *rest)
+            if is_it(weight) and done is not None:
+                expanded.add(phase)
+            return done
+
+        def dequantized(weight, *rest):
+            if is_it(weight):
+                taken.add(phase)
+            return matrix(weight, *rest)
+
+        with (
+            mock.patch.object(ops, "_by_kernel", by_kernel),
+            mock.patch.object(ops, "matrix", dequantized),
+        ):
+            settings = GenerationSettings.of(max_new_tokens=4)
+            session = runner.prefill([[1, 2, 3]], 64, settings, ())
+            phase = "decode"
+            jax.block_until_ready(runner.decode(session, 2, 2))
+        self.assertEqual((expanded, taken), ({"prefill"}, {"decode"}))
+        said = runner.products.items()
+        found = {of: products[kernel_choice.EXPANDING_LEAF].implementation for of, products in said}
+        self.assertEqual(found, {"prefill": "reference", "decode": ops.DEQUANTIZED})
+
+
+class ExpectedTest(parameterized.TestCase):
+    """`moejax.benchmarking.expected_kernels`."""
+
+    @parameterized.parameters(
+        ("auto", HOPPER, "Qwen3-30B-A3B", ("mosaic",)),
+        ("auto", HOPPER, "Qwen3-Next-80B-A3B", ("mosaic",)),
+        ("auto", HOPPER, "DeepSeek-V2-Lite", ("mosaic", "triton")),
+        ("auto", HOPPER, "", ("mosaic", "triton")),
+        ("auto", AMPERE, "Mixtral-8x7B", ("mosaic", "triton")),
+        ("auto", Target("gpu", (7, 5)), "Mixtral-8x7B", ()),
+        ("auto", Target("gpu", None), "Mixtral-8x7B", ()),
+        ("auto", Target("cpu", None), "Mixtral-8x7B", ()),
+        ("auto", None, "Mixtral-8x7B", ()),
+        ("any", Target("cpu", None), "", ("mosaic", "triton")),
+        ("triton", HOPPER, "Mixtral-8x7B", ("triton",)),
+        ("none", HOPPER, "Mixtral-8x7B", ()),
+    )
+    def test_what_is_allowed(self, wanted, target, shape, expected):
+        self.assertEqual(allowed(wanted, ops.Kernels(target), shape), expected)
+        if wanted == "auto":
+            forced = ops.Kernels(target, implementation="reference")
+            self.assertEqual(allowed(wanted, forced, shape), ("reference",))
+
+    def test_what_is_wrong(self):
+        found = {
+            "a": kernel_choice.KernelChoice(
+                "triton", "int4g64 float", True, {"mosaic": "K is 1408"}
+            ),
+            "b": kernel_choice.KernelChoice(
+                ops.DEQUANTIZED, "int4g64 float, block", True, {"triton": "no"}
+            ),
+            "c": kernel_choice.KernelChoice(ops.PLAIN, "bfloat16", False, {"mosaic": "no"}),
+            "d": kernel_choice.KernelChoice("mosaic", "int2g64 float", True, {}),
+        }
+        self.assertEqual([line[0] for line in wrong_kernels(found, ("mosaic",))], ["a", "b"])
+        (line,) = wrong_kernels(found, ("mosaic", "triton"))
+        self.assertEqual(line, "b: dequantized, int4g64 float, block (triton: no)")
+        self.assertEqual(wrong_kernels(found, ()), [])
+
+    def runner(self, weight: ops.Weight, target: Target | None, dtype: str) -> Runner:
+        """A model with one packed matrix, as if on a device."""
+        plain = tiny_engine.random_weights(LATENT)
+        weights = {name: jnp.asarray(a, dtype) for name, a in plain.items()}
+        device = jax.devices("cpu")[0]
+        weights["attention.o_proj"] = weight
+        return Runner(LATENT, weights, device, kernels=ops.Kernels(target))
+
+    def test_a_benchmark_refuses_what_runs_on_no_kernel(self):
+        rng = np.random.default_rng(1)
+        shape = (LATENT.num_layers, 32, 512)
+        fit, _ = draw(rng, shape, Spec(bits=4, group_size=64))
+        unfit, _ = draw(rng, shape, Spec(bits=4, group_size=64, permuted=True))
+        sizes = {"prompt": 20, "context": 64}
+        for weight, target, dtype in (
+            (fit, HOPPER, "bfloat16"), (fit, AMPERE, "bfloat16"), (unfit, HOPPER, "bfloat16"),
+            (fit, Target("cpu", None), "float32"), (fit, Target("gpu", (7, 5)), "bfloat16"),
+        ):  # fmt: skip
+            refuse_dequantized(self.runner(weight, target, dtype), 2, **sizes)
+        wide = self.runner(fit, AMPERE, "float32")  # no kernel takes float32 activations
+        said = r"^prefill of packed weights would run on no kernel: attention.o_proj: dequantized, "
+        with self.assertRaisesRegex(MoejaxError, said + r".*triton: x is float32"):
+            refuse_dequantized(wide, 2, **sizes)
+        with self.assertRaisesRegex(MoejaxError, "^decode of packed"):
+            refuse_dequantized(wide, 2, prompt=0, context=64)
+
+    def test_a_script_ends(self):
+        weight, _ = draw(np.random.default_rng(1), (2, 32, 512), Spec(bits=4, permuted=True))
+        runner = self.runner(weight, AMPERE, "bfloat16")
+        require_kernels(runner, 1, "none")
+        with self.assertRaisesRegex(SystemExit, "^not the expected kernel: decode attention.o_p"):
+            require_kernels(runner, 1, "auto", shape="Qwen3-30B-A3B")
+        with self.assertRaisesRegex(SystemExit, "kernel: prefill attention.o_proj.*; decode atte"):
+            require_kernels(runner, 1, "any", prompt=20, context=64)
+
+
+class ScriptsTest(parameterized.TestCase):
+    """They end before they measure; a CPU, which dequantizes, stands for a fallback."""
+
+    @pytest.mark.slow
+    def test_an_unexpected_kernel_ends_it(self):
+        tiny = ("--model=tiny", "--device=cpu", "--context=128", "--prompt=16", "--steps=16")
+        what = ("--per_call=4", "--section=buddymoe", "--expect=any")
+        done = run_module("scripts.studies.speed.bench_policies", *tiny, *what)
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("not the expected kernel: ", done.stderr.splitlines()[-1])
+        self.assertRegex(done.stderr, "decode experts: dequantized, int4g")
+        self.assertNotIn("TPOT", done.stdout)
+
+
+class TiersTest(absltest.TestCase):
+    """Experts in several precisions: each is on record, by what serves them together."""
+
+    def test_each_tier_is_recorded(self):
+        rng, bf16 = np.random.default_rng(2), jnp.dtype("bfloat16")
+
+        def experts(spec: Spec) -> list[ops.Weight]:
+            shapes = ((1, 4, 512, 256), (1, 4, 256, 256))
+            return [draw(rng, shape, spec)[0] for shape in shapes]
+
+        config = dataclasses.replace(LATENT, model_dim=256, expert_dim=256)
+        high, low = (experts(Spec(bits=bits, group_size=64)) for bits in (8, 2))
+        odd = experts(Spec(bits=2, group_size=64, permuted=True))
+
+        def of(
+            second: list[ops.Weight], impl: tuple[Any, ...]
+        ) -> dict[str, kernel_choice.KernelChoice]:
+            return kernel_choice.kernel_choices(
+                config, {}, bf16, ops.Kernels(AMPERE), num_tokens=2, num_sequences=2,
+                expert_impl=impl[0], tiers=[high, second], tier_impls=impl,
+            )  # fmt: skip
+
+        found = of(low, ("grouped_kernel", "grouped_kernel"))
+        self.assertEqual({n: f.implementation for n, f in found.items() if f.packed},
+                         {"experts": "triton", "experts, tier 2": "triton"})  # fmt: skip
+        self.assertStartsWith(found["experts, tier 2"].form, "int2")
+        apart = of(odd, ("grouped_kernel", "block_in_cache"))
+        self.assertEqual(apart["experts"].implementation, "triton")
+        self.assertEqual(apart["experts, tier 2"].implementation, ops.DEQUANTIZED)
+        (line,) = wrong_kernels(apart, ("mosaic", "triton"))
+        self.assertStartsWith(line, "experts, tier 2: dequantized, ")
+
+
+if __name__ == "__main__":
+    absltest.main()
