@@ -23,7 +23,7 @@ from moejax.experts.load import load_whole, open_memory
 from moejax.experts.load_tiers import open_tiered
 from moejax.experts.tiered_memory import TieredMemory
 from moejax.experts.tiering import Tiering
-from moejax.inference.batch import Batch, RowDelta
+from moejax.inference.batch import Batch, raise_errors
 from moejax.inference.chunking import (
     MAX_PREFILL_LENGTH,
     FixedSizes,
@@ -313,7 +313,7 @@ class Engine:
             return []
         batch = self.batch(ids, settings_by_row(wanted, len(ids)), steps_per_call=STEPS_PER_CALL)
         for deltas in batch.steps():
-            _raise_errors(deltas)
+            raise_errors(deltas)
         return [
             Generation(
                 answer.text if self.tokenizer else None,
@@ -370,7 +370,7 @@ class Engine:
 
     def _stream(self, batch: Batch) -> Iterator[Chunk]:
         for deltas in batch.steps():
-            _raise_errors(deltas)
+            raise_errors(deltas)
             [delta] = deltas
             assert delta is not None
             for token in delta.tokens:
@@ -481,10 +481,3 @@ class Engine:
             prompt, self.tokenizer, self.config.vocab_size,
             add_special_tokens=settings.add_special_tokens,
         )  # fmt: skip
-
-
-def _raise_errors(deltas: Sequence[RowDelta | None]) -> None:
-    for row, delta in enumerate(deltas, 1):
-        if delta is not None and delta.error:
-            which = f"prompt {row} of {len(deltas)}: " if len(deltas) > 1 else ""
-            raise MoejaxError(which + delta.error)

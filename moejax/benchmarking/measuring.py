@@ -11,7 +11,7 @@ from moejax.benchmarking.step_cost import distinct_experts
 from moejax.experts.gate_mass import TieredLedger
 from moejax.experts.ledger import Ledger
 from moejax.experts.tiered_memory import TieredMemory
-from moejax.inference.batch import Batch, runs_whole
+from moejax.inference.batch import Batch, raise_errors, runs_whole
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.runner import Runner
 from moejax.inference.session import settings_by_row
@@ -145,13 +145,14 @@ class Bench:
         run = batch.steps()
         with self._phase("prefill"):
             clock = _Clock(runner)
-            next(run)
+            raise_errors(next(run))
             ttft_s = clock.lap()
         calls: list[tuple[float, int]] = []
         decoded, ended_s = 0, 0.0
         with self._phase("decode"):
             clock = _Clock(runner)
-            for _ in run:
+            for deltas in run:
+                raise_errors(deltas)
                 num_decoded = batch.timing.num_decoded
                 asked, steps = min(self._per_call, most - 1 - decoded), num_decoded - decoded
                 decoded, seconds = num_decoded, clock.lap()

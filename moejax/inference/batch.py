@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from moejax.errors import MoejaxError
 from moejax.inference.generation import AnswerBuilder, FinishReason, GenerationSettings, Timing
 from moejax.inference.runner import Runner
 from moejax.inference.step_output import NOT_FINITE, StepOutput
@@ -184,3 +185,11 @@ def runs_whole(num_steps: int, steps_per_call: int) -> bool:
       steps_per_call: of every call.
     """
     return 4 * (-num_steps % steps_per_call) <= num_steps
+
+
+def raise_errors(deltas: Sequence[RowDelta | None]) -> None:
+    """Raises MoejaxError where a row ended by an error."""
+    for row, delta in enumerate(deltas, 1):
+        if delta is not None and delta.error:
+            which = f"prompt {row} of {len(deltas)}: " if len(deltas) > 1 else ""
+            raise MoejaxError(which + delta.error)
