@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from moejax.benchmarking.random_weights import Packing, random_weights
+from moejax.benchmarking.routing import Workload
 from moejax.benchmarking.synthetic_rows import SyntheticRows
-from moejax.benchmarking.workloads import Workload
 from moejax.experts.budget import BOTH, Budget
 from moejax.experts.expert_memory import ExpertMemory
 from moejax.experts.expert_pool import PoolSpec

@@ -7,13 +7,13 @@ import jax
 
 from moejax.benchmarking.expected_kernels import require_kernels
 from moejax.benchmarking.random_weights import Packing
+from moejax.benchmarking.routing import Workload
 from moejax.benchmarking.shape_memory import (
     Memory,
     ShapeMemories,
     replay,
     tier_name,
 )
-from moejax.benchmarking.workloads import Workload
 from moejax.experts.budget import (
     BOTH,
     BudgetError,

@@ -5,8 +5,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
+from moejax.benchmarking.routing import EXPONENTS, Workload, make_workload
 from moejax.benchmarking.shape_memory import Memory, release
-from moejax.benchmarking.workloads import EXPONENTS, Workload, describe, make_workload
 from moejax.policies.buddy_lists import BuddyLists, buddy_lists, conditional_coactivation
 from scripts.studies.measuring import Report
 from scripts.studies.speed.lab import Lab
@@ -124,3 +126,15 @@ class Run:
                 f"{what}, peak of the device so far", stats["peak_bytes_in_use"] / 2**30, "GiB",
                 **beside, allocator_gib=stats.get("bytes_limit", 0) / 2**30,
             )  # fmt: skip
+
+
+def describe(workload: Workload) -> dict[str, Any]:
+    """Facts of a workload, to be printed beside what was measured on it."""
+    top = np.take_along_axis(workload.probabilities, workload.ids, axis=-1)
+    weights = top / top.sum(axis=-1, keepdims=True)
+    return {
+        "distinct_experts": workload.distinct,
+        "top_weight": float(weights[..., 0].mean()),
+        "chosen_mass": float(top.sum(axis=-1).mean()),
+        "shifts": workload.num_shifts,
+    }
