@@ -12,7 +12,7 @@ from moejax.files.whole import write_whole
 
 _NO_MATPLOTLIB = "no plot: matplotlib is not installed (pip install '.[evaluation]' in a clone)"
 _MARKERS = "osD^vx"
-# What a picture of each kind would say of when and with what it was made.
+# Metadata fields of each kind of picture that hold its date and creator.
 _UNSAID: dict[str, dict[str, None]] = {
     ".png": {"Software": None},
     ".pdf": {"CreationDate": None},
@@ -27,7 +27,7 @@ def pareto(figures: Sequence[Mapping[str, float]]) -> list[int]:
     of equal settings stays.
 
     Args:
-      figures: of `Swept.figures`, at one machine.
+      figures: of `SweepPoint.figures`, at one machine.
     """
     points = np.array([[f["tpot_ms"], f["device_gib"], -fidelity(f)] for f in figures])
     points = np.round(points, 9)
