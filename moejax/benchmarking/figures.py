@@ -1,4 +1,4 @@
-"""From times and ledgers to figures with units; docs/benchmark.md defines each."""
+"""Figures with units from times and ledgers; docs/benchmark.md defines each."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""What a benchmark writes: a table, rows of `moejax.files.result_rows`, JSON, CSV."""
+"""Records of a benchmark: a table, rows of `moejax.files.result_rows`, JSON, CSV."""
 
 import csv
 import dataclasses

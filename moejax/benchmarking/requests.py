@@ -1,4 +1,4 @@
-"""What is asked: prompts of a file, or of a length, as token ids."""
+"""Prompts of a file, or of a length, as token ids."""
 
 import dataclasses
 import hashlib

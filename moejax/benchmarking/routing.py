@@ -53,7 +53,7 @@ CHOSEN_MASS = 0.9  # of a softmax that a trace of chosen experts stands for
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What the routers say in S steps of M layers and B sequences.
+    """Router outputs of S steps of M layers and B sequences.
 
     Invariants: `ids` are the top A of `probabilities`, by falling probability, none twice.
 
@@ -115,7 +115,7 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """What decode steps take in place of the router's choice, and where it is from."""
+    """Choices that decode steps take in place of the router's, and their source."""
 
     work: Workload
     about: str
@@ -161,7 +161,7 @@ def with_skew(
 def of_trace(
     config: ModelConfig, trace: Trace, batch: int, *, recall: float, seed: int, name: str
 ) -> Routing:
-    """Of the decoded tokens of a trace, the sequences of a batch at different places of it.
+    """Replays the decoded tokens of a trace, each sequence from another place of it.
 
     A trace of another number of experts is scaled (`scaled_trace`), and its gates
     are made up; layers that it lacks are its layers again, from another place.
@@ -389,7 +389,7 @@ def _popularity(
 
 
 def _scale(logits: np.ndarray, width: int) -> float:
-    """What logits are multiplied by so that the likeliest of the chosen has its share."""
+    """Factor of the logits at which the likeliest chosen expert has its share."""
     top = -np.sort(-logits.astype(np.float64), axis=-1)[:, :width]
     wanted = TOP_SHARES.get(width, 0.5 + 0.5 / width)
     low, high = 0.0, 64.0
