@@ -146,7 +146,7 @@ def _compare(
 def _requests(
     config: BenchmarkConfig, models: Models, file: PromptFile | None, batch: int
 ) -> Requests:
-    """What is asked in batches of so many."""
+    """Requests in batches of so many."""
     room = (config.context or models.config.context_limit) - config.new_tokens
     length = config.prompt_tokens or PROMPT_TOKENS
     if room < 1 or (file is None and length > room):
@@ -205,7 +205,7 @@ def _measured(
 def _predicted(
     config: BenchmarkConfig, models: Models, runner: Runner, asked: Requests
 ) -> np.ndarray | None:
-    """What `fidelity` compares; None where it cannot be had, which is no loss of the times."""
+    """Predictions that `fidelity` compares; None where there is no room for them."""
     samples = fidelity.sample_prompts(asked.prompts, config.fidelity_share)
     try:
         with plain_memory_errors(models.device):
