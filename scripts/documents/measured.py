@@ -67,7 +67,7 @@ def memory_table() -> str:
 
 
 def a_plan() -> str:
-    """What `moejax.plan` prints of a shape, and of the demo in two tiers."""
+    """Plan that `moejax.plan` prints of a shape, and of the demo in two tiers."""
     config, _ = cli.parse(plan.COMMAND, ["plan", *PLAN])
     name, model, sizes, itemsize = model_of(config)
     budget = budget_of(config, model, sizes, itemsize)

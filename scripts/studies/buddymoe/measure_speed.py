@@ -185,7 +185,7 @@ def _of_one_program(
 
 
 def cost(run: Run) -> None:
-    """What deciding takes: policies whose decisions lead to the transfers of the pool alone.
+    """Cost of deciding: policies whose decisions lead to the transfers of the pool alone.
 
     All run every expert in INT4 from the same LRU slots: on_demand says so, DyMoE has all experts
     critical (of one tier, and with INT2 beside it that nobody asks for), BuddyMoE may replace
@@ -266,7 +266,7 @@ def _round(
 
 
 def _ratio(found: Measured, base: Measured) -> float:
-    """Of the bytes over the link, which should be 1."""
+    """Ratio of the bytes over the link, which should be 1."""
     before = base.facts["megabytes_a_step"]
     return found.facts["megabytes_a_step"] / before if before else 1.0
 
@@ -274,7 +274,7 @@ def _ratio(found: Measured, base: Measured) -> float:
 def one_miss_workload(
     config: ModelConfig, *, num_steps: int, slots: int, misses: bool, hits_ahead: bool = True
 ) -> Workload:
-    """Of one sequence: A - 1 experts of the first `slots` stay, the last one is what is asked.
+    """Workload of one sequence whose last expert misses; the others stay in the first `slots`.
 
     With `misses` it is another one in each step, of those that no LRU cache of so many slots still
     holds, else it stays too. So a step's time over that without misses is what a miss costs.

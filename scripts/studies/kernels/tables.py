@@ -23,7 +23,7 @@ Curves = dict[str, dict[int, Rows]]  # by "section | shape and form", then by ro
 
 
 def latest_rows(path: Path) -> list[ResultRow]:
-    """Of a file; of a row that was measured twice the later one."""
+    """Rows of a file; of a row that was measured twice the later one."""
     return list({row.what: row for row in read_rows(path)}.values())
 
 
@@ -39,7 +39,7 @@ def read_curves(rows: list[ResultRow]) -> Curves:
 
 
 def beside_cublas(curves: Curves) -> Curves:
-    """The same, with the bf16 product of the shape by cuBLAS beside every packed form of it."""
+    """Curves with the bf16 product of the shape by cuBLAS beside every packed form of it."""
     merged: Curves = {}
     for name, sizes in curves.items():
         plain = curves.get(f"{name.split()[0]} | {name.split()[2]} bfloat16", {})

@@ -109,7 +109,7 @@ def main(argv: list[str]) -> None:
 
 
 def row(policy: str, done: Measured, rate: float, device: jax.Device) -> ResultRow:
-    """Of the results."""
+    """Makes a row of the results."""
     facts: dict[str, Any] = {
         "settings_x_tokens_a_second": rate,
         "processor_s": done.processor,

@@ -1,4 +1,4 @@
-"""What the sections of `bench_policies.py` share: options, workloads, rows, time."""
+"""Options, workloads, rows and time of the sections of `bench_policies.py`."""
 
 import dataclasses
 import time
@@ -20,7 +20,7 @@ CFT_ALPHA, MOST_BUDDIES, SMOOTHING = 0.95, 31, 1.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """As on the command line, where they are described."""
+    """Options of the command line, where they are described."""
 
     batches: Sequence[int]
     bits: int
@@ -53,7 +53,7 @@ class Run:
         self._workloads: dict[tuple[int, bool], Workload] = {}
 
     def workload(self, batch: int = 1, *, shifts: bool = False) -> Workload:
-        """Of so many sequences; made once."""
+        """Workload of so many sequences; made once."""
         key = (batch, shifts)
         if key not in self._workloads:
             o, shape = self.options, self.lab.shape
@@ -97,7 +97,7 @@ class Run:
     def measured(
         self, what: str, make: Callable[[], Memory], workload: Workload, batch: int = 1, **how: Any
     ) -> Measured | None:
-        """Of a memory that is made for it and given back; see `Lab.measure`, and `attempt`."""
+        """Measures a memory that is made for it and released; see `Lab.measure`, and `attempt`."""
 
         def part() -> Measured:
             memory = make()
