@@ -7,7 +7,7 @@ from moejax.benchmarking.routing import QWEN3_HIT_RATES, lru_trace, scaled_trace
 
 
 def lru_hit_rate(trace: np.ndarray, slots: int, num_experts: int) -> float:
-    """Of int32[steps, M, A] on caches of `slots` experts a layer, without the first tenth."""
+    """Hit rate of int32[steps, M, A] on LRU caches of `slots` a layer, without the first tenth."""
     hits = total = 0
     for layer in range(trace.shape[1]):
         last_use = np.full(num_experts, -1)
