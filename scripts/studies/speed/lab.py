@@ -1,4 +1,4 @@
-"""What `bench_policies.py` measures with: memories of random experts, timed."""
+"""Memories of random experts, timed for `bench_policies.py`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,12 +7,12 @@ import jax
 
 from moejax.benchmarking.expected_kernels import require_kernels
 from moejax.benchmarking.random_weights import Packing
+from moejax.benchmarking.routing import Workload
 from moejax.benchmarking.shape_memory import (
     ShapeMemories,
     replay,
     tier_name,
 )
-from moejax.benchmarking.workloads import Workload
 from moejax.experts.budget import (
     BOTH,
     Budget,
@@ -60,7 +60,7 @@ class Lab(ShapeMemories):
         self, bits: Sequence[int], gib: float, *, batch: int = 1, prefetch: int = 0, bulk: int = 0,
         slots: Sequence[int] = (), prefetch_in: str = BOTH,
     ) -> Budget:  # fmt: skip
-        """What `moejax.experts` makes of so many GiB, for tiers of these precisions."""
+        """Plans so many GiB for tiers of these precisions, as `moejax.experts` does."""
         config, context = self.config, self.sizes.context
         tiers = [Tier(name=tier_name(b), expert_nbytes=self.expert_nbytes(b)) for b in bits]
         return make_budget(
@@ -125,7 +125,7 @@ class Lab(ShapeMemories):
         self, runner: Runner, workload: Workload, batch: int = 1, *,
         ttft: bool = False, profile: bool = False,
     ) -> Measured:  # fmt: skip
-        """As `measure`; of a runner that may have compiled its programs already.
+        """Measures a runner that may have compiled its programs already; see `measure`.
 
         Raises:
           SystemExit: something serves packed products that is not expected to.
