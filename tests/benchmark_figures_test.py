@@ -1,5 +1,6 @@
 """Figures of a benchmark against hand computations; made-up and replayed routing."""
 
+import contextlib
 import dataclasses
 import types
 from typing import Any
@@ -13,7 +14,8 @@ from moejax.benchmarking import bandwidth, figures, routing
 from moejax.benchmarking.measuring import BatchTimes, Bench, Measured
 from moejax.config.benchmark import BenchmarkConfig
 from moejax.errors import MoejaxError
-from moejax.inference.generation import GenerationSettings, Timing
+from moejax.inference.generation import GenerationSettings
+from moejax.inference.step_output import StepOutput
 from moejax.models.shapes import TINY
 from moejax.routing.trace import Trace, trace_of_replay
 
@@ -30,12 +32,16 @@ SECOND = BatchTimes([10, 10], [5, 5], 1.5, [(0.6, 3), (0.1, 1)])
 class EndsTest(absltest.TestCase):
     def test_a_call_in_which_all_answers_ended_is_no_time_of_a_step(self):
         """Two answers of 9 tokens asked for, in calls of 4; both end in the second call."""
-        told = [([[1], [1]], 0), ([[2] * 4, [2] * 3], 4), ([[3], []], 5)]
+        calls = iter([[[2, 2, 2, 2], [2, 2, 0, -1]], [[0, -1, -1, -1], [-1] * 4], [[-1] * 4] * 2])
+        session = types.SimpleNamespace(since=0, emitted=StepOutput([[1], [1]], None))
+
+        def decode(*_: Any) -> None:
+            session.emitted = StepOutput(next(calls), None)
+
         runner: Any = types.SimpleNamespace(
-            memory=None,
-            programs=types.SimpleNamespace(seconds=0.0),
-            run=lambda *_: iter([(t, Timing(0.0, 0.0, n, 0.0)) for t, n in told]),
-        )
+            memory=None, fixed=None, programs=types.SimpleNamespace(seconds=0.0), decode=decode,
+            prefill=lambda *_: session, reading=lambda _: contextlib.nullcontext(),
+        )  # fmt: skip
         settings = GenerationSettings.of(max_new_tokens=9)
         bench = Bench(runner, context=64, settings=settings, eos_ids=(0,), steps_per_call=4)
         found = bench._batch([[5, 6], [7]])
