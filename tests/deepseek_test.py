@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from moejax import Engine
 from moejax.checkpoints import save_hf_checkpoint
-from moejax.checkpoints.load import load_weights
+from moejax.checkpoints.reader import load_weights
 from moejax.errors import MoejaxError
 from moejax.inference.runner import Runner
 from moejax.models import latent_attention

@@ -14,7 +14,8 @@ import numpy as np
 from absl import logging
 from absl.testing import absltest, parameterized
 
-from moejax.checkpoints import load, open_checkpoint, save_orbax
+from moejax.checkpoints import open_checkpoint, save_orbax
+from moejax.checkpoints import reader as readers
 from moejax.checkpoints.experts import open_experts, row_checksum
 from moejax.checkpoints.formats.interfaces import Tensors
 from moejax.errors import MoejaxError
@@ -140,13 +141,13 @@ class ValuesTest(ReaderTestCase):
     def test_loading_without_experts(self, make):
         checkpoint, _ = self.open(make())
         whole, read = self.load(checkpoint), []
-        original = load.read_tensor
+        original = readers.read_tensor
 
         def recorded(tensor, destination):
             read.append(tensor.name)
             original(tensor, destination)
 
-        with mock.patch.object(load, "read_tensor", recorded):
+        with mock.patch.object(readers, "read_tensor", recorded):
             found = self.load(checkpoint, experts=False)
         self.assertNotEmpty(read)
         self.assertEmpty([name for name in read if ".experts." in name])
@@ -181,11 +182,13 @@ class RefusalTest(ReaderTestCase):
     @parameterized.parameters(False, True)
     def test_fp8(self, fused):
         self.assert_refused(
-            Fp8(WIDE, fused=fused), "moe.gate_up is stored in FP8, of which there are no slots"
+            Fp8(WIDE, fused=fused), "moe.gate_up is FP8, of which there are no slots"
         )
 
     def test_act_order(self):
-        self.assert_refused(Gptq(QWEN, act_order=True), "moe.gate_up is stored in GPTQ's act-order")
+        self.assert_refused(
+            Gptq(QWEN, act_order=True), "moe.gate_up is permuted by GPTQ's act-order"
+        )
 
     def test_no_experts(self):
         model = dataclasses.replace(QWEN, moe_layers=())
@@ -238,7 +241,6 @@ class FaultTest(ReaderTestCase):
         row = reader.empty_row()
         reader.read(1, 2, row)
         crc = row_checksum(row)
-        self.assertEqual(reader.checksum(1, 2), crc)
         reader.read(1, 2, row)
         original = (self.directory / WEIGHTS).read_bytes()
 

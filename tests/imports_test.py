@@ -141,7 +141,11 @@ class ImportsTest(parameterized.TestCase):
         ("pallas_kernels/x/y.py", "def f():\n    import torch", "imports torch"),
         ("moejax/models/x.py", "from moejax.quantization import rtn", "moejax.models is pure"),
         ("moejax/models/x.py", "from moejax import engine", "imports moejax.engine"),
-        ("moejax/models/x.py", "import moejax.checkpoints.load as l", "imports moejax.checkpoints"),
+        (
+            "moejax/models/x.py",
+            "import moejax.checkpoints.reader as l",
+            "imports moejax.checkpoints",
+        ),
         ("moejax/policies/x.py", "from moejax.models.config import A", "moejax.policies is pure"),
         ("moejax/policies/x.py", "import time", "a policy imports time"),
         ("moejax/quantization/x.py", "import moejax.policies", "moejax.quantization is pure"),

@@ -16,13 +16,13 @@ from moejax.models.config import ModelConfig
 from moejax.models.decode_layers import choose_token_step, is_plain
 from moejax.models.delta_net import choose_delta_step
 from moejax.models.grouped_experts import choose_for_tiers, choose_grouped
+from moejax.models.leaf_kinds import EXPERT_LEAVES as EXPERT_LEAVES
 from moejax.models.leaf_kinds import STEADY_LEAVES, leaves_of
 from moejax.models.moe import ExpertsVia, choose_routing, kernel_refusal
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import Weight
 from pallas_kernels.target import Choice, Target
 
-EXPERT_LEAVES = leaves_of("experts")
 # Of one product with all tokens; "kept" ones too, for other engines' checkpoints may pack them.
 LINEAR_LEAVES = leaves_of("attention", "shared_experts", "mlp", "router", "kept")
 # At one token a sequence heads take what it packs apart (`LatentAttention._to_heads`).
