@@ -216,7 +216,9 @@ class RefusedTest(QuantizeTestCase):
         job, expected = self.job(), self.undisturbed()[0]
         full = OSError(errno.ENOSPC, "No space left on device")
         with stopped_after(count, full):
-            self.assert_refused(job, "no space left for", "start the same command again")
+            self.assert_refused(
+                job, "No space left on device; make room and start the same command again"
+            )
         self.assertEmpty(list(job.output.rglob("*.partial")))
         quantize_checkpoint(job)
         self.assertEqual(digests(job.output), expected)

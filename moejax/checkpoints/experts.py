@@ -25,7 +25,12 @@ from absl import logging
 from moejax.checkpoints.leaves import LeafPlan, Part, split_experts
 from moejax.checkpoints.open import Checkpoint
 from moejax.checkpoints.reader import CheckpointReader, fill_part, read_compensators
-from moejax.checkpoints.safetensors_reader import OutOfRangeError, StoredTensor, check_range
+from moejax.checkpoints.safetensors_reader import (
+    OutOfRangeError,
+    StoredTensor,
+    check_range,
+    read_values,
+)
 from moejax.errors import MoejaxError
 from moejax.files.checksums import checksum
 from moejax.models.leaf_kinds import EXPERT_LEAVES
@@ -63,13 +68,7 @@ class TensorFiles:
         """Reads a tensor into contiguous memory of its size and dtype; raises as `read_tensor`."""
         if not self._finalizer.alive:
             raise ValueError(f"the files of {self.directory} are closed")
-        view, descriptor = bytes_of(destination), self._opened[tensor.path]
-        done = 0
-        while done < len(view):  # one read returns at most 2 GiB
-            count = _read_at(descriptor, view[done:], tensor.offset + done)
-            if not count:
-                raise MoejaxError(f"{tensor.path} ended inside {tensor.name}; it was changed")
-            done += count
+        read_values(tensor, destination, self._opened[tensor.path])
         tensor.verify(destination)
         check_range(tensor, destination)
 
@@ -105,19 +104,6 @@ def _sample(descriptor: int) -> list[bytes]:
 def _close(opened: dict[Path, int]) -> None:
     while opened:
         os.close(opened.popitem()[1])
-
-
-def bytes_of(array: np.ndarray) -> memoryview:
-    """The memory of a contiguous array."""
-    return array.reshape(-1).view(np.uint8).data
-
-
-def _read_at(descriptor: int, view: memoryview, offset: int) -> int:
-    if hasattr(os, "preadv"):
-        return os.preadv(descriptor, [view], offset)
-    content = os.pread(descriptor, len(view), offset)  # macOS
-    view[: len(content)] = content
-    return len(content)
 
 
 class ExpertReader:
