@@ -21,11 +21,12 @@ from moejax.checkpoints.sizes import checkpoint_sizes, shape_sizes
 from moejax.config.commands import MemoryConfig, PlanConfig
 from moejax.config.policy import PolicyConfig
 from moejax.experts import machine
-from moejax.experts.budget import LOW_RANK, Limits, Machine, describe_tiers
+from moejax.experts.budget import Limits, Machine, describe_tiers
 from moejax.inference import chunking as chunks
 from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
 from moejax.policies.attention_importance import importance_nbytes
+from moejax.weights import LOW_RANK
 from tests import quantized_stores as stores
 from tests import slow
 from tests.random_checkpoints import TINY, write_random_checkpoint
@@ -88,7 +89,7 @@ class SizesTest(PlanCase):
         self.assertEqual(dict(sizes.weights_nbytes), expected)
         num_experts = len(checkpoint.config.moe_layers) * checkpoint.config.num_experts
         experts = sum(loaded[leaf].nbytes for leaf in EXPERTS)
-        self.assertEqual(sizes.tier.expert_nbytes * num_experts + terms, experts)
+        self.assertEqual(sizes.expert_nbytes * num_experts + terms, experts)
 
     @parameterized.parameters(
         ("gptq with act-order", "moe.gate_up is permuted"),
@@ -121,8 +122,8 @@ class SizesTest(PlanCase):
         kind = CodesKind(bits=4, group_size=16, zero_kind="float", scale_dtype="float16")
         sizes = shape_sizes(config, np.dtype(np.float16), expert_kind=kind)
         # Matrices [64, 64] and [64, 32], of each weight 4 bits and 32 for 16 weights.
-        self.assertEqual(sizes.tier.expert_nbytes, 64 * (64 + 32) * 6 // 8)
-        self.assertEqual(sizes.tier.name, "6.00 bits a weight")
+        self.assertEqual(sizes.expert_nbytes, 64 * (64 + 32) * 6 // 8)
+        self.assertEqual(sizes.expert_form, "6.00 bits a weight")
 
 
 class ContractTest(PlanCase):

@@ -9,17 +9,19 @@ from moejax.checkpoints.formats.interfaces import CodesKind
 from moejax.checkpoints.leaves import LeafPlan
 from moejax.checkpoints.open import Checkpoint
 from moejax.checkpoints.reader import CheckpointReader
-from moejax.experts.budget import LOW_RANK, Tier
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
 from moejax.models.leaf_kinds import EXPERT_LEAVES, leaves_of
+from moejax.weights import LOW_RANK
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes of a model's weights, as `moejax.experts.budget.make_budget` takes them."""
+    """Sizes of a model's weights, and the form of its experts."""
 
-    weights_nbytes: Mapping[str, int]  # of what stays on the device, by leaf
-    tier: Tier  # of the experts; of 0 bytes where there are none
+    # Of what stays on the device, by leaf; low-rank factors of experts under "moe" and `LOW_RANK`.
+    weights_nbytes: Mapping[str, int]
+    expert_nbytes: int  # of one expert; 0 where there are none
+    expert_form: str  # "4.50 bits a weight", or "none"
     refusal: str | None = None  # why the experts have no form in which they could move
 
 
@@ -87,5 +89,5 @@ def _sizes(config: ModelConfig, leaves: Mapping[str, LeafPlan]) -> Sizes:
     num_experts = len(config.moe_layers) * config.num_experts
     expert_nbytes = experts // num_experts if num_experts else 0
     weights = len(config.moe_layers) and 3 * config.model_dim * config.expert_dim
-    name = f"{8 * expert_nbytes / weights:.2f} bits a weight" if weights else "none"
-    return Sizes(weights_nbytes=nbytes, tier=Tier(name=name, expert_nbytes=expert_nbytes))
+    form = f"{8 * expert_nbytes / weights:.2f} bits a weight" if weights else "none"
+    return Sizes(weights_nbytes=nbytes, expert_nbytes=expert_nbytes, expert_form=form)
