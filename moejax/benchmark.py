@@ -25,7 +25,7 @@ from moejax.files.result_rows import check_rows
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """The flags beside `--config`."""
+    """Defines the flags beside `--config`."""
     flags.DEFINE_boolean("stats", False, "a line of counts for each layer", flag_values=values)
 
 

@@ -1,4 +1,4 @@
-"""The one wrapper of every main: flags and config in, one line on stderr when something is wrong.
+"""Wrapper of every main: reads flags and config, prints errors as one line on stderr.
 
     COMMAND = cli.Command(doc=__doc__, default=GenerateConfig(), define_flags=..., body=...)
     if __name__ == "__main__":
@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import difflib
 import importlib
+import importlib.metadata
 import io
 import os
 import re
@@ -31,7 +32,6 @@ from typing import Generic, NoReturn, TypeVar
 from absl import flags, logging
 from ml_collections import config_dict, config_flags
 
-from moejax import __version__
 from moejax.config.options import (
     RunConfig,
     check_field_name,
@@ -55,14 +55,14 @@ _Config = TypeVar("_Config", bound=RunConfig)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command(Generic[_Config]):
-    """One main.
+    """A main: its help, configuration and body.
 
     Attributes:
       doc: its help text, before the flags.
       default: the configuration without flags.
       define_flags: defines the flags beside `--config`.
-      body: what it does.
-      resumes: whether the same command, run again after an interruption, goes on where it was.
+      body: runs it.
+      resumes: whether the command, run again after an interruption, resumes where it stopped.
     """
 
     doc: str
@@ -79,7 +79,7 @@ def main() -> NoReturn:
         print(_overview())
         sys.exit(0)
     if name in ("-version", "--version"):
-        print(f"moejax {__version__}")
+        print(f"moejax {importlib.metadata.version('moejax')}")
         sys.exit(0)
     if name not in MAINS:
         near = difflib.get_close_matches(name, MAINS, n=1)
@@ -107,9 +107,9 @@ def _overview() -> str:
 def run(command: Command[_Config], argv: Sequence[str] | None = None) -> NoReturn:
     """Runs a main on `argv`, by default the process's arguments, and ends the process.
 
-    A process that Ctrl-C has interrupted, be it once in a conversation, ends without the
-    interpreter's own end: XLA may still be compiling, and that end waits for its threads and then
-    crashes on them (jax 0.10.2, 2026-11-24).
+    A process that was interrupted by Ctrl-C, even once in a conversation, ends without the
+    interpreter's shutdown: XLA may still be compiling, and the shutdown waits for its threads and
+    then crashes on them (jax 0.10.2, 2026-11-24).
     """
     if sys.stderr is None:  # closed by the caller, and print() would take stdout in its place
         sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115, used to the end
@@ -132,7 +132,7 @@ def run(command: Command[_Config], argv: Sequence[str] | None = None) -> NoRetur
 
 
 def end_at_once(status: int) -> NoReturn:
-    """Ends the process with what was printed, and without the interpreter's own end; see `run`."""
+    """Flushes output and ends the process without the interpreter's shutdown; see `run`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
@@ -141,13 +141,13 @@ def end_at_once(status: int) -> NoReturn:
 
 
 def _escape(record: LogRecord) -> bool:
-    """Makes one printable line of a log record, which may name what stands in a file."""
+    """Makes one printable line of a log record, which may quote a file."""
     record.msg, record.args = printable(record.getMessage()).replace("\n", "\\n"), ()
     return True
 
 
 def exit_status(command: Command[_Config], argv: Sequence[str]) -> int:
-    """Runs a main on `argv` (the program's name first); prints its error if any; the status."""
+    """Runs a main on `argv` (the program's name first), prints its error; returns the status."""
     verbose = any(re.fullmatch("--?verbose(=(true|t|1|yes|y))?", arg, re.I) for arg in argv)
     config: _Config | None = None
     try:
@@ -175,15 +175,15 @@ def exit_status(command: Command[_Config], argv: Sequence[str]) -> int:
 
 
 def parse(command: Command[_Config], argv: Sequence[str]) -> tuple[_Config, flags.FlagValues]:
-    """The checked run configuration and the other flags.
+    """Parses the run configuration, checked, and the other flags.
 
-    `--config=FILE` names a file with a `get_config()`; without it the command's own defaults serve.
-    `--config.FIELD=VALUE` overrides one field. `--FIELD=VALUE` does so too where no flag is named
-    so, and so does the last part of a field's name where one field alone ends so.
+    `--config=FILE` names a file with a `get_config()`; without it the command's own defaults apply.
+    `--config.FIELD=VALUE` overrides one field. `--FIELD=VALUE` does so too if no flag has that
+    name, and so does the last part of a field's name if it is unambiguous.
 
     Raises:
       MoejaxError: the file or a field is missing or wrong.
-      flags.Error: a flag is unknown, malformed, or an argument is no flag.
+      flags.Error: a flag is unknown, malformed, or an argument is not a flag.
     """
     values = flags.FlagValues()
     flags.DEFINE_boolean("help", False, "print this and end (-h)", flag_values=values)
@@ -216,7 +216,7 @@ class _Arguments:
 
 
 def _arguments(argv: Sequence[str], values: flags.FlagValues, default: RunConfig) -> _Arguments:
-    """Sorts a command line. `--flag value` is `--flag=value`, also where a value begins with "-".
+    """Sorts a command line; `--flag value` is `--flag=value`, even if it begins with "-".
 
     Raises:
       MoejaxError: `--config.FIELD` names no field.
@@ -261,11 +261,11 @@ def _arguments(argv: Sequence[str], values: flags.FlagValues, default: RunConfig
 
 
 def _flag_of(name: str, values: flags.FlagValues, default: RunConfig) -> str:
-    """The flag that a name means, of a field "config.FIELD"; "" for none.
+    """Flag that a name means, "config.FIELD" for a field; "" for none.
 
     Raises:
-      MoejaxError: it is "config.FIELD" of no field.
-      flags.Error: it is the end of several fields' names.
+      MoejaxError: "config.FIELD" names no field.
+      flags.Error: several fields' names end with it.
     """
     if name == "config" or name in values:
         return name
@@ -281,7 +281,7 @@ def _flag_of(name: str, values: flags.FlagValues, default: RunConfig) -> str:
 
 
 def _near(name: str, values: flags.FlagValues, default: RunConfig) -> str:
-    """The flag whose name, or the end of whose name, is nearest."""
+    """Flag whose name, or the end of whose name, is nearest."""
     words = {option.name.rpartition(".")[2]: f"config.{option.name}" for option in options(default)}
     words |= {option.name: f"config.{option.name}" for option in options(default)}
     words |= {flag: flag for flag in ("config", *values)}
@@ -292,7 +292,7 @@ def _read_file(path: str, config_class: type[RunConfig]) -> config_dict.ConfigDi
     """Runs a config file's `get_config()`.
 
     Raises:
-      MoejaxError: there is no such file, it fails, or it is another command's.
+      MoejaxError: the file is missing, fails, or belongs to another command.
     """
     # What follows a colon is ml_collections' argument of get_config.
     if not Path(path.split(":", 1)[0]).is_file():
@@ -319,10 +319,10 @@ def _read_file(path: str, config_class: type[RunConfig]) -> config_dict.ConfigDi
 
 
 def user_path(name: str) -> Path:
-    """A path as a user types it, `~` and `~name` spelt out: no shell does that behind a `=`.
+    """Expands `~` and `~name` in a path, which no shell does behind a `=`.
 
     Raises:
-      MoejaxError: nobody knows whose home is meant.
+      MoejaxError: there is no such user.
     """
     try:
         return Path(name).expanduser()
@@ -355,6 +355,6 @@ def _fail(message: str, status: int, verbose: bool) -> int:
 
 
 def _one_line(text: str) -> str:
-    """The first and the last line of a message, which is where a long one says what is wrong."""
+    """Joins a message's first and last line, where a long one names the problem."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " ".join(lines if len(lines) <= 2 else [lines[0], "...", lines[-1]])

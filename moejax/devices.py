@@ -1,4 +1,4 @@
-"""Which device runs, and where compiled programs are kept."""
+"""Devices, and the directory of compiled programs."""
 
 import contextlib
 import errno
@@ -15,7 +15,7 @@ PLATFORMS = ("auto", "cpu", "gpu")
 
 
 def choose_device(platform: str) -> jax.Device:
-    """The first device of `platform`; "auto" is JAX's default device.
+    """Chooses the first device of `platform`; "auto" is JAX's default device.
 
     Raises:
       MoejaxError: an unknown platform, or one that JAX does not see.
@@ -29,7 +29,7 @@ def choose_device(platform: str) -> jax.Device:
 
 
 def check_dtype(dtype: str, platform: str) -> None:
-    """Raises MoejaxError for a dtype in which the platform cannot multiply.
+    """Raises MoejaxError for a dtype that the platform cannot multiply.
 
     XLA on a CPU has no product of float16 that is summed in float32 (jaxlib 0.10.2).
     """
@@ -38,7 +38,7 @@ def check_dtype(dtype: str, platform: str) -> None:
 
 
 def _why_none(platform: str, error: Exception) -> str:
-    """What was asked for, by our settings and by JAX's, and what there is."""
+    """Explains a missing device: the requested platform, JAX's own limits, and what exists."""
     asked = f"platform {platform!r} was asked for"
     if allowed := jax.config.values["jax_platforms"]:
         asked += f", and JAX may use only {allowed!r} (JAX_PLATFORMS)"
@@ -76,10 +76,10 @@ def plain_memory_errors(device: jax.Device) -> Iterator[None]:
 
 
 def default_compilation_cache() -> Path:
-    """$XDG_CACHE_HOME/moejax/xla, in the home directory without it.
+    """Default directory: $XDG_CACHE_HOME/moejax/xla, or in the home directory.
 
     Raises:
-      RuntimeError: without either.
+      RuntimeError: there is neither.
     """
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "moejax" / "xla"
@@ -89,8 +89,8 @@ def enable_compilation_cache(directory: str) -> Path | None:
     """Keeps compiled programs on disk, so that the next process starts in seconds.
 
     Args:
-      directory: where; "auto" is `default_compilation_cache()`, "" is off. A place that the
-        process had already set wins over "auto".
+      directory: "auto" is `default_compilation_cache()`, "" is off. A directory that the process
+        has already set takes precedence over "auto".
 
     Returns:
       The directory, or None when it is off.

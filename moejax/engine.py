@@ -35,10 +35,10 @@ from moejax.inference.generation import AnswerBuilder, Chunk, Generation, Genera
 from moejax.inference.generation_defaults import read_generation_defaults, with_defaults
 from moejax.inference.likelihood import PairScorer, Scored
 from moejax.inference.live_batch import LiveBatch
+from moejax.inference.recorder import RecordSpec, recording
 from moejax.inference.runner import Runner
 from moejax.models.config import ModelConfig
 from moejax.models.kernel_choice import Served, describe_packing
-from moejax.routing.recorder import RecordSpec, recording
 from moejax.text.chat_template import ChatSettings, checked_messages
 from moejax.text.prompts import Prompt, as_batch, check_length, check_tokens, token_ids_of
 from moejax.text.tokenizer import Tokenizer
@@ -55,13 +55,13 @@ class Engine:
     Attributes:
       config: the model's shape.
       weights: flat dict of layer-stacked leaves, plain or packed, on `device`.
-      tokenizer: None where the checkpoint has none; prompts are then token ids.
+      tokenizer: None if the checkpoint has none; prompts are then token ids.
       eos_ids: tokens that end an answer.
-      device: where it runs.
+      device: runs the model.
       context: cache length of every call, or 0 to take what the prompts need.
-      defaults: of `GenerationSettings`, as the checkpoint has them.
-      load_seconds: reading the checkpoint.
-      budget: what was planned, where limits were given to `from_pretrained`.
+      defaults: the checkpoint's `GenerationSettings`.
+      load_seconds: time to read the checkpoint.
+      budget: the plan, if `from_pretrained` was given limits.
     """
 
     def __init__(
@@ -77,17 +77,17 @@ class Engine:
         memory: ExpertMemory | TieredMemory | None = None,
         defaults: Mapping[str, Any] | None = None,
     ):
-        """Around weights that are on the device; `from_pretrained` reads them.
+        """Makes an engine from weights on the device; `from_pretrained` reads them.
 
         Args:
           config: the model's shape.
           weights: flat dict of layer-stacked leaves.
-          tokenizer: of prompts that are texts.
+          tokenizer: encodes prompts that are texts.
           eos_ids: tokens that end an answer.
           device: None for JAX's default one.
           context: cache length of every call, or 0.
-          kernels: which may serve products with packed weights; None for what the device has.
-          memory: what holds the experts, where `weights` lack them (`moejax.experts`).
+          kernels: kernels for packed weights; None for the device's.
+          memory: holds the experts if `weights` lack them (`moejax.experts`).
           defaults: fields of `GenerationSettings` in place of its own defaults.
         """
         if not 0 <= context <= config.context_limit:
@@ -129,18 +129,18 @@ class Engine:
         Args:
           path: a Hugging Face directory, a directory written by `save_orbax`, a name such as
             "Qwen/Qwen3-30B-A3B", or "demo", the model that comes with the package.
-          dtype: "float32", "bfloat16", "float16", or "auto": float32 on a CPU, what the file
-            holds elsewhere.
+          dtype: "float32", "bfloat16", "float16", or "auto": float32 on a CPU, what the file holds
+            elsewhere.
           platform: "cpu", "gpu", or "auto".
           context: cache length, 0 for what each call needs.
           compilation_cache: directory of compiled programs, "auto", or "" for none.
-          progress: whether a bar is drawn on stderr, and compiling that takes long is said there.
-          limits: of memory; experts that do not fit move while the model runs. None: all are on
-            the device.
+          progress: draws a bar on stderr, and reports long compilations there.
+          limits: memory limits; experts that do not fit are fetched while the model runs. None: all
+            are on the device.
           policy: decides which experts run, in which stored form; None: those of the router.
-          batch: sequences at once that limits have to hold; more are an error of the device.
-          generation_config: whether settings that a call leaves out are those of the checkpoint's
-            generation_config.json; its eos tokens are taken either way.
+          batch: sequences per batch that the limits must hold; more may run out of memory.
+          generation_config: settings that a call omits come from the checkpoint's
+            generation_config.json; its eos tokens apply either way.
 
         Raises:
           MoejaxError: with one line for every kind of bad input.
@@ -181,9 +181,9 @@ class Engine:
         return engine
 
     def close(self) -> None:
-        """Ends threads and transfers, lets go of weights, pools and pinned memory; once is enough.
+        """Ends threads and transfers, frees weights, pools and pinned memory; may be repeated.
 
-        What is asked of the engine afterwards is a MoejaxError, as is the rest of a stream.
+        Later calls raise MoejaxError, and so does the rest of a stream.
         """
         runner, self._open, self.weights = self._open, None, {}
         if runner is None:
@@ -208,18 +208,18 @@ class Engine:
 
     @property
     def ledger(self) -> Ledger | TieredLedger | None:
-        """What moving experts did so far; None where all experts are among the weights."""
+        """Ledger of expert movement so far; None if all experts are among the weights."""
         memory = self._runner.memory
         return memory.settle() if memory else None
 
     @property
     def compile_seconds(self) -> float:
-        """Spent in compiling so far."""
+        """Seconds spent in compiling so far."""
         return self._runner.programs.seconds
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of the activations."""
+        """Dtype of the activations."""
         return self._runner.dtype
 
     @property
@@ -234,12 +234,12 @@ class Engine:
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits a parameter of all that is stored: every tier, and what stayed plain."""
+        """Bits per parameter of all that is stored: every tier, and plain weights."""
         return self.bits.overall
 
     @property
     def bits(self) -> BitsPerWeight:
-        """Bits a weight by part, and their bytes."""
+        """Bits per weight by part, and their bytes."""
         return bits_of(self.config, self.weights, self._runner.memory)
 
     @property
@@ -254,10 +254,10 @@ class Engine:
 
     @property
     def kernels(self) -> dict[str, str]:
-        """What serves each product: {"decode attention.o_proj": "mosaic, int4g64 float", ...}.
+        """Kernel choice of each product: {"decode attention.o_proj": "mosaic, int4g64 float", ...}.
 
-        Of the calls so far, the last of a phase where they differ; before the first, of a batch of
-        one. Where a kernel refused, its reason follows.
+        The choices are those of the calls so far, the last of a phase if they differ; before the
+        first call, those for a batch of one. If a kernel refused, its reason follows.
         """
         return {
             f"{phase} {name}": of.describe()
@@ -274,7 +274,7 @@ class Engine:
 
     @property
     def experts_used(self) -> list[str]:
-        """The forms that ran the experts so far (`moejax.models.moe`), by name."""
+        """Forms that ran the experts so far (`moejax.models.moe`), by name."""
         return sorted(self._runner.experts_used)
 
     @property
@@ -285,7 +285,7 @@ class Engine:
     def recording(
         self, path: str | Path, *, about: dict[str, str] | None = None, **spec: Any
     ) -> contextlib.AbstractContextManager[None]:
-        """Around calls whose routing goes to a trace at `path`; `spec` is of `RecordSpec`."""
+        """Records the routing of calls to a trace at `path`; `spec` has `RecordSpec`'s fields."""
         return recording(self._runner, Path(path), RecordSpec(**spec), about)
 
     def generate(self, prompts: Prompt | Sequence[Prompt], **settings: Any) -> list[Generation]:
@@ -293,13 +293,12 @@ class Engine:
 
         Args:
           prompts: texts or lists of token ids; a single one, or a list.
-          **settings: fields of `GenerationSettings`; `defaults` are taken for those left out.
+          **settings: fields of `GenerationSettings`; `defaults` apply to omitted ones.
 
         Returns:
-          One answer a prompt, what the prompt alone with its own seed (`seed` + i) would have
-          got. In float32 to the token, wherever the best two logits are not within rounding of
-          each other; in bfloat16 a batch of another size rounds differently, and near ties fall
-          either way.
+          One answer per prompt, equal to the answer of the prompt alone with its own seed (`seed` +
+          i). In float32 to the token, unless the best two logits are within rounding of each other;
+          in bfloat16 a batch of another size rounds differently, and near ties fall either way.
         """
         wanted = GenerationSettings.of(**with_defaults(self.defaults, settings))
         ids = [self._encode(prompt, wanted) for prompt in as_batch(prompts)]
@@ -328,7 +327,7 @@ class Engine:
         ]
 
     def stream(self, prompt: Prompt, **settings: Any) -> Iterator[Chunk]:
-        """Answers one prompt, a token at a time; arguments as `generate`."""
+        """Answers one prompt, a token at a time; arguments as in `generate`."""
         wanted = GenerationSettings.of(**with_defaults(self.defaults, settings))
         ids = self._encode(prompt, wanted)
         length = self._cache_length([ids], wanted)
@@ -342,7 +341,7 @@ class Engine:
         enable_thinking: bool | None = None,
         **settings: Any,
     ) -> Generation:
-        """Answers the last message of a conversation; arguments as of `chat_prompt`.
+        """Answers the last message of a conversation.
 
         Args:
           messages: each with "role" (system, user or assistant) and "content".
@@ -356,11 +355,11 @@ class Engine:
     def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], *, enable_thinking: bool | None = None
     ) -> list[int]:
-        """Token ids of a conversation in the model's chat template, for `generate` and `stream`.
+        """Encodes a conversation in the model's chat template, for `generate` and `stream`.
 
         Args:
           messages: each with "role" (system, user or assistant) and "content".
-          enable_thinking: of templates that know it, such as Qwen3's; None: their own default.
+          enable_thinking: for templates that know it, such as Qwen3's; None: their own default.
 
         Raises:
           MoejaxError: the messages are wrong, or the checkpoint has no tokenizer or no template.
@@ -383,7 +382,7 @@ class Engine:
                     return
 
     def logits(self, token_ids: Sequence[Sequence[int]] | np.ndarray) -> np.ndarray:
-        """Logits of every position.
+        """Computes logits of every position.
 
         Args:
           token_ids: int[B, T], rows of one length.
@@ -404,12 +403,12 @@ class Engine:
         return self._runner.logits(tokens.astype(np.int32))
 
     def score(self, tokens: np.ndarray, lengths: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        """Negative log-likelihood of given tokens; the logits never leave the device.
+        """Sums the negative log-likelihood of given tokens; logits stay on the device.
 
         Args:
           tokens: int32[B, T], inputs, padded at the end.
           lengths: int32[B], inputs of each row.
-          targets: int32[B, T], the token after each input; -1 does not count.
+          targets: int32[B, T], the token after each input; -1 is not counted.
 
         Returns:
           float64[B], in nats, summed over each row.
@@ -421,11 +420,11 @@ class Engine:
 
     @property
     def scorer(self) -> PairScorer:
-        """Log-likelihoods of texts and of token ids."""
+        """Scorer of texts and token ids."""
         return PairScorer(self._runner, self.tokenizer, self.eos_ids)
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]], **how: Any) -> list[Scored]:
-        """Of each (context, continuation); `PairScorer.of_texts` says how, and what `how` is."""
+        """Scores each (context, continuation); see `PairScorer.of_texts` for `how`."""
         return self.scorer.of_texts(pairs, **how)
 
     def _ending(self, settings: GenerationSettings) -> tuple[int, ...]:
@@ -443,9 +442,9 @@ class Engine:
     def _cache_length(
         self, prompts: list[list[int]], settings: GenerationSettings, batch_size: int = 0
     ) -> int:
-        """S for a call: the engine's context, or a bucket that holds prompts and answers.
+        """Cache length S of a call: the engine's context, or a bucket that holds the call.
 
-        `batch_size`: sequences of the call; 0: as many as there are prompts.
+        `batch_size`: sequences of the call; 0: one per prompt.
         """
         planned = self.budget.context if self.budget else self.config.context_limit
         return cache_length(
@@ -461,13 +460,13 @@ class Engine:
         return (self.context or planned) - 1
 
     def check_prompt(self, ids: list[int]) -> None:
-        """Raises MoejaxError, which says the lengths, where a prompt leaves no room to answer."""
+        """Raises MoejaxError, naming the lengths, if a prompt leaves no room to answer."""
         self._cache_length([ids], GenerationSettings())
 
     def live_batch(
         self, prompts: list[list[int]], settings: Sequence[GenerationSettings], **how: Any
     ) -> LiveBatch:
-        """Prompts that run as one batch, each with its own settings; `how` is of `LiveBatch`."""
+        """Starts a batch of prompts with settings each; `how` has `LiveBatch`'s arguments."""
         rows = list(zip(prompts, settings, strict=True))
         size = max(len(rows), how.get("size", 0))
         length = max(self._cache_length([prompt], own, size) for prompt, own in rows)

@@ -17,13 +17,14 @@ docs/evaluation.md has a command for each.
 
 from absl import flags
 
-from moejax import cli, report
+from moejax import cli
 from moejax.config.commands import EvaluateConfig
+from moejax.loading import check_recorded
 from moejax.text.corpus import load_text
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """No flags beside `--config`."""
+    """Defines no flags beside `--config`."""
     del values
 
 
@@ -31,7 +32,7 @@ def evaluate(config: EvaluateConfig, values: flags.FlagValues) -> None:
     """Measures, prints lines, writes the JSON file."""
     del values
     output = cli.user_path(config.output) if config.output else None
-    report.check_recorded(config)
+    check_recorded(config)
     text = load_text(str(cli.user_path(config.text)), config.join)
     # JAX is imported here: --help and mistakes need not wait for it.
     from moejax.evaluation import perplexity_run
@@ -40,7 +41,7 @@ def evaluate(config: EvaluateConfig, values: flags.FlagValues) -> None:
 
 
 def resumes(config: EvaluateConfig) -> bool:
-    """Whether a run keeps what it measured so far, and the next one goes on from there."""
+    """Whether a run keeps its measurements so far, and the next one resumes from them."""
     return bool(config.output) and not config.policy.name
 
 

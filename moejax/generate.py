@@ -1,10 +1,11 @@
-"""Text in, text out.
+"""Generates text from prompts, or talks in a conversation.
 
     python -m moejax.generate --prompt="Once upon a time"
     python -m moejax.generate --config=configs/qwen3_30b_a3b.py --chat
 
-The new text goes to stdout as it comes; all else goes to stderr, a line of figures last. With
-several prompts the answers are computed as one batch and printed in order, each under a heading.
+The new text goes to stdout as it is generated; all else goes to stderr, a line of figures last.
+With several prompts the answers are computed as one batch and printed in order, each under a
+heading.
 """
 
 import functools
@@ -15,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
-from moejax import cli, report
+from moejax import cli
 from moejax.config.commands import GenerateConfig
-from moejax.config.loading import compared, load_engine, say
-from moejax.errors import MoejaxError
+from moejax.errors import MoejaxError, print_stderr
+from moejax.inference import report
 from moejax.inference.conversation import converse, read_turns, thinking_remarks
+from moejax.loading import check_recorded, load_engine, recorded
 from moejax.text.chat_template import ChatSettings
 from moejax.text.prompts import read_prompts
 
@@ -31,7 +33,7 @@ MOST_ECHOED = 1000  # characters of a prompt
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """The flags beside `--config`."""
+    """Defines the flags beside `--config`."""
     flags.DEFINE_boolean("stats", False, "a line of counts for each layer", flag_values=values)
     flags.DEFINE_multi_string("prompt", [], "a text to continue", flag_values=values)
     flags.DEFINE_multi_string(
@@ -62,7 +64,7 @@ def generate(config: GenerateConfig, values: flags.FlagValues) -> None:
             f"fidelity_share={config.fidelity_share:g} is measured under --stats, in answers to "
             "--prompt or --prompt_file: give both, or leave it out"
         )
-    report.check_recorded(config)
+    check_recorded(config)
     engine = load_engine(config, max(1, len(prompts)))
     if engine.tokenizer is None:
         raise MoejaxError(f"{config.checkpoint} has no tokenizer.json, so it takes no text")
@@ -70,10 +72,10 @@ def generate(config: GenerateConfig, values: flags.FlagValues) -> None:
     request["add_special_tokens"] &= not values.chat  # the template writes them
     chat, given = config.chat_settings(), prompts
     if values.chat:
-        say(*thinking_remarks(chat, engine.tokenizer))
+        print_stderr(*thinking_remarks(chat, engine.tokenizer))
         chats = (chat.messages([{"role": "user", "content": prompt}]) for prompt in prompts)
         prompts = [engine.tokenizer.apply_chat_template(of, **chat.variables()) for of in chats]
-    with report.tracing(config.trace_dir), report.recorded(engine, config):
+    with report.tracing(config.trace_dir), recorded(engine, config):
         if turns is not None:
             answer = functools.partial(stream_answer, engine, request)
             converse(turns, engine.tokenizer, chat, answer)
@@ -86,11 +88,13 @@ def generate(config: GenerateConfig, values: flags.FlagValues) -> None:
             shown_all = [echoed(text, ends_line=values.chat) for text in given]
             answers = print_answers(engine, prompts, request, shown_all)
     if values.stats:
-        say(*(engine.ledger.describe_layers() if engine.ledger else [report.NO_COUNTS]))
+        print_stderr(*(engine.ledger.describe_layers() if engine.ledger else [report.NO_COUNTS]))
         if engine.ledger and config.fidelity_share and config.policy.tiering():
+            from moejax.evaluation.fidelity import kl_from_exact
+
             special = request["add_special_tokens"]
             ids = [engine.tokenizer.encode(of, add_special_tokens=special) for of in prompts]
-            say(compared(config, engine, ids, answers))
+            print_stderr(kl_from_exact(config, engine, ids, answers))
 
 
 def stream_answer(
@@ -100,13 +104,12 @@ def stream_answer(
     chunks: list["Chunk"],
     shown: str = "",
 ) -> None:
-    """Prints the answer while it is made, then the closing line.
+    """Prints the answer while it is generated, then the closing line.
 
     Args:
-      engine: with a tokenizer.
-      request: settings of the answer.
-      prompt: a text.
-      chunks: those of the answer are added, at once.
+      engine: has a tokenizer.
+      request: the answer's settings.
+      chunks: each chunk is appended as it is generated.
       shown: printed before the answer.
     """
     assert engine.tokenizer is not None
@@ -120,10 +123,9 @@ def stream_answer(
 
 
 def echoed(prompt: str, *, ends_line: bool) -> str:
-    """The end of a prompt, faint, where stdout is a terminal; else nothing.
+    """Returns the end of a prompt, faint, if stdout is a terminal; else nothing.
 
     Args:
-      prompt: as the user gave it.
       ends_line: whether the answer begins a line of its own.
     """
     if not sys.stdout.isatty():
@@ -142,7 +144,7 @@ def print_answers(
     `shown[i]` is printed before the i-th answer.
 
     Returns:
-      The tokens of each.
+      Each answer's tokens.
     """
     answers = engine.generate(prompts, **request)
     for i, (answer, before) in enumerate(zip(answers, shown, strict=True), start=1):
@@ -168,7 +170,7 @@ def _close(
         device_peak_bytes=report.device_peak_bytes(engine.device),
         settings=describe_defaults(engine.defaults, request),
     )
-    say(figures, *(engine.ledger.describe() if engine.ledger else []))
+    print_stderr(figures, *(engine.ledger.describe() if engine.ledger else []))
 
 
 COMMAND = cli.Command(

@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> None:
     """Registers the model and runs lm_eval's command line; our errors are one line on stderr.
 
     Args:
-      argv: takes the place of the process's arguments, the program's name first; None: those.
+      argv: the program's name, then its arguments; None: the process's.
     """
     if argv is not None:
         sys.argv[:] = argv
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _data_of(folder: str | None, arguments: list[str]) -> contextlib.AbstractContextManager[None]:
-    """Makes tasks read the folder; with None they read the hub."""
+    """Makes tasks read the folder; with None they read the Hub."""
     if folder is None:
         return contextlib.nullcontext()
     from moejax.evaluation.local_data import LocalData, in_place_of_the_hub

@@ -1,10 +1,11 @@
-"""Where every byte of a configuration goes, before anything is loaded.
+"""Plans every byte of a configuration before anything is loaded.
 
     python -m moejax.plan --config=configs/qwen3_30b_a3b.py --config.memory.device_gib=24
     python -m moejax.plan --config.shape=Mixtral-8x7B --config.bits=4 --config.memory.device_gib=16
 
 Reads config.json and the headers of the weights, or takes a named shape; needs no accelerator. The
-table goes to stdout. What cannot run is refused, with the smallest budget that would do.
+table goes to stdout. A configuration that cannot run is refused; the error names the smallest
+budget that works.
 """
 
 from absl import flags
@@ -17,11 +18,11 @@ from moejax.experts.machine import this_machine
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """There are none beside `--config`."""
+    """Defines no flags beside `--config`."""
 
 
 def plan(config: PlanConfig, values: flags.FlagValues) -> None:
-    """Prints the table, what it means for speed, and the warnings."""
+    """Prints the table, its meaning for speed, and the warnings."""
     del values
     # They import JAX, which --help and mistakes need not wait for.
     from moejax.devices import PLATFORMS, check_dtype

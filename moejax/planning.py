@@ -1,4 +1,4 @@
-"""From a configuration of `moejax.plan` to a budget."""
+"""Converts a configuration of `moejax.plan` to a budget."""
 
 import types
 from collections.abc import Sequence
@@ -26,14 +26,10 @@ from moejax.models.shapes import SHAPES
 
 
 def tiered_budget(config: PlanConfig, tiering: Tiering) -> TieredBudget:
-    """The budget of a configuration with a policy.
-
-    Args:
-      config: of the plan.
-      tiering: the policy and its tiers.
+    """Plans the budget of a configuration with a policy.
 
     Raises:
-      MoejaxError: it cannot run.
+      MoejaxError: the configuration cannot run.
     """
     if config.shape:
         return _budget_of_shape(config, tiering)
@@ -47,7 +43,7 @@ def tiered_budget(config: PlanConfig, tiering: Tiering) -> TieredBudget:
 
 
 def _budget_of_shape(config: PlanConfig, tiering: Tiering) -> TieredBudget:
-    """The same of a named shape; tiers have the bits that their names say."""
+    """Plans a named shape's budget; tiers have the bits that their names say."""
     if tiering.emulate:
         raise MoejaxError("a shape takes no policy.emulate")
     assert isinstance(tiering.policy, str)
@@ -66,16 +62,13 @@ def _budget_of_shape(config: PlanConfig, tiering: Tiering) -> TieredBudget:
 
 
 def budget_of(config: PlanConfig, model: ModelConfig, sizes: Sizes, itemsize: int) -> Budget:
-    """The budget of a configuration.
+    """Plans the budget of a configuration.
 
     Args:
-      config: of the plan.
-      model: its shape.
-      sizes: of its weights.
-      itemsize: bytes of a number of the activations.
+      itemsize: bytes per number of the activations.
 
     Raises:
-      MoejaxError: it cannot run.
+      MoejaxError: the configuration cannot run.
     """
     context, chunk = _sizes(config, model)
     limits = config.memory.limits()
@@ -98,13 +91,7 @@ def budget_of(config: PlanConfig, model: ModelConfig, sizes: Sizes, itemsize: in
 
 
 def bits_line(model: ModelConfig, sizes: Sizes, tiers: Sequence[Tier]) -> str:
-    """Bits a weight of the experts in each tier, of the rest, and overall.
-
-    Args:
-      model: its shape.
-      sizes: of its weights.
-      tiers: forms of its experts.
-    """
+    """Bits per weight of the experts in each tier, of the rest, and overall."""
     num_experts = len(model.moe_layers) * model.num_experts
     experts = {tier.name: num_experts * tier.expert_nbytes for tier in tiers if num_experts}
     return f"weights: {bits_of_sizes(model, sizes.weights_nbytes, experts).describe()}"
@@ -120,17 +107,17 @@ def _sizes(config: PlanConfig, model: ModelConfig) -> tuple[int, int]:
 
 
 def _device(config: PlanConfig) -> "jax.Device":
-    """Of a device no more is asked than its platform, which may be one that is not here."""
+    """Stand-in device: a plan needs only the platform's name."""
     return cast("jax.Device", types.SimpleNamespace(platform=platform_of(config)))
 
 
 def platform_of(config: PlanConfig) -> str:
-    """A plan is of an accelerator unless it says otherwise, whatever this machine has."""
+    """Platform of a plan: an accelerator unless the configuration says otherwise."""
     return "gpu" if config.platform == "auto" else config.platform
 
 
 def model_of(config: PlanConfig) -> tuple[str, ModelConfig, Sizes, int]:
-    """Name, shape, sizes of the weights, and bytes of a number of the activations."""
+    """Name, shape, sizes of the weights, and bytes per number of the activations."""
     if not config.shape:
         checkpoint = open_checkpoint(config.checkpoint)
         dtype = np.dtype(checkpoint.choose_dtype(config.dtype, _device(config)))
@@ -146,7 +133,7 @@ def _dtype_of_shape(config: PlanConfig) -> np.dtype:
 
 
 def _sizes_of_shape(config: PlanConfig, bits: int, group_size: int) -> Sizes:
-    """With experts and dense MLPs of so many bits in such groups."""
+    """Sizes of a shape with experts and dense MLPs in so many bits and such groups."""
 
     def kind(bits: int, group_size: int = config.group_size) -> CodesKind | None:
         if bits == 16:

@@ -1,13 +1,13 @@
-"""Which experts are alike: the buddy lists of `moejax.policies.buddymoe`, from a model and a text.
+"""Profiles a model on a text: buddy lists of similar experts for `moejax.policies.buddymoe`.
 
     python -m moejax.profile_experts --config.text=mine.txt
     python -m moejax.profile_experts --config.checkpoint=DIR --config.source=outputs
     python -m moejax.profile_experts --config.checkpoint=DIR --config.output=elsewhere.safetensors
 
 Counts over the text which experts the routers choose, alone and together, and writes the lists
-(BuddyMoE eq. 4 to 6) beside the checkpoint, with all that is needed to make them again. The text
-should be of the domain that will be served, and none that is evaluated on. One line with the
-result goes to stdout, a progress bar to stderr.
+(BuddyMoE eq. 4 to 6) beside the checkpoint, with all that is needed to make them again. Use a text
+of the domain to be served, and not one that is evaluated on. One line with the result goes to
+stdout, a progress bar to stderr.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ from moejax import cli
 from moejax.config.profile import ProfileConfig
 from moejax.errors import MoejaxError
 from moejax.policies.buddy_lists import Source
-from moejax.text.corpus import Text, load_text
+from moejax.text.corpus import Text, beginning, encode, load_text
 
 WINDOW = 2048
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """No flags beside `--config`."""
+    """Defines no flags beside `--config`."""
     del values
 
 
@@ -41,14 +41,14 @@ def profile_experts(config: ProfileConfig, values: flags.FlagValues) -> None:
 
     from moejax.checkpoints import resolve_checkpoint
     from moejax.engine import Engine
-    from moejax.evaluation import record
-    from moejax.evaluation.expert_profile import Counting, profile
+    from moejax.evaluation.expert_profile import Counting, profile, provenance
+    from moejax.evaluation.record import check_output
     from moejax.inference.runner import Runner
     from moejax.routing import profile_file as buddies
 
     directory = resolve_checkpoint(config.checkpoint)
     output = cli.user_path(config.output) if config.output else directory / buddies.FILE_NAME
-    record.check_output(output)
+    check_output(output)
     # Float32 is float32 on every device: a rounded router chooses other experts.
     with jax.default_matmul_precision("highest"):
         engine = Engine.from_pretrained(
@@ -64,9 +64,9 @@ def profile_experts(config: ProfileConfig, values: flags.FlagValues) -> None:
             raise MoejaxError(f"window={window} is beyond the model's context of {longest}")
         if engine.tokenizer is None:
             raise MoejaxError(f"{config.checkpoint} has no tokenizer.json, so it takes no text")
-        stream = record.encode(engine.tokenizer, directory, text, special=config.add_special_tokens)
+        stream = encode(engine.tokenizer, directory, text, special=config.add_special_tokens)
         if config.max_tokens and len(stream.ids) > config.max_tokens:
-            stream, text = record.beginning(engine.tokenizer, stream, text, config.max_tokens)
+            stream, text = beginning(engine.tokenizer, stream, text, config.max_tokens)
         counting = Counting(
             config.warmup,
             config.warmup_weight,
@@ -87,7 +87,7 @@ def profile_experts(config: ProfileConfig, values: flags.FlagValues) -> None:
             )
     found = buddies.profile_of(
         activity,
-        buddies.provenance(config.checkpoint, directory, engine, text, stream)
+        provenance(config.checkpoint, directory, engine, text, stream)
         | {"window": window, "counting": dataclasses.asdict(counting)},
         source=cast(Source, config.source),
         smoothing=config.smoothing,

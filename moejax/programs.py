@@ -1,4 +1,4 @@
-"""Programs compiled once for a shape and kept, with the time that compiling took."""
+"""Programs compiled once per shape and kept, with their compile times."""
 
 import contextlib
 import time
@@ -33,11 +33,11 @@ class CompiledPrograms:
       seconds: spent in tracing, lowering and compiling so far.
       num_traces: programs built so far; constant after warm-up.
       history: function name and seconds of each, in order.
-      announce: gives what is entered around compiling a program of a name.
+      announce: makes the context in which a program of a name is compiled.
     """
 
     def __init__(self, options_of: Callable[[Function], Mapping[str, str]] = _no_options) -> None:
-        """`options_of` says what XLA is told of a function's programs."""
+        """Starts without programs; `options_of` gives a function's XLA options."""
         self._options_of = options_of
         self._programs: dict[Hashable, jax.stages.Compiled] = {}
         self.seconds = 0.0
@@ -47,7 +47,7 @@ class CompiledPrograms:
         self._is_closed = False
 
     def close(self) -> None:
-        """Lets go of all programs; nobody gets one any more."""
+        """Frees all programs; `get` raises afterwards."""
         self._is_closed = True
         self._programs.clear()
 
@@ -64,7 +64,7 @@ class CompiledPrograms:
         *,
         num_donated: int,
     ) -> jax.stages.Compiled:
-        """The program for `function(*static, *arguments)`, called with `arguments` alone.
+        """Compiles `function(*static, *arguments)`, called with `arguments` alone.
 
         Args:
           function: pure; its leading arguments are static.
@@ -101,7 +101,7 @@ class CompiledPrograms:
         *,
         num_donated: int,
     ) -> jax.stages.Lowered:
-        """Traces and lowers the program of `get`; arguments as there."""
+        """Traces and lowers the program that `get` compiles."""
         jitted = jax.jit(
             lambda *args: function(*static, *args),
             donate_argnums=tuple(range(num_donated)),

@@ -1,12 +1,12 @@
-"""A checkpoint in, the same quantized out.
+"""Quantizes a checkpoint to a new directory.
 
     python -m moejax.quantize --config.checkpoint=demo --config.output=demo-milo
     python -m moejax.quantize --config=configs/quantize_mixtral_8x7b.py --config.output=mixtral-milo
     python -m moejax.quantize --config.output=x --config.rules="head, embed: method=rtn bits=8"
 
 The output is a directory that `moejax.generate`, `moejax.evaluate` and `Engine.from_pretrained`
-take. Killed at any moment and started again with the same settings, the command goes on where it
-was. A bar with the time left goes to stderr, the report to stdout.
+take. Killed at any moment and started again with equal settings, the command resumes where it
+stopped. A bar with the time left goes to stderr, the report to stdout.
 """
 
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # it imports JAX
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """No flags beside `--config`."""
+    """Defines no flags beside `--config`."""
     del values
 
 
@@ -37,11 +37,7 @@ def quantize(config: QuantizeConfig, values: flags.FlagValues) -> None:
 
 
 def run(config: QuantizeConfig, *, progress: bool = True) -> "Outcome":
-    """Quantizes a checkpoint; what the command does, from Python.
-
-    Args:
-      config: what the command's flags say.
-      progress: whether a bar is drawn on stderr.
+    """Quantizes a checkpoint from Python, like the command.
 
     Raises:
       MoejaxError: as `quantize_checkpoint`, or a field of the configuration is not allowed.
@@ -85,7 +81,7 @@ def run(config: QuantizeConfig, *, progress: bool = True) -> "Outcome":
 
 
 def read_text(name: str) -> str | None:
-    """The text of a UTF-8 file; None for the one that ships.
+    """Reads a UTF-8 file; None for the text that ships.
 
     Raises:
       MoejaxError: the file is missing, or not UTF-8.

@@ -22,7 +22,7 @@ NEEDED = ("starlette", "uvicorn", "prometheus_client")
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """No flags beside `--config`."""
+    """Defines no flags beside `--config`."""
     del values
 
 
@@ -36,14 +36,14 @@ def serve(config: ServeConfig, values: flags.FlagValues) -> None:
             "repository"
         )
     # JAX is imported here: --help and mistakes need not wait for it.
-    from moejax.config.loading import load_engine
+    from moejax.loading import load_engine
     from moejax.serving import server
 
     server.serve(config, lambda: load_engine(config, config.max_batch), read_key(config))
 
 
 def read_key(config: ServeConfig) -> str:
-    """The key that clients give, from the command line or its file; "" for none.
+    """Reads the clients' key from the command line or its file; "" for none.
 
     Raises:
       MoejaxError: the file cannot be read, or holds no key.

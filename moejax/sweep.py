@@ -1,4 +1,4 @@
-"""A trace of routing through thousands of settings, without weights.
+"""Replays a trace of routing through thousands of settings, without weights.
 
     python -m moejax.generate --prompt="..." --config.record_trace=x.trace
     python -m moejax.sweep --config.trace=x.trace --config.grid=slots=4:32:4
@@ -7,8 +7,8 @@
         --config.tiers=int4=2654208,int2=1474560
 
 For each setting: hits, bytes over the link by cause, gate mass by tier, the time of a decode step
-at each speed of the link, and two ceilings: Belady's cache in the same memory, and what the bytes
-that it moves take. The table on stdout has the settings that no other one beats; all of them go to
+at each speed of the link, and two ceilings: Belady's cache in equal memory, and the time of the
+bytes that it moves. The table on stdout has the settings on the Pareto front; all settings go to
 the JSON Lines file and the plot.
 """
 
@@ -19,16 +19,16 @@ from pathlib import Path
 from absl import flags
 
 from moejax import cli
+from moejax.config.grid import described, eighths, settings
 from moejax.config.sweep import SweepConfig, check_picture
 from moejax.errors import MoejaxError
 from moejax.evaluation.record import check_output
 from moejax.files import result_rows as results
 from moejax.routing.simulate.costs import Machine, calibrate, measured_rows
-from moejax.routing.simulate.grid import described, eighths, settings
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """No flags beside `--config`."""
+    """Defines no flags beside `--config`."""
     del values
 
 
@@ -90,10 +90,10 @@ def sweep(config: SweepConfig, values: flags.FlagValues) -> None:
 
 
 def places(config: SweepConfig) -> tuple[Path | None, Path | None]:
-    """Of the rows and the picture; None for none.
+    """Paths of the rows and the picture; None for none.
 
     Raises:
-      MoejaxError: one cannot be written, or holds what is neither.
+      MoejaxError: one cannot be written, or holds something else.
     """
     output = cli.user_path(config.output) if config.output else None
     plot = cli.user_path(config.plot) if config.plot else None
@@ -109,10 +109,10 @@ def places(config: SweepConfig) -> tuple[Path | None, Path | None]:
 
 
 def machines(config: SweepConfig) -> list[Machine]:
-    """One for each speed of the link; a calibration's own comes first.
+    """Makes one machine for each speed of the link; a calibration's own comes first.
 
     Raises:
-      MoejaxError: the calibration cannot be read or tells nothing.
+      MoejaxError: the calibration cannot be read or does not determine the link.
     """
     base_ms, fetch_ms, found = config.base_ms, config.fetch_ms, []
     if config.calibration:

@@ -1,1 +1,1 @@
-"""GPU kernels in Pallas, one folder an operation: plain arrays in, plain arrays out."""
+"""GPU kernels in Pallas, one folder per operation: plain arrays in, plain arrays out."""

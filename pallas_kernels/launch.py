@@ -22,21 +22,21 @@ def triton_call(
     interpret: bool,
     aliases: Mapping[int, int] | None = None,
 ) -> Callable[..., Any]:
-    """A Pallas-Triton kernel over whole arrays; the body indexes them itself.
+    """Builds a Pallas-Triton kernel over whole arrays; the body indexes them itself.
 
     Triton is named explicitly: a bare `pallas_call` means Mosaic before jax 0.11.2 and Triton from
     it on. Its deprecation warning is the only one silenced.
 
     Args:
-      body: takes one ref an operand, then one an output.
-      name: operation, dtype and tile; what a profile shows.
+      body: takes one ref per operand, then one per output.
+      name: operation, dtype and tile, shown in profiles.
       grid: programs.
-      out_shape: of the output, or of each of several.
-      num_warps: of a program.
-      num_stages: of Triton's software pipeline.
+      out_shape: shape of the output, or of each of several.
+      num_warps: warps per program.
+      num_stages: stages of Triton's software pipeline.
       interpret: runs the body on the CPU, for tests.
-      aliases: operand -> output that takes its place in memory; the operand must be donated, or
-        XLA copies it. The body writes the output's ref.
+      aliases: operand -> output that takes its place in memory; the operand must be donated, or XLA
+        copies it. The body writes the output's ref.
     """
 
     def call(*operands: jax.Array) -> Any:
@@ -65,15 +65,15 @@ def mosaic_call(
     num_warpgroups: int,
     cluster: int = 1,
 ) -> Callable[..., Any]:
-    """A Pallas-Mosaic kernel whose body is emitted whole (`stream.emit`), over whole arrays.
+    """Builds a Pallas-Mosaic kernel whose body is emitted whole, over whole arrays.
 
     Args:
       body: takes the MLIR reference of each operand, output and scratch buffer.
-      name: operation, form and tile; what a profile shows.
+      name: operation, form and tile, shown in profiles.
       num_blocks: thread blocks, or clusters of them; each block reads its index from ctaid.x.
-      out_shape: of the output, or of each of several.
+      out_shape: shape of the output, or of each of several.
       scratch: shared memory, as `plgpu.SMEM` types.
-      num_warpgroups: of a block; 128 threads each.
+      num_warpgroups: warpgroups per block; 128 threads each.
       cluster: neighbouring blocks that reach each other's shared memory.
     """
 
@@ -108,16 +108,16 @@ def mosaic_pipeline_call(
     num_warpgroups: int,
     alias: int | None = None,
 ) -> Callable[..., Any]:
-    """A Pallas-Mosaic kernel whose body is written in Pallas and whose warpgroups differ.
+    """Builds a Pallas-Mosaic kernel written in Pallas, whose warpgroups differ.
 
     Args:
-      body: takes one ref an operand, then one an output, then the scratch by name.
-      name: operation, form and tile; what a profile shows.
+      body: takes one ref per operand, then one per output, then the scratch by name.
+      name: operation, form and tile, shown in profiles.
       num_blocks: thread blocks, axis "block".
-      out_shape: of the output, or of each of several.
+      out_shape: shape of the output, or of each of several.
       scratch: shared memory and barriers.
-      num_warpgroups: of a block, axis "warpgroup"; 128 threads each.
-      alias: the operand whose memory the only output takes, as `aliases` of `triton_call`.
+      num_warpgroups: warpgroups per block, axis "warpgroup"; 128 threads each.
+      alias: the operand whose memory the only output reuses, see `aliases` of `triton_call`.
     """
     params = plgpu.CompilerParams(
         lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True

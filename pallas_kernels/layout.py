@@ -45,7 +45,7 @@ class Plane(NamedTuple):
 
 
 def padded_length(num_codes: int) -> int:
-    """Codes of a row with its padding: the next multiple of 32."""
+    """Codes of a row with padding: the next multiple of 32."""
     return -(-num_codes // WORD_BITS) * WORD_BITS
 
 
@@ -71,7 +71,7 @@ def num_groups(num_codes: int, group_size: int) -> int:
 
 
 def planes(num_codes: int, bits: int) -> tuple[Plane, ...]:
-    """Where the planes of a row lie."""
+    """Positions of a row's planes."""
     _check_bits(bits)
     found, first_word, shift = [], 0, bits
     for width in PLANES[bits]:
@@ -106,7 +106,7 @@ def pack(codes: Any, bits: int) -> Any:
 
 
 def unpack(words: Any, bits: int, num_codes: int) -> Any:
-    """The codes of packed rows.
+    """Unpacks rows of codes.
 
     Args:
       words: uint32[..., num_words(num_codes, bits)].
@@ -149,7 +149,7 @@ def _namespace(array: Any) -> ModuleType:
 
 
 def _blocks(num_codes: int) -> list[tuple[int, int, int]]:
-    """(first code, codes of a block, how many such blocks): the full ones, then the short one."""
+    """Runs (first code, codes per block, number of blocks): the full ones, then the short one."""
     length = padded_length(num_codes)
     full, rest = length // BLOCK, length % BLOCK
     runs = [(0, BLOCK, full)] if full else []
@@ -157,7 +157,7 @@ def _blocks(num_codes: int) -> list[tuple[int, int, int]]:
 
 
 def _shifts(width: int, xp: ModuleType) -> Any:
-    """uint32[positions, 1, 2]: where half h of position p begins in a word."""
+    """Bit offsets uint32[positions, 1, 2]: where half h of position p begins in a word."""
     positions = 16 // width
     shifts = np.arange(positions)[:, None, None] * width + np.arange(2)[None, None] * 16
     return xp.asarray(shifts.astype(np.uint32))

@@ -1,4 +1,4 @@
-"""An operation: its implementations in order of preference, their refusals, and the choice."""
+"""Operations: implementations in order of preference, their refusals, and the choice."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,14 +21,14 @@ class Implementation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """Kernels that compute one thing, and a reference in plain JAX that computes it anywhere.
+    """Kernels of one computation, and a reference in plain JAX that runs anywhere.
 
     Attributes:
-      name: what errors call it.
+      name: its name in errors.
       kernels: the best first.
       reference: takes the operands and the static arguments; it refuses nothing.
-      abstract: takes the same; returns what refusals depend on, arrays or their shapes.
-      shared_refusals: reasons that hold for every kernel; takes what `abstract` gives.
+      abstract: takes the reference's arguments; returns arrays or shapes that refusals depend on.
+      shared_refusals: reasons that apply to every kernel; takes the result of `abstract`.
     """
 
     name: str
@@ -45,11 +45,11 @@ class Operation:
     def refusal(
         self, implementation: str, *abstract: Any, target: Target | None = None
     ) -> str | None:
-        """Why an implementation cannot serve, all reasons in one line, or None.
+        """Returns all reasons why an implementation refuses, in one line, or None.
 
         Args:
           implementation: one of `names`.
-          abstract: as the attribute gives it.
+          abstract: the result of the attribute `abstract`.
           target: None for the default device.
 
         Raises:
@@ -64,7 +64,7 @@ class Operation:
         return "; ".join(reasons) or None
 
     def choose(self, *abstract: Any, target: Target | None = None) -> Choice:
-        """The first implementation that does not refuse, and why those before it do."""
+        """Chooses the first implementation that does not refuse; keeps earlier refusals."""
         refusals: dict[str, str] = {}
         for kernel in self.kernels:
             reason = self.refusal(kernel.name, *abstract, target=target)
@@ -86,7 +86,7 @@ class Operation:
         Args:
           operands: of the operation.
           implementation: one of `names`; None for the one that `choose` names.
-          tiles: of a kernel; None for its own. The reference has none.
+          tiles: a kernel's; None for its own. The reference has none.
           interpret: runs a kernel on the CPU, for tests.
           static: arguments that a program is compiled for.
 
@@ -113,7 +113,7 @@ class Operation:
 
 
 def not_half(*operands: tuple[str, Any]) -> list[str]:
-    """A reason for each operand, such as ("x is", its dtype), in other than 16-bit floats."""
+    """Lists a reason for each operand, such as ("x is", its dtype), that is not 16-bit float."""
     return [
         f"{name} {dtype}, not bfloat16 or float16"
         for name, dtype in operands

@@ -44,22 +44,22 @@ class PackedMatrices:
 
     @property
     def num_slots(self) -> int:
-        """S."""
+        """Number of matrices, S."""
         return self.words.shape[0]
 
     @property
     def num_outputs(self) -> int:
-        """N."""
+        """Rows per matrix, N."""
         return self.words.shape[1]
 
     @property
     def num_groups(self) -> int:
-        """G; 0 where plain."""
+        """Groups per row, G; 0 if plain."""
         return 0 if self.scales is None else self.scales.shape[2]
 
     @property
     def zero_kind(self) -> str:
-        """What zeros are: "float", "integer", "symmetric" or, of plain matrices, "none"."""
+        """Kind of zeros: "float", "integer", "symmetric" or, for plain matrices, "none"."""
         if self.bits == PLAIN_BITS:
             return "none"
         if self.zeros is None:
@@ -72,7 +72,7 @@ class PackedMatrices:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self)) // self.num_slots
 
     def describe(self) -> str:
-        """Its form in a few words, such as "int3g64 float"."""
+        """Describes the form in a few words, such as "int3g64 float"."""
         if self.bits == PLAIN_BITS:
             return str(self.words.dtype)
         group = "row" if self.group_size == self.num_inputs else str(self.group_size)
@@ -131,7 +131,7 @@ class LowRank:
         return self.u.num_inputs
 
     def check(self, weights: PackedMatrices) -> None:
-        """Raises ValueError unless it fits `weights`."""
+        """Raises ValueError unless the terms fit `weights`."""
         self.u.check()
         self.v.check()
         for name, part in (("u", self.u), ("v", self.v)):
@@ -151,7 +151,7 @@ class LowRank:
 
 
 def plain(matrices: jax.Array) -> PackedMatrices:
-    """bf16 or fp16 [S, N, K] as operands of the same calls."""
+    """Wraps bf16 or fp16 [S, N, K] as operands."""
     inputs = matrices.shape[-1]
     return PackedMatrices(
         words=matrices, scales=None, zeros=None, num_inputs=inputs, bits=PLAIN_BITS,
@@ -160,7 +160,7 @@ def plain(matrices: jax.Array) -> PackedMatrices:
 
 
 def dequantize(weights: PackedMatrices, slots: jax.Array) -> jax.Array:
-    """float32[..., N, K]: the matrices at int32[...] slots, in plain jnp.
+    """Dequantizes the matrices at int32[...] slots, float32[..., N, K], in plain jnp.
 
     Slots outside 0..S - 1 are clipped, as JAX does.
     """
@@ -178,7 +178,7 @@ def dequantize(weights: PackedMatrices, slots: jax.Array) -> jax.Array:
 
 
 def low_rank_factors(terms: LowRank, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """U^T float32[..., max_rank, num_rows] and V float32[..., max_rank, K] of int32[...] slots.
+    """Factors of int32[...] slots: U^T float32[..., max_rank, num_rows], V [..., max_rank, K].
 
     Rows beyond a matrix's own rank are zero.
     """

@@ -1,4 +1,4 @@
-"""What a kernel is chosen for: the platform and, of a GPU, its compute capability."""
+"""Targets of kernels: the platform and, for a GPU, its compute capability."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ import jax
 
 
 class Target(NamedTuple):
-    """Where a program will run."""
+    """Platform and GPU on which a program will run."""
 
     platform: str  # "cpu", "gpu", ...
     capability: tuple[int, int] | None  # of an NVIDIA GPU, such as (9, 0)
@@ -14,7 +14,7 @@ class Target(NamedTuple):
     simulated: bool = False  # by the CPU, for tests
 
     def describe(self) -> str:
-        """Such as "gpu sm_90" or "cpu"."""
+        """Describes the target, such as "gpu sm_90" or "cpu"."""
         if self.capability is None:
             return self.platform
         return f"{self.platform} sm_{self.capability[0]}{self.capability[1]}"
@@ -24,12 +24,12 @@ SIMULATED = Target("gpu", (9, 0), simulated=True)
 
 
 def current_target() -> Target:
-    """The default device's."""
+    """Target of the default device."""
     return target_of(jax.local_devices()[0])
 
 
 def target_of(device: jax.Device) -> Target:
-    """What a device is to a kernel."""
+    """Target of a device."""
     if device.platform != "gpu":
         return Target(device.platform, None)
     capability = getattr(device, "compute_capability", None)
@@ -40,12 +40,12 @@ def target_of(device: jax.Device) -> Target:
 
 
 class Choice(NamedTuple):
-    """Which implementation serves a call, and why those before it did not."""
+    """The chosen implementation, and the refusals of those before it."""
 
     implementation: str
     refusals: dict[str, str]  # of those that come before it in the order of preference
 
     def describe(self) -> str:
-        """One line for a report."""
+        """Describes the choice in one line for a report."""
         reasons = "; ".join(f"{name}: {reason}" for name, reason in self.refusals.items())
         return self.implementation + (f" ({reasons})" if reasons else "")

@@ -17,8 +17,8 @@ import transformers
 from accelerate.utils import set_module_tensor_to_device
 from torch import nn
 
-from moejax.benchmarking.shapes import CONFIGS
 from moejax.models.config import ModelConfig
+from moejax.models.shapes import CONFIGS
 
 GROUP_SIZE = 128
 Places = dict[str, str | int]  # of modules: 0 is the device, "cpu" the host

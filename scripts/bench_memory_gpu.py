@@ -32,7 +32,6 @@ from absl import app, flags
 
 from moejax.benchmarking.expected_kernels import EXPECTATIONS, require_kernels
 from moejax.benchmarking.random_weights import Packing, random_weights
-from moejax.benchmarking.shapes import CONFIGS, with_layers
 from moejax.benchmarking.synthetic_rows import SyntheticRows
 from moejax.benchmarking.synthetic_traces import (
     HIT_RATES,
@@ -53,6 +52,7 @@ from moejax.inference.generation import GenerationSettings
 from moejax.inference.runner import Runner
 from moejax.inference.session import Session
 from moejax.models.config import ModelConfig
+from moejax.models.shapes import CONFIGS, with_layers
 from moejax.routing.trace import read_trace, replay_of_trace
 from scripts.bench_report import Report, turn
 from scripts.model_profile import launches, session_without_prefill

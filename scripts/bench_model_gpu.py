@@ -33,7 +33,6 @@ from absl import app, flags
 from moejax.benchmarking.bandwidth import read_bandwidth
 from moejax.benchmarking.expected_kernels import EXPECTATIONS, allowed, wrong_kernels
 from moejax.benchmarking.random_weights import Packing, random_weights
-from moejax.benchmarking.shapes import CONFIGS, with_layers
 from moejax.benchmarking.step_cost import bytes_per_step, distinct_experts
 from moejax.devices import choose_device, enable_compilation_cache
 from moejax.engine import STEPS_PER_CALL
@@ -43,6 +42,7 @@ from moejax.inference.runner import Runner
 from moejax.inference.session import Session
 from moejax.models.config import ModelConfig
 from moejax.models.leaf_kinds import leaves_of
+from moejax.models.shapes import CONFIGS, with_layers
 from moejax.models.transformer import ChunkSpec
 from moejax.weights import linear as ops
 from pallas_kernels import layout

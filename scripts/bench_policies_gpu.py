@@ -31,8 +31,8 @@ import traceback
 from absl import app, flags
 
 from moejax.benchmarking.expected_kernels import EXPECTATIONS
-from moejax.benchmarking.shapes import CONFIGS, with_layers
 from moejax.devices import choose_device, enable_compilation_cache
+from moejax.models.shapes import CONFIGS, with_layers
 from scripts.bench_report import Report
 from scripts.policy_memories import Lab
 from scripts.policy_run import Options, Run

@@ -19,7 +19,6 @@ import numpy as np
 from absl import app, flags
 
 from moejax.benchmarking.random_weights import Packing, random_weights
-from moejax.benchmarking.shapes import CONFIGS, with_layers
 from moejax.benchmarking.synthetic_rows import SyntheticRows
 from moejax.benchmarking.synthetic_traces import HIT_RATES, lru_trace
 from moejax.devices import choose_device, enable_compilation_cache
@@ -32,6 +31,7 @@ from moejax.inference.generation import GenerationSettings
 from moejax.inference.runner import Runner
 from moejax.inference.session import Session
 from moejax.models.config import ModelConfig
+from moejax.models.shapes import CONFIGS, with_layers
 from scripts.bench_report import Report
 from scripts.model_profile import session_without_prefill
 

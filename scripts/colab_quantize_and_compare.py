@@ -46,9 +46,10 @@ from matplotlib.figure import Figure
 
 from moejax import Engine
 from moejax.config.commands import QuantizeConfig
-from moejax.evaluation.perplexity import Windowing, log_likelihood
+from moejax.evaluation.perplexity import log_likelihood
 from moejax.quantization.pipeline.calibration import shipped_text
 from moejax.quantize import run as quantize
+from moejax.text.windows import Windowing
 
 QUICK = os.environ.get("MOEJAX_QUICK") == "1"  # smaller numbers everywhere, for a test
 PICTURES = Path(os.environ.get("MOEJAX_PICTURES") or tempfile.mkdtemp(prefix="moejax_"))

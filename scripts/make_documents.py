@@ -20,7 +20,6 @@ from scripts.documents.commands import ROOT
 REGIONS: dict[str, Callable[[], str]] = {
     "configs": config_tables.tables,
     "api": api_reference.reference,
-    "messages": messages.index,
     "families": messages.families,
     **measured.REGIONS,
 }

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moejax.inference.recorder import RecordSpec, recording
 from moejax.inference.runner import Runner
 from moejax.policies.base import Observation, PolicySpec
 from moejax.policies.dynaexq import DynaExq
-from moejax.routing.recorder import RecordSpec, recording
 from moejax.routing.trace import Trace, read_trace
 from scripts.quality_bench import Model, Windows
 from scripts.quality_sections import SEGMENTS, Bench, Point, profiled

@@ -28,7 +28,7 @@ def row_errors(w: np.ndarray, codes: Codes, grid: Grid, h: np.ndarray) -> np.nda
 
 
 def with_damping(h: np.ndarray, share: float = 0.01) -> np.ndarray:
-    """What the settings' damping makes of H."""
+    """Damps H like the settings do."""
     return h + share * np.diag(h).mean() * np.eye(K)
 
 

@@ -38,7 +38,7 @@ RESIDENT = 2  # of TINY's six layers
 
 
 def _models(config, form):
-    """The same weights: resident, offloaded but for two layers, and what is offloaded."""
+    """Makes one model three times: resident, offloaded but for two layers, host copy."""
     whole = empty_model(config, form, torch.float32, "cpu")
     assert not fill(whole, {"model": 0, "lm_head": 0}, CPU)
     places = layer_places({"model": 0, "lm_head": "cpu"}, config.num_layers, RESIDENT)

@@ -13,10 +13,10 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.benchmarking.random_weights import Packing, random_weights
-from moejax.benchmarking.shapes import TINY as TINY_SHAPE
 from moejax.benchmarking.step_cost import bytes_per_step
 from moejax.models.config import weight_shapes
 from moejax.models.shapes import MIXTRAL_8X7B, QWEN3_30B_A3B
+from moejax.models.shapes import TINY as TINY_SHAPE
 from moejax.weights.qtensor import QTensor, dense
 from tests.host_test_case import HostTestCase
 from tests.numpy_model import TINY

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax.benchmarking.shapes import TINY
 from moejax.benchmarking.synthetic_traces import QWEN3_HIT_RATES, lru_hit_rate
 from moejax.benchmarking.workloads import EXPONENTS, make_workload, one_miss_workload
-from moejax.models.shapes import SHAPES
+from moejax.models.shapes import SHAPES, TINY
 from scripts.bench_report import Report
 from scripts.policy_memories import Lab
 from scripts.policy_run import Options, Run

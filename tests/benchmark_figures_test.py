@@ -11,10 +11,10 @@ from absl.testing import absltest, parameterized
 
 from moejax.benchmarking import bandwidth, figures, routing
 from moejax.benchmarking.measuring import BatchTimes, Bench, Measured
-from moejax.benchmarking.shapes import TINY
 from moejax.config.benchmark import BenchmarkConfig
 from moejax.errors import MoejaxError
 from moejax.inference.generation import GenerationSettings, Timing
+from moejax.models.shapes import TINY
 from moejax.routing.trace import Trace, trace_of_replay
 
 

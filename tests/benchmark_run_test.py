@@ -17,10 +17,10 @@ from absl.testing import absltest, parameterized
 
 from moejax import benchmark, cli
 from moejax.benchmarking import exactness, models, running
-from moejax.benchmarking.shapes import TINY
 from moejax.errors import MoejaxError
 from moejax.files import result_rows as results
 from moejax.models.config import weight_shapes
+from moejax.models.shapes import TINY
 from moejax.routing.trace import trace_of_replay, write_trace
 from tests import tiny_engine
 

@@ -1,4 +1,4 @@
-"""What every implementation of `pallas_kernels.buddy_search` must do: as the policy does."""
+"""Contract of every implementation of `pallas_kernels.buddy_search`: it equals the policy."""
 
 from typing import Any, NamedTuple
 
@@ -75,7 +75,7 @@ def random_gate(
 
 
 def tolerated(gate: package.Gate, ids: jax.Array, layer: int) -> jax.Array:
-    """As the policy has it."""
+    """Applies the policy's gate."""
     chosen = buddy_gates.chosen_probabilities(gate.probabilities, ids, gate.temperature)
     return buddy_gates.tolerates(chosen, gate.tau[layer], gate.margin)
 

@@ -30,7 +30,7 @@ def routed(
 
 
 def random_lists(rng: np.random.Generator, num_layers: int = LAYERS) -> BuddyLists:
-    """Of random co-activations, with lists of every length."""
+    """Makes lists of every length from random co-activations."""
     counts = rng.integers(0, 4, (num_layers, EXPERTS, EXPERTS)) * rng.integers(0, 2, EXPERTS)
     return buddy_lists(conditional_coactivation(counts), 0.8, DEPTH)
 

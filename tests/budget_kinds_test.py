@@ -13,7 +13,6 @@ from absl.testing import absltest, parameterized
 
 from moejax import Engine
 from moejax.benchmarking.random_weights import Packing
-from moejax.benchmarking.shapes import with_layers
 from moejax.benchmarking.step_cost import bytes_per_step
 from moejax.checkpoints.formats.interfaces import CodesKind
 from moejax.checkpoints.sizes import shape_sizes
@@ -24,7 +23,7 @@ from moejax.experts.load import tier_of
 from moejax.models.config import weight_shapes
 from moejax.models.kv_cache import empty_cache
 from moejax.models.leaf_kinds import kind_of
-from moejax.models.shapes import SHAPES
+from moejax.models.shapes import SHAPES, with_layers
 from moejax.policies.attention_importance import importance_nbytes
 from tests import model_kinds
 from tests.random_checkpoints import TINY, write_random_checkpoint
@@ -53,7 +52,7 @@ class PartsTest(parameterized.TestCase):
         self.assertEqual(found, [_nbytes(part) for part in kept])
 
     def test_by_hand(self):
-        """Of the papers and the published configs."""
+        """Figures come from the papers and the published configs."""
         # 27 layers of 512 + 64 numbers: MLA caches a fraction of what 16 heads of 128 would.
         cache = budget_of("DeepSeek-V2-Lite").device["KV cache"]
         self.assertEqual(cache, 27 * 576 * 2 * 4096)
@@ -119,7 +118,7 @@ class PartsTest(parameterized.TestCase):
 
 
 class ContractTest(parameterized.TestCase):
-    """What compiled programs take, beside what was planned for them."""
+    """Compiled programs take no more than the plan reserves for them."""
 
     # Latents, the delta rule, shared experts take the most.
     @parameterized.parameters(

@@ -34,7 +34,7 @@ MACHINE = Machine(host_nbytes=100 * GIB, pinned_nbytes=64 * GIB)
 
 
 def weights_nbytes(config, itemsize=2):
-    """Of all leaves but the experts'."""
+    """Bytes of all leaves but the experts'."""
     return {
         name: itemsize * math.prod(shape)
         for name, shape in weight_shapes(config).items()
@@ -212,7 +212,7 @@ class LimitsTest(parameterized.TestCase):
         self.assertEqual(list(whole.host), ["experts"])
 
     def test_host_memory_has_what_a_step_waits_for(self):
-        """As many as it brings at once: in the largest chunk, to its slots or in a wave."""
+        """Host memory holds the experts of one fetch: of the largest chunk, to slots or a wave."""
         expert, part = int4(QWEN).expert_nbytes, "experts that a step waits for"
         for at_once, how in (
             (40, {"slots": 40, "transient": 7}),

@@ -1,4 +1,4 @@
-"""What is written is read back, by transformers too; what is half written is no checkpoint."""
+"""Written checkpoints can be read, by transformers too; half-written ones cannot."""
 
 import json
 import os

@@ -18,10 +18,11 @@ import jax
 from absl import flags
 from absl.testing import absltest, parameterized
 
-from moejax import __version__, benchmark, cli, evaluate, generate, plan, quantize, report
+from moejax import __version__, benchmark, cli, evaluate, generate, plan, quantize
 from moejax.config.commands import GenerateConfig, MemoryConfig
 from moejax.config.policy import PolicyConfig
 from moejax.errors import MoejaxError
+from moejax.inference import report
 from moejax.inference.generation import Chunk, Generation, Timing
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -81,7 +82,7 @@ class CliTest(parameterized.TestCase):
         return self.engine
 
     def run_main(self, *arguments: str, status: int = 0) -> tuple[str, str]:
-        """What a command writes to stdout and to stderr; checks its exit status."""
+        """Runs a command, checks its exit status, returns its stdout and stderr."""
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             got = cli.exit_status(generate.COMMAND, ["generate", *arguments])
@@ -416,7 +417,7 @@ class CliTest(parameterized.TestCase):
 
 
 class ProcessTest(absltest.TestCase):
-    """What only a process of its own can show."""
+    """Behaviour that needs a separate process."""
 
     def start(self, *arguments: str, **how: Any) -> "subprocess.Popen[str]":
         env = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -31,7 +31,7 @@ def cells(text: str) -> list[tuple[str, str]]:
 
 
 def ran(name: str) -> str:
-    """What a script prints with small settings; its pictures are those that it should make."""
+    """Runs a script with small settings, checks its pictures, returns its output."""
     with tempfile.TemporaryDirectory() as folder:
         done = run_file(
             SCRIPTS[name],

@@ -16,7 +16,7 @@ BASE_MS, GIB_PER_S, EXPERT_BYTES, STEPS = 3.0, 50.0, 2_000_000, 240
 
 
 def lru_misses(ids: np.ndarray, slots: int) -> int:
-    """Of all layers and the second half of the steps; the last `slots` experts stay; [S, M, A]."""
+    """Counts misses of all layers in the second half of the steps [S, M, A], with LRU slots."""
     missed = 0
     for layer in range(ids.shape[1]):
         held: list[int] = []

@@ -23,7 +23,7 @@ WEIGHTS = (0.5, 0.3, 0.2)
 
 
 def lists(*buddies: tuple[int, ...]) -> BuddyLists:
-    """Of experts 0, 1, ..., of two places."""
+    """Lists with two places for experts 0, 1, ..."""
     ids = np.full((1, 6, 2), -1, np.int32)
     for expert, row in enumerate(buddies):
         ids[0, expert, : len(row)] = row

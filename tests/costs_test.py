@@ -1,4 +1,4 @@
-"""What a replay costs in time, and the machine that measured rows tell."""
+"""Cost of a replay in time, and a machine fitted to measured rows."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from moejax.routing.simulate.costs import (
 
 
 def traffic(**changed: Any) -> Traffic:
-    """Of 10 steps of 4 layers: 8 misses of 1 GiB, in 5 layers; 3 x 2 experts ahead."""
+    """Traffic of 10 steps of 4 layers: 8 misses of 1 GiB in 5 layers, 3 x 2 prefetched."""
     fields: dict[str, Any] = {
         "num_layers": 4,
         "steps": 10,

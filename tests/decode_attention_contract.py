@@ -1,4 +1,4 @@
-"""What every implementation of decode attention must compute: cases, values, tolerances, THE check.
+"""Contract of decode attention: cases, values, tolerances, THE check.
 
 Expectations are float64 numpy, one head at a time; the tolerance follows from the dtype.
 """

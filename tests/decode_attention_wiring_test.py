@@ -55,7 +55,7 @@ def decoding(config: ModelConfig = SMALL) -> Any:
 
 
 class WiringTest(HostTestCase):
-    """What the model does with it."""
+    """The model runs the kernel that it chose."""
 
     @parameterized.parameters(QWEN3_30B_A3B, MIXTRAL_8X7B, DEEPSEEK_V2_LITE, QWEN3_NEXT_80B_A3B)
     def test_what_serves_decode(self, config):

@@ -32,7 +32,7 @@ def setUpModule():
 
 
 def random_tokens(length: int) -> list[int]:
-    """Of a prompt."""
+    """Tokens of a random prompt."""
     return np.random.default_rng(length).integers(0, VOCAB_SIZE, length).tolist()
 
 

@@ -15,13 +15,13 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from moejax.benchmarking.shapes import CONFIGS, with_layers
 from moejax.inference import steps
 from moejax.inference.sampling import Sampling
 from moejax.models.assembly import model_definition
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
 from moejax.models.kv_cache import empty_cache
 from moejax.models.leaf_kinds import leaves_of
+from moejax.models.shapes import CONFIGS, with_layers
 from moejax.models.transformer import ChunkSpec
 from moejax.weights import linear as ops
 from pallas_kernels import op
@@ -74,7 +74,7 @@ def compiled(config: ModelConfig, batch: int) -> jax.stages.Compiled:
 
 
 def num_launches(text: str) -> int:
-    """Of the computation that has most: the step, which a loop runs."""
+    """Launches of the largest computation: the step, which a loop runs."""
     computations = re.split(r"\n(?=\S[^\n]*\{\n)", text)
     return max(sum(bool(LAUNCH.search(line)) for line in of.split("\n")) for of in computations)
 

@@ -89,7 +89,7 @@ class ConfigTest(parameterized.TestCase):
         self.assertEqual((v3.head_dim, v3.moe_layers), (192, tuple(range(3, 61))))
 
     def test_sizes(self):
-        """As the papers print them: 16.4 and 15.7 thousand million weights."""
+        """Sizes equal the papers': 16.4 and 15.7 thousand million weights."""
         sizes = [
             sum(math.prod(shape) for shape in weight_shapes(config).values()) / 1e9
             for config in (DEEPSEEK_MOE_16B, DEEPSEEK_V2_LITE)

@@ -1,7 +1,7 @@
-"""What every implementation of a token's delta rule must compute: cases, values, THE check.
+"""Contract of a token's delta rule: cases, values, THE check.
 
-Expectations are float64 numpy, token by token as the rule is written; what is not of the layer, and
-sequences that rest, keep their bits.
+Expectations are float64 numpy, token by token as the rule is written; other layers, and sequences
+that rest, keep their bits.
 """
 
 from typing import Any, NamedTuple
@@ -65,7 +65,7 @@ class Operands(NamedTuple):
 
 
 def random_operands(shape: Shape, dtype: str, seed: int) -> Operands:
-    """Of the last layer; other layers' weights are NaN. Of many sequences every third rests."""
+    """Operands of the last layer; others' weights are NaN, every third sequence may rest."""
     rng, s, kind = np.random.default_rng(seed), shape, jnp.dtype(dtype)
     wide = np.dtype(np.float32)
 
@@ -98,7 +98,7 @@ def silu(x: np.ndarray) -> np.ndarray:
 
 
 def expected_of(of: Operands, s: Shape, b: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of an active sequence: [H, value dim], the states [H, key dim, value dim] and the tail."""
+    """Results of an active sequence: [H, value dim], states [H, key dim, value dim], tail."""
     heads = of.rows[b].reshape(s.num_keys, -1)
     ends = [s.key_dim, 2 * s.key_dim, 2 * s.key_dim + s.repeats * s.value_dim]
     *parts, gates = np.split(heads, ends, axis=1)

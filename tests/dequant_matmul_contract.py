@@ -1,4 +1,4 @@
-"""What every product with packed weights must compute: cases, random operands, broken kernels.
+"""Contract of products with packed weights: cases, random operands, broken kernels.
 
 The values, the tolerance and the check are those of `packed_operands`.
 """

@@ -30,7 +30,7 @@ _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 def anchor_of(heading: str) -> str:
-    """As GitHub makes it."""
+    """Makes a heading's anchor like GitHub."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
@@ -49,7 +49,7 @@ class CommandsTest(absltest.TestCase):
 
     @pytest.mark.slow
     def test_they_run(self):
-        """Those that run offline on a CPU are run, in one process."""
+        """Commands that run offline on a CPU are run, in one process."""
         # Programs are kept beside those of the other tests.
         kept = os.environ.get("MOEJAX_DOCUMENTS_PROGRAMS")
         kept = kept or str(ROOT / ".pytest_cache/d/xla-documents")

@@ -298,7 +298,7 @@ class Cache:
         self.loads: collections.Counter[str] = collections.Counter()
 
     def request(self, expert: int, precision: str) -> str:
-        """What runs."""
+        """Requests an expert; returns the precision that runs."""
         cached = self.stored.get(expert)
         if cached == "High" and precision == "Low":
             return "High"  # conservative reuse

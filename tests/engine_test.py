@@ -1,4 +1,4 @@
-"""What an engine answers: batches, ends, stop strings, streams, and what it refuses."""
+"""Answers of an engine: batches, ends, stop strings, streams, and refusals."""
 
 import math
 import tempfile

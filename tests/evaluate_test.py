@@ -22,8 +22,9 @@ from moejax import cli, evaluate
 from moejax.config.commands import EvaluateConfig, MemoryConfig
 from moejax.engine import Engine
 from moejax.evaluation import record
-from moejax.evaluation.perplexity import Windowing, log_likelihood
+from moejax.evaluation.perplexity import log_likelihood
 from moejax.text.corpus import joined_rows, load_text
+from moejax.text.windows import Windowing
 from tests import tiny_engine
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 4

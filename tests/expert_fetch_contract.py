@@ -1,4 +1,4 @@
-"""What every fetch must do: cases, random operands, the result in numpy, THE check.
+"""Contract of every fetch: cases, random operands, the result in numpy, THE check.
 
 A copy is right bit for bit or wrong: arrays hold random bits, NaNs among them, and are compared as
 bytes, slots that no job writes included.
@@ -115,7 +115,7 @@ def expected(operands: Operands) -> tuple[np.ndarray, ...]:
 
 
 def violation(found: Any, operands: Operands) -> str | None:
-    """What is wrong with the pools after a fetch, or None."""
+    """Describes the first fault of the pools after a fetch; None if there is none."""
     wanted = expected(operands)
     if len(found) != len(wanted):
         return f"{len(found)} arrays, expected {len(wanted)}"

@@ -1,4 +1,4 @@
-"""What every implementation of the expert MLP must compute: cases, values, tolerances, THE check.
+"""Contract of the expert MLP: cases, values, tolerances, THE check.
 
 Expectations are float64 numpy; the tolerance follows from the dtype and the lengths of the sums.
 """
@@ -131,7 +131,7 @@ class Case(NamedTuple):
 
 
 def contract(shapes: dict[str, Shape]) -> dict[str, Case]:
-    """What every implementation must compute rightly: every named shape in every dtype, and ids."""
+    """Cases of every implementation: every named shape in every dtype, and ids."""
     cases = {
         f"{name}_{dtype}": Case(shape, dtype, layer=shape.layers - 1)
         for name, shape in shapes.items()

@@ -35,7 +35,7 @@ class Lost:
 
 
 class BadDisk:
-    """Of an `ExpertMemory`: what failed so far."""
+    """Memory whose disk has failed, in place of an `ExpertMemory`."""
 
     failures, error = 0, "a bad sector"
 

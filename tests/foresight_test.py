@@ -1,4 +1,4 @@
-"""Who may be hot next: against loops; and what is read ahead from the disk for it."""
+"""Predictions of hot experts, against loops; and their reads ahead from the disk."""
 
 import dataclasses
 import tempfile

@@ -15,7 +15,7 @@ SKIP_CHECKS = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"  # the plugin looks for CUDA lib
 
 
 class Gpu(NamedTuple):
-    """What NVIDIA's data sheets and CUDA's table of compute capabilities say."""
+    """Facts of a GPU, from NVIDIA's data sheets and CUDA's table of compute capabilities."""
 
     kind: str
     capability: tuple[int, int]

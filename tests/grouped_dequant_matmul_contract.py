@@ -1,4 +1,4 @@
-"""What every MoE layer with packed weights must compute: operands, values, broken kernels.
+"""Contract of MoE layers with packed weights: operands, values, broken kernels.
 
 Products, tolerances and the check are those of `packed_operands`; SwiGLU and the weighted combine
 are float64 here.

@@ -81,7 +81,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TinyCheckpoint:
-    """What sets one checkpoint apart: fields of its config, and the way it is written."""
+    """A small checkpoint: fields of its config, and the way it is written."""
 
     family: str
     fields: dict[str, Any] = dataclasses.field(default_factory=dict)

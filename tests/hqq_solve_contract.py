@@ -1,4 +1,4 @@
-"""What every HQQ solve must compute: cases, the solve in float64 numpy, THE check.
+"""Contract of every HQQ solve: cases, the solve in float64 numpy, THE check.
 
 The numpy solve is the hqq library's loop, formula by formula. Rounding in float32 turns a tie here
 and there the other way, which moves that group's zero: such codes may differ, if they are few.

@@ -27,7 +27,7 @@ def random_matrices(rng, slots, rows, inputs, bits, group_size, zero_dtype):
 
 
 def relative_error(x, codes, weights, slot):
-    """Of the simulated streaming kernel, against float64."""
+    """Relative error of the simulated streaming kernel, against float64."""
     found = dequant_matmul.dequant_matmul(
         x, weights, slot=slot, out_dtype=jnp.float32, implementation="mosaic", interpret=True
     )

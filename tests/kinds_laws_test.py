@@ -53,7 +53,7 @@ def weights_of(kind: str, bits: int = 16) -> dict[str, Weight]:
 
 @dataclasses.dataclass(frozen=True)
 class Answers:
-    """Of two prompts: tokens [B, n], log-probabilities of all tokens [B, n, V], and the cache."""
+    """Answers to two prompts: tokens [B, n], log-probabilities [B, n, V], and the cache."""
 
     tokens: np.ndarray
     logprobs: np.ndarray

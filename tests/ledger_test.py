@@ -15,7 +15,7 @@ MIB = 2**20
 
 
 def example() -> Counts:
-    """Of 2 layers."""
+    """Counts of 2 layers."""
     counts = ledger.no_counts(2)
     counts = counts.add(0, steps=3, needed=10, hits=6, misses=4, admitted=3, streamed=1)
     counts = counts.add(1, steps=3, needed=10, hits=9, misses=1, admitted=1, evictions=1)

@@ -15,12 +15,12 @@ from moejax.experts.expert_pool import ExpertPool, ExpertStore, PoolSpec
 from moejax.experts.ledger import no_counts
 from moejax.experts.residency import CacheSpec, empty
 from moejax.inference import steps
+from moejax.inference.recorder import RecordSpec, recording_experts
 from moejax.models.assembly import model_definition
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.kv_cache import empty_cache
 from moejax.models.run_experts import LoopedExperts
 from moejax.models.transformer import ChunkSpec, Transformer
-from moejax.routing.recorder import RecordSpec, recording_experts
 from moejax.weights.qtensor import QTensor, Weight
 from tests import packed_weights, slow, tiny_engine
 from tests.pooled_test import EXPERTS, rows_of, without_experts
@@ -93,7 +93,7 @@ def pool_and_store(
 def two_chunks(
     config: ModelConfig, kind: str, dtype: Any, place: str, record: RecordSpec | None, loops: bool
 ) -> tuple[Any, list[int]]:
-    """What two chunks leave, and how often each program mentions a router's choice.
+    """Runs two chunks; returns the cache, and each program's mentions of routing.
 
     Transient slots are left out: nothing is in them between layers.
     """

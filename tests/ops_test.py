@@ -253,7 +253,7 @@ RUN = jax.jit(run_experts, static_argnames="via")
 def operands(
     name: str, num_experts: int = NUM_EXPERTS, model_dim: int = 24, expert_dim: int = 16
 ) -> tuple[tuple[Any, ...], np.ndarray]:
-    """What an experts' form takes, and what it should give."""
+    """Operands of a form of experts, and their result."""
     rng = rng_of(name)
     gate_up, wide_gate_up = draw(rng, (2, num_experts, 2 * expert_dim, model_dim), SPECS[name])
     down, wide_down = draw(rng, (2, num_experts, model_dim, expert_dim), SPECS[name])

@@ -54,7 +54,7 @@ class Terms(NamedTuple):
 
 
 def seed(name: str) -> int:
-    """Of a test's name, so that no two tests draw the same numbers."""
+    """Seed from a test's name, so that no two tests draw equal numbers."""
     return zlib.crc32(name.encode())
 
 

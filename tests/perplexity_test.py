@@ -13,16 +13,10 @@ import torch
 from absl.testing import absltest, parameterized
 
 from moejax import Engine, MoejaxError
-from moejax.evaluation.perplexity import (
-    PRESETS,
-    LogLikelihood,
-    Windowing,
-    WindowScore,
-    log_likelihood,
-    windows,
-)
+from moejax.evaluation.perplexity import LogLikelihood, WindowScore, log_likelihood
 from moejax.models.assembly import merge_weights, model_definition
 from moejax.models.transformer import Transformer
+from moejax.text.windows import PRESETS, Windowing, windows
 from tests import numpy_model, slow
 from tests.hf_checkpoints import reference_model, write_checkpoint
 from tests.models_test import wide_weights

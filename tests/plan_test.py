@@ -127,7 +127,7 @@ class SizesTest(PlanCase):
 
 
 class ContractTest(PlanCase):
-    """What an engine allocates and its programs take, beside what was planned for it."""
+    """An engine and its programs allocate no more than the plan."""
 
     def engine(self, limits, shape, batch, policy=None):
         fields, context = shape

@@ -1,8 +1,8 @@
-"""What every policy must do: THE checks, of the cases of `tests.policies_cases`.
+"""Contract of every policy: THE checks, over the cases of `tests.policies_cases`.
 
-They compare what is compiled with what is not, scans and a `vmap` over settings with loops of
-single calls, rows beside padding with rows alone, and carry transfers out by the letter of
-`Requests`.
+They compare compiled with eager functions, scans and a `vmap` over settings with loops of single
+calls, rows beside padding with rows alone, and carry out transfers exactly as `Requests` defines
+them.
 """
 
 import collections
@@ -172,7 +172,7 @@ def check_layers_apart(case: Case, trace: Any) -> None:
 
 
 def check_rules(case: Case, trace: Any) -> int:
-    """What says a decode step's tiers says what the decisions ask for; of how many settings."""
+    """Compares the rule of a decode step's tiers with the decisions; counts rules."""
     found = [policy.decode_rule(policy.init(case.spec)) for policy in case.policies]
     for policy, rule in zip(case.policies, found, strict=True):
         if rule is not None:
@@ -274,7 +274,7 @@ def _padded(observation: Observation) -> Observation:
 
 
 class Moves(NamedTuple):
-    """What a run asked for: experts that went up or down a tier, and what was there in the end."""
+    """Transfers of a run: promotions, demotions, and the final residents."""
 
     promotions: int
     demotions: int
@@ -361,7 +361,7 @@ def carry_out(spec: PolicySpec, resident: np.ndarray, layer: int, expert: int, t
 
 
 def entries(requests: Requests) -> Iterator[tuple[int, int, int]]:
-    """Those that ask for something."""
+    """Yields the entries that request something."""
     for entry in zip(*(np.asarray(field).tolist() for field in requests), strict=True):
         assert min(entry) >= 0 or entry == (-1, -1, -1), f"half a request: {entry}"
         if entry[0] >= 0:

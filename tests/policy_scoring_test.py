@@ -12,10 +12,11 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moejax import Engine, cli, evaluate, generate
-from moejax.evaluation.perplexity import Windowing, log_likelihood
+from moejax.evaluation.perplexity import log_likelihood
 from moejax.experts.tiered_memory import TieredMemory
 from moejax.experts.tiering import Tiering
 from moejax.inference.chunking import next_chunk
+from moejax.text.windows import Windowing
 from tests import tiny_engine
 
 TEXT = "".join(f"the {a} fox jumps over {b} dogs. " for a in "abcdefgh" for b in "xyz")

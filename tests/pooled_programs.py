@@ -109,7 +109,7 @@ def _compiled(
     step: Callable[..., Any], operands: Any, donated: tuple[int, ...], spec: PoolSpec,
     sharding: Any, is_prefill: bool,
 ) -> jax.stages.Compiled:  # fmt: skip
-    """As `Runner` compiles it."""
+    """Compiles a step like `Runner`."""
     operands = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), operands
     )

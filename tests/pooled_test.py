@@ -45,7 +45,7 @@ POLICIES = {
 
 
 def random_weights(config: ModelConfig, bits: int = 16) -> dict[str, Weight]:
-    """Of a tiny model; its experts plain (16), or in codes of a width."""
+    """Weights of a tiny model; its experts plain (16), or in codes of a width."""
     weights: dict[str, Weight] = {
         name: jnp.asarray(array) for name, array in tiny_engine.random_weights(config).items()
     }

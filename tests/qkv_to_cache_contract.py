@@ -1,6 +1,6 @@
-"""What every implementation of queries and cache from a product must give: cases, THE check.
+"""Contract of the qkv split into queries and cache: cases, THE check.
 
-Expectations are float64 numpy; what is not written must keep its bits.
+Expectations are float64 numpy; unwritten slots must keep their bits.
 """
 
 from typing import Any, NamedTuple
@@ -57,7 +57,7 @@ class Operands(NamedTuple):
 
 
 def random_operands(shape: Shape, dtype: str, seed: int) -> Operands:
-    """Of the last layer; other layers' scales are NaN. Of many rows, two go outside the cache."""
+    """Operands of the last layer; others' scales are NaN, two of many rows miss the cache."""
     rng = np.random.default_rng(seed)
     s, kind = shape, jnp.dtype(dtype)
     size = (s.layers, s.batch, s.num_kv, s.length, s.head_dim)

@@ -41,7 +41,7 @@ class StandInsTest(absltest.TestCase):
         self.resident = set(np.argsort(-counts, kind="stable")[:SLOTS].tolist())
 
     def absent(self):
-        """Of each token where one is: outputs, the lightest absent expert, its weight, the rest."""
+        """Yields, per token with an absent expert: outputs, the lightest one, its weight, rest."""
         for outputs, ids, weights in zip(*self.text, strict=True):
             pairs = [(w, e) for w, e in zip(weights, ids, strict=True) if e not in self.resident]
             if pairs:

@@ -1,4 +1,4 @@
-"""What tests of whole quantizations share: a source, jobs, kills, digests."""
+"""Shared parts of tests of whole quantizations: a source, jobs, kills, digests."""
 
 import hashlib
 import os
@@ -30,7 +30,7 @@ def stopped_after(count: int, error: BaseException):
 
 
 def digests(directory: pathlib.Path) -> dict[str, str]:
-    """Of every file, by its path."""
+    """Digests of every file, by its path."""
     return {
         str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(directory.rglob("*"))
@@ -39,7 +39,7 @@ def digests(directory: pathlib.Path) -> dict[str, str]:
 
 
 def all_tensors(directory: pathlib.Path) -> dict[str, np.ndarray]:
-    """What the safetensors library finds in all files of a directory."""
+    """Tensors that the safetensors library finds in all files of a directory."""
     return {
         name: tensor
         for path in sorted(directory.glob("*.safetensors"))

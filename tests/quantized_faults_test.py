@@ -6,11 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moejax import Tiering, generate
+from moejax import Tiering, generate, loading
 from moejax.checkpoints import load_weights, open_checkpoint
 from moejax.config.commands import EvaluateConfig, GenerateConfig
 from moejax.errors import MoejaxError
-from moejax.evaluation import loading
 from moejax.experts.tiering import verify_all
 from moejax.weights.qtensor import QTensor
 from tests import quantized_files as files
@@ -145,7 +144,7 @@ class ManifestTest(LoadingTestCase):
             lambda: verify_all("demo", "", tiering),
             lambda: verify_all("demo", str(tiers), None),
             lambda: generate.load_engine(GenerateConfig(**asked)),
-            lambda: loading.load_engine(EvaluateConfig(**asked), tiers, None),
+            lambda: loading.load_scoring_engine(EvaluateConfig(**asked), tiers, None),
         ):
             with self.assertRaisesRegex(MoejaxError, "model.safetensors is not what was written"):
                 run()

@@ -333,7 +333,7 @@ class HqqTest(FormatTestCase):
     CONFIG = {"quant_method": "hqq", "quant_config": {"weight_quant_params": {}}}  # noqa: RUF012
 
     def quantized(self, shape, dtype="float32", **params):
-        """What the library stores, encoded for safetensors as its modules do, and its weights."""
+        """Quantizes by the hqq library: tensors as its modules store them, and weights."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch.jit says that it is deprecated
             import torch

@@ -67,7 +67,7 @@ class KindsTest(LoadingTestCase):
             changes |= {"moe_layers": (0, 1), "delta_net": delta}
 
         class Published(make):
-            """What is no matrix of a linear layer is not quantized, nor is a gate of one output."""
+            """Leaves plain what is not a linear layer's matrix, and gates of one output."""
 
             def is_plain(self, placement):
                 is_matrix = len(placement.shape) == 2 and placement.shape[0] > 1

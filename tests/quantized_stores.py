@@ -83,7 +83,7 @@ class Store:
         self.tensors, self.weights = {}, {}
 
     def matrix(self, prefix, shape):
-        """Its tensors by the end of their names, and its weights."""
+        """Makes a matrix: its tensors by the end of their names, and its weights."""
         raise NotImplementedError
 
     def is_plain(self, placement):
@@ -321,7 +321,7 @@ class FormatTestCase(parameterized.TestCase):
 
 
 def _dense(weight):
-    """What a leaf stands for; by numpy where there are no compensators, which need no compiler."""
+    """Dequantizes a leaf; by numpy if it has no compensators, which needs no compiler."""
     if isinstance(weight, QTensor) and weight.compensators:
         return jax.jit(dense, static_argnums=1)(weight, jnp.float32)
     host = jax.device_get(weight)

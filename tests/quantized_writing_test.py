@@ -1,4 +1,4 @@
-"""What is written of quantized matrices: our format there and back, GPTQ v2, compressed-tensors."""
+"""Written quantized matrices: our format there and back, GPTQ v2, compressed-tensors."""
 
 import dataclasses
 

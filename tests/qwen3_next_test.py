@@ -15,13 +15,14 @@ import torch
 from absl.testing import absltest, parameterized
 
 from moejax import Engine
-from moejax.evaluation.perplexity import Windowing, log_likelihood
+from moejax.evaluation.perplexity import log_likelihood
 from moejax.inference import runner, steps
 from moejax.models.assembly import forward, merge_weights, model_definition
 from moejax.models.config import ModelConfig, leaf_dtype, weight_shapes
 from moejax.models.kv_cache import KVCache, empty_cache
 from moejax.models.parts import DeltaNet
 from moejax.models.transformer import ChunkSpec
+from moejax.text.windows import Windowing
 from tests import slow, tiny_engine
 from tests.hf_checkpoints import QWEN3_NEXT, reference_model, write_checkpoint
 from tests.perplexity_test import reference_nats
@@ -220,7 +221,7 @@ def compiled_chunk(
 class MemoryTest(Qwen3NextTestCase):
     @pytest.mark.slow
     def test_memory_of_a_long_prompt_is_linear(self):
-        """Of a chunk of 1,024 tokens, and what a sequence of the cache's length takes."""
+        """Covers a chunk of 1,024 tokens, and the cache's length of one sequence."""
         temporaries = {}
         for num_slots in (2048, 4096, 8192):
             memory = compiled_chunk(TWO_LAYERS, 1024, num_slots).memory_analysis()

@@ -54,7 +54,7 @@ def jitted(kind: type, num_tiers: int, selection: str | None) -> tuple[Any, Any]
 
 
 class PlainPools:
-    """Of one run: in each layer and tier the experts, with their last use and a mark if unused."""
+    """Pools of one run: experts per layer and tier, with last use and an unused mark."""
 
     def __init__(self, trace: Trace, run: Run, delay: int = 0):
         self.trace, self.run, self.clock = trace, run, 1

@@ -10,8 +10,8 @@ import jax
 import psutil
 from absl.testing import absltest
 
-from moejax import report
 from moejax.files import result_rows as results
+from moejax.inference import report
 from moejax.inference.generation import Timing
 
 

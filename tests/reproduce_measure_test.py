@@ -1,4 +1,4 @@
-"""What the papers' figures of routing and weights are measured by, against numpy."""
+"""Measures behind the papers' figures of routing and weights, against numpy."""
 
 import json
 

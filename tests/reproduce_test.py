@@ -177,7 +177,7 @@ class DocumentTest(absltest.TestCase):
         self.assertLess(sum(path.stat().st_size for path in shown), MOST_IMAGE_BYTES)
 
     def test_the_summary_is_of_these_claims(self):
-        """Its decimals stand in the claims of the same paper."""
+        """Each decimal of the summary stands in a claim of its paper."""
         pages = whole.build(Results(ROWS))
         self.assertEqual(set(whole.SUMMARY), set(pages))
         for name, cells in whole.SUMMARY.items():

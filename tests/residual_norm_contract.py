@@ -1,4 +1,4 @@
-"""What every implementation of a residual sum and its norm must compute: cases, values, THE check.
+"""Contract of a residual sum and its norm: cases, values, THE check.
 
 Expectations are float64 numpy; the norm is that of the sum that was found, whose own rounding is
 checked first.
@@ -51,7 +51,7 @@ class Operands(NamedTuple):
 
 
 def random_operands(shape: Shape, dtype: str, seed: int) -> Operands:
-    """Of the last layer; other layers' scales are NaN, a row is a thousand times the next."""
+    """Operands of the last layer; others' scales are NaN, rows differ a thousandfold."""
     rng = np.random.default_rng(seed)
     size = (shape.num_rows, shape.width)
     rows = 10.0 ** rng.uniform(-1.5, 1.5, (shape.num_rows, 1))

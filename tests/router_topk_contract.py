@@ -1,4 +1,4 @@
-"""What every implementation of softmax and top-k must compute: cases, values, THE check.
+"""Contract of softmax and top-k: cases, values, THE check.
 
 Expectations are float64 numpy; the choice is that of `jax.lax.top_k` of the probabilities found.
 """

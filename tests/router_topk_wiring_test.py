@@ -53,7 +53,7 @@ def interpreted() -> Iterator[mock.Mock]:
 
 
 class WiringTest(HostTestCase):
-    """What the model does with it."""
+    """The model runs the kernel that it chose."""
 
     @parameterized.product(config=(QWEN3_30B_A3B, MIXTRAL_8X7B), num_tokens=(1, 32, 2048))
     def test_what_serves(self, config, num_tokens):

@@ -60,9 +60,9 @@ def warped(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> np.ndarray:
-    """What transformers leaves of the logits, in the order in which `generate` warps.
+    """Warps logits like transformers' `generate`, in its order.
 
-    In float64, and shifted so that the best logit is 0, as ours are.
+    The result is float64, shifted so that the best logit is 0, like ours.
     """
     warpers = transformers.LogitsProcessorList()
     if temperature != 1.0:

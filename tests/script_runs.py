@@ -26,12 +26,12 @@ LIMIT_S = 300
 
 
 def run_module(module: str, *arguments: str, **how: str) -> subprocess.CompletedProcess[str]:
-    """As `python -m module` from the repository; `how` is added to the environment."""
+    """Runs `python -m module` in the repository; `how` is added to the environment."""
     return _run(module, arguments, ROOT, how)
 
 
 def run_file(path: Path, *arguments: str, cwd: Path, **how: str) -> subprocess.CompletedProcess:
-    """As `python path` from `cwd`."""
+    """Runs `python path` in `cwd`."""
     return _run(str(path), arguments, cwd, how)
 
 

@@ -38,7 +38,7 @@ def tearDownModule():
 
 
 def alone(prompt: str, **settings: Any) -> Any:
-    """What the engine answers to a text without a server."""
+    """Answers a text by the engine, without a server."""
     return ENGINE.generate([prompt], **{"max_new_tokens": 12, **settings})[0]
 
 
@@ -436,7 +436,7 @@ class OthersTest(absltest.TestCase):
 
 
 def ids(text: str) -> list[int]:
-    """Of the tiny tokenizer."""
+    """Encodes a text by the tiny tokenizer."""
     assert ENGINE.tokenizer is not None
     return ENGINE.tokenizer.encode(text)
 

@@ -1,4 +1,4 @@
-"""What is recorded as serving each product, and what of it a benchmark refuses."""
+"""Recorded kernel choices of each product, and those that a benchmark refuses."""
 
 import dataclasses
 from typing import Any

@@ -52,7 +52,7 @@ class Served:
 
     @property
     def client(self) -> openai.OpenAI:
-        """Of OpenAI's package, which would else ask again after an error."""
+        """Makes a client of OpenAI's package that does not repeat requests after an error."""
         url = f"http://127.0.0.1:{self.port}/v1"
         return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=WAIT_S)
 
@@ -76,7 +76,7 @@ class Served:
             return answer.status, answer.read().decode()
 
     def value(self, name: str, **labels: str) -> float:
-        """Of a metric; 0 where it was never counted."""
+        """Value of a metric; 0 if it was never counted."""
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
 
 

@@ -69,7 +69,7 @@ class SsdTestCase(parameterized.TestCase):
         return ticket
 
     def finished(self, reader, count=1):
-        """What `done` returned, once it has returned `count`."""
+        """Waits until `done` has returned `count` results, and returns them."""
         found, end = [], time.monotonic() + SECONDS
         while len(found) < count:
             self.assertLess(time.monotonic(), end, "nothing more is finished")

@@ -264,14 +264,14 @@ class KernelTest(HostTestCase):
 
 
 class JobListTest(parameterized.TestCase):
-    """What all blocks together do is every job once, in tiles, in shares of equal weight."""
+    """All blocks together run every job once, in tiles, in shares of equal weight."""
 
     def setUp(self):
         super().setUp()
         self.rng = np.random.default_rng(seed(self.id()))
 
     def make(self, listed: JobList, tier: np.ndarray, slot: np.ndarray):
-        """Of each block: its works, and the jobs it knows as (slot, members)."""
+        """Work of each block, and the jobs it knows as (slot, members)."""
         threads, blocks = 32 * listed.num_warps, []
         for block in range(listed.workers):
             room = np.full(listed.num_bytes, 0xFF, np.uint8)
@@ -315,7 +315,7 @@ class JobListTest(parameterized.TestCase):
         self.assertEqual(set(done.values()) - {1}, set())
 
     def expected(self, tier, slot, tiers, columns) -> list[list[tuple[int, list[int]]]]:
-        """Of each tier its jobs, in the order of their first pairs."""
+        """Jobs of each tier, in the order of their first pairs."""
         found = []
         for n in range(tiers):
             found.append([])

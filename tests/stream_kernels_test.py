@@ -1,6 +1,6 @@
-"""What the streaming kernels are made of, simulated: copies and reads of a stage, tiles, mistakes.
+"""Parts of the streaming kernels, simulated: copies and reads of a stage, tiles, faults.
 
-The contracts of the products have their values.
+The contracts of the products check their values.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ FORMS = [
 
 
 class StageTest(parameterized.TestCase):
-    """What a warp copies to shared memory is what its lanes then read."""
+    """Lanes read from shared memory what their warp copied there."""
 
     @parameterized.parameters(
         (form, span)
@@ -177,7 +177,7 @@ def totals_one_row_on(self, tile, count, places=Totals._places):
 
 
 def totals_of_the_last_stage(self, e, tile, count):
-    """What earlier stages gave is forgotten."""
+    """Breaks a walk: forgets the totals of earlier stages."""
     del self, e, tile
     return [0.0] * count
 

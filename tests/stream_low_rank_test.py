@@ -46,7 +46,7 @@ def random_terms(
     before: int = 3,
     after: int = 9,
 ) -> LowRank:
-    """Of slot 1, which owns rows in the middle of pools whose other rows are NaN."""
+    """Terms of slot 1, which owns rows in the middle of pools whose other rows are NaN."""
     length = num_rows or weights.num_outputs - first_row
     inputs, total = weights.num_inputs, before + rank + after
     owned = range(before, before + rank)
@@ -335,7 +335,7 @@ class SupportTest(parameterized.TestCase):
         self.assertEqual(tiles.num_warps % 4, 0)
 
     def tiles_with(self, form: Form, rank: int, **how: Any) -> StreamTiles:
-        """Of V in INT3, groups of 64, beside a matrix of 14336 x 4096 and one row of x."""
+        """Tiles with V in INT3, groups of 64, a matrix of 14336 x 4096 and one row of x."""
         weights = shaped(form, 2, 14336, 4096)
         terms_of_all = shaped_terms(Form(3, 64), 2, 14336, 4096)
         low_rank = (dataclasses.replace(terms_of_all, max_rank=rank, **how),)

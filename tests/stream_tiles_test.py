@@ -57,7 +57,7 @@ class TilesTest(parameterized.TestCase):
     """The heuristic tiles of real shapes are ones that the kernels and the GPU can run."""
 
     def launches(self, module: str, call: Any, *operands: Any) -> list[dict[str, Any]]:
-        """What a kernel asks `launch_blocks` for, without running it."""
+        """Records the calls of `launch_blocks` by a kernel, without running it."""
         asked = []
 
         def record(body: Any, operands: Any, **how: Any) -> list[jax.Array]:

@@ -33,7 +33,7 @@ def tearDownModule():
 
 
 def ask(case: Case, stream: bool) -> tuple[dict[int, Choice], int]:
-    """What the server says to a case, and the tokens that it counts."""
+    """Sends a case to the server; returns its answers, and the tokens that it counts."""
     client, found = SERVER.client, dict[int, Choice]()
     create = client.chat.completions.create if case.is_chat else client.completions.create
     # Fields that OpenAI's API does not have.

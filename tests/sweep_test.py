@@ -13,6 +13,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import cli, sweep
+from moejax.config.grid import axis, described, eighths, settings
 from moejax.config.sweep import PICTURES, check_picture
 from moejax.errors import MoejaxError
 from moejax.files.result_rows import ResultRow, append_rows, read_rows, row_fields
@@ -24,7 +25,6 @@ from moejax.routing.simulate.costs import (
     Machine,
     measured_rows,
 )
-from moejax.routing.simulate.grid import axis, described, eighths, settings
 from moejax.routing.simulate.sweeping import Tiers
 from moejax.routing.simulate.sweeping import sweep as sweep_over
 from moejax.routing.trace import write_trace

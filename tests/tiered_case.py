@@ -22,7 +22,7 @@ CONFIG = QWEN
 
 
 def plain(weight: Weight) -> jax.Array:
-    """As float32."""
+    """Dequantizes a weight to float32."""
     return weight.dequantize() if isinstance(weight, QTensor) else jnp.asarray(weight)
 
 

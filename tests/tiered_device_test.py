@@ -79,7 +79,7 @@ def memory_of(
 
 
 def random_tiers(config: ModelConfig, bits: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Of each width a model of its own, whose experts are the tier."""
+    """Makes a model for each width, whose experts are the tier."""
     device = jax.devices("gpu")[0]
     return [random_weights(config, Packing(bits=b, attention_bits=4), device) for b in bits]
 

@@ -15,7 +15,6 @@ from absl.testing import absltest, parameterized
 from moejax import Engine, cli, evaluate, generate
 from moejax.errors import MoejaxError
 from moejax.evaluation import fidelity
-from moejax.evaluation.perplexity import Windowing
 from moejax.experts import tiered_memory
 from moejax.experts.budget import BudgetError, Limits, Tier, make_tiered_budget
 from moejax.experts.tiering import Tiering
@@ -24,6 +23,7 @@ from moejax.policies.make import make_policy
 from moejax.routing.simulate.replay import EVENTS
 from moejax.routing.simulate.runs import Run, run_policies
 from moejax.routing.trace import read_trace
+from moejax.text.windows import Windowing
 from tests import tiny_engine
 from tests.tiny_engine import CONFIG
 

@@ -12,6 +12,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax.experts import tiered_experts
+from moejax.inference.recorder import RecordSpec, recording
 from moejax.inference.runner import Runner
 from moejax.models.parts import RouterRule
 from moejax.models.routing import routing_of, weights_of
@@ -19,7 +20,6 @@ from moejax.models.transformer import Transformer
 from moejax.policies.buddy_lists import BuddyLists
 from moejax.policies.dymoe import DyMoE
 from moejax.policies.make import make_policy
-from moejax.routing.recorder import RecordSpec, recording
 from moejax.routing.simulate.replay import EVENTS
 from moejax.routing.simulate.runs import Run, run_policies
 from moejax.routing.trace import DECODE, PREFILL, Trace, read_trace
@@ -63,7 +63,7 @@ def recorded(runner, prompts, num_tokens) -> Trace:
 
 class ImportanceTest(parameterized.TestCase):
     def seen(self, config, **settings):
-        """What each layer's decision was told of the tokens' importance, and what was computed."""
+        """Importance that each layer's decision received, and importance that was computed."""
         told, computed = [], []
         decide, received = DyMoE.decide, tiered_experts.attention_received
 

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from moejax.benchmarking.shapes import CONFIGS, with_layers
 from moejax.experts.expert_pool import ExpertPool, ExpertStore, PoolSpec, compiler_options
 from moejax.experts.ledger import no_counts
 from moejax.experts.residency import CacheSpec, empty
@@ -28,6 +27,7 @@ from moejax.experts.tiered import TieredPool, TieredSpec, no_gate
 from moejax.inference import steps
 from moejax.models.assembly import model_definition
 from moejax.models.config import ModelConfig
+from moejax.models.shapes import CONFIGS, with_layers
 from moejax.models.transformer import ChunkSpec
 from moejax.policies.base import AnyPolicy, PolicySpec
 from moejax.policies.dymoe import DyMoE
@@ -103,7 +103,7 @@ def tier(
 
 
 def with_replay(store: ExpertStore, config: ModelConfig) -> ExpertStore:
-    """As `benchmarking.shape_memory.replay` has it."""
+    """Adds a replay like `benchmarking.shape_memory.replay`."""
     said = leaf_of((REPLAYED, config.num_layers, 1, config.num_experts), jnp.float32)
     return dataclasses.replace(store, replay=said, replay_predicted=said)
 

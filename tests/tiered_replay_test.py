@@ -21,7 +21,7 @@ WIDTH, STEPS, TOKENS = CONFIG.experts_per_token, 5, 9
 
 
 class Seen(NamedTuple):
-    """Of each layer's last decode step of one token."""
+    """Routing of each layer's last decode step of one token."""
 
     of: Any
     probabilities: jax.Array  # float32[M, 1, E]

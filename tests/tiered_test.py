@@ -258,7 +258,7 @@ class BetweenStepsTest(parameterized.TestCase):
 
     @pytest.mark.slow
     def test_a_policy_that_rests_is_not_asked(self):
-        """The same tokens lead to the same places, whoever says how many a step has."""
+        """Equal tokens lead to equal slots, whether or not the step's tokens are known."""
         policy = make_policy("dynaexq", period=5 * TOKENS.size, warmup=TOKENS.size, max_requests=32)
         found, asked = {}, {}
         for says in (True, False):

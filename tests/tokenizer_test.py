@@ -86,7 +86,7 @@ CONVERSATION = [
 
 
 def byte_level_tokenizer() -> tokenizers.Tokenizer:
-    """As Qwen's: bytes, no token before a text."""
+    """Makes a tokenizer like Qwen's: bytes, no token before a text."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -101,7 +101,7 @@ def byte_level_tokenizer() -> tokenizers.Tokenizer:
 
 
 def byte_fallback_tokenizer() -> tokenizers.Tokenizer:
-    """As Mixtral's: words begin with a mark for the space, rare characters are bytes, bos."""
+    """Makes a tokenizer like Mixtral's: space marks, rare characters as bytes, bos."""
     tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<|pad|>"))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]

@@ -189,7 +189,7 @@ class FileTest(parameterized.TestCase):
 
 
 class RecordingTest(absltest.TestCase):
-    """Of a resident model; `simulation_test` records one whose experts move."""
+    """Records a resident model; `simulation_test` records one whose experts move."""
 
     def setUp(self):
         super().setUp()

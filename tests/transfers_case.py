@@ -1,4 +1,4 @@
-"""What tests of bulk transfers share: a pool of numbers, and steps that check them."""
+"""Shared parts of tests of bulk transfers: a pool of numbers, and steps that check them."""
 
 import dataclasses
 import time
@@ -46,7 +46,7 @@ class TransfersTestCase(SsdTestCase):
         return found
 
     def advance(self, transfers, until=lambda: True):
-        """As steps would, until something is so."""
+        """Advances like steps would, until a condition holds."""
         end = time.monotonic() + SECONDS
         while True:
             self.pool = transfers.advance(self.pool)

@@ -1,4 +1,4 @@
-"""What the lanes of a warpgroup read, unpack and write, carried out by numpy."""
+"""Reads, unpacking and writes of a warpgroup's lanes, carried out by numpy."""
 
 import jax.numpy as jnp
 import ml_dtypes

@@ -12,12 +12,12 @@ before it measures. What is expected, in words:
 
 from collections.abc import Iterator, Mapping
 
-from moejax.benchmarking.shapes import CONFIGS
 from moejax.errors import MoejaxError
 from moejax.inference.runner import Runner
 from moejax.models.config import weight_shapes
 from moejax.models.kernel_choice import Served, expected_kernel
 from moejax.models.leaf_kinds import leaves_of
+from moejax.models.shapes import CONFIGS
 from moejax.weights import linear as ops
 from pallas_kernels.dequant_matmul.triton import MIN_CAPABILITY
 from pallas_kernels.layout import BLOCK

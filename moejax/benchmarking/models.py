@@ -12,7 +12,6 @@ import jax
 from moejax.benchmarking import routing
 from moejax.benchmarking.random_weights import Packing, random_weights
 from moejax.benchmarking.shape_memory import Memory, ShapeMemories, release, replay
-from moejax.benchmarking.shapes import CONFIGS, with_layers
 from moejax.checkpoints import open_checkpoint
 from moejax.config.benchmark import BenchmarkConfig
 from moejax.devices import choose_device, enable_compilation_cache, plain_memory_errors
@@ -26,6 +25,7 @@ from moejax.experts.tiering import Tiering, choose
 from moejax.inference.chunking import longest_chunk
 from moejax.inference.runner import Runner
 from moejax.models.config import ModelConfig
+from moejax.models.shapes import CONFIGS, with_layers
 from moejax.policies.base import AnyPolicy
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.make import make_policy, parts_of

@@ -16,7 +16,7 @@ from moejax.config.options import to_config_dict
 from moejax.files import result_rows as results
 from moejax.files.result_rows import ResultRow, row_fields
 from moejax.files.whole import write_whole
-from moejax.report import NO_COUNTS
+from moejax.inference.report import NO_COUNTS
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 REFUSED = "GiB, refused"  # unit of a row that says what did not run; its figure is the limit

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from moejax import report
 from moejax.benchmarking import exactness, figures, requests
 from moejax.benchmarking.bandwidth import Bandwidth, bandwidth_of
 from moejax.benchmarking.expected_kernels import refuse_dequantized
@@ -22,6 +21,7 @@ from moejax.engine import STEPS_PER_CALL
 from moejax.errors import MoejaxError
 from moejax.experts.bits import bits_of
 from moejax.experts.budget import BudgetError
+from moejax.inference import report
 from moejax.inference.chunking import MIN_KV_LENGTH, length_bucket
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.runner import Runner

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 
 from moejax.benchmarking.random_weights import Packing, random_weights
-from moejax.benchmarking.shapes import one_layer_of
 from moejax.experts.host_store import HostStore
 from moejax.models.config import ModelConfig
 from moejax.models.kernel_choice import EXPERT_LEAVES
+from moejax.models.shapes import one_layer_of
 from moejax.weights.qtensor import Weight
 
 NUM_DRAWN = 8  # different experts; the others are copies, in memory of their own

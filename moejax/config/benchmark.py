@@ -1,13 +1,13 @@
-"""What `python -m moejax.benchmark` runs."""
+"""Configuration of `python -m moejax.benchmark`."""
 
 import dataclasses
 import re
 
-from moejax.benchmarking.shapes import CONFIGS
 from moejax.config.commands import SHAPE_BITS, MemoryConfig, check_share
 from moejax.config.options import RunConfig, option
 from moejax.config.policy import PolicyConfig
 from moejax.errors import MoejaxError
+from moejax.models.shapes import CONFIGS
 
 PROMPT_TOKENS = 512  # where neither a file nor a length says it
 SPLITS = ("lines", "paragraphs")
@@ -17,7 +17,7 @@ MAX_BATCH = 1024
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchmarkConfig(RunConfig):
-    """A model, its requests, and the batches and budgets that they are measured at."""
+    """A model, its requests, and the batches and budgets to measure."""
 
     command = "moejax.benchmark"
 
@@ -84,22 +84,22 @@ class BenchmarkConfig(RunConfig):
     )
 
     def points(self) -> list[tuple[int, float]]:
-        """(batch, GiB) of each measurement, budgets first; 0 is no limit."""
+        """Pairs (batch, GiB) to measure, budgets first; 0 is no limit."""
         gibs = dict.fromkeys(gib or self.memory.device_gib for gib in self.budgets)
         return [(batch, gib) for gib in gibs for batch in dict.fromkeys(self.batches)]
 
     def outputs(self) -> list[str]:
-        """The files."""
+        """Files that the benchmark writes."""
         return [name for name in self.output.split(",") if name]
 
     def exponent(self) -> float | None:
-        """S of the skew; None: the shape's own."""
+        """Exponent S of the skew; None: the shape's own."""
         if not self.skew:
             return None
         return 0.0 if self.skew == "uniform" else float(self.skew.removeprefix("zipf:"))
 
     def check(self) -> None:
-        """See `RunConfig.check`; what needs the model is checked with it at hand."""
+        """See `RunConfig.check`; checks that need the model follow with the model at hand."""
         if not self.checkpoint:
             raise MoejaxError("checkpoint='' must be a name or a directory")
         if self.shape and self.shape not in CONFIGS:

@@ -1,7 +1,7 @@
-"""Run configurations: frozen dataclasses, each the only place where its defaults are written.
+"""Run configurations: frozen dataclasses; each default is written here alone.
 
-A main reads an `ml_collections` config (a file under `configs/`, flags, or neither), turns it at
-once into one of these with `from_config_dict`, and nothing below the mains sees a ConfigDict.
+A main reads an `ml_collections` config (a file under `configs/`, flags, or neither) and turns it at
+once into one of these with `from_config_dict`; below the mains nothing sees a ConfigDict.
 """
 
 import dataclasses
@@ -12,12 +12,12 @@ from moejax.config.options import RunConfig, option
 from moejax.config.options import to_config_dict as to_config_dict
 from moejax.config.policy import PolicyConfig
 from moejax.errors import MoejaxError
-from moejax.evaluation.perplexity import PRESETS, Windowing
 from moejax.experts.budget import Limits, check_gib, check_phase
 from moejax.inference.generation import GenerationSettings
 from moejax.models.shapes import SHAPES
 from moejax.text.chat_template import ChatSettings
 from moejax.text.corpus import JOINS
+from moejax.text.windows import PRESETS, Windowing
 
 SHAPE_BITS = (2, 3, 4, 8, 16)
 THINKING = {"auto": None, "on": True, "off": False}
@@ -32,7 +32,7 @@ VERIFY = "first compare the files of checkpoints with their SHA-256, or checksum
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryConfig(RunConfig):
-    """The group `memory`: what a model may take, and where its experts may lie."""
+    """Options `memory`: the model's memory limits, and where its experts may be stored."""
 
     device_gib: float = option(
         Limits.device_gib, "GiB on the accelerator, for weights, caches and work; 0: no limit"
@@ -60,7 +60,7 @@ class MemoryConfig(RunConfig):
     )
 
     def limits(self) -> Limits:
-        """As `moejax.experts.budget` takes them."""
+        """Converts to the limits of `moejax.experts.budget`."""
         return Limits(**dataclasses.asdict(self))
 
     def check(self) -> None:
@@ -75,14 +75,14 @@ class MemoryConfig(RunConfig):
 
 
 def check_share(share: float) -> None:
-    """Raises MoejaxError for a `fidelity_share` that is no share."""
+    """Raises MoejaxError for a `fidelity_share` outside its range."""
     if not 0 <= share <= 1:
         raise MoejaxError(f"fidelity_share={share} must be from 0 to 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordConfig(RunConfig):
-    """What a run records of its routing (`moejax.routing.trace`)."""
+    """Options that record a run's routing (`moejax.routing.trace`)."""
 
     record_trace: str = option(
         "", "a file for a trace of the routing, which moejax.sweep replays; '': none"
@@ -112,7 +112,7 @@ class RecordConfig(RunConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateConfig(RecordConfig):
-    """What `python -m moejax.generate` runs: a model, and one request's `GenerationSettings`."""
+    """Configuration of `python -m moejax.generate`: a model, and one request's settings."""
 
     command = "moejax.generate"
 
@@ -199,17 +199,17 @@ class GenerateConfig(RecordConfig):
     )
 
     def chat_settings(self) -> ChatSettings:
-        """The settings that render a conversation's prompts."""
+        """Settings that render a conversation's prompts."""
         return ChatSettings(self.system_prompt, THINKING[self.thinking])
 
     def request(self) -> dict[str, Any]:
-        """The fields that `Engine.generate` and `Engine.stream` take, as far as they are given."""
+        """Request fields for `Engine.generate` and `Engine.stream`, if given."""
         names = {field.name for field in dataclasses.fields(GenerationSettings)}
         given = {name: value for name, value in dataclasses.asdict(self).items() if name in names}
         return {name: value for name, value in given.items() if value not in (None, ())}
 
     def check(self) -> None:
-        """See `RunConfig.check`; the engine checks `platform` and `dtype`, which are its own."""
+        """See `RunConfig.check`; the engine checks `platform` and `dtype`."""
         if not self.checkpoint:
             raise MoejaxError("checkpoint='' must be a name or a directory")
         if self.context < 0:
@@ -230,10 +230,9 @@ class GenerateConfig(RecordConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig(GenerateConfig):
-    """What `python -m moejax.plan` looks at: a run of `moejax.generate`, or a shape without files.
+    """Configuration of `python -m moejax.plan`: a run, or a shape without files.
 
-    The files under `configs/` for `moejax.generate` serve; of their fields, those of the request
-    change nothing here.
+    Files under `configs/` for `moejax.generate` can be used; their request fields have no effect.
     """
 
     command = "moejax.plan"
@@ -265,7 +264,7 @@ class PlanConfig(GenerateConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizeConfig(RunConfig):
-    """What `python -m moejax.quantize` runs; the recipe's values are checked where it is read."""
+    """Configuration of `python -m moejax.quantize`; the recipe checks its values."""
 
     command = "moejax.quantize"
 
@@ -317,7 +316,7 @@ class QuantizeConfig(RunConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(RecordConfig):
-    """What `python -m moejax.evaluate` runs; model and text are checked where they are read."""
+    """Configuration of `python -m moejax.evaluate`; model and text are checked when read."""
 
     command = "moejax.evaluate"
 
@@ -365,13 +364,13 @@ class EvaluateConfig(RecordConfig):
         return _TASKS_BY_LM_EVAL if name in gone else ""
 
     def windowing(self) -> Windowing:
-        """Window and stride: the preset's where they are not given."""
+        """Window and stride; the preset's if they are not given."""
         preset = PRESETS[self.preset]
         window = self.window or preset.window
         return Windowing(window, self.stride or min(preset.stride, window))
 
     def num_rows(self) -> int:
-        """Sequences at once: one under a policy, whose state a batch would share."""
+        """Sequences per batch: one under a policy, whose state a batch would share."""
         return 1 if self.policy.name else self.batch_size
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Fields of run configurations: names, meanings, types; to and from `ml_collections` and texts."""
+"""Fields of run configurations: names, meanings, types, and their conversions."""
 
 import ast
 import dataclasses
@@ -22,13 +22,12 @@ _BOOLEANS = {
 def option(
     default: _T, meaning: str, *, commas: bool = True, kind: type[int | float] | None = None
 ) -> _T:
-    """A dataclass field with the line that `--help` prints for it.
+    """Declares a dataclass field with its `--help` line.
 
     Args:
-      default: of the field.
       meaning: the line.
-      commas: of a list, whether commas divide its items on the command line; else each flag is one.
-      kind: type of a number that may be None, which says that it is not given.
+      commas: whether commas divide a list's items on the command line; else each flag is one item.
+      kind: type of a number whose None means "not given".
     """
     metadata = {"help": meaning, "commas": commas, "kind": kind}
     return dataclasses.field(default=default, metadata=metadata)
@@ -36,27 +35,27 @@ def option(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What one main runs; every field has a default, and a meaning that `--help` prints.
+    """Configuration of one main; every field has a default and a `--help` line.
 
     A field whose default is a RunConfig is a group of fields, named `group.field` on the command
-    line and in errors; groups hold no groups.
+    line and in errors; groups are not nested.
 
     Attributes:
-      command: the command that runs it, "" of a group.
+      command: the command that runs it, "" for a group.
     """
 
     command: ClassVar[str] = ""
 
     def check(self) -> None:
-        """Raises MoejaxError naming the first field whose value is not allowed, and the range."""
+        """Raises MoejaxError naming the first field with a bad value, and its range."""
 
     def moved(self, name: str) -> str:
-        """The flag that replaces a field of an earlier version; "" for none."""
+        """Flag that replaces a field of an earlier version; "" for none."""
         del name
         return ""
 
     def more_help(self) -> list[str]:
-        """Lines that `--help` prints after the fields, for the values that were given."""
+        """Lines that `--help` prints after the fields, for the given values."""
         return []
 
 
@@ -64,7 +63,7 @@ _Config = TypeVar("_Config", bound=RunConfig)
 
 
 def to_config_dict(config: RunConfig) -> config_dict.ConfigDict:
-    """The fields of a run configuration as a locked ConfigDict: values change, names do not."""
+    """Converts a run configuration to a locked ConfigDict: values change, names do not."""
     return config_dict.ConfigDict(dataclasses.asdict(config)).lock()
 
 
@@ -73,12 +72,10 @@ def from_config_dict(
     values: config_dict.ConfigDict,
     overrides: Mapping[str, Any] | None = None,
 ) -> _Config:
-    """A checked `config_class` from a ConfigDict; fields that it lacks keep their defaults.
+    """Builds a checked `config_class` from a ConfigDict; missing fields keep defaults.
 
     Args:
-      config_class: what is made.
-      values: the fields.
-      overrides: values by name ("memory.slots"), which win.
+      overrides: values by name ("memory.slots"), which take precedence.
 
     Raises:
       MoejaxError: a field is unknown (the nearest real one is named), has another type than the
@@ -106,7 +103,7 @@ def from_config_dict(
 
 
 def _flat(values: config_dict.ConfigDict) -> Iterator[tuple[str, Any]]:
-    """Every value and its name; what a group holds is named `group.field`."""
+    """Yields every value and its name; a group's fields are named `group.field`."""
     for name, value in values.items():
         if isinstance(value, config_dict.ConfigDict):
             yield from ((f"{name}.{field}", part) for field, part in _flat(value))
@@ -116,7 +113,7 @@ def _flat(values: config_dict.ConfigDict) -> Iterator[tuple[str, Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """A field of a run configuration as the command line names it."""
+    """A field of a run configuration, by its name on the command line."""
 
     name: str  # "seed", "memory.device_gib"
     default: Any
@@ -126,7 +123,7 @@ class Option:
 
 
 def options(config: RunConfig) -> list[Option]:
-    """The fields, with the values of `config` for defaults; in place of a group its own fields."""
+    """Lists the fields, with `config`'s values as defaults; groups are expanded."""
     found = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -140,7 +137,7 @@ def options(config: RunConfig) -> list[Option]:
 
 
 def check_fields(values: config_dict.ConfigDict, config_class: type[RunConfig]) -> None:
-    """Raises MoejaxError naming the command that values are for, or the first unknown field."""
+    """Raises MoejaxError if values belong to another command, or a field is unknown."""
     names = [name for name, _ in _flat(values)]
     default = config_class()
     if set(names) <= {option.name for option in options(default)}:
@@ -163,15 +160,14 @@ def _descendants(config_class: type[RunConfig]) -> Iterator[type[RunConfig]]:
 
 
 def value_of(option: Option, texts: Sequence[str]) -> Any:
-    """The value that a command line gives a field.
+    """Parses a field's value from the command line.
 
     Args:
-      option: the field.
-      texts: one for each time that its flag was given. The last one counts; of a list, all do. A
-        list may also be written as Python does: ('int4', 'int2').
+      texts: one for each use of its flag. The last counts; all of them for a list, which may also
+        be written in Python's form: ('int4', 'int2').
 
     Raises:
-      MoejaxError: a text is no value of the field's type.
+      MoejaxError: a text is not a value of the field's type.
     """
     name, default, text = option.name, option.default, texts[-1]
     if option.kind is not None:
@@ -191,7 +187,7 @@ def value_of(option: Option, texts: Sequence[str]) -> Any:
 
 
 def _items(text: str, *, commas: bool) -> list[Any]:
-    """The items of a list in one flag."""
+    """Splits the items of a list in one flag."""
     if text[:1] in ("(", "[", "'", '"'):
         try:
             value = ast.literal_eval(text)
@@ -213,13 +209,13 @@ def _number(name: str, value: Any, kind: type) -> Any:
 
 
 def groups(config: RunConfig) -> dict[str, RunConfig]:
-    """The groups of fields, by name."""
+    """Groups of fields, by name."""
     found = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return {name: value for name, value in found.items() if isinstance(value, RunConfig)}
 
 
 def moved(name: str, config: RunConfig) -> str:
-    """The flag that replaces a former field, named with its group or without; "" for none."""
+    """Flag that replaces a former field, named with its group or without; "" for none."""
     group, _, field = name.rpartition(".")
     found = [part.moved(field) for key, part in groups(config).items() if group in ("", key)]
     if group in ("", "config"):
@@ -243,16 +239,16 @@ def check_field_name(name: str, config: RunConfig) -> None:
 
 
 def _as_value_of(option: Option, value: Any) -> Any:
-    """A value that Python code gives a field, in the field's type."""
+    """Converts a value from Python code to the field's type."""
     if option.kind is None:
         return _as_type_of(option.name, value, option.default)
     return None if value is None else _as_type_of(option.name, value, option.kind())
 
 
 def _as_type_of(name: str, value: Any, default: Any) -> Any:
-    """`value` in the type of `default`: an int serves as a float, a list as a tuple.
+    """Converts `value` to the type of `default`: an int to a float, a list to a tuple.
 
-    The items of a tuple are of the type of the default's first; of () they are texts.
+    A tuple's items have the type of the default's first item; for () they are texts.
     """
     if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

@@ -1,12 +1,12 @@
-"""The group `policy` of run configurations: which policy, its settings, and the tiers."""
+"""Options `policy` of run configurations: the policy, its settings, and the tiers."""
 
 import dataclasses
 import re
 from typing import TYPE_CHECKING
 
+from moejax.config.grid import described, single
 from moejax.config.options import RunConfig, option
 from moejax.errors import MoejaxError
-from moejax.routing.simulate.grid import described, single
 
 if TYPE_CHECKING:  # it imports JAX, which --help and mistakes need not wait for
     from moejax.experts.tiering import Tiering
@@ -69,7 +69,7 @@ SETTINGS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyConfig(RunConfig):
-    """What decides which experts run, in which precision; `moejax.policies` says more of each."""
+    """Options of the policy, which decides experts and precision; see `moejax.policies`."""
 
     name: str = option(
         "",
@@ -97,11 +97,11 @@ class PolicyConfig(RunConfig):
     )
 
     def moved(self, name: str) -> str:
-        """See `RunConfig.moved`: each setting of a policy was a field once."""
+        """See `RunConfig.moved`: each setting of a policy was once a field."""
         return f"--config.policy.settings={name}=VALUE" if name in SETTINGS else ""
 
     def more_help(self) -> list[str]:
-        """See `RunConfig.more_help`: the settings of the policy that is named."""
+        """See `RunConfig.more_help`: settings of the named policy."""
         if not self.name:
             return []
         from moejax.policies.make import settings_of
@@ -114,10 +114,10 @@ class PolicyConfig(RunConfig):
         return [f"\nSettings of {self.name} and their defaults, for policy.settings:", *rows]
 
     def tiering(self) -> "Tiering | None":
-        """The policy and its tiers as an engine takes them; None for the router alone.
+        """Builds the policy and its tiers for an engine; None for the router alone.
 
         Raises:
-          MoejaxError: there is no such policy or setting, or a value is not allowed.
+          MoejaxError: the policy or a setting is unknown, or a value is not allowed.
         """
         if not self.name:
             return None
@@ -137,7 +137,7 @@ class PolicyConfig(RunConfig):
         )
 
     def check(self) -> None:
-        """See `RunConfig.check`; settings are checked where the policy is made."""
+        """See `RunConfig.check`; settings are checked when the policy is made."""
         if self.name == "auto":
             raise MoejaxError(
                 "name='auto' is no longer a policy: moejax.sweep --config.trace=FILE "

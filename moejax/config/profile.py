@@ -1,4 +1,4 @@
-"""What `python -m moejax.profile_experts` runs."""
+"""Configuration of `python -m moejax.profile_experts`."""
 
 import dataclasses
 from typing import get_args
@@ -14,7 +14,7 @@ from moejax.text.corpus import JOINS
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProfileConfig(RunConfig):
-    """A model, a text, and how buddy lists are made; model and text are checked where read."""
+    """A model, a text, and options of buddy lists; model and text are checked when read."""
 
     command = "moejax.profile_experts"
 

@@ -1,4 +1,4 @@
-"""What `python -m moejax.serve` runs."""
+"""Configuration of `python -m moejax.serve`."""
 
 import dataclasses
 import math
@@ -16,9 +16,9 @@ SERVED: dict[str, Any] = {"max_new_tokens": 512, "temperature": 1.0}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeConfig(GenerateConfig):
-    """A model and who may ask it; the request's fields are defaults for what clients leave out.
+    """A model, its server, and defaults for request fields that clients omit.
 
-    The files under `configs/` for `moejax.generate` serve; what they lack keeps its default.
+    Files under `configs/` for `moejax.generate` can be used; fields they lack keep their defaults.
     """
 
     command = "moejax.serve"
@@ -63,7 +63,7 @@ class ServeConfig(GenerateConfig):
     grace_s: float = option(10.0, "seconds that answers may go on after SIGTERM")
 
     def settings(self, defaults: dict[str, Any]) -> GenerationSettings:
-        """Settings of a request that names none; `defaults` are the checkpoint's."""
+        """Settings of a request that gives none; `defaults` are the checkpoint's."""
         return GenerationSettings.of(**SERVED | defaults | self.request())
 
     def check(self) -> None:
@@ -92,6 +92,6 @@ class ServeConfig(GenerateConfig):
 
 
 def check_key(key: str, what: str) -> None:
-    """Raises MoejaxError for a key that no header can carry."""
+    """Raises MoejaxError for a key that a header cannot carry."""
     if not re.fullmatch("[!-~]*", key):
         raise MoejaxError(f"{what} must be letters, digits and signs of ASCII without spaces")

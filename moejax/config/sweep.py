@@ -1,4 +1,4 @@
-"""What `python -m moejax.sweep` runs."""
+"""Configuration of `python -m moejax.sweep`."""
 
 import dataclasses
 from pathlib import Path
@@ -15,7 +15,7 @@ POLICIES = (LRU, *NAMES)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepConfig(RunConfig):
-    """A trace, a grid of settings, and the machine on which they are to be thought of."""
+    """A trace, a grid of settings, and the machine to model."""
 
     command = "moejax.sweep"
 
@@ -67,7 +67,7 @@ class SweepConfig(RunConfig):
     platform: str = option("auto", "auto (an accelerator if there is one), cpu or gpu")
 
     def check(self) -> None:
-        """See `RunConfig.check`; trace, grid and machine are checked where they are read."""
+        """See `RunConfig.check`; trace, grid and machine are checked when read."""
         if self.policy not in POLICIES and ":" not in self.policy:
             known = ", ".join(POLICIES)
             raise MoejaxError(f"there is no policy {self.policy!r} to sweep over; known: {known}")
@@ -99,16 +99,12 @@ class SweepConfig(RunConfig):
             raise MoejaxError(f"plot={self.plot!r} must end in {', '.join(PICTURES)}")
 
     def speeds(self) -> list[float]:
-        """Of the links, GiB/s."""
+        """Speeds of the links, GiB/s."""
         return [_number("links", link) for link in self.links]
 
 
 def check_picture(path: Path) -> None:
-    """Raises MoejaxError for a file that is there and is no picture of the kind that it is named.
-
-    Args:
-      path: whose end is one of `PICTURES`.
-    """
+    """Raises MoejaxError if the file exists and is not a picture of its named kind."""
     if not path.is_file():
         return
     kind = path.suffix.lower()

@@ -1,1 +1,1 @@
-"""What a model is worth: perplexity, and the texts that it is measured on."""
+"""Evaluation: perplexity, fidelity to the exact model, and their texts."""

@@ -1,4 +1,4 @@
-"""Answers so far, kept beside the result: what an interrupted evaluation goes on from."""
+"""Answers kept beside the result, from which an interrupted evaluation resumes."""
 
 import dataclasses
 import json
@@ -18,14 +18,14 @@ _AGAIN = "make room, and run the same command again to resume from the answers i
 
 
 class AnswerFile:
-    """JSON Lines: a head that says what is measured, then an answer a line, then an end.
+    """JSON Lines: a head that names the measurement, then an answer a line, then an end.
 
-    What is there already, and what becomes of it:
+    An existing file is handled as follows:
 
-    - no file of answers: an error;
+    - a file of another kind: an error;
     - the answers of an unfinished run with another head: an error;
-    - the answers of an unfinished run with this head: they are known. A line that is no answer is
-      left out and told of; what a killed process left of its last line is dropped;
+    - the answers of an unfinished run with this head: they are known. A line that is not an answer
+      is dropped with a warning; an incomplete last line of a killed process is dropped;
     - the answers of a finished run with another head: kept under the next free name;
     - the answers of a finished run with this head: replaced, the run begins anew.
 
@@ -44,16 +44,16 @@ class AnswerFile:
         numbers: Sequence[str] = (),
         anew: str = "",
     ):
-        """Reads what is there.
+        """Reads the answers that exist.
 
         Args:
           path: of the file; None keeps answers in memory only.
-          head: of plain JSON values; answers serve only a run with the same.
-          numbers: names of the finite numbers that each answer has.
-          anew: why no answer is taken over; "": they are.
+          head: plain JSON values; answers are reused only by a run with an equal head.
+          numbers: names of each answer's finite numbers.
+          anew: reason to reuse no answer; "": answers are reused.
 
         Raises:
-          MoejaxError: the file is of another run, or no file of answers.
+          MoejaxError: the file belongs to another run, or is not a file of answers.
         """
         self._path = path
         self._head = json.loads(json.dumps(head))
@@ -77,7 +77,7 @@ class AnswerFile:
         self._append(answers)
 
     def finish(self) -> None:
-        """Says that no answer is missing and the result is written: the next run begins anew."""
+        """Marks the run as finished, result included: the next run begins anew."""
         self._append([{"end": len(self.known)}])
 
     def _go_on(self, path: Path, stored: "_Stored", anew: str) -> None:
@@ -119,7 +119,7 @@ class AnswerFile:
 
 @dataclasses.dataclass(frozen=True)
 class _Stored:
-    """What a file of answers holds."""
+    """Content of a file of answers."""
 
     head: dict[str, Any]
     answers: dict[int, Answer]
@@ -128,21 +128,17 @@ class _Stored:
 
 
 def check_place(path: Path) -> None:
-    """Raises MoejaxError where answers would be written over a file of another kind.
-
-    Args:
-      path: of answers.
-    """
+    """Raises MoejaxError if answers would overwrite a file of another kind."""
     _stored(path, ())
 
 
 def beside(output: Path) -> Path:
-    """The place of the answers of a result."""
+    """Path of a result's answers."""
     return output.with_name(f"{output.stem}.answers.jsonl")
 
 
 def _stored(path: Path, numbers: Sequence[str]) -> _Stored | None:
-    """What is there; None where there is nothing."""
+    """Reads the answers; None if there is no file."""
     content = path.read_bytes() if path.exists() else b""
     if not content.strip():
         return None
@@ -158,7 +154,7 @@ def _stored(path: Path, numbers: Sequence[str]) -> _Stored | None:
 
 
 def _row(line: bytes) -> dict[str, Any]:
-    """The object of a line; an empty one where it has none."""
+    """Parses the object of a line; empty if it has none."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -178,7 +174,7 @@ def _text(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _free_name(path: Path) -> Path:
-    """The first of x.answers.1.jsonl, x.answers.2.jsonl, ... that is free."""
+    """First free name of x.answers.1.jsonl, x.answers.2.jsonl, ..."""
     number = 1
     while (kept := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1

@@ -1,16 +1,18 @@
-"""A model over text with an eye on its router: what BuddyMoE's lists are made of."""
+"""Counts a model's routing over text, to make BuddyMoE's lists."""
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from moejax.errors import MoejaxError
-from moejax.evaluation.perplexity import Windowing, windows
+from moejax.files import result_rows as results
 from moejax.inference import steps
 from moejax.inference.runner import Runner
 from moejax.models.assembly import merge_weights
@@ -26,7 +28,13 @@ from moejax.policies.expert_activity import (
     with_layer,
     with_outputs,
 )
+from moejax.routing.profile_file import config_sha256
+from moejax.text.corpus import Stream, Text
+from moejax.text.windows import Windowing, windows
 from moejax.weights import linear as ops
+
+if TYPE_CHECKING:
+    from moejax.engine import Engine
 
 # Tokens whose outputs of all experts are compared at a time: bounds their memory.
 COMPARED_TOKENS = 16
@@ -38,7 +46,7 @@ class Counting:
 
     Attributes:
       warmup: first tokens of a window, which have seen little of the text.
-      warmup_weight: what one of them counts (BuddyMoE section 3.3), 0 to 1.
+      warmup_weight: weight of one of them (BuddyMoE section 3.3), 0 to 1.
       temperature: of TAE.
       outputs: whether the outputs of all experts are compared: each runs on every token.
     """
@@ -60,18 +68,18 @@ def profile(
     """Counts the routing of a stream of tokens, in windows that do not overlap.
 
     Args:
-      runner: of a model that holds its experts.
+      runner: its model holds its experts.
       ids: integer[n], at least two; the last one is not fed, since nothing follows it.
       window: tokens that see each other.
       batch_size: windows at once.
       counting: how.
-      on_batch: is told how many tokens each batch had.
+      on_batch: called with the tokens of each batch.
 
     Returns:
-      What was counted, on the host.
+      The counts, on the host.
 
     Raises:
-      MoejaxError: the model has no experts, too few tokens, or none that counts.
+      MoejaxError: the model has no experts, or there are too few tokens, or none that counts.
     """
     config = runner.config
     if not config.moe_layers:
@@ -96,7 +104,7 @@ def profile(
 
 @functools.cache
 def _step(counting: Counting) -> Callable[..., tuple[KVCache, ExpertActivity, None]]:
-    """A step for `Runner.fold`; one object a setting, since programs are kept by function."""
+    """Step for `Runner.fold`; one object per setting, since programs are kept by function."""
 
     def profile_chunk(
         program: steps.Program,
@@ -137,7 +145,7 @@ def _step(counting: Counting) -> Callable[..., tuple[KVCache, ExpertActivity, No
 
 
 class LayerInputs:
-    """Runs the experts that a model holds, as it would itself, and keeps what they were given."""
+    """Runs the experts of a model as it would itself, and keeps their inputs."""
 
     def __init__(self, model: Transformer, spec: ChunkSpec):
         self._model, self._spec = model, spec
@@ -165,7 +173,7 @@ def _compared(
     ids: jax.Array,
     counted: jax.Array,
 ) -> ExpertActivity:
-    """Adds the cosines of all experts' outputs on the tokens [N, D], a few tokens at a time."""
+    """Adds the cosines of all experts' outputs on tokens [N, D], a few tokens at a time."""
     gate_up = ops.matrix(moe.gate_up[...], (layer,), x.dtype)
     down = ops.matrix(moe.down[...], (layer,), x.dtype)
     size = math.gcd(len(x), COMPARED_TOKENS)
@@ -180,3 +188,28 @@ def _compared(
 
     parts = jax.tree.map(lambda a: a.reshape(-1, size, *a.shape[1:]), (x, ids, counted))
     return jax.lax.scan(add, activity, parts)[0]
+
+
+def provenance(
+    checkpoint: str, directory: Path, engine: "Engine", text: Text, stream: Stream
+) -> dict[str, Any]:
+    """Records the checkpoint, text, devices and versions of a profile."""
+    config = engine.config
+    return {
+        "checkpoint": checkpoint,
+        "config_sha256": config_sha256(directory),
+        "family": config.family,
+        "sparse_layers": list(config.moe_layers),
+        "experts": config.num_experts,
+        "experts_per_token": config.experts_per_token,
+        "bits_per_weight": engine.bits_per_weight,
+        "dtype": str(engine.dtype),
+        "text": {"source": text.source, "sha256": text.sha256, "bytes": text.num_bytes},
+        "tokens": len(stream.ids),
+        "bos": stream.bos,
+        "tokenizer_sha256": stream.tokenizer_sha256,
+        "device": results.describe_device(engine.device),
+        "versions": results.package_versions("jax", "jaxlib", "flax", "numpy", "tokenizers"),
+        "date": results.today(),
+        "command": results.command_line(),
+    }

@@ -1,13 +1,18 @@
-"""How far a policy's model is from the exact one: KL divergence on sampled tokens."""
+"""Fidelity of a policy's model: KL divergence from the exact one on sampled tokens."""
 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moejax.evaluation.perplexity import Windowing
+from moejax.config.commands import GenerateConfig, MemoryConfig
+from moejax.errors import MoejaxError
+from moejax.text.windows import Windowing
+
+if TYPE_CHECKING:
+    from moejax.engine import Engine
 
 POSITIONS = 64  # of a window, at most
 
@@ -16,26 +21,26 @@ Logits = Callable[[np.ndarray], np.ndarray]  # int32[1, T] to float32[1, T, V]
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Windows int32[n, T] of a text, and the positions of each whose predictions are compared."""
+    """Windows int32[n, T] of a text, and the compared positions of each."""
 
     tokens: np.ndarray
     positions: np.ndarray  # int32[n, P]
 
     @property
     def num_tokens(self) -> int:
-        """Predictions that are compared."""
+        """Number of compared predictions."""
         return self.positions.size
 
 
 @dataclasses.dataclass(frozen=True)
 class Fidelity:
-    """Of the exact model's predictions to those of a policy, over a sample's tokens.
+    """Divergence of a policy's predictions from the exact model's, over a sample's tokens.
 
     Attributes:
       mean_kl: nats, of exact p and policy's q: sum p log(p / q).
-      largest_kl: of one token.
+      largest_kl: the largest of one token.
       same_choice: share of tokens whose likeliest next token is the same.
-      num_tokens: compared.
+      num_tokens: tokens compared.
     """
 
     mean_kl: float
@@ -44,11 +49,11 @@ class Fidelity:
     num_tokens: int
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Fields for JSON."""
         return dataclasses.asdict(self)
 
     def describe(self) -> str:
-        """In a line."""
+        """Describes the result in a line."""
         return (
             f"KL of the exact model to this one {self.mean_kl:.4f} nats a token (largest "
             f"{self.largest_kl:.3f}), the same likeliest token in {100 * self.same_choice:.1f} % "
@@ -57,13 +62,10 @@ class Fidelity:
 
 
 def sample(ids: Sequence[int], windowing: Windowing, share: float, seed: int = 0) -> Sample:
-    """Some windows of a stream, spread over it, and random positions of each.
+    """Samples windows spread over a stream, and random positions of each.
 
     Args:
-      ids: the stream.
-      windowing: how it is cut.
-      share: of the windows, above 0; at least one is taken.
-      seed: of the positions.
+      share: share of the windows, above 0; at least one is taken.
     """
     stream = np.asarray(ids, np.int32)
     length = min(windowing.window, len(stream))
@@ -77,13 +79,11 @@ def sample(ids: Sequence[int], windowing: Windowing, share: float, seed: int = 0
 
 
 def sample_answer(ids: Sequence[int], num_prompt: int, share: float, seed: int = 0) -> Sample:
-    """Random positions of an answer, one window with its prompt.
+    """Samples random positions of an answer, one window with its prompt.
 
     Args:
-      ids: of the prompt and then of the answer, which is not empty.
-      num_prompt: how many are the prompt's.
-      share: of the answer's tokens, above 0; at least one is taken.
-      seed: of the positions.
+      ids: the prompt, then the answer, which is not empty.
+      share: share of the answer's tokens, above 0; at least one is taken.
     """
     tokens = np.asarray(ids, np.int32)
     predicting = np.arange(max(0, num_prompt - 1), len(tokens) - 1)  # each the token after it
@@ -93,7 +93,7 @@ def sample_answer(ids: Sequence[int], num_prompt: int, share: float, seed: int =
 
 
 def predictions(logits: Logits, of: Sample) -> np.ndarray:
-    """float64[n P, V], log-probabilities at the sample's positions."""
+    """Log-probabilities float64[n P, V] at the sample's positions."""
     rows = []
     for tokens, places in zip(of.tokens, of.positions, strict=True):
         found = logits(tokens[None])[0, places].astype(np.float64)
@@ -103,7 +103,36 @@ def predictions(logits: Logits, of: Sample) -> np.ndarray:
 
 
 def compare(exact: np.ndarray, policy: np.ndarray) -> Fidelity:
-    """Of `predictions` of both models on one sample."""
+    """Compares the `predictions` of both models on one sample."""
     kl = np.sum(np.exp(exact) * (exact - policy), axis=-1)
     same = exact.argmax(axis=-1) == policy.argmax(axis=-1)
     return Fidelity(float(kl.mean()), float(kl.max()), float(same.mean()), len(kl))
+
+
+def kl_from_exact(
+    config: GenerateConfig,
+    engine: "Engine",
+    prompts: Sequence[list[int]],
+    answers: Sequence[list[int]],
+) -> str:
+    """KL of the exact model from this one on some tokens of its answers, read as prompts."""
+    from moejax.engine import Engine
+
+    samples = [
+        sample_answer([*prompt, *answer], len(prompt), config.fidelity_share, seed)
+        for seed, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+        if len(prompt) + len(answer) > 1
+    ]
+    if not samples:
+        return "the KL of the exact model was not measured: there is no token before the answer's"
+    try:  # the exact model stands beside this one: there may be no room
+        own = [predictions(engine.logits, sample) for sample in samples]
+        with Engine.from_pretrained(
+            config.checkpoint, dtype=config.dtype, platform=config.platform,
+            compilation_cache=config.compilation_cache, progress=False, generation_config=False,
+            limits=config.memory.limits() if config.memory != MemoryConfig() else None,
+        ) as exact:  # fmt: skip
+            theirs = [predictions(exact.logits, sample) for sample in samples]
+    except MoejaxError as error:
+        return f"the KL of the exact model was not measured: {error}"
+    return compare(np.concatenate(theirs), np.concatenate(own)).describe()

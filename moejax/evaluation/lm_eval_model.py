@@ -7,8 +7,8 @@ that name a model and how it runs:
     --model_args config=configs/mine.py,policy.settings=retention=0.8
 
 lm_eval splits them at commas, so a tuple (`policy.tiers`) is written with `+`: `int4+int2`, and
-settings of a policy have spaces between them: `"policy.settings=retention=0.8 low=skip"`. What
-does not fit on a line goes to a config file with a `get_config()`, as for `moejax.evaluate`.
+settings of a policy have spaces between them: `"policy.settings=retention=0.8 low=skip"`. Longer
+settings go to a config file with a `get_config()`, as for `moejax.evaluate`.
 """
 
 import contextlib
@@ -22,27 +22,34 @@ from absl import flags
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 
-from moejax import cli, evaluate
+from moejax import cli
 from moejax.checkpoints import resolve_checkpoint
 from moejax.config.commands import EvaluateConfig
 from moejax.config.options import options
 from moejax.errors import MoejaxError
-from moejax.evaluation.loading import load_engine
 from moejax.inference.likelihood import TokenPair
+from moejax.loading import load_scoring_engine
 
+# Read like flags, but no main.
+_ARGUMENTS = cli.Command(
+    doc=__doc__ or "",
+    default=EvaluateConfig(),
+    define_flags=lambda values: None,
+    body=lambda config, values: None,
+)
 # Of the arguments of a generation, by lm_eval's names and by ours.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
 def read_arguments(arguments: dict[str, Any]) -> EvaluateConfig:
-    """The configuration that lm_eval's model arguments mean.
+    """Builds the configuration from lm_eval's model arguments.
 
     Args:
       arguments: `pretrained`, `config` and fields of `EvaluateConfig`, groups by dots.
 
     Raises:
-      MoejaxError: a field is not there, or a value not allowed.
+      MoejaxError: a field is unknown, or a value not allowed.
     """
     arguments = dict(arguments)
     argv = ["lm_eval"]
@@ -55,7 +62,7 @@ def read_arguments(arguments: dict[str, Any]) -> EvaluateConfig:
             value = tuple(value.split("+"))
         argv.append(f"--config.{field}={value}")
     try:
-        config, _ = cli.parse(evaluate.COMMAND, argv)
+        config, _ = cli.parse(_ARGUMENTS, argv)
     except flags.Error as error:
         raise MoejaxError(f"model arguments: {error}") from error
     return config
@@ -68,9 +75,6 @@ class MoejaxLM(TemplateLM):
     Tokens, truncation and stop strings follow lm_eval's Hugging Face class, so that figures of the
     two can be set side by side; the tokenizers for which they differ are those of
     `moejax.inference.likelihood`.
-
-    Attributes:
-      engine: that answers.
     """
 
     def __init__(
@@ -88,9 +92,9 @@ class MoejaxLM(TemplateLM):
           pretrained: as `moejax.evaluate`'s `checkpoint`; None: its default.
           batch_size: sequences at once; None or "auto": its default.
           max_batch_size: not used; lm_eval gives it.
-          device: "cpu", "gpu", "cuda..." or None for what there is.
-          max_gen_toks: of an answer, where a task does not say.
-          **fields: of `EvaluateConfig`; see the module.
+          device: "cpu", "gpu", "cuda..." or None for any.
+          max_gen_toks: most tokens of an answer, unless the task sets its own.
+          **fields: fields of `EvaluateConfig`; see the module.
         """
         super().__init__()
         del max_batch_size
@@ -106,7 +110,7 @@ class MoejaxLM(TemplateLM):
         self._config = config
         self._max_gen_toks = max_gen_toks
         with self._exact():
-            self.engine = load_engine(
+            self.engine = load_scoring_engine(
                 config, resolve_checkpoint(config.checkpoint), config.policy.tiering()
             )
         if self.engine.tokenizer is None:
@@ -115,20 +119,20 @@ class MoejaxLM(TemplateLM):
 
     @contextlib.contextmanager
     def _exact(self) -> Iterator[None]:
-        """Float32 is float32 on every device."""
+        """Makes float32 products exact on every device."""
         with jax.default_matmul_precision("highest"):
             yield
 
     @property
     def eot_token_id(self) -> int:
-        """What ends a text."""
+        """Token that ends a text."""
         name = self._tokens.special_tokens.get("eos_token")
         found = self._tokens.token_id(name) if name else None
         return self.engine.eos_ids[0] if found is None else found
 
     @property
     def prefix_token_id(self) -> int:
-        """What an empty context is."""
+        """Token that stands for an empty context."""
         prefix = self.engine.scorer.prefix_id
         if prefix is None:
             raise MoejaxError("an empty context needs a bos or eos token, and the model has none")
@@ -136,28 +140,28 @@ class MoejaxLM(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """Tokens that the model may see."""
+        """Most tokens of the model's context."""
         return self.engine.scorer.max_length
 
     @property
     def max_gen_toks(self) -> int:
-        """Of an answer, where a task does not say."""
+        """Most tokens of an answer, unless the task sets its own."""
         return self._max_gen_toks
 
     @property
     def batch_size(self) -> int:
-        """Sequences at once."""
+        """Sequences per batch."""
         return self._config.num_rows()
 
     @property
     def tokenizer_name(self) -> str:
-        """Of the cache of requests."""
+        """Name in lm_eval's cache of requests."""
         return self._config.checkpoint.replace("/", "__")
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Token ids; what the tokenizer puts before a text is, unless it begins with it; no eos."""
+        """Token ids with the tokenizer's beginning unless the text has it; no eos."""
         del kwargs
         return self.engine.scorer.encode(string, special=add_special_tokens is not False)
 
@@ -180,7 +184,7 @@ class MoejaxLM(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Of each whole text; see `PairScorer.of_whole_texts`."""
+        """Scores whole texts; see `PairScorer.of_whole_texts`."""
         texts = [request.args[0] for request in requests]
         with self._exact(), _bar("loglikelihood_rolling", len(texts), disable_tqdm) as bar:
             found = self.engine.scorer.of_whole_texts(
@@ -191,7 +195,7 @@ class MoejaxLM(TemplateLM):
         return [scored.log_likelihood for scored in found]
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """Answers of all requests; those of like settings and lengths go together."""
+        """Answers all requests; those of like settings and lengths share a batch."""
         asked = [(self.tok_encode(request.args[0]), *request.args) for request in requests]
         order = sorted(
             range(len(asked)), key=lambda i: (repr(sorted(asked[i][2].items())), -len(asked[i][0]))
@@ -210,7 +214,7 @@ class MoejaxLM(TemplateLM):
         return answers
 
     def _generate(self, prompts: list[list[int]], settings: dict[str, Any]) -> list[str]:
-        """Answers of one batch."""
+        """Answers one batch."""
         until = settings.pop("until", None) or []
         lengths = [settings.pop(name, None) for name in _LENGTHS]
         new_tokens = next((int(n) for n in lengths if n is not None), self._max_gen_toks)
@@ -236,13 +240,13 @@ class MoejaxLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The prompt for a conversation."""
+        """Renders the prompt of a conversation."""
         return self._tokens.apply_chat_template(
             chat_history, add_generation_prompt=add_generation_prompt
         )
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template's source, for lm_eval's records."""
+        """Source of the chat template, for lm_eval's records."""
         return (self._tokens.chat_template or "") if chat_template else None
 
 

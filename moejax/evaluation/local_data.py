@@ -1,9 +1,9 @@
-"""Data sets of lm_eval's tasks from a folder of JSON Lines, in place of the Hugging Face hub.
+"""Data sets of lm_eval's tasks from a folder of JSON Lines, in place of the Hub.
 
 A file holds one split of a data set: `arc_easy.test.jsonl`, or packed (`.jsonl.xz`, `.jsonl.gz`).
 Its name begins with that of the task (`arc_easy`), of the part of the data set (`ARC-Easy`) or of
-the data set itself (`ai2_arc`); case, dots and dashes make no difference. Rows are the hub's. A
-file of all parts of a data set, such as `mmlu.test.jsonl`, names the part in a field `subject`.
+the data set itself (`ai2_arc`); case, dots and dashes make no difference. Rows are the Hub's. In a
+file of all parts of a data set, such as `mmlu.test.jsonl`, a field `subject` names the part.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _FILE = re.compile(r"(?P<name>.+)\.(?P<split>\w+)\.jsonl(\.xz|\.gz)?")
 class Splits(datasets.DatasetDict):
     """Splits of a data set; one that the folder lacks is empty.
 
-    lm_eval reads the split of the examples even where it takes none of them.
+    lm_eval reads the split of the examples even when it uses none of them.
     """
 
     def __missing__(self, name: str) -> datasets.Dataset:
@@ -48,11 +48,8 @@ class LocalData:
     def splits(self, task: Any) -> Splits:
         """Reads the data set of one of lm_eval's tasks.
 
-        Args:
-          task: its configuration.
-
         Raises:
-          MoejaxError: there is no folder, or no file of a split that the task needs.
+          MoejaxError: the folder, or a file of a split that the task needs, is missing.
         """
         if not self.folder.is_dir():
             raise MoejaxError(f"--data {self.folder} is no folder; name one of JSON Lines files")
@@ -97,7 +94,7 @@ def _rows_of(path: Path, part: str | None, dataset: str) -> list[Row]:
 
 
 def _as_ai2(row: Row) -> Row:
-    """A row of ARC in AI2's form; some copies have `query`, `choices` and `gold`."""
+    """Converts a row of ARC to AI2's form; some copies have `query`, `choices` and `gold`."""
     if "gold" not in row:
         return row
     labels = [chr(ord("A") + i) for i in range(len(row["choices"]))]
@@ -110,7 +107,7 @@ def _as_ai2(row: Row) -> Row:
 
 @contextlib.contextmanager
 def in_place_of_the_hub(data: LocalData) -> Iterator[None]:
-    """lm_eval's tasks read `data`: `download` is what its documentation asks one to override."""
+    """Makes lm_eval's tasks read `data`, by overriding `download` as its documentation asks."""
 
     def download(self: ConfigurableTask, dataset_kwargs: Any = None, **_: Any) -> None:
         del dataset_kwargs

@@ -9,12 +9,13 @@ stream that begins with a BOS token thereby scores every token of the text.
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from moejax.errors import MoejaxError
+from moejax.text.windows import Windowing, windows
 
 # (tokens int32[B, T], lengths int32[B], targets int32[B, T] with -1 for "not scored") to nats
 # float64[B], summed over each row's scored targets.
@@ -31,32 +32,6 @@ STANDARD_ERROR = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Windowing:
-    """How a stream is cut: `stride` from 1 to `window`, which is all that a prediction sees."""
-
-    window: int
-    stride: int
-
-    def check(self) -> None:
-        """Raises MoejaxError for a stride outside 1..window."""
-        if self.window < 1:
-            raise MoejaxError(f"window={self.window} must be a number of tokens, at least 1")
-        if not 1 <= self.stride <= self.window:
-            raise MoejaxError(
-                f"stride={self.stride} must be from 1 to {self.window}, the window: a longer one "
-                f"would leave tokens unscored"
-            )
-
-    def num_windows(self, num_tokens: int) -> int:
-        """Windows that cover the `num_tokens` - 1 targets of a stream."""
-        return 1 + max(0, -(-(num_tokens - 1 - self.window) // self.stride))
-
-
-# What papers print; a figure of one is not to be compared with a figure of the other.
-PRESETS = {"2048/2048": Windowing(2048, 2048), "2048/512": Windowing(2048, 512)}
-
-
 class WindowScore(NamedTuple):
     """Nats over the tokens that one window scores."""
 
@@ -66,13 +41,13 @@ class WindowScore(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LogLikelihood:
-    """What was measured: nats over `num_scored` tokens, in `num_windows` windows.
+    """Measured likelihood: nats over `num_scored` tokens, in `num_windows` windows.
 
     Attributes:
       nats: sum over all scored tokens.
       num_scored: tokens.
       num_windows: windows.
-      stderr: of `nats` / `num_scored`, by `STANDARD_ERROR`; None of a single window.
+      stderr: of `nats` / `num_scored`, by `STANDARD_ERROR`; None for a single window.
     """
 
     nats: float
@@ -82,7 +57,7 @@ class LogLikelihood:
 
     @classmethod
     def of(cls, scores: Sequence[WindowScore]) -> "LogLikelihood":
-        """Of all windows, in any order."""
+        """Sums the scores of all windows, in any order."""
         nats = math.fsum(score.nats for score in scores)
         num_scored, count = sum(score.num_scored for score in scores), len(scores)
         if count < 2:
@@ -94,53 +69,20 @@ class LogLikelihood:
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean negative log-likelihood; infinite where that overflows."""
+        """Perplexity: exp of the mean negative log-likelihood, infinite if that overflows."""
         mean = self.nats / self.num_scored
         return math.exp(mean) if mean < 700 else math.inf
 
     @property
     def perplexity_stderr(self) -> float | None:
-        """The standard error of `perplexity`; None where one of the two is not there."""
+        """Standard error of `perplexity`; None if either is unknown."""
         if self.stderr is None or math.isinf(self.perplexity):
             return None
         return self.perplexity * self.stderr
 
     def bits_per_byte(self, num_bytes: int) -> float:
-        """Bits over all bytes of the text, those of an unscored first token included."""
+        """Bits per byte of the whole text, an unscored first token included."""
         return self.nats / math.log(2) / num_bytes
-
-
-def windows(
-    ids: np.ndarray, windowing: Windowing, batch_size: int, chosen: Sequence[int] | None = None
-) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Batches of one shape: inputs, their number, and the target after each.
-
-    Args:
-      ids: integer[n], at least two.
-      windowing: how they are cut.
-      batch_size: windows of a batch; the last batch is filled with empty ones.
-      chosen: the windows that are wanted, by index; None: all.
-
-    Yields:
-      tokens int32[B, T], lengths int32[B], targets int32[B, T] with -1 for "not scored"; T is the
-      window, or less where the whole stream is shorter.
-    """
-    length = min(windowing.window, len(ids) - 1)
-    num_windows = windowing.num_windows(len(ids))
-    batch_size = min(batch_size, num_windows)
-    wanted = range(num_windows) if chosen is None else chosen
-    for first in range(0, len(wanted), batch_size):
-        tokens = np.zeros((batch_size, length), np.int32)
-        targets = np.full((batch_size, length), -1, np.int32)
-        lengths = np.zeros(batch_size, np.int32)
-        for row, index in enumerate(wanted[first : first + batch_size]):
-            begin = index * windowing.stride
-            part = ids[begin : begin + length + 1]
-            lengths[row] = len(part) - 1
-            tokens[row, : len(part) - 1] = part[:-1]
-            seen = 0 if index == 0 else windowing.window - windowing.stride
-            targets[row, seen : len(part) - 1] = part[1 + seen :]
-        yield tokens, lengths, targets
 
 
 def log_likelihood(
@@ -154,19 +96,16 @@ def log_likelihood(
 ) -> LogLikelihood:
     """Scores a stream.
 
-    The result is the same to the bit whether windows were known or are scored now, where their
-    batches are the same.
+    Known windows and windows scored now give equal bits if their batches are equal.
 
     Args:
       ids: token ids, at least two.
-      windowing: how they are cut.
       score: of a model, such as `Engine.score`.
-      batch_size: windows at once.
-      known: windows that are not scored again, by index.
-      on_batch: is given the scores of each batch, by index.
+      known: scores of earlier windows, by index.
+      on_batch: called with the scores of each batch, by index.
 
     Raises:
-      MoejaxError: fewer than two tokens, or a model that gives no finite likelihood.
+      MoejaxError: fewer than two tokens, or a likelihood that is not finite.
     """
     stream = np.asarray(ids)
     if len(stream) < 2:

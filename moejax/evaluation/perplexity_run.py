@@ -1,4 +1,4 @@
-"""Perplexity of a text: what `moejax.evaluate` runs."""
+"""Perplexity of a text: the run of `moejax.evaluate`."""
 
 import contextlib
 import dataclasses
@@ -10,22 +10,22 @@ import jax
 import tqdm
 from absl import logging
 
-from moejax import report
 from moejax.checkpoints import resolve_checkpoint
 from moejax.config.commands import EvaluateConfig
 from moejax.errors import MoejaxError
 from moejax.evaluation import fidelity, record
 from moejax.evaluation.answers import AnswerFile, beside, check_place
-from moejax.evaluation.loading import load_engine
-from moejax.evaluation.perplexity import LogLikelihood, Windowing, WindowScore, log_likelihood
-from moejax.text.corpus import Text
+from moejax.evaluation.perplexity import LogLikelihood, WindowScore, log_likelihood
+from moejax.loading import load_scoring_engine, recorded
+from moejax.text.corpus import Stream, Text, beginning, encode
+from moejax.text.windows import Windowing
 
 if TYPE_CHECKING:
     from moejax.engine import Engine
 
 
 def run(config: EvaluateConfig, text: Text, output: Path | None) -> None:
-    """Measures, prints a line, writes the JSON file and beside it the nats of each window."""
+    """Measures, prints a line, writes the JSON file and each window's nats beside it."""
     if output:
         record.check_output(output)
         check_place(beside(output))
@@ -33,19 +33,19 @@ def run(config: EvaluateConfig, text: Text, output: Path | None) -> None:
     # Float32 is float32 on every device; on a GPU the default would shorten its products.
     with jax.default_matmul_precision("highest"):
         tiering = config.policy.tiering()
-        engine = load_engine(config, directory, tiering)
+        engine = load_scoring_engine(config, directory, tiering)
         windowing = config.windowing()
         check_window(engine, windowing)
         if engine.tokenizer is None:
             raise MoejaxError(f"{config.checkpoint} has no tokenizer.json, so it takes no text")
-        stream = record.encode(engine.tokenizer, directory, text, special=config.add_special_tokens)
+        stream = encode(engine.tokenizer, directory, text, special=config.add_special_tokens)
         if config.max_tokens and len(stream.ids) > config.max_tokens:
-            stream, text = record.beginning(engine.tokenizer, stream, text, config.max_tokens)
+            stream, text = beginning(engine.tokenizer, stream, text, config.max_tokens)
         head = _head(config, text, stream, directory, engine)
         place = beside(output) if output else None
         answers = AnswerFile(place, head, numbers=("nats", "tokens"), anew=begins_anew(config))
         started, compiled = time.perf_counter(), engine.compile_seconds
-        with report.recorded(engine, config, config.text):
+        with recorded(engine, config, config.text):
             measured = measure(engine, stream.ids, windowing, config.num_rows(), answers)
         seconds = time.perf_counter() - started - (engine.compile_seconds - compiled)
         ledger = engine.ledger
@@ -79,7 +79,7 @@ def run(config: EvaluateConfig, text: Text, output: Path | None) -> None:
 
 
 def begins_anew(config: EvaluateConfig) -> str:
-    """Why a run takes no windows over from an interrupted one; "" where it does."""
+    """Reason why a run reuses no windows of an interrupted one; "" if it does."""
     if config.policy.name:
         return "a policy's state goes from window to window, so the run begins anew"
     if config.record_trace:
@@ -88,9 +88,9 @@ def begins_anew(config: EvaluateConfig) -> str:
 
 
 def _head(
-    config: EvaluateConfig, text: Text, stream: record.Stream, directory: Path, engine: "Engine"
+    config: EvaluateConfig, text: Text, stream: Stream, directory: Path, engine: "Engine"
 ) -> dict[str, Any]:
-    """What is measured, of what, how: windows serve only a run with the same."""
+    """Identity of a measurement: windows are reused only by a run with an equal one."""
     return {
         "task": "perplexity",
         "text": {"source": text.source, "sha256": text.sha256},
@@ -109,11 +109,11 @@ def _head(
 def _compared(
     config: EvaluateConfig, directory: Path, engine: "Engine", ids: list[int]
 ) -> fidelity.Fidelity | None:
-    """The exact model beside this one; None, and said so, where there is no room for it."""
+    """Compares with the exact model; logs an error and returns None if it does not fit."""
     chosen = fidelity.sample(ids, config.windowing(), config.fidelity_share, config.seed)
     own = fidelity.predictions(engine.logits, chosen)
     try:
-        exact = load_engine(config, directory, None)
+        exact = load_scoring_engine(config, directory, None)
         return fidelity.compare(fidelity.predictions(exact.logits, chosen), own)
     except MoejaxError as error:
         logging.error("the KL of the exact model was not measured: %s", error)
@@ -133,7 +133,7 @@ def check_window(engine: "Engine", windowing: Windowing) -> None:
 def measure(
     engine: "Engine", ids: list[int], windowing: Windowing, batch_size: int, answers: AnswerFile
 ) -> LogLikelihood:
-    """Scores the tokens of windows that have no answer yet, under a progress bar."""
+    """Scores the windows that have no answer yet, under a progress bar."""
     known = {i: WindowScore(of["nats"], of["tokens"]) for i, of in answers.known.items()}
     nats = sum(of.nats for of in known.values())
     num_scored = sum(of.num_scored for of in known.values())

@@ -1,4 +1,4 @@
-"""What an evaluation writes down: the figure, and all that is needed to measure it again."""
+"""Records of an evaluation: the figure, and all that is needed to measure it again."""
 
 import dataclasses
 import hashlib
@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moejax import report
 from moejax.checkpoints.safetensors_reader import stored_tensors
 from moejax.config.commands import MemoryConfig
 from moejax.config.policy import PolicyConfig
@@ -17,52 +16,16 @@ from moejax.evaluation.perplexity import RULE, STANDARD_ERROR, LogLikelihood
 from moejax.experts.bits import describe_bits
 from moejax.files import result_rows as results
 from moejax.files.whole import ROOM, write_whole
-from moejax.text.corpus import Text
+from moejax.inference import report
 
 if TYPE_CHECKING:
     from moejax.engine import Engine
     from moejax.experts.gate_mass import TieredLedger
     from moejax.experts.ledger import Ledger
-    from moejax.text.tokenizer import Tokenizer
-
-
-@dataclasses.dataclass(frozen=True)
-class Stream:
-    """A text as tokens."""
-
-    ids: list[int]
-    bos: str | None  # the special token that the tokenizer put first
-    tokenizer_sha256: str
-
-
-def encode(tokenizer: "Tokenizer", directory: Path, text: Text, *, special: bool) -> Stream:
-    """The tokens of a text, and what is before them.
-
-    Args:
-      tokenizer: of the checkpoint.
-      directory: the checkpoint's.
-      text: to be scored.
-      special: whether the tokenizer adds its special tokens.
-    """
-    ids = tokenizer.encode(text.content, add_special_tokens=special)
-    bos = None
-    if special and (added := tokenizer.encode("", add_special_tokens=True)) and ids:
-        bos = tokenizer.decode(added[:1], skip_special_tokens=False) if ids[0] == added[0] else None
-    sha256 = hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest()
-    return Stream(ids, bos, sha256)
-
-
-def beginning(
-    tokenizer: "Tokenizer", stream: Stream, text: Text, num_tokens: int
-) -> tuple[Stream, Text]:
-    """The first `num_tokens` tokens, and the text that they spell."""
-    ids = stream.ids[:num_tokens]
-    spelt = Text(tokenizer.decode(ids), f"{text.source}, the first {num_tokens} tokens")
-    return dataclasses.replace(stream, ids=ids), spelt
 
 
 def stored_bytes(directory: Path) -> int | None:
-    """Bytes of all tensors in a directory's safetensors files; None where it has none."""
+    """Bytes of all tensors in a directory's safetensors files; None without any."""
     try:
         return sum(tensor.num_bytes for tensor in stored_tensors(directory).values())
     except MoejaxError:
@@ -83,20 +46,18 @@ def perplexity_record(
     ledger: "Ledger | TieredLedger | None" = None,
     fidelity: Fidelity | None = None,
 ) -> dict[str, Any]:
-    """The result as JSON.
+    """Builds the result as JSON.
 
     Args:
-      engine: that scored.
-      head: what was measured, of what, how (`answers.AnswerFile`).
-      measured: the result.
-      num_bytes: of the text.
+      engine: the one that scored.
+      head: identity of the measurement (`answers.AnswerFile`).
+      num_bytes: bytes of the text.
       stored: bytes of the checkpoint's tensors, None if not known.
-      seconds: of scoring, compiling left out.
-      batch_size: of this run.
-      seed: of the tokens that are compared with the exact model.
+      seconds: time of scoring without compiling.
+      seed: seed of the tokens compared with the exact model.
       num_resumed: windows that an earlier run scored; times and ledger are without them.
-      ledger: of experts that moved in this run.
-      fidelity: to the exact model, where that was compared.
+      ledger: experts moved in this run.
+      fidelity: distance from the exact model, if it was compared.
     """
     mean = measured.nats / measured.num_scored
     return {
@@ -131,7 +92,7 @@ def perplexity_record(
 
 
 def _of_run(engine: "Engine", stored: int | None, seconds: dict[str, float]) -> dict[str, Any]:
-    """What every result says of the model and of what it cost."""
+    """Fields of every result: the model, and the run's cost."""
     return {
         "dtype": str(engine.dtype),
         "experts": engine.experts_used,
@@ -157,11 +118,7 @@ def _of_run(engine: "Engine", stored: int | None, seconds: dict[str, float]) -> 
 
 
 def fingerprint(directory: Path) -> dict[str, Any]:
-    """What tells a checkpoint from another: hashes of its small files, sizes and times of the rest.
-
-    Args:
-      directory: a checkpoint's.
-    """
+    """Identifies a checkpoint: hashes of its small files, sizes and times of the rest."""
     small = {
         name: hashlib.sha256((directory / name).read_bytes()).hexdigest()
         for name in ("config.json", "tokenizer.json")
@@ -175,14 +132,9 @@ def fingerprint(directory: Path) -> dict[str, Any]:
 
 
 def of_engine(engine: "Engine", *, policy: PolicyConfig, memory: MemoryConfig) -> dict[str, Any]:
-    """What of an engine decides scores, for the head of a file of answers.
+    """Facts of an engine that decide scores, for the head of a file of answers.
 
-    The batch size does not: a run may go on with another.
-
-    Args:
-      engine: that answers.
-      policy: that decides about experts; without a name there is none.
-      memory: the limits.
+    The batch size is not among them: a run may resume with another.
     """
     return {
         "dtype": str(engine.dtype),
@@ -202,7 +154,7 @@ def _bits(record: dict[str, Any]) -> str:
 
 
 def summary(record: dict[str, Any]) -> str:
-    """The result in one line, with its protocol."""
+    """Summarises the result in one line, with its protocol."""
     protocol, weights = record["protocol"], record["weights"]
     stored = weights["stored_bits_per_weight"]
     in_files = "" if stored is None else f", {stored:.3f} in the files"
@@ -220,7 +172,7 @@ def summary(record: dict[str, Any]) -> str:
 
 
 def check_output(path: Path, name: str = "output") -> None:
-    """Raises MoejaxError unless a file can be written at `path`, which the field `name` gives."""
+    """Raises MoejaxError unless `path`, given by the field `name`, can be written."""
     if path.is_dir() or not path.parent.is_dir():
         what = "is a directory" if path.is_dir() else f"lies in {path.parent}, which is not there"
         raise MoejaxError(f"{name} {path} {what}; name a file in a directory that exists")

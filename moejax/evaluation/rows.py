@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows of a file, in its order."""
+    """Rows of a file, in its order."""
 
     rows: list[Row]
     source: str  # the file's name
@@ -25,7 +25,7 @@ def read_rows(path: Path) -> Rows:
     """Reads a JSON Lines file (.jsonl, or packed: .xz, .gz), an object a line.
 
     Raises:
-      MoejaxError: the file is missing or broken, or a line is no object.
+      MoejaxError: the file is missing or broken, or a line is not an object.
     """
     if not path.exists():
         raise MoejaxError(f"there is no data file {path}; name one of JSON Lines")

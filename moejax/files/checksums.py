@@ -22,7 +22,7 @@ _ROW_BYTES = 8 * _ROW_WORDS
 
 
 class Checksum:
-    """The checksum of bytes that come in pieces; pieces of any size give the same."""
+    """Checksum of bytes in pieces; pieces of any size give equal results."""
 
     def __init__(self) -> None:
         self._sums = np.zeros(_ROW_WORDS, np.uint64)
@@ -42,14 +42,14 @@ class Checksum:
 
     @property
     def value(self) -> int:
-        """32 bits."""
+        """The checksum, 32 bits."""
         last = np.zeros(_ROW_WORDS, np.uint64)
         last.view(np.uint8)[: self._rest.size] = self._rest
         return zlib.crc32((self._sums + last).data, self._num_bytes % 2**32)
 
 
 def checksum(pieces: Iterable[np.ndarray]) -> int:
-    """Computes the checksum of contiguous arrays, one after the other."""
+    """Computes the checksum of contiguous arrays, in order."""
     whole = Checksum()
     for piece in pieces:
         whole.update(piece)
@@ -57,15 +57,15 @@ def checksum(pieces: Iterable[np.ndarray]) -> int:
 
 
 def checksum_fields(by_name: Mapping[str, int]) -> dict[str, str]:
-    """Metadata of a safetensors file that holds tensors with these checksums."""
+    """Builds safetensors metadata for tensors with these checksums."""
     return {CHECKSUMS: json.dumps({name: f"{found:08x}" for name, found in by_name.items()})}
 
 
 def stored_checksums(metadata: Any) -> dict[str, int]:
-    """The checksums by tensor's name that a file's metadata hold; empty where there are none.
+    """Reads checksums by tensor name from a file's metadata; empty if there are none.
 
     Raises:
-      ValueError: they are not understood.
+      ValueError: the field is malformed.
     """
     if not isinstance(metadata, dict) or CHECKSUMS not in metadata:
         return {}

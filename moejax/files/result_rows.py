@@ -1,4 +1,4 @@
-"""Measured results as rows of JSON, one a line: a later run stands beside an earlier one."""
+"""Measured results as rows of JSON, one per line, so that runs can be compared."""
 
 import dataclasses
 import datetime
@@ -24,16 +24,15 @@ class ResultRow:
     """One figure, with all that is needed to measure it again.
 
     Attributes:
-      what: the quantity and what it is of, such as "TPOT, demo, float32, batch 1".
+      what: the quantity and its subject, such as "TPOT, demo, float32, batch 1".
       figure: its value, in `unit`.
       unit: "ms", "tokens/s", "GB/s", "x" (a ratio) ...
-      baseline: the same quantity of what it stands beside, by name, in the same unit.
+      baseline: the quantity of the systems compared, by name, in the same unit.
       device: the chip, and how much of it (`describe_device`).
       versions: of the packages that matter (`package_versions`).
       date: the day, ISO 8601.
       command: what to type to measure it again (`command_line`).
-      flaw: what is known to be wrong with the figure, found after it was measured; a row without
-        one is written without the field.
+      flaw: a fault of the figure found after it was measured; omitted from the file if empty.
     """
 
     what: str
@@ -48,7 +47,7 @@ class ResultRow:
 
 
 def row_fields(row: ResultRow) -> dict[str, Any]:
-    """A row as a file has it: without the flaw where none is known."""
+    """Fields of a row in a file; no flaw if none is known."""
     fields = dataclasses.asdict(row)
     if not row.flaw:
         del fields["flaw"]
@@ -56,13 +55,13 @@ def row_fields(row: ResultRow) -> dict[str, Any]:
 
 
 def append_rows(path: Path, rows: Iterable[ResultRow]) -> None:
-    """Appends the rows to a JSON Lines file, which is made if it is not there."""
+    """Appends rows to a JSON Lines file, creating it if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     append(path, "".join(map(_line, rows)))
 
 
 def check_rows(path: Path) -> None:
-    """Raises MoejaxError for a file that holds anything else than whole rows of `append_rows`."""
+    """Raises MoejaxError if a file holds anything but rows of `append_rows`."""
     if not path.is_file():
         return
     try:
@@ -77,7 +76,7 @@ def check_rows(path: Path) -> None:
 
 
 def write_rows(path: Path, rows: Iterable[ResultRow]) -> None:
-    """The rows instead of what a JSON Lines file has; all of them, or the file stays as it is."""
+    """Replaces a JSON Lines file's rows; on failure the file stays unchanged."""
     write_whole(path, "".join(map(_line, rows)))
 
 
@@ -86,13 +85,13 @@ def _line(row: ResultRow) -> str:
 
 
 def read_rows(path: Path) -> list[ResultRow]:
-    """The rows of a file that `append_rows` wrote, oldest first."""
+    """Reads the rows that `append_rows` wrote, oldest first."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return [ResultRow(**json.loads(line)) for line in lines]
 
 
 def describe_device(device: "jax.Device") -> str:
-    """The name of an accelerator; of a CPU the model and the cores this process may use."""
+    """Names an accelerator, or a CPU's model and the cores this process may use."""
     if device.platform != "cpu":
         return device.device_kind
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -110,13 +109,13 @@ def _cpu_model() -> str:
 
 
 def package_versions(*packages: str) -> dict[str, str]:
-    """Python's version and those of installed distributions."""
+    """Versions of Python and of installed distributions."""
     versions = {"python": platform.python_version()}
     return versions | {name: importlib.metadata.version(name) for name in packages}
 
 
 def command_line(argv: Sequence[str] | None = None) -> str:
-    """The command of this process as one would type it in the repository's root."""
+    """Command of this process, as typed in the repository's root."""
     program, *arguments = sys.argv if argv is None else argv
     module = getattr(sys.modules["__main__"], "__spec__", None)
     if argv is None and module is not None:
@@ -130,5 +129,5 @@ def command_line(argv: Sequence[str] | None = None) -> str:
 
 
 def today() -> str:
-    """The day, ISO 8601, in UTC."""
+    """Today's date, ISO 8601, in UTC."""
     return datetime.datetime.now(datetime.UTC).date().isoformat()

@@ -1,4 +1,4 @@
-"""Small files that others wrote: read whole, after checking that reading them can do no harm."""
+"""Small files from elsewhere: read whole, after checking that reading is harmless."""
 
 import json
 import os
@@ -23,11 +23,11 @@ _KINDS = {
 
 
 def read_file(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
-    """The content of a regular file, or of one that a link leads to.
+    """Reads a regular file, or the one that a link leads to.
 
     Raises:
-      MoejaxError: it is no regular file, which might never end, or it is too large.
-      OSError: it cannot be read; FileNotFoundError where it is not there.
+      MoejaxError: it is not a regular file, and might never end, or it is too large.
+      OSError: it cannot be read; FileNotFoundError if it is missing.
     """
     check_regular(path, path.stat().st_mode)  # first: opening some devices does something
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -43,10 +43,10 @@ def read_file(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def parse_json(content: bytes) -> Any:
-    """A JSON value of bounded size.
+    """Parses a JSON value of bounded size.
 
     Raises:
-      ValueError: it is no JSON, or too large, or deeper than Python reads.
+      ValueError: it is not JSON, too large, or nested deeper than Python reads.
     """
     num_values = sum(map(content.count, (b",", b"[", b"{")))
     if num_values > MOST_VALUES:
@@ -58,7 +58,7 @@ def parse_json(content: bytes) -> Any:
 
 
 def check_depth(value: Any) -> None:
-    """Raises ValueError for a JSON value that is nested so deep that printing it might fail."""
+    """Raises ValueError for a JSON value nested too deeply to print."""
     level = [value]
     for _ in range(_MOST_DEPTH):
         level = [
@@ -73,7 +73,7 @@ def check_depth(value: Any) -> None:
 
 
 def check_regular(path: Path, mode: int) -> None:
-    """Raises MoejaxError unless `mode`, of what a path leads to, is a regular file's."""
+    """Raises MoejaxError unless `mode`, the mode of `path`, is a regular file's."""
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "a special file")
         raise MoejaxError(f"{path} is {kind}, expected a regular file; download it again")

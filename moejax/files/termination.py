@@ -1,4 +1,4 @@
-"""What a process does of its own when it is asked to end."""
+"""Clean-up when the process is asked to end."""
 
 import contextlib
 import os
@@ -11,10 +11,10 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def removed_by_sigterm(folder: Path) -> Iterator[None]:
-    """Around work that SIGTERM would leave half-made in `folder`, which goes before the process.
+    """Deletes `folder` if SIGTERM ends the process inside this context.
 
-    Nothing is raised: an exception is lost where Python runs JAX's callback of the garbage
-    collector. A program that has a handler of its own keeps it.
+    The handler raises nothing: an exception is lost if Python is running JAX's garbage collector
+    callback. A program's own handler stays in place.
     """
 
     def end(number: int, frame: object) -> None:

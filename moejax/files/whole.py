@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and errors of writing that name the file."""
+"""Files that are whole or absent, and write errors that name the file."""
 
 import contextlib
 import errno
@@ -28,8 +28,8 @@ def write_errors(path: Path, mend: str = ROOM) -> Iterator[None]:
     """Turns an OSError into a MoejaxError that names `path`.
 
     Args:
-      path: of the file that is written inside.
-      mend: what to do where the disk is full.
+      path: the file written inside the context.
+      mend: advice for a full disk.
 
     Raises:
       MoejaxError: in place of an OSError.
@@ -45,7 +45,7 @@ def write_errors(path: Path, mend: str = ROOM) -> Iterator[None]:
 def write_whole(
     path: Path, content: str | bytes | Iterable[bytes | memoryview], mend: str = ROOM
 ) -> WrittenFile:
-    """Replaces a file; where that fails, what was there stays, and nothing else is left.
+    """Replaces a file whole; on failure the old content stays.
 
     It is written beside its place, synced and renamed, so that it lasts through a power cut.
 
@@ -95,7 +95,7 @@ def file_digest(path: Path) -> WrittenFile:
 
 
 def append(path: Path, text: str) -> None:
-    """Appends to a file, which is made if it is not there; all of the text, or nothing.
+    """Appends all of a text to a file, or nothing; creates the file if needed.
 
     Raises:
       MoejaxError: it cannot be written.

@@ -6,8 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from moejax.config.loading import say
-from moejax.errors import MoejaxError
+from moejax.errors import MoejaxError, print_stderr
 from moejax.text.chat_template import ChatSettings
 from moejax.text.prompts import valid_text
 
@@ -68,7 +67,7 @@ def converse(turns: Turns, tokenizer: "Tokenizer", chat: ChatSettings, answer: A
       answer: see `Answer`.
     """
     if turns.is_terminal:
-        say("/help lists the commands; end with Ctrl-D")
+        print_stderr("/help lists the commands; end with Ctrl-D")
     messages: list[dict[str, str]] = []
     for line in turns.lines:
         word = line.strip()
@@ -78,11 +77,11 @@ def converse(turns: Turns, tokenizer: "Tokenizer", chat: ChatSettings, answer: A
             messages = []
         elif word in ("/think", "/no_think"):
             chat = dataclasses.replace(chat, thinking=word == "/think")
-            say(*thinking_remarks(chat, tokenizer))
+            print_stderr(*thinking_remarks(chat, tokenizer))
         elif word == "/help":
-            say(*HELP)
+            print_stderr(*HELP)
         elif word.startswith("/") and word[1:].replace("_", "").isalpha():
-            say(f"there is no command {word}: {', '.join(COMMANDS)}")
+            print_stderr(f"there is no command {word}: {', '.join(COMMANDS)}")
         elif word:
             messages.append({"role": "user", "content": line})
             said: list[Chunk] = []
@@ -93,11 +92,11 @@ def converse(turns: Turns, tokenizer: "Tokenizer", chat: ChatSettings, answer: A
                 if not turns.is_terminal:
                     raise
                 print(flush=True)
-                say("interrupted; Ctrl-C once more, or Ctrl-D, ends the conversation")
+                print_stderr("interrupted; Ctrl-C once more, or Ctrl-D, ends the conversation")
             except MoejaxError as error:
                 if not turns.is_terminal:
                     raise
-                say(f"error: {error}")
+                print_stderr(f"error: {error}")
             if text := "".join(chunk.text for chunk in said):
                 messages.append({"role": "assistant", "content": text})
             else:
@@ -127,7 +126,7 @@ def _typed_lines() -> Iterator[str]:
         try:
             yield valid_text(line, "the line") if line else line
         except MoejaxError as error:
-            say(f"error: {error}")
+            print_stderr(f"error: {error}")
 
 
 def _piped_lines() -> Iterator[str]:

@@ -23,11 +23,11 @@ import numpy as np
 from moejax.errors import MoejaxError
 from moejax.inference import steps
 from moejax.inference.chunking import MIN_PREFILL_LENGTH, length_bucket
+from moejax.inference.recorder import Recorded
 from moejax.inference.runner import Runner
 from moejax.models.assembly import merge_weights
 from moejax.models.kv_cache import KVCache
 from moejax.models.transformer import ChunkSpec, Transformer
-from moejax.routing.recorder import Recorded
 from moejax.text.tokenizer import Tokenizer
 
 MIN_PLACES = 8  # scored positions of a row, in buckets of four times as many

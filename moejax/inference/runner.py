@@ -33,6 +33,7 @@ from moejax.inference.chunking import (
     scored_places,
 )
 from moejax.inference.generation import GenerationSettings, Timing
+from moejax.inference.recorder import Recorded, Recorder
 from moejax.inference.session import Session, sampling_of, seeds_of, seen_tokens, settings_by_row
 from moejax.inference.step_output import NOT_FINITE
 from moejax.models import kernel_choice as served
@@ -44,7 +45,6 @@ from moejax.models.kv_cache import KVCache
 from moejax.models.moe import ExpertsVia, default_experts_via
 from moejax.models.transformer import ChunkSpec
 from moejax.programs import CompiledPrograms
-from moejax.routing.recorder import Recorded, Recorder
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import Fp8Tensor, QTensor, Weight
 from pallas_kernels.target import Choice, target_of

@@ -3,8 +3,8 @@
 Plain functions over a flat dict of weights; the engine jits them. What is donated is returned
 first, in the order of the arguments (jax#39625). Where experts are pooled
 (`moejax.experts.pooled`), the pool goes through every step and the store is read; else both are
-None. What a step recorded of its routing (`moejax.routing.recorder`) is its last output; None where
-nothing is recorded.
+None. What a step recorded of its routing (`moejax.inference.recorder`) is its last output; None
+where nothing is recorded.
 """
 
 import dataclasses
@@ -19,13 +19,13 @@ from moejax.experts.expert_pool import ExpertPool, ExpertStore, PoolSpec
 from moejax.experts.pooled import PooledExperts
 from moejax.experts.tiered import TieredPool, TieredSpec
 from moejax.experts.tiered_experts import TieredExperts
+from moejax.inference.recorder import Recorded, RecordSpec, none_recorded, recording_experts
 from moejax.inference.sampling import Logprobs, Sampling, draw, logprobs_of, penalized
 from moejax.inference.step_output import NO_TOKEN, NOT_FINITE, Emitted, names_a_token, none_emitted
 from moejax.models.assembly import merge_weights
 from moejax.models.config import ModelConfig
 from moejax.models.kv_cache import KVCache, empty_cache
 from moejax.models.transformer import ChunkSpec, Transformer
-from moejax.routing.recorder import Recorded, RecordSpec, none_recorded, recording_experts
 from moejax.weights.qtensor import Weight
 
 Weights = Mapping[str, Weight]

@@ -24,7 +24,7 @@ def forward(
     experts: ExpertsVia = "dense",
     attention: AttentionVia = "xla",
 ) -> tuple[jax.Array, Routing]:
-    """Whole sequences without a cache, differentiable: for training and analysis.
+    """Runs whole sequences without a cache, differentiably: for training and analysis.
 
     Args:
       model: any Transformer.
@@ -52,7 +52,7 @@ def forward(
 def model_definition(
     config: ModelConfig, kernels: ops.Kernels = ops.NO_KERNELS, *, holds_experts: bool = True
 ) -> nnx.GraphDef[Transformer]:
-    """The graph of a Transformer without weights; nothing is allocated.
+    """Builds the graph of a Transformer without weights; allocates nothing.
 
     Args:
       config: of the model.
@@ -70,7 +70,7 @@ def model_definition(
 def merge_weights(
     definition: nnx.GraphDef[Transformer], weights: Mapping[str, Weight]
 ) -> Transformer:
-    """A Transformer around a flat dict of weights; to be called inside a jitted function.
+    """Builds a Transformer from a flat dict of weights, inside a jitted function.
 
     Args:
       definition: of `model_definition`.

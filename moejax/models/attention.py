@@ -28,7 +28,7 @@ CUDNN_MAX_HEAD_DIM = 128
 
 
 def default_attention_via(config: ModelConfig, dtype: jnp.dtype, platform: str) -> AttentionVia:
-    """What serves causal attention on `platform`: cuDNN for half precision on a GPU, else XLA.
+    """Causal attention on `platform`: cuDNN for half precision on a GPU, else XLA.
 
     `jax.nn.dot_product_attention` never picks cuDNN by itself.
     """
@@ -41,13 +41,13 @@ def default_attention_via(config: ModelConfig, dtype: jnp.dtype, platform: str) 
 def choose_cached(
     config: ModelConfig, dtype: jnp.dtype, target: Target, asked: CachedVia | None = None
 ) -> Choice:
-    """What serves attention of one new token to the cache, and why the kernel does not if so.
+    """Chooses decode attention over the cache, with the kernel's refusals.
 
     Args:
       config: of the model.
       dtype: of the activations and the cache.
       target: where the program runs.
-      asked: None for the kernel where it can.
+      asked: an implementation by name; None takes the kernel unless it refuses.
 
     Returns:
       "triton", the kernel, or "xla".
@@ -72,7 +72,7 @@ def choose_cached(
 
 
 def cached_form(choice: Choice) -> CachedVia:
-    """What `ChunkSpec` says of a choice."""
+    """Translates a choice to the value of `ChunkSpec.cached`."""
     return "kernel" if choice.implementation == "triton" else "xla"
 
 
@@ -186,7 +186,7 @@ def token_attention(
 
 
 class WatchAttention(Protocol):
-    """Sees what the queries of a chunk attend to, for a policy that weighs tokens by it."""
+    """Observes the queries and keys of a chunk, for a policy that weighs tokens."""
 
     def __call__(
         self,
@@ -196,7 +196,7 @@ class WatchAttention(Protocol):
         positions: jax.Array,
         token_mask: jax.Array,
     ) -> None:
-        """Before the layer's experts run.
+        """Called for each layer before its experts run.
 
         Args:
           layer: among all layers.
@@ -208,16 +208,16 @@ class WatchAttention(Protocol):
 
 
 class Attend(Protocol):
-    """What attention sees is the caller's business."""
+    """Attends from a layer's new tokens to the keys that its implementation provides."""
 
     def __call__(self, place: Place, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """Rotated q [B, T, H, C], k and v [B, T, K, C] of a layer to [B, T, H, C]."""
+        """Attends: rotated q [B, T, H, C] to k and v [B, T, K, C] gives [B, T, H, C]."""
         ...
 
 
 @dataclasses.dataclass
 class WritingAttention:
-    """Attention of new tokens to themselves and to a cache, into which it writes them.
+    """Attention of new tokens to the cache, which it also writes.
 
     Attributes:
       cache: with the tokens of the layers so far.
@@ -270,7 +270,7 @@ class WritingAttention:
     def over_slots(self, attended: Callable[[int], jax.Array]) -> jax.Array:
         """Calls `attended` with the fewest slots that hold the positions.
 
-        Who watches sees `kv_length` of them in any case.
+        An observer always gets `kv_length` of them.
         """
         assert self.kv_length is not None
         if not self.kv_lengths or self.watch is not None:
@@ -281,7 +281,7 @@ class WritingAttention:
         return jax.lax.switch(index, [functools.partial(attended, length) for length in every])
 
     def write(self, place: Place, k: jax.Array, v: jax.Array) -> None:
-        """What the cache keeps of the new tokens of a layer, two [B, T, K, ...]."""
+        """Writes keys and values of a layer's new tokens, two [B, T, K, ...], to the cache."""
         if k.shape[1] == 1:
             self.cache = self.cache.write_token(place.mixer, k, v, self.positions[:, 0])
         else:
@@ -290,14 +290,14 @@ class WritingAttention:
             )
 
     def show(self, place: Place, q: jax.Array, keys: jax.Array) -> None:
-        """To who watches: q [B, T, H, C] and keys [B, S, K, C]."""
+        """Passes q [B, T, H, C] and keys [B, S, K, C] to the observer, if there is one."""
         if self.watch is not None:
             assert self.token_mask is not None
             self.watch(place.layer, q, keys, self.positions, self.token_mask)
 
 
 class Heads(NamedTuple):
-    """What a layer's tokens are projected to."""
+    """Queries, keys, values and output gate of a layer's tokens."""
 
     q: jax.Array  # [B, T, H, C], rotated
     k: jax.Array  # [B, T, K, C], rotated
@@ -336,7 +336,7 @@ class Attention(nnx.Module):
     def __call__(
         self, normed: jax.Array, place: Place, angles: Angles, attend: Attend
     ) -> jax.Array:
-        """[B, T, D] to what the layer adds to the stream, [B, T, D].
+        """Mixes tokens: [B, T, D] to the layer's addition to the residual stream, [B, T, D].
 
         Args:
           normed: [B, T, D].
@@ -348,7 +348,7 @@ class Attention(nnx.Module):
         return self.output(attend(place, q, k, v), place.mixer, gate)
 
     def project(self, normed: jax.Array, layer: Index, cos: jax.Array, sin: jax.Array) -> Heads:
-        """[B, T, D], normed, to queries, keys and values.
+        """Projects normed tokens [B, T, D] to queries, keys and values.
 
         Args:
           normed: [B, T, D].
@@ -377,14 +377,14 @@ class Attention(nnx.Module):
         )
 
     def product(self, normed: jax.Array, layer: Index) -> jax.Array:
-        """[B, T, D] to queries, keys and values [B, T, (H + 2K) C] as they are projected."""
+        """Applies the fused projection: [B, T, D] to [B, T, (H + 2K) C], not rotated."""
         qkv = ops.linear(normed, self.qkv_proj[...], layer, kernels=self.kernels)
         if self.config.attention_bias:
             qkv = qkv + self.qkv_bias[layer][None, None]
         return qkv
 
     def output(self, attended: jax.Array, layer: Index, gate: jax.Array | None = None) -> jax.Array:
-        """[B, T, H, C] to [B, T, D]; a gate's sigmoid multiplies what was attended to."""
+        """Projects [B, T, H, C] to [B, T, D], after a gate's sigmoid where there is one."""
         if gate is not None:
             attended = attended * jax.nn.sigmoid(gate)
         flat = attended.reshape(*attended.shape[:2], -1)

@@ -70,7 +70,7 @@ class ModelConfig:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> "ModelConfig":
-        """From the fields that JSON or a ConfigDict kept, in which a tuple may be a list."""
+        """Builds a config from JSON or a ConfigDict, in which a tuple may be a list."""
         given = {**fields, "moe_layers": tuple(fields["moe_layers"])}
         for name, kind in _PARTS.items():
             if given.get(name) is not None and not isinstance(given[name], kind):
@@ -187,15 +187,15 @@ class ModelConfig:
 
     @property
     def score_scale(self) -> float:
-        """What scores of attention are multiplied by."""
+        """Factor on attention scores."""
         more = self.rope_scaling.score_scale if self.rope_scaling and self.latent else 1.0
         return self.head_dim**-0.5 * more
 
     @property
     def context_limit(self) -> int:
-        """The longest context that a model is run with: the original one times a rope's factor.
+        """Longest context the model may run with: the trained one times a rope's factor.
 
-        Of "llama3" and "longrope" `max_positions` is the scaled one already.
+        For "llama3" and "longrope", `max_positions` is the scaled length already.
         """
         scaling = self.rope_scaling
         if scaling is None or scaling.kind in ("llama3", "longrope"):
@@ -210,7 +210,7 @@ class ModelConfig:
 
     @property
     def value_dim(self) -> int:
-        """Of a head's output."""
+        """Width of a head's output."""
         return self.latent.value_dim if self.latent else self.head_dim
 
     @property
@@ -220,29 +220,29 @@ class ModelConfig:
 
     @property
     def cached_dims(self) -> tuple[int, int]:
-        """Widths of a cached key and value; of latent attention the rotated key and the latent."""
+        """Widths of a cached key and value; in latent attention, of rotated key and latent."""
         if self.latent:
             return self.latent.rope_dim, self.latent.kv_rank
         return self.head_dim, self.head_dim
 
     @property
     def watched_heads(self) -> tuple[tuple[int, int], ...]:
-        """(K, C) of the keys that a `WatchAttention` may be shown: as heads have them, or cached.
+        """Possible (K, C) of the keys that an attention observer is given.
 
-        Of latent attention a query may stand beside all heads' keys, or, taken to the width of the
-        latents, beside the one row that is cached.
+        In latent attention a query is compared with all heads' keys or, absorbed to the width of
+        the latents, with the one cached row.
         """
         heads = (self.num_kv_heads, self.head_dim)
         return (heads, (1, sum(self.cached_dims))) if self.latent else (heads,)
 
     @property
     def cached_values(self) -> int:
-        """Numbers of a position in the cache, of all layers."""
+        """Numbers per position in the cache, over all layers."""
         return len(self.attention_layers) * self.cached_heads * sum(self.cached_dims)
 
     @property
     def state_values(self) -> tuple[int, int]:
-        """Numbers of a sequence beside the cache, of all layers: float32 ones, and plain ones."""
+        """Numbers per sequence beside the cache, over all layers: float32, and plain ones."""
         if self.delta_net is None:
             return 0, 0
         d = self.delta_net
@@ -309,7 +309,7 @@ def _projection_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _head_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Norms of heads and biases."""
+    """Shapes of head norms and biases."""
     num = len(c.attention_layers)
     shapes: dict[str, tuple[int, ...]] = {}
     if not num or c.latent:
@@ -342,7 +342,7 @@ def _latent_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _delta_shapes(c: ModelConfig, of: DeltaNet) -> dict[str, tuple[int, ...]]:
-    """`qkvz_proj` and `ba_proj` have the rows of a key head together, as they are stored."""
+    """Shapes of delta rule leaves; a key head's rows lie together, as checkpoints store them."""
     num = len(of.layers)
     return {
         "delta.qkvz_proj": (num, of.conv_dim + of.value_width, c.model_dim),
@@ -356,5 +356,5 @@ def _delta_shapes(c: ModelConfig, of: DeltaNet) -> dict[str, tuple[int, ...]]:
 
 
 def leaf_dtype(leaf: str, dtype: Any) -> np.dtype:
-    """Of a leaf, plain, of a model with activations of `dtype`."""
+    """Dtype of a plain leaf in a model whose activations are `dtype`."""
     return np.dtype(np.float32 if leaf in FLOAT32_LEAVES else dtype)

@@ -1,7 +1,7 @@
 """One new token of each sequence through all layers by few launches, on a GPU in half precision.
 
-What lies between the products of a layer is small: XLA's kernels for it take longer to start than
-to run. Here a residual sum goes into the launch of the norm that follows it, and one launch
+The operations between the products of a layer are small: XLA's kernels for it take longer to start
+than to run. Here a residual sum goes into the launch of the norm that follows it, and one launch
 takes queries, keys and values from their product to attention and the cache.
 """
 
@@ -12,24 +12,18 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from moejax.models.attention import Attention, WritingAttention, token_attention
 from moejax.models.config import ModelConfig
 from moejax.models.kv_cache import KVCache, cache_shape
-from moejax.models.layer_index import Place, places
-from moejax.models.norm import norm_of_sum
-from moejax.models.rope import Angles, model_angles
-from moejax.models.routing import Routing
 from moejax.weights import linear as ops
 from pallas_kernels import qkv_to_cache, residual_norm
 from pallas_kernels.target import Choice, Target
 
 if TYPE_CHECKING:
-    from moejax.models.run_experts import RunExperts
-    from moejax.models.transformer import ChunkSpec, Transformer
+    pass
 
 
 def choose_token_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernels) -> Choice:
-    """What serves norms, rotation and cache writes of a token, and why the kernels do not if so.
+    """Chooses norms, rotation and cache writes of a decode step, with refusals.
 
     Where one kernel takes queries, keys and values to the cache depends on attention
     (`choose_cache_writes`); layers by a delta rule and latent attention write for themselves.
@@ -37,7 +31,7 @@ def choose_token_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernel
     Args:
       config: of the model.
       dtype: of the activations and the cache.
-      kernels: which may serve; a reference that is asked for is XLA's here.
+      kernels: the permitted implementations; a reference means XLA here.
 
     Returns:
       "triton", all that the model needs, or "xla".
@@ -55,7 +49,7 @@ def choose_token_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernel
 
 
 def is_plain(config: ModelConfig) -> bool:
-    """Whether attention is of the form that `qkv_to_cache` takes to the cache.
+    """Whether `qkv_to_cache` supports the model's attention.
 
     Else the layers mix by `Transformer.mix`, whatever serves attention.
     """
@@ -65,7 +59,7 @@ def is_plain(config: ModelConfig) -> bool:
 
 
 def choose_cache_writes(config: ModelConfig, dtype: jnp.dtype, target: Target) -> Choice:
-    """What takes queries, keys and values from their product to attention and the cache.
+    """Chooses the implementation that splits a qkv product into queries and cache writes.
 
     Args:
       config: of a model whose attention is plain.
@@ -78,7 +72,7 @@ def choose_cache_writes(config: ModelConfig, dtype: jnp.dtype, target: Target) -
 
 
 def serves_token_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernels) -> bool:
-    """Whether `token_layers` may run; arguments as of `choose_token_step`."""
+    """Whether `token_layers` may run."""
     return choose_token_step(config, dtype, kernels).implementation == "triton"
 
 
@@ -101,63 +95,3 @@ def queries_and_cache(
         implementation="triton",
     )  # fmt: skip
     return q, dataclasses.replace(cache, keys=keys, values=values)
-
-
-def token_layers(
-    model: "Transformer",
-    tokens: jax.Array,
-    positions: jax.Array,
-    token_mask: jax.Array,
-    cache: KVCache,
-    spec: "ChunkSpec",
-    run: "RunExperts | None",
-) -> tuple[KVCache, jax.Array, list[Routing]]:
-    """`Transformer.routed` of one token a sequence where `choose_token_step` says "triton"."""
-    c = model.config
-    angles = model_angles(c, positions)
-    x = ops.take_rows(model.embed[...], tokens[:, 0], model.dtype)
-    delta: jax.Array | None = None  # what the layer before adds to x
-    attend = model.attention_of(cache, positions, spec, None, token_mask)
-    norm = functools.partial(norm_of_sum, eps=c.norm_eps, zero_centred=c.zero_centred_norm)
-    routings = []
-    for place in places(c):
-        index = jnp.int32(place.layer)
-        x, normed = norm(x, delta, model.attention.norm[...], index)
-        if is_plain(c) and not place.is_delta:
-            delta = _attended(model, normed, place, positions, angles, spec, attend)
-        else:
-            delta = model.mix(normed[:, None], place, angles, token_mask, attend)[:, 0]
-        x, normed = norm(x, delta, model.mlp_norm[...], index)
-        out, routing = model.mlp_block(
-            x[:, None], place, token_mask, spec.experts, run, normed=normed
-        )
-        delta = out[:, 0]
-        if routing is not None:
-            routings.append(routing)
-    hidden = x if delta is None else x + delta
-    return attend.cache, hidden[:, None], routings
-
-
-def _attended(
-    model: "Transformer",
-    normed: jax.Array,
-    place: Place,
-    positions: jax.Array,
-    angles: Angles,
-    spec: "ChunkSpec",
-    attend: WritingAttention,
-) -> jax.Array:
-    """What attention adds to [B, D], the tokens going to the cache in one launch."""
-    c, attention, index = model.config, model.attention, jnp.int32(place.mixer)
-    assert isinstance(attention, Attention)
-    scales = (attention.q_norm[...], attention.k_norm[...]) if c.qk_norm else None
-    cos, sin = (of[:, 0] for of in angles)
-    qkv = attention.product(normed[:, None], place.mixer)[:, 0]
-    q, attend.cache = queries_and_cache(
-        qkv, attend.cache, index, positions[:, 0], cos, sin, scales, eps=c.norm_eps
-    )
-    attended = token_attention(
-        q[:, None], attend.cache.keys, attend.cache.values, index, positions,
-        kv_length=spec.kv_length, sliding_window=c.sliding_window, scale=c.score_scale,
-    )  # fmt: skip
-    return attention.output(attended, place.mixer)[:, 0]

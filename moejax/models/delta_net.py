@@ -23,7 +23,7 @@ NORM_FLOOR = 1e-6  # added to the squares of queries and keys, whatever the mode
 
 
 class Projected(NamedTuple):
-    """What a layer's tokens are projected to; R value heads of each of K key heads."""
+    """Projections of a layer's tokens; each of K key heads has R value heads."""
 
     mixed: jax.Array  # [B, T, channels], the convolution's inputs: queries, keys, values
     gate: jax.Array  # [B, T, H, value dim], z, before the silu
@@ -32,12 +32,12 @@ class Projected(NamedTuple):
 
 
 def choose_delta_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernels) -> Choice:
-    """What serves one token a sequence between a layer's projections.
+    """Chooses the delta rule's implementation in a decode step.
 
     Args:
       config: of a model with such layers.
       dtype: of the activations.
-      kernels: which may serve; a reference that is asked for is XLA's here.
+      kernels: the permitted implementations; a reference means XLA here.
 
     Returns:
       "triton", the kernel that changes states in place, or "xla" and why not the kernel.
@@ -65,7 +65,7 @@ def states_in_place(
     *,
     eps: float,
 ) -> tuple[jax.Array, KVCache]:
-    """[B, H value dim] and the cache after a token; jitted: all layers share a trace of it."""
+    """Advances states by a token: [B, H value dim] and the cache; jitted for all layers."""
     assert cache.states is not None and cache.tails is not None
     opened, states, tails = kernel.delta_step(
         projection, cache.states, cache.tails, weights, layer=layer, active=active, eps=eps,
@@ -104,7 +104,7 @@ class DeltaNet(nnx.Module):
     def __call__(
         self, normed: jax.Array, place: Place, token_mask: jax.Array, attend: Attend
     ) -> jax.Array:
-        """[B, T, D] to what the layer adds to the stream, [B, T, D].
+        """Mixes tokens: [B, T, D] to the layer's addition to the residual stream, [B, T, D].
 
         Args:
           normed: [B, T, D].
@@ -131,7 +131,7 @@ class DeltaNet(nnx.Module):
     def _token(
         self, normed: jax.Array, layer: Index, token_mask: jax.Array, cached: WritingAttention
     ) -> jax.Array:
-        """`__call__` of [B, 1, D]: states and tails stay where they are."""
+        """Runs `__call__` on [B, 1, D], updating states and tails in place."""
         rows, b_and_a = self._products(normed, layer)
         weights = kernel.DeltaWeights(
             self.conv[...], self.dt_bias[...], self.a_log[...], self.norm[...]
@@ -143,14 +143,14 @@ class DeltaNet(nnx.Module):
         return ops.linear(opened[:, None], self.o_proj[...], layer, kernels=self.kernels)
 
     def _products(self, normed: jax.Array, layer: Index) -> tuple[jax.Array, jax.Array]:
-        """[B, T, D] to queries, keys, values and gates, and to float32 b and a."""
+        """Projects [B, T, D] to queries, keys, values and gates, and to float32 b and a."""
         rows = ops.linear(normed, self.qkvz_proj[...], layer, kernels=self.kernels)
         wide = jnp.dtype(jnp.float32)
         ba = ops.linear(normed, self.ba_proj[...], layer, wide, self.kernels, steady=True)
         return rows, ba
 
     def project(self, rows: jax.Array, ba: jax.Array) -> Projected:
-        """[B, T, .]; the rows of a key head lie together: q, k, R values, R gates; R of b and a."""
+        """Splits projected rows [B, T, .]: per key head q, k, R values, R gates, R of b and a."""
         of, lead = self.of, rows.shape[:2]
         shared, repeats = of.num_key_heads, of.num_value_heads // of.num_key_heads
         ends = [of.key_dim, 2 * of.key_dim, 2 * of.key_dim + repeats * of.value_dim]
@@ -161,7 +161,7 @@ class DeltaNet(nnx.Module):
         return Projected(mixed, gate, b.reshape(*lead, -1), a.reshape(*lead, -1))
 
     def tokens(self, mixed: jax.Array, projected: Projected, layer: Index) -> Tokens:
-        """Of float32[B, T, channels] after convolution and silu (section 3.4)."""
+        """Splits float32[B, T, channels] after convolution and silu (section 3.4)."""
         of, lead = self.of, mixed.shape[:2]
         q, k, v = jnp.split(mixed, [of.key_width, 2 * of.key_width], axis=-1)
         q, k = (_unit(x.reshape(*lead, of.num_key_heads, of.key_dim)) for x in (q, k))
@@ -171,7 +171,7 @@ class DeltaNet(nnx.Module):
         return Tokens(q * of.key_dim**-0.5, k, v, log_decay, jax.nn.sigmoid(projected.beta))
 
     def output(self, read: jax.Array, gate: jax.Array, layer: Index) -> jax.Array:
-        """float32[B, T, H, value dim] through norm, gate and projection to [B, T, D].
+        """Norm, gate and projection: float32[B, T, H, value dim] to [B, T, D].
 
         The norm multiplies by its weight, not by one more, whatever the model's others do.
         """
@@ -183,12 +183,12 @@ class DeltaNet(nnx.Module):
         return ops.linear(flat, self.o_proj[...], layer, kernels=self.kernels)
 
     def _fresh(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """State and tail before the first token of each sequence of [B, T, D]."""
+        """Zero state and tail for each sequence of [B, T, D]."""
         of, batch = self.of, x.shape[0]
         state = jnp.zeros((batch, of.num_value_heads, of.key_dim, of.value_dim), jnp.float32)
         return state, jnp.zeros((batch, of.conv_width - 1, of.conv_dim), x.dtype)
 
 
 def _unit(x: jax.Array) -> jax.Array:
-    """Each head at length one."""
+    """Normalises each head to length one."""
     return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + NORM_FLOOR)

@@ -22,7 +22,7 @@ PRECISION = jax.lax.Precision.HIGHEST
 
 
 class Tokens(NamedTuple):
-    """What T tokens bring to the rule."""
+    """Inputs of T tokens to the delta rule."""
 
     q: jax.Array  # float32[B, T, K, key dim], scaled
     k: jax.Array  # float32[B, T, K, key dim], of length one
@@ -32,7 +32,7 @@ class Tokens(NamedTuple):
 
 
 def delta_rule(tokens: Tokens, active: jax.Array, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The rule over T tokens of each sequence, from a state to the next.
+    """Applies the rule to T tokens of each sequence and returns the next state.
 
     Args:
       tokens: any T.
@@ -53,7 +53,7 @@ def delta_rule(tokens: Tokens, active: jax.Array, state: jax.Array) -> tuple[jax
 
 
 def _one_token(token: Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """As it is written (eq. 10), of arrays without T.
+    """Applies eq. 10 to one token, arrays without T.
 
     S_t^T q = exp(g) S^T q + (k . q) u, where u is what is written at k: so one sum has all that is
     read of S, and is done before S is written in its place. (A matrix product would have XLA copy
@@ -70,7 +70,9 @@ def _one_token(token: Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _by_chunks(tokens: Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Chunk by chunk (section 3.3; without decay Yang et al., arXiv:2406.06484, eqs. 8 to 11).
+    """Applies the rule chunk by chunk (section 3.3).
+
+    Without decay it is Yang et al., arXiv:2406.06484, eqs. 8 to 11.
 
     Within a chunk, with G the sums of g up to each token, what is written at the keys is
     U - W S_0, where the UT transform gives both by one triangular system:
@@ -86,7 +88,7 @@ def _by_chunks(tokens: Tokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     missing = -length % size
 
     def cut(array: jax.Array, num_heads: tuple[int, ...]) -> jax.Array:
-        """[B, T, heads, ...] to [N, B, *num_heads, C, ...]; tokens that are missing are zeros."""
+        """Cuts [B, T, heads, ...] to [N, B, *num_heads, C, ...], padded with zeros."""
         pad = [(0, 0), (0, missing)] + [(0, 0)] * (array.ndim - 2)
         array = jnp.pad(array, pad).reshape(batch, -1, size, *num_heads, *array.shape[3:])
         return jnp.moveaxis(jnp.moveaxis(array, 1, 0), 2, 2 + len(num_heads))
@@ -131,7 +133,7 @@ def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
 def causal_convolution(
     x: jax.Array, tail: jax.Array, weight: jax.Array, active: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Each channel's own filter over its last W inputs: y_t = sum_w weight_w x_{t - W + 1 + w}.
+    """Filters each channel over its last W inputs: y_t = sum_w weight_w x_{t - W + 1 + w}.
 
     Args:
       x: [B, T, channels].

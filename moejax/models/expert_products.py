@@ -1,4 +1,4 @@
-"""What each chosen expert gives for each token, before the weighted sum, in three forms.
+"""Products of each chosen expert for each token, before the weighted sum, in three forms.
 
 All take pairs (token n, a) and stacks of experts [M, E, ...] (a resident model) or [1, S, ...] (the
 slots of a pool), and yield parts [P, N, A, D] whose sums over P are down_e(silu(gate_e x_n) * up_e
@@ -21,7 +21,7 @@ from pallas_kernels import grouped_dequant_matmul
 
 
 class Pairs(NamedTuple):
-    """Which matrices each of N tokens runs, A of them."""
+    """The experts that each of N tokens runs, A of them."""
 
     expert: jax.Array  # int32[N, A], along the second axis of the stacks
     active: jax.Array  # bool[N, A]; what is not costs nothing where a form can help it
@@ -55,7 +55,7 @@ def combine(products: jax.Array, pairs: Pairs, weights: jax.Array, dtype: jnp.dt
 
 
 def products_by_row(x: jax.Array, pairs: Pairs, experts: Experts) -> jax.Array:
-    """One slice and two thin products a pair, unrolled, active or not; `x.dtype`[1, N, A, D]."""
+    """Unrolls one slice and two thin products per pair, active or not; `x.dtype`[1, N, A, D]."""
 
     def matrix(stacked: Weight, index: jax.Array) -> jax.Array:
         return ops.expert_matrix(stacked, experts.layer, index, x.dtype)
@@ -70,7 +70,7 @@ def products_by_row(x: jax.Array, pairs: Pairs, experts: Experts) -> jax.Array:
 
 
 def block_size(num_rows: int, num_experts: int) -> int:
-    """Rows of a block: the mean load of an expert, as a power of two in 8..512."""
+    """Rows per block: an expert's mean load, as a power of two in 8..512."""
     mean = max(1, num_rows // num_experts)
     return min(512, max(8, 1 << (mean - 1).bit_length()))
 
@@ -78,7 +78,7 @@ def block_size(num_rows: int, num_experts: int) -> int:
 def products_by_block(
     x: jax.Array, pairs: Pairs, experts: Experts, num_experts: int, step_bytes: int
 ) -> jax.Array:
-    """Pairs sorted by expert and padded to blocks of one expert each; then batched products.
+    """Sorts pairs by expert, pads them to blocks of one expert, and runs batched products.
 
     The number of blocks is static: each expert adds at most one partial block. An expert's weights
     are gathered once a block, `step_bytes` at a time.
@@ -139,7 +139,7 @@ def products_by_block(
 def products_grouped(
     x: jax.Array, pairs: Pairs, experts: Experts, implementation: str
 ) -> jax.Array:
-    """By `pallas_kernels.grouped_dequant_matmul`; float32[P, N, A, D].
+    """Runs `pallas_kernels.grouped_dequant_matmul`; float32[P, N, A, D].
 
     Args:
       x: [N, D].
@@ -160,7 +160,7 @@ def products_of_tiers(
     tiers: Sequence[Experts],
     implementation: str,
 ) -> jax.Array:
-    """As `products_grouped`, of experts in several forms: as many launches as of one.
+    """Runs `products_grouped` on experts in several precisions, in as many launches as for one.
 
     Args:
       x: [N, D].
@@ -191,7 +191,7 @@ def _grouped(
     *,
     implementation: str,
 ) -> jax.Array:
-    """Jitted, with the layer's first slots operands: all layers share a trace and the kernels."""
+    """Runs the grouped kernel, jitted with first slots as operands: all layers share a trace."""
     slot = expert + first_slots[0]
     for i, first in enumerate(first_slots[1:], 1):
         slot = jnp.where(tier == i, expert + first, slot)

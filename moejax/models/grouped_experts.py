@@ -33,7 +33,7 @@ def experts_grouped(
       gate_up: [M, E, 2F, D].
       down: [M, E, D, F].
       layer: index among the sparse layers.
-      token_mask: bool[N]; what is False is padding, costs nothing and yields zero.
+      token_mask: bool[N], False for padding, which costs nothing and yields zero.
       implementation: of the kernels' own; see `choose_grouped`.
 
     Returns:
@@ -57,12 +57,9 @@ def choose_grouped(
     experts: Sequence[Weight],
     kernels: ops.Kernels,
 ) -> Choice:
-    """Which implementation of `pallas_kernels.grouped_dequant_matmul` serves, packed or not.
+    """Chooses the grouped kernel's implementation for packed or plain experts.
 
     Args:
-      num_tokens: N of a call.
-      config: of the model.
-      dtype: of the activations.
       experts: `moe.gate_up` and `moe.down`.
       kernels: which may serve.
 
@@ -79,14 +76,10 @@ def choose_for_tiers(
     tiers: Sequence[Sequence[Weight]],
     kernels: ops.Kernels,
 ) -> Choice:
-    """As `choose_grouped`, of a layer whose experts are stored in several forms.
+    """Chooses the grouped kernel for a layer whose experts have several precisions.
 
     Args:
-      num_tokens: as in `choose_grouped`, and so are the rest.
-      config: likewise.
-      dtype: likewise.
-      tiers: of each its `moe.gate_up` and `moe.down`.
-      kernels: likewise.
+      tiers: `moe.gate_up` and `moe.down` of each tier.
     """
     if reason := _unfit([weight for experts in tiers for weight in experts]):
         return Choice(ops.DEQUANTIZED, {"every kernel": reason})

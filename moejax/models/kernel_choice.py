@@ -1,8 +1,9 @@
 """Which implementation serves each product with stored matrices, for the record.
 
-What is said here is computed by the functions that choose while a program is traced
-(`ops.choose_product`, `models.grouped_experts.choose_grouped`, `models.moe.choose_routing`,
-`models.token_step.choose_token_step`, `models.delta_net.choose_delta_step`), from the same shapes.
+The record is computed by the functions that choose while a program is traced (`ops.choose_product`,
+`models.grouped_experts.choose_grouped`, `models.moe.choose_routing`,
+`models.decode_layers.choose_token_step`, `models.delta_net.choose_delta_step`), from the same
+shapes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ ABSORBED = "one token's heads take its rows apart, which is no product with rows
 
 
 class Served(NamedTuple):
-    """What serves one product."""
+    """The implementation chosen for one product."""
 
     implementation: str  # of `pallas_kernels`, `ops.DEQUANTIZED`, `ops.PLAIN`, or a form of experts
     form: str  # of the stored matrices: "int4g64 float", "bfloat16", "FP8 ..."
@@ -39,7 +40,7 @@ class Served(NamedTuple):
     refusals: Mapping[str, str]  # of the implementations that come before it
 
     def describe(self) -> str:
-        """Such as "mosaic, int4g64 float" or "dequantized, int3g64 float (mosaic: ...)"."""
+        """Describes the choice: "mosaic, int4g64 float", "dequantized, ... (mosaic: ...)"."""
         reasons = "; ".join(f"{name}: {reason}" for name, reason in self.refusals.items())
         return f"{self.implementation}, {self.form}" + (f" ({reasons})" if reasons else "")
 
@@ -67,10 +68,10 @@ def served_products(
     tiers: Sequence[Sequence[Weight]] = (),
     tiers_via: Sequence[ExpertsVia] = (),
 ) -> dict[str, Served]:
-    """By the name of a leaf, or "experts" for both of theirs; "routing" is softmax and top-k.
+    """Kernel choices by leaf; "experts" for both of theirs, "routing" for softmax and top-k.
 
-    "experts" are those of the first tier where they are stored in several precisions, those of the
-    others "experts, tier 2" and so on.
+    Experts stored in several precisions are "experts" (the first tier), "experts, tier 2" and so
+    on.
 
     Args:
       config: of the model.
@@ -81,8 +82,8 @@ def served_products(
         chunk, or of one token a sequence; a later chunk may take either way.
       num_sequences: rows of the head's.
       experts_via: the form that runs the experts.
-      tiers: of each its `moe.gate_up` and `moe.down`; (): experts are stored in one form.
-      tiers_via: the form that runs each; a launch serves all where each is "grouped_kernel".
+      tiers: `moe.gate_up` and `moe.down` of each tier; (): experts have one precision.
+      tiers_via: the form that runs each; one launch runs all tiers if each is "grouped_kernel".
     """
     found = {}
     head = "embed" if config.tied_embeddings else "head"
@@ -123,12 +124,12 @@ def served_attention(
     *,
     is_token: bool,
 ) -> dict[str, Served]:
-    """Attention, and of one token a sequence what lies around the products.
+    """Kernel choices of attention and, in a decode step, of norms, writes and delta rule.
 
-    That is "norms and writes" and, in models that have layers of it, the "delta rule".
+    A decode step adds "norms and writes" and, in models that have such layers, the "delta rule".
 
     Args:
-      attention: what serves it.
+      attention: the choice made for it.
       config: of the model.
       dtype: of queries, keys and values.
       kernels: which may serve.
@@ -176,14 +177,14 @@ def expected_kernel(target: Target | None) -> str | None:
 
 
 def unexpected(served: Mapping[str, Served], expected: str | None) -> dict[str, Served]:
-    """Packed weights that another implementation serves; none where nothing is expected."""
+    """Choices in which packed weights do not run on the expected implementation."""
     if expected is None:
         return {}
     return {name: of for name, of in served.items() if of.packed and of.implementation != expected}
 
 
 def remarks(served: Mapping[str, Served], expected: str | None) -> list[str]:
-    """A line for each kind of packed weight that the expected kernel does not serve."""
+    """Warnings, one per kind of packed weight that misses the expected kernel."""
     lines: dict[str, list[str]] = {}
     for name, of in unexpected(served, expected).items():
         lines.setdefault(of.describe(), []).append(name)
@@ -194,7 +195,7 @@ def remarks(served: Mapping[str, Served], expected: str | None) -> list[str]:
 
 
 def plain_remarks(served: Mapping[str, Served], expected: str | None) -> list[str]:
-    """A line for each part of a decode step, not packed, that runs without the kernel it should.
+    """Warnings, one per unpacked part of a decode step that misses its kernel.
 
     Products with plain matrices of a stack should run by `pallas_kernels.dequant_matmul`, plain
     experts by `expert_mlp`, attention by `decode_attention`, routing by `router_topk`, norms by
@@ -213,11 +214,11 @@ def plain_remarks(served: Mapping[str, Served], expected: str | None) -> list[st
 def describe_packing(
     weights: Mapping[str, Weight], products: Mapping[str, Mapping[str, Served]]
 ) -> str:
-    """How weights are packed and what serves them, to follow their size in a line.
+    """Describes packing and kernel choices, to follow the weights' size in a line.
 
     Args:
       weights: flat dict of leaves.
-      products: what serves each product, by phase.
+      products: kernel choices, by phase.
     """
     packed = {name: ops.packing(leaf) for name, leaf in weights.items()}
     kinds = {kind: [n for n in packed if packed[n] == kind] for kind in packed.values() if kind}

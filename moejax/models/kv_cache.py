@@ -1,4 +1,4 @@
-"""What a model remembers of its tokens: preallocated, donated through every step, in place."""
+"""Caches of a model: preallocated, donated to every step, updated in place."""
 
 import dataclasses
 
@@ -13,11 +13,11 @@ from moejax.models.config import ModelConfig
 class KVCache:
     """Keys and values of the layers that attend; slot s of a sequence holds its position s.
 
-    Of latent attention (K = 1) a key is the rotated key that all heads share, and a value the
-    latent, of which keys and values of the heads are made.
+    In latent attention (K = 1) a key is the rotated key that all heads share, and a value is the
+    latent from which keys and values of the heads are computed.
 
-    Layers by a delta rule have a state instead, which is that after a sequence's last token and
-    has no slots. No token can be taken back from it.
+    Delta rule layers have a state instead: it holds a sequence up to its last token, has no slots,
+    and cannot forget a token.
 
     Invariants:
       * `keys` and `values` have one dtype and shapes [U, B, K, S, C] that differ in C at most;
@@ -71,7 +71,7 @@ class KVCache:
         """Writes T consecutive positions from `start` on, the same for all sequences.
 
         Args:
-          layer: which of those that attend.
+          layer: index among the attention layers.
           keys: [B, T, K, C]; `start + T <= S`, or XLA would move the write.
           values: [B, T, K, C].
           start: int32[].
@@ -120,16 +120,16 @@ class KVCache:
         return self.keys[layer, :, :, :kv_length], self.values[layer, :, :, :kv_length]
 
     def state_of(self, layer: int | jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Of one of the layers by a delta rule: [B, heads, key dim, value dim], [B, W - 1, ...]."""
+        """State and tail of a delta rule layer: [B, heads, key dim, value dim], [B, W - 1, ...]."""
         assert self.states is not None and self.tails is not None
         return self.states[layer], self.tails[layer]
 
     def with_state(self, layer: int | jax.Array, state: jax.Array, tail: jax.Array) -> "KVCache":
-        """What `state_of` gives from here on.
+        """Replaces a delta rule layer's state and tail.
 
-        A scatter, though a layer is contiguous. Of a slice that is updated XLA on a CPU sees that
-        the next layer's state is as it was, reads that from before the update, and so copies the
-        states of all layers (jax 0.10.2 and 0.11.2; on a GPU either form is in place).
+        A scatter, though a layer is contiguous. When a slice is updated, XLA on a CPU notices that
+        the next layer's state did not change, reads it from before the update, and therefore copies
+        the states of all layers (jax 0.10.2 and 0.11.2; on a GPU either form is in place).
         """
         assert self.states is not None and self.tails is not None
 
@@ -144,7 +144,7 @@ class KVCache:
 
 
 def cache_shape(config: ModelConfig, batch_size: int, length: int) -> tuple[int, ...]:
-    """[U, B, K, S, C] of the keys."""
+    """Shape of the cached keys, [U, B, K, S, C]."""
     layers, width = len(config.attention_layers), config.cached_dims[0]
     return (layers, batch_size, config.cached_heads, length, width)
 
@@ -155,7 +155,7 @@ def empty_cache(
     length: int,
     dtype: jnp.dtype,
 ) -> KVCache:
-    """A cache of zeros for `batch_size` sequences of up to `length` positions."""
+    """Allocates zeros for `batch_size` sequences of up to `length` positions."""
     shape = cache_shape(config, batch_size, length)
     keys, values = (jnp.zeros((*shape[:-1], width), dtype) for width in config.cached_dims)
     if config.delta_net is None:

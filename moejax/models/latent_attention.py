@@ -1,9 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
-Two ways to the same result. Expanded: keys and values of every head are made of the latents
-(eq. 10 and 11 of the paper), then attention is as ever. Absorbed (its section 2.1.2): what makes
-the keys is applied to the queries instead, and what makes the values to what was attended to; so
-heads share the latents as keys and as values, and nothing of the cache is expanded.
+Two ways to the same result. Expanded: keys and values of every head are computed from the latents
+(eq. 10 and 11 of the paper), then attention is ordinary. Absorbed (its section 2.1.2): the key
+projection is applied to the queries instead, and the value projection to the attention output;
+heads then share the latents as keys and values, and the cache is never expanded.
 """
 
 from collections.abc import Callable
@@ -39,14 +39,14 @@ EXPANDED_BYTES = 2**30
 
 
 class Queries(NamedTuple):
-    """Of a layer's tokens."""
+    """Queries of a layer's tokens, in their rotated and unrotated parts."""
 
     nope: jax.Array  # [B, T, H, nope_dim], not rotated
     rope: jax.Array  # [B, T, H, P], rotated
 
 
 class Latents(NamedTuple):
-    """What heads share of a layer's tokens, and the cache keeps."""
+    """Rotated key and latent of a layer's tokens: shared by all heads, and cached."""
 
     key: jax.Array  # [B, S, P], rotated
     latent: jax.Array  # [B, S, R], normed
@@ -55,10 +55,10 @@ class Latents(NamedTuple):
 def is_expanded(
     of: parts.LatentAttention, num_heads: int, *, batch: int, length: int, slots: int, itemsize: int
 ) -> bool:
-    """Whether T queries a sequence see S slots of the cache by expanded keys and values.
+    """Whether T queries per sequence attend to S cache slots by expanded keys and values.
 
     With widths n, P and v of a head and latents of R a query takes n + P + v products a slot, with
-    its absorbed form 2R + P; to expand a slot, or to absorb a query, takes R (n + v). Of
+    its absorbed form 2R + P; to expand a slot, or to absorb a query, takes R (n + v). For
     DeepSeek-V2-Lite (128, 64, 128; 512) that is 320, 1088 and 131072: from 171 queries on expanding
     is less for any S. It takes memory for S slots of all heads, which absorbing does not.
 
@@ -115,7 +115,7 @@ def absorbed_attention(
     window: int | None,
     scale: float,
 ) -> jax.Array:
-    """As `expanded_attention`, of latents in place of keys and of values.
+    """Attends like `expanded_attention`, with latents in place of keys and values.
 
     Args:
       queries: with `nope` absorbed: [B, T, H, R].
@@ -139,13 +139,13 @@ def absorbed_attention(
 
 
 def _shares(scores: jax.Array, positions: jax.Array, window: int | None) -> jax.Array:
-    """float32[B, H, T, S]: the softmax over the slots that each query sees."""
+    """Attention weights float32[B, H, T, S]: the softmax over the slots each query sees."""
     visible = visible_slots(positions, scores.shape[-1], window)
     return jax.nn.softmax(jnp.where(visible[:, None], scores, -jnp.inf), axis=-1)
 
 
 def _in_blocks(attend: Callable[..., jax.Array], num_slots: int, *of: jax.Array) -> jax.Array:
-    """`attend` of arrays [B, T, ...], the first [B, T, H, ...], for a block of T after another."""
+    """Runs `attend` on arrays [B, T, ...] in blocks of T; the first is [B, T, H, ...]."""
     batch, length, num_heads = of[0].shape[:3]
     scores = 4 * batch * num_heads * length * num_slots
     num_blocks = min(length, -(-scores // SCORE_BYTES))
@@ -167,7 +167,7 @@ def _in_blocks(attend: Callable[..., jax.Array], num_slots: int, *of: jax.Array)
 class LatentAttention(nnx.Module):
     """Projections of all layers; see `parts.LatentAttention` for the widths.
 
-    `norm`, [L, D], is that before the mixing of every layer.
+    `norm`, [L, D], precedes the mixing of every layer.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class LatentAttention(nnx.Module):
     def __call__(
         self, normed: jax.Array, place: Place, angles: Angles, attend: Attend
     ) -> jax.Array:
-        """[B, T, D] to what the layer adds to the stream, [B, T, D].
+        """Mixes tokens: [B, T, D] to the layer's addition to the residual stream, [B, T, D].
 
         Args:
           normed: [B, T, D].
@@ -218,7 +218,7 @@ class LatentAttention(nnx.Module):
     def queries(
         self, normed: jax.Array, layer: ops.Index, cos: jax.Array, sin: jax.Array
     ) -> Queries:
-        """Of [B, T, D]; directly, or by a latent of their own (eq. 12 to 15)."""
+        """Projects [B, T, D] to queries, directly or through a latent (eq. 12 to 15)."""
         c = self.config
         if self.widths.query_rank is None:
             q = ops.linear(normed, self.q_proj[...], layer, kernels=self.kernels)
@@ -233,7 +233,7 @@ class LatentAttention(nnx.Module):
     def latents(
         self, normed: jax.Array, layer: ops.Index, cos: jax.Array, sin: jax.Array
     ) -> Latents:
-        """Of [B, T, D] (eq. 9 and 15)."""
+        """Projects [B, T, D] to the shared key and latent (eq. 9 and 15)."""
         both = ops.linear(normed, self.kv_a[...], layer, kernels=self.kernels, steady=True)
         latent, key = jnp.split(both, [self.widths.kv_rank], axis=-1)
         interleaved = self.config.interleaved_rope
@@ -246,7 +246,7 @@ class LatentAttention(nnx.Module):
     def expand(
         self, queries: Queries, seen: Latents, layer: ops.Index
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries [B, T, H, C], keys [B, S, H, C] and values [B, S, H, V] of every head."""
+        """Expands queries [B, T, H, C], keys [B, S, H, C] and values [B, S, H, V] of every head."""
         c = self.config
         both = ops.linear(seen.latent, self.kv_b[...], layer, kernels=self.kernels)
         both = both.reshape(*both.shape[:2], c.num_heads, -1)
@@ -258,7 +258,7 @@ class LatentAttention(nnx.Module):
     def _by(
         self, attend: Attend, place: Place, q: jax.Array, k: jax.Array, v: jax.Array
     ) -> jax.Array:
-        """By an `Attend`, whose kernels want one width of queries, keys and values: zeros more."""
+        """Calls an `Attend`, padding queries, keys and values with zeros to one width."""
         width, value_dim = max(q.shape[-1], v.shape[-1]), v.shape[-1]
         q, k, v = (jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[-1])]) for x in (q, k, v))
         return attend(place, q, k, v)[..., :value_dim]
@@ -266,7 +266,7 @@ class LatentAttention(nnx.Module):
     def _with_cache(
         self, queries: Queries, new: Latents, place: Place, attend: WritingAttention
     ) -> jax.Array:
-        """[B, T, H, V], the tokens written to the cache."""
+        """Writes the tokens to the cache and attends: [B, T, H, V]."""
         c, layer = self.config, place.mixer
         attend.write(place, new.key[:, :, None], new.latent[:, :, None])
         if attend.kv_length is not None and attend.cached == "kernel" and new.key.shape[1] == 1:
@@ -284,7 +284,7 @@ class LatentAttention(nnx.Module):
     def _over_slots(
         self, queries: Queries, dtype: jnp.dtype, place: Place, attend: WritingAttention, slots: int
     ) -> jax.Array:
-        """[B, T, H, V] of the first slots of the cache."""
+        """Attends to the first slots of the cache: [B, T, H, V]."""
         c = self.config
         read = attend.cache.read(place.mixer, slots)
         seen = Latents(*(part[:, 0].astype(dtype) for part in read))
@@ -301,7 +301,7 @@ class LatentAttention(nnx.Module):
     def _token(
         self, queries: Queries, place: Place, attend: WritingAttention, kv_length: int
     ) -> jax.Array:
-        """One token of each sequence by the kernel, which reads latents where they lie."""
+        """Attends from one token per sequence by the kernel, reading cached latents in place."""
         to_keys, to_values = self._to_heads(place.mixer, queries.nope.dtype)
         cache, c = attend.cache, self.config
         mixed = token_attention(
@@ -312,7 +312,7 @@ class LatentAttention(nnx.Module):
         return jnp.einsum("bthr,hvr->bthv", mixed, to_values)
 
     def _to_heads(self, layer: ops.Index, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-        """What takes a latent to the keys and the values of heads: [H, nope, R] and [H, V, R]."""
+        """Projections from a latent to keys and values of heads: [H, nope, R] and [H, V, R]."""
         kv_b = ops.matrix(self.kv_b[...], (layer,), dtype)
         kv_b = kv_b.reshape(self.config.num_heads, -1, self.widths.kv_rank)
         to_keys, to_values = jnp.split(kv_b, [self.widths.nope_dim], axis=1)

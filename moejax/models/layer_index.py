@@ -1,4 +1,4 @@
-"""Where a layer stands among those of its kind, as a number or, inside a loop, on the device."""
+"""A layer's index among the layers of its kind: a number or, in a loop, on the device."""
 
 import functools
 import math
@@ -23,7 +23,7 @@ class Following(NamedTuple):
 
 
 class Place(NamedTuple):
-    """One layer; the numbers are int32[] inside a loop over layers, the kinds are static."""
+    """One layer: its indices (int32[] inside a loop over layers) and its static kinds."""
 
     layer: Index  # among all
     mixer: Index  # among those that attend, or those by a delta rule
@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """Layers first .. first + num_turns * num_passes - 1, `num_turns` of them a pass."""
+    """A loop over layers first .. first + num_turns * num_passes - 1, `num_turns` a pass."""
 
     first: int
     num_turns: int
@@ -42,13 +42,13 @@ class Loop(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The first layer after it."""
+        """First layer after the loop."""
         return self.first + self.num_turns * self.num_passes
 
 
 @functools.cache
 def places(config: ModelConfig) -> tuple[Place, ...]:
-    """All layers, in order."""
+    """All layers' indices, in order."""
     found, counts = [], {"attention": 0, "delta": 0, "sparse": 0, "dense": 0}
     deltas = set(config.delta_net.layers) if config.delta_net else set()
     sparse, sparse_layers = set(config.moe_layers), config.moe_layers
@@ -68,16 +68,16 @@ def places(config: ModelConfig) -> tuple[Place, ...]:
 
 
 def loop_over(config: ModelConfig, num_turns: int, layers_a_pass: int = LAYERS_A_PASS) -> Loop:
-    """The passes of a loop that a model's layers allow; none where fewer than two would remain.
+    """Plans the loop over a model's layers; no loop if fewer than two passes remain.
 
-    A loop begins after the last dense layer, and a pass has a multiple of the period in which
-    kinds of layers come back: only numbers differ between passes. (Of a loop of one pass XLA
-    copies the cache.)
+    A loop begins after the last dense layer, and a pass has a multiple of the period in which kinds
+    of layers repeat: only indices differ between passes. (XLA copies the cache of a loop with one
+    pass.)
 
     Args:
       config: of the model.
-      num_turns: of which a pass has a multiple.
-      layers_a_pass: likewise.
+      num_turns: a pass has a multiple of so many layers.
+      layers_a_pass: and of so many.
     """
     first = max(config.dense_layers, default=-1) + 1
     kinds = [place.is_delta for place in places(config)[first:]]
@@ -89,7 +89,7 @@ def loop_over(config: ModelConfig, num_turns: int, layers_a_pass: int = LAYERS_A
 
 
 def in_loop(config: ModelConfig, loop: Loop, turn: int, number: jax.Array) -> Place:
-    """Layer `turn` of pass `number`, int32[], of a loop."""
+    """Index of layer `turn` in pass `number`, int32[], of a loop."""
     start, pattern = places(config)[loop.first + turn], places(config)[loop.first :]
     alike = sum(place.is_delta == start.is_delta for place in pattern[: loop.num_turns])
     layer = start.layer + number * loop.num_turns

@@ -1,4 +1,4 @@
-"""What kind of matrix each weight leaf is: which of them are packed together, and which never."""
+"""Kinds of weight leaves: which are packed together, and which never."""
 
 import types
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ STEADY_LEAVES = ("moe.router", "attention.kv_a", "delta.ba_proj", "shared.gate")
 
 
 def leaves_of(*kinds: str) -> tuple[str, ...]:
-    """The leaves of some kinds, those of all families."""
+    """Leaves of some kinds, over all families."""
     return tuple(leaf for leaf, kind in KIND_OF_LEAF.items() if kind in kinds)
 
 
@@ -51,16 +51,16 @@ EXPERT_LEAVES = leaves_of("experts")
 
 
 def kind_of(leaf: str) -> str:
-    """One of `KINDS`; "norm" stands for norms, biases, convolutions and decays."""
+    """Kind of a leaf, one of `KINDS`; "norm" covers norms, biases, convolutions and decays."""
     return KIND_OF_LEAF.get(leaf, "norm")
 
 
 def layers_of(config: ModelConfig, leaf: str) -> tuple[int, ...]:
-    """Which of all layers the entries along a stacked leaf's first axis belong to.
+    """Layers that the entries along a stacked leaf's first axis belong to.
 
     Args:
       config: of the model.
-      leaf: of `weight_shapes(config)`, one that is stacked over layers.
+      leaf: a name in `weight_shapes(config)` that is stacked over layers.
     """
     module, _, name = leaf.partition(".")
     if module in ("moe", "shared"):

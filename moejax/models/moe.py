@@ -11,8 +11,7 @@ whole layer-stacked arrays and a layer index, so that no layer's slab is ever co
   * `experts_grouped`: `pallas_kernels.grouped_dequant_matmul`, which reads weights as they are
     packed. For decode and prefill on a GPU, of packed weights (and plain ones, when asked by name).
 
-Where weights are packed, the first three take the matrices that they use from
-`moejax.weights.linear`.
+With packed weights, the first three read matrices through `moejax.weights.linear`.
 """
 
 import functools
@@ -54,12 +53,12 @@ STEP_BYTES: dict[ExpertsVia, int] = {"block": 512 * 2**20, "block_in_cache": 2**
 
 
 def choose_routing(num_tokens: int, config: ModelConfig, kernels: ops.Kernels) -> Choice:
-    """What serves `routing_of` in a model, and why the kernel does not if so.
+    """Chooses the implementation of routing, with the kernel's refusals.
 
     Args:
       num_tokens: N of a call.
       config: of the model.
-      kernels: which may serve; a reference that is asked for is XLA's here.
+      kernels: the permitted implementations; a reference means XLA here.
 
     Returns:
       "triton", the kernel, or "xla".
@@ -79,12 +78,12 @@ def choose_routing(num_tokens: int, config: ModelConfig, kernels: ops.Kernels) -
 def routing_by_kernel(
     logits: jax.Array, first: jax.Array | None = None, *, num_chosen: int, normalise: bool
 ) -> Routing:
-    """`routing_of` in one launch; it has no gradient. Jitted: all layers share a trace.
+    """Runs `routing_of` in one launch, without a gradient; jitted for all layers.
 
     Args:
       logits: float32[N, E].
-      first: int32[], a constant that will be added to the ids: the kernel adds it, and here it is
-        taken away, so that nothing is left of either for a launch of its own. None for 0.
+      first: int32[], an offset that the caller adds to the ids later; the kernel adds it and it is
+        subtracted here, so that XLA cancels both and needs no launch. None for 0.
       num_chosen: A.
       normalise: the chosen weights are divided by their sum.
     """
@@ -97,7 +96,7 @@ def routing_by_kernel(
 def experts_dense(
     x: jax.Array, routing: Routing, gate_up: Weight, down: Weight, layer: Index
 ) -> jax.Array:
-    """Every expert on every token, zero where it was not chosen: two large products.
+    """Runs every expert on every token, masked by choice: two large products.
 
     Args:
       x: [N, D].
@@ -124,7 +123,7 @@ def experts_dense(
 def experts_by_row(
     x: jax.Array, routing: Routing, gate_up: Weight, down: Weight, layer: Index
 ) -> jax.Array:
-    """One slice and two thin products an assignment, unrolled; arguments as `experts_dense`."""
+    """Unrolls one slice and two thin products per assignment."""
     pairs = Pairs(routing.ids, jnp.ones(routing.ids.shape, bool))
     products = products_by_row(x, pairs, Experts(gate_up, down, layer))
     return combine(products, pairs, routing.weights, x.dtype)
@@ -139,7 +138,7 @@ def experts_by_block(
     token_mask: jax.Array,
     step_bytes: int,
 ) -> jax.Array:
-    """Assignments sorted by expert, in blocks; see `products_by_block`.
+    """Runs assignments sorted by expert, in blocks; see `products_by_block`.
 
     Args:
       x: [N, D].
@@ -147,7 +146,7 @@ def experts_by_block(
       gate_up: [M, E, 2F, D].
       down: [M, E, D, F].
       layer: index among the sparse layers.
-      token_mask: bool[N]; what is False is padding, costs nothing and yields zero.
+      token_mask: bool[N], False for padding, which costs nothing and yields zero.
       step_bytes: of the weights gathered for one step of the scan; at least one block is.
 
     Returns:
@@ -160,7 +159,7 @@ def experts_by_block(
 
 
 def pairs_of(ids: jax.Array, token_mask: jax.Array) -> Pairs:
-    """All assignments of the tokens that are no padding.
+    """Pairs of every token that is not padding with its experts.
 
     Args:
       ids: int32[N, A].
@@ -172,12 +171,12 @@ def pairs_of(ids: jax.Array, token_mask: jax.Array) -> Pairs:
 def kernel_refusal(
     config: ModelConfig, dtype: jnp.dtype, experts: Sequence[Weight] = ()
 ) -> str | None:
-    """Why `pallas_kernels.expert_mlp` cannot run a model's experts, or None.
+    """Reason why `pallas_kernels.expert_mlp` cannot run a model's experts, or None.
 
     Args:
       config: of the model.
       dtype: of the activations.
-      experts: `moe.gate_up` and `moe.down`; left out, they are plain and of `dtype`.
+      experts: `moe.gate_up` and `moe.down`; (): plain ones in `dtype`.
     """
     shapes = weight_shapes(config)
     if "moe.down" not in shapes:
@@ -203,13 +202,13 @@ def default_experts_via(
     *,
     pooled: bool = False,
 ) -> ExpertsVia:
-    """The form that serves `num_tokens` tokens on `platform` ("cpu" or "gpu").
+    """Chooses the form that runs experts for `num_tokens` tokens on `platform`.
 
     Args:
       num_tokens: N of a call.
       config: of the model.
       dtype: of the activations.
-      platform: of the device.
+      platform: "cpu" or "gpu".
       experts: as in `kernel_refusal`.
       kernels: which may serve packed experts.
       pooled: the experts are slots of a pool, which `pallas_kernels.expert_mlp` does not read.
@@ -260,13 +259,13 @@ class SparseMoe(nnx.Module):
         first_slot: jax.Array | None = None,
         heard: Callable[[jax.Array], jax.Array] | None = None,
     ) -> Routing:
-        """Of N tokens.
+        """Routes N tokens to experts.
 
         Args:
           x: [N, D], normed.
           layer: the index among the sparse layers.
-          first_slot: what the products will add to the ids; see `routing_by_kernel`.
-          heard: what is taken for the router's products, float32[N, E]; None for themselves.
+          first_slot: an offset that the products add to the ids; see `routing_by_kernel`.
+          heard: replaces the router's logits, float32[N, E], to replay a trace; None keeps them.
         """
         wide = jnp.dtype(jnp.float32)
         logits = ops.linear(x, self.router[...], layer, wide, self.kernels, steady=True)
@@ -284,7 +283,7 @@ class SparseMoe(nnx.Module):
     def __call__(
         self, x: jax.Array, layer: Index, token_mask: jax.Array, via: ExpertsVia
     ) -> tuple[jax.Array, Routing]:
-        """Routes and runs N tokens.
+        """Routes N tokens and runs their experts.
 
         Args:
           x: [N, D], normed.

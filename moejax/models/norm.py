@@ -45,18 +45,18 @@ def stacked_norm(
     *,
     zero_centred: bool = False,
 ) -> jax.Array:
-    """`rms_norm` of one layer, by the kernel where it serves.
+    """Normalises by one layer's scale, by the kernel unless it refuses.
 
     XLA sums the squares in an order that depends on what else it puts into the same kernel, and so
     on the rest of the program: a bfloat16 now and then rounds the other way. The kernel's order is
-    its own, which is why experts that are fetched give the bits of a resident model.
+    fixed, so fetched experts give a resident model's results to the bit.
 
     Args:
       x: [..., D].
       scales: [L, D] of all layers, the dtype of `x`.
       layer: which of them.
       eps: as in `rms_norm`.
-      kernels: which may serve; a reference that is asked for is XLA's here.
+      kernels: the permitted implementations; a reference means XLA here.
       zero_centred: as in `rms_norm`.
     """
     flat = x.reshape(-1, x.shape[-1])
@@ -79,17 +79,17 @@ def norm_of_sum(
     eps: float,
     zero_centred: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """x + delta and its norm by the kernel, [N, D]; jitted: all layers share a trace of it."""
+    """Computes x + delta and its norm by the kernel, [N, D]; jitted for all layers."""
     return residual_norm.residual_norm(
         x, delta, scales, layer=layer, eps=eps, zero_centred=zero_centred, implementation="triton"
     )
 
 
 def rounded(x: jax.Array) -> jax.Array:
-    """To its dtype, which XLA does not leave out, as it may where a product follows a sum.
+    """Rounds to the dtype of `x`; XLA may not skip it, as it may between sum and product.
 
-    Between passes of a loop it rounds in any case: so unrolled layers, one layer a pass and several
-    give the same to the bit.
+    Between passes of a loop XLA rounds in any case: with this, unrolled layers and loops of one or
+    several layers per pass agree to the bit.
     """
     kind = jnp.finfo(x.dtype)
     if kind.bits == 32:

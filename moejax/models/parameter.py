@@ -1,4 +1,4 @@
-"""How a weight leaf comes to be: its shape from `weight_shapes`, its start from its role."""
+"""Creates a weight leaf: its shape from `weight_shapes`, its start from its role."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ INIT_STD = 0.02
 def stacked_parameter(
     name: str, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype
 ) -> nnx.Param[jax.Array]:
-    """The leaf `name` of `weight_shapes(config)`, stacked over layers.
+    """Creates leaf `name` of `weight_shapes(config)`, stacked over layers.
 
     Norm weights start at one (zero where they are centred there), biases at zero, matrices at
     N(0, 0.02^2), those that write to the residual stream at 0.02 / sqrt(2 L) (Radford et al. 2019,

@@ -13,9 +13,9 @@ GroupScore = Literal["max", "top2"]
 class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
-    Keys and values of all heads are linear in one latent of a token, which is what the cache keeps
-    beside one rotated key that all heads share. A query or key head is `nope_dim` numbers that are
-    not rotated, then `rope_dim` that are.
+    Keys and values of all heads are linear in one latent of a token, which the cache stores beside
+    one rotated key that all heads share. A query or key head is `nope_dim` numbers that are not
+    rotated, then `rope_dim` that are.
     """
 
     kv_rank: int  # R, width of the latent
@@ -27,7 +27,7 @@ class LatentAttention:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaNet:
-    """Layers of gated delta rule in place of attention (Yang et al., arXiv:2412.06464).
+    """Gated delta rule layers in place of attention (Yang et al., arXiv:2412.06464).
 
     Each value head keeps a matrix [key_dim, value_dim]; `num_value_heads` is a multiple of
     `num_key_heads`, and consecutive value heads share a query and key head.
@@ -42,12 +42,12 @@ class DeltaNet:
 
     @property
     def key_width(self) -> int:
-        """Of all key heads."""
+        """Width of all key heads together."""
         return self.num_key_heads * self.key_dim
 
     @property
     def value_width(self) -> int:
-        """Of all value heads."""
+        """Width of all value heads together."""
         return self.num_value_heads * self.value_dim
 
     @property
@@ -58,7 +58,7 @@ class DeltaNet:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Rope for longer contexts than a model was trained on, in the kinds of transformers.
+    """Rope scaling for contexts longer than the trained one, in transformers' kinds.
 
     * "linear" divides all frequencies by the factor (Chen et al., arXiv:2306.15595);
     * "dynamic" raises the base as a sequence grows beyond the original positions (NTK-aware);
@@ -91,7 +91,7 @@ class RopeScaling:
 
     @property
     def rotation_scale(self) -> float:
-        """Multiplies cosines and sines."""
+        """Factor on cosines and sines."""
         if self.kind not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
@@ -106,7 +106,7 @@ class RopeScaling:
 
     @property
     def score_scale(self) -> float:
-        """Multiplies scores of latent attention, beside 1 / sqrt(C)."""
+        """Factor on scores of latent attention, beside 1 / sqrt(C)."""
         return self._scale(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
     def _scale(self, weight: float) -> float:
@@ -115,7 +115,7 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RouterRule:
-    """How a router's products become weights of chosen experts.
+    """Rule that turns a router's logits into chosen experts and weights.
 
     Scores are a softmax or sigmoids. Experts in consecutive groups: only those of the `top_groups`
     best groups can be chosen, where a group's score is that of its best expert ("max", DeepSeek-V2)
@@ -132,7 +132,7 @@ class RouterRule:
 
     @property
     def is_plain(self) -> bool:
-        """Softmax, then the best of all experts."""
+        """Whether the rule is a softmax, then the best of all experts."""
         return self.scoring == "softmax" and self.num_groups == 1 and not self.has_bias
 
 

@@ -30,15 +30,15 @@ def rotary_frequencies(head_dim: int, theta: float) -> np.ndarray:
 def scaled_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None, *, is_long: bool = False
 ) -> np.ndarray:
-    """float32[C / 2] of a kind, rounded as transformers rounds them.
+    """Rotation frequencies float32[C / 2] of a scaled rope, rounded as transformers rounds.
 
-    "dynamic" gives those of a sequence within the original positions, where nothing is scaled.
+    "dynamic" gives the unscaled frequencies of a sequence within the trained positions.
 
     Args:
       head_dim: C, even.
       theta: base of the frequencies.
       scaling: of the model; None for none.
-      is_long: of a sequence beyond the original positions, which "longrope" tells apart.
+      is_long: the sequence exceeds the original positions; matters to "longrope" alone.
     """
     plain = rotary_frequencies(head_dim, theta)
     if scaling is None or scaling.kind == "dynamic":
@@ -54,13 +54,13 @@ def scaled_frequencies(
 
 
 def _powers(head_dim: int, theta: float) -> np.ndarray:
-    """theta^(2i/C), float32[C / 2]."""
+    """Powers theta^(2i/C), float32[C / 2]."""
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     return np.power(float(theta), exponent.astype(np.float64)).astype(np.float32)
 
 
 def _yarn(head_dim: int, theta: float, yarn: RopeScaling) -> np.ndarray:
-    """Frequencies by parts (Peng et al., arXiv:2309.00071, section 3.2).
+    """Frequencies of YaRN, by parts (Peng et al., arXiv:2309.00071, section 3.2).
 
     Slow pairs, which turn less than `beta_slow` times in the original context, are interpolated;
     fast ones, which turn more than `beta_fast` times, are kept; between them a ramp.
@@ -83,7 +83,7 @@ def _yarn(head_dim: int, theta: float, yarn: RopeScaling) -> np.ndarray:
 
 
 def _llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    """Slows waves longer than L / low, keeps those shorter than L / high: Llama 3.1."""
+    """Frequencies of Llama 3.1: slows waves longer than L / low, keeps those under L / high."""
     assert scaling.low_freq_factor is not None and scaling.high_freq_factor is not None
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     length, factor = scaling.original_positions, np.float32(scaling.factor)
@@ -97,7 +97,7 @@ def _llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
 def model_angles(
     config: ModelConfig, positions: jax.Array, lengths: jax.Array | None = None
 ) -> Angles:
-    """Cosine and sine of a model's rotations, [B, T, rotary_dim / 2], scaled as it asks.
+    """Cosine and sine of a model's rotations, [B, T, rotary_dim / 2], scaled.
 
     "dynamic" and "longrope" turn a token by the length that its sequence has when the token is
     seen: a prompt's tokens by the whole prompt's, however it is cut into chunks, and each later
@@ -107,8 +107,8 @@ def model_angles(
     Args:
       config: of the model.
       positions: int32[B, T].
-      lengths: int32[B], tokens of each sequence, those before and of this call, chunks to come
-        included; None where the last position is the last token.
+      lengths: int32[B], tokens of each whole sequence, including earlier and later chunks; None
+        where the last position is the last token.
     """
     width, theta, scaling = config.rotary_dim, config.rope_theta, config.rope_scaling
     if scaling is None:
@@ -124,7 +124,7 @@ def model_angles(
 def _by_length(
     short: jax.Array, width: int, theta: float, scaling: RopeScaling, lengths: jax.Array
 ) -> jax.Array:
-    """float32[B, 1, R / 2], frequencies of sequences of some lengths.
+    """Frequencies float32[B, 1, R / 2] by sequence length.
 
     "dynamic" multiplies the base by s^(R / (R - 2)) with s = factor length / original - factor + 1;
     here frequency i is multiplied by s^(-2i / (R - 2)), in which the power of the base stays exact.
@@ -159,9 +159,9 @@ def _angle(positions: jax.Array, frequency: np.ndarray) -> jax.Array:
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = False) -> jax.Array:
-    """Turns each pair (x_i, x_{i + R/2}) of every head by its position's angle.
+    """Rotates each pair (x_i, x_{i + R/2}) of every head by its position's angle.
 
-    Of a head wider than R the first R numbers are rotated. Pairs of neighbours (x_2i, x_2i+1) come
+    In a head wider than R, the first R numbers are rotated. Pairs of neighbours (x_2i, x_2i+1) come
     out as halves: a permutation that queries and keys share, which scores do not see.
 
     Args:

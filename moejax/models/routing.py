@@ -1,4 +1,4 @@
-"""From a router's products to experts and their weights."""
+"""Routing: from a router's logits to experts and their weights."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ SUM_FLOOR = 1e-20
 
 
 class Routing(NamedTuple):
-    """What the router said about N tokens."""
+    """Probabilities, chosen experts and weights of N tokens."""
 
     probabilities: jax.Array  # float32[N, E], of all experts: the softmax, or sigmoids
     weights: jax.Array  # float32[N, A], of the chosen experts, normalised where the model does so
@@ -23,25 +23,22 @@ class Routing(NamedTuple):
 def route(
     x: jax.Array, router: jax.Array, config: ModelConfig, bias: jax.Array | None = None
 ) -> Routing:
-    """Scores of all experts in float32, then the top A of them.
+    """Scores all experts in float32 and takes the top A.
 
     Args:
       x: [N, D].
       router: [E, D].
-      config: as in `routing_of`.
-      bias: as in `routing_of`.
     """
     logits = jnp.einsum("nd,ed->ne", x, router, preferred_element_type=jnp.float32)
     return routing_of(logits, config, bias)
 
 
 def routing_of(logits: jax.Array, config: ModelConfig, bias: jax.Array | None = None) -> Routing:
-    """Of the router's products, float32[N, E].
+    """Routes by logits, float32[N, E].
 
     Args:
-      logits: of every expert.
       config: gives A, the rule, and whether the chosen weights are divided by their sum.
-      bias: float32[E], added to the scores that decide who is chosen.
+      bias: float32[E], added to the scores for the choice alone, not to the weights.
     """
     rule = config.router
     is_softmax = rule.scoring == "softmax"
@@ -57,12 +54,11 @@ def routing_of(logits: jax.Array, config: ModelConfig, bias: jax.Array | None = 
 
 
 def weights_of(scores: jax.Array, ids: jax.Array, config: ModelConfig) -> jax.Array:
-    """float32[N, A], as a model with these scores weighs these experts.
+    """Weights float32[N, A] that the model's rule gives these experts.
 
     Args:
       scores: float32[N, E], of all experts: the softmax, or sigmoids.
       ids: int32[N, A], of the chosen ones.
-      config: as in `routing_of`.
     """
     weights = jnp.take_along_axis(scores, ids, axis=-1, mode="clip")
     weights = _normalised(weights, config)
@@ -70,10 +66,10 @@ def weights_of(scores: jax.Array, ids: jax.Array, config: ModelConfig) -> jax.Ar
 
 
 def foreseen(routing: Routing, config: ModelConfig) -> jax.Array:
-    """float32[N, E]: the larger, the likelier a router that was asked ahead will want an expert.
+    """Prefetch scores float32[N, E]: higher where the next router is likelier to choose.
 
-    Where scores alone decide, they are it (DyMoE eq. 7); where groups or a bias do, whoever it
-    would choose comes before all others.
+    They are the router's scores where those alone decide (DyMoE eq. 7); with groups or a bias, the
+    experts that it would choose come before all others.
     """
     if config.router.is_plain:
         return routing.probabilities
@@ -90,14 +86,14 @@ def _normalised(weights: jax.Array, config: ModelConfig) -> jax.Array:
 
 
 def scaled(routing: Routing, config: ModelConfig) -> Routing:
-    """With the weights times the model's routed scaling factor."""
+    """Multiplies the weights by the model's routed scaling factor."""
     if config.router.scale == 1.0:
         return routing
     return routing._replace(weights=routing.weights * config.router.scale)
 
 
 def _of_best_groups(scores: jax.Array, rule: RouterRule, bias: jax.Array | None) -> jax.Array:
-    """What decides, float32[N, E]; nothing of a group that is not among the best is chosen."""
+    """Choice scores float32[N, E], -inf outside the best groups."""
     deciding = scores if bias is None else scores + bias[None]
     if rule.num_groups == rule.top_groups:
         return deciding

@@ -1,4 +1,4 @@
-"""What may run the experts of a model's layers in the model's place."""
+"""Protocols for what runs a model's experts when the model does not hold them."""
 
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
@@ -10,7 +10,7 @@ from moejax.weights.linear import Index
 
 
 class RunExperts(Protocol):
-    """Runs the experts of a sparse layer in place of a model that holds them."""
+    """Runs a sparse layer's experts for a model that does not hold them."""
 
     def __call__(
         self,
@@ -20,61 +20,60 @@ class RunExperts(Protocol):
         token_mask: jax.Array,
         ahead: Callable[[], Routing] | None,
     ) -> jax.Array:
-        """[N, D] in `x.dtype`.
+        """Runs the chosen experts on N tokens: [N, D] in `x.dtype`.
 
         Args:
           layer: index among the sparse layers; int32[] inside a loop (`LoopedExperts`).
           x: [N, D], normed.
           routing: of the N tokens.
           token_mask: bool[N], False for padding.
-          ahead: what the next sparse layer's router says of this one's input (DyMoE eq. 6), a
-            prediction; None after the last. In a loop never None: the last layer predicts itself,
-            which is to be ignored.
+          ahead: routes this layer's input by the next sparse layer's router (DyMoE eq. 6), a
+            prediction; None after the last. In a loop never None: the last layer's prediction is of
+            itself, to be ignored.
         """
         ...
 
 
 @runtime_checkable
 class HearsRouters(Protocol):
-    """What runs experts, where it may take other products than the routers' own (to replay)."""
+    """Overrides the routers' logits, to replay a trace."""
 
     def heard(self, layer: Index, logits: jax.Array, *, is_ahead: bool) -> jax.Array:
-        """float32[N, E], to route by.
+        """Returns the logits to route by, float32[N, E].
 
         Args:
-          layer: whose router has spoken, among the sparse layers.
-          logits: its products.
-          is_ahead: asked by the layer before, of its input.
+          layer: index among the sparse layers.
+          logits: the router's own.
+          is_ahead: computed from the input of the layer before, to prefetch.
         """
         ...
 
 
 @runtime_checkable
 class LoopedExperts(RunExperts, Protocol):
-    """Which may also be called inside a loop over layers, where a layer is a number on the device.
+    """Runs experts inside a loop over layers, whose index is on the device.
 
-    Before the loop, and first thing in its body, `resume` says where it stands. The body calls it
-    for some layers, a multiple of `num_turns` of them from a multiple on, and takes `state` to the
-    next pass and `kept` out of the loop; after it, `resume` and then `keep` hand back what came of
-    them.
+    Call `resume` before the loop and first in its body. The body runs some layers, a multiple of
+    `num_turns` from a multiple on, carries `state` to the next pass and stacks `kept`. After the
+    loop, call `resume` and then `keep` with the results.
     """
 
     @property
     def num_turns(self) -> int:
-        """Of which a pass has a multiple: consecutive layers use that many different arrays."""
+        """Layers per pass must be a multiple of this: consecutive ones use different arrays."""
         ...
 
     @property
     def state(self) -> Any:
-        """A pytree, after the layers so far; its shapes never change."""
+        """Carry of the loop, a pytree whose shapes never change."""
         ...
 
     def resume(self, state: Any) -> None:
-        """The layers before are done, and left this state."""
+        """Sets the carry that the layers before left."""
 
     def kept(self) -> Any:
-        """A pytree with one array a layer since `resume`, stacked; not part of the state."""
+        """Scan outputs: a pytree with one stacked array per layer since `resume`."""
         ...
 
     def keep(self, kept: Any) -> None:
-        """Takes what all passes of a loop kept, with the layers' axis in front."""
+        """Takes the scan outputs of all passes, with the layer axis first."""

@@ -15,16 +15,17 @@ from moejax.models.attention import (
     CachedVia,
     WatchAttention,
     WritingAttention,
+    token_attention,
 )
 from moejax.models.config import ModelConfig
-from moejax.models.decode_layers import is_plain, serves_token_step, token_layers
+from moejax.models.decode_layers import is_plain, queries_and_cache, serves_token_step
 from moejax.models.delta_net import DeltaNet
 from moejax.models.dense_mlp import DenseMlp, SharedExpert
 from moejax.models.kv_cache import KVCache
 from moejax.models.latent_attention import LatentAttention
 from moejax.models.layer_index import LAYERS_A_PASS, Place, in_loop, loop_over, places
 from moejax.models.moe import ExpertsVia, SparseMoe
-from moejax.models.norm import rounded, stacked_norm
+from moejax.models.norm import norm_of_sum, rounded, stacked_norm
 from moejax.models.parameter import stacked_parameter
 from moejax.models.rope import Angles, model_angles
 from moejax.models.routing import Routing
@@ -35,7 +36,7 @@ from moejax.weights.qtensor import Weight
 
 
 class ChunkSpec(NamedTuple):
-    """How a chunk of tokens stands to the cache; all static."""
+    """Static facts of a chunk of tokens and its cache."""
 
     kv_length: int  # slots that attention reads; at least every position of the chunk plus one
     is_first: bool  # the chunk starts at position 0: attend within it, read no cache
@@ -47,7 +48,7 @@ class ChunkSpec(NamedTuple):
 
 
 class Transformer(nnx.Module):
-    """A Mixture-of-Experts decoder whose leaves are those of `weight_shapes(config)`."""
+    """Mixture-of-Experts decoder with the leaves of `weight_shapes(config)`."""
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class Transformer(nnx.Module):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of the activations: that of the norms, which are plain whatever the matrices are."""
+        """Dtype of the activations: that of the norms, which are never packed."""
         return self.final_norm[...].dtype
 
     def mix(
@@ -92,21 +93,21 @@ class Transformer(nnx.Module):
         token_mask: jax.Array,
         attend: Attend,
     ) -> jax.Array:
-        """What a layer's attention or delta rule adds to the stream, [B, T, D].
+        """Runs a layer's attention or delta rule; returns its residual addition, [B, T, D].
 
         Args:
           normed: [B, T, D].
           place: of the layer.
           angles: of `rope.model_angles`.
-          token_mask: bool[B, T], False for padding, which leaves states as they are.
-          attend: what attention sees; a `WritingAttention` has a cache.
+          token_mask: bool[B, T], False for padding, which does not change states.
+          attend: attends to the chunk itself or, a `WritingAttention`, to a cache.
         """
         if place.is_delta:
             return self.delta(normed, place, token_mask, attend)
         return self.attention(normed, place, angles, attend)
 
     def mix_norm(self, x: jax.Array, place: Place) -> jax.Array:
-        """[B, T, D] as `mix` takes it."""
+        """Normalises [B, T, D] for `mix`."""
         return self._norm(x, self.attention.norm[...], place.layer)
 
     def mlp_block(
@@ -119,14 +120,14 @@ class Transformer(nnx.Module):
         *,
         normed: jax.Array | None = None,
     ) -> tuple[jax.Array, Routing | None]:
-        """Norm, then experts or dense MLP, on [B, T, D]; the routing of sparse layers.
+        """Runs norm, then experts or dense MLP, on [B, T, D]; returns the routing of sparse layers.
 
         Args:
           x: [B, T, D].
           place: of the layer.
           token_mask: bool[B, T], False for padding.
           via: which form runs experts that the model holds.
-          run: what runs them otherwise.
+          run: runs experts that it does not hold.
           normed: [N, D], x after the norm, where that is done.
         """
         flat = self._mlp_normed(x, place.layer) if normed is None else normed
@@ -149,14 +150,14 @@ class Transformer(nnx.Module):
         return self.moe.route(x, mlp, heard=heard)
 
     def _ahead(self, x: jax.Array, place: Place, run: RunExperts) -> Callable[[], Routing] | None:
-        """What the next sparse layer's router says of this one's input (DyMoE eq. 6)."""
+        """Routes this layer's input by the next sparse layer's router (DyMoE eq. 6)."""
         if place.following is None:
             return None
         layer, mlp = place.following
         return lambda: self._route(self._mlp_normed(x, layer), mlp, run, is_ahead=True)
 
     def _mlp_normed(self, x: jax.Array, layer: Index) -> jax.Array:
-        """[N, D]: what the MLP of a layer would see of [B, T, D]."""
+        """Input of a layer's MLP for [B, T, D], as [N, D]."""
         return self._norm(x, self.mlp_norm[...], layer).reshape(-1, self.config.model_dim)
 
     def _norm(self, x: jax.Array, scales: jax.Array, layer: Index) -> jax.Array:
@@ -166,7 +167,7 @@ class Transformer(nnx.Module):
         )
 
     def project_to_vocab(self, hidden: jax.Array) -> jax.Array:
-        """[..., D] through the last norm and the head to float32[..., V]."""
+        """Applies the last norm and the head: [..., D] to float32[..., V]."""
         wide = jnp.dtype(jnp.float32)
         return ops.product(self._last_norm(hidden), self._stored_head(), wide, self.kernels)
 
@@ -179,12 +180,12 @@ class Transformer(nnx.Module):
     def negative_log_likelihood(
         self, hidden: jax.Array, targets: jax.Array, logits_bytes: int
     ) -> jax.Array:
-        """-log p(target), summed over each row, in nats.
+        """Sums -log p(target) over each row, in nats.
 
         Args:
           hidden: [B, P, D], before the last norm.
-          targets: int32[B, P]; -1 counts as nothing.
-          logits_bytes: of the logits that are computed at a time; at least one position's are.
+          targets: int32[B, P]; -1 is not counted.
+          logits_bytes: bytes of logits computed at a time; at least one position's.
 
         Returns:
           float32[B].
@@ -218,16 +219,14 @@ class Transformer(nnx.Module):
         run: RunExperts | None = None,
         lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, list[Routing]]:
-        """Embedding and all layers; what attention sees is the caller's business.
+        """Embeds tokens and runs all layers, with attention by `attend`.
 
         Args:
           tokens: int32[B, T].
           positions: int32[B, T].
           token_mask: bool[B, T], False for padding.
-          attend: what attention sees.
-          experts: which form runs the experts.
-          run: what runs those that the model does not hold.
-          lengths: int32[B], of `rope.model_angles`.
+          run: runs experts that the model does not hold.
+          lengths: int32[B], see `rope.model_angles`.
 
         Returns:
           The last layer's output [B, T, D], and the routing of each sparse layer.
@@ -251,7 +250,7 @@ class Transformer(nnx.Module):
         experts: ExpertsVia,
         run: RunExperts | None,
     ) -> tuple[jax.Array, Routing | None]:
-        """[B, T, D] through one layer; arguments as of `layers`."""
+        """Runs [B, T, D] through one layer."""
         x = x + self.mix(self.mix_norm(x, place), place, angles, token_mask, attend)
         out, routing = self.mlp_block(x, place, token_mask, experts, run)
         x = x + out
@@ -270,9 +269,9 @@ class Transformer(nnx.Module):
     ) -> tuple[KVCache, jax.Array]:
         """Runs T new tokens of each sequence, writing the cache.
 
-        Where layers are alike they may run in a loop: one layer is compiled, not all. On a GPU more
-        than one token a sequence does. (Kernels of Qwen3-30B's 48 layers took most of a minute.) A
-        decode step stays unrolled there: its launches are few and short, and a loop adds to them.
+        Layers of one kind may run in a loop, which compiles one layer instead of all. On a GPU,
+        chunks of more than one token do. (Kernels of Qwen3-30B's 48 layers took most of a minute.)
+        A decode step stays unrolled there: its launches are few and short, and a loop adds to them.
         On a CPU both run in a loop, of models that hold their experts: the demo's step took no
         longer, and compiling it 2.2 s of processor time, not 6.9 (jax 0.10.2, 2026-11-24).
 
@@ -281,10 +280,10 @@ class Transformer(nnx.Module):
           positions: int32[B, T]; consecutive, and the same start for all rows where T > 1.
           token_mask: bool[B, T], False for padding: it takes no part in the experts.
           cache: written at `positions`.
-          spec: static facts.
-          run: what runs experts that the model does not hold.
-          watch: who sees the queries and keys.
-          lengths: int32[B], of `rope.model_angles`.
+
+          run: runs experts that the model does not hold.
+          watch: observes queries and keys.
+          lengths: int32[B], see `rope.model_angles`.
 
         Returns:
           The cache and the last layer's output [B, T, D], before the last norm.
@@ -304,7 +303,7 @@ class Transformer(nnx.Module):
         return target is not None and target.platform != "gpu"
 
     def loops(self, experts: ExpertsVia, run: RunExperts | None) -> bool:
-        """Whether the sparse layers of a chunk of tokens run in a loop: numbers serve."""
+        """Whether a chunk's sparse layers run in a loop; their indices may be on the device."""
         if experts == "kernel":  # whose layer is static
             return False
         if self._is_for_cpu and not self.holds_experts:
@@ -322,7 +321,7 @@ class Transformer(nnx.Module):
         watch: WatchAttention | None,
         lengths: jax.Array | None,
     ) -> tuple[KVCache, jax.Array]:
-        """As a call, layer numbers on the device; what no whole pass holds is unrolled."""
+        """Runs `__call__` with layers in a loop; layers outside whole passes are unrolled."""
         c = self.config
         angles = model_angles(c, positions, lengths)
         # Alone on a CPU layers gain nothing from one another, and each takes time to compile.
@@ -361,7 +360,7 @@ class Transformer(nnx.Module):
         self, cache: KVCache, positions: jax.Array, spec: ChunkSpec,
         watch: WatchAttention | None, token_mask: jax.Array,
     ) -> WritingAttention:  # fmt: skip
-        """How a chunk's tokens see one another and a cache; arguments as of a call."""
+        """Builds the attention of a chunk's tokens to one another and to a cache."""
         length = None if spec.is_first else spec.kv_length
         how = (length, self.config.sliding_window, spec.attention, spec.cached)
         scale = self.config.score_scale
@@ -380,7 +379,7 @@ class Transformer(nnx.Module):
         watch: WatchAttention | None = None,
         lengths: jax.Array | None = None,
     ) -> tuple[KVCache, jax.Array, list[Routing]]:
-        """As a call, unrolled, with each sparse layer's routing; for those who count experts."""
+        """Runs `__call__` unrolled and returns each sparse layer's routing."""
         is_token = tokens.shape[1] == 1 and not spec.is_first
         is_token &= spec.cached == "kernel" or not is_plain(self.config)
         if is_token and watch is None and serves_token_step(self.config, self.dtype, self.kernels):
@@ -388,3 +387,63 @@ class Transformer(nnx.Module):
         attend = self.attention_of(cache, positions, spec, watch, token_mask)
         found = self.layers(tokens, positions, token_mask, attend, spec.experts, run, lengths)
         return attend.cache, *found
+
+
+def token_layers(
+    model: Transformer,
+    tokens: jax.Array,
+    positions: jax.Array,
+    token_mask: jax.Array,
+    cache: KVCache,
+    spec: ChunkSpec,
+    run: RunExperts | None,
+) -> tuple[KVCache, jax.Array, list[Routing]]:
+    """`Transformer.routed` of one token a sequence where `choose_token_step` says "triton"."""
+    c = model.config
+    angles = model_angles(c, positions)
+    x = ops.take_rows(model.embed[...], tokens[:, 0], model.dtype)
+    delta: jax.Array | None = None  # what the layer before adds to x
+    attend = model.attention_of(cache, positions, spec, None, token_mask)
+    norm = functools.partial(norm_of_sum, eps=c.norm_eps, zero_centred=c.zero_centred_norm)
+    routings = []
+    for place in places(c):
+        index = jnp.int32(place.layer)
+        x, normed = norm(x, delta, model.attention.norm[...], index)
+        if is_plain(c) and not place.is_delta:
+            delta = _attended(model, normed, place, positions, angles, spec, attend)
+        else:
+            delta = model.mix(normed[:, None], place, angles, token_mask, attend)[:, 0]
+        x, normed = norm(x, delta, model.mlp_norm[...], index)
+        out, routing = model.mlp_block(
+            x[:, None], place, token_mask, spec.experts, run, normed=normed
+        )
+        delta = out[:, 0]
+        if routing is not None:
+            routings.append(routing)
+    hidden = x if delta is None else x + delta
+    return attend.cache, hidden[:, None], routings
+
+
+def _attended(
+    model: Transformer,
+    normed: jax.Array,
+    place: Place,
+    positions: jax.Array,
+    angles: Angles,
+    spec: ChunkSpec,
+    attend: WritingAttention,
+) -> jax.Array:
+    """Runs attention on [B, D]; one launch writes the tokens to the cache."""
+    c, attention, index = model.config, model.attention, jnp.int32(place.mixer)
+    assert isinstance(attention, Attention)
+    scales = (attention.q_norm[...], attention.k_norm[...]) if c.qk_norm else None
+    cos, sin = (of[:, 0] for of in angles)
+    qkv = attention.product(normed[:, None], place.mixer)[:, 0]
+    q, attend.cache = queries_and_cache(
+        qkv, attend.cache, index, positions[:, 0], cos, sin, scales, eps=c.norm_eps
+    )
+    attended = token_attention(
+        q[:, None], attend.cache.keys, attend.cache.values, index, positions,
+        kv_length=spec.kv_length, sliding_window=c.sliding_window, scale=c.score_scale,
+    )  # fmt: skip
+    return attention.output(attended, place.mixer)[:, 0]

@@ -1,7 +1,7 @@
-"""The importance of tokens by the attention that they receive (DyMoE eq. 1).
+"""Importance of tokens by the attention that they receive (DyMoE eq. 1).
 
-Attention kernels do not give their weights away, so the scores are computed once more, for a block
-of queries at a time: the weights of all pairs of a long prompt never exist together.
+Attention kernels do not return their weights, so the scores are computed again, for a block of
+queries at a time: the weights of all pairs of a long prompt never exist together.
 
 Axes: B sequences, T queries, S keys, H query heads, K key heads, C head width.
 """
@@ -26,11 +26,11 @@ def attention_received(
     scale: float | None = None,
     block: int | None = None,
 ) -> jax.Array:
-    """s_i = 1/H sum_h a_i^(h) of eq. 1, of every key.
+    """Computes s_i = 1/H sum_h a_i^(h) of eq. 1, for every key.
 
-    a_i^(h), which the paper calls the attention score of token i in head h, is of the queries that
-    see token i the mean attention to it. A plain "sum" favours early tokens, which more queries
-    see; "last_query" is the attention of a sequence's last active query alone.
+    a_i^(h), the paper's attention score of token i in head h, is the mean attention to token i of
+    the queries that see it. A plain "sum" favours early tokens, which more queries see;
+    "last_query" is the attention of a sequence's last active query alone.
 
     Args:
       q: [B, T, H, C], rotated.
@@ -39,7 +39,7 @@ def attention_received(
       active: bool[B, T], queries that are no padding.
       aggregation: "mean", "sum" or "last_query".
       sliding_window: keys that a query sees, itself included; None: all.
-      scale: of the scores, where it is the model's own; None: 1 / sqrt(C).
+      scale: factor on the scores; None: 1 / sqrt(C).
       block: queries at a time; None: as many as keep their weights under `BLOCK_BYTES`.
 
     Returns:
@@ -95,12 +95,12 @@ def importance_nbytes(
     itemsize: int,
     platform: str,
 ) -> int:
-    """A bound on what `attention_received` takes beside its operands, for any S up to `num_keys`.
+    """Bound on the workspace of `attention_received`, for any S up to `num_keys`.
 
-    The scores of a block, the queries cut into blocks (the last one padded), the keys as the
-    product wants them, who sees whom, and the sums; on a CPU scores and their powers apart.
-    Compiled for an H100 without one (jax 0.11.2, 2026-11-22), chunks of 64 to 1024 tokens over
-    keys of 1024 to 32768 of Qwen3-30B and Mixtral shapes took 0.71 to 0.87 of this.
+    It counts the scores of a block, the queries cut into blocks (the last one padded), transposed
+    keys, the mask, and the sums; on a CPU scores and their powers apart. Compiled for an H100
+    without one (jax 0.11.2, 2026-11-22), chunks of 64 to 1024 tokens over keys of 1024 to 32768 of
+    Qwen3-30B and Mixtral shapes took 0.71 to 0.87 of this.
 
     Args:
       batch: B.
@@ -122,7 +122,7 @@ def importance_nbytes(
 
 
 def _scores_nbytes(batch: int, num_heads: int, num_keys: int) -> int:
-    """In float32, of one query of each sequence."""
+    """Bytes of float32 scores of one query per sequence."""
     return 4 * batch * num_heads * num_keys
 
 
@@ -134,7 +134,7 @@ def _of_block(
     sliding_window: int | None,
     scale: float | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Of a block of queries: head-mean attention to each key, summed, and who sees it; [B, S]."""
+    """Sums a block of queries: head-mean attention to each key and count of viewers, [B, S]."""
     batch, block, num_heads, head_dim = q.shape
     num_keys, num_kv = k.shape[1:3]
     grouped = q.reshape(batch, block, num_kv, num_heads // num_kv, head_dim)

@@ -51,7 +51,7 @@ class PolicySpec:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """What is known of one layer of a step when its router has spoken.
+    """Everything that a policy may know of a layer after its router has run.
 
     Attributes:
       layer: int32[], which sparse layer, 0..M - 1.
@@ -59,15 +59,14 @@ class Observation:
       ids: int32[N, A], the router's choice, by falling probability.
       weights: float32[N, A], its weights.
       active: bool[N], False for padding, which has no influence on anything.
-      resident: bool[T, E], what a slot of each tier's pool holds now.
+      resident: bool[T, E], experts that have a slot in each tier's pool now.
       importance: float32[N], attention that each token received (DyMoE eq. 1); None in decode, and
         for policies that do not need it.
-      predicted: float32[N, E], probabilities that the next layer's router gives this layer's
-        hidden state (DyMoE eq. 6); None after the last layer, and where nobody looks ahead. Inside
-        a loop over layers it is not None after the last one, and of no meaning there.
-      tables: int32[M, K], K >= E, of a single tier the slot of each expert in all layers, -1: none.
-        It says what `resident` says, and a kernel that reads it saves the launch that makes that.
-        None: there is none.
+      predicted: float32[N, E], probabilities that the next layer's router gives this layer's hidden
+        state (DyMoE eq. 6); None after the last layer, and without prefetch. Inside a loop over
+        layers it is not None after the last one, but meaningless there.
+      tables: int32[M, K], K >= E, with a single tier: the slot of each expert in all layers, -1 for
+        none. A kernel that reads it instead of `resident` saves a launch. None: not available.
       is_prefill: static.
     """
 
@@ -84,17 +83,17 @@ class Observation:
 
 
 class Decision(NamedTuple):
-    """What one layer computes and keeps.
+    """Experts, tiers and weights that one layer runs, and its prefetch.
 
     Attributes:
       ids: int32[N, A], the experts that run, a token's different from each other.
-      tier: int32[N, A], index of the tier that each pair asks for; `SKIPPED` for none, and for
-        all pairs of a token that is not active.
+      tier: int32[N, A], index of the tier that each pair asks for; `SKIPPED` for none, and for all
+        pairs of a token that is not active.
       weights: float32[N, A], of the sum.
       at_least: bool[N, A], a tier of higher fidelity may serve the pair where one is resident
         (DyMoE's conservative reuse).
-      ahead: int32[E], the tier in which the next layer's experts are to be brought ahead, -1 for
-        not; None for none.
+      ahead: int32[E], the tier in which to prefetch each of the next layer's experts, -1 for none;
+        None without prefetch.
     """
 
     ids: jax.Array
@@ -107,8 +106,8 @@ class Decision(NamedTuple):
 class Requests(NamedTuple):
     """Bulk transfers to begin before the next step, the most urgent first.
 
-    Carried out in this order no pool ever holds more than its budget: what makes room stands before
-    what takes it. An entry whose three numbers are -1 asks for nothing; such ones stand anywhere.
+    In this order no pool ever exceeds its budget: a demotion precedes the promotion that needs its
+    slot. An entry of three -1 requests nothing; such entries may stand anywhere.
 
     Attributes:
       layer: int32[R].
@@ -125,12 +124,11 @@ class Requests(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What of an `Observation` costs work that is done only where a policy looks at it.
+    """Costly parts of an `Observation`, computed only for policies that read them.
 
     Attributes:
-      importance: of the tokens of a prefill step.
-      aggregation: what it is of the attention that they receive; see
-        `attention_importance.attention_received`.
+      importance: attention received by each token of a prefill step.
+      aggregation: how that attention is aggregated; see `attention_importance.attention_received`.
       predicted: the next layer's probabilities.
     """
 
@@ -174,7 +172,7 @@ class Policy(abc.ABC, Generic[State]):
 
     @property
     def layer_axes(self) -> Any:
-        """Axes of layers in the state, where the layers of a step are independent; else None.
+        """Layer axes of the state's leaves if a step's layers are independent; else None.
 
         A tree of the state's form. A leaf that `decide` reads and writes only at
         `Observation.layer` has the axis of its layers; a leaf that all layers share and change
@@ -206,7 +204,7 @@ class Policy(abc.ABC, Generic[State]):
         return no_requests(), state
 
     def tokens_until_change(self, state: State, resident: jax.Array) -> jax.Array:
-        """int32[], active tokens before `transfers` can ask for anything new; 0: at any time.
+        """Active tokens, int32[], before `transfers` can request anything new; 0 if unknown.
 
         Holds for the state that `transfers` has just returned, while `resident` stays the same.
         """
@@ -214,12 +212,12 @@ class Policy(abc.ABC, Generic[State]):
         return jnp.zeros((), jnp.int32)
 
     def transfer_tiers(self, spec: PolicySpec) -> tuple[int, ...]:
-        """Tiers in which decisions name an expert only where a slot of that tier has it."""
+        """Tiers in which decisions name an expert only if it has a slot there."""
         del spec
         return ()
 
     def decode_rule(self, state: State) -> Rule | None:
-        """The tiers of every decode decision as a rule over constant leaves of the state, or None.
+        """Tiers of every decode decision as a rule over constant leaves of the state, or None.
 
         With a rule, `decide` gives these tiers and `at_least`, and keeps the router's weights where
         it keeps the router's ids; the plan kernel then evaluates the rule itself. Where layers are
@@ -247,17 +245,17 @@ AnyPolicy = Policy[Any]
 
 
 def moves_between_steps(policy: AnyPolicy, state: Any, dims: tuple[int, int, int]) -> bool:
-    """Whether it may ask for transfers, by shapes alone: of its state, and of (M, tiers, E)."""
+    """Whether a policy may request transfers, judged by shapes: state and (M, tiers, E)."""
     resident = jax.ShapeDtypeStruct(dims, bool)
     return len(jax.eval_shape(policy.transfers, state, resident)[0].layer) > 0
 
 
 def pairs_with_room(moves: jax.Array, room: jax.Array) -> jax.Array:
-    """bool[R], requests of the pairs before which fewer than `room` experts set out.
+    """Mask bool[R] of the requests in pairs before which fewer than `room` experts move.
 
     Args:
       moves: bool[R], requests that move bytes; R even.
-      room: int32[], experts that may set out; a pair of two may exceed it by one.
+      room: int32[], experts that may move; a pair of two may exceed it by one.
     """
     of_pair = jnp.sum(moves.reshape(-1, 2), axis=1, dtype=jnp.int32)
     return jnp.repeat(jnp.cumsum(of_pair) - of_pair < room, 2)
@@ -269,16 +267,16 @@ def layer_axes_of(kind: Any, **axes: int) -> Any:
 
 
 def no_requests() -> Requests:
-    """R = 0: of a policy that moves nothing between steps."""
+    """Empty requests (R = 0), for a policy that moves nothing between steps."""
     none = jnp.zeros(0, jnp.int32)
     return Requests(none, none, none)
 
 
 def tier_id(spec: PolicySpec, name: str, default: int) -> int:
-    """The index of a tier of the spec; `default` is that of the name "".
+    """Index of a tier of the spec; the name "" means `default`.
 
     Raises:
-      MoejaxError: there is no such tier.
+      MoejaxError: the spec has no such tier.
     """
     if not name:
         return range(len(spec.tiers))[default]

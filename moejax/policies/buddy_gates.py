@@ -19,7 +19,7 @@ _LEAST = float(np.finfo(np.float32).tiny)
 def chosen_probabilities(
     probabilities: jax.Array, ids: jax.Array, temperature: jax.Array | float = 1.0
 ) -> jax.Array:
-    """p~: the router's probabilities, renormalized over the chosen experts.
+    """Renormalises the router's probabilities over the chosen experts: p~.
 
     With a temperature, softmax(z / T) restricted to them, which is p^(1/T) over its sum.
 
@@ -44,7 +44,7 @@ def activating_entropy(chosen: jax.Array) -> jax.Array:
       chosen: float32[N, A], p~.
 
     Returns:
-      float32[N]; low of a token that prefers few of its experts.
+      float32[N]; low for a token that prefers few of its experts.
     """
     width = chosen.shape[-1]
     if width == 1:
@@ -54,7 +54,7 @@ def activating_entropy(chosen: jax.Array) -> jax.Array:
 
 
 def probability_margin(chosen: jax.Array) -> jax.Array:
-    """m(x) = p~_max - p~_2nd; 1 where k = 1.
+    """Margin m(x) = p~_max - p~_2nd; 1 where k = 1.
 
     Args:
       chosen: float32[N, A], by falling probability.
@@ -68,7 +68,7 @@ def probability_margin(chosen: jax.Array) -> jax.Array:
 
 
 def tolerates(chosen: jax.Array, tau: jax.Array, margin: jax.Array) -> jax.Array:
-    """The TAE gate: a token is left alone if TAE <= tau, or if its margin >= gamma.
+    """TAE gate: a token keeps its experts if TAE <= tau or its margin >= gamma.
 
     A high tau is the cautious one (section 3.1; 3.4 says the reverse).
 
@@ -84,7 +84,7 @@ def tolerates(chosen: jax.Array, tau: jax.Array, margin: jax.Array) -> jax.Array
 
 
 def requested_experts(ids: jax.Array, asked: jax.Array, num_experts: int) -> jax.Array:
-    """R(B): bool[E], which experts are asked for.
+    """Requested experts R(B), bool[E].
 
     Args:
       ids: int32[N, A].
@@ -96,10 +96,10 @@ def requested_experts(ids: jax.Array, asked: jax.Array, num_experts: int) -> jax
 
 
 def missing_share(requested: jax.Array, resident: jax.Array) -> jax.Array:
-    """Eq. 2: delta, the share of the requested experts that are not on the device.
+    """Eq. 2: delta, the share of the requested experts that are not resident.
 
     Args:
-      requested: bool[E], of one partition's experts where there are several.
+      requested: bool[E]; with several partitions, of one partition's experts.
       resident: bool[E].
 
     Returns:
@@ -111,15 +111,15 @@ def missing_share(requested: jax.Array, resident: jax.Array) -> jax.Array:
 
 
 def delta_bin(delta: jax.Array) -> jax.Array:
-    """int32[], the bin of `DELTA_BINS` + 1 of a delta; 1 has one of its own."""
+    """Bin of a delta, int32[], one of `DELTA_BINS` + 1; 1 has a bin of its own."""
     return jnp.floor(delta * DELTA_BINS).astype(jnp.int32)
 
 
 def beta_within(missing: jax.Array, budget: jax.Array) -> jax.Array:
-    """The least beta that keeps the traffic of bypassed layers within a budget (section 3.1).
+    """Smallest beta that keeps the fetches of bypassed layers within a budget (section 3.1).
 
-    The gate bypasses replacement where delta >= beta, and all that misses is then transferred: the
-    mean of n_cpu w over the layers with delta >= beta stays within B. Exact to a bin.
+    The gate bypasses replacement where delta >= beta, and every miss is then fetched: the mean of
+    n_cpu w over the layers with delta >= beta stays within B. Exact to a bin.
 
     Args:
       missing: float32[DELTA_BINS + 1], experts missing in a mean step, by delta of their layer.
@@ -135,13 +135,13 @@ def beta_within(missing: jax.Array, budget: jax.Array) -> jax.Array:
 
 
 def entropy_bin(entropy: jax.Array) -> jax.Array:
-    """int32[N], the bin of `ENTROPY_BINS` of each TAE; bin b holds (b / bins, (b + 1) / bins]."""
+    """Bin int32[N] of each TAE, of `ENTROPY_BINS`; bin b spans (b / bins, (b + 1) / bins]."""
     upper = jnp.ceil(entropy * ENTROPY_BINS).astype(jnp.int32)
     return jnp.clip(upper - 1, 0, ENTROPY_BINS - 1)
 
 
 def percentile_tau(histogram: np.ndarray, percentile: float) -> np.ndarray:
-    """tau_l: the p-th percentile of each layer's TAE, which the gate then forbids to replace.
+    """Threshold tau_l: the p-th percentile of each layer's TAE, up to which no buddy serves.
 
     Args:
       histogram: [M, bins], by `entropy_bin`; sums of tokens' weights.

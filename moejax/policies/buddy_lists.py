@@ -1,4 +1,4 @@
-"""Buddy lists (BuddyMoE sections 3.2 and 3.3): from what a profile counted to who may stand in.
+"""Buddy lists (BuddyMoE sections 3.2 and 3.3), made from a profile's counts.
 
 Computed once, on the host, in float64: a list must not depend on the device that counted.
 
@@ -17,7 +17,7 @@ _ROUNDING = 1e-9
 
 
 class BuddyLists(NamedTuple):
-    """The lists of every expert, the best buddy first.
+    """Buddy lists of every expert, the best buddy first.
 
     Invariants: a list holds no expert twice, not its own pivot, and only shares above 0, by falling
     share; -1 and share 0 pad it.
@@ -31,7 +31,7 @@ class BuddyLists(NamedTuple):
     q: np.ndarray
 
     def sizes(self) -> np.ndarray:
-        """int64[M, E], |B(i; alpha)|; the paper reports their distribution."""
+        """Lengths |B(i; alpha)|, int64[M, E]; the paper reports their distribution."""
         return (self.ids >= 0).sum(axis=-1)
 
 
@@ -43,8 +43,8 @@ def conditional_coactivation(counts: np.ndarray, smoothing: float = 0.0) -> np.n
       smoothing: epsilon >= 0 (Laplace, section 3.3).
 
     Returns:
-      float64[M, E, E], rows that sum to 1; of a pivot that was never with another, and where
-      epsilon is 0, to 0.
+      float64[M, E, E], rows that sum to 1; to 0 for a pivot that never co-occurred, if epsilon is
+      0.
     """
     if smoothing < 0:
         raise ValueError(f"smoothing {smoothing} is negative")
@@ -52,15 +52,15 @@ def conditional_coactivation(counts: np.ndarray, smoothing: float = 0.0) -> np.n
 
 
 def output_similarity(cosines: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """In place of eq. 4, shares by how alike two experts' outputs are on the same inputs.
+    """Shares by similarity of two experts' outputs on the same inputs, in place of eq. 4.
 
-    s(j|i) is the mean of cos(f_i(x), f_j(x)) over the tokens x that are routed to i, where i would
-    have to be replaced; of an i without tokens, over those of j. Experts that point away (s <= 0)
-    are no buddies. Divided by its sum as eq. 4, so that eq. 5 holds of it alike.
+    s(j|i) is the mean of cos(f_i(x), f_j(x)) over the tokens x that are routed to i, which is where
+    i would be replaced; if i has no tokens, over those of j. Experts that point away (s <= 0) are
+    no buddies. Divided by its sum like eq. 4, so that eq. 5 applies.
 
     Args:
       cosines: [M, E, E], sums over the tokens of i (second axis) of the cosines with each j.
-      tokens: [M, E], how many those of i are.
+      tokens: [M, E], number of tokens of each i.
 
     Returns:
       float64[M, E, E], rows that sum to 1, or to 0 where nothing is alike.
@@ -69,9 +69,9 @@ def output_similarity(cosines: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
 
 def output_gains(cosines: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """max(0, s(j|i)), s of `output_similarity`: how much of expert i there is in j.
+    """Gains max(0, s(j|i)), s of `output_similarity`: how well j approximates expert i.
 
-    Of equally long outputs the least squares choice for g in f_i ~ g f_j; not from the paper.
+    For outputs of equal length, the least squares choice of g in f_i ~ g f_j; not from the paper.
 
     Args:
       cosines: [M, E, E], as `output_similarity`.
@@ -126,7 +126,7 @@ def buddy_lists(q: np.ndarray, alpha: float | np.ndarray, max_size: int) -> Budd
 
 
 def alpha_schedule(first: float, last: float, num_layers: int) -> np.ndarray:
-    """A monotone alpha_l (section 3.3), linear from the first sparse layer to the last.
+    """Linear alpha_l from the first sparse layer to the last (section 3.3).
 
     Args:
       first: in (0, 1]; early layers are the more redundant ones (section 3.2).

@@ -1,11 +1,11 @@
-"""BuddyMoE: a missing expert is not fetched, a resident one that is like it takes its place.
+"""BuddyMoE: a similar resident expert replaces a missing one, which is not fetched.
 
-Per token and layer, in this order: the TAE gate (eq. 1), the distribution gate (eq. 2, off unless
-asked for), the search of the missing experts' buddy lists (eq. 3, Algorithm 1) under the budget rho
-(section 5.1). What a gate or the budget holds back is fetched; where there is no buddy the pair is
-fetched or dropped. A buddy takes the weight of the expert that it stands in for, which is not
-renormalized; `gains`, which the paper has not, scale it. Nothing that was replaced is fetched on
-the step: what is missed most comes in the background, so many bytes a step, or the set of residents
+Per token and layer, in this order: the TAE gate (eq. 1), the distribution gate (eq. 2, off by
+default), the search of the missing experts' buddy lists (eq. 3, Algorithm 1) under the budget rho
+(section 5.1). A pair that a gate or the budget excludes is fetched; a pair without a buddy is
+fetched or dropped. A buddy takes the weight of the expert that it replaces, not renormalized;
+`gains`, which are not in the paper, scale it. A replaced expert is not fetched in the step: the
+most missed ones are fetched in the background, a number of bytes per step, or the set of residents
 would freeze.
 
 Axes: N tokens, A experts a token, E experts of a layer, M sparse layers, K places of a buddy list.
@@ -45,10 +45,10 @@ NO_LISTS = BuddyLists(np.full((0, 0, 1), -1, np.int32), np.zeros((0, 0, 1), np.f
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class BuddyMoe(ByContent, Policy[BuddyState]):
-    """The policy; of one tier.
+    """BuddyMoE as a policy over one tier.
 
     All numbers but `max_requests`, which is a shape, are leaves of the state, and may be swept
-    there; eta, kappa and beta only where they are not 0 (beta: not None) here, which brings them
+    there; eta, kappa and beta only if they are not 0 (beta: not None) here, which compiles them
     into the program.
 
     Attributes:
@@ -138,16 +138,16 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
 
     @property
     def layer_axes(self) -> Any:
-        """See `Policy`; a budget of bytes is shared by all layers."""
+        """See `Policy`; all layers share a budget of bytes."""
         if self.bypass_bytes is not None:
             return None
         return buddymoe_state.layer_axes(self.gains is not None)
 
     def init(self, spec: PolicySpec) -> BuddyState:
-        """The state before any token.
+        """Returns the state before any token.
 
         Raises:
-          MoejaxError: the lists are of another model, or there is more than one tier.
+          MoejaxError: the lists belong to another model, or there is more than one tier.
         """
         shape = (spec.num_layers, spec.num_experts)
         if not self.lists.ids.size:
@@ -214,13 +214,11 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
     def decide(
         self, state: BuddyState, observation: Observation, runs: jax.Array | None = None
     ) -> tuple[Decision, BuddyState]:
-        """Who computes each pair of a layer.
+        """Decides which expert computes each pair of a layer.
 
         Args:
-          state: of `init`.
-          observation: with one tier.
-          runs: bool[N, A], pairs that are to be computed; the others are not replaced, take nothing
-            of the budget, and are not counted. None: all of them.
+          runs: bool[N, A], pairs to compute; the others are not replaced, use no budget, and are
+            not counted. None: all of them.
         """
         o = observation
         asked = jnp.broadcast_to(o.active[:, None], o.ids.shape)
@@ -260,7 +258,7 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
     def _passes(
         self, state: BuddyState, o: Observation, resident: jax.Array, asked: jax.Array
     ) -> jax.Array:
-        """bool[N], tokens that both gates let be served by buddies."""
+        """Mask bool[N] of tokens that both gates let be replaced."""
         settings = state.settings
         chosen = buddy_gates.chosen_probabilities(o.probabilities, o.ids, settings.temperature)
         passes = buddy_gates.tolerates(chosen, settings.tau[o.layer], settings.margin)
@@ -271,7 +269,7 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
     def _is_cheap(
         self, state: BuddyState, o: Observation, resident: jax.Array, asked: jax.Array
     ) -> jax.Array:
-        """bool[], the distribution gate: so few experts are missing that buddies are worth it."""
+        """Distribution gate, bool[]: few enough experts are missing for buddies."""
         requested = buddy_gates.requested_experts(o.ids, asked, len(resident))
         s = state.settings
         if self.bypass_bytes is None:
@@ -283,12 +281,12 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
 
     @property
     def _is_bypassed(self) -> bool:
-        """Whether there is a distribution gate."""
+        """Whether the policy has a distribution gate."""
         return self.beta is not None or self.bypass_bytes is not None
 
     @property
     def is_scored(self) -> bool:
-        """Whether candidates are not taken in the order of their lists."""
+        """Whether candidates are ordered by a score and not by their lists."""
         return bool(self.eta or self.kappa)
 
     @property
@@ -299,7 +297,7 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
     def _searched(
         self, state: BuddyState, o: Observation, resident: jax.Array, allowed: jax.Array
     ) -> tuple[Substitution, BuddyState]:
-        """The substitution by that kernel, and the state with the counts of what is replaced."""
+        """Substitutes by that kernel; returns the state with counts of replaced pairs."""
         s = state.settings
         if self._is_bypassed:
             asked = jnp.broadcast_to(allowed.reshape(len(o.ids), -1), o.ids.shape)
@@ -315,11 +313,9 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
     def search(
         self, state: BuddyState, o: Observation, resident: jax.Array, wanted: jax.Array
     ) -> Substitution:
-        """Algorithm 1 over the missing pairs of a layer.
+        """Runs Algorithm 1 over the missing pairs of a layer.
 
         Args:
-          state: with the lists and settings.
-          o: of the layer.
           resident: bool[E].
           wanted: bool[N, A], pairs that may be replaced.
         """
@@ -330,7 +326,7 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         )  # fmt: skip
 
     def candidates(self, state: BuddyState, o: Observation, resident: jax.Array) -> Candidates:
-        """Resident buddies of every pair; with the score of eq. 3 where eta or kappa is not 0."""
+        """Finds resident buddies of every pair, with eq. 3's score if eta or kappa is not 0."""
         settings = state.settings
         ids = substitution.candidates_of(o.ids, state.lists[o.layer], resident, settings.depth)
         if not self.is_scored:
@@ -342,7 +338,7 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
     def _counted(
         self, state: BuddyState, o: Observation, replaced: jax.Array, dropped: jax.Array
     ) -> BuddyState:
-        """The state after a layer: counts by the expert that was missed."""
+        """Counts a layer's replaced and dropped pairs by the missed expert."""
         expert = jnp.arange(state.missed.shape[1], dtype=jnp.int32)
 
         def by_expert(pairs: jax.Array) -> jax.Array:
@@ -361,5 +357,5 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
         return dataclasses.replace(state, **now)
 
     def transfers(self, state: BuddyState, resident: jax.Array) -> tuple[Requests, BuddyState]:
-        """The most missed experts, as many as the bytes saved up allow."""
+        """Requests the most missed experts, as many as the saved bytes allow."""
         return most_missed(state, resident, self.max_requests)

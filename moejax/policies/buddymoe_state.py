@@ -1,4 +1,4 @@
-"""What BuddyMoE carries from step to step.
+"""State of BuddyMoE.
 
 Axes: M sparse layers, E experts of a layer, K places of a buddy list.
 """
@@ -14,7 +14,7 @@ from moejax.policies.base import Observation, Requests, layer_axes_of
 
 
 class Settings(NamedTuple):
-    """What a sweep may vary: leaves of the state.
+    """Settings that a sweep may vary: leaves of the state.
 
     Attributes:
       tau: float32[M], of the TAE gate.
@@ -50,7 +50,7 @@ class Settings(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BuddyState:
-    """Shapes and dtypes never change.
+    """State of BuddyMoE; shapes and dtypes never change.
 
     Attributes:
       settings: of the policy.
@@ -85,19 +85,19 @@ class BuddyState:
 
 
 def layer_axes(has_gains: bool) -> BuddyState:
-    """See `Policy`: of a state with gains, or without."""
+    """Layer axes of a state with gains, or without; see `Policy`."""
     rows = dict.fromkeys(("lists", "q", "replaced", "dropped", *("gains",) * has_gains), 0)
     shared: dict[str, Any] = {field.name: None for field in dataclasses.fields(BuddyState)}
     return BuddyState(**shared | rows | {"settings": layer_axes_of(Settings, tau=0)})
 
 
 def with_missing(state: BuddyState, o: Observation, asked: jax.Array) -> BuddyState:
-    """The state with what a layer of a decode step misses, as if nobody stood in for it.
+    """Counts a decode layer's misses, as if no buddy replaced them.
 
     Args:
       state: before the layer.
       o: of it.
-      asked: bool[N, A], pairs that are to be computed.
+      asked: bool[N, A], pairs to compute.
     """
     requested = buddy_gates.requested_experts(o.ids, asked, o.resident.shape[1])
     count = jnp.sum(requested & ~o.resident[0], dtype=jnp.int32).astype(jnp.float32)
@@ -114,10 +114,9 @@ def with_missing(state: BuddyState, o: Observation, asked: jax.Array) -> BuddySt
 def most_missed(
     state: BuddyState, resident: jax.Array, max_requests: int
 ) -> tuple[Requests, BuddyState]:
-    """Requests for the most missed experts, as many as the bytes saved up allow.
+    """Requests the most missed experts, as many as the saved bytes allow.
 
-    An expert that was asked for is counted from 0 again; credit beyond what `max_requests` cost is
-    lost.
+    A requested expert is counted from 0 again; credit beyond the cost of `max_requests` is lost.
 
     Args:
       state: after a step.

@@ -1,9 +1,9 @@
 """A step's layers side by side, for policies whose layers do not depend on one another.
 
-`decide` is asked for every layer at once (`vmap`), each with a view of the state that holds its own
-rows alone, as the only layer of a model. The tree `layer_axes` (`moejax.policies.base.Policy`)
-says which leaves have rows of layers; a leaf that it says to be shared and that a layer changes in
-its own way is an error of `vmap`, not a wrong result.
+`decide` runs for every layer at once (`vmap`), each with a view of the state that has only its own
+rows, like the only layer of a model. The tree `layer_axes` (`moejax.policies.base.Policy`) says
+which leaves have rows of layers; a leaf that it says to be shared and that a layer changes in its
+own way is an error of `vmap`, not a wrong result.
 
 Axes: M sparse layers.
 """
@@ -19,12 +19,10 @@ from moejax.policies.base import AnyPolicy, Decision, Observation
 def vmap_decide(
     policy: AnyPolicy, axes: Any, state: Any, observations: Observation
 ) -> tuple[Decision, Any]:
-    """`decide` of all layers of a step, equal to asking in turn.
+    """Decides all layers of a step at once, equal to deciding them in turn.
 
     Args:
       policy: its settings are in the state.
-      axes: of `layer_axes`.
-      state: of the policy.
       observations: stacked, [M, ...]; `active` is the same of all layers.
 
     Returns:
@@ -47,7 +45,7 @@ def vmap_decide(
 
 
 def _mapped(function: Any, axes: Any, state: Any) -> Any:
-    """With leaves that have an axis of layers changed by `function(leaf, axis)`."""
+    """Applies `function(leaf, axis)` to the leaves that have a layer axis."""
 
     def of(axis: int | None, part: Any) -> Any:
         return part if axis is None else jax.tree.map(lambda leaf: function(leaf, axis), part)

@@ -1,8 +1,9 @@
-"""Policies together: what is hot, what is critical, and who stands in for what is missing.
+"""Composed policies: hotness, importance and buddies in one.
 
-DyMoE's importance says which pairs are worth high precision; DynaExq's hotness keeps in the high
-tier what is used most, so that such pairs find it there, and a hot copy serves whoever asks for its
-expert; BuddyMoE's lists serve what is in no tier at all. Any of the three may be left out.
+DyMoE's importance chooses the pairs that deserve high precision; DynaExq's hotness keeps the most
+used experts in the high tier, so that such pairs find them there, and a hot copy serves every pair
+of its expert; BuddyMoE's lists replace experts that are in no tier. Any of the three may be left
+out.
 
 Axes: N tokens, A experts a token, E experts of a layer, M sparse layers, T tiers.
 """
@@ -32,7 +33,7 @@ from pallas_kernels.cache_plan import Rule
 
 
 class ComposeState(NamedTuple):
-    """Of each part; None for one that is left out."""
+    """State of each part; None for a part that is left out."""
 
     hotness: Any
     importance: Any
@@ -44,12 +45,12 @@ class Compose(ByContent, Policy[ComposeState]):
     """Two or three policies as one.
 
     Attributes:
-      hotness: chooses, between steps, what is in the high tier; with it, high precision is run
-        where the copy is there.
-      importance: chooses, in a step, the pairs that ask for high precision; with `hotness`, the
-        others run in it as well where the copy is there.
-      buddies: stand in for experts that are in no tier. A pair that `importance` leaves out is
-        not replaced.
+      hotness: chooses, between steps, the experts of the high tier; with it, pairs run in high
+        precision if that copy is resident.
+      importance: chooses, in a step, the pairs that request high precision; with `hotness`, the
+        others run in it too if that copy is resident.
+      buddies: replace experts that are in no tier. A pair that `importance` leaves out is not
+        replaced.
     """
 
     name: ClassVar[str] = "compose"
@@ -82,7 +83,7 @@ class Compose(ByContent, Policy[ComposeState]):
 
     @property
     def prefetch(self) -> int:
-        """Experts of the next layer that the importance brings ahead; -1: as many as critical."""
+        """Experts of the next layer that importance prefetches; -1: as many as critical."""
         return self.importance.prefetch if self.importance else 0
 
     def init(self, spec: PolicySpec) -> ComposeState:
@@ -129,7 +130,7 @@ class Compose(ByContent, Policy[ComposeState]):
     def _replaced(
         self, state: Any, o: Observation, decision: Decision | None
     ) -> tuple[Decision, Any]:
-        """The decision with buddies where an expert is in no tier."""
+        """Replaces experts that are in no tier by buddies."""
         assert self.buddies is not None
         assert decision is not None
         somewhere = jnp.any(o.resident, axis=0, keepdims=True)
@@ -143,11 +144,11 @@ class Compose(ByContent, Policy[ComposeState]):
 
     @property
     def repeats_requests(self) -> bool:
-        """See `Policy`; buddies count what they asked for."""
+        """See `Policy`; buddies count their own requests."""
         return self.hotness is not None and self.buddies is None
 
     def tokens_until_change(self, state: ComposeState, resident: jax.Array) -> jax.Array:
-        """See `Policy`; buddies save up bytes from one asking to the next."""
+        """See `Policy`; buddies save up bytes between calls."""
         if self.hotness is None or self.buddies is not None:
             return jnp.zeros((), jnp.int32)
         return self.hotness.tokens_until_change(state.hotness, resident)
@@ -159,7 +160,7 @@ class Compose(ByContent, Policy[ComposeState]):
         return self.hotness.disk_prefetch(state.hotness, resident)
 
     def decode_rule(self, state: ComposeState) -> Rule | None:
-        """See `Policy`; of hotness and importance, whose high tiers are one."""
+        """See `Policy`; hotness and importance share one high tier."""
         hotness, importance = self.hotness, self.importance
         if hotness is None or importance is None or self.buddies is not None:
             return None
@@ -170,7 +171,7 @@ class Compose(ByContent, Policy[ComposeState]):
         return dataclasses.replace(rule, held=rule.held | (rule.low != SKIPPED))
 
     def transfers(self, state: ComposeState, resident: jax.Array) -> tuple[Requests, ComposeState]:
-        """See `Policy`; promotions and demotions come before what buddies stood in for."""
+        """See `Policy`; promotions and demotions come before fetches of replaced experts."""
         asked = [no_requests()]
         if self.hotness is not None:
             requests, of = self.hotness.transfers(state.hotness, resident)

@@ -1,8 +1,8 @@
 """DyMoE: critical experts in high precision, the others in low precision or left out.
 
 For each layer a number of critical experts (`dymoe_schedule`, eq. 4 and 5) is chosen by importance
-(`expert_importance`, eq. 1 to 3), the next layer's are brought ahead (`lookahead`, eq. 6 to 8), and
-a copy of higher precision than asked for serves where it is there (`cache_plan.serve`).
+(`expert_importance`, eq. 1 to 3), the next layer's are prefetched (`lookahead`, eq. 6 to 8), and a
+resident copy of higher precision than requested serves (`cache_plan.serve`).
 """
 
 import dataclasses
@@ -60,15 +60,15 @@ FIGURE_3 = {
 
 
 class DyMoEState(NamedTuple):
-    """What `decide` reads; only `calls` changes.
+    """State that `decide` reads; only `calls` changes.
 
-    All of it sweeps, but `renormalise` not in an engine whose policy has a rule.
+    All of it may be swept, except `renormalise` in an engine whose policy has a rule.
 
     Attributes:
       decode: int32[M], t_l of eq. 5 with M = A.
       prefill: int32[M], t_l with M = E.
-      ahead: int32[2, M], experts of the next layer that each one brings ahead, in decode and in
-        prefill; of the last one 0.
+      ahead: int32[2, M], experts of the next layer that each layer prefetches, in decode and in
+        prefill; 0 for the last.
       high, low: int32[], tiers; low may be `SKIPPED`.
       renormalise: bool[].
       reuse_skipped: bool[], False where nothing is left out.
@@ -97,7 +97,7 @@ class DyMoE(Policy[DyMoEState]):
 
     Attributes:
       high: the tier of critical experts; "": the first.
-      low: that of the others; "": the last; "skip": they are left out (4/0).
+      low: the tier of the others; "": the last; "skip": they are left out (4/0).
       retention: r, the mean share of critical experts; 0.5 to 1, with schedule "equal" 0 to 1.
       schedule: over depth; see `dymoe_schedule.retention_ratios`.
       sensitivity: of each layer, for the schedule of that name.
@@ -110,8 +110,8 @@ class DyMoE(Policy[DyMoEState]):
         the paper, of one prompt in one step, states no number.
       heavy_count: their number, in place of the share; 0: the share.
       renormalise: the weights of a token's remaining experts sum to what all summed to.
-      reuse_skipped: an expert that is to be left out runs where its high copy is there, as in the
-        rule of conservative reuse; the paper "entirely bypasses" it.
+      reuse_skipped: an expert to be left out runs if its high copy is resident, by the rule of
+        conservative reuse; the paper "entirely bypasses" it.
       prefetch: t of eq. 7 and 8; -1: t_(l+1), 0: none. Never more than the high tier has slots.
       seed: of `random`.
     """
@@ -165,13 +165,13 @@ class DyMoE(Policy[DyMoEState]):
 
     @property
     def layer_axes(self) -> Any:
-        """See `Policy`; draws are numbered from layer to layer."""
+        """See `Policy`; random draws are numbered from layer to layer."""
         if self.selection == "random":
             return None
         return layer_axes_of(DyMoEState, decode=0, prefill=0, ahead=1)
 
     def counts(self, num_layers: int, num_requested: int) -> np.ndarray:
-        """int64[L], t_l where a layer is asked for so many experts; their mean is printed."""
+        """Critical experts t_l, int64[L], of `num_requested` per layer; their mean is printed."""
         ratios = retention_ratios(self.schedule, self.retention, num_layers, self.sensitivity)
         return critical_counts(ratios, num_requested, self.rounding)
 
@@ -231,7 +231,7 @@ class DyMoE(Policy[DyMoEState]):
         return decision, state
 
     def decode_rule(self, state: DyMoEState) -> Rule | None:
-        """See `Policy`; of a token's experts the first by weight are critical."""
+        """See `Policy`; the first of a token's experts by weight are critical."""
         if self.selection == "random" or (self.renormalise and self.low == SKIP):
             return None
         return Rule(state.decode, state.high, state.low, state.reuse_skipped, at_least=True)
@@ -241,7 +241,7 @@ class DyMoE(Policy[DyMoEState]):
         return int(state.ahead[0].max())
 
     def _critical(self, state: DyMoEState, observation: Observation) -> jax.Array:
-        """bool[N, A]."""
+        """Mask bool[N, A] of pairs whose expert is critical."""
         num_experts, active = observation.probabilities.shape[1], observation.active
         drawn = None
         if self.selection == "random":

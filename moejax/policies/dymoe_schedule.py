@@ -1,4 +1,4 @@
-"""How many experts of each layer stay in high precision (DyMoE, section 4.3). Host maths only.
+"""Number of experts per layer in high precision (DyMoE, section 4.3). Host maths only.
 
 Eq. 4 is r(l) = (1 - lambda) f(l) + lambda with f(l) = (cos(pi l / (L - 1)) + 1) / 2. Every profile
 f here has the mean 1/2, so that the mean of r(l) is r = (1 + lambda) / 2, the retention that the
@@ -18,7 +18,7 @@ ROUNDINGS = ("diffused", "ceil")
 def retention_ratios(
     schedule: str, retention: float, num_layers: int, sensitivity: Sequence[float] = ()
 ) -> np.ndarray:
-    """r(l) of eq. 4, of mean `retention`.
+    """Ratios r(l) of eq. 4, with mean `retention`.
 
     Args:
       schedule: "cosine" (the paper's), "linear" (falls from 1 to lambda), "sensitivity" (f
@@ -53,7 +53,7 @@ def retention_ratios(
 
 
 def critical_counts(ratios: np.ndarray, num_requested: int, rounding: str) -> np.ndarray:
-    """t_l of eq. 5, the number of critical experts in each layer.
+    """Number t_l of critical experts in each layer, eq. 5.
 
     Args:
       ratios: float64[L], r(l).
@@ -74,7 +74,7 @@ def critical_counts(ratios: np.ndarray, num_requested: int, rounding: str) -> np
 
 
 def _proportional(sensitivity: np.ndarray, num_layers: int) -> np.ndarray:
-    """f(l) = min(1, c s_l) with the c for which the mean of f is 1/2."""
+    """Profile f(l) = min(1, c s_l), with the c for which the mean of f is 1/2."""
     if sensitivity.shape != (num_layers,):
         raise MoejaxError(
             f"sensitivity has {sensitivity.size} numbers, but the model has {num_layers} sparse "

@@ -1,10 +1,10 @@
 """DynaExq: precision follows hotness (arXiv text "Dynamic Expert Quantization for Scalable MoE").
 
-Inside the step an exponential mean of what the router says is kept for each expert (eq. 2), and a
-pair runs in high precision where its expert's hot copy is there: the last stable version serves.
-Between steps Algorithm 1 chooses, every T tokens, the set H that is to be hot, and asks for the
-transfers that lead from what the pools hold to H, until they hold it. Experts that may soon be hot
-can be read from the disk to host memory ahead of that (section 3.3).
+Inside the step each expert has an exponential mean of the router's scores (eq. 2), and a pair runs
+in high precision if its expert's hot copy is resident: the last stable version serves. Between
+steps Algorithm 1 chooses, every T tokens, the hot set H, and requests the transfers that lead from
+the pools' contents to H. Experts that may soon be hot can be read from the disk to host memory
+ahead of that (section 3.3).
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ FORESEE_BY = ("scores", "links")
 
 
 class DynaExqSettings(NamedTuple):
-    """What sweeps; see `DynaExq` for the meanings.
+    """Settings that a sweep may vary; see `DynaExq` for the meanings.
 
     Attributes:
       alpha: float32[].
@@ -68,7 +68,7 @@ class DynaExqSettings(NamedTuple):
 
 
 class DynaExqState(NamedTuple):
-    """What is carried.
+    """State of DynaExq.
 
     Attributes:
       scores: float32[M, E], S of eq. 2.
@@ -77,7 +77,7 @@ class DynaExqState(NamedTuple):
       tokens: int32[], since the last multiple of T at which H was updated; in the warm-up, all.
       warm: bool[], whether the warm-up has ended.
       is_fresh: bool[], whether H was chosen by the last `transfers`.
-      links: float32[M, E, E], constant, of `foresight.links_of`; None where nothing looks at it.
+      links: float32[M, E, E], constant, of `foresight.links_of`; None if not used.
       settings: constant.
     """
 
@@ -93,14 +93,14 @@ class DynaExqState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DynaExq(ByContent, Policy[DynaExqState]):
-    """Two precisions, hot and cold; which expert has which follows the workload.
+    """Two precisions, hot and cold, assigned to experts by the workload.
 
     The low tier always holds every expert where the spec gives it E slots a layer; then a demotion
     moves no bytes. Otherwise an expert is in one of the two, as in the paper.
 
     Attributes:
       hot: the tier of high precision; "": the first.
-      cold: that of low precision; "": the last.
+      cold: the tier of low precision; "": the last.
       period: T, tokens between updates of H.
       alpha: of eq. 2; None: 1 - 1/T.
       tau: "fixed" at the n_hot-th score when the warm-up ends (section 3.5), or "moving": the
@@ -111,14 +111,14 @@ class DynaExq(ByContent, Policy[DynaExqState]):
       hysteresis: share by which a cold expert must exceed a hot one to take its place; the paper
         has none.
       max_requests: R of `Requests`, even; what is left over is asked for the next time.
-      foresight: experts of a layer whose hot form is read from the disk to host memory whenever H
-        is chosen, since they may be hot the next time; 0: none.
-      foresee_by: what tells who may: "scores", their own hotness, or "links", that of the layer
-        before, by a profile's cross-layer activations (the paper's way).
+      foresight: experts per layer whose hot form is read from the disk to host memory whenever H is
+        chosen, since they may be hot next time; 0: none.
+      foresee_by: how such experts are predicted: by "scores", their own hotness, or by "links", the
+        hotness of the layer before through a profile's cross-layer activations (the paper's way).
       links: float32[M, E, E] for the latter, of `foresight.links_of`.
-      choice: "hot"; or, to compare with, choices that look at no frequency and stay for ever:
-        "random", or "first", the smallest ids. (A static choice by the frequencies of the warm-up
-        is "hot" with a period that never ends, and an alpha of its own.)
+      choice: "hot"; or, for comparison, fixed choices that ignore frequencies: "random", or
+        "first", the smallest ids. (A static choice by the frequencies of the warm-up is "hot" with
+        a period that never ends, and an alpha of its own.)
       seed: of "random".
     """
 
@@ -173,7 +173,7 @@ class DynaExq(ByContent, Policy[DynaExqState]):
         return layer_axes_of(DynaExqState, scores=0)
 
     def transfer_tiers(self, spec: PolicySpec) -> tuple[int, ...]:
-        """See `Policy`: all but the cold one."""
+        """See `Policy`: all tiers but the cold one."""
         cold = tier_id(spec, self.cold, -1)
         return tuple(tier for tier in range(len(spec.tiers)) if tier != cold)
 
@@ -215,7 +215,7 @@ class DynaExq(ByContent, Policy[DynaExqState]):
     def decide(
         self, state: DynaExqState, observation: Observation
     ) -> tuple[Decision, DynaExqState]:
-        """UPDATEHOTNESS of Algorithm 1 for the layer; precision is what the pools hold."""
+        """Runs UPDATEHOTNESS of Algorithm 1 for the layer; the pools decide the precision."""
         settings, layer = state.settings, observation.layer
         count = num_active(observation)
         row = jax.lax.dynamic_index_in_dim(state.scores, layer, keepdims=False)
@@ -231,7 +231,7 @@ class DynaExq(ByContent, Policy[DynaExqState]):
         return Rule(None, state.settings.hot, state.settings.cold, jnp.ones((), bool))
 
     def transfers(self, state: DynaExqState, resident: jax.Array) -> tuple[Requests, DynaExqState]:
-        """PRECISIONSCHEDULE of Algorithm 1 for all layers, when T tokens have passed."""
+        """Runs PRECISIONSCHEDULE of Algorithm 1 for all layers, once T tokens have passed."""
         settings = state.settings
         first = ~state.warm & (state.tokens >= settings.warmup)
         due = first | (state.warm & (state.tokens >= settings.period))
@@ -258,16 +258,16 @@ class DynaExq(ByContent, Policy[DynaExqState]):
         return Requests(*(jnp.where(state.warm, field, -1) for field in asked)), state
 
     def tokens_until_change(self, state: DynaExqState, resident: jax.Array) -> jax.Array:
-        """See `Policy`; nothing is asked for while the pools hold H, or in the warm-up."""
+        """See `Policy`; nothing is requested in the warm-up, or while the pools hold H."""
         settings = state.settings
         rests = ~state.warm | jnp.all(state.high == resident[:, settings.hot])
         until = jnp.where(state.warm, settings.period, settings.warmup)
         return jnp.where(rests, jnp.maximum(until - state.tokens, 0), 0)
 
     def disk_prefetch(self, state: DynaExqState, resident: jax.Array) -> Requests:
-        """See `Policy`; asks where `transfers` has just chosen H.
+        """See `Policy`; requests experts when `transfers` has just chosen H.
 
-        An expert that is in a slot still, and is to leave it, is likely to come back.
+        An expert that has a slot still, and is to leave it, is likely to return.
         """
         del resident
         if not self.foresight:
@@ -281,7 +281,7 @@ class DynaExq(ByContent, Policy[DynaExqState]):
         return self.foresight > 0 and self.foresee_by == "links"
 
     def _check_foresight(self, spec: PolicySpec) -> None:
-        """Raises MoejaxError for more experts than there are, and for links of another model."""
+        """Raises MoejaxError for too many experts, or links of another model."""
         if self.foresight > spec.num_experts:
             raise MoejaxError(f"foresight={self.foresight}, but a layer has {spec.num_experts}")
         if not self._uses_links:
@@ -296,7 +296,7 @@ class DynaExq(ByContent, Policy[DynaExqState]):
             raise MoejaxError(f"links are {list(self.links.shape)}, the model needs {list(shape)}")
 
     def _first_scores(self, spec: PolicySpec) -> np.ndarray:
-        """float64[M, E], before any token."""
+        """Scores float64[M, E] before any token."""
         shape = spec.num_layers, spec.num_experts
         if self.choice == "random":
             return np.random.default_rng(self.seed).random(shape)
@@ -305,7 +305,7 @@ class DynaExq(ByContent, Policy[DynaExqState]):
         return np.zeros(shape)
 
     def _n_hot(self, spec: PolicySpec, slots: int) -> np.ndarray:
-        """int64[M], checked against the slots."""
+        """Number of hot experts per layer, int64[M], checked against the slots."""
         wanted = slots if self.n_hot is None else self.n_hot
         if isinstance(wanted, tuple) and len(wanted) != spec.num_layers:
             raise MoejaxError(

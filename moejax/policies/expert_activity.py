@@ -1,4 +1,4 @@
-"""What a profile counts of a router (BuddyMoE sections 3.1 and 3.3), a batch of tokens at a time.
+"""Counts of a router's choices for a profile (BuddyMoE sections 3.1 and 3.3), by batch.
 
 Axes: N tokens, A experts a token, E experts of a layer, M sparse layers, D model width.
 """
@@ -24,12 +24,12 @@ class ExpertActivity:
       tokens: float32[], sum of the weights.
       activations: float32[M, E], A_l(i).
       coactivations: float32[M, E, E], M_l(i, j), tokens that chose both; 0 where i = j.
-      weighted: float32[M, E, E], the same of min(p~_i, p~_j).
+      weighted: float32[M, E, E], sums of min(p~_i, p~_j) in place of counts.
       entropies: float32[M, bins], of TAE by `buddy_gates.entropy_bin`.
       cosines: float32[M, E, E], over tokens that chose i, of cos(f_i(x), f_j(x)); None where
         outputs are not compared.
       following: float32[M, E, E], tokens that chose i in layer l and j in the next sparse one; 0
-        for the last layer. None in profiles of before it was counted.
+        for the last layer. None in older profiles, which did not count it.
     """
 
     tokens: jax.Array
@@ -42,7 +42,7 @@ class ExpertActivity:
 
 
 def no_activity(num_layers: int, num_experts: int, *, outputs: bool) -> ExpertActivity:
-    """Before any token.
+    """Empty counts, before any token.
 
     Args:
       num_layers: M.
@@ -76,7 +76,7 @@ def with_layer(
       layer: among the sparse ones.
       probabilities: float32[N, E].
       ids: int32[N, A], by falling probability.
-      token_weights: float32[N]; 0 of padding.
+      token_weights: float32[N]; 0 for padding.
       temperature: of the p~ in TAE.
     """
     num_experts = probabilities.shape[1]
@@ -109,7 +109,7 @@ def with_following(
     next_ids: jax.Array,
     token_weights: jax.Array,
 ) -> ExpertActivity:
-    """Counts who follows whom: the choices of a layer and of the next sparse one.
+    """Counts pairs of choices in a layer and in the next sparse one.
 
     Args:
       activity: so far, with `following`; donate it.
@@ -135,7 +135,7 @@ def with_outputs(
     ids: jax.Array,
     token_weights: jax.Array,
 ) -> ExpertActivity:
-    """Compares what all experts make of the same tokens.
+    """Compares the outputs of all experts for the same tokens.
 
     Args:
       activity: so far, with `cosines`; donate it.
@@ -160,7 +160,7 @@ def _products(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def shares(activity: ExpertActivity, source: Source, smoothing: float) -> np.ndarray:
-    """q of what was counted, float64[M, E, E].
+    """Shares q from the counts, float64[M, E, E].
 
     Args:
       activity: on the host.

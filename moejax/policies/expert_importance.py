@@ -1,4 +1,4 @@
-"""Which experts are critical (DyMoE, section 4.2): by heavy hitters in prefill, by gate in decode.
+"""Critical experts (DyMoE, section 4.2): by heavy hitters in prefill, by gate in decode.
 
 Axes: N tokens, A experts a token, E experts of a layer.
 """
@@ -11,7 +11,7 @@ from moejax.policies.ordering import chosen_by, places
 
 
 def num_heavy(active: jax.Array, share: jax.Array, count: jax.Array) -> jax.Array:
-    """int32[], k of eq. 2: `count` if that is not 0, else a share of the active tokens, rounded up.
+    """Number k of eq. 2, int32[]: `count`, or if 0 a share of the active tokens, rounded up.
 
     Args:
       active: bool[N].
@@ -24,7 +24,7 @@ def num_heavy(active: jax.Array, share: jax.Array, count: jax.Array) -> jax.Arra
 
 
 def heavy_hitters(importance: jax.Array, active: jax.Array, num: jax.Array) -> jax.Array:
-    """bool[N], T_imp: the top `num` active tokens by importance (eq. 1); ties to the earlier one.
+    """Mask bool[N] of T_imp: the top `num` active tokens (eq. 1); ties to the earlier one.
 
     Args:
       importance: float32[N], s_i.
@@ -37,10 +37,10 @@ def heavy_hitters(importance: jax.Array, active: jax.Array, num: jax.Array) -> j
 def critical_by_tokens(
     observation: Observation, tokens: jax.Array, num_critical: jax.Array
 ) -> jax.Array:
-    """bool[E], the top t_l experts by how many of these tokens they were assigned (eq. 2).
+    """Mask bool[E] of the top t_l experts by assignments from these tokens (eq. 2).
 
-    Ties, of which the paper says nothing, go to the expert with more tokens in all, for section 3.3
-    finds the two loads correlated; then to the smaller id.
+    Ties, which the paper does not mention, go to the expert with more tokens in all, since section
+    3.3 finds the two loads correlated; then to the smaller id.
 
     Args:
       observation: of a prefill step.
@@ -56,7 +56,7 @@ def critical_by_tokens(
 def critical_pairs(
     observation: Observation, importance: jax.Array, num_critical: jax.Array
 ) -> jax.Array:
-    """bool[N, A], pairs whose expert is among the top t_l of some active token (eq. 3).
+    """Mask bool[N, A] of pairs whose expert is in some active token's top t_l (eq. 3).
 
     The paper decodes one sequence. Where several tokens ask for one expert in different precision,
     it is critical for all of them: an expert has one format (section 4.4.2).

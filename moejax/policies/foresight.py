@@ -1,9 +1,9 @@
-"""Experts that are likely to become hot, for the disk to be read ahead (DynaExq section 3.3).
+"""Prediction of experts that may become hot, to read the disk ahead (DynaExq section 3.3).
 
 The paper predicts them "by leveraging cross-layer activation correlations" and says no more. Here
-the hotness of one layer's experts, carried over to the next layer by how often a token that chose
-the one chose the other (`links_of`), is what the next layer's experts are expected to have. Or an
-expert's own hotness tells: who is nearly hot becomes hot.
+the predicted hotness of a layer's experts is that of the layer before, carried over by how often a
+token that chose the one chose the other (`links_of`). Alternatively an expert's own hotness
+predicts: an expert that is nearly hot becomes hot.
 
 Axes: M sparse layers, E experts of a layer.
 """
@@ -17,13 +17,13 @@ from moejax.policies.ordering import places
 
 
 def links_of(following: np.ndarray) -> np.ndarray:
-    """float32[M, E, E]: of tokens that chose i in the layer before, the share of j's in this one.
+    """Share float32[M, E, E] of tokens with expert i one layer earlier that choose j here.
 
     Args:
       following: [M, E, E], of `ExpertActivity`: tokens that chose i in layer l and j in the next.
 
     Returns:
-      Rows that sum to 1; to 0 of an i that was never chosen, and for the first layer.
+      Rows that sum to 1; to 0 for an i that was never chosen, and for the first layer.
     """
     counts = np.concatenate([np.zeros_like(following[:1]), following[:-1]]).astype(np.float64)
     total = counts.sum(axis=-1, keepdims=True)
@@ -31,7 +31,7 @@ def links_of(following: np.ndarray) -> np.ndarray:
 
 
 def expected(scores: jax.Array, links: jax.Array) -> jax.Array:
-    """float32[M, E]: hotness as the layer before has it; the first layer's is its own.
+    """Hotness float32[M, E] predicted from the layer before; the first layer keeps its own.
 
     Args:
       scores: float32[M, E], S of eq. 2.
@@ -44,14 +44,14 @@ def expected(scores: jax.Array, links: jax.Array) -> jax.Array:
 def nearly_hot(
     worth: jax.Array, settled: jax.Array, tier: jax.Array, count: int, is_due: jax.Array
 ) -> Requests:
-    """The `count` experts of each layer that are worth most of those that are not settled.
+    """Requests the `count` most valuable experts of each layer that are not settled.
 
     Args:
-      worth: float32[M, E]; nothing is asked of what is worth nothing.
-      settled: bool[M, E], those that are hot, or are to be.
-      tier: int32[], the hot one.
+      worth: float32[M, E]; experts with 0 are never requested.
+      settled: bool[M, E], experts that are hot or will be.
+      tier: int32[], the hot tier.
       count: static.
-      is_due: bool[], whether anything is asked for.
+      is_due: bool[], whether to request anything.
 
     Returns:
       M * count requests, the first of every layer before the second of any.

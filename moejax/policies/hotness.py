@@ -13,7 +13,7 @@ from moejax.policies.ordering import places
 
 
 def gate_means(observation: Observation) -> jax.Array:
-    """float32[E], the mean of g over the active tokens; 0 without any.
+    """Means float32[E] of g over the active tokens; 0 without any.
 
     g is the router's full softmax, and 0 for experts that a token did not choose: Algorithm 1
     lets inactive experts decay, which eq. 2 alone would not.
@@ -27,14 +27,14 @@ def gate_means(observation: Observation) -> jax.Array:
 
 
 def num_active(observation: Observation) -> jax.Array:
-    """int32[], tokens that are no padding."""
+    """Number of tokens that are not padding, int32[]."""
     return jnp.sum(observation.active, dtype=jnp.int32)
 
 
 def smoothed(
     scores: jax.Array, means: jax.Array, num_tokens: jax.Array, alpha: jax.Array
 ) -> jax.Array:
-    """Eq. 2 for n tokens at once: S <- alpha^n S + (1 - alpha^n) mean(g).
+    """Applies eq. 2 to n tokens at once: S <- alpha^n S + (1 - alpha^n) mean(g).
 
     For one token it is eq. 2. It does not depend on the order of the tokens, and a prompt counts
     as much as the same number of decoded ones.
@@ -50,7 +50,7 @@ def smoothed(
 
 
 class HotSet(NamedTuple):
-    """Lines 14 and 15 of Algorithm 1.
+    """Hot set and its threshold: lines 14 and 15 of Algorithm 1.
 
     Attributes:
       high: bool[M, E], the set H.
@@ -68,15 +68,15 @@ def hot_set(
     tau: jax.Array,
     hysteresis: jax.Array,
 ) -> HotSet:
-    """The top n_hot experts with S >= tau; ties go to those that are high, then to small ids.
+    """Chooses the top n_hot experts with S >= tau; ties go to hot ones, then to small ids.
 
     Args:
       scores: float32[M, E], S.
       high: bool[M, E], the set so far.
       n_hot: int32[M], K.
       tau: float32[M]; -inf lets all pass.
-      hysteresis: float32[], the share by which a score must exceed that of an expert which is high
-        in order to take its place, and by which such a one may be below tau; 0 in the paper.
+      hysteresis: float32[], the share by which a score must exceed a hot expert's to replace it,
+        and by which a hot expert may fall below tau; 0 in the paper.
     """
     worth = jnp.where(high, scores * (1 + hysteresis), scores)
     place = places(worth, high)
@@ -95,7 +95,7 @@ def swaps(
     tiers: tuple[jax.Array, jax.Array],
     max_requests: int,
 ) -> Requests:
-    """Lines 16 to 22 of Algorithm 1: demotions and promotions from what is there to the set H.
+    """Demotions and promotions that lead to the hot set: lines 16 to 22 of Algorithm 1.
 
     In a layer the hottest promotion takes the slot of the coldest demotion, and so on; where slots
     are free, promotions take these first. Over the layers, the pair that gains the most hotness
@@ -105,7 +105,7 @@ def swaps(
     Args:
       scores: float32[M, E].
       high: bool[M, E], H, at most n_hot in a layer.
-      hot: bool[M, E], what the hot tier holds when all that is on its way has arrived.
+      hot: bool[M, E], experts of the hot tier once all transfers in flight have arrived.
       cold: bool[M, E], the cold tier.
       n_hot: int32[M], slots of the hot tier.
       cold_slots: int32[], slots of a layer in the cold tier.
@@ -144,12 +144,12 @@ def swaps(
 
 
 def _num(mask: jax.Array) -> jax.Array:
-    """int32[M], how many are set in each layer."""
+    """Number of set entries in each layer, int32[M]."""
     return jnp.sum(mask, axis=1, dtype=jnp.int32)
 
 
 def _at_places(place: jax.Array, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of each place 0..E - 1: the expert there, int32[M, E] or -1, and its score, or 0."""
+    """Expert at each place 0..E - 1, int32[M, E] or -1, and its score, or 0."""
     index = jax.lax.broadcasted_iota(jnp.int32, place.shape, 1)
     layer = jax.lax.iota(jnp.int32, len(place))[:, None]
     expert = jnp.full(place.shape, -1, jnp.int32).at[layer, place].set(index, mode="drop")

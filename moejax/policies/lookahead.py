@@ -1,4 +1,4 @@
-"""Which experts of the next layer are brought ahead (DyMoE, section 4.4.1)."""
+"""Prefetch of the next layer's experts (DyMoE, section 4.4.1)."""
 
 import jax
 import jax.numpy as jnp
@@ -8,19 +8,19 @@ from moejax.policies.ordering import chosen_by, places
 
 
 def experts_ahead(observation: Observation, limit: jax.Array) -> jax.Array | None:
-    """The experts of the next layer that its predicted routing asks for most.
+    """Chooses the experts of the next layer that its predicted routing wants most.
 
-    Prefill: the top t by c_e, the number of tokens among whose predicted top A an expert is
-    (eq. 7). Decode: the top t by predicted probability (eq. 8), summed over the sequences of a
-    batch, of which the paper has one. Ties go to the smaller id; an expert that no token is
-    predicted to choose is not brought.
+    Prefill: the top t by c_e, the number of tokens among whose predicted top A an expert is (eq.
+    7). Decode: the top t by predicted probability (eq. 8), summed over the sequences of a batch, of
+    which the paper has one. Ties go to the smaller id; an expert that no token is predicted to
+    choose is not prefetched.
 
     Args:
       observation: `predicted` is eq. 6.
       limit: int32[], t; at most so many.
 
     Returns:
-      bool[E]; None where nothing was predicted.
+      bool[E]; None without a prediction.
     """
     predicted = observation.predicted
     if predicted is None:

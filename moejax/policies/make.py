@@ -33,12 +33,12 @@ DEFAULT_PARTS = "dynaexq+dymoe"
 
 
 def class_of(name: str) -> Callable[..., AnyPolicy]:
-    """The class of a policy: one of `POLICIES`, or "module:Class" of the user's own.
+    """Finds the class of a policy: one of `POLICIES`, or "module:Class" of the user's own.
 
-    The module is looked for where Python looks, and in the current directory.
+    The module is searched on Python's path and in the current directory.
 
     Raises:
-      MoejaxError: there is none, or it is no policy.
+      MoejaxError: there is no such class, or it is not a policy.
     """
     if name in POLICIES:
         return POLICIES[name]
@@ -65,7 +65,7 @@ def class_of(name: str) -> Callable[..., AnyPolicy]:
 
 
 def make_policy(name: str, **settings: Any) -> AnyPolicy:
-    """The policy of this name with these settings; those not given have their defaults.
+    """Makes the policy of this name with these settings; the others keep their defaults.
 
     Args:
       name: of `POLICIES`, or "module:Class".
@@ -82,7 +82,7 @@ def make_policy(name: str, **settings: Any) -> AnyPolicy:
 
 
 def with_kernels(policy: AnyPolicy, platform: str) -> AnyPolicy:
-    """The same decisions by kernels, where the platform is "gpu" and there are some."""
+    """Replaces parts of a policy by kernels on a "gpu"; decisions stay equal."""
     if platform != "gpu":
         return policy
     if isinstance(policy, BuddyMoe):
@@ -94,10 +94,10 @@ def with_kernels(policy: AnyPolicy, platform: str) -> AnyPolicy:
 
 
 def parts_of(name: str, settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """The policies that work in one: itself, or the parts of `compose`.
+    """Policies that work inside one: itself, or the parts of `compose`.
 
     Raises:
-      MoejaxError: a part is none of dynaexq, dymoe and buddymoe.
+      MoejaxError: a part is not one of dynaexq, dymoe and buddymoe.
     """
     if name != "compose":
         return (name,)
@@ -119,7 +119,7 @@ def _composed(parts: str = DEFAULT_PARTS, **settings: Any) -> Compose:
 
 
 def check_settings(name: str, settings: Mapping[str, Any]) -> None:
-    """Raises MoejaxError for a policy or a setting that there is not, or not in the parts."""
+    """Raises MoejaxError for an unknown policy or setting, or one of no part in use."""
     every, parts = settings_of(name), parts_of(name, settings)
     known = settings_of(name, parts)
     for setting in settings:
@@ -130,7 +130,7 @@ def check_settings(name: str, settings: Mapping[str, Any]) -> None:
 
 
 def settings_of(name: str, parts: Sequence[str] = tuple(PARTS.values())) -> dict[str, Any]:
-    """The settings of a policy and their defaults; of `compose`, those of some parts."""
+    """Settings of a policy and their defaults; for `compose`, those of some parts."""
     if name == "compose":
         found: dict[str, Any] = {"parts": DEFAULT_PARTS}
         for part in reversed(parts):

@@ -1,4 +1,4 @@
-"""Load on demand, with a cache by least recent use, with look-ahead: DyMoE Table 3, rows 1 to 3.
+"""Load on demand, with an LRU cache, with prefetch: rows 1 to 3 of DyMoE Table 3.
 
 Row 1 is this policy on a memory without cache slots, row 2 with them, row 3 with `prefetch`.
 """
@@ -25,11 +25,11 @@ from pallas_kernels.cache_plan import Rule
 
 
 class OnDemandState(NamedTuple):
-    """What `decide` reads.
+    """Tier and prefetch limits that `decide` reads.
 
     Attributes:
       tier: int32[], in which all pairs run.
-      limit: int32[M], experts of the next layer that each one brings ahead; of the last one 0.
+      limit: int32[M], experts of the next layer that each layer prefetches; 0 for the last.
     """
 
     tier: jax.Array
@@ -38,12 +38,12 @@ class OnDemandState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OnDemand(Policy[OnDemandState]):
-    """What the router says, in one tier; what is missing is fetched when it is needed.
+    """Runs the router's choice in one tier and fetches misses when they are needed.
 
     Attributes:
-      tier: its name; "": that of highest fidelity.
-      prefetch: t of DyMoE eq. 7 and 8, experts of the next layer that are brought ahead; at most
-        as many as the layer has slots.
+      tier: its name; "": the one of highest fidelity.
+      prefetch: t of DyMoE eq. 7 and 8, experts of the next layer to prefetch; at most as many as
+        the layer has slots.
     """
 
     name: ClassVar[str] = "on_demand"

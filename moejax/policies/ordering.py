@@ -1,4 +1,4 @@
-"""Orders without sorting: comparisons of all pairs, which XLA fuses on a GPU."""
+"""Orders computed without sorting: comparisons of all pairs, which XLA fuses on a GPU."""
 
 import functools
 from collections.abc import Callable
@@ -10,7 +10,7 @@ UNROLLED = 16  # of an axis up to which places are counted without a reduction
 
 
 def places(*keys: jax.Array) -> jax.Array:
-    """Each element's place in the order by falling first key, then the next, then rising index.
+    """Rank of each element by falling first key, then the next, then rising index.
 
     Args:
       *keys: [..., n] of one shape each, numbers or bool, no NaN.
@@ -29,7 +29,7 @@ def places(*keys: jax.Array) -> jax.Array:
 
 
 def _places_one_by_one(keys: tuple[jax.Array, ...], index: jax.Array) -> jax.Array:
-    """As `places`, without a reduction."""
+    """Ranks like `places`, without a reduction."""
     place = jnp.zeros_like(index)
     for i in range(index.shape[-1]):
         before = index > i
@@ -41,13 +41,13 @@ def _places_one_by_one(keys: tuple[jax.Array, ...], index: jax.Array) -> jax.Arr
 
 
 def of_few(operation: Callable[[jax.Array, jax.Array], jax.Array], values: jax.Array) -> jax.Array:
-    """[..., 1], the sum or the like over a short last axis, in its order, without a reduction."""
+    """Reduces a short last axis in order to [..., 1], without a reduction op."""
     parts = [values[..., i : i + 1] for i in range(values.shape[-1])]
     return functools.reduce(operation, parts)
 
 
 def chosen_by(ids: jax.Array, mask: jax.Array, num_experts: int) -> jax.Array:
-    """int32[E], how many of the masked pairs are of each expert.
+    """Counts the masked pairs of each expert, int32[E].
 
     Args:
       ids: int32[N, A].

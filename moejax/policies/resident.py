@@ -1,4 +1,4 @@
-"""The uniform baseline: every expert in one precision, wherever it lies."""
+"""The uniform baseline: every expert in one precision, wherever it is stored."""
 
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
@@ -20,17 +20,17 @@ from pallas_kernels.cache_plan import Rule
 
 
 class ResidentState(NamedTuple):
-    """tier int32[]: in which all pairs run."""
+    """State of Resident: the tier, int32[], in which all pairs run."""
 
     tier: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resident(Policy[ResidentState]):
-    """What the router says, in one tier, nothing brought ahead.
+    """Runs the router's choice in one tier, without prefetch.
 
     Attributes:
-      tier: its name; "": that of highest fidelity.
+      tier: its name; "": the one of highest fidelity.
     """
 
     name: ClassVar[str] = "resident"
@@ -61,12 +61,12 @@ class Resident(Policy[ResidentState]):
 
 
 def always(tier: jax.Array) -> Rule:
-    """One tier, int32[], for all pairs."""
+    """Rule that gives one tier, int32[], to all pairs."""
     return Rule(None, tier, tier, jnp.zeros((), bool))
 
 
 def as_routed(observation: Observation, tier: jax.Array) -> Decision:
-    """The router's experts and weights, each pair in the tier that it is given.
+    """Decision for the router's experts and weights, each pair in its given tier.
 
     Args:
       observation: of a layer.

@@ -23,7 +23,7 @@ def check_number(
 ) -> None:
     """Raises MoejaxError unless low <= value <= high.
 
-    Where it must stay `below` or `above`, high or low itself is refused as well.
+    With `below` or `above`, high or low itself is refused as well.
     """
     kinds = int if integer else int | float
     said = f"from {low:g} to {high:g}" if high < math.inf else f"{low:g} or more"
@@ -62,7 +62,7 @@ def check_numbers(name: str, values: object, low: float, *, integer: bool = Fals
 def check_array(name: str, values: object, *, of_profile: bool = False) -> None:
     """Raises MoejaxError unless it is a finite number, or an array or a tuple of them.
 
-    What is `of_profile` must be an array.
+    With `of_profile` it must be an array.
     """
     try:
         found = np.asarray(values)
@@ -82,21 +82,21 @@ def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
 
 
 class ByContent:
-    """Equality and hash of a frozen dataclass (`eq=False`) by what its arrays hold."""
+    """Compares and hashes a frozen dataclass (`eq=False`) by the content of its arrays."""
 
     def __eq__(self, other: object) -> bool:
-        """Same class, same content."""
+        """Compares class and content."""
         if not isinstance(other, ByContent) or type(other) is not type(self):
             return NotImplemented
         return self is other or self._content == other._content
 
     def __hash__(self) -> int:
-        """Of the content."""
+        """Hashes the content."""
         return self._content[0]
 
     @functools.cached_property
     def _content(self) -> tuple[int, Any]:
-        """Once: programs are looked up by it, and the arrays are large."""
+        """Computes the content once: programs are looked up by it, and the arrays are large."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         content = tuple(_hashable(getattr(self, field.name)) for field in fields)
         return hash(content), content

@@ -1,8 +1,8 @@
-"""Which expert stands in for a missing one: BuddyMoE's score (eq. 3) and its Algorithm 1.
+"""Substitution of missing experts: BuddyMoE's score (eq. 3) and its Algorithm 1.
 
-Tokens are independent; the ranks of a token are visited one after the other, so that the result is
-that of the printed loops, not of the CUDA kernel's race (section 4). U_t holds all experts that the
-router chose, the missing ones too, as printed, and the buddies so far.
+Tokens are independent; the ranks of a token are visited in order, so that the result is that of the
+printed loops, not of the CUDA kernel's race (section 4). U_t holds all experts that the router
+chose, the missing ones too, as printed, and the buddies so far.
 
 Axes: N tokens, A experts a token, E experts of a layer, H places of a buddy list that are searched.
 """
@@ -22,10 +22,10 @@ Form = Literal["ranks", "kernel"]
 
 
 class Candidates(NamedTuple):
-    """Who may stand in for each pair, before the buddies of the token's other pairs are known.
+    """Possible buddies of each pair, before those of the token's other pairs are known.
 
     Attributes:
-      ids: int32[N, A, H], -1 where nobody may.
+      ids: int32[N, A, H], -1 for none.
       priority: float32[N, A, H], the larger first, equal ones by place; None: by place.
     """
 
@@ -34,7 +34,7 @@ class Candidates(NamedTuple):
 
 
 class Substitution(NamedTuple):
-    """What came of the search, for every pair.
+    """Result of the search, for every pair.
 
     Attributes:
       ids: int32[N, A], the buddy's where `replaced`, else the router's.
@@ -51,7 +51,7 @@ class Substitution(NamedTuple):
 def candidates_of(
     ids: jax.Array, lists: jax.Array, resident: jax.Array, depth: jax.Array
 ) -> jax.Array:
-    """The listed buddies of each pair that are resident and not chosen by the router (lines 15-17).
+    """Finds each pair's listed buddies that are resident and not chosen (lines 15-17).
 
     Args:
       ids: int32[N, A], the router's choice.
@@ -71,7 +71,7 @@ def candidates_of(
 
 
 def normalized_logits(probabilities: jax.Array) -> jax.Array:
-    """z^ of eq. 3: the router's logits, of which softmax keeps differences, scaled to 0..1.
+    """Normalised logits z^ of eq. 3: the router's, up to a constant, scaled to 0..1.
 
     The paper names no norm; this one leaves 1 + eta z^ positive.
 
@@ -95,7 +95,7 @@ def buddy_score(
     eta: jax.Array,
     kappa: jax.Array,
 ) -> jax.Array:
-    """Eq. 3: Psi(j | i, x) = q_(j|i) (1 + eta z^_j(x)) (1 - kappa hop(j)).
+    """Score of eq. 3: Psi(j | i, x) = q_(j|i) (1 + eta z^_j(x)) (1 - kappa hop(j)).
 
     Args:
       candidates: int32[N, A, H], of `candidates_of`.
@@ -116,7 +116,7 @@ def buddy_score(
 
 
 def in_order(candidates: Candidates) -> jax.Array:
-    """The candidates by falling priority, equal ones by place; priorities <= 0 are left out.
+    """Sorts candidates by falling priority, then by place; drops priorities <= 0.
 
     Returns:
       int32[N, A, H], -1 for none; by comparing all pairs of a list.
@@ -143,14 +143,14 @@ def substitute(
     *,
     last_first: bool = False,
 ) -> Substitution:
-    """Algorithm 1 with the budget rho (section 5.1): no expert serves a token twice.
+    """Runs Algorithm 1 with the budget rho (section 5.1): no expert serves a token twice.
 
     Args:
       ids: int32[N, A], the router's choice, by falling weight.
       candidates: of every pair.
       wanted: bool[N, A], pairs whose expert is missing and may be replaced.
-      budget: int32[], rho, replacements of a token at most.
-      last_first: ranks are visited from the least weight on, which the budget then goes to.
+      budget: int32[], rho, the most replacements per token.
+      last_first: visits ranks from the least weight on, which then get the budget first.
     """
     ordered = in_order(candidates)
     num_tokens, width, depth = ordered.shape
@@ -188,9 +188,7 @@ def search(
     *,
     last_first: bool = False,
 ) -> tuple[Substitution, jax.Array]:
-    """`substitute` of `candidates_of`, without priorities, in the form "kernel".
-
-    With the gate of tokens and the counts of replaced pairs it is one launch.
+    """Finds candidates and substitutes them in one kernel launch, without priorities.
 
     Args:
       ids: int32[N, A], by falling weight.
@@ -198,7 +196,7 @@ def search(
       layer: int32[].
       resident: bool[E], of that layer, or int32[M, K], as `Observation.tables`.
       allowed: bool[N] or bool[N, A], tokens or pairs whose missing experts may be replaced if the
-        gate lets the token.
+        gate passes the token.
       depth: int32[].
       budget: int32[].
       gate: of tokens.

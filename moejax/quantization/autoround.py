@@ -1,9 +1,9 @@
 """AutoRound: rounding offsets and ranges learned by signed gradient descent.
 
 (Cheng et al. 2024, "Optimize weight rounding via signed gradient descent for the quantization of
-LLMs", section 3.) What differs from the published method: its objective is the output error of a
-whole decoder block on batches of calibration inputs; here it is that of the one matrix, on all of
-them, which the Hessian gives exactly: |(W - Wq) X|^2 = tr((W - Wq) H (W - Wq)^T) up to a factor. So
+LLMs", section 3.) It differs from the published method in its objective: there the output error of
+a whole decoder block on batches of calibration inputs; here that of the one matrix, on all of them,
+which the Hessian gives exactly: |(W - Wq) X|^2 = tr((W - Wq) H (W - Wq)^T) up to a factor. So
 nothing is sampled, experts are solved side by side, and since rows do not meet in this objective
 each row keeps its own best step.
 """
@@ -23,7 +23,7 @@ from moejax.quantization.rtn import range_grid
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AutoRoundSettings:
-    """How the descent runs.
+    """Settings of the descent.
 
     Invariants (ValueError otherwise): `iterations` is at least 1, `damping` is not negative,
     `0 < least_range <= 1`.
@@ -43,7 +43,7 @@ class AutoRoundSettings:
 
 
 class _Parameters(NamedTuple):
-    """What is learned."""
+    """Learned parameters."""
 
     offset: jax.Array  # float32[N, G, group_size], the paper's V, in -0.5..0.5
     high: jax.Array  # float32[N, G], its alpha: factor on the group's largest value
@@ -120,7 +120,7 @@ def autoround(
 def _quantize(
     parameters: _Parameters, groups: jax.Array, grid: Grid
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Codes (as float32), scales and zeros; rounding passes gradients straight through."""
+    """Computes codes (as float32), scales and zeros; rounding passes gradients through."""
     low = parameters.low * jnp.min(groups, axis=-1)
     high = parameters.high * jnp.max(groups, axis=-1)
     scales, zeros = range_grid(jnp.stack([low, high], axis=-1), grid)
@@ -132,6 +132,6 @@ def _quantize(
 
 
 def _straight_through(smooth: jax.Array, rounded: jax.Array) -> jax.Array:
-    """`rounded`, with the gradient of `smooth` (Bengio et al. 2013)."""
+    """Returns `rounded`, with the gradient of `smooth` (Bengio et al. 2013)."""
     # In this order the value is `rounded` to the last bit.
     return (smooth - jax.lax.stop_gradient(smooth)) + jax.lax.stop_gradient(rounded)

@@ -15,13 +15,13 @@ FITTED = LeastSquaresSettings(signed=True)
 
 
 def factor_grid(bits: int, length: int, group_size: int = 64) -> Grid:
-    """The grid of factor rows of a length; shorter ones are one group."""
+    """Grid of factor rows of a length; shorter ones are one group."""
     return Grid(bits=bits, group_size=min(group_size, length), zero_kind="symmetric")
 
 
 @functools.partial(jax.jit, static_argnames=("bits", "group_size", "scale"))
 def quantize_factor(x: jax.Array, bits: int, group_size: int = 64, scale: str = "range") -> Codes:
-    """round((2^b - 1) x / (2 s)) + 2^(b - 1), clipped to 0..2^b - 1 (MiLo eq. 13).
+    """Computes round((2^b - 1) x / (2 s)) + 2^(b - 1), clipped to b bits (MiLo eq. 13).
 
     The printed equation reaches 2^b at x = s; the clipping is what makes it b bits.
 
@@ -51,7 +51,7 @@ def quantize_factor(x: jax.Array, bits: int, group_size: int = 64, scale: str = 
 
 
 def gain_lost(plain: jax.Array, free: jax.Array, rounded: jax.Array) -> jax.Array:
-    """The share of a compensator's gain that the rounding of its factors takes back.
+    """Share of a compensator's gain that is lost by rounding its factors.
 
     MiLo section 4.2 saw INT3 factors raise the error of single matrices by much; those whose share
     is over `MAX_GAIN_LOST` are better kept in INT8.

@@ -1,4 +1,4 @@
-"""GPTQ: columns rounded one after the other, each error spread over the columns to come.
+"""GPTQ: rounds columns in turn and spreads each error over the remaining columns.
 
 (Frantar et al. 2023, "GPTQ: Accurate post-training quantization for generative pre-trained
 transformers", Algorithm 1.)
@@ -26,7 +26,7 @@ GRID_FITS = ("rtn", "hqq", "least_squares")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GptqSettings:
-    """How GPTQ runs.
+    """Settings of GPTQ.
 
     Invariants (ValueError otherwise): `damping` is positive, `block_size` is at least 1,
     `min_tokens_per_input` is not negative, `grid_fit` is one of `GRID_FITS` ("hqq" for float zeros
@@ -60,7 +60,7 @@ class GptqSettings:
 
 
 class GptqResult(NamedTuple):
-    """A quantized matrix and how it came about."""
+    """A quantized matrix, its permutation and diagnostics."""
 
     codes: Codes  # in the order of `permutation`, if there is one
     permutation: jax.Array | None  # int32[K]: code k belongs to input permutation[k]
@@ -69,7 +69,7 @@ class GptqResult(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """The order in which columns are visited, padded so that no block crosses a group's edge."""
+    """Order of visiting columns, padded so that no block crosses a group's edge."""
 
     place: np.ndarray  # int32[P]: column at each place, K where there is none
     block: int  # columns of a block
@@ -91,7 +91,7 @@ def gptq(
     settings: GptqSettings = GptqSettings(),
     num_tokens: jax.Array | None = None,
 ) -> GptqResult:
-    """One matrix by GPTQ (Frantar et al. 2023, Algorithm 1); vmap it over experts.
+    """Quantizes one matrix by GPTQ (Frantar et al. 2023, Algorithm 1); vmap it over experts.
 
     A group's scale and zero are fitted to its columns as they stand, with all errors of the columns
     before it, when the first of them is reached. Inputs that were never active (H_kk = 0)
@@ -136,7 +136,7 @@ def gptq(
 
 
 def _fit(weights: jax.Array, grid: Grid, grid_fit: str) -> tuple[jax.Array, jax.Array]:
-    """Scales and zeros float32[N, G] of float32[N, K]."""
+    """Fits scales and zeros float32[N, G] to float32[N, K]."""
     if grid_fit == "rtn":
         return range_grid(split_groups(weights, grid.group_size), grid)
     found = {"hqq": hqq, "least_squares": least_squares}[grid_fit](weights, grid)
@@ -151,7 +151,7 @@ def _solve(
     order: jax.Array,
     start: tuple[jax.Array, jax.Array] | None,
 ) -> Codes:
-    """Algorithm 1's loops over blocks of columns.
+    """Runs Algorithm 1's loops over blocks of columns.
 
     Args:
       weights: float32[N, K], columns in the order of visiting.
@@ -159,7 +159,8 @@ def _solve(
       grid: where the codes lie.
       settings: how it runs.
       order: int32[K], the input of each column.
-      start: static groups' scales and zeros [N, G], by groups of inputs; None: fitted on the way.
+      start: static groups' scales and zeros [N, G], by groups of inputs; None: fitted along the
+        way.
     """
     num_rows, num_inputs = weights.shape
     columns = _padded_columns(
@@ -213,7 +214,7 @@ def _enter_group(
     grid: Grid,
     grid_fit: str,
 ) -> _State:
-    """Fits scale and zero if place `first` is the first of a group."""
+    """Fits scale and zero if column `first` is the first of a group."""
     span = columns.span
 
     def fit() -> tuple[jax.Array, jax.Array]:
@@ -231,7 +232,7 @@ def _enter_group(
 def _quantize_block(
     state: _State, first: jax.Array, block: int, upper: jax.Array, groups: jax.Array, grid: Grid
 ) -> _State:
-    """Algorithm 1's inner loop on the columns at `first`.. , then the update of those behind."""
+    """Runs Algorithm 1's inner loop on the columns at `first`, then updates those behind."""
     rows = jax.lax.dynamic_slice_in_dim(upper, first, block)  # [B, P]
     local = jax.lax.dynamic_slice_in_dim(rows, first, block, axis=1)
 

@@ -1,4 +1,4 @@
-"""What quantized values a matrix may take, and how its rows are cut into groups."""
+"""Grids: the quantized values a matrix may take, and the groups of its rows."""
 
 import dataclasses
 from typing import NamedTuple
@@ -16,8 +16,8 @@ class Grid:
     """Static choices of a quantizer.
 
     Invariants (checked when made): `bits` is one of `layout.BITS`; `group_size` is at least 1;
-    `zero_kind` is one of `qtensor.ZERO_KINDS`. That `group_size` is at most K is checked where K is
-    known (`layout.num_groups`); K itself means one group a row.
+    `zero_kind` is one of `qtensor.ZERO_KINDS`. `layout.num_groups` checks that `group_size` is at
+    most K, once K is known; K itself means one group a row.
     """
 
     bits: int
@@ -34,12 +34,12 @@ class Grid:
 
     @property
     def max_code(self) -> int:
-        """2^bits - 1."""
+        """Largest code, 2^bits - 1."""
         return 2**self.bits - 1
 
     @property
     def middle(self) -> int:
-        """2^(bits - 1), the zero point of symmetric grids."""
+        """Zero point of symmetric grids, 2^(bits - 1)."""
         return 2 ** (self.bits - 1)
 
 
@@ -56,9 +56,9 @@ class Codes(NamedTuple):
 
 
 def split_groups(x: jax.Array, group_size: int) -> jax.Array:
-    """[..., K] as [..., G, group_size]; a short last group is filled with the row's last value.
+    """Splits [..., K] into [..., G, group_size]; pads a short last group with its last value.
 
-    The filling changes no minimum and no maximum; sums leave it out by `member_mask`.
+    Padding changes no minimum and no maximum; sums exclude it by `member_mask`.
 
     Raises:
       ValueError: the group size is longer than the row.
@@ -72,12 +72,12 @@ def split_groups(x: jax.Array, group_size: int) -> jax.Array:
 
 
 def merge_groups(x: jax.Array, num_inputs: int) -> jax.Array:
-    """[..., G, group_size] as [..., num_inputs]: the reverse of `split_groups`."""
+    """Merges [..., G, group_size] to [..., num_inputs], the reverse of `split_groups`."""
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])[..., :num_inputs]
 
 
 def member_mask(num_inputs: int, group_size: int) -> np.ndarray:
-    """float32[G, group_size], or [1, 1] if all groups are full: 1 where a value is of the row."""
+    """Mask of unpadded values, float32[G, group_size], or [1, 1] if all groups are full."""
     num_groups = layout.num_groups(num_inputs, group_size)
     if num_groups * group_size == num_inputs:
         return np.ones((1, 1), np.float32)
@@ -86,14 +86,14 @@ def member_mask(num_inputs: int, group_size: int) -> np.ndarray:
 
 
 def member_counts(num_inputs: int, group_size: int) -> np.ndarray:
-    """float32[G]: how many values of the row are in each group."""
+    """Number of the row's values in each group, float32[G]."""
     counts = np.full(layout.num_groups(num_inputs, group_size), group_size, np.float32)
     counts[-1] -= len(counts) * group_size - num_inputs
     return counts
 
 
 def nearest_codes(weights: jax.Array, scales: jax.Array, zeros: jax.Array, grid: Grid) -> Codes:
-    """The codes whose values lie nearest to the weights: clip(round(w / s + z), 0, 2^b - 1).
+    """Finds the nearest codes of the weights: clip(round(w / s + z), 0, 2^b - 1).
 
     Args:
       weights: float32[..., N, K].
@@ -108,14 +108,14 @@ def nearest_codes(weights: jax.Array, scales: jax.Array, zeros: jax.Array, grid:
 
 
 def dequantize(codes: Codes, grid: Grid) -> jax.Array:
-    """The matrices that codes stand for: float32[..., N, K] (MiLo eq. 3)."""
+    """Dequantizes codes to float32[..., N, K] (MiLo eq. 3)."""
     groups = split_groups(codes.codes, grid.group_size).astype(jnp.float32)
     values = (groups - codes.zeros[..., None]) * codes.scales[..., None]
     return merge_groups(values, codes.codes.shape[-1])
 
 
 def relative_error(weights: jax.Array, approximation: jax.Array) -> jax.Array:
-    """|W - W'|_F / |W|_F of each matrix, 0 where W is 0 and so is W'.
+    """Relative error |W - W'|_F / |W|_F of each matrix, 0 if W and W' are both 0.
 
     Args:
       weights: float32[..., N, K].

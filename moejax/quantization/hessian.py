@@ -1,4 +1,4 @@
-"""What calibration says about a layer's inputs: its Hessian, and errors measured with it."""
+"""Hessian of a layer's calibration inputs, and errors measured with it."""
 
 import functools
 
@@ -9,12 +9,12 @@ MAX_RAISES = 8  # of the damping, each tenfold; the last one drowns any Hessian
 
 
 def output_error(difference: jax.Array, hessian: jax.Array) -> jax.Array:
-    """tr(D H D^T): twice the mean squared norm of D x over the tokens that made H.
+    """Output error tr(D H D^T): twice the mean squared norm of D x over H's tokens.
 
     (Frantar et al. 2023, GPTQ, eq. 1, with H = 2 X X^T / n.)
 
     Args:
-      difference: float32[..., N, K], weights less what stands for them.
+      difference: float32[..., N, K], weights less quantized weights.
       hessian: float32[..., K, K], running mean of 2 x x^T.
 
     Returns:
@@ -25,7 +25,7 @@ def output_error(difference: jax.Array, hessian: jax.Array) -> jax.Array:
 
 
 def damped(hessian: jax.Array, damping: jax.Array | float) -> jax.Array:
-    """H + damping mean(diag H) I (GPTQ, section 3.3, step 3).
+    """Damps a Hessian: H + damping mean(diag H) I (GPTQ, section 3.3, step 3).
 
     Args:
       hessian: float32[K, K].
@@ -36,7 +36,7 @@ def damped(hessian: jax.Array, damping: jax.Array | float) -> jax.Array:
 
 
 def inverse_factor(hessian: jax.Array, damping: float) -> tuple[jax.Array, jax.Array]:
-    """U upper triangular with U^T U = (H + damping mean(diag H) I)^-1 (GPTQ, Algorithm 1).
+    """Factors U^T U = (H + damping mean(diag H) I)^-1, U upper triangular (Algorithm 1).
 
     H read backwards is L L^T, so H = R R^T with R upper triangular, and U = R^-1: one factorization
     and one triangular solve in place of inverting H and factoring the inverse. Where it fails in
@@ -47,7 +47,7 @@ def inverse_factor(hessian: jax.Array, damping: float) -> tuple[jax.Array, jax.A
       damping: positive, a share of the mean diagonal.
 
     Returns:
-      U float32[K, K], and the damping used, float32[]: NaN if none was enough, and U means nothing.
+      U float32[K, K], and the damping used, float32[]: NaN if none sufficed, and U is invalid.
     """
 
     def factor(share: jax.Array) -> jax.Array:
@@ -75,7 +75,7 @@ def inverse_factor(hessian: jax.Array, damping: float) -> tuple[jax.Array, jax.A
 
 @functools.partial(jax.jit, donate_argnums=0)
 def add_outer_products(total: jax.Array, x: jax.Array) -> jax.Array:
-    """total + sum of x x^T, in float32.
+    """Adds the sum of x x^T to `total`, in float32.
 
     Args:
       total: float32[K, K]; donated.
@@ -86,7 +86,7 @@ def add_outer_products(total: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def mean_hessian(total: jax.Array, num_tokens: jax.Array) -> jax.Array:
-    """2 / n times the sum of x x^T; zero where n is.
+    """Scales a sum of x x^T by 2 / n; zero if n is 0.
 
     Args:
       total: float32[..., K, K].

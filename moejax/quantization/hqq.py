@@ -1,4 +1,4 @@
-"""Half-quadratic quantization: the zero point that a sparse error prefers.
+"""Half-quadratic quantization (HQQ): the zero point that minimises a sparse error.
 
 Badri and Shaji 2023, as MiLo's subproblem 1 (section 3.2.2) states it, and with the choices of the
 hqq library's default solver where the texts leave them open.
@@ -43,13 +43,13 @@ class HqqSettings:
 
     @property
     def threshold(self) -> float:
-        """An error below it shrinks to 0, |x|^(2 - p) being less than 1 / beta."""
+        """Error below which it shrinks to 0, |x|^(2 - p) being less than 1 / beta."""
         return 0.999 * self.beta ** (1 / (self.norm - 2))
 
 
 @functools.partial(jax.jit, static_argnames=("grid", "settings"))
 def hqq(weights: jax.Array, grid: Grid, settings: HqqSettings = HqqSettings()) -> Codes:
-    """argmin over z of |W - s (q - z)|_p with s fixed (MiLo eq. 4-9).
+    """Minimises |W - s (q - z)|_p over z, with s fixed (MiLo eq. 4-9).
 
     A step is q = clip(round(w / s + z)), e = shrink(w - s (q - z)), z = mean(q - (w - e) / s) over
     the group. A matrix stops at the first step before which its mean absolute error did not fall.
@@ -110,14 +110,14 @@ def hqq(weights: jax.Array, grid: Grid, settings: HqqSettings = HqqSettings()) -
 
 
 def shrink(x: jax.Array, settings: HqqSettings) -> jax.Array:
-    """sign(x) relu(|x| - |x|^(p - 1) / beta) (MiLo eq. 7), 0 at 0."""
+    """Shrinkage sign(x) relu(|x| - |x|^(p - 1) / beta) (MiLo eq. 7), 0 at 0."""
     size = jnp.abs(x)
     power = jnp.where(size > 0, size, 1.0) ** (settings.norm - 1)
     return jnp.sign(x) * jnp.maximum(size - power * (1 / settings.beta), 0.0)
 
 
 def _range_grid(groups: jax.Array, grid: Grid) -> tuple[jax.Array, jax.Array]:
-    """Inverse scales and zeros float32[..., G, 1]: the library keeps the inverse throughout."""
+    """Inverse scales and zeros float32[..., G, 1]; the library keeps the inverse throughout."""
     low = jnp.min(groups, axis=-1, keepdims=True)
     width = jnp.max(groups, axis=-1, keepdims=True) - low
     inverse = jnp.where(width > MIN_RANGE, grid.max_code / jnp.maximum(width, MIN_RANGE), 1.0)

@@ -1,4 +1,4 @@
-"""`hqq` of weights less a low-rank term by the GPU kernel, which reads the weights once."""
+"""HQQ by the GPU kernel, of weights less a low-rank term; reads the weights once."""
 
 import jax
 
@@ -11,7 +11,7 @@ from pallas_kernels.target import SIMULATED, Target
 def kernel_refusal(
     weights: jax.Array | jax.ShapeDtypeStruct, grid: Grid, target: Target | None = None
 ) -> str | None:
-    """Why `kernel_hqq` cannot serve such weights, in one line, or None; `hqq` serves all."""
+    """Reason why `kernel_hqq` cannot take such weights, or None; `hqq` takes all."""
     if grid.zero_kind != "float":
         return f"hqq finds float zeros; zero_kind is {grid.zero_kind!r}"
     return OPERATION.refusal("triton", weights, None, grid.bits, grid.group_size, target=target)
@@ -26,7 +26,7 @@ def kernel_hqq(
     *,
     interpret: bool = False,
 ) -> Codes:
-    """The codes of `hqq(weights - u v, grid)`, but for ties; a `MiloSettings.solver` on a GPU.
+    """Computes `hqq(weights - u v, grid)`, except for ties; a `MiloSettings.solver` on a GPU.
 
     Args:
       weights: [..., N, K] in float32, bfloat16 or float16, finite.
@@ -37,7 +37,7 @@ def kernel_hqq(
       interpret: runs the kernel on the CPU, for tests.
 
     Raises:
-      ValueError: naming what the kernel cannot serve.
+      ValueError: naming the unsupported operand.
     """
     if reason := kernel_refusal(weights, grid, SIMULATED if interpret else None):
         raise ValueError(reason)

@@ -17,17 +17,17 @@ def truncated_svd(
     key: jax.Array | None = None,
     start: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The best product U V of a rank, singular values split evenly (MiLo eq. 11-12).
+    """Best product U V of a rank, singular values split evenly (MiLo eq. 11-12).
 
     Args:
       matrix: float32[..., N, K].
       max_rank: r, 0..min(N, K).
       method: "exact" by LAPACK or cuSOLVER; "randomized" by subspace iteration (Halko, Martinsson
-        and Tropp 2011, algorithm 4.4), some products with the matrix and a decomposition of
-        r + 8 squared. Values below a thousandth of the largest drown in float32.
-      key: of the random start; of the same numbers in every call if None.
+        and Tropp 2011, algorithm 4.4), some products with the matrix and a decomposition of r + 8
+        squared. Values below a thousandth of the largest drown in float32.
+      key: for the random start; None gives equal numbers in every call.
       start: [..., R, K], rows whose span is near that of V, such as an earlier V: one iteration
-        suffices. Only "randomized" looks at it.
+        suffices. Only "randomized" uses it.
 
     Returns:
       U float32[..., N, r] and V float32[..., r, K], components in descending order.
@@ -52,7 +52,7 @@ def truncated_svd(
 def sketch(
     matrix: jax.Array, max_rank: int, key: jax.Array | None = None, start: jax.Array | None = None
 ) -> jax.Array:
-    """Rows to begin `subspace_svd` with: those of `start`, random ones in place of zeros.
+    """Start rows of `subspace_svd`: those of `start`, random ones in place of zeros.
 
     Args:
       matrix: float32[..., N, K], for its shape.
@@ -110,7 +110,7 @@ def subspace_svd(
 
 
 def balanced(u: jax.Array, v: jax.Array, max_rank: int) -> tuple[jax.Array, jax.Array]:
-    """The first components of `subspace_svd`, singular values split evenly (MiLo eq. 12)."""
+    """Leading components of `subspace_svd`, singular values split evenly (MiLo eq. 12)."""
     u, v = u[..., :max_rank], v[..., :max_rank, :]
     sigma = _norms(v)
     root = jnp.sqrt(sigma)
@@ -119,7 +119,7 @@ def balanced(u: jax.Array, v: jax.Array, max_rank: int) -> tuple[jax.Array, jax.
 
 
 def orthonormal(columns: jax.Array) -> jax.Array:
-    """Columns of the same span, orthonormal if they were far from dependent (Cholesky QR).
+    """Orthonormalises columns, unless they are nearly dependent (Cholesky QR).
 
     A shift keeps dependent columns from failing: they come back shorter, zeros as zeros
     (Fukaya et al. 2020). QR of LAPACK and cuSOLVER is ten times slower for tall matrices.

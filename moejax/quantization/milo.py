@@ -1,4 +1,4 @@
-"""MiLo: codes and low-rank compensators found in turn (Algorithm 1), and what goes beyond it."""
+"""MiLo: alternates codes and low-rank compensators (Algorithm 1); MiLo+ goes beyond it."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ FIRST_ITERATIONS = 3  # of the decomposition that starts from random rows
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MiloSettings:
-    """Static choices of `milo`; the defaults are the paper's.
+    """Static settings of `milo`; the defaults are the paper's.
 
     Attributes:
       max_rank: components that the results have room for, at most N and K.
@@ -39,8 +39,8 @@ class MiloSettings:
       base: quantizer of W - U V, one of `BASES`.
       solver: in place of `base`, such as a kernel that never writes W - U V; a pure function.
       svd: "randomized" (each pass starts from the one before) or "exact".
-      refit: quantizes the factors in every pass and fits the codes to what they leave. Without it
-        the factors come back unquantized, and the caller's rounding of them adds to the error.
+      refit: quantizes the factors in every pass and fits the codes to the remainder. Without it the
+        factors are returned unquantized, and the caller's rounding adds to the error.
       factor_bits: of the factors, if `refit`.
       factor_group_size: of the factors, if `refit`.
       factor_scale: of the factors, if `refit`: see `quantize_factor`.
@@ -68,10 +68,10 @@ class MiloSettings:
 
 
 def milo_plus(max_rank: int, factor_bits: int = 3, max_passes: int = 20) -> MiloSettings:
-    """The settings of milo+: least squares, factors quantized in the loop, steps that overshoot.
+    """Settings of milo+: least squares, factors quantized in the loop, overshooting steps.
 
     A step of 1.1 lowers the error by 0.3 to 0.6 % on the demo's matrices, and raises it by as much
-    where the rank is half of the width; 1.5 raises it by 14 % there (INT3, groups of 64).
+    if the rank is half of the width; 1.5 raises it by 14 % there (INT3, groups of 64).
     """
     return MiloSettings(
         max_rank=max_rank,
@@ -84,7 +84,7 @@ def milo_plus(max_rank: int, factor_bits: int = 3, max_passes: int = 20) -> Milo
 
 
 class Factors(NamedTuple):
-    """U and V of matrices; if they were quantized, the codes of U transposed and of V too."""
+    """Factors U and V; if they were quantized, also the codes of U transposed and V."""
 
     u: jax.Array  # float32[..., N, max_rank], zero beyond the matrix's rank
     v: jax.Array  # float32[..., max_rank, K], zero beyond the matrix's rank
@@ -93,7 +93,7 @@ class Factors(NamedTuple):
 
 
 class MiloResult(NamedTuple):
-    """The best pass of each matrix; fields of the factors as in `Factors`."""
+    """Best pass of each matrix; the factors' fields are those of `Factors`."""
 
     codes: Codes
     u: jax.Array
@@ -105,7 +105,7 @@ class MiloResult(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """What one pass found."""
+    """Result of one pass."""
 
     codes: Codes
     factors: Factors
@@ -126,11 +126,11 @@ class _State(NamedTuple):
 def milo(
     weights: jax.Array, grid: Grid, settings: MiloSettings, rank: jax.Array | int
 ) -> MiloResult:
-    """W ~ s (q - z) + U V: codes for W - U V, then U V for what the codes miss (Algorithm 1).
+    """Fits W ~ s (q - z) + U V: codes of W - U V, then U V of the rest (Algorithm 1).
 
-    Scales are found anew from W - U V in every pass. A matrix stops by eq. 15, over two full
-    windows, so after pass 4 at the earliest; others go on. The best pass is returned, for eq. 15
-    also stops at a rise.
+    Every pass fits scales to W - U V again. A matrix stops by eq. 15, over two full windows, so
+    after pass 4 at the earliest; others go on. The best pass is returned, for eq. 15 also stops at
+    a rise.
 
     Args:
       weights: float32[..., N, K], finite.
@@ -183,7 +183,7 @@ def paper_pass(
     last: _Pass,
     iterations: jax.Array,
 ) -> _Pass:
-    """One pass of Algorithm 1: eq. 4-9, then eq. 10-12, then eq. 14."""
+    """Runs one pass of Algorithm 1: eq. 4-9, then eq. 10-12, then eq. 14."""
     codes = _solve(weights, last.factors, grid, settings)
     missed = weights - dequantize(codes, grid)
     u, v, basis = _decompose(missed, last.basis, settings, rank, iterations)
@@ -199,10 +199,10 @@ def refit_pass(
     last: _Pass,
     iterations: jax.Array,
 ) -> _Pass:
-    """One pass in which the codes have the last word: factors, their codes, then W's.
+    """Runs one pass that ends with the codes: factors, their codes, then W's.
 
-    Whatever the factors' quantization adds is in W - U V when that is quantized, so that it costs
-    what any other weight costs.
+    The error of quantizing the factors is part of W - U V when that is quantized, so that it costs
+    as much as any other weight.
     """
     product = _product(last.factors.u, last.factors.v)
     missed = weights - dequantize(last.codes, grid) - product
@@ -215,7 +215,7 @@ def refit_pass(
 
 
 def _first(weights: jax.Array, grid: Grid, settings: MiloSettings) -> _Pass:
-    """No factors, and the codes that go with none if the first pass begins with their error."""
+    """Empty factors, and their codes if the first pass begins with the codes' error."""
     *lead, num_rows, num_inputs = weights.shape
     u = jnp.zeros((*lead, num_rows, settings.max_rank), jnp.float32)
     v = jnp.zeros((*lead, settings.max_rank, num_inputs), jnp.float32)
@@ -243,7 +243,7 @@ def _decompose(
     rank: jax.Array,
     iterations: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """U, V without the components beyond each rank, and the next basis."""
+    """Computes U and V, truncated to each rank, and the next basis."""
     if settings.max_rank == 0:
         return matrix[..., :, :0], matrix[..., :0, :], basis
     if settings.svd == "randomized":
@@ -280,7 +280,7 @@ def _chosen(mask: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
 
 
 def _settled(errors: jax.Array, count: jax.Array, tolerance: float) -> jax.Array:
-    """Eq. 15 after pass `count` (from 0): the fall between the windows that end there and before.
+    """Stop rule, eq. 15, after pass `count` (from 0): the fall between two windows.
 
     Both windows share two errors: the fall is a third of what separates the outer ones.
     """

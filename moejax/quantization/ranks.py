@@ -54,7 +54,7 @@ _UNITS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """What a policy knows of one matrix [N, K]."""
+    """Facts of one matrix [N, K] for a rank policy."""
 
     name: str
     kind: str  # "attention" | "shared_experts" | "mlp" | "experts" | "router" | "embed" | "head"
@@ -67,12 +67,12 @@ class Matrix:
 
     @property
     def max_rank(self) -> int:
-        """min(N, K)."""
+        """Largest rank, min(N, K)."""
         return min(self.num_rows, self.num_inputs)
 
 
 class Term(NamedTuple):
-    """One term: "kurtosis", 16 or 6.25 and whether that is a percentage."""
+    """One term: "kurtosis", 16 or 6.25, and whether that is a percentage."""
 
     policy: str
     amount: float
@@ -83,7 +83,7 @@ class Term(NamedTuple):
 
 
 class RankPolicy(NamedTuple):
-    """A sum of terms, and the bytes that all compensators may take together."""
+    """Sum of terms, and the byte budget of all compensators together."""
 
     terms: tuple[Term, ...]
     budget_bytes: int | None = None
@@ -94,7 +94,7 @@ class RankPolicy(NamedTuple):
 
 
 class RankPlan(NamedTuple):
-    """The ranks of a list of matrices, in its order."""
+    """Ranks of a list of matrices, in its order."""
 
     ranks: tuple[int, ...]
     capped: tuple[str, ...]  # names of matrices for which the policy said more than min(N, K)
@@ -102,7 +102,7 @@ class RankPlan(NamedTuple):
 
 
 class _Problem(NamedTuple):
-    """A list of matrices as arrays."""
+    """List of matrices as arrays."""
 
     matrices: Sequence[Matrix]
     costs: np.ndarray  # int64[n], bytes of one rank
@@ -167,7 +167,7 @@ def rank_bytes(num_rows: int, num_inputs: int, factor_bits: int, *, group_size: 
 def assign_ranks(
     policy: RankPolicy, matrices: Sequence[Matrix], *, factor_bits: int = 8, multiple: int = 8
 ) -> RankPlan:
-    """The rank of every matrix.
+    """Assigns a rank to every matrix.
 
     Without a budget Uniform, Dense and Sparse give what they say; Kurtosis and Frequency multiples
     of `multiple`. With one the same policy, before rounding, is scaled until all compensators take
@@ -175,7 +175,7 @@ def assign_ranks(
 
     Args:
       policy: of `parse_policy`.
-      matrices: of the whole model, since averages run over all of its sparse matrices.
+      matrices: all of the model's, since averages run over all sparse ones.
       factor_bits: of the factors; a rank costs `rank_bytes`.
       multiple: positive.
 
@@ -213,7 +213,7 @@ def _problem(matrices: Sequence[Matrix], factor_bits: int) -> _Problem:
 
 
 def _real_ranks(term: Term, problem: _Problem) -> np.ndarray:
-    """float64[n], the ranks that a term asks for before rounding; fixed terms round percentages.
+    """Ranks float64[n] of a term before rounding; fixed terms round percentages.
 
     Raises:
       ValueError: as `assign_ranks`.
@@ -239,7 +239,7 @@ def _real_ranks(term: Term, problem: _Problem) -> np.ndarray:
 
 
 def _shares(term: Term, matrices: Sequence[Matrix]) -> np.ndarray:
-    """float64[n], to what the ranks are in proportion, before bytes are counted."""
+    """Weights float64[n] to which the ranks are proportional, before bytes are counted."""
     found: list[float | None] = [getattr(matrix, term.policy) for matrix in matrices]
     for matrix, value in zip(matrices, found, strict=True):
         if value is None or not np.isfinite(value) or (term.policy == "frequency" and value < 0):
@@ -254,9 +254,9 @@ def _shares(term: Term, matrices: Sequence[Matrix]) -> np.ndarray:
 def _round_within(
     real: np.ndarray, problem: _Problem, budget_bytes: int, multiple: int
 ) -> np.ndarray:
-    """int64[n]: ranks in proportion to `real`, multiples or capped, that take the budget.
+    """Rounds ranks in proportion to `real`, int64[n], multiples or capped, within the budget.
 
-    What a cap frees goes to the others. Matrices of one shape keep the order of `real`.
+    Bytes that a cap frees go to the other matrices. Matrices of one shape keep the order of `real`.
     """
     costs, caps = problem.costs, problem.caps
     exact = np.zeros(len(real))

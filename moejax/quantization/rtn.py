@@ -1,4 +1,4 @@
-"""Round to nearest: the grid of a group spans its range."""
+"""Round to nearest (RTN): the grid of a group spans its range."""
 
 import functools
 
@@ -19,7 +19,7 @@ def rtn(weights: jax.Array, grid: Grid) -> Codes:
     Integer zero: the same over the range widened to hold 0, z rounded (so that 0 <= z < 2^b).
     Symmetric:    s = 2 max|w| / (2^b - 1), z = 2^(b - 1) (MiLo eq. 13).
 
-    Groups of one value come back exactly but for float32 rounding; groups of zeros come back as 0.
+    Groups of one value are exact up to float32 rounding; groups of zeros stay 0.
 
     Args:
       weights: float32[..., N, K], finite.

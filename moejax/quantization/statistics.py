@@ -1,11 +1,11 @@
-"""What is measured on a matrix before it is quantized."""
+"""Statistics of a matrix before it is quantized."""
 
 import jax
 import jax.numpy as jnp
 
 
 def excess_kurtosis(weights: jax.Array) -> jax.Array:
-    """E[(x - mean)^4] / var^2 - 3 of each matrix: 0 of a Gaussian, more of heavier tails.
+    """Excess kurtosis E[(x - mean)^4] / var^2 - 3 of each matrix: 0 for a Gaussian.
 
     MiLo 3.1.1 prints the formula without the 3, but its Table 2 is negative for flat weights.
 

@@ -1,4 +1,4 @@
-"""The file of a profile: buddy lists, what they were made of, and where they come from.
+"""Profile file: buddy lists, the counts they were made from, and their provenance.
 
 `buddies.safetensors`, beside a checkpoint, holds
 
@@ -15,7 +15,7 @@ import dataclasses
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from absl import logging
@@ -24,18 +24,12 @@ from safetensors.numpy import save
 
 from moejax.checkpoints.safetensors_reader import StoredTensor, read_array, read_header
 from moejax.errors import MoejaxError
-from moejax.files import result_rows as results
 from moejax.files.whole import write_whole
 from moejax.models.config import ModelConfig
 from moejax.policies.buddy_gates import percentile_tau
 from moejax.policies.buddy_lists import BuddyLists, Source, buddy_lists, output_gains
 from moejax.policies.expert_activity import ExpertActivity, shares
 from moejax.policies.foresight import links_of
-
-if TYPE_CHECKING:
-    from moejax.engine import Engine
-    from moejax.evaluation.record import Stream
-    from moejax.text.corpus import Text
 
 FILE_NAME = "buddies.safetensors"
 FORMAT = "moejax buddies 1"
@@ -44,12 +38,12 @@ _MEND = "profile the model again (python -m moejax.profile_experts)"
 
 @dataclasses.dataclass(frozen=True)
 class BuddyProfile:
-    """What BuddyMoE knows of a model.
+    """Profile of a model for BuddyMoE: buddy lists, thresholds and counts.
 
     Attributes:
       lists: for `policies.buddymoe.BuddyMoe`.
-      tau: float32[M], for the same.
-      activity: on the host; lists and tau with other options are made of it by `profile_of`.
+      tau: float32[M], for `policies.buddymoe.BuddyMoe` too.
+      activity: counts, on the host; `profile_of` makes lists and tau with other options from them.
       provenance: model, text, options, versions, date, command.
     """
 
@@ -60,13 +54,13 @@ class BuddyProfile:
 
     @property
     def links(self) -> np.ndarray | None:
-        """float32[M, E, E] for `policies.dynaexq.DynaExq`; None of a profile that lacks them."""
+        """Links float32[M, E, E] for `policies.dynaexq.DynaExq`; None if the profile lacks them."""
         following = self.activity.following
         return None if following is None else links_of(np.asarray(following))
 
     @property
     def gains(self) -> np.ndarray | None:
-        """float64[M, E, E] for the same, of outputs; None where they were not compared."""
+        """Gains float64[M, E, E] of outputs for BuddyMoE; None if outputs were not compared."""
         if self.activity.cosines is None:
             return None
         cosines, tokens = self.activity.cosines, self.activity.activations
@@ -83,16 +77,17 @@ def profile_of(
     max_buddies: int,
     percentile: float,
 ) -> BuddyProfile:
-    """Lists and tau of what was counted.
+    """Makes lists and tau from counts.
 
     Args:
       activity: on the host.
-      provenance: as far as it goes; the options are added to it.
-      source: of q. By co-activations the list of an expert that was never chosen is empty.
+      provenance: without the options, which are added.
+      source: where q comes from. By co-activations, an expert that was never chosen has an empty
+        list.
       smoothing: epsilon of Laplace, for co-activations.
-      alpha: CFT, of all layers or [M].
+      alpha: CFT, one for all layers or [M].
       max_buddies: K_max.
-      percentile: of TAE, for tau; 0 is off.
+      percentile: percentile of TAE, for tau; 0 is off.
     """
     q = shares(activity, source, smoothing)
     if source != "outputs":  # of an expert that was never chosen smoothing alone would tell
@@ -109,41 +104,8 @@ def profile_of(
     return BuddyProfile(lists, tau, activity, {**provenance, "lists": options})
 
 
-def provenance(
-    checkpoint: str, directory: Path, engine: "Engine", text: "Text", stream: "Stream"
-) -> dict[str, Any]:
-    """What was profiled, on what, with what, when.
-
-    Args:
-      checkpoint: as the user named it.
-      directory: where it is.
-      engine: that holds it.
-      text: what was counted on.
-      stream: its tokens.
-    """
-    config = engine.config
-    return {
-        "checkpoint": checkpoint,
-        "config_sha256": _config_sha256(directory),
-        "family": config.family,
-        "sparse_layers": list(config.moe_layers),
-        "experts": config.num_experts,
-        "experts_per_token": config.experts_per_token,
-        "bits_per_weight": engine.bits_per_weight,
-        "dtype": str(engine.dtype),
-        "text": {"source": text.source, "sha256": text.sha256, "bytes": text.num_bytes},
-        "tokens": len(stream.ids),
-        "bos": stream.bos,
-        "tokenizer_sha256": stream.tokenizer_sha256,
-        "device": results.describe_device(engine.device),
-        "versions": results.package_versions("jax", "jaxlib", "flax", "numpy", "tokenizers"),
-        "date": results.today(),
-        "command": results.command_line(),
-    }
-
-
 def summary(profile: BuddyProfile, output: Path) -> str:
-    """The result in one line, with the sizes of the lists that section 3.3 reports."""
+    """Summarises the profile in one line, with the list sizes of section 3.3."""
     sizes, activity, of = profile.lists.sizes(), profile.activity, profile.provenance
     never = int((np.asarray(activity.activations) == 0).sum())
     least, most = sizes.min(), sizes.max()
@@ -161,7 +123,7 @@ def summary(profile: BuddyProfile, output: Path) -> str:
 
 
 def save_buddies(path: Path, profile: BuddyProfile) -> None:
-    """Writes the file, whole or not at all."""
+    """Writes the profile, whole or not at all."""
     counted = dataclasses.asdict(profile.activity)
     tensors = {
         "buddies": profile.lists.ids,
@@ -177,16 +139,15 @@ def save_buddies(path: Path, profile: BuddyProfile) -> None:
 def load_buddies(
     path: Path, config: ModelConfig | None = None, directory: Path | None = None
 ) -> BuddyProfile:
-    """Reads a profile; one of another config.json of the model's family is warned about.
+    """Reads a profile; warns if it comes from another config.json of the model's family.
 
     Args:
-      path: the file, or the directory of a checkpoint that it lies in.
-      config: of the model that it is to serve.
+      path: the file, or the checkpoint directory that holds it.
+      config: the model that will use it.
       directory: of that model's checkpoint.
 
     Raises:
-      MoejaxError: there is no such file, it is no profile or a broken one, or it is of another
-        model.
+      MoejaxError: the file is missing, is not a profile, is broken, or belongs to another model.
     """
     path = path / FILE_NAME if path.is_dir() else path
     if not path.is_file():
@@ -215,7 +176,7 @@ def load_buddies(
 def _check_origin(
     path: Path, provenance: Any, config: ModelConfig | None, directory: Path | None
 ) -> None:
-    """Raises MoejaxError for a profile of another family; warns where config.json is another."""
+    """Raises MoejaxError for a profile of another family; warns of another config.json."""
     counting = provenance.get("counting", {}) if isinstance(provenance, dict) else None
     if not isinstance(counting, dict):
         raise MoejaxError(f"{path} does not say where it comes from; {_MEND}")
@@ -226,19 +187,20 @@ def _check_origin(
         )
     hashed, found = (
         provenance.get("config_sha256"),
-        _config_sha256(directory) if directory else None,
+        config_sha256(directory) if directory else None,
     )
     if None not in (hashed, found) and hashed != found:
         logging.warning("%s is of %s, whose config.json is not this model's", path, of)
 
 
-def _config_sha256(directory: Path) -> str | None:
+def config_sha256(directory: Path) -> str | None:
+    """SHA-256 of the checkpoint's config.json; None where there is none."""
     described = directory / "config.json"
     return hashlib.sha256(described.read_bytes()).hexdigest() if described.is_file() else None
 
 
 def _check_values(path: Path, lists: BuddyLists, numbers: dict[str, np.ndarray]) -> None:
-    """Raises MoejaxError where the invariants of `BuddyLists` do not hold, or a number is none."""
+    """Raises MoejaxError if `BuddyLists` breaks an invariant, or a number is NaN."""
     ids, num_experts = lists.ids, lists.ids.shape[1]
     if ids.max(initial=-1) >= num_experts or ids.min(initial=-1) < -1:
         raise MoejaxError(f"{path}: buddies names an expert that there is not; {_MEND}")
@@ -257,7 +219,7 @@ def _check_values(path: Path, lists: BuddyLists, numbers: dict[str, np.ndarray])
 
 
 def _check(path: Path, stored: dict[str, StoredTensor], config: ModelConfig | None) -> None:
-    """Raises MoejaxError for tensors that are missing, or not as large as they should be."""
+    """Raises MoejaxError for tensors that are missing or have another size."""
     optional = ("cosines", "following")
     names = [field.name for field in dataclasses.fields(ExpertActivity)]
     needed = [name for name in names if name not in optional]

@@ -61,13 +61,13 @@ _DTYPES: dict[str, np.dtype] = {
 
 
 def id_dtype(num_experts: int) -> np.dtype:
-    """The smallest dtype of expert ids."""
+    """Smallest dtype of expert ids."""
     return np.dtype(np.uint8 if num_experts <= 256 else np.uint16)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trace:
-    """A trace in memory; the fields are the tensors of the file, None for those it lacks.
+    """A trace in memory; its fields are the file's tensors, None for missing ones.
 
     Invariants (`check`): the shapes and dtypes of the module's table; steps do not fall; the rows
     of a step are of one phase; ids are experts, and a token's are different from each other;
@@ -93,34 +93,34 @@ class Trace:
 
     @property
     def num_layers(self) -> int:
-        """M."""
+        """Number of sparse layers, M."""
         return self.ids.shape[1]
 
     @property
     def width(self) -> int:
-        """A."""
+        """Experts per token, A."""
         return self.ids.shape[2]
 
     @property
     def num_steps(self) -> int:
-        """Calls of the model."""
+        """Number of calls of the model."""
         return len(np.unique(self.step))
 
     @property
     def steps_per_call(self) -> int | None:
-        """Most decode steps of one call of the model; None: it is not known."""
+        """Most decode steps in one call of the model; None if unknown."""
         return int(self.facts[STEPS_PER_CALL]) if STEPS_PER_CALL in self.facts else None
 
     @property
     def tiers(self) -> dict[str, int] | None:
-        """Bytes of an expert in each form, of falling fidelity; None: they are not known."""
+        """Bytes of an expert in each form, of falling fidelity; None if unknown."""
         if TIERS not in self.facts:
             return None
         pairs = (tier.partition("=") for tier in self.facts[TIERS].split(", "))
         return {name: int(nbytes) for name, _, nbytes in pairs}
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """The arrays that are there, by name."""
+        """Arrays of the trace, by name."""
         found = {name: getattr(self, name) for name in (*REQUIRED, *OPTIONAL)}
         return {name: array for name, array in found.items() if array is not None}
 
@@ -196,13 +196,13 @@ class Trace:
 
 
 def _seal(facts: Mapping[str, str], tensors: Mapping[str, tuple[str, list[int], int]]) -> str:
-    """The checksum of metadata, and of each tensor's name, dtype, shape and bytes."""
+    """Checksum of metadata, and of each tensor's name, dtype, shape and bytes."""
     said = json.dumps([sorted(facts.items()), sorted(tensors.items())])
     return f"{zlib.crc32(said.encode()):08x}"
 
 
 def check_place(path: Path) -> None:
-    """Raises MoejaxError unless a trace may be written at `path`, or over the one that is there."""
+    """Raises MoejaxError unless `path` is free for a trace, or holds one."""
     if path.is_dir() or not path.parent.is_dir():
         what = "is a directory" if path.is_dir() else f"lies in {path.parent}, which is missing"
         raise MoejaxError(f"a trace at {path}: it {what}; name a file in a directory that exists")
@@ -213,7 +213,7 @@ def check_place(path: Path) -> None:
 
 
 def _is_trace(path: Path) -> bool:
-    """By the header; an empty file is as good as none."""
+    """Whether a file's header is a trace's; an empty file counts as none."""
     if not path.is_file() or not path.stat().st_size:
         return path.is_file()
     try:
@@ -224,17 +224,17 @@ def _is_trace(path: Path) -> bool:
 
 
 class TraceWriter:
-    """Appends rows to a file that is whole or not there.
+    """Appends rows to a trace; the file is whole or absent.
 
-    Rows go to one file a tensor in a hidden folder beside the place (`folder`); `close` joins them.
-    Used as a context, an exception leaves nothing behind, and no file.
+    Rows go to one file per tensor in a hidden folder (`folder`) beside the trace; `close` joins
+    them. An exception inside the context removes everything.
     """
 
     def __init__(self, path: Path, num_experts: int, facts: Mapping[str, str] | None = None):
         """Begins a trace.
 
         Args:
-          path: the file's place, whose directory exists.
+          path: the file to write; its directory exists.
           num_experts: E.
           facts: for people, into the metadata.
 
@@ -251,10 +251,10 @@ class TraceWriter:
         self._checksums: dict[str, Checksum] = {}
 
     def append(self, **rows: np.ndarray) -> None:
-        """Appends rows: every tensor of the first call, as in the module's table, casts made.
+        """Appends rows of every tensor of the first call, cast to the module's table.
 
         Raises:
-          ValueError: tensors are missing, new or of other shapes than before.
+          ValueError: a tensor is missing, new or has another shape than before.
         """
         ids = id_dtype(self.num_experts)
         dtypes = _DTYPES | dict.fromkeys(("ids", "predicted_ids"), ids)
@@ -276,10 +276,10 @@ class TraceWriter:
         self.num_rows += len(arrays["step"])
 
     def close(self) -> None:
-        """Makes the file. Nothing else may be called after it.
+        """Joins the file; nothing else may be called after it.
 
         Raises:
-          MoejaxError: no row was appended; there is no file then.
+          MoejaxError: no row was appended, so there is no file.
         """
         try:
             if not self.num_rows:
@@ -301,7 +301,7 @@ class TraceWriter:
             self.discard()
 
     def discard(self) -> None:
-        """Leaves nothing behind; does nothing after `close`."""
+        """Removes all traces of the file; does nothing after `close`."""
         for file in self._files.values():
             with contextlib.suppress(OSError):  # what it had still to write finds no room
                 file.close()
@@ -345,7 +345,7 @@ class TraceWriter:
 
 
 def write_trace(path: Path, trace: Trace) -> None:
-    """Writes a trace that is in memory, checked."""
+    """Checks and writes a trace that is in memory."""
     trace.check()
     with TraceWriter(path, trace.num_experts, trace.facts) as writer:
         writer.append(**trace.tensors())
@@ -355,8 +355,8 @@ def read_trace(path: Path) -> Trace:
     """Reads and checks a trace.
 
     Raises:
-      MoejaxError: the file is missing, is no trace, is of another version, is not what was written,
-        or breaks an invariant.
+      MoejaxError: the file is missing, is not a trace, has another version, has changed since it
+        was written, or breaks an invariant.
     """
     if not path.is_file():
         raise MoejaxError(f"there is no trace {path}")
@@ -395,7 +395,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def trace_of_replay(replay: np.ndarray, num_experts: int) -> Trace:
-    """A trace of one sequence that decodes, with equal weights.
+    """Makes a trace of one decoding sequence, with equal weights.
 
     Args:
       replay: int32[steps, M, A], experts of a token a step.
@@ -417,14 +417,14 @@ def trace_of_replay(replay: np.ndarray, num_experts: int) -> Trace:
 
 
 def replay_of_trace(trace: Trace, sequence: int | None = None) -> np.ndarray:
-    """int32[steps, M, A] of the decoded tokens: `ExpertStore.replay` but for its axis of tokens.
+    """Decoded tokens as int32[steps, M, A], `ExpertStore.replay` without its token axis.
 
     Args:
       trace: to be replayed.
-      sequence: which one; None for all of a trace that decodes one token a step.
+      sequence: which one; None if the trace decodes one token per step.
 
     Raises:
-      MoejaxError: nothing was decoded, or several tokens a step.
+      MoejaxError: nothing was decoded, or several tokens per step.
     """
     chosen = trace.phase == DECODE
     if sequence is not None:

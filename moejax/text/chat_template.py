@@ -35,14 +35,14 @@ class ChatSettings:
 
     Attributes:
       system: the system prompt of conversations that begin without one; "": none.
-      thinking: what templates such as Qwen3's read as `enable_thinking`; None: their own default.
+      thinking: `enable_thinking` of templates such as Qwen3's; None: their own default.
     """
 
     system: str = ""
     thinking: bool | None = None
 
     def messages(self, given: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-        """The messages, after the system prompt where they begin without one."""
+        """Messages, with the system prompt first unless they have their own."""
         if self.system and (not given or given[0].get("role") != "system"):
             return [{"role": "system", "content": self.system}, *given]
         return list(given)
@@ -53,10 +53,10 @@ class ChatSettings:
 
 
 def checked_messages(given: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """The messages of a conversation, as templates take them.
+    """Checks the messages of a conversation and converts them for templates.
 
     Raises:
-      MoejaxError: there is none, or one lacks a known role or a text.
+      MoejaxError: there is no message, or one lacks a known role or a text.
     """
     if isinstance(given, str | Mapping) or not given:
         raise MoejaxError("messages must be a list with at least one message")
@@ -72,7 +72,7 @@ def checked_messages(given: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]
 
 
 def find_chat_template(directory: Path) -> str | None:
-    """chat_template.jinja, else the (default) template in tokenizer_config.json, else None.
+    """Reads chat_template.jinja, else the template in tokenizer_config.json, else None.
 
     Raises:
       MoejaxError: a file is broken, or its named templates hold no default.
@@ -104,7 +104,7 @@ def _is_named_template(entry: Any) -> bool:
 
 
 class ChatRenderer:
-    """Renders conversations in a process of its own, which starts with the first of them.
+    """Renders conversations in a separate process, which starts with the first.
 
     A template that takes more than `chat_worker` allows ends that process, never this one; the next
     conversation starts another. Methods may be called by any thread.
@@ -117,12 +117,11 @@ class ChatRenderer:
     def render(
         self, template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
     ) -> str:
-        """The text of a conversation, as transformers renders it.
+        """Renders a conversation to text, like transformers.
 
         Args:
-          template: Jinja source.
           messages: each with "role" and "content".
-          variables: further ones of the template; all are values as JSON has them.
+          variables: further variables of the template; JSON values.
 
         Raises:
           MoejaxError: the template is broken, refuses the messages, or takes too much time or
@@ -151,7 +150,7 @@ class ChatRenderer:
 
 
 class _Worker:
-    """A process of `chat_worker`."""
+    """Handle of a `chat_worker` process."""
 
     def __init__(self) -> None:
         self._connection, theirs = Pipe()
@@ -170,10 +169,10 @@ class _Worker:
         self._receive(_START_S)
 
     def ask(self, request: bytes) -> dict[str, str]:
-        """The answer to a request.
+        """Sends a request and returns the answer.
 
         Raises:
-          MoejaxError: there is none; the process is of no use any more.
+          MoejaxError: the process gave no answer and cannot be used any more.
         """
         try:
             self._connection.send_bytes(request)

@@ -1,4 +1,4 @@
-"""The process that renders chat templates: it may take so much time and memory, and ends at more.
+"""Process that renders chat templates within limits of time and memory.
 
 Started by `moejax.text.chat_template` as a script, with a descriptor to talk over. A template is
 somebody's program. Jinja's sandbox keeps it from the machine, but not from multiplying strings or
@@ -29,7 +29,7 @@ _MOST_REASON = 300  # characters of an error
 
 
 def main() -> None:
-    """Renders what is asked for until the other end is closed."""
+    """Renders requests until the other end closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def limit_time() -> None:
-    """Has the system end this process if it computes for longer than one template may."""
+    """Sets the system's limit on this process's compute time to one template's."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     seconds = math.ceil(used.ru_utime + used.ru_stime) + CPU_S
@@ -53,7 +53,7 @@ def limit_time() -> None:
 
 
 def answer(request: bytes) -> dict[str, str]:
-    """The "text" of a conversation, or the "error" that its template ended with."""
+    """Renders a conversation: its "text", or the "error" that ended the template."""
     try:
         fields = json.loads(request)
         text = _compile(fields["template"]).render(fields["variables"])
@@ -74,7 +74,7 @@ class _GenerationBlock(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """The nodes between the tags."""
+        """Returns the nodes between the tags."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -93,7 +93,7 @@ def _compile(template: str) -> jinja2.Template:
 
 
 def _to_json(value: Any, *, ensure_ascii: bool = False, **options: Any) -> str:
-    """Jinja's own filter escapes HTML, which prompts do not want."""
+    """Serialises without escaping HTML, unlike Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 

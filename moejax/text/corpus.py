@@ -1,4 +1,4 @@
-"""The texts that perplexity is measured on: a file, or WikiText-2 from the Hub."""
+"""Texts for perplexity: a file, or WikiText-2 from the Hub."""
 
 import dataclasses
 import gzip
@@ -8,8 +8,12 @@ import lzma
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moejax.errors import MoejaxError
+
+if TYPE_CHECKING:
+    from moejax.text.tokenizer import Tokenizer
 
 WIKITEXT2 = "wikitext2"
 _HUB_NAME, _HUB_SUBSET = "Salesforce/wikitext", "wikitext-2-raw-v1"
@@ -19,24 +23,24 @@ _READERS: dict[str, Callable[[bytes], bytes]] = {".xz": lzma.decompress, ".gz": 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """What is scored, and where it comes from."""
+    """A text to score, and its source."""
 
     content: str
     source: str
 
     @property
     def num_bytes(self) -> int:
-        """In UTF-8."""
+        """Bytes in UTF-8."""
         return len(self.content.encode())
 
     @property
     def sha256(self) -> str:
-        """Of the UTF-8 bytes."""
+        """Hash of the UTF-8 bytes."""
         return hashlib.sha256(self.content.encode()).hexdigest()
 
 
 def load_text(name: str, join: str) -> Text:
-    r"""The text of a name.
+    r"""Loads the text of a name.
 
     Args:
       name: "wikitext2", the test rows of WikiText-2 as papers join them, `"\n\n".join(rows)`; or a
@@ -58,21 +62,49 @@ def load_text(name: str, join: str) -> Text:
     return Text(content, path.name)
 
 
-def joined_rows(content: str) -> str:
-    r"""A raw WikiText file as papers score it.
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """A text as tokens."""
 
-    Its lines are the dataset's rows: a blank one is an empty row, any other keeps its newline;
-    rows are joined by "\n\n".
+    ids: list[int]
+    bos: str | None  # the special token that the tokenizer put first
+    tokenizer_sha256: str
+
+
+def encode(tokenizer: "Tokenizer", directory: Path, text: Text, *, special: bool) -> Stream:
+    """Encodes a text, and records the tokens put before it."""
+    ids = tokenizer.encode(text.content, add_special_tokens=special)
+    bos = None
+    if special and (added := tokenizer.encode("", add_special_tokens=True)) and ids:
+        bos = tokenizer.decode(added[:1], skip_special_tokens=False) if ids[0] == added[0] else None
+    sha256 = hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest()
+    return Stream(ids, bos, sha256)
+
+
+def beginning(
+    tokenizer: "Tokenizer", stream: Stream, text: Text, num_tokens: int
+) -> tuple[Stream, Text]:
+    """First `num_tokens` tokens, and the text that they spell."""
+    ids = stream.ids[:num_tokens]
+    spelt = Text(tokenizer.decode(ids), f"{text.source}, the first {num_tokens} tokens")
+    return dataclasses.replace(stream, ids=ids), spelt
+
+
+def joined_rows(content: str) -> str:
+    r"""Joins a raw WikiText file like papers score it.
+
+    The lines are the dataset's rows: a blank one is an empty row, any other keeps its newline; rows
+    are joined by "\n\n".
     """
     lines = content.removesuffix("\n").split("\n")
     return "\n\n".join(line + "\n" if line.strip() else "" for line in lines)
 
 
 def unpacked(path: Path) -> bytes:
-    """The bytes of a file, those that .xz or .gz packed.
+    """Reads the bytes of a file, unpacking .xz and .gz.
 
     Raises:
-      MoejaxError: there is none, it cannot be read, or is broken.
+      MoejaxError: the file is missing, unreadable or broken.
     """
     try:
         stored = path.read_bytes()
@@ -95,7 +127,7 @@ def unpacked(path: Path) -> bytes:
 
 
 def decoded(path: Path, content: bytes) -> str:
-    """UTF-8 as text; a MoejaxError names the first byte of `path` that is none."""
+    """Decodes UTF-8; a MoejaxError names the first bad byte of `path`."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -105,10 +137,10 @@ def decoded(path: Path, content: bytes) -> str:
 
 
 def _hub_rows() -> list[str]:
-    """The test rows; a copy in the cache of `datasets` is taken before the network is asked.
+    """Loads the test rows, from the cache of `datasets` before the network.
 
     Raises:
-      MoejaxError: `datasets` is not installed, or neither has the rows.
+      MoejaxError: `datasets` is not installed, or the rows cannot be had.
     """
     mend = "give a file instead: --config.text=FILE (and --config.join=wikitext for the raw one)"
     try:

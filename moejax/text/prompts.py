@@ -1,4 +1,4 @@
-"""Prompts as the command line and callers give them."""
+"""Prompts from the command line and from callers."""
 
 import operator
 import sys
@@ -17,11 +17,10 @@ Prompt = str | Sequence[int]
 
 
 def read_prompts(texts: Sequence[str], files: Sequence[str]) -> list[str]:
-    """The texts, then the whole text of each file, line ends included, a byte order mark not.
+    """Returns the texts, then each file's whole text without a byte order mark.
 
     Args:
-      texts: of the command line.
-      files: their paths; "-" is standard input.
+      files: paths; "-" is standard input.
 
     Raises:
       MoejaxError: a file cannot be read, or a text or a file is empty or not UTF-8.
@@ -51,9 +50,9 @@ def _whole_text(file: str) -> str:
 
 
 def valid_text(text: str, what: str) -> str:
-    """The text, unless the shell or a terminal handed over bytes that are none.
+    """Returns the text, or raises MoejaxError if the shell passed invalid bytes.
 
-    Such bytes are lone surrogates here; `what` is the text's name in the error.
+    Invalid bytes arrive as lone surrogates; `what` is the text's name in the error.
     """
     try:
         text.encode("utf-8")
@@ -63,7 +62,7 @@ def valid_text(text: str, what: str) -> str:
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts from one prompt or several."""
+    """Makes a list of prompts from one prompt or several."""
     if isinstance(prompts, str):
         return [prompts]
     try:
@@ -78,16 +77,15 @@ def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def token_ids_of(
     prompt: Prompt, tokenizer: "Tokenizer | None", vocab_size: int, *, add_special_tokens: bool
 ) -> list[int]:
-    """The tokens of a prompt.
+    """Encodes a prompt.
 
     Args:
       prompt: a text, or token ids.
-      tokenizer: of texts; None where the checkpoint has none.
+      tokenizer: encodes texts; None if the checkpoint has none.
       vocab_size: V.
-      add_special_tokens: whether the tokenizer adds them.
 
     Raises:
-      MoejaxError: it has none, or is none.
+      MoejaxError: the prompt has no tokens, or is not a prompt.
     """
     if not isinstance(prompt, str):
         try:
@@ -112,6 +110,6 @@ def check_tokens(ids: np.ndarray, vocab_size: int) -> None:
 
 
 def check_length(length: int, longest: int, what: str = "") -> None:
-    """Raises MoejaxError if so many tokens (after words for them) are more than a context holds."""
+    """Raises MoejaxError if a context is too short for so many tokens, described by `what`."""
     if length > longest:
         raise MoejaxError(f"{what}{length} tokens do not fit the model's context of {longest}")

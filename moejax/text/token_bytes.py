@@ -1,4 +1,4 @@
-"""Bytes of text that one token stands for at most: a text's tokens are counted from below by it."""
+"""Most bytes that a token can stand for, a lower bound on a text's tokens."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -8,11 +8,11 @@ _NFC_SHRINKS = 3  # U+1FEF has three bytes in UTF-8 and is a grave accent, of on
 
 
 def most_token_bytes(serialized: str) -> int | None:
-    """Bytes of a text that a token holds at most; None where there is no such limit.
+    """Most bytes of text that a token can stand for; None if unlimited.
 
     Args:
-      serialized: the JSON of a tokenizer. There is a limit for BPE over bytes, or with all bytes to
-        fall back on, whose normalizers and splits leave nothing of a text out.
+      serialized: the JSON of a tokenizer. BPE over bytes, or with all bytes as fallback, has a
+        limit if its normalizers and splits keep all of a text.
     """
     parts = json.loads(serialized)
     normalizers = list(_flat(parts["normalizer"], "normalizers"))
@@ -40,7 +40,7 @@ def most_token_bytes(serialized: str) -> int | None:
 
 
 def _flat(part: Mapping[str, Any] | None, name: str) -> Iterator[Mapping[str, Any]]:
-    """The parts of a sequence, a single one, or none."""
+    """Yields the parts of a sequence, a single one, or none."""
     if part is None:
         return
     if part["type"] != "Sequence":
@@ -51,7 +51,7 @@ def _flat(part: Mapping[str, Any] | None, name: str) -> Iterator[Mapping[str, An
 
 
 def _shrinks(normalizer: Mapping[str, Any]) -> int | None:
-    """Factor by which the normalizer can make a text shorter; None where there is no limit."""
+    """Largest factor by which a normalizer can shorten a text; None if unlimited."""
     kind = normalizer["type"]
     if kind == "NFC":
         return _NFC_SHRINKS
@@ -64,7 +64,7 @@ def _shrinks(normalizer: Mapping[str, Any]) -> int | None:
 
 
 def _keeps_all(split: Mapping[str, Any]) -> bool:
-    """Whether all of a text is in what the split gives."""
+    """Whether a split keeps all of a text."""
     if split["type"] in ("Split", "Punctuation"):
         return split["behavior"] != "Removed"
     return split["type"] in ("ByteLevel", "Digits", "Metaspace")

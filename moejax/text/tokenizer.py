@@ -1,4 +1,4 @@
-"""Text to token ids and back, over the tokenizer.json of a checkpoint; chat templates."""
+"""Tokenizer: text to token ids and back by a checkpoint's tokenizer.json; chat templates."""
 
 import contextlib
 import functools
@@ -26,12 +26,12 @@ _LLAMA_ADDS = {"add_bos_token": True, "add_eos_token": False}
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint directory.
+    """Tokenizer of a checkpoint directory.
 
     Special tokens around a text are those of tokenizer.json's post-processor and, as in
     transformers 4, those that tokenizer_config.json asks for by `add_bos_token` (true where it is
     left out) and `add_eos_token` (false) if its `tokenizer_class` is LlamaTokenizer(Fast) or
-    DeepSeek's subclass of it; DeepSeek's files have a post-processor that adds nothing. Of other
+    DeepSeek's subclass of it; DeepSeek's files have a post-processor that adds nothing. For other
     classes, such as Qwen2Tokenizer, the two fields mean nothing. A token that the post-processor
     adds is neither added twice nor, where its field is false, taken away, as transformers 4 would.
     transformers 5 reads neither field beside a tokenizer.json: it gives DeepSeek's prompts no bos.
@@ -57,7 +57,7 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: Path) -> "Tokenizer | None":
-        """The tokenizer of a checkpoint, or None if it has no tokenizer.json.
+        """Loads a checkpoint's tokenizer; None without a tokenizer.json.
 
         Raises:
           MoejaxError: the file, or one that belongs to it, is broken.
@@ -87,13 +87,11 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, goes_on: bool = False
     ) -> list[int]:
-        """Token ids of `text`, with the special tokens around it; see the class.
+        """Encodes `text`, with the special tokens around it; see the class.
 
         Args:
-          text: to be encoded.
-          add_special_tokens: whether any are put around it.
-          goes_on: something follows, so that they are put before it and none behind it, neither
-            by the post-processor nor by `add_eos_token`.
+          goes_on: more text follows, so special tokens are put before it and none behind it,
+            neither by the post-processor nor by `add_eos_token`.
 
         Raises:
           MoejaxError: the tokenizer fails on it.
@@ -107,11 +105,11 @@ class Tokenizer:
 
     @functools.cached_property
     def most_token_bytes(self) -> int | None:
-        """Bytes of a text that a token stands for at most; None where there is no such limit."""
+        """Most bytes of text that a token can stand for; None if unlimited."""
         return most_token_bytes(self._encoder.to_str())
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids; ids without a token are left out.
+        """Decodes token ids to text; ids without a token are left out.
 
         Raises:
           MoejaxError: the tokenizer fails on them.
@@ -120,11 +118,11 @@ class Tokenizer:
             return self._encoder.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its text, such as "<s>"; None where there is none."""
+        """Id of a token by its text, such as "<s>"; None if there is no such token."""
         return self._encoder.token_to_id(token)
 
     def stream(self) -> "TokenStream":
-        """Decodes one token after the other."""
+        """Starts a decoder that takes one token at a time."""
         return TokenStream(self.decode)
 
     def apply_chat_template(
@@ -134,7 +132,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The prompt for a conversation; encode it with `add_special_tokens=False`.
+        """Renders a conversation's prompt; encode it with `add_special_tokens=False`.
 
         Args:
           messages: each with "role" and "content".
@@ -159,10 +157,10 @@ class Tokenizer:
             return found
 
     def _asked_for(self, directory: Path, name: str) -> list[int]:
-        """The id of a special token that tokenizer_config.json asks for around a text, or none.
+        """Id of a special token that tokenizer_config.json puts around a text, or none.
 
         Raises:
-          MoejaxError: a field has the wrong type, or names what is no token.
+          MoejaxError: a field has the wrong type, or names an unknown token.
         """
         path = directory / "tokenizer_config.json"
         fields = _LLAMA_ADDS | _read_if_there(path)
@@ -184,7 +182,7 @@ class Tokenizer:
 
 
 class TokenStream:
-    """Text of a growing sequence of tokens, never half a character.
+    """Decodes a growing sequence of tokens to text, never half a character.
 
     Invariant: what was returned so far, `flush()` included, is `decode()` of what was pushed, as
     long as the tokens spell valid UTF-8.
@@ -200,7 +198,7 @@ class TokenStream:
         self._num_returned = 0
 
     def push(self, token_id: int) -> str:
-        """The text that has become certain with this token, often one word, perhaps none."""
+        """Adds a token; returns the text that has become certain, perhaps none."""
         self._ids.append(token_id)
         piece = self._pending()
         if not piece or piece.endswith(_REPLACEMENT):
@@ -210,7 +208,7 @@ class TokenStream:
         return piece
 
     def flush(self) -> str:
-        """What is left at the end: nothing, or an incomplete character's replacement."""
+        """Returns the remaining text: nothing, or an incomplete character's replacement."""
         piece = self._pending()
         self._num_returned = len(self._ids)
         return piece
@@ -221,16 +219,12 @@ class TokenStream:
 
 
 def read_eos_ids(directory: Path, *, vocab_size: int) -> tuple[int, ...]:
-    """The tokens that end an answer: by generation_config.json, else config.json, else by name.
+    """Tokens that end an answer: by generation_config.json, config.json, or name.
 
-    A config.json that leaves them out means its family's own, as in transformers.
-
-    Args:
-      directory: a checkpoint's, with a tokenizer or without.
-      vocab_size: the model's.
+    If config.json omits them, they are its family's own, as in transformers.
 
     Raises:
-      MoejaxError: one of the files is broken, or names what is no token of the model.
+      MoejaxError: one of the files is broken, or names an unknown token.
     """
     for name in ("generation_config.json", "config.json"):
         fields = _read_if_there(directory / name)
@@ -255,7 +249,7 @@ def read_eos_ids(directory: Path, *, vocab_size: int) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def _plain_errors(said: str) -> Iterator[None]:
-    """Makes one line of what the Rust side raises: plain `Exception`, or a panic, which is none."""
+    """Turns exceptions and panics of the Rust side into errors of one line."""
     try:
         yield
     except BaseException as error:
@@ -266,7 +260,7 @@ def _plain_errors(said: str) -> Iterator[None]:
 
 
 def _vanishing_token(encoder: tokenizers.Tokenizer) -> str | None:
-    """An added token that is looked for in normalized text and is empty there: encoding hangs."""
+    """Added token whose normalized text is empty, with which encoding hangs; or None."""
     normalizer = encoder.normalizer
     for token in encoder.get_added_tokens_decoder().values() if normalizer else ():
         if token.normalized and not normalizer.normalize_str(token.content):
@@ -275,7 +269,7 @@ def _vanishing_token(encoder: tokenizers.Tokenizer) -> str | None:
 
 
 def _num_behind(encoder: tokenizers.Tokenizer) -> int:
-    """Tokens that the post-processor puts behind every text."""
+    """Number of tokens that the post-processor appends to every text."""
     for token in encoder.get_added_tokens_decoder().values():  # any text that has a token
         is_added = encoder.encode(token.content).special_tokens_mask
         if 0 in is_added:
@@ -284,7 +278,7 @@ def _num_behind(encoder: tokenizers.Tokenizer) -> int:
 
 
 def _special_tokens(directory: Path) -> dict[str, str]:
-    """The `*_token` fields of tokenizer_config.json, where a token is text or an object."""
+    """Reads the `*_token` fields of tokenizer_config.json, texts or objects."""
     tokens = {}
     for name, value in _read_if_there(directory / "tokenizer_config.json").items():
         content = value.get("content") if isinstance(value, dict) else value

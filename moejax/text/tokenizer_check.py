@@ -1,7 +1,7 @@
-"""Refuses what a tokenizer.json may hold that ends a process, never ends, or fills the memory.
+"""Refuses tokenizer.json files that would end the process, hang it, or fill the memory.
 
 The tokenizers library trusts its files: some make it panic (a few of these end the process), others
-make a text of millions of characters of one. Here its parts are gone through before it sees them.
+expand one character to millions. Here the file's parts are checked before the library reads them.
 """
 
 import math
@@ -40,10 +40,10 @@ Part = Mapping[str, Any]
 
 
 def check_tokenizer(fields: Part) -> None:
-    """Goes through the fields of a tokenizer.json.
+    """Checks the fields of a tokenizer.json.
 
     Raises:
-      MoejaxError: naming what cannot be used, without the file's name.
+      MoejaxError: naming the unusable part, without the file's name.
     """
     try:
         parts = {name: list(_parts(name, fields.get(name))) for name in _TYPES}
@@ -61,7 +61,7 @@ def check_tokenizer(fields: Part) -> None:
 
 
 def _parts(name: str, part: Part | None) -> Iterator[Part]:
-    """The part that a field holds, or the parts of a `Sequence`, which may hold others."""
+    """Yields the part that a field holds, or the parts of a `Sequence`, which nest."""
     if part is None:
         return
     if part["type"] not in _TYPES[name]:
@@ -97,7 +97,7 @@ def _check_parts(name: str, parts: Sequence[Part]) -> None:
 
 
 def _growth(part: Part) -> int:
-    """Most characters that a `Replace` makes of one; 1 of other types, which make few."""
+    """Most characters that a `Replace` makes of one; 1 for other types, which make few."""
     if part["type"] != "Replace":
         return 1
     content, pattern = part["content"], part["pattern"]
@@ -109,7 +109,7 @@ def _growth(part: Part) -> int:
 
 
 def _check_template(part: Part) -> None:
-    """A text once, and special tokens that are there."""
+    """Checks that a template has its text once, and only known special tokens."""
     pieces, special = part["single"], part["special_tokens"]
     sequences = [piece["Sequence"]["id"] for piece in pieces if "Sequence" in piece]
     if sequences not in (["A"], []) or len(pieces) > _MOST_PIECES:

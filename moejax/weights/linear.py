@@ -1,9 +1,9 @@
 """Products with weights of any kind: plain arrays, packed codes, FP8 blocks.
 
-The one place where a kernel for packed weights is chosen (`choose_product`). Where every kernel
-refuses, packed matrices are dequantized in float32, cast to the dtype of the activations and
-multiplied as plain ones: only the matrices (or rows) that a call uses, never a whole stack. Plain
-arrays go through untouched.
+Kernels for packed weights are chosen here alone (`choose_product`). Where every kernel refuses,
+packed matrices are dequantized in float32, cast to the dtype of the activations and multiplied as
+plain ones: only the matrices (or rows) that a call uses, never a whole stack. Plain arrays go
+through untouched.
 
 Axes: N outputs (rows), K inputs; leading axes are layers, then experts.
 """
@@ -45,12 +45,12 @@ MAX_TRITON_ROWS = 32  # of x, times a plain matrix
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """Which kernels may serve products with packed weights; static.
+    """Kernels that may multiply packed weights; static.
 
     Attributes:
-      target: where the program runs; None: nowhere that is known, so no kernel serves.
-      implementation: the one of `pallas_kernels` that serves whatever can be given to it; None:
-        the first that does not refuse on `target`.
+      target: where the program runs; None: unknown, so no kernel is used.
+      implementation: forces one of `pallas_kernels`; None: the first that does not refuse on
+        `target`.
     """
 
     target: Target | None = None
@@ -61,14 +61,14 @@ NO_KERNELS = Kernels()
 
 
 class Operands(NamedTuple):
-    """A weight as `pallas_kernels` takes it."""
+    """A weight in the form that `pallas_kernels` takes."""
 
     weights: packed.PackedMatrices
     low_rank: tuple[packed.LowRank, ...]
 
 
 def packing(weight: Weight) -> str | None:
-    """How a weight is packed, in words: "INT3 in groups of 64, float zeros"; None if it is not."""
+    """Describes a weight's packing: "INT3 in groups of 64, float zeros"; None if plain."""
     if isinstance(weight, Fp8Tensor):
         return f"FP8 in blocks of {FP8_BLOCK} x {FP8_BLOCK}"
     if isinstance(weight, QTensor):
@@ -81,7 +81,7 @@ def packing(weight: Weight) -> str | None:
 
 
 def unfit(weight: Weight) -> str | None:
-    """Why a weight has no form that a kernel takes, or None."""
+    """Reason why no kernel can take a weight, or None."""
     if isinstance(weight, Fp8Tensor):
         return f"it is {packing(weight)}"
     if isinstance(weight, QTensor):
@@ -99,7 +99,7 @@ def unfit(weight: Weight) -> str | None:
 
 
 def operands(weight: Weight) -> Operands:
-    """The leading axes as one of S slots; nothing is copied.
+    """Flattens a weight's leading axes to S slots, without a copy.
 
     Args:
       weight: [..., N, K], for which `unfit` has no reason.
@@ -141,13 +141,13 @@ def _matrices(weight: Factor) -> packed.PackedMatrices:
 def choose_product(
     num_rows: int, dtype: jnp.dtype, weight: Weight, kernels: Kernels, *, steady: bool = False
 ) -> Choice:
-    """What serves x [num_rows, K] of a dtype times matrices [..., N, K].
+    """Chooses the implementation of x [num_rows, K] times matrices [..., N, K].
 
-    `steady` as in `linear`.
+    `steady`: see `linear`.
 
     Returns:
       An implementation of `pallas_kernels.dequant_matmul`, `PLAIN`, or `DEQUANTIZED` with the
-      reasons why no kernel serves.
+      reasons why every kernel refuses.
     """
     if not isinstance(weight, QTensor | Fp8Tensor):
         return _choose_plain(num_rows, dtype, weight, kernels, steady)
@@ -168,7 +168,7 @@ def choose_product(
 def _choose_plain(
     num_rows: int, dtype: jnp.dtype, weight: jax.Array, kernels: Kernels, steady: bool
 ) -> Choice:
-    """Of plain weights: kernels that take a layer's matrix out of the stack in place.
+    """Chooses the kernel for plain weights: it reads a layer's matrix in the stack.
 
     XLA copies it first, two more passes over it a step; under look-ahead the copies of all layers
     live at once. Mosaic's take as long as cuBLAS without the copy: 30.8 us at [14336, 4096] and 1
@@ -196,7 +196,7 @@ def _choose_plain(
 
 
 def kernel_or_dequantized(choice: Choice) -> Choice:
-    """A choice of `pallas_kernels`, whose reference never runs a model: ours is faster."""
+    """Replaces the reference in a choice: a dequantized product is faster."""
     if choice.implementation == REFERENCE:
         return Choice(DEQUANTIZED, choice.refusals)
     return choice
@@ -211,7 +211,7 @@ def _kernel_product(
     out_dtype: jnp.dtype | None,
     implementation: str,
 ) -> jax.Array:
-    """[M, N]; jitted, with the slot an operand, so that all layers share a trace and a kernel."""
+    """Computes [M, N], jitted with the slot an operand: all layers share a trace and kernel."""
     return dequant_matmul.dequant_matmul(
         x, of.weights, slot=slot, low_rank=of.low_rank, out_dtype=out_dtype,
         implementation=implementation,
@@ -219,16 +219,16 @@ def _kernel_product(
 
 
 def matrix(weight: Weight, index: tuple[Index, ...], dtype: jnp.dtype) -> jax.Array:
-    """The matrices at an index of a weight's leading axes, plain.
+    """Returns the matrices at an index of a weight's leading axes, plain.
 
     Args:
       weight: [..., N, K].
-      index: one integer or integer[z] for each of the first axes, such as (layer,) or
-        (layer, expert_ids); () for all there is.
+      index: one integer or integer[z] for each of the first axes, such as (layer,) or (layer,
+        expert_ids); () for all.
       dtype: of the result where the weight is packed; a plain one keeps its own.
 
     Returns:
-      [N, K], or [z, N, K] for integers[z], and what axes are left before N.
+      [N, K], or [z, N, K] for integers[z], with the remaining axes before N.
     """
     if index:
         weight = weight[index]
@@ -238,7 +238,7 @@ def matrix(weight: Weight, index: tuple[Index, ...], dtype: jnp.dtype) -> jax.Ar
 def expert_matrix(
     stacked: Weight, layer: Index, expert_id: jax.Array, dtype: jnp.dtype
 ) -> jax.Array:
-    """[N, K], the matrix of one expert that is known on the device only.
+    """Returns [N, K], the matrix of an expert whose id is known on the device only.
 
     Args:
       stacked: [M, E, N, K].
@@ -262,7 +262,7 @@ def linear(
     *,
     steady: bool = False,
 ) -> jax.Array:
-    """x W^T with one layer's matrix.
+    """Computes x W^T with one layer's matrix.
 
     Args:
       x: [..., K].
@@ -270,7 +270,8 @@ def linear(
       layer: index into L.
       out_dtype: as in `product`.
       kernels: which may serve.
-      steady: many rows go by a kernel, however small the matrix; XLA's tiles hang on what is near.
+      steady: many rows use a kernel, however small the matrix: XLA's tiles depend on the rest of
+        the program.
 
     Returns:
       [..., N].
@@ -285,7 +286,7 @@ def linear(
 def product(
     x: jax.Array, weight: Weight, out_dtype: jnp.dtype | None = None, kernels: Kernels = NO_KERNELS
 ) -> jax.Array:
-    """x W^T with one matrix.
+    """Computes x W^T with one matrix.
 
     Args:
       x: [..., K].
@@ -304,7 +305,7 @@ def _by_kernel(
     x: jax.Array, weight: Weight, slot: Index, out_dtype: jnp.dtype | None, kernels: Kernels,
     steady: bool = False,
 ) -> jax.Array | None:  # fmt: skip
-    """[..., N], or None where no kernel serves."""
+    """Computes [..., N] by a kernel, or returns None if every kernel refuses."""
     num_rows = math.prod(x.shape[:-1])
     chosen = choose_product(num_rows, x.dtype, weight, kernels, steady=steady).implementation
     if chosen in (PLAIN, DEQUANTIZED):
@@ -317,7 +318,7 @@ def _by_kernel(
 
 
 def _product(x: jax.Array, weight: Weight, out_dtype: jnp.dtype | None) -> jax.Array:
-    """See `product`; a packed matrix is dequantized."""
+    """Computes `product` by XLA; a packed matrix is dequantized."""
 
     def times(x: jax.Array, plain: jax.Array) -> jax.Array:
         return jnp.einsum("...k,nk->...n", x, plain, preferred_element_type=out_dtype)
@@ -347,7 +348,7 @@ def _product(x: jax.Array, weight: Weight, out_dtype: jnp.dtype | None) -> jax.A
 def _row_block(
     weight: QTensor | Fp8Tensor, first: jax.Array, size: int, dtype: jnp.dtype
 ) -> jax.Array:
-    """[size, K]: rows of one matrix from `first` on, a multiple of `FP8_BLOCK`."""
+    """Dequantizes [size, K] rows of one matrix from `first` on, a multiple of `FP8_BLOCK`."""
 
     def rows(array: jax.Array, first: jax.Array = first, size: int = size) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(array, first, size)
@@ -368,7 +369,7 @@ def _row_block(
 
 
 def take_rows(weight: Weight, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Rows of one matrix, for embeddings; no other row is dequantized.
+    """Takes rows of one matrix, for embeddings; no other row is dequantized.
 
     Args:
       weight: [N, K].
@@ -398,7 +399,7 @@ def take_rows(weight: Weight, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def _compensated_rows(compensator: Compensator, ids: jax.Array) -> jax.Array:
-    """float32[n, K]: what a compensator adds to rows `ids`, int32[n], of its one matrix."""
+    """Compensator's addition float32[n, K] to rows `ids`, int32[n], of its one matrix."""
     u, v = compensator.factors()
     place = ids - compensator.first_row
     inside = (place >= 0) & (place < compensator.num_rows)

@@ -1,4 +1,4 @@
-"""Quantized weights as pytrees: what a stored matrix is, how many bytes it takes, what it means.
+"""Quantized weights as pytrees: the stored form, its bytes, and its values.
 
 Axes: N outputs (rows), K inputs, G quantization groups of a row, W packed words, R rows of a pool
 of low-rank factors. Leading axes (layers, experts) are written `...`.
@@ -51,12 +51,12 @@ class QTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(..., N, K), that of the matrices it stands for."""
+        """Shape (..., N, K) of the dequantized matrices."""
         return (*self.words.shape[:-1], self.num_inputs)
 
     @property
     def ndim(self) -> int:
-        """Of `shape`."""
+        """Number of axes of `shape`."""
         return self.words.ndim
 
     @property
@@ -66,19 +66,19 @@ class QTensor:
 
     @property
     def zero_kind(self) -> str:
-        """One of `ZERO_KINDS`."""
+        """Kind of zero point, one of `ZERO_KINDS`."""
         if self.zeros is None:
             return "symmetric"
         return "integer" if self.zeros.dtype == jnp.uint8 else "float"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything: codes, scales, zeros, permutation, compensators."""
+        """Bytes of codes, scales, zeros, permutation and compensators."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits of everything over the number of weights."""
+        """Bits of all parts over the number of weights."""
         return 8 * self.nbytes / self.size
 
     def check(self) -> None:
@@ -109,7 +109,7 @@ class QTensor:
             raise ValueError(f"{name} is {leaf.dtype}, expected {names}")
 
     def __getitem__(self, index: Any) -> "QTensor":
-        """The matrices at `index` of the leading axes; factor pools stay whole, they are shared."""
+        """Indexes the leading axes; factor pools stay whole, since matrices share them."""
         return dataclasses.replace(
             self,
             words=self.words[index],
@@ -120,11 +120,11 @@ class QTensor:
         )
 
     def codes(self) -> jax.Array:
-        """uint8[..., N, K], unpacked, in the order of storage."""
+        """Unpacks codes, uint8[..., N, K], in the order of storage."""
         return layout.unpack(self.words, self.bits, self.num_inputs)
 
     def dequantize(self, dtype: Any = jnp.float32) -> jax.Array:
-        """[..., N, K] in `dtype`, computed in float32."""
+        """Dequantizes to [..., N, K] in `dtype`, computed in float32."""
         group = np.arange(self.num_inputs) // self.group_size
         scales = self.scales.astype(jnp.float32)[..., group]
         if self.zeros is None:
@@ -167,7 +167,7 @@ class Compensator:
     max_rank: int = _static()
 
     def check(self, lead: tuple[int, ...], rows: int, inputs: int) -> None:
-        """Raises ValueError unless it fits matrices [*lead, rows, inputs]."""
+        """Raises ValueError unless the terms fit matrices [*lead, rows, inputs]."""
         if not 0 <= self.first_row <= self.first_row + self.num_rows <= rows:
             last = self.first_row + self.num_rows
             raise ValueError(f"a compensator of rows {self.first_row}..{last} of {rows}")
@@ -187,7 +187,7 @@ class Compensator:
         return dataclasses.replace(self, start=self.start[index], rank=self.rank[index])
 
     def factors(self) -> tuple[jax.Array, jax.Array]:
-        """U transposed float32[max_rank, num_rows] and V float32[max_rank, K] of one matrix.
+        """Factors of one matrix: U transposed float32[max_rank, num_rows], V float32[max_rank, K].
 
         Rows beyond the matrix's own rank are zero. `start` and `rank` have no axes here.
         """
@@ -202,7 +202,7 @@ class Compensator:
         return u, v
 
     def add_to(self, weights: jax.Array) -> jax.Array:
-        """float32[..., N, K] plus the terms."""
+        """Adds the terms to float32[..., N, K]."""
         if self.max_rank == 0:
             return weights
         if self.start.ndim:
@@ -219,7 +219,7 @@ class Compensator:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fp8Tensor:
-    """Matrices [..., N, K] in float8_e4m3fn with one float32 scale a block of 128 x 128.
+    """Matrices [..., N, K] in float8_e4m3fn, one float32 scale per block of 128 x 128.
 
     Invariants (`check`): `values` is float8_e4m3fn[..., N, K]; `scales` is float32
     [..., ceil(N / 128), ceil(K / 128)]; w = values scales.
@@ -230,12 +230,12 @@ class Fp8Tensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(..., N, K)."""
+        """Shape (..., N, K) of the dequantized matrices."""
         return self.values.shape
 
     @property
     def ndim(self) -> int:
-        """Of `shape`."""
+        """Number of axes of `shape`."""
         return self.values.ndim
 
     @property
@@ -250,7 +250,7 @@ class Fp8Tensor:
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits of everything over the number of weights."""
+        """Bits of all parts over the number of weights."""
         return 8 * self.nbytes / self.size
 
     def check(self) -> None:
@@ -266,7 +266,7 @@ class Fp8Tensor:
         return Fp8Tensor(values=self.values[index], scales=self.scales[index])
 
     def dequantize(self, dtype: Any = jnp.float32) -> jax.Array:
-        """[..., N, K] in `dtype`, computed in float32."""
+        """Dequantizes to [..., N, K] in `dtype`, computed in float32."""
         rows = np.arange(self.shape[-2]) // FP8_BLOCK
         inputs = np.arange(self.shape[-1]) // FP8_BLOCK
         scales = self.scales[..., rows, :][..., inputs]
@@ -278,12 +278,12 @@ Weight = jax.Array | QTensor | Fp8Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Watched:
-    """A plain weight [L, N, K] that says what it is multiplied with; for calibration.
+    """A plain weight [L, N, K] that records the inputs it multiplies; for calibration.
 
-    It takes the weight's place in a module, within one trace.
+    It replaces the weight in a module, within one trace.
 
     Attributes:
-      weight: that it stands for.
+      weight: the replaced one.
       tell: called with x [..., K] of every `linear`.
     """
 
@@ -291,14 +291,14 @@ class Watched:
     tell: Callable[[jax.Array], None]
 
     def __getitem__(self, index: types.EllipsisType) -> "Watched":
-        """Itself: of layers one by one nothing would be told."""
+        """Returns itself: indexing single layers would record nothing."""
         if index is not ...:
             raise TypeError("a watched weight is for `ops.linear` alone")
         return self
 
 
 def dense(weight: Weight, dtype: Any) -> jax.Array:
-    """A weight as a plain array: itself, or dequantized to `dtype`."""
+    """Returns a weight as a plain array: itself, or dequantized to `dtype`."""
     return weight if isinstance(weight, jax.Array) else weight.dequantize(dtype)
 
 
@@ -312,7 +312,7 @@ def from_codes(
     zero_kind: str,
     scale_dtype: Any = jnp.float16,
 ) -> QTensor:
-    """Packs what a quantizer returned; numpy in gives numpy leaves, JAX in gives JAX leaves.
+    """Packs a quantizer's output; numpy arrays give numpy leaves, JAX arrays JAX leaves.
 
     Args:
       codes: uint8[..., N, K].

@@ -1,4 +1,4 @@
-"""Who stands in for experts that are missing: the search of BuddyMoE's Algorithm 1."""
+"""Buddy search: BuddyMoE's Algorithm 1 replaces missing experts."""
 
 from pallas_kernels.buddy_search.api import OPERATION as OPERATION
 from pallas_kernels.buddy_search.api import search as search

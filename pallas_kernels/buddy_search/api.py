@@ -1,4 +1,4 @@
-"""The public call, and the operation behind it."""
+"""Public call of the buddy search, and its operation."""
 
 import jax
 import jax.numpy as jnp
@@ -31,26 +31,26 @@ def search(
     implementation: str | None = None,
     interpret: bool = False,
 ) -> Found:
-    """BuddyMoE's Algorithm 1 with the budget rho (section 5.1), in the order of the lists.
+    """Runs BuddyMoE's Algorithm 1 with the budget rho (section 5.1), in list order.
 
-    Ranks of a token that is allowed buddies and that the gate lets pass are visited one after the
-    other. Of one whose expert is not resident, while the token's budget is not spent, the first
-    listed expert stands in that is resident, that the router did not choose for the token, and that
-    stands in for none of its others already.
+    The ranks of an allowed token that passes the gate are visited in order. For each expert that is
+    not resident, while the token's budget lasts, the buddy is the first listed expert that is
+    resident, that the router did not choose for the token, and that replaces none of its other
+    experts yet.
 
     Args:
       ids: int32[N, A], the router's choice, by falling weight.
       lists: int32[M, E, H], of every expert of M layers, the best first; -1 pads.
       layer: int or int32[] in 0..M - 1.
-      resident: bool[E], of that layer; or int32[M, K], K >= E, of all layers what is not negative
-        where an expert is resident, such as `cache_plan.Tables.table`.
+      resident: bool[E], of that layer; or int32[M, K], K >= E, of all layers, not negative if an
+        expert is resident, such as `cache_plan.Tables.table`.
       allowed: bool[N] or bool[N, A], tokens or pairs whose missing experts may be replaced.
       depth: int32[], how far lists are searched.
-      budget: int32[], rho, replacements of a token at most.
-      gate: of tokens; None: all that are allowed pass.
+      budget: int32[], rho, the most replacements per token.
+      gate: None: all allowed tokens pass.
       replaced: int32[M, E], counts to which the replaced pairs of each expert are added; donate it.
-        None: nothing is counted.
-      last_first: ranks are visited from the least weight on.
+        None: no counts.
+      last_first: visits ranks from the least weight on.
       implementation: "triton" or "reference"; None for the first that does not refuse.
       interpret: runs the kernel on the CPU, for tests.
 
@@ -92,7 +92,7 @@ def search(
 
 
 def _is_of(resident: jax.Array, lists: jax.Array) -> bool:
-    """Whether its shape is that of one layer's experts, or of tables of all layers."""
+    """Whether `resident` has the shape of one layer's experts, or of all layers' tables."""
     num_layers, num_experts = lists.shape[:2]
     if resident.ndim == 2:
         return len(resident) == num_layers and resident.shape[1] >= num_experts

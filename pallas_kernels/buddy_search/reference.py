@@ -1,4 +1,4 @@
-"""The operation in plain jnp; never optimised."""
+"""Buddy search in plain jnp; never optimised."""
 
 import math
 from typing import NamedTuple
@@ -11,12 +11,12 @@ LEAST = float(np.finfo(np.float32).tiny)  # below which no probability is taken 
 
 
 class Gate(NamedTuple):
-    """BuddyMoE's TAE gate (eq. 1): which tokens tolerate a buddy.
+    """TAE gate of BuddyMoE (eq. 1): the tokens that tolerate a buddy.
 
     Attributes:
       probabilities: float32[N, E], the router's softmax.
-      tau: float32[M]; a token of a layer tolerates none unless its activating entropy is above.
-      margin: float32[], gamma; nor where its first two probabilities differ by so much.
+      tau: float32[M]; a token tolerates buddies if its activating entropy exceeds its layer's.
+      margin: float32[], gamma; and if its first two probabilities differ by less.
       temperature: float32[], of p~, the probabilities of the chosen experts renormalized.
     """
 
@@ -27,11 +27,10 @@ class Gate(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What came of the search, for every pair.
+    """Result of the search, for every pair.
 
     Attributes:
-      ids: int32[N, A], the buddy's where there is one, which the router did not choose; else the
-        router's choice.
+      ids: int32[N, A], the buddy's if there is one; else the router's choice.
       searched: bool[N, A], wanted, and the token's budget was not spent yet.
       replaced: int32[M, E], the counts given, with the pairs of each expert that a buddy serves;
         None where none were given.
@@ -43,7 +42,7 @@ class Found(NamedTuple):
 
 
 def tolerates(gate: Gate, ids: jax.Array, layer: jax.Array) -> jax.Array:
-    """bool[N]: tokens that a gate lets pass."""
+    """Mask bool[N] of tokens that a gate lets pass."""
     chosen = jnp.take_along_axis(gate.probabilities, ids, axis=1)
     logits = jnp.log(jnp.maximum(chosen, LEAST)) / gate.temperature
     shares = jnp.exp(logits - jnp.max(logits, axis=1, keepdims=True))

@@ -1,4 +1,4 @@
-"""The Pallas-Triton implementation: one launch, a warp a token."""
+"""Buddy search in Pallas-Triton: one launch, a warp per token."""
 
 import functools
 import math
@@ -24,7 +24,7 @@ NOBODY = np.int32(-2)  # equals no listed expert, nor the -1 that pads lists
 
 
 def refusal(width: int, places: int, target: Target) -> str | None:
-    """Why this implementation cannot serve, or None."""
+    """Reason why this implementation refuses, or None."""
     reasons = [platform_refusal(target)]
     if width > MAX_WIDTH:
         reasons.append(f"{width} experts a token, more than {MAX_WIDTH}")
@@ -38,7 +38,7 @@ def _iota(count: int) -> jax.Array:
 
 
 def _among(values: jax.Array, those: jax.Array) -> jax.Array:
-    """bool[H]: values that are among `those`, [A]."""
+    """Mask bool[H] of values that are among `those`, [A]."""
     return jnp.max((values[:, None] == those[None, :]).astype(jnp.int32), axis=1) > 0
 
 
@@ -55,7 +55,7 @@ def _tolerates(of: Mapping[str, Ref], token: jax.Array, layer: jax.Array, ids: j
 def _is_sure(
     of: Mapping[str, Ref], token: jax.Array, ids: jax.Array, tau: jax.Array, margin: jax.Array
 ) -> jax.Array:
-    """Likewise of more than one expert, by their probabilities."""
+    """Whether the gate lets a token of several experts pass, by their probabilities."""
     width = of["ids"].shape[1]
     lanes = _iota(width)
     inside = lanes < width
@@ -72,7 +72,7 @@ def _is_sure(
 
 
 def _held(ref: Ref, layer: jax.Array, experts: jax.Array, mask: jax.Array, other: bool) -> Any:
-    """bool, whether experts are resident; `other` where the mask is not set."""
+    """Whether experts are resident, bool; `other` where the mask is not set."""
     experts = jnp.maximum(experts, 0)
     if len(ref.shape) == 1:
         return pltriton.load(ref.at[experts], mask=mask, other=other)
@@ -80,7 +80,7 @@ def _held(ref: Ref, layer: jax.Array, experts: jax.Array, mask: jax.Array, other
 
 
 def _body(*refs: Ref, names: tuple[str, ...], last_first: bool) -> None:
-    """Program n: token n."""
+    """Program n searches for token n."""
     of = dict(zip(names, refs, strict=True))  # what is changed comes twice: the output counts
     ids_ref, lists_ref, resident_ref = of["ids"], of["lists"], of["resident"]
     token, width, size = pl.program_id(0), ids_ref.shape[1], lists_ref.shape[2]
@@ -103,7 +103,7 @@ def _body(*refs: Ref, names: tuple[str, ...], last_first: bool) -> None:
         return (number < count) & (num_replaced < budget)
 
     def search(found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Of the next rank whose expert is missing: few are where substitution pays."""
+        """Searches for the next rank whose expert is missing: there are few if buddies pay."""
         number, before, buddies, searched, num_replaced = found
         if last_first:
             rank = jnp.max(jnp.where(missing & (lanes < before), lanes, -1))

@@ -1,4 +1,4 @@
-"""Inside the kernel: what is asked for, and what the tables of all tiers say of it."""
+"""Pairs inside the kernel: their experts, and those experts' entries in all tiers' tables."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,7 +17,7 @@ NO_TIER = MAX_TIERS  # in a least, where nothing is asked for
 
 
 class Pairs(NamedTuple):
-    """Of the pairs, padded to a power of two."""
+    """Pairs of a layer, padded to a power of two."""
 
     number: jax.Array
     inside: jax.Array
@@ -29,7 +29,7 @@ class Pairs(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a tier's tables say of the pairs' experts, read before anything is written."""
+    """Entries of a tier's tables for the pairs' experts, read before any write."""
 
     of: Refs
     clock: jax.Array

@@ -25,7 +25,7 @@ SHARE = 1024  # a sum of 10 bits: several in one reduction; more than there are 
 
 
 class Loaded(NamedTuple):
-    """What the tables say of the slots of a layer, [C]."""
+    """Entries of the tables for the slots of a layer, [C]."""
 
     number: jax.Array  # 0, 1, ...
     owner: jax.Array

@@ -1,4 +1,4 @@
-"""The public call, and the operation behind it."""
+"""Public call of decode attention, and its operation."""
 
 from typing import Any
 
@@ -69,7 +69,7 @@ def decode_attention(
         window leaves, and where that is none the result is NaN.
       kv_length: slots looked at, at most S; static.
       window: tokens that a query sees, itself included; None: all. Static.
-      scale: of the scores; None: 1 / sqrt(C), with a latent 1 / sqrt(C + P). Static.
+      scale: factor on the scores; None: 1 / sqrt(C), with a latent 1 / sqrt(C + P). Static.
       implementation: "triton" or "reference"; None for the first that does not refuse.
       tiles: None for the heuristic's; only with the kernel.
       interpret: runs the kernel on the CPU, for tests.

@@ -1,4 +1,4 @@
-"""The operation in plain jnp and float32; never optimised."""
+"""Decode attention in plain jnp and float32; never optimised."""
 
 from typing import NamedTuple
 
@@ -7,10 +7,10 @@ import jax.numpy as jnp
 
 
 class Latent(NamedTuple):
-    """A second part of queries and keys, where the keys are the values as well.
+    """Second part of queries and keys, if the keys are the values as well.
 
-    So it is in DeepSeek-V2's latent attention (arXiv:2405.04434, section 2.1) with what makes keys
-    of latents absorbed by the queries: keys are latents, this part is what is rotated.
+    DeepSeek-V2's latent attention (arXiv:2405.04434, section 2.1) has this form when the queries
+    absorb the key projection: keys are latents, this part is the rotated one.
 
     Attributes:
       q: [B, H, P].

@@ -1,4 +1,4 @@
-"""How the slots of a sequence are cut into blocks and given to programs."""
+"""Tiles of decode attention: blocks of a sequence's slots, and programs."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ class AttentionTiles:
     num_stages: int
 
     def describe(self) -> str:
-        """Such as "s64x16w4p3"."""
+        """Describes the tiles, such as "s64x16w4p3"."""
         return f"s{self.block}x{self.splits}w{self.num_warps}p{self.num_stages}"
 
     def check(self) -> None:
@@ -46,17 +46,17 @@ def default_tiles(
     *,
     more_dim: int = 0,
 ) -> AttentionTiles:
-    """One program a kv head where they fill the device; else as many as there are processors.
+    """Chooses one program per kv head if they fill the device; else splits the slots.
 
-    A second launch then adds up the splits: it costs what reading some 30 KB by one program does.
+    A second launch then adds the splits: it costs as much as reading some 30 KB by one program.
 
     Args:
       num_heads: kv heads of all sequences, B K.
       rows: query heads that a program holds.
       kv_length: slots looked at.
       head_dim: C.
-      num_bytes: of an element.
-      target: how many multiprocessors there are to fill, and their shared memory.
+      num_bytes: bytes per element.
+      target: gives the number of multiprocessors, and their shared memory.
       more_dim: P, where keys of C + P numbers have their values among them.
     """
     block = min(BLOCK, max(MIN_BLOCK, 1 << (kv_length - 1).bit_length()))

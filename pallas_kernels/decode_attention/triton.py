@@ -34,7 +34,7 @@ COMBINE_WARPS = 4
 
 
 def refusal(q: Operand, keys: Operand, more_dim: int, target: Target) -> str | None:
-    """Why this implementation cannot serve, or None."""
+    """Reason why this implementation refuses, or None."""
     reasons = [platform_refusal(target)]
     head_dim, group = q.shape[2], q.shape[1] // keys.shape[2]
     most = MAX_LATENT_DIM if more_dim else MAX_HEAD_DIM

@@ -1,4 +1,4 @@
-"""The public call, and the operation behind it."""
+"""Public call of the delta step, and its operation."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def delta_step(
     implementation: str | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A layer of gated delta rule between its projections, for one token a sequence.
+    """Runs a layer of gated delta rule between its projections, for one token per sequence.
 
     Yang et al., arXiv:2412.06464: a causal convolution and a silu (section 3.4), queries and keys
     at length one, the gated delta rule (eq. 10)
@@ -44,16 +44,16 @@ def delta_step(
         S_t = exp(g) S_{t-1} + k (beta (v - exp(g) S_{t-1}^T k))^T,   o_t = S_t^T q / sqrt(key dim)
 
     with beta = sigmoid(b) and g = -exp(a_log) softplus(a + dt_bias), then the norm of o over each
-    head, times a scale and the silu of the gate. All in float32; what is given back is rounded.
+    head, times a scale and the silu of the gate. All in float32; the results are rounded.
 
     Args:
       projection: of the tokens, in bfloat16 or float16 (the reference takes float32 too).
       states: float32[G, B, H, key dim, value dim], whole: S of each head. The kernel writes it in
         place where the caller's program may (it is donated); else XLA copies it.
       tails: [G, B, W - 1, channels], the convolution's last inputs; likewise.
-      weights: of all layers, indexed inside the kernel.
+      weights: those of all layers, indexed inside the kernel.
       layer: int or int32[] in 0..G - 1; an array lets all layers share a trace.
-      active: bool[B]; a sequence that is not keeps state and tail, and its result means nothing.
+      active: bool[B]; other sequences keep state and tail, and their results are meaningless.
       eps: added to the mean square of o; static.
       floor: added to the sum of squares of queries and keys; static.
       implementation: "triton" or "reference"; None for the first that does not refuse.

@@ -1,4 +1,4 @@
-"""The operation in plain jnp, float32; never optimised."""
+"""Delta step in plain jnp, float32; never optimised."""
 
 import dataclasses
 from typing import NamedTuple
@@ -10,10 +10,10 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DeltaWeights:
-    """What the layers have beside their projections, of all G layers.
+    """Weights of all G layers beside their projections.
 
     Attributes:
-      conv: [G, channels, 1, W]; the last tap is of the token itself.
+      conv: [G, channels, 1, W]; the last tap is the token's own.
       dt_bias: float32[G, H].
       a_log: float32[G, H].
       norm: [G, value dim].
@@ -26,11 +26,11 @@ class DeltaWeights:
 
 
 class Projection(NamedTuple):
-    """What tokens were projected to; K key heads of R value heads each, H = K R.
+    """Projected tokens; K key heads of R value heads each, H = K R.
 
     Attributes:
-      rows: [B, K (2 key dim + 2 R value dim)], of a key head q, k, R values, R gates together.
-      b_and_a: float32[B, K 2 R], of a key head R times b, then R times a.
+      rows: [B, K (2 key dim + 2 R value dim)]; per key head q, k, R values, R gates.
+      b_and_a: float32[B, K 2 R]; per key head R times b, then R times a.
     """
 
     rows: jax.Array
@@ -47,17 +47,17 @@ class Widths(NamedTuple):
 
     @property
     def stride(self) -> int:
-        """Of a key head in a row."""
+        """Numbers of a key head in a row."""
         return 2 * self.key_dim + 2 * self.repeats * self.value_dim
 
     @property
     def channels(self) -> int:
-        """Of the convolution: all queries, all keys, all values."""
+        """Channels of the convolution: all queries, all keys, all values."""
         return self.num_keys * (2 * self.key_dim + self.repeats * self.value_dim)
 
 
 def widths_of(projection: Projection, states: jax.Array) -> Widths:
-    """From operands that fit: K from the width of a row, which has a gate for each value."""
+    """Widths of operands that fit: K from a row's width, which has a gate per value."""
     num_heads, key_dim, value_dim = states.shape[2:]
     num_keys = (projection.rows.shape[1] - 2 * num_heads * value_dim) // (2 * key_dim)
     return Widths(num_keys, num_heads // max(1, num_keys), key_dim, value_dim)

@@ -25,7 +25,7 @@ MIXING_WARPS = 2
 
 
 def refusal(states: Operand, tails: Operand, target: Target) -> str | None:
-    """Why this implementation cannot serve, or None."""
+    """Reason why this implementation refuses, or None."""
     num_heads, key_dim, value_dim = states.shape[2:]
     reasons = [platform_refusal(target)]
     # The channels are K (2 key dim) + H value dim.
@@ -52,7 +52,7 @@ def _mixing_body(
     layer_ref: Ref, active_ref: Ref, rows_ref: Ref, conv_ref: Ref, tails_in_ref: Ref,
     mixed_ref: Ref, tails_ref: Ref, *, of: Widths, floor: float,
 ) -> None:  # fmt: skip
-    """Program (b, k): the channels of key head k of sequence b, to `mixed` and `tails`."""
+    """Program (b, k) mixes the channels of key head k of sequence b to `mixed` and `tails`."""
     del tails_in_ref  # the same memory as `tails_ref`
     b, head = pl.program_id(0), pl.program_id(1)
     layer, active = layer_ref[()], active_ref[b] != 0
@@ -83,10 +83,9 @@ def _state_body(
     dt_bias_ref: Ref, a_log_ref: Ref, norm_ref: Ref, states_in_ref: Ref, out_ref: Ref,
     states_ref: Ref, *, of: Widths, eps: float,
 ) -> None:  # fmt: skip
-    """Program (b, h): value head h of sequence b.
+    """Program (b, h) advances value head h of sequence b.
 
-    S_t^T q = exp(g) S^T q + (k . q) u, where u is what is written at k: both sums are of the old
-    state.
+    S_t^T q = exp(g) S^T q + (k . q) u, where u is written at k: both sums are of the old state.
     """
     del states_in_ref  # the same memory as `states_ref`
     b, head, wide = pl.program_id(0), pl.program_id(1), jnp.float32

@@ -1,4 +1,4 @@
-"""The public call, and the operation behind it."""
+"""Public call of the dequantizing product, and its operation."""
 
 import jax
 import jax.numpy as jnp
@@ -33,16 +33,15 @@ def dequant_matmul(
     tiles: Tiles | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """x W^T with W = (q - zero) scale + U V, one of a stack of packed matrices (MiLo section 3.3).
+    """Computes x W^T, W = (q - zero) scale + U V, one of a stack (MiLo section 3.3).
 
-    Products of x and codes are summed in float32 group by group, and scaled there: what is rounded
-    is x, as given, and the result.
+    Products of x and codes are summed in float32 group by group, and scaled there: only x, as
+    given, and the result are rounded.
 
     Args:
       x: [M, K] in bfloat16 or float16 (the reference takes float32 too).
       weights: S matrices [N, K].
-      slot: int or int32[] in 0..S - 1; which matrix. It is indexed inside the kernel, nothing of
-        the stack is copied.
+      slot: int or int32[] in 0..S - 1, the matrix. The kernel indexes the stack without a copy.
       low_rank: terms of the matrices, any number of row ranges.
       out_dtype: None for `x.dtype`.
       implementation: "mosaic", "triton" or "reference"; None for the first that does not refuse.

@@ -16,7 +16,7 @@ MOST_STREAMED = 16
 
 
 def streams(x: Operand, tiles: Tiles | None) -> bool:
-    """Which of the two serves: by the rows of x, or by the tiles that were asked for."""
+    """Whether streaming kernels run, by the rows of x or by the given tiles."""
     if tiles is None:
         return x.shape[0] <= MOST_STREAMED
     if not isinstance(tiles, StreamTiles | WgmmaTiles):
@@ -27,7 +27,7 @@ def streams(x: Operand, tiles: Tiles | None) -> bool:
 def refusal(
     x: Operand, weights: PackedMatrices, low_rank: tuple[LowRank, ...], target: Target
 ) -> str | None:
-    """Why it cannot serve, or None."""
+    """Reason why this implementation refuses, or None."""
     if streams(x, None):
         found = mosaic_decode.refusals(x, [weights], target, [low_rank])
     else:

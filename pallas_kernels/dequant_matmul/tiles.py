@@ -1,4 +1,4 @@
-"""Tile sizes of the kernels, measured and by rule."""
+"""Tile sizes of the kernels, measured or by rule."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ RESERVED_BYTES = 12 * 1024
 
 @dataclasses.dataclass(frozen=True)
 class TritonTiles:
-    """What one program computes: outputs of block_m rows of x, from 1 / split_k of K.
+    """Tile of one program: outputs of block_m rows of x, over 1 / split_k of K.
 
     The outputs are num_tiles tiles of block_n rows of W, which share x and the sums of x. Several
-    small tiles instead of a large one spare exchanges of scales between threads: Triton lets each
-    thread load its own where there are fewer of them than threads.
+    small tiles instead of a large one save exchanges of scales between threads: Triton lets each
+    thread load its own if there are fewer of them than threads.
 
     Invariants: block_m, block_n and step are powers of two; block_m >= 8, block_n >= 16; step, the
     codes of K that the loop takes at a time, lies in `triton_product.min_step(bits)` .. 256.
@@ -44,18 +44,18 @@ class TritonTiles:
 
     @property
     def outputs(self) -> int:
-        """Of one program."""
+        """Outputs of one program."""
         return self.num_tiles * self.block_n
 
     def describe(self) -> str:
-        """Such as "m16n1x64k256s4w2p3"."""
+        """Describes the tiles, such as "m16n1x64k256s4w2p3"."""
         return (
             f"m{self.block_m}n{self.num_tiles}x{self.block_n}k{self.step}s{self.split_k}"
             f"w{self.num_warps}p{self.num_stages}"
         )
 
     def check(self, weights: PackedMatrices) -> None:
-        """Raises ValueError unless they suit the matrices."""
+        """Raises ValueError unless the tiles suit the matrices."""
         low = triton_product.min_step(weights.bits)
         if not low <= self.step <= 256 or self.step & (self.step - 1):
             raise ValueError(f"step {self.step} is no power of two in {low}..256")
@@ -67,11 +67,11 @@ class TritonTiles:
 
 @dataclasses.dataclass(frozen=True)
 class RowTiles:
-    """What one program computes of few plain rows of W: whole products with block_m rows of x.
+    """Tile of one program for few plain rows of W: whole products with block_m rows of x.
 
-    A router's product, or another of few outputs, has too little to read for tiles that are looped
-    over: all of a program's weights are on their way at once, and no part of the sum over K is left
-    to add in a second launch.
+    A router's product, or another of few outputs, has too little to read for a loop over tiles: all
+    of a program's weights are loaded at once, and no part of the sum over K is left for a second
+    launch.
 
     Invariants: powers of two; block_n rows of K, padded, are held in registers.
     """
@@ -81,7 +81,7 @@ class RowTiles:
     num_warps: int
 
     def describe(self) -> str:
-        """Such as "rows4m8w4"."""
+        """Describes the tiles, such as "rows4m8w4"."""
         return f"rows{self.block_n}m{self.block_m}w{self.num_warps}"
 
 
@@ -98,19 +98,19 @@ MEASURED: dict[tuple[tuple[int, int], int, int, int, int], tuple[Tiles, ...]] = 
 
 
 def is_measured_form(weights: PackedMatrices) -> bool:
-    """Whether matrices are of the form that the tables hold for."""
+    """Whether the measured tables apply to a form of matrices."""
     return weights.group_size == 64 and weights.zero_kind == "float"
 
 
 def measured(
     num_rows: int, weights: PackedMatrices, target: Target, kinds: tuple[type, ...]
 ) -> Tiles | None:
-    """Those of `MEASURED` of one of the kinds, or None.
+    """Looks up `MEASURED` tiles of one of the kinds; None if there are none.
 
     Args:
       num_rows: M.
       weights: arrays, their shapes or refs.
-      target: measured on its like; of an interpreter nothing is.
+      target: the measurements' card; an interpreter has none.
       kinds: classes of tiles.
     """
     if target.simulated or target.capability is None or not is_measured_form(weights):
@@ -121,12 +121,12 @@ def measured(
 
 
 def row_tiles(num_rows: int, weights: PackedMatrices, target: Target) -> RowTiles | None:
-    """For few rows of x and few plain outputs: a program for each multiprocessor; else None.
+    """Chooses row tiles for few rows of x and few plain outputs; else None.
 
     Args:
       num_rows: M.
       weights: arrays, their shapes or refs.
-      target: how many multiprocessors there are to fill.
+      target: gives the number of multiprocessors.
     """
     few = num_rows <= MAX_DECODE_ROWS and weights.num_outputs <= MAX_ROW_OUTPUTS
     padded = power_above(weights.num_inputs)
@@ -143,12 +143,12 @@ def row_tiles(num_rows: int, weights: PackedMatrices, target: Target) -> RowTile
 def triton_tiles(
     num_rows: int, weights: PackedMatrices, target: Target, *, has_terms: bool = False
 ) -> TritonTiles | RowTiles:
-    """Measured, or by rule: at decode, small programs that fill the device; else large tiles.
+    """Chooses tiles, measured or by rule: small programs at decode, else large tiles.
 
     Args:
       num_rows: M.
       weights: arrays, their shapes or refs.
-      target: how many multiprocessors there are to fill, and their shared memory.
+      target: gives the number of multiprocessors, and their shared memory.
       has_terms: there are low-rank terms.
     """
     found = measured(num_rows, weights, target, (TritonTiles,))
@@ -174,17 +174,17 @@ def triton_tiles(
 
 
 def power_above(size: int) -> int:
-    """The least power of two that is not below `size`."""
+    """Smallest power of two that is not below `size`."""
     return 1 << (size - 1).bit_length()
 
 
 def decode_step(tiers: Sequence[PackedMatrices]) -> int:
-    """A block of packed codes; half of plain values, which are four times the bytes and more."""
+    """Codes per step: a block of packed codes; half for plain values, which are larger."""
     return 128 if any(weights.bits == PLAIN_BITS for weights in tiers) else 256
 
 
 def split_to_fill(programs: int, num_inputs: int, target: Target) -> int:
-    """Parts of K so that each multiprocessor has four programs, each of two blocks or more."""
+    """Parts of K that give each multiprocessor four programs of two blocks or more."""
     blocks, parts = max(1, num_inputs // BLOCK), 1
     while programs * parts < 4 * target.num_processors and 4 * parts <= blocks:
         parts *= 2
@@ -194,7 +194,7 @@ def split_to_fill(programs: int, num_inputs: int, target: Target) -> int:
 def prefill_tiles(
     block_m: int, block_n: int, tiers: Sequence[PackedMatrices], target: Target
 ) -> TritonTiles:
-    """Large tiles with steps as short as the widest form allows; at least 64 codes."""
+    """Chooses large tiles with steps as short as the widest form allows, at least 64."""
     step = max(64, *(triton_product.min_step(weights.bits) for weights in tiers))
     packed = [weights for weights in tiers if weights.bits != PLAIN_BITS]
     if not all(triton_product.given_sums(weights, step) for weights in packed):
@@ -210,13 +210,11 @@ def prefill_tiles(
 def fitted(
     tiles: TritonTiles, tiers: Sequence[PackedMatrices], num_halves: int, target: Target
 ) -> TritonTiles:
-    """With the stages that shared memory holds, `num_stages` at most; fewer rows of x if need be.
+    """Limits stages to shared memory, `num_stages` at most; then reduces rows of x.
 
     Args:
-      tiles: wanted.
       tiers: matrices that a program may read.
-      num_halves: 2 of gate and up, whose tiles a program multiplies at once; else 1.
-      target: whose shared memory it is.
+      num_halves: 2 for gate and up, whose tiles a program multiplies at once; else 1.
     """
     room = SHARED_BYTES.get(target.capability or (9, 0), LEAST_SHARED_BYTES) - RESERVED_BYTES
     while True:

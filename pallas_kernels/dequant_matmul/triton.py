@@ -1,4 +1,4 @@
-"""The Pallas-Triton implementation: Ampere, Ada, Hopper and Blackwell; the portable one.
+"""Pallas-Triton implementation for Ampere, Ada, Hopper and Blackwell; the portable one.
 
 One launch; few plain outputs go by one of its own (`RowTiles`). One more each where K is split over
 programs (XLA adds the parts, in order), where there are low-rank terms (x V^T comes first), and at
@@ -36,7 +36,7 @@ THIN_WARPS = 2
 def refusal(
     x: Any, weights: PackedMatrices, low_rank: tuple[LowRank, ...], target: Target
 ) -> str | None:
-    """Why this implementation cannot serve, or None."""
+    """Reason why this implementation refuses, or None."""
     del x
     reasons = [platform_refusal(target), triton_product.refusal(weights)]
     reasons.append(triton_low_rank.refusal(low_rank))
@@ -44,7 +44,7 @@ def refusal(
 
 
 def platform_refusal(target: Target) -> str | None:
-    """Why Triton does not run there, or None."""
+    """Reason why Triton does not run on a target, or None."""
     if target.platform != "gpu":
         return f"it runs on GPUs, this is {target.describe()}"
     if target.capability is None:
@@ -55,7 +55,7 @@ def platform_refusal(target: Target) -> str | None:
 
 
 def _columns(x_ref: Ref, sums_ref: Ref | None, rows: jax.Array) -> Columns:
-    """Rows of x; those beyond the last are zero."""
+    """Loads rows of x; those beyond the last are zero."""
     num_rows, num_inputs = x_ref.shape
     mask_m = rows < num_rows
 
@@ -72,7 +72,7 @@ def _columns(x_ref: Ref, sums_ref: Ref | None, rows: jax.Array) -> Columns:
 
 
 def _body(*refs: Ref, treedef: Any, tiles: TritonTiles, interpret: bool) -> None:
-    """Program (n, m, s): a tile of one part of the sum over K."""
+    """Program (n, m, s) computes a tile of one part of the sum over K."""
     x_ref, sums_ref, slot_ref, weights, low_rank, thin_ref = treedef.unflatten(refs[:-1])
     out_ref, slot = refs[-1], slot_ref[()]
     n, m, s = (pl.program_id(axis) for axis in range(3))
@@ -103,7 +103,7 @@ def _body(*refs: Ref, treedef: Any, tiles: TritonTiles, interpret: bool) -> None
 
 
 def _rows_body(x_ref: Ref, slot_ref: Ref, words_ref: Ref, out_ref: Ref, *, tiles: RowTiles) -> None:
-    """Program (n, m): whole products of some rows of W and of x, in one order whatever M is."""
+    """Program (n, m) computes whole products of some rows, in an order independent of M."""
     (num_rows, num_inputs), num_outputs = x_ref.shape, words_ref.shape[1]
     n, m, slot = pl.program_id(0), pl.program_id(1), slot_ref[()]
     k = jax.lax.broadcasted_iota(jnp.int32, (power_above(num_inputs),), 0)
@@ -125,7 +125,7 @@ def _by_rows(
     x: jax.Array, weights: PackedMatrices, slot: jax.Array, out_dtype: jnp.dtype, tiles: RowTiles,
     interpret: bool,
 ) -> jax.Array:  # fmt: skip
-    """[M, N] in `out_dtype`; one launch."""
+    """Computes [M, N] in `out_dtype`; one launch."""
     num_rows, num_outputs = x.shape[0], weights.num_outputs
     return launch.triton_call(
         functools.partial(_rows_body, tiles=tiles),
@@ -139,7 +139,7 @@ def _by_rows(
 
 
 def _thin_body(*refs: Ref, treedef: Any, block_m: int, interpret: bool) -> None:
-    """Program (tile of V, m, part of K)."""
+    """Program (tile of V, m, part of K) computes a thin product."""
     x_ref, slot_ref, low_rank = treedef.unflatten(refs[:-1])
     out_ref = refs[-1]
     tile, m, part = (pl.program_id(axis) for axis in range(3))

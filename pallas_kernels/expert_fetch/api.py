@@ -86,7 +86,7 @@ def fetch(
 
 
 class Job(NamedTuple):
-    """What `fetch` copies between one store and its pool; fields as its arguments."""
+    """Copies of `fetch` between one store and its pool; fields are its arguments."""
 
     pools: Any
     hosts: Any
@@ -102,7 +102,7 @@ def fetch_all(
     after: Any = (),
     interpret: bool = False,
 ) -> list[Any]:
-    """As `fetch` of each, all in one launch: experts of several precisions, say.
+    """Runs `fetch` for all jobs in one launch, such as for experts of several precisions.
 
     Args:
       jobs: of pools that are all different; one without indices leaves its pools as they are.

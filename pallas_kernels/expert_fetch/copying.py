@@ -14,7 +14,7 @@ Ref = Any
 
 
 class Jobs(NamedTuple):
-    """Of one store, as a program knows them; vectors over lanes, beyond the last job of none.
+    """Jobs of one store in a program: vectors over lanes, empty beyond the last job.
 
     Attributes:
       src: int32, rows.
@@ -45,7 +45,7 @@ def copy_jobs(
     tiles: CopyTiles,
     dealt: jax.Array | int = 0,
 ) -> jax.Array:
-    """What program `program` of `tiles.num_programs` copies.
+    """Copies the share of program `program` of `tiles.num_programs`.
 
     Rows are cut into blocks, and the blocks of the live jobs, array by array, go to the programs in
     turn: whichever jobs are skipped, no program has more than one block an array more than another.
@@ -57,7 +57,7 @@ def copy_jobs(
     lanes = jax.lax.iota(jnp.int32, len(jobs.src))
 
     def job(_: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Of the next valid one: most of a list is padding where caching pays."""
+        """Copies the next valid job: most of a list is padding if caching pays."""
         last, dealt = carry
         this = jnp.min(jnp.where(jobs.valid & (lanes > last), lanes, len(lanes)))
         row, slot = _of_lane(jobs.src, lanes == this), _of_lane(jobs.dst, lanes == this)

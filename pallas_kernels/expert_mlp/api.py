@@ -1,4 +1,4 @@
-"""The public call: which implementation runs, and why one is refused."""
+"""Public call of the expert MLP, and its refusals."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ Operand = jax.Array | jax.ShapeDtypeStruct
 
 
 def refusal(x: Operand, gate_up: Operand, down: Operand) -> str | None:
-    """Why the kernel cannot serve operands of these shapes and dtypes, in one line, or None.
+    """Reasons why the kernel refuses these shapes and dtypes, in one line, or None.
 
     Args:
       x: [N, D].
@@ -41,7 +41,7 @@ def expert_mlp(
     tiles: Tiles | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """sum_a weights[n, a] down_e(silu(gate_e x_n) * up_e x_n) with e = ids[n, a].
+    """Computes sum_a weights[n, a] down_e(silu(gate_e x_n) * up_e x_n), e = ids[n, a].
 
     For a few tokens: every assignment reads its expert by itself. The stacked weights are indexed
     inside the kernels, nothing of them is copied. Products and sums are float32.
@@ -60,7 +60,7 @@ def expert_mlp(
       [N, D] in `x.dtype`.
 
     Raises:
-      ValueError: naming every reason why the kernel cannot serve.
+      ValueError: naming every reason why the kernel refuses.
     """
     reason = refusal(x, gate_up, down)
     if reason:

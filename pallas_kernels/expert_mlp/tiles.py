@@ -16,7 +16,7 @@ class Tiles:
 
 
 def power_of_two_divisor(size: int, largest: int) -> int:
-    """The largest power of two that divides `size`, at most `largest`."""
+    """Largest power of two that divides `size`, at most `largest`."""
     divisor = 1
     while divisor < largest and size % (2 * divisor) == 0:
         divisor *= 2
@@ -24,7 +24,7 @@ def power_of_two_divisor(size: int, largest: int) -> int:
 
 
 def default_tiles(model_dim: int, expert_dim: int) -> Tiles:
-    """Tiles that divide the matrices, so that no load needs a mask.
+    """Chooses tiles that divide the matrices, so that no load needs a mask.
 
     A program keeps one tile of float32 partial products in registers for each matrix: 8 x 512
     values on 4 warps are 32 registers a thread, and 8 KiB a load in bf16.

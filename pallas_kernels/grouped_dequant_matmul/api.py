@@ -1,4 +1,4 @@
-"""The public calls, and the operation behind them."""
+"""Public calls of the grouped product, and their operation."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -99,15 +99,15 @@ def moe_layer(
     tiles: Tiles | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """sum_a weight[t, a] down_e(silu(gate_e x_t) * up_e x_t), each pair by its own packed matrix.
+    """Computes sum_a weight[t, a] down_e(silu(gate_e x_t) * up_e x_t), packed matrices.
 
     Args:
       x: [T, D] in bfloat16 or float16 (the reference takes float32 too).
-      assignments: which tier and slot each of the A pairs of a token runs, and its weight.
-      gate_up_tiers: of each tier S matrices [2F, D], gate rows first.
-      down_tiers: of each tier S matrices [D, F]; the same slots.
-      gate_up_low_rank: of each tier its terms; None for none.
-      down_low_rank: the same.
+      assignments: tier, slot and weight of each of the A pairs of a token.
+      gate_up_tiers: for each tier S matrices [2F, D], gate rows first.
+      down_tiers: for each tier S matrices [D, F] in equal slots.
+      gate_up_low_rank: each tier's terms; None for none.
+      down_low_rank: each tier's terms; None for none.
       implementation: "mosaic", "triton" or "reference"; None for the first that does not refuse.
       tiles: None for the measured or the heuristic ones; only with a kernel.
       interpret: runs the kernels on the CPU, for tests.
@@ -138,13 +138,13 @@ def moe_products(
     tiles: Tiles | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """down_e(silu(gate_e x_t) * up_e x_t) of each pair apart; arguments as in `moe_layer`.
+    """Computes down_e(silu(gate_e x_t) * up_e x_t) of each pair separately.
 
-    For a layer that runs in several calls, of some of its pairs each: a pair's product does not
-    depend on which others run, so `combine` of all gives what `moe_layer` would.
+    It serves a layer that runs in several calls, of some of its pairs each: a pair's product does
+    not depend on the other pairs, so `combine` of all equals `moe_layer`.
 
     Returns:
-      float32[P, T, A, D], P parts of each product; anything where a pair is skipped.
+      float32[P, T, A, D], P parts of each product; undefined for skipped pairs.
     """
     gate_up_terms = _check(x, assignments, gate_up_tiers, gate_up_low_rank)
     hidden_shape = (*assignments.slot.shape, gate_up_tiers[0].num_outputs // 2)
@@ -157,7 +157,7 @@ def moe_products(
 
 
 def ran(assignments: Assignments, tiers: Tiers) -> jax.Array:
-    """bool[T, A]: the pairs that are not skipped."""
+    """Mask bool[T, A] of pairs that are not skipped."""
     return (assignments.tier >= 0) & (assignments.tier < len(tiers))
 
 
@@ -171,7 +171,7 @@ def gate_up(
     tiles: Tiles | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """silu(gate_e x_t) * up_e x_t: [T, D] to [T, A, F]; arguments as in `moe_layer`."""
+    """Computes silu(gate_e x_t) * up_e x_t: [T, D] to [T, A, F]."""
     terms = _check(x, assignments, tiers, low_rank)
     if implementation == REFERENCE:
         return gate_up_reference(x, assignments, tiers, terms)
@@ -188,7 +188,7 @@ def down(
     tiles: Tiles | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """sum_a weight[t, a] down_e hidden[t, a]: [T, A, F] to [T, D]; arguments as in `moe_layer`."""
+    """Computes sum_a weight[t, a] down_e hidden[t, a]: [T, A, F] to [T, D]."""
     products = down_products(
         hidden, assignments, tiers, low_rank=low_rank, implementation=implementation,
         tiles=tiles, interpret=interpret,
@@ -206,7 +206,7 @@ def down_products(
     tiles: Tiles | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """down_e hidden[t, a]: [T, A, F] to float32[P, T, A, D]; see `moe_products`."""
+    """Computes down_e hidden[t, a]: [T, A, F] to float32[P, T, A, D]; see `moe_products`."""
     terms = _check(hidden, assignments, tiers, low_rank)
     if implementation == REFERENCE:
         return down_reference(hidden, assignments, tiers, terms)
@@ -223,7 +223,7 @@ def _check(
     tiers: Tiers,
     low_rank: LowRanks | None,
 ) -> LowRanks:
-    """Returns the low-rank terms of each tier; raises ValueError for what does not fit."""
+    """Checks the operands and returns each tier's terms; raises ValueError otherwise."""
     if not tiers:
         raise ValueError("no tiers")
     terms = [()] * len(tiers) if low_rank is None else low_rank

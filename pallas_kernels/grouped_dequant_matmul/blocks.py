@@ -1,4 +1,4 @@
-"""Pairs (token, expert) in order of their matrix, cut in blocks of one matrix each. Pure jnp."""
+"""Blocks of pairs (token, expert), sorted by matrix; a block has one matrix. Pure jnp."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,7 +20,7 @@ class Blocks(NamedTuple):
 
 
 def max_blocks(num_pairs: int, rows: int, num_matrices: int) -> int:
-    """Blocks that suffice: each matrix adds at most one that is not full."""
+    """Most blocks needed: each matrix adds at most one partial block."""
     return min(num_pairs, num_pairs // rows + num_matrices)
 
 
@@ -28,9 +28,9 @@ def make_blocks(assignments: Assignments, tiers: Sequence[PackedMatrices], rows:
     """Sorts pairs by tier and slot, those of one matrix in their order, skipped ones last.
 
     Args:
-      assignments: of T tokens, A pairs each.
+      assignments: T tokens' A pairs each.
       tiers: arrays or their shapes; only the numbers of slots matter.
-      rows: of a block.
+      rows: rows per block.
     """
     tier, slot = (part.reshape(-1) for part in (assignments.tier, assignments.slot))
     num_pairs = tier.shape[0]

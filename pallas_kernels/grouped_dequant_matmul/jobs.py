@@ -1,8 +1,8 @@
-"""Which rows a program of the grouped kernels multiplies by which matrix, found on the device.
+"""Jobs of the grouped kernels: rows and matrix of a program, found on the device.
 
-Decode: a program is one of a pair. The first pair of a matrix (and each that comes `columns` pairs
-later among those of the same matrix) leads and does the work of `columns` of them, so that the
-matrix is read once; the others leave. Prefill: a program takes blocks of `blocks.make_blocks`.
+Decode: a program belongs to a pair. The first pair of a matrix (and each that comes `columns` pairs
+later among those of the matrix) leads and does the work of `columns` of them, so that the matrix is
+read once; the other programs end. Prefill: a program takes blocks of `blocks.make_blocks`.
 """
 
 from collections.abc import Callable
@@ -45,14 +45,14 @@ def for_each_job(
     *,
     alone: bool,
 ) -> None:
-    """Runs what program `pl.program_id(axis)` has to do.
+    """Runs the jobs of program `pl.program_id(axis)`.
 
-    The last program takes the first pair or block: where some have nothing to do, these come first.
+    The last program takes the first pair or block: idle programs then start first.
 
     Args:
-      source: with refs in place of arrays.
-      axis: of the grid.
-      columns: of a job.
+      source: refs in place of arrays.
+      axis: axis of the grid.
+      columns: pairs per job.
       num_pairs: P.
       run: called once, under a condition or in a loop.
       alone: no search for other pairs of the same matrix; for one token.
@@ -83,7 +83,7 @@ def for_each_job(
 def _pair_job(
     source: Pairs, program: jax.Array, columns: int, num_pairs: int
 ) -> tuple[Job, jax.Array]:
-    """The job of the pair `program`, and whether it leads."""
+    """Job of the pair `program`, and whether it leads."""
     tier, slot = source.tier[program], source.slot[program]
     index = jax.lax.broadcasted_iota(jnp.int32, (1 << (num_pairs - 1).bit_length(),), 0)
     exists = index < num_pairs
@@ -102,7 +102,7 @@ def _pair_job(
 
 
 def gathered_columns(x: Ref, sums: Ref | None, rows: jax.Array, mask: jax.Array) -> Columns:
-    """Rows of x [R, K] by index; zero where masked.
+    """Gathers rows of x [R, K] by index; zero where masked.
 
     Args:
       x: ref.

@@ -20,7 +20,7 @@ MOST_PAIRS = 512  # that a block of threads lists
 
 
 def streams(num_tokens: int, width: int, tiles: Tiles | None) -> bool:
-    """Which of the two serves: by the tokens, or by the tiles that were asked for."""
+    """Whether streaming kernels run, by the tokens or by the given tiles."""
     if tiles is None:
         # Of 2 A^2 experts one has T / 2 A tokens, and the streaming kernels take 8 at a time.
         few = num_tokens <= max(FEW_TOKENS, min(MOST_STREAMED, 10 * width))
@@ -38,7 +38,7 @@ def refusal(
     low_rank: Sequence[tuple[LowRank, ...]],
     target: Target,
 ) -> str | None:
-    """Why it cannot serve, or None."""
+    """Reason why this implementation refuses, or None."""
     if streams(x.shape[0], width, None):
         found = mosaic_decode.refusals(x, gate_up_tiers, target, low_rank)
         found += [r for r in mosaic_decode.refusals(x, down_tiers, target) if r not in found]

@@ -1,4 +1,4 @@
-"""The operations in plain jnp and float32; never optimised."""
+"""Grouped products in plain jnp and float32; never optimised."""
 
 import functools
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from pallas_kernels.packed import LowRank, PackedMatrices, dequantize, low_rank_
 
 
 class Assignments(NamedTuple):
-    """Which matrices each of T tokens runs, A of them; device data.
+    """Matrices that each of T tokens runs, A of them; device data.
 
     A pair (token, a) uses matrix `slot` of tier `tier`. A tier outside 0 .. number of tiers - 1
     (-1 by custom) skips the pair: it yields zero and costs nothing.
@@ -25,7 +25,7 @@ class Assignments(NamedTuple):
 def _product(
     pair: tuple[jax.Array, jax.Array], weights: PackedMatrices, low_rank: tuple[LowRank, ...]
 ) -> jax.Array:
-    """float32[N]: one row (float32[K] and its slot) by one matrix."""
+    """Multiplies one row (float32[K] and its slot) by one matrix: float32[N]."""
     x, slot = pair
     y = jnp.einsum("k,nk->n", x, dequantize(weights, slot), precision="highest")
     for terms in low_rank:
@@ -43,7 +43,7 @@ def products_reference(
     tiers: Sequence[PackedMatrices],
     low_rank: Sequence[tuple[LowRank, ...]],
 ) -> jax.Array:
-    """float32[P, N] of rows [P, K], each by its own matrix; zero where the tier is out of range."""
+    """Multiplies rows [P, K] by their matrices: float32[P, N], zero for tiers out of range."""
     rows32 = rows.astype(jnp.float32)
     y = jnp.zeros((rows.shape[0], tiers[0].num_outputs), jnp.float32)
     for i, (weights, terms) in enumerate(zip(tiers, low_rank, strict=True)):
@@ -81,10 +81,10 @@ def down_reference(
 
 
 def combine(products: jax.Array, ran: jax.Array, weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """sum_a weight[t, a] product[t, a], summed in float32 in the order of a, part after part.
+    """Sums weight[t, a] product[t, a] in float32, in the order of a and of parts.
 
     Args:
-      products: float[P, T, A, N], P parts of each pair's product; anything where it did not run.
+      products: float[P, T, A, N], P parts of each pair's product; undefined if it did not run.
       ran: bool[T, A].
       weight: float32[T, A].
       dtype: of the result.

@@ -1,4 +1,4 @@
-"""Tile sizes of the grouped kernels, measured and by rule."""
+"""Tile sizes of the grouped kernels, measured or by rule."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -46,14 +46,14 @@ def measured(
     target: Target,
     kinds: tuple[type, ...],
 ) -> Tiles | None:
-    """Those of `MEASURED` of one of the kinds, or None.
+    """Looks up `MEASURED` tiles of one of the kinds; None if there are none.
 
     Args:
       op: "gate_up" or "down".
       num_tokens: T.
       width: A.
       tiers: arrays, their shapes or refs.
-      target: measured on its like; of an interpreter nothing is.
+      target: the measurements' card; an interpreter has none.
       kinds: classes of tiles.
     """
     if len(tiers) > 1 or target.simulated or target.capability is None:
@@ -76,13 +76,13 @@ def by_blocks(num_tokens: int, width: int) -> bool:
 def gate_up_tiles(
     num_tokens: int, width: int, tiers: Sequence[PackedMatrices], target: Target
 ) -> TritonTiles:
-    """By rule; block_n counts rows of gate, and as many of up.
+    """Chooses tiles by rule; block_n counts rows of gate, and as many of up.
 
     Args:
       num_tokens: T.
       width: A.
       tiers: arrays, their shapes or refs.
-      target: how many multiprocessors there are to fill, and their shared memory.
+      target: gives the number of multiprocessors, and their shared memory.
     """
     found = measured("gate_up", num_tokens, width, tiers, target, (TritonTiles,))
     if isinstance(found, TritonTiles):
@@ -102,7 +102,7 @@ def gate_up_tiles(
 def down_tiles(
     num_tokens: int, width: int, tiers: Sequence[PackedMatrices], target: Target
 ) -> TritonTiles:
-    """By rule, as `gate_up_tiles`; the combine adds the parts of K in its own launch."""
+    """Chooses tiles by rule; the combine adds the parts of K in its own launch."""
     found = measured("down", num_tokens, width, tiers, target, (TritonTiles,))
     if isinstance(found, TritonTiles):
         return found
@@ -118,12 +118,12 @@ def down_tiles(
 
 
 def _decode_columns(num_tokens: int) -> int:
-    """Pairs of one matrix that a job takes: a token chooses a matrix once."""
+    """Pairs of one matrix per job: a token chooses a matrix once."""
     return min(16, max(8, power_above(num_tokens)))
 
 
 def _block_rows(num_tokens: int, width: int, tiers: Sequence[PackedMatrices]) -> int:
-    """About the load of one of 2 A^2 experts: Mixtral has 8 of which 2 run, Qwen3 128 of 8."""
+    """Rows per block: the load of one of 2 A^2 experts (Mixtral has 8 of which 2 run)."""
     experts = min(2 * width * width, sum(weights.num_slots for weights in tiers))
     load = max(1, num_tokens * width // experts)
     return min(MAX_BLOCK_ROWS, max(16, power_above(load)))

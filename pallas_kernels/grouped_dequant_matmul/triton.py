@@ -38,7 +38,7 @@ EXTRA_PROGRAMS = 128  # of prefill, beyond those that full blocks take; more blo
 def refusal(
     x: Any, width: int, gate_up_tiers: Tiers, down_tiers: Tiers, low_rank: LowRanks, target: Target
 ) -> str | None:
-    """Why this implementation cannot serve, or None."""
+    """Reason why this implementation refuses, or None."""
     del x, width
     reasons = [platform_refusal(target)]
     reasons += [triton_product.refusal(weights) for weights in (*gate_up_tiers, *down_tiers)]
@@ -47,7 +47,7 @@ def refusal(
 
 
 class _Operands(NamedTuple):
-    """What a launch reads: arrays, or refs inside it."""
+    """Operands of a launch: arrays, or refs inside it."""
 
     rows: jax.Array  # [R, K]
     sums: tuple[jax.Array | None, ...]  # of each tier float32[G, R], where it takes them
@@ -58,7 +58,7 @@ class _Operands(NamedTuple):
 
 
 class _Static(NamedTuple):
-    """What a launch is compiled for."""
+    """Static facts of a launch."""
 
     treedef: Any
     tiles: TritonTiles
@@ -69,7 +69,7 @@ class _Static(NamedTuple):
 
 
 def _jobs(operands: _Operands, static: _Static, run: Any) -> None:
-    """Runs `run(job, columns of each tier)` for what the program of axis 1 has to do."""
+    """Runs `run(job, columns of each tier)` for the jobs of axis 1's program."""
 
     def with_columns(job: Job) -> None:
         rows = quotient(job.pairs, static.row_width)
@@ -92,7 +92,7 @@ def _products(
     span: Span,
     ranges: list[tuple[int, int]],
 ) -> list[jax.Array]:
-    """float32[rows, columns] of tiles of rows, each inside its range, with low-rank terms."""
+    """Products float32[rows, columns] of row tiles, each in its range, with low-rank terms."""
     weights, terms = operands.tiers[tier], operands.low_rank[tier]
     accs = triton_product.product(
         columns, weights, job.slot, tiles, span, num_columns=static.tiles.block_m,
@@ -122,7 +122,7 @@ def _tile_rows(tiles: TritonTiles, num_rows: int) -> tuple[list[jax.Array], list
 
 
 def _gate_up_body(*refs: Ref, static: _Static) -> None:
-    """Program (f, job): hidden values of the pairs of a job."""
+    """Program (f, job) computes hidden values of a job's pairs."""
     operands: _Operands = static.treedef.unflatten(refs[:-1])
     out_ref, tiles = refs[-1], static.tiles
     num_hidden = out_ref.shape[1]
@@ -156,7 +156,7 @@ def _gate_up_body(*refs: Ref, static: _Static) -> None:
 
 
 def _down_body(*refs: Ref, static: _Static) -> None:
-    """Program (n, job, part): outputs of the pairs of a job, of a part of K."""
+    """Program (n, job, part) computes outputs of a job's pairs over a part of K."""
     operands: _Operands = static.treedef.unflatten(refs[:-1])
     out_ref, tiles = refs[-1], static.tiles
     num_outputs, part = out_ref.shape[2], pl.program_id(2)
@@ -182,7 +182,7 @@ def _down_body(*refs: Ref, static: _Static) -> None:
 
 
 def _thin_body(*refs: Ref, static: _Static) -> None:
-    """Program (tile of V, job, part of K)."""
+    """Program (tile of V, job, part of K) computes a thin product."""
     operands: _Operands = static.treedef.unflatten(refs[:-1])
     out_ref = refs[-1]
     tile, part = pl.program_id(0), pl.program_id(2)
@@ -211,7 +211,7 @@ def _thin_body(*refs: Ref, static: _Static) -> None:
 
 
 class _Call:
-    """One product of a layer: its operands, and what both launches of it share."""
+    """One product of a layer: its operands, and the shared parts of its launches."""
 
     def __init__(
         self,

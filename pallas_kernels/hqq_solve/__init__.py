@@ -1,4 +1,4 @@
-"""A whole half-quadratic (HQQ) solve of every quantization group in one pass over the weights."""
+"""Half-quadratic (HQQ) solve of every group in one pass over the weights."""
 
 from pallas_kernels.hqq_solve.api import OPERATION as OPERATION
 from pallas_kernels.hqq_solve.api import HqqSolution as HqqSolution

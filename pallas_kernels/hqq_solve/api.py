@@ -1,4 +1,4 @@
-"""The public call, the operation behind it, and the library's stop rule."""
+"""Public call of the HQQ solve, its operation, and the library's stop rule."""
 
 from typing import NamedTuple
 
@@ -80,20 +80,19 @@ def hqq_solve(
     tiles: Tiles | None = None,
     interpret: bool = False,
 ) -> HqqSolution:
-    """argmin over z of |W - UV - s (q - z)|_p with s of each group fixed (MiLo eq. 4-9).
+    """Minimises |W - UV - s (q - z)|_p over z, s of each group fixed (MiLo eq. 4-9).
 
-    Groups do not know each other, so a group's weights are read once and stay in registers through
-    every step. What is global is when to stop: with `steps=None` a matrix stops, as in the hqq
-    library, at the first step before which its mean |error| did not fall; where that comes before
-    the last step, and only then, the kernel runs once more with the number of steps that it should
-    have taken.
+    Groups are independent, so a group's weights are read once and stay in registers through every
+    step. Only the stop rule is global: with `steps=None` a matrix stops, as in the hqq library, at
+    the first step before which its mean |error| did not fall; if that comes before the last step,
+    and only then, the kernel runs once more with the right number of steps.
 
     Args:
       weights: [..., N, K] in bf16, fp16 or fp32, finite.
       settings: of the solve.
-      low_rank: u float32[..., N, R] and v float32[..., R, K], whose product is taken off the
-        weights in float32 inside the kernel; components that are zero change nothing.
-      steps: int32[...], how many to take, up to `settings.max_steps`; None for the stop rule.
+      low_rank: u float32[..., N, R] and v float32[..., R, K], whose product is subtracted from the
+        weights in float32 inside the kernel; zero components change nothing.
+      steps: int32[...], number of steps, up to `settings.max_steps`; None for the stop rule.
       implementation: "triton" or "reference"; None for the first that does not refuse.
       tiles: None for the heuristic's; only with the kernel.
       interpret: runs the kernel on the CPU, for tests.
@@ -131,7 +130,7 @@ def hqq_solve(
 
 
 def steps_until_stop(errors: jax.Array) -> jax.Array:
-    """int32[...]: steps up to the first that an unfallen error precedes, that one included.
+    """Number of steps, int32[...], through the first that an unfallen error precedes.
 
     Args:
       errors: float32[..., I], mean |error| before each step; of a finite matrix.

@@ -1,4 +1,4 @@
-"""The solve in plain jnp and float32, formula by formula; never optimised."""
+"""HQQ solve in plain jnp and float32, formula by formula; never optimised."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What a solve is asked for, and the two limits that the hqq library puts on scales."""
+"""Settings of a solve, and the two limits that the hqq library puts on scales."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ MAX_INVERSE_SCALE = 2e4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SolveSettings:
-    """Static choices.
+    """Static settings of a solve.
 
     Attributes:
       bits: of a code.
@@ -28,5 +28,5 @@ class SolveSettings:
 
     @property
     def harmless_error(self) -> float:
-        """beta^(-1 / (2 - p)): a smaller error is shrunk to nothing (MiLo eq. 7)."""
+        """Error below which it shrinks to nothing, beta^(-1 / (2 - p)) (MiLo eq. 7)."""
         return float(self.beta ** (-1 / (2 - self.norm)))

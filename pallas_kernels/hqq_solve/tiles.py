@@ -5,7 +5,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """What one program holds in registers: `rows` groups, cut into parts of `columns` inputs."""
+    """Registers of one program: `rows` groups, cut into parts of `columns` inputs."""
 
     rows: int
     columns: int
@@ -13,7 +13,7 @@ class Tiles:
 
 
 def default_tiles(num_rows: int, group_size: int) -> Tiles:
-    """512 weights a warp, 16 a thread, and no row of the tile spread over warps.
+    """Chooses 512 weights per warp, 16 per thread, and no row spread over warps.
 
     A group's sum is mostly within threads: the parts of a group are added first, and the 16
     columns of a part lie on 4 threads, so a sum over a group costs two shuffles, not four or five.

@@ -34,7 +34,7 @@ _ROUNDER = 1.5 * 2**23
 
 
 def _body(*refs: Ref, settings: SolveSettings, tiles: Tiles, rank: int) -> None:
-    """Program (g, n, b): group g of `tiles.rows` rows of matrix b."""
+    """Program (g, n, b) solves group g of `tiles.rows` rows of matrix b."""
     steps_ref, weights_ref, *factor_refs = refs[: 4 if rank else 2]
     codes_ref, scales_ref, zeros_ref, errors_ref = refs[-4:]
     group, tile, matrix = (pl.program_id(axis) for axis in range(3))
@@ -83,7 +83,7 @@ def _solve(
     num_steps: jax.Array,
     settings: SolveSettings,
 ) -> tuple[jax.Array, jax.Array]:
-    """The zeros after `num_steps` steps, and the sum of |error| before each of them."""
+    """Zeros after `num_steps` steps, and the sum of |error| before each of them."""
     lanes = jax.lax.broadcasted_iota(jnp.int32, (errors_length(settings),), 0)
     top = float(2**settings.bits - 1)
 
@@ -126,7 +126,7 @@ def _nearest(place: jax.Array, top: float) -> jax.Array:
 
 
 def errors_length(settings: SolveSettings) -> int:
-    """Steps, rounded up to the power of two that a Triton tile must have."""
+    """Number of steps, rounded up to a power of two for a Triton tile."""
     return 1 << (settings.max_steps - 1).bit_length()
 
 

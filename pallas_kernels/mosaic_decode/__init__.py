@@ -18,7 +18,7 @@ from pallas_kernels.target import Target
 def tiles_of_dense(
     x: jax.Array, weights: PackedMatrices, target: Target, low_rank: Sequence[LowRank] = ()
 ) -> StreamTiles:
-    """The heuristic tiles of a product with one matrix."""
+    """Chooses tiles for a product with one matrix."""
     kind = KINDS[x.dtype.name]
     terms = terms_of(low_rank, kind)
     return dense_tiles(matrix_of(weights, kind), x.shape[0], target.num_processors, terms)
@@ -32,7 +32,7 @@ def tiles_of_experts(
     target: Target,
     low_rank: Sequence[Sequence[LowRank]] = (),
 ) -> StreamTiles:
-    """The heuristic tiles of a product of `num_pairs` pairs; x is [tokens, K]."""
+    """Chooses tiles for a product of `num_pairs` pairs; x is [tokens, K]."""
     kind = KINDS[x.dtype.name]
     matrices = [matrix_of(weights, kind) for weights in tiers]
     terms = [terms_of(of_tier, kind) for of_tier in low_rank]

@@ -14,17 +14,17 @@ llvm: Any = _llvm
 
 
 def i32() -> ir.Type:
-    """The type of words and indices."""
+    """MLIR type of words and indices."""
     return ir.IntegerType.get_signless(32)
 
 
 def i64() -> ir.Type:
-    """The type of addresses."""
+    """MLIR type of addresses."""
     return ir.IntegerType.get_signless(64)
 
 
 def f32() -> ir.Type:
-    """The type of sums."""
+    """MLIR type of sums."""
     return ir.F32Type.get()
 
 
@@ -32,17 +32,17 @@ _COMPARISONS = {"eq": 0, "ne": 1, "lt": 2, "le": 3, "gt": 4, "ge": 5}
 
 
 class Arithmetic:
-    """The instructions of `emit` that touch neither memory nor other threads."""
+    """Instructions of `emit` that touch neither memory nor other threads."""
 
     def const(self, value: Value) -> Value:
-        """An i32 constant of a Python int; anything else as it is."""
+        """Converts a Python int to an i32 constant; returns anything else unchanged."""
         if isinstance(value, int):
             signed = value - 2**32 if value >= 2**31 else value
             return arith.constant(i32(), ir.IntegerAttr.get(i32(), signed))
         return value
 
     def const_f32(self, value: Value) -> Value:
-        """A float32 constant of a Python number; anything else as it is."""
+        """Converts a Python number to a float32 constant; returns anything else unchanged."""
         if isinstance(value, int | float):
             return arith.constant(f32(), ir.FloatAttr.get(f32(), float(value)))
         return value
@@ -102,15 +102,17 @@ class Arithmetic:
         return arith.select(condition, self.either(a), self.either(b))
 
     def either(self, value: Value) -> Value:
-        """A constant of a Python number: float32 of a float, else i32."""
+        """Converts a Python number to a constant: float32 for a float, else i32."""
         return self.const_f32(value) if isinstance(value, float) else self.const(value)
 
     def both(self, a: Value, b: Value) -> Value:
-        """Of two conditions."""
+        """Conjunction of two conditions."""
         return arith.andi(a, b)
 
     def merge(self, a: Value, mask: int, b: Value, how: str) -> Value:
-        """One instruction of three operands; compilers do not find it where two are constants.
+        """Merges words in one instruction of three operands (lop3).
+
+        Compilers do not find it if two operands are constants.
 
         Args:
           a: a word.
@@ -179,11 +181,11 @@ class Arithmetic:
         return arith.bitcast(f32(), self.const(word))
 
     def bits_of_f32(self, value: Value) -> Value:
-        """The other way round."""
+        """Bits of a float32."""
         return arith.bitcast(i32(), value)
 
     def byte_to_f32(self, word: Value, byte: int) -> Value:
-        """float32 of one byte of a word: 2^23 + b as bits, less 2^23 (exact, and no conversion)."""
+        """Converts a byte of a word to float32: 2^23 + b as bits, less 2^23 (exact)."""
         low = self.band(self.shr(word, 8 * byte), 0xFF)
         return self.fadd(self.f32_of_bits(self.bor(low, 0x4B000000)), -8388608.0)
 

@@ -1,4 +1,4 @@
-"""x W^T of a few rows of x: the kernel."""
+"""Kernel for x W^T with a few rows of x."""
 
 import functools
 from collections.abc import Sequence
@@ -46,12 +46,12 @@ def dense(
     interpret: bool = False,
     low_rank: tuple[LowRank, ...] = (),
 ) -> jax.Array:
-    """[M, N]: x times one matrix and its terms; see `dequant_matmul.api`.
+    """Multiplies x by one matrix and its terms, [M, N]; see `dequant_matmul.api`.
 
-    A cluster of thread blocks, mostly of one, owns `tiles.rows` outputs. Its warps share out these
-    and the blocks of K, and add their parts through shared memory in the order of the warps. The
-    more blocks of a cluster share out K, the less of x each has to read. Where they share out V of
-    a low-rank term, each has outputs of its own, and reads the others' parts of V x.
+    A cluster of thread blocks, mostly of one, owns `tiles.rows` outputs. Its warps split these and
+    the blocks of K, and add their parts through shared memory in the order of the warps. The more
+    blocks of a cluster split K, the less of x each has to read. If they split V of a low-rank term,
+    each has its own outputs and reads the others' parts of V x.
     """
     matrix = matrix_of(weights, KINDS[x.dtype.name])
     tiles.check(weights.num_outputs, [matrix])

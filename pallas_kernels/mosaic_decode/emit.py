@@ -1,9 +1,9 @@
-"""Instructions that the streaming kernels are made of, as methods that emit MLIR.
+"""Instructions of the streaming kernels, as methods that emit MLIR.
 
 Everything here runs while a Mosaic GPU kernel is being lowered, inside `inline_mgpu`: values are
-registers of one thread, `i32` unless said, and a warp's 32 threads run together. What LLVM has an
-operation for is written with it; what it lacks (cached loads, matrix products, packed 16-bit
-arithmetic) is one line of PTX.
+registers of one thread, `i32` unless said, and a warp's 32 threads run together. Instructions use
+LLVM's operations where they exist; the others (cached loads, matrix products, packed 16-bit
+arithmetic) are one line of PTX.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,19 +26,19 @@ class Mlir(Arithmetic):
     """The instructions as MLIR, emitted where Mosaic GPU lowers a kernel."""
 
     def special(self, name: str) -> Value:
-        """A special register, such as tid.x or ctaid.x."""
+        """Reads a special register, such as tid.x or ctaid.x."""
         return self.asm(i32(), [], f"mov.u32 $0, %{name};", "=r")
 
     def address(self, ref: Value) -> Value:
-        """i64: where a reference's first element lies (a generic address)."""
+        """Address, i64, of a reference's first element (a generic address)."""
         return llvm.ptrtoint(i64(), mgpu_utils.memref_ptr(ref))
 
     def shared_address(self, ref: Value) -> Value:
-        """i32: the same of shared memory, in its own address space."""
+        """Address, i32, of a reference in shared memory, in its own address space."""
         return llvm.ptrtoint(i32(), mgpu_utils.memref_ptr(ref))
 
     def offset(self, base: Value, count: Value, bytes_each: int = 1) -> Value:
-        """i64: base + count * bytes_each, in 64 bits; `count` is unsigned."""
+        """Computes base + count * bytes_each, i64; `count` is unsigned."""
         if isinstance(count, int):
             wide = arith.constant(i64(), ir.IntegerAttr.get(i64(), count * bytes_each))
         else:
@@ -56,14 +56,14 @@ class Mlir(Arithmetic):
         in_order: bool = False,
         predicate: Value | None = None,
     ) -> list[Value]:
-        """1, 2 or 4 words of global memory at base + imm (bytes), read-only during the kernel.
+        """Loads 1, 2 or 4 words of read-only global memory at base + imm (bytes).
 
         Args:
           base: i64 address.
           imm: constant bytes.
           num_words: 1, 2 or 4; the address is aligned to as much.
           streamed: read once, so not kept in the L1 cache, and kept in order.
-          in_order: with others and with copies, as LLVM sees them.
+          in_order: keeps LLVM's order with other such loads and with copies.
           predicate: i32, 0 to leave it out; the values are then undefined.
         """
         vector = "" if num_words == 1 else f".v{num_words}"
@@ -81,7 +81,7 @@ class Mlir(Arithmetic):
     def copy_async(
         self, to: Value, to_imm: int, base: Value, imm: int, present: Value, num_bytes: int
     ) -> None:
-        """4, 8 or 16 bytes from global to shared memory, later; zeros where `present` is 0."""
+        """Starts a copy of 4, 8 or 16 bytes, global to shared; zeros if `present` is 0."""
         cache = "cg" if num_bytes == 16 else "ca"
         text = (
             f"cp.async.{cache}.shared.global.L2::128B [$0+{to_imm}], [$1+{imm}], {num_bytes}, $2;"
@@ -90,7 +90,7 @@ class Mlir(Arithmetic):
         self.asm(None, [to, base, size], text, "r,l,r", effects=True)
 
     def copy_word_async(self, to: Value, base: Value, size: Value) -> None:
-        """The first `size` (i32, 1 to 4) bytes of a word, later, as `copy_async`; then zeros."""
+        """Starts a copy of a word's first `size` (i32, 1 to 4) bytes, then zeros."""
         text = "cp.async.ca.shared.global.L2::128B [$0], [$1], 4, $2;"
         self.asm(None, [to, base, size], text, "r,l,r", effects=True)
 
@@ -99,11 +99,11 @@ class Mlir(Arithmetic):
         self.asm(None, [], "cp.async.commit_group;", "", effects=True)
 
     def copies_wait(self, pending: int) -> None:
-        """Waits until at most so many of this thread's groups are under way."""
+        """Waits until at most `pending` of this thread's groups of copies are in flight."""
         self.asm(None, [], f"cp.async.wait_group {pending};", "", effects=True)
 
     def load_shared_words(self, at: Value, imm: int, count: int) -> list[Value]:
-        """1, 2 or 4 words of shared memory at a 32-bit address plus imm."""
+        """Loads 1, 2 or 4 words of shared memory at a 32-bit address plus imm."""
         if count == 1:
             return [self.load_shared(at, imm, "b32")]
         names = ",".join(f"${i}" for i in range(count))
@@ -111,12 +111,12 @@ class Mlir(Arithmetic):
         return self._asm_many(count, i32(), [at], text, "=r," * count + "r", True)
 
     def load_small(self, base: Value, imm: int, num_bytes: int) -> Value:
-        """i32: 1, 2 or 4 bytes of global memory at base + imm, zero extended, read-only."""
+        """Loads 1, 2 or 4 bytes of read-only global memory at base + imm, zero extended to i32."""
         kind = {1: "u8", 2: "u16", 4: "b32"}[num_bytes]
         return self.asm(i32(), [base], f"ld.global.nc.{kind} $0, [$1+{imm}];", "=r,l")
 
     def store(self, base: Value, imm: int, value: Value, kind: str) -> None:
-        """One value (b16: the low half of an i32; b32; f32) to global memory at base + imm."""
+        """Stores a value (b16: the low half of an i32; b32; f32) to global memory at base + imm."""
         if kind == "b16":
             text = "{ .reg .b16 h; cvt.u16.u32 h, $1; st.global.b16 [$0+" + f"{imm}], h; }}"
             self.asm(None, [base, value], text, "l,r", effects=True)
@@ -131,55 +131,55 @@ class Mlir(Arithmetic):
             )
 
     def load_shared(self, at: Value, imm: int, kind: str = "f32") -> Value:
-        """One f32 or b32 of shared memory at a 32-bit address plus imm."""
+        """Loads one f32 or b32 of shared memory at a 32-bit address plus imm."""
         letter, of = ("f", f32()) if kind == "f32" else ("r", i32())
         return self.asm(of, [at], f"ld.shared.{kind} $0, [$1+{imm}];", f"={letter},r", effects=True)
 
     def load_cluster(self, at: Value, block: int, imm: int) -> Value:
-        """One f32 of the shared memory of a block of the cluster, at the address it has here."""
+        """Loads one f32 of another cluster block's shared memory, at this block's address."""
         there = self.asm(i32(), [at, block], "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r")
         text = f"ld.shared::cluster.f32 $0, [$1+{imm}];"
         return self.asm(f32(), [there], text, "=f,r", effects=True)
 
     def store_shared(self, at: Value, imm: int, value: Value, kind: str = "f32") -> None:
-        """One f32 or b32 to shared memory at a 32-bit address plus imm."""
+        """Stores one f32 or b32 to shared memory at a 32-bit address plus imm."""
         letter = "f" if kind == "f32" else "r"
         self.asm(
             None, [at, value], f"st.shared.{kind} [$0+{imm}], $1;", f"r,{letter}", effects=True
         )
 
     def store_shared_floats(self, at: Value, imm: int, values: Sequence[Value]) -> None:
-        """2 or 4 float32 to shared memory at a 32-bit address plus imm, in one instruction."""
+        """Stores 2 or 4 float32 to shared memory at an address plus imm, in one instruction."""
         operands, count = [at, *(self.const_f32(value) for value in values)], len(values)
         names = ",".join(f"${1 + i}" for i in range(count))
         text = f"st.shared.v{count}.f32 [$0+{imm}], {{{names}}};"
         self.asm(None, operands, text, "r" + ",f" * count, effects=True)
 
     def load_volatile(self, base: Value) -> Value:
-        """i32: a word of global memory, loaded where this stands and no later."""
+        """Loads a word of global memory, i32, here and no later."""
         return self.asm(i32(), [base], "ld.volatile.global.b32 $0, [$1];", "=r,l", effects=True)
 
     def shuffle(self, value: Value, lane: int) -> Value:
-        """i32: the value that a lane of the warp has. All 32 take part."""
+        """Returns a lane's value, i32, to all lanes of the warp, which all take part."""
         text = f"shfl.sync.idx.b32 $0, $1, {lane}, 31, 0xffffffff;"
         return self.asm(i32(), [value], text, "=r,r", effects=True)
 
     def ballot(self, condition: Value) -> Value:
-        """i32: bit i tells whether lane i of the warp has the condition. All 32 take part."""
+        """Collects a condition of all 32 lanes as bits of an i32."""
         flag = self.select(condition, 1, 0)
         text = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
         return self.asm(i32(), [flag], text, "=r,r", effects=True)
 
     def block_barrier(self) -> None:
-        """Waits for all threads of the block, whose shared writes are then seen."""
+        """Waits for all threads of the block; their shared writes are then visible."""
         self.asm(None, [], "bar.sync 0;", "", effects=True)
 
     def team_barrier(self, number: Value, num_threads: int) -> None:
-        """The same for whole warps of the block, which share a number in 1..15."""
+        """Waits for whole warps of the block that share a number in 1..15."""
         self.asm(None, [number], f"bar.sync $0, {num_threads};", "r", effects=True)
 
     def cluster_arrive(self, writes: bool = True) -> None:
-        """The first half of a barrier of all blocks of a cluster, without `writes` of reads alone.
+        """Starts a barrier of a cluster's blocks; without `writes` it orders reads alone.
 
         `cluster_wait` has to follow.
         """
@@ -188,18 +188,18 @@ class Mlir(Arithmetic):
         self.asm(None, [], f"barrier.cluster.arrive.{how}.aligned;", "", effects=True)
 
     def cluster_wait(self) -> None:
-        """The other half: what all wrote to shared memory before they arrived is then seen."""
+        """Ends the cluster's barrier: shared writes before it are then visible."""
         self.warp_barrier()
         self.asm(None, [], "barrier.cluster.wait.acquire.aligned;", "", effects=True)
 
     def warp_barrier(self) -> None:
-        """The same for the warp."""
+        """Waits for all threads of the warp; their shared writes are then visible."""
         self.asm(None, [], "bar.warp.sync 0xffffffff;", "", effects=True)
 
     def mma(
         self, kind: str, a: Sequence[Value], b: Sequence[Value], c: Sequence[Value]
     ) -> list[Value]:
-        """m16n8k16: four float32 of c + a b; `kind` is bf16 or f16, a 4 and b 2 pairs of it.
+        """Multiplies m16n8k16: four float32 of c + a b; a has 4, b 2 pairs of `kind`.
 
         Lane (g, t) = (lane / 4, lane mod 4) holds a[0], a[2] of row g and a[1], a[3] of row g + 8,
         at k = 2t, 2t+1 and 2t+8, 2t+9; b of column g at the same k; c of rows g, g, g+8, g+8 and
@@ -215,7 +215,7 @@ class Mlir(Arithmetic):
     def loop(self, start: Value, stop: Value, step: Value, carried: Sequence[Value],
         body: Callable[[Value, list[Value]], Sequence[Value]],
     ) -> list[Value]:  # fmt: skip
-        """for index in range(start, stop, step) of i32, carrying values; returns the last ones."""
+        """Emits a loop over range(start, stop, step), i32, carrying values; returns the last."""
         carried = list(carried)
         made = scf.ForOp(self.const(start), self.const(stop), self.const(step), carried)
         with ir.InsertionPoint(made.body):

@@ -1,4 +1,4 @@
-"""Static facts of a launch of the experts' kernels."""
+"""Static facts of a launch of the expert kernels."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from pallas_kernels.mosaic_decode.tiles import StreamTiles, expert_share
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Static facts of a launch."""
+    """Static facts of a launch of the expert kernels."""
 
     tiers: tuple[Matrix, ...]
     terms: tuple[tuple[Term, ...], ...]  # of each tier
@@ -24,12 +24,12 @@ class Plan:
 
     @property
     def columns(self) -> int:
-        """Rows of x at a time."""
+        """Rows of x per job."""
         return COLUMNS * self.tiles.column_tiles
 
     @property
     def halves(self) -> int:
-        """Matrix rows of an output."""
+        """Matrix rows per output."""
         return 2 if self.gated else 1
 
     @property
@@ -41,7 +41,7 @@ class Plan:
 
     @property
     def of_x_bytes(self) -> int:
-        """Of a warp's sums of x, where they are kept."""
+        """Shared memory of a warp's sums of x, if they are kept."""
         return self.tiles.expert_x_bytes(self.tiers)
 
     @property
@@ -52,12 +52,12 @@ class Plan:
 
     @property
     def sums_bytes(self) -> int:
-        """Of all warps' sums."""
+        """Shared memory of all warps' sums."""
         return self.tiles.warps_n * self.tiles.team_bytes(self.columns, self.halves)
 
     @property
     def share(self) -> Share:
-        """Of a thread block, for the terms."""
+        """Share of a thread block, for the terms."""
         return expert_share(self.tiles, self.gated, self.num_outputs)
 
     @property
@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def jobs(self) -> JobList:
-        """Of thread blocks that share out all of them."""
+        """Job list of thread blocks that share all jobs."""
         return JobList(
             num_pairs=self.num_pairs,
             columns=self.columns,
@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def weights(self) -> tuple[int, ...]:
-        """Of the tiers' items: about their bytes, and 1 of a single tier."""
+        """Weight of the tiers' items: about their bytes, and 1 for a single tier."""
         sizes = [matrix.row_bytes for matrix in self.tiers]
         return tuple(round(4 * size / min(sizes)) if len(sizes) > 1 else 1 for size in sizes)
 

@@ -1,8 +1,9 @@
-"""Experts of a few tokens: the two kernels of a MoE layer.
+"""Kernels of a MoE layer for a few tokens: gate and up, then down.
 
-The work is that of `jobs`: a matrix times up to `columns` rows, in tiles of outputs, the items. A
-thread block belongs to a pair and an item of the job that it leads, or goes through many items, its
-share of all of them; then the words of an item are on their way while the one before is computed.
+Work comes from `jobs`: a matrix times up to `columns` rows, in tiles of outputs, the items. A
+thread block either belongs to a pair and an item of the job that it leads, or goes through its
+share of all items; in the second case the words of an item are copied while the previous item is
+computed.
 """
 
 import functools
@@ -61,20 +62,20 @@ def expert_products(
     interpret: bool = False,
     low_rank: Sequence[Sequence[LowRank]] = (),
 ) -> jax.Array:
-    """Rows of x, each by the matrix of its pairs.
+    """Multiplies rows of x by the matrices of their pairs.
 
     Args:
       x: [R, K]; pair p multiplies row p // (P / R).
-      tier: int32[P]; out of range: skipped.
+      tier: int32[P]; pairs out of range are skipped.
       slot: int32[P].
-      tiers: matrices [2 F, K] where gated, else [N, K].
+      tiers: matrices [2 F, K] if gated, else [N, K].
       gated: yields silu(gate) up (Shazeer 2020, eq. 6).
       tiles: rows are those of the outputs.
       interpret: on the CPU, for tests.
       low_rank: terms of each tier; empty for none.
 
     Returns:
-      [P, F] in `x.dtype`, zero where skipped; or float32[P, N], undefined where skipped.
+      [P, F] in `x.dtype`, zero for skipped pairs; or float32[P, N], undefined for them.
     """
     kind = KINDS[x.dtype.name]
     low_rank = low_rank or [()] * len(tiers)
@@ -136,7 +137,7 @@ def _body(e: Mlir, *refs: Value, plan: Plan) -> None:
 def _job_of_block(
     here: "_Block", products: Sequence["_Product"], pairs: Pairs, block: Value
 ) -> None:
-    """A thread block for each pair and item; those of pairs that lead no job have nothing to do."""
+    """Runs a thread block's pair and item; blocks of pairs that lead no job end."""
     e, plan = here.e, here.plan
     pair, item = e.div(block, plan.num_items), e.rem(block, plan.num_items)
     tier, job, leads = job_of_pair(e, pairs, here.lane, pair, plan.columns, here.shared)
@@ -151,7 +152,7 @@ def _job_of_block(
 
 
 def _all_jobs(here: "_Block", products: Sequence["_Product"], pairs: Pairs, block: Value) -> None:
-    """A thread block's share of all items."""
+    """Runs a thread block's share of all items."""
     e, plan, jobs = here.e, here.plan, here.plan.jobs
     works = jobs.make(e, pairs, here.lane, here.warp, block, here.shared)
     if plan.gated:
@@ -168,7 +169,7 @@ def _all_jobs(here: "_Block", products: Sequence["_Product"], pairs: Pairs, bloc
 
 
 class _Block:
-    """A thread of a block: where it stands, and what all its products share."""
+    """A thread of a block: its position, and values that all its products share."""
 
     def __init__(
         self, e: Mlir, plan: Plan, thread: Value, x_at: Value, out_at: Value, shared: Value
@@ -185,12 +186,12 @@ class _Block:
         self.of_terms = e.add(shared, plan.main_bytes)
 
     def first_output(self, item: Value) -> Value:
-        """Of an item; the last one repeats outputs where it would reach beyond them."""
+        """First output of an item; the last item repeats outputs to stay in range."""
         e, rows = self.e, self.plan.tiles.rows
         return e.smaller(e.mul(item, rows), self.plan.num_outputs - rows)
 
     def zero(self, pair: Value, first: Value, count: int) -> None:
-        """Hidden values of a skipped pair."""
+        """Writes zeros as the hidden values of a skipped pair."""
         e = self.e
 
         def one(index: Value, _: list[Value]) -> list[Value]:
@@ -202,7 +203,7 @@ class _Block:
 
 
 class _Product:
-    """The products with the matrices of one tier."""
+    """Products with the matrices of one tier."""
 
     def __init__(self, here: _Block, matrix: Matrix, terms: Sequence[Term]):
         self.here, self.matrix, self.terms = here, matrix, terms
@@ -220,7 +221,7 @@ class _Product:
         self.sums = e.add(here.sums, e.mul(here.warp_n, team))
 
     def barrier(self) -> None:
-        """Of the team, or of the block where terms are shared."""
+        """Waits for the team, or for the block if terms are shared."""
         if self.terms:
             self.e.block_barrier()
         elif self.tiles.warps_k == 1:
@@ -229,7 +230,7 @@ class _Product:
             self.e.team_barrier(self.e.add(self.here.warp_n, 1), 32 * self.tiles.warps_k)
 
     def stream(self, slot: Value, item: Value) -> Stream:
-        """Of this warp's rows of an item."""
+        """Stream of this warp's rows of an item."""
         e, plan = self.e, self.plan
         first = e.add(self.here.first_output(item), e.mul(self.here.warp_n, self.team_rows))
         halves = range(0, plan.halves * plan.num_outputs, plan.num_outputs)
@@ -238,7 +239,7 @@ class _Product:
         return Stream(e, self.matrix, slot, [first], lane, self.span, tiles_at=tiles_at)
 
     def columns_of_x(self, job: Job) -> list[Value]:
-        """i64 for each column tile: this lane's row of x, plus 16 t bytes."""
+        """Address i64 per column tile: this lane's row of x, plus 16 t bytes."""
         e, here, x = self.e, self.here, []
         for column in range(0, self.plan.columns, COLUMNS):
             number = e.smaller(e.add(here.lane.g, column), e.sub(job.count, 1))
@@ -249,11 +250,11 @@ class _Product:
         return x
 
     def items(self, jobs: JobList, work: Work) -> None:
-        """A block's share, job by job; copies of the next item start before one is done."""
+        """Runs a block's share, job by job; the next item's copies start before one is done."""
         e, here, plan = self.e, self.here, self.plan
 
         def slot_of(item: Value) -> tuple[Value, Value]:
-            """And the item's number in its job."""
+            """Slot of an item, and the item's number in its job."""
             job = e.sub(e.div(item, plan.num_items), work.first_job)
             record = jobs.job(e, here.shared, e.add(work.first_record, job))
             return record.slot, e.rem(item, plan.num_items)
@@ -282,14 +283,14 @@ class _Product:
         e.loop(work.first_job, work.end_job, 1, [self.ring.at], one_job)
 
     def only_item(self, job: Job, item: Value) -> None:
-        """A block's, that has no other."""
+        """Runs the only item of a block."""
         self.item(job, self.columns_of_x(job), item)
 
     def item(
         self, job: Job, x: Sequence[Value], item: Value, held: list[BlockOfX] | None = None,
         onward: NextItem | None = None,
     ) -> Value | None:  # fmt: skip
-        """One item of a job; returns where the ring stands, if it goes on."""
+        """Runs one item of a job; returns the ring's position if it goes on."""
         e, here, plan, tiles = self.e, self.here, self.plan, self.tiles
         stream, first, at = self.stream(job.slot, item), here.first_output(item), None
         firsts = [e.add(first, half * plan.num_outputs) for half in range(plan.halves)]
@@ -322,7 +323,7 @@ class _Product:
     def _store(
         self, extra: BlockTerms, job: Job, first: Value, index: Value, _: list[Value]
     ) -> list[Value]:
-        """One output: the warps' parts in their order, SwiGLU where gated."""
+        """Stores one output: the warps' parts in their order, SwiGLU if gated."""
         e, plan, tiles, here = self.e, self.plan, self.tiles, self.here
         column, row = e.div(index, self.team_rows), e.rem(index, self.team_rows)
         at = e.add(self.sums, e.mul(e.add(e.mul(column, self.pitch), row), 4))

@@ -1,4 +1,4 @@
-"""Packed words to operands of the matrix units, in registers: no value ever moves between lanes.
+"""Converts packed words to matrix unit operands in registers; no value moves between lanes.
 
 A warp takes 16 rows and a block of K. In every full block the codes of 32 consecutive k (a step)
 lie at one position of 16 words (`layout`); lane (g, t) reads words 4t..4t+3 of rows g and g + 8, in
@@ -7,8 +7,8 @@ k within a step that gives a lane its words 0, 1 in the first m16n8k16 and 2, 3 
 mask makes the operand, and x in its natural order, 16 bytes a lane at k = 8t, is the other one.
 
 A field of w bits at bit i of a half, put under the bits of 2^m (m the stored bits of the mantissa),
-is the number 2^m + q 2^i exactly: 128 + q 2^i in bf16, 1024 + q in fp16. The product
-takes x 2^-i for it, and the offset leaves through a sum of x that the matrix units make too.
+is the number 2^m + q 2^i exactly: 128 + q 2^i in bf16, 1024 + q in fp16. The product compensates
+with x 2^-i, and the offset is subtracted through a sum of x that the matrix units compute too.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ ONE = {"bf16": 0x3F80, "f16": 0x3C00}
 
 
 class Field(NamedTuple):
-    """Where a step's codes lie: field of `chunk` after a shift, in place at bit `exponent`."""
+    """Position of a step's codes: field of `chunk` after a shift, at bit `exponent`."""
 
     chunk: int  # which 4 words of the lane
     shift: int  # to the right, of the whole word
@@ -34,53 +34,53 @@ class Field(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What the kernel needs to know of a stored form; `kind` is "bf16" or "f16", that of x."""
+    """Facts of a stored form for the kernel; `kind`, of x, is "bf16" or "f16"."""
 
     bits: int
     kind: str
 
     @property
     def block(self) -> int:
-        """k that a lane loads at once."""
+        """Codes k that a lane loads at once."""
         return 64 if self.bits == PLAIN_BITS else layout.BLOCK
 
     @property
     def steps(self) -> int:
-        """Steps of a block."""
+        """Steps per block."""
         return self.block // STEP
 
     @property
     def chunks(self) -> int:
-        """16-byte loads of a row's block, but for INT3's second plane."""
+        """16-byte loads of a row's block, without INT3's second plane."""
         return {2: 1, 3: 1, 4: 2, 8: 4, PLAIN_BITS: 2}[self.bits]
 
     @property
     def planes(self) -> int:
-        """Of a row."""
+        """Planes of a row."""
         return 2 if self.bits == 3 else 1
 
     @property
     def longest_span(self) -> int:
-        """Blocks of a stage of which a row has 256 bytes, the most that a warp's copy takes."""
+        """Most blocks per stage: a row has 256 bytes, the limit of a warp's copy."""
         width = 2 if self.bits == 3 else self.bits
         return max(1, 256 * 8 // (self.block * width))
 
     @property
     def num_raw(self) -> int:
-        """Registers that a row's block takes as loaded."""
+        """Registers of a row's block as loaded."""
         return 4 * (self.chunks + (self.bits == 3))
 
     @property
     def offset(self) -> int:
-        """What every value has too much."""
+        """Offset in every unpacked value."""
         exact = self.bits == PLAIN_BITS or (self.bits == 8 and self.kind == "bf16")
         return 0 if exact else 1 << MANTISSA[self.kind]
 
     def field(self, step: int) -> Field:
-        """The place of a step's codes (of INT3: in the nibbles that `prepare` makes).
+        """Position of a step's codes (for INT3, in the nibbles that `prepare` makes).
 
-        For fp16 every field is moved to bit 0: x 2^-i would leave fp16's normal numbers where x is
-        small (5 bits of exponent), which bf16 does not.
+        For fp16 every field is shifted to bit 0: x 2^-i would leave fp16's normal numbers for small
+        x (5 bits of exponent), which bf16 does not.
         """
         if self.bits in (PLAIN_BITS, 8):
             position, chunk = divmod(step, self.chunks)
@@ -98,13 +98,13 @@ class Form:
 
 
 def pair(kind: str, power: int, negative: bool = False) -> int:
-    """The word whose halves are both +-2^power."""
+    """Word whose halves are both +-2^power."""
     half = ONE[kind] + (power << MANTISSA[kind]) | (0x8000 if negative else 0)
     return half * 0x10001
 
 
 def prepare(e: Mlir, form: Form, raw: list[Value], high: Value) -> list[Value]:
-    """A row's registers as `values` takes them; only INT3's change.
+    """Converts a row's registers for `values`; only INT3's change.
 
     Words of INT3's planes are merged into nibbles: first the even positions of the two-bit plane,
     then the odd ones. Bit 2p of the one-bit plane's word j is the lowest bit of position p of word
@@ -112,7 +112,6 @@ def prepare(e: Mlir, form: Form, raw: list[Value], high: Value) -> list[Value]:
 
     Args:
       e: the instructions.
-      form: of the words.
       raw: as loaded.
       high: i32, 1 in lanes with t >= 2, else 0.
     """
@@ -128,7 +127,7 @@ def prepare(e: Mlir, form: Form, raw: list[Value], high: Value) -> list[Value]:
 
 
 def values(e: Mlir, form: Form, prepared: list[Value], step: int) -> list[Value]:
-    """Four words of pairs: offset + q 2^exponent (`Form.field`), or the plain weights."""
+    """Unpacks four words of pairs: offset + q 2^exponent (`Form.field`), or plain weights."""
     field = form.field(step)
     words = prepared[4 * field.chunk : 4 * field.chunk + 4]
     if form.bits == PLAIN_BITS:
@@ -142,7 +141,7 @@ def values(e: Mlir, form: Form, prepared: list[Value], step: int) -> list[Value]
 
 
 def _byte_pairs(e: Mlir, word: Value) -> Value:
-    """bf16 pairs of 8-bit codes, which no mantissa of 7 bits holds under 128: 16 high + low."""
+    """Converts 8-bit codes to bf16 pairs as 16 high + low; one step would exceed its mantissa."""
     low = e.merge(word, 0x000F000F, 0x43004300, "or")  # 128 + low
     high = e.merge(e.shr(word, 4), 0x000F000F, 0x43004300, "or")  # 128 + high
     # 16 (128 + high) - 2176 = 16 high - 128, then + 128 + low: every step is exact.

@@ -1,4 +1,4 @@
-"""Row tiles of V of a low-rank term among those of its matrix: one walk, one ring, the same x."""
+"""Streams V's row tiles of a low-rank term among its matrix's: one walk, ring and x."""
 
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
@@ -10,26 +10,26 @@ _Totals = TypeVar("_Totals")
 
 
 class Joined(Generic[_Totals]):
-    """A stream with tiles of another, as a warp copies and multiplies them.
+    """A stream with another's tiles among its own, as a warp copies and multiplies them.
 
-    The others come after some of the stream's own, so that what their addresses wait for is known
-    when their first copy starts. They have the stream's form, groups, K and span, and take no more
-    shared memory.
+    The other tiles come after some of the stream's own, so that the values their addresses depend
+    on are known when their first copy starts. They have the stream's form, groups, K and span, and
+    take no more shared memory.
     """
 
     def __init__(
         self, stream: Stream, make: Callable[[], Stream], count: int, after: int, totals: _Totals,
         pause: Callable[[], None],
     ):  # fmt: skip
-        """Takes no step yet.
+        """Joins two streams without running a step.
 
         Args:
-          stream: of the own tiles.
-          make: the other one, of `count` tiles; called once, by `meet` or the first copy.
+          stream: the first stream.
+          make: makes the other stream, of `count` tiles; called once, by `meet` or the first copy.
           count: static.
-          after: how many of the own tiles come before.
-          totals: where those of the others are kept.
-          pause: done once among the tiles, if `paused` says so in the end.
+          after: number of own tiles before it.
+          totals: storage of the other stream's totals.
+          pause: called once among the tiles; `paused` records whether it was.
         """
         self.e, self.matrix, self.span = stream.e, stream.matrix, stream.span
         self.stream, self.make, self.rows = stream, make, stream.rows
@@ -41,20 +41,20 @@ class Joined(Generic[_Totals]):
         self.other: Stream | None = None
 
     def meet(self) -> Stream:
-        """The other stream; where it is first asked for, its values have to be seen by all."""
+        """Makes the other stream; at its first use, all threads must see its values."""
         if self.other is None:
             self.other = self.make()
         return self.other
 
     def number(self, tile: int) -> tuple[bool, int]:
-        """Whether a tile is the other stream's, and its number there or in the own one."""
+        """Whether a tile is the other stream's, and its number in its own stream."""
         if tile < self.after:
             return False, tile
         return (True, tile - self.after) if tile < self.after + self.count else (
             False, tile - self.count)  # fmt: skip
 
     def between(self, tile: int, depth: int) -> None:
-        """After a tile of the only stage; what was copied before tile `depth` is there with it."""
+        """Runs after a tile of the only stage; copies before tile `depth` are then complete."""
         if not self.paused and tile >= max(self.after + self.count - 1, depth):
             self.paused = True
             self.pause()
@@ -66,13 +66,13 @@ class Joined(Generic[_Totals]):
     def fetch(
         self, tile: int, stage: Value, present: Value, to: Value, row: Value | None = None
     ) -> None:
-        """As `Stream.fetch`."""
+        """Fetches like `Stream.fetch`."""
         stream, number = self._of(tile)
         stream.fetch(number, stage, present, to, row)
 
     def multiply(
         self, tile: int, at: Value, stage: Value, block: int, x: BlockOfX, totals: Sequence[Value]
     ) -> list[Value]:
-        """As `Stream.multiply`."""
+        """Multiplies like `Stream.multiply`."""
         stream, number = self._of(tile)
         return stream.multiply(number, at, stage, block, x, list(totals))

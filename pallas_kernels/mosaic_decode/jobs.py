@@ -1,8 +1,8 @@
-"""Jobs of the experts' kernels: up to `columns` pairs of one matrix, found on the device.
+"""Jobs of the expert kernels: up to `columns` pairs of one matrix, found on the device.
 
-Of the pairs (token, a) with one tier and slot, in their order, the first leads a job, and each that
-comes `columns` pairs later leads another. Thread blocks either belong to a pair, and those of one
-that leads no job end (`job_of_pair`), or share out all jobs among them (`JobList`).
+Among the pairs (token, a) of one tier and slot, in their order, the first leads a job, and each
+that comes `columns` pairs later leads another. Thread blocks either belong to a pair, and those of
+one that leads no job end (`job_of_pair`), or share all jobs among them (`JobList`).
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ WARP = 32
 
 
 class Job(NamedTuple):
-    """Pairs of one matrix."""
+    """A job: pairs of one matrix."""
 
     slot: Value
     count: Value  # 1 .. columns
@@ -25,14 +25,14 @@ class Job(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """The launch's pairs: addresses of int32[number] each."""
+    """All pairs of a launch: addresses of int32[number] each."""
 
     tier: Value
     slot: Value
     number: int
 
     def load(self, e: Mlir, index: Value) -> tuple[Value, Value]:
-        """Tier and slot of one."""
+        """Loads the tier and slot of a pair."""
         (tier,) = e.load(e.offset(self.tier, index, 4), 0, 1)
         (slot,) = e.load(e.offset(self.slot, index, 4), 0, 1)
         return tier, slot
@@ -41,16 +41,14 @@ class Pairs:
 def job_of_pair(
     e: Mlir, pairs: Pairs, lane: Lane, pair: Value, columns: int, at: Value
 ) -> tuple[Value, Job, Value]:
-    """Its tier, the job if it leads one, and whether it does (i1).
+    """Finds a pair's tier, its job if it leads one, and whether it does (i1).
 
-    Every warp writes the members, to one place, so that none has to wait for another.
+    Every warp writes the members to one place, so that none has to wait for another.
 
     Args:
-      e: the instructions.
-      pairs: all.
-      lane: of this thread.
+      pairs: all pairs of the launch.
       pair: i32.
-      columns: of a job.
+      columns: most pairs of a job.
       at: i32, shared memory: i32[columns].
     """
     tier, slot = pairs.load(e, pair)
@@ -76,7 +74,7 @@ def job_of_pair(
 
 
 class Work(NamedTuple):
-    """What a thread block does of the jobs of one tier. An item is a tile of outputs of a job."""
+    """Work of a thread block on the jobs of one tier; an item is a tile of a job's outputs."""
 
     first: Value  # item
     end: Value
@@ -87,11 +85,11 @@ class Work(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class JobList:
-    """All jobs, which `workers` thread blocks share out in neighbouring items of equal weight.
+    """All jobs, which `workers` thread blocks share in neighbouring items of equal weight.
 
-    Every block finds all jobs, since it costs no launch, and notes those that it has a part in.
-    Which pairs share a key is told by planes of bits: bit i of plane b of a chunk of 32 pairs is
-    bit b of the key of its pair i, so that an instruction a bit compares a pair with 32 others.
+    Every block finds all jobs, since that needs no launch, and notes its own. Planes of bits tell
+    which pairs share a key: bit i of plane b of a chunk of 32 pairs is bit b of the key of its pair
+    i, so that one instruction per bit compares a pair with 32 others.
     """
 
     num_pairs: int
@@ -104,58 +102,56 @@ class JobList:
 
     @property
     def rounds(self) -> int:
-        """Chunks of 32 pairs of a warp."""
+        """Chunks of 32 pairs per warp."""
         return -(-self.num_pairs // (WARP * self.num_warps))
 
     @property
     def chunks(self) -> int:
-        """Of all warps, a multiple of 4."""
+        """Chunks of all warps, a multiple of 4."""
         return self.rounds * self.num_warps
 
     @property
     def key_bits(self) -> int:
-        """Of a slot and tier; one more tells skipped pairs."""
+        """Bits of a slot and tier; one more marks skipped pairs."""
         return (self.num_slots * len(self.weights) - 1).bit_length()
 
     @property
     def plane_words(self) -> int:
-        """Of a chunk, a multiple of 4."""
+        """Words of a chunk's planes, a multiple of 4."""
         return -(-(self.key_bits + 1) // 4) * 4
 
     @property
     def record_bytes(self) -> int:
-        """Members, their number, the slot."""
+        """Bytes of a record: members, their number, the slot."""
         return 4 * (self.columns + 4)
 
     @property
     def records(self) -> int:
-        """Jobs of which a block may have a part."""
+        """Most jobs in which a block has a part."""
         heaviest = -(-self.num_pairs * self.num_items * max(self.weights) // self.workers)
         most = sum(heaviest // (weight * self.num_items) + 2 for weight in self.weights)
         return min(self.num_pairs, most)
 
     @property
     def _places(self) -> tuple[int, int, int]:
-        """Bytes from the start to planes, masks of leaders and records; keys come first."""
+        """Byte offsets of planes, masks of leaders and records; keys come first."""
         planes = 4 * WARP * self.chunks
         masks = planes + 4 * self.plane_words * self.chunks
         return planes, masks, masks + 4 * len(self.weights) * self.chunks
 
     @property
     def num_bytes(self) -> int:
-        """Of shared memory, a multiple of 16."""
+        """Bytes of shared memory, a multiple of 16."""
         return self._places[2] + self.records * self.record_bytes
 
     def make(
         self, e: Mlir, pairs: Pairs, lane: Lane, warp: Value, block: Value, at: Value
     ) -> list[Work]:
-        """Finds the jobs; what the block does of each tier. With block barriers.
+        """Finds all jobs and the block's work per tier; has block barriers.
 
         Args:
-          e: the instructions.
-          pairs: all.
-          lane: of this thread.
-          warp: i32, of it in the block.
+          pairs: all pairs of the launch.
+          warp: i32, index in the block.
           block: i32 in 0..workers - 1.
           at: i32, shared memory: `num_bytes`.
         """
@@ -196,21 +192,21 @@ class JobList:
         return e.add(e.add(at, self._places[2]), e.mul(number, self.record_bytes))
 
     def job(self, e: Mlir, at: Value, record: Value) -> Job:
-        """One of those that the block has a part in, after `make`."""
+        """Reads a job of the block's, after `make`."""
         place = self._record(e, at, record)
         count = e.load_shared(place, 4 * self.columns, "b32")
         slot = e.load_shared(place, 4 * self.columns + 4, "b32")
         return Job(slot, count, place)
 
     def skipped(self, e: Mlir, at: Value, pair: Value) -> Value:
-        """i1: whether a pair's tier is out of range, after `make`."""
+        """Whether a pair's tier is out of range, i1, after `make`."""
         key = e.load_shared(e.add(at, e.mul(pair, 4)), 0, "b32")
         return e.compare(key, "ge", 1 << self.key_bits)
 
     def _keys(
         self, e: Mlir, pairs: Pairs, lane: Lane, chunk: Value, at: Value, planes: Value
     ) -> tuple[Value, Value]:
-        """A chunk's keys, to shared memory too, and tiers, -1 of what is skipped."""
+        """Writes a chunk's keys to shared memory; returns keys, and tiers or -1 if skipped."""
         index = e.add(e.mul(chunk, WARP), lane.index)
         tier, slot = pairs.load(e, e.smaller(index, pairs.number - 1))
         runs = e.both(e.compare(tier, "ge", 0), e.compare(tier, "lt", len(self.weights)))
@@ -230,7 +226,7 @@ class JobList:
         return key, e.select(runs, tier, -1)
 
     def _rank(self, e: Mlir, key: Value, chunk: Value, below: Value, planes: Value) -> Value:
-        """How many earlier pairs have a pair's key."""
+        """Counts the earlier pairs with a pair's key."""
         bits = range(self.key_bits + 1)
         others = [e.sub(e.band(e.shr(key, bit), 1), 1) for bit in bits]  # all bits where 0
 
@@ -248,7 +244,7 @@ class JobList:
         return rank
 
     def _note_leaders(self, e: Mlir, tier: Value, lane: Lane, chunk: Value, masks: Value) -> None:
-        """A mask of a chunk's leaders for each tier."""
+        """Writes masks of a chunk's leaders for each tier."""
         words = [e.ballot(e.compare(tier, "eq", n)) for n in range(len(self.weights))]
 
         def store() -> None:
@@ -261,7 +257,7 @@ class JobList:
     def _count(
         self, e: Mlir, chunks: list[Value], below: Value, masks: Value
     ) -> tuple[list[Value], list[list[Value]]]:
-        """Jobs of each tier; of each of this thread's chunks and tier the jobs before its pair."""
+        """Counts each tier's jobs, and those before the pair of each of this thread's chunks."""
         jobs: list[Value] = []
         before: list[list[Value]] = [[] for _ in chunks]
         for n in range(len(self.weights)):
@@ -279,7 +275,7 @@ class JobList:
         return jobs, before
 
     def _shares(self, e: Mlir, jobs: list[Value], block: Value) -> tuple[list[Work], Value]:
-        """The block's, and of how many jobs it has a part."""
+        """Work of the block, and the number of jobs in which it has a part."""
         items = [e.mul(number, self.num_items) for number in jobs]
         weighted = [e.mul(*pair) for pair in zip(items, self.weights, strict=True)]
         whole = functools.reduce(e.add, weighted)
@@ -289,7 +285,7 @@ class JobList:
         for number, weight, size in zip(items, self.weights, weighted, strict=True):
 
             def item(place: Value, weight: int = weight, number: Value = number) -> Value:
-                """The first that begins there or later."""
+                """First item that begins at `place` or later."""
                 positive = e.select(e.compare(place, "gt", 0), place, 0)
                 return e.smaller(e.div(e.add(positive, weight - 1), weight), number)
 
@@ -303,7 +299,7 @@ class JobList:
         return shares, record
 
     def _members(self, e: Mlir, record: Value, lane: Lane, below: Value, at: Value) -> None:
-        """Completes a record, in which its leader stands."""
+        """Completes a record that has its leader."""
         place = self._record(e, at, record)
         leader = e.load_shared(place, 0, "b32")
         key = e.load_shared(e.add(at, e.mul(leader, 4)), 0, "b32")

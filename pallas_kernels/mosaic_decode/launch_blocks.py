@@ -1,4 +1,4 @@
-"""From a body to a call: compiled by Mosaic GPU, or simulated on the CPU."""
+"""Launches a body: compiled by Mosaic GPU, or simulated on the CPU."""
 
 from collections.abc import Callable, Sequence
 
@@ -28,15 +28,13 @@ def launch_blocks(
     """Runs a body for every block.
 
     Args:
-      body: takes the instructions, then a reference an operand, an output, and the scratch.
-      operands: arrays, whole.
-      name: what a profile shows.
-      num_blocks: of the launch; of clusters, where they have more than one block.
-      num_warps: of a block; a multiple of 4.
-      out_shapes: of the outputs.
+      body: takes the instructions, then references to operands, outputs and the scratch.
+      name: shown in profiles.
+      num_blocks: thread blocks, or clusters of more than one.
+      num_warps: warps per block; a multiple of 4.
       shared_floats: float32 of the one scratch buffer in shared memory.
       interpret: simulates on the CPU, for tests.
-      cluster: blocks of a cluster.
+      cluster: blocks per cluster.
     """
     if not interpret:
         call = launch.mosaic_call(

@@ -1,10 +1,10 @@
-"""Low-rank terms U (V x) of the streaming kernels, in the launch of their matrix (MiLo eq. 12-13).
+"""Low-rank terms U (V x) of streaming kernels, in their matrix's launch (MiLo eq. 12-13).
 
-A block's warps share out K of V x: with V's rows among the matrix's own and shared out in a cluster
-(`joined`), or, where terms are several or of another form, apart and before. Each brings some of
-U's ranks, of the block's outputs, to shared memory as stored, and unpacks them once they are there.
-Then the warps' parts of V x are added in their order, and every output adds its own sum over the
-rank, all in float32.
+A block's warps split K of V x: with V's rows among the matrix's own and shared in a cluster
+(`fused_low_rank`), or, if there are several terms or another form, separately and before. Each warp
+copies some of U's ranks, for the block's outputs, to shared memory as stored, and unpacks them
+later. Then the warps' parts of V x are added in their order, and every output adds its own sum over
+the rank, all in float32.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ CHAINS = 4  # sums of these that do not wait for each other
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Where the warps' parts of V x lie in shared memory: float32[number, columns, V's rows]."""
+    """The warps' parts of V x in shared memory: float32[number, columns, V's rows]."""
 
     at: Value
     number: int
@@ -35,7 +35,7 @@ class Parts:
 
 @dataclasses.dataclass(frozen=True)
 class _Placed:
-    """A term in a block: where its parts lie in shared memory, and what is left of its rank."""
+    """A term in a block: addresses in shared memory, and its effective rank."""
 
     term: Term
     start: Value
@@ -48,7 +48,7 @@ class _Placed:
 
 
 class BlockTerms:
-    """The terms of one matrix in a thread block; with none, every method does nothing."""
+    """Terms of one matrix in a thread block; without terms, every method does nothing."""
 
     def __init__(
         self, e: Mlir, terms: Sequence[Term], share: Share, slot: Value, firsts: Sequence[Value],
@@ -57,14 +57,13 @@ class BlockTerms:
         """Loads the ranks.
 
         Args:
-          e: the instructions.
-          terms: with their addresses.
+          terms: terms with addresses.
           share: of the block.
           slot: i32, which matrix.
           firsts: i32 for each half: its first matrix row.
           at: i32, shared memory: `share.room(terms)` bytes.
           thread: i32, of the block.
-          sharers: blocks of the cluster that share out V, where that is joined.
+          sharers: blocks of the cluster that split V, if it is joined.
         """
         self.at, self.sharers, self.placed = at, sharers, []
         self.e, self.share, self.firsts, self.thread = e, share, firsts, thread
@@ -81,9 +80,9 @@ class BlockTerms:
             at = e.add(at, share.room([term]))
 
     def _read(self) -> None:
-        """What was loaded for the only term, of which even lanes have the start, odd the rank.
+        """Reads the only term's loaded start (even lanes) and rank (odd lanes).
 
-        Had every lane both, compilers would make scalars of them at once, and wait for that.
+        If every lane had both, compilers would make scalars of them at once, and wait for that.
         """
         start, rank = (self.e.shuffle(self.loaded, lane) for lane in range(2))
         self.placed = [self._place(self.term, self.at, start, rank)]
@@ -103,7 +102,7 @@ class BlockTerms:
         return _Placed(term, start, parts, thin, u, raw, ranks, most)
 
     def _rank_here(self, term: Term, half: int, rank: Value) -> Value:
-        """The rank, or 0 where the block's rows of a half have no term."""
+        """Rank of a term, or 0 if the block's rows of a half have no term."""
         e, share, first = self.e, self.share, self.firsts[half]
         if term.covers(half * share.num_outputs, share.num_outputs):
             return rank
@@ -112,11 +111,10 @@ class BlockTerms:
         return e.select(e.both(above, e.compare(first, "lt", end)), rank, 0)
 
     def begin(self, x: Sequence[Value], lane: Lane) -> None:
-        """Parts of V x of every warp, and U, to shared memory; a block barrier has to follow.
+        """Computes every warp's part of V x, and copies U; a block barrier must follow.
 
         Args:
           x: as in `walk`.
-          lane: of this thread.
         """
         e, most = self.e, self.e.const(0)
         for placed in self.placed:
@@ -131,23 +129,22 @@ class BlockTerms:
             e.when(e.compare(most, "gt", 0), all_parts)
 
     def bring(self, lane: Lane) -> None:
-        """Starts copying U's words, with the next copies that are."""
+        """Starts copying U's words, with the next group of copies."""
         for placed in self.placed:
             for half in placed.u:
                 self._bring_u(placed, half, lane)
 
     def unpack(self, lane: Lane) -> None:
-        """U's values of what this warp brought, whose copies have to be done."""
+        """Unpacks U's values that this warp copied, once the copies are done."""
         for placed in self.placed:
             for half in placed.u:
                 self._unpack_u(placed, half, lane)
 
     def join(self, stream: Stream, lane: Lane, sharer: Value, after: int) -> Joined[Totals]:
-        """The matrix's rows of a warp, with a share of V's of the only term among them.
+        """Joins a warp's rows of the matrix with its share of V's rows of the only term.
 
         Args:
-          stream: the rows.
-          lane: of this thread.
+          stream: the matrix's rows.
           sharer: i32, which block of the cluster.
           after: row tiles before those of V.
         """
@@ -164,12 +161,12 @@ class BlockTerms:
         return Joined(stream, make, share.thin, after, totals, unpack)
 
     def begin_joined(self, stream: Joined[Totals], lane: Lane) -> None:
-        """In place of `begin`, where V's rows are among the matrix's."""
+        """Replaces `begin` if V's rows are among the matrix's."""
         stream.meet()
         self.bring(lane)
 
     def end_joined(self, stream: Joined[Totals], lane: Lane) -> None:
-        """After the walk: what its tiles left to do; a block barrier has to follow."""
+        """Completes the joined tiles after the walk; a block barrier must follow."""
         self._read()  # in branches of the walk, where no value leaves
         if not stream.paused:
             self.e.copies_commit()  # U's words, if no tile was copied after them
@@ -184,7 +181,7 @@ class BlockTerms:
         return Stream(e, placed.term.v, e.const(0), rows, lane, 1, wanted)
 
     def _thin_parts(self, number: int, x: Sequence[Value], lane: Lane) -> None:
-        """Those of term `number` and later, which start their copies before they wait for any."""
+        """Computes V x of term `number` and later; all copies start before any wait."""
         if number == len(self.placed):
             return
         e, placed = self.e, self.placed[number]
@@ -202,7 +199,7 @@ class BlockTerms:
             part.store(e, tile, totals[each * tile : each * (tile + 1)])
 
     def _first_row(self, placed: _Placed, tile: Value) -> Value:
-        """Of V's pool; its last tile is repeated where a tile would reach beyond it."""
+        """First row of a tile in V's pool; the last tile repeats rows to stay in range."""
         e = self.e
         first = e.add(placed.start, e.mul(tile, ROWS))
         return e.smaller(first, placed.term.v.num_rows - ROWS)
@@ -210,7 +207,7 @@ class BlockTerms:
     def _every(
         self, count: Value, step: int, body: Callable[[Value], None], last: bool = False
     ) -> None:
-        """The body for this thread's indices below `count`, which all threads share."""
+        """Runs the body for this thread's indices below `count`, shared by all threads."""
 
         def one(index: Value, _: list[Value]) -> list[Value]:
             body(index)
@@ -220,12 +217,12 @@ class BlockTerms:
         self.e.loop(first, count, step, [], one)
 
     def _columns(self, placed: _Placed, half: int) -> Columns:
-        """U's values of the block's rows of a half, in pairs of an even and an odd one."""
+        """Columns of U for the block's rows of a half, in pairs of an even and an odd one."""
         first = self.e.sub(self.firsts[half], placed.term.first_row + placed.term.odd)
         return Columns(self.e, placed.term.u, first, placed.term.width(self.share.rows))
 
     def _bring_u(self, placed: _Placed, half: int, lane: Lane) -> None:
-        """Starts copying the words of U's values of the block's rows of a half."""
+        """Starts copying the words of U for the block's rows of a half."""
         warp, raw = self.e.shr(self.thread, 5), placed.raw[half]
         columns, warps = self._columns(placed, half), self.share.num_warps
         rank = placed.ranks[half]
@@ -233,12 +230,12 @@ class BlockTerms:
         columns.bring(placed.start, raw, rank, places, warp, warps, lane.index)
 
     def _rounded(self, placed: _Placed, rank: Value) -> Value:
-        """To the next multiple of the terms of a sum that are written out."""
+        """Rounds a rank up to a multiple of the unrolled terms."""
         stride = placed.term.stride
         return self.e.band(self.e.add(rank, stride - 1), 0xFFFFFFFF - (stride - 1))
 
     def _unpack_u(self, placed: _Placed, half: int, lane: Lane) -> None:
-        """U's values of the rows that this warp brought; zero beyond the rank and the term's."""
+        """Unpacks U for the rows that this warp copied; zero beyond rank and term."""
         e, term, share = self.e, placed.term, self.share
         columns, width = self._columns(placed, half), term.width(share.rows)
         whole = not term.odd and term.covers(half * share.num_outputs, share.num_outputs)
@@ -263,7 +260,7 @@ class BlockTerms:
         e.loop(e.shr(self.thread, 5), rounded, share.num_warps, [], one)
 
     def _has(self, term: Term, n: Value) -> Value:
-        """i1: whether a term has a row n of its own."""
+        """Whether a term has a row n of its own, i1."""
         e = self.e
         return e.both(e.compare(n, "ge", 0), e.compare(n, "lt", term.u.num_inputs))
 
@@ -286,7 +283,7 @@ class BlockTerms:
             self._every(count, 32 * share.num_warps, one, last=True)
 
     def _thin(self, placed: _Placed, column: Value, r: Value) -> Value:
-        """float32: one value of V x, the warps' parts added in their order."""
+        """Computes one value of V x, float32, adding the warps' parts in order."""
         e, parts = self.e, placed.parts
         tile = e.div(r, ROWS)
         # Row r of the matrix lies as much further on as its tile was moved back.
@@ -302,7 +299,7 @@ class BlockTerms:
         return total
 
     def add(self, total: Value, half: int, column: Value, row: Value) -> Value:
-        """total + the terms of one output.
+        """Adds the terms of one output to a total.
 
         Args:
           total: float32.

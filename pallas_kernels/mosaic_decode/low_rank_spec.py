@@ -1,4 +1,4 @@
-"""Low-rank terms as a streaming kernel sees them: static facts, operands, shared memory."""
+"""Static facts, operands and shared memory of low-rank terms in streaming kernels."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -36,72 +36,72 @@ class Term:
 
     @property
     def num_tiles(self) -> int:
-        """Of 16 rows of V."""
+        """Number of tiles of 16 rows of V."""
         return -(-self.max_rank // ROWS)
 
     @property
     def padded(self) -> int:
-        """The rank in whole tiles."""
+        """Rank in whole tiles."""
         return ROWS * self.num_tiles
 
     @property
     def pitch(self) -> int:
-        """Floats of a column of a warp's part; the four more spread columns over the banks."""
+        """Floats per column of a warp's part; four more spread columns over the banks."""
         return self.padded + 4
 
     @property
     def depth(self) -> int:
-        """Tiles of V of a warp in shared memory."""
+        """Tiles of V per warp in shared memory."""
         return 2 if tile_bytes(self.v, 1) <= DEEP_TILE_BYTES else 1
 
     @property
     def num_arrays(self) -> int:
-        """Operands of the kernel."""
+        """Number of the kernel's operands."""
         return 2 + num_arrays(self.u) + num_arrays(self.v)
 
     @property
     def odd(self) -> int:
-        """1 where even rows of the matrix are odd ones of the term."""
+        """1 if even rows of the matrix are odd ones of the term, else 0."""
         return self.first_row % 2
 
     @property
     def stride(self) -> int:
-        """Terms of the sum over the rank that are written out; divides `padded`."""
+        """Terms of the sum over the rank that are unrolled; divides `padded`."""
         return 2 * ROWS if self.padded % (2 * ROWS) == 0 else ROWS
 
     def width(self, rows: int) -> int:
-        """Of U's values that a block of so many outputs unpacks, an even number of each rank."""
+        """Values of U per rank that a block of so many outputs unpacks, an even number."""
         return rows + 2 * self.odd
 
     def u_words(self, rows: int) -> int:
-        """Words of shared memory for a rank of U: unpacked, and as stored."""
+        """Words of shared memory per rank of U: unpacked, and as stored."""
         width = self.width(rows)
         return width + row_words(self.u, width)
 
     def meets(self, first: int, count: int) -> bool:
-        """Whether it has any of the matrix's rows first .. first + count."""
+        """Whether the term has any of the matrix's rows first .. first + count."""
         return first < self.first_row + self.u.num_inputs and self.first_row < first + count
 
     def covers(self, first: int, count: int) -> bool:
-        """Whether it has all of them."""
+        """Whether the term has all of the matrix's rows first .. first + count."""
         end = self.first_row + self.u.num_inputs
         return self.first_row <= first and first + count <= end
 
 
 def term_of(terms: LowRank, kind: str) -> Term:
-    """The static facts; the addresses come when the kernel is lowered."""
+    """Static facts of a term; addresses are set when the kernel is lowered."""
     of_u = "f16" if terms.u.words.dtype == jnp.float16 else "bf16"
     v = dataclasses.replace(matrix_of(terms.v, kind), num_rows=max(ROWS, terms.v.num_outputs))
     return Term(matrix_of(terms.u, of_u), v, terms.first_row, terms.max_rank)
 
 
 def terms_of(low_rank: Sequence[LowRank], kind: str) -> tuple[Term, ...]:
-    """Of one matrix."""
+    """Terms of one matrix."""
     return tuple(term_of(terms, kind) for terms in low_rank if terms.max_rank)
 
 
 def operands_of(low_rank: Sequence[LowRank]) -> list[jax.Array]:
-    """The kernel's operands, `Term.num_arrays` of each term that `terms_of` has."""
+    """Operands of the kernel, `Term.num_arrays` per term of `terms_of`."""
     found = []
     for terms in low_rank:
         if terms.max_rank:
@@ -114,7 +114,7 @@ def _arrays(weights: PackedMatrices) -> list[jax.Array]:
 
 
 def _tall(pool: PackedMatrices) -> PackedMatrices:
-    """With the rows of a tile at least, since whole tiles are copied."""
+    """Pads a pool to a whole tile of rows, since whole tiles are copied."""
     missing = ROWS - pool.num_outputs
     if missing <= 0:
         return pool
@@ -122,7 +122,7 @@ def _tall(pool: PackedMatrices) -> PackedMatrices:
 
 
 def with_addresses(terms: Sequence[Term], addresses: Sequence[Any]) -> list[Term]:
-    """The terms with the addresses of `operands_of`."""
+    """Sets the addresses of `operands_of` in the terms."""
     found, rest = [], list(addresses)
     for term in terms:
         (start, rank, *mine), rest = rest[: term.num_arrays], rest[term.num_arrays :]
@@ -133,13 +133,13 @@ def with_addresses(terms: Sequence[Term], addresses: Sequence[Any]) -> list[Term
 
 
 def suffix(terms: Sequence[Term]) -> str:
-    """Of a kernel's name, such as "_rank32_8"; "" without terms."""
+    """Suffix of a kernel's name, such as "_rank32_8"; "" without terms."""
     return "_rank" + "_".join(str(term.max_rank) for term in terms) if terms else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What a thread block does of a matrix: `rows` outputs of each of `halves` row ranges."""
+    """Share of a thread block: `rows` outputs of each of `halves` row ranges."""
 
     num_warps: int
     columns: int  # of x at a time
@@ -150,7 +150,7 @@ class Share:
     thin: int = 0  # row tiles of V that every warp has among its own; 0: V apart
 
     def met(self, term: Term) -> list[int]:
-        """The halves that a term has rows of."""
+        """Halves in which a term has rows."""
         span = range(self.halves)
         return [h for h in span if term.meets(h * self.num_outputs, self.num_outputs)]
 
@@ -163,10 +163,10 @@ class Share:
         return self.num_warps * self.part_bytes(term) + 4 * values
 
     def part_pitch(self, term: Term) -> int:
-        """Floats of a column of a warp's part of V x."""
+        """Floats per column of a warp's part of V x."""
         return ROWS * self.thin + 4 if self.thin else term.pitch
 
     def part_bytes(self, term: Term) -> int:
-        """Shared memory of a warp's part of V x, and of its ring of V where that is apart."""
+        """Shared memory of a warp's part of V x, and of its separate ring of V if any."""
         part = 4 * self.columns * self.part_pitch(term)
         return part if self.thin else max(term.depth * tile_bytes(term.v, 1), part)

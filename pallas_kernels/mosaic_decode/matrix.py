@@ -1,4 +1,4 @@
-"""One matrix as a streaming kernel sees it; how 16 of its rows lie in shared memory."""
+"""One matrix in a streaming kernel, and the layout of 16 rows in shared memory."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ HALF_LINE = 64  # bytes that four lanes read of a row
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """One matrix [N, K] as a kernel sees it: static facts, and addresses of the operands."""
+    """One matrix [N, K] in a kernel: static facts, and addresses of the operands."""
 
     form: Form
     num_rows: int
@@ -34,23 +34,23 @@ class Matrix:
 
     @property
     def num_blocks(self) -> int:
-        """Of K."""
+        """Blocks of K."""
         return self.num_inputs // self.form.block
 
     @property
     def row_bytes(self) -> int:
-        """Of a row's words, scales and zeros."""
+        """Bytes of a row's words, scales and zeros."""
         of_zero = {"float": self.scale_bytes, "integer": 1}.get(self.zero_kind, 0)
         return 4 * self.num_words + self.num_groups * (self.scale_bytes + of_zero)
 
     @property
     def groups_per_block(self) -> int:
-        """Scales that a block of a row needs."""
+        """Scales per block of a row."""
         return self.form.block // self.group
 
 
 def matrix_of(weights: PackedMatrices, kind: str) -> Matrix:
-    """The static facts; the addresses come when the kernel is lowered."""
+    """Static facts of a matrix; addresses are set when the kernel is lowered."""
     form = Form(weights.bits, kind)
     width = weights.words.shape[2]
     return Matrix(
@@ -68,19 +68,19 @@ def matrix_of(weights: PackedMatrices, kind: str) -> Matrix:
 
 
 def num_arrays(matrix: Matrix) -> int:
-    """Operands that its form has: words, scales, zeros."""
+    """Number of operands of its form: words, scales, zeros."""
     return 1 + (matrix.num_groups > 0) + (matrix.zero_kind in ("float", "integer"))
 
 
 def addressed(matrix: Matrix, addresses: Sequence[Any]) -> Matrix:
-    """The matrix with the addresses of its operands, as many as its form has."""
+    """Sets the addresses of a matrix's operands, as many as its form has."""
     words, scales, zeros = [*addresses, None, None][:3]
     return dataclasses.replace(matrix, words=words, scales=scales, zeros=zeros)
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One kind of bytes of a stage of 16 rows: where they are, and how a warp copies them."""
+    """One kind of bytes of a stage of 16 rows: its position, and how a warp copies it."""
 
     of: str  # "words", "second" (INT3's other plane), "scales" or "zeros"
     matrix_row_bytes: int  # from row to row of the matrix
@@ -98,24 +98,24 @@ class Part:
 
     @property
     def lanes_per_row(self) -> int:
-        """At most 32."""
+        """Lanes per row, at most 32."""
         return self.row_bytes // self.piece
 
     @property
     def rows_per_pass(self) -> int:
-        """Rows that a warp's copy covers."""
+        """Rows per copy of a warp."""
         return min(ROWS, 32 // self.lanes_per_row)
 
     @property
     def passes(self) -> int:
-        """Copies of a lane."""
+        """Copies per lane."""
         return ROWS // self.rows_per_pass
 
 
 def stage_parts(matrix: Matrix, span: int) -> list[Part]:
-    """The parts of a stage of `span` blocks, one after the other in shared memory.
+    """Parts of a stage of `span` blocks, in order in shared memory.
 
-    Constants of fewer than 4 bytes a row, or that do not change with every block, are not copied.
+    Constants of fewer than 4 bytes per row, or that do not change with every block, are not copied.
     """
     m, form = matrix, matrix.form
     words = m.num_words * 4
@@ -144,11 +144,11 @@ def stage_parts(matrix: Matrix, span: int) -> list[Part]:
 
 
 def tile_bytes(matrix: Matrix, span: int) -> int:
-    """Shared memory that a stage of 16 rows takes."""
+    """Shared memory of a stage of 16 rows."""
     last = [part for part in stage_parts(matrix, span) if part.copied][-1]
     return last.at + -(-last.pitch * ROWS // 16) * 16
 
 
 def x_sums_bytes(matrix: Matrix, column_tiles: int) -> int:
-    """Shared memory that the sums of a block of x take, where they are not in registers."""
+    """Shared memory of the sums of a block of x, if they are not in registers."""
     return X_SUMS * column_tiles * (0 if matrix.zero_kind == "plain" else matrix.groups_per_block)

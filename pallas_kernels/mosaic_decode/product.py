@@ -1,7 +1,7 @@
 """A warp's part of x W^T: tiles of 16 rows, columns of x in tiles of 8, some blocks of K.
 
 Words, scales and zeros are copied into shared memory while earlier ones are multiplied; a warp has
-a ring of its own there and waits for no other. x comes straight from the caches. For a group of K
+its own ring there and waits for no other. x comes straight from the caches. For a group of K
 
     sums[m] = sum of -offset x 2^-i and of x      (two rows of one product with a constant operand)
     acc     = -offset sum - zero sums[m], then += (offset + q 2^i) (x 2^-i)       the matrix units
@@ -29,7 +29,7 @@ from pallas_kernels.packed import PLAIN_BITS
 
 @dataclasses.dataclass(frozen=True)
 class Lane:
-    """Where a thread stands: g and t of its lane, and 1 in `high` where t >= 2."""
+    """Position of a thread: g and t of its lane, and `high`, 1 if t >= 2."""
 
     g: Value
     t: Value
@@ -38,7 +38,7 @@ class Lane:
 
     @staticmethod
     def here(e: Mlir, lane: Value) -> "Lane":
-        """Of a lane's index in its warp."""
+        """Position for a lane's index in its warp."""
         t = e.band(lane, 3)
         return Lane(e.shr(lane, 2), t, e.shr(t, 1), lane)
 
@@ -47,7 +47,7 @@ MAX_IMMEDIATE = 2**22  # bytes from a row to a part, within 24 bits of an instru
 
 
 class Stream:
-    """The blocks of some row tiles of one matrix, as a warp copies and multiplies them.
+    """Blocks of some row tiles of one matrix, as a warp copies and multiplies them.
 
     A stage is `span` neighbouring blocks of all the tiles. It lies in shared memory tile by tile:
     words, INT3's second plane, scales, zeros, each row by row as in the matrix, so that copies read
@@ -61,14 +61,12 @@ class Stream:
         """Computes the addresses that this lane copies from.
 
         Args:
-          e: the instructions.
-          matrix: with its addresses.
-          slot: i32, which of the stack.
+          matrix: matrix with addresses.
+          slot: i32, index in the stack.
           first_rows: i32 each, where a row tile begins, or some of them; a multiple of 16. At most
             2^32 rows of all slots have an address.
-          lane: of this thread.
           span: blocks of a stage; divides those of a row.
-          wanted: i32 for each tile, 0 to take zeros for it; None for all.
+          wanted: i32 for each tile, 0 to use zeros; None for all.
           tiles_at: rows from each of `first_rows` to the row tiles that share its addresses.
         """
         self.wanted, self.tiles_at = wanted, tiles_at
@@ -86,7 +84,7 @@ class Stream:
             self.sources[-1] = e.select(upper, zeros, self.sources[-1])
 
     def _source(self, part: Part, base: Value) -> Value:
-        """i64: what this lane copies in the first pass over a part of row 0.., stage 0."""
+        """Address i64 of this lane's first copy of a part of row 0.., stage 0."""
         e = self.e
         at = e.offset(base, self._row_in_pass(part), part.matrix_row_bytes)
         return e.offset(at, e.rem(self.lane.index, part.lanes_per_row), part.piece)
@@ -98,7 +96,7 @@ class Stream:
     def fetch(
         self, tile: int, stage: Value, present: Value, to: Value, row: Value | None = None
     ) -> None:
-        """Starts copying a tile's stage into shared memory; zeros where `present` (i32) is 0.
+        """Starts copying a tile's stage into shared memory; zeros if `present` (i32) is 0.
 
         Args:
           tile: static.
@@ -134,7 +132,7 @@ class Stream:
         e.copies_commit()
 
     def _place(self, part: Part) -> tuple[Value, Value]:
-        """Row and byte in the row that this lane copies in the first pass over a part."""
+        """Row and byte in the row that this lane copies first in a part."""
         e, row = self.e, self._row_in_pass(part)
         column = e.mul(e.rem(self.lane.index, part.lanes_per_row), part.piece)
         if part.swapped:
@@ -151,7 +149,7 @@ class Stream:
         )
 
     def _words(self, at: Value, block: int) -> list[list[Value]]:
-        """The registers of rows g and g + 8 of a block of the stage."""
+        """Registers of rows g and g + 8 of a block of the stage."""
         e, form, lane = self.e, self.matrix.form, self.lane
         rows: list[list[Value]] = [[], []]
         for part in self.parts[: form.planes]:
@@ -171,7 +169,7 @@ class Stream:
         return rows
 
     def _constants(self, tile: int, at: Value, stage: Value, block: int) -> list[list[list[Value]]]:
-        """Words of scales and of zeros, of rows g and g + 8 of a block of the stage."""
+        """Words of scales and of zeros, for rows g and g + 8 of a block of the stage."""
         e, m, found = self.e, self.matrix, []
         for i, part in enumerate(self.parts):
             if part.of not in ("scales", "zeros"):
@@ -201,12 +199,12 @@ class Stream:
     def operands(
         self, x: Sequence[Value], block: Value, in_order: bool = False
     ) -> list[list[list[Value]]]:
-        """Issues the loads of a block of x: of each column tile and step four words of pairs.
+        """Loads a block of x: four words of pairs per column tile and step.
 
         Args:
           x: i64 for each column tile: this lane's column, plus 16 t bytes.
           block: i32, of K.
-          in_order: with the copies; else as soon as a compiler likes, or as late.
+          in_order: keeps the order with copies; else the compiler chooses.
         """
         e, form = self.e, self.matrix.form
         pointers = [e.offset(pointer, block, 2 * form.block) for pointer in x]
@@ -216,12 +214,12 @@ class Stream:
         ]
 
     def prepare_x(self, words: list[list[list[Value]]], sums_at: Value | None = None) -> "BlockOfX":
-        """x of a block, scaled, and its sums of every group.
+        """Scales a block of x and sums it over every group.
 
         Args:
-          words: of `operands`.
+          words: the result of `operands`.
           sums_at: i32, shared memory for the sums (`x_sums_bytes`) plus 16 t; None for registers. A
-            warp barrier has to come before they are read.
+            warp barrier must precede their reads.
         """
         e, columns = self.e, len(words)
         if self.matrix.form.bits == PLAIN_BITS:
@@ -241,21 +239,21 @@ class Stream:
         return BlockOfX(words, load)
 
     def _spans(self) -> list[range]:
-        """The steps of each group of a block."""
+        """Steps of each group of a block."""
         steps = self.matrix.group // STEP
         return [range(g * steps, (g + 1) * steps) for g in range(self.matrix.groups_per_block)]
 
     def multiply(
         self, tile: int, at: Value, stage: Value, block: int, x: "BlockOfX", totals: list[Value]
     ) -> list[Value]:
-        """totals + the product of a block of one tile.
+        """Adds the product of a block of one tile to its totals.
 
         Args:
           tile: static.
-          at: where its stage lies in shared memory.
+          at: address of its stage in shared memory.
           stage: its index.
           block: static, in 0..span - 1.
-          x: `prepare_x`.
+          x: the result of `prepare_x`.
           totals: of the tile: float32, 4 a column tile, as c of `mma`.
         """
         e, m, form = self.e, self.matrix, self.matrix.form
@@ -285,7 +283,7 @@ class Stream:
         return [_value(self.e, words, group, size) for words in constants[1]]
 
     def _scaled(self, words: list[Value], step: int) -> list[Value]:
-        """x 2^-i of a step."""
+        """Scales x of a step by 2^-i."""
         form = self.matrix.form
         exponent = form.field(step).exponent
         if not exponent:
@@ -294,7 +292,7 @@ class Stream:
         return [self.e.fma_pair(form.kind, word, factor, 0x80008000) for word in words]
 
     def _sums(self, span: range, column: list[list[Value]]) -> list[Value]:
-        """-offset times the sum of x 2^-i, twice, and minus the sum of x, twice: of a group."""
+        """Sums of a group: -offset times that of x 2^-i, twice, and minus that of x, twice."""
         form = self.matrix.form
         sums: list[Value] = [0.0] * 4
         power = form.offset.bit_length() - 1
@@ -316,7 +314,7 @@ class BlockOfX:
 
 
 def _value(e: Mlir, words: list[Value], index: int, size: int) -> Value:
-    """float32 of one scale or zero of a row."""
+    """Extracts one scale or zero of a row as float32."""
     word, within = divmod(index * size, 4)
     found = words[word]
     if size == 4:
@@ -328,9 +326,9 @@ def _products(
     e: Mlir, form: Form, rows: list[list[Value]], steps: range, x: list[list[list[Value]]],
     acc: list[Value],
 ) -> list[Value]:  # fmt: skip
-    """acc + the products of some steps with every column tile; rows are those of g and g + 8.
+    """Adds products of some steps and every column tile to `acc`; rows are g and g + 8.
 
-    Step by step, so that few unpacked weights are in registers at a time.
+    It goes step by step, so that few unpacked weights are in registers at a time.
     """
     acc = list(acc)
     for step in steps:

@@ -1,4 +1,4 @@
-"""What the streaming kernels serve."""
+"""Refusals of the streaming kernels."""
 
 from collections.abc import Sequence
 
@@ -23,14 +23,7 @@ def refusals(
     target: Target,
     low_rank: Sequence[Sequence[LowRank]] = (),
 ) -> list[str]:
-    """Every reason why the kernels cannot multiply rows like x [..., K] by the tiers' matrices.
-
-    Args:
-      x: the rows.
-      tiers: of a launch.
-      target: the device.
-      low_rank: the terms of each matrix.
-    """
+    """Lists every reason against multiplying rows like x [..., K] by the tiers' matrices."""
     found = []
     if target.platform != "gpu" or (target.capability or (0, 0)) != (9, 0):
         found.append(f"it runs on a gpu sm_90, this is {target.describe()}")

@@ -1,4 +1,4 @@
-"""How the streaming kernels share out their work."""
+"""Tiles of the streaming kernels: how blocks and warps split the work."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ from pallas_kernels.packed import PLAIN_BITS
 
 @dataclasses.dataclass(frozen=True)
 class StreamTiles:
-    """A thread block has warps_n x warps_k warps; a warp owns row_tiles x 16 rows."""
+    """Tiles: a thread block has warps_n x warps_k warps; a warp owns row_tiles x 16 rows."""
 
     row_tiles: int  # of 16 rows, of a warp
     warps_n: int  # along the rows
@@ -28,21 +28,21 @@ class StreamTiles:
 
     @property
     def rows(self) -> int:
-        """Outputs of a thread block or cluster."""
+        """Outputs per thread block or cluster."""
         return 16 * self.row_tiles * self.warps_n
 
     @property
     def outputs(self) -> int:
-        """Those that each block of a cluster adds up."""
+        """Outputs that each block of a cluster sums."""
         return self.rows // self.cluster
 
     @property
     def num_warps(self) -> int:
-        """Of a thread block; a multiple of 4."""
+        """Warps per thread block; a multiple of 4."""
         return self.warps_n * self.warps_k
 
     def check(self, num_outputs: int, matrices: Sequence[Matrix]) -> None:
-        """Raises ValueError where they do not fit the outputs or the blocks of K."""
+        """Raises ValueError if the tiles do not fit the outputs or the blocks of K."""
         for matrix in matrices:
             if matrix.num_blocks % (span := self.span_of(matrix.form)):
                 raise ValueError(f"stages of {span} blocks do not divide {matrix.num_blocks}")
@@ -56,11 +56,11 @@ class StreamTiles:
             raise ValueError(f"tiles {self.describe()} have {self.num_warps} warps, not 4, 8, ...")
 
     def span_of(self, form: Form) -> int:
-        """`span`, but no more than a stage of the form may have."""
+        """Blocks per stage, limited to the form's longest."""
         return min(self.span, form.longest_span)
 
     def describe(self) -> str:
-        """Such as "r2n2k4d3s1c1"."""
+        """Describes the tiles, such as "r2n2k4d3s1c1"."""
         warps = f"r{self.row_tiles}n{self.warps_n}k{self.warps_k}"
         more = f"x{self.cluster}" if self.cluster > 1 else ""
         more += "kept" if self.kept else ""
@@ -70,12 +70,12 @@ class StreamTiles:
 
     @property
     def launched(self) -> int:
-        """Thread blocks of a cluster, whatever they share."""
+        """Thread blocks per launched cluster."""
         return self.cluster * self.sharers
 
     @property
     def pitch(self) -> int:
-        """Floats of a column of sums; the four more spread a warp's columns over all banks."""
+        """Floats per column of sums; four more spread a warp's columns over all banks."""
         return self.rows + 4
 
     def sums_bytes(self, columns: int) -> int:
@@ -83,34 +83,34 @@ class StreamTiles:
         return 4 * self.warps_k * columns * self.pitch
 
     def team_pitch(self, halves: int) -> int:
-        """As `pitch`, of the experts' kernels: of the warps that share rows."""
+        """Floats per column of sums in the expert kernels, for the warps that share rows."""
         return 16 * self.row_tiles * halves + 4
 
     def team_bytes(self, columns: int, halves: int) -> int:
-        """Shared memory of the sums of the warps that share rows: every warp's part along K."""
+        """Shared memory of the sums of warps that share rows: every warp's part along K."""
         return 4 * self.warps_k * columns * self.team_pitch(halves)
 
     def expert_bytes(self, matrices: Sequence[Matrix], halves: int) -> int:
-        """Shared memory of the experts' kernels beside rings, jobs and terms."""
+        """Shared memory of the expert kernels beside rings, jobs and terms."""
         sums = self.warps_n * self.team_bytes(COLUMNS * self.column_tiles, halves)
         return sums + self.num_warps * self.expert_x_bytes(matrices)
 
     def expert_x_bytes(self, matrices: Sequence[Matrix]) -> int:
-        """The part of a warp's sums of x, where they are kept."""
+        """Shared memory of a warp's sums of x, if they are kept."""
         each = [self.span_of(m.form) * x_sums_bytes(m, self.column_tiles) for m in matrices]
         return max(each) if self.kept else 0
 
     def dense_bytes(self, matrix: Matrix, columns: int) -> int:
         """Shared memory of one matrix's product without its terms, a multiple of 16.
 
-        Rings and then, in their place, sums; or both and the sums of x, where they are kept.
+        Rings and then, in their place, sums; or both and the sums of x, if they are kept.
         """
         sums, beside = self.sums_bytes(columns), self.beside_rings(matrix, columns)
         rings = self.num_warps * self.depth * tile_bytes(matrix, self.span)
         return rings + beside if self.kept else max(rings, sums)
 
     def beside_rings(self, matrix: Matrix, columns: int) -> int:
-        """The part that takes no place of the rings."""
+        """Shared memory that cannot reuse the rings."""
         of_x = self.num_warps * self.span * x_sums_bytes(matrix, columns // COLUMNS)
         return self.sums_bytes(columns) + of_x if self.kept else 0
 
@@ -127,10 +127,10 @@ JOBS_BYTES = 8 * 1024  # of shared memory, more than the list of 512 pairs' jobs
 def dense_tiles(
     matrix: Matrix, num_x: int, num_processors: int, terms: Sequence[Term] = ()
 ) -> StreamTiles:
-    """Blocks of threads of equal work, in as few full waves as the registers allow.
+    """Chooses blocks of equal work, in as few full waves as the registers allow.
 
-    16 warps along K are best with one column tile, and with two where totals lie in shared memory:
-    K 4096, N 14336 and 16 rows of x take 15.7 us in place of 17.2 in INT3, and in INT4 17.4 either
+    16 warps along K are best with one column tile, and with two if totals lie in shared memory: K
+    4096, N 14336 and 16 rows of x take 15.7 us in place of 17.2 in INT3, and in INT4 17.4 either
     way (H200, jax 0.11.2, 2026-11-21).
     """
     columns = -(-num_x // COLUMNS)
@@ -157,9 +157,9 @@ def dense_tiles(
 
 
 def with_less_x(tiles: StreamTiles, matrix: Matrix, num_x: int) -> StreamTiles:
-    """Clusters that share out K, where blocks would each read more bytes of x than of words.
+    """Makes clusters that split K, if blocks would each read more bytes of x than of words.
 
-    They have as many more rows, so there are as many blocks as before and each does as much.
+    Clusters have as many times more rows, so the number of blocks and their work stay equal.
     """
     while (
         16 * num_x > matrix.form.bits * tiles.rows
@@ -174,9 +174,9 @@ def with_less_x(tiles: StreamTiles, matrix: Matrix, num_x: int) -> StreamTiles:
 
 
 def with_v(tiles: StreamTiles, matrix: Matrix, terms: Sequence[Term]) -> StreamTiles:
-    """With V of the one term of all rows among the warps' own rows, if x serves both alike.
+    """Puts V of the only term among the warps' own rows, if x serves both alike.
 
-    V's rows are shared out in clusters of two, since every block needs all of V x.
+    Clusters of two split V's rows, since every block needs all of V x.
     """
     if len(terms) != 1 or tiles.warps_n * tiles.cluster > 1:
         return tiles
@@ -198,7 +198,7 @@ def expert_tiles(
     num_processors: int,
     terms: Sequence[Sequence[Term]] = (),
 ) -> StreamTiles:
-    """The same for experts of a few tokens; rows count outputs, of a gate and an up row each."""
+    """Chooses tiles for experts of a few tokens; rows count outputs (a gate and an up row)."""
     matrix = tiers[0]
     halves = 2 if gated else 1
     outputs = matrix.num_rows // halves
@@ -220,12 +220,12 @@ def expert_tiles(
 
 
 def sharing_tiles(tiers: Sequence[Matrix], halves: int, num_processors: int) -> StreamTiles:
-    """One block of threads for each multiprocessor, which goes through a share of the work.
+    """Chooses one block per multiprocessor, each with a share of the work.
 
-    Where the blocks of K are as many as warps along K may be, a warp has one block, and keeps x of
-    an expert's tokens for all of its outputs. An expert of more than 8 tokens is read again: with
-    two column tiles only 8 warps fit, and Mixtral's gate and up of 32 tokens took 256 us in place
-    of 174 (INT3, H200, jax 0.11.2, 2026-11-21).
+    If there are as many blocks of K as warps along K, a warp has one block, and keeps x of an
+    expert's tokens for all of its outputs. An expert of more than 8 tokens is read again: with two
+    column tiles only 8 warps fit, and Mixtral's gate and up of 32 tokens took 256 us in place of
+    174 (INT3, H200, jax 0.11.2, 2026-11-21).
     """
     blocks = min(tier.num_blocks for tier in tiers)
     tiles_of_pair = tiers[0].num_rows // halves // ROWS
@@ -240,7 +240,7 @@ def sharing_tiles(tiers: Sequence[Matrix], halves: int, num_processors: int) -> 
 
 
 def share_out(blocks: int, warps: int, row_tiles: int) -> tuple[int, int]:
-    """Warps along K and along the rows, of which there are at most as many as row tiles."""
+    """Splits warps along K and along the rows, at most as many as row tiles."""
     warps_k = warps
     while warps_k > blocks and 2 * warps // warps_k <= row_tiles:
         warps_k //= 2
@@ -250,15 +250,15 @@ def share_out(blocks: int, warps: int, row_tiles: int) -> tuple[int, int]:
 def even_tiles(
     tiles: int, warps_n: int, num_processors: int, column_tiles: int, most: int, copies: int = 1
 ) -> int:
-    """Row tiles of a warp that take the fewest steps: waves of blocks times tiles of a warp.
+    """Chooses row tiles per warp for the fewest steps: waves times tiles per warp.
 
-    A warp's x costs it about as much as a row tile for each column tile, whatever its tiles.
+    Loading x costs a warp about as much as a row tile for each column tile, whatever its tiles.
 
     Args:
-      tiles: of 16 rows, of a matrix.
+      tiles: tiles of 16 rows of a matrix.
       warps_n: warps along the rows.
-      num_processors: blocks of a wave.
-      column_tiles: of x.
+      num_processors: blocks per wave.
+      column_tiles: column tiles of x.
       most: row tiles of a warp that its registers hold.
       copies: matrices.
     """
@@ -272,13 +272,13 @@ def even_tiles(
 
 
 def dense_share(tiles: StreamTiles, num_x: int, num_outputs: int) -> Share:
-    """What a thread block of one matrix does."""
+    """Share of a thread block in one matrix's product."""
     columns = -(-num_x // COLUMNS) * COLUMNS
     return Share(tiles.num_warps, columns, tiles.outputs, 1, num_outputs, num_x, tiles.thin)
 
 
 def expert_share(tiles: StreamTiles, gated: bool, num_outputs: int) -> Share:
-    """The same of experts; outputs are those of a pair."""
+    """Share of a thread block in the expert kernels; outputs are a pair's."""
     columns = COLUMNS * tiles.column_tiles
     halves = 2 if gated else 1
     return Share(tiles.num_warps, columns, tiles.rows, halves, num_outputs, columns)
@@ -289,12 +289,10 @@ def fitted(
     matrices: Sequence[Matrix],
     beside: Callable[[StreamTiles], int] = lambda tiles: 0,
 ) -> StreamTiles:
-    """With rings no deeper, and then no more warps and rows, than shared memory allows.
+    """Limits ring depth, then warps and rows, to shared memory.
 
     Args:
-      tiles: wanted.
-      matrices: of the launch.
-      beside: bytes that low-rank terms, and what else is beside the rings, take with given tiles.
+      beside: bytes beside the rings, low-rank terms included, for given tiles.
     """
     each = max(tile_bytes(m, tiles.span_of(m.form)) for m in matrices)
     while True:

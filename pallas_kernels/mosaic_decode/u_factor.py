@@ -1,7 +1,7 @@
-"""Neighbouring values of a pool's rows, for factors whose rows are read across.
+"""Neighbouring values of a pool's rows, for factors that are read across rows.
 
-Their words come to shared memory while other work goes on, and become float32 later: reading single
-values where they lie would make threads wait for global memory.
+The words are copied to shared memory while other work goes on, and become float32 later: reading
+single values from global memory would make threads wait.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ LANES = 32
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What is brought of one array: of every row `count` words, each with one entry or more."""
+    """Part of one array to copy: `count` words of every row, each with one entry or more."""
 
     of: str  # "words", "scales" or "zeros"
     row_bytes: int
@@ -29,14 +29,14 @@ class Piece:
     plane: layout.Plane | None = None
 
     def low(self, e: Mlir, row: Value, byte: Value) -> Value:
-        """A row's byte in the array, but for a multiple of 4 that is the same for all the row."""
+        """Low bits of a byte's address in a row, up to a multiple of 4 common to the row."""
         if self.row_bytes % WORD == 0:
             return byte
         return e.add(e.mul(row, self.row_bytes), byte)
 
 
 def pieces(matrix: Matrix, count: int) -> list[Piece]:
-    """Of `count` neighbouring values of a row, wherever they begin."""
+    """Pieces of `count` neighbouring values of a row, wherever they begin."""
     m, found, at = matrix, [], 0
     if m.form.bits == PLAIN_BITS:
         return [Piece("words", 2 * m.num_inputs, 0, WORD, count // 2 + 1, 0)]
@@ -56,7 +56,7 @@ def pieces(matrix: Matrix, count: int) -> list[Piece]:
 
 
 def row_words(matrix: Matrix, count: int) -> int:
-    """Words of a row that are brought; odd, so that rows begin at different banks."""
+    """Words copied per row; odd, so that rows begin at different banks."""
     last = pieces(matrix, count)[-1]
     return (last.at + last.count) | 1
 
@@ -67,7 +67,7 @@ def end_of(piece: Piece, matrix: Matrix) -> int:
 
 
 class Place(NamedTuple):
-    """Where a pair of values lies among the words that are brought of a row."""
+    """Position of a pair of values among the copied words of a row."""
 
     index: Value  # of the first
     planes: list[tuple[Value, Value, layout.Plane]]  # byte, and bit of the first
@@ -77,18 +77,18 @@ class Place(NamedTuple):
 class Columns:
     """Values first .. first + count of a pool's rows, two neighbours at a time.
 
-    An array's bytes are counted in 32 bits with a sign.
+    Byte offsets in an array are signed 32-bit.
     """
 
     def __init__(self, e: Mlir, matrix: Matrix, first: Value, count: int):
-        """`first` is i32, even, and may lie outside a row: then values are missing."""
+        """Prepares the columns; `first`, i32 and even, may lie outside a row."""
         self.e, self.matrix, self.pieces = e, matrix, pieces(matrix, count)
         inside = e.select(e.compare(first, "gt", 0), first, 0)
         self.first = e.smaller(inside, matrix.num_inputs - 1)
         self.pitch = WORD * row_words(matrix, count)
 
     def _first_byte(self, piece: Piece) -> Value:
-        """Of a row, where the first entry lies that is brought."""
+        """Byte of a row at which the first copied entry lies."""
         e = self.e
         if piece.of != "words":
             return e.mul(e.div(self.first, self.matrix.group_size), piece.each)
@@ -101,13 +101,13 @@ class Columns:
         self, row: Value, to: Value, rows: Value, places: Value, warp: Value, num_warps: int,
         lane: Value,
     ) -> None:  # fmt: skip
-        """Starts copying a warp's share: rows warp, warp + num_warps, ... Ends no group of copies.
+        """Starts copying a warp's rows warp, warp + num_warps, ...; ends no group of copies.
 
         Args:
           row: i32, the first of the pool's.
           to: i32, shared memory, `pitch` bytes a row.
-          rows: i32, how many there are.
-          places: i32, how many to fill: after `rows` with zeros, whose values are 0.
+          rows: i32, number of rows.
+          places: i32, rows to fill: those after `rows` with zeros.
           warp: i32, in 0..num_warps - 1.
           num_warps: of the block.
           lane: i32, in the warp.
@@ -145,7 +145,7 @@ class Columns:
         e.loop(warp, places, num_warps, [], one)
 
     def _source(self, piece: Piece, slot: Value, base: Value) -> list[Value]:
-        """Of a piece: its array, bytes of a row, a slot's first byte in one, bytes of all."""
+        """Source of a piece: its array, bytes per row, a slot's first byte in it, bytes of all."""
         e = self.e
         byte = e.add(self._first_byte(piece), e.mul(e.sub(slot, piece.at), piece.each))
         end = piece.row_bytes
@@ -159,7 +159,7 @@ class Columns:
         return self.matrix.form.bits == PLAIN_BITS
 
     def place(self, index: Value) -> Place:
-        """Of values index and index + 1; the first is even and among those brought."""
+        """Position of values index and index + 1; the first is even and copied."""
         e, planes = self.e, []
         for piece in self.pieces:
             if piece.plane is not None:
@@ -172,7 +172,7 @@ class Columns:
         return Place(index, planes, [e.div(i, self.matrix.group_size) for i in both])
 
     def _place(self, plane: layout.Plane, index: Value) -> tuple[Value, Value]:
-        """Word of the plane and bit where its part of an even code begins, by `layout`."""
+        """Word of the plane and bit at which an even code's part begins, by `layout`."""
         e, width = self.e, plane.width
         block, k = e.div(index, layout.BLOCK), e.rem(index, layout.BLOCK)
         length = layout.padded_length(self.matrix.num_inputs)
@@ -191,12 +191,11 @@ class Columns:
         return word, e.mul(position, width)
 
     def values(self, place: Place, row: Value, at: Value) -> list[Value]:
-        """float32 of the two, of one row.
+        """Unpacks both values of a row as float32.
 
         Args:
-          place: of the pair.
           row: i32, of the pool's.
-          at: i32, shared memory, where the row's words are.
+          at: i32, shared memory address of the row's words.
         """
         e = self.e
         if self._plain:
@@ -228,7 +227,7 @@ class Columns:
         return e.f32_of_16(self.matrix.form.kind, found)
 
     def _constants(self, group: Value, row: Value, at: Value) -> list[Value]:
-        """float32: the scale, and the zero point where one is stored."""
+        """Reads the scale, and the zero point if one is stored, as float32."""
         e, m, found = self.e, self.matrix, []
         for piece in self.pieces:
             if piece.of == "words":

@@ -1,4 +1,4 @@
-"""A warp's way along K: its ring of stages in shared memory, and where it keeps its totals."""
+"""A warp's walk along K: its ring of stages in shared memory, and its totals."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ UNROLLED_KEPT = 14
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """Shared memory of one warp: the stages of `depth` tiles, on their way or there."""
+    """Ring of one warp in shared memory: stages of `depth` tiles, copied or in flight."""
 
     at: Value
     depth: int
@@ -25,19 +25,19 @@ class Ring:
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """A warp's totals in shared memory: float32[columns, rows], of which a lane has its own."""
+    """Totals of a warp in shared memory: float32[columns, rows]; a lane has its own."""
 
     at: Value  # i32: of row g of the first tile and column 2 t
     pitch: int  # floats from column to column
 
     @staticmethod
     def here(e: Mlir, first: Value, lane: Lane, pitch: int) -> "Totals":
-        """Of this lane; `first` is where column 0 of the warp's first row lies."""
+        """Totals of this lane; `first` is the address of column 0 of the warp's first row."""
         place = e.add(lane.g, e.mul(lane.t, 2 * pitch))
         return Totals(e.add(first, e.mul(place, 4)), pitch)
 
     def _places(self, tile: int, count: int) -> list[int]:
-        """Bytes to each of a tile's totals: 4 a column tile, as c of `Mlir.mma`."""
+        """Byte offsets of a tile's totals: 4 per column tile, as c of `Mlir.mma`."""
         found = []
         for number in range(count):
             j, c = divmod(number, 4)
@@ -46,18 +46,18 @@ class Totals:
         return found
 
     def store(self, e: Mlir, tile: int, totals: Sequence[Value]) -> None:
-        """Of one row tile."""
+        """Stores the totals of one row tile."""
         for place, value in zip(self._places(tile, len(totals)), totals, strict=True):
             e.store_shared(self.at, place, e.const_f32(value))
 
     def load(self, e: Mlir, tile: int, count: int) -> list[Value]:
-        """`count` of one row tile."""
+        """Loads `count` totals of one row tile."""
         return [e.load_shared(self.at, place) for place in self._places(tile, count)]
 
 
 @dataclasses.dataclass(frozen=True)
 class SharedAccumulators:
-    """Shared memory of a warp for what else it would hold in registers."""
+    """Shared memory of a warp for values that would otherwise be in registers."""
 
     totals: Totals | None  # None: in registers
     sums_at: Value  # i32: of x (`Stream.prepare_x`), a stage's, plus 16 t
@@ -65,9 +65,9 @@ class SharedAccumulators:
 
 @dataclasses.dataclass(frozen=True)
 class NextItem:
-    """A walk that is one of a row: its first tiles are on their way, and it starts the next one's.
+    """Next walk of a row of walks: this one's first tiles are in flight, it starts the next's.
 
-    All have as many row tiles and stages, one after a first row, and one ring.
+    All walks have as many row tiles and stages, one after a first row, and one ring.
     """
 
     at: Value  # i32, where its first tile lies
@@ -76,7 +76,7 @@ class NextItem:
 
 
 class _Walk:
-    """The warp's stages first, first + step, ... of a stream."""
+    """Walk over the warp's stages first, first + step, ... of a stream."""
 
     def __init__(
         self, stream: Stream | Joined[Totals], first: Value, step: int, x: Sequence[Value],
@@ -101,7 +101,7 @@ class _Walk:
         self.later: Callable[[], None] | None = None
 
     def place(self, unit: int) -> Value:
-        """Of the warp's tile `unit` in the ring."""
+        """Address of the warp's tile `unit` in the ring."""
         return self.e.add(self.ring_at, unit % self.depth * self.stream.tile_bytes)
 
     def start(self) -> None:
@@ -110,7 +110,7 @@ class _Walk:
             self.fetch(unit, self.first, self.place(unit))
 
     def fetch(self, unit: int, base: Value, to: Value) -> None:
-        """Tile `unit` of the stages that begin with `base`, or of the next walk's first ones."""
+        """Fetches tile `unit` of the stages from `base` on, or of the next walk's first ones."""
         e, stream, next_walk = self.e, self.stream, self.onward
         later, tile = divmod(unit, stream.num_tiles)
         stage, present, row = e.add(base, later * self.step), None, None
@@ -133,7 +133,7 @@ class _Walk:
 
     @functools.cached_property
     def passed(self) -> Value:
-        """From this walk's stages to the next one's: `step` times its own number of them."""
+        """Distance from this walk's stages to the next one's: `step` times its stages."""
         e = self.e
         if self.whole:
             return e.const(self.rounds * self.step)
@@ -141,7 +141,7 @@ class _Walk:
         return e.mul(e.div(left, self.step), self.step)
 
     def following(self, at: Value, unit: int | None) -> Value:
-        """The next place in the ring; `unit` is the tile's here, where known."""
+        """Next address in the ring; `unit` is the tile's here, if known."""
         e = self.e
         if unit is not None:
             return self.place(unit + 1)
@@ -149,7 +149,7 @@ class _Walk:
         return e.select(e.compare(moved, "eq", self.end), self.ring_at, moved)
 
     def load_x(self, stage: Value, in_order: bool = False) -> list[Words]:
-        """x of each block of a stage."""
+        """Loads x of each block of a stage."""
         e, span, found = self.e, self.stream.span, []
         for number in range(span):
             block = e.add(e.mul(stage, span), number)
@@ -157,7 +157,7 @@ class _Walk:
         return found
 
     def prepare_x(self, words: list[Words]) -> list[BlockOfX]:
-        """The same as operands."""
+        """Prepares x of each block of a stage as operands."""
         if self.kept is None:
             return [self.stream.prepare_x(of_block) for of_block in words]
         each = x_sums_bytes(self.stream.matrix, len(self.x))
@@ -168,18 +168,18 @@ class _Walk:
         self, stage: Value, at: Value, totals: list[Value], left: int | None,
         x: list[Words] | None = None, held: list[BlockOfX] | None = None,
     ) -> tuple[list[Value], Value]:  # fmt: skip
-        """A stage's products.
+        """Computes a stage's products.
 
         Args:
           stage: i32, its index.
-          at: i32, where its first tile lies in the ring.
+          at: i32, address of its first tile in the ring.
           totals: in registers.
-          left: stages after this one, or None if not known; then it is one of the matrix.
+          left: stages after this one; None if unknown, for stages inside the matrix.
           x: of `load_x`, if loaded.
           held: of `hold`, if there.
 
         Returns:
-          The totals, and where the next stage's first tile lies.
+          The totals, and the address of the next stage's first tile.
         """
         e, stream, tiles = self.e, self.stream, self.stream.num_tiles
         totals, stage_id = list(totals), e.smaller(stage, self.stages - 1)  # absent: reads inside
@@ -214,7 +214,7 @@ class _Walk:
         return totals, at
 
     def totals_of(self, tile: int, totals: list[Value], left: int | None) -> list[Value]:
-        """Those of a tile so far; `left` as in `one_stage`."""
+        """Totals of a tile so far; `left` as in `one_stage`."""
         stored, number = self.kept_at(tile)
         if stored is None:
             return totals[self.each * number : self.each * (number + 1)]
@@ -223,7 +223,7 @@ class _Walk:
         return stored.load(self.e, number, self.each)
 
     def put(self, tile: int, totals: list[Value], mine: list[Value]) -> None:
-        """Takes a tile's new totals."""
+        """Stores a tile's new totals."""
         stored, number = self.kept_at(tile)
         if stored is None:
             totals[self.each * number : self.each * (number + 1)] = mine
@@ -231,7 +231,7 @@ class _Walk:
             stored.store(self.e, number, mine)
 
     def kept_at(self, tile: int) -> tuple[Totals | None, int]:
-        """Where a tile's totals are, None for registers, and its number there."""
+        """Storage of a tile's totals, None for registers, and its number there."""
         if not isinstance(self.stream, Joined):
             return self.stored, tile
         other, number = self.stream.number(tile)
@@ -244,7 +244,7 @@ class _Walk:
                 self.put(tile, [], [0.0] * self.each)
 
     def do(self, meanwhile: Callable[[], None]) -> None:
-        """At once, or after the first tile, where what it waits for is sure to be known."""
+        """Runs `meanwhile` at once, or after the first tile if its inputs are known only then."""
         if isinstance(self.stream, Joined) and self.rounds == 1 and self.whole:
             self.later = meanwhile
             if self.stored is None:  # else there is a branch, as `run_kept` says
@@ -255,7 +255,7 @@ class _Walk:
     def run(
         self, totals: list[Value], held: list[BlockOfX] | None = None
     ) -> tuple[list[Value], Value]:
-        """Every stage; the totals that are in registers, and where the ring stands."""
+        """Runs every stage; returns the totals in registers, and the ring's position."""
         e, at = self.e, self.ring_at if self.onward is None or self.fixed else self.onward.at
         if self.rounds <= UNROLLED:
             for i in range(self.rounds):
@@ -273,10 +273,10 @@ class _Walk:
         return totals, at
 
     def run_kept(self, meanwhile: Callable[[], None]) -> None:
-        """Every stage, with totals in shared memory.
+        """Runs every stage, with totals in shared memory.
 
-        Stages that are written out are in branches, although all warps may take them: no compiler
-        then moves products, which wait for x, before the first copies, which need not.
+        Unrolled stages are in branches, although all warps may take them: no compiler then moves
+        products, which wait for x, before the first copies, which need not.
         """
         e, stored, tiles = self.e, self.stored, self.stream.num_tiles
         assert stored is not None
@@ -306,15 +306,15 @@ def walk(
     stream: Stream | Joined[Totals], first: Value, step: int, x: Sequence[Value], ring: Ring,
     meanwhile: Callable[[], None] = lambda: None, kept: SharedAccumulators | None = None,
 ) -> list[Value]:  # fmt: skip
-    """The products of stages first, first + step, ... of the matrix.
+    """Multiplies stages first, first + step, ... of the matrix.
 
     Args:
-      stream: the rows.
+      stream: the matrix's rows.
       first: i32 in 0..step - 1.
       step: static.
       x: i64 for each column tile: this lane's column of x, plus 16 t bytes.
       ring: 1 or more tiles deep.
-      meanwhile: done once the first copies have started; may wait for later ones of its own.
+      meanwhile: runs once the first copies have started; may wait for later ones of its own.
       kept: shared memory for sums of x and maybe the totals; None for registers.
 
     Returns:
@@ -336,7 +336,7 @@ def walk(
 def hold(
     stream: Stream, first: Value, step: int, x: Sequence[Value], kept: SharedAccumulators | None
 ) -> list[BlockOfX] | None:
-    """What walks along the same K and x need not load again: x of a warp with a single stage."""
+    """Loads x of a warp with a single stage, for all walks along equal K and x."""
     way = _Walk(stream, first, step, x, Ring(stream.e.const(0), 1), kept)
     if way.rounds > 1:
         return None
@@ -344,7 +344,7 @@ def hold(
 
 
 def start(stream: Stream, first: Value, step: int, ring: Ring) -> None:
-    """Starts the copies of the first of a row of walks; see `walk_on`."""
+    """Starts the copies of the first in a row of walks; see `walk_on`."""
     _Walk(stream, first, step, [], ring, of_row=True).start()
 
 
@@ -352,21 +352,16 @@ def walk_on(
     stream: Stream, first: Value, step: int, x: Sequence[Value], ring: Ring, onward: NextItem,
     meanwhile: Callable[[], None], kept: SharedAccumulators | None, held: list[BlockOfX] | None,
 ) -> tuple[list[Value], Value]:  # fmt: skip
-    """As `walk`, one of a row of walks through which the copies never pause.
+    """Multiplies like `walk`, one of a row of walks through which copies never pause.
 
     Args:
-      stream: the rows.
-      first: as in `walk`, the same for all of the row.
       step: static.
-      x: as in `walk`.
-      ring: of all.
-      onward: where this one stands, and the next.
-      meanwhile: as in `walk`.
-      kept: for sums of x; None for registers.
+      onward: position of this walk and of the next.
+      kept: storage for sums of x; None for registers.
       held: of `hold`.
 
     Returns:
-      The totals, and where the next one's first tile lies.
+      The totals, and the address of the next walk's first tile.
     """
     way = _Walk(stream, first, step, x, ring, kept, onward, of_row=True)
     meanwhile()

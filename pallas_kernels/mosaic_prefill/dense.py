@@ -1,4 +1,4 @@
-"""x W^T of many rows of x: the kernel."""
+"""Kernel for x W^T with many rows of x."""
 
 import functools
 from typing import Any
@@ -21,13 +21,13 @@ Operand = jax.Array | jax.ShapeDtypeStruct
 
 
 def refusal_dense(x: Operand, weights: PackedMatrices, target: Target) -> str | None:
-    """Why `dense` cannot serve operands of these shapes on a target, or None."""
+    """Reason why `dense` refuses these shapes on a target, or None."""
     reasons = refusals(x, weights, target)
     return "; ".join(reasons) or None
 
 
 def refusals(x: Operand, weights: PackedMatrices, target: Target) -> list[str]:
-    """Every reason against one form of matrices."""
+    """Lists every reason against one form of matrices."""
     found = []
     if jax.__version_info__ < (0, 11, 2):
         found.append(f"jax {jax.__version__} is older than 0.11.2")
@@ -57,14 +57,14 @@ def dense(
     tiles: WgmmaTiles | None,
     target: Target,
 ) -> jax.Array:
-    """[M, N]: x times one matrix; see `dequant_matmul.api`.
+    """Multiplies x by one matrix, [M, N]; see `dequant_matmul.api`.
 
     Every weight is rounded once, from float32 to x's dtype; products and sums are float32.
 
     Args:
       x: [M, K] in bfloat16 or float16.
       weights: S matrices [N, K].
-      slot: int32[], which of them.
+      slot: int32[], index of the matrix.
       out_dtype: bfloat16, float16 or float32.
       tiles: None for the heuristic ones.
       target: the GPU.
@@ -141,7 +141,7 @@ def _body(
 def store_rounded(
     tiles: WgmmaTiles, row: jax.Array, token: jax.Array, sums: jax.Array, room: Any, out: Any
 ) -> None:
-    """A warpgroup's sums [64, tokens], rounded, to their places in `out` [M, N].
+    """Stores a warpgroup's sums [64, tokens], rounded, in `out` [M, N].
 
     Rows and tokens beyond `out` are left out by the copy.
     """

@@ -1,4 +1,4 @@
-"""What these kernels emit beside the streaming kernels' instructions."""
+"""Instructions of the prefill kernels beside those of `mosaic_decode`."""
 
 from collections.abc import Sequence
 
@@ -10,42 +10,42 @@ BYTE_OFFSET = 32768.0  # of `byte_number`
 
 
 class Emitter(Mlir):
-    """More instructions; `tests` has them in numpy."""
+    """Emitter with more instructions; `tests` has them in numpy."""
 
     def bxor(self, a: Value, b: Value) -> Value:
-        """a ^ b, one of which may be a Python int."""
+        """Computes a ^ b; one may be a Python int."""
         return self.asm(i32(), [a, b], "xor.b32 $0, $1, $2;", "=r,r,r")
 
     def byte_number(self, word: Value, byte: int) -> Value:
-        """The bits of the float32 32768 + b, b a byte of a word: bits 8 to 15 count ones there."""
+        """Bits of the float32 32768 + b, b a byte of a word: bits 8 to 15 count ones there."""
         picked = f"prmt.b32 $0, $1, $2, {0x7404 | byte << 4:#x};"
         return self.asm(i32(), [word, 0x47000000], picked, "=r,r,r")
 
     def pack_pair(self, kind: str, low: Value, high: Value) -> Value:
-        """The word of two float32, each rounded to `kind`: "bf16" or "f16"."""
+        """Packs two float32 into a word, each rounded to `kind`: "bf16" or "f16"."""
         return self.asm(i32(), [high, low], f"cvt.rn.{kind}x2.f32 $0, $1, $2;", "=r,f,f")
 
     def store_matrices(self, at: Value, words: Sequence[Value]) -> None:
-        """Transposed 8 x 8 matrices of 16 bits to shared memory, 1, 2 or 4 of them.
+        """Stores 1, 2 or 4 transposed 8 x 8 matrices of 16 bits to shared memory.
 
         Args:
-          at: shared address; lane l's is that of row l mod 8 (as stored) of matrix l / 8.
-          words: of lane (g, t) elements (2t, g) and (2t + 1, g) of each matrix as stored.
+          at: shared address; lane l has that of row l mod 8 (as stored) of matrix l / 8.
+          words: in lane (g, t), elements (2t, g) and (2t + 1, g) of each matrix as stored.
         """
         names = ",".join(f"${i + 1}" for i in range(len(words)))
         text = f"stmatrix.sync.aligned.m8n8.x{len(words)}.trans.shared.b16 [$0], {{{names}}};"
         self.asm(None, [at, *words], text, ",".join("r" * (1 + len(words))), effects=True)
 
     def quotient_of_exp(self, value: Value) -> Value:
-        """1 / (1 + exp(-value)), to a few ulp; 0 where exp overflows."""
+        """Computes 1 / (1 + exp(-value)), to a few ulp; 0 if exp overflows."""
         below = self.fadd(self.exp2(self.fmul(value, -1.4426950408889634)), 1.0)
         return self.asm(f32(), [below], "rcp.approx.ftz.f32 $0, $1;", "=f,f")
 
     def store_four(self, base: Value, imm: int, words: Sequence[Value]) -> None:
-        """16 bytes to global memory at base + imm, aligned."""
+        """Stores 16 bytes to global memory at base + imm, aligned."""
         text = f"st.global.v4.b32 [$0+{imm}], {{$1,$2,$3,$4}};"
         self.asm(None, [base, *words], text, "l,r,r,r,r", effects=True)
 
     def warpgroup_barrier(self) -> None:
-        """Waits for the 128 threads, whose shared writes are then seen."""
+        """Waits for the 128 threads; their shared writes are then visible."""
         mgpu_utils.warpgroup_barrier()

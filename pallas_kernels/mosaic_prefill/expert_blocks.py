@@ -1,7 +1,7 @@
-"""Pairs (token, a) in order of their matrix, cut in blocks of one matrix each. Pure jnp.
+"""Blocks of pairs (token, a), sorted by matrix; a block has one matrix. Pure jnp.
 
-Rows are not padded: a block is a span of the sorted pairs, its last tile of tokens reaches into the
-next matrix's rows, and what it makes of these is not stored. So nothing here grows with the number
+Rows are not padded: a block is a span of the sorted pairs; its last tile of tokens reaches into the
+next matrix's rows, and the results for these are not stored. So nothing here grows with the number
 of matrices of a stack but a table of a few words each.
 """
 
@@ -29,7 +29,7 @@ class ExpertBlocks(NamedTuple):
 
 
 def max_blocks(num_pairs: int, rows: int, num_matrices: int) -> int:
-    """Blocks that suffice: each matrix adds at most one that is not full."""
+    """Most blocks needed: each matrix adds at most one partial block."""
     return min(num_pairs, num_pairs // rows + num_matrices)
 
 
@@ -42,8 +42,8 @@ def make_expert_blocks(
       tier: int32[T, A]; outside 0 .. tiers - 1 for pairs that are skipped.
       slot: int32[T, A]; clipped to the tier's, as JAX does.
       tiers: arrays or their shapes; only the numbers of slots matter.
-      rows: of a block.
-      band: blocks of a matrix that are worked off together, at most.
+      rows: rows per block.
+      band: most blocks of a matrix processed together.
     """
     tier, slot = tier.reshape(-1), slot.reshape(-1)
     counts = [weights.num_slots for weights in tiers]

@@ -1,4 +1,4 @@
-"""Packed words to the register operand of Hopper's m64nNk16: no value ever moves between lanes.
+"""Converts packed words to register operands of Hopper's m64nNk16, within each lane.
 
 Four warps take 64 rows, 16 each; lane (g, t) = (lane / 4, lane mod 4) of a warp holds of rows g and
 g + 8 the pairs k = 2t, 2t + 1 and 2t + 8, 2t + 9 of every 16 k. In `layout` such a pair is one bit
@@ -36,7 +36,7 @@ _REST = 0x4300 * 2.0**-16
 
 
 class Tile(NamedTuple):
-    """Consecutive words of a block's row that one copy brings into shared memory."""
+    """Consecutive words of a block's row that one copy puts into shared memory."""
 
     first_word: int  # of the row, for block 0
     num_words: int  # 8, 16 or 32: the length of a swizzled row in shared memory
@@ -58,17 +58,17 @@ class Form:
 
     @property
     def num_blocks(self) -> int:
-        """Of K."""
+        """Blocks of K."""
         return self.num_inputs // BLOCK
 
     @property
     def groups_per_block(self) -> int:
-        """Scales that a block of a row has."""
+        """Scales per block of a row."""
         return max(1, BLOCK // self.group_size)
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
-        """What a block's row consists of, at most 32 words (128 bytes) each."""
+        """Tiles of a block's row, at most 32 words (128 bytes) each."""
         found = []
         for plane in layout.planes(self.num_inputs, self.bits):
             words = BLOCK * plane.width // 32
@@ -78,22 +78,22 @@ class Form:
 
     @property
     def words_per_block(self) -> int:
-        """Words of a block's row."""
+        """Words per block of a row."""
         return BLOCK * self.bits // 32
 
     @property
     def num_raw(self) -> int:
-        """Registers of a lane that the words of a block take, of both rows."""
+        """Registers per lane for the words of a block, of both rows."""
         return 2 * self.words_per_block // 4
 
     @property
     def zero_bytes(self) -> int:
-        """Of one zero point in memory."""
+        """Bytes of one zero point in memory."""
         return {"float": self.scale_bytes, "integer": 1, "symmetric": 0}[self.zero_kind]
 
     @property
     def num_constants(self) -> int:
-        """Registers of a lane that the scales and zeros of a block take."""
+        """Registers per lane for the scales and zeros of a block."""
         return 2 * (self._registers(self.scale_bytes) + self._registers(self.zero_bytes))
 
     def _registers(self, size: int) -> int:
@@ -102,11 +102,10 @@ class Form:
     def constant(
         self, e: Emitter, constants: Sequence[Value], row: int, group: int
     ) -> tuple[Value, Value]:
-        """float32 scale and zero of row g (0) or g + 8 (1) in a group of the block.
+        """Reads scale and zero, float32, of row g (0) or g + 8 (1) in a group of the block.
 
         Args:
-          e: the instructions.
-          constants: of the block: scales of both rows, then zeros of both rows.
+          constants: scales of both rows of the block, then zeros of both rows.
           row: 0 or 1.
           group: in the block.
         """
@@ -119,7 +118,7 @@ class Form:
 
 
 def form_of(weights: PackedMatrices, kind: str, paired: bool = False) -> Form:
-    """The static facts of packed (not plain) matrices."""
+    """Static facts of packed (not plain) matrices."""
     assert weights.scales is not None
     return Form(
         bits=weights.bits,
@@ -135,7 +134,7 @@ def form_of(weights: PackedMatrices, kind: str, paired: bool = False) -> Form:
 
 
 def _number(e: Emitter, words: Sequence[Value], index: int, size: int) -> Value:
-    """float32 of a scale or zero of `size` bytes among words in memory order."""
+    """Reads a scale or zero of `size` bytes as float32 among words in memory order."""
     word, within = divmod(index * size, 4)
     if size == 4:
         return e.f32_of_bits(words[word])
@@ -145,7 +144,7 @@ def _number(e: Emitter, words: Sequence[Value], index: int, size: int) -> Value:
 
 
 def lane_words(form: Form) -> list[tuple[int, int, int]]:
-    """(row 0 or 1, tile, first word) of the words that a lane loads; it takes the t-th from there.
+    """Words that a lane loads, the t-th from each (row 0 or 1, tile, first word).
 
     The order is that of `prepare`: rows outermost.
     """
@@ -158,14 +157,14 @@ def lane_words(form: Form) -> list[tuple[int, int, int]]:
 
 
 def prepare(e: Emitter, form: Form, raw: Sequence[Value]) -> list[Value]:
-    """A block's words as `operand` takes them: only INT3's change, to nibbles.
+    """Converts a block's words for `operand`: only INT3's change, to nibbles.
 
     Word j of the one-bit plane serves words j and j + 8 of the two-bit plane: its bit 2p the
     position p of the former, bit 2p + 1 that of the latter. Even positions become the nibbles of
     one word, odd ones those of another; the fourth bit of a nibble is left as it comes.
 
     Returns:
-      For INT3: of each row the even nibbles of its four words, then the odd ones.
+      For INT3: for each row the even nibbles of its four words, then the odd ones.
     """
     if form.bits != 3:
         return list(raw)
@@ -181,7 +180,7 @@ def prepare(e: Emitter, form: Form, raw: Sequence[Value]) -> list[Value]:
 
 
 class _Field(NamedTuple):
-    """Where a slice's codes lie in a lane's prepared words of one row."""
+    """Position of a slice's codes in a lane's prepared words of one row."""
 
     word: int  # of the first pair; the second pair is in the next one
     shift: int  # to the right, of the whole word
@@ -189,7 +188,7 @@ class _Field(NamedTuple):
 
 
 def field(form: Form, piece: int) -> _Field:
-    """The place of the 16 k number `piece` of a block."""
+    """Position of 16 k, number `piece` of a block."""
     if form.bits == 3:
         position, part = divmod(piece, 2)
         nibble = position // 2
@@ -205,13 +204,10 @@ def field(form: Form, piece: int) -> _Field:
 def operand(
     e: Emitter, form: Form, words: Sequence[Value], constants: Sequence[Value], stage: int
 ) -> list[Value]:
-    """The register operand of 64 k: 16 words of pairs.
+    """Unpacks the register operand of 64 k: 16 words of pairs.
 
     Args:
-      e: the instructions.
-      form: of the matrix.
-      words: of the block, as `prepare` gives them.
-      constants: of the block.
+      words: the block's, from `prepare`.
       stage: 0..3, which 64 k of the block.
 
     Returns:
@@ -238,7 +234,7 @@ def operand(
 def _factors(
     e: Emitter, form: Form, scale: Value, zero: Value, exponent: int
 ) -> tuple[Value, Value, Value]:
-    """float32: what multiplies a code's number, and what is then added in the low and high half."""
+    """Factor of a code's number, and addends of the low and high half, float32."""
     step = 2.0**-exponent
     if form.bits == 8:
         low = high = BYTE_OFFSET

@@ -1,4 +1,4 @@
-"""Each row of x by its own matrix: gate, up and SwiGLU; down and the weighted combine."""
+"""Kernels that multiply each row of x by its own matrix: gate and up, then down."""
 
 import dataclasses
 import functools
@@ -32,25 +32,25 @@ BAND_TOKENS = 2048  # of one matrix whose tiles are worked off together: their x
 
 
 class Assignments(Protocol):
-    """`grouped_dequant_matmul.Assignments`, which cannot be imported from below."""
+    """Interface of `grouped_dequant_matmul.Assignments`, which is in a higher layer."""
 
     @property
     def tier(self) -> jax.Array:
-        """int32[T, A]; outside 0 .. tiers - 1 for pairs that are skipped."""
+        """Tiers int32[T, A]; outside 0 .. tiers - 1 for skipped pairs."""
 
     @property
     def slot(self) -> jax.Array:
-        """int32[T, A]."""
+        """Slots int32[T, A]."""
 
     @property
     def weight(self) -> jax.Array:
-        """float32[T, A]."""
+        """Weights float32[T, A]."""
 
 
 def refusal_grouped(
     x: Operand, width: int, gate_up_tiers: Tiers, down_tiers: Tiers, target: Target
 ) -> str | None:
-    """Why `gate_up` and `down` cannot serve a layer of these shapes on a target, or None."""
+    """Reason why `gate_up` and `down` refuse these shapes on a target, or None."""
     del width
     reasons = [
         reason
@@ -67,12 +67,12 @@ def gate_up(
     tiles: WgmmaTiles | None,
     target: Target,
 ) -> jax.Array:
-    """[T, A, F]: silu(gate x_t) * up x_t of each pair's matrix; see `grouped_dequant_matmul.api`.
+    """Computes silu(gate x_t) * up x_t for each pair, [T, A, F]; see `grouped_dequant_matmul`.
 
     Args:
       x: [T, D] in bfloat16 or float16.
       assignments: of the T A pairs.
-      tiers: of each tier S matrices [2F, D], gate rows first.
+      tiers: for each tier S matrices [2F, D], gate rows first.
       tiles: None for the heuristic ones.
       target: the GPU.
     """
@@ -89,15 +89,15 @@ def products(
     target: Target,
     dtype: Any = jnp.float32,
 ) -> jax.Array:
-    """[T, A, N]: each pair's row times its matrix [N, K]; anything where the pair is skipped.
+    """Multiplies each pair's row by its matrix [N, K]: [T, A, N], undefined if skipped.
 
     Args:
-      rows: [T, A, K], or [T, K] where the pairs of a token share a row.
+      rows: [T, A, K], or [T, K] if the pairs of a token share a row.
       assignments: of the T A pairs.
-      tiers: of each tier S matrices [N, K].
+      tiers: for each tier S matrices [N, K].
       tiles: None for the heuristic ones.
       target: the GPU.
-      dtype: of the result: float32, or that of the rows.
+      dtype: the result's: float32, or that of the rows.
     """
     call = _Call(assignments, tiers, tiles, target, paired=False)
     order, width = call.runs.order, assignments.slot.shape[1]
@@ -113,7 +113,7 @@ def _zero_where_skipped(found: jax.Array, assignments: Assignments, tiers: Tiers
 
 
 class _Call:
-    """One product of a layer: a launch for each tier, whose blocks it finds in device memory."""
+    """One product of a layer: a launch per tier, whose blocks it finds in device memory."""
 
     def __init__(
         self, assignments: Assignments, tiers: Tiers, tiles: WgmmaTiles | None, target: Target,
@@ -128,7 +128,7 @@ class _Call:
         self.num_columns = tiers[0].num_outputs // (2 if paired else 1)
 
     def run(self, rows: jax.Array, dtype: Any) -> jax.Array:
-        """[P, columns] in the order of the pairs, from rows [P, K] in the sorted order."""
+        """Runs all tiers: [P, columns] in the order of the pairs, from sorted rows [P, K]."""
         out = jax.ShapeDtypeStruct((rows.shape[0], self.num_columns), dtype)
         found = None
         for tier, (weights, tiles) in enumerate(zip(self.tiers, self.tiles, strict=True)):
@@ -140,7 +140,7 @@ class _Call:
         self, tier: int, weights: PackedMatrices, tiles: WgmmaTiles, rows: jax.Array,
         out: jax.ShapeDtypeStruct, before: jax.Array | None,
     ) -> jax.Array:  # fmt: skip
-        """The rows of one tier, written to `before`, which holds those of the tiers before it."""
+        """Runs the rows of one tier, written to `before`, which has the earlier tiers' rows."""
         packed = weights.bits != PLAIN_BITS
         form = form_of(weights, KINDS[rows.dtype.name], self.paired) if packed else None
         rooms = scratch(form, tiles, rows.dtype, self.paired)
@@ -208,7 +208,7 @@ def _body(
 
 
 def _stored(tiles: WgmmaTiles, paired: bool, out: Any) -> Any:
-    """The instructions that store a tile."""
+    """Store instructions of a tile."""
     kind, num_columns = KINDS.get(out.dtype.name), out.shape[1]
 
     def emit(e: Any, sums: Any, row: Any, first: Any, end: Any, *refs: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a lane of a warpgroup reads and writes: addresses in shared and in device memory.
+"""Addresses that a warpgroup's lanes read and write, in shared and in device memory.
 
 Copies to and from shared memory exchange the 16-byte pieces of rows (the swizzle), so that eight
 rows read at one place meet all banks: piece c of a row lies at c ^ (row / rows in 128 bytes).
@@ -12,7 +12,7 @@ from pallas_kernels.mosaic_prefill.fragments import BLOCK, ROWS, Form, lane_word
 
 
 def place(e: Emitter) -> tuple[Value, Value, Value, Value]:
-    """g and t of this lane, the first row of its warp in the warpgroup's, and the warpgroup."""
+    """Position of this lane: g, t, its warp's first row in the warpgroup, the warpgroup."""
     thread = e.special("tid.x")
     lane = e.band(thread, 31)
     warp = e.shr(thread, 5)
@@ -20,7 +20,7 @@ def place(e: Emitter) -> tuple[Value, Value, Value, Value]:
 
 
 def _rows_before(e: Emitter, paired: bool) -> tuple[Value, Value]:
-    """Rows of a half (or of the whole) tile before this warpgroup's, and before its warp's."""
+    """Rows of a half (or whole) tile before this warpgroup's, and before its warp's."""
     _, _, first, warpgroup = place(e)
     if paired:
         return e.mul(warpgroup, ROWS // 2), e.shr(first, 1)
@@ -28,13 +28,11 @@ def _rows_before(e: Emitter, paired: bool) -> tuple[Value, Value]:
 
 
 def read_words(e: Emitter, form: Form, refs: Sequence[Value], rows: int) -> list[Value]:
-    """A block's words as `fragments.operand` takes them, from `form.tiles` in shared memory.
+    """Reads a block's words for `fragments.operand`, from `form.tiles` in shared memory.
 
     Args:
-      e: the instructions.
-      form: of the matrix.
-      refs: to each tile.
-      rows: of a tile; where paired, first those of the first half, then those of the second.
+      refs: reference to each tile.
+      rows: rows per tile; if paired, those of the first half, then those of the second.
     """
     g, t, _, _ = place(e)
     group, first = _rows_before(e, form.paired)
@@ -56,12 +54,11 @@ def read_words(e: Emitter, form: Form, refs: Sequence[Value], rows: int) -> list
 
 
 def read_plain(e: Emitter, ref: Value, rows: int) -> list[Value]:
-    """The register operand of 64 k of plain weights, paired; see `fragments.operand`.
+    """Reads the register operand of 64 k of plain weights, paired; see `fragments.operand`.
 
     Args:
-      e: the instructions.
       ref: to rows of 64 values of 16 bits in shared memory.
-      rows: of the tile: those of the first half, then those of the second.
+      rows: rows of the tile: those of the first half, then those of the second.
     """
     g, t, _, _ = place(e)
     group, first = _rows_before(e, True)
@@ -78,15 +75,13 @@ def read_plain(e: Emitter, ref: Value, rows: int) -> list[Value]:
 def read_constants(
     e: Emitter, form: Form, slot: Value, first_row: Value, block: Value, refs: Sequence[Value]
 ) -> list[Value]:
-    """A block's scales and zeros as `Form.constant` takes them, from device memory.
+    """Reads a block's scales and zeros for `Form.constant`, from device memory.
 
     Args:
-      e: the instructions.
-      form: of the matrix.
-      slot: of the stack.
-      first_row: of the thread block.
-      block: of K.
-      refs: scales and, where there are any, zeros.
+      slot: index in the stack.
+      first_row: the thread block's.
+      block: block of K.
+      refs: scales, and zeros if there are any.
     """
     g, _, _, _ = place(e)
     group, first = _rows_before(e, form.paired)
@@ -116,13 +111,11 @@ def _run(e: Emitter, at: Value, imm: int, num_bytes: int) -> list[Value]:
 
 
 def write_rounded(e: Emitter, kind: str, sums: Sequence[Sequence[Value]], ref: Value) -> None:
-    """Sums [64, n] of a warpgroup, transposed and rounded, to shared memory [n, 64] of 16 bits.
+    """Writes a warpgroup's sums [64, n], transposed and rounded, to shared memory [n, 64].
 
     Args:
-      e: the instructions.
-      kind: of the result.
       sums: for each 8 columns: rows g at columns 2t, 2t + 1, then rows g + 8.
-      ref: of rows of 128 bytes.
+      ref: rows of 128 bytes.
     """
     thread = e.special("tid.x")
     _, _, first, _ = place(e)
@@ -146,15 +139,14 @@ def write_sums(
     ref: Value,
     shape: tuple[int, int],
 ) -> None:
-    """Sums [64, n] of a warpgroup to device memory, float32 [num_tokens, num_rows].
+    """Writes a warpgroup's sums [64, n] to device memory, float32 [num_tokens, num_rows].
 
     Args:
-      e: the instructions.
       sums: as in `write_rounded`.
-      first_row: of the thread block.
-      first_token: of the columns.
-      ref: of the output, or of one part of it.
-      shape: of the output; what lies beyond is left out.
+      first_row: the thread block's.
+      first_token: the first column's.
+      ref: the output, or one part of it.
+      shape: the output's; values beyond it are not written.
     """
     num_tokens, num_rows = shape
     g, t, first, warpgroup = place(e)
@@ -171,7 +163,7 @@ def write_sums(
 
 
 def storer(e: Emitter, at: Value, pair: tuple[Value, Value]) -> Callable[[], None]:
-    """Stores of float32 for row g and row g + 8, under a condition."""
+    """Returns stores of float32 for row g and row g + 8, under a condition."""
 
     def store() -> None:
         for later, value in enumerate(pair):

@@ -1,8 +1,9 @@
-"""Tiles of x W^T by a thread block: one warpgroup copies, the others unpack and multiply.
+"""Computes tiles of x W^T: one warpgroup copies, the others unpack and multiply.
 
 The weights are the left operand of wgmma, unpacked in registers (`fragments`), so a tile's columns
-are rows of x, which stay in shared memory as they are. Two warpgroups take turns by themselves:
-what one unpacks is hidden behind the other's products, and its next 64 k behind its own.
+are rows of x, which stay in shared memory as they are. Two warpgroups alternate without
+synchronisation: one's unpacking is hidden behind the other's products, and its next 64 k behind its
+own.
 """
 
 import dataclasses
@@ -56,10 +57,10 @@ class Pipeline:
     words_empty: Any
 
     def copy(self, item: Item, done: jax.Array) -> None:
-        """Copies an item's operands, as room comes free.
+        """Copies an item's operands as buffers become free.
 
         Args:
-          item: where they lie.
+          item: position of the operands.
           done: int32[], blocks of K copied before.
         """
         tiles, form = self.tiles, self.form
@@ -94,7 +95,7 @@ class Pipeline:
         lax.fori_loop(0, item.num_blocks, step, None)
 
     def _copy_rows(self, item: Item, columns: Any, room: Any, full: Any) -> None:
-        """Columns of the rows of an item's tile, one copy of each half where they are paired."""
+        """Copies columns of an item's rows, in one copy per half if they are paired."""
         halves = 2 if self.paired else 1
         count, distance = self.tiles.rows // halves, self.weights.shape[1] // halves
         for half in range(halves):
@@ -103,13 +104,13 @@ class Pipeline:
             plgpu.copy_gmem_to_smem(self.weights.at[item.slot, rows, columns], part, full)
 
     def _stage(self, count: jax.Array, stage: int) -> tuple[jax.Array, jax.Array]:
-        """The place of a stage of the block `count`, and whether it has been used before."""
+        """Buffer of a stage of the block `count`, and whether it was used before."""
         rounds = self.tiles.x_stages // STAGES
         slot = lax.rem(count, jnp.int32(rounds)) * STAGES + stage
         return slot, count >= rounds
 
     def multiply(self, item: Item, done: jax.Array) -> jax.Array:
-        """float32[64, tokens] in wgmma's layout: this warpgroup's rows of an item."""
+        """Multiplies this warpgroup's rows of an item: float32[64, tokens] in wgmma's layout."""
         form, last = self.form, item.block + item.num_blocks - 1
 
         def constants(block: jax.Array) -> jax.Array:
@@ -200,7 +201,7 @@ def pipeline(
     rooms: dict[str, Any],
     paired: bool = False,
 ) -> Pipeline:
-    """The references by their roles; `rooms` are those of `scratch`."""
+    """Names the references by role; `rooms` are those of `scratch`."""
     x_copied, x_read = rooms["x_room"]
     return Pipeline(
         form=form, paired=paired, tiles=tiles, x=x, weights=weights, constants=tuple(constants),
@@ -217,12 +218,12 @@ def work(
     item_of: Callable[[jax.Array], Item],
     store: Callable[[Item, jax.Array], None],
 ) -> None:
-    """The body of a kernel: this block's items, one after the other.
+    """Runs a kernel's body: this block's items, in turn.
 
     Args:
       parts: references.
-      num_items: of all blocks.
-      item_of: the place of the item with an index.
+      num_items: items of all blocks.
+      item_of: position of the item with an index.
       store: stores an item's sums; called by the warpgroups that multiply.
     """
     warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")

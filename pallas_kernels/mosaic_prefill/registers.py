@@ -1,4 +1,4 @@
-"""What lanes read, unpack and write as functions for the body of a Pallas kernel.
+"""Reads, unpacking and writes of lanes, as functions for the body of a Pallas kernel.
 
 Words and constants travel through a kernel's loops as arrays of which every lane holds its own
 registers and no lane ever sees another's.
@@ -26,11 +26,10 @@ ROW_OF_128 = plgpu.SwizzleTransform(128)
 
 
 def load_words(form: Form, tiles: Sequence[Any]) -> jax.Array:
-    """The lane's words of a block, as `unpack` takes them.
+    """Loads the lane's words of a block for `unpack`.
 
     Args:
-      form: of the matrix.
-      tiles: of each of `form.tiles` a reference to shared memory, uint32[rows, num_words].
+      tiles: references to shared memory, uint32[rows, num_words], one per tile of `form.tiles`.
     """
     count = _num_words(form)
 
@@ -45,11 +44,10 @@ def load_words(form: Form, tiles: Sequence[Any]) -> jax.Array:
 def load_constants(
     form: Form, slot: jax.Array, first_row: jax.Array, block: jax.Array, operands: Sequence[Any]
 ) -> jax.Array:
-    """The lane's scales and zeros of a block, as `unpack` takes them.
+    """Loads the lane's scales and zeros of a block for `unpack`.
 
     Args:
-      form: of the matrix.
-      slot: int32[], which matrix of the stack.
+      slot: int32[], index in the stack.
       first_row: int32[], of the thread block.
       block: int32[], of K.
       operands: whole scales and, where there are any, zeros, in device memory.
@@ -66,12 +64,11 @@ def load_constants(
 
 
 def unpack(form: Form, words: jax.Array, constants: jax.Array, stage: int) -> jax.Array:
-    """wgmma's register operand [64, 64] of one stage of a block.
+    """Unpacks wgmma's register operand [64, 64] of one stage of a block.
 
     Args:
-      form: of the matrix.
-      words: of the block, by `load_words`.
-      constants: of the block, by `load_constants`.
+      words: the block's, from `load_words`.
+      constants: the block's, from `load_constants`.
       stage: which 64 k of the block.
     """
 
@@ -85,7 +82,7 @@ def unpack(form: Form, words: jax.Array, constants: jax.Array, stage: int) -> ja
 
 
 def load_plain(kind: str, tile: Any) -> jax.Array:
-    """The same of plain weights, paired: `tile` is a reference to shared memory [rows, 64]."""
+    """Loads the operand of paired plain weights; `tile` is shared memory [rows, 64]."""
 
     def load(_: Any, ref: Value) -> mgpu.FragmentedArray:
         return _operand(lanes.read_plain(Emitter(), ref, tile.shape[0]), kind)
@@ -94,13 +91,13 @@ def load_plain(kind: str, tile: Any) -> jax.Array:
 
 
 def store_rounded(kind: str, sums: jax.Array, out: Any, first: int) -> None:
-    """Columns of sums, transposed and rounded, to shared memory.
+    """Stores columns of sums, transposed and rounded, in shared memory.
 
     Args:
-      kind: of the result: "bf16" or "f16".
+      kind: the result's: "bf16" or "f16".
       sums: float32[64, N] in wgmma's layout.
       out: reference to shared memory [n, 64] of 16 bits, swizzled over 128 bytes.
-      first: of the n columns; a multiple of 16.
+      first: first of the n columns; a multiple of 16.
     """
     span = slice(first // 8, (first + out.shape[0]) // 8)
 
@@ -114,7 +111,7 @@ def store_rounded(kind: str, sums: jax.Array, out: Any, first: int) -> None:
 def store_sums(
     sums: jax.Array, first_row: jax.Array, first_token: jax.Array, out: Any, shape: tuple[int, int]
 ) -> None:
-    """Sums [64, n], in wgmma's layout, to float32 `out` in device memory; see `write_sums`."""
+    """Stores sums [64, n], in wgmma's layout, in float32 `out`; see `write_sums`."""
 
     def store(_: Any, sums: Any, first_row: Any, first_token: Any, ref: Value) -> None:
         e = Emitter()
@@ -157,7 +154,7 @@ def _inline(
 
 
 def swizzle(num_words: int) -> Any:
-    """How copies arrange rows of so many words in shared memory."""
+    """Swizzle of copies of rows with so many words in shared memory."""
     return plgpu.SwizzleTransform(4 * num_words)
 
 
@@ -209,7 +206,7 @@ def _parts(e: Emitter, words: mgpu.FragmentedArray) -> list[Value]:
 
 
 def _columns(e: Emitter, sums: mgpu.FragmentedArray) -> list[list[Value]]:
-    """For each 8 columns: row g at columns 2t, 2t + 1, then row g + 8."""
+    """Values per 8 columns: row g at columns 2t, 2t + 1, then row g + 8."""
     return [
         [llvm.extractelement(register, e.const(i)) for register in rows for i in range(2)]
         for rows in sums.registers.reshape(-1, 2)

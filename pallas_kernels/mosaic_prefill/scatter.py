@@ -1,4 +1,4 @@
-"""Sums of a warpgroup to rows of device memory that the sorted pairs name.
+"""Scatters a warpgroup's sums to the rows of device memory that the sorted pairs name.
 
 A block's tokens are the pairs order[first], order[first + 1], .. order[end - 1]; columns of the
 tile beyond them belong to another block and are not stored.
@@ -16,7 +16,7 @@ Columns = Sequence[Sequence[Value]]  # of `lanes.write_rounded`
 
 
 class Place(NamedTuple):
-    """Where a tile's sums go, of a thread block."""
+    """Destination of a tile's sums, for a thread block."""
 
     row: Value  # the first of the matrix, or of each of its halves
     first: Value  # the span of the order
@@ -24,7 +24,7 @@ class Place(NamedTuple):
 
 
 def swiglu(e: Emitter, sums: Columns) -> list[list[Value]]:
-    """silu(gate) up of sums whose rows g are gate's and g + 8 up's: of row g, two columns."""
+    """Computes silu(gate) up of sums with gate in rows g and up in rows g + 8."""
     return [
         [e.fmul(e.fmul(gate, e.quotient_of_exp(gate)), up) for gate, up in ((a, c), (b, d))]
         for a, b, c, d in sums
@@ -35,13 +35,12 @@ def scatter_hidden(
     e: Emitter, kind: str, sums: Columns, place: Place, chunk: int, num_columns: int,
     refs: Sequence[Value],
 ) -> None:  # fmt: skip
-    """SwiGLU's values of a warpgroup, 32 columns of `out`, rounded.
+    """Scatters a warpgroup's SwiGLU values, 32 columns of `out`, rounded.
 
     Args:
-      e: the instructions.
-      kind: of the result: "bf16" or "f16".
+      kind: the result's: "bf16" or "f16".
       sums: paired.
-      place: in the half of the matrix.
+      place: destination in the half of the matrix.
       chunk: tokens that go through a room; a multiple of 32.
       num_columns: F of out [P, F].
       refs: the warpgroup's two rooms [chunk, 32] in shared memory, the order, the output.
@@ -65,7 +64,7 @@ def scatter_rounded(
     e: Emitter, kind: str, sums: Columns, place: Place, chunk: int, num_columns: int,
     refs: Sequence[Value],
 ) -> None:  # fmt: skip
-    """Sums of a warpgroup, 64 columns of `out`, rounded; as `scatter_hidden`, rooms [chunk, 64]."""
+    """Scatters a warpgroup's sums, 64 columns of `out`, rounded; rooms are [chunk, 64]."""
 
     def write(room: Value, first: int) -> None:
         lanes.write_rounded(e, kind, sums[first // 8 : (first + chunk) // 8], room)
@@ -77,7 +76,7 @@ def _scatter_chunks(
     e: Emitter, write: Callable[[Value, int], None], width: int, num_tokens: int, place: Place,
     chunk: int, num_columns: int, refs: Sequence[Value],
 ) -> None:  # fmt: skip
-    """Tokens through shared memory: a row's columns are stored together, 16 bytes a lane."""
+    """Scatters tokens through shared memory, storing 16 bytes of a row per lane."""
     *rooms, order, out = refs
     thread = e.special("tid.x")
     warpgroup, index = e.shr(thread, 7), e.band(thread, 127)
@@ -117,7 +116,7 @@ def _four(e: Emitter, at: Value, words: Sequence[Value]) -> Callable[[], None]:
 def scatter_sums(
     e: Emitter, sums: Columns, place: Place, num_columns: int, refs: Sequence[Value]
 ) -> None:
-    """Sums of a warpgroup, 64 columns of float32 `out`, as they are; `refs`: order and output."""
+    """Scatters a warpgroup's sums, 64 columns of float32 `out`; `refs`: order and output."""
     order, out = refs
     g, t, first, warpgroup = lanes.place(e)
     start = e.add(place.row, e.mul(warpgroup, ROWS))

@@ -1,4 +1,4 @@
-"""How the kernels of many rows share out their work."""
+"""Tiles of the prefill kernels: how blocks and warpgroups split the work."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ SHARED_BYTES = 226 * 1024  # of a block, less barriers and the places of their a
 
 @dataclasses.dataclass(frozen=True)
 class WgmmaTiles:
-    """A thread block makes tiles of 64 warpgroups rows of a matrix by `tokens` rows of x."""
+    """Tiles of a thread block: 64 rows per warpgroup of a matrix by `tokens` rows of x."""
 
     tokens: int  # a multiple of 8, at most 256
     x_stages: int  # of 64 k, held in shared memory; a multiple of 4
@@ -20,7 +20,7 @@ class WgmmaTiles:
     band: int = 8  # tiles of tokens that are worked off together
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what the kernels were not written for."""
+        """Raises ValueError for tiles that the kernels do not support."""
         if self.tokens % 8 or not 8 <= self.tokens <= 256:
             raise ValueError(f"tokens {self.tokens} is no multiple of 8 in 8..256")
         if self.x_stages % 4 or min(self.x_stages, self.word_blocks, self.splits) < 1:
@@ -28,7 +28,7 @@ class WgmmaTiles:
 
     @property
     def rows(self) -> int:
-        """Of a matrix, of a tile."""
+        """Rows of a matrix per tile."""
         return 64 * self.warpgroups
 
     @property
@@ -37,14 +37,14 @@ class WgmmaTiles:
         return min(self.tokens, 64)
 
     def describe(self) -> str:
-        """Such as "t256x4w3s1"."""
+        """Describes the tiles, such as "t256x4w3s1"."""
         return f"t{self.tokens}x{self.x_stages}w{self.word_blocks}s{self.splits}"
 
 
 def dense_tiles(
     num_tokens: int, num_rows: int, num_inputs: int, bits: int, processors: int
 ) -> WgmmaTiles:
-    """Large tiles while they fill the card; for few tokens K is split until they do."""
+    """Chooses large tiles while they fill the card; for few tokens splits K until they do."""
     tokens = min(256, -(-num_tokens // 8) * 8)
     if tokens == 256:
         return fitting(WgmmaTiles(tokens=256, x_stages=4, word_blocks=2), bits)
@@ -59,10 +59,10 @@ def dense_tiles(
 
 
 def fitting(tiles: WgmmaTiles, bits: int) -> WgmmaTiles:
-    """With as many stages as shared memory holds, no more than asked for.
+    """Limits the stages to shared memory.
 
     Raises:
-      ValueError: not even the least does.
+      ValueError: not even the smallest fits.
     """
     for x_stages, word_blocks in ((8, 4), (8, 3), (8, 2), (4, 4), (4, 3), (4, 2), (4, 1)):
         if x_stages > tiles.x_stages or word_blocks > tiles.word_blocks:
@@ -81,10 +81,10 @@ def shared_bytes(tiles: WgmmaTiles, bits: int) -> int:
 
 
 def grouped_tokens(num_tokens: int, width: int, tiers: Sequence[PackedMatrices]) -> int:
-    """Tokens of a tile, by the mean load of a matrix.
+    """Tokens per tile, by the mean load of a matrix.
 
     A stack may hold the experts of all layers, so their number is a guess from A: Mixtral has 8 of
-    which 2 run, Qwen3 128 of 8.
+    which 2 run, Qwen3 128 of which 8 run.
     """
     experts = min(2 * width * width, sum(weights.num_slots for weights in tiers))
     load = num_tokens * width // experts
@@ -95,10 +95,9 @@ def grouped_tokens(num_tokens: int, width: int, tiers: Sequence[PackedMatrices])
 
 
 def grouped_tiles(tokens: int, bits: int) -> WgmmaTiles:
-    """As many stages as shared memory holds.
+    """Chooses as many stages as shared memory holds.
 
     Args:
-      tokens: of a tile; 32, 64, 128 or 256.
-      bits: of a weight.
+      tokens: tokens per tile; 32, 64, 128 or 256.
     """
     return fitting(WgmmaTiles(tokens=tokens, x_stages=8, word_blocks=4), bits)

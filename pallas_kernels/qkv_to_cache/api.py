@@ -1,4 +1,4 @@
-"""The public call, and the operation behind it."""
+"""Public call of the qkv split, and its operation."""
 
 import jax
 import jax.numpy as jnp
@@ -41,12 +41,12 @@ def qkv_to_cache(
     implementation: str | None = None,
     interpret: bool = False,
 ) -> Found:
-    """Queries and keys normed (if at all) and rotated; keys and values written to the cache.
+    """Norms (optionally) and rotates queries and keys; writes keys and values to the cache.
 
-    A head x of queries or keys becomes (a cos - b sin, b cos + a sin) with (a, b) the halves of
-    x / rms(x) * scale, or of x (Su et al. 2021, eq. 15; Zhang and Sennrich 2019, eq. 4).
-    Norms and turns are float32; a norm is rounded before and after its scale multiplies it, as
-    Hugging Face does.
+    A head x of queries or keys becomes (a cos - b sin, b cos + a sin) with (a, b) the halves of x /
+    rms(x) * scale, or of x (Su et al. 2021, eq. 15; Zhang and Sennrich 2019, eq. 4). Norms and
+    rotations are float32; a norm is rounded before and after its scale multiplies it, as Hugging
+    Face does.
 
     Args:
       qkv: [B, (H + 2 K) C] in bfloat16 or float16 (the reference takes float32 too): the heads of

@@ -1,4 +1,4 @@
-"""The operation in plain jnp; never optimised."""
+"""Qkv split in plain jnp; never optimised."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""The Pallas-Triton implementation: one launch, a warp a head.
+"""Pallas-Triton implementation: one launch, a warp per head.
 
 All programs do the same, and which of queries, keys and values they hold is a mask of their stores:
 a few values a thread cost less than branches would.
@@ -24,7 +24,7 @@ NUM_WARPS = 1
 
 
 def refusal(qkv: Operand, keys: Operand, target: Target) -> str | None:
-    """Why this implementation cannot serve, or None."""
+    """Reason why this implementation refuses, or None."""
     del qkv
     reasons, head_dim = [platform_refusal(target)], keys.shape[4]
     if head_dim & (head_dim - 1) or not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
@@ -36,7 +36,7 @@ def _body(
     layer_ref: Ref, positions_ref: Ref, qkv_ref: Ref, cos_ref: Ref, sin_ref: Ref, *refs: Ref,
     eps: float | None,
 ) -> None:  # fmt: skip
-    """Program (b, h): head h of sequence b; `refs` are scales, the cache, and what is written."""
+    """Program (b, h) runs head h of sequence b; `refs`: scales, the cache, the outputs."""
     q_ref, keys_ref, values_ref = refs[-3:]
     num_heads, (num_kv, length, head_dim) = q_ref.shape[1], keys_ref.shape[2:]
     b, head, half = pl.program_id(0), pl.program_id(1), head_dim // 2

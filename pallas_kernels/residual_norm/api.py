@@ -1,4 +1,4 @@
-"""The public call, and the operation behind it."""
+"""Public call of the residual norm, and its operation."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def residual_norm(
     implementation: str | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """y = x + delta, and y / rms(y) * scale (Zhang and Sennrich 2019, eq. 4).
+    """Computes y = x + delta, and y / rms(y) * scale (Zhang and Sennrich 2019, eq. 4).
 
     The sum is rounded to the dtype of x; statistics and division are float32; their result is
     rounded before the scale multiplies it, the order in which Hugging Face rounds.
@@ -44,7 +44,7 @@ def residual_norm(
       interpret: runs the kernel on the CPU, for tests.
 
     Returns:
-      y and what is normed, both [N, D] in `x.dtype`; y is x itself where there is no delta.
+      y and its norm, both [N, D] in `x.dtype`; y is x itself without a delta.
 
     Raises:
       ValueError: operands that do not fit, or the reasons why the asked implementation refuses.

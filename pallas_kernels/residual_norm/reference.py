@@ -1,4 +1,4 @@
-"""The operation in plain jnp; never optimised."""
+"""Residual norm in plain jnp; never optimised."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The Pallas-Triton implementation: one launch, a program a row, which is held in registers."""
+"""Pallas-Triton implementation: one launch, a program per row, held in registers."""
 
 import functools
 from typing import Any
@@ -20,7 +20,7 @@ MAX_WARPS = 16
 
 
 def refusal(x: Operand, target: Target) -> str | None:
-    """Why this implementation cannot serve, or None."""
+    """Reason why this implementation refuses, or None."""
     reasons = [platform_refusal(target)]
     if x.shape[1] > MAX_WIDTH:
         reasons.append(f"rows of {x.shape[1]}, more than {MAX_WIDTH}")
@@ -34,7 +34,7 @@ def _padded(width: int) -> int:
 def _body(
     layer_ref: Ref, scales_ref: Ref, x_ref: Ref, *refs: Ref, eps: float, zero_centred: bool
 ) -> None:
-    """Program n: row n; `refs` are delta, the sum and the result, or the result alone."""
+    """Program n runs row n; `refs`: delta, the sum and the result, or the result alone."""
     row, width = pl.program_id(0), x_ref.shape[1]
     columns = jax.lax.broadcasted_iota(jnp.int32, (_padded(width),), 0)
     real = columns < width

@@ -1,4 +1,4 @@
-"""The public call, and the operation behind it."""
+"""Public call of the router's top-k, and its operation."""
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,9 @@ def top_k(
     implementation: str | None = None,
     interpret: bool = False,
 ) -> Found:
-    """p = softmax(logits), and the k largest of each row (Shazeer et al. 2017, eq. 3-5).
+    """Computes p = softmax(logits), and the k largest of each row (Shazeer et al. 2017).
 
-    The chosen are those of `jax.lax.top_k` of the returned p: of equal ones the lowest id comes
+    The choice is that of `jax.lax.top_k` on the returned p: among equal ones the lowest id comes
     first. Shazeer et al. take the softmax of the k largest logits: that is p of the chosen, divided
     by its sum. A row with a NaN, with +inf or of -inf alone is NaN, and its ids are the lowest.
 
@@ -37,8 +37,8 @@ def top_k(
       logits: float32[N, E].
       k: in 1..E; static.
       normalise: the weights are divided by their sum; static.
-      first: int32[], the id of the first expert, such as its place among all layers' experts; None
-        for 0.
+      first: int32[], id of the first expert, such as its index among all layers' experts; None for
+        0.
       implementation: "triton" or "reference"; None for the first that does not refuse.
       interpret: runs the kernel on the CPU, for tests.
 

@@ -1,4 +1,4 @@
-"""The operation in plain jnp and float32; never optimised."""
+"""Router top-k in plain jnp and float32; never optimised."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The Pallas-Triton implementation: one launch, a warp a row.
+"""Pallas-Triton implementation: one launch, a warp per row.
 
 The k largest are found in k rounds. Probabilities are not negative, so their bits order as they do:
 a round is two reductions of int32 over a warp, which are one instruction each (redux.sync, sm_80
@@ -27,7 +27,7 @@ TAKEN = np.int32(-1)  # the key of what may not be chosen (again), below that of
 
 
 def refusal(logits: Operand, k: int, target: Target) -> str | None:
-    """Why this implementation cannot serve, or None."""
+    """Reason why this implementation refuses, or None."""
     reasons = [platform_refusal(target)]
     if logits.shape[1] > MAX_EXPERTS:
         reasons.append(f"{logits.shape[1]} experts, more than {MAX_EXPERTS}")
@@ -45,7 +45,7 @@ def _iota(count: int) -> jax.Array:
 
 
 def _keys(probabilities: jax.Array, real: jax.Array) -> jax.Array:
-    """int32 in the order of the probabilities; a NaN's is above all, as in `jax.lax.top_k`."""
+    """Keys int32 in the order of the probabilities; NaN is above all, as in `jax.lax.top_k`."""
     nan = jnp.full(probabilities.shape, jnp.nan, jnp.float32)  # whose sign bit is not set
     ordered = jnp.where(probabilities == probabilities, probabilities, nan)
     return jnp.where(real, jax.lax.bitcast_convert_type(ordered, jnp.int32), TAKEN)
@@ -54,7 +54,7 @@ def _keys(probabilities: jax.Array, real: jax.Array) -> jax.Array:
 def _body(
     logits_ref: Ref, *refs: Ref, k: int, normalise: bool,
 ) -> None:  # fmt: skip
-    """Program n: row n; `refs` are the first id, if it is not 0, and what is written."""
+    """Program n runs row n; `refs`: the first id, if it is not 0, and the outputs."""
     probabilities_ref, weights_ref, ids_ref = refs[-3:]
     row, num_experts = pl.program_id(0), logits_ref.shape[1]
     experts, places = _iota(_padded(num_experts)), _iota(_padded(k))

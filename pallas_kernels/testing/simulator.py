@@ -1,9 +1,9 @@
-"""The same instructions carried out by numpy, for all threads of a block at once.
+"""Numpy simulator of the Mosaic instructions, for all threads of a block at once.
 
-A kernel body of `pallas_kernels.mosaic_decode` runs here unchanged on a CPU: what its lanes load,
-keep and multiply is what they would on a GPU, but for two things. Threads run in step, so a barrier
-that is missing is not missed; and a product sums its 16 terms exactly before it rounds. Memory that
-nothing has written is NaN.
+A kernel body of `pallas_kernels.mosaic_decode` runs here unchanged on a CPU: its lanes load, keep
+and multiply the values that they would on a GPU, with two exceptions. Threads run in step, so a
+missing barrier has no effect; and a product sums its 16 terms exactly before it rounds. Unwritten
+memory is NaN.
 """
 # ruff: noqa: D102 -- `Simulator`'s methods are those of `emit.Mlir`, which says what they do.
 
@@ -37,9 +37,9 @@ def run_blocks(
     """Runs a body for every block, one cluster after the other.
 
     Args:
-      body: takes a `Simulator`, then a reference an operand, output and scratch buffer.
-      num_blocks: of the launch; of clusters, where they have more than one block.
-      num_threads: of a block.
+      body: takes a `Simulator`, then references to operands, outputs and scratch buffers.
+      num_blocks: thread blocks, or clusters of more than one.
+      num_threads: threads per block.
       operands: arrays in global memory.
       outputs: arrays that are written in place.
       shared_floats: length of each float32 scratch buffer.
@@ -55,7 +55,7 @@ def run_blocks(
 
 
 def _to_odd(values: np.ndarray) -> np.ndarray:
-    """float32 of float64, rounded so that a second rounding to fewer bits is right.
+    """Rounds float64 to float32 so that a second rounding to fewer bits is right.
 
     A float64 is made bfloat16 through float32; cut off with the last bit set where anything was
     lost, that one is never taken for half a unit of the result.
@@ -68,7 +68,7 @@ def _to_odd(values: np.ndarray) -> np.ndarray:
 class Simulator:
     """One block of threads; methods are those of `emit.Mlir`, values are arrays over threads.
 
-    Or one cluster of blocks, as one block with the threads and the scratch buffers of all.
+    A cluster is simulated as one block with the threads and the scratch buffers of all its blocks.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Simulator:
         return self._word(ref << _SHARED)  # 32 bits, as on the GPU
 
     def _of_shared(self, at: Value, block: int | None = None) -> np.ndarray:
-        """In the buffers of the threads' own blocks, or of one of the cluster."""
+        """Shared memory of the threads' own blocks, or of one block of the cluster."""
         owner = self.threads // self.num_threads if block is None else block
         buffer = (at >> _SHARED) + owner * self.scratch
         return buffer << _BUFFER | at & (1 << _SHARED) - 1
@@ -190,7 +190,7 @@ class Simulator:
         return base + self._word(count) * bytes_each
 
     def _bytes(self, at: Value, count: int, active: np.ndarray) -> np.ndarray:
-        """uint8[threads, count]; zero in threads that are not active."""
+        """Bytes uint8[threads, count]; zero in inactive threads."""
         out = np.zeros((len(self.threads), count), np.uint8)
         for buffer in np.unique(at[active] >> _BUFFER):
             mine = active & (at >> _BUFFER == buffer)
@@ -303,7 +303,7 @@ class Simulator:
         pass
 
     def _pairs(self, kind: str, word: Value) -> np.ndarray:
-        """float64[threads, 2]: the halves of a word."""
+        """Halves of a word, float64[threads, 2]."""
         halves = self._word(word).astype(np.uint32).reshape(-1, 1).view(KINDS[kind])
         return halves.astype(np.float64)
 

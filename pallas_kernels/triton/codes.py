@@ -1,4 +1,4 @@
-"""Blocks of packed codes unpacked in the registers of a Triton program.
+"""Unpacks blocks of packed codes in the registers of a Triton program.
 
 Two codes lie side by side in a word once a shift and a mask have taken one position of it, and an
 `or` makes floating point numbers of both: 0x4300 + q is the bfloat16 128 + q, 0x5400 + 16 q the
@@ -21,7 +21,7 @@ MAX_WORDS = 32  # of a row, held at a time
 
 
 def position_codes(bits: int) -> int:
-    """Consecutive k that one position of a block's words holds; INT3: two positions."""
+    """Consecutive k at one position of a block's words; for INT3, two positions."""
     return 64 if bits == 3 else layout.BLOCK * bits // 16
 
 
@@ -29,7 +29,7 @@ class Codes:
     """Codes of one packed matrix, taken in steps of `step` consecutive k.
 
     A step is cut into pieces, each of consecutive k of one quantization group; a product takes a
-    piece at a time. `offset` is what comes added to each code.
+    piece at a time. `offset` is added to each code.
     """
 
     def __init__(self, weights: PackedMatrices, slot: Int, step: int, dtype: Any) -> None:
@@ -47,7 +47,7 @@ class Codes:
         self.by_row = weights.num_groups == 1
 
     def words(self, tiles: Sequence[jax.Array], block: Int) -> list[list[list[jax.Array]]]:
-        """[tile][plane][chunk] uint32[rows, words] of a block, of int32[rows] of each tile."""
+        """Words [tile][plane][chunk] uint32[rows, words] of a block; int32[rows] per tile."""
         weights = self.weights
         found = []
         for rows in tiles:
@@ -73,7 +73,7 @@ class Codes:
         return min(codes // 2, MAX_WORDS)
 
     def pieces(self) -> list[tuple[int, int, int]]:
-        """(first k in the step, codes, id) of all that one product with x takes, by k."""
+        """Pieces (first k in the step, codes, id) of one product with x, by k."""
         bits = self.weights.bits
         if bits == 3:
             return [(k, 16, k // 16 % 4 + k // 64 * 4) for k in range(0, self.step, 16)]
@@ -82,7 +82,7 @@ class Codes:
         return [(k, width, i) for i, k in enumerate(range(0, self.step, width))]
 
     def _pairs(self, planes: list[list[jax.Array]], piece: int, first_position: Int) -> jax.Array:
-        """uint32[rows, words]: two codes a word, `place` bits up in its halves."""
+        """Pairs uint32[rows, words]: two codes per word, `place` bits up in its halves."""
         bits = self.weights.bits
         if bits == 3:
             high, low = planes
@@ -101,7 +101,7 @@ class Codes:
     def values(
         self, planes: list[list[jax.Array]], piece: int, first_position: Int
     ) -> list[jax.Array]:
-        """[rows, k] of x's dtype, whose sum is offset + q, of one piece.
+        """Unpacks offset + q of one piece, as terms [rows, k] in x's dtype.
 
         Args:
           planes: of one tile, from `words`.
@@ -127,7 +127,7 @@ def _u32(value: int) -> jax.Array:
 
 
 def _field(word: jax.Array, position: Int, width: int, place: int) -> jax.Array:
-    """The `width` bits at a position of both halves, moved to bit `place` of them."""
+    """Bits, `width` of them, at a position of both halves, moved to bit `place`."""
     mask = ((1 << width) - 1) * 0x10001
     if isinstance(position, int):
         shift = position * width - place

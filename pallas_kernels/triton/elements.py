@@ -1,7 +1,7 @@
 """Elements of packed matrices looked up one by one in a Triton program.
 
-For what the blocks of the layout do not serve: the short last block of a row, and low-rank factors
-whose columns are the outputs of another matrix.
+They serve the short last block of a row, and low-rank factors whose columns are the outputs of
+another matrix.
 """
 
 from typing import Any
@@ -17,14 +17,14 @@ Int = int | jax.Array
 
 
 def quotient(a: Any, b: Any) -> Any:
-    """a // b of ints that are not negative; `//` corrects signs in ways Triton may not compile."""
+    """Computes a // b of nonnegative ints; Triton may not compile `//`, which corrects signs."""
     if isinstance(a, int) and isinstance(b, int):
         return a // b
     return jax.lax.div(a, np.int32(b) if isinstance(b, int) else b)
 
 
 def remainder(a: Any, b: Any) -> Any:
-    """a % b of ints that are not negative."""
+    """Computes a % b of nonnegative ints."""
     if isinstance(b, int) and b == 1:
         return 0
     if isinstance(a, int) and isinstance(b, int):
@@ -33,7 +33,7 @@ def remainder(a: Any, b: Any) -> Any:
 
 
 def element_codes(weights: PackedMatrices, slot: Int, rows: jax.Array, k: jax.Array) -> jax.Array:
-    """uint32 codes at rows and k, int32 of two shapes that broadcast; for what no block holds."""
+    """Codes uint32 at rows and k, int32 of two shapes that broadcast."""
     length = layout.padded_length(weights.num_inputs)
     full, rest = divmod(length, layout.BLOCK)
     block, within = quotient(k, layout.BLOCK), remainder(k, layout.BLOCK)
@@ -60,7 +60,7 @@ def element_codes(weights: PackedMatrices, slot: Int, rows: jax.Array, k: jax.Ar
 
 
 def element_values(weights: PackedMatrices, slot: Int, rows: jax.Array, k: jax.Array) -> jax.Array:
-    """float32 matrix elements at rows and k, as `element_codes`."""
+    """Elements float32 at rows and k, see `element_codes`."""
     if weights.bits == PLAIN_BITS:
         return weights.words[slot, rows, k].astype(jnp.float32)
     assert weights.scales is not None

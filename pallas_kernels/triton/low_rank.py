@@ -26,22 +26,22 @@ TILE = 32  # rows of V a program multiplies; a multiple of what a dot takes
 
 
 def refusal(low_rank: Sequence[LowRank]) -> str | None:
-    """Why terms of these forms cannot be added, or None."""
+    """Reason why terms of these forms cannot be added, or None."""
     reasons = [triton_product.refusal(terms.v) for terms in low_rank]
     return "; ".join(f"V: {reason}" for reason in dict.fromkeys(filter(None, reasons))) or None
 
 
 def thin_rows(low_rank: Sequence[LowRank]) -> int:
-    """R', of terms of one matrix."""
+    """Number R' of padded ranks of one matrix's terms."""
     return sum(_padded(terms) for terms in low_rank)
 
 
 def thin_parts(low_rank: Sequence[LowRank], num_columns: int) -> int:
-    """Parts of K: few enough to add them in every program, many enough to fill the device.
+    """Parts of K: few enough to add in every program, enough to fill the device.
 
     Args:
       low_rank: terms of one matrix.
-      num_columns: rows of x; where they are many, they fill it alone.
+      num_columns: rows of x; many of them fill the device alone.
     """
     if num_columns > MAX_SPLIT_COLUMNS:
         return 1
@@ -61,11 +61,11 @@ def thin_products(
     store: Any,
     interpret: bool,
 ) -> None:
-    """Program (tile, part): `TILE` rows of V of the matrix `slot`, times x over a part of K.
+    """Program (tile, part) multiplies `TILE` rows of V by x over a part of K.
 
     Args:
       columns: x.
-      low_rank: with refs in place of arrays.
+      low_rank: refs in place of arrays.
       slot: int32[].
       tile: int32[], of R' / TILE.
       part: int32[], of `parts`.
@@ -106,11 +106,11 @@ def add_terms(
     within: tuple[int, int],
     interpret: bool,
 ) -> jax.Array:
-    """acc + U (V x): the epilogue of a tile.
+    """Adds U (V x) to `acc`: the epilogue of a tile.
 
     Args:
       acc: float32[rows, columns].
-      low_rank: with refs in place of arrays.
+      low_rank: refs in place of arrays.
       slot: int32[].
       rows: int32[rows], outputs of the tile.
       thin: ref of the thin products.

@@ -28,7 +28,7 @@ CHUNK = 32  # codes; a group whose size is a multiple of it never ends inside on
 
 
 class Columns(NamedTuple):
-    """The rows of x that a program multiplies: the columns of its tile."""
+    """Rows of x that a program multiplies: the columns of its tile."""
 
     load: Callable[[Int, int], jax.Array]  # (first k, count) -> [columns, count]; 0 beyond K
     sums: Callable[[Int], jax.Array] | None  # group -> float32[columns]; None: not given
@@ -36,7 +36,7 @@ class Columns(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Which part of K a program adds up: steps of whole blocks, and perhaps the short last one."""
+    """Part of K that a program sums: steps of whole blocks, and perhaps the short last one."""
 
     first: Int
     last: Int
@@ -44,7 +44,7 @@ class Span(NamedTuple):
 
 
 def refusal(weights: PackedMatrices) -> str | None:
-    """Why a program cannot multiply by matrices of this form, or None."""
+    """Reason why a program cannot multiply by matrices of this form, or None."""
     size = weights.group_size
     if weights.bits != PLAIN_BITS and weights.num_groups > 1 and size % CHUNK:
         return f"groups of {size} are no multiple of {CHUNK} and not a whole row"
@@ -52,12 +52,12 @@ def refusal(weights: PackedMatrices) -> str | None:
 
 
 def num_steps(weights: PackedMatrices, step: int) -> int:
-    """Steps of whole blocks in K."""
+    """Number of steps of whole blocks in K."""
     return weights.num_inputs // layout.BLOCK * (layout.BLOCK // step)
 
 
 def given_sums(weights: PackedMatrices, step: int) -> bool:
-    """Whether sums of x a group (`group_sums`) can be used with steps of `step`."""
+    """Whether sums of x per group (`group_sums`) can be used with steps of `step`."""
     if weights.bits == PLAIN_BITS or weights.num_inputs % weights.group_size:
         return False
     size = weights.group_size
@@ -65,17 +65,17 @@ def given_sums(weights: PackedMatrices, step: int) -> bool:
 
 
 def group_sums(x: jax.Array, group_size: int) -> jax.Array:
-    """float32[G, M]: sums of the rows of x over the groups."""
+    """Sums of the rows of x over the groups, float32[G, M]."""
     return jnp.sum(x.astype(jnp.float32).reshape(x.shape[0], -1, group_size), axis=-1).T
 
 
 def indices(tile: Int, count: int) -> jax.Array:
-    """int32[count] of one of the tiles of `count` rows, columns, ... that something is cut into."""
+    """Indices int32[count] of one tile of `count` rows or columns."""
     return tile * count + jax.lax.broadcasted_iota(jnp.int32, (count,), 0)
 
 
 def rows_from(first: Int, count: int, num_rows: int) -> jax.Array:
-    """int32[count] from `first` on; those beyond the last are the last."""
+    """Rows int32[count] from `first` on; those beyond the last are the last."""
     return jnp.minimum(first + indices(0, count), num_rows - 1)
 
 
@@ -95,16 +95,16 @@ def product(
     step: int,
     interpret: bool,
 ) -> list[jax.Array]:
-    """float32[rows, columns] of each tile of rows.
+    """Multiplies each tile of rows: float32[rows, columns].
 
     Args:
       columns: x.
-      weights: with refs in place of arrays.
+      weights: refs in place of arrays.
       slot: int32[].
       tiles: int32[rows] of each tile, none beyond the last; all of one length.
       span: part of K.
       num_columns: of x.
-      step: codes of a step; a power of two in `min_step(bits)` .. 256.
+      step: codes per step; a power of two in `min_step(bits)` .. 256.
       interpret: no inline assembly.
     """
     shape = (tiles[0].shape[0], num_columns)
@@ -113,12 +113,12 @@ def product(
 
 
 def min_step(bits: int) -> int:
-    """Codes of one position (INT3: of a pair), the least that a step can be."""
+    """Smallest step: codes of one position (INT3: of a pair)."""
     return CHUNK if bits == PLAIN_BITS else position_codes(bits)
 
 
 class _Product:
-    """The arguments of `product`, while it is traced."""
+    """Arguments of `product`, while it is traced."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class _Product:
         return [quotient(first + offset, self.weights.group_size) for offset in offsets]
 
     def _scales(self, groups: Sequence[Int]) -> list[list[jax.Array]]:
-        """Scales, then zeros where stored, of each group and tile, as stored."""
+        """Loads scales, then zeros if stored, of each group and tile, as stored."""
         stored = [leaf for leaf in (self.weights.scales, self.weights.zeros) if leaf is not None]
         return [
             [leaf[self.slot, rows, group] for leaf in stored for group in groups]
@@ -153,7 +153,7 @@ class _Product:
         self, acc: jax.Array, products: jax.Array, sums: jax.Array | None, scale: jax.Array,
         zero: jax.Array | None, offset: int,
     ) -> jax.Array:  # fmt: skip
-        """acc + scale (products - (zero + offset) sums)."""
+        """Computes acc + scale (products - (zero + offset) sums)."""
 
         def spread(row: jax.Array) -> jax.Array:
             return jnp.broadcast_to(row.astype(jnp.float32)[:, None], self.shape)
@@ -182,12 +182,12 @@ class _Product:
     # Products
 
     def _constant(self, count: int) -> jax.Array:
-        """What x is multiplied with for its sums: ones, or the center where it is the same."""
+        """Constant multiplied by x for its sums: ones, or the center if it is constant."""
         value = -self._center(self.codes.offset) if self.weights.zeros is None else 1.0
         return jnp.full((self.shape[0], count), value, self.columns.dtype)
 
     def _step_groups(self) -> list[list[tuple[int, int, int]]]:
-        """The pieces of a step, those of one group together."""
+        """Pieces of a step, grouped by quantization group."""
         pieces, size = self.codes.pieces(), self.weights.group_size
         if self.by_row or size % self.step == 0:
             return [pieces]
@@ -301,7 +301,7 @@ class _Product:
         return jax.lax.fori_loop(jnp.int32(0), _count(span, num_chunks), body, accs)
 
     def plain(self, span: Span) -> list[jax.Array]:
-        """Plain matrices: one product a step."""
+        """Multiplies plain matrices: one product per step."""
         weights = self.weights
 
         def body(index: Int, accs: list[jax.Array]) -> list[jax.Array]:

@@ -37,12 +37,6 @@ def reference() -> str:
     lines += _section(
         "moejax.policies.make.make_policy", _find("moejax.policies.make", "make_policy")
     )
-    lines += ["## pallas_kernels", ""]
-    lines += _module("pallas_kernels.layout")
-    lines += _module("pallas_kernels.packed")
-    lines += _module("pallas_kernels.op")
-    for folder in sorted((ROOT / "pallas_kernels").glob("*/api.py")):
-        lines += _package(folder.parent)
     return "\n".join(lines).rstrip()
 
 
@@ -74,24 +68,9 @@ def _module(module: str) -> list[str]:
     return lines
 
 
-def _package(folder: Path) -> list[str]:
-    """Functions and classes that a folder of a kernel exports; each has an `OPERATION` beside."""
-    module = f"pallas_kernels.{folder.name}"
-    tree = ast.parse((folder / "__init__.py").read_text("utf-8"))
-    lines = [f"### {module}", "", *_prose(ast.get_docstring(tree) or ""), ""]
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                if alias.name.isupper():  # a constant, which has no signature and no docstring
-                    continue
-                found = _find(node.module, alias.name)
-                lines += _section(f"{module}.{alias.name}", found, level=4)
-    return lines
-
-
-def _section(name: str, node: _Found, level: int = 3) -> list[str]:
+def _section(name: str, node: _Found) -> list[str]:
     """One name: its signature, its docstring, and a class's public methods."""
-    lines = [f"{'#' * level} {name}", "", "```text", _signature(node), "```", ""]
+    lines = [f"### {name}", "", "```text", _signature(node), "```", ""]
     lines += _prose(ast.get_docstring(node) or "")
     lines += [""]
     if isinstance(node, ast.ClassDef) and not _is_record(node):

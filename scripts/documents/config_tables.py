@@ -1,4 +1,6 @@
-"""docs/configs.md: every field of every main's configuration, from the dataclasses themselves."""
+"""docs/configs.md: every field of every command, read from the dataclasses."""
+
+from typing import Any
 
 from moejax.config.benchmark import BenchmarkConfig
 from moejax.config.commands import (
@@ -27,42 +29,74 @@ MAINS: dict[str, RunConfig] = {
     "serve": ServeConfig(),
 }
 GROUPS: dict[str, RunConfig] = {"memory": MemoryConfig(), "policy": PolicyConfig()}
+_Field = tuple[str, Any, str]
 _HEAD = ["| field | default | what it is |", "| --- | --- | --- |"]
 
 
 def tables() -> str:
-    """A section for each main, then one for each group that they share."""
-    lines: list[str] = []
+    """Fields that commands share, those of each command, and the groups that they share."""
+    shared = _shared()
+    lines = [
+        "## Fields that several commands share",
+        "",
+        "`moejax.plan` takes every field of `moejax.generate`; here it is named for its own alone.",
+        "",
+        "| field | commands | default | what it is |",
+        "| --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| `{name}` | {', '.join(mains)} | {_value(default)} | {_cell(meaning)} |"
+        for (name, default, meaning), mains in shared.items()
+    ]
     for name, config in MAINS.items():
-        lines += ["", f"## moejax.{name}", "", *_of_main(name, config)]
+        lines += ["", f"## moejax.{name}", "", *_of_main(name, config, shared)]
     lines += ["", "## memory.*", "", *_rows(options(GROUPS["memory"]), "memory.")]
     lines += ["", "## policy.*", "", *_rows(options(GROUPS["policy"]), "policy.")]
     lines += [
         "",
-        "What `policy.settings` may hold: the settings of the policies themselves; one that is not",
-        "given has its policy's own default. [policies.md](policies.md) says what they mean.",
+        "`policy.settings` holds the settings of the policies themselves. A setting that is not",
+        "given has its policy's default. [policies.md](policies.md) explains them.",
         "",
-        "| setting | of which policy, what | default |",
+        "| setting | policies and meaning | default |",
         "| --- | --- | --- |",
         *_settings(),
     ]
     return "\n".join(lines).strip()
 
 
-def _of_main(name: str, config: RunConfig) -> list[str]:
+def _shared() -> dict[_Field, list[str]]:
+    """Fields that are alike in several commands, with those commands."""
+    found: dict[_Field, list[str]] = {}
+    generated = {of.name for of in options(MAINS["generate"])}
+    for name, config in MAINS.items():
+        for of in options(config):
+            if not _is_grouped(of) and not (name == "plan" and of.name in generated):
+                found.setdefault(_key(of), []).append(name)
+    return {field: mains for field, mains in found.items() if len(mains) > 1}
+
+
+def _of_main(name: str, config: RunConfig, shared: dict[_Field, list[str]]) -> list[str]:
     fields = options(config)
-    groups = [group for group in GROUPS if any(of.name.startswith(f"{group}.") for of in fields)]
-    own = [of for of in fields if not of.name.startswith(tuple(f"{group}." for group in groups))]
+    own = [of for of in fields if not _is_grouped(of) and name not in shared.get(_key(of), [])]
     lines = []
     if name == "plan":
         others = {of.name for of in options(MAINS["generate"])}
         own = [of for of in own if of.name not in others]
-        lines += ["All fields of `moejax.generate`, and:", ""]
+        lines += ["Every field of `moejax.generate`, shared fields above, and:", ""]
     lines += _rows(own)
+    groups = [group for group in GROUPS if any(of.name.startswith(f"{group}.") for of in fields)]
     if groups and name != "plan":
         said = " and ".join(f"`{group}.*`" for group in groups)
-        lines += ["", f"And {said}, below."]
+        lines += ["", f"And the shared fields above, {said} below."]
     return lines
+
+
+def _is_grouped(of: Option) -> bool:
+    return of.name.startswith(tuple(f"{group}." for group in GROUPS))
+
+
+def _key(of: Option) -> _Field:
+    return of.name, of.default, of.meaning
 
 
 def _rows(fields: list[Option], prefix: str = "") -> list[str]:
@@ -90,7 +124,7 @@ def _settings() -> list[str]:
 
 
 def _value(default: object) -> str:
-    """As it is typed; of a function that makes one, nothing."""
+    """A default as it is typed."""
     return f"`{default!r}`"
 
 

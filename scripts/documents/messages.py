@@ -34,26 +34,10 @@ def quoted(page: str) -> list[str]:
     return _QUOTED.findall(page)
 
 
-def index() -> str:
-    """A list of all messages by file."""
-    lines = []
-    for name, texts in templates().items():
-        lines += [f"`{name}`", ""]
-        lines += [f"- {_escaped(text)}" for text in texts]
-        lines += [""]
-    return "\n".join(lines).rstrip()
-
-
 def families() -> str:
     """The values of `model_type` that are read, as a list in a sentence."""
     *names, last = (f"`{name}`" for name in sorted(ARCHITECTURES))
     return f"{', '.join(names)} or {last}"
-
-
-def _escaped(text: str) -> str:
-    """As code, whatever quotes it holds."""
-    text = text.replace("`", "'")
-    return f"`{text}`"
 
 
 def _message(raised: ast.expr | None) -> str | None:

@@ -2,7 +2,8 @@
 
 Two spellings are read: that of the published checkpoints (transformers 4: `num_experts`,
 `rope_theta`, `torch_dtype`) and that of transformers 5 (`num_local_experts`, `rope_parameters`,
-`dtype`). What the models here would compute differently from transformers is refused by name.
+`dtype`). A setting that the models here would compute differently from transformers is refused by
+name.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ _WRITERS = dict.fromkeys(hf_deepseek.ARCHITECTURES, hf_deepseek.config_fields)
 
 
 def read_model_config(directory: Path) -> ModelConfig:
-    """The shape of the model in `directory`.
+    """Reads the shape of the model in `directory`.
 
     Raises:
       MoejaxError: config.json is missing, is not JSON, lacks a field, is of another architecture,
@@ -53,7 +54,7 @@ def read_model_config(directory: Path) -> ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+    """Reads a JSON object from a file.
 
     Raises:
       MoejaxError: the directory or the file is missing, or it holds no JSON object.
@@ -79,7 +80,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def model_config(fields: Mapping[str, Any]) -> ModelConfig:
-    """`ModelConfig` from the fields of a config.json in either spelling.
+    """Builds a `ModelConfig` from the fields of a config.json in either spelling.
 
     Raises:
       MoejaxError: as in `read_model_config`, without the file's name.
@@ -124,12 +125,11 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
 
 
 def to_hf_config(config: ModelConfig, *, dtype: str, **token_ids: Any) -> dict[str, Any]:
-    """The fields of a config.json that transformers 4 and 5 both read, in both spellings.
+    """Writes config.json fields in both spellings, for transformers 4 and 5.
 
     Args:
-      config: what is to be described.
       dtype: name of the stored type, for instance "bfloat16".
-      **token_ids: `bos_token_id`, `eos_token_id`, `pad_token_id`, as they are to be written.
+      **token_ids: `bos_token_id`, `eos_token_id`, `pad_token_id`.
 
     Raises:
       ValueError: the family cannot express the config (a Mixtral with biases, for instance).
@@ -179,7 +179,7 @@ def to_hf_config(config: ModelConfig, *, dtype: str, **token_ids: Any) -> dict[s
 
 
 def _checked(fields: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
-    """The fields, where they are read as `config`."""
+    """Returns the fields if they read back as `config`."""
     try:
         found = model_config(fields)
     except MoejaxError:

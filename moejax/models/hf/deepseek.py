@@ -1,8 +1,8 @@
 """config.json of DeepSeek's families to `ModelConfig`, and back.
 
-"deepseek" is DeepSeek-MoE-16B (standard attention), which transformers has no class for: it is read
-as the code beside its checkpoint reads it. Where that of "deepseek_v2" and "deepseek_v3" differs
-from transformers, what is done here is what transformers does:
+"deepseek" is DeepSeek-MoE-16B (standard attention), for which transformers has no class: it is read
+as the code beside its checkpoint reads it. "deepseek_v2" and "deepseek_v3" follow transformers
+where the code beside their checkpoints differs:
   * V2 never divides the chosen weights by their sum, whatever `norm_topk_prob` says;
   * YaRN scales cosines and sines by its default where one of `mscale` and `mscale_all_dim` is 0.
 """
@@ -31,7 +31,7 @@ _GREEDY, _BY_GROUPS, _BY_GROUPS_AND_BIAS = "greedy", "group_limited_greedy", "no
 
 
 def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
-    """`ModelConfig` from the fields of a config.json of one of `ARCHITECTURES`.
+    """Builds a `ModelConfig` from the config.json of one of `ARCHITECTURES`.
 
     Raises:
       MoejaxError: a field is missing or wrong, or asks for something that is not supported.
@@ -79,7 +79,7 @@ def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
 
 
 def config_fields(config: ModelConfig) -> dict[str, Any]:
-    """The fields of a config.json, without those that say what the file is."""
+    """Fields of a config.json, without those that name the family."""
     c, rule = config, config.router
     first = min(c.moe_layers, default=c.num_layers)
     every = (n for n in range(1, c.num_layers) if c.moe_layers == _layers(first, n, c.num_layers))
@@ -124,7 +124,7 @@ def config_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def _unsupported(family: str, fields: Mapping[str, Any]) -> list[str]:
-    """Every reason why the model cannot be run as transformers would run it."""
+    """Every reason why the model cannot run as it does in transformers."""
     reasons = unsupported(fields, ropes=("default",) if family == "deepseek" else KINDS)
     scoring = "sigmoid" if family == "deepseek_v3" else "softmax"
     if (asked := fields.get("scoring_func")) not in (None, scoring):
@@ -160,7 +160,7 @@ def _latent(fields: Mapping[str, Any]) -> LatentAttention:
 
 
 def _normalises(family: str, fields: Mapping[str, Any]) -> bool:
-    """DeepSeekMoE's code leaves the weight of a single expert as it is, V3's does not."""
+    """Whether chosen weights are normalised; DeepSeekMoE leaves a single one, V3 does not."""
     asked = flag(fields, "norm_topk_prob")  # read of V2 too: a wrong type is refused
     if family == "deepseek" and integer(fields, "num_experts_per_tok") == 1:
         return False
@@ -183,7 +183,7 @@ def _router(family: str, fields: Mapping[str, Any]) -> RouterRule:
 
 
 def _sparse_layers(family: str, fields: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Those after the dense ones, of "deepseek" every `moe_layer_freq`-th."""
+    """Sparse layers: those after the dense ones; for "deepseek" every `moe_layer_freq`-th."""
     first = fields["first_k_dense_replace"]
     if first != 0 or type(first) is not int:
         first = integer(fields, "first_k_dense_replace")

@@ -1,8 +1,8 @@
 """Defaults of fields that a config.json leaves out, as transformers' class of the family has them.
 
 A field that is there and null is no default: transformers refuses most nulls, and takes
-`num_key_value_heads` and `head_dim` from the other sizes. "deepseek", which transformers has no
-class for, is as the code beside DeepSeek-MoE-16B has it.
+`num_key_value_heads` and `head_dim` from the other sizes. "deepseek", for which transformers has no
+class, takes the defaults of the code beside DeepSeek-MoE-16B.
 """
 
 from collections.abc import Mapping
@@ -145,7 +145,7 @@ _ROPE = ("rope_theta", "partial_rotary_factor")  # which may be inside an object
 
 
 def with_defaults(family: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Completes the fields of a config.json, but for those of rope."""
+    """Completes the fields of a config.json, except for rope."""
     given = {*fields, *_ROPE}
     if given.intersection(_NUM_EXPERTS):
         given.update(_NUM_EXPERTS)
@@ -154,7 +154,7 @@ def with_defaults(family: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def default_eos_id(fields: Mapping[str, Any], vocab_size: int) -> int | None:
-    """The token that ends answers of a config.json's family, where there is one."""
+    """Default token that ends answers in a config.json's family, or None."""
     family = fields.get("model_type")
     if not isinstance(family, str) or family not in DEFAULTS:
         return None

@@ -12,13 +12,13 @@ ROPES = ("rope_scaling", "rope_parameters")
 
 
 def rope_field(fields: Mapping[str, Any], name: str) -> Any:
-    """What all places that hold a rope field agree on: both objects, and the top level."""
+    """Reads a rope field; both objects and the top level must agree."""
     nested = {f"{rope}.{name}": object_field(fields, rope).get(name) for rope in ROPES}
     return agreed({**nested, name: fields.get(name)})
 
 
 def object_field(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A JSON object, empty where there is none."""
+    """Reads a JSON object, empty if it is missing."""
     value = fields.get(name)
     if value is None:
         return {}
@@ -28,7 +28,7 @@ def object_field(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def flag(fields: Mapping[str, Any], name: str) -> bool:
-    """True or false, false where it is not set."""
+    """Reads true or false, false if it is missing."""
     value = fields.get(name)
     if value is not None and not isinstance(value, bool):
         raise MoejaxError(f"{name} is {value!r}, expected true or false")
@@ -36,7 +36,7 @@ def flag(fields: Mapping[str, Any], name: str) -> bool:
 
 
 def agreed(spellings: Mapping[str, Any]) -> Any:
-    """The one value that the spellings of a field agree on; None where none of them is set."""
+    """Returns the one value that the spellings of a field agree on; None if none is set."""
     given = {name: value for name, value in spellings.items() if value is not None}
     values = list(given.values())
     if any(value != values[0] for value in values):
@@ -62,7 +62,7 @@ def integer(
 
 
 def number(fields: Mapping[str, Any], name: str, *, default: float | None = None) -> float:
-    """A positive finite number."""
+    """Reads a positive finite number."""
     value = fields.get(name)
     if value is None:
         value = default
@@ -74,7 +74,7 @@ def number(fields: Mapping[str, Any], name: str, *, default: float | None = None
 
 
 def sparse_layers(fields: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Qwen3's: every `decoder_sparse_step`-th layer, save those named as MLP only."""
+    """Sparse layers of Qwen3: every `decoder_sparse_step`-th, save those named as MLP only."""
     step = integer(fields, "decoder_sparse_step")
     dense = fields.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):

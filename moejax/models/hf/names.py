@@ -1,4 +1,4 @@
-"""Which Hugging Face tensor fills which part of which weight leaf; the name tables of each family.
+"""Name tables: which Hugging Face tensor fills which part of which weight leaf.
 
 Experts are stored under two spellings. Published checkpoints hold one tensor an expert and
 projection (`mlp.experts.3.gate_proj.weight`; Mixtral: `block_sparse_moe.experts.3.w1.weight`);
@@ -28,7 +28,7 @@ _FURTHER = re.compile(r"\.(enorm|hnorm|eh_proj)\.")  # what such a layer of Deep
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """One tensor of a checkpoint: it fills `weights[leaf][index][start : start + shape[0]]`."""
+    """Destination of a checkpoint's tensor: `weights[leaf][index][start : start + shape[0]]`."""
 
     name: str
     leaf: str
@@ -37,25 +37,25 @@ class Placement:
     shape: tuple[int, ...]
 
     def rows(self, part: np.ndarray) -> np.ndarray:
-        """The rows of `part`, which is `weights[leaf][index]`, that the tensor fills; a view."""
+        """View of the rows of `part`, `weights[leaf][index]`, that the tensor fills."""
         return part[self.start : self.start + self.shape[0]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Spelling:
-    """How a checkpoint names its experts."""
+    """Spelling of the experts' names in a checkpoint."""
 
     moe_module: str  # "mlp" | "block_sparse_moe"
     fused: bool  # one tensor for all experts of a layer
 
 
 def published_spelling(family: str) -> Spelling:
-    """That of the checkpoints of the model's makers, which every reader knows."""
+    """Spelling of the makers' own checkpoints, which every reader knows."""
     return Spelling(moe_module=_MOE_MODULE.get(family, "mlp"), fused=False)
 
 
 def find_spelling(family: str, names: Collection[str]) -> Spelling:
-    """That of a checkpoint with tensors of these `names`."""
+    """Finds the spelling of a checkpoint with tensors of these `names`."""
     modules = {
         module
         for module in ("mlp", "block_sparse_moe")
@@ -69,15 +69,15 @@ def find_spelling(family: str, names: Collection[str]) -> Spelling:
 
 
 def ignored(config: ModelConfig, names: Collection[str]) -> set[str]:
-    """Those of a checkpoint's tensors that no model here needs."""
+    """Tensors of a checkpoint that no model here needs."""
     return {name for name in names if _IGNORED.search(name)} | set(multi_token(config, names))
 
 
 def multi_token(config: ModelConfig, names: Collection[str]) -> list[str]:
-    """Those of a checkpoint's tensors that predict further tokens at once.
+    """Tensors of a checkpoint that predict further tokens at once.
 
-    In DeepSeek-V3's they are layers after the last one, which are told from a decoder's by norms
-    of their own: a config that says a layer too few does not lose it.
+    In DeepSeek-V3 they are layers after the last one, with norms of their own that tell them from a
+    decoder's: a config with one layer too few does not lose that layer.
     """
     if config.family == "qwen3_next":
         return [name for name in names if _MULTI_TOKEN.match(name)]
@@ -92,7 +92,7 @@ def multi_token(config: ModelConfig, names: Collection[str]) -> list[str]:
 
 
 def placements(config: ModelConfig, spelling: Spelling) -> Iterator[Placement]:
-    """Every tensor of a checkpoint, layer by layer; together they fill every leaf exactly once."""
+    """Destinations of every tensor of a checkpoint; together they fill each leaf exactly once."""
     c = config
     yield Placement("model.embed_tokens.weight", "embed", (), 0, (c.vocab_size, c.model_dim))
     for place in places(config):
@@ -125,7 +125,7 @@ def placements(config: ModelConfig, spelling: Spelling) -> Iterator[Placement]:
 
 
 def _attention(c: ModelConfig, i: int, prefix: str) -> Iterator[Placement]:
-    """Queries, keys and values one below the other in `qkv_proj`; norms and biases if any."""
+    """Queries, keys and values, stacked by rows in `qkv_proj`; norms and biases if any."""
     at = (i,)
     kv_dim, attended = c.num_kv_heads * c.head_dim, c.num_heads * c.head_dim
     query_dim = c.qkv_dim - 2 * kv_dim  # with gates
@@ -144,7 +144,7 @@ def _attention(c: ModelConfig, i: int, prefix: str) -> Iterator[Placement]:
 
 
 def _latent_attention(c: ModelConfig, i: int, prefix: str) -> Iterator[Placement]:
-    """Projections to latents and from them, and the latents' norms."""
+    """Projections to and from latents, and the latents' norms."""
     shapes = weight_shapes(c)
     names = {
         "q_proj": "q_proj", "q_a": "q_a_proj", "q_a_norm": "q_a_layernorm", "q_b": "q_b_proj",
@@ -170,7 +170,7 @@ def _delta_net(c: ModelConfig, i: int, prefix: str) -> Iterator[Placement]:
 
 
 def _shared_expert(c: ModelConfig, at: tuple[int, ...], prefix: str) -> Iterator[Placement]:
-    """What every token takes, and the gate in front of it."""
+    """Shared expert, and its gate if the model has one."""
     if not c.shared_dim:
         return
     module = f"{prefix}.{_SHARED_MODULE.get(c.family, 'shared_experts')}"
@@ -211,7 +211,7 @@ def _gated_mlp(
     width: int,
     model_dim: int,
 ) -> Iterator[Placement]:
-    """Gate above up in `gate_up`, and down."""
+    """Gated MLP: gate above up in `gate_up`, and down."""
     gate, up, down = (f"{prefix}.{projection}.weight" for projection in projections)
     yield Placement(gate, f"{leaf}.gate_up", index, 0, (width, model_dim))
     yield Placement(up, f"{leaf}.gate_up", index, width, (width, model_dim))

@@ -25,7 +25,7 @@ _ATTENTION, _DELTA = "full_attention", "linear_attention"
 
 
 def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
-    """`ModelConfig` from the fields of a config.json in either spelling.
+    """Builds a `ModelConfig` from the fields of a config.json in either spelling.
 
     Raises:
       MoejaxError: a field is missing or wrong, or asks for something that is not supported.
@@ -69,7 +69,7 @@ def model_config(family: str, fields: Mapping[str, Any]) -> ModelConfig:
 
 
 def fields_of(config: ModelConfig) -> dict[str, Any]:
-    """What its config.json says beside the fields of every family, or in their place."""
+    """Fields of config.json that add to, or replace, those of every family."""
     c, rotated = config, config.rotary_dim / config.head_dim
     fields = {
         "num_experts": c.num_experts,
@@ -99,7 +99,7 @@ def fields_of(config: ModelConfig) -> dict[str, Any]:
 
 
 def _rotated_dims(fields: Mapping[str, Any], head_dim: int) -> int:
-    """Dimensions of a head that are rotated, rounded down; all of them where the share is null."""
+    """Rotated dimensions of a head, rounded down; all of them if the share is null."""
     name = "partial_rotary_factor"
     default = 1.0 if name in fields else DEFAULTS["qwen3_next"][name]
     share = number({name: rope_field(fields, name)}, name, default=default)
@@ -109,7 +109,7 @@ def _rotated_dims(fields: Mapping[str, Any], head_dim: int) -> int:
 
 
 def _delta_net(fields: Mapping[str, Any], num_layers: int) -> DeltaNet | None:
-    """The layers with a state; None where all attend."""
+    """Delta rule layers; None if all layers attend."""
     layers = tuple(i for i, kind in enumerate(_layer_types(fields, num_layers)) if kind == _DELTA)
     if not layers:
         return None
@@ -124,7 +124,7 @@ def _delta_net(fields: Mapping[str, Any], num_layers: int) -> DeltaNet | None:
 
 
 def _layer_types(fields: Mapping[str, Any], num_layers: int) -> list[str]:
-    """What each layer mixes by."""
+    """Mixer of each layer: attention or delta rule."""
     kinds = fields.get("layer_types")
     if kinds is None:
         interval = integer(fields, "full_attention_interval")

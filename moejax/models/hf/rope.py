@@ -1,6 +1,6 @@
 """Rotary embedding in a config.json: `rope_scaling` of transformers 4, `rope_parameters` of 5.
 
-transformers 5 takes `rope_scaling` whole where it is there. Here both may be there and must agree.
+transformers 5 reads `rope_scaling` alone if it is present. Here both may be present and must agree.
 """
 
 from collections.abc import Collection, Mapping
@@ -38,12 +38,12 @@ _REQUIRED: Mapping[tuple[str, ...], tuple[str, ...]] = {
 def unsupported(
     fields: Mapping[str, Any], *, ropes: Collection[str] = KINDS, partial: bool = False
 ) -> list[str]:
-    """Every reason why the model cannot be run as transformers would run it.
+    """Every reason why the model's rope cannot run as it does in transformers.
 
     Args:
       fields: of config.json, completed.
-      ropes: kinds of rotary embedding that its family is served with.
-      partial: whether heads that are rotated in part are.
+      ropes: kinds of rotary embedding that the family supports.
+      partial: the family supports heads that are rotated in part.
     """
     reasons = []
     for name in ROPES:
@@ -61,14 +61,14 @@ def unsupported(
 
 
 def rope_theta(family: str, fields: Mapping[str, Any]) -> float:
-    """The base of rotary frequencies: the family's default where no place names it."""
+    """Base of rotary frequencies; the family's default if no field names it."""
     default = None if "rope_theta" in fields else DEFAULTS[family]["rope_theta"]
     found = {"rope_theta": rope_field(fields, "rope_theta")}
     return number(found, "rope_theta", default=default)
 
 
 def rope_scaling(fields: Mapping[str, Any]) -> RopeScaling | None:
-    """The scaling of rotary frequencies that a config asks for; None for none.
+    """Reads the scaling of rotary frequencies; None for none.
 
     Raises:
       MoejaxError: a field is missing or wrong, or the places that hold it disagree.
@@ -91,7 +91,7 @@ def rope_scaling(fields: Mapping[str, Any]) -> RopeScaling | None:
 
 
 def _value(fields: Mapping[str, Any], name: str) -> Any:
-    """A field of rope scaling, as `RopeScaling` has it; None where it is left out."""
+    """Reads a field of rope scaling as `RopeScaling` stores it; None if it is missing."""
     value = rope_field(fields, name)
     # Zeros are as if they were left out; one of `attention_factor` would be taken.
     if value is None or (type(value) in (int, float) and not value and name != "attention_factor"):
@@ -109,12 +109,12 @@ def _value(fields: Mapping[str, Any], name: str) -> Any:
 
 
 def rope_type(rope: Mapping[str, Any]) -> Any:
-    """The kind that `rope_scaling` or `rope_parameters` asks for."""
+    """Reads the kind in `rope_scaling` or `rope_parameters`."""
     return rope.get("rope_type", rope.get("type", "default"))
 
 
 def rope_fields(config: ModelConfig, **more: Any) -> dict[str, Any]:
-    """Fields of a config.json in both spellings; `more` belongs inside of the objects."""
+    """Fields of a config.json in both spellings; `more` goes inside the objects."""
     theta = {"rope_theta": config.rope_theta}
     if config.rope_scaling is None:
         return {**theta, "rope_parameters": {"rope_type": "default", **theta, **more}}

@@ -1,1 +1,1 @@
-"""From a Hugging Face checkpoint to a quantized one: what is done to what, and in which order."""
+"""Pipeline from a Hugging Face checkpoint to a quantized one."""

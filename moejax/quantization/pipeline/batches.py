@@ -1,8 +1,8 @@
-"""The matrices of a shard in stacks of one shape and scheme, of a bounded size.
+"""Batches of a shard's matrices: stacks of one shape and scheme, of a bounded size.
 
-Every stack of a program holds the same number of matrices (the last one is filled up with zeros),
-so that a program is compiled once. What is in a stack depends on the model and the recipe alone:
-a run that goes on after a kill forms the same stacks.
+Every stack of a program holds an equal number of matrices (the last one is padded with zeros), so
+that a program is compiled once. The content of a stack depends on the model and the recipe alone: a
+run that resumes after a kill forms equal stacks.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ Key = tuple[tuple[int, ...], Scheme]  # shape; scheme without its rank
 
 
 class Task(NamedTuple):
-    """One matrix and what is to become of it."""
+    """A matrix and its quantization."""
 
     entry: Entry
     scheme: Scheme
@@ -38,7 +38,7 @@ class Task(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Rows of a matrix, all of them unless it is very large."""
+    """Rows of a matrix: all, unless it is very large."""
 
     task: Task
     first_row: int
@@ -47,7 +47,7 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stack:
-    """Pieces that go through one compiled program together."""
+    """Pieces that one compiled program quantizes together."""
 
     program: Program
     num_matrices: int  # C; pieces may be fewer
@@ -55,7 +55,7 @@ class Stack:
     pieces: tuple[Piece, ...]
 
     def read(self) -> np.ndarray:
-        """float32[C, N, K], zeros where there is no piece.
+        """Reads float32[C, N, K], zeros beyond the last piece.
 
         Raises:
           MoejaxError: a file was cut short, or a value is NaN or infinite.
@@ -69,14 +69,14 @@ class Stack:
         return weights
 
     def ranks(self) -> np.ndarray:
-        """Of the compensators: int32[C]."""
+        """Ranks of the compensators: int32[C]."""
         ranks = np.zeros(self.num_matrices, np.int32)
         ranks[: len(self.pieces)] = [piece.task.rank for piece in self.pieces]
         return ranks
 
 
 class Programs:
-    """The compiled programs that a model needs, chosen once for all of its shards.
+    """Compiled programs of a model, chosen once for all shards.
 
     Compiling takes seconds, and a matrix takes the time of its program's rank and stack: matrices
     of one shape and scheme share few ranks, and one size of stack serves all shards.
@@ -105,7 +105,7 @@ class Programs:
         }
 
     def stacks(self, tasks: Sequence[Task]) -> list[Stack]:
-        """All stacks of a shard, in the order of their first matrices."""
+        """Stacks of a shard, in the order of their first matrices."""
         found = []
         for (shape, program), members in self._grouped(tasks).items():
             pieces, size = _pieces(program, members), self._sizes[shape, program]
@@ -121,7 +121,7 @@ class Programs:
         return found
 
     def _grouped(self, tasks: Sequence[Task]) -> dict[tuple[tuple[int, ...], Program], list[Task]]:
-        """By shape and program, in the order of the first of each."""
+        """Groups tasks by shape and program, in the order of the first of each."""
         found: dict[tuple[tuple[int, ...], Program], list[Task]] = defaultdict(list)
         for task in tasks:
             key = _key(task)
@@ -139,8 +139,8 @@ class Programs:
 def _shared_ranks(ranks: Sequence[int]) -> list[int]:
     """Ranks of programs, rising; a matrix takes the first that is not below its own.
 
-    Powers of 4 times 8, without those that serve few matrices; the last is the largest rank. Rank 0
-    needs no compensator and has a program of its own.
+    They are powers of 4 times 8, without those that few matrices use; the last is the largest rank.
+    Rank 0 needs no compensator and has its own program.
     """
     found, waiting, below, bound = [0] if 0 in ranks else [], 0, 0, _LEAST_RANK
     while bound < max(ranks):
@@ -153,7 +153,7 @@ def _shared_ranks(ranks: Sequence[int]) -> list[int]:
 
 
 def _stack_size(counts: Sequence[int], matrix_bytes: int) -> int:
-    """How many matrices a stack holds: the least work over all shards within `STACK_BYTES`.
+    """Matrices per stack: the least work over all shards within `STACK_BYTES`.
 
     Args:
       counts: matrices of each shard.

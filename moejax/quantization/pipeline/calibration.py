@@ -1,4 +1,4 @@
-"""The text that calibrated quantizers look at: what ships, and how a text becomes samples."""
+"""Calibration text of quantizers, and its samples."""
 
 import lzma
 from pathlib import Path
@@ -13,7 +13,7 @@ NUM_SAMPLES, SAMPLE_LENGTH = 128, 2048  # as GPTQ's authors take them
 
 
 def shipped_text() -> str:
-    """Prose, code, maths and Chinese, of free licences (`calibration_text/README.md`)."""
+    """Text that ships: prose, code, maths, Chinese, freely licensed (see its README.md)."""
     return lzma.decompress(TEXT_PATH.read_bytes()).decode()
 
 
@@ -26,19 +26,17 @@ def calibration_tokens(
     num_samples: int = NUM_SAMPLES,
     length: int = 0,
 ) -> np.ndarray:
-    """Samples at even distances in a text.
+    """Samples a text at even distances.
 
     Args:
       tokenizer: of the checkpoint.
-      vocab_size: of the model.
-      max_positions: of the model.
-      text: a user's own, which must suffice for all samples; None: what ships, which gives as
-        many as it has, at least one.
+      text: the user's own, which must suffice for all samples; None: the text that ships, which
+        gives as many samples as it has, at least one.
       num_samples: S.
       length: T; 0: SAMPLE_LENGTH, or the model's context if that is shorter.
 
     Returns:
-      int32[S, T]; of the text that ships perhaps fewer, whole rows.
+      int32[S, T]; the text that ships may give fewer rows.
 
     Raises:
       MoejaxError: no tokenizer or not the model's, a text that is too short, or samples that do

@@ -1,8 +1,7 @@
-"""Calibration text on its way through the layers while they are quantized.
+"""Calibration pass: text through the layers while they are quantized.
 
-Each layer sees what the quantized layers before it give, as GPTQ's authors do. After a kill the
-text is sent through the layers that are done, read back from their files, which is the same to the
-last bit as having them at hand.
+Each layer's input comes from the quantized layers before it, as in GPTQ's code. After a kill the
+text passes through the finished layers, read back from their files, which gives equal bits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,13 +26,13 @@ _DEVICE_HESSIAN_BYTES = 4 * 2**30
 
 
 class CalibrationRun:
-    """The text before the layer that comes next.
+    """Hidden states of the calibration text before the next layer.
 
     Args:
       inventory: the model.
       tokens: int32[S, T].
-      device: where layers run, in float32 on a CPU and bfloat16 elsewhere.
-      meter: is told of seconds.
+      device: runs the layers, in float32 on a CPU and bfloat16 elsewhere.
+      meter: counts seconds.
     """
 
     def __init__(
@@ -52,17 +51,17 @@ class CalibrationRun:
         )
 
     def capture(self, shard: Shard) -> "Captured":
-        """What the matrices of the layer that comes next are given; it stays the next."""
+        """Captures the inputs of the next layer's matrices, without advancing."""
         with self._meter.phase("calibrate"), plain_memory_errors(self._device):
             weights = self._layer_weights(shard, {})
             return Captured(self._run.capture(weights), self._meter)
 
     def advance(self, shard: Shard, matrices: Mapping[str, QTensor]) -> None:
-        """Sends the text through the next layer.
+        """Runs the text through the next layer.
 
         Args:
           shard: that layer.
-          matrices: what it has become, by name; the rest is as it was.
+          matrices: its quantized matrices, by name; the rest is plain.
         """
         with self._meter.phase("calibrate"), plain_memory_errors(self._device):
             self._run.advance(self._layer_weights(shard, matrices))
@@ -70,7 +69,7 @@ class CalibrationRun:
     def _layer_weights(
         self, shard: Shard, matrices: Mapping[str, QTensor]
     ) -> dict[str, np.ndarray]:
-        """The leaves of one layer without the layers' axis."""
+        """Leaves of one layer, without the layer axis."""
         shapes = weight_shapes(self._inventory.config)
         leaves: dict[str, np.ndarray] = {}
         for entry in shard.entries:
@@ -89,18 +88,18 @@ class CalibrationRun:
 
 
 class Captured:
-    """What the matrices of one layer are given."""
+    """Captured inputs of one layer's matrices."""
 
     def __init__(self, layer: CapturedLayer, meter: Meter) -> None:
         self._layer, self._meter = layer, meter
 
     @property
     def expert_tokens(self) -> np.ndarray | None:
-        """Tokens that the router sends to each expert, int[E]; None in a dense layer."""
+        """Tokens routed to each expert, int[E]; None in a dense layer."""
         return self._layer.expert_tokens
 
     def calibrate(self, entries: Sequence[Entry]) -> Calibration:
-        """Hessians and token counts of matrices, in their order."""
+        """Computes Hessians and token counts of matrices, in their order."""
         with self._meter.phase("calibrate"):
             found = [self._layer.hessian(entry.leaf, entry.expert) for entry in entries]
             hessians = jnp.stack([hessian.mean for hessian in found])
@@ -108,11 +107,11 @@ class Captured:
 
 
 def router_frequencies(inventory: Inventory, run: CalibrationRun) -> dict[tuple[int, int], float]:
-    """Share of its layer's assignments that each expert gets, by (layer, expert).
+    """Share of its layer's assignments per expert, by (layer, expert).
 
     Args:
       inventory: the model.
-      run: at the first layer; it is at the end afterwards.
+      run: at the first layer; afterwards at the end.
     """
     found: dict[tuple[int, int], float] = {}
     for shard in inventory.shards:

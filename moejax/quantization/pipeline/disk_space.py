@@ -1,4 +1,4 @@
-"""Room that a quantized checkpoint takes on the disk, at most, before any of it is written."""
+"""Disk space of a quantized checkpoint, bounded before any of it is written."""
 
 import shutil
 from collections.abc import Mapping
@@ -22,13 +22,12 @@ _SHARD_BYTES, _REST_BYTES = 32 * 2**10, 2**20
 def check_space(
     output: Path, source: Path, shards: tuple[Shard, ...], tasks: Mapping[str, Task]
 ) -> None:
-    """Checks that what is still to be written has room.
+    """Checks that the disk has room for the remaining shards.
 
     Args:
-      output: the directory.
-      source: of the checkpoint, whose small files are copied.
-      shards: that are not written yet.
-      tasks: by name, the matrices that are quantized.
+      source: the checkpoint, whose small files are copied.
+      shards: those not written yet.
+      tasks: matrices to quantize, by name.
 
     Raises:
       MoejaxError: the disk has less room.
@@ -43,7 +42,7 @@ def check_space(
 
 
 def most_bytes(source: Path, shards: tuple[Shard, ...], tasks: Mapping[str, Task]) -> int:
-    """Bytes of all files; see `check_space`."""
+    """Bound on the bytes of all files; see `check_space`."""
     copied = [source / name for name in COPIED_FILES if (source / name).is_file()]
     small = sum(path.stat().st_size for path in copied) + _REST_BYTES
     entries = [entry for shard in shards for entry in shard.entries]
@@ -56,7 +55,7 @@ def most_bytes(source: Path, shards: tuple[Shard, ...], tasks: Mapping[str, Task
 
 
 def _stored_bytes(entry: Entry, task: Task | None) -> int:
-    """Bytes of a matrix's tensors, in the format that takes most of them."""
+    """Bytes of a matrix's tensors, in the largest format."""
     if task is None:
         return entry.source.num_bytes
     (num_rows, num_inputs), scheme = entry.shape, task.scheme

@@ -1,4 +1,4 @@
-"""The file formats that a quantized model is written in: our own, and those of other engines."""
+"""File formats of a quantized model: our own, and those of other engines."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,11 +30,11 @@ _LINEAR_KINDS = ("attention", "experts", "shared_experts", "mlp", "router", "hea
 
 
 def config_of(target: str, records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The quantization_config of config.json.
+    """Builds the quantization_config of config.json.
 
     Args:
       target: one of `WRITERS`.
-      records: of the manifest, by name, of all tensors.
+      records: the manifest's, of all tensors by name.
     """
     if target == "moejax":
         return dict(quantization_config())
@@ -60,13 +60,12 @@ def config_of(target: str, records: Mapping[str, Mapping[str, Any]]) -> dict[str
 def read_back(
     target: str, records: Mapping[str, Mapping[str, Any]], name: str, tensors: Tensors
 ) -> QTensor:
-    """A matrix that was written in one of the formats.
+    """Reads a matrix that was written in one of the formats.
 
     Args:
       target: one of `WRITERS`.
-      records: of its shard at least, by name.
-      name: of the matrix, with ".weight".
-      tensors: of its file.
+      records: those of its shard at least, by name.
+      name: the matrix's, with ".weight".
     """
     prefix, record = name.removesuffix(".weight"), records[name]
     num_rows, num_inputs = record["shape"]

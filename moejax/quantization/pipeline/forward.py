@@ -6,7 +6,7 @@
         h, count = captured.hessian("moe.down", expert=3)   # for gptq, autoround
         run.advance(quantized_layer)                        # or the originals
 
-Held at a time: hidden states of all tokens twice (a layer's input, and what its MLP reads) in
+In memory at a time: hidden states of all tokens twice (a layer's input, and what its MLP reads) in
 temporary files, whose pages the system may take back; one layer's weights on the device, the
 Hessians of its attention, and those of as many experts as `hessian_bytes` allows. A run that goes
 on after a kill calls `advance` alone for the layers that are done: with the same weights it arrives
@@ -45,18 +45,18 @@ HESSIAN_BYTES = 4 * 2**30  # of experts, held at a time
 
 
 class Hessian(NamedTuple):
-    """What a matrix's inputs were."""
+    """Hessian of a matrix's inputs."""
 
     mean: jax.Array  # float32[K, K], mean of 2 x x^T
     num_tokens: int
 
 
 class LayerRun:
-    """Hidden states of the calibration text on their way through the layers.
+    """Hidden states of the calibration text, advanced layer by layer.
 
     Attributes:
-      layer: the one that comes next.
-      hidden: [S, T, D] in a file of the host's, its input.
+      layer: index of the next layer.
+      hidden: [S, T, D], its input, in a temporary file.
 
     Args:
       config: the model's.
@@ -65,7 +65,7 @@ class LayerRun:
       dtype: of the activations and of the weights that meet them.
       device: where layers run.
       tokens_per_step: see TOKENS_PER_STEP.
-      hessian_bytes: see HESSIAN_BYTES; one expert's is always held.
+      hessian_bytes: see HESSIAN_BYTES; at least one expert's.
     """
 
     def __init__(
@@ -95,11 +95,7 @@ class LayerRun:
             part[...] = table[ids].astype(self._dtype)
 
     def capture(self, weights: Mapping[str, Any]) -> "CapturedLayer":
-        """Runs layer `self.layer` and keeps what its matrices were given; does not move on.
-
-        Args:
-          weights: of the layer.
-        """
+        """Runs layer `self.layer` and keeps its matrices' inputs; does not advance."""
         return CapturedLayer(
             self._one_layer(),
             self._placed(weights),
@@ -111,10 +107,10 @@ class LayerRun:
         )
 
     def advance(self, weights: Mapping[str, Any]) -> None:
-        """Moves the hidden states through layer `self.layer`, with any weights.
+        """Advances the hidden states through layer `self.layer`, with any weights.
 
         Args:
-          weights: of the layer: the originals, or what quantization made of them.
+          weights: the layer's, original or quantized.
         """
         config, placed = self._one_layer(), self._placed(weights)
         num_tokens = self._step * self.hidden.shape[1]
@@ -125,7 +121,7 @@ class LayerRun:
         self.layer += 1
 
     def head_hessian(self, final_norm: Any) -> Hessian:
-        """Of the head's input; after the last layer.
+        """Computes the Hessian of the head's input; after the last layer.
 
         Args:
           final_norm: [D].
@@ -149,7 +145,7 @@ class LayerRun:
         return one_layer(self.config, self.layer)
 
     def _placed(self, weights: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Plain arrays on the run's device, of the dtype that a model of the run's has them in."""
+        """Moves plain arrays to the run's device, in the model's dtypes."""
 
         def place(name: str, weight: Any) -> jax.Array:
             weight = jax.device_put(weight, self._device)
@@ -160,10 +156,10 @@ class LayerRun:
 
 
 class CapturedLayer:
-    """Hessians of one layer's matrices, named by leaf; experts' are computed when asked for.
+    """Hessians of one layer's matrices, by leaf; experts' are computed on request.
 
     Attributes:
-      num_tokens: behind every Hessian but the experts'.
+      num_tokens: tokens of every Hessian but the experts'.
       expert_tokens: int[E], tokens routed to each expert; None in a dense layer.
     """
 
@@ -187,7 +183,7 @@ class CapturedLayer:
         self._totals = self._run(hidden, attention)
 
     def hessian(self, leaf: str, expert: int | None = None) -> Hessian:
-        """Of one matrix's inputs; ask for experts in their order, neighbours share a pass.
+        """Returns the Hessian of one matrix; request experts in order, neighbours share a pass.
 
         Args:
           leaf: one of `layer_steps.watched_leaves`, "moe.gate_up" or "moe.down".
@@ -205,7 +201,7 @@ class CapturedLayer:
         return _mean(totals[expert - first], int(self.expert_tokens[expert]))
 
     def _run(self, hidden: np.ndarray, attention: AttentionVia) -> dict[str, jax.Array]:
-        """Attention and router over all tokens: fills `_mlp_hidden`, counts, and sums x x^T."""
+        """Runs attention and router over all tokens: fills `_mlp_hidden`, counts, sums x x^T."""
         c = self._config
         is_sparse = bool(c.moe_layers)
         with jax.default_device(self._device):
@@ -224,7 +220,7 @@ class CapturedLayer:
         return totals
 
     def _expert_chunk(self, leaf: str, expert: int) -> tuple[int, jax.Array]:
-        """First expert and sums float32[e, K, K] of the chunk that holds `expert`."""
+        """First expert and sums float32[e, K, K] of the chunk with `expert`."""
         c = self._config
         width = c.model_dim if leaf == "moe.gate_up" else c.expert_dim
         self._chunks.pop(leaf, None)  # before its successor is allocated
@@ -245,17 +241,18 @@ def _mean(total: jax.Array, num_tokens: int) -> Hessian:
 
 
 def _sequences_per_step(num_sequences: int, most: int) -> int:
-    """At most `most`; a divisor of the whole if one is near, so that no step is shorter."""
+    """Sequences per step, at most `most`; a divisor of the whole if one is near."""
     most = min(most, num_sequences)
     divisors = [n for n in range(max(1, most // 2), most + 1) if num_sequences % n == 0]
     return divisors[-1] if divisors else most
 
 
 def file_backed(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Zeros in a temporary file ($TMPDIR) that goes when they do.
+    """Allocates zeros in a temporary file ($TMPDIR), deleted with the array.
 
     Raises:
-      OSError: the disk has no room; asked for at once, since a page without room kills the process.
+      OSError: the disk has no room; it is reserved at once, since a page without room kills the
+        process.
     """
     with tempfile.TemporaryFile() as file:
         num_bytes = math.prod(shape) * np.dtype(dtype).itemsize

@@ -1,4 +1,4 @@
-"""Compiled steps of one layer over some sequences, and sums of x x^T of what its matrices read.
+"""Compiled steps of one layer over some sequences, and sums of x x^T of its inputs.
 
 All take the weights of one layer, named as in `weight_shapes` without the layers' axis, and
 `config` of that one layer (`one_layer`), so that all layers of a kind share one program.
@@ -45,7 +45,7 @@ def one_layer(config: ModelConfig, layer: int) -> ModelConfig:
 
 
 def watched_leaves(config: ModelConfig) -> dict[str, int]:
-    """The leaves of one layer (`one_layer`) whose inputs are summed, and K of each."""
+    """Leaves of one layer (`one_layer`) whose inputs are summed, and K of each."""
     shapes = weight_shapes(config)
     return {leaf: shapes[leaf][-1] for leaf in shapes if kind_of(leaf) in _WATCHED_KINDS}
 
@@ -58,7 +58,7 @@ def layer_step(
     experts: ExpertsVia,
     attention: AttentionVia,
 ) -> jax.Array:
-    """The whole layer: [B, T, D] to [B, T, D], as `Transformer.layers` runs it."""
+    """Runs the whole layer, [B, T, D] to [B, T, D], like `Transformer.layers`."""
     x = x + _mixed(weights, x, config, attention)
     flat = _mlp_input(weights, x, config)
     if not config.moe_layers:
@@ -78,7 +78,7 @@ def attention_step(
     config: ModelConfig,
     attention: AttentionVia,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The first half of the layer, by attention or a delta rule.
+    """Runs the first half of the layer, attention or a delta rule.
 
     Args:
       weights: of the layer.
@@ -88,7 +88,7 @@ def attention_step(
       attention: which implementation runs.
 
     Returns:
-      [B, T, D] behind attention, and the sums.
+      [B, T, D] after attention, and the sums.
     """
     sums = _Sums(totals)
     x = x + _mixed(weights, x, config, attention, sums)
@@ -103,11 +103,11 @@ def mlp_step(
     counts: jax.Array,
     config: ModelConfig,
 ) -> tuple[dict[str, jax.Array], jax.Array]:
-    """What the MLP's matrices read, the experts' excepted, and how many tokens each expert gets.
+    """Sums the inputs of the MLP's matrices but the experts', and counts experts' tokens.
 
     Args:
       weights: of the layer.
-      x: [B, T, D] behind attention.
+      x: [B, T, D] after attention.
       totals: sums of x x^T by leaf; donated.
       counts: int32[E]; donated.
       config: of the layer.
@@ -131,13 +131,13 @@ def expert_step(
     config: ModelConfig,
     leaf: str,
 ) -> jax.Array:
-    """What experts `first`.. read, each of the tokens that are routed to it.
+    """Sums the inputs of experts from `first` on, over the tokens routed to each.
 
-    Assignments are sorted by expert; an expert's are taken in blocks, as many as it has.
+    Assignments are sorted by expert and processed in blocks of one expert.
 
     Args:
       weights: of the layer.
-      x: [B, T, D] behind attention.
+      x: [B, T, D] after attention.
       totals: float32[e, K, K], sums of x x^T; donated.
       first: int32[].
       config: of the layer.
@@ -171,13 +171,13 @@ def expert_step(
 
 
 class _Sums:
-    """Sums of x x^T by leaf, to which a trace adds."""
+    """Sums of x x^T by leaf, which a trace accumulates."""
 
     def __init__(self, totals: Mapping[str, jax.Array]):
         self.totals = dict(totals)
 
     def add(self, leaf: str, inputs: jax.Array) -> None:
-        """Rows [..., K] that the matrix of a leaf reads."""
+        """Adds the inputs, rows [..., K], of a leaf's matrix."""
         rows = inputs.reshape(-1, inputs.shape[-1])
         self.totals[leaf] = add_outer_products(self.totals[leaf], rows)
 
@@ -189,7 +189,7 @@ def _mixed(
     via: AttentionVia,
     sums: _Sums | None = None,
 ) -> jax.Array:
-    """What attention or the delta rule adds to [B, T, D]."""
+    """Residual addition of attention or the delta rule for [B, T, D]."""
     (place,) = places(config)
     scales, centred = weights["attention.norm"], config.zero_centred_norm
     normed = rms_norm(x, scales, config.norm_eps, zero_centred=centred)
@@ -208,21 +208,21 @@ def _mixed(
 
 
 def _mlp_input(weights: Weights, x: jax.Array, config: ModelConfig) -> jax.Array:
-    """[B T, D], normed."""
+    """Normed input of the MLP, [B T, D]."""
     centred = config.zero_centred_norm
     normed = rms_norm(x, weights["mlp_norm"], config.norm_eps, zero_centred=centred)
     return normed.reshape(-1, config.model_dim)
 
 
 def _routing(weights: Weights, flat: jax.Array, config: ModelConfig) -> Routing:
-    """Of rows [N, D], normed."""
+    """Routes normed rows [N, D]."""
     return route(flat, weights["moe.router"], config, weights.get("moe.router_bias"))
 
 
 def _module(
     kind: Any, prefix: str, weights: Weights, config: ModelConfig, sums: _Sums | None = None
 ) -> Any:
-    """A module of `moejax.models` around the layer's weights, which tell `sums` what they read."""
+    """Builds a module of `moejax.models` on the layer's weights, which record inputs in `sums`."""
 
     def param(leaf: str) -> Any:
         stacked = weights[leaf][None]

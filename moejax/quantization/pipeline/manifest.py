@@ -1,4 +1,4 @@
-"""What stands beside the quantized weights: quantization.json, the index, config.json."""
+"""Files beside the quantized weights: quantization.json, the index, config.json."""
 
 import json
 from collections import defaultdict
@@ -34,14 +34,14 @@ Record = Mapping[str, Any]
 
 
 def check_other_files(source: Path) -> None:
-    """Raises MoejaxError for one of `COPIED_FILES` that is there and no regular file."""
+    """Raises MoejaxError if one of `COPIED_FILES` is not a regular file."""
     for name in COPIED_FILES:
         if (source / name).exists():
             check_regular(source / name, (source / name).stat().st_mode)
 
 
 def copy_other_files(source: Path, output: Path) -> dict[str, WrittenFile]:
-    """Copies the tokenizer and the generation settings; their sizes and digests by name."""
+    """Copies tokenizer and generation settings; returns sizes and digests by name."""
     return {
         name: write_whole(output / name, (source / name).read_bytes(), RESUME)
         for name in COPIED_FILES
@@ -50,32 +50,32 @@ def copy_other_files(source: Path, output: Path) -> dict[str, WrittenFile]:
 
 
 def write_index(output: Path, weight_map: Mapping[str, str], num_bytes: int) -> WrittenFile:
-    """Writes which file holds which tensor.
+    """Writes the index of tensors and files.
 
     Args:
-      output: holds the shards.
+      output: the directory of the shards.
       weight_map: file's name by tensor's name.
-      num_bytes: of all tensors.
+      num_bytes: bytes of all tensors.
     """
     fields = {"metadata": {"total_size": num_bytes}, "weight_map": dict(weight_map)}
     return write_json(output / INDEX_FILE, fields, RESUME)
 
 
 def config_fields(source: Path, quantization: Mapping[str, Any]) -> dict[str, Any]:
-    """The source's config.json with a quantization_config."""
+    """Source's config.json with a quantization_config."""
     return {**read_json(source / CONFIG_FILE), "quantization_config": dict(quantization)}
 
 
 def totals(records: Mapping[str, Record]) -> dict[str, Any]:
-    """Counts over the whole model.
+    """Totals over the whole model.
 
     Args:
-      records: by name, of all tensors; those that are not quantized have no "bits".
+      records: all tensors' by name; those not quantized have no "bits".
 
     Returns:
-      weights, quantized weights and their share, bytes, bits per weight with everything counted, of
-      all tensors and of the quantized ones; weights and bytes by class; how many matrices had
-      surging factors or starved.
+      Weights, quantized weights and their share, bytes, bits per weight with everything counted,
+      for all tensors and for the quantized ones; weights and bytes by class; number of matrices
+      with surging factors or too few tokens.
     """
     by_class: dict[str, dict[str, int]] = defaultdict(lambda: {"weights": 0, "bytes": 0})
     for record in records.values():
@@ -109,9 +109,8 @@ def write_manifest(
     """Writes quantization.json, a line for each tensor and file.
 
     Args:
-      output: the directory.
       made_of: the settings, the source and the versions.
-      records: by name, of all tensors.
+      records: all tensors' by name.
       files: every file but this one.
     """
     quantized = {name: record for name, record in records.items() if "bits" in record}
@@ -145,6 +144,6 @@ def _num_weights(record: Record) -> int:
 
 
 def _sums(records: Iterable[Record]) -> tuple[int, int]:
-    """Weights and bytes."""
+    """Sums weights and bytes."""
     counted = [(_num_weights(record), record["bytes"]) for record in records]
     return sum(weights for weights, _ in counted), sum(num_bytes for _, num_bytes in counted)

@@ -1,4 +1,4 @@
-"""Pictures of a quantized model: the error by layer and class, weights against their values."""
+"""Pictures of a quantized model: error by layer and class, weight histograms."""
 
 import io
 from collections import defaultdict
@@ -22,7 +22,7 @@ _NO_MATPLOTLIB = "no plots: matplotlib is not installed (pip install '.[evaluati
 
 
 def histogram(weights: np.ndarray, matrix: QTensor) -> dict[str, Any]:
-    """Counts of the weights of a matrix and of what stands for them, over four deviations.
+    """Counts the weights of a matrix and its quantized values, over four deviations.
 
     Args:
       weights: float32[N, K].
@@ -40,13 +40,7 @@ def histogram(weights: np.ndarray, matrix: QTensor) -> dict[str, Any]:
 def draw_report(
     output: Path, records: Mapping[str, Mapping[str, Any]], histograms: Mapping[str, Any]
 ) -> str | None:
-    """Writes the pictures beside the manifest; what is missing, if anything.
-
-    Args:
-      output: the quantized checkpoint's directory.
-      records: of the manifest, by name.
-      histograms: of some matrices, by name.
-    """
+    """Draws the pictures beside the manifest; returns what is missing, if anything."""
     try:
         from matplotlib.figure import Figure  # not pyplot, which is the process's own
     except ImportError:
@@ -65,7 +59,7 @@ def draw_report(
 
 
 def _draw_errors(new_figure: Any, records: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Relative error of every quantized matrix, its layer's median on a line."""
+    """Draws the relative error of every quantized matrix, and each layer's median as a line."""
     by_class: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for record in records.values():
         if "bits" in record:
@@ -93,7 +87,7 @@ def _draw_errors(new_figure: Any, records: Mapping[str, Mapping[str, Any]]) -> A
 
 
 def _draw_histograms(new_figure: Any, histograms: Mapping[str, Any]) -> Any:
-    """Weights as a filled outline, their quantized values as a line."""
+    """Draws weights as a filled outline, their quantized values as a line."""
     names = sorted(histograms)
     chosen = [
         names[i]

@@ -1,4 +1,4 @@
-"""How far a run is, for people: a bar with the time left, and the seconds of each phase."""
+"""Progress of a run: a bar with the time left, and the seconds of each phase."""
 
 import contextlib
 import time
@@ -36,18 +36,18 @@ class Meter:
             self.seconds[name] += time.perf_counter() - start
 
     def add(self, num_bytes: int) -> None:
-        """Says that so many bytes are to come."""
+        """Adds so many bytes to the total."""
         self._bar.total += num_bytes
         self._bar.refresh()
 
     def advance(self, num_bytes: int) -> None:
-        """Moves the bar on by bytes of the source."""
+        """Moves the bar by so many bytes of the source."""
         self._bar.update(num_bytes)
 
     def title(self, text: str) -> None:
-        """What the bar says is being done."""
+        """Sets the bar's description."""
         self._bar.set_description_str(text)
 
     def close(self) -> None:
-        """Leaves the bar as it is."""
+        """Ends the bar."""
         self._bar.close()

@@ -1,4 +1,4 @@
-"""One stack of matrices through one quantizer: a compiled program for each shape and scheme."""
+"""Quantizers of one stack of matrices: a compiled program per shape and scheme."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ SAFE_FACTOR_BITS = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """All that is static about a stack's quantization; one compiled program for each."""
+    """Static facts of a stack's quantization; one compiled program for each."""
 
     scheme: Scheme  # resolved; its rank is of no account here
     max_rank: int  # of the stack's compensators; 0: none
@@ -37,7 +37,7 @@ class Program:
 
     @property
     def grid(self) -> Grid:
-        """Of the codes."""
+        """Grid of the codes."""
         s = self.scheme
         return Grid(bits=s.bits, group_size=s.group_size, zero_kind=s.zero_kind)
 
@@ -49,7 +49,7 @@ class Program:
 
 
 class Calibration(NamedTuple):
-    """What calibrated methods know of a stack's inputs."""
+    """Inputs of a stack for calibrated methods: Hessians and token counts."""
 
     hessians: jax.Array  # float32[C, K, K]
     num_tokens: jax.Array  # int32[C]
@@ -63,7 +63,7 @@ class Factors(NamedTuple):
 
 
 class QuantizedStack(NamedTuple):
-    """C matrices, quantized."""
+    """A stack of C quantized matrices."""
 
     tensor: QTensor  # [C, N, K], without compensators
     factors: Factors | None
@@ -76,7 +76,7 @@ class QuantizedStack(NamedTuple):
 
 
 class _Solution(NamedTuple):
-    """Codes, and factors to which they may have been fitted."""
+    """Codes, and the factors they may have been fitted to."""
 
     codes: Codes
     factors: Factors
@@ -85,7 +85,7 @@ class _Solution(NamedTuple):
 
 
 def kernel_remarks(matrices: Iterable[tuple[tuple[int, ...], Scheme]]) -> list[str]:
-    """A line for each reason why the GPU kernel leaves HQQ solves to the loop, for people.
+    """Remarks, one per reason why the GPU kernel refuses HQQ solves.
 
     Args:
       matrices: shape [N, K] and resolved scheme of each.
@@ -109,13 +109,12 @@ def quantize_stack(
     calibration: Calibration | None,
     program: Program,
 ) -> QuantizedStack:
-    """Quantizes and packs C matrices, and measures what was lost.
+    """Quantizes and packs C matrices, and measures the error.
 
     Args:
       weights: float32[C, N, K], finite.
       ranks: int32[C], of the compensators, at most `program.max_rank`.
-      calibration: for calibrated methods.
-      program: what to do.
+      calibration: None for methods that need none.
     """
     method = program.scheme.method
     starved = surged = jnp.zeros(weights.shape[0], bool)
@@ -149,7 +148,7 @@ def quantize_stack(
 
 
 def _plain(weights: jax.Array, program: Program) -> Codes:
-    """Without calibration or compensators; milo and milo+ of rank 0 are their bases."""
+    """Quantizes without calibration or compensators; milo and milo+ of rank 0 are their bases."""
     method = program.scheme.method
     if method in ("hqq", "milo"):
         if program.use_kernel and kernel_refusal(weights, program.grid) is None:
@@ -165,7 +164,7 @@ def _plain(weights: jax.Array, program: Program) -> Codes:
 def _calibrated(
     weights: jax.Array, calibration: Calibration, program: Program
 ) -> tuple[Codes, jax.Array | None, jax.Array]:
-    """Codes, GPTQ's permutation if any, and which matrices are starved."""
+    """Quantizes with calibration: codes, GPTQ's permutation if any, starved matrices."""
     grid = program.grid
     if program.scheme.method == "autoround":
         codes = jax.vmap(lambda w, h: autoround(w, h, grid))(weights, calibration.hessians)
@@ -182,7 +181,7 @@ def _calibrated(
 def _compensated(
     weights: jax.Array, ranks: jax.Array, program: Program
 ) -> tuple[Codes, Factors, Factors | None, jax.Array]:
-    """Codes, factors, factors of more bits, and for which matrices these are to be taken."""
+    """Quantizes with compensators: codes, factors, wider factors and who needs them."""
     solution = _solve(weights, ranks, program, program.scheme.factor_bits)
     if not program.surges:
         nothing = jnp.zeros(weights.shape[0], bool)
@@ -206,7 +205,7 @@ def _compensated(
 
 
 def _has_surged(weights: jax.Array, solution: _Solution, program: Program) -> jax.Array:
-    """bool[C]: the factors' codes lose most of what unquantized factors gain, or all of it."""
+    """Mask bool[C]: the factors' codes lose most of the gain of unquantized factors."""
     bare = _squares(weights - dequantize(_plain(weights, program), program.grid))
     if solution.free_lost is None:
         return solution.lost >= bare
@@ -267,7 +266,7 @@ def _pack_factor(codes: Codes, length: int, factor_bits: int) -> QTensor:
 
 
 def _product(factors: Factors) -> jax.Array:
-    """U V: float32[C, N, K]."""
+    """Computes U V: float32[C, N, K]."""
     u, v = (
         factor.dequantize() if isinstance(factor, QTensor) else factor.astype(jnp.float32)
         for factor in factors
@@ -297,5 +296,5 @@ def _is_storable(tensor: QTensor) -> jax.Array:
 
 
 def _squares(x: jax.Array) -> jax.Array:
-    """float32[C] of [C, N, K]."""
+    """Sums squares: float32[C] of [C, N, K]."""
     return jnp.sum(jnp.square(x), axis=(-2, -1))

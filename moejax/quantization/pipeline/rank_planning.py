@@ -1,4 +1,4 @@
-"""What is asked of the whole model before its first layer is quantized: the rank of each matrix."""
+"""Rank planning: the rank of each matrix, before the first layer is quantized."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,17 +20,17 @@ Frequencies = Mapping[tuple[int, int], float]
 
 
 def needs_kurtosis(policy: ranks.RankPolicy) -> bool:
-    """Whether a policy looks at the weights."""
+    """Whether a policy needs the weights' kurtosis."""
     return any(term.policy == "kurtosis" for term in policy.terms)
 
 
 def needs_frequency(policy: ranks.RankPolicy) -> bool:
-    """Whether a policy looks at what the router does with text."""
+    """Whether a policy needs the router's frequencies on text."""
     return any(term.policy == "frequency" for term in policy.terms)
 
 
 def read_policy(text: str) -> ranks.RankPolicy:
-    """The policy of a string.
+    """Parses a rank policy.
 
     Raises:
       MoejaxError: it cannot be read.
@@ -49,7 +49,7 @@ def kurtosis_bytes(inventory: Inventory, schemes: Mapping[str, Scheme]) -> int:
 def measure_kurtosis(
     inventory: Inventory, schemes: Mapping[str, Scheme], *, device: jax.Device, meter: Meter
 ) -> dict[str, float]:
-    """Excess kurtosis of every routed expert's matrix that gets a compensator, by name."""
+    """Measures the excess kurtosis of every compensated expert matrix, by name."""
     found: dict[str, float] = {}
     by_shape: dict[tuple[int, ...], list[Entry]] = {}
     for entry in _sparse(inventory, schemes):
@@ -79,18 +79,17 @@ def plan_ranks(
     kurtosis: Mapping[str, float],
     frequencies: Frequencies,
 ) -> dict[str, Any]:
-    """The rank of every matrix that gets a compensator.
+    """Plans the rank of every matrix that gets a compensator.
 
     Args:
-      policy: says how ranks are chosen.
       inventory: the model.
       schemes: by name; one with a rank of its own is left out of the policy's averages.
-      factor_bits: of the factors, for policies that count bytes.
+      factor_bits: for policies that count bytes.
       kurtosis: of `measure_kurtosis`, if needed.
       frequencies: of the router, if needed.
 
     Returns:
-      "ranks" by name, and "capped": the names for which the policy said more than min(N, K).
+      "ranks" by name, and "capped": the names for which the policy exceeds min(N, K).
 
     Raises:
       MoejaxError: the policy does not fit the model.

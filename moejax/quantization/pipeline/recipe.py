@@ -1,4 +1,4 @@
-"""What is to become of each matrix: a default scheme, and ordered rules that change it.
+"""Recipe: a default scheme for every matrix, and ordered rules that change it.
 
     PATTERN[, PATTERN ...]: KEY=VALUE KEY=VALUE ...
 
@@ -45,7 +45,7 @@ _SPELLINGS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How one matrix is quantized."""
+    """Scheme that quantizes one matrix."""
 
     method: str  # one of `METHODS`
     bits: int
@@ -88,7 +88,7 @@ class Rule:
     changes: dict[str, str | int]
 
     def matches(self, entry: Entry) -> bool:
-        """Whether it concerns a tensor."""
+        """Whether the rule applies to a tensor."""
         return any(_matches(pattern, entry) for pattern in self.patterns)
 
 
@@ -102,7 +102,7 @@ class Recipe:
 
 
 def parse_rules(text: str) -> tuple[Rule, ...]:
-    """The rules of a string, with ";" or line ends between them.
+    """Parses rules, with ";" or line ends between them.
 
     Raises:
       MoejaxError: a rule cannot be read, naming the rule and what is known.
@@ -112,13 +112,13 @@ def parse_rules(text: str) -> tuple[Rule, ...]:
 
 
 def schemes(recipe: Recipe, inventory: Inventory) -> dict[str, Scheme]:
-    """The resolved scheme of every tensor by its name; what stays as it is has method "none".
+    """Resolved scheme of every tensor by name; method "none" leaves it plain.
 
     "auto" zero kinds are resolved, and group size 0 is K.
 
     Raises:
-      MoejaxError: a rule matches nothing that is ever quantized; a group size does not fit its
-        matrix; a method cannot be had for a tensor, or the format cannot hold it.
+      MoejaxError: a rule matches no quantizable tensor; a group size does not fit its matrix; a
+        tensor does not support its method, or the format does not.
     """
     recipe.default.check()
     used: set[str] = set()
@@ -160,7 +160,7 @@ def _scheme_of(recipe: Recipe, entry: Entry, used: set[str]) -> Scheme:
 
 
 def _resolved(scheme: Scheme, entry: Entry, target: str) -> Scheme:
-    """With its zero kind and group size spelled out."""
+    """Spells out zero kind and group size."""
     if scheme.method == "none":
         return scheme
     if scheme.method in CALIBRATED and entry.kind in ("embed", "head", "router"):
@@ -189,7 +189,7 @@ def _resolved(scheme: Scheme, entry: Entry, target: str) -> Scheme:
 
 
 def _unfit(scheme: Scheme, entry: Entry, target: str) -> str | None:
-    """Why the formats of other engines cannot hold what a scheme makes; None where they can."""
+    """Reason why other engines' formats cannot hold a scheme's result, or None."""
     num_rows, num_inputs = entry.shape
     if entry.kind == "embed":
         return "quantizes linear layers only"

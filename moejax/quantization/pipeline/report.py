@@ -1,4 +1,4 @@
-"""What a quantization came to, in a few lines for people."""
+"""Report of a quantization, in a few lines for people."""
 
 import heapq
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ _NUM_WORST = 5
 
 
 def report_lines(outcome: Outcome) -> Iterator[str]:
-    """Shares, bits, bytes by class, the worst matrices, the time by phase, remarks."""
+    """Lines with shares, bits, bytes by class, the worst matrices, times and remarks."""
     t = outcome.totals
     if outcome.was_done:
         yield f"{outcome.output} is finished already; nothing was done (checksums agree)"

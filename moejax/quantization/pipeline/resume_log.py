@@ -1,11 +1,11 @@
-"""The output directory while it is being filled, so that a killed run goes on where it was.
+"""Resume log of an output directory, so that a killed run resumes where it stopped.
 
     OUTPUT/.quantizing/run.json            what is being made, of what, with which versions
     OUTPUT/.quantizing/NOTE.json           what was found before the first layer, such as ranks
     OUTPUT/.quantizing/shard-00003.json    of a shard that is whole: its file's digest, its tensors
 
-A shard counts once its note is there, which is written after the shard itself. The folder goes
-away when config.json, written last of all, is there.
+A shard counts as done once its note exists, which is written after the shard itself. The folder is
+removed once config.json, written last, exists.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _MEND = "give a new directory as output"
 
 
 class Ledger:
-    """What is done in an output directory.
+    """Finished work in an output directory.
 
     Attributes:
       directory: the output.
@@ -42,10 +42,10 @@ class Ledger:
         self._work = directory / WORK_FOLDER
 
     def is_finished(self) -> bool:
-        """Whether the directory holds the whole result of this very run.
+        """Whether the directory holds the whole result of this run.
 
         Raises:
-          MoejaxError: it holds something else that is whole, or a file of the result has changed.
+          MoejaxError: it holds another run's result, or a file of the result has changed.
         """
         config = self.directory / CONFIG_FILE
         if not config.exists():
@@ -68,13 +68,13 @@ class Ledger:
 
     @contextlib.contextmanager
     def opened(self, own_files: Sequence[str]) -> Iterator[None]:
-        """Holds the directory for this process, made if need be, rests of a killed run removed.
+        """Locks the directory for this process; makes it and removes rests of a killed run.
 
         Args:
-          own_files: names that the run writes.
+          own_files: names of the files the run writes.
 
         Raises:
-          MoejaxError: it holds files of another run or of none, or another process works in it.
+          MoejaxError: it holds other files, or another process works in it.
         """
         run_file = self._work / _RUN_FILE
         try:
@@ -102,17 +102,17 @@ class Ledger:
             yield
 
     def note(self, name: str) -> dict[str, Any] | None:
-        """What `keep` kept under a name; None before."""
+        """Returns the note of a name; None if it is missing."""
         path = self._work / f"{name}.json"
         return read_json(path) if path.exists() else None
 
     def keep(self, name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Keeps a note for later runs; returns what a later run will read."""
+        """Writes a note for later runs; returns it as a later run reads it."""
         write_json(self._work / f"{name}.json", fields, RESUME)
         return read_json(self._work / f"{name}.json")
 
     def done_shards(self, files: Sequence[str]) -> list[dict[str, Any]]:
-        """The notes of the shards that are whole, up to the first that is not."""
+        """Notes of finished shards, up to the first missing one."""
         notes: list[dict[str, Any]] = []
         for i, file in enumerate(files):
             note, path = self.note(_shard_note(i)), self.directory / file
@@ -124,7 +124,7 @@ class Ledger:
         return notes
 
     def keep_shard(self, i: int, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Counts shard `i`, whose file is whole, as done."""
+        """Marks shard `i`, whose file is whole, as done."""
         return self.keep(_shard_note(i), fields)
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keeps other processes out; the lock goes with the process, however it ends."""
+        """Locks out other processes; the lock ends with the process."""
         handle = os.open(self._work, os.O_RDONLY)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -148,7 +148,7 @@ class Ledger:
     def _check_identity(
         self, found: Mapping[str, Any], wanted: Mapping[str, Any], what: str
     ) -> None:
-        """Raises MoejaxError naming the first thing in which two runs differ."""
+        """Raises MoejaxError naming the first difference of two runs."""
         # What this run was asked for, as JSON keeps it.
         wanted = json.loads(json.dumps(wanted))
         for name in (*wanted, *found):

@@ -1,8 +1,8 @@
-"""A Hugging Face directory in, a quantized directory out, a shard at a time.
+"""Quantization of a Hugging Face directory into another, a shard at a time.
 
-Shards (a layer each, and one for what belongs to no layer) are written whole and counted as done
-one after the other; config.json comes last. What a run writes depends on the source and on the
-settings alone, so a run that goes on after a kill ends with the same bytes.
+Shards (a layer each, and one for tensors of no layer) are written whole and marked as done one
+after the other; config.json comes last. The written bytes depend on the source and on the settings
+alone, so a run that resumes after a kill ends with equal bytes.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ from moejax.weights.qtensor import QTensor
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be done, and where."""
+    """Job of a quantization: source, output, recipe and device."""
 
     source: Path
     output: Path
@@ -70,7 +70,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a run came to."""
+    """Outcome of a run."""
 
     output: Path
     was_done: bool  # before this run began
@@ -83,11 +83,11 @@ class Outcome:
 
 
 def quantize_checkpoint(job: Job) -> Outcome:
-    """Quantizes a checkpoint, or goes on where an earlier run was cut off.
+    """Quantizes a checkpoint, or resumes an interrupted run.
 
     Raises:
-      MoejaxError: the source, the recipe or the output directory is not what it must be, the disk
-        is full, a weight cannot be quantized, or a file of a finished output has changed.
+      MoejaxError: the source, the recipe or the output directory is not usable, the disk is full, a
+        weight cannot be quantized, or a file of a finished output has changed.
     """
     inventory = take_inventory(job.source)
     manifest.check_other_files(job.source)
@@ -123,7 +123,7 @@ def quantize_checkpoint(job: Job) -> Outcome:
 
 
 class _Run:
-    """One run over a model, from the first shard that is not done."""
+    """One run over a model, from the first unfinished shard."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class _Run:
     def quantize(
         self, policy: RankPolicy, done: list[dict[str, Any]]
     ) -> tuple[list[dict[str, Any]], list[str]]:
-        """The notes of all shards, and remarks for people."""
+        """Quantizes all shards; returns their notes, and remarks for people."""
         self.meter.add(_quantized_bytes(self.inventory.shards[len(done) :], self.chosen))
         plan = self.ledger.note("ranks")
         if plan is None:
@@ -157,7 +157,7 @@ class _Run:
         return notes, remarks
 
     def _plan_ranks(self, policy: RankPolicy) -> dict[str, Any]:
-        """What `plan_ranks` says, after looking at the whole model if the policy asks for that."""
+        """Plans the ranks, surveying the whole model if the policy needs it."""
         kurtosis: Mapping[str, float] = {}
         frequencies: Mapping[tuple[int, int], float] = {}
         if not _is_compensated(self.chosen):
@@ -182,7 +182,7 @@ class _Run:
     def _quantize_shards(
         self, ranks: Mapping[str, int], done: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Quantizes and writes what is not done; the notes of all shards."""
+        """Quantizes and writes unfinished shards; returns the notes of all."""
         tasks = {
             entry.name: Task(entry, self.chosen[entry.name], ranks.get(entry.name, 0))
             for entry in self.inventory.entries
@@ -223,7 +223,7 @@ class _Run:
         return notes
 
     def _write(self, i: int, shard: Shard, result: ShardResult) -> dict[str, Any]:
-        """Writes a shard and counts it as done; its note."""
+        """Writes a shard and marks it as done; returns its note."""
         with self.meter.phase("write"):
             written = write_safetensors(
                 self.job.output / shard.file, result.tensors, manifest.RESUME
@@ -238,7 +238,7 @@ class _Run:
             return self.ledger.keep_shard(i, note)
 
     def _read_back(self, shard: Shard, records: Mapping[str, Any]) -> dict[str, QTensor]:
-        """The matrices of a shard that is done."""
+        """Reads the matrices of a finished shard."""
         tensors = Tensors(read_header(self.job.output / shard.file))
         target = self.job.recipe.format
         return {
@@ -255,7 +255,7 @@ class _Run:
 def _finish(
     job: Job, inventory: Inventory, ledger: Ledger, notes: list[dict[str, Any]]
 ) -> list[str]:
-    """Writes what belongs to the whole model, config.json last; remarks for people."""
+    """Writes the model's other files, config.json last; returns remarks for people."""
     records = _records(notes)
     files = {
         shard.file: WrittenFile(note["size"], note["sha256"])
@@ -307,7 +307,7 @@ def _is_compensated(chosen: Mapping[str, Scheme]) -> bool:
 def _calibration_tokens(
     job: Job, inventory: Inventory, chosen: Mapping[str, Scheme], policy: RankPolicy
 ) -> np.ndarray | None:
-    """Text as int32[S, T], if a method or the rank policy asks for it.
+    """Encodes text to int32[S, T] if a method or the rank policy needs it.
 
     Raises:
       MoejaxError: as `calibration_tokens`.
@@ -326,7 +326,7 @@ def _calibration_tokens(
 
 
 def _identity(job: Job, inventory: Inventory, tokens: np.ndarray | None) -> dict[str, Any]:
-    """Everything that the output depends on."""
+    """Everything that determines the output."""
     text = "none"
     if tokens is not None:
         digest = hashlib.sha256(tokens.tobytes()).hexdigest()
@@ -346,7 +346,7 @@ def _identity(job: Job, inventory: Inventory, tokens: np.ndarray | None) -> dict
 
 
 def _quantized_bytes(shards: tuple[Shard, ...], chosen: Mapping[str, Scheme]) -> int:
-    """Source bytes of what is to be quantized."""
+    """Source bytes of all matrices to quantize."""
     return sum(
         entry.source.num_bytes
         for shard in shards

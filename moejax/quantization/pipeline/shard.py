@@ -1,4 +1,4 @@
-"""One shard: its matrices quantized stack by stack, and what its file and the manifest hold."""
+"""Quantization of one shard, stack by stack, to the content of its file and manifest."""
 
 import dataclasses
 import math
@@ -44,7 +44,7 @@ class ShardResult(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """Of one matrix: quantized parts of its rows, and what was measured on them."""
+    """Parts of one matrix: its quantized row ranges, and their measurements."""
 
     tensors: list[QTensor]
     lost: list[float]
@@ -66,13 +66,10 @@ def quantize_shard(
     """Quantizes a shard; only one stack of it is on the device at a time.
 
     Args:
-      shard: what is in it.
-      tasks: by name, the matrices that are quantized; the rest is copied as it is stored.
+      tasks: matrices to quantize, by name; the rest is copied as stored.
       programs: of the whole model.
-      device: what computes.
-      meter: is told of bytes and seconds.
-      calibrate: gives what calibrated methods need.
-      write_matrix: the tensors of a matrix by its name without ".weight", in the file's format.
+      calibrate: computes the input of calibrated methods.
+      write_matrix: converts a matrix, named without ".weight", to the file's tensors.
 
     Raises:
       MoejaxError: a weight is NaN or infinite; scales do not fit their type; the device is out of
@@ -106,7 +103,7 @@ def quantize_shard(
 def _run(
     stack: Stack, device: jax.Device, meter: Meter, calibrate: Calibrate | None
 ) -> QuantizedStack:
-    """The stack's result in host memory."""
+    """Quantizes a stack; the result is in host memory."""
     with meter.phase("read"):
         weights = stack.read()
     calibration = None
@@ -126,7 +123,7 @@ def _run(
 
 
 def _filled(calibration: Calibration, count: int) -> Calibration:
-    """Padded to a full stack."""
+    """Pads calibration to a full stack."""
     missing = count - len(calibration.num_tokens)
     return Calibration(
         *(jnp.pad(part, ((0, missing), *((0, 0),) * (part.ndim - 1))) for part in calibration)
@@ -134,7 +131,7 @@ def _filled(calibration: Calibration, count: int) -> Calibration:
 
 
 def _add(found: dict[str, _Parts], piece: Piece, result: QuantizedStack, i: int) -> None:
-    """Adds matrix `i` of a stack's result to what is known of its matrix."""
+    """Adds matrix `i` of a stack's result to its matrix's parts."""
     entry = piece.task.entry
     if not result.is_storable[i]:
         raise MoejaxError(
@@ -159,7 +156,7 @@ def _add(found: dict[str, _Parts], piece: Piece, result: QuantizedStack, i: int)
 
 
 def _matrix(stack: QTensor, i: int, num_rows: int) -> QTensor:
-    """The first rows of matrix `i`, with numpy leaves."""
+    """First rows of matrix `i`, with numpy leaves."""
     cut: Any = lambda leaf: None if leaf is None else np.ascontiguousarray(leaf[i, :num_rows])  # noqa: E731
     return dataclasses.replace(
         stack,
@@ -171,14 +168,14 @@ def _matrix(stack: QTensor, i: int, num_rows: int) -> QTensor:
 
 
 def _factor(factor: Any, i: int, rank: int) -> Any:
-    """The first `rank` rows of matrix `i`'s factor."""
+    """First `rank` rows of matrix `i`'s factor."""
     if isinstance(factor, QTensor):
         return jax.tree.map(lambda leaf: np.ascontiguousarray(leaf[i, :rank]), factor)
     return np.ascontiguousarray(factor[i, :rank])
 
 
 def _joined(parts: Sequence[QTensor]) -> QTensor:
-    """Parts of the rows of one matrix, one below the other."""
+    """Joins parts of a matrix by rows."""
     if len(parts) == 1:
         return parts[0]
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)

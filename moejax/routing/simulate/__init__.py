@@ -1,4 +1,4 @@
-"""Caches of experts without weights: a trace through many settings at once, and what it costs.
+"""Simulated caches: a trace replayed through many settings at once, and its cost.
 
 Axes: S steps, M sparse layers, E experts of a layer, K settings, side by side on the last axis.
 """

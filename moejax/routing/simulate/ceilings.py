@@ -1,4 +1,4 @@
-"""Belady's choice, which no cache can beat."""
+"""Belady's cache, the upper bound on hits."""
 
 from typing import Any, NamedTuple
 
@@ -12,14 +12,14 @@ NEVER = np.int32(2**31 - 1)
 
 
 class Needed(NamedTuple):
-    """int32[2, M, K] by phase: experts needed, and those of them that were there."""
+    """Experts needed and those resident, int32[2, M, K], by phase."""
 
     needed: jax.Array
     hits: jax.Array
 
 
 class NextUses(NamedTuple):
-    """The next step that needs an expert which a step needs; `NEVER` for none.
+    """Next step that needs each expert of a step; `NEVER` for none.
 
     narrow: int32[S, M, W], of `Workload.needed`.
     wide: int32[S', M, E], of the steps in `Workload.wide`.
@@ -30,7 +30,7 @@ class NextUses(NamedTuple):
 
 
 def next_uses(workload: Workload) -> NextUses:
-    """Of every step, on the host, from the last one back."""
+    """Finds the next uses of every step, on the host, from the last step back."""
     needed, wide_at = np.asarray(workload.needed), np.asarray(workload.wide_at)
     wide = np.asarray(workload.wide)
     layers = np.arange(workload.num_layers)[:, None]
@@ -49,10 +49,10 @@ def next_uses(workload: Workload) -> NextUses:
 
 @jax.jit
 def belady(workload: Workload, coming: NextUses, slots: jax.Array) -> Needed:
-    """The most hits that any cache can have, prefetch aside (Belady, 1966).
+    """Counts the most hits that any cache can have, prefetch aside (Belady, 1966).
 
-    After each step, of what is there and what was needed, the experts of the nearest next use stay;
-    one that is needed now may pass through without a slot, as the engine's transient slots let it.
+    After each step, of the resident and the needed experts, those of the nearest next use stay; an
+    expert needed now may pass through without a slot, like in the engine's transient slots.
     Prefetch moves a miss to an earlier time, not away: the bytes are a bound for it too.
 
     Args:
@@ -105,7 +105,7 @@ def belady(workload: Workload, coming: NextUses, slots: jax.Array) -> Needed:
 
 
 def _bound_by_search(ranked: jax.Array, excess: jax.Array, most: int) -> jax.Array:
-    """int32[M, K], the excess-th largest, of which there are `most` at most; NEVER for none."""
+    """Finds the excess-th largest, int32[M, K], of at most `most`; NEVER for none."""
     bound = below = jnp.full(excess.shape, NEVER)
     for i in range(most):
         below = jnp.where(ranked < below[:, None], ranked, -1).max(axis=1)
@@ -121,7 +121,7 @@ def _bound_by_sorting(ranked: jax.Array, excess: jax.Array) -> jax.Array:
 
 
 def _needs(workload: Workload, needed: jax.Array, wide_at: jax.Array) -> jax.Array:
-    """bool[M, E] of a step."""
+    """Mask bool[M, E] of the experts a step needs."""
     mask = _marked(needed, workload.num_experts)
     if workload.has_wide:
         mask = jnp.where(wide_at >= 0, workload.wide[wide_at], mask)
@@ -129,6 +129,6 @@ def _needs(workload: Workload, needed: jax.Array, wide_at: jax.Array) -> jax.Arr
 
 
 def _marked(needed: jax.Array, num_experts: int) -> jax.Array:
-    """bool[M, E] of int32[M, W]."""
+    """Converts ids int32[M, W] to a mask bool[M, E]."""
     expert = jnp.arange(num_experts, dtype=jnp.int32)[None, None]
     return (needed[:, :, None] == expert).any(axis=1)

@@ -1,4 +1,4 @@
-"""What a replay costs in time: a link, a compute time, and how much of the one hides the other."""
+"""Time of a replay: a link, a compute time, and their overlap."""
 
 import dataclasses
 import re
@@ -17,14 +17,14 @@ _BUDGET = re.compile(r"\d+ slots of \d+|, [\d.]+ GiB(?=,|$)")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A model of a decode step, in milliseconds.
+    """Model of a decode step, in milliseconds.
 
     Attributes:
-      base_ms: a step whose experts are all there.
+      base_ms: a step without misses.
       link_gib_per_s: from host to device; 1 GiB is 2^30 bytes.
-      fetch_ms: what each launch that fetches takes beside its bytes.
-      overlap: share of a layer's own time behind which experts that are brought ahead can hide: 0
-        where the engine copies between its launches, 1 where a copy engine works beside them.
+      fetch_ms: overhead of each fetching launch, beside its bytes.
+      overlap: share of a layer's own time that can hide a prefetch: 0 where the engine copies
+        between its launches, 1 where a copy engine works beside them.
     """
 
     base_ms: float
@@ -33,7 +33,7 @@ class Machine:
     overlap: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raises MoejaxError naming the number that cannot be."""
+        """Raises MoejaxError naming the number that is not possible."""
         for name in ("base_ms", "fetch_ms"):
             if not 0 <= getattr(self, name) < np.inf:
                 raise MoejaxError(f"{name}={getattr(self, name)} must be 0 or more milliseconds")
@@ -43,21 +43,21 @@ class Machine:
             raise MoejaxError(f"overlap={self.overlap} must be from 0 to 1")
 
     def link_ms(self, num_bytes: np.ndarray | float) -> np.ndarray:
-        """Of so many bytes."""
+        """Milliseconds to move so many bytes over the link."""
         return np.asarray(num_bytes, np.float64) / (self.link_gib_per_s * GIB) * 1e3
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Of one setting in one phase, summed over steps and layers; T tiers.
+    """Traffic of one setting in one phase, summed over steps and layers; T tiers.
 
     Attributes:
       num_layers: M.
       steps: of the model.
-      fetches: times that a layer fetched what it needed.
+      fetches: times that a layer fetched misses.
       misses: int[T].
-      ahead: int[n, T], how often a layer brought 0, 1, ... experts ahead.
-      bulk: int[T], experts brought between steps.
+      ahead: int[n, T], how often a layer prefetched 0, 1, ... experts.
+      bulk: int[T], experts transferred between steps.
       expert_bytes: int[T].
     """
 
@@ -71,7 +71,7 @@ class Traffic:
 
     @property
     def bytes_by_cause(self) -> dict[str, float]:
-        """Bytes a step that crossed the link, names as in `moejax.experts.ledger`."""
+        """Bytes per step over the link, by cause as in `moejax.experts.ledger`."""
         brought = np.arange(len(self.ahead)) @ self.ahead
         found = {"demand": self.misses, "prefetch": brought, "bulk": self.bulk}
         return {
@@ -81,14 +81,13 @@ class Traffic:
 
 
 def step_ms(machine: Machine, traffic: Traffic) -> float:
-    """Milliseconds a step: compute, then what is waited for.
+    """Milliseconds per step: compute, then waiting.
 
-    A layer waits for all that it needs and lacks; for what it brings ahead beyond `overlap` of its
-    own time. Bulk transfers share the link and are waited for where it has no time left.
+    A layer waits for its misses, and for the part of its prefetch that exceeds `overlap` of its own
+    time. Bulk transfers share the link; a step waits for them if the link has no time left.
 
     Args:
-      machine: the model.
-      traffic: of decode; of prefill with that phase's base.
+      traffic: decode's; prefill's needs a machine with that phase's base.
     """
     if not traffic.steps:
         return float("nan")
@@ -104,30 +103,30 @@ def step_ms(machine: Machine, traffic: Traffic) -> float:
 
 
 def bandwidth_bound_ms(machine: Machine, num_bytes: float) -> float:
-    """What no overlap beats: the longer of compute and of so many bytes a step over the link."""
+    """Lower bound of a step: the longer of compute and the bytes' time on the link."""
     return max(machine.base_ms, float(machine.link_ms(num_bytes)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A measured setting, a step of decode: time, and bytes over the link."""
+    """A measured setting: time of a decode step, and its bytes over the link."""
 
     tpot_ms: float
     num_bytes: float
 
 
 def calibrate(measured: Sequence[Measured], overlap: float = 0.0, fetch_ms: float = 0.0) -> Machine:
-    """The machine that explains measured steps: least squares of relative errors, none negative.
+    """Fits a machine to measured steps: least squares of relative errors, none negative.
 
         tpot = base_ms + bytes / link
 
     Args:
       measured: settings of different traffic, without look-ahead.
-      overlap: of the machine; it cannot be told from these.
-      fetch_ms: likewise.
+      overlap: the machine's; it cannot be fitted to these.
+      fetch_ms: the machine's; it cannot be fitted either.
 
     Raises:
-      MoejaxError: they do not tell the speed of the link.
+      MoejaxError: they do not determine the speed of the link.
     """
     times = np.array([m.tpot_ms for m in measured])
     gibs = np.array([m.num_bytes / GIB for m in measured])
@@ -148,13 +147,13 @@ def calibrate(measured: Sequence[Measured], overlap: float = 0.0, fetch_ms: floa
 
 
 def measured_rows(path: Path) -> list[Measured]:
-    """Rows of one model, device and batch size in several budgets.
+    """Reads rows of one model, device and batch size under several budgets.
 
-    Those of `moejax.benchmark` with `--config.budgets`, or of `scripts/bench_memory_gpu.py` without
-    look-ahead.
+    They come from `moejax.benchmark` with `--config.budgets`, or from `scripts/bench_memory_gpu.py`
+    without prefetch.
 
     Raises:
-      MoejaxError: there is no such file, it holds other rows, or those of several models.
+      MoejaxError: the file is missing, or holds other rows, or rows of several models.
     """
     times: dict[tuple[str, str], float] = {}
     moved: dict[tuple[str, str], float] = {}

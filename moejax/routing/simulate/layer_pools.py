@@ -1,4 +1,4 @@
-"""What a layer of one setting does to its pools when it brings experts ahead, or runs.
+"""Pool changes of one layer under one setting, when it prefetches or runs.
 
 Axes: T tiers of falling fidelity, E experts.
 """
@@ -15,7 +15,7 @@ from pallas_kernels.cache_plan import Wishes
 def bring_ahead(
     slots: jax.Array, key: jax.Array, ahead: jax.Array, clock: jax.Array, how: pools.Search
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """int32[T, E] after the experts foreseen by the layer before came; counts [T]."""
+    """Prefetches the predicted experts: keys int32[T, E] and counts [T]."""
     num_tiers, num_experts = key.shape
     tier = jnp.arange(num_tiers, dtype=jnp.int32)[:, None]
     wanted = ahead[None] == tier
@@ -42,7 +42,7 @@ def serve(
     clock: jax.Array,
     how: pools.Search,
 ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
-    """Keys after a layer ran as decided, counts [T] by name, gate mass float32[T + 3]."""
+    """Runs a layer as decided: keys, counts [T] by name, gate mass float32[T + 3]."""
     num_tiers, num_experts = key.shape
     active = observation.active
     wishes = Wishes(decision.tier, decision.at_least)
@@ -86,7 +86,7 @@ def admit_each(
     stamp: jax.Array,
     how: pools.Search,
 ) -> tuple[jax.Array, pools.Moved]:
-    """`pools.admit` of every tier; the first four have its axis."""
+    """Runs `pools.admit` for every tier; the first four operands have its axis."""
 
     def admit(
         key: jax.Array, coming: jax.Array, protected: jax.Array, slots: jax.Array
@@ -97,5 +97,5 @@ def admit_each(
 
 
 def _num(mask: jax.Array) -> jax.Array:
-    """int32[T] of bool[T, E]."""
+    """Counts bool[T, E] as int32[T]."""
     return jnp.sum(mask, axis=1, dtype=jnp.int32)

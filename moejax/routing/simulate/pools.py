@@ -1,7 +1,7 @@
-"""Pools of several tiers for the replay of a policy: who is there, who comes, who leaves.
+"""Pools of several tiers in a replay: residents, admissions and evictions.
 
 One layer, one setting; axes: T tiers of falling fidelity, E experts. A tier of E slots or more
-holds every expert, always. Ties of last use go by id.
+always holds every expert. Ties of last use go by id.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ _LAST = np.int32(2**31 - 1)
 class Search(NamedTuple):
     """How victims are found; static.
 
-    most: bound on the number of those who come.
+    most: bound on the number of admitted experts.
     by_pairs: by comparing all pairs of experts, which a GPU does in one launch; a CPU, and a GPU
       with many layers and settings side by side, is faster at looking for one after the other.
     by_product: places by a product with a triangle of ones, one launch; a CPU counts on.
@@ -29,7 +29,7 @@ class Search(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """Counts, int32[]: of experts that came, found no slot, left, and left without a use."""
+    """Counts, int32[], of experts admitted, without a slot, evicted, and evicted unused."""
 
     admitted: jax.Array
     streamed: jax.Array
@@ -38,11 +38,11 @@ class Moved(NamedTuple):
 
 
 def initial(slots: jax.Array, num_experts: int) -> jax.Array:
-    """int32[T, E], the keys before any token.
+    """Keys int32[T, E] before any token.
 
-    A key is 0 for an expert that is not there, else 2 x last use + (brought ahead, not used yet).
-    Tiers of E slots hold all. Where the tiers together have E slots, they share the experts in
-    order of id, the first tier first, as two pools with one copy of each do; else they are empty.
+    A key is 0 for an expert without a slot, else 2 x last use + (prefetched, not used yet). Tiers
+    of E slots hold all. Where the tiers together have E slots, they share the experts in order of
+    id, the first tier first, as two pools with one copy of each do; else they are empty.
 
     Args:
       slots: int32[T].
@@ -64,14 +64,14 @@ def admit(
     stamp: jax.Array,
     how: Search,
 ) -> tuple[jax.Array, Moved]:
-    """Slots of one tier for those who come: free ones, then victims as in `cache_plan.plan`.
+    """Admits experts to one tier's slots: free ones, then victims as in `cache_plan.plan`.
 
     Args:
-      key: int32[E], after copies that go for other reasons have gone.
-      coming: bool[E], of whom none is there.
-      protected: bool[E], who stays.
+      key: int32[E], after other evictions.
+      coming: bool[E], experts to admit, none resident.
+      protected: bool[E], experts that may not be evicted.
       slots: int32[].
-      stamp: int32[], key of those who come.
+      stamp: int32[], key of the admitted.
       how: static.
 
     Returns:

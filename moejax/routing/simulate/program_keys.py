@@ -1,8 +1,8 @@
-"""Which policies compute by one formula, so that their settings run side by side in one program.
+"""Groups policies with one formula, whose settings can run side by side in one program.
 
-Formulas are compared as JAX sees them. Tracing takes tens of milliseconds; so fields of a policy
-that its functions read while they are traced are noted, and a policy that is equal in these has
-the same formula without another look.
+Formulas are compared as JAX traces them. Tracing takes tens of milliseconds; so the fields of a
+policy that its functions read while they are traced are noted, and a policy that is equal in these
+has the same formula without another trace.
 """
 
 import dataclasses
@@ -19,13 +19,13 @@ Path = tuple[str, ...]
 
 
 class Formulas:
-    """Those seen so far."""
+    """Formulas traced so far."""
 
     def __init__(self) -> None:
         self._known: dict[Any, list[tuple[dict[Path, Any], tuple[str, ...]]]] = {}
 
     def of(self, policy: AnyPolicy, state: Any, spec: PolicySpec) -> tuple[str, ...]:
-        """What a policy computes, its state aside: equal for those that may share a program.
+        """Key of a policy's computation, state aside: equal keys may share a program.
 
         Args:
           policy: a dataclass.
@@ -72,7 +72,7 @@ def _traced(policy: AnyPolicy, state: Any, spec: PolicySpec) -> tuple[str, ...]:
 
 
 def _watched(policy: Any, read: dict[Path, Any], path: Path) -> Any:
-    """A copy that notes the fields which are read, those of policies within it too."""
+    """Copies a policy so that reads of its fields, and of policies within it, are noted."""
     kind = type(policy)
     names = {field.name for field in dataclasses.fields(policy)}
 
@@ -95,7 +95,7 @@ def _field(policy: Any, path: Path) -> Any:
 
 
 def _noted(value: Any) -> Any:
-    """Of a policy within a policy its class: what is read of it is noted apart."""
+    """Returns a value to note; for a nested policy its class, since its reads are noted apart."""
     return type(value) if _is_policy(value) else value
 
 

@@ -1,18 +1,18 @@
-"""Which policy a trace speaks for: the fastest at a floor of fidelity, within a device's memory.
+"""Recommends a policy for a trace: the fastest above a fidelity floor, within a memory.
 
 Candidates are the cache of one tier, DynaExq, DyMoE (two tiers, or leaving experts out) and DynaExq
-with DyMoE, each at several settings and divisions of the memory; all are replayed over the trace.
+with DyMoE, each with several settings and divisions of the memory; all are replayed over the trace.
 """
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from moejax.config.grid import described
 from moejax.errors import MoejaxError
 from moejax.experts.budget import size_text
 from moejax.policies.dymoe import SKIP
 from moejax.routing.simulate.costs import GIB, Machine
-from moejax.routing.simulate.grid import described
 from moejax.routing.simulate.sweeping import Swept, Tiers, sweep
 from moejax.routing.simulate.table import fidelity
 from moejax.routing.trace import Trace
@@ -24,14 +24,14 @@ SHARES = (0.25, 0.5, 0.75)  # of the memory that goes to the first tier where al
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A policy, the tiers that it runs on, and its setting with `slots`."""
+    """A policy, its tiers, and its setting with `slots`."""
 
     policy: str
     tiers: Tiers
     setting: Mapping[str, Any]
 
     def flags(self) -> str:
-        """As one types it to run a model so."""
+        """Flags that run a model with this candidate."""
         names = self.tiers.names
         slots = self.setting["slots"]
         slots = slots if isinstance(slots, tuple) else (slots,)
@@ -46,13 +46,13 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recommended:
-    """What a trace speaks for at one machine, and the other candidates' best.
+    """Recommended candidate for one machine, and the best of each policy.
 
     Attributes:
-      candidate: chosen.
-      figures: its own (`Swept.figures`).
+      candidate: the chosen one.
+      figures: the candidate's (`Swept.figures`).
       best: TPOT in ms of the fastest of each policy that reaches the floor.
-      why: a line.
+      why: the reason, in a line.
     """
 
     candidate: Candidate
@@ -62,15 +62,15 @@ class Recommended:
 
 
 def candidates(trace: Trace, tiers: Tiers, device_gib: float) -> Iterator[Candidate]:
-    """What fits in so much memory for experts.
+    """Candidates whose slots fit in so much memory.
 
     Args:
-      trace: whose shape and contents say what can be replayed.
+      trace: its shape and contents limit what can be replayed.
       tiers: of falling fidelity; the first one and the last one are used.
-      device_gib: for the slots of all layers.
+      device_gib: memory for the slots of all layers.
 
     Raises:
-      MoejaxError: not even a slot a layer fits.
+      MoejaxError: not even one slot per layer fits.
     """
     room = int(device_gib * GIB) // trace.num_layers
     first, last = tiers.expert_bytes[0], tiers.expert_bytes[-1]
@@ -102,7 +102,7 @@ def candidates(trace: Trace, tiers: Tiers, device_gib: float) -> Iterator[Candid
 
 
 def _divisions(room: int, first: int, last: int, trace: Trace) -> list[tuple[int, int]]:
-    """Slots of both tiers: at several shares, and with the low tier whole."""
+    """Divides the memory between both tiers: several shares, and the low tier whole."""
     found = []
     whole = (room - trace.num_experts * last) // first
     if whole > 0:
@@ -116,7 +116,7 @@ def _divisions(room: int, first: int, last: int, trace: Trace) -> list[tuple[int
 
 
 def replayed(trace: Trace, chosen: Sequence[Candidate], bulk: int | None) -> list[Swept]:
-    """Of every candidate; those of one policy and tiers in one sweep."""
+    """Replays every candidate; those of one policy and tiers in one sweep."""
     groups: dict[Any, list[int]] = {}
     for i, one in enumerate(chosen):
         groups.setdefault((one.policy, one.tiers), []).append(i)
@@ -130,16 +130,16 @@ def replayed(trace: Trace, chosen: Sequence[Candidate], bulk: int | None) -> lis
 def recommend(
     chosen: Sequence[Candidate], swept: Sequence[Swept], machine: Machine, floor: float
 ) -> Recommended:
-    """The fastest that serves at least `floor` of the gate mass as the first tier would.
+    """Picks the fastest candidate that serves a gate mass share of at least `floor`.
 
-    Of equally fast ones the most faithful, then the first. The cache of the first tier reaches
-    every floor.
+    Ties go to the most faithful, then to the first. The cache of the first tier reaches every
+    floor.
 
     Args:
       chosen: the candidates.
-      swept: what replay found of each.
+      swept: the replay's result of each.
       machine: of the times.
-      floor: share of the router's gate mass.
+      floor: share of the router's gate mass served as the first tier would.
     """
     figures = [one.figures(machine) for one in swept]
     enough = [i for i, of in enumerate(figures) if fidelity(of) >= floor - 1e-9]
@@ -165,7 +165,7 @@ def lines(
     bulk: int | None,
     floor: float,
 ) -> Iterator[str]:
-    """Two for each machine: what is recommended and why, and how to run it."""
+    """Two lines per machine: the recommendation with its reason, and its flags."""
     chosen = list(candidates(trace, tiers, device_gib))
     swept = replayed(trace, chosen, bulk)
     for machine in machines:

@@ -1,11 +1,11 @@
-"""A trace through any policy (`moejax.policies`): what runs where, and what crosses the link.
+"""Replays a trace through any policy: what runs in which tier, and bytes over the link.
 
-The policy's own functions decide; around them stand pools of each tier under LRU, DyMoE's rules for
-an expert that is in several tiers (`cache_plan.serve`), look-ahead a layer before, and bulk
-transfers between calls, which serve some calls after they were asked for (`DELAY`) and of which so
-many experts are on their way at once.
-Settings run side by side (`vmap`), and so do the layers of a step where the policy's do not depend
-on one another (`moejax.policies.by_layer`), with the same outcome; else one after the other.
+The policy's own functions decide. Around them are pools of each tier under LRU, DyMoE's rules for
+an expert that is in several tiers (`cache_plan.serve`), prefetch one layer ahead, and bulk
+transfers between calls, which arrive some calls after their request (`DELAY`) and of which a
+limited number is in flight. Settings run side by side (`vmap`), and so do the layers of a step if
+the policy's layers are independent (`moejax.policies.by_layer`), with equal results; else one after
+the other.
 """
 
 import dataclasses
@@ -54,11 +54,9 @@ _HELD = 1  # calls for which the block of a copy is not free once it serves
 class Tally(NamedTuple):
     """Sums over steps and layers, by phase (prefill, decode).
 
-    events: int32[2, len(EVENTS), T].
-    steps: int32[2], steps of the model.
-    fetches: int32[2], times that a layer fetched what it needed.
-    ahead: int32[2, E + 1, T], how often a layer brought so many experts of a tier ahead.
-    gate: float32[2, T + 3], gate mass by tier, skipped, substituted, and of all.
+    events: int32[2, len(EVENTS), T]. steps: int32[2], steps of the model. fetches: int32[2], times
+    that a layer fetched misses. ahead: int32[2, E + 1, T], how often a layer prefetched so many
+    experts of a tier. gate: float32[2, T + 3], gate mass by tier, skipped, substituted, and of all.
     """
 
     events: jax.Array
@@ -69,9 +67,9 @@ class Tally(NamedTuple):
 
 
 class Running(NamedTuple):
-    """Of one setting: state of the policy, keys int32[M, T, E], clock int32[], sums.
+    """Replay of one setting: policy state, keys int32[M, T, E], clock int32[], sums.
 
-    coming: int8[M, T, E], asked for so many calls ago, the last one is 1; 0 is not on its way.
+    coming: int8[M, T, E], transfers in flight: calls since the request, from 1; 0 for none.
     """
 
     state: Any
@@ -83,14 +81,14 @@ class Running(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """Static facts.
+    """Static facts of a replay.
 
     Attributes:
       policy: whose functions run.
-      foreseen: P, experts whose probability the trace foresees for a token; 0: nobody looks ahead.
-      one_by_one: the layers of a step, whatever the policy says of them.
-      on_gpu: what is fast there, is compiled.
-      delay: calls from asking to serving; 0: the next call is served.
+      foreseen: P, experts whose probability the trace predicts for a token; 0: no prefetch.
+      one_by_one: runs the layers of a step in turn, even if the policy's are independent.
+      on_gpu: compiles what is fast on a GPU.
+      delay: calls from a request to its arrival; 0: it serves the next call.
     """
 
     policy: AnyPolicy
@@ -101,17 +99,17 @@ class Replay:
 
     @property
     def axes(self) -> Any:
-        """Of layers in the policy's state; None: one by one."""
+        """Layer axes of the policy's state; None: layers run in turn."""
         return None if self.one_by_one else self.policy.layer_axes
 
     def search(self, most: int, num_experts: int) -> pools.Search:
-        """For at most so many who come."""
+        """Search for at most `most` admissions."""
         by_pairs = self.on_gpu and self.axes is None
         return pools.Search(min(most, num_experts), by_pairs, self.on_gpu)
 
 
 def begin(state: Any, slots: jax.Array, num_layers: int, num_experts: int) -> Running:
-    """Before any token.
+    """Replay state before any token.
 
     Args:
       state: of the policy's `init`.
@@ -143,12 +141,12 @@ def run_calls(
     replay: Replay,
     is_prefill: bool,
 ) -> Running:
-    """Runs calls of several steps each, of K settings; before each come bulk transfers.
+    """Runs calls of several steps each, of K settings; bulk transfers precede each call.
 
     Args:
       running: stacked, [K, ...]; donated.
       slots: int32[K, T].
-      bulk: int32[K], experts that are on their way at most.
+      bulk: int32[K], most experts in flight.
       tokens: [calls, steps, ...].
       replay: static.
       is_prefill: static.
@@ -169,7 +167,7 @@ def run_calls(
 
 
 class _Layer(NamedTuple):
-    """Of one layer's step, or stacked: keys int32[T, E], the rest as `Tally` sums it."""
+    """Result of one layer's step, or stacked: keys int32[T, E], the rest as in `Tally`."""
 
     keys: jax.Array
     events: jax.Array
@@ -202,7 +200,7 @@ def _step(
 def _one_by_one(
     replay: Replay, is_prefill: bool, slots: jax.Array, running: Running, tokens: Tokens
 ) -> tuple[Any, _Layer]:
-    """The policy's state, and all layers."""
+    """Runs all layers in turn; returns the policy's state and the layers' results."""
     num_layers, _, num_experts = running.keys.shape
 
     def layer(carry: tuple[Any, jax.Array], now: tuple[Any, ...]) -> tuple[Any, _Layer]:
@@ -226,7 +224,7 @@ def _one_by_one(
 def _side_by_side(
     replay: Replay, is_prefill: bool, slots: jax.Array, running: Running, tokens: Tokens
 ) -> tuple[Any, _Layer]:
-    """The same."""
+    """Runs `_one_by_one` with all layers vmapped."""
     num_layers, _, num_experts = running.keys.shape
     keys, state = running.keys, running.state
     see = functools.partial(_seen, replay, is_prefill, tokens.active)
@@ -252,7 +250,7 @@ def _seen(
     layer: jax.Array,
     of_layer: LayerTokens,
 ) -> Observation:
-    """What a policy may look at."""
+    """Builds the observation of a layer."""
     ids, weights, probabilities, importance, predicted = of_layer.dense(key.shape[-1])
     return Observation(
         layer=layer,
@@ -275,7 +273,7 @@ def _brought(
     ahead: jax.Array,
     seen: Observation,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """`bring_ahead`, where anybody looks ahead."""
+    """Runs `bring_ahead` if the replay prefetches."""
     if not replay.foreseen:
         return key, {"prefetched": jnp.zeros(len(slots), jnp.int32)}
     how = replay.search(replay.foreseen * len(seen.ids), key.shape[-1])
@@ -283,7 +281,7 @@ def _brought(
 
 
 def _following(decision: Decision, num_experts: int) -> jax.Array:
-    """int32[E], the tier in which each expert of the next layer is brought ahead; -1 for not."""
+    """Tier, int32[E], in which to prefetch each expert of the next layer; -1 for none."""
     none = jnp.full(num_experts, -1, jnp.int32)
     return none if decision.ahead is None else decision.ahead
 
@@ -297,7 +295,7 @@ def _served(
     decision: Decision,
     seen: Observation,
 ) -> _Layer:
-    """`serve`, with what was brought ahead."""
+    """Runs `serve` and adds the prefetch."""
     how = replay.search(seen.ids.size, key.shape[-1])
     key, events, gate = serve(slots, key, decision, seen, clock, how)
     events = events | {name: events.get(name, 0) + n for name, n in brought.items()}
@@ -309,7 +307,7 @@ def _served(
 def _transfer(
     replay: Replay, slots: jax.Array, bulk: jax.Array, running: Running, phase: int
 ) -> Running:
-    """Asks the policy for transfers; what it asked for some calls ago arrives."""
+    """Requests transfers of the policy; earlier requests arrive."""
     num_layers, num_tiers, num_experts = running.keys.shape
     held, coming = (_HELD if replay.delay else 0), running.coming
     requests, state = replay.policy.transfers(running.state, (running.keys > 0) | (coming > 0))
@@ -363,7 +361,7 @@ def _transfer(
 
 
 def _moving(requests: Requests, held: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """bool[R], which ask for something, and which of them move bytes; held bool[M, T, E]."""
+    """Masks bool[R] of real requests, and of those that move bytes; held bool[M, T, E]."""
     valid = requests.layer >= 0
     there = held[requests.layer, requests.tier, requests.expert]
     return valid, valid & ~there

@@ -1,4 +1,4 @@
-"""Rows of a sweep's results."""
+"""Result rows of a sweep."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,13 +10,12 @@ from moejax.routing.simulate.sweeping import Swept
 def rows(
     policy: str, names: Sequence[str], swept: Sequence[Swept], machines: Sequence[Machine]
 ) -> Iterator[results.ResultRow]:
-    """One for each setting and speed of the link.
+    """Yields a row for each setting and speed of the link.
 
     Args:
-      policy: its name.
-      names: of the settings.
-      swept: what was found of each.
-      machines: of the times.
+      names: the settings in text.
+      swept: the result of each.
+      machines: one per speed of the link.
     """
     versions = results.package_versions("moejax", "jax")
     today, command = results.today(), results.command_line()

@@ -1,4 +1,4 @@
-"""Many settings of policies over one trace: those of one formula run side by side."""
+"""Runs of many policy settings over one trace; those of one formula side by side."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -23,15 +23,15 @@ _TEMPORARIES = 16  # arrays int32[M, T, E] of a setting that a step may hold at 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """One setting.
+    """One policy setting and its pools.
 
     Attributes:
       policy: with its own settings.
       tiers: their names, of falling fidelity.
       expert_bytes: of one expert in each.
       slots: of a layer in each tier's pool.
-      bulk: experts that are on their way between calls at most, as the engine's `memory.bulk`;
-        None: as many as it takes where nothing is given.
+      bulk: most experts in flight between calls, like the engine's `memory.bulk`; None: the
+        engine's default.
     """
 
     policy: AnyPolicy
@@ -42,7 +42,7 @@ class Run:
 
 
 class Tallied(NamedTuple):
-    """What a run did; `moejax.routing.simulate.replay.Tally` of numpy arrays, and its tiers."""
+    """Result of a run: `moejax.routing.simulate.replay.Tally` in numpy, and the run."""
 
     run: Run
     events: np.ndarray
@@ -63,12 +63,11 @@ def run_policies(
     Args:
       trace: checked.
       runs: in any order.
-      one_by_one: the layers of a step too, whatever the policy says of them; to compare with.
-      delay: calls from asking for a transfer to the first that it serves; 0 as where slots are
-        emulated.
+      one_by_one: runs the layers of a step in turn too, for comparison.
+      delay: calls from a request to its arrival; 0 like emulated slots.
 
     Raises:
-      MoejaxError: a policy looks at what the trace does not hold, or does not suit its tiers.
+      MoejaxError: a policy needs something that the trace lacks, or does not suit its tiers.
     """
     groups: dict[Any, list[int]] = {}
     states, formulas = {}, Formulas()
@@ -95,7 +94,7 @@ def run_policies(
 
 
 def spec_of(trace: Trace, run: Run) -> PolicySpec:
-    """What a policy may know of the trace's model."""
+    """Facts of the trace's model that a policy may use."""
     return PolicySpec(
         num_layers=trace.num_layers,
         num_experts=trace.num_experts,
@@ -125,9 +124,9 @@ def _check_needs(trace: Trace, run: Run) -> None:
 
 
 def _check_foreseen(trace: Trace, run: Run, ahead: int) -> None:
-    """Raises MoejaxError where `ahead` experts of the next layer would be fewer in the replay.
+    """Raises MoejaxError if the trace predicts fewer than `ahead` experts.
 
-    A prompt's tokens ask for the experts among their predicted top A (DyMoE eq. 7).
+    A prompt's tokens count the experts among their predicted top A (DyMoE eq. 7).
     """
     has = trace.num_experts if trace.predicted_ids is None else trace.predicted_ids.shape[2]
     asked = max(ahead, trace.width) if ahead and (trace.phase == PREFILL).any() else ahead
@@ -139,18 +138,18 @@ def _check_foreseen(trace: Trace, run: Run, ahead: int) -> None:
 
 
 def block_bytes() -> int:
-    """What settings that run side by side may take of JAX's default device."""
+    """Bytes of JAX's default device for settings that run side by side."""
     (device,) = jnp.zeros(()).devices()
     limit = (device.memory_stats() or {}).get("bytes_limit", 0)
     return int(limit * BLOCK_SHARE) if limit else BLOCK_BYTES
 
 
 def block_size(count: int, state: Any, trace: Trace, num_tiers: int) -> int:
-    """How many of so many settings run side by side: blocks of one size within `block_bytes`.
+    """Number of settings that run side by side, in equal blocks within `block_bytes`.
 
     Args:
-      count: of settings.
-      state: of one.
+      count: all settings.
+      state: one setting's.
       trace: of the run.
       num_tiers: T.
     """
@@ -168,7 +167,7 @@ def _run_block(
     one_by_one: bool,
     delay: int,
 ) -> Any:
-    """`Tally` of arrays [K, ...], on the host."""
+    """Runs a block; a `Tally` of arrays [K, ...], on the host."""
     policy = runs[0].policy
     # Those of a group that do not look ahead have a limit of 0 in their state.
     looks = any(getattr(run.policy, "needs", Needs()).predicted for run in runs)
@@ -194,5 +193,5 @@ def _run_block(
 
 
 def by_name(tallied: Tallied, phase: int, events: Sequence[str]) -> Mapping[str, np.ndarray]:
-    """int[T] of each event of a phase."""
+    """Counts int[T] of each event in a phase."""
     return {name: tallied.events[phase, i] for i, name in enumerate(events)}

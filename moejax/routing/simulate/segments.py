@@ -1,4 +1,4 @@
-"""A trace cut into calls of one shape, for the replay of policies."""
+"""A trace cut into calls of one shape, to replay policies."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ _LEAST_ROWS = 16  # tokens of a prompt's chunk are padded to a power of two from
 
 
 class LayerTokens(NamedTuple):
-    """Of N tokens at one layer; arrays as in `moejax.routing.trace`, without the layers' axis."""
+    """Routing of N tokens at one layer; arrays as in `moejax.routing.trace`, no layer axis."""
 
     ids: Any
     weights: Any
@@ -25,9 +25,10 @@ class LayerTokens(NamedTuple):
     predicted_probabilities: Any
 
     def dense(self, num_experts: int) -> tuple[Any, ...]:
-        """ids, weights, probabilities [N, E], importance, predicted [N, E] as policies see them.
+        """Observation's ids, weights, probabilities [N, E], importance and predicted [N, E].
 
-        Probabilities that the trace lacks are the weights, 0 for experts that were not chosen.
+        If the trace lacks probabilities, they are the weights, and 0 for experts that were not
+        chosen.
         """
         ids, weights = self.ids.astype(jnp.int32), self.weights.astype(jnp.float32)
         probabilities = self.probabilities
@@ -46,13 +47,13 @@ class LayerTokens(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Of a step: active bool[N]; layers: arrays [N, M, ...]. Calls stack more axes in front."""
+    """Tokens of a step: active bool[N], layers' arrays [N, M, ...]; calls stack more axes."""
 
     active: Any
     layers: LayerTokens
 
     def by_layer(self) -> LayerTokens:
-        """With the layers' axis first."""
+        """Moves the layer axis to the front."""
         return jax.tree.map(lambda array: jnp.swapaxes(array, 0, 1), self.layers)
 
 
@@ -64,7 +65,7 @@ class Segment(NamedTuple):
 
 
 def segments(trace: Trace) -> Iterator[Segment]:
-    """The trace in order; what pads a call or a step is not active."""
+    """Cuts the trace in order; padding of a call or a step is not active."""
     _, starts, sizes = np.unique(trace.step, return_index=True, return_counts=True)
     phases = trace.phase[starts]
     layers, per_call = _layers(trace), trace.steps_per_call or CALL_STEPS
@@ -86,12 +87,12 @@ def segments(trace: Trace) -> Iterator[Segment]:
 
 
 def _rows(index: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
-    """Takes these rows of an array."""
+    """Returns a function that takes these rows of an array."""
     return lambda array: array[index]
 
 
 def _layers(trace: Trace) -> LayerTokens:
-    """[N, M, ...]; nothing is foreseen at the last layer."""
+    """Routing of all layers [N, M, ...]; the last layer predicts nothing."""
 
     def padded(array: np.ndarray | None) -> np.ndarray | None:
         if array is None:
@@ -109,7 +110,7 @@ def _layers(trace: Trace) -> LayerTokens:
 
 
 def _spread(ids: jax.Array, values: jax.Array, num_experts: int) -> jax.Array:
-    """float32[N, E] of values [N, n] at ids [N, n]."""
+    """Scatters values [N, n] at ids [N, n] to float32[N, E]."""
     expert = jnp.arange(num_experts, dtype=jnp.int32)
     return jnp.sum(
         jnp.where(ids[:, :, None] == expert[None, None], values[:, :, None], 0.0), axis=1

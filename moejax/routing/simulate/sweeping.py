@@ -1,4 +1,4 @@
-"""A grid of settings over one trace: traffic of each, the ceilings, and what that costs."""
+"""Sweeps a grid of settings over one trace: traffic, ceilings and costs."""
 
 import dataclasses
 import functools
@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moejax.config.grid import described
 from moejax.config.sweep import LRU as LRU
 from moejax.errors import MoejaxError
 from moejax.policies.base import AnyPolicy
 from moejax.policies.make import make_policy
 from moejax.routing.simulate import ceilings, replay
 from moejax.routing.simulate.costs import GIB, Machine, Traffic, bandwidth_bound_ms, step_ms
-from moejax.routing.simulate.grid import described
 from moejax.routing.simulate.runs import Run, Tallied, run_policies
 from moejax.routing.simulate.workload import Workload, make_workload
 from moejax.routing.trace import Trace
@@ -26,7 +26,7 @@ DECODE_PHASE = 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiers:
-    """Stored forms: names of falling fidelity, and bytes of an expert in each."""
+    """Stored forms: names, of falling fidelity, and bytes per expert."""
 
     names: tuple[str, ...]
     expert_bytes: tuple[int, ...]
@@ -34,19 +34,19 @@ class Tiers:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Swept:
-    """One setting's decode; shares are of experts needed, or of the router's gate mass.
+    """Decode results of one setting; shares are of needed experts or of gate mass.
 
     Attributes:
-      setting: as in the grid.
+      setting: its entry in the grid.
       slots: of a layer in each tier.
-      traffic: what moved.
+      traffic: bytes and experts moved.
       hit_rate: experts found in a slot.
       gate: share of gate mass by tier, "skipped" and "substituted".
       device_bytes: of the pools.
-      best_hit_rate: of Belady's cache, where all these bytes hold experts of the cheapest tier, and
-        nothing is brought ahead. nan where pairs were skipped or replaced, which needs fewer
-        experts than the trace says.
-      least_bytes: over the link a step, of such a cache; nan as well.
+      best_hit_rate: of Belady's cache, if all these bytes hold experts of the cheapest tier,
+        without prefetch. nan if pairs were skipped or replaced, which needs fewer experts than the
+        trace.
+      least_bytes: bytes per step over the link, of such a cache; nan likewise.
     """
 
     setting: Mapping[str, Any]
@@ -59,7 +59,7 @@ class Swept:
     least_bytes: float
 
     def figures(self, machine: Machine) -> dict[str, float]:
-        """Numbers for a table and a file, at the speeds of a machine; no ceilings that are nan."""
+        """Numbers for a table and a file, at a machine's speeds; ceilings only if not nan."""
         moved = self.traffic.bytes_by_cause
         ceilings = {
             "bound_ms": bandwidth_bound_ms(machine, self.least_bytes),
@@ -82,19 +82,19 @@ def sweep(
     tiers: Tiers,
     bulk: int | None = None,
 ) -> list[Swept]:
-    """Runs every setting of a grid over the trace; decode is what is told.
+    """Runs every setting of a grid over the trace and returns its decode results.
 
     Args:
       trace: with decoded tokens.
-      policy: `LRU`, the policy "on_demand" in one tier; a name of `policies.make`, or what
-        makes a policy of its settings, such as the class of a policy of one's own.
+      policy: `LRU`, the policy "on_demand" in one tier; a name of `policies.make`; or a callable
+        that makes a policy from its settings, such as the class of a policy of your own.
       grid: settings: `slots` of a layer, a number or one of each tier, and those of the policy.
       tiers: of the experts.
-      bulk: experts that are on their way between calls at most, as the engine's `memory.bulk`;
-        None: as many as it takes where nothing is given.
+      bulk: most experts in flight between calls, like the engine's `memory.bulk`; None: the
+        engine's default.
 
     Raises:
-      MoejaxError: a setting is not there or not allowed, or the trace lacks what it takes.
+      MoejaxError: a setting is unknown or not allowed, or the trace lacks what it needs.
     """
     if not (trace.phase == DECODE_PHASE).any():
         raise MoejaxError(
@@ -131,7 +131,7 @@ def sweep(
 
 
 def _needs_all(gate: Mapping[str, float]) -> bool:
-    """Whether every expert ran that the router chose."""
+    """Whether every expert that the router chose ran."""
     return not gate["skipped"] and not gate["substituted"]
 
 
@@ -139,7 +139,7 @@ Found = tuple[Traffic, float, Mapping[str, float]]
 
 
 def _check_lru(grid: Sequence[Mapping[str, Any]], tiers: Tiers) -> None:
-    """Raises MoejaxError for what the engine's own cache does not have."""
+    """Raises MoejaxError for settings that the engine's own cache lacks."""
     for setting in grid:
         if unknown := sorted(set(setting) - {"slots", "prefetch"}):
             raise MoejaxError(f"lru has no setting {', '.join(unknown)}; known: slots, prefetch")
@@ -191,7 +191,7 @@ def _found(trace: Trace, tallied: Tallied) -> Found:
 
 
 def _belady(workload: Workload, slots: Sequence[int]) -> list[tuple[int, int]]:
-    """(needed, hits) in decode of the best cache of so many slots a layer."""
+    """Counts (needed, hits) in decode of the best cache with so many slots a layer."""
     sizes = sorted({min(size, workload.num_experts) for size in slots})
     coming = jax.tree.map(jnp.asarray, ceilings.next_uses(workload))
     found = ceilings.belady(on_device(workload), coming, jnp.asarray(sizes, jnp.int32))
@@ -201,7 +201,7 @@ def _belady(workload: Workload, slots: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def on_device(workload: Workload) -> Workload:
-    """With arrays of JAX."""
+    """Converts the arrays to JAX."""
     return jax.tree.map(jnp.asarray, workload)
 
 

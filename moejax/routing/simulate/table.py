@@ -1,4 +1,4 @@
-"""What a sweep found, for people: who is beaten by nobody, a table, a picture."""
+"""Sweep results for people: the Pareto front, a table, a picture."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -21,10 +21,10 @@ _UNSAID: dict[str, dict[str, None]] = {
 
 
 def pareto(figures: Sequence[Mapping[str, float]]) -> list[int]:
-    """The settings that no other one beats: in time, in device memory, or in fidelity.
+    """Settings that no other beats in time, in device memory and in fidelity at once.
 
-    Fidelity is the gate mass of the first tier that is neither skipped nor substituted. Of equal
-    settings the first one stays.
+    Fidelity is the gate mass of the first tier that is neither skipped nor substituted. The first
+    of equal settings stays.
 
     Args:
       figures: of `Swept.figures`, at one machine.
@@ -42,7 +42,7 @@ def pareto(figures: Sequence[Mapping[str, float]]) -> list[int]:
 
 
 def spread(figures: Sequence[Mapping[str, float]], chosen: Sequence[int], most: int) -> list[int]:
-    """At most so many of the chosen settings, spread over their order of time, both ends in."""
+    """Picks at most `most` of the chosen settings, spread over their times, with both ends."""
     order = sorted(chosen, key=lambda i: figures[i]["tpot_ms"])
     if len(order) <= most:
         return order
@@ -82,19 +82,17 @@ def table(
 
 
 def _megabytes(amount: float) -> str:
-    """With digits that are not 0, of small experts too."""
+    """Formats megabytes with nonzero digits, even for small experts."""
     return f"{amount:.1f}" if amount >= 1 or not amount else f"{amount:.2g}"
 
 
 def draw(path: Path, by_link: Mapping[float, Sequence[Mapping[str, float]]], title: str) -> str:
-    """Draws time against device memory, a colour a link; what is missing, if anything, is returned.
+    """Draws time against device memory, a colour per link; returns what is missing, if anything.
 
-    Filled: beaten by nobody; lines: the bandwidth bound under Belady's cache.
+    Filled: on the Pareto front; lines: the bandwidth bound under Belady's cache.
 
     Args:
-      path: of the picture.
       by_link: figures of all settings at each speed of the link, GiB/s.
-      title: of the picture.
     """
     try:
         from matplotlib.figure import Figure  # not pyplot, which is the process's own

@@ -1,4 +1,4 @@
-"""What the steps of a trace need of each layer, in arrays of fixed shapes."""
+"""Experts that a trace's steps need in each layer, in arrays of fixed shapes."""
 
 import dataclasses
 from typing import Any
@@ -15,7 +15,7 @@ MAX_NARROW = 32
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Steps in order; W experts at most are needed in a narrow step.
+    """Steps in order; a narrow step needs at most W experts.
 
     Invariants: a row of `needed` rises; E stands for none; a step is in `wide` or has `needed`.
 
@@ -35,12 +35,12 @@ class Workload:
 
     @property
     def num_steps(self) -> int:
-        """S."""
+        """Number of steps, S."""
         return len(self.is_decode)
 
     @property
     def num_layers(self) -> int:
-        """M."""
+        """Number of sparse layers, M."""
         return self.needed.shape[1]
 
     @property
@@ -49,7 +49,7 @@ class Workload:
         return len(self.wide) > 0
 
     def masks(self) -> np.ndarray:
-        """bool[S, M, E], what each step needs."""
+        """Mask bool[S, M, E] of the experts each step needs."""
         grid = np.zeros((*self.needed.shape[:2], self.num_experts + 1), bool)
         np.put_along_axis(grid, np.asarray(self.needed, np.int64), True, axis=2)
         masks = grid[..., :-1]
@@ -89,7 +89,7 @@ def make_workload(trace: Trace) -> Workload:
 
 
 def _marked(ids: np.ndarray, num_experts: int) -> np.ndarray:
-    """bool[M, E] of uint[N, M, A]."""
+    """Converts ids uint[N, M, A] to a mask bool[M, E]."""
     found = np.zeros((ids.shape[1], num_experts), bool)
     for layer in range(ids.shape[1]):
         found[layer, ids[:, layer].reshape(-1)] = True

@@ -1,4 +1,4 @@
-"""Grids of settings as people write them: "slots=8:80:8", "retention=0.5,0.75", "slots=24/104"."""
+"""Grids of settings in text: "slots=8:80:8", "retention=0.5,0.75", "slots=24/104"."""
 
 import itertools
 import math
@@ -16,7 +16,7 @@ MAX_SETTINGS = 100_000
 
 
 def single(text: str) -> dict[str, Any]:
-    """The settings of one policy, "retention=0.75,low=skip"; spaces divide them as commas do.
+    """Reads one policy's settings, "retention=0.75,low=skip", divided by commas or spaces.
 
     Raises:
       MoejaxError: it cannot be read, or a setting has several values.
@@ -31,13 +31,13 @@ def single(text: str) -> dict[str, Any]:
 
 
 def settings(axes: Iterable[str]) -> list[dict[str, Any]]:
-    """Every combination of the values of some axes, the last axis fastest.
+    """Combines the values of some axes in every way, the last axis fastest.
 
     Args:
       axes: "name=values", see `axis`; a text without "=" is one more value of the axis before it.
 
     Raises:
-      MoejaxError: an axis cannot be read, stands twice, or the grid is too large.
+      MoejaxError: an axis cannot be read, is given twice, or the grid is too large.
     """
     joined: list[str] = []
     for text in axes:
@@ -55,19 +55,19 @@ def settings(axes: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def eighths(num_experts: int, num_tiers: int) -> list[dict[str, Any]]:
-    """The settings where none are named: slots of 1/8, 2/8, ... of the experts, in every tier."""
+    """Default grid: slots of 1/8, 2/8, ... of the experts, in every tier."""
     sizes = sorted({max(1, num_experts * part // 8) for part in range(1, 9)})
     return [{"slots": size if num_tiers == 1 else (size,) * num_tiers} for size in sizes]
 
 
 def axis(text: str) -> tuple[str, list[Any]]:
-    """A name and its values: a list "a,b,c", or a range "first:last:step" with the last in it.
+    """Reads a name and its values: a list "a,b,c", or a range "first:last:step".
 
-    A value is a number, true, false, none, numbers of several tiers, "24/104", or a word, such as
-    a name, "dynaexq+dymoe", or the path of a file.
+    A value is a number, true, false, none, numbers of several tiers, "24/104", or a word, such as a
+    name, "dynaexq+dymoe", or the path of a file. A range includes its last value.
 
     Raises:
-      MoejaxError: it is none of these.
+      MoejaxError: a value is none of these.
     """
     name, equals, values = text.partition("=")
     if not equals or not name.isidentifier() or not values:
@@ -119,7 +119,7 @@ def _number(text: str) -> int | float | None:
 
 
 def described(setting: Mapping[str, Any]) -> str:
-    """A setting as it would be typed: "slots=24/104 retention=0.75"."""
+    """Writes a setting as it would be typed: "slots=24/104 retention=0.75"."""
 
     def value(of: Any) -> str:
         return "/".join(map(str, of)) if isinstance(of, tuple) else str(of)

@@ -1,4 +1,4 @@
-"""What a run cost, in one line: times, throughput, peak memory."""
+"""Report of a run in one line: times, throughput, peak memory."""
 
 import contextlib
 import math
@@ -7,14 +7,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moejax import cli
 from moejax.experts.budget import TieredBudget
 
 if TYPE_CHECKING:
     import jax
 
-    from moejax.config.commands import EvaluateConfig, GenerateConfig
-    from moejax.engine import Engine
     from moejax.experts.budget import Budget
     from moejax.inference.generation import Timing
 
@@ -33,14 +30,14 @@ def closing_line(
     device_peak_bytes: int | None,
     settings: str = "",
 ) -> str:
-    """The figures of a request, or of a batch of them, for people.
+    """Formats the figures of a request, or of a batch, for people.
 
     Args:
-      timing: of the whole call; compiling is in none of its times, and is printed apart.
-      prompt_tokens: of all prompts.
-      new_tokens: of all answers; tokens/s is these over the whole time, prefill included.
+      timing: the whole call's; compiling is in none of its times, and is printed apart.
+      prompt_tokens: tokens of all prompts.
+      new_tokens: tokens of all answers; tokens/s is these over the whole time, prefill included.
       device_peak_bytes: see the function of this name.
-      settings: of the answer, as far as nobody gave them; "" for none.
+      settings: defaults that the answer used; "" for none.
     """
     total_s = timing.ttft_s + timing.decode_s
     tpot = "n/a" if math.isnan(timing.tpot_s) else f"{1e3 * timing.tpot_s:.2f} ms"
@@ -61,43 +58,8 @@ def tracing(directory: str) -> contextlib.AbstractContextManager[Any]:
     return jax.profiler.trace(Path(directory).expanduser())
 
 
-def check_recorded(config: "GenerateConfig | EvaluateConfig") -> None:
-    """Raises MoejaxError where there can be no trace as the configuration says, before it runs."""
-    if config.record_trace:
-        from moejax.routing.trace import check_place
-
-        check_place(cli.user_path(config.record_trace))
-
-
-def recorded(
-    engine: "Engine", config: "GenerateConfig | EvaluateConfig", text: str = ""
-) -> contextlib.AbstractContextManager[Any]:
-    """Records the routing of what runs inside, where the configuration says so.
-
-    Args:
-      engine: of the run.
-      config: names the file and what is in it.
-      text: what runs, for people who read the trace.
-    """
-    if not config.record_trace:
-        return contextlib.nullcontext()
-    from moejax.routing.recorder import facts
-
-    return engine.recording(
-        cli.user_path(config.record_trace),
-        about=facts(config.checkpoint, text),
-        foreseen=config.record_foreseen,
-        probabilities=config.record_probabilities,
-        importance=config.record_importance,
-    )
-
-
 def placement(budget: "Budget | TieredBudget | None") -> list[str]:
-    """Where the experts are, a line; nothing without a budget.
-
-    Args:
-      budget: of the run.
-    """
+    """Describes where the experts are stored, a line; nothing without a budget."""
     if budget is None:
         return []
     total = f"{budget.total_device / 2**30:.2f} GiB planned on the device"
@@ -114,13 +76,13 @@ def placement(budget: "Budget | TieredBudget | None") -> list[str]:
 
 
 def host_peak_bytes() -> int:
-    """The largest resident set that this process has had."""
+    """Largest resident set of this process so far."""
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 
 
 def device_peak_bytes(device: "jax.Device") -> int | None:
-    """The most memory that JAX has held on `device`; None where it does not count (CPU)."""
+    """Most memory that JAX has held on `device`; None if it does not count (CPU)."""
     statistics = device.memory_stats() or {}
     return statistics.get("peak_bytes_in_use")
 

@@ -1,6 +1,6 @@
-"""Records what the routers say: inside the compiled steps, then from the device to a trace's file.
+"""Records routing inside the compiled steps, then writes it from the device to a trace.
 
-A step that records has one output more; a step that does not is the program that it was.
+A recording step has one more output; a step that does not record is unchanged.
 """
 
 import collections
@@ -34,9 +34,9 @@ _WAITING = 2  # calls whose records are left on the device, so that writing wait
 
 
 class RecordSpec(NamedTuple):
-    """What is recorded beside ids and weights; static.
+    """Parts of a trace beside ids and weights; static.
 
-    foreseen: P, experts of the next layer that a layer foresees, with their probabilities.
+    foreseen: P, experts of the next layer that a layer predicts, with their probabilities.
     probabilities: whether the full softmax is recorded.
     importance: whether the attention is that tokens of prompts receive (DyMoE eq. 1), of the
       queries of their own chunk, as policies see it: layers without attention have that of the last
@@ -49,7 +49,7 @@ class RecordSpec(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """Of the tokens [B, T] of a call; see `moejax.routing.trace` for the rest, M is axis 2."""
+    """Routing of the tokens [B, T] of a call; see `moejax.routing.trace`, M is axis 2."""
 
     position: jax.Array  # int32[B, T]
     active: jax.Array  # bool[B, T]
@@ -61,12 +61,12 @@ class Recorded(NamedTuple):
     importance: jax.Array | None
 
     def placed(self, whole: "Recorded", index: jax.Array) -> "Recorded":
-        """This, of one token a sequence, at place `index` of `whole`."""
+        """Writes these tokens, one per sequence, at position `index` of `whole`."""
         return jax.tree.map(lambda all_, one: all_.at[:, index].set(one[:, 0]), whole, self)
 
 
 def none_recorded(spec: RecordSpec, config: ModelConfig, batch: int, length: int) -> Recorded:
-    """Tokens [batch, length], none of them active."""
+    """Empty record of tokens [batch, length], none active."""
     num_layers, width = len(config.moe_layers), config.experts_per_token
 
     def zeros(dtype: Any, *shape: int) -> jax.Array:
@@ -100,18 +100,18 @@ class _Said(NamedTuple):
 
 
 class RecordingExperts:
-    """Runs a step's experts as they would run, and keeps what the routers said."""
+    """Runs a step's experts as usual, and keeps the routing."""
 
     def __init__(
         self, spec: RecordSpec, model: Transformer, via: ExpertsVia, run: RunExperts | None
     ):
-        """For one trace.
+        """Prepares one trace.
 
         Args:
           spec: what is kept.
           model: whose experts they are.
           via: which form runs experts that the model holds.
-          run: what runs them otherwise.
+          run: runs experts that it does not hold.
         """
         self._spec, self._model, self._via, self._run = spec, model, via, run
         self._routings: list[Routing] = []
@@ -128,10 +128,10 @@ class RecordingExperts:
         )
 
     def watching(self, watch: WatchAttention | None, num_tokens: int) -> WatchAttention | None:
-        """Sees the attention of a prompt's chunk: this, and who watches anyway.
+        """Observes the attention of a prompt's chunk, and passes it to another observer.
 
         Args:
-          watch: who does; None for nobody.
+          watch: the other observer; None for none.
           num_tokens: N of the chunk, padding too.
         """
         if not self._spec.importance:
@@ -180,7 +180,7 @@ class RecordingExperts:
         return self._model.moe(x, layer, token_mask, self._via)[0]
 
     def recorded(self, positions: jax.Array, mask: jax.Array) -> Recorded:
-        """Of all layers, which have run: int32[B, T] and bool[B, T] say of which tokens."""
+        """Returns the routing of all layers, which have run, for int32[B, T] and bool[B, T]."""
         of_layers = [layers for layers in (self._looped, self._said()) if layers is not None]
         said = of_layers[0]
         if len(of_layers) > 1:
@@ -196,7 +196,7 @@ class RecordingExperts:
         return Recorded(position=positions, active=mask, **shaped._asdict())
 
     def _said(self) -> "_Said | None":
-        """What the layers since `resume` said; None if there were none."""
+        """Stacks the routing of the layers since `resume`; None if there were none."""
         if not self._routings:
             return None
         spec, num_experts = self._spec, self._model.config.num_experts
@@ -228,7 +228,7 @@ class RecordingExperts:
 
 
 class LoopedRecording(RecordingExperts):
-    """The same in a loop over layers, of experts that may run in one."""
+    """Records in a loop over layers, for experts that can run in one."""
 
     def __init__(
         self, spec: RecordSpec, model: Transformer, via: ExpertsVia, run: LoopedExperts | None
@@ -244,25 +244,25 @@ class LoopedRecording(RecordingExperts):
 
     @property
     def state(self) -> tuple[Any, jax.Array | None]:
-        """Of what runs the experts; and the importance, where layers may have none of their own."""
+        """Carry of what runs the experts; and the importance, if some layers have none."""
         carries = self._spec.importance and self._model.config.delta_net is not None
         of_run = None if self._loop is None else self._loop.state
         return of_run, self._received if carries else None
 
     def resume(self, state: tuple[Any, jax.Array | None]) -> None:
-        """Likewise."""
+        """See `moejax.models.run_experts.LoopedExperts`."""
         self._routings, self._foreseen, self._importance = [], [], []
         of_run, self._received = state
         if self._loop is not None:
             self._loop.resume(of_run)
 
     def kept(self) -> Any:
-        """Likewise: what is recorded, and what is kept by what runs the experts."""
+        """See `LoopedExperts`: the record, and the scan outputs of what runs the experts."""
         mine = jax.tree.map(lambda array: jnp.moveaxis(array, 1, 0), self._said())
         return mine, None if self._loop is None else self._loop.kept()
 
     def keep(self, kept: Any) -> None:
-        """Likewise."""
+        """See `moejax.models.run_experts.LoopedExperts`."""
         mine, of_run = kept
         self._looped = jax.tree.map(lambda array: jnp.moveaxis(array, 0, 1), mine)
         if self._loop is not None:
@@ -272,17 +272,17 @@ class LoopedRecording(RecordingExperts):
 def recording_experts(
     spec: RecordSpec, model: Transformer, via: ExpertsVia, run: RunExperts | None
 ) -> RecordingExperts:
-    """What records in a step; in a loop over layers where the experts run in one."""
+    """Makes a step's recorder: a looped one if the experts can run in a loop."""
     if run is None or isinstance(run, LoopedExperts):
         return LoopedRecording(spec, model, via, run)
     return RecordingExperts(spec, model, via, run)
 
 
 class Recorder:
-    """Takes what steps recorded, in the order of the calls, to a writer.
+    """Passes recorded steps to a writer, in the order of the calls.
 
     Attributes:
-      spec: what steps are to record.
+      spec: parts that steps record.
     """
 
     def __init__(self, spec: RecordSpec, writer: TraceWriter):
@@ -292,20 +292,20 @@ class Recorder:
         self._num_steps = self._first_sequence = self._next_sequence = self._steps_per_call = 0
 
     def begin(self, batch: int) -> None:
-        """What comes from now on is of `batch` new sequences."""
+        """Begins `batch` new sequences, to which the following calls belong."""
         self._first_sequence, self._next_sequence = (
             self._next_sequence,
             self._next_sequence + batch,
         )
 
     def add(self, recorded: Recorded, *, is_decode: bool) -> None:
-        """The next call's; each token of a sequence is a step of its own where it decodes."""
+        """Adds a call; when it decodes, each token of a sequence is a step of its own."""
         self._waiting.append((recorded, is_decode, self._first_sequence))
         while len(self._waiting) > _WAITING:
             self._write()
 
     def finish(self) -> None:
-        """Hands everything over; to be called before the writer is closed."""
+        """Writes everything that waits; call it before closing the writer."""
         while self._waiting:
             self._write()
         if self._steps_per_call:
@@ -341,7 +341,7 @@ class Recorder:
 
 
 def facts(model: str, text: str = "") -> dict[str, str]:
-    """Of a trace that is recorded now: what of, when, by what."""
+    """Facts of a trace recorded now: model, text, date, versions, command."""
     versions = results.package_versions("moejax", "jax")
     return {
         "model": model,
@@ -353,7 +353,7 @@ def facts(model: str, text: str = "") -> dict[str, str]:
 
 
 def stored_forms(runner: Any) -> str:
-    """Forms in which a runner's experts are kept and the bytes of one, as a trace says them."""
+    """Stored forms of a runner's experts and the bytes of one, as a trace names them."""
     memory = runner.memory
     if memory is None:
         leaves = [runner.weights[name] for name in EXPERT_LEAVES]
@@ -368,18 +368,18 @@ def stored_forms(runner: Any) -> str:
 def recording(
     runner: Any, path: Path, spec: RecordSpec, about: dict[str, str] | None = None
 ) -> Iterator[None]:
-    """Around calls of a `moejax.inference.runner.Runner` whose routing goes to a trace at `path`.
+    """Records the routing of a `moejax.inference.runner.Runner`'s calls to `path`.
 
-    There is no file when something fails. What steps recorded before the call is not in it.
+    If anything fails there is no file. Steps recorded before the context are not in it.
 
     Args:
       runner: of the model.
-      path: the trace's place.
-      spec: what is recorded beside ids and weights.
-      about: `facts`, into the file's metadata.
+      path: where to write the trace.
+      spec: parts to record beside ids and weights.
+      about: `facts`, for the file's metadata.
 
     Raises:
-      MoejaxError: the model has no sparse layer, the path cannot be, or nothing ran.
+      MoejaxError: the model has no sparse layer, the path is not usable, or nothing ran.
     """
     config = runner.config
     if not config.moe_layers:

@@ -1,0 +1,96 @@
+"""The engine of a configuration, and the trace that it records; JAX is imported when needed."""
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moejax import cli
+from moejax.config.commands import EvaluateConfig, GenerateConfig, MemoryConfig
+from moejax.errors import print_stderr
+from moejax.experts.machine import let_jax_pin
+from moejax.inference import report
+
+if TYPE_CHECKING:
+    from moejax.engine import Engine
+    from moejax.experts.tiering import Tiering
+
+
+def load_engine(config: GenerateConfig, num_prompts: int = 1) -> "Engine":
+    """Loads the engine that generates; prints on stderr where compiled programs are kept."""
+    import jax
+
+    engine = _load(
+        config, config.checkpoint, config.policy.tiering(), batch=num_prompts,
+        context=config.context, generation_config=config.generation_config,
+    )  # fmt: skip
+    print_stderr(
+        f"compilation cache: {jax.config.values['jax_compilation_cache_dir'] or 'off'}",
+        f"loaded {config.checkpoint} on {engine.device} in {engine.load_seconds:.2f} s",
+        f"weights: {engine.weights_summary}",
+        *report.placement(engine.budget),
+    )
+    return engine
+
+
+def load_scoring_engine(
+    config: EvaluateConfig, directory: Path, policy: "Tiering | None"
+) -> "Engine":
+    """Loads the engine that scores texts; without a policy, the exact one."""
+    from moejax.engine import PLANNED_CONTEXT
+
+    context = config.window if config.window > PLANNED_CONTEXT else 0
+    return _load(
+        config, str(directory), policy, batch=config.num_rows(), context=context,
+        generation_config=False,
+    )  # fmt: skip
+
+
+def _load(
+    config: GenerateConfig | EvaluateConfig,
+    checkpoint: str,
+    policy: "Tiering | None",
+    **arguments: Any,
+) -> "Engine":
+    from moejax.engine import Engine
+    from moejax.experts.tiering import verify_all
+
+    limits = config.memory.limits() if config.memory != MemoryConfig() else None
+    if (policy or limits) and (said := let_jax_pin(config.platform)):
+        print_stderr(said)
+    if config.verify:
+        print_stderr(*verify_all(checkpoint, config.memory.disk_path, policy))
+    return Engine.from_pretrained(
+        checkpoint, dtype=config.dtype, platform=config.platform, policy=policy, limits=limits,
+        compilation_cache=config.compilation_cache, **arguments,
+    )  # fmt: skip
+
+
+def check_recorded(config: GenerateConfig | EvaluateConfig) -> None:
+    """Raises MoejaxError where there can be no trace as the configuration says, before it runs."""
+    if config.record_trace:
+        from moejax.routing.trace import check_place
+
+        check_place(cli.user_path(config.record_trace))
+
+
+def recorded(
+    engine: "Engine", config: GenerateConfig | EvaluateConfig, text: str = ""
+) -> contextlib.AbstractContextManager[Any]:
+    """Records the routing of what runs inside, where the configuration says so.
+
+    Args:
+      engine: of the run.
+      config: names the file and what is in it.
+      text: what runs, for people who read the trace.
+    """
+    if not config.record_trace:
+        return contextlib.nullcontext()
+    from moejax.inference.recorder import facts
+
+    return engine.recording(
+        cli.user_path(config.record_trace),
+        about=facts(config.checkpoint, text),
+        foreseen=config.record_foreseen,
+        probabilities=config.record_probabilities,
+        importance=config.record_importance,
+    )
