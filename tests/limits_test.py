@@ -186,7 +186,9 @@ class LimitsTest(parameterized.TestCase):
             opened.seek(len(whole) // 2)
             opened.write(os.urandom(len(whole) - len(whole) // 2))
         for _ in range(2):
-            said = "checksum" if was_read or has_checksums else "written to while it was in use"
+            said = "written to while it was in use"
+            if was_read or has_checksums:
+                said = "checksum" if has_checksums else "is not what was read before"
             with self.assertRaisesRegex(MoejaxError, said):
                 tokens(engine)
         file.write_bytes(whole)  # at another time than it was opened with
