@@ -16,9 +16,10 @@ from absl.testing import absltest, parameterized
 
 from moejax.checkpoints import open_checkpoint, save_orbax
 from moejax.checkpoints import reader as readers
-from moejax.checkpoints.experts import open_experts, row_checksum
+from moejax.checkpoints.experts import open_experts
 from moejax.checkpoints.formats.interfaces import Tensors
 from moejax.errors import MoejaxError
+from moejax.files.checksums import checksum
 from moejax.weights.qtensor import QTensor
 from tests.expert_stores import STORES, MixedBits, Plain, plain
 from tests.quantized_stores import QWEN, WIDE, Fp8, Gptq, Own
@@ -240,7 +241,7 @@ class FaultTest(ReaderTestCase):
         _, reader = self.open(Own(QWEN, ranks=(0,)))
         row = reader.empty_row()
         reader.read(1, 2, row)
-        crc = row_checksum(row)
+        crc = checksum(row)
         reader.read(1, 2, row)
         original = (self.directory / WEIGHTS).read_bytes()
 
@@ -252,7 +253,7 @@ class FaultTest(ReaderTestCase):
         with self.assertRaisesRegex(MoejaxError, "expert 2 of sparse layer 1 is not what was read"):
             reader.read(1, 2, row)
         reader.read(1, 2, row, check=False)
-        self.assertNotEqual(row_checksum(row), crc)
+        self.assertNotEqual(checksum(row), crc)
         self.edit(lambda content: content.__setitem__(slice(None), original))
         reader.read(1, 2, row)
 
@@ -261,9 +262,9 @@ class FaultTest(ReaderTestCase):
         _, reader = self.open(Own(QWEN))
         row = reader.empty_row()
         reader.read(0, 0, row)
-        crc = row_checksum(row)
+        crc = checksum(row)
         row[which].reshape(-1).view(np.uint8)[-1] ^= 0x80
-        self.assertNotEqual(row_checksum(row), crc)
+        self.assertNotEqual(checksum(row), crc)
 
     @parameterized.named_parameters(*(s[:2] for s in STORES if s[0] in ("own", "awq", "plain")))
     def test_a_file_that_shrinks(self, make):

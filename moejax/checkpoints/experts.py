@@ -14,7 +14,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn
 
 import jax
@@ -165,12 +164,7 @@ class ExpertReader:
     def __enter__(self) -> "ExpertReader":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -220,7 +214,7 @@ class ExpertReader:
                 self._check_unchanged(layer, expert)
             raise
         if check:
-            self._compare(layer, expert, row_checksum(into))
+            self._compare(layer, expert, checksum(into))
 
     def load_compensators(
         self, device: jax.Device, *, progress: bool = False
@@ -320,8 +314,3 @@ def _parts_by_expert(plan: LeafPlan) -> Mapping[tuple[int, ...], Sequence[Part]]
         for part in split_experts(whole):
             found[part.index].append(part)
     return found
-
-
-def row_checksum(row: Sequence[np.ndarray]) -> int:
-    """The checksum of a row's bytes."""
-    return checksum(row)

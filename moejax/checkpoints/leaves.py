@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -38,18 +38,6 @@ from pallas_kernels import layout
 _MOST_MISSING = 20_000  # tensors that are listed though they are not there
 _HEAD = "lm_head.weight"
 _ZERO_KINDS = ("symmetric", "integer", "float")  # each can be written as the next one
-
-
-class HasIndex(Protocol):
-    """Something with a position in a leaf."""
-
-    @property
-    def index(self) -> tuple[int, ...]:
-        """Leading positions: layer, then expert."""
-
-
-HasIndexT = TypeVar("HasIndexT", bound=HasIndex)
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +152,7 @@ class LeafPlan:
         return array[start:stop]
 
     def default(self, name: str) -> Any:
-        """What stands in an array for a matrix of which no such array is stored."""
+        """Fills an array for a matrix of which no such array is stored."""
         if name == "permutation":
             return np.arange(self.shape[-1])
         assert isinstance(self.kind, CodesKind) and name == "zeros"
@@ -233,14 +221,9 @@ class FactorPool:
         return self.factor("u").nbytes + self.factor("v").nbytes + where
 
 
-def select_leaves(by_leaf: Mapping[str, T], *, experts: bool) -> dict[str, T]:
-    """All entries, or those of the leaves that are no experts'."""
-    return {leaf: of for leaf, of in by_leaf.items() if experts or leaf not in EXPERT_LEAVES}
-
-
-def group_by_layer(parts: Sequence[HasIndexT]) -> dict[int, list[HasIndexT]]:
-    """What fills one leaf, by layer; all of it under 0 where nothing is stacked."""
-    found: dict[int, list[HasIndexT]] = defaultdict(list)
+def group_by_layer(parts: Sequence[Part]) -> dict[int, list[Part]]:
+    """The parts of one leaf by layer; all of them under 0 where nothing is stacked."""
+    found: dict[int, list[Part]] = defaultdict(list)
     for part in parts:
         found[part.index[0] if part.index else 0].append(part)
     return found
@@ -351,7 +334,7 @@ def common_kind(parts: Sequence[Part]) -> Kind | str:
 def _plan_parts(
     directory: Path, config: ModelConfig, form: Format | None, tensors: Tensors
 ) -> dict[str, list[Part]]:
-    """What fills each leaf, once the files hold all of it and nothing else."""
+    """The parts of each leaf, once the files hold all of them and nothing else."""
     parts: dict[str, list[Part]] = defaultdict(list)
     plain: list[StoredTensor] = []
     used: set[str] = set()

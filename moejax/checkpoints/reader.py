@@ -25,7 +25,6 @@ from moejax.checkpoints.leaves import (
     Part,
     group_by_layer,
     plan_leaves,
-    select_leaves,
 )
 from moejax.checkpoints.safetensors_reader import (
     StoredTensor,
@@ -42,6 +41,7 @@ from moejax.errors import MoejaxError
 from moejax.models.config import ModelConfig
 from moejax.models.hf.config import read_json
 from moejax.models.hf.names import multi_token
+from moejax.models.leaf_kinds import EXPERT_LEAVES
 from moejax.weights.qtensor import Compensator, Fp8Tensor, QTensor, Weight
 
 # The XLA CPU client takes over host memory without a copy only at this alignment.
@@ -118,8 +118,8 @@ class CheckpointReader:
         """
         self.check_left_out()
         self._log_share()
-        leaves = select_leaves(self.leaves, experts=experts)
-        num_bytes = sum(part.num_bytes for plan in leaves.values() for part in plan.parts)
+        leaves = [leaf for leaf in self.leaves if experts or leaf not in EXPERT_LEAVES]
+        num_bytes = sum(part.num_bytes for leaf in leaves for part in self.leaves[leaf].parts)
         with tqdm.tqdm(
             total=num_bytes, desc="loading", unit="B", unit_scale=True, disable=not progress
         ) as bar:

@@ -1,4 +1,4 @@
-"""What weights take on a device, before any is read: from headers, or from shapes."""
+"""Sizes of weights on a device, before any is read: from headers, or from shapes."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Reads the package's own format: `own.py` says how matrices lie, the manifest what they are."""
+"""Reads the package's own format: `native.py` has its tensors, the manifest its kinds."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What a Hugging Face checkpoint holds: every tensor, its class, and the shard it goes to.
+"""The contents of a Hugging Face checkpoint: every tensor, its class, and its output shard.
 
 Tensors carry their published names, one an expert and projection, whatever the source's spelling:
 a matrix of transformers' fused experts is a slice of the source's file.
@@ -57,7 +57,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shard:
-    """What one output file holds: a layer, or all that belongs to none."""
+    """One output file: a layer, or all that belongs to none."""
 
     file: str
     title: str  # "layer 3"
