@@ -1,7 +1,7 @@
 """The demo model: a Qwen3-MoE of 13.5 million parameters, 3.9 million of them active a token.
 
-    python scripts/prepare_demo_data.py --data=DIR --output=demo_data  # hub
-    python scripts/train_demo.py --config=configs/train_demo.py \
+    python -m scripts.demo_training.prepare_data --data=DIR --output=demo_data  # hub
+    python -m scripts.demo_training.train --config=configs/train_demo.py \
         --data=demo_data --run_dir=demo_run  # gpu
 
 Expected on one NVIDIA H200: see moejax/demo/README.md, which the run wrote.

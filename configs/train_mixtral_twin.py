@@ -1,6 +1,6 @@
 """A Mixtral-shaped twin of the demo model: 8 experts, top-2, untied head. Not shipped.
 
-    python scripts/train_demo.py --config=configs/train_mixtral_twin.py \
+    python -m scripts.demo_training.train --config=configs/train_mixtral_twin.py \
         --data=DIR --run_dir=twin_run  # gpu
 
 Expected: as the demo's run, with weights of 4 layers.

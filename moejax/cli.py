@@ -123,11 +123,21 @@ def run(command: Command[_Config], argv: Sequence[str] | None = None) -> NoRetur
         interrupts.append(number)
         signal.default_int_handler(number, frame)
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    handles = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if handles:
         signal.signal(signal.SIGINT, interrupt)
-    status = exit_status(command, sys.argv if argv is None else argv)
-    if interrupts:
-        end_at_once(status)
+    status = 1
+    try:
+        status = exit_status(command, sys.argv if argv is None else argv)
+    except KeyboardInterrupt:  # one more, while the first was told of
+        status = 130
+    finally:
+        if handles:  # what is left to do is short
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if interrupts:
+            if sys.exc_info()[0] is not None:
+                traceback.print_exc()
+            end_at_once(status)
     sys.exit(status)
 
 
@@ -239,9 +249,7 @@ def _arguments(argv: Sequence[str], values: flags.FlagValues, default: RunConfig
         if not flag and (new := moved(name, default)):
             raise flags.Error(f"--{name} is now written {new}")
         if not flag:
-            raise flags.Error(
-                f"there is no flag --{name}; did you mean {_near(name, values, default)}?"
-            )
+            raise flags.Error(f"there is no flag --{name}{_near(name, values, default)}")
         if flag in booleans:
             value = value if equals else str(not is_off)
         elif not equals:
@@ -281,11 +289,12 @@ def _flag_of(name: str, values: flags.FlagValues, default: RunConfig) -> str:
 
 
 def _near(name: str, values: flags.FlagValues, default: RunConfig) -> str:
-    """Flag whose name, or the end of whose name, is nearest."""
+    """Suggestion of the flag whose name, or the end of whose name, is near; "" for none."""
     words = {option.name.rpartition(".")[2]: f"config.{option.name}" for option in options(default)}
     words |= {option.name: f"config.{option.name}" for option in options(default)}
     words |= {flag: flag for flag in ("config", *values)}
-    return f"--{words[difflib.get_close_matches(name, words, n=1, cutoff=0.0)[0]]}"
+    near = difflib.get_close_matches(name, words, n=1, cutoff=0.5)
+    return f"; did you mean --{words[near[0]]}?" if near else ""
 
 
 def _read_file(path: str, config_class: type[RunConfig]) -> config_dict.ConfigDict:

@@ -456,7 +456,7 @@ class Engine:
     @property
     def longest_prompt(self) -> int:
         """Most tokens of a prompt that leave room for an answer."""
-        planned = self.budget.context if self.budget else self.config.max_positions
+        planned = self.budget.context if self.budget else self.config.context_limit
         return (self.context or planned) - 1
 
     def check_prompt(self, ids: list[int]) -> None:

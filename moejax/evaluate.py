@@ -1,13 +1,14 @@
 """Perplexity of a text, and under a policy the distance to the exact model.
 
-    python -m moejax.evaluate --config.text=wiki.test.raw --config.join=wikitext
+    python -m moejax.evaluate   # hub: the test rows of WikiText-2
     python -m moejax.evaluate --config=configs/evaluate_wikitext2_2048_512.py
-    python -m moejax.evaluate --config.checkpoint=DIR --config.text=mine.txt --config.output=x.json
+    python -m moejax.evaluate --config.checkpoint=DIR --config.output=x.json
     python -m moejax.evaluate --config.policy.name=dymoe --config.policy.tiers=int4,int2
 
-Lines with the result go to stdout, a progress bar to stderr, everything that is needed to measure
-it again to the JSON file. Figures of different windows, strides, texts or tokenizers are not to be
-compared: the protocol stands in the lines and in the file.
+`--config.text=FILE` takes a text of one's own. Lines with the result go to stdout, a progress bar
+to stderr, everything that is needed to measure it again to the JSON file. Figures of different
+windows, strides, texts or tokenizers are not to be compared: the protocol stands in the lines and
+in the file.
 
 The nats of each window go to a file beside the output as they come: a run that was interrupted and
 is started again goes on where it was. Perplexity under a policy begins anew, since the policy's
@@ -19,6 +20,7 @@ from absl import flags
 
 from moejax import cli
 from moejax.config.commands import EvaluateConfig
+from moejax.evaluation.answers import beside, is_unfinished
 from moejax.loading import check_recorded
 from moejax.text.corpus import load_text
 
@@ -41,8 +43,10 @@ def evaluate(config: EvaluateConfig, values: flags.FlagValues) -> None:
 
 
 def resumes(config: EvaluateConfig) -> bool:
-    """Whether a run keeps its measurements so far, and the next one resumes from them."""
-    return bool(config.output) and not config.policy.name
+    """Whether an interrupted run has kept windows, and the next one resumes from them."""
+    if not config.output or config.begins_anew():
+        return False
+    return is_unfinished(beside(cli.user_path(config.output)))
 
 
 COMMAND = cli.Command(

@@ -1,4 +1,4 @@
-"""The engine of a configuration, and the trace that it records; JAX is imported when needed."""
+"""Loads a configuration's engine, and its trace recorder; imports JAX when needed."""
 
 import contextlib
 from pathlib import Path
@@ -66,7 +66,7 @@ def _load(
 
 
 def check_recorded(config: GenerateConfig | EvaluateConfig) -> None:
-    """Raises MoejaxError where there can be no trace as the configuration says, before it runs."""
+    """Raises MoejaxError if the configured trace cannot be written, before the run."""
     if config.record_trace:
         from moejax.routing.trace import check_place
 
@@ -76,12 +76,11 @@ def check_recorded(config: GenerateConfig | EvaluateConfig) -> None:
 def recorded(
     engine: "Engine", config: GenerateConfig | EvaluateConfig, text: str = ""
 ) -> contextlib.AbstractContextManager[Any]:
-    """Records the routing of what runs inside, where the configuration says so.
+    """Records the routing of the calls inside, if the configuration asks for a trace.
 
     Args:
-      engine: of the run.
-      config: names the file and what is in it.
-      text: what runs, for people who read the trace.
+      config: names the file and its parts.
+      text: description of the run, for readers of the trace.
     """
     if not config.record_trace:
         return contextlib.nullcontext()

@@ -1,13 +1,13 @@
 """Profiles a model on a text: buddy lists of similar experts for `moejax.policies.buddymoe`.
 
-    python -m moejax.profile_experts --config.text=mine.txt
+    python -m moejax.profile_experts
     python -m moejax.profile_experts --config.checkpoint=DIR --config.source=outputs
     python -m moejax.profile_experts --config.checkpoint=DIR --config.output=elsewhere.safetensors
 
 Counts over the text which experts the routers choose, alone and together, and writes the lists
 (BuddyMoE eq. 4 to 6) beside the checkpoint, with all that is needed to make them again. Use a text
-of the domain to be served, and not one that is evaluated on. One line with the result goes to
-stdout, a progress bar to stderr.
+of the domain to be served (`--config.text=FILE`; one ships), and not one that is evaluated on. One
+line with the result goes to stdout, a progress bar to stderr.
 """
 
 import contextlib

@@ -30,7 +30,6 @@ def triton_call(
     Args:
       body: takes one ref per operand, then one per output.
       name: operation, dtype and tile, shown in profiles.
-      grid: programs.
       out_shape: shape of the output, or of each of several.
       num_warps: warps per program.
       num_stages: stages of Triton's software pipeline.

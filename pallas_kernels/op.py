@@ -48,7 +48,6 @@ class Operation:
         """Returns all reasons why an implementation refuses, in one line, or None.
 
         Args:
-          implementation: one of `names`.
           abstract: the result of the attribute `abstract`.
           target: None for the default device.
 
@@ -84,7 +83,6 @@ class Operation:
         """Computes the operation.
 
         Args:
-          operands: of the operation.
           implementation: one of `names`; None for the one that `choose` names.
           tiles: a kernel's; None for its own. The reference has none.
           interpret: runs a kernel on the CPU, for tests.

@@ -4,7 +4,7 @@
     python -m scripts.compare_commits --old=old --new=.
     python -m scripts.compare_commits --old=old --new=. --job=mixtral --turns=3
 
-Each job is one of the benchmark scripts with small settings: TPOT of a resident Qwen3-30B in INT4,
+Each job is a benchmark with small settings: TPOT of a resident Qwen3-30B in INT4,
 of the same with 24 slots a layer, of Mixtral under 24 GiB, and of DynaExq, DyMoE and BuddyMoE. The
 trees take turns (old, new, new, old, ...), each in a process of its own, so that a drift of the
 clocks falls on both. A row is compared by the median over turns; times of whole processes, which
@@ -37,39 +37,60 @@ TIMES = ("ms", "us", "s")  # units of rows in which less is better
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A benchmark of one tree: `python -m module words`, rows to the file that `output` names."""
+    """A benchmark of one tree: `python -m module words`, rows to the file that `output` names.
 
-    module: str
+    Attributes:
+      modules: names of the module, the newest first; a tree runs the first that it has.
+      words: its flags.
+      output: its flag for the file of rows.
+    """
+
+    modules: tuple[str, ...]
     words: tuple[str, ...]
     output: str = "--out"
 
 
 _MODEL = ("--shape=Qwen3-30B-A3B", "--bits=4", "--decode_only", "--prompt=512", "--context=1024",
           "--steps_per_call=16", "--noprofile")  # fmt: skip
+_BENCHMARK = ("--config.attention_bits=4", "--config.context=1024", "--config.platform=gpu",
+              "--config.compilation_cache=")  # fmt: skip
 _POLICY = ("--host_gib=4", "--nottft")
+_POLICIES = ("scripts.studies.speed.bench_policies", "scripts.bench_policies_gpu")
 JOBS: Mapping[str, Job] = {
-    "resident": Job("scripts.bench_model_gpu", _MODEL, "--output"),
+    "resident": Job(
+        ("scripts.studies.speed.bench_model", "scripts.bench_model_gpu"), _MODEL, "--output"
+    ),
     "slots": Job(
-        "scripts.bench_memory_gpu", ("--slots=24", "--nottft", "--nosingle", "--noresident")
+        ("moejax.benchmark",),
+        ("--config.shape=Qwen3-30B-A3B", "--config.memory.slots=24", *_BENCHMARK),
+        "--config.output",
     ),
     "mixtral": Job(
-        "scripts.bench_memory_gpu",
-        ("--model=Mixtral-8x7B", "--gib=24", "--host_gib=4", "--nottft", "--nosingle"),
+        ("moejax.benchmark",),
+        ("--config.shape=Mixtral-8x7B", "--config.budgets=(24,)", *_BENCHMARK),
+        "--config.output",
     ),
-    "dynaexq": Job("scripts.bench_policies_gpu", ("--section=dynaexq", "--host_gib=4")),
-    "dymoe": Job("scripts.bench_policies_gpu", ("--section=dymoe", "--gib=24", *_POLICY)),
-    "buddymoe": Job(
-        "scripts.bench_policies_gpu", ("--section=buddymoe", "--cache_rate=0.75", *_POLICY)
-    ),
-    "cost": Job("scripts.bench_policies_gpu", ("--section=cost", "--host_gib=4")),
+    "dynaexq": Job(_POLICIES, ("--section=dynaexq", "--host_gib=4")),
+    "dymoe": Job(_POLICIES, ("--section=dymoe", "--gib=24", *_POLICY)),
+    "buddymoe": Job(_POLICIES, ("--section=buddymoe", "--cache_rate=0.75", *_POLICY)),
+    "cost": Job(_POLICIES, ("--section=cost", "--host_gib=4")),
 }
+
+
+def module_of(tree: Path, job: Job) -> str:
+    """The name that a tree knows a job's module by; a tree without it ends all."""
+    for module in job.modules:
+        if (tree / f"{module.replace('.', '/')}.py").is_file():
+            return module
+    sys.exit(f"{tree} has none of {', '.join(job.modules)}")
 
 
 def run(tree: Path, job: Job) -> dict[str, float]:
     """The times of a job's rows by what they say, and of the whole process; a failure ends all."""
     with tempfile.TemporaryDirectory() as folder:
         rows, start = Path(folder) / "rows.jsonl", time.monotonic()
-        command = [sys.executable, "-m", job.module, *job.words, f"{job.output}={rows}"]
+        module = module_of(tree, job)
+        command = [sys.executable, "-m", module, *job.words, f"{job.output}={rows}"]
         env = {**os.environ, "PYTHONPATH": str(tree.resolve())}
         done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
         if done.returncode:

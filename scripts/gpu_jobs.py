@@ -3,8 +3,11 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-PARTS = ("tests", "models", "kernels", "memory", "policies", "quantizers", "benchmark", "baselines")
+PARTS = ("tests", "models", "kernels", "policies", "quantizers", "benchmark", "baselines")
 
+STUDIES = "scripts.studies"
+SPEED, KERNELS = f"{STUDIES}.speed", f"{STUDIES}.kernels"
+BENCH_MODEL = f"{SPEED}.bench_model"
 LARGE_GIB = 66.0  # of the largest resident model
 
 
@@ -78,15 +81,15 @@ def _models() -> Iterator[Job]:
         name = f"{shape} INT{bits}"
         batches = ("--batch=1", "--batch=4", "--batch=16", "--batch=32")
         yield _job(
-            "models", f"decode, {name}", 130, "scripts.bench_model_gpu", *model, *decode, *batches,
+            "models", f"decode, {name}", 130, BENCH_MODEL, *model, *decode, *batches,
             file=of,
         )  # fmt: skip
         yield _job(
-            "models", f"prompts, {name}", 70, "scripts.bench_model_gpu", *model, "--prefill_only",
+            "models", f"prompts, {name}", 70, BENCH_MODEL, *model, "--prefill_only",
             "--prompt=512", "--prompt=2048", file=of,
         )  # fmt: skip
         yield _job(
-            "models", f"prompts of one chunk, {name}", 60, "scripts.bench_model_gpu", *model,
+            "models", f"prompts of one chunk, {name}", 60, BENCH_MODEL, *model,
             "--prefill_only", "--prompt=512", "--prompt=2048", "--context=2112", file=of,
         )  # fmt: skip
     of = "output cache other_models"
@@ -96,7 +99,7 @@ def _models() -> Iterator[Job]:
     ):  # fmt: skip
         model = (f"--shape={shape}", f"--bits={bits}", "--expect_prefill=any")
         yield _job(
-            "models", f"decode, {shape} {bits}", seconds, "scripts.bench_model_gpu", *model,
+            "models", f"decode, {shape} {bits}", seconds, BENCH_MODEL, *model,
             "--expect=any", "--batch=1", "--batch=8", *decode, file=of, size=size,
         )  # fmt: skip
         # Decode starts from a random cache: TTFT and what prompts take are of runs of their own.
@@ -104,7 +107,7 @@ def _models() -> Iterator[Job]:
         if size:
             prompts = ("--prompt=2048", "--prompt=4096", "--prompt=8192")
         yield _job(
-            "models", f"prompts, {shape} {bits}", 150 if size else 90, "scripts.bench_model_gpu",
+            "models", f"prompts, {shape} {bits}", 150 if size else 90, BENCH_MODEL,
             *model, "--prefill_only", *prompts, file=of, size=size,
         )  # fmt: skip
 
@@ -123,42 +126,19 @@ def _kernels() -> Iterator[Job]:
         ("experts", 130, ("--only=grouped", "--time_limit_s=130")),
         ("compensators", 50, ("--only=compensator", "--time_limit_s=50")),
     ):  # fmt: skip
-        yield _job("kernels", name, seconds, "scripts.bench_kernels", *words, file=of)
-    yield _job("kernels", "routers", 60, "scripts.bench_router", file="output - router")
-    yield _job("kernels", "attention", 60, "scripts.bench_attention", file="output - attention")
-    yield _job("kernels", "fetching", 120, "scripts.bench_fetch", file="output - fetch")
-
-
-def _memory() -> Iterator[Job]:
-    of, bench = "out programs memory", "scripts.bench_memory_gpu"
-    slots = ("--slots=8", "--slots=24", "--slots=48", "--slots=80")
-    yield _job("memory", "slots", 120, bench, "--nottft", "--nosingle", *slots, file=of)
-    for shape, gib in (
-        ("Mixtral-8x7B", 12), ("Mixtral-8x7B", 16), ("Mixtral-8x7B", 24),
-        ("Qwen3-30B-A3B", 8), ("Qwen3-30B-A3B", 12),
-    ):  # fmt: skip
-        yield _job(
-            "memory", f"{shape} under {gib} GiB", 110, bench, f"--model={shape}", f"--gib={gib}",
-            "--host_gib=4", file=of, gib=gib,
-        )  # fmt: skip
-    batches = [f"--batch={size}" for size in (1, 2, 4, 8, 16, 32)]
+        yield _job("kernels", name, seconds, f"{KERNELS}.bench_kernels", *words, file=of)
+    yield _job("kernels", "routers", 60, f"{KERNELS}.bench_router", file="output - router")
     yield _job(
-        "memory", "batches", 110, bench, "--nottft", "--nosingle", "--depth=8", "--slots=64",
-        "--slots=0", *batches, file=of,
-    )  # fmt: skip
-    yield _job(
-        "memory", "transfers", 150, "scripts.bench_transfers_gpu", "--routing=resting",
-        "--routing=trace", file="out programs transfers",
-    )  # fmt: skip
-    yield _job(
-        "memory", "transfers, the 48 layers", 90, "scripts.bench_transfers_gpu", "--rate=4",
-        "--per_call=8", "--routing=resting", file="out programs transfers",
-    )  # fmt: skip
-    yield _job("memory", "host store", 60, "scripts.bench_host_store", file="out - host_store")
+        "kernels",
+        "attention",
+        60,
+        f"{KERNELS}.bench_attention",
+        file="output - attention",
+    )
 
 
 def _policies() -> Iterator[Job]:
-    of, bench = "out programs policies", "scripts.bench_policies_gpu"
+    of, bench = "out programs policies", f"{SPEED}.bench_policies"
 
     def section(name: str, seconds: float, *words: str, section: str, gib: float = 0) -> Job:
         given = (f"--section={section}", "--host_gib=4", *words)
@@ -184,7 +164,7 @@ def _policies() -> Iterator[Job]:
             f"--batch={batch}", section="buddymoe",
         )  # fmt: skip
     yield _job(
-        "policies", "sweep", 220, "scripts.bench_sweep", "--device=gpu", "--settings=1000",
+        "policies", "sweep", 220, f"{SPEED}.bench_sweep", "--device=gpu", "--settings=1000",
         "--nowarm", file="output - sweep",
     )  # fmt: skip
 
@@ -192,7 +172,7 @@ def _policies() -> Iterator[Job]:
 def _quantizers() -> Iterator[Job]:
     """Beside the hqq library, where it and torch are installed."""
     of = "output cache quantizers"
-    yield _job("quantizers", "quantizers", 170, "scripts.bench_quantizers_gpu", file=of)
+    yield _job("quantizers", "quantizers", 170, f"{STUDIES}.quantizers.bench_quantizers", file=of)
 
 
 def _benchmark() -> Iterator[Job]:
@@ -204,6 +184,7 @@ def _benchmark() -> Iterator[Job]:
         "qwen3_whole": (*qwen3, "--config.budgets=(24,)", "--config.batches=(1,4,16,32)"),
         "mixtral": (*mixtral, "--config.budgets=(12,16,24,32)", "--config.memory.prefetch=2"),
         "dynaexq": ("--config=configs/benchmark_dynaexq.py", "--config.num_prompts=32"),
+        **{f"slots_{n}": (*qwen3, f"--config.memory.slots={n}") for n in (8, 24, 48, 80)},
     }.items():
         output = f"--config.output={{rows}}/benchmark_{name}.json,{{rows}}/benchmark.jsonl"
         yield _job(
@@ -222,12 +203,12 @@ def _baselines() -> Iterator[Job]:
             share = ("--share=0.97",) if form == "int4" else ()
             yield _job(
                 "baselines", f"accelerate, {shape} {form} under {gib} GiB", 150,
-                "scripts.bench_accelerate", f"--model={shape}", f"--gib={gib}", f"--form={form}",
-                *share, file="out - accelerate",
+                f"{STUDIES}.dymoe.bench_accelerate", f"--model={shape}", f"--gib={gib}",
+                f"--form={form}", *share, file="out - accelerate",
             )  # fmt: skip
 
 
-WARM_GIB = {"kernels": 10.0, "models": 34.0, "memory": 26.0, "policies": 26.0}  # by part
+WARM_GIB = {"kernels": 10.0, "models": 34.0, "policies": 26.0}  # by part
 MOST_WARM_GIB = 70.0  # what needs more compiles when it measures
 
 
@@ -241,6 +222,6 @@ def _warmed(job: Job) -> Job:
 def jobs() -> list[Job]:
     """All, by part."""
     makers = (
-        _tests, _models, _kernels, _memory, _policies, _quantizers, _benchmark, _baselines,
+        _tests, _models, _kernels, _policies, _quantizers, _benchmark, _baselines,
     )  # fmt: skip
     return [_warmed(job) for make in makers for job in make()]

@@ -2,20 +2,20 @@
 
     python -m scripts.make_results
 
-Reads `scripts/results/*.jsonl` and `scripts/papers/*.csv`; writes RESULTS.md and the pictures that
-it shows to docs/figures. Measures nothing; the same rows give the same bytes of text. To be run
-again whenever rows are added, which a test asks for.
+Reads `scripts/studies/*/*.jsonl` and `published.csv` beside them; writes RESULTS.md and the
+pictures that it shows to docs/figures. Measures nothing; the same rows give the same bytes of text.
+To be run again whenever rows are added, which a test asks for.
 """
 
 from pathlib import Path
 
 from absl import app, flags
 
-from scripts.reproducing.command import FIGURES, RESULTS
-from scripts.reproducing.document import build, document, draw
-from scripts.reproducing.rows import Results
+from scripts.studies.tables.command import FIGURES, RESULTS
+from scripts.studies.tables.document import build, document, draw
+from scripts.studies.tables.rows import Results
 
-_ROWS = flags.DEFINE_string("rows", str(RESULTS), "folder of *.jsonl")
+_ROWS = flags.DEFINE_string("rows", str(RESULTS), "folder of *.jsonl, in folders of it too")
 _OUTPUT = flags.DEFINE_string("output", ".", "folder of RESULTS.md, and of docs/figures below it")
 
 

@@ -16,7 +16,7 @@ from absl import app, flags
 
 from moejax.files.result_rows import ResultRow, read_rows, write_rows
 
-_INTO = flags.DEFINE_string("into", "scripts/results", "folder of JSON Lines files")
+_INTO = flags.DEFINE_string("into", "scripts/studies", "folder of the folders of rows")
 _SUFFIX = flags.DEFINE_string("suffix", "_h200", "of their names, before .jsonl: of the device")
 _LEFT_OUT = flags.DEFINE_string("skip", "compile", "regular expression of what is not taken")
 _OUTPUT = re.compile(r"(?<=\s)(--(?:config\.)?out(?:put)?=)\S+")
@@ -38,12 +38,17 @@ def merged(old: list[ResultRow], new: list[ResultRow], path: str, skip: str) -> 
     return [row for row in old if row.what not in taken] + list(taken.values())
 
 
+def place_of(folder: Path, name: str) -> Path:
+    """The file of that name below a folder; where there is none yet, in the folder itself."""
+    return next(iter(sorted(folder.rglob(name))), folder / name)
+
+
 def main(argv: list[str]) -> None:
     """Merges each file of a folder."""
     if len(argv) != 2 or not (found := sorted(Path(argv[1]).glob("*.jsonl"))):
         sys.exit("error: give a folder that has .jsonl files: see scripts/merge_rows.py")
     for file in found:
-        into = Path(_INTO.value) / f"{file.stem}{_SUFFIX.value}.jsonl"
+        into = place_of(Path(_INTO.value), f"{file.stem}{_SUFFIX.value}.jsonl")
         old = read_rows(into) if into.exists() else []
         rows = merged(old, read_rows(file), str(into), _LEFT_OUT.value)
         write_rows(into, rows)

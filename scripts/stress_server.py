@@ -42,7 +42,9 @@ _QUEUE_LIMIT = flags.DEFINE_integer(
 )
 _GROWTH = flags.DEFINE_float("growth", 3.0, "percent that resident memory may grow by")
 _SEED = flags.DEFINE_integer("seed", 0, "of cases and clients")
-_RESULTS = flags.DEFINE_string("results", "scripts/results/server.jsonl", "rows go here; '': none")
+_RESULTS = flags.DEFINE_string(
+    "results", "scripts/studies/server/server.jsonl", "rows go here; '': none"
+)
 
 QUIET_S = 15.0  # without a new program, the warm-up is over
 

@@ -30,7 +30,9 @@ _MAX_BATCH = flags.DEFINE_integer("max_batch", 8, "of the server")
 _FIFO = flags.DEFINE_float(
     "fifo_s", None, "of the first short answer where rows came first in, first out; a baseline"
 )
-_RESULTS = flags.DEFINE_string("results", "scripts/results/server.jsonl", "rows go here; '': none")
+_RESULTS = flags.DEFINE_string(
+    "results", "scripts/studies/server/server.jsonl", "rows go here; '': none"
+)
 
 TIMEOUT_S = 900.0
 

@@ -14,7 +14,7 @@ import accelerate.utils.modeling as accelerate_modeling
 import torch
 
 from moejax.files.result_rows import read_rows
-from scripts.accelerate_models import (
+from scripts.studies.dymoe.accelerate_models import (
     TINY,
     Form,
     HostWeights,
@@ -24,8 +24,8 @@ from scripts.accelerate_models import (
     int4_error,
     offload,
 )
-from scripts.accelerate_plan import Plan, layer_places, make_plan
-from scripts.bench_accelerate import cache_kept
+from scripts.studies.dymoe.accelerate_plan import Plan, layer_places, make_plan
+from scripts.studies.dymoe.bench_accelerate import cache_kept
 from tests.script_runs import run_module
 
 CPU = torch.device("cpu")
@@ -171,8 +171,8 @@ class ScriptTest(absltest.TestCase):
         with tempfile.TemporaryDirectory() as directory:
             out = Path(directory) / "rows.jsonl"
             done = run_module(
-                "scripts.bench_accelerate", "--model=tiny", "--device=cpu", "--prompt=16",
-                "--tokens=2", "--repeats=1", "--depth=4", f"--out={out}",
+                "scripts.studies.dymoe.bench_accelerate", "--model=tiny", "--device=cpu",
+                "--prompt=16", "--tokens=2", "--repeats=1", "--depth=4", f"--out={out}",
             )  # fmt: skip
             self.assertEqual(done.returncode, 0, done.stderr)
             rows = read_rows(out)

@@ -15,7 +15,12 @@ class SmokeTest(absltest.TestCase):
     @pytest.mark.slow
     def test_every_shape_writes_rows(self):
         output = Path(self.enter_context(tempfile.TemporaryDirectory())) / "rows.jsonl"
-        command = ["scripts.bench_attention", "--smoke", "--repeats=2", "--tiles=16x2w4p2"]
+        command = [
+            "scripts.studies.kernels.bench_attention",
+            "--smoke",
+            "--repeats=2",
+            "--tiles=16x2w4p2",
+        ]
         done = run_module(*command, f"--output={output}")
         self.assertEqual(done.returncode, 0, done.stderr + done.stdout)
         rows = read_rows(output)

@@ -18,10 +18,8 @@ from moejax.files.result_rows import ResultRow, read_rows
 from pallas_kernels.dequant_matmul import dequant_matmul
 from pallas_kernels.packed import dequantize
 from pallas_kernels.target import Choice, Target
-from scripts import bench_kernels_data as data
-from scripts import bench_kernels_peers as peers
-from scripts import bench_kernels_run as run
-from scripts import bench_kernels_timing as timing
+from scripts.studies.kernels import data, peers, timing
+from scripts.studies.kernels import running as run
 from tests import slow
 from tests.script_runs import run_module
 
@@ -270,7 +268,7 @@ def peers_have_gpu() -> bool:
 
 def script(name: str, *arguments: str) -> subprocess.CompletedProcess:
     """Runs a main in a process of its own: flags of several scripts have the same names."""
-    return run_module(f"scripts.{name}", *arguments)
+    return run_module(f"scripts.studies.kernels.{name}", *arguments)
 
 
 class MainsTest(absltest.TestCase):
@@ -285,7 +283,7 @@ class MainsTest(absltest.TestCase):
         for section in ("dense", "grouped", "compensator"):
             self.assertTrue(any(name.startswith(section) for name in names), names)
 
-        plotted = script("plot_kernels", f"--rows={rows_path}", f"--output={out}")
+        plotted = script("tables", f"--rows={rows_path}", f"--output={out}")
         self.assertEqual(plotted.returncode, 0, plotted.stderr)
         self.assertIn("### dense | 256x96 int3g64 float", plotted.stdout)
         self.assertGreater((out / "kernels_dense_256x96_int3g64_float.png").stat().st_size, 5000)
@@ -321,17 +319,19 @@ class MainsTest(absltest.TestCase):
 
 class PlotTest(absltest.TestCase):
     def test_the_committed_rows_give_curves(self):
-        from scripts import plot_kernels
+        from scripts.studies.kernels import tables as plot_kernels
 
-        results = Path(plot_kernels.__file__).parent / "results"
-        rows = plot_kernels.latest_rows(results / "kernels_h200.jsonl")
+        results = Path(plot_kernels.__file__).parent / "kernels_h200.jsonl"
+        rows = plot_kernels.latest_rows(results)
         curves = plot_kernels.beside_cublas(plot_kernels.read_curves(rows))
         self.assertGreater(len(curves), 5)
         for name, sizes in curves.items():
             self.assertNotEmpty(sizes, name)
 
     def test_bars(self):
-        from scripts import plot_kernels  # its flags are defined here alone
+        from scripts.studies.kernels import (
+            tables as plot_kernels,  # its flags are defined here alone
+        )
 
         def row(what: str, figure: float, unit: str, **beside: float) -> ResultRow:
             return ResultRow(

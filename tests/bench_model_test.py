@@ -29,7 +29,7 @@ CONFIG = dataclasses.replace(
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
-    return run_module("scripts.bench_model_gpu", "--shape=tiny", "--platform=cpu", *flags)
+    return run_module("scripts.studies.speed.bench_model", "--shape=tiny", "--platform=cpu", *flags)
 
 
 class WeightsTest(HostTestCase):

@@ -14,11 +14,11 @@ from absl.testing import absltest, parameterized
 from moejax.benchmarking.synthetic_traces import QWEN3_HIT_RATES, lru_hit_rate
 from moejax.benchmarking.workloads import EXPONENTS, make_workload, one_miss_workload
 from moejax.models.shapes import SHAPES, TINY
-from scripts.bench_report import Report
-from scripts.policy_memories import Lab
-from scripts.policy_run import Options, Run
-from scripts.policy_sections import SECTIONS
-from scripts.policy_timing import Sizes
+from scripts.studies.measuring import Report
+from scripts.studies.speed.lab import Lab
+from scripts.studies.speed.section_run import Options, Run
+from scripts.studies.speed.sections import SECTIONS
+from scripts.studies.speed.timing import Sizes
 
 FEW_LAYERS = {
     name: dataclasses.replace(config, num_layers=3, moe_layers=(0, 1, 2))

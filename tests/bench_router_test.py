@@ -15,7 +15,9 @@ class SmokeTest(absltest.TestCase):
     @pytest.mark.slow
     def test_every_shape_writes_rows(self):
         output = Path(self.enter_context(tempfile.TemporaryDirectory())) / "rows.jsonl"
-        done = run_module("scripts.bench_router", "--smoke", "--repeats=2", f"--output={output}")
+        done = run_module(
+            "scripts.studies.kernels.bench_router", "--smoke", "--repeats=2", f"--output={output}"
+        )
         self.assertEqual(done.returncode, 0, done.stderr + done.stdout)
         rows = read_rows(output)
         for what in ("product and routing of Qwen3-30B-A3B, 3 tokens", "routing of Mixtral-8x7B"):

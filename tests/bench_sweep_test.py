@@ -10,7 +10,7 @@ from absl.testing import absltest
 
 from moejax.benchmarking.synthetic_traces import drifting_trace
 from moejax.files.result_rows import read_rows
-from scripts.sweep_grids import POLICIES, grid_of
+from scripts.studies.speed.sweep_grids import POLICIES, grid_of
 from tests.script_runs import run_module
 
 # In processes of their own: flags of several scripts have one name.
@@ -19,7 +19,7 @@ POLICY_NAMES = ["lru", "dynaexq", "dymoe", "dymoe_ahead", "buddymoe", "compose"]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return run_module("scripts.bench_sweep", *TINY, *arguments)
+    return run_module("scripts.studies.speed.bench_sweep", *TINY, *arguments)
 
 
 class BenchSweepTest(absltest.TestCase):

@@ -20,7 +20,7 @@ from moejax.checkpoints.safetensors_reader import read_header
 from moejax.checkpoints.safetensors_writer import write_safetensors
 from moejax.demo import DEMO_DIRECTORY
 from moejax.errors import MoejaxError
-from moejax.files.checksums import CHECKSUMS, Checksum, checksum
+from moejax.files.checksums import CHECKSUMS, Checksum, checksum, checksum_fields
 from tests.quantized_stores import QWEN, Own
 
 WEIGHTS = "model.safetensors"
@@ -165,6 +165,17 @@ class FilesTest(parameterized.TestCase):
         with self.assertRaisesRegex(MoejaxError, "x.safetensors: a is not what was written"):
             write_safetensors(copy, {"b": read_header(path)["a"]})
         self.assertEqual([found.name for found in self.directory.iterdir()], [path.name])
+
+    @parameterized.parameters(
+        ({"a": 0, "b": 0, "c": 0}, "c has a checksum and no data"),
+        ({"a": 0}, "b has no checksum"),
+        ({"a": 0, "B": 0}, "B has a checksum and no data"),
+    )
+    def test_checksums_of_other_tensors(self, said, reason):
+        path = self.directory / "x.safetensors"
+        save_file({"a": random_bytes(8), "b": random_bytes(8)}, path, checksum_fields(said))
+        with self.assertRaisesRegex(MoejaxError, f"x.safetensors is not .*{reason}"):
+            read_header(path)
 
     @parameterized.parameters("not JSON", "[]", '{"a": "xyz"}', '{"a": 1}', "[" * 100_000)
     def test_checksums_that_are_not_understood(self, said):

@@ -273,6 +273,7 @@ class CliTest(parameterized.TestCase):
 
     @parameterized.parameters(
         (["--promt=a"], "there is no flag --promt; did you mean --prompt?"),
+        (["--prompt=a", "--zzzqqq=1"], "there is no flag --zzzqqq (--help lists the flags)"),
         (["--prompt=a", "--temprature=1"], "did you mean --config.temperature?"),
         (["--prompt=a", "--device_gb=1"], "did you mean --config.memory.device_gib?"),
         (["--prompt=a", "--slots=8"], "write --config.memory.slots or --config.policy.slots"),
@@ -369,9 +370,9 @@ class CliTest(parameterized.TestCase):
         never = "error: interrupted\n"
         for command, arguments, said in (
             (quantize.COMMAND, ["--output=x"], again),
-            (evaluate.COMMAND, ["--output=x.json"], again),
+            (evaluate.COMMAND, ["--output=no/such/x.json"], never),  # nothing is kept yet
             (evaluate.COMMAND, [], never),
-            (evaluate.COMMAND, ["--output=x.json", "--policy.name=dymoe"], never),
+            (evaluate.COMMAND, ["--output=no/such/x.json", "--policy.name=dymoe"], never),
             (generate.COMMAND, [], never),
         ):
             body = mock.Mock(side_effect=KeyboardInterrupt)
@@ -508,23 +509,45 @@ class ProcessTest(absltest.TestCase):
             )
             self.assertEqual((done.returncode, done.stdout, done.stderr), (1, out, err))
 
-    def test_ctrl_c(self):
+    def interrupted(self, body: str, before: str = "", times: int = 1) -> tuple[int, str, str]:
+        """Status, output and errors of a command that is interrupted at each line of its output."""
         # A shell in the background ignores SIGINT, and its children with it.
         probe = (
-            "import signal, time; from moejax import cli, generate\n"
+            "import atexit, signal, time; from moejax import cli, generate\n"
             "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-            "def body(config, values):\n"
-            "    print('ready', flush=True); time.sleep(60)\n"
+            f"def wait(*_):\n    print('waits', flush=True); time.sleep(60)\n{before}\n"
+            f"def body(config, values):\n    {body}\n"
             "command = cli.Command(doc='', default=generate.COMMAND.default,\n"
             "                      define_flags=lambda values: None, body=body)\n"
             "cli.run(command)"
         )
         process = self.start("-c", probe, stdout=subprocess.PIPE)
         assert process.stdout is not None
-        process.stdout.readline()
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate()
-        self.assertEqual((process.returncode, err), (130, "error: interrupted\n"))
+        lines = []
+        for _ in range(times):
+            lines.append(process.stdout.readline())
+            process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
+        return process.returncode, "".join(lines) + out, err
+
+    def test_ctrl_c(self):
+        found = self.interrupted("wait()")
+        self.assertEqual(found, (130, "waits\n", "error: interrupted\n"))
+
+    def test_ctrl_c_once_more_while_the_first_is_told_of(self):
+        found = self.interrupted("wait()", "cli._fail = wait", times=2)
+        self.assertEqual(found, (130, "waits\nwaits\n", ""))
+
+    def test_a_bug_after_ctrl_c_keeps_its_traceback_and_ends_at_once(self):
+        body = "\n    ".join(["try: wait()", "except KeyboardInterrupt: 1 / 0"])
+        status, _, err = self.interrupted(body, "atexit.register(wait)")
+        self.assertEqual(status, 1)
+        self.assertStartsWith(err, "Traceback (most recent call last):")
+        self.assertEndsWith(err, "ZeroDivisionError: division by zero\n")
+
+    def test_ctrl_c_after_the_end_changes_nothing(self):
+        last = "atexit.register(lambda: (print('last', flush=True), time.sleep(1)))"
+        self.assertEqual(self.interrupted("pass", last), (0, "last\n", ""))
 
 
 if __name__ == "__main__":

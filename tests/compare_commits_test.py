@@ -17,23 +17,32 @@ pathlib.Path(out).write_text(json.dumps(row) + "\\n")
 
 
 class CompareTest(absltest.TestCase):
-    def tree(self, name: str, figure: float) -> Path:
+    def tree(self, name: str, figure: float, file: str) -> Path:
         folder = Path(self.enter_context(tempfile.TemporaryDirectory())) / name
         (folder / "scripts").mkdir(parents=True)
         row = {
             "what": "TPOT", "figure": figure, "unit": "ms", "baseline": {}, "device": "none",
             "date": "2026-11-24", "command": "bench", "versions": {},
         }  # fmt: skip
-        (folder / "scripts/bench_memory_gpu.py").write_text(BENCH.replace("{row!r}", repr(row)))
+        module = folder / "scripts" / file
+        module.parent.mkdir(parents=True, exist_ok=True)
+        module.write_text(BENCH.replace("{row!r}", repr(row)))
         return folder
 
     def test_a_slower_tree_is_told(self):
-        old, new = self.tree("old", 2.0), self.tree("new", 2.5)
-        how = ("--job=slots", "--turns=1", "--most_percent=2")
+        old = self.tree("old", 2.0, "bench_policies_gpu.py")
+        new = self.tree("new", 2.5, "studies/speed/bench_policies.py")
+        how = ("--job=dymoe", "--turns=1", "--most_percent=2")
         done = run_module("scripts.compare_commits", f"--old={old}", f"--new={new}", *how)
         self.assertEqual(done.returncode, 1, done.stderr)
-        self.assertIn("| slots | TPOT | 2 | 2.5 | +25.0 % |", done.stdout)
-        self.assertIn("slots, TPOT: +25.0 %", done.stderr)
+        self.assertIn("| dymoe | TPOT | 2 | 2.5 | +25.0 % |", done.stdout)
+        self.assertIn("dymoe, TPOT: +25.0 %", done.stderr)
+
+    def test_a_tree_without_the_benchmark_is_named(self):
+        tree = self.tree("old", 2.0, "other.py")
+        done = run_module("scripts.compare_commits", f"--old={tree}", f"--new={tree}", "--job=cost")
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("old has none of scripts.studies.speed.bench_policies, ", done.stderr)
 
     def test_medians_of_what_both_have(self):
         old = [{"a": 1.0, "b": 5.0}, {"a": 3.0, "b": 5.0}, {"a": 2.0}]

@@ -61,8 +61,8 @@ class ComparePredictedTest(absltest.TestCase):
         }  # fmt: skip
         (folder / "x.json").write_text(json.dumps(record))
         done = run_module(
-            "scripts.compare_predicted", str(folder / "x.json"), f"--trace={folder / 'x.trace'}",
-            f"--output={folder / 'rows.jsonl'}",
+            "scripts.studies.speed.compare_predicted", str(folder / "x.json"),
+            f"--trace={folder / 'x.trace'}", f"--output={folder / 'rows.jsonl'}",
         )  # fmt: skip
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("3.000 ms a step and 50.0 GiB/s", done.stdout)
@@ -73,7 +73,9 @@ class ComparePredictedTest(absltest.TestCase):
             self.assertAlmostEqual(beside["hit_rate"], beside["predicted_hit_rate"], delta=2e-3)
         record["points"] = points[:2]
         (folder / "x.json").write_text(json.dumps(record))
-        done = run_module("scripts.compare_predicted", str(folder / "x.json"), "--trace=x")
+        done = run_module(
+            "scripts.studies.speed.compare_predicted", str(folder / "x.json"), "--trace=x"
+        )
         self.assertIn("has 2 budgets with cached experts at batch 1: give three", done.stderr)
 
 

@@ -1,5 +1,6 @@
 """Conversations: on a real terminal, in a pipe, from Python; Ctrl-C while XLA compiles."""
 
+import io
 import os
 import pathlib
 import re
@@ -10,6 +11,7 @@ import tempfile
 import threading
 import time
 from typing import Any
+from unittest import mock
 
 import jax
 import transformers
@@ -17,6 +19,8 @@ from absl.testing import absltest
 
 from moejax.engine import Engine
 from moejax.errors import MoejaxError
+from moejax.inference import compile_notice
+from moejax.inference.compile_notice import CompileNotice
 from tests.generate_test import run_in_process, write_tokenizer
 from tests.hf_checkpoints import write_checkpoint
 
@@ -213,6 +217,18 @@ class CtrlCTest(absltest.TestCase):
         self.assertEqual(
             (process.returncode, out, err), (130, "cleaned up\n", "error: interrupted\n")
         )
+
+
+class CompileNoticeTest(absltest.TestCase):
+    def test_in_a_log_it_has_a_line_of_its_own(self):
+        log = io.StringIO()
+        print("an answer's first words", end="", file=log)
+        with mock.patch.object(compile_notice, "_LINE_S", 0.0), CompileNotice(log)("decode"):
+            while not log.getvalue().endswith("run\n"):
+                time.sleep(0.001)
+        words, line = log.getvalue().splitlines()
+        self.assertEqual(words, "an answer's first words")
+        self.assertRegex(line, r"^compiling decode, 0 s so far; compiled programs are kept")
 
 
 if __name__ == "__main__":

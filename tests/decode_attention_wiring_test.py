@@ -62,11 +62,11 @@ class WiringTest(HostTestCase):
         gpu, half = Target("gpu", (8, 6)), jnp.dtype("bfloat16")
         choose = functools.partial(attention.choose_cached, config)
         self.assertEqual(choose(half, gpu), ("triton", {}))
-        self.assertEqual(attention.cached_form(choose(half, gpu)), "kernel")
+        self.assertEqual(attention.decode_impl(choose(half, gpu)), "kernel")
         self.assertEqual(choose(half, gpu, "xla"), ("xla", {}))
         for dtype, target in ((jnp.dtype("float32"), gpu), (half, Target("cpu", None))):
             found = choose(dtype, target)
-            self.assertEqual(attention.cached_form(found), "xla")
+            self.assertEqual(attention.decode_impl(found), "xla")
             self.assertNotEmpty(found.refusals["triton"])
             with self.assertRaisesRegex(ValueError, "by the kernel: "):
                 choose(dtype, target, "kernel")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from absl.testing import absltest, parameterized
 from safetensors.numpy import load_file, save_file
 
-from moejax import Engine
+from moejax import Engine, cli, quantize
 from moejax.checkpoints import save_hf_checkpoint
 from moejax.checkpoints.reader import load_weights
 from moejax.errors import MoejaxError
@@ -26,7 +27,7 @@ from moejax.models.assembly import forward, merge_weights, model_definition
 from moejax.models.config import ModelConfig
 from moejax.models.kv_cache import KVCache, empty_cache
 from moejax.models.latent_attention import is_expanded
-from moejax.models.layer_index import places
+from moejax.models.layer_index import layer_indices
 from moejax.models.parts import LatentAttention as Widths
 from moejax.models.parts import RopeScaling, RouterRule
 from moejax.models.rope import model_angles
@@ -121,6 +122,40 @@ class ParityTest(parameterized.TestCase):
     def test_transformers(self, name):
         path = write_checkpoint(name, self.directory)
         self.check(path, of_transformers(reference_model(path)))
+
+    def test_a_bias_of_minus_infinity_masks_experts(self):
+        source = write_checkpoint("v3", self.directory)
+        path, quantized = self.directory / "masked", self.directory / "masked-int4"
+        shutil.copytree(source, path)
+        file = path / "model.safetensors"
+        tensors = load_file(file)
+        biases = [name for name in tensors if name.endswith("e_score_correction_bias")]
+        for name in biases:
+            tensors[name][[0, 5]] = -np.inf
+        save_file(tensors, file, {"format": "pt"})
+        reference = of_transformers(reference_model(path))
+        self.check(path, reference)
+        unmasked = of_transformers(reference_model(source))
+        found, other = (one(torch.arange(40))[0] for one in (reference, unmasked))
+        self.assertGreater(float(abs(found - other).max()), 0.1)
+        status = cli.exit_status(
+            quantize.COMMAND,
+            [
+                "x",
+                f"--checkpoint={path}",
+                f"--output={quantized}",
+                "--method=rtn",
+                "--group_size=0",
+            ],
+        )
+        self.assertEqual(status, 0)
+        loaded = Engine.from_pretrained(quantized, platform="cpu", progress=False)
+        np.testing.assert_array_equal(loaded.weights["moe.router_bias"][0], tensors[biases[0]])
+        for value in (np.nan, np.inf, -1e30):
+            tensors[biases[0]][3] = value
+            save_file(tensors, file)
+            with self.assertRaisesRegex(MoejaxError, f"{biases[0]} holds NaN, infinite or huge"):
+                Engine.from_pretrained(path, platform="cpu", progress=False)
 
     @slow.repeats()
     @parameterized.parameters(*MOE_16B)
@@ -328,9 +363,9 @@ class FormsTest(parameterized.TestCase):
         normed = as_dtype(rng.standard_normal((2, 5, TINY.model_dim)))
         spec, mask = ChunkSpec(SLOTS, False, "dense", "xla"), jnp.ones((2, 5), bool)
         attend = model.attention_of(cache, positions, spec, lambda *of: shown.append(of), mask)
-        place, angles = places(TINY)[2], model_angles(TINY, positions)
+        index, angles = layer_indices(TINY)[2], model_angles(TINY, positions)
         with mock.patch.object(latent_attention, "is_expanded", lambda *_, **__: expanded):
-            return shown, model.attention(normed, place, angles, attend)
+            return shown, model.attention(normed, index, angles, attend)
 
     def test_absorbed_is_expanded(self):
         (one,), expected = self.shown_and_attended(True)

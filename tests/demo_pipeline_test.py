@@ -16,7 +16,7 @@ from absl.testing import absltest
 from moejax.checkpoints import load_weights
 from moejax.models.assembly import forward, merge_weights, model_definition
 from moejax.models.hf.config import read_model_config
-from moejax.training import wikitext
+from scripts.demo_training import wikitext
 from tests.script_runs import ROOT, run_file
 
 ARTICLE = (
@@ -47,7 +47,7 @@ OVERRIDES = {
 
 
 def write_source(directory: Path) -> None:
-    """The layout that prepare_demo_data.py reads, a few kilobytes of it."""
+    """The layout that `prepare_data` reads, a few kilobytes of it."""
 
     def write(name: str, text: str) -> None:
         path = directory / f"{name}.xz"
@@ -70,7 +70,9 @@ def write_source(directory: Path) -> None:
 
 
 def run_script(name: str, *arguments: str) -> None:
-    done = run_file(ROOT / "scripts" / f"{name}.py", *arguments, cwd=ROOT, JAX_PLATFORMS="cpu")
+    done = run_file(
+        ROOT / "scripts/demo_training" / f"{name}.py", *arguments, cwd=ROOT, JAX_PLATFORMS="cpu"
+    )
     if done.returncode:
         raise AssertionError(f"{name} failed:\n{done.stderr[-4000:]}")
 
@@ -124,23 +126,21 @@ class PipelineTest(absltest.TestCase):
         work = Path(self.enterContext(tempfile.TemporaryDirectory()))
         write_source(work / "text")
         data, run, out = str(work / "data"), str(work / "run"), work / "demo"
-        run_script(
-            "prepare_demo_data", f"--data={work}/text", f"--output={data}", "--vocab_size=300"
-        )
+        run_script("prepare_data", f"--data={work}/text", f"--output={data}", "--vocab_size=300")
         dropped = json.loads((work / "data/corpus.json").read_text())["dropped_documents"]
         self.assertEqual(dropped["books"], 1)
 
         config = ["--config=configs/train_demo.py", f"--data={data}"]
         config += [f"--config.{name}={value}" for name, value in OVERRIDES.items()]
-        run_script("train_demo", *config, f"--run_dir={run}")
+        run_script("train", *config, f"--run_dir={run}")
         run_script(
-            "evaluate_demo",
+            "evaluate",
             *config,
             f"--weights={run}/weights.safetensors",
             f"--output={run}/evaluation.json",
             "--stride=8",
         )
-        run_script("export_demo", f"--data={data}", f"--run_dir={run}", f"--output={out}")
+        run_script("export", f"--data={data}", f"--run_dir={run}", f"--output={out}")
 
         card = (out / "README.md").read_text()
         for said in ("4 steps", "WikiText-2 test, raw file", "least loaded expert", "CC BY-SA"):

@@ -21,10 +21,10 @@ from pallas_kernels.mosaic_decode import low_rank_spec
 from scripts import gpu_jobs, make_documents
 from scripts.documents import commands, config_tables, dry, messages
 from scripts.documents.config_tables import MAINS
-from scripts.policy_sections import SECTIONS
+from scripts.studies.speed.sections import SECTIONS
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", ROOT / "WORKSPACE.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = commands.pages()
 # Links of two kinds: [text](target) and, of a picture, ![text](target).
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -86,14 +86,21 @@ class CommandsTest(absltest.TestCase):
         self.assertLessEqual({"demo-int4", "buddies.safetensors", "x.trace"}, made)
 
     def test_what_a_newcomer_types_names_what_is_there(self):
-        """Files and folders of README and the recipe: in the clone, or made by a line above."""
+        """Files that README, the recipe and docstrings of mains name: there, or made above."""
         named = re.compile(
             r"--(?:prompt_file|config\.text|config\.checkpoint)=(?!DIR|path/)([\w./-]+)"
         )
         count = 0
-        for name in ("README.md", "docs/recipe_qwen3_30b_12gb.md"):
+        pages = {
+            name: commands.of_page(name, (ROOT / name).read_text(encoding="utf-8"))
+            for name in ("README.md", "docs/recipe_qwen3_30b_12gb.md")
+        }
+        for path in (ROOT / "moejax").glob("*.py"):
+            source = path.read_text(encoding="utf-8")
+            pages[path.name] = commands.of_docstring(path.name, source, commands.RUN)
+        for found in pages.values():
             made = {"demo", "-"}
-            for command in commands.of_page(name, (ROOT / name).read_text(encoding="utf-8")):
+            for command in found:
                 for file in named.findall(command.text):
                     self.assertTrue(file in made or (ROOT / file).is_file(), command)
                     count += 1
@@ -117,8 +124,7 @@ class CommandsTest(absltest.TestCase):
         every = "\n".join(asked)
         for section in SECTIONS:
             self.assertIn(f"--section={section} ", every)
-        for script in ("bench_quantizers_gpu", "bench_host_store"):
-            self.assertIn(f"-m scripts.{script} ", every)
+        self.assertIn("-m scripts.studies.quantizers.bench_quantizers ", every)
 
     def test_what_is_wrong_is_found(self):
         """A flag, a file, a shell's fence, a mark, an extra, a script's flag that there are not."""
@@ -127,7 +133,7 @@ class CommandsTest(absltest.TestCase):
             "python -m moejax.generate --config=configs/nowhere.py",
             "python -m moejax.evaluate --config.policy.name=dymo",
             "python -m moejax.lm_eval --model moejax --model_args pretrained=x,slots=3",
-            "python -m scripts.bench_kernels --no_such_flag=1",
+            "python -m scripts.studies.kernels.bench_kernels --no_such_flag=1",
             "python -m scripts.make_trace --tokens=many",
             "python -m scripts.make_trace results/",
             "python -m scripts.bench_gpu results/ --no_such_flag",

@@ -1,5 +1,6 @@
 """Answers of an engine: batches, ends, stop strings, streams, and refusals."""
 
+import dataclasses
 import math
 import tempfile
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import Engine, MoejaxError
+from moejax.models.parts import RopeScaling
 from tests.tiny_engine import VOCAB_SIZE, load_tiny_engine
 
 CONTEXT = 256
@@ -172,6 +174,16 @@ class PromptTest(parameterized.TestCase):
             self.assertRaisesRegex(MoejaxError, r"20 tokens .* context of 20: .* raise .*256"),
         ):
             ENGINE.generate(random_prompt(20))
+
+    @parameterized.parameters((0, 1023), (64, 63))
+    def test_the_longest_prompt_of_scaled_rope_is_the_longest_that_is_taken(self, context, longest):
+        scaling = RopeScaling(kind="yarn", factor=4.0, original_positions=CONTEXT)
+        config = dataclasses.replace(ENGINE.config, rope_scaling=scaling)
+        engine = Engine(config, ENGINE.weights, device=ENGINE.device, context=context)
+        self.assertEqual(engine.longest_prompt, longest)
+        engine.check_prompt([0] * longest)
+        with self.assertRaisesRegex(MoejaxError, "leaves no room"):
+            engine.check_prompt([0] * (longest + 1))
 
     @parameterized.parameters(-1, 257)
     def test_a_context_that_the_model_does_not_take(self, context):

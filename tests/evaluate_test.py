@@ -21,7 +21,7 @@ from absl.testing import absltest, parameterized
 from moejax import cli, evaluate
 from moejax.config.commands import EvaluateConfig, MemoryConfig
 from moejax.engine import Engine
-from moejax.evaluation import record
+from moejax.evaluation import perplexity_run, record
 from moejax.evaluation.perplexity import log_likelihood
 from moejax.text.corpus import joined_rows, load_text
 from moejax.text.windows import Windowing
@@ -120,7 +120,11 @@ class EvaluateTest(parameterized.TestCase):
         whole = json.loads((self.folder / "whole.json").read_text())
         self.assertGreater(whole["protocol"]["windows"], 6)
         output = self.folder / "cut.json"
-        self.assertEqual(self._cut(2, output=output, **how)[0], 130)
+        for place in (output, self.folder / "whole.json"):  # what is there, if any, has ended
+            self.assertEndsWith(self._cut(0, output=place, **how)[2], "error: interrupted\n")
+        status, _, err = self._cut(2, output=output, **how)
+        self.assertEqual(status, 130)
+        self.assertEndsWith(err, "error: interrupted; run the same command again to resume\n")
         self.assertFalse(output.exists())
         for field, value, said in (
             ("window", 17, "protocol differ"), ("stride", 4, "protocol differ"),
@@ -133,7 +137,10 @@ class EvaluateTest(parameterized.TestCase):
         with mock.patch.object(Engine, "score", autospec=True, side_effect=Engine.score) as score:
             status, _, err = self.run_main(output=output, **how)
         self.assertEqual(status, 0, err)
-        self.assertEqual(score.call_count, math.ceil((whole["protocol"]["windows"] - 4) / 2))
+        num_windows = whole["protocol"]["windows"]
+        place = self.folder / "cut.answers.jsonl"
+        self.assertIn(f"\n4 of {num_windows} windows are taken over from {place}\n", f"\n{err}")
+        self.assertEqual(score.call_count, math.ceil((num_windows - 4) / 2))
         resumed = json.loads(output.read_text())
         self.assertEqual(resumed["resumed_windows"], 4)
         for name in ("perplexity", "perplexity_stderr", "nats", "tokens_scored", "protocol"):
@@ -147,6 +154,31 @@ class EvaluateTest(parameterized.TestCase):
             status, out, err = self.run_main(output=output)
         self.assertEqual((status, score.called), (0, False), err)
         self.assertIn("experts by none (nothing was left to run)", out)
+
+    def test_the_comparison_with_the_exact_model_is_announced_after_the_figure(self):
+        compared, before = perplexity_run._compared, []
+
+        def watched(*arguments: Any) -> Any:
+            before.append((sys.stdout.getvalue(), sys.stderr.getvalue()))
+            return compared(*arguments)
+
+        how = {"policy.name": "on_demand", "policy.tiers": "int4", "policy.slots": 3,
+               "policy.quantizer": "rtn", "policy.group_size": 16, "fidelity_share": 0.5,
+               "max_tokens": 65, "output": self.folder / "compared.json"}  # fmt: skip
+        with mock.patch.object(perplexity_run, "_compared", watched):
+            status, out, err = self.run_main(**how)
+            self.assertEqual(status, 0, err)
+            self.assertEqual(self.run_main(**{**how, "fidelity_share": 0})[0], 0)
+        [(figure, said)] = before
+        self.assertStartsWith(figure, "perplexity ")
+        self.assertStartsWith(out, figure)
+        self.assertRegex(out.removeprefix(figure), r"^KL of the exact model .* of 32 tokens\n$")
+        announced = said.splitlines()[-1]
+        self.assertRegex(
+            announced,
+            r"^comparing with the exact model on 32 tokens: about \d+ s and compiling; "
+            r"--config.fidelity_share=0 leaves it out$",
+        )
 
     @pytest.mark.slow
     def test_under_a_policy_and_with_a_trace_it_begins_anew(self):

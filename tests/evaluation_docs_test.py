@@ -29,12 +29,6 @@ class DocsTest(absltest.TestCase):
             config, _ = cli.parse(evaluate.COMMAND, words[2:])  # raises where a flag is wrong
             self.assertIsNotNone(config)
 
-    def test_scripts_are_there(self):
-        found = commands("python -m scripts.")
-        self.assertNotEmpty(found)
-        for words in found:
-            self.assertTrue((ROOT / (words[2].replace(".", "/") + ".py")).is_file(), words[2])
-
     def test_tasks_of_lm_eval(self):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,8 +1,10 @@
 """Experts one at a time: what a whole load gives, bit for bit; faults of files."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import gc
+import io
 import os
 import tempfile
 from pathlib import Path
@@ -121,6 +123,15 @@ class ValuesTest(ReaderTestCase):
             jax.tree.map(np.testing.assert_array_equal, found, expected)
             for array in jax.tree.leaves(found):
                 self.assertIsInstance(array, jax.Array)
+
+    @parameterized.parameters((Own, True), (Gptq, False))
+    def test_a_bar_is_drawn_where_there_are_compensators(self, make, is_drawn):
+        _, reader = self.open(make(QWEN))
+        drawn = io.StringIO()
+        with contextlib.redirect_stderr(drawn):
+            reader.load_compensators(self.device, progress=True)
+        self.assertEqual("low-rank terms: 100%" in drawn.getvalue(), is_drawn)
+        self.assertEqual(bool(drawn.getvalue()), is_drawn)
 
     def test_compensators_are_there_and_read_alone(self):
         _, reader = self.open(Own(QWEN))

@@ -51,7 +51,7 @@ class RouteTest(HostTestCase):
 
 
 def run_experts(
-    via: str,
+    impl: str,
     x: jax.Array,
     routing: moe.Routing,
     gate_up: jax.Array,
@@ -60,7 +60,7 @@ def run_experts(
     mask: jax.Array,
 ) -> jax.Array:
     """One of the ways, as `SparseMoe` calls it; the kernel interpreted."""
-    match via:
+    match impl:
         case "dense":
             return moe.experts_dense(x, routing, gate_up, down, layer)
         case "row":
@@ -76,7 +76,7 @@ def run_experts(
     )
 
 
-RUN = jax.jit(run_experts, static_argnames=("via", "layer"))
+RUN = jax.jit(run_experts, static_argnames=("impl", "layer"))
 WAYS = ("dense", "row", "block", "kernel", "grouped")
 NUM_TOKENS, NUM_EXPERTS, LAYER = 9, 5, 1  # 9 tokens of 2 experts: no block of 8 divides 18
 TOKEN = np.arange(NUM_TOKENS)
@@ -112,25 +112,25 @@ class ExpertsTest(HostTestCase):
             wide(gate_up[LAYER]), wide(down[LAYER]),
         )  # fmt: skip
 
-    @parameterized.product(via=WAYS, name=sorted(ROUTINGS), dtype=("float32", "bfloat16"))
-    def test_every_way_equals_float64(self, via, name, dtype):
+    @parameterized.product(impl=WAYS, name=sorted(ROUTINGS), dtype=("float32", "bfloat16"))
+    def test_every_way_equals_float64(self, impl, name, dtype):
         operands = self._operands(ROUTINGS[name], dtype)
-        if (via, dtype) == ("grouped", "float32"):
+        if (impl, dtype) == ("grouped", "float32"):
             with self.assertRaisesRegex(ValueError, "it is float32, not bfloat16"):
-                RUN(via, *operands, layer=LAYER, mask=jnp.ones(NUM_TOKENS, bool))
+                RUN(impl, *operands, layer=LAYER, mask=jnp.ones(NUM_TOKENS, bool))
             return
-        found = RUN(via, *operands, layer=LAYER, mask=jnp.ones(NUM_TOKENS, bool))
+        found = RUN(impl, *operands, layer=LAYER, mask=jnp.ones(NUM_TOKENS, bool))
         assert_near(found, self._expected(*operands), dtype)
 
     @slow.repeats()
     @parameterized.parameters("row", "block", "kernel")
-    def test_an_expert_without_rows_is_not_read(self, via):
+    def test_an_expert_without_rows_is_not_read(self, impl):
         x, routing, gate_up, down = self._operands(ROUTINGS["one_expert_owns_all_rows"])
         unused = jnp.asarray([0, 1, 2, 4])
         gate_up, down = (a.at[:, unused].set(jnp.nan).at[0].set(jnp.nan) for a in (gate_up, down))
         expected = self._expected(x, routing, gate_up, down)
         mask = jnp.ones(NUM_TOKENS, bool)
-        assert_near(RUN(via, x, routing, gate_up, down, layer=LAYER, mask=mask), expected)
+        assert_near(RUN(impl, x, routing, gate_up, down, layer=LAYER, mask=mask), expected)
 
     def test_padding_yields_zero_and_touches_nothing(self):
         x, routing, gate_up, down = self._operands(ROUTINGS["drawn"])
@@ -180,8 +180,8 @@ class ExpertsTest(HostTestCase):
     def test_what_runs_the_experts(self):
         bf16 = jnp.dtype(jnp.bfloat16)
         served = dataclasses.replace(TINY, model_dim=32, expert_dim=16)  # 2 experts a token
-        chosen = functools.partial(moe.default_experts_via, config=served, dtype=bf16)
-        for num_tokens, platform, via in (
+        chosen = functools.partial(moe.default_expert_impl, config=served, dtype=bf16)
+        for num_tokens, platform, impl in (
             (1, "cpu", "row"),
             (16, "cpu", "row"),
             (17, "cpu", "block_in_cache"),
@@ -189,9 +189,9 @@ class ExpertsTest(HostTestCase):
             (32, "gpu", "kernel"),
             (33, "gpu", "block"),
         ):
-            self.assertEqual(chosen(num_tokens, platform=platform), via)
+            self.assertEqual(chosen(num_tokens, platform=platform), impl)
         self.assertIsNotNone(moe.kernel_refusal(TINY, bf16))
-        self.assertEqual(moe.default_experts_via(1, TINY, bf16, "gpu"), "block")
+        self.assertEqual(moe.default_expert_impl(1, TINY, bf16, "gpu"), "block")
 
 
 if __name__ == "__main__":

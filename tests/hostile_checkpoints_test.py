@@ -8,17 +8,22 @@ import signal
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import jax
 import tokenizers
 from absl.testing import absltest, parameterized
+from safetensors import safe_open
 
-from moejax.checkpoints import open_checkpoint
-from moejax.checkpoints.safetensors_reader import MOST_TENSORS
+from moejax.checkpoints import open_checkpoint, safetensors_reader
+from moejax.checkpoints.safetensors_reader import MOST_TENSORS, read_header
 from moejax.checkpoints.sizes import checkpoint_sizes
 from moejax.demo import DEMO_DIRECTORY
 from moejax.errors import MoejaxError
+from moejax.files.checksums import checksum_fields
+from moejax.files.small import MOST_VALUES
 from moejax.text.tokenizer import Tokenizer
+from tests import slow
 from tests.hf_checkpoints import write_checkpoint
 from tests.quantized_stores import QWEN, Gptq, Own
 
@@ -217,6 +222,36 @@ class HeaderTest(HostileTestCase):
     def empty_tensors(self, count, prefix):
         entry = '"%s%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
         return ("{" + ",".join(entry % (prefix, i) for i in range(count)) + "}").encode()
+
+    @slow.where(lambda count: count > 1000)
+    @parameterized.parameters(300, 300_000)
+    def test_a_legal_file_of_many_tensors(self, count):
+        """Two axes and a checksum each: more values than any other JSON file may hold."""
+        path, most_values = self.directory / WEIGHTS, MOST_VALUES * count // 300_000
+        names = [f"model.layers.{i // 1000}.experts.{i % 1000}.weight" for i in range(count)]
+        entry = '"%s":{"dtype":"U8","shape":[1,1],"data_offsets":[%d,%d]}'
+        entries = ",".join(entry % (name, i, i + 1) for i, name in enumerate(names))
+        metadata = json.dumps({"__metadata__": checksum_fields(dict.fromkeys(names, 7))})
+        self.headed(f"{metadata[:-1]},{entries}}}".encode())
+        with path.open("ab") as file:
+            file.write(bytes(count))
+        content = path.read_bytes()
+        self.assertGreater(sum(content.count(mark) for mark in (b",", b"[", b"{")), most_values)
+        with safe_open(path, framework="numpy") as file:
+            self.assertLen(file.keys(), count)
+        with mock.patch.object(safetensors_reader, "MOST_VALUES", most_values):
+            found = read_header(path)
+        self.assertEqual(list(found), names)
+        self.assertEqual(found[names[-1]].checksum, 7)
+
+    def test_values_beside_many_tensors(self):
+        """A name a tensor allows so many values, which stand elsewhere here, and far more."""
+        offsets = b'"data_offsets":0,' * 300_000
+        content = b'{"a":{' + offsets + b'"b":[' + b"[]," * 9_000_000 + b"[]]}}"
+        self.headed(content)
+        self.assert_refused(self.directory, WEIGHTS, "values, expected at most 3,000,000")
+        self.headed(content.replace(b"[],", b"", 7_700_000))
+        self.assert_refused(self.directory, WEIGHTS, "is not a safetensors file")
 
     def test_two_million_empty_tensors(self):
         self.headed(self.empty_tensors(1_700_000, ""))

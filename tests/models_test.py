@@ -121,16 +121,18 @@ class PartsTest(HostTestCase):
         )
 
     def test_what_serves_attention(self):
-        chosen = functools.partial(attention.default_attention_via, TINY)
+        chosen = functools.partial(attention.default_attention_impl, TINY)
         wide = dataclasses.replace(TINY, head_dim=128)
         too_wide = dataclasses.replace(TINY, head_dim=256)
         self.assertEqual(
-            attention.default_attention_via(wide, jnp.dtype("bfloat16"), "gpu"), "cudnn"
+            attention.default_attention_impl(wide, jnp.dtype("bfloat16"), "gpu"), "cudnn"
         )
-        self.assertEqual(attention.default_attention_via(wide, jnp.dtype("float32"), "gpu"), "xla")
-        self.assertEqual(attention.default_attention_via(wide, jnp.dtype("bfloat16"), "cpu"), "xla")
+        self.assertEqual(attention.default_attention_impl(wide, jnp.dtype("float32"), "gpu"), "xla")
         self.assertEqual(
-            attention.default_attention_via(too_wide, jnp.dtype("float16"), "gpu"), "xla"
+            attention.default_attention_impl(wide, jnp.dtype("bfloat16"), "cpu"), "xla"
+        )
+        self.assertEqual(
+            attention.default_attention_impl(too_wide, jnp.dtype("float16"), "gpu"), "xla"
         )
         self.assertEqual(chosen(jnp.dtype("bfloat16"), "gpu"), "xla")  # head_dim 6
 

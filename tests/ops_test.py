@@ -163,8 +163,8 @@ class KernelTest(HostTestCase):
         (terms,) = weight.compensators
         wide = dataclasses.replace(terms, v=terms.v.astype(jnp.float32))
         wide = dataclasses.replace(weight, compensators=(wide,))
-        self.assertIsNone(ops.unfit(weight))
-        self.assertIn("a low-rank factor is float32", ops.unfit(wide))
+        self.assertIsNone(ops.kernel_refusal(weight))
+        self.assertIn("a low-rank factor is float32", ops.kernel_refusal(wide))
 
     def test_where_every_kernel_refuses_it_is_dequantized(self):
         weight, _ = draw(np.random.default_rng(0), (2, 20, 24), SPECS["int3"])
@@ -195,7 +195,9 @@ class KernelTest(HostTestCase):
             ("reference", 1024, ops.PLAIN),
         ):  # fmt: skip
             with mock.patch.object(Operation, "choose", return_value=Choice(kernel, {})):
-                choice = ops.choose_product(num_rows, bf16, router, ops.Kernels(H200), steady=True)
+                choice = ops.choose_product(
+                    num_rows, bf16, router, ops.Kernels(H200), always_kernel=True
+                )
             self.assertEqual(choice.implementation, expected)
         found = ops.choose_product(4, bf16, stack, ops.Kernels(Target("gpu", (8, 0))))
         self.assertEqual(found.implementation, "triton")
@@ -233,21 +235,21 @@ class KernelTest(HostTestCase):
 
 
 def run_experts(
-    via: str, x: jax.Array, routing: moe.Routing, gate_up: Weight, down: Weight
+    impl: str, x: jax.Array, routing: moe.Routing, gate_up: Weight, down: Weight
 ) -> jax.Array:
-    if via == "dense":
+    if impl == "dense":
         return moe.experts_dense(x, routing, gate_up, down, LAYER)
-    if via == "row":
+    if impl == "row":
         return moe.experts_by_row(x, routing, gate_up, down, LAYER)
     mask = jnp.ones(len(x), bool)
-    if via == "grouped":
+    if impl == "grouped":
         return grouped_experts.experts_grouped(
             x, routing.ids, routing.weights, gate_up, down, LAYER, mask, "reference"
         )
     return moe.experts_by_block(x, routing, gate_up, down, LAYER, mask, 2**12)
 
 
-RUN = jax.jit(run_experts, static_argnames="via")
+RUN = jax.jit(run_experts, static_argnames="impl")
 
 
 def operands(
@@ -270,10 +272,10 @@ def operands(
 
 class ExpertsTest(HostTestCase):
     @slow.repeats()
-    @parameterized.product(via=("dense", "row"), name=("int3", "int2_int8_ranks", "fp8"))
-    def test_other_ways_equal_float64(self, via, name):
+    @parameterized.product(impl=("dense", "row"), name=("int3", "int2_int8_ranks", "fp8"))
+    def test_other_ways_equal_float64(self, impl, name):
         args, expected = operands(name)
-        assert_near(RUN(via, *args), expected)
+        assert_near(RUN(impl, *args), expected)
 
     @slow.repeats()
     @parameterized.parameters(sorted(SPECS))
@@ -312,25 +314,25 @@ class ExpertsTest(HostTestCase):
 
     @slow.repeats()
     @parameterized.parameters("row", "block", "grouped")
-    def test_an_expert_without_rows_is_not_read(self, via):
+    def test_an_expert_without_rows_is_not_read(self, impl):
         (x, routing, gate_up, down), expected = operands("int3_ranks")
 
         def spoiled(weight: QTensor) -> QTensor:
             scales = weight.scales.at[:, UNUSED].set(jnp.nan).at[0].set(jnp.nan)
             return weight.__class__(**{**vars(weight), "scales": scales})
 
-        assert_near(RUN(via, x, routing, spoiled(gate_up), spoiled(down)), expected)
+        assert_near(RUN(impl, x, routing, spoiled(gate_up), spoiled(down)), expected)
 
     @slow.repeats()
     @parameterized.parameters(("row", 2 * 2), ("block", 2 * 2), ("dense", 64))
-    def test_no_expert_is_dequantized_that_is_not_used(self, via, num_at_once):
+    def test_no_expert_is_dequantized_that_is_not_used(self, impl, num_at_once):
         args, _ = operands("int3", num_experts=64, model_dim=64, expert_dim=64)
-        compiled = RUN.lower(via, *args).compile()
+        compiled = RUN.lower(impl, *args).compile()
         expert_bytes = 4 * 3 * 64 * 64
         temporary = compiled.memory_analysis().temp_size_in_bytes
         # The dense form, which does take a whole layer, shows that the figure tells.
         self.assertEqual(temporary < 4 * num_at_once * expert_bytes, True, temporary)
-        self.assertEqual(temporary > 32 * expert_bytes, via == "dense", temporary)
+        self.assertEqual(temporary > 32 * expert_bytes, impl == "dense", temporary)
 
     def test_the_kernel_refuses_with_a_reason(self):
         (_, _, gate_up, down), _ = operands("int3_ranks")
@@ -339,7 +341,7 @@ class ExpertsTest(HostTestCase):
         self.assertIn("packed (INT3 in groups of 8, float zeros, low-rank terms)", reason)
         self.assertNotIn("packed", refusal() or "")
         for platform, expected in (("gpu", "block"), ("cpu", "block_in_cache")):
-            found = moe.default_experts_via(
+            found = moe.default_expert_impl(
                 1, TINY, jnp.dtype("bfloat16"), platform, (gate_up, down)
             )
             self.assertEqual(found, expected)
@@ -351,8 +353,8 @@ class ExpertsTest(HostTestCase):
         choice = Choice("mosaic", {})
         for num_tokens in (1, 4000):
             with mock.patch.object(Operation, "choose", return_value=choice) as choose:
-                via = moe.default_experts_via(num_tokens, TINY, bf16, "gpu", experts, kernels)
-            self.assertEqual(via, "grouped_kernel")
+                impl = moe.default_expert_impl(num_tokens, TINY, bf16, "gpu", experts, kernels)
+            self.assertEqual(impl, "grouped_kernel")
             x, width, gate_up_tiers, down_tiers, low_rank = choose.call_args.args
             target = choose.call_args.kwargs["target"]
             self.assertEqual((x.shape, x.dtype), ((num_tokens, TINY.model_dim), bf16))
@@ -363,7 +365,7 @@ class ExpertsTest(HostTestCase):
             self.assertEqual([len(terms) for terms in low_rank], [1, 1])
         plain = [weight.dequantize(bf16) for weight in experts]
         served = dataclasses.replace(TINY, model_dim=32, expert_dim=16)
-        self.assertEqual(moe.default_experts_via(1, served, bf16, "gpu", plain, kernels), "kernel")
+        self.assertEqual(moe.default_expert_impl(1, served, bf16, "gpu", plain, kernels), "kernel")
 
     def test_specs_cover_every_kind(self):
         kinds = [spec for spec in SPECS.values() if spec.bits]

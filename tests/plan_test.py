@@ -22,9 +22,11 @@ from moejax.config.commands import MemoryConfig, PlanConfig
 from moejax.config.policy import PolicyConfig
 from moejax.experts import machine
 from moejax.experts.budget import Limits, Machine, describe_tiers
+from moejax.experts.load import tier_of
 from moejax.inference import chunking as chunks
 from moejax.models.config import ModelConfig
 from moejax.models.shapes import SHAPES
+from moejax.planning import bits_line
 from moejax.policies.attention_importance import importance_nbytes
 from moejax.weights import LOW_RANK
 from tests import quantized_stores as stores
@@ -123,7 +125,23 @@ class SizesTest(PlanCase):
         sizes = shape_sizes(config, np.dtype(np.float16), expert_kind=kind)
         # Matrices [64, 64] and [64, 32], of each weight 4 bits and 32 for 16 weights.
         self.assertEqual(sizes.expert_nbytes, 64 * (64 + 32) * 6 // 8)
-        self.assertEqual(sizes.expert_form, "6.00 bits a weight")
+        self.assertEqual(sizes.expert_form, "int4")
+        said = bits_line(config, sizes, [tier_of(sizes)])
+        self.assertRegex(
+            said, r"^weights: [\d.]+ bits a weight \(experts: int4 6\.00; the rest [\d.]+\)"
+        )
+
+    @parameterized.parameters(("gptq", "int4"), ("fp8", "fp8"), ("", "32-bit floats"))
+    def test_the_form_of_the_experts_is_named(self, name, form):
+        if name:
+            STORES[name]().write(self.directory)
+        else:
+            write_random_checkpoint(self.directory)
+        said = self.run_plan(f"--config.checkpoint={self.directory}", "--config.dtype=float32")
+        self.assertIn(f"experts in {form}, on a gpu\n", said)
+        self.assertRegex(
+            said, rf"\nweights: [\d.]+ bits a weight \(experts: {form} [\d.]+; the rest"
+        )
 
 
 class ContractTest(PlanCase):
@@ -139,7 +157,7 @@ class ContractTest(PlanCase):
             policy=policy,
         )  # fmt: skip
         # Texts that are scored are read in chunks of the length that is planned for.
-        engine._runner._short_chunk = 0
+        engine._runner.short_chunk = 0
         prompts = np.random.default_rng(0).integers(0, TINY["vocab_size"], (batch, context - 8))
         engine.generate(prompts.tolist(), max_new_tokens=6)
         # Few pairs go another way on a CPU, and of plain experts they take more.

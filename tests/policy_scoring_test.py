@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
@@ -15,6 +17,7 @@ from moejax import Engine, cli, evaluate, generate
 from moejax.evaluation.perplexity import log_likelihood
 from moejax.experts.tiered_memory import TieredMemory
 from moejax.experts.tiering import Tiering
+from moejax.inference import steps
 from moejax.inference.chunking import next_chunk
 from moejax.text.windows import Windowing
 from tests import tiny_engine
@@ -23,6 +26,19 @@ TEXT = "".join(f"the {a} fox jumps over {b} dogs. " for a in "abcdefgh" for b in
 DYNAEXQ = {"policy": "dynaexq", "settings": {"period": 24}, "slots": (3, 8)}
 DYMOE = {"policy": "dymoe", "settings": {"retention": 0.5}, "slots": (2, 8)}
 MADE = {"tiers": ("int4", "int2"), "quantizer": "rtn", "group_size": 16}
+
+
+def total_chunk(
+    program: Any, spec: Any, cache: Any, total: jax.Array, pool: Any, weights: Any, store: Any,
+    tokens: jax.Array, start: jax.Array, lengths: jax.Array,
+) -> Any:  # fmt: skip
+    """A step of `Runner.fold`: the nats of each token at its own place."""
+    places = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    targets = jnp.where((start + places)[None] < lengths[:, None], tokens, -1)
+    cache, pool, nats, recorded = steps.score_chunk(
+        program, spec, cache, pool, weights, store, tokens, start, lengths, places, targets
+    )
+    return cache, total + nats.sum(), pool, recorded
 
 
 class PolicyScoringTest(parameterized.TestCase):
@@ -82,6 +98,20 @@ class PolicyScoringTest(parameterized.TestCase):
         alone = np.concatenate([engine.logits(row[None]) for row in rows])
         np.testing.assert_array_equal(together, alone)
         self.assertGreater(engine.ledger.shares["int4"], 0)
+
+    def test_windows_that_are_folded_come_one_at_a_time(self):
+        rng, lengths = np.random.default_rng(1), np.array([48, 40], np.int32)
+        windows = rng.integers(0, 160, (2, 48)).astype(np.int32)
+        totals, ledgers = [], []
+        for rows in ([slice(0, 2)], [slice(0, 1), slice(1, 2)]):
+            engine, total = self.engine(**DYNAEXQ), jnp.float32(0)
+            for row in rows:
+                total = engine._runner.fold(total_chunk, total, windows[row], lengths[row])
+            totals.append(float(total))
+            ledgers.append((engine.ledger.asked, engine.ledger.shares))
+            self.assertGreaterEqual(engine.ledger.asked, lengths.sum() // 24)
+        self.assertEqual(*totals)
+        self.assertEqual(*ledgers)
 
     def test_continuations_are_scored_alike_at_every_batch_size(self):
         pairs = [(TEXT[i : i + 60], TEXT[i + 60 : i + 70]) for i in range(0, 400, 50)]

@@ -8,8 +8,8 @@ from absl.testing import absltest
 
 from moejax.policies.buddy_lists import buddy_lists, conditional_coactivation
 from moejax.policies.compose import Compose
-from scripts.quality_compose import GROUPS, Group, front, policy_of
-from scripts.quality_decode import Decoded, held_first
+from scripts.studies.quality.compose import GROUPS, Group, front, policy_of
+from scripts.studies.quality.decode import Decoded, held_first
 
 
 class Profile:

@@ -7,8 +7,8 @@ import pytest
 from absl.testing import absltest
 
 from moejax.models.assembly import merge_weights, model_definition
-from scripts import quality_stand_ins
-from scripts.quality_bench import Model, Windows
+from scripts.studies.quality import stand_ins as quality_stand_ins
+from scripts.studies.quality.bench import Model, Windows
 
 EXPERTS, WIDTH, SIZE, SLOTS = 8, 3, 12, 5
 rng = np.random.default_rng(0)

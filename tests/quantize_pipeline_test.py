@@ -9,12 +9,15 @@ import shutil
 import sys
 from unittest import mock
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 from safetensors.numpy import load_file, save_file
 
+from moejax.checkpoints import open_checkpoint
+from moejax.checkpoints.verify import verify_checkpoint
 from moejax.errors import MoejaxError
 from moejax.quantization.pipeline import disk_space as space
 from moejax.quantization.pipeline import plots
@@ -74,7 +77,7 @@ class WrittenTest(QuantizeTestCase):
         self.assertAlmostEqual(totals["quantized_share"], quantized / num_weights)
         self.assertAlmostEqual(totals["quantized_bits_per_weight"], 3 + 2 * 16 / 32)
         names = {path.name for path in outcome.output.glob("*.*") if path.is_file()}
-        self.assertEqual(names, {*manifest["files"], "config.json", "quantization.json"})
+        self.assertEqual(names, {*manifest["files"], "quantization.json"})
         for name, entry in manifest["files"].items():
             content = (outcome.output / name).read_bytes()
             self.assertEqual(entry["size"], len(content))
@@ -88,6 +91,25 @@ class WrittenTest(QuantizeTestCase):
         self.assertEqual(config, json.loads((self.source / "config.json").read_text()))
         report = {path.name for path in (outcome.output / plots.REPORT_FOLDER).iterdir()}
         self.assertEqual(report, {"errors.png", "histograms.png"})
+
+    def test_an_edited_config_loads_and_verify_names_it(self):
+        output = quantize_checkpoint(self.job()).output
+        self.assertRegex(verify_checkpoint(str(output)), "^verified")
+        path = output / "config.json"
+        before = path.read_text()
+        path.write_text(json.dumps({**json.loads(before), "rms_norm_eps": 1e-3}))
+        checkpoint = open_checkpoint(str(output))
+        self.assertEqual(checkpoint.config.norm_eps, 1e-3)
+        checkpoint.load(dtype="float32", device=jax.devices("cpu")[0], progress=False)
+        with self.assertRaisesRegex(MoejaxError, f"{path} "):
+            verify_checkpoint(str(output))
+        path.write_text(before.replace("1", "2", 1))  # as many bytes
+        with self.assertRaisesRegex(MoejaxError, f"{path} is not what was written"):
+            verify_checkpoint(str(output))
+        manifest = json.loads((output / "quantization.json").read_text())
+        del manifest["files"]["config.json"]  # packages of before have it not
+        (output / "quantization.json").write_text(json.dumps(manifest))
+        self.assertRegex(verify_checkpoint(str(output)), "^verified")
 
     def test_no_plots_without_matplotlib(self):
         self.drawing.stop()

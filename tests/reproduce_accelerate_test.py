@@ -9,19 +9,21 @@ from pathlib import Path
 from absl.testing import absltest, parameterized
 
 from moejax.files.result_rows import row_fields
-from scripts import reproduce_dymoe
-from scripts.reproducing import accelerate, dymoe_claims
-from scripts.reproducing.page import OURS
-from scripts.reproducing.rows import Results, read_checked
+from scripts.studies.dymoe import accelerate_section as accelerate
+from scripts.studies.dymoe import claims as dymoe_claims
+from scripts.studies.dymoe import section as reproduce_dymoe
+from scripts.studies.tables.page import OURS
+from scripts.studies.tables.rows import Results, read_checked
 from tests import slow
 
-ROWS = Path(__file__).parents[1] / "scripts" / "results"
+ROWS = Path(__file__).parents[1] / "scripts" / "studies"
 CLAIM = "times as fast as accelerate (Mixtral-8x7B)"
 
 
 def raw(file: str, begins: str, ends: str = "") -> float:
     """A figure as the file has it, of the one row whose name begins and ends so."""
-    rows = map(json.loads, (ROWS / file).read_text().splitlines())
+    [path] = ROWS.rglob(file)
+    rows = map(json.loads, path.read_text().splitlines())
     (found,) = (
         row["figure"]
         for row in rows
@@ -33,7 +35,7 @@ def raw(file: str, begins: str, ends: str = "") -> float:
 def section(*more: dict) -> str:
     """DyMoE's section from the committed rows and others."""
     with tempfile.TemporaryDirectory() as folder:
-        for path in ROWS.glob("*.jsonl"):
+        for path in ROWS.rglob("*.jsonl"):
             (Path(folder) / path.name).write_bytes(path.read_bytes())
         lines = "".join(json.dumps(row) + "\n" for row in more)
         (Path(folder) / "zz_newer.jsonl").write_text(lines)
@@ -48,7 +50,7 @@ def without_runs(text: str) -> str:
 class AccelerateTest(parameterized.TestCase):
     def test_a_newer_row_of_another_form_is_not_taken(self):
         """bf16, other group sizes, a part of the layers and another share of the memory."""
-        rows = [one.row for one in read_checked(ROWS / "accelerate_h200.jsonl")]
+        rows = [one.row for one in read_checked(ROWS / "dymoe" / "accelerate_h200.jsonl")]
         int4 = [row for row in rows if "32 layers, INT4 g128" in row.what]
         self.assertNotEmpty(int4)
         changes = (

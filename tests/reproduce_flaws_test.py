@@ -9,8 +9,8 @@ from pathlib import Path
 from absl.testing import absltest, parameterized
 
 from moejax.files.result_rows import ResultRow, append_rows, read_rows
-from scripts.reproducing import document
-from scripts.reproducing.page import (
+from scripts.studies.tables import document
+from scripts.studies.tables.page import (
     IN_PART,
     MARKS,
     MET,
@@ -19,10 +19,10 @@ from scripts.reproducing.page import (
     Page,
     borne_out,
 )
-from scripts.reproducing.published import Published
-from scripts.reproducing.rows import BrokenRowError, Results, read_checked
+from scripts.studies.tables.published import Published
+from scripts.studies.tables.rows import BrokenRowError, Results, read_checked
 
-ROWS = Path(__file__).parents[1] / "scripts" / "results"
+ROWS = Path(__file__).parents[1] / "scripts" / "studies"
 FLAW = "its replay left the routers out: 0.1 to 0.2 ms a step of 48 layers too fast"
 ROW = ResultRow(
     what="a", figure=2.0, unit="ms", baseline={"megabytes_a_step": 3.0, "low_ms": 1.9},

@@ -9,9 +9,9 @@ import pytest
 from absl.testing import absltest
 
 from moejax.models.assembly import forward, merge_weights, model_definition
-from scripts.quality_bench import DOMAINS, Windows
-from scripts.reproducing import coactivation, routing, weights
-from scripts.reproducing.demo import WIKI, Demo
+from scripts.studies.quality import coactivation, routing, weights
+from scripts.studies.quality.bench import DOMAINS, Windows
+from scripts.studies.quality.demo import WIKI, Demo
 
 WINDOW, COUNT = 40, 4
 

@@ -9,15 +9,15 @@ import pytest
 from absl.testing import absltest, parameterized
 from matplotlib.figure import Figure
 
-from scripts.reproducing import document as whole
-from scripts.reproducing.accelerate import MIXTRAL
-from scripts.reproducing.drawing import Canvas
-from scripts.reproducing.page import NOT_MEASURED, OTHER_DEVICE, OURS, Page
-from scripts.reproducing.published import FOLDER, Published
-from scripts.reproducing.rows import BrokenRowError, Results, read_checked
+from scripts.studies.dymoe.accelerate_section import MIXTRAL
+from scripts.studies.tables import document as whole
+from scripts.studies.tables.drawing import Canvas
+from scripts.studies.tables.page import NOT_MEASURED, OTHER_DEVICE, OURS, Page
+from scripts.studies.tables.published import FOLDER, Published
+from scripts.studies.tables.rows import BrokenRowError, Results, read_checked
 
 ROOT = Path(__file__).parents[1]
-ROWS = ROOT / "scripts" / "results"
+ROWS = ROOT / "scripts" / "studies"
 PAPERS = ("dynaexq", "dymoe", "buddymoe", "milo")
 MOST_IMAGE_BYTES = 1_500_000
 GOOD = {
@@ -37,7 +37,7 @@ def built(*folders: Path) -> dict[str, Page]:
     """The sections from the rows of folders, as if they were one."""
     with tempfile.TemporaryDirectory() as folder:
         for i, one in enumerate(folders):
-            for path in one.glob("*.jsonl"):
+            for path in one.rglob("*.jsonl"):
                 (Path(folder) / f"{i}_{path.name}").write_bytes(path.read_bytes())
         return whole.build(Results(Path(folder)))
 
@@ -90,13 +90,18 @@ class PublishedTest(parameterized.TestCase):
 
     @parameterized.parameters(
         ("place,row,column,value,unit\n", "header"),
-        ("place,row,column,value,unit,section\na,b,c,,e,f\n", "x.csv:2"),
-        ("place,row,column,value,unit,section\na,b,c,1,e\n", "x.csv:2"),
-        ("place,row,column,value,unit,section\na,b,c,1,e,f\na,b,c,2,e,f\n", "x.csv:3.*twice"),
+        ("place,row,column,value,unit,section\na,b,c,,e,f\n", "published.csv:2"),
+        ("place,row,column,value,unit,section\na,b,c,1,e\n", "published.csv:2"),
+        (
+            "place,row,column,value,unit,section\na,b,c,1,e,f\na,b,c,2,e,f\n",
+            "published.csv:3.*twice",
+        ),
     )
     def test_a_broken_file_is_refused(self, text, said):
         with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "x.csv").write_text(text)
+            path = Path(folder) / "x/published.csv"
+            path.parent.mkdir()
+            path.write_text(text)
             with self.assertRaisesRegex(ValueError, said):
                 Published("x", Path(folder))
 
@@ -276,8 +281,10 @@ class DocumentTest(absltest.TestCase):
         self.assertIn("| A card | jax 0.0 | 2100-01-01 | `python x.py` |", after)
 
     def test_published_files_are_small_and_ours(self):
-        self.assertEqual(sorted(path.stem for path in FOLDER.glob("*.csv")), sorted(PAPERS))
-        data = [*FOLDER.glob("*.csv"), ROWS / "reproduce.jsonl"]
+        self.assertEqual(
+            sorted(path.parent.name for path in FOLDER.glob("*/published.csv")), sorted(PAPERS)
+        )
+        data = [*FOLDER.glob("*/published.csv"), ROWS / "quality" / "reproduce.jsonl"]
         self.assertLess(sum(path.stat().st_size for path in data), 200_000)
 
 

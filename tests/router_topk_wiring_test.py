@@ -20,7 +20,7 @@ from moejax.inference.runner import Runner
 from moejax.models import kernel_choice as served
 from moejax.models import moe
 from moejax.models.assembly import forward
-from moejax.models.layer_index import places
+from moejax.models.layer_index import layer_indices
 from moejax.models.routing import Routing
 from moejax.models.shapes import MIXTRAL_8X7B, QWEN3_30B_A3B
 from moejax.models.transformer import Transformer
@@ -130,12 +130,12 @@ class WiringTest(HostTestCase):
 
         with interpreted() as call:
             model = small_model(CONFIG, ops.Kernels(SIMULATED))
-            place = places(CONFIG)[1]
-            _, resident = model.mlp_block(x, place, mask, "dense")
-            model.mlp_block(x, place, mask, "dense", run)
-            _, following = model.moe(model._mlp_normed(x, 2), 2, mask.reshape(-1), "dense")
+            index = layer_indices(CONFIG)[1]
+            _, resident = model.mlp_block(x, index, mask, "dense")
+            model.mlp_block(x, index, mask, "dense", run)
+            _, next_moe = model.moe(model._mlp_normed(x, 2), 2, mask.reshape(-1), "dense")
         self.assertEqual(call.call_count, 1)
-        for found, expected in zip(seen[0], (resident, following), strict=True):
+        for found, expected in zip(seen[0], (resident, next_moe), strict=True):
             for one, other in zip(found, expected, strict=True):
                 np.testing.assert_array_equal(one, other)
 

@@ -135,7 +135,7 @@ class ChunkTest(parameterized.TestCase):
         tokens = random_tokens(2, 32)
         whole = ENGINE.logits(tokens)
         with largest_prefill(largest):
-            self.assertLen(list(ENGINE._runner._chunks(2, 32, 32)), 32 // largest)
+            self.assertLen(list(ENGINE._runner.chunks(2, 32, 32)), 32 // largest)
             parts = ENGINE.logits(tokens)
         self.assertLess(relative_error(parts, whole), RELATIVE)
 

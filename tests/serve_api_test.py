@@ -383,6 +383,69 @@ class ErrorsTest(parameterized.TestCase):
         expected = ["cache_prompt", "priority", "reasoning_effort", "skip_special_tokens"]
         self.assertEqual(named, expected)
 
+    def test_neutral_settings_of_a_text_client(self):
+        """SillyTavern's with every method off, as it sends them to servers of completions."""
+        body = {
+            "prompt": "the fox", "max_tokens": 4, "max_new_tokens": 4, "temperature": 0,
+            "top_p": 1, "typical_p": 1, "typical": 1, "sampler_seed": 5, "seed": 5, "min_p": 0,
+            "repetition_penalty": 1, "rep_pen": 1, "frequency_penalty": 0, "presence_penalty": 0,
+            "top_k": 0, "skew": 0, "min_tokens": 0, "min_length": 0, "num_beams": 1,
+            "length_penalty": 1, "early_stopping": False, "add_bos_token": True,
+            "smoothing_factor": 0, "smoothing_curve": 1, "dry_allowed_length": 2,
+            "dry_multiplier": 0, "dry_base": 1.75, "dry_sequence_breakers": "[\"\\n\"]",
+            "dry_penalty_last_n": 0, "max_tokens_second": 0, "stopping_strings": ["zzz"],
+            "stop": ["zzz"], "truncation_length": 200, "ban_eos_token": False,
+            "top_a": 0, "tfs": 1,
+            "epsilon_cutoff": 0, "eta_cutoff": 0, "mirostat_mode": 0, "mirostat_tau": 5,
+            "mirostat_eta": 0.1, "custom_token_bans": "", "banned_strings": [], "nsigma": 0,
+            "top_n_sigma": 0, "min_keep": 0, "xtc_threshold": 0.1, "xtc_probability": 0,
+            "grammar_string": "", "json_schema": None, "guidance_scale": 1, "negative_prompt": "",
+            "n_predict": 4, "num_predict": -1, "num_ctx": 200, "repeat_penalty": 1, "tfs_z": 1,
+            "repeat_last_n": 64, "repetition_penalty_range": 0, "mirostat": 0,
+            "encoder_repetition_penalty": 1, "no_repeat_ngram_size": 0, "penalty_alpha": 0,
+            "dynamic_temperature": False, "dynatemp_range": 0, "dynatemp_exponent": 1,
+            "samplers": [], "truncate_prompt_tokens": -1, "logit_bias": [],
+        }  # fmt: skip
+        status, said, _ = SERVER.post("/v1/completions", body)
+        self.assertEqual(status, 200, said)
+        expected = alone("the fox", max_new_tokens=4, temperature=0)
+        self.assertEqual(said["choices"][0]["text"], expected.text)
+
+    @parameterized.parameters(
+        {"top_a": 0.1}, {"tfs_z": 0.9}, {"repeat_penalty": 1.1}, {"mirostat": 2}, {"num_ctx": 8},
+        {"truncate_prompt_tokens": 1}, {"truncation_length": 2}, {"n_predict": 5},
+        {"sampler_seed": 6}, {"stopping_strings": ["a"]}, {"xtc_probability": 0.5},
+        {"dry_multiplier": 0.8}, {"num_ctx": "8"}, {"add_bos_token": False},
+        {"samplers": ["top_k"]},
+        {"repetition_penalty": 1.2, "repeat_last_n": 64}, {"typ_p": 0.5}, {"guided_regex": "a+"},
+        {"smoothing_factor": 0.2}, {"ban_eos_token": True}, {"n_probs": 3},
+        {"logit_bias": [[1, 2]]},
+    )  # fmt: skip
+    def test_settings_that_would_change_the_answer_are_refused_by_name(self, **more):
+        body = {"prompt": "the fox", "max_tokens": 4, "temperature": 0, "seed": 5, **more}
+        chat = {"messages": [{"role": "user", "content": "the fox"}], **body}
+        del chat["prompt"]
+        for path, sent in (("completions", body), ("chat/completions", chat)):
+            status, said, _ = SERVER.post(f"/v1/{path}", sent)
+            self.assertEqual((status, said["error"]["param"]), (400, list(more)[-1]), said)
+
+    def test_a_conversation_with_the_thoughts_of_its_answers(self):
+        plain = [
+            {"role": "user", "content": "the fox"}, {"role": "assistant", "content": "a dog"},
+            {"role": "user", "content": "and"},
+        ]  # fmt: skip
+        sent = [dict(message) for message in plain]
+        sent[1] |= {"reasoning_content": "dogs", "reasoning": "dogs", "refusal": None}
+        sent[1] |= {"tool_calls": [], "thinking": "dogs", "reasoning_details": [{"text": "dogs"}]}
+        how = {"max_tokens": 4, "temperature": 0, "add_special_tokens": False, "num_ctx": 250}
+        found = [
+            SERVER.post("/v1/chat/completions", {"messages": messages, **how})
+            for messages in (plain, sent)
+        ]
+        self.assertEqual([status for status, _, _ in found], [200, 200], found)
+        texts = [said["choices"][0]["message"]["content"] for _, said, _ in found]
+        self.assertEqual(*texts)
+
     def test_by_the_client(self):
         with self.assertRaises(openai.NotFoundError) as caught:
             SERVER.client.completions.create(model="gpt-4", prompt="a")

@@ -200,8 +200,9 @@ class BrowserTest(parameterized.TestCase):
 
     @parameterized.parameters("text/plain", "", "application/x-www-form-urlencoded", "text/json")
     def test_other_types_than_json(self, kind):
-        found = self.ask(SERVER, Content_Type=kind)
-        self.assertEqual(found, (415, "unsupported_media_type"))
+        status, said, _ = SERVER.post("/v1/completions", BODY, **{"Content-Type": kind})
+        self.assertEqual((status, said["error"]["code"]), (415, "unsupported_media_type"))
+        self.assertIn("curl takes -H 'Content-Type: application/json'", said["error"]["message"])
 
     def test_json_with_a_charset(self):
         kind = "Application/JSON; charset=utf-8"
@@ -243,6 +244,27 @@ class BrowserTest(parameterized.TestCase):
 
 
 class KeyTest(absltest.TestCase):
+    def test_the_key_opens_to_other_names_and_origins(self):
+        given = {"Authorization": f"Bearer {KEY}"}
+        wrong = {"Authorization": f"Bearer {KEY}x"}
+        for bound_to in ("127.0.0.1", "0.0.0.0"):
+            with served(ENGINE, access=Access(bound_to, key=KEY)) as server:
+                for asked in ({"Host": "my-desktop.lan:8000"}, {"Origin": "app://obsidian.md"}):
+                    status, said, _ = server.post("/v1/completions", BODY, **asked, **given)
+                    self.assertEqual(status, 200, said)
+                    for headers in ({}, wrong):
+                        status, said, _ = server.post("/v1/completions", BODY, **asked, **headers)
+                        self.assertEqual(status, 403)
+                        self.assertIn(", the API key opens to all", said["error"]["message"])
+                lengths = {"Content-Length": "2", "Transfer-Encoding": "chunked"}
+                self.assertEqual(server.post("/v1/completions", b"", **lengths, **given)[0], 400)
+        with served(ENGINE) as server:  # without a key none opens
+            for token in ("", "x"):
+                asked = {"Host": "my-desktop.lan", "Authorization": f"Bearer {token}"}
+                status, said, _ = server.post("/v1/completions", BODY, **asked)
+                self.assertEqual(status, 403)
+                self.assertNotIn("API key", said["error"]["message"])
+
     def test_a_key(self):
         with served(ENGINE, access=Access("127.0.0.1", key=KEY)) as server:
             client = server.client

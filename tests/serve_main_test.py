@@ -1,5 +1,6 @@
 """`python -m moejax.serve` as a process: its start, its end, its errors; the stress, shortened."""
 
+import argparse
 import contextlib
 import http.client
 import json
@@ -19,14 +20,15 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moejax import cli, serve
+from moejax import Engine, cli, serve
 from moejax.config.serve import ServeConfig
 from moejax.errors import MoejaxError
 from moejax.experts.gate_mass import TieredLedger
 from moejax.experts.ledger import Ledger
-from moejax.serving import requests
+from moejax.serving import foreign_fields
 from moejax.serving.metrics import Metrics
-from tests.serving_case import tiny_chat_engine
+from tests import slow
+from tests.serving_case import served, tiny_chat_engine
 
 ROOT = Path(__file__).parents[1]
 DIRECTORY: Path
@@ -100,6 +102,8 @@ class ProcessTest(parameterized.TestCase):
             server.send_signal(signal.SIGTERM)
             rest = answer.read()
             connection.close()
+            assert server.stderr is not None
+            self.assertEqual(server.stderr.readline(), "stopping: answers may go on for 20 s\n")
             self.assertStartsWith(first.decode(), "data: {")
             self.assertIn(b'"finish_reason": "length"', rest)
             self.assertEndsWith(rest, b"data: [DONE]\n\n")
@@ -188,7 +192,41 @@ class ConfigTest(parameterized.TestCase):
         self.assertEqual((config.context, config.port), (4096, ServeConfig().port))
 
 
-class DocsTest(absltest.TestCase):
+class DocsTest(parameterized.TestCase):
+    @slow.where(lambda checkpoint: checkpoint == "demo")
+    @parameterized.parameters("tiny", "demo")
+    def test_a_server_takes_every_curl(self, checkpoint):
+        """What README, the pages and the docstring send, as curl would send it."""
+        pages = (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "moejax/serve.py")
+        asked = [
+            (page.name, shlex.split(line.replace("\\\n", " "), comments=True))
+            for page in pages
+            for line in re.findall(r"^ *(curl (?:.*\\\n)*.*)$", page.read_text(), re.MULTILINE)
+            if "/v1/" in line
+        ]
+        self.assertGreater(len(asked), 4)
+        directory = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        engine = (
+            Engine.from_pretrained("demo", platform="cpu", progress=False)
+            if checkpoint == "demo"
+            else tiny_chat_engine(directory)
+        )
+        self.addCleanup(engine.close)
+        with served(engine, model_name="demo") as server:
+            for place, words in asked:
+                read = argparse.ArgumentParser()
+                read.add_argument("url")
+                read.add_argument("-N", action="store_true")
+                read.add_argument("-H", action="append", default=[])
+                read.add_argument("-d", default="")
+                given = read.parse_args(words[1:])
+                kind = {"Content-Type": "application/x-www-form-urlencoded"}  # curl's own
+                headers = {**kind, **dict(header.split(": ", 1) for header in given.H)}
+                path = "/" + given.url.split("/", 3)[3]
+                status, said = server.post_text(path, given.d.encode(), headers)
+                self.assertEqual(status, 200, (place, words, said))
+                self.assertNotIn("error", said)
+
     def test_commands(self):
         text = (ROOT / "docs/server.md").read_text() + (ROOT / "README.md").read_text()
         found = re.findall(r"^python -m moejax\.serve.*$", text, re.MULTILINE)
@@ -212,7 +250,7 @@ class DocsTest(absltest.TestCase):
         for name in re.findall(r"moejax_\w+", text):
             self.assertIn(name.removesuffix("_total"), names)
         tools = {"function_call", "tool_choice", "parallel_tool_calls", "service_tier"}
-        for name in {*requests.NEUTRAL, *requests.IGNORED} - tools:
+        for name in {*foreign_fields.NEUTRAL, *foreign_fields.IGNORED} - tools:
             self.assertIn(f"`{name}`", text)
 
 

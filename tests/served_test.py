@@ -51,7 +51,7 @@ class LatentTest(absltest.TestCase):
     def of(self, weight: ops.Weight, target: Target, num_tokens: int) -> served.Served:
         return served.served_products(
             LATENT, {served.EXPANDING_LEAF: weight}, jnp.dtype("bfloat16"), ops.Kernels(target),
-            num_tokens=num_tokens, num_sequences=2, experts_via="dense",
+            num_tokens=num_tokens, num_sequences=2, expert_impl="dense",
         )[served.EXPANDING_LEAF]  # fmt: skip
 
     def test_packed_it_is_dequantized_at_decode(self):
@@ -182,13 +182,11 @@ class ExpectedTest(parameterized.TestCase):
 class ScriptsTest(parameterized.TestCase):
     """They end before they measure; a CPU, which dequantizes, stands for a fallback."""
 
-    @parameterized.parameters(
-        ("bench_policies_gpu", "--section=buddymoe"), ("bench_memory_gpu", "--slots=2")
-    )
     @pytest.mark.slow
-    def test_an_unexpected_kernel_ends_it(self, script, *what):
-        tiny = ("--model=tiny", "--device=cpu", "--context=64", "--prompt=16")
-        done = run_module(f"scripts.{script}", *tiny, *what, "--expect=any")
+    def test_an_unexpected_kernel_ends_it(self):
+        tiny = ("--model=tiny", "--device=cpu", "--context=128", "--prompt=16", "--steps=16")
+        what = ("--per_call=4", "--section=buddymoe", "--expect=any")
+        done = run_module("scripts.studies.speed.bench_policies", *tiny, *what)
         self.assertNotEqual(done.returncode, 0)
         self.assertIn("not the expected kernel: ", done.stderr.splitlines()[-1])
         self.assertRegex(done.stderr, "decode experts: dequantized, int4g")
@@ -209,10 +207,10 @@ class TiersTest(absltest.TestCase):
         high, low = (experts(Spec(bits=bits, group_size=64)) for bits in (8, 2))
         odd = experts(Spec(bits=2, group_size=64, permuted=True))
 
-        def of(second: list[ops.Weight], via: tuple[Any, ...]) -> dict[str, served.Served]:
+        def of(second: list[ops.Weight], impl: tuple[Any, ...]) -> dict[str, served.Served]:
             return served.served_products(
                 config, {}, bf16, ops.Kernels(AMPERE), num_tokens=2, num_sequences=2,
-                experts_via=via[0], tiers=[high, second], tiers_via=via,
+                expert_impl=impl[0], tiers=[high, second], tier_impls=impl,
             )  # fmt: skip
 
         found = of(low, ("grouped_kernel", "grouped_kernel"))

@@ -67,6 +67,14 @@ class Served:
             answer = connection.getresponse()
             return answer.status, json.loads(answer.read()), dict(answer.headers)
 
+    def post_text(self, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, str]:
+        """Status and text of a request with these headers, a stream's too."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
+        with contextlib.closing(connection):
+            connection.request("POST", path, body, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+
     def get(self, path: str, **headers: str) -> tuple[int, str]:
         """Status and text."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
@@ -86,6 +94,7 @@ def served(
     access: Access = Access("127.0.0.1"),  # noqa: B008, frozen
     limits: ConnectionLimits = ConnectionLimits(100),  # noqa: B008
     max_body_bytes: int = 100_000,
+    model_name: str = NAME,
     **how: Any,
 ) -> Iterator[Served]:
     """A server of an engine, which outlives it; `how` replaces settings of the batcher."""
@@ -93,7 +102,8 @@ def served(
     metrics, ready = Metrics(), threading.Event()
     batcher = Batcher(lambda: engine, metrics, on_loaded=ready.set, **settings)
     api = Api(
-        batcher, metrics, model_name=NAME, defaults=lambda _: GenerationSettings(max_new_tokens=12),
+        batcher, metrics, model_name=model_name,
+        defaults=lambda _: GenerationSettings(max_new_tokens=12),
         max_body_bytes=max_body_bytes, most_answers=settings["queue_limit"], access=access,
     )  # fmt: skip
     with contextlib.closing(bind("127.0.0.1", 0)) as listening:

@@ -322,6 +322,7 @@ class MainTest(parameterized.TestCase):
         ("--config.plot=x.foo", "plot='x.foo' must end in .png"),
         ("--config.grid=('prefetch=1',)", "no slots, but slots is a whole number for each tier"),
         ("--config.grid=slots=1:1000000000:1", "1000000000 settings; at most 100000: take larger"),
+        ("--config.recommend", "recommend needs --config.device_gib=GIB"),
         ("--config.device_gib=inf", "device_gib=inf must be a number of GiB"),
         ("--config.grid=('slots=4', 'prefetch=3')", "the trace foresees 2"),
         ("--config.grid=('slots=4', 'alpha=3')", "lru has no setting alpha"),

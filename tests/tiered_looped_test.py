@@ -101,7 +101,7 @@ class OneLaunchTest(parameterized.TestCase):
     )
     def test_all_tiers_at_once_give_what_each_alone_gives(self, name):
         policy, bits, slots, ahead = CASES[name]
-        runs = {"kernels": ops.Kernels(implementation="reference"), "experts_via": "grouped_kernel"}
+        runs = {"kernels": ops.Kernels(implementation="reference"), "expert_impl": "grouped_kernel"}
         own, found, launched = grouped_dequant_matmul.moe_products, [], []
 
         def counted(x, assignments, tiers, *arguments, **options):

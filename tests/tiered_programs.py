@@ -131,8 +131,8 @@ def compiled(case: Case, replays: bool, sharding: Any) -> jax.stages.Compiled:
     program = steps.Program(
         model_definition(config, ops.Kernels(GPUS[GPU].target), holds_experts=False), spec
     )
-    via = ("grouped_kernel",) * len(case.tiers)
-    chunk = ChunkSpec(CONTEXT, False, via[0], "xla", "kernel", tiers=via)
+    impl = ("grouped_kernel",) * len(case.tiers)
+    chunk = ChunkSpec(CONTEXT, False, impl[0], "xla", "kernel", tiers=impl)
     step = functools.partial(steps.decode, program, chunk, True, STEPS, True)
     operands = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),

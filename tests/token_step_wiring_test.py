@@ -280,7 +280,7 @@ class WiringTest(HostTestCase):
             )
             self.assertNotIn(name, on_gpu.serves(256, 1))
             self.assertEmpty([line for line in on_gpu.remarks() if name in line])
-            by_xla = Runner(config, half, cpu, kernels=AMPERE, cached_via="xla")
+            by_xla = Runner(config, half, cpu, kernels=AMPERE, decode_impl="xla")
             self.assertEqual(by_xla.serves(1, 1)[name].describe(), "xla, bfloat16")
             self.assertEmpty([line for line in by_xla.remarks() if name in line])
             with mock.patch.object(token_step.residual_norm.triton, "MAX_WIDTH", 16):

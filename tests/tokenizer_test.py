@@ -11,6 +11,7 @@ from absl.testing import absltest, parameterized
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from moejax.errors import MoejaxError
+from moejax.text.chat_template import find_chat_template
 from moejax.text.tokenizer import Tokenizer, read_eos_ids
 
 TEXTS = (
@@ -290,8 +291,14 @@ class EosTest(TokenizerTestCase):
         with self.assertRaisesRegex(MoejaxError, "is a link to nowhere, which is not there"):
             read_eos_ids(self.directory, vocab_size=11)
         (self.directory / "tokenizer.json").symlink_to("nowhere")
-        with self.assertRaisesRegex(MoejaxError, "cannot read .*tokenizer.json"):
+        with self.assertRaisesRegex(MoejaxError, "tokenizer.json is a link to nowhere, which is"):
             Tokenizer.from_directory(self.directory)
+        for name in ("tokenizer_config.json", "chat_template.jinja"):  # the latter comes first
+            (self.directory / name).symlink_to("nowhere")
+            with self.assertRaisesRegex(
+                MoejaxError, f"^[^\n]*{name} is a link to nowhere, [^\n]*$"
+            ):
+                find_chat_template(self.directory)
 
 
 class ChatTemplateTest(TokenizerTestCase):

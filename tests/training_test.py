@@ -17,12 +17,11 @@ from moejax.models.assembly import flat_weights, forward, model_definition
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.shapes import SHAPES
 from moejax.models.transformer import Transformer
-from moejax.training import corpus as corpus_lib
-from moejax.training.batches import crop_source, sample_crops
-from moejax.training.evaluation import cut_windows, make_scorer, routing_table, score_windows
-from moejax.training.losses import balance_loss, expert_share, head_loss
-from moejax.training.objective import Objective, batch_loss, training_forward
-from moejax.training.optimizer import (
+from scripts.demo_training import corpus as corpus_lib
+from scripts.demo_training.batches import crop_source, sample_crops
+from scripts.demo_training.losses import balance_loss, expert_share, head_loss
+from scripts.demo_training.objective import Objective, batch_loss, training_forward
+from scripts.demo_training.optimizer import (
     OptimizerConfig,
     from_views,
     is_matrix,
@@ -30,7 +29,8 @@ from moejax.training.optimizer import (
     rate_factor,
     to_views,
 )
-from moejax.training.trainer import CheckpointStore, StepConfig, initial_state, make_step
+from scripts.demo_training.scoring import cut_windows, make_scorer, routing_table, score_windows
+from scripts.demo_training.trainer import CheckpointStore, StepConfig, initial_state, make_step
 from tests import slow
 
 QWEN = ModelConfig(

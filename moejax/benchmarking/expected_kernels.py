@@ -92,7 +92,9 @@ def phases(
       prompt: tokens of each prompt; 0: none is run.
       context: slots of the cache; no matter without a prompt.
     """
-    for size in sorted({size for _, size in runner.prompt_chunks(batch, prompt, context)}):
+    for size in sorted(
+        {size for _, size in runner.chunks(batch, prompt, context, runner.short_chunk)}
+    ):
         yield "prefill", batch * size, runner.serves(batch * size, batch)
     yield "decode", batch, runner.serves(batch, batch)
 

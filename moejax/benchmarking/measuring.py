@@ -188,7 +188,7 @@ class Bench:
 
     def _programs(self, batch: Prompts) -> set[Any]:
         size, longest = len(batch), max(map(len, batch))
-        parts = self.runner.prompt_chunks(size, longest, self.context)
+        parts = self.runner.chunks(size, longest, self.context, self.runner.short_chunk)
         found: set[Any] = {(size, *part) for part in parts}
         # As `Runner.run` dispatches them.
         left = min(self.settings.max_new_tokens - 1, self.context - min(map(len, batch)))
@@ -210,7 +210,7 @@ class Bench:
         session = runner.prefill(prompts, self.context, self.settings, ())
         spec = ChunkSpec(
             kv_length=runner.kv_length(session.next_position + 1, self.context), is_first=False,
-            experts=runner.experts_via(batch), attention="xla",
+            experts=runner.expert_impl(batch), attention="xla",
         )  # fmt: skip
         return distinct_experts(runner, session, spec)
 

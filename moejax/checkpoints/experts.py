@@ -232,7 +232,7 @@ class ExpertReader:
           MoejaxError: a file cannot be read or ended early.
         """
         total = sum(len(pool.owners) for plan in self._leaves for pool in plan.factor_pools)
-        with tqdm.tqdm(total=total, desc="low-rank terms", disable=not progress) as bar:
+        with tqdm.tqdm(total=total, desc="low-rank terms", disable=not (progress and total)) as bar:
             gate_up, down = (
                 read_compensators(plan, device, lambda _: bar.update()) for plan in self._leaves
             )

@@ -124,6 +124,13 @@ class LeafPlan:
         return any(part.matrix is not None for part in self.parts)
 
     @property
+    def form(self) -> str:
+        """How it is held, such as "int4", for people."""
+        if isinstance(self.kind, CodesKind):
+            return f"int{self.kind.bits}"
+        return f"{8 * self.dtype.itemsize}-bit floats" if self.kind is None else "fp8"
+
+    @property
     def refusal(self) -> str | None:
         """The form of which there are no slots for experts, if it has one."""
         fused = any(part.matrix is not None and len(part.index) < 2 for part in self.parts)

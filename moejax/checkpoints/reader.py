@@ -35,6 +35,7 @@ from moejax.checkpoints.safetensors_reader import (
     read_array,
     read_tensor,
     stored_tensors,
+    without_masks,
 )
 from moejax.devices import choose_device
 from moejax.errors import MoejaxError
@@ -401,7 +402,7 @@ def convert_floats(name: str, values: np.ndarray, rows: np.ndarray) -> None:
     """
     with np.errstate(over="ignore"):
         np.copyto(rows, values, casting="unsafe")
-    if not in_range(rows):
+    if not in_range(without_masks(name, rows)):
         mend = "bfloat16 or float32" if rows.dtype == np.float16 else "float32"
         raise MoejaxError(
             f"{name} does not fit {rows.dtype.name} (largest {abs(values).max()}); load as {mend}"

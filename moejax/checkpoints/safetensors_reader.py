@@ -18,7 +18,7 @@ import numpy as np
 
 from moejax.errors import MoejaxError
 from moejax.files.checksums import Checksum, checksum, stored_checksums
-from moejax.files.small import check_regular, parse_json
+from moejax.files.small import MOST_VALUES, check_link, check_regular, parse_json
 from moejax.models.hf.config import read_json
 
 WEIGHTS_FILE = "model.safetensors"
@@ -26,6 +26,7 @@ INDEX_FILE = "model.safetensors.index.json"
 # DeepSeek-V3 in GPTQ's format has 180,000 of them, a model of a trillion weights 280,000.
 MOST_TENSORS = 2**19
 _OFFSETS = b'"data_offsets"'  # once a tensor
+_VALUES_OF_TENSOR = 10  # of JSON: a header's entry of three axes, and its checksum
 _MOST_FILES = 10_000
 _MOST_HEADER_BYTES = 100_000_000  # the safetensors library's limit too
 
@@ -52,6 +53,7 @@ _MAGNITUDES: dict[np.dtype, tuple[type[np.unsignedinteger], int, int]] = {
     _DTYPES["BF16"]: (np.uint16, 0x7FFF, 0x5F00),
     _DTYPES["F8_E4M3"]: (np.uint8, 0x7F, 0x7F),
 }
+_CHOOSING_BIAS = ".e_score_correction_bias"  # DeepSeek-V3's; decides who is chosen, weighs nothing
 _PIECE_BYTES = 16 * 2**20
 _BLOCK = 2**16  # numbers looked at together: their copy is small, and a cache holds it
 DTYPE_CODES = {dtype: code for code, dtype in _DTYPES.items()}
@@ -111,10 +113,7 @@ def weight_files(directory: Path) -> list[Path]:
     whole = directory / WEIGHTS_FILE
     files = [whole] if _is_there(whole) else _shards(directory, _weight_map(directory))
     for path in files:
-        if path.is_symlink() and not path.exists():
-            raise MoejaxError(
-                f"{path} is a link to {path.readlink()}, which is not there; download it again"
-            )
+        check_link(path)
         if not path.is_file():
             kind = "a directory" if path.is_dir() else "a special file"
             raise MoejaxError(f"{path} is {kind}, expected a safetensors file; download it again")
@@ -348,13 +347,14 @@ def read_matrix(
 
 
 def check_finite(tensor: StoredTensor, values: np.ndarray, first: int = 0) -> None:
-    """Raises MoejaxError naming the first value that is NaN or infinite.
+    """Raises MoejaxError naming the first value that is NaN or infinite, but for `without_masks`.
 
     Args:
       tensor: where they are from.
       values: float[n], values `first`.. of it.
       first: how many of its values are before these.
     """
+    values = without_masks(tensor.name, values)
     # One pass without a mask of the size of the values: a sum is finite only if all are.
     with np.errstate(over="ignore", invalid="ignore"):
         if np.isfinite(values.sum(dtype=np.float32)):
@@ -369,12 +369,27 @@ def check_finite(tensor: StoredTensor, values: np.ndarray, first: int = 0) -> No
 
 
 def check_range(tensor: StoredTensor, values: np.ndarray) -> None:
-    """Raises OutOfRangeError where a weight, as it was read, is NaN, infinite or huge."""
-    if not in_range(values):
+    """Raises OutOfRangeError where a weight, as it was read, is NaN, infinite or huge.
+
+    Routers' biases may hold -inf, see `without_masks`.
+    """
+    if not in_range(without_masks(tensor.name, values)):
         raise OutOfRangeError(
             f"{tensor.path}: {tensor.name} holds NaN, infinite or huge values (2^63 or more), with "
             "which nothing can be computed; download it again, or convert it anew"
         )
+
+
+def without_masks(name: str, values: np.ndarray) -> np.ndarray:
+    """The values, with 0 for the -inf by which a router's bias keeps an expert from being chosen.
+
+    Args:
+      name: of the tensor; the values of all but such biases are returned as they are.
+      values: floats.
+    """
+    if not name.endswith(_CHOOSING_BIAS):
+        return values
+    return np.where(values == -np.inf, values.dtype.type(0), values)
 
 
 def in_range(values: np.ndarray) -> bool:
@@ -422,8 +437,13 @@ def _read_header(path: Path) -> bytes:
 def _parse_header(path: Path, content: bytes) -> dict[str, StoredTensor]:
     data_start, file_bytes = 8 + len(content), path.stat().st_size
     try:
-        header: dict[str, Any] = parse_json(content)
+        num_tensors = min(content.count(_OFFSETS), MOST_TENSORS)
+        most_values = max(MOST_VALUES, _VALUES_OF_TENSOR * num_tensors)
+        header: dict[str, Any] = parse_json(content, most_values)
         checksums = stored_checksums(header.pop("__metadata__", None))
+        if checksums and (other := sorted(checksums.keys() ^ header.keys())):
+            has = "a checksum and no data" if other[0] in checksums else "no checksum"
+            raise ValueError(f"{other[0]} has {has}, and others have both")
         needed_bytes = data_start + _check_layout(header)
         if needed_bytes > file_bytes:
             raise _truncated(path, file_bytes, needed_bytes)

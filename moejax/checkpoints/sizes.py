@@ -21,7 +21,7 @@ class Sizes:
     # Of what stays on the device, by leaf; low-rank factors of experts under "moe" and `LOW_RANK`.
     weights_nbytes: Mapping[str, int]
     expert_nbytes: int  # of one expert; 0 where there are none
-    expert_form: str  # "4.50 bits a weight", or "none"
+    expert_form: str  # "int4", or "none"
     refusal: str | None = None  # why the experts have no form in which they could move
 
 
@@ -88,6 +88,6 @@ def _sizes(config: ModelConfig, leaves: Mapping[str, LeafPlan]) -> Sizes:
         nbytes[f"moe{LOW_RANK}"] = terms
     num_experts = len(config.moe_layers) * config.num_experts
     expert_nbytes = experts // num_experts if num_experts else 0
-    weights = len(config.moe_layers) and 3 * config.model_dim * config.expert_dim
-    form = f"{8 * expert_nbytes / weights:.2f} bits a weight" if weights else "none"
+    forms = dict.fromkeys(leaves[leaf].form for leaf in EXPERT_LEAVES if leaf in leaves)
+    form = " and ".join(forms) or "none"
     return Sizes(weights_nbytes=nbytes, expert_nbytes=expert_nbytes, expert_form=form)

@@ -373,6 +373,14 @@ class EvaluateConfig(RecordConfig):
         """Sequences per batch: one under a policy, whose state a batch would share."""
         return 1 if self.policy.name else self.batch_size
 
+    def begins_anew(self) -> str:
+        """Why a run takes no windows over from an interrupted one; "" where it does."""
+        if self.policy.name:
+            return "a policy's state goes from window to window, so the run begins anew"
+        if self.record_trace:
+            return "a trace holds every window of a run, so the run begins anew"
+        return ""
+
     def check(self) -> None:
         """See `RunConfig.check`."""
         if not self.checkpoint:

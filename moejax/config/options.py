@@ -25,7 +25,6 @@ def option(
     """Declares a dataclass field with its `--help` line.
 
     Args:
-      meaning: the line.
       commas: whether commas divide a list's items on the command line; else each flag is one item.
       kind: type of a number whose None means "not given".
     """

@@ -82,7 +82,7 @@ class SweepConfig(RunConfig):
         if not 0 <= self.device_gib < 1e6:
             raise MoejaxError(f"device_gib={self.device_gib:g} must be a number of GiB")
         if self.recommend and not self.device_gib:
-            raise MoejaxError(f"device_gib={self.device_gib:g} must be above 0 to recommend for it")
+            raise MoejaxError("recommend needs --config.device_gib=GIB")
         if not 0 <= self.floor <= 1:
             raise MoejaxError(f"floor={self.floor:g} must be from 0 to 1")
         for tier in self.tiers:

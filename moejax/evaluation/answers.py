@@ -132,6 +132,15 @@ def check_place(path: Path) -> None:
     _stored(path, ())
 
 
+def is_unfinished(path: Path) -> bool:
+    """Whether answers of a run that did not end are there."""
+    try:
+        stored = _stored(path, ())
+    except (MoejaxError, OSError):
+        return False
+    return stored is not None and not stored.finished and bool(stored.answers)
+
+
 def beside(output: Path) -> Path:
     """Path of a result's answers."""
     return output.with_name(f"{output.stem}.answers.jsonl")

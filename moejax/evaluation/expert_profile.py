@@ -47,7 +47,7 @@ class Counting:
     Attributes:
       warmup: first tokens of a window, which have seen little of the text.
       warmup_weight: weight of one of them (BuddyMoE section 3.3), 0 to 1.
-      temperature: of TAE.
+      temperature: temperature of p~ in TAE.
       outputs: whether the outputs of all experts are compared: each runs on every token.
     """
 
@@ -71,8 +71,6 @@ def profile(
       runner: its model holds its experts.
       ids: integer[n], at least two; the last one is not fed, since nothing follows it.
       window: tokens that see each other.
-      batch_size: windows at once.
-      counting: how.
       on_batch: called with the tokens of each batch.
 
     Returns:

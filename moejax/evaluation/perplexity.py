@@ -99,7 +99,6 @@ def log_likelihood(
     Known windows and windows scored now give equal bits if their batches are equal.
 
     Args:
-      ids: token ids, at least two.
       score: of a model, such as `Engine.score`.
       known: scores of earlier windows, by index.
       on_batch: called with the scores of each batch, by index.

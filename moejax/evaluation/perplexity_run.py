@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,10 @@ def run(config: EvaluateConfig, text: Text, output: Path | None) -> None:
             stream, text = beginning(engine.tokenizer, stream, text, config.max_tokens)
         head = _head(config, text, stream, directory, engine)
         place = beside(output) if output else None
-        answers = AnswerFile(place, head, numbers=("nats", "tokens"), anew=begins_anew(config))
+        answers = AnswerFile(place, head, numbers=("nats", "tokens"), anew=config.begins_anew())
+        if answers.num_resumed:
+            count = f"{answers.num_resumed} of {windowing.num_windows(len(stream.ids))} windows"
+            _tell(f"{count} are taken over from {place}")
         started, compiled = time.perf_counter(), engine.compile_seconds
         with recorded(engine, config, config.text):
             measured = measure(engine, stream.ids, windowing, config.num_rows(), answers)
@@ -68,23 +72,28 @@ def run(config: EvaluateConfig, text: Text, output: Path | None) -> None:
                 record.write_record(output, result)
             return result
 
-        result, found = written(None), None
+        result = written(None)
         answers.finish()
+        print(
+            "\n".join([record.summary(result), *(ledger.describe() if ledger else [])]), flush=True
+        )
         if tiering and config.fidelity_share:
-            found = _compared(config, directory, engine, stream.ids)
-            result = written(found) if found else result
-    print(record.summary(result))
-    for line in [*(ledger.describe() if ledger else []), *([found.describe()] if found else [])]:
-        print(line)
+            chosen = fidelity.sample(stream.ids, windowing, config.fidelity_share, config.seed)
+            # Both models read these windows; the exact one is loaded first.
+            reading = 2 * seconds * chosen.tokens.size / max(1, measured.num_scored)
+            _tell(
+                f"comparing with the exact model on {chosen.num_tokens} tokens: about "
+                f"{engine.load_seconds + reading:.0f} s and compiling; "
+                "--config.fidelity_share=0 leaves it out"
+            )
+            if found := _compared(config, directory, engine, chosen):
+                written(found)
+                print(found.describe())
 
 
-def begins_anew(config: EvaluateConfig) -> str:
-    """Reason why a run reuses no windows of an interrupted one; "" if it does."""
-    if config.policy.name:
-        return "a policy's state goes from window to window, so the run begins anew"
-    if config.record_trace:
-        return "a trace holds every window of a run, so the run begins anew"
-    return ""
+def _tell(line: str) -> None:
+    """Prints a line for people, beside the result."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _head(
@@ -107,10 +116,9 @@ def _head(
 
 
 def _compared(
-    config: EvaluateConfig, directory: Path, engine: "Engine", ids: list[int]
+    config: EvaluateConfig, directory: Path, engine: "Engine", chosen: fidelity.Sample
 ) -> fidelity.Fidelity | None:
     """Compares with the exact model; logs an error and returns None if it does not fit."""
-    chosen = fidelity.sample(ids, config.windowing(), config.fidelity_share, config.seed)
     own = fidelity.predictions(engine.logits, chosen)
     try:
         exact = load_scoring_engine(config, directory, None)

@@ -36,7 +36,7 @@ from moejax.models.expert_products import (
     products_grouped,
 )
 from moejax.models.grouped_experts import choose_grouped
-from moejax.models.moe import STEP_BYTES, ExpertsVia
+from moejax.models.moe import STEP_BYTES, ExpertImpl
 from moejax.models.routing import Routing, foreseen
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
@@ -53,7 +53,7 @@ class PooledExperts:
         config: ModelConfig,
         pool: ExpertPool,
         store: ExpertStore,
-        via: ExpertsVia,
+        impl: ExpertImpl,
         kernels: ops.Kernels,
         is_prefill: bool = False,
     ):
@@ -64,14 +64,14 @@ class PooledExperts:
           config: of the model.
           pool: the slots.
           store: the host's rows.
-          via: "row", "block", "block_in_cache" or "grouped_kernel".
+          impl: "row", "block", "block_in_cache" or "grouped_kernel".
           kernels: which may serve packed experts.
           is_prefill: whether the step is one of prompts.
         """
         self._looks_ahead = spec.looks_ahead(is_prefill)
         self.fetching = Fetching(spec, store, kernels)
         self.spec, self.config, self.pool, self.store = spec, config, pool, store
-        self._via, self._kernels = via, kernels
+        self._impl, self._kernels = impl, kernels
         self._turn = -1  # of the layer that runs: its number, but for a multiple of the banks
         self._placing = Placing((spec,), kernels.target)
 
@@ -351,17 +351,17 @@ class PooledExperts:
 
     def _run(self, x: jax.Array, pairs: Pairs, experts: Experts) -> jax.Array:
         """[P, N, A, D] of the active pairs."""
-        match self._via:
+        match self._impl:
             case "row":
                 return products_by_row(x, pairs, experts)
             case "block" | "block_in_cache":
-                size = STEP_BYTES[self._via]
+                size = STEP_BYTES[self._impl]
                 return products_by_block(x, pairs, experts, self.spec.cache.num_experts, size)
             case "grouped_kernel":
                 stacks = (experts.gate_up, experts.down)
                 chosen = choose_grouped(len(x), self.config, x.dtype, stacks, self._kernels)
                 return products_grouped(x, pairs, experts, chosen.implementation)
-        raise ValueError(f"experts of a pool do not run via {self._via!r}")
+        raise ValueError(f"experts of a pool cannot run by {self._impl!r}")
 
     def _experts(self, layer: Index, plan: Placed, wave: Index, bank: int = 0) -> Experts:
         """The slots as stacks, with the low-rank terms of the experts that are in them."""

@@ -26,7 +26,7 @@ from moejax.experts.tiered import TieredPool, TieredSpec
 from moejax.models.config import ModelConfig
 from moejax.models.expert_products import Experts, Pairs, combine, products_of_tiers
 from moejax.models.grouped_experts import choose_for_tiers
-from moejax.models.moe import ExpertsVia
+from moejax.models.moe import ExpertImpl
 from moejax.models.routing import Routing, foreseen
 from moejax.policies.attention_importance import attention_received
 from moejax.policies.base import (
@@ -51,7 +51,7 @@ class TieredExperts:
         config: ModelConfig,
         pool: TieredPool,
         store: Sequence[ExpertStore],
-        via: Sequence[ExpertsVia],
+        impl: Sequence[ExpertImpl],
         kernels: ops.Kernels,
         *,
         num_prefilled: int | None = None,
@@ -63,12 +63,12 @@ class TieredExperts:
           config: of the model.
           pool: the slots of all tiers.
           store: the host's rows of each.
-          via: the form that runs the experts of each.
+          impl: the form that runs the experts of each.
           kernels: which may serve packed experts.
           num_prefilled: tokens of a step of prompts, padding too; None in a step of decode.
         """
         self.spec, self.config = spec, config
-        self._store, self._via, self._kernels = tuple(store), tuple(via), kernels
+        self._store, self._impl, self._kernels = tuple(store), tuple(impl), kernels
         self._is_prefill = num_prefilled is not None
         # float32[N], of the layer that comes next.
         self._importance: jax.Array | None = None
@@ -76,7 +76,7 @@ class TieredExperts:
         self._carries = weighs and config.delta_net is not None
         if self._carries:  # nobody has attended yet: all are alike
             self._importance = jnp.ones(num_prefilled, jnp.float32)
-        of_tiers = zip(spec.pools, pool.pools, store, via, strict=True)
+        of_tiers = zip(spec.pools, pool.pools, store, impl, strict=True)
         self._runs = [
             PooledExperts(s, config, p, rows, v, kernels, self._is_prefill)
             for s, p, rows, v in of_tiers
@@ -125,7 +125,7 @@ class TieredExperts:
         positions: jax.Array,
         token_mask: jax.Array,
     ) -> None:
-        """See `models.attention.WatchAttention`; keeps the importance of the layer's tokens.
+        """See `models.attention.AttentionObserver`; keeps the importance of the layer's tokens.
 
         Layers without attention have that of the last one before them that attends.
         """
@@ -235,7 +235,7 @@ class TieredExperts:
 
     def _in_one(self, num_pairs: int) -> bool:
         """Whether one launch multiplies the pairs of all tiers."""
-        has_form = all(via == "grouped_kernel" for via in self._via)
+        has_form = all(impl == "grouped_kernel" for impl in self._impl)
         return has_form and not any(run.num_waves(num_pairs) for run in self._runs)
 
     def _of_tiers(

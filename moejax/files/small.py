@@ -26,9 +26,11 @@ def read_file(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     """Reads a regular file, or the one that a link leads to.
 
     Raises:
-      MoejaxError: it is not a regular file, and might never end, or it is too large.
+      MoejaxError: it is not a regular file, and might never end, it is too large, or it is a link
+        that leads nowhere.
       OSError: it cannot be read; FileNotFoundError if it is missing.
     """
+    check_link(path)
     check_regular(path, path.stat().st_mode)  # first: opening some devices does something
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:
@@ -42,15 +44,19 @@ def read_file(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
         return file.read(found.st_size)
 
 
-def parse_json(content: bytes) -> Any:
+def parse_json(content: bytes, most_values: int = MOST_VALUES) -> Any:
     """Parses a JSON value of bounded size.
+
+    Args:
+      content: its text.
+      most_values: that it may hold, about.
 
     Raises:
       ValueError: it is not JSON, too large, or nested deeper than Python reads.
     """
     num_values = sum(map(content.count, (b",", b"[", b"{")))
-    if num_values > MOST_VALUES:
-        raise ValueError(f"it holds {num_values:,} values, expected at most {MOST_VALUES:,}")
+    if num_values > most_values:
+        raise ValueError(f"it holds {num_values:,} values, expected at most {most_values:,}")
     try:
         return json.loads(content.decode("utf-8"))
     except RecursionError as error:
@@ -70,6 +76,14 @@ def check_depth(value: Any) -> None:
         if not level:
             return
     raise ValueError(f"it is nested more than {_MOST_DEPTH} deep")
+
+
+def check_link(path: Path) -> None:
+    """Raises MoejaxError for a link that leads nowhere."""
+    if path.is_symlink() and not path.exists():
+        raise MoejaxError(
+            f"{path} is a link to {path.readlink()}, which is not there; download it again"
+        )
 
 
 def check_regular(path: Path, mode: int) -> None:

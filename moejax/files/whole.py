@@ -81,8 +81,12 @@ def write_whole(
 
 def write_json(path: Path, fields: Mapping[str, object], mend: str = ROOM) -> WrittenFile:
     """Writes a JSON object as `write_whole` does; NaN is an error."""
-    text = json.dumps(fields, indent=1, allow_nan=False, ensure_ascii=False)
-    return write_whole(path, text + "\n", mend)
+    return write_whole(path, json_text(fields), mend)
+
+
+def json_text(fields: Mapping[str, object]) -> str:
+    """The text that `write_json` writes."""
+    return json.dumps(fields, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
 
 
 def file_digest(path: Path) -> WrittenFile:

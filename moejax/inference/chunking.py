@@ -1,4 +1,4 @@
-"""How prompts and caches are cut into a few sizes, each of which is one compiled program."""
+"""Chunks of prompts and lengths of caches, in a few sizes; each is one program."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ CACHE_BYTES = 2**28
 
 
 def length_bucket(length: int, smallest: int, largest: int, factor: int = 2) -> int:
-    """The least `smallest` * `factor`^n that holds `length`, at most `largest`."""
+    """Smallest `smallest` * `factor`^n that holds `length`, at most `largest`."""
     bucket = smallest
     while bucket < length:
         bucket *= factor
@@ -31,13 +31,13 @@ def length_bucket(length: int, smallest: int, largest: int, factor: int = 2) -> 
 def kv_bucket(length: int, cache_length: int) -> int:
     """Slots that attention reads to see `length` of them.
 
-    Coarse, since each bucket is a program: a decode of 2,048 tokens compiles three.
+    Buckets are coarse, since each is a program: a decode of 2,048 tokens compiles three.
     """
     return length_bucket(length, MIN_KV_LENGTH, cache_length, factor=4)
 
 
 def kv_buckets(cache_length: int) -> tuple[int, ...]:
-    """All of `kv_bucket`, rising, without the whole cache."""
+    """All values of `kv_bucket`, rising, without the whole cache."""
     found = [MIN_KV_LENGTH]
     while found[-1] < cache_length:
         found.append(4 * found[-1])
@@ -45,7 +45,7 @@ def kv_buckets(cache_length: int) -> tuple[int, ...]:
 
 
 def least_cache_length(config: ModelConfig, batch_size: int, itemsize: int) -> int:
-    """Slots of a sequence's cache that cost little; see `CACHE_LENGTH`."""
+    """Slots of a sequence's cache that are cheap; see `CACHE_LENGTH`."""
     least = CACHE_LENGTH
     slot_bytes = batch_size * config.cached_values * itemsize
     while least > MIN_KV_LENGTH and least * slot_bytes > CACHE_BYTES:
@@ -55,7 +55,7 @@ def least_cache_length(config: ModelConfig, batch_size: int, itemsize: int) -> i
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """The sizes of calls that limits of the device's memory were planned for; 0: any.
+    """Call sizes that the memory limits were planned for; 0: any.
 
     Attributes:
       batch: sequences at once.
@@ -68,7 +68,7 @@ class Planned:
     chunk: int = 0
 
     def check(self, batch: int, cache_length: int) -> None:
-        """Raises MoejaxError for a call that may take more."""
+        """Raises MoejaxError for a call that exceeds the plan."""
         if self.batch and batch > self.batch:
             raise MoejaxError(
                 f"{batch} prompts, but memory was planned for {self.batch}: load with batch={batch}"
@@ -99,7 +99,7 @@ def longest_chunk(
 
 
 def part_of(tokens: np.ndarray, start: int, size: int, fill: int = 0) -> np.ndarray:
-    """int32[B, size] of [B, T] from `start` on, `fill` after its end."""
+    """Slices [B, T] from `start` on to int32[B, size], padded by `fill`."""
     part = tokens[:, start : start + size].astype(np.int32)
     return np.pad(part, ((0, 0), (0, size - part.shape[1])), constant_values=fill)
 
@@ -107,7 +107,7 @@ def part_of(tokens: np.ndarray, start: int, size: int, fill: int = 0) -> np.ndar
 def prefill_chunks(
     length: int, cache_length: int, longest: int, short: int = 0
 ) -> Iterator[tuple[int, int]]:
-    """(start, size) of the prefill chunks of `length` positions; none reaches past the cache.
+    """Yields (start, size) of the prefill chunks of `length` positions within the cache.
 
     Args:
       length: of the longest prompt.
@@ -141,14 +141,14 @@ def next_chunk(num_left: int, room: int, most: int) -> int:
 
 
 def num_between(lengths: Sequence[int] | np.ndarray, start: int, size: int) -> int:
-    """Tokens of all sequences at positions `start`..`start + size`."""
+    """Counts tokens of all sequences at positions `start`..`start + size`."""
     return int(np.clip(np.asarray(lengths) - start, 0, size).sum())
 
 
 def cache_length(
     longest: int, num_new: int, context: int, planned: int, model_limit: int, least: int
 ) -> int:
-    """S that a prompt of `longest` tokens and an answer of `num_new` take, if the limits allow.
+    """Cache length S for a prompt of `longest` and an answer of `num_new` tokens.
 
     Args:
       longest: tokens of the longest prompt.
@@ -173,7 +173,7 @@ def cache_length(
 
 
 def chunk_of(prompts: Sequence[Sequence[int]], start: int, size: int) -> np.ndarray:
-    """int32[B, T], `size` tokens of each prompt from `start` on, zeros after its end."""
+    """Takes `size` tokens of each prompt from `start` on, int32[B, T], padded with zeros."""
     tokens = np.zeros((len(prompts), size), np.int32)
     for row, prompt in enumerate(prompts):
         part = prompt[start : start + size]
@@ -182,7 +182,7 @@ def chunk_of(prompts: Sequence[Sequence[int]], start: int, size: int) -> np.ndar
 
 
 def scored_places(targets: np.ndarray) -> np.ndarray:
-    """int32[P], the last P columns of int32[B, T] from the first that counts; P is a bucket."""
+    """Last P columns of int32[B, T] from the first scored one, int32[P]; P is a bucket."""
     counted = np.flatnonzero((targets >= 0).any(axis=0))
     length = targets.shape[1]
     num_last = length - int(counted[0]) if len(counted) else 0

@@ -1,4 +1,4 @@
-"""A line on stderr while a program compiles: what, and for how long so far."""
+"""Notice on stderr while a program compiles: its name, and the time so far."""
 
 import contextlib
 import sys
@@ -15,7 +15,7 @@ _BEGIN, _AGAIN, _END = "\x1b7\x1b[?7l", "\x1b8\x1b[K", "\x1b8\x1b[K\x1b[?7h"
 
 
 class CompileNotice:
-    """Tells people why nothing happens; a program that compiles quickly is not mentioned."""
+    """Explains a wait; a program that compiles quickly is not mentioned."""
 
     def __init__(self, stream: TextIO | None = None):
         """`stream` is None for stderr as it is when a program is compiled."""
@@ -43,7 +43,8 @@ def _tell(stream: TextIO, name: str, ended: threading.Event) -> None:
     with contextlib.suppress(OSError, ValueError):  # stderr was closed
         if not stream.isatty():
             if not ended.wait(_LINE_S):
-                print(f"{line()}; compiled programs are kept for the next run", file=stream)
+                # In a log an answer's first words may stand before it.
+                print(f"\n{line()}; compiled programs are kept for the next run", file=stream)
             return
         if ended.wait(_TERMINAL_S):
             return

@@ -1,4 +1,4 @@
-"""A conversation on the terminal, or of lines that are piped in: each line is a turn."""
+"""Conversation on the terminal, or from piped lines: each line is a turn."""
 
 import contextlib
 import dataclasses
@@ -29,10 +29,10 @@ Answer = Callable[[str, list["Chunk"]], None]
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """Where the user's words come from.
+    """Source of the user's words.
 
     Attributes:
-      lines: one a turn, without line ends.
+      lines: one per turn, without line ends.
       is_terminal: whether somebody types them.
     """
 
@@ -41,9 +41,10 @@ class Turns:
 
 
 def read_turns() -> Turns | None:
-    """The lines of standard input; None where there are none.
+    """Reads the lines of standard input; None if there are none.
 
-    Where nobody types them the first is read at once: a mistake is told before a model is loaded.
+    If nobody types them the first is read at once, so that a mistake is reported before a model is
+    loaded.
     """
     if sys.stdin is None:  # the caller closed it
         return None
@@ -57,13 +58,13 @@ def read_turns() -> Turns | None:
 def converse(turns: Turns, tokenizer: "Tokenizer", chat: ChatSettings, answer: Answer) -> None:
     """Answers every turn with the whole conversation in view, until the lines end.
 
-    Ctrl-C ends an answer; what was said of it stays in the conversation. A turn without an answer,
+    Ctrl-C ends an answer; its text so far stays in the conversation. A turn without an answer,
     because of Ctrl-C or an error, is forgotten. Where nobody types, both end the run.
 
     Args:
-      turns: of the user.
+      turns: the user's.
       tokenizer: with a chat template.
-      chat: what the prompts are rendered with at first.
+      chat: the first settings that render prompts.
       answer: see `Answer`.
     """
     if turns.is_terminal:
@@ -104,7 +105,7 @@ def converse(turns: Turns, tokenizer: "Tokenizer", chat: ChatSettings, answer: A
 
 
 def thinking_remarks(chat: ChatSettings, tokenizer: "Tokenizer") -> list[str]:
-    """A line where a setting of thinking means nothing to the model's template."""
+    """A remark if a setting of thinking has no effect on the model's template."""
     if chat.thinking is None or "enable_thinking" in (tokenizer.chat_template or ""):
         return []
     return ["the model's chat template has no enable_thinking: the setting changes nothing"]
@@ -130,7 +131,7 @@ def _typed_lines() -> Iterator[str]:
 
 
 def _piped_lines() -> Iterator[str]:
-    """The lines that are not blank."""
+    """Yields the lines that are not blank."""
     for number, line in enumerate(sys.stdin.buffer, start=1):
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")

@@ -1,4 +1,4 @@
-"""What a caller asks of a generation and what comes back."""
+"""Settings of a generation, and its result."""
 
 import dataclasses
 import difflib

@@ -1,4 +1,4 @@
-"""Sampling defaults of a checkpoint: its generation_config.json, read as transformers reads it."""
+"""Sampling defaults of a checkpoint: generation_config.json, as transformers reads it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -87,8 +87,8 @@ def describe_defaults(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> 
     """Names the checkpoint's defaults that an answer takes, for people; "" for none.
 
     Args:
-      defaults: of `read_generation_defaults`.
-      given: fields that the caller gave, which win; None is as if it were left out.
+      defaults: from `read_generation_defaults`.
+      given: the caller's fields, which take precedence; None counts as omitted.
     """
     used = {name: value for name, value in defaults.items() if given.get(name) is None}
     settings = GenerationSettings.of(**with_defaults(defaults, given))
@@ -100,5 +100,5 @@ def describe_defaults(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> 
 
 
 def with_defaults(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that a caller gave, completed; None is as if it were left out."""
+    """Completes the fields that a caller gave; None counts as omitted."""
     return {**defaults, **{name: value for name, value in given.items() if value is not None}}

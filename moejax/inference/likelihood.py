@@ -1,14 +1,15 @@
-"""Log-likelihoods of continuations after contexts: what multiple choice is scored by.
+"""Log-likelihoods of continuations after contexts, which score multiple choice.
 
 Texts become tokens as in the Hugging Face model class of EleutherAI's lm_eval, so that figures can
-be set side by side: context and continuation are encoded as one text, and the tokens after those
-of the context alone are the continuation's; white space at the end of a context belongs to the
-continuation; what stands for an empty context is the bos token, or eos where there is none.
+be set side by side: context and continuation are encoded as one text, and the tokens after those of
+the context alone are the continuation's; white space at the end of a context belongs to the
+continuation; the bos token, or eos if there is none, stands for an empty context.
 
-One thing differs. A tokenizer may put an eos behind texts (`add_eos_token`, or its post-processor).
-That class takes what the tokenizer gives: the context ends with the eos, and as many tokens fewer
-of the continuation are scored, then the eos behind it. Here no token is put behind a text: contexts
-and prompts go on, and of continuations and whole texts only their own tokens are scored.
+There is one difference. A tokenizer may put an eos behind texts (`add_eos_token`, or its
+post-processor). That class takes what the tokenizer gives: the context ends with the eos, and as
+many tokens fewer of the continuation are scored, then the eos behind it. Here no token is put
+behind a text: contexts and prompts go on, and of continuations and whole texts only their own
+tokens are scored.
 """
 
 import dataclasses
@@ -37,14 +38,14 @@ TokenPair = tuple[Sequence[int], Sequence[int]]  # context, continuation
 
 
 class Scored(NamedTuple):
-    """Of one continuation."""
+    """Score of one continuation."""
 
     log_likelihood: float  # in nats, the sum over its tokens
     is_greedy: bool  # whether each of its tokens is the model's likeliest
     num_tokens: int
 
     def and_then(self, following: "Scored") -> "Scored":
-        """Of this text and one that follows it."""
+        """Adds the score of a text that follows this one."""
         return Scored(
             self.log_likelihood + following.log_likelihood,
             self.is_greedy and following.is_greedy,
@@ -55,7 +56,7 @@ class Scored(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """What is looked up in a batch of rows, and what was found so far; donated.
+    """Positions and targets to look up in a batch of rows, and results so far; donated.
 
     Attributes:
       positions: int32[B, P] of the inputs, of which what comes next is scored.
@@ -71,7 +72,7 @@ class Places:
     likeliest: jax.Array
 
     def looked_up(self, model: Transformer, hidden: jax.Array, start: jax.Array) -> "Places":
-        """With what a chunk says: `hidden` [B, T, D] of the positions from `start` on."""
+        """Adds a chunk's results: `hidden` [B, T, D] of the positions from `start` on."""
         length = hidden.shape[1]
         relative = self.positions - start
         here = (relative >= 0) & (relative < length)
@@ -145,7 +146,7 @@ def likelihood_chunk(
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """One input, and the continuations that it is the input of: (index, tokens)."""
+    """One input, and its continuations: (index, tokens)."""
 
     inputs: tuple[int, ...]
     wanted: list[tuple[int, Sequence[int]]]
@@ -155,7 +156,7 @@ class PairScorer:
     """Scores continuations with one model.
 
     Attributes:
-      prefix_id: stands for an empty context: bos, or eos; None where the model has neither.
+      prefix_id: stands for an empty context: bos, or eos; None if the model has neither.
       max_length: most tokens that a prediction sees.
     """
 
@@ -179,9 +180,9 @@ class PairScorer:
 
         Args:
           pairs: (context, continuation); the context may be empty.
-          batch_size: rows at once; under a policy one. Pairs of one context whose continuations
+          batch_size: rows per batch; one under a policy. Pairs of one context whose continuations
             differ in their last token only share a row.
-          on_done: is told how many pairs a batch finished.
+          on_done: called with the number of pairs that a batch finished.
 
         Raises:
           MoejaxError: the model has no tokenizer, or a continuation no tokens.
@@ -196,7 +197,7 @@ class PairScorer:
         batch_size: int = 8,
         on_done: Callable[[int], None] = lambda count: None,
     ) -> list[Scored]:
-        """As `of_texts`, of token ids; no context is empty.
+        """Scores pairs of token ids like `of_texts`; no context is empty.
 
         A context that does not fit is cut at its beginning; a continuation longer than the
         model's context is scored in windows (`token_windows`).
@@ -237,7 +238,7 @@ class PairScorer:
         batch_size: int = 8,
         on_done: Callable[[int], None] = lambda count: None,
     ) -> list[Scored]:
-        """Every token of each text, in windows that do not overlap but in the last.
+        """Scores every token of each text, in windows of which only the last may overlap.
 
         lm_eval's rolling log-likelihood: the first token follows `prefix_id`, and each is scored
         once. A text without tokens scores nothing.
@@ -250,8 +251,8 @@ class PairScorer:
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Tokens of a text, with those that the tokenizer puts before it if `special`.
 
-        A text that brings its own bos (or what serves for it) gets no second one. None gets an
-        eos; see the module.
+        A text that begins with a bos (or its replacement) gets no second one. No text gets an eos;
+        see the module.
         """
         if self._tokenizer is None:
             raise MoejaxError("this checkpoint has no tokenizer.json: give token ids")
@@ -261,7 +262,7 @@ class PairScorer:
         return self._tokenizer.encode(text, add_special_tokens=special, goes_on=True)
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """The tokens of both; see the module."""
+        """Encodes context and continuation; see the module."""
         if not context:
             prefix, ids = self._prefix(), self.encode(continuation, special=False)
             return (ids[:1], ids[1:]) if ids[:1] == [prefix] else ([prefix], ids)
@@ -294,7 +295,7 @@ class PairScorer:
             yield ordered[first : first + batch_size]
 
     def _run(self, rows: Sequence[_Row], batch_size: int) -> Iterator[tuple[int, Scored]]:
-        """Each pair of a batch and its score; rows that are missing are empty."""
+        """Yields each pair of a batch and its score; missing rows are empty."""
         longest = max(len(row.inputs) for row in rows)
         num_places = max(len(tokens) for row in rows for _, tokens in row.wanted)
         num_places = length_bucket(num_places, MIN_PLACES, self.max_length, factor=4)
@@ -329,7 +330,7 @@ def _by_length(row: _Row) -> tuple[int, tuple[int, ...]]:
 def token_windows(
     ids: Sequence[int], before: int, max_length: int
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """(context, continuation) pairs that score each of the tokens once.
+    """Yields (context, continuation) pairs that score each of the tokens once.
 
     The first window predicts `max_length` tokens after `before`, later ones as many after the
     token before them; the last, where it is not full, sees as much before it as fits (lm_eval's

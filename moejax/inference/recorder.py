@@ -19,10 +19,10 @@ from moejax.experts.tiered_memory import TieredMemory
 from moejax.experts.tiering import STORED
 from moejax.files import result_rows as results
 from moejax.files.termination import removed_by_sigterm
-from moejax.models.attention import WatchAttention
+from moejax.models.attention import AttentionObserver
 from moejax.models.config import ModelConfig
 from moejax.models.kernel_choice import EXPERT_LEAVES
-from moejax.models.moe import ExpertsVia
+from moejax.models.moe import ExpertImpl
 from moejax.models.routing import Routing, foreseen
 from moejax.models.run_experts import HearsRouters, LoopedExperts, RunExperts
 from moejax.models.transformer import Transformer
@@ -103,17 +103,15 @@ class RecordingExperts:
     """Runs a step's experts as usual, and keeps the routing."""
 
     def __init__(
-        self, spec: RecordSpec, model: Transformer, via: ExpertsVia, run: RunExperts | None
+        self, spec: RecordSpec, model: Transformer, impl: ExpertImpl, run: RunExperts | None
     ):
         """Prepares one trace.
 
         Args:
           spec: what is kept.
-          model: whose experts they are.
-          via: which form runs experts that the model holds.
           run: runs experts that it does not hold.
         """
-        self._spec, self._model, self._via, self._run = spec, model, via, run
+        self._spec, self._model, self._impl, self._run = spec, model, impl, run
         self._routings: list[Routing] = []
         self._foreseen: list[tuple[jax.Array, jax.Array]] = []
         self._importance: list[jax.Array] = []
@@ -127,7 +125,9 @@ class RecordingExperts:
             run.heard(layer, logits, is_ahead=is_ahead) if isinstance(run, HearsRouters) else logits
         )
 
-    def watching(self, watch: WatchAttention | None, num_tokens: int) -> WatchAttention | None:
+    def watching(
+        self, watch: AttentionObserver | None, num_tokens: int
+    ) -> AttentionObserver | None:
         """Observes the attention of a prompt's chunk, and passes it to another observer.
 
         Args:
@@ -177,7 +177,7 @@ class RecordingExperts:
             self._foreseen.append(jax.lax.top_k(scores, limit))
         if self._run is not None:
             return self._run(layer, x, routing, token_mask, ahead)
-        return self._model.moe(x, layer, token_mask, self._via)[0]
+        return self._model.moe(x, layer, token_mask, self._impl)[0]
 
     def recorded(self, positions: jax.Array, mask: jax.Array) -> Recorded:
         """Returns the routing of all layers, which have run, for int32[B, T] and bool[B, T]."""
@@ -231,10 +231,10 @@ class LoopedRecording(RecordingExperts):
     """Records in a loop over layers, for experts that can run in one."""
 
     def __init__(
-        self, spec: RecordSpec, model: Transformer, via: ExpertsVia, run: LoopedExperts | None
+        self, spec: RecordSpec, model: Transformer, impl: ExpertImpl, run: LoopedExperts | None
     ):
         """See `RecordingExperts`."""
-        super().__init__(spec, model, via, run)
+        super().__init__(spec, model, impl, run)
         self._loop = run
 
     @property
@@ -270,12 +270,12 @@ class LoopedRecording(RecordingExperts):
 
 
 def recording_experts(
-    spec: RecordSpec, model: Transformer, via: ExpertsVia, run: RunExperts | None
+    spec: RecordSpec, model: Transformer, impl: ExpertImpl, run: RunExperts | None
 ) -> RecordingExperts:
     """Makes a step's recorder: a looped one if the experts can run in a loop."""
     if run is None or isinstance(run, LoopedExperts):
-        return LoopedRecording(spec, model, via, run)
-    return RecordingExperts(spec, model, via, run)
+        return LoopedRecording(spec, model, impl, run)
+    return RecordingExperts(spec, model, impl, run)
 
 
 class Recorder:
@@ -373,7 +373,6 @@ def recording(
     If anything fails there is no file. Steps recorded before the context are not in it.
 
     Args:
-      runner: of the model.
       path: where to write the trace.
       spec: parts to record beside ids and weights.
       about: `facts`, for the file's metadata.

@@ -38,11 +38,16 @@ from moejax.inference.session import Session, sampling_of, seeds_of, seen_tokens
 from moejax.inference.step_output import NOT_FINITE
 from moejax.models import kernel_choice as served
 from moejax.models.assembly import model_definition
-from moejax.models.attention import CachedVia, cached_form, choose_cached, default_attention_via
+from moejax.models.attention import (
+    DecodeAttentionImpl,
+    choose_cached,
+    decode_impl,
+    default_attention_impl,
+)
 from moejax.models.config import ModelConfig
 from moejax.models.kernel_choice import EXPERT_LEAVES, Served
 from moejax.models.kv_cache import KVCache
-from moejax.models.moe import ExpertsVia, default_experts_via
+from moejax.models.moe import ExpertImpl, default_expert_impl
 from moejax.models.transformer import ChunkSpec
 from moejax.programs import CompiledPrograms
 from moejax.weights import linear as ops
@@ -65,6 +70,7 @@ class Runner:
       one_stream: whether given tokens (`score`, `logits`, `fold`) are read one sequence at a time,
         and what a policy wants moved is in its slots before the next chunk.
       programs: what was compiled, and how long that took.
+      short_chunk: positions of the chunks of short prompts; see `prefill_chunks`.
     """
 
     def __init__(
@@ -74,9 +80,9 @@ class Runner:
         device: jax.Device,
         *,
         kernels: ops.Kernels | None = None,
-        experts_via: ExpertsVia | None = None,
+        expert_impl: ExpertImpl | None = None,
         memory: ExpertMemory | TieredMemory | None = None,
-        cached_via: CachedVia | None = None,
+        decode_impl: DecodeAttentionImpl | None = None,
         whole_calls: bool | None = None,
     ):
         """Compiles nothing yet; logs what packed weights do not run on the expected kernel.
@@ -86,23 +92,23 @@ class Runner:
           weights: flat dict of layer-stacked leaves, on `device`.
           device: where it runs.
           kernels: None for what the device has.
-          experts_via: the form that runs the experts of any number of tokens; None: the default.
+          expert_impl: the form that runs the experts of any number of tokens; None: the default.
           memory: of experts that `weights` lack; None where it has them all.
-          cached_via: what serves attention of decode; None for the kernel where it can.
+          decode_impl: what serves attention of decode; None for the kernel where it can.
           whole_calls: see `steps.decode` on `runs_whole`; None for what suits the device.
         """
         self.config = config
         self.weights = weights
         self.device = device
         is_cpu = device.platform == "cpu"
-        self._short_chunk = CPU_CHUNK_LENGTH if is_cpu else 0
+        self.short_chunk = CPU_CHUNK_LENGTH if is_cpu else 0
         self._chooses_kv_length = is_cpu
         self._whole_calls = device.platform == "gpu" if whole_calls is None else whole_calls
         pools = memory.spec.pools if memory and device.platform == "gpu" else ()
         options = [compiler_options(pools, is_prefill) for is_prefill in (True, False)]
         self.programs = CompiledPrograms(lambda function: options[function is steps.decode])
         self.kernels = kernels or ops.Kernels(target_of(device))
-        self._asked_via = experts_via
+        self._asked_via = expert_impl
         definition = model_definition(config, self.kernels, holds_experts=memory is None)
         self._program = steps.Program(definition, memory.spec if memory else None)
         self._recorder: Recorder | None = None
@@ -110,24 +116,24 @@ class Runner:
         norm = weights["final_norm"]
         assert not isinstance(norm, QTensor | Fp8Tensor)
         self.dtype = norm.dtype
-        self.experts_used: set[ExpertsVia] = set()
-        self._attention = default_attention_via(config, self.dtype, device.platform)
-        self._cached = choose_cached(config, self.dtype, target_of(device), cached_via)
+        self.experts_used: set[ExpertImpl] = set()
+        self._attention = default_attention_impl(config, self.dtype, device.platform)
+        self._cached = choose_cached(config, self.dtype, target_of(device), decode_impl)
         self._stored = dict(weights) | (memory.stacks() if memory else {})
         self._experts = [self._stored[name] for name in EXPERT_LEAVES if name in self._stored]
         self._tiers = [[*tier.stacks().values()] for tier in (memory.tiers if memory else ())]
-        self._tier_forms: dict[int, tuple[ExpertsVia, ...]] = {}
+        self._tier_forms: dict[int, tuple[ExpertImpl, ...]] = {}
         self.products: dict[str, dict[str, Served]] = {}
-        self._forms: dict[tuple[str, int, int], ExpertsVia] = {}  # of calls so far
+        self._forms: dict[tuple[str, int, int], ExpertImpl] = {}  # of calls so far
         for line in self.remarks():
             logging.warning("%s", line)
 
     def serves(self, num_tokens: int, num_sequences: int) -> dict[str, Served]:
-        """What serves each product of a call; `served.served_products` says more."""
+        """Chooses the kernel of each product of a call; see `kernel_choice.served_products`."""
         products = served.served_products(
             self.config, self._stored, self.dtype, self.kernels, num_tokens=num_tokens,
-            num_sequences=num_sequences, experts_via=self.experts_via(num_tokens),
-            tiers=self._tiers, tiers_via=self._tiers_via(num_tokens),
+            num_sequences=num_sequences, expert_impl=self.expert_impl(num_tokens),
+            tiers=self._tiers, tier_impls=self._tier_impls(num_tokens),
         )  # fmt: skip
         is_token = num_tokens == num_sequences
         attention = self._cached if is_token else Choice(self._attention, {})
@@ -136,7 +142,7 @@ class Runner:
         )
 
     def remarks(self) -> list[str]:
-        """Of a batch of one: a line for all that runs without the kernel it should have."""
+        """Warnings for a batch of one, one per part that runs without its kernel."""
         decode, prefill = self.serves(1, 1), self.serves(MAX_PREFILL_LENGTH, 1)
         expected = served.expected_kernel(self.kernels.target)
         lines = [f"decode: {line}" for line in served.remarks(decode, expected)]
@@ -220,8 +226,8 @@ class Runner:
         by_row, since = settings_by_row(settings, batch), self._begin_session()
         cache, hidden, keys = self._fresh(seeds_of(by_row), cache_length)
         device_lengths = self._put(np.asarray(lengths, np.int32))
-        for start, size in self.prompt_chunks(batch, max(lengths), cache_length):
-            is_first = start == 0 and size != self._short_chunk
+        for start, size in self.chunks(batch, max(lengths), cache_length, self.short_chunk):
+            is_first = start == 0 and size != self.short_chunk
             spec = self._chunk_spec(batch, start, size, cache_length, is_first)
             static = (self._program, spec)
             inputs = self._put(chunk_of(prompts, start, size)), self._put(np.int32(start))
@@ -249,13 +255,13 @@ class Runner:
         if isinstance(self.memory, TieredMemory):
             self.memory.reset()
         return (
-            "the model's logits are NaN, infinite or all the same, so there is no next token: its "
+            "the model's logits are NaN or infinite, so there is no next token: its "
             f"weights hold such values or are too large, or {self.dtype} is too small for it (try "
             "float32)"
         )
 
     def end_rows(self, session: Session, ended: np.ndarray) -> None:
-        """The rows of bool[B] rest from the next call on."""
+        """Ends the rows of bool[B] from the next call on."""
         session.state = self._call(steps.end_rows, (), (session.state,), self._put(ended))
 
     def decode(
@@ -266,8 +272,8 @@ class Runner:
         spec = ChunkSpec(
             kv_length=self.kv_length(session.next_position + num_steps, cache_length),
             is_first=False,
-            experts=self._recorded_via("decode", batch, batch), attention=self._attention,
-            cached=cached_form(self._cached), tiers=self._tiers_via(batch),
+            experts=self._record_expert_impl("decode", batch, batch), attention=self._attention,
+            cached=decode_impl(self._cached), tiers=self._tier_impls(batch),
             kv_lengths=self._kv_lengths(cache_length),
         )  # fmt: skip
         program = self._program._replace(top_logprobs=session.top_logprobs)
@@ -334,10 +340,17 @@ class Runner:
         """Windows int32[B, T], padded at the end, through a step that carries what it counts.
 
         `function`: `steps.score_chunk` up to `lengths`, with `carried`, donated, after the cache.
+        Under `one_stream` it gets windows one at a time: what it carries has no axis of several.
         It waits for the end, or nobody would hear of a disk that failed the last step.
         """
         batch, length = tokens.shape
-        since, cache_length, cache = self._begin_windows(batch, length)
+        if self.one_stream and batch > 1:
+            for row, own_length in zip(tokens, lengths, strict=True):
+                carried = self.fold(function, carried, row[None], own_length[None])
+            return carried
+        if self.one_stream:
+            length = int(lengths[0])
+        since, cache_length, cache = self._begin_windows(*tokens.shape)
         for start, size in self._read(since, batch, length, cache_length):
             static = (self._program, self._chunk_spec(batch, start, size, cache_length))
             chunk = part_of(tokens, start, size)
@@ -349,41 +362,37 @@ class Runner:
         with self.reading(since):
             return jax.block_until_ready(carried)
 
-    def experts_via(self, num_tokens: int, experts: Sequence[Weight] | None = None) -> ExpertsVia:
+    def expert_impl(self, num_tokens: int, experts: Sequence[Weight] | None = None) -> ExpertImpl:
         """The form that runs experts (None: the model's, of its first tier) of so many tokens."""
         experts = self._experts if experts is None else experts
-        return self._asked_via or default_experts_via(
+        return self._asked_via or default_expert_impl(
             num_tokens, self.config, self.dtype, self.device.platform, experts, self.kernels,
             pooled=self.memory is not None,
         )  # fmt: skip
 
-    def _tiers_via(self, num_tokens: int) -> tuple[ExpertsVia, ...]:
-        """The same of each tier; () where experts are not in tiers."""
+    def _tier_impls(self, num_tokens: int) -> tuple[ExpertImpl, ...]:
+        """Forms that run the experts of each tier; () without tiers."""
         if num_tokens not in self._tier_forms:
-            forms = [self.experts_via(num_tokens, stacks) for stacks in self._tiers]
+            forms = [self.expert_impl(num_tokens, stacks) for stacks in self._tiers]
             self._tier_forms[num_tokens] = tuple(forms)
         return self._tier_forms[num_tokens]
 
-    def _recorded_via(self, phase: str, num_tokens: int, num_sequences: int) -> ExpertsVia:
+    def _record_expert_impl(self, phase: str, num_tokens: int, num_sequences: int) -> ExpertImpl:
         """The form that runs the experts of a call, which goes on record."""
         key = (phase, num_tokens, num_sequences)
-        if (via := self._forms.get(key)) is None:
-            via = self._forms[key] = self.experts_via(num_tokens)
+        if (impl := self._forms.get(key)) is None:
+            impl = self._forms[key] = self.expert_impl(num_tokens)
             self.products.setdefault(phase, {}).update(self.serves(num_tokens, num_sequences))
-        self.experts_used.add(via)
-        return via
-
-    def _chunks(self, batch: int, length: int, cache_length: int) -> Iterator[tuple[int, int]]:
-        longest = longest_chunk(self.config, batch, cache_length, self.planned)
-        return prefill_chunks(length, cache_length, longest)
+        self.experts_used.add(impl)
+        return impl
 
     def _read(
         self, since: int, batch: int, length: int, cache_length: int
     ) -> Iterator[tuple[int, int]]:
-        """Yields `_chunks` of given tokens; a policy's transfers finish before each chunk."""
+        """Yields `chunks` of given tokens; a policy's transfers finish before each chunk."""
         memory = self.memory
         if not (self.one_stream and isinstance(memory, TieredMemory) and memory.asks):
-            yield from self._chunks(batch, length, cache_length)
+            yield from self.chunks(batch, length, cache_length)
             return
         longest = longest_chunk(self.config, batch, cache_length, self.planned)
         start = 0
@@ -393,12 +402,12 @@ class Runner:
             yield start, size
             start += size
 
-    def prompt_chunks(
-        self, batch: int, length: int, cache_length: int
+    def chunks(
+        self, batch: int, length: int, cache_length: int, short: int = 0
     ) -> Iterator[tuple[int, int]]:
-        """(start, size) of the chunks of prompts, the longest of `length` tokens."""
+        """(start, size) of chunks of `length` positions; `short` is of `prefill_chunks`."""
         longest = longest_chunk(self.config, batch, cache_length, self.planned)
-        return prefill_chunks(length, cache_length, longest, self._short_chunk)
+        return prefill_chunks(length, cache_length, longest, short)
 
     def kv_length(self, length: int, cache_length: int) -> int:
         """Slots that attention may look at, to see `length` of them.
@@ -446,7 +455,7 @@ class Runner:
 
     @contextlib.contextmanager
     def recorded_by(self, recorder: Recorder) -> Iterator[None]:
-        """Around calls of which a recorder gets the routing; other programs serve them."""
+        """Records routing with a recorder inside this context, by other programs."""
         plain = self._program
         self._program, self._recorder = plain._replace(record=recorder.spec), recorder
         try:
@@ -455,7 +464,7 @@ class Runner:
             self._program, self._recorder = plain, None
 
     def reading(self, since: int) -> contextlib.AbstractContextManager[None]:
-        """Around reading results of steps; `since`: see `ExpertMemory.begin_session`."""
+        """Context for reading results of steps; `since`: see `ExpertMemory.begin_session`."""
         return self.memory.reading(since) if self.memory else contextlib.nullcontext()
 
     def _call(
@@ -474,8 +483,8 @@ class Runner:
         return ChunkSpec(
             kv_length=0 if is_first else self.kv_length(start + size, cache_length),
             is_first=is_first,
-            experts=self._recorded_via("prefill", batch * size, batch),
-            attention=self._attention, tiers=self._tiers_via(batch * size),
+            experts=self._record_expert_impl("prefill", batch * size, batch),
+            attention=self._attention, tiers=self._tier_impls(batch * size),
             kv_lengths=() if is_first else self._kv_lengths(cache_length),
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""From logits to the next token: penalties, filters and the draw, in the order of Hugging Face."""
+"""Sampling: penalties, filters and the draw, in the order of Hugging Face."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How each of B sequences is sampled; arrays, so that settings change without a retrace."""
+    """Sampling settings of B sequences; arrays, so that they change without a retrace."""
 
     temperature: jax.Array  # float32[B]; 0 is greedy
     top_k: jax.Array  # int32[B]; 0 is off
@@ -32,7 +32,7 @@ class Logprobs:
 
 
 def logprobs_of(logits: jax.Array, tokens: jax.Array, num_top: int) -> Logprobs:
-    """Of the chosen tokens and of the likeliest ones.
+    """Log-probabilities of the chosen tokens and of the likeliest ones.
 
     Args:
       logits: float32[B, V], as the model gives them.
@@ -48,7 +48,7 @@ def logprobs_of(logits: jax.Array, tokens: jax.Array, num_top: int) -> Logprobs:
 
 
 def penalized(logits: jax.Array, seen: jax.Array, penalty: jax.Array) -> jax.Array:
-    """Logits of seen tokens divided by the penalty, multiplied where negative.
+    """Divides logits of seen tokens by the penalty, or multiplies them if negative.
 
     Keskar et al. 2019 (CTRL), section 4.1, with the sign rule of Hugging Face.
 
@@ -62,7 +62,7 @@ def penalized(logits: jax.Array, seen: jax.Array, penalty: jax.Array) -> jax.Arr
 
 
 def filtered(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """Temperature, then top-k, top-p and min-p; what is excluded becomes -inf.
+    """Applies temperature, then top-k, top-p and min-p; excluded logits become -inf.
 
     Top-p keeps the smallest set of most likely tokens whose mass reaches p (Holtzman et al. 2020,
     section 3.1), min-p what has at least p times the best token's probability (Nguyen et al. 2024,
@@ -104,7 +104,7 @@ def filtered(logits: jax.Array, sampling: Sampling) -> jax.Array:
 def draw(
     logits: jax.Array, keys: jax.Array, sampling: Sampling, *, all_greedy: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """The next token of each row, from its own random stream.
+    """Draws the next token of each row from its own random stream.
 
     Args:
       logits: float32[B, V].

@@ -1,4 +1,4 @@
-"""One batch on its way, and what of its settings the steps take."""
+"""A batch in flight, and its settings as arrays."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ Put = Callable[[Any], jax.Array]  # an array of the host to the device
 
 @dataclasses.dataclass
 class Session:
-    """One batch on its way: device state, and what the host knows of it without asking."""
+    """A batch in flight: device state, and what the host knows without a read."""
 
     state: steps.DecodeState
     sampling: Sampling
@@ -31,28 +31,28 @@ class Session:
 
     @property
     def first_tokens(self) -> jax.Array:
-        """int32[B, 1], before anything was decoded."""
+        """First tokens int32[B, 1], before any decode."""
         return self.emitted.tokens
 
 
 def settings_by_row(
     settings: GenerationSettings | Sequence[GenerationSettings], batch: int
 ) -> list[GenerationSettings]:
-    """One a row, with a seed of its own."""
+    """Settings per row, each with its own seed."""
     if not isinstance(settings, GenerationSettings):
         return list(settings)
     return [dataclasses.replace(settings, seed=seed) for seed in settings.seeds(batch)]
 
 
 def seeds_of(rows: Sequence[GenerationSettings]) -> list[int]:
-    """The seed of each row."""
+    """Seed of each row."""
     return [row.seeds(1)[0] for row in rows]
 
 
 def seen_tokens(
     prompts: list[list[int]], rows: Sequence[GenerationSettings], config: ModelConfig, put: Put
 ) -> jax.Array | None:
-    """bool[B, V], the tokens of each prompt; None where no penalty asks for them."""
+    """Tokens of each prompt, bool[B, V]; None if no penalty needs them."""
     if all(row.repetition_penalty == 1.0 for row in rows):
         return None
     seen = np.zeros((len(prompts), config.vocab_size), bool)
@@ -62,7 +62,7 @@ def seen_tokens(
 
 
 def sampling_of(rows: Sequence[GenerationSettings], put: Put) -> Sampling:
-    """The settings of every sequence as arrays."""
+    """Converts the settings of every sequence to arrays."""
 
     def column(name: str, dtype: type[np.generic]) -> jax.Array:
         return put(np.asarray([getattr(row, name) for row in rows], dtype))

@@ -1,4 +1,4 @@
-"""What a compiled step gives the host: new tokens, and their log-probabilities where asked for."""
+"""Output of a compiled step: new tokens, and log-probabilities on request."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ class Emitted:
     logprobs: Logprobs | None  # None where the program tells none
 
     def placed(self, index: jax.Array, tokens: jax.Array, logprobs: Logprobs | None) -> "Emitted":
-        """With what step `index`, int32[], gave: int32[B] and its logprobs, None as here."""
+        """Writes the result of step `index`, int32[]: int32[B] and its logprobs or None."""
 
         def place(old: jax.Array, new: jax.Array) -> jax.Array:
             return old.at[:, index].set(new)
@@ -32,17 +32,17 @@ class Emitted:
 
 
 def names_a_token(logits: jax.Array) -> jax.Array:
-    """bool[B], whether logits [B, V] are finite and not all the same.
+    """bool[B], whether a softmax of logits [B, V] is a distribution.
 
-    They are the same where weights are so large that a norm's sum of squares overflows: what it
-    divides by that is zero.
+    It is none of a NaN, of +inf, or of -inf alone; -inf beside a finite logit masks its token.
     """
-    spread = jnp.max(logits, axis=-1) - jnp.min(logits, axis=-1)  # NaN of any NaN
-    return (spread > 0) & (spread < jnp.inf)
+    # XLA's maximum on a CPU loses a NaN (jax 0.10.2, 2026-11-24).
+    numbers = jnp.where(jnp.isnan(logits), jnp.inf, logits)
+    return jnp.isfinite(jnp.max(numbers, axis=-1))
 
 
 def none_emitted(batch: int, length: int, top_logprobs: int) -> Emitted:
-    """For `length` tokens of each row, none of which is there yet.
+    """Empty output for `length` tokens of each row.
 
     Args:
       batch: B.

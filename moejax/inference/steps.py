@@ -35,7 +35,7 @@ Store = ExpertStore | tuple[ExpertStore, ...] | None
 
 
 class Program(NamedTuple):
-    """What all steps of a model share; static."""
+    """Static facts that all steps of a model share."""
 
     definition: nnx.GraphDef[Transformer]
     pool: PoolSpec | TieredSpec | None = None  # None: the weights hold all experts
@@ -49,7 +49,7 @@ SCORED_BYTES = 2**26  # of the float32 logits that exist at a time in scoring
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """What a decode step carries; donated.
+    """Carry of a decode step; donated.
 
     Invariants: shapes and dtypes never change; `tokens[b]` is not in the cache yet and belongs at
     `positions[b]`; a row that is done emits -1 and keeps its position.
@@ -66,7 +66,7 @@ class DecodeState:
 def fresh(
     config: ModelConfig, cache_length: int, dtype: jnp.dtype, seeds: jax.Array
 ) -> tuple[KVCache, jax.Array, jax.Array]:
-    """What a batch starts with: an empty cache, `last_hidden` of zeros, and a key for each row.
+    """Initial state of a batch: an empty cache, zero `last_hidden`, and a key per row.
 
     Args:
       config: static.
@@ -118,7 +118,7 @@ def _pooled(
     pool: Pool,
     store: Store,
 ) -> PooledExperts | TieredExperts | None:
-    """What runs experts that the model does not hold; None where it holds them."""
+    """Makes the experts' runner for a model that does not hold them; else None."""
     if isinstance(program.pool, PoolSpec):
         assert isinstance(pool, ExpertPool) and isinstance(store, ExpertStore)
         return PooledExperts(
@@ -154,8 +154,6 @@ def prefill_chunk(
       cache: donated.
       last_hidden: [B, D], donated; rows whose prompt ends in this chunk are filled.
       pool: donated.
-      weights: of the model.
-      store: of the experts.
       tokens: int32[B, T], padded at the end.
       start: int32[].
       lengths: int32[B], of the whole prompts.
@@ -212,7 +210,7 @@ def score_chunk(
     places: jax.Array,
     targets: jax.Array,
 ) -> tuple[KVCache, Pool, jax.Array, Recorded | None]:
-    """As `prefill_chunk`; gives the negative log-likelihood of the targets that count.
+    """Runs `prefill_chunk` and sums the negative log-likelihood of scored targets.
 
     The logits live on the device, `SCORED_BYTES` of them at a time.
 
@@ -221,8 +219,6 @@ def score_chunk(
       spec: static, how the chunk stands to the cache.
       cache: donated.
       pool: donated.
-      weights: of the model.
-      store: of the experts.
       tokens: int32[B, T], padded at the end.
       start: int32[].
       lengths: int32[B], inputs of each window.
@@ -290,7 +286,6 @@ def first_token(
       cache: donated, holds the prompts.
       keys: key[B], donated.
       seen: bool[B, V] of the prompts, donated, or None.
-      weights: of the model.
       last_hidden: [B, D], from `prefill_chunk`.
       lengths: int32[B].
       sampling: settings of each row.
@@ -351,8 +346,6 @@ def decode(
         the call returns before the device is done.
       state: donated.
       pool: donated.
-      weights: of the model.
-      store: of the experts.
       sampling: settings of each row.
       eos_ids: int32[B, n], tokens that end each row; -1 matches none.
       num_steps: int32[], at most `buffer_length`; taken to be 1 where that is 1.

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax.models.attention import AttentionVia, causal_attention
+from moejax.models.attention import AttentionImpl, causal_attention
 from moejax.models.config import ModelConfig, weight_shapes
-from moejax.models.layer_index import Place
-from moejax.models.moe import ExpertsVia
+from moejax.models.layer_index import LayerIndex
+from moejax.models.moe import ExpertImpl
 from moejax.models.routing import Routing
 from moejax.models.transformer import Transformer
 from moejax.weights import linear as ops
@@ -21,16 +21,13 @@ def forward(
     model: Transformer,
     tokens: jax.Array,
     *,
-    experts: ExpertsVia = "dense",
-    attention: AttentionVia = "xla",
+    experts: ExpertImpl = "dense",
+    attention: AttentionImpl = "xla",
 ) -> tuple[jax.Array, Routing]:
     """Runs whole sequences without a cache, differentiably: for training and analysis.
 
     Args:
-      model: any Transformer.
       tokens: int32[B, T].
-      experts: which form runs the experts.
-      attention: which implementation runs causal attention.
 
     Returns:
       The last layer's output [B, T, D], before the last norm (`project_to_vocab` follows), and the
@@ -40,8 +37,8 @@ def forward(
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     mask = jnp.ones(tokens.shape, bool)
 
-    def attend(place: Place, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        del place
+    def attend(index: LayerIndex, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        del index
         c = model.config
         return causal_attention(q, k, v, c.sliding_window, attention, c.score_scale)
 
@@ -55,8 +52,6 @@ def model_definition(
     """Builds the graph of a Transformer without weights; allocates nothing.
 
     Args:
-      config: of the model.
-      kernels: which may serve products with packed weights.
       holds_experts: False where its experts come from elsewhere (`RunExperts`).
     """
 
@@ -73,7 +68,7 @@ def merge_weights(
     """Builds a Transformer from a flat dict of weights, inside a jitted function.
 
     Args:
-      definition: of `model_definition`.
+      definition: from `model_definition`.
       weights: named and shaped as `weight_shapes`; matrices may be packed.
     """
     leaves: dict[Any, Any] = {

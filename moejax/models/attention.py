@@ -11,7 +11,7 @@ from flax import nnx
 
 from moejax.models.config import ModelConfig
 from moejax.models.kv_cache import KVCache, cache_shape
-from moejax.models.layer_index import Place
+from moejax.models.layer_index import LayerIndex
 from moejax.models.norm import stacked_norm
 from moejax.models.parameter import stacked_parameter
 from moejax.models.rope import Angles, rotate
@@ -21,13 +21,13 @@ from pallas_kernels import decode_attention
 from pallas_kernels.decode_attention import Latent
 from pallas_kernels.target import Choice, Target
 
-AttentionVia = Literal["xla", "cudnn"]  # of the tokens of a chunk to one another
-CachedVia = Literal["xla", "kernel"]  # of one new token of each sequence to the cache
+AttentionImpl = Literal["xla", "cudnn"]  # of the tokens of a chunk to one another
+DecodeAttentionImpl = Literal["xla", "kernel"]  # of one new token of each sequence to the cache
 
 CUDNN_MAX_HEAD_DIM = 128
 
 
-def default_attention_via(config: ModelConfig, dtype: jnp.dtype, platform: str) -> AttentionVia:
+def default_attention_impl(config: ModelConfig, dtype: jnp.dtype, platform: str) -> AttentionImpl:
     """Causal attention on `platform`: cuDNN for half precision on a GPU, else XLA.
 
     `jax.nn.dot_product_attention` never picks cuDNN by itself.
@@ -39,14 +39,11 @@ def default_attention_via(config: ModelConfig, dtype: jnp.dtype, platform: str) 
 
 
 def choose_cached(
-    config: ModelConfig, dtype: jnp.dtype, target: Target, asked: CachedVia | None = None
+    config: ModelConfig, dtype: jnp.dtype, target: Target, asked: DecodeAttentionImpl | None = None
 ) -> Choice:
     """Chooses decode attention over the cache, with the kernel's refusals.
 
     Args:
-      config: of the model.
-      dtype: of the activations and the cache.
-      target: where the program runs.
       asked: an implementation by name; None takes the kernel unless it refuses.
 
     Returns:
@@ -71,7 +68,7 @@ def choose_cached(
     return Choice("xla", chosen.refusals)
 
 
-def cached_form(choice: Choice) -> CachedVia:
+def decode_impl(choice: Choice) -> DecodeAttentionImpl:
     """Translates a choice to the value of `ChunkSpec.cached`."""
     return "kernel" if choice.implementation == "triton" else "xla"
 
@@ -81,7 +78,7 @@ def causal_attention(
     k: jax.Array,
     v: jax.Array,
     sliding_window: int | None,
-    via: AttentionVia,
+    impl: AttentionImpl,
     scale: float | None = None,
 ) -> jax.Array:
     """Each token attends to itself and to those before it, within the window.
@@ -91,8 +88,7 @@ def causal_attention(
       k: [B, T, K, C], H a multiple of K.
       v: [B, T, K, C].
       sliding_window: tokens that a query sees, itself included; None: all.
-      via: which implementation runs.
-      scale: of the scores; None: 1 / sqrt(C).
+      scale: factor on the scores; None: 1 / sqrt(C).
 
     Returns:
       [B, T, H, C] in `q.dtype`.
@@ -100,7 +96,7 @@ def causal_attention(
     window = None if sliding_window is None else (sliding_window - 1, 0)
     with jax.numpy_dtype_promotion("standard"):  # it mixes weak and strong types inside
         return jax.nn.dot_product_attention(
-            q, k, v, is_causal=True, local_window_size=window, implementation=via, scale=scale
+            q, k, v, is_causal=True, local_window_size=window, implementation=impl, scale=scale
         )
 
 
@@ -123,7 +119,7 @@ def cached_attention(
       values: [B, K, S, C].
       positions: int32[B, T].
       sliding_window: tokens that a query sees, itself included; None: all.
-      scale: of the scores; None: 1 / sqrt(C).
+      scale: factor on the scores; None: 1 / sqrt(C).
 
     Returns:
       [B, T, H, C] in `q.dtype`; scores and softmax are float32.
@@ -173,7 +169,7 @@ def token_attention(
       positions: int32[B, 1].
       kv_length: slots that may be looked at; those beyond a position are not.
       sliding_window: tokens that a query sees, itself included; None: all.
-      scale: of the scores; None: as in `decode_attention`.
+      scale: factor on the scores; None: as in `decode_attention`.
 
     Returns:
       [B, 1, H, C] in `q.dtype`.
@@ -185,7 +181,7 @@ def token_attention(
     return attended[:, None]
 
 
-class WatchAttention(Protocol):
+class AttentionObserver(Protocol):
     """Observes the queries and keys of a chunk, for a policy that weighs tokens."""
 
     def __call__(
@@ -207,16 +203,16 @@ class WatchAttention(Protocol):
         """
 
 
-class Attend(Protocol):
+class AttentionFn(Protocol):
     """Attends from a layer's new tokens to the keys that its implementation provides."""
 
-    def __call__(self, place: Place, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def __call__(self, index: LayerIndex, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """Attends: rotated q [B, T, H, C] to k and v [B, T, K, C] gives [B, T, H, C]."""
         ...
 
 
 @dataclasses.dataclass
-class WritingAttention:
+class CachedAttention:
     """Attention of new tokens to the cache, which it also writes.
 
     Attributes:
@@ -224,10 +220,10 @@ class WritingAttention:
       positions: int32[B, T].
       kv_length: slots that are looked at; None: the tokens see one another alone.
       window: see `causal_attention`.
-      via: of the tokens to one another.
-      cached: of one token of each sequence to the cache.
-      scale: of the scores; None: 1 / sqrt(C).
-      watch: who sees queries and keys; None: nobody.
+      impl: implementation among the new tokens.
+      cached: implementation of decode attention over the cache.
+      scale: factor on the scores; None: 1 / sqrt(C).
+      watch: observes queries and keys; None: no observer.
       token_mask: bool[B, T], False for padding; with `watch` alone.
       is_for_cpu: see `KVCache.write_chunk`.
       kv_lengths: fewer slots than `kv_length`, rising, among which the positions choose.
@@ -237,32 +233,32 @@ class WritingAttention:
     positions: jax.Array
     kv_length: int | None
     window: int | None
-    via: AttentionVia
-    cached: CachedVia
+    impl: AttentionImpl
+    cached: DecodeAttentionImpl
     scale: float | None = None
-    watch: WatchAttention | None = None
+    watch: AttentionObserver | None = None
     token_mask: jax.Array | None = None
     is_for_cpu: bool = False
     kv_lengths: tuple[int, ...] = ()
 
-    def __call__(self, place: Place, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """See `Attend`."""
-        self.write(place, k, v)
+    def __call__(self, index: LayerIndex, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """See `AttentionFn`."""
+        self.write(index, k, v)
         if self.watch is not None:
             seen = k
             if self.kv_length is not None:
-                seen = self.cache.read(place.mixer, self.kv_length)[0].swapaxes(1, 2)
-            self.show(place, q, seen)
+                seen = self.cache.read(index.mixer, self.kv_length)[0].swapaxes(1, 2)
+            self.notify(index, q, seen)
         if self.kv_length is None:
-            return causal_attention(q, k, v, self.window, self.via, self.scale)
+            return causal_attention(q, k, v, self.window, self.impl, self.scale)
         if self.cached == "kernel" and q.shape[1] == 1:
             return token_attention(
-                q, self.cache.keys, self.cache.values, jnp.int32(place.mixer), self.positions,
+                q, self.cache.keys, self.cache.values, jnp.int32(index.mixer), self.positions,
                 kv_length=self.kv_length, sliding_window=self.window, scale=self.scale,
             )  # fmt: skip
 
         def attended(kv_length: int) -> jax.Array:
-            keys, values = self.cache.read(place.mixer, kv_length)
+            keys, values = self.cache.read(index.mixer, kv_length)
             return cached_attention(q, keys, values, self.positions, self.window, self.scale)
 
         return self.over_slots(attended)
@@ -280,20 +276,20 @@ class WritingAttention:
         every = (*self.kv_lengths, self.kv_length)
         return jax.lax.switch(index, [functools.partial(attended, length) for length in every])
 
-    def write(self, place: Place, k: jax.Array, v: jax.Array) -> None:
+    def write(self, index: LayerIndex, k: jax.Array, v: jax.Array) -> None:
         """Writes keys and values of a layer's new tokens, two [B, T, K, ...], to the cache."""
         if k.shape[1] == 1:
-            self.cache = self.cache.write_token(place.mixer, k, v, self.positions[:, 0])
+            self.cache = self.cache.write_token(index.mixer, k, v, self.positions[:, 0])
         else:
             self.cache = self.cache.write_chunk(
-                place.mixer, k, v, self.positions[0, 0], is_for_cpu=self.is_for_cpu
+                index.mixer, k, v, self.positions[0, 0], is_for_cpu=self.is_for_cpu
             )
 
-    def show(self, place: Place, q: jax.Array, keys: jax.Array) -> None:
+    def notify(self, index: LayerIndex, q: jax.Array, keys: jax.Array) -> None:
         """Passes q [B, T, H, C] and keys [B, S, K, C] to the observer, if there is one."""
         if self.watch is not None:
             assert self.token_mask is not None
-            self.watch(place.layer, q, keys, self.positions, self.token_mask)
+            self.watch(index.layer, q, keys, self.positions, self.token_mask)
 
 
 class Heads(NamedTuple):
@@ -334,18 +330,17 @@ class Attention(nnx.Module):
             self.o_bias = stacked_parameter("attention.o_bias", config, rngs, dtype)
 
     def __call__(
-        self, normed: jax.Array, place: Place, angles: Angles, attend: Attend
+        self, normed: jax.Array, index: LayerIndex, angles: Angles, attend: AttentionFn
     ) -> jax.Array:
         """Mixes tokens: [B, T, D] to the layer's addition to the residual stream, [B, T, D].
 
         Args:
           normed: [B, T, D].
-          place: of the layer.
-          angles: of `rope.model_angles`.
-          attend: what the tokens see.
+          angles: from `rope.model_angles`.
+          attend: attends to the keys that the tokens see.
         """
-        q, k, v, gate = self.project(normed, place.mixer, *angles)
-        return self.output(attend(place, q, k, v), place.mixer, gate)
+        q, k, v, gate = self.project(normed, index.mixer, *angles)
+        return self.output(attend(index, q, k, v), index.mixer, gate)
 
     def project(self, normed: jax.Array, layer: Index, cos: jax.Array, sin: jax.Array) -> Heads:
         """Projects normed tokens [B, T, D] to queries, keys and values.

@@ -29,8 +29,6 @@ def choose_token_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernel
     (`choose_cache_writes`); layers by a delta rule and latent attention write for themselves.
 
     Args:
-      config: of the model.
-      dtype: of the activations and the cache.
       kernels: the permitted implementations; a reference means XLA here.
 
     Returns:
@@ -59,20 +57,14 @@ def is_plain(config: ModelConfig) -> bool:
 
 
 def choose_cache_writes(config: ModelConfig, dtype: jnp.dtype, target: Target) -> Choice:
-    """Chooses the implementation that splits a qkv product into queries and cache writes.
-
-    Args:
-      config: of a model whose attention is plain.
-      dtype: of the activations and the cache.
-      target: where the program runs.
-    """
+    """Chooses the implementation that splits a qkv product into queries and cache writes."""
     qkv = jax.ShapeDtypeStruct((1, config.qkv_dim), dtype)
     keys = jax.ShapeDtypeStruct(cache_shape(config, 1, 1), dtype)
     return qkv_to_cache.OPERATION.choose(qkv, keys, target=target)
 
 
 def serves_token_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernels) -> bool:
-    """Whether `token_layers` may run."""
+    """Whether `decode_layers` may run."""
     return choose_token_step(config, dtype, kernels).implementation == "triton"
 
 

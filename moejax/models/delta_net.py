@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax.models.attention import Attend, WritingAttention
+from moejax.models.attention import AttentionFn, CachedAttention
 from moejax.models.config import ModelConfig
 from moejax.models.delta_rule import Tokens, causal_convolution, delta_rule
 from moejax.models.kv_cache import KVCache
-from moejax.models.layer_index import Place
+from moejax.models.layer_index import LayerIndex
 from moejax.models.parameter import stacked_parameter
 from moejax.weights import linear as ops
 from moejax.weights.linear import Index
@@ -35,8 +35,6 @@ def choose_delta_step(config: ModelConfig, dtype: jnp.dtype, kernels: ops.Kernel
     """Chooses the delta rule's implementation in a decode step.
 
     Args:
-      config: of a model with such layers.
-      dtype: of the activations.
       kernels: the permitted implementations; a reference means XLA here.
 
     Returns:
@@ -78,7 +76,7 @@ class DeltaNet(nnx.Module):
     """The G layers by a delta rule; see `parts.DeltaNet` for the widths.
 
     A state and the convolution's last inputs go from chunk to chunk in the cache of a
-    `WritingAttention`. Any other attention means whole sequences: both start at zero.
+    `CachedAttention`. Any other attention means whole sequences: both start at zero.
     """
 
     def __init__(
@@ -102,19 +100,18 @@ class DeltaNet(nnx.Module):
         self.o_proj = stacked_parameter("delta.o_proj", config, rngs, dtype)
 
     def __call__(
-        self, normed: jax.Array, place: Place, token_mask: jax.Array, attend: Attend
+        self, normed: jax.Array, index: LayerIndex, token_mask: jax.Array, attend: AttentionFn
     ) -> jax.Array:
         """Mixes tokens: [B, T, D] to the layer's addition to the residual stream, [B, T, D].
 
         Args:
           normed: [B, T, D].
-          place: of the layer.
           token_mask: bool[B, T], False for padding, which comes after a row's tokens; it leaves
             state and tail as they are.
-          attend: a `WritingAttention` has the cache.
+          attend: a `CachedAttention` has the cache.
         """
-        layer = place.mixer
-        cached = attend if isinstance(attend, WritingAttention) else None
+        layer = index.mixer
+        cached = attend if isinstance(attend, CachedAttention) else None
         if cached and normed.shape[1] == 1:
             chosen = choose_delta_step(self.config, normed.dtype, self.kernels)
             if chosen.implementation == "triton":
@@ -129,7 +126,7 @@ class DeltaNet(nnx.Module):
         return self.output(read, projected.gate, layer)
 
     def _token(
-        self, normed: jax.Array, layer: Index, token_mask: jax.Array, cached: WritingAttention
+        self, normed: jax.Array, layer: Index, token_mask: jax.Array, cached: CachedAttention
     ) -> jax.Array:
         """Runs `__call__` on [B, 1, D], updating states and tails in place."""
         rows, b_and_a = self._products(normed, layer)
@@ -146,7 +143,7 @@ class DeltaNet(nnx.Module):
         """Projects [B, T, D] to queries, keys, values and gates, and to float32 b and a."""
         rows = ops.linear(normed, self.qkvz_proj[...], layer, kernels=self.kernels)
         wide = jnp.dtype(jnp.float32)
-        ba = ops.linear(normed, self.ba_proj[...], layer, wide, self.kernels, steady=True)
+        ba = ops.linear(normed, self.ba_proj[...], layer, wide, self.kernels, always_kernel=True)
         return rows, ba
 
     def project(self, rows: jax.Array, ba: jax.Array) -> Projected:

@@ -60,5 +60,5 @@ class SharedExpert(nnx.Module):
         if not hasattr(self, "gate"):
             return out
         wide = jnp.dtype(jnp.float32)
-        opening = ops.linear(x, self.gate[...], layer, wide, self.kernels, steady=True)
+        opening = ops.linear(x, self.gate[...], layer, wide, self.kernels, always_kernel=True)
         return out * jax.nn.sigmoid(opening).astype(out.dtype)

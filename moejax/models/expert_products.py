@@ -47,9 +47,7 @@ def combine(products: jax.Array, pairs: Pairs, weights: jax.Array, dtype: jnp.dt
 
     Args:
       products: [P, N, A, D]; anything where a pair is not active.
-      pairs: of the tokens.
       weights: float32[N, A].
-      dtype: of the result.
     """
     return grouped_dequant_matmul.combine(products, pairs.active, weights, dtype)
 
@@ -85,10 +83,9 @@ def products_by_block(
 
     Args:
       x: [N, D].
-      pairs: of the N tokens.
       experts: stacks of S along the second axis.
       num_experts: E, different ones that the pairs may have; at most S.
-      step_bytes: of the weights gathered for one step of the scan; at least one block is.
+      step_bytes: bytes of weights gathered per scan step; at least one block's.
 
     Returns:
       `x.dtype`[1, N, A, D], zero where a pair is not active.
@@ -143,9 +140,8 @@ def products_grouped(
 
     Args:
       x: [N, D].
-      pairs: of the N tokens.
-      experts: for which `ops.unfit` has no reason.
-      implementation: of the kernels' own; see `grouped_experts.choose_grouped`.
+      experts: for which `ops.kernel_refusal` has no reason.
+      implementation: a kernel's name; see `grouped_experts.choose_grouped`.
     """
     tier = pairs.tier
     if tier is None:
@@ -166,7 +162,7 @@ def products_of_tiers(
       x: [N, D].
       tier: int32[N, A], which of the tiers a pair runs in; -1: it is not active.
       expert: int32[N, A], along the second axis of its tier's stacks.
-      tiers: for which `ops.unfit` has no reason.
+      tiers: for which `ops.kernel_refusal` has no reason.
       implementation: see `grouped_experts.choose_for_tiers`.
     """
     return _grouped(

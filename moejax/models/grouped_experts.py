@@ -34,20 +34,20 @@ def experts_grouped(
       down: [M, E, D, F].
       layer: index among the sparse layers.
       token_mask: bool[N], False for padding, which costs nothing and yields zero.
-      implementation: of the kernels' own; see `choose_grouped`.
+      implementation: a kernel's name; see `choose_grouped`.
 
     Returns:
       [N, D] in `x.dtype`.
     """
-    if (reason := _unfit((gate_up, down))) is not None:
+    if (reason := _kernel_refusal((gate_up, down))) is not None:
         raise ValueError(f"the grouped kernel refuses: {reason}")
     pairs = Pairs(ids, jnp.broadcast_to(token_mask[:, None], ids.shape))
     products = products_grouped(x, pairs, Experts(gate_up, down, layer), implementation)
     return combine(products, pairs, weights, x.dtype)
 
 
-def _unfit(experts: Sequence[Weight]) -> str | None:
-    return "; ".join(dict.fromkeys(filter(None, map(ops.unfit, experts)))) or None
+def _kernel_refusal(experts: Sequence[Weight]) -> str | None:
+    return "; ".join(dict.fromkeys(filter(None, map(ops.kernel_refusal, experts)))) or None
 
 
 def choose_grouped(
@@ -61,7 +61,6 @@ def choose_grouped(
 
     Args:
       experts: `moe.gate_up` and `moe.down`.
-      kernels: which may serve.
 
     Returns:
       `ops.DEQUANTIZED` with the reasons where none serves.
@@ -81,7 +80,7 @@ def choose_for_tiers(
     Args:
       tiers: `moe.gate_up` and `moe.down` of each tier.
     """
-    if reason := _unfit([weight for experts in tiers for weight in experts]):
+    if reason := _kernel_refusal([weight for experts in tiers for weight in experts]):
         return Choice(ops.DEQUANTIZED, {"every kernel": reason})
     if kernels.implementation:
         return Choice(kernels.implementation, {})

@@ -12,14 +12,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moejax.models.attention import cached_form
+from moejax.models.attention import decode_impl
 from moejax.models.config import ModelConfig
 from moejax.models.decode_layers import choose_token_step, is_plain
 from moejax.models.delta_net import choose_delta_step
 from moejax.models.grouped_experts import choose_for_tiers, choose_grouped
+from moejax.models.leaf_kinds import ALWAYS_KERNEL_LEAVES, leaves_of
 from moejax.models.leaf_kinds import EXPERT_LEAVES as EXPERT_LEAVES
-from moejax.models.leaf_kinds import STEADY_LEAVES, leaves_of
-from moejax.models.moe import ExpertsVia, choose_routing, kernel_refusal
+from moejax.models.moe import ExpertImpl, choose_routing, kernel_refusal
 from moejax.weights import linear as ops
 from moejax.weights.qtensor import Weight
 from pallas_kernels.target import Choice, Target
@@ -49,7 +49,7 @@ def form(weight: Weight) -> str:
     """How a weight is stored, in a few words."""
     if isinstance(weight, jax.Array):
         return str(weight.dtype)
-    if ops.unfit(weight):
+    if ops.kernel_refusal(weight):
         return ops.packing(weight) or str(weight)
     of = jax.eval_shape(ops.operands, weight)
     ranks = "".join(f" + U V {terms.v.describe()}" for terms in of.low_rank)
@@ -64,9 +64,9 @@ def served_products(
     *,
     num_tokens: int,
     num_sequences: int,
-    experts_via: ExpertsVia,
+    expert_impl: ExpertImpl,
     tiers: Sequence[Sequence[Weight]] = (),
-    tiers_via: Sequence[ExpertsVia] = (),
+    tier_impls: Sequence[ExpertImpl] = (),
 ) -> dict[str, Served]:
     """Kernel choices by leaf; "experts" for both of theirs, "routing" for softmax and top-k.
 
@@ -74,16 +74,12 @@ def served_products(
     on.
 
     Args:
-      config: of the model.
       weights: all of the model's.
-      dtype: of the activations.
-      kernels: which may serve.
       num_tokens: rows of every product but the head's. `EXPANDING_LEAF` is that of a prompt's first
         chunk, or of one token a sequence; a later chunk may take either way.
       num_sequences: rows of the head's.
-      experts_via: the form that runs the experts.
       tiers: `moe.gate_up` and `moe.down` of each tier; (): experts have one precision.
-      tiers_via: the form that runs each; one launch runs all tiers if each is "grouped_kernel".
+      tier_impls: the form that runs each; one launch runs all tiers if each is "grouped_kernel".
     """
     found = {}
     head = "embed" if config.tied_embeddings else "head"
@@ -91,8 +87,10 @@ def served_products(
     for name, num_rows in rows.items():
         if name in weights:
             weight = weights[name]
-            steady = name in STEADY_LEAVES
-            choice = ops.choose_product(num_rows, dtype, weight, kernels, steady=steady)
+            always_kernel = name in ALWAYS_KERNEL_LEAVES
+            choice = ops.choose_product(
+                num_rows, dtype, weight, kernels, always_kernel=always_kernel
+            )
             is_packed = ops.packing(weight) is not None
             if name == EXPANDING_LEAF and num_tokens == num_sequences:
                 absorbed = Choice(ops.DEQUANTIZED, {"every kernel": ABSORBED})
@@ -103,11 +101,11 @@ def served_products(
         found["routing"] = Served(routing.implementation, "float32", False, routing.refusals)
     experts = [weights[name] for name in EXPERT_LEAVES if name in weights]
     if experts:
-        found["experts"] = _served_experts(config, experts, dtype, kernels, num_tokens, experts_via)
-    together = all(via == "grouped_kernel" for via in tiers_via)
-    for number, (stacks, via) in enumerate(zip(tiers, tiers_via, strict=True), 1):
+        found["experts"] = _served_experts(config, experts, dtype, kernels, num_tokens, expert_impl)
+    together = all(impl == "grouped_kernel" for impl in tier_impls)
+    for number, (stacks, impl) in enumerate(zip(tiers, tier_impls, strict=True), 1):
         name = "experts" if number == 1 else f"experts, tier {number}"
-        found[name] = _served_experts(config, stacks, dtype, kernels, num_tokens, via)
+        found[name] = _served_experts(config, stacks, dtype, kernels, num_tokens, impl)
         if together and len(tiers) > 1:
             choice = choose_for_tiers(num_tokens, config, dtype, tiers, kernels)
             found[name] = found[name]._replace(
@@ -130,13 +128,10 @@ def served_attention(
 
     Args:
       attention: the choice made for it.
-      config: of the model.
       dtype: of queries, keys and values.
-      kernels: which may serve.
-      is_token: each sequence has one new token.
     """
     found = {"attention": attention}
-    if is_token and (cached_form(attention) == "kernel" or not is_plain(config)):
+    if is_token and (decode_impl(attention) == "kernel" or not is_plain(config)):
         found["norms and writes"] = choose_token_step(config, dtype, kernels)
     elif is_token:  # their kernels come with that of attention
         found["norms and writes"] = Choice("xla", attention.refusals)
@@ -154,19 +149,19 @@ def _served_experts(
     dtype: jnp.dtype,
     kernels: ops.Kernels,
     num_tokens: int,
-    via: ExpertsVia,
+    impl: ExpertImpl,
 ) -> Served:
     forms = " and ".join(dict.fromkeys(map(form, experts)))
     is_packed = any(ops.packing(weight) for weight in experts)
-    if via == "kernel":
+    if impl == "kernel":
         return Served("expert_mlp", forms, is_packed, {})
     choice = choose_grouped(num_tokens, config, dtype, experts, kernels)
-    if via == "grouped_kernel":
+    if impl == "grouped_kernel":
         return Served(choice.implementation, forms, is_packed, choice.refusals)
     if is_packed:
-        return Served(ops.DEQUANTIZED, f"{forms}, {via}", is_packed, choice.refusals)
+        return Served(ops.DEQUANTIZED, f"{forms}, {impl}", is_packed, choice.refusals)
     refusal = kernel_refusal(config, dtype, experts)
-    return Served(via, forms, is_packed, {"expert_mlp": refusal} if refusal else {})
+    return Served(impl, forms, is_packed, {"expert_mlp": refusal} if refusal else {})
 
 
 def expected_kernel(target: Target | None) -> str | None:

@@ -100,7 +100,6 @@ class KVCache:
         """Writes one position of each sequence; a position outside the cache is dropped.
 
         Args:
-          layer: which layer.
           keys: [B, 1, K, C].
           values: [B, 1, K, C].
           positions: int32[B].

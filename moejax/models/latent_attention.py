@@ -15,14 +15,14 @@ from flax import nnx
 
 from moejax.models import parts
 from moejax.models.attention import (
-    Attend,
-    WritingAttention,
+    AttentionFn,
+    CachedAttention,
     causal_attention,
     token_attention,
     visible_slots,
 )
 from moejax.models.config import ModelConfig
-from moejax.models.layer_index import Place
+from moejax.models.layer_index import LayerIndex
 from moejax.models.norm import stacked_norm
 from moejax.models.parameter import stacked_parameter
 from moejax.models.rope import Angles, rotate
@@ -94,7 +94,6 @@ def expanded_attention(
       v: [B, S, H, V], of another width than keys.
       positions: int32[B, T].
       window: tokens that a query sees, itself included; None: all.
-      scale: of the scores.
 
     Returns:
       [B, T, H, V] in `v.dtype`; scores and softmax are float32.
@@ -122,7 +121,6 @@ def absorbed_attention(
       seen: of positions 0..S - 1.
       positions: int32[B, T].
       window: tokens that a query sees, itself included; None: all.
-      scale: of the scores.
 
     Returns:
       [B, T, H, R], mixed latents, in their dtype; scores and softmax are float32.
@@ -195,23 +193,22 @@ class LatentAttention(nnx.Module):
         self.o_proj = stacked_parameter("attention.o_proj", config, rngs, dtype)
 
     def __call__(
-        self, normed: jax.Array, place: Place, angles: Angles, attend: Attend
+        self, normed: jax.Array, index: LayerIndex, angles: Angles, attend: AttentionFn
     ) -> jax.Array:
         """Mixes tokens: [B, T, D] to the layer's addition to the residual stream, [B, T, D].
 
         Args:
           normed: [B, T, D].
-          place: of the layer.
-          angles: of `rope.model_angles`.
-          attend: what the tokens see; a `WritingAttention` has a cache.
+          angles: from `rope.model_angles`.
+          attend: what the tokens see; a `CachedAttention` has a cache.
         """
-        layer = place.mixer
+        layer = index.mixer
         queries = self.queries(normed, layer, *angles)
         new = self.latents(normed, layer, *angles)
-        if isinstance(attend, WritingAttention):
-            attended = self._with_cache(queries, new, place, attend)
+        if isinstance(attend, CachedAttention):
+            attended = self._with_cache(queries, new, index, attend)
         else:
-            attended = self._by(attend, place, *self.expand(queries, new, layer))
+            attended = self._by(attend, index, *self.expand(queries, new, layer))
         flat = attended.reshape(*attended.shape[:2], -1)
         return ops.linear(flat, self.o_proj[...], layer, kernels=self.kernels)
 
@@ -234,7 +231,7 @@ class LatentAttention(nnx.Module):
         self, normed: jax.Array, layer: ops.Index, cos: jax.Array, sin: jax.Array
     ) -> Latents:
         """Projects [B, T, D] to the shared key and latent (eq. 9 and 15)."""
-        both = ops.linear(normed, self.kv_a[...], layer, kernels=self.kernels, steady=True)
+        both = ops.linear(normed, self.kv_a[...], layer, kernels=self.kernels, always_kernel=True)
         latent, key = jnp.split(both, [self.widths.kv_rank], axis=-1)
         interleaved = self.config.interleaved_rope
         key = rotate(key[:, :, None], cos, sin, interleaved=interleaved)[:, :, 0]
@@ -256,57 +253,62 @@ class LatentAttention(nnx.Module):
         return jnp.concatenate(queries, axis=-1), keys, values
 
     def _by(
-        self, attend: Attend, place: Place, q: jax.Array, k: jax.Array, v: jax.Array
+        self, attend: AttentionFn, index: LayerIndex, q: jax.Array, k: jax.Array, v: jax.Array
     ) -> jax.Array:
-        """Calls an `Attend`, padding queries, keys and values with zeros to one width."""
+        """Calls an `AttentionFn`, padding queries, keys and values with zeros to one width."""
         width, value_dim = max(q.shape[-1], v.shape[-1]), v.shape[-1]
         q, k, v = (jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[-1])]) for x in (q, k, v))
-        return attend(place, q, k, v)[..., :value_dim]
+        return attend(index, q, k, v)[..., :value_dim]
 
     def _with_cache(
-        self, queries: Queries, new: Latents, place: Place, attend: WritingAttention
+        self, queries: Queries, new: Latents, index: LayerIndex, attend: CachedAttention
     ) -> jax.Array:
         """Writes the tokens to the cache and attends: [B, T, H, V]."""
-        c, layer = self.config, place.mixer
-        attend.write(place, new.key[:, :, None], new.latent[:, :, None])
+        c, layer = self.config, index.mixer
+        attend.write(index, new.key[:, :, None], new.latent[:, :, None])
         if attend.kv_length is not None and attend.cached == "kernel" and new.key.shape[1] == 1:
-            return self._token(queries, place, attend, attend.kv_length)
+            return self._token(queries, index, attend, attend.kv_length)
         if attend.kv_length is not None:
             return attend.over_slots(
-                lambda slots: self._over_slots(queries, new.key.dtype, place, attend, slots)
+                lambda slots: self._over_slots(queries, new.key.dtype, index, attend, slots)
             )
         q, k, v = self.expand(queries, new, layer)
-        attend.show(place, q, k)
-        if attend.via == "cudnn":
-            return causal_attention(q, k, v, attend.window, attend.via, c.score_scale)
+        attend.notify(index, q, k)
+        if attend.impl == "cudnn":
+            return causal_attention(q, k, v, attend.window, attend.impl, c.score_scale)
         return expanded_attention(q, k, v, attend.positions, attend.window, c.score_scale)
 
     def _over_slots(
-        self, queries: Queries, dtype: jnp.dtype, place: Place, attend: WritingAttention, slots: int
+        self,
+        queries: Queries,
+        dtype: jnp.dtype,
+        index: LayerIndex,
+        attend: CachedAttention,
+        slots: int,
     ) -> jax.Array:
         """Attends to the first slots of the cache: [B, T, H, V]."""
         c = self.config
-        read = attend.cache.read(place.mixer, slots)
+        read = attend.cache.read(index.mixer, slots)
         seen = Latents(*(part[:, 0].astype(dtype) for part in read))
         batch, length = queries.nope.shape[:2]
         if not is_expanded(
             self.widths, c.num_heads, batch=batch, length=length, slots=slots,
             itemsize=dtype.itemsize,
         ):  # fmt: skip
-            return self._absorbed(queries, seen, place, attend)
-        q, k, v = self.expand(queries, seen, place.mixer)
-        attend.show(place, q, k)
+            return self._absorbed(queries, seen, index, attend)
+        q, k, v = self.expand(queries, seen, index.mixer)
+        attend.notify(index, q, k)
         return expanded_attention(q, k, v, attend.positions, attend.window, c.score_scale)
 
     def _token(
-        self, queries: Queries, place: Place, attend: WritingAttention, kv_length: int
+        self, queries: Queries, index: LayerIndex, attend: CachedAttention, kv_length: int
     ) -> jax.Array:
         """Attends from one token per sequence by the kernel, reading cached latents in place."""
-        to_keys, to_values = self._to_heads(place.mixer, queries.nope.dtype)
+        to_keys, to_values = self._to_heads(index.mixer, queries.nope.dtype)
         cache, c = attend.cache, self.config
         mixed = token_attention(
             jnp.einsum("bthn,hnr->bthr", queries.nope, to_keys), cache.values,
-            Latent(queries.rope[:, 0], cache.keys), jnp.int32(place.mixer), attend.positions,
+            Latent(queries.rope[:, 0], cache.keys), jnp.int32(index.mixer), attend.positions,
             kv_length=kv_length, sliding_window=attend.window, scale=c.score_scale,
         )  # fmt: skip
         return jnp.einsum("bthr,hvr->bthv", mixed, to_values)
@@ -319,15 +321,15 @@ class LatentAttention(nnx.Module):
         return to_keys, to_values
 
     def _absorbed(
-        self, queries: Queries, seen: Latents, place: Place, attend: WritingAttention
+        self, queries: Queries, seen: Latents, index: LayerIndex, attend: CachedAttention
     ) -> jax.Array:
         c = self.config
-        to_keys, to_values = self._to_heads(place.mixer, seen.latent.dtype)
+        to_keys, to_values = self._to_heads(index.mixer, seen.latent.dtype)
         absorbed = jnp.einsum("bthn,hnr->bthr", queries.nope, to_keys)
         if attend.watch is not None:  # one key for all heads, of another width but the same scores
             q = jnp.concatenate([absorbed, queries.rope], axis=-1)
             keys = jnp.concatenate([seen.latent, seen.key], axis=-1)
-            attend.show(place, q, keys[:, :, None])
+            attend.notify(index, q, keys[:, :, None])
         mixed = absorbed_attention(
             Queries(absorbed, queries.rope), seen, attend.positions, attend.window, c.score_scale
         )

@@ -15,14 +15,14 @@ from moejax.weights.linear import Index
 LAYERS_A_PASS = 2
 
 
-class Following(NamedTuple):
+class NextMoeLayer(NamedTuple):
     """The next sparse layer."""
 
     layer: Index  # among all
     mlp: Index  # among the sparse ones
 
 
-class Place(NamedTuple):
+class LayerIndex(NamedTuple):
     """One layer: its indices (int32[] inside a loop over layers) and its static kinds."""
 
     layer: Index  # among all
@@ -30,7 +30,7 @@ class Place(NamedTuple):
     mlp: Index  # among the sparse layers, or the dense ones
     is_delta: bool
     is_sparse: bool
-    following: Following | None  # None after the last sparse layer; in a loop that one itself
+    next_moe: NextMoeLayer | None  # None after the last sparse layer; in a loop that one itself
 
 
 class Loop(NamedTuple):
@@ -47,7 +47,7 @@ class Loop(NamedTuple):
 
 
 @functools.cache
-def places(config: ModelConfig) -> tuple[Place, ...]:
+def layer_indices(config: ModelConfig) -> tuple[LayerIndex, ...]:
     """All layers' indices, in order."""
     found, counts = [], {"attention": 0, "delta": 0, "sparse": 0, "dense": 0}
     deltas = set(config.delta_net.layers) if config.delta_net else set()
@@ -56,18 +56,18 @@ def places(config: ModelConfig) -> tuple[Place, ...]:
         mixer = "delta" if layer in deltas else "attention"
         mlp = "sparse" if layer in sparse else "dense"
         index = counts[mlp]
-        following = None
+        next_moe = None
         if mlp == "sparse" and index + 1 < len(sparse_layers):
-            following = Following(sparse_layers[index + 1], index + 1)
+            next_moe = NextMoeLayer(sparse_layers[index + 1], index + 1)
         found.append(
-            Place(layer, counts[mixer], index, mixer == "delta", mlp == "sparse", following)
+            LayerIndex(layer, counts[mixer], index, mixer == "delta", mlp == "sparse", next_moe)
         )
         counts[mixer] += 1
         counts[mlp] += 1
     return tuple(found)
 
 
-def loop_over(config: ModelConfig, num_turns: int, layers_a_pass: int = LAYERS_A_PASS) -> Loop:
+def scan_plan(config: ModelConfig, num_turns: int, layers_a_pass: int = LAYERS_A_PASS) -> Loop:
     """Plans the loop over a model's layers; no loop if fewer than two passes remain.
 
     A loop begins after the last dense layer, and a pass has a multiple of the period in which kinds
@@ -75,12 +75,11 @@ def loop_over(config: ModelConfig, num_turns: int, layers_a_pass: int = LAYERS_A
     pass.)
 
     Args:
-      config: of the model.
       num_turns: a pass has a multiple of so many layers.
       layers_a_pass: and of so many.
     """
     first = max(config.dense_layers, default=-1) + 1
-    kinds = [place.is_delta for place in places(config)[first:]]
+    kinds = [index.is_delta for index in layer_indices(config)[first:]]
     lengths = range(1, len(kinds) + 1)
     period = next((n for n in lengths if kinds[n:] == kinds[: len(kinds) - n]), 1)
     num_turns = math.lcm(layers_a_pass, period, num_turns)
@@ -88,15 +87,15 @@ def loop_over(config: ModelConfig, num_turns: int, layers_a_pass: int = LAYERS_A
     return Loop(first, num_turns, num_passes if num_passes > 1 else 0)
 
 
-def in_loop(config: ModelConfig, loop: Loop, turn: int, number: jax.Array) -> Place:
+def scanned_layer(config: ModelConfig, loop: Loop, turn: int, number: jax.Array) -> LayerIndex:
     """Index of layer `turn` in pass `number`, int32[], of a loop."""
-    start, pattern = places(config)[loop.first + turn], places(config)[loop.first :]
-    alike = sum(place.is_delta == start.is_delta for place in pattern[: loop.num_turns])
+    start, pattern = layer_indices(config)[loop.first + turn], layer_indices(config)[loop.first :]
+    alike = sum(index.is_delta == start.is_delta for index in pattern[: loop.num_turns])
     layer = start.layer + number * loop.num_turns
     mlp = start.mlp + number * loop.num_turns
-    following = Following(
+    next_moe = NextMoeLayer(
         jnp.minimum(layer + 1, config.num_layers - 1),
         jnp.minimum(mlp + 1, len(config.moe_layers) - 1),
     )
     mixer = start.mixer + number * alike
-    return Place(layer, mixer, mlp, start.is_delta, start.is_sparse, following)
+    return LayerIndex(layer, mixer, mlp, start.is_delta, start.is_sparse, next_moe)

@@ -39,7 +39,7 @@ KIND_OF_LEAF: Mapping[str, str] = types.MappingProxyType({
 
 # Of too few rows for a kernel's tiles to be as fast, and run by one in prompts all the same:
 # `ops.linear`.
-STEADY_LEAVES = ("moe.router", "attention.kv_a", "delta.ba_proj", "shared.gate")
+ALWAYS_KERNEL_LEAVES = ("moe.router", "attention.kv_a", "delta.ba_proj", "shared.gate")
 
 
 def leaves_of(*kinds: str) -> tuple[str, ...]:
@@ -59,7 +59,6 @@ def layers_of(config: ModelConfig, leaf: str) -> tuple[int, ...]:
     """Layers that the entries along a stacked leaf's first axis belong to.
 
     Args:
-      config: of the model.
       leaf: a name in `weight_shapes(config)` that is stacked over layers.
     """
     module, _, name = leaf.partition(".")

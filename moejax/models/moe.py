@@ -39,7 +39,7 @@ from moejax.weights.qtensor import Weight
 from pallas_kernels import expert_mlp, router_topk
 from pallas_kernels.target import Choice
 
-ExpertsVia = Literal["dense", "row", "block", "block_in_cache", "kernel", "grouped_kernel"]
+ExpertImpl = Literal["dense", "row", "block", "block_in_cache", "kernel", "grouped_kernel"]
 
 # Above so many assignments a call on a CPU sorts them into blocks. Unrolled, a decode step of the
 # demo model took 9.9 ms against 16.8 at 32 rows (batch 8, two busy cores, jax 0.10.2, 2026-11-21),
@@ -49,7 +49,7 @@ MAX_KERNEL_TOKENS = 32
 # Weights gathered for one scan step of `experts_by_block`: bounds its temporary memory on a GPU. On
 # a CPU small steps are faster: the demo model's TTFT at 512 tokens was 133 ms with 512 MiB, 83 with
 # 0.8 MiB, 105 with one block (two cores, jax 0.10.2, 2026-11-21).
-STEP_BYTES: dict[ExpertsVia, int] = {"block": 512 * 2**20, "block_in_cache": 2**20}
+STEP_BYTES: dict[ExpertImpl, int] = {"block": 512 * 2**20, "block_in_cache": 2**20}
 
 
 def choose_routing(num_tokens: int, config: ModelConfig, kernels: ops.Kernels) -> Choice:
@@ -57,7 +57,6 @@ def choose_routing(num_tokens: int, config: ModelConfig, kernels: ops.Kernels) -
 
     Args:
       num_tokens: N of a call.
-      config: of the model.
       kernels: the permitted implementations; a reference means XLA here.
 
     Returns:
@@ -100,7 +99,6 @@ def experts_dense(
 
     Args:
       x: [N, D].
-      routing: of the N tokens.
       gate_up: [M, E, 2F, D].
       down: [M, E, D, F].
       layer: index among the sparse layers.
@@ -142,12 +140,11 @@ def experts_by_block(
 
     Args:
       x: [N, D].
-      routing: of the N tokens.
       gate_up: [M, E, 2F, D].
       down: [M, E, D, F].
       layer: index among the sparse layers.
       token_mask: bool[N], False for padding, which costs nothing and yields zero.
-      step_bytes: of the weights gathered for one step of the scan; at least one block is.
+      step_bytes: bytes of weights gathered per scan step; at least one block's.
 
     Returns:
       [N, D] in `x.dtype`.
@@ -174,8 +171,6 @@ def kernel_refusal(
     """Reason why `pallas_kernels.expert_mlp` cannot run a model's experts, or None.
 
     Args:
-      config: of the model.
-      dtype: of the activations.
       experts: `moe.gate_up` and `moe.down`; (): plain ones in `dtype`.
     """
     shapes = weight_shapes(config)
@@ -192,7 +187,7 @@ def _packings(experts: Sequence[Weight]) -> list[str]:
     return list(dict.fromkeys(filter(None, map(ops.packing, experts))))
 
 
-def default_experts_via(
+def default_expert_impl(
     num_tokens: int,
     config: ModelConfig,
     dtype: jnp.dtype,
@@ -201,16 +196,13 @@ def default_experts_via(
     kernels: ops.Kernels = ops.NO_KERNELS,
     *,
     pooled: bool = False,
-) -> ExpertsVia:
+) -> ExpertImpl:
     """Chooses the form that runs experts for `num_tokens` tokens on `platform`.
 
     Args:
       num_tokens: N of a call.
-      config: of the model.
-      dtype: of the activations.
       platform: "cpu" or "gpu".
       experts: as in `kernel_refusal`.
-      kernels: which may serve packed experts.
       pooled: the experts are slots of a pool, which `pallas_kernels.expert_mlp` does not read.
     """
     if experts:
@@ -268,7 +260,7 @@ class SparseMoe(nnx.Module):
           heard: replaces the router's logits, float32[N, E], to replay a trace; None keeps them.
         """
         wide = jnp.dtype(jnp.float32)
-        logits = ops.linear(x, self.router[...], layer, wide, self.kernels, steady=True)
+        logits = ops.linear(x, self.router[...], layer, wide, self.kernels, always_kernel=True)
         if heard is not None:
             logits = heard(logits)
         c = self.config
@@ -281,7 +273,7 @@ class SparseMoe(nnx.Module):
         return routing_of(logits, c, bias)
 
     def __call__(
-        self, x: jax.Array, layer: Index, token_mask: jax.Array, via: ExpertsVia
+        self, x: jax.Array, layer: Index, token_mask: jax.Array, impl: ExpertImpl
     ) -> tuple[jax.Array, Routing]:
         """Routes N tokens and runs their experts.
 
@@ -289,23 +281,22 @@ class SparseMoe(nnx.Module):
           x: [N, D], normed.
           layer: index among the sparse layers.
           token_mask: bool[N], False for padding.
-          via: which of the five forms runs the experts.
 
         Returns:
           [N, D] and the routing.
         """
         gate_up, down = self.gate_up[...], self.down[...]
         first_slot = None
-        if via == "grouped_kernel" and isinstance(layer, int) and layer:
+        if impl == "grouped_kernel" and isinstance(layer, int) and layer:
             first_slot = jnp.int32(layer * gate_up.shape[1])
         routing = self.route(x, layer, first_slot)
-        match via:
+        match impl:
             case "dense":
                 y = experts_dense(x, routing, gate_up, down, layer)
             case "row":
                 y = experts_by_row(x, routing, gate_up, down, layer)
             case "block" | "block_in_cache":
-                y = experts_by_block(x, routing, gate_up, down, layer, token_mask, STEP_BYTES[via])
+                y = experts_by_block(x, routing, gate_up, down, layer, token_mask, STEP_BYTES[impl])
             case "kernel":
                 if refusal := kernel_refusal(self.config, x.dtype, (gate_up, down)):
                     raise ValueError(f"the kernel refuses: {refusal}")
@@ -329,5 +320,5 @@ class SparseMoe(nnx.Module):
                     chosen.implementation,
                 )
             case _:
-                raise ValueError(f"via {via!r} is none of {get_args(ExpertsVia)}")
+                raise ValueError(f"impl {impl!r} is none of {get_args(ExpertImpl)}")
         return y, routing

@@ -54,7 +54,6 @@ def stacked_norm(
     Args:
       x: [..., D].
       scales: [L, D] of all layers, the dtype of `x`.
-      layer: which of them.
       eps: as in `rms_norm`.
       kernels: the permitted implementations; a reference means XLA here.
       zero_centred: as in `rms_norm`.

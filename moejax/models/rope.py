@@ -37,7 +37,6 @@ def scaled_frequencies(
     Args:
       head_dim: C, even.
       theta: base of the frequencies.
-      scaling: of the model; None for none.
       is_long: the sequence exceeds the original positions; matters to "longrope" alone.
     """
     plain = rotary_frequencies(head_dim, theta)
@@ -105,7 +104,6 @@ def model_angles(
     does with one sequence in a fresh model; in a batch it takes the longest row's length for all.
 
     Args:
-      config: of the model.
       positions: int32[B, T].
       lengths: int32[B], tokens of each whole sequence, including earlier and later chunks; None
         where the last position is the last token.

@@ -25,7 +25,6 @@ class RunExperts(Protocol):
         Args:
           layer: index among the sparse layers; int32[] inside a loop (`LoopedExperts`).
           x: [N, D], normed.
-          routing: of the N tokens.
           token_mask: bool[N], False for padding.
           ahead: routes this layer's input by the next sparse layer's router (DyMoE eq. 6), a
             prediction; None after the last. In a loop never None: the last layer's prediction is of

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.models.attention import (
-    Attend,
     Attention,
-    AttentionVia,
-    CachedVia,
-    WatchAttention,
-    WritingAttention,
+    AttentionFn,
+    AttentionImpl,
+    AttentionObserver,
+    CachedAttention,
+    DecodeAttentionImpl,
     token_attention,
 )
 from moejax.models.config import ModelConfig
@@ -23,8 +23,14 @@ from moejax.models.delta_net import DeltaNet
 from moejax.models.dense_mlp import DenseMlp, SharedExpert
 from moejax.models.kv_cache import KVCache
 from moejax.models.latent_attention import LatentAttention
-from moejax.models.layer_index import LAYERS_A_PASS, Place, in_loop, loop_over, places
-from moejax.models.moe import ExpertsVia, SparseMoe
+from moejax.models.layer_index import (
+    LAYERS_A_PASS,
+    LayerIndex,
+    layer_indices,
+    scan_plan,
+    scanned_layer,
+)
+from moejax.models.moe import ExpertImpl, SparseMoe
 from moejax.models.norm import norm_of_sum, rounded, stacked_norm
 from moejax.models.parameter import stacked_parameter
 from moejax.models.rope import Angles, model_angles
@@ -40,10 +46,12 @@ class ChunkSpec(NamedTuple):
 
     kv_length: int  # slots that attention reads; at least every position of the chunk plus one
     is_first: bool  # the chunk starts at position 0: attend within it, read no cache
-    experts: ExpertsVia
-    attention: AttentionVia
-    cached: CachedVia = "xla"  # of one token a sequence; longer chunks read the cache by XLA
-    tiers: tuple[ExpertsVia, ...] = ()  # the form of each, where experts are stored in several
+    experts: ExpertImpl
+    attention: AttentionImpl
+    cached: DecodeAttentionImpl = (
+        "xla"  # of one token a sequence; longer chunks read the cache by XLA
+    )
+    tiers: tuple[ExpertImpl, ...] = ()  # the form of each, where experts are stored in several
     kv_lengths: tuple[int, ...] = ()  # fewer slots, among which the step chooses by its positions
 
 
@@ -88,34 +96,32 @@ class Transformer(nnx.Module):
     def mix(
         self,
         normed: jax.Array,
-        place: Place,
+        index: LayerIndex,
         angles: Angles,
         token_mask: jax.Array,
-        attend: Attend,
+        attend: AttentionFn,
     ) -> jax.Array:
         """Runs a layer's attention or delta rule; returns its residual addition, [B, T, D].
 
         Args:
           normed: [B, T, D].
-          place: of the layer.
-          angles: of `rope.model_angles`.
+          angles: from `rope.model_angles`.
           token_mask: bool[B, T], False for padding, which does not change states.
-          attend: attends to the chunk itself or, a `WritingAttention`, to a cache.
         """
-        if place.is_delta:
-            return self.delta(normed, place, token_mask, attend)
-        return self.attention(normed, place, angles, attend)
+        if index.is_delta:
+            return self.delta(normed, index, token_mask, attend)
+        return self.attention(normed, index, angles, attend)
 
-    def mix_norm(self, x: jax.Array, place: Place) -> jax.Array:
+    def mix_norm(self, x: jax.Array, index: LayerIndex) -> jax.Array:
         """Normalises [B, T, D] for `mix`."""
-        return self._norm(x, self.attention.norm[...], place.layer)
+        return self._norm(x, self.attention.norm[...], index.layer)
 
     def mlp_block(
         self,
         x: jax.Array,
-        place: Place,
+        index: LayerIndex,
         token_mask: jax.Array,
-        via: ExpertsVia,
+        impl: ExpertImpl,
         run: RunExperts | None = None,
         *,
         normed: jax.Array | None = None,
@@ -124,23 +130,21 @@ class Transformer(nnx.Module):
 
         Args:
           x: [B, T, D].
-          place: of the layer.
           token_mask: bool[B, T], False for padding.
-          via: which form runs experts that the model holds.
           run: runs experts that it does not hold.
           normed: [N, D], x after the norm, where that is done.
         """
-        flat = self._mlp_normed(x, place.layer) if normed is None else normed
-        if not place.is_sparse:
-            return self.mlp(flat, place.mlp).reshape(x.shape), None
+        flat = self._mlp_normed(x, index.layer) if normed is None else normed
+        if not index.is_sparse:
+            return self.mlp(flat, index.mlp).reshape(x.shape), None
         mask = token_mask.reshape(-1)
         if run is None:
-            out, routing = self.moe(flat, place.mlp, mask, via)
+            out, routing = self.moe(flat, index.mlp, mask, impl)
         else:
-            routing = self._route(flat, place.mlp, run)
-            out = run(place.mlp, flat, routing, mask, self._ahead(x, place, run))
+            routing = self._route(flat, index.mlp, run)
+            out = run(index.mlp, flat, routing, mask, self._ahead(x, index, run))
         if self.config.shared_dim:
-            out = out + self.shared(flat, place.mlp)
+            out = out + self.shared(flat, index.mlp)
         return out.reshape(x.shape), routing
 
     def _route(self, x: jax.Array, mlp: Index, run: RunExperts, is_ahead: bool = False) -> Routing:
@@ -149,11 +153,13 @@ class Transformer(nnx.Module):
             heard = functools.partial(run.heard, mlp, is_ahead=is_ahead)
         return self.moe.route(x, mlp, heard=heard)
 
-    def _ahead(self, x: jax.Array, place: Place, run: RunExperts) -> Callable[[], Routing] | None:
+    def _ahead(
+        self, x: jax.Array, index: LayerIndex, run: RunExperts
+    ) -> Callable[[], Routing] | None:
         """Routes this layer's input by the next sparse layer's router (DyMoE eq. 6)."""
-        if place.following is None:
+        if index.next_moe is None:
             return None
-        layer, mlp = place.following
+        layer, mlp = index.next_moe
         return lambda: self._route(self._mlp_normed(x, layer), mlp, run, is_ahead=True)
 
     def _mlp_normed(self, x: jax.Array, layer: Index) -> jax.Array:
@@ -214,8 +220,8 @@ class Transformer(nnx.Module):
         tokens: jax.Array,
         positions: jax.Array,
         token_mask: jax.Array,
-        attend: Attend,
-        experts: ExpertsVia,
+        attend: AttentionFn,
+        experts: ExpertImpl,
         run: RunExperts | None = None,
         lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, list[Routing]]:
@@ -234,8 +240,8 @@ class Transformer(nnx.Module):
         angles = model_angles(self.config, positions, lengths)
         x = ops.take_rows(self.embed[...], tokens, self.dtype)
         routings = []
-        for place in places(self.config):
-            x, routing = self._layer(x, place, angles, token_mask, attend, experts, run)
+        for index in layer_indices(self.config):
+            x, routing = self._layer(x, index, angles, token_mask, attend, experts, run)
             if routing is not None:
                 routings.append(routing)
         return x, routings
@@ -243,16 +249,16 @@ class Transformer(nnx.Module):
     def _layer(
         self,
         x: jax.Array,
-        place: Place,
+        index: LayerIndex,
         angles: Angles,
         token_mask: jax.Array,
-        attend: Attend,
-        experts: ExpertsVia,
+        attend: AttentionFn,
+        experts: ExpertImpl,
         run: RunExperts | None,
     ) -> tuple[jax.Array, Routing | None]:
         """Runs [B, T, D] through one layer."""
-        x = x + self.mix(self.mix_norm(x, place), place, angles, token_mask, attend)
-        out, routing = self.mlp_block(x, place, token_mask, experts, run)
+        x = x + self.mix(self.mix_norm(x, index), index, angles, token_mask, attend)
+        out, routing = self.mlp_block(x, index, token_mask, experts, run)
         x = x + out
         return rounded(x) if x.shape[1] > 1 or self._is_for_cpu else x, routing
 
@@ -264,7 +270,7 @@ class Transformer(nnx.Module):
         cache: KVCache,
         spec: ChunkSpec,
         run: RunExperts | None = None,
-        watch: WatchAttention | None = None,
+        watch: AttentionObserver | None = None,
         lengths: jax.Array | None = None,
     ) -> tuple[KVCache, jax.Array]:
         """Runs T new tokens of each sequence, writing the cache.
@@ -302,7 +308,7 @@ class Transformer(nnx.Module):
         target = self.kernels.target
         return target is not None and target.platform != "gpu"
 
-    def loops(self, experts: ExpertsVia, run: RunExperts | None) -> bool:
+    def loops(self, experts: ExpertImpl, run: RunExperts | None) -> bool:
         """Whether a chunk's sparse layers run in a loop; their indices may be on the device."""
         if experts == "kernel":  # whose layer is static
             return False
@@ -318,7 +324,7 @@ class Transformer(nnx.Module):
         cache: KVCache,
         spec: ChunkSpec,
         run: LoopedExperts | None,
-        watch: WatchAttention | None,
+        watch: AttentionObserver | None,
         lengths: jax.Array | None,
     ) -> tuple[KVCache, jax.Array]:
         """Runs `__call__` with layers in a loop; layers outside whole passes are unrolled."""
@@ -326,11 +332,11 @@ class Transformer(nnx.Module):
         angles = model_angles(c, positions, lengths)
         # Alone on a CPU layers gain nothing from one another, and each takes time to compile.
         layers_a_pass = 1 if self._is_for_cpu else LAYERS_A_PASS
-        loop = loop_over(c, run.num_turns if run else 1, layers_a_pass)
+        loop = scan_plan(c, run.num_turns if run else 1, layers_a_pass)
 
-        def one(x: jax.Array, place: Place, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        def one(x: jax.Array, index: LayerIndex, cache: KVCache) -> tuple[jax.Array, KVCache]:
             attend = self.attention_of(cache, positions, spec, watch, token_mask)
-            x, _ = self._layer(x, place, angles, token_mask, attend, spec.experts, run)
+            x, _ = self._layer(x, index, angles, token_mask, attend, spec.experts, run)
             return x, attend.cache
 
         def some(carried: Any, number: jax.Array) -> tuple[Any, Any]:
@@ -338,12 +344,12 @@ class Transformer(nnx.Module):
             if run:
                 run.resume(state)
             for turn in range(loop.num_turns):
-                x, cache = one(x, in_loop(c, loop, turn, number), cache)
+                x, cache = one(x, scanned_layer(c, loop, turn, number), cache)
             return (x, cache, run.state if run else None), run.kept() if run else None
 
         x = ops.take_rows(self.embed[...], tokens, self.dtype)
-        for place in places(c)[: loop.first]:
-            x, cache = one(x, place, cache)
+        for index in layer_indices(c)[: loop.first]:
+            x, cache = one(x, index, cache)
         if loop.num_passes:
             numbers = jnp.arange(loop.num_passes, dtype=jnp.int32)
             carried = (x, cache, run.state if run else None)
@@ -352,19 +358,19 @@ class Transformer(nnx.Module):
                 run.resume(state)
                 num_looped = loop.end - loop.first
                 run.keep(jax.tree.map(lambda leaf: leaf.reshape(num_looped, *leaf.shape[2:]), kept))
-        for place in places(c)[loop.end :]:
-            x, cache = one(x, place, cache)
+        for index in layer_indices(c)[loop.end :]:
+            x, cache = one(x, index, cache)
         return cache, x
 
     def attention_of(
         self, cache: KVCache, positions: jax.Array, spec: ChunkSpec,
-        watch: WatchAttention | None, token_mask: jax.Array,
-    ) -> WritingAttention:  # fmt: skip
+        watch: AttentionObserver | None, token_mask: jax.Array,
+    ) -> CachedAttention:  # fmt: skip
         """Builds the attention of a chunk's tokens to one another and to a cache."""
         length = None if spec.is_first else spec.kv_length
         how = (length, self.config.sliding_window, spec.attention, spec.cached)
         scale = self.config.score_scale
-        return WritingAttention(
+        return CachedAttention(
             cache, positions, *how, scale, watch, token_mask, self._is_for_cpu, spec.kv_lengths
         )
 
@@ -376,20 +382,20 @@ class Transformer(nnx.Module):
         cache: KVCache,
         spec: ChunkSpec,
         run: RunExperts | None = None,
-        watch: WatchAttention | None = None,
+        watch: AttentionObserver | None = None,
         lengths: jax.Array | None = None,
     ) -> tuple[KVCache, jax.Array, list[Routing]]:
         """Runs `__call__` unrolled and returns each sparse layer's routing."""
         is_token = tokens.shape[1] == 1 and not spec.is_first
         is_token &= spec.cached == "kernel" or not is_plain(self.config)
         if is_token and watch is None and serves_token_step(self.config, self.dtype, self.kernels):
-            return token_layers(self, tokens, positions, token_mask, cache, spec, run)
+            return decode_layers(self, tokens, positions, token_mask, cache, spec, run)
         attend = self.attention_of(cache, positions, spec, watch, token_mask)
         found = self.layers(tokens, positions, token_mask, attend, spec.experts, run, lengths)
         return attend.cache, *found
 
 
-def token_layers(
+def decode_layers(
     model: Transformer,
     tokens: jax.Array,
     positions: jax.Array,
@@ -406,16 +412,16 @@ def token_layers(
     attend = model.attention_of(cache, positions, spec, None, token_mask)
     norm = functools.partial(norm_of_sum, eps=c.norm_eps, zero_centred=c.zero_centred_norm)
     routings = []
-    for place in places(c):
-        index = jnp.int32(place.layer)
-        x, normed = norm(x, delta, model.attention.norm[...], index)
-        if is_plain(c) and not place.is_delta:
-            delta = _attended(model, normed, place, positions, angles, spec, attend)
+    for index in layer_indices(c):
+        layer = jnp.int32(index.layer)
+        x, normed = norm(x, delta, model.attention.norm[...], layer)
+        if is_plain(c) and not index.is_delta:
+            delta = _attended(model, normed, index, positions, angles, spec, attend)
         else:
-            delta = model.mix(normed[:, None], place, angles, token_mask, attend)[:, 0]
-        x, normed = norm(x, delta, model.mlp_norm[...], index)
+            delta = model.mix(normed[:, None], index, angles, token_mask, attend)[:, 0]
+        x, normed = norm(x, delta, model.mlp_norm[...], layer)
         out, routing = model.mlp_block(
-            x[:, None], place, token_mask, spec.experts, run, normed=normed
+            x[:, None], index, token_mask, spec.experts, run, normed=normed
         )
         delta = out[:, 0]
         if routing is not None:
@@ -427,23 +433,23 @@ def token_layers(
 def _attended(
     model: Transformer,
     normed: jax.Array,
-    place: Place,
+    index: LayerIndex,
     positions: jax.Array,
     angles: Angles,
     spec: ChunkSpec,
-    attend: WritingAttention,
+    attend: CachedAttention,
 ) -> jax.Array:
     """Runs attention on [B, D]; one launch writes the tokens to the cache."""
-    c, attention, index = model.config, model.attention, jnp.int32(place.mixer)
+    c, attention, mixer = model.config, model.attention, jnp.int32(index.mixer)
     assert isinstance(attention, Attention)
     scales = (attention.q_norm[...], attention.k_norm[...]) if c.qk_norm else None
     cos, sin = (of[:, 0] for of in angles)
-    qkv = attention.product(normed[:, None], place.mixer)[:, 0]
+    qkv = attention.product(normed[:, None], index.mixer)[:, 0]
     q, attend.cache = queries_and_cache(
-        qkv, attend.cache, index, positions[:, 0], cos, sin, scales, eps=c.norm_eps
+        qkv, attend.cache, mixer, positions[:, 0], cos, sin, scales, eps=c.norm_eps
     )
     attended = token_attention(
-        q[:, None], attend.cache.keys, attend.cache.values, index, positions,
+        q[:, None], attend.cache.keys, attend.cache.values, mixer, positions,
         kv_length=spec.kv_length, sliding_window=c.sliding_window, scale=c.score_scale,
     )  # fmt: skip
-    return attention.output(attended, place.mixer)[:, 0]
+    return attention.output(attended, index.mixer)[:, 0]

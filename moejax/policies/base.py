@@ -36,8 +36,8 @@ class PolicySpec:
       num_experts: E.
       width: A.
       tiers: names, of falling fidelity, such as ("int4", "int2").
-      expert_bytes: of one expert in each tier.
-      slots: of a layer in each tier's pool.
+      expert_bytes: bytes of one expert in each tier.
+      slots: slots per layer in each tier's pool.
     """
 
     num_layers: int

@@ -56,26 +56,26 @@ class BuddyMoe(ByContent, Policy[BuddyState]):
       gains: float[M, E, E], what the weight of expert i is multiplied by where j serves, such as
         `buddy_lists.output_gains`; None is the paper's rule, 1. With buddies that are hardly alike
         the full weight does more harm than dropping the pair.
-      tae_tau: of eq. 1, one of all layers or [M], such as `percentile_tau` gives; below 0: off.
+      tae_tau: see eq. 1, one of all layers or [M], such as `percentile_tau` gives; below 0: off.
       tae_margin: gamma; 2 is off.
-      tae_temperature: of p~.
-      beta: of eq. 2; None is off, as in the paper's Tables 2 to 4.
+      tae_temperature: temperature of p~.
+      beta: see eq. 2; None is off, as in the paper's Tables 2 to 4.
       bypass_bytes: in place of beta, B of section 3.1: what layers that the gate bypasses may fetch
         in a decode step, on the mean; beta follows from what was missing so far.
-      eta: of eq. 3; not 0 costs two launches a layer more.
-      kappa: of eq. 3; the same.
+      eta: see eq. 3; not 0 costs two launches a layer more.
+      kappa: see eq. 3; the same.
       hops: [E], of eq. 3; () is 0 for all, one partition.
       rho: replacements of a token and layer at most; None is no limit.
       spend_on: which pairs the budget goes to first, "first" ranks (Algorithm 1's order) or "last"
         ones, of the least gate weight.
       depth: H, places of a list that are searched; None is all.
-      fall_back: of a pair without a buddy.
+      fall_back: what happens to a pair without a buddy.
       in_prefill: whether prompts are served by buddies as well.
       background_bytes: of transfers in the background, each time the engine asks for them, which is
         once a call of decode steps; None is a quarter of an expert.
       half_life: such times after which a miss counts half.
       least_misses: an expert is brought from so many on.
-      max_requests: of one step.
+      max_requests: most requests per step.
       form: how Algorithm 1 is computed; the engine takes "kernel" on a GPU.
     """
 

@@ -96,7 +96,6 @@ def with_missing(state: BuddyState, o: Observation, asked: jax.Array) -> BuddySt
 
     Args:
       state: before the layer.
-      o: of it.
       asked: bool[N, A], pairs to compute.
     """
     requested = buddy_gates.requested_experts(o.ids, asked, o.resident.shape[1])

@@ -22,7 +22,6 @@ def vmap_decide(
     """Decides all layers of a step at once, equal to deciding them in turn.
 
     Args:
-      policy: its settings are in the state.
       observations: stacked, [M, ...]; `active` is the same of all layers.
 
     Returns:

@@ -100,7 +100,7 @@ class DyMoE(Policy[DyMoEState]):
       low: the tier of the others; "": the last; "skip": they are left out (4/0).
       retention: r, the mean share of critical experts; 0.5 to 1, with schedule "equal" 0 to 1.
       schedule: over depth; see `dymoe_schedule.retention_ratios`.
-      sensitivity: of each layer, for the schedule of that name.
+      sensitivity: one per layer, for the schedule of that name.
       rounding: "diffused", so that the mean is r, or "ceil", eq. 5's letter.
       selection: "critical", by eq. 2 in prefill and eq. 3 in decode; "load": in prefill by all
         tokens, without attention's importance; "random" (Figure 3).
@@ -113,7 +113,7 @@ class DyMoE(Policy[DyMoEState]):
       reuse_skipped: an expert to be left out runs if its high copy is resident, by the rule of
         conservative reuse; the paper "entirely bypasses" it.
       prefetch: t of eq. 7 and 8; -1: t_(l+1), 0: none. Never more than the high tier has slots.
-      seed: of `random`.
+      seed: from `random`.
     """
 
     name: ClassVar[str] = "dymoe"

@@ -25,7 +25,7 @@ def retention_ratios(
         proportional to what was measured, cut at 1), or "equal" (r in every layer).
       retention: r, 0.5 to 1; with "equal" 0 to 1.
       num_layers: L.
-      sensitivity: of each layer, such as the loss that its quantization alone causes (Figure 5);
+      sensitivity: one per layer, such as the loss that its quantization alone causes (Figure 5);
         not negative.
 
     Returns:

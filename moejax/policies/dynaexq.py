@@ -102,7 +102,7 @@ class DynaExq(ByContent, Policy[DynaExqState]):
       hot: the tier of high precision; "": the first.
       cold: the tier of low precision; "": the last.
       period: T, tokens between updates of H.
-      alpha: of eq. 2; None: 1 - 1/T.
+      alpha: see eq. 2; None: 1 - 1/T.
       tau: "fixed" at the n_hot-th score when the warm-up ends (section 3.5), or "moving": the
         n_hot-th score at each update, which leaves no slot empty after a shift.
       n_hot: experts of each layer in high precision: a number, one of each layer, or None for the
@@ -119,7 +119,7 @@ class DynaExq(ByContent, Policy[DynaExqState]):
       choice: "hot"; or, for comparison, fixed choices that ignore frequencies: "random", or
         "first", the smallest ids. (A static choice by the frequencies of the warm-up is "hot" with
         a period that never ends, and an alpha of its own.)
-      seed: of "random".
+      seed: seed of "random".
     """
 
     name: ClassVar[str] = "dynaexq"

@@ -77,7 +77,7 @@ def with_layer(
       probabilities: float32[N, E].
       ids: int32[N, A], by falling probability.
       token_weights: float32[N]; 0 for padding.
-      temperature: of the p~ in TAE.
+      temperature: temperature of p~ in TAE.
     """
     num_experts = probabilities.shape[1]
     chosen = buddy_gates.chosen_probabilities(probabilities, ids)
@@ -164,7 +164,6 @@ def shares(activity: ExpertActivity, source: Source, smoothing: float) -> np.nda
 
     Args:
       activity: on the host.
-      source: of the shares.
       smoothing: epsilon of Laplace; outputs take none.
 
     Raises:

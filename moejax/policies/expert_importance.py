@@ -43,7 +43,6 @@ def critical_by_tokens(
     3.3 finds the two loads correlated; then to the smaller id.
 
     Args:
-      observation: of a prefill step.
       tokens: bool[N], T_imp.
       num_critical: int32[], t_l.
     """
@@ -62,7 +61,6 @@ def critical_pairs(
     it is critical for all of them: an expert has one format (section 4.4.2).
 
     Args:
-      observation: of a decode step.
       importance: float32[N, A], of a token's experts to one another; their gate weights in eq. 3.
       num_critical: int32[], t_l.
     """

@@ -69,7 +69,6 @@ def as_routed(observation: Observation, tier: jax.Array) -> Decision:
     """Decision for the router's experts and weights, each pair in its given tier.
 
     Args:
-      observation: of a layer.
       tier: int32[] or int32[N, A].
     """
     ids = observation.ids

@@ -147,7 +147,6 @@ def substitute(
 
     Args:
       ids: int32[N, A], the router's choice, by falling weight.
-      candidates: of every pair.
       wanted: bool[N, A], pairs whose expert is missing and may be replaced.
       budget: int32[], rho, the most replacements per token.
       last_first: visits ranks from the least weight on, which then get the budget first.
@@ -199,7 +198,6 @@ def search(
         gate passes the token.
       depth: int32[].
       budget: int32[].
-      gate: of tokens.
       replaced: int32[M, E], donate it.
       last_first: see `substitute`.
 

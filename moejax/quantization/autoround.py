@@ -65,8 +65,6 @@ def autoround(
     Args:
       weights: [N, K], any float dtype, finite.
       hessian: float32[K, K], running mean of 2 x x^T; its scale does not matter.
-      grid: where the codes lie.
-      settings: of the descent.
     """
     weights = weights.astype(jnp.float32)
     num_rows, num_inputs = weights.shape

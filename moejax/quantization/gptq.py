@@ -100,8 +100,6 @@ def gptq(
     Args:
       weights: [N, K], any float dtype, finite.
       hessian: float32[K, K], running mean of 2 x x^T; its scale does not matter.
-      grid: where the codes lie.
-      settings: how it runs.
       num_tokens: int32[], tokens behind `hessian`; None: enough of them, unless H is all zero.
 
     Returns:
@@ -156,8 +154,6 @@ def _solve(
     Args:
       weights: float32[N, K], columns in the order of visiting.
       upper: float32[K, K], of `inverse_factor`, in the same order.
-      grid: where the codes lie.
-      settings: how it runs.
       order: int32[K], the input of each column.
       start: static groups' scales and zeros [N, G], by groups of inputs; None: fitted along the
         way.

@@ -57,7 +57,6 @@ def hqq(weights: jax.Array, grid: Grid, settings: HqqSettings = HqqSettings()) -
     Args:
       weights: float32[..., N, K], finite; each matrix stops by itself.
       grid: its zero is "float".
-      settings: of the solver.
 
     Raises:
       ValueError: another kind of zero.

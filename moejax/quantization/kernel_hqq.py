@@ -33,7 +33,6 @@ def kernel_hqq(
       u: float32[..., N, R].
       v: float32[..., R, K].
       grid: its zero is "float", its groups fit the kernel (`kernel_refusal`).
-      settings: of the solver.
       interpret: runs the kernel on the CPU, for tests.
 
     Raises:

@@ -62,8 +62,6 @@ def least_squares(
 
     Args:
       weights: float32[..., N, K], finite.
-      grid: any.
-      settings: of the search.
     """
     groups = split_groups(weights, grid.group_size)
     lead = (1,) * (groups.ndim - 2)

@@ -134,8 +134,6 @@ def milo(
 
     Args:
       weights: float32[..., N, K], finite.
-      grid: of the codes.
-      settings: static choices.
       rank: int32[...], components of each matrix, at most `settings.max_rank`; or one for all.
 
     Raises:

@@ -153,7 +153,6 @@ def rank_bytes(num_rows: int, num_inputs: int, factor_bits: int, *, group_size: 
       num_rows: N.
       num_inputs: K.
       factor_bits: 2, 3, 4, 8, or 16 for bfloat16 without scales.
-      group_size: of the factors.
     """
     if factor_bits == 16:
         return 2 * (num_rows + num_inputs)
@@ -174,7 +173,7 @@ def assign_ranks(
     the budget, and all ranks are multiples (or min(N, K)).
 
     Args:
-      policy: of `parse_policy`.
+      policy: from `parse_policy`.
       matrices: all of the model's, since averages run over all sparse ones.
       factor_bits: of the factors; a rank costs `rank_bytes`.
       multiple: positive.

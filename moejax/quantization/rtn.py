@@ -23,7 +23,6 @@ def rtn(weights: jax.Array, grid: Grid) -> Codes:
 
     Args:
       weights: float32[..., N, K], finite.
-      grid: any.
     """
     scales, zeros = range_grid(split_groups(weights, grid.group_size), grid)
     return nearest_codes(weights, scales, zeros, grid)

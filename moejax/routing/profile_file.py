@@ -144,7 +144,6 @@ def load_buddies(
     Args:
       path: the file, or the checkpoint directory that holds it.
       config: the model that will use it.
-      directory: of that model's checkpoint.
 
     Raises:
       MoejaxError: the file is missing, is not a profile, is broken, or belongs to another model.

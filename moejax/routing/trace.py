@@ -420,7 +420,6 @@ def replay_of_trace(trace: Trace, sequence: int | None = None) -> np.ndarray:
     """Decoded tokens as int32[steps, M, A], `ExpertStore.replay` without its token axis.
 
     Args:
-      trace: to be replayed.
       sequence: which one; None if the trace decodes one token per step.
 
     Raises:

@@ -53,7 +53,7 @@ class Access:
 
     def middleware(self) -> list[Middleware]:
         """Guards around the routes, the outermost first."""
-        guards = [Middleware(HostGuard, bound_to=self.bound_to, allowed=self.hosts)]
+        guards = [Middleware(HostGuard, bound_to=self.bound_to, allowed=self.hosts, key=self.key)]
         if self.origins:
             cors = Middleware(
                 CORSMiddleware, allow_origins=self.origins, allow_methods=("GET", "POST"),

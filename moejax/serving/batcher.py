@@ -228,7 +228,7 @@ def warm_up(engine: Engine, defaults: GenerationSettings, max_batch: int) -> Non
     GPU are left to the first request that needs them: streams with log-probabilities, and the last
     call of an answer that its length ends. Compiling takes 1.9 times what prompts and plain answers
     take, with those two 2.8 times (Qwen3-30B in bf16, batches of 1 and 16, sums of the programs'
-    times in scripts/results/model_h200.jsonl, with log-probabilities taken to cost the same).
+    times in scripts/studies/speed/model_h200.jsonl, with log-probabilities taken to cost the same).
     """
     settings = dataclasses.replace(defaults, ignore_eos=True)
     kinds = [(STEPS_PER_CALL, 0), (STEPS_PER_CALL, MOST_LOGPROBS)]

@@ -42,7 +42,8 @@ class Bodies:
         given = http.headers.get("content-type", "")
         if given.partition(";")[0].strip().lower() != JSON:
             # A page of another site may send other types without asking this server first.
-            said = f"the Content-Type must be {JSON}, not {given[:100]!r}"
+            said = f"the Content-Type must be {JSON}, not {given[:100]!r}: curl takes "
+            said += f"-H 'Content-Type: {JSON}'"
             raise ApiError(said, status=415, code="unsupported_media_type")
         body = bytearray()
         try:

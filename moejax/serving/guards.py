@@ -13,6 +13,7 @@ from moejax.serving.responses import error_response
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 OPEN_PATHS = ("/health",)  # a load balancer asks them without a key
 ANY = "*"
+_OR_THE_KEY = ", the API key opens to all"
 
 
 class HostGuard:
@@ -21,17 +22,23 @@ class HostGuard:
     A page of another site can have its name resolve to this machine (DNS rebinding); the browser
     then takes the server for part of that site, and its name is in `Host`. A request with
     `Content-Length` beside `Transfer-Encoding` ends at different bytes for a proxy and for us.
+
+    Whoever gives the API key may call the server by any name: pages of other sites have it not.
     """
 
-    def __init__(self, app: ASGIApp, *, bound_to: str, allowed: Collection[str] = ()):
+    def __init__(
+        self, app: ASGIApp, *, bound_to: str, allowed: Collection[str] = (), key: str = ""
+    ):
         """Wraps an application.
 
         Args:
           app: of ASGI.
           bound_to: the address or name that the server listens on.
           allowed: further names; `*` is any.
+          key: the API key; "" for none.
         """
         self._app = app
+        self._key = key
         self._names = {name.lower().strip("[]") for name in (*LOCAL_HOSTS, bound_to, *allowed)}
         address = _address(bound_to)
         self._is_on_all = address is not None and address.is_unspecified
@@ -44,10 +51,14 @@ class HostGuard:
             refused = ApiError(
                 "give Content-Length or Transfer-Encoding, not both", code="invalid_http"
             )
-        elif (host := headers.get("host")) and not self._is_ours(_name_of(host)):
+        elif (
+            (host := headers.get("host"))
+            and not self._is_ours(_name_of(host))
+            and not has_key(headers, self._key)
+        ):
             refused = ApiError(
                 f"the host {host[:100]!r} is not one of this server's; --config.allowed_hosts "
-                "takes more",
+                f"takes more{_OR_THE_KEY * bool(self._key)}",
                 status=403, code="host_not_allowed",
             )  # fmt: skip
         if refused is None:
@@ -64,7 +75,10 @@ class HostGuard:
 
 
 class AccessGuard:
-    """Refuses requests without the key, and those of a browser's page of another origin."""
+    """Refuses requests without the key; where there is none, those of pages of other origins.
+
+    A page has an origin that it cannot choose; the key is what other pages cannot know.
+    """
 
     def __init__(self, app: ASGIApp, *, key: str = "", origins: Collection[str] = ()):
         """Wraps an application.
@@ -75,7 +89,7 @@ class AccessGuard:
           origins: of pages that may ask; `*` is any.
         """
         self._app = app
-        self._key = key.encode()
+        self._key = key
         self._origins = {origin.lower() for origin in origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -83,10 +97,13 @@ class AccessGuard:
         headers = Headers(scope=scope)
         response = None
         origin = headers.get("origin")
-        if origin is not None and not self._may_ask(origin.lower(), headers.get("host", "")):
+        if has_key(headers, self._key):
+            pass
+        elif origin is not None and not self._may_ask(origin.lower(), headers.get("host", "")):
             said = f"pages of {origin[:100]!r} may not ask; --config.cors_origins takes them"
+            said += _OR_THE_KEY * bool(self._key)
             response = error_response(ApiError(said, status=403, code="origin_not_allowed"))
-        elif self._key and scope["path"] not in OPEN_PATHS and not self._has_key(headers):
+        elif self._key and scope["path"] not in OPEN_PATHS:
             said = "the API key is missing or wrong: Authorization: Bearer KEY"
             response = error_response(ApiError(said, status=401, code="invalid_api_key"))
             response.headers["www-authenticate"] = "Bearer"
@@ -96,10 +113,12 @@ class AccessGuard:
         is_own = origin in (f"http://{host.lower()}", f"https://{host.lower()}")
         return is_own or origin in self._origins or ANY in self._origins
 
-    def _has_key(self, headers: Headers) -> bool:
-        kind, _, given = headers.get("authorization", "").partition(" ")
-        is_same = hmac.compare_digest(given.strip().encode(), self._key)
-        return kind.lower() == "bearer" and is_same
+
+def has_key(headers: Headers, key: str) -> bool:
+    """Whether a request gives the API key; False where there is none ("")."""
+    kind, _, given = headers.get("authorization", "").partition(" ")
+    is_same = hmac.compare_digest(given.strip().encode(), key.encode())
+    return bool(key) and kind.lower() == "bearer" and is_same
 
 
 def _name_of(host: str) -> str:

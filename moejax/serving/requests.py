@@ -9,6 +9,16 @@ from moejax.errors import MoejaxError
 from moejax.inference.generation import MAX_TEMPERATURE, NUM_SEEDS, GenerationSettings
 from moejax.serving.errors import ApiError
 from moejax.serving.fields import Fields
+from moejax.serving.foreign_fields import (
+    CONTEXT_LIMITS,
+    IGNORED,
+    LOGGED,
+    NEUTRAL,
+    OF_MESSAGES,
+    OTHER_NAMES,
+    PENALTY_WINDOWS,
+    PROMPT_LIMITS,
+)
 from moejax.text.chat_template import ROLES, ChatSettings
 from moejax.text.prompts import token_ids_of
 from moejax.text.tokenizer import Tokenizer
@@ -19,56 +29,6 @@ MOST_MESSAGES = 2048  # of a chat, and parts of their contents: templates take t
 EARLY_FACTOR = 8  # characters of a text for each token that fits, which are looked at first
 EARLY_CHARACTERS = 2**16  # shorter texts are read at once
 NOT_SUPPORTED = "this server does not support it"
-# What asks for nothing may be there: clients send such values on their own.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "best_of": (1,),
-    "suffix": ("",),
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
-    "bad_words": ([],),
-    "allowed_token_ids": ([],),
-    "include_stop_str_in_output": (False,),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "early_stopping": (False,),
-    "typical_p": (1,),
-    "mirostat": (0,),
-    "prompt_logprobs": (),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
-    "documents": ([],),
-    "structured_outputs": ({},),
-    "guided_json": (),
-    "guided_regex": ("",),
-    "guided_choice": ([],),
-    "guided_grammar": ("",),
-    "json_schema": ({},),
-    "grammar": ("",),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-}
-IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
-# Sent by clients of other servers, and without a meaning here: a line in the log says so.
-LOGGED = (
-    "skip_special_tokens", "spaces_between_special_tokens", "reasoning_effort", "verbosity",
-    "include_reasoning", "separate_reasoning", "priority", "request_id", "cache_prompt",
-    "cache_salt", "prompt_cache_retention", "keep_alive", "id_slot",
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +148,7 @@ def read_completion(body: Mapping[str, Any], model: ModelFacts) -> Request:
     count, how = _shape(fields)
     model.check_count(len(given), count)
     ids = [model.encode(p, "prompt", add_special_tokens=add_special_tokens) for p in given]
+    _check_limits(fields, max(map(len, ids)), settings)
     echo = [model.tokenizer.decode(p) if isinstance(p, list) else p for p in given]
     return Request(
         False,
@@ -220,7 +181,7 @@ def read_chat(body: Mapping[str, Any], model: ModelFacts) -> Request:
         if effort == "none":
             template.setdefault("enable_thinking", False)
         template.setdefault("reasoning_effort", effort)
-    fields.refuse_but({"echo": (False,)}, NOT_SUPPORTED)
+    fields.refuse_but({"echo": (False,), "add_special_tokens": (False,)}, NOT_SUPPORTED)
     count, how = _shape(fields)
     model.check_count(1, count)
     try:
@@ -228,6 +189,7 @@ def read_chat(body: Mapping[str, Any], model: ModelFacts) -> Request:
     except MoejaxError as error:
         raise ApiError(str(error), param="messages") from error
     ids = model.encode(prompt, "messages", add_special_tokens=False)  # the template writes them
+    _check_limits(fields, len(ids), settings)
     return Request(
         True, [ids] * count, len(ids), _by_choice(settings, count), [""] * count,
         top_logprobs=top_logprobs if wants else None, **how,
@@ -289,7 +251,7 @@ def _messages(fields: Fields) -> list[dict[str, str]]:
             content = ""
         found.append({"role": ROLES[role], "content": own.checked_text("content", content)})
         own.refuse_but({"tool_calls": ([],)}, NOT_SUPPORTED)
-        own.refuse_unknown(("name", "refusal", "annotations"))
+        own.refuse_unknown(OF_MESSAGES)
     return found
 
 
@@ -316,7 +278,7 @@ def _settings(
     if not all(fields.checked_text("stop", one) for one in stops):
         fields.refuse("stop", "an empty text")
     top_p = fields.number("top_p", defaults.top_p, 0, 1)
-    return GenerationSettings(
+    settings = GenerationSettings(
         max_new_tokens=length,
         temperature=fields.number("temperature", defaults.temperature, 0, MAX_TEMPERATURE),
         top_k=max(0, fields.integer("top_k", defaults.top_k, -1, 2**31 - 1)),  # -1: off
@@ -329,6 +291,39 @@ def _settings(
         ignore_eos=fields.boolean("ignore_eos", False),
         stop=tuple(stops),
     )
+    _check_other_names(fields, settings)
+    return settings
+
+
+def _check_other_names(fields: Fields, settings: GenerationSettings) -> None:
+    """Refuses a setting under another server's name that differs from the request's own."""
+    own = {
+        "max_tokens": settings.max_new_tokens,
+        "seed": fields.take("seed"),
+        "repetition_penalty": settings.repetition_penalty,
+        "stop": list(settings.stop),
+    }
+    for other, name in OTHER_NAMES.items():
+        value = fields.take(other)
+        is_no_limit = name == "max_tokens" and value == -1
+        if value is not None and value != own[name] and not is_no_limit:
+            fields.refuse(other, f"{NOT_SUPPORTED}; {name} is its name here")
+    for name in PENALTY_WINDOWS:
+        window = fields.integer(name, -1, -1, 2**31 - 1)
+        if window != -1 and settings.repetition_penalty != 1:
+            fields.refuse(name, f"{NOT_SUPPORTED}; repetition_penalty looks at all tokens")
+
+
+def _check_limits(fields: Fields, num_prompt: int, settings: GenerationSettings) -> None:
+    """Refuses limits of lengths that would cut this prompt or its answer."""
+    for names, length in (
+        (PROMPT_LIMITS, num_prompt),
+        (CONTEXT_LIMITS, num_prompt + settings.max_new_tokens),
+    ):
+        for name in names:
+            most = fields.integer(name, -1, -1, 2**31 - 1)
+            if most != -1 and most < length:
+                fields.refuse(name, f"{most} is less than the {length} tokens asked for")
 
 
 def _seed(fields: Fields, defaults: GenerationSettings) -> int:
@@ -349,7 +344,8 @@ def _shape(fields: Fields) -> tuple[int, dict[str, Any]]:
     continuous_usage = own.boolean("continuous_usage_stats", False)
     own.refuse_unknown(("include_obfuscation",))
     fields.refuse_but(NEUTRAL, NOT_SUPPORTED)
-    ignored = fields.refuse_unknown((*IGNORED, *LOGGED))
+    # The lengths are checked once the prompt's is known.
+    ignored = fields.refuse_unknown((*IGNORED, *LOGGED, *PROMPT_LIMITS, *CONTEXT_LIMITS))
     return count, {
         "stream": stream, "include_usage": include_usage, "continuous_usage": continuous_usage,
         "ignored": tuple(name for name in ignored if name in LOGGED),

@@ -43,6 +43,9 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn."""
+        if self._batcher.load_error is None:
+            said = f"stopping: answers may go on for {self._grace_s:g} s"
+            print(said, file=sys.stderr, flush=True)
         self._batcher.drain()
         late = asyncio.get_running_loop().call_later(self._grace_s, self._batcher.cut)
         await super().shutdown(sockets)

@@ -78,12 +78,13 @@ def find_chat_template(directory: Path) -> str | None:
       MoejaxError: a file is broken, or its named templates hold no default.
     """
     jinja_path, json_path = directory / "chat_template.jinja", directory / "tokenizer_config.json"
-    if jinja_path.exists():
+    if jinja_path.exists() or jinja_path.is_symlink():
         try:
             return read_file(jinja_path, _MOST_BYTES).decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise MoejaxError(f"cannot read {jinja_path}: {error}") from error
-    template = read_json(json_path).get("chat_template") if json_path.exists() else None
+    has_json = json_path.exists() or json_path.is_symlink()
+    template = read_json(json_path).get("chat_template") if has_json else None
     if template is None or isinstance(template, str):
         return template
     if not isinstance(template, list) or not all(map(_is_named_template, template)):
@@ -120,7 +121,6 @@ class ChatRenderer:
         """Renders a conversation to text, like transformers.
 
         Args:
-          messages: each with "role" and "content".
           variables: further variables of the template; JSON values.
 
         Raises:

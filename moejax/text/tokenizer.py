@@ -135,7 +135,6 @@ class Tokenizer:
         """Renders a conversation's prompt; encode it with `add_special_tokens=False`.
 
         Args:
-          messages: each with "role" and "content".
           add_generation_prompt: end with the words that begin an answer.
           **variables: further variables of the template, `enable_thinking` for instance.
 

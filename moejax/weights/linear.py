@@ -23,7 +23,7 @@ from moejax.weights.qtensor import (
     Factor,
     Fp8Tensor,
     QTensor,
-    Watched,
+    RecordedInput,
     Weight,
 )
 from pallas_kernels import dequant_matmul, packed
@@ -80,7 +80,7 @@ def packing(weight: Weight) -> str | None:
     return None
 
 
-def unfit(weight: Weight) -> str | None:
+def kernel_refusal(weight: Weight) -> str | None:
     """Reason why no kernel can take a weight, or None."""
     if isinstance(weight, Fp8Tensor):
         return f"it is {packing(weight)}"
@@ -102,7 +102,7 @@ def operands(weight: Weight) -> Operands:
     """Flattens a weight's leading axes to S slots, without a copy.
 
     Args:
-      weight: [..., N, K], for which `unfit` has no reason.
+      weight: [..., N, K], for which `kernel_refusal` has no reason.
     """
     assert not isinstance(weight, Fp8Tensor)
     if not isinstance(weight, QTensor):
@@ -139,19 +139,24 @@ def _matrices(weight: Factor) -> packed.PackedMatrices:
 
 
 def choose_product(
-    num_rows: int, dtype: jnp.dtype, weight: Weight, kernels: Kernels, *, steady: bool = False
+    num_rows: int,
+    dtype: jnp.dtype,
+    weight: Weight,
+    kernels: Kernels,
+    *,
+    always_kernel: bool = False,
 ) -> Choice:
     """Chooses the implementation of x [num_rows, K] times matrices [..., N, K].
 
-    `steady`: see `linear`.
+    `always_kernel`: see `linear`.
 
     Returns:
       An implementation of `pallas_kernels.dequant_matmul`, `PLAIN`, or `DEQUANTIZED` with the
       reasons why every kernel refuses.
     """
     if not isinstance(weight, QTensor | Fp8Tensor):
-        return _choose_plain(num_rows, dtype, weight, kernels, steady)
-    if reason := unfit(weight):
+        return _choose_plain(num_rows, dtype, weight, kernels, always_kernel)
+    if reason := kernel_refusal(weight):
         return Choice(DEQUANTIZED, {"every kernel": reason})
     if kernels.implementation:
         return Choice(kernels.implementation, {})
@@ -166,7 +171,7 @@ def choose_product(
 
 
 def _choose_plain(
-    num_rows: int, dtype: jnp.dtype, weight: jax.Array, kernels: Kernels, steady: bool
+    num_rows: int, dtype: jnp.dtype, weight: jax.Array, kernels: Kernels, always_kernel: bool
 ) -> Choice:
     """Chooses the kernel for plain weights: it reads a layer's matrix in the stack.
 
@@ -177,11 +182,11 @@ def _choose_plain(
     where XLA's are a copy, the parts of a sum over K, and their sum.
     """
     target, few = kernels.target, num_rows <= MAX_TRITON_ROWS
-    least = MIN_ROW_OUTPUTS if few else 1 if steady else MIN_KERNEL_OUTPUTS
+    least = MIN_ROW_OUTPUTS if few else 1 if always_kernel else MIN_KERNEL_OUTPUTS
     fits = weight.ndim == 3 and weight.shape[1] >= least
     if target is None or target.platform != "gpu" or kernels.implementation or not fits:
         return Choice(PLAIN, {})
-    if reason := unfit(weight):
+    if reason := kernel_refusal(weight):
         return Choice(PLAIN, {"every kernel": reason})
     x = jax.ShapeDtypeStruct((num_rows, weight.shape[-1]), dtype)
     matrices = jax.eval_shape(operands, weight).weights
@@ -189,7 +194,7 @@ def _choose_plain(
         reason = dequant_matmul.OPERATION.refusal("triton", x, matrices, (), target=target)
         return Choice(PLAIN, {"triton": reason}) if reason else Choice("triton", {})
     chosen = dequant_matmul.OPERATION.choose(x, matrices, (), target=target)
-    by_triton = chosen.implementation == "triton" and (few or steady)
+    by_triton = chosen.implementation == "triton" and (few or always_kernel)
     if by_triton or chosen.implementation == "mosaic":
         return chosen
     return Choice(PLAIN, chosen.refusals if chosen.implementation == REFERENCE else {})
@@ -244,7 +249,6 @@ def expert_matrix(
       stacked: [M, E, N, K].
       layer: index among the sparse layers.
       expert_id: int32[], in 0..E - 1.
-      dtype: as in `matrix`.
     """
     if isinstance(stacked, QTensor | Fp8Tensor):
         return matrix(stacked, (layer, expert_id), dtype)
@@ -255,12 +259,12 @@ def expert_matrix(
 
 def linear(
     x: jax.Array,
-    weight: Weight | Watched,
+    weight: Weight | RecordedInput,
     layer: Index,
     out_dtype: jnp.dtype | None = None,
     kernels: Kernels = NO_KERNELS,
     *,
-    steady: bool = False,
+    always_kernel: bool = False,
 ) -> jax.Array:
     """Computes x W^T with one layer's matrix.
 
@@ -268,18 +272,16 @@ def linear(
       x: [..., K].
       weight: [L, N, K].
       layer: index into L.
-      out_dtype: as in `product`.
-      kernels: which may serve.
-      steady: many rows use a kernel, however small the matrix: XLA's tiles depend on the rest of
-        the program.
+      always_kernel: many rows use a kernel, however small the matrix: XLA's tiles depend on the
+        rest of the program.
 
     Returns:
       [..., N].
     """
-    if isinstance(weight, Watched):
-        weight.tell(x)
+    if isinstance(weight, RecordedInput):
+        weight.record(x)
         weight = weight.weight
-    y = _by_kernel(x, weight, layer, out_dtype, kernels, steady)
+    y = _by_kernel(x, weight, layer, out_dtype, kernels, always_kernel)
     return _product(x, weight[layer], out_dtype) if y is None else y
 
 
@@ -292,7 +294,6 @@ def product(
       x: [..., K].
       weight: [N, K].
       out_dtype: of the result and its sums; None: `x.dtype`.
-      kernels: which may serve.
 
     Returns:
       [..., N].
@@ -303,11 +304,13 @@ def product(
 
 def _by_kernel(
     x: jax.Array, weight: Weight, slot: Index, out_dtype: jnp.dtype | None, kernels: Kernels,
-    steady: bool = False,
+    always_kernel: bool = False,
 ) -> jax.Array | None:  # fmt: skip
     """Computes [..., N] by a kernel, or returns None if every kernel refuses."""
     num_rows = math.prod(x.shape[:-1])
-    chosen = choose_product(num_rows, x.dtype, weight, kernels, steady=steady).implementation
+    chosen = choose_product(
+        num_rows, x.dtype, weight, kernels, always_kernel=always_kernel
+    ).implementation
     if chosen in (PLAIN, DEQUANTIZED):
         return None
     y = _kernel_product(
@@ -374,7 +377,6 @@ def take_rows(weight: Weight, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
     Args:
       weight: [N, K].
       ids: int32[...], in 0..N - 1.
-      dtype: as in `matrix`.
 
     Returns:
       [..., K].
@@ -401,7 +403,7 @@ def take_rows(weight: Weight, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
 def _compensated_rows(compensator: Compensator, ids: jax.Array) -> jax.Array:
     """Compensator's addition float32[n, K] to rows `ids`, int32[n], of its one matrix."""
     u, v = compensator.factors()
-    place = ids - compensator.first_row
-    inside = (place >= 0) & (place < compensator.num_rows)
-    u = jnp.where(inside[None], u[:, jnp.clip(place, 0, compensator.num_rows - 1)], 0.0)
+    index = ids - compensator.first_row
+    inside = (index >= 0) & (index < compensator.num_rows)
+    u = jnp.where(inside[None], u[:, jnp.clip(index, 0, compensator.num_rows - 1)], 0.0)
     return jnp.einsum("rn,rk->nk", u, v, precision="highest")

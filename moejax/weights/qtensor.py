@@ -277,20 +277,20 @@ Weight = jax.Array | QTensor | Fp8Tensor
 
 
 @dataclasses.dataclass(frozen=True)
-class Watched:
+class RecordedInput:
     """A plain weight [L, N, K] that records the inputs it multiplies; for calibration.
 
     It replaces the weight in a module, within one trace.
 
     Attributes:
       weight: the replaced one.
-      tell: called with x [..., K] of every `linear`.
+      record: called with x [..., K] of every `linear`.
     """
 
     weight: jax.Array
-    tell: Callable[[jax.Array], None]
+    record: Callable[[jax.Array], None]
 
-    def __getitem__(self, index: types.EllipsisType) -> "Watched":
+    def __getitem__(self, index: types.EllipsisType) -> "RecordedInput":
         """Returns itself: indexing single layers would record nothing."""
         if index is not ...:
             raise TypeError("a watched weight is for `ops.linear` alone")

@@ -75,7 +75,6 @@ def plan(
       layer: int or int32[] in 0..M - 1; an array lets all layers share a trace.
       asked: of N tokens; wishes, or a rule by which the call itself finds them: a launch less.
       active: bool[N], tokens that count.
-      forms: static facts of each tier.
       columns: of `Tables.events`, by the names of `PLAN_EVENTS`.
       implementation: "triton" or "reference"; None for the kernel where it does not refuse.
       num_warps: of the kernel; None for a number that goes with the sizes.
@@ -123,7 +122,6 @@ def predict(
       layer: the layer to come.
       ids: int32[L], experts; -1: none.
       active: bool[N]; nothing is admitted if no token is.
-      form: static facts of the tier.
       columns: of `Tables.events`, by the names of `PREDICT_EVENTS`.
       implementation: as in `plan`.
       num_warps: as in `plan`.

@@ -139,7 +139,6 @@ def taken(
     Free slots come first, then those of the oldest use, of the smallest expert.
 
     Args:
-      slots: of a layer.
       victim: bool[C], of which at least `number` are set.
       number: int32[], how many come.
       order: int32[P], 0, 1, ... of those who come; others are negative or not below `number`.

@@ -24,7 +24,6 @@ def refusal(
     Args:
       implementation: one of `IMPLEMENTATIONS`.
       pools: as in `fetch`, arrays or their shapes.
-      hosts: likewise.
       target: None for the default device.
     """
     if implementation == "reference":
@@ -107,9 +106,6 @@ def fetch_all(
     Args:
       jobs: of pools that are all different; one without indices leaves its pools as they are.
       implementation: as in `fetch`, and so are the rest; None for "triton" where none refuses.
-      tiles: likewise.
-      after: likewise.
-      interpret: likewise.
 
     Returns:
       The pools of each.

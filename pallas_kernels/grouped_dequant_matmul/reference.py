@@ -87,7 +87,6 @@ def combine(products: jax.Array, ran: jax.Array, weight: jax.Array, dtype: jnp.d
       products: float[P, T, A, N], P parts of each pair's product; undefined if it did not run.
       ran: bool[T, A].
       weight: float32[T, A].
-      dtype: of the result.
 
     Returns:
       [T, N].

@@ -89,7 +89,6 @@ def hqq_solve(
 
     Args:
       weights: [..., N, K] in bf16, fp16 or fp32, finite.
-      settings: of the solve.
       low_rank: u float32[..., N, R] and v float32[..., R, K], whose product is subtracted from the
         weights in float32 inside the kernel; zero components change nothing.
       steps: int32[...], number of steps, up to `settings.max_steps`; None for the stop rule.

@@ -115,9 +115,7 @@ class Arithmetic:
         Compilers do not find it if two operands are constants.
 
         Args:
-          a: a word.
           mask: a constant.
-          b: a word.
           how: "or" for (a & mask) | b; "select" for (a & mask) | (b & ~mask).
         """
         table = {"or": 0xEA, "select": 0xE2}[how]

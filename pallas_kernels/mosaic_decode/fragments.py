@@ -111,8 +111,7 @@ def prepare(e: Mlir, form: Form, raw: list[Value], high: Value) -> list[Value]:
     j, bit 2p + 1 that of word j + 8, which lanes with t >= 2 hold.
 
     Args:
-      e: the instructions.
-      raw: as loaded.
+      raw: words as loaded.
       high: i32, 1 in lanes with t >= 2, else 0.
     """
     if form.bits != 3:

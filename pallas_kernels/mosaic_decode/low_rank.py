@@ -58,7 +58,6 @@ class BlockTerms:
 
         Args:
           terms: terms with addresses.
-          share: of the block.
           slot: i32, which matrix.
           firsts: i32 for each half: its first matrix row.
           at: i32, shared memory: `share.room(terms)` bytes.

@@ -100,7 +100,6 @@ class Stream:
 
         Args:
           tile: static.
-          stage: its index.
           present: i32.
           to: i32, shared memory.
           row: i32, of all slots' rows, in place of the first of `rows`.
@@ -251,7 +250,6 @@ class Stream:
         Args:
           tile: static.
           at: address of its stage in shared memory.
-          stage: its index.
           block: static, in 0..span - 1.
           x: the result of `prepare_x`.
           totals: of the tile: float32, 4 a column tile, as c of `mma`.

@@ -260,7 +260,6 @@ def even_tiles(
       num_processors: blocks per wave.
       column_tiles: column tiles of x.
       most: row tiles of a warp that its registers hold.
-      copies: matrices.
     """
 
     def steps(row_tiles: int) -> int:

@@ -109,7 +109,6 @@ class Columns:
           rows: i32, number of rows.
           places: i32, rows to fill: those after `rows` with zeros.
           warp: i32, in 0..num_warps - 1.
-          num_warps: of the block.
           lane: i32, in the warp.
         """
         e, m = self.e, self.matrix

@@ -175,8 +175,8 @@ class _Walk:
           at: i32, address of its first tile in the ring.
           totals: in registers.
           left: stages after this one; None if unknown, for stages inside the matrix.
-          x: of `load_x`, if loaded.
-          held: of `hold`, if there.
+          x: from `load_x`, if loaded.
+          held: from `hold`, if there.
 
         Returns:
           The totals, and the address of the next stage's first tile.
@@ -358,7 +358,7 @@ def walk_on(
       step: static.
       onward: position of this walk and of the next.
       kept: storage for sums of x; None for registers.
-      held: of `hold`.
+      held: from `hold`.
 
     Returns:
       The totals, and the address of the next walk's first tile.

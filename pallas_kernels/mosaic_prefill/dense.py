@@ -67,7 +67,6 @@ def dense(
       slot: int32[], index of the matrix.
       out_dtype: bfloat16, float16 or float32.
       tiles: None for the heuristic ones.
-      target: the GPU.
     """
     num_tokens, num_inputs = x.shape
     num_rows = weights.num_outputs

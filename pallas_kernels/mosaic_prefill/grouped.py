@@ -74,7 +74,6 @@ def gate_up(
       assignments: of the T A pairs.
       tiers: for each tier S matrices [2F, D], gate rows first.
       tiles: None for the heuristic ones.
-      target: the GPU.
     """
     call = _Call(assignments, tiers, tiles, target, paired=True)
     hidden = call.run(x[call.runs.order // assignments.slot.shape[1]], x.dtype)
@@ -96,7 +95,6 @@ def products(
       assignments: of the T A pairs.
       tiers: for each tier S matrices [N, K].
       tiles: None for the heuristic ones.
-      target: the GPU.
       dtype: the result's: float32, or that of the rows.
     """
     call = _Call(assignments, tiers, tiles, target, paired=False)

@@ -221,7 +221,6 @@ def work(
     """Runs a kernel's body: this block's items, in turn.
 
     Args:
-      parts: references.
       num_items: items of all blocks.
       item_of: position of the item with an index.
       store: stores an item's sums; called by the warpgroups that multiply.

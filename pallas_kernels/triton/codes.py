@@ -105,7 +105,6 @@ class Codes:
 
         Args:
           planes: of one tile, from `words`.
-          piece: its id.
           first_position: int32[] in the block, where the step begins.
         """
         codes = self._pairs(planes, piece, first_position)

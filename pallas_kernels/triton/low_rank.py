@@ -69,8 +69,6 @@ def thin_products(
       slot: int32[].
       tile: int32[], of R' / TILE.
       part: int32[], of `parts`.
-      parts: of K.
-      num_columns: of x.
       store: called with float32[TILE, columns].
       interpret: no inline assembly.
     """

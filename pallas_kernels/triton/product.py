@@ -103,7 +103,6 @@ def product(
       slot: int32[].
       tiles: int32[rows] of each tile, none beyond the last; all of one length.
       span: part of K.
-      num_columns: of x.
       step: codes per step; a power of two in `min_step(bits)` .. 256.
       interpret: no inline assembly.
     """

@@ -79,12 +79,24 @@ class Command:
         return found
 
 
+def pages() -> list[Path]:
+    """README, WORKSPACE, docs/ and the READMEs of scripts/."""
+    return [
+        ROOT / "README.md",
+        ROOT / "WORKSPACE.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "scripts").rglob("README.md")),
+    ]
+
+
 def of_documents() -> list[Command]:
     """Of README, WORKSPACE, docs/, and of the docstrings of mains, configs and scripts."""
-    pages = [ROOT / "README.md", ROOT / "WORKSPACE.md", *sorted((ROOT / "docs").glob("*.md"))]
-    found = [command for page in pages for command in of_page(_name(page), page.read_text("utf-8"))]
+    found = [
+        command for page in pages() for command in of_page(_name(page), page.read_text("utf-8"))
+    ]
     for folder, fate in (("configs", RUN), ("moejax", DRY_RUN), ("scripts", DRY_RUN)):
-        for path in sorted((ROOT / folder).glob("*.py")):
+        find = Path.rglob if folder == "scripts" else Path.glob
+        for path in sorted(find(ROOT / folder, "*.py")):
             found += of_docstring(_name(path), path.read_text("utf-8"), fate)
     return found
 

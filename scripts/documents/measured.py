@@ -7,10 +7,10 @@ from moejax import cli, plan
 from moejax.experts.budget import describe, describe_tiers
 from moejax.files.result_rows import ResultRow, read_rows
 from moejax.planning import budget_of, model_of, tiered_budget
-from scripts import plot_kernels
 from scripts.documents.commands import ROOT
+from scripts.studies.kernels import tables as plot_kernels
 
-RESULTS = ROOT / "scripts/results"
+STUDIES = ROOT / "scripts/studies"
 PLAN = ("--config.shape=Qwen3-30B-A3B", "--config.bits=4", "--config.attention_bits=4",
         "--config.memory.device_gib=8", "--config.memory.host_gib=12",
         "--config.memory.prefetch=8", "--config.memory.bulk=4",
@@ -24,7 +24,7 @@ TIERED = ("--config.policy.name=dynaexq", "--config.policy.tiers=int4,int2",
 
 def kernel_tables() -> str:
     """Times of packed products beside other libraries, from the rows of `bench_kernels`."""
-    rows = read_rows(RESULTS / "kernels_h200.jsonl")
+    rows = read_rows(STUDIES / "kernels/kernels_h200.jsonl")
     lines = [_of_whom(rows), ""]
     for name, sizes in plot_kernels.beside_cublas(plot_kernels.read_curves(rows)).items():
         section, form = name.split(" | ")
@@ -38,7 +38,7 @@ def small_kernel_tables() -> str:
     """Times of attention and of routing, ours and XLA's."""
     lines: list[str] = []
     for file in ("attention_h200", "router_h200"):
-        rows = read_rows(RESULTS / f"{file}.jsonl")
+        rows = read_rows(STUDIES / f"kernels/{file}.jsonl")
         lines += [_of_whom(rows), "", "| us | ours | XLA |", "| --- | ---: | ---: |"]
         lines += [f"| {r.what} | {r.figure:.1f} | {r.baseline['xla']:.1f} |" for r in rows]
         lines += [""]
@@ -47,7 +47,7 @@ def small_kernel_tables() -> str:
 
 def memory_table() -> str:
     """TPOT and TTFT under device budgets, beside the resident model."""
-    rows = read_rows(RESULTS / "memory_h200.jsonl")
+    rows = read_rows(STUDIES / "speed/memory_h200.jsonl")
     latest: dict[str, ResultRow] = {row.what: row for row in rows}
     lines = [_of_whom(rows), ""]
     lines += ["| model, INT4 | budget | what | slots | hits | TPOT, ms |"]
@@ -71,7 +71,7 @@ def a_plan() -> str:
     config, _ = cli.parse(plan.COMMAND, ["plan", *PLAN])
     name, model, sizes, itemsize = model_of(config)
     budget = budget_of(config, model, sizes, itemsize)
-    head = f"{name}, experts of {sizes.tier.name}, on a gpu"
+    head = f"{name}, experts in {sizes.tier.name}, on a gpu"
     whole = "\n".join([*_command(PLAN), "", "```text", head, *describe(budget), "```"])
     config, _ = cli.parse(plan.COMMAND, ["plan", *TIERED])
     tiering = config.policy.tiering()
@@ -106,7 +106,7 @@ def recipe_plan() -> str:
 
 def recipe_times() -> str:
     """The recipe's model under 12 GiB, by the newest row of each kind."""
-    rows = read_rows(RESULTS / "memory_h200.jsonl")
+    rows = read_rows(STUDIES / "speed/memory_h200.jsonl")
     tail = ", Qwen3-30B-A3B, 48 layers, INT4 g64 float, attention INT4, head bf16, 12 GiB, batch 1"
     lines = ["| what | figure |", "| --- | ---: |"]
     found = []
@@ -124,7 +124,9 @@ def recipe_times() -> str:
         more = f", {100 * hits:.0f} % hits" if hits else ""
         lines.append(f"| {said}{more} | {row.figure:.1f} {row.unit} |")
         found.append(row)
-    return "\n".join([*lines, "", f"{_of_whom(found)[:-1]}: `scripts/results/memory_h200.jsonl`."])
+    return "\n".join(
+        [*lines, "", f"{_of_whom(found)[:-1]}: `scripts/studies/speed/memory_h200.jsonl`."]
+    )
 
 
 def _command(arguments: tuple[str, ...]) -> list[str]:

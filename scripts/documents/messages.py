@@ -19,8 +19,6 @@ def templates() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for path in sorted((ROOT / "moejax").rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
-        if name.startswith("moejax/training/"):
-            continue
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Raise) and (text := _message(node.exc)):
                 messages = found.setdefault(name, [])

@@ -1,6 +1,6 @@
 """A folder in which the documents' commands run: the files that they name, and small settings.
 
-A name of the documents (`DIR`, `mine.txt`, `x.trace`, ...) is made when a command first wants it.
+A name of the documents (`DIR`, `x.trace`, ...) is made when a command first wants it.
 What stands for a large model is the demo; runs are shortened by flags behind a command's own.
 """
 

@@ -65,10 +65,6 @@ def read_json(path: Path) -> dict[str, Any]:
         fields = parse_json(read_file(path))
         check_depth(fields)
     except FileNotFoundError as error:
-        if path.is_symlink():
-            raise MoejaxError(
-                f"{path} is a link to {path.readlink()}, which is not there; download it again"
-            ) from error
         raise MoejaxError(
             f"no {path.name} in {path.parent}; a Hugging Face checkpoint directory has one"
         ) from error

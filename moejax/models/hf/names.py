@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 import numpy as np
 
 from moejax.models.config import ModelConfig, weight_shapes
-from moejax.models.layer_index import places
+from moejax.models.layer_index import layer_indices
 
 _DENSE = ("gate_proj", "up_proj", "down_proj")
 _EXPERT_PROJECTIONS = {"mixtral": ("w1", "w3", "w2")}  # the others': _DENSE
@@ -95,27 +95,27 @@ def placements(config: ModelConfig, spelling: Spelling) -> Iterator[Placement]:
     """Destinations of every tensor of a checkpoint; together they fill each leaf exactly once."""
     c = config
     yield Placement("model.embed_tokens.weight", "embed", (), 0, (c.vocab_size, c.model_dim))
-    for place in places(config):
-        assert isinstance(place.layer, int)
-        assert isinstance(place.mixer, int) and isinstance(place.mlp, int)
-        layer = (place.layer,)
-        prefix = f"model.layers.{place.layer}"
+    for index in layer_indices(config):
+        assert isinstance(index.layer, int)
+        assert isinstance(index.mixer, int) and isinstance(index.mlp, int)
+        layer = (index.layer,)
+        prefix = f"model.layers.{index.layer}"
         yield Placement(
             f"{prefix}.input_layernorm.weight", "attention.norm", layer, 0, (c.model_dim,)
         )
-        if place.is_delta:
-            yield from _delta_net(c, place.mixer, f"{prefix}.linear_attn")
+        if index.is_delta:
+            yield from _delta_net(c, index.mixer, f"{prefix}.linear_attn")
         elif c.latent:
-            yield from _latent_attention(c, place.mixer, f"{prefix}.self_attn")
+            yield from _latent_attention(c, index.mixer, f"{prefix}.self_attn")
         else:
-            yield from _attention(c, place.mixer, f"{prefix}.self_attn")
+            yield from _attention(c, index.mixer, f"{prefix}.self_attn")
         yield Placement(
             f"{prefix}.post_attention_layernorm.weight", "mlp_norm", layer, 0, (c.model_dim,)
         )
-        at = (place.mlp,)
-        if place.is_sparse:
+        at = (index.mlp,)
+        if index.is_sparse:
             moe_prefix = f"{prefix}.{spelling.moe_module}"
-            yield from _experts(c, spelling, place.mlp, moe_prefix)
+            yield from _experts(c, spelling, index.mlp, moe_prefix)
             yield from _shared_expert(c, at, moe_prefix)
         else:
             yield from _gated_mlp(f"{prefix}.mlp", "mlp", at, _DENSE, c.mlp_dim, c.model_dim)

@@ -157,7 +157,6 @@ def _stack_size(counts: Sequence[int], matrix_bytes: int) -> int:
 
     Args:
       counts: matrices of each shard.
-      matrix_bytes: of one.
     """
     most = max(1, STACK_BYTES // matrix_bytes)
     candidates = {-(-count // parts) for count in counts for parts in (1, 2, 3, 4, 6, 8)}

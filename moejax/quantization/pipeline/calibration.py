@@ -29,7 +29,6 @@ def calibration_tokens(
     """Samples a text at even distances.
 
     Args:
-      tokenizer: of the checkpoint.
       text: the user's own, which must suffice for all samples; None: the text that ships, which
         gives as many samples as it has, at least one.
       num_samples: S.

@@ -29,7 +29,6 @@ class CalibrationRun:
     """Hidden states of the calibration text before the next layer.
 
     Args:
-      inventory: the model.
       tokens: int32[S, T].
       device: runs the layers, in float32 on a CPU and bfloat16 elsewhere.
       meter: counts seconds.
@@ -60,7 +59,6 @@ class CalibrationRun:
         """Runs the text through the next layer.
 
         Args:
-          shard: that layer.
           matrices: its quantized matrices, by name; the rest is plain.
         """
         with self._meter.phase("calibrate"), plain_memory_errors(self._device):
@@ -110,7 +108,6 @@ def router_frequencies(inventory: Inventory, run: CalibrationRun) -> dict[tuple[
     """Share of its layer's assignments per expert, by (layer, expert).
 
     Args:
-      inventory: the model.
       run: at the first layer; afterwards at the end.
     """
     found: dict[tuple[int, int], float] = {}

@@ -25,9 +25,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.models.attention import AttentionVia, default_attention_via
+from moejax.models.attention import AttentionImpl, default_attention_impl
 from moejax.models.config import ModelConfig, leaf_dtype
-from moejax.models.moe import default_experts_via
+from moejax.models.moe import default_expert_impl
 from moejax.models.norm import rms_norm
 from moejax.quantization.hessian import add_outer_products, mean_hessian
 from moejax.quantization.pipeline.layer_steps import (
@@ -59,11 +59,9 @@ class LayerRun:
       hidden: [S, T, D], its input, in a temporary file.
 
     Args:
-      config: the model's.
       tokens: int32[S, T], whole sequences of one length.
       embed: [V, D].
       dtype: of the activations and of the weights that meet them.
-      device: where layers run.
       tokens_per_step: see TOKENS_PER_STEP.
       hessian_bytes: see HESSIAN_BYTES; at least one expert's.
     """
@@ -84,7 +82,7 @@ class LayerRun:
         self._dtype = jnp.dtype(dtype)
         self._device = device
         self._hessian_bytes = hessian_bytes
-        self._attention = default_attention_via(config, self._dtype, device.platform)
+        self._attention = default_attention_impl(config, self._dtype, device.platform)
         num_sequences, length = tokens.shape
         self._step = _sequences_per_step(num_sequences, max(1, tokens_per_step // length))
         table = embed if isinstance(embed, np.ndarray) else np.asarray(dense(embed, self._dtype))
@@ -114,7 +112,7 @@ class LayerRun:
         """
         config, placed = self._one_layer(), self._placed(weights)
         num_tokens = self._step * self.hidden.shape[1]
-        experts = default_experts_via(num_tokens, config, self._dtype, self._device.platform)
+        experts = default_expert_impl(num_tokens, config, self._dtype, self._device.platform)
         for part in _steps(self.hidden, self._step):
             x = jax.device_put(part, self._device)
             part[...] = np.asarray(layer_step(placed, x, config, experts, self._attention))
@@ -171,7 +169,7 @@ class CapturedLayer:
         *,
         step: int,
         device: jax.Device,
-        attention: AttentionVia,
+        attention: AttentionImpl,
         hessian_bytes: int,
     ):
         self._config, self._weights, self._device = config, weights, device
@@ -200,7 +198,7 @@ class CapturedLayer:
             first, totals = self._chunks[leaf] = self._expert_chunk(leaf, expert)
         return _mean(totals[expert - first], int(self.expert_tokens[expert]))
 
-    def _run(self, hidden: np.ndarray, attention: AttentionVia) -> dict[str, jax.Array]:
+    def _run(self, hidden: np.ndarray, attention: AttentionImpl) -> dict[str, jax.Array]:
         """Runs attention and router over all tokens: fills `_mlp_hidden`, counts, sums x x^T."""
         c = self._config
         is_sparse = bool(c.moe_layers)

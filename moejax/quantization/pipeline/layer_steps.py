@@ -13,20 +13,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax.models.attention import Attention, AttentionVia, causal_attention
+from moejax.models.attention import Attention, AttentionImpl, causal_attention
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.models.delta_net import DeltaNet
 from moejax.models.dense_mlp import DenseMlp, SharedExpert
 from moejax.models.expert_products import block_size, swiglu
 from moejax.models.latent_attention import LatentAttention
-from moejax.models.layer_index import Place, places
+from moejax.models.layer_index import LayerIndex, layer_indices
 from moejax.models.leaf_kinds import kind_of
-from moejax.models.moe import ExpertsVia, SparseMoe
+from moejax.models.moe import ExpertImpl, SparseMoe
 from moejax.models.norm import rms_norm
 from moejax.models.rope import model_angles
 from moejax.models.routing import Routing, route
 from moejax.quantization.hessian import add_outer_products
-from moejax.weights.qtensor import Watched
+from moejax.weights.qtensor import RecordedInput
 
 Weights = Mapping[str, jax.Array]
 
@@ -55,8 +55,8 @@ def layer_step(
     weights: Weights,
     x: jax.Array,
     config: ModelConfig,
-    experts: ExpertsVia,
-    attention: AttentionVia,
+    experts: ExpertImpl,
+    attention: AttentionImpl,
 ) -> jax.Array:
     """Runs the whole layer, [B, T, D] to [B, T, D], like `Transformer.layers`."""
     x = x + _mixed(weights, x, config, attention)
@@ -76,16 +76,13 @@ def attention_step(
     x: jax.Array,
     totals: dict[str, jax.Array],
     config: ModelConfig,
-    attention: AttentionVia,
+    attention: AttentionImpl,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Runs the first half of the layer, attention or a delta rule.
 
     Args:
-      weights: of the layer.
       x: [B, T, D], the residual stream.
       totals: sums of x x^T by leaf; donated.
-      config: of the layer.
-      attention: which implementation runs.
 
     Returns:
       [B, T, D] after attention, and the sums.
@@ -106,11 +103,9 @@ def mlp_step(
     """Sums the inputs of the MLP's matrices but the experts', and counts experts' tokens.
 
     Args:
-      weights: of the layer.
       x: [B, T, D] after attention.
       totals: sums of x x^T by leaf; donated.
       counts: int32[E]; donated.
-      config: of the layer.
     """
     flat, sums = _mlp_input(weights, x, config), _Sums(totals)
     if not config.moe_layers:
@@ -136,11 +131,9 @@ def expert_step(
     Assignments are sorted by expert and processed in blocks of one expert.
 
     Args:
-      weights: of the layer.
       x: [B, T, D] after attention.
       totals: float32[e, K, K], sums of x x^T; donated.
       first: int32[].
-      config: of the layer.
       leaf: "moe.gate_up" (K = D) or "moe.down" (K = F).
     """
     flat = _mlp_input(weights, x, config)
@@ -186,25 +179,25 @@ def _mixed(
     weights: Weights,
     x: jax.Array,
     config: ModelConfig,
-    via: AttentionVia,
+    impl: AttentionImpl,
     sums: _Sums | None = None,
 ) -> jax.Array:
     """Residual addition of attention or the delta rule for [B, T, D]."""
-    (place,) = places(config)
+    (index,) = layer_indices(config)
     scales, centred = weights["attention.norm"], config.zero_centred_norm
     normed = rms_norm(x, scales, config.norm_eps, zero_centred=centred)
 
-    def attend(place: Place, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        del place
-        return causal_attention(q, k, v, config.sliding_window, via, config.score_scale)
+    def attend(index: LayerIndex, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        del index
+        return causal_attention(q, k, v, config.sliding_window, impl, config.score_scale)
 
-    if place.is_delta:
+    if index.is_delta:
         mask = jnp.ones(x.shape[:2], bool)
-        return _module(DeltaNet, "delta.", weights, config, sums)(normed, place, mask, attend)
+        return _module(DeltaNet, "delta.", weights, config, sums)(normed, index, mask, attend)
     positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
     kind = LatentAttention if config.latent else Attention
     module = _module(kind, "attention.", weights, config, sums)
-    return module(normed, place, model_angles(config, positions), attend)
+    return module(normed, index, model_angles(config, positions), attend)
 
 
 def _mlp_input(weights: Weights, x: jax.Array, config: ModelConfig) -> jax.Array:
@@ -228,7 +221,7 @@ def _module(
         stacked = weights[leaf][None]
         if sums is None or kind_of(leaf) not in _WATCHED_KINDS:
             return nnx.Param(stacked)
-        return nnx.Param(Watched(stacked, functools.partial(sums.add, leaf)))
+        return nnx.Param(RecordedInput(stacked, functools.partial(sums.add, leaf)))
 
     leaves: dict[Any, Any] = {
         (leaf.removeprefix(prefix),): param(leaf) for leaf in weights if leaf.startswith(prefix)

@@ -109,7 +109,6 @@ def write_manifest(
     """Writes quantization.json, a line for each tensor and file.
 
     Args:
-      made_of: the settings, the source and the versions.
       records: all tensors' by name.
       files: every file but this one.
     """

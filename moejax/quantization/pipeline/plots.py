@@ -26,7 +26,6 @@ def histogram(weights: np.ndarray, matrix: QTensor) -> dict[str, Any]:
 
     Args:
       weights: float32[N, K].
-      matrix: the same, quantized.
     """
     width = 4 * float(weights.std()) or 1.0
     values = np.asarray(jax.device_put(matrix).dequantize())

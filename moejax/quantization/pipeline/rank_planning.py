@@ -82,10 +82,9 @@ def plan_ranks(
     """Plans the rank of every matrix that gets a compensator.
 
     Args:
-      inventory: the model.
       schemes: by name; one with a rank of its own is left out of the policy's averages.
       factor_bits: for policies that count bytes.
-      kurtosis: of `measure_kurtosis`, if needed.
+      kurtosis: from `measure_kurtosis`, if needed.
       frequencies: of the router, if needed.
 
     Returns:

@@ -19,7 +19,7 @@ from moejax.checkpoints.formats.manifest import MANIFEST_FILE, Manifest, check_f
 from moejax.checkpoints.safetensors_reader import INDEX_FILE, read_header
 from moejax.checkpoints.safetensors_writer import write_safetensors
 from moejax.errors import MoejaxError
-from moejax.files.whole import WrittenFile, write_json
+from moejax.files.whole import WrittenFile, json_text, write_whole
 from moejax.models.hf.config import read_json
 from moejax.quantization.pipeline import manifest
 from moejax.quantization.pipeline.batches import Programs, Task
@@ -272,10 +272,11 @@ def _finish(
     histograms = {name: found for note in notes for name, found in note["histograms"].items()}
     missing = draw_report(job.output, records, histograms)
     quantization = config_of(job.recipe.format, records)
-    config = manifest.config_fields(job.source, quantization)
+    config = json_text(manifest.config_fields(job.source, quantization)).encode()
+    files[manifest.CONFIG_FILE] = WrittenFile(len(config), hashlib.sha256(config).hexdigest())
     made_of = {name: value for name, value in ledger.identity.items() if name != "versions"}
     manifest.write_manifest(job.output, made_of=made_of, records=records, files=files)
-    write_json(job.output / manifest.CONFIG_FILE, config, manifest.RESUME)
+    write_whole(job.output / manifest.CONFIG_FILE, config, manifest.RESUME)
     return [missing] if missing else []
 
 

@@ -57,7 +57,7 @@ def belady(workload: Workload, coming: NextUses, slots: jax.Array) -> Needed:
 
     Args:
       workload: of fewer than 2^31 / E steps.
-      coming: of `next_uses`.
+      coming: from `next_uses`.
       slots: int32[K].
     """
     num_layers, num_experts = workload.num_layers, workload.num_experts

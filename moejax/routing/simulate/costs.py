@@ -149,8 +149,7 @@ def calibrate(measured: Sequence[Measured], overlap: float = 0.0, fetch_ms: floa
 def measured_rows(path: Path) -> list[Measured]:
     """Reads rows of one model, device and batch size under several budgets.
 
-    They come from `moejax.benchmark` with `--config.budgets`, or from `scripts/bench_memory_gpu.py`
-    without prefetch.
+    They come from `moejax.benchmark` with `--config.budgets`, without prefetch.
 
     Raises:
       MoejaxError: the file is missing, or holds other rows, or rows of several models.

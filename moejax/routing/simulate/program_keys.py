@@ -30,7 +30,6 @@ class Formulas:
         Args:
           policy: a dataclass.
           state: of its `init`.
-          spec: of the run.
         """
         leaves = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(state))
         key = (type(policy), jax.tree.structure(state), leaves, spec.tiers)

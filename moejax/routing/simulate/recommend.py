@@ -136,9 +136,7 @@ def recommend(
     floor.
 
     Args:
-      chosen: the candidates.
       swept: the replay's result of each.
-      machine: of the times.
       floor: share of the router's gate mass served as the first tier would.
     """
     figures = [one.figures(machine) for one in swept]

@@ -28,8 +28,8 @@ class Run:
     Attributes:
       policy: with its own settings.
       tiers: their names, of falling fidelity.
-      expert_bytes: of one expert in each.
-      slots: of a layer in each tier's pool.
+      expert_bytes: bytes of one expert in each.
+      slots: slots per layer in each tier's pool.
       bulk: most experts in flight between calls, like the engine's `memory.bulk`; None: the
         engine's default.
     """
@@ -61,8 +61,6 @@ def run_policies(
     `block_bytes` holds.
 
     Args:
-      trace: checked.
-      runs: in any order.
       one_by_one: runs the layers of a step in turn too, for comparison.
       delay: calls from a request to its arrival; 0 like emulated slots.
 
@@ -150,7 +148,6 @@ def block_size(count: int, state: Any, trace: Trace, num_tiers: int) -> int:
     Args:
       count: all settings.
       state: one setting's.
-      trace: of the run.
       num_tiers: T.
     """
     own = sum(leaf.nbytes for leaf in jax.tree.leaves(state))

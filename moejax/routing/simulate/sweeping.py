@@ -38,11 +38,11 @@ class Swept:
 
     Attributes:
       setting: its entry in the grid.
-      slots: of a layer in each tier.
+      slots: slots per layer in each tier.
       traffic: bytes and experts moved.
       hit_rate: experts found in a slot.
       gate: share of gate mass by tier, "skipped" and "substituted".
-      device_bytes: of the pools.
+      device_bytes: bytes of the pools.
       best_hit_rate: of Belady's cache, if all these bytes hold experts of the cheapest tier,
         without prefetch. nan if pairs were skipped or replaced, which needs fewer experts than the
         trace.
@@ -89,7 +89,6 @@ def sweep(
       policy: `LRU`, the policy "on_demand" in one tier; a name of `policies.make`; or a callable
         that makes a policy from its settings, such as the class of a policy of your own.
       grid: settings: `slots` of a layer, a number or one of each tier, and those of the policy.
-      tiers: of the experts.
       bulk: most experts in flight between calls, like the engine's `memory.bulk`; None: the
         engine's default.
 

@@ -1,0 +1,94 @@
+"""Counts what a reader of this code has to hold in mind: lines, names, files that a token passes.
+
+    python -m scripts.house
+
+Prints a table of two columns. The files of a token are those of `moejax` and `pallas_kernels` in
+which a function runs for one answer of three tokens of the demo model (`sys.setprofile`): resident,
+with 8 slots a layer, and under DyMoE; loading is left out.
+"""
+
+import ast
+import collections
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from absl import app
+
+ROOT = Path(__file__).parents[1]
+LIBRARY = ("moejax", "pallas_kernels")
+_NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def lines(folder: str) -> int:
+    """Lines of a folder's Python files."""
+    return sum(len(path.read_text("utf-8").splitlines()) for path in _sources(folder))
+
+
+def public_names() -> collections.Counter[str]:
+    """Functions, methods and classes of the library without an underscore, and how often each."""
+    return collections.Counter(
+        node.name
+        for folder in LIBRARY for path in _sources(folder)
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, _NAMED) and not node.name.startswith("_")
+    )  # fmt: skip
+
+
+def files_of_a_token(**load: Any) -> set[str]:
+    """Files of the library in which a function runs while the demo answers with three tokens."""
+    from moejax import Engine
+
+    prefixes = tuple(str(ROOT / folder) + "/" for folder in LIBRARY)
+    found = set()
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        del argument
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(prefixes):
+            found.add(name)
+
+    with Engine.from_pretrained("demo", progress=False, **load) as engine:
+        sys.setprofile(note)
+        try:
+            engine.generate(["The history of"], max_new_tokens=3)
+        finally:
+            sys.setprofile(None)
+    return found
+
+
+def _sources(folder: str) -> Iterator[Path]:
+    return (ROOT / folder).rglob("*.py")
+
+
+def main(argv: list[str]) -> None:
+    """Prints the table."""
+    del argv
+    from moejax import Tiering
+    from moejax.experts.budget import Limits
+
+    names = public_names()
+    classes = sum(number > 1 and name[0].isupper() for name, number in names.items())
+    runs: dict[str, dict[str, Any]] = {
+        "resident": {},
+        "slots": {"limits": Limits(slots=8, prefetch=2)},
+        "a policy": {"policy": Tiering(policy="dymoe", tiers=("int4", "int2"))},
+    }
+    rows = [
+        ("lines of moejax and pallas_kernels", sum(map(lines, LIBRARY))),
+        ("lines of scripts", lines("scripts")),
+        ("lines of tests", lines("tests")),
+        ("public names of the library", sum(names.values())),
+        ("names of more than one class", classes),
+        *(
+            (f"files of a token, {name}", len(files_of_a_token(**load)))
+            for name, load in runs.items()
+        ),
+    ]
+    for name, value in rows:
+        print(f"{name:40} {value:>7,}")
+
+
+if __name__ == "__main__":
+    app.run(main)

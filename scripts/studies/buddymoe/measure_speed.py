@@ -1,0 +1,270 @@
+"""Sections `buddymoe`, `latency` and `cost`: substitution, a miss's time, a policy's time."""
+
+import dataclasses
+import functools
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from moejax.benchmarking.shape_memory import Memory, TierPlan, release, tier_name
+from moejax.benchmarking.workloads import Workload, one_miss_workload
+from moejax.inference.runner import Runner
+from moejax.policies.base import AnyPolicy
+from moejax.policies.buddymoe import BuddyMoe
+from moejax.policies.dymoe import DyMoE
+from moejax.policies.dynaexq import DynaExq
+from moejax.policies.on_demand import OnDemand
+from scripts.studies.buddymoe.controls import RandomExpert
+from scripts.studies.speed.section_run import Run
+from scripts.studies.speed.timing import Measured
+
+CACHE_RATES = (0.75, 0.5, 0.375)
+BITS = 4
+# Gains of BuddyMoE's best setting over original (Tables 2 to 4), percent; and fewer bytes.
+BARS = {0.75: 7.4, 0.5: 5.8, 0.375: 10.3}
+BYTES_BAR = 17.0
+POOL, ROUNDS = "no policy, the pool alone", 5  # cost: what others stand beside, and how often
+# From `quality.sections.BUDDIES`, and the best of the paper's tables; the first one's program
+# serves all that differ in numbers alone.
+SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+    "random": {"random": {"made_of": RandomExpert}},
+    "buddies": {
+        "co-activation": {},
+        "co-activation, 16 places, rho 3": {"depth": 16, "rho": 3},
+        "co-activation, rho 1": {"rho": 1},
+    },
+    "buddies, gains": {
+        "co-activation, gains, rho 1 on the last": {"rho": 1, "spend_on": "last", "gains": True},
+    },
+}
+
+
+def buddymoe(run: Run) -> None:
+    """Throughput, bytes and substitution at each cache rate; "original" is the pool alone.
+
+    Prompts run once a program: of the pool alone, and of the first of the settings that share one.
+
+    The gains of the quality rows are how alike outputs are, which random weights cannot say: the
+    array that stands for them here has their shape and costs what they cost.
+    """
+    for batch in run.options.batches or (1,):
+        for rate in sorted(run.options.cache_rates or CACHE_RATES):  # so peaks are those of a rate
+            _at_rate(run, batch, rate)
+
+
+def _at_rate(run: Run, batch: int, rate: float) -> None:
+    """The rows of a cache rate."""
+    lab, work, bits = run.lab, run.workload(batch), run.options.bits
+    num_experts = lab.config.num_experts
+    lists = run.buddies(work)
+    depth = lists.ids.shape[-1]
+    gains = np.full((lab.num_layers, num_experts, num_experts), 0.5)
+    slots = round(rate * num_experts)
+    plan = TierPlan(
+        bits=bits, slots=slots, first=work.hottest(slots),
+        transient=min(num_experts, batch * lab.config.experts_per_token),
+    )  # fmt: skip
+    name = f"c {rate:g}, {slots} slots of {num_experts} in {tier_name(bits)}, batch {batch}"
+    original = run.measured(
+        f"original, {name}", lambda: lab.tier_memory(plan), work, batch, ttft=run.options.ttft
+    )
+    if original is None:
+        return
+    run.tpot(f"original, {name}", original, batch, distinct_experts=work.distinct)
+    run.peak(f"original, {name}")
+    for group in SETTINGS.values():
+        policies = {}
+        for said, given in group.items():
+            how = dict(given)
+            own = gains if how.pop("gains", False) else None
+            how["depth"] = min(how.get("depth", depth), depth)
+            made_of = how.pop("made_of", BuddyMoe)
+            policies[said] = made_of(lists=lists, gains=own, **how)
+        background = dataclasses.replace(plan, bulk=run.options.bulk)
+        run.attempt(
+            f"{next(iter(group))}, {name}",
+            lambda: _substituted(run, name, background, policies, original, rate, batch),  # noqa: B023
+        )
+
+
+def _substituted(
+    run: Run, name: str, plan: TierPlan, policies: dict[str, BuddyMoe], original: Measured,
+    rate: float, batch: int,
+) -> bool:  # fmt: skip
+    """Rows of policies that one program serves."""
+    lab, work = run.lab, run.workload(batch)
+    memory = lab.tiered(next(iter(policies.values())), [plan])
+    try:
+        runner = Runner(lab.config, lab.dense, lab.device, memory=memory)
+        for said, policy in policies.items():
+            memory.settle()
+            memory.reset(policy)
+            is_first = policy is next(iter(policies.values()))
+            found = lab.remeasure(runner, work, batch, ttft=run.options.ttft and is_first)
+            what, facts = f"{said}, {name}", found.facts
+            run.tpot(what, found, batch, original_ms=1e3 * original.tpot)
+            if is_first:
+                run.peak(what)
+            bar = {"bar": BARS[rate]} if rate in BARS else {}
+            gain = 100 * (original.tpot / found.tpot - 1)
+            run.report.add(
+                f"{what}: throughput over original", gain, "%", **bar,
+                replaced_share=facts["replaced_share"], gate_substituted=facts["gate_substituted"],
+            )  # fmt: skip
+            moved, before = facts["megabytes_a_step"], original.facts["megabytes_a_step"]
+            fewer = 100 * (1 - moved / before) if before else 0.0
+            run.report.add(f"{what}: fewer bytes over the link", fewer, "%", bar=BYTES_BAR)
+    finally:
+        release(memory)
+    return True
+
+
+def latency(run: Run) -> None:
+    """BuddyMoE's Table 1: a step a layer, where nothing misses, and where one expert of each does.
+
+    A - 1 of a layer's experts are on the device in all cases; the last one is, or is fetched when
+    it is needed, or is brought ahead by the layer before, or another one is brought in its place,
+    or a buddy takes its place.
+    """
+    lab, config = run.lab, run.lab.config
+    steps = 2 * lab.sizes.num_replayed
+    # One more than a step takes: what leaves is older than what this step and the last one used.
+    slots = max(config.num_experts // 4, config.experts_per_token + 1)
+    first = np.tile(np.arange(slots, dtype=np.int32), (lab.num_layers, 1))
+    plan = TierPlan(bits=BITS, slots=slots, first=first)
+
+    def work(misses: bool, ahead: bool = True) -> Any:
+        return one_miss_workload(
+            config, num_steps=steps, slots=slots, misses=misses, hits_ahead=ahead
+        )
+
+    lists = run.buddies(run.workload(), alpha=1.0, most=31)
+    policy = BuddyMoe(lists=lists, background_bytes=0.0)
+    cases: list[tuple[Callable[[], Memory], dict[str, Any]]] = [
+        (
+            lambda: lab.tier_memory(plan),
+            {"all on the device": work(False), "on demand": work(True)},
+        ),
+        (
+            lambda: lab.tier_memory(dataclasses.replace(plan, prefetch=1)),
+            {"prefetch hit": work(True), "prefetch miss": work(True, False)},
+        ),
+        (
+            lambda: lab.tiered(policy, [plan]),
+            {"buddy hit": work(False), "buddy miss": work(True)},
+        ),
+    ]
+    hit = 0.0
+    for make, works in cases:
+        for name, found in _of_one_program(run, make, works).items():
+            a_layer = 1e6 * found.tpot / lab.num_layers
+            hit = hit or a_layer
+            facts = {n: found.facts[n] for n in ("misses_a_step", "prefetched_a_step")}
+            if "replaced_share" in found.facts:
+                facts["replaced_a_layer"] = found.facts["replaced_share"] * config.experts_per_token
+            run.report.add(f"one layer, {name}", a_layer, "us", over_a_hit=a_layer - hit, **facts)
+
+
+def _of_one_program(
+    run: Run, make: Callable[[], Memory], works: dict[str, Any]
+) -> dict[str, Measured]:
+    """Workloads on one memory, in their order."""
+
+    def part() -> dict[str, Measured]:
+        memory = make()
+        try:
+            runner = Runner(run.lab.config, run.lab.dense, run.lab.device, memory=memory)
+            return {name: run.lab.remeasure(runner, work) for name, work in works.items()}
+        finally:
+            release(memory)
+
+    return run.attempt(", ".join(works), part) or {}
+
+
+def cost(run: Run) -> None:
+    """What deciding takes: policies whose decisions lead to the transfers of the pool alone.
+
+    All run every expert in INT4 from the same LRU slots: on_demand says so, DyMoE has all experts
+    critical (of one tier, and with INT2 beside it that nobody asks for), BuddyMoE may replace
+    nothing, or searches lists whole in which nobody is there (each expert stands in for itself),
+    DynaExq ranks by hotness, but has nothing hot in the tier beside it, bf16 as in the paper or
+    INT8. All are there at once and measured in turns, as a link is not always as fast: a cost is
+    the median over the rounds of what a round's median call takes longer than the pool's alone.
+    """
+    lab, work = run.lab, run.workload()
+    num_experts, width = lab.config.num_experts, lab.config.experts_per_token
+    plan = TierPlan(bits=BITS, slots=num_experts // 2, first=work.hottest(num_experts // 2))
+
+    def other(bits: int) -> TierPlan:
+        return TierPlan(bits=bits, slots=width, few_rows=True)
+
+    lists = run.buddies(work)
+    pivots = np.arange(num_experts, dtype=lists.ids.dtype)[None, :, None]
+    nobody = lists._replace(ids=np.where(lists.ids < 0, lists.ids, pivots))
+    policies: dict[str, tuple[AnyPolicy, list[TierPlan]]] = {
+        "on_demand": (OnDemand(), [plan]),
+        "dymoe, all critical, 4/0": (DyMoE(low="skip", retention=1.0, prefetch=0), [plan]),
+        "dymoe, all critical, 4/2": (DyMoE(retention=1.0, prefetch=0), [plan, other(2)]),
+        "buddymoe, rho 0": (
+            BuddyMoe(lists=lists, rho=0, background_bytes=0.0), [plan],
+        ),
+        "buddymoe, nobody there": (BuddyMoe(lists=nobody, background_bytes=0.0), [plan]),
+        "dynaexq, nothing hot": (DynaExq(n_hot=0), [other(16), plan]),
+        "dynaexq, nothing hot, INT8 beside": (DynaExq(n_hot=0), [other(8), plan]),
+    }  # fmt: skip
+    makes: dict[str, Callable[[], Memory]] = {POOL: lambda: lab.tier_memory(plan)}
+    for name, (policy, plans) in policies.items():
+        makes[name] = functools.partial(lab.tiered, policy, plans)
+    runners: dict[str, Runner] = {}
+    try:
+        for name, make in makes.items():
+            if runner := run.attempt(name, lambda: _runner(run, make())):  # noqa: B023
+                runners[name] = runner
+        rounds = [_round(run, runners, work, i) for i in range(ROUNDS)]
+    finally:
+        for runner in runners.values():
+            release(runner.memory)
+    for name in runners:
+        pairs = [(one[name], one[POOL]) for one in rounds if name in one and POOL in one]
+        if not pairs:
+            continue
+        by_median = sorted((found for found, _ in pairs), key=lambda found: found.median)
+        run.tpot(name, by_median[len(pairs) // 2], rounds=len(pairs))
+        if name == POOL:
+            continue
+        more = [100 * (found.median / base.median - 1) for found, base in pairs]
+        run.report.add(
+            f"{name}: cost of an offloaded step", statistics.median(more), "%", bar=3.0,
+            lowest_round=min(more), highest_round=max(more), moved_over_no_policy=_ratio(*pairs[0]),
+        )  # fmt: skip
+        counts = [one.facts["launches_a_layer"] for one in pairs[0]]
+        run.report.add(
+            f"{name}: launches a layer over no policy", counts[0] - counts[1], "", bar=2.0
+        )
+
+
+def _runner(run: Run, memory: Memory) -> Runner:
+    return Runner(run.lab.config, run.lab.dense, run.lab.device, memory=memory)
+
+
+def _round(
+    run: Run, runners: dict[str, Runner], work: Workload, number: int
+) -> dict[str, Measured]:
+    """Each once; launches are counted in the first round."""
+    found = {}
+    for name, runner in runners.items():
+        one = run.attempt(
+            f"{name}, round {number}",
+            lambda: run.lab.remeasure(runner, work, profile=number == 0),  # noqa: B023
+        )
+        if one is not None:
+            found[name] = one
+    return found
+
+
+def _ratio(found: Measured, base: Measured) -> float:
+    """Of the bytes over the link, which should be 1."""
+    before = base.facts["megabytes_a_step"]
+    return found.facts["megabytes_a_step"] / before if before else 1.0

@@ -1,0 +1,289 @@
+"""Transformers with accelerate's offload to host memory under a cap: TTFT and TPOT, for one GPU.
+
+    python -m scripts.studies.dymoe.bench_accelerate --model=Mixtral-8x7B --gib=24
+    python -m scripts.studies.dymoe.bench_accelerate --model=Qwen3-30B-A3B --gib=12 --form=int4 \
+        --hosting=pinned
+
+What moejax stands beside at a budget of the same size (`moejax.benchmark --config.budgets`). Each
+form of the weights (`accelerate_models`) with each way to keep those that are offloaded:
+
+  pageable  what accelerate does: it neither pins nor prefetches, and empties torch's cache of
+            device memory after each tensor that it brings;
+  pinned    the state dict that its hooks read was pinned beforehand;
+  kept      pinned, and accelerate's call that empties the cache replaced by nothing.
+
+accelerate chooses the layers that stay on the device, given 90 % of the cap, as transformers gives
+it; torch keeps to the whole of it (`set_per_process_memory_fraction`, which leaves the context of
+CUDA out). Weights and router are random; every token takes some A experts of each layer, and
+nothing caches experts, so which ones hardly matters.
+
+With `--depth` fewer layers are measured, as large a share of them on the device, and the figure is
+that of all: the rest, and the mean resident and offloaded layer times their numbers. Without it
+bf16 has 8 layers (Mixtral's 93 GB take a host's memory and half a minute) and INT4 all.
+`--model=tiny --device=cpu` tries the script: there accelerate moves nothing that costs time.
+"""
+
+import contextlib
+import gc
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import accelerate
+import jax
+import numpy as np
+import torch
+import transformers
+from absl import app, flags
+
+from moejax.files.result_rows import describe_device
+from scripts.studies.dymoe.accelerate_models import (
+    SHAPES,
+    Form,
+    HostWeights,
+    empty_model,
+    fill,
+    int4_error,
+    offload,
+)
+from scripts.studies.dymoe.accelerate_plan import Plan, make_plan
+from scripts.studies.measuring import Report
+
+FORMS = {"fused": Form(16, fused=True), "bf16": Form(16), "int4": Form(4)}
+HOSTINGS = {"pageable": "pageable", "pinned": "pinned", "kept": "pinned, cache kept"}
+BF16_DEPTH = 8
+
+_MODEL = flags.DEFINE_enum("model", "Mixtral-8x7B", sorted(SHAPES), "which shape")
+_FORMS = flags.DEFINE_multi_enum("form", list(FORMS), list(FORMS), "of the weights")
+_HOSTING = flags.DEFINE_multi_enum("hosting", list(HOSTINGS), list(HOSTINGS), "of offloaded ones")
+_GIB = flags.DEFINE_float("gib", 24, "of device memory; tiny: half of the model")
+_SHARE = flags.DEFINE_float("share", 0.9, "of the cap that accelerate may fill with weights")
+_DEPTH = flags.DEFINE_integer("depth", 0, "layers that are measured; 0: 8 of bf16, all of INT4")
+_PROMPT = flags.DEFINE_integer("prompt", 512, "tokens of the prompt")
+_TOKENS = flags.DEFINE_integer("tokens", 8, "decode steps that are measured, after two others")
+_REPEATS = flags.DEFINE_integer("repeats", 2, "prompts that are measured, after another")
+_WHERE = flags.DEFINE_enum("device", "gpu", ["gpu", "cpu"], "cpu only tries the script")
+_FILE = flags.DEFINE_string("out", "", "JSON Lines file that rows are appended to")
+_LIMIT = flags.DEFINE_float("time_limit_s", 0, "no measurement is begun later; 0: none")
+GIB = 2**30
+STARTED = time.perf_counter()
+
+
+class Clock:
+    """Times of steps and of the layers in them."""
+
+    def __init__(self, layers: Any, device: torch.device):
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[Any] = []
+        layers[0].register_forward_pre_hook(self._mark)
+        for layer in layers:
+            layer.register_forward_hook(self._mark)
+
+    def _mark(self, *_: Any) -> None:
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def time(self, step: Callable[[], Any]) -> tuple[float, list[float]]:
+        """Seconds of a step that waits for its result, and of each of its layers."""
+        self._marks.clear()
+        self._wait()
+        start = time.perf_counter()
+        step()
+        self._wait()
+        total = time.perf_counter() - start
+        pairs = zip(self._marks[:-1], self._marks[1:], strict=True)
+        if self._on_gpu:
+            return total, [1e-3 * before.elapsed_time(after) for before, after in pairs]
+        return total, [after - before for before, after in pairs]
+
+    def _wait(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+
+
+class Greedy:
+    """Greedy decoding with a cache that grows, as `generate` does it."""
+
+    def __init__(self, model: Any, device: torch.device):
+        self._model, self._device = model, device
+        tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, _PROMPT.value)
+        self._prompt = torch.tensor(tokens, device=device)[None]
+        self._cache: Any = None
+        self._last = self._prompt
+
+    def prefill(self) -> None:
+        """A new cache, the prompt, and the first token."""
+        self._cache = transformers.DynamicCache(config=self._model.config)
+        self._last = self._prompt
+        self.decode()
+
+    def decode(self) -> None:
+        """One token, read by the host as `generate` reads it to see whether to stop."""
+        out = self._model(
+            input_ids=self._last, past_key_values=self._cache, use_cache=True, logits_to_keep=1
+        )
+        token = int(out.logits[0, -1].argmax())
+        self._last = torch.tensor([[token]], device=self._device)
+
+
+@contextlib.contextmanager
+def cache_kept() -> Iterator[None]:
+    """torch keeps freed device memory: accelerate's call that empties its cache does nothing."""
+    module = accelerate.utils.modeling
+    plain = module.clear_device_cache
+    module.clear_device_cache = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        module.clear_device_cache = plain
+
+
+def measure(
+    report: Report, label: str, plan: Plan, model: Any, clock: Clock, host: HostWeights,
+    device: torch.device,
+) -> None:  # fmt: skip
+    """TTFT, TPOT and the peak of the device, as rows."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    greedy = Greedy(model, device)
+    with torch.no_grad():
+        greedy.prefill()
+        host.layer_bytes = host.other_bytes = 0
+        firsts = [clock.time(greedy.prefill) for _ in range(_REPEATS.value)]
+        add_times(report, f"{label}, prompt of {_PROMPT.value}, TTFT", plan, firsts, host)
+        greedy.decode()
+        greedy.decode()
+        host.layer_bytes = host.other_bytes = 0
+        steps = [clock.time(greedy.decode) for _ in range(_TOKENS.value)]
+        add_times(report, f"{label}, TPOT", plan, steps, host)
+    if device.type == "cuda":
+        report.add(
+            f"{label}, peak of the device", torch.cuda.max_memory_allocated() / GIB, "GiB",
+            reserved_gib=torch.cuda.max_memory_reserved() / GIB, cap_gib=plan.cap_bytes / GIB,
+        )  # fmt: skip
+
+
+def add_times(
+    report: Report, what: str, plan: Plan, runs: list[tuple[float, list[float]]], host: HostWeights
+) -> None:
+    """A row of a median, scaled to all layers, with what it is made of."""
+    median = statistics.median
+    total = median(total for total, _ in runs)
+    resident = median(sum(layers[: plan.resident]) for _, layers in runs)
+    moved = median(sum(layers[plan.resident :]) for _, layers in runs)
+    rest = total - resident - moved
+    layer_bytes, other_bytes = host.layer_bytes / len(runs), host.other_bytes / len(runs)
+    bytes_of_all = plan.of_all(other_bytes, 0, layer_bytes)
+    figure = plan.of_all(rest, resident, moved)
+    parts = {"layers_on_device": plan.all_resident, "layers": plan.num_layers}
+    if plan.scaled:
+        parts |= {"measured_layers_on_device": plan.resident, "measured_layers": plan.depth}
+    num_moved = plan.depth - plan.resident
+    report.add(
+        what, 1e3 * figure, "ms", **parts, measured_ms=1e3 * total, rest_ms=1e3 * rest,
+        resident_layer_ms=1e3 * resident / max(plan.resident, 1),
+        offloaded_layer_ms=1e3 * moved / max(num_moved, 1),
+        slowest_ms=1e3 * max(total for total, _ in runs), megabytes=bytes_of_all / 1e6,
+        link_gib_per_s=layer_bytes / moved / GIB if num_moved else 0.0,
+    )  # fmt: skip
+
+
+def measure_form(report: Report, form: Form, plan: Plan, device: torch.device) -> None:
+    """One form of the weights with each way to keep those of the host."""
+    start = time.perf_counter()
+    model = empty_model(plan.config, form, torch.bfloat16, device.type)
+    host = fill(model, plan.places, device)
+    model = offload(model, plan.places, host, device)
+    clock = Clock(model.model.layers, device)
+    gib = sum(value.nbytes for value in host.values()) / GIB
+    print(f"{gib:.1f} GiB on the host after {time.perf_counter() - start:.1f} s", flush=True)
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(min(1.0, plan.cap_bytes / total), device)
+    pinned = False
+    for hosting in (name for name in HOSTINGS if name in _HOSTING.value):
+        if out_of_time() or (hosting != "pageable" and device.type == "cpu"):
+            print(f"left out: {form.describe()}, {hosting}")
+            continue
+        if hosting != "pageable" and not pinned:
+            host.pin()
+            pinned = True
+        label = f"transformers and accelerate, {HOSTINGS[hosting]}"
+        with cache_kept() if hosting == "kept" else contextlib.nullcontext():
+            report.attempt(measure, label, plan, model, clock, host, device)
+
+
+def give_back(device: torch.device) -> None:
+    """Frees what torch keeps of both memories, and lifts the cap."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        # The public name is newer than torch 2.11 may be.
+        public = getattr(torch.accelerator, "empty_host_cache", None)
+        (public or torch._C._host_emptyCache)()
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def out_of_time() -> bool:
+    """Whether no measurement may begin."""
+    return bool(_LIMIT.value) and time.perf_counter() - STARTED > _LIMIT.value
+
+
+def check_int4(device: torch.device) -> None:
+    """Ends the script where torch's kernels do not compute what `Int4Linear` says.
+
+    bfloat16 weights and products are each rounded by 2^-9 of themselves at most, 2^-8 together.
+    """
+    for num_rows in (1, 128):
+        error = int4_error(device, torch.bfloat16, num_rows)
+        print(f"INT4 product of {num_rows} rows: error {error:.2g} of it", flush=True)
+        if not error < 2**-8:
+            raise SystemExit("the INT4 kernel's layout is not the expected one")
+
+
+def main(argv: list[str]) -> None:
+    """Measures, prints, and writes the rows."""
+    del argv
+    transformers.utils.logging.set_verbosity_error()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)  # it warns of what is meant
+    on_gpu = _WHERE.value == "gpu"
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    name = torch.cuda.get_device_name(0) if on_gpu else describe_device(jax.devices("cpu")[0])
+    forms = [FORMS[name] for name in dict.fromkeys(_FORMS.value)]
+    if any(form.bits == 4 for form in forms):
+        check_int4(device)
+    reports = []
+    for form in forms:
+        if out_of_time():
+            print(f"left out: {form.describe()}")
+            continue
+        config = SHAPES[_MODEL.value]
+        cap_bytes = 0 if _MODEL.value == "tiny" else int(_GIB.value * GIB)
+        depth = _DEPTH.value or (BF16_DEPTH if form.bits == 16 else config.num_layers)
+        depth = min(depth, config.num_layers)
+        plan = make_plan(config, form, device.type, cap_bytes, _SHARE.value, depth)
+        scaled = f"scaled from {plan.depth} of " if plan.scaled else ""
+        cap = "half of it" if _MODEL.value == "tiny" else f"{_GIB.value:g} GiB"
+        about = (
+            f"{_MODEL.value}, {scaled}{plan.num_layers} layers, {form.describe()}, batch 1, "
+            f"{cap}, {_SHARE.value:.0%} for weights, random router"
+        )
+        print(about, flush=True)
+        report = Report(name, about, _FILE.value, ("torch", "transformers", "accelerate"))
+        report.attempt(measure_form, form, plan, device)
+        reports.append(report)
+        give_back(device)
+    for report in reports:
+        print(f"{report.about}\n{report.table()}")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,133 @@
+"""Packed products against cuBLAS, unpack-then-cuBLAS and other libraries, in one run.
+
+    python -m scripts.studies.kernels.bench_kernels --shapes=4096x14336,14336x4096 --bits=16,3,4,2 \
+        --out=scripts/studies/kernels/kernels_h200.jsonl
+    python -m scripts.studies.kernels.bench_kernels --only=grouped --shapes=qwen3-30b --m=1,16,64
+    python -m scripts.studies.kernels.bench_kernels \
+        --smoke      # tries the script on a CPU, in seconds
+
+Each figure is the median of microseconds a call, in chains that XLA captures in CUDA graphs, with
+weights rotated past the L2; torch's by CUDA graph replays of the same length. A row says bytes and
+operations, the bounds that follow from the plain sum and the large cuBLAS product of this run, the
+relative error against float64, and the bar and moonshot. What is wrong gets no figure.
+
+The run fails (exit code 1, the reasons printed last) when a kernel of ours fails, is wrong, or when
+`choose` gives another implementation than the device should have. It stops before --time_limit_s;
+rows are written as they come.
+"""
+
+import sys
+import time
+
+import jax
+from absl import app, flags
+
+from moejax.devices import choose_device, enable_compilation_cache
+from pallas_kernels.target import current_target
+from scripts.studies.kernels.data import DENSE, MOE, SMOKE_DENSE, SMOKE_MOE
+from scripts.studies.kernels.dense import bench_compensator, bench_dense
+from scripts.studies.kernels.grouped import bench_grouped
+from scripts.studies.kernels.peers import versions
+from scripts.studies.kernels.running import IMPLEMENTATIONS, Bench, OutOfTime
+from scripts.studies.kernels.timing import compute_rate, empty_call, read_bandwidth
+
+SECTIONS = ("dense", "grouped", "compensator")
+_SHAPE_NAMES = (*(shape.name for shape in DENSE), *(moe.name for moe in MOE))
+
+_ONLY = flags.DEFINE_list("only", list(SECTIONS), f"of {', '.join(SECTIONS)}")
+_SHAPES = flags.DEFINE_list("shapes", [], f"of {', '.join(_SHAPE_NAMES)}; none: all")
+_BITS = flags.DEFINE_list("bits", ["16", "3", "4", "2"], "of dense weights: 2, 3, 4, 8, 16 (bf16)")
+_M = flags.DEFINE_list("m", [], "rows of x, or tokens of a layer; none: those of the table")
+_IMPLEMENTATIONS = flags.DEFINE_list(
+    "implementations", [], f"of {', '.join(IMPLEMENTATIONS)}; none: all but the reference"
+)
+_EXPECT = flags.DEFINE_string(
+    "expect", "auto", "what choose() should give; auto: mosaic on sm_90, triton on other GPUs"
+)
+_OUT = flags.DEFINE_string("out", "", "JSON Lines file that rows are appended to")
+_LIMIT = flags.DEFINE_float("time_limit_s", 540, "stops cleanly before it")
+_REPETITIONS = flags.DEFINE_integer("repetitions", 11, "pairs of queues; at least 10 for a record")
+_CACHE = flags.DEFINE_string("cache", "", "persistent compilation cache")
+_SMOKE = flags.DEFINE_bool("smoke", False, "tiny shapes and the reference, on a CPU")
+
+DENSE_ROWS = (1, 4, 16, 64, 1024, 4096, 32, 256)  # those with a bar first
+COMPENSATOR_ROWS = (1, 16)
+SMOKE_IMPLEMENTATIONS = ("reference", "cublas", "unpack", "torch")
+
+
+def make_bench(start: float) -> Bench:
+    """Measures the ceilings.
+
+    Args:
+      start: `time.monotonic` when the process began.
+    """
+    smoke = _SMOKE.value
+    device = choose_device("cpu" if smoke else "gpu")
+    names = _IMPLEMENTATIONS.value or [n for n in IMPLEMENTATIONS if n != "reference"]
+    if unknown := set(names) - set(IMPLEMENTATIONS):
+        raise app.UsageError(f"unknown implementations: {', '.join(sorted(unknown))}")
+    bench = Bench(
+        device=device,
+        target=current_target(),
+        implementations=SMOKE_IMPLEMENTATIONS if smoke else names,
+        expect=_EXPECT.value,
+        repetitions=2 if smoke else _REPETITIONS.value,
+        deadline=start + _LIMIT.value,
+        longest=0.0 if smoke else 15.0,
+        out=_OUT.value,
+        smoke=smoke,
+        bandwidth=read_bandwidth(2**22 if smoke else 2**32),
+        rate=compute_rate(128 if smoke else 8192),
+    )
+    bench.add("ceiling | read bandwidth of a plain sum", bench.bandwidth / 1e12, "TB/s")
+    bench.add("ceiling | large bf16 product", bench.rate / 1e12, "TFLOP/s")
+    bench.add("ceiling | a call that does nothing", empty_call(bench.repetitions), "us")
+    return bench
+
+
+def run_sections(bench: Bench) -> None:
+    """What the flags ask for.
+
+    Raises:
+      OutOfTime: before the time limit.
+    """
+    dense, models = (SMOKE_DENSE, SMOKE_MOE) if bench.smoke else (DENSE, MOE)
+    asked, rows = _SHAPES.value, [int(m) for m in _M.value]
+    if unknown := set(asked) - {shape.name for shape in dense} - {moe.name for moe in models}:
+        raise app.UsageError(f"unknown shapes: {', '.join(sorted(unknown))}")
+    dense_rows = (1, 4) if bench.smoke else DENSE_ROWS
+    products = [shape for shape in dense if not asked or shape.name in asked]
+    if "dense" in _ONLY.value:
+        bench_dense(bench, products, [int(bits) for bits in _BITS.value], rows or dense_rows)
+    if "grouped" in _ONLY.value:
+        bench_grouped(bench, [moe for moe in models if not asked or moe.name in asked], rows)
+    if "compensator" in _ONLY.value:
+        bench_compensator(bench, dense[0], rows or COMPENSATOR_ROWS)
+
+
+def main(argv: list[str]) -> None:
+    """Measures, prints, writes, and says what went wrong."""
+    del argv
+    start = time.monotonic()
+    if unknown := set(_ONLY.value) - set(SECTIONS):
+        raise app.UsageError(f"unknown sections: {', '.join(sorted(unknown))}")
+    if _SMOKE.value:
+        jax.config.update("jax_platforms", "cpu")
+    enable_compilation_cache(_CACHE.value)
+    bench = make_bench(start)
+    print(f"{bench.device.device_kind}, {bench.target.describe()}, jax {jax.__version__}")
+    print(f"installed: {versions() or 'no other library'}", flush=True)
+    try:
+        run_sections(bench)
+    except OutOfTime as reason:
+        print(f"stopped: {reason}")
+    print(f"{len(bench.figures)} rows in {time.monotonic() - start:.0f} s")
+    if bench.problems:
+        print(f"{len(bench.problems)} problems:")
+        for problem in bench.problems:
+            print(f"  {problem}")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,236 @@
+"""Single products: ours, cuBLAS, unpack-then-cuBLAS, other libraries; compensators on and off."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.dequant_matmul import OPERATION, dequant_matmul
+from pallas_kernels.packed import PLAIN_BITS, LowRank, PackedMatrices, dequantize
+from scripts.studies.kernels.data import (
+    COMPENSATOR_BAR,
+    DENSE_BARS,
+    ERROR_LIMIT,
+    PEER_ERROR_LIMIT,
+    WITHIN_CUBLAS,
+    Bar,
+    Dense,
+    Sample,
+    as_bf16,
+    dense_sample,
+    random_rows,
+    random_stack,
+    random_terms,
+)
+from scripts.studies.kernels.peers import PEERS, SYMMETRIC, Calls, peer_calls, to_numpy, to_torch
+from scripts.studies.kernels.running import OWN, Bench, percent_more
+from scripts.studies.kernels.timing import CUBLAS, Chain, Options, time_jax, time_torch
+
+KERNELS = (*OWN, "reference")
+INT8_ROWS = (1, 16)
+
+
+class Product:
+    """One shape and one form of weights, with what the calls take."""
+
+    def __init__(self, bench: Bench, shape: Dense, bits: int) -> None:
+        self.bench, self.shape, self.bits = bench, shape, bits
+        elements = shape.num_inputs * shape.num_outputs
+        slots = bench.chain(elements * bits // 8, elements * bits / 8, 0).num_slots
+        self.weights = random_stack(
+            jnp.uint32(bits), slots=slots, rows=shape.num_outputs, inputs=shape.num_inputs,
+            bits=bits,
+        )  # fmt: skip
+        self.peers: dict[str, Calls] = {}
+
+    def label(self, rows: int) -> str:
+        """The row's name, without the implementation."""
+        return f"dense | {self.shape.name} {self.weights.describe()} | M {rows}"
+
+    def bytes_and_operations(self, rows: int, weights: PackedMatrices) -> tuple[float, float]:
+        """That one call cannot do without: its matrix, x and y."""
+        activations = 2 * rows * (self.shape.num_inputs + self.shape.num_outputs)
+        operations = 2.0 * rows * self.shape.num_inputs * self.shape.num_outputs
+        return weights.slot_nbytes + activations, operations
+
+    def chain(self, rows: int) -> Chain:
+        """Of any implementation; its slots are at most those of the stack."""
+        num_bytes, operations = self.bytes_and_operations(rows, self.weights)
+        chain = self.bench.chain(self.weights.slot_nbytes, num_bytes, operations)
+        if chain.num_slots <= self.weights.num_slots:
+            return chain
+        return chain._replace(num_slots=self.weights.num_slots)
+
+    @functools.cached_property
+    def matrices(self) -> tuple[jax.Array, ...]:
+        """In bf16, an array a slot."""
+        return as_bf16(self.weights)
+
+
+def bench_dense(
+    bench: Bench, shapes: Sequence[Dense], widths: Sequence[int], rows: Sequence[int]
+) -> None:
+    """All implementations at all shapes; bf16 first, which others stand beside."""
+    for shape in shapes:
+        for bits in sorted(widths, key=lambda bits: (bits != PLAIN_BITS, widths.index(bits))):
+            product = Product(bench, shape, bits)
+            for m in rows:
+                if bits != 8 or m in INT8_ROWS or bench.smoke:
+                    _one_case(product, m)
+
+
+def _one_case(product: Product, m: int) -> None:
+    bench, weights = product.bench, product.weights
+    x = random_rows(m, (m, product.shape.num_inputs))
+    choice = OPERATION.choose(x, weights, ())
+    print(f"{product.label(m)}: {choice.describe()}", flush=True)
+    bench.check_choice(product.label(m), choice, product.bits)
+    chain = product.chain(m)
+    samples = [dense_sample(x, weights, slot) for slot in _checked(chain)]
+    for name in bench.implementations:
+        what = f"{product.label(m)} | {name}"
+        if name in KERNELS:
+            part = functools.partial(_kernel, product, name, x, chain, samples)
+        elif name in ("cublas", "unpack"):
+            if (name == "cublas") != (product.bits == PLAIN_BITS):
+                continue  # cuBLAS reads bf16, and is measured once a shape
+            part = functools.partial(_through_xla, product, name, x, chain, samples)
+        elif name in PEERS:
+            part = functools.partial(_peer, product, name, x, chain, samples)
+        else:
+            continue
+        bench.attempt(what, part, ours=name in KERNELS)
+
+
+def _checked(chain: Chain) -> tuple[int, int]:
+    """Slots of the first and of the last call."""
+    return 0, (chain.num_calls - 1) % chain.num_slots
+
+
+def _bar(product: Product, m: int) -> Bar | None:
+    bar = DENSE_BARS.get((product.shape.name, product.bits, m))
+    if bar is None or bar.moonshot == bar.moonshot:
+        return bar
+    cublas = product.bench.figures.get(f"dense | {product.shape.name} bfloat16 | M {m} | cublas")
+    return Bar(bar.bar, WITHIN_CUBLAS if cublas is None else 1.05 * cublas)
+
+
+def _kernel(
+    product: Product, name: str, x: jax.Array, chain: Chain, samples: Sequence[Sample]
+) -> None:
+    reason = OPERATION.refusal(name, x, product.weights, ())
+    if reason:
+        print(f"  {product.label(x.shape[0])} | {name}: refuses: {reason}", flush=True)
+        return
+
+    def call(x: jax.Array, weights: Any, i: int) -> jax.Array:
+        slot = jnp.int32(i % chain.num_slots)
+        return dequant_matmul(x, weights, slot=slot, implementation=name)
+
+    _record(product, name, x, chain, samples, call, product.weights, ERROR_LIMIT)
+
+
+def _through_xla(
+    product: Product, name: str, x: jax.Array, chain: Chain, samples: Sequence[Sample]
+) -> None:
+    """cuBLAS on bf16 weights; or weights unpacked to bf16 by XLA's own kernels, then cuBLAS."""
+
+    def dot(x: jax.Array, matrices: Any, i: int) -> jax.Array:
+        return jnp.dot(x, matrices[i % chain.num_slots].T)
+
+    def unpack(x: jax.Array, weights: Any, i: int) -> jax.Array:
+        matrix = dequantize(weights, jnp.int32(i % chain.num_slots))
+        return jnp.dot(x, matrix.astype(jnp.bfloat16).T)
+
+    if name == "cublas":
+        _record(product, name, x, chain, samples, dot, product.matrices, PEER_ERROR_LIMIT, CUBLAS)
+    else:
+        _record(product, name, x, chain, samples, unpack, product.weights, PEER_ERROR_LIMIT, CUBLAS)
+
+
+def _record(
+    product: Product,
+    name: str,
+    x: jax.Array,
+    chain: Chain,
+    samples: Sequence[Sample],
+    call: Any,
+    operands: Any,
+    limit: float,
+    options: Options | None = None,
+) -> None:
+    m, bench = x.shape[0], product.bench
+    timing = time_jax(call, x, operands, chain, bench.repetitions, options)
+    found = (np.asarray(timing.first), np.asarray(timing.last))
+    errors = [sample.error(y) for sample, y in zip(samples, found, strict=True)]
+    need = product.bytes_and_operations(m, product.weights)
+    bench.record(f"{product.label(m)} | {name}", timing, errors, limit, *need, _bar(product, m))
+
+
+def _peer(
+    product: Product, name: str, x: jax.Array, chain: Chain, samples: Sequence[Sample]
+) -> None:
+    if name not in product.peers:
+        product.peers[name] = peer_calls(name, product.weights)
+    if name in SYMMETRIC:
+        symmetric = dataclasses.replace(product.weights, zeros=None)
+        samples = [dense_sample(x, symmetric, slot) for slot in _checked(chain)]
+    m, bench = x.shape[0], product.bench
+    calls = product.peers[name][: chain.num_slots]
+    timing = time_torch(calls, to_torch(x), chain, bench.repetitions)
+    found = (to_numpy(timing.first), to_numpy(timing.last))
+    errors = [sample.error(y) for sample, y in zip(samples, found, strict=True)]
+    need = product.bytes_and_operations(m, product.weights)
+    what = f"{product.label(m)} | {name}"
+    if max(errors) > PEER_ERROR_LIMIT:
+        print(f"  {what}: wrong values, relative error {max(errors):.3g}; no figure", flush=True)
+        return
+    bench.record(what, timing, errors, PEER_ERROR_LIMIT, *need)
+
+
+def bench_compensator(bench: Bench, shape: Dense, rows: Sequence[int]) -> None:
+    """INT3 with and without rank-32 INT3 compensators, and the percentage between them."""
+    product = Product(bench, shape, 3)
+    terms = random_terms(product.weights)
+    for m in rows:
+        x = random_rows(m, (m, shape.num_inputs))
+        chain = product.chain(m)
+        for name in bench.implementations:
+            if name in KERNELS:
+                what = f"compensator | {shape.name} | M {m} | {name}"
+                part = functools.partial(_with_and_without, product, name, x, chain, terms)
+                bench.attempt(what, part, ours=True)
+
+
+def _with_and_without(
+    product: Product, name: str, x: jax.Array, chain: Chain, terms: LowRank
+) -> None:
+    bench, m, weights = product.bench, x.shape[0], product.weights
+    what = f"compensator | {product.shape.name} {weights.describe()} | M {m}"
+    if reason := OPERATION.refusal(name, x, weights, (terms,)):
+        print(f"  {what} | {name}: refuses: {reason}", flush=True)
+        return
+    num_bytes, operations = product.bytes_and_operations(m, weights)
+    for label, low_rank in (("without", None), ("rank 32", terms)):
+
+        def call(x: jax.Array, held: Any, i: int) -> jax.Array:
+            weights, low_rank = held
+            slot, own = jnp.int32(i % chain.num_slots), () if low_rank is None else (low_rank,)
+            return dequant_matmul(x, weights, slot=slot, low_rank=own, implementation=name)
+
+        timing = time_jax(call, x, (weights, low_rank), chain, bench.repetitions)
+        found = (np.asarray(timing.first), np.asarray(timing.last))
+        samples = [dense_sample(x, weights, slot, low_rank) for slot in _checked(chain)]
+        errors = [sample.error(y) for sample, y in zip(samples, found, strict=True)]
+        if low_rank is not None:
+            num_bytes += (low_rank.u.slot_nbytes + low_rank.v.slot_nbytes) / weights.num_slots
+        row = f"{what}, {label} | {name}"
+        bench.record(row, timing, errors, ERROR_LIMIT, num_bytes, operations)
+    pair = [bench.figures.get(f"{what}, {label} | {name}") for label in ("rank 32", "without")]
+    if pair[0] is not None and pair[1] is not None:
+        more = percent_more(pair[0], pair[1])
+        bench.add(f"{what}, more | {name}", more, "%", **COMPENSATOR_BAR._asdict())

@@ -1,0 +1,284 @@
+"""MoE layers: ours on packed and on bf16 weights, torch's grouped product, the same routing."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.expert_mlp import expert_mlp
+from pallas_kernels.grouped_dequant_matmul import OPERATION, Assignments, moe_layer
+from pallas_kernels.packed import PackedMatrices, dequantize, plain
+from scripts.studies.kernels.data import (
+    LAYER_ERROR_LIMIT,
+    MOE_BARS,
+    MOE_SPEEDUPS,
+    PEER_ERROR_LIMIT,
+    Moe,
+    Sample,
+    moe_sample,
+    random_rows,
+    random_stack,
+    routing,
+)
+from scripts.studies.kernels.peers import grouped_torch, peer_torch, to_numpy, to_torch
+from scripts.studies.kernels.running import OWN, Bench, mean_distinct
+from scripts.studies.kernels.timing import (
+    SERIAL,
+    Chain,
+    Launches,
+    compiled_launches,
+    profiled_kernels,
+    time_jax,
+    time_torch,
+)
+
+KERNELS = (*OWN, "reference")
+BF16 = ("expert_mlp", "torch_grouped", *(f"{name}_bf16" for name in OWN))
+CHECKED_TOKENS = 2
+CALLS = 8  # of a chain with more than one token: each reads most of a layer
+
+
+class Layer:
+    """One model's layers, packed, and in bf16 once a baseline asks."""
+
+    def __init__(self, bench: Bench, moe: Moe) -> None:
+        self.bench, self.moe = bench, moe
+        stack = functools.partial(
+            random_stack, slots=moe.num_layers * moe.num_experts, bits=moe.bits
+        )
+        self.gate_up = stack(jnp.uint32(1), rows=2 * moe.expert_dim, inputs=moe.model_dim)
+        self.down = stack(jnp.uint32(2), rows=moe.model_dim, inputs=moe.expert_dim)
+
+    @property
+    def operands(self) -> tuple[PackedMatrices, PackedMatrices]:
+        """Gate and up, then down."""
+        return self.gate_up, self.down
+
+    @functools.cached_property
+    def in_bf16(self) -> tuple[jax.Array, jax.Array]:
+        """[slots, 2F, D] and [slots, D, F]."""
+        return _bf16_stack(self.gate_up), _bf16_stack(self.down)
+
+    def label(self, num_tokens: int) -> str:
+        """The row's name, without the implementation."""
+        return f"grouped | {self.moe.name} {self.gate_up.describe()} | T {num_tokens}"
+
+
+class Case(NamedTuple):
+    """A layer at a number of tokens, with the routing of each call."""
+
+    layer: Layer
+    x: jax.Array
+    slots: np.ndarray  # int32[calls, T, A]
+    weights: np.ndarray  # float32[calls, T, A]
+    assignments: tuple[Assignments, ...]  # of each call
+    chain: Chain
+    samples: tuple[Sample, Sample]  # of the first and of the last call
+    num_pairs: int
+    distinct: float  # matrices that a call reads, in the mean
+
+    @property
+    def operations(self) -> float:
+        """Of one call."""
+        return 6.0 * self.num_pairs * self.layer.moe.model_dim * self.layer.moe.expert_dim
+
+    def num_bytes(self, slot_bytes: float) -> float:
+        """That one call cannot do without, from the bytes of an expert."""
+        return self.distinct * slot_bytes + 4 * self.x.size
+
+
+@jax.jit
+def _bf16_stack(weights: PackedMatrices) -> jax.Array:
+    def one(slot: jax.Array) -> jax.Array:
+        return dequantize(weights, slot).astype(jnp.bfloat16)
+
+    return lax.map(one, jnp.arange(weights.num_slots, dtype=jnp.int32))
+
+
+def deal(bench: Bench, moe: Moe, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """The routing of each call of a chain."""
+    once = moe.num_layers * (moe.num_experts // moe.width)  # calls that deal all experts once
+    num_calls = 4 if bench.smoke else min(once, 32) if num_tokens == 1 else CALLS
+    return routing(moe, num_tokens, num_calls)
+
+
+def as_assignments(slots: np.ndarray, weights: np.ndarray) -> tuple[Assignments, ...]:
+    """Of each call; one tier."""
+    pairs = zip(map(jnp.asarray, slots), map(jnp.asarray, weights), strict=True)
+    return tuple(Assignments(jnp.zeros_like(slot), slot, weight) for slot, weight in pairs)
+
+
+def make_assignments(
+    bench: Bench, moe: Moe, num_tokens: int
+) -> tuple[tuple[Assignments, ...], float]:
+    """Of each call of a chain, and how many matrices a call reads in the mean."""
+    slots, weights = deal(bench, moe, num_tokens)
+    return as_assignments(slots, weights), mean_distinct([set(call.flat) for call in slots])
+
+
+def make_case(layer: Layer, num_tokens: int) -> Case:
+    """Routing, inputs, and the float64 values of the first and the last call."""
+    bench, moe = layer.bench, layer.moe
+    slots, weights = deal(bench, moe, num_tokens)
+    num_calls = len(slots)
+    distinct = mean_distinct([set(call.flat) for call in slots])
+    x = random_rows(num_tokens, (num_tokens, moe.model_dim))
+    case = Case(
+        layer=layer,
+        x=x,
+        slots=slots,
+        weights=weights,
+        assignments=as_assignments(slots, weights),
+        chain=Chain(num_calls, num_calls, 2),
+        samples=(
+            moe_sample(x, slots[0], weights[0], layer.gate_up, layer.down, CHECKED_TOKENS),
+            moe_sample(x, slots[-1], weights[-1], layer.gate_up, layer.down, CHECKED_TOKENS),
+        ),
+        num_pairs=num_tokens * moe.width,
+        distinct=distinct,
+    )
+    if bench.smoke:
+        return case
+    guess = bench.chain(1, case.num_bytes(_packed_bytes(layer)), case.operations)
+    rounds = max(1, round(guess.num_rounds * guess.num_calls / num_calls))
+    return case._replace(chain=case.chain._replace(num_rounds=rounds))
+
+
+def _packed_bytes(layer: Layer) -> int:
+    return layer.gate_up.slot_nbytes + layer.down.slot_nbytes
+
+
+def bench_grouped(bench: Bench, models: Sequence[Moe], tokens: Sequence[int]) -> None:
+    """All implementations at all numbers of tokens; then what a layer launches."""
+    for moe in models:
+        layer = Layer(bench, moe)
+        for num_tokens in (t for t in moe.tokens if not tokens or t in tokens):
+            label = layer.label(num_tokens)
+            x = jax.ShapeDtypeStruct((num_tokens, moe.model_dim), jnp.bfloat16)
+            choice = OPERATION.choose(x, moe.width, [layer.gate_up], [layer.down], ())
+            print(f"{label}: {choice.describe()}", flush=True)
+            bench.check_choice(label, choice, moe.bits)
+            case = make_case(layer, num_tokens)
+            for name in (*bench.implementations, *_bf16_kernels(bench)):
+                if name in (*KERNELS, *BF16):
+                    part = functools.partial(_one, case, name)
+                    bench.attempt(f"{label} | {name}", part, ours=name not in BF16)
+            _speedup(case)
+            if choice.implementation in bench.implementations:
+                part = functools.partial(_launches, case, choice.implementation)
+                bench.attempt(f"{label} | launches", part, ours=True)
+
+
+def _bf16_kernels(bench: Bench) -> tuple[str, ...]:
+    """Our kernels on bf16 weights, where bf16 baselines were asked for."""
+    return tuple(f"{name}_bf16" for name in OWN if bench.wants(name) and bench.wants("expert_mlp"))
+
+
+def _one(case: Case, name: str) -> None:
+    bench, x, what = case.layer.bench, case.x, f"{case.layer.label(case.x.shape[0])} | {name}"
+    limit = PEER_ERROR_LIMIT if name in BF16 else LAYER_ERROR_LIMIT
+    num_bytes = case.num_bytes(_packed_bytes(case.layer))
+    bar = MOE_BARS.get((case.layer.moe.name, x.shape[0])) if name in OWN else None
+    if name == "torch_grouped":
+        timing = _torch_timing(case)
+        found = [to_numpy(y) for y in (timing.first, timing.last)]
+    else:
+        run = _layer_call(case, name)
+        if isinstance(run, str):
+            print(f"  {what}: refuses: {run}", flush=True)
+            return
+        timing = time_jax(*run, case.chain, bench.repetitions, SERIAL)
+        found = [np.asarray(y) for y in (timing.first, timing.last)]
+    if name in BF16:
+        num_bytes = case.num_bytes(6.0 * case.layer.moe.model_dim * case.layer.moe.expert_dim)
+    errors = [sample.error(y) for sample, y in zip(case.samples, found, strict=True)]
+    bench.record(what, timing, errors, limit, num_bytes, case.operations, bar)
+
+
+def _layer_call(case: Case, name: str) -> str | tuple[Callable[..., jax.Array], jax.Array, Any]:
+    """(call, x, operands) for `time_jax`, or why the implementation refuses."""
+    layer, x = case.layer, case.x
+    if name == "expert_mlp":
+        return _expert_mlp_call(case)
+    gate_up, down = layer.operands
+    implementation = name.removesuffix("_bf16")
+    if name in BF16:
+        gate_up, down = (plain(stack) for stack in layer.in_bf16)
+    if reason := OPERATION.refusal(implementation, x, layer.moe.width, [gate_up], [down], ()):
+        return reason
+
+    def call(x: jax.Array, held: Any, i: int) -> jax.Array:
+        gate_up, down, assignments = held
+        return moe_layer(x, assignments[i], [gate_up], [down], implementation=implementation)
+
+    return call, x, (gate_up, down, case.assignments)
+
+
+def _expert_mlp_call(case: Case) -> tuple[Callable[..., jax.Array], jax.Array, Any]:
+    """The bf16 kernels that decode ran on before: a read for every pair."""
+    moe = case.layer.moe
+    layers = [int(slot.flat[0]) // moe.num_experts for slot in case.slots]
+    ids = tuple(jnp.asarray(slot % moe.num_experts) for slot in case.slots)
+    weights = tuple(map(jnp.asarray, case.weights))
+    stacks = tuple(
+        stack.reshape(moe.num_layers, moe.num_experts, *stack.shape[1:])
+        for stack in case.layer.in_bf16
+    )
+
+    def call(x: jax.Array, held: Any, i: int) -> jax.Array:
+        ids, weights, (gate_up, down) = held
+        return expert_mlp(x, ids[i], weights[i], gate_up, down, layer=layers[i])
+
+    return call, case.x, (ids, weights, stacks)
+
+
+def _torch_timing(case: Case) -> Any:
+    peer_torch()
+    moe, x = case.layer.moe, to_torch(case.x)
+    shape = (moe.num_layers, moe.num_experts)
+    gate_up, down = (
+        list(to_torch(stack).unflatten(0, shape).unbind(0)) for stack in case.layer.in_bf16
+    )
+    calls = grouped_torch(x, case.slots, case.weights, gate_up, down)
+    return time_torch(calls, x, case.chain, case.layer.bench.repetitions)
+
+
+def _speedup(case: Case) -> None:
+    """Over the better of our own bf16 kernels and torch's grouped product."""
+    bench, label = case.layer.bench, case.layer.label(case.x.shape[0])
+    ours, theirs = bench.best(label, OWN), bench.best(label, BF16)
+    if ours is not None and theirs is not None:
+        bar = MOE_SPEEDUPS.get((case.layer.moe.name, case.x.shape[0]))
+        beside = {} if bar is None else bar._asdict()
+        bench.add(f"{label} | speed-up over bf16", theirs / ours, "x", **beside)
+
+
+def _launches(case: Case, name: str) -> None:
+    """Counts what one layer launches, from XLA's thunks and in a profile; prints the evidence."""
+    run = _layer_call(case, name)
+    if isinstance(run, str):
+        return
+    call, x, held = run
+    gate_up, down, assignments = held
+    one = jax.jit(lambda x, held: call(x, held, 0))
+    operands = (gate_up, down, assignments[:1])
+    found: Launches | None = compiled_launches(one, x, operands)
+    what = f"launches | {case.layer.moe.name} {gate_up.describe()} | T {x.shape[0]} | {name}"
+    if found is None:
+        print(f"  {what}: XLA wrote no list of thunks for {case.layer.bench.target.platform}")
+        return
+    print(f"  {what}: {found.describe()}", flush=True)
+    compiled = one.lower(x, operands).compile()
+    jax.block_until_ready(compiled(x, operands))
+    seen = profiled_kernels(lambda: compiled(x, operands))
+    for kernel, (count, spent) in seen.items():
+        print(f"      {count} x {kernel[:90]} {spent:.1f} us in all", flush=True)
+    case.layer.bench.add(
+        what, float(found.total), "launches", graphs=float(found.graphs),
+        captured=float(found.captured.total()),
+        profiled=float(sum(count for count, _ in seen.values())),
+    )  # fmt: skip

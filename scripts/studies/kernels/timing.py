@@ -1,0 +1,254 @@
+"""How a kernel is timed: in-jit chains for JAX, graph replays for torch; ceilings; graph evidence.
+
+A figure is microseconds a call of a chain of calls that XLA captures in one CUDA graph a round. The
+calls take different slots of a stack of weights, so that none finds its own in the L2. Chains of
+different lengths are subtracted, so that dispatch and the wait at the end are in neither. Launching
+the graph of a round stays in: `empty_call` measures what a call that does nothing costs like this.
+"""
+
+import collections
+import math
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from scripts.studies.speed.model_profile import launches
+
+# Serial: left alone XLA orders the nodes of a graph by their buffers, and calls that share none may
+# overlap, which the products of a decoder cannot. Without Triton: `jnp.dot` is cuBLAS.
+Options = dict[str, str | bool]  # of XLA
+SERIAL: Options = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
+CUBLAS: Options = {**SERIAL, "xla_gpu_enable_triton_gemm": False}
+ROTATED_BYTES = 300e6  # of weights before a slot comes again; the L2 of an H200 holds 60 MB
+MIN_CALLS, MAX_CALLS = 24, 96
+EXEC_SECONDS = 3e-3  # of one timed program; dispatching it takes a tenth
+SHORT, LONG = 1, 4  # programs of the two queues that are subtracted
+
+Call = Callable[[jax.Array, Any, int], jax.Array]  # (x, operands, number of the call) -> y
+
+
+class Timing(NamedTuple):
+    """Of one call in a chain."""
+
+    microseconds: float  # the median
+    spread: float  # half the distance of the quartiles, microseconds
+    first: Any  # the output of call 0
+    last: Any  # the output of the last call
+
+
+class Chain(NamedTuple):
+    """What a timed program holds."""
+
+    num_slots: int  # calls take slot i % num_slots
+    num_calls: int  # unrolled, a multiple of num_slots
+    num_rounds: int  # of a loop over them
+
+
+def chain_for(slot_bytes: int, call_seconds: float) -> Chain:
+    """A chain that rotates past the L2 and is long enough to be timed.
+
+    Args:
+      slot_bytes: of the weights that one call reads.
+      call_seconds: a guess at one call's time.
+    """
+    slots = max(1, min(math.ceil(ROTATED_BYTES / slot_bytes), MAX_CALLS))
+    least = MIN_CALLS if call_seconds < 100e-6 else 4  # the longest write gigabytes of outputs
+    calls = slots * max(1, math.ceil(least / slots))
+    if call_seconds >= 100e-6 and calls > 8:
+        slots = calls = 8
+    return Chain(slots, calls, max(1, round(EXEC_SECONDS / (calls * call_seconds))))
+
+
+def chained(call: Call, chain: Chain) -> Callable[[jax.Array, Any], tuple[jax.Array, ...]]:
+    """`program(x, operands)` that runs the chain and returns the outputs of its last round.
+
+    A barrier between two calls ties x and all operands to the output before, so that nothing is
+    dropped, shared or hoisted out of the loop; it costs no kernel.
+    """
+
+    def program(x: jax.Array, operands: Any) -> tuple[jax.Array, ...]:
+        def one_round(_: jax.Array, carry: Any) -> Any:
+            x, _ = carry
+            x, held = lax.optimization_barrier((x, operands))
+            outputs = []
+            for i in range(chain.num_calls):
+                x, y, held = lax.optimization_barrier((x, call(x, held, i), held))
+                outputs.append(y)
+            return x, tuple(outputs)
+
+        shape = jax.eval_shape(lambda x, held: call(x, held, 0), x, operands)
+        empty = tuple(jnp.zeros(shape.shape, shape.dtype) for _ in range(chain.num_calls))
+        return lax.fori_loop(0, chain.num_rounds, one_round, (x, empty))[1]
+
+    return program
+
+
+def difference(run: Callable[[int], None], repetitions: int) -> tuple[float, float]:
+    """Seconds of one program: the median over pairs of queues, and half its quartiles' distance.
+
+    Args:
+      run: queues so many programs and waits for them.
+      repetitions: pairs of queues, at least 2.
+    """
+    run(SHORT)
+    found = []
+    for _ in range(repetitions):
+        times = []
+        for count in (SHORT, LONG):
+            start = time.perf_counter()
+            run(count)
+            times.append(time.perf_counter() - start)
+        found.append((times[1] - times[0]) / (LONG - SHORT))
+    low, middle, high = statistics.quantiles(found, n=4)
+    return middle, (high - low) / 2
+
+
+def time_jax(
+    call: Call,
+    x: jax.Array,
+    operands: Any,
+    chain: Chain,
+    repetitions: int,
+    options: Options | None = None,
+) -> Timing:
+    """Times a call inside one compiled program."""
+    program = jax.jit(chained(call, chain)).lower(x, operands)
+    compiled = program.compile(compiler_options=SERIAL if options is None else options)
+    outputs = jax.block_until_ready(compiled(x, operands))
+
+    def run(count: int) -> None:
+        jax.block_until_ready([compiled(x, operands) for _ in range(count)])
+
+    took, spread = difference(run, repetitions)
+    scale = 1e6 / (chain.num_calls * chain.num_rounds)
+    return Timing(took * scale, spread * scale, outputs[0], outputs[-1])
+
+
+def time_torch(calls: list[Callable[[Any], Any]], x: Any, chain: Chain, repetitions: int) -> Timing:
+    """Times torch calls, one a slot, in a CUDA graph of `chain.num_calls`, replayed as often."""
+    import torch
+
+    def all_calls() -> list[Any]:
+        return [calls[i % len(calls)](x) for i in range(chain.num_calls)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # compiles and tunes, which a capture may not
+        for _ in range(2):
+            all_calls()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = all_calls()
+        first, last = outputs[0], outputs[-1]
+        del outputs
+
+    def run(count: int) -> None:
+        for _ in range(count * chain.num_rounds):
+            graph.replay()
+        torch.cuda.synchronize()
+
+    took, spread = difference(run, repetitions)
+    scale = 1e6 / (chain.num_calls * chain.num_rounds)
+    return Timing(took * scale, spread * scale, first, last)
+
+
+def empty_call(repetitions: int) -> float:
+    """Microseconds of a call that adds one to 128 numbers: what a launch costs in a chain."""
+    chain = Chain(1, MIN_CALLS, 50)
+    x = jnp.ones((1, 128), jnp.bfloat16)
+    one = jnp.ones((), jnp.bfloat16)
+    return time_jax(lambda x, held, _: x + held, x, one, chain, repetitions).microseconds
+
+
+def read_bandwidth(num_bytes: int) -> float:
+    """Bytes a second of a plain sum, sums queued ten at a time; the most of five."""
+    x = jnp.ones((num_bytes // 2048, 1024), jnp.bfloat16)
+    total = jax.jit(lambda x: jnp.sum(x, dtype=jnp.float32))
+    total(x).block_until_ready()
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        jax.block_until_ready([total(x) for _ in range(10)])
+        times.append((time.perf_counter() - start) / 10)
+    return x.nbytes / min(times)
+
+
+def compute_rate(size: int) -> float:
+    """Operations a second of a large bf16 product by cuBLAS, of random values."""
+    x, w = jax.random.normal(jax.random.key(0), (2, size, size), jnp.bfloat16)
+    timing = time_jax(lambda x, w, _: jnp.dot(x, w.T), x, w, Chain(1, 4, 1), 5, CUBLAS)
+    return 2 * size**3 / timing.microseconds * 1e6
+
+
+class Launches(NamedTuple):
+    """What a program asks of the GPU, from XLA's own list of thunks."""
+
+    graphs: int  # CUDA graphs (command buffers)
+    captured: collections.Counter[str]  # launches inside them, by name
+    outside: collections.Counter[str]  # launches of their own
+
+    @property
+    def total(self) -> int:
+        """Kernels, library calls, copies and fills."""
+        return self.captured.total() + self.outside.total()
+
+    def describe(self) -> str:
+        """One line."""
+        inside = ", ".join(f"{count} {name}" for name, count in self.captured.items())
+        apart = ", ".join(f"{count} {name}" for name, count in self.outside.items())
+        return (
+            f"{self.total} launches; in {self.graphs} CUDA graphs: {inside or 'none'}; "
+            f"apart: {apart or 'none'}"
+        )
+
+
+THUNK = re.compile(r"^(\s*)\d+: (k\w+)\s+\[[^]]*\]\s*(\S*)")
+CONTROL = ("kCommandBuffer", "kWhile", "kConditional", "kSequential")
+
+
+def parse_thunks(text: str) -> Launches:
+    """Reads `*thunk_sequence_after_thunk_passes.txt`, where captured thunks are indented."""
+    graphs, depth = 0, -1  # the indent of the graph that is being read
+    captured: collections.Counter[str] = collections.Counter()
+    outside: collections.Counter[str] = collections.Counter()
+    for line in text.splitlines():
+        found = THUNK.match(line)
+        if not found:
+            continue
+        indent, kind, name = len(found[1]), found[2], found[3]
+        if indent <= depth:
+            depth = -1
+        if kind == "kCommandBuffer":
+            graphs, depth = graphs + 1, indent
+        elif kind not in CONTROL:
+            (captured if depth >= 0 else outside)[re.sub(r"__\d+$", "", name) or kind] += 1
+    return Launches(graphs, captured, outside)
+
+
+def compiled_launches(function: Callable[..., Any], *args: Any) -> Launches | None:
+    """The launches of a jitted function on a GPU; None where XLA wrote no list of thunks."""
+    with tempfile.TemporaryDirectory() as folder:
+        options: Options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        jax.jit(function).lower(*args).compile(compiler_options=options)
+        paths = sorted(Path(folder).glob("*thunk_sequence*.txt"))
+        texts = [path.read_text(encoding="utf-8") for path in paths if "after" in path.name]
+        texts = texts or [path.read_text(encoding="utf-8") for path in paths]
+    return parse_thunks(max(texts, key=len)) if texts else None
+
+
+def profiled_kernels(run: Callable[[], Any]) -> dict[str, tuple[int, float]]:
+    """Count and microseconds of what a profile sees on the GPU's streams, by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(run())
+        return launches(Path(folder))

@@ -1,0 +1,287 @@
+"""What `policies.py` measures with: a model in several precisions, texts, runs.
+
+A run is teacher-forced: windows of a text are fed chunk by chunk through the engine's own steps,
+with the policy's state and the tables of its slots carried from chunk to chunk. All copies of all
+experts stay in memory (`PoolSpec.emulated`): which copy serves is what the tables of the slots say,
+and the products are those of the same numbers, so perplexity is that of a run whose experts move.
+"""
+
+import dataclasses
+import json
+import lzma
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.checkpoints.open import open_checkpoint
+from moejax.experts.expert_memory import ExpertMemory
+from moejax.experts.expert_pool import PoolSpec
+from moejax.experts.gate_mass import TieredLedger
+from moejax.experts.residency import CacheSpec
+from moejax.experts.tiered_memory import TieredMemory
+from moejax.inference.runner import Runner
+from moejax.models.assembly import merge_weights, model_definition
+from moejax.models.attention import causal_attention
+from moejax.models.config import ModelConfig
+from moejax.models.expert_products import Experts, Pairs, combine, products_by_block
+from moejax.models.routing import Routing
+from moejax.policies.base import AnyPolicy, Decision, Observation, PolicySpec
+from moejax.quantization.pipeline.calibration import shipped_text
+from moejax.quantization.pipeline.quantizers import Program, quantize_stack
+from moejax.quantization.pipeline.recipe import Scheme
+from moejax.text.corpus import joined_rows
+from moejax.text.tokenizer import Tokenizer
+from moejax.weights import linear as ops
+
+EXPERTS = ("moe.gate_up", "moe.down")
+DOMAINS = ("books", "textbooks", "code", "math", "chinese")
+BITS = {"int4": 4, "int3": 3, "int2": 2}
+GROUP_SIZE = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """Token windows int32[n, T + 1] of a text, its name, and the domain of each."""
+
+    name: str
+    tokens: np.ndarray
+    domains: tuple[str, ...]
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens that are scored."""
+        return self.tokens.shape[0] * (self.tokens.shape[1] - 1)
+
+
+class Texts:
+    """Texts cut into windows."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, length: int):
+        """Of a folder with eval/wikitext2.test.raw.xz and valid/DOMAIN.jsonl.xz."""
+        self._folder, self._tokenizer, self.length = folder, tokenizer, length
+
+    def wikitext(self, count: int, *, between: bool = False) -> Windows:
+        """Windows spread over the test text, or others that lie between those."""
+        content = _unpacked(self._folder / "eval" / "wikitext2.test.raw.xz")
+        return self._cut("wikitext-2", joined_rows(content), count, "wiki", between)
+
+    def domain(self, name: str, count: int, *, between: bool = False) -> Windows:
+        """Windows spread over a held-out text, or others that lie between those."""
+        rows = _unpacked(self._folder / "valid" / f"{name}.jsonl.xz").splitlines()
+        content = "\n\n".join(json.loads(row)["text"] for row in rows)
+        return self._cut(name, content, count, name, between)
+
+    def mixed(self, each: int, *, between: bool = False) -> Windows:
+        """All domains in turn, window by window."""
+        parts = [self.domain(name, each, between=between) for name in DOMAINS]
+        tokens = np.stack([part.tokens for part in parts], axis=1)
+        return Windows("mixed", tokens.reshape(-1, tokens.shape[-1]), DOMAINS * each)
+
+    def calibration(self, count: int) -> Windows:
+        """Of the text that ships, which is none of the others."""
+        return self._cut("calibration", shipped_text(), count, "calibration", False)
+
+    def _cut(self, name: str, content: str, count: int, domain: str, between: bool) -> Windows:
+        ids = np.asarray(self._tokenizer.encode(content), np.int32)
+        starts = np.linspace(0, len(ids) - self.length - 1, count).astype(int)
+        if between:
+            middle = (starts[:-1] + starts[1:]) // 2
+            starts = np.array([(starts[0] + middle[0]) // 2, *middle])
+        return Windows(
+            name, np.stack([ids[s : s + self.length + 1] for s in starts]), (domain,) * count
+        )
+
+
+def _unpacked(path: Path) -> str:
+    return lzma.decompress(path.read_bytes()).decode()
+
+
+class Model:
+    """The demo model: dense weights, and its experts in every precision as float32."""
+
+    def __init__(self, checkpoint: str, device: jax.Device, method: str):
+        """Loads and quantizes."""
+        opened = open_checkpoint(checkpoint)
+        tokenizer = Tokenizer.from_directory(opened.directory)
+        assert tokenizer is not None
+        self.config: ModelConfig = opened.config
+        self.device, self.tokenizer = device, tokenizer
+        self.weights: Any = dict(opened.load(dtype="float32", device=device, progress=False))
+        self.dense = {n: leaf for n, leaf in self.weights.items() if n not in EXPERTS}
+        gate_up, down = (self._rows(self.weights[n]) for n in EXPERTS)
+        self.experts: dict[str, tuple[jax.Array, jax.Array]] = {"bf16": (gate_up, down)}
+        for name, bits in BITS.items():
+            self.experts[name] = (_rounded(gate_up, bits, method), _rounded(down, bits, method))
+
+    @staticmethod
+    def _rows(stack: jax.Array) -> jax.Array:
+        return stack.reshape(-1, *stack.shape[2:])
+
+    @property
+    def num_layers(self) -> int:
+        """M."""
+        return len(self.config.moe_layers)
+
+    def nbytes(self, tier: str) -> int:
+        """Of an expert as it would be stored: codes and float16 scales and zeros."""
+        weights = 3 * self.config.model_dim * self.config.expert_dim
+        if tier not in BITS:
+            return 2 * weights
+        return weights * BITS[tier] // 8 + 2 * 2 * weights // GROUP_SIZE
+
+
+def _rounded(rows: jax.Array, bits: int, method: str) -> jax.Array:
+    scheme = Scheme(
+        method=method, bits=bits, group_size=GROUP_SIZE, zero_kind="float", scale_dtype="float16",
+        factor_bits=8,
+    )  # fmt: skip
+    ranks = jnp.zeros(len(rows), jnp.int32)
+    program = Program(scheme=scheme, max_rank=0, passes=1)
+    return quantize_stack(rows, ranks, None, program).tensor.dequantize()
+
+
+@dataclasses.dataclass
+class Measured:
+    """A run over windows.
+
+    Attributes:
+      nats: of each window.
+      num_targets: tokens that were scored.
+      shares: of the gate mass, what became of it (`TieredLedger.shares`).
+      promoted: experts that bulk transfers brought since the run began.
+    """
+
+    nats: np.ndarray
+    num_targets: int
+    shares: dict[str, float]
+    promoted: int
+
+    @property
+    def perplexity(self) -> float:
+        """Of all windows."""
+        return float(np.exp(self.nats.sum() / self.num_targets))
+
+
+class Served:
+    """The model under one policy; its programs serve all settings of it that sweep."""
+
+    def __init__(self, model: Model, policy: AnyPolicy, tiers: Sequence[str], slots: Sequence[int]):
+        """Tables of `slots` of a layer in each tier."""
+        config, self.model, self.tiers, self.slots = model.config, model, tiers, tuple(slots)
+        places = np.arange(model.num_layers * config.num_experts)
+        places = places.reshape(model.num_layers, config.num_experts)
+        memories = []
+        for name, count in zip(tiers, slots, strict=True):
+            cache = CacheSpec(
+                num_layers=model.num_layers, num_experts=config.num_experts, slots=count,
+                transient=1,
+            )  # fmt: skip
+            spec = PoolSpec(cache, emulated=True)
+            made = ExpertMemory.of_rows(spec, *model.experts[name], places, model.device)
+            made.ledger.expert_bytes = model.nbytes(name)
+            memories.append(made)
+        width = config.experts_per_token
+        self.memory = TieredMemory(policy, tiers, memories, width=width)
+        self.runner = Runner(
+            config, model.dense, model.device, kernels=ops.NO_KERNELS, memory=self.memory
+        )
+
+    def begin(self, policy: AnyPolicy, held: Sequence[np.ndarray | None] = ()) -> None:
+        """Before any token: settings, and what the slots hold (None: the first experts)."""
+        first = np.arange(self.model.config.num_experts, dtype=np.int32)
+        given = held or [None] * len(self.slots)
+        content = [
+            np.tile(first[:count], (self.model.num_layers, 1)) if one is None else one
+            for one, count in zip(given, self.slots, strict=True)
+        ]
+        self.memory.settle()
+        self.memory.reset(policy, content)
+        names = dict.fromkeys(self.tiers)
+        self.memory.ledger = TieredLedger(
+            {n: t.ledger for n, t in zip(names, self.memory.tiers, strict=True)}
+        )
+        for tier in self.memory.tiers:
+            tier.ledger.layers = []
+
+    def run(self, windows: Windows, batch: int) -> Measured:
+        """Scores windows in their order, so many at once."""
+        self.memory.settle()
+        self.memory.ledger.gate = None
+        nats = []
+        for first in range(0, len(windows.tokens), batch):
+            part = windows.tokens[first : first + batch]
+            lengths = np.full(len(part), part.shape[1] - 1, np.int32)
+            nats.append(self.runner.score(part[:, :-1], lengths, part[:, 1:]))
+        ledger = self.memory.settle()
+        return Measured(
+            np.concatenate(nats), windows.num_targets, ledger.shares, ledger.total("bulk")
+        )
+
+
+class EachToken:
+    """Teacher-forced as if each token were decoded on its own, all copies of all tiers there.
+
+    The policy is asked once a token, with no other token beside it; its state stays as it begins.
+    """
+
+    def __init__(self, model: Model, policy: AnyPolicy, tiers: Sequence[str]):
+        """Its program serves all settings that sweep."""
+        config, self.model, self.policy = model.config, model, policy
+        self.spec = PolicySpec(
+            num_layers=model.num_layers,
+            num_experts=config.num_experts,
+            width=config.experts_per_token,
+            tiers=tuple(tiers),
+            expert_bytes=tuple(model.nbytes(name) for name in tiers),
+            slots=(config.num_experts,) * len(tiers),
+        )
+        parts = zip(*(model.experts[name] for name in tiers), strict=True)
+        self._stacks = tuple(jnp.concatenate(part)[None] for part in parts)
+        self._definition = model_definition(config, holds_experts=False)
+        self._score = jax.jit(self._nats)
+
+    def perplexity(self, policy: AnyPolicy, windows: Windows) -> float:
+        """Of all windows, one at a time."""
+        state, nats = policy.init(self.spec), 0.0
+        for row in windows.tokens:
+            tokens = jnp.asarray(row[None])
+            nats += float(self._score(state, self.model.dense, self._stacks, tokens))
+        return float(np.exp(nats / windows.num_targets))
+
+    def _nats(self, state: Any, weights: Any, stacks: Any, tokens: jax.Array) -> jax.Array:
+        model = merge_weights(self._definition, weights)
+        c, inputs = self.model.config, tokens[:, :-1]
+        rows_of_tier = self.model.num_layers * c.num_experts
+
+        def run(
+            layer: int, x: jax.Array, routing: Routing, mask: jax.Array, ahead: Any
+        ) -> jax.Array:
+            del ahead
+
+            def alone(probabilities: jax.Array, ids: jax.Array, weights: jax.Array) -> Decision:
+                resident = jnp.ones((len(self.spec.tiers), c.num_experts), bool)
+                seen = Observation(
+                    jnp.int32(layer), probabilities[None], ids[None], weights[None],
+                    jnp.ones(1, bool), resident,
+                )  # fmt: skip
+                return self.policy.decide(state, seen)[0]._replace(ahead=None)
+
+            found = jax.vmap(alone)(routing.probabilities, routing.ids, routing.weights)
+            ids, tier, share = (part[:, 0] for part in (found.ids, found.tier, found.weights))
+            row = tier * rows_of_tier + layer * c.num_experts + ids
+            pairs = Pairs(jnp.maximum(row, 0), (tier >= 0) & mask[:, None])
+            experts = Experts(*stacks, 0)
+            kinds = len(self.spec.tiers) * c.num_experts
+            products = products_by_block(x, pairs, experts, kinds, 2**20)
+            return combine(products, pairs, share, x.dtype)
+
+        places = jnp.arange(inputs.shape[1], dtype=jnp.int32)[None]
+        hidden, _ = model.layers(
+            inputs, places, jnp.ones(inputs.shape, bool),
+            lambda _, q, k, v: causal_attention(q, k, v, c.sliding_window, "xla"), "block", run,
+        )  # fmt: skip
+        return jnp.sum(model.negative_log_likelihood(hidden, tokens[:, 1:], 2**26))

@@ -1,0 +1,131 @@
+"""What policies do to the demo model: perplexity of each, beside what they are compared with.
+
+    python -m scripts.studies.quality.policies --texts=DIR \
+        --output=scripts/studies/quality/policy_quality.jsonl
+
+DIR holds eval/wikitext2.test.raw.xz and valid/{books,textbooks,code,math,chinese}.jsonl.xz.
+Sections: `dynaexq` (its Figure 4), `dymoe` (Table 2, Figures 3, 5 and 11), `buddymoe` (Tables 2 to
+4), `domains` (buddy lists of one domain, used on another), `shift` (prose, then code, then maths),
+`compose` (policies together against each alone, at equal memory: time of a token against KL),
+`foresight` (which promotions DynaExq saw coming), `stand_ins` (what of an absent expert's output
+another gives back).
+
+Runs are teacher-forced, through the engine's steps, with tables in place of slots
+(`bench.py`); low precisions are HQQ in groups of 64. Prompts of DyMoE go one at a
+time; its rows "token by token" decide each token by its own gate (eq. 3). Rows say how many tokens
+were scored.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+from absl import app, flags
+
+from moejax.devices import choose_device, enable_compilation_cache
+from moejax.files.result_rows import (
+    ResultRow,
+    append_rows,
+    command_line,
+    describe_device,
+    package_versions,
+    today,
+)
+from scripts.studies.quality import compose as quality_compose
+from scripts.studies.quality import foresight as quality_foresight
+from scripts.studies.quality import sections as quality_sections
+from scripts.studies.quality import stand_ins as quality_stand_ins
+from scripts.studies.quality.bench import DOMAINS, Model, Texts
+from scripts.studies.quality.sections import Bench, Point
+
+SECTIONS: dict[str, Callable[[Bench], Iterator[Point]]] = {
+    "dynaexq": quality_sections.dynaexq,
+    "dymoe": quality_sections.dymoe,
+    "buddymoe": quality_sections.buddymoe,
+    "domains": quality_sections.domains,
+    "shift": quality_sections.shift,
+    "compose": quality_compose.compose,
+    "foresight": quality_foresight.foresight,
+    "stand_ins": quality_stand_ins.stand_ins,
+}
+
+_TEXTS = flags.DEFINE_string("texts", None, "folder of the texts", required=True)
+_SECTIONS = flags.DEFINE_list("sections", list(SECTIONS), "what to measure")
+_CHECKPOINT = flags.DEFINE_string("checkpoint", "demo", "a model small enough for this")
+_WINDOW = flags.DEFINE_integer("window", 512, "tokens of a window")
+_WIKI = flags.DEFINE_integer("wiki", 10, "windows of WikiText-2's test text")
+_EACH = flags.DEFINE_integer("each", 2, "windows of each domain of the mixed text")
+_CALIBRATION = flags.DEFINE_integer("calibration", 10, "windows of warm-ups and profiles")
+_METHOD = flags.DEFINE_string("method", "hqq", "quantizer: rtn, hqq or least_squares")
+_OUTPUT = flags.DEFINE_string("output", "", "JSON Lines file to append to")
+_PLATFORM = flags.DEFINE_string("platform", "auto", "auto, cpu, gpu")
+_CACHE = flags.DEFINE_string("cache", "", "compilation cache")
+
+
+def main(argv: list[str]) -> None:
+    """Measures, prints a table a section, writes rows."""
+    del argv
+    device = choose_device(_PLATFORM.value)
+    enable_compilation_cache(_CACHE.value)
+    jax.config.update("jax_default_matmul_precision", "highest")
+    clock = time.perf_counter()
+    model = Model(_CHECKPOINT.value, device, _METHOD.value)
+    texts = Texts(Path(_TEXTS.value), model.tokenizer, _WINDOW.value)
+    bench = Bench(
+        model,
+        texts,
+        texts.wikitext(_WIKI.value),
+        texts.mixed(_EACH.value),
+        texts.calibration(_CALIBRATION.value),
+        {
+            "wikitext-2": texts.wikitext(_WIKI.value, between=True),
+            "mixed": texts.mixed(_EACH.value, between=True),
+        },
+    )
+    sizes = {text.name: text.num_targets for text in (bench.wiki, bench.mixed, bench.calibration)}
+    print(f"{_CHECKPOINT.value}, windows of {_WINDOW.value} tokens, scored: {sizes}")
+    for name in _SECTIONS.value:
+        print(f"\n{name}\n{HEADER}")
+        for point in SECTIONS[name](bench):
+            print(line(point), flush=True)
+            if _OUTPUT.value:
+                append_rows(Path(_OUTPUT.value), [row(name, point, device)])
+        print(f"{name}: {time.perf_counter() - clock:.0f} s so far", flush=True)
+
+
+HEADER = f"{'section':24s} {'text':12s} {'what':34s} {'at':>6s} {'perplexity':>11s}"
+
+
+def line(point: Point) -> str:
+    """Of the table."""
+    shown = ", ".join(f"{n} {v:.4g}" for n, v in point.more.items() if isinstance(v, float | int))
+    head = f"{point.section:24s} {point.text:12s} {point.series:34s} {point.x:6.3f}"
+    return f"{head} {point.perplexity:11.4f}  {shown}"
+
+
+def row(section: str, point: Point, device: jax.Device) -> ResultRow:
+    """Of the results."""
+    scored = {
+        "window": _WINDOW.value,
+        "windows of wikitext-2": _WIKI.value,
+        "windows of each domain": _EACH.value,
+        "domains": list(DOMAINS),
+        "windows of calibration": _CALIBRATION.value,
+        "quantizer": f"{_METHOD.value}, groups of 64",
+    }
+    return ResultRow(
+        what=f"{section} | {point.section} | {point.text} | {point.series} | {point.x:g}",
+        figure=point.perplexity,
+        unit=point.unit,
+        baseline=json.loads(json.dumps(scored | point.more)),
+        device=describe_device(device),
+        versions=package_versions("moejax", "jax", "jaxlib"),
+        date=today(),
+        command=command_line(),
+    )
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,41 @@
+"""How the perplexities of a section are taken: two scales that are not to be compared."""
+
+from scripts.studies.tables.page import Page
+
+POLICIES = "dynaexq | dynaexq bf16/int4 | wikitext-2 | uniform | 0"
+QUANTIZED = "table | unquantized | perplexity"
+QUANTIZED_WINDOW = 2048  # scripts/studies/quantizers/demo_quantization.py
+
+
+def of_policies(page: Page) -> str:
+    """Of the rows of `scripts/studies/quality/policies.py`."""
+    found = page.results.get(POLICIES)
+    if found is None:
+        return ""
+    window, wiki, each = (
+        found.more[key] for key in ("window", "windows of wikitext-2", "windows of each domain")
+    )
+    domains = found.more["domains"]
+    return (
+        f"Perplexities of this section: the demo model on a CPU, WikiText-2's test text in {wiki} "
+        f"windows of {window} tokens ({wiki * window:,}), mixed text in {each} windows of {window} "
+        f"of each of {len(domains)} domains ({each * len(domains) * window:,}: "
+        f"{', '.join(domains)}); unquantized WikiText-2 has {page.shown(found)}. MiLo's section "
+        "scores the whole test text in longer windows, so that its perplexities are of another "
+        "scale."
+    )
+
+
+def of_quantizers(page: Page) -> str:
+    """Of the rows of `scripts/studies/quantizers/demo_quantization.py`."""
+    found = page.results.get(QUANTIZED)
+    if found is None:
+        return ""
+    windows, tokens = found.more["windows"], found.more["tokens"]
+    return (
+        f"Perplexities of this section: the demo model on an H200, the whole test text of "
+        f"WikiText-2 in {windows} windows of {QUANTIZED_WINDOW} tokens that do not overlap "
+        f"({tokens:,} scored tokens); unquantized it has {page.shown(found, '{:.3f}')}. The other "
+        "papers' sections score a few windows of 512, so that their perplexities are of another "
+        "scale."
+    )

@@ -1,0 +1,60 @@
+"""Made-up traces have the hit rates that they state, and scaled ones recur as the small one."""
+
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moejax.benchmarking.synthetic_traces import (
+    QWEN3_HIT_RATES,
+    lru_hit_rate,
+    lru_trace,
+    scaled_trace,
+)
+
+
+class TraceTest(parameterized.TestCase):
+    def test_caches_hit_as_often_as_asked(self):
+        trace = lru_trace(
+            QWEN3_HIT_RATES, num_steps=300, num_layers=3, num_experts=128, width=8, seed=1
+        )
+        for slots, share in QWEN3_HIT_RATES.items():
+            self.assertAlmostEqual(lru_hit_rate(trace, slots, 128), share, delta=0.03)
+        # A flat trace hits in proportion to the slots: the rates above are no accident.
+        flat = lru_trace({}, num_steps=300, num_layers=1, num_experts=128, width=8)
+        self.assertAlmostEqual(lru_hit_rate(flat, 64, 128), 0.5, delta=0.04)
+
+    def test_no_token_takes_an_expert_twice(self):
+        trace = lru_trace({2: 0.5}, num_steps=50, num_layers=2, num_experts=8, width=4)
+        self.assertEqual({len(set(token)) for token in trace.reshape(-1, 4).tolist()}, {4})
+        self.assertEqual((trace.min(), trace.max()), (0, 7))
+
+    @parameterized.parameters((128, 8, 12), (32, 4, 7), (8, 2, 16))
+    def test_a_scaled_trace_recurs_as_the_small_one(self, num_experts, width, num_layers):
+        small = lru_trace(
+            {4: 0.4, 16: 0.8}, num_steps=200, num_layers=7, num_experts=32, width=4, seed=2
+        )
+        big = scaled_trace(small, 32, num_layers=num_layers, of_experts=num_experts, width=width)
+        self.assertEqual(big.shape, (200, num_layers, width))
+        self.assertEqual({len(set(token)) for token in big.reshape(-1, width).tolist()}, {width})
+        self.assertEqual((big.min(), big.max()), (0, num_experts - 1))
+        if num_experts == 32:
+            np.testing.assert_array_equal(big, small)
+        if num_experts > 32:  # a copy of the small model takes its likeliest experts
+            of_first = (small[:, 0, :2, None] == np.arange(32)).sum(axis=(0, 1))
+            np.testing.assert_array_equal(
+                (big[:, 0, :2, None] == np.arange(32)).sum((0, 1)), of_first
+            )
+        # Layers from other places of the text differ.
+        if num_layers > 7:
+            self.assertTrue((big[:, 0] != big[:, 7]).any())
+
+    def test_experts_that_do_not_divide_are_refused(self):
+        with self.assertRaisesRegex(ValueError, "do not make 8 of 60"):
+            scaled_trace(np.zeros((1, 1, 4), int), 32, num_layers=1, of_experts=60, width=8)
+
+    def test_rates_that_no_trace_has_are_refused(self):
+        with self.assertRaisesRegex(ValueError, "cannot have hit rates"):
+            lru_trace({4: 0.9}, num_steps=1, num_layers=1, num_experts=128, width=8)
+
+
+if __name__ == "__main__":
+    absltest.main()
