@@ -38,7 +38,7 @@ from moejax.inference.live_batch import LiveBatch
 from moejax.inference.recorder import RecordSpec, recording
 from moejax.inference.runner import Runner
 from moejax.models.config import ModelConfig
-from moejax.models.kernel_choice import Served, describe_packing
+from moejax.models.kernel_choice import KernelChoice, describe_packing
 from moejax.text.chat_template import ChatSettings, checked_messages
 from moejax.text.prompts import Prompt, as_batch, check_length, check_tokens, token_ids_of
 from moejax.text.tokenizer import Tokenizer
@@ -265,10 +265,10 @@ class Engine:
             for name, of in found.items()
         }
 
-    def _products(self) -> dict[str, dict[str, Served]]:
+    def _products(self) -> dict[str, dict[str, KernelChoice]]:
         first = {
-            "prefill": self._runner.serves(MAX_PREFILL_LENGTH, 1),
-            "decode": self._runner.serves(1, 1),
+            "prefill": self._runner.kernel_choices(MAX_PREFILL_LENGTH, 1),
+            "decode": self._runner.kernel_choices(1, 1),
         }
         return first | self._runner.products
 

@@ -138,7 +138,7 @@ class WiringTest(parameterized.TestCase):
 
         def lines(kernels: ops.Kernels, read: Any) -> list[str]:
             memory = ExpertMemory.of_rows(PoolSpec(cache, 0, read), *hosts, row_of, cpu)
-            remarks = Runner(CONFIG, weights, cpu, kernels=kernels, memory=memory).remarks()
+            remarks = Runner(CONFIG, weights, cpu, kernels=kernels, memory=memory).kernel_warnings()
             return [line for line in remarks if "found and placed" in line]
 
         gpu, disk = ops.Kernels(Target("gpu", (9, 0))), lambda layer, experts: ()

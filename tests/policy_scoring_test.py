@@ -11,6 +11,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moejax import Engine, cli, evaluate, generate
@@ -99,6 +100,7 @@ class PolicyScoringTest(parameterized.TestCase):
         np.testing.assert_array_equal(together, alone)
         self.assertGreater(engine.ledger.shares["int4"], 0)
 
+    @pytest.mark.slow
     def test_windows_that_are_folded_come_one_at_a_time(self):
         rng, lengths = np.random.default_rng(1), np.array([48, 40], np.int32)
         windows = rng.integers(0, 160, (2, 48)).astype(np.int32)

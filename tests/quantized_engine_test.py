@@ -13,8 +13,7 @@ from absl.testing import absltest, parameterized
 from moejax import Engine
 from moejax.inference import chunking as chunks
 from moejax.inference import runner, steps
-from moejax.models import kernel_choice as served
-from moejax.models import moe
+from moejax.models import kernel_choice, moe
 from moejax.models.assembly import merge_weights, model_definition
 from moejax.models.config import ModelConfig, weight_shapes
 from moejax.weights import linear as ops
@@ -162,11 +161,11 @@ class QuantizedEngineTest(parameterized.TestCase):
             self.assertIn(name, told)
 
     def test_the_expected_kernel_is_not_remarked_on(self):
-        found = {"a": served.Served("triton", "int4g64 float", True, {"mosaic": "no"})}
-        found["b"] = served.Served(ops.PLAIN, "bfloat16", False, {})
-        self.assertEqual(served.remarks(found, "triton"), [])
-        self.assertEqual(served.remarks(found, None), [])
-        (line,) = served.remarks(found, "mosaic")
+        found = {"a": kernel_choice.KernelChoice("triton", "int4g64 float", True, {"mosaic": "no"})}
+        found["b"] = kernel_choice.KernelChoice(ops.PLAIN, "bfloat16", False, {})
+        self.assertEqual(kernel_choice.remarks(found, "triton"), [])
+        self.assertEqual(kernel_choice.remarks(found, None), [])
+        (line,) = kernel_choice.remarks(found, "mosaic")
         self.assertEndsWith(line, "mosaic kernel: a: triton, int4g64 float (mosaic: no)")
         for target, expected in (
             (Target("cpu", None), None),
@@ -174,7 +173,7 @@ class QuantizedEngineTest(parameterized.TestCase):
             (Target("gpu", (9, 0)), "mosaic"),
             (Target("gpu", (12, 0)), "triton"),
         ):
-            self.assertEqual(served.expected_kernel(target), expected)
+            self.assertEqual(kernel_choice.expected_kernel(target), expected)
 
     @pytest.mark.slow
     def test_scores_as_well(self):

@@ -17,8 +17,7 @@ from flax import nnx
 
 from moejax import Engine
 from moejax.inference.runner import Runner
-from moejax.models import kernel_choice as served
-from moejax.models import moe
+from moejax.models import kernel_choice, moe
 from moejax.models.assembly import forward
 from moejax.models.layer_index import layer_indices
 from moejax.models.routing import Routing
@@ -150,19 +149,19 @@ class WiringTest(HostTestCase):
             said = engine.kernels[f"{phase} routing"]
             self.assertRegex(said, r"^xla, float32 \(triton: it runs on GPUs")
         on_gpu = Runner(tiny_engine.CONFIG, weights, cpu, kernels=AMPERE)
-        expected = served.Served("triton", "float32", False, {})
+        expected = kernel_choice.KernelChoice("triton", "float32", False, {})
         for num_tokens in (1, 256):
-            self.assertEqual(on_gpu.serves(num_tokens, 1)["routing"], expected)
-        self.assertEmpty([line for line in on_gpu.remarks() if "routing" in line])
+            self.assertEqual(on_gpu.kernel_choices(num_tokens, 1)["routing"], expected)
+        self.assertEmpty([line for line in on_gpu.kernel_warnings() if "routing" in line])
         wide = dataclasses.replace(tiny_engine.CONFIG, num_experts=1025)
-        refused = Runner(wide, weights, cpu, kernels=AMPERE).remarks()
+        refused = Runner(wide, weights, cpu, kernels=AMPERE).kernel_warnings()
         self.assertLen([line for line in refused if "routing run without their kernel" in line], 1)
 
     def test_layers_without_experts_have_none(self):
         dense = dataclasses.replace(tiny_engine.CONFIG, moe_layers=())
         weights = {name: jnp.asarray(of) for name, of in tiny_engine.random_weights(dense).items()}
         runner = Runner(dense, weights, jax.devices("cpu")[0], kernels=AMPERE)
-        self.assertNotIn("routing", runner.serves(1, 1))
+        self.assertNotIn("routing", runner.kernel_choices(1, 1))
 
 
 if __name__ == "__main__":

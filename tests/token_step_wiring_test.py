@@ -17,9 +17,8 @@ from flax import nnx
 
 from moejax import Engine
 from moejax.inference.runner import Runner
-from moejax.models import attention, delta_net, moe
+from moejax.models import attention, delta_net, kernel_choice, moe
 from moejax.models import decode_layers as token_step
-from moejax.models import kernel_choice as served
 from moejax.models.kv_cache import KVCache, cache_shape, empty_cache
 from moejax.models.parts import RopeScaling
 from moejax.models.shapes import MIXTRAL_8X7B, QWEN3_30B_A3B
@@ -276,15 +275,16 @@ class WiringTest(HostTestCase):
         with mock.patch("moejax.inference.runner.target_of", lambda _: AMPERE.target):
             on_gpu = Runner(config, half, cpu, kernels=AMPERE)
             self.assertEqual(
-                on_gpu.serves(1, 1)[name], served.Served("triton", "bfloat16", False, {})
+                on_gpu.kernel_choices(1, 1)[name],
+                kernel_choice.KernelChoice("triton", "bfloat16", False, {}),
             )
-            self.assertNotIn(name, on_gpu.serves(256, 1))
-            self.assertEmpty([line for line in on_gpu.remarks() if name in line])
+            self.assertNotIn(name, on_gpu.kernel_choices(256, 1))
+            self.assertEmpty([line for line in on_gpu.kernel_warnings() if name in line])
             by_xla = Runner(config, half, cpu, kernels=AMPERE, decode_impl="xla")
-            self.assertEqual(by_xla.serves(1, 1)[name].describe(), "xla, bfloat16")
-            self.assertEmpty([line for line in by_xla.remarks() if name in line])
+            self.assertEqual(by_xla.kernel_choices(1, 1)[name].describe(), "xla, bfloat16")
+            self.assertEmpty([line for line in by_xla.kernel_warnings() if name in line])
             with mock.patch.object(token_step.residual_norm.triton, "MAX_WIDTH", 16):
-                remarks = on_gpu.remarks()
+                remarks = on_gpu.kernel_warnings()
         said = f"decode: {name} run without their kernel: xla, bfloat16 (triton: rows of 32"
         self.assertLen([line for line in remarks if line.startswith(said)], 1)
 

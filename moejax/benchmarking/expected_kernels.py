@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from moejax.errors import MoejaxError
 from moejax.inference.runner import Runner
 from moejax.models.config import weight_shapes
-from moejax.models.kernel_choice import Served, expected_kernel
+from moejax.models.kernel_choice import KernelChoice, expected_kernel
 from moejax.models.leaf_kinds import leaves_of
 from moejax.models.shapes import CONFIGS
 from moejax.weights import linear as ops
@@ -65,7 +65,7 @@ def has_kernels(target: Target | None) -> bool:
     return capability is not None and capability >= MIN_CAPABILITY
 
 
-def wrong_kernels(products: Mapping[str, Served], may: tuple[str, ...]) -> list[str]:
+def wrong_kernels(products: Mapping[str, KernelChoice], may: tuple[str, ...]) -> list[str]:
     """A line for each packed product that something else serves; empty where all is well.
 
     Args:
@@ -83,7 +83,7 @@ def wrong_kernels(products: Mapping[str, Served], may: tuple[str, ...]) -> list[
 
 def phases(
     runner: Runner, batch: int, *, prompt: int = 0, context: int = 0
-) -> Iterator[tuple[str, int, dict[str, Served]]]:
+) -> Iterator[tuple[str, int, dict[str, KernelChoice]]]:
     """Phase, tokens of a call and what serves it: of a prompt's chunks, then of decode.
 
     Args:
@@ -95,8 +95,8 @@ def phases(
     for size in sorted(
         {size for _, size in runner.chunks(batch, prompt, context, runner.short_chunk)}
     ):
-        yield "prefill", batch * size, runner.serves(batch * size, batch)
-    yield "decode", batch, runner.serves(batch, batch)
+        yield "prefill", batch * size, runner.kernel_choices(batch * size, batch)
+    yield "decode", batch, runner.kernel_choices(batch, batch)
 
 
 def require_kernels(

@@ -36,7 +36,7 @@ from moejax.inference.generation import GenerationSettings, Timing
 from moejax.inference.recorder import Recorded, Recorder
 from moejax.inference.session import Session, sampling_of, seeds_of, seen_tokens, settings_by_row
 from moejax.inference.step_output import NOT_FINITE
-from moejax.models import kernel_choice as served
+from moejax.models import kernel_choice
 from moejax.models.assembly import model_definition
 from moejax.models.attention import (
     DecodeAttentionImpl,
@@ -45,7 +45,7 @@ from moejax.models.attention import (
     default_attention_impl,
 )
 from moejax.models.config import ModelConfig
-from moejax.models.kernel_choice import EXPERT_LEAVES, Served
+from moejax.models.kernel_choice import EXPERT_LEAVES, KernelChoice
 from moejax.models.kv_cache import KVCache
 from moejax.models.moe import ExpertImpl, default_expert_impl
 from moejax.models.transformer import ChunkSpec
@@ -123,31 +123,33 @@ class Runner:
         self._experts = [self._stored[name] for name in EXPERT_LEAVES if name in self._stored]
         self._tiers = [[*tier.stacks().values()] for tier in (memory.tiers if memory else ())]
         self._tier_forms: dict[int, tuple[ExpertImpl, ...]] = {}
-        self.products: dict[str, dict[str, Served]] = {}
+        self.products: dict[str, dict[str, KernelChoice]] = {}
         self._forms: dict[tuple[str, int, int], ExpertImpl] = {}  # of calls so far
-        for line in self.remarks():
+        for line in self.kernel_warnings():
             logging.warning("%s", line)
 
-    def serves(self, num_tokens: int, num_sequences: int) -> dict[str, Served]:
-        """Chooses the kernel of each product of a call; see `kernel_choice.served_products`."""
-        products = served.served_products(
+    def kernel_choices(self, num_tokens: int, num_sequences: int) -> dict[str, KernelChoice]:
+        """Chooses the kernel of each product of a call; see `kernel_choice.kernel_choices`."""
+        products = kernel_choice.kernel_choices(
             self.config, self._stored, self.dtype, self.kernels, num_tokens=num_tokens,
             num_sequences=num_sequences, expert_impl=self.expert_impl(num_tokens),
             tiers=self._tiers, tier_impls=self._tier_impls(num_tokens),
         )  # fmt: skip
         is_token = num_tokens == num_sequences
         attention = self._cached if is_token else Choice(self._attention, {})
-        return products | served.served_attention(
+        return products | kernel_choice.attention_choices(
             attention, self.config, self.dtype, self.kernels, is_token=is_token
         )
 
-    def remarks(self) -> list[str]:
+    def kernel_warnings(self) -> list[str]:
         """Warnings for a batch of one, one per part that runs without its kernel."""
-        decode, prefill = self.serves(1, 1), self.serves(MAX_PREFILL_LENGTH, 1)
-        expected = served.expected_kernel(self.kernels.target)
-        lines = [f"decode: {line}" for line in served.remarks(decode, expected)]
-        lines += [f"prefill: {line}" for line in served.remarks(prefill, expected)]
-        lines += [f"decode: {line}" for line in served.plain_remarks(decode, expected)]
+        decode, prefill = self.kernel_choices(1, 1), self.kernel_choices(MAX_PREFILL_LENGTH, 1)
+        expected = kernel_choice.expected_kernel(self.kernels.target)
+        lines = [f"decode: {line}" for line in kernel_choice.kernel_warnings(decode, expected)]
+        lines += [f"prefill: {line}" for line in kernel_choice.kernel_warnings(prefill, expected)]
+        lines += [
+            f"decode: {line}" for line in kernel_choice.plain_kernel_warnings(decode, expected)
+        ]
         if expected and self.memory:
             placing = Placing(self.memory.spec.pools, self.kernels.target)
             if reason := placing.refusal(self.config.experts_per_token):
@@ -382,7 +384,9 @@ class Runner:
         key = (phase, num_tokens, num_sequences)
         if (impl := self._forms.get(key)) is None:
             impl = self._forms[key] = self.expert_impl(num_tokens)
-            self.products.setdefault(phase, {}).update(self.serves(num_tokens, num_sequences))
+            self.products.setdefault(phase, {}).update(
+                self.kernel_choices(num_tokens, num_sequences)
+            )
         self.experts_used.add(impl)
         return impl
 

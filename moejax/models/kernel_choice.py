@@ -31,7 +31,7 @@ EXPANDING_LEAF = "attention.kv_b"
 ABSORBED = "one token's heads take its rows apart, which is no product with rows of outputs"
 
 
-class Served(NamedTuple):
+class KernelChoice(NamedTuple):
     """The implementation chosen for one product."""
 
     implementation: str  # of `pallas_kernels`, `ops.DEQUANTIZED`, `ops.PLAIN`, or a form of experts
@@ -56,7 +56,7 @@ def form(weight: Weight) -> str:
     return of.weights.describe() + ranks
 
 
-def served_products(
+def kernel_choices(
     config: ModelConfig,
     weights: Mapping[str, Weight],
     dtype: jnp.dtype,
@@ -67,7 +67,7 @@ def served_products(
     expert_impl: ExpertImpl,
     tiers: Sequence[Sequence[Weight]] = (),
     tier_impls: Sequence[ExpertImpl] = (),
-) -> dict[str, Served]:
+) -> dict[str, KernelChoice]:
     """Kernel choices by leaf; "experts" for both of theirs, "routing" for softmax and top-k.
 
     Experts stored in several precisions are "experts" (the first tier), "experts, tier 2" and so
@@ -95,17 +95,19 @@ def served_products(
             if name == EXPANDING_LEAF and num_tokens == num_sequences:
                 absorbed = Choice(ops.DEQUANTIZED, {"every kernel": ABSORBED})
                 choice = absorbed if is_packed else Choice(ops.PLAIN, {})
-            found[name] = Served(choice.implementation, form(weight), is_packed, choice.refusals)
+            found[name] = KernelChoice(
+                choice.implementation, form(weight), is_packed, choice.refusals
+            )
     if "moe.router" in weights:
         routing = choose_routing(num_tokens, config, kernels)
-        found["routing"] = Served(routing.implementation, "float32", False, routing.refusals)
+        found["routing"] = KernelChoice(routing.implementation, "float32", False, routing.refusals)
     experts = [weights[name] for name in EXPERT_LEAVES if name in weights]
     if experts:
-        found["experts"] = _served_experts(config, experts, dtype, kernels, num_tokens, expert_impl)
+        found["experts"] = _expert_choice(config, experts, dtype, kernels, num_tokens, expert_impl)
     together = all(impl == "grouped_kernel" for impl in tier_impls)
     for number, (stacks, impl) in enumerate(zip(tiers, tier_impls, strict=True), 1):
         name = "experts" if number == 1 else f"experts, tier {number}"
-        found[name] = _served_experts(config, stacks, dtype, kernels, num_tokens, impl)
+        found[name] = _expert_choice(config, stacks, dtype, kernels, num_tokens, impl)
         if together and len(tiers) > 1:
             choice = choose_for_tiers(num_tokens, config, dtype, tiers, kernels)
             found[name] = found[name]._replace(
@@ -114,14 +116,14 @@ def served_products(
     return found
 
 
-def served_attention(
+def attention_choices(
     attention: Choice,
     config: ModelConfig,
     dtype: jnp.dtype,
     kernels: ops.Kernels,
     *,
     is_token: bool,
-) -> dict[str, Served]:
+) -> dict[str, KernelChoice]:
     """Kernel choices of attention and, in a decode step, of norms, writes and delta rule.
 
     A decode step adds "norms and writes" and, in models that have such layers, the "delta rule".
@@ -138,30 +140,30 @@ def served_attention(
     if is_token and config.delta_net:
         found["delta rule"] = choose_delta_step(config, dtype, kernels)
     return {
-        name: Served(choice.implementation, str(dtype), False, choice.refusals)
+        name: KernelChoice(choice.implementation, str(dtype), False, choice.refusals)
         for name, choice in found.items()
     }
 
 
-def _served_experts(
+def _expert_choice(
     config: ModelConfig,
     experts: Sequence[Weight],
     dtype: jnp.dtype,
     kernels: ops.Kernels,
     num_tokens: int,
     impl: ExpertImpl,
-) -> Served:
+) -> KernelChoice:
     forms = " and ".join(dict.fromkeys(map(form, experts)))
     is_packed = any(ops.packing(weight) for weight in experts)
     if impl == "kernel":
-        return Served("expert_mlp", forms, is_packed, {})
+        return KernelChoice("expert_mlp", forms, is_packed, {})
     choice = choose_grouped(num_tokens, config, dtype, experts, kernels)
     if impl == "grouped_kernel":
-        return Served(choice.implementation, forms, is_packed, choice.refusals)
+        return KernelChoice(choice.implementation, forms, is_packed, choice.refusals)
     if is_packed:
-        return Served(ops.DEQUANTIZED, f"{forms}, {impl}", is_packed, choice.refusals)
+        return KernelChoice(ops.DEQUANTIZED, f"{forms}, {impl}", is_packed, choice.refusals)
     refusal = kernel_refusal(config, dtype, experts)
-    return Served(impl, forms, is_packed, {"expert_mlp": refusal} if refusal else {})
+    return KernelChoice(impl, forms, is_packed, {"expert_mlp": refusal} if refusal else {})
 
 
 def expected_kernel(target: Target | None) -> str | None:
@@ -171,17 +173,19 @@ def expected_kernel(target: Target | None) -> str | None:
     return "mosaic" if target.capability == (9, 0) else "triton"
 
 
-def unexpected(served: Mapping[str, Served], expected: str | None) -> dict[str, Served]:
+def unexpected(
+    choices: Mapping[str, KernelChoice], expected: str | None
+) -> dict[str, KernelChoice]:
     """Choices in which packed weights do not run on the expected implementation."""
     if expected is None:
         return {}
-    return {name: of for name, of in served.items() if of.packed and of.implementation != expected}
+    return {name: of for name, of in choices.items() if of.packed and of.implementation != expected}
 
 
-def remarks(served: Mapping[str, Served], expected: str | None) -> list[str]:
+def kernel_warnings(choices: Mapping[str, KernelChoice], expected: str | None) -> list[str]:
     """Warnings, one per kind of packed weight that misses the expected kernel."""
     lines: dict[str, list[str]] = {}
-    for name, of in unexpected(served, expected).items():
+    for name, of in unexpected(choices, expected).items():
         lines.setdefault(of.describe(), []).append(name)
     return [
         f"packed weights do not run on the {expected} kernel: {', '.join(names)}: {said}"
@@ -189,7 +193,7 @@ def remarks(served: Mapping[str, Served], expected: str | None) -> list[str]:
     ]
 
 
-def plain_remarks(served: Mapping[str, Served], expected: str | None) -> list[str]:
+def plain_kernel_warnings(choices: Mapping[str, KernelChoice], expected: str | None) -> list[str]:
     """Warnings, one per unpacked part of a decode step that misses its kernel.
 
     Products with plain matrices of a stack should run by `pallas_kernels.dequant_matmul`, plain
@@ -198,7 +202,7 @@ def plain_remarks(served: Mapping[str, Served], expected: str | None) -> list[st
     are planned by `cache_plan`: `moejax.experts.cache_plan.Placing.refusal`.)
     """
     parts = ("experts", "attention", "norms and writes", "delta rule", "routing", *LINEAR_LEAVES)
-    found = {name: served[name] for name in parts if expected and name in served}
+    found = {name: choices[name] for name in parts if expected and name in choices}
     return [
         f"{name} run without their kernel: {of.describe()}"
         for name, of in found.items()
@@ -207,7 +211,7 @@ def plain_remarks(served: Mapping[str, Served], expected: str | None) -> list[st
 
 
 def describe_packing(
-    weights: Mapping[str, Weight], products: Mapping[str, Mapping[str, Served]]
+    weights: Mapping[str, Weight], products: Mapping[str, Mapping[str, KernelChoice]]
 ) -> str:
     """Describes packing and kernel choices, to follow the weights' size in a line.
 

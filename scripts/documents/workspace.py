@@ -27,8 +27,7 @@ SHORTER = {
     "moejax.generate": ["--config.max_new_tokens=6"],
     "moejax.evaluate": [
         "--config.window=64", "--config.stride=64", "--config.max_tokens=128",
-        "--config.batch_size=2", "--config.limit=2", "--config.max_new_tokens=4",
-        "--config.fidelity_share=0",
+        "--config.batch_size=2", "--config.fidelity_share=0",
     ],
     "moejax.benchmark": [
         "--config.prompt_tokens=12", "--config.new_tokens=4", "--config.runs=1",

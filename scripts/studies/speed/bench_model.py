@@ -160,7 +160,7 @@ class Benchmark:
             phases.append(("decode", batch, _EXPECT.value))
         wrong, by = [], {}
         for phase, num_tokens, wanted in phases:
-            products = self.runner.serves(num_tokens, batch)
+            products = self.runner.kernel_choices(num_tokens, batch)
             for name, of in products.items():
                 print(f"  {phase} of {num_tokens} tokens, {name}: {of.describe()}")
             may = allowed(wanted, self.kernels, _SHAPE.value)

@@ -19,7 +19,7 @@ from moejax.benchmarking.expected_kernels import (
 from moejax.errors import MoejaxError
 from moejax.inference.generation import GenerationSettings
 from moejax.inference.runner import Runner
-from moejax.models import kernel_choice as served
+from moejax.models import kernel_choice
 from moejax.models.parts import LatentAttention
 from moejax.models.shapes import DEEPSEEK_V2_LITE
 from moejax.weights import linear as ops
@@ -48,11 +48,11 @@ class LatentTest(absltest.TestCase):
         assert isinstance(weight, QTensor)
         return weight
 
-    def of(self, weight: ops.Weight, target: Target, num_tokens: int) -> served.Served:
-        return served.served_products(
-            LATENT, {served.EXPANDING_LEAF: weight}, jnp.dtype("bfloat16"), ops.Kernels(target),
-            num_tokens=num_tokens, num_sequences=2, expert_impl="dense",
-        )[served.EXPANDING_LEAF]  # fmt: skip
+    def of(self, weight: ops.Weight, target: Target, num_tokens: int) -> kernel_choice.KernelChoice:
+        return kernel_choice.kernel_choices(
+            LATENT, {kernel_choice.EXPANDING_LEAF: weight}, jnp.dtype("bfloat16"),
+            ops.Kernels(target), num_tokens=num_tokens, num_sequences=2, expert_impl="dense",
+        )[kernel_choice.EXPANDING_LEAF]  # fmt: skip
 
     def test_packed_it_is_dequantized_at_decode(self):
         weight = self.packed()
@@ -61,20 +61,22 @@ class LatentTest(absltest.TestCase):
             decode = self.of(weight, target, 2)
             self.assertEqual(decode.implementation, ops.DEQUANTIZED)
             self.assertRegex(decode.describe(), "^dequantized, int4g64 .*take its rows apart")
-            (line,) = served.remarks({"kv_b": decode}, served.expected_kernel(target))
+            (line,) = kernel_choice.kernel_warnings(
+                {"kv_b": decode}, kernel_choice.expected_kernel(target)
+            )
             self.assertIn(f"do not run on the {kernel} kernel: kv_b: dequantized", line)
 
     def test_plain_it_is_plain_at_decode(self):
         weight = jnp.zeros((LATENT.num_layers, 8 * 128, 256), jnp.bfloat16)
         self.assertEqual(self.of(weight, AMPERE, 16).implementation, "triton")
         decode = self.of(weight, AMPERE, 2)
-        self.assertEqual(decode, served.Served(ops.PLAIN, "bfloat16", False, {}))
+        self.assertEqual(decode, kernel_choice.KernelChoice(ops.PLAIN, "bfloat16", False, {}))
 
     @pytest.mark.slow
     def test_that_is_what_runs(self):
         """The kernel's product is traced in prompts alone, `ops.matrix` at decode alone."""
         weights = {name: jnp.asarray(a) for name, a in tiny_engine.random_weights(LATENT).items()}
-        weights[served.EXPANDING_LEAF] = self.packed()
+        weights[kernel_choice.EXPANDING_LEAF] = self.packed()
         by_kernels = ops.Kernels(implementation="reference")
         runner = Runner(LATENT, weights, jax.devices("cpu")[0], kernels=by_kernels)
         expanded, taken, phase = set(), set(), "prefill"
@@ -104,7 +106,7 @@ class LatentTest(absltest.TestCase):
             jax.block_until_ready(runner.decode(session, 2, 2))
         self.assertEqual((expanded, taken), ({"prefill"}, {"decode"}))
         said = runner.products.items()
-        found = {of: products[served.EXPANDING_LEAF].implementation for of, products in said}
+        found = {of: products[kernel_choice.EXPANDING_LEAF].implementation for of, products in said}
         self.assertEqual(found, {"prefill": "reference", "decode": ops.DEQUANTIZED})
 
 
@@ -133,10 +135,14 @@ class ExpectedTest(parameterized.TestCase):
 
     def test_what_is_wrong(self):
         found = {
-            "a": served.Served("triton", "int4g64 float", True, {"mosaic": "K is 1408"}),
-            "b": served.Served(ops.DEQUANTIZED, "int4g64 float, block", True, {"triton": "no"}),
-            "c": served.Served(ops.PLAIN, "bfloat16", False, {"mosaic": "no"}),
-            "d": served.Served("mosaic", "int2g64 float", True, {}),
+            "a": kernel_choice.KernelChoice(
+                "triton", "int4g64 float", True, {"mosaic": "K is 1408"}
+            ),
+            "b": kernel_choice.KernelChoice(
+                ops.DEQUANTIZED, "int4g64 float, block", True, {"triton": "no"}
+            ),
+            "c": kernel_choice.KernelChoice(ops.PLAIN, "bfloat16", False, {"mosaic": "no"}),
+            "d": kernel_choice.KernelChoice("mosaic", "int2g64 float", True, {}),
         }
         self.assertEqual([line[0] for line in wrong_kernels(found, ("mosaic",))], ["a", "b"])
         (line,) = wrong_kernels(found, ("mosaic", "triton"))
@@ -207,8 +213,10 @@ class TiersTest(absltest.TestCase):
         high, low = (experts(Spec(bits=bits, group_size=64)) for bits in (8, 2))
         odd = experts(Spec(bits=2, group_size=64, permuted=True))
 
-        def of(second: list[ops.Weight], impl: tuple[Any, ...]) -> dict[str, served.Served]:
-            return served.served_products(
+        def of(
+            second: list[ops.Weight], impl: tuple[Any, ...]
+        ) -> dict[str, kernel_choice.KernelChoice]:
+            return kernel_choice.kernel_choices(
                 config, {}, bf16, ops.Kernels(AMPERE), num_tokens=2, num_sequences=2,
                 expert_impl=impl[0], tiers=[high, second], tier_impls=impl,
             )  # fmt: skip

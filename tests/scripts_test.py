@@ -1,0 +1,75 @@
+"""Scripts are named in a written page or used by another; rows are read by something."""
+
+import ast
+import re
+from pathlib import Path
+
+from absl.testing import absltest
+
+from scripts.documents import commands
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ROOT / "scripts"
+# Kinds of files that hold what was measured or printed.
+DATA = (".jsonl", ".csv", ".png")
+
+
+def pages() -> dict[Path, str]:
+    """Pages that people write or read, by path, without RESULTS.md, which names every row file."""
+    return {page: page.read_text("utf-8") for page in commands.pages()}
+
+
+def imported() -> set[str]:
+    """Modules of scripts that a file of scripts or tests imports."""
+    found: set[str] = set()
+    for path in [*SCRIPTS.rglob("*.py"), *(ROOT / "tests").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                found |= {node.module, *(f"{node.module}.{one.name}" for one in node.names)}
+            elif isinstance(node, ast.Import):
+                found |= {one.name for one in node.names}
+    return found
+
+
+def unnamed(path: Path, texts: dict[Path, str], used: set[str]) -> bool:
+    """Whether nothing imports a script, and no page names it by path, module or beside it."""
+    name = path.relative_to(ROOT).as_posix()
+    module = name.removesuffix(".py").replace("/", ".")
+    if module in used:
+        return False
+    beside = texts.get(path.parent / "README.md", "")
+    if re.search(rf"(?<![\w/]){re.escape(path.name)}\b", beside):
+        return False
+    said = re.compile(rf"(?<![\w./]){re.escape(module)}\b|{re.escape(name)}\b|`{path.name}`")
+    return not any(said.search(text) for text in texts.values())
+
+
+class ScriptsTest(absltest.TestCase):
+    def test_every_script_is_named_or_used(self):
+        texts, used = pages(), imported()
+        paths = [*SCRIPTS.rglob("*.py"), *SCRIPTS.rglob("*.sh")]
+        self.assertGreater(len(paths), 50)
+        self.assertEmpty([str(path) for path in paths if unnamed(path, texts, used)])
+
+    def test_an_unnamed_script_is_found(self):
+        self.assertTrue(unnamed(SCRIPTS / "studies/speed/other.py", pages(), imported()))
+        self.assertTrue(unnamed(SCRIPTS / "golden_old.py", pages(), imported()))
+
+    def test_every_file_of_data_is_linked_from_the_page_beside_it(self):
+        found = [path for path in SCRIPTS.rglob("*") if path.suffix in DATA]
+        self.assertGreater(len(found), 20)
+        for path in found:
+            page = path.parent / "README.md"
+            self.assertIn(f"]({path.name})", page.read_text("utf-8"), path)
+
+    def test_every_study_says_its_question_and_is_listed(self):
+        index = (SCRIPTS / "studies/README.md").read_text("utf-8")
+        for folder in sorted({path.parent for path in (SCRIPTS / "studies").rglob("*.jsonl")}):
+            text = (folder / "README.md").read_text("utf-8")
+            self.assertIn("Question: ", text)
+            self.assertIn("```bash", text)
+            self.assertIn(f"]({folder.name}/README.md)", index)
+
+
+if __name__ == "__main__":
+    absltest.main()
