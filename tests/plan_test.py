@@ -119,6 +119,13 @@ class SizesTest(PlanCase):
         err = self.run_plan(*asked, "--config.platform=cpu", status=1)
         self.assertIn(f"{self.directory}: experts that are converted while they are read", err)
 
+    def test_packed_experts_are_counted_without_reading_a_tensor(self):
+        stores.Own(stores.QWEN).write(self.directory)
+        checkpoint = open_checkpoint(str(self.directory))
+        expected = checkpoint_sizes(checkpoint, np.dtype(np.float32))
+        with mock.patch.object(safetensors_reader, "read_tensor", side_effect=AssertionError):
+            self.assertEqual(checkpoint_sizes(checkpoint, np.dtype(np.float32)), expected)
+
     def test_a_shape_in_codes(self):
         config = ModelConfig(**TINY)
         kind = CodesKind(bits=4, group_size=16, zero_kind="float", scale_dtype="float16")
